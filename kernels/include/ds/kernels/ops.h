@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// THE list of operations. Each backend fills one OpTable by designated initialisers: a missing or reordered op
+// does not compile. `ref` is the oracle (double accumulation, naive loops); `cpu` is SIMD, chosen per instruction
+// set at run time; `cuda` lives in libds_cuda.so.
+//
+// Rules for all ops
+//   dtypes      "work" dtype = fp32, bf16 or fp16, the same for all work tensors of a call; statistics, losses,
+//               optimizer state and accumulators are fp32. Internal arithmetic is fp32 (ref: fp64).
+//               Results are rounded once, to nearest even, when stored.
+//   shapes      checked by the dispatcher (ops_checked in libds), not here; kernels are noexcept.
+//   layout      contiguous row-major unless a contract says "strided"; the last dim always has stride 1.
+//   aliasing    outputs do not alias inputs unless a contract says "may alias".
+//   determinism the result depends on shapes, values and instruction set only; never on the number of threads.
+//   memory      no op allocates, except worker scratch of the pool, which grows once.
+// Letters: B batch, T tokens (queries), S keys, H query heads, G key/value heads, D head dim, C hidden, F ffn, V
+// vocabulary, R rows, N elements. [x] dims; a view without data (`!view`) means "not wanted".
+
+#include <span>
+#include <string_view>
+
+#include "ds/kernels/philox.h"
+#include "ds/kernels/tensor.h"
+#include "ds/kernels/thread_pool.h"
+
+namespace ds {
+
+// Where an op runs: the CPU backends use `pool`, CUDA uses `native` (a cudaStream_t). Ops of one stream run in order.
+struct Stream {
+  ThreadPool* pool = nullptr;
+  void* native = nullptr;
+};
+
+enum class Activation : u8 { None, GeluTanh, GeluErf, Silu };
+
+struct MatmulParams {
+  bool trans_a = false;     // a is stored [K,M] instead of [M,K]
+  bool trans_b = false;     // b is stored [N,K] instead of [K,N]
+  bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
+  Activation activation = Activation::None;
+};
+
+struct AttentionParams {
+  float scale = 1.0f;    // multiplies QK^T
+  bool causal = true;    // bottom-right aligned: key j visible to query i iff j <= i + S - T
+  i64 window = 0;        // > 0: also j > i + S - T - window (sliding window); 0: none
+  float dropout = 0.0f;  // on probabilities; element index ((b*H + h)*T + i)*S + j of `rng`
+  RngKey rng{};
+};
+
+struct CrossEntropyParams {
+  i32 ignore_index = -100;
+  float grad_scale = 1.0f;  // d(total)/d(token loss): loss scale / valid count, the same for every token
+  i64 chunk_tokens = 0;     // rows of the logits workspace
+};
+
+struct AdamWParams {
+  float lr = 0, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0;
+  float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
+  float grad_scale = 1;        // multiplies grad: unscale and clip in one
+  bool adam_w_mode = true;     // true: decoupled decay; false: L2 added to the gradient
+};
+
+// An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add
+// as plain 64-bit integers over any partition and any number of ranks (< 2^31 partials).
+struct ExactSum {
+  i64 hi = 0;
+  i64 lo = 0;
+};
+
+// clang-format off
+struct OpTable {
+  std::string_view name;  // "ref", "cpu.avx512", ...
+
+  // c[M,N] = activation(op(a) op(b) + bias) + residual.  a, b strided rows, one work dtype; c strided rows, fp32 or that
+  // dtype. bias [N] work dtype; preact [M,N] c's dtype and strides free: the value before the activation; residual [M,N]
+  // c's dtype, may alias c. bias, preact, residual optional. Sums over K in fp32 in a fixed order.
+  void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+                 const MatmulParams&, Stream&) noexcept;
+  // out[N] = sum over rows of x[R,N] (strided rows), rounded once to out's dtype: the gradient of a bias.
+  void (*column_sum)(TensorView out, TensorView x, Stream&) noexcept;
+
+  // Ba, Kiros, Hinton: "Layer Normalization". y, x [R,C]; weight, bias [C]; mean, rstd [R] fp32.
+  void (*layernorm_fwd)(TensorView y, TensorView mean, TensorView rstd, TensorView x, TensorView weight, TensorView bias,
+                        float eps, Stream&) noexcept;
+  // dx = residual_grad + layernorm'(dy); residual_grad [R,C] optional, may alias dx. dweight, dbias [C] overwritten.
+  void (*layernorm_bwd)(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
+                        TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream&) noexcept;
+
+  // Zhang, Sennrich: "Root Mean Square Layer Normalization". As layernorm without mean and bias. y may alias x.
+  void (*rmsnorm_fwd)(TensorView y, TensorView rstd, TensorView x, TensorView weight, float eps, Stream&) noexcept;
+  void (*rmsnorm_bwd)(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,
+                      TensorView weight, TensorView rstd, Stream&) noexcept;
+
+  // Elementwise over [N] (any shape, contiguous). activation_bwd: dx = dy * activation'(x); dx may alias dy.
+  void (*activation_fwd)(TensorView y, TensorView x, Activation, Stream&) noexcept;
+  void (*activation_bwd)(TensorView dx, TensorView dy, TensorView x, Activation, Stream&) noexcept;
+  // Shazeer: "GLU Variants Improve Transformer". y = silu(gate) * up. dgate may alias dy or gate, dup may alias up.
+  void (*swiglu_fwd)(TensorView y, TensorView gate, TensorView up, Stream&) noexcept;
+  void (*swiglu_bwd)(TensorView dgate, TensorView dup, TensorView dy, TensorView gate, TensorView up, Stream&) noexcept;
+
+  // Rotary embedding in Hugging Face's half-rotation convention. y, x [B,T,H,D] strided, y may alias x; cos, sin [P,D/2]
+  // fp32; positions [T] int32 index their rows. inverse = the backward pass (rotation by the negative angle).
+  void (*rope)(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, bool inverse,
+               Stream&) noexcept;
+
+  // y[R,C] = table[ids[r]] (+ y when accumulate). ids [R] int32, all in range (checked by the data layer).
+  void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, bool accumulate, Stream&) noexcept;
+  // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable fp32 or
+  // dy's dtype. Deterministic: a stable order by id, no atomics.
+  void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, bool accumulate, Stream&) noexcept;
+
+  // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
+  // lse [B,H,T] fp32 = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
+  void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
+                        Stream&) noexcept;
+  // dq strided like q; dk, dv like k, v; all overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
+  void (*attention_bwd)(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                        TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
+
+  // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
+  //   h [T,C], weight [V,C] work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits: workspace
+  //   [chunk_tokens, V] fp32. dh [T,C] work dtype and dweight [V,C] fp32 (overwritten) are optional: without them
+  //   only the losses are computed.
+  void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
+                               TensorView targets, TensorView logits, const CrossEntropyParams&, Stream&) noexcept;
+
+  // y = keep ? x/(1-p) : 0, keep iff uniform(rng, offset + i) >= p. The backward pass is the same call on dy. May alias.
+  void (*dropout)(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;
+  // y = a + b, one dtype; y may alias a or b.
+  void (*add)(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
+  // y = x converted. May alias when the dtypes are equal (then it is a copy).
+  void (*cast)(TensorView y, TensorView x, Stream&) noexcept;
+  // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: work
+  // dtypes, one dtype for all; dst may alias any of them if they are fp32.
+  void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
+
+  // The largest |x| as its fp32 bit pattern (so that NaN > inf > finite): order independent. x work dtype.
+  u32 (*max_abs_bits)(TensorView x, Stream&) noexcept;
+  // Exact sum of squares of finite x; `exponent`: every |x| < 2^exponent. Terms below 2^-50 of 2^(2*exponent) are rounded
+  // each for itself, so the sum does not depend on order or partition.
+  ExactSum (*sum_squares)(TensorView x, int exponent, Stream&) noexcept;
+
+  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization", ALGORITHMS 6. master, m, v, grad [N] fp32; param [N] work
+  // dtype gets the rounded master (may alias master when fp32).
+  void (*adamw)(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams&,
+                Stream&) noexcept;
+};
+// clang-format on
+
+const OpTable& ref_ops() noexcept;
+
+// The CPU backend for one instruction set: "avx2", "avx512", "avx512_bf16", "amx", or "auto" (the best this CPU has, or
+// what DS_ISA names). Null if the CPU lacks it or the name is unknown.
+const OpTable* cpu_ops(std::string_view isa = "auto") noexcept;
+
+}  // namespace ds

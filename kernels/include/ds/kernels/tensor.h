@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// TensorView: a non-owning view of up to four dims. Strides are in elements. Row-major views are made
+// by `TensorView::of`; `contiguous()` says whether the elements lie without gaps in that order.
+
+#include <array>
+#include <initializer_list>
+
+#include "ds/kernels/dtype.h"
+
+namespace ds {
+
+struct TensorView {
+  static constexpr int kMaxRank = 4;
+
+  void* data = nullptr;
+  DType dtype = DType::F32;
+  int rank = 0;
+  std::array<i64, kMaxRank> shape{};
+  std::array<i64, kMaxRank> stride{};
+  const float* scale = nullptr;  // room for the scales of quantised types; null otherwise
+
+  static TensorView of(void* data, DType dtype, std::initializer_list<i64> shape) noexcept {
+    TensorView v;
+    v.data = data;
+    v.dtype = dtype;
+    for (i64 s : shape) v.shape[static_cast<size_t>(v.rank++)] = s;
+    i64 step = 1;
+    for (int d = v.rank - 1; d >= 0; --d) {
+      v.stride[static_cast<size_t>(d)] = step;
+      step *= v.shape[static_cast<size_t>(d)];
+    }
+    return v;
+  }
+
+  explicit operator bool() const noexcept { return data != nullptr; }
+
+  i64 dim(int d) const noexcept { return shape[static_cast<size_t>(d)]; }
+  i64 numel() const noexcept {
+    i64 n = 1;
+    for (int d = 0; d < rank; ++d) n *= dim(d);
+    return n;
+  }
+  i64 bytes() const noexcept { return numel() * dtype_bytes(dtype); }
+  bool contiguous() const noexcept {
+    i64 step = 1;
+    for (int d = rank - 1; d >= 0; --d) {
+      if (dim(d) != 1 && stride[static_cast<size_t>(d)] != step) return false;
+      step *= dim(d);
+    }
+    return true;
+  }
+
+  template <class T>
+  T* as() const noexcept {
+    return static_cast<T*>(data);
+  }
+
+  // The same elements under another shape; only for contiguous views with the same number of elements.
+  TensorView reshaped(std::initializer_list<i64> new_shape) const noexcept {
+    TensorView v = of(data, dtype, new_shape);
+    v.scale = scale;
+    return v;
+  }
+  // Elements [begin, begin + count) of dim 0.
+  TensorView rows(i64 begin, i64 count) const noexcept {
+    TensorView v = *this;
+    v.data = static_cast<char*>(data) + begin * stride[0] * dtype_bytes(dtype);
+    v.shape[0] = count;
+    return v;
+  }
+};
+
+}  // namespace ds

@@ -1,0 +1,37 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "ref/ref.h"
+
+namespace ds {
+
+const OpTable& ref_ops() noexcept {
+  using namespace ref;
+  static constexpr OpTable table = {
+      .name = "ref",
+      .matmul = nullptr,
+      .column_sum = nullptr,
+      .layernorm_fwd = nullptr,
+      .layernorm_bwd = nullptr,
+      .rmsnorm_fwd = nullptr,
+      .rmsnorm_bwd = nullptr,
+      .activation_fwd = nullptr,
+      .activation_bwd = nullptr,
+      .swiglu_fwd = nullptr,
+      .swiglu_bwd = nullptr,
+      .rope = nullptr,
+      .embedding_fwd = nullptr,
+      .embedding_bwd = nullptr,
+      .attention_fwd = nullptr,
+      .attention_bwd = nullptr,
+      .linear_cross_entropy = nullptr,
+      .dropout = nullptr,
+      .add = nullptr,
+      .cast = nullptr,
+      .fold = nullptr,
+      .max_abs_bits = nullptr,
+      .sum_squares = nullptr,
+      .adamw = nullptr,
+  };
+  return table;
+}
+
+}  // namespace ds

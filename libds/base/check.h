@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// DS_CHECK for what users or the world can break, DS_ASSERT for our own bugs; checked integers.
+
+#include <fmt/format.h>
+
+#include <limits>
+#include <utility>
+
+#include "ds/error.h"
+#include "ds/kernels/dtype.h"
+
+// DS_CHECK(condition, Errc::X, "format", args...): throws ds::Error with the caller's place.
+#define DS_CHECK(condition, code, ...)                   \
+  do {                                                   \
+    if (!(condition)) [[unlikely]]                       \
+      throw ::ds::Error(code, fmt::format(__VA_ARGS__)); \
+  } while (false)
+
+#define DS_ASSERT(condition)                                                                           \
+  do {                                                                                                 \
+    if (!(condition)) [[unlikely]]                                                                     \
+      throw ::ds::Error(::ds::Errc::Internal, fmt::format("internal error: {} is false", #condition)); \
+  } while (false)
+
+namespace ds {
+
+// Integer conversion that throws Errc::Internal when the value does not fit.
+template <class To, class From>
+constexpr To narrow(From x) {
+  if (!std::in_range<To>(x)) throw Error(Errc::Internal, fmt::format("integer {} does not fit", x));
+  return static_cast<To>(x);
+}
+
+constexpr i64 div_ceil(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
+constexpr i64 align_up(i64 a, i64 alignment) noexcept { return div_ceil(a, alignment) * alignment; }
+// a / b where b must divide a.
+constexpr i64 div_exact(i64 a, i64 b) {
+  if (b == 0 || a % b != 0) throw Error(Errc::Internal, fmt::format("{} is not a multiple of {}", a, b));
+  return a / b;
+}
+
+}  // namespace ds

@@ -1,0 +1,128 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Communicator: the ranks of one mesh axis and what they do together. Five implementations: self (one rank), threads
+// (ranks as threads of one process, for tests), shm (one node), mpi (any nodes), later nccl.
+//
+// Canonical sums. A sum over ranks is, for every element, the left fold in ascending rank order in fp32,
+// ((g_0 + g_1) + g_2) + ..., whatever the implementation, segment, owner or algorithm: all implementations give the
+// same bits.
+//
+// Order. Every rank of the communicator makes the same calls in the same order with the same sizes. Calls return a
+// Ticket at once; operations run in call order on the communicator's own progress thread, so they overlap with
+// computation. Buffers belong to the operation until its ticket is done.
+//
+// Failure. A peer that dies, throws, stops or does not come within `timeout` makes every pending and later call, on
+// every other rank, throw Errc::Comm (died, aborted) or Errc::Timeout (absent), with Error::rank() and the message
+// naming the rank. Never a hang.
+//
+// Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
+// says: reduce_scatter and all_gather (P-1)/P of the total), number of calls.
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "device/memory.h"
+#include "ds/kernels/ops.h"
+
+namespace ds {
+
+enum class ReduceOp : u8 { Sum, Max, Min };
+
+// One contiguous piece of a reduce-scatter. source holds P slices of `slice_elems` elements; the fold over ranks of
+// slice r arrives in rank r's target.
+struct ReduceScatterSegment {
+  const void* source;  // [P * slice_elems] wire dtype
+  float* target;       // [slice_elems] fp32; may lie inside source when the wire dtype is fp32 and it is our own slice
+  i64 slice_elems;
+};
+
+// One contiguous piece of an in-place all-gather: P slices of slice_bytes; slice r is contributed by rank r.
+struct AllGatherSegment {
+  void* buffer;  // [P * slice_bytes]; our own slice is filled on entry
+  i64 slice_bytes;
+};
+
+class Ticket {
+ public:
+  Ticket() = default;  // done
+  // Blocks until the operation is done on this rank (buffers may be read and reused). Throws its error. Idempotent.
+  void wait();
+  bool done() const;
+
+  struct State;
+  explicit Ticket(std::shared_ptr<State> state) : state_(std::move(state)) {}
+
+ private:
+  std::shared_ptr<State> state_;
+};
+
+struct CommCount {
+  i64 calls = 0;
+  i64 bytes = 0;  // sent by this rank
+};
+
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+
+  virtual int rank() const noexcept = 0;
+  virtual int size() const noexcept = 0;
+  virtual std::string_view backend() const noexcept = 0;  // "self", "threads", "shm", "mpi"
+
+  // Memory that peers can reach directly (a shared segment); collectives on it copy nothing twice. Collective: all
+  // ranks ask for the same sizes in the same order. Zeroed, 64-byte aligned. Ordinary memory works in every call too,
+  // only slower.
+  virtual Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
+
+  // target = fold over ranks of our slice; accumulate: the fold continues from target instead of starting at rank 0's
+  // value. All segments are one operation (one ticket, one synchronisation): a bucket.
+  virtual Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
+                                std::string_view tag) = 0;
+  virtual Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) = 0;
+  // In place; data [n] F32 (canonical fold), I64 or F64. Max and Min are exact on each; F64 Sum folds in rank order in
+  // fp64.
+  virtual Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) = 0;
+  virtual Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) = 0;
+  // Slice q of source goes to rank q; slice q of target comes from rank q.
+  virtual Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) = 0;
+  // Point to point, matched in order per (sender, receiver). send may return before the receiver came.
+  virtual Ticket send(const void* data, i64 bytes, int to, std::string_view tag) = 0;
+  virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
+  virtual void barrier(std::string_view tag) = 0;
+
+  // Tells all peers that this rank gives up and why; they throw Errc::Comm naming it. Called by who catches an error.
+  virtual void abort(std::string_view why) noexcept = 0;
+
+  // Bytes and calls by "tag" since the start (or the last reset), e.g. "dp.reduce_scatter".
+  virtual std::map<std::string, CommCount> counts() const = 0;
+  virtual void reset_counts() = 0;
+};
+
+struct CommOptions {
+  double timeout_s = 300;        // a peer absent for longer is an error
+  bool progress_thread = true;   // false: operations run inside the call (overlap_comm off)
+  const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
+};
+
+std::unique_ptr<Communicator> make_self_communicator(const CommOptions&);
+
+// `size` communicators that share one process; give one to each thread. Each may be destroyed by its own thread.
+std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size, const CommOptions&);
+// Runs body(communicator) on `size` threads. An exception in a body aborts its peers; the first error (that of the rank
+// that failed first, not of those that were told) is rethrown here.
+void run_threads(int size, const CommOptions&, const std::function<void(Communicator&)>& body);
+
+// Processes of one node that share `job` (a random name made by the launcher; [a-zA-Z0-9-]). Waits for all within the
+// timeout. Segments are created 0600 and O_EXCL, reserved with posix_fallocate (a full /dev/shm is an error that says
+// needed and free bytes, not a SIGBUS) and unlinked as soon as all ranks have attached.
+std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size, const CommOptions&);
+
+// All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
+std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
+
+}  // namespace ds

@@ -1,0 +1,20 @@
+# Every third-party library, found once. DESIGN: one library, one folder that may include it.
+find_package(Threads REQUIRED)
+find_package(fmt REQUIRED)
+find_package(nlohmann_json REQUIRED)
+find_package(CLI11 REQUIRED)
+find_package(Boost REQUIRED)  # Interprocess, header-only
+find_package(MPI REQUIRED COMPONENTS CXX)
+
+set(HDF5_PREFER_PARALLEL FALSE)
+find_package(HDF5 REQUIRED COMPONENTS C)
+
+find_package(PkgConfig REQUIRED)
+pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+
+# oneDNN's own package file fails without OpenCL headers, so it is found by hand.
+find_path(DNNL_INCLUDE_DIR oneapi/dnnl/dnnl.hpp REQUIRED)
+find_library(DNNL_LIBRARY dnnl REQUIRED)
+add_library(ds_dnnl INTERFACE)
+target_include_directories(ds_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
+target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY})

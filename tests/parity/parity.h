@@ -1,0 +1,117 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Helpers of the op tests: random tensors of any dtype, comparison with the oracle, directional finite differences.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "ds/kernels/ops.h"
+
+namespace ds::testing {
+
+// Owns the elements of a contiguous tensor.
+class Tensor {
+ public:
+  Tensor() = default;
+  Tensor(DType dtype, std::initializer_list<i64> shape) : shape_(shape) {
+    view_ = TensorView::of(nullptr, dtype, shape);
+    storage_.assign(static_cast<size_t>(view_.bytes()) + 64, u8{0xA5});  // poison, never zero by luck
+    view_.data = storage_.data();
+  }
+  Tensor(const Tensor& o) : storage_(o.storage_), shape_(o.shape_), view_(o.view_) { view_.data = storage_.data(); }
+  Tensor& operator=(const Tensor& o) {
+    storage_ = o.storage_;
+    shape_ = o.shape_;
+    view_ = o.view_;
+    view_.data = storage_.data();
+    return *this;
+  }
+
+  operator TensorView() const noexcept { return view_; }  // NOLINT: a Tensor is used where a view is asked for
+  const TensorView& view() const noexcept { return view_; }
+  i64 numel() const noexcept { return view_.numel(); }
+
+  float at(i64 i) const {
+    switch (view_.dtype) {
+      case DType::F32: return view_.as<float>()[i];
+      case DType::BF16: return to_float(view_.as<bf16>()[i]);
+      case DType::F16: return to_float(view_.as<f16>()[i]);
+      case DType::I32: return static_cast<float>(view_.as<i32>()[i]);
+      default: ADD_FAILURE() << "at(): dtype"; return 0;
+    }
+  }
+  void set(i64 i, float x) {
+    switch (view_.dtype) {
+      case DType::F32: view_.as<float>()[i] = x; break;
+      case DType::BF16: view_.as<bf16>()[i] = to_bf16(x); break;
+      case DType::F16: view_.as<f16>()[i] = to_f16(x); break;
+      case DType::I32: view_.as<i32>()[i] = static_cast<i32>(x); break;
+      default: ADD_FAILURE() << "set(): dtype";
+    }
+  }
+  // Normal-like values (sum of uniforms), std about `scale`, around `mean`; rounded to the dtype.
+  Tensor& randomize(u32 seed, float scale = 1.0f, float mean = 0.0f) {
+    const RngKey key{seed, 7, 0};
+    for (i64 i = 0; i < numel(); ++i) {
+      const PhiloxBlock r = key.block(static_cast<u64>(i));
+      const float sum = RngKey::uniform(r[0]) + RngKey::uniform(r[1]) + RngKey::uniform(r[2]) + RngKey::uniform(r[3]);
+      set(i, mean + scale * 1.7320508f * (sum - 2.0f));
+    }
+    return *this;
+  }
+  Tensor& fill(float x) {
+    for (i64 i = 0; i < numel(); ++i) set(i, x);
+    return *this;
+  }
+
+ private:
+  std::vector<u8> storage_;
+  std::vector<i64> shape_;
+  TensorView view_;
+};
+
+// Unit roundoff of a stored result.
+inline double epsilon(DType t) { return t == DType::F32 ? 0x1p-24 : t == DType::F16 ? 0x1p-11 : 0x1p-8; }
+
+// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree.
+inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what) {
+  ASSERT_EQ(got.numel(), want.numel()) << what;
+  double rms = 0;
+  for (i64 i = 0; i < want.numel(); ++i) {
+    if (std::isfinite(want.at(i))) rms += double(want.at(i)) * want.at(i);
+  }
+  rms = std::sqrt(rms / static_cast<double>(std::max<i64>(want.numel(), 1)));
+  const double eps = std::max(epsilon(got.view().dtype), epsilon(want.view().dtype));
+  for (i64 i = 0; i < want.numel(); ++i) {
+    const double g = got.at(i), w = want.at(i);
+    if (!std::isfinite(w)) {
+      ASSERT_TRUE((std::isnan(w) && std::isnan(g)) || g == w) << what << " element " << i << ": " << g << " vs " << w;
+      continue;
+    }
+    ASSERT_LE(std::abs(g - w), ulps * eps * std::max(std::abs(w), rms))
+        << what << " element " << i << ": " << g << " vs " << w;
+  }
+}
+
+inline void expect_same_bits(const Tensor& a, const Tensor& b, const std::string& what) {
+  ASSERT_EQ(a.view().bytes(), b.view().bytes()) << what;
+  ASSERT_EQ(std::memcmp(a.view().data, b.view().data, static_cast<size_t>(a.view().bytes())), 0) << what;
+}
+
+// The backends that this machine can run, beside ref: every ISA level from avx2 up.
+inline std::vector<const OpTable*> backends() {
+  std::vector<const OpTable*> tables;
+  for (const char* isa : {"avx2", "avx512", "avx512_bf16", "amx"}) {
+    if (const OpTable* t = cpu_ops(isa)) tables.push_back(t);
+  }
+  return tables;
+}
+
+inline constexpr DType kWorkDTypes[] = {DType::F32, DType::BF16, DType::F16};
+
+}  // namespace ds::testing
