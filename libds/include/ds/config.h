@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The configuration of a run: DeepSpeed's ds_config.json and our own keys, as plain structs in which every default is
+// resolved. ds-config(5) documents each key; names here follow the JSON names.
+
+#include <limits>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ds/error.h"
+#include "ds/model_config.h"
+
+namespace ds {
+
+// train == micro * accumulation * number of ranks.
+struct BatchConfig {
+  i64 train = 0;         // train_batch_size: samples per optimizer step over all ranks
+  i64 micro = 0;         // train_micro_batch_size_per_gpu
+  i64 accumulation = 0;  // gradient_accumulation_steps
+};
+
+enum class OptimizerType : u8 { AdamW, Adam };  // Adam is AdamW too unless adam_w_mode is false
+struct OptimizerConfig {
+  OptimizerType type = OptimizerType::AdamW;
+  double lr = 1e-3;
+  double beta1 = 0.9, beta2 = 0.999;
+  double eps = 1e-8;
+  double weight_decay = 0;
+  bool bias_correction = true;
+  bool adam_w_mode = true;
+};
+
+enum class SchedulerType : u8 { Constant, WarmupLR, WarmupCosineLR };
+enum class WarmupType : u8 { Log, Linear };
+struct SchedulerConfig {
+  SchedulerType type = SchedulerType::Constant;
+  WarmupType warmup_type = WarmupType::Log;
+  i64 warmup_num_steps = 1000;
+  double warmup_min_lr = 0;     // WarmupLR
+  double warmup_max_lr = 0;     // WarmupLR; resolved to the optimizer's lr when not given
+  i64 total_num_steps = 0;      // WarmupCosineLR; resolved to `steps` when not given
+  double warmup_min_ratio = 0;  // WarmupCosineLR, ratios to the optimizer's lr
+  double cos_min_ratio = 1e-4;
+};
+
+struct Fp16Config {
+  bool enabled = false;
+  double loss_scale = 0;  // 0: dynamic
+  i64 initial_scale_power = 16;
+  i64 loss_scale_window = 1000;
+  i64 hysteresis = 2;
+  bool consecutive_hysteresis = false;
+  double min_loss_scale = 1;
+};
+
+struct Bf16Config {
+  bool enabled = false;
+};
+
+// Sizes in elements.
+struct ZeroConfig {
+  i64 stage = 0;
+  i64 reduce_bucket_size = 500'000'000;
+  i64 allgather_bucket_size = 500'000'000;
+  bool overlap_comm = false;  // default true at stage 3
+  i64 prefetch_bucket_size = 50'000'000;
+  i64 param_persistence_threshold = 100'000;
+  i64 model_persistence_threshold = std::numeric_limits<i64>::max();
+  i64 max_live_parameters = 1'000'000'000;
+  i64 max_reuse_distance = 1'000'000'000;
+};
+
+// When gradients are summed over ranks; DESIGN section 4.
+enum class ReduceOrder : u8 { Boundary, Micro };
+enum class LossNorm : u8 { Micro, Token };
+enum class DeviceKind : u8 { Auto, Cpu };
+enum class CommBackend : u8 { Auto, Self, Shm, Mpi };
+
+struct CommunicationConfig {
+  CommBackend backend = CommBackend::Auto;
+  double timeout_s = 300;
+};
+
+enum class DataFormat : u8 { Auto, Text, Bin };  // Bin: nanoGPT's uint16 tokens
+struct DataConfig {
+  std::vector<std::string> train;       // relative to the working directory
+  std::vector<std::string> validation;  // empty: the last `split` of the training data
+  double split = 0.05;
+  std::string tokenizer = "bytes";
+  DataFormat format = DataFormat::Auto;
+  i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
+  i64 seed = 0;        // resolved to Config::seed when not given
+};
+
+struct EvalConfig {
+  i64 every = 0;     // steps between validation losses; 0: only after the last step
+  i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
+};
+
+struct SaveConfig {
+  i64 every = 0;  // steps between checkpoints; 0: only after the last step
+  i64 keep = 0;   // newest checkpoints to keep; 0: all
+};
+
+struct Config {
+  BatchConfig batch;
+  OptimizerConfig optimizer;
+  SchedulerConfig scheduler;
+  Fp16Config fp16;
+  Bf16Config bf16;
+  ZeroConfig zero;
+  double gradient_clipping = 1.0;                    // 0: off
+  DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
+  ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
+  LossNorm loss_norm = LossNorm::Micro;
+  bool deterministic = false;
+  i64 steps = 0;    // optimizer steps of the run
+  i64 seed = 1234;  // 0 .. 2^32 - 1
+  i64 steps_per_print = 10;
+  i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
+  DeviceKind device = DeviceKind::Auto;
+  CommunicationConfig communication;
+  std::string model_path;  // model.path; empty: inline
+  ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
+  DataConfig data;
+  EvalConfig eval;
+  SaveConfig save;
+
+  DType work_dtype() const { return fp16.enabled ? DType::F16 : bf16.enabled ? DType::BF16 : DType::F32; }
+};
+
+enum class Severity : u8 { Warning, Error };
+struct Diagnostic {
+  Severity severity = Severity::Error;
+  Errc code = Errc::Config;
+  std::string source;        // the file, or the --set argument
+  i64 line = 0, column = 0;  // from 1; 0: none
+  std::string key;           // "zero_optimization.stage"; empty when the text is not JSON
+  std::string message;
+};
+// "cfg.json:12:5: zero_optimization.stage: must be 0 to 3, not 4"
+DS_API std::string to_string(const Diagnostic&);
+
+struct ConfigResult {
+  Config config;                        // meaningful only if ok()
+  std::vector<Diagnostic> diagnostics;  // by place; warnings too
+  DS_API bool ok() const noexcept;
+  // Errc::Config before Errc::Unavailable. Requires: !ok().
+  DS_API Errc code() const noexcept;
+  // All errors, one a line.
+  DS_API std::string message() const;
+};
+
+// What a run of training cannot do without (model, data.train, steps) is demanded by Train only.
+enum class ConfigUse : u8 { Train, Inspect };
+
+// Reads a configuration and reports every mistake in it at once; opens model.path too, but no data file.
+//   path        a file, or "-" for standard input
+//   overrides   "a.b=v" in order, as of --set: v is JSON, or else a string; "a.b[0]=v" reaches into arrays
+//   world_size  data-parallel ranks
+DS_API ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
+                                ConfigUse use = ConfigUse::Train);
+// The same for a text that is already in memory; `name` stands in the diagnostics.
+DS_API ConfigResult parse_config(std::string_view text, const std::string& name, std::span<const std::string> overrides,
+                                 int world_size, ConfigUse use = ConfigUse::Train);
+
+// Every key that has an effect with its resolved value, as JSON that load_config reads back to the same Config.
+DS_API std::string resolved_json(const Config&);
+
+}  // namespace ds

@@ -1,0 +1,77 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The shape of a model: what a Hugging Face config.json says, in one struct for all families, every default resolved.
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "ds/error.h"
+#include "ds/kernels/ops.h"
+
+namespace ds {
+
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3 };  // names: family_name()
+DS_API std::string_view family_name(Family) noexcept;  // "gpt2", "llama", "qwen2", "qwen3": model_type in config.json
+
+enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
+
+// Scaling of the rotary embedding; only the fields of its type are meaningful. ALGORITHMS section 5.1 has the formulas.
+struct RopeScaling {
+  RopeType type = RopeType::Default;
+  float factor = 1;
+  float low_freq_factor = 1, high_freq_factor = 4;  // llama3
+  float beta_fast = 32, beta_slow = 1;              // yarn
+  float attention_factor = 0;                       // yarn, longrope: multiplies cos and sin; 0: from factor
+  float mscale = 0, mscale_all_dim = 0;             // yarn: both nonzero replace attention_factor
+  bool truncate = true;                             // yarn: round the ramp's ends outwards
+  i64 original_max_positions = 0;                   // 0: ModelConfig::max_positions
+  std::vector<float> short_factor, long_factor;     // longrope, head_dim / 2 values each
+};
+
+struct ModelConfig {
+  Family family = Family::Gpt2;
+  i64 vocab_size = 0;
+  i64 hidden = 0;
+  i64 layers = 0;
+  i64 heads = 0;
+  i64 kv_heads = 0;  // divides heads
+  i64 head_dim = 0;  // even, 2..256; heads * head_dim may differ from hidden (Qwen3)
+  i64 intermediate = 0;
+  i64 max_positions = 0;
+  float norm_eps = 1e-5f;
+  float initializer_range = 0.02f;
+  Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen, or GPT-2's plain one
+
+  float rope_theta = 1e4f;  // Llama, Qwen
+  RopeScaling rope;
+
+  bool tie_embeddings = true;
+  bool attention_bias = true;  // on q, k and v
+  bool output_bias = true;     // on the attention's output projection
+  bool mlp_bias = true;
+  bool qk_norm = false;  // RMSNorm over each head of q and k before the rotary embedding
+
+  float embd_dropout = 0;
+  float resid_dropout = 0;
+  float attn_dropout = 0;
+
+  bool scale_attn_weights = true;  // by head_dim^-1/2
+  bool scale_attn_by_inverse_layer_idx = false;
+
+  i64 sliding_window = 0;            // keys seen by a query in the layers of sliding_layers; 0: none has a window
+  std::vector<bool> sliding_layers;  // [layers], empty when sliding_window is 0
+  i64 window(i64 layer) const {
+    return sliding_window > 0 && sliding_layers[static_cast<size_t>(layer)] ? sliding_window : 0;
+  }
+};
+
+// Reads config.json itself or the one in a directory. Missing keys take Hugging Face's defaults. Throws Errc::Config
+// naming every mistake (unknown key, wrong type, sizes that contradict each other) with file, line and column;
+// Errc::Unavailable when the only trouble is a feature that is not there.
+DS_API ModelConfig load_model_config(const std::string& dir_or_file);
+
+// A config.json that Hugging Face transformers loads and load_model_config reads back unchanged.
+DS_API std::string model_config_json(const ModelConfig&);
+
+}  // namespace ds

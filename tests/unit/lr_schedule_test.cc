@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Learning-rate schedules against golden values; W = 10 warm-up steps throughout.
+#include "optim/lr_schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <utility>
+
+namespace ds {
+namespace {
+
+using Point = std::pair<i64, double>;
+
+SchedulerConfig scheduler(SchedulerType type, WarmupType warmup) {
+  SchedulerConfig s;
+  s.type = type;
+  s.warmup_type = warmup;
+  s.warmup_num_steps = 10;
+  s.warmup_max_lr = 1;
+  s.total_num_steps = 20;
+  return s;
+}
+
+OptimizerConfig base(double lr) {
+  OptimizerConfig o;
+  o.lr = lr;
+  return o;
+}
+
+TEST(LrSchedule, ConstantWithoutScheduler) {
+  const LrSchedule lr(base(3e-4), {});
+  for (i64 t : {-1, 0, 1, 1000000}) EXPECT_EQ(lr.lr_at(t), 3e-4);
+}
+
+TEST(LrSchedule, WarmupLogMatchesGoldenValues) {
+  const LrSchedule lr(base(1), scheduler(SchedulerType::WarmupLR, WarmupType::Log));
+  for (auto [t, want] : {Point{-1, 0}, {0, 0}, {1, .30103}, {4, .69897}, {8, .954243}, {9, 1}, {10, 1}, {999, 1}})
+    EXPECT_NEAR(lr.lr_at(t), want, 5e-7) << t;
+}
+
+TEST(LrSchedule, WarmupLinearMatchesGoldenValues) {
+  const LrSchedule lr(base(1), scheduler(SchedulerType::WarmupLR, WarmupType::Linear));
+  for (auto [t, want] : {Point{-1, 0}, {0, 0}, {1, .1}, {5, .5}, {9, .9}, {10, 1}}) EXPECT_DOUBLE_EQ(lr.lr_at(t), want);
+}
+
+TEST(LrSchedule, WarmupStartsAtItsMinimum) {
+  SchedulerConfig s = scheduler(SchedulerType::WarmupLR, WarmupType::Linear);
+  s.warmup_min_lr = 0.5;
+  s.warmup_max_lr = 2.5;
+  const LrSchedule lr(base(7), s);  // WarmupLR is absolute: the optimizer's lr plays no part
+  for (auto [t, want] : {Point{-1, .5}, {0, .5}, {5, 1.5}, {10, 2.5}}) EXPECT_DOUBLE_EQ(lr.lr_at(t), want) << t;
+}
+
+TEST(LrSchedule, CosineMatchesGoldenValuesAsRatioOfTheBase) {
+  const LrSchedule lr(base(2), scheduler(SchedulerType::WarmupCosineLR, WarmupType::Linear));
+  for (auto [t, want] :
+       {Point{-1, 0}, {0, 0}, {9, .9}, {10, .975531}, {14, .50005}, {19, .0001}, {20, .0001}, {99, .0001}})
+    EXPECT_NEAR(lr.lr_at(t), 2 * want, 2e-6) << t;
+}
+
+TEST(LrSchedule, CosineWarmsUpFromItsMinimumRatio) {
+  SchedulerConfig s = scheduler(SchedulerType::WarmupCosineLR, WarmupType::Linear);
+  s.warmup_min_ratio = 0.2;
+  const LrSchedule lr(base(1), s);
+  EXPECT_EQ(lr.lr_at(-1), 0);  // before the first tick DeepSpeed has 0 whatever the ratio
+  EXPECT_DOUBLE_EQ(lr.lr_at(0), 0.2);
+  EXPECT_DOUBLE_EQ(lr.lr_at(5), 0.6);
+}
+
+TEST(LrSchedule, ShortWarmupCountsAsTwoSteps) {
+  for (WarmupType type : {WarmupType::Log, WarmupType::Linear}) {
+    SchedulerConfig s = scheduler(SchedulerType::WarmupLR, type);
+    s.warmup_num_steps = 0;
+    const LrSchedule lr(base(1), s);
+    EXPECT_EQ(lr.lr_at(0), 0);
+    EXPECT_DOUBLE_EQ(lr.lr_at(1), type == WarmupType::Log ? 1.0 : 0.5);
+    EXPECT_EQ(lr.lr_at(2), 1);
+  }
+}
+
+}  // namespace
+}  // namespace ds
