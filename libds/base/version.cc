@@ -1,0 +1,25 @@
+// SPDX-License-Identifier: Apache-2.0
+// DS_VERSION and DS_FEATURES come from the build, which knows the libraries it found.
+
+#include "ds/version.h"
+
+#include <fmt/format.h>
+
+#include "ds/kernels/ops.h"
+
+namespace ds {
+
+std::string_view version() noexcept { return DS_VERSION; }
+
+std::string version_text() {
+#if defined(__clang__)
+  constexpr std::string_view compiler = "clang++ " __clang_version__;
+#else
+  constexpr std::string_view compiler = "g++ " __VERSION__;
+#endif
+  const OpTable* ops = cpu_ops();
+  return fmt::format("compiler: {}\nfeatures: {}\nkernels: {}\n", compiler, DS_FEATURES,
+                     ops != nullptr ? ops->name : ref_ops().name);
+}
+
+}  // namespace ds

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// --completion: scripts for bash, zsh and fish made from the option table, so that they cannot lag behind it.
+
+#include <algorithm>
+
+#include "common/tool.h"
+
+namespace ds::tools {
+namespace {
+
+enum class Kind { Flag, Any, File, Folder, Program, Choice };
+
+struct Row {
+  std::vector<std::string> names;  // with dashes
+  std::string description;
+  std::string type;
+  Kind kind;
+  std::vector<std::string> choices;
+};
+
+Row make_row(const CLI::Option& option) {
+  Row row{.names = {},
+          .description = option.get_description(),
+          .type = option.get_type_name(),
+          .kind = Kind::Any,
+          .choices = {}};
+  for (const std::string& name : option.get_snames()) row.names.push_back("-" + name);
+  for (const std::string& name : option.get_lnames()) row.names.push_back("--" + name);
+  if (const std::size_t open = row.type.find('{'); open != std::string::npos) {
+    row.kind = Kind::Choice;
+    row.choices = CLI::detail::split(row.type.substr(open + 1, row.type.find('}') - open - 1), ',');
+  } else if (option.nonpositional() && option.get_items_expected_max() == 0) {
+    row.kind = Kind::Flag;
+  } else if (row.type == "FILE") {
+    row.kind = Kind::File;
+  } else if (row.type == "DIR") {
+    row.kind = Kind::Folder;
+  } else if (row.type == "PROG") {
+    row.kind = Kind::Program;
+  }
+  row.type = row.type.substr(0, row.type.find(':'));
+  return row;
+}
+
+// Options of the tool and of all its commands: more offered than strictly valid, nothing valid missing.
+void collect(const CLI::App& app, std::vector<Row>& options, std::vector<std::string>& commands) {
+  for (const CLI::Option* option : app.get_options())
+    if (option->nonpositional() && !option->get_group().empty()) options.push_back(make_row(*option));
+  for (const CLI::App* command : app.get_subcommands(nullptr)) {
+    commands.push_back(command->get_name());
+    collect(*command, options, commands);
+  }
+}
+
+std::string join(const std::vector<std::string>& words, std::string_view separator) {
+  return fmt::format("{}", fmt::join(words, separator));
+}
+
+// For use inside single quotes of sh; zsh's own specials are escaped as well where asked.
+std::string single_quoted(std::string_view text, std::string_view special = "") {
+  std::string out;
+  for (const char c : text) {
+    if (special.find(c) != std::string_view::npos) out += '\\';
+    if (c == '\'') {
+      out += "'\\''";
+    } else {
+      out += c;
+    }
+  }
+  return out;
+}
+
+std::string bash_candidates(const Row& row) {
+  switch (row.kind) {
+    case Kind::Folder: return "-d";
+    case Kind::File: return "-f";
+    case Kind::Program: return "-c";
+    case Kind::Choice: return "-W '" + join(row.choices, " ") + "'";
+    case Kind::Flag:
+    case Kind::Any: break;
+  }
+  return "";
+}
+
+std::string bash_script(std::string_view tool, const std::string& function, const std::vector<Row>& options,
+                        const std::vector<std::string>& commands, const std::vector<Row>& arguments) {
+  std::vector<std::string> names;
+  std::string cases;
+  for (const Row& row : options) {
+    names.insert(names.end(), row.names.begin(), row.names.end());
+    if (row.kind == Kind::Flag) continue;
+    const std::string candidates = bash_candidates(row);
+    cases += fmt::format("    {}) {}return ;;\n", join(row.names, "|"),
+                         candidates.empty() ? "" : fmt::format("COMPREPLY=($(compgen {} -- \"$cur\")); ", candidates));
+  }
+  std::string words = commands.empty() ? "-f" : fmt::format("-f -W '{}'", join(commands, " "));
+  if (std::any_of(arguments.begin(), arguments.end(), [](const Row& r) { return r.kind == Kind::Program; }))
+    words = "-c";
+  return fmt::format(
+      R"(# bash completion for {0}
+{1}() {{
+  local cur=${{COMP_WORDS[COMP_CWORD]}} prev=${{COMP_WORDS[COMP_CWORD-1]}}
+  COMPREPLY=()
+  case $prev in
+{2}  esac
+  case $cur in
+    -*) COMPREPLY=($(compgen -W '{3}' -- "$cur")) ;;
+    *) COMPREPLY=($(compgen {4} -- "$cur")) ;;
+  esac
+}}
+complete -o filenames -o bashdefault -F {1} {0}
+)",
+      tool, function, cases, join(names, " "), words);
+}
+
+std::string zsh_action(const Row& row) {
+  switch (row.kind) {
+    case Kind::File: return "_files";
+    case Kind::Folder: return "_files -/";
+    case Kind::Program: return "_command_names -e";
+    case Kind::Choice: return "(" + join(row.choices, " ") + ")";
+    case Kind::Flag:
+    case Kind::Any: break;
+  }
+  return " ";
+}
+
+std::string zsh_script(std::string_view tool, const std::string& function, const std::vector<Row>& options,
+                       const std::vector<std::string>& commands, const std::vector<Row>& arguments) {
+  std::string specs;
+  for (const Row& row : options) {
+    const std::string value = row.kind == Kind::Flag
+                                  ? ""
+                                  : fmt::format(":{}:{}", single_quoted(row.type, ":"), single_quoted(zsh_action(row)));
+    for (const std::string& name : row.names)
+      specs += fmt::format(" \\\n    '({}){}[{}]{}'", join(row.names, " "), name,
+                           single_quoted(row.description, "[]\\"), value);
+  }
+  if (!commands.empty()) specs += fmt::format(" \\\n    '1:command:({})'", join(commands, " "));
+  const auto program =
+      std::find_if(arguments.begin(), arguments.end(), [](const Row& r) { return r.kind == Kind::Program; });
+  specs += program != arguments.end() ? " \\\n    '1:program:_command_names -e' '*::arguments:_normal'"
+                                      : " \\\n    '*:file:_files'";
+  return fmt::format("#compdef {0}\n{1}() {{\n  _arguments -s{2}\n}}\ncompdef {1} {0}\n", tool, function, specs);
+}
+
+std::string fish_script(std::string_view tool, const std::vector<Row>& options,
+                        const std::vector<std::string>& commands) {
+  std::string script = fmt::format("# fish completion for {}\n", tool);
+  for (const Row& row : options) {
+    script += fmt::format("complete -c {}", tool);
+    for (const std::string& name : row.names)
+      script += name.starts_with("--") ? " -l " + name.substr(2) : " -s " + name.substr(1);
+    if (row.kind == Kind::Choice) script += fmt::format(" -x -a '{}'", join(row.choices, " "));
+    if (row.kind == Kind::Folder) script += " -x -a '(__fish_complete_directories)'";
+    if (row.kind == Kind::File || row.kind == Kind::Program) script += " -r";
+    if (row.kind == Kind::Any) script += " -x";
+    script += fmt::format(" -d '{}'\n", single_quoted(row.description, "\\"));
+  }
+  if (!commands.empty())
+    script += fmt::format("complete -c {} -n __fish_use_subcommand -a '{}'\n", tool, join(commands, " "));
+  return script;
+}
+
+}  // namespace
+
+std::string completion_script(const ToolInfo& tool, const CLI::App& app, std::string_view shell) {
+  std::vector<Row> options;
+  std::vector<std::string> commands;
+  collect(app, options, commands);
+  std::vector<Row> arguments;
+  for (const CLI::Option* option : app.get_options())
+    if (option->get_positional()) arguments.push_back(make_row(*option));
+  std::string function = "_" + std::string(tool.name);
+  std::replace(function.begin(), function.end(), '-', '_');
+  if (shell == "bash") return bash_script(tool.name, function, options, commands, arguments);
+  if (shell == "zsh") return zsh_script(tool.name, function, options, commands, arguments);
+  return fish_script(tool.name, options, commands);
+}
+
+}  // namespace ds::tools

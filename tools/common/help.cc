@@ -1,0 +1,121 @@
+// SPDX-License-Identifier: Apache-2.0
+// --help from the option table, and the suggestion for a name that does not exist.
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+
+#include "common/tool.h"
+
+namespace ds::tools {
+namespace {
+
+constexpr std::size_t kColumns = 80;
+constexpr std::size_t kIndent = 24;
+
+// `text` in lines of at most kColumns, all but the first indented.
+std::string wrap(std::string_view text, std::size_t indent) {
+  std::string out;
+  std::size_t column = indent;
+  std::istringstream words{std::string(text)};
+  for (std::string word; words >> word;) {
+    if (column > indent && column + 1 + word.size() > kColumns) {
+      out += "\n" + std::string(indent, ' ');
+      column = indent;
+    }
+    if (column > indent) out += ' ', ++column;
+    out += word;
+    column += word.size();
+  }
+  return out;
+}
+
+std::string entry(std::string head, std::string_view description) {
+  head = "  " + head;
+  if (head.size() + 2 > kIndent) {
+    head += "\n" + std::string(kIndent, ' ');
+  } else {
+    head.resize(kIndent, ' ');
+  }
+  return head + wrap(description, kIndent) + "\n";
+}
+
+std::string option_head(const CLI::Option& option) {
+  std::string head;
+  for (const std::string& name : option.get_snames()) head += (head.empty() ? "-" : ", -") + name;
+  if (head.empty()) head = "    ";
+  for (const std::string& name : option.get_lnames()) head += (head == "    " ? "--" : ", --") + name;
+  if (option.get_items_expected_max() > 0) {
+    const std::string type = option.get_type_name();
+    const std::size_t open = type.find('{');  // a check appends ":{a,b}" or ":INT in [1 - 9]"; only values are shown
+    head += " " + (open != std::string::npos ? type.substr(open) : type.substr(0, type.find(':')));
+  }
+  return head;
+}
+
+}  // namespace
+
+std::string help_text(const ToolInfo& tool, const CLI::App& app) {
+  const bool top = app.get_parent() == nullptr;
+  std::string text;
+  if (top) {
+    text = fmt::format("{} - {}\n\n", tool.name, tool.purpose);
+    for (std::size_t i = 0; i < tool.usage.size(); ++i)
+      text += fmt::format("{} {} {}\n", i == 0 ? "Usage:" : "      ", tool.name, tool.usage[i]);
+  } else {
+    text = fmt::format("{} {} - {}\n", tool.name, app.get_name(), app.get_description());
+  }
+
+  std::string arguments;
+  for (const CLI::Option* option : app.get_options())
+    if (option->get_positional()) arguments += entry(option->get_name(true), option->get_description());
+  if (!arguments.empty()) text += "\nArguments:\n" + arguments;
+
+  std::string commands;
+  for (const CLI::App* command : app.get_subcommands(nullptr))
+    commands += entry(command->get_name(), command->get_description());
+  if (!commands.empty()) text += "\nCommands:\n" + commands;
+
+  std::vector<std::string> groups = app.get_groups();  // in order of first use; the common options come last
+  if (const auto common = std::find(groups.begin(), groups.end(), "Common"); common != groups.end())
+    std::rotate(common, common + 1, groups.end());
+  for (const std::string& group : groups) {
+    std::string options;
+    for (const CLI::Option* option : app.get_options())
+      if (option->nonpositional() && option->get_group() == group)
+        options += entry(option_head(*option), option->get_description());
+    if (!group.empty() && !options.empty()) text += fmt::format("\n{}:\n{}", group, options);
+  }
+
+  if (!top) return text + fmt::format("\n'{} --help' lists the options of all commands.\n", tool.name);
+  if (!tool.examples.empty()) text += "\nExamples:\n";
+  for (const Example& example : tool.examples)
+    text += fmt::format("  {}\n      {}\n", example.command, wrap(example.what, 6));
+  return text + fmt::format("\nManual: man {}; the suite: man ds\n", tool.name);
+}
+
+std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
+  std::string best;
+  std::size_t best_distance = word.size() <= 2 ? 0 : std::max<std::size_t>(word.size() / 3, 1) + 1;
+  for (const std::string& candidate : candidates) {
+    // Edit distance with a single row; a prefix or an extension of the name counts as near.
+    std::vector<std::size_t> row(candidate.size() + 1);
+    std::iota(row.begin(), row.end(), std::size_t{0});
+    for (std::size_t i = 0; i < word.size(); ++i) {
+      std::size_t diagonal = std::exchange(row[0], i + 1);
+      for (std::size_t j = 0; j < candidate.size(); ++j) {
+        const std::size_t change = diagonal + (word[i] == candidate[j] ? 0 : 1);
+        diagonal = std::exchange(row[j + 1], std::min({row[j + 1] + 1, row[j] + 1, change}));
+      }
+    }
+    const bool prefix = word.size() >= 3 && candidate.starts_with(word);
+    const std::size_t distance = prefix ? std::min<std::size_t>(row.back(), 1) : row.back();
+    if (distance < best_distance) {
+      best_distance = distance;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+}  // namespace ds::tools

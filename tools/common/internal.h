@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Shared by the sources of tools/common only.
+
+#include <string_view>
+
+namespace ds::tools {
+
+struct BrokenPipe {};  // thrown when the reader of stdout went away; run_main then dies of SIGPIPE, quietly
+
+// All of `bytes` to fd; throws ds::Error naming `what`, or BrokenPipe.
+void write_all(int fd, std::string_view bytes, std::string_view what);
+
+struct MessageOptions {
+  std::string_view tool;
+  bool quiet = false;
+  bool verbose = false;
+};
+extern MessageOptions message_options;  // set once by run_main before anything else runs
+
+}  // namespace ds::tools

@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Streams: the result (stdout or a file that appears whole or not at all) and the messages on stderr.
+
+#include <fcntl.h>
+#include <sys/ioctl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <filesystem>
+
+#include "common/internal.h"
+#include "common/tool.h"
+#include "ds/error.h"
+
+namespace ds::tools {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A positive integer from the environment, else `fallback`.
+int environment_number(const char* name, int fallback) noexcept {
+  const char* text = std::getenv(name);
+  if (text == nullptr) return fallback;
+  int value = 0;
+  const auto [end, error] = std::from_chars(text, text + std::strlen(text), value);
+  return error == std::errc() && *end == '\0' && value > 0 ? value : fallback;
+}
+
+bool colour() noexcept {
+  const char* no_colour = std::getenv("NO_COLOR");
+  const char* term = std::getenv("TERM");
+  return ::isatty(STDERR_FILENO) == 1 && (no_colour == nullptr || *no_colour == '\0') && term != nullptr &&
+         std::string_view(term) != "dumb";
+}
+
+void report(std::string_view label, std::string_view escape, std::string_view message) {
+  std::string line(message_options.tool);
+  if (rank() > 0) line += fmt::format("[{}]", rank());
+  line += ": ";
+  if (!label.empty()) line += colour() ? fmt::format("\x1b[{}m{}:\x1b[0m ", escape, label) : fmt::format("{}: ", label);
+  line += message;
+  line += '\n';
+  try {
+    write_all(STDERR_FILENO, line, "stderr");
+  } catch (...) {  // nobody reads our messages: that is no reason to stop
+  }
+}
+
+Error system_error(std::string_view doing, std::string_view path) {
+  return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, std::strerror(errno)));
+}
+
+bool is_special(const std::string& file) { return fs::exists(file) && !fs::is_regular_file(file); }
+
+// Temporary name in the same folder, fsync, rename, fsync of the folder.
+void write_whole(const std::string& file, std::string_view bytes) {
+  const fs::path target = fs::weakly_canonical(file);
+  const std::string temporary = fmt::format("{}.tmp-{}", target.string(), ::getpid());
+  const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  if (fd < 0) throw system_error("create", temporary);
+  try {
+    write_all(fd, bytes, file);
+    if (::fsync(fd) != 0) throw system_error("sync", file);
+    ::close(fd);
+    if (::rename(temporary.c_str(), target.c_str()) != 0) throw system_error("rename to", file);
+  } catch (...) {
+    ::close(fd);
+    ::unlink(temporary.c_str());
+    throw;
+  }
+  if (const int folder = ::open(target.parent_path().c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC); folder >= 0) {
+    ::fsync(folder);
+    ::close(folder);
+  }
+}
+
+}  // namespace
+
+MessageOptions message_options;
+
+int rank() noexcept {
+  static const int value = environment_number("RANK", 0);
+  return value;
+}
+bool quiet() noexcept { return message_options.quiet; }
+bool verbose() noexcept { return message_options.verbose; }
+void report_error(std::string_view message) { report("error", "1;31", message); }
+void report_warning(std::string_view message) {
+  if (!quiet()) report("warning", "1;33", message);
+}
+void report_note(std::string_view message) {
+  if (!quiet()) report("", "", message);
+}
+
+int terminal_columns() noexcept {
+  winsize size{};
+  if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col > 0 ? size.ws_col : 80;
+  return environment_number("DS_COLUMNS", 0);
+}
+
+void write_all(int fd, std::string_view bytes, std::string_view what) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::write(fd, bytes.data(), bytes.size());
+    if (n >= 0) {
+      bytes.remove_prefix(static_cast<std::size_t>(n));
+    } else if (errno == EPIPE) {
+      throw BrokenPipe{};
+    } else if (errno != EINTR) {
+      throw system_error("write", what);
+    }
+  }
+}
+
+Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool), file_(std::move(file)), json_(json) {
+  if (file_.empty() || is_special(file_)) return;
+  // Found out now, not after hours of work.
+  const fs::path folder = fs::absolute(file_).parent_path();
+  if (::access(folder.c_str(), W_OK | X_OK) != 0)
+    throw Error(Errc::Config,
+                fmt::format("--output {}: cannot write in {}: {}", file_, folder.string(), std::strerror(errno)));
+}
+
+void Output::write(std::string_view text) {
+  if (rank() > 0) return;
+  if (to_file()) {
+    pending_ += text;
+  } else {
+    write_all(STDOUT_FILENO, text, "the result to stdout");
+  }
+}
+
+void Output::document(const nlohmann::ordered_json& fields, bool compact) {
+  nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
+  whole.update(fields);
+  write(whole.dump(compact ? -1 : 2) + "\n");
+}
+
+void Output::commit() {
+  if (rank() > 0 || !to_file()) return;
+  if (!is_special(file_)) return write_whole(file_, pending_);
+  const int fd = ::open(file_.c_str(), O_WRONLY | O_CLOEXEC);  // a device or a pipe has no whole to keep
+  if (fd < 0) throw system_error("open", file_);
+  write_all(fd, pending_, file_);
+  ::close(fd);
+}
+
+}  // namespace ds::tools

@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: Apache-2.0
+// run_main: options, streams, log sink, exit codes; the one place where a tool's exceptions end.
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <new>
+
+#include "common/internal.h"
+#include "common/tool.h"
+#include "ds/error.h"
+#include "ds/log.h"
+#include "ds/version.h"
+
+namespace ds::tools {
+namespace {
+
+// Stops the parser with a text for stdout.
+struct Answer {
+  std::string text;
+};
+
+class HelpFormatter : public CLI::FormatterBase {
+ public:
+  explicit HelpFormatter(const ToolInfo& tool) : tool_(tool) {}
+  std::string make_help(const CLI::App* app, std::string, CLI::AppFormatMode) const override {
+    return help_text(tool_, *app);
+  }
+
+ private:
+  const ToolInfo& tool_;
+};
+
+struct CommonOptions {
+  bool json = false;
+  std::string output;
+};
+
+void add_common_options(CLI::App& app, const ToolInfo& tool, CommonOptions& common) {
+  app.set_help_flag("-h,--help", "print this text and stop")->group("Common");
+  app.add_flag_callback(
+         "--version", [&] { throw Answer{fmt::format("{} {}\n{}", tool.name, version(), version_text())}; },
+         "print version, compiler and features, and stop")
+      ->group("Common");
+  app.add_flag("--json", common.json, "print the result as JSON")->group("Common");
+  app.add_option("--output", common.output, "write the result to FILE, whole or not at all")
+      ->type_name("FILE")
+      ->group("Common");
+  app.add_flag("-q,--quiet", message_options.quiet, "print no messages but errors")->group("Common");
+  app.add_flag("-v,--verbose", message_options.verbose, "say more about what is done")->group("Common");
+  app.add_option_function<std::string>(
+         "--completion", [&](const std::string& shell) { throw Answer{completion_script(tool, app, shell)}; },
+         "print a completion script for SHELL and stop")
+      ->type_name("SHELL")
+      ->check(CLI::IsMember({"bash", "zsh", "fish"}))
+      ->group("Common");
+}
+
+std::vector<std::string> option_names(const CLI::App& app) {
+  std::vector<std::string> names;
+  for (const CLI::Option* option : app.get_options()) {
+    for (const std::string& name : option->get_snames()) names.push_back("-" + name);
+    for (const std::string& name : option->get_lnames()) names.push_back("--" + name);
+  }
+  for (const CLI::App* command : app.get_subcommands()) {
+    const std::vector<std::string> more = option_names(*command);
+    names.insert(names.end(), more.begin(), more.end());
+  }
+  return names;
+}
+
+// What the user got wrong, in our words. An unknown option comes before what is missing: it is the likelier cause.
+std::string describe_misuse(const CLI::App& app, std::string_view reason) {
+  for (const std::string& word : app.remaining(true)) {
+    const bool is_option = word.size() > 1 && word[0] == '-';
+    if (!is_option && app.get_prefix_command()) break;
+    const std::string name = word.substr(0, word.find('='));
+    std::vector<std::string> candidates;
+    if (is_option) {
+      candidates = option_names(app);
+    } else {
+      for (const CLI::App* command : app.get_subcommands(nullptr)) candidates.push_back(command->get_name());
+    }
+    const std::string near = nearest(name, candidates);
+    return fmt::format("{} '{}'{}", is_option ? "unknown option" : "unexpected argument", name,
+                       near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
+  }
+  return std::string(reason);
+}
+
+// CLI11's words, put as we say things.
+std::string reword(const CLI::ParseError& e) {
+  std::string text = e.what();
+  const std::string name = text.substr(0, text.find(':'));
+  if (dynamic_cast<const CLI::ArgumentMismatch*>(&e) != nullptr)
+    return name + (text.find("missing") != std::string::npos ? " needs a value" : " was given more than once");
+  if (dynamic_cast<const CLI::RequiredError*>(&e) != nullptr && text.ends_with(" is required"))
+    return text.substr(0, text.size() - std::strlen(" is required")) + " is missing";
+  for (const std::string_view word : {"Value", "Could", "File", "Directory", "Number", "A subcommand"})
+    if (const std::size_t at = text.find(word); at != std::string::npos && (at == 0 || text[at - 1] == ' '))
+      text[at] = static_cast<char>(text[at] - 'A' + 'a');
+  return text;
+}
+
+// True if options were understood; false: exit status 2 is due and the reason has been said.
+bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
+  std::string mistake;
+  try {
+    app.parse(argc, argv);
+    const std::vector<std::string> rest = app.remaining();
+    if (!app.get_prefix_command() || rest.empty() || rest[0] == "--" || !rest[0].starts_with('-')) return true;
+    mistake = describe_misuse(app, "");
+  } catch (const CLI::CallForHelp&) {
+    throw Answer{app.help()};
+  } catch (const CLI::ParseError& e) {
+    mistake = describe_misuse(app, reword(e));
+  }
+  report_error(fmt::format("{}\n{}: '{} --help' lists the options", mistake, tool.name, tool.name));
+  return false;
+}
+
+void install_log_sink(const ToolInfo& tool) {
+  const bool info = tool.show_info && rank() == 0;
+  set_log_sink([info](LogLevel level, std::string_view message) {
+    if (level == LogLevel::Warning) {
+      report_warning(message);
+    } else if (verbose() || (info && level == LogLevel::Info)) {
+      report_note(message);
+    }
+  });
+}
+
+int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
+  CLI::App app{std::string(tool.purpose), std::string(tool.name)};
+  CommonOptions common;
+  app.fallthrough();
+  app.formatter(std::make_shared<HelpFormatter>(tool));
+  add_common_options(app, tool, common);
+  const Body body = setup(app);
+  if (!parse(app, argc, argv, tool)) return exit_code(Errc::Config);
+  install_log_sink(tool);
+  Output output(tool, common.output, common.json);
+  const int status = body(output);
+  output.commit();
+  return status;
+}
+
+}  // namespace
+
+int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
+  message_options = {.tool = tool.name};
+  std::signal(SIGPIPE, SIG_IGN);  // a closed reader is an exception, so that destructors run
+  int status = 1;
+  try {
+    try {
+      status = run(argc, argv, tool, setup);
+    } catch (const Answer& answer) {
+      write_all(STDOUT_FILENO, answer.text, "to stdout");
+      status = 0;
+    }
+  } catch (const BrokenPipe&) {
+    std::signal(SIGPIPE, SIG_DFL);
+    std::raise(SIGPIPE);
+  } catch (const Error& e) {
+    report_error(e.what());
+    status = exit_code(e.code());
+  } catch (const std::bad_alloc&) {
+    report_error("out of memory");
+    status = exit_code(Errc::OutOfMemory);
+  } catch (const std::exception& e) {
+    report_error(fmt::format("internal error: {}", e.what()));
+    status = exit_code(Errc::Internal);
+  }
+  set_log_sink(nullptr);
+  return status;
+}
+
+}  // namespace ds::tools

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What every tool shares: run_main() owns the option parser, --help --version --json --output --quiet --verbose
+// --completion, the streams, the log sink and the exit codes. A tool is an option table, one libds call and the
+// printing of its result:
+//
+//   int main(int argc, char** argv) {
+//     std::string file;
+//     int ranks = 1;
+//     return ds::tools::run_main(
+//         argc, argv,
+//         {.name = "ds-count", .purpose = "count tensors", .usage = {"[options] FILE"},
+//          .examples = {{"ds-count -n 2 model.safetensors", "count with two ranks"}}},
+//         [&](CLI::App& app) -> ds::tools::Body {
+//           app.add_option("FILE", file, "what to read")->required()->type_name("FILE");
+//           app.add_option("-n,--ranks", ranks, "number of ranks (default 1)")->type_name("N")->group("Running");
+//           return [&](ds::tools::Output& out) {
+//             const auto result = ds::count(file, ranks);  // throws ds::Error: message on stderr, exit code of its
+//             Errc out.json() ? out.document({{"tensors", result.tensors}}) : out.print("{} tensors\n",
+//             result.tensors); return 0;
+//           };
+//         });
+//   }
+//
+// type_name drives the completion: FILE, DIR and PROG complete as such, CLI::IsMember({...}) completes its values.
+// Groups order the help; an option without one stands under "Options". Subcommands work (app.add_subcommand).
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace ds::tools {
+
+struct Example {
+  std::string_view command;
+  std::string_view what;
+};
+
+struct ToolInfo {
+  std::string_view name;
+  std::string_view purpose;             // one line, as in the man page's NAME
+  std::vector<std::string_view> usage;  // what follows the name, one entry per form
+  std::vector<Example> examples;
+  int schema = 1;          // "schema": "<name>/<schema>" of --json
+  bool show_info = false;  // LogLevel::Info appears without --verbose
+};
+
+// Where the result goes: stdout or --output FILE, from rank 0 only. A file appears whole, after the body has returned,
+// or not at all.
+class Output {
+ public:
+  Output(const ToolInfo& tool, std::string file, bool json);
+
+  bool json() const noexcept { return json_; }
+  bool to_file() const noexcept { return !file_.empty(); }
+  void write(std::string_view text);
+  template <class... Args>
+  void print(fmt::format_string<Args...> format, Args&&... args) {
+    write(fmt::format(format, std::forward<Args>(args)...));
+  }
+  // One JSON document: `fields` with "schema" put first. Compact: on one line, for JSON Lines.
+  void document(const nlohmann::ordered_json& fields, bool compact = false);
+  void commit();  // called by run_main
+
+ private:
+  const ToolInfo& tool_;
+  std::string file_;
+  std::string pending_;  // contents of file_
+  bool json_;
+};
+
+using Body = std::function<int(Output&)>;          // returns the exit status
+using Setup = std::function<Body(CLI::App& app)>;  // declares options; the body runs after parsing
+int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup);
+
+int rank() noexcept;  // RANK of the environment, else 0
+
+// Messages on stderr, "ds-x: error: ..." ("ds-x[3]: ..." on rank 3), each in one write. --quiet drops all but errors.
+void report_error(std::string_view message);
+void report_warning(std::string_view message);
+void report_note(std::string_view message);
+bool quiet() noexcept;
+bool verbose() noexcept;
+
+// Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, so no progress
+// line.
+int terminal_columns() noexcept;
+
+// The entry of `candidates` that a typing mistake most likely turned into `word`; empty if none is near.
+std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
+
+// Internal to tools/common: the texts made from the option table.
+std::string help_text(const ToolInfo& tool, const CLI::App& app);
+std::string completion_script(const ToolInfo& tool, const CLI::App& app, std::string_view shell);
+
+}  // namespace ds::tools
