@@ -103,6 +103,22 @@ inline void expect_same_bits(const Tensor& a, const Tensor& b, const std::string
   ASSERT_EQ(std::memcmp(a.view().data, b.view().data, static_cast<size_t>(a.view().bytes())), 0) << what;
 }
 
+// Runs `op` with several numbers of threads: its results, a list of tensors, must have the same bits.
+template <class Op>
+void expect_same_for_any_threads(Op op, const std::string& what) {
+  std::vector<Tensor> want;
+  for (int threads : {1, 2, 3, 5}) {
+    ThreadPool pool(threads);
+    Stream stream{.pool = &pool};
+    const std::vector<Tensor> got = op(stream);
+    if (want.empty()) want = got;
+    for (size_t i = 0; i < got.size(); ++i) {
+      expect_same_bits(got[i], want[i],
+                       what + ", result " + std::to_string(i) + ", " + std::to_string(threads) + " threads");
+    }
+  }
+}
+
 // The backends that this machine can run, beside ref: every ISA level from avx2 up.
 inline std::vector<const OpTable*> backends() {
   std::vector<const OpTable*> tables;

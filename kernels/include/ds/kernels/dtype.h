@@ -61,7 +61,9 @@ constexpr float to_float(f16 x) noexcept {
   const u32 sign = static_cast<u32>(x.bits & 0x8000u) << 16;
   const u32 exponent = (x.bits >> 10) & 0x1Fu;
   const u32 mantissa = x.bits & 0x3FFu;
-  if (exponent == 0x1F) return std::bit_cast<float>(sign | 0x7F800000u | (mantissa << 13));
+  if (exponent == 0x1F) {  // NaN becomes quiet, as the hardware's conversion does
+    return std::bit_cast<float>(sign | 0x7F800000u | (mantissa << 13) | (mantissa != 0 ? 0x400000u : 0u));
+  }
   if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
   // Subnormal: mantissa * 2^-24, exact in fp32.
   const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;

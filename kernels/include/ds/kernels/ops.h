@@ -7,7 +7,7 @@
 // Rules for all ops
 //   dtypes      "work" dtype = fp32, bf16 or fp16, the same for all work tensors of a call; statistics, losses,
 //               optimizer state and accumulators are fp32. Internal arithmetic is fp32 (ref: fp64).
-//               Results are rounded once, to nearest even, when stored.
+//               Results are rounded once, to nearest even, when stored. `ref` also takes fp64 for every operand.
 //   shapes      checked by the dispatcher (ops_checked in libds), not here; kernels are noexcept.
 //   layout      contiguous row-major unless a contract says "strided"; the last dim always has stride 1.
 //   aliasing    outputs do not alias inputs unless a contract says "may alias".
@@ -16,6 +16,7 @@
 // Letters: B batch, T tokens (queries), S keys, H query heads, G key/value heads, D head dim, C hidden, F ffn, V
 // vocabulary, R rows, N elements. [x] dims; a view without data (`!view`) means "not wanted".
 
+#include <cmath>
 #include <span>
 #include <string_view>
 
@@ -55,17 +56,26 @@ struct CrossEntropyParams {
 };
 
 struct AdamWParams {
-  float lr = 0, beta1 = 0.9f, beta2 = 0.999f, eps = 1e-8f, weight_decay = 0;
+  double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5
+  float lr = 0, eps = 1e-8f, weight_decay = 0;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
   float grad_scale = 1;        // multiplies grad: unscale and clip in one
   bool adam_w_mode = true;     // true: decoupled decay; false: L2 added to the gradient
 };
 
 // An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add
-// as plain 64-bit integers over any partition and any number of ranks (< 2^31 partials).
+// as plain 64-bit integers over any partition and any number of ranks (< 2^31 partials). Ops return 0 <= lo < 2^32.
 struct ExactSum {
   i64 hi = 0;
   i64 lo = 0;
+
+  // The least exponent with every finite |x| < 2^exponent, from max_abs_bits.
+  static constexpr int exponent_of(u32 max_abs_bits) noexcept { return static_cast<int>(max_abs_bits >> 23) - 126; }
+  // Rounded once, and the same for every split into hi and lo, while the sum is below 2^85 units.
+  double value(int exponent) const noexcept {
+    const double high = static_cast<double>(hi + (lo >> 32)), low = static_cast<double>(lo & 0xFFFFFFFF);
+    return std::ldexp(high * 0x1p32 + low, 2 * exponent - 50);
+  }
 };
 
 // clang-format off
@@ -83,11 +93,13 @@ struct OpTable {
   // Ba, Kiros, Hinton: "Layer Normalization". y, x [R,C]; weight, bias [C]; mean, rstd [R] fp32.
   void (*layernorm_fwd)(TensorView y, TensorView mean, TensorView rstd, TensorView x, TensorView weight, TensorView bias,
                         float eps, Stream&) noexcept;
-  // dx = residual_grad + layernorm'(dy); residual_grad [R,C] optional, may alias dx. dweight, dbias [C] overwritten.
+  // dx = residual_grad + layernorm'(dy); residual_grad [R,C] optional; dx may alias it, or dy. dweight, dbias [C]
+  // overwritten, any work dtype (both the same).
   void (*layernorm_bwd)(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
                         TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream&) noexcept;
 
   // Zhang, Sennrich: "Root Mean Square Layer Normalization". As layernorm without mean and bias. y may alias x.
+  // x rstd stays fp32 until it has been multiplied by the weight; Hugging Face rounds it to x's dtype before, too.
   void (*rmsnorm_fwd)(TensorView y, TensorView rstd, TensorView x, TensorView weight, float eps, Stream&) noexcept;
   void (*rmsnorm_bwd)(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,
                       TensorView weight, TensorView rstd, Stream&) noexcept;
@@ -131,8 +143,8 @@ struct OpTable {
   void (*add)(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
   // y = x converted. May alias when the dtypes are equal (then it is a copy).
   void (*cast)(TensorView y, TensorView x, Stream&) noexcept;
-  // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: work
-  // dtypes, one dtype for all; dst may alias any of them if they are fp32.
+  // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: one
+  // or more, work dtypes, one dtype for all; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
 
   // The largest |x| as its fp32 bit pattern (so that NaN > inf > finite): order independent. x work dtype.
@@ -141,8 +153,13 @@ struct OpTable {
   // each for itself, so the sum does not depend on order or partition.
   ExactSum (*sum_squares)(TensorView x, int exponent, Stream&) noexcept;
 
-  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization", ALGORITHMS 6. master, m, v, grad [N] fp32; param [N] work
-  // dtype gets the rounded master (may alias master when fp32).
+  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization". master, m, v, grad [N] fp32; param [N] work dtype,
+  // optional, gets the rounded master (may alias master when fp32). Every operation is rounded, none is fused, so all CPU
+  // instruction sets agree bit for bit; betas and 1 - beta are rounded to fp32 once:
+  //   g = grad*grad_scale;  L2 mode: g = g + decay*master
+  //   m = beta1*m + (1-beta1)*g;  v = beta2*v + ((1-beta2)*g)*g
+  //   u = (m/bias1) / (sqrt(v/bias2) + eps);  AdamW mode: u = u + decay*master
+  //   master = master - lr*u
   void (*adamw)(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams&,
                 Stream&) noexcept;
 };

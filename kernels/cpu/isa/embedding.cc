@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: Apache-2.0
+// Embedding lookup and its gradient.
+
+#include <cstring>
+
+#include "cpu/isa/kernels.h"
+#include "cpu/loops.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+
+void embedding_fwd(TensorView y, TensorView table, TensorView ids, bool accumulate, Stream& stream) noexcept {
+  const i64 C = y.dim(1);
+  const i32* id = ids.as<i32>();
+  with_work_type(y.dtype, [&]<class T>(T) {
+    for_tiles(
+        stream, y.dim(0),
+        [=](i64 begin, i64 end) {
+          for (i64 r = begin; r < end; ++r) {
+            T* out = y.as<T>() + r * C;
+            const T* row = table.as<T>() + id[r] * C;
+            if (accumulate) {
+              for_vectors(0, C, [=](i64 c, auto n) { store(out + c, load(out + c, n) + load(row + c, n), n); });
+            } else {
+              std::memcpy(out, row, static_cast<size_t>(C) * sizeof(T));
+            }
+          }
+        },
+        std::max<i64>(1, kTileElements / C));
+  });
+}
+
+namespace {
+
+// Rows in a stable order by id: row[first[v]] .. row[first[v + 1] - 1] have id v. A counting sort in the caller's
+// scratch.
+struct RowsById {
+  const i32* first;
+  const i32* row;
+};
+RowsById sort_rows(const i32* ids, i64 R, i64 V, ThreadPool& pool) noexcept {
+  i32* first = static_cast<i32*>(pool.scratch(0, static_cast<size_t>(V + 2 + R) * sizeof(i32)));
+  i32* row = first + V + 2;
+  // Counted two places up: after the prefix sum first[v + 1] is where v starts, and placing v's rows moves it to v's
+  // end.
+  std::memset(first, 0, static_cast<size_t>(V + 2) * sizeof(i32));
+  for (i64 r = 0; r < R; ++r) ++first[ids[r] + 2];
+  for (i64 v = 2; v <= V; ++v) first[v + 1] += first[v];
+  for (i64 r = 0; r < R; ++r) row[first[ids[r] + 1]++] = static_cast<i32>(r);
+  return {first, row};
+}
+
+template <class To, class T>
+void bwd(TensorView dtable, TensorView dy, RowsById rows, bool accumulate, Stream& stream) noexcept {
+  const i64 V = dtable.dim(0), C = dtable.dim(1);
+  // A tile is a range of ids, and for a small table a range of columns too: in text a few ids have most of the rows.
+  const i64 tile_ids = std::clamp<i64>(4 * kTileElements / C, 1, V), id_tiles = (V + tile_ids - 1) / tile_ids;
+  const i64 width = std::max<i64>(64, id_tiles >= 16 ? C : C * id_tiles / 16), column_tiles = (C + width - 1) / width;
+  stream.pool->parallel_for(id_tiles * column_tiles, [=](i64 tile, int) {
+    const i64 begin = tile / column_tiles * tile_ids, end = std::min(V, begin + tile_ids);
+    const i64 left = tile % column_tiles * width, right = std::min(C, left + width);
+    for (i64 v = begin; v < end; ++v) {
+      To* out = dtable.as<To>() + v * C;
+      const i32 *row = rows.row + rows.first[v], *last = rows.row + rows.first[v + 1];
+      if (row == last) {
+        if (!accumulate) std::memset(out + left, 0, static_cast<size_t>(right - left) * sizeof(To));
+        continue;
+      }
+      for_vectors(left, right, [=](i64 c, auto n) {
+        Vec sum = accumulate ? load(out + c, n) : zero();
+        for (const i32* r = row; r != last; ++r) sum = sum + load(dy.as<T>() + *r * C + c, n);
+        store(out + c, sum, n);
+      });
+    }
+  });
+}
+
+}  // namespace
+
+void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumulate, Stream& stream) noexcept {
+  const RowsById rows = sort_rows(ids.as<i32>(), dy.dim(0), dtable.dim(0), *stream.pool);
+  with_work_type(dy.dtype, [&]<class T>(T) {
+    if (dtable.dtype == DType::F32) {
+      bwd<float, T>(dtable, dy, rows, accumulate, stream);
+    } else {
+      bwd<T, T>(dtable, dy, rows, accumulate, stream);
+    }
+  });
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE

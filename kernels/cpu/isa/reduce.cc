@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+// The two reductions over a whole tensor. Both are sums or maxima of integers, so the order of tiles cannot matter.
+
+#include <atomic>
+#include <bit>
+
+#include "cpu/isa/kernels.h"
+#include "cpu/loops.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+// Squares scaled to integers below 2^50 are added in 64-bit lanes: 2^13 terms fit, and a tile has fewer per lane.
+static_assert(2 * kTileElements / Vec::kLanes <= 1 << 13);
+
+template <class T>
+struct LaneArray {
+  T value[sizeof(Vec) / sizeof(T)];
+};
+
+#if defined(__AVX512F__)
+
+using Ints = __m512i;  // 32-bit or 64-bit lanes
+Ints max_bits(Ints a, Vec x) noexcept { return _mm512_max_epi32(a, _mm512_castps_si512(abs(x).v)); }
+// round((x scale)^2) in 64-bit integers. Adding 2^52 leaves the integer, rounded to even, in the low mantissa bits; the
+// fused operation rounds the exact square once.
+Ints square_units(__m256 x, double scale) noexcept {
+  const __m512d y = _mm512_mul_pd(_mm512_cvtps_pd(x), _mm512_set1_pd(scale));
+  const __m512d magic = _mm512_set1_pd(0x1p52);
+  return _mm512_sub_epi64(_mm512_castpd_si512(_mm512_fmadd_pd(y, y, magic)), _mm512_castpd_si512(magic));
+}
+Ints add_units(Ints sum, Vec x, double scale) noexcept {
+  sum = _mm512_add_epi64(sum, square_units(_mm512_castps512_ps256(x.v), scale));
+  return _mm512_add_epi64(sum, square_units(_mm512_extractf32x8_ps(x.v, 1), scale));
+}
+
+#else
+
+using Ints = __m256i;
+Ints max_bits(Ints a, Vec x) noexcept { return _mm256_max_epi32(a, _mm256_castps_si256(abs(x).v)); }
+Ints square_units(__m128 x, double scale) noexcept {
+  const __m256d y = _mm256_mul_pd(_mm256_cvtps_pd(x), _mm256_set1_pd(scale));
+  const __m256d magic = _mm256_set1_pd(0x1p52);
+  return _mm256_sub_epi64(_mm256_castpd_si256(_mm256_fmadd_pd(y, y, magic)), _mm256_castpd_si256(magic));
+}
+Ints add_units(Ints sum, Vec x, double scale) noexcept {
+  sum = _mm256_add_epi64(sum, square_units(_mm256_castps256_ps128(x.v), scale));
+  return _mm256_add_epi64(sum, square_units(_mm256_extractf128_ps(x.v, 1), scale));
+}
+
+#endif
+
+}  // namespace
+
+u32 max_abs_bits(TensorView x, Stream& stream) noexcept {
+  std::atomic<i32> largest{0};
+  with_work_type(x.dtype, [&]<class T>(T) {
+    for_tiles(stream, x.numel(), [&, xp = x.as<T>()](i64 begin, i64 end) {
+      Ints acc{};
+      for_vectors(begin, end, [&](i64 i, auto n) { acc = max_bits(acc, load(xp + i, n)); });
+      i32 found = 0;
+      for (const i32 lane : std::bit_cast<LaneArray<i32>>(acc).value) found = std::max(found, lane);
+      for (i32 now = largest.load(std::memory_order_relaxed);
+           found > now && !largest.compare_exchange_weak(now, found, std::memory_order_relaxed);) {
+      }
+    });
+  });
+  return static_cast<u32>(largest.load(std::memory_order_relaxed));
+}
+
+ExactSum sum_squares(TensorView x, int exponent, Stream& stream) noexcept {
+  const double scale = std::ldexp(1.0, 25 - exponent);
+  std::atomic<i64> hi{0}, lo{0};
+  with_work_type(x.dtype, [&]<class T>(T) {
+    for_tiles(stream, x.numel(), [&, xp = x.as<T>()](i64 begin, i64 end) {
+      Ints acc{};
+      for_vectors(begin, end, [&](i64 i, auto n) { acc = add_units(acc, load(xp + i, n), scale); });
+      i64 tile_hi = 0, tile_lo = 0;
+      for (const i64 lane : std::bit_cast<LaneArray<i64>>(acc).value) {
+        tile_hi += lane >> 32;
+        tile_lo += lane & 0xFFFFFFFF;
+      }
+      hi.fetch_add(tile_hi, std::memory_order_relaxed);
+      lo.fetch_add(tile_lo, std::memory_order_relaxed);
+    });
+  });
+  const i64 low = lo.load(std::memory_order_relaxed);
+  return {.hi = hi.load(std::memory_order_relaxed) + (low >> 32), .lo = low & 0xFFFFFFFF};
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: Apache-2.0
+// add, cast, fold, the two reductions over a whole tensor, and AdamW.
+
+#include <algorithm>
+#include <cmath>
+
+#include "ref/element.h"
+#include "ref/ref.h"
+
+namespace ds::ref {
+
+void add(TensorView y, TensorView a, TensorView b, Stream&) noexcept {
+  for (i64 i = 0; i < y.numel(); ++i) put(y, i, get(a, i) + get(b, i));
+}
+
+void cast(TensorView y, TensorView x, Stream&) noexcept {
+  for (i64 i = 0; i < y.numel(); ++i) put(y, i, get(x, i));
+}
+
+// The order of the fold is its contract, so the oracle adds in fp32 as well.
+void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept {
+  for (i64 i = 0; i < dst.numel(); ++i) {
+    float sum = static_cast<float>(get(accumulate ? dst : sources[0], i));
+    for (size_t s = accumulate ? 0 : 1; s < sources.size(); ++s) sum += static_cast<float>(get(sources[s], i));
+    put(dst, i, static_cast<double>(sum));
+  }
+}
+
+u32 max_abs_bits(TensorView x, Stream&) noexcept {
+  u32 largest = 0;
+  for (i64 i = 0; i < x.numel(); ++i) {
+    // Through get() a NaN would pass a double: its bits are read where they lie.
+    const float f = x.dtype == DType::BF16  ? to_float(x.as<bf16>()[i])
+                    : x.dtype == DType::F16 ? to_float(x.as<f16>()[i])
+                                            : x.as<float>()[i];
+    largest = std::max(largest, std::bit_cast<u32>(f) & 0x7FFFFFFFu);
+  }
+  return largest;
+}
+
+ExactSum sum_squares(TensorView x, int exponent, Stream&) noexcept {
+  ExactSum sum;
+  for (i64 i = 0; i < x.numel(); ++i) {
+    const double scaled = std::ldexp(get(x, i), 25 - exponent);
+    const i64 units = std::llrint(scaled * scaled);  // 48 bits or less: the square is exact
+    sum.hi += units >> 32;
+    sum.lo += units & 0xFFFFFFFF;
+  }
+  return {.hi = sum.hi + (sum.lo >> 32), .lo = sum.lo & 0xFFFFFFFF};
+}
+
+void adamw(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams& p,
+           Stream&) noexcept {
+  const double decay = static_cast<double>(p.weight_decay);
+  for (i64 i = 0; i < master.numel(); ++i) {
+    const double w = get(master, i);
+    double g = get(grad, i) * static_cast<double>(p.grad_scale);
+    if (!p.adam_w_mode) g += decay * w;
+    const double mi = p.beta1 * get(m, i) + (1 - p.beta1) * g;
+    const double vi = p.beta2 * get(v, i) + (1 - p.beta2) * g * g;
+    double update =
+        mi / static_cast<double>(p.bias1) / (std::sqrt(vi / static_cast<double>(p.bias2)) + static_cast<double>(p.eps));
+    if (p.adam_w_mode) update += decay * w;
+    put(m, i, mi);
+    put(v, i, vi);
+    const double next = w - static_cast<double>(p.lr) * update;
+    put(master, i, next);
+    if (param) put(param, i, get(master, i));
+  }
+}
+
+}  // namespace ds::ref

@@ -1,0 +1,206 @@
+// SPDX-License-Identifier: Apache-2.0
+// add, cast, fold and the two integer reductions. All are exact or rounded once, so backends agree with ref bit for
+// bit.
+
+#include <limits>
+#include <random>
+
+#include "parity.h"
+
+namespace ds::testing {
+namespace {
+
+constexpr i64 kSizes[] = {1, 7, 15, 16, 17, 63, 64, 65, 1000, 4097, 50000};
+
+std::vector<const OpTable*> all_tables() {
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  return tables;
+}
+
+std::string describe(const OpTable* ops, DType t, i64 n) {
+  return std::string(ops->name) + " " + std::string(dtype_name(t)) + " " + std::to_string(n);
+}
+
+TEST(Elementwise, AddMatchesRef) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    for (DType t : kWorkDTypes) {
+      for (i64 n : kSizes) {
+        Tensor a(t, {n}), b(t, {n}), got(t, {n}), want(t, {n});
+        a.randomize(1);
+        b.randomize(2, 100.0f);
+        ref_ops().add(want, a, b, s);
+        ops->add(got, a, b, s);
+        expect_same_bits(got, want, describe(ops, t, n));
+        Tensor onto_a = a;
+        ops->add(onto_a, onto_a, b, s);
+        expect_same_bits(onto_a, want, describe(ops, t, n) + " onto a");
+        ops->add(b, a, b, s);
+        expect_same_bits(b, want, describe(ops, t, n) + " onto b");
+      }
+    }
+  }
+}
+
+TEST(Elementwise, CastMatchesRef) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    for (DType from : kWorkDTypes) {
+      for (DType to : kWorkDTypes) {
+        for (i64 n : kSizes) {
+          Tensor x(from, {n}), got(to, {n}), want(to, {n});
+          x.randomize(1, 1000.0f);  // some overflow fp16's range of rounding, none its exponent
+          if (n > 16) x.set(3, 1e30f), x.set(5, -std::numeric_limits<float>::infinity()), x.set(6, 1e-7f);
+          ref_ops().cast(want, x, s);
+          ops->cast(got, x, s);
+          expect_same_bits(got, want, describe(ops, to, n) + " from " + std::string(dtype_name(from)));
+        }
+      }
+    }
+  }
+}
+
+TEST(Elementwise, FoldKeepsTheOrderOfItsSources) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : all_tables()) {
+    for (DType t : kWorkDTypes) {
+      for (i64 n : kSizes) {
+        for (size_t count : {size_t{1}, size_t{2}, size_t{5}}) {
+          for (bool accumulate : {false, true}) {
+            std::vector<Tensor> sources;
+            for (size_t k = 0; k < count; ++k) {
+              sources.emplace_back(t, std::initializer_list<i64>{n})
+                  .randomize(static_cast<u32>(k), k == 1 ? 1e4f : 1.0f);
+            }
+            const std::vector<TensorView> views(sources.begin(), sources.end());
+            Tensor got(DType::F32, {n});
+            got.randomize(77);
+            Tensor want = got;
+            for (i64 i = 0; i < n; ++i) {
+              float sum = accumulate ? want.at(i) : sources[0].at(i);
+              for (size_t k = accumulate ? 0 : 1; k < count; ++k) sum += sources[k].at(i);
+              want.set(i, sum);
+            }
+            ops->fold(got, views, accumulate, s);
+            expect_same_bits(got, want, describe(ops, t, n) + " sources " + std::to_string(count));
+            if (t == DType::F32 && !accumulate) {  // onto each of the sources
+              for (size_t k = 0; k < count; ++k) {
+                const Tensor saved = sources[k];
+                ops->fold(sources[k], views, false, s);
+                expect_same_bits(sources[k], want, describe(ops, t, n) + " onto source " + std::to_string(k));
+                std::memcpy(sources[k].view().data, saved.view().data, static_cast<size_t>(saved.view().bytes()));
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Elementwise, MaxAbsBitsOrdersNanAboveInfAboveFinite) {
+  for (const OpTable* ops : all_tables()) {
+    for (DType t : kWorkDTypes) {
+      for (i64 n : kSizes) {
+        expect_same_for_any_threads(
+            [&](Stream& s) {
+              Tensor x(t, {n});
+              x.randomize(4, 2.0f);
+              float largest = 0;
+              for (i64 i = 0; i < n; ++i) largest = std::max(largest, std::abs(x.at(i)));
+              EXPECT_EQ(ops->max_abs_bits(x, s), std::bit_cast<u32>(largest)) << describe(ops, t, n);
+              x.set(n / 2, -std::numeric_limits<float>::infinity());
+              EXPECT_EQ(ops->max_abs_bits(x, s), 0x7F800000u) << describe(ops, t, n);
+              x.set(n - 1, -std::numeric_limits<float>::quiet_NaN());
+              EXPECT_GT(ops->max_abs_bits(x, s), 0x7F800000u) << describe(ops, t, n);
+              x.fill(-0.0f);
+              EXPECT_EQ(ops->max_abs_bits(x, s), 0u) << describe(ops, t, n);
+              return std::vector<Tensor>{};
+            },
+            describe(ops, t, n));
+      }
+    }
+  }
+}
+
+double fp64_sum_squares(const Tensor& x) {
+  long double sum = 0;
+  for (i64 i = 0; i < x.numel(); ++i) sum += static_cast<long double>(x.at(i)) * static_cast<long double>(x.at(i));
+  return static_cast<double>(sum);
+}
+
+TEST(Elementwise, SumSquaresEqualsTheExactSum) {
+  ThreadPool pool(3);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : all_tables()) {
+    for (DType t : kWorkDTypes) {
+      for (i64 n : kSizes) {
+        Tensor x(t, {n});
+        x.randomize(8, 0.01f);
+        const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
+        const ExactSum sum = ops->sum_squares(x, exponent, s), want = ref_ops().sum_squares(x, exponent, s);
+        EXPECT_EQ(sum.hi, want.hi) << describe(ops, t, n);
+        EXPECT_EQ(sum.lo, want.lo) << describe(ops, t, n);
+        const double exact = fp64_sum_squares(x);
+        EXPECT_NEAR(sum.value(exponent), exact, 1e-12 * exact) << describe(ops, t, n);
+      }
+    }
+  }
+}
+
+TEST(Elementwise, SumSquaresDependsOnNoOrderAndNoPartition) {
+  constexpr i64 n = 70001;
+  Tensor x(DType::F32, {n});
+  x.randomize(6);
+  for (i64 i = 0; i < n; i += 3) x.set(i, x.at(i) * std::ldexp(1.0f, static_cast<int>(i % 60) - 55));
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  std::mt19937 random(1);
+  for (const OpTable* ops : all_tables()) {
+    const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
+    const double want = ops->sum_squares(x, exponent, s).value(exponent);
+    Tensor shuffled = x;
+    for (int round = 0; round < 3; ++round) {
+      std::shuffle(shuffled.view().as<float>(), shuffled.view().as<float>() + n, random);
+      ExactSum total;
+      for (i64 at = 0; at < n;) {
+        const i64 count = std::min<i64>(n - at, 1 + static_cast<i64>(random() % 9000));
+        const ExactSum part = ops->sum_squares(shuffled.view().rows(at, count), exponent, s);
+        EXPECT_GE(part.lo, 0);
+        EXPECT_LT(part.lo, i64{1} << 32);
+        total.hi += part.hi;
+        total.lo += part.lo;
+        at += count;
+      }
+      EXPECT_EQ(total.value(exponent), want) << ops->name;  // the same double, not a near one
+    }
+  }
+}
+
+TEST(Elementwise, SumSquaresOfExtremes) {
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : all_tables()) {
+    for (float value : {0.0f, 1e-45f, -1e-45f, 1e-40f, 1.1754944e-38f, 1.0f, -0.99999994f, 2.0f, 3.4028235e38f}) {
+      Tensor x(DType::F32, {40});
+      x.fill(value);
+      const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
+      EXPECT_LT(std::abs(static_cast<double>(value)), std::ldexp(1.0, exponent)) << value;
+      const double want = 40.0 * static_cast<double>(value) * static_cast<double>(value);
+      // A subnormal maximum has fewer digits than the unit resolves: the exponent stops at -126.
+      const double slack = std::abs(value) < 1e-38f ? 40 * std::ldexp(0.5, 2 * exponent - 50) : 1e-14 * want;
+      EXPECT_NEAR(ops->sum_squares(x, exponent, s).value(exponent), want, slack) << ops->name << " " << value;
+    }
+    // A full tile of the largest value for its exponent: the lanes must not overflow.
+    Tensor x(DType::F32, {1 << 18});
+    x.fill(std::nextafter(1024.0f, 0.0f));
+    EXPECT_NEAR(ops->sum_squares(x, 10, s).value(10) / fp64_sum_squares(x), 1, 1e-12) << ops->name;
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing

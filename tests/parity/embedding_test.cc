@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Embedding lookup and gradient: repeated, missing and skewed ids, small and large tables.
+
+#include "finite_difference.h"
+#include "parity.h"
+
+namespace ds::testing {
+namespace {
+
+struct Case {
+  i64 V, R, C;
+};
+const Case kCases[] = {{1, 1, 1}, {3, 40, 7}, {256, 300, 130}, {5000, 64, 17}, {17, 33, 4097}, {4000, 10, 64}};
+
+// Skewed, as in text: most rows share few ids.
+Tensor make_ids(i64 R, i64 V, u32 seed) {
+  Tensor ids(DType::I32, {R});
+  const RngKey key{seed, 3, 0};
+  for (i64 r = 0; r < R; ++r) {
+    const double u = static_cast<double>(RngKey::uniform(key.bits(static_cast<u64>(r))));
+    ids.view().as<i32>()[r] =
+        static_cast<i32>(std::min<double>(u * u * u * static_cast<double>(V), static_cast<double>(V - 1)));
+  }
+  ids.view().as<i32>()[R - 1] = static_cast<i32>(V - 1);
+  return ids;
+}
+
+TEST(Embedding, BackendsMatchRef) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    for (DType t : kWorkDTypes) {
+      for (auto [V, R, C] : kCases) {
+        for (bool accumulate : {false, true}) {
+          const std::string what = std::string(ops->name) + " " + std::string(dtype_name(t)) + " V" +
+                                   std::to_string(V) + " R" + std::to_string(R) + " C" + std::to_string(C);
+          const Tensor ids = make_ids(R, V, 9);
+          Tensor table(t, {V, C}), y(t, {R, C}), dy(t, {R, C});
+          table.randomize(1);
+          y.randomize(2);
+          dy.randomize(3);
+          Tensor want = y;
+          ref_ops().embedding_fwd(want, table, ids, accumulate, s);
+          ops->embedding_fwd(y, table, ids, accumulate, s);
+          expect_same_bits(y, want, what + " forward");
+          for (DType grad_dtype : {DType::F32, t}) {
+            Tensor got(grad_dtype, {V, C});
+            got.randomize(4);
+            Tensor dtable = got;
+            ref_ops().embedding_bwd(dtable, dy, ids, accumulate, s);
+            ops->embedding_bwd(got, dy, ids, accumulate, s);
+            expect_close(got, dtable, 6 + 2 * std::sqrt(static_cast<double>(R)), what + " backward");
+          }
+        }
+      }
+    }
+  }
+}
+
+// In fp32 the order of the sum is the contract: rows of an id in their order, bit for bit.
+TEST(Embedding, GradientIsTheFoldInRowOrder) {
+  constexpr i64 V = 50, R = 700, C = 37;
+  const Tensor ids = make_ids(R, V, 5);
+  Tensor dy(DType::F32, {R, C}), start(DType::F32, {V, C});
+  dy.randomize(1);
+  start.randomize(2);
+  for (bool accumulate : {false, true}) {
+    Tensor want = start;
+    for (i64 v = 0; v < V; ++v) {
+      for (i64 c = 0; c < C; ++c) {
+        float sum = accumulate ? start.at(v * C + c) : 0;
+        for (i64 r = 0; r < R; ++r) {
+          if (ids.view().as<i32>()[r] == v) sum += dy.at(r * C + c);
+        }
+        want.set(v * C + c, sum);
+      }
+    }
+    for (const OpTable* ops : backends()) {
+      expect_same_for_any_threads(
+          [&](Stream& s) {
+            Tensor got = start;
+            ops->embedding_bwd(got, dy, ids, accumulate, s);
+            expect_same_bits(got, want, std::string(ops->name));
+            return std::vector<Tensor>{got};
+          },
+          std::string(ops->name));
+    }
+  }
+}
+
+TEST(Embedding, RefGradientMatchesFiniteDifferences) {
+  Stream s{};
+  constexpr i64 V = 6, R = 9, C = 3;
+  const Tensor ids = make_ids(R, V, 7);
+  Doubles table({V, C}), dtable({V, C}), y({R, C}), dy({R, C});
+  table.randomize(1);
+  dy.randomize(2);
+  ref_ops().embedding_bwd(dtable.view, dy.view, ids, false, s);
+  expect_gradient(
+      table, dtable,
+      [&] {
+        ref_ops().embedding_fwd(y.view, table.view, ids, false, s);
+        return y.dot(dy);
+      },
+      "dtable");
+}
+
+}  // namespace
+}  // namespace ds::testing
