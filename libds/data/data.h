@@ -1,0 +1,124 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Training data: token files seen as one stream, samples cut from it, and an order of samples that is a pure function
+// of (seed, epoch, number of samples). How many ranks share the work never enters it, so a run resumes exactly at any
+// world size.
+//
+//   stream    t0 t1 t2 ...                     files in the given order, one after the other
+//   sample k  tokens [k*T, k*T + T], T + 1 of them: T inputs and, shifted by one, T targets; neighbours share a token
+//   order     position K (samples consumed so far) -> sample permutation(seed, K / n)[K % n]
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "ds/config.h"
+
+namespace ds {
+
+struct FileFingerprint {
+  std::string name;  // for messages only: files may move
+  i64 bytes = 0;
+  u64 hash = 0;  // XXH3 of the first and the last MiB
+};
+
+// All that the order and content of training samples depend on; a checkpoint keeps it.
+struct DataIdentity {
+  std::vector<FileFingerprint> files;
+  i64 num_samples = 0;
+  i64 seq_length = 0;
+  i64 seed = 0;
+};
+// Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
+void check_same_data(const DataIdentity& saved, const DataIdentity& now);
+
+// A read-only view of token files as one stream of ids. The files are mapped: tokens cost address space, not memory.
+class TokenStream {
+ public:
+  // Text: one token per byte. Bin: uint16, little-endian, no header (nanoGPT). Auto: Bin for names in ".bin", else
+  // Text. Throws Errc::Config (cannot be opened, not a file, formats mixed), Errc::Io, Errc::Corrupt (empty, half a
+  // token at the end).
+  TokenStream(std::span<const std::string> files, DataFormat format);
+  ~TokenStream();
+  TokenStream(TokenStream&&) noexcept;
+  TokenStream& operator=(TokenStream&&) = delete;
+
+  i64 num_tokens() const noexcept { return end_ - begin_; }
+  // Shrinks the view to its tokens [begin, end).
+  void narrow_to(i64 begin, i64 end) noexcept;
+
+  // out = tokens [position, position + out.size()). Throws Errc::Mismatch for an id >= vocab_size, naming file and
+  // position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
+  void read(i64 position, std::span<i32> out, i64 vocab_size) const;
+
+  std::vector<FileFingerprint> fingerprints() const;
+
+ private:
+  struct File;
+  std::vector<File> files_;
+  i64 begin_ = 0, end_ = 0;
+};
+
+// The training tokens and, unless split is 0, the validation tokens: own files, or the end of the training files.
+struct Dataset {
+  TokenStream train;
+  std::optional<TokenStream> validation;
+};
+// Throws as TokenStream, and Errc::Config when a part is shorter than one sample.
+Dataset open_dataset(const DataConfig&);
+
+// A permutation of [0, n) without a table: a balanced Feistel network over the smallest even number of bits that covers
+// n (Philox as round function), walked until the result is below n (Black, Rogaway: "Ciphers with Arbitrary Finite
+// Domains", CT-RSA 2002).
+class Permutation {
+ public:
+  Permutation(i64 n, u32 seed, u32 epoch) noexcept;
+  i64 operator()(i64 index) const noexcept;
+
+ private:
+  u64 n_;
+  u32 seed_, epoch_;
+  int half_bits_;
+};
+
+// Who reads: micro-batch size, and the data-parallel ranks.
+struct BatchShape {
+  i64 micro = 1;
+  i64 num_ranks = 1;
+  i64 seq_length = 0;
+};
+
+// Cuts batches out of a stream. Stateless but for its inputs: the state of a run is the number of samples consumed,
+// which grows by micro * num_ranks * accumulation with every step, skipped steps too.
+class BatchLoader {
+ public:
+  // Requires: at least one sample in `stream`.
+  BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size);
+
+  i64 num_samples() const noexcept { return num_samples_; }
+  DataIdentity identity() const;
+
+  // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
+  //   consumed + micro_batch * (micro * num_ranks) + rank * micro + [0, micro)
+  // of the shuffled order, which goes on into the next epoch. inputs and targets are [micro, seq_length], row-major.
+  // Throws as TokenStream::read. Allocates: no. Deterministic: yes.
+  void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
+
+  // Micro-batches per rank that cover every sample once.
+  i64 num_sequential_batches() const noexcept;
+  // Micro-batch `batch` of `rank` in the order of the file, for evaluation. Rows past the last sample are filled with
+  // id 0 and target -100, which no loss counts. Returns the number of real rows.
+  i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
+
+ private:
+  void load_row(i64 sample, i64 row, std::span<i32> inputs, std::span<i32> targets) const;
+
+  TokenStream stream_;
+  BatchShape shape_;
+  u32 seed_;
+  i64 vocab_size_;
+  i64 num_samples_;
+};
+
+}  // namespace ds

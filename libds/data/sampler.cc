@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+// The order of samples and the batches cut from it.
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+#include "base/check.h"
+#include "data/data.h"
+#include "ds/kernels/philox.h"
+
+namespace ds {
+
+namespace {
+constexpr int kRounds = 6;
+constexpr u32 kSite = 0xDA7A0000u;  // sites of the rounds: apart from those of parameters and dropout
+}  // namespace
+
+Permutation::Permutation(i64 n, u32 seed, u32 epoch) noexcept
+    : n_(static_cast<u64>(n)),
+      seed_(seed),
+      epoch_(epoch),
+      half_bits_(std::max(1, static_cast<int>(std::bit_width(static_cast<u64>(n - 1)) + 1) / 2)) {}
+
+i64 Permutation::operator()(i64 index) const noexcept {
+  const u64 mask = (u64{1} << half_bits_) - 1;
+  u64 x = static_cast<u64>(index);
+  do {
+    u64 left = x >> half_bits_, right = x & mask;
+    for (u32 round = 0; round < kRounds; ++round) {
+      const u32 f = RngKey{seed_, kSite + round, epoch_}.block(right)[0];
+      left = std::exchange(right, left ^ (f & mask));
+    }
+    x = left << half_bits_ | right;
+  } while (x >= n_);
+  return static_cast<i64>(x);
+}
+
+BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size)
+    : stream_(std::move(stream)),
+      shape_(shape),
+      seed_(seed),
+      vocab_size_(vocab_size),
+      num_samples_((stream_.num_tokens() - 1) / shape.seq_length) {
+  DS_ASSERT(num_samples_ > 0);
+}
+
+DataIdentity BatchLoader::identity() const {
+  return {stream_.fingerprints(), num_samples_, shape_.seq_length, static_cast<i64>(seed_)};
+}
+
+void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
+  DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
+           "data.train names {} files, but the run was started with {}", now.files.size(), saved.files.size());
+  for (size_t i = 0; i < saved.files.size(); ++i) {
+    const FileFingerprint &s = saved.files[i], &n = now.files[i];
+    DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
+             "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
+             s.name);
+    DS_CHECK(s.hash == n.hash, Errc::Mismatch,
+             "data file '{}' has other content than '{}' had when the run was started", n.name, s.name);
+  }
+  DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
+           now.seq_length, saved.seq_length);
+  DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
+           saved.seed);
+  DS_CHECK(saved.num_samples == now.num_samples, Errc::Mismatch,
+           "the training part has {} samples, but the run was started with {}: data.split has changed", now.num_samples,
+           saved.num_samples);
+}
+
+void BatchLoader::load_row(i64 sample, i64 row, std::span<i32> inputs, std::span<i32> targets) const {
+  const auto T = static_cast<size_t>(shape_.seq_length);
+  const std::span<i32> input = inputs.subspan(static_cast<size_t>(row) * T, T);
+  const std::span<i32> target = targets.subspan(static_cast<size_t>(row) * T, T);
+  const i64 position = sample * shape_.seq_length;
+  stream_.read(position, input, vocab_size_);
+  std::copy(input.begin() + 1, input.end(), target.begin());
+  stream_.read(position + shape_.seq_length, target.last(1), vocab_size_);
+}
+
+void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+  const i64 first = consumed + (micro_batch * shape_.num_ranks + rank) * shape_.micro;
+  for (i64 row = 0; row < shape_.micro; ++row) {
+    const i64 position = first + row;
+    const Permutation order(num_samples_, seed_, static_cast<u32>(position / num_samples_));
+    load_row(order(position % num_samples_), row, inputs, targets);
+  }
+}
+
+i64 BatchLoader::num_sequential_batches() const noexcept {
+  return div_ceil(num_samples_, shape_.micro * shape_.num_ranks);
+}
+
+i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+  const i64 first = (batch * shape_.num_ranks + rank) * shape_.micro;
+  const i64 real = std::clamp<i64>(num_samples_ - first, 0, shape_.micro);
+  for (i64 row = 0; row < real; ++row) load_row(first + row, row, inputs, targets);
+  const auto filled = static_cast<size_t>(real * shape_.seq_length);
+  std::ranges::fill(inputs.subspan(filled), 0);
+  std::ranges::fill(targets.subspan(filled), -100);
+  return real;
+}
+
+}  // namespace ds

@@ -1,0 +1,188 @@
+// SPDX-License-Identifier: Apache-2.0
+// Token files: mapping, concatenation, fingerprints, and the split into training and validation tokens.
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "data/data.h"
+
+namespace ds {
+
+static_assert(std::endian::native == std::endian::little, "token files are little-endian");
+
+struct TokenStream::File {
+  File(const std::string& path, DataFormat format) : name(path) {
+    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    DS_CHECK(fd >= 0, Errc::Config, "cannot open data file '{}': {}", path, std::strerror(errno));
+    try {
+      struct stat status {};
+      DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, std::strerror(errno));
+      DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path);
+      bytes = status.st_size;
+      DS_CHECK(bytes > 0, Errc::Corrupt, "data file '{}' is empty", path);
+      token_bytes = format == DataFormat::Bin ? 2 : 1;
+      DS_CHECK(bytes % token_bytes == 0, Errc::Corrupt,
+               "data file '{}' has an odd number of bytes ({}): not a file of uint16 tokens", path, bytes);
+      void* map = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED, fd, 0);
+      DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path, std::strerror(errno));
+      data = static_cast<const u8*>(map);
+    } catch (...) {
+      ::close(fd);
+      throw;
+    }
+  }
+  ~File() {
+    if (fd < 0) return;
+    ::munmap(const_cast<u8*>(data), static_cast<size_t>(bytes));
+    ::close(fd);
+  }
+  File(File&& o) noexcept
+      : name(std::move(o.name)),
+        fd(std::exchange(o.fd, -1)),
+        data(o.data),
+        bytes(o.bytes),
+        token_bytes(o.token_bytes),
+        first_token(o.first_token) {}
+  File& operator=(File&&) = delete;
+
+  i64 num_tokens() const noexcept { return bytes / token_bytes; }
+
+  // Touching a mapped page past the end of a file kills the process, so a file that was cut off is found first.
+  void check_size() const {
+    struct stat status {};
+    DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", name, std::strerror(errno));
+    DS_CHECK(status.st_size >= bytes, Errc::Corrupt, "data file '{}' shrank from {} to {} bytes while in use", name,
+             bytes, static_cast<i64>(status.st_size));
+  }
+
+  // out = tokens [begin, begin + out.size()) of this file.
+  void read(i64 begin, std::span<i32> out, i64 vocab_size) const {
+    i32 largest = 0;
+    const u8* from = data + begin * token_bytes;
+    if (token_bytes == 1) {
+      for (size_t i = 0; i < out.size(); ++i) largest = std::max(largest, out[i] = from[i]);
+    } else {
+      for (size_t i = 0; i < out.size(); ++i) {
+        u16 token;
+        std::memcpy(&token, from + 2 * i, 2);
+        largest = std::max(largest, out[i] = token);
+      }
+    }
+    if (largest < vocab_size) [[likely]]
+      return;
+    const auto bad = std::find_if(out.begin(), out.end(), [&](i32 id) { return id >= vocab_size; });
+    const i64 position = begin + (bad - out.begin());
+    throw Error(Errc::Mismatch,
+                fmt::format("data file '{}': token {} at position {} (byte {}) is outside the model's vocabulary of {}",
+                            name, *bad, position, position * token_bytes, vocab_size));
+  }
+
+  FileFingerprint fingerprint() const {
+    constexpr i64 kEnd = i64{1} << 20;
+    check_size();
+    const i64 n = std::min(bytes, kEnd);
+    const XXH64_hash_t head = XXH3_64bits(data, static_cast<size_t>(n));
+    return {name, bytes, XXH3_64bits_withSeed(data + (bytes - n), static_cast<size_t>(n), head)};
+  }
+
+  std::string name;
+  int fd = -1;
+  const u8* data = nullptr;
+  i64 bytes = 0;
+  i64 token_bytes = 1;
+  i64 first_token = 0;  // position in the stream
+};
+
+namespace {
+
+DataFormat resolve_format(std::span<const std::string> files, DataFormat format) {
+  if (format != DataFormat::Auto) return format;
+  const auto is_bin = [](const std::string& file) { return file.ends_with(".bin"); };
+  const auto num_bin = std::count_if(files.begin(), files.end(), is_bin);
+  DS_CHECK(num_bin == 0 || num_bin == std::ssize(files), Errc::Config,
+           "data files mix .bin tokens and text ('{}' and '{}'): set data.format or use one kind",
+           *std::find_if(files.begin(), files.end(), is_bin), *std::find_if_not(files.begin(), files.end(), is_bin));
+  return num_bin == 0 ? DataFormat::Text : DataFormat::Bin;
+}
+
+void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const char* part, const std::string& first_file,
+                          const char* advice) {
+  DS_CHECK(stream.num_tokens() > seq_length, Errc::Config,
+           "the {} data (from '{}') has {} tokens, but one sample of seq_length {} needs {}: {}", part, first_file,
+           stream.num_tokens(), seq_length, seq_length + 1, advice);
+}
+
+}  // namespace
+
+TokenStream::TokenStream(std::span<const std::string> files, DataFormat format) {
+  const DataFormat resolved = resolve_format(files, format);
+  files_.reserve(files.size());
+  for (const std::string& path : files) {
+    File& file = files_.emplace_back(path, resolved);
+    file.first_token = end_;
+    end_ += file.num_tokens();
+  }
+}
+
+TokenStream::~TokenStream() = default;
+TokenStream::TokenStream(TokenStream&&) noexcept = default;
+
+void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
+  end_ = begin_ + end;
+  begin_ += begin;
+}
+
+void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
+  position += begin_;
+  DS_ASSERT(position >= begin_ && position + std::ssize(out) <= end_);
+  auto file =
+      std::upper_bound(files_.begin(), files_.end(), position, [](i64 p, const File& f) { return p < f.first_token; }) -
+      files_.begin() - 1;
+  while (!out.empty()) {
+    const File& f = files_[static_cast<size_t>(file++)];
+    const i64 begin = position - f.first_token;
+    const i64 n = std::min<i64>(std::ssize(out), f.num_tokens() - begin);
+    f.check_size();
+    f.read(begin, out.first(static_cast<size_t>(n)), vocab_size);
+    out = out.subspan(static_cast<size_t>(n));
+    position += n;
+  }
+}
+
+std::vector<FileFingerprint> TokenStream::fingerprints() const {
+  std::vector<FileFingerprint> result;
+  for (const File& file : files_) result.push_back(file.fingerprint());
+  return result;
+}
+
+Dataset open_dataset(const DataConfig& config) {
+  DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
+  Dataset data{TokenStream(config.train, config.format), std::nullopt};
+  const i64 total = data.train.num_tokens();
+  if (!config.validation.empty()) {
+    data.validation.emplace(config.validation, config.format);
+    check_holds_a_sample(*data.validation, config.seq_length, "validation", config.validation.front(),
+                         "give more text or a smaller data.seq_length");
+  } else if (config.split > 0) {
+    const i64 cut = total - static_cast<i64>(config.split * static_cast<double>(total));
+    data.train.narrow_to(0, cut);
+    data.validation.emplace(config.train, config.format).narrow_to(cut, total);
+    check_holds_a_sample(*data.validation, config.seq_length, "validation", config.train.front(),
+                         "raise data.split, set it to 0 or name data.validation files");
+  }
+  check_holds_a_sample(data.train, config.seq_length, "training", config.train.front(),
+                       "give more text or a smaller data.seq_length");
+  return data;
+}
+
+}  // namespace ds

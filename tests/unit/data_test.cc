@@ -1,0 +1,350 @@
+// SPDX-License-Identifier: Apache-2.0
+// Token files, the order of samples, batches over any cut into ranks, resume, and bad input.
+#include "data/data.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <functional>
+#include <numeric>
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class Data : public ::testing::Test {
+ protected:
+  Data() {
+    std::string pattern = (fs::temp_directory_path() / "ds-data-XXXXXX").string();
+    dir_ = mkdtemp(pattern.data());
+  }
+  ~Data() override { fs::remove_all(dir_); }
+
+  std::string write(const std::string& name, const std::string& bytes) const {
+    std::ofstream(dir_ / name, std::ios::binary) << bytes;
+    return (dir_ / name).string();
+  }
+  std::string write_bin(const std::string& name, const std::vector<u16>& tokens) const {
+    return write(name, {reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2});
+  }
+  // n tokens 0, 1, 2, ...: every token tells its position.
+  std::string write_counting_bin(const std::string& name, i64 n, u16 first = 0) const {
+    std::vector<u16> tokens(static_cast<size_t>(n));
+    std::iota(tokens.begin(), tokens.end(), first);
+    return write_bin(name, tokens);
+  }
+
+  fs::path dir_;
+};
+
+TokenStream open(const std::vector<std::string>& files, DataFormat format = DataFormat::Auto) {
+  return TokenStream(files, format);
+}
+
+std::vector<i32> read(const TokenStream& stream, i64 position, i64 n, i64 vocab_size = 65536) {
+  std::vector<i32> out(static_cast<size_t>(n), -1);
+  stream.read(position, out, vocab_size);
+  return out;
+}
+
+struct Batch {
+  std::vector<i32> inputs, targets;
+  explicit Batch(i64 elems) : inputs(static_cast<size_t>(elems), -7), targets(static_cast<size_t>(elems), -7) {}
+};
+
+void expect_error(Errc code, const ::testing::Matcher<const std::string&>& text, const std::function<void()>& action) {
+  try {
+    action();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& e) {
+    EXPECT_EQ(static_cast<int>(e.code()), static_cast<int>(code)) << e.what();
+    EXPECT_THAT(std::string(e.what()), text);
+  }
+}
+
+TEST_F(Data, TextTokensAreBytes) {
+  const TokenStream s = open({write("a.txt", std::string("A\0\xFFz", 4))});
+  EXPECT_EQ(s.num_tokens(), 4);
+  EXPECT_EQ(read(s, 0, 4, 256), (std::vector<i32>{65, 0, 255, 122}));
+}
+
+TEST_F(Data, BinTokensAreLittleEndianUint16) {
+  const TokenStream s = open({write("a.bin", std::string("\x01\x00\x34\x12\xFF\xFF", 6))});
+  EXPECT_EQ(s.num_tokens(), 3);
+  EXPECT_EQ(read(s, 0, 3), (std::vector<i32>{1, 0x1234, 65535}));
+}
+
+TEST_F(Data, FormatCanBeNamed) {
+  EXPECT_EQ(open({write("a.bin", "abcd")}, DataFormat::Text).num_tokens(), 4);
+  EXPECT_EQ(open({write("b.tokens", "abcd")}, DataFormat::Bin).num_tokens(), 2);
+}
+
+TEST_F(Data, FilesAreOneStreamInTheGivenOrder) {
+  const TokenStream s = open({write("b", "bcd"), write("a", "a"), write("c", "xyz")});
+  EXPECT_EQ(s.num_tokens(), 7);
+  const std::string all = "bcdaxyz";
+  for (i64 begin = 0; begin < 7; ++begin) {
+    for (i64 n = 1; begin + n <= 7; ++n) {
+      const std::vector<i32> got = read(s, begin, n);
+      EXPECT_EQ(std::string(got.begin(), got.end()), all.substr(static_cast<size_t>(begin), static_cast<size_t>(n)));
+    }
+  }
+}
+
+TEST_F(Data, SplitTakesTheEnd) {
+  DataConfig config;
+  config.train = {write("a", std::string(70, 'a')), write("b", std::string(30, 'b'))};
+  config.split = 0.2;
+  config.seq_length = 4;
+  const Dataset data = open_dataset(config);
+  EXPECT_EQ(data.train.num_tokens(), 80);
+  ASSERT_TRUE(data.validation);
+  EXPECT_EQ(data.validation->num_tokens(), 20);
+  EXPECT_EQ(read(data.train, 69, 2), (std::vector<i32>{'a', 'b'}));
+  EXPECT_EQ(read(*data.validation, 0, 20), std::vector<i32>(20, 'b'));
+}
+
+TEST_F(Data, ValidationFilesReplaceTheSplit) {
+  DataConfig config;
+  config.train = {write("a", std::string(50, 'a'))};
+  config.validation = {write("v", "vwxyz")};
+  config.seq_length = 4;
+  const Dataset data = open_dataset(config);
+  EXPECT_EQ(data.train.num_tokens(), 50);
+  EXPECT_EQ(data.validation->num_tokens(), 5);
+  config.validation.clear();
+  config.split = 0;
+  EXPECT_FALSE(open_dataset(config).validation);
+}
+
+TEST(Permutation, IsABijectionForEverySize) {
+  for (i64 n = 1; n <= 2000; ++n) {
+    const Permutation p(n, 1234, 0);
+    std::vector<bool> hit(static_cast<size_t>(n));
+    for (i64 i = 0; i < n; ++i) {
+      const i64 x = p(i);
+      ASSERT_TRUE(x >= 0 && x < n && !hit[static_cast<size_t>(x)]) << "n " << n << " index " << i << " gives " << x;
+      hit[static_cast<size_t>(x)] = true;
+    }
+  }
+}
+
+TEST(Permutation, WorksOnSizesBeyond32Bits) {
+  const i64 n = (i64{1} << 41) + 12345;
+  const Permutation p(n, 9, 3);
+  std::vector<i64> images;
+  for (i64 i = 0; i < 5000; ++i) images.push_back(p(n - 1 - i * 104729));
+  std::ranges::sort(images);
+  EXPECT_TRUE(std::ranges::adjacent_find(images) == images.end());
+  EXPECT_GE(images.front(), 0);
+  EXPECT_LT(images.back(), n);
+}
+
+TEST(Permutation, DependsOnSeedAndEpochAndLooksRandom) {
+  constexpr i64 n = 1000;
+  const auto fixed_points = [](const Permutation& a, const Permutation& b) {
+    i64 same = 0;
+    for (i64 i = 0; i < n; ++i) same += a(i) == b(i);
+    return same;
+  };
+  // Two independent permutations agree in one place on average.
+  EXPECT_LT(fixed_points({n, 1, 0}, {n, 2, 0}), 10);
+  EXPECT_LT(fixed_points({n, 1, 0}, {n, 1, 1}), 10);
+  // Neighbours land far apart: the mean distance of two random places is n/3.
+  const Permutation p(n, 1, 0);
+  double distance = 0;
+  for (i64 i = 1; i < n; ++i) distance += std::abs(static_cast<double>(p(i) - p(i - 1)));
+  EXPECT_NEAR(distance / (n - 1), n / 3.0, 40);
+}
+
+// The order is part of every checkpoint: a change of it would make resumed runs see other samples.
+TEST(Permutation, OrderIsFrozen) {
+  const Permutation p(1000, 1234, 2);
+  std::vector<i64> head;
+  for (i64 i = 0; i < 8; ++i) head.push_back(p(i));
+  EXPECT_THAT(head, ::testing::ElementsAre(986, 349, 382, 122, 553, 129, 680, 207));
+}
+
+TEST_F(Data, SamplesShareOneTokenWithTheirNeighbour) {
+  const BatchLoader loader(open({write_counting_bin("a.bin", 31)}), {.micro = 1, .num_ranks = 1, .seq_length = 10}, 0,
+                           65536);
+  EXPECT_EQ(loader.num_samples(), 3);  // tokens 0..10, 10..20, 20..30
+  Batch b(10);
+  for (i64 k = 0; k < 3; ++k) {
+    EXPECT_EQ(loader.load_sequential(k, 0, b.inputs, b.targets), 1);
+    for (i64 t = 0; t < 10; ++t) {
+      EXPECT_EQ(b.inputs[static_cast<size_t>(t)], 10 * k + t);
+      EXPECT_EQ(b.targets[static_cast<size_t>(t)], 10 * k + t + 1);
+    }
+  }
+  EXPECT_EQ(BatchLoader(open({write_counting_bin("b.bin", 30)}), {1, 1, 10}, 0, 65536).num_samples(), 2);
+}
+
+// The inputs and targets of the optimizer steps from `consumed` on, in the canonical order (micro-batch, rank).
+std::vector<i32> global_batches(const std::string& file, i64 micro, i64 num_ranks, i64 accumulation, i64 consumed,
+                                int steps) {
+  constexpr i64 T = 3;
+  const BatchLoader loader(open({file}), {micro, num_ranks, T}, 42, 65536);
+  std::vector<i32> all;
+  Batch b(micro * T);
+  for (int step = 0; step < steps; ++step, consumed += micro * num_ranks * accumulation) {
+    for (i64 j = 0; j < accumulation; ++j) {
+      for (i64 r = 0; r < num_ranks; ++r) {
+        loader.load(consumed, j, r, b.inputs, b.targets);
+        for (size_t row = 0; row < static_cast<size_t>(micro); ++row) {
+          all.insert(all.end(), b.inputs.begin() + row * T, b.inputs.begin() + (row + 1) * T);
+          all.insert(all.end(), b.targets.begin() + row * T, b.targets.begin() + (row + 1) * T);
+        }
+      }
+    }
+  }
+  return all;
+}
+
+TEST_F(Data, AnyCutOfTheGlobalBatchSeesTheSameSamples) {
+  const std::string file = write_counting_bin("a.bin", 301);  // 100 samples; 12 a step: epochs end inside a step
+  const std::vector<i32> want = global_batches(file, 1, 1, 12, 0, 30);
+  for (const auto& [micro, ranks] : {std::pair{12, 1}, {1, 12}, {2, 3}, {3, 4}, {4, 1}, {6, 2}, {1, 4}, {2, 1}}) {
+    EXPECT_EQ(global_batches(file, micro, ranks, 12 / (micro * ranks), 0, 30), want) << micro << " x " << ranks;
+  }
+}
+
+TEST_F(Data, ResumesExactlyAtAnotherWorldSize) {
+  const std::string file = write_counting_bin("a.bin", 301);
+  const std::vector<i32> whole = global_batches(file, 2, 2, 3, 0, 20);
+  std::vector<i32> parts = global_batches(file, 2, 2, 3, 0, 7);
+  const std::vector<i32> second = global_batches(file, 3, 4, 1, 7 * 12, 13);
+  parts.insert(parts.end(), second.begin(), second.end());
+  EXPECT_EQ(parts, whole);
+}
+
+TEST_F(Data, EveryEpochHoldsEverySampleOnceInItsOwnOrder) {
+  const BatchLoader loader(open({write_counting_bin("a.bin", 7 * 5 + 1)}), {1, 1, 5}, 3, 65536);
+  std::vector<std::vector<i32>> epochs(4);
+  Batch b(5);
+  for (i64 k = 0; k < 28; ++k) {
+    loader.load(k, 0, 0, b.inputs, b.targets);
+    epochs[static_cast<size_t>(k / 7)].push_back(b.inputs[0] / 5);
+  }
+  EXPECT_NE(epochs[0], epochs[1]);
+  for (const std::vector<i32>& e : epochs) EXPECT_THAT(e, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4, 5, 6));
+}
+
+TEST_F(Data, BatchLargerThanTheDataWraps) {
+  const BatchLoader loader(open({write_counting_bin("a.bin", 6)}), {8, 1, 5}, 3, 65536);
+  Batch b(40);
+  loader.load(0, 0, 0, b.inputs, b.targets);
+  for (size_t row = 0; row < 8; ++row) EXPECT_EQ(b.inputs[row * 5], 0);
+}
+
+TEST_F(Data, SequentialBatchesCoverEverySampleOnceAndPadTheLast) {
+  const std::string file = write_counting_bin("a.bin", 11 * 2 + 1);
+  for (i64 ranks : {1, 2, 3, 20}) {
+    const BatchLoader loader(open({file}), {2, ranks, 2}, 3, 65536);
+    std::vector<i32> seen;
+    Batch b(4);
+    for (i64 i = 0; i < loader.num_sequential_batches(); ++i) {
+      for (i64 r = 0; r < ranks; ++r) {
+        const i64 real = loader.load_sequential(i, r, b.inputs, b.targets);
+        for (i64 row = 0; row < 2; ++row) {
+          const auto at = static_cast<size_t>(2 * row);
+          if (row < real) {
+            seen.push_back(b.inputs[at] / 2);
+          } else {
+            EXPECT_THAT(b.targets[at], -100);
+            EXPECT_EQ(b.targets[at + 1], -100);
+            EXPECT_EQ(b.inputs[at], 0);
+          }
+        }
+      }
+    }
+    std::vector<i32> want(11);
+    std::iota(want.begin(), want.end(), 0);
+    EXPECT_EQ(seen, want) << ranks << " ranks";
+  }
+}
+
+TEST_F(Data, MissingFileIsAConfigurationMistake) {
+  expect_error(Errc::Config, AllOf(HasSubstr("nowhere.txt"), HasSubstr("No such file")),
+               [&] { open({(dir_ / "nowhere.txt").string()}); });
+  expect_error(Errc::Config, HasSubstr("not a regular file"), [&] { open({dir_.string()}); });
+  expect_error(Errc::Config, HasSubstr("names no file"), [&] { open_dataset({}); });
+}
+
+TEST_F(Data, EmptyAndHalfFilesAreCorrupt) {
+  expect_error(Errc::Corrupt, AllOf(HasSubstr("e.txt"), HasSubstr("empty")), [&] { open({write("e.txt", "")}); });
+  expect_error(Errc::Corrupt, AllOf(HasSubstr("odd.bin"), HasSubstr("odd number of bytes (3)")),
+               [&] { open({write("odd.bin", "abc")}); });
+}
+
+TEST_F(Data, MixedFormatsMustBeNamed) {
+  expect_error(Errc::Config, AllOf(HasSubstr("m.bin"), HasSubstr("m.txt"), HasSubstr("data.format")), [&] {
+    open({write("m.bin", "ab"), write("m.txt", "ab")});
+  });
+}
+
+TEST_F(Data, TooShortForOneSample) {
+  DataConfig config;
+  config.train = {write("a", std::string(100, 'a'))};
+  config.split = 0;
+  config.seq_length = 99;
+  EXPECT_EQ(open_dataset(config).train.num_tokens(), 100);
+  config.seq_length = 100;
+  expect_error(Errc::Config, AllOf(HasSubstr("training data"), HasSubstr("needs 101")), [&] { open_dataset(config); });
+  config.seq_length = 10;
+  config.split = 0.05;
+  expect_error(Errc::Config, AllOf(HasSubstr("validation data"), HasSubstr("data.split")),
+               [&] { open_dataset(config); });
+}
+
+TEST_F(Data, TokenOutsideTheVocabularyIsNamedWithItsPlace) {
+  const TokenStream bin = open({write_counting_bin("a.bin", 10), write_counting_bin("b.bin", 10, 95)});
+  EXPECT_EQ(read(bin, 0, 12, 97).back(), 96);
+  expect_error(Errc::Mismatch,
+               AllOf(HasSubstr("b.bin"), HasSubstr("token 97 at position 2 (byte 4)"), HasSubstr("vocabulary of 97")),
+               [&] { read(bin, 5, 15, 97); });
+  const TokenStream text = open({write("t.txt", "ab\xE9z")});
+  expect_error(Errc::Mismatch, HasSubstr("token 233 at position 2 (byte 2)"), [&] { read(text, 0, 4, 128); });
+}
+
+TEST_F(Data, FileCutOffWhileInUseIsAnError) {
+  const std::string file = write("a.txt", std::string(10000, 'x'));
+  const TokenStream s = open({file});
+  fs::resize_file(file, 100);
+  expect_error(Errc::Corrupt, AllOf(HasSubstr("a.txt"), HasSubstr("shrank from 10000 to 100 bytes")),
+               [&] { read(s, 9000, 10); });
+}
+
+TEST_F(Data, ResumeNoticesOtherData) {
+  std::string text(3 << 20, 'a');
+  const std::string file = write("a.txt", text);
+  const auto identity = [&](i64 seq_length = 8, u32 seed = 1, i64 num_tokens = 3 << 20) {
+    TokenStream stream = open({file});
+    stream.narrow_to(0, num_tokens);
+    return BatchLoader(std::move(stream), {1, 1, seq_length}, seed, 256).identity();
+  };
+  const DataIdentity saved = identity();
+  check_same_data(saved, identity());
+  expect_error(Errc::Mismatch, HasSubstr("data.seq_length is 16"), [&] { check_same_data(saved, identity(16)); });
+  expect_error(Errc::Mismatch, HasSubstr("data.seed is 2"), [&] { check_same_data(saved, identity(8, 2)); });
+  expect_error(Errc::Mismatch, HasSubstr("data.split has changed"),
+               [&] { check_same_data(saved, identity(8, 1, 2 << 20)); });
+  for (size_t place : {size_t{0}, text.size() - 1}) {
+    std::string other = text;
+    other[place] = 'b';
+    write("a.txt", other);
+    expect_error(Errc::Mismatch, AllOf(HasSubstr("a.txt"), HasSubstr("other content")),
+                 [&] { check_same_data(saved, identity()); });
+  }
+  write("a.txt", text + "more");
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("3145732 bytes"), HasSubstr("3145728 bytes")),
+               [&] { check_same_data(saved, identity()); });
+}
+
+}  // namespace
+}  // namespace ds
