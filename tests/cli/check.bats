@@ -1,0 +1,101 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# scripts/check: the repository passes, and each rule finds a planted violation.
+
+setup() {
+  bats_load_library bats-support
+  bats_load_library bats-assert
+  repo=$BATS_TEST_TMPDIR/repo
+  mkdir -p "$repo/scripts" "$repo/libds/include/ds" "$repo/tools" "$repo/man"
+  cp "$DS_SOURCE/scripts/check" "$repo/scripts/"
+  cp "$DS_SOURCE/.clang-format" "$repo/"
+  git init -q "$repo"
+}
+
+# plant FILE LINE...
+plant() {
+  local file=$repo/$1
+  shift
+  mkdir -p "$(dirname "$file")"
+  printf '%s\n' "$@" >"$file"
+}
+
+SPDX='// SPDX-License-Identifier: Apache-2.0'
+
+@test "the repository keeps every rule" {
+  run "$DS_SOURCE/scripts/check"
+  assert_success
+}
+
+@test "an unknown rule is a usage error" {
+  run "$repo/scripts/check" nonsense
+  assert_failure 2
+}
+
+@test "format" {
+  plant libds/base/a.cc "$SPDX" 'int  f( ) ;'
+  run "$repo/scripts/check" format
+  assert_failure 1
+  assert_output --partial libds/base/a.cc
+}
+
+@test "spdx" {
+  plant libds/base/a.cc 'int f();'
+  run "$repo/scripts/check" spdx
+  assert_failure 1
+  assert_output --partial 'libds/base/a.cc: no SPDX line'
+}
+
+@test "layers: upwards, between siblings, and through a public header" {
+  plant libds/engine/train.cc "$SPDX" '#include "ds/train.h"'
+  plant libds/include/ds/train.h "$SPDX" '#include "ds/error.h"'
+  plant libds/include/ds/error.h "$SPDX"
+  plant libds/include/ds/run_config.h "$SPDX"
+  run "$repo/scripts/check" layers
+  assert_success
+  plant libds/base/a.cc "$SPDX" '#include "device/memory.h"'
+  plant libds/zero/b.cc "$SPDX" '#include "checkpoint/save.h"'
+  plant libds/data/c.cc "$SPDX" '#include "ds/train.h"'
+  plant libds/model/d.cc "$SPDX" '#include "comm/communicator.h"'
+  plant libds/base/e.cc "$SPDX" '#include <ds/run_config.h>'
+  plant kernels/ref/f.cc "$SPDX" '#include "ds/error.h"'
+  run "$repo/scripts/check" layers
+  assert_failure 1
+  assert_output --partial 'libds/base/a.cc:2: base must not include device'
+  assert_output --partial 'libds/zero/b.cc:2: zero must not include checkpoint'
+  assert_output --partial 'libds/data/c.cc:2: data must not include engine'
+  assert_output --partial 'libds/model/d.cc:2: model must not include comm'
+  assert_output --partial 'libds/base/e.cc:2: base must not include config'
+  assert_output --partial 'kernels/ref/f.cc:2: kernels must not include base'
+}
+
+@test "third parties" {
+  plant libds/zero/a.cc "$SPDX" '#include <hdf5.h>' '#include <mpi.h>' '#include <CLI/CLI.hpp>' \
+    '#include <boost/interprocess/shared_memory_object.hpp>' '#include <oneapi/dnnl/dnnl.hpp>'
+  plant libds/formats/b.cc "$SPDX" '#include <hdf5.h>'
+  run "$repo/scripts/check" third_parties
+  assert_failure 1
+  for line in 2 3 4 5 6; do assert_output --partial "libds/zero/a.cc:$line:"; done
+  refute_output --partial libds/formats
+}
+
+@test "tools" {
+  plant tools/ds-x.cc "$SPDX" '#include "ds/error.h"' '#include "common/tool.h"' '#include "comm/communicator.h"'
+  yes '//' | head -n 250 >>"$repo/tools/ds-x.cc"
+  run "$repo/scripts/check" tool_includes tool_size
+  assert_failure 1
+  assert_output --partial 'tools/ds-x.cc:4:'
+  refute_output --partial 'tools/ds-x.cc:2:'
+  assert_output --partial 'tools/ds-x.cc: 254 lines'
+}
+
+@test "man, shell and paths" {
+  plant man/ds-x.1 '.Dd today' '.Nonsense'
+  plant scripts/bad '#!/bin/bash' 'rm $1'
+  plant README.md 'cd /'home/somebody/libds
+  run "$repo/scripts/check" man shell machine_paths
+  assert_failure 1
+  assert_output --partial man/ds-x.1
+  assert_output --partial SC2086
+  assert_output --partial README.md:1
+}
