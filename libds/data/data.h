@@ -33,6 +33,10 @@ struct DataIdentity {
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 
+// One JSON object, as a checkpoint's manifest holds it; parse throws Errc::Corrupt.
+std::string data_identity_json(const DataIdentity&);
+DataIdentity parse_data_identity(const std::string& json);
+
 // A read-only view of token files as one stream of ids. The files are mapped: tokens cost address space, not memory.
 class TokenStream {
  public:

@@ -49,26 +49,6 @@ DataIdentity BatchLoader::identity() const {
   return {stream_.fingerprints(), num_samples_, shape_.seq_length, static_cast<i64>(seed_)};
 }
 
-void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
-  DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
-           "data.train names {} files, but the run was started with {}", now.files.size(), saved.files.size());
-  for (size_t i = 0; i < saved.files.size(); ++i) {
-    const FileFingerprint &s = saved.files[i], &n = now.files[i];
-    DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
-             "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
-             s.name);
-    DS_CHECK(s.hash == n.hash, Errc::Mismatch,
-             "data file '{}' has other content than '{}' had when the run was started", n.name, s.name);
-  }
-  DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
-           now.seq_length, saved.seq_length);
-  DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
-           saved.seed);
-  DS_CHECK(saved.num_samples == now.num_samples, Errc::Mismatch,
-           "the training part has {} samples, but the run was started with {}: data.split has changed", now.num_samples,
-           saved.num_samples);
-}
-
 void BatchLoader::load_row(i64 sample, i64 row, std::span<i32> inputs, std::span<i32> targets) const {
   const auto T = static_cast<size_t>(shape_.seq_length);
   const std::span<i32> input = inputs.subspan(static_cast<size_t>(row) * T, T);

@@ -330,6 +330,7 @@ TEST_F(Data, ResumeNoticesOtherData) {
   };
   const DataIdentity saved = identity();
   check_same_data(saved, identity());
+  check_same_data(parse_data_identity(data_identity_json(saved)), identity());
   expect_error(Errc::Mismatch, HasSubstr("data.seq_length is 16"), [&] { check_same_data(saved, identity(16)); });
   expect_error(Errc::Mismatch, HasSubstr("data.seed is 2"), [&] { check_same_data(saved, identity(8, 2)); });
   expect_error(Errc::Mismatch, HasSubstr("data.split has changed"),
@@ -344,6 +345,20 @@ TEST_F(Data, ResumeNoticesOtherData) {
   write("a.txt", text + "more");
   expect_error(Errc::Mismatch, AllOf(HasSubstr("3145732 bytes"), HasSubstr("3145728 bytes")),
                [&] { check_same_data(saved, identity()); });
+}
+
+TEST(DataIdentity, JsonRoundTripIsExactAndNonsenseIsRefused) {
+  const DataIdentity a{{{"a \"b\"\n", i64{1} << 60, ~u64{0}}, {"b", 1, 15}}, i64{1} << 55, 17, 4294967295};
+  const std::string json = data_identity_json(a);
+  EXPECT_THAT(json, AllOf(HasSubstr("\"xxh3\":\"ffffffffffffffff\""), HasSubstr("\"xxh3\":\"000000000000000f\"")));
+  const DataIdentity b = parse_data_identity(json);
+  EXPECT_EQ(b.files[0].name, a.files[0].name);
+  EXPECT_EQ(data_identity_json(b), json);
+  check_same_data(a, b);
+  for (const char* bad : {"", "{}", "[]", "null", R"({"files":[{"name":"a","bytes":1,"xxh3":"12g4"}]})",
+                          R"({"files":[],"num_samples":"1","seq_length":1,"seed":1})"}) {
+    expect_error(Errc::Corrupt, HasSubstr("description of its data"), [&] { parse_data_identity(bad); });
+  }
 }
 
 }  // namespace

@@ -1,0 +1,65 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a checkpoint remembers of its data, and whether a run may go on with the data that is there now.
+
+#include <charconv>
+#include <nlohmann/json.hpp>
+
+#include "base/check.h"
+#include "data/data.h"
+
+namespace ds {
+
+void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
+  DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
+           "data.train names {} files, but the run was started with {}", now.files.size(), saved.files.size());
+  for (size_t i = 0; i < saved.files.size(); ++i) {
+    const FileFingerprint &s = saved.files[i], &n = now.files[i];
+    DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
+             "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
+             s.name);
+    DS_CHECK(s.hash == n.hash, Errc::Mismatch,
+             "data file '{}' has other content than '{}' had when the run was started", n.name, s.name);
+  }
+  DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
+           now.seq_length, saved.seq_length);
+  DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
+           saved.seed);
+  DS_CHECK(saved.num_samples == now.num_samples, Errc::Mismatch,
+           "the training part has {} samples, but the run was started with {}: data.split has changed", now.num_samples,
+           saved.num_samples);
+}
+
+std::string data_identity_json(const DataIdentity& identity) {
+  nlohmann::ordered_json files = nlohmann::ordered_json::array();
+  for (const FileFingerprint& f : identity.files)
+    files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", fmt::format("{:016x}", f.hash)}});
+  return nlohmann::ordered_json{{"files", files},
+                                {"num_samples", identity.num_samples},
+                                {"seq_length", identity.seq_length},
+                                {"seed", identity.seed}}
+      .dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
+DataIdentity parse_data_identity(const std::string& json) {
+  try {
+    const auto j = nlohmann::json::parse(json);
+    DataIdentity identity;
+    for (const auto& file : j.at("files")) {
+      FileFingerprint& f = identity.files.emplace_back();
+      file.at("name").get_to(f.name);
+      file.at("bytes").get_to(f.bytes);
+      const auto& hash = file.at("xxh3").get_ref<const std::string&>();
+      const auto [end, error] = std::from_chars(hash.data(), hash.data() + hash.size(), f.hash, 16);
+      DS_CHECK(error == std::errc{} && end == hash.data() + hash.size(), Errc::Corrupt,
+               "the checkpoint's description of its data has a hash that is not hexadecimal: '{}'", hash);
+    }
+    j.at("num_samples").get_to(identity.num_samples);
+    j.at("seq_length").get_to(identity.seq_length);
+    j.at("seed").get_to(identity.seed);
+    return identity;
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Corrupt, fmt::format("the checkpoint's description of its data cannot be read: {}", e.what()));
+  }
+}
+
+}  // namespace ds
