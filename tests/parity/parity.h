@@ -78,14 +78,17 @@ class Tensor {
 // Unit roundoff of a stored result.
 inline double epsilon(DType t) { return t == DType::F32 ? 0x1p-24 : t == DType::F16 ? 0x1p-11 : 0x1p-8; }
 
-// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree.
-inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what) {
+// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree. The scale is
+// the root mean square, or `least` where sums cancel to less.
+inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what,
+                         double least = 0) {
   ASSERT_EQ(got.numel(), want.numel()) << what;
   double rms = 0;
   for (i64 i = 0; i < want.numel(); ++i) {
     if (std::isfinite(want.at(i))) rms += double(want.at(i)) * want.at(i);
   }
   rms = std::sqrt(rms / static_cast<double>(std::max<i64>(want.numel(), 1)));
+  rms = std::max(rms, least);
   const double eps = std::max(epsilon(got.view().dtype), epsilon(want.view().dtype));
   for (i64 i = 0; i < want.numel(); ++i) {
     const double g = got.at(i), w = want.at(i);

@@ -1,0 +1,505 @@
+// SPDX-License-Identifier: Apache-2.0
+// Flash attention (Dao et al.): blocks of queries meet blocks of keys in fp32 tiles of worker scratch, and no T x S
+// matrix is stored. All query heads of one key/value head are rows of one problem, row r = query r / R of head g*R + r
+// % R with R = H / G, so that a key block is converted once for the whole group and visibility is monotonic in r.
+//
+//   forward   tile = (batch, group, range of rows [, part of the keys]); keys outside, blocks of rows inside, so a
+//   converted
+//             key block serves up to kMaxTileRows rows. With few rows (decoding) the keys are split into parts, whose
+//             partial results are merged in order.
+//   backward  tile = (batch, group, chunk of rows, chunk of keys). The n x n chunks run as a Latin square: in phase f
+//   row
+//             chunk i meets key chunk (f - i) mod n, so no two tiles of a phase share an accumulator, and each
+//             accumulator is summed in the order of phases. n is 1 when batch x groups already feed the threads.
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/isa/kernels.h"
+#include "cpu/loops.h"
+#include "cpu/philox.h"
+#include "cpu/tile.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+constexpr i64 kKeys = 64;          // keys of a block
+constexpr i64 kRows = 48;          // rows of a block
+constexpr i64 kMaxTileRows = 240;  // rows that share the converted keys, forward
+constexpr i64 kKeysPacked = 256;   // keys that share the converted rows, backward
+constexpr i64 kMinPartKeys = 512;  // forward: a part of the keys is not smaller
+constexpr i64 kTargetTiles =
+    48;  // enough to feed and balance the threads of a rank; a constant, so results depend on shapes only
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Range {
+  i64 begin, end;
+  i64 size() const noexcept { return end - begin; }
+  bool empty() const noexcept { return begin >= end; }
+};
+Range intersect(Range a, Range b) noexcept { return {std::max(a.begin, b.begin), std::min(a.end, b.end)}; }
+// Part `index` of `count` of [0, n), cut at multiples of `unit`.
+Range part_of(i64 n, i64 unit, i64 index, i64 count) noexcept {
+  const i64 units = ceil_div(n, unit);
+  return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
+}
+
+struct Problem {
+  i64 B, T, H, D, S, G, R;
+  i64 width;  // D in whole vectors
+  i64 ld;     // row stride of tiles: a little more, so that rows do not fall into the same cache sets
+  AttentionParams p;
+
+  Problem(const TensorView& q, const TensorView& k, const AttentionParams& params) noexcept
+      : B(q.dim(0)),
+        T(q.dim(1)),
+        H(q.dim(2)),
+        D(q.dim(3)),
+        S(k.dim(1)),
+        G(k.dim(2)),
+        R(H / G),
+        width(round_up(D, Vec::kLanes)),
+        ld(width + 16),
+        p(params) {}
+
+  i64 rows() const noexcept { return T * R; }
+  // The keys that row r sees, and those that any of a range of rows sees.
+  Range keys_of(i64 row) const noexcept { return keys_of(Range{row, row + 1}); }
+  Range keys_of(Range rows) const noexcept {
+    const i64 first = rows.begin / R + S - T, last = (rows.end - 1) / R + S - T;
+    return {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
+  }
+  // Does every row of a range see every key of a range?
+  bool dense(Range rows, Range keys) const noexcept {
+    return keys_of(rows.end - 1).begin <= keys.begin && keys_of(rows.begin).end >= keys.end;
+  }
+  // The rows that see any of a range of keys.
+  Range rows_of(Range keys) const noexcept {
+    const i64 first = p.causal ? std::max<i64>(0, keys.begin - (S - T)) : 0;
+    const i64 last = p.window > 0 ? std::min(T, keys.end - 1 + p.window - (S - T)) : T;
+    return {first * R, last * R};
+  }
+  // Where row r of (b, g) starts in a [B,T,H,D] view, and key j in a [B,S,G,D] view.
+  i64 row_offset(const TensorView& x, i64 b, i64 g, i64 row) const noexcept {
+    return b * x.stride[0] + row / R * x.stride[1] + (g * R + row % R) * x.stride[2];
+  }
+  static i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) noexcept {
+    return b * x.stride[0] + key * x.stride[1] + g * x.stride[2];
+  }
+  // The index of row r in [B,H,T].
+  i64 row_index(i64 b, i64 g, i64 row) const noexcept { return (b * H + g * R + row % R) * T + row / R; }
+  u64 element(i64 b, i64 g, i64 row, i64 key) const noexcept {
+    return static_cast<u64>(row_index(b, g, row)) * static_cast<u64>(S) + static_cast<u64>(key);
+  }
+};
+
+// Hands out pieces of a worker's scratch; with no memory it only counts.
+class Arena {
+ public:
+  explicit Arena(void* memory) noexcept : memory_(static_cast<float*>(memory)) {}
+  float* take(i64 n) noexcept {
+    float* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += round_up(n, 16);
+    return piece;
+  }
+  size_t bytes() const noexcept { return static_cast<size_t>(used_) * sizeof(float); }
+
+ private:
+  float* memory_;
+  i64 used_ = 0;
+};
+
+// Scratch for all workers of a call: memory that they share, taken once from worker 0, and memory of each.
+class CallScratch {
+ public:
+  CallScratch(ThreadPool& pool, size_t shared, size_t own) noexcept
+      : pool_(pool), shared_(shared), own_(own), base_(static_cast<char*>(pool.scratch(0, shared + own))) {}
+  float* shared() const noexcept { return reinterpret_cast<float*>(base_); }
+  Arena own(int worker) const noexcept { return Arena(worker == 0 ? base_ + shared_ : pool_.scratch(worker, own_)); }
+
+ private:
+  ThreadPool& pool_;
+  size_t shared_, own_;
+  char* base_;
+};
+
+// e^x for x <= 0; what is below 2^-126 is 0, so no subnormal arises. NaN passes.
+Vec exp_weight(Vec x) noexcept {
+  const Vec least = broadcast(-87.0f);
+  return select(less(x, least), zero(), exp(max(least, x)));
+}
+
+// The lanes of keys j .. j+kLanes-1 outside `seen` become `other`.
+Vec outside(Vec x, i64 j, Range seen, Vec other) noexcept {
+  const auto lanes_below = [j](i64 limit) { return first(std::clamp<i64>(limit - j, 0, Vec::kLanes)); };
+  return select(lanes_below(seen.begin), other, select(lanes_below(seen.end), x, other));
+}
+
+// Rows `rows` of a query-like tensor as an fp32 tile.
+template <class T>
+void load_rows(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range rows, float scale) noexcept {
+  for (i64 r = rows.begin; r < rows.end; ++r) {
+    load_row(to + (r - rows.begin) * a.ld, x.as<T>() + a.row_offset(x, b, g, r), a.D, broadcast(scale));
+  }
+}
+
+// Keys `keys` of a key-like tensor as an fp32 tile, with zero rows up to a multiple of the lanes.
+template <class T>
+void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range keys) noexcept {
+  for (i64 j = keys.begin; j < keys.end; ++j) {
+    load_row(to + (j - keys.begin) * a.ld, x.as<T>() + Problem::key_offset(x, b, g, j), a.D, broadcast(1.0f));
+  }
+  for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
+}
+
+// The visible part of a block of scores: f(rows, keys) once for a dense block, else for each strip of rows with the
+// keys that any row of the strip sees, their begin rounded down to whole vectors of the block.
+template <class F>
+void for_visible(const Problem& a, Range rows, Range keys, F&& f) noexcept {
+  if (a.dense(rows, keys)) return f(rows, keys);
+  for (i64 r = rows.begin; r < rows.end; r += kStrip) {
+    const Range strip = {r, std::min(rows.end, r + kStrip)};
+    Range seen = intersect(a.keys_of(strip), keys);
+    if (seen.empty()) continue;
+    seen.begin -= (seen.begin - keys.begin) % Vec::kLanes;
+    f(strip, seen);
+  }
+}
+
+// Accumulators of the forward pass for a range of rows.
+struct Partial {
+  float* out;  // [rows, ld], not yet divided by sum
+  float* top;  // [rows] the largest score so far
+  float* sum;  // [rows] of e^(score - top)
+
+  static i64 floats(const Problem& a, i64 rows) noexcept { return rows * a.ld + 2 * round_up(rows, 16); }
+  Partial(float* memory, const Problem& a, i64 rows) noexcept
+      : out(memory), top(out + rows * a.ld), sum(top + round_up(rows, 16)) {}
+};
+
+// One row of scores becomes weights e^(score - top); returns the factor for what the row has accumulated before.
+float softmax_step(float* score, i64 n, bool whole, i64 key, Range seen, float& top, float& sum) noexcept {
+  Vec high = broadcast(-kInfinity);
+  for (i64 j = 0; j < n; j += Vec::kLanes) {
+    Vec s = load(score + j);
+    if (!whole) {
+      s = outside(s, key + j, seen, broadcast(-kInfinity));
+      store(score + j, s);
+    }
+    high = max(high, s);
+  }
+  const float new_top = std::max(top, reduce_max(high));
+  // While nothing but -inf has been seen, all weights are e^-inf = 0.
+  const Vec base = broadcast(new_top == -kInfinity ? 0.0f : new_top);
+  Vec total = zero();
+  for (i64 j = 0; j < n; j += Vec::kLanes) {
+    const Vec w = exp_weight(load(score + j) - base);
+    store(score + j, w);
+    total = total + w;
+  }
+  float keep = 1.0f;
+  if (new_top != top) {
+    float lanes[Vec::kLanes];
+    store(lanes, exp_weight(broadcast(top) - base));
+    keep = lanes[0];
+  }
+  sum = sum * keep + reduce_add(total);
+  top = new_top;
+  return keep;
+}
+
+template <class T>
+struct Forward {
+  Problem a;
+  TensorView o, lse, q, k, v;
+
+  static size_t scratch_bytes(const Problem& a, i64 tile_rows) noexcept {
+    Arena arena(nullptr);
+    Forward::carve(arena, a, tile_rows);
+    return arena.bytes();
+  }
+
+  struct Tiles {
+    float *q, *k, *kt, *v, *score, *keep;
+  };
+  static Tiles carve(Arena& arena, const Problem& a, i64 tile_rows) noexcept {
+    return {.q = arena.take(tile_rows * a.ld),
+            .k = arena.take(kKeys * a.ld),
+            .kt = arena.take(kKeys * a.width),
+            .v = arena.take(kKeys * a.ld),
+            .score = arena.take(kRows * kKeys),
+            .keep = arena.take(keep_room(kKeys))};
+  }
+
+  // Attends from `rows` of (b, g) to `keys`.
+  void accumulate(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * a.ld, a.width);
+    std::fill_n(part.top, rows.size(), -kInfinity);
+    fill_zero(part.sum, rows.size());
+    load_rows<T>(tile.q, q, a, b, g, rows, a.p.scale);
+    const Range seen = intersect(keys, a.keys_of(rows));
+    for (i64 j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
+      const Range block = {j, std::min(keys.end, j + kKeys)};
+      load_keys<T>(tile.k, k, a, b, g, block);
+      load_keys<T>(tile.v, v, a, b, g, block);
+      transpose(tile.kt, kKeys, tile.k, a.ld, round_up(block.size(), Vec::kLanes), round_up(a.D, 8));
+      for (i64 r = rows.begin; r < rows.end; r += kRows) {
+        attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, block, rows.begin);
+      }
+    }
+  }
+
+  void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys, i64 origin) const noexcept {
+    const auto score = [&](Range r, Range j) {
+      return tile.score + (r.begin - rows.begin) * kKeys + j.begin - keys.begin;
+    };
+    for_visible(a, rows, keys, [&](Range r, Range j) {
+      tile_product<Order::Rows>(score(r, j), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld,
+                                tile.kt + j.begin - keys.begin, kKeys, r.size(), round_up(j.size(), Vec::kLanes), a.D,
+                                false);
+    });
+    for_visible(a, rows, keys, [&](Range r, Range j) {
+      for (i64 row = r.begin; row < r.end; ++row) {
+        const Range seen = intersect(a.keys_of(row), j);
+        const bool whole = seen.begin <= j.begin && seen.end >= j.end && j.size() % Vec::kLanes == 0;
+        float* const s = score({row, row + 1}, j);
+        const i64 at = row - origin;
+        const float kept = softmax_step(s, j.size(), whole, j.begin, seen, part.top[at], part.sum[at]);
+        if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
+        if (a.p.dropout > 0) {
+          const float* keep = keep_factors(tile.keep, a.p.rng, a.p.dropout, a.element(b, g, row, j.begin), j.size());
+          for (i64 x = 0; x < j.size(); x += Vec::kLanes) store(s + x, load(s + x) * load(keep + x));
+        }
+      }
+    });
+    for_visible(a, rows, keys, [&](Range r, Range j) {
+      tile_product<Order::Rows>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, j), kKeys,
+                                tile.v + (j.begin - keys.begin) * a.ld, a.ld, r.size(), a.width, j.size(), true);
+    });
+  }
+
+  // Merges the parts in order into the first one, and stores the rows.
+  void finish(float* memory, i64 parts, i64 b, i64 g, Range rows) const noexcept {
+    const Partial total(memory, a, rows.size());
+    for (i64 r = 0; r < rows.size(); ++r) {
+      float* const out = total.out + r * a.ld;
+      for (i64 i = 1; i < parts; ++i) {
+        const Partial part(memory + i * Partial::floats(a, rows.size()), a, rows.size());
+        const float top = std::max(total.top[r], part.top[r]);
+        const auto weight = [top](float x) { return x == -kInfinity ? 0.0f : std::exp(x - top); };
+        const float mine = weight(total.top[r]), other = weight(part.top[r]);
+        for (i64 d = 0; d < a.width; d += Vec::kLanes) {
+          store(out + d, fma(broadcast(other), load(part.out + r * a.ld + d), broadcast(mine) * load(out + d)));
+        }
+        total.sum[r] = total.sum[r] * mine + part.sum[r] * other;
+        total.top[r] = top;
+      }
+      const i64 row = rows.begin + r;
+      const float sum = total.sum[r];
+      store_row(o.as<T>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      lse.as<float>()[a.row_index(b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
+    }
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const i64 groups = a.B * a.G;
+    const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, kMaxTileRows);
+    const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
+    const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
+    const i64 floats = Partial::floats(a, std::min(tile_rows, a.rows()));
+    // Late rows see more keys when causal, so they start first.
+    const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
+    const size_t shared = parts > 1 ? static_cast<size_t>(tiles * parts * floats) * sizeof(float) : 0;
+    const size_t own = scratch_bytes(a, tile_rows) + static_cast<size_t>(floats) * sizeof(float);
+    const CallScratch scratch(pool, shared, own);
+    pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
+      const i64 tile = t / parts, b = tile % groups / a.G, g = tile % a.G;
+      const Range rows = rows_of(tile);
+      Arena arena = scratch.own(worker);
+      const Tiles buffers = carve(arena, a, tile_rows);
+      float* const memory = parts > 1
+                                ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(a, rows.size())
+                                : arena.take(floats);
+      accumulate(Partial(memory, a, rows.size()), buffers, b, g, rows, part_of(a.S, kKeys, t % parts, parts));
+      if (parts == 1) finish(memory, 1, b, g, rows);
+    });
+    if (parts == 1) return;
+    pool.parallel_for(tiles, [&](i64 tile, int) {
+      finish(scratch.shared() + tile * parts * floats, parts, tile % groups / a.G, tile % a.G, rows_of(tile));
+    });
+  }
+};
+
+template <class T>
+struct Backward {
+  Problem a;
+  TensorView dq, dk, dv, dout, q, k, v, o, lse;
+
+  struct Tiles {
+    float *k, *kt, *vt, *q, *dout, *prob, *dscore, *lse, *delta, *keep;
+  };
+  static Tiles carve(Arena& arena, const Problem& a) noexcept {
+    return {.k = arena.take(kKeysPacked * a.ld),
+            .kt = arena.take(kKeysPacked * a.width),
+            .vt = arena.take(kKeysPacked * a.width),
+            .q = arena.take(kRows * a.ld),
+            .dout = arena.take(kRows * a.ld),
+            .prob = arena.take(kRows * kKeys),
+            .dscore = arena.take(kRows * kKeys),
+            .lse = arena.take(kRows),
+            .delta = arena.take(kRows),
+            .keep = arena.take(keep_room(kKeys))};
+  }
+
+  // fp32 sums of one (batch, group), of all its rows and keys; dq lacks the factor `scale`.
+  struct Sums {
+    float *dq, *dk, *dv;
+    static i64 floats(const Problem& a) noexcept { return (a.rows() + 2 * a.S) * a.ld; }
+    Sums(float* memory, const Problem& a) noexcept : dq(memory), dk(dq + a.rows() * a.ld), dv(dk + a.S * a.ld) {}
+  };
+
+  void accumulate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    for (i64 first = keys.begin; first < keys.end; first += kKeysPacked) {
+      const Range packed = {first, std::min(keys.end, first + kKeysPacked)};
+      const Range seen = intersect(rows, a.rows_of(packed));
+      if (seen.empty()) continue;
+      const i64 padded = round_up(packed.size(), Vec::kLanes);
+      load_keys<T>(tile.k, v, a, b, g, packed);
+      for (i64 j = 0; j < padded; j += kKeys) {
+        transpose(tile.vt + j * a.width, kKeys, tile.k + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
+      }
+      load_keys<T>(tile.k, k, a, b, g, packed);
+      for (i64 j = 0; j < padded; j += kKeys) {
+        transpose(tile.kt + j * a.width, kKeys, tile.k + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
+      }
+      for (i64 r = rows.begin + (seen.begin - rows.begin) / kRows * kRows; r < seen.end; r += kRows) {
+        const Range block = {r, std::min(rows.end, r + kRows)};
+        load_block(tile, b, g, block);
+        for (i64 j = packed.begin; j < packed.end; j += kKeys) {
+          const Range block_keys = {j, std::min(packed.end, j + kKeys)};
+          if (intersect(block, a.rows_of(block_keys)).empty()) continue;
+          differentiate(sums, tile, b, g, block, block_keys, packed.begin);
+        }
+      }
+    }
+  }
+
+  void load_block(const Tiles& tile, i64 b, i64 g, Range rows) const noexcept {
+    load_rows<T>(tile.q, q, a, b, g, rows, a.p.scale);
+    load_rows<T>(tile.dout, dout, a, b, g, rows, 1.0f);
+    for (i64 r = rows.begin; r < rows.end; ++r) {
+      const T* const out = o.as<T>() + a.row_offset(o, b, g, r);
+      const float* const grad = tile.dout + (r - rows.begin) * a.ld;
+      Vec sum = zero();
+      for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
+      tile.delta[r - rows.begin] = reduce_add(sum);
+      tile.lse[r - rows.begin] = lse.as<float>()[a.row_index(b, g, r)];
+    }
+  }
+
+  void differentiate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys,
+                     i64 origin) const noexcept {
+    const i64 kt_at = (keys.begin - origin) * a.width;
+    const i64 n = keys.size();
+    const float* const k_block = tile.k + (keys.begin - origin) * a.ld;
+    for_visible(a, rows, keys, [&](Range r, Range j) {
+      const i64 at = (r.begin - rows.begin) * kKeys + j.begin - keys.begin, row = (r.begin - rows.begin) * a.ld;
+      const i64 lanes = round_up(j.size(), Vec::kLanes), column = kt_at + j.begin - keys.begin;
+      tile_product<Order::Rows>(tile.prob + at, kKeys, tile.q + row, a.ld, tile.kt + column, kKeys, r.size(), lanes,
+                                a.D, false);
+      tile_product<Order::Rows>(tile.dscore + at, kKeys, tile.dout + row, a.ld, tile.vt + column, kKeys, r.size(),
+                                lanes, a.D, false);
+    });
+    const bool whole = n % Vec::kLanes == 0 && a.dense(rows, keys);
+    for (i64 r = rows.begin; r < rows.end; ++r) softmax_backward(tile, b, g, r, rows, keys, whole);
+
+    for_visible(a, rows, keys, [&](Range r, Range j) {
+      tile_product<Order::Rows>(sums.dq + r.begin * a.ld, a.ld,
+                                tile.dscore + (r.begin - rows.begin) * kKeys + j.begin - keys.begin, kKeys,
+                                k_block + (j.begin - keys.begin) * a.ld, a.ld, r.size(), a.width, j.size(), true);
+    });
+    tile_product<Order::Columns>(sums.dv + keys.begin * a.ld, a.ld, tile.prob, kKeys, tile.dout, a.ld, n, a.width,
+                                 rows.size(), true);
+    tile_product<Order::Columns>(sums.dk + keys.begin * a.ld, a.ld, tile.dscore, kKeys, tile.q, a.ld, n, a.width,
+                                 rows.size(), true);
+  }
+
+  // A row of scores and one of dL/d(dropped probability) become the dropped probabilities and dL/d(score).
+  void softmax_backward(const Tiles& tile, i64 b, i64 g, i64 row, Range rows, Range keys, bool whole) const noexcept {
+    const i64 at = row - rows.begin;
+    float* const prob = tile.prob + at * kKeys;
+    float* const dscore = tile.dscore + at * kKeys;
+    const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
+    const Range seen = a.keys_of(row);
+    const float* keep = nullptr;
+    if (a.p.dropout > 0) {
+      keep = keep_factors(tile.keep, a.p.rng, a.p.dropout, a.element(b, g, row, keys.begin), keys.size());
+    }
+    for (i64 j = 0; j < keys.size(); j += Vec::kLanes) {
+      Vec p = exp_weight(load(prob + j) - log_sum);
+      const Vec factor = keep != nullptr ? load(keep + j) : broadcast(1.0f);
+      Vec ds = p * (load(dscore + j) * factor - delta);
+      p = p * factor;
+      if (!whole) {
+        p = outside(p, keys.begin + j, seen, zero());
+        ds = outside(ds, keys.begin + j, seen, zero());
+      }
+      store(prob + j, p);
+      store(dscore + j, ds);
+    }
+  }
+
+  void store_sums(const Sums& sums, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    for (i64 r = rows.begin; r < rows.end; ++r) {
+      store_row(dq.as<T>() + a.row_offset(dq, b, g, r), sums.dq + r * a.ld, a.D, broadcast(a.p.scale));
+    }
+    for (i64 j = keys.begin; j < keys.end; ++j) {
+      store_row(dk.as<T>() + Problem::key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dv.as<T>() + Problem::key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
+    }
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const i64 groups = a.B * a.G, row_blocks = ceil_div(a.rows(), kRows), key_blocks = ceil_div(a.S, kKeys);
+    const i64 chunks = std::max<i64>(1, std::min({ceil_div(kTargetTiles, groups) / 2, row_blocks, key_blocks, i64{8}}));
+    const i64 floats = Sums::floats(a);
+    Arena count(nullptr);
+    carve(count, a);
+    const size_t sums_bytes = static_cast<size_t>(floats) * sizeof(float);
+    const CallScratch scratch(pool, chunks > 1 ? static_cast<size_t>(groups) * sums_bytes : 0,
+                              count.bytes() + (chunks > 1 ? 0 : sums_bytes));
+    for (i64 phase = 0; phase < chunks; ++phase) {
+      pool.parallel_for(groups * chunks, [&](i64 t, int worker) {
+        const i64 group = t / chunks, b = group / a.G, g = group % a.G, i = t % chunks;
+        const Range rows = part_of(a.rows(), kRows, i, chunks);
+        const Range keys = part_of(a.S, kKeys, (phase + chunks - i) % chunks, chunks);
+        Arena arena = scratch.own(worker);
+        const Tiles tile = carve(arena, a);
+        const Sums sums(chunks > 1 ? scratch.shared() + group * floats : arena.take(floats), a);
+        // In every phase each chunk of rows and each of keys has one tile: the first clears, the last stores.
+        if (phase == 0) {
+          fill_zero(sums.dq + rows.begin * a.ld, rows.size() * a.ld);
+          fill_zero(sums.dk + keys.begin * a.ld, keys.size() * a.ld);
+          fill_zero(sums.dv + keys.begin * a.ld, keys.size() * a.ld);
+        }
+        accumulate(sums, tile, b, g, rows, keys);
+        if (phase == chunks - 1) store_sums(sums, b, g, rows, keys);
+      });
+    }
+  }
+};
+
+}  // namespace
+
+void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                   Stream& stream) noexcept {
+  with_work_type(q.dtype, [&]<class T>(T) { Forward<T>{Problem(q, k, p), o, lse, q, k, v}.run(*stream.pool); });
+}
+
+void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                   TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
+  with_work_type(
+      q.dtype, [&]<class T>(T) { Backward<T>{Problem(q, k, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool); });
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE

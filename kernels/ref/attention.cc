@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention as the formulas say: one row of probabilities at a time, no tiles.
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "ref/element.h"
+#include "ref/ref.h"
+
+namespace ds::ref {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+// Where the vector of (batch, token, head) starts.
+i64 at(const TensorView& x, i64 b, i64 t, i64 h) noexcept {
+  return b * x.stride[0] + t * x.stride[1] + h * x.stride[2];
+}
+
+double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexcept {
+  double sum = 0;
+  for (i64 d = 0; d < n; ++d) sum += get(x, i + d) * get(y, j + d);
+  return sum;
+}
+
+bool visible(const AttentionParams& p, i64 i, i64 j, i64 T, i64 S) noexcept {
+  const i64 position = i + S - T;
+  return (!p.causal || j <= position) && (p.window <= 0 || j > position - p.window);
+}
+
+// What dropout multiplies the probability of (b, h, i, j) by: 0 or 1/(1-p).
+double keep(const AttentionParams& p, u64 element) noexcept {
+  if (p.dropout <= 0) return 1;
+  return RngKey::uniform(p.rng.bits(element)) >= p.dropout ? 1 / (1 - static_cast<double>(p.dropout)) : 0;
+}
+
+}  // namespace
+
+void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                   Stream&) noexcept {
+  const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2);
+  std::vector<double> weight(static_cast<size_t>(S)), out(static_cast<size_t>(D));
+  for (i64 row = 0; row < B * H * T; ++row) {
+    const i64 b = row / (H * T), h = row / T % H, i = row % T, g = h / (H / G);
+    double top = -kInfinity, sum = 0;
+    for (i64 j = 0; j < S; ++j) {
+      const bool seen = visible(p, i, j, T, S);
+      const double score = seen ? p.scale * dot(q, at(q, b, i, h), k, at(k, b, j, g), D) : -kInfinity;
+      weight[static_cast<size_t>(j)] = score;
+      top = std::max(top, score);
+    }
+    if (top == -kInfinity) top = 0;
+    out.assign(static_cast<size_t>(D), 0);
+    for (i64 j = 0; j < S; ++j) {
+      const double e = std::exp(weight[static_cast<size_t>(j)] - top);
+      if (e == 0) continue;
+      sum += e;
+      const double w = e * keep(p, static_cast<u64>(row * S + j));
+      for (i64 d = 0; d < D; ++d) out[static_cast<size_t>(d)] += w * get(v, at(v, b, j, g) + d);
+    }
+    for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[static_cast<size_t>(d)] / sum);
+    put(lse, row, sum == 0 ? kInfinity : top + std::log(sum));
+  }
+}
+
+void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                   TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream&) noexcept {
+  const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), R = H / G;
+  std::vector<double> gq(static_cast<size_t>(D)), gk(static_cast<size_t>(S * D)), gv(static_cast<size_t>(S * D));
+  for (i64 group = 0; group < B * G; ++group) {
+    const i64 b = group / G, g = group % G;
+    gk.assign(gk.size(), 0);
+    gv.assign(gv.size(), 0);
+    for (i64 h = g * R; h < (g + 1) * R; ++h) {
+      for (i64 i = 0; i < T; ++i) {
+        const i64 row = (b * H + h) * T + i, qi = at(q, b, i, h), doi = at(dout, b, i, h);
+        const double delta = dot(dout, doi, o, at(o, b, i, h), D);
+        gq.assign(gq.size(), 0);
+        for (i64 j = 0; j < S; ++j) {
+          if (!visible(p, i, j, T, S)) continue;
+          const i64 kj = at(k, b, j, g), vj = at(v, b, j, g);
+          const double prob = std::exp(p.scale * dot(q, qi, k, kj, D) - get(lse, row));
+          const double mask = keep(p, static_cast<u64>(row * S + j));
+          const double ds = p.scale * prob * (mask * dot(dout, doi, v, vj, D) - delta);
+          for (i64 d = 0; d < D; ++d) {
+            gq[static_cast<size_t>(d)] += ds * get(k, kj + d);
+            gk[static_cast<size_t>(j * D + d)] += ds * get(q, qi + d);
+            gv[static_cast<size_t>(j * D + d)] += prob * mask * get(dout, doi + d);
+          }
+        }
+        for (i64 d = 0; d < D; ++d) put(dq, at(dq, b, i, h) + d, gq[static_cast<size_t>(d)]);
+      }
+    }
+    for (i64 j = 0; j < S; ++j) {
+      for (i64 d = 0; d < D; ++d) {
+        put(dk, at(dk, b, j, g) + d, gk[static_cast<size_t>(j * D + d)]);
+        put(dv, at(dv, b, j, g) + d, gv[static_cast<size_t>(j * D + d)]);
+      }
+    }
+  }
+}
+
+}  // namespace ds::ref

@@ -1,0 +1,298 @@
+// SPDX-License-Identifier: Apache-2.0
+// attention_fwd and attention_bwd: ref against finite differences, every backend against ref over dtypes, head dims,
+// lengths, groups, masks and dropout, on slices of fused buffers; and the promises about threads, memory and non-finite
+// values.
+
+#include "parity/parity.h"
+
+namespace ds::testing {
+namespace {
+
+struct Case {
+  i64 B = 1, T = 33, S = 33, H = 2, G = 2, D = 64;
+  bool causal = true;
+  i64 window = 0;
+  float dropout = 0;
+  DType dtype = DType::F32;
+  float spread = 1;  // of q
+
+  AttentionParams params() const {
+    return {.scale = 1.0f / std::sqrt(static_cast<float>(D)),
+            .causal = causal,
+            .window = window,
+            .dropout = dropout,
+            .rng = {.seed = 5, .site = 2, .step = 1}};
+  }
+  std::string name() const {
+    std::string s(dtype_name(dtype));
+    for (i64 x : {B, T, S, H, G, D}) s += " " + std::to_string(x);
+    return s + (causal ? " causal" : "") + " window " + std::to_string(window) + " dropout " + std::to_string(dropout);
+  }
+};
+
+// Heads [first, first + count) of a buffer [B, tokens, heads, D]: what a model passes after one fused projection.
+struct Slice {
+  Tensor* buffer;
+  i64 first, count;
+
+  TensorView view() const {
+    TensorView v = *buffer;
+    v.data = v.as<char>() + first * v.dim(3) * dtype_bytes(v.dtype);
+    v.shape[2] = count;
+    return v;
+  }
+  Tensor packed() const {
+    const TensorView& all = buffer->view();
+    Tensor out(all.dtype, {all.dim(0), all.dim(1), count, all.dim(3)});
+    const i64 row = all.dim(2) * all.dim(3), part = count * all.dim(3);
+    for (i64 i = 0; i < out.numel(); ++i) out.set(i, buffer->at(i / part * row + first * all.dim(3) + i % part));
+    return out;
+  }
+};
+
+// The inputs of a case, and results of one backend. Queries share a buffer with keys and values when the lengths allow.
+struct Inputs {
+  explicit Inputs(const Case& c)
+      : qkv(c.dtype, {c.B, c.T, c.H + (c.T == c.S ? 2 * c.G : 1), c.D}),
+        kv(c.dtype, {c.B, c.S, 2 * c.G, c.D}),
+        dout(c.dtype, {c.B, c.T, c.H + 1, c.D}) {
+    qkv.randomize(1, c.spread);
+    kv.randomize(2);
+    dout.randomize(3);
+    const bool fused = c.T == c.S;
+    q = {&qkv, 0, c.H};
+    k = {fused ? &qkv : &kv, fused ? c.H : 0, c.G};
+    v = {fused ? &qkv : &kv, fused ? c.H + c.G : c.G, c.G};
+    grad = {&dout, 1, c.H};
+  }
+  Inputs(const Inputs&) = delete;
+  Inputs& operator=(const Inputs&) = delete;
+
+  Tensor qkv, kv, dout;
+  Slice q{}, k{}, v{}, grad{};
+};
+
+struct Forward {
+  Tensor o, lse;
+};
+Forward forward(const OpTable& ops, const Case& c, const Inputs& in, int threads = 2) {
+  ThreadPool pool(threads);
+  Stream stream{.pool = &pool};
+  Tensor wide(c.dtype, {c.B, c.T, c.H + 2, c.D});
+  const Tensor before = wide;
+  const Slice o{&wide, 1, c.H};
+  Forward f{{}, Tensor(DType::F32, {c.B, c.H, c.T})};
+  ops.attention_fwd(o.view(), f.lse, in.q.view(), in.k.view(), in.v.view(), c.params(), stream);
+  f.o = o.packed();
+  for (i64 head : {i64{0}, c.H + 1}) {
+    expect_same_bits(Slice{&wide, head, 1}.packed(), Slice{const_cast<Tensor*>(&before), head, 1}.packed(), "beside o");
+  }
+  return f;
+}
+
+struct Backward {
+  Tensor dq, dk, dv;
+};
+Backward backward(const OpTable& ops, const Case& c, const Inputs& in, const Forward& f, int threads = 2) {
+  ThreadPool pool(threads);
+  Stream stream{.pool = &pool};
+  Tensor wide_q(c.dtype, {c.B, c.T, c.H + 1, c.D}), wide_kv(c.dtype, {c.B, c.S, 2 * c.G, c.D});
+  const Slice dq{&wide_q, 0, c.H}, dk{&wide_kv, 0, c.G}, dv{&wide_kv, c.G, c.G};
+  ops.attention_bwd(dq.view(), dk.view(), dv.view(), in.grad.view(), in.q.view(), in.k.view(), in.v.view(), f.o, f.lse,
+                    c.params(), stream);
+  return {dq.packed(), dk.packed(), dv.packed()};
+}
+
+void expect_agrees_with_ref(const Case& c) {
+  const Inputs in(c);
+  const Forward want = forward(ref_ops(), c, in);
+  const Backward grads = backward(ref_ops(), c, in, want);
+  // fp32: the error of a score of size `spread`, seen through the exponential, and sums over keys or rows. 16 bit: a
+  // rounding that falls the other way, one unit in the last place or two epsilons.
+  const double slack = c.dtype == DType::F32 ? 250.0 * static_cast<double>(c.spread) : 2.2;
+  // A typical probability: the size of the terms that cancel in dq and dk.
+  const double term = 1.0 / static_cast<double>(c.window > 0 ? std::min(c.S, c.window) : c.S);
+  for (const OpTable* ops : backends()) {
+    const std::string what = std::string(ops->name) + ": " + c.name();
+    const Forward got = forward(*ops, c, in);
+    expect_close(got.o, want.o, slack, what + " o");
+    expect_close(got.lse, want.lse, 30, what + " lse");
+    const Backward g = backward(*ops, c, in, want);
+    expect_close(g.dq, grads.dq, slack, what + " dq", term);
+    expect_close(g.dk, grads.dk, slack, what + " dk", term);
+    expect_close(g.dv, grads.dv, slack, what + " dv");
+  }
+}
+
+TEST(Attention, AgreesWithRefOverShapes) {
+  struct Lengths {
+    i64 T, S;
+  };
+  constexpr Lengths kLengths[] = {{1, 1}, {1, 129}, {7, 7}, {7, 33}, {33, 7}, {33, 33}, {64, 64}, {64, 129}, {129, 64}};
+  constexpr i64 kRatios[] = {1, 2, 3, 8};
+  i64 n = 0;
+  for (i64 D : {2, 6, 16, 34, 64, 80, 128, 256}) {
+    for (const auto [T, S] : kLengths) {
+      for (DType dtype : kWorkDTypes) {
+        const i64 ratio = T * D > 4000 ? kRatios[n % 2] : kRatios[n % 4], G = 1 + n % 2;
+        expect_agrees_with_ref({.B = 1 + n % 3 / 2,
+                                .T = T,
+                                .S = S,
+                                .H = ratio * G,
+                                .G = G,
+                                .D = D,
+                                .causal = n % 5 != 0,
+                                .dropout = n % 3 == 0 ? 0.3f : 0.0f,
+                                .dtype = dtype});
+        if (::testing::Test::HasFatalFailure()) return;
+        ++n;
+      }
+    }
+  }
+}
+
+TEST(Attention, AgreesWithRefOverMasks) {
+  for (bool causal : {true, false}) {
+    for (i64 window : {0, 1, 5, 40, 100, 1000}) {
+      for (i64 T : {1, 33, 129}) {
+        for (i64 S : {33, 129, 200}) {
+          const float dropout = T == 33 ? 0.3f : 0.0f;
+          expect_agrees_with_ref(
+              {.T = T, .S = S, .H = 3, .G = 1, .D = 16, .causal = causal, .window = window, .dropout = dropout});
+          if (::testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(Attention, AgreesWithRefWhenKeysAreSplitForDecoding) {
+  for (DType dtype : kWorkDTypes) {
+    for (i64 T : {1, 3}) {
+      expect_agrees_with_ref({.T = T, .S = 1500, .H = 4, .G = 2, .D = 32, .dtype = dtype});
+      expect_agrees_with_ref(
+          {.T = T, .S = 2100, .H = 1, .G = 1, .D = 16, .window = 300, .dropout = 0.3f, .dtype = dtype});
+    }
+  }
+}
+
+TEST(Attention, SaturatedSoftmaxStaysFinite) {
+  expect_agrees_with_ref({.T = 70, .S = 71, .D = 32, .spread = 30});
+  expect_agrees_with_ref({.T = 70, .S = 71, .D = 32, .dtype = DType::BF16, .spread = 30});
+}
+
+TEST(Attention, RowsWithoutKeysGiveZeroAndInfinity) {
+  const Case c{.B = 2, .T = 70, .S = 9, .H = 4, .G = 2, .D = 34};
+  const Inputs in(c);
+  for (const OpTable* ops : backends()) {
+    const Forward f = forward(*ops, c, in);
+    const Backward g = backward(*ops, c, in, f);
+    for (i64 i = 0; i < c.T; ++i) {
+      const bool empty = i + c.S - c.T < 0;
+      EXPECT_EQ(f.lse.at(i) == INFINITY, empty) << i;
+      for (i64 d = 0; d < c.H * c.D; ++d) {
+        ASSERT_EQ(f.o.at(i * c.H * c.D + d) == 0, empty) << i;
+        ASSERT_TRUE(!empty || g.dq.at(i * c.H * c.D + d) == 0) << i;
+      }
+    }
+  }
+}
+
+TEST(Attention, ResultsDoNotDependOnThreads) {
+  const Case cases[] = {
+      {.B = 2, .T = 129, .S = 129, .H = 6, .G = 2, .D = 34},                                         // chunks
+      {.B = 1, .T = 300, .S = 400, .H = 1, .G = 1, .D = 16, .dropout = 0.3f, .dtype = DType::BF16},  // more chunks
+      {.B = 4, .T = 65, .S = 65, .H = 16, .G = 16, .D = 16, .dtype = DType::F16},                    // one chunk
+      {.B = 1, .T = 2, .S = 1300, .H = 4, .G = 2, .D = 64},                                          // split keys
+  };
+  for (const OpTable* ops : backends()) {
+    for (const Case& c : cases) {
+      const Inputs in(c);
+      const Forward f = forward(*ops, c, in, 1);
+      const Backward g = backward(*ops, c, in, f, 1);
+      for (int threads : {2, 3, 5}) {
+        const Forward f2 = forward(*ops, c, in, threads);
+        expect_same_bits(f2.o, f.o, c.name());
+        expect_same_bits(f2.lse, f.lse, c.name());
+        const Backward g2 = backward(*ops, c, in, f, threads);
+        expect_same_bits(g2.dq, g.dq, c.name());
+        expect_same_bits(g2.dk, g.dk, c.name());
+        expect_same_bits(g2.dv, g.dv, c.name());
+      }
+    }
+  }
+}
+
+TEST(Attention, NaNsReachTheRowsThatSeeThemAndNoOthers) {
+  const Case c{.T = 40, .S = 40, .H = 2, .G = 1, .D = 16};
+  for (const OpTable* ops : backends()) {
+    Inputs in(c);
+    const i64 bad = 21, width = c.H + 2 * c.G;
+    for (i64 d = 0; d < c.D; ++d) in.qkv.set((bad * width + c.H) * c.D + d, NAN);  // key 21
+    const Forward f = forward(*ops, c, in);
+    for (i64 i = 0; i < c.T * c.H * c.D; ++i) {
+      ASSERT_EQ(std::isnan(f.o.at(i)), i / (c.H * c.D) >= bad) << ops->name << " " << i;
+    }
+  }
+}
+
+TEST(Attention, StoresNoMatrixOfScores) {
+  const Case c{.T = 2048, .S = 2048, .H = 1, .G = 1, .D = 16};
+  const Inputs in(c);
+  for (const OpTable* ops : backends()) {
+    ThreadPool pool(2);
+    Stream stream{.pool = &pool};
+    Tensor o(c.dtype, {c.B, c.T, c.H, c.D}), lse(DType::F32, {c.B, c.H, c.T}), dq(o), dk(o), dv(o);
+    ops->attention_fwd(o, lse, in.q.view(), in.k.view(), in.v.view(), c.params(), stream);
+    ops->attention_bwd(dq, dk, dv, in.grad.view(), in.q.view(), in.k.view(), in.v.view(), o, lse, c.params(), stream);
+    EXPECT_LT(pool.scratch_bytes(), c.T * c.S * 4 / 4) << ops->name;
+  }
+}
+
+// In fp64 from end to end, every element of every gradient.
+TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
+  ThreadPool pool(1);
+  Stream stream{.pool = &pool};
+  for (const Case& c :
+       {Case{.B = 2, .T = 3, .S = 5, .H = 4, .G = 2, .D = 2}, Case{.T = 5, .S = 3, .H = 2, .G = 1, .D = 4},
+        Case{.T = 6, .S = 6, .H = 3, .G = 1, .D = 2, .window = 3, .dropout = 0.3f},
+        Case{.T = 4, .S = 4, .H = 1, .G = 1, .D = 6, .causal = false}}) {
+    const auto tensor = [](std::vector<double>& data, i64 b, i64 t, i64 h, i64 d) {
+      data.resize(static_cast<size_t>(b * t * h * d));
+      return TensorView::of(data.data(), DType::F64, {b, t, h, d});
+    };
+    std::vector<double> data[9];
+    const TensorView q = tensor(data[0], c.B, c.T, c.H, c.D), k = tensor(data[1], c.B, c.S, c.G, c.D),
+                     v = tensor(data[2], c.B, c.S, c.G, c.D), dq = tensor(data[3], c.B, c.T, c.H, c.D),
+                     dk = tensor(data[4], c.B, c.S, c.G, c.D), dv = tensor(data[5], c.B, c.S, c.G, c.D),
+                     o = tensor(data[6], c.B, c.T, c.H, c.D), w = tensor(data[7], c.B, c.T, c.H, c.D),
+                     lse = tensor(data[8], 1, c.B, c.H, c.T);
+    u32 seed = 1;
+    for (std::vector<double>* x : {&data[0], &data[1], &data[2], &data[7]}) {
+      const Tensor noise = Tensor(DType::F32, {static_cast<i64>(x->size())}).randomize(seed++);
+      for (size_t i = 0; i < x->size(); ++i) (*x)[i] = static_cast<double>(noise.at(static_cast<i64>(i)));
+    }
+    const auto loss = [&] {
+      ref_ops().attention_fwd(o, lse, q, k, v, c.params(), stream);
+      double sum = 0;
+      for (size_t i = 0; i < data[6].size(); ++i) sum += data[6][i] * data[7][i];
+      return sum;
+    };
+    loss();
+    ref_ops().attention_bwd(dq, dk, dv, w, q, k, v, o, lse, c.params(), stream);
+    for (size_t x = 0; x < 3; ++x) {
+      for (size_t i = 0; i < data[x].size(); ++i) {
+        const double at = data[x][i], step = 1e-6;
+        data[x][i] = at + step;
+        const double up = loss();
+        data[x][i] = at - step;
+        const double down = loss();
+        data[x][i] = at;
+        ASSERT_NEAR((up - down) / (2 * step), data[3 + x][i], 1e-8) << c.name() << " input " << x << " element " << i;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing
