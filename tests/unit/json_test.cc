@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: Apache-2.0
+// The JSON reader: what it takes, what it refuses and where it says so; and the search for the nearest name.
+#include "base/json.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+
+#include "base/nearest.h"
+
+namespace ds {
+namespace {
+
+std::string failure(std::string_view text, JsonOptions options = {}) {
+  try {
+    parse_json(text, "f", options);
+  } catch (const JsonError& e) {
+    return e.what();
+  }
+  return "accepted";
+}
+
+TEST(Json, ReadsCommentsByteOrderMarkAndCrlf) {
+  const JsonDocument d =
+      parse_json("\xEF\xBB\xBF// head\r\n{\"a\": /* , */ [1, 2.5, \"x\"],\r\n \"b\": null} // tail", "f");
+  EXPECT_EQ(d.root.dump(), R"({"a":[1,2.5,"x"],"b":null})");
+}
+
+TEST(Json, KeepsTheOrderOfMembers) { EXPECT_EQ(parse_json(R"({"z":1,"a":2})", "f").root.dump(), R"({"z":1,"a":2})"); }
+
+TEST(Json, KnowsThePlaceOfEveryMemberAndElement) {
+  const JsonDocument d = parse_json(
+      "{\n"
+      "  \"a\": {\"q\\\"\\\\\": 1},\n"
+      "  \"list\": [10 /*,*/, 2.5,//x\n"
+      "    \"s,\", [true], {\"k\": 7}, -3e2]\n"
+      "}",
+      "f");
+  const auto at = [&](std::string_view path) {
+    const auto it = d.places.find(path);
+    return it == d.places.end() ? std::pair<i64, i64>{0, 0} : std::pair{it->second.line, it->second.column};
+  };
+  using P = std::pair<i64, i64>;
+  EXPECT_EQ(at("a"), (P{2, 3}));
+  EXPECT_EQ(at("a.q\"\\"), (P{2, 9}));
+  EXPECT_EQ(at("list"), (P{3, 3}));
+  EXPECT_EQ(at("list[0]"), (P{3, 12}));
+  EXPECT_EQ(at("list[1]"), (P{3, 22}));
+  EXPECT_EQ(at("list[2]"), (P{4, 5}));
+  EXPECT_EQ(at("list[3]"), (P{4, 11}));
+  EXPECT_EQ(at("list[3][0]"), (P{4, 12}));
+  EXPECT_EQ(at("list[4].k"), (P{4, 20}));
+  EXPECT_EQ(at("list[5]"), (P{4, 29}));
+}
+
+TEST(Json, RefusesWithPlaceAndReason) {
+  struct Case {
+    std::string_view text, message;
+  };
+  for (const auto& [text, message] : {
+           Case{"", "f:1:1: there is no JSON here"},
+           Case{" \n\t", "f:1:1: there is no JSON here"},
+           Case{"{\"a\": 1,\n \"a\": 2}", "f:2:2: the key \"a\" is there twice"},
+           Case{"{\"a\": 1e400}", "f:1:7: the number 1e400 does not fit a double"},
+           Case{"{\"a\": NaN}", "f:1:7: 'NaN' is not JSON"},
+           Case{"{\"a\": -Infinity}", "f:1:8: '-Infinity' is not JSON"},
+           Case{"{\"a\": True}", "f:1:7: 'True' is not JSON"},
+           Case{"{\"a\": 1,}", "f:1:9: a comma before '}'"},
+           Case{"[1,\n]", "f:2:1: a comma before ']'"},
+           Case{"# x\n{}", "f:1:1: '#' begins no comment"},
+           Case{"{'a': 1}", "f:1:2: strings are in double quotes"},
+           Case{"{\"a\": 1} x", "f:1:10: "},
+           Case{"{\"a\": 01}", "f:1:8: "},
+           Case{"{\"a\" 1}", "f:1:6: "},
+           Case{"{\"a\": \"b", "f:1:9: "},
+           Case{"{\"a\": \"\xff\"}", "f:1:8: "},
+           Case{"[1, /* ", "f:1:8: "},
+       })
+    EXPECT_EQ(failure(text).substr(0, message.size()), message) << text << "\n" << failure(text);
+}
+
+TEST(Json, DepthIsLimitedOnTheWayDown) {
+  const std::string deep(100, '['), close(100, ']');
+  EXPECT_EQ(failure(deep + close), "accepted");
+  EXPECT_EQ(failure("[" + deep + close + "]"), "f:1:101: nested deeper than 100 levels");
+  EXPECT_EQ(failure(std::string(1'000'000, '[')), "f:1:101: nested deeper than 100 levels");
+}
+
+TEST(Json, OptionsChooseTheErrorAndForbidComments) {
+  try {
+    parse_json("{} // c", "f", {.error = Errc::Corrupt, .comments = false});
+    FAIL();
+  } catch (const JsonError& e) {
+    EXPECT_EQ(e.code(), Errc::Corrupt);
+    EXPECT_EQ(e.place().column, 4);
+  }
+}
+
+TEST(Json, IntegersAreExactUpTo64Bits) {
+  const Json root = parse_json("[9223372036854775807, -9223372036854775808, 18446744073709551615]", "f").root;
+  EXPECT_EQ(root[0].get<i64>(), 9223372036854775807);
+  EXPECT_EQ(root[1].get<i64>(), -9223372036854775807 - 1);
+  EXPECT_EQ(root[2].get<u64>(), 18446744073709551615u);
+}
+
+TEST(Json, FloatsAreWrittenWithoutTheirBinaryTail) {
+  EXPECT_EQ(Json(shortest_decimal(1e-5f)).dump(), "1e-05");
+  EXPECT_EQ(Json(shortest_decimal(0.02f)).dump(), "0.02");
+  EXPECT_EQ(static_cast<float>(shortest_decimal(1.0f / 3)), 1.0f / 3);
+}
+
+TEST(Nearest, CountsEditsAndSwaps) {
+  EXPECT_EQ(edit_distance("", "abc"), 3);
+  EXPECT_EQ(edit_distance("kitten", "sitting"), 3);
+  EXPECT_EQ(edit_distance("satge", "stage"), 1);
+  EXPECT_EQ(edit_distance("FP16", "fp16"), 0);
+}
+
+TEST(Nearest, SuggestsOnlyWhatResembles) {
+  constexpr std::array<std::string_view, 4> names = {"stage", "steps", "seed", "train_batch_size"};
+  EXPECT_EQ(nearest("stagee", names), "stage");
+  EXPECT_EQ(nearest("step", names), "steps");
+  EXPECT_EQ(nearest("batch_size", names), "train_batch_size");
+  EXPECT_EQ(nearest("zzz", names), "");
+  EXPECT_EQ(nearest("", names), "");
+}
+
+}  // namespace
+}  // namespace ds
