@@ -134,17 +134,17 @@ enum class Severity : u8 { Warning, Error };
 struct Diagnostic {
   Severity severity = Severity::Error;
   Errc code = Errc::Config;
-  std::string source;        // the file, or the --set argument
+  std::string source = {};   // the file, or the --set argument
   i64 line = 0, column = 0;  // from 1; 0: none
-  std::string key;           // "zero_optimization.stage"; empty when the text is not JSON
-  std::string message;
+  std::string key = {};      // "zero_optimization.stage"; empty when the text is not JSON
+  std::string message = {};
 };
 // "cfg.json:12:5: zero_optimization.stage: must be 0 to 3, not 4"
 DS_API std::string to_string(const Diagnostic&);
 
 struct ConfigResult {
   Config config;                        // meaningful only if ok()
-  std::vector<Diagnostic> diagnostics;  // by place; warnings too
+  std::vector<Diagnostic> diagnostics;  // in the order found; warnings too
   DS_API bool ok() const noexcept;
   // Errc::Config before Errc::Unavailable. Requires: !ok().
   DS_API Errc code() const noexcept;

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+// From text to Config: the table reads each key by itself, then the functions below check what keys say about each
+// other and fill in the defaults that depend on other keys.
+#include "ds/config.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "base/check.h"
+#include "config/keys.h"
+#include "config/model_config.h"
+#include "config/reader.h"
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kTrain = "train_batch_size";
+constexpr std::string_view kMicro = "train_micro_batch_size_per_gpu";
+constexpr std::string_view kAccumulation = "gradient_accumulation_steps";
+
+std::string ranks(i64 world) { return world == 1 ? "1 rank" : fmt::format("{} ranks", world); }
+
+// The multiples of `step` around x that are positive.
+std::string around(i64 x, i64 step) {
+  const i64 below = x / step * step;
+  return below > 0 ? fmt::format("{} or {}", below, below + step) : fmt::format("{}", step);
+}
+
+// DeepSpeed's table: train = micro * accumulation * world; from any two the third, from one the rest.
+void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
+  if (r.any_broken({kTrain, kMicro, kAccumulation})) return;
+  const bool train = r.given(kTrain), accumulation = r.given(kAccumulation);
+  bool micro = r.given(kMicro);
+  if (!train && !micro && (r.automatic(kMicro) || r.automatic(kTrain))) {
+    b.micro = 1;
+    micro = true;
+  }
+  constexpr i64 kMost = i64{1} << 31;  // keeps every product far from overflow
+  for (auto [value, key] : {std::pair{b.train, kTrain}, {b.micro, kMicro}, {b.accumulation, kAccumulation}})
+    if (value > kMost) return r.error(key, fmt::format("{} is beyond {}", value, kMost));
+  if (!train && !micro)
+    return r.error(kTrain, fmt::format("is missing: give {} or {}{}", kTrain, kMicro,
+                                       accumulation ? fmt::format(" (not {} alone)", kAccumulation) : ""));
+  if (train && micro && accumulation) {
+    if (b.train != b.micro * b.accumulation * world)
+      r.error(kTrain, fmt::format("{} is not {} {} x {} {} x {} = {}", b.train, kMicro, b.micro, kAccumulation,
+                                  b.accumulation, ranks(world), b.micro * b.accumulation * world));
+    return;
+  }
+  if (!train) {
+    if (!accumulation) b.accumulation = 1;
+    b.train = b.micro * b.accumulation * world;
+    return;
+  }
+  // The given factor divides with the ranks; the other is derived.
+  if (!micro && !accumulation) b.accumulation = 1;
+  const i64 divisor = (micro ? b.micro : b.accumulation) * world;
+  if (b.train % divisor != 0)
+    return r.error(kTrain, fmt::format("{} cannot be shared: {} {} x {} = {} does not divide it; {} would do", b.train,
+                                       micro ? kMicro : kAccumulation, micro ? b.micro : b.accumulation, ranks(world),
+                                       divisor, around(b.train, divisor)));
+  (micro ? b.accumulation : b.micro) = b.train / divisor;
+}
+
+void resolve_optimizer(Config& c, Reader& r) {
+  const bool params = r.given("optimizer.params.lr") || r.given("optimizer.params.betas") ||
+                      r.given("optimizer.params.eps") || r.given("optimizer.params.weight_decay");
+  if (params && !r.given("optimizer.type") && !r.broken("optimizer.type"))
+    r.error("optimizer.type", "is missing: \"AdamW\" or \"Adam\"");
+  SchedulerConfig& s = c.scheduler;
+  if (!r.given("scheduler.type")) {
+    s.type = SchedulerType::Constant;
+    for (std::string_view key : {"scheduler.params.warmup_num_steps", "scheduler.params.warmup_max_lr",
+                                 "scheduler.params.warmup_min_lr", "scheduler.params.total_num_steps"})
+      if (r.given(key) && !r.broken("scheduler.type"))
+        return r.error("scheduler.type", "is missing: \"WarmupLR\" or \"WarmupCosineLR\"");
+    return;
+  }
+  const bool cosine = s.type == SchedulerType::WarmupCosineLR;
+  const auto belongs = [&](std::string_view key, bool to_cosine) {
+    const std::string path = fmt::format("scheduler.params.{}", key);
+    if (cosine != to_cosine && r.given(path))
+      r.error(path, fmt::format("belongs to {}; the scheduler is {}", to_cosine ? "WarmupCosineLR" : "WarmupLR",
+                                cosine ? "WarmupCosineLR" : "WarmupLR"));
+  };
+  belongs("warmup_min_lr", false);
+  belongs("warmup_max_lr", false);
+  belongs("total_num_steps", true);
+  belongs("warmup_min_ratio", true);
+  belongs("cos_min_ratio", true);
+  if (!r.given("scheduler.params.warmup_max_lr")) s.warmup_max_lr = c.optimizer.lr;
+  if (!r.given("scheduler.params.total_num_steps")) s.total_num_steps = c.steps;
+  if (cosine && s.total_num_steps > 0 && s.total_num_steps < s.warmup_num_steps &&
+      !r.any_broken({"steps", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"}))
+    r.warning("scheduler.params.warmup_num_steps",
+              fmt::format("{} warm-up steps do not fit into {} steps", s.warmup_num_steps, s.total_num_steps));
+}
+
+void resolve_precision_and_zero(Config& c, Reader& r) {
+  if (c.fp16.enabled && c.bf16.enabled) r.error("bf16.enabled", "fp16 and bf16 exclude each other");
+  if (!r.given("communication_data_type")) c.communication_data_type = c.work_dtype();
+  if (!r.given("zero_optimization.overlap_comm")) c.zero.overlap_comm = c.zero.stage == 3;
+  const bool every_micro = c.zero.stage >= 2 || c.deterministic;
+  if (every_micro && r.given("reduce_order") && c.reduce_order == ReduceOrder::Boundary)
+    r.error("reduce_order", c.zero.stage >= 2
+                                ? fmt::format("\"boundary\" keeps whole gradients, which ZeRO stage {} does not; its "
+                                              "order is \"micro\"",
+                                              c.zero.stage)
+                                : std::string("\"deterministic\" sums in the order \"micro\""));
+  if (every_micro) c.reduce_order = ReduceOrder::Micro;
+}
+
+void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+  const auto it = text.root().find("model");
+  if (it == text.root().end()) return;
+  if (!it->is_object()) return r.error("model", "must be an object: {\"path\": ...} or {\"type\": ...}");
+  const auto path = it->find("path");
+  if (path == it->end()) {
+    c.model = read_model(*it, ModelSource::Inline, text, "model", diagnostics);
+    return;
+  }
+  if (!path->is_string() || path->get_ref<const std::string&>().empty())
+    return r.error("model.path", "must be the name of a directory with a config.json, or of such a file");
+  for (const auto& [key, value] : it->items())
+    if (key != "path")
+      r.error(json_member("model", key), "stands beside model.path; a model is read from there or described here");
+  c.model_path = path->get<std::string>();
+  const size_t before = diagnostics.size();
+  c.model = read_model_file(c.model_path, diagnostics);
+  if (std::any_of(diagnostics.begin() + static_cast<std::ptrdiff_t>(before), diagnostics.end(),
+                  [](const Diagnostic& d) { return d.severity == Severity::Error && d.line == 0; }))
+    diagnostics.back().message += " (model.path)";
+}
+
+bool tokens_are_bytes(const DataConfig& d) {
+  return d.format == DataFormat::Text ||
+         (d.format == DataFormat::Auto &&
+          std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return !f.ends_with(".bin"); }));
+}
+
+void resolve_data(Config& c, bool model_is_sound, Reader& r) {
+  DataConfig& d = c.data;
+  const bool has_model = model_is_sound && c.model.layers > 0;
+  if (d.tokenizer != "bytes") r.not_yet("data.tokenizer", "a tokenizer file (only \"bytes\")");
+  if (r.given("data.train") && d.train.empty()) r.error("data.train", "names no file");
+  if (!d.validation.empty() && r.given("data.split"))
+    r.warning("data.split", "has no effect: validation files are given");
+  if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
+    r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
+  if (!r.given("data.seed")) d.seed = c.seed;
+  if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
+  if (!has_model || r.broken("data.seq_length")) return;
+  if (d.seq_length > c.model.max_positions) {
+    const std::string text = fmt::format("{} is beyond the model's {} positions", d.seq_length, c.model.max_positions);
+    if (c.model.family == Family::Gpt2) {
+      r.error("data.seq_length", text);
+    } else {
+      r.warning("data.seq_length", text);
+    }
+  }
+  if (c.model.vocab_size < 256 && !d.train.empty() && tokens_are_bytes(d))
+    r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
+}
+
+void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text, Reader& r) {
+  if (c.communication.backend == CommBackend::Self && world > 1)
+    r.error("communication.backend", fmt::format("\"self\" is for 1 rank; there are {}", world));
+  if (use == ConfigUse::Inspect) return;
+  const auto demand = [&](std::string_view key, bool there, std::string_view what) {
+    if (!there && !r.broken(key)) r.error(key, fmt::format("is missing: {}", what));
+  };
+  demand("steps", r.given("steps"), "how many optimizer steps to train");
+  demand("data.train", r.given("data.train"), "the file or files to train on");
+  demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
+}
+
+bool has_error(std::span<const Diagnostic> diagnostics) {
+  return std::any_of(diagnostics.begin(), diagnostics.end(),
+                     [](const Diagnostic& d) { return d.severity == Severity::Error; });
+}
+
+// A key that belongs to the chosen scheduler, or to none.
+bool applies(const Config& c, std::string_view path) {
+  if (!path.starts_with("scheduler.")) return true;
+  const std::string_view leaf = path.substr(path.rfind('.') + 1);
+  switch (c.scheduler.type) {
+    case SchedulerType::Constant: return false;
+    case SchedulerType::WarmupLR: return leaf != "total_num_steps" && !leaf.ends_with("ratio");
+    case SchedulerType::WarmupCosineLR: return leaf != "warmup_min_lr" && leaf != "warmup_max_lr";
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string to_string(const Diagnostic& d) {
+  std::string out = d.source;
+  if (d.line > 0) out += fmt::format(":{}:{}", d.line, d.column);
+  if (!d.key.empty()) out += fmt::format(": {}", d.key);
+  return out + ": " + d.message;
+}
+
+bool ConfigResult::ok() const noexcept { return !has_error(diagnostics); }
+
+Errc ConfigResult::code() const noexcept {
+  const auto other = std::find_if(diagnostics.begin(), diagnostics.end(), [](const Diagnostic& d) {
+    return d.severity == Severity::Error && d.code != Errc::Unavailable;
+  });
+  return other == diagnostics.end() ? Errc::Unavailable : other->code;
+}
+
+std::string ConfigResult::message() const {
+  std::string out;
+  for (const Diagnostic& d : diagnostics)
+    if (d.severity == Severity::Error) out += (out.empty() ? "" : "\n") + to_string(d);
+  return out;
+}
+
+ConfigResult parse_config(std::string_view content, const std::string& name, std::span<const std::string> overrides,
+                          int world_size, ConfigUse use) {
+  DS_ASSERT(world_size >= 1);
+  ConfigResult result;
+  std::vector<Diagnostic>& diagnostics = result.diagnostics;
+  Config& c = result.config;
+
+  ConfigText text(content, name, diagnostics);
+  if (has_error(diagnostics)) return result;  // what would follow from an empty object is noise
+  for (const std::string& o : overrides) text.set(o, diagnostics);
+
+  Reader r(config_keys(), &c, text, "", diagnostics);
+  r.read(text.root());
+  resolve_batch(c.batch, world_size, r);
+  resolve_optimizer(c, r);
+  resolve_precision_and_zero(c, r);
+  const size_t before_model = diagnostics.size();
+  resolve_model(c, text, r, diagnostics);
+  const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
+  resolve_data(c, model_is_sound, r);
+  check_run(c, world_size, use, text, r);
+  return result;
+}
+
+ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
+                         ConfigUse use) {
+  const std::variant<std::string, Diagnostic> content = read_config_text(path);
+  if (const auto* failed = std::get_if<Diagnostic>(&content)) return {.config = {}, .diagnostics = {*failed}};
+  return parse_config(std::get<std::string>(content), path == "-" ? "standard input" : path, overrides, world_size,
+                      use);
+}
+
+std::string resolved_json(const Config& config) {
+  Config c = config;  // slots are writable
+  Json out = Json::object();
+  for (const Key& key : config_keys()) {
+    if (key.kind != KeyKind::Effect || !applies(c, key.path)) continue;
+    const Slot slot = key.slot(&c);
+    if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
+    // What was neither given nor derived has no value to write.
+    if (const auto* n = std::get_if<i64*>(&slot); n && **n == 0 && key.range.low > 0) continue;
+    if (key.path == "data.split" && !c.data.validation.empty()) continue;
+    Json* at = &out;
+    std::string_view rest = key.path;
+    for (size_t dot; (dot = rest.find('.')) != rest.npos; rest.remove_prefix(dot + 1))
+      at = &(*at)[std::string(rest.substr(0, dot))];
+    (*at)[std::string(rest)] = slot_json(slot);
+  }
+  if (!c.model_path.empty()) {
+    out["model"] = {{"path", c.model_path}};
+  } else if (c.model.layers > 0) {
+    Json model = {{"type", family_name(c.model.family)}};
+    model.update(model_json(c.model));
+    model.erase("model_type");
+    out["model"] = std::move(model);
+  }
+  return out.dump(2) + "\n";
+}
+
+}  // namespace ds

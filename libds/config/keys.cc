@@ -1,0 +1,339 @@
+// SPDX-License-Identifier: Apache-2.0
+// The table of every key of ds_config.json that DeepSpeed 0.19 knows, and of our own. DeepSpeed keys that ask for
+// something libds does not do yet are NotYet with the values that ask for nothing; a key moves to Effect together with
+// the code that obeys it.
+#include "config/keys.h"
+
+namespace ds {
+
+template <>
+inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(OptimizerType::AdamW)},
+                                                         EnumName{"Adam", u8(OptimizerType::Adam)},
+                                                         EnumName{"CPUAdam"},
+                                                         EnumName{"Lamb"},
+                                                         EnumName{"FusedLamb"},
+                                                         EnumName{"Lion"},
+                                                         EnumName{"Adagrad"},
+                                                         EnumName{"OneBitAdam"},
+                                                         EnumName{"ZeroOneAdam"},
+                                                         EnumName{"OneBitLamb"},
+                                                         EnumName{"Muon"},
+                                                         EnumName{"MuAdam"},
+                                                         EnumName{"MuAdamW"},
+                                                         EnumName{"MuSGD"},
+                                                         EnumName{"SGD"}};
+template <>
+inline constexpr std::array kEnumNames<SchedulerType> = {
+    EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)}, EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
+    EnumName{"WarmupDecayLR"}, EnumName{"LRRangeTest"}, EnumName{"OneCycle"}};
+template <>
+inline constexpr std::array kEnumNames<WarmupType> = {EnumName{"log", u8(WarmupType::Log)},
+                                                      EnumName{"linear", u8(WarmupType::Linear)}};
+template <>
+inline constexpr std::array kEnumNames<DType> = {EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)},
+                                                 EnumName{"fp16", u8(DType::F16)}};
+template <>
+inline constexpr std::array kEnumNames<ReduceOrder> = {EnumName{"boundary", u8(ReduceOrder::Boundary)},
+                                                       EnumName{"micro", u8(ReduceOrder::Micro)}};
+template <>
+inline constexpr std::array kEnumNames<LossNorm> = {EnumName{"micro", u8(LossNorm::Micro)},
+                                                    EnumName{"token", u8(LossNorm::Token)}};
+template <>
+inline constexpr std::array kEnumNames<DeviceKind> = {EnumName{"auto", u8(DeviceKind::Auto)},
+                                                      EnumName{"cpu", u8(DeviceKind::Cpu)}, EnumName{"cuda"}};
+template <>
+inline constexpr std::array kEnumNames<CommBackend> = {
+    EnumName{"auto", u8(CommBackend::Auto)}, EnumName{"self", u8(CommBackend::Self)},
+    EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)}, EnumName{"nccl"}};
+template <>
+inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFormat::Auto)},
+                                                      EnumName{"text", u8(DataFormat::Text)},
+                                                      EnumName{"bin", u8(DataFormat::Bin)}};
+
+namespace {
+
+using C = Config;
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr Range kPositive = {1, kInfinity};                      // integers
+constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};  // numbers
+constexpr Range kAny = {-kInfinity, kInfinity};
+constexpr Range kShare = {0, 1};
+constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
+
+constexpr bool kAuto = true;  // "auto" is taken; so is null
+
+constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool automatic = false) {
+  return {.path = path, .slot = slot, .range = range, .takes_auto = automatic, .takes_null = automatic};
+}
+constexpr Key not_yet(std::string_view path, std::string_view values, std::string_view note = {}) {
+  return {.path = path, .kind = KeyKind::NotYet, .values = values, .note = note};
+}
+constexpr Key not_yet_section(std::string_view path, std::string_view name, std::string_view values,
+                              std::string_view members) {
+  return {.path = path, .kind = KeyKind::NotYetSection, .name = name, .values = values, .members = members};
+}
+constexpr Key ignored(std::string_view path, std::string_view note) {
+  return {.path = path, .kind = KeyKind::Ignored, .note = note};
+}
+constexpr Key ignored_section(std::string_view path, std::string_view members, std::string_view note) {
+  return {.path = path, .kind = KeyKind::IgnoredSection, .members = members, .note = note};
+}
+constexpr Key refused(std::string_view path, std::string_view note) {
+  return {.path = path, .kind = KeyKind::Refused, .note = note};
+}
+constexpr Key alias(std::string_view path, std::string_view target) {
+  return {.path = path, .kind = KeyKind::Alias, .name = target};
+}
+constexpr Key deprecated(std::string_view path, std::string_view target) {
+  return {.path = path, .kind = KeyKind::Deprecated, .name = target};
+}
+
+Slot betas(void* root) {
+  OptimizerConfig& o = static_cast<Config*>(root)->optimizer;
+  return BetasSlot{&o.beta1, &o.beta2};
+}
+
+// clang-format off
+constexpr Key kKeys[] = {
+    // Batch sizes.
+    effect("train_batch_size", slot_of<&C::batch, &BatchConfig::train>, kPositive, kAuto),
+    effect("train_micro_batch_size_per_gpu", slot_of<&C::batch, &BatchConfig::micro>, kPositive, kAuto),
+    effect("gradient_accumulation_steps", slot_of<&C::batch, &BatchConfig::accumulation>, kPositive, kAuto),
+    not_yet("managed_gradient_accumulation", "[true]"),
+    not_yet("sequence_parallel_size", "[1]"),
+    not_yet("data_parallel_size", "[null]", "every rank that was started is data-parallel"),
+
+    // Optimizer.
+    effect("optimizer.type", slot_of<&C::optimizer, &OptimizerConfig::type>),
+    effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, {}, kAuto),
+    effect("optimizer.params.betas", betas, kBelowOne, kAuto),
+    effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, {}, kAuto),
+    effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, {}, kAuto),
+    effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
+    effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),
+    ignored("optimizer.params.torch_adam", "there is one implementation of Adam"),
+    ignored("optimizer.params.fused", "there is one implementation of Adam"),
+    not_yet("optimizer.params.amsgrad", "[false]"),
+    refused("optimizer.params.max_grad_norm", "belongs to no optimizer; write gradient_clipping at the top"),
+    ignored("optimizer.legacy_fusion", "there is one implementation of Adam"),
+    effect("gradient_clipping", slot_of<&C::gradient_clipping>, {}, kAuto),
+
+    // Learning rate.
+    effect("scheduler.type", slot_of<&C::scheduler, &SchedulerConfig::type>),
+    effect("scheduler.params.warmup_min_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_lr>, {}, kAuto),
+    effect("scheduler.params.warmup_max_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_max_lr>, {}, kAuto),
+    effect("scheduler.params.warmup_num_steps", slot_of<&C::scheduler, &SchedulerConfig::warmup_num_steps>, {}, kAuto),
+    effect("scheduler.params.warmup_type", slot_of<&C::scheduler, &SchedulerConfig::warmup_type>),
+    effect("scheduler.params.total_num_steps", slot_of<&C::scheduler, &SchedulerConfig::total_num_steps>, kPositive, kAuto),
+    effect("scheduler.params.warmup_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_ratio>, kShare),
+    effect("scheduler.params.cos_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::cos_min_ratio>, kShare),
+    not_yet("scheduler.params.last_batch_iteration", "[-1]", "a checkpoint restores it"),
+
+    // Precision.
+    effect("fp16.enabled", slot_of<&C::fp16, &Fp16Config::enabled>, {}, kAuto),
+    effect("fp16.loss_scale", slot_of<&C::fp16, &Fp16Config::loss_scale>),
+    effect("fp16.initial_scale_power", slot_of<&C::fp16, &Fp16Config::initial_scale_power>, {0, 100}),
+    effect("fp16.loss_scale_window", slot_of<&C::fp16, &Fp16Config::loss_scale_window>, kPositive),
+    effect("fp16.hysteresis", slot_of<&C::fp16, &Fp16Config::hysteresis>, kPositive),
+    effect("fp16.consecutive_hysteresis", slot_of<&C::fp16, &Fp16Config::consecutive_hysteresis>),
+    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, kAboveZero),
+    not_yet("fp16.auto_cast", "[false]"),
+    not_yet("fp16.fp16_master_weights_and_grads", "[false]"),
+    effect("bf16.enabled", slot_of<&C::bf16, &Bf16Config::enabled>, {}, kAuto),
+    not_yet("bf16.check_grad_overflow", "[true]", "a step with non-finite gradients is skipped"),
+    not_yet("bf16.immediate_grad_update", "[false]"),
+    not_yet("bf16.bf16_master_weights_and_grads", "[false]"),
+    not_yet("bf16.bf16_optimizer_states", "[false]"),
+    alias("bfloat16", "bf16"),
+    not_yet("data_types.grad_accum_dtype", R"(["fp32"])"),
+    not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),
+    not_yet("data_types.buffer_dtype", "[null]"),
+    not_yet_section("amp", "enabled", "[false]", "enabled opt_level loss_scale min_loss_scale max_loss_scale"),
+    not_yet_section("torch_autocast", "enabled", "[false]", "enabled dtype lower_precision_safe_modules"),
+
+    // Reduction of gradients.
+    effect("communication_data_type", slot_of<&C::communication_data_type>, {}, kAuto),
+    not_yet("seq_parallel_communication_data_type", R"(["fp32"])"),
+    not_yet("prescale_gradients", "[false]", "the mean is taken once, in fp32, after the sum"),
+    not_yet("gradient_predivide_factor", "[1]", "the mean is taken once, in fp32, after the sum"),
+    not_yet("gradient_allreduce_op", R"(["mean"])"),
+    not_yet("sparse_gradients", "[false]"),
+
+    // ZeRO.
+    effect("zero_optimization.stage", slot_of<&C::zero, &ZeroConfig::stage>, {0, 3}),
+    effect("zero_optimization.reduce_bucket_size", slot_of<&C::zero, &ZeroConfig::reduce_bucket_size>, kPositive, kAuto),
+    effect("zero_optimization.allgather_bucket_size", slot_of<&C::zero, &ZeroConfig::allgather_bucket_size>, kPositive, kAuto),
+    effect("zero_optimization.overlap_comm", slot_of<&C::zero, &ZeroConfig::overlap_comm>, {}, kAuto),
+    effect("zero_optimization.stage3_prefetch_bucket_size", slot_of<&C::zero, &ZeroConfig::prefetch_bucket_size>, {}, kAuto),
+    effect("zero_optimization.stage3_param_persistence_threshold", slot_of<&C::zero, &ZeroConfig::param_persistence_threshold>, {}, kAuto),
+    effect("zero_optimization.stage3_model_persistence_threshold", slot_of<&C::zero, &ZeroConfig::model_persistence_threshold>, {}, kAuto),
+    effect("zero_optimization.stage3_max_live_parameters", slot_of<&C::zero, &ZeroConfig::max_live_parameters>, {}, kAuto),
+    effect("zero_optimization.stage3_max_reuse_distance", slot_of<&C::zero, &ZeroConfig::max_reuse_distance>, {}, kAuto),
+    alias("zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
+    alias("zero_optimization.param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold"),
+    alias("zero_optimization.model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold"),
+    alias("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters"),
+    alias("zero_optimization.max_reuse_distance", "zero_optimization.stage3_max_reuse_distance"),
+    not_yet("zero_optimization.contiguous_gradients", "[true]"),
+    not_yet("zero_optimization.reduce_scatter", "[true]"),
+    not_yet("zero_optimization.round_robin_gradients", "[false]"),
+    not_yet("zero_optimization.load_from_fp32_weights", "[true]"),
+    not_yet("zero_optimization.stage3_gather_16bit_weights_on_model_save", R"([false, true, "auto"])"),
+    alias("zero_optimization.gather_16bit_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    deprecated("zero_optimization.stage3_gather_fp16_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
+    not_yet("zero_optimization.elastic_checkpoint", "[false, true]"),
+    not_yet("zero_optimization.ignore_unused_parameters", "[true, false]"),
+    ignored("zero_optimization.use_multi_rank_bucket_allreduce", "gradients are always reduced to their owners alone"),
+    ignored("zero_optimization.allgather_partitions", "DeepSpeed itself does not read it"),
+    ignored("zero_optimization.sub_group_size", "the optimizer works in place and needs no tiles"),
+    ignored("zero_optimization.memory_efficient_linear", "linear layers never keep a copy"),
+    ignored("zero_optimization.override_module_apply", "there is no Python module to override"),
+    not_yet("zero_optimization.stage3_module_granularity_threshold", "[0]"),
+    alias("zero_optimization.module_granularity_threshold", "zero_optimization.stage3_module_granularity_threshold"),
+    not_yet("zero_optimization.stage3_use_all_reduce_for_fetch_params", "[false]"),
+    alias("zero_optimization.use_all_reduce_for_fetch_params", "zero_optimization.stage3_use_all_reduce_for_fetch_params"),
+    not_yet("zero_optimization.stage3_allgather_sequential", "[false]"),
+    alias("zero_optimization.allgather_sequential", "zero_optimization.stage3_allgather_sequential"),
+    not_yet("zero_optimization.stage3_partition_stream_chunk_size", "[0]"),
+    alias("zero_optimization.partition_stream_chunk_size", "zero_optimization.stage3_partition_stream_chunk_size"),
+    not_yet("zero_optimization.zero_hpz_partition_size", "[1]"),
+    not_yet("zero_optimization.zero_quantized_weights", "[false]"),
+    not_yet("zero_optimization.zero_quantized_nontrainable_weights", "[false]"),
+    not_yet("zero_optimization.zero_quantized_gradients", "[false]"),
+    not_yet_section("zero_optimization.zeropp_loco_param", "", "[]", "err_beta reset_T"),
+    not_yet("zero_optimization.mics_shard_size", "[-1]"),
+    not_yet("zero_optimization.mics_hierarchical_params_gather", "[false]"),
+    not_yet("zero_optimization.pipeline_loading_checkpoint", "[false]"),
+    not_yet("zero_optimization.log_trace_cache_warnings", "[false]"),
+    not_yet("zero_optimization.enable_sanity_checks", "[false]"),
+    not_yet("zero_optimization.save_muon_momentum_buffer_in_memory", "[false]"),
+    not_yet("zero_optimization.legacy_stage1", "[false]"),
+    not_yet("zero_optimization.cpu_offload", "[false]", "and deprecated, now offload_optimizer"),
+    not_yet("zero_optimization.cpu_offload_param", "[false]", "and deprecated, now offload_param"),
+    not_yet("zero_optimization.cpu_offload_params", "[false]", "and deprecated, now offload_param"),
+    not_yet("zero_optimization.cpu_offload_use_pin_memory", "[false]", "and deprecated, now pin_memory of offload_param and offload_optimizer"),
+    not_yet_section("zero_optimization.leaf_module", "", "[]", "classes names name_suffixes"),
+    not_yet_section("zero_optimization.offload_param", "device", R"(["none"])",
+                    "device nvme_path buffer_count buffer_size max_in_cpu pin_memory"),
+    not_yet_section("zero_optimization.offload_optimizer", "device", R"(["none"])",
+                    "device nvme_path buffer_count pin_memory pipeline_read pipeline_write pipeline fast_init ratio "
+                    "super_offload cpuadam_cores_perc"),
+    not_yet_section("zero_optimization.zenflow", "", "[]",
+                    "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
+                    "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"),
+    ignored("zero_allow_untested_optimizer", "every optimizer here is tested with ZeRO"),
+    ignored("zero_force_ds_cpu_optimizer", "there are no other optimizers"),
+
+    // Reports.
+    effect("steps_per_print", slot_of<&C::steps_per_print>, kPositive, kAuto),
+    not_yet("wall_clock_breakdown", "[false]"),
+    not_yet("memory_breakdown", "[false]", "metrics.jsonl has the memory of every step by tag"),
+    not_yet("dump_state", "[false]", "ds-train --check prints the resolved configuration"),
+    not_yet("log_level", "[null]"),
+    not_yet("timers.throughput.enabled", "[true]", "metrics.jsonl has the throughput of every step"),
+    not_yet("timers.throughput.synchronized", "[true]"),
+    not_yet_section("flops_profiler", "enabled", "[false]",
+                    "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    not_yet_section("comms_logger", "enabled", "[false]", "enabled verbose prof_all debug prof_ops"),
+    not_yet_section("tensorboard", "enabled", "[false]", "enabled output_path job_name"),
+    not_yet_section("csv_monitor", "enabled", "[false]", "enabled output_path job_name"),
+    not_yet_section("wandb", "enabled", "[false]", "enabled group team project"),
+    not_yet_section("comet", "enabled", "[false]",
+                    "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
+
+    // Other sections of DeepSpeed.
+    not_yet("activation_checkpointing.partition_activations", "[false]"),
+    not_yet("activation_checkpointing.cpu_checkpointing", "[false]"),
+    not_yet("activation_checkpointing.contiguous_memory_optimization", "[false]"),
+    not_yet("activation_checkpointing.synchronize_checkpoint_boundary", "[false]"),
+    not_yet("activation_checkpointing.profile", "[false]"),
+    ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
+    ignored_section("aio", "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
+                    "nothing is offloaded to NVMe"),
+    ignored_section("pipeline",
+                    "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
+                    "it configures pipeline modules only; there is one stage"),
+    ignored("checkpoint.tag_validation", "every checkpoint is committed by all ranks together"),
+    ignored("checkpoint.load_universal", "every checkpoint loads at any layout"),
+    ignored("checkpoint.checkpoint_serialization", "checkpoints are HDF5"),
+    not_yet("checkpoint.use_node_local_storage", "[false]"),
+    not_yet("checkpoint.parallel_write.pipeline_stage", "[false]"),
+    not_yet_section("checkpoint.writer", "", "[]",
+                    "type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier"),
+    not_yet_section("nebula", "enabled", "[false]",
+                    "enabled enable_nebula_load nebula_load_path load_path persistent_storage_path persistent_time_interval "
+                    "num_of_version_in_retention"),
+    not_yet_section("datastates_ckpt", "", "[]", "host_cache_size"),
+    not_yet_section("elasticity", "enabled", "[false]",
+                    "enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time prefer_larger_batch "
+                    "ignore_non_elastic_batch_info version num_gpus_per_node model_parallel_size"),
+    not_yet_section("autotuning", "enabled", "[false]",
+                    "enabled fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path "
+                    "tuner_type tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
+                    "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size "
+                    "model_info model_info_path"),
+    not_yet_section("tensor_parallel", "autotp_size", "[0, 1]",
+                    "autotp_size dtype tp_overlap_comm tp injection_policy_tuple preset_model partition_config "
+                    "keep_module_on_host replace_with_kernel_inject"),
+    not_yet_section("expert_parallel", "enabled", "[false]",
+                    "enabled autoep_size expert_tensor_parallel_size preset_model use_grouped_mm disable_triton_grouped_mm "
+                    "score_func score_apply top_k routed_scaling_factor route_norm route_scale num_expert_groups "
+                    "num_limited_groups load_balance_coeff"),
+    not_yet("use_data_before_expert_parallelism", "[false]"),
+    not_yet_section("compile", "deepcompile", "[false]",
+                    "deepcompile free_activation free_activation_threshold offload_activation offload_opt_states "
+                    "offload_parameters double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce "
+                    "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"),
+    not_yet("graph_harvesting", "[false]"),
+    not_yet_section("hybrid_engine", "enabled", "[false]",
+                    "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+                    "enable_cuda_graph"),
+    not_yet_section("progressive_layer_drop", "enabled", "[false]", "enabled theta gamma"),
+    not_yet_section("eigenvalue", "enabled", "[false]",
+                    "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num"),
+    not_yet_section("curriculum_learning", "enabled", "[false]",
+                    "enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config"),
+    not_yet_section("data_efficiency", "enabled", "[false]", "enabled seed data_sampling data_routing"),
+    not_yet_section("compression_training", "", "[]",
+                    "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
+                    "channel_pruning"),
+    not_yet_section("sparse_attention", "", "[]",
+                    "mode block different_layout_per_head num_local_blocks num_global_blocks attention "
+                    "horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks "
+                    "global_block_indices global_block_end_indices num_sliding_window_blocks"),
+    not_yet_section("weight_quantization", "", "[]", "quantized_initialization post_init_quant"),
+    ignored("dataloader_drop_last", "the stream of samples wraps around, so no batch is ragged"),
+    ignored("disable_allgather", "DeepSpeed itself does not read it"),
+    ignored("vocabulary_size", "DeepSpeed itself only warns about it; the model has its own"),
+
+    // Ours: the run.
+    {.path = "model", .kind = KeyKind::Subtable},
+    effect("steps", slot_of<&C::steps>, kPositive),
+    effect("seed", slot_of<&C::seed>, {0, 4294967295}),
+    effect("threads", slot_of<&C::threads>, {0, 4096}),
+    effect("device", slot_of<&C::device>),
+    effect("deterministic", slot_of<&C::deterministic>),
+    effect("reduce_order", slot_of<&C::reduce_order>),
+    effect("loss_norm", slot_of<&C::loss_norm>),
+    effect("communication.backend", slot_of<&C::communication, &CommunicationConfig::backend>),
+    effect("communication.timeout_s", slot_of<&C::communication, &CommunicationConfig::timeout_s>, kAboveZero),
+    effect("data.train", slot_of<&C::data, &DataConfig::train>),
+    effect("data.validation", slot_of<&C::data, &DataConfig::validation>),
+    effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
+    effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>),
+    effect("data.format", slot_of<&C::data, &DataConfig::format>),
+    effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, kPositive),
+    effect("data.seed", slot_of<&C::data, &DataConfig::seed>, {0, 4294967295}),
+    effect("eval.every", slot_of<&C::eval, &EvalConfig::every>),
+    effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),
+    effect("save.every", slot_of<&C::save, &SaveConfig::every>),
+    effect("save.keep", slot_of<&C::save, &SaveConfig::keep>),
+    not_yet("save.async", "[false]"),
+};
+// clang-format on
+
+}  // namespace
+
+std::span<const Key> config_keys() { return kKeys; }
+
+}  // namespace ds

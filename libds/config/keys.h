@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A key of a configuration file as one row of a table, and the tables. The reader, resolved_json, the suggestions for
+// mistyped names and the test of ds-config(5) all read these rows; nothing else knows a key's name.
+
+#include <array>
+#include <limits>
+#include <span>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+#include "base/json.h"
+#include "ds/config.h"
+
+namespace ds {
+
+// Names of an enum's values in JSON; the first name of a value is the one written.
+struct EnumName {
+  static constexpr u8 kLater = 255;  // a name that DeepSpeed or Hugging Face knows and we do not have yet
+  std::string_view name;
+  u8 value = kLater;
+};
+struct EnumSlot {
+  u8* value;
+  std::span<const EnumName> names;
+};
+
+struct BetasSlot {  // a JSON array of two
+  double *first, *second;
+};
+
+// Where a value goes, and by that its type. A vector of strings also takes one string.
+using Slot = std::variant<bool*, i64*, double*, float*, std::string*, EnumSlot, BetasSlot, std::vector<std::string>*,
+                          std::vector<float>*>;
+
+struct Range {
+  double low = 0;
+  double high = std::numeric_limits<double>::infinity();
+  bool open_low = false;   // low itself is out
+  bool open_high = false;  // high itself is out
+};
+
+enum class KeyKind : u8 {
+  Effect,          // stored in `slot`
+  NotYet,          // only the values in `values` pass: they ask for nothing that we do not do
+  NotYetSection,   // an object; passes when its member `name` has one of `values`, or is missing; no name: never passes
+  Ignored,         // changes nothing, here and mostly there too: a warning that says `note`
+  IgnoredSection,  // an object of members that are Ignored
+  Subtable,        // an object that has tables of its own
+  Silent,          // bookkeeping of the writer of the file
+  Alias,           // another spelling of the key or section `name`
+  Deprecated,      // Alias with a warning
+  Refused,         // an error that says `note`
+};
+
+struct Key {
+  std::string_view path;  // "zero_optimization.stage"
+  KeyKind kind = KeyKind::Effect;
+  Slot (*slot)(void* root) = nullptr;
+  Range range = {};
+  bool takes_auto = false;        // "auto" leaves the default
+  bool takes_null = false;        // null leaves the default
+  std::string_view name = {};     // Alias, Deprecated: the target path; NotYetSection: the switch
+  std::string_view values = {};   // JSON array
+  std::string_view members = {};  // sections: the names inside, separated by blanks
+  std::string_view note = {};
+};
+
+// The rows of ds_config.json; root is a Config. Inline models are read by model_keys.
+std::span<const Key> config_keys();
+
+// The name that is written for a value; empty if it has none.
+std::string_view enum_name(std::span<const EnumName> names, u8 value);
+
+// "integer, at least 1", "one of fp32, bf16, fp16", ...; the value in a slot as JSON.
+std::string type_text(const Slot& slot, const Range& range);
+Json slot_json(const Slot& slot);
+
+// The slot of a member, reached from a root through members of members: slot_of<&Config::zero, &ZeroConfig::stage>.
+template <class E>
+inline constexpr std::array<EnumName, 0> kEnumNames{};
+
+template <class Root, class T>
+Root root_of(T Root::*);
+
+template <auto first, auto... rest>
+Slot slot_of(void* root) {
+  auto& member = ((static_cast<decltype(root_of(first))*>(root)->*first).*....*rest);
+  using T = std::remove_reference_t<decltype(member)>;
+  if constexpr (std::is_enum_v<T>) {
+    static_assert(sizeof(T) == 1 && !kEnumNames<T>.empty());
+    return EnumSlot{reinterpret_cast<u8*>(&member), kEnumNames<T>};
+  } else {
+    return &member;
+  }
+}
+
+}  // namespace ds

@@ -1,0 +1,24 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The reader of model configurations behind both load_model_config and the `model` section.
+
+#include "config/reader.h"
+
+namespace ds {
+
+// Where a model configuration stands decides what a missing key means: in a config.json Hugging Face's default, inline
+// the sizes must be said and dropout is 0.
+enum class ModelSource { File, Inline };
+
+// Reads `object` (config.json, or the inline section without "path"), whose paths begin with `prefix`; appends every
+// mistake. The result is meaningful only if no error was appended.
+ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
+                       std::vector<Diagnostic>& diagnostics);
+
+// Opens config.json, or the one in a directory, and reads it.
+ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
+
+// The keys of config.json for the model, "model_type" first.
+Json model_json(const ModelConfig& model);
+
+}  // namespace ds

@@ -1,0 +1,518 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/reader.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <charconv>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "base/nearest.h"
+
+namespace ds {
+namespace {
+
+constexpr size_t kMaxTextBytes = 16 << 20;
+
+template <class... F>
+struct Overloaded : F... {
+  using F::operator()...;
+};
+template <class... F>
+Overloaded(F...) -> Overloaded<F...>;
+
+std::vector<std::string_view> split_words(std::string_view s) {
+  std::vector<std::string_view> words;
+  while (!s.empty()) {
+    const size_t blank = std::min(s.find(' '), s.size());
+    if (blank > 0) words.push_back(s.substr(0, blank));
+    s.remove_prefix(std::min(blank + 1, s.size()));
+  }
+  return words;
+}
+
+// A value as it stands in a message: short, on one line.
+std::string show(const Json& v) {
+  if (v.is_object()) return "an object";
+  std::string s = v.dump(-1, ' ', false, Json::error_handler_t::replace);
+  if (s.size() > 60) s = v.is_array() ? "an array" : s.substr(0, 57) + "...";
+  return s;
+}
+
+std::string describe(double x) {
+  return std::fabs(x) < 1e15 && x == std::floor(x) ? fmt::format("{:.0f}", x) : fmt::format("{}", x);
+}
+
+std::string range_text(const Range& r) {
+  if (!std::isfinite(r.high)) {
+    if (!std::isfinite(r.low)) return "";
+    return r.open_low ? "greater than " + describe(r.low) : "at least " + describe(r.low);
+  }
+  if (!r.open_low && !r.open_high) return fmt::format("{} to {}", describe(r.low), describe(r.high));
+  return fmt::format("{} {} and {} {}", r.open_low ? "greater than" : "at least", describe(r.low),
+                     r.open_high ? "less than" : "at most", describe(r.high));
+}
+
+bool in_range(double x, const Range& r) {
+  return (r.open_low ? x > r.low : x >= r.low) && (r.open_high ? x < r.high : x <= r.high);
+}
+
+std::optional<i64> as_integer(const Json& v) {
+  if (v.is_number_unsigned()) {
+    const u64 x = v.get<u64>();
+    return std::in_range<i64>(x) ? std::optional(static_cast<i64>(x)) : std::nullopt;
+  }
+  if (v.is_number_integer()) return v.get<i64>();
+  if (v.is_number_float()) {  // 5e8 is how DeepSpeed's own documents write bucket sizes
+    const double x = v.get<double>();
+    if (x == std::floor(x) && std::fabs(x) < 0x1p63) return static_cast<i64>(x);
+  }
+  return std::nullopt;
+}
+
+// DeepSpeed takes the names of optimizers and types in any case.
+bool same_name(std::string_view a, std::string_view b) { return a.size() == b.size() && edit_distance(a, b) == 0; }
+
+// Stores v; or returns what it must be.
+std::optional<std::string> assign(const Slot& slot, const Range& range, const Json& v) {
+  const std::string expected = type_text(slot, range);
+  const auto number = [&](auto* at) -> std::optional<std::string> {
+    if (!v.is_number() || !in_range(v.get<double>(), range)) return expected;
+    *at = v.get<std::remove_pointer_t<decltype(at)>>();
+    return std::isfinite(*at) ? std::nullopt : std::optional<std::string>("a number that fits fp32");
+  };
+  return std::visit(
+      Overloaded{[&](bool* at) -> std::optional<std::string> {
+                   if (!v.is_boolean()) return expected;
+                   *at = v.get<bool>();
+                   return std::nullopt;
+                 },
+                 [&](i64* at) -> std::optional<std::string> {
+                   const std::optional<i64> x = as_integer(v);
+                   if (!x || !in_range(static_cast<double>(*x), range)) return expected;
+                   *at = *x;
+                   return std::nullopt;
+                 },
+                 [&](double* at) { return number(at); }, [&](float* at) { return number(at); },
+                 [&](std::string* at) -> std::optional<std::string> {
+                   if (!v.is_string() || v.get_ref<const std::string&>().empty()) return expected;
+                   *at = v.get<std::string>();
+                   return std::nullopt;
+                 },
+                 [&](EnumSlot at) -> std::optional<std::string> {
+                   if (!v.is_string()) return expected;
+                   for (const EnumName& n : at.names) {
+                     if (n.value == EnumName::kLater || !same_name(n.name, v.get_ref<const std::string&>())) continue;
+                     *at.value = n.value;
+                     return std::nullopt;
+                   }
+                   return expected;
+                 },
+                 [&](BetasSlot at) -> std::optional<std::string> {
+                   const auto good = [&](const Json& x) { return x.is_number() && in_range(x.get<double>(), range); };
+                   if (!v.is_array() || v.size() != 2 || !good(v[0]) || !good(v[1])) return expected;
+                   *at.first = v[0].get<double>();
+                   *at.second = v[1].get<double>();
+                   return std::nullopt;
+                 },
+                 [&](std::vector<std::string>* at) -> std::optional<std::string> {
+                   const Json list = v.is_string() ? Json::array({v}) : v;
+                   if (!list.is_array()) return expected;
+                   std::vector<std::string> words;
+                   for (const Json& x : list) {
+                     if (!x.is_string() || x.get_ref<const std::string&>().empty()) return expected;
+                     words.push_back(x.get<std::string>());
+                   }
+                   *at = std::move(words);
+                   return std::nullopt;
+                 },
+                 [&](std::vector<float>* at) -> std::optional<std::string> {
+                   if (!v.is_array()) return expected;
+                   std::vector<float> numbers;
+                   for (const Json& x : v) {
+                     if (!x.is_number() || !in_range(x.get<double>(), range)) return expected;
+                     numbers.push_back(x.get<float>());
+                   }
+                   *at = std::move(numbers);
+                   return std::nullopt;
+                 }},
+      slot);
+}
+
+// "a.b[1].c" as names and indices; empty when it is no path.
+std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path) {
+  std::vector<std::variant<std::string, size_t>> steps;
+  while (!path.empty()) {
+    if (path.front() == '[') {
+      size_t index = 0;
+      const auto [end, failed] = std::from_chars(path.data() + 1, path.data() + path.size(), index);
+      const size_t length = static_cast<size_t>(end - path.data());
+      if (steps.empty() || failed != std::errc() || length >= path.size() || path[length] != ']') return {};
+      steps.emplace_back(index);
+      path.remove_prefix(length + 1);
+    } else {
+      if (!steps.empty()) {
+        if (path.front() != '.') return {};
+        path.remove_prefix(1);
+      }
+      const size_t length = std::min(path.find_first_of(".["), path.size());
+      if (length == 0) return {};
+      steps.emplace_back(std::string(path.substr(0, length)));
+      path.remove_prefix(length);
+    }
+  }
+  return steps;
+}
+
+}  // namespace
+
+std::string type_text(const Slot& slot, const Range& range) {
+  const std::string bounds = range_text(range);
+  const auto bounded = [&](std::string_view type) {
+    return bounds.empty() ? std::string(type) : fmt::format("{}, {}", type, bounds);
+  };
+  return std::visit(
+      Overloaded{[&](bool*) -> std::string { return "true or false"; }, [&](i64*) { return bounded("an integer"); },
+                 [&](double*) { return bounded("a number"); }, [&](float*) { return bounded("a number"); },
+                 [&](std::string*) -> std::string { return "a string"; },
+                 [&](EnumSlot e) {
+                   std::vector<std::string_view> names;
+                   for (const EnumName& n : e.names)
+                     if (n.value != EnumName::kLater) names.push_back(n.name);
+                   return names.size() == 1 ? fmt::format("\"{}\"", names[0])
+                                            : fmt::format("one of \"{}\"", fmt::join(names, "\", \""));
+                 },
+                 [&](BetasSlot) { return fmt::format("an array of two numbers, {}", bounds); },
+                 [&](std::vector<std::string>*) -> std::string { return "a string or an array of strings"; },
+                 [&](std::vector<float>*) { return fmt::format("an array of numbers, {}", bounds); }},
+      slot);
+}
+
+std::string_view enum_name(std::span<const EnumName> names, u8 value) {
+  for (const EnumName& n : names)
+    if (n.value == value) return n.name;
+  return {};
+}
+
+Json slot_json(const Slot& slot) {
+  return std::visit(Overloaded{[](EnumSlot e) -> Json { return enum_name(e.names, *e.value); },
+                               [](BetasSlot b) {
+                                 return Json::array({*b.first, *b.second});
+                               },
+                               [](float* x) -> Json { return shortest_decimal(*x); },
+                               [](std::vector<float>* v) {
+                                 Json out = Json::array();
+                                 for (float x : *v) out.push_back(shortest_decimal(x));
+                                 return out;
+                               },
+                               [](auto* x) -> Json { return *x; }},
+                    slot);
+}
+
+std::variant<std::string, Diagnostic> read_config_text(const std::string& path) {
+  const auto refuse = [&](std::string why) {
+    return Diagnostic{.source = path == "-" ? "standard input" : path, .message = std::move(why)};
+  };
+  const auto close = [](std::FILE* f) {
+    if (f != stdin) std::fclose(f);
+  };
+  const std::unique_ptr<std::FILE, decltype(close)> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"), close);
+  if (!file) return refuse(fmt::format("cannot be opened: {}", std::strerror(errno)));
+  std::string text;
+  char block[1 << 14];
+  while (const size_t n = std::fread(block, 1, sizeof block, file.get())) {
+    text.append(block, n);
+    if (text.size() > kMaxTextBytes) return refuse("is larger than 16 MiB: not a configuration");
+  }
+  if (std::ferror(file.get())) return refuse(fmt::format("cannot be read: {}", std::strerror(errno)));
+  return text;
+}
+
+ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics) {
+  origins_[""] = {name, {}};
+  try {
+    JsonDocument document = parse_json(text, name);
+    for (const auto& [path, place] : document.places) origins_[path] = {name, place};
+    if (document.root.is_object()) {
+      root_ = std::move(document.root);
+    } else {
+      diagnostics.push_back(at("", Errc::Config, "must be a JSON object, { ... }"));
+    }
+  } catch (const JsonError& e) {
+    diagnostics.push_back(
+        {.source = std::move(name), .line = e.place().line, .column = e.place().column, .message = e.message()});
+  }
+}
+
+void ConfigText::set(const std::string& argument, std::vector<Diagnostic>& diagnostics) {
+  const std::string source = fmt::format("--set {}", argument);
+  const auto refuse = [&](std::string path, std::string why) {
+    diagnostics.push_back({.source = source, .key = std::move(path), .message = std::move(why)});
+  };
+  const size_t equals = argument.find('=');
+  const std::string path = argument.substr(0, std::min(equals, argument.size()));
+  const auto steps = parse_path(path);
+  if (equals == std::string::npos || steps.empty())
+    return refuse("", "must look like key=value, section.key=value or key[0]=value");
+
+  const std::string_view text = std::string_view(argument).substr(equals + 1);
+  Json value;
+  try {
+    value = parse_json(text, source, {.comments = false, .places = false}).root;
+  } catch (const JsonError& e) {
+    if (!text.empty() && std::string_view("[{\"").find(text.front()) != std::string_view::npos)
+      return refuse(path, fmt::format("the value is not JSON: column {}: {}", e.place().column, e.message()));
+    value = std::string(text);
+  }
+  try {
+    (void)value.dump();
+  } catch (const Json::exception&) {
+    return refuse(path, "the value is not UTF-8");
+  }
+
+  Json* at = &root_;
+  std::string walked;
+  for (const auto& step : steps) {
+    if (const auto* name = std::get_if<std::string>(&step)) {
+      if (at->is_null()) *at = Json::object();
+      if (!at->is_object()) return refuse(path, fmt::format("{} is {}, not an object", walked, show(*at)));
+      at = &(*at)[*name];
+      walked = json_member(walked, *name);
+    } else {
+      const size_t index = std::get<size_t>(step);
+      if (at->is_null()) *at = Json::array();
+      if (!at->is_array()) return refuse(path, fmt::format("{} is {}, not an array", walked, show(*at)));
+      if (index > at->size()) return refuse(path, fmt::format("{} has only {} elements", walked, at->size()));
+      if (index == at->size()) at->push_back(nullptr);
+      at = &(*at)[index];
+      walked = json_element(walked, index);
+    }
+    origins_.try_emplace(walked, Origin{source, {}});  // made by this argument
+  }
+  *at = std::move(value);
+  std::erase_if(origins_, [&](const auto& o) {
+    return o.first.starts_with(walked) &&
+           (o.first.size() == walked.size() || o.first[walked.size()] == '.' || o.first[walked.size()] == '[');
+  });
+  origins_[walked] = {source, {}};
+}
+
+Diagnostic ConfigText::at(std::string_view path, Errc code, std::string message) const {
+  std::string_view p = path;
+  auto it = origins_.find(p);
+  while (it == origins_.end()) {  // a value inside a --set object, or a missing key: the nearest that has a place
+    const size_t cut = p.find_last_of(".[");
+    p = cut == p.npos ? std::string_view() : p.substr(0, cut);
+    it = origins_.find(p);
+  }
+  return {.code = code,
+          .source = it->second.source,
+          .line = it->second.place.line,
+          .column = it->second.place.column,
+          .key = std::string(path),
+          .message = std::move(message)};
+}
+
+void Reader::read(const Json& object) { read_object(object, prefix_, ""); }
+
+bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
+  return std::any_of(paths.begin(), paths.end(), [&](std::string_view p) { return broken(p); });
+}
+
+void Reader::error(std::string_view path, std::string message, Errc code) {
+  report(Severity::Error, code, path, json_member(prefix_, path), std::move(message));
+}
+
+void Reader::warning(std::string_view path, std::string message) {
+  report(Severity::Warning, Errc::Config, path, json_member(prefix_, path), std::move(message));
+}
+
+void Reader::not_yet(std::string_view path, std::string_view what) {
+  error(path, fmt::format("{} is not there yet (libds {})", what, DS_VERSION), Errc::Unavailable);
+}
+
+void Reader::report(Severity severity, Errc code, std::string_view path, const std::string& typed,
+                    std::string message) {
+  Diagnostic d = text_.at(typed, code, std::move(message));
+  d.severity = severity;
+  if (severity == Severity::Error) {
+    broken_.emplace(path);
+    given_.erase(std::string(path));
+  }
+  diagnostics_.push_back(std::move(d));
+}
+
+const Key* Reader::find(std::string_view path) const {
+  const auto it = std::find_if(keys_.begin(), keys_.end(), [&](const Key& k) { return k.path == path; });
+  return it == keys_.end() ? nullptr : &*it;
+}
+
+bool Reader::is_section(std::string_view path) const {
+  return std::any_of(keys_.begin(), keys_.end(), [&](const Key& k) {
+    return k.path.size() > path.size() && k.path.starts_with(path) && k.path[path.size()] == '.';
+  });
+}
+
+void Reader::read_object(const Json& object, const std::string& typed, const std::string& path) {
+  for (const auto& [name, value] : object.items()) {
+    const std::string typed_key = json_member(typed, name);
+    if (name.find_first_of(".[") != std::string::npos) {
+      report(Severity::Error, Errc::Config, typed_key, typed_key, "unknown key; sections are nested objects, not dots");
+      continue;
+    }
+    std::string key_path = json_member(path, name);
+    const Key* key = find(key_path);
+    if (key && (key->kind == KeyKind::Alias || key->kind == KeyKind::Deprecated)) {
+      key_path = key->name;
+      if (key->kind == KeyKind::Deprecated)
+        report(Severity::Warning, Errc::Config, key_path, typed_key,
+               fmt::format("deprecated; write {}", json_member(prefix_, key_path)));
+      key = find(key_path);
+    }
+    if (!key && !is_section(key_path)) {
+      unknown(name, typed, path);
+      continue;
+    }
+    const auto [first, is_new] = seen_.emplace(key_path, &value);
+    if (!is_new) {
+      // Hugging Face writes both spellings of some keys
+      if (*first->second == value) continue;
+      report(Severity::Error, Errc::Config, key_path, typed_key,
+             fmt::format("contradicts {}, which is the same key", json_member(prefix_, key_path)));
+    } else if (key) {
+      read_key(*key, value, typed_key);
+    } else if (value.is_object()) {
+      read_object(value, typed_key, key_path);
+    } else if (!value.is_null()) {
+      report(Severity::Error, Errc::Config, key_path, typed_key, fmt::format("must be an object, not {}", show(value)));
+    }
+  }
+}
+
+void Reader::read_key(const Key& key, const Json& value, const std::string& typed) {
+  switch (key.kind) {
+    case KeyKind::Effect: return store(key, value, typed);
+    case KeyKind::NotYet: {
+      const Json accepted = Json::parse(key.values);
+      if (value.is_null() || std::find(accepted.begin(), accepted.end(), value) != accepted.end()) return;
+      std::string choices;
+      for (const Json& v : accepted) choices += (choices.empty() ? "" : " or ") + v.dump();
+      return report(Severity::Error, Errc::Unavailable, key.path, typed,
+                    fmt::format("{} is not there yet (libds {}); {} is accepted{}{}", show(value), DS_VERSION, choices,
+                                key.note.empty() ? "" : ": ", key.note));
+    }
+    case KeyKind::NotYetSection:
+    case KeyKind::IgnoredSection: return read_section(key, value, typed);
+    case KeyKind::Ignored:
+      return report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
+    case KeyKind::Refused: return report(Severity::Error, Errc::Config, key.path, typed, std::string(key.note));
+    case KeyKind::Subtable:
+    case KeyKind::Silent:
+    case KeyKind::Alias:
+    case KeyKind::Deprecated: return;
+  }
+}
+
+void Reader::read_section(const Key& key, const Json& value, const std::string& typed) {
+  if (value.is_null() || (value.is_object() && value.empty())) return;
+  if (!value.is_object())
+    return report(Severity::Error, Errc::Config, key.path, typed,
+                  fmt::format("must be an object, not {}", show(value)));
+  const std::vector<std::string_view> members = split_words(key.members);
+  for (const auto& [name, inner] : value.items()) {
+    if (std::find(members.begin(), members.end(), name) != members.end()) continue;
+    const std::string inner_typed = json_member(typed, name);
+    const std::string_view meant = nearest(name, members);
+    report(Severity::Error, Errc::Config, inner_typed, inner_typed,
+           meant.empty() ? "unknown key; ds-config(5) lists all"
+                         : fmt::format("unknown key; did you mean {}?", json_member(typed, meant)));
+  }
+  if (key.kind == KeyKind::IgnoredSection) {
+    report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
+    return;
+  }
+  if (key.name.empty())
+    return report(Severity::Error, Errc::Unavailable, key.path, typed,
+                  fmt::format("{} is not there yet (libds {})", typed, DS_VERSION));
+  const auto it = value.find(std::string(key.name));
+  const Json off = Json::parse(key.values);
+  if (it == value.end() || it->is_null() || std::find(off.begin(), off.end(), *it) != off.end()) return;
+  const std::string at = json_member(typed, key.name);
+  report(Severity::Error, Errc::Unavailable, key.path, at,
+         fmt::format("{} is not there yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
+}
+
+void Reader::store(const Key& key, const Json& value, const std::string& typed) {
+  const auto fail = [&](std::string message, Errc code = Errc::Config) {
+    report(Severity::Error, code, key.path, typed, std::move(message));
+  };
+  if (value.is_null() && key.takes_null) return;
+  if (key.takes_auto && value == "auto") {
+    automatic_.emplace(key.path);
+    return;
+  }
+  const Slot slot = key.slot(root_);
+  if (const auto* e = std::get_if<EnumSlot>(&slot); e && value.is_string()) {
+    const std::string& typed_name = value.get_ref<const std::string&>();
+    std::vector<std::string_view> names;
+    for (const EnumName& n : e->names) {
+      if (n.value == EnumName::kLater && same_name(n.name, typed_name))
+        return fail(fmt::format("{} is not there yet (libds {}); must be {}", show(value), DS_VERSION,
+                                type_text(slot, key.range)),
+                    Errc::Unavailable);
+      names.push_back(n.name);
+    }
+    if (const std::string_view meant = nearest(typed_name, names); !meant.empty() && !same_name(meant, typed_name))
+      return fail(
+          fmt::format("must be {}, not {}; did you mean \"{}\"?", type_text(slot, key.range), show(value), meant));
+  }
+  if (const std::optional<std::string> expected = assign(slot, key.range, value)) {
+    std::string hint;
+    if (value == "auto") {
+      hint = "; \"auto\" has no meaning here";
+    } else if (value.is_string()) {
+      const std::string& s = value.get_ref<const std::string&>();
+      const bool bare = !s.empty() && Json::accept(s) && !assign(slot, key.range, Json::parse(s));
+      if (bare) hint = fmt::format("; write {} without quotes", s);
+    }
+    return fail(fmt::format("must be {}, not {}{}", *expected, show(value), hint));
+  }
+  given_.emplace(key.path);
+}
+
+// Looks among the names of the same section first; a name that is spelled exactly so elsewhere wins over a likeness.
+void Reader::unknown(std::string_view name, const std::string& parent, const std::string& parent_path) {
+  std::string best;
+  i64 best_score = std::numeric_limits<i64>::max();
+  const auto consider = [&](std::string_view candidate, std::string path, i64 penalty) {
+    if (!resembles(name, candidate)) return;
+    const i64 score = 2 * edit_distance(name, candidate) + penalty;
+    if (score >= best_score) return;
+    best_score = score;
+    best = std::move(path);
+  };
+  for (const Key& k : keys_) {
+    if (k.kind == KeyKind::Deprecated || k.kind == KeyKind::Refused || k.kind == KeyKind::Silent) continue;
+    const size_t dot = k.path.rfind('.');
+    const std::string_view section = dot == k.path.npos ? std::string_view() : k.path.substr(0, dot);
+    const std::string_view leaf = k.path.substr(dot == k.path.npos ? 0 : dot + 1);
+    consider(leaf, json_member(section == parent_path ? parent : prefix_, section == parent_path ? leaf : k.path),
+             section == parent_path ? 0 : 1);
+    if (section.starts_with(parent_path)) {  // a section inside this one
+      std::string_view rest = section.substr(parent_path.size());
+      if (!parent_path.empty() && rest.starts_with('.')) rest.remove_prefix(1);
+      rest = rest.substr(0, rest.find('.'));
+      if (!rest.empty()) consider(rest, json_member(parent, rest), 0);
+    }
+  }
+  const std::string typed = json_member(parent, name);
+  report(Severity::Error, Errc::Config, typed, typed,
+         best.empty() ? "unknown key; ds-config(5) lists all" : fmt::format("unknown key; did you mean {}?", best));
+}
+
+}  // namespace ds

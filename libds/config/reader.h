@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Reads a JSON object into a struct by a table of keys, and reports every mistake instead of stopping at the first.
+
+#include <map>
+#include <optional>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "config/keys.h"
+
+namespace ds {
+
+// The text of a file ("-": standard input), or the Diagnostic that says why there is none.
+std::variant<std::string, Diagnostic> read_config_text(const std::string& path);
+
+// A parsed text in which --set arguments may replace values, and where each value came from.
+class ConfigText {
+ public:
+  // On a syntax error appends the diagnostic; root() is then an empty object.
+  ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics);
+  // "a.b[0].c=v"; appends a diagnostic when the path leads nowhere.
+  void set(const std::string& argument, std::vector<Diagnostic>& diagnostics);
+
+  const Json& root() const noexcept { return root_; }
+  Diagnostic at(std::string_view path, Errc code, std::string message) const;
+
+ private:
+  struct Origin {
+    std::string source;
+    JsonPlace place;
+  };
+  Json root_ = Json::object();
+  std::map<std::string, Origin, std::less<>> origins_;  // "" is the whole
+};
+
+class Reader {
+ public:
+  // Paths in diagnostics begin with `prefix`; those of the table and of the queries below do not.
+  Reader(std::span<const Key> keys, void* root, const ConfigText& text, std::string prefix,
+         std::vector<Diagnostic>& diagnostics)
+      : keys_(keys), root_(root), text_(text), prefix_(std::move(prefix)), diagnostics_(diagnostics) {}
+
+  void read(const Json& object);
+
+  bool given(std::string_view path) const { return given_.contains(path); }  // and good, and neither auto nor null
+  bool automatic(std::string_view path) const { return automatic_.contains(path); }  // "auto"
+  bool broken(std::string_view path) const { return broken_.contains(path); }        // reported
+  bool any_broken(std::initializer_list<std::string_view> paths) const;
+
+  // Reports; the key need not be in the text. An error marks it as broken.
+  void error(std::string_view path, std::string message, Errc code = Errc::Config);
+  void warning(std::string_view path, std::string message);
+  void not_yet(std::string_view path, std::string_view what);
+
+ private:
+  void read_object(const Json& object, const std::string& typed, const std::string& path);
+  void read_key(const Key& key, const Json& value, const std::string& typed);
+  void read_section(const Key& key, const Json& value, const std::string& typed);
+  void store(const Key& key, const Json& value, const std::string& typed);
+  void unknown(std::string_view name, const std::string& parent, const std::string& parent_path);
+  const Key* find(std::string_view path) const;
+  bool is_section(std::string_view path) const;
+  void report(Severity severity, Errc code, std::string_view path, const std::string& typed, std::string message);
+
+  std::span<const Key> keys_;
+  void* root_;
+  const ConfigText& text_;
+  std::string prefix_;
+  std::vector<Diagnostic>& diagnostics_;
+  std::map<std::string, const Json*, std::less<>> seen_;
+  std::set<std::string, std::less<>> given_, automatic_, broken_;
+};
+
+}  // namespace ds

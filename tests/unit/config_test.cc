@@ -1,0 +1,486 @@
+// SPDX-License-Identifier: Apache-2.0
+// The configuration reader: what a ds_config.json resolves to, and every way in which one is refused.
+#include "ds/config.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "config/keys.h"
+#include "config/reader.h"
+
+namespace ds {
+namespace {
+
+using testing::HasSubstr;
+
+ConfigResult parse(std::string_view text, int world = 1, const std::vector<std::string>& overrides = {},
+                   ConfigUse use = ConfigUse::Inspect) {
+  return parse_config(text, "cfg", overrides, world, use);
+}
+
+Config good(std::string_view text, int world = 1, const std::vector<std::string>& overrides = {}) {
+  const ConfigResult r = parse(text, world, overrides);
+  EXPECT_TRUE(r.ok()) << text << "\n" << r.message();
+  return r.config;
+}
+
+constexpr std::string_view kModel =
+    R"("model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})";
+
+// ---- wrong configurations: text, code, and what the message must say
+// --------------------------------------------------
+
+struct Wrong {
+  std::string_view text;  // of the members, beside "train_batch_size": 8 unless it sets batch keys itself
+  Errc code;
+  std::string_view message;
+  int world = 1;
+};
+
+constexpr Errc kBad = Errc::Config;
+constexpr Errc kLater = Errc::Unavailable;
+const Wrong kWrong[] = {
+    // Names.
+    {R"("optimzer": {})", kBad, "cfg:1:25: optimzer: unknown key; did you mean optimizer?"},
+    {R"("zero_optimization": {"satge": 2})", kBad,
+     "zero_optimization.satge: unknown key; did you mean zero_optimization.stage?"},
+    {R"("reduce_bucket_size": 5e8)", kBad, "did you mean zero_optimization.reduce_bucket_size?"},
+    {R"("stage": 2)", kBad, "did you mean zero_optimization.stage?"},
+    {R"("lr": 1e-4)", kBad, "did you mean optimizer.params.lr?"},
+    {R"("optimizer": {"type": "AdamW", "lr": 1e-4})", kBad,
+     "optimizer.lr: unknown key; did you mean optimizer.params.lr?"},
+    {R"("fp16": {"enable": true})", kBad, "did you mean fp16.enabled?"},
+    {R"("batch_size": 4)", kBad, "did you mean train_batch_size?"},
+    {R"("qqqqqq": 1)", kBad, "qqqqqq: unknown key; ds-config(5) lists all"},
+    {R"("zero_optimization.stage": 2)", kBad, "sections are nested objects, not dots"},
+    {R"("zero_optimization": {"offload_optimizer": {"device": "none", "pin_memry": true}})", kBad,
+     "did you mean zero_optimization.offload_optimizer.pin_memory?"},
+    {R"("bf16": {"enabled": true}, "bfloat16": {"enabled": false})", kBad, "contradicts bf16"},
+    {R"("zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2})", kBad, "contradicts"},
+    // Types and ranges.
+    {R"("steps": "100")", kBad, "steps: must be an integer, at least 1, not \"100\"; write 100 without quotes"},
+    {R"("optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}})", kBad, "write 1e-4 without quotes"},
+    {R"("optimizer": {"type": "AdamW", "params": {"lr": -1}})", kBad, "must be a number, at least 0, not -1"},
+    {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9]}})", kBad, "an array of two numbers"},
+    {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1]}})", kBad, "at least 0 and less than 1"},
+    {R"("optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}})", kBad, "write gradient_clipping"},
+    {R"("optimizer": "AdamW")", kBad, "optimizer: must be an object, not \"AdamW\""},
+    {R"("optimizer": {"params": {"lr": 1}})", kBad, "optimizer.type: is missing"},
+    {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
+    {R"("optimizer": {"type": 3})", kBad, "must be one of \"AdamW\", \"Adam\", not 3"},
+    {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
+    {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
+    {R"("zero_optimization": {"stage": true})", kBad, "not true"},
+    {R"("zero_optimization": {"stage": "auto"})", kBad, "\"auto\" has no meaning here"},
+    {R"("zero_optimization": {"reduce_bucket_size": 0})", kBad, "at least 1, not 0"},
+    {R"("zero_optimization": {"reduce_bucket_size": 1e19})", kBad, "not 1e+19"},
+    {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
+    {R"("zero_optimization": true)", kBad, "zero_optimization: must be an object, not true"},
+    {R"("zero_optimization": {"overlap_comm": 1})", kBad, "must be true or false, not 1"},
+    {R"("fp16": {"enabled": "true"})", kBad, "write true without quotes"},
+    {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
+    {R"("fp16": {"loss_scale_window": 0})", kBad, "at least 1"},
+    {R"("fp16": {"min_loss_scale": 0})", kBad, "greater than 0"},
+    {R"("fp16": {"hysteresis": 0})", kBad, "fp16.hysteresis"},
+    {R"("gradient_clipping": -0.5)", kBad, "gradient_clipping"},
+    {R"("gradient_clipping": null, "steps": null)", kBad, "steps: must be an integer, at least 1, not null"},
+    {R"("seed": 4294967296)", kBad, "0 to 4294967295"},
+    {R"("data": {"split": 1})", kBad, "data.split"},
+    {R"("data": {"train": []})", kBad, "names no file"},
+    {R"("data": {"train": ["a", 3]})", kBad, "a string or an array of strings"},
+    {R"("data": {"train": ""})", kBad, "a string or an array of strings"},
+    {R"("data": {"format": "csv"})", kBad, "one of \"auto\", \"text\", \"bin\""},
+    {R"("communication": {"timeout_s": 0})", kBad, "greater than 0"},
+    {R"("communication": {"backend": "gloo"})", kBad, "one of \"auto\", \"self\", \"shm\", \"mpi\""},
+    {R"("communication_data_type": "fp8")", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
+    // Keys that contradict each other.
+    {R"("fp16": {"enabled": true}, "bf16": {"enabled": true})", kBad, "exclude each other"},
+    {R"("reduce_order": "boundary", "zero_optimization": {"stage": 2})", kBad, "ZeRO stage 2"},
+    {R"("reduce_order": "boundary", "deterministic": true)", kBad, "sums in the order \"micro\""},
+    {R"("scheduler": {"params": {"warmup_num_steps": 3}})", kBad, "scheduler.type: is missing"},
+    {R"("scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}})", kBad, "belongs to WarmupCosineLR"},
+    {R"("scheduler": {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 3}})", kBad, "belongs to WarmupLR"},
+    {R"("communication": {"backend": "self"})", kBad, "\"self\" is for 1 rank; there are 2", 2},
+    {R"("eval": {"every": 10}, "data": {"split": 0})", kBad, "nothing to evaluate on"},
+    // Batch arithmetic.
+    {R"("train_batch_size": 32, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3)", kBad,
+     "train_batch_size: 32 is not train_micro_batch_size_per_gpu 4 x gradient_accumulation_steps 3 x 2 ranks = 24", 2},
+    {R"("train_batch_size": 30, "train_micro_batch_size_per_gpu": 4)", kBad,
+     "4 x 2 ranks = 8 does not divide it; 24 or 32 would do", 2},
+    {R"("train_batch_size": 30, "gradient_accumulation_steps": 4)", kBad, "gradient_accumulation_steps 4 x 2 ranks = 8",
+     2},
+    {R"("train_batch_size": 5)", kBad, "gradient_accumulation_steps 1 x 2 ranks = 2 does not divide it; 4 or 6", 2},
+    {R"("train_batch_size": 1)", kBad, "x 3 ranks = 3 does not divide it; 3 would do", 3},
+    {R"("gradient_accumulation_steps": 4)", kBad, "(not gradient_accumulation_steps alone)"},
+    {R"("train_batch_size": null)", kBad, "train_batch_size: is missing: give train_batch_size or"},
+    {R"("train_batch_size": 0)", kBad, "at least 1, not 0"},
+    {R"("train_micro_batch_size_per_gpu": 1e12, "gradient_accumulation_steps": 1e12)", kBad, "is beyond"},
+    // Models.
+    {R"("model": "gpt2")", kBad, "model: must be an object"},
+    {R"("model": {})", kBad, "model.type: is missing"},
+    {R"("model": {"type": "gpt2", "path": "x"})", kBad, "model.type: stands beside model.path"},
+    {R"("model": {"path": "/nonexistent/dir"})", kBad,
+     "/nonexistent/dir: cannot be opened: No such file or directory (model.path)"},
+    {R"("model": {"type": "gpt2", "n_layers": 3})", kBad, "model.n_layers: unknown key; did you mean model.n_layer?"},
+    {R"("model": {"type": "gpt2", "vocab_size": 9, "n_embd": 30, "n_layer": 1, "n_head": 4})", kBad,
+     "4 heads do not divide n_embd 30"},
+    {R"("model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "data": {"seq_length": 65})",
+     kBad, "data.seq_length: 65 is beyond the model's 64 positions"},
+    {R"("model": {"type": "gpt2", "vocab_size": 200, "n_embd": 32, "n_layer": 2, "n_head": 2}, "data": {"train": "a.txt"})",
+     kBad, "the vocabulary of 200 does not cover the 256 bytes"},
+    // Known, but not there yet.
+    {R"("zero_optimization": {"offload_optimizer": {"device": "cpu"}})", kLater,
+     "zero_optimization.offload_optimizer.device: zero_optimization.offload_optimizer is not there yet (libds 0.1.0); "
+     "\"none\" turns it off"},
+    {R"("zero_optimization": {"offload_param": {"device": "nvme", "nvme_path": "/x"}})", kLater,
+     "offload_param is not there yet"},
+    {R"("zero_optimization": {"cpu_offload": true})", kLater, "now offload_optimizer"},
+    {R"("zero_optimization": {"round_robin_gradients": true})", kLater,
+     "true is not there yet (libds 0.1.0); false is accepted"},
+    {R"("zero_optimization": {"zero_hpz_partition_size": 8})", kLater, "8 is not there yet"},
+    {R"("zero_optimization": {"contiguous_gradients": false})", kLater, "true is accepted"},
+    {R"("optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}})", kLater, "\"OneBitAdam\" is not there yet"},
+    {R"("optimizer": {"type": "lion"})", kLater, "\"lion\" is not there yet"},
+    {R"("scheduler": {"type": "OneCycle"})", kLater, "\"OneCycle\" is not there yet"},
+    {R"("prescale_gradients": true)", kLater, "prescale_gradients"},
+    {R"("gradient_predivide_factor": 2.0)", kLater, "1 is accepted"},
+    {R"("data_types": {"grad_accum_dtype": "bf16"})", kLater, "\"fp32\" is accepted"},
+    {R"("bf16": {"enabled": true, "check_grad_overflow": false})", kLater, "true is accepted"},
+    {R"("wall_clock_breakdown": true)", kLater, "wall_clock_breakdown"},
+    {R"("flops_profiler": {"enabled": true, "profile_step": 3})", kLater, "flops_profiler is not there yet"},
+    {R"("tensor_parallel": {"autotp_size": 4})", kLater, "tensor_parallel is not there yet"},
+    {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
+    {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
+    {R"("device": "cuda")", kLater, "\"cuda\" is not there yet"},
+    {R"("communication": {"backend": "nccl"})", kLater, "\"nccl\" is not there yet"},
+    {R"("data": {"tokenizer": "tok.json"})", kLater, "a tokenizer file"},
+    {R"("save": {"async": true})", kLater, "save.async"},
+    {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
+    // Both: the mistake decides.
+    {R"("wall_clock_breakdown": true, "stepz": 3)", kBad, "wall_clock_breakdown"},
+};
+
+TEST(Config, EveryMistakeIsRefusedWithItsCodeAndWords) {
+  ASSERT_GE(std::size(kWrong), 60u);
+  for (const Wrong& w : kWrong) {
+    const bool own_batch = w.text.find("train_") != w.text.npos || w.text.find("accumulation_steps") != w.text.npos;
+    const std::string text =
+        own_batch ? "{" + std::string(w.text) + "}" : "{\"train_batch_size\": 6, " + std::string(w.text) + "}";
+    const ConfigResult r = parse(text, w.world);
+    ASSERT_FALSE(r.ok()) << text;
+    EXPECT_EQ(static_cast<int>(r.code()), static_cast<int>(w.code)) << text << "\n" << r.message();
+    EXPECT_THAT(r.message(), HasSubstr(std::string(w.message))) << text;
+  }
+}
+
+TEST(Config, NotJsonIsOneMistakeWithItsPlace) {
+  for (auto [text, message] : {std::pair{"{\"a\": 1,}", "cfg:1:9: a comma before '}'"},
+                               {"{\"steps\": 1, \"steps\": 2}", "cfg:1:14: the key \"steps\" is there twice"},
+                               {"{\"seed\": NaN}", "cfg:1:10: 'NaN' is not JSON"},
+                               {"", "cfg:1:1: there is no JSON here"},
+                               {"[]", "cfg: must be a JSON object"}}) {
+    const ConfigResult r = parse(text);
+    ASSERT_EQ(r.diagnostics.size(), 1u) << text;
+    EXPECT_THAT(r.message(), HasSubstr(message));
+    EXPECT_EQ(exit_code(r.code()), 2);
+  }
+}
+
+TEST(Config, AllMistakesAreReportedAtOnce) {
+  const ConfigResult r = parse(
+      "{\n  \"stepz\": 1,\n  \"seed\": -1,\n  \"zero_optimization\": {\"stage\": 9},\n"
+      "  \"wall_clock_breakdown\": true\n}",
+      1, {"threads=x"}, ConfigUse::Train);
+  std::set<std::string> keys;
+  for (const Diagnostic& d : r.diagnostics) keys.insert(d.key);
+  EXPECT_THAT(keys, testing::ElementsAre("data.train", "model", "seed", "steps", "stepz", "threads", "train_batch_size",
+                                         "wall_clock_breakdown", "zero_optimization.stage"));
+  EXPECT_EQ(exit_code(r.code()), 2);
+  EXPECT_THAT(r.message(), HasSubstr("cfg:4:25: zero_optimization.stage: "));
+  EXPECT_THAT(r.message(), HasSubstr("--set threads=x: threads: "));
+}
+
+TEST(Config, TrainingDemandsModelDataAndSteps) {
+  EXPECT_TRUE(parse(R"({"train_batch_size": 1})").ok());
+  const ConfigResult r = parse(R"({"train_batch_size": 1})", 1, {}, ConfigUse::Train);
+  EXPECT_EQ(r.diagnostics.size(), 3u) << r.message();
+}
+
+TEST(Config, MissingFileIsAMistakeOfTheCommandLine) {
+  const ConfigResult r = load_config("/nonexistent.json", {}, 1);
+  EXPECT_EQ(exit_code(r.code()), 2);
+  EXPECT_EQ(r.message(), "/nonexistent.json: cannot be opened: No such file or directory");
+  EXPECT_THAT(load_config("/", {}, 1).message(), HasSubstr("cannot be read: Is a directory"));
+}
+
+// ---- good configurations
+// ----------------------------------------------------------------------------------------------
+
+TEST(Config, BatchSizesFollowTheTable) {
+  struct Case {
+    std::string_view given;
+    i64 train, micro, accumulation;
+  };
+  for (
+      const Case& c : {
+          Case{R"("train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2)", 24,
+               4, 2},
+          Case{R"("train_batch_size": 24, "train_micro_batch_size_per_gpu": 2)", 24, 2, 4},
+          Case{R"("train_batch_size": 24, "gradient_accumulation_steps": 2)", 24, 4, 2},
+          Case{R"("train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 5)", 30, 2, 5},
+          Case{R"("train_batch_size": 24)", 24, 8, 1},
+          Case{R"("train_micro_batch_size_per_gpu": 7)", 21, 7, 1},
+          Case{
+              R"("train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto")",
+              3, 1, 1},
+          Case{
+              R"("train_batch_size": 12, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto")",
+              12, 4, 1},
+          Case{R"("train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 4)", 12, 1, 4},
+          Case{R"("train_batch_size": null, "train_micro_batch_size_per_gpu": 2e0)", 6, 2, 1},
+      }) {
+    const BatchConfig b = good("{" + std::string(c.given) + "}", 3).batch;
+    EXPECT_EQ(b.train, c.train) << c.given;
+    EXPECT_EQ(b.micro, c.micro) << c.given;
+    EXPECT_EQ(b.accumulation, c.accumulation) << c.given;
+  }
+}
+
+TEST(Config, DefaultsAreDeepSpeeds) {
+  const Config c = good(R"({"train_batch_size": 1})");
+  EXPECT_EQ(c.optimizer.lr, 1e-3);
+  EXPECT_TRUE(c.optimizer.adam_w_mode);
+  EXPECT_EQ(c.scheduler.type, SchedulerType::Constant);
+  EXPECT_EQ(c.gradient_clipping, 1.0);
+  EXPECT_EQ(c.zero.stage, 0);
+  EXPECT_FALSE(c.zero.overlap_comm);
+  EXPECT_EQ(c.zero.reduce_bucket_size, 500000000);
+  EXPECT_EQ(c.zero.prefetch_bucket_size, 50000000);
+  EXPECT_EQ(c.zero.model_persistence_threshold, std::numeric_limits<i64>::max());
+  EXPECT_EQ(c.work_dtype(), DType::F32);
+  EXPECT_EQ(c.communication_data_type, DType::F32);
+  EXPECT_EQ(c.reduce_order, ReduceOrder::Boundary);
+  EXPECT_EQ(c.communication.timeout_s, 300);
+}
+
+TEST(Config, DefaultsFollowOtherKeys) {
+  const Config c =
+      good(R"({"train_batch_size": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}, "seed": 7,
+      "steps": 50, "optimizer": {"type": "adam", "params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"}})");
+  EXPECT_EQ(c.work_dtype(), DType::BF16);
+  EXPECT_EQ(c.communication_data_type, DType::BF16);
+  EXPECT_TRUE(c.zero.overlap_comm);
+  EXPECT_EQ(c.reduce_order, ReduceOrder::Micro);
+  EXPECT_EQ(c.data.seed, 7);
+  EXPECT_EQ(c.optimizer.type, OptimizerType::Adam);
+  EXPECT_EQ(c.scheduler.warmup_max_lr, 0.25);
+  const Config d = good(R"({"train_batch_size": 1, "deterministic": true, "steps": 50,
+      "fp16": {"enabled": true}, "communication_data_type": "FP32", "zero_optimization": {"stage": 3, "overlap_comm": false},
+      "scheduler": {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 5}}})");
+  EXPECT_EQ(d.work_dtype(), DType::F16);
+  EXPECT_EQ(d.communication_data_type, DType::F32);
+  EXPECT_FALSE(d.zero.overlap_comm);
+  EXPECT_EQ(d.reduce_order, ReduceOrder::Micro);
+  EXPECT_EQ(d.scheduler.total_num_steps, 50);
+}
+
+// The ZeRO-3 example of Hugging Face's documentation, offload turned off: full of "auto".
+TEST(Config, TakesADeepSpeedConfigurationAsItIs) {
+  const ConfigResult r = parse(R"({
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+             "min_loss_scale": 1},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {"type": "WarmupLR",
+                  "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"}},
+    "zero_optimization": {
+      "stage": 3,
+      "offload_optimizer": {"device": "none", "pin_memory": true},
+      "offload_param": {"device": "none", "pin_memory": true},
+      "overlap_comm": true, "contiguous_gradients": true, "sub_group_size": 1e9, "reduce_bucket_size": "auto",
+      "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto",
+      "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9,
+      "stage3_gather_16bit_weights_on_model_save": true},
+    "gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "steps_per_print": 2000,
+    "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false})",
+                               2);
+  EXPECT_TRUE(r.ok()) << r.message();
+  ASSERT_EQ(r.diagnostics.size(), 1u);
+  EXPECT_EQ(
+      to_string(r.diagnostics[0]),
+      "cfg:12:59: zero_optimization.sub_group_size: has no effect: the optimizer works in place and needs no tiles");
+}
+
+TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
+  const Config c =
+      good(R"({"train_batch_size": 1, "zero_optimization": {"reduce_bucket_size": 2e8, "prefetch_bucket_size": 5.0}})");
+  EXPECT_EQ(c.zero.reduce_bucket_size, 200000000);
+  EXPECT_EQ(c.zero.prefetch_bucket_size, 5);
+}
+
+TEST(Config, WhatAsksForNothingPasses) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "prescale_gradients": false, "gradient_predivide_factor": 1.0,
+      "amp": {"enabled": false, "opt_level": "O1"}, "flops_profiler": {"enabled": false, "profile_step": 1}, "compile": null,
+      "tensor_parallel": {"autotp_size": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
+  EXPECT_EQ(r.message(), "cfg:3:88: qqq: unknown key; ds-config(5) lists all");
+}
+
+TEST(Config, DeprecatedAndIgnoredKeysWarn) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "zero_optimization": {"allgather_partitions": true,
+      "stage3_gather_fp16_weights_on_model_save": true}, "aio": {"block_size": 1048576}, "disable_allgather": false})");
+  EXPECT_TRUE(r.ok()) << r.message();
+  EXPECT_EQ(r.diagnostics.size(), 4u);
+  for (const Diagnostic& d : r.diagnostics) EXPECT_EQ(d.severity, Severity::Warning);
+}
+
+// ---- --set
+// --------------------------------------------------------------------------------------------------------------
+
+TEST(ConfigSet, ParsesJsonElseAString) {
+  const Config c =
+      good(R"({"train_batch_size": 4, "data": {"train": ["a", "b"]}})", 1,
+           {"data.train[1]=c", "data.train[2]=d e", "data.validation=e=f", "bf16.enabled=true", "steps=5e1",
+            "optimizer={\"type\": \"Adam\", \"params\": {\"betas\": [0.5, 0.75]}}", "optimizer.params.betas[1]=0.875"});
+  EXPECT_THAT(c.data.train, testing::ElementsAre("a", "c", "d e"));
+  EXPECT_THAT(c.data.validation, testing::ElementsAre("e=f"));
+  EXPECT_TRUE(c.bf16.enabled);
+  EXPECT_EQ(c.steps, 50);
+  EXPECT_EQ(c.optimizer.beta1, 0.5);
+  EXPECT_EQ(c.optimizer.beta2, 0.875);
+}
+
+TEST(ConfigSet, MistakesNameTheArgument) {
+  struct Case {
+    std::string argument, message;
+  };
+  for (const Case& c : {
+           Case{"zero_optimization.stage=7",
+                "--set zero_optimization.stage=7: zero_optimization.stage: must be an integer"},
+           Case{"zero_optimization={\"stage\": 7}",
+                "--set zero_optimization={\"stage\": 7}: zero_optimization.stage: "},
+           Case{"zero_optimisation.stage=1", "did you mean zero_optimization?"},
+           Case{"steps", "--set steps: must look like key=value"},
+           Case{"=3", "must look like"},
+           Case{"a..b=3", "must look like"},
+           Case{"a[x]=3", "must look like"},
+           Case{"data.train=[a.txt]", "--set data.train=[a.txt]: data.train: the value is not JSON: column 2: "},
+           Case{"data.train[2]=x", "data.train[2]: data.train has only 1 elements"},
+           Case{"train_batch_size.x=1", "train_batch_size is 4, not an object"},
+           Case{"data[0]=1", "data is an object, not an array"},
+           Case{"data.train=\xff\xfe", "the value is not UTF-8"},
+       }) {
+    const ConfigResult r = parse(R"({"train_batch_size": 4, "data": {"train": ["a"]}})", 1, {c.argument});
+    EXPECT_EQ(exit_code(r.code()), 2) << c.argument;
+    EXPECT_THAT(r.message(), HasSubstr(c.message));
+    EXPECT_THAT(r.message(), HasSubstr("--set "));
+  }
+}
+
+TEST(ConfigSet, MendsWhatItReplaces) {
+  EXPECT_TRUE(parse(R"({"train_batch_size": "x", "seed": -4})", 1, {"train_batch_size=4", "seed=4"}).ok());
+}
+
+// ---- resolved_json
+// ------------------------------------------------------------------------------------------------------
+
+TEST(ConfigResolved, RoundTripsEveryEffect) {
+  const std::string texts[] = {
+      R"({"train_batch_size": 12, "steps": 3})",
+      "{" + std::string(kModel) +
+          R"(, "train_batch_size": 12, "fp16": {"enabled": true, "hysteresis": 3}, "reduce_order": "micro",
+        "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5, 0.25], "adam_w_mode": false}}, "steps": 9,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_type": "linear"}}, "data": {"train": ["a", "b"]}})",
+      R"({"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}, "steps": 10,
+        "scheduler": {"type": "WarmupCosineLR", "params": {"cos_min_ratio": 0.3, "warmup_num_steps": 4}}, "loss_norm": "token", "threads": 3,
+        "data": {"train": "a", "validation": "b", "seed": 5}, "save": {"every": 4, "keep": 2},
+        "model": {"type": "qwen3", "vocab_size": 300, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rope_theta": 1e6,
+          "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 32768},
+          "use_sliding_window": true, "sliding_window": 7, "max_window_layers": 1}})",
+  };
+  for (const std::string& text : texts) {
+    const std::string once = resolved_json(good(text, 2));
+    const ConfigResult again = parse(once, 2);
+    EXPECT_TRUE(again.diagnostics.empty()) << once << again.message();
+    EXPECT_EQ(resolved_json(again.config), once);
+  }
+}
+
+// Moves every Effect key off its default through --set and expects it in resolved_json and back: a row whose slot is
+// wrong, or that the writer forgets, fails here.
+TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
+  for (const Key& key : config_keys()) {
+    if (key.kind != KeyKind::Effect) continue;
+    Config defaults;
+    const Slot slot = key.slot(&defaults);
+    Json value;
+    if (std::holds_alternative<bool*>(slot)) {
+      value = !slot_json(slot).get<bool>();
+    } else if (std::holds_alternative<i64*>(slot)) {
+      value = 3;
+    } else if (std::holds_alternative<double*>(slot)) {
+      value = 0.375;
+    } else if (std::holds_alternative<BetasSlot>(slot)) {
+      value = {0.25, 0.375};
+    } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
+      for (const EnumName& n : e->names)
+        if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = n.name;
+    } else {
+      value = key.path == "data.tokenizer" ? "bytes" : "text";
+    }
+    std::vector<std::string> set = {fmt::format("{}={}", key.path, value.dump())};
+    if (key.path.starts_with("optimizer.params")) set.push_back("optimizer.type=AdamW");
+    if (key.path.starts_with("train_") || key.path == "gradient_accumulation_steps") {
+      set.push_back("train_micro_batch_size_per_gpu=3");
+    } else {
+      set.push_back("train_batch_size=4");
+    }
+    if (key.path.starts_with("scheduler.params"))
+      set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    const Config c = good("{}", 1, set);
+    const Json resolved = Json::parse(resolved_json(c));
+    std::string pointer = "/" + std::string(key.path);
+    std::replace(pointer.begin(), pointer.end(), '.', '/');
+    ASSERT_TRUE(resolved.contains(Json::json_pointer(pointer))) << key.path;
+    const Json got = resolved.at(Json::json_pointer(pointer));
+    EXPECT_EQ(got.is_array() && value.is_string() ? got[0] : got, value) << key.path;
+  }
+}
+
+TEST(ConfigResolved, NoKeyIsListedTwiceAndEveryAliasLeadsSomewhere) {
+  std::set<std::string_view> paths;
+  for (const Key& k : config_keys()) EXPECT_TRUE(paths.insert(k.path).second) << k.path;
+  const auto is_target = [&](std::string_view name) {
+    return paths.contains(name) || std::any_of(paths.begin(), paths.end(), [&](std::string_view p) {
+             return p.starts_with(name) && p.size() > name.size() && p[name.size()] == '.';
+           });
+  };
+  for (const Key& k : config_keys()) {
+    if (k.kind == KeyKind::Alias || k.kind == KeyKind::Deprecated) {
+      EXPECT_TRUE(is_target(k.name)) << k.path;
+    } else if (k.kind == KeyKind::NotYet || k.kind == KeyKind::NotYetSection) {
+      EXPECT_TRUE(Json::parse(k.values).is_array()) << k.path;
+    }
+  }
+}
+
+// ---- files in the repository
+// ----------------------------------------------------------------------------------------------
+
+TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
+  const ConfigResult r = load_config(DS_TEST_DATA "/../../configs/tiny.json", {}, 2);
+  EXPECT_TRUE(r.diagnostics.empty()) << r.message();
+  EXPECT_EQ(r.config.batch.accumulation, 2);
+  EXPECT_EQ(r.config.model.layers, 2);
+  EXPECT_EQ(r.config.model.embd_dropout, 0);
+}
+
+}  // namespace
+}  // namespace ds

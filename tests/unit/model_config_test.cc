@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: Apache-2.0
+// Model configurations: the published ones are read as they are, what they leave open is resolved as Hugging Face does,
+// and sizes that contradict each other are refused.
+#include "ds/model_config.h"
+
+#include <fmt/format.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <fstream>
+#include <string>
+
+#include "base/json.h"
+#include "config/model_config.h"
+
+namespace ds {
+namespace {
+
+using testing::HasSubstr;
+
+// A directory with a config.json that goes away with the test.
+class ModelDir {
+ public:
+  explicit ModelDir(std::string_view config) {
+    std::string name = (std::filesystem::temp_directory_path() / "ds-model-XXXXXX").string();
+    path_ = mkdtemp(name.data());
+    std::ofstream(path_ / "config.json") << config;
+  }
+  ~ModelDir() { std::filesystem::remove_all(path_); }
+  std::string dir() const { return path_.string(); }
+
+ private:
+  std::filesystem::path path_;
+};
+
+ModelConfig load(std::string_view config) { return load_model_config(ModelDir(config).dir()); }
+
+std::string failure(std::string_view config, Errc code) {
+  try {
+    load(config);
+  } catch (const Error& e) {
+    EXPECT_EQ(static_cast<int>(e.code()), static_cast<int>(code)) << e.what();
+    return e.what();
+  }
+  return "accepted";
+}
+
+// As published for gpt2.
+TEST(ModelConfig, ReadsGpt2) {
+  const ModelConfig m = load(R"({
+    "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1, "bos_token_id": 50256,
+    "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+    "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1,
+    "summary_activation": null, "summary_first_dropout": 0.1, "summary_proj_to_labels": true, "summary_type": "cls_index",
+    "summary_use_proj": true, "task_specific_params": {"text-generation": {"do_sample": true, "max_length": 50}},
+    "vocab_size": 50257})");
+  EXPECT_EQ(m.family, Family::Gpt2);
+  EXPECT_EQ(m.hidden, 768);
+  EXPECT_EQ(m.intermediate, 3072);
+  EXPECT_EQ(m.kv_heads, 12);
+  EXPECT_EQ(m.head_dim, 64);
+  EXPECT_EQ(m.activation, Activation::GeluTanh);
+  EXPECT_EQ(m.norm_eps, 1e-5f);
+  EXPECT_EQ(m.attn_dropout, 0.1f);
+  EXPECT_TRUE(m.tie_embeddings && m.attention_bias && m.output_bias && m.mlp_bias && m.scale_attn_weights);
+}
+
+// As published for Llama 3.1 8B.
+TEST(ModelConfig, ReadsLlama) {
+  const ModelConfig m = load(R"({
+    "architectures": ["LlamaForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": false, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192, "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": false,
+    "torch_dtype": "bfloat16", "transformers_version": "4.42.3", "use_cache": true, "vocab_size": 128256})");
+  EXPECT_EQ(m.kv_heads, 8);
+  EXPECT_EQ(m.head_dim, 128);
+  EXPECT_EQ(m.activation, Activation::Silu);
+  EXPECT_EQ(m.rope_theta, 5e5f);
+  EXPECT_EQ(m.rope.type, RopeType::Llama3);
+  EXPECT_EQ(m.rope.factor, 8);
+  EXPECT_EQ(m.rope.original_max_positions, 8192);
+  EXPECT_FALSE(m.tie_embeddings || m.attention_bias || m.output_bias || m.mlp_bias || m.qk_norm);
+}
+
+// As published for Qwen2.5 0.5B, and Qwen3 0.6B in the newer spelling of the rotary parameters.
+TEST(ModelConfig, ReadsQwen) {
+  const ModelConfig q2 = load(R"({
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+    "max_position_embeddings": 32768, "max_window_layers": 24, "model_type": "qwen2", "num_attention_heads": 14,
+    "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 32768, "tie_word_embeddings": true, "torch_dtype": "bfloat16", "transformers_version": "4.40.1",
+    "use_cache": true, "use_mrope": false, "use_sliding_window": false, "vocab_size": 151936})");
+  EXPECT_TRUE(q2.attention_bias && q2.tie_embeddings);
+  EXPECT_FALSE(q2.output_bias || q2.qk_norm || q2.mlp_bias);
+  EXPECT_EQ(q2.window(23), 0);
+  const ModelConfig q3 = load(R"({
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3072,
+    "layer_types": null, "max_position_embeddings": 40960, "max_window_layers": 28, "model_type": "qwen3",
+    "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "sliding_window": null,
+    "tie_word_embeddings": true, "dtype": "bfloat16", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936})");
+  EXPECT_TRUE(q3.qk_norm);
+  EXPECT_FALSE(q3.attention_bias || q3.output_bias);
+  EXPECT_EQ(q3.heads * q3.head_dim, 2048);  // wider than hidden
+  EXPECT_EQ(q3.rope_theta, 1e6f);
+  EXPECT_EQ(q3.norm_eps, 1e-6f);
+}
+
+TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
+  const ModelConfig gpt2 = load(R"({"model_type": "gpt2"})");
+  EXPECT_EQ(gpt2.vocab_size, 50257);
+  EXPECT_EQ(gpt2.resid_dropout, 0.1f);
+  EXPECT_TRUE(gpt2.tie_embeddings);
+  const ModelConfig llama = load(R"({"model_type": "llama"})");
+  EXPECT_EQ(llama.intermediate, 11008);
+  EXPECT_EQ(llama.norm_eps, 1e-6f);
+  EXPECT_FALSE(llama.tie_embeddings);
+  EXPECT_EQ(load(R"({"model_type": "qwen3"})").head_dim, 128);
+  EXPECT_TRUE(load(R"({"model_type": "llama", "attention_bias": true})").output_bias);
+}
+
+TEST(ModelConfig, SlidingWindowsFollowTheLayers) {
+  const ModelConfig by_count = load(R"({"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": true,
+    "sliding_window": 100, "max_window_layers": 3})");
+  EXPECT_EQ(by_count.window(2), 0);
+  EXPECT_EQ(by_count.window(3), 100);
+  const ModelConfig by_type = load(R"({"model_type": "qwen3", "num_hidden_layers": 2, "use_sliding_window": true,
+    "sliding_window": 100, "layer_types": ["sliding_attention", "full_attention"]})");
+  EXPECT_EQ(by_type.window(0), 100);
+  EXPECT_EQ(by_type.window(1), 0);
+}
+
+TEST(ModelConfig, RefusesWhatContradictsItself) {
+  struct Case {
+    std::string_view config, message;
+    Errc code = Errc::Config;
+  };
+  for (const Case& c : {
+           Case{R"({"model_type": "gpt2", "n_head": 5})", "config.json:1:24: n_head: 5 heads do not divide n_embd 768"},
+           Case{R"({"model_type": "gpt2", "n_embd": 36, "n_head": 12})", "3 dimensions, which must be even"},
+           Case{R"({"model_type": "llama", "num_key_value_heads": 5})", "5 key/value heads do not divide 32 heads"},
+           Case{R"({"model_type": "qwen3", "head_dim": 7})", "head_dim: a head has 7 dimensions"},
+           Case{R"({"model_type": "llama", "hidden_size": 0})", "hidden_size: must be an integer"},
+           Case{R"({"model_type": "llama", "rms_norm_eps": 1e300})", "must be a number that fits fp32"},
+           Case{R"({"model_type": "llama", "hiden_size": 64})", "did you mean hidden_size?"},
+           Case{R"({"model_type": "qwen2", "attention_bias": true})", "attention_bias: unknown key"},
+           Case{R"({"hidden_size": 64})", "model_type: is missing"},
+           Case{R"({"model_type": 3})", "must be one of"},
+           Case{R"({"model_type": "llama", "rope_scaling": {"type": "linear"}})", "needs it"},
+           Case{R"({"model_type": "llama", "rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}})",
+                "contradicts"},
+           Case{R"({"model_type": "llama", "rope_scaling": {"rope_type": "linaer", "factor": 2}})",
+                "did you mean \"linear\"?"},
+           Case{R"({"model_type": "llama", "rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 4,
+               "high_freq_factor": 1}})",
+                "greater than low_freq_factor"},
+           Case{R"({"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 8, "short_factor": [1],
+               "long_factor": [1]}})",
+                "has 1 numbers; head_dim / 2 is 64"},
+           Case{R"({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": []})", "accepted"},
+           Case{R"({"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]})",
+                "1 entries for 2 layers"},
+           Case{R"({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]})", "is off"},
+           Case{R"({"model_type": "bert"})", "\"bert\"", Errc::Unavailable},
+           Case{R"({"model_type": "gpt2", "reorder_and_upcast_attn": true})", "reorder_and_upcast_attn",
+                Errc::Unavailable},
+           Case{R"({"model_type": "gpt2", "activation_function": "relu"})", "\"relu\" is not there yet",
+                Errc::Unavailable},
+           Case{R"({"model_type": "llama", "hidden_act": "gelu"})", "\"gelu\" is not there yet", Errc::Unavailable},
+           Case{R"({"model_type": "llama", "num_attention_heads": 8})", "512 dimensions (at most 256)",
+                Errc::Unavailable},
+           Case{R"({"model_type": "llama", "quantization_config": {"bits": 4}})", "quantization_config",
+                Errc::Unavailable},
+           Case{R"({"model_type": "llama", "rope_scaling": {"type": "mrope", "factor": 1}})", "\"mrope\"",
+                Errc::Unavailable},
+       })
+    EXPECT_THAT(failure(c.config, c.code), HasSubstr(c.message)) << c.config;
+}
+
+TEST(ModelConfig, MissingFileSaysSo) {
+  try {
+    load_model_config("/nonexistent/config.json");
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Config);
+    EXPECT_STREQ(e.what(), "/nonexistent/config.json: cannot be opened: No such file or directory");
+  }
+}
+
+TEST(ModelConfig, OldSpellingsAndRepeatedOnesAgree) {
+  const ModelConfig m = load(R"({"model_type": "llama", "rope_theta": 7e3, "rope_parameters": {"rope_theta": 7000,
+    "type": "linear", "rope_type": "linear", "factor": 2}})");
+  EXPECT_EQ(m.rope_theta, 7e3f);
+  EXPECT_EQ(m.rope.type, RopeType::Linear);
+}
+
+TEST(ModelConfig, RoundTripsThroughConfigJson) {
+  for (
+      std::string_view text : {
+          R"({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "activation_function": "gelu", "layer_norm_epsilon": 1e-6,
+               "scale_attn_by_inverse_layer_idx": true, "n_inner": 100, "tie_word_embeddings": false, "embd_pdrop": 0.3})",
+          R"({"model_type": "llama", "attention_bias": true, "num_key_value_heads": 4, "attention_dropout": 0.25,
+               "rope_scaling": {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4,
+                                "original_max_position_embeddings": 8192}})",
+          R"({"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, "rope_scaling": {"rope_type": "longrope",
+               "attention_factor": 1.25, "short_factor": [1, 1.1], "long_factor": [2, 3.3],
+               "original_max_position_embeddings": 1024}})",
+          R"({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2}})",
+          R"({"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": true, "sliding_window": 9,
+               "max_window_layers": 1})",
+          R"({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 16, "mscale": 0.5,
+               "mscale_all_dim": 0.25, "truncate": false}})",
+      }) {
+    const std::string once = model_config_json(load(text));
+    EXPECT_EQ(model_config_json(load(once)), once) << text;
+    std::vector<Diagnostic> diagnostics;
+    read_model_file(ModelDir(once).dir(), diagnostics);
+    EXPECT_TRUE(diagnostics.empty()) << to_string(diagnostics[0]);
+    const Json json = Json::parse(once);  // what was said is said again, in the same names
+    const Json said = Json::parse(text);
+    for (const auto& [key, value] : said.items())
+      if (value.is_number() || value.is_boolean()) {
+        EXPECT_EQ(json[key], value) << key;
+      }
+  }
+  EXPECT_THAT(model_config_json(load(R"({"model_type": "gpt2"})")), HasSubstr("GPT2LMHeadModel"));
+}
+
+TEST(ModelConfig, InlineModelsHaveNoDropoutAndSayTheirSizes) {
+  const std::string text = R"({"type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 8})";
+  std::vector<Diagnostic> diagnostics;
+  const ConfigText parsed(text, "cfg", diagnostics);
+  const ModelConfig m = read_model(parsed.root(), ModelSource::Inline, parsed, "model", diagnostics);
+  EXPECT_EQ(m.resid_dropout, 0);
+  ASSERT_EQ(diagnostics.size(), 1u);
+  EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.vocab_size: is missing");
+}
+
+}  // namespace
+}  // namespace ds
