@@ -1,0 +1,48 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# The scripts that need no network.
+
+bats_require_minimum_version 1.5.0
+
+setup() {
+  bats_load_library bats-support
+  bats_load_library bats-assert
+}
+
+@test "bootstrap has nothing to do where the tests run" {
+  run -0 "$DS_SOURCE/scripts/bootstrap" --dry-run
+  assert_output --regexp '^bootstrap: all [0-9]+ packages are installed$'
+  run -2 "$DS_SOURCE/scripts/bootstrap" --nonsense
+}
+
+@test "get-text keeps a text that is there" {
+  echo mine >"$BATS_TEST_TMPDIR/text"
+  run -0 "$DS_SOURCE/scripts/get-text" "$BATS_TEST_TMPDIR/text"
+  assert_equal "$(cat "$BATS_TEST_TMPDIR/text")" mine
+}
+
+@test "plot-loss draws a falling curve" {
+  for step in 1 2 3 4 5 6 7 8; do
+    echo "{\"type\":\"step\",\"step\":$step,\"loss\":$((9 - step)).5,\"grad_norm\":1e-3}"
+  done >"$BATS_TEST_TMPDIR/metrics.jsonl"
+  echo '{"type":"eval","step":8,"val_loss":2.5}' >>"$BATS_TEST_TMPDIR/metrics.jsonl"
+  run -0 "$DS_SOURCE/scripts/plot-loss" "$BATS_TEST_TMPDIR/metrics.jsonl"
+  assert_line --index 0 --regexp '^ +8\.500 \|o$'
+  assert_line --index 17 --regexp '^ +1\.500 \| {71}o$'
+  assert_line --index 15 --regexp '^ +2\.324 \|.* x$'
+  assert_output --partial 'training loss 8.500 -> 1.500; validation loss 2.500 -> 2.500'
+}
+
+@test "plot-loss refuses what it cannot draw" {
+  echo '{"type":"event"}' >"$BATS_TEST_TMPDIR/metrics.jsonl"
+  run -1 "$DS_SOURCE/scripts/plot-loss" "$BATS_TEST_TMPDIR/metrics.jsonl"
+  assert_output --partial 'no steps in'
+  run -2 "$DS_SOURCE/scripts/plot-loss"
+}
+
+@test "the configurations of the repository are valid" {
+  cd "$DS_SOURCE"
+  for config in configs/*.json; do
+    run -0 env WORLD_SIZE=2 "$DS_BIN/ds-train" "$config" --check
+  done
+}
