@@ -7,8 +7,8 @@ const OpTable& ref_ops() noexcept {
   using namespace ref;
   static constexpr OpTable table = {
       .name = "ref",
-      .matmul = nullptr,
-      .column_sum = nullptr,
+      .matmul = matmul,
+      .column_sum = column_sum,
       .layernorm_fwd = layernorm_fwd,
       .layernorm_bwd = layernorm_bwd,
       .rmsnorm_fwd = rmsnorm_fwd,
@@ -22,7 +22,7 @@ const OpTable& ref_ops() noexcept {
       .embedding_bwd = embedding_bwd,
       .attention_fwd = attention_fwd,
       .attention_bwd = attention_bwd,
-      .linear_cross_entropy = nullptr,
+      .linear_cross_entropy = linear_cross_entropy,
       .dropout = dropout,
       .add = add,
       .cast = cast,

@@ -17,4 +17,5 @@ find_path(DNNL_INCLUDE_DIR oneapi/dnnl/dnnl.hpp REQUIRED)
 find_library(DNNL_LIBRARY dnnl REQUIRED)
 add_library(ds_dnnl INTERFACE)
 target_include_directories(ds_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
-target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY})
+# gomp: oneDNN runs on OpenMP threads, and omp_set_num_threads is how each of our threads keeps it to itself.
+target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY} gomp)

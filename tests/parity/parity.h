@@ -125,7 +125,7 @@ void expect_same_for_any_threads(Op op, const std::string& what) {
 // The backends that this machine can run, beside ref: every ISA level from avx2 up.
 inline std::vector<const OpTable*> backends() {
   std::vector<const OpTable*> tables;
-  for (const char* isa : {"avx2", "avx512", "avx512_bf16", "amx"}) {
+  for (const char* isa : {"avx2", "avx512", "avx512_bf16", "onednn", "amx"}) {
     if (const OpTable* t = cpu_ops(isa)) tables.push_back(t);
   }
   return tables;

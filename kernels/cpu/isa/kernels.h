@@ -2,6 +2,7 @@
 #pragma once
 // The SIMD kernels of one instruction set. Contracts: ds/kernels/ops.h.
 
+#include "cpu/epilogue.h"
 #include "cpu/simd.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
@@ -38,6 +39,12 @@ u32 max_abs_bits(TensorView x, Stream&) noexcept;
 ExactSum sum_squares(TensorView x, int exponent, Stream&) noexcept;
 void adamw(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams&,
            Stream&) noexcept;
+
+// The parts of matmul and linear_cross_entropy that an engine with its own products shares.
+FinishFn finish_for(DType c, DType work) noexcept;
+void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView h,
+                             TensorView weight, TensorView targets, TensorView logits, const CrossEntropyParams&,
+                             Stream&) noexcept;
 
 const OpTable& table() noexcept;
 

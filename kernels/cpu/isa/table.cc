@@ -9,8 +9,8 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 const OpTable& table() noexcept {
   static constexpr OpTable ops = {
       .name = "cpu." DS_STRINGIZE(DS_ISA_NAMESPACE),
-      .matmul = nullptr,
-      .column_sum = nullptr,
+      .matmul = matmul,
+      .column_sum = column_sum,
       .layernorm_fwd = layernorm_fwd,
       .layernorm_bwd = layernorm_bwd,
       .rmsnorm_fwd = rmsnorm_fwd,
@@ -24,7 +24,7 @@ const OpTable& table() noexcept {
       .embedding_bwd = embedding_bwd,
       .attention_fwd = attention_fwd,
       .attention_bwd = attention_bwd,
-      .linear_cross_entropy = nullptr,
+      .linear_cross_entropy = linear_cross_entropy,
       .dropout = dropout,
       .add = add,
       .cast = cast,

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The inner loops of the matrix product, after Goto and van de Geijn: "Anatomy of High-Performance Matrix
+// Multiplication". Both operands are packed into panels of 32-bit words, whatever their dtype and orientation:
+//
+//   a panel  [words][rows <= kMR]   one column of A per word, broadcast from L1
+//   b panel  [words][kNR]           two vectors of B per word, streamed from L2
+//
+// A word is one fp32 number, or a pair of bf16 numbers (k, k+1) where the CPU multiplies pairs. The kernel keeps a
+// [rows, kNR] block of fp32 sums in registers.
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "cpu/loops.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+
+inline constexpr i64 kLanes = Vec::kLanes;
+inline constexpr i64 kMR = kLanes == 16 ? 14 : 6;  // kMR * 2 sums, 2 of B and 1 of A: all 32 (15 of 16) registers
+inline constexpr i64 kNR = 2 * kLanes;
+inline constexpr i64 kWords = 384;  // depth of a panel: an a panel is 21 KiB, most of L1
+
+// Products of fp32 words; the 16-bit floats are converted while they are packed.
+struct Single {
+  static constexpr i64 kDepth = 1;
+  static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept { return fma(a, b, sum); }
+  // Words [0, n) of a row whose k runs along memory; `left` elements remain in it.
+  template <class T, class N>
+  static Vec load_along(const T* p, N n) noexcept {
+    return load(p, n);
+  }
+  // One word each of n rows side by side; k runs across memory.
+  template <class T, class N>
+  static Vec load_across(const T* p, i64, i64, N n) noexcept {
+    return load(p, n);
+  }
+};
+
+#if defined(__AVX512BF16__)
+// Products of bf16 pairs, summed in fp32 by VDPBF16PS (which flushes subnormal products to zero).
+struct Pairs {
+  static constexpr i64 kDepth = 2;
+  static Vec multiply_add(Vec a, Vec b, Vec sum) noexcept {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(a.v), (__m512bh)_mm512_castps_si512(b.v))};
+  }
+  static Vec load_along(const bf16* p, AllLanes) noexcept { return {_mm512_loadu_ps(p)}; }
+  static Vec load_along(const bf16* p, i64 elements) noexcept {
+    const __mmask32 m = elements >= 32 ? ~__mmask32{0} : (__mmask32{1} << elements) - 1;
+    return {_mm512_castsi512_ps(_mm512_maskz_loadu_epi16(m, p))};
+  }
+  template <class N>
+  static Vec load_across(const bf16* p, i64 stride, i64 depth, N n) noexcept {
+    const __m512i even = _mm512_srli_epi32(_mm512_castps_si512(load(p, n).v), 16);
+    if (depth == 1) return {_mm512_castsi512_ps(even)};
+    return {_mm512_castsi512_ps(_mm512_or_si512(even, _mm512_castps_si512(load(p + stride, n).v)))};
+  }
+};
+#endif
+
+// r[i] lane j <-> r[j] lane i.
+inline void transpose(Vec (&r)[kLanes]) noexcept {
+#if defined(__AVX512F__)
+  __m512 t[16];
+  for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
+    t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  const auto low = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  const auto high = [](__m512 a, __m512 b) {
+    return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
+  };
+  __m512 u[16];  // u[4q + c]: rows 4q .. 4q+3 of columns c, c+4, c+8, c+12
+  for (int q = 0; q < 16; q += 4) {
+    u[q] = low(t[q], t[q + 2]);
+    u[q + 1] = high(t[q], t[q + 2]);
+    u[q + 2] = low(t[q + 1], t[q + 3]);
+    u[q + 3] = high(t[q + 1], t[q + 3]);
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 ab = _mm512_shuffle_f32x4(u[c], u[c + 4], 0x88), cd = _mm512_shuffle_f32x4(u[c + 8], u[c + 12], 0x88);
+    const __m512 ef = _mm512_shuffle_f32x4(u[c], u[c + 4], 0xDD), gh = _mm512_shuffle_f32x4(u[c + 8], u[c + 12], 0xDD);
+    r[c].v = _mm512_shuffle_f32x4(ab, cd, 0x88);
+    r[c + 4].v = _mm512_shuffle_f32x4(ef, gh, 0x88);
+    r[c + 8].v = _mm512_shuffle_f32x4(ab, cd, 0xDD);
+    r[c + 12].v = _mm512_shuffle_f32x4(ef, gh, 0xDD);
+  }
+#else
+  __m256 t[8];
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = _mm256_unpacklo_ps(r[i].v, r[i + 1].v);
+    t[i + 1] = _mm256_unpackhi_ps(r[i].v, r[i + 1].v);
+  }
+  __m256 u[8];
+  for (int q = 0; q < 8; q += 4) {
+    u[q] = _mm256_shuffle_ps(t[q], t[q + 2], 0x44);
+    u[q + 1] = _mm256_shuffle_ps(t[q], t[q + 2], 0xEE);
+    u[q + 2] = _mm256_shuffle_ps(t[q + 1], t[q + 3], 0x44);
+    u[q + 3] = _mm256_shuffle_ps(t[q + 1], t[q + 3], 0xEE);
+  }
+  for (int c = 0; c < 4; ++c) {
+    r[c].v = _mm256_permute2f128_ps(u[c], u[c + 4], 0x20);
+    r[c + 4].v = _mm256_permute2f128_ps(u[c], u[c + 4], 0x31);
+  }
+#endif
+}
+
+// Rows (of A) or columns (of B) to be packed: element (i, k) lies at i*ld + k when `along` (k runs along memory), else
+// at k*ld + i.
+template <class T>
+struct Source {
+  const T* data;
+  i64 ld;
+  bool along;
+  const T* at(i64 i, i64 k) const noexcept { return along ? data + i * ld + k : data + k * ld + i; }
+};
+
+// Packs `count` <= kLanes rows from i on and k in [k0, k0 + depth): dst[word * stride + row]. Every word stores a whole
+// vector, zero beyond `count`; with stride < kLanes the next word overwrites what is too much, and the last one needs
+// room for it.
+template <class Product, class T>
+inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i64 k0, i64 depth) noexcept {
+  constexpr i64 D = Product::kDepth;
+  if (!s.along) {
+    const T* p = s.at(i, k0);
+    const auto words = [&](auto n) {
+      for (i64 k = 0; k < depth; k += D, dst += stride, p += D * s.ld) {
+        store(dst, Product::load_across(p, s.ld, depth - k, n));
+      }
+    };
+    if (count == kLanes) {
+      words(AllLanes{});
+    } else {
+      words(count);
+    }
+    return;
+  }
+  for (i64 k = 0; k < depth; k += D * kLanes) {
+    const i64 left = depth - k;
+    Vec r[kLanes];
+    for (i64 j = 0; j < kLanes; ++j) {
+      if (j >= count) {
+        r[j] = zero();
+      } else if (left >= D * kLanes) {
+        r[j] = Product::load_along(s.at(i + j, k0 + k), AllLanes{});
+      } else {
+        r[j] = Product::load_along(s.at(i + j, k0 + k), left);
+      }
+    }
+    transpose(r);
+    const i64 words = std::min(kLanes, (left + D - 1) / D);
+    for (i64 w = 0; w < words; ++w, dst += stride) store(dst, r[w]);
+  }
+}
+
+// sums[rows][kNR] = or += a panel * b panel. One chain of multiply-adds per element, in the order of k.
+using MicroKernel = void (*)(i64 words, const float* a, const float* b, float* sums, bool first);
+
+template <class Product, int kRows>
+void micro_kernel(i64 words, const float* a, const float* b, float* sums, bool first) noexcept {
+  Vec sum[kRows][2];  // in registers: every loop over it is unrolled
+#pragma GCC unroll 14
+  for (int r = 0; r < kRows; ++r) sum[r][0] = sum[r][1] = zero();
+  for (i64 w = 0; w < words; ++w, a += kRows, b += kNR) {
+    const Vec b0 = load(b), b1 = load(b + kLanes);
+#pragma GCC unroll 14
+    for (int r = 0; r < kRows; ++r) {
+      const Vec x = broadcast(a[r]);
+      sum[r][0] = Product::multiply_add(x, b0, sum[r][0]);
+      sum[r][1] = Product::multiply_add(x, b1, sum[r][1]);
+    }
+  }
+#pragma GCC unroll 14
+  for (int r = 0; r < kRows; ++r, sums += kNR) {
+    store(sums, first ? sum[r][0] : load(sums) + sum[r][0]);
+    store(sums + kLanes, first ? sum[r][1] : load(sums + kLanes) + sum[r][1]);
+  }
+}
+
+// micro_kernels<Product>[rows - 1].
+template <class Product>
+inline constexpr std::array<MicroKernel, kMR> micro_kernels = []<size_t... r>(std::index_sequence<r...>) {
+  return std::array<MicroKernel, kMR>{micro_kernel<Product, static_cast<int>(r + 1)>...};
+}
+(std::make_index_sequence<kMR>{});
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -1,0 +1,236 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix product. C is cut into tiles, each computed by one worker that packs what it reads: no shared buffers, no
+// barriers. An element's sum is a fold over blocks of k, each block one chain of multiply-adds, and does not see the
+// bounds of its tile; so tiles may follow the number of threads and the bits still do not.
+
+#include "cpu/gemm.h"
+#include "cpu/isa/kernels.h"
+#include "cpu/vector_math.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
+
+template <class C, class T>
+void finish(const Epilogue& e, const float* sums, i64 stride, i64 row, i64 column, i64 rows, i64 columns) noexcept {
+  const auto at = [column](const TensorView& v, i64 r) {
+    return v ? v.as<C>() + r * v.stride[0] + column : static_cast<C*>(nullptr);
+  };
+  const T* const bias = e.bias ? e.bias.as<T>() + column : nullptr;
+  with_activation(e.activation, [&]<Activation f>() {
+    for (i64 r = row; r < row + rows; ++r, sums += stride) {
+      C* const c = at(e.c, r);
+      C* const preact = at(e.preact, r);
+      const C* const residual = e.accumulate ? c : at(e.residual, r);
+      for_vectors(0, columns, [=](i64 j, auto n) {
+        Vec x = load(sums + j, n);
+        if (bias != nullptr) x = x + load(bias + j, n);
+        if (preact != nullptr) store(preact + j, x, n);
+        x = activate<f>(x);
+        if (residual != nullptr) x = load(residual + j, n) + x;
+        store(c + j, x, n);
+      });
+    }
+  });
+}
+
+struct Range {
+  i64 begin, end;
+  i64 size() const noexcept { return end - begin; }
+};
+// Part i of `parts` near-equal parts of [0, n), cut at multiples of `unit`.
+Range part(i64 i, i64 parts, i64 n, i64 unit) noexcept {
+  const i64 units = ceil_div(n, unit);
+  return {std::min(n, units * i / parts * unit), std::min(n, units * (i + 1) / parts * unit)};
+}
+
+struct Grid {
+  i64 m, n;  // tiles along M and N
+};
+// The grid with the least estimated time. Costs in micro-kernel calls, per unit of k: packing a panel of A or B costs
+// the given share of one. A block of B (kWords x kTileN) stays in L2.
+constexpr i64 kTileM = 24 * 14, kTileN = 256;
+Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
+  constexpr double kPackA = 0.15, kPackB = 0.35;
+  constexpr i64 kTries = 16;
+  const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
+  const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
+  Grid best{least_m, least_n};
+  double best_cost = 0;
+  for (i64 m = least_m; m <= std::min(panels_m, least_m + kTries); ++m) {
+    for (i64 n = least_n; n <= std::min(panels_n, least_n + kTries); ++n) {
+      const double pm = static_cast<double>(ceil_div(panels_m, m)), pn = static_cast<double>(ceil_div(panels_n, n));
+      const double cost = static_cast<double>(ceil_div(m * n, threads)) * (pm * pn + kPackA * pm + kPackB * pn);
+      if (best_cost == 0 || cost < best_cost) best = {m, n}, best_cost = cost;
+    }
+  }
+  return best;
+}
+
+// c[m, n] of one tile.
+template <class Product, class T>
+void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
+                   ThreadPool& pool, int worker) noexcept {
+  constexpr i64 kDepth = kWords * Product::kDepth;
+  const i64 panels_m = ceil_div(m.size(), kMR), panels_n = ceil_div(n.size(), kNR);
+  const i64 held = K > kDepth ? panels_m * panels_n : 1;  // blocks of sums that wait for the next block of k
+  const i64 b_floats = panels_n * kNR * kWords, a_floats = kMR * kWords + kLanes;
+  float* const b_block =
+      static_cast<float*>(pool.scratch(worker, static_cast<size_t>(b_floats + a_floats + held * kMR * kNR) * 4));
+  float* const sums = b_block + b_floats;
+  float* const a_panel = sums + held * kMR * kNR;
+
+  for (i64 k = 0; k == 0 || k < K; k += kDepth) {
+    const i64 depth = std::min(kDepth, K - k), words = ceil_div(depth, Product::kDepth);
+    // Across memory, a few rows of all panels at a time: the hardware prefetches along rows.
+    const i64 step = b.along ? kDepth : 16;
+    for (i64 s = 0; s < depth; s += step) {
+      float* dst = b_block + s / Product::kDepth * kNR;
+      for (i64 j = n.begin; j < n.end; j += kNR, dst += words * kNR) {
+        for (i64 v = 0; v < kNR; v += kLanes) {
+          pack<Product>(dst + v, kNR, b, j + v, std::clamp<i64>(n.end - j - v, 0, kLanes), k + s,
+                        std::min(step, depth - s));
+        }
+      }
+    }
+    float* block = sums;
+    for (i64 i = m.begin; i < m.end; i += kMR) {
+      const i64 rows = std::min(kMR, m.end - i);
+      pack<Product>(a_panel, rows, a, i, rows, k, depth);
+      const float* b_panel = b_block;
+      for (i64 j = n.begin; j < n.end; j += kNR, b_panel += words * kNR) {
+        micro_kernels<Product>[static_cast<size_t>(rows - 1)](words, a_panel, b_panel, block, k == 0);
+        if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
+        if (held > 1) block += kMR * kNR;
+      }
+    }
+  }
+}
+
+// For a few rows (generating text) the product is one pass over B, which is read where it lies.
+constexpr i64 kFewRows = 4, kFewTile = 64;
+
+// [kRows, kVectors * kLanes] sums with k across the memory of B: the order of multiply_tile.
+template <int kRows, int kVectors, class T, class N>
+void few_rows_across(const float* a, const T* b, i64 ld, i64 depth, float* sums, bool first, N n) noexcept {
+  Vec sum[kRows][kVectors];
+  for (auto& row : sum) std::fill_n(row, kVectors, zero());
+  for (i64 k = 0; k < depth; ++k, a += kRows, b += ld) {
+    _mm_prefetch(reinterpret_cast<const char*>(b + 16 * ld), _MM_HINT_T0);
+    for (int v = 0; v < kVectors; ++v) {
+      const Vec y = load(b + v * kLanes, n);
+      for (int r = 0; r < kRows; ++r) sum[r][v] = fma(broadcast(a[r]), y, sum[r][v]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r, sums += kFewTile) {
+    for (int v = 0; v < kVectors; ++v) {
+      store(sums + v * kLanes, first ? sum[r][v] : load(sums + v * kLanes) + sum[r][v]);
+    }
+  }
+}
+
+// [kRows, kColumns] dot products, k along the memory of B; a [kRows][K] fp32.
+template <int kRows, int kColumns, class T>
+void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noexcept {
+  Vec sum[kRows][kColumns];
+  for (auto& row : sum) std::fill_n(row, kColumns, zero());
+  for_vectors(0, K, [&](i64 k, auto n) {
+    Vec x[kRows];
+    for (int r = 0; r < kRows; ++r) x[r] = load(a + r * K + k, n);
+    for (int c = 0; c < kColumns; ++c) {
+      const Vec y = load(b + c * ld + k, n);
+      for (int r = 0; r < kRows; ++r) sum[r][c] = fma(x[r], y, sum[r][c]);
+    }
+  });
+  for (int r = 0; r < kRows; ++r) {
+    for (int c = 0; c < kColumns; ++c) sums[r * kFewTile + c] = reduce_add(sum[r][c]);
+  }
+}
+
+template <int kRows, class T>
+void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 N, const Epilogue& e, FinishFn done,
+                       ThreadPool& pool) noexcept {
+  pool.parallel_for(ceil_div(N, kFewTile), [&](i64 tile, int worker) {
+    const i64 begin = tile * kFewTile, columns = std::min(kFewTile, N - begin);
+    const i64 a_floats = kRows * (b.along ? K : kWords) + kLanes;
+    float* const sums = static_cast<float*>(pool.scratch(worker, static_cast<size_t>(kRows * kFewTile + a_floats) * 4));
+    float* const x = sums + kRows * kFewTile;
+    if (b.along) {
+      for (i64 r = 0; r < kRows; ++r) {
+        if (a.along) {
+          for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(r, k), n), n); });
+        } else {
+          for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(r, k));
+        }
+      }
+      i64 c = 0;
+      for (; c + 4 <= columns; c += 4) few_rows_along<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+      for (; c < columns; ++c) few_rows_along<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+    } else {
+      for (i64 k = 0; k == 0 || k < K; k += kWords) {
+        const i64 depth = std::min(kWords, K - k);
+        pack<Single>(x, kRows, a, 0, kRows, k, depth);
+        constexpr int kVectors = 4;
+        i64 c = 0;
+        for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) {
+          few_rows_across<kRows, kVectors>(x, b.at(begin + c, k), b.ld, depth, sums + c, k == 0, AllLanes{});
+        }
+        for (; c < columns; c += kLanes) {
+          const T* p = b.at(begin + c, k);
+          if (c + kLanes <= columns) {
+            few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, AllLanes{});
+          } else {
+            few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, columns - c);
+          }
+        }
+      }
+    }
+    done(e, sums, kFewTile, 0, begin, kRows, columns);
+  });
+}
+
+template <class T>
+struct ProductOf {
+  using type = Single;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ProductOf<bf16> {
+  using type = Pairs;
+};
+#endif
+
+}  // namespace
+
+FinishFn finish_for(DType c, DType work) noexcept {
+  FinishFn f = nullptr;
+  with_work_type(work, [&]<class T>(T) { f = c == DType::F32 ? finish<float, T> : finish<T, T>; });
+  return f;
+}
+
+void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+            const MatmulParams& p, Stream& stream) noexcept {
+  const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
+  if (M == 0 || N == 0) return;
+  const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
+  const FinishFn done = finish_for(c.dtype, a.dtype);
+  ThreadPool& pool = *stream.pool;
+  with_work_type(a.dtype, [&]<class T>(T) {
+    const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
+    switch (M) {
+      case 1: return multiply_few_rows<1>(sa, sb, K, N, e, done, pool);
+      case 2: return multiply_few_rows<2>(sa, sb, K, N, e, done, pool);
+      case 3: return multiply_few_rows<3>(sa, sb, K, N, e, done, pool);
+      case 4: return multiply_few_rows<4>(sa, sb, K, N, e, done, pool);
+      default: break;
+    }
+    const Grid grid = choose_grid(M, N, pool.num_threads());
+    pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
+      multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part(tile % grid.m, grid.m, M, kMR),
+                                                 part(tile / grid.m, grid.n, N, kNR), e, done, pool, worker);
+    });
+  });
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE

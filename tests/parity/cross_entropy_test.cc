@@ -1,0 +1,170 @@
+// SPDX-License-Identifier: Apache-2.0
+// Linear + softmax cross-entropy against the oracle, and both against finite differences.
+
+#include "parity/finite_difference.h"
+#include "parity/parity.h"
+
+namespace ds::testing {
+namespace {
+
+constexpr i32 kIgnore = -100;
+
+struct Case {
+  i64 T, C, V;
+  DType work = DType::F32;
+  i64 chunk = 0;
+  bool dh = true, dweight = true;
+  float grad_scale = 1.0f;
+
+  std::string name() const {
+    return std::to_string(T) + "x" + std::to_string(C) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
+           " chunk " + std::to_string(chunk);
+  }
+};
+
+// Every third target is ignored.
+Tensor targets_for(i64 T, i64 V) {
+  Tensor targets(DType::I32, {T});
+  for (i64 t = 0; t < T; ++t) targets.set(t, static_cast<float>(t % 3 == 1 ? kIgnore : (t * 7919 + 3) % V));
+  return targets;
+}
+
+struct Result {
+  Tensor losses, dh, dweight;
+};
+
+Result run(const OpTable& ops, const Case& t, int threads) {
+  ThreadPool pool(threads);
+  Stream stream{&pool};
+  Tensor h(t.work, {t.T, t.C}), weight(t.work, {t.V, t.C}), logits(DType::F32, {t.chunk, t.V});
+  h.randomize(1);
+  weight.randomize(2, 0.5f);
+  Result r{Tensor(DType::F32, {t.T}), Tensor(t.work, {t.T, t.C}), Tensor(DType::F32, {t.V, t.C})};
+  const TensorView none{};
+  const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = t.grad_scale, .chunk_tokens = t.chunk};
+  ops.linear_cross_entropy(r.losses, t.dh ? r.dh.view() : none, t.dweight ? r.dweight.view() : none, h, weight,
+                           targets_for(t.T, t.V), logits, params, stream);
+  return r;
+}
+
+TEST(CrossEntropy, AgreesWithTheOracle) {
+  const i64 shapes[][3] = {{1, 1, 1}, {1, 8, 5}, {3, 7, 33}, {9, 33, 130}, {21, 17, 1030}};
+  for (const auto& s : shapes) {
+    for (DType work : kWorkDTypes) {
+      Case t{.T = s[0], .C = s[1], .V = s[2], .work = work, .grad_scale = 1.0f / static_cast<float>(s[0])};
+      const Result want = run(ref_ops(), t, 1);
+      for (const OpTable* ops : backends()) {
+        for (i64 chunk : {i64{1}, i64{4}, t.T, t.T + 3}) {
+          t.chunk = chunk;
+          const std::string what = std::string(ops->name) + " " + t.name();
+          const Result got = run(*ops, t, 2);
+          // The gradient of a logit is rounded to the work dtype, so dweight is no better than that.
+          const double rounding = epsilon(work) / epsilon(DType::F32);
+          expect_close(got.losses, want.losses, 64, what + ": losses");
+          expect_close(got.dh, want.dh, work == DType::F32 ? 64 : 6, what + ": dh");
+          expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(CrossEntropy, BitsDoNotDependOnThreadsOrOnWhatElseIsWanted) {
+  for (const OpTable* ops : backends()) {
+    for (DType work : kWorkDTypes) {
+      Case t{.T = 40, .C = 65, .V = 333, .work = work, .chunk = 33, .grad_scale = 0.1f};
+      const Result one = run(*ops, t, 1);
+      for (int threads : {2, 3, 5}) {
+        const Result got = run(*ops, t, threads);
+        expect_same_bits(got.losses, one.losses, t.name());
+        expect_same_bits(got.dh, one.dh, t.name());
+        expect_same_bits(got.dweight, one.dweight, t.name());
+      }
+      t.dweight = false;
+      expect_same_bits(run(*ops, t, 2).dh, one.dh, t.name() + " without dweight");
+      t.dh = false;
+      expect_same_bits(run(*ops, t, 2).losses, one.losses, t.name() + " losses alone");
+      t.dweight = true;
+      expect_same_bits(run(*ops, t, 2).dweight, one.dweight, t.name() + " without dh");
+    }
+  }
+}
+
+TEST(CrossEntropy, WithoutTokensTheWeightGradientIsZero) {
+  for (const OpTable* ops : backends()) {
+    const Result r = run(*ops, {.T = 0, .C = 5, .V = 7, .chunk = 4}, 2);
+    for (i64 i = 0; i < 35; ++i) EXPECT_EQ(r.dweight.at(i), 0.0f) << ops->name;
+  }
+}
+
+TEST(CrossEntropy, LargeLogitsNeitherOverflowNorLoseTheLoss) {
+  for (const OpTable* ops : backends()) {
+    ThreadPool pool(1);
+    Stream stream{&pool};
+    Tensor h(DType::F32, {2, 1}), weight(DType::F32, {3, 1}), targets(DType::I32, {2}), logits(DType::F32, {2, 3});
+    Tensor losses(DType::F32, {2});
+    h.fill(1000);
+    weight.set(0, 1), weight.set(1, -1), weight.set(2, 0.999f);
+    targets.set(0, 0), targets.set(1, 1);
+    ops->linear_cross_entropy(losses, {}, {}, h, weight, targets, logits, {.chunk_tokens = 2}, stream);
+    EXPECT_NEAR(losses.at(0), 0.31326, 1e-4) << ops->name;  // log(1 + 1/e)
+    EXPECT_NEAR(losses.at(1), 2000.3133, 1e-3) << ops->name;
+  }
+}
+
+TEST(CrossEntropy, GradientsOfTheOracleMatchFiniteDifferences) {
+  constexpr i64 T = 5, C = 7, V = 11;
+  ThreadPool pool(1);
+  Stream stream{&pool};
+  Doubles h({T, C}), weight({V, C}), losses({T}), dh({T, C}), dweight({V, C});
+  h.randomize(1);
+  weight.randomize(2);
+  const Tensor targets = targets_for(T, V);
+  const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.25f};
+  const auto loss = [&] {
+    ref_ops().linear_cross_entropy(losses.view, {}, {}, h.view, weight.view, targets, {}, params, stream);
+    double sum = 0;
+    for (double x : losses.value) sum += 0.25 * x;
+    return sum;
+  };
+  ref_ops().linear_cross_entropy(losses.view, dh.view, dweight.view, h.view, weight.view, targets, {}, params, stream);
+  expect_gradient(h, dh, loss, "dh");
+  expect_gradient(weight, dweight, loss, "dweight");
+}
+
+TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
+  constexpr i64 T = 12, C = 20, V = 50;
+  constexpr float kStep = 1e-3f;
+  for (const OpTable* ops : backends()) {
+    ThreadPool pool(1);
+    Stream stream{&pool};
+    Tensor h(DType::F32, {T, C}), weight(DType::F32, {V, C}), logits(DType::F32, {5, V}), losses(DType::F32, {T});
+    Tensor dh(DType::F32, {T, C}), dweight(DType::F32, {V, C}), toward_h(h), toward_weight(weight);
+    h.randomize(1);
+    weight.randomize(2);
+    toward_h.randomize(3);
+    toward_weight.randomize(4);
+    const Tensor targets = targets_for(T, V);
+    const CrossEntropyParams params{.ignore_index = kIgnore, .chunk_tokens = 5};
+    ops->linear_cross_entropy(losses, dh, dweight, h, weight, targets, logits, params, stream);
+    const auto loss_at = [&](float step) {
+      Tensor hs = h, ws = weight;
+      for (i64 i = 0; i < T * C; ++i) hs.set(i, h.at(i) + step * toward_h.at(i));
+      for (i64 i = 0; i < V * C; ++i) ws.set(i, weight.at(i) + step * toward_weight.at(i));
+      ops->linear_cross_entropy(losses, {}, {}, hs, ws, targets, logits, params, stream);
+      double sum = 0;
+      for (i64 t = 0; t < T; ++t) sum += losses.at(t);
+      return sum;
+    };
+    double got = 0;
+    for (i64 i = 0; i < T * C; ++i) got += double(dh.at(i)) * toward_h.at(i);
+    for (i64 i = 0; i < V * C; ++i) got += double(dweight.at(i)) * toward_weight.at(i);
+    const double want = (loss_at(kStep) - loss_at(-kStep)) / (2 * static_cast<double>(kStep));
+    EXPECT_NEAR(got, want, 1e-2 * std::abs(want)) << ops->name;
+    EXPECT_GT(std::abs(want), 1.0);
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing

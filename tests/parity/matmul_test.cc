@@ -1,0 +1,220 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix product and the column sum against the oracle: orientations, dtypes, epilogues, strides, edges, threads.
+
+#include "parity/parity.h"
+
+namespace ds::testing {
+namespace {
+
+// A matrix whose rows lie apart; what lies between them must stay as it is, and is compared too.
+struct Matrix {
+  Tensor all;
+  TensorView view;
+  Matrix() = default;
+  Matrix(DType dtype, i64 rows, i64 columns, i64 gap, u32 seed) : all(dtype, {rows, columns + gap}) {
+    all.randomize(seed);
+    bind(columns);
+  }
+  Matrix(const Matrix& o) : all(o.all) { bind(o.view.dim(1)); }
+  Matrix& operator=(const Matrix& o) {
+    all = o.all;
+    bind(o.view.dim(1));
+    return *this;
+  }
+
+ private:
+  void bind(i64 columns) {
+    view = all.view();
+    view.shape[1] = columns;
+  }
+};
+
+struct Case {
+  i64 M, N, K;
+  DType work = DType::F32, out = DType::F32;
+  MatmulParams params{};
+  bool bias = false, preact = false, residual = false, in_place = false;
+  i64 gap = 0;
+
+  std::string name() const {
+    std::string s = std::to_string(M) + "x" + std::to_string(N) + "x" + std::to_string(K) + " ";
+    s += std::string(dtype_name(work)) + " to " + std::string(dtype_name(out));
+    s += params.trans_a ? " T" : " N";
+    s += params.trans_b ? "T" : "N";
+    if (params.accumulate) s += " accumulate";
+    s += " activation " + std::to_string(static_cast<int>(params.activation));
+    return s + (bias ? " bias" : "") + (preact ? " preact" : "") +
+           (residual ? in_place ? " in place" : " residual" : "");
+  }
+};
+
+struct Result {
+  Tensor c, preact;
+};
+
+Result run(const OpTable& ops, const Case& t, int threads) {
+  ThreadPool pool(threads);
+  Stream stream{&pool};
+  const Matrix a(t.work, t.params.trans_a ? t.K : t.M, t.params.trans_a ? t.M : t.K, t.gap, 1);
+  const Matrix b(t.work, t.params.trans_b ? t.N : t.K, t.params.trans_b ? t.K : t.N, 2 * t.gap, 2);
+  Matrix c(t.out, t.M, t.N, 3 * t.gap, 3), preact(t.out, t.M, t.N, t.gap, 4), residual(t.out, t.M, t.N, 0, 5);
+  Tensor bias(t.work, {t.N});
+  bias.randomize(6);
+  const TensorView none{};
+  ops.matmul(c.view, a.view, b.view, t.bias ? bias.view() : none, t.preact ? preact.view : none,
+             t.in_place   ? c.view
+             : t.residual ? residual.view
+                          : none,
+             t.params, stream);
+  return {c.all, preact.all};
+}
+
+// A sum of K products in fp32 may be off by about sqrt(K) roundings; then a 16-bit result may round to the other side.
+double tolerance(const Case& t) { return t.out == DType::F32 ? 16 + 2 * std::sqrt(static_cast<double>(t.K)) : 2.1; }
+
+void check(const Case& t) {
+  const Result want = run(ref_ops(), t, 1);
+  for (const OpTable* ops : backends()) {
+    const std::string what = std::string(ops->name) + " " + t.name();
+    const Result got = run(*ops, t, 2);
+    expect_close(got.c, want.c, tolerance(t), what);
+    expect_close(got.preact, want.preact, tolerance(t), what + ": preact");
+    if (::testing::Test::HasFatalFailure()) return;
+  }
+}
+
+// Every dtype, output dtype and orientation.
+template <class F>
+void for_all_kinds(F&& f) {
+  for (DType work : kWorkDTypes) {
+    for (DType out : {DType::F32, work}) {
+      for (bool trans_a : {false, true}) {
+        for (bool trans_b : {false, true}) {
+          f(work, out, MatmulParams{.trans_a = trans_a, .trans_b = trans_b});
+          if (::testing::Test::HasFatalFailure()) return;
+        }
+      }
+      if (work == DType::F32) break;
+    }
+  }
+}
+
+TEST(Matmul, AgreesWithTheOracleForAllShapes) {
+  const i64 shapes[][3] = {{1, 1, 1},   {1, 70, 33},   {2, 129, 401}, {3, 5, 3},     {4, 64, 17},    {4, 131, 385},
+                           {5, 3, 7},   {6, 16, 2},    {7, 33, 19},   {13, 31, 15},  {14, 32, 16},   {15, 257, 65},
+                           {17, 1, 90}, {29, 50, 383}, {31, 65, 384}, {33, 40, 385}, {43, 100, 801}, {57, 63, 64}};
+  for (const auto& s : shapes) {
+    for_all_kinds([&](DType work, DType out, MatmulParams params) {
+      check({.M = s[0], .N = s[1], .K = s[2], .work = work, .out = out, .params = params});
+      check({.M = s[0], .N = s[1], .K = s[2], .work = work, .out = out, .params = params, .gap = 5});
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Matmul, EpiloguesAreAppliedOnceAndRoundedOnce) {
+  for (i64 M : {3, 20}) {
+    for (i64 K : {40, 900}) {
+      for (DType work : kWorkDTypes) {
+        for (DType out : {work, DType::F32}) {
+          Case t{.M = M, .N = 70, .K = K, .work = work, .out = out, .params = {.trans_b = true}, .gap = 3};
+          for (Activation f : {Activation::None, Activation::GeluTanh, Activation::GeluErf, Activation::Silu}) {
+            t.params.activation = f;
+            for (int parts = K == 40 ? 0 : 7; parts < 8; ++parts) {
+              t.bias = (parts & 1) != 0;
+              t.preact = (parts & 2) != 0;
+              t.residual = (parts & 4) != 0;
+              t.in_place = t.residual && t.preact;
+              check(t);
+              if (HasFatalFailure()) return;
+            }
+          }
+          t.params.activation = Activation::None;
+          t.bias = t.preact = t.residual = t.in_place = false;
+          t.params.accumulate = true;
+          check(t);
+          if (HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(Matmul, AnEmptySumIsZeroAndStillGetsItsEpilogue) {
+  for (i64 M : {1, 4, 20}) {
+    for_all_kinds([&](DType work, DType out, MatmulParams params) {
+      check({.M = M, .N = 40, .K = 0, .work = work, .out = out, .params = params});
+      check({.M = M, .N = 40, .K = 0, .work = work, .out = out, .params = params, .bias = true, .residual = true});
+      params.accumulate = true;
+      check({.M = M, .N = 40, .K = 0, .work = work, .out = out, .params = params});
+    });
+    if (HasFatalFailure()) return;
+  }
+}
+
+TEST(Matmul, BitsDoNotDependOnThreads) {
+  const i64 shapes[][3] = {{1, 300, 500}, {4, 500, 77}, {50, 90, 900}, {350, 270, 40}};
+  for (const OpTable* ops : backends()) {
+    for (const auto& s : shapes) {
+      for_all_kinds([&](DType work, DType out, MatmulParams params) {
+        if (out == DType::F32 && work != out) return;
+        params.activation = Activation::GeluTanh;
+        const Case t{.M = s[0], .N = s[1], .K = s[2], .work = work, .out = out, .params = params, .bias = true};
+        const Result one = run(*ops, t, 1);
+        for (int threads : {2, 3, 5}) {
+          const std::string what = std::string(ops->name) + " " + t.name() + " threads " + std::to_string(threads);
+          expect_same_bits(run(*ops, t, threads).c, one.c, what);
+        }
+      });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST(Matmul, NonFiniteValuesReachTheResult) {
+  for (const OpTable* ops : backends()) {
+    for (DType work : kWorkDTypes) {
+      for (i64 M : {2, 40}) {
+        ThreadPool pool(1);
+        Stream stream{&pool};
+        Tensor a(work, {M, 50}), b(work, {50, 40}), c(work, {M, 40});
+        a.fill(1).set(7, NAN);
+        b.fill(1).set(3 * 40 + 11, INFINITY);
+        ops->matmul(c, a, b, {}, {}, {}, {}, stream);
+        for (i64 n = 0; n < 40; ++n) {
+          EXPECT_TRUE(std::isnan(c.at(n))) << ops->name << n;
+          EXPECT_EQ(c.at(40 + n), n == 11 ? INFINITY : 50.0f) << ops->name << n;
+        }
+      }
+    }
+  }
+}
+
+TEST(ColumnSum, AgreesWithTheOracleAtAnyThreads) {
+  for (const auto& s : {std::pair<i64, i64>{0, 5}, {1, 1}, {3, 64}, {63, 65}, {64, 200}, {130, 31}, {1000, 129}}) {
+    for (DType in : kWorkDTypes) {
+      for (DType out : {in, DType::F32}) {
+        Matrix x(in, s.first, s.second, 3, 1);
+        Tensor want(out, {s.second});
+        ThreadPool one(1);
+        Stream stream{&one};
+        ref_ops().column_sum(want, x.view, stream);
+        for (const OpTable* ops : backends()) {
+          for (int threads : {1, 2, 3, 5}) {
+            ThreadPool pool(threads);
+            Stream parallel{&pool};
+            Tensor got(out, {s.second}), first(out, {s.second});
+            ops->column_sum(first, x.view, stream);
+            ops->column_sum(got, x.view, parallel);
+            expect_same_bits(got, first, std::string(ops->name));
+            expect_close(got, want, out == DType::F32 ? 24 : 2.1, std::string(ops->name));
+          }
+        }
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing
