@@ -13,21 +13,51 @@ const OpTable& table() noexcept;
 namespace avx512 {
 const OpTable& table() noexcept;
 }
+namespace avx512_bf16 {
+const OpTable& table() noexcept;
+}
+namespace onednn {
+OpTable table(std::string_view name) noexcept;
+}
+
+namespace {
+
+bool has_avx2() noexcept {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+bool has_avx512() noexcept {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+bool has_avx512_bf16() noexcept { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+bool has_amx() noexcept {
+  return has_avx512_bf16() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16");
+}
+
+}  // namespace
 }  // namespace cpu
 
 const OpTable* cpu_ops(std::string_view isa) noexcept {
   if (isa == "auto") {
     if (const char* chosen = std::getenv("DS_ISA"); chosen != nullptr && std::string_view(chosen) != "auto")
       return cpu_ops(chosen);
-    for (const char* candidate : {"avx512", "avx2"}) {
+    // VDPBF16PS has twice the rate of fp32 products on AMD's cores, and half of it on Intel's.
+    const bool fast_pairs = __builtin_cpu_is("amd");
+    for (const char* candidate : {"amx", fast_pairs ? "avx512_bf16" : "avx512", "avx512", "avx2"}) {
       if (const OpTable* t = cpu_ops(candidate)) return t;
     }
     return nullptr;
   }
-  if (isa == "avx2" && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return &cpu::avx2::table();
-  if (isa == "avx512" && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-    return &cpu::avx512::table();
+  if (isa == "avx2" && cpu::has_avx2()) return &cpu::avx2::table();
+  if (isa == "avx512" && cpu::has_avx512()) return &cpu::avx512::table();
+  if (isa == "avx512_bf16" && cpu::has_avx512_bf16()) return &cpu::avx512_bf16::table();
+  if (isa == "amx" && cpu::has_amx()) {
+    static const OpTable ops = cpu::onednn::table("cpu.amx");
+    return &ops;
+  }
+  if (isa == "onednn" && cpu::has_avx512()) {  // the engine of "amx" where there is no AMX: for tests
+    static const OpTable ops = cpu::onednn::table("cpu.onednn");
+    return &ops;
   }
   return nullptr;
 }

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// bf16 products by oneDNN, which drives the AMX tiles where the CPU has them. C is cut into tiles whose bounds the
+// shape fixes, and one single-threaded oneDNN call computes each: so the bits do not depend on threads. What has no
+// oneDNN product is decided here and nowhere else: `taken` below; all other calls, and all other ops, are the AVX-512
+// ones.
+//
+// Every thread keeps its own primitives by shape, with memory objects that are pointed at each tile in turn. oneDNN
+// allocates when a thread meets a new shape, and inside its own calls.
+
+#include <omp.h>
+
+#include <algorithm>
+#include <map>
+#include <oneapi/dnnl/dnnl.hpp>
+
+#include "cpu/epilogue.h"
+
+namespace ds::cpu {
+
+namespace avx512 {
+FinishFn finish_for(DType c, DType work) noexcept;
+void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView h,
+                             TensorView weight, TensorView targets, TensorView logits, const CrossEntropyParams&,
+                             Stream&) noexcept;
+const OpTable& table() noexcept;
+}  // namespace avx512
+
+namespace onednn {
+namespace {
+
+using Type = dnnl::memory::data_type;
+
+struct Shape {
+  i64 m, n, k, lda, ldb, ldc;
+  bool trans_a, trans_b, fp32_out;
+  auto operator<=>(const Shape&) const = default;
+};
+
+// The OpenMP threads are oneDNN's, and each of ours is to work alone: this outlives the call, for the calling thread.
+struct Place {
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  Place() { omp_set_num_threads(1); }
+};
+
+class Product {
+ public:
+  Product(const dnnl::engine& engine, const Shape& s) : Product(engine, make(engine, s)) {}
+
+  size_t scratch_bytes() const { return scratch_bytes_; }
+
+  void operator()(const dnnl::stream& stream, void* c, const void* a, const void* b, void* scratch) const {
+    const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, point(a_, const_cast<void*>(a))},
+                                    {DNNL_ARG_WEIGHTS, point(b_, const_cast<void*>(b))},
+                                    {DNNL_ARG_DST, point(c_, c)},
+                                    {DNNL_ARG_SCRATCHPAD, point(scratch_, scratch)}};
+    dnnl::error::wrap_c_api(dnnl_primitive_execute(primitive_.get(), stream.get(), 4, args), "oneDNN: matmul");
+  }
+
+ private:
+  Product(const dnnl::engine& engine, const dnnl::matmul::primitive_desc& d)
+      : primitive_(d),
+        a_(d.src_desc(), engine, nullptr),
+        b_(d.weights_desc(), engine, nullptr),
+        c_(d.dst_desc(), engine, nullptr),
+        scratch_(d.scratchpad_desc(), engine, nullptr),
+        scratch_bytes_(d.scratchpad_desc().get_size()) {}
+
+  static dnnl::matmul::primitive_desc make(const dnnl::engine& engine, const Shape& s) {
+    const auto rows = [](i64 m, i64 n, Type type, i64 ld, bool trans) {
+      return dnnl::memory::desc({m, n}, type, trans ? dnnl::memory::dims{1, ld} : dnnl::memory::dims{ld, 1});
+    };
+    dnnl::primitive_attr attr;
+    attr.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+    return {
+        dnnl::matmul::desc(rows(s.m, s.k, Type::bf16, s.lda, s.trans_a), rows(s.k, s.n, Type::bf16, s.ldb, s.trans_b),
+                           rows(s.m, s.n, s.fp32_out ? Type::f32 : Type::bf16, s.ldc, false)),
+        attr, engine};
+  }
+
+  static dnnl_memory_t point(const dnnl::memory& m, void* data) {
+    dnnl::error::wrap_c_api(dnnl_memory_set_data_handle(m.get(), data), "oneDNN: memory");
+    return m.get();
+  }
+
+  dnnl::matmul primitive_;
+  dnnl::memory a_, b_, c_, scratch_;
+  size_t scratch_bytes_;
+};
+
+// oneDNN 2.6 has no fp16 product, and its fp32 one is no faster than ours; below this size calling costs more.
+bool taken(DType work, i64 M, i64 N, i64 K) noexcept { return work == DType::BF16 && std::min({M, N, K}) >= 16; }
+
+struct Tile {
+  i64 m = 512, n = 1024;
+};
+// Large enough for oneDNN to pay for its copies, many enough for some sixteen threads.
+Tile tile_for(i64 M, i64 N) noexcept {
+  Tile t;
+  const auto count = [&] { return ((M + t.m - 1) / t.m) * ((N + t.n - 1) / t.n); };
+  while (count() < 16 && t.n > 256) {
+    t.n /= 2;
+    if (count() < 16) t.m /= 2;
+  }
+  return t;
+}
+
+void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+            const MatmulParams& p, Stream& stream) noexcept {
+  const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
+  if (!taken(a.dtype, M, N, K)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
+
+  const bool plain = !bias && !preact && !residual && !p.accumulate && p.activation == Activation::None;
+  const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
+  const FinishFn finish = avx512::finish_for(c.dtype, a.dtype);
+  const Tile tile = tile_for(M, N);
+  const i64 tiles_n = (N + tile.n - 1) / tile.n;
+  stream.pool->parallel_for((M + tile.m - 1) / tile.m * tiles_n, [&](i64 t, int worker) {
+    thread_local const Place place;
+    thread_local std::map<Shape, Product> products;
+    const i64 row = t / tiles_n * tile.m, rows = std::min(tile.m, M - row);
+    const i64 column = t % tiles_n * tile.n, columns = std::min(tile.n, N - column);
+    const Shape shape{rows,        columns,     K,
+                      a.stride[0], b.stride[0], plain ? c.stride[0] : columns,
+                      p.trans_a,   p.trans_b,   !plain || c.dtype == DType::F32};
+    auto found = products.find(shape);
+    if (found == products.end()) found = products.try_emplace(shape, place.engine, shape).first;
+    const Product& product = found->second;
+
+    const size_t scratch_bytes = (product.scratch_bytes() + 63) / 64 * 64;
+    const size_t sums_bytes = plain ? 0 : static_cast<size_t>(rows * columns) * sizeof(float);
+    char* const scratch = static_cast<char*>(stream.pool->scratch(worker, scratch_bytes + sums_bytes));
+    void* const out =
+        plain ? c.as<char>() + (row * c.stride[0] + column) * dtype_bytes(c.dtype) : scratch + scratch_bytes;
+    product(place.stream, out, a.as<bf16>() + row * (p.trans_a ? 1 : a.stride[0]),
+            b.as<bf16>() + column * (p.trans_b ? b.stride[0] : 1), scratch);
+    if (!plain) finish(e, static_cast<const float*>(out), columns, row, column, rows, columns);
+  });
+}
+
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
+                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept {
+  avx512::linear_cross_entropy_by(matmul, losses, dh, dweight, h, weight, targets, logits, p, stream);
+}
+
+}  // namespace
+
+// The AVX-512 table with these products under the given name.
+OpTable table(std::string_view name) noexcept {
+  OpTable ops = avx512::table();
+  ops.name = name;
+  ops.matmul = matmul;
+  ops.linear_cross_entropy = linear_cross_entropy;
+  return ops;
+}
+
+}  // namespace onednn
+}  // namespace ds::cpu
