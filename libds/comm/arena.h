@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the ranks of one node share, in process memory (ranks are threads) or in a segment of /dev/shm (ranks are
+// processes). All-zero memory is the initial state:
+//
+//   Control | RankSlot x P | staging x P x 2 halves | Channel x P x P
+//
+// Ranks meet by posting numbers to Events. A rank writes only its own slot, its own staging and its own end of a
+// channel; what it wrote is visible to who has seen the number posted after it.
+
+#include <atomic>
+#include <chrono>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "comm/async_communicator.h"
+
+namespace ds {
+
+// A counter that others wait for, across processes.
+struct alignas(64) Event {
+  std::atomic<u32> value;
+  std::atomic<u32> waiters;
+};
+static_assert(std::atomic<u32>::is_always_lock_free && std::atomic<u64>::is_always_lock_free);
+
+void post(Event& event, u32 value) noexcept;
+// Returns when the event is posted, when its value is not `seen`, or after `limit`.
+void sleep_on(Event& event, u32 seen, std::chrono::nanoseconds limit) noexcept;
+void wake_all(Event& event) noexcept;
+
+// How a rank exposes the source of an exchange: not at all, where it lies, or chunk by chunk in its staging area.
+enum class Exposure : u32 { None, Direct, Staged };
+
+struct alignas(64) RankSlot {
+  Event arrived;                              // number of meetings this rank has come to
+  std::array<std::atomic<i32>, 2> waits_for;  // by progress thread and sender: rank + 1, or 0
+  std::atomic<u32> reading;                   // this rank may be reading its peers' sources
+  std::atomic<u32> departed;                  // said goodbye
+  std::atomic<u64> activity;                  // calls begun << 8 | OpKind + 1, or 0 outside any call
+  std::array<CallInfo, 2> call;               // of the meetings with even and odd numbers
+  std::array<Exposure, 2> exposure;
+  std::atomic<i32> pid;  // 0: not attached
+  u64 process_start;
+  u64 pid_namespace;
+};
+
+// Identifies a segment, so that strangers are refused and those of dead owners can be removed.
+struct SegmentHeader {
+  std::atomic<u64> magic;  // stored last
+  u32 version;
+  i32 size;
+  i32 pid;
+  u64 process_start;
+  u64 pid_namespace;
+};
+
+struct Control {
+  SegmentHeader header;
+  std::atomic<u32> failure_state;  // 0 none, 1 being written, 2 readable
+  Errc failure_code;
+  i32 failure_rank;
+  std::array<char, 1024> failure_message;
+};
+
+// One direction between two ranks: a ring of lines, written by one and read by the other.
+struct Channel {
+  static constexpr u32 kLineBytes = 64;
+  static constexpr u32 kLines = 1024;
+  Event head;  // lines written
+  Event tail;  // lines read
+  std::array<std::byte, kLines * kLineBytes> ring;
+};
+
+class Arena {
+ public:
+  static constexpr i64 kStagingHalf = i64{1} << 20;
+
+  // Where memory of a rank lies, in words that all ranks understand.
+  struct Address {
+    i64 region;
+    i64 offset;
+  };
+  struct Health {
+    bool dead = false;
+    std::string words;  // e.g. "its process 17 is stopped"; empty: nothing to say
+  };
+
+  virtual ~Arena() = default;
+
+  int rank() const noexcept { return rank_; }
+  int size() const noexcept { return size_; }
+  Control& control() const noexcept { return *reinterpret_cast<Control*>(base_); }
+  RankSlot& slot(int rank) const noexcept {
+    return reinterpret_cast<RankSlot*>(base_ + slots_offset())[static_cast<size_t>(rank)];
+  }
+  std::byte* staging(int rank, u32 half) const noexcept {
+    return base_ + staging_offset(size_) + (2 * rank + static_cast<i64>(half)) * kStagingHalf;
+  }
+  // Both ends call it before they use the channel. Throws Errc::OutOfMemory.
+  Channel& channel(int from, int to);
+
+  // Null: peers reach this memory only through staging.
+  virtual std::optional<Address> locate(const std::byte* p, i64 bytes) const = 0;
+  virtual const std::byte* resolve(int rank, Address address) const = 0;
+  // Memory that locate() knows on every rank. Collective; `meet` is a barrier.
+  virtual Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) = 0;
+  virtual Health health(int rank) const = 0;
+  // All ranks are there.
+  virtual void attached() {}
+
+ protected:
+  Arena(int rank, int size) : rank_(rank), size_(size) {}
+  static constexpr i64 slots_offset() noexcept { return align_up(sizeof(Control), alignof(RankSlot)); }
+  static constexpr i64 staging_offset(int size) noexcept {
+    return align_up(slots_offset() + size * static_cast<i64>(sizeof(RankSlot)), 4096);
+  }
+  static constexpr i64 channels_offset(int size) noexcept { return staging_offset(size) + 2 * size * kStagingHalf; }
+  static constexpr i64 total_bytes(int size) noexcept {
+    return channels_offset(size) + i64{size} * size * static_cast<i64>(sizeof(Channel));
+  }
+  virtual void reserve_channel(i64 /*offset*/) {}
+
+  std::byte* base_ = nullptr;
+
+ private:
+  const int rank_;
+  const int size_;
+};
+
+// One arena per rank, over one piece of process memory.
+std::vector<std::unique_ptr<Arena>> make_thread_arenas(int size);
+std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s);
+
+}  // namespace ds

@@ -1,0 +1,406 @@
+// SPDX-License-Identifier: Apache-2.0
+// mpi: the ranks of MPI_COMM_WORLD. An exchange first swaps CallInfos, so that a mismatched call or an absent rank is
+// known by name, and then slices by Isend and Irecv; folds are local, in rank order (MPI's own reductions promise no
+// order and are slower). Four communicators keep kinds of messages apart: calls and slices, point to point, control.
+// MPI is used by the progress thread, the sender and whoever aborts: THREAD_MULTIPLE. Waiting is polling with a
+// back-off, which alone can look at the clock and at control messages.
+
+#include <mpi.h>
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "comm/async_communicator.h"
+
+namespace ds {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr i64 kStagingBytes = i64{8} << 20;  // received slices of a fold
+constexpr i64 kMaxMessage = i64{1} << 30;    // MPI counts in int
+constexpr int kYields = 200;
+constexpr auto kShortSleep = 20us;
+constexpr auto kLongSleep = 500us;
+constexpr auto kUnderWay = 500ms;  // for messages on their way from a peer that has left
+constexpr auto kGrace = 2s;        // for peers to come and leave together after a failure
+
+enum MessageTag : int { kCall = 1, kSlice = 2, kLength = 3, kPayload = 4, kControl = 5 };
+
+struct ControlMessage {
+  enum Kind : u32 { Goodbye, Failed };
+  Kind kind;
+  Errc code;
+  i32 rank;
+  std::array<char, 1000> text;
+};
+
+void check(int rc, std::string_view call) {
+  if (rc == MPI_SUCCESS) return;
+  std::array<char, MPI_MAX_ERROR_STRING> text{};
+  int length = 0;
+  MPI_Error_string(rc, text.data(), &length);
+  throw Error(Errc::Comm, fmt::format("{}: {}", call, text.data()));
+}
+
+// MPI of this process: initialised by the first communicator unless it was, finalised after the last one if it was us.
+class Environment {
+ public:
+  static void enter() {
+    const std::lock_guard lock(mutex());
+    int finalised = 0, initialised = 0, level = 0;
+    MPI_Finalized(&finalised);
+    DS_CHECK(!finalised, Errc::Unavailable, "MPI has been finalised in this process and cannot start again");
+    MPI_Initialized(&initialised);
+    if (initialised) {
+      MPI_Query_thread(&level);
+    } else {
+      check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
+      ours() = true;
+    }
+    DS_CHECK(level >= MPI_THREAD_MULTIPLE, Errc::Unavailable, "this MPI does not grant MPI_THREAD_MULTIPLE");
+    ++users();
+  }
+  // clean: all ranks are about to leave, so that MPI_Finalize, which waits for all, returns.
+  static void leave(bool clean) noexcept {
+    const std::lock_guard lock(mutex());
+    if (--users() == 0 && ours() && clean) MPI_Finalize();
+  }
+
+ private:
+  static std::mutex& mutex() {
+    static std::mutex m;
+    return m;
+  }
+  static int& users() {
+    static int n = 0;
+    return n;
+  }
+  static bool& ours() {
+    static bool b = false;
+    return b;
+  }
+};
+
+int world_rank() {
+  int r = 0;
+  MPI_Comm_rank(MPI_COMM_WORLD, &r);
+  return r;
+}
+
+int world_size() {
+  int n = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &n);
+  return n;
+}
+
+class MpiCommunicator final : public AsyncCommunicator {
+ public:
+  explicit MpiCommunicator(const CommOptions& options)
+      : AsyncCommunicator("mpi", world_rank(), world_size(), options),
+        departed_(static_cast<size_t>(size())),
+        sources_(static_cast<size_t>(size())) {
+    for (MPI_Comm* c : {&slices_, &letters_, &control_}) {
+      check(MPI_Comm_dup(MPI_COMM_WORLD, c), "MPI_Comm_dup");
+      check(MPI_Comm_set_errhandler(*c, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
+    }
+    listen();
+  }
+
+  ~MpiCommunicator() override {
+    shut_down();
+    const bool clean = say_goodbye();
+    if (listening_ != MPI_REQUEST_NULL) {
+      MPI_Cancel(&listening_);
+      MPI_Wait(&listening_, MPI_STATUS_IGNORE);
+    }
+    if (clean) {
+      for (MPI_Comm* c : {&slices_, &letters_, &control_}) MPI_Comm_free(c);
+    }
+    Environment::leave(clean);
+  }
+
+ private:
+  // The requests of one lane, with the peer of each, for error messages.
+  struct Requests {
+    std::vector<MPI_Request> requests;
+    std::vector<int> peers;
+    std::vector<int> indices;  // of MPI_Testsome
+    MPI_Request* add(int peer) {
+      peers.push_back(peer);
+      return &requests.emplace_back(MPI_REQUEST_NULL);
+    }
+    void clear() {
+      requests.clear();
+      peers.clear();
+    }
+  };
+
+  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
+    agree(op);
+    const i64 length = x.length();
+    const i64 round = x.lands ? kMaxMessage : std::max<i64>(kStagingBytes / size() / 64 * 64, 64);
+    const bool scatter = x.pattern == Pattern::Scatter;
+    const i64 stride = std::min(length, round);
+    if (!x.lands) staging_.resize(std::max(staging_.size(), static_cast<size_t>(size() * stride)));
+
+    for (i64 begin = 0; begin < length; begin += round) {
+      const i64 count = std::min(round, length - begin);
+      const auto place = [&](const Segment& s, int from, i64 offset, i64 position) -> std::byte* {
+        return x.lands ? x.landing(s, from) + offset : staging_.data() + from * stride + position;
+      };
+      const auto own = [&](const Segment& s, i64 to, i64 offset) {
+        return s.source + (scatter ? to * s.slice_bytes : 0) + offset;
+      };
+      requests_.clear();
+      for (int step = 1; step < size(); ++step) {
+        const int from = (rank() - step + size()) % size(), to = (rank() + step) % size();
+        for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+          if (x.from(from)) {
+            check(MPI_Irecv(place(s, from, offset, position), narrow<int>(bytes), MPI_BYTE, from, kSlice, slices_,
+                            requests_.add(from)),
+                  "MPI_Irecv");
+          }
+          if (x.from(rank())) {
+            check(MPI_Isend(own(s, to, offset), narrow<int>(bytes), MPI_BYTE, to, kSlice, slices_, requests_.add(to)),
+                  "MPI_Isend");
+          }
+        });
+      }
+      finish(requests_, op);
+      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        for (int q = 0; q < size(); ++q) {
+          const std::byte*& source = sources_[static_cast<size_t>(q)];
+          source = q == rank() ? own(s, rank(), offset) : place(s, q, offset, position);
+          if (!x.from(q)) source = nullptr;
+        }
+        consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
+      });
+    }
+  }
+
+  // Swaps CallInfos; afterwards all ranks are known to be in this call.
+  void agree(const Operation& op) {
+    hear_and_throw();
+    calls_now_.resize(static_cast<size_t>(size()));
+    calls_now_[static_cast<size_t>(rank())] = CallInfo::of(op, calls_++);
+    requests_.clear();
+    for (int q = 0; q < size(); ++q) {
+      if (q == rank()) continue;
+      check(MPI_Irecv(&calls_now_[static_cast<size_t>(q)], sizeof(CallInfo), MPI_BYTE, q, kCall, slices_,
+                      requests_.add(q)),
+            "MPI_Irecv");
+      check(MPI_Isend(&calls_now_[static_cast<size_t>(rank())], sizeof(CallInfo), MPI_BYTE, q, kCall, slices_,
+                      requests_.add(q)),
+            "MPI_Isend");
+    }
+    finish(requests_, op);
+    for (int q = 1; q < size(); ++q) {
+      const CallInfo &first = calls_now_[0], &other = calls_now_[static_cast<size_t>(q)];
+      if (!other.agrees_with(first)) {
+        fail(Errc::Comm, q,
+             fmt::format("calls do not match: rank 0 calls {}, rank {} calls {}", first.describe(), q,
+                         other.describe()));
+      }
+    }
+  }
+
+  void transmit(const Operation& op) override {
+    i64 bytes = op.slice_bytes();
+    letters_out_.clear();
+    check(MPI_Isend(&bytes, sizeof bytes, MPI_BYTE, op.peer, kLength, letters_, letters_out_.add(op.peer)),
+          "MPI_Isend");
+    for (i64 done = 0; done < bytes; done += kMaxMessage) {
+      check(MPI_Isend(op.segments[0].source + done, narrow<int>(std::min(kMaxMessage, bytes - done)), MPI_BYTE, op.peer,
+                      kPayload, letters_, letters_out_.add(op.peer)),
+            "MPI_Isend");
+    }
+    finish(letters_out_, op);
+  }
+
+  void receive(const Operation& op) override {
+    i64 sent = 0;
+    const i64 expected = op.slice_bytes();
+    requests_.clear();
+    check(MPI_Irecv(&sent, sizeof sent, MPI_BYTE, op.peer, kLength, letters_, requests_.add(op.peer)), "MPI_Irecv");
+    finish(requests_, op);
+    if (sent != expected) {
+      fail(Errc::Comm, op.peer,
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", op.peer, sent, rank(), expected,
+                       op.tag));
+    }
+    requests_.clear();
+    for (i64 done = 0; done < sent; done += kMaxMessage) {
+      check(MPI_Irecv(op.segments[0].target + done, narrow<int>(std::min(kMaxMessage, sent - done)), MPI_BYTE, op.peer,
+                      kPayload, letters_, requests_.add(op.peer)),
+            "MPI_Irecv");
+    }
+    finish(requests_, op);
+  }
+
+  Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) override { return Buffer(ledger, tag, bytes); }
+
+  // Waits for all; on failure cancels what can be and forgets the rest.
+  void finish(Requests& r, const Operation& op) {
+    try {
+      wait(r, op);
+    } catch (const Error&) {
+      for (MPI_Request& request : r.requests) {
+        if (request == MPI_REQUEST_NULL) continue;
+        MPI_Cancel(&request);
+        MPI_Request_free(&request);
+      }
+      throw;
+    }
+  }
+
+  void wait(Requests& r, const Operation& op) {
+    const auto start = Clock::now();
+    const auto limit = std::chrono::duration<double>(timeout_s());
+    std::optional<Clock::time_point> left;
+    size_t pending = r.requests.size();
+    r.indices.resize(pending);
+    for (int round = 0; pending > 0; ++round) {
+      int completed = 0;
+      check(MPI_Testsome(static_cast<int>(r.requests.size()), r.requests.data(), &completed, r.indices.data(),
+                         MPI_STATUSES_IGNORE),
+            "MPI_Testsome");
+      pending -= static_cast<size_t>(completed);
+      if (pending == 0) return;
+      if (completed > 0) round = 0;
+      if (round < kYields) {
+        std::this_thread::yield();
+        continue;
+      }
+      hear_and_throw();
+      const int peer = r.peers[static_cast<size_t>(
+          std::find_if(r.requests.begin(), r.requests.end(), [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -
+          r.requests.begin())];
+      const auto now = Clock::now();
+      if (departed_[static_cast<size_t>(peer)].load(std::memory_order_acquire)) {
+        if (!left) left = now;
+        if (now - *left > kUnderWay) {
+          fail(Errc::Comm, peer,
+               fmt::format("rank {} has left, and rank {} still is in {} \"{}\"", peer, rank(), op_name(op.kind),
+                           op.tag));
+        }
+      }
+      if (now - start > limit) {
+        fail(Errc::Timeout, peer,
+             fmt::format("rank {} did not come within {} s: rank {} is in {} \"{}\" (call {})", peer, timeout_s(),
+                         rank(), op_name(op.kind), op.tag, calls_.load()));
+      }
+      std::this_thread::sleep_for(now - start < 20ms ? kShortSleep : kLongSleep);
+    }
+  }
+
+  void listen() {
+    check(MPI_Irecv(&heard_, sizeof heard_, MPI_BYTE, MPI_ANY_SOURCE, kControl, control_, &listening_), "MPI_Irecv");
+  }
+
+  // Takes in control messages that have come.
+  void hear() {
+    const std::lock_guard lock(mutex_);
+    for (int there = 1;;) {
+      MPI_Status status;
+      check(MPI_Test(&listening_, &there, &status), "MPI_Test");
+      if (!there) return;
+      if (heard_.kind == ControlMessage::Goodbye) {
+        departed_[static_cast<size_t>(heard_.rank)].store(true, std::memory_order_release);
+      } else if (!failure_) {
+        failure_ = Failure{heard_.code, heard_.text.data(), heard_.rank};
+      }
+      listen();
+    }
+  }
+
+  void hear_and_throw() {
+    hear();
+    if (const auto failure = known_failure()) throw Error(failure->code, failure->message, failure->rank);
+  }
+
+  // To all peers; returns when MPI has taken the messages over, or after a while.
+  void tell(const ControlMessage& message) noexcept {
+    told_ = message;
+    std::vector<MPI_Request> requests(static_cast<size_t>(size()), MPI_REQUEST_NULL);
+    for (int q = 0; q < size(); ++q) {
+      if (q != rank())
+        MPI_Isend(&told_, sizeof told_, MPI_BYTE, q, kControl, control_, &requests[static_cast<size_t>(q)]);
+    }
+    const auto deadline = Clock::now() + kGrace;
+    for (int all = 0; !all && Clock::now() < deadline; std::this_thread::yield())
+      MPI_Testall(size(), requests.data(), &all, MPI_STATUSES_IGNORE);
+  }
+
+  std::optional<Failure> known_failure() const {
+    const std::lock_guard lock(mutex_);
+    return failure_;
+  }
+
+  Failure publish(Failure failure) noexcept override {
+    const std::lock_guard lock(mutex_);
+    if (failure_) return *failure_;
+    failure_ = failure;
+    ControlMessage message{.kind = ControlMessage::Failed, .code = failure.code, .rank = failure.rank, .text = {}};
+    failure.message.copy(message.text.data(), message.text.size() - 1);
+    tell(message);
+    return failure;
+  }
+
+  // Leaves together with the peers. False: somebody does not come, so MPI cannot be finalised.
+  bool say_goodbye() noexcept {
+    if (!known_failure()) {
+      const std::lock_guard lock(mutex_);
+      tell({.kind = ControlMessage::Goodbye, .code = {}, .rank = rank(), .text = {}});
+    }
+    MPI_Request all_here = MPI_REQUEST_NULL;
+    if (MPI_Ibarrier(control_, &all_here) != MPI_SUCCESS) return false;
+    const auto start = Clock::now();
+    const auto limit = std::chrono::duration<double>(timeout_s());
+    std::optional<Clock::time_point> failed;
+    for (;;) {
+      int done = 0;
+      if (MPI_Test(&all_here, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
+      if (done) return true;
+      try {
+        hear();
+      } catch (const Error&) {
+        return false;
+      }
+      const auto now = Clock::now();
+      if (!failed && known_failure()) failed = now;
+      if (now - start > limit || (failed && now - *failed > kGrace)) return false;
+      std::this_thread::sleep_for(kLongSleep);
+    }
+  }
+
+  MPI_Comm slices_ = MPI_COMM_NULL, letters_ = MPI_COMM_NULL, control_ = MPI_COMM_NULL;
+  Requests requests_;     // of the progress thread
+  Requests letters_out_;  // of the sender
+  std::atomic<u64> calls_{0};
+  std::vector<CallInfo> calls_now_;
+  std::vector<std::atomic<bool>> departed_;
+  std::vector<const std::byte*> sources_;
+  std::vector<std::byte> staging_;
+
+  mutable std::mutex mutex_;  // control messages
+  ControlMessage heard_{}, told_{};
+  MPI_Request listening_ = MPI_REQUEST_NULL;
+  std::optional<Failure> failure_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions& options) {
+  Environment::enter();
+  try {
+    return std::make_unique<MpiCommunicator>(options);
+  } catch (...) {
+    Environment::leave(false);
+    throw;
+  }
+}
+
+}  // namespace ds

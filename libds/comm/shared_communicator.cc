@@ -1,0 +1,434 @@
+// SPDX-License-Identifier: Apache-2.0
+// self, threads and shm: one algorithm over an arena. In an exchange every rank says what it calls and where its source
+// lies, meets the others, and reads their slices in place. A source that peers cannot reach (or a small one, for which
+// the second meeting would cost more than the copy) goes through the staging area chunk by chunk; its two halves
+// alternate, so that a chunk costs one meeting: who comes to meeting n has read what was staged for meeting n - 1.
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+#include "comm/arena.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace ds {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr i64 kDirectBytes = 16 << 10;  // smaller sources are staged
+constexpr int kSpins = 400;             // about 10 us, only when every rank has a core
+constexpr int kYields = 16;
+constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
+constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
+constexpr auto kQuiescence = 2s;       // after a failure: how long peers may take to leave our memory
+
+void pause_cpu() noexcept {
+#if defined(__x86_64__)
+  _mm_pause();
+#endif
+}
+
+class SharedCommunicator final : public AsyncCommunicator {
+ public:
+  SharedCommunicator(std::string_view backend, std::unique_ptr<Arena> arena, const CommOptions& options)
+      : AsyncCommunicator(backend, arena->rank(), arena->size(), options),
+        arena_(std::move(arena)),
+        spins_(arena_->size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
+        sources_(static_cast<size_t>(size())) {}
+
+  // Meets the peers once, so that names can go.
+  void attach() {
+    meet();
+    arena_->attached();
+    meet();
+  }
+
+  ~SharedCommunicator() override {
+    shut_down();
+    RankSlot& own = slot(rank());
+    own.departed.store(1, std::memory_order_release);
+    wake_all(own.arrived);
+  }
+
+ private:
+  enum Lane : size_t { kProgress, kSender };
+
+  // Publishes what this rank is doing, for its peers' error messages.
+  class Activity {
+   public:
+    Activity(SharedCommunicator& comm, OpKind kind) : comm_(comm) { store(static_cast<u64>(kind) + 1); }
+    ~Activity() {
+      ++comm_.calls_;
+      store(0);
+    }
+
+   private:
+    void store(u64 what) {
+      comm_.slot(comm_.rank()).activity.store(comm_.calls_ << 8 | what, std::memory_order_relaxed);
+    }
+    SharedCommunicator& comm_;
+  };
+
+  RankSlot& slot(int rank) const noexcept { return arena_->slot(rank); }
+
+  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
+    const Activity activity(*this, op.kind);
+    throw_if_peer_failed();
+    const i64 length = x.length();
+    const i64 copies = x.pattern == Pattern::Scatter ? size() : 1;
+    const i64 chunk = Arena::kStagingHalf / copies / 64 * 64;
+    const u32 half = next_half();
+
+    Exposure exposure = Exposure::None;
+    if (length > 0 && x.from(rank())) exposure = expose_directly(x, copies, half) ? Exposure::Direct : Exposure::Staged;
+    if (exposure == Exposure::Staged) stage(x, 0, std::min(chunk, length), chunk, half);
+    RankSlot& own = slot(rank());
+    own.call[half] = CallInfo::of(op, calls_);
+    own.exposure[half] = exposure;
+    meet();
+    check_calls(half);
+
+    bool any_direct = false, any_staged = false;
+    for (int q = 0; q < size(); ++q) {
+      any_direct |= slot(q).exposure[half] == Exposure::Direct;
+      any_staged |= slot(q).exposure[half] == Exposure::Staged;
+    }
+    try {
+      const i64 round = any_staged ? chunk : length;
+      for (i64 begin = 0; begin < length; begin += round) {
+        const i64 count = std::min(round, length - begin);
+        if (begin > 0) {
+          if (exposure == Exposure::Staged) stage(x, begin, count, chunk, next_half());
+          meet();
+        }
+        read(x, begin, count, chunk, half, consume);
+      }
+      if (any_direct) meet();
+    } catch (const Error&) {
+      if (exposure == Exposure::Direct) wait_for_readers();
+      throw;
+    }
+  }
+
+  u32 next_half() const noexcept { return (meetings_ + 1) % 2; }
+
+  // Writes where our segments lie to our staging half; false if a peer could not reach them or they are small.
+  bool expose_directly(const Exchange& x, i64 copies, u32 half) {
+    if (x.length() * copies < kDirectBytes) return false;
+    if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
+    auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
+    for (const Segment& s : x.segments) {
+      const auto address = arena_->locate(s.source, copies * s.slice_bytes);
+      if (!address) return false;
+      *table++ = *address;
+    }
+    return true;
+  }
+
+  // Copies bytes [begin, begin + count) of our slices to our staging half: slice q at q * chunk (our own is not
+  // needed).
+  void stage(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 half) {
+    std::byte* staging = arena_->staging(rank(), half);
+    const bool scatter = x.pattern == Pattern::Scatter;
+    for (int q = 0; q < (scatter ? size() : 1); ++q) {
+      if (scatter && q == rank()) continue;
+      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        std::memcpy(staging + q * chunk + position, s.source + q * s.slice_bytes + offset, static_cast<size_t>(bytes));
+      });
+    }
+  }
+
+  void read(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 table_half,
+            FunctionRef<void(const Piece&)> consume) {
+    const i64 slice = x.pattern == Pattern::Scatter ? rank() : 0;
+    const u32 half = meetings_ % 2;
+    std::atomic<u32>& reading = slot(rank()).reading;
+    reading.store(1, std::memory_order_seq_cst);  // before the look at the failure: see wait_for_readers
+    try {
+      throw_if_peer_failed();
+      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        for (int q = 0; q < size(); ++q) {
+          const std::byte*& source = sources_[static_cast<size_t>(q)];
+          if (!x.from(q)) {
+            source = nullptr;
+          } else if (q == rank()) {
+            source = s.source + slice * s.slice_bytes + offset;
+          } else if (slot(q).exposure[table_half] == Exposure::Direct) {
+            const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
+            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.slice_bytes + offset;
+          } else {
+            source = arena_->staging(q, half) + slice * chunk + position;
+          }
+        }
+        consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
+      });
+    } catch (...) {
+      reading.store(0, std::memory_order_release);
+      throw;
+    }
+    reading.store(0, std::memory_order_release);
+  }
+
+  // A call that fails gives its buffers back to the caller, so peers must have left them. A reader sets `reading` and
+  // then looks for a failure; here the failure is set first.
+  void wait_for_readers() noexcept {
+    const auto deadline = Clock::now() + kQuiescence;
+    for (int q = 0; q < size(); ++q) {
+      while (q != rank() && slot(q).reading.load(std::memory_order_seq_cst) != 0 && Clock::now() < deadline)
+        std::this_thread::yield();
+    }
+  }
+
+  void check_calls(u32 half) {
+    const CallInfo& first = slot(0).call[half];
+    for (int q = 1; q < size(); ++q) {
+      const CallInfo& other = slot(q).call[half];
+      if (!other.agrees_with(first)) {
+        fail(Errc::Comm, q,
+             fmt::format("calls do not match: rank 0 calls {}, rank {} calls {}", first.describe(), q,
+                         other.describe()));
+      }
+    }
+  }
+
+  // All ranks come; what each wrote before is then visible to all.
+  void meet() {
+    post(slot(rank()).arrived, ++meetings_);
+    for (int q = 0; q < size(); ++q) {
+      if (q == rank()) continue;
+      wait(slot(q).arrived, q, kProgress, [this](u32 value) { return static_cast<i32>(value - meetings_) >= 0; });
+    }
+  }
+
+  // Waits until ready(event's value): short spins, some yields, then sleeps, with looks at failures, the peers' health
+  // and the clock.
+  template <class Ready>
+  void wait(Event& event, int peer, Lane lane, Ready ready) {
+    const auto value = [&] { return event.value.load(std::memory_order_acquire); };
+    for (int i = 0; i < spins_; ++i) {
+      if (ready(value())) return;
+      pause_cpu();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      if (ready(value())) return;
+      std::this_thread::yield();
+    }
+    std::atomic<i32>& waits_for = slot(rank()).waits_for[lane];
+    waits_for.store(peer + 1, std::memory_order_relaxed);
+    const auto start = Clock::now();
+    const auto limit = std::chrono::duration<double>(timeout_s());
+    auto next_health_check = start + kHealthPeriod;
+    for (u32 seen = value(); !ready(seen); seen = value()) {
+      throw_if_peer_failed();
+      const bool departed = slot(peer).departed.load(std::memory_order_acquire) != 0;
+      if (departed && !ready(value()))
+        fail(Errc::Comm, peer, fmt::format("rank {} has left, and rank {} still {}", peer, rank(), doing(rank())));
+      const auto now = Clock::now();
+      if (now >= next_health_check) {
+        check_health();
+        next_health_check = now + kHealthPeriod;
+      }
+      if (now - start > limit) report_absence(peer);
+      sleep_on(event, seen,
+               std::chrono::duration_cast<std::chrono::nanoseconds>(
+                   std::min<std::chrono::duration<double>>(kSleep, limit / 4)));
+    }
+    waits_for.store(0, std::memory_order_relaxed);
+  }
+
+  void check_health() {
+    for (int q = 0; q < size(); ++q) {
+      if (q == rank() || slot(q).departed.load(std::memory_order_acquire) != 0) continue;
+      const Arena::Health health = arena_->health(q);
+      // It may have said goodbye just before it ended.
+      if (health.dead && slot(q).departed.load(std::memory_order_acquire) == 0)
+        fail(Errc::Comm, q, fmt::format("rank {} died: {}", q, health.words));
+    }
+  }
+
+  // The peer we wait for may itself wait for another: the last of the chain is at fault.
+  [[noreturn]] void report_absence(int peer) {
+    int culprit = peer;
+    for (int hop = 0; hop < size(); ++hop) {
+      const int next = slot(culprit).waits_for[kProgress].load(std::memory_order_relaxed) - 1;
+      if (next < 0 || next == rank()) break;
+      culprit = next;
+    }
+    const Arena::Health health = arena_->health(culprit);
+    fail(Errc::Timeout, culprit,
+         fmt::format("rank {} did not come within {} s: rank {} {}, rank {} {}{}{}", culprit, timeout_s(), rank(),
+                     doing(rank()), culprit, doing(culprit), health.words.empty() ? "" : "; ", health.words));
+  }
+
+  std::string doing(int rank) const {
+    const u64 activity = slot(rank).activity.load(std::memory_order_relaxed);
+    const u64 calls = activity >> 8, kind = activity & 0xff;
+    if (kind == 0) return fmt::format("is outside any call after {} calls", calls);
+    return fmt::format("is in {} (call {})", op_name(static_cast<OpKind>(kind - 1)), calls + 1);
+  }
+
+  void transmit(const Operation& op) override {
+    Channel& channel = arena_->channel(rank(), op.peer);
+    i64 bytes = op.slice_bytes();
+    put(channel, op.peer, {reinterpret_cast<const std::byte*>(&bytes), sizeof bytes});
+    put(channel, op.peer, {op.segments[0].source, static_cast<size_t>(bytes)});
+  }
+
+  void receive(const Operation& op) override {
+    const Activity activity(*this, op.kind);
+    Channel& channel = arena_->channel(op.peer, rank());
+    i64 sent = 0;
+    const i64 expected = op.slice_bytes();
+    get(channel, op.peer, {reinterpret_cast<std::byte*>(&sent), sizeof sent});
+    if (sent != expected) {
+      fail(Errc::Comm, op.peer,
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", op.peer, sent, rank(), expected,
+                       op.tag));
+    }
+    get(channel, op.peer, {op.segments[0].target, static_cast<size_t>(sent)});
+  }
+
+  // Messages start on a line. `step` copies between the ring and the message: (ring, offset in the message, bytes).
+  template <class Step>
+  static void move_lines(Channel& channel, u32 position, u32 lines, size_t done, size_t bytes, Step step) {
+    while (lines > 0) {
+      const u32 first = position % Channel::kLines, run = std::min(lines, Channel::kLines - first);
+      step(channel.ring.data() + first * Channel::kLineBytes, done,
+           std::min<size_t>(run * Channel::kLineBytes, bytes - done));
+      done += run * Channel::kLineBytes;
+      position += run;
+      lines -= run;
+    }
+  }
+
+  void put(Channel& channel, int to, std::span<const std::byte> message) {
+    for (size_t done = 0; done < message.size();) {
+      const u32 head = channel.head.value.load(std::memory_order_relaxed);
+      wait(channel.tail, to, kSender, [&](u32 tail) { return head - tail < Channel::kLines; });
+      const u32 space = Channel::kLines - (head - channel.tail.value.load(std::memory_order_acquire));
+      const auto lines = static_cast<u32>(
+          std::min<size_t>(space, (message.size() - done + Channel::kLineBytes - 1) / Channel::kLineBytes));
+      move_lines(channel, head, lines, done, message.size(), [&](std::byte* ring, size_t offset, size_t bytes) {
+        std::memcpy(ring, message.data() + offset, bytes);
+      });
+      done += size_t{lines} * Channel::kLineBytes;
+      post(channel.head, head + lines);
+    }
+  }
+
+  void get(Channel& channel, int from, std::span<std::byte> message) {
+    for (size_t done = 0; done < message.size();) {
+      const u32 tail = channel.tail.value.load(std::memory_order_relaxed);
+      wait(channel.head, from, kProgress, [&](u32 head) { return head != tail; });
+      const u32 there = channel.head.value.load(std::memory_order_acquire) - tail;
+      const auto lines = static_cast<u32>(
+          std::min<size_t>(there, (message.size() - done + Channel::kLineBytes - 1) / Channel::kLineBytes));
+      move_lines(channel, tail, lines, done, message.size(), [&](const std::byte* ring, size_t offset, size_t bytes) {
+        std::memcpy(message.data() + offset, ring, bytes);
+      });
+      done += size_t{lines} * Channel::kLineBytes;
+      post(channel.tail, tail + lines);
+    }
+  }
+
+  Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) override {
+    return arena_->allocate(ledger, tag, bytes, [this] { meet(); });
+  }
+
+  void throw_if_peer_failed() const {
+    if (arena_->control().failure_state.load(std::memory_order_seq_cst) == 0) return;
+    const Failure f = read_failure();
+    throw Error(f.code, f.message, f.rank);
+  }
+
+  Failure publish(Failure failure) noexcept override {
+    Control& c = arena_->control();
+    u32 none = 0;
+    if (!c.failure_state.compare_exchange_strong(none, 1, std::memory_order_seq_cst)) return read_failure();
+    c.failure_code = failure.code;
+    c.failure_rank = failure.rank;
+    failure.message.copy(c.failure_message.data(), c.failure_message.size() - 1);
+    c.failure_state.store(2, std::memory_order_seq_cst);
+    for (int q = 0; q < size(); ++q) wake_all(slot(q).arrived);
+    return failure;
+  }
+
+  Failure read_failure() const {
+    const Control& c = arena_->control();
+    const auto deadline = Clock::now() + kQuiescence;
+    while (c.failure_state.load(std::memory_order_acquire) != 2) {
+      // Whoever writes it can be killed in the middle.
+      if (Clock::now() > deadline) return {Errc::Comm, "a rank died while it reported a failure", -1};
+      std::this_thread::yield();
+    }
+    return {c.failure_code, c.failure_message.data(), c.failure_rank};
+  }
+
+  const std::unique_ptr<Arena> arena_;
+  const int spins_;
+  u32 meetings_ = 0;  // of this rank; wraps
+  u64 calls_ = 0;
+  std::vector<const std::byte*> sources_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_self_communicator(const CommOptions& options) {
+  return std::make_unique<SharedCommunicator>("self", std::move(make_thread_arenas(1).front()), options);
+}
+
+std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size, const CommOptions& options) {
+  DS_ASSERT(size >= 1);
+  std::vector<std::unique_ptr<Communicator>> communicators;
+  for (auto& arena : make_thread_arenas(size))
+    communicators.push_back(std::make_unique<SharedCommunicator>("threads", std::move(arena), options));
+  return communicators;
+}
+
+void run_threads(int size, const CommOptions& options, const std::function<void(Communicator&)>& body) {
+  auto communicators = make_thread_communicators(size, options);
+  std::mutex mutex;
+  std::exception_ptr first_error;
+  std::vector<std::jthread> threads;
+  for (auto& communicator : communicators) {
+    threads.emplace_back([&, c = std::move(communicator)]() mutable {
+      // A rank records its error before it tells its peers, so what they throw comes later.
+      const auto record = [&](std::string_view why) {
+        {
+          const std::lock_guard lock(mutex);
+          if (!first_error) first_error = std::current_exception();
+        }
+        c->abort(why);
+      };
+      try {
+        body(*c);
+      } catch (const std::exception& e) {
+        record(e.what());
+      } catch (...) {
+        record("unknown exception");
+      }
+      c.reset();
+    });
+  }
+  threads.clear();
+  if (first_error) std::rethrow_exception(first_error);
+}
+
+std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size,
+                                                    const CommOptions& options) {
+  DS_ASSERT(size >= 1 && rank >= 0 && rank < size);
+  const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '-'; };
+  DS_CHECK(!job.empty() && job.size() <= 128 && std::all_of(job.begin(), job.end(), allowed), Errc::Config,
+           "job name \"{}\" must be 1 to 128 letters, digits and hyphens", job);
+  auto communicator =
+      std::make_unique<SharedCommunicator>("shm", make_shm_arena(job, rank, size, options.timeout_s), options);
+  communicator->attach();
+  return communicator;
+}
+
+}  // namespace ds

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+// The arena of processes: POSIX shared memory through Boost.Interprocess. Boost's managed segments are not used: who
+// opens one that its creator left unfinished waits for ever. A segment here has a header whose magic is stored last, is
+// reserved before it is touched (a full /dev/shm would be a SIGBUS), and loses its name as soon as all have it open.
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <boost/interprocess/mapped_region.hpp>
+#include <boost/interprocess/shared_memory_object.hpp>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "comm/arena.h"
+#include "ds/log.h"
+
+namespace ds {
+namespace {
+
+namespace bip = boost::interprocess;
+using Clock = std::chrono::steady_clock;
+
+constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
+constexpr u32 kVersion = 1;
+constexpr i64 kPage = 4096;
+constexpr std::string_view kPrefix = "ds-";
+
+struct ProcessStat {
+  char state = 0;  // as in ps(1); 0: no such process
+  u64 start = 0;   // clock ticks since boot
+};
+
+ProcessStat process_stat(i32 pid) {
+  std::ifstream file(fmt::format("/proc/{}/stat", pid));
+  std::string text((std::istreambuf_iterator<char>(file)), {});
+  const size_t name_end = text.rfind(')');  // the name may hold anything
+  if (name_end == std::string::npos) return {};
+  std::istringstream rest(text.substr(name_end + 1));
+  ProcessStat stat;
+  std::string skipped;
+  rest >> stat.state;
+  for (int field = 4; field < 22; ++field) rest >> skipped;
+  rest >> stat.start;
+  return stat;
+}
+
+u64 pid_namespace() {
+  struct stat st {};
+  return stat("/proc/self/ns/pid", &st) == 0 ? st.st_ino : 0;
+}
+
+bool has_ended(const ProcessStat& now, u64 start) {
+  return now.state == 0 || now.state == 'Z' || now.state == 'X' || now.start != start;
+}
+
+u64 free_shm_bytes() {
+  struct statvfs fs {};
+  return statvfs("/dev/shm", &fs) == 0 ? fs.f_bavail * fs.f_frsize : 0;
+}
+
+// Removes segments that dead processes of ours left: a rank killed between creating one and its last peer's opening it.
+void remove_stale_segments() {
+  const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir("/dev/shm"), closedir);
+  if (!dir) return;
+  while (const dirent* entry = readdir(dir.get())) {
+    const std::string name = entry->d_name;
+    if (!name.starts_with(kPrefix)) continue;
+    const int fd = openat(dirfd(dir.get()), entry->d_name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (fd < 0) continue;
+    struct stat st {};
+    SegmentHeader h{};
+    const bool ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
+                      pread(fd, static_cast<void*>(&h), sizeof h, 0) == static_cast<ssize_t>(sizeof h) &&
+                      h.magic.load(std::memory_order_relaxed) == kMagic && h.pid_namespace == pid_namespace();
+    close(fd);
+    if (!ours || !has_ended(process_stat(h.pid), h.process_start)) continue;
+    if (bip::shared_memory_object::remove(name.c_str()))
+      log_message(LogLevel::Verbose, fmt::format("removed /dev/shm/{}, left by dead process {}", name, h.pid));
+  }
+}
+
+class Segment {
+ public:
+  Segment() = default;
+  Segment(Segment&& other) noexcept { swap(other); }
+  Segment& operator=(Segment&& other) noexcept {
+    swap(other);
+    return *this;
+  }
+  ~Segment() { unlink(); }
+
+  static Segment create(const std::string& name, i64 bytes, i64 reserved_bytes, int size) {
+    Segment s;
+    try {
+      s.object_ = bip::shared_memory_object(bip::create_only, name.c_str(), bip::read_write, bip::permissions(0600));
+      s.linked_name_ = name;
+      s.object_.truncate(bytes);
+    } catch (const bip::interprocess_exception& e) {
+      DS_CHECK(e.get_error_code() != bip::already_exists_error, Errc::Comm,
+               "/dev/shm/{} exists already: another job runs under this name", name);
+      throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
+    }
+    s.reserve(0, reserved_bytes, "a job's control segment");
+    s.map();
+    auto* h = reinterpret_cast<SegmentHeader*>(s.data());
+    h->version = kVersion;
+    h->size = size;
+    h->pid = getpid();
+    h->process_start = process_stat(getpid()).start;
+    h->pid_namespace = pid_namespace();
+    h->magic.store(kMagic, std::memory_order_release);
+    return s;
+  }
+
+  // Waits until the creator has finished it.
+  static Segment open(const std::string& name, i64 bytes, int size, double timeout_s) {
+    const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
+    for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
+      if (Clock::now() > deadline)
+        throw Error(Errc::Timeout,
+                    fmt::format("rank 0 did not come within {} s: it made no /dev/shm/{}", timeout_s, name), 0);
+      Segment s;
+      try {
+        s.object_ = bip::shared_memory_object(bip::open_only, name.c_str(), bip::read_write);
+      } catch (const bip::interprocess_exception& e) {
+        if (e.get_error_code() == bip::not_found_error) continue;
+        throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
+      }
+      struct stat st {};
+      DS_CHECK(fstat(s.fd(), &st) == 0 && st.st_uid == geteuid() && (st.st_mode & 077) == 0, Errc::Comm,
+               "/dev/shm/{} belongs to another user or is open to others: refused", name);
+      if (st.st_size < bytes) {
+        DS_CHECK(st.st_size == 0, Errc::Comm, "/dev/shm/{} has {} bytes where rank 0 of {} ranks makes {}", name,
+                 st.st_size, size, bytes);
+        continue;
+      }
+      // The magic is read, not mapped, until it is there: before that the pages may not be reserved.
+      u64 magic = 0;
+      if (pread(s.fd(), &magic, sizeof magic, offsetof(SegmentHeader, magic)) != sizeof magic || magic == 0) continue;
+      s.map();
+      const auto* h = reinterpret_cast<const SegmentHeader*>(s.data());
+      DS_CHECK(h->magic.load(std::memory_order_acquire) == kMagic && h->version == kVersion && h->size == size,
+               Errc::Comm, "/dev/shm/{} is not a segment of this version for {} ranks", name, size);
+      return s;
+    }
+  }
+
+  // After this, touching [offset, offset + bytes) cannot fail.
+  void reserve(i64 offset, i64 bytes, std::string_view what) {
+    int error = 0;
+    do error = posix_fallocate(fd(), offset, bytes);
+    while (error == EINTR);
+    DS_CHECK(
+        error == 0, Errc::OutOfMemory,
+        "no {} bytes of shared memory for {}: {} ({} bytes of /dev/shm are free; enlarge it, or use another backend)",
+        bytes, what, std::strerror(error), free_shm_bytes());
+  }
+
+  std::byte* data() const noexcept { return static_cast<std::byte*>(region_.get_address()); }
+
+  void unlink() noexcept {
+    if (!linked_name_.empty()) bip::shared_memory_object::remove(linked_name_.c_str());
+    linked_name_.clear();
+  }
+
+ private:
+  int fd() const noexcept { return object_.get_mapping_handle().handle; }
+  void map() try {
+    region_ = bip::mapped_region(object_, bip::read_write);
+  } catch (const bip::interprocess_exception& e) {
+    throw Error(Errc::OutOfMemory, fmt::format("a segment of shared memory cannot be mapped: {}", e.what()));
+  }
+  void swap(Segment& other) noexcept {
+    object_.swap(other.object_);
+    region_.swap(other.region_);
+    linked_name_.swap(other.linked_name_);
+  }
+
+  bip::shared_memory_object object_;
+  bip::mapped_region region_;
+  std::string linked_name_;  // of the creator, until it is unlinked
+};
+
+class ShmArena final : public Arena {
+ public:
+  ShmArena(std::string_view job, int rank, int size, double timeout_s)
+      : Arena(rank, size), name_(fmt::format("{}{}", kPrefix, job)), timeout_s_(timeout_s) {
+    if (rank == 0) {
+      remove_stale_segments();
+      segment_ = Segment::create(name_, total_bytes(size), channels_offset(size), size);
+    } else {
+      segment_ = Segment::open(name_, total_bytes(size), size, timeout_s);
+    }
+    base_ = segment_.data();
+    RankSlot& own = slot(rank);
+    i32 nobody = 0;
+    DS_CHECK(own.pid.compare_exchange_strong(nobody, -1), Errc::Comm, "two processes of job {} are rank {}", job, rank);
+    own.process_start = process_stat(getpid()).start;
+    own.pid_namespace = pid_namespace();
+    own.pid.store(getpid(), std::memory_order_release);
+  }
+
+  void attached() override { segment_.unlink(); }
+
+  std::optional<Address> locate(const std::byte* p, i64 bytes) const override {
+    for (size_t i = 0; i < regions_.size(); ++i) {
+      const Region& r = *regions_[i];
+      const std::byte* own = r.part(rank());
+      if (p >= own && p + bytes <= own + r.stride) return Address{.region = static_cast<i64>(i), .offset = p - own};
+    }
+    return std::nullopt;
+  }
+
+  const std::byte* resolve(int rank, Address a) const override {
+    return regions_[static_cast<size_t>(a.region)]->part(rank) + a.offset;
+  }
+
+  Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) override {
+    if (bytes == 0) return {};
+    auto region = std::make_shared<Region>();
+    region->stride = align_up(bytes, kPage);
+    const std::string name = fmt::format("{}.{}", name_, regions_.size());
+    const i64 total = kPage + size() * region->stride;
+    if (rank() == 0) region->segment = Segment::create(name, total, kPage, size());
+    meet();
+    if (rank() != 0) region->segment = Segment::open(name, total, size(), timeout_s_);
+    region->segment.reserve(kPage + rank() * region->stride, region->stride, tag_name(tag));
+    meet();
+    region->segment.unlink();
+    std::byte* own = region->part(rank());
+    regions_.push_back(region);
+    // Peers may still read the rest of the region, so only our pages go back; the mapping goes with the communicator.
+    return Buffer(ledger, tag, own, bytes,
+                  [region, own] { madvise(own, static_cast<size_t>(region->stride), MADV_REMOVE); });
+  }
+
+  Health health(int rank) const override {
+    const RankSlot& s = slot(rank);
+    const i32 pid = s.pid.load(std::memory_order_acquire);
+    if (pid <= 0) return {.dead = false, .words = "it has not attached"};
+    if (s.pid_namespace != slot(this->rank()).pid_namespace) return {};
+    const ProcessStat now = process_stat(pid);
+    if (has_ended(now, s.process_start)) return {.dead = true, .words = fmt::format("its process {} has ended", pid)};
+    if (now.state == 'T' || now.state == 't')
+      return {.dead = false, .words = fmt::format("its process {} is stopped", pid)};
+    return {.dead = false, .words = fmt::format("its process {} is alive", pid)};
+  }
+
+ private:
+  struct Region {
+    std::byte* part(int rank) const noexcept { return segment.data() + kPage + rank * stride; }
+    Segment segment;
+    i64 stride = 0;
+  };
+
+  void reserve_channel(i64 offset) override {
+    const std::lock_guard lock(mutex_);
+    if (reserved_channels_.insert(offset).second) segment_.reserve(offset, sizeof(Channel), "a point-to-point channel");
+  }
+
+  const std::string name_;
+  const double timeout_s_;
+  Segment segment_;
+  std::vector<std::shared_ptr<const Region>> regions_;
+  std::mutex mutex_;
+  std::set<i64> reserved_channels_;
+};
+
+}  // namespace
+
+std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s) {
+  return std::make_unique<ShmArena>(job, rank, size, timeout_s);
+}
+
+}  // namespace ds

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A program of collective calls with odd sizes, all types, shared and private memory, whose every result is compared
+// bitwise with a serial oracle. Whatever passes it gives the same bits as everything else that does.
+
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds::test {
+
+inline void require(bool ok, const std::string& what) {
+  if (!ok) throw std::runtime_error("wrong result: " + what);
+}
+
+// Magnitudes differ so much that the order of a sum shows in its bits.
+inline float value(int rank, i64 i, int salt) {
+  const u64 x = (static_cast<u64>(rank) * 1000003 + static_cast<u64>(i)) * 0x9E3779B97F4A7C15u + static_cast<u64>(salt);
+  const u64 y = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
+  const float mantissa = static_cast<float>(static_cast<i64>(y >> 40) - (1 << 23)) * 0x1p-23f;
+  return mantissa * static_cast<float>(1 << ((y >> 8) % 12));
+}
+
+template <class T>
+float as_sent(float x) {
+  return to_float(from_float<T>(x));
+}
+
+inline float as_sent(float x, DType wire) {
+  return wire == DType::BF16 ? as_sent<bf16>(x) : wire == DType::F16 ? as_sent<f16>(x) : x;
+}
+
+inline void store(void* p, i64 i, float x, DType wire) {
+  if (wire == DType::F32) static_cast<float*>(p)[i] = x;
+  if (wire == DType::BF16) static_cast<bf16*>(p)[i] = to_bf16(x);
+  if (wire == DType::F16) static_cast<f16*>(p)[i] = to_f16(x);
+}
+
+inline float folded(int size, i64 i, int salt, DType wire) {
+  float sum = as_sent(value(0, i, salt), wire);
+  for (int q = 1; q < size; ++q) sum += as_sent(value(q, i, salt), wire);
+  return sum;
+}
+
+inline bool same_bits(float a, float b) { return std::bit_cast<u32>(a) == std::bit_cast<u32>(b); }
+
+// One reduce-scatter. Sources lie in `shared` one after the other, or in private memory if it is empty.
+inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared, const std::vector<i64>& slices,
+                                    DType wire, bool accumulate, bool in_place, int salt) {
+  const int P = c.size();
+  const i64 total = std::accumulate(slices.begin(), slices.end(), i64{0});
+  std::vector<std::byte> own(shared.empty() ? static_cast<size_t>(P * total * dtype_bytes(wire)) : 0);
+  std::byte* source = shared.empty() ? own.data() : shared.data();
+  std::vector<float> targets(static_cast<size_t>(total));
+  std::vector<ReduceScatterSegment> segments;
+  i64 at = 0;
+  for (i64 n : slices) {
+    std::byte* s = source + P * at * dtype_bytes(wire);
+    for (i64 i = 0; i < P * n; ++i) store(s, i, value(c.rank(), P * at + i, salt), wire);
+    float* target = in_place ? reinterpret_cast<float*>(s) + c.rank() * n : targets.data() + at;
+    for (i64 i = 0; accumulate && i < n; ++i) target[i] = value(77, at + i, salt);
+    segments.push_back({s, target, n});
+    at += n;
+  }
+  c.reduce_scatter(segments, wire, accumulate, "t.reduce_scatter").wait();
+  at = 0;
+  for (size_t k = 0; k < slices.size(); ++k) {
+    for (i64 i = 0; i < slices[k]; ++i) {
+      const i64 index = P * at + c.rank() * slices[k] + i;
+      float expected = folded(P, index, salt, wire);
+      if (accumulate) {
+        expected = value(77, at + i, salt);
+        for (int q = 0; q < P; ++q) expected += as_sent(value(q, index, salt), wire);
+      }
+      require(same_bits(segments[k].target[i], expected), "reduce_scatter " + std::string(dtype_name(wire)));
+    }
+    at += slices[k];
+  }
+}
+
+inline void exercise_all_gather(Communicator& c, std::span<std::byte> shared, const std::vector<i64>& slices,
+                                int salt) {
+  const int P = c.size();
+  const i64 total = std::accumulate(slices.begin(), slices.end(), i64{0});
+  std::vector<std::byte> own(shared.empty() ? static_cast<size_t>(P * total) : 0);
+  std::byte* buffer = shared.empty() ? own.data() : shared.data();
+  const auto byte = [&](int rank, i64 i) { return static_cast<std::byte>(rank * 31 + i * 7 + salt); };
+  std::vector<AllGatherSegment> segments;
+  for (i64 n : slices) {
+    for (i64 i = 0; i < n; ++i) buffer[c.rank() * n + i] = byte(c.rank(), i);
+    segments.push_back({buffer, n});
+    buffer += P * n;
+  }
+  c.all_gather(segments, "t.all_gather").wait();
+  for (const auto& s : segments) {
+    for (i64 i = 0; i < P * s.slice_bytes; ++i) {
+      const int q = static_cast<int>(i / s.slice_bytes);
+      require(static_cast<std::byte*>(s.buffer)[i] == byte(q, i % s.slice_bytes), "all_gather");
+    }
+  }
+}
+
+template <class T>
+void exercise_all_reduce(Communicator& c, i64 n, ReduceOp op, int salt) {
+  const auto input = [&](int rank, i64 i) { return static_cast<T>(value(rank, i, salt) * 1000); };
+  std::vector<T> data(static_cast<size_t>(n));
+  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = input(c.rank(), i);
+  c.all_reduce(data.data(), n, dtype_of<T>, op, "t.all_reduce").wait();
+  for (i64 i = 0; i < n; ++i) {
+    T expected = input(0, i);
+    for (int q = 1; q < c.size(); ++q) {
+      const T x = input(q, i);
+      expected = op == ReduceOp::Sum   ? expected + x
+                 : op == ReduceOp::Max ? std::max(expected, x)
+                                       : std::min(expected, x);
+    }
+    require(std::memcmp(&expected, &data[static_cast<size_t>(i)], sizeof(T)) == 0, "all_reduce");
+  }
+}
+
+inline void exercise_broadcast(Communicator& c, i64 bytes, int root) {
+  std::vector<u8> data(static_cast<size_t>(bytes));
+  if (c.rank() == root) std::iota(data.begin(), data.end(), static_cast<u8>(root));
+  c.broadcast(data.data(), bytes, root, "t.broadcast").wait();
+  for (i64 i = 0; i < bytes; ++i) require(data[static_cast<size_t>(i)] == static_cast<u8>(root + i), "broadcast");
+}
+
+inline void exercise_all_to_all(Communicator& c, i64 slice) {
+  std::vector<u16> source(static_cast<size_t>(c.size() * slice)), target(source.size());
+  for (i64 i = 0; i < std::ssize(source); ++i)
+    source[static_cast<size_t>(i)] = static_cast<u16>(c.rank() * 257 + i / slice * 1009 + i % slice);
+  c.all_to_all(source.data(), target.data(), slice * 2, "t.all_to_all").wait();
+  for (i64 i = 0; i < std::ssize(target); ++i) {
+    const auto expected = static_cast<u16>(i / slice * 257 + c.rank() * 1009 + i % slice);
+    require(target[static_cast<size_t>(i)] == expected, "all_to_all");
+  }
+}
+
+// Everybody sends to the next rank before anybody receives.
+inline void exercise_ring(Communicator& c, i64 elems) {
+  const int P = c.size(), next = (c.rank() + 1) % P, previous = (c.rank() + P - 1) % P;
+  std::vector<i64> out(static_cast<size_t>(elems)), in(out.size());
+  std::iota(out.begin(), out.end(), c.rank() * i64{1000});
+  Ticket sent = c.send(out.data(), elems * 8, next, "t.send");
+  c.recv(in.data(), elems * 8, previous, "t.recv").wait();
+  sent.wait();
+  for (i64 i = 0; i < elems; ++i) require(in[static_cast<size_t>(i)] == previous * i64{1000} + i, "send and recv");
+}
+
+// `big`: elements of the largest slice.
+inline void exercise(Communicator& c, i64 big = 70001) {
+  MemoryLedger ledger;
+  const int P = c.size();
+  Buffer buffer = c.allocate(ledger, Tag::Buckets, P * (big + 2000) * 4);
+  require(ledger.current(Tag::Buckets) == buffer.bytes(), "ledger of allocate");
+  for (std::byte b : buffer.as<std::byte>()) require(b == std::byte{0}, "zeros of allocate");
+  const std::span<std::byte> shared = buffer.as<std::byte>();
+  int salt = 0;
+  for (const auto& slices : std::vector<std::vector<i64>>{{1}, {7, 0, 33}, {0}, {5000}, {big, 3, 1024}}) {
+    for (DType wire : {DType::F32, DType::BF16, DType::F16}) {
+      for (auto memory : {shared, std::span<std::byte>()}) {
+        exercise_reduce_scatter(c, memory, slices, wire, false, false, ++salt);
+        exercise_reduce_scatter(c, memory, slices, wire, true, false, ++salt);
+        if (wire == DType::F32) exercise_reduce_scatter(c, memory, slices, wire, false, true, ++salt);
+      }
+    }
+    exercise_all_gather(c, shared, slices, ++salt);
+    exercise_all_gather(c, {}, slices, ++salt);
+  }
+  // Some ranks in place, others staged.
+  exercise_reduce_scatter(c, c.rank() % 2 == 0 ? shared : std::span<std::byte>(), {big}, DType::BF16, false, false, 5);
+  exercise_all_gather(c, c.rank() % 2 == 1 ? shared : std::span<std::byte>(), {big, 11}, 6);
+  for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min}) {
+    for (i64 n : {i64{0}, i64{1}, i64{5}, i64{16385}, big}) {
+      exercise_all_reduce<float>(c, n, op, ++salt);
+      exercise_all_reduce<double>(c, n, op, ++salt);
+      exercise_all_reduce<i64>(c, n, op, ++salt);
+    }
+  }
+  for (int root = 0; root < P; ++root) {
+    for (i64 bytes : {i64{0}, i64{1}, i64{13}, big * 4 + 1}) exercise_broadcast(c, bytes, root);
+  }
+  for (i64 slice : {i64{1}, i64{333}, big}) exercise_all_to_all(c, slice);
+  if (P > 1) {
+    for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems);
+  }
+  c.barrier("t.barrier");
+}
+
+}  // namespace ds::test

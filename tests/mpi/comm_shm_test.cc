@@ -1,0 +1,296 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shm communicator between real processes: same bits as the oracle, dead and stopped ranks, hostile and stale
+// segments, nothing left in /dev/shm.
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <filesystem>
+#include <functional>
+#include <random>
+#include <thread>
+
+#include "../comm_exercise.h"
+
+namespace ds {
+namespace {
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+using testing::HasSubstr;
+
+std::string random_job() {
+  std::random_device device;
+  return fmt::format("test-{:08x}{:08x}", device(), device());
+}
+
+// Names of `job` in /dev/shm.
+std::vector<std::string> segments_left(const std::string& job) {
+  std::vector<std::string> names;
+  for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
+    const std::string name = entry.path().filename();
+    if (name.starts_with("ds-" + job)) names.push_back(name);
+  }
+  return names;
+}
+
+// Processes that run `body(rank)`; what it throws is their story, "ok" otherwise.
+class Ranks {
+ public:
+  Ranks(int size, const std::function<void(int)>& body) {
+    for (int rank = 0; rank < size; ++rank) {
+      std::array<int, 2> pipe_ends{};
+      if (pipe(pipe_ends.data()) != 0) throw std::runtime_error("pipe");
+      const pid_t pid = fork();
+      if (pid == 0) {
+        close(pipe_ends[0]);
+        std::string story = "ok";
+        try {
+          body(rank);
+        } catch (const Error& e) {
+          story = fmt::format("{} {}: {}", static_cast<int>(e.code()), e.rank(), e.what());
+        } catch (const std::exception& e) {
+          story = e.what();
+        }
+        const auto written = write(pipe_ends[1], story.data(), story.size());
+        _exit(written == std::ssize(story) ? 0 : 9);
+      }
+      close(pipe_ends[1]);
+      pids_.push_back(pid);
+      pipes_.push_back(pipe_ends[0]);
+    }
+  }
+  ~Ranks() {
+    for (size_t r = 0; r < pids_.size(); ++r) {
+      kill(pids_[r], SIGKILL);
+      waitpid(pids_[r], nullptr, 0);
+      close(pipes_[r]);
+    }
+  }
+  void signal(int rank, int number) { kill(pids_[static_cast<size_t>(rank)], number); }
+  // Blocks until the rank has ended.
+  std::string story(int rank) {
+    std::string text;
+    std::array<char, 512> part;
+    while (const ssize_t n = read(pipes_[static_cast<size_t>(rank)], part.data(), part.size())) {
+      if (n < 0) break;
+      text.append(part.data(), static_cast<size_t>(n));
+    }
+    return text;
+  }
+
+ private:
+  std::vector<pid_t> pids_;
+  std::vector<int> pipes_;
+};
+
+std::string error_story(Errc code, int rank) { return fmt::format("{} {}: ", static_cast<int>(code), rank); }
+
+class CommShm : public testing::Test {
+ protected:
+  void TearDown() override { EXPECT_THAT(segments_left(job_), testing::IsEmpty()); }
+  std::unique_ptr<Communicator> join(int rank, int size, double timeout_s = 20) const {
+    return make_shm_communicator(job_, rank, size, {.timeout_s = timeout_s});
+  }
+  const std::string job_ = random_job();
+};
+
+class CommShmSizes : public CommShm, public testing::WithParamInterface<int> {};
+
+TEST_P(CommShmSizes, PassesTheExercise) {
+  const int size = GetParam();
+  Ranks ranks(size, [&](int r) {
+    auto c = join(r, size, 60);
+    test::exercise(*c, size == 2 ? 200001 : 30001);  // the first needs several chunks of staging
+  });
+  for (int r = 0; r < size; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, testing::Values(1, 2, 3, 4, 8));
+
+TEST_F(CommShm, NamesAreGoneOnceAllHaveCome) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    MemoryLedger ledger;
+    Buffer buffer = c->allocate(ledger, Tag::Params, 100);
+    c->barrier("t");
+    test::require(segments_left(job_).empty(), "a name is left");
+    c->barrier("t");
+    // The same name serves again, and memory outlives its communicator.
+    c.reset();
+    c = join(r, 3);
+    c->barrier("t");
+    buffer.as<u8>()[99] = 1;
+  });
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+
+TEST_F(CommShm, AKilledRankIsNamedWithinTwoSeconds) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    std::vector<float> x(100000);
+    for (;;) c->all_reduce(x.data(), std::ssize(x), DType::F32, ReduceOp::Sum, "t").wait();
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(1, SIGKILL);
+  const auto start = Clock::now();
+  for (int r : {0, 2}) EXPECT_THAT(ranks.story(r), HasSubstr(error_story(Errc::Comm, 1) + "rank 1 died"));
+  EXPECT_LT(Clock::now() - start, 2s);
+}
+
+TEST_F(CommShm, ARankThatExitsWithoutGoodbyeIsNamed) {
+  Ranks ranks(2, [&](int r) {
+    auto c = join(r, 2);
+    if (r == 1) _exit(3);
+    c->barrier("t");
+  });
+  EXPECT_THAT(ranks.story(0), HasSubstr(error_story(Errc::Comm, 1) + "rank 1 died"));
+}
+
+TEST_F(CommShm, AStoppedRankIsATimeoutThatSaysSo) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3, 1);
+    for (;;) c->barrier("t");
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(2, SIGSTOP);
+  const auto start = Clock::now();
+  for (int r : {0, 1}) {
+    const std::string story = ranks.story(r);
+    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 2) + "rank 2 did not come within 1 s"));
+    EXPECT_THAT(story, HasSubstr("is stopped"));
+  }
+  EXPECT_LT(Clock::now() - start, 3s);
+}
+
+TEST_F(CommShm, AnErrorInOneProcessReachesTheOthers) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    try {
+      for (int i = 0;; ++i) {
+        c->barrier("t");
+        if (r == 1 && i == 5) throw Error(Errc::Io, "disk on fire");
+      }
+    } catch (const Error& e) {
+      c->abort(e.what());
+      throw;
+    }
+  });
+  EXPECT_THAT(ranks.story(1), HasSubstr("disk on fire"));
+  for (int r : {0, 2}) EXPECT_EQ(ranks.story(r), error_story(Errc::Comm, 1) + "rank 1 gave up: disk on fire");
+}
+
+TEST_F(CommShm, EndingEarlyIsNotDying) {
+  Ranks ranks(3, [&](int r) {
+    auto c = join(r, 3);
+    double x = r;
+    c->all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "t").wait();
+    if (r == 0) return;  // the others go on without it, longer than a look at its health takes
+    std::this_thread::sleep_for((r - 1) * 700ms);
+    if (r == 1) {
+      c->recv(&x, 8, 2, "t").wait();
+    } else {
+      c->send(&x, 8, 1, "t").wait();
+    }
+  });
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+
+TEST_F(CommShm, AMissingRankIsNamed) {
+  Ranks ranks(3, [&](int r) {
+    if (r != 1) join(r, 3, 0.5);
+  });
+  for (int r : {0, 2}) {
+    const std::string story = ranks.story(r);
+    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 1)));
+    EXPECT_THAT(story, HasSubstr("has not attached"));
+  }
+}
+
+TEST_F(CommShm, AMissingRankZeroIsNamed) {
+  Ranks ranks(2, [&](int r) {
+    if (r != 0) join(r, 2, 0.3);
+  });
+  EXPECT_THAT(ranks.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not come within 0.3 s"));
+}
+
+TEST_F(CommShm, TooLittleSharedMemoryIsAnErrorWithNumbers) {
+  Ranks ranks(2, [&](int r) {
+    auto c = join(r, 2);
+    MemoryLedger ledger;
+    c->allocate(ledger, Tag::Buckets, i64{1} << 42);
+  });
+  for (int r = 0; r < 2; ++r) {
+    const std::string story = ranks.story(r);
+    EXPECT_THAT(story, HasSubstr(fmt::format("{} ", static_cast<int>(Errc::OutOfMemory))));
+    EXPECT_THAT(story, HasSubstr("no 4398046511104 bytes of shared memory for buckets"));
+    EXPECT_THAT(story, HasSubstr("bytes of /dev/shm are free"));
+  }
+}
+
+TEST_F(CommShm, ATakenNameIsRefused) {
+  const std::string name = "/ds-" + job_;
+  const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+  ASSERT_GE(fd, 0);
+  Ranks ranks(1, [&](int r) { join(r, 1); });
+  EXPECT_THAT(ranks.story(0), HasSubstr("exists already"));
+  close(fd);
+  shm_unlink(name.c_str());
+}
+
+TEST_F(CommShm, AnUnfinishedOrForeignSegmentDoesNotHang) {
+  const std::string name = "/ds-" + job_;
+  const auto story = [&] {
+    return Ranks(2,
+                 [&](int r) {
+                   if (r == 1) join(r, 2, 0.3);
+                 })
+        .story(1);
+  };
+  const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
+  ASSERT_GE(fd, 0);
+  EXPECT_THAT(story(), HasSubstr("did not come within"));  // empty
+  ASSERT_EQ(ftruncate(fd, 4096), 0);
+  EXPECT_THAT(story(), HasSubstr("has 4096 bytes"));
+  ASSERT_EQ(ftruncate(fd, i64{64} << 20), 0);
+  EXPECT_THAT(story(), HasSubstr("did not come within"));  // never initialised
+  ASSERT_EQ(pwrite(fd, "garbage!", 8, 0), 8);
+  EXPECT_THAT(story(), HasSubstr("is not a segment of this version"));
+  ASSERT_EQ(fchmod(fd, 0644), 0);
+  EXPECT_THAT(story(), HasSubstr("refused"));
+  close(fd);
+  shm_unlink(name.c_str());
+}
+
+TEST_F(CommShm, TheNextStartRemovesWhatADeadRankLeft) {
+  {
+    Ranks ranks(1, [&](int) { join(0, 2); });
+    for (int i = 0; i < 500 && segments_left(job_).empty(); ++i) std::this_thread::sleep_for(2ms);
+    std::this_thread::sleep_for(100ms);
+    ranks.signal(0, SIGKILL);
+    ranks.story(0);
+  }
+  EXPECT_THAT(segments_left(job_), testing::SizeIs(1));
+  Ranks next(1, [&](int) { make_shm_communicator(random_job(), 0, 1, {}); });
+  EXPECT_EQ(next.story(0), "ok");
+}
+
+TEST_F(CommShm, TwoProcessesCannotBeOneRank) {
+  Ranks ranks(3, [&](int r) { join(std::min(r, 1), 3, 0.5); });
+  const std::string first = ranks.story(1), second = ranks.story(2);
+  EXPECT_THAT(first + second, HasSubstr("are rank 1"));
+  EXPECT_THAT(ranks.story(0), HasSubstr(error_story(Errc::Timeout, 2)));
+}
+
+TEST(CommShmName, IsChecked) {
+  for (const char* bad : {"", "a/b", "../x", "a b"}) EXPECT_THROW(make_shm_communicator(bad, 0, 1, {}), Error);
+}
+
+}  // namespace
+}  // namespace ds

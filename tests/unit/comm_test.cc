@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// Communicators within one process: self and threads.
+
+#include "comm/communicator.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <thread>
+
+#include "../comm_exercise.h"
+
+// Counts what a step must not do. Out of line, or GCC sees through one half of a pair and warns.
+static std::atomic<long> num_news{0};
+[[gnu::noinline]] void* operator new(std::size_t n) {
+  ++num_news;
+  if (void* p = std::malloc(n)) return p;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
+[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+
+namespace ds {
+namespace {
+
+using namespace std::chrono_literals;
+using testing::AllOf;
+using testing::HasSubstr;
+
+CommOptions options(double timeout_s = 20, bool progress_thread = true) {
+  return {.timeout_s = timeout_s, .progress_thread = progress_thread};
+}
+
+// The error of `f`, which must throw one.
+template <class F>
+Error error_of(F&& f) {
+  try {
+    f();
+  } catch (const Error& e) {
+    return e;
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return Error(Errc::Internal, "");
+}
+
+TEST(CommSelf, PassesTheExercise) {
+  auto c = make_self_communicator(options());
+  EXPECT_EQ(c->backend(), "self");
+  test::exercise(*c);
+}
+
+class CommThreads : public testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(CommThreads, PassTheExercise) {
+  const auto [size, progress_thread] = GetParam();
+  run_threads(size, options(60, progress_thread), [](Communicator& c) { test::exercise(c, 9001); });
+}
+
+INSTANTIATE_TEST_SUITE_P(Sizes, CommThreads, testing::Combine(testing::Values(1, 2, 3, 4, 8), testing::Bool()),
+                         [](const auto& test) {
+                           return fmt::format("{}Ranks{}", std::get<0>(test.param),
+                                              std::get<1>(test.param) ? "" : "Inline");
+                         });
+
+TEST(Comm, SumsFoldInRankOrder) {
+  run_threads(3, options(), [](Communicator& c) {
+    const std::array<float, 3> addend = {1e8f, 1.0f, -1e8f};  // any other order gives 1
+    for (i64 n : {i64{3}, i64{30000}}) {                      // gathered and folded; reduce-scattered
+      std::vector<float> x(static_cast<size_t>(n), addend[static_cast<size_t>(c.rank())]);
+      c.all_reduce(x.data(), n, DType::F32, ReduceOp::Sum, "t").wait();
+      EXPECT_EQ(x.front(), 0.0f);
+      EXPECT_EQ(x.back(), 0.0f);
+    }
+  });
+}
+
+TEST(Comm, NanWinsMaxAndMin) {
+  run_threads(3, options(), [](Communicator& c) {
+    for (ReduceOp op : {ReduceOp::Max, ReduceOp::Min}) {
+      for (int bad = 0; bad < 3; ++bad) {
+        double x = c.rank() == bad ? std::nan("") : c.rank();
+        c.all_reduce(&x, 1, DType::F64, op, "t").wait();
+        EXPECT_TRUE(std::isnan(x));
+      }
+    }
+  });
+}
+
+TEST(Comm, CountsWhatTheFormulasSay) {
+  run_threads(4, options(), [](Communicator& c) {
+    std::vector<float> x(4 * 100), shard(100);
+    const ReduceScatterSegment rs{x.data(), shard.data(), 100};
+    const AllGatherSegment ag{x.data(), 400};
+    c.reduce_scatter({&rs, 1}, DType::F32, false, "dp.reduce_scatter").wait();
+    c.reduce_scatter({&rs, 1}, DType::BF16, false, "dp.reduce_scatter").wait();
+    c.all_gather({&ag, 1}, "dp.all_gather").wait();
+    c.all_reduce(x.data(), 400, DType::F32, ReduceOp::Sum, "dp.all_reduce").wait();
+    c.broadcast(x.data(), 1600, 1, "dp.broadcast").wait();
+    std::vector<float> y(400);
+    c.all_to_all(x.data(), y.data(), 400, "dp.all_to_all").wait();
+    c.barrier("dp.barrier");
+    const auto counts = c.counts();
+    EXPECT_EQ(counts.at("dp.reduce_scatter").calls, 2);
+    EXPECT_EQ(counts.at("dp.reduce_scatter").bytes, 3 * 400 + 3 * 200);
+    EXPECT_EQ(counts.at("dp.all_gather").bytes, 3 * 400);
+    EXPECT_EQ(counts.at("dp.all_reduce").bytes, 2 * 3 * 400);
+    EXPECT_EQ(counts.at("dp.broadcast").bytes, c.rank() == 1 ? 3 * 1600 : 0);
+    EXPECT_EQ(counts.at("dp.all_to_all").bytes, 3 * 400);
+    EXPECT_EQ(counts.at("dp.barrier").calls, 1);
+    EXPECT_EQ(counts.at("dp.barrier").bytes, 0);
+    c.reset_counts();
+    EXPECT_TRUE(c.counts().empty());
+  });
+}
+
+TEST(Comm, ManyTicketsRunInCallOrder) {
+  run_threads(3, options(), [](Communicator& c) {
+    std::vector<float> x(5000, 1.0f);
+    std::vector<Ticket> tickets;
+    for (int i = 0; i < 20; ++i) {
+      tickets.push_back(c.all_reduce(x.data(), std::ssize(x), DType::F32, ReduceOp::Sum, "t"));
+      tickets.push_back(c.broadcast(x.data(), 4, i % 3, "t"));
+    }
+    tickets.back().wait();
+    for (Ticket& t : tickets) EXPECT_TRUE(t.done());
+    EXPECT_EQ(x.front(), std::pow(3.0f, 20.0f));
+    EXPECT_EQ(x.back(), std::pow(3.0f, 20.0f));
+    tickets.front().wait();  // again
+  });
+}
+
+TEST(Comm, SteadyStateAllocatesNothing) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<float> x(2 * 30000), shard(30000);
+    double verdict = 1;
+    const std::vector<ReduceScatterSegment> rs = {{x.data(), shard.data(), 100}, {x.data() + 200, shard.data(), 29900}};
+    const AllGatherSegment ag{x.data(), 30000 * 4};
+    const auto step = [&] {
+      for (int bucket = 0; bucket < 8; ++bucket) {
+        Ticket t = c.reduce_scatter(rs, DType::F32, false, "dp.reduce_scatter");
+        c.all_gather({&ag, 1}, "dp.all_gather").wait();
+        t.wait();
+      }
+      c.all_reduce(&verdict, 1, DType::F64, ReduceOp::Max, "dp.all_reduce").wait();
+      c.barrier("dp.barrier");
+    };
+    for (int i = 0; i < 5; ++i) step();
+    const long before = num_news;
+    for (int i = 0; i < 20; ++i) step();
+    EXPECT_EQ(num_news - before, 0);
+    c.barrier("dp.barrier");
+  });
+}
+
+TEST(Comm, TicketsOutliveTheirCommunicator) {
+  auto communicators = make_thread_communicators(2, options());
+  double x = 1, y = 2;
+  Ticket a = communicators[0]->all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "t");
+  Ticket b = communicators[1]->all_reduce(&y, 1, DType::F64, ReduceOp::Sum, "t");
+  communicators.clear();  // works off what is queued
+  a.wait();
+  b.wait();
+  EXPECT_EQ(x, 3);
+  EXPECT_EQ(y, 3);
+}
+
+TEST(CommFailure, MismatchedKindsNameBothCalls) {
+  run_threads(3, options(), [](Communicator& c) {
+    c.barrier("first");
+    std::vector<float> x(64);
+    const Error e = error_of([&] {
+      if (c.rank() == 2) {
+        c.broadcast(x.data(), 16, 0, "odd").wait();
+      } else {
+        c.all_reduce(x.data(), 64, DType::F32, ReduceOp::Sum, "even").wait();
+      }
+    });
+    EXPECT_EQ(e.code(), Errc::Comm);
+    EXPECT_EQ(e.rank(), 2);
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 0 calls all_reduce \"even\" (call 2"),
+                                HasSubstr("rank 2 calls broadcast \"odd\" (call 2")));
+  });
+}
+
+TEST(CommFailure, MismatchedSizesAreAnError) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<float> x(64);
+    const std::vector<AllGatherSegment> segments = {{x.data(), c.rank() == 0 ? 8 : 16},
+                                                    {x.data() + 32, c.rank() == 0 ? 16 : 8}};
+    EXPECT_EQ(error_of([&] { c.all_gather(segments, "t").wait(); }).code(), Errc::Comm);
+    EXPECT_EQ(error_of([&] { c.barrier("later"); }).code(), Errc::Comm);
+  });
+}
+
+TEST(CommFailure, MismatchedMessageLengthIsAnError) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<float> x(64);
+    if (c.rank() == 0) {
+      c.send(x.data(), 100, 1, "t").wait();
+    } else {
+      const Error e = error_of([&] { c.recv(x.data(), 96, 0, "t").wait(); });
+      EXPECT_EQ(e.rank(), 0);
+      EXPECT_THAT(e.what(), HasSubstr("sends 100 bytes where rank 1 receives 96"));
+    }
+  });
+}
+
+TEST(CommFailure, AbortReachesPendingAndLaterCalls) {
+  run_threads(3, options(), [](Communicator& c) {
+    double x = 0;
+    if (c.rank() == 1) {
+      std::this_thread::sleep_for(50ms);
+      c.abort("out of cheese");
+    }
+    for (int i = 0; i < 2; ++i) {
+      const Error e = error_of([&] { c.all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "t").wait(); });
+      EXPECT_EQ(e.code(), Errc::Comm);
+      EXPECT_EQ(e.rank(), 1);
+      EXPECT_STREQ(e.what(), "rank 1 gave up: out of cheese");
+    }
+  });
+}
+
+TEST(CommFailure, RunThreadsRethrowsTheFirstError) {
+  struct Mine : std::runtime_error {
+    using runtime_error::runtime_error;
+  };
+  for (int i = 0; i < 20; ++i) {
+    EXPECT_THROW(run_threads(4, options(),
+                             [](Communicator& c) {
+                               if (c.rank() == 3) throw Mine("first");
+                               for (;;) c.barrier("t");
+                             }),
+                 Mine);
+  }
+}
+
+TEST(CommFailure, AnAbsentRankIsATimeoutThatNamesIt) {
+  run_threads(3, options(0.2), [](Communicator& c) {
+    if (c.rank() == 1) std::this_thread::sleep_for(1s);
+    const auto start = std::chrono::steady_clock::now();
+    const Error e = error_of([&] { c.barrier("meeting"); });  // throws on the late rank too
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 900ms);
+    EXPECT_EQ(e.code(), Errc::Timeout);
+    EXPECT_EQ(e.rank(), 1);
+    EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 1 did not come within 0.2 s"), HasSubstr("is in barrier (call 1)"),
+                                HasSubstr("rank 1 is outside any call after 0 calls")));
+  });
+}
+
+TEST(CommFailure, AChainOfWaitsLeadsToTheRankAtFault) {
+  run_threads(3, options(0.3), [](Communicator& c) {
+    double x = 0;
+    if (c.rank() == 2) return std::this_thread::sleep_for(1s);
+    const Error e = error_of([&] {
+      if (c.rank() == 1) {
+        std::this_thread::sleep_for(50ms);  // so that rank 0 is the first whose time is up
+        c.recv(&x, 8, 2, "from the absent").wait();
+      }
+      c.broadcast(&x, 8, 1, "t").wait();
+    });
+    EXPECT_EQ(e.code(), Errc::Timeout);
+    EXPECT_EQ(e.rank(), 2);
+  });
+}
+
+TEST(CommFailure, ARankThatLeftIsNotWaitedFor) {
+  run_threads(2, options(), [](Communicator& c) {
+    c.barrier("t");
+    if (c.rank() == 1) return;
+    const auto start = std::chrono::steady_clock::now();
+    const Error e = error_of([&] { c.barrier("t"); });
+    EXPECT_EQ(e.code(), Errc::Comm);
+    EXPECT_EQ(e.rank(), 1);
+    EXPECT_THAT(e.what(), HasSubstr("rank 1 has left"));
+    EXPECT_LT(std::chrono::steady_clock::now() - start, 2s);
+  });
+}
+
+TEST(CommFailure, UnwindingPastACommunicatorTellsThePeers) {
+  auto communicators = make_thread_communicators(2, options());
+  std::jthread peer([&] {
+    const Error e = error_of([&] { communicators[0]->barrier("t"); });
+    EXPECT_EQ(e.code(), Errc::Comm);
+    EXPECT_EQ(e.rank(), 1);
+  });
+  try {
+    const auto mine = std::move(communicators[1]);
+    throw std::runtime_error("the caller's own error");
+  } catch (const std::runtime_error&) {
+  }
+}
+
+TEST(CommFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
+  // Aborts at random moments of large exchanges; the owner frees its buffer at once. The address sanitizer watches.
+  for (int i = 0; i < 20; ++i) {
+    auto communicators = make_thread_communicators(2, options());
+    std::vector<std::jthread> threads;
+    for (auto& c : communicators) {
+      threads.emplace_back([&, i] {
+        try {
+          for (;;) {
+            std::vector<float> x(400000), shard(200000);
+            const ReduceScatterSegment s{x.data(), shard.data(), 200000};
+            c->reduce_scatter({&s, 1}, DType::F32, false, "t").wait();
+          }
+        } catch (const Error& e) {
+          EXPECT_EQ(e.rank(), i % 2);
+        }
+      });
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(500 * i));
+    communicators[static_cast<size_t>(i % 2)]->abort("now");
+  }
+}
+
+}  // namespace
+}  // namespace ds
