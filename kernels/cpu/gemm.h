@@ -63,6 +63,7 @@ struct Pairs {
 inline void transpose(Vec (&r)[kLanes]) noexcept {
 #if defined(__AVX512F__)
   __m512 t[16];
+#pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     t[i] = _mm512_unpacklo_ps(r[i].v, r[i + 1].v);
     t[i + 1] = _mm512_unpackhi_ps(r[i].v, r[i + 1].v);
@@ -74,12 +75,14 @@ inline void transpose(Vec (&r)[kLanes]) noexcept {
     return _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b)));
   };
   __m512 u[16];  // u[4q + c]: rows 4q .. 4q+3 of columns c, c+4, c+8, c+12
+#pragma GCC unroll 4
   for (int q = 0; q < 16; q += 4) {
     u[q] = low(t[q], t[q + 2]);
     u[q + 1] = high(t[q], t[q + 2]);
     u[q + 2] = low(t[q + 1], t[q + 3]);
     u[q + 3] = high(t[q + 1], t[q + 3]);
   }
+#pragma GCC unroll 4
   for (int c = 0; c < 4; ++c) {
     const __m512 ab = _mm512_shuffle_f32x4(u[c], u[c + 4], 0x88), cd = _mm512_shuffle_f32x4(u[c + 8], u[c + 12], 0x88);
     const __m512 ef = _mm512_shuffle_f32x4(u[c], u[c + 4], 0xDD), gh = _mm512_shuffle_f32x4(u[c + 8], u[c + 12], 0xDD);
@@ -141,18 +144,42 @@ inline void pack(float* dst, i64 stride, const Source<T>& s, i64 i, i64 count, i
   for (i64 k = 0; k < depth; k += D * kLanes) {
     const i64 left = depth - k;
     Vec r[kLanes];
-    for (i64 j = 0; j < kLanes; ++j) {
-      if (j >= count) {
-        r[j] = zero();
-      } else if (left >= D * kLanes) {
-        r[j] = Product::load_along(s.at(i + j, k0 + k), AllLanes{});
-      } else {
-        r[j] = Product::load_along(s.at(i + j, k0 + k), left);
-      }
+    const auto fill = [&](auto n) {
+#pragma GCC unroll 16
+      for (i64 j = 0; j < kLanes; ++j) r[j] = j < count ? Product::load_along(s.at(i + j, k0 + k), n) : zero();
+    };
+    if (left >= D * kLanes) {
+      fill(AllLanes{});
+    } else {
+      fill(left);
     }
     transpose(r);
     const i64 words = std::min(kLanes, (left + D - 1) / D);
-    for (i64 w = 0; w < words; ++w, dst += stride) store(dst, r[w]);
+    if (words == kLanes) {
+#pragma GCC unroll 16
+      for (i64 w = 0; w < kLanes; ++w, dst += stride) store(dst, r[w]);
+    } else {
+      for (i64 w = 0; w < words; ++w, dst += stride) store(dst, r[w]);
+    }
+  }
+}
+
+// Packs rows [begin, end) and k in [k0, k0 + depth) as panels of kWidth rows, `pitch` words apart; the last panel may
+// be narrower. A panel needs room for kLanes words beyond its end unless kWidth is a multiple of kLanes.
+template <class Product, i64 kWidth, class T>
+inline void pack_panels(float* dst, i64 pitch, const Source<T>& s, i64 begin, i64 end, i64 k0, i64 depth) noexcept {
+  // Across memory, a few k of all panels at a time: each is one long piece of memory.
+  const i64 step = s.along ? depth : std::min<i64>(depth, 16);
+  for (i64 k = 0; k < depth; k += step) {
+    float* panel = dst;
+    for (i64 i = begin; i < end; i += kWidth, panel += pitch) {
+      const i64 stride = kWidth % kLanes == 0 ? kWidth : std::min(kWidth, end - i);
+      for (i64 v = 0; v < kWidth; v += kLanes) {
+        const i64 count = std::clamp<i64>(end - i - v, 0, std::min(kWidth, kLanes));
+        pack<Product>(panel + k / Product::kDepth * stride + v, stride, s, i + v, count, k0 + k,
+                      std::min(step, depth - k));
+      }
+    }
   }
 }
 

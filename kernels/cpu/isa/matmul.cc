@@ -49,10 +49,10 @@ struct Grid {
   i64 m, n;  // tiles along M and N
 };
 // The grid with the least estimated time. Costs in micro-kernel calls, per unit of k: packing a panel of A or B costs
-// the given share of one. A block of B (kWords x kTileN) stays in L2.
-constexpr i64 kTileM = 24 * 14, kTileN = 256;
+// the given share of one.
+constexpr i64 kTileM = 72 * 14, kTileN = 1024;
 Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
-  constexpr double kPackA = 0.15, kPackB = 0.35;
+  constexpr double kPackA = 0.4, kPackB = 0.8;
   constexpr i64 kTries = 16;
   const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
   const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
@@ -73,36 +73,33 @@ template <class Product, class T>
 void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
                    ThreadPool& pool, int worker) noexcept {
   constexpr i64 kDepth = kWords * Product::kDepth;
+  constexpr i64 kBlock = 8 * kNR;  // columns of B that are packed together: 384 KiB, in L2
+  constexpr i64 kPitchA = kMR * kWords + kLanes, kPitchB = kNR * kWords, kSums = kMR * kNR;
   const i64 panels_m = ceil_div(m.size(), kMR), panels_n = ceil_div(n.size(), kNR);
-  const i64 held = K > kDepth ? panels_m * panels_n : 1;  // blocks of sums that wait for the next block of k
-  const i64 b_floats = panels_n * kNR * kWords, a_floats = kMR * kWords + kLanes;
-  float* const b_block =
-      static_cast<float*>(pool.scratch(worker, static_cast<size_t>(b_floats + a_floats + held * kMR * kNR) * 4));
+  const bool held = K > kDepth;  // then all sums wait for the next block of k
+  const i64 a_floats = panels_m * kPitchA, b_floats = std::min(panels_n, kBlock / kNR) * kPitchB;
+  const i64 sums_floats = (held ? panels_m * panels_n : 1) * kSums;
+  float* const a_block =
+      static_cast<float*>(pool.scratch(worker, static_cast<size_t>(a_floats + b_floats + sums_floats) * sizeof(float)));
+  float* const b_block = a_block + a_floats;
   float* const sums = b_block + b_floats;
-  float* const a_panel = sums + held * kMR * kNR;
 
   for (i64 k = 0; k == 0 || k < K; k += kDepth) {
     const i64 depth = std::min(kDepth, K - k), words = ceil_div(depth, Product::kDepth);
-    // Across memory, a few rows of all panels at a time: the hardware prefetches along rows.
-    const i64 step = b.along ? kDepth : 16;
-    for (i64 s = 0; s < depth; s += step) {
-      float* dst = b_block + s / Product::kDepth * kNR;
-      for (i64 j = n.begin; j < n.end; j += kNR, dst += words * kNR) {
-        for (i64 v = 0; v < kNR; v += kLanes) {
-          pack<Product>(dst + v, kNR, b, j + v, std::clamp<i64>(n.end - j - v, 0, kLanes), k + s,
-                        std::min(step, depth - s));
-        }
-      }
-    }
+    pack_panels<Product, kMR>(a_block, kPitchA, a, m.begin, m.end, k, depth);
     float* block = sums;
-    for (i64 i = m.begin; i < m.end; i += kMR) {
-      const i64 rows = std::min(kMR, m.end - i);
-      pack<Product>(a_panel, rows, a, i, rows, k, depth);
-      const float* b_panel = b_block;
-      for (i64 j = n.begin; j < n.end; j += kNR, b_panel += words * kNR) {
-        micro_kernels<Product>[static_cast<size_t>(rows - 1)](words, a_panel, b_panel, block, k == 0);
-        if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
-        if (held > 1) block += kMR * kNR;
+    for (i64 jb = n.begin; jb < n.end; jb += kBlock) {
+      const i64 j_end = std::min(jb + kBlock, n.end);
+      pack_panels<Product, kNR>(b_block, kPitchB, b, jb, j_end, k, depth);
+      const float* a_panel = a_block;
+      for (i64 i = m.begin; i < m.end; i += kMR, a_panel += kPitchA) {
+        const i64 rows = std::min(kMR, m.end - i);
+        const float* b_panel = b_block;
+        for (i64 j = jb; j < j_end; j += kNR, b_panel += kPitchB) {
+          micro_kernels<Product>[static_cast<size_t>(rows - 1)](words, a_panel, b_panel, block, k == 0);
+          if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
+          if (held) block += kSums;
+        }
       }
     }
   }
