@@ -235,7 +235,12 @@ JsonDocument parse_json(std::string_view text, std::string_view name, const Json
 }
 
 std::string json_member(std::string_view path, std::string_view key) {
-  return path.empty() ? std::string(key) : fmt::format("{}.{}", path, key);
+  const bool blurs = key.empty() || key.find_first_of(".[]\" ") != key.npos;
+  return json_join(path, blurs ? fmt::format("\"{}\"", key) : std::string(key));
+}
+
+std::string json_join(std::string_view path, std::string_view below) {
+  return path.empty() ? std::string(below) : fmt::format("{}.{}", path, below);
 }
 
 std::string json_element(std::string_view path, size_t index) { return fmt::format("{}[{}]", path, index); }

@@ -46,9 +46,12 @@ class DS_API JsonError : public Error {
 // Throws JsonError "name:line:column: message".
 JsonDocument parse_json(std::string_view text, std::string_view name, const JsonOptions& options = {});
 
-// "a.b" + "c" = "a.b.c"; "" + "c" = "c".
+// The path of a member: "a.b" and "c" make "a.b.c", "" and "c" make "c"; a key that would blur the path is quoted, so
+// that "a.b" in the root is "\"a.b\"".
 std::string json_member(std::string_view path, std::string_view key);
 std::string json_element(std::string_view path, size_t index);
+// A path below a path.
+std::string json_join(std::string_view path, std::string_view below);
 
 // The number with the fewest digits that rounds to x, for writing a float without its binary tail.
 double shortest_decimal(float x);

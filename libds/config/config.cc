@@ -243,10 +243,10 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 
 ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
                          ConfigUse use) {
-  const std::variant<std::string, Diagnostic> content = read_config_text(path);
+  const bool dash = path == "-";
+  const std::variant<std::string, Diagnostic> content = dash ? read_standard_input() : read_text_file(path);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) return {.config = {}, .diagnostics = {*failed}};
-  return parse_config(std::get<std::string>(content), path == "-" ? "standard input" : path, overrides, world_size,
-                      use);
+  return parse_config(std::get<std::string>(content), dash ? "standard input" : path, overrides, world_size, use);
 }
 
 std::string resolved_json(const Config& config) {

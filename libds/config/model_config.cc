@@ -168,25 +168,6 @@ constexpr Key kBookkeeping[] = {
 };
 // clang-format on
 
-// The tables of a family, joined.
-std::vector<Key> model_keys(Family family, ModelSource source) {
-  std::vector<Key> keys = {silent(source == ModelSource::Inline ? "type" : "model_type")};
-  if (source == ModelSource::Inline) keys.push_back(silent("model_type"));
-  const std::span<const Key> own = family == Family::Gpt2 ? std::span<const Key>(kGpt2Keys) : kLlamaKeys;
-  const auto foreign = [&](const Key& k) {
-    const bool windowed = family == Family::Qwen2 || family == Family::Qwen3;
-    if (k.path == "mlp_bias" || k.path == "pretraining_tp") return family != Family::Llama;
-    if (k.path == "attention_bias") return family == Family::Qwen2;
-    if (k.path == "use_sliding_window" || k.path == "sliding_window" || k.path == "max_window_layers" ||
-        k.path == "layer_types")
-      return !windowed;
-    return false;
-  };
-  std::copy_if(own.begin(), own.end(), std::back_inserter(keys), [&](const Key& k) { return !foreign(k); });
-  keys.insert(keys.end(), std::begin(kBookkeeping), std::end(kBookkeeping));
-  return keys;
-}
-
 // Hugging Face's defaults.
 HfConfig defaults(Family family, ModelSource source) {
   HfConfig h;
@@ -330,6 +311,24 @@ std::optional<Family> read_family(const Json& object, std::string_view key, Read
 
 std::string_view family_name(Family family) noexcept { return kFamilies[static_cast<size_t>(family)].first; }
 
+std::vector<Key> model_keys(Family family, ModelSource source) {
+  std::vector<Key> keys = {silent(source == ModelSource::Inline ? "type" : "model_type")};
+  if (source == ModelSource::Inline) keys.push_back(silent("model_type"));
+  const std::span<const Key> own = family == Family::Gpt2 ? std::span<const Key>(kGpt2Keys) : kLlamaKeys;
+  const auto foreign = [&](const Key& k) {
+    const bool windowed = family == Family::Qwen2 || family == Family::Qwen3;
+    if (k.path == "mlp_bias" || k.path == "pretraining_tp") return family != Family::Llama;
+    if (k.path == "attention_bias") return family == Family::Qwen2;
+    if (k.path == "use_sliding_window" || k.path == "sliding_window" || k.path == "max_window_layers" ||
+        k.path == "layer_types")
+      return !windowed;
+    return false;
+  };
+  std::copy_if(own.begin(), own.end(), std::back_inserter(keys), [&](const Key& k) { return !foreign(k); });
+  keys.insert(keys.end(), std::begin(kBookkeeping), std::end(kBookkeeping));
+  return keys;
+}
+
 ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
                        std::vector<Diagnostic>& diagnostics) {
   const bool is_inline = source == ModelSource::Inline;
@@ -366,7 +365,7 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   std::error_code ignored;
   const std::filesystem::path path(dir_or_file);
   const std::string file = std::filesystem::is_directory(path, ignored) ? (path / "config.json").string() : dir_or_file;
-  const std::variant<std::string, Diagnostic> content = read_config_text(file);
+  const std::variant<std::string, Diagnostic> content = read_text_file(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);
     return {};

@@ -15,6 +15,9 @@ enum class ModelSource { File, Inline };
 ModelConfig read_model(const Json& object, ModelSource source, const ConfigText& text, const std::string& prefix,
                        std::vector<Diagnostic>& diagnostics);
 
+// The rows of a family. They are relative to a root of the reader's own.
+std::vector<Key> model_keys(Family family, ModelSource source);
+
 // Opens config.json, or the one in a directory, and reads it.
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
 

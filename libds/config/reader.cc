@@ -144,6 +144,19 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
       slot);
 }
 
+std::variant<std::string, Diagnostic> read_stream(std::FILE* file, const std::string& name) {
+  std::string text;
+  char block[1 << 14];
+  while (const size_t n = std::fread(block, 1, sizeof block, file)) {
+    text.append(block, n);
+    if (text.size() > kMaxTextBytes)
+      return Diagnostic{.source = name, .message = "is larger than 16 MiB: no configuration"};
+  }
+  if (std::ferror(file))
+    return Diagnostic{.source = name, .message = fmt::format("cannot be read: {}", std::strerror(errno))};
+  return text;
+}
+
 // "a.b[1].c" as names and indices; empty when it is no path.
 std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path) {
   std::vector<std::variant<std::string, size_t>> steps;
@@ -214,24 +227,13 @@ Json slot_json(const Slot& slot) {
                     slot);
 }
 
-std::variant<std::string, Diagnostic> read_config_text(const std::string& path) {
-  const auto refuse = [&](std::string why) {
-    return Diagnostic{.source = path == "-" ? "standard input" : path, .message = std::move(why)};
-  };
-  const auto close = [](std::FILE* f) {
-    if (f != stdin) std::fclose(f);
-  };
-  const std::unique_ptr<std::FILE, decltype(close)> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"), close);
-  if (!file) return refuse(fmt::format("cannot be opened: {}", std::strerror(errno)));
-  std::string text;
-  char block[1 << 14];
-  while (const size_t n = std::fread(block, 1, sizeof block, file.get())) {
-    text.append(block, n);
-    if (text.size() > kMaxTextBytes) return refuse("is larger than 16 MiB: not a configuration");
-  }
-  if (std::ferror(file.get())) return refuse(fmt::format("cannot be read: {}", std::strerror(errno)));
-  return text;
+std::variant<std::string, Diagnostic> read_text_file(const std::string& path) {
+  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
+  if (file) return read_stream(file.get(), path);
+  return Diagnostic{.source = path, .message = fmt::format("cannot be opened: {}", std::strerror(errno))};
 }
+
+std::variant<std::string, Diagnostic> read_standard_input() { return read_stream(stdin, "standard input"); }
 
 ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics) {
   origins_[""] = {name, {}};
@@ -325,11 +327,11 @@ bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
 }
 
 void Reader::error(std::string_view path, std::string message, Errc code) {
-  report(Severity::Error, code, path, json_member(prefix_, path), std::move(message));
+  report(Severity::Error, code, path, json_join(prefix_, path), std::move(message));
 }
 
 void Reader::warning(std::string_view path, std::string message) {
-  report(Severity::Warning, Errc::Config, path, json_member(prefix_, path), std::move(message));
+  report(Severity::Warning, Errc::Config, path, json_join(prefix_, path), std::move(message));
 }
 
 void Reader::not_yet(std::string_view path, std::string_view what) {
@@ -371,7 +373,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
       key_path = key->name;
       if (key->kind == KeyKind::Deprecated)
         report(Severity::Warning, Errc::Config, key_path, typed_key,
-               fmt::format("deprecated; write {}", json_member(prefix_, key_path)));
+               fmt::format("deprecated; write {}", json_join(prefix_, key_path)));
       key = find(key_path);
     }
     if (!key && !is_section(key_path)) {
@@ -383,7 +385,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
       // Hugging Face writes both spellings of some keys
       if (*first->second == value) continue;
       report(Severity::Error, Errc::Config, key_path, typed_key,
-             fmt::format("contradicts {}, which is the same key", json_member(prefix_, key_path)));
+             fmt::format("contradicts {}, which is the same key", json_join(prefix_, key_path)));
     } else if (key) {
       read_key(*key, value, typed_key);
     } else if (value.is_object()) {
@@ -501,7 +503,7 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     const size_t dot = k.path.rfind('.');
     const std::string_view section = dot == k.path.npos ? std::string_view() : k.path.substr(0, dot);
     const std::string_view leaf = k.path.substr(dot == k.path.npos ? 0 : dot + 1);
-    consider(leaf, json_member(section == parent_path ? parent : prefix_, section == parent_path ? leaf : k.path),
+    consider(leaf, json_join(section == parent_path ? parent : prefix_, section == parent_path ? leaf : k.path),
              section == parent_path ? 0 : 1);
     if (section.starts_with(parent_path)) {  // a section inside this one
       std::string_view rest = section.substr(parent_path.size());

@@ -14,8 +14,9 @@
 
 namespace ds {
 
-// The text of a file ("-": standard input), or the Diagnostic that says why there is none.
-std::variant<std::string, Diagnostic> read_config_text(const std::string& path);
+// The text of a file or of standard input, or the Diagnostic that says why there is none.
+std::variant<std::string, Diagnostic> read_text_file(const std::string& path);
+std::variant<std::string, Diagnostic> read_standard_input();
 
 // A parsed text in which --set arguments may replace values, and where each value came from.
 class ConfigText {

@@ -7,12 +7,15 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <fstream>
 #include <limits>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "config/keys.h"
+#include "config/model_config.h"
 #include "config/reader.h"
 
 namespace ds {
@@ -474,12 +477,52 @@ TEST(ConfigResolved, NoKeyIsListedTwiceAndEveryAliasLeadsSomewhere) {
 // ---- files in the repository
 // ----------------------------------------------------------------------------------------------
 
+std::string slurp(const std::string& path) {
+  std::ifstream in(path);
+  EXPECT_TRUE(in) << path;
+  std::stringstream s;
+  s << in.rdbuf();
+  return s.str();
+}
+
 TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
   const ConfigResult r = load_config(DS_TEST_DATA "/../../configs/tiny.json", {}, 2);
   EXPECT_TRUE(r.diagnostics.empty()) << r.message();
   EXPECT_EQ(r.config.batch.accumulation, 2);
   EXPECT_EQ(r.config.model.layers, 2);
   EXPECT_EQ(r.config.model.embd_dropout, 0);
+}
+
+// ds-config(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other keys,
+// "default: words" or "required". Every other key stands somewhere on the page.
+TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
+  const std::string page = slurp(DS_TEST_DATA "/../../man/ds-config.5");
+  const auto has_word = [&](std::string_view word) {
+    for (size_t at = page.find(word); at != page.npos; at = page.find(word, at + 1))
+      if (page[at - 1] == ' ' && std::string_view(" \n").find(page[at + word.size()]) != std::string_view::npos)
+        return true;
+    return false;
+  };
+  Config defaults;
+  for (const Key& key : config_keys()) {
+    if (key.kind == KeyKind::Alias) continue;  // told in one sentence for all
+    EXPECT_TRUE(has_word(key.path)) << key.path;
+    if (key.kind != KeyKind::Effect) continue;
+    const std::string item = fmt::format("\n.It Sy {}\n", key.path);
+    const size_t at = page.find(item);
+    ASSERT_NE(at, page.npos) << key.path;
+    const size_t end = std::min(page.find("\n.It ", at + 1), page.find("\n.El", at));
+    const std::string entry = page.substr(at, end - at);
+    const std::string value = slot_json(key.slot(&defaults)).dump();
+    const bool constant = entry.find(fmt::format("default {}", value)) != entry.npos;
+    const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
+    EXPECT_NE(constant, derived) << entry << "\nneeds: default " << value;
+  }
+  for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3})
+    for (const Key& key : model_keys(family, ModelSource::Inline))
+      if (key.kind == KeyKind::Effect) {
+        EXPECT_TRUE(has_word(key.path.substr(key.path.rfind('.') + 1))) << key.path;
+      }
 }
 
 }  // namespace
