@@ -128,9 +128,8 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
   c.model_path = path->get<std::string>();
   const size_t before = diagnostics.size();
   c.model = read_model_file(c.model_path, diagnostics);
-  if (std::any_of(diagnostics.begin() + static_cast<std::ptrdiff_t>(before), diagnostics.end(),
-                  [](const Diagnostic& d) { return d.severity == Severity::Error && d.line == 0; }))
-    diagnostics.back().message += " (model.path)";
+  for (Diagnostic& d : std::span(diagnostics).subspan(before))
+    if (d.line == 0 && d.key.empty()) d = text.at("model.path", d.code, to_string(d));  // no such file
 }
 
 bool tokens_are_bytes(const DataConfig& d) {

@@ -82,9 +82,12 @@ bool same_name(std::string_view a, std::string_view b) { return a.size() == b.si
 std::optional<std::string> assign(const Slot& slot, const Range& range, const Json& v) {
   const std::string expected = type_text(slot, range);
   const auto number = [&](auto* at) -> std::optional<std::string> {
+    using T = std::remove_pointer_t<decltype(at)>;
     if (!v.is_number() || !in_range(v.get<double>(), range)) return expected;
-    *at = v.get<std::remove_pointer_t<decltype(at)>>();
-    return std::isfinite(*at) ? std::nullopt : std::optional<std::string>("a number that fits fp32");
+    const T x = v.get<T>();  // as fp32 a number may become infinite, or 0
+    if (!std::isfinite(x) || !in_range(x, range)) return "a number that fits fp32";
+    *at = x;
+    return std::nullopt;
   };
   return std::visit(
       Overloaded{[&](bool* at) -> std::optional<std::string> {
@@ -135,7 +138,8 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
                    if (!v.is_array()) return expected;
                    std::vector<float> numbers;
                    for (const Json& x : v) {
-                     if (!x.is_number() || !in_range(x.get<double>(), range)) return expected;
+                     if (!x.is_number() || !in_range(x.get<float>(), range) || !std::isfinite(x.get<float>()))
+                       return expected;
                      numbers.push_back(x.get<float>());
                    }
                    *at = std::move(numbers);

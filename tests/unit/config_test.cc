@@ -130,7 +130,7 @@ const Wrong kWrong[] = {
     {R"("model": {})", kBad, "model.type: is missing"},
     {R"("model": {"type": "gpt2", "path": "x"})", kBad, "model.type: stands beside model.path"},
     {R"("model": {"path": "/nonexistent/dir"})", kBad,
-     "/nonexistent/dir: cannot be opened: No such file or directory (model.path)"},
+     "cfg:1:35: model.path: /nonexistent/dir: cannot be opened: No such file or directory"},
     {R"("model": {"type": "gpt2", "n_layers": 3})", kBad, "model.n_layers: unknown key; did you mean model.n_layer?"},
     {R"("model": {"type": "gpt2", "vocab_size": 9, "n_embd": 30, "n_layer": 1, "n_head": 4})", kBad,
      "4 heads do not divide n_embd 30"},

@@ -149,6 +149,7 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "qwen3", "head_dim": 7})", "head_dim: a head has 7 dimensions"},
            Case{R"({"model_type": "llama", "hidden_size": 0})", "hidden_size: must be an integer"},
            Case{R"({"model_type": "llama", "rms_norm_eps": 1e300})", "must be a number that fits fp32"},
+           Case{R"({"model_type": "llama", "rms_norm_eps": 1e-300})", "must be a number that fits fp32"},
            Case{R"({"model_type": "llama", "hiden_size": 64})", "did you mean hidden_size?"},
            Case{R"({"model_type": "qwen2", "attention_bias": true})", "attention_bias: unknown key"},
            Case{R"({"hidden_size": 64})", "model_type: is missing"},
