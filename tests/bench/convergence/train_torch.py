@@ -121,8 +121,9 @@ def train(config, args):
     seed = data.get("seed", config.get("seed", 1234))
     training, validation = Batches(tokens[:cut], seq_length, seed), Batches(tokens[cut:], seq_length, seed)
 
-    shape = {k: v for k, v in config["model"].items() if k != "type"}
     assert config["model"]["type"] == "gpt2"
+    shape = dict(embd_pdrop=0.0, resid_pdrop=0.0, attn_pdrop=0.0)  # the defaults of an inline model
+    shape.update((k, v) for k, v in config["model"].items() if k != "type")
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, bos_token_id=None, eos_token_id=None))
     if args.weights:
         from safetensors.torch import load_file
