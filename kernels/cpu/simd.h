@@ -46,11 +46,8 @@ inline Vec copysign(Vec a, Vec s) noexcept {
   return {
       _mm512_castsi512_ps(_mm512_ternarylogic_epi32(sign, _mm512_castps_si512(s.v), _mm512_castps_si512(a.v), 0xCA))};
 }
-// 2^n for integral-valued n in [-126, 127].
-inline Vec exp2_int(Vec n) noexcept {
-  const __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-  return {_mm512_castsi512_ps(e)};
-}
+// a * 2^n, rounded once, for integral-valued n in [-252, 254].
+inline Vec scale_exp2(Vec a, Vec n) noexcept { return {_mm512_scalef_ps(a.v, n.v)}; }
 
 inline Vec load(const float* p) noexcept { return {_mm512_loadu_ps(p)}; }
 inline Vec load(const bf16* p) noexcept {
@@ -129,9 +126,13 @@ inline Vec copysign(Vec a, Vec s) noexcept {
   const __m256 sign = _mm256_set1_ps(-0.0f);
   return {_mm256_or_ps(_mm256_andnot_ps(sign, a.v), _mm256_and_ps(sign, s.v))};
 }
-inline Vec exp2_int(Vec n) noexcept {
-  const __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(127)), 23);
-  return {_mm256_castsi256_ps(e)};
+inline Vec scale_exp2(Vec a, Vec n) noexcept {
+  // In two halves: one power of two would leave the exponent range before the product does.
+  const auto exp2 = [](__m256i e) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+  };
+  const __m256i e = _mm256_cvtps_epi32(n.v), half = _mm256_srai_epi32(e, 1);
+  return {_mm256_mul_ps(_mm256_mul_ps(a.v, exp2(half)), exp2(_mm256_sub_epi32(e, half)))};
 }
 
 inline Vec load(const float* p) noexcept { return {_mm256_loadu_ps(p)}; }
@@ -184,10 +185,9 @@ inline float reduce_max(Vec a) noexcept {
 
 #endif
 
-// e^x within 2 ulp; below -103 it is 0, above 88.7 inf; e^-inf = 0. NaN gives NaN.
+// e^x within 2 ulp; below -103 it is 0, above 88.7 inf; e^-inf = 0. NaN gives NaN. Subnormal results are right.
 inline Vec exp(Vec x) noexcept {
   // Cody-Waite reduction x = n ln2 + r, |r| <= ln2/2, then a degree-6 polynomial (Cephes expf coefficients).
-  // 2^n is applied in two halves, so that results in the subnormal range and next to the largest float are right.
   // The x86 min and max return their second operand when one is NaN, so NaN passes through this clamp.
   const Vec clamped = min(broadcast(89.0f), max(broadcast(-104.0f), x));
   const Vec n = round(clamped * broadcast(1.44269504088896341f));
@@ -200,8 +200,7 @@ inline Vec exp(Vec x) noexcept {
   p = fma(p, r, broadcast(1.6666665459e-1f));
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r + broadcast(1.0f));
-  const Vec half = round(n * broadcast(0.5f));
-  return p * exp2_int(half) * exp2_int(n - half);
+  return scale_exp2(p, n);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE
