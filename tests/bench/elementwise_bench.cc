@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+// The memory-bound ops against memcpy and a triad of the same run, for one and two threads. "GB/s" counts the bytes
+// that the op must read and write once; lines that a store fetches first are not counted, for the yardsticks neither.
+
+#include <benchmark/benchmark.h>
+
+#include <array>
+#include <cstring>
+#include <vector>
+
+#include "ds/kernels/ops.h"
+
+namespace ds {
+namespace {
+
+constexpr i64 kElements = i64{1} << 23;  // 32 MiB of fp32 per tensor
+constexpr i64 kColumns = 1024, kRows = kElements / kColumns;
+
+// Tensors of one benchmark; small values, never subnormal.
+class Arena {
+ public:
+  TensorView take(DType t, std::initializer_list<i64> shape) {
+    TensorView v = TensorView::of(nullptr, t, shape);
+    blocks_.emplace_back(static_cast<size_t>(v.bytes() / 2) + 32, u16{0x3C01});  // finite in every format
+    v.data = blocks_.back().data();
+    return v;
+  }
+
+ private:
+  std::vector<std::vector<u16>> blocks_;
+};
+
+template <class Run>
+void measure(benchmark::State& state, i64 bytes, Run run) {
+  ThreadPool pool(static_cast<int>(state.range(0)));
+  Stream stream{.pool = &pool};
+  run(stream);
+  for (auto _ : state) {
+    run(stream);
+    benchmark::ClobberMemory();
+  }
+  state.counters["GB/s"] =
+      benchmark::Counter(static_cast<double>(bytes) * 1e-9, benchmark::Counter::kIsIterationInvariantRate);
+}
+
+const OpTable& ops() { return *cpu_ops(); }
+
+// What a parallel_for costs beside the work: two empty tiles.
+void dispatch(benchmark::State& state) {
+  ThreadPool pool(static_cast<int>(state.range(0)));
+  for (auto _ : state) pool.parallel_for(2, [](i64 t, int) { benchmark::DoNotOptimize(t); });
+}
+
+void memcpy_tiles(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(DType::F32, {kElements}), y = a.take(DType::F32, {kElements});
+  constexpr i64 kTile = 1 << 16;
+  measure(state, 2 * x.bytes(), [&](Stream& s) {
+    s.pool->parallel_for(x.bytes() / kTile,
+                         [&](i64 t, int) { std::memcpy(y.as<char>() + t * kTile, x.as<char>() + t * kTile, kTile); });
+  });
+}
+
+void triad(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(DType::F32, {kElements}), y = a.take(DType::F32, {kElements}),
+                   z = a.take(DType::F32, {kElements});
+  constexpr i64 kTile = 1 << 14;
+  measure(state, 3 * x.bytes(), [&](Stream& s) {
+    s.pool->parallel_for(kElements / kTile, [&](i64 t, int) {
+      const float *xp = x.as<float>() + t * kTile, *yp = y.as<float>() + t * kTile;
+      float* zp = z.as<float>() + t * kTile;
+      for (i64 i = 0; i < kTile; ++i) zp[i] = xp[i] + 3.0f * yp[i];
+    });
+  });
+}
+
+void adamw(benchmark::State& state) {
+  Arena a;
+  const auto f32 = [&] { return a.take(DType::F32, {kElements}); };
+  const TensorView param = a.take(DType::BF16, {kElements}), master = f32(), m = f32(), v = f32(), grad = f32();
+  measure(state, 7 * master.bytes() + param.bytes(),
+          [&](Stream& s) { ops().adamw(param, master, m, v, grad, {.lr = 1e-4f, .weight_decay = 0.01f}, s); });
+}
+
+template <DType From, DType To>
+void cast(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(From, {kElements}), y = a.take(To, {kElements});
+  measure(state, x.bytes() + y.bytes(), [&](Stream& s) { ops().cast(y, x, s); });
+}
+
+template <DType From>
+void fold_four(benchmark::State& state) {
+  Arena a;
+  const std::array<TensorView, 4> sources{a.take(From, {kElements}), a.take(From, {kElements}),
+                                          a.take(From, {kElements}), a.take(From, {kElements})};
+  const TensorView dst = a.take(DType::F32, {kElements});
+  measure(state, 4 * sources[0].bytes() + dst.bytes(), [&](Stream& s) { ops().fold(dst, sources, false, s); });
+}
+
+void sum_squares(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(DType::F32, {kElements});
+  measure(state, x.bytes(), [&](Stream& s) { benchmark::DoNotOptimize(ops().sum_squares(x, 4, s)); });
+}
+
+void max_abs_bits(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(DType::F32, {kElements});
+  measure(state, x.bytes(), [&](Stream& s) { benchmark::DoNotOptimize(ops().max_abs_bits(x, s)); });
+}
+
+template <DType T, Activation f>
+void activation_fwd(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(T, {kElements}), y = a.take(T, {kElements});
+  measure(state, 2 * x.bytes(), [&](Stream& s) { ops().activation_fwd(y, x, f, s); });
+}
+
+template <DType T, Activation f>
+void activation_bwd(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(T, {kElements}), dy = a.take(T, {kElements}), dx = a.take(T, {kElements});
+  measure(state, 3 * x.bytes(), [&](Stream& s) { ops().activation_bwd(dx, dy, x, f, s); });
+}
+
+template <DType T>
+void layernorm_fwd(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(T, {kRows, kColumns}), y = a.take(T, {kRows, kColumns}), w = a.take(T, {kColumns}),
+                   b = a.take(T, {kColumns}), mean = a.take(DType::F32, {kRows}), rstd = a.take(DType::F32, {kRows});
+  measure(state, 2 * x.bytes(), [&](Stream& s) { ops().layernorm_fwd(y, mean, rstd, x, w, b, 1e-5f, s); });
+}
+
+template <DType T>
+void layernorm_bwd(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(T, {kRows, kColumns}), dy = a.take(T, {kRows, kColumns}),
+                   dx = a.take(T, {kRows, kColumns}), w = a.take(T, {kColumns}), dw = a.take(T, {kColumns}),
+                   db = a.take(T, {kColumns}), mean = a.take(DType::F32, {kRows}), rstd = a.take(DType::F32, {kRows});
+  measure(state, 3 * x.bytes(), [&](Stream& s) { ops().layernorm_bwd(dx, dw, db, dy, {}, x, w, mean, rstd, s); });
+}
+
+// 8192 rows of gradient into GPT-2's table.
+void embedding_bwd(benchmark::State& state) {
+  Arena a;
+  constexpr i64 V = 50257, C = 256, R = 8192;
+  const TensorView dtable = a.take(DType::F32, {V, C}), dy = a.take(DType::BF16, {R, C}), ids = a.take(DType::I32, {R});
+  for (i64 r = 0; r < R; ++r) ids.as<i32>()[r] = static_cast<i32>(r * r % 997 * 50);
+  measure(state, dtable.bytes() + dy.bytes(), [&](Stream& s) { ops().embedding_bwd(dtable, dy, ids, false, s); });
+}
+
+constexpr DType F32 = DType::F32, BF16 = DType::BF16;
+#define DS_BENCH_THREADS(...) BENCHMARK(__VA_ARGS__)->ArgName("threads")->Arg(1)->Arg(2)->UseRealTime()
+
+DS_BENCH_THREADS(dispatch);
+DS_BENCH_THREADS(memcpy_tiles);
+DS_BENCH_THREADS(triad);
+DS_BENCH_THREADS(adamw);
+DS_BENCH_THREADS(cast<F32, BF16>);
+DS_BENCH_THREADS(cast<BF16, F32>);
+DS_BENCH_THREADS(fold_four<F32>);
+DS_BENCH_THREADS(fold_four<BF16>);
+DS_BENCH_THREADS(sum_squares);
+DS_BENCH_THREADS(max_abs_bits);
+DS_BENCH_THREADS(activation_fwd<F32, Activation::GeluTanh>);
+DS_BENCH_THREADS(activation_fwd<BF16, Activation::GeluTanh>);
+DS_BENCH_THREADS(activation_bwd<BF16, Activation::GeluTanh>);
+DS_BENCH_THREADS(activation_fwd<BF16, Activation::GeluErf>);
+DS_BENCH_THREADS(layernorm_fwd<F32>);
+DS_BENCH_THREADS(layernorm_fwd<BF16>);
+DS_BENCH_THREADS(layernorm_bwd<F32>);
+DS_BENCH_THREADS(layernorm_bwd<BF16>);
+DS_BENCH_THREADS(embedding_bwd);
+
+}  // namespace
+}  // namespace ds
+
+BENCHMARK_MAIN();
