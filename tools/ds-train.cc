@@ -1,1 +1,258 @@
-int main() {}
+// SPDX-License-Identifier: Apache-2.0
+// ds-train: trains a model as a DeepSpeed configuration says; evaluates it; writes text with it.
+
+#include <charconv>
+#include <cmath>
+#include <csignal>
+#include <cstdlib>
+#include <optional>
+
+#include "common/progress.h"
+#include "common/tool.h"
+#include "ds/config.h"
+#include "ds/train.h"
+
+namespace {
+
+using ds::tools::Output;
+using Json = nlohmann::ordered_json;
+
+struct Options {
+  std::string config, out, resume, weights;
+  std::vector<std::string> set;
+  std::optional<std::string> prompt;
+  std::optional<ds::i64> steps;
+  ds::SamplingOptions sampling;
+  bool check = false, eval = false;
+};
+
+volatile std::sig_atomic_t stop_signal = 0;
+
+extern "C" void on_signal(int signal) {
+  if (stop_signal != 0 && signal == SIGINT) std::_Exit(128 + SIGINT);  // the second Ctrl-C
+  stop_signal = signal;
+}
+
+int environment_number(const char* name, int fallback) {
+  const char* text = std::getenv(name);
+  if (text == nullptr) return fallback;
+  int value = 0;
+  const std::string_view view(text);
+  const auto [end, error] = std::from_chars(view.begin(), view.end(), value);
+  if (error != std::errc{} || end != view.end() || value < 0) {
+    throw ds::Error(ds::Errc::Config, fmt::format("environment variable {} is not a number: {}", name, text));
+  }
+  return value;
+}
+
+ds::RankInfo ranks_of_environment() {
+  ds::RankInfo r;
+  r.world_size = environment_number("WORLD_SIZE", 1);
+  r.rank = environment_number("RANK", 0);
+  r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);
+  if (const char* job = std::getenv("DS_JOB")) r.job = job;
+  if (r.world_size < 1 || r.rank >= r.world_size) {
+    throw ds::Error(ds::Errc::Config,
+                    fmt::format("environment: RANK {} is not below WORLD_SIZE {}", r.rank, r.world_size));
+  }
+  return r;
+}
+
+double gib(ds::i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); }
+
+std::string duration(double s) {
+  const auto t = static_cast<ds::i64>(s);
+  return t >= 3600 ? fmt::format("{}h{:02}m", t / 3600, t / 60 % 60) : fmt::format("{}m{:02}s", t / 60, t % 60);
+}
+
+Json memory_json(const std::vector<ds::TagMemory>& memory) {
+  Json rows = Json::object();
+  for (const auto& m : memory) rows[m.tag] = {{"predicted_bytes", m.predicted}, {"peak_bytes", m.counted}};
+  return rows;
+}
+
+int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
+  const ds::RunPrediction p = ds::predict_run(config, ranks);
+  if (out.json()) {
+    Json tags = Json::object();
+    for (const auto& m : p.memory) tags[m.tag] = m.predicted;
+    out.document({{"config", Json::parse(ds::resolved_json(config))},
+                  {"num_params", p.num_params},
+                  {"flops_per_token", p.flops_per_token},
+                  {"memory_bytes", tags},
+                  {"total_bytes", p.total_bytes},
+                  {"available_bytes", p.available_bytes},
+                  {"comm_bytes_per_step", p.comm_bytes}});
+    return 0;
+  }
+  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} ranks\n\nmemory per rank\n", ds::resolved_json(config),
+            p.num_params, p.flops_per_token, ranks.world_size);
+  for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
+  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
+            gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
+  for (const auto& [name, bytes] : p.comm_bytes)
+    out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
+  return 0;
+}
+
+// What one step looks like to a person.
+class StepText {
+ public:
+  std::string operator()(const ds::StepRecord& r, ds::i64 total) {
+    mean_ms_ = mean_ms_ == 0 ? r.step_ms : 0.9 * mean_ms_ + 0.1 * r.step_ms;
+    return fmt::format("step {}/{}  loss {:.4f}  lr {:.3g}  norm {:.3g}{}  {:.0f} tok/s  ETA {}", r.step, total, r.loss,
+                       r.lr, r.grad_norm, r.skipped ? "  skipped" : "", static_cast<double>(r.tokens) / mean_ms_ * 1e3,
+                       duration(static_cast<double>(total - r.step) * mean_ms_ / 1e3));
+  }
+
+ private:
+  double mean_ms_ = 0;
+};
+
+int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
+  for (const int s : {SIGTERM, SIGUSR1, SIGINT}) std::signal(s, on_signal);
+  ds::TrainResult result;
+  {
+    ds::tools::ProgressLine progress;
+    StepText text;
+    ds::TrainHooks hooks;
+    hooks.stop_requested = [] { return stop_signal != 0; };
+    hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
+      const std::string line = text(r, total);
+      progress.show(line);
+      if (ds::tools::verbose() && r.step % config.steps_per_print == 0) ds::tools::report_note(line);
+      if (out.json()) {
+        out.document({{"type", "step"},
+                      {"step", r.step},
+                      {"loss", r.loss},
+                      {"grad_norm", r.grad_norm},
+                      {"lr", r.lr},
+                      {"loss_scale", r.loss_scale},
+                      {"skipped", r.skipped},
+                      {"tokens_per_s", r.tokens_per_s},
+                      {"step_ms", r.step_ms},
+                      {"mfu", r.mfu}},
+                     true);
+      }
+    };
+    hooks.on_eval = [&](ds::i64 step, double loss) {
+      if (out.json()) out.document({{"type", "eval"}, {"step", step}, {"val_loss", loss}}, true);
+    };
+    result = run.train(hooks);
+  }
+  const double tokens_per_s = result.seconds > 0 ? static_cast<double>(result.tokens) / result.seconds : 0;
+  if (out.json()) {
+    out.document({{"type", "result"},
+                  {"step", result.step},
+                  {"loss", result.loss},
+                  {"val_loss", result.val_loss},
+                  {"skipped_steps", result.skipped_steps},
+                  {"tokens", result.tokens},
+                  {"seconds", result.seconds},
+                  {"tokens_per_s", tokens_per_s},
+                  {"checkpoint", result.checkpoint},
+                  {"memory", memory_json(result.memory)}},
+                 true);
+    return 0;
+  }
+  out.print("step {}  loss {:.4f}", result.step, result.loss);
+  if (!std::isnan(result.val_loss)) out.print("  val_loss {:.4f}", result.val_loss);
+  out.print("  {:.0f} tok/s  {}", tokens_per_s, duration(result.seconds));
+  if (result.skipped_steps > 0) out.print("  {} steps skipped", result.skipped_steps);
+  if (!result.checkpoint.empty()) out.print("\ncheckpoint {}", result.checkpoint);
+  out.print("\n\nmemory of rank 0  predicted GiB  peak GiB\n");
+  for (const auto& m : result.memory)
+    out.print("  {:<14} {:>14.4f} {:>9.4f}\n", m.tag, gib(m.predicted), gib(m.counted));
+  return 0;
+}
+
+int run(const Options& o, Output& out) {
+  const ds::RankInfo ranks = ranks_of_environment();
+  std::vector<std::string> set = o.set;
+  if (o.steps) set.push_back(fmt::format("steps={}", *o.steps));
+  const bool training = !o.eval && !o.prompt;
+  const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size);
+  for (const ds::Diagnostic& d : loaded.diagnostics) {
+    if (d.severity == ds::Severity::Warning && ranks.rank == 0) ds::tools::report_warning(ds::to_string(d));
+  }
+  if (!loaded.ok()) throw ds::Error(loaded.code(), loaded.message());
+  ds::Config config = loaded.config;
+  if (o.check) return check(config, ranks, out);
+
+  if (o.prompt) config.data.train.clear();
+  ds::TrainingRun run(config, ranks,
+                      {.out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = !training});
+  if (training) return train(run, config, out);
+  if (o.eval) {
+    const double loss = run.evaluate();
+    if (out.json()) {
+      out.document({{"step", run.step()}, {"val_loss", loss}});
+    } else {
+      out.print("step {}  val_loss {:.6f}\n", run.step(), loss);
+    }
+    return 0;
+  }
+  std::string text;
+  run.generate(*o.prompt, o.sampling, [&](std::string_view piece) {
+    text += piece;
+    if (!out.json()) out.write(piece);
+  });
+  if (out.json()) {
+    out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}});
+  } else {
+    out.write("\n");
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Options o;
+  return ds::tools::run_main(
+      argc, argv,
+      {.name = "ds-train",
+       .purpose = "train a model as a configuration says",
+       .usage = {"[options] CFG.json"},
+       .examples = {{"ds-launch -n 2 ds-train cfg.json --out runs/a", "train on two ranks"},
+                    {"ds-train cfg.json --check", "validate, show the resolved configuration and the memory it needs"},
+                    {"ds-launch -n 4 ds-train cfg.json --out runs/a --resume latest",
+                     "go on, here with another number of ranks"},
+                    {"ds-train cfg.json --resume runs/a --generate 'In the beginning'",
+                     "write text with a checkpoint"}}},
+      [&](CLI::App& app) -> ds::tools::Body {
+        app.add_option("CFG", o.config, "configuration file; - reads standard input")->required()->type_name("FILE");
+        app.add_option("--out", o.out, "run directory: metrics.jsonl and checkpoints")->type_name("DIR");
+        app.add_option("--resume", o.resume, "go on from a checkpoint: latest (of --out), or a step or run directory")
+            ->type_name("DIR");
+        app.add_option("--weights", o.weights,
+                       "initial weights: a safetensors or HDF5 file, or a Hugging Face directory")
+            ->type_name("FILE")
+            ->excludes("--resume");
+        app.add_option("--steps", o.steps, "optimizer steps of the run (overrides the key steps)")->type_name("N");
+        app.add_option("--set", o.set, "override a key: a.b=value; may be given again")
+            ->type_name("KEY=VALUE")
+            ->expected(1);
+        app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
+        app.add_flag("--eval", o.eval, "print the validation loss and stop");
+        app.add_option("--generate", o.prompt, "continue this text and stop")
+            ->type_name("PROMPT")
+            ->excludes("--eval")
+            ->group("Generating");
+        app.add_option("--max-tokens", o.sampling.max_tokens, "tokens to write (default 200)")
+            ->type_name("N")
+            ->check(CLI::PositiveNumber)
+            ->group("Generating");
+        app.add_option("--temperature", o.sampling.temperature,
+                       "of the sampling; 0 takes the most likely token (default 0.8)")
+            ->type_name("T")
+            ->check(CLI::NonNegativeNumber)
+            ->group("Generating");
+        app.add_option("--top-k", o.sampling.top_k, "sample among the K most likely tokens; 0 among all (default 0)")
+            ->type_name("K")
+            ->check(CLI::NonNegativeNumber)
+            ->group("Generating");
+        app.add_option("--seed", o.sampling.seed, "of the sampling (default 0)")->type_name("N")->group("Generating");
+        return [&](Output& out) { return run(o, out); };
+      });
+}

@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Engine: one rank's model, states and memory, assembled from a RunPlan. It holds the parts; train_step.cc orders them.
+
+#include <functional>
+#include <optional>
+#include <vector>
+
+#include "mesh/mesh.h"
+#include "model/models.h"
+#include "optim/lr_schedule.h"
+#include "pipeline/schedule.h"
+#include "precision/loss_scaler.h"
+#include "probe/host.h"
+#include "report/run_plan.h"
+#include "zero/param_store.h"
+
+namespace ds::engine {
+
+// All micro-batches of one step of one rank: [m, B, T] each, int32. Targets of -100 do not count.
+struct StepBatch {
+  std::span<const i32> ids, targets;
+};
+
+struct StepReport {
+  i64 step = 0;           // from 1
+  double loss = 0;        // mean over micro-batches and ranks ("token": over valid tokens)
+  double grad_norm = 0;   // global, unscaled, before clipping; infinite or NaN when skipped
+  double lr = 0;          // of this step's update
+  double loss_scale = 1;  // used by this step
+  bool skipped = false;   // non-finite gradients: nothing was changed
+  i64 tokens = 0;         // over all ranks
+};
+
+struct Progress {
+  i64 step = 0;            // steps taken, skipped ones included
+  i64 optimizer_step = 0;  // updates applied
+  i64 skipped_steps = 0;
+  i64 consumed_samples = 0;
+};
+
+struct GenerateOptions {
+  i64 max_tokens = 100;
+  double temperature = 1;  // 0: always the most likely token
+  i64 top_k = 0;           // 0: all tokens
+  u32 seed = 0;
+};
+
+class Engine {
+ public:
+  // Collective over the mesh. Takes all memory of the run; throws Errc::OutOfMemory naming what it was for.
+  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, const OpTable& ops, int num_threads);
+  ~Engine();
+
+  // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
+  void init_weights();
+  // The same from given values: `values(param, begin, count, out)` fills fp32 elements of parameter number `param`.
+  using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
+  void set_weights(const ValueSource& values);
+
+  StepReport train_step(const StepBatch& batch);
+
+  // Mean loss over `batches` micro-batches per rank; next() fills ids and targets [B,T]. Collective.
+  double evaluate(i64 batches, const std::function<void(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
+
+  // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32.
+  void read_logits(std::vector<float>& out);
+
+  // Continues `prompt`; calls token(id) as each token is known. Collective: all ranks give the same arguments.
+  void generate(std::span<const i32> prompt, const GenerateOptions& options, const std::function<void(i32)>& token);
+
+  // What this rank holds of the state of one piece of a parameter.
+  struct PieceState {
+    void* param;    // work dtype
+    float* master;  // null when the work dtype is fp32
+    float *m, *v;
+  };
+  PieceState state(const zero::Piece& piece) const noexcept;
+  // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
+  void publish_params() { params_.publish(); }
+
+  const Config& config() const noexcept { return config_; }
+  const report::RunPlan& plan() const noexcept { return plan_; }
+  const model::Model& model() const noexcept { return model_; }
+  Mesh& mesh() const noexcept { return mesh_; }
+  MemoryLedger& ledger() const noexcept { return ledger_; }
+  // FLOP/s of a large matrix product on this rank's threads, measured now.
+  double measure_peak() { return probe::matmul_rate(ops_, stream_, plan_.work, 1024); }
+  i64 scratch_bytes() const noexcept { return pool_.scratch_bytes(); }
+  Progress& progress() noexcept { return progress_; }
+  LossScaler& scaler() noexcept { return scaler_; }
+  // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled; for tests.
+  zero::GradStore& grads() noexcept { return grads_; }
+
+ private:
+  // What backward hands to the optimizer: the same on every rank.
+  struct Verdict {
+    bool finite = true;
+    double norm = 0;  // of the mean gradient, unscaled
+  };
+  model::PassContext context(model::Mode mode);
+  model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
+  void forward(i64 micro, i64 global_micro);
+  void backward(i64 micro);
+  void count_valid_tokens(const StepBatch& batch);
+  double fold_losses();
+  Verdict judge_gradients();
+  void update_params(const Verdict& verdict, double lr);
+  double mean_divisor() const noexcept;  // gradients are sums of this many micro-batch means
+
+  Config config_;
+  Mesh& mesh_;
+  MemoryLedger& ledger_;
+  const OpTable& ops_;
+  ThreadPool pool_;
+  Stream stream_;
+  model::Model model_;
+  report::RunPlan plan_;
+  zero::ParamStore params_;
+  zero::GradStore grads_;
+  Buffer master_, m_, v_;
+  Buffer saved_, temporary_, residual_grad_, head_weight_grad_, logits_, data_;
+  std::vector<model::LayerActs> train_acts_, eval_acts_;
+  TensorView ids_, targets_, positions_, row_positions_, losses_;
+  std::vector<zero::Piece> held_, owned_;
+  std::vector<bool> decays_;  // per parameter
+  std::vector<pipeline::Instr> schedule_;
+  LossScaler scaler_;
+  LrSchedule lr_;
+  Progress progress_;
+  std::vector<i64> valid_tokens_;     // per micro-batch of this rank
+  std::vector<double> micro_losses_;  // [P, m]: our row is filled, then gathered
+  i64 global_valid_tokens_ = 0;
+};
+
+}  // namespace ds::engine

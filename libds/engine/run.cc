@@ -1,0 +1,415 @@
+// SPDX-License-Identifier: Apache-2.0
+// A run from the configuration to its last checkpoint: connects ranks, data, directory and engine, and loops over
+// steps.
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <exception>
+#include <filesystem>
+
+#include "base/json.h"
+#include "checkpoint/checkpoint.h"
+#include "data/data.h"
+#include "ds/log.h"
+#include "ds/train.h"
+#include "engine/engine.h"
+#include "engine/run_directory.h"
+#include "engine/weights.h"
+#include "probe/host.h"
+
+namespace ds {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks) {
+  const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
+  CommBackend backend = config.communication.backend;
+  const bool one_node = ranks.local_world_size == ranks.world_size;
+  if (backend == CommBackend::Auto) {
+    backend = ranks.world_size == 1            ? CommBackend::Self
+              : one_node && !ranks.job.empty() ? CommBackend::Shm
+                                               : CommBackend::Mpi;
+  }
+  switch (backend) {
+    case CommBackend::Self:
+      DS_CHECK(ranks.world_size == 1, Errc::Config, "communication.backend \"self\" serves one rank, not {}",
+               ranks.world_size);
+      return make_self_communicator(options);
+    case CommBackend::Shm:
+      DS_CHECK(one_node, Errc::Config, "communication.backend \"shm\" serves one node; {} of {} ranks are on this one",
+               ranks.local_world_size, ranks.world_size);
+      DS_CHECK(!ranks.job.empty(), Errc::Config,
+               "communication.backend \"shm\" needs a job name: start with ds-launch");
+      return make_shm_communicator(ranks.job, ranks.rank, ranks.world_size, options);
+    case CommBackend::Auto:
+    case CommBackend::Mpi: break;
+  }
+  std::unique_ptr<Communicator> comm = make_mpi_communicator(options);
+  DS_CHECK(comm->size() == ranks.world_size, Errc::Config,
+           "MPI has {} ranks, the environment says {}: start with ds-launch", comm->size(), ranks.world_size);
+  return comm;
+}
+
+int thread_count(const Config& config, const RankInfo& ranks) {
+  if (config.threads > 0) return narrow<int>(config.threads);
+  return std::max(1, probe::num_cores() / std::max(1, ranks.local_world_size));
+}
+
+const OpTable& cpu_backend() {
+  const OpTable* ops = cpu_ops();
+  DS_CHECK(ops != nullptr, Errc::Unavailable,
+           "this CPU has no instruction set that libds supports (at least AVX2, FMA and F16C), "
+           "or DS_ISA names one that it lacks");
+  return *ops;
+}
+
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const MemoryLedger* ledger) {
+  std::vector<TagMemory> table;
+  for (size_t t = 0; t < predicted.size(); ++t) {
+    const Tag tag = static_cast<Tag>(t);
+    TagMemory row{std::string(tag_name(tag)), predicted[t], ledger != nullptr ? ledger->peak(tag) : 0};
+    if (row.predicted != 0 || row.counted != 0) table.push_back(std::move(row));
+  }
+  return table;
+}
+
+}  // namespace
+
+RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
+  const model::Model model = model::make_model(config.model, config.data.seq_length);
+  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size);
+  RunPrediction p;
+  p.num_params = model.num_params();
+  p.flops_per_token = model.flops_per_token(config.data.seq_length);
+  p.memory = memory_table(plan.memory, nullptr);
+  p.total_bytes = plan.total_memory();
+  for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
+  const probe::AvailableMemory available = probe::available_memory();
+  p.available_bytes = available.bytes;
+  p.limited_by = available.limited_by;
+  return p;
+}
+
+struct TrainingRun::State {
+  Config config;
+  RankInfo ranks;
+  RunOptions options;
+  std::unique_ptr<Mesh> mesh;
+  MemoryLedger ledger;
+  std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
+  std::unique_ptr<BatchLoader> train_data, validation_data;
+  std::unique_ptr<engine::Engine> engine;
+  std::vector<ParamEntry> params;
+  std::string backend;
+  std::string last_checkpoint;
+  double peak_flops = 0;  // of this rank, measured
+
+  bool is_root() const { return ranks.rank == 0; }
+  bool writes() const { return !options.out_dir.empty() && !options.read_only; }
+
+  // An error of one rank must not leave the others waiting.
+  template <class F>
+  auto collective(F&& body) {
+    try {
+      return body();
+    } catch (const std::exception& e) {
+      if (mesh) mesh->world().abort(e.what());
+      throw;
+    }
+  }
+
+  void open();
+  void open_data();
+  void load();
+  void save();
+  double evaluate();
+  StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
+  void append(const Json& line) {
+    if (directory) directory->append_metrics(line);
+  }
+  bool agree(bool mine) {
+    i64 flag = mine ? 1 : 0;
+    mesh->world().all_reduce(&flag, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    return flag != 0;
+  }
+};
+
+namespace {
+
+void check_memory(const Config& config, const RankInfo& ranks) {
+  const RunPrediction p = predict_run(config, ranks);
+  const double gib = 1024.0 * 1024.0 * 1024.0;
+  const i64 needed = p.total_bytes * ranks.local_world_size;
+  if (needed <= p.available_bytes) return;
+  std::string message =
+      fmt::format("this run needs {:.2f} GiB on this node ({} ranks), {:.2f} GiB are there ({}); per rank:",
+                  static_cast<double>(needed) / gib, ranks.local_world_size,
+                  static_cast<double>(p.available_bytes) / gib, p.limited_by);
+  for (const TagMemory& row : p.memory) {
+    message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, static_cast<double>(row.predicted) / gib);
+  }
+  throw Error(Errc::OutOfMemory, message);
+}
+
+}  // namespace
+
+void TrainingRun::State::open() {
+  const OpTable& ops = cpu_backend();
+  check_memory(config, ranks);
+  mesh = std::make_unique<Mesh>(connect(config, ranks));
+  backend = mesh->world().backend();
+  open_data();
+  if (writes() && is_root())
+    directory = std::make_unique<engine::RunDirectory>(options.out_dir, !options.resume.empty());
+  mesh->world().barrier("dp.stats");  // nobody builds before the directory is ours
+  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, ops, thread_count(config, ranks));
+  for (const auto& unit : engine->plan().rows) {
+    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, ""});
+  }
+  if (engine->model().tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
+  load();
+}
+
+void TrainingRun::State::open_data() {
+  if (config.data.train.empty()) return;  // generation needs none
+  Dataset data = open_dataset(config.data);
+  const BatchShape shape{config.batch.micro, mesh->dp().size(), config.data.seq_length};
+  const u32 seed = static_cast<u32>(config.data.seed);
+  train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size);
+  if (data.validation) {
+    validation_data = std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size);
+  }
+}
+
+void TrainingRun::State::load() {
+  std::string step_dir;
+  if (options.resume == "latest") {
+    // A first start of a command line that always says --resume latest: said, not silent.
+    std::error_code ignored;
+    bool fresh = true;
+    for (const auto& entry : std::filesystem::directory_iterator(options.out_dir, ignored)) {
+      const std::string name = entry.path().filename();
+      if (name == "latest" || name.starts_with("step-")) fresh = false;
+    }
+    if (!fresh) step_dir = find_checkpoint(options.out_dir);
+    if (fresh && is_root())
+      log_message(LogLevel::Warning, fmt::format("{} has no checkpoint yet: starting from step 0", options.out_dir));
+  } else if (!options.resume.empty()) {
+    step_dir = find_checkpoint(options.resume);
+  }
+  if (step_dir.empty()) {
+    const std::string weights =
+        !options.weights.empty() ? options.weights : engine::published_weights(config.model_path);
+    if (weights.empty()) {
+      engine->init_weights();
+    } else {
+      engine::load_weights(*engine, weights);
+    }
+    return;
+  }
+  const auto& layout = engine->plan().layout;
+  std::vector<StatePiece> pieces;
+  for (const zero::Piece& piece : layout.held_pieces(mesh->dp().rank())) {
+    const auto st = engine->state(piece);
+    pieces.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
+  }
+  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, pieces, mesh->world());
+  engine->publish_params();
+  if (train_data) check_same_data(parse_data_identity(meta.data_json), train_data->identity());
+  DS_CHECK(meta.seed == static_cast<u32>(config.seed), Errc::Mismatch, "{} was made with seed {}, this run has {}",
+           step_dir, meta.seed, config.seed);
+  engine::Progress& progress = engine->progress();
+  progress = {meta.step, meta.optimizer_step, meta.skipped_steps, meta.consumed_samples};
+  const LossScalerState& s = meta.loss_scaler;
+  if (meta.work_dtype == engine->plan().work)
+    engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
+  last_checkpoint = step_dir;
+  if (is_root()) {
+    const std::string isa(cpu_backend().name);
+    if (meta.isa != isa) {
+      log_message(LogLevel::Warning,
+                  fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
+                              meta.isa, isa));
+    }
+    if (directory) directory->cut_metrics(meta.step);
+    append({{"type", "event"}, {"event", "resumed"}, {"step", meta.step}, {"from", step_dir}});
+  }
+}
+
+void TrainingRun::State::save() {
+  const engine::Progress& progress = engine->progress();
+  const LossScaler::State& s = engine->scaler().state();
+  CheckpointMeta meta;
+  meta.step = progress.step;
+  meta.work_dtype = engine->plan().work;
+  meta.layout_id = engine->plan().layout.id();
+  meta.zero_stage = narrow<int>(config.zero.stage);
+  meta.consumed_samples = progress.consumed_samples;
+  meta.seed = static_cast<u32>(config.seed);
+  meta.loss_scaler = {s.scale, s.iteration, s.last_overflow, s.hysteresis};
+  meta.skipped_steps = progress.skipped_steps;
+  meta.optimizer_step = progress.optimizer_step;
+  meta.isa = cpu_backend().name;
+  meta.config_json = resolved_json(config);
+  meta.model_config_json = model_config_json(config.model);
+  meta.data_json = data_identity_json(train_data->identity());
+  std::vector<StatePiece> pieces;
+  for (const zero::Piece& piece : engine->plan().layout.owned_pieces(mesh->dp().rank())) {
+    const auto st = engine->state(piece);
+    pieces.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
+  }
+  last_checkpoint = save_checkpoint(options.out_dir, meta, params, pieces, mesh->world(), config.save.keep);
+  append({{"type", "event"}, {"event", "saved"}, {"step", meta.step}, {"checkpoint", last_checkpoint}});
+}
+
+double TrainingRun::State::evaluate() {
+  const i64 all = validation_data->num_sequential_batches();
+  const i64 batches = config.eval.batches > 0 ? std::min(config.eval.batches, all) : all;
+  return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+    validation_data->load_sequential(batch, mesh->dp().rank(), ids, targets);
+  });
+}
+
+StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
+  const auto start = Clock::now();
+  const report::RunPlan& plan = engine->plan();
+  const size_t R = static_cast<size_t>(plan.B * plan.T);
+  mesh->dp().reset_counts();
+  for (i64 j = 0; j < plan.micro_batches; ++j) {
+    const size_t at = static_cast<size_t>(j) * R;
+    train_data->load(engine->progress().consumed_samples, j, mesh->dp().rank(), std::span(ids).subspan(at, R),
+                     std::span(targets).subspan(at, R));
+  }
+  const engine::StepReport r = engine->train_step({ids, targets});
+  const double s = seconds_since(start);
+  StepRecord record{.step = r.step,
+                    .loss = r.loss,
+                    .grad_norm = r.grad_norm,
+                    .lr = r.lr,
+                    .loss_scale = r.loss_scale,
+                    .skipped = r.skipped,
+                    .tokens = r.tokens,
+                    .step_ms = s * 1e3,
+                    .tokens_per_s = static_cast<double>(r.tokens) / s};
+  const double flops = engine->model().flops_per_token(plan.T) * static_cast<double>(r.tokens) / mesh->dp().size();
+  record.mfu = flops / s / peak_flops;
+  for (const TagMemory& row : memory_table(plan.memory, &ledger)) record.memory_bytes[row.tag] = row.counted;
+  record.memory_bytes["workspace"] += engine->scratch_bytes();
+  for (const auto& [name, count] : mesh->dp().counts()) record.comm_bytes[name] = count.bytes;
+  return record;
+}
+
+TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options)
+    : state_(std::make_unique<State>()) {
+  state_->config = config;
+  state_->ranks = ranks;
+  state_->options = options;
+  state_->collective([&] { state_->open(); });
+}
+
+TrainingRun::~TrainingRun() = default;
+
+i64 TrainingRun::step() const noexcept { return state_->engine->progress().step; }
+const std::string& TrainingRun::backend() const noexcept { return state_->backend; }
+
+TrainResult TrainingRun::train(const TrainHooks& hooks) {
+  State& s = *state_;
+  return s.collective([&] {
+    const Config& config = s.config;
+    const report::RunPlan& plan = s.engine->plan();
+    DS_CHECK(s.train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
+    DS_CHECK(s.writes() || config.save.every == 0, Errc::Config,
+             "save.every is {} but there is no run directory: give --out DIR", config.save.every);
+    if (s.peak_flops == 0) s.peak_flops = s.engine->measure_peak();
+    TrainResult result{.first_step = step() + 1, .val_loss = std::numeric_limits<double>::quiet_NaN()};
+    std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.T)), targets(ids.size());
+    i64 evaluated = -1, saved = s.last_checkpoint.empty() ? -1 : step();
+
+    const auto evaluate = [&] {
+      if (!s.validation_data || evaluated == step()) return;
+      result.val_loss = s.evaluate();
+      evaluated = step();
+      s.append({{"type", "eval"}, {"step", step()}, {"val_loss", result.val_loss}});
+      if (hooks.on_eval && s.is_root()) hooks.on_eval(step(), result.val_loss);
+    };
+    const auto save = [&] {
+      if (!s.writes() || saved == step()) return;
+      s.save();
+      saved = step();
+    };
+
+    while (step() < config.steps) {
+      const StepRecord r = s.take_step(ids, targets);
+      result.loss = r.loss;
+      result.tokens += r.tokens;
+      result.seconds += r.step_ms / 1e3;
+      s.append({{"type", "step"},
+                {"step", r.step},
+                {"loss", r.loss},
+                {"grad_norm", r.grad_norm},
+                {"lr", r.lr},
+                {"loss_scale", r.loss_scale},
+                {"skipped", r.skipped},
+                {"tokens", r.tokens},
+                {"tokens_per_s", r.tokens_per_s},
+                {"step_ms", r.step_ms},
+                {"mfu", r.mfu},
+                {"memory_bytes", r.memory_bytes},
+                {"comm_bytes", r.comm_bytes}});
+      if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
+      const bool stop = s.agree(hooks.stop_requested && hooks.stop_requested());
+      if (config.eval.every > 0 && step() % config.eval.every == 0 && !stop) evaluate();
+      if (stop || (config.save.every > 0 && step() % config.save.every == 0)) save();
+      if (stop && step() < config.steps) {
+        s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
+        throw Error(
+            Errc::Interrupted,
+            s.writes()
+                ? fmt::format("stopped by a signal after step {}; checkpoint committed: run again with --resume latest",
+                              step())
+                : fmt::format("stopped by a signal after step {}; without --out nothing was kept", step()));
+      }
+    }
+    evaluate();
+    save();
+    result.step = step();
+    result.skipped_steps = s.engine->progress().skipped_steps;
+    result.checkpoint = s.writes() ? s.last_checkpoint : "";
+    result.memory = memory_table(plan.memory, &s.ledger);
+    for (TagMemory& row : result.memory) {
+      if (row.tag == "workspace") row.counted += s.engine->scratch_bytes();
+    }
+    return result;
+  });
+}
+
+double TrainingRun::evaluate() {
+  State& s = *state_;
+  return s.collective([&] {
+    DS_CHECK(s.validation_data != nullptr, Errc::Config,
+             "there is no validation data: set data.validation or data.split");
+    return s.evaluate();
+  });
+}
+
+void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
+                           const std::function<void(std::string_view)>& token) {
+  State& s = *state_;
+  s.collective([&] {
+    DS_CHECK(s.config.model.vocab_size >= 256, Errc::Unavailable,
+             "generation needs the byte tokenizer, so a vocabulary of at least 256; this model has {}",
+             s.config.model.vocab_size);
+    std::vector<i32> ids;
+    for (const char c : prompt) ids.push_back(static_cast<unsigned char>(c));
+    s.engine->generate(ids, {o.max_tokens, o.temperature, o.top_k, o.seed}, [&](i32 id) {
+      const char byte = static_cast<char>(id);
+      token(id < 256 ? std::string_view(&byte, 1) : std::string_view("?"));
+    });
+  });
+}
+
+}  // namespace ds

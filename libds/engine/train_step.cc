@@ -1,0 +1,179 @@
+// SPDX-License-Identifier: Apache-2.0
+// One training step, top to bottom: the only place that orders work.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "engine/engine.h"
+
+namespace ds::engine {
+
+StepReport Engine::train_step(const StepBatch& batch) {
+  Communicator& dp = mesh_.dp();
+  const i64 m = plan_.micro_batches;
+  StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
+
+  count_valid_tokens(batch);
+  params_.begin(plan_.train_gathers);
+  for (const pipeline::Instr instr : schedule_) {
+    switch (instr.op) {
+      case pipeline::Op::Load: {
+        const size_t bytes = static_cast<size_t>(ids_.bytes() / m), at = static_cast<size_t>(instr.micro) * bytes / 4;
+        std::memcpy(ids_.as<i32>() + at, batch.ids.data() + at, bytes);
+        std::memcpy(targets_.as<i32>() + at, batch.targets.data() + at, bytes);
+        break;
+      }
+      case pipeline::Op::Forward:
+        forward(instr.micro, (progress_.step * m + instr.micro) * dp.size() + dp.rank());
+        break;
+      case pipeline::Op::Backward: backward(instr.micro); break;
+    }
+  }
+  grads_.finish();  // owned sums are final
+
+  report.loss = fold_losses();
+  const Verdict verdict = judge_gradients();
+  report.grad_norm = verdict.norm;
+  report.skipped = !verdict.finite;
+  report.lr = lr_.lr_at(progress_.optimizer_step - 1);
+  report.tokens = plan_.B * plan_.T * m * dp.size();
+  if (verdict.finite) {
+    update_params(verdict, report.lr);
+    params_.publish();
+    ++progress_.optimizer_step;
+  } else {
+    ++progress_.skipped_steps;
+  }
+  ++progress_.step;
+  progress_.consumed_samples += plan_.B * m * dp.size();
+  scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
+  return report;
+}
+
+// The micro-batch's loss normalisation must be known before its backward pass. "token" needs the whole world's count.
+void Engine::count_valid_tokens(const StepBatch& batch) {
+  const i64 R = plan_.B * plan_.T;
+  i64 total = 0;
+  for (i64 m = 0; m < plan_.micro_batches; ++m) {
+    const auto targets = batch.targets.subspan(static_cast<size_t>(m * R), static_cast<size_t>(R));
+    valid_tokens_[static_cast<size_t>(m)] = R - std::count(targets.begin(), targets.end(), -100);
+    total += valid_tokens_[static_cast<size_t>(m)];
+  }
+  global_valid_tokens_ = total;
+  if (config_.loss_norm == LossNorm::Token) {
+    mesh_.dp().all_reduce(&global_valid_tokens_, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+  }
+}
+
+double Engine::mean_divisor() const noexcept { return static_cast<double>(plan_.micro_batches * mesh_.dp().size()); }
+
+void Engine::forward(i64 micro, i64 global_micro) {
+  model::PassContext ctx = context(model::Mode::Train);
+  const i64 R = plan_.B * plan_.T;
+  ctx.ids = TensorView::of(ids_.as<i32>() + micro * R, DType::I32, {R});
+  ctx.targets = TensorView::of(targets_.as<i32>() + micro * R, DType::I32, {R});
+  ctx.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro)};
+  const i64 valid = valid_tokens_[static_cast<size_t>(micro)];
+  // "token": the sum over all micro-batches, divided by mean_divisor() at the end, is the mean over all valid tokens.
+  const double per_token = config_.loss_norm == LossNorm::Token
+                               ? mean_divisor() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1))
+                               : 1.0 / static_cast<double>(std::max<i64>(valid, 1));
+  ctx.loss_grad = static_cast<float>(per_token * scaler_.scale());
+
+  TensorView x{};
+  for (size_t l = 0; l < model_.layers.size(); ++l) {
+    const zero::ParamLease lease = params_.acquire();
+    model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, train_acts_[l]);
+    x = train_acts_[l].output;
+  }
+  double sum = 0;
+  for (i64 i = 0; i < R; ++i) sum += static_cast<double>(losses_.as<float>()[i]);
+  micro_losses_[static_cast<size_t>(mesh_.dp().rank() * plan_.micro_batches + micro)] = sum * per_token;
+}
+
+void Engine::backward(i64 micro) {
+  model::PassContext ctx = context(model::Mode::Train);
+  const i64 R = plan_.B * plan_.T;
+  ctx.ids = TensorView::of(ids_.as<i32>() + micro * R, DType::I32, {R});
+  ctx.dropout_key = {
+      static_cast<u32>(config_.seed), 0,
+      static_cast<u32>((progress_.step * plan_.micro_batches + micro) * mesh_.dp().size() + mesh_.dp().rank())};
+  const TensorView dx = TensorView::of(residual_grad_.data(), plan_.work, {R, model_.hidden});
+  for (i64 l = static_cast<i64>(model_.layers.size()); l-- > 0;) {
+    const size_t at = static_cast<size_t>(l);
+    const zero::ParamLease lease = params_.acquire();
+    const model::RowViews grads{grads_.acquire(l)};
+    const TensorView x = l > 0 ? train_acts_[at - 1].output : TensorView{};
+    model_.layers[at]->backward(ctx, param_views(lease, l), grads, x, dx, dx, train_acts_[at]);
+    grads_.commit(l);  // may start the reduction of its bucket
+  }
+}
+
+// The mean over all micro-batches of all ranks, folded in the order (micro-batch, rank): that of one rank with them
+// all.
+double Engine::fold_losses() {
+  Communicator& dp = mesh_.dp();
+  const i64 m = plan_.micro_batches;
+  const AllGatherSegment segment{micro_losses_.data(), m * static_cast<i64>(sizeof(double))};
+  dp.all_gather({&segment, 1}, "dp.stats").wait();
+  double sum = 0;
+  for (i64 j = 0; j < m; ++j) {
+    for (i64 r = 0; r < dp.size(); ++r) sum += micro_losses_[static_cast<size_t>(r * m + j)];
+  }
+  return sum / mean_divisor();
+}
+
+// One verdict for the whole world. Both reductions are over integers, so the norm does not depend on the layout.
+Engine::Verdict Engine::judge_gradients() {
+  Communicator& dp = mesh_.dp();
+  const auto owned_slice = [&](const zero::Segment& s) {
+    return TensorView::of(grads_.element(s, s.slice * dp.rank()), DType::F32, {s.slice});
+  };
+  i64 largest = 0;
+  for (const zero::Segment& s : plan_.layout.segments()) {
+    largest = std::max<i64>(largest, ops_.max_abs_bits(owned_slice(s), stream_));
+  }
+  dp.all_reduce(&largest, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+  const float max_abs = std::bit_cast<float>(static_cast<u32>(largest));
+  if (!std::isfinite(max_abs)) return {.finite = false, .norm = static_cast<double>(max_abs)};
+  if (max_abs == 0) return {};
+
+  const int exponent = ExactSum::exponent_of(static_cast<u32>(largest));
+  ExactSum sum;
+  for (const zero::Segment& s : plan_.layout.segments()) {
+    const ExactSum part = ops_.sum_squares(owned_slice(s), exponent, stream_);
+    sum.hi += part.hi;
+    sum.lo += part.lo;
+  }
+  i64 parts[2] = {sum.hi, sum.lo};
+  dp.all_reduce(parts, 2, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+  const double total = ExactSum{parts[0], parts[1]}.value(exponent);
+  return {.norm = std::sqrt(total) / (mean_divisor() * scaler_.scale())};
+}
+
+void Engine::update_params(const Verdict& verdict, double lr) {
+  const OptimizerConfig& o = config_.optimizer;
+  const double clip = config_.gradient_clipping;
+  const double too_long = clip > 0 ? std::max(1.0, (verdict.norm + 1e-6) / clip) : 1.0;
+  const double t = static_cast<double>(progress_.optimizer_step + 1);
+  AdamWParams p{.beta1 = o.beta1,
+                .beta2 = o.beta2,
+                .lr = static_cast<float>(lr),
+                .eps = static_cast<float>(o.eps),
+                .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
+                .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
+                .grad_scale = static_cast<float>(1 / (scaler_.scale() * mean_divisor() * too_long)),
+                .adam_w_mode = o.adam_w_mode};
+  for (const zero::Piece& piece : held_) {
+    const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
+    const PieceState st = state(piece);
+    const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
+    p.weight_decay = decays_[static_cast<size_t>(piece.param)] ? static_cast<float>(o.weight_decay) : 0.0f;
+    ops_.adamw(view(st.param, plan_.work), view(st.master != nullptr ? st.master : st.param, DType::F32),
+               view(st.m, DType::F32), view(st.v, DType::F32),
+               view(grads_.element(s, piece.segment_offset), DType::F32), p, stream_);
+  }
+}
+
+}  // namespace ds::engine

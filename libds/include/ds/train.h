@@ -1,0 +1,116 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A training run as tools see it: what it will need, the run itself, evaluation and generation from its weights.
+
+#include <array>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ds/config.h"
+
+namespace ds {
+
+// This process among the ranks of the job, as the launcher says.
+struct RankInfo {
+  int rank = 0;
+  int world_size = 1;
+  int local_world_size = 1;  // ranks on this node
+  std::string job;           // names the job's shared memory; empty: there is none
+};
+
+struct TagMemory {
+  std::string tag;    // "params", "grads", ...: one list for all tools
+  i64 predicted = 0;  // bytes per rank
+  i64 counted = 0;    // peak of this run; 0 in a prediction
+};
+
+// What is known before a run starts.
+struct RunPrediction {
+  i64 num_params = 0;
+  double flops_per_token = 0;             // forward + backward, full attention
+  std::vector<TagMemory> memory;          // per rank, without the base of the process
+  i64 total_bytes = 0;                    // per rank
+  std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
+  i64 available_bytes = 0;                // of this node: free memory within limits
+  std::string limited_by;                 // "free memory", "cgroup limit", "address space limit"
+  std::vector<std::string> shard_table;   // lines for people: layers and their owners
+};
+// Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
+// configuration.
+DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks);
+
+struct RunOptions {
+  std::string out_dir;  // run directory; empty: nothing is written
+  std::string resume;   // "": start; "latest": of out_dir; else a step or run directory
+  std::string
+      weights;  // initial weights (safetensors file, Hugging Face directory); empty: model.path's, or random ones
+  bool read_only = false;  // for evaluation and generation: out_dir is only read
+};
+
+// One line of metrics.jsonl and of the progress display.
+struct StepRecord {
+  i64 step = 0;
+  double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
+  bool skipped = false;
+  i64 tokens = 0;  // of this step, all ranks
+  double step_ms = 0;
+  double tokens_per_s = 0;  // all ranks
+  double mfu = 0;           // model FLOP/s of one rank over the rate of a large matrix product measured at the start
+  std::map<std::string, i64> memory_bytes{};  // rank 0, by tag
+  std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
+};
+
+struct TrainHooks {  // all optional; called on rank 0 only, but stop_requested on every rank after each step
+  std::function<bool()> stop_requested;
+  std::function<void(const StepRecord&, i64 total_steps)> on_step;
+  std::function<void(i64 step, double val_loss)> on_eval;
+};
+
+struct TrainResult {
+  i64 step = 0, first_step = 0;  // last and first step taken by this call
+  i64 skipped_steps = 0;
+  double loss = 0;      // of the last step
+  double val_loss = 0;  // NaN without validation data
+  i64 tokens = 0;
+  double seconds = 0;               // in steps
+  std::string checkpoint{};         // the last one committed; empty: none
+  std::vector<TagMemory> memory{};  // rank 0
+};
+
+struct SamplingOptions {
+  i64 max_tokens = 200;
+  double temperature = 0.8;  // 0: the most likely token
+  i64 top_k = 0;             // 0: all
+  u32 seed = 0;
+};
+
+// Owns everything of one rank's run. All member functions are collective over the job; an error on one rank aborts the
+// others, which then throw Errc::Comm naming it.
+class DS_API TrainingRun {
+ public:
+  // Checks memory first (Errc::OutOfMemory, by tag), then connects the ranks, opens data and directory, builds the
+  // engine and loads or initialises the weights. Throws Errc::Config (directory in use or not empty, data too short,
+  // ...).
+  TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options);
+  ~TrainingRun();
+
+  // Trains to config.steps. On a stop request: commits a checkpoint and throws Errc::Interrupted.
+  TrainResult train(const TrainHooks& hooks);
+  // Mean loss over the validation data (eval.batches micro-batches per rank). Throws Errc::Config without any.
+  double evaluate();
+  // Continues `prompt` (bytes); token() gets each new piece of text on every rank.
+  void generate(const std::string& prompt, const SamplingOptions& options,
+                const std::function<void(std::string_view)>& token);
+
+  i64 step() const noexcept;
+  const std::string& backend() const noexcept;  // "self", "shm", "mpi"
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace ds

@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The zoo: from a model's configuration to its list of layers.
+
+#include <vector>
+
+#include "ds/model_config.h"
+#include "model/layer.h"
+
+namespace ds::model {
+
+// seq_length: the longest sequence of the run (it selects among RoPE scalings that depend on it). Throws Errc::Config
+// if the model has fewer positions.
+Model make_model(const ModelConfig& config, i64 seq_length);
+
+Model make_gpt2(const ModelConfig& config);
+// Llama, Qwen2, Qwen3: one family that differs in biases, head norms and RoPE scaling.
+Model make_llama(const ModelConfig& config, i64 seq_length);
+
+// Initial values of elements [begin, begin + count) of parameter number `param` (counted over all layers of the model),
+// from the global element index alone: every layout starts from the same weights.
+void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count, float* out);
+
+// Hugging Face's RoPE with its scalings: half rotation, angles in fp32. positions: rows of the tables; length: the
+// longest sequence that they serve.
+RopeTables make_rope_tables(const ModelConfig& config, i64 positions, i64 length);
+
+}  // namespace ds::model

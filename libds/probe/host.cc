@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "probe/host.h"
+
+#include <sched.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <limits>
+#include <optional>
+#include <vector>
+
+namespace ds::probe {
+
+int num_cores() {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
+  return std::max(1, CPU_COUNT(&set));
+}
+
+namespace {
+
+// A number in a small file of /sys; nothing for "max" or an absent file.
+std::optional<i64> read_number(const std::string& path) {
+  std::ifstream in(path);
+  i64 value = 0;
+  if (in >> value) return value;
+  return std::nullopt;
+}
+
+i64 meminfo_available() {
+  std::ifstream in("/proc/meminfo");
+  std::string key, unit;
+  i64 kib = 0;
+  while (in >> key >> kib >> unit) {
+    if (key == "MemAvailable:") return kib * 1024;
+  }
+  return std::numeric_limits<i64>::max();
+}
+
+}  // namespace
+
+AvailableMemory available_memory() {
+  AvailableMemory best{meminfo_available(), "free memory"};
+  const auto consider = [&](i64 bytes, const char* what) {
+    if (bytes < best.bytes) best = {std::max<i64>(bytes, 0), what};
+  };
+  // cgroup v2; the path of our own group follows "0::".
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {
+    if (!line.starts_with("0::")) continue;
+    for (std::string group = line.substr(3);; group.erase(group.rfind('/'))) {
+      const std::string dir = "/sys/fs/cgroup" + group;
+      const auto limit = read_number(dir + "/memory.max"), used = read_number(dir + "/memory.current");
+      if (limit && used) consider(*limit - *used, "cgroup limit");
+      if (group.find('/') == std::string::npos || group.empty()) break;
+    }
+  }
+  rlimit address_space{};
+  if (getrlimit(RLIMIT_AS, &address_space) == 0 && address_space.rlim_cur != RLIM_INFINITY) {
+    consider(narrow<i64>(address_space.rlim_cur), "address space limit");
+  }
+  return best;
+}
+
+double matmul_rate(const OpTable& ops, Stream& stream, DType work, i64 n) {
+  std::vector<char> memory(static_cast<size_t>(3 * n * n * dtype_bytes(work)), 0);
+  const auto matrix = [&](i64 i) {
+    return TensorView::of(memory.data() + i * n * n * dtype_bytes(work), work, {n, n});
+  };
+  double best_s = 1e30;
+  for (int run = 0; run < 4; ++run) {
+    const auto start = std::chrono::steady_clock::now();
+    ops.matmul(matrix(0), matrix(1), matrix(2), {}, {}, {}, {.trans_b = true}, stream);
+    const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (run > 0) best_s = std::min(best_s, s);  // the first one grows scratch
+  }
+  const double m = static_cast<double>(n);
+  return 2 * m * m * m / best_s;
+}
+
+}  // namespace ds::probe

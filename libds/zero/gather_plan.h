@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// When stage 3 gathers and releases parameters: a pure function of the access trace and DeepSpeed's knobs, made once at
+// set-up. DeepSpeed records its trace at run time and must throw it away when it changes; our graph is static.
+
+#include <span>
+#include <vector>
+
+#include "base/check.h"
+
+namespace ds::zero {
+
+struct GatherKnobs {
+  i64 prefetch_bucket = 50'000'000;        // stage3_prefetch_bucket_size: elements gathered ahead of use
+  i64 max_live = 1'000'000'000;            // stage3_max_live_parameters: no prefetch, and no keeping, beyond this
+  i64 max_reuse_distance = 1'000'000'000;  // stage3_max_reuse_distance: kept if used again within so many elements
+};
+
+// One step of the trace: the units that are used together.
+using Access = std::vector<i64>;
+
+struct GatherStep {
+  struct Launch {
+    i64 unit;
+    i64 offset;  // where in the pool, elements
+  };
+  std::vector<Launch> launch;  // start these gathers before computing: first what is needed now, then ahead
+  std::vector<i64> release;    // drop these after computing
+};
+
+struct GatherPlan {
+  std::vector<Access> accesses;
+  std::vector<GatherStep> steps;  // one per access
+  i64 pool_elems = 0;             // memory for all gathered units at any time
+  i64 gathered_elems = 0;         // sum over all launches: the traffic, before (P-1)/P
+  i64 peak_live_elems = 0;
+};
+
+// unit_elems[u]: elements to gather for unit u (padded; 0 if nothing of it is sharded). Nothing is kept after the last
+// access.
+GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_elems, const GatherKnobs& knobs);
+
+}  // namespace ds::zero

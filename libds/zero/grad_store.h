@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Gradients of one rank. Backward overwrites a fresh work-dtype gradient of a unit; commit() hands it over; units of a
+// bucket are reduced together while earlier layers compute. What remains is fp32: the fold over (micro-batch, rank) of
+// the owned slices (at stage 0, after finish(), of all slices). One mechanism for all stages:
+//
+//   stage 0, 1   every bucket has its own memory (the full gradients, Tag::Grads)
+//   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
+//   "boundary" order with accumulation: a full fp32 sum of this rank's micro-batches comes in between (Tag::GradAccum)
+
+#include <span>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "zero/layout.h"
+
+namespace ds::zero {
+
+// The units reduced together, in the order of the backward pass.
+struct Bucket {
+  std::vector<i64> units;
+  i64 elems = 0;  // padded
+};
+// Consecutive units of `order` until the next would exceed `limit` elements; a larger unit goes alone.
+std::vector<Bucket> plan_buckets(const Layout& layout, std::span<const i64> order, i64 limit);
+
+struct GradOptions {
+  DType wire = DType::F32;         // dtype of fresh gradients and of the wire
+  i64 bucket_elems = 0;            // reduce_bucket_size
+  bool overlap = true;             // overlap_comm
+  i64 micro_batches = 1;           // per step
+  bool reduce_each_micro = false;  // "micro" order; else "boundary"
+
+  bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
+};
+
+// Elements of the fp32 accumulators of one rank, and of the memory that fresh gradients need.
+i64 grad_accum_elems(const Layout& layout, const GradOptions& options);
+i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options);
+
+class GradStore {
+ public:
+  GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
+            MemoryLedger& ledger, const OpTable& ops, Stream& stream, const GradOptions& options);
+
+  // Where the next backward writes the gradients of `unit`: units come in backward order (last unit first) in every
+  // micro-batch. Waits until the memory is free. commit() ends the lease.
+  std::span<const TensorView> acquire(i64 unit);
+  void commit(i64 unit);
+
+  // After the last micro-batch: waits for all reductions; at stage 0 also gathers the accumulators of the other ranks.
+  void finish();
+
+  // fp32 accumulator of element `first` of a segment (owned slices; at stage 0 all).
+  float* element(const Segment& s, i64 first) const noexcept;
+
+ private:
+  void reduce(size_t bucket);
+  bool full_accum() const noexcept { return !layout_.states().shard_optimizer || options_.accumulates_locally(); }
+
+  const Layout& layout_;
+  Communicator& comm_;
+  const OpTable& ops_;
+  Stream& stream_;
+  GradOptions options_;
+  std::vector<Bucket> buckets_;
+  Buffer fresh_, accum_;
+  std::vector<i64> bucket_base_;  // elements in fresh_
+  std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
+  std::vector<Ticket> tickets_;
+  std::vector<i64> unit_bucket_, unit_base_;  // per unit; base in fresh_
+  std::vector<i64> accum_base_;               // per segment, elements in accum_
+  std::vector<std::vector<TensorView>> views_;
+  std::vector<ReduceScatterSegment> segments_;  // scratch
+  std::vector<AllGatherSegment> gathered_;      // scratch
+  i64 micro_ = 0;
+};
+
+}  // namespace ds::zero

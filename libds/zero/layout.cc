@@ -1,0 +1,80 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/layout.h"
+
+#include <algorithm>
+
+namespace ds::zero {
+
+Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options) {
+  DS_ASSERT(options.num_ranks >= 1 && options.stage >= 0 && options.stage <= 3);
+  Layout layout;
+  layout.options_ = options;
+  const i64 P = options.num_ranks;
+  const bool sharded_params = kZero[options.stage].shard_params;
+  const i64 copies = kZero[options.stage].shard_optimizer ? 1 : P;
+
+  i64 num_rows = 0, persistent_total = 0;
+  for (const auto& unit : units) num_rows += narrow<i64>(unit.size());
+  layout.rows_.resize(static_cast<size_t>(num_rows));
+
+  i64 param = 0;
+  for (size_t u = 0; u < units.size(); ++u) {
+    // In registration order, as DeepSpeed decides: small parameters persist until their total reaches the model's
+    // threshold.
+    std::vector<bool> persistent(units[u].size(), false);
+    for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
+      const i64 n = units[u][r].numel();
+      if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
+        persistent[r] = true;
+        persistent_total += n;
+      }
+    }
+    UnitPlace place{.first_param = param, .first_segment = narrow<i64>(layout.segments_.size())};
+    for (const bool want : {true, false}) {
+      if (std::find(persistent.begin(), persistent.end(), want) == persistent.end()) continue;
+      Segment s{
+          .unit = narrow<i64>(u), .persistent = want, .offset = place.padded, .shard_offset = layout.shard_elems_};
+      for (size_t r = 0; r < units[u].size(); ++r) {
+        if (persistent[r] != want) continue;
+        const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
+        layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
+        s.numel += n;
+      }
+      s.slice = align_up(div_ceil(s.numel, P), kSliceAlignment);
+      place.padded += s.slice * P;
+      place.numel += s.numel;
+      layout.shard_elems_ += s.slice * copies;
+      layout.segments_.push_back(s);
+    }
+    place.num_segments = narrow<i64>(layout.segments_.size()) - place.first_segment;
+    param += narrow<i64>(units[u].size());
+    layout.num_elements_ += place.numel;
+    layout.units_.push_back(place);
+  }
+  return layout;
+}
+
+std::vector<Piece> Layout::pieces(int rank, bool whole) const {
+  std::vector<Piece> result;
+  for (const RowPlace& row : rows_) {
+    const Segment& s = segments_[static_cast<size_t>(row.segment)];
+    const i64 first = whole ? 0 : s.slice * rank;
+    const i64 last = whole ? s.slice * num_ranks() : first + s.slice;
+    const i64 begin = std::max(row.offset, first), end = std::min(row.offset + row.numel, last);
+    if (begin >= end) continue;
+    const i64 held_first = states().shard_optimizer ? first : 0;
+    result.push_back(
+        {row.param, begin - row.offset, end - begin, row.segment, begin, s.shard_offset + begin - held_first});
+  }
+  return result;
+}
+
+std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, false); }
+
+std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
+
+std::string Layout::id() const {
+  return fmt::format("unit-slices/v1 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Layout: the one pure function that says which rank owns which element. (parameter rows, ranks, ZeRO stage) -> places.
+// The engine, checkpoints and the memory model read it; none computes ownership again. Rajbhandari et al., "ZeRO:
+// Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
+//
+// A unit (a layer) is what is gathered and reduced as one. Its rows lie one after the other in one or two segments; a
+// segment is padded to P * 128 elements and cut in P equal slices, slice r owned by rank r:
+//
+//   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
+//   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
+//
+// Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements: always whole on
+// every rank). Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket
+// sizes. Shard arrays (fp32 accumulators, masters, moments) are the owned slices of all segments, one after the other;
+// at stage 0 every rank keeps all slices.
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model/layer.h"
+
+namespace ds::zero {
+
+inline constexpr i64 kSliceAlignment = 128;  // elements: whole SIMD registers, 512-byte direct I/O for fp32
+
+// Which states are cut in P shards: the ZeRO table.
+struct StageRow {
+  bool shard_optimizer;  // fp32 master, moments, accumulators
+  bool shard_grads;      // work-dtype gradients exist only in buckets
+  bool shard_params;     // parameters are gathered for use
+};
+inline constexpr StageRow kZero[4] = {
+    {false, false, false}, {true, false, false}, {true, true, false}, {true, true, true}};
+
+struct LayoutOptions {
+  int num_ranks = 1;
+  int stage = 0;
+  i64 persistence_threshold = 0;        // stage 3: rows of at most so many elements stay whole
+  i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
+};
+
+struct Segment {
+  i64 unit = 0;
+  bool persistent = false;
+  i64 offset = 0;        // in the unit's buffer, elements
+  i64 numel = 0;         // without padding
+  i64 slice = 0;         // elements per rank
+  i64 shard_offset = 0;  // of this segment in the shard arrays, elements
+};
+
+struct RowPlace {
+  i64 param = 0;  // number over the whole model
+  i64 segment = 0;
+  i64 offset = 0;  // in the segment
+  i64 numel = 0;
+};
+
+struct UnitPlace {
+  i64 first_param = 0;
+  i64 first_segment = 0, num_segments = 0;
+  i64 padded = 0;  // elements of the unit's buffer
+  i64 numel = 0;
+};
+
+// Elements [begin, begin + count) of a flattened parameter, at shard_offset of the owner's shard arrays.
+struct Piece {
+  i64 param = 0, begin = 0, count = 0;
+  i64 segment = 0;
+  i64 segment_offset = 0;  // where the piece starts in its segment
+  i64 shard_offset = 0;
+};
+
+class Layout {
+ public:
+  // units[u] = the rows of unit u, in the order of the model.
+  static Layout make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options);
+
+  const LayoutOptions& options() const noexcept { return options_; }
+  int num_ranks() const noexcept { return options_.num_ranks; }
+  StageRow states() const noexcept { return kZero[options_.stage]; }
+  std::span<const UnitPlace> units() const noexcept { return units_; }
+  std::span<const Segment> segments() const noexcept { return segments_; }
+  std::span<const Segment> segments_of(i64 unit) const noexcept {
+    const UnitPlace& u = units_[static_cast<size_t>(unit)];
+    return std::span(segments_).subspan(static_cast<size_t>(u.first_segment), static_cast<size_t>(u.num_segments));
+  }
+  std::span<const RowPlace> rows() const noexcept { return rows_; }  // indexed by param number
+  i64 num_params() const noexcept { return num_elements_; }          // elements without padding
+
+  // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every segment.
+  i64 shard_elems() const noexcept { return shard_elems_; }
+  // What this rank's shard arrays hold of a segment: elements [first, first + count) of the segment.
+  struct Range {
+    i64 first, count;
+  };
+  Range held(const Segment& s, int rank) const noexcept {
+    if (!states().shard_optimizer) return {0, s.slice * num_ranks()};
+    return {s.slice * rank, s.slice};
+  }
+  // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
+  // in exactly one piece of one rank.
+  std::vector<Piece> owned_pieces(int rank) const;
+  // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
+  std::vector<Piece> held_pieces(int rank) const;
+
+  // Names this layout in checkpoints, e.g. "unit-slices/v1 ranks=4 stage=3 align=128".
+  std::string id() const;
+
+ private:
+  std::vector<Piece> pieces(int rank, bool whole) const;
+  LayoutOptions options_;
+  std::vector<UnitPlace> units_;
+  std::vector<Segment> segments_;
+  std::vector<RowPlace> rows_;
+  i64 shard_elems_ = 0, num_elements_ = 0;
+};
+
+}  // namespace ds::zero

@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/param_store.h"
+
+#include <cstring>
+
+namespace ds::zero {
+
+ParamLease::~ParamLease() {
+  if (store_ != nullptr) store_->end_access();
+}
+
+std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept {
+  return store_->views_[static_cast<size_t>(unit)];
+}
+
+ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
+                       MemoryLedger& ledger, const Options& options)
+    : layout_(layout), comm_(comm), options_(options) {
+  const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
+  i64 whole_elems = 0, shard_elems = 0;
+  for (const Segment& s : layout.segments()) {
+    i64& used = whole(s) ? whole_elems : shard_elems;
+    segment_offset_.push_back(used);
+    used += whole(s) ? s.slice * P : s.slice;
+  }
+  whole_ = comm.allocate(ledger, Tag::Params, whole_elems * bytes);
+  shards_ = Buffer(ledger, Tag::Params, shard_elems * bytes);
+  pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
+
+  arriving_.resize(layout.units().size());
+  published_.reserve(layout.segments().size());
+  tickets_.reserve(layout.segments().size());
+  for (const auto& unit : rows) {
+    std::vector<TensorView>& views = views_.emplace_back();
+    for (const model::ParamRow& row : unit) {
+      views.push_back(row.shape.size() == 2 ? TensorView::of(nullptr, options.work, {row.shape[0], row.shape[1]})
+                                            : TensorView::of(nullptr, options.work, {row.numel()}));
+    }
+  }
+  for (const Segment& s : layout.segments()) {
+    if (whole(s)) point_rows(s, element(s, 0));
+  }
+}
+
+void ParamStore::point_rows(const Segment& s, void* base) {
+  const UnitPlace& unit = layout_.units()[static_cast<size_t>(s.unit)];
+  std::vector<TensorView>& views = views_[static_cast<size_t>(s.unit)];
+  const i64 segment = &s - layout_.segments().data();
+  for (size_t r = 0; r < views.size(); ++r) {
+    const RowPlace& row = layout_.rows()[static_cast<size_t>(unit.first_param) + r];
+    if (row.segment != segment) continue;
+    views[r].data = base == nullptr ? nullptr : static_cast<char*>(base) + row.offset * dtype_bytes(options_.work);
+  }
+}
+
+void* ParamStore::element(const Segment& s, i64 first) const noexcept {
+  const i64 at = segment_offset_[static_cast<size_t>(&s - layout_.segments().data())];
+  const i64 bytes = dtype_bytes(options_.work);
+  if (whole(s)) return static_cast<char*>(whole_.data()) + (at + first) * bytes;
+  return static_cast<char*>(shards_.data()) + (at + first - s.slice * comm_.rank()) * bytes;
+}
+
+void ParamStore::begin(const GatherPlan& plan) {
+  DS_ASSERT(plan.pool_elems <= options_.pool_elems);
+  DS_ASSERT(plan_ == nullptr || next_ == plan_->accesses.size());
+  plan_ = &plan;
+  next_ = 0;
+}
+
+void ParamStore::launch(const GatherStep::Launch& l) {
+  const i64 bytes = dtype_bytes(options_.work);
+  for (const Segment& s : layout_.segments_of(l.unit)) {
+    if (whole(s)) continue;
+    char* base = static_cast<char*>(pool_.data()) + l.offset * bytes;
+    const i64 slice_bytes = s.slice * bytes;
+    std::memcpy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()),
+                static_cast<size_t>(slice_bytes));
+    const AllGatherSegment segment{base, slice_bytes};
+    arriving_[static_cast<size_t>(l.unit)] = comm_.all_gather({&segment, 1}, "dp.all_gather");
+    point_rows(s, base);
+  }
+}
+
+ParamLease ParamStore::acquire() {
+  DS_ASSERT(plan_ != nullptr && next_ < plan_->accesses.size());
+  for (const GatherStep::Launch& l : plan_->steps[next_].launch) launch(l);
+  for (const i64 unit : plan_->accesses[next_]) arriving_[static_cast<size_t>(unit)].wait();
+  return ParamLease(this);
+}
+
+void ParamStore::end_access() noexcept {
+  // A released unit is forgotten at once: whoever uses it without a lease fails on a null view, not on stale numbers.
+  for (const i64 unit : plan_->steps[next_].release) {
+    for (const Segment& s : layout_.segments_of(unit)) {
+      if (!whole(s)) point_rows(s, nullptr);
+    }
+  }
+  ++next_;
+}
+
+namespace {
+
+// Calls flush() between the groups of segments that are published together, add(segment) for each.
+template <class Add, class Flush>
+void for_each_publish_group(const Layout& layout, i64 bucket, Add add, Flush flush) {
+  if (!layout.states().shard_optimizer) return;
+  i64 elems = 0;
+  for (const Segment& s : layout.segments()) {
+    if (layout.states().shard_params && !s.persistent) continue;
+    const i64 n = s.slice * layout.num_ranks();
+    if (elems > 0 && elems + n > bucket) {
+      flush();
+      elems = 0;
+    }
+    add(s);
+    elems += n;
+  }
+  if (elems > 0) flush();
+}
+
+}  // namespace
+
+i64 num_publish_calls(const Layout& layout, i64 allgather_bucket) {
+  i64 calls = 0;
+  for_each_publish_group(
+      layout, allgather_bucket, [](const Segment&) {}, [&] { ++calls; });
+  return calls;
+}
+
+void ParamStore::publish() {
+  published_.clear();
+  tickets_.clear();
+  for_each_publish_group(
+      layout_, options_.allgather_bucket,
+      [&](const Segment& s) {
+        published_.push_back({element(s, 0), s.slice * dtype_bytes(options_.work)});
+      },
+      [&] {
+        tickets_.push_back(comm_.all_gather(published_, "dp.all_gather"));
+        published_.clear();
+      });
+  for (Ticket& t : tickets_) t.wait();
+}
+
+std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches) {
+  std::vector<Access> trace;
+  const auto visit = [&](i64 layer) {
+    trace.push_back(tied && layer == num_layers - 1 ? Access{layer, 0} : Access{layer});
+  };
+  for (i64 m = 0; m < micro_batches; ++m) {
+    for (i64 l = 0; l < num_layers; ++l) visit(l);
+    for (i64 l = num_layers - 1; l >= 0; --l) visit(l);
+  }
+  return trace;
+}
+
+std::vector<Access> forward_trace(i64 num_layers, bool tied) {
+  std::vector<Access> trace = training_trace(num_layers, tied, 1);
+  trace.resize(static_cast<size_t>(num_layers));
+  return trace;
+}
+
+}  // namespace ds::zero

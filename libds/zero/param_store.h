@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The work-dtype parameters of one rank, at every ZeRO stage behind the same leases. Stages 0 to 2 keep them whole;
+// stage 3 keeps this rank's slices (and the persistent segments whole) and gathers a unit when the plan says so, ahead
+// of its use.
+
+#include <span>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "zero/gather_plan.h"
+#include "zero/layout.h"
+
+namespace ds::zero {
+
+class ParamStore;
+
+// The full parameters of the units of one access, valid until the lease ends. Move-only.
+class ParamLease {
+ public:
+  ParamLease(ParamLease&& other) noexcept : store_(std::exchange(other.store_, nullptr)) {}
+  ParamLease& operator=(ParamLease&&) = delete;
+  ~ParamLease();
+  // The rows of a unit of this access, in order.
+  std::span<const TensorView> rows(i64 unit) const noexcept;
+
+ private:
+  friend class ParamStore;
+  explicit ParamLease(ParamStore* store) : store_(store) {}
+  ParamStore* store_;
+};
+
+class ParamStore {
+ public:
+  struct Options {
+    DType work = DType::F32;
+    i64 allgather_bucket = 0;  // elements published in one all-gather
+    i64 pool_elems = 0;        // the largest pool_elems of all plans that will be begun
+  };
+  // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory.
+  ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
+             MemoryLedger& ledger, const Options& options);
+
+  // Starts a pass over plan.accesses; every acquire() is the next access. At stages 0 to 2 plans launch nothing.
+  void begin(const GatherPlan& plan);
+  ParamLease acquire();
+
+  // Element `first` of a segment in this rank's memory; only elements that Layout::held() or a whole copy covers.
+  void* element(const Segment& s, i64 first) const noexcept;
+  DType work() const noexcept { return options_.work; }
+
+  // Sends this rank's updated slices to all ranks that keep whole copies (nothing at stage 0).
+  void publish();
+
+ private:
+  friend class ParamLease;
+  bool whole(const Segment& s) const noexcept { return !layout_.states().shard_params || s.persistent; }
+  void launch(const GatherStep::Launch& l);
+  void point_rows(const Segment& s, void* base);
+  void end_access() noexcept;
+
+  const Layout& layout_;
+  Communicator& comm_;
+  Options options_;
+  Buffer whole_, shards_, pool_;
+  std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
+  std::vector<std::vector<TensorView>> views_;  // per unit, per row
+  std::vector<Ticket> arriving_;                // per unit
+  std::vector<AllGatherSegment> published_;     // scratch of publish()
+  std::vector<Ticket> tickets_;
+  const GatherPlan* plan_ = nullptr;
+  size_t next_ = 0;
+};
+
+// All-gathers that publish() makes.
+i64 num_publish_calls(const Layout& layout, i64 allgather_bucket);
+
+// Access traces. A training step visits every layer forward and backward, m times; the head of a tied model uses unit 0
+// too.
+std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches);
+std::vector<Access> forward_trace(i64 num_layers, bool tied);
+
+}  // namespace ds::zero

@@ -1,0 +1,186 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Trains tiny models with ranks as threads and returns everything that a strategy must not change: the trace of losses
+// and norms, and the whole state merged over ranks.
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <mutex>
+#include <thread>
+
+#include "engine/engine.h"
+
+namespace ds::testing {
+
+inline ModelConfig tiny_gpt2() {
+  ModelConfig c;
+  c.family = Family::Gpt2;
+  c.vocab_size = 67;
+  c.hidden = 36;
+  c.layers = 3;
+  c.heads = c.kv_heads = 3;
+  c.head_dim = 12;
+  c.intermediate = 4 * 36;
+  c.max_positions = 24;
+  return c;
+}
+
+inline ModelConfig tiny_llama() {
+  ModelConfig c;
+  c.family = Family::Qwen3;
+  c.vocab_size = 61;
+  c.hidden = 40;
+  c.layers = 2;
+  c.heads = 4;
+  c.kv_heads = 2;
+  c.head_dim = 8;
+  c.intermediate = 52;
+  c.max_positions = 24;
+  c.activation = Activation::Silu;
+  c.tie_embeddings = false;
+  c.attention_bias = c.output_bias = c.mlp_bias = false;
+  c.qk_norm = true;
+  return c;
+}
+
+// A configuration without a file: every value resolved.
+inline Config tiny_config(const ModelConfig& model, int ranks, i64 accumulation, i64 stage) {
+  Config c;
+  c.model = model;
+  c.batch = {.train = 2 * accumulation * ranks, .micro = 2, .accumulation = accumulation};
+  c.zero.stage = stage;
+  c.zero.param_persistence_threshold = 0;  // so that small models are really sharded
+  c.zero.max_reuse_distance = 0;
+  c.zero.overlap_comm = true;
+  c.data.seq_length = 13;
+  c.optimizer.lr = 3e-3;
+  c.optimizer.weight_decay = 0.1;
+  c.reduce_order = stage >= 2 ? ReduceOrder::Micro : ReduceOrder::Boundary;
+  return c;
+}
+
+// Sample k of an endless synthetic text that can be learnt: ids of a noisy arithmetic progression.
+inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32> targets) {
+  const RngKey key{99, 5, 0};
+  const i64 start = key.bits(static_cast<u64>(3 * sample)) % vocab,
+            stride = 1 + key.bits(static_cast<u64>(3 * sample + 1)) % 3;
+  for (size_t t = 0; t < ids.size(); ++t) {
+    ids[t] = static_cast<i32>((start + static_cast<i64>(t) * stride) % vocab);
+    targets[t] = static_cast<i32>((start + static_cast<i64>(t + 1) * stride) % vocab);
+  }
+  if (sample % 5 == 0) targets[1] = -100;  // some positions do not count
+}
+
+struct Trace {
+  std::vector<double> losses, norms, scales;
+  std::vector<bool> skipped;
+  std::vector<float> weights, m, v;  // whole, in the order of the parameters
+  report::TagBytes counted{}, predicted{};
+  std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
+};
+
+struct Hooks {
+  // Called on every rank before step s (from 0); may poison the engine.
+  std::function<void(engine::Engine&, i64 step)> before_step;
+};
+
+// Trains on an existing communicator; returns the trace (merged state on every rank).
+inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& config, i64 steps, int num_threads,
+                        const OpTable& ops, const Hooks& hooks) {
+  Trace trace;
+  Mesh mesh(std::move(world));
+  MemoryLedger ledger;
+  engine::Engine engine(config, mesh, ledger, ops, num_threads);
+  engine.init_weights();
+  mesh.dp().reset_counts();
+  const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.dp().size();
+  std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
+  for (i64 step = 0; step < steps; ++step) {
+    for (i64 j = 0; j < m; ++j) {
+      for (i64 b = 0; b < B; ++b) {
+        const i64 sample = ((step * m + j) * P + mesh.rank()) * B + b;
+        const size_t at = static_cast<size_t>((j * B + b) * T), n = static_cast<size_t>(T);
+        fill_sample(sample, config.model.vocab_size, std::span(ids).subspan(at, n), std::span(targets).subspan(at, n));
+      }
+    }
+    if (hooks.before_step) hooks.before_step(engine, step);
+    const engine::StepReport r = engine.train_step({ids, targets});
+    trace.losses.push_back(r.loss);
+    trace.norms.push_back(r.grad_norm);
+    trace.scales.push_back(r.loss_scale);
+    trace.skipped.push_back(r.skipped);
+  }
+  trace.sent = mesh.dp().counts();
+  trace.planned = engine.plan().traffic;
+  trace.predicted = engine.plan().memory;
+  for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
+
+  // Merge: every rank writes what it owns, then everything is summed (the rest is zero).
+  i64 total = 0;
+  std::vector<i64> first;
+  for (const zero::RowPlace& row : engine.plan().layout.rows()) {
+    first.push_back(total);
+    total += row.numel;
+  }
+  for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v})
+    state->assign(static_cast<size_t>(total), 0.0f);
+  for (const zero::Piece& piece : engine.plan().layout.owned_pieces(mesh.rank())) {
+    const auto st = engine.state(piece);
+    const size_t at = static_cast<size_t>(first[static_cast<size_t>(piece.param)] + piece.begin);
+    std::copy_n(st.master != nullptr ? st.master : static_cast<const float*>(st.param), piece.count,
+                &trace.weights[at]);
+    std::copy_n(st.m, piece.count, &trace.m[at]);
+    std::copy_n(st.v, piece.count, &trace.v[at]);
+  }
+  for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v}) {
+    mesh.dp().all_reduce(state->data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
+  }
+  return trace;
+}
+
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// Rank 0's trace; checks that all ranks agree.
+inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {}) {
+  CommOptions options;
+  options.timeout_s = 60;
+  options.progress_thread = config.zero.overlap_comm;
+  std::vector<std::unique_ptr<Communicator>> comms = make_thread_communicators(ranks, options);
+  std::vector<Trace> traces(static_cast<size_t>(ranks));
+  std::vector<std::thread> threads;
+  std::mutex mutex;
+  std::exception_ptr error;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      const size_t at = static_cast<size_t>(r);
+      try {
+        traces[at] = train_rank(std::move(comms[at]), config, steps, num_threads, *cpu_ops(), hooks);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  if (error) std::rethrow_exception(error);
+  for (int r = 1; r < ranks; ++r) {
+    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].losses, traces[0].losses)) << "rank " << r;
+    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].norms, traces[0].norms)) << "rank " << r;
+  }
+  return traces[0];
+}
+
+inline void expect_same_training(const Trace& got, const Trace& want, const std::string& what) {
+  EXPECT_TRUE(same_bits(got.losses, want.losses)) << what << ": losses";
+  EXPECT_TRUE(same_bits(got.norms, want.norms)) << what << ": norms";
+  EXPECT_EQ(got.skipped, want.skipped) << what;
+  EXPECT_TRUE(same_bits(got.weights, want.weights)) << what << ": weights";
+  EXPECT_TRUE(same_bits(got.m, want.m)) << what << ": first moments";
+  EXPECT_TRUE(same_bits(got.v, want.v)) << what << ": second moments";
+}
+
+}  // namespace ds::testing

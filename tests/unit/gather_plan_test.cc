@@ -1,0 +1,69 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/gather_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+
+#include "zero/param_store.h"
+
+namespace ds::zero {
+namespace {
+
+// Plays a plan: everything used is there, nothing overlaps in the pool, nothing is left.
+void play(const GatherPlan& plan, std::span<const i64> elems) {
+  std::map<i64, i64> live;  // unit -> offset
+  for (size_t a = 0; a < plan.accesses.size(); ++a) {
+    for (const auto& l : plan.steps[a].launch) {
+      ASSERT_FALSE(live.contains(l.unit)) << "gathered twice";
+      for (const auto& [unit, offset] : live) {
+        ASSERT_TRUE(l.offset + elems[l.unit] <= offset || offset + elems[unit] <= l.offset) << "overlap in the pool";
+      }
+      ASSERT_LE(l.offset + elems[l.unit], plan.pool_elems);
+      live[l.unit] = l.offset;
+    }
+    for (const i64 unit : plan.accesses[a]) ASSERT_TRUE(elems[unit] == 0 || live.contains(unit)) << "used but absent";
+    for (const i64 unit : plan.steps[a].release) ASSERT_EQ(live.erase(unit), 1u);
+  }
+  EXPECT_TRUE(live.empty());
+}
+
+const std::vector<i64> kElems = {100, 40, 40, 0, 40, 60};
+
+TEST(GatherPlan, IsConsistentForAllKnobs) {
+  for (const bool tied : {false, true}) {
+    for (const i64 prefetch : {0, 50, 120, 1000}) {
+      for (const i64 live : {1, 150, 1000}) {
+        for (const i64 reuse : {0, 61, 200, 1000}) {
+          play(plan_gathers(training_trace(6, tied, 2), kElems, {prefetch, live, reuse}), kElems);
+          play(plan_gathers(forward_trace(6, tied), kElems, {prefetch, live, reuse}), kElems);
+        }
+      }
+    }
+  }
+}
+
+TEST(GatherPlan, WithoutReuseGathersOnceForwardAndOnceBackward) {
+  const GatherPlan plan = plan_gathers(training_trace(6, false, 3), kElems, {1000, 1000, 0});
+  EXPECT_EQ(plan.gathered_elems, 3 * 2 * 280);
+}
+
+TEST(GatherPlan, WithFullReuseGathersEachUnitOnce) {
+  const GatherPlan plan = plan_gathers(training_trace(6, false, 3), kElems, {1000, 1000, 1'000'000});
+  EXPECT_EQ(plan.gathered_elems, 280);
+  EXPECT_EQ(plan.pool_elems, 280);
+}
+
+TEST(GatherPlan, PrefetchesAheadOfUseWithinItsBucketAndTheLiveLimit) {
+  const GatherPlan ahead = plan_gathers(training_trace(6, false, 1), kElems, {80, 1000, 0});
+  ASSERT_EQ(ahead.steps[0].launch.size(), 3u);  // unit 0 now, units 1 and 2 ahead; unit 4 would exceed 80
+  const GatherPlan limited = plan_gathers(training_trace(6, false, 1), kElems, {80, 145, 0});
+  EXPECT_EQ(limited.steps[0].launch.size(), 2u);
+  EXPECT_LE(limited.peak_live_elems, 145);
+  const GatherPlan none = plan_gathers(training_trace(6, false, 1), kElems, {0, 1000, 0});
+  EXPECT_EQ(none.steps[0].launch.size(), 1u);
+  EXPECT_EQ(none.pool_elems, 100);
+}
+
+}  // namespace
+}  // namespace ds::zero
