@@ -95,6 +95,21 @@ struct ThreadPool::State {
     for (i64 t; (t = next.fetch_add(1, std::memory_order_relaxed)) < num_tiles;) (*fn)(t, worker);
   }
 
+  void grow(Scratch& s, std::size_t bytes) noexcept {
+    ::operator delete(s.data, std::align_val_t(kAlignment));
+    s.data = ::operator new(bytes, std::align_val_t(kAlignment));
+    scratch_bytes.fetch_add(static_cast<i64>(bytes - s.bytes), std::memory_order_relaxed);
+    s.bytes = bytes;
+  }
+  // Tiles are claimed in any order, so a worker may meet the largest one late. All workers therefore get what any of
+  // them has needed; the caller's own scratch, which it may be using across this call, follows when it next asks.
+  void level_workers() noexcept {
+    const std::size_t bytes = largest_scratch.load(std::memory_order_relaxed);
+    for (std::size_t w = 1; w < scratch.size(); ++w) {
+      if (scratch[w].bytes < bytes) grow(scratch[w], bytes);
+    }
+  }
+
   // Written by the caller while the gate is shut and empty; read by those inside.
   const FunctionRef<void(i64, int)>* fn = nullptr;
   i64 num_tiles = 0;
@@ -104,6 +119,7 @@ struct ThreadPool::State {
   alignas(kAlignment) std::atomic<u32> epoch{0};
   std::atomic<bool> stop{false};
   std::atomic<i64> scratch_bytes{0};
+  std::atomic<std::size_t> largest_scratch{0};
   int spins = 0;
   std::vector<Scratch> scratch;
   std::vector<std::jthread> workers;
@@ -126,6 +142,7 @@ void ThreadPool::parallel_for(i64 num_tiles, FunctionRef<void(i64, int)> fn) noe
     State::place = outer;
     return;
   }
+  s.level_workers();
   State::place = {&s, 0};
   s.fn = &fn;
   s.num_tiles = num_tiles;
@@ -141,12 +158,13 @@ void ThreadPool::parallel_for(i64 num_tiles, FunctionRef<void(i64, int)> fn) noe
 
 void* ThreadPool::scratch(int worker, std::size_t bytes) noexcept {
   State::Scratch& s = state_->scratch[static_cast<std::size_t>(worker)];
-  if (s.data == nullptr || bytes > s.bytes) {
-    const std::size_t grown = (std::max({bytes, 2 * s.bytes, kAlignment}) + kAlignment - 1) / kAlignment * kAlignment;
-    ::operator delete(s.data, std::align_val_t(kAlignment));
-    s.data = ::operator new(grown, std::align_val_t(kAlignment));
-    state_->scratch_bytes.fetch_add(static_cast<i64>(grown - s.bytes), std::memory_order_relaxed);
-    s.bytes = grown;
+  std::size_t largest = state_->largest_scratch.load(std::memory_order_relaxed);
+  if (s.data == nullptr || bytes > s.bytes || largest > s.bytes) {
+    std::size_t wanted = std::max(largest, kAlignment);
+    if (bytes > wanted) wanted = (std::max(bytes, 2 * wanted) + kAlignment - 1) / kAlignment * kAlignment;
+    state_->grow(s, wanted);
+    while (largest < wanted && !state_->largest_scratch.compare_exchange_weak(largest, wanted)) {
+    }
   }
   return s.data;
 }

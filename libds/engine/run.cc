@@ -67,6 +67,9 @@ const OpTable& cpu_backend() {
   return *ops;
 }
 
+// As the manifest keeps a document, so that it reads back equal.
+std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
+
 std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const MemoryLedger* ledger) {
   std::vector<TagMemory> table;
   for (size_t t = 0; t < predicted.size(); ++t) {
@@ -254,9 +257,9 @@ void TrainingRun::State::save() {
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
   meta.isa = cpu_backend().name;
-  meta.config_json = resolved_json(config);
-  meta.model_config_json = model_config_json(config.model);
-  meta.data_json = data_identity_json(train_data->identity());
+  meta.config_json = compact_json(resolved_json(config));
+  meta.model_config_json = compact_json(model_config_json(config.model));
+  meta.data_json = compact_json(data_identity_json(train_data->identity()));
   std::vector<StatePiece> pieces;
   for (const zero::Piece& piece : engine->plan().layout.owned_pieces(mesh->dp().rank())) {
     const auto st = engine->state(piece);

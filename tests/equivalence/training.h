@@ -96,6 +96,8 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   mesh.dp().reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.dp().size();
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
+  for (auto* values : {&trace.losses, &trace.norms, &trace.scales}) values->reserve(static_cast<size_t>(steps));
+  trace.skipped.reserve(static_cast<size_t>(steps));
   for (i64 step = 0; step < steps; ++step) {
     for (i64 j = 0; j < m; ++j) {
       for (i64 b = 0; b < B; ++b) {

@@ -1,0 +1,216 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-train as a user runs it: real ranks, real files, real kills.
+
+bats_require_minimum_version 1.5.0
+
+setup() {
+  bats_load_library bats-support
+  bats_load_library bats-assert
+  PATH=$DS_BIN:$PATH
+  cd "$BATS_TEST_TMPDIR" || exit 1
+  cp "$DS_SOURCE/LICENSE" text.txt
+  # Two micro-batches in "micro" order: the sums do not depend on how ranks and micro-batches share them.
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+  "zero_optimization": {"stage": 2, "stage3_param_persistence_threshold": 0},
+  "reduce_order": "micro",
+  "steps": 12
+}
+JSON
+}
+
+losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
+merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
+
+@test "train, metrics, checkpoint, evaluation, generation" {
+  run ds-launch -n 2 ds-train cfg.json --out run
+  assert_success
+  assert_output --partial "step 12  loss"
+  assert_output --partial "checkpoint run/step-00000012"
+  assert_equal "$(losses run | wc -l)" 12
+  assert_equal "$(cat run/latest)" step-00000012
+  run ds-train cfg.json --resume run --eval
+  assert_success
+  assert_output --regexp "^step 12  val_loss [0-9.]+$"
+  run ds-train cfg.json --resume run --generate "The " --max-tokens 30 --seed 7
+  assert_success
+  first=$output
+  run ds-train cfg.json --resume run --generate "The " --max-tokens 30 --seed 7
+  assert_equal "$output" "$first"
+  run ds-train cfg.json --resume run --generate "The " --max-tokens 100
+  assert_failure 2
+  assert_output --partial "64 positions"
+}
+
+@test "stages, backends and ranks times micro-batches give the same bits" {
+  ds-launch -n 2 ds-train cfg.json --out base --quiet
+  losses base >want
+  merged base want.safetensors
+  local n=0
+  for variant in "1 stage=0" "4 stage=1" "2 stage=3" "4 stage=3" "2 stage=0" "2 stage=2,communication.backend=mpi" \
+    "3 stage=3,train_batch_size=24,train_micro_batch_size_per_gpu=2,gradient_accumulation_steps=4"; do
+    n=$((n + 1))
+    set=()
+    for s in $(echo "${variant#* }" | tr ',' ' '); do
+      case $s in stage=*) s=zero_optimization.$s ;; esac
+      set+=(--set "$s")
+    done
+    ds-launch -n "${variant%% *}" ds-train cfg.json --out "v$n" --quiet "${set[@]}"
+    [[ $variant == 3* ]] && continue # another batch size: it only has to run
+    losses "v$n" >got
+    diff want got
+    merged "v$n" got.safetensors
+    cmp want.safetensors got.safetensors
+  done
+}
+
+@test "a resumed run gives the bits of one that was never interrupted" {
+  for precision in '{}' '{"enabled": true}'; do
+    rm -rf whole parts
+    ds-launch -n 2 ds-train cfg.json --out whole --quiet --set "bf16=$precision"
+    ds-launch -n 2 ds-train cfg.json --out parts --quiet --set "bf16=$precision" --steps 5
+    ds-launch -n 2 ds-train cfg.json --out parts --quiet --set "bf16=$precision" --resume latest
+    diff <(losses whole) <(losses parts)
+    merged whole whole.safetensors
+    merged parts parts.safetensors
+    cmp whole.safetensors parts.safetensors
+  done
+}
+
+@test "resume at another world size and stage continues the same trace" {
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet
+  ds-launch -n 2 ds-train cfg.json --out parts --quiet --steps 4
+  ds-launch -n 4 ds-train cfg.json --out parts --quiet --steps 8 --resume latest --set zero_optimization.stage=3
+  ds-launch -n 1 ds-train cfg.json --out parts --quiet --resume latest --set zero_optimization.stage=0
+  diff <(losses whole) <(losses parts)
+  merged whole whole.safetensors
+  merged parts parts.safetensors
+  cmp whole.safetensors parts.safetensors
+}
+
+@test "SIGTERM commits a checkpoint, exits 75, and the run goes on" {
+  ds-launch -n 2 ds-train cfg.json --out whole --steps 300 --quiet
+  ds-launch -n 2 ds-train cfg.json --out parts --steps 300 --quiet &
+  pid=$!
+  for _ in $(seq 200); do [[ $(losses parts 2>/dev/null | wc -l) -ge 20 ]] && break; sleep 0.05; done
+  kill -TERM $pid
+  run wait $pid
+  assert_failure 75
+  assert [ -s parts/latest ]
+  ds-launch -n 2 ds-train cfg.json --out parts --steps 300 --quiet --resume latest
+  diff <(losses whole) <(losses parts)
+}
+
+@test "a rank killed mid-step: no hang, no orphan, the last checkpoint loads" {
+  ds-launch -n 2 ds-train cfg.json --out run --steps 100000 --set save.every=10 --set save.keep=2 2>err &
+  pid=$!
+  for _ in $(seq 400); do [[ -s run/latest ]] && break; sleep 0.05; done
+  victim=$(pgrep -f "ds-train cfg.json --out run" | tail -1)
+  kill -9 "$victim"
+  run wait $pid
+  assert_failure 137
+  run cat err
+  assert_output --partial "SIGKILL"
+  sleep 1
+  run pgrep -f "ds-train cfg.json --out run"
+  assert_failure
+  run ds-train cfg.json --resume run --eval
+  assert_success
+}
+
+@test "nothing is written by a run that did not start" {
+  printf 'x' >tiny.txt
+  check() { # exit status, text in the message, arguments of ds-train
+    local status=$1 text=$2
+    shift 2
+    rm -rf out
+    run ds-train "$@" --out out
+    assert_failure "$status"
+    assert_output --partial "$text"
+    assert [ ! -e out ]
+  }
+  check 2 "missing.json" missing.json
+  check 2 "did you mean" cfg.json --set zero_optimization.stge=2
+  check 2 "zero_optimization.stage" cfg.json --set zero_optimization.stage=4
+  check 2 "train_batch_size" cfg.json --set train_batch_size=7
+  check 2 "steps" cfg.json --steps 0
+  check 2 "nofile.txt" cfg.json --set data.train=nofile.txt
+  check 2 "tiny.txt" cfg.json --set data.train=tiny.txt
+  check 2 "vocab" cfg.json --set model.vocab_size=100
+  check 2 "positions" cfg.json --set data.seq_length=65
+  check 2 "n_head" cfg.json --set model.n_head=3
+  check 2 "fp16" cfg.json --set fp16.enabled=true --set bf16.enabled=true
+  check 2 "boundary" cfg.json --set reduce_order=boundary
+  check 4 "offload_optimizer" cfg.json --set zero_optimization.offload_optimizer.device=cpu
+  check 4 "OneBitAdam" cfg.json --set optimizer.type=OneBitAdam
+  check 4 "nccl" cfg.json --set communication.backend=nccl
+  check 4 "cuda" cfg.json --set device=cuda
+  check 4 "GiB" cfg.json --set model.n_embd=65536 --set model.n_layer=80
+  check 2 "--bogus" cfg.json --bogus
+  check 2 "no checkpoint" cfg.json --resume elsewhere
+}
+
+@test "wrong directories, data and checkpoints" {
+  ds-train cfg.json --out run --quiet --steps 2
+  run ds-train cfg.json --out run
+  assert_failure 2
+  assert_output --partial "--resume latest"
+  run ds-train cfg.json --out run --resume latest --set model.n_embd=64
+  assert_failure 3
+  run ds-train cfg.json --out run --resume latest --set seed=5
+  assert_failure 3
+  assert_output --partial "seed"
+  echo more >>text.txt
+  run ds-train cfg.json --out run --resume latest
+  assert_failure 3
+  assert_output --partial "text.txt"
+  cp "$DS_SOURCE/LICENSE" text.txt
+  truncate -s -100 run/step-00000002/rank-00000.h5
+  run ds-train cfg.json --out run --resume latest
+  assert_failure 3
+  assert_output --partial "rank-00000.h5"
+  echo garbage >run/latest
+  run ds-train cfg.json --out run --resume latest
+  assert_failure 3
+  assert_output --partial "latest"
+  run ds-train cfg.json --set save.every=1
+  assert_failure 2
+  assert_output --partial "--out"
+}
+
+@test "a directory in use is refused" {
+  ds-train cfg.json --out run --steps 100000 --quiet &
+  pid=$!
+  for _ in $(seq 200); do [[ -s run/metrics.jsonl ]] && break; sleep 0.05; done
+  run ds-train cfg.json --out run --resume latest
+  kill -TERM $pid
+  wait $pid || true
+  assert_failure 2
+  assert_output --partial "in use"
+}
+
+@test "weights from safetensors under Hugging Face names" {
+  ds-train cfg.json --out run --quiet --steps 3
+  ds-ckpt-merge run -o model.safetensors --quiet
+  want=$(ds-train cfg.json --resume run --eval | sed 's/.*val_loss//')
+  run ds-train cfg.json --weights model.safetensors --eval
+  assert_success
+  assert_output --partial "val_loss$want"
+  run ds-train cfg.json --weights model.safetensors --eval --set model.n_layer=1
+  assert_failure 3
+  assert_output --partial "is not a parameter of the model"
+}
+
+@test "--check predicts and writes nothing" {
+  run ds-train cfg.json --check --json
+  assert_success
+  assert_output --partial '"schema": "ds-train/1"'
+  assert_output --partial '"memory_bytes"'
+  run ls
+  refute_output --partial run
+}

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: Apache-2.0
+// After the second step, a training step calls no allocator on any thread: malloc and its relatives are interposed and counted.
+
+#include <cerrno>
+
+#include <atomic>
+
+#include "equivalence/training.h"
+
+namespace {
+
+std::atomic<long> allocations{0};
+std::atomic<bool> counting{false};
+
+void note() noexcept {
+  if (counting.load(std::memory_order_relaxed)) allocations.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+// glibc's own entry points stay reachable under these names.
+extern "C" {
+void* __libc_malloc(size_t);
+void* __libc_calloc(size_t, size_t);
+void* __libc_realloc(void*, size_t);
+void* __libc_memalign(size_t, size_t);
+
+void* malloc(size_t n) {
+  note();
+  return __libc_malloc(n);
+}
+void* calloc(size_t n, size_t size) {
+  note();
+  return __libc_calloc(n, size);
+}
+void* realloc(void* p, size_t n) {
+  note();
+  return __libc_realloc(p, n);
+}
+void* aligned_alloc(size_t alignment, size_t n) {
+  note();
+  return __libc_memalign(alignment, n);
+}
+int posix_memalign(void** p, size_t alignment, size_t n) {
+  note();
+  *p = __libc_memalign(alignment, n);
+  return *p == nullptr ? ENOMEM : 0;
+}
+}
+
+namespace ds::testing {
+namespace {
+
+class Strategy : public ::testing::TestWithParam<std::tuple<i64, bool>> {};
+
+TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
+  const auto& [stage, bf16] = GetParam();
+  for (const int ranks : {1, 2}) {
+    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+      Config c = tiny_config(model, ranks, 2, stage);
+      c.bf16.enabled = bf16;
+      c.communication_data_type = c.work_dtype();
+      c.zero.reduce_bucket_size = 9000;
+      Hooks hooks;
+      hooks.before_step = [&](engine::Engine& engine, i64 step) {
+        // All ranks are past the second step, and none has begun the next one, while the count starts.
+        engine.mesh().dp().barrier("test");
+        if (step == 3 && engine.mesh().rank() == 0) {
+          allocations = 0;
+          counting = true;
+        }
+        if (step == 6 && engine.mesh().rank() == 0) counting = false;
+        engine.mesh().dp().barrier("test");
+      };
+      train_threads(c, ranks, 7, 2, hooks);
+      EXPECT_EQ(allocations.load(), 0) << ranks << " ranks";
+    }
+  }
+}
+
+TEST(Interposition, CountsWhatItShould) {
+  allocations = 0;
+  counting = true;
+  std::vector<int>* v = new std::vector<int>(1000);
+  counting = false;
+  EXPECT_GE(allocations.load(), 2);
+  delete v;
+}
+
+INSTANTIATE_TEST_SUITE_P(Allocation, Strategy, ::testing::Combine(::testing::Values(0, 1, 2, 3), ::testing::Bool()));
+
+}  // namespace
+}  // namespace ds::testing
