@@ -1,0 +1,207 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/file.h"
+
+#include <fcntl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <system_error>
+
+namespace ds {
+namespace {
+
+// Linux moves at most this much per call; whole pages keep the next offset aligned.
+constexpr i64 kMaxTransfer = i64{1} << 30;
+
+[[noreturn]] void fail(std::string_view what, const std::string& path) {
+  const int error = errno;
+  throw Error(Errc::Io, fmt::format("cannot {} {}: {}", what, path, std::generic_category().message(error)));
+}
+
+// Opens without ever waiting for the other end of a pipe; what is not a regular file is refused.
+int open_regular(const std::string& path, int flags, std::string_view what) {
+  const int fd = ::open(path.c_str(), flags | O_CLOEXEC | O_NONBLOCK, 0666);
+  if (fd < 0) fail(what, path);
+  struct stat st;
+  if (::fstat(fd, &st) == 0 && S_ISREG(st.st_mode)) return fd;
+  ::close(fd);
+  throw Error(Errc::Io, fmt::format("cannot {} {}: not a regular file", what, path));
+}
+
+}  // namespace
+
+File File::open_read(const std::string& path) { return {open_regular(path, O_RDONLY, "open"), path}; }
+File File::open_write(const std::string& path) { return {open_regular(path, O_RDWR, "open for writing"), path}; }
+File File::create(const std::string& path) { return {open_regular(path, O_RDWR | O_CREAT | O_EXCL, "create"), path}; }
+
+File& File::operator=(File&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(path_, other.path_);
+  return *this;
+}
+
+File::~File() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+i64 File::size() const {
+  struct stat st;
+  if (::fstat(fd_, &st) != 0) fail("stat", path_);
+  return st.st_size;
+}
+
+void File::read_at(i64 offset, void* out, i64 bytes) const {
+  auto* p = static_cast<char*>(out);
+  while (bytes > 0) {
+    const ssize_t n = ::pread(fd_, p, static_cast<size_t>(std::min(bytes, kMaxTransfer)), offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("read", path_);
+    DS_CHECK(n > 0, Errc::Corrupt, "{}: ends at byte {}, {} more are missing", path_, offset, bytes);
+    p += n, offset += n, bytes -= n;
+  }
+}
+
+void File::write_at(i64 offset, const void* data, i64 bytes) const {
+  const auto* p = static_cast<const char*>(data);
+  while (bytes > 0) {
+    const ssize_t n = ::pwrite(fd_, p, static_cast<size_t>(std::min(bytes, kMaxTransfer)), offset);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) fail("write", path_);
+    p += n, offset += n, bytes -= n;
+  }
+}
+
+void File::sync() const {
+  if (::fsync(fd_) != 0) fail("sync", path_);
+}
+
+void PageBuffer::Free::operator()(char* p) const noexcept { std::free(p); }
+
+PageBuffer::PageBuffer() : data_(static_cast<char*>(std::aligned_alloc(kPage, kBytes))) {
+  DS_CHECK(data_ != nullptr, Errc::OutOfMemory, "no memory for a transfer buffer");
+}
+
+void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& buffer) {
+  constexpr i64 kWorthIt = 64 << 10;
+  auto* p = static_cast<char*>(out);
+  const int fd = bytes < kWorthIt ? -1 : ::open(file.path().c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  while (fd >= 0 && bytes > 0) {
+    const i64 base = offset / PageBuffer::kPage * PageBuffer::kPage, skip = offset - base;
+    const i64 wanted = std::min(align_up(skip + bytes, PageBuffer::kPage), PageBuffer::kBytes);
+    const i64 n = std::min(::pread(fd, buffer.data(), static_cast<size_t>(wanted), base) - skip, bytes);
+    if (n <= 0) break;  // the end of the file, or an error: the ordinary read below finds out
+    std::memcpy(p, buffer.data() + skip, static_cast<size_t>(n));
+    p += n, offset += n, bytes -= n;
+  }
+  if (fd >= 0) ::close(fd);
+  file.read_at(offset, p, bytes);
+}
+
+DirectWriter::DirectWriter(const File& file)
+    : file_(file), fd_(::open(file.path().c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC)) {}
+
+DirectWriter::~DirectWriter() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void DirectWriter::write(i64 offset, const void* data, i64 bytes) {
+  const auto* p = static_cast<const char*>(data);
+  while (bytes > 0) {
+    if (offset != end_ || end_ == base_ + PageBuffer::kBytes) {
+      flush();
+      base_ = offset / PageBuffer::kPage * PageBuffer::kPage;
+      begin_ = end_ = offset;
+    }
+    const i64 n = std::min(bytes, base_ + PageBuffer::kBytes - end_);
+    std::memcpy(buffer_.data() + (end_ - base_), p, static_cast<size_t>(n));
+    p += n, offset += n, bytes -= n, end_ += n;
+  }
+}
+
+void DirectWriter::flush() {
+  const i64 head = std::min(align_up(begin_, PageBuffer::kPage), end_),
+            tail = std::max(end_ / PageBuffer::kPage * PageBuffer::kPage, head);
+  const auto at = [this](i64 offset) { return buffer_.data() + (offset - base_); };
+  file_.write_at(begin_, at(begin_), head - begin_);
+  begin_ = head;
+  while (fd_ >= 0 && begin_ < tail) {
+    const ssize_t n = ::pwrite(fd_, at(begin_), static_cast<size_t>(tail - begin_), begin_);
+    if (n > 0) {
+      begin_ += n;
+    } else if (n == 0 || errno == EINVAL) {  // this file system wants something else: from now on the ordinary way
+      ::close(std::exchange(fd_, -1));
+    } else if (errno != EINTR) {
+      fail("write", file_.path());
+    }
+  }
+  file_.write_at(begin_, at(begin_), end_ - begin_);
+  begin_ = end_;
+}
+
+namespace {
+
+std::string temporary_name(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  const size_t name = slash == std::string::npos ? 0 : slash + 1;
+  return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name), random_hex64());
+}
+
+}  // namespace
+
+PendingFile::PendingFile(std::string path) : path_(std::move(path)), file_(File::create(temporary_name(path_))) {}
+
+PendingFile::~PendingFile() {
+  if (!committed_) ::unlink(file_.path().c_str());
+}
+
+void PendingFile::commit() {
+  file_.sync();
+  if (::rename(file_.path().c_str(), path_.c_str()) != 0) fail("rename the finished file to", path_);
+  committed_ = true;
+  sync_directory(parent_directory(path_));
+}
+
+std::string read_text_file(const std::string& path, i64 max_bytes) {
+  const File file = File::open_read(path);
+  const i64 bytes = file.size();
+  DS_CHECK(bytes <= max_bytes, Errc::Corrupt, "{}: {} bytes, at most {} are expected", path, bytes, max_bytes);
+  std::string text(static_cast<size_t>(bytes), '\0');
+  file.read_at(0, text.data(), bytes);
+  return text;
+}
+
+void replace_text_file(const std::string& path, std::string_view text) {
+  PendingFile pending(path);
+  pending.file().write_at(0, text.data(), narrow<i64>(text.size()));
+  pending.commit();
+}
+
+void sync_directory(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd < 0) fail("open the directory", path);
+  // Some file systems cannot sync a directory (EINVAL); their renames are as durable as they get.
+  const bool ok = ::fsync(fd) == 0 || errno == EINVAL;
+  const int error = errno;
+  ::close(fd);
+  errno = error;
+  if (!ok) fail("sync the directory", path);
+}
+
+std::string parent_directory(const std::string& path) {
+  const size_t slash = path.rfind('/');
+  if (slash == std::string::npos) return ".";
+  return slash == 0 ? "/" : path.substr(0, slash);
+}
+
+std::string random_hex64() {
+  u64 bits = 0;
+  if (::getrandom(&bits, sizeof bits, 0) != sizeof bits) fail("read", "the system's random source");
+  return fmt::format("{:016x}", bits);
+}
+
+}  // namespace ds

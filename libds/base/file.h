@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Files as libds uses them: descriptors that close themselves, whole reads and writes at offsets, and outputs that
+// appear whole or not at all. Every refusal of the system is Errc::Io with the path and the system's own words.
+
+#include <memory>
+#include <string>
+#include <string_view>
+
+#include "base/check.h"
+
+namespace ds {
+
+// A regular file. Move-only. Reads and writes at offsets are safe from several threads.
+class File {
+ public:
+  static File open_read(const std::string& path);
+  static File open_write(const std::string& path);  // exists
+  static File create(const std::string& path);      // must not exist; read and write
+
+  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+  File& operator=(File&& other) noexcept;
+  ~File();
+
+  const std::string& path() const noexcept { return path_; }
+  i64 size() const;
+  // A file that ends before offset + bytes is Errc::Corrupt.
+  void read_at(i64 offset, void* out, i64 bytes) const;
+  void write_at(i64 offset, const void* data, i64 bytes) const;
+  void sync() const;  // data and metadata are on the disk
+
+ private:
+  File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
+  int fd_ = -1;
+  std::string path_;
+};
+
+// Pages of memory for transfers past the page cache (O_DIRECT). Those leave the cache to others, and run at the disk's
+// speed where filling fresh cache pages would not.
+class PageBuffer {
+ public:
+  static constexpr i64 kPage = 4096;  // of memory and of every common disk
+  static constexpr i64 kBytes = i64{4} << 20;
+  PageBuffer();
+  char* data() const noexcept { return data_.get(); }
+
+ private:
+  struct Free {
+    void operator()(char* p) const noexcept;
+  };
+  std::unique_ptr<char, Free> data_;
+};
+
+// File::read_at for bulk: large reads go past the page cache, through `buffer`.
+void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& buffer);
+
+// Writes bulk past the page cache; in the ordinary way where the file system cannot. Adjoining writes are joined into
+// whole pages; the ragged ends of a run go through the cache, on pages of their own. Nothing is sure to be written
+// before flush().
+class DirectWriter {
+ public:
+  explicit DirectWriter(const File& file);  // the file outlives the writer
+  ~DirectWriter();
+  DirectWriter(const DirectWriter&) = delete;
+  DirectWriter& operator=(const DirectWriter&) = delete;
+
+  void write(i64 offset, const void* data, i64 bytes);
+  void flush();
+
+ private:
+  const File& file_;
+  int fd_;             // for direct writes; -1: not possible here
+  PageBuffer buffer_;  // file bytes from base_ on, of which [begin_, end_) wait to be written
+  i64 base_ = 0, begin_ = 0, end_ = 0;
+};
+
+// An output under a temporary name in the same directory. commit() syncs it and moves it to `path`, replacing what was
+// there, and syncs the directory; without commit() nothing is left. The temporary file exists from the start, empty.
+class PendingFile {
+ public:
+  explicit PendingFile(std::string path);
+  ~PendingFile();
+  PendingFile(const PendingFile&) = delete;
+  PendingFile& operator=(const PendingFile&) = delete;
+
+  const std::string& path() const noexcept { return path_; }
+  const File& file() const noexcept { return file_; }
+  void commit();
+
+ private:
+  std::string path_;
+  File file_;
+  bool committed_ = false;
+};
+
+// The whole of a small file; larger than max_bytes is Errc::Corrupt.
+std::string read_text_file(const std::string& path, i64 max_bytes);
+// Replaces `path` by `text` in one step, durably.
+void replace_text_file(const std::string& path, std::string_view text);
+
+void sync_directory(const std::string& path);
+// "." for a bare name.
+std::string parent_directory(const std::string& path);
+// 16 hexadecimal digits from the system's random source.
+std::string random_hex64();
+
+}  // namespace ds

@@ -1,0 +1,114 @@
+// SPDX-License-Identifier: Apache-2.0
+// Files: writes past the cache arrive as written, outputs appear whole or not at all, errors name the path.
+
+#include "base/file.h"
+
+#include <sys/stat.h>
+
+#include <random>
+
+#include "temp_directory.h"
+
+namespace ds {
+namespace {
+
+using testing::read_file;
+using testing::TempDirectory;
+using testing::write_file;
+
+TEST(DirectWriter, RaggedPiecesAtAnyOffsetArriveAsWritten) {
+  const TempDirectory dir;
+  std::mt19937 rng(5);
+  for (int round = 0; round < 20; ++round) {
+    const std::string path = dir / std::to_string(round);
+    const File file = File::create(path);
+    std::string want;
+    {
+      DirectWriter writer(file);
+      for (int piece = 0; piece < 12; ++piece) {
+        // Gaps of nothing, a few bytes, or pages; sizes from a byte to several windows.
+        const size_t gap = piece % 3 == 0 ? 0 : rng() % (piece % 3 == 1 ? 50 : 20000);
+        const size_t bytes = 1 + rng() % (piece % 4 == 0 ? 9'000'000 / (round + 1) : 10000);
+        want.resize(want.size() + gap, '\0');
+        std::string data(bytes, '\0');
+        for (char& c : data) c = static_cast<char>(rng());
+        writer.write(static_cast<i64>(want.size()), data.data(), static_cast<i64>(bytes));
+        want += data;
+      }
+      writer.flush();
+      writer.flush();
+    }
+    ASSERT_EQ(file.size(), static_cast<i64>(want.size()));
+    ASSERT_TRUE(read_file(path) == want) << "round " << round;
+
+    PageBuffer pages;
+    const size_t from = rng() % want.size(), bytes = want.size() - from;
+    std::string got(bytes, '?');
+    read_bulk(file, static_cast<i64>(from), got.data(), static_cast<i64>(bytes), pages);
+    ASSERT_TRUE(got == want.substr(from)) << "round " << round;
+    EXPECT_ERROR(read_bulk(file, static_cast<i64>(from) + 1, got.data(), static_cast<i64>(bytes), pages), Errc::Corrupt,
+                 "1 more are missing");
+  }
+}
+
+TEST(DirectWriter, BackwardWritesAndFileSystemsWithoutDirectWrites) {
+  for (const std::string& where : {::testing::TempDir(), std::string("/dev/shm/")}) {
+    const std::string path = where + "ds-direct-" + random_hex64();
+    {
+      const File file = File::create(path);
+      DirectWriter writer(file);
+      const std::string a(100000, 'a'), b(5000, 'b');
+      writer.write(4000, a.data(), 100000);
+      writer.write(0, b.data(), 4000);
+      writer.flush();
+      EXPECT_TRUE(read_file(path) == b.substr(0, 4000) + a);
+    }
+    std::filesystem::remove(path);
+  }
+}
+
+TEST(PendingFile, AppearsWholeOrNotAtAll) {
+  const TempDirectory dir;
+  const std::string path = dir / "x";
+  {
+    const PendingFile pending(path);
+    pending.file().write_at(0, "lost", 4);
+    EXPECT_EQ(pending.file().path().find(dir / ".x.tmp-"), 0u);
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+  {
+    PendingFile pending(path);
+    pending.file().write_at(2, "kept", 4);
+    pending.commit();
+  }
+  EXPECT_EQ(read_file(path), std::string("\0\0kept", 6));
+  replace_text_file(path, "short");
+  EXPECT_EQ(read_file(path), "short");
+  EXPECT_EQ(read_text_file(path, 5), "short");
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+TEST(File, ErrorsNameThePathAndTheReason) {
+  const TempDirectory dir;
+  const std::string path = dir / "x";
+  EXPECT_ERROR(File::open_read(path), Errc::Io, "x: No such file or directory");
+  EXPECT_ERROR(File::open_read(dir.path()), Errc::Io, "not a regular file");
+  ASSERT_EQ(::mkfifo((dir / "pipe").c_str(), 0600), 0);
+  EXPECT_ERROR(File::open_read(dir / "pipe"), Errc::Io, "not a regular file");  // and does not wait for a writer
+  EXPECT_ERROR(PendingFile(dir / "no/x"), Errc::Io, "No such file or directory");
+  EXPECT_ERROR(sync_directory(dir / "no"), Errc::Io, "No such file or directory");
+  write_file(path, "12345");
+  EXPECT_ERROR(File::create(path), Errc::Io, "File exists");
+  EXPECT_ERROR(read_text_file(path, 4), Errc::Corrupt, "5 bytes, at most 4");
+  char c[8];
+  EXPECT_ERROR(File::open_read(path).read_at(3, c, 4), Errc::Corrupt, "ends at byte 5, 2 more are missing");
+}
+
+TEST(File, ParentDirectories) {
+  EXPECT_EQ(parent_directory("x"), ".");
+  EXPECT_EQ(parent_directory("/x"), "/");
+  EXPECT_EQ(parent_directory("a/b/x"), "a/b");
+}
+
+}  // namespace
+}  // namespace ds
