@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// HDF5 as a container of named tensors; the only place that talks to the library. Files are written in two steps:
+// the library lays out the structure (contiguous datasets, allocated early, never filled), and the caller then writes
+// the bulk straight to the offsets that it is given. Files carry the checksummed metadata of HDF5 1.10.
+
+#include "formats/safetensors.h"
+
+namespace ds {
+
+struct Hdf5Dataset {
+  TensorInfo info;                                           // name: path below the root, groups made as needed
+  std::vector<std::pair<std::string, i64>> attributes = {};  // scalar integers
+};
+
+// Creates `path` (an existing file is overwritten) and returns the offset of every dataset; -1 for one without
+// elements. Throws Errc::Io with the path and the system's reason.
+std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
+                             const std::map<std::string, std::string>& attributes);
+
+// A dataset that shows, under one name and shape, elements which stand in one-dimensional datasets of other files.
+struct Hdf5View {
+  struct Piece {
+    i64 begin, count;           // range of the flattened view
+    std::string file, dataset;  // file name relative to the view's directory
+  };
+  TensorInfo info;
+  std::vector<Piece> pieces;
+};
+// links: name -> name of the view that it stands for.
+void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,
+                       const std::map<std::string, std::string>& links);
+
+// Lists the datasets of a file and where they stand. Contiguous little-endian datasets of known types are read; other
+// types are foreign; chunked, compressed, external and virtual data is refused by name with what to do, and links to
+// other files are never followed. Throws Errc::Corrupt, Errc::Io, Errc::Unavailable.
+TensorTable read_hdf5(const File& file);
+
+}  // namespace ds

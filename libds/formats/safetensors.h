@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The safetensors container: u64 header length | JSON header | tensor bytes, without holes.
+
+#include "formats/tensor_io.h"
+
+namespace ds {
+
+// What a format's header says: offsets[i] is where tensors[i] begins, counted from the start of the file.
+struct TensorTable {
+  std::vector<TensorInfo> tensors;
+  std::vector<i64> offsets;
+  std::vector<ForeignTensor> foreign;
+  std::map<std::string, std::string> metadata;
+};
+
+// Longest JSON header that is read or written.
+inline constexpr i64 kMaxSafetensorsHeader = 100'000'000;
+
+// Reads and validates a header: well-formed, no unknown fields, no duplicate names, sizes that agree with shapes, and
+// tensors that cover the file's data exactly once. Memory stays within a small multiple of the header.
+// Throws Errc::Corrupt naming the file, the tensor and the contradiction.
+TensorTable read_safetensors(const File& file);
+// The same on the header's JSON text alone, for a file of 8 + json.size() + data_bytes bytes called `path`.
+TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::string& path);
+
+// The first bytes of a file that holds `tensors` in this order (length, JSON, spaces up to a multiple of 8); fills
+// `offsets`. Throws Errc::Unavailable when the header would be longer than readers accept.
+std::string make_safetensors_header(const std::vector<TensorInfo>& tensors,
+                                    const std::map<std::string, std::string>& metadata, std::vector<i64>* offsets);
+
+// model.safetensors.index.json: tensor name -> file name, every file name plain and ending in .safetensors.
+std::map<std::string, std::string> read_safetensors_index(const std::string& path);
+
+}  // namespace ds

@@ -1,0 +1,242 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "formats/tensor_io.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+#include "formats/hdf5.h"
+#include "formats/safetensors.h"
+
+namespace ds {
+
+std::optional<i64> checked_product(const std::vector<i64>& shape, i64 scale) noexcept {
+  i64 n = scale;
+  bool empty = false, fits = true;
+  for (i64 d : shape) {
+    if (d < 0) return std::nullopt;
+    empty |= d == 0;
+    fits = fits && !__builtin_mul_overflow(n, d, &n);
+  }
+  if (empty) return 0;  // [2^40, 2^40, 0] has no elements, and no overflow
+  return fits ? std::optional(n) : std::nullopt;
+}
+
+TensorSource::TensorSource(std::string path, std::vector<TensorInfo> tensors, std::vector<ForeignTensor> foreign,
+                           std::map<std::string, std::string> metadata)
+    : path_(std::move(path)),
+      tensors_(std::move(tensors)),
+      foreign_(std::move(foreign)),
+      metadata_(std::move(metadata)) {
+  for (size_t i = 0; i < tensors_.size(); ++i) index_.emplace(tensors_[i].name, i);
+  DS_ASSERT(index_.size() == tensors_.size());
+}
+
+const TensorInfo* TensorSource::find(std::string_view name) const noexcept {
+  const auto it = index_.find(name);
+  return it == index_.end() ? nullptr : &tensors_[it->second];
+}
+
+size_t TensorSource::index_of(std::string_view name) const {
+  const auto it = index_.find(name);
+  if (it != index_.end()) return it->second;
+  for (const ForeignTensor& f : foreign_) {
+    DS_CHECK(f.name != name, Errc::Unavailable, "{}: tensor '{}' has elements of type {}, which cannot be read", path_,
+             name, f.type);
+  }
+  throw Error(Errc::Mismatch, fmt::format("{}: there is no tensor '{}'", path_, name));
+}
+
+const TensorInfo& TensorSource::at(std::string_view name) const { return tensors_[index_of(name)]; }
+
+void TensorSource::read(std::string_view name, i64 first_elem, i64 count, void* out) const {
+  const size_t i = index_of(name);
+  DS_ASSERT(first_elem >= 0 && count >= 0 && first_elem <= tensors_[i].numel() - count);
+  if (count > 0) read_elements(i, first_elem, count, out);
+}
+
+std::optional<FileFormat> format_of(std::string_view path) noexcept {
+  if (path.ends_with(".safetensors")) return FileFormat::Safetensors;
+  if (path.ends_with(".h5") || path.ends_with(".hdf5")) return FileFormat::Hdf5;
+  return std::nullopt;
+}
+
+std::string_view format_name(FileFormat f) noexcept { return f == FileFormat::Safetensors ? "safetensors" : "hdf5"; }
+
+namespace {
+
+struct Place {
+  size_t file;
+  i64 offset;
+};
+
+class FileSource : public TensorSource {
+ public:
+  FileSource(std::string path, std::vector<File> files, std::vector<Place> places, TensorTable table)
+      : TensorSource(std::move(path), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
+        files_(std::move(files)),
+        places_(std::move(places)) {}
+
+ private:
+  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
+    const i64 size = dtype_bytes(list()[tensor].dtype);
+    files_[places_[tensor].file].read_at(places_[tensor].offset + first_elem * size, out, count * size);
+  }
+
+  std::vector<File> files_;
+  std::vector<Place> places_;
+};
+
+std::unique_ptr<TensorSource> open_single(const std::string& path, FileFormat format) {
+  File file = File::open_read(path);
+  TensorTable table = format == FileFormat::Safetensors ? read_safetensors(file) : read_hdf5(file);
+  std::vector<Place> places;
+  for (i64 offset : table.offsets) places.push_back({0, offset});
+  std::vector<File> files;
+  files.push_back(std::move(file));
+  return std::make_unique<FileSource>(path, std::move(files), std::move(places), std::move(table));
+}
+
+// Each tensor is taken from the shard that the index names; what the shards hold beside is not listed.
+std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
+  const std::map<std::string, std::string> file_of = read_safetensors_index(index_path);
+  std::map<std::string, std::vector<std::string_view>> wanted;
+  for (const auto& [name, file] : file_of) wanted[file].push_back(name);
+
+  std::vector<File> files;
+  std::vector<Place> places;
+  TensorTable all;
+  for (const auto& [name, tensors] : wanted) {
+    const std::string path = parent_directory(index_path) + "/" + name;
+    DS_CHECK(std::filesystem::exists(path), Errc::Corrupt, "{}: shard {} is missing", index_path, name);
+    File file = File::open_read(path);
+    TensorTable table = read_safetensors(file);
+    size_t found = 0;
+    const auto indexed = [&](const std::string& tensor) {
+      const auto it = file_of.find(tensor);
+      const bool here = it != file_of.end() && it->second == name;
+      found += here ? 1 : 0;
+      return here;
+    };
+    for (size_t i = 0; i < table.tensors.size(); ++i) {
+      if (!indexed(table.tensors[i].name)) continue;
+      all.tensors.push_back(std::move(table.tensors[i]));
+      places.push_back({files.size(), table.offsets[i]});
+    }
+    for (ForeignTensor& f : table.foreign) {
+      if (indexed(f.name)) all.foreign.push_back(std::move(f));
+    }
+    DS_CHECK(found == tensors.size(), Errc::Corrupt, "{}: shard {} lacks {} of the {} tensors that the index names",
+             index_path, name, tensors.size() - found, tensors.size());
+    all.metadata.merge(table.metadata);
+    files.push_back(std::move(file));
+  }
+  return std::make_unique<FileSource>(index_path, std::move(files), std::move(places), std::move(all));
+}
+
+class FileSink : public TensorSink {
+ public:
+  FileSink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
+           const std::map<std::string, std::string>& metadata)
+      : tensors_(std::move(tensors)), written_(tensors_.size(), 0), pending_(path), writer_(pending_.file()) {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      DS_CHECK(!tensors_[i].name.empty() && index_.emplace(tensors_[i].name, i).second, Errc::Internal,
+               "{}: tensor '{}' is named twice or not at all", path, tensors_[i].name);
+    }
+    if (format == FileFormat::Safetensors) {
+      const std::string header = make_safetensors_header(tensors_, metadata, &offsets_);
+      pending_.file().write_at(0, header.data(), narrow<i64>(header.size()));
+    } else {
+      std::vector<Hdf5Dataset> datasets;
+      for (const TensorInfo& t : tensors_) datasets.push_back({t});
+      offsets_ = create_hdf5(pending_.file().path(), datasets, metadata);
+    }
+  }
+
+  void write(std::string_view name, i64 first_elem, i64 count, const void* data) override {
+    const auto it = index_.find(name);
+    DS_ASSERT(it != index_.end());
+    const size_t i = it->second;
+    DS_ASSERT(first_elem == written_[i] && count >= 0 && count <= tensors_[i].numel() - first_elem);
+    const i64 size = dtype_bytes(tensors_[i].dtype);
+    writer_.write(offsets_[i] + first_elem * size, data, count * size);
+    written_[i] += count;
+  }
+
+  void finish() override {
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      DS_CHECK(written_[i] == tensors_[i].numel(), Errc::Internal, "{}: only {} of {} elements of '{}' were written",
+               pending_.path(), written_[i], tensors_[i].numel(), tensors_[i].name);
+    }
+    writer_.flush();
+    pending_.commit();
+  }
+
+ private:
+  std::vector<TensorInfo> tensors_;
+  std::vector<i64> offsets_, written_;
+  std::unordered_map<std::string_view, size_t> index_;
+  PendingFile pending_;
+  DirectWriter writer_;
+};
+
+}  // namespace
+
+std::unique_ptr<TensorSource> open_source(const std::string& path) {
+  struct stat st;
+  if (::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
+    const std::string index = path + "/model.safetensors.index.json", single = path + "/model.safetensors";
+    if (std::filesystem::exists(index)) return open_sharded(index);
+    DS_CHECK(std::filesystem::exists(single), Errc::Io,
+             "{}: no model.safetensors.index.json and no model.safetensors in this directory", path);
+    return open_single(single, FileFormat::Safetensors);
+  }
+  if (path.ends_with(".safetensors.index.json")) return open_sharded(path);
+  const std::optional<FileFormat> format = format_of(path);
+  DS_CHECK(format.has_value(), Errc::Unavailable,
+           "{}: not a kind of file that is read here (.safetensors, .safetensors.index.json, .h5, .hdf5)", path);
+  return open_single(path, *format);
+}
+
+std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
+                                        const std::map<std::string, std::string>& metadata) {
+  return std::make_unique<FileSink>(path, format, std::move(tensors), metadata);
+}
+
+namespace {
+
+template <class To, class From>
+void convert_as(void* y, const void* x, i64 count) {
+  auto* to = static_cast<To*>(y);
+  const auto* from = static_cast<const From*>(x);
+  for (i64 i = 0; i < count; ++i) to[i] = from_float<To>(to_float(from[i]));
+}
+
+template <class To>
+void convert_to(void* y, DType from, const void* x, i64 count) {
+  switch (from) {
+    case DType::F32: return convert_as<To, float>(y, x, count);
+    case DType::BF16: return convert_as<To, bf16>(y, x, count);
+    case DType::F16: return convert_as<To, f16>(y, x, count);
+    default: throw Error(Errc::Unavailable, fmt::format("no conversion from {}", dtype_name(from)));
+  }
+}
+
+}  // namespace
+
+void convert_elements(DType to, void* y, DType from, const void* x, i64 count) {
+  if (to == from) {
+    std::memcpy(y, x, static_cast<size_t>(count * dtype_bytes(to)));
+    return;
+  }
+  switch (to) {
+    case DType::F32: return convert_to<float>(y, from, x, count);
+    case DType::BF16: return convert_to<bf16>(y, from, x, count);
+    case DType::F16: return convert_to<f16>(y, from, x, count);
+    default: throw Error(Errc::Unavailable, fmt::format("no conversion to {}", dtype_name(to)));
+  }
+}
+
+}  // namespace ds

@@ -1,0 +1,101 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Files of named tensors. A TensorSource lists tensors and reads ranges of their elements on demand; a TensorSink is
+// told all tensors first, takes their elements and appears whole at the end. Neither knows what the tensors mean.
+//
+// Every format here comes down to the same thing: a header that yields, for each tensor, an offset in a file where its
+// elements stand contiguous, row-major and little-endian. So formats/ parses headers, and one source and one sink move
+// the bytes of all of them with plain reads and writes.
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/file.h"
+
+namespace ds {
+
+struct TensorInfo {
+  std::string name;
+  DType dtype;
+  std::vector<i64> shape;
+
+  i64 numel() const noexcept {
+    i64 n = 1;
+    for (i64 d : shape) n *= d;
+    return n;
+  }
+  i64 bytes() const noexcept { return numel() * dtype_bytes(dtype); }
+  bool operator==(const TensorInfo&) const = default;
+};
+
+// Product of `shape` times `scale`, or nothing where a dim is negative or an i64 does not hold it.
+std::optional<i64> checked_product(const std::vector<i64>& shape, i64 scale = 1) noexcept;
+
+// A tensor whose element type DType cannot name (BOOL, F8_E4M3, ...): known to be there, not readable.
+struct ForeignTensor {
+  std::string name, type;
+};
+
+class TensorSource {
+ public:
+  virtual ~TensorSource() = default;
+
+  const std::string& path() const noexcept { return path_; }
+  const std::vector<TensorInfo>& list() const noexcept { return tensors_; }
+  const std::vector<ForeignTensor>& foreign() const noexcept { return foreign_; }
+  const std::map<std::string, std::string>& metadata() const noexcept { return metadata_; }
+
+  const TensorInfo* find(std::string_view name) const noexcept;
+  // Throws Errc::Mismatch for a name that is not there, Errc::Unavailable for a foreign tensor.
+  const TensorInfo& at(std::string_view name) const;
+  // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
+  void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
+
+ protected:
+  TensorSource(std::string path, std::vector<TensorInfo> tensors, std::vector<ForeignTensor> foreign = {},
+               std::map<std::string, std::string> metadata = {});
+  virtual void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const = 0;
+
+ private:
+  size_t index_of(std::string_view name) const;
+
+  std::string path_;
+  std::vector<TensorInfo> tensors_;
+  std::vector<ForeignTensor> foreign_;
+  std::map<std::string, std::string> metadata_;
+  std::unordered_map<std::string_view, size_t> index_;  // views of tensors_[i].name
+};
+
+class TensorSink {
+ public:
+  virtual ~TensorSink() = default;
+  // The next `count` elements of the tensor; each tensor is written front to back, tensors in any order.
+  virtual void write(std::string_view name, i64 first_elem, i64 count, const void* data) = 0;
+  // All elements have come: makes the file durable and moves it to its place. Without finish() nothing is left.
+  virtual void finish() = 0;
+};
+
+enum class FileFormat : u8 { Safetensors, Hdf5 };
+
+// By suffix: .safetensors; .h5 or .hdf5.
+std::optional<FileFormat> format_of(std::string_view path) noexcept;
+std::string_view format_name(FileFormat) noexcept;
+
+// A .safetensors or .h5/.hdf5 file, a model.safetensors.index.json, or a directory with one of model.safetensors,
+// model.safetensors.index.json. The whole header is validated here; the tensors' bytes are not touched.
+// Throws Errc::Corrupt (what, where), Errc::Io, Errc::Unavailable (a kind of file that is not read).
+std::unique_ptr<TensorSource> open_source(const std::string& path);
+
+// Names are unique and not empty. `metadata` goes to safetensors' __metadata__ or to attributes of the HDF5 root.
+std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
+                                        const std::map<std::string, std::string>& metadata = {});
+
+// y[i] = x[i] in another type of F32, BF16, F16; through fp32, round to nearest even. y and x do not overlap.
+void convert_elements(DType to, void* y, DType from, const void* x, i64 count);
+
+}  // namespace ds

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+// HDF5 files as this library writes them, seen by itself, by h5dump and by h5py; and the files that it refuses.
+
+#include "formats/hdf5.h"
+
+#include <cstring>
+#include <limits>
+
+#include "temp_directory.h"
+
+namespace ds {
+namespace {
+
+using testing::read_file;
+using testing::TempDirectory;
+using testing::write_file;
+
+bool have_h5py() {
+  static const bool have = std::system("/usr/bin/python3 -c 'import h5py' 2>/dev/null") == 0;
+  return have;
+}
+
+// Runs a Python program with `dir` as the working directory and returns what it prints.
+std::string python(const TempDirectory& dir, const std::string& program) {
+  write_file(dir / "program.py", "import h5py, numpy as np\n" + program);
+  EXPECT_EQ(std::system(("cd " + dir.path() + " && /usr/bin/python3 program.py > out.txt 2>&1").c_str()), 0)
+      << read_file(dir / "out.txt");
+  return read_file(dir / "out.txt");
+}
+
+std::string shell(const TempDirectory& dir, const std::string& command) {
+  EXPECT_EQ(std::system(("cd " + dir.path() + " && { " + command + "; } > out.txt 2>&1").c_str()), 0)
+      << read_file(dir / "out.txt");
+  return read_file(dir / "out.txt");
+}
+
+const std::vector<TensorInfo> kAllTypes = {
+    {"h.0.weight", DType::BF16, {3, 5}}, {"fp32", DType::F32, {7}},     {"half", DType::F16, {1, 1, 3}},
+    {"fp64", DType::F64, {2}},           {"int32", DType::I32, {5}},    {"int64", DType::I64, {1}},
+    {"group/uint16", DType::U16, {9}},   {"group/u8", DType::U8, {3}},  {"scalar", DType::F32, {}},
+    {"empty", DType::F32, {4, 0}},       {"large", DType::F32, {20000}}};
+
+TEST(Hdf5, AllTypesAndShapesRoundTrip) {
+  const TempDirectory dir;
+  const std::string path = dir / "model.h5";
+  std::map<std::string, std::string> data;
+  const auto sink = create_sink(path, FileFormat::Hdf5, kAllTypes, {{"format", "pt"}, {"empty", ""}});
+  for (const TensorInfo& t : kAllTypes) {
+    std::string& bytes = data[t.name];
+    for (i64 i = 0; i < t.bytes(); ++i) bytes += static_cast<char>(i * 37 + static_cast<i64>(data.size()));
+    sink->write(t.name, 0, t.numel(), bytes.data());
+  }
+  sink->finish();
+  const auto source = open_source(path);
+  ASSERT_EQ(source->list().size(), kAllTypes.size());
+  for (const TensorInfo& t : kAllTypes) {
+    EXPECT_EQ(source->at(t.name), t);
+    std::string got(static_cast<size_t>(t.bytes()), '?');
+    source->read(t.name, 0, t.numel(), got.data());
+    EXPECT_EQ(got, data[t.name]) << t.name;
+  }
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+void write_half_values(const std::string& path) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  const float values[] = {1.0f, -2.5f, kInf, -kInf, 0.15625f, 0x1p-14f, 0x1p-24f, 0.0f};
+  const auto sink = create_sink(path, FileFormat::Hdf5, {{"b", DType::BF16, {2, 4}}, {"h", DType::F16, {2, 4}}});
+  std::vector<u16> bits(8);
+  convert_elements(DType::BF16, bits.data(), DType::F32, values, 8);
+  sink->write("b", 0, 8, bits.data());
+  convert_elements(DType::F16, bits.data(), DType::F32, values, 8);
+  sink->write("h", 0, 8, bits.data());
+  sink->finish();
+}
+
+TEST(Hdf5, H5dumpShowsSixteenBitFloats) {
+  if (std::system("command -v h5dump > /dev/null") != 0) GTEST_SKIP() << "h5dump is not installed";
+  const TempDirectory dir;
+  write_half_values(dir / "x.h5");
+  for (const std::string name : {"b", "h"}) {
+    const std::string dump = shell(dir, "h5dump -d /" + name + " x.h5");
+    EXPECT_NE(dump.find("16-bit little-endian floating-point"), std::string::npos) << dump;
+    EXPECT_NE(dump.find("1, -2.5, inf, -inf"), std::string::npos) << dump;
+    EXPECT_NE(dump.find("0.15625, 6.10352e-05, 5.96046e-08, 0"), std::string::npos) << dump;
+  }
+}
+
+TEST(Hdf5, H5pyReadsSixteenBitFloats) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  write_half_values(dir / "x.h5");
+  const std::string out = python(dir, R"(
+f = h5py.File('x.h5')
+want = np.array([[1, -2.5, np.inf, -np.inf], [0.15625, 2**-14, 2**-24, 0]])
+print(*[np.array_equal(f[n][...].astype(float), want) for n in 'bh'])
+)");
+  EXPECT_EQ(out, "True True\n");
+}
+
+TEST(Hdf5, ReadsWhatH5pyWrites) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  python(dir, R"(
+with h5py.File('x.h5', 'w') as f:
+    f['a/b/c'] = np.arange(6, dtype='<f4').reshape(2, 3)
+    f['half'] = np.array([1.5], dtype='<f2')
+    f['big'] = np.arange(3, dtype='>f4')
+    f['text'] = 'words'
+    f['soft'] = h5py.SoftLink('/a/b/c')
+)");
+  const auto source = open_source(dir / "x.h5");
+  ASSERT_EQ(source->list().size(), 2u);
+  EXPECT_EQ(source->at("half"), (TensorInfo{"half", DType::F16, {1}}));
+  float x[4];
+  source->read("a/b/c", 2, 4, x);
+  EXPECT_EQ(x[3], 5.0f);
+  EXPECT_ERROR(source->at("big"), Errc::Unavailable, "big-endian");
+  EXPECT_ERROR(source->at("text"), Errc::Unavailable, "string");
+}
+
+TEST(Hdf5, RefusesWhatItDoesNotRead) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  const auto refused = [&](const std::string& statements, Errc code, const char* reason) {
+    python(dir, "f = h5py.File('x.h5', 'w')\n" + statements + "\nf.close()\n");
+    EXPECT_ERROR(open_source(dir / "x.h5"), code, reason);
+  };
+  refused("f.create_dataset('c', data=np.zeros(9), chunks=(3,))", Errc::Unavailable, "h5repack");
+  refused("f.create_dataset('z', data=np.zeros(9), compression='gzip')", Errc::Unavailable, "/z is not stored contig");
+  refused("f['e'] = h5py.ExternalLink('y.h5', '/a')", Errc::Unavailable, "/e links to another file");
+  refused("f.create_dataset('x', (4,), 'f4', external=[('raw.bin', 0, 16)])", Errc::Unavailable,
+          "not stored contiguous");
+  refused("f.create_dataset('n', (4,), 'f4')", Errc::Unavailable, "never written");
+  refused(
+      "l = h5py.VirtualLayout((4,), 'f4'); l[:] = h5py.VirtualSource('y.h5', 'a', (4,))\n"
+      "f.create_virtual_dataset('v', l)",
+      Errc::Unavailable, "/v is a view");
+  refused("f['a/b'] = 1.0; f['a/c'] = f['a']", Errc::Corrupt, "second hard link");  // a loop
+}
+
+TEST(Hdf5, BrokenFilesAreRefused) {
+  const TempDirectory dir;
+  const std::string path = dir / "x.h5";
+  write_half_values(path);
+  const std::string good = read_file(path);
+  for (size_t cut : {size_t{0}, size_t{1}, size_t{10}, size_t{60}, good.size() / 2, good.size() - 1}) {
+    write_file(path, good.substr(0, cut));
+    EXPECT_ERROR(open_source(path), Errc::Corrupt, "x.h5");
+  }
+  write_file(path, std::string(4096, 'x'));
+  EXPECT_ERROR(open_source(path), Errc::Corrupt, "HDF5 cannot open the file");
+  EXPECT_ERROR(open_source(dir / "absent.h5"), Errc::Io, "No such file");
+  EXPECT_ERROR(create_sink(dir / "no/such.h5", FileFormat::Hdf5, {}), Errc::Io, "cannot create");
+}
+
+// Every flip of a metadata bit is either found by the format's own checksums or harmless to what is read.
+TEST(Hdf5, FlippedMetadataIsFoundOrHarmless) {
+  const TempDirectory dir;
+  const std::string path = dir / "x.h5";
+  write_half_values(path);
+  const std::string good = read_file(path);
+  int found = 0, harmless = 0;
+  for (size_t i = 0; i < good.size(); i += 3) {
+    std::string bad = good;
+    bad[i] = static_cast<char>(bad[i] ^ (1 << (i % 8)));
+    write_file(path, bad);
+    try {
+      const auto source = open_source(path);
+      ASSERT_EQ(source->list().size(), 2u);
+      EXPECT_EQ(source->at("b").shape, (std::vector<i64>{2, 4}));
+      ++harmless;
+    } catch (const Error& e) {
+      ++found;
+    }
+  }
+  EXPECT_GT(found, 50);
+  EXPECT_GT(harmless, 10);  // the data itself, gaps
+}
+
+TEST(Hdf5, ViewsCoverAnyRangeOfAnyShape) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  const std::vector<std::vector<i64>> shapes = {{17}, {3, 7}, {2, 3, 5}, {2, 1, 3, 4}, {5, 1}, {1, 9}};
+  std::vector<Hdf5View> views;
+  std::vector<Hdf5Dataset> datasets;
+  std::vector<float> values;
+  for (size_t s = 0; s < shapes.size(); ++s) {
+    views.push_back({{"v" + std::to_string(s), DType::F32, shapes[s]}, {}});
+    const i64 n = views.back().info.numel();
+    for (i64 begin = 0, step = 1; begin < n; begin += step, step = step % 7 + 2) {  // pieces of 1, 3, 5, 7, 2, ...
+      const i64 count = std::min(step, n - begin);
+      const std::string name = "p/" + std::to_string(s) + "@" + std::to_string(begin);
+      views.back().pieces.push_back({begin, count, "shard.h5", name});
+      datasets.push_back({{name, DType::F32, {count}}, {{"begin", begin}}});
+      for (i64 i = 0; i < count; ++i) values.push_back(static_cast<float>(begin + i));
+    }
+  }
+  const std::vector<i64> offsets = create_hdf5(dir / "shard.h5", datasets, {});
+  const File file = File::open_write(dir / "shard.h5");
+  const float* v = values.data();
+  for (size_t i = 0; i < datasets.size(); ++i) {
+    file.write_at(offsets[i], v, datasets[i].info.bytes());
+    v += datasets[i].info.numel();
+  }
+  create_hdf5_views(dir / "view.h5", views, {{"alias", "v1"}});
+  const std::string out = python(dir, R"(
+f = h5py.File('view.h5')
+for s in [(17,), (3, 7), (2, 3, 5), (2, 1, 3, 4), (5, 1), (1, 9)]:
+    name = 'v%d' % [k for k in range(6) if f['v%d' % k].shape == s][0]
+    print(np.array_equal(f[name][...], np.arange(np.prod(s)).reshape(s)), end=' ')
+print(np.array_equal(f['alias'], f['v1']), f['v0'].is_virtual)
+)");
+  EXPECT_EQ(out, "True True True True True True True True\n");
+}
+
+}  // namespace
+}  // namespace ds
