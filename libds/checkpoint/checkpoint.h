@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Save and load training state at any layout. The engine describes what each rank owns, as ranges of flattened
+// parameters; nothing here knows ZeRO. A saved step is a directory (ds-checkpoint(5)):
+//
+//   DIR/latest                    the name of the newest committed step; moves last
+//   DIR/step-00000100/
+//     manifest.json               everything but the bulk: parameters, who holds which range, checksums
+//     rank-00000.h5 ...           /<state>/<parameter>@<begin>, one-dimensional datasets
+//     model.h5                    virtual datasets: every parameter whole under its name and shape
+//
+// Commit: written to DIR/.tmp-step-00000100, synced, read back, renamed. A crash at any point leaves the step before.
+
+#include <span>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+#include "ds/checkpoint.h"
+
+namespace ds {
+
+struct ParamEntry {
+  std::string name;        // Hugging Face name; no '/'
+  std::vector<i64> shape;  // at least one dim
+  std::string tied_to;     // empty, or the entry whose elements these are
+  bool operator==(const ParamEntry&) const = default;
+};
+
+// Elements [begin, begin + count) of a flattened parameter, owned by this rank. Null pointers: state that the run does
+// not have (save), or does not want (load). Tied entries have no pieces.
+struct StatePiece {
+  i64 param;  // index into the parameter table
+  i64 begin, count;
+  void* param_data;  // work dtype
+  float* master;     // null when the work dtype is fp32
+  float* exp_avg;
+  float* exp_avg_sq;
+};
+
+struct LossScalerState {
+  double scale = 1;
+  i64 iteration = 0, last_overflow = -1, hysteresis = 1;
+  bool operator==(const LossScalerState&) const = default;
+};
+
+struct CheckpointMeta {
+  i64 step = 0;
+  DType work_dtype = DType::F32;  // F32, BF16 or F16
+  std::string layout_id;          // equal ids: loading is bit-exact without moving a range
+  i64 world_size = 1;             // filled in by save_checkpoint
+  int zero_stage = 0;
+  i64 consumed_samples = 0;
+  u32 seed = 0;
+  LossScalerState loss_scaler;
+  i64 skipped_steps = 0;
+  i64 optimizer_step = 0;
+  std::string isa;                // instruction set that the bits were made with
+  std::string data_json;          // identity of the training data; empty or a JSON document
+  std::string config_json;        // the resolved configuration; empty or a JSON document
+  std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
+  bool operator==(const CheckpointMeta&) const = default;
+};
+
+// Collective over all ranks; every rank passes the same meta and params. The pieces of all ranks cover every untied
+// parameter exactly once. A failure on any rank fails all of them with the same error, which names the rank; what was
+// there before stays as it was. keep > 0: of the older steps only the newest keep - 1 stay; a step that cannot be
+// removed is a warning. Returns the step directory.
+// Throws Errc::Io, Errc::Internal (pieces that do not cover), Errc::Comm, Errc::Timeout.
+std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
+                            std::span<const StatePiece> pieces, Communicator& comm, i64 keep = 0);
+
+// The manifest alone; cheap.
+CheckpointMeta read_meta(const std::string& step_dir);
+
+// Collective. Fills every non-null pointer of `pieces`, for any ranges and any world size; each rank reads what it
+// needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where that is
+// not the checkpoint's, it is rounded from the fp32 master weights. All that can be known without the bulk (names,
+// shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later error the
+// pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch (another
+// model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
+CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
+                               std::span<const StatePiece> pieces, Communicator& comm);
+
+}  // namespace ds

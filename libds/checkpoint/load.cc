@@ -1,0 +1,149 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <filesystem>
+#include <functional>
+
+#include "checkpoint/reader.h"
+#include "checkpoint/together.h"
+#include "ds/log.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_step_directory(const std::string& dir) { return fs::exists(fmt::format("{}/{}", dir, kManifestName)); }
+
+// The newest step of a run directory whose manifest and file sizes are right; empty if there is none.
+std::string newest_complete_step(const std::string& dir) {
+  std::vector<i64> steps;
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    if (const auto step = parse_step_name(it->path().filename().string())) steps.push_back(*step);
+  }
+  std::sort(steps.begin(), steps.end(), std::greater<>());
+  for (i64 step : steps) {
+    std::string path = fmt::format("{}/{}", dir, step_name(step));
+    try {
+      const CheckpointReader reader(path);
+      return path;
+    } catch (const Error&) {  // not this one
+    }
+  }
+  return {};
+}
+
+std::string latest_step(const std::string& dir) {
+  const std::string path = dir + "/latest", newest = newest_complete_step(dir);
+  const std::string hint = newest.empty() ? std::string("there is no complete step beside it")
+                                          : fmt::format("the newest complete step is {}", newest);
+  if (!fs::exists(path)) {
+    DS_CHECK(!newest.empty(), Errc::Io, "{}: no checkpoint in this directory", dir);
+    log_message(LogLevel::Warning, fmt::format("{} is missing; {}", path, hint));
+    return newest;
+  }
+  std::string name = read_text_file(path, 4096);
+  if (name.ends_with('\n')) name.pop_back();
+  DS_CHECK(parse_step_name(name).has_value(), Errc::Corrupt, "{}: names '{}', which is not a step; {}", path,
+           name.substr(0, 64), hint);
+  const std::string step = dir + "/" + name;
+  DS_CHECK(is_step_directory(step), Errc::Corrupt, "{}: names {}, which is not there or not complete; {}", path, name,
+           hint);
+  return step;
+}
+
+// Throws unless the checkpoint holds exactly these parameters; the error names the first difference and counts the
+// rest. Returns where each of `params` stands in the manifest's table.
+std::vector<i64> match_params(const Manifest& m, const std::string& dir, const std::vector<ParamEntry>& params) {
+  std::map<std::string_view, i64> stored;
+  for (size_t i = 0; i < m.params.size(); ++i) stored[m.params[i].name] = narrow<i64>(i);
+  std::vector<i64> index;
+  std::vector<std::string> differences;
+  for (const ParamEntry& p : params) {
+    const auto it = stored.find(p.name);
+    if (it == stored.end()) {
+      differences.push_back(fmt::format("it has no '{}'", p.name));
+      continue;
+    }
+    const ParamEntry& s = m.params[static_cast<size_t>(it->second)];
+    if (s.shape != p.shape) {
+      differences.push_back(fmt::format("'{}' has shape [{}] there and [{}] here", p.name, fmt::join(s.shape, ", "),
+                                        fmt::join(p.shape, ", ")));
+    } else if (s.tied_to != p.tied_to) {
+      differences.push_back(fmt::format("'{}' is {} there and {} here", p.name,
+                                        s.tied_to.empty() ? "untied" : "tied to '" + s.tied_to + "'",
+                                        p.tied_to.empty() ? "untied" : "tied to '" + p.tied_to + "'"));
+    }
+    index.push_back(it->second);
+    stored.erase(it);
+  }
+  for (const auto& [name, i] : stored) differences.push_back(fmt::format("it has '{}', this model has not", name));
+  DS_CHECK(differences.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}{}", dir, differences.front(),
+           differences.size() == 1 ? "" : fmt::format(" (and {} more differences)", differences.size() - 1));
+  return index;
+}
+
+// Refuses what the checkpoint cannot give: checked before anything is filled.
+void check_request(const Manifest& m, const std::string& dir, std::span<const StatePiece> pieces) {
+  const auto need = [&](bool wanted, State s) {
+    DS_CHECK(!wanted || m.has(s), Errc::Mismatch, "{}: holds no {}; it was saved without that optimizer state", dir,
+             kStateNames[static_cast<size_t>(s)]);
+  };
+  for (const StatePiece& p : pieces) {
+    DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(m.params.size()));
+    const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
+    DS_ASSERT(entry.tied_to.empty() && p.begin >= 0 && p.count >= 0 &&
+              p.begin <= *checked_product(entry.shape) - p.count);
+    need(p.exp_avg != nullptr, State::ExpAvg);
+    need(p.exp_avg_sq != nullptr, State::ExpAvgSq);
+  }
+}
+
+}  // namespace
+
+std::string find_checkpoint(const std::string& dir, std::string_view which) {
+  if (which != "latest") {
+    const std::string name(which);
+    if (parse_step_name(name) && is_step_directory(dir + "/" + name)) return dir + "/" + name;
+    DS_CHECK(fs::is_directory(name), Errc::Io, "{}: no such checkpoint, neither a directory nor a step of {}", name,
+             dir);
+    return find_checkpoint(name);
+  }
+  DS_CHECK(fs::is_directory(dir), Errc::Io, "{}: {}", dir,
+           fs::exists(dir) ? "not a directory; a checkpoint is one" : "no such directory");
+  return is_step_directory(dir) ? dir : latest_step(dir);
+}
+
+CheckpointMeta read_meta(const std::string& step_dir) { return CheckpointReader(step_dir).manifest().meta; }
+
+CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
+                               std::span<const StatePiece> pieces, Communicator& comm) {
+  std::optional<CheckpointReader> reader;
+  std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
+  together(comm, [&] {
+    reader.emplace(step_dir);
+    const Manifest& m = reader->manifest();
+    const std::vector<i64> index = match_params(m, step_dir, params);
+    for (StatePiece& p : wanted) {
+      DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(index.size()));
+      p.param = index[static_cast<size_t>(p.param)];
+    }
+    check_request(m, step_dir, wanted);
+    // The ranks share the files among them.
+    for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
+  });
+  together(comm, [&] {
+    for (const StatePiece& p : wanted) {
+      const auto fill = [&](State s, DType dtype, void* out) {
+        if (out != nullptr) reader->read(s, dtype, p.param, p.begin, p.count, out);
+      };
+      fill(State::Param, work_dtype, p.param_data);
+      fill(State::Master, DType::F32, p.master);
+      fill(State::ExpAvg, DType::F32, p.exp_avg);
+      fill(State::ExpAvgSq, DType::F32, p.exp_avg_sq);
+    }
+  });
+  return reader->manifest().meta;
+}
+
+}  // namespace ds

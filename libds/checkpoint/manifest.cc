@@ -1,0 +1,323 @@
+// SPDX-License-Identifier: Apache-2.0
+// The text is JSON with one row per line (parameters, files, pieces). Its last member is the checksum of all text
+// before it and has a fixed length, so that damage is found before anything is parsed.
+
+#include "checkpoint/manifest.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <unordered_map>
+
+#include "formats/tensor_io.h"
+
+namespace ds {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+constexpr int kVersion = 1;
+constexpr int kMaxDepth = 64;
+constexpr std::string_view kFormat = "libds-checkpoint";
+constexpr std::string_view kSealBegin = ",\n\"checksum\": \"", kSealEnd = "\"\n}\n";
+constexpr size_t kSealBytes = kSealBegin.size() + 16 + kSealEnd.size();
+
+std::string hex(u64 x) { return fmt::format("{:016x}", x); }
+u64 parse_hex(const std::string& text) {
+  DS_CHECK(text.size() == 16 && text.find_first_not_of("0123456789abcdef") == std::string::npos, Errc::Corrupt,
+           "'{}' is not a checksum", text.substr(0, 32));
+  return std::stoull(text, nullptr, 16);
+}
+
+Json piece_to_json(const PieceRecord& p) {
+  Json j = {{"parameter", p.param}, {"begin", p.begin}, {"count", p.count}};
+  for (State s : kStates) {
+    const auto& d = p.states[static_cast<size_t>(s)];
+    if (!d) continue;
+    Json sums = Json::array();
+    for (u64 sum : d->checksums) sums.push_back(hex(sum));
+    j[std::string(kStateNames[static_cast<size_t>(s)])] = {{"offset", d->offset}, {"xxh3", std::move(sums)}};
+  }
+  return j;
+}
+
+PieceRecord piece_from_json(const Json& j) {
+  PieceRecord p{j.at("parameter").get<i64>(), j.at("begin").get<i64>(), j.at("count").get<i64>(), {}};
+  for (State s : kStates) {
+    const auto it = j.find(kStateNames[static_cast<size_t>(s)]);
+    if (it == j.end()) continue;
+    DatasetRecord d{it->at("offset").get<i64>(), {}};
+    for (const Json& sum : it->at("xxh3")) d.checksums.push_back(parse_hex(sum.get<std::string>()));
+    p.states[static_cast<size_t>(s)] = std::move(d);
+  }
+  return p;
+}
+
+Json embed(const std::string& document, const char* what) {
+  if (document.empty()) return nullptr;
+  try {
+    return Json::parse(document);
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Internal, fmt::format("the {} to save is not JSON: {}", what, e.what()));
+  }
+}
+std::string extract(const Json& document) { return document.is_null() ? "" : document.dump(); }
+
+DType work_dtype_from(const std::string& name) {
+  for (DType t : {DType::F32, DType::BF16, DType::F16}) {
+    if (dtype_name(t) == name) return t;
+  }
+  throw Error(Errc::Corrupt, fmt::format("'{}' is not a work dtype", name.substr(0, 32)));
+}
+
+Json parse_bounded(std::string_view text) {
+  return Json::parse(text, [](int depth, Json::parse_event_t, Json&) {
+    DS_CHECK(depth <= kMaxDepth, Errc::Corrupt, "nested more than {} deep", kMaxDepth);
+    return true;
+  });
+}
+
+Manifest from_json(const Json& j) {
+  DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
+  const i64 version = j.at("version").get<i64>();
+  DS_CHECK(version == kVersion, Errc::Unavailable, "format version {}; this libds reads version {}", version, kVersion);
+  DS_CHECK(j.at("checksum_block_bytes").get<i64>() == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
+  Manifest m;
+  m.id = j.at("id").get<std::string>();
+  CheckpointMeta& meta = m.meta;
+  meta.step = j.at("step").get<i64>();
+  meta.work_dtype = work_dtype_from(j.at("work_dtype").get<std::string>());
+  meta.layout_id = j.at("layout").get<std::string>();
+  meta.world_size = j.at("world_size").get<i64>();
+  meta.zero_stage = j.at("zero_stage").get<int>();
+  meta.consumed_samples = j.at("consumed_samples").get<i64>();
+  meta.seed = j.at("seed").get<u32>();
+  const Json& scaler = j.at("loss_scaler");
+  meta.loss_scaler = {scaler.at("scale").get<double>(), scaler.at("iteration").get<i64>(),
+                      scaler.at("last_overflow").get<i64>(), scaler.at("hysteresis").get<i64>()};
+  meta.skipped_steps = j.at("skipped_steps").get<i64>();
+  meta.optimizer_step = j.at("optimizer_step").get<i64>();
+  meta.isa = j.at("isa").get<std::string>();
+  meta.data_json = extract(j.at("data"));
+  meta.config_json = extract(j.at("config"));
+  meta.model_config_json = extract(j.at("model_config"));
+  for (const Json& p : j.at("parameters")) {
+    m.params.push_back({p.at("name").get<std::string>(), p.at("shape").get<std::vector<i64>>(),
+                        p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
+  }
+  for (const Json& f : j.at("files")) {
+    DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
+             f.at("name").dump().substr(0, 200));
+    m.files.push_back({f.at("bytes").get<i64>(), parse_hex(f.at("structure").get<std::string>()), {}});
+  }
+  for (const Json& p : j.at("pieces")) {
+    const i64 file = p.at("file").get<i64>();
+    DS_CHECK(file >= 0 && file < narrow<i64>(m.files.size()), Errc::Corrupt, "a piece in file {} of {}", file,
+             m.files.size());
+    m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
+  }
+  m.view_bytes = j.at("view").at("bytes").get<i64>();
+  m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
+  return m;
+}
+
+// The rules for names and ties; returns the number of elements of each untied parameter, -1 for tied ones.
+std::vector<i64> validate_params(const Manifest& m, const std::string& path, Errc code) {
+  std::unordered_map<std::string_view, const ParamEntry*> by_name;
+  std::vector<i64> numels;
+  for (const ParamEntry& p : m.params) {
+    const auto bad = [](char c) { return c == '/' || static_cast<u8>(c) < 0x20; };
+    DS_CHECK(
+        !p.name.empty() && p.name != "." && p.name.size() <= 1024 && std::none_of(p.name.begin(), p.name.end(), bad),
+        code, "{}: '{}' cannot be a parameter's name", path, p.name.substr(0, 200));
+    DS_CHECK(by_name.emplace(p.name, &p).second, code, "{}: parameter '{}' appears twice", path, p.name);
+    const std::optional<i64> numel = checked_product(p.shape, 8);
+    DS_CHECK(numel.has_value() && !p.shape.empty() && p.shape.size() <= 32, code, "{}: impossible shape of '{}'", path,
+             p.name);
+    numels.push_back(p.tied_to.empty() ? *numel / 8 : -1);
+  }
+  for (const ParamEntry& p : m.params) {
+    if (p.tied_to.empty()) continue;
+    const auto owner = by_name.find(p.tied_to);
+    DS_CHECK(owner != by_name.end() && owner->second->tied_to.empty() && owner->second->shape == p.shape, code,
+             "{}: '{}' is tied to '{}', which is not an untied parameter of its shape", path, p.name,
+             p.tied_to.substr(0, 200));
+  }
+  return numels;
+}
+
+}  // namespace
+
+bool Manifest::has(State s) const noexcept {
+  for (const FileRecord& f : files) {
+    if (!f.pieces.empty()) return f.pieces.front().states[static_cast<size_t>(s)].has_value();
+  }
+  return false;
+}
+
+std::string rank_file_name(i64 rank) { return fmt::format("rank-{:05d}.h5", rank); }
+std::string step_name(i64 step) { return fmt::format("step-{:08d}", step); }
+
+std::optional<i64> parse_step_name(std::string_view name) {
+  if (!name.starts_with("step-") || name.size() < 13 || name.size() > 23) return std::nullopt;
+  i64 step = 0;
+  for (char c : name.substr(5)) {
+    if (c < '0' || c > '9') return std::nullopt;
+    step = step * 10 + (c - '0');
+  }
+  return step_name(step) == name ? std::optional(step) : std::nullopt;
+}
+
+std::string format_manifest(const Manifest& m) {
+  const CheckpointMeta& meta = m.meta;
+  Json states = Json::array(), params = Json::array(), files = Json::array(), pieces = Json::array();
+  for (State s : kStates) {
+    if (m.has(s)) states.push_back(kStateNames[static_cast<size_t>(s)]);
+  }
+  for (const ParamEntry& p : m.params) {
+    params.push_back({{"name", p.name}, {"shape", p.shape}});
+    if (!p.tied_to.empty()) params.back()["tied_to"] = p.tied_to;
+  }
+  for (size_t f = 0; f < m.files.size(); ++f) {
+    const std::string name = rank_file_name(narrow<i64>(f));
+    files.push_back({{"name", name}, {"bytes", m.files[f].bytes}, {"structure", hex(m.files[f].structure)}});
+    for (const PieceRecord& p : m.files[f].pieces) {
+      Json row = {{"file", f}};
+      row.update(piece_to_json(p));
+      pieces.push_back(std::move(row));
+    }
+  }
+  const LossScalerState& scaler = meta.loss_scaler;
+  const Json rows = {
+      {"format", kFormat},
+      {"version", kVersion},
+      {"libds_version", DS_VERSION},
+      {"id", m.id},
+      {"step", meta.step},
+      {"work_dtype", dtype_name(meta.work_dtype)},
+      {"layout", meta.layout_id},
+      {"world_size", meta.world_size},
+      {"zero_stage", meta.zero_stage},
+      {"consumed_samples", meta.consumed_samples},
+      {"seed", meta.seed},
+      {"loss_scaler",
+       {{"scale", scaler.scale},
+        {"iteration", scaler.iteration},
+        {"last_overflow", scaler.last_overflow},
+        {"hysteresis", scaler.hysteresis}}},
+      {"skipped_steps", meta.skipped_steps},
+      {"optimizer_step", meta.optimizer_step},
+      {"isa", meta.isa},
+      {"states", std::move(states)},
+      {"data", embed(meta.data_json, "data identity")},
+      {"config", embed(meta.config_json, "configuration")},
+      {"model_config", embed(meta.model_config_json, "model configuration")},
+      {"checksum_block_bytes", kChecksumBlock},
+      {"view", {{"name", kViewName}, {"bytes", m.view_bytes}, {"xxh3", hex(m.view_checksum)}}},
+      {"parameters", std::move(params)},
+      {"files", std::move(files)},
+      {"pieces", std::move(pieces)},
+  };
+  std::string text = "{";
+  for (const auto& [key, value] : rows.items()) {
+    text += fmt::format("{}\n\"{}\": ", text.size() > 1 ? "," : "", key);
+    const bool table = value.is_array() && !value.empty() && value.front().is_object();
+    if (!table) {
+      text += value.dump();
+      continue;
+    }
+    for (size_t i = 0; i < value.size(); ++i) text += fmt::format("{}\n {}", i == 0 ? "[" : ",", value[i].dump());
+    text += "\n]";
+  }
+  return fmt::format("{}{}{}{}", text, kSealBegin, hex(XXH3_64bits(text.data(), text.size())), kSealEnd);
+}
+
+Manifest parse_manifest(std::string_view text, const std::string& path) {
+  DS_CHECK(text.size() > kSealBytes, Errc::Corrupt, "{}: {} bytes are too few for a manifest", path, text.size());
+  const std::string_view body = text.substr(0, text.size() - kSealBytes), seal = text.substr(body.size());
+  DS_CHECK(seal.starts_with(kSealBegin) && seal.ends_with(kSealEnd), Errc::Corrupt,
+           "{}: does not end as a manifest does (truncated?)", path);
+  DS_CHECK(seal.substr(kSealBegin.size(), 16) == hex(XXH3_64bits(body.data(), body.size())), Errc::Corrupt,
+           "{}: checksum mismatch: the manifest is damaged or was edited", path);
+  Manifest m;
+  try {
+    m = from_json(parse_bounded(text));
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Corrupt, fmt::format("{}: not a manifest: {}", path, e.what()));
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("{}: {}", path, e.what()));
+  }
+  validate_manifest(m, path, Errc::Corrupt);
+  return m;
+}
+
+void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
+  DS_CHECK(m.meta.step >= 0 && m.meta.world_size >= 1 && m.meta.world_size == narrow<i64>(m.files.size()), code,
+           "{}: step {}, world size {}, {} files", path, m.meta.step, m.meta.world_size, m.files.size());
+  const std::vector<i64> numels = validate_params(m, path, code);
+  struct Range {
+    i64 param, begin, end, file;
+    auto operator<=>(const Range&) const = default;
+  };
+  std::vector<Range> ranges;
+  for (size_t f = 0; f < m.files.size(); ++f) {
+    const FileRecord& file = m.files[f];
+    DS_CHECK(file.bytes >= 0, code, "{}: {} has {} bytes", path, rank_file_name(narrow<i64>(f)), file.bytes);
+    for (const PieceRecord& p : file.pieces) {
+      DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()), code, "{}: a piece of parameter {} of {}", path,
+               p.param, m.params.size());
+      const i64 numel = numels[static_cast<size_t>(p.param)];
+      const std::string& name = m.params[static_cast<size_t>(p.param)].name;
+      DS_CHECK(p.begin >= 0 && p.count > 0 && p.begin <= numel - p.count, code,
+               "{}: rank {} holds elements {} + {} of '{}', which {}", path, f, p.begin, p.count, name,
+               numel < 0 ? "is tied" : fmt::format("has {}", numel));
+      for (State s : kStates) {
+        const auto& d = p.states[static_cast<size_t>(s)];
+        const std::string_view state = kStateNames[static_cast<size_t>(s)];
+        DS_CHECK(d.has_value() == m.has(s), code, "{}: '{}' {} {}, other pieces {}", path, name,
+                 d.has_value() ? "has" : "lacks", state, d.has_value() ? "lack it" : "have it");
+        if (!d) continue;
+        const i64 bytes = p.count * dtype_bytes(m.stored_dtype(s));
+        DS_CHECK(d->offset >= 0 && d->offset <= file.bytes - bytes, code, "{}: {} of '{}' lies outside {}", path, state,
+                 name, rank_file_name(narrow<i64>(f)));
+        DS_CHECK(narrow<i64>(d->checksums.size()) == div_ceil(bytes, kChecksumBlock), code,
+                 "{}: {} checksums for {} bytes of {} of '{}'", path, d->checksums.size(), bytes, state, name);
+      }
+      ranges.push_back({p.param, p.begin, p.begin + p.count, narrow<i64>(f)});
+    }
+  }
+  DS_CHECK(m.has(State::Param) || ranges.empty(), code, "{}: no parameters are stored", path);
+
+  // Each element exactly once: per parameter, in order, each range begins where the one before ended.
+  std::sort(ranges.begin(), ranges.end());
+  auto r = ranges.begin();
+  for (i64 i = 0; i < narrow<i64>(numels.size()); ++i) {
+    i64 covered = 0;
+    const std::string& name = m.params[static_cast<size_t>(i)].name;
+    for (; r != ranges.end() && r->param == i; ++r) {
+      DS_CHECK(r->begin == covered, code, "{}: elements {} to {} of '{}' are held {} (rank {})", path,
+               std::min(covered, r->begin), std::max(covered, r->begin), name,
+               r->begin < covered ? "twice" : "by no rank", r->file);
+      covered = r->end;
+    }
+    const i64 numel = std::max<i64>(numels[static_cast<size_t>(i)], 0);
+    DS_CHECK(covered == numel, code, "{}: elements {} to {} of '{}' are held by no rank", path, covered, numel, name);
+  }
+}
+
+std::string format_file_record(const FileRecord& f) {
+  Json pieces = Json::array();
+  for (const PieceRecord& p : f.pieces) pieces.push_back(piece_to_json(p));
+  return Json{{"bytes", f.bytes}, {"structure", hex(f.structure)}, {"pieces", std::move(pieces)}}.dump();
+}
+
+FileRecord parse_file_record(std::string_view text) {
+  const Json j = Json::parse(text);
+  FileRecord f{j.at("bytes").get<i64>(), parse_hex(j.at("structure").get<std::string>()), {}};
+  for (const Json& p : j.at("pieces")) f.pieces.push_back(piece_from_json(p));
+  return f;
+}
+
+}  // namespace ds

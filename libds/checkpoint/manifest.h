@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// manifest.json: the one description of a saved step. It is complete: with it the rank files are read at plain offsets,
+// and the HDF5 structure around the data is only hashed, never parsed.
+
+#include <array>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "checkpoint/checkpoint.h"
+
+namespace ds {
+
+// What is stored for each element of a parameter.
+enum class State : u8 { Param, Master, ExpAvg, ExpAvgSq };
+inline constexpr std::array<std::string_view, 4> kStateNames = {"param", "master", "exp_avg", "exp_avg_sq"};
+inline constexpr std::array<State, 4> kStates = {State::Param, State::Master, State::ExpAvg, State::ExpAvgSq};
+
+// Data is hashed (XXH3-64) in blocks, so that a range is checked by reading little more than itself.
+inline constexpr i64 kChecksumBlock = i64{4} << 20;
+
+struct DatasetRecord {
+  i64 offset;                  // in the file
+  std::vector<u64> checksums;  // one per block
+};
+
+struct PieceRecord {
+  i64 param, begin, count;
+  std::array<std::optional<DatasetRecord>, 4> states;  // by State
+};
+
+struct FileRecord {
+  i64 bytes = 0;
+  u64 structure = 0;  // XXH3-64 of all bytes outside the datasets
+  std::vector<PieceRecord> pieces;
+};
+
+struct Manifest {
+  std::string id;  // 16 hexadecimal digits, also in every rank file: shards of different saves do not mix
+  CheckpointMeta meta;
+  std::vector<ParamEntry> params;
+  std::vector<FileRecord> files;  // by rank
+  i64 view_bytes = 0;             // model.h5
+  u64 view_checksum = 0;
+
+  bool has(State) const noexcept;
+  DType stored_dtype(State s) const noexcept { return s == State::Param ? meta.work_dtype : DType::F32; }
+};
+
+inline constexpr std::string_view kManifestName = "manifest.json";
+inline constexpr std::string_view kViewName = "model.h5";
+std::string rank_file_name(i64 rank);                       // rank-00000.h5
+std::string step_name(i64 step);                            // step-00000100
+std::optional<i64> parse_step_name(std::string_view name);  // the inverse; nothing for any other name
+
+std::string format_manifest(const Manifest&);
+// Throws Errc::Corrupt (damaged, or contradicts itself; `path` is named), Errc::Unavailable (a newer version).
+Manifest parse_manifest(std::string_view text, const std::string& path);
+// Every rule that a manifest obeys: names, ties, ranges inside parameters and files, each element covered exactly once.
+void validate_manifest(const Manifest&, const std::string& path, Errc code);
+
+// One rank's part, as it travels to rank 0.
+std::string format_file_record(const FileRecord&);
+FileRecord parse_file_record(std::string_view text);
+
+}  // namespace ds

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/reader.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+
+namespace ds {
+namespace {
+
+constexpr i64 kMaxManifest = i64{1} << 30;
+constexpr i64 kMaxOpenFiles = 256;
+constexpr i64 kConvertElems = i64{1} << 20;
+
+// XXH3-64 of a file's bytes, fed range by range.
+class RangeHash {
+ public:
+  explicit RangeHash(const File& file) : file_(file), state_(XXH3_createState(), XXH3_freeState) {
+    DS_CHECK(state_ != nullptr, Errc::OutOfMemory, "no memory for a checksum");
+    XXH3_64bits_reset(state_.get());
+  }
+  void add(i64 begin, i64 end) {
+    while (begin < end) {
+      const i64 n = std::min<i64>(end - begin, narrow<i64>(buffer_.size()));
+      file_.read_at(begin, buffer_.data(), n);
+      XXH3_64bits_update(state_.get(), buffer_.data(), static_cast<size_t>(n));
+      begin += n;
+    }
+  }
+  u64 digest() const noexcept { return XXH3_64bits_digest(state_.get()); }
+
+ private:
+  const File& file_;
+  std::unique_ptr<XXH3_state_t, decltype(&XXH3_freeState)> state_;
+  std::vector<char> buffer_ = std::vector<char>(1 << 16);
+};
+
+}  // namespace
+
+u64 checksum(const void* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
+
+u64 file_checksum(const File& file) {
+  RangeHash hash(file);
+  hash.add(0, file.size());
+  return hash.digest();
+}
+
+u64 structure_checksum(const File& file, const Manifest& m, std::span<const PieceRecord> pieces) {
+  std::vector<std::pair<i64, i64>> data;
+  for (const PieceRecord& p : pieces) {
+    for (State s : kStates) {
+      const auto& d = p.states[static_cast<size_t>(s)];
+      if (d) data.emplace_back(d->offset, d->offset + p.count * dtype_bytes(m.stored_dtype(s)));
+    }
+  }
+  std::sort(data.begin(), data.end());
+  RangeHash hash(file);
+  i64 at = 0;
+  for (const auto& [begin, end] : data) {
+    hash.add(at, begin);
+    at = std::max(at, end);
+  }
+  hash.add(at, file.size());
+  return hash.digest();
+}
+
+std::string dataset_name(const Manifest& m, State s, i64 param, i64 begin) {
+  return fmt::format("{}/{}@{}", kStateNames[static_cast<size_t>(s)], m.params[static_cast<size_t>(param)].name, begin);
+}
+
+namespace {
+
+// One block of a dataset, checked.
+void read_block(const File& file, const Manifest& m, const PieceRecord& p, State s, i64 block, char* out,
+                PageBuffer& pages) {
+  const DatasetRecord& d = *p.states[static_cast<size_t>(s)];
+  const i64 at = d.offset + block * kChecksumBlock;
+  const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s)), block);
+  read_bulk(file, at, out, bytes, pages);
+  DS_CHECK(checksum(out, bytes) == d.checksums[static_cast<size_t>(block)], Errc::Corrupt,
+           "{}: checksum mismatch in /{} (bytes {} to {} of the file are damaged)", file.path(),
+           dataset_name(m, s, p.param, p.begin), at, at + bytes);
+}
+
+void check_structure_of(const File& file, const Manifest& m, const FileRecord& record) {
+  DS_CHECK(structure_checksum(file, m, record.pieces) == record.structure, Errc::Corrupt,
+           "{}: damaged, or a shard of another rank or save (its structure differs from the manifest's)", file.path());
+}
+
+}  // namespace
+
+void verify_file(const File& file, const Manifest& m, const FileRecord& record) {
+  check_structure_of(file, m, record);
+  std::vector<char> block;
+  PageBuffer pages;
+  for (const PieceRecord& p : record.pieces) {
+    for (State s : kStates) {
+      const auto& d = p.states[static_cast<size_t>(s)];
+      if (!d) continue;
+      block.resize(static_cast<size_t>(std::min(p.count * dtype_bytes(m.stored_dtype(s)), kChecksumBlock)));
+      for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) read_block(file, m, p, s, b, block.data(), pages);
+    }
+  }
+}
+
+CheckpointReader::CheckpointReader(std::string step_dir) : dir_(std::move(step_dir)) {
+  const std::string path = fmt::format("{}/{}", dir_, kManifestName);
+  manifest_ = parse_manifest(read_text_file(path, kMaxManifest), path);
+  files_.resize(manifest_.files.size());
+  pieces_.resize(manifest_.params.size());
+  for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
+    const FileRecord& f = manifest_.files[static_cast<size_t>(r)];
+    std::error_code error;
+    const auto bytes = std::filesystem::file_size(file_path(r), error);
+    DS_CHECK(!error, Errc::Corrupt, "{}: shard of rank {} is missing: {}", file_path(r), r, error.message());
+    DS_CHECK(std::cmp_equal(bytes, f.bytes), Errc::Corrupt, "{}: {} bytes, the manifest says {}", file_path(r), bytes,
+             f.bytes);
+    for (const PieceRecord& p : f.pieces) {
+      pieces_[static_cast<size_t>(p.param)].push_back({p.begin, p.begin + p.count, r, &p});
+    }
+  }
+  for (auto& list : pieces_) {
+    std::sort(list.begin(), list.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  }
+}
+
+const File& CheckpointReader::open(i64 rank) {
+  auto& slot = files_[static_cast<size_t>(rank)];
+  if (!slot) {
+    if (num_open_ == kMaxOpenFiles) {
+      for (auto& f : files_) f.reset();
+      num_open_ = 0;
+    }
+    slot = std::make_unique<File>(File::open_read(file_path(rank)));
+    ++num_open_;
+  }
+  return *slot;
+}
+
+void CheckpointReader::check_structure(i64 rank) {
+  check_structure_of(open(rank), manifest_, manifest_.files[static_cast<size_t>(rank)]);
+}
+
+// Bytes [begin, end) of the dataset; whole blocks go straight to `out`.
+void CheckpointReader::read_dataset(const Piece& p, State s, i64 begin, i64 end, char* out) {
+  const File& file = open(p.file);
+  const i64 dataset_bytes = (p.end - p.begin) * dtype_bytes(manifest_.stored_dtype(s));
+  for (i64 block = begin / kChecksumBlock; block * kChecksumBlock < end; ++block) {
+    const i64 from = block * kChecksumBlock, to = from + block_bytes(dataset_bytes, block);
+    if (begin <= from && to <= end) {
+      read_block(file, manifest_, *p.record, s, block, out + (from - begin), pages_);
+      continue;
+    }
+    block_.resize(static_cast<size_t>(kChecksumBlock));
+    read_block(file, manifest_, *p.record, s, block, block_.data(), pages_);
+    const i64 lo = std::max(begin, from), hi = std::min(end, to);
+    std::memcpy(out + (lo - begin), block_.data() + (lo - from), static_cast<size_t>(hi - lo));
+  }
+}
+
+void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count, char* out) {
+  const i64 size = dtype_bytes(manifest_.stored_dtype(state));
+  const auto& list = pieces_[static_cast<size_t>(param)];
+  auto p = std::upper_bound(list.begin(), list.end(), first, [](i64 x, const Piece& piece) { return x < piece.end; });
+  for (const i64 last = first + count; first < last; ++p) {
+    DS_ASSERT(p != list.end() && p->begin <= first);
+    const i64 end = std::min(last, p->end);
+    read_dataset(*p, state, (first - p->begin) * size, (end - p->begin) * size, out);
+    out += (end - first) * size;
+    first = end;
+  }
+}
+
+void CheckpointReader::read(State state, DType dtype, i64 param, i64 first, i64 count, void* out) {
+  if (state == State::Param && dtype != manifest_.meta.work_dtype && manifest_.has(State::Master)) {
+    state = State::Master;
+  } else if (state == State::Master && !manifest_.has(State::Master)) {
+    state = State::Param;
+  }
+  const DType stored = manifest_.stored_dtype(state);
+  auto* target = static_cast<char*>(out);
+  if (stored == dtype) return read_stored(state, param, first, count, target);
+  std::vector<char> buffer;
+  for (i64 done = 0; done < count; done += kConvertElems) {
+    const i64 n = std::min(kConvertElems, count - done);
+    buffer.resize(static_cast<size_t>(n * dtype_bytes(stored)));
+    read_stored(state, param, first + done, n, buffer.data());
+    convert_elements(dtype, target + done * dtype_bytes(dtype), stored, buffer.data(), n);
+  }
+}
+
+std::vector<std::string> CheckpointReader::verify() {
+  std::vector<std::string> bad;
+  const auto attempt = [&](auto&& work) {
+    try {
+      work();
+    } catch (const Error& e) {
+      bad.emplace_back(e.what());
+    }
+  };
+  for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
+    attempt([&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)]); });
+  }
+  attempt([&] {
+    const File view = File::open_read(fmt::format("{}/{}", dir_, kViewName));
+    DS_CHECK(view.size() == manifest_.view_bytes && file_checksum(view) == manifest_.view_checksum, Errc::Corrupt,
+             "{}: damaged (the view of all shards; the shards themselves are checked apart)", view.path());
+  });
+  return bad;
+}
+
+}  // namespace ds

@@ -1,0 +1,152 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A small model with known state for the checkpoint tests: every element of every state has a value that says which
+// parameter, state and index it is, so that any range can be checked wherever it was.
+
+#include <cstring>
+
+#include "checkpoint/checkpoint.h"
+#include "formats/tensor_io.h"
+#include "temp_directory.h"
+
+namespace ds::testing {
+
+inline std::vector<ParamEntry> small_model() {
+  return {{"wte.weight", {13, 6}, ""},
+          {"h.0.ln.bias", {5}, ""},
+          {"h.0.mlp.weight", {3, 2, 7}, ""},
+          {"h.1.ln.bias", {1}, ""},
+          {"lm_head.weight", {13, 6}, "wte.weight"},
+          {"ln_f.weight", {29}, ""}};
+}
+
+// Exact in bf16: at most 8 significant bits.
+inline float param_value(i64 param, i64 i) { return static_cast<float>((i * 7 + param * 31) % 255 - 127) / 16; }
+// What the fp32 states hold; not exact in 16 bits, but rounds to param_value in bf16 and fp16.
+inline float master_value(i64 param, i64 i) { return param_value(param, i) * (1 + 0x1p-13f); }
+inline float exp_avg_value(i64 param, i64 i) { return 1000.0f + static_cast<float>(param * 100000 + i); }
+inline float exp_avg_sq_value(i64 param, i64 i) { return 0.001f + static_cast<float>(param * 100000 + i); }
+
+struct Range {
+  i64 param, begin, count;
+};
+
+// Rank `rank` of `size` owns every `size`-th piece; pieces have odd lengths and cross rows. `seed` varies the cuts.
+inline std::vector<Range> owned_ranges(const std::vector<ParamEntry>& params, int rank, int size, i64 seed) {
+  std::vector<Range> ranges;
+  i64 piece = 0;
+  for (size_t p = 0; p < params.size(); ++p) {
+    if (!params[p].tied_to.empty()) continue;
+    const i64 n = *checked_product(params[p].shape);
+    for (i64 begin = 0; begin < n; ++piece) {
+      const i64 count = std::min(n - begin, size == 1 && seed == 0 ? n : (piece * 5 + seed * 3) % 11 + 1);
+      if (piece % size == rank) ranges.push_back({static_cast<i64>(p), begin, count});
+      begin += count;
+    }
+  }
+  return ranges;
+}
+
+// The state of one rank; memory and the pieces that point into it.
+class RankState {
+ public:
+  RankState(DType dtype, const std::vector<Range>& ranges, bool optimizer = true)
+      : dtype_(dtype), ranges_(ranges), buffers_(ranges.size()) {
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      const auto n = static_cast<size_t>(ranges[i].count);
+      Buffers& b = buffers_[i];
+      b.param.assign(n * 4, char{0x5A});
+      for (auto* v : {&b.master, &b.exp_avg, &b.exp_avg_sq}) v->assign(n, -77.0f);
+      pieces_.push_back({ranges[i].param, ranges[i].begin, ranges[i].count, b.param.data(),
+                         dtype == DType::F32 ? nullptr : b.master.data(), optimizer ? b.exp_avg.data() : nullptr,
+                         optimizer ? b.exp_avg_sq.data() : nullptr});
+    }
+  }
+  std::vector<StatePiece>& pieces() noexcept { return pieces_; }
+
+  RankState& fill() {
+    each([this](Buffers& b, i64 param, i64 e, size_t i) {
+      const float exact = dtype_ == DType::F32 ? master_value(param, e) : param_value(param, e);
+      convert_elements(dtype_, b.param.data() + i * static_cast<size_t>(dtype_bytes(dtype_)), DType::F32, &exact, 1);
+      b.master[i] = master_value(param, e);
+      b.exp_avg[i] = exp_avg_value(param, e);
+      b.exp_avg_sq[i] = exp_avg_sq_value(param, e);
+    });
+    return *this;
+  }
+  // Everything equals what fill() makes, bit for bit.
+  void expect_filled() {
+    RankState want(dtype_, ranges_, !pieces_.empty() && pieces_[0].exp_avg != nullptr);
+    want.fill();
+    for (size_t i = 0; i < pieces_.size(); ++i) {
+      const auto same = [&](const void* a, const void* b, i64 size, const char* state) {
+        if (a == nullptr) return;
+        EXPECT_EQ(std::memcmp(a, b, static_cast<size_t>(pieces_[i].count * size)), 0)
+            << state << " of parameter " << pieces_[i].param << " from " << pieces_[i].begin;
+      };
+      same(pieces_[i].param_data, want.pieces_[i].param_data, dtype_bytes(dtype_), "param");
+      same(pieces_[i].master, want.pieces_[i].master, 4, "master");
+      same(pieces_[i].exp_avg, want.pieces_[i].exp_avg, 4, "exp_avg");
+      same(pieces_[i].exp_avg_sq, want.pieces_[i].exp_avg_sq, 4, "exp_avg_sq");
+    }
+  }
+
+ private:
+  struct Buffers {
+    std::vector<char> param;
+    std::vector<float> master, exp_avg, exp_avg_sq;
+  };
+  template <class F>
+  void each(F&& body) {
+    for (size_t r = 0; r < ranges_.size(); ++r) {
+      for (i64 i = 0; i < ranges_[r].count; ++i) {
+        body(buffers_[r], ranges_[r].param, ranges_[r].begin + i, static_cast<size_t>(i));
+      }
+    }
+  }
+  DType dtype_;
+  std::vector<Range> ranges_;
+  std::vector<Buffers> buffers_;
+  std::vector<StatePiece> pieces_;
+};
+
+inline CheckpointMeta sample_meta(i64 step, DType dtype) {
+  CheckpointMeta m;
+  m.step = step;
+  m.work_dtype = dtype;
+  m.layout_id = "dp2-zero2";
+  m.zero_stage = 2;
+  m.consumed_samples = 12345678901;
+  m.seed = 4000000000u;
+  m.loss_scaler = {65536.5, 17, -1, 2};
+  m.skipped_steps = 3;
+  m.optimizer_step = step - 3;
+  m.isa = "avx2";
+  m.data_json = R"({"order":"1"})";
+  m.config_json = R"({"z":1,"a":[0.1,1e-08,true,null,"\"é\""]})";
+  m.model_config_json = R"({"model_type":"gpt2"})";
+  return m;
+}
+
+// Saves small_model() at `size` ranks and returns the step directory.
+inline std::string save_sample(const std::string& dir, i64 step, DType dtype, int size, i64 seed = 0, i64 keep = 0) {
+  std::string path;
+  run_threads(size, {}, [&](Communicator& comm) {
+    RankState state(dtype, owned_ranges(small_model(), comm.rank(), comm.size(), seed));
+    const std::string p =
+        save_checkpoint(dir, sample_meta(step, dtype), small_model(), state.fill().pieces(), comm, keep);
+    if (comm.rank() == 0) path = p;
+  });
+  return path;
+}
+
+// Loads at `size` ranks and checks every element.
+inline void load_sample(const std::string& step_dir, DType dtype, int size, i64 seed = 0) {
+  run_threads(size, {}, [&](Communicator& comm) {
+    RankState state(dtype, owned_ranges(small_model(), comm.rank(), comm.size(), seed));
+    load_checkpoint(step_dir, dtype, small_model(), state.pieces(), comm);
+    state.expect_filled();
+  });
+}
+
+}  // namespace ds::testing

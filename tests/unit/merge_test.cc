@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+// Merging a checkpoint to one file: the right bytes under the right names, in bounded memory, or nothing at all.
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+
+#include "checkpoint_state.h"
+#include "ds/checkpoint.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+using namespace testing;
+
+// Every element of `tensor`, which holds `state` of the parameter, through fp32.
+void expect_values(const TensorSource& source, const std::string& tensor, i64 param, float (*value)(i64, i64)) {
+  const TensorInfo& info = source.at(tensor);
+  std::vector<char> raw(static_cast<size_t>(info.bytes()));
+  std::vector<float> got(static_cast<size_t>(info.numel()));
+  source.read(tensor, 0, info.numel(), raw.data());
+  convert_elements(DType::F32, got.data(), info.dtype, raw.data(), info.numel());
+  for (i64 i = 0; i < info.numel(); ++i) ASSERT_EQ(got[static_cast<size_t>(i)], value(param, i)) << tensor << " " << i;
+}
+
+struct Case {
+  const char* suffix;
+  DType saved;
+  std::optional<DType> wanted;
+};
+class Merge : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Merge, HoldsEveryParameterExactly) {
+  const auto [suffix, saved, wanted] = GetParam();
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, saved, 3, 1), out = dir / ("model" + std::string(suffix));
+  const MergeResult r = merge_checkpoint(step, out, {.dtype = wanted, .verify = true});
+  const DType dtype = wanted.value_or(saved);
+  EXPECT_EQ(r.dtype, dtype);
+  EXPECT_EQ(r.step, 3);
+  EXPECT_EQ(r.num_tensors, 5);
+  EXPECT_EQ(r.num_parameters, 13 * 6 + 5 + 42 + 1 + 29);
+  EXPECT_EQ(r.bytes, static_cast<i64>(fs::file_size(out)));
+  EXPECT_TRUE(r.verified);
+  EXPECT_EQ(r.tied, std::vector<std::string>{"lm_head.weight"});
+
+  const auto source = open_source(out);
+  ASSERT_EQ(source->list().size(), 5u);
+  EXPECT_EQ(source->find("lm_head.weight"), nullptr);
+  const std::vector<ParamEntry> model = small_model();
+  for (size_t p = 0; p < model.size(); ++p) {
+    if (!model[p].tied_to.empty()) continue;
+    EXPECT_EQ(source->at(model[p].name), (TensorInfo{model[p].name, dtype, model[p].shape}));
+    expect_values(*source, model[p].name, static_cast<i64>(p), dtype == DType::F32 ? master_value : param_value);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, Merge,
+                         ::testing::Values(Case{".safetensors", DType::F32, {}}, Case{".safetensors", DType::BF16, {}},
+                                           Case{".safetensors", DType::F16, {}},
+                                           Case{".safetensors", DType::BF16, DType::F32},
+                                           Case{".safetensors", DType::F32, DType::BF16},
+                                           Case{".safetensors", DType::BF16, DType::F16}, Case{".h5", DType::BF16, {}},
+                                           Case{".hdf5", DType::F16, DType::F32}),
+                         [](const auto& p) {
+                           return fmt::format("{}{}As{}", p.param.suffix + 1, dtype_name(p.param.saved),
+                                              p.param.wanted ? dtype_name(*p.param.wanted) : "Trained");
+                         });
+
+TEST(MergeCheckpoint, OptimizerStateComesUnderItsOwnNames) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2, 1);
+  for (const std::string name : {"all.safetensors", "all.h5"}) {
+    merge_checkpoint(step, dir / name, {.optimizer = true});
+    const auto source = open_source(dir / name);
+    EXPECT_EQ(source->list().size(), 20u);
+    EXPECT_EQ(source->at("optimizer.exp_avg.wte.weight"),
+              (TensorInfo{"optimizer.exp_avg.wte.weight", DType::F32, {13, 6}}));
+    expect_values(*source, "optimizer.master.h.0.mlp.weight", 2, master_value);
+    expect_values(*source, "optimizer.exp_avg.ln_f.weight", 5, exp_avg_value);
+    expect_values(*source, "optimizer.exp_avg_sq.wte.weight", 0, exp_avg_sq_value);
+    expect_values(*source, "wte.weight", 0, param_value);
+  }
+}
+
+TEST(MergeCheckpoint, SameBytesWhateverTheWorldSizeWas) {
+  const TempDirectory dir;
+  std::string first;
+  for (int size : {1, 2, 5}) {
+    const std::string step = save_sample(dir / std::to_string(size), 3, DType::BF16, size, size);
+    merge_checkpoint(step, dir / "m.safetensors", {.optimizer = true});
+    const std::string bytes = read_file(dir / "m.safetensors");
+    if (first.empty()) first = bytes;
+    EXPECT_EQ(bytes, first);
+  }
+}
+
+TEST(MergeCheckpoint, MetadataNamesTheTiesAndTheFramework) {
+  const TempDirectory dir;
+  merge_checkpoint(save_sample(dir.path(), 3, DType::BF16, 2), dir / "m.safetensors", {});
+  const auto source = open_source(dir / "m.safetensors");
+  EXPECT_EQ(source->metadata(),
+            (std::map<std::string, std::string>{{"format", "pt"}, {"lm_head.weight", "wte.weight"}}));
+}
+
+TEST(MergeCheckpoint, TheFormatOptionWinsOverTheSuffix) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2);
+  EXPECT_EQ(merge_checkpoint(step, dir / "weights", {.format = "hdf5"}).format, "hdf5");
+  EXPECT_EQ(read_file(dir / "weights").substr(1, 3), "HDF");
+}
+
+TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2);
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {}), Errc::Config, "the suffix says no format");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {.format = "gguf"}), Errc::Config, "'gguf' is not one of");
+  EXPECT_ERROR(merge_checkpoint(step, step + "/m.h5", {}), Errc::Config, "inside a checkpoint step");
+  EXPECT_ERROR(merge_checkpoint(step, dir.path(), {.format = "hdf5"}), Errc::Config, "is a directory");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "no/m.h5", {}), Errc::Io, "there is no directory");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.dtype = DType::I32}), Errc::Config, "not as int32");
+}
+
+TEST(MergeCheckpoint, DamageIsRefusedAndNothingIsWritten) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2, 1);
+  write_file(dir / "m.safetensors", "an older file");
+  for (const std::string name : {"rank-00000.h5", "rank-00001.h5"}) {
+    const std::string path = step + "/" + name, good = read_file(path);
+    std::string bad = good;
+    bad[bad.size() - 2] ^= 1;
+    write_file(path, bad);
+    // The last bytes are optimizer state: without --optimizer only --verify reads them.
+    for (const bool optimizer : {true, false}) {
+      EXPECT_ERROR(merge_checkpoint(step, dir / "m.safetensors", {.optimizer = optimizer, .verify = !optimizer}),
+                   Errc::Corrupt, name);
+    }
+    write_file(path, good);
+  }
+  EXPECT_EQ(read_file(dir / "m.safetensors"), "an older file");
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir.path()), {}), 3);  // latest, step, older file
+}
+
+TEST(MergeCheckpoint, AFullDiskLeavesNothing) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2, 1);
+  for (const std::string name : {"m.safetensors", "m.h5"}) {
+    const pid_t pid = ::fork();
+    if (pid == 0) {
+      std::signal(SIGXFSZ, SIG_IGN);
+      const rlimit limit{600, 600};
+      ::setrlimit(RLIMIT_FSIZE, &limit);
+      EXPECT_ERROR(merge_checkpoint(step, dir / name, {}), Errc::Io, "File too large");
+      ::_exit(::testing::Test::HasFailure() ? 1 : 0);
+    }
+    int status = 0;
+    ::waitpid(pid, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  EXPECT_EQ(std::distance(fs::directory_iterator(dir.path()), {}), 2);
+}
+
+// A checkpoint many times larger than what the merge may use.
+TEST(MergeCheckpoint, MemoryIsBounded) {
+  const TempDirectory dir;
+  const std::vector<ParamEntry> params = {{"a", {4096, 8192}, ""}, {"b", {4096, 4096}, ""}};  // 192 MiB in fp32
+  run_threads(1, {}, [&](Communicator& comm) {
+    const std::vector<float> zeros(4096 * 8192, 0.5f);
+    auto* data = const_cast<float*>(zeros.data());
+    const std::vector<StatePiece> pieces = {{0, 0, 4096 * 8192, data, nullptr, nullptr, nullptr},
+                                            {1, 0, 4096 * 4096, data, nullptr, nullptr, nullptr}};
+    save_checkpoint(dir.path(), sample_meta(1, DType::F32), params, pieces, comm);
+  });
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    // Peak resident size of the child alone: it starts anew at the fork where the kernel can clear it.
+    std::ofstream("/proc/self/clear_refs") << "5";
+    merge_checkpoint(dir / "step-00000001", dir / "m.safetensors", {.dtype = DType::BF16});
+    std::ifstream status("/proc/self/status");
+    long kib = 0;
+    for (std::string word; status >> word;) {
+      if (word == "VmHWM:") status >> kib;
+    }
+    std::fprintf(stderr, "peak resident size of the merge: %ld MiB\n", kib / 1024);
+    ::_exit(kib > 0 && kib < 128 * 1024 ? 0 : 1);
+  }
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+}
+
+}  // namespace
+}  // namespace ds
