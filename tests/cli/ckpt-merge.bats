@@ -1,0 +1,161 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-ckpt-merge as a user meets it: what it prints, what it refuses, with which exit code, and that a refusal writes
+# nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16, with optimizer state).
+
+setup() {
+  merge=$DS_BIN/ds-ckpt-merge
+  cd "$BATS_TEST_TMPDIR" || exit 1
+  cp -r "$DS_SOURCE/tests/golden/checkpoint-v1" run
+  step=run/step-00000003
+}
+
+# refuses CODE TEXT ARGUMENTS...: exit code, message on stderr with the tool's name, nothing on stdout, no output file.
+refuses() {
+  local code=$1 text=$2
+  shift 2
+  run --separate-stderr "$merge" "$@"
+  echo "status $status, stderr: $stderr"
+  [ "$status" -eq "$code" ]
+  [ -z "$output" ]
+  [[ $stderr == "ds-ckpt-merge: error: "*"$text"* ]]
+  [ ! -e out.safetensors ] && [ ! -e out.h5 ]
+  [ -z "$(find . -name '.*tmp*')" ]
+}
+
+# Changes one byte of a file in place.
+damage() {
+  local byte
+  byte=$(od -An -tu1 -j "$2" -N 1 "$1")
+  printf '%b' "\\x$(printf %x $((byte ^ 16)))" | dd of="$1" bs=1 seek="$2" conv=notrunc status=none
+}
+
+bats_require_minimum_version 1.5.0
+
+@test "a run directory merges to safetensors, with a table on stdout" {
+  run --separate-stderr "$merge" run -o out.safetensors
+  [ "$status" -eq 0 ]
+  [ -z "$stderr" ]
+  [[ $output == *"checkpoint  run/step-00000003"* ]]
+  [[ $output == *"tensors     5"* ]]
+  [[ $output == *"dtype       bf16"* ]]
+  [ "$(head -c 300 out.safetensors | tr -d '\0' | grep -c '"__metadata__":{"format":"pt","lm_head.weight":"wte.weight"}')" -eq 1 ]
+}
+
+@test "the table and the file agree about bytes; --json says the same" {
+  run "$merge" "$step" -o out.h5 --dtype fp32 --optimizer --verify --json
+  [ "$status" -eq 0 ]
+  [[ $output == *'"schema": "ds-ckpt-merge/1"'* ]]
+  [[ $output == *'"tensors": 20,'* ]]
+  [[ $output == *'"parameters": 155,'* ]]
+  [[ $output == *'"verified": true,'* ]]
+  [[ $output == *"\"bytes\": $(stat -c %s out.h5),"* ]]
+}
+
+@test "the same checkpoint always gives the same bytes" {
+  "$merge" run -o a.safetensors
+  "$merge" "$step" -o b.safetensors --verify --quiet
+  cmp a.safetensors b.safetensors
+}
+
+@test "an existing output is replaced in one step" {
+  echo old > out.safetensors
+  "$merge" run -o out.safetensors
+  [ "$(stat -c %s out.safetensors)" -gt 100 ]
+}
+
+@test "no arguments" { refuses 2 "DIR is missing"; }
+@test "no output" { refuses 2 "out is missing" run; }
+@test "an unknown option names the nearest" { refuses 2 "did you mean '--verify'" run -o out.h5 --verfy; }
+@test "an unknown dtype" { refuses 2 "fp64" run -o out.h5 --dtype fp64; }
+@test "an unknown format" { refuses 2 "gguf" run -o out.h5 --format gguf; }
+@test "a suffix that says nothing" { refuses 2 "the suffix says no format" run -o out.bin; }
+@test "an output inside the checkpoint" { refuses 2 "inside a checkpoint step" run -o "$step/model.h5"; }
+@test "an output that is a directory" { refuses 2 "is a directory" run -o run --format hdf5; }
+@test "an output in a directory that is not there" { refuses 1 "there is no directory no" run -o no/out.h5; }
+@test "a checkpoint that is not there" { refuses 1 "absent: no such directory" absent -o out.h5; }
+@test "a file for a checkpoint" { refuses 1 "not a directory" run/latest -o out.h5; }
+
+@test "a directory without checkpoints" {
+  mkdir empty
+  refuses 1 "no checkpoint in this directory" empty -o out.h5
+}
+
+@test "an empty latest says which step to name" {
+  : > run/latest
+  refuses 3 "the newest complete step is run/step-00000003" run -o out.h5
+}
+
+@test "a latest that leads out of the run" {
+  echo ../../etc > run/latest
+  refuses 3 "names '../../etc', which is not a step" run -o out.h5
+}
+
+@test "a latest that names a step which is gone" {
+  echo step-00000009 > run/latest
+  refuses 3 "step-00000009, which is not there" run -o out.h5
+}
+
+@test "a missing latest is a warning" {
+  rm run/latest
+  run --separate-stderr "$merge" run -o out.h5
+  [ "$status" -eq 0 ]
+  [[ $stderr == "ds-ckpt-merge: warning: run/latest is missing"* ]]
+}
+
+@test "a missing manifest" {
+  rm "$step/manifest.json"
+  refuses 3 "not there or not complete" run -o out.h5
+}
+
+@test "a truncated manifest" {
+  truncate -s 4000 "$step/manifest.json"
+  refuses 3 "manifest.json: does not end as a manifest does" "$step" -o out.h5
+}
+
+@test "an edited manifest" {
+  sed -i 's/"seed": 4/"seed": 3/' "$step/manifest.json"
+  refuses 3 "damaged or was edited" "$step" -o out.h5
+}
+
+@test "a missing shard" {
+  rm "$step/rank-00001.h5"
+  refuses 3 "rank-00001.h5: shard of rank 1 is missing" "$step" -o out.h5
+}
+
+@test "a truncated shard" {
+  truncate -s -1 "$step/rank-00001.h5"
+  refuses 3 "27779 bytes, the manifest says 27780" "$step" -o out.h5
+}
+
+@test "a flipped bit in a shard's structure" {
+  damage "$step/rank-00000.h5" 40
+  refuses 3 "rank-00000.h5: damaged" "$step" -o out.h5
+}
+
+@test "a flipped bit in a shard's data" {
+  damage "$step/rank-00000.h5" 2050
+  refuses 3 "checksum mismatch in /param/wte.weight@0" "$step" -o out.safetensors
+}
+
+@test "--verify names every bad file, also those that a merge does not read" {
+  damage "$step/rank-00000.h5" 2065
+  damage "$step/rank-00001.h5" 100
+  damage "$step/model.h5" 1000
+  refuses 3 "rank-00000.h5: checksum mismatch in /master/wte.weight@0" "$step" -o out.h5 --verify
+  [[ $stderr == *"rank-00001.h5: damaged"* ]]
+  [[ $stderr == *"model.h5: damaged"* ]]
+}
+
+@test "shards that changed places" {
+  mv "$step/rank-00000.h5" x && mv "$step/rank-00001.h5" "$step/rank-00000.h5" && mv x "$step/rank-00001.h5"
+  refuses 3 "the manifest says" "$step" -o out.h5
+}
+
+@test "a full disk leaves no output" {
+  (
+    ulimit -f 1
+    trap '' XFSZ
+    refuses 1 "File too large" "$step" -o out.safetensors --dtype fp32 --optimizer
+  )
+}
