@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // run_main: options, streams, log sink, exit codes; the one place where a tool's exceptions end.
 
+#include <fcntl.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <csignal>
 #include <cstring>
@@ -148,6 +151,9 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
 }  // namespace
 
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
+  for (const int fd :
+       {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // a closed one must not become another file of ours
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
   message_options = {.tool = tool.name};
   std::signal(SIGPIPE, SIG_IGN);  // a closed reader is an exception, so that destructors run
   int status = 1;

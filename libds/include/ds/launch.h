@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Starts N ranks of a program on this node and watches over them. Open MPI's mpirun starts N shims (this very program
+// in a hidden mode); a shim connects back over a socket, gets the rank's command and environment from here, runs the
+// rank as its child and relays output, input, signals and the way it ended:
+//
+// run_launch() --- socket ---+--- shim 0 --- rank 0
+//      |                     +--- shim 1 --- rank 1
+//      +--- mpirun (starts the shims; ranks find its environment, so MPI programs work)
+//
+// Every process watches its parent (PR_SET_PDEATHSIG) and the two ends of the socket watch each other: whoever is
+// killed, however, nothing survives.
+
+#include <string>
+#include <vector>
+
+#include "ds/error.h"
+
+namespace ds {
+
+enum class LaunchBind {
+  None,  // the kernel decides
+  Core,  // each rank gets an equal share of the cores, neighbours together
+};
+
+struct LaunchOptions {
+  int ranks = 1;
+  LaunchBind bind = LaunchBind::None;
+  std::string log_dir;  // "": none; else every rank's output is appended to log_dir/rank-00000.log as well
+  bool tag_output = false;
+  int terminal_columns = 0;              // of the terminal that shows stderr; told to rank 0 as DS_COLUMNS
+  std::vector<std::string> command;      // PROG ARG...
+  std::vector<std::string> environment;  // "NAME=value": what the ranks inherit
+};
+
+struct LaunchPlan {
+  int refused = 0;  // 126: PROG cannot be executed, 127: not found; then nothing else is filled
+  std::string why;  // the reason
+  std::string program;
+  std::vector<std::string> mpirun;                         // command line
+  std::vector<std::string> mpirun_environment;             // "NAME=value" added to the inherited for mpirun
+  std::vector<std::string> environment;                    // added for every rank
+  std::vector<std::vector<std::string>> rank_environment;  // added for one rank
+};
+
+// How one rank ended.
+struct RankEnd {
+  int rank = 0;
+  std::string host;
+  int pid = 0;
+  int status = 0;                       // its exit status, or 128 + signal
+  int signal = 0;                       // 0: it exited
+  bool stopped = false;                 // we ended it, because of another rank or because we were told to
+  double seconds = 0;                   // since the start of the job
+  std::vector<std::string> last_lines;  // of its stderr
+};
+
+struct LaunchReport {
+  int status = 0;    // what the launcher should return; see run_launch()
+  std::string why;   // "": fine, or ended as asked; else the reason
+  int culprit = -1;  // the rank that failed first, if one did
+  std::vector<RankEnd> ranks;
+};
+
+// What run_launch() will do. Throws Errc::Config for options that contradict each other or this machine, Errc::Unavailable
+// without mpirun. Changes nothing.
+DS_API LaunchPlan plan_launch(const LaunchOptions& options);
+
+// Runs the job to its end, with this process's stdin (to rank 0), stdout and stderr; lines of different ranks are never
+// mixed. Until it returns it owns the process: it handles SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP
+// (those that were not ignored) by passing them to the ranks, the second INT, TERM, HUP or QUIT ends them by force; it
+// reaps every child. Status: 0 if all ranks returned 0; 75 if some returned 75 and the others 0; else that of the rank
+// that failed first in time (128 + signal if it was killed); 128 + signal if we were told to stop and the ranks did.
+DS_API LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan);
+
+// The hidden mode: what plan.mpirun starts. environment: of the process.
+DS_API int run_rank_shim(const std::string& socket, const std::vector<std::string>& environment);
+
+}  // namespace ds

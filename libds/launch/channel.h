@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Framed messages between launcher and shim over a stream socket that never blocks: a byte of type, four of length, the
+// payload. Strings in payloads end with NUL.
+
+#include <deque>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "ds/kernels/dtype.h"
+
+namespace ds::launch {
+
+// Owner of a file descriptor.
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { reset(); }
+  void reset() noexcept;
+  int get() const noexcept { return fd_; }
+  explicit operator bool() const noexcept { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+enum class Message : u8 {
+  // shim -> launcher
+  Hello,       // rank, pid of the shim, host
+  Started,     // pid
+  Stdout,      // bytes
+  Stderr,      // bytes
+  StdinTaken,  // the last Stdin was written: send more
+  Aborted,     // mpirun wants the job to end
+  Ended,       // EndedPayload, after the last byte of output
+  // launcher -> shim
+  Environment,  // NAME=value strings
+  Bind,         // our share of the cores: index, number of shares
+  Start,        // path of the program, then argv
+  Stdin,        // bytes; none: end of file
+  Signal,       // SignalPayload
+  Bye,          // everybody has ended
+};
+
+struct EndedPayload {
+  i64 time_ns;      // CLOCK_MONOTONIC
+  i32 wait_status;  // as of waitpid
+  i32 stopped;      // by the launcher, or because it or mpirun is gone
+};
+
+struct SignalPayload {
+  i32 signal;
+  i32 stop;  // the launcher ends the job; 0: it only passes the signal on
+};
+
+struct Frame {
+  Message type;
+  std::string payload;
+};
+
+class Channel {
+ public:
+  explicit Channel(Fd socket);
+
+  int fd() const noexcept { return socket_.get(); }
+  short events() const noexcept;   // to poll for
+  void pump(short revents);        // reads and writes what is possible
+  std::optional<Frame> receive();  // the next complete frame
+  void send(Message type, std::string_view payload = {});
+  std::size_t queued() const noexcept { return out_.size() - sent_; }
+  bool closed() const noexcept { return closed_; }  // the other end is gone; received frames are still there
+
+ private:
+  void flush();
+
+  Fd socket_;
+  std::string in_, out_;
+  std::size_t parsed_ = 0, sent_ = 0;
+  bool closed_ = false;
+};
+
+std::string pack(const std::vector<std::string>& strings);
+std::vector<std::string> unpack(std::string_view payload);
+
+template <class T>
+std::string_view bytes_of(const T& value) {
+  return {reinterpret_cast<const char*>(&value), sizeof value};
+}
+template <class T>
+T value_of(std::string_view payload) {
+  T value{};
+  payload.copy(reinterpret_cast<char*>(&value), sizeof value);
+  return value;
+}
+
+}  // namespace ds::launch

@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "launch/process.h"
+
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <netinet/in.h>
+#include <sched.h>
+#include <sys/file.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/signalfd.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <thread>
+#include <tuple>
+
+#include "base/check.h"
+
+namespace ds::launch {
+namespace fs = std::filesystem;
+namespace {
+
+bool is_executable_file(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_regular_file(path, ignored) && ::access(path.c_str(), X_OK) == 0;
+}
+
+int topology(int cpu, const char* what) {
+  int value = 0;
+  std::ifstream(fmt::format("/sys/devices/system/cpu/cpu{}/topology/{}", cpu, what)) >> value;
+  return value;
+}
+
+// Removes folders whose owner no longer holds the lock; young ones may not be locked yet.
+void sweep(const fs::path& base) {
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(base, ignored)) {
+    if (!entry.path().filename().string().starts_with(kPrivatePrefix)) continue;
+    const Fd fd(::open(entry.path().c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    struct stat info {};
+    if (!fd || ::fstat(fd.get(), &info) != 0 || info.st_uid != ::geteuid()) continue;
+    if (std::time(nullptr) - info.st_mtime > 60 && ::flock(fd.get(), LOCK_EX | LOCK_NB) == 0)
+      fs::remove_all(entry.path(), ignored);
+  }
+}
+
+std::vector<char*> pointers(std::vector<std::string>& strings) {
+  std::vector<char*> out;
+  for (std::string& s : strings) out.push_back(s.data());
+  out.push_back(nullptr);
+  return out;
+}
+
+}  // namespace
+
+i64 monotonic_ns() noexcept {
+  timespec t{};
+  ::clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec * 1'000'000'000 + t.tv_nsec;
+}
+
+std::string host_name() {
+  char name[256] = {};
+  ::gethostname(name, sizeof name - 1);
+  return name;
+}
+
+std::string signal_name(int signal) {
+  const char* name = ::sigabbrev_np(signal);
+  return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
+}
+
+fs::path own_executable() { return fs::read_symlink("/proc/self/exe"); }
+
+Program find_program(const std::string& name, std::string_view path_variable) {
+  std::vector<fs::path> candidates;
+  if (name.find('/') != std::string::npos) {
+    candidates.emplace_back(name);
+  } else if (!name.empty()) {
+    candidates.push_back(own_executable().parent_path() / name);
+    for (std::size_t begin = 0; begin <= path_variable.size();) {
+      const std::size_t end = std::min(path_variable.find(':', begin), path_variable.size());
+      const std::string_view folder = path_variable.substr(begin, end - begin);
+      candidates.push_back(fs::path(folder.empty() ? "." : folder) / name);
+      begin = end + 1;
+    }
+  }
+  Program found{
+      .path = "", .status = 127, .why = fmt::format("'{}' is not a program beside ds-launch or in PATH", name)};
+  if (name.find('/') != std::string::npos) found.why = fmt::format("'{}' does not exist", name);
+  for (const fs::path& candidate : candidates) {
+    std::error_code ignored;
+    if (is_executable_file(candidate)) return {.path = candidate.string(), .status = 0, .why = ""};
+    if (!fs::exists(candidate, ignored) || found.status == 126) continue;
+    if (fs::is_directory(candidate, ignored) && name.find('/') == std::string::npos) continue;
+    found = {.path = "",
+             .status = 126,
+             .why = fmt::format("'{}' cannot be executed: {}", candidate.string(),
+                                fs::is_directory(candidate, ignored) ? "it is a folder" : "no execute permission")};
+  }
+  return found;
+}
+
+std::vector<int> usable_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  std::vector<int> cpus;
+  if (::sched_getaffinity(0, sizeof set, &set) == 0)
+    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu)
+      if (CPU_ISSET(cpu, &set)) cpus.push_back(cpu);
+  if (cpus.empty()) {  // more CPUs than the set holds: take them as they are numbered
+    for (int cpu = 0; cpu < static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); ++cpu)
+      cpus.push_back(cpu);
+  }
+  std::map<int, std::tuple<int, int>> place;
+  for (const int cpu : cpus) place[cpu] = {topology(cpu, "physical_package_id"), topology(cpu, "core_id")};
+  std::stable_sort(cpus.begin(), cpus.end(), [&](int a, int b) { return place[a] < place[b]; });
+  return cpus;
+}
+
+std::span<const int> share_of(std::span<const int> cpus, int index, int shares) {
+  const i64 n = static_cast<i64>(cpus.size());
+  const i64 begin = n * index / shares;
+  const i64 end = n * (index + 1) / shares;
+  return cpus.subspan(static_cast<std::size_t>(begin), static_cast<std::size_t>(end - begin));
+}
+
+std::string random_hex(int bytes) {
+  std::string text;
+  for (int i = 0; i < bytes; ++i) {
+    u8 byte = 0;
+    DS_CHECK(::getrandom(&byte, 1, 0) == 1, Errc::Io, "no random numbers: {}", std::strerror(errno));
+    text += fmt::format("{:02x}", byte);
+  }
+  return text;
+}
+
+int free_port() {
+  const Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t length = sizeof address;
+  auto* generic = reinterpret_cast<sockaddr*>(&address);
+  const bool found = fd && ::bind(fd.get(), generic, length) == 0 && ::getsockname(fd.get(), generic, &length) == 0;
+  DS_CHECK(found, Errc::Io, "no free TCP port: {}", std::strerror(errno));
+  return ntohs(address.sin_port);
+}
+
+fs::path private_folder_base(std::string_view tmpdir) {
+  for (const fs::path& base : {fs::path("/dev/shm"), fs::path(tmpdir)})
+    if (!base.empty() && ::access(base.c_str(), W_OK | X_OK) == 0) return base;
+  return "/tmp";
+}
+
+PrivateFolder::PrivateFolder(const fs::path& base) {
+  sweep(base);
+  std::string name = (base / kPrivatePrefix).string() + "XXXXXX";
+  DS_CHECK(::mkdtemp(name.data()) != nullptr, Errc::Io, "cannot create a folder in {}: {}", base.string(),
+           std::strerror(errno));
+  path_ = name;
+  lock_ = Fd(::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  ::flock(lock_.get(), LOCK_EX | LOCK_NB);
+}
+
+PrivateFolder::~PrivateFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+}
+
+Environment parse_environment(const std::vector<std::string>& strings) {
+  Environment environment;
+  add(environment, strings);
+  return environment;
+}
+
+void add(Environment& environment, const std::vector<std::string>& strings) {
+  for (const std::string& s : strings) {
+    const std::size_t equals = s.find('=');
+    if (equals != std::string::npos) environment[s.substr(0, equals)] = s.substr(equals + 1);
+  }
+}
+
+std::string value_or(const Environment& environment, const std::string& name, std::string fallback) {
+  const auto found = environment.find(name);
+  return found != environment.end() ? found->second : std::move(fallback);
+}
+
+pid_t spawn(const Spawn& what, int* error) {
+  std::vector<std::string> arguments = what.argv;
+  std::vector<std::string> variables;
+  for (const auto& [name, value] : what.environment) variables.push_back(name + "=" + value);
+  const std::vector<char*> argv = pointers(arguments);
+  const std::vector<char*> environment = pointers(variables);
+  cpu_set_t cpus;
+  CPU_ZERO(&cpus);
+  for (const int cpu : what.cpus) CPU_SET(cpu, &cpus);
+
+  int report[2];  // closed by a successful exec
+  DS_CHECK(::pipe2(report, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
+  const Fd read_end(report[0]);
+  Fd write_end(report[1]);
+  const pid_t parent = ::getpid();
+  const pid_t pid = ::fork();
+  DS_CHECK(pid >= 0, Errc::Io, "fork: {}", std::strerror(errno));
+  if (pid == 0) {  // only async-signal-safe calls from here
+    ::setpgid(0, 0);
+    ::prctl(PR_SET_PDEATHSIG, what.death_signal);
+    if (::getppid() != parent) ::_exit(128 + SIGKILL);
+    for (int signal = 1; signal < NSIG; ++signal) ::signal(signal, SIG_DFL);
+    sigset_t none;
+    sigemptyset(&none);
+    ::sigprocmask(SIG_SETMASK, &none, nullptr);
+    if (!what.cpus.empty()) ::sched_setaffinity(0, sizeof cpus, &cpus);
+    ::dup2(what.stdin_fd, STDIN_FILENO);
+    ::dup2(what.stdout_fd, STDOUT_FILENO);
+    ::dup2(what.stderr_fd, STDERR_FILENO);
+    ::execve(what.program.c_str(), argv.data(), environment.data());
+    const int reason = errno;
+    [[maybe_unused]] const ssize_t n = ::write(write_end.get(), &reason, sizeof reason);
+    ::_exit(reason == ENOENT ? 127 : 126);
+  }
+  ::setpgid(pid, pid);
+  write_end.reset();
+  *error = 0;
+  while (::read(read_end.get(), error, sizeof *error) < 0 && errno == EINTR) {
+  }
+  return pid;
+}
+
+void kill_descendants() {
+  const std::string list = fmt::format("/proc/self/task/{}/children", ::gettid());
+  for (int level = 0; level < 1000; ++level) {
+    std::ifstream children(list);
+    bool any = false;
+    for (pid_t pid; children >> pid; any = true) ::kill(pid, SIGKILL);
+    if (!any) return;
+    while (::waitpid(-1, nullptr, 0) < 0 && errno == EINTR) {
+    }
+  }
+}
+
+SignalInbox::SignalInbox(std::initializer_list<int> signals) {
+  sigset_t set;
+  sigemptyset(&set);
+  for (const int signal : signals) {
+    struct sigaction action {};
+    ::sigaction(signal, nullptr, &action);
+    if (action.sa_handler != SIG_IGN) sigaddset(&set, signal);  // nohup stays nohup
+  }
+  ::sigprocmask(SIG_BLOCK, &set, &before_);
+  fd_ = Fd(::signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
+  DS_CHECK(static_cast<bool>(fd_), Errc::Io, "signalfd: {}", std::strerror(errno));
+}
+
+SignalInbox::~SignalInbox() { ::sigprocmask(SIG_SETMASK, &before_, nullptr); }
+
+SignalInbox::Signal SignalInbox::next() {
+  signalfd_siginfo info{};
+  if (::read(fd_.get(), &info, sizeof info) != sizeof info) return {};
+  return {static_cast<int>(info.ssi_signo), static_cast<pid_t>(info.ssi_pid)};
+}
+
+}  // namespace ds::launch

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What launcher and shim need from the operating system.
+
+#include <sys/types.h>
+
+#include <chrono>
+#include <filesystem>
+#include <initializer_list>
+#include <map>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "launch/channel.h"
+
+namespace ds::launch {
+
+i64 monotonic_ns() noexcept;
+std::string host_name();
+std::string signal_name(int signal);  // "SIGKILL"
+std::filesystem::path own_executable();
+
+// Where `name` is: beside this executable, then in PATH. status 127: nowhere, 126: there, but it cannot be executed.
+struct Program {
+  std::string path;
+  int status = 0;
+  std::string why;
+};
+Program find_program(const std::string& name, std::string_view path_variable);
+
+// CPUs this process may use, ordered so that neighbours share caches: by package, core, hardware thread.
+std::vector<int> usable_cpus();
+// The cpus of share `index` of `shares`; sizes differ by one at most.
+std::span<const int> share_of(std::span<const int> cpus, int index, int shares);
+
+std::string random_hex(int bytes);
+int free_port();  // a TCP port nobody listened on just now
+
+// A private folder (0700) in memory where there is /dev/shm; gone with its owner. Folders of owners that were killed
+// together with all their helpers are swept by the next one.
+class PrivateFolder {
+ public:
+  explicit PrivateFolder(const std::filesystem::path& base);
+  ~PrivateFolder();
+  PrivateFolder(PrivateFolder&&) = delete;
+  const std::filesystem::path& path() const noexcept { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  Fd lock_;
+};
+std::filesystem::path private_folder_base(std::string_view tmpdir);
+inline constexpr std::string_view kPrivatePrefix = "ds-launch.";
+
+using Environment = std::map<std::string, std::string>;
+Environment parse_environment(const std::vector<std::string>& strings);
+void add(Environment& environment, const std::vector<std::string>& strings);
+std::string value_or(const Environment& environment, const std::string& name, std::string fallback);
+
+// fork and exec in a process group of its own, all signals at their defaults, the three streams as given; the child
+// gets `death_signal` when we die. Returns its pid. If exec fails the child's status is 127 or 126 and *error is set.
+struct Spawn {
+  std::string program;
+  std::vector<std::string> argv;
+  Environment environment;
+  int stdin_fd, stdout_fd, stderr_fd;
+  int death_signal;
+  std::vector<int> cpus = {};  // to run on; none: all
+};
+pid_t spawn(const Spawn& what, int* error);
+
+// Ends every descendant of this process, which must be a subreaper: descendants come back to us as children, level by
+// level.
+void kill_descendants();
+
+// Blocks the signals of the list that are not ignored and returns a descriptor to read them from; the destructor
+// restores.
+class SignalInbox {
+ public:
+  explicit SignalInbox(std::initializer_list<int> signals);
+  ~SignalInbox();
+  SignalInbox(SignalInbox&&) = delete;
+  int fd() const noexcept { return fd_.get(); }
+  struct Signal {
+    int number = 0;
+    pid_t sender = 0;
+    explicit operator bool() const noexcept { return number != 0; }
+  };
+  Signal next();  // false: no more now
+
+ private:
+  sigset_t before_;
+  Fd fd_;
+};
+
+}  // namespace ds::launch

@@ -1,0 +1,227 @@
+// SPDX-License-Identifier: Apache-2.0
+// The shim of one rank: a child of mpirun that runs the rank, relays its streams and says how it ended. It stays until
+// the launcher says Bye, so that mpirun sees no rank end before the launcher has judged it. Whatever happens to
+// launcher or mpirun, the shim ends the rank and everything that the rank started.
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstring>
+
+#include "base/check.h"
+#include "ds/launch.h"
+#include "launch/process.h"
+
+namespace ds::launch {
+namespace {
+
+constexpr std::size_t kMaxQueued = 256 * 1024;  // output waiting for the launcher; beyond it the rank waits
+
+Fd connect_to(const std::string& path) {
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  if (!fd || ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) return Fd();
+  return fd;
+}
+
+struct Pipe {
+  Fd read, write;
+};
+Pipe make_pipe() {
+  int fds[2];
+  DS_CHECK(::pipe2(fds, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
+  return {Fd(fds[0]), Fd(fds[1])};
+}
+
+class Shim {
+ public:
+  Shim(Fd socket, Environment environment, SignalInbox& inbox, pid_t mpirun)
+      : channel_(std::move(socket)), environment_(std::move(environment)), inbox_(inbox), mpirun_(mpirun) {
+    const std::string rank = value_or(environment_, "OMPI_COMM_WORLD_RANK", "");
+    channel_.send(Message::Hello, pack({rank, std::to_string(::getpid()), host_name()}));
+  }
+
+  // True: the launcher dismissed us; false: it is gone.
+  bool run() {
+    while (!bye_ && !channel_.closed()) {
+      wait();
+      while (const std::optional<Frame> frame = channel_.receive()) handle(*frame);
+    }
+    end_rank();
+    return bye_;
+  }
+
+ private:
+  void wait() {
+    const bool room = channel_.queued() < kMaxQueued;
+    std::array<pollfd, 5> polled = {{
+        {channel_.fd(), channel_.events(), 0},
+        {inbox_.fd(), POLLIN, 0},
+        {room ? stdout_.get() : -1, POLLIN, 0},
+        {room ? stderr_.get() : -1, POLLIN, 0},
+        {stdin_pending_ ? stdin_.get() : -1, POLLOUT, 0},
+    }};
+    ::poll(polled.data(), polled.size(), -1);
+    channel_.pump(polled[0].revents);
+    if (polled[1].revents != 0) take_signals();
+    if (polled[2].revents != 0) relay(stdout_, Message::Stdout);
+    if (polled[3].revents != 0) relay(stderr_, Message::Stderr);
+    if (polled[4].revents != 0) feed();
+    report_end();
+  }
+
+  void handle(const Frame& frame) {
+    switch (frame.type) {
+      case Message::Environment: add(environment_, unpack(frame.payload)); break;
+      case Message::Bind: {
+        const auto [index, shares] = value_of<std::array<i32, 2>>(frame.payload);
+        const std::vector<int> all = usable_cpus();
+        const std::span<const int> mine = share_of(all, index, shares);
+        cpus_.assign(mine.begin(), mine.end());
+        break;
+      }
+      case Message::Start: start(unpack(frame.payload)); break;
+      case Message::Stdin:
+        stdin_bytes_ = frame.payload;
+        stdin_pending_ = !stdin_bytes_.empty() && stdin_;
+        if (stdin_bytes_.empty()) stdin_.reset();
+        break;
+      case Message::Signal: {
+        const auto [signal, stop] = value_of<SignalPayload>(frame.payload);
+        stopped_ |= stop != 0 && pid_ > 0;
+        signal_rank(signal);
+        break;
+      }
+      case Message::Bye: bye_ = true; break;
+      default: throw Error(Errc::Internal, "message from the launcher that only shims send");
+    }
+  }
+
+  void start(std::vector<std::string> argv) {
+    const std::string program = argv.front();
+    argv.erase(argv.begin());
+    Pipe in = make_pipe(), out = make_pipe(), err = make_pipe();
+    int error = 0;
+    pid_ = spawn({.program = program,
+                  .argv = argv,
+                  .environment = environment_,
+                  .stdin_fd = in.read.get(),
+                  .stdout_fd = out.write.get(),
+                  .stderr_fd = err.write.get(),
+                  .death_signal = SIGKILL,
+                  .cpus = cpus_},
+                 &error);
+    stdin_ = std::move(in.write);
+    ::fcntl(stdin_.get(), F_SETFL, O_NONBLOCK);
+    stdout_ = std::move(out.read);
+    stderr_ = std::move(err.read);
+    channel_.send(Message::Started, bytes_of(pid_));
+    if (error != 0)
+      channel_.send(Message::Stderr,
+                    fmt::format("ds-launch: cannot execute '{}': {}\n", program, std::strerror(error)));
+  }
+
+  void relay(Fd& stream, Message type) {
+    char buffer[64 * 1024];
+    const ssize_t n = ::read(stream.get(), buffer, sizeof buffer);
+    if (n > 0) channel_.send(type, {buffer, static_cast<std::size_t>(n)});
+    if (n == 0 || (n < 0 && errno != EINTR)) stream.reset();
+  }
+
+  // A rank that closed its stdin gets no more: we ask for none, and who writes to the launcher waits.
+  void feed() {
+    const ssize_t n = ::write(stdin_.get(), stdin_bytes_.data(), stdin_bytes_.size());
+    if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    if (n < 0) stdin_.reset();
+    if (n > 0) stdin_bytes_.erase(0, static_cast<std::size_t>(n));
+    stdin_pending_ = stdin_ && !stdin_bytes_.empty();
+    if (stdin_ && !stdin_pending_) channel_.send(Message::StdinTaken);
+  }
+
+  void take_signals() {
+    while (const SignalInbox::Signal signal = inbox_.next()) {
+      if (signal.number == SIGCHLD) {
+        reap();
+      } else if (signal.number == SIGCONT) {
+        if (signal.sender == mpirun_) channel_.send(Message::Aborted);  // how mpirun begins to end a job
+      } else if (signal.number == SIGTERM && ::getppid() == mpirun_) {
+        channel_.send(Message::Aborted);
+      } else if (signal.number == SIGTERM) {  // mpirun has died
+        stopped_ |= pid_ > 0;
+        signal_rank(SIGKILL);
+      } else {
+        signal_rank(signal.number);
+      }
+    }
+  }
+
+  void signal_rank(int signal) {
+    if (pid_ > 0) ::kill(-pid_, signal);
+  }
+
+  void reap() {
+    int status = 0;
+    for (pid_t pid; (pid = ::waitpid(-1, &status, WNOHANG)) > 0;) {
+      if (pid != pid_) continue;
+      end_ = {.time_ns = monotonic_ns(), .wait_status = status, .stopped = stopped_ ? 1 : 0};
+      pid_ = -1;
+      ended_ = true;
+    }
+    if (ended_) kill_descendants();  // so that the streams end, too
+  }
+
+  void report_end() {
+    if (!ended_ || stdout_ || stderr_ || reported_) return;
+    channel_.send(Message::Ended, bytes_of(end_));
+    reported_ = true;
+  }
+
+  void end_rank() {
+    signal_rank(SIGKILL);
+    kill_descendants();
+  }
+
+  Channel channel_;
+  Environment environment_;
+  SignalInbox& inbox_;
+  pid_t mpirun_;
+  pid_t pid_ = -1;
+  Fd stdin_, stdout_, stderr_;
+  std::string stdin_bytes_;
+  std::vector<int> cpus_;
+  EndedPayload end_{};
+  bool stdin_pending_ = false, stopped_ = false, ended_ = false, reported_ = false, bye_ = false;
+};
+
+}  // namespace
+}  // namespace ds::launch
+
+namespace ds {
+
+int run_rank_shim(const std::string& socket, const std::vector<std::string>& environment) {
+  using namespace launch;
+  const pid_t mpirun = ::getppid();
+  SignalInbox inbox({SIGCHLD, SIGCONT, SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2});
+  std::signal(SIGPIPE, SIG_IGN);  // a rank that closed its stdin is no reason to die
+  ::prctl(PR_SET_PDEATHSIG, SIGTERM);
+  ::prctl(PR_SET_CHILD_SUBREAPER, 1);
+  Fd connection = connect_to(socket);
+  if (!connection || !Shim(std::move(connection), parse_environment(environment), inbox, mpirun).run()) {
+    std::error_code ignored;  // the launcher was killed: its folder is left to us
+    std::filesystem::remove_all(std::filesystem::path(socket).parent_path(), ignored);
+    return 1;
+  }
+  return 0;
+}
+
+}  // namespace ds

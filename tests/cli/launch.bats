@@ -1,0 +1,421 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-launch: exit statuses, environment, streams, signals; whoever is killed, nothing survives.
+
+bats_require_minimum_version 1.5.0
+bats_load_library bats-support
+bats_load_library bats-assert
+
+export BATS_TEST_TIMEOUT=120
+
+setup() {
+  launch=$DS_BIN/ds-launch
+  marker=9$RANDOM$RANDOM # a duration that names our sleeping ranks among all processes
+  cd "$BATS_TEST_TMPDIR"
+}
+
+teardown() {
+  pkill -9 -f "sleep $marker" || true
+}
+
+start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT for background jobs.)
+  env --default-signal=INT "$launch" "$@" >out 2>err 3>&- &
+  job=$!
+}
+
+assert_ends_with() { # status of the job
+  local status=0
+  wait "$job" || status=$?
+  assert_equal "$status" "$1"
+}
+
+until_true() { # seconds command...: within so many seconds
+  local tries=$(($1 * 20))
+  shift
+  until "$@"; do
+    ((tries-- > 0)) || return 1
+    sleep 0.05
+  done
+}
+
+sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }
+
+shims_are_gone() { ! pgrep -f -- "--rank-shim $folder" >pids; }
+
+mpirun_of() { pgrep -P "$1" -x mpirun; }
+
+private_folder_of() { tr '\0' '\n' <"/proc/$(mpirun_of "$1")/cmdline" | grep -o '.*/ds-launch\.[A-Za-z0-9]*' | head -1; }
+
+# Starts ranks that sleep, each with a background process of its own that sleeps, too.
+start_sleepers() { # number of ranks
+  start -n "$1" bash -c "sleep $marker & sleep $marker; true"
+  until_true 10 sleepers_are $((2 * $1))
+  folder=$(private_folder_of "$job")
+  [[ -d $folder ]]
+}
+
+assert_nothing_left() {
+  until_true 10 sleepers_are 0
+  until_true 5 test ! -e "$folder"
+  until_true 5 shims_are_gone
+}
+
+# ---- what ranks see -------------------------------------------------------------------------------------------------
+
+@test "every rank gets its place and the job's name" {
+  for n in 1 2 3 8; do
+    run --separate-stderr "$launch" -n $n bash -c \
+      'echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $NODE_RANK $MASTER_ADDR $MASTER_PORT $DS_JOB'
+    assert_success
+    [[ ${#lines[@]} -eq $n ]]
+    for ((r = 0; r < n; ++r)); do assert_line --regexp "^$r $r $n $n 0 127\.0\.0\.1 [0-9]+ [0-9a-f]{32}$"; done
+    [[ $(printf '%s\n' "${lines[@]}" | cut -d' ' -f6- | sort -u | wc -l) -eq 1 ]]
+  done
+}
+
+@test "two jobs at once have different ports and names" {
+  "$launch" bash -c 'echo $MASTER_PORT $DS_JOB; sleep 1' >a 3>&- &
+  local other=$!
+  "$launch" bash -c 'echo $MASTER_PORT $DS_JOB; sleep 1' >b
+  wait $other
+  [[ $(cut -d' ' -f1 a) != $(cut -d' ' -f1 b) && $(cut -d' ' -f2 a) != $(cut -d' ' -f2 b) ]]
+}
+
+@test "OMP_NUM_THREADS is a share of the cores, unless it is set" {
+  unset OMP_NUM_THREADS
+  run "$launch" bash -c 'echo $OMP_NUM_THREADS'
+  assert_output "$(nproc)"
+  run --separate-stderr "$launch" -n 64 bash -c '[[ $RANK != 63 ]] || echo $OMP_NUM_THREADS'
+  assert_output 1
+  OMP_NUM_THREADS=7 run "$launch" bash -c 'echo $OMP_NUM_THREADS'
+  assert_output 7
+}
+
+@test "--bind core gives each rank cores of its own" {
+  (($(nproc) >= 2)) || skip "one core"
+  run "$launch" -n 2 --bind core bash -c 'echo $(nproc) cores: $(taskset -cp $$ | sed "s/.*: //")'
+  assert_success
+  assert_line --partial "$(($(nproc) / 2)) cores"
+  [[ ${lines[0]} != "${lines[1]}" ]]
+  run "$launch" -n $(($(nproc) + 1)) --bind core true
+  assert_failure 2
+  assert_output --partial "--bind core needs a core for every rank"
+}
+
+@test "arguments and environment arrive literally" {
+  local nasty=$'a b\n$(touch ran) `touch ran` "q" \'s\' \\ * : -- é'
+  NASTY=$nasty run "$launch" -n 2 bash -c '[[ $1 == "$NASTY" && $2 == : && $3 == "" && $4 == -n && $# == 4 ]] && echo same' \
+    bash "$nasty" : "" -n
+  assert_success
+  assert_output $'same\nsame'
+  [[ ! -e ran ]]
+}
+
+@test "a value of 128 KB in the environment arrives" {
+  BIG=$(head -c 131000 /dev/zero | tr '\0' x) run "$launch" bash -c 'echo ${#BIG}'
+  assert_output 131000
+}
+
+@test "stdin goes to rank 0, the others read nothing" {
+  run bash -c "seq 100000 | '$launch' -n 3 bash -c 'echo \$RANK \$(wc -l)' | sort"
+  assert_output --partial $'0 100000\n1 0\n2 0'
+  run bash -c "yes | timeout 20 '$launch' -n 2 true" # a rank that does not read
+  assert_success
+}
+
+@test "a closed stdin is the end of the file" {
+  run timeout 20 bash -c "'$launch' -n 2 cat <&-"
+  assert_success
+}
+
+# ---- streams --------------------------------------------------------------------------------------------------------
+
+@test "lines of different ranks are not mixed, stdout and stderr stay apart" {
+  "$launch" -n 3 bash -c 'for i in {1..300}; do printf "%s" $RANK; printf "%0300d\n" 0; done; echo e >&2' >out 2>err
+  [[ $(wc -l <out) -eq 900 && $(grep -cE '^[012]0{300}$' out) -eq 900 ]]
+  [[ $(grep -cx e err) -eq 3 ]]
+}
+
+@test "one rank: every byte passes as it is" {
+  head -c 3000000 /dev/urandom >bytes
+  "$launch" cat bytes >copy
+  cmp bytes copy
+  [[ $("$launch" printf 'no newline' | od -c) == "$(printf 'no newline' | od -c)" ]]
+}
+
+@test "--tag-output names the rank of every line" {
+  "$launch" -n 2 --tag-output bash -c 'echo o$RANK; echo e$RANK >&2' >out 2>err
+  [[ $(sort out) == $'[0] o0\n[1] o1' && $(sort err) == $'[0] e0\n[1] e1' ]]
+}
+
+@test "--log-dir keeps one file per rank with both streams, and appends" {
+  for _ in 1 2; do "$launch" -n 2 --log-dir new/logs bash -c 'echo o$RANK; echo e$RANK >&2' >out 2>err; done
+  [[ $(ls new/logs) == $'rank-00000.log\nrank-00001.log' ]]
+  [[ $(sort new/logs/rank-00001.log) == $'e1\ne1\no1\no1' ]]
+  [[ $(sort out) == $'o0\no1' ]]
+  run "$launch" --log-dir /proc/no true
+  assert_failure 2
+}
+
+@test "a reader that goes away ends the job quietly" {
+  run --separate-stderr bash -c "'$launch' -n 2 yes | head -1; echo \${PIPESTATUS[0]}"
+  assert_output $'y\n141'
+  assert_equal "$stderr" ""
+}
+
+@test "a full disk under stdout is an error" {
+  run bash -c "'$launch' -n 2 bash -c 'while echo x; do sleep 0.1; done' >/dev/full"
+  assert_failure 1
+  assert_output --partial "cannot write to stdout: No space left on device"
+}
+
+@test "on a terminal an unfinished line appears at once, and DS_COLUMNS is told to rank 0 alone" {
+  command -v script >/dev/null || skip "no script(1)"
+  timeout 30 script -qec "stty cols 77; '$launch' -n 2 bash -c 'echo c\$RANK=\$DS_COLUMNS; [[ \$RANK == 0 ]] || exit; printf half; sleep 30'" \
+    /dev/null >out </dev/null 3>&- &
+  local shown=$!
+  until_true 15 grep -q 'half' out
+  grep -q 'c0=77' out
+  grep -q 'c1=.$' out
+  kill $shown
+  wait $shown || true
+}
+
+# ---- exit statuses ---------------------------------------------------------------------------------------------------
+
+@test "the status of the rank that failed first is passed on, with its last lines" {
+  run "$launch" -n 3 bash -c 'echo "I am $RANK" >&2; [[ $RANK == 1 ]] && exit 3; sleep 0.7; exit 4'
+  assert_failure 3
+  assert_output --regexp "ds-launch: error: rank 1 \([^ ]+, pid [0-9]+\) exited with status 3; its last lines:"
+  assert_line "  | I am 1"
+}
+
+@test "a rank killed by a signal: 128 + signal, named" {
+  run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] && kill -SEGV $$; sleep 60'
+  assert_failure 139
+  assert_output --regexp "rank 1 \([^ ]+, pid [0-9]+\) was killed by signal 11 \(SIGSEGV\)"
+}
+
+@test "peers of a failed rank get time to say their part, then are ended within seconds" {
+  SECONDS=0
+  run "$launch" -n 3 bash -c \
+    'case $RANK in 0) trap "" TERM; sleep 60; sleep 60;; 1) exit 9;; 2) sleep 1; echo "rank 1 is gone"; exit 1;; esac'
+  assert_failure 9
+  assert_line "rank 1 is gone"
+  ((SECONDS <= 12))
+}
+
+@test "75: a checkpoint was committed" {
+  run "$launch" -n 3 bash -c 'sleep 0.$RANK; exit 75'
+  assert_failure 75
+  assert_output "$( (($(nproc) >= 3)) || echo "ds-launch: warning: 3 ranks share $(nproc) cores")"
+  run "$launch" -n 2 bash -c 'exit $((RANK * 75))'
+  assert_failure 75
+  run "$launch" -n 2 bash -c 'sleep 0.$RANK; exit $((75 - RANK))'
+  assert_failure 74
+}
+
+@test "program not found: 127; not executable: 126" {
+  run -127 "$launch" no-such-program
+  assert_output "ds-launch: error: 'no-such-program' is not a program beside ds-launch or in PATH"
+  run -127 "$launch" ./nowhere
+  touch plain
+  run "$launch" ./plain
+  assert_failure 126
+  run "$launch" /
+  assert_failure 126
+  printf '#!/no/such/interpreter\n' >script
+  chmod +x script
+  run -127 "$launch" -n 2 ./script
+  assert_output --partial "cannot execute './script': No such file or directory"
+}
+
+@test "PROG is looked up beside ds-launch first" {
+  mkdir bin other
+  cp "$launch" bin/
+  printf '#!/bin/sh\necho beside\n' >bin/prog
+  printf '#!/bin/sh\necho path\n' >other/prog
+  chmod +x bin/prog other/prog
+  LD_LIBRARY_PATH=$DS_BIN/../lib PATH=$PWD/other:$PATH run bin/ds-launch prog
+  assert_output beside
+  PATH=$PWD/other:$PATH run "$launch" prog
+  assert_output path
+}
+
+@test "misuse: exit 2, a suggestion, nothing started" {
+  for wrong in "-n 0 true" "-n x true" "-n -1 true" "-n" "--bind socket true" "--no-such true" "" "-n 2"; do
+    run "$launch" $wrong
+    assert_failure 2
+    assert_output --partial "ds-launch: error: "
+  done
+  run "$launch" --tag-outptu touch started
+  assert_failure 2
+  assert_output --partial "unknown option '--tag-outptu'; did you mean '--tag-output'?"
+  for unknown in --hostfile --host --include --exclude --restarts; do
+    run "$launch" $unknown x touch started
+    assert_failure 2
+    assert_output --partial "unknown option '$unknown'"
+  done
+  [[ ! -e started ]]
+}
+
+@test "options after PROG belong to PROG; -- ends ours" {
+  run "$launch" echo -n 5 --help --json
+  assert_output -- "5 --help --json"
+  run "$launch" -n 1 -- echo a --version
+  assert_output -- "a --version"
+  run "$launch" -n 1 echo -- a
+  assert_output -- "-- a"
+}
+
+@test "--dry-run prints what would be started and starts nothing" {
+  run "$launch" -n 2 --dry-run touch "a b"
+  assert_success
+  assert_output --regexp "mpirun:.*mpirun -n 2 "
+  assert_output --regexp "ranks: .*/touch 'a b'"
+  assert_output --regexp "rank 1: +RANK=1 LOCAL_RANK=1"
+  [[ ! -e "a b" ]]
+  run bash -c "'$launch' -n 2 --dry-run --json touch f | grep -c '\"schema\": \"ds-launch/1\"'"
+  assert_output 1
+}
+
+@test "--output writes a report of how the ranks ended; --json alone is refused" {
+  run "$launch" -n 2 --json --output report.json bash -c 'exit $((RANK * 3))'
+  assert_failure 3
+  grep -q '"culprit": 1' report.json
+  run "$launch" --json true
+  assert_failure 2
+}
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+@test "TERM and USR1 reach the ranks, which may take their time to return 75" {
+  for signal in TERM USR1; do
+    start -n 2 bash -c "trap 'sleep 3; echo saved \$RANK; exit 75' $signal; touch ready.\$RANK; while :; do sleep 0.1; done"
+    until_true 10 test -e ready.0 -a -e ready.1
+    kill -$signal $job
+    assert_ends_with 75
+    assert_equal "$(sort out)" $'saved 0\nsaved 1'
+    refute grep -q "ds-launch" err
+    rm ready.*
+  done
+}
+
+@test "ranks that die of the signal we were sent: 128 + signal, no accusation" {
+  for signal in INT TERM HUP; do
+    start -n 2 sleep $marker
+    until_true 10 sleepers_are 2
+    kill -$signal $job
+    assert_ends_with $((128 + $(kill -l $signal)))
+    refute grep -q "error" err
+  done
+}
+
+@test "the second stop signal is force" {
+  start -n 2 bash -c "trap '' INT TERM; touch ready.\$RANK; while :; do sleep 0.1; done"
+  until_true 10 test -e ready.0 -a -e ready.1
+  kill -TERM $job
+  sleep 1
+  kill -0 $job
+  kill -TERM $job
+  SECONDS=0
+  assert_ends_with 143
+  ((SECONDS <= 5))
+}
+
+@test "Ctrl-C on a terminal reaches the ranks once" {
+  command -v script >/dev/null || skip "no script(1)"
+  (until_true 10 test -e ready; printf '\003'; sleep 2) |
+    timeout 30 script -qec "'$launch' -n 2 bash -c 'trap \"echo caught; sleep 1; exit 75\" INT; touch ready; while :; do sleep 0.1; done'; echo status=\$?" \
+      /dev/null >out 3>&-
+  [[ $(grep -c caught out) -eq 2 ]]
+  grep -q 'status=75' out
+}
+
+@test "a stop before the ranks have started ends the job" {
+  for delay in 0 0.02 0.05; do
+    start -n 8 sleep $marker
+    sleep $delay
+    kill -TERM $job
+    assert_ends_with 143
+    until_true 5 sleepers_are 0
+  done
+}
+
+# ---- nothing survives -----------------------------------------------------------------------------------------------
+
+@test "kill -9 of a rank: the job ends, the rank is named, nothing is left" {
+  start_sleepers 3
+  kill -9 "$(pgrep -fx "sleep $marker" | head -1 | xargs -I{} ps -o ppid= -p {})" # its bash
+  assert_ends_with 137
+  grep -qE "rank [012] \([^ ]+, pid [0-9]+\) was killed by signal 9 \(SIGKILL\)" err
+  assert_nothing_left
+}
+
+@test "kill -9 of a shim: its rank and the job end, nothing is left" {
+  start_sleepers 2
+  kill -9 "$(pgrep -f -- "--rank-shim $folder" | xargs -n1 -I{} sh -c 'grep -qs mpirun /proc/{}/comm || echo {}' | head -1)"
+  assert_ends_with 137
+  assert_nothing_left
+}
+
+@test "kill -9 of mpirun: the job ends, nothing is left" {
+  start_sleepers 2
+  kill -9 "$(mpirun_of $job)"
+  assert_ends_with 137
+  grep -q "mpirun was killed by signal 9 (SIGKILL)" err
+  assert_nothing_left
+}
+
+@test "kill -9 of ds-launch: nothing is left" {
+  for n in 1 2 8; do
+    start_sleepers $n
+    kill -9 $job
+    assert_ends_with 137
+    assert_nothing_left
+  done
+}
+
+@test "kill -9 of ds-launch and mpirun at once: nothing is left" {
+  start_sleepers 2
+  kill -9 $job "$(mpirun_of $job)"
+  assert_ends_with 137
+  assert_nothing_left
+}
+
+@test "what a rank leaves in the background ends with it" {
+  run "$launch" -n 2 bash -c "setsid sleep $marker & sleep 0.2"
+  assert_success
+  sleepers_are 0
+}
+
+# ---- MPI programs -----------------------------------------------------------------------------------------------------
+
+mpi_rank() {
+  command -v mpicc >/dev/null || skip "no mpicc"
+  mpicc -o mpi_rank "$DS_SOURCE/tests/cli/mpi_rank.c"
+}
+
+@test "MPI programs work through the shim" {
+  mpi_rank
+  for n in 1 2 3 8; do
+    run "$launch" -n $n ./mpi_rank
+    assert_success
+    for ((r = 0; r < n; ++r)); do assert_line "rank $r counts $n"; done
+  done
+  run "$launch" -n 2 ./mpi_rank checkpoint
+  assert_failure 75
+}
+
+@test "the end of an MPI rank is noticed, however it comes" {
+  mpi_rank
+  run timeout 20 "$launch" -n 2 ./mpi_rank abort
+  assert_failure 42
+  run timeout 20 "$launch" -n 2 ./mpi_rank kill
+  assert_failure 137
+  run timeout 20 "$launch" -n 2 ./mpi_rank exit
+  assert_failure 5
+  run timeout 20 "$launch" -n 2 ./mpi_rank leave
+  assert_failure 1
+  assert_output --partial "without MPI_Finalize"
+}
