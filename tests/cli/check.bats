@@ -50,14 +50,15 @@ SPDX='// SPDX-License-Identifier: Apache-2.0'
   plant libds/engine/train.cc "$SPDX" '#include "ds/train.h"'
   plant libds/include/ds/train.h "$SPDX" '#include "ds/error.h"'
   plant libds/include/ds/error.h "$SPDX"
-  plant libds/include/ds/run_config.h "$SPDX"
+  plant libds/include/ds/model_config.h "$SPDX"
   run "$repo/scripts/check" layers
   assert_success
+  plant libds/include/ds/unheard_of.h "$SPDX" '#include "ds/error.h"'
   plant libds/base/a.cc "$SPDX" '#include "device/memory.h"'
   plant libds/zero/b.cc "$SPDX" '#include "checkpoint/save.h"'
   plant libds/data/c.cc "$SPDX" '#include "ds/train.h"'
   plant libds/model/d.cc "$SPDX" '#include "comm/communicator.h"'
-  plant libds/base/e.cc "$SPDX" '#include <ds/run_config.h>'
+  plant libds/base/e.cc "$SPDX" '#include <ds/model_config.h>'
   plant kernels/ref/f.cc "$SPDX" '#include "ds/error.h"'
   run "$repo/scripts/check" layers
   assert_failure 1
@@ -66,6 +67,7 @@ SPDX='// SPDX-License-Identifier: Apache-2.0'
   assert_output --partial 'libds/data/c.cc:2: data must not include engine'
   assert_output --partial 'libds/model/d.cc:2: model must not include comm'
   assert_output --partial 'libds/base/e.cc:2: base must not include config'
+  assert_output --partial 'libds/include/ds/unheard_of.h:2: scripts/check knows no level of ds/unheard_of.h'
   assert_output --partial 'kernels/ref/f.cc:2: kernels must not include base'
 }
 

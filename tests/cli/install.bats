@@ -66,15 +66,18 @@ END
 #include <cstdio>
 
 int main() {
-  const ds::ConfigResult r = ds::parse_config("{\"zero_optimization\": {\"stage\": 7}}", "app", {}, 1,
-                                              ds::ConfigUse::Inspect);
-  std::printf("%s %d %s\n", std::string(ds::version()).c_str(), r.ok(), r.message().c_str());
-  throw ds::Error(ds::Errc::Config, "thrown across the library's border");
+  const auto r = ds::parse_config(R"({"zero_optimization": {"stage": 7}})", "app", {}, 1, ds::ConfigUse::Inspect);
+  std::printf("%s\n%s\n", std::string(ds::version()).c_str(), r.message().c_str());
+  try {
+    ds::load_model_config("nowhere");
+  } catch (const ds::Error& e) {
+    return ds::exit_code(e.code());
+  }
 }
 END
   run -0 cmake -S . -B build -DCMAKE_PREFIX_PATH="$PREFIX"
   run -0 cmake --build build
-  run ./build/app
-  assert_output --regexp '^0\.1\.0 0 .*stage'
-  assert_output --partial "thrown across the library's border"
+  run -2 ./build/app # an exception crossed the library's border
+  assert_line --index 0 0.1.0
+  assert_line --index 1 --partial zero_optimization.stage
 }
