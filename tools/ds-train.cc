@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-train: trains a model as a DeepSpeed configuration says; evaluates it; writes text with it.
 
-#include <charconv>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
 #include <optional>
 
 #include "common/progress.h"
+#include "common/ranks.h"
 #include "common/tool.h"
 #include "ds/config.h"
 #include "ds/train.h"
@@ -31,31 +31,6 @@ volatile std::sig_atomic_t stop_signal = 0;
 extern "C" void on_signal(int signal) {
   if (stop_signal != 0 && signal == SIGINT) std::_Exit(128 + SIGINT);  // the second Ctrl-C
   stop_signal = signal;
-}
-
-int environment_number(const char* name, int fallback) {
-  const char* text = std::getenv(name);
-  if (text == nullptr) return fallback;
-  int value = 0;
-  const std::string_view view(text);
-  const auto [end, error] = std::from_chars(view.begin(), view.end(), value);
-  if (error != std::errc{} || end != view.end() || value < 0) {
-    throw ds::Error(ds::Errc::Config, fmt::format("environment variable {} is not a number: {}", name, text));
-  }
-  return value;
-}
-
-ds::RankInfo ranks_of_environment() {
-  ds::RankInfo r;
-  r.world_size = environment_number("WORLD_SIZE", 1);
-  r.rank = environment_number("RANK", 0);
-  r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);
-  if (const char* job = std::getenv("DS_JOB")) r.job = job;
-  if (r.world_size < 1 || r.rank >= r.world_size) {
-    throw ds::Error(ds::Errc::Config,
-                    fmt::format("environment: RANK {} is not below WORLD_SIZE {}", r.rank, r.world_size));
-  }
-  return r;
 }
 
 double gib(ds::i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); }
@@ -140,6 +115,13 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     };
     result = run.train(hooks);
   }
+  if (result.stopped) {
+    const bool kept = !result.checkpoint.empty();
+    ds::tools::report_error(fmt::format("stopped by a signal after step {}; {}", result.step,
+                                        kept ? result.checkpoint + " is committed: run again with --resume latest"
+                                             : std::string("without --out nothing was kept")));
+    return kept ? ds::exit_code(ds::Errc::Interrupted) : 128 + static_cast<int>(stop_signal);
+  }
   const double tokens_per_s = result.seconds > 0 ? static_cast<double>(result.tokens) / result.seconds : 0;
   if (out.json()) {
     out.document({{"type", "result"},
@@ -167,7 +149,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
 }
 
 int run(const Options& o, Output& out) {
-  const ds::RankInfo ranks = ranks_of_environment();
+  const ds::RankInfo ranks = ds::tools::ranks_of_environment();
   std::vector<std::string> set = o.set;
   if (o.steps) set.push_back(fmt::format("steps={}", *o.steps));
   const bool training = !o.eval && !o.prompt;
@@ -232,7 +214,7 @@ int main(int argc, char** argv) {
         app.add_option("--steps", o.steps, "optimizer steps of the run (overrides the key steps)")->type_name("N");
         app.add_option("--set", o.set, "override a key: a.b=value; may be given again")
             ->type_name("KEY=VALUE")
-            ->expected(1);
+            ->allow_extra_args(false);
         app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
         app.add_flag("--eval", o.eval, "print the validation loss and stop");
         app.add_option("--generate", o.prompt, "continue this text and stop")

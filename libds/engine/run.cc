@@ -108,6 +108,7 @@ struct TrainingRun::State {
   std::unique_ptr<engine::Engine> engine;
   std::vector<ParamEntry> params;
   std::string backend;
+  std::string step_dir;  // to go on from; empty: from the start
   std::string last_checkpoint;
   double peak_flops = 0;  // of this rank, measured
 
@@ -127,6 +128,7 @@ struct TrainingRun::State {
 
   void open();
   void open_data();
+  std::string find_resumed() const;
   void load();
   void save();
   double evaluate();
@@ -166,6 +168,7 @@ void TrainingRun::State::open() {
   mesh = std::make_unique<Mesh>(connect(config, ranks));
   backend = mesh->world().backend();
   open_data();
+  step_dir = find_resumed();
   if (writes() && is_root())
     directory = std::make_unique<engine::RunDirectory>(options.out_dir, !options.resume.empty());
   mesh->world().barrier("dp.stats");  // nobody builds before the directory is ours
@@ -188,22 +191,27 @@ void TrainingRun::State::open_data() {
   }
 }
 
-void TrainingRun::State::load() {
-  std::string step_dir;
-  if (options.resume == "latest") {
-    // A first start of a command line that always says --resume latest: said, not silent.
-    std::error_code ignored;
-    bool fresh = true;
-    for (const auto& entry : std::filesystem::directory_iterator(options.out_dir, ignored)) {
-      const std::string name = entry.path().filename();
-      if (name == "latest" || name.starts_with("step-")) fresh = false;
-    }
-    if (!fresh) step_dir = find_checkpoint(options.out_dir);
-    if (fresh && is_root())
-      log_message(LogLevel::Warning, fmt::format("{} has no checkpoint yet: starting from step 0", options.out_dir));
-  } else if (!options.resume.empty()) {
-    step_dir = find_checkpoint(options.resume);
+// The step directory to go on from; empty: from the start.
+std::string TrainingRun::State::find_resumed() const {
+  if (options.resume.empty()) return "";
+  std::error_code ignored;
+  if (options.resume != "latest") {
+    DS_CHECK(std::filesystem::exists(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
+             options.resume);
+    return find_checkpoint(options.resume);
   }
+  DS_CHECK(!options.out_dir.empty(), Errc::Config, "--resume latest goes on in the directory of --out: give one");
+  for (const auto& entry : std::filesystem::directory_iterator(options.out_dir, ignored)) {
+    const std::string name = entry.path().filename();
+    if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
+  }
+  // A first start of a command line that always says --resume latest: said, not silent.
+  if (is_root())
+    log_message(LogLevel::Warning, fmt::format("{} has no checkpoint yet: starting from step 0", options.out_dir));
+  return "";
+}
+
+void TrainingRun::State::load() {
   if (step_dir.empty()) {
     const std::string weights =
         !options.weights.empty() ? options.weights : engine::published_weights(config.model_path);
@@ -369,15 +377,11 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       if (stop || (config.save.every > 0 && step() % config.save.every == 0)) save();
       if (stop && step() < config.steps) {
         s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
-        throw Error(
-            Errc::Interrupted,
-            s.writes()
-                ? fmt::format("stopped by a signal after step {}; checkpoint committed: run again with --resume latest",
-                              step())
-                : fmt::format("stopped by a signal after step {}; without --out nothing was kept", step()));
+        result.stopped = true;
+        break;
       }
     }
-    evaluate();
+    if (!result.stopped) evaluate();
     save();
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;

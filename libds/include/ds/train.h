@@ -70,6 +70,7 @@ struct TrainHooks {  // all optional; called on rank 0 only, but stop_requested 
 };
 
 struct TrainResult {
+  bool stopped = false;          // by request, before config.steps; `checkpoint` was committed
   i64 step = 0, first_step = 0;  // last and first step taken by this call
   i64 skipped_steps = 0;
   double loss = 0;      // of the last step
@@ -97,7 +98,7 @@ class DS_API TrainingRun {
   TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options);
   ~TrainingRun();
 
-  // Trains to config.steps. On a stop request: commits a checkpoint and throws Errc::Interrupted.
+  // Trains to config.steps, or until any rank asks to stop: then commits a checkpoint (if there is a directory).
   TrainResult train(const TrainHooks& hooks);
   // Mean loss over the validation data (eval.batches micro-batches per rank). Throws Errc::Config without any.
   double evaluate();

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/ranks.h"
+
+#include <fmt/format.h>
+
+#include <charconv>
+#include <cstdlib>
+
+namespace ds::tools {
+namespace {
+
+int environment_number(const char* name, int fallback) {
+  const char* text = std::getenv(name);
+  if (text == nullptr) return fallback;
+  int value = 0;
+  const std::string_view view(text);
+  const auto [end, error] = std::from_chars(view.begin(), view.end(), value);
+  if (error != std::errc{} || end != view.end() || value < 0) {
+    throw Error(Errc::Config, fmt::format("environment variable {} is not a number: {}", name, text));
+  }
+  return value;
+}
+
+}  // namespace
+
+RankInfo ranks_of_environment() {
+  RankInfo r;
+  r.world_size = environment_number("WORLD_SIZE", 1);
+  r.rank = environment_number("RANK", 0);
+  r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);
+  if (const char* job = std::getenv("DS_JOB")) r.job = job;
+  if (r.world_size < 1 || r.rank >= r.world_size) {
+    throw Error(Errc::Config, fmt::format("environment: RANK {} is not below WORLD_SIZE {}", r.rank, r.world_size));
+  }
+  return r;
+}
+
+}  // namespace ds::tools

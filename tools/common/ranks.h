@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Who this process is in its job, as ds-launch (or another launcher) says in the environment.
+
+#include "ds/train.h"
+
+namespace ds::tools {
+
+// RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, DS_JOB; without them a job of one rank. Throws Errc::Config for values that make
+// no sense.
+RankInfo ranks_of_environment();
+
+}  // namespace ds::tools
