@@ -66,7 +66,8 @@ class Environment {
   // clean: all ranks are about to leave, so that MPI_Finalize, which waits for all, returns.
   static void leave(bool clean) noexcept {
     const std::lock_guard lock(mutex());
-    if (--users() == 0 && ours() && clean) MPI_Finalize();
+    if (!clean) ours() = false;
+    if (--users() == 0 && ours()) MPI_Finalize();
   }
 
  private:
@@ -349,7 +350,8 @@ class MpiCommunicator final : public AsyncCommunicator {
     return failure;
   }
 
-  // Leaves together with the peers. False: somebody does not come, so MPI cannot be finalised.
+  // Leaves together with the peers, after a failure too, so that each can tell its story before the first exit ends the
+  // job. False: somebody failed or does not come. Then MPI_Finalize, which waits for all, must not be called.
   bool say_goodbye() noexcept {
     if (!known_failure()) {
       const std::lock_guard lock(mutex_);
@@ -363,7 +365,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     for (;;) {
       int done = 0;
       if (MPI_Test(&all_here, &done, MPI_STATUS_IGNORE) != MPI_SUCCESS) return false;
-      if (done) return true;
+      if (done) return !known_failure();
       try {
         hear();
       } catch (const Error&) {

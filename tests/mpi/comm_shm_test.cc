@@ -8,6 +8,7 @@
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/statvfs.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -221,15 +222,18 @@ TEST_F(CommShm, AMissingRankZeroIsNamed) {
 }
 
 TEST_F(CommShm, TooLittleSharedMemoryIsAnErrorWithNumbers) {
+  struct statvfs shm {};
+  ASSERT_EQ(statvfs("/dev/shm", &shm), 0);
+  const i64 too_much = align_up(narrow<i64>(shm.f_blocks * shm.f_frsize) + 1, 4096);
   Ranks ranks(2, [&](int r) {
     auto c = join(r, 2);
     MemoryLedger ledger;
-    c->allocate(ledger, Tag::Buckets, i64{1} << 42);
+    c->allocate(ledger, Tag::Buckets, too_much);
   });
   for (int r = 0; r < 2; ++r) {
     const std::string story = ranks.story(r);
     EXPECT_THAT(story, HasSubstr(fmt::format("{} ", static_cast<int>(Errc::OutOfMemory))));
-    EXPECT_THAT(story, HasSubstr("no 4398046511104 bytes of shared memory for buckets"));
+    EXPECT_THAT(story, HasSubstr(fmt::format("no {} bytes of shared memory for buckets", too_much)));
     EXPECT_THAT(story, HasSubstr("bytes of /dev/shm are free"));
   }
 }
