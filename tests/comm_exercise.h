@@ -84,12 +84,14 @@ inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared
 inline void exercise_all_gather(Communicator& c, std::span<std::byte> shared, const std::vector<i64>& slices,
                                 int salt) {
   const int P = c.size();
-  const i64 total = std::accumulate(slices.begin(), slices.end(), i64{0});
+  std::vector<i64> sizes = slices;
+  for (i64& n : sizes) n = n == 0 ? 0 : 4 * n - 1;
+  const i64 total = std::accumulate(sizes.begin(), sizes.end(), i64{0});
   std::vector<std::byte> own(shared.empty() ? static_cast<size_t>(P * total) : 0);
   std::byte* buffer = shared.empty() ? own.data() : shared.data();
   const auto byte = [&](int rank, i64 i) { return static_cast<std::byte>(rank * 31 + i * 7 + salt); };
   std::vector<AllGatherSegment> segments;
-  for (i64 n : slices) {
+  for (i64 n : sizes) {
     for (i64 i = 0; i < n; ++i) buffer[c.rank() * n + i] = byte(c.rank(), i);
     segments.push_back({buffer, n});
     buffer += P * n;

@@ -9,14 +9,19 @@
 //
 // Order. Every rank of the communicator makes the same calls in the same order with the same sizes. Calls return a
 // Ticket at once; operations run in call order on the communicator's own progress thread, so they overlap with
-// computation. Buffers belong to the operation until its ticket is done.
+// computation. Sends run beside them on a thread of their own, in the order of sends, so that two ranks may send to
+// each other before they receive. Buffers belong to the operation until its ticket is done, also while an exception
+// unwinds. One thread at a time calls (abort: any).
 //
 // Failure. A peer that dies, throws, stops or does not come within `timeout` makes every pending and later call, on
 // every other rank, throw Errc::Comm (died, aborted) or Errc::Timeout (absent), with Error::rank() and the message
-// naming the rank. Never a hang.
+// naming the rank. Never a hang. A rank that destroyed its communicator has left in peace: only who still waits for it
+// gets an error. A mismatched call is Errc::Comm and says what each rank called. After an error the communicator is of
+// no use: every later call throws the same one. A communicator destroyed by an exception that unwinds its owner aborts.
 //
 // Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
-// says: reduce_scatter and all_gather (P-1)/P of the total), number of calls.
+// says), number of calls. With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
+// all_reduce 2 (P-1)/P n, rounded down; broadcast (P-1) n at the root, 0 elsewhere; send n, recv 0; barrier 0.
 
 #include <functional>
 #include <map>
@@ -84,8 +89,8 @@ class Communicator {
   virtual Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
                                 std::string_view tag) = 0;
   virtual Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) = 0;
-  // In place; data [n] F32 (canonical fold), I64 or F64. Max and Min are exact on each; F64 Sum folds in rank order in
-  // fp64.
+  // In place; data [n] F32 (canonical fold), I64 or F64. Max and Min are exact on each, and NaN wins both; F64 Sum
+  // folds in rank order in fp64; I64 Sum wraps.
   virtual Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) = 0;
   virtual Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) = 0;
   // Slice q of source goes to rank q; slice q of target comes from rank q.
@@ -105,7 +110,7 @@ class Communicator {
 
 struct CommOptions {
   double timeout_s = 300;        // a peer absent for longer is an error
-  bool progress_thread = true;   // false: operations run inside the call (overlap_comm off)
+  bool progress_thread = true;   // false: operations but send run inside the call (overlap_comm off)
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
 };
 

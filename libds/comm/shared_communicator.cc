@@ -20,8 +20,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr i64 kDirectBytes = 16 << 10;  // smaller sources are staged
-constexpr int kSpins = 400;             // about 10 us, only when every rank has a core
+constexpr i64 kDirectBytes = 256 << 10;  // smaller sources are staged
+constexpr int kSpins = 400;              // about 10 us, only when every rank has a core
 constexpr int kYields = 16;
 constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
 constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
@@ -256,13 +256,24 @@ class SharedCommunicator final : public AsyncCommunicator {
     int culprit = peer;
     for (int hop = 0; hop < size(); ++hop) {
       const int next = slot(culprit).waits_for[kProgress].load(std::memory_order_relaxed) - 1;
-      if (next < 0 || next == rank()) break;
+      if (next < 0 || next == rank() || !waits_in_vain(culprit, next)) break;
       culprit = next;
     }
     const Arena::Health health = arena_->health(culprit);
     fail(Errc::Timeout, culprit,
          fmt::format("rank {} did not come within {} s: rank {} {}, rank {} {}{}{}", culprit, timeout_s(), rank(),
                      doing(rank()), culprit, doing(culprit), health.words.empty() ? "" : "; ", health.words));
+  }
+
+  // False: `waiter` says that it waits for `other`, but what it waits for has come; it does not run.
+  bool waits_in_vain(int waiter, int other) {
+    const auto value = [](const Event& e) { return e.value.load(std::memory_order_acquire); };
+    const u64 kind = slot(waiter).activity.load(std::memory_order_relaxed) & 0xff;
+    if (kind == static_cast<u64>(OpKind::Recv) + 1) {
+      const Channel& channel = arena_->channel(other, waiter);
+      return value(channel.head) == value(channel.tail);
+    }
+    return static_cast<i32>(value(slot(other).arrived) - value(slot(waiter).arrived)) < 0;
   }
 
   std::string doing(int rank) const {
