@@ -89,6 +89,7 @@ int main(int argc, char** argv) {
   if (argc == 3 && std::string_view(argv[1]) == "--rank-shim") return run_rank_shim(argv[2], own_environment());
 
   LaunchOptions options;
+  std::string bind = "none";
   bool dry_run = false;
   const tools::ToolInfo tool = {
       .name = "ds-launch",
@@ -103,10 +104,9 @@ int main(int argc, char** argv) {
     app.add_option("-n,--ranks", options.ranks, "number of ranks (default 1); more than cores is possible, but slow")
         ->type_name("N")
         ->check(CLI::Range(1, 4096));
-    app.add_option("--bind", options.bind, "core: give each rank its own share of the cores (default none)")
+    app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
-        ->transform(CLI::CheckedTransformer(
-            std::map<std::string, LaunchBind>{{"none", LaunchBind::None}, {"core", LaunchBind::Core}}));
+        ->check(CLI::IsMember({"none", "core"}));
     app.add_option("--log-dir", options.log_dir, "also append the output of each rank to DIR/rank-00000.log ...")
         ->type_name("DIR");
     app.add_flag("--tag-output", options.tag_output, "put the rank before every line of output");
@@ -114,6 +114,7 @@ int main(int argc, char** argv) {
     return [&](tools::Output& out) {
       options.command = app.remaining();
       if (!options.command.empty() && options.command.front() == "--") options.command.erase(options.command.begin());
+      options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
       options.environment = own_environment();
       options.terminal_columns = tools::terminal_columns();
       if (out.json() && !dry_run && !out.to_file())

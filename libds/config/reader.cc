@@ -12,7 +12,7 @@
 #include <cstring>
 #include <memory>
 
-#include "base/nearest.h"
+#include "ds/nearest.h"
 
 namespace ds {
 namespace {

@@ -7,7 +7,7 @@
 #include <array>
 #include <string>
 
-#include "base/nearest.h"
+#include "ds/nearest.h"
 
 namespace ds {
 namespace {

@@ -8,7 +8,7 @@
 namespace ds::tools {
 namespace {
 
-enum class Kind { Flag, Any, File, Folder, Program, Choice };
+enum class Kind { Flag, Any, File, Folder, Choice };
 
 struct Row {
   std::vector<std::string> names;  // with dashes
@@ -35,20 +35,26 @@ Row make_row(const CLI::Option& option) {
     row.kind = Kind::File;
   } else if (row.type == "DIR") {
     row.kind = Kind::Folder;
-  } else if (row.type == "PROG") {
-    row.kind = Kind::Program;
   }
   row.type = row.type.substr(0, row.type.find(':'));
   return row;
 }
 
+struct Table {
+  std::string_view tool;
+  std::string function;  // name of the shell function
+  std::vector<Row> options;
+  std::vector<std::string> commands;
+  bool runs_program;  // what follows the options is a command line
+};
+
 // Options of the tool and of all its commands: more offered than strictly valid, nothing valid missing.
-void collect(const CLI::App& app, std::vector<Row>& options, std::vector<std::string>& commands) {
+void collect(const CLI::App& app, Table& table) {
   for (const CLI::Option* option : app.get_options())
-    if (option->nonpositional() && !option->get_group().empty()) options.push_back(make_row(*option));
+    if (option->nonpositional() && !option->get_group().empty()) table.options.push_back(make_row(*option));
   for (const CLI::App* command : app.get_subcommands(nullptr)) {
-    commands.push_back(command->get_name());
-    collect(*command, options, commands);
+    table.commands.push_back(command->get_name());
+    collect(*command, table);
   }
 }
 
@@ -74,7 +80,6 @@ std::string bash_candidates(const Row& row) {
   switch (row.kind) {
     case Kind::Folder: return "-d";
     case Kind::File: return "-f";
-    case Kind::Program: return "-c";
     case Kind::Choice: return "-W '" + join(row.choices, " ") + "'";
     case Kind::Flag:
     case Kind::Any: break;
@@ -82,20 +87,19 @@ std::string bash_candidates(const Row& row) {
   return "";
 }
 
-std::string bash_script(std::string_view tool, const std::string& function, const std::vector<Row>& options,
-                        const std::vector<std::string>& commands, const std::vector<Row>& arguments) {
+std::string bash_script(const Table& table) {
   std::vector<std::string> names;
   std::string cases;
-  for (const Row& row : options) {
+  for (const Row& row : table.options) {
     names.insert(names.end(), row.names.begin(), row.names.end());
     if (row.kind == Kind::Flag) continue;
     const std::string candidates = bash_candidates(row);
-    cases += fmt::format("    {}) {}return ;;\n", join(row.names, "|"),
-                         candidates.empty() ? "" : fmt::format("COMPREPLY=($(compgen {} -- \"$cur\")); ", candidates));
+    cases += fmt::format(
+        "    {}) {}return ;;\n", join(row.names, "|"),
+        candidates.empty() ? "" : fmt::format("mapfile -t COMPREPLY < <(compgen {} -- \"$cur\"); ", candidates));
   }
-  std::string words = commands.empty() ? "-f" : fmt::format("-f -W '{}'", join(commands, " "));
-  if (std::any_of(arguments.begin(), arguments.end(), [](const Row& r) { return r.kind == Kind::Program; }))
-    words = "-c";
+  std::string words = table.runs_program ? "-f -c" : "-f";
+  if (!table.commands.empty()) words += fmt::format(" -W '{}'", join(table.commands, " "));
   return fmt::format(
       R"(# bash completion for {0}
 {1}() {{
@@ -104,20 +108,19 @@ std::string bash_script(std::string_view tool, const std::string& function, cons
   case $prev in
 {2}  esac
   case $cur in
-    -*) COMPREPLY=($(compgen -W '{3}' -- "$cur")) ;;
-    *) COMPREPLY=($(compgen {4} -- "$cur")) ;;
+    -*) mapfile -t COMPREPLY < <(compgen -W '{3}' -- "$cur") ;;
+    *) mapfile -t COMPREPLY < <(compgen {4} -- "$cur") ;;
   esac
 }}
 complete -o filenames -o bashdefault -F {1} {0}
 )",
-      tool, function, cases, join(names, " "), words);
+      table.tool, table.function, cases, join(names, " "), words);
 }
 
 std::string zsh_action(const Row& row) {
   switch (row.kind) {
     case Kind::File: return "_files";
     case Kind::Folder: return "_files -/";
-    case Kind::Program: return "_command_names -e";
     case Kind::Choice: return "(" + join(row.choices, " ") + ")";
     case Kind::Flag:
     case Kind::Any: break;
@@ -125,10 +128,9 @@ std::string zsh_action(const Row& row) {
   return " ";
 }
 
-std::string zsh_script(std::string_view tool, const std::string& function, const std::vector<Row>& options,
-                       const std::vector<std::string>& commands, const std::vector<Row>& arguments) {
+std::string zsh_script(const Table& table) {
   std::string specs;
-  for (const Row& row : options) {
+  for (const Row& row : table.options) {
     const std::string value = row.kind == Kind::Flag
                                   ? ""
                                   : fmt::format(":{}:{}", single_quoted(row.type, ":"), single_quoted(zsh_action(row)));
@@ -136,46 +138,51 @@ std::string zsh_script(std::string_view tool, const std::string& function, const
       specs += fmt::format(" \\\n    '({}){}[{}]{}'", join(row.names, " "), name,
                            single_quoted(row.description, "[]\\"), value);
   }
-  if (!commands.empty()) specs += fmt::format(" \\\n    '1:command:({})'", join(commands, " "));
-  const auto program =
-      std::find_if(arguments.begin(), arguments.end(), [](const Row& r) { return r.kind == Kind::Program; });
-  specs += program != arguments.end() ? " \\\n    '1:program:_command_names -e' '*::arguments:_normal'"
-                                      : " \\\n    '*:file:_files'";
-  return fmt::format("#compdef {0}\n{1}() {{\n  _arguments -s{2}\n}}\ncompdef {1} {0}\n", tool, function, specs);
+  if (!table.commands.empty()) specs += fmt::format(" \\\n    '1:command:({})'", join(table.commands, " "));
+  specs +=
+      table.runs_program ? " \\\n    '1:program:_command_names -e' '*::arguments:_normal'" : " \\\n    '*:file:_files'";
+  return fmt::format(
+      R"(#compdef {0}
+{1}() {{
+  _arguments -s{2}
+}}
+if [[ $funcstack[1] == {1} ]]; then {1} "$@"; else compdef {1} {0}; fi
+)",
+      table.tool, table.function, specs);
 }
 
-std::string fish_script(std::string_view tool, const std::vector<Row>& options,
-                        const std::vector<std::string>& commands) {
+std::string fish_script(const Table& table) {
+  const std::string_view tool = table.tool;
   std::string script = fmt::format("# fish completion for {}\n", tool);
-  for (const Row& row : options) {
+  for (const Row& row : table.options) {
     script += fmt::format("complete -c {}", tool);
     for (const std::string& name : row.names)
       script += name.starts_with("--") ? " -l " + name.substr(2) : " -s " + name.substr(1);
     if (row.kind == Kind::Choice) script += fmt::format(" -x -a '{}'", join(row.choices, " "));
     if (row.kind == Kind::Folder) script += " -x -a '(__fish_complete_directories)'";
-    if (row.kind == Kind::File || row.kind == Kind::Program) script += " -r";
+    if (row.kind == Kind::File) script += " -r";
     if (row.kind == Kind::Any) script += " -x";
     script += fmt::format(" -d '{}'\n", single_quoted(row.description, "\\"));
   }
-  if (!commands.empty())
-    script += fmt::format("complete -c {} -n __fish_use_subcommand -a '{}'\n", tool, join(commands, " "));
+  if (!table.commands.empty())
+    script += fmt::format("complete -c {} -n __fish_use_subcommand -a '{}'\n", tool, join(table.commands, " "));
+  if (table.runs_program) script += fmt::format("complete -c {} -x -a '(__fish_complete_subcommand)'\n", tool);
   return script;
 }
 
 }  // namespace
 
 std::string completion_script(const ToolInfo& tool, const CLI::App& app, std::string_view shell) {
-  std::vector<Row> options;
-  std::vector<std::string> commands;
-  collect(app, options, commands);
-  std::vector<Row> arguments;
-  for (const CLI::Option* option : app.get_options())
-    if (option->get_positional()) arguments.push_back(make_row(*option));
-  std::string function = "_" + std::string(tool.name);
-  std::replace(function.begin(), function.end(), '-', '_');
-  if (shell == "bash") return bash_script(tool.name, function, options, commands, arguments);
-  if (shell == "zsh") return zsh_script(tool.name, function, options, commands, arguments);
-  return fish_script(tool.name, options, commands);
+  Table table{.tool = tool.name,
+              .function = "_" + std::string(tool.name),
+              .options = {},
+              .commands = {},
+              .runs_program = app.get_prefix_command()};
+  std::replace(table.function.begin(), table.function.end(), '-', '_');
+  collect(app, table);
+  if (shell == "bash") return bash_script(table);
+  if (shell == "zsh") return zsh_script(table);
+  return fish_script(table);
 }
 
 }  // namespace ds::tools

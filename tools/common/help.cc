@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// --help from the option table, and the suggestion for a name that does not exist.
+// --help from the option table.
 
 #include <algorithm>
-#include <numeric>
 #include <sstream>
 
 #include "common/tool.h"
@@ -92,30 +91,6 @@ std::string help_text(const ToolInfo& tool, const CLI::App& app) {
   for (const Example& example : tool.examples)
     text += fmt::format("  {}\n      {}\n", example.command, wrap(example.what, 6));
   return text + fmt::format("\nManual: man {}; the suite: man ds\n", tool.name);
-}
-
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates) {
-  std::string best;
-  std::size_t best_distance = word.size() <= 2 ? 0 : std::max<std::size_t>(word.size() / 3, 1) + 1;
-  for (const std::string& candidate : candidates) {
-    // Edit distance with a single row; a prefix or an extension of the name counts as near.
-    std::vector<std::size_t> row(candidate.size() + 1);
-    std::iota(row.begin(), row.end(), std::size_t{0});
-    for (std::size_t i = 0; i < word.size(); ++i) {
-      std::size_t diagonal = std::exchange(row[0], i + 1);
-      for (std::size_t j = 0; j < candidate.size(); ++j) {
-        const std::size_t change = diagonal + (word[i] == candidate[j] ? 0 : 1);
-        diagonal = std::exchange(row[j + 1], std::min({row[j + 1] + 1, row[j] + 1, change}));
-      }
-    }
-    const bool prefix = word.size() >= 3 && candidate.starts_with(word);
-    const std::size_t distance = prefix ? std::min<std::size_t>(row.back(), 1) : row.back();
-    if (distance < best_distance) {
-      best_distance = distance;
-      best = candidate;
-    }
-  }
-  return best;
 }
 
 }  // namespace ds::tools

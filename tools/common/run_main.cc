@@ -13,6 +13,7 @@
 #include "common/tool.h"
 #include "ds/error.h"
 #include "ds/log.h"
+#include "ds/nearest.h"
 #include "ds/version.h"
 
 namespace ds::tools {
@@ -84,7 +85,8 @@ std::string describe_misuse(const CLI::App& app, std::string_view reason) {
     } else {
       for (const CLI::App* command : app.get_subcommands(nullptr)) candidates.push_back(command->get_name());
     }
-    const std::string near = nearest(name, candidates);
+    const std::vector<std::string_view> views(candidates.begin(), candidates.end());
+    const std::string_view near = name.size() > 2 ? nearest(name, views) : "";
     return fmt::format("{} '{}'{}", is_option ? "unknown option" : "unexpected argument", name,
                        near.empty() ? "" : fmt::format("; did you mean '{}'?", near));
   }

@@ -22,7 +22,7 @@
 //         });
 //   }
 //
-// type_name drives the completion: FILE, DIR and PROG complete as such, CLI::IsMember({...}) completes its values.
+// type_name drives the completion: FILE and DIR complete as such, CLI::IsMember({...}) completes its values.
 // Groups order the help; an option without one stands under "Options". Subcommands work (app.add_subcommand).
 
 #include <fmt/format.h>
@@ -90,9 +90,6 @@ bool verbose() noexcept;
 // Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, so no progress
 // line.
 int terminal_columns() noexcept;
-
-// The entry of `candidates` that a typing mistake most likely turned into `word`; empty if none is near.
-std::string nearest(std::string_view word, const std::vector<std::string>& candidates);
 
 // Internal to tools/common: the texts made from the option table.
 std::string help_text(const ToolInfo& tool, const CLI::App& app);

@@ -62,8 +62,8 @@ struct LaunchReport {
   std::vector<RankEnd> ranks;
 };
 
-// What run_launch() will do. Throws Errc::Config for options that contradict each other or this machine, Errc::Unavailable
-// without mpirun. Changes nothing.
+// What run_launch() will do. Throws Errc::Config for options that contradict each other or this machine,
+// Errc::Unavailable without mpirun. Changes nothing.
 DS_API LaunchPlan plan_launch(const LaunchOptions& options);
 
 // Runs the job to its end, with this process's stdin (to rank 0), stdout and stderr; lines of different ranks are never
