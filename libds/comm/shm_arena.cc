@@ -29,6 +29,7 @@ namespace bip = boost::interprocess;
 using Clock = std::chrono::steady_clock;
 
 constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
+constexpr u64 kUnfinished = kMagic + 1;
 constexpr u32 kVersion = 1;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
@@ -81,7 +82,7 @@ void remove_stale_segments() {
     SegmentHeader h{};
     const bool ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
                       pread(fd, static_cast<void*>(&h), sizeof h, 0) == static_cast<ssize_t>(sizeof h) &&
-                      h.magic.load(std::memory_order_relaxed) == kMagic && h.pid_namespace == pid_namespace();
+                      (h.magic == kMagic || h.magic == kUnfinished) && h.pid_namespace == pid_namespace();
     close(fd);
     if (!ours || !has_ended(process_stat(h.pid), h.process_start)) continue;
     if (bip::shared_memory_object::remove(name.c_str()))
@@ -110,15 +111,19 @@ class Segment {
                "/dev/shm/{} exists already: another job runs under this name", name);
       throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
     }
+    // Written, not mapped: so whoever finds the segment knows whose it is before its pages are reserved.
+    SegmentHeader header{};
+    header.magic = kUnfinished;
+    header.version = kVersion;
+    header.size = size;
+    header.pid = getpid();
+    header.process_start = process_stat(getpid()).start;
+    header.pid_namespace = pid_namespace();
+    DS_CHECK(pwrite(s.fd(), static_cast<const void*>(&header), sizeof header, 0) == sizeof header, Errc::OutOfMemory,
+             "/dev/shm/{} cannot be written: {}", name, std::strerror(errno));
     s.reserve(0, reserved_bytes, "a job's control segment");
     s.map();
-    auto* h = reinterpret_cast<SegmentHeader*>(s.data());
-    h->version = kVersion;
-    h->size = size;
-    h->pid = getpid();
-    h->process_start = process_stat(getpid()).start;
-    h->pid_namespace = pid_namespace();
-    h->magic.store(kMagic, std::memory_order_release);
+    reinterpret_cast<SegmentHeader*>(s.data())->magic.store(kMagic, std::memory_order_release);
     return s;
   }
 
@@ -146,7 +151,9 @@ class Segment {
       }
       // The magic is read, not mapped, until it is there: before that the pages may not be reserved.
       u64 magic = 0;
-      if (pread(s.fd(), &magic, sizeof magic, offsetof(SegmentHeader, magic)) != sizeof magic || magic == 0) continue;
+      if (pread(s.fd(), &magic, sizeof magic, offsetof(SegmentHeader, magic)) != sizeof magic || magic == 0 ||
+          magic == kUnfinished)
+        continue;
       s.map();
       const auto* h = reinterpret_cast<const SegmentHeader*>(s.data());
       DS_CHECK(h->magic.load(std::memory_order_acquire) == kMagic && h->version == kVersion && h->size == size,
