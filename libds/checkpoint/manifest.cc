@@ -31,6 +31,13 @@ u64 parse_hex(const std::string& text) {
   return std::stoull(text, nullptr, 16);
 }
 
+// A whole number that fits; the library would silently convert fractions and wrap what is too large.
+i64 whole(const Json& j) {
+  DS_CHECK(j.is_number_integer() && (!j.is_number_unsigned() || std::in_range<i64>(j.get<u64>())), Errc::Corrupt,
+           "{} is not a whole number that fits", j.dump().substr(0, 64));
+  return j.get<i64>();
+}
+
 Json piece_to_json(const PieceRecord& p) {
   Json j = {{"parameter", p.param}, {"begin", p.begin}, {"count", p.count}};
   for (State s : kStates) {
@@ -44,11 +51,11 @@ Json piece_to_json(const PieceRecord& p) {
 }
 
 PieceRecord piece_from_json(const Json& j) {
-  PieceRecord p{j.at("parameter").get<i64>(), j.at("begin").get<i64>(), j.at("count").get<i64>(), {}};
+  PieceRecord p{whole(j.at("parameter")), whole(j.at("begin")), whole(j.at("count")), {}};
   for (State s : kStates) {
     const auto it = j.find(kStateNames[static_cast<size_t>(s)]);
     if (it == j.end()) continue;
-    DatasetRecord d{it->at("offset").get<i64>(), {}};
+    DatasetRecord d{whole(it->at("offset")), {}};
     for (const Json& sum : it->at("xxh3")) d.checksums.push_back(parse_hex(sum.get<std::string>()));
     p.states[static_cast<size_t>(s)] = std::move(d);
   }
@@ -81,44 +88,45 @@ Json parse_bounded(std::string_view text) {
 
 Manifest from_json(const Json& j) {
   DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
-  const i64 version = j.at("version").get<i64>();
+  const i64 version = whole(j.at("version"));
   DS_CHECK(version == kVersion, Errc::Unavailable, "format version {}; this libds reads version {}", version, kVersion);
-  DS_CHECK(j.at("checksum_block_bytes").get<i64>() == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
+  DS_CHECK(whole(j.at("checksum_block_bytes")) == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
   Manifest m;
   m.id = j.at("id").get<std::string>();
   CheckpointMeta& meta = m.meta;
-  meta.step = j.at("step").get<i64>();
+  meta.step = whole(j.at("step"));
   meta.work_dtype = work_dtype_from(j.at("work_dtype").get<std::string>());
   meta.layout_id = j.at("layout").get<std::string>();
-  meta.world_size = j.at("world_size").get<i64>();
-  meta.zero_stage = j.at("zero_stage").get<int>();
-  meta.consumed_samples = j.at("consumed_samples").get<i64>();
-  meta.seed = j.at("seed").get<u32>();
+  meta.world_size = whole(j.at("world_size"));
+  meta.zero_stage = narrow<int>(whole(j.at("zero_stage")));
+  meta.consumed_samples = whole(j.at("consumed_samples"));
+  meta.seed = narrow<u32>(whole(j.at("seed")));
   const Json& scaler = j.at("loss_scaler");
-  meta.loss_scaler = {scaler.at("scale").get<double>(), scaler.at("iteration").get<i64>(),
-                      scaler.at("last_overflow").get<i64>(), scaler.at("hysteresis").get<i64>()};
-  meta.skipped_steps = j.at("skipped_steps").get<i64>();
-  meta.optimizer_step = j.at("optimizer_step").get<i64>();
+  meta.loss_scaler = {scaler.at("scale").get<double>(), whole(scaler.at("iteration")),
+                      whole(scaler.at("last_overflow")), whole(scaler.at("hysteresis"))};
+  meta.skipped_steps = whole(j.at("skipped_steps"));
+  meta.optimizer_step = whole(j.at("optimizer_step"));
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
   for (const Json& p : j.at("parameters")) {
-    m.params.push_back({p.at("name").get<std::string>(), p.at("shape").get<std::vector<i64>>(),
-                        p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
+    m.params.push_back(
+        {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
+    for (const Json& dim : p.at("shape")) m.params.back().shape.push_back(whole(dim));
   }
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
              f.at("name").dump().substr(0, 200));
-    m.files.push_back({f.at("bytes").get<i64>(), parse_hex(f.at("structure").get<std::string>()), {}});
+    m.files.push_back({whole(f.at("bytes")), parse_hex(f.at("structure").get<std::string>()), {}});
   }
   for (const Json& p : j.at("pieces")) {
-    const i64 file = p.at("file").get<i64>();
+    const i64 file = whole(p.at("file"));
     DS_CHECK(file >= 0 && file < narrow<i64>(m.files.size()), Errc::Corrupt, "a piece in file {} of {}", file,
              m.files.size());
     m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
   }
-  m.view_bytes = j.at("view").at("bytes").get<i64>();
+  m.view_bytes = whole(j.at("view").at("bytes"));
   m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
   return m;
 }
@@ -247,7 +255,7 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
   } catch (const nlohmann::json::exception& e) {
     throw Error(Errc::Corrupt, fmt::format("{}: not a manifest: {}", path, e.what()));
   } catch (const Error& e) {
-    throw Error(e.code(), fmt::format("{}: {}", path, e.what()));
+    throw Error(e.code() == Errc::Internal ? Errc::Corrupt : e.code(), fmt::format("{}: {}", path, e.what()));
   }
   validate_manifest(m, path, Errc::Corrupt);
   return m;
@@ -315,7 +323,7 @@ std::string format_file_record(const FileRecord& f) {
 
 FileRecord parse_file_record(std::string_view text) {
   const Json j = Json::parse(text);
-  FileRecord f{j.at("bytes").get<i64>(), parse_hex(j.at("structure").get<std::string>()), {}};
+  FileRecord f{whole(j.at("bytes")), parse_hex(j.at("structure").get<std::string>()), {}};
   for (const Json& p : j.at("pieces")) f.pieces.push_back(piece_from_json(p));
   return f;
 }

@@ -83,6 +83,24 @@ TEST(Safetensors, WritesTheExpectedBytes) {
   EXPECT_EQ(read_file(path), container(padded, std::string("\0\0\x80\x3f", 4) + "hi"));
 }
 
+// A model that Hugging Face's own library wrote, copied from source to sink, is the same file.
+TEST(Safetensors, ACopyOfAForeignModelIsTheSameFile) {
+  const TempDirectory dir;
+  for (const std::string model : {"gpt2", "llama", "qwen3"}) {
+    const auto source = open_source(DS_TEST_DATA "/" + model);
+    EXPECT_GT(source->list().size(), 20u);
+    const auto sink =
+        create_sink(dir / "copy.safetensors", FileFormat::Safetensors, source->list(), source->metadata());
+    for (const TensorInfo& t : source->list()) {
+      std::vector<char> bytes(static_cast<size_t>(t.bytes()));
+      source->read(t.name, 0, t.numel(), bytes.data());
+      sink->write(t.name, 0, t.numel(), bytes.data());
+    }
+    sink->finish();
+    EXPECT_TRUE(read_file(dir / "copy.safetensors") == read_file(DS_TEST_DATA "/" + model + "/model.safetensors"));
+  }
+}
+
 TEST(Safetensors, AnUnfinishedFileLeavesNothing) {
   const TempDirectory dir;
   {
