@@ -39,7 +39,7 @@ struct MergeResult {
 };
 
 // Writes the checkpoint of a step directory as one file, which appears whole or not at all. A streaming copy: needs
-// less than 64 MiB beside the manifest, whatever the model's size. Tied parameters are written once, under their
+// less than 128 MiB beside the manifest, whatever the model's size. Tied parameters are written once, under their
 // owner's name; the metadata maps the other name to it. Throws Errc::Config (output or options make no sense),
 // Errc::Corrupt (every bad file is named), Errc::Mismatch (no such state in this checkpoint), Errc::Io.
 DS_API MergeResult merge_checkpoint(const std::string& step_dir, const std::string& output, const MergeOptions&);
