@@ -48,18 +48,19 @@ Range part(i64 i, i64 parts, i64 n, i64 unit) noexcept {
 struct Grid {
   i64 m, n;  // tiles along M and N
 };
+// The largest tile: its packed A, block of B and sums fit 6 MiB of scratch.
+constexpr i64 kTileM = 72 * 14, kTileN = 1024;
 // The grid with the least estimated time. Costs in micro-kernel calls, per unit of k: packing a panel of A or B costs
 // the given share of one.
-constexpr i64 kTileM = 72 * 14, kTileN = 1024;
 Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
   constexpr double kPackA = 0.4, kPackB = 0.8;
-  constexpr i64 kTries = 16;
+  const i64 tries = threads > 1 ? 16 : 0;  // one thread needs no more tiles than it must have
   const i64 panels_m = ceil_div(M, kMR), panels_n = ceil_div(N, kNR);
   const i64 least_m = ceil_div(panels_m, kTileM / kMR), least_n = ceil_div(panels_n, kTileN / kNR);
   Grid best{least_m, least_n};
   double best_cost = 0;
-  for (i64 m = least_m; m <= std::min(panels_m, least_m + kTries); ++m) {
-    for (i64 n = least_n; n <= std::min(panels_n, least_n + kTries); ++n) {
+  for (i64 m = least_m; m <= std::min(panels_m, least_m + tries); ++m) {
+    for (i64 n = least_n; n <= std::min(panels_n, least_n + tries); ++n) {
       const double pm = static_cast<double>(ceil_div(panels_m, m)), pn = static_cast<double>(ceil_div(panels_n, n));
       const double cost = static_cast<double>(ceil_div(m * n, threads)) * (pm * pn + kPackA * pm + kPackB * pn);
       if (best_cost == 0 || cost < best_cost) best = {m, n}, best_cost = cost;
@@ -106,7 +107,7 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
 }
 
 // For a few rows (generating text) the product is one pass over B, which is read where it lies.
-constexpr i64 kFewRows = 4, kFewTile = 64;
+constexpr i64 kFewTile = 64;
 
 // [kRows, kVectors * kLanes] sums with k across the memory of B: the order of multiply_tile.
 template <int kRows, int kVectors, class T, class N>

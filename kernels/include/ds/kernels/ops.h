@@ -133,7 +133,8 @@ struct OpTable {
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C] work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits: workspace
   //   [chunk_tokens, V] fp32. dh [T,C] work dtype and dweight [V,C] fp32 (overwritten) are optional: without them
-  //   only the losses are computed.
+  //   only the losses are computed. Every chunk reads the whole weight (and adds to all of dweight): below some 256 tokens
+  //   that costs more than it saves.
   void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
                                TensorView targets, TensorView logits, const CrossEntropyParams&, Stream&) noexcept;
 
