@@ -185,13 +185,11 @@ inline float reduce_max(Vec a) noexcept {
 
 #endif
 
-// e^x within 2 ulp; below -103 it is 0, above 88.7 inf; e^-inf = 0. NaN gives NaN. Subnormal results are right.
-inline Vec exp(Vec x) noexcept {
+// e^x within 2 ulp for x in [-104, 89]; subnormal results are right. NaN gives NaN.
+inline Vec exp_bounded(Vec x) noexcept {
   // Cody-Waite reduction x = n ln2 + r, |r| <= ln2/2, then a degree-6 polynomial (Cephes expf coefficients).
-  // The x86 min and max return their second operand when one is NaN, so NaN passes through this clamp.
-  const Vec clamped = min(broadcast(89.0f), max(broadcast(-104.0f), x));
-  const Vec n = round(clamped * broadcast(1.44269504088896341f));
-  Vec r = fma(n, broadcast(-0.693359375f), clamped);
+  const Vec n = round(x * broadcast(1.44269504088896341f));
+  Vec r = fma(n, broadcast(-0.693359375f), x);
   r = fma(n, broadcast(2.12194440e-4f), r);
   Vec p = broadcast(1.9875691500e-4f);
   p = fma(p, r, broadcast(1.3981999507e-3f));
@@ -201,6 +199,11 @@ inline Vec exp(Vec x) noexcept {
   p = fma(p, r, broadcast(5.0000001201e-1f));
   p = fma(p, r * r, r + broadcast(1.0f));
   return scale_exp2(p, n);
+}
+// For every x: below -103 it is 0, above 88.7 inf; e^-inf = 0.
+inline Vec exp(Vec x) noexcept {
+  // The x86 min and max return their second operand when one is NaN, so NaN passes through this clamp.
+  return exp_bounded(min(broadcast(89.0f), max(broadcast(-104.0f), x)));
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -28,18 +28,25 @@ template <Order kOrder, int kRows, int kVectors>
 inline void register_block(float* c, i64 ldc, const float* a, i64 lda, const float* b, i64 ldb, i64 K,
                            bool add) noexcept {
   Vec sum[kRows][kVectors];
+#pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) sum[m][n] = add ? load(c + m * ldc + n * Vec::kLanes) : zero();
   }
   for (i64 k = 0; k < K; ++k) {
     Vec bk[kVectors];
+#pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) bk[n] = load(b + k * ldb + n * Vec::kLanes);
+#pragma GCC unroll 8
     for (int m = 0; m < kRows; ++m) {
       const Vec am = broadcast(kOrder == Order::Rows ? a[m * lda + k] : a[k * lda + m]);
+#pragma GCC unroll 8
       for (int n = 0; n < kVectors; ++n) sum[m][n] = fma(am, bk[n], sum[m][n]);
     }
   }
+#pragma GCC unroll 8
   for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
     for (int n = 0; n < kVectors; ++n) store(c + m * ldc + n * Vec::kLanes, sum[m][n]);
   }
 }
@@ -70,7 +77,17 @@ inline void tile_product(float* c, i64 ldc, const float* a, i64 lda, const float
                          bool add) noexcept {
   i64 n = 0;
   for (; n + kPanel <= N; n += kPanel) panel_product<kOrder, kPanelVectors>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+  if (kPanelVectors > 2 && n + 2 * Vec::kLanes <= N) {
+    panel_product<kOrder, 2>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+    n += 2 * Vec::kLanes;
+  }
   for (; n < N; n += Vec::kLanes) panel_product<kOrder, 1>(c + n, ldc, a, lda, b + n, ldb, M, K, add);
+}
+
+template <class T>
+inline void prefetch(const T* from, i64 n) noexcept {
+  constexpr i64 kLine = 64 / sizeof(T);
+  for (i64 d = 0; d < n; d += kLine) _mm_prefetch(reinterpret_cast<const char*>(from + d), _MM_HINT_T0);
 }
 
 // to[0, n) = scale * from[0, n), then zeros up to a whole vector.

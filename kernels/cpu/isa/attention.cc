@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Flash attention (Dao et al.): blocks of queries meet blocks of keys in fp32 tiles of worker scratch, and no T x S
-// matrix is stored. All query heads of one key/value head are rows of one problem, row r = query r / R of head g*R + r
-// % R with R = H / G, so that a key block is converted once for the whole group and visibility is monotonic in r.
+// matrix is stored. All query heads of one key/value head are rows of one problem, row r = query r / R of head
+// g*R + r % R with R = H / G: a key block is converted once for the whole group, and what a row sees is monotonic in r.
 //
-//   forward   tile = (batch, group, range of rows [, part of the keys]); keys outside, blocks of rows inside, so a
-//   converted
-//             key block serves up to kMaxTileRows rows. With few rows (decoding) the keys are split into parts, whose
-//             partial results are merged in order.
-//   backward  tile = (batch, group, chunk of rows, chunk of keys). The n x n chunks run as a Latin square: in phase f
-//   row
-//             chunk i meets key chunk (f - i) mod n, so no two tiles of a phase share an accumulator, and each
-//             accumulator is summed in the order of phases. n is 1 when batch x groups already feed the threads.
+// Forward: a tile is (batch, group, range of rows). Keys are the outer loop, so a converted block serves all rows of
+// the tile. With few rows (decoding) the keys are split into parts as well, whose results are merged in order.
+//
+// Backward: a tile is (batch, group, chunk of rows, chunk of keys). The n x n chunks run as a Latin square: in phase f
+// row chunk i meets key chunk (f - i) mod n, so no two tiles of a phase share a sum, and every sum grows in the order
+// of the phases. n is 1 where batch x groups alone feed the threads.
 
 #include <cmath>
 #include <limits>
@@ -23,13 +21,10 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-constexpr i64 kKeys = 64;          // keys of a block
-constexpr i64 kRows = 48;          // rows of a block
-constexpr i64 kMaxTileRows = 240;  // rows that share the converted keys, forward
-constexpr i64 kKeysPacked = 256;   // keys that share the converted rows, backward
-constexpr i64 kMinPartKeys = 512;  // forward: a part of the keys is not smaller
-constexpr i64 kTargetTiles =
-    48;  // enough to feed and balance the threads of a rank; a constant, so results depend on shapes only
+// Enough tiles to feed and balance the threads of a rank; a constant, so that results depend on shapes only.
+constexpr i64 kTargetTiles = 48;
+// Rows and keys are prefetched this many ahead: they lie too far apart for the hardware to follow.
+constexpr i64 kAhead = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 struct Range {
@@ -126,7 +121,7 @@ class CallScratch {
 // e^x for x <= 0; what is below 2^-126 is 0, so no subnormal arises. NaN passes.
 Vec exp_weight(Vec x) noexcept {
   const Vec least = broadcast(-87.0f);
-  return select(less(x, least), zero(), exp(max(least, x)));
+  return select(less(x, least), zero(), exp_bounded(max(least, x)));
 }
 
 // The lanes of keys j .. j+kLanes-1 outside `seen` become `other`.
@@ -136,18 +131,21 @@ Vec outside(Vec x, i64 j, Range seen, Vec other) noexcept {
 }
 
 // Rows `rows` of a query-like tensor as an fp32 tile.
-template <class T>
+template <class E>
 void load_rows(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range rows, float scale) noexcept {
   for (i64 r = rows.begin; r < rows.end; ++r) {
-    load_row(to + (r - rows.begin) * a.ld, x.as<T>() + a.row_offset(x, b, g, r), a.D, broadcast(scale));
+    prefetch(x.as<E>() + a.row_offset(x, b, g, std::min(r + kAhead, a.rows() - 1)), a.D);
+    load_row(to + (r - rows.begin) * a.ld, x.as<E>() + a.row_offset(x, b, g, r), a.D, broadcast(scale));
   }
 }
 
 // Keys `keys` of a key-like tensor as an fp32 tile, with zero rows up to a multiple of the lanes.
-template <class T>
+template <class E>
 void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range keys) noexcept {
   for (i64 j = keys.begin; j < keys.end; ++j) {
-    load_row(to + (j - keys.begin) * a.ld, x.as<T>() + Problem::key_offset(x, b, g, j), a.D, broadcast(1.0f));
+    const E* const from = x.as<E>() + Problem::key_offset(x, b, g, j);
+    prefetch(x.as<E>() + Problem::key_offset(x, b, g, std::min(j + kAhead, a.S - 1)), a.D);
+    load_row(to + (j - keys.begin) * a.ld, from, a.D, broadcast(1.0f));
   }
   for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
 }
@@ -208,16 +206,15 @@ float softmax_step(float* score, i64 n, bool whole, i64 key, Range seen, float& 
   return keep;
 }
 
-template <class T>
+template <class E>
 struct Forward {
+  static constexpr i64 kKeys = 128, kRows = 48;  // of a block of scores
+  static constexpr i64 kMinPartKeys = 512;       // a part of the keys is not smaller
+  // Rows that share the converted keys, with their sums: half of an L2 cache at most.
+  static constexpr i64 kTileBytes = 320 * 1024;
+
   Problem a;
   TensorView o, lse, q, k, v;
-
-  static size_t scratch_bytes(const Problem& a, i64 tile_rows) noexcept {
-    Arena arena(nullptr);
-    Forward::carve(arena, a, tile_rows);
-    return arena.bytes();
-  }
 
   struct Tiles {
     float *q, *k, *kt, *v, *score, *keep;
@@ -236,12 +233,12 @@ struct Forward {
     for (i64 r = 0; r < rows.size(); ++r) fill_zero(part.out + r * a.ld, a.width);
     std::fill_n(part.top, rows.size(), -kInfinity);
     fill_zero(part.sum, rows.size());
-    load_rows<T>(tile.q, q, a, b, g, rows, a.p.scale);
+    load_rows<E>(tile.q, q, a, b, g, rows, a.p.scale);
     const Range seen = intersect(keys, a.keys_of(rows));
     for (i64 j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
       const Range block = {j, std::min(keys.end, j + kKeys)};
-      load_keys<T>(tile.k, k, a, b, g, block);
-      load_keys<T>(tile.v, v, a, b, g, block);
+      load_keys<E>(tile.k, k, a, b, g, block);
+      load_keys<E>(tile.v, v, a, b, g, block);
       transpose(tile.kt, kKeys, tile.k, a.ld, round_up(block.size(), Vec::kLanes), round_up(a.D, 8));
       for (i64 r = rows.begin; r < rows.end; r += kRows) {
         attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, block, rows.begin);
@@ -249,6 +246,7 @@ struct Forward {
     }
   }
 
+  // A block of keys, converted, meets a block of rows of the tile that begins at row `origin`.
   void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys, i64 origin) const noexcept {
     const auto score = [&](Range r, Range j) {
       return tile.score + (r.begin - rows.begin) * kKeys + j.begin - keys.begin;
@@ -296,22 +294,25 @@ struct Forward {
       }
       const i64 row = rows.begin + r;
       const float sum = total.sum[r];
-      store_row(o.as<T>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
       lse.as<float>()[a.row_index(b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
     }
   }
 
   void run(ThreadPool& pool) const noexcept {
     const i64 groups = a.B * a.G;
-    const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, kMaxTileRows);
+    const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
+    const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
     const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
+    if (tiles == 0) return;
     const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
     const i64 floats = Partial::floats(a, std::min(tile_rows, a.rows()));
     // Late rows see more keys when causal, so they start first.
     const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
-    const size_t shared = parts > 1 ? static_cast<size_t>(tiles * parts * floats) * sizeof(float) : 0;
-    const size_t own = scratch_bytes(a, tile_rows) + static_cast<size_t>(floats) * sizeof(float);
-    const CallScratch scratch(pool, shared, own);
+    Arena own(nullptr), shared(nullptr);
+    carve(own, a, tile_rows);
+    (parts > 1 ? shared : own).take(parts > 1 ? tiles * parts * floats : floats);
+    const CallScratch scratch(pool, shared.bytes(), own.bytes());
     pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
       const i64 tile = t / parts, b = tile % groups / a.G, g = tile % a.G;
       const Range rows = rows_of(tile);
@@ -330,8 +331,12 @@ struct Forward {
   }
 };
 
-template <class T>
+template <class E>
 struct Backward {
+  static constexpr i64 kKeys = 64, kRows = 96;  // of a block of scores
+  static constexpr i64 kKeysPacked = 256;       // keys that share the converted rows
+  static constexpr i64 kMaxChunks = 8;
+
   Problem a;
   TensorView dq, dk, dv, dout, q, k, v, o, lse;
 
@@ -358,20 +363,14 @@ struct Backward {
     Sums(float* memory, const Problem& a) noexcept : dq(memory), dk(dq + a.rows() * a.ld), dv(dk + a.S * a.ld) {}
   };
 
+  // Adds what `rows` and `keys` of (b, g) do to each other's gradients.
   void accumulate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
     for (i64 first = keys.begin; first < keys.end; first += kKeysPacked) {
       const Range packed = {first, std::min(keys.end, first + kKeysPacked)};
       const Range seen = intersect(rows, a.rows_of(packed));
       if (seen.empty()) continue;
-      const i64 padded = round_up(packed.size(), Vec::kLanes);
-      load_keys<T>(tile.k, v, a, b, g, packed);
-      for (i64 j = 0; j < padded; j += kKeys) {
-        transpose(tile.vt + j * a.width, kKeys, tile.k + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
-      }
-      load_keys<T>(tile.k, k, a, b, g, packed);
-      for (i64 j = 0; j < padded; j += kKeys) {
-        transpose(tile.kt + j * a.width, kKeys, tile.k + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
-      }
+      load_transposed(tile.vt, tile.k, v, b, g, packed);
+      load_transposed(tile.kt, tile.k, k, b, g, packed);
       for (i64 r = rows.begin + (seen.begin - rows.begin) / kRows * kRows; r < seen.end; r += kRows) {
         const Range block = {r, std::min(rows.end, r + kRows)};
         load_block(tile, b, g, block);
@@ -384,11 +383,21 @@ struct Backward {
     }
   }
 
+  // Keys as a tile, and transposed block by block.
+  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 b, i64 g, Range keys) const noexcept {
+    load_keys<E>(plain, x, a, b, g, keys);
+    const i64 padded = round_up(keys.size(), Vec::kLanes);
+    for (i64 j = 0; j < padded; j += kKeys) {
+      transpose(transposed + j * a.width, kKeys, plain + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
+    }
+  }
+
+  // Queries (scaled), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
   void load_block(const Tiles& tile, i64 b, i64 g, Range rows) const noexcept {
-    load_rows<T>(tile.q, q, a, b, g, rows, a.p.scale);
-    load_rows<T>(tile.dout, dout, a, b, g, rows, 1.0f);
+    load_rows<E>(tile.q, q, a, b, g, rows, a.p.scale);
+    load_rows<E>(tile.dout, dout, a, b, g, rows, 1.0f);
     for (i64 r = rows.begin; r < rows.end; ++r) {
-      const T* const out = o.as<T>() + a.row_offset(o, b, g, r);
+      const E* const out = o.as<E>() + a.row_offset(o, b, g, r);
       const float* const grad = tile.dout + (r - rows.begin) * a.ld;
       Vec sum = zero();
       for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
@@ -397,10 +406,10 @@ struct Backward {
     }
   }
 
+  // A block of rows meets a block of the packed keys, which begin at key `origin`.
   void differentiate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys,
                      i64 origin) const noexcept {
     const i64 kt_at = (keys.begin - origin) * a.width;
-    const i64 n = keys.size();
     const float* const k_block = tile.k + (keys.begin - origin) * a.ld;
     for_visible(a, rows, keys, [&](Range r, Range j) {
       const i64 at = (r.begin - rows.begin) * kKeys + j.begin - keys.begin, row = (r.begin - rows.begin) * a.ld;
@@ -410,7 +419,7 @@ struct Backward {
       tile_product<Order::Rows>(tile.dscore + at, kKeys, tile.dout + row, a.ld, tile.vt + column, kKeys, r.size(),
                                 lanes, a.D, false);
     });
-    const bool whole = n % Vec::kLanes == 0 && a.dense(rows, keys);
+    const bool whole = keys.size() % Vec::kLanes == 0 && a.dense(rows, keys);
     for (i64 r = rows.begin; r < rows.end; ++r) softmax_backward(tile, b, g, r, rows, keys, whole);
 
     for_visible(a, rows, keys, [&](Range r, Range j) {
@@ -418,10 +427,17 @@ struct Backward {
                                 tile.dscore + (r.begin - rows.begin) * kKeys + j.begin - keys.begin, kKeys,
                                 k_block + (j.begin - keys.begin) * a.ld, a.ld, r.size(), a.width, j.size(), true);
     });
-    tile_product<Order::Columns>(sums.dv + keys.begin * a.ld, a.ld, tile.prob, kKeys, tile.dout, a.ld, n, a.width,
-                                 rows.size(), true);
-    tile_product<Order::Columns>(sums.dk + keys.begin * a.ld, a.ld, tile.dscore, kKeys, tile.q, a.ld, n, a.width,
-                                 rows.size(), true);
+    const auto add_columns = [&](Range j) {
+      const Range r = intersect(rows, a.rows_of(j));
+      const i64 at = (r.begin - rows.begin) * kKeys + j.begin - keys.begin, row = (r.begin - rows.begin) * a.ld;
+      if (r.empty()) return;
+      tile_product<Order::Columns>(sums.dv + j.begin * a.ld, a.ld, tile.prob + at, kKeys, tile.dout + row, a.ld,
+                                   j.size(), a.width, r.size(), true);
+      tile_product<Order::Columns>(sums.dk + j.begin * a.ld, a.ld, tile.dscore + at, kKeys, tile.q + row, a.ld,
+                                   j.size(), a.width, r.size(), true);
+    };
+    if (a.dense(rows, keys)) return add_columns(keys);
+    for (i64 j = keys.begin; j < keys.end; j += kStrip) add_columns({j, std::min(keys.end, j + kStrip)});
   }
 
   // A row of scores and one of dL/d(dropped probability) become the dropped probabilities and dL/d(score).
@@ -451,23 +467,24 @@ struct Backward {
 
   void store_sums(const Sums& sums, i64 b, i64 g, Range rows, Range keys) const noexcept {
     for (i64 r = rows.begin; r < rows.end; ++r) {
-      store_row(dq.as<T>() + a.row_offset(dq, b, g, r), sums.dq + r * a.ld, a.D, broadcast(a.p.scale));
+      store_row(dq.as<E>() + a.row_offset(dq, b, g, r), sums.dq + r * a.ld, a.D, broadcast(a.p.scale));
     }
     for (i64 j = keys.begin; j < keys.end; ++j) {
-      store_row(dk.as<T>() + Problem::key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(1.0f));
-      store_row(dv.as<T>() + Problem::key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dk.as<E>() + Problem::key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dv.as<E>() + Problem::key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
     }
   }
 
   void run(ThreadPool& pool) const noexcept {
     const i64 groups = a.B * a.G, row_blocks = ceil_div(a.rows(), kRows), key_blocks = ceil_div(a.S, kKeys);
-    const i64 chunks = std::max<i64>(1, std::min({ceil_div(kTargetTiles, groups) / 2, row_blocks, key_blocks, i64{8}}));
+    if (groups == 0) return;
+    const i64 wanted = ceil_div(kTargetTiles / 2, groups);  // half: every chunk costs a phase
+    const i64 chunks = std::max<i64>(1, std::min({wanted, row_blocks, key_blocks, kMaxChunks}));
     const i64 floats = Sums::floats(a);
-    Arena count(nullptr);
-    carve(count, a);
-    const size_t sums_bytes = static_cast<size_t>(floats) * sizeof(float);
-    const CallScratch scratch(pool, chunks > 1 ? static_cast<size_t>(groups) * sums_bytes : 0,
-                              count.bytes() + (chunks > 1 ? 0 : sums_bytes));
+    Arena own(nullptr), shared(nullptr);
+    carve(own, a);
+    (chunks > 1 ? shared : own).take(chunks > 1 ? groups * floats : floats);
+    const CallScratch scratch(pool, shared.bytes(), own.bytes());
     for (i64 phase = 0; phase < chunks; ++phase) {
       pool.parallel_for(groups * chunks, [&](i64 t, int worker) {
         const i64 group = t / chunks, b = group / a.G, g = group % a.G, i = t % chunks;
@@ -493,13 +510,13 @@ struct Backward {
 
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  with_work_type(q.dtype, [&]<class T>(T) { Forward<T>{Problem(q, k, p), o, lse, q, k, v}.run(*stream.pool); });
+  with_work_type(q.dtype, [&]<class E>(E) { Forward<E>{Problem(q, k, p), o, lse, q, k, v}.run(*stream.pool); });
 }
 
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
   with_work_type(
-      q.dtype, [&]<class T>(T) { Backward<T>{Problem(q, k, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool); });
+      q.dtype, [&]<class E>(E) { Backward<E>{Problem(q, k, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool); });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE
