@@ -202,7 +202,8 @@ class Launcher {
                "a shim introduced itself as rank '{}'", fields.empty() ? "" : fields[0]);
       ranks_[r].end.host = fields[2];
       ranks_[r].channel = std::move(channel);
-      if (phase_ == Phase::Running) start(ranks_[r]);
+      // A rank that is done, with 75 too, does not keep a late one from its part; a failed one does.
+      if (phase_ <= Phase::Ending && !failed_ && !aborted_) start(ranks_[r]);
     }
     std::erase_if(greeting_, [](const auto& channel) { return channel == nullptr || channel->closed(); });
   }
@@ -219,7 +220,7 @@ class Launcher {
     if (rank.end.rank != 0) channel.send(Message::Stdin);
     rank.started = true;
     const auto started = [](const Rank& r) { return r.started; };
-    if (std::all_of(ranks_.begin(), ranks_.end(), started)) deadline_ns_ = 0;
+    if (phase_ == Phase::Running && std::all_of(ranks_.begin(), ranks_.end(), started)) deadline_ns_ = 0;
   }
 
   void serve(Rank& rank, short revents) {
@@ -409,7 +410,7 @@ class Launcher {
       report.ranks.push_back(rank.end);
       const RankEnd& end = rank.end;
       checkpointed |= end.status == kCheckpointed;
-      const bool as_told = end.stopped || (stop_signal_ != 0 && end.signal == stop_signal_);
+      const bool as_told = end.stopped || (stop_signal_ != 0 && end.status == 128 + stop_signal_);
       stopped |= as_told && end.status != 0 && end.status != kCheckpointed;
       if (as_told || end.status == 0 || end.status == kCheckpointed) continue;
       if (first == nullptr || rank.end_ns < first->end_ns) first = &rank;

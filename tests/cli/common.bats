@@ -15,11 +15,12 @@ setup() {
 
 common_options="--help --version --json --output --quiet --verbose --completion"
 
-options_of_help() { "$DS_BIN/$1" --help | sed -n '/^Manual/q; s/^  \( *-[^ ].*\)/\1/p' | grep -oE '^ *(-[a-zA-Z0-9], )?(--?[a-z0-9-]+)' | grep -oE -- '--?[a-z0-9][a-z0-9-]*' | sort -u; }
+# Of lines that begin with options, "  -n, --ranks N ...": the options.
+leading_options() { sed -nE 's/^ +((-[a-zA-Z0-9], )?--?[a-zA-Z0-9-]+)( .*|$)/\1/p' | tr -d ' ' | tr , '\n' | sort -u; }
 
-options_of_page() {
-  awk '/^\.Sh/ { on = $2 == "OPTIONS" } on' "$DS_SOURCE/man/$1.1" | grep '^\.It Fl' | grep -oE 'Fl [^ ,]+' | sed 's/Fl /-/' | sort -u
-}
+options_of_help() { "$DS_BIN/$1" --help | sed '/^Examples:/,$d' | leading_options; }
+
+options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z]/ { on = $1 == "OPTIONS" } on' | leading_options; }
 
 @test "--help: to stdout, status 0, purpose first, with examples and the manual's name" {
   for tool in "${tools[@]}"; do

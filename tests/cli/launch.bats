@@ -199,10 +199,24 @@ assert_nothing_left() {
 @test "peers of a failed rank get time to say their part, then are ended within seconds" {
   SECONDS=0
   run "$launch" -n 3 bash -c \
-    'case $RANK in 0) trap "" TERM; sleep 60; sleep 60;; 1) exit 9;; 2) sleep 1; echo "rank 1 is gone"; exit 1;; esac'
+    'case $RANK in 0) trap "" TERM; sleep 60; sleep 60;;
+       1) until [[ -e here ]]; do sleep 0.05; done; exit 9;;
+       2) touch here; sleep 1; echo "rank 1 is gone"; exit 1;; esac'
   assert_failure 9
   assert_line "rank 1 is gone"
   ((SECONDS <= 12))
+}
+
+@test "a rank that starts late has its part, though others have returned 75" {
+  mkdir bin
+  cat >bin/mpirun <<END
+#!/bin/bash
+exec $(command -v mpirun) "\${@:1:\$#-3}" bash -c '[[ \$OMPI_COMM_WORLD_RANK == 1 ]] && sleep 1; exec "\$@"' late "\${@: -3}"
+END
+  chmod +x bin/mpirun
+  PATH=$PWD/bin:$PATH run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] && echo "late $RANK"; exit 75'
+  assert_failure 75
+  assert_line "late 1"
 }
 
 @test "75: a checkpoint was committed" {

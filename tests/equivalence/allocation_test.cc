@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// After the second step, a training step calls no allocator on any thread: malloc and its relatives are interposed and counted.
+// After the second step, a training step calls no allocator on any thread: malloc and its relatives are interposed and
+// counted.
 
 #include <cerrno>
 

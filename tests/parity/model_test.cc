@@ -112,8 +112,8 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   if (dtype == DType::F32) {
     f.judge(dtype, "loss", {&loss, 1});
   } else {
-    // One number: PyTorch's own error in it may be zero by luck. A loss moves at most twice as far as its logits do, so the
-    // error of PyTorch's logits is the yardstick.
+    // One number: PyTorch's own error in it may be zero by luck. A loss moves at most twice as far as its logits do, so
+    // the error of PyTorch's logits is the yardstick.
     const double allowed = 2 * f.errors.at("logits").at(std::string(dtype_name(dtype))).at("rel_l2").get<double>();
     EXPECT_NEAR(r.loss, f.reference(dtype, "loss")[0], allowed * r.loss);
   }

@@ -78,8 +78,8 @@ class Tensor {
 // Unit roundoff of a stored result.
 inline double epsilon(DType t) { return t == DType::F32 ? 0x1p-24 : t == DType::F16 ? 0x1p-11 : 0x1p-8; }
 
-// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree. The scale is
-// the root mean square, or `least` where sums cancel to less.
+// |got - want| <= ulps * epsilon * max(|want|, scale of the tensor) for every element; NaN and inf must agree. The
+// scale is the root mean square, or `least` where sums cancel to less.
 inline void expect_close(const Tensor& got, const Tensor& want, double ulps, const std::string& what,
                          double least = 0) {
   ASSERT_EQ(got.numel(), want.numel()) << what;

@@ -169,7 +169,8 @@ struct OpTable {
 const OpTable& ref_ops() noexcept;
 
 // The CPU backend for one instruction set: "avx2", "avx512", "avx512_bf16", "amx", or "auto" (the best this CPU has, or
-// what DS_ISA names); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU lacks it or the name is unknown.
+// what DS_ISA names); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU lacks it or the name is
+// unknown.
 const OpTable* cpu_ops(std::string_view isa = "auto") noexcept;
 
 }  // namespace ds
