@@ -364,6 +364,17 @@ bool Reader::is_section(std::string_view path) const {
   });
 }
 
+bool Reader::has_later_type(const Json& object, const std::string& path) const {
+  const Key* key = find(json_member(path, "type"));
+  const auto type = object.find("type");
+  if (key == nullptr || key->kind != KeyKind::Effect || type == object.end() || !type->is_string()) return false;
+  const Slot slot = key->slot(root_);
+  const auto* e = std::get_if<EnumSlot>(&slot);
+  return e != nullptr && std::any_of(e->names.begin(), e->names.end(), [&](const EnumName& n) {
+           return n.value == EnumName::kLater && same_name(n.name, type->get_ref<const std::string&>());
+         });
+}
+
 void Reader::read_object(const Json& object, const std::string& typed, const std::string& path) {
   for (const auto& [name, value] : object.items()) {
     const std::string typed_key = json_member(typed, name);
@@ -393,7 +404,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
     } else if (key) {
       read_key(*key, value, typed_key);
     } else if (value.is_object()) {
-      read_object(value, typed_key, key_path);
+      if (name != "params" || !has_later_type(object, path)) read_object(value, typed_key, key_path);
     } else if (!value.is_null()) {
       report(Severity::Error, Errc::Config, key_path, typed_key, fmt::format("must be an object, not {}", show(value)));
     }

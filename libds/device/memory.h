@@ -25,7 +25,7 @@ enum class Tag : u8 {
   Gathered,     // full parameters gathered for use (stage 3)
   Activations,  // kept for the backward pass
   Logits,       // chunk of the output layer
-  Workspace,    // temporaries, worker scratch
+  Workspace,    // temporaries
   Comm,         // staging inside communicators
   Data,         // tokens
   Count,

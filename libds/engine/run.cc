@@ -70,13 +70,15 @@ const OpTable& cpu_backend() {
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
 
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const MemoryLedger* ledger) {
+// `scratch`: what the workers took for themselves; it depends on the instruction set and is not predicted.
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const MemoryLedger* ledger, i64 scratch) {
   std::vector<TagMemory> table;
   for (size_t t = 0; t < predicted.size(); ++t) {
     const Tag tag = static_cast<Tag>(t);
     TagMemory row{std::string(tag_name(tag)), predicted[t], ledger != nullptr ? ledger->peak(tag) : 0};
     if (row.predicted != 0 || row.counted != 0) table.push_back(std::move(row));
   }
+  if (scratch != 0) table.push_back({"scratch", 0, scratch});
   return table;
 }
 
@@ -88,7 +90,7 @@ RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
   RunPrediction p;
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
-  p.memory = memory_table(plan.memory, nullptr);
+  p.memory = memory_table(plan.memory, nullptr, 0);
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
   const probe::AvailableMemory available = probe::available_memory();
@@ -308,8 +310,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                     .tokens_per_s = static_cast<double>(r.tokens) / s};
   const double flops = engine->model().flops_per_token(plan.T) * static_cast<double>(r.tokens) / mesh->dp().size();
   record.mfu = flops / s / peak_flops;
-  for (const TagMemory& row : memory_table(plan.memory, &ledger)) record.memory_bytes[row.tag] = row.counted;
-  record.memory_bytes["workspace"] += engine->scratch_bytes();
+  for (const TagMemory& row : memory_table(plan.memory, &ledger, engine->scratch_bytes())) {
+    record.memory_bytes[row.tag] = row.counted;
+  }
   for (const auto& [name, count] : mesh->dp().counts()) record.comm_bytes[name] = count.bytes;
   return record;
 }
@@ -386,10 +389,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
     result.checkpoint = s.writes() ? s.last_checkpoint : "";
-    result.memory = memory_table(plan.memory, &s.ledger);
-    for (TagMemory& row : result.memory) {
-      if (row.tag == "workspace") row.counted += s.engine->scratch_bytes();
-    }
+    result.memory = memory_table(plan.memory, &s.ledger, s.engine->scratch_bytes());
     return result;
   });
 }

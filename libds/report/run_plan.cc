@@ -36,7 +36,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
                                                .stage = narrow<int>(z.stage),
                                                .persistence_threshold = z.param_persistence_threshold,
                                                .model_persistence_threshold = z.model_persistence_threshold});
-  plan.grads = {.wire = plan.wire,
+  plan.grads = {.work = plan.work,
+                .wire = plan.wire,
                 .bucket_elems = z.reduce_bucket_size,
                 .overlap = z.overlap_comm,
                 .micro_batches = plan.micro_batches,
@@ -84,8 +85,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   tag(Tag::Gathered) = std::max(plan.train_gathers.pool_elems, plan.eval_gathers.pool_elems) * work_bytes;
   tag(Tag::Activations) = plan.saved_bytes;
   tag(Tag::Logits) = plan.logits_chunk * model.vocab * 4;
-  // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection.
-  tag(Tag::Workspace) = plan.temporary_bytes + R * model.hidden * work_bytes + model.vocab * model.hidden * 4;
+  // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection, staged gradients.
+  tag(Tag::Workspace) = plan.temporary_bytes + R * model.hidden * work_bytes + model.vocab * model.hidden * 4 +
+                        zero::staging_elems(plan.layout, plan.grads) * 4;
   // ids and targets of all micro-batches, positions, losses.
   tag(Tag::Data) = (2 * plan.micro_batches * R + plan.T + R) * 4 + R * 4;
 

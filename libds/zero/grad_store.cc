@@ -46,6 +46,12 @@ i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, cons
   return layout.states().shard_grads ? num_slots(layout, buckets, options) * slot_elems(buckets) : padded_elems(layout);
 }
 
+i64 staging_elems(const Layout& layout, const GradOptions& options) {
+  i64 largest = 0;
+  for (const UnitPlace& u : layout.units()) largest = std::max(largest, u.padded);
+  return options.staged() ? largest : 0;
+}
+
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                      MemoryLedger& ledger, const OpTable& ops, Stream& stream, const GradOptions& options)
     : layout_(layout), comm_(comm), ops_(ops), stream_(stream), options_(options) {
@@ -81,6 +87,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   fresh_ = comm.allocate(ledger, tag, fresh_grad_elems(layout, buckets_, options) * dtype_bytes(options.wire));
   // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
   accum_ = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
+  staging_ = Buffer(ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   i64 accum_at = 0;
   for (const Segment& s : layout.segments()) {
     accum_base_.push_back(full_accum() ? accum_at : s.shard_offset);
@@ -92,11 +99,13 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     std::vector<TensorView>& views = views_.emplace_back();
     for (size_t r = 0; r < rows[u].size(); ++r) {
       const RowPlace& place = layout.rows()[static_cast<size_t>(unit.first_param) + r];
-      const i64 at = unit_base_[u] + layout.segments()[static_cast<size_t>(place.segment)].offset + place.offset;
-      void* data = static_cast<char*>(fresh_.data()) + at * dtype_bytes(options.wire);
+      const i64 at = layout.segments()[static_cast<size_t>(place.segment)].offset + place.offset;
+      const DType dtype = options.staged() ? DType::F32 : options.wire;
+      void* data = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data()) +
+                   (options.staged() ? at : unit_base_[u] + at) * dtype_bytes(dtype);
       const model::ParamRow& row = rows[u][r];
-      views.push_back(row.shape.size() == 2 ? TensorView::of(data, options.wire, {row.shape[0], row.shape[1]})
-                                            : TensorView::of(data, options.wire, {row.numel()}));
+      views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
+                                            : TensorView::of(data, dtype, {row.numel()}));
     }
   }
 }
@@ -127,6 +136,14 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
 
 void GradStore::commit(i64 unit) {
   const bool last_micro = micro_ + 1 == options_.micro_batches;
+  if (options_.staged()) {
+    for (const Segment& s : layout_.segments_of(unit)) {
+      const i64 at = unit_base_[static_cast<size_t>(unit)] + s.offset;
+      void* data = static_cast<char*>(fresh_.data()) + at * dtype_bytes(options_.wire);
+      ops_.cast(TensorView::of(data, options_.wire, {s.numel}),
+                TensorView::of(staging_.as<float>().data() + s.offset, DType::F32, {s.numel}), stream_);
+    }
+  }
   if (options_.accumulates_locally()) {
     const UnitPlace& place = layout_.units()[static_cast<size_t>(unit)];
     const TensorView fresh = TensorView::of(

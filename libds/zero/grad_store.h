@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Gradients of one rank. Backward overwrites a fresh work-dtype gradient of a unit; commit() hands it over; units of a
-// bucket are reduced together while earlier layers compute. What remains is fp32: the fold over (micro-batch, rank) of
-// the owned slices (at stage 0, after finish(), of all slices). One mechanism for all stages:
+// Gradients of one rank. Backward overwrites a fresh gradient of a unit, rounded once to the wire dtype (kernels write
+// the work dtype and fp32; for any other wire the unit is staged in fp32); commit() hands it over; units of a bucket
+// are reduced together while earlier layers compute. What remains is fp32: the fold over (micro-batch, rank) of the
+// owned slices (at stage 0, after finish(), of all slices). One mechanism for all stages:
 //
 //   stage 0, 1   every bucket has its own memory (the full gradients, Tag::Grads)
 //   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
@@ -25,18 +26,21 @@ struct Bucket {
 std::vector<Bucket> plan_buckets(const Layout& layout, std::span<const i64> order, i64 limit);
 
 struct GradOptions {
+  DType work = DType::F32;         // dtype of the parameters
   DType wire = DType::F32;         // dtype of fresh gradients and of the wire
   i64 bucket_elems = 0;            // reduce_bucket_size
   bool overlap = true;             // overlap_comm
   i64 micro_batches = 1;           // per step
   bool reduce_each_micro = false;  // "micro" order; else "boundary"
 
+  bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
 };
 
-// Elements of the fp32 accumulators of one rank, and of the memory that fresh gradients need.
+// Elements of the fp32 accumulators of one rank, of the memory that fresh gradients need, and of the fp32 staging.
 i64 grad_accum_elems(const Layout& layout, const GradOptions& options);
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options);
+i64 staging_elems(const Layout& layout, const GradOptions& options);
 
 class GradStore {
  public:
@@ -64,7 +68,7 @@ class GradStore {
   Stream& stream_;
   GradOptions options_;
   std::vector<Bucket> buckets_;
-  Buffer fresh_, accum_;
+  Buffer fresh_, accum_, staging_;
   std::vector<i64> bucket_base_;  // elements in fresh_
   std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;

@@ -13,14 +13,18 @@ class Ranks : public ::testing::TestWithParam<int> {};
 
 TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
   const i64 P = GetParam();
-  for (const bool bf16 : {false, true}) {
+  for (const auto& [bf16, wire] : {std::pair{false, DType::F32},
+                                   {true, DType::BF16},
+                                   {true, DType::F32},
+                                   {false, DType::F16},
+                                   {true, DType::F16}}) {
     for (i64 stage = 0; stage <= 3; ++stage) {
       for (const i64 m : {1, 3}) {
         Config c = tiny_config(tiny_llama(), static_cast<int>(P), m, stage);
         c.bf16.enabled = bf16;
-        c.communication_data_type = c.work_dtype();
+        c.communication_data_type = wire;
         const Trace t = train_threads(c, static_cast<int>(P), 2);
-        SCOPED_TRACE(fmt::format("P {} stage {} bf16 {} m {}", P, stage, bf16, m));
+        SCOPED_TRACE(fmt::format("P {} stage {} bf16 {} wire {} m {}", P, stage, bf16, dtype_name(wire), m));
         for (size_t tag = 0; tag < t.counted.size(); ++tag) {
           if (static_cast<Tag>(tag) == Tag::Comm) continue;  // staging of the communicator: not part of the plan
           EXPECT_EQ(t.counted[tag], t.predicted[tag]) << tag_name(static_cast<Tag>(tag));
@@ -33,9 +37,9 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
           for (const auto& row : layer->rows()) n += row.numel();
           padded += align_up(div_ceil(n, P), 128) * P;
         }
-        const i64 W = bf16 ? 2 : 4, shard = padded / P;
+        const i64 W = bf16 ? 2 : 4, G = dtype_bytes(wire), shard = padded / P;
         EXPECT_EQ(bytes(t.counted, Tag::Params), W * (stage == 3 ? shard : padded));
-        EXPECT_EQ(bytes(t.counted, Tag::Grads), stage <= 1 ? W * padded : 0);
+        EXPECT_EQ(bytes(t.counted, Tag::Grads), stage <= 1 ? G * padded : 0);
         const bool local_sums = stage <= 1 && m > 1;
         EXPECT_EQ(bytes(t.counted, Tag::GradAccum), 4 * (stage == 0 || local_sums ? padded : shard));
         EXPECT_EQ(bytes(t.counted, Tag::Master), bf16 ? 4 * (stage == 0 ? padded : shard) : 0);
@@ -43,7 +47,7 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
 
         // Traffic of one step, elements sent by one rank times (P-1)/P: DESIGN section 4.
         const i64 each_micro = stage >= 2 ? m : 1, cut = padded / P * (P - 1);
-        EXPECT_EQ(t.sent.at("dp.reduce_scatter").bytes, 2 * each_micro * cut * W);
+        EXPECT_EQ(t.sent.at("dp.reduce_scatter").bytes, 2 * each_micro * cut * G);
         const i64 gathered = stage == 0 ? 4 * cut : stage == 3 ? 2 * m * cut * W : cut * W;
         EXPECT_EQ(t.sent.at("dp.all_gather").bytes, 2 * gathered);
         for (const auto& [name, planned] : t.planned) {

@@ -54,6 +54,31 @@ INSTANTIATE_TEST_SUITE_P(Zero, Stages,
                                               std::get<2>(test.param) ? "qwen3" : "gpt2");
                          });
 
+// communication_data_type beside any type of parameters.
+TEST(Wire, AnyTypeTrainsAlikeAtAllStages) {
+  for (const Precision& precision : kPrecisions) {
+    const Trace plain = train_threads(with_precision(tiny_config(tiny_gpt2(), 3, 2, 0), precision), 3, kSteps);
+    for (const DType wire : {DType::F32, DType::BF16, DType::F16}) {
+      const auto configure = [&](i64 stage) {
+        Config c = with_precision(tiny_config(tiny_gpt2(), 3, 2, stage), precision);
+        c.communication_data_type = wire;
+        c.reduce_order = ReduceOrder::Micro;
+        return c;
+      };
+      const std::string what = fmt::format("{} parameters, {} gradients", precision.name, dtype_name(wire));
+      const Trace base = train_threads(configure(0), 3, kSteps);
+      for (size_t s = 0; s < plain.losses.size(); ++s)
+        EXPECT_NEAR(base.losses[s], plain.losses[s], 4e-3 * plain.losses[s]) << what << " step " << s;
+      for (i64 stage = 1; stage <= 3; ++stage)
+        expect_same_training(train_threads(configure(stage), 3, kSteps), base, fmt::format("{} stage {}", what, stage));
+      Config boundary = configure(1);
+      boundary.reduce_order = ReduceOrder::Boundary;
+      const Trace t = train_threads(boundary, 3, kSteps);
+      EXPECT_NEAR(t.losses.back(), base.losses.back(), 4e-3 * base.losses.back()) << what;
+    }
+  }
+}
+
 TEST(Accumulation, RanksTimesMicroBatchesAreOneRankWithAll) {
   for (const Precision& precision : kPrecisions) {
     Config one = with_precision(tiny_config(tiny_gpt2(), 1, 6, 0), precision);

@@ -36,7 +36,6 @@ struct RunPrediction {
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
   i64 available_bytes = 0;                // of this node: free memory within limits
   std::string limited_by;                 // "free memory", "cgroup limit", "address space limit"
-  std::vector<std::string> shard_table;   // lines for people: layers and their owners
 };
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
 // configuration.
