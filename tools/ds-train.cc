@@ -175,12 +175,14 @@ int run(const Options& o, Output& out) {
     return 0;
   }
   std::string text;
-  run.generate(*o.prompt, o.sampling, [&](std::string_view piece) {
+  std::vector<ds::i32> tokens;
+  run.generate(*o.prompt, o.sampling, [&](ds::i32 id, std::string_view piece) {
+    tokens.push_back(id);
     text += piece;
     if (!out.json()) out.write(piece);
   });
   if (out.json()) {
-    out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}});
+    out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}, {"tokens", tokens}});
   } else {
     out.write("\n");
   }

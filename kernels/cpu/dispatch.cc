@@ -39,8 +39,8 @@ bool has_amx() noexcept {
 
 const OpTable* cpu_ops(std::string_view isa) noexcept {
   if (isa == "auto") {
-    if (const char* chosen = std::getenv("DS_ISA"); chosen != nullptr && std::string_view(chosen) != "auto")
-      return cpu_ops(chosen);
+    const char* chosen = std::getenv("DS_ISA");
+    if (chosen != nullptr && *chosen != '\0' && std::string_view(chosen) != "auto") return cpu_ops(chosen);
     // VDPBF16PS has twice the rate of fp32 products on AMD's cores, and half of it on Intel's.
     const bool fast_pairs = __builtin_cpu_is("amd");
     for (const char* candidate : {"amx", fast_pairs ? "avx512_bf16" : "avx512", "avx512", "avx2"}) {

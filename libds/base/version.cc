@@ -19,7 +19,7 @@ std::string version_text() {
 #endif
   const OpTable* ops = cpu_ops();
   return fmt::format("compiler: {}\nfeatures: {}\nkernels: {}\n", compiler, DS_FEATURES,
-                     ops != nullptr ? ops->name : ref_ops().name);
+                     ops != nullptr ? ops->name : "none for this CPU, or the DS_ISA of this environment");
 }
 
 }  // namespace ds

@@ -22,6 +22,8 @@
 namespace ds {
 namespace {
 
+constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, before a run is given up
+
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
@@ -59,14 +61,6 @@ int thread_count(const Config& config, const RankInfo& ranks) {
   return std::max(1, probe::num_cores() / std::max(1, ranks.local_world_size));
 }
 
-const OpTable& cpu_backend() {
-  const OpTable* ops = cpu_ops();
-  DS_CHECK(ops != nullptr, Errc::Unavailable,
-           "this CPU has no instruction set that libds supports (at least AVX2, FMA and F16C), "
-           "or DS_ISA names one that it lacks");
-  return *ops;
-}
-
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
 
@@ -85,6 +79,7 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const Mem
 }  // namespace
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
+  probe::cpu_backend();  // there is one
   const model::Model model = model::make_model(config.model, config.data.seq_length);
   const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size);
   RunPrediction p;
@@ -165,7 +160,7 @@ void check_memory(const Config& config, const RankInfo& ranks) {
 }  // namespace
 
 void TrainingRun::State::open() {
-  const OpTable& ops = cpu_backend();
+  const OpTable& ops = probe::cpu_backend();
   check_memory(config, ranks);
   mesh = std::make_unique<Mesh>(connect(config, ranks));
   backend = mesh->world().backend();
@@ -242,7 +237,7 @@ void TrainingRun::State::load() {
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
   last_checkpoint = step_dir;
   if (is_root()) {
-    const std::string isa(cpu_backend().name);
+    const std::string isa(probe::cpu_backend().name);
     if (meta.isa != isa) {
       log_message(LogLevel::Warning,
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
@@ -266,7 +261,7 @@ void TrainingRun::State::save() {
   meta.loss_scaler = {s.scale, s.iteration, s.last_overflow, s.hysteresis};
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
-  meta.isa = cpu_backend().name;
+  meta.isa = probe::cpu_backend().name;
   meta.config_json = compact_json(resolved_json(config));
   meta.model_config_json = compact_json(model_config_json(config.model));
   meta.data_json = compact_json(data_identity_json(train_data->identity()));
@@ -350,8 +345,19 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       s.append({{"type", "eval"}, {"step", step()}, {"val_loss", result.val_loss}});
       if (hooks.on_eval && s.is_root()) hooks.on_eval(step(), result.val_loss);
     };
+    // Weights or activations beyond the range of numbers: no smaller loss scale heals that. Such a state is not saved,
+    // so that the last checkpoint is from before it.
+    i64 lost = 0;  // steps in a row whose loss is not finite
+    const auto check_divergence = [&](i64 allowed) {
+      DS_CHECK(lost <= allowed, Errc::Numeric,
+               "the run has diverged: the loss is not finite since step {}; {}; lower the learning rate or the "
+               "gradient_clipping",
+               step() - lost + 1,
+               s.last_checkpoint.empty() ? std::string("nothing was saved")
+                                         : fmt::format("the last checkpoint is {}", s.last_checkpoint));
+    };
     const auto save = [&] {
-      if (!s.writes() || saved == step()) return;
+      if (!s.writes() || saved == step() || lost > 0) return;
       s.save();
       saved = step();
     };
@@ -375,10 +381,13 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
                 {"memory_bytes", r.memory_bytes},
                 {"comm_bytes", r.comm_bytes}});
       if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
+      lost = std::isfinite(r.loss) ? 0 : lost + 1;
+      check_divergence(step() < config.steps ? kLostSteps : 0);
       const bool stop = s.agree(hooks.stop_requested && hooks.stop_requested());
       if (config.eval.every > 0 && step() % config.eval.every == 0 && !stop) evaluate();
       if (stop || (config.save.every > 0 && step() % config.save.every == 0)) save();
       if (stop && step() < config.steps) {
+        check_divergence(0);
         s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
         result.stopped = true;
         break;
@@ -404,7 +413,7 @@ double TrainingRun::evaluate() {
 }
 
 void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
-                           const std::function<void(std::string_view)>& token) {
+                           const std::function<void(i32, std::string_view)>& token) {
   State& s = *state_;
   s.collective([&] {
     DS_CHECK(s.config.model.vocab_size >= 256, Errc::Unavailable,
@@ -414,7 +423,7 @@ void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
     for (const char c : prompt) ids.push_back(static_cast<unsigned char>(c));
     s.engine->generate(ids, {o.max_tokens, o.temperature, o.top_k, o.seed}, [&](i32 id) {
       const char byte = static_cast<char>(id);
-      token(id < 256 ? std::string_view(&byte, 1) : std::string_view("?"));
+      token(id, id < 256 ? std::string_view(&byte, 1) : std::string_view("?"));
     });
   });
 }

@@ -81,7 +81,7 @@ void RunDirectory::append_metrics(const Json& line) {
     metrics_fd_ = open(metrics_path().c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));
   }
-  const std::string text = line.dump() + "\n";
+  const std::string text = line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
   const ssize_t n = write(metrics_fd_, text.data(), text.size());
   DS_CHECK(n == static_cast<ssize_t>(text.size()), Errc::Io, "cannot write {}: {}", metrics_path(),
            n < 0 ? std::strerror(errno) : "short write");

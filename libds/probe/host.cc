@@ -1,18 +1,39 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "probe/host.h"
 
+#include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sched.h>
 #include <sys/resource.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <optional>
 #include <vector>
 
+#include "ds/nearest.h"
+
 namespace ds::probe {
+
+const OpTable& cpu_backend() {
+  const char* value = std::getenv("DS_ISA");
+  const std::string_view isa = value != nullptr && *value != '\0' ? value : "auto";
+  if (std::find(std::begin(kCpuIsas), std::end(kCpuIsas), isa) == std::end(kCpuIsas)) {
+    const std::string_view meant = nearest(isa, kCpuIsas);
+    throw Error(Errc::Config,
+                fmt::format("DS_ISA: \"{}\" is no instruction set{}; must be one of {}", isa,
+                            meant.empty() ? "" : fmt::format("; did you mean {}?", meant), fmt::join(kCpuIsas, ", ")));
+  }
+  const OpTable* ops = cpu_ops(isa);
+  DS_CHECK(ops != nullptr || isa == "auto", Errc::Unavailable, "DS_ISA: this CPU has no {}", isa);
+  DS_CHECK(ops != nullptr, Errc::Unavailable,
+           "this CPU has none of the instruction sets that libds supports (at least AVX2, FMA and F16C)");
+  return *ops;
+}
 
 int num_cores() {
   cpu_set_t set;

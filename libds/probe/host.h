@@ -9,6 +9,10 @@
 
 namespace ds::probe {
 
+// The CPU kernels of this run: DS_ISA or the best that the CPU has. Throws Errc::Config for a DS_ISA that is no name,
+// Errc::Unavailable where the CPU lacks it.
+const OpTable& cpu_backend();
+
 // Cores this process may run on.
 int num_cores();
 

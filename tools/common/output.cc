@@ -136,7 +136,7 @@ void Output::write(std::string_view text) {
 void Output::document(const nlohmann::ordered_json& fields, bool compact) {
   nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
   whole.update(fields);
-  write(whole.dump(compact ? -1 : 2) + "\n");
+  write(whole.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
 }
 
 void Output::commit() {

@@ -101,9 +101,9 @@ class DS_API TrainingRun {
   TrainResult train(const TrainHooks& hooks);
   // Mean loss over the validation data (eval.batches micro-batches per rank). Throws Errc::Config without any.
   double evaluate();
-  // Continues `prompt` (bytes); token() gets each new piece of text on every rank.
+  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every rank.
   void generate(const std::string& prompt, const SamplingOptions& options,
-                const std::function<void(std::string_view)>& token);
+                const std::function<void(i32 id, std::string_view text)>& token);
 
   i64 step() const noexcept;
   const std::string& backend() const noexcept;  // "self", "shm", "mpi"

@@ -172,5 +172,6 @@ const OpTable& ref_ops() noexcept;
 // what DS_ISA names); "onednn" is the engine of "amx" on any AVX-512 CPU. Null if the CPU lacks it or the name is
 // unknown.
 const OpTable* cpu_ops(std::string_view isa = "auto") noexcept;
+inline constexpr std::string_view kCpuIsas[] = {"auto", "avx2", "avx512", "avx512_bf16", "amx", "onednn"};
 
 }  // namespace ds
