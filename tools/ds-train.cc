@@ -85,13 +85,15 @@ class StepText {
 };
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
-  for (const int s : {SIGTERM, SIGUSR1, SIGINT}) std::signal(s, on_signal);
+  for (const int s : {SIGTERM, SIGUSR1, SIGINT, SIGHUP}) {
+    if (std::signal(s, on_signal) == SIG_IGN && s == SIGHUP) std::signal(s, SIG_IGN);  // nohup(1)
+  }
   ds::TrainResult result;
   {
     ds::tools::ProgressLine progress;
     StepText text;
     ds::TrainHooks hooks;
-    hooks.stop_requested = [] { return stop_signal != 0; };
+    hooks.stop_signal = [] { return static_cast<int>(stop_signal); };
     hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
       const std::string line = text(r, total);
       progress.show(line);
@@ -115,12 +117,12 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     };
     result = run.train(hooks);
   }
-  if (result.stopped) {
+  if (result.stop_signal != 0) {
     const bool kept = !result.checkpoint.empty();
     ds::tools::report_error(fmt::format("stopped by a signal after step {}; {}", result.step,
                                         kept ? result.checkpoint + " is committed: run again with --resume latest"
                                              : std::string("without --out nothing was kept")));
-    return kept ? ds::exit_code(ds::Errc::Interrupted) : 128 + static_cast<int>(stop_signal);
+    return kept ? ds::exit_code(ds::Errc::Interrupted) : 128 + result.stop_signal;
   }
   const double tokens_per_s = result.seconds > 0 ? static_cast<double>(result.tokens) / result.seconds : 0;
   if (out.json()) {
@@ -137,6 +139,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
                  true);
     return 0;
   }
+  if (result.first_step > result.step) return 0;  // a warning has said why
   out.print("step {}  loss {:.4f}", result.step, result.loss);
   if (!std::isnan(result.val_loss)) out.print("  val_loss {:.4f}", result.val_loss);
   out.print("  {:.0f} tok/s  {}", tokens_per_s, duration(result.seconds));

@@ -167,12 +167,13 @@ void move_into_place(const std::string& temp, const std::string& target) {
            std::generic_category().message(errno));
 }
 
-// Of the steps beside `newest`, the keep - 1 with the highest numbers stay.
+// Of the steps before `newest`, the keep - 1 with the highest numbers stay. Higher ones are not of this run: a run that
+// came back to an older step, because they are damaged, does not count them.
 void remove_old_steps(const std::string& dir, i64 newest, i64 keep) {
   std::vector<i64> steps;
   for (const auto& entry : fs::directory_iterator(dir)) {
     const std::optional<i64> step = parse_step_name(entry.path().filename().string());
-    if (step && *step != newest) steps.push_back(*step);
+    if (step && *step < newest) steps.push_back(*step);
   }
   std::sort(steps.rbegin(), steps.rend());
   for (size_t i = static_cast<size_t>(keep - 1); i < steps.size(); ++i) {

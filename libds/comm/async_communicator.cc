@@ -181,7 +181,9 @@ AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int siz
       fold_sources_(static_cast<size_t>(size)) {}
 
 void AsyncCommunicator::shut_down() noexcept {
-  if (std::uncaught_exceptions() > uncaught_at_birth_) abort("an error unwound the owner of its communicator");
+  if (std::uncaught_exceptions() > uncaught_at_birth_) {
+    abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
+  }
   progress_.finish();
   sender_.finish();
 }
@@ -389,8 +391,10 @@ Ticket AsyncCommunicator::recv(void* data, i64 bytes, int from, std::string_view
 
 void AsyncCommunicator::barrier(std::string_view tag) { submit(make_operation(OpKind::Barrier, tag, 0)).wait(); }
 
-void AsyncCommunicator::abort(std::string_view why) noexcept {
-  latch(publish({Errc::Comm, fmt::format("rank {} gave up: {}", rank_, why), rank_}));
+void AsyncCommunicator::abort(const Error& why) noexcept {
+  const bool named = why.rank() >= 0;  // the message says which rank it was
+  latch(publish({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", rank_, why.what()),
+                 named ? why.rank() : rank_}));
 }
 
 std::map<std::string, CommCount> AsyncCommunicator::counts() const {

@@ -131,7 +131,7 @@ class AsyncCommunicator : public Communicator {
   Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;
   Ticket recv(void* data, i64 bytes, int from, std::string_view tag) final;
   void barrier(std::string_view tag) final;
-  void abort(std::string_view why) noexcept final;
+  void abort(const Error& why) noexcept final;
   std::map<std::string, CommCount> counts() const final;
   void reset_counts() final;
 

@@ -14,10 +14,11 @@
 // unwinds. One thread at a time calls (abort: any).
 //
 // Failure. A peer that dies, throws, stops or does not come within `timeout` makes every pending and later call, on
-// every other rank, throw Errc::Comm (died, aborted) or Errc::Timeout (absent), with Error::rank() and the message
-// naming the rank. Never a hang. A rank that destroyed its communicator has left in peace: only who still waits for it
-// gets an error. A mismatched call is Errc::Comm and says what each rank called. After an error the communicator is of
-// no use: every later call throws the same one. A communicator destroyed by an exception that unwinds its owner aborts.
+// every other rank, throw Errc::Comm (died), Errc::Timeout (absent) or what the peer threw, with Error::rank() and the
+// message naming the rank. Never a hang. A rank that destroyed its communicator has left in peace: only who still waits
+// for it gets an error. A mismatched call is Errc::Comm and says what each rank called. After an error the communicator
+// is of no use: every later call throws the same one. A communicator destroyed by an exception that unwinds its owner
+// aborts.
 //
 // Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
 // says), number of calls. With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
@@ -100,8 +101,9 @@ class Communicator {
   virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
   virtual void barrier(std::string_view tag) = 0;
 
-  // Tells all peers that this rank gives up and why; they throw Errc::Comm naming it. Called by who catches an error.
-  virtual void abort(std::string_view why) noexcept = 0;
+  // Tells all peers that this rank gives up and why; they throw the same code, naming the rank at fault: this one, or
+  // the one that the error names. So a job ends with one status, whoever ends first. Called by who catches an error.
+  virtual void abort(const Error& why) noexcept = 0;
 
   // Bytes and calls by "tag" since the start (or the last reset), e.g. "dp.reduce_scatter".
   virtual std::map<std::string, CommCount> counts() const = 0;

@@ -409,7 +409,7 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
   for (auto& communicator : communicators) {
     threads.emplace_back([&, c = std::move(communicator)]() mutable {
       // A rank records its error before it tells its peers, so what they throw comes later.
-      const auto record = [&](std::string_view why) {
+      const auto record = [&](const Error& why) {
         {
           const std::lock_guard lock(mutex);
           if (!first_error) first_error = std::current_exception();
@@ -418,10 +418,10 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
       };
       try {
         body(*c);
+      } catch (const Error& e) {
+        record(e);
       } catch (const std::exception& e) {
-        record(e.what());
-      } catch (...) {
-        record("unknown exception");
+        record(Error(Errc::Internal, e.what()));
       }
       c.reset();
     });

@@ -35,6 +35,7 @@ constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr std::string_view kPrefix = "ds-";
+constexpr time_t kStillbornSeconds = 60;  // an empty segment of this age has no maker any more
 
 struct ProcessStat {
   char state = 0;  // as in ps(1); 0: no such process
@@ -80,10 +81,14 @@ void remove_stale_segments() {
     if (fd < 0) continue;
     struct stat st {};
     SegmentHeader h{};
-    const bool ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() &&
+    const bool file_of_ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
+    // Made, and its maker died before the next line of its program.
+    const bool stillborn = file_of_ours && st.st_size == 0 && st.st_mtime + kStillbornSeconds < time(nullptr);
+    const bool ours = file_of_ours && !stillborn &&
                       pread(fd, static_cast<void*>(&h), sizeof h, 0) == static_cast<ssize_t>(sizeof h) &&
                       (h.magic == kMagic || h.magic == kUnfinished) && h.pid_namespace == pid_namespace();
     close(fd);
+    if (stillborn) bip::shared_memory_object::remove(name.c_str());
     if (!ours || !has_ended(process_stat(h.pid), h.process_start)) continue;
     if (bip::shared_memory_object::remove(name.c_str()))
       log_message(LogLevel::Verbose, fmt::format("removed /dev/shm/{}, left by dead process {}", name, h.pid));
@@ -105,13 +110,12 @@ class Segment {
     try {
       s.object_ = bip::shared_memory_object(bip::create_only, name.c_str(), bip::read_write, bip::permissions(0600));
       s.linked_name_ = name;
-      s.object_.truncate(bytes);
     } catch (const bip::interprocess_exception& e) {
       DS_CHECK(e.get_error_code() != bip::already_exists_error, Errc::Comm,
                "/dev/shm/{} exists already: another job runs under this name", name);
       throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
     }
-    // Written, not mapped: so whoever finds the segment knows whose it is before its pages are reserved.
+    // Written first, and not mapped: so whoever finds the segment knows whose it is.
     SegmentHeader header{};
     header.magic = kUnfinished;
     header.version = kVersion;
@@ -121,6 +125,8 @@ class Segment {
     header.pid_namespace = pid_namespace();
     DS_CHECK(pwrite(s.fd(), static_cast<const void*>(&header), sizeof header, 0) == sizeof header, Errc::OutOfMemory,
              "/dev/shm/{} cannot be written: {}", name, std::strerror(errno));
+    DS_CHECK(ftruncate(s.fd(), bytes) == 0, Errc::OutOfMemory, "/dev/shm/{} cannot grow to {} bytes: {}", name, bytes,
+             std::strerror(errno));
     s.reserve(0, reserved_bytes, "a job's control segment");
     s.map();
     reinterpret_cast<SegmentHeader*>(s.data())->magic.store(kMagic, std::memory_order_release);
@@ -145,8 +151,9 @@ class Segment {
       DS_CHECK(fstat(s.fd(), &st) == 0 && st.st_uid == geteuid() && (st.st_mode & 077) == 0, Errc::Comm,
                "/dev/shm/{} belongs to another user or is open to others: refused", name);
       if (st.st_size < bytes) {
-        DS_CHECK(st.st_size == 0, Errc::Comm, "/dev/shm/{} has {} bytes where rank 0 of {} ranks makes {}", name,
-                 st.st_size, size, bytes);
+        const bool growing = st.st_size == 0 || st.st_size == sizeof(SegmentHeader);
+        DS_CHECK(growing, Errc::Comm, "/dev/shm/{} has {} bytes where rank 0 of {} ranks makes {}", name, st.st_size,
+                 size, bytes);
         continue;
       }
       // The magic is read, not mapped, until it is there: before that the pages may not be reserved.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace ds::engine {
@@ -128,7 +129,9 @@ model::RowViews Engine::param_views(const zero::ParamLease& lease, i64 layer) co
 
 double Engine::evaluate(i64 batches, const std::function<void(i64, std::span<i32>, std::span<i32>)>& next) {
   const i64 R = plan_.B * plan_.T;
-  double sum[2] = {0, 0};  // losses, valid tokens
+  // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
+  // count, losses that are not finite.
+  i64 sum[3] = {0, 0, 0};
   for (i64 b = 0; b < batches; ++b) {
     model::PassContext ctx = context(model::Mode::Eval);
     ctx.ids = TensorView::of(ids_.data, DType::I32, {R});
@@ -142,11 +145,17 @@ double Engine::evaluate(i64 batches, const std::function<void(i64, std::span<i32
       model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, eval_acts_[l]);
       x = eval_acts_[l].output;
     }
-    for (i64 i = 0; i < R; ++i) sum[0] += static_cast<double>(losses_.as<float>()[i]);
-    sum[1] += static_cast<double>(R - std::count(targets.begin(), targets.end(), kIgnored));
+    for (i64 i = 0; i < R; ++i) {
+      const float loss = losses_.as<float>()[i];
+      const bool finite = std::fabs(loss) < 0x1p20f;
+      sum[0] += finite ? std::llround(std::ldexp(static_cast<double>(loss), 24)) : 0;
+      sum[2] += finite ? 0 : 1;
+    }
+    sum[1] += R - std::count(targets.begin(), targets.end(), kIgnored);
   }
-  mesh_.dp().all_reduce(sum, 2, DType::F64, ReduceOp::Sum, "dp.stats").wait();
-  return sum[0] / std::max(sum[1], 1.0);
+  mesh_.dp().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+  if (sum[2] > 0) return std::numeric_limits<double>::quiet_NaN();
+  return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
 }
 
 void Engine::read_logits(std::vector<float>& out) {

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <exception>
 #include <filesystem>
+#include <limits>
 
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
@@ -107,7 +108,8 @@ struct TrainingRun::State {
   std::string backend;
   std::string step_dir;  // to go on from; empty: from the start
   std::string last_checkpoint;
-  double peak_flops = 0;  // of this rank, measured
+  bool evaluated_before = false;  // the step that we go on from; on rank 0
+  double peak_flops = 0;          // of this rank, measured
 
   bool is_root() const { return ranks.rank == 0; }
   bool writes() const { return !options.out_dir.empty() && !options.read_only; }
@@ -117,8 +119,11 @@ struct TrainingRun::State {
   auto collective(F&& body) {
     try {
       return body();
+    } catch (const Error& e) {
+      if (mesh) mesh->world().abort(e);
+      throw;
     } catch (const std::exception& e) {
-      if (mesh) mesh->world().abort(e.what());
+      if (mesh) mesh->world().abort(Error(Errc::Internal, e.what()));
       throw;
     }
   }
@@ -127,16 +132,17 @@ struct TrainingRun::State {
   void open_data();
   std::string find_resumed() const;
   void load();
+  void take_directory();
   void save();
   double evaluate();
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line) {
     if (directory) directory->append_metrics(line);
   }
-  bool agree(bool mine) {
-    i64 flag = mine ? 1 : 0;
-    mesh->world().all_reduce(&flag, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
-    return flag != 0;
+  // The largest of all ranks' numbers.
+  i64 agree(i64 mine) {
+    mesh->world().all_reduce(&mine, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    return mine;
   }
 };
 
@@ -166,15 +172,23 @@ void TrainingRun::State::open() {
   backend = mesh->world().backend();
   open_data();
   step_dir = find_resumed();
-  if (writes() && is_root())
-    directory = std::make_unique<engine::RunDirectory>(options.out_dir, !options.resume.empty());
-  mesh->world().barrier("dp.stats");  // nobody builds before the directory is ours
+  if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, ops, thread_count(config, ranks));
   for (const auto& unit : engine->plan().rows) {
     for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, ""});
   }
   if (engine->model().tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
   load();
+  take_directory();
+}
+
+// Last: a run that does not start leaves nothing behind.
+void TrainingRun::State::take_directory() {
+  if (writes() && is_root()) {
+    directory = std::make_unique<engine::RunDirectory>(options.out_dir, options.resume, step_dir);
+    evaluated_before = directory->cut_metrics(engine->progress().step);
+  }
+  mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
 }
 
 void TrainingRun::State::open_data() {
@@ -202,6 +216,7 @@ std::string TrainingRun::State::find_resumed() const {
     const std::string name = entry.path().filename();
     if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
   }
+  DS_CHECK(!options.read_only, Errc::Config, "{} has no checkpoint", options.out_dir);
   // A first start of a command line that always says --resume latest: said, not silent.
   if (is_root())
     log_message(LogLevel::Warning, fmt::format("{} has no checkpoint yet: starting from step 0", options.out_dir));
@@ -243,8 +258,6 @@ void TrainingRun::State::load() {
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
                               meta.isa, isa));
     }
-    if (directory) directory->cut_metrics(meta.step);
-    append({{"type", "event"}, {"event", "resumed"}, {"step", meta.step}, {"from", step_dir}});
   }
 }
 
@@ -275,8 +288,9 @@ void TrainingRun::State::save() {
 }
 
 double TrainingRun::State::evaluate() {
-  const i64 all = validation_data->num_sequential_batches();
-  const i64 batches = config.eval.batches > 0 ? std::min(config.eval.batches, all) : all;
+  // In batches of train_batch_size: the same samples whatever the number of ranks.
+  const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches * config.batch.accumulation;
+  const i64 batches = config.eval.batches > 0 ? std::min(wanted, all) : all;
   return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
     validation_data->load_sequential(batch, mesh->dp().rank(), ids, targets);
   });
@@ -334,7 +348,8 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     DS_CHECK(s.writes() || config.save.every == 0, Errc::Config,
              "save.every is {} but there is no run directory: give --out DIR", config.save.every);
     if (s.peak_flops == 0) s.peak_flops = s.engine->measure_peak();
-    TrainResult result{.first_step = step() + 1, .val_loss = std::numeric_limits<double>::quiet_NaN()};
+    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
+    TrainResult result{.step = step(), .first_step = step() + 1, .loss = kNaN, .val_loss = kNaN};
     std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.T)), targets(ids.size());
     i64 evaluated = -1, saved = s.last_checkpoint.empty() ? -1 : step();
 
@@ -362,6 +377,18 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       saved = step();
     };
 
+    if (step() >= config.steps) {
+      if (s.is_root())
+        log_message(LogLevel::Warning,
+                    fmt::format("{} is at step {} of {}: nothing to train", s.step_dir, step(), config.steps));
+      return result;
+    }
+    const auto eval_due = [&] { return config.eval.every > 0 && step() > 0 && step() % config.eval.every == 0; };
+    if (!s.step_dir.empty()) {
+      s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
+      // A run that was stopped at a step that wanted an evaluation left it to us.
+      if (eval_due() && s.agree(s.directory && !s.evaluated_before) != 0) evaluate();
+    }
     while (step() < config.steps) {
       const StepRecord r = s.take_step(ids, targets);
       result.loss = r.loss;
@@ -383,18 +410,17 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
       lost = std::isfinite(r.loss) ? 0 : lost + 1;
       check_divergence(step() < config.steps ? kLostSteps : 0);
-      const bool stop = s.agree(hooks.stop_requested && hooks.stop_requested());
-      if (config.eval.every > 0 && step() % config.eval.every == 0 && !stop) evaluate();
-      if (stop || (config.save.every > 0 && step() % config.save.every == 0)) save();
-      if (stop && step() < config.steps) {
+      const int signal = narrow<int>(s.agree(hooks.stop_signal ? hooks.stop_signal() : 0));
+      // Saved before it is evaluated: an error in the validation data loses no work.
+      if (signal != 0 || step() == config.steps || (config.save.every > 0 && step() % config.save.every == 0)) save();
+      if (signal != 0 && step() < config.steps) {
         check_divergence(0);
         s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
-        result.stopped = true;
+        result.stop_signal = signal;
         break;
       }
+      if (eval_due() || step() == config.steps) evaluate();
     }
-    if (!result.stopped) evaluate();
-    save();
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
     result.checkpoint = s.writes() ? s.last_checkpoint : "";

@@ -19,26 +19,56 @@ namespace {
 
 constexpr const char* kLockName = "lock";
 
-// Nothing but our own lock file: left by a run that failed before its first step.
-bool is_empty(const std::string& path) {
-  for (const auto& entry : fs::directory_iterator(path)) {
-    if (entry.path().filename() != kLockName) return false;
+bool is_step_name(const std::string& name) { return name.starts_with("step-"); }
+
+struct Contents {
+  bool empty = true;   // but for our own lock file, left by a run that was killed before its first step
+  bool a_run = false;  // metrics or checkpoints
+  std::string newest;  // step directory
+};
+Contents contents_of(const std::string& path) {
+  Contents c;
+  std::error_code error;
+  for (fs::directory_iterator it(path, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename();
+    if (name == kLockName) continue;
+    c.empty = false;
+    c.a_run |= name == "metrics.jsonl" || name == "latest" || is_step_name(name);
+    if (is_step_name(name)) c.newest = std::max(c.newest, name);  // numbers of one width
   }
-  return true;
+  DS_CHECK(!error, Errc::Config, "cannot read the run directory {}: {}", path, error.message());
+  return c;
 }
 
 }  // namespace
 
-RunDirectory::RunDirectory(std::string path, bool resuming) : path_(std::move(path)) {
+void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
+  std::error_code error;
+  if (!fs::exists(path, error)) return;
+  DS_CHECK(fs::is_directory(path, error), Errc::Config, "run directory {} is not a directory", path);
+  const Contents found = contents_of(path);
+  if (found.empty) return;
+  DS_CHECK(!resume.empty(), Errc::Config,
+           "run directory {} is not empty: continue its run with --resume latest, or choose another directory", path);
+  DS_CHECK(found.a_run, Errc::Config, "{} holds files, but no run: choose another directory", path);
+  if (resume == "latest") return;
+  const fs::path step(step_dir);
+  DS_CHECK(fs::equivalent(step.parent_path().empty() ? "." : step.parent_path(), path, error), Errc::Config,
+           "run directory {} holds another run than {}: choose another directory", path, step_dir);
+  DS_CHECK(step.filename() == found.newest, Errc::Config,
+           "run directory {} holds {}, which is newer than {}: remove it, or choose another directory", path,
+           found.newest, step_dir);
+}
+
+RunDirectory::RunDirectory(std::string path, const std::string& resume, const std::string& step_dir)
+    : path_(std::move(path)) {
+  check(path_, resume, step_dir);
   std::error_code error;
   fs::create_directories(path_, error);
-  DS_CHECK(!error, Errc::Io, "cannot create run directory {}: {}", path_, error.message());
-  DS_CHECK(fs::is_directory(path_), Errc::Config, "run directory {} is not a directory", path_);
-  DS_CHECK(resuming || is_empty(path_), Errc::Config,
-           "run directory {} is not empty: continue its run with --resume latest, or choose another directory", path_);
+  DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
   const std::string lock = path_ + "/" + kLockName;
   lock_fd_ = open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  DS_CHECK(lock_fd_ >= 0, Errc::Io, "cannot open {}: {}", lock, std::strerror(errno));
+  DS_CHECK(lock_fd_ >= 0, Errc::Config, "cannot open {}: {}", lock, std::strerror(errno));
   if (flock(lock_fd_, LOCK_EX | LOCK_NB) != 0) {
     char holder[32] = {};
     const ssize_t n = read(lock_fd_, holder, sizeof holder - 1);
@@ -61,19 +91,22 @@ RunDirectory::~RunDirectory() {
   }
 }
 
-void RunDirectory::cut_metrics(i64 step) {
+bool RunDirectory::cut_metrics(i64 step) {
   std::ifstream in(metrics_path());
-  if (!in) return;
+  if (!in) return false;
   std::string kept;
+  bool evaluated = false;
   for (std::string line; std::getline(in, line);) {
     const Json parsed = Json::parse(line, nullptr, false);
     // A torn last line, or one without a step, goes: the resumed run starts with a whole file.
     if (parsed.is_object() && parsed.contains("step") && parsed["step"].is_number_integer() &&
         parsed["step"].get<i64>() <= step) {
       kept += line + "\n";
+      evaluated |= parsed.value("type", "") == "eval" && parsed["step"] == step;
     }
   }
   replace_text_file(metrics_path(), kept);
+  return evaluated;
 }
 
 void RunDirectory::append_metrics(const Json& line) {

@@ -11,15 +11,21 @@ namespace ds::engine {
 
 class RunDirectory {
  public:
-  // Creates `path` or takes it over for a resumed run. Throws Errc::Config when another run holds it, or when it is not
-  // empty and `resuming` is false; Errc::Io with the system's words.
-  RunDirectory(std::string path, bool resuming);
+  // Throws Errc::Config if a run that goes on from `step_dir` (empty: from the start) cannot have `path` for its own:
+  // it is no directory; it holds something, and either is no run's or `resuming` is false; it holds steps that a run
+  // from an older one, or from another run's, would mix with its own. Touches nothing.
+  static void check(const std::string& path, const std::string& resume, const std::string& step_dir);
+
+  // Creates `path` or takes it over. Throws what check() throws; Errc::Config when another run holds it or it cannot be
+  // made; Errc::Io with the system's words.
+  RunDirectory(std::string path, const std::string& resume, const std::string& step_dir);
   ~RunDirectory();
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
-  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew.
-  void cut_metrics(i64 step);
+  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew. True if
+  // `step` was evaluated.
+  bool cut_metrics(i64 step);
   // Appends one line, whole, at once.
   void append_metrics(const Json& line);
 

@@ -71,7 +71,8 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
     for (size_t ahead = a + 1; ahead < plan.accesses.size() && budget > 0; ++ahead) {
       for (const i64 unit : plan.accesses[ahead]) {
         if (!absent(unit)) continue;
-        if (elems(unit) > budget || live_elems + elems(unit) > knobs.max_live) {
+        // The last one may exceed the budget, as in DeepSpeed: a unit is a whole layer, often larger than the bucket.
+        if (budget <= 0 || live_elems + elems(unit) > knobs.max_live) {
           budget = 0;  // in trace order: what does not fit ends the prefetch
           break;
         }

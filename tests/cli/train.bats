@@ -4,28 +4,7 @@
 
 bats_require_minimum_version 1.5.0
 
-setup() {
-  bats_load_library bats-support
-  bats_load_library bats-assert
-  PATH=$DS_BIN:$PATH
-  cd "$BATS_TEST_TMPDIR" || exit 1
-  cp "$DS_SOURCE/LICENSE" text.txt
-  # Two micro-batches in "micro" order: the sums do not depend on how ranks and micro-batches share them.
-  cat >cfg.json <<'JSON'
-{
-  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
-  "data": {"train": "text.txt", "seq_length": 32},
-  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
-  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-  "zero_optimization": {"stage": 2, "stage3_param_persistence_threshold": 0},
-  "reduce_order": "micro",
-  "steps": 12
-}
-JSON
-}
-
-losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
-merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
+load tiny
 
 @test "train, metrics, checkpoint, evaluation, generation" {
   run ds-launch -n 2 ds-train cfg.json --out run
@@ -97,7 +76,7 @@ merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
   ds-launch -n 2 ds-train cfg.json --out whole --steps 300 --quiet
   ds-launch -n 2 ds-train cfg.json --out parts --steps 300 --quiet &
   pid=$!
-  for _ in $(seq 200); do [[ $(losses parts 2>/dev/null | wc -l) -ge 20 ]] && break; sleep 0.05; done
+  until_true 20 steps_at_least parts 20
   kill -TERM $pid
   local status=0
   wait "$pid" || status=$?
@@ -110,17 +89,15 @@ merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
 @test "a rank killed mid-step: no hang, no orphan, the last checkpoint loads" {
   ds-launch -n 2 ds-train cfg.json --out run --steps 100000 --set save.every=10 --set save.keep=2 2>err &
   pid=$!
-  for _ in $(seq 400); do [[ -s run/latest ]] && break; sleep 0.05; done
-  victim=$(pgrep -f "ds-train cfg.json --out run" | tail -1)
-  kill -9 "$victim"
+  until_true 20 test -s run/latest
+  kill -9 "$(ranks_here | tail -1)"
   local status=0
   wait "$pid" || status=$?
   assert_equal "$status" 137
   run cat err
   assert_output --partial "SIGKILL"
   sleep 1
-  run pgrep -f "ds-train cfg.json --out run"
-  assert_failure
+  assert_equal "$(ranks_here)" ""
   run ds-train cfg.json --resume run --eval
   assert_success
 }
@@ -188,7 +165,7 @@ merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
 @test "a directory in use is refused" {
   ds-train cfg.json --out run --steps 100000 --quiet &
   pid=$!
-  for _ in $(seq 200); do [[ -s run/metrics.jsonl ]] && break; sleep 0.05; done
+  until_true 20 test -s run/metrics.jsonl
   run ds-train cfg.json --out run --resume latest
   kill -TERM $pid
   wait $pid || true

@@ -179,12 +179,12 @@ TEST_F(CommShm, AnErrorInOneProcessReachesTheOthers) {
         if (r == 1 && i == 5) throw Error(Errc::Io, "disk on fire");
       }
     } catch (const Error& e) {
-      c->abort(e.what());
+      c->abort(e);
       throw;
     }
   });
   EXPECT_THAT(ranks.story(1), HasSubstr("disk on fire"));
-  for (int r : {0, 2}) EXPECT_EQ(ranks.story(r), error_story(Errc::Comm, 1) + "rank 1 gave up: disk on fire");
+  for (int r : {0, 2}) EXPECT_EQ(ranks.story(r), error_story(Errc::Io, 1) + "rank 1 gave up: disk on fire");
 }
 
 TEST_F(CommShm, EndingEarlyIsNotDying) {

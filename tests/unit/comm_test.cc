@@ -216,11 +216,11 @@ TEST(CommFailure, AbortReachesPendingAndLaterCalls) {
     double x = 0;
     if (c.rank() == 1) {
       std::this_thread::sleep_for(50ms);
-      c.abort("out of cheese");
+      c.abort(Error(Errc::Io, "out of cheese"));
     }
     for (int i = 0; i < 2; ++i) {
       const Error e = error_of([&] { c.all_reduce(&x, 1, DType::F64, ReduceOp::Sum, "t").wait(); });
-      EXPECT_EQ(e.code(), Errc::Comm);
+      EXPECT_EQ(e.code(), Errc::Io);
       EXPECT_EQ(e.rank(), 1);
       EXPECT_STREQ(e.what(), "rank 1 gave up: out of cheese");
     }
@@ -314,7 +314,7 @@ TEST(CommFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
       });
     }
     std::this_thread::sleep_for(std::chrono::microseconds(500 * i));
-    communicators[static_cast<size_t>(i % 2)]->abort("now");
+    communicators[static_cast<size_t>(i % 2)]->abort(Error(Errc::Comm, "now"));
   }
 }
 

@@ -56,7 +56,11 @@ TEST(GatherPlan, WithFullReuseGathersEachUnitOnce) {
 
 TEST(GatherPlan, PrefetchesAheadOfUseWithinItsBucketAndTheLiveLimit) {
   const GatherPlan ahead = plan_gathers(training_trace(6, false, 1), kElems, {80, 1000, 0});
-  ASSERT_EQ(ahead.steps[0].launch.size(), 3u);  // unit 0 now, units 1 and 2 ahead; unit 4 would exceed 80
+  ASSERT_EQ(ahead.steps[0].launch.size(), 3u);  // unit 0 now, units 1 and 2 ahead
+  const GatherPlan large = plan_gathers(training_trace(6, false, 1), kElems, {1, 1000, 0});
+  ASSERT_EQ(large.steps[0].launch.size(), 2u);  // a unit larger than the bucket is still gathered ahead: the last one
+  const GatherPlan none = plan_gathers(training_trace(6, false, 1), kElems, {0, 1000, 0});
+  ASSERT_EQ(none.steps[0].launch.size(), 1u);
   const GatherPlan limited = plan_gathers(training_trace(6, false, 1), kElems, {80, 145, 0});
   EXPECT_EQ(limited.steps[0].launch.size(), 2u);
   EXPECT_LE(limited.peak_live_elems, 145);

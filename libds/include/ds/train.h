@@ -62,17 +62,17 @@ struct StepRecord {
   std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
 };
 
-struct TrainHooks {  // all optional; called on rank 0 only, but stop_requested on every rank after each step
-  std::function<bool()> stop_requested;
+struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank after each step
+  std::function<int()> stop_signal;  // not 0: stop, because of this signal
   std::function<void(const StepRecord&, i64 total_steps)> on_step;
   std::function<void(i64 step, double val_loss)> on_eval;
 };
 
 struct TrainResult {
-  bool stopped = false;          // by request, before config.steps; `checkpoint` was committed
-  i64 step = 0, first_step = 0;  // last and first step taken by this call
+  int stop_signal = 0;           // of any rank; not 0: stopped before config.steps
+  i64 step = 0, first_step = 0;  // last and first step taken by this call; none if first_step > step
   i64 skipped_steps = 0;
-  double loss = 0;      // of the last step
+  double loss = 0;      // of the last step; NaN if none was taken
   double val_loss = 0;  // NaN without validation data
   i64 tokens = 0;
   double seconds = 0;               // in steps
@@ -88,20 +88,22 @@ struct SamplingOptions {
 };
 
 // Owns everything of one rank's run. All member functions are collective over the job; an error on one rank aborts the
-// others, which then throw Errc::Comm naming it.
+// others, which then throw the same code, naming it.
 class DS_API TrainingRun {
  public:
-  // Checks memory first (Errc::OutOfMemory, by tag), then connects the ranks, opens data and directory, builds the
-  // engine and loads or initialises the weights. Throws Errc::Config (directory in use or not empty, data too short,
+  // Checks memory first (Errc::OutOfMemory, by tag), then connects the ranks, opens the data, builds the engine, loads
+  // or initialises the weights, and last makes or takes over the directory: who fails before has written nothing.
+  // Throws Errc::Config (directory in use or not empty, data too short,
   // ...).
   TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options);
   ~TrainingRun();
 
   // Trains to config.steps, or until any rank asks to stop: then commits a checkpoint (if there is a directory).
   TrainResult train(const TrainHooks& hooks);
-  // Mean loss over the validation data (eval.batches micro-batches per rank). Throws Errc::Config without any.
+  // Mean loss over the validation data (eval.batches batches). Throws Errc::Config without any.
   double evaluate();
-  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every rank.
+  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every
+  // rank.
   void generate(const std::string& prompt, const SamplingOptions& options,
                 const std::function<void(i32 id, std::string_view text)>& token);
 

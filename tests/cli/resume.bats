@@ -1,0 +1,191 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Run directories and what becomes of them: whoever dies at whatever moment, the run goes on as if nothing had happened,
+# its record is whole, and the job says with one status why it ended.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
+
+@test "the status of a job is that of the rank that knows why, whoever ends first" {
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 2
+  for _ in 1 2 3 4 5; do
+    run ds-launch -n 4 ds-train cfg.json --out run
+    assert_failure 2
+  done
+  printf 'garbage' | dd of=run/step-00000002/rank-00001.h5 bs=1 seek=3000 conv=notrunc status=none
+  for _ in 1 2 3 4 5; do
+    run ds-launch -n 4 ds-train cfg.json --out run --resume latest
+    assert_failure 3
+    assert_output --partial "rank-00001.h5"
+    refute_output --regexp 'rank [0-9]+ gave up: rank'
+  done
+}
+
+@test "a run that died before its first checkpoint starts its record anew" {
+  ds-launch -n 2 ds-train cfg.json --out run --resume latest --steps 100000 2>/dev/null &
+  pid=$!
+  until_true 20 steps_at_least run 20
+  kill -9 "$(ranks_here | tail -1)"
+  wait "$pid" || true
+  ds-launch -n 2 ds-train cfg.json --out run --resume latest --quiet
+  assert_equal "$(losses run | cut -d' ' -f1 | tr '\n' ' ')" "1 2 3 4 5 6 7 8 9 10 11 12 "
+}
+
+@test "a stop at a step that wants an evaluation leaves it to the resumed run" {
+  set=(--steps 400 --set eval.every=1 --set eval.batches=1 --quiet)
+  ds-launch -n 2 ds-train cfg.json --out whole "${set[@]}"
+  ds-launch -n 2 ds-train cfg.json --out parts "${set[@]}" 2>/dev/null &
+  pid=$!
+  until_true 20 steps_at_least parts 20
+  kill -TERM $pid
+  wait "$pid" || assert_equal $? 75
+  ds-launch -n 2 ds-train cfg.json --out parts "${set[@]}" --resume latest
+  diff <(losses whole) <(losses parts)
+  diff <(evals whole) <(evals parts)
+}
+
+@test "a validation loss does not depend on the number of ranks" {
+  ds-launch -n 2 ds-train cfg.json --out run --quiet
+  for batches in 0 1 2; do
+    run ds-train cfg.json --resume run --eval --set eval.batches=$batches --json
+    assert_success
+    want=$output
+    for n in 2 4; do
+      run --separate-stderr ds-launch -n $n ds-train cfg.json --resume run --eval --set eval.batches=$batches --json
+      assert_output "$want"
+    done
+  done
+}
+
+@test "validation data that cannot be used loses no training" {
+  printf 'x%.0s' {1..5000} >good.txt
+  run ds-train cfg.json --out run --set data.train=good.txt --set data.validation=none.txt
+  assert_failure 2
+  assert [ ! -e run ]
+}
+
+@test "a finished run has nothing to do and says so" {
+  ds-train cfg.json --out run --quiet
+  cp run/metrics.jsonl before
+  run ds-train cfg.json --out run --resume latest
+  assert_success
+  assert_output --partial "nothing to train"
+  refute_output --partial "loss"
+  cmp before run/metrics.jsonl
+}
+
+@test "a run does not mix with other steps, another run, or files that are none" {
+  ds-train cfg.json --out run --quiet --set save.every=4
+  run ds-train cfg.json --out run --resume run/step-00000004
+  assert_failure 2
+  assert_output --partial "step-00000012, which is newer"
+  ds-train cfg.json --out other --quiet --steps 2
+  run ds-train cfg.json --out other --resume run
+  assert_failure 2
+  assert_output --partial "another run"
+  mkdir foreign
+  touch foreign/thesis.txt
+  run ds-train cfg.json --out foreign --resume latest
+  assert_failure 2
+  assert_output --partial "no run"
+  assert_equal "$(ls -A foreign)" thesis.txt
+  run ds-train cfg.json --out text.txt
+  assert_failure 2
+  assert_output --partial "not a directory"
+  # A branch from an older step, in a directory of its own.
+  ds-train cfg.json --out branch --resume run/step-00000004 --quiet
+  diff <(losses run | tail -8) <(losses branch)
+}
+
+@test "a run that fails while it starts leaves nothing, and nothing changed" {
+  ds-train cfg.json --out run --quiet --steps 2
+  tar cf before.tar run
+  for args in "--out new --weights nofile.safetensors" "--out new/a/b --resume run --set model.n_embd=64" \
+    "--out new --resume run --set seed=7" "--out new --resume run --set data.seq_length=16"; do
+    # shellcheck disable=SC2086
+    run ds-train cfg.json $args
+    assert_failure
+    assert [ ! -e new ]
+  done
+  run ds-train cfg.json --out run --resume latest --set model.n_embd=64
+  assert_failure 3
+  tar df before.tar
+}
+
+@test "kills of a rank, of mpirun, of ds-launch, at any moment, over shm and mpi: the run goes on bit for bit" {
+  set=(--steps 60 --set save.every=3 --set save.keep=2)
+  ds-launch -n 2 ds-train cfg.json --out whole "${set[@]}" --quiet
+  for backend in shm mpi; do
+    for victim in rank mpirun launcher; do
+      dir=$backend-$victim
+      for delay in 0.2 0.35 0.5; do
+        ds-launch -n 2 ds-train cfg.json --out "$dir" "${set[@]}" --set communication.backend=$backend \
+          --set communication.timeout_s=10 --resume latest >/dev/null 2>&1 &
+        pid=$!
+        sleep "$delay"
+        case $victim in
+          rank) kill -9 "$(ranks_here | tail -1)" ;;
+          mpirun) kill -9 "$(pgrep -P $pid -x mpirun)" ;;
+          launcher) kill -9 $pid ;;
+        esac 2>/dev/null || true # it may have ended already
+        wait $pid 2>/dev/null || true
+        until_true 15 no_rank_here
+      done
+      ds-launch -n 2 ds-train cfg.json --out "$dir" "${set[@]}" --resume latest --quiet 2>/dev/null
+      diff <(losses whole) <(losses "$dir")
+    done
+  done
+}
+
+@test "a stopped rank is named within the time limit" {
+  for backend in shm mpi; do
+    ds-launch -n 2 ds-train cfg.json --out run-$backend --steps 100000 --set communication.backend=$backend \
+      --set communication.timeout_s=2 2>err &
+    pid=$!
+    until_true 20 steps_at_least run-$backend 5
+    kill -STOP "$(ranks_here | tail -1)"
+    SECONDS=0
+    local status=0
+    wait "$pid" || status=$?
+    assert_equal "$status" 1
+    ((SECONDS <= 20))
+    assert_equal "$(ranks_here)" ""
+    run cat err
+    assert_output --regexp "rank [01] .*(stopped|did not come within 2 s)"
+  done
+}
+
+@test "a full disk: an error, and the checkpoint before is whole" {
+  ds-train cfg.json --out run --quiet --steps 3
+  # Files end at 40 KB: rank files of this model are larger.
+  run bash -c 'ulimit -f 40; exec ds-train cfg.json --out run --resume latest'
+  assert_failure 1
+  assert_output --partial "File too large"
+  assert_equal "$(cat run/latest)" step-00000003
+  assert_equal "$(find run -name '.tmp*' -o -name '*.tmp*')" ""
+  ds-launch -n 2 ds-train cfg.json --out run --resume latest --quiet
+  assert_equal "$(losses run | wc -l)" 12
+}
+
+@test "SIGTERM to one rank without --out: 128 + signal, whoever ends first" {
+  for _ in 1 2 3; do
+    ds-launch -n 2 ds-train cfg.json --steps 1000000 --quiet 2>/dev/null &
+    pid=$!
+    until_true 20 some_rank_here
+    sleep 0.7
+    kill -TERM "$(ranks_here | tail -1)"
+    local status=0
+    wait "$pid" || status=$?
+    assert_equal "$status" 143
+  done
+}
+
+@test "a run that has diverged stops, and saves nothing after the loss has gone" {
+  run ds-train cfg.json --out run --steps 100 --set save.every=1 --set optimizer.params.lr=1e30 --set gradient_clipping=0
+  assert_failure 1
+  assert_output --partial "the run has diverged: the loss is not finite since step 2"
+  assert_equal "$(cat run/latest)" step-00000001
+}

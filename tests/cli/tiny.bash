@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+# shellcheck shell=bash
+# A tiny training run in a folder of its own: cfg.json over text.txt.
+
+setup() {
+  bats_load_library bats-support
+  bats_load_library bats-assert
+  PATH=$DS_BIN:$PATH
+  cd "$BATS_TEST_TMPDIR" || exit 1
+  cp "$DS_SOURCE/LICENSE" text.txt
+  # Two micro-batches in "micro" order: the sums do not depend on how ranks and micro-batches share them.
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+  "zero_optimization": {"stage": 2, "stage3_param_persistence_threshold": 0},
+  "reduce_order": "micro",
+  "steps": 12
+}
+JSON
+}
+
+losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
+merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
+
+teardown() { # what a failed test left running
+  ranks_here | xargs -r kill -9
+}
+
+# Pids of the ranks that run in this folder.
+ranks_here() {
+  local p
+  for p in $(pgrep -x ds-train); do
+    [[ $(readlink "/proc/$p/cwd") == "$PWD" ]] && echo "$p"
+  done
+  true
+}
+
+some_rank_here() { [[ -n $(ranks_here) ]]; }
+no_rank_here() { [[ -z $(ranks_here) ]]; }
+
+until_true() { # seconds command...: within so many seconds
+  local tries=$(($1 * 20))
+  shift
+  until "$@"; do
+    ((tries-- > 0)) || return 1
+    sleep 0.05
+  done
+}
+
+steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
