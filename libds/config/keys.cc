@@ -107,7 +107,7 @@ constexpr Key kKeys[] = {
     effect("optimizer.type", slot_of<&C::optimizer, &OptimizerConfig::type>),
     effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, {}, kAuto),
     effect("optimizer.params.betas", betas, kBelowOne, kAuto),
-    effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, {}, kAuto),
+    effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto),
     effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, {}, kAuto),
     effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
     effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),

@@ -160,7 +160,7 @@ void Engine::update_params(const Verdict& verdict, double lr) {
   AdamWParams p{.beta1 = o.beta1,
                 .beta2 = o.beta2,
                 .lr = static_cast<float>(lr),
-                .eps = static_cast<float>(o.eps),
+                .eps = o.eps,
                 .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
                 .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
                 .grad_scale = static_cast<float>(1 / (scaler_.scale() * mean_divisor() * too_long)),

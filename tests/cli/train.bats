@@ -48,6 +48,23 @@ load tiny
   done
 }
 
+@test "a whole run on the least instruction set" {
+  ds-launch -n 2 ds-train cfg.json --out best --quiet
+  export DS_ISA=avx2
+  for n in 1 2; do ds-launch -n "$n" ds-train cfg.json --out "avx2-$n" --quiet; done
+  diff <(losses avx2-1) <(losses avx2-2)
+  merged avx2-1 1.safetensors
+  merged avx2-2 2.safetensors
+  cmp 1.safetensors 2.safetensors
+  run paste -d " " <(losses best) <(losses avx2-1)
+  assert_equal "$(awk 'NF == 4 && $1 == $3 && $4 / $2 > 1 - 1e-4 && $4 / $2 < 1 + 1e-4' <<<"$output" | wc -l)" 12
+  run -0 grep '"isa":' avx2-2/step-00000012/manifest.json
+  assert_output --partial avx2
+  unset DS_ISA
+  run -0 ds-train cfg.json --out avx2-2 --steps 13 --resume latest
+  if ! grep -q avx2 best/step-00000012/manifest.json; then assert_output --partial "bits may not"; fi
+}
+
 @test "a resumed run gives the bits of one that was never interrupted" {
   for precision in '{}' '{"enabled": true}'; do
     rm -rf whole parts

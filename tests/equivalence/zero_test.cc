@@ -2,6 +2,8 @@
 // The promises of DESIGN section 4: no ZeRO stage, bucket size, overlap or number of threads changes a bit; N ranks
 // with m micro-batches are one rank with N*m.
 
+#include <algorithm>
+
 #include "equivalence/training.h"
 
 namespace ds::testing {
@@ -172,6 +174,47 @@ TEST(Overflow, IsSkippedAlikeEverywhereAndTouchesNothing) {
     if (stage == 0) first = t;
     expect_same_training(t, first, fmt::format("stage {}", stage));
   }
+}
+
+double relative_error(const std::vector<float>& got, const std::vector<float>& want) {
+  double error = 0, sum = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += std::pow(static_cast<double>(got[i]) - static_cast<double>(want[i]), 2);
+    sum += std::pow(static_cast<double>(want[i]), 2);
+  }
+  return std::sqrt(error / sum);
+}
+
+// The machine that loss_scaler_test scripts (start 16, window 3, hysteresis 2), in training: the gradients of a step
+// are unscaled with the scale that its backward pass used, also when its verdict then changes the scale.
+TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
+  constexpr bool kOverflows[] = {0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 1};
+  constexpr double kScales[] = {16, 16, 16, 16, 32, 32, 32, 64, 64, 64, 32, 16, 16, 16, 16, 32};
+  constexpr i64 kTicks = std::size(kOverflows);
+  float healthy = 0;
+  const Hooks hooks = {.before_step = [&](engine::Engine& engine, i64 step) {
+    f16& weight = *static_cast<f16*>(engine.state(engine.plan().layout.owned_pieces(0)[0]).param);
+    if (step > 0 && kOverflows[step - 1]) weight = to_f16(healthy);  // a skipped step publishes no weights
+    healthy = to_float(weight);
+    if (kOverflows[step]) weight = to_f16(INFINITY);
+  }};
+  Config c = with_precision(tiny_config(tiny_gpt2(), 1, 1, 0), kPrecisions[2]);
+  c.fp16.initial_scale_power = 4;
+  c.fp16.loss_scale_window = 3;
+  const Trace dynamic = train_threads(c, 1, kTicks, 1, hooks);
+  EXPECT_TRUE(std::ranges::equal(dynamic.scales, kScales));
+  EXPECT_TRUE(std::ranges::equal(dynamic.skipped, kOverflows));
+
+  // A power of two moves no digit of a gradient but those that fp16 loses near zero.
+  c.fp16.loss_scale = 64;
+  const Trace constant = train_threads(c, 1, kTicks, 1, hooks);
+  EXPECT_EQ(constant.skipped, dynamic.skipped);
+  for (size_t s = 0; s < constant.norms.size(); ++s) {
+    if (constant.skipped[s]) continue;
+    EXPECT_NEAR(dynamic.norms[s], constant.norms[s], 1e-2 * constant.norms[s]) << s;
+  }
+  EXPECT_LT(relative_error(dynamic.m, constant.m), 1e-2);
+  EXPECT_LT(relative_error(dynamic.v, constant.v), 1e-2);
 }
 
 TEST(Dropout, DoesNotDependOnTheLayout) {

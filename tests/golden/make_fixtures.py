@@ -10,23 +10,25 @@ Each tests/golden/<name>/ holds
     input_ids, targets      i32 [B,T]; target t is the token after input t, -100 = ignored
     fp64.logits             f64 [B,T,V]   the reference: every operation in fp64, RoPE angles and softmax included
     fp64.loss               f64 [1]       mean cross-entropy over the targets that are not ignored
+    fp64.token_losses       f64 [B*T]     what it is the mean of; 0 where the target is ignored
     fp64.grad.<parameter>   f64           d loss / d parameter; a tied embedding has one entry
     bf16.*, fp16.*          f32           the same reference for the weights rounded to that type: the arithmetic of a
                                           16-bit run is measured against it, not the rounding of the weights
     train.<dtype>.loss      f64 [11]      loss before each of ten AdamW steps on the one batch, and after the last
     train.<dtype>.grad_norm f64 [10]      global gradient norm before clipping
   expected_errors.json      {tensor: {dtype: {"max_abs", "rel_l2"}}}: the error of PyTorch itself in fp32, bf16 and fp16
-                            against the reference of that dtype, for "logits", "loss" and "grad.<parameter>"
+                            against the reference of that dtype, for "logits", "loss", "token_losses" and
+                            "grad.<parameter>"
 
 Training: AdamW, lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on tensors of two or more dims and 0 on the
-others, clipping at norm 1 (g *= min(1, 1/(norm + 1e-6))). <dtype> is fp64, fp32, or bf16: bf16 parameters and gradients,
-fp32 master and moments, parameters = master rounded after each step.
+others, clipping at norm 1 (g *= min(1, 1/(norm + 1e-6))). <dtype> is fp64, fp32, bf16 or fp16. bf16 and fp16: 16-bit parameters and
+gradients, fp32 master and moments, parameters = master rounded after each step.
 
 What PyTorch does in 16 bits (model.to(dtype), attn_implementation="eager", CPU): matrix products accumulate in fp32 and
 round once; every intermediate tensor is rounded to the dtype. GPT-2's softmax and LayerNorm take and give 16-bit tensors;
 Llama and Qwen take the softmax, RMSNorm's statistics and the RoPE angles in fp32 and round cos, sin and the normalised x
 before the weight is applied. Logits are 16-bit; the loss is taken in fp32 from them. fp16 gradients come from a static
-loss scale of 1024 and are unscaled in fp32.
+loss scale of 1024, in training too, and are unscaled in fp32.
 
 Deterministic: fixed seeds, one thread. Another CPU may move the last bits of the fp32 and 16-bit numbers.
 """
@@ -120,11 +122,15 @@ def loss_of(model, inputs, targets):
     return logits, F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
+def token_losses(logits, targets):
+    return F.cross_entropy(logits.detach().float().flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+
+
 def evaluate(model, inputs, targets, scale=1.0):
-    """{"logits", "loss", "grad.<parameter>"}; gradients divided by the loss scale in fp32."""
+    """{"logits", "loss", "token_losses", "grad.<parameter>"}; gradients divided by the loss scale in fp32."""
     logits, loss = loss_of(model, inputs, targets)
     (loss * scale).backward()
-    result = {"logits": logits.detach(), "loss": loss.detach().reshape(1)}
+    result = {"logits": logits.detach(), "loss": loss.detach().reshape(1), "token_losses": token_losses(logits, targets)}
     for name, p in model.named_parameters():
         result["grad." + name] = p.grad if scale == 1.0 else p.grad.float() / scale
     return result
@@ -139,6 +145,7 @@ def reference(config, state, inputs, targets):
 
 def train(config, state, dtype, inputs, targets):
     """Losses and gradient norms of the AdamW run: parameters in `dtype`, master and moments in fp32 (fp64 for fp64)."""
+    scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     model = build(config, state).to(dtype)
     params = list(model.parameters())
@@ -154,9 +161,9 @@ def train(config, state, dtype, inputs, targets):
         if step == STEPS:
             break
         model.zero_grad()
-        loss.backward()
+        (loss * scale).backward()
         for m, p in zip(master, params):
-            m.grad = p.grad.to(wide)
+            m.grad = p.grad.to(wide) / scale
         norms.append(torch.nn.utils.clip_grad_norm_(master, 1.0).item())
         optimizer.step()
         with torch.no_grad():
@@ -192,7 +199,7 @@ def make(name, directory, seed):
             table.setdefault(tensor, {})[key] = errors(value, want[tensor])
         if key != "fp32":
             expected.update({f"{key}.{k}": v.float() for k, v in want.items()})
-    for key in ("fp32", "bf16"):
+    for key in DTYPES:
         expected[f"train.{key}.loss"], expected[f"train.{key}.grad_norm"] = train(
             config, state, DTYPES[key], inputs, targets)
     with all_fp64():
@@ -204,7 +211,7 @@ def make(name, directory, seed):
     worst = {k: max(e[k]["rel_l2"] for e in table.values()) for k in DTYPES}
     print(f"{name}: {sum(p.numel() for p in model.parameters())} parameters, loss {exact['loss'].item():.6f}, "
           f"worst relative error of PyTorch: " + ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
-    for key in ("fp64", "fp32", "bf16"):
+    for key in ("fp64", *DTYPES):
         print(f"  train {key}", " ".join(f"{x:.7f}" for x in expected[f"train.{key}.loss"].tolist()))
 
 

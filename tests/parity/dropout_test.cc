@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// dropout on every backend: the exact Philox index of every element, the share kept, and any cut of the index space.
+// dropout on every backend: the exact Philox index of every element, the share kept, and any cut of the index space;
+// ref's gradient by finite differences.
 
+#include "parity/finite_difference.h"
 #include "parity/parity.h"
 
 namespace ds::testing {
@@ -85,6 +87,19 @@ TEST(Dropout, DroppedInfinitiesAndNaNsAreZero) {
       }
     }
   }
+}
+
+TEST(Dropout, RefGradientMatchesFiniteDifferences) {
+  Stream stream{};
+  Doubles x({41}), y({41}), dx({41}), dy({41});
+  x.randomize(1);
+  dy.randomize(2);
+  ref_ops().dropout(dx.view, dy.view, 0.3f, kKey, 7, stream);
+  const auto loss = [&] {
+    ref_ops().dropout(y.view, x.view, 0.3f, kKey, 7, stream);
+    return y.dot(dy);
+  };
+  expect_gradient(x, dx, loss, "dropout");
 }
 
 }  // namespace

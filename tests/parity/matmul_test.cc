@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The matrix product and the column sum against the oracle: orientations, dtypes, epilogues, strides, edges, threads.
+// The matrix product and the column sum against the oracle: orientations, dtypes, epilogues, strides, edges, threads;
+// and the gradients of the linear map that is made of them, against finite differences.
 
+#include "model/building_blocks.h"
+#include "parity/finite_difference.h"
 #include "parity/parity.h"
 
 namespace ds::testing {
@@ -213,6 +216,35 @@ TEST(ColumnSum, AgreesWithTheOracleAtAnyThreads) {
         if (HasFatalFailure()) return;
       }
     }
+  }
+}
+
+TEST(Linear, RefGradientsMatchFiniteDifferences) {
+  Stream stream{};
+  const model::PassContext ctx{.ops = ref_ops(), .stream = stream};
+  constexpr i64 R = 4, kIn = 3, kOut = 5;
+  for (const auto orientation : {model::Orientation::OutIn, model::Orientation::InOut}) {
+    const bool out_in = orientation == model::Orientation::OutIn;
+    Doubles x({R, kIn}), w({out_in ? kOut : kIn, out_in ? kIn : kOut}), b({kOut}), y({R, kOut}), dy({R, kOut}),
+        dx({R, kIn}), dw({out_in ? kOut : kIn, out_in ? kIn : kOut}), db({kOut});
+    x.randomize(1);
+    w.randomize(2);
+    b.randomize(3);
+    dy.randomize(4);
+    model::linear_backward(ctx, dx.view, dw.view, db.view, dy.view, x.view, w.view, orientation);
+    const auto loss = [&] {
+      model::linear_forward(ctx, y.view, x.view, w.view, {.orientation = orientation, .bias = b.view});
+      return y.dot(dy);
+    };
+    expect_gradient(x, dx, loss, "dx");
+    expect_gradient(w, dw, loss, "dw");
+    expect_gradient(b, db, loss, "db, a column sum");
+
+    Doubles others({R, kIn}), sum({R, kIn});
+    others.randomize(5);
+    sum.value = others.value;
+    model::linear_backward(ctx, sum.view, dw.view, {}, dy.view, x.view, w.view, orientation, sum.view);
+    for (size_t i = 0; i < dx.value.size(); ++i) EXPECT_NEAR(sum.value[i], dx.value[i] + others.value[i], 1e-15);
   }
 }
 

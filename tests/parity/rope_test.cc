@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// rope on every backend: against ref, its own inverse, in place, on strided views, and against hand-computed values.
+// rope on every backend: against ref, its own inverse, in place, on strided views, and against hand-computed values;
+// ref's gradient by finite differences.
 
+#include "parity/finite_difference.h"
 #include "parity/parity.h"
 
 namespace ds::testing {
@@ -101,6 +103,30 @@ TEST(Rope, WorksInPlaceOnSlicesOfAFusedBufferAndForAnyThreads) {
         ASSERT_TRUE(rotated || fused.at(i) == before.at(i)) << i;
       }
     }
+  }
+}
+
+// YaRN and LongRoPE scale cos and sin: then the backward pass is the transposed map, no longer the inverse one.
+TEST(Rope, RefGradientMatchesFiniteDifferences) {
+  Stream stream{};
+  constexpr i64 B = 2, T = 3, H = 2, D = 6, kPositions = 5;
+  for (const double amplitude : {1.0, 1.3}) {
+    Doubles x({B, T, H, D}), y({B, T, H, D}), dx({B, T, H, D}), dy({B, T, H, D}), cos({kPositions, D / 2}),
+        sin({kPositions, D / 2});
+    for (size_t i = 0; i < cos.value.size(); ++i) {
+      cos.value[i] = amplitude * std::cos(0.7 * static_cast<double>(i));
+      sin.value[i] = amplitude * std::sin(0.7 * static_cast<double>(i));
+    }
+    Tensor positions(DType::I32, {T});
+    for (i64 t = 0; t < T; ++t) positions.set(t, static_cast<float>((3 * t + 1) % kPositions));
+    x.randomize(1);
+    dy.randomize(2);
+    ref_ops().rope(dx.view, dy.view, cos.view, sin.view, positions, true, stream);
+    const auto loss = [&] {
+      ref_ops().rope(y.view, x.view, cos.view, sin.view, positions, false, stream);
+      return y.dot(dy);
+    };
+    expect_gradient(x, dx, loss, "rope of amplitude " + std::to_string(amplitude));
   }
 }
 

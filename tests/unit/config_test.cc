@@ -73,6 +73,10 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "AdamW", "params": {"lr": -1}})", kBad, "must be a number, at least 0, not -1"},
     {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9]}})", kBad, "an array of two numbers"},
     {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1]}})", kBad, "at least 0 and less than 1"},
+    {R"("optimizer": {"type": "AdamW", "params": {"eps": 0}})", kBad, "must be a number, greater than 0, not 0"},
+    {R"("optimizer": {"type": "AdamW", "params": {"eps": -1e-8}})", kBad, "greater than 0, not -1e-08"},
+    {R"("optimizer": {"type": "AdamW", "params": {"eps": 1e-50}})", kBad, "must be a number that fits fp32, not 1e-50"},
+    {R"("optimizer": {"type": "AdamW", "params": {"eps": 1e50}})", kBad, "must be a number that fits fp32, not 1e+50"},
     {R"("optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}})", kBad, "write gradient_clipping"},
     {R"("optimizer": "AdamW")", kBad, "optimizer: must be an object, not \"AdamW\""},
     {R"("optimizer": {"params": {"lr": 1}})", kBad, "optimizer.type: is missing"},
@@ -431,7 +435,7 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
       value = !slot_json(slot).get<bool>();
     } else if (std::holds_alternative<i64*>(slot)) {
       value = 3;
-    } else if (std::holds_alternative<double*>(slot)) {
+    } else if (std::holds_alternative<double*>(slot) || std::holds_alternative<float*>(slot)) {
       value = 0.375;
     } else if (std::holds_alternative<BetasSlot>(slot)) {
       value = {0.25, 0.375};

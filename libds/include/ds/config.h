@@ -25,7 +25,7 @@ struct OptimizerConfig {
   OptimizerType type = OptimizerType::AdamW;
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;
-  double eps = 1e-8;
+  float eps = 1e-8f;
   double weight_decay = 0;
   bool bias_correction = true;
   bool adam_w_mode = true;

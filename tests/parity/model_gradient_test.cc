@@ -1,0 +1,163 @@
+// SPDX-License-Identifier: Apache-2.0
+// The backward pass of whole models against directional finite differences, with what no fixture of PyTorch can have:
+// dropout, whose masks must be the same in both passes.
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "engine/engine.h"
+
+namespace ds {
+namespace {
+
+using Values = std::vector<std::vector<float>>;  // of every parameter
+
+ModelConfig gpt2() {
+  ModelConfig c;
+  c.family = Family::Gpt2;
+  c.vocab_size = 29;
+  c.hidden = 18;
+  c.layers = 2;
+  c.heads = c.kv_heads = 3;
+  c.head_dim = 6;
+  c.intermediate = 22;
+  c.max_positions = 16;
+  return c;
+}
+
+// Grouped heads, head norms, tied embeddings, a window in one of two layers, rotations that also stretch.
+ModelConfig qwen3() {
+  ModelConfig c = gpt2();
+  c.family = Family::Qwen3;
+  c.kv_heads = 1;
+  c.head_dim = 10;
+  c.activation = Activation::Silu;
+  c.attention_bias = c.output_bias = c.mlp_bias = false;
+  c.qk_norm = true;
+  c.sliding_window = 4;
+  c.sliding_layers = {true, false};
+  c.rope.type = RopeType::Yarn;
+  c.rope.factor = 4;
+  c.rope.attention_factor = 1.5f;
+  return c;
+}
+
+// Uniform in (-1, 1), other values for every parameter.
+std::vector<float> noise(i64 n, size_t param, u32 site) {
+  const RngKey key{static_cast<u32>(param), site, 0};
+  std::vector<float> values(static_cast<size_t>(n));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = 2 * RngKey::uniform(key.bits(i)) - 1;
+  return values;
+}
+
+// A model with large random weights and one batch, on the default backend in fp32.
+class Model {
+ public:
+  explicit Model(const ModelConfig& model) : mesh_(make_self_communicator({})), engine_(config(model), mesh_) {
+    for (i64 i = 0; i < kTokens; ++i) {
+      ids_.push_back(static_cast<i32>((i * 7919 + 3) % model.vocab_size));
+      targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
+    }
+    for (const auto& unit : engine_.engine.plan().rows) {
+      for (const model::ParamRow& row : unit) {
+        rows_.push_back(row);
+        weights_.push_back(noise(row.numel(), weights_.size(), 3));
+        for (float& w : weights_.back()) w = 0.3f * w + (row.init == model::Init::Ones ? 1.0f : 0.0f);
+      }
+    }
+  }
+
+  const std::vector<model::ParamRow>& rows() const { return rows_; }
+
+  // At weights + h * direction, always with the dropout of the first step.
+  double loss(const Values* direction = nullptr, double h = 0) {
+    engine_.engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+      for (i64 i = 0; i < count; ++i) {
+        const size_t p = static_cast<size_t>(param), at = static_cast<size_t>(begin + i);
+        out[i] = weights_[p][at];
+        if (direction != nullptr) out[i] += static_cast<float>(h) * (*direction)[p][at];
+      }
+    });
+    return engine_.engine.train_step({ids_, targets_}).loss;
+  }
+
+  Values gradients() {
+    loss();
+    Values grads;
+    const zero::Layout& layout = engine_.engine.plan().layout;
+    for (const zero::RowPlace& row : layout.rows()) {
+      const float* first =
+          engine_.engine.grads().element(layout.segments()[static_cast<size_t>(row.segment)], row.offset);
+      grads.emplace_back(first, first + row.numel);
+    }
+    return grads;
+  }
+
+ private:
+  static constexpr i64 kBatch = 3, kLength = 13, kTokens = kBatch * kLength;
+  static Config config(const ModelConfig& model) {
+    Config c;
+    c.model = model;
+    c.batch = {.train = kBatch, .micro = kBatch, .accumulation = 1};
+    c.data.seq_length = kLength;
+    c.seed = 5;
+    return c;
+  }
+  struct Owned {  // the ledger outlives the engine
+    Owned(const Config& c, Mesh& mesh) : engine(c, mesh, ledger, *cpu_ops(), 1) {}
+    MemoryLedger ledger;
+    engine::Engine engine;
+  };
+
+  Mesh mesh_;
+  Owned engine_;
+  std::vector<model::ParamRow> rows_;
+  Values weights_;
+  std::vector<i32> ids_, targets_;
+};
+
+TEST(ModelGradient, IsTheDirectionalDerivativeForEveryParameter) {
+  const auto with_dropout = [](ModelConfig c, float embd, float resid, float attn) {
+    c.embd_dropout = embd;
+    c.resid_dropout = resid;
+    c.attn_dropout = attn;
+    return c;
+  };
+  ModelConfig untied = with_dropout(gpt2(), 0.3f, 0.3f, 0.3f);
+  untied.tie_embeddings = false;
+  const std::pair<const char*, ModelConfig> cases[] = {{"gpt2", gpt2()},
+                                                       {"gpt2, embd", with_dropout(gpt2(), 0.3f, 0, 0)},
+                                                       {"gpt2, resid", with_dropout(gpt2(), 0, 0.3f, 0)},
+                                                       {"gpt2, attn", with_dropout(gpt2(), 0, 0, 0.3f)},
+                                                       {"gpt2, all", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f)},
+                                                       {"gpt2, all, untied", untied},
+                                                       {"qwen3", qwen3()},
+                                                       {"qwen3, attn", with_dropout(qwen3(), 0, 0, 0.3f)}};
+  for (const auto& [name, config] : cases) {
+    Model model(config);
+    const Values grads = model.gradients();
+    for (size_t p = 0; p < grads.size(); ++p) {
+      double norm = 0;
+      for (const float g : grads[p]) norm += static_cast<double>(g) * static_cast<double>(g);
+      norm = std::sqrt(norm);
+      ASSERT_GT(norm, 0) << name << " " << model.rows()[p].name;
+      // Along the gradient the loss changes most; the noise sees what the gradient lacks.
+      Values direction;
+      for (const auto& g : grads) direction.emplace_back(g.size(), 0.0f);
+      direction[p] = noise(static_cast<i64>(grads[p].size()), p, 9);
+      double want = 0;
+      for (size_t i = 0; i < grads[p].size(); ++i) {
+        float& d = direction[p][i];
+        d = static_cast<float>(static_cast<double>(grads[p][i]) / norm +
+                               0.3 * static_cast<double>(d) / std::sqrt(static_cast<double>(grads[p].size())));
+        want += static_cast<double>(d) * static_cast<double>(grads[p][i]);
+      }
+      const double h = 3e-3, got = (model.loss(&direction, h) - model.loss(&direction, -h)) / (2 * h);
+      EXPECT_NEAR(got / want, 1, 1e-2) << name << ", " << model.rows()[p].name;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds
