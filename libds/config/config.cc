@@ -150,14 +150,9 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   if (!r.given("data.seed")) d.seed = c.seed;
   if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
   if (!has_model || r.broken("data.seq_length")) return;
-  if (d.seq_length > c.model.max_positions) {
-    const std::string text = fmt::format("{} is beyond the model's {} positions", d.seq_length, c.model.max_positions);
-    if (c.model.family == Family::Gpt2) {
-      r.error("data.seq_length", text);
-    } else {
-      r.warning("data.seq_length", text);
-    }
-  }
+  if (d.seq_length > c.model.max_positions && !c.model.any_length())
+    r.error("data.seq_length",
+            fmt::format("{} is beyond the model's {} positions", d.seq_length, c.model.max_positions));
   if (c.model.vocab_size < 256 && !d.train.empty() && tokens_are_bytes(d))
     r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
 }

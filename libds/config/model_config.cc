@@ -116,7 +116,7 @@ constexpr Key kLlamaKeys[] = {
     effect("rope_theta", slot_of<&H::m, &M::rope_theta>, kAboveZero),
     effect("rope_scaling.rope_type", slot_of<&H::m, &M::rope, &R::type>),
     alias("rope_scaling.type", "rope_scaling.rope_type"),
-    effect("rope_scaling.factor", slot_of<&H::m, &M::rope, &R::factor>, {1, kInfinity}),
+    effect("rope_scaling.factor", slot_of<&H::m, &M::rope, &R::factor>, {1, kInfinity}, kNull),
     effect("rope_scaling.low_freq_factor", slot_of<&H::m, &M::rope, &R::low_freq_factor>, kAboveZero),
     effect("rope_scaling.high_freq_factor", slot_of<&H::m, &M::rope, &R::high_freq_factor>, kAboveZero),
     effect("rope_scaling.original_max_position_embeddings", slot_of<&H::m, &M::rope, &R::original_max_positions>, kSize),
@@ -129,6 +129,7 @@ constexpr Key kLlamaKeys[] = {
     effect("rope_scaling.short_factor", slot_of<&H::m, &M::rope, &R::short_factor>, kAboveZero),
     effect("rope_scaling.long_factor", slot_of<&H::m, &M::rope, &R::long_factor>, kAboveZero),
     alias("rope_parameters", "rope_scaling"),
+    alias("original_max_position_embeddings", "rope_scaling.original_max_position_embeddings"),
     alias("rope_scaling.rope_theta", "rope_theta"),
     fixed("rope_scaling.partial_rotary_factor", "[1]"),
     effect("tie_word_embeddings", slot_of<&H::m, &M::tie_embeddings>),
@@ -223,7 +224,7 @@ void resolve_heads(ModelConfig& m, Reader& r) {
   if (m.head_dim > 256) r.not_yet(at, fmt::format("a head of {} dimensions (at most 256)", m.head_dim));
 }
 
-void check_rope(const ModelConfig& m, Reader& r) {
+void resolve_rope(ModelConfig& m, Reader& r) {
   struct Use {
     std::string_view key;
     std::initializer_list<RopeType> types;
@@ -234,7 +235,7 @@ void check_rope(const ModelConfig& m, Reader& r) {
       {"factor", {Linear, RopeType::Dynamic, Llama3, Yarn, LongRope}, true},
       {"low_freq_factor", {Llama3}, true},
       {"high_freq_factor", {Llama3}, true},
-      {"original_max_position_embeddings", {RopeType::Dynamic, Llama3, Yarn, LongRope}, false},
+      {"original_max_position_embeddings", {Llama3, Yarn, LongRope}, false},
       {"attention_factor", {Yarn, LongRope}, false},
       {"beta_fast", {Yarn}, false},
       {"beta_slow", {Yarn}, false},
@@ -249,8 +250,8 @@ void check_rope(const ModelConfig& m, Reader& r) {
   for (const Use& u : uses) {
     const std::string path = json_member("rope_scaling", u.key);
     const bool wanted = std::find(u.types.begin(), u.types.end(), m.rope.type) != u.types.end();
-    const bool optional = m.rope.type == LongRope && u.key == "factor" && r.given("rope_scaling.attention_factor");
-    if (wanted && u.required && !optional && !r.given(path) && !r.broken(path))
+    const bool derived = m.rope.type == LongRope && u.key == "factor";
+    if (wanted && u.required && !derived && !r.given(path) && !r.broken(path))
       r.error(path, fmt::format("is missing; rotary scaling \"{}\" needs it", type));
     if (!wanted && r.given(path)) r.warning(path, fmt::format("has no effect with rotary scaling \"{}\"", type));
   }
@@ -258,6 +259,14 @@ void check_rope(const ModelConfig& m, Reader& r) {
     r.error("rope_scaling.high_freq_factor", "must be greater than low_freq_factor");
   if (m.rope.type == Yarn && m.rope.beta_fast <= m.rope.beta_slow)
     r.error("rope_scaling.beta_fast", "must be greater than beta_slow");
+  if (m.rope.type == RopeType::Dynamic && m.head_dim == 2)
+    r.error("rope_scaling.rope_type", "\"dynamic\" is not defined for heads of 2 dimensions");
+  if (m.rope.type == LongRope) {
+    const i64 original = m.rope.original_max_positions > 0 ? m.rope.original_max_positions : m.max_positions;
+    if (original < 2) r.error("rope_scaling.original_max_position_embeddings", "must be at least 2 with \"longrope\"");
+    if (!r.given("rope_scaling.factor"))
+      m.rope.factor = std::max(1.0f, static_cast<float>(m.max_positions) / static_cast<float>(original));
+  }
   if (m.rope.type == LongRope && m.head_dim > 0)
     for (const auto& [key, list] : {std::pair{"rope_scaling.short_factor", &m.rope.short_factor},
                                     std::pair{"rope_scaling.long_factor", &m.rope.long_factor}})
@@ -356,7 +365,7 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
   if (*family == Family::Llama || *family == Family::Qwen3) h.m.output_bias = h.m.attention_bias;
   resolve_heads(h.m, r);
-  check_rope(h.m, r);
+  resolve_rope(h.m, r);
   resolve_windows(h, r);
   return h.m;
 }
@@ -398,10 +407,10 @@ Json model_json(const ModelConfig& model) {
   const auto rope_key_read = [&](std::string_view key) {
     using enum RopeType;
     const RopeType t = rope.type;
-    if (key == "rope_type") return true;
-    if (key == "factor") return t != LongRope || rope.factor > 1;
+    if (key == "rope_type" || key == "factor") return true;
     if (key == "low_freq_factor" || key == "high_freq_factor") return t == Llama3;
-    if (key == "original_max_position_embeddings") return t != Linear && rope.original_max_positions > 0;
+    if (key == "original_max_position_embeddings")
+      return (t == Llama3 || t == Yarn || t == LongRope) && rope.original_max_positions > 0;
     if (key == "attention_factor") return (t == Yarn || t == LongRope) && rope.attention_factor > 0;
     if (key == "mscale" || key == "mscale_all_dim") return t == Yarn && rope.mscale > 0 && rope.mscale_all_dim > 0;
     if (key == "short_factor" || key == "long_factor") return t == LongRope;

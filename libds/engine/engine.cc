@@ -21,6 +21,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, const OpT
       pool_(num_threads),
       stream_{.pool = &pool_},
       model_(model::make_model(config.model, config.data.seq_length)),
+      rope_(model::make_rope_tables(config.model, config.data.seq_length)),
       plan_(report::make_run_plan(config_, model_, mesh.dp().size())),
       params_(plan_.layout, plan_.rows, mesh.dp(), ledger,
               {.work = plan_.work,
@@ -116,6 +117,7 @@ model::PassContext Engine::context(model::Mode mode) {
   model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = mode, .B = plan_.B, .T = plan_.T};
   ctx.positions = positions_;
   ctx.row_positions = row_positions_;
+  ctx.rope = &rope_;
   ctx.losses = losses_;
   ctx.logits = TensorView::of(logits_.data(), DType::F32, {plan_.logits_chunk, model_.vocab});
   ctx.head_weight_grad = TensorView::of(head_weight_grad_.data(), DType::F32, {model_.vocab, model_.hidden});

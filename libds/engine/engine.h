@@ -115,6 +115,7 @@ class Engine {
   ThreadPool pool_;
   Stream stream_;
   model::Model model_;
+  model::RopeTables rope_;  // for data.seq_length
   report::RunPlan plan_;
   zero::ParamStore params_;
   zero::GradStore grads_;

@@ -42,7 +42,7 @@ i32 sample(std::span<const float> logits, const GenerateOptions& o, i64 position
 void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, const std::function<void(i32)>& token) {
   const i64 length = narrow<i64>(prompt.size()), capacity = length + o.max_tokens;
   DS_CHECK(length >= 1, Errc::Config, "the prompt is empty");
-  DS_CHECK(capacity <= model_.max_positions, Errc::Config,
+  DS_CHECK(capacity <= model_.max_positions || config_.model.any_length(), Errc::Config,
            "prompt ({} tokens) and {} new tokens exceed the model's {} positions", length, o.max_tokens,
            model_.max_positions);
   const size_t num_layers = model_.layers.size();
@@ -71,6 +71,9 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
   const Buffer saved(ledger_, Tag::Activations, saved_bytes), temporary(ledger_, Tag::Workspace, temporary_bytes);
   const Buffer logits_memory(ledger_, Tag::Logits, model_.vocab * 4);
   const TensorView logits = TensorView::of(logits_memory.data(), DType::F32, {1, model_.vocab});
+  // Of the whole text, so that what is written does not depend on the length that the run trains at. (Hugging Face goes
+  // by the length so far and keeps keys rotated by what held when they were new.)
+  const model::RopeTables rope = model::make_rope_tables(config_.model, capacity);
   std::vector<i32> tokens(prompt.begin(), prompt.end()), positions(static_cast<size_t>(capacity)), order;
   tokens.reserve(static_cast<size_t>(capacity));
   std::iota(positions.begin(), positions.end(), 0);
@@ -81,6 +84,7 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
     model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = model::Mode::Generate, .B = 1, .T = T};
     ctx.ids = TensorView::of(tokens.data() + done, DType::I32, {T});
     ctx.positions = ctx.row_positions = TensorView::of(positions.data() + done, DType::I32, {T});
+    ctx.rope = &rope;
     ctx.logits = logits;
     params_.begin(plan_.eval_gathers);
     TensorView x{};

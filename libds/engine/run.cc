@@ -107,6 +107,7 @@ struct TrainingRun::State {
   std::vector<ParamEntry> params;
   std::string backend;
   std::string step_dir;  // to go on from; empty: from the start
+  std::string weights;   // to start from; empty: random ones
   std::string last_checkpoint;
   bool evaluated_before = false;  // the step that we go on from; on rank 0
   double peak_flops = 0;          // of this rank, measured
@@ -131,6 +132,7 @@ struct TrainingRun::State {
   void open();
   void open_data();
   std::string find_resumed() const;
+  std::string find_weights() const;
   void load();
   void take_directory();
   void save();
@@ -172,6 +174,7 @@ void TrainingRun::State::open() {
   backend = mesh->world().backend();
   open_data();
   step_dir = find_resumed();
+  if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, ops, thread_count(config, ranks));
   for (const auto& unit : engine->plan().rows) {
@@ -223,10 +226,23 @@ std::string TrainingRun::State::find_resumed() const {
   return "";
 }
 
+// The weights to start from; empty: random ones.
+std::string TrainingRun::State::find_weights() const {
+  if (!options.weights.empty()) return options.weights;
+  const std::string published = engine::published_weights(config.model_path);
+  if (!published.empty()) return published;
+  DS_CHECK(
+      !options.read_only, Errc::Config,
+      "there are no weights to evaluate or to write text with: give --resume DIR or --weights FILE, or a model.path "
+      "with model.safetensors");
+  if (is_root() && std::filesystem::is_directory(config.model_path))
+    log_message(LogLevel::Warning,
+                fmt::format("model.path {} has no weights: the model starts from random ones", config.model_path));
+  return "";
+}
+
 void TrainingRun::State::load() {
   if (step_dir.empty()) {
-    const std::string weights =
-        !options.weights.empty() ? options.weights : engine::published_weights(config.model_path);
     if (weights.empty()) {
       engine->init_weights();
     } else {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/weights.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <set>
 
@@ -10,59 +11,140 @@ namespace ds::engine {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr std::string_view kPrefix = "transformer.";
+// The first part of parameter names, which files of a model without its head leave out.
+constexpr std::string_view kPrefixes[] = {"transformer.", "model."};
+constexpr std::string_view kTiedHead = "lm_head.weight";
 
 // Buffers that old files carry along.
-bool is_known_extra(std::string_view name, bool tied) {
-  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
-         name.ends_with(".rotary_emb.inv_freq") || (tied && name == "lm_head.weight");
+bool is_known_extra(std::string_view name) {
+  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") || name.ends_with(".rotary_emb.inv_freq");
+}
+
+// Files of other frameworks, and of ours under other names. What transformers' Trainer and nanoGPT put beside a model
+// is none.
+bool is_other_weights(std::string_view name) {
+  for (const std::string_view prefix :
+       {"training_args.", "optimizer.", "scheduler.", "scaler.", "rng_state", "train.", "val."}) {
+    if (name.starts_with(prefix)) return false;
+  }
+  if (name.ends_with(".index.json")) name.remove_suffix(std::string_view(".index.json").size());
+  for (const std::string_view suffix : {".bin", ".pt", ".pth", ".safetensors", ".h5", ".msgpack", ".ckpt", ".gguf"}) {
+    if (name.ends_with(suffix)) return true;
+  }
+  return false;
+}
+
+bool is_readable(DType t) { return t == DType::F64 || t == DType::F32 || t == DType::BF16 || t == DType::F16; }
+
+// Elements [begin, begin + count) in fp32.
+void read_floats(const TensorSource& source, const TensorInfo& t, i64 begin, i64 count, std::vector<char>& raw,
+                 float* out) {
+  raw.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
+  source.read(t.name, begin, count, raw.data());
+  convert_elements(DType::F32, out, t.dtype, raw.data(), count);
+}
+
+bool equal_values(const TensorSource& source, const TensorInfo& a, const TensorInfo& b) {
+  if (a.shape != b.shape || !is_readable(a.dtype) || !is_readable(b.dtype)) return false;
+  constexpr i64 kTile = 1 << 16;
+  std::vector<float> x(kTile), y(kTile);
+  std::vector<char> raw;
+  for (i64 first = 0; first < a.numel(); first += kTile) {
+    const i64 n = std::min(kTile, a.numel() - first);
+    read_floats(source, a, first, n, raw, x.data());
+    read_floats(source, b, first, n, raw, y.data());
+    if (!std::equal(x.begin(), x.begin() + n, y.begin())) return false;
+  }
+  return true;
+}
+
+// The tensor of a parameter, under one of its names.
+template <class Find>
+auto find_parameter(std::string_view name, Find find) {
+  auto found = find(name);
+  for (const std::string_view prefix : kPrefixes) {
+    if (!found && name.starts_with(prefix)) found = find(name.substr(prefix.size()));
+  }
+  return found;
 }
 
 }  // namespace
 
 std::string published_weights(const std::string& model_path) {
-  if (model_path.empty() || !fs::is_directory(model_path)) return "";
+  if (model_path.empty()) return "";
+  const fs::path path(model_path);
+  const bool is_dir = fs::is_directory(path);
+  if (!is_dir && path.filename() != "config.json") return "";
+  const fs::path dir = is_dir ? path : path.has_parent_path() ? path.parent_path() : ".";
   for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
-    if (fs::exists(fs::path(model_path) / name)) return model_path;
+    if (fs::exists(dir / name)) return dir.string();
   }
+  std::set<std::string> others;
+  for (const fs::directory_entry& entry : fs::directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (is_other_weights(name)) others.insert(name);
+  }
+  DS_CHECK(
+      others.empty(), Errc::Unavailable,
+      "model.path {}: there are weights in {}, but only model.safetensors and model.safetensors.index.json are read; "
+      "convert them, name a file with --weights, or put config.json alone elsewhere to start from random weights",
+      model_path, *others.begin());
   return "";
 }
 
 void load_weights(Engine& engine, const std::string& path) {
   const std::unique_ptr<TensorSource> source = open_source(path);
+  const auto foreign = [&](std::string_view name) {
+    const auto it = std::find_if(source->foreign().begin(), source->foreign().end(),
+                                 [&](const ForeignTensor& f) { return f.name == name; });
+    return it == source->foreign().end() ? nullptr : &*it;
+  };
   std::vector<const TensorInfo*> tensors;  // by parameter number
   std::set<std::string_view> used;
-  std::string problems;
+  std::string problems, unreadable;
   for (const auto& unit : engine.plan().rows) {
     for (const model::ParamRow& row : unit) {
-      const TensorInfo* t = source->find(row.name);
-      if (t == nullptr && row.name.starts_with(kPrefix))
-        t = source->find(std::string_view(row.name).substr(kPrefix.size()));
+      const TensorInfo* t = find_parameter(row.name, [&](std::string_view name) { return source->find(name); });
       tensors.push_back(t);
       if (t == nullptr) {
-        problems += fmt::format("\n  {} is missing", row.name);
+        if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
+          used.insert(f->name);
+          unreadable += fmt::format("\n  {} is of type {}", f->name, f->type);
+        } else {
+          problems += fmt::format("\n  {} is missing", row.name);
+        }
         continue;
       }
       used.insert(t->name);
+      if (!is_readable(t->dtype)) unreadable += fmt::format("\n  {} is of type {}", t->name, dtype_name(t->dtype));
       if (t->shape != row.shape) {
         problems += fmt::format("\n  {} has shape [{}], the model wants [{}]", t->name, fmt::join(t->shape, ","),
                                 fmt::join(row.shape, ","));
       }
     }
   }
-  for (const TensorInfo& t : source->list()) {
-    if (!used.contains(t.name) && !is_known_extra(t.name, engine.model().tied)) {
-      problems += fmt::format("\n  {} is not a parameter of the model", t.name);
-    }
+  const auto is_tied_head = [&](std::string_view name) { return engine.model().tied && name == kTiedHead; };
+  const auto refuse_extra = [&](const std::string& name) {
+    if (!used.contains(name) && !is_known_extra(name) && !is_tied_head(name))
+      problems += fmt::format("\n  {} is not a parameter of the model", name);
+  };
+  for (const TensorInfo& t : source->list()) refuse_extra(t.name);
+  for (const ForeignTensor& f : source->foreign()) {
+    refuse_extra(f.name);
+    if (is_tied_head(f.name)) unreadable += fmt::format("\n  {} is of type {}", f.name, f.type);
   }
+  DS_CHECK(unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:{}{}", source->path(),
+           unreadable, problems);
   DS_CHECK(problems.empty(), Errc::Mismatch, "{} does not fit the model:{}", source->path(), problems);
+  // transformers unties such a model: to drop the head would train another one.
+  const TensorInfo* head = engine.model().tied ? source->find(kTiedHead) : nullptr;
+  DS_CHECK(head == nullptr || equal_values(*source, *head, *tensors.front()), Errc::Mismatch,
+           "{}: {} differs from {}, but tie_word_embeddings makes them one: set it to false", source->path(), kTiedHead,
+           tensors.front()->name);
 
   std::vector<char> raw;
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    const TensorInfo& t = *tensors[static_cast<size_t>(param)];
-    raw.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
-    source->read(t.name, begin, count, raw.data());
-    convert_elements(DType::F32, out, t.dtype, raw.data(), count);
+    read_floats(*source, *tensors[static_cast<size_t>(param)], begin, count, raw, out);
   });
 }
 

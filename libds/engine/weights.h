@@ -8,13 +8,16 @@
 
 namespace ds::engine {
 
-// The weights that a Hugging Face directory holds beside its config.json; empty when `model_path` is a config.json
-// itself (train from scratch), or a directory without weights.
+// The Hugging Face directory whose weights stand beside its config.json; `model_path` is that directory or that
+// config.json. Empty: there are none, and model.path only describes a model. Throws Errc::Unavailable where the
+// directory has weights only in a format that is not read.
 std::string published_weights(const std::string& model_path);
 
-// Every parameter of the model from `path` (a file or a directory), in any float dtype. Names match with or without
-// "transformer."; known non-parameters (GPT-2's attention masks, Llama's old inv_freq, a tied head's copy) are passed
-// over. Throws Errc::Mismatch naming every parameter that is missing, too many, or of another shape. Collective.
+// Every parameter of the model from `path` (a file or a directory), in fp64, fp32, bf16 or fp16; rounded to fp32 once.
+// Names match with or without their first part, "transformer." or "model.", which files of the bare model lack; known
+// non-parameters (GPT-2's attention masks, Llama's old inv_freq) are passed over, and so is a tied head that equals the
+// embedding. Throws Errc::Mismatch naming every parameter that is missing, too many, or of another shape, or a tied
+// head with values of its own; Errc::Unavailable naming parameters of other types. Collective.
 void load_weights(Engine& engine, const std::string& path);
 
 }  // namespace ds::engine

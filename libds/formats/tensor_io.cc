@@ -231,6 +231,10 @@ void convert_elements(DType to, void* y, DType from, const void* x, i64 count) {
     std::memcpy(y, x, static_cast<size_t>(count * dtype_bytes(to)));
     return;
   }
+  if (to == DType::F32 && from == DType::F64) {
+    std::copy_n(static_cast<const double*>(x), count, static_cast<float*>(y));
+    return;
+  }
   switch (to) {
     case DType::F32: return convert_to<float>(y, from, x, count);
     case DType::BF16: return convert_to<bf16>(y, from, x, count);

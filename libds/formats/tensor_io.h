@@ -95,7 +95,8 @@ std::unique_ptr<TensorSource> open_source(const std::string& path);
 std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
                                         const std::map<std::string, std::string>& metadata = {});
 
-// y[i] = x[i] in another type of F32, BF16, F16; through fp32, round to nearest even. y and x do not overlap.
+// y[i] = x[i] in another type of F32, BF16, F16; through fp32, round to nearest even. From F64 to F32 alone, because by
+// way of fp32 it would be rounded twice. y and x do not overlap.
 void convert_elements(DType to, void* y, DType from, const void* x, i64 count);
 
 }  // namespace ds

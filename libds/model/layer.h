@@ -79,19 +79,25 @@ struct KvCache {
 
 enum class Mode : u8 { Train, Eval, Generate };
 
+// cos and sin of the positions from 0 on, [positions, D/2] fp32 each; empty for models without rotary positions.
+struct RopeTables {
+  std::vector<float> cos, sin;
+};
+
 // What all layers of one forward or backward pass see.
 struct PassContext {
   const OpTable& ops;
   Stream& stream;
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;
-  TensorView ids{};            // [R] int32
-  TensorView positions{};      // [T] int32
-  TensorView row_positions{};  // [R] int32: positions repeated B times
-  TensorView targets{};        // [R] int32; not when generating
-  TensorView losses{};         // [R] fp32, written by the head; not when generating
-  TensorView logits{};         // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
-                               // workspace [chunk,V] fp32
+  TensorView ids{};                  // [R] int32
+  TensorView positions{};            // [T] int32
+  TensorView row_positions{};        // [R] int32: positions repeated B times
+  const RopeTables* rope = nullptr;  // for the sequences of this pass
+  TensorView targets{};              // [R] int32; not when generating
+  TensorView losses{};               // [R] fp32, written by the head; not when generating
+  TensorView logits{};  // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
+                        // workspace [chunk,V] fp32
   TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
   float loss_grad = 1;            // d(scaled total)/d(token loss)
   RngKey dropout_key{};           // each use sets its own site
@@ -126,18 +132,12 @@ class Layer {
   std::vector<ParamRow> rows_;
 };
 
-// cos and sin of all positions, [positions, D/2] fp32 each.
-struct RopeTables {
-  std::vector<float> cos, sin;
-};
-
 // A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss).
 struct Model {
   std::vector<std::unique_ptr<Layer>> layers;
   bool tied = false;  // the head projects with row 0 of layer 0
   i64 vocab = 0, hidden = 0, max_positions = 0;
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
-  RopeTables rope;  // the blocks point into it
 
   i64 num_params() const noexcept;
   // Parameters that take part in matrix products (the head's projection included, embedding look-ups not).

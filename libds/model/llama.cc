@@ -41,7 +41,7 @@ class TokenEmbedding final : public Layer {
 
 class LlamaBlock final : public Layer {
  public:
-  LlamaBlock(const ModelConfig& c, i64 index, const RopeTables& rope)
+  LlamaBlock(const ModelConfig& c, i64 index)
       : Layer("model.layers." + std::to_string(index)),
         C_(c.hidden),
         H_(c.heads),
@@ -51,9 +51,6 @@ class LlamaBlock final : public Layer {
         index_(index),
         eps_(c.norm_eps),
         qk_norm_(c.qk_norm) {
-    const i64 positions = narrow<i64>(rope.cos.size()) / (D_ / 2);
-    cos_ = TensorView::of(const_cast<float*>(rope.cos.data()), DType::F32, {positions, D_ / 2});
-    sin_ = TensorView::of(const_cast<float*>(rope.sin.data()), DType::F32, {positions, D_ / 2});
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.dropout = c.attn_dropout;
     attention_.window = c.window(index);
@@ -119,8 +116,7 @@ class LlamaBlock final : public Layer {
       head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
     }
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
-    ctx.ops.rope(h.q, h.q, cos_, sin_, ctx.positions, false, ctx.stream);
-    ctx.ops.rope(h.k, h.k, cos_, sin_, ctx.positions, false, ctx.stream);
+    rotate(ctx, h, /*inverse=*/false);
     attend(ctx, queries(ctx, s[kAttn]), s[kLse], h.q, h.k, h.v, attention_params(ctx));
     project(ctx, p, o_, s[kMiddle], s[kAttn], x);
     ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
@@ -145,8 +141,7 @@ class LlamaBlock final : public Layer {
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]), dh = heads(ctx, t[kDQ], t[kDK], t[kDV]);
     ctx.ops.attention_bwd(dh.q, dh.k, dh.v, queries(ctx, t[kDAttn]), h.q, h.k, h.v, queries(ctx, s[kAttn]), s[kLse],
                           attention_params(ctx), ctx.stream);
-    ctx.ops.rope(dh.q, dh.q, cos_, sin_, ctx.positions, true, ctx.stream);
-    ctx.ops.rope(dh.k, dh.k, cos_, sin_, ctx.positions, true, ctx.stream);
+    rotate(ctx, dh, /*inverse=*/true);
     TensorView dq = t[kDQ], dk = t[kDK];
     if (qk_norm_) dq = head_norm_backward(ctx, t[kDAttn], dq, g.own[q_norm_], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
     project_backward(ctx, p, g, q_, t[kDNorm], dq, s[kNorm1]);
@@ -219,6 +214,15 @@ class LlamaBlock final : public Layer {
     return {queries(ctx, q), heads_view(k, ctx.B, ctx.T, G_, D_, G_ * D_, 0),
             heads_view(v, ctx.B, ctx.T, G_, D_, G_ * D_, 0)};
   }
+  void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
+    const auto table = [&](const std::vector<float>& values) {
+      return TensorView::of(const_cast<float*>(values.data()), DType::F32,
+                            {narrow<i64>(values.size()) / (D_ / 2), D_ / 2});
+    };
+    const TensorView cos = table(ctx.rope->cos), sin = table(ctx.rope->sin);
+    ctx.ops.rope(h.q, h.q, cos, sin, ctx.positions, inverse, ctx.stream);
+    ctx.ops.rope(h.k, h.k, cos, sin, ctx.positions, inverse, ctx.stream);
+  }
   AttentionParams attention_params(const PassContext& ctx) const {
     AttentionParams params = attention_;
     if (ctx.mode != Mode::Train) params.dropout = 0;
@@ -229,7 +233,6 @@ class LlamaBlock final : public Layer {
   i64 C_, H_, G_, D_, F_, index_;
   float eps_;
   bool qk_norm_;
-  TensorView cos_, sin_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
   Projection q_, k_, v_, o_, gate_, up_, down_;
@@ -237,12 +240,11 @@ class LlamaBlock final : public Layer {
 
 }  // namespace
 
-Model make_llama(const ModelConfig& c, i64 seq_length) {
+Model make_llama(const ModelConfig& c) {
   Model m;
   m.tied = c.tie_embeddings;
-  m.rope = make_rope_tables(c, c.max_positions, seq_length);
   m.layers.push_back(std::make_unique<TokenEmbedding>(c));
-  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l, m.rope));
+  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l));
   m.layers.push_back(make_head(NormKind::RmsNorm, "model.norm", "lm_head.weight", c.hidden, c.vocab_size,
                                c.tie_embeddings, c.norm_eps, c.initializer_range));
   return m;

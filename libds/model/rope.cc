@@ -9,7 +9,7 @@
 namespace ds::model {
 namespace {
 
-// Inverse frequencies [D/2] and the factor on cos and sin. `length`: the longest sequence that the tables serve.
+// Inverse frequencies [D/2] and the factor on cos and sin.
 struct Frequencies {
   std::vector<double> inverse;
   double amplitude = 1;
@@ -24,8 +24,9 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
       static_cast<double>(rope.original_max_positions > 0 ? rope.original_max_positions : c.max_positions);
   double theta = static_cast<double>(c.rope_theta);
   if (rope.type == RopeType::Dynamic) {
-    const double s = std::max(static_cast<double>(length), trained);
-    theta *= std::pow(factor * s / trained - (factor - 1), d / (d - 2));
+    // Hugging Face takes max_position_embeddings here, whatever original_max_position_embeddings says.
+    const double M = static_cast<double>(c.max_positions), s = std::max(static_cast<double>(length), M);
+    theta *= std::pow(factor * s / M - (factor - 1), d / (d - 2));
   }
   Frequencies f;
   f.inverse.resize(static_cast<size_t>(c.head_dim / 2));
@@ -93,10 +94,11 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
 
 }  // namespace
 
-RopeTables make_rope_tables(const ModelConfig& config, i64 positions, i64 length) {
-  const Frequencies f = frequencies(config, length);
+RopeTables make_rope_tables(const ModelConfig& config, i64 length) {
   RopeTables tables;
-  const size_t half = f.inverse.size(), n = static_cast<size_t>(positions) * half;
+  if (config.family == Family::Gpt2) return tables;
+  const Frequencies f = frequencies(config, length);
+  const size_t half = f.inverse.size(), n = static_cast<size_t>(length) * half;
   tables.cos.resize(n);
   tables.sin.resize(n);
   for (size_t i = 0; i < n; ++i) {

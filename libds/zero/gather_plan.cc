@@ -2,34 +2,47 @@
 #include "zero/gather_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <set>
+#include <utility>
 
 namespace ds::zero {
 namespace {
 
-// First-fit placement of the gathered units in one pool.
+constexpr i64 kNever = -1, kAbsent = -1;
+
+// First-fit placement of the gathered units in one pool. It keeps the gaps, of which there are few, and not the units:
+// a model may have 10^5 of them, and planning must not become quadratic.
 class Pool {
  public:
-  i64 take(i64 unit, i64 elems) {
-    i64 offset = 0;
-    for (const auto& [begin, block] : blocks_) {
-      if (begin - offset >= elems) break;
-      offset = begin + block.elems;
-    }
-    blocks_[offset] = {unit, elems};
+  i64 take(i64 elems) {
+    auto gap = gaps_.begin();
+    while (gap->second < elems) ++gap;
+    const auto [offset, free] = *gap;
+    gaps_.erase(gap);
+    if (free > elems) gaps_.emplace(offset + elems, free - elems);
     size_ = std::max(size_, offset + elems);
     return offset;
   }
-  void give_back(i64 unit) {
-    std::erase_if(blocks_, [unit](const auto& entry) { return entry.second.unit == unit; });
+  void give_back(i64 offset, i64 elems) {
+    const auto after = gaps_.upper_bound(offset);
+    if (after->first == offset + elems) {
+      elems += after->second;
+      gaps_.erase(after);
+    }
+    const auto next = gaps_.upper_bound(offset);
+    if (next != gaps_.begin() && std::prev(next)->first + std::prev(next)->second == offset) {
+      std::prev(next)->second += elems;
+    } else {
+      gaps_.emplace(offset, elems);
+    }
   }
   i64 size() const noexcept { return size_; }
 
  private:
-  struct Block {
-    i64 unit, elems;
-  };
-  std::map<i64, Block> blocks_;  // by offset
+  // Offset -> elements; what lies behind all units is the last gap and has no end that counts.
+  std::map<i64, i64> gaps_ = {{0, std::numeric_limits<i64>::max()}};
   i64 size_ = 0;
 };
 
@@ -39,55 +52,74 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
   GatherPlan plan;
   plan.accesses = std::move(accesses);
   plan.steps.resize(plan.accesses.size());
-  std::vector<bool> live(unit_elems.size(), false);
+  const size_t num_accesses = plan.accesses.size();
   const auto elems = [&](i64 unit) { return unit_elems[static_cast<size_t>(unit)]; };
+
+  // Uses are numbered along the trace. used_before[a]: elements used by the accesses before a.
+  struct Use {
+    i64 unit;
+    size_t access;
+    i64 next;  // the unit's next use, or kNever
+  };
+  std::vector<Use> uses;
+  std::vector<i64> used_before = {0}, next_use(unit_elems.size(), kNever);  // next_use[unit]: of the present access
+  for (size_t a = 0; a < num_accesses; ++a) {
+    used_before.push_back(used_before.back());
+    for (const i64 unit : plan.accesses[a]) {
+      uses.push_back({unit, a, kNever});
+      used_before.back() += elems(unit);
+    }
+  }
+  for (i64 i = narrow<i64>(uses.size()); i-- > 0;) {
+    Use& use = uses[static_cast<size_t>(i)];
+    use.next = std::exchange(next_use[static_cast<size_t>(use.unit)], i);
+  }
+
+  // Units that are not gathered stand in `wanted` under their next use; so a prefetch goes through them in the order of
+  // the trace and never looks at what is there already.
+  std::vector<i64> offset(unit_elems.size(), kAbsent);  // in the pool
+  std::set<i64> wanted;
+  for (const i64 use : next_use) {
+    if (use != kNever && elems(uses[static_cast<size_t>(use)].unit) > 0) wanted.insert(use);
+  }
   i64 live_elems = 0;
   Pool pool;
-
   const auto launch = [&](GatherStep& step, i64 unit) {
-    live[static_cast<size_t>(unit)] = true;
+    wanted.erase(next_use[static_cast<size_t>(unit)]);
     live_elems += elems(unit);
     plan.gathered_elems += elems(unit);
     plan.peak_live_elems = std::max(plan.peak_live_elems, live_elems);
-    step.launch.push_back({unit, pool.take(unit, elems(unit))});
-  };
-  const auto absent = [&](i64 unit) { return elems(unit) > 0 && !live[static_cast<size_t>(unit)]; };
-  // Elements used from access `from` on until `unit` has been used again, that use included; -1: never again.
-  const auto reuse_distance = [&](size_t from, i64 unit) {
-    i64 distance = 0;
-    for (size_t a = from; a < plan.accesses.size(); ++a) {
-      for (const i64 other : plan.accesses[a]) distance += elems(other);
-      if (std::find(plan.accesses[a].begin(), plan.accesses[a].end(), unit) != plan.accesses[a].end()) return distance;
-    }
-    return i64{-1};
+    offset[static_cast<size_t>(unit)] = pool.take(elems(unit));
+    step.launch.push_back({unit, offset[static_cast<size_t>(unit)]});
   };
 
-  for (size_t a = 0; a < plan.accesses.size(); ++a) {
+  for (size_t a = 0; a < num_accesses; ++a) {
     GatherStep& step = plan.steps[a];
     for (const i64 unit : plan.accesses[a]) {
-      if (absent(unit)) launch(step, unit);
+      if (elems(unit) > 0 && offset[static_cast<size_t>(unit)] == kAbsent) launch(step, unit);
     }
-    i64 budget = knobs.prefetch_bucket;
-    for (size_t ahead = a + 1; ahead < plan.accesses.size() && budget > 0; ++ahead) {
-      for (const i64 unit : plan.accesses[ahead]) {
-        if (!absent(unit)) continue;
-        // The last one may exceed the budget, as in DeepSpeed: a unit is a whole layer, often larger than the bucket.
-        if (budget <= 0 || live_elems + elems(unit) > knobs.max_live) {
-          budget = 0;  // in trace order: what does not fit ends the prefetch
-          break;
-        }
-        budget -= elems(unit);
-        launch(step, unit);
-      }
+    for (i64 budget = knobs.prefetch_bucket; budget > 0 && !wanted.empty();) {
+      const i64 unit = uses[static_cast<size_t>(*wanted.begin())].unit;
+      if (live_elems + elems(unit) > knobs.max_live) break;  // what does not fit ends the prefetch
+      // The last one may exceed the budget, as in DeepSpeed: a unit is a whole layer, often larger than the bucket.
+      budget -= elems(unit);
+      launch(step, unit);
     }
     for (const i64 unit : plan.accesses[a]) {
-      if (!live[static_cast<size_t>(unit)]) continue;
-      const i64 distance = reuse_distance(a + 1, unit);
-      if (distance >= 0 && distance <= knobs.max_reuse_distance && live_elems <= knobs.max_live) continue;
+      i64& next = next_use[static_cast<size_t>(unit)];
+      next = uses[static_cast<size_t>(next)].next;
+      i64& at = offset[static_cast<size_t>(unit)];
+      if (at == kAbsent) continue;
+      if (next != kNever && live_elems <= knobs.max_live) {
+        // Elements used from now on until the unit has been used again, that use included.
+        const i64 distance = used_before[uses[static_cast<size_t>(next)].access + 1] - used_before[a + 1];
+        if (distance <= knobs.max_reuse_distance) continue;
+      }
       step.release.push_back(unit);
-      live[static_cast<size_t>(unit)] = false;
       live_elems -= elems(unit);
-      pool.give_back(unit);
+      pool.give_back(at, elems(unit));
+      at = kAbsent;
+      if (next != kNever) wanted.insert(next);
     }
   }
   plan.pool_elems = pool.size();

@@ -202,6 +202,66 @@ load tiny
   assert_output --partial "is not a parameter of the model"
 }
 
+@test "model.path: its weights are found, foreign ones refused, none is said" {
+  mkdir model
+  cp "$DS_SOURCE/tests/golden/gpt2/config.json" model
+  head -c 4000 /dev/zero >zeros.bin # tokens that the small vocabulary has
+  tokens=(--set "data.train=zeros.bin" --set data.seq_length=16 --steps 1)
+  for path in model model/config.json; do
+    for use in --eval "--generate x"; do
+      # shellcheck disable=SC2086 # an option and its value
+      run ds-train cfg.json --set "model={\"path\": \"$path\"}" "${tokens[@]}" $use
+      assert_failure 2
+      assert_output --partial "--weights FILE"
+    done
+  done
+  run ds-train cfg.json --set 'model={"path": "model"}' "${tokens[@]}"
+  assert_success
+  assert_line "ds-train: warning: model.path model has no weights: the model starts from random ones"
+  run ds-train cfg.json --set 'model={"path": "model/config.json"}' "${tokens[@]}"
+  assert_success
+  refute_output --partial "random"
+
+  touch model/pytorch_model.bin
+  for path in model model/config.json; do
+    run ds-train cfg.json --set "model={\"path\": \"$path\"}" "${tokens[@]}" --out run
+    assert_failure 4
+    assert_output --partial "pytorch_model.bin"
+    assert [ ! -e run ]
+  done
+
+  cp "$DS_SOURCE/tests/golden/gpt2/model.safetensors" model
+  run ds-train cfg.json --set 'model={"path": "model"}' "${tokens[@]}" --eval
+  assert_success
+  want=$output
+  run ds-train cfg.json --set 'model={"path": "model/config.json"}' "${tokens[@]}" --eval
+  assert_output "$want"
+  run ds-train cfg.json --weights model/model.safetensors --set 'model={"path": "model/config.json"}' "${tokens[@]}" --eval
+  assert_output "$want"
+}
+
+@test "what is written does not depend on data.seq_length, whatever the rotary scaling" {
+  local base='"type": "llama", "vocab_size": 256, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "initializer_range": 0.6'
+  local longrope='"rope_type": "longrope", "short_factor": [1, 1, 1, 1], "long_factor": [3, 5, 7, 9],
+    "original_max_position_embeddings": 16'
+  for model in "{$base, \"max_position_embeddings\": 64, \"rope_scaling\": {$longrope}}" \
+    "{$base, \"max_position_embeddings\": 16, \"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 8}}"; do
+    rm -rf run
+    ds-train cfg.json --set "model=$model" --set data.seq_length=8 --out run --quiet --steps 1
+    ds-ckpt-merge run -o model.safetensors --quiet
+    for tokens in 4 40; do
+      written=()
+      for length in 8 40; do
+        run -0 ds-train cfg.json --set "model=$model" --set data.seq_length=$length --weights model.safetensors \
+          --generate "The words " --max-tokens $tokens --temperature 0
+        written+=("$output")
+      done
+      assert_equal "${written[0]}" "${written[1]}"
+    done
+  done
+}
+
 @test "--check predicts and writes nothing" {
   run ds-train cfg.json --check --json
   assert_success

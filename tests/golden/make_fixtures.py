@@ -53,6 +53,8 @@ FP16_LOSS_SCALE = 1024.0
 NO_SPECIAL_TOKENS = dict(bos_token_id=None, eos_token_id=None)
 LLAMA_SIZES = dict(vocab_size=89, hidden_size=40, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
                    num_key_value_heads=2, max_position_embeddings=256, rms_norm_eps=1e-5, **NO_SPECIAL_TOKENS)
+SMALL_GPT2 = dict(vocab_size=41, n_positions=24, n_embd=28, n_layer=2, n_head=2, resid_pdrop=0.0, embd_pdrop=0.0,
+                  attn_pdrop=0.0, **NO_SPECIAL_TOKENS)
 THETA_1E6 = {"rope_type": "default", "rope_theta": 1e6}
 MODELS = {
     "gpt2": transformers.GPT2Config(
@@ -73,6 +75,22 @@ MODELS = {
         vocab_size=101, hidden_size=36, intermediate_size=58, num_hidden_layers=2, num_attention_heads=4, head_dim=14,
         num_key_value_heads=2, max_position_embeddings=48, rms_norm_eps=1e-6, tie_word_embeddings=True,
         rope_parameters=THETA_1E6, **NO_SPECIAL_TOKENS),
+    # What the models above leave at its default. Small, but with biases of 26 elements and more: over fewer PyTorch's own
+    # error, our yardstick, is a matter of luck.
+    "gpt2-untied": transformers.GPT2Config(
+        **SMALL_GPT2, activation_function="gelu", n_inner=38, tie_word_embeddings=False,
+        scale_attn_by_inverse_layer_idx=True),
+    "gpt2-unscaled": transformers.GPT2Config(**SMALL_GPT2, activation_function="silu", scale_attn_weights=False),
+    "llama-bias": transformers.LlamaConfig(
+        vocab_size=43, hidden_size=32, intermediate_size=26, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=32, rms_norm_eps=1e-5, attention_bias=True, mlp_bias=True,
+        **NO_SPECIAL_TOKENS),
+    # The middle layer alone has a window, which is shorter than the sequence.
+    "qwen2-window": transformers.Qwen2Config(
+        vocab_size=37, hidden_size=24, intermediate_size=26, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=32, use_sliding_window=True, sliding_window=5,
+        max_window_layers=0, layer_types=["full_attention", "sliding_attention", "full_attention"],
+        **NO_SPECIAL_TOKENS),
 }
 
 

@@ -19,7 +19,8 @@
 namespace ds {
 namespace {
 
-constexpr const char* kModels[] = {"gpt2", "llama", "llama-tied", "qwen2", "qwen3"};
+constexpr const char* kModels[] = {"gpt2",        "llama",         "llama-tied", "qwen2",       "qwen3",
+                                   "gpt2-untied", "gpt2-unscaled", "llama-bias", "qwen2-window"};
 constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Fixture {

@@ -140,6 +140,9 @@ const Wrong kWrong[] = {
      "4 heads do not divide n_embd 30"},
     {R"("model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}, "data": {"seq_length": 65})",
      kBad, "data.seq_length: 65 is beyond the model's 64 positions"},
+    {R"("model": {"type": "llama", "vocab_size": 256, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2,
+         "num_attention_heads": 2, "max_position_embeddings": 64}, "data": {"seq_length": 65})",
+     kBad, "data.seq_length: 65 is beyond the model's 64 positions"},
     {R"("model": {"type": "gpt2", "vocab_size": 200, "n_embd": 32, "n_layer": 2, "n_head": 2}, "data": {"train": "a.txt"})",
      kBad, "the vocabulary of 200 does not cover the 256 bytes"},
     // Known, but not there yet.
@@ -340,6 +343,14 @@ TEST(Config, WhatAsksForNothingPasses) {
       "amp": {"enabled": false, "opt_level": "O1"}, "flops_profiler": {"enabled": false, "profile_step": 1}, "compile": null,
       "tensor_parallel": {"autotp_size": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
   EXPECT_EQ(r.message(), "cfg:3:88: qqq: unknown key; ds-config(5) lists all");
+}
+
+TEST(Config, DynamicRotaryScalingTakesAnyLength) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "data": {"seq_length": 65}, "model": {"type": "llama",
+      "vocab_size": 256, "hidden_size": 32, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+      "max_position_embeddings": 64, "rope_scaling": {"type": "dynamic", "factor": 2}}})");
+  EXPECT_TRUE(r.ok()) << r.message();
+  EXPECT_TRUE(r.diagnostics.empty());
 }
 
 TEST(Config, DeprecatedAndIgnoredKeysWarn) {

@@ -165,6 +165,15 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "llama", "rope_scaling": {"rope_type": "longrope", "factor": 8, "short_factor": [1],
                "long_factor": [1]}})",
                 "has 1 numbers; head_dim / 2 is 64"},
+           Case{R"({"model_type": "llama", "hidden_size": 4, "num_attention_heads": 2, "rope_scaling": {"type":
+               "longrope", "short_factor": [1], "long_factor": [1], "original_max_position_embeddings": 1}})",
+                "original_max_position_embeddings: must be at least 2"},
+           Case{R"({"model_type": "llama", "hidden_size": 4, "num_attention_heads": 2, "rope_scaling": {"type":
+               "dynamic", "factor": 2}})",
+                "not defined for heads of 2 dimensions"},
+           Case{R"({"model_type": "llama", "original_max_position_embeddings": 64, "rope_scaling": {"type": "yarn",
+               "factor": 2, "original_max_position_embeddings": 32}})",
+                "contradicts"},
            Case{R"({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": []})", "accepted"},
            Case{R"({"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]})",
                 "1 entries for 2 layers"},
@@ -202,6 +211,24 @@ TEST(ModelConfig, OldSpellingsAndRepeatedOnesAgree) {
   EXPECT_EQ(m.rope.type, RopeType::Linear);
 }
 
+// As transformers: Phi-3's way for longrope, and the place of original_max_position_embeddings in old configurations.
+TEST(ModelConfig, LongRopesFactorFollowsFromThePositions) {
+  const std::string_view rest = R"("model_type": "llama", "hidden_size": 8, "num_attention_heads": 2,
+    "max_position_embeddings": 4096)";
+  const auto scaling = [&](std::string_view original, std::string_view more) {
+    return load(fmt::format(R"({{{}, {} "rope_scaling": {{"type": "longrope", "short_factor": [1, 1.1],
+      "long_factor": [2, 3] {}}}}})",
+                            rest, original, more))
+        .rope;
+  };
+  EXPECT_EQ(scaling("", R"(, "original_max_position_embeddings": 1024)").factor, 4);
+  EXPECT_EQ(scaling("", R"(, "original_max_position_embeddings": 1024, "factor": null)").factor, 4);
+  EXPECT_EQ(scaling("", R"(, "original_max_position_embeddings": 1024, "factor": 2)").factor, 2);
+  EXPECT_EQ(scaling(R"("original_max_position_embeddings": 512,)", "").factor, 8);
+  EXPECT_EQ(scaling(R"("original_max_position_embeddings": 512,)", "").original_max_positions, 512);
+  EXPECT_EQ(scaling("", "").factor, 1);
+}
+
 TEST(ModelConfig, RoundTripsThroughConfigJson) {
   for (
       std::string_view text : {
@@ -212,6 +239,9 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                                 "original_max_position_embeddings": 8192}})",
           R"({"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, "rope_scaling": {"rope_type": "longrope",
                "attention_factor": 1.25, "short_factor": [1, 1.1], "long_factor": [2, 3.3],
+               "original_max_position_embeddings": 1024}})",
+          R"({"model_type": "llama", "num_attention_heads": 2, "hidden_size": 8, "max_position_embeddings": 4096,
+               "rope_scaling": {"rope_type": "longrope", "factor": 1, "short_factor": [1, 1.1], "long_factor": [2, 3.3],
                "original_max_position_embeddings": 1024}})",
           R"({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2}})",
           R"({"model_type": "qwen2", "num_hidden_layers": 3, "use_sliding_window": true, "sliding_window": 9,

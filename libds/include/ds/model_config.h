@@ -20,13 +20,13 @@ enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
 struct RopeScaling {
   RopeType type = RopeType::Default;
   float factor = 1;
-  float low_freq_factor = 1, high_freq_factor = 4;  // llama3
-  float beta_fast = 32, beta_slow = 1;              // yarn
-  float attention_factor = 0;                       // yarn, longrope: multiplies cos and sin; 0: from factor
-  float mscale = 0, mscale_all_dim = 0;             // yarn: both nonzero replace attention_factor
-  bool truncate = true;                             // yarn: round the ramp's ends outwards
-  i64 original_max_positions = 0;                   // 0: ModelConfig::max_positions
-  std::vector<float> short_factor, long_factor;     // longrope, head_dim / 2 values each
+  float low_freq_factor = 1, high_freq_factor = 4;   // llama3
+  float beta_fast = 32, beta_slow = 1;               // yarn
+  float attention_factor = 0;                        // yarn, longrope: multiplies cos and sin; 0: from factor
+  float mscale = 0, mscale_all_dim = 0;              // yarn: both nonzero replace attention_factor
+  bool truncate = true;                              // yarn: round the ramp's ends outwards
+  i64 original_max_positions = 0;                    // llama3, yarn, longrope; 0: ModelConfig::max_positions
+  std::vector<float> short_factor{}, long_factor{};  // longrope, head_dim / 2 values each
 };
 
 struct ModelConfig {
@@ -45,6 +45,8 @@ struct ModelConfig {
 
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope;
+  // Sequences may be longer than max_positions: dynamic scaling stretches them.
+  bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
 
   bool tie_embeddings = true;
   bool attention_bias = true;  // on q, k and v

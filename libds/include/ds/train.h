@@ -46,7 +46,7 @@ struct RunOptions {
   std::string resume;   // "": start; "latest": of out_dir; else a step or run directory
   std::string
       weights;  // initial weights (safetensors file, Hugging Face directory); empty: model.path's, or random ones
-  bool read_only = false;  // for evaluation and generation: out_dir is only read
+  bool read_only = false;  // for evaluation and generation: out_dir is only read, and random weights are an error
 };
 
 // One line of metrics.jsonl and of the progress display.

@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+// Initial weights: which names, types and directories are taken, and what is said about the others.
+
+#include "engine/weights.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "base/json.h"
+#include "temp_directory.h"
+
+namespace ds::engine {
+namespace {
+
+using testing::TempDirectory;
+using testing::write_file;
+
+struct Tensor {
+  std::string type = "F32", data{};
+  std::vector<i64> shape{};
+};
+using Tensors = std::map<std::string, Tensor>;
+
+template <class T>
+std::string bytes_of(const std::vector<T>& values) {
+  std::string s(values.size() * sizeof(T), '\0');
+  std::memcpy(s.data(), values.data(), s.size());
+  return s;
+}
+
+void write_safetensors(const std::string& path, const Tensors& tensors) {
+  Json header = Json::object();
+  std::string data;
+  for (const auto& [name, t] : tensors) {
+    header[name] = {
+        {"dtype", t.type}, {"shape", t.shape}, {"data_offsets", {data.size(), data.size() + t.data.size()}}};
+    data += t.data;
+  }
+  const std::string json = header.dump();
+  const u64 length = json.size();
+  write_file(path, bytes_of(std::vector<u64>{length}) + json + data);
+}
+
+class Weights : public ::testing::TestWithParam<Family> {
+ protected:
+  Weights() : mesh(make_self_communicator({})), engine(config(), mesh, ledger, *cpu_ops(), 1) {
+    float next = 0.5f;
+    for (const auto& unit : engine.plan().rows) {
+      for (const model::ParamRow& row : unit) {
+        std::vector<float> values(static_cast<size_t>(row.numel()));
+        for (float& x : values) x = next += 0.25f;
+        names.push_back(row.name);
+        tensors[row.name] = {.data = bytes_of(values), .shape = row.shape};
+      }
+    }
+  }
+  static Config config() {
+    Config c;
+    ModelConfig& m = c.model;
+    m.family = GetParam();
+    m.vocab_size = 8;
+    m.hidden = m.max_positions = 4;
+    m.layers = 1;
+    m.heads = m.kv_heads = m.head_dim = 2;
+    m.intermediate = 6;
+    c.batch = {.train = 1, .micro = 1, .accumulation = 1};
+    c.data.seq_length = 4;
+    return c;
+  }
+  void load(const Tensors& file) {
+    write_safetensors(dir / "w.safetensors", file);
+    load_weights(engine, dir / "w.safetensors");
+  }
+  std::vector<float> values(i64 param) const {
+    for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
+      const float* at = static_cast<const float*>(engine.state(piece).param);
+      if (piece.param == param) return {at, at + piece.count};
+    }
+    return {};
+  }
+  void expect_loaded() const {
+    for (size_t p = 0; p < names.size(); ++p)
+      EXPECT_EQ(bytes_of(values(static_cast<i64>(p))), tensors.at(names[p]).data);
+  }
+
+  TempDirectory dir;
+  Mesh mesh;
+  MemoryLedger ledger;
+  Engine engine;
+  std::vector<std::string> names;  // by parameter number
+  Tensors tensors;                 // of a file that fits
+};
+
+TEST_P(Weights, WithAndWithoutTheFirstPartOfTheirNames) {
+  load(tensors);
+  expect_loaded();
+  engine.init_weights();
+  Tensors bare;
+  for (const auto& [name, t] : tensors) bare[name.substr(name.find('.') + 1)] = t;
+  load(bare);
+  expect_loaded();
+}
+
+TEST_P(Weights, Fp64IsRoundedOnce) {
+  // Just above the middle of two fp32 numbers, by less than fp32 or bf16 can tell.
+  const std::vector<double> exact(static_cast<size_t>(engine.plan().rows[0][0].numel()), 1 + 0x1p-24 + 0x1p-50);
+  Tensors file = tensors;
+  file[names[0]].type = "F64";
+  file[names[0]].data = bytes_of(exact);
+  load(file);
+  EXPECT_EQ(values(0)[0], 1 + 0x1p-23f);
+}
+
+TEST_P(Weights, UnreadableTypesAreNamedAndNotMissing) {
+  Tensors file = tensors;
+  Tensor& t = file[names[0]];
+  t.type = "F8_E4M3";
+  t.data.resize(t.data.size() / 4);
+  EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type F8_E4M3");
+  EXPECT_ERROR(load(file), Errc::Unavailable, dir / "w.safetensors");
+  t.type = "I64";
+  t.data.resize(t.data.size() * 8);
+  EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type int64");
+  file = tensors;
+  file["scale"] = {.type = "F8_E8M0", .data = "x", .shape = {1}};
+  EXPECT_ERROR(load(file), Errc::Mismatch, "scale is not a parameter of the model");
+}
+
+TEST_P(Weights, MissingOnesAndOtherShapesAreNamed) {
+  Tensors file = tensors;
+  file.erase(names[1]);
+  EXPECT_ERROR(load(file), Errc::Mismatch, names[1] + " is missing");
+  file = tensors;
+  file[names[0]].shape = {4, 8};
+  EXPECT_ERROR(load(file), Errc::Mismatch, "has shape [4,8], the model wants [8,4]");
+}
+
+TEST_P(Weights, ATiedHeadMustEqualTheEmbedding) {
+  Tensors file = tensors;
+  file["lm_head.weight"] = tensors[names[0]];
+  load(file);
+  expect_loaded();
+  file["lm_head.weight"].data[40] ^= 1;
+  EXPECT_ERROR(load(file), Errc::Mismatch, "lm_head.weight differs from " + names[0]);
+  file["lm_head.weight"] = {.type = "F8_E4M3", .data = std::string(32, 'x'), .shape = {8, 4}};
+  EXPECT_ERROR(load(file), Errc::Unavailable, "lm_head.weight is of type F8_E4M3");
+}
+
+INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama),
+                         [](const auto& test) { return std::string(family_name(test.param)); });
+
+TEST(PublishedWeights, StandBesideConfigJson) {
+  const TempDirectory dir;
+  write_file(dir / "config.json", "{}");
+  EXPECT_EQ(published_weights(""), "");
+  EXPECT_EQ(published_weights(dir.path()), "");
+  EXPECT_EQ(published_weights(dir / "config.json"), "");
+  for (const char* name : {"tokenizer.json", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "train.bin"})
+    write_file(dir / name, "x");
+  EXPECT_EQ(published_weights(dir.path()), "");
+  for (const char* name : {"pytorch_model.bin", "pytorch_model.bin.index.json", "model-00001-of-00002.bin", "model.pt",
+                           "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "adapter_model.safetensors"}) {
+    write_file(dir / name, "x");
+    EXPECT_ERROR(published_weights(dir.path()), Errc::Unavailable, std::string("weights in ") + name);
+    EXPECT_ERROR(published_weights(dir / "config.json"), Errc::Unavailable, name);
+    std::filesystem::remove(dir / name);
+  }
+  write_file(dir / "small.json", "{}");
+  write_file(dir / "pytorch_model.bin", "x");
+  EXPECT_EQ(published_weights(dir / "small.json"), "");  // a description that belongs to no weights
+  for (const char* name : {"model.safetensors.index.json", "model.safetensors"}) {
+    write_file(dir / name, "x");
+    EXPECT_EQ(published_weights(dir.path()), dir.path());
+    EXPECT_EQ(published_weights(dir / "config.json"), dir.path());
+    std::filesystem::remove(dir / name);
+  }
+}
+
+}  // namespace
+}  // namespace ds::engine
