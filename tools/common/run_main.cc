@@ -157,7 +157,8 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
        {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // a closed one must not become another file of ours
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
   message_options = {.tool = tool.name};
-  std::signal(SIGPIPE, SIG_IGN);  // a closed reader is an exception, so that destructors run
+  // A closed reader and a limit of the file size are errors of write(), so that destructors run and a message says why.
+  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
   int status = 1;
   try {
     try {
