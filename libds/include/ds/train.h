@@ -101,7 +101,8 @@ class DS_API TrainingRun {
   TrainResult train(const TrainHooks& hooks);
   // Mean loss over the validation data (eval.batches micro-batches per rank). Throws Errc::Config without any.
   double evaluate();
-  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every rank.
+  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every
+  // rank.
   void generate(const std::string& prompt, const SamplingOptions& options,
                 const std::function<void(i32 id, std::string_view text)>& token);
 
