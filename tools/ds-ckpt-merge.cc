@@ -52,8 +52,7 @@ int main(int argc, char** argv) {
             ->required()
             ->type_name("OUT");
         app.add_option("--format", options.format, "write this format whatever the suffix")
-            ->type_name("FORMAT")
-            ->check(CLI::IsMember({"safetensors", "hdf5"}));
+            ->type_name("{safetensors,hdf5}");  // checked by the library, which also knows what is not there yet
         app.add_option("--dtype", dtype, "type of the weights (default: as trained)")
             ->type_name("DTYPE")
             ->check(CLI::IsMember({"fp32", "bf16", "fp16"}));

@@ -101,9 +101,9 @@ int main(int argc, char** argv) {
                    {"ds-launch -n 2 --dry-run ds-train gpt.json", "show what would be started"}}};
   return tools::run_main(argc, argv, tool, [&](CLI::App& app) -> tools::Body {
     app.prefix_command();  // what follows PROG belongs to PROG
-    app.add_option("-n,--ranks", options.ranks, "number of ranks (default 1); more than cores is possible, but slow")
-        ->type_name("N")
-        ->check(CLI::Range(1, 4096));
+    tools::add_number(app, "-n,--ranks", options.ranks, 1, 4096,
+                      "number of ranks (default 1); more than cores is possible, but slow")
+        ->type_name("N");
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"none", "core"}));

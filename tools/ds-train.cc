@@ -4,6 +4,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
+#include <limits>
 #include <optional>
 
 #include "common/progress.h"
@@ -14,6 +15,7 @@
 
 namespace {
 
+using ds::tools::add_number;
 using ds::tools::Output;
 using Json = nlohmann::ordered_json;
 
@@ -21,7 +23,7 @@ struct Options {
   std::string config, out, resume, weights;
   std::vector<std::string> set;
   std::optional<std::string> prompt;
-  std::optional<ds::i64> steps;
+  ds::i64 steps = 0;  // 0: as the configuration says
   ds::SamplingOptions sampling;
   bool check = false, eval = false;
 };
@@ -34,11 +36,6 @@ extern "C" void on_signal(int signal) {
 }
 
 double gib(ds::i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); }
-
-std::string duration(double s) {
-  const auto t = static_cast<ds::i64>(s);
-  return t >= 3600 ? fmt::format("{}h{:02}m", t / 3600, t / 60 % 60) : fmt::format("{}m{:02}s", t / 60, t % 60);
-}
 
 Json memory_json(const std::vector<ds::TagMemory>& memory) {
   Json rows = Json::object();
@@ -60,8 +57,8 @@ int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
                   {"comm_bytes_per_step", p.comm_bytes}});
     return 0;
   }
-  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} ranks\n\nmemory per rank\n", ds::resolved_json(config),
-            p.num_params, p.flops_per_token, ranks.world_size);
+  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{}\n\nmemory per rank\n", ds::resolved_json(config),
+            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s");
   for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
   out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
             gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
@@ -70,20 +67,6 @@ int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
   return 0;
 }
 
-// What one step looks like to a person.
-class StepText {
- public:
-  std::string operator()(const ds::StepRecord& r, ds::i64 total) {
-    mean_ms_ = mean_ms_ == 0 ? r.step_ms : 0.9 * mean_ms_ + 0.1 * r.step_ms;
-    return fmt::format("step {}/{}  loss {:.4f}  lr {:.3g}  norm {:.3g}{}  {:.0f} tok/s  ETA {}", r.step, total, r.loss,
-                       r.lr, r.grad_norm, r.skipped ? "  skipped" : "", static_cast<double>(r.tokens) / mean_ms_ * 1e3,
-                       duration(static_cast<double>(total - r.step) * mean_ms_ / 1e3));
-  }
-
- private:
-  double mean_ms_ = 0;
-};
-
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   for (const int s : {SIGTERM, SIGUSR1, SIGINT, SIGHUP}) {
     if (std::signal(s, on_signal) == SIG_IGN && s == SIGHUP) std::signal(s, SIG_IGN);  // nohup(1)
@@ -91,7 +74,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   ds::TrainResult result;
   {
     ds::tools::ProgressLine progress;
-    StepText text;
+    ds::tools::StepText text;
     ds::TrainHooks hooks;
     hooks.stop_signal = [] { return static_cast<int>(stop_signal); };
     hooks.on_step = [&](const ds::StepRecord& r, ds::i64 total) {
@@ -142,7 +125,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   if (result.first_step > result.step) return 0;  // a warning has said why
   out.print("step {}  loss {:.4f}", result.step, result.loss);
   if (!std::isnan(result.val_loss)) out.print("  val_loss {:.4f}", result.val_loss);
-  out.print("  {:.0f} tok/s  {}", tokens_per_s, duration(result.seconds));
+  out.print("  {:.0f} tok/s  {}", tokens_per_s, ds::tools::duration(result.seconds));
   if (result.skipped_steps > 0) out.print("  {} steps skipped", result.skipped_steps);
   if (!result.checkpoint.empty()) out.print("\ncheckpoint {}", result.checkpoint);
   out.print("\n\nmemory of rank 0  predicted GiB  peak GiB\n");
@@ -153,16 +136,24 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
 
 int run(const Options& o, Output& out) {
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
+  const bool training = !o.eval && !o.prompt && !o.check;
   std::vector<std::string> set = o.set;
-  if (o.steps) set.push_back(fmt::format("steps={}", *o.steps));
-  const bool training = !o.eval && !o.prompt;
-  const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size);
+  if (o.steps > 0) set.push_back(fmt::format("steps={}", o.steps));
+  const ds::ConfigUse use = o.prompt ? ds::ConfigUse::Generate
+                            : o.eval ? ds::ConfigUse::Evaluate
+                                     : ds::ConfigUse::Train;
+  const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size, use);
+  // Every rank reads the same text, so rank 0 speaks for all.
   for (const ds::Diagnostic& d : loaded.diagnostics) {
-    if (d.severity == ds::Severity::Warning && ranks.rank == 0) ds::tools::report_warning(ds::to_string(d));
+    if (ranks.rank > 0) break;
+    const bool error = d.severity == ds::Severity::Error;
+    (error ? ds::tools::report_error : ds::tools::report_warning)(ds::to_string(d));
   }
-  if (!loaded.ok()) throw ds::Error(loaded.code(), loaded.message());
+  if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
   if (o.check) return check(config, ranks, out);
+  if (training && o.out.empty() && ranks.rank == 0)
+    ds::tools::report_warning("no --out: this run keeps neither checkpoints nor metrics");
 
   if (o.prompt) config.data.train.clear();
   ds::TrainingRun run(config, ranks,
@@ -216,30 +207,36 @@ int main(int argc, char** argv) {
                        "initial weights: a safetensors or HDF5 file, or a Hugging Face directory")
             ->type_name("FILE")
             ->excludes("--resume");
-        app.add_option("--steps", o.steps, "optimizer steps of the run (overrides the key steps)")->type_name("N");
+        add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
+                   "optimizer steps of the run (overrides the key steps)")
+            ->type_name("N");
         app.add_option("--set", o.set, "override a key: a.b=value; may be given again")
             ->type_name("KEY=VALUE")
             ->allow_extra_args(false);
-        app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
-        app.add_flag("--eval", o.eval, "print the validation loss and stop");
-        app.add_option("--generate", o.prompt, "continue this text and stop")
-            ->type_name("PROMPT")
-            ->excludes("--eval")
-            ->group("Generating");
-        app.add_option("--max-tokens", o.sampling.max_tokens, "tokens to write (default 200)")
-            ->type_name("N")
-            ->check(CLI::PositiveNumber)
-            ->group("Generating");
-        app.add_option("--temperature", o.sampling.temperature,
-                       "of the sampling; 0 takes the most likely token (default 0.8)")
-            ->type_name("T")
-            ->check(CLI::NonNegativeNumber)
-            ->group("Generating");
-        app.add_option("--top-k", o.sampling.top_k, "sample among the K most likely tokens; 0 among all (default 0)")
-            ->type_name("K")
-            ->check(CLI::NonNegativeNumber)
-            ->group("Generating");
-        app.add_option("--seed", o.sampling.seed, "of the sampling (default 0)")->type_name("N")->group("Generating");
+        CLI::Option* check =
+            app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
+        CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(check);
+        CLI::Option* generate = app.add_option("--generate", o.prompt, "continue this text and stop")
+                                    ->type_name("PROMPT")
+                                    ->excludes(eval)
+                                    ->excludes(check)
+                                    ->group("Generating");
+        ds::SamplingOptions& sampling = o.sampling;
+        constexpr ds::i64 kMostTokens = std::numeric_limits<ds::i32>::max();
+        const auto sampled = [&](CLI::Option* option, const char* type) {
+          option->type_name(type)->needs(generate)->group("Generating");
+        };
+        sampled(add_number(app, "--max-tokens", sampling.max_tokens, 1, kMostTokens, "tokens to write (default 200)"),
+                "N");
+        sampled(add_number(app, "--temperature", sampling.temperature, 0, 1e6,
+                           "of the sampling; 0 takes the most likely token (default 0.8)"),
+                "T");
+        sampled(add_number(app, "--top-k", sampling.top_k, 0, kMostTokens,
+                           "sample among the K most likely tokens; 0 among all (default 0)"),
+                "K");
+        sampled(add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<ds::u32>::max(),
+                           "of the sampling (default 0)"),
+                "N");
         return [&](Output& out) { return run(o, out); };
       });
 }

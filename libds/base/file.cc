@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <climits>
 #include <cstdlib>
 #include <cstring>
 #include <system_error>
@@ -39,9 +40,19 @@ File File::open_read(const std::string& path) { return {open_regular(path, O_RDO
 File File::open_write(const std::string& path) { return {open_regular(path, O_RDWR, "open for writing"), path}; }
 File File::create(const std::string& path) { return {open_regular(path, O_RDWR | O_CREAT | O_EXCL, "create"), path}; }
 
+std::optional<File> File::create_unnamed(const std::string& path) {
+  const int fd = ::open(parent_directory(path).c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0666);
+  if (fd < 0) return std::nullopt;
+  File file(fd, path);
+  file.opened_as_ = fmt::format("/proc/self/fd/{}", fd);
+  if (::access(file.opened_as_.c_str(), F_OK) != 0) return std::nullopt;  // no /proc here
+  return file;
+}
+
 File& File::operator=(File&& other) noexcept {
   std::swap(fd_, other.fd_);
   std::swap(path_, other.path_);
+  std::swap(opened_as_, other.opened_as_);
   return *this;
 }
 
@@ -89,7 +100,7 @@ PageBuffer::PageBuffer() : data_(static_cast<char*>(std::aligned_alloc(kPage, kB
 void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& buffer) {
   constexpr i64 kWorthIt = 64 << 10;
   auto* p = static_cast<char*>(out);
-  const int fd = bytes < kWorthIt ? -1 : ::open(file.path().c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
+  const int fd = bytes < kWorthIt ? -1 : ::open(file.opened_as().c_str(), O_RDONLY | O_DIRECT | O_CLOEXEC);
   while (fd >= 0 && bytes > 0) {
     const i64 base = offset / PageBuffer::kPage * PageBuffer::kPage, skip = offset - base;
     const i64 wanted = std::min(align_up(skip + bytes, PageBuffer::kPage), PageBuffer::kBytes);
@@ -103,7 +114,7 @@ void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& b
 }
 
 DirectWriter::DirectWriter(const File& file)
-    : file_(file), fd_(::open(file.path().c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC)) {}
+    : file_(file), fd_(::open(file.opened_as().c_str(), O_WRONLY | O_DIRECT | O_CLOEXEC)) {}
 
 DirectWriter::~DirectWriter() {
   if (fd_ >= 0) ::close(fd_);
@@ -153,16 +164,27 @@ std::string temporary_name(const std::string& path) {
 
 }  // namespace
 
-PendingFile::PendingFile(std::string path) : path_(std::move(path)), file_(File::create(temporary_name(path_))) {}
+PendingFile::PendingFile(std::string path)
+    : path_(std::move(path)), file_([this] {
+        if (std::optional<File> unnamed = File::create_unnamed(path_)) return std::move(*unnamed);
+        temporary_ = temporary_name(path_);
+        return File::create(temporary_);
+      }()) {}
 
 PendingFile::~PendingFile() {
-  if (!committed_) ::unlink(file_.path().c_str());
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
 }
 
 void PendingFile::commit() {
   file_.sync();
-  if (::rename(file_.path().c_str(), path_.c_str()) != 0) fail("rename the finished file to", path_);
-  committed_ = true;
+  if (temporary_.empty()) {  // a link cannot replace a file; a rename can
+    const std::string name = temporary_name(path_);
+    if (::linkat(AT_FDCWD, file_.opened_as().c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) != 0)
+      fail("give the finished file a name beside", path_);
+    temporary_ = name;
+  }
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename the finished file to", path_);
+  temporary_.clear();
   sync_directory(parent_directory(path_));
 }
 
@@ -190,6 +212,19 @@ void sync_directory(const std::string& path) {
   ::close(fd);
   errno = error;
   if (!ok) fail("sync the directory", path);
+}
+
+std::string follow_links(std::string path) {
+  constexpr int kMaxLinks = 40;  // as the system's own
+  char target[PATH_MAX];
+  for (int links = 0; links <= kMaxLinks; ++links) {
+    const ssize_t n = ::readlink(path.c_str(), target, sizeof target);
+    if (n < 0) return path;
+    const std::string_view to(target, static_cast<size_t>(n));
+    path = to.starts_with('/') ? std::string(to) : fmt::format("{}/{}", parent_directory(path), to);
+  }
+  errno = ELOOP;
+  fail("follow", path);
 }
 
 std::string parent_directory(const std::string& path) {

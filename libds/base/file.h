@@ -4,6 +4,7 @@
 // appear whole or not at all. Every refusal of the system is Errc::Io with the path and the system's own words.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -17,12 +18,18 @@ class File {
   static File open_read(const std::string& path);
   static File open_write(const std::string& path);  // exists
   static File create(const std::string& path);      // must not exist; read and write
+  // A file of the directory of `path`, which stands for it in messages, that has no name and is gone when it is closed,
+  // however the process ends. Nothing where the file system has no such files.
+  static std::optional<File> create_unnamed(const std::string& path);
 
-  File(File&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
+  File(File&& other) noexcept
+      : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)), opened_as_(std::move(other.opened_as_)) {}
   File& operator=(File&& other) noexcept;
   ~File();
 
   const std::string& path() const noexcept { return path_; }
+  // A path that opens this file again, with or without a name.
+  const std::string& opened_as() const noexcept { return opened_as_.empty() ? path_ : opened_as_; }
   i64 size() const;
   // A file that ends before offset + bytes is Errc::Corrupt.
   void read_at(i64 offset, void* out, i64 bytes) const;
@@ -32,7 +39,7 @@ class File {
  private:
   File(int fd, std::string path) : fd_(fd), path_(std::move(path)) {}
   int fd_ = -1;
-  std::string path_;
+  std::string path_, opened_as_{};
 };
 
 // Pages of memory for transfers past the page cache (O_DIRECT). Those leave the cache to others, and run at the disk's
@@ -74,8 +81,9 @@ class DirectWriter {
   i64 base_ = 0, begin_ = 0, end_ = 0;
 };
 
-// An output under a temporary name in the same directory. commit() syncs it and moves it to `path`, replacing what was
-// there, and syncs the directory; without commit() nothing is left. The temporary file exists from the start, empty.
+// An output that has no name yet, or, where the file system knows no such files, a temporary name in the same
+// directory. commit() syncs it and moves it to `path`, replacing what was there, and syncs the directory; without
+// commit() nothing is left.
 class PendingFile {
  public:
   explicit PendingFile(std::string path);
@@ -89,8 +97,8 @@ class PendingFile {
 
  private:
   std::string path_;
+  std::string temporary_;  // empty: it has no name
   File file_;
-  bool committed_ = false;
 };
 
 // The whole of a small file; larger than max_bytes is Errc::Corrupt.
@@ -99,6 +107,8 @@ std::string read_text_file(const std::string& path, i64 max_bytes);
 void replace_text_file(const std::string& path, std::string_view text);
 
 void sync_directory(const std::string& path);
+// Where `path` leads through symbolic links; the last one may lead to a file that does not exist yet.
+std::string follow_links(std::string path);
 // "." for a bare name.
 std::string parent_directory(const std::string& path);
 // 16 hexadecimal digits from the system's random source.

@@ -75,7 +75,7 @@ class Builder {
 
   bool key(std::string& k) {
     const size_t at = string_start(consumed_);
-    if (!stack_.back().keys.insert(k).second) fail(at, fmt::format("the key \"{}\" is there twice", k));
+    if (!stack_.back().keys.insert(k).second) fail(at, fmt::format("the key {} is there twice", Json(k).dump()));
     key_path_ = json_member(stack_.back().path, k);
     note_place(key_path_, at);
     // The object is appended to without a search: `keys` knows that the name is new.
@@ -235,8 +235,11 @@ JsonDocument parse_json(std::string_view text, std::string_view name, const Json
 }
 
 std::string json_member(std::string_view path, std::string_view key) {
-  const bool blurs = key.empty() || key.find_first_of(".[]\" ") != key.npos;
-  return json_join(path, blurs ? fmt::format("\"{}\"", key) : std::string(key));
+  const auto blurs = [](unsigned char c) {
+    return c <= ' ' || c == 127 || std::string_view(".[]\"").find(static_cast<char>(c)) != std::string_view::npos;
+  };
+  if (!key.empty() && std::none_of(key.begin(), key.end(), blurs)) return json_join(path, key);
+  return json_join(path, Json(key).dump(-1, ' ', false, Json::error_handler_t::replace));
 }
 
 std::string json_join(std::string_view path, std::string_view below) {

@@ -85,6 +85,7 @@ void compare(const TensorSource& expected, const std::string& output) {
 FileFormat output_format(const std::string& output, const std::string& format) {
   if (format == "safetensors") return FileFormat::Safetensors;
   if (format == "hdf5") return FileFormat::Hdf5;
+  DS_CHECK(format != "hf", Errc::Unavailable, "format 'hf', a directory as transformers writes it, is not there yet");
   DS_CHECK(format.empty(), Errc::Config, "format '{}' is not one of safetensors, hdf5", format);
   const std::optional<FileFormat> by_suffix = format_of(output);
   DS_CHECK(by_suffix.has_value(), Errc::Config,
@@ -92,12 +93,38 @@ FileFormat output_format(const std::string& output, const std::string& format) {
   return *by_suffix;
 }
 
-void check_output(const std::string& output) {
-  const std::string parent = parent_directory(output);
-  DS_CHECK(!fs::is_directory(output), Errc::Config, "{}: is a directory; the output is one file", output);
-  DS_CHECK(fs::is_directory(parent), Errc::Io, "{}: there is no directory {}", output, parent);
-  DS_CHECK(!fs::exists(fmt::format("{}/{}", parent, kManifestName)), Errc::Config,
-           "{}: lies inside a checkpoint step, which must stay as it was saved", output);
+// A saved step, or what a save that was cut off left of one.
+bool is_step(const fs::path& dir) {
+  return parse_step_name(dir.filename().string()) || (fs::exists(dir / kManifestName) && fs::exists(dir / kViewName));
+}
+
+bool is_run(const fs::path& dir) {
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    if (entry.path().filename() == "latest" || parse_step_name(entry.path().filename().string())) return true;
+  }
+  return false;
+}
+
+// Where the output goes, through links: to a new file or in place of a regular one, never of a part of a run.
+std::string output_target(const std::string& output) {
+  const bool is_stream = output == "-" || output == "/dev/stdout" || output == "/dev/stderr" ||
+                         output.starts_with("/dev/fd/") || output.starts_with("/proc/");
+  DS_CHECK(!is_stream, Errc::Unavailable, "{}: a model on a stream is not there yet; name a file", output);
+  const std::string target = follow_links(output), parent = parent_directory(target);
+  std::error_code error;
+  const fs::file_status status = fs::status(target, error);
+  DS_CHECK(!fs::is_directory(status), Errc::Config, "{}: is a directory; the output is one file", output);
+  DS_CHECK(!fs::exists(status) || fs::is_regular_file(status), Errc::Config,
+           "{}: is a device, a pipe or a socket; the output is a regular file", output);
+  DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", output, parent);
+  const fs::path folder = fs::canonical(parent), name = fs::path(target).filename();
+  for (fs::path dir = folder; dir != dir.root_path(); dir = dir.parent_path()) {
+    DS_CHECK(!is_step(dir), Errc::Config, "{}: lies inside a checkpoint step, which must stay as it was saved", output);
+  }
+  for (const std::string_view part : {"latest", "metrics.jsonl", "lock"}) {
+    DS_CHECK(name != part || !is_run(folder), Errc::Config, "{}: is the run's own file; choose another name", output);
+  }
+  return target;
 }
 
 }  // namespace
@@ -105,7 +132,7 @@ void check_output(const std::string& output) {
 MergeResult merge_checkpoint(const std::string& step_dir, const std::string& output, const MergeOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   const FileFormat format = output_format(output, options.format);
-  check_output(output);
+  const std::string target = output_target(output);
   CheckpointReader reader(step_dir);
   const Manifest& m = reader.manifest();
   const DType dtype = options.dtype.value_or(m.meta.work_dtype);
@@ -129,7 +156,7 @@ MergeResult merge_checkpoint(const std::string& step_dir, const std::string& out
       result.tied.push_back(p.name);
     }
   }
-  const std::unique_ptr<TensorSink> sink = create_sink(output, format, source->list(), metadata);
+  const std::unique_ptr<TensorSink> sink = create_sink(target, format, source->list(), metadata);
   std::vector<char> chunk;
   for_each_chunk(*source, [&](const TensorInfo& t, i64 first, i64 count) {
     chunk.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));

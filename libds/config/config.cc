@@ -164,8 +164,8 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
   const auto demand = [&](std::string_view key, bool there, std::string_view what) {
     if (!there && !r.broken(key)) r.error(key, fmt::format("is missing: {}", what));
   };
-  demand("steps", r.given("steps"), "how many optimizer steps to train");
-  demand("data.train", r.given("data.train"), "the file or files to train on");
+  if (use == ConfigUse::Train) demand("steps", r.given("steps"), "how many optimizer steps to train");
+  if (use != ConfigUse::Generate) demand("data.train", r.given("data.train"), "the file or files to train on");
   demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
 }
 
@@ -224,7 +224,11 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
-  resolve_batch(c.batch, world_size, r);
+  if (use == ConfigUse::Generate) {
+    c.batch = {.train = world_size, .micro = 1, .accumulation = 1};
+  } else {
+    resolve_batch(c.batch, world_size, r);
+  }
   resolve_optimizer(c, r);
   resolve_precision_and_zero(c, r);
   const size_t before_model = diagnostics.size();
@@ -238,6 +242,11 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 ConfigResult load_config(const std::string& path, std::span<const std::string> overrides, int world_size,
                          ConfigUse use) {
   const bool dash = path == "-";
+  if (dash && world_size > 1) {
+    Diagnostic d{.source = "standard input",
+                 .message = fmt::format("only one of {} ranks can read it; name a file", world_size)};
+    return {.config = {}, .diagnostics = {std::move(d)}};
+  }
   const std::variant<std::string, Diagnostic> content = dash ? read_standard_input() : read_text_file(path);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) return {.config = {}, .diagnostics = {*failed}};
   return parse_config(std::get<std::string>(content), dash ? "standard input" : path, overrides, world_size, use);

@@ -58,6 +58,7 @@ constexpr Range kPositive = {1, kInfinity};                      // integers
 constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};  // numbers
 constexpr Range kAny = {-kInfinity, kInfinity};
 constexpr Range kShare = {0, 1};
+constexpr Range kFp32 = {0, 1e38};  // what the numbers of a step can hold
 constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
 
 constexpr bool kAuto = true;  // "auto" is taken; so is null
@@ -131,12 +132,12 @@ constexpr Key kKeys[] = {
 
     // Precision.
     effect("fp16.enabled", slot_of<&C::fp16, &Fp16Config::enabled>, {}, kAuto),
-    effect("fp16.loss_scale", slot_of<&C::fp16, &Fp16Config::loss_scale>),
+    effect("fp16.loss_scale", slot_of<&C::fp16, &Fp16Config::loss_scale>, kFp32),
     effect("fp16.initial_scale_power", slot_of<&C::fp16, &Fp16Config::initial_scale_power>, {0, 100}),
     effect("fp16.loss_scale_window", slot_of<&C::fp16, &Fp16Config::loss_scale_window>, kPositive),
     effect("fp16.hysteresis", slot_of<&C::fp16, &Fp16Config::hysteresis>, kPositive),
     effect("fp16.consecutive_hysteresis", slot_of<&C::fp16, &Fp16Config::consecutive_hysteresis>),
-    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, kAboveZero),
+    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, {0, kFp32.high, /*open_low=*/true}),
     not_yet("fp16.auto_cast", "[false]"),
     not_yet("fp16.fp16_master_weights_and_grads", "[false]"),
     effect("bf16.enabled", slot_of<&C::bf16, &Bf16Config::enabled>, {}, kAuto),

@@ -395,12 +395,12 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
       unknown(name, typed, path);
       continue;
     }
-    const auto [first, is_new] = seen_.emplace(key_path, &value);
+    const auto [first, is_new] = seen_.emplace(key_path, Seen{typed_key, &value});
     if (!is_new) {
       // Hugging Face writes both spellings of some keys
-      if (*first->second == value) continue;
+      if (*first->second.value == value) continue;
       report(Severity::Error, Errc::Config, key_path, typed_key,
-             fmt::format("contradicts {}, which is the same key", json_join(prefix_, key_path)));
+             fmt::format("contradicts {}, which is the same key", first->second.typed));
     } else if (key) {
       read_key(*key, value, typed_key);
     } else if (value.is_object()) {
@@ -482,7 +482,7 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
         return fail(fmt::format("{} is not there yet (libds {}); must be {}", show(value), DS_VERSION,
                                 type_text(slot, key.range)),
                     Errc::Unavailable);
-      names.push_back(n.name);
+      if (n.value != EnumName::kLater) names.push_back(n.name);  // no suggestion that would be refused
     }
     if (const std::string_view meant = nearest(typed_name, names); !meant.empty() && !same_name(meant, typed_name))
       return fail(

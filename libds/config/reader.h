@@ -74,7 +74,11 @@ class Reader {
   const ConfigText& text_;
   std::string prefix_;
   std::vector<Diagnostic>& diagnostics_;
-  std::map<std::string, const Json*, std::less<>> seen_;
+  struct Seen {
+    std::string typed;  // the spelling in the text
+    const Json* value;
+  };
+  std::map<std::string, Seen, std::less<>> seen_;
   std::set<std::string, std::less<>> given_, automatic_, broken_;
 };
 

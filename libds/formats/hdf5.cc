@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 #include <set>
 
@@ -133,14 +134,16 @@ void write_attribute(const Context& c, hid_t object, const std::string& name, co
 }
 
 // A new file in the format of HDF5 1.10, whose metadata is checksummed and which is refused until it has been closed.
-Id create_file(const Context& c) {
+Id create_file(const Context& c, const std::string& opened_as) {
   const Id access = c.id(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "make a property list");
   c.ok(H5Pset_libver_bounds(access, H5F_LIBVER_V110, H5F_LIBVER_V110), "set the format version");
   c.ok(H5Pset_alignment(access, 65536, 4096), "set the alignment");  // large datasets begin on a page
+  // The default driver asks for the real path behind a link, which a file without a name does not have.
+  if (opened_as != c.path) c.ok(H5Pset_fapl_stdio(access), "choose the driver");
   const Id creation = c.id(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list");
   // Thousands of tensors in the root group: members in the order of creation, indexed.
   c.ok(H5Pset_link_creation_order(creation, H5P_CRT_ORDER_TRACKED | H5P_CRT_ORDER_INDEXED), "set the link order");
-  return c.id(H5Fcreate(c.path.c_str(), H5F_ACC_TRUNC, creation, access), H5Fclose, "create the file");
+  return c.id(H5Fcreate(opened_as.c_str(), H5F_ACC_TRUNC, creation, access), H5Fclose, "create the file");
 }
 
 Id link_properties(const Context& c) {
@@ -279,12 +282,8 @@ void cover(const std::vector<i64>& shape, size_t dim, i64 begin, i64 end, Box bo
   if (end % row != 0) partial(last, 0, end % row);
 }
 
-}  // namespace
-
-std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
-                             const std::map<std::string, std::string>& attributes) {
-  const Context c{path, Errc::Io};
-  Id file = create_file(c);
+std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Dataset>& datasets,
+                         const std::map<std::string, std::string>& attributes) {
   for (const auto& [name, value] : attributes) write_attribute(c, file, name, value);
   const Id links = link_properties(c);
   const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
@@ -293,7 +292,7 @@ std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Data
   c.ok(H5Pset_fill_time(creation, H5D_FILL_TIME_NEVER), "set the layout");
   std::vector<i64> offsets;
   for (const Hdf5Dataset& d : datasets) {
-    DS_CHECK(d.info.shape.size() <= H5S_MAX_RANK, Errc::Unavailable, "{}: '{}' has {} dims, HDF5 holds {}", path,
+    DS_CHECK(d.info.shape.size() <= H5S_MAX_RANK, Errc::Unavailable, "{}: '{}' has {} dims, HDF5 holds {}", c.path,
              d.info.name, d.info.shape.size(), H5S_MAX_RANK);
     const Id type = file_type(c, d.info.dtype);
     const Id space = make_space(c, d.info.shape);
@@ -304,14 +303,29 @@ std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Data
     DS_ASSERT(at != HADDR_UNDEF || d.info.numel() == 0);
     offsets.push_back(at == HADDR_UNDEF ? -1 : static_cast<i64>(at));
   }
-  if (!file.close()) c.fail("write the file");
+  errno = 0;
+  if (!file.close()) c.fail(fmt::format("write the file ({})", std::strerror(errno)));  // not every driver says why
   return offsets;
+}
+
+}  // namespace
+
+std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
+                             const std::map<std::string, std::string>& attributes) {
+  const Context c{path, Errc::Io};
+  return lay_out(c, create_file(c, path), datasets, attributes);
+}
+
+std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& datasets,
+                             const std::map<std::string, std::string>& attributes) {
+  const Context c{file.path(), Errc::Io};
+  return lay_out(c, create_file(c, file.opened_as()), datasets, attributes);
 }
 
 void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,
                        const std::map<std::string, std::string>& links_to) {
   const Context c{path, Errc::Io};
-  Id file = create_file(c);
+  Id file = create_file(c, path);
   const Id links = link_properties(c);
   for (const Hdf5View& v : views) {
     const Id type = file_type(c, v.info.dtype);

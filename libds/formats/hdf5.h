@@ -13,9 +13,11 @@ struct Hdf5Dataset {
   std::vector<std::pair<std::string, i64>> attributes = {};  // scalar integers
 };
 
-// Creates `path` (an existing file is overwritten) and returns the offset of every dataset; -1 for one without
-// elements. Throws Errc::Io with the path and the system's reason.
+// Creates `path` (an existing file is overwritten), or lays out a file that is open for writing and empty, and returns
+// the offset of every dataset; -1 for one without elements. Throws Errc::Io with the path and the system's reason.
 std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
+                             const std::map<std::string, std::string>& attributes);
+std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& datasets,
                              const std::map<std::string, std::string>& attributes);
 
 // A dataset that shows, under one name and shape, elements which stand in one-dimensional datasets of other files.

@@ -151,7 +151,7 @@ class FileSink : public TensorSink {
     } else {
       std::vector<Hdf5Dataset> datasets;
       for (const TensorInfo& t : tensors_) datasets.push_back({t});
-      offsets_ = create_hdf5(pending_.file().path(), datasets, metadata);
+      offsets_ = create_hdf5(pending_.file(), datasets, metadata);
     }
   }
 

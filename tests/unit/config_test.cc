@@ -65,7 +65,11 @@ const Wrong kWrong[] = {
     {R"("zero_optimization.stage": 2)", kBad, "sections are nested objects, not dots"},
     {R"("zero_optimization": {"offload_optimizer": {"device": "none", "pin_memry": true}})", kBad,
      "did you mean zero_optimization.offload_optimizer.pin_memory?"},
-    {R"("bf16": {"enabled": true}, "bfloat16": {"enabled": false})", kBad, "contradicts bf16"},
+    {R"("bf16": {"enabled": true}, "bfloat16": {"enabled": false})", kBad,
+     "bfloat16: contradicts bf16, which is the same key"},
+    {R"("bfloat16": {"enabled": true}, "bf16": {"enabled": false})", kBad,
+     "bf16: contradicts bfloat16, which is the same key"},
+    {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config(5) lists all\ncfg"},
     {R"("zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2})", kBad, "contradicts"},
     // Types and ranges.
     {R"("steps": "100")", kBad, "steps: must be an integer, at least 1, not \"100\"; write 100 without quotes"},
@@ -81,6 +85,7 @@ const Wrong kWrong[] = {
     {R"("optimizer": "AdamW")", kBad, "optimizer: must be an object, not \"AdamW\""},
     {R"("optimizer": {"params": {"lr": 1}})", kBad, "optimizer.type: is missing"},
     {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
+    {R"("optimizer": {"type": "FusedAdam"})", kBad, "not \"FusedAdam\"; did you mean \"Adam\"?"},
     {R"("optimizer": {"type": 3})", kBad, "must be one of \"AdamW\", \"Adam\", not 3"},
     {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
@@ -93,6 +98,8 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"overlap_comm": 1})", kBad, "must be true or false, not 1"},
     {R"("fp16": {"enabled": "true"})", kBad, "write true without quotes"},
     {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
+    {R"("fp16": {"loss_scale": 1e308})", kBad, "0 to 1e+38, not 1e+308"},
+    {R"("fp16": {"min_loss_scale": 1e39})", kBad, "fp16.min_loss_scale"},
     {R"("fp16": {"loss_scale_window": 0})", kBad, "at least 1"},
     {R"("fp16": {"min_loss_scale": 0})", kBad, "greater than 0"},
     {R"("fp16": {"hysteresis": 0})", kBad, "fp16.hysteresis"},
@@ -224,6 +231,26 @@ TEST(Config, TrainingDemandsModelDataAndSteps) {
   EXPECT_TRUE(parse(R"({"train_batch_size": 1})").ok());
   const ConfigResult r = parse(R"({"train_batch_size": 1})", 1, {}, ConfigUse::Train);
   EXPECT_EQ(r.diagnostics.size(), 3u) << r.message();
+}
+
+TEST(Config, GenerationAndEvaluationDemandLess) {
+  const std::string model = "{" + std::string(kModel);
+  EXPECT_TRUE(parse(model + "}", 3, {}, ConfigUse::Generate).ok());
+  EXPECT_EQ(parse("{}", 1, {}, ConfigUse::Generate).diagnostics.size(), 1u);
+  // Batch sizes that do not fit these ranks: generation has none.
+  const ConfigResult r = parse(model + R"(, "train_batch_size": 8})", 3, {}, ConfigUse::Generate);
+  EXPECT_TRUE(r.ok()) << r.message();
+  EXPECT_EQ(r.config.batch.micro, 1);
+  EXPECT_EQ(r.config.batch.train, 3);
+  EXPECT_TRUE(parse(model + R"(, "train_batch_size": 6, "data": {"train": "a"}})", 3, {}, ConfigUse::Evaluate).ok());
+  EXPECT_THAT(parse(model + R"(, "train_batch_size": 6})", 3, {}, ConfigUse::Evaluate).message(),
+              HasSubstr("data.train: is missing"));
+}
+
+TEST(Config, OneRankAloneReadsStandardInput) {
+  const ConfigResult r = load_config("-", {}, 2);
+  EXPECT_EQ(r.message(), "standard input: only one of 2 ranks can read it; name a file");
+  EXPECT_EQ(exit_code(r.code()), 2);
 }
 
 TEST(Config, MissingFileIsAMistakeOfTheCommandLine) {

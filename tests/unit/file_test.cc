@@ -4,7 +4,10 @@
 #include "base/file.h"
 
 #include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
+#include <csignal>
 #include <random>
 
 #include "temp_directory.h"
@@ -73,7 +76,6 @@ TEST(PendingFile, AppearsWholeOrNotAtAll) {
   {
     const PendingFile pending(path);
     pending.file().write_at(0, "lost", 4);
-    EXPECT_EQ(pending.file().path().find(dir / ".x.tmp-"), 0u);
   }
   EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
   {
@@ -86,6 +88,33 @@ TEST(PendingFile, AppearsWholeOrNotAtAll) {
   EXPECT_EQ(read_file(path), "short");
   EXPECT_EQ(read_text_file(path, 5), "short");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+// A signal that cannot be caught, or the end of the machine.
+TEST(PendingFile, AKilledWriterLeavesNothing) {
+  const TempDirectory dir;
+  if (!File::create_unnamed(dir / "x")) GTEST_SKIP() << "this file system has no files without a name";
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    const PendingFile pending(dir / "x");
+    pending.file().write_at(0, "lost", 4);
+    ::raise(SIGKILL);
+  }
+  int status = 0;
+  ASSERT_EQ(::waitpid(pid, &status, 0), pid);
+  EXPECT_TRUE(WIFSIGNALED(status));
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+}
+
+TEST(File, LinksAreFollowedToWhatNeedNotExist) {
+  const TempDirectory dir;
+  namespace fs = std::filesystem;
+  EXPECT_EQ(follow_links(dir / "x"), dir / "x");
+  fs::create_symlink("b", dir / "a");
+  fs::create_symlink(dir / "c", dir / "b");
+  EXPECT_EQ(follow_links(dir / "a"), dir / "c");
+  fs::create_symlink("loop", dir / "loop");
+  EXPECT_ERROR(follow_links(dir / "loop"), Errc::Io, "Too many levels of symbolic links");
 }
 
 TEST(File, ErrorsNameThePathAndTheReason) {

@@ -43,7 +43,7 @@ TEST(Json, KnowsThePlaceOfEveryMemberAndElement) {
   };
   using P = std::pair<i64, i64>;
   EXPECT_EQ(at("a"), (P{2, 3}));
-  EXPECT_EQ(at("a.\"q\"\\\""), (P{2, 9}));
+  EXPECT_EQ(at(R"(a."q\"\\")"), (P{2, 9}));
   EXPECT_EQ(at("list"), (P{3, 3}));
   EXPECT_EQ(at("list[0]"), (P{3, 12}));
   EXPECT_EQ(at("list[1]"), (P{3, 22}));

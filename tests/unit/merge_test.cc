@@ -120,7 +120,10 @@ TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.bin", {.format = "gguf"}), Errc::Config, "'gguf' is not one of");
   EXPECT_ERROR(merge_checkpoint(step, step + "/m.h5", {}), Errc::Config, "inside a checkpoint step");
   EXPECT_ERROR(merge_checkpoint(step, dir.path(), {.format = "hdf5"}), Errc::Config, "is a directory");
-  EXPECT_ERROR(merge_checkpoint(step, dir / "no/m.h5", {}), Errc::Io, "there is no directory");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "no/m.h5", {}), Errc::Config, "there is no directory");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m", {.format = "hf"}), Errc::Unavailable, "not there yet");
+  EXPECT_ERROR(merge_checkpoint(step, "-", {.format = "hdf5"}), Errc::Unavailable, "a model on a stream");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config, "the run's own file");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.dtype = DType::I32}), Errc::Config, "not as int32");
 }
 

@@ -11,6 +11,9 @@ struct BrokenPipe {};  // thrown when the reader of stdout went away; run_main t
 // All of `bytes` to fd; throws ds::Error naming `what`, or BrokenPipe.
 void write_all(int fd, std::string_view bytes, std::string_view what);
 
+// Takes the progress line away, if one is drawn, so that other text does not end up behind it.
+void clear_progress() noexcept;
+
 struct MessageOptions {
   std::string_view tool;
   bool quiet = false;

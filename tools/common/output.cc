@@ -30,11 +30,14 @@ int environment_number(const char* name, int fallback) noexcept {
   return error == std::errc() && *end == '\0' && value > 0 ? value : fallback;
 }
 
+bool knows_escapes() noexcept {
+  const char* term = std::getenv("TERM");
+  return term != nullptr && *term != '\0' && std::string_view(term) != "dumb";
+}
+
 bool colour() noexcept {
   const char* no_colour = std::getenv("NO_COLOR");
-  const char* term = std::getenv("TERM");
-  return ::isatty(STDERR_FILENO) == 1 && (no_colour == nullptr || *no_colour == '\0') && term != nullptr &&
-         std::string_view(term) != "dumb";
+  return ::isatty(STDERR_FILENO) == 1 && (no_colour == nullptr || *no_colour == '\0') && knows_escapes();
 }
 
 void report(std::string_view label, std::string_view escape, std::string_view message) {
@@ -44,6 +47,7 @@ void report(std::string_view label, std::string_view escape, std::string_view me
   if (!label.empty()) line += colour() ? fmt::format("\x1b[{}m{}:\x1b[0m ", escape, label) : fmt::format("{}: ", label);
   line += message;
   line += '\n';
+  clear_progress();
   try {
     write_all(STDERR_FILENO, line, "stderr");
   } catch (...) {  // nobody reads our messages: that is no reason to stop
@@ -54,11 +58,19 @@ Error system_error(std::string_view doing, std::string_view path) {
   return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, std::strerror(errno)));
 }
 
+// A device, a pipe, a socket.
 bool is_special(const std::string& file) { return fs::exists(file) && !fs::is_regular_file(file); }
+
+// Where `file` is or will be: the end of its links, which need not exist.
+fs::path target_of(const std::string& file) {
+  fs::path target = fs::absolute(file);
+  while (!fs::exists(target) && fs::is_symlink(target)) target = target.parent_path() / fs::read_symlink(target);
+  return fs::weakly_canonical(target);
+}
 
 // Temporary name in the same folder, fsync, rename, fsync of the folder.
 void write_whole(const std::string& file, std::string_view bytes) {
-  const fs::path target = fs::weakly_canonical(file);
+  const fs::path target = target_of(file);
   const std::string temporary = fmt::format("{}.tmp-{}", target.string(), ::getpid());
   const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) throw system_error("create", temporary);
@@ -97,6 +109,7 @@ void report_note(std::string_view message) {
 }
 
 int terminal_columns() noexcept {
+  if (!knows_escapes()) return 0;
   winsize size{};
   if (::ioctl(STDERR_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col > 0 ? size.ws_col : 80;
   return environment_number("DS_COLUMNS", 0);
@@ -116,12 +129,20 @@ void write_all(int fd, std::string_view bytes, std::string_view what) {
 }
 
 Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool), file_(std::move(file)), json_(json) {
-  if (file_.empty() || is_special(file_)) return;
+  if (file_.empty() || rank() > 0) return;
   // Found out now, not after hours of work.
-  const fs::path folder = fs::absolute(file_).parent_path();
-  if (::access(folder.c_str(), W_OK | X_OK) != 0)
-    throw Error(Errc::Config,
-                fmt::format("--output {}: cannot write in {}: {}", file_, folder.string(), std::strerror(errno)));
+  const auto refuse = [&](const std::string& why) {
+    throw Error(Errc::Config, fmt::format("--output {}: {}", file_, why));
+  };
+  try {
+    if (fs::is_directory(file_)) refuse("is a directory");
+    const fs::path place = is_special(file_) ? fs::path(file_) : target_of(file_).parent_path();
+    if (::access(place.c_str(), is_special(file_) ? W_OK : W_OK | X_OK) != 0)
+      refuse(
+          fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), std::strerror(errno)));
+  } catch (const fs::filesystem_error& e) {
+    refuse(e.code().message());
+  }
 }
 
 void Output::write(std::string_view text) {
@@ -129,6 +150,7 @@ void Output::write(std::string_view text) {
   if (to_file()) {
     pending_ += text;
   } else {
+    clear_progress();
     write_all(STDOUT_FILENO, text, "the result to stdout");
   }
 }

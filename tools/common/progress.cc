@@ -1,23 +1,46 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/progress.h"
 
+#include <atomic>
 #include <cstdio>
 
+#include "common/internal.h"
 #include "common/tool.h"
 
 namespace ds::tools {
+namespace {
+
+std::atomic<bool> drawn = false;
+
+}  // namespace
+
+void clear_progress() noexcept {
+  if (drawn.exchange(false)) std::fputs("\r\x1b[K", stderr);
+}
 
 ProgressLine::ProgressLine() : columns_(quiet() ? 0 : terminal_columns()) {}
 
 ProgressLine::~ProgressLine() {
-  if (drawn_) fmt::print(stderr, "\n");
+  if (drawn.exchange(false)) std::fputs("\n", stderr);
 }
 
 void ProgressLine::show(std::string_view line) {
   if (columns_ <= 1) return;
   fmt::print(stderr, "\r{:.{}}\x1b[K", line, columns_ - 1);
   std::fflush(stderr);
-  drawn_ = true;
+  drawn = true;
+}
+
+std::string duration(double seconds) {
+  const auto t = static_cast<i64>(seconds);
+  return t >= 3600 ? fmt::format("{}h{:02}m", t / 3600, t / 60 % 60) : fmt::format("{}m{:02}s", t / 60, t % 60);
+}
+
+std::string StepText::operator()(const StepRecord& r, i64 total) {
+  mean_ms_ = mean_ms_ == 0 ? r.step_ms : 0.9 * mean_ms_ + 0.1 * r.step_ms;
+  return fmt::format("step {}/{}  ETA {}  loss {:.4f}{}  {:.0f} tok/s  lr {:.3g}  norm {:.3g}", r.step, total,
+                     duration(static_cast<double>(total - r.step) * mean_ms_ / 1e3), r.loss,
+                     r.skipped ? "  skipped" : "", static_cast<double>(r.tokens) / mean_ms_ * 1e3, r.lr, r.grad_norm);
 }
 
 }  // namespace ds::tools

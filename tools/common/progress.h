@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // One line on the terminal of stderr, drawn over itself; nothing at all where stderr is not a terminal, or with
-// --quiet.
+// --quiet. Messages and results take it away before they are written.
 
+#include <string>
 #include <string_view>
+
+#include "ds/train.h"
 
 namespace ds::tools {
 
@@ -18,7 +21,18 @@ class ProgressLine {
 
  private:
   int columns_;
-  bool drawn_ = false;
+};
+
+// "2m05s", "3h20m".
+std::string duration(double seconds);
+
+// What one step looks like to a person; a narrow terminal cuts the end off.
+class StepText {
+ public:
+  std::string operator()(const StepRecord& step, i64 total_steps);
+
+ private:
+  double mean_ms_ = 0;
 };
 
 }  // namespace ds::tools

@@ -25,6 +25,12 @@ int environment_number(const char* name, int fallback) {
 
 RankInfo ranks_of_environment() {
   RankInfo r;
+  const int mpi_ranks = environment_number("OMPI_COMM_WORLD_SIZE", 1);
+  if (mpi_ranks > 1 && std::getenv("WORLD_SIZE") == nullptr) {
+    throw Error(Errc::Config, fmt::format("mpirun alone starts {} runs that know nothing of each other: start them "
+                                          "with ds-launch -n {}",
+                                          mpi_ranks, mpi_ranks));
+  }
   r.world_size = environment_number("WORLD_SIZE", 1);
   r.rank = environment_number("RANK", 0);
   r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);

@@ -107,14 +107,26 @@ std::string reword(const CLI::ParseError& e) {
   return text;
 }
 
+// The option that was given an empty value, which no option takes: more likely an unset variable of a script.
+std::string empty_option(const CLI::App& app) {
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->get_items_expected_max() == 0) continue;
+    for (const std::string& value : option->results())
+      if (value.empty()) return option->get_name();
+  }
+  return "";
+}
+
 // True if options were understood; false: exit status 2 is due and the reason has been said.
 bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
   std::string mistake;
   try {
     app.parse(argc, argv);
     const std::vector<std::string> rest = app.remaining();
-    if (!app.get_prefix_command() || rest.empty() || rest[0] == "--" || !rest[0].starts_with('-')) return true;
-    mistake = describe_misuse(app, "");
+    const bool good = !app.get_prefix_command() || rest.empty() || rest[0] == "--" || !rest[0].starts_with('-');
+    const std::string empty = empty_option(app);
+    if (good && empty.empty()) return true;
+    mistake = describe_misuse(app, empty + " is empty");
   } catch (const CLI::CallForHelp&) {
     throw Answer{app.help()};
   } catch (const CLI::ParseError& e) {
@@ -157,7 +169,8 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
        {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // a closed one must not become another file of ours
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
   message_options = {.tool = tool.name};
-  std::signal(SIGPIPE, SIG_IGN);  // a closed reader is an exception, so that destructors run
+  // A closed reader and a limit of the file size are errors of write(), so that destructors run and a message says why.
+  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
   int status = 1;
   try {
     try {

@@ -28,11 +28,14 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <concepts>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "ds/kernels/dtype.h"
 
 namespace ds::tools {
 
@@ -78,6 +81,24 @@ using Body = std::function<int(Output&)>;          // returns the exit status
 using Setup = std::function<Body(CLI::App& app)>;  // declares options; the body runs after parsing
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup);
 
+// For add_number: the value of a text, or CLI::ValidationError with the name of the option and the bounds.
+i64 parse_integer(const std::string& name, const std::string& text, i64 low, i64 high);
+double parse_number(const std::string& name, const std::string& text, double low, double high);
+
+// An option whose value is a decimal of [low, high] and nothing else: no overflow, no NaN, no unit.
+template <class T>
+CLI::Option* add_number(CLI::App& app, const std::string& names, T& target, std::type_identity_t<T> low,
+                        std::type_identity_t<T> high, const std::string& description) {
+  const auto store = [name = names.substr(names.rfind(',') + 1), &target, low, high](const std::string& text) {
+    if constexpr (std::integral<T>) {
+      target = static_cast<T>(parse_integer(name, text, low, high));
+    } else {
+      target = parse_number(name, text, low, high);
+    }
+  };
+  return app.add_option_function<std::string>(names, store, description);
+}
+
 int rank() noexcept;  // RANK of the environment, else 0
 
 // Messages on stderr, "ds-x: error: ..." ("ds-x[3]: ..." on rank 3), each in one write. --quiet drops all but errors.
@@ -87,8 +108,8 @@ void report_note(std::string_view message);
 bool quiet() noexcept;
 bool verbose() noexcept;
 
-// Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, so no progress
-// line.
+// Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, or one that knows
+// no escapes, so no progress line.
 int terminal_columns() noexcept;
 
 // Internal to tools/common: the texts made from the option table.

@@ -152,8 +152,10 @@ struct ConfigResult {
   DS_API std::string message() const;
 };
 
-// What a run of training cannot do without (model, data.train, steps) is demanded by Train only.
-enum class ConfigUse : u8 { Train, Inspect };
+// What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
+// batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
+// fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
+enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
 
 // Reads a configuration and reports every mistake in it at once; opens model.path too, but no data file.
 //   path        a file, or "-" for standard input

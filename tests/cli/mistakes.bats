@@ -1,0 +1,161 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# What ds-train does with options, ranks and terminals that make no sense: it says so once, in words, before anything
+# starts.
+
+bats_require_minimum_version 1.5.0
+
+setup() {
+  bats_load_library bats-support
+  bats_load_library bats-assert
+  PATH=$DS_BIN:$PATH
+  cd "$BATS_TEST_TMPDIR" || exit 1
+  cp "$DS_SOURCE/LICENSE" text.txt
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+  "steps": 2
+}
+JSON
+}
+
+# refuses STATUS TEXT ARGUMENTS...: with one message on stderr that begins with the tool's name, and nothing on stdout.
+refuses() {
+  local code=$1 text=$2
+  shift 2
+  run "-$code" --separate-stderr ds-train "$@"
+  assert_equal "$output" ""
+  [[ $stderr == "ds-train: error: "*"$text"* ]] || fail "$stderr"
+}
+
+@test "an empty value is refused, whatever the option" {
+  for option in --weights --out --output --resume --set --generate --completion; do
+    refuses 2 "$option" cfg.json "$option" ""
+    refuses 2 "$option" cfg.json "$option="
+  done
+  refuses 2 "CFG is empty" ""
+}
+
+@test "numbers have bounds that are said" {
+  refuses 2 "--steps: must be an integer, 1 to 9223372036854775807, not 99999999999999999999" cfg.json --steps 99999999999999999999
+  for wrong in 0 -1 1.5 1e3 ten "5 " 0x10; do refuses 2 "--steps: must be an integer" cfg.json --steps "$wrong"; done
+  refuses 2 "--max-tokens: must be an integer, 1 to 2147483647" cfg.json --generate x --max-tokens 9999999999
+  for wrong in nan inf -0.1 1e999 warm; do
+    refuses 2 "--temperature: must be a number, 0 to 1000000, not $wrong" cfg.json --generate x --temperature "$wrong"
+  done
+  refuses 2 "--top-k: must be" cfg.json --generate x --top-k -1
+  refuses 2 "--seed: must be an integer, 0 to 4294967295" cfg.json --generate x --seed 4294967296
+  refuses 2 "not 7777777777777777777777777777777777777777..." cfg.json --steps "$(printf '7%.0s' {1..400})"
+}
+
+@test "options that would have no effect are refused" {
+  for option in "--max-tokens 3" "--temperature 1" "--top-k 1" "--seed 1"; do
+    # shellcheck disable=SC2086
+    refuses 2 "${option% *} requires --generate" cfg.json $option
+  done
+  refuses 2 "--eval" cfg.json --eval --check
+  refuses 2 "--generate" cfg.json --generate x --check
+  refuses 2 "--generate" cfg.json --generate x --eval
+}
+
+@test "--output that cannot be written is found out before the run" {
+  mkdir sub
+  ln -s loop loop
+  refuses 2 "--output sub: is a directory" cfg.json --output sub
+  refuses 2 "--output no/x: cannot write in" cfg.json --output no/x
+  refuses 2 "--output loop: Too many levels" cfg.json --output loop
+}
+
+@test "--output follows a link, also one that leads to nothing yet" {
+  ln -s result link
+  run -0 ds-train cfg.json --check --output link
+  assert [ -L link ]
+  run -0 grep -c parameters result
+}
+
+@test "every mistake of a configuration is a line of its own, said by rank 0 alone" {
+  run -2 --separate-stderr ds-train cfg.json --set seed=-3 --set stepz=1
+  assert_equal "$(grep -c '^ds-train: error: --set ' <<<"$stderr")" 2
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set seed=-3
+  assert_equal "$(grep -c '^ds-train.*error: ' <<<"$stderr")" 1
+  run -4 --separate-stderr ds-launch -n 2 ds-train cfg.json --set device=cuda
+  assert_equal "$(grep -c '^ds-train.*error: ' <<<"$stderr")" 1
+}
+
+@test "a key with a control character is shown escaped, and hides no other mistake" {
+  printf '{"a\\u0000b": 1, "c\\nd": 2, "stepz": 3}' >cfg.json
+  run -2 --separate-stderr ds-train cfg.json
+  [[ $stderr == *'"a\u0000b": unknown key'* && $stderr == *'"c\nd": unknown key'* && $stderr == *'stepz: unknown key'* ]]
+  assert_equal "$(tr -d '\0' <<<"$stderr")" "$stderr"
+}
+
+@test "standard input has one reader" {
+  run -0 ds-train - --check <cfg.json
+  run -2 --separate-stderr ds-launch -n 2 ds-train - <cfg.json
+  [[ $stderr == "ds-train: error: standard input: only one of 2 ranks can read it; name a file"* ]]
+}
+
+@test "mpirun alone does not start two runs that know nothing of each other" {
+  OMPI_COMM_WORLD_SIZE=2 refuses 2 "start them with ds-launch -n 2" cfg.json
+  OMPI_COMM_WORLD_SIZE=1 run -0 ds-train cfg.json
+  OMPI_COMM_WORLD_SIZE=2 WORLD_SIZE=1 run -0 ds-train cfg.json --check
+}
+
+@test "a run that keeps nothing says so" {
+  run -0 --separate-stderr ds-train cfg.json
+  assert_equal "$stderr" "ds-train: warning: no --out: this run keeps neither checkpoints nor metrics"
+  run -0 --separate-stderr ds-train cfg.json --out run
+  assert_equal "$stderr" ""
+}
+
+@test "generation and evaluation ask for no more than they need" {
+  cat >small.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "scheduler": {"type": "WarmupCosineLR"}, "optimizer": {"type": "AdamW"}
+}
+JSON
+  run -0 ds-train small.json --generate The --max-tokens 3
+  run -0 ds-launch -n 3 ds-train cfg.json --generate The --max-tokens 3 # no batch of 8 on 3 ranks
+  run -2 ds-train small.json --eval
+  assert_output --partial "data.train"
+  refute_output --partial "steps"
+  run -0 ds-train small.json --eval --set data.train=text.txt --set data.seq_length=32 --set train_batch_size=2
+  run -2 ds-train small.json
+  assert_output --partial "steps: is missing"
+}
+
+@test "a file-size limit is an error with a message" {
+  (
+    ulimit -f 8
+    run -1 --separate-stderr ds-train cfg.json --out run
+    [[ $stderr == *"File too large"* ]]
+  )
+}
+
+on_terminal() { # columns, TERM, command: what it shows
+  script -qec "stty cols $1; TERM=$2 $3" /dev/null </dev/null
+}
+
+@test "on a terminal the progress line gives way to messages and results" {
+  command -v script >/dev/null || skip "no script(1)"
+  run on_terminal 100 xterm "ds-train cfg.json --json -v --out run --set steps_per_print=1"
+  assert_success
+  assert_output --partial $'\x1b[K\r\x1b[Kds-train: step 1/2'
+  # What is left when cleared lines are taken away: whole notes and whole documents.
+  run sed -e 's/.*\r\x1b\[K//' -e 's/\r$//' <<<"$output"
+  assert_equal "$(grep -vcE '^(ds-train: .*|\{"schema".*\})$' <<<"$output")" 0
+}
+
+@test "a dumb terminal gets no escapes, a narrow one the time left" {
+  command -v script >/dev/null || skip "no script(1)"
+  run on_terminal 100 dumb "ds-train cfg.json --out a"
+  assert_success
+  refute_output --partial $'\x1b'
+  run on_terminal 40 xterm "ds-train cfg.json --out b"
+  assert_success
+  assert_output --partial "ETA 0m00s"
+}
