@@ -118,12 +118,13 @@ refuses() {
   "scheduler": {"type": "WarmupCosineLR"}, "optimizer": {"type": "AdamW"}
 }
 JSON
-  run -0 ds-train small.json --generate The --max-tokens 3
-  run -0 ds-launch -n 3 ds-train cfg.json --generate The --max-tokens 3 # no batch of 8 on 3 ranks
+  ds-train cfg.json --out run --quiet
+  run -0 ds-train small.json --resume run --generate The --max-tokens 3
+  run -0 ds-launch -n 3 ds-train cfg.json --resume run --generate The --max-tokens 3 # no batch of 8 on 3 ranks
   run -2 ds-train small.json --eval
   assert_output --partial "data.train"
   refute_output --partial "steps"
-  run -0 ds-train small.json --eval --set data.train=text.txt --set data.seq_length=32 --set train_batch_size=2
+  run -0 ds-train small.json --resume run --eval --set data.train=text.txt --set data.seq_length=32 --set train_batch_size=2
   run -2 ds-train small.json
   assert_output --partial "steps: is missing"
 }
