@@ -208,6 +208,14 @@ merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
   assert_output --partial "is not a parameter of the model"
 }
 
+@test "--check ends soon with the most micro-batches that are allowed" {
+  run -0 timeout 30 ds-train cfg.json --check --set train_batch_size=100000 --set train_micro_batch_size_per_gpu=1
+  run -2 ds-train cfg.json --check --set train_batch_size=100001 --set train_micro_batch_size_per_gpu=1
+  run -4 ds-train cfg.json --set train_batch_size=20000000 --set train_micro_batch_size_per_gpu=20000000
+  assert_output --partial "GiB"
+  refute_output --regexp " -[0-9]"
+}
+
 @test "--check predicts and writes nothing" {
   run ds-train cfg.json --check --json
   assert_success
