@@ -143,6 +143,11 @@ merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
   check 2 "steps" cfg.json --steps 0
   check 2 "nofile.txt" cfg.json --set data.train=nofile.txt
   check 2 "tiny.txt" cfg.json --set data.train=tiny.txt
+  mkfifo pipe.txt
+  check 2 "pipe.txt' is not a regular file" cfg.json --set data.train=pipe.txt
+  check 2 "' is not a regular file" cfg.json --set data.train=/
+  { head -c 100000 /dev/zero && printf '\377\377'; } >tokens.bin
+  check 3 "token 65535 at position 50000" cfg.json --set data.train=tokens.bin
   check 2 "vocab" cfg.json --set model.vocab_size=100
   check 2 "positions" cfg.json --set data.seq_length=65
   check 2 "n_head" cfg.json --set model.n_head=3
