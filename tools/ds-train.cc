@@ -206,6 +206,7 @@ int main(int argc, char** argv) {
         app.add_option("--weights", o.weights,
                        "initial weights: a safetensors or HDF5 file, or a Hugging Face directory")
             ->type_name("FILE")
+            ->check(CLI::ExistingPath)
             ->excludes("--resume");
         add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
                    "optimizer steps of the run (overrides the key steps)")

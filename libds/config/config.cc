@@ -30,6 +30,13 @@ std::string around(i64 x, i64 step) {
 // DeepSpeed's table: train = micro * accumulation * world; from any two the third, from one the rest.
 void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
   if (r.any_broken({kTrain, kMicro, kAccumulation})) return;
+  // A step is planned micro-batch by micro-batch.
+  constexpr i64 kMostAccumulation = 100'000;
+  const auto check_accumulation = [&] {
+    if (b.accumulation > kMostAccumulation)
+      r.error(kAccumulation,
+              fmt::format("{} is beyond {}; a larger {} needs fewer", b.accumulation, kMostAccumulation, kMicro));
+  };
   const bool train = r.given(kTrain), accumulation = r.given(kAccumulation);
   bool micro = r.given(kMicro);
   if (!train && !micro && (r.automatic(kMicro) || r.automatic(kTrain))) {
@@ -46,12 +53,12 @@ void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
     if (b.train != b.micro * b.accumulation * world)
       r.error(kTrain, fmt::format("{} is not {} {} x {} {} x {} = {}", b.train, kMicro, b.micro, kAccumulation,
                                   b.accumulation, ranks(world), b.micro * b.accumulation * world));
-    return;
+    return check_accumulation();
   }
   if (!train) {
     if (!accumulation) b.accumulation = 1;
     b.train = b.micro * b.accumulation * world;
-    return;
+    return check_accumulation();
   }
   // The given factor divides with the ranks; the other is derived.
   if (!micro && !accumulation) b.accumulation = 1;
@@ -61,6 +68,28 @@ void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
                                        micro ? kMicro : kAccumulation, micro ? b.micro : b.accumulation, ranks(world),
                                        divisor, around(b.train, divisor)));
   (micro ? b.accumulation : b.micro) = b.train / divisor;
+  check_accumulation();
+}
+
+// Every size by itself is within bounds by now. Their products must stay far from overflow too, so that what is
+// predicted is true: an upper bound of the bytes of one rank, whatever is sharded, is compared with what no node has.
+void check_size(const Config& c, bool model_is_sound, Reader& r) {
+  if (!model_is_sound || c.model.layers == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"}))
+    return;
+  const ModelConfig& m = c.model;
+  const auto number = [](i64 x) { return static_cast<double>(x); };
+  const double hidden = number(m.hidden), wide = number(m.intermediate), heads = number(m.heads * m.head_dim);
+  const double params =
+      2 * number(m.vocab_size + m.max_positions) * hidden + number(m.layers) * hidden * (4 * heads + 3 * wide + 16);
+  const double rows = number(c.batch.micro) * number(c.data.seq_length);
+  const double per_row = number(m.layers) * (32 * hidden + 16 * heads + 16 * wide) + number(c.batch.accumulation);
+  const double bytes = 32 * params + 8 * rows * per_row;
+  if (constexpr double kMost = 0x1p50; bytes > kMost)
+    r.error(
+        !r.given(kMicro) ? kTrain : kMicro,
+        fmt::format("this model ({:.2g} parameters) with {:.2g} tokens per micro-batch needs up to {:.2g} TiB, beyond "
+                    "the {:.0f} that are computed with",
+                    params, rows, bytes / 0x1p40, kMost / 0x1p40));
 }
 
 void resolve_optimizer(Config& c, Reader& r) {
@@ -235,6 +264,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
   resolve_data(c, model_is_sound, r);
+  check_size(c, model_is_sound, r);
   check_run(c, world_size, use, text, r);
   return result;
 }

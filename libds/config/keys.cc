@@ -71,7 +71,12 @@ constexpr Key not_yet(std::string_view path, std::string_view values, std::strin
 }
 constexpr Key not_yet_section(std::string_view path, std::string_view name, std::string_view values,
                               std::string_view members) {
-  return {.path = path, .kind = KeyKind::NotYetSection, .name = name, .values = values, .members = members};
+  return {.path = path,
+          .kind = KeyKind::NotYetSection,
+          .takes_null = true,
+          .name = name,
+          .values = values,
+          .members = members};
 }
 constexpr Key ignored(std::string_view path, std::string_view note) {
   return {.path = path, .kind = KeyKind::Ignored, .note = note};
@@ -235,7 +240,9 @@ constexpr Key kKeys[] = {
     not_yet("timers.throughput.synchronized", "[true]"),
     not_yet_section("flops_profiler", "enabled", "[false]",
                     "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
-    not_yet_section("comms_logger", "enabled", "[false]", "enabled verbose prof_all debug prof_ops"),
+    // In DeepSpeed the section alone turns it on.
+    {.path = "comms_logger", .kind = KeyKind::NotYetSection, .name = "enabled", .values = "[false]",
+     .members = "enabled verbose prof_all debug prof_ops"},
     not_yet_section("tensorboard", "enabled", "[false]", "enabled output_path job_name"),
     not_yet_section("csv_monitor", "enabled", "[false]", "enabled output_path job_name"),
     not_yet_section("wandb", "enabled", "[false]", "enabled group team project"),
@@ -251,9 +258,13 @@ constexpr Key kKeys[] = {
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
     ignored_section("aio", "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
                     "nothing is offloaded to NVMe"),
-    ignored_section("pipeline",
-                    "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned use_reentrant",
-                    "it configures pipeline modules only; there is one stage"),
+    not_yet("pipeline.stages", R"(["auto", 1])"),
+    not_yet("pipeline.activation_checkpoint_interval", "[0]"),
+    ignored("pipeline.partition", "there is one stage"),
+    ignored("pipeline.seed_layers", "there is one stage"),
+    ignored("pipeline.pipe_partitioned", "there is one stage"),
+    ignored("pipeline.grad_partitioned", "there is one stage"),
+    ignored("pipeline.use_reentrant", "nothing is recomputed"),
     ignored("checkpoint.tag_validation", "every checkpoint is committed by all ranks together"),
     ignored("checkpoint.load_universal", "every checkpoint loads at any layout"),
     ignored("checkpoint.checkpoint_serialization", "checkpoints are HDF5"),
@@ -273,7 +284,7 @@ constexpr Key kKeys[] = {
                     "tuner_type tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
                     "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size "
                     "model_info model_info_path"),
-    not_yet_section("tensor_parallel", "autotp_size", "[0, 1]",
+    not_yet_section("tensor_parallel", "autotp_size tp.tp_size", "[0, 1]",
                     "autotp_size dtype tp_overlap_comm tp injection_policy_tuple preset_model partition_config "
                     "keep_module_on_host replace_with_kernel_inject"),
     not_yet_section("expert_parallel", "enabled", "[false]",
@@ -323,7 +334,7 @@ constexpr Key kKeys[] = {
     effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
-    effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, kPositive),
+    effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
     effect("data.seed", slot_of<&C::data, &DataConfig::seed>, {0, 4294967295}),
     effect("eval.every", slot_of<&C::eval, &EvalConfig::every>),
     effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),

@@ -43,10 +43,11 @@ struct Range {
 };
 
 enum class KeyKind : u8 {
-  Effect,          // stored in `slot`
-  NotYet,          // only the values in `values` pass: they ask for nothing that we do not do
-  NotYetSection,   // an object; passes when its member `name` has one of `values`, or is missing; no name: never passes
-  Ignored,         // changes nothing, here and mostly there too: a warning that says `note`
+  Effect,         // stored in `slot`
+  NotYet,         // only the values in `values` pass: they ask for nothing that we do not do
+  NotYetSection,  // an object that passes when its members `name` (words; a.b reaches inside) have one of `values`; one
+                  // that is missing passes if takes_null; without a name only {} passes
+  Ignored,        // changes nothing, here and mostly there too: a warning that says `note`
   IgnoredSection,  // an object of members that are Ignored
   Subtable,        // an object that has tables of its own
   Silent,          // bookkeeping of the writer of the file

@@ -56,7 +56,7 @@ Slot activation_slot(void* root) {
 }
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Range kSize = {1, 1e12};
+constexpr Range kSize = {1, 1 << 24};
 constexpr Range kDropout = {0, 1, false, /*open_high=*/true};
 constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};
 

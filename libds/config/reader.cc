@@ -436,7 +436,7 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
 }
 
 void Reader::read_section(const Key& key, const Json& value, const std::string& typed) {
-  if (value.is_null() || (value.is_object() && value.empty())) return;
+  if (value.is_null() || (value == Json::object() && (key.takes_null || key.kind == KeyKind::IgnoredSection))) return;
   if (!value.is_object())
     return report(Severity::Error, Errc::Config, key.path, typed,
                   fmt::format("must be an object, not {}", show(value)));
@@ -456,12 +456,15 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
   if (key.name.empty())
     return report(Severity::Error, Errc::Unavailable, key.path, typed,
                   fmt::format("{} is not there yet (libds {})", typed, DS_VERSION));
-  const auto it = value.find(std::string(key.name));
   const Json off = Json::parse(key.values);
-  if (it == value.end() || it->is_null() || std::find(off.begin(), off.end(), *it) != off.end()) return;
-  const std::string at = json_member(typed, key.name);
-  report(Severity::Error, Errc::Unavailable, key.path, at,
-         fmt::format("{} is not there yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
+  for (const std::string_view name : split_words(key.name)) {
+    std::string pointer = fmt::format("/{}", name);
+    std::replace(pointer.begin(), pointer.end(), '.', '/');
+    const Json at = value.value(Json::json_pointer(pointer), Json());
+    if (at.is_null() ? key.takes_null : std::find(off.begin(), off.end(), at) != off.end()) continue;
+    report(Severity::Error, Errc::Unavailable, key.path, json_join(typed, name),
+           fmt::format("{} is not there yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
+  }
 }
 
 void Reader::store(const Key& key, const Json& value, const std::string& typed) {

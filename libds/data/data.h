@@ -56,6 +56,9 @@ class TokenStream {
   // position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
   void read(i64 position, std::span<i32> out, i64 vocab_size) const;
 
+  // Reads all tokens once, unless none can be wrong, and throws as read() does.
+  void check(i64 vocab_size) const;
+
   std::vector<FileFingerprint> fingerprints() const;
 
  private:
@@ -97,7 +100,8 @@ struct BatchShape {
 // which grows by micro * num_ranks * accumulation with every step, skipped steps too.
 class BatchLoader {
  public:
-  // Requires: at least one sample in `stream`.
+  // Requires: at least one sample in `stream`. Checks every token of it, so that a bad one is found before hours of
+  // training.
   BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size);
 
   i64 num_samples() const noexcept { return num_samples_; }

@@ -43,6 +43,7 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
       vocab_size_(vocab_size),
       num_samples_((stream_.num_tokens() - 1) / shape.seq_length) {
   DS_ASSERT(num_samples_ > 0);
+  stream_.check(vocab_size);
 }
 
 DataIdentity BatchLoader::identity() const {

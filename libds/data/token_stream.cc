@@ -22,7 +22,7 @@ static_assert(std::endian::native == std::endian::little, "token files are littl
 
 struct TokenStream::File {
   File(const std::string& path, DataFormat format) : name(path) {
-    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
     DS_CHECK(fd >= 0, Errc::Config, "cannot open data file '{}': {}", path, std::strerror(errno));
     try {
       struct stat status {};
@@ -81,10 +81,35 @@ struct TokenStream::File {
     if (largest < vocab_size) [[likely]]
       return;
     const auto bad = std::find_if(out.begin(), out.end(), [&](i32 id) { return id >= vocab_size; });
-    const i64 position = begin + (bad - out.begin());
+    refuse(*bad, begin + (bad - out.begin()), vocab_size);
+  }
+
+  // Tokens [begin, end) are all below vocab_size.
+  void check(i64 begin, i64 end, i64 vocab_size) const {
+    constexpr i64 kChunk = i64{1} << 20;
+    if (vocab_size > (i64{1} << (8 * token_bytes)) - 1) return;
+    const auto scan = [&]<class Token>(const Token* tokens) {
+      for (i64 at = begin; at < end; at += kChunk) {
+        check_size();
+        const std::span part(tokens + at, static_cast<size_t>(std::min(kChunk, end - at)));
+        Token largest = 0;
+        for (const Token token : part) largest = std::max(largest, token);
+        if (largest < vocab_size) continue;
+        const auto bad = std::find_if(part.begin(), part.end(), [&](Token id) { return id >= vocab_size; });
+        refuse(*bad, at + (bad - part.begin()), vocab_size);
+      }
+    };
+    if (token_bytes == 1) {
+      scan(data);
+    } else {
+      scan(reinterpret_cast<const u16*>(data));  // a mapping begins on a page
+    }
+  }
+
+  [[noreturn]] void refuse(i64 token, i64 position, i64 vocab_size) const {
     throw Error(Errc::Mismatch,
                 fmt::format("data file '{}': token {} at position {} (byte {}) is outside the model's vocabulary of {}",
-                            name, *bad, position, position * token_bytes, vocab_size));
+                            name, token, position, position * token_bytes, vocab_size));
   }
 
   FileFingerprint fingerprint() const {
@@ -156,6 +181,13 @@ void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
     f.read(begin, out.first(static_cast<size_t>(n)), vocab_size);
     out = out.subspan(static_cast<size_t>(n));
     position += n;
+  }
+}
+
+void TokenStream::check(i64 vocab_size) const {
+  for (const File& f : files_) {
+    const i64 begin = std::max<i64>(begin_ - f.first_token, 0), end = std::min(end_ - f.first_token, f.num_tokens());
+    if (begin < end) f.check(begin, end, vocab_size);
   }
 }
 

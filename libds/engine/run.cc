@@ -58,8 +58,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
 }
 
 int thread_count(const Config& config, const RankInfo& ranks) {
-  if (config.threads > 0) return narrow<int>(config.threads);
-  return std::max(1, probe::num_cores() / std::max(1, ranks.local_world_size));
+  return config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks.local_world_size);
 }
 
 // As the manifest keeps a document, so that it reads back equal.

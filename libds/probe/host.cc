@@ -5,8 +5,10 @@
 #include <fmt/ranges.h>
 #include <sched.h>
 #include <sys/resource.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +17,7 @@
 #include <optional>
 #include <vector>
 
+#include "ds/log.h"
 #include "ds/nearest.h"
 
 namespace ds::probe {
@@ -39,6 +42,24 @@ int num_cores() {
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof set, &set) != 0) return 1;
   return std::max(1, CPU_COUNT(&set));
+}
+
+int core_share(int allowed, int online, int local_world_size) noexcept {
+  return std::max(1, allowed < online ? allowed : allowed / std::max(1, local_world_size));
+}
+
+int rank_threads(int local_world_size) {
+  constexpr int kMost = 4096;
+  const char* text = std::getenv("OMP_NUM_THREADS");
+  if (text != nullptr && *text != '\0') {
+    const std::string_view value(text);
+    int threads = 0;
+    const auto [end, error] = std::from_chars(value.begin(), value.end(), threads);
+    const bool is_first = end == value.end() || *end == ',';  // OpenMP: a number for each level of nesting
+    if (error == std::errc() && is_first && threads >= 1 && threads <= kMost) return threads;
+    log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is no number of threads; ignored", text));
+  }
+  return core_share(num_cores(), narrow<int>(::sysconf(_SC_NPROCESSORS_ONLN)), local_world_size);
 }
 
 namespace {

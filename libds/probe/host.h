@@ -16,6 +16,13 @@ const OpTable& cpu_backend();
 // Cores this process may run on.
 int num_cores();
 
+// Threads for a rank among `local_world_size` on this node, at least 1: the first number of OMP_NUM_THREADS, which
+// ds-launch sets, or else this rank's share of the cores. A value that is no number is a warning.
+int rank_threads(int local_world_size);
+// That share: `allowed` cores divided by the ranks, or all of them where they are fewer than the node has `online`, for
+// then somebody has given this rank cores of its own.
+int core_share(int allowed, int online, int local_world_size) noexcept;
+
 struct AvailableMemory {
   i64 bytes = 0;
   std::string limited_by;

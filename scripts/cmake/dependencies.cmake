@@ -1,4 +1,4 @@
-# Every third-party library, found once. DESIGN: one library, one folder that may include it.
+# Every third-party library, found once. ARCHITECTURE.md: one library, one folder that may include it.
 find_package(Threads REQUIRED)
 find_package(fmt REQUIRED)
 find_package(nlohmann_json REQUIRED)

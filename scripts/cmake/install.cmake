@@ -25,16 +25,19 @@ install(DIRECTORY configs DESTINATION ${CMAKE_INSTALL_DOCDIR} FILES_MATCHING PAT
 # Each tool writes its own completions.
 set(bash_dir ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
 set(zsh_dir ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)
+set(fish_dir ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
 foreach(tool ${DS_TOOLS})
-  set(scripts ${PROJECT_BINARY_DIR}/completions/${tool} ${PROJECT_BINARY_DIR}/completions/_${tool})
-  list(GET scripts 0 bash)
-  list(GET scripts 1 zsh)
-  add_custom_command(OUTPUT ${scripts} DEPENDS ${tool} VERBATIM
+  set(bash ${PROJECT_BINARY_DIR}/completions/${tool})
+  set(zsh ${PROJECT_BINARY_DIR}/completions/_${tool})
+  set(fish ${PROJECT_BINARY_DIR}/completions/${tool}.fish)
+  add_custom_command(OUTPUT ${bash} ${zsh} ${fish} DEPENDS ${tool} VERBATIM
     COMMAND ${tool} --completion bash > ${bash}
-    COMMAND ${tool} --completion zsh > ${zsh})
-  list(APPEND completions ${scripts})
+    COMMAND ${tool} --completion zsh > ${zsh}
+    COMMAND ${tool} --completion fish > ${fish})
+  list(APPEND completions ${bash} ${zsh} ${fish})
   install(FILES ${bash} DESTINATION ${bash_dir})
   install(FILES ${zsh} DESTINATION ${zsh_dir})
+  install(FILES ${fish} DESTINATION ${fish_dir})
 endforeach()
 file(MAKE_DIRECTORY ${PROJECT_BINARY_DIR}/completions)
 add_custom_target(ds_completions ALL DEPENDS ${completions})

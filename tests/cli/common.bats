@@ -116,6 +116,11 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z
   done
 }
 
+@test "completion offers files for options that name one" {
+  "$DS_BIN/ds-train" --completion bash >script
+  run -0 grep -E -- "--weights\).*compgen -f" script
+}
+
 @test "bash completes options and their values" {
   "$DS_BIN/ds-launch" --completion bash >script
   source ./script

@@ -34,6 +34,7 @@ setup() {
     run -0 bash -n "$PREFIX/share/bash-completion/completions/$name"
     run -0 grep -c -- --version "$PREFIX/share/bash-completion/completions/$name"
     assert_file_not_empty "$PREFIX/share/zsh/site-functions/_$name"
+    assert_file_not_empty "$PREFIX/share/fish/vendor_completions.d/$name.fish"
   done
 }
 

@@ -339,9 +339,13 @@ END
 
 @test "Ctrl-C on a terminal reaches the ranks once" {
   command -v script >/dev/null || skip "no script(1)"
-  (until_true 10 test -e ready; printf '\003'; sleep 2) |
-    timeout 30 script -qec "'$launch' -n 2 bash -c 'trap \"echo caught; sleep 1; exit 75\" INT; touch ready; while :; do sleep 0.1; done'; echo status=\$?" \
-      /dev/null >out 3>&-
+  cat >rank <<'END'
+trap 'echo caught; sleep 1; exit 75' INT
+touch "ready.$RANK"
+while :; do sleep 0.1; done
+END
+  (until_true 20 test -e ready.0 -a -e ready.1; printf '\003'; sleep 2) |
+    SHELL=/bin/bash timeout 30 script -qec "'$launch' -n 2 bash rank; echo status=\$?" /dev/null >out 3>&-
   [[ $(grep -c caught out) -eq 2 ]]
   grep -q 'status=75' out
 }

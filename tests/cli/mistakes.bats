@@ -61,6 +61,10 @@ refuses() {
   refuses 2 "--generate" cfg.json --generate x --eval
 }
 
+@test "initial weights that are not there are a mistake of the command line" {
+  refuses 2 "--weights: path does not exist: no.safetensors" cfg.json --weights no.safetensors
+}
+
 @test "--output that cannot be written is found out before the run" {
   mkdir sub
   ln -s loop loop

@@ -137,6 +137,11 @@ load tiny
   check 2 "steps" cfg.json --steps 0
   check 2 "nofile.txt" cfg.json --set data.train=nofile.txt
   check 2 "tiny.txt" cfg.json --set data.train=tiny.txt
+  mkfifo pipe.txt
+  check 2 "pipe.txt' is not a regular file" cfg.json --set data.train=pipe.txt
+  check 2 "' is not a regular file" cfg.json --set data.train=/
+  { head -c 100000 /dev/zero && printf '\377\377'; } >tokens.bin
+  check 3 "token 65535 at position 50000" cfg.json --set data.train=tokens.bin
   check 2 "vocab" cfg.json --set model.vocab_size=100
   check 2 "positions" cfg.json --set data.seq_length=65
   check 2 "n_head" cfg.json --set model.n_head=3
@@ -260,6 +265,14 @@ load tiny
       assert_equal "${written[0]}" "${written[1]}"
     done
   done
+}
+
+@test "--check ends soon with the most micro-batches that are allowed" {
+  run -0 timeout 30 ds-train cfg.json --check --set train_batch_size=100000 --set train_micro_batch_size_per_gpu=1
+  run -2 ds-train cfg.json --check --set train_batch_size=100001 --set train_micro_batch_size_per_gpu=1
+  run -4 ds-train cfg.json --set train_batch_size=20000000 --set train_micro_batch_size_per_gpu=20000000
+  assert_output --partial "GiB"
+  refute_output --regexp " -[0-9]"
 }
 
 @test "--check predicts and writes nothing" {

@@ -13,6 +13,7 @@
 
 #include "base/json.h"
 #include "ds/config.h"
+#include "fuzz/rounds.h"
 
 namespace ds {
 namespace {
@@ -127,7 +128,7 @@ TEST(ConfigFuzz, DamagedBytesAreRefusedWithReasons) {
   const std::vector<std::string> texts = corpus();
   Random random(1);
   size_t accepted = 0;
-  for (int i = 0; i < 4000 && !HasFailure(); ++i)
+  for (int i = 0; i < testing::rounds(4000) && !HasFailure(); ++i)
     accepted += check(damage(texts[below(random, texts.size())], texts, random));
   EXPECT_GT(accepted, 25u);  // some damage hits comments and blanks
 }
@@ -137,7 +138,7 @@ TEST(ConfigFuzz, DisturbedValuesAreRefusedOrRoundTrip) {
   for (const std::string& t : corpus()) trees.push_back(parse_json(t, "corpus").root);
   Random random(2);
   size_t accepted = 0;
-  for (int i = 0; i < 4000 && !HasFailure(); ++i) {
+  for (int i = 0; i < testing::rounds(4000) && !HasFailure(); ++i) {
     Json tree = trees[below(random, trees.size())];
     for (size_t edits = 1 + below(random, 3); edits > 0; --edits) disturb(tree, random);
     accepted += check(tree.dump());
@@ -151,7 +152,8 @@ TEST(ConfigFuzz, DamagedSetArgumentsAreRefusedWithReasons) {
                                          "model.rope_scaling={\"type\": \"linear\", \"factor\": 2}", "steps=10"};
   const std::string text = R"({"train_batch_size": 4, "data": {"train": ["a"]}})";
   Random random(3);
-  for (int i = 0; i < 2000 && !HasFailure(); ++i) check(text, {damage(good[below(random, good.size())], good, random)});
+  for (int i = 0; i < testing::rounds(2000) && !HasFailure(); ++i)
+    check(text, {damage(good[below(random, good.size())], good, random)});
 }
 
 }  // namespace

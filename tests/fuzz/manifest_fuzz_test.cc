@@ -5,6 +5,7 @@
 #include <random>
 
 #include "checkpoint/reader.h"
+#include "fuzz/rounds.h"
 #include "temp_directory.h"
 
 namespace ds {
@@ -71,7 +72,7 @@ TEST(ManifestFuzz, ForgedManifestsAreRefusedOrSound) {
 
   std::mt19937 rng(20240229);
   int accepted = 0, refused = 0;
-  for (int i = 0; i < 6000; ++i) {
+  for (int i = 0; i < testing::rounds(6000); ++i) {
     const std::string text = seal(mutate(body, rng));
     try {
       parse_manifest(text, "mutant");

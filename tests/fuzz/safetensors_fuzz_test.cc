@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <random>
 
+#include "fuzz/rounds.h"
+
 namespace ds {
 namespace {
 
@@ -70,7 +72,7 @@ TEST(SafetensorsFuzz, MutatedHeadersAreRefusedOrSound) {
   ASSERT_EQ(parse_safetensors(kGood, kData, "good").tensors.size(), 4u);
   std::mt19937 rng(20240229);
   int accepted = 0, refused = 0;
-  for (int i = 0; i < 40000; ++i) {
+  for (int i = 0; i < testing::rounds(40000); ++i) {
     const std::string json = mutate(kGood, rng);
     try {
       const TensorTable t = parse_safetensors(json, kData, "mutant");

@@ -136,7 +136,17 @@ const Wrong kWrong[] = {
     {R"("train_batch_size": null)", kBad, "train_batch_size: is missing: give train_batch_size or"},
     {R"("train_batch_size": 0)", kBad, "at least 1, not 0"},
     {R"("train_micro_batch_size_per_gpu": 1e12, "gradient_accumulation_steps": 1e12)", kBad, "is beyond"},
+    {R"("train_batch_size": 1e9, "train_micro_batch_size_per_gpu": 1)", kBad,
+     "gradient_accumulation_steps: 1000000000 is beyond 100000; a larger train_micro_batch_size_per_gpu needs fewer"},
+    {R"("train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 100001)", kBad, "100001 is beyond 100000"},
+    {R"("train_batch_size": 2147483647, "model": {"type": "gpt2", "vocab_size": 16777216, "n_embd": 16777216,
+        "n_layer": 100000, "n_head": 65536, "n_positions": 16777216}, "data": {"seq_length": 16777216})",
+     kBad, "TiB, beyond the 1024 that are computed with"},
     // Models.
+    {R"("model": {"type": "gpt2", "vocab_size": 256, "n_embd": 2147483648, "n_layer": 2, "n_head": 2})", kBad,
+     "model.n_embd: must be an integer, 1 to 16777216, not 2147483648"},
+    {R"("model": {"type": "gpt2", "vocab_size": 256, "n_embd": 1e12, "n_layer": 2, "n_head": 1e10})", kBad,
+     "model.n_head: must be an integer, 1 to 16777216"},
     {R"("model": "gpt2")", kBad, "model: must be an object"},
     {R"("model": {})", kBad, "model.type: is missing"},
     {R"("model": {"type": "gpt2", "path": "x"})", kBad, "model.type: stands beside model.path"},
@@ -176,6 +186,12 @@ const Wrong kWrong[] = {
     {R"("wall_clock_breakdown": true)", kLater, "wall_clock_breakdown"},
     {R"("flops_profiler": {"enabled": true, "profile_step": 3})", kLater, "flops_profiler is not there yet"},
     {R"("tensor_parallel": {"autotp_size": 4})", kLater, "tensor_parallel is not there yet"},
+    {R"("tensor_parallel": {"tp": {"tp_size": 2}})", kLater,
+     "tensor_parallel.tp.tp_size: tensor_parallel is not there"},
+    {R"("comms_logger": {"verbose": true})", kLater, "comms_logger.enabled: comms_logger is not there yet"},
+    {R"("comms_logger": {})", kLater, "false turns it off"},
+    {R"("pipeline": {"stages": 2})", kLater, "pipeline.stages: 2 is not there yet"},
+    {R"("pipeline": {"activation_checkpoint_interval": 1})", kLater, "0 is accepted"},
     {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
     {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
     {R"("device": "cuda")", kLater, "\"cuda\" is not there yet"},
@@ -368,8 +384,9 @@ TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
 TEST(Config, WhatAsksForNothingPasses) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "prescale_gradients": false, "gradient_predivide_factor": 1.0,
       "amp": {"enabled": false, "opt_level": "O1"}, "flops_profiler": {"enabled": false, "profile_step": 1}, "compile": null,
-      "tensor_parallel": {"autotp_size": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
-  EXPECT_EQ(r.message(), "cfg:3:88: qqq: unknown key; ds-config(5) lists all");
+      "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}, "comms_logger": {"enabled": false, "verbose": true},
+      "pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
+  EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config(5) lists all");
 }
 
 TEST(Config, DynamicRotaryScalingTakesAnyLength) {

@@ -4,6 +4,7 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <filesystem>
 #include <fstream>
@@ -310,6 +311,31 @@ TEST_F(Data, TokenOutsideTheVocabularyIsNamedWithItsPlace) {
                [&] { read(bin, 5, 15, 97); });
   const TokenStream text = open({write("t.txt", "ab\xE9z")});
   expect_error(Errc::Mismatch, HasSubstr("token 233 at position 2 (byte 2)"), [&] { read(text, 0, 4, 128); });
+}
+
+// Not when it is met, perhaps after hours, and not where nobody reads it.
+TEST_F(Data, ABadTokenIsFoundWhenABatchLoaderIsMade) {
+  std::vector<u16> tokens(3'000'000, 7);
+  tokens[2'500'001] = 4711;
+  const std::string file = write_bin("long.bin", tokens);
+  const BatchShape shape{.micro = 1, .num_ranks = 1, .seq_length = 16};
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("long.bin"), HasSubstr("token 4711 at position 2500001 (byte 5000002)")),
+               [&] { BatchLoader(open({file}), shape, 1, 4711); });
+  EXPECT_EQ(BatchLoader(open({file}), shape, 1, 4712).num_samples(), 187499);
+  TokenStream good_part = open({file});
+  good_part.narrow_to(0, 2'500'001);
+  EXPECT_EQ(BatchLoader(std::move(good_part), shape, 1, 4711).num_samples(), 156250);
+  TokenStream bad_end = open({file, write_counting_bin("next.bin", 100)});
+  bad_end.narrow_to(2'500'002, 3'000'100);
+  expect_error(Errc::Mismatch, HasSubstr("next.bin': token 50 at position 50"),
+               [&] { BatchLoader(std::move(bad_end), shape, 1, 50); });
+}
+
+TEST_F(Data, WhatIsNoRegularFileIsRefusedAtOnce) {
+  ASSERT_EQ(::mkfifo((dir_ / "pipe").c_str(), 0600), 0);
+  expect_error(Errc::Config, AllOf(HasSubstr("pipe"), HasSubstr("not a regular file")),
+               [&] { open({(dir_ / "pipe").string()}); });
+  expect_error(Errc::Config, HasSubstr("not a regular file"), [&] { open({dir_.string()}); });
 }
 
 TEST_F(Data, FileCutOffWhileInUseIsAnError) {

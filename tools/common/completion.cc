@@ -31,12 +31,10 @@ Row make_row(const CLI::Option& option) {
     row.choices = CLI::detail::split(row.type.substr(open + 1, row.type.find('}') - open - 1), ',');
   } else if (option.nonpositional() && option.get_items_expected_max() == 0) {
     row.kind = Kind::Flag;
-  } else if (row.type == "FILE") {
-    row.kind = Kind::File;
-  } else if (row.type == "DIR") {
-    row.kind = Kind::Folder;
   }
-  row.type = row.type.substr(0, row.type.find(':'));
+  row.type = row.type.substr(0, row.type.find(':'));  // a check appends its own words
+  if (row.kind == Kind::Any && row.type == "FILE") row.kind = Kind::File;
+  if (row.kind == Kind::Any && row.type == "DIR") row.kind = Kind::Folder;
   return row;
 }
 

@@ -101,7 +101,7 @@ std::string reword(const CLI::ParseError& e) {
     return name + (text.find("missing") != std::string::npos ? " needs a value" : " was given more than once");
   if (dynamic_cast<const CLI::RequiredError*>(&e) != nullptr && text.ends_with(" is required"))
     return text.substr(0, text.size() - std::strlen(" is required")) + " is missing";
-  for (const std::string_view word : {"Value", "Could", "File", "Directory", "Number", "A subcommand"})
+  for (const std::string_view word : {"Value", "Could", "File", "Directory", "Path", "Number", "A subcommand"})
     if (const std::size_t at = text.find(word); at != std::string::npos && (at == 0 || text[at - 1] == ' '))
       text[at] = static_cast<char>(text[at] - 'A' + 'a');
   return text;

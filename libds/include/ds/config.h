@@ -71,7 +71,7 @@ struct ZeroConfig {
   i64 max_reuse_distance = 1'000'000'000;
 };
 
-// When gradients are summed over ranks; DESIGN section 4.
+// When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
 enum class DeviceKind : u8 { Auto, Cpu };

@@ -25,7 +25,7 @@ enum class Errc {
   Internal,     // our bug
 };
 
-// Exit code of a tool for each cause; DESIGN section 6.
+// Exit code of a tool for each cause, as ds(7) lists them.
 constexpr int exit_code(Errc e) noexcept {
   switch (e) {
     case Errc::Config: return 2;

@@ -16,7 +16,8 @@ DS_API std::string_view family_name(Family) noexcept;  // "gpt2", "llama", "qwen
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
 
-// Scaling of the rotary embedding; only the fields of its type are meaningful. ALGORITHMS section 5.1 has the formulas.
+// Scaling of the rotary embedding; only the fields of its type are meaningful. Formulas: Hugging Face's
+// modeling_rope_utils.py.
 struct RopeScaling {
   RopeType type = RopeType::Default;
   float factor = 1;
