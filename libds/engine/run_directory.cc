@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -66,29 +67,51 @@ RunDirectory::RunDirectory(std::string path, const std::string& resume, const st
   std::error_code error;
   fs::create_directories(path_, error);
   DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
-  const std::string lock = path_ + "/" + kLockName;
-  lock_fd_ = open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
-  DS_CHECK(lock_fd_ >= 0, Errc::Config, "cannot open {}: {}", lock, std::strerror(errno));
-  if (flock(lock_fd_, LOCK_EX | LOCK_NB) != 0) {
-    char holder[32] = {};
-    const ssize_t n = read(lock_fd_, holder, sizeof holder - 1);
-    close(lock_fd_);
-    throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_,
-                                          n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown"));
-  }
-  const std::string pid = std::to_string(getpid());
-  if (ftruncate(lock_fd_, 0) != 0 || pwrite(lock_fd_, pid.data(), pid.size(), 0) < 0) {
-    close(lock_fd_);
-    throw Error(Errc::Io, fmt::format("cannot write {}: {}", lock, std::strerror(errno)));
+  try {
+    lock();
+    check(path_, resume, step_dir);  // another run may have ended while we came to the lock
+  } catch (...) {
+    unlock();
+    throw;
   }
 }
 
 RunDirectory::~RunDirectory() {
   if (metrics_fd_ >= 0) close(metrics_fd_);
-  if (lock_fd_ >= 0) {
-    unlink((path_ + "/" + kLockName).c_str());
-    close(lock_fd_);
+  unlock();
+}
+
+void RunDirectory::lock() {
+  const std::string name = path_ + "/" + kLockName;
+  for (;;) {
+    const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, std::strerror(errno));
+    if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
+      char holder[32] = {};
+      const ssize_t n = read(fd, holder, sizeof holder - 1);
+      close(fd);
+      throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_,
+                                            n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown"));
+    }
+    // Its last holder may have removed the file between our open and our lock: then this is the lock of nothing.
+    struct stat ours = {}, named = {};
+    if (fstat(fd, &ours) == 0 && stat(name.c_str(), &named) == 0 && ours.st_ino == named.st_ino &&
+        ours.st_dev == named.st_dev) {
+      lock_fd_ = fd;
+      break;
+    }
+    close(fd);
   }
+  const std::string pid = std::to_string(getpid());
+  DS_CHECK(ftruncate(lock_fd_, 0) == 0 && pwrite(lock_fd_, pid.data(), pid.size(), 0) > 0, Errc::Io,
+           "cannot write {}: {}", name, std::strerror(errno));
+}
+
+void RunDirectory::unlock() noexcept {
+  if (lock_fd_ < 0) return;
+  unlink((path_ + "/" + kLockName).c_str());
+  close(lock_fd_);
+  lock_fd_ = -1;
 }
 
 bool RunDirectory::cut_metrics(i64 step) {

@@ -12,8 +12,8 @@ namespace ds::engine {
 class RunDirectory {
  public:
   // Throws Errc::Config if a run that goes on from `step_dir` (empty: from the start) cannot have `path` for its own:
-  // it is no directory; it holds something, and either is no run's or `resuming` is false; it holds steps that a run
-  // from an older one, or from another run's, would mix with its own. Touches nothing.
+  // it is no directory; it holds something, and either is no run's or `resume` is empty; it holds steps that a run from
+  // an older one, or from another run's, would mix with its own. Touches nothing.
   static void check(const std::string& path, const std::string& resume, const std::string& step_dir);
 
   // Creates `path` or takes it over. Throws what check() throws; Errc::Config when another run holds it or it cannot be
@@ -32,6 +32,8 @@ class RunDirectory {
   const std::string& path() const noexcept { return path_; }
 
  private:
+  void lock();
+  void unlock() noexcept;  // removes the file; does nothing without the lock
   std::string metrics_path() const { return path_ + "/metrics.jsonl"; }
   std::string path_;
   int lock_fd_ = -1;

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// After the second step, a training step calls no allocator on any thread: malloc and its relatives are interposed and
-// counted.
+// After the second step, a training step calls no allocator on any thread, over threads and over shared memory: malloc
+// and its relatives are interposed and counted.
 
-#include <cerrno>
+#include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
+#include <future>
 
 #include "equivalence/training.h"
 
@@ -54,6 +56,20 @@ namespace {
 
 class Strategy : public ::testing::TestWithParam<std::tuple<i64, bool>> {};
 
+// The shared memory of `ranks` ranks, all in this process.
+std::vector<std::unique_ptr<Communicator>> make_shm_communicators(int ranks, const CommOptions& options) {
+  static int number = 0;
+  const std::string job = fmt::format("allocation-{}-{}", ::getpid(), number++);
+  std::vector<std::future<std::unique_ptr<Communicator>>> waiting;
+  for (int rank = 0; rank < ranks; ++rank) {
+    waiting.push_back(
+        std::async(std::launch::async, [&, rank] { return make_shm_communicator(job, rank, ranks, options); }));
+  }
+  std::vector<std::unique_ptr<Communicator>> comms;
+  for (auto& comm : waiting) comms.push_back(comm.get());
+  return comms;
+}
+
 TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   const auto& [stage, bf16] = GetParam();
   for (const int ranks : {1, 2}) {
@@ -73,8 +89,13 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
         if (step == 6 && engine.mesh().rank() == 0) counting = false;
         engine.mesh().dp().barrier("test");
       };
-      train_threads(c, ranks, 7, 2, hooks);
-      EXPECT_EQ(allocations.load(), 0) << ranks << " ranks";
+      for (const bool shm : {false, true}) {
+        allocations = -1;
+        const CommOptions options{.timeout_s = 60, .progress_thread = c.zero.overlap_comm};
+        train_threads(c, ranks, 7, 2, hooks,
+                      shm ? make_shm_communicators(ranks, options) : make_thread_communicators(ranks, options));
+        EXPECT_EQ(allocations.load(), 0) << ranks << (shm ? " ranks over shared memory" : " ranks");
+      }
     }
   }
 }

@@ -146,12 +146,12 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// Rank 0's trace; checks that all ranks agree.
-inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {}) {
-  CommOptions options;
-  options.timeout_s = 60;
-  options.progress_thread = config.zero.overlap_comm;
-  std::vector<std::unique_ptr<Communicator>> comms = make_thread_communicators(ranks, options);
+// Rank 0's trace; checks that all ranks agree. On `comms`, or on new ones over threads.
+inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
+                           std::vector<std::unique_ptr<Communicator>> comms = {}) {
+  if (comms.empty()) {
+    comms = make_thread_communicators(ranks, {.timeout_s = 60, .progress_thread = config.zero.overlap_comm});
+  }
   std::vector<Trace> traces(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
   std::mutex mutex;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Ranks as processes, over shared memory and over MPI, train as ranks in threads do, bit for bit: every ZeRO stage,
-// bucket size, overlap and precision, with clipping, and fp16 with overflows. Each test starts itself under mpirun.
+// bucket size, overlap and precision, with clipping, and fp16 with overflows; N of them with 4 micro-batches train as
+// one rank does with 4 N. Each test starts itself under mpirun.
 
 #include <fcntl.h>
 #include <sys/wait.h>
@@ -13,8 +14,6 @@
 
 namespace ds::testing {
 namespace {
-
-constexpr i64 kSteps = 6;
 
 struct Precision {
   const char* name;
@@ -48,56 +47,106 @@ class Processes : public ::testing::TestWithParam<std::tuple<const char*, int>> 
   }
 };
 
+// This rank of a test under mpirun.
+class Rank {
+ public:
+  explicit Rank(std::string backend, int ranks) : backend_(std::move(backend)), ranks_(ranks) {}
+
+  bool is_first() const { return rank_ == 0; }
+  void wait_for_all() { all_->barrier("test"); }
+  // What `config` trains on a new communicator; whole on every rank.
+  Trace train(const Config& config, i64 steps) {
+    const CommOptions options{.timeout_s = 120, .progress_thread = config.zero.overlap_comm};
+    std::unique_ptr<Communicator> comm =
+        backend_ == "mpi" ? make_mpi_communicator(options)
+                          : make_shm_communicator(fmt::format("{}-{}", job_, number_++), rank_, ranks_, options);
+    return train_rank(std::move(comm), config, steps, 1, *cpu_ops(), {});
+  }
+
+ private:
+  std::string backend_, job_ = std::getenv("DS_TEST_JOB");
+  int ranks_, rank_ = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK")), number_ = 0;
+  // Keeps MPI alive from the first communicator of the test to the last, and the ranks together.
+  std::unique_ptr<Communicator> all_ = make_mpi_communicator({.timeout_s = 120});
+};
+
+Config with_precision(Config c, const Precision& p) {
+  c.bf16.enabled = p.bf16;
+  c.fp16.enabled = p.fp16;
+  c.fp16.initial_scale_power = p.scale_power;
+  c.fp16.hysteresis = 1;
+  c.communication_data_type = c.work_dtype();
+  c.gradient_clipping = 0.5;  // below the first norms
+  return c;
+}
+
+bool overflows(const Precision& p) { return p.scale_power > 16; }
+i64 num_steps(const Precision& p) { return overflows(p) ? 16 : 6; }
+
+void expect_clipping_and_skips(const Trace& base, const Precision& p) {
+  EXPECT_EQ(base.skipped.front(), overflows(p));
+  EXPECT_FALSE(base.skipped.back());
+  if (!overflows(p)) {
+    EXPECT_GT(base.norms.front(), 0.5);
+  }
+}
+
 TEST_P(Processes, TrainAsThreadsDo) {
-  const std::string backend = std::get<0>(GetParam());
-  const int ranks = std::get<1>(GetParam());
+  const auto& [backend, ranks] = GetParam();
   if (!is_rank()) {
     EXPECT_EQ(run_under_mpirun(ranks), 0);
     return;
   }
-  const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
-  const std::string job = std::getenv("DS_TEST_JOB");
-  // Keeps MPI alive from the first communicator of the loop to the last, and the ranks together.
-  const std::unique_ptr<Communicator> all = make_mpi_communicator({.timeout_s = 120});
-  int number = 0;
-  const auto connect = [&](bool overlap) {
-    const CommOptions options{.timeout_s = 120, .progress_thread = overlap};
-    if (backend == "mpi") return make_mpi_communicator(options);
-    return make_shm_communicator(fmt::format("{}-{}", job, number++), rank, ranks, options);
-  };
+  Rank self(backend, ranks);
   for (const Precision& precision : kPrecisions) {
     const auto configure = [&](i64 stage, i64 bucket, bool overlap) {
-      Config c = tiny_config(tiny_gpt2(), ranks, 1, stage);
-      c.bf16.enabled = precision.bf16;
-      c.fp16.enabled = precision.fp16;
-      c.fp16.initial_scale_power = precision.scale_power;
-      c.fp16.hysteresis = 1;
-      c.communication_data_type = c.work_dtype();
-      c.gradient_clipping = 0.5;  // below the first norms
+      Config c = with_precision(tiny_config(tiny_gpt2(), ranks, 1, stage), precision);
       c.zero.reduce_bucket_size = c.zero.allgather_bucket_size = bucket;
       c.zero.overlap_comm = overlap;
       return c;
     };
-    const bool overflows = precision.scale_power > 16;
-    const i64 steps = overflows ? 16 : kSteps;
-    const Trace base = rank == 0 ? train_threads(configure(0, 7000, true), ranks, steps) : Trace{};
-    all->barrier("base");
-    if (rank == 0) {
-      EXPECT_EQ(base.skipped.front(), overflows);
-      EXPECT_FALSE(base.skipped.back());
-      if (!overflows) {
-        EXPECT_GT(base.norms.front(), 0.5);
-      }
-    }
+    const i64 steps = num_steps(precision);
+    const Trace base = self.is_first() ? train_threads(configure(0, 7000, true), ranks, steps) : Trace{};
+    self.wait_for_all();
+    if (self.is_first()) expect_clipping_and_skips(base, precision);
     for (i64 stage = 0; stage <= 3; ++stage) {
       for (const i64 bucket : {i64{1000}, i64{500'000'000}}) {
         for (const bool overlap : {true, false}) {
-          const Config c = configure(stage, bucket, overlap);
-          const Trace t = train_rank(connect(overlap), c, steps, 1, *cpu_ops(), {});
-          if (rank != 0) continue;
+          const Trace t = self.train(configure(stage, bucket, overlap), steps);
+          if (!self.is_first()) continue;
           expect_same_training(t, base,
                                fmt::format("{} stage {} bucket {} overlap {}", precision.name, stage, bucket, overlap));
         }
+      }
+    }
+  }
+}
+
+TEST_P(Processes, WithMicroBatchesTrainAsOneRankDoes) {
+  const auto& [backend, ranks] = GetParam();
+  if (!is_rank()) {
+    EXPECT_EQ(run_under_mpirun(ranks), 0);
+    return;
+  }
+  constexpr i64 kMicroBatches = 4;
+  Rank self(backend, ranks);
+  for (const Precision& precision : kPrecisions) {
+    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+      const auto configure = [&](int world, i64 stage, bool overlap) {
+        Config c = with_precision(tiny_config(model, world, kMicroBatches * ranks / world, stage), precision);
+        c.reduce_order = ReduceOrder::Micro;
+        c.zero.reduce_bucket_size = 3000;
+        c.zero.overlap_comm = overlap;
+        return c;
+      };
+      const i64 steps = num_steps(precision);
+      const Trace base = self.is_first() ? train_threads(configure(1, 0, false), 1, steps) : Trace{};
+      self.wait_for_all();
+      if (self.is_first()) expect_clipping_and_skips(base, precision);
+      for (i64 stage = 0; stage <= 3; ++stage) {
+        const Trace t = self.train(configure(ranks, stage, stage % 2 == 0), steps);
+        if (!self.is_first()) continue;
+        expect_same_training(t, base, fmt::format("{} {} stage {}", precision.name, model.hidden, stage));
       }
     }
   }
