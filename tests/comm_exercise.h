@@ -152,6 +152,33 @@ inline void exercise_ring(Communicator& c, i64 elems) {
   for (i64 i = 0; i < elems; ++i) require(in[static_cast<size_t>(i)] == previous * i64{1000} + i, "send and recv");
 }
 
+// Calls on private memory, of one staged round and of several, each queued together with one on shared memory behind
+// it: whoever is done with the first says at once where the second has its sources.
+inline void exercise_succession(Communicator& c, std::span<std::byte> shared) {
+  constexpr i64 kSegments = 64;
+  const size_t P = static_cast<size_t>(c.size()), rank = static_cast<size_t>(c.rank());
+  const i64 shared_slice = static_cast<i64>(shared.size() / P);
+  for (const i64 slice : {i64{8} << 10, i64{24} << 10}) {
+    const size_t n = static_cast<size_t>(slice);
+    std::vector<std::byte> own(P * n * kSegments);
+    for (int turn = 0; turn < 4; ++turn) {
+      const auto byte = [&](size_t from, size_t segment) {
+        return static_cast<std::byte>(turn * 7 + 3 * segment + 101 * from);
+      };
+      std::vector<AllGatherSegment> segments;
+      for (size_t k = 0; k < kSegments; ++k) {
+        std::fill_n(&own[(k * P + rank) * n], n, byte(rank, k));
+        segments.push_back({&own[k * P * n], slice});
+      }
+      const AllGatherSegment in_place{shared.data(), shared_slice};
+      Ticket first = c.all_gather(segments, "t.staged"), second = c.all_gather({&in_place, 1}, "t.in_place");
+      first.wait();
+      second.wait();
+      for (size_t i = 0; i < own.size(); ++i) require(own[i] == byte(i / n % P, i / n / P), "all_gather in succession");
+    }
+  }
+}
+
 // `big`: elements of the largest slice.
 inline void exercise(Communicator& c, i64 big = 70001) {
   MemoryLedger ledger;
@@ -175,6 +202,7 @@ inline void exercise(Communicator& c, i64 big = 70001) {
   // Some ranks in place, others staged.
   exercise_reduce_scatter(c, c.rank() % 2 == 0 ? shared : std::span<std::byte>(), {big}, DType::BF16, false, false, 5);
   exercise_all_gather(c, c.rank() % 2 == 1 ? shared : std::span<std::byte>(), {big, 11}, 6);
+  exercise_succession(c, shared);
   for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min}) {
     for (i64 n : {i64{0}, i64{1}, i64{5}, i64{16385}, big}) {
       exercise_all_reduce<float>(c, n, op, ++salt);

@@ -39,6 +39,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       : AsyncCommunicator(backend, arena->rank(), arena->size(), options),
         arena_(std::move(arena)),
         spins_(arena_->size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
+        exposures_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
 
   // Meets the peers once, so that names can go.
@@ -90,16 +91,15 @@ class SharedCommunicator final : public AsyncCommunicator {
     RankSlot& own = slot(rank());
     own.call[half] = CallInfo::of(op, calls_);
     own.exposure[half] = exposure;
-    meet();
-    check_calls(half);
-
-    bool any_direct = false, any_staged = false;
-    for (int q = 0; q < size(); ++q) {
-      any_direct |= slot(q).exposure[half] == Exposure::Direct;
-      any_staged |= slot(q).exposure[half] == Exposure::Staged;
-    }
     try {
-      const i64 round = any_staged ? chunk : length;
+      meet();
+      check_calls(half);
+      // Copied: a peer that is done with its last round says there already what its next call exposes.
+      for (int q = 0; q < size(); ++q) exposures_[static_cast<size_t>(q)] = slot(q).exposure[half];
+      const auto any = [&](Exposure e) {
+        return std::find(exposures_.begin(), exposures_.end(), e) != exposures_.end();
+      };
+      const i64 round = any(Exposure::Staged) ? chunk : length;
       for (i64 begin = 0; begin < length; begin += round) {
         const i64 count = std::min(round, length - begin);
         if (begin > 0) {
@@ -108,7 +108,7 @@ class SharedCommunicator final : public AsyncCommunicator {
         }
         read(x, begin, count, chunk, half, consume);
       }
-      if (any_direct) meet();
+      if (any(Exposure::Direct)) meet();
     } catch (const Error&) {
       if (exposure == Exposure::Direct) wait_for_readers();
       throw;
@@ -158,7 +158,7 @@ class SharedCommunicator final : public AsyncCommunicator {
             source = nullptr;
           } else if (q == rank()) {
             source = s.source + slice * s.slice_bytes + offset;
-          } else if (slot(q).exposure[table_half] == Exposure::Direct) {
+          } else if (exposures_[static_cast<size_t>(q)] == Exposure::Direct) {
             const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
             source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.slice_bytes + offset;
           } else {
@@ -384,6 +384,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   const int spins_;
   u32 meetings_ = 0;  // of this rank; wraps
   u64 calls_ = 0;
+  std::vector<Exposure> exposures_;  // of all ranks, in the present exchange
   std::vector<const std::byte*> sources_;
 };
 
