@@ -133,8 +133,8 @@ inline std::string save_sample(const std::string& dir, i64 step, DType dtype, in
   std::string path;
   run_threads(size, {}, [&](Communicator& comm) {
     RankState state(dtype, owned_ranges(small_model(), comm.rank(), comm.size(), seed));
-    const std::string p =
-        save_checkpoint(dir, sample_meta(step, dtype), small_model(), state.fill().pieces(), comm, keep);
+    const std::string p = save_checkpoint(dir, sample_meta(step, dtype), small_model(), state.fill().pieces(), comm);
+    if (comm.rank() == 0 && keep > 0) remove_old_steps(dir, step, keep);
     if (comm.rank() == 0) path = p;
   });
   return path;

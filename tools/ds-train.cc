@@ -43,7 +43,7 @@ Json memory_json(const std::vector<ds::TagMemory>& memory) {
   return rows;
 }
 
-int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
+void print_prediction(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
   const ds::RunPrediction p = ds::predict_run(config, ranks);
   if (out.json()) {
     Json tags = Json::object();
@@ -55,7 +55,7 @@ int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
                   {"total_bytes", p.total_bytes},
                   {"available_bytes", p.available_bytes},
                   {"comm_bytes_per_step", p.comm_bytes}});
-    return 0;
+    return;
   }
   out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{}\n\nmemory per rank\n", ds::resolved_json(config),
             p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s");
@@ -64,7 +64,6 @@ int check(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
             gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
   for (const auto& [name, bytes] : p.comm_bytes)
     out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
-  return 0;
 }
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
@@ -122,7 +121,10 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
                  true);
     return 0;
   }
-  if (result.first_step > result.step) return 0;  // a warning has said why
+  if (result.first_step > result.step) {  // a warning has said why
+    if (!std::isnan(result.val_loss)) out.print("step {}  val_loss {:.4f}\n", result.step, result.val_loss);
+    return 0;
+  }
   out.print("step {}  loss {:.4f}", result.step, result.loss);
   if (!std::isnan(result.val_loss)) out.print("  val_loss {:.4f}", result.val_loss);
   out.print("  {:.0f} tok/s  {}", tokens_per_s, ds::tools::duration(result.seconds));
@@ -151,7 +153,11 @@ int run(const Options& o, Output& out) {
   }
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
-  if (o.check) return check(config, ranks, out);
+  if (o.check) {
+    print_prediction(config, ranks, out);
+    ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
+    return 0;
+  }
   if (training && o.out.empty() && ranks.rank == 0)
     ds::tools::report_warning("no --out: this run keeps neither checkpoints nor metrics");
 

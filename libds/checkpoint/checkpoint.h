@@ -64,14 +64,18 @@ struct CheckpointMeta {
 
 // Collective over all ranks; every rank passes the same meta and params. The pieces of all ranks cover every untied
 // parameter exactly once. A failure on any rank fails all of them with the same error, which names the rank; what was
-// there before stays as it was. keep > 0: of the older steps only the newest keep - 1 stay; a step that cannot be
-// removed is a warning. Returns the step directory.
+// there before stays as it was. Returns the step directory.
 // Throws Errc::Io, Errc::Internal (pieces that do not cover), Errc::Comm, Errc::Timeout.
 std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
-                            std::span<const StatePiece> pieces, Communicator& comm, i64 keep = 0);
+                            std::span<const StatePiece> pieces, Communicator& comm);
 
-// The manifest alone; cheap.
-CheckpointMeta read_meta(const std::string& step_dir);
+// Of the steps of `dir` before `newest`, the keep - 1 >= 0 with the highest numbers stay. Higher ones are not of this
+// run: a run that came back to an older step, because they are damaged, does not count them. A step that cannot be
+// removed is a warning. One rank's work.
+void remove_old_steps(const std::string& dir, i64 newest, i64 keep);
+
+// Throws what load_checkpoint would throw for a model with these parameters before it reads the bulk.
+CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params);
 
 // Collective. Fills every non-null pointer of `pieces`, for any ranges and any world size; each rank reads what it
 // needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where that is

@@ -114,7 +114,13 @@ std::string find_checkpoint(const std::string& dir, std::string_view which) {
   return is_step_directory(dir) ? dir : latest_step(dir);
 }
 
-CheckpointMeta read_meta(const std::string& step_dir) { return CheckpointReader(step_dir).manifest().meta; }
+CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params) {
+  CheckpointReader reader(step_dir);
+  const Manifest& m = reader.manifest();
+  match_params(m, step_dir, params);
+  for (i64 f = 0; f < narrow<i64>(m.files.size()); ++f) reader.check_structure(f);
+  return m.meta;
+}
 
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm) {

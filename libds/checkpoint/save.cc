@@ -167,31 +167,8 @@ void move_into_place(const std::string& temp, const std::string& target) {
            std::generic_category().message(errno));
 }
 
-// Of the steps before `newest`, the keep - 1 with the highest numbers stay. Higher ones are not of this run: a run that
-// came back to an older step, because they are damaged, does not count them.
-void remove_old_steps(const std::string& dir, i64 newest, i64 keep) {
-  std::vector<i64> steps;
-  for (const auto& entry : fs::directory_iterator(dir)) {
-    const std::optional<i64> step = parse_step_name(entry.path().filename().string());
-    if (step && *step < newest) steps.push_back(*step);
-  }
-  std::sort(steps.rbegin(), steps.rend());
-  for (size_t i = static_cast<size_t>(keep - 1); i < steps.size(); ++i) {
-    // Renamed first: a step is there whole or not at all.
-    const std::string path = fmt::format("{}/{}", dir, step_name(steps[i]));
-    const std::string doomed = fmt::format("{}/.tmp-{}", dir, step_name(steps[i]));
-    std::error_code error;
-    fs::remove_all(doomed, error);
-    if (!error) fs::rename(path, doomed, error);
-    if (!error) fs::remove_all(doomed, error);
-    if (error) {
-      log_message(LogLevel::Warning, fmt::format("cannot remove the old checkpoint {}: {}", path, error.message()));
-    }
-  }
-}
-
 // Rank 0's part after all rank files are there.
-void commit(const std::string& dir, const std::string& temp, Manifest& m, i64 keep) {
+void commit(const std::string& dir, const std::string& temp, Manifest& m) {
   validate_manifest(m, "the checkpoint to save", Errc::Internal);
   write_view(temp, m);
   const std::string manifest = fmt::format("{}/{}", temp, kManifestName);
@@ -203,19 +180,12 @@ void commit(const std::string& dir, const std::string& temp, Manifest& m, i64 ke
   move_into_place(temp, target);
   sync_directory(dir);
   replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
-  if (keep > 0) {
-    try {
-      remove_old_steps(dir, m.meta.step, keep);
-    } catch (const std::exception& e) {
-      log_message(LogLevel::Warning, fmt::format("cannot list old checkpoints in {}: {}", dir, e.what()));
-    }
-  }
 }
 
 }  // namespace
 
 std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
-                            std::span<const StatePiece> pieces, Communicator& comm, i64 keep) {
+                            std::span<const StatePiece> pieces, Communicator& comm) {
   const bool lead = comm.rank() == 0;
   Manifest m;
   m.id = random_hex64();
@@ -239,9 +209,31 @@ std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const s
   together(comm, [&] {
     if (!lead) return;
     for (const std::string& text : records) m.files.push_back(parse_file_record(text));
-    commit(dir, temp.path(), m, keep);
+    commit(dir, temp.path(), m);
   });
   return fmt::format("{}/{}", dir, step_name(m.meta.step));
+}
+
+void remove_old_steps(const std::string& dir, i64 newest, i64 keep) {
+  std::vector<i64> steps;
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const std::optional<i64> step = parse_step_name(it->path().filename().string());
+    if (step && *step < newest) steps.push_back(*step);
+  }
+  if (error) log_message(LogLevel::Warning, fmt::format("cannot list old checkpoints in {}: {}", dir, error.message()));
+  std::sort(steps.rbegin(), steps.rend());
+  for (size_t i = static_cast<size_t>(keep - 1); i < steps.size(); ++i) {
+    // Renamed first: a step is there whole or not at all.
+    const std::string path = fmt::format("{}/{}", dir, step_name(steps[i]));
+    const std::string doomed = fmt::format("{}/.tmp-{}", dir, step_name(steps[i]));
+    fs::remove_all(doomed, error);
+    if (!error) fs::rename(path, doomed, error);
+    if (!error) fs::remove_all(doomed, error);
+    if (error) {
+      log_message(LogLevel::Warning, fmt::format("cannot remove the old checkpoint {}: {}", path, error.message()));
+    }
+  }
 }
 
 }  // namespace ds

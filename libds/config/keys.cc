@@ -56,6 +56,7 @@ using C = Config;
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr Range kPositive = {1, kInfinity};                      // integers
 constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};  // numbers
+constexpr Range kRate = {0, 3e38};                               // fits fp32
 constexpr Range kAny = {-kInfinity, kInfinity};
 constexpr Range kShare = {0, 1};
 constexpr Range kFp32 = {0, 1e38};  // what the numbers of a step can hold
@@ -111,7 +112,7 @@ constexpr Key kKeys[] = {
 
     // Optimizer.
     effect("optimizer.type", slot_of<&C::optimizer, &OptimizerConfig::type>),
-    effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, {}, kAuto),
+    effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, kRate, kAuto),
     effect("optimizer.params.betas", betas, kBelowOne, kAuto),
     effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto),
     effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, {}, kAuto),
@@ -126,8 +127,8 @@ constexpr Key kKeys[] = {
 
     // Learning rate.
     effect("scheduler.type", slot_of<&C::scheduler, &SchedulerConfig::type>),
-    effect("scheduler.params.warmup_min_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_lr>, {}, kAuto),
-    effect("scheduler.params.warmup_max_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_max_lr>, {}, kAuto),
+    effect("scheduler.params.warmup_min_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_lr>, kRate, kAuto),
+    effect("scheduler.params.warmup_max_lr", slot_of<&C::scheduler, &SchedulerConfig::warmup_max_lr>, kRate, kAuto),
     effect("scheduler.params.warmup_num_steps", slot_of<&C::scheduler, &SchedulerConfig::warmup_num_steps>, {}, kAuto),
     effect("scheduler.params.warmup_type", slot_of<&C::scheduler, &SchedulerConfig::warmup_type>),
     effect("scheduler.params.total_num_steps", slot_of<&C::scheduler, &SchedulerConfig::total_num_steps>, kPositive, kAuto),

@@ -25,7 +25,7 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
            saved.seed);
   DS_CHECK(saved.num_samples == now.num_samples, Errc::Mismatch,
-           "the training part has {} samples, but the run was started with {}: data.split has changed", now.num_samples,
+           "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed", now.num_samples,
            saved.num_samples);
 }
 

@@ -129,7 +129,8 @@ model::RowViews Engine::param_views(const zero::ParamLease& lease, i64 layer) co
   return {lease.rows(layer), uses_tied ? lease.rows(0)[0] : TensorView{}};
 }
 
-double Engine::evaluate(i64 batches, const std::function<void(i64, std::span<i32>, std::span<i32>)>& next) {
+std::optional<double> Engine::evaluate(i64 batches,
+                                       const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   const i64 R = plan_.B * plan_.T;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.
@@ -139,7 +140,7 @@ double Engine::evaluate(i64 batches, const std::function<void(i64, std::span<i32
     ctx.ids = TensorView::of(ids_.data, DType::I32, {R});
     ctx.targets = TensorView::of(targets_.data, DType::I32, {R});
     const std::span<i32> targets(targets_.as<i32>(), static_cast<size_t>(R));
-    next(b, {ids_.as<i32>(), static_cast<size_t>(R)}, targets);
+    if (!next(b, {ids_.as<i32>(), static_cast<size_t>(R)}, targets)) return std::nullopt;
     params_.begin(plan_.eval_gathers);
     TensorView x{};
     for (size_t l = 0; l < model_.layers.size(); ++l) {
@@ -158,6 +159,25 @@ double Engine::evaluate(i64 batches, const std::function<void(i64, std::span<i32
   mesh_.dp().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, "dp.stats").wait();
   if (sum[2] > 0) return std::numeric_limits<double>::quiet_NaN();
   return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
+}
+
+bool Engine::is_finite() {
+  const auto largest = [&](float* data, i64 count) {
+    return static_cast<i64>(ops_.max_abs_bits(TensorView::of(data, DType::F32, {count}), stream_));
+  };
+  i64 weight = 0, moment = 0;  // bits of magnitudes, which are in the order of their bits
+  for (const zero::Piece& piece : owned_) {
+    const PieceState st = state(piece);
+    weight = std::max(weight, largest(st.master != nullptr ? st.master : static_cast<float*>(st.param), piece.count));
+    moment = std::max({moment, largest(st.m, piece.count), largest(st.v, piece.count)});
+  }
+  i64 both[2] = {weight, moment};
+  mesh_.dp().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
+  const auto number = [](i64 bits) { return std::bit_cast<float>(static_cast<u32>(bits)); };
+  float rounded = number(both[0]);
+  if (plan_.work == DType::BF16) rounded = to_float(to_bf16(rounded));
+  if (plan_.work == DType::F16) rounded = to_float(to_f16(rounded));
+  return std::isfinite(rounded) && std::isfinite(number(both[1]));
 }
 
 void Engine::read_logits(std::vector<float>& out) {

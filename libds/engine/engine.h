@@ -60,14 +60,19 @@ class Engine {
 
   StepReport train_step(const StepBatch& batch);
 
-  // Mean loss over `batches` micro-batches per rank; next() fills ids and targets [B,T]. Collective.
-  double evaluate(i64 batches, const std::function<void(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
+  // Mean loss over `batches` micro-batches per rank; NaN if one token's is not finite. next() fills ids and targets
+  // [B,T], or says false, alike on all ranks: then nothing is returned. Collective.
+  std::optional<double> evaluate(
+      i64 batches, const std::function<bool(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
 
   // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32.
   void read_logits(std::vector<float>& out);
 
   // Continues `prompt`; calls token(id) as each token is known. Collective: all ranks give the same arguments.
   void generate(std::span<const i32> prompt, const GenerateOptions& options, const std::function<void(i32)>& token);
+
+  // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
+  bool is_finite();
 
   // What this rank holds of the state of one piece of a parameter.
   struct PieceState {
@@ -89,7 +94,8 @@ class Engine {
   i64 scratch_bytes() const noexcept { return pool_.scratch_bytes(); }
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
-  // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled; for tests.
+  // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled and not yet divided by
+  // grad_divisor(); for tests.
   zero::GradStore& grads() noexcept { return grads_; }
 
  private:
@@ -106,7 +112,8 @@ class Engine {
   double fold_losses();
   Verdict judge_gradients();
   void update_params(const Verdict& verdict, double lr);
-  double mean_divisor() const noexcept;  // gradients are sums of this many micro-batch means
+  double num_means() const noexcept;     // micro-batches of all ranks in a step
+  double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
 
   Config config_;
   Mesh& mesh_;

@@ -9,6 +9,7 @@
 #include <exception>
 #include <filesystem>
 #include <limits>
+#include <optional>
 
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
@@ -94,6 +95,19 @@ RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
   return p;
 }
 
+namespace {
+
+std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPlan& plan) {
+  std::vector<ParamEntry> params;
+  for (const auto& unit : plan.rows) {
+    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, ""});
+  }
+  if (model.tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
+  return params;
+}
+
+}  // namespace
+
 struct TrainingRun::State {
   Config config;
   RankInfo ranks;
@@ -129,13 +143,15 @@ struct TrainingRun::State {
   }
 
   void open();
-  void open_data();
+  void open_data(i64 num_ranks);
   std::string find_resumed() const;
   std::string find_weights() const;
   void load();
+  void check_same_run(const CheckpointMeta&) const;
   void take_directory();
   void save();
-  double evaluate();
+  // Nothing if any rank asks to stop.
+  std::optional<double> evaluate(const std::function<int()>& stop_signal);
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line) {
     if (directory) directory->append_metrics(line);
@@ -171,15 +187,12 @@ void TrainingRun::State::open() {
   check_memory(config, ranks);
   mesh = std::make_unique<Mesh>(connect(config, ranks));
   backend = mesh->world().backend();
-  open_data();
+  open_data(mesh->dp().size());
   step_dir = find_resumed();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, ops, thread_count(config, ranks));
-  for (const auto& unit : engine->plan().rows) {
-    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, ""});
-  }
-  if (engine->model().tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
+  params = params_of(engine->model(), engine->plan());
   load();
   take_directory();
 }
@@ -193,10 +206,10 @@ void TrainingRun::State::take_directory() {
   mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
 }
 
-void TrainingRun::State::open_data() {
+void TrainingRun::State::open_data(i64 num_ranks) {
   if (config.data.train.empty()) return;  // generation needs none
   Dataset data = open_dataset(config.data);
-  const BatchShape shape{config.batch.micro, mesh->dp().size(), config.data.seq_length};
+  const BatchShape shape{config.batch.micro, num_ranks, config.data.seq_length};
   const u32 seed = static_cast<u32>(config.data.seed);
   train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size);
   if (data.validation) {
@@ -257,9 +270,7 @@ void TrainingRun::State::load() {
   }
   const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, pieces, mesh->world());
   engine->publish_params();
-  if (train_data) check_same_data(parse_data_identity(meta.data_json), train_data->identity());
-  DS_CHECK(meta.seed == static_cast<u32>(config.seed), Errc::Mismatch, "{} was made with seed {}, this run has {}",
-           step_dir, meta.seed, config.seed);
+  check_same_run(meta);
   engine::Progress& progress = engine->progress();
   progress = {meta.step, meta.optimizer_step, meta.skipped_steps, meta.consumed_samples};
   const LossScalerState& s = meta.loss_scaler;
@@ -276,7 +287,15 @@ void TrainingRun::State::load() {
   }
 }
 
+// A run goes on with the samples and the dropout that it began with.
+void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
+  if (train_data) check_same_data(parse_data_identity(meta.data_json), train_data->identity());
+  DS_CHECK(meta.seed == static_cast<u32>(config.seed), Errc::Mismatch, "{} was made with seed {}, this run has {}",
+           step_dir, meta.seed, config.seed);
+}
+
 void TrainingRun::State::save() {
+  if (directory) directory->check_ours();
   const engine::Progress& progress = engine->progress();
   const LossScaler::State& s = engine->scaler().state();
   CheckpointMeta meta;
@@ -298,16 +317,18 @@ void TrainingRun::State::save() {
     const auto st = engine->state(piece);
     pieces.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
   }
-  last_checkpoint = save_checkpoint(options.out_dir, meta, params, pieces, mesh->world(), config.save.keep);
+  last_checkpoint = save_checkpoint(options.out_dir, meta, params, pieces, mesh->world());
   append({{"type", "event"}, {"event", "saved"}, {"step", meta.step}, {"checkpoint", last_checkpoint}});
 }
 
-double TrainingRun::State::evaluate() {
+std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
   // In batches of train_batch_size: the same samples whatever the number of ranks.
   const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches * config.batch.accumulation;
   const i64 batches = config.eval.batches > 0 ? std::min(wanted, all) : all;
   return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+    if (stop_signal && agree(stop_signal()) != 0) return false;
     validation_data->load_sequential(batch, mesh->dp().rank(), ids, targets);
+    return true;
   });
 }
 
@@ -341,6 +362,23 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   return record;
 }
 
+void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
+  State s;
+  s.config = config;
+  s.ranks = ranks;
+  s.options = options;
+  const model::Model model = model::make_model(config.model, config.data.seq_length);
+  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size);
+  s.open_data(ranks.world_size);
+  s.step_dir = s.find_resumed();
+  if (s.writes()) engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
+  if (!s.step_dir.empty()) {
+    s.check_same_run(check_checkpoint(s.step_dir, params_of(model, plan)));
+  } else if (const std::string weights = s.find_weights(); !weights.empty()) {
+    engine::check_weights(model, plan, weights);
+  }
+}
+
 TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options)
     : state_(std::make_unique<State>()) {
   state_->config = config;
@@ -368,43 +406,75 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.T)), targets(ids.size());
     i64 evaluated = -1, saved = s.last_checkpoint.empty() ? -1 : step();
 
+    const auto stop_signal = [&] { return hooks.stop_signal ? hooks.stop_signal() : 0; };
     const auto evaluate = [&] {
       if (!s.validation_data || evaluated == step()) return;
-      result.val_loss = s.evaluate();
+      const std::optional<double> loss = s.evaluate(stop_signal);
+      if (!loss) return;  // a resumed run makes up for it
+      result.val_loss = *loss;
       evaluated = step();
       s.append({{"type", "eval"}, {"step", step()}, {"val_loss", result.val_loss}});
+      if (!std::isfinite(result.val_loss) && s.is_root())
+        log_message(LogLevel::Warning, fmt::format("the validation loss of step {} is not finite", step()));
       if (hooks.on_eval && s.is_root()) hooks.on_eval(step(), result.val_loss);
     };
     // Weights or activations beyond the range of numbers: no smaller loss scale heals that. Such a state is not saved,
     // so that the last checkpoint is from before it.
+    // A checkpoint has proved itself when the next step's loss is finite; until then the older ones stay.
     i64 lost = 0;  // steps in a row whose loss is not finite
-    const auto check_divergence = [&](i64 allowed) {
-      DS_CHECK(lost <= allowed, Errc::Numeric,
-               "the run has diverged: the loss is not finite since step {}; {}; lower the learning rate or the "
-               "gradient_clipping",
-               step() - lost + 1,
-               s.last_checkpoint.empty() ? std::string("nothing was saved")
-                                         : fmt::format("the last checkpoint is {}", s.last_checkpoint));
+    std::string proven = s.last_checkpoint;
+    const auto prove = [&] {
+      if (proven == s.last_checkpoint) return;
+      proven = s.last_checkpoint;
+      if (config.save.keep > 0 && s.directory) remove_old_steps(s.options.out_dir, saved, config.save.keep);
+    };
+    const auto check_divergence = [&](bool diverged, std::string_view what, i64 since) {
+      if (!diverged) return;
+      std::string rescue = "no checkpoint is from before that";
+      if (!proven.empty()) rescue = fmt::format("go on from {}", proven);
+      if (proven != s.last_checkpoint) rescue += fmt::format(", for {} is already lost", s.last_checkpoint);
+      throw Error(Errc::Numeric,
+                  fmt::format("the run has diverged: {} not finite since step {}; {}; lower the learning rate or the "
+                              "gradient_clipping",
+                              what, since, rescue));
     };
     const auto save = [&] {
-      if (!s.writes() || saved == step() || lost > 0) return;
-      s.save();
+      if (saved == step()) return;
+      check_divergence(lost > 0, "the loss is", step() - lost + 1);
+      check_divergence(!s.engine->is_finite(), "weights or moments are", step());
+      if (s.writes()) s.save();
       saved = step();
     };
-
-    if (step() >= config.steps) {
-      if (s.is_root())
+    i64 skipped = 0;  // steps in a row
+    const auto warn_of_skipping = [&](bool again) {
+      skipped = again ? skipped + 1 : 0;
+      if (skipped == kLostSteps && config.fp16.enabled && config.fp16.loss_scale > 0 && s.is_root()) {
         log_message(LogLevel::Warning,
-                    fmt::format("{} is at step {} of {}: nothing to train", s.step_dir, step(), config.steps));
-      return result;
-    }
-    const auto eval_due = [&] { return config.eval.every > 0 && step() > 0 && step() % config.eval.every == 0; };
+                    fmt::format("{} steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale {}",
+                                skipped, config.fp16.loss_scale));
+      }
+    };
+    const auto eval_due = [&] {
+      return step() >= config.steps || (config.eval.every > 0 && step() > 0 && step() % config.eval.every == 0);
+    };
+
+    i64 signal = 0;
     if (!s.step_dir.empty()) {
-      s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
       // A run that was stopped at a step that wanted an evaluation left it to us.
-      if (eval_due() && s.agree(s.directory && !s.evaluated_before) != 0) evaluate();
+      const bool evaluate_first = eval_due() && s.validation_data && s.agree(s.directory && !s.evaluated_before) != 0;
+      if (step() < config.steps || evaluate_first)
+        s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
+      if (evaluate_first) {
+        evaluate();
+      } else if (eval_due()) {
+        evaluated = step();
+      }
+      signal = s.agree(stop_signal());
     }
-    while (step() < config.steps) {
+    if (step() >= config.steps && s.is_root())
+      log_message(LogLevel::Warning,
+                  fmt::format("{} is at step {} of {}: nothing to train", s.step_dir, step(), config.steps));
+    while (signal == 0 && step() < config.steps) {
       const StepRecord r = s.take_step(ids, targets);
       result.loss = r.loss;
       result.tokens += r.tokens;
@@ -423,18 +493,25 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
                 {"memory_bytes", r.memory_bytes},
                 {"comm_bytes", r.comm_bytes}});
       if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
+      warn_of_skipping(r.skipped);
       lost = std::isfinite(r.loss) ? 0 : lost + 1;
-      check_divergence(step() < config.steps ? kLostSteps : 0);
-      const int signal = narrow<int>(s.agree(hooks.stop_signal ? hooks.stop_signal() : 0));
+      if (lost == 0) prove();  // before the next one is saved
+      check_divergence(lost > kLostSteps, "the loss is", step() - lost + 1);
+      signal = s.agree(stop_signal());
       // Saved before it is evaluated: an error in the validation data loses no work.
-      if (signal != 0 || step() == config.steps || (config.save.every > 0 && step() % config.save.every == 0)) save();
-      if (signal != 0 && step() < config.steps) {
-        check_divergence(0);
-        s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
-        result.stop_signal = signal;
-        break;
+      const bool last = step() == config.steps;
+      if (last || (config.save.every > 0 && step() % config.save.every == 0 && lost == 0)) save();
+      if (signal == 0 && eval_due()) {
+        evaluate();
+        signal = s.agree(stop_signal());
       }
-      if (eval_due() || step() == config.steps) evaluate();
+    }
+    if (signal == 0) prove();
+    const bool complete = step() >= config.steps && (!s.validation_data || evaluated == step());
+    if (signal != 0 && !complete) {
+      save();
+      s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
+      result.stop_signal = narrow<int>(signal);
     }
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
@@ -449,7 +526,9 @@ double TrainingRun::evaluate() {
   return s.collective([&] {
     DS_CHECK(s.validation_data != nullptr, Errc::Config,
              "there is no validation data: set data.validation or data.split");
-    return s.evaluate();
+    const double loss = s.evaluate({}).value();
+    DS_CHECK(std::isfinite(loss), Errc::Numeric, "the validation loss is not finite");
+    return loss;
   });
 }
 

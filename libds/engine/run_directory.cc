@@ -10,6 +10,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <vector>
 
 #include "base/check.h"
 #include "base/file.h"
@@ -45,7 +46,14 @@ Contents contents_of(const std::string& path) {
 
 void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
   std::error_code error;
-  if (!fs::exists(path, error)) return;
+  if (!fs::exists(path, error)) {
+    fs::path above = fs::absolute(path, error).lexically_normal();
+    while (!fs::exists(above, error)) above = above.parent_path();
+    DS_CHECK(fs::is_directory(above, error) && access(above.c_str(), W_OK | X_OK) == 0, Errc::Config,
+             "cannot create run directory {}: {}", path,
+             std::strerror(fs::is_directory(above, error) ? errno : ENOTDIR));
+    return;
+  }
   DS_CHECK(fs::is_directory(path, error), Errc::Config, "run directory {} is not a directory", path);
   const Contents found = contents_of(path);
   if (found.empty) return;
@@ -64,14 +72,18 @@ void RunDirectory::check(const std::string& path, const std::string& resume, con
 RunDirectory::RunDirectory(std::string path, const std::string& resume, const std::string& step_dir)
     : path_(std::move(path)) {
   check(path_, resume, step_dir);
+  std::vector<fs::path> created;  // from the outermost on
   std::error_code error;
-  fs::create_directories(path_, error);
-  DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
+  for (fs::path dir = fs::absolute(path_).lexically_normal(); !fs::exists(dir, error); dir = dir.parent_path())
+    created.insert(created.begin(), dir);
   try {
+    fs::create_directories(path_, error);
+    DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
     lock();
     check(path_, resume, step_dir);  // another run may have ended while we came to the lock
   } catch (...) {
     unlock();
+    for (; !created.empty(); created.pop_back()) fs::remove(created.back(), error);
     throw;
   }
 }
@@ -84,7 +96,7 @@ RunDirectory::~RunDirectory() {
 void RunDirectory::lock() {
   const std::string name = path_ + "/" + kLockName;
   for (;;) {
-    const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+    const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
     DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, std::strerror(errno));
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
       char holder[32] = {};
@@ -93,30 +105,40 @@ void RunDirectory::lock() {
       throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_,
                                             n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown"));
     }
+    lock_fd_ = fd;
     // Its last holder may have removed the file between our open and our lock: then this is the lock of nothing.
-    struct stat ours = {}, named = {};
-    if (fstat(fd, &ours) == 0 && stat(name.c_str(), &named) == 0 && ours.st_ino == named.st_ino &&
-        ours.st_dev == named.st_dev) {
-      lock_fd_ = fd;
-      break;
-    }
+    if (holds_lock()) break;
     close(fd);
+    lock_fd_ = -1;
   }
   const std::string pid = std::to_string(getpid());
   DS_CHECK(ftruncate(lock_fd_, 0) == 0 && pwrite(lock_fd_, pid.data(), pid.size(), 0) > 0, Errc::Io,
            "cannot write {}: {}", name, std::strerror(errno));
 }
 
+bool RunDirectory::holds_lock() const noexcept {
+  struct stat ours = {}, named = {};
+  return fstat(lock_fd_, &ours) == 0 && lstat((path_ + "/" + kLockName).c_str(), &named) == 0 &&
+         ours.st_ino == named.st_ino && ours.st_dev == named.st_dev;
+}
+
+void RunDirectory::check_ours() const {
+  DS_CHECK(holds_lock(), Errc::Io, "run directory {} was removed or replaced while this run used it", path_);
+}
+
 void RunDirectory::unlock() noexcept {
   if (lock_fd_ < 0) return;
-  unlink((path_ + "/" + kLockName).c_str());
+  if (holds_lock()) unlink((path_ + "/" + kLockName).c_str());
   close(lock_fd_);
   lock_fd_ = -1;
 }
 
 bool RunDirectory::cut_metrics(i64 step) {
+  std::error_code error;
+  if (!fs::exists(metrics_path(), error)) return false;
+  DS_CHECK(fs::is_regular_file(metrics_path(), error), Errc::Io, "{} is not a regular file", metrics_path());
   std::ifstream in(metrics_path());
-  if (!in) return false;
+  DS_CHECK(in, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));
   std::string kept;
   bool evaluated = false;
   for (std::string line; std::getline(in, line);) {
@@ -133,6 +155,7 @@ bool RunDirectory::cut_metrics(i64 step) {
 }
 
 void RunDirectory::append_metrics(const Json& line) {
+  check_ours();
   if (metrics_fd_ < 0) {
     metrics_fd_ = open(metrics_path().c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
     DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));

@@ -26,13 +26,16 @@ class RunDirectory {
   // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew. True if
   // `step` was evaluated.
   bool cut_metrics(i64 step);
-  // Appends one line, whole, at once.
+  // Appends one line, whole, at once. Throws what check_ours() throws.
   void append_metrics(const Json& line);
+  // Throws Errc::Io if somebody has removed or replaced the directory: what is there now may be another run's.
+  void check_ours() const;
 
   const std::string& path() const noexcept { return path_; }
 
  private:
   void lock();
+  bool holds_lock() const noexcept;
   void unlock() noexcept;  // removes the file; does nothing without the lock
   std::string metrics_path() const { return path_ + "/metrics.jsonl"; }
   std::string path_;

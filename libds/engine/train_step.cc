@@ -66,7 +66,13 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   }
 }
 
-double Engine::mean_divisor() const noexcept { return static_cast<double>(plan_.micro_batches * mesh_.dp().size()); }
+double Engine::num_means() const noexcept { return static_cast<double>(plan_.micro_batches * mesh_.dp().size()); }
+
+// "boundary": backward has divided by the micro-batches, as DeepSpeed's does, so that their sum can be sent in 16 bit.
+// "micro": each is sent for itself and undivided, and N ranks with m of them do what one rank does with N m.
+double Engine::grad_divisor() const noexcept {
+  return plan_.grads.reduce_each_micro ? num_means() : static_cast<double>(mesh_.dp().size());
+}
 
 void Engine::forward(i64 micro, i64 global_micro) {
   model::PassContext ctx = context(model::Mode::Train);
@@ -75,11 +81,11 @@ void Engine::forward(i64 micro, i64 global_micro) {
   ctx.targets = TensorView::of(targets_.as<i32>() + micro * R, DType::I32, {R});
   ctx.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro)};
   const i64 valid = valid_tokens_[static_cast<size_t>(micro)];
-  // "token": the sum over all micro-batches, divided by mean_divisor() at the end, is the mean over all valid tokens.
+  // "token": the mean over all micro-batches is then the mean over all valid tokens.
   const double per_token = config_.loss_norm == LossNorm::Token
-                               ? mean_divisor() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1))
+                               ? num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1))
                                : 1.0 / static_cast<double>(std::max<i64>(valid, 1));
-  ctx.loss_grad = static_cast<float>(per_token * scaler_.scale());
+  ctx.loss_grad = static_cast<float>(per_token * scaler_.scale() * (grad_divisor() / num_means()));
 
   TensorView x{};
   for (size_t l = 0; l < model_.layers.size(); ++l) {
@@ -121,7 +127,7 @@ double Engine::fold_losses() {
   for (i64 j = 0; j < m; ++j) {
     for (i64 r = 0; r < dp.size(); ++r) sum += micro_losses_[static_cast<size_t>(r * m + j)];
   }
-  return sum / mean_divisor();
+  return sum / num_means();
 }
 
 // One verdict for the whole world. Both reductions are over integers, so the norm does not depend on the layout.
@@ -149,7 +155,7 @@ Engine::Verdict Engine::judge_gradients() {
   i64 parts[2] = {sum.hi, sum.lo};
   dp.all_reduce(parts, 2, DType::I64, ReduceOp::Sum, "dp.stats").wait();
   const double total = ExactSum{parts[0], parts[1]}.value(exponent);
-  return {.norm = std::sqrt(total) / (mean_divisor() * scaler_.scale())};
+  return {.norm = std::sqrt(total) / (grad_divisor() * scaler_.scale())};
 }
 
 void Engine::update_params(const Verdict& verdict, double lr) {
@@ -163,7 +169,7 @@ void Engine::update_params(const Verdict& verdict, double lr) {
                 .eps = o.eps,
                 .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
                 .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
-                .grad_scale = static_cast<float>(1 / (scaler_.scale() * mean_divisor() * too_long)),
+                .grad_scale = static_cast<float>(1 / (scaler_.scale() * grad_divisor() * too_long)),
                 .adam_w_mode = o.adam_w_mode};
   for (const zero::Piece& piece : held_) {
     const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];

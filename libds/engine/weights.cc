@@ -92,8 +92,15 @@ std::string published_weights(const std::string& model_path) {
   return "";
 }
 
-void load_weights(Engine& engine, const std::string& path) {
-  const std::unique_ptr<TensorSource> source = open_source(path);
+namespace {
+
+struct Match {
+  std::unique_ptr<TensorSource> source;
+  std::vector<const TensorInfo*> tensors;  // by parameter number
+};
+
+Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path) {
+  std::unique_ptr<TensorSource> source = open_source(path);
   const auto foreign = [&](std::string_view name) {
     const auto it = std::find_if(source->foreign().begin(), source->foreign().end(),
                                  [&](const ForeignTensor& f) { return f.name == name; });
@@ -102,7 +109,7 @@ void load_weights(Engine& engine, const std::string& path) {
   std::vector<const TensorInfo*> tensors;  // by parameter number
   std::set<std::string_view> used;
   std::string problems, unreadable;
-  for (const auto& unit : engine.plan().rows) {
+  for (const auto& unit : plan.rows) {
     for (const model::ParamRow& row : unit) {
       const TensorInfo* t = find_parameter(row.name, [&](std::string_view name) { return source->find(name); });
       tensors.push_back(t);
@@ -123,7 +130,7 @@ void load_weights(Engine& engine, const std::string& path) {
       }
     }
   }
-  const auto is_tied_head = [&](std::string_view name) { return engine.model().tied && name == kTiedHead; };
+  const auto is_tied_head = [&](std::string_view name) { return model.tied && name == kTiedHead; };
   const auto refuse_extra = [&](const std::string& name) {
     if (!used.contains(name) && !is_known_extra(name) && !is_tied_head(name))
       problems += fmt::format("\n  {} is not a parameter of the model", name);
@@ -137,15 +144,25 @@ void load_weights(Engine& engine, const std::string& path) {
            unreadable, problems);
   DS_CHECK(problems.empty(), Errc::Mismatch, "{} does not fit the model:{}", source->path(), problems);
   // transformers unties such a model: to drop the head would train another one.
-  const TensorInfo* head = engine.model().tied ? source->find(kTiedHead) : nullptr;
+  const TensorInfo* head = model.tied ? source->find(kTiedHead) : nullptr;
   DS_CHECK(head == nullptr || equal_values(*source, *head, *tensors.front()), Errc::Mismatch,
            "{}: {} differs from {}, but tie_word_embeddings makes them one: set it to false", source->path(), kTiedHead,
            tensors.front()->name);
+  return {std::move(source), std::move(tensors)};
+}
 
+}  // namespace
+
+void load_weights(Engine& engine, const std::string& path) {
+  const Match found = match_weights(engine.model(), engine.plan(), path);
   std::vector<char> raw;
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    read_floats(*source, *tensors[static_cast<size_t>(param)], begin, count, raw, out);
+    read_floats(*found.source, *found.tensors[static_cast<size_t>(param)], begin, count, raw, out);
   });
+}
+
+void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path) {
+  match_weights(model, plan, path);
 }
 
 }  // namespace ds::engine

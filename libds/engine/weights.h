@@ -19,5 +19,7 @@ std::string published_weights(const std::string& model_path);
 // embedding. Throws Errc::Mismatch naming every parameter that is missing, too many, or of another shape, or a tied
 // head with values of its own; Errc::Unavailable naming parameters of other types. Collective.
 void load_weights(Engine& engine, const std::string& path);
+// Throws what load_weights would throw for this model before it reads the bulk.
+void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path);
 
 }  // namespace ds::engine

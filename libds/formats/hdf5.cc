@@ -64,6 +64,13 @@ std::string last_reason() {
     return 0;
   };
   H5Ewalk2(H5E_DEFAULT, H5E_WALK_UPWARD, visit, &reason);
+  // "file write failed: time = ..., errno = 28, error message = 'No space left on device', buf = ...": the middle.
+  constexpr std::string_view kSystem = "error message = '";
+  if (const size_t at = reason.find(kSystem); at != std::string::npos) {
+    reason = reason.substr(at + kSystem.size());
+    reason = reason.substr(0, reason.find('\''));
+  }
+  reason = reason.substr(0, reason.find('\n'));
   return reason.empty() ? "no reason given" : reason;
 }
 

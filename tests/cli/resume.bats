@@ -183,9 +183,63 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
   done
 }
 
-@test "a run that has diverged stops, and saves nothing after the loss has gone" {
+@test "a run that has diverged stops, and its last good checkpoint stays and is named" {
   run ds-train cfg.json --out run --steps 100 --set save.every=1 --set optimizer.params.lr=1e30 --set gradient_clipping=0
   assert_failure 1
   assert_output --partial "the run has diverged: the loss is not finite since step 2"
+  assert_output --partial "no checkpoint is from before that, for run/step-00000001 is already lost"
   assert_equal "$(cat run/latest)" step-00000001
+
+  ds-train cfg.json --out good --steps 3 --quiet
+  run ds-train cfg.json --out good --resume latest --set save.every=1 --set save.keep=1 --set optimizer.params.lr=1e30 \
+    --set gradient_clipping=0
+  assert_failure 1
+  assert_output --partial "go on from good/step-00000003, for good/step-00000004 is already lost"
+  run ds-train cfg.json --eval --resume good/step-00000003
+  assert_success
+
+  # Weights beyond all numbers after the only step.
+  run ds-train cfg.json --out once --steps 1 --set optimizer.params.lr=1e38 --set optimizer.params.weight_decay=1e20
+  assert_failure 1
+  assert_output --partial "weights or moments are not finite since step 1; no checkpoint is from before that"
+  assert [ ! -e once/latest ]
+}
+
+@test "a stop during an evaluation ends it, and the resumed run makes up for it" {
+  cp text.txt long.txt
+  for _ in {1..11}; do cat long.txt long.txt >longer.txt && mv longer.txt long.txt; done
+  long=(--set data.validation=long.txt --set eval.every=2 --set eval.batches=0)
+  for steps in 4 2; do # in the middle, and after the last step
+    ds-launch -n 2 ds-train cfg.json --out run$steps --quiet --steps $steps "${long[@]}" 2>err &
+    pid=$!
+    until_true 20 steps_at_least run$steps 2
+    until_true 20 test -e run$steps/step-00000002 -o $steps = 4
+    sleep 0.5
+    SECONDS=0
+    kill -TERM $pid
+    wait $pid || assert_equal $? 75
+    ((SECONDS <= 5))
+    assert_equal "$(cat run$steps/latest)" step-00000002
+    assert_equal "$(grep -c '"type":"eval"' run$steps/metrics.jsonl)" 0
+    ds-launch -n 2 ds-train cfg.json --out run$steps --resume latest --quiet --steps $steps "${long[@]}" --set eval.batches=1
+    assert_equal "$(grep -c '"type":"eval","step":2,' run$steps/metrics.jsonl)" 1
+  done
+}
+
+@test "a run whose directory was replaced leaves the new one alone" {
+  ds-train cfg.json --out run --steps 100000 --set save.every=50 --quiet 2>err &
+  pid=$!
+  until_true 20 steps_at_least run 3
+  rm -rf run
+  ds-train cfg.json --out run --steps 3 --quiet
+  wait $pid || assert_equal $? 1
+  grep -q "run directory run was removed or replaced" err
+  assert_equal "$(cat run/latest)" step-00000003
+  assert_equal "$(losses run | wc -l)" 3
+}
+
+@test "steps that a static loss scale makes useless are said" {
+  run ds-train cfg.json --set 'fp16={"enabled": true, "loss_scale": 1e9}'
+  assert_success
+  assert_output --partial "warning: 10 steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale"
 }

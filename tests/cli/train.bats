@@ -275,6 +275,28 @@ load tiny
   refute_output --regexp " -[0-9]"
 }
 
+@test "--check finds in files and directories what a run would find" {
+  ds-train cfg.json --out run --quiet --steps 2
+  ds-ckpt-merge run -o model.safetensors --quiet
+  check() { # exit code, words, options
+    run -"$1" ds-train cfg.json --check --set save.every=0 "${@:3}"
+    assert_output --partial "$2"
+    assert_output --partial "memory per rank" # the prediction is there all the same
+  }
+  check 0 "" --out new
+  check 0 "" --out run --resume latest
+  check 0 "" --weights model.safetensors
+  check 2 "nofile" --set data.train=nofile
+  check 2 "nodir" --resume nodir
+  check 2 "give one" --resume latest
+  check 2 "is not empty" --out run
+  check 3 "seed" --out run --resume latest --set seed=4
+  check 3 "another model" --resume run --set model.n_layer=1
+  check 3 "does not fit the model" --weights model.safetensors --set model.n_layer=1
+  check 2 "Not a directory" --out text.txt/run
+  assert [ ! -e new ]
+}
+
 @test "--check predicts and writes nothing" {
   run ds-train cfg.json --check --json
   assert_success

@@ -109,6 +109,19 @@ TEST(Accumulation, BoundaryOrderIsCloseToMicroOrder) {
   }
 }
 
+// The sum of many micro-batches must fit the wire type like the gradient of one: backward divides by them.
+TEST(Accumulation, BoundarySumsOverflowNoMoreThanOneMicroBatch) {
+  for (const LossNorm norm : {LossNorm::Micro, LossNorm::Token}) {
+    for (const i64 m : {1, 32}) {
+      Config c = with_precision(tiny_config(tiny_gpt2(), 2, m, 1), {"fp16", false, true});
+      c.loss_norm = norm;
+      c.fp16.loss_scale = 1 << 17;  // static
+      const Trace t = train_threads(c, 2, 3);
+      EXPECT_EQ(t.skipped, std::vector<bool>(3, false)) << m;
+    }
+  }
+}
+
 TEST(Accumulation, BoundaryOrderIsTheSameForStagesZeroAndOne) {
   for (const Precision& precision : kPrecisions) {
     const Trace zero = train_threads(with_precision(tiny_config(tiny_gpt2(), 3, 4, 0), precision), 3, kSteps);

@@ -84,11 +84,13 @@ struct Fixture {
   std::vector<float> token_losses(engine::Engine& engine) const {
     std::vector<float> losses(targets.size());
     for (size_t token = 0; token < targets.size(); ++token) {
-      losses[token] = static_cast<float>(engine.evaluate(1, [&](i64, std::span<i32> to_ids, std::span<i32> to_targets) {
+      const auto loss = engine.evaluate(1, [&](i64, std::span<i32> to_ids, std::span<i32> to_targets) {
         std::copy(ids.begin(), ids.end(), to_ids.begin());
         std::fill(to_targets.begin(), to_targets.end(), -100);
         to_targets[token] = targets[token];
-      }));
+        return true;
+      });
+      losses[token] = static_cast<float>(loss.value());
     }
     return losses;
   }
@@ -127,6 +129,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   engine.evaluate(1, [&](i64, std::span<i32> ids, std::span<i32> targets) {
     std::copy(f.ids.begin(), f.ids.end(), ids.begin());
     std::copy(f.targets.begin(), f.targets.end(), targets.begin());
+    return true;
   });
   engine.read_logits(logits);
   f.judge(dtype, "logits", logits);

@@ -115,7 +115,7 @@ TEST(Checkpoint, MetaRoundTripsExactly) {
   EXPECT_EQ(step, dir / "step-123456789");
   CheckpointMeta want = sample_meta(123456789, DType::BF16);
   want.world_size = 2;
-  EXPECT_EQ(read_meta(step), want);
+  EXPECT_EQ(CheckpointReader(step).manifest().meta, want);
   run_threads(
       2, {}, [&](Communicator& comm) { EXPECT_EQ(load_checkpoint(step, DType::BF16, small_model(), {}, comm), want); });
 }
@@ -386,7 +386,7 @@ TEST(GoldenCheckpoint, VersionOneLoads) {
   for (DType dtype : {DType::F32, DType::BF16}) load_sample(step, dtype, 3, 1);
   CheckpointMeta want = sample_meta(3, DType::BF16);
   want.world_size = 2;
-  EXPECT_EQ(read_meta(step), want);
+  EXPECT_EQ(CheckpointReader(step).manifest().meta, want);
 }
 
 // ---- finding

@@ -74,7 +74,7 @@ const Wrong kWrong[] = {
     // Types and ranges.
     {R"("steps": "100")", kBad, "steps: must be an integer, at least 1, not \"100\"; write 100 without quotes"},
     {R"("optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}})", kBad, "write 1e-4 without quotes"},
-    {R"("optimizer": {"type": "AdamW", "params": {"lr": -1}})", kBad, "must be a number, at least 0, not -1"},
+    {R"("optimizer": {"type": "AdamW", "params": {"lr": -1}})", kBad, "must be a number, 0 to 3e+38, not -1"},
     {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9]}})", kBad, "an array of two numbers"},
     {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9, 1]}})", kBad, "at least 0 and less than 1"},
     {R"("optimizer": {"type": "AdamW", "params": {"eps": 0}})", kBad, "must be a number, greater than 0, not 0"},

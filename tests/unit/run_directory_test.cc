@@ -4,6 +4,7 @@
 #include "engine/run_directory.h"
 
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <atomic>
 #include <filesystem>
@@ -54,6 +55,41 @@ TEST(RunDirectory, IsFreeAgainWhenARunCouldNotHaveIt) {
   const RunDirectory run(path, "latest", "");
   EXPECT_THROW(RunDirectory(path, "latest", ""), Error);  // held
   EXPECT_TRUE(std::filesystem::exists(path + "/lock"));
+}
+
+TEST(RunDirectory, IsNoLongerOursWhenSomebodyHasReplacedIt) {
+  const testing::TempDirectory dir;
+  const std::string path = dir / "run";
+  {
+    RunDirectory run(path, "", "");
+    run.append_metrics({{"step", 1}});
+    std::filesystem::remove_all(path);
+    EXPECT_THROW(run.check_ours(), Error);
+    const RunDirectory next(path, "", "");
+    EXPECT_THROW(run.append_metrics({{"step", 2}}), Error);
+    next.check_ours();
+  }
+  EXPECT_TRUE(std::filesystem::is_empty(path));
+}
+
+TEST(RunDirectory, ThatCannotBeHadLeavesNoDirectories) {
+  const testing::TempDirectory dir;
+  EXPECT_THROW(RunDirectory(dir / "a/b/" + std::string(300, 'x'), "", ""), Error);
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+}
+
+TEST(RunDirectory, FollowsNoLinksAndWaitsForNoPipe) {
+  const testing::TempDirectory dir;
+  const std::string path = dir / "run";
+  std::filesystem::create_directory(path);
+  testing::write_file(dir / "victim", "precious");
+  std::filesystem::create_symlink(dir / "victim", path + "/lock");
+  EXPECT_THROW(RunDirectory(path, "", ""), Error);
+  EXPECT_EQ(testing::read_file(dir / "victim"), "precious");
+  std::filesystem::remove(path + "/lock");
+  ASSERT_EQ(mkfifo((path + "/metrics.jsonl").c_str(), 0600), 0);
+  RunDirectory run(path, "latest", "");
+  EXPECT_THROW(run.cut_metrics(1), Error);
 }
 
 }  // namespace

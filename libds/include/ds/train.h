@@ -62,7 +62,8 @@ struct StepRecord {
   std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
 };
 
-struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank after each step
+struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
+                     // evaluations after each batch
   std::function<int()> stop_signal;  // not 0: stop, because of this signal
   std::function<void(const StepRecord&, i64 total_steps)> on_step;
   std::function<void(i64 step, double val_loss)> on_eval;
@@ -98,9 +99,15 @@ class DS_API TrainingRun {
   TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options);
   ~TrainingRun();
 
-  // Trains to config.steps, or until any rank asks to stop: then commits a checkpoint (if there is a directory).
+  // Throws what the constructor would throw for files and directories: data, checkpoint, weights, run directory.
+  // Touches nothing, and needs neither ranks nor the memory of a run.
+  static void check(const Config& config, const RankInfo& ranks, const RunOptions& options);
+
+  // Trains to config.steps, or until any rank asks to stop: then commits a checkpoint (if there is a directory). A run
+  // whose weights or losses are no longer finite is Errc::Numeric, and saves nothing.
   TrainResult train(const TrainHooks& hooks);
-  // Mean loss over the validation data (eval.batches batches). Throws Errc::Config without any.
+  // Mean loss over the validation data (eval.batches batches). Throws Errc::Config without any, Errc::Numeric if it is
+  // not finite.
   double evaluate();
   // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every
   // rank.
