@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Rotary position tables: Su et al., "RoFormer"; scalings as Hugging Face computes them (ALGORITHMS section 5.1).
+// Rotary position tables: Su et al., "RoFormer"; scalings as Hugging Face computes them.
 
 #include <cmath>
 #include <numbers>

@@ -45,7 +45,7 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
         EXPECT_EQ(bytes(t.counted, Tag::Master), bf16 ? 4 * (stage == 0 ? padded : shard) : 0);
         EXPECT_EQ(bytes(t.counted, Tag::Optimizer), 8 * (stage == 0 ? padded : shard));
 
-        // Traffic of one step, elements sent by one rank times (P-1)/P: DESIGN section 4.
+        // Traffic of one step, elements sent by one rank times (P-1)/P.
         const i64 each_micro = stage >= 2 ? m : 1, cut = padded / P * (P - 1);
         EXPECT_EQ(t.sent.at("dp.reduce_scatter").bytes, 2 * each_micro * cut * G);
         const i64 gathered = stage == 0 ? 4 * cut : stage == 3 ? 2 * m * cut * W : cut * W;
