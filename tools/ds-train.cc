@@ -139,6 +139,9 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
 int run(const Options& o, Output& out) {
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
   const bool training = !o.eval && !o.prompt && !o.check;
+  if ((o.eval || o.prompt) && !o.out.empty() && o.resume != "latest")
+    throw ds::Error(ds::Errc::Config, fmt::format("--out excludes --{} without --resume latest: nothing is written",
+                                                  o.eval ? "eval" : "generate"));
   std::vector<std::string> set = o.set;
   if (o.steps > 0) set.push_back(fmt::format("steps={}", o.steps));
   const ds::ConfigUse use = o.prompt ? ds::ConfigUse::Generate
@@ -214,19 +217,21 @@ int main(int argc, char** argv) {
             ->type_name("FILE")
             ->check(CLI::ExistingPath)
             ->excludes("--resume");
-        add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
-                   "optimizer steps of the run (overrides the key steps)")
-            ->type_name("N");
+        CLI::Option* steps = add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
+                                        "optimizer steps of the run (overrides the key steps)")
+                                 ->type_name("N");
         app.add_option("--set", o.set, "override a key: a.b=value; may be given again")
             ->type_name("KEY=VALUE")
             ->allow_extra_args(false);
         CLI::Option* check =
             app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
-        CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(check);
+        CLI::Option* eval =
+            app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(check)->excludes(steps);
         CLI::Option* generate = app.add_option("--generate", o.prompt, "continue this text and stop")
                                     ->type_name("PROMPT")
                                     ->excludes(eval)
                                     ->excludes(check)
+                                    ->excludes(steps)
                                     ->group("Generating");
         ds::SamplingOptions& sampling = o.sampling;
         constexpr ds::i64 kMostTokens = std::numeric_limits<ds::i32>::max();

@@ -65,7 +65,13 @@ class Builder {
   bool boolean(bool x) { return value(x); }
   bool number_integer(Json::number_integer_t x) { return value(x); }
   bool number_unsigned(Json::number_unsigned_t x) { return value(x); }
-  bool number_float(Json::number_float_t x, const std::string&) { return value(x); }
+  bool number_float(Json::number_float_t x, const std::string& token) {
+    // The parser refuses what is too large, and makes zero of what is too small.
+    const std::string_view digits = std::string_view(token).substr(0, token.find_first_of("eE"));
+    if (x == 0 && digits.find_first_of("123456789") != digits.npos)
+      fail(end_of_token() - token.size(), fmt::format("the number {} does not fit a double", token));
+    return value(x);
+  }
   bool string(std::string& x) { return value(std::move(x)); }
   bool binary(Json::binary_t&) { return false; }  // not in text
   bool start_object(size_t) { return open(Json::object()); }

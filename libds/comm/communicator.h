@@ -128,6 +128,12 @@ void run_threads(int size, const CommOptions&, const std::function<void(Communic
 // timeout. Segments are created 0600 and O_EXCL, reserved with posix_fallocate (a full /dev/shm is an error that says
 // needed and free bytes, not a SIGBUS) and unlinked as soon as all ranks have attached.
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size, const CommOptions&);
+// What such a communicator takes of /dev/shm if each of its ranks allocates these sizes from it. Channels are not
+// counted: the first send between two ranks takes one.
+i64 shm_needed_bytes(int size, std::span<const i64> allocations);
+// What /dev/shm had free when rank 0 came here: the same number on every rank. 0: it cannot be written. Collective over
+// the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout.
+i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
 
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);

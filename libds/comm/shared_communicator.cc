@@ -434,9 +434,6 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size,
                                                     const CommOptions& options) {
   DS_ASSERT(size >= 1 && rank >= 0 && rank < size);
-  const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '-'; };
-  DS_CHECK(!job.empty() && job.size() <= 128 && std::all_of(job.begin(), job.end(), allowed), Errc::Config,
-           "job name \"{}\" must be 1 to 128 letters, digits and hyphens", job);
   auto communicator =
       std::make_unique<SharedCommunicator>("shm", make_shm_arena(job, rank, size, options.timeout_s), options);
   communicator->attach();

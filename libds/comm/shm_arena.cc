@@ -10,8 +10,10 @@
 #include <sys/statvfs.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <boost/interprocess/mapped_region.hpp>
 #include <boost/interprocess/shared_memory_object.hpp>
+#include <cctype>
 #include <cerrno>
 #include <cstring>
 #include <fstream>
@@ -35,7 +37,7 @@ constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr std::string_view kPrefix = "ds-";
-constexpr time_t kStillbornSeconds = 60;  // an empty segment of this age has no maker any more
+constexpr time_t kStillbornSeconds = 60;  // a file without a page of this age has no maker any more
 
 struct ProcessStat {
   char state = 0;  // as in ps(1); 0: no such process
@@ -65,10 +67,22 @@ bool has_ended(const ProcessStat& now, u64 start) {
   return now.state == 0 || now.state == 'Z' || now.state == 'X' || now.start != start;
 }
 
-u64 free_shm_bytes() {
+i64 free_bytes_now() {
   struct statvfs fs {};
-  return statvfs("/dev/shm", &fs) == 0 ? fs.f_bavail * fs.f_frsize : 0;
+  if (statvfs("/dev/shm", &fs) != 0) return 0;
+  // Mounted without a limit, it has no blocks: memory is the limit.
+  return fs.f_blocks == 0 ? i64{sysconf(_SC_PHYS_PAGES)} * kPage : static_cast<i64>(fs.f_bavail * fs.f_frsize);
 }
+
+std::string segment_name(std::string_view job) {
+  const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '-'; };
+  DS_CHECK(!job.empty() && job.size() <= 128 && std::all_of(job.begin(), job.end(), allowed), Errc::Config,
+           "job name \"{}\" must be 1 to 128 letters, digits and hyphens", job);
+  return fmt::format("{}{}", kPrefix, job);
+}
+
+// The parts of a region begin on such a boundary.
+i64 region_alignment(i64 bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
 // Removes segments that dead processes of ours left: a rank killed between creating one and its last peer's opening it.
 void remove_stale_segments() {
@@ -82,8 +96,8 @@ void remove_stale_segments() {
     struct stat st {};
     SegmentHeader h{};
     const bool file_of_ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
-    // Made, and its maker died before the next line of its program.
-    const bool stillborn = file_of_ours && st.st_size == 0 && st.st_mtime + kStillbornSeconds < time(nullptr);
+    // Made, and its maker died before the next line of its program; or told to a rank that never came.
+    const bool stillborn = file_of_ours && st.st_blocks == 0 && st.st_mtime + kStillbornSeconds < time(nullptr);
     const bool ours = file_of_ours && !stillborn &&
                       pread(fd, static_cast<void*>(&h), sizeof h, 0) == static_cast<ssize_t>(sizeof h) &&
                       (h.magic == kMagic || h.magic == kUnfinished) && h.pid_namespace == pid_namespace();
@@ -177,7 +191,7 @@ class Segment {
     DS_CHECK(
         error == 0, Errc::OutOfMemory,
         "no {} bytes of shared memory for {}: {} ({} bytes of /dev/shm are free; enlarge it, or use another backend)",
-        bytes, what, std::strerror(error), free_shm_bytes());
+        bytes, what, std::strerror(error), free_bytes_now());
   }
 
   // Gathers the pages into huge ones, where the kernel can: large folds and copies run 1.3 to 1.6 times as fast.
@@ -225,7 +239,7 @@ class Segment {
 class ShmArena final : public Arena {
  public:
   ShmArena(std::string_view job, int rank, int size, double timeout_s)
-      : Arena(rank, size), name_(fmt::format("{}{}", kPrefix, job)), timeout_s_(timeout_s) {
+      : Arena(rank, size), name_(segment_name(job)), timeout_s_(timeout_s) {
     if (rank == 0) {
       remove_stale_segments();
       segment_ = Segment::create(name_, total_bytes(size), channels_offset(size), size);
@@ -239,6 +253,13 @@ class ShmArena final : public Arena {
     own.process_start = process_stat(getpid()).start;
     own.pid_namespace = pid_namespace();
     own.pid.store(getpid(), std::memory_order_release);
+  }
+
+  // Of /dev/shm, without channels. Of a region's header one page is ever touched.
+  static i64 needed_bytes(int size, std::span<const i64> allocations) {
+    i64 bytes = channels_offset(size);
+    for (const i64 b : allocations) bytes += b == 0 ? 0 : kPage + size * align_up(b, region_alignment(b));
+    return bytes;
   }
 
   void attached() override { segment_.unlink(); }
@@ -259,7 +280,7 @@ class ShmArena final : public Arena {
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) override {
     if (bytes == 0) return {};
     auto region = std::make_shared<Region>();
-    region->alignment = bytes >= kHugePage ? kHugePage : kPage;
+    region->alignment = region_alignment(bytes);
     region->stride = align_up(bytes, region->alignment);
     const std::string name = fmt::format("{}.{}", name_, regions_.size());
     const i64 total = region->alignment + size() * region->stride;
@@ -313,6 +334,39 @@ class ShmArena final : public Arena {
 };
 
 }  // namespace
+
+i64 shm_needed_bytes(int size, std::span<const i64> allocations) { return ShmArena::needed_bytes(size, allocations); }
+
+// Rank 0 leaves a file for every peer: its size tells the number of pages and takes none, and who has read it removes
+// it.
+i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s) {
+  const std::string name = segment_name(job);
+  if (access("/dev/shm", W_OK | X_OK) != 0) return 0;
+  const auto path = [&](int peer) { return fmt::format("/dev/shm/{}.free.{}", name, peer); };
+  if (rank == 0) {
+    remove_stale_segments();
+    const i64 pages = free_bytes_now() / kPage;
+    for (int peer = 1; peer < size; ++peer) {
+      const int fd = open(path(peer).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+      const bool told = fd >= 0 && ftruncate(fd, pages + 1) == 0;
+      const int error = errno;
+      if (fd >= 0) close(fd);
+      DS_CHECK(told, Errc::Io, "{} cannot be written: {}", path(peer), std::strerror(error));
+    }
+    return pages * kPage;
+  }
+  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
+  for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
+    struct stat st {};
+    if (lstat(path(rank).c_str(), &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_size > 0) {
+      unlink(path(rank).c_str());
+      return (st.st_size - 1) * kPage;
+    }
+    if (Clock::now() > deadline)
+      throw Error(Errc::Timeout, fmt::format("rank 0 did not come within {} s: it made no {}", timeout_s, path(rank)),
+                  0);
+  }
+}
 
 std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s) {
   return std::make_unique<ShmArena>(job, rank, size, timeout_s);

@@ -273,6 +273,7 @@ void ConfigText::set(const std::string& argument, std::vector<Diagnostic>& diagn
   } catch (const JsonError& e) {
     if (!text.empty() && std::string_view("[{\"").find(text.front()) != std::string_view::npos)
       return refuse(path, fmt::format("the value is not JSON: column {}: {}", e.place().column, e.message()));
+    if (Json::accept(text)) return refuse(path, e.message());  // a number that is too small for a double
     value = std::string(text);
   }
   try {

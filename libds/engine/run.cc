@@ -29,11 +29,22 @@ constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, befo
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+// Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
+bool fits_shared_memory(const Config& config, const RankInfo& ranks, std::string& why) {
+  const model::Model model = model::make_model(config.model, config.data.seq_length);
+  const i64 needed = shm_needed_bytes(ranks.world_size, report::make_run_plan(config, model, ranks.world_size).shared);
+  const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
+  why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
+                    needed, free);
+  return needed <= free;
+}
+
 std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks) {
   const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
   CommBackend backend = config.communication.backend;
+  const bool chosen = backend != CommBackend::Auto;
   const bool one_node = ranks.local_world_size == ranks.world_size;
-  if (backend == CommBackend::Auto) {
+  if (!chosen) {
     backend = ranks.world_size == 1            ? CommBackend::Self
               : one_node && !ranks.job.empty() ? CommBackend::Shm
                                                : CommBackend::Mpi;
@@ -48,6 +59,13 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
                ranks.local_world_size, ranks.world_size);
       DS_CHECK(!ranks.job.empty(), Errc::Config,
                "communication.backend \"shm\" needs a job name: start with ds-launch");
+      if (std::string why; !fits_shared_memory(config, ranks, why)) {
+        DS_CHECK(!chosen, Errc::OutOfMemory, "communication.backend \"shm\": {}; enlarge it, or take \"mpi\"", why);
+        if (ranks.rank == 0)
+          log_message(LogLevel::Warning,
+                      fmt::format("communication.backend \"auto\" takes mpi, which is slower: {}", why));
+        break;
+      }
       return make_shm_communicator(ranks.job, ranks.rank, ranks.world_size, options);
     case CommBackend::Auto:
     case CommBackend::Mpi: break;
@@ -187,6 +205,7 @@ void TrainingRun::State::open() {
   check_memory(config, ranks);
   mesh = std::make_unique<Mesh>(connect(config, ranks));
   backend = mesh->world().backend();
+  if (is_root()) log_message(LogLevel::Verbose, fmt::format("communication: {}", backend));
   open_data(mesh->dp().size());
   step_dir = find_resumed();
   if (step_dir.empty()) weights = find_weights();

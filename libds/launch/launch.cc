@@ -121,7 +121,7 @@ class Launcher {
     const Fd write_end(chatter[1]);
     const Fd null(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     Environment environment = parse_environment(options_.environment);
-    // A job inside a job: what the outer mpirun told its rank would confuse the inner one.
+    // What another launcher of MPI programs told us would confuse mpirun.
     std::erase_if(environment, [](const auto& variable) {
       const std::string& name = variable.first;
       return name.starts_with("PMIX_") || name.starts_with("OMPI_COMM_WORLD_") || name.starts_with("OMPI_MCA_orte_") ||
@@ -417,7 +417,10 @@ class Launcher {
     }
     const int mpirun_status = exit_status(mpirun_end_);
     const int mpirun_signal = WIFSIGNALED(mpirun_end_) ? WTERMSIG(mpirun_end_) : 0;
-    const bool never_started = std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return !r.started; });
+    const auto waiting = [](const Rank& r) { return !r.started; };
+    const bool never_started = std::any_of(ranks_.begin(), ranks_.end(), waiting);
+    const bool none_started = std::all_of(ranks_.begin(), ranks_.end(), waiting);
+    const std::string quoted = said_.empty() ? "" : "; it said:\n" + said_;
     if (stdout_.error() == EPIPE) {
       report.status = 128 + SIGPIPE;
     } else if (first != nullptr) {
@@ -429,13 +432,16 @@ class Launcher {
       report.status = 128 + stop_signal_;
     } else if (!why_.empty()) {
       report.status = 1;
+      if (never_started) report.why += quoted;
     } else if (stopped || never_started) {
       report.status = mpirun_status != 0 ? mpirun_status : 1;
       report.why = aborted_ && mpirun_signal == 0
                        ? "mpirun ended the job; a rank may have returned without MPI_Finalize"
                        : fmt::format("mpirun {}{}", how_ended(mpirun_status, mpirun_signal),
-                                     never_started ? " before all ranks had started" : "");
-      if (!said_.empty()) report.why += "; it said:\n" + said_;
+                                     none_started    ? " before any rank had started"
+                                     : never_started ? " before all ranks had started"
+                                                     : "");
+      report.why += quoted;
     } else if (checkpointed) {
       report.status = kCheckpointed;
     }

@@ -22,6 +22,7 @@
 #include <fstream>
 #include <thread>
 #include <tuple>
+#include <utility>
 
 #include "base/check.h"
 
@@ -156,10 +157,14 @@ int free_port() {
   return ntohs(address.sin_port);
 }
 
-fs::path private_folder_base(std::string_view tmpdir) {
-  for (const fs::path& base : {fs::path("/dev/shm"), fs::path(tmpdir)})
-    if (!base.empty() && ::access(base.c_str(), W_OK | X_OK) == 0) return base;
-  return "/tmp";
+fs::path private_folder_base(std::string_view tmpdir, i64 bytes) {
+  const auto writable = [](const fs::path& base) { return ::access(base.c_str(), W_OK | X_OK) == 0; };
+  std::error_code error;
+  const fs::path memory = "/dev/shm", folder = tmpdir;
+  const fs::space_info space = fs::space(memory, error);
+  const bool room = !error && (space.capacity == 0 || std::cmp_greater_equal(space.available, bytes));  // 0: no limit
+  if (room && writable(memory)) return memory;
+  return !folder.empty() && writable(folder) ? folder : "/tmp";
 }
 
 PrivateFolder::PrivateFolder(const fs::path& base) {

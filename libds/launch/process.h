@@ -51,7 +51,8 @@ class PrivateFolder {
   std::filesystem::path path_;
   Fd lock_;
 };
-std::filesystem::path private_folder_base(std::string_view tmpdir);
+// /dev/shm if it can be written and has so many bytes free; else tmpdir, else /tmp.
+std::filesystem::path private_folder_base(std::string_view tmpdir, i64 bytes);
 inline constexpr std::string_view kPrivatePrefix = "ds-launch.";
 
 using Environment = std::map<std::string, std::string>;

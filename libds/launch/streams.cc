@@ -15,10 +15,10 @@ constexpr std::size_t kLongestLine = 1024 * 1024;  // of a longer one, pieces
 
 }  // namespace
 
-void Sink::show(int rank, std::string_view text, bool line_starts, bool complete, const std::string& tag) {
+void Sink::show(int rank, std::string_view text, bool complete, const std::string& tag) {
   if (error_ != 0) return;
   if (owner_ >= 0 && owner_ != rank) queue_ += '\n';
-  if (line_starts) queue_ += tag;
+  if (owner_ != rank) queue_ += tag;
   queue_ += text;
   owner_ = complete ? -1 : rank;
   drain();
@@ -50,7 +50,7 @@ void LineStream::take(std::string_view bytes) {
     if (line_.ends_with('\n') || line_.size() >= kLongestLine) line(true);
   }
   if (!line_.empty() && sink_.wants_partial(rank_)) {
-    sink_.show(rank_, std::string_view(line_).substr(shown_), shown_ == 0, false, tag_);
+    sink_.show(rank_, std::string_view(line_).substr(shown_), false, tag_);
     shown_ = line_.size();
   }
 }
@@ -62,7 +62,7 @@ void LineStream::end() {
 // complete: no newline has to be added.
 void LineStream::line(bool complete) {
   if (!complete) line_ += '\n';
-  sink_.show(rank_, std::string_view(line_).substr(shown_), shown_ == 0, line_.ends_with('\n'), tag_);
+  sink_.show(rank_, std::string_view(line_).substr(shown_), line_.ends_with('\n'), tag_);
   if (log_fd_ >= 0 && log_error_ == 0)
     for (std::string_view rest = line_; !rest.empty();) {
       const ssize_t n = ::write(log_fd_, rest.data(), rest.size());

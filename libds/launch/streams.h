@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Output of many ranks on one stream, unmixed: whole lines, except that on a terminal, and with one rank, an unfinished
-// line (a progress display, a prompt) appears at once.
+// line (a progress display, a prompt) appears at once. A line of more than 1 MiB is shown in pieces, so that a rank
+// that never ends its line takes bounded memory and keeps nobody waiting: another rank's line that comes between two
+// pieces begins on a line of its own, and so does the next piece.
 
 #include <deque>
 #include <string>
@@ -18,8 +20,9 @@ class Sink {
  public:
   Sink(int fd, bool partial_lines) : fd_(fd), partial_lines_(partial_lines) {}
 
-  // What a rank has of its current line: `text` from where it was shown last; `complete`: the line ends here.
-  void show(int rank, std::string_view text, bool line_starts, bool complete, const std::string& tag);
+  // What a rank has of its current line: `text` from where it was shown last; `complete`: the line ends here. Every
+  // line of ours begins with the tag.
+  void show(int rank, std::string_view text, bool complete, const std::string& tag);
   bool wants_partial(int rank) const noexcept { return partial_lines_ && (owner_ < 0 || owner_ == rank); }
 
   int fd() const noexcept { return fd_; }

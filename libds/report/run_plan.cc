@@ -76,13 +76,16 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
+  const i64 fresh = zero::fresh_grad_elems(plan.layout, plan.buckets, plan.grads) * wire_bytes;
+  const i64 accum = zero::grad_accum_elems(plan.layout, plan.grads) * 4;
+  const i64 gathered = std::max(plan.train_gathers.pool_elems, plan.eval_gathers.pool_elems) * work_bytes;
+  plan.shared = {whole * work_bytes, gathered, fresh, accum};
   tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
-  tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) =
-      zero::fresh_grad_elems(plan.layout, plan.buckets, plan.grads) * wire_bytes;
-  tag(Tag::GradAccum) = zero::grad_accum_elems(plan.layout, plan.grads) * 4;
+  tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) = fresh;
+  tag(Tag::GradAccum) = accum;
   tag(Tag::Master) = plan.work == DType::F32 ? 0 : shard * 4;  // fp32 parameters are their own masters
   tag(Tag::Optimizer) = 2 * shard * 4;
-  tag(Tag::Gathered) = std::max(plan.train_gathers.pool_elems, plan.eval_gathers.pool_elems) * work_bytes;
+  tag(Tag::Gathered) = gathered;
   tag(Tag::Activations) = plan.saved_bytes;
   tag(Tag::Logits) = plan.logits_chunk * model.vocab * 4;
   // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection, staged gradients.

@@ -33,6 +33,8 @@ struct RunPlan {
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
   TagBytes memory{};
+  // The part of it that each rank takes from the communicator, allocation by allocation: its peers read it in place.
+  std::vector<i64> shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
 

@@ -138,6 +138,17 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z
   done
 }
 
+@test "the manual names every instruction set and every signal that saves" {
+  DS_ISA=none run -2 "$DS_BIN/ds-train" "$DS_SOURCE/configs/quickstart.json" --check
+  isas=$(sed -n 's/.*must be one of //p' <<<"$output" | tr -d ,)
+  [[ $isas == auto*onednn* ]]
+  section=$(sed -n '/^\.It Ev DS_ISA/,/^\.El/p' "$DS_SOURCE/man/ds-train.1" | tr ' ' '\n')
+  for isa in $isas; do grep -qx "$isa" <<<"$section" || fail "$isa"; done
+  signals=$(grep -o 'SIG[A-Z0-9]*' <(grep -m1 'for (const int s : {' "$DS_SOURCE/tools/ds-train.cc"))
+  section=$(sed -n '/^\.Sh EXIT STATUS/,/committed/p' "$DS_SOURCE/man/ds-train.1")
+  for signal in $signals; do grep -q "$signal" <<<"$section" || fail "$signal"; done
+}
+
 @test "manual pages: mandoc has nothing to say, sections stand in order" {
   for page in "$DS_SOURCE"/man/*.[157]; do
     run -0 mandoc -Tlint -Wwarning "$page"

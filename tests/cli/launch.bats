@@ -148,6 +148,17 @@ assert_nothing_left() {
   [[ $(sort out) == $'[0] o0\n[1] o1' && $(sort err) == $'[0] e0\n[1] e1' ]]
 }
 
+@test "a line of more than 1 MiB begins anew when another rank's line has come between its pieces" {
+  # shellcheck disable=SC2016
+  "$launch" -n 2 --tag-output bash -c 'if [[ $RANK == 0 ]]; then head -c 5000000 /dev/zero | tr "\0" a; echo
+    else for i in {1..300}; do echo b; done; fi' >out
+  [[ $(grep -c '^\[1\] b$' out) -eq 300 && $(tr -cd a <out | wc -c) -eq 5000000 ]]
+  run grep -cvE '^\[1\] b$|^\[0\] a+$' out
+  assert_output 0
+  "$launch" -n 2 bash -c '[[ $RANK == 1 ]] || { head -c 5000000 /dev/zero | tr "\0" a; echo; }' >out # nobody between
+  [[ $(wc -l <out) -eq 1 && $(wc -c <out) -eq 5000001 ]]
+}
+
 @test "--log-dir keeps one file per rank with both streams, and appends" {
   for _ in 1 2; do "$launch" -n 2 --log-dir new/logs bash -c 'echo o$RANK; echo e$RANK >&2' >out 2>err; done
   [[ $(ls new/logs) == $'rank-00000.log\nrank-00001.log' ]]
@@ -271,6 +282,29 @@ END
     assert_output --partial "unknown option '$unknown'"
   done
   [[ ! -e started ]]
+}
+
+@test "a folder that is gone, a job inside a job: exit 2, said once, before anything starts" {
+  mkdir gone
+  # shellcheck disable=SC2016
+  run -2 bash -c 'cd gone; rmdir ../gone; "$1" -n 2 echo started' bash "$launch"
+  assert_line --partial "ds-launch: error: the working directory is gone"
+  refute_output --partial "started"
+  run -2 "$launch" "$launch" -n 2 echo started
+  assert_line --partial "ds-launch: error: this is a rank of a job already"
+  refute_output --partial "mpirun exited"
+  refute_output --partial "started"
+}
+
+@test "too few open files, an mpirun that ends at once: a line of ours" {
+  run -4 bash -c 'ulimit -n 16; "$1" -n 2 true' bash "$launch"
+  assert_output "ds-launch: error: a limit of 16 open files is too low to start 2 ranks: raise it (ulimit -n)"
+  mkdir bin
+  printf '#!/bin/sh\necho "no, never" >&2\nexit 9\n' >bin/mpirun
+  chmod +x bin/mpirun
+  PATH=$PWD/bin:$PATH run -9 "$launch" -n 2 true
+  assert_output "ds-launch: error: mpirun exited with status 9 before any rank had started; it said:
+no, never"
 }
 
 @test "options after PROG belong to PROG; -- ends ours" {
@@ -423,6 +457,21 @@ mpi_rank() {
   done
   run "$launch" -n 2 ./mpi_rank checkpoint
   assert_failure 75
+}
+
+@test "a /dev/shm that is short of space is left to others" {
+  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
+  mpi_rank
+  # shellcheck disable=SC2016
+  local short='mount -t tmpfs -o size=5m tmpfs /dev/shm; TMPDIR=$PWD timeout 60 "$@"; s=$?; df -k --output=used /dev/shm; exit $s'
+  run -0 unshare -m bash -c "$short" bash "$launch" -n 2 ./mpi_rank
+  assert_line "rank 1 counts 2"
+  run -0 unshare -m bash -c "$short" bash "$launch" -n 2 df -k --output=used /dev/shm
+  assert_equal "$(grep -cx ' *0' <<<"$output")" 3
+  run -0 unshare -m bash -c "$short" bash "$launch" -n 2 --dry-run true
+  assert_output --partial "orte_tmpdir_base $PWD/ds-launch.XXXXXX"
+  run -0 unshare -m bash -c "${short/5m/64m}" bash "$launch" -n 2 --dry-run true
+  assert_output --partial "orte_tmpdir_base /dev/shm/ds-launch.XXXXXX"
 }
 
 @test "the end of an MPI rank is noticed, however it comes" {

@@ -59,6 +59,24 @@ refuses() {
   refuses 2 "--eval" cfg.json --eval --check
   refuses 2 "--generate" cfg.json --generate x --check
   refuses 2 "--generate" cfg.json --generate x --eval
+  for what in "--eval" "--generate x"; do
+    # shellcheck disable=SC2086
+    refuses 2 "--steps" cfg.json $what --steps 3
+    # shellcheck disable=SC2086
+    refuses 2 "--out excludes ${what% x} without --resume latest" cfg.json $what --out run
+    # shellcheck disable=SC2086
+    refuses 2 "--out excludes ${what% x} without --resume latest" cfg.json $what --out run --resume run
+  done
+  local data=(--set data.validation=text.txt)
+  ds-train cfg.json "${data[@]}" --out run --quiet
+  run -0 ds-train cfg.json "${data[@]}" --eval --out run --resume latest
+  run -0 ds-train cfg.json --generate x --max-tokens 2 --out run --resume latest
+}
+
+@test "a number that is too small for a double does not become zero" {
+  refuses 2 "optimizer.params.lr: the number 1e-400 does not fit a double" cfg.json --set optimizer.params.lr=1e-400
+  sed -i 's/3e-3/3e-333/' cfg.json
+  refuses 2 "the number 3e-333 does not fit a double" cfg.json
 }
 
 @test "initial weights that are not there are a mistake of the command line" {

@@ -211,7 +211,7 @@ load tiny
   mkdir model
   cp "$DS_SOURCE/tests/golden/gpt2/config.json" model
   head -c 4000 /dev/zero >zeros.bin # tokens that the small vocabulary has
-  tokens=(--set "data.train=zeros.bin" --set data.seq_length=16 --steps 1)
+  tokens=(--set "data.train=zeros.bin" --set data.seq_length=16 --set steps=1)
   for path in model model/config.json; do
     for use in --eval "--generate x"; do
       # shellcheck disable=SC2086 # an option and its value
@@ -265,6 +265,31 @@ load tiny
       assert_equal "${written[0]}" "${written[1]}"
     done
   done
+}
+
+with_shm() { # bytes, command: with a /dev/shm of that size
+  unshare -m bash -c 'mount -t tmpfs -o size="$1" tmpfs /dev/shm && "${@:2}"' bash "$@"
+}
+
+@test "a /dev/shm that is too small: auto takes mpi and says so, shm says what it needs" {
+  with_shm 1m true || skip "no mount here"
+  for stage in 0 3; do
+    local zero=(--set "zero_optimization.stage=$stage" --set steps=3)
+    run -4 --separate-stderr with_shm 100k ds-launch -n 2 ds-train cfg.json --set communication.backend=shm "${zero[@]}"
+    [[ $stderr =~ 'communication.backend "shm": 2 ranks of this run share '([0-9]+)' bytes of memory, and /dev/shm has 102400 bytes free' ]]
+    local needed=${BASH_REMATCH[1]}
+    refute [ -e run ]
+    # What it says is enough, to the page.
+    run -0 --separate-stderr with_shm "$needed" ds-launch -n 2 ds-train cfg.json -v --out "shm$stage" "${zero[@]}"
+    assert_equal "$(grep -c 'communication: shm$' <<<"$stderr")" 1
+    run -0 --separate-stderr with_shm $((needed - 4096)) ds-launch -n 2 ds-train cfg.json -v --out "mpi$stage" "${zero[@]}"
+    assert_equal "$(grep -c 'communication: mpi$' <<<"$stderr")" 1
+    assert_equal "$(grep -c "warning: communication.backend \"auto\" takes mpi, which is slower: .* $needed bytes" <<<"$stderr")" 1
+    assert_equal "$(losses "shm$stage")" "$(losses "mpi$stage")"
+    assert_equal "$(losses "shm$stage" | wc -l)" 3
+  done
+  run -0 --separate-stderr unshare -m bash -c 'mount -t tmpfs -o ro tmpfs /dev/shm; ds-launch -n 2 ds-train cfg.json --out ro'
+  [[ $stderr == *"takes mpi"*"/dev/shm has 0 bytes free"* ]]
 }
 
 @test "--check ends soon with the most micro-batches that are allowed" {

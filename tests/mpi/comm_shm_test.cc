@@ -238,6 +238,22 @@ TEST_F(CommShm, TooLittleSharedMemoryIsAnErrorWithNumbers) {
   }
 }
 
+TEST_F(CommShm, EveryRankHearsOfTheSameFreeBytes) {
+  Ranks ranks(3, [&](int r) {
+    if (r == 1) std::this_thread::sleep_for(200ms);  // the others have taken some
+    const i64 free = shm_free_bytes(job_, r, 3, 20);
+    auto c = join(r, 3);
+    throw std::runtime_error(fmt::format("{} bytes", free));
+  });
+  const std::string first = ranks.story(0);
+  EXPECT_THAT(first, HasSubstr(" bytes"));
+  for (int r : {1, 2}) EXPECT_EQ(ranks.story(r), first);
+  Ranks alone(2, [&](int r) {
+    if (r == 1) shm_free_bytes(job_, r, 2, 0.3);
+  });
+  EXPECT_THAT(alone.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not come within 0.3 s"));
+}
+
 TEST_F(CommShm, ATakenNameIsRefused) {
   const std::string name = "/ds-" + job_;
   const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
