@@ -73,8 +73,9 @@ inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32
 }
 
 struct Trace {
-  std::vector<double> losses, norms, scales;
+  std::vector<double> losses, norms, scales, lrs;
   std::vector<bool> skipped;
+  std::vector<float> logits;         // after the last step, of samples that are the same on every rank
   std::vector<float> weights, m, v;  // whole, in the order of the parameters
   report::TagBytes counted{}, predicted{};
   std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
@@ -96,7 +97,8 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   mesh.dp().reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.dp().size();
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
-  for (auto* values : {&trace.losses, &trace.norms, &trace.scales}) values->reserve(static_cast<size_t>(steps));
+  for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
+    values->reserve(static_cast<size_t>(steps));
   trace.skipped.reserve(static_cast<size_t>(steps));
   for (i64 step = 0; step < steps; ++step) {
     for (i64 j = 0; j < m; ++j) {
@@ -111,12 +113,23 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
     trace.losses.push_back(r.loss);
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);
+    trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
   }
   trace.sent = mesh.dp().counts();
   trace.planned = engine.plan().traffic;
   trace.predicted = engine.plan().memory;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
+
+  // Every rank's own forward pass over the parameters in their work type: what the last step published.
+  engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
+    for (i64 b = 0; b < B; ++b) {
+      const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+      fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
+    }
+    return true;
+  });
+  engine.read_logits(trace.logits);
 
   // Merge: every rank writes what it owns, then everything is summed (the rest is zero).
   i64 total = 0;
@@ -172,6 +185,7 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
   for (int r = 1; r < ranks; ++r) {
     EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].losses, traces[0].losses)) << "rank " << r;
     EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].norms, traces[0].norms)) << "rank " << r;
+    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].logits, traces[0].logits)) << "rank " << r;
   }
   return traces[0];
 }
@@ -180,6 +194,7 @@ inline void expect_same_training(const Trace& got, const Trace& want, const std:
   EXPECT_TRUE(same_bits(got.losses, want.losses)) << what << ": losses";
   EXPECT_TRUE(same_bits(got.norms, want.norms)) << what << ": norms";
   EXPECT_EQ(got.skipped, want.skipped) << what;
+  EXPECT_TRUE(same_bits(got.logits, want.logits)) << what << ": logits after the last step";
   EXPECT_TRUE(same_bits(got.weights, want.weights)) << what << ": weights";
   EXPECT_TRUE(same_bits(got.m, want.m)) << what << ": first moments";
   EXPECT_TRUE(same_bits(got.v, want.v)) << what << ": second moments";

@@ -3,6 +3,7 @@
 // with m micro-batches are one rank with N*m.
 
 #include <algorithm>
+#include <numbers>
 
 #include "equivalence/training.h"
 
@@ -33,6 +34,7 @@ TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
   Config c = with_precision(tiny_config(model, ranks, 1, 0), precision);
   const Trace base = train_threads(c, ranks, kSteps);
   ASSERT_LT(base.losses.back(), base.losses.front());
+  ASSERT_GT(base.norms.front(), c.gradient_clipping);  // so that clipping takes part in what is compared
   for (i64 stage = 0; stage <= 3; ++stage) {
     for (const i64 bucket : {i64{1}, i64{7000}, i64{500'000'000}}) {
       for (const bool overlap : {true, false}) {
@@ -98,14 +100,36 @@ TEST(Accumulation, RanksTimesMicroBatchesAreOneRankWithAll) {
   }
 }
 
+// "boundary" rounds to the wire type once more: the sum of each rank, an error of at most u (2^-24, 2^-8, 2^-11) of it.
+// So the first norm differs by less than 2u, for the norms of two ranks add up to less than twice that of their sum.
+// The update of a weight, a quotient of gradients, differs by about 2u of itself, and so does what the loss has fallen
+// by: less than half of it, which leaves u of the loss. Later norms are of other weights: they only show that no sum of
+// an earlier step is still there.
 TEST(Accumulation, BoundaryOrderIsCloseToMicroOrder) {
-  Config micro = tiny_config(tiny_gpt2(), 2, 4, 1);
-  micro.reduce_order = ReduceOrder::Micro;
-  const Trace base = train_threads(micro, 2, 20);
-  for (const i64 stage : {0, 1}) {
-    const Trace t = train_threads(tiny_config(tiny_gpt2(), 2, 4, stage), 2, 20);
-    for (size_t s = 0; s < base.losses.size(); ++s)
-      EXPECT_NEAR(t.losses[s], base.losses[s], 1e-5 * base.losses[s]) << s;
+  for (const Precision& precision : kPrecisions) {
+    const double u = precision.bf16 ? 0x1p-8 : precision.fp16 ? 0x1p-11 : 0x1p-24;
+    for (const LossNorm norm : {LossNorm::Micro, LossNorm::Token}) {
+      const auto train = [&](i64 stage, ReduceOrder order) {
+        Config c = with_precision(tiny_config(tiny_gpt2(), 2, 4, stage), precision);
+        c.fp16.loss_scale = 256;
+        c.loss_norm = norm;
+        c.reduce_order = order;
+        return train_threads(c, 2, 20);
+      };
+      const Trace base = train(1, ReduceOrder::Micro);
+      ASSERT_EQ(std::ranges::count(base.skipped, true), 0);
+      for (const i64 stage : {0, 1}) {
+        SCOPED_TRACE(fmt::format("{} stage {} norm {}", precision.name, stage, static_cast<int>(norm)));
+        const Trace t = train(stage, ReduceOrder::Boundary);
+        EXPECT_EQ(t.skipped, base.skipped);
+        EXPECT_DOUBLE_EQ(t.losses.front(), base.losses.front());
+        EXPECT_NEAR(t.norms.front(), base.norms.front(), 2 * u * base.norms.front());
+        for (size_t s = 1; s < base.losses.size(); ++s) {
+          EXPECT_NEAR(t.losses[s], base.losses[s], u * base.losses[s]) << s;
+          EXPECT_NEAR(t.norms[s], base.norms[s], 16 * u * base.norms[s]) << s;
+        }
+      }
+    }
   }
 }
 
@@ -163,29 +187,145 @@ TEST(GatherKnobs, PrefetchPersistenceAndReuseChangeNoBit) {
 }
 
 TEST(Overflow, IsSkippedAlikeEverywhereAndTouchesNothing) {
-  for (i64 stage = 0; stage <= 3; ++stage) {
-    Config c = with_precision(tiny_config(tiny_gpt2(), 2, 1, stage), kPrecisions[2]);
-    c.fp16.initial_scale_power = 24;  // overflows until the scale has come down
-    c.fp16.hysteresis = 1;
-    const Trace t = train_threads(c, 2, 16);
-    ASSERT_TRUE(t.skipped.front());
-    ASSERT_FALSE(t.skipped.back());
-    for (size_t s = 1; s < t.skipped.size(); ++s) {
-      if (!t.skipped[s - 1]) continue;
-      EXPECT_EQ(t.scales[s], t.scales[s - 1] / 2);
-      EXPECT_FALSE(std::isfinite(t.norms[s - 1]));
+  for (const auto& [model, ranks] : {std::pair{tiny_gpt2(), 2}, {tiny_llama(), 3}}) {
+    Trace first;
+    for (i64 stage = 0; stage <= 3; ++stage) {
+      Config c = with_precision(tiny_config(model, ranks, 1, stage), kPrecisions[2]);
+      c.fp16.initial_scale_power = 24;  // overflows until the scale has come down
+      c.fp16.hysteresis = 1;
+      const Trace t = train_threads(c, ranks, 16);
+      ASSERT_TRUE(t.skipped.front());
+      ASSERT_FALSE(t.skipped.back());
+      for (size_t s = 1; s < t.skipped.size(); ++s) {
+        if (!t.skipped[s - 1]) continue;
+        EXPECT_EQ(t.scales[s], t.scales[s - 1] / 2);
+        EXPECT_FALSE(std::isfinite(t.norms[s - 1]));
+      }
+      // The first steps see the same weights, so a model that skipped everything still has its initial weights.
+      Config skip_all = c;
+      skip_all.fp16.loss_scale = 0x1p40;
+      const Trace none = train_threads(skip_all, ranks, 2);
+      const Trace untouched = train_threads(c, ranks, 0);
+      EXPECT_TRUE(same_bits(none.weights, untouched.weights));
+      EXPECT_TRUE(same_bits(none.logits, untouched.logits));
+      EXPECT_TRUE(same_bits(none.m, untouched.m));
+      if (stage == 0) first = t;
+      expect_same_training(t, first, fmt::format("{} ranks stage {}", ranks, stage));
     }
-    // The first steps see the same weights, so a model that skipped everything still has its initial weights.
-    Config skip_all = c;
-    skip_all.fp16.loss_scale = 0x1p40;
-    const Trace none = train_threads(skip_all, 2, 2);
-    Config initial = c;
-    const Trace untouched = train_threads(initial, 2, 0);
-    EXPECT_TRUE(same_bits(none.weights, untouched.weights));
-    EXPECT_TRUE(same_bits(none.m, untouched.m));
-    static Trace first;
-    if (stage == 0) first = t;
-    expect_same_training(t, first, fmt::format("stage {}", stage));
+  }
+}
+
+// Step by step the learning rate of the closed formula over the updates applied so far, -1 before the first: steps
+// skipped at the start and, with a scale that soon grows again, later ones do not tick.
+TEST(Schedule, FollowsTheUpdatesAppliedAndNotTheStepsTaken) {
+  constexpr i64 W = 4, kTotal = 9;
+  constexpr double kMin = 1e-4, kMax = 2e-3, kMinRatio = 0.1, kCosMinRatio = 0.01;
+  for (const SchedulerType type : {SchedulerType::WarmupLR, SchedulerType::WarmupCosineLR}) {
+    for (const WarmupType warmup : {WarmupType::Log, WarmupType::Linear}) {
+      Config c = with_precision(tiny_config(tiny_gpt2(), 2, 1, 1), kPrecisions[2]);
+      c.fp16.initial_scale_power = 24;
+      c.fp16.hysteresis = 1;
+      c.fp16.loss_scale_window = 2;
+      c.scheduler = {.type = type,
+                     .warmup_type = warmup,
+                     .warmup_num_steps = W,
+                     .warmup_min_lr = kMin,
+                     .warmup_max_lr = kMax,
+                     .total_num_steps = kTotal,
+                     .warmup_min_ratio = kMinRatio,
+                     .cos_min_ratio = kCosMinRatio};
+      const Trace t = train_threads(c, 2, 32);
+      i64 applied = 0, skipped_later = 0;
+      for (size_t s = 0; s < t.lrs.size(); ++s) {
+        const double tick = static_cast<double>(applied - 1);
+        const double share = warmup == WarmupType::Log ? std::log(tick + 1) / std::log(W) : tick / W;
+        const double decayed = std::min(1.0, (tick - W + 1) / (kTotal - W));
+        double want = 0;
+        if (type == SchedulerType::WarmupLR) {
+          want = tick < 0 ? kMin : tick < W ? kMin + (kMax - kMin) * share : kMax;
+        } else if (tick >= 0) {
+          const double ratio = tick < W
+                                   ? kMinRatio + (1 - kMinRatio) * share
+                                   : kCosMinRatio + (1 - kCosMinRatio) * (1 + std::cos(std::numbers::pi * decayed)) / 2;
+          want = c.optimizer.lr * ratio;
+        }
+        EXPECT_NEAR(t.lrs[s], want, 1e-12 * want) << "step " << s << " after " << applied << " updates";
+        skipped_later += t.skipped[s] && applied > 0;
+        applied += t.skipped[s] ? 0 : 1;
+      }
+      EXPECT_TRUE(t.skipped.front());
+      EXPECT_GT(skipped_later, 0);
+      EXPECT_GT(applied, kTotal + 1);
+    }
+  }
+}
+
+// DeepSpeed's WarmupLR from 0 has two updates of rate 0: before the first tick, and at the start of the ramp.
+TEST(Schedule, WarmupFromZeroLeavesTheWeightsForTwoUpdates) {
+  Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
+  c.scheduler = {.type = SchedulerType::WarmupLR, .warmup_num_steps = 4, .warmup_max_lr = 1e-3};
+  const std::vector<float> initial = train_threads(c, 2, 0).weights;
+  EXPECT_TRUE(same_bits(train_threads(c, 2, 2).weights, initial));
+  EXPECT_FALSE(same_bits(train_threads(c, 2, 3).weights, initial));
+}
+
+// The first update of AdamW in closed form. Both moments are multiples of the same gradient, so that its size cancels.
+TEST(AdamW, FirstUpdateWithoutBiasCorrectionHasOneSize) {
+  Config c = tiny_config(tiny_gpt2(), 1, 1, 0);
+  c.optimizer.bias_correction = false;
+  c.optimizer.eps = 1e-30f;
+  c.optimizer.weight_decay = 0;
+  const std::vector<float> before = train_threads(c, 1, 0).weights;
+  const Trace t = train_threads(c, 1, 1);
+  const double want = c.optimizer.lr * (1 - c.optimizer.beta1) / std::sqrt(1 - c.optimizer.beta2);
+  size_t moved = 0;
+  for (size_t i = 0; i < before.size(); ++i) {
+    const double step = static_cast<double>(t.weights[i]) - static_cast<double>(before[i]);
+    if (std::fabs(t.m[i]) < 1e-15f) continue;             // the square of such a gradient leaves fp32
+    EXPECT_NEAR(std::abs(step), want, 2e-5 * want) << i;  // half a unit of the last place of a weight of 1 is 6e-6
+    EXPECT_LT(step * static_cast<double>(t.m[i]), 0) << i;
+    ++moved;
+  }
+  EXPECT_GT(moved, before.size() * 9 / 10);
+}
+
+TEST(AdamW, DecayEntersTheGradientOnlyWithoutAdamWMode) {
+  for (const bool adam_w : {false, true}) {
+    Config c = tiny_config(tiny_gpt2(), 1, 1, 0);
+    c.optimizer.adam_w_mode = adam_w;
+    c.optimizer.weight_decay = 1000;
+    const std::vector<float> before = train_threads(c, 1, 0).weights;
+    const Trace t = train_threads(c, 1, 1);
+    double largest = 0, largest_weight = 0;
+    for (size_t i = 0; i < before.size(); ++i) {
+      largest = std::max(largest, std::abs(static_cast<double>(t.weights[i]) - static_cast<double>(before[i])));
+      if (before[i] != 1) largest_weight = std::max(largest_weight, std::abs(static_cast<double>(before[i])));
+    }
+    if (adam_w) {  // decoupled: lr (+-1 + 1000 w)
+      EXPECT_NEAR(largest, c.optimizer.lr * 1000 * largest_weight, 1.01 * c.optimizer.lr);
+      EXPECT_GT(largest, 10 * c.optimizer.lr);
+    } else {  // L2: the gradient's size cancels, whatever it is made of
+      EXPECT_LE(largest, c.optimizer.lr * (1 + 1e-5));
+      EXPECT_GT(largest, c.optimizer.lr * (1 - 1e-5));
+    }
+  }
+}
+
+// From zero, the first moment is (1 - beta1) times the clipped mean gradient.
+TEST(Clipping, ShortensTheGradientOfTheWorldToTheLimit) {
+  for (i64 stage = 0; stage <= 3; ++stage) {
+    Config c = tiny_config(tiny_llama(), 3, 2, stage);
+    c.gradient_clipping = 0;
+    const double norm = train_threads(c, 3, 1).norms.front();
+    for (const double clip : {norm / 5, 5 * norm}) {
+      c.gradient_clipping = clip;
+      const Trace t = train_threads(c, 3, 1);
+      EXPECT_NEAR(t.norms.front(), norm, 1e-12 * norm);  // reported as it was before clipping
+      double squares = 0;
+      for (const float x : t.m) squares += static_cast<double>(x) * static_cast<double>(x);
+      const double want = (1 - c.optimizer.beta1) * std::min(norm, clip);
+      EXPECT_NEAR(std::sqrt(squares), want, 1e-5 * want) << "stage " << stage << " clip " << clip;
+    }
   }
 }
 
@@ -229,6 +369,56 @@ TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
   EXPECT_LT(relative_error(dynamic.m, constant.m), 1e-2);
   EXPECT_LT(relative_error(dynamic.v, constant.v), 1e-2);
 }
+
+// Messages so large that ranks read each other's memory in place; those of the tiny models go through staging areas.
+class InPlace : public ::testing::TestWithParam<std::tuple<int, bool>> {};
+
+TEST_P(InPlace, StagesOverlapAndBucketsChangeNoBit) {
+  constexpr i64 kDirectBytes = 256 << 10;  // of libds/comm/shared_communicator.cc
+  const auto& [ranks, bf16] = GetParam();
+  const int P = ranks;
+  const bool is_bf16 = bf16;
+  const auto configure = [&](int on, i64 m, i64 stage, i64 bucket, bool overlap) {
+    ModelConfig model = tiny_gpt2();
+    model.vocab_size = 19;
+    model.hidden = 224;
+    model.layers = 2;
+    model.heads = model.kv_heads = 4;
+    model.head_dim = 56;
+    model.intermediate = 4 * 224;
+    Config c = with_precision(tiny_config(model, on, m, stage), kPrecisions[is_bf16 ? 1 : 0]);
+    c.data.seq_length = 5;
+    c.reduce_order = ReduceOrder::Micro;
+    c.zero.reduce_bucket_size = c.zero.allgather_bucket_size = bucket;
+    c.zero.overlap_comm = overlap;
+    return c;
+  };
+  const Trace base = train_threads(configure(1, 2 * P, 0, 1, false), 1, 2);  // one rank sends nothing
+  for (i64 stage = 0; stage <= 3; ++stage) {
+    for (const i64 bucket : {1, 700'000}) {
+      const Config c = configure(P, 2, stage, bucket, true);
+      const model::Model model = model::make_model(c.model, c.data.seq_length);
+      const report::RunPlan plan = report::make_run_plan(c, model, P);
+      // A reduce-scatter exposes the P slices of its units, an all-gather one slice: a block is enough for either.
+      for (const i64 block : {1, 2}) {
+        const i64 slice_bytes = plan.layout.units()[static_cast<size_t>(block)].padded / P * dtype_bytes(plan.work);
+        ASSERT_GT(slice_bytes, kDirectBytes);
+        ASSERT_EQ(plan.wire, plan.work);
+      }
+      ASSERT_EQ(plan.buckets.size(), bucket == 1 ? 4u : 2u);  // each unit, or [head, block 1] and [block 0, embedding]
+      for (const bool overlap : {true, false}) {
+        expect_same_training(train_threads(configure(P, 2, stage, bucket, overlap), P, 2), base,
+                             fmt::format("stage {} bucket {} overlap {}", stage, bucket, overlap));
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Zero, InPlace, ::testing::Combine(::testing::Values(2, 3), ::testing::Bool()),
+                         [](const auto& test) {
+                           return fmt::format("P{}_{}", std::get<0>(test.param),
+                                              std::get<1>(test.param) ? "bf16" : "fp32");
+                         });
 
 TEST(Dropout, DoesNotDependOnTheLayout) {
   ModelConfig model = tiny_gpt2();

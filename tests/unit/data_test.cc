@@ -359,7 +359,7 @@ TEST_F(Data, ResumeNoticesOtherData) {
   check_same_data(parse_data_identity(data_identity_json(saved)), identity());
   expect_error(Errc::Mismatch, HasSubstr("data.seq_length is 16"), [&] { check_same_data(saved, identity(16)); });
   expect_error(Errc::Mismatch, HasSubstr("data.seed is 2"), [&] { check_same_data(saved, identity(8, 2)); });
-  expect_error(Errc::Mismatch, HasSubstr("data.split has changed"),
+  expect_error(Errc::Mismatch, HasSubstr("data.split or data.validation has changed"),
                [&] { check_same_data(saved, identity(8, 1, 2 << 20)); });
   for (size_t place : {size_t{0}, text.size() - 1}) {
     std::string other = text;
