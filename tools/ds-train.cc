@@ -7,6 +7,7 @@
 #include <limits>
 #include <optional>
 
+#include "common/prediction.h"
 #include "common/progress.h"
 #include "common/ranks.h"
 #include "common/tool.h"
@@ -35,35 +36,10 @@ extern "C" void on_signal(int signal) {
   stop_signal = signal;
 }
 
-double gib(ds::i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); }
-
 Json memory_json(const std::vector<ds::TagMemory>& memory) {
   Json rows = Json::object();
   for (const auto& m : memory) rows[m.tag] = {{"predicted_bytes", m.predicted}, {"peak_bytes", m.counted}};
   return rows;
-}
-
-void print_prediction(const ds::Config& config, const ds::RankInfo& ranks, Output& out) {
-  const ds::RunPrediction p = ds::predict_run(config, ranks);
-  if (out.json()) {
-    Json tags = Json::object();
-    for (const auto& m : p.memory) tags[m.tag] = m.predicted;
-    out.document({{"config", Json::parse(ds::resolved_json(config))},
-                  {"num_params", p.num_params},
-                  {"flops_per_token", p.flops_per_token},
-                  {"memory_bytes", tags},
-                  {"total_bytes", p.total_bytes},
-                  {"available_bytes", p.available_bytes},
-                  {"comm_bytes_per_step", p.comm_bytes}});
-    return;
-  }
-  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{}\n\nmemory per rank\n", ds::resolved_json(config),
-            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s");
-  for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
-  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
-            gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
-  for (const auto& [name, bytes] : p.comm_bytes)
-    out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
 }
 
 int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
@@ -132,7 +108,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   if (!result.checkpoint.empty()) out.print("\ncheckpoint {}", result.checkpoint);
   out.print("\n\nmemory of rank 0  predicted GiB  peak GiB\n");
   for (const auto& m : result.memory)
-    out.print("  {:<14} {:>14.4f} {:>9.4f}\n", m.tag, gib(m.predicted), gib(m.counted));
+    out.print("  {:<14} {:>14.4f} {:>9.4f}\n", m.tag, ds::tools::gib(m.predicted), ds::tools::gib(m.counted));
   return 0;
 }
 
@@ -157,7 +133,7 @@ int run(const Options& o, Output& out) {
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
   if (o.check) {
-    print_prediction(config, ranks, out);
+    ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
     return 0;
   }

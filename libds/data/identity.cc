@@ -24,9 +24,10 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            now.seq_length, saved.seq_length);
   DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
            saved.seed);
-  DS_CHECK(saved.num_samples == now.num_samples, Errc::Mismatch,
-           "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed", now.num_samples,
-           saved.num_samples);
+  DS_CHECK(
+      saved.num_samples == now.num_samples, Errc::Mismatch,
+      "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed",
+      now.num_samples, saved.num_samples);
 }
 
 std::string data_identity_json(const DataIdentity& identity) {

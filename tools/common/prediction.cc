@@ -1,0 +1,30 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/prediction.h"
+
+namespace ds::tools {
+
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out) {
+  const RunPrediction p = predict_run(config, ranks);
+  if (out.json()) {
+    using Json = nlohmann::ordered_json;
+    Json tags = Json::object();
+    for (const auto& m : p.memory) tags[m.tag] = m.predicted;
+    out.document({{"config", Json::parse(resolved_json(config))},
+                  {"num_params", p.num_params},
+                  {"flops_per_token", p.flops_per_token},
+                  {"memory_bytes", tags},
+                  {"total_bytes", p.total_bytes},
+                  {"available_bytes", p.available_bytes},
+                  {"comm_bytes_per_step", p.comm_bytes}});
+    return;
+  }
+  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{}\n\nmemory per rank\n", resolved_json(config),
+            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s");
+  for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
+  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
+            gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
+  for (const auto& [name, bytes] : p.comm_bytes)
+    out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
+}
+
+}  // namespace ds::tools
