@@ -218,6 +218,7 @@ inline void exercise(Communicator& c, i64 big = 70001) {
     for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems);
   }
   c.barrier("t.barrier");
+  require(P == 1 || c.staging_bytes() > 0, "staging_bytes");
 }
 
 }  // namespace ds::test

@@ -134,6 +134,7 @@ class AsyncCommunicator : public Communicator {
   void abort(const Error& why) noexcept final;
   std::map<std::string, CommCount> counts() const final;
   void reset_counts() final;
+  i64 staging_bytes() const noexcept override { return narrow<i64>(scratch_.size()); }
 
  protected:
   AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options);

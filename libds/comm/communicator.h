@@ -108,6 +108,9 @@ class Communicator {
   // Bytes and calls by "tag" since the start (or the last reset), e.g. "dp.reduce_scatter".
   virtual std::map<std::string, CommCount> counts() const = 0;
   virtual void reset_counts() = 0;
+
+  // What this rank's part of the communicator takes for itself, beside allocate(), while no operation is pending.
+  virtual i64 staging_bytes() const noexcept = 0;
 };
 
 struct CommOptions {

@@ -123,6 +123,10 @@ class MpiCommunicator final : public AsyncCommunicator {
     Environment::leave(clean);
   }
 
+  i64 staging_bytes() const noexcept override {
+    return AsyncCommunicator::staging_bytes() + narrow<i64>(staging_.size());
+  }
+
  private:
   // The requests of one lane, with the peer of each, for error messages.
   struct Requests {

@@ -56,6 +56,10 @@ class SharedCommunicator final : public AsyncCommunicator {
     wake_all(own.arrived);
   }
 
+  i64 staging_bytes() const noexcept override {
+    return AsyncCommunicator::staging_bytes() + (size() > 1 ? 2 * Arena::kStagingHalf : 0);
+  }
+
  private:
   enum Lane : size_t { kProgress, kSender };
 

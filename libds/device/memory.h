@@ -28,13 +28,14 @@ enum class Tag : u8 {
   Workspace,    // temporaries
   Comm,         // staging inside communicators
   Data,         // tokens
+  Scratch,      // of the kernels' workers
   Count,
 };
 
 constexpr std::string_view tag_name(Tag t) noexcept {
   constexpr std::array<std::string_view, static_cast<size_t>(Tag::Count)> names = {
-      "params",   "grads",       "grad_accum", "master",    "optimizer", "buckets",
-      "gathered", "activations", "logits",     "workspace", "comm",      "data"};
+      "params",      "grads",  "grad_accum", "master", "optimizer", "buckets", "gathered",
+      "activations", "logits", "workspace",  "comm",   "data",      "scratch"};
   return names[static_cast<size_t>(t)];
 }
 

@@ -83,15 +83,12 @@ int thread_count(const Config& config, const RankInfo& ranks) {
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
 
-// `scratch`: what the workers took for themselves; it depends on the instruction set and is not predicted.
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const MemoryLedger* ledger, i64 scratch) {
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted) {
   std::vector<TagMemory> table;
   for (size_t t = 0; t < predicted.size(); ++t) {
-    const Tag tag = static_cast<Tag>(t);
-    TagMemory row{std::string(tag_name(tag)), predicted[t], ledger != nullptr ? ledger->peak(tag) : 0};
-    if (row.predicted != 0 || row.counted != 0) table.push_back(std::move(row));
+    if (predicted[t] != 0 || counted[t] != 0)
+      table.push_back({std::string(tag_name(static_cast<Tag>(t))), predicted[t], counted[t]});
   }
-  if (scratch != 0) table.push_back({"scratch", 0, scratch});
   return table;
 }
 
@@ -104,7 +101,7 @@ RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
   RunPrediction p;
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
-  p.memory = memory_table(plan.memory, nullptr, 0);
+  p.memory = memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
   const probe::AvailableMemory available = probe::available_memory();
@@ -170,6 +167,7 @@ struct TrainingRun::State {
   void save();
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
+  std::vector<TagMemory> memory() const;
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line) {
     if (directory) directory->append_metrics(line);
@@ -351,6 +349,16 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
   });
 }
 
+// Peaks of this rank. What workers and the communicator took for themselves depends on the instruction set and the
+// backend, and is not predicted. Allocates; no operation is pending.
+std::vector<TagMemory> TrainingRun::State::memory() const {
+  report::TagBytes counted{};
+  for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
+  counted[static_cast<size_t>(Tag::Comm)] += mesh->dp().staging_bytes();
+  counted[static_cast<size_t>(Tag::Scratch)] += engine->scratch_bytes();
+  return memory_table(engine->plan().memory, counted);
+}
+
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
   const report::RunPlan& plan = engine->plan();
@@ -374,7 +382,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                     .tokens_per_s = static_cast<double>(r.tokens) / s};
   const double flops = engine->model().flops_per_token(plan.T) * static_cast<double>(r.tokens) / mesh->dp().size();
   record.mfu = flops / s / peak_flops;
-  for (const TagMemory& row : memory_table(plan.memory, &ledger, engine->scratch_bytes())) {
+  for (const TagMemory& row : memory()) {
     record.memory_bytes[row.tag] = row.counted;
   }
   for (const auto& [name, count] : mesh->dp().counts()) record.comm_bytes[name] = count.bytes;
@@ -535,7 +543,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
     result.checkpoint = s.writes() ? s.last_checkpoint : "";
-    result.memory = memory_table(plan.memory, &s.ledger, s.engine->scratch_bytes());
+    result.memory = s.memory();
     return result;
   });
 }

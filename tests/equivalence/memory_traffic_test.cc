@@ -18,7 +18,6 @@ i64 padded_elems(const model::Layer& unit, i64 P) {
 
 void expect_planned(const Trace& t, i64 steps) {
   for (size_t tag = 0; tag < t.counted.size(); ++tag) {
-    if (static_cast<Tag>(tag) == Tag::Comm) continue;  // staging of the communicator: not part of the plan
     EXPECT_EQ(t.counted[tag], t.predicted[tag]) << tag_name(static_cast<Tag>(tag));
   }
   for (const auto& [name, planned] : t.planned) {
