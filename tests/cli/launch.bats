@@ -5,6 +5,7 @@
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
 bats_load_library bats-assert
+load waiting
 
 export BATS_TEST_TIMEOUT=120
 
@@ -27,15 +28,6 @@ assert_ends_with() { # status of the job
   local status=0
   wait "$job" || status=$?
   assert_equal "$status" "$1"
-}
-
-until_true() { # seconds command...: within so many seconds
-  local tries=$(($1 * 20))
-  shift
-  until "$@"; do
-    ((tries-- > 0)) || return 1
-    sleep 0.05
-  done
 }
 
 sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }

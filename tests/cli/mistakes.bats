@@ -5,21 +5,11 @@
 
 bats_require_minimum_version 1.5.0
 
+load tiny
+
 setup() {
-  bats_load_library bats-support
-  bats_load_library bats-assert
-  PATH=$DS_BIN:$PATH
-  cd "$BATS_TEST_TMPDIR" || exit 1
-  cp "$DS_SOURCE/LICENSE" text.txt
-  cat >cfg.json <<'JSON'
-{
-  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
-  "data": {"train": "text.txt", "seq_length": 32},
-  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
-  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-  "steps": 2
-}
-JSON
+  tiny_setup
+  sed -i 's/"steps": 12/"steps": 2/' cfg.json
 }
 
 # refuses STATUS TEXT ARGUMENTS...: with one message on stderr that begins with the tool's name, and nothing on stdout.

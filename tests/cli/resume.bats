@@ -207,7 +207,7 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
 
 @test "a stop during an evaluation ends it, and the resumed run makes up for it" {
   cp text.txt long.txt
-  for _ in {1..11}; do cat long.txt long.txt >longer.txt && mv longer.txt long.txt; done
+  for _ in {1..12}; do cat long.txt long.txt >longer.txt && mv longer.txt long.txt; done
   long=(--set data.validation=long.txt --set eval.every=2 --set eval.batches=0)
   for steps in 4 2; do # in the middle, and after the last step
     ds-launch -n 2 ds-train cfg.json --out run$steps --quiet --steps $steps "${long[@]}" 2>err &
@@ -218,7 +218,7 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
     SECONDS=0
     kill -TERM $pid
     wait $pid || assert_equal $? 75
-    ((SECONDS <= 5))
+    ((SECONDS <= 10))
     assert_equal "$(cat run$steps/latest)" step-00000002
     assert_equal "$(grep -c '"type":"eval"' run$steps/metrics.jsonl)" 0
     ds-launch -n 2 ds-train cfg.json --out run$steps --resume latest --quiet --steps $steps "${long[@]}" --set eval.batches=1
@@ -227,13 +227,13 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
 }
 
 @test "a run whose directory was replaced leaves the new one alone" {
-  ds-train cfg.json --out run --steps 100000 --set save.every=50 --quiet 2>err &
+  ds-train cfg.json --out run --steps 100000 --quiet 2>err &
   pid=$!
   until_true 20 steps_at_least run 3
-  rm -rf run
+  mv run elsewhere # at once, where rm would race with what the run writes
   ds-train cfg.json --out run --steps 3 --quiet
   wait $pid || assert_equal $? 1
-  grep -q "run directory run was removed or replaced" err
+  grep -q "run directory run was removed or replaced" err || fail "$(cat err)"
   assert_equal "$(cat run/latest)" step-00000003
   assert_equal "$(losses run | wc -l)" 3
 }

@@ -2,7 +2,9 @@
 # shellcheck shell=bash
 # A tiny training run in a folder of its own: cfg.json over text.txt.
 
-setup() {
+load waiting
+
+tiny_setup() {
   bats_load_library bats-support
   bats_load_library bats-assert
   PATH=$DS_BIN:$PATH
@@ -21,6 +23,7 @@ setup() {
 }
 JSON
 }
+setup() { tiny_setup; }
 
 losses() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"step":\([0-9]*\),"loss":\([^,]*\),.*/\1 \2/'; }
 merged() { ds-ckpt-merge "$1" -o "$2" --optimizer --quiet; }
@@ -40,14 +43,5 @@ ranks_here() {
 
 some_rank_here() { [[ -n $(ranks_here) ]]; }
 no_rank_here() { [[ -z $(ranks_here) ]]; }
-
-until_true() { # seconds command...: within so many seconds
-  local tries=$(($1 * 20))
-  shift
-  until "$@"; do
-    ((tries-- > 0)) || return 1
-    sleep 0.05
-  done
-}
 
 steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
