@@ -447,9 +447,10 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     };
     // Weights or activations beyond the range of numbers: no smaller loss scale heals that. Such a state is not saved,
     // so that the last checkpoint is from before it.
-    // A checkpoint has proved itself when the next step's loss is finite; until then the older ones stay.
+    // A checkpoint, saved or resumed from, has proved itself when the next step's loss is finite; until then the older
+    // ones stay.
     i64 lost = 0;  // steps in a row whose loss is not finite
-    std::string proven = s.last_checkpoint;
+    std::string proven;
     const auto prove = [&] {
       if (proven == s.last_checkpoint) return;
       proven = s.last_checkpoint;
@@ -533,7 +534,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
         signal = s.agree(stop_signal());
       }
     }
-    if (signal == 0) prove();
+    if (signal == 0 && step() >= result.first_step) prove();
     const bool complete = step() >= config.steps && (!s.validation_data || evaluated == step());
     if (signal != 0 && !complete) {
       save();

@@ -226,6 +226,19 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
   done
 }
 
+@test "a run that is stopped again and again keeps as many checkpoints as it should" {
+  ds-train cfg.json --out run --steps 1 --quiet
+  for _ in 1 2 3 4; do
+    ds-train cfg.json --out run --resume latest --steps 1000000 --set save.keep=1 --quiet 2>err &
+    pid=$!
+    before=$(losses run | wc -l)
+    until_true 20 steps_at_least run $((before + 5))
+    kill -TERM $pid
+    wait $pid || assert_equal $? 75
+    (($(find run -name 'step-*' | wc -l) <= 2)) # the last one has not proved itself
+  done
+}
+
 @test "a run whose directory was replaced leaves the new one alone" {
   ds-train cfg.json --out run --steps 100000 --quiet 2>err &
   pid=$!
