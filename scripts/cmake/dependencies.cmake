@@ -19,3 +19,23 @@ add_library(ds_dnnl INTERFACE)
 target_include_directories(ds_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
 # gomp: oneDNN runs on OpenMP threads, and omp_set_num_threads is how each of our threads keeps it to itself.
 target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY} gomp)
+
+# CUDA: the compiler and the headers. Found nothing: DS_CUDA is OFF from here on, and the tools say so when asked.
+if(NOT DS_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(CMAKE_CUDA_ARCHITECTURES ${DS_CUDA_ARCHITECTURES})
+    enable_language(CUDA)
+    find_package(CUDAToolkit REQUIRED)
+    add_library(ds_cuda_headers INTERFACE)
+    target_include_directories(ds_cuda_headers SYSTEM INTERFACE ${CUDAToolkit_INCLUDE_DIRS})
+    find_library(BOOST_CONTEXT_LIBRARY boost_context REQUIRED)  # the fibers of the simulator
+    set(DS_CUDA ON)
+  elseif(DS_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "DS_CUDA is ON, but there is no nvcc")
+  else()
+    set(DS_CUDA OFF)
+  endif()
+endif()
+message(STATUS "CUDA plug-in: ${DS_CUDA} ${CMAKE_CUDA_COMPILER_VERSION}")

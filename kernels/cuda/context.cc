@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/context.h"
+
+#include "cuda/matmul.h"
+
+namespace ds::cuda {
+
+Context::Context() {
+  int device = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&num_multiprocessors_, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  matmul_ = std::make_unique<MatmulEngine>(*this);
+}
+
+Context::~Context() {
+  matmul_.reset();
+  if (scratch_ != nullptr) cudaFree(scratch_);
+  if (stream_ != nullptr) cudaStreamDestroy(stream_);
+}
+
+void* Context::scratch(size_t bytes) noexcept {
+  if (bytes > scratch_bytes_) {
+    check(cudaStreamSynchronize(stream_), "waiting for the stream");
+    if (scratch_ != nullptr) cudaFree(scratch_);
+    scratch_ = nullptr;
+    scratch_bytes_ = 0;
+    const cudaError_t e = cudaMalloc(&scratch_, bytes);
+    check(e, "memory for an op's temporaries");
+    if (e == cudaSuccess) scratch_bytes_ = bytes;
+  }
+  return scratch_;
+}
+
+}  // namespace ds::cuda

@@ -1,0 +1,57 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What Stream::native points to on CUDA: one rank's stream and what its ops keep between calls.
+
+#include <cuda_runtime_api.h>
+
+#include <memory>
+
+#include "ds/kernels/ops.h"
+
+namespace ds::cuda {
+
+class MatmulEngine;  // handle, plans and workspace of the matrix products
+
+class Context {
+ public:
+  // For the current device. Failures are found by ok().
+  Context();
+  ~Context();
+  Context(const Context&) = delete;
+  Context& operator=(const Context&) = delete;
+
+  cudaStream_t stream() const noexcept { return stream_; }
+  MatmulEngine& matmul() noexcept { return *matmul_; }
+  int num_multiprocessors() const noexcept { return num_multiprocessors_; }
+
+  // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
+  // follow each other, so all use the same. It grows on first use (waiting for the stream) and stays. Null: no memory.
+  void* scratch(size_t bytes) noexcept;
+  size_t scratch_bytes() const noexcept { return scratch_bytes_; }
+
+  // The first failure of a call or a launch since the last time; ops are noexcept and report here. `where`: a literal.
+  void check(cudaError_t e, const char* where) noexcept {
+    if (e != cudaSuccess && error_ == nullptr) fail(cudaGetErrorString(e), where);
+  }
+  void fail(const char* error, const char* where) noexcept {
+    if (error_ == nullptr) error_ = error, where_ = where;
+  }
+  const char* error() const noexcept { return error_; }  // null: none
+  const char* where() const noexcept { return where_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  std::unique_ptr<MatmulEngine> matmul_;
+  void* scratch_ = nullptr;
+  size_t scratch_bytes_ = 0;
+  int num_multiprocessors_ = 0;
+  const char* error_ = nullptr;
+  const char* where_ = "";
+};
+
+inline Context& context(Stream& s) noexcept { return *static_cast<Context*>(s.native); }
+
+// The ops of table.cc, one file each. Contracts: ds/kernels/ops.h.
+const OpTable& ops() noexcept;
+
+}  // namespace ds::cuda

@@ -1,0 +1,283 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The words in which kernels are written: who a thread is, what a block and a warp do together, the tensor core's
+// product, asynchronous copies, how a kernel is launched. nvcc gives them the hardware; g++ gives them sim/, which runs
+// every thread of a block as a fiber, so that the very same kernels are tested where there is no GPU.
+//
+// Rules that keep a kernel meaningful in both: blocks are one-dimensional, a multiple of 32 threads; all threads of a
+// warp (of a block) come to every warp_* (sync_block), in the same order; no thread returns before the last of them;
+// shared memory is dynamic, one struct per kernel, taken by block_shared<T>().
+
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+
+#include "ds/kernels/ops.h"
+
+#ifndef __CUDACC__
+#include "cuda/sim/fibers.h"
+#endif
+
+namespace ds::cuda {
+
+inline constexpr int kWarp = 32;
+
+// Grid and block of one launch. `shared_bytes`: sizeof of the struct that the kernel takes by block_shared.
+struct Launch {
+  dim3 grid;
+  int block = 0;
+  size_t shared_bytes = 0;
+};
+
+#ifdef __CUDACC__
+
+#define DS_DEVICE __device__ __forceinline__
+
+DS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
+DS_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
+DS_DEVICE dim3 block_index() { return dim3(blockIdx.x, blockIdx.y, blockIdx.z); }
+DS_DEVICE dim3 grid_size() { return dim3(gridDim.x, gridDim.y, gridDim.z); }
+
+DS_DEVICE void sync_block() { __syncthreads(); }
+DS_DEVICE void sync_warp() { __syncwarp(); }
+
+template <class T>
+DS_DEVICE T& block_shared() {
+  extern __shared__ __align__(1024) unsigned char block_shared_bytes[];
+  return *reinterpret_cast<T*>(block_shared_bytes);
+}
+
+// x of lane (this lane ^ mask); of lane `lane`. T: 4 or 8 bytes, arithmetic.
+template <class T>
+DS_DEVICE T warp_shuffle_xor(T x, int mask) {
+  return __shfl_xor_sync(0xFFFFFFFFu, x, mask);
+}
+template <class T>
+DS_DEVICE T warp_shuffle(T x, int lane) {
+  return __shfl_sync(0xFFFFFFFFu, x, lane);
+}
+// x of lane (this lane - delta); its own x where there is none.
+template <class T>
+DS_DEVICE T warp_shuffle_up(T x, int delta) {
+  return __shfl_up_sync(0xFFFFFFFFu, x, static_cast<unsigned>(delta));
+}
+DS_DEVICE u32 warp_ballot(bool x) { return __ballot_sync(0xFFFFFFFFu, x); }
+
+// d[16,8] += a[16,16] b[16,8] in fp32, the fragments of PTX's mma.m16n8k16.row.col; T: bf16 or f16.
+template <class T>
+DS_DEVICE void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]);
+template <>
+DS_DEVICE void mma_16x8x16<bf16>(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+template <>
+DS_DEVICE void mma_16x8x16<f16>(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+DS_DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+// Four 8x8 matrices of 16-bit elements from shared memory; lane i gives the address of row i%8 of matrix i/8 (16 bytes,
+// aligned) and receives of matrix j, in r[j], elements (lane/4, 2*(lane%4)) and the next; transposed: elements
+// (2*(lane%4), lane/4) and the one below.
+DS_DEVICE void load_matrices(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+DS_DEVICE void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// 16 bytes from global to shared memory, or zeros when not `wanted` (then `from` is not read). They have arrived after
+// copies_wait<n>, n being the number of later committed groups that may still be on their way, and a barrier.
+DS_DEVICE void copy_async_16(void* to_shared, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to_shared)), "l"(from),
+               "r"(wanted ? 16 : 0)
+               : "memory");
+}
+DS_DEVICE void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kPending>
+DS_DEVICE void copies_wait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Integer atomics on global memory only: their results do not depend on the order.
+DS_DEVICE void atomic_add(i64* to, i64 x) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(to), static_cast<unsigned long long>(x));
+}
+DS_DEVICE void atomic_max(i64* to, i64 x) { atomicMax(reinterpret_cast<long long*>(to), static_cast<long long>(x)); }
+DS_DEVICE u32 atomic_add(u32* to, u32 x) { return atomicAdd(to, x); }
+// Orders this thread's earlier writes to global memory before its later ones, for all threads of the device.
+DS_DEVICE void fence_device() { __threadfence(); }
+
+DS_DEVICE float fast_exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+DS_DEVICE float fast_log2(float x) { return __log2f(x); }
+DS_DEVICE float fast_rcp(float x) { return __frcp_rn(x); }
+DS_DEVICE float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
+
+// Two floats rounded to nearest even, the first in the low half.
+template <class T>
+DS_DEVICE u32 pack2(float low, float high);
+template <>
+DS_DEVICE u32 pack2<bf16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <>
+DS_DEVICE u32 pack2<f16>(float low, float high) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+template <class T>
+DS_DEVICE float2 unpack2(u32 x);
+template <>
+DS_DEVICE float2 unpack2<bf16>(u32 x) {
+  return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xFFFF0000u));
+}
+template <>
+DS_DEVICE float2 unpack2<f16>(u32 x) {
+  float a, b;
+  asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(x));
+  return make_float2(a, b);
+}
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t stream, Args... args) {
+  if (l.grid.x == 0 || l.grid.y == 0 || l.grid.z == 0) return;
+  if (l.shared_bytes > 48 * 1024) {
+    cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                         static_cast<int>(l.shared_bytes));
+  }
+  kernel<<<l.grid, static_cast<unsigned>(l.block), l.shared_bytes, stream>>>(static_cast<Params>(args)...);
+}
+
+#else  // g++
+
+#define DS_DEVICE inline
+
+inline int thread_index() { return sim::thread_index(); }
+inline int block_size() { return sim::block().size; }
+inline dim3 block_index() { return sim::block().index; }
+inline dim3 grid_size() { return sim::block().grid; }
+inline void sync_block() { sim::sync_block(); }
+inline void sync_warp() { sim::warp_exchange(0); }
+
+template <class T>
+T& block_shared() {
+  sim::check_shared(sizeof(T));
+  return *reinterpret_cast<T*>(sim::block().shared);
+}
+
+template <class T>
+T warp_shuffle_xor(T x, int mask) {
+  return sim::warp_exchange(x)[static_cast<size_t>((thread_index() % kWarp) ^ mask)];
+}
+template <class T>
+T warp_shuffle(T x, int lane) {
+  return sim::warp_exchange(x)[static_cast<size_t>(lane % kWarp)];
+}
+template <class T>
+T warp_shuffle_up(T x, int delta) {
+  const int lane = thread_index() % kWarp;
+  return sim::warp_exchange(x)[static_cast<size_t>(lane >= delta ? lane - delta : lane)];
+}
+inline u32 warp_ballot(bool x) {
+  const auto lanes = sim::warp_exchange(x);
+  u32 bits = 0;
+  for (size_t i = 0; i < kWarp; ++i) bits |= lanes[i] ? 1u << i : 0u;
+  return bits;
+}
+
+template <class T>
+float2 unpack2(u32 x) {
+  return make_float2(to_float(T{static_cast<u16>(x)}), to_float(T{static_cast<u16>(x >> 16)}));
+}
+template <class T>
+u32 pack2(float low, float high) {
+  return from_float<T>(low).bits | static_cast<u32>(from_float<T>(high).bits) << 16;
+}
+
+template <class T>
+void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+  struct Fragments {
+    u32 a[4], b[2];
+  };
+  const auto lanes = sim::warp_exchange(Fragments{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}});
+  const auto half = [](u32 pair, int which) { return which == 0 ? unpack2<T>(pair).x : unpack2<T>(pair).y; };
+  const int lane = thread_index() % kWarp;
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4 + (e / 2) * 8, col = 2 * (lane % 4) + e % 2;
+    float sum = 0;  // of the products of one instruction, then added: near enough to what the hardware does
+    for (int k = 0; k < 16; ++k) {
+      const Fragments& fa = lanes[static_cast<size_t>(row % 8 * 4 + k % 8 / 2)];
+      const Fragments& fb = lanes[static_cast<size_t>(col * 4 + k % 8 / 2)];
+      sum += half(fa.a[row / 8 + k / 8 * 2], k % 2) * half(fb.b[k / 8], k % 2);
+    }
+    d[e] += sum;
+  }
+}
+
+inline void load_matrices(u32 (&r)[4], const void* row) {
+  const auto rows = sim::warp_exchange(row);
+  const size_t lane = static_cast<size_t>(thread_index() % kWarp);
+  for (size_t j = 0; j < 4; ++j) r[j] = static_cast<const u32*>(rows[8 * j + lane / 4])[lane % 4];
+  sync_warp();  // the rows may be overwritten from here on
+}
+inline void load_matrices_transposed(u32 (&r)[4], const void* row) {
+  const auto rows = sim::warp_exchange(row);
+  const size_t lane = static_cast<size_t>(thread_index() % kWarp);
+  for (size_t j = 0; j < 4; ++j) {
+    const auto element = [&](size_t i) {
+      return u32{static_cast<const u16*>(rows[8 * j + 2 * (lane % 4) + i])[lane / 4]};
+    };
+    r[j] = element(0) | element(1) << 16;
+  }
+  sync_warp();
+}
+
+inline void copy_async_16(void* to_shared, const void* from, bool wanted) {
+  sim::copy_async(to_shared, wanted ? from : nullptr, 16);
+}
+inline void copies_commit() { sim::copies_commit(); }
+template <int kPending>
+void copies_wait() {
+  sim::copies_wait(kPending);
+}
+
+inline void atomic_add(i64* to, i64 x) { *to += x; }
+inline void atomic_max(i64* to, i64 x) { *to = *to > x ? *to : x; }
+inline u32 atomic_add(u32* to, u32 x) {
+  const u32 before = *to;
+  *to += x;
+  return before;
+}
+inline void fence_device() {}
+
+inline float fast_exp2(float x) { return std::exp2(x); }
+inline float fast_log2(float x) { return std::log2(x); }
+inline float fast_rcp(float x) { return 1.0f / x; }
+inline float reciprocal_sqrt(float x) { return 1.0f / std::sqrt(x); }
+
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t, Args... args) {
+  sim::run_grid(l.grid, l.block, l.shared_bytes, [&] { kernel(static_cast<Params>(args)...); });
+}
+
+#endif
+
+}  // namespace ds::cuda
