@@ -26,19 +26,21 @@ void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, 
   }
 }
 
-u32 max_abs_bits(TensorView x, Stream&) noexcept {
-  u32 largest = 0;
+void max_abs(TensorView result, TensorView x, Stream&) noexcept {
+  i64& largest = *result.as<i64>();
   for (i64 i = 0; i < x.numel(); ++i) {
     // Through get() a NaN would pass a double: its bits are read where they lie.
     const float f = x.dtype == DType::BF16  ? to_float(x.as<bf16>()[i])
                     : x.dtype == DType::F16 ? to_float(x.as<f16>()[i])
                                             : x.as<float>()[i];
-    largest = std::max(largest, std::bit_cast<u32>(f) & 0x7FFFFFFFu);
+    largest = std::max<i64>(largest, std::bit_cast<u32>(f) & 0x7FFFFFFFu);
   }
-  return largest;
 }
 
-ExactSum sum_squares(TensorView x, int exponent, Stream&) noexcept {
+void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream&) noexcept {
+  const u32 bits = static_cast<u32>(*max_abs.as<i64>());
+  if (bits >= 0x7F800000u) return;
+  const int exponent = ExactSum::exponent_of(bits);
   ExactSum sum;
   for (i64 i = 0; i < x.numel(); ++i) {
     const double scaled = std::ldexp(get(x, i), 25 - exponent);
@@ -46,15 +48,28 @@ ExactSum sum_squares(TensorView x, int exponent, Stream&) noexcept {
     sum.hi += units >> 32;
     sum.lo += units & 0xFFFFFFFF;
   }
-  return {.hi = sum.hi + (sum.lo >> 32), .lo = sum.lo & 0xFFFFFFFF};
+  result.as<i64>()[0] += sum.hi + (sum.lo >> 32);
+  result.as<i64>()[1] += sum.lo & 0xFFFFFFFF;
 }
 
-void adamw(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams& p,
-           Stream&) noexcept {
-  const double decay = static_cast<double>(p.weight_decay);
+void sum(TensorView result, TensorView x, double factor, Stream&) noexcept {
+  double total = 0;
+  for (i64 i = 0; i < x.numel(); ++i) total += get(x, i);
+  *result.as<double>() = total * factor;
+}
+
+void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams& p, Stream&) noexcept {
+  *verdict = judge_gradients(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, p);
+}
+
+namespace {
+
+void step(const AdamWTensor& t, double grad_scale, const AdamWParams& p) noexcept {
+  const auto& [param, master, m, v, grad, weight_decay] = t;
+  const double decay = static_cast<double>(weight_decay);
   for (i64 i = 0; i < master.numel(); ++i) {
     const double w = get(master, i);
-    double g = get(grad, i) * static_cast<double>(p.grad_scale);
+    double g = get(grad, i) * grad_scale;
     if (!p.adam_w_mode) g += decay * w;
     const double mi = p.beta1 * get(m, i) + (1 - p.beta1) * g;
     const double vi = p.beta2 * get(v, i) + (1 - p.beta2) * g * g;
@@ -67,6 +82,13 @@ void adamw(TensorView param, TensorView master, TensorView m, TensorView v, Tens
     put(master, i, next);
     if (param) put(param, i, get(master, i));
   }
+}
+
+}  // namespace
+
+void adamw(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams& p, Stream&) noexcept {
+  if (!verdict->finite) return;
+  for (const AdamWTensor& t : tensors) step(t, static_cast<double>(verdict->grad_scale), p);
 }
 
 }  // namespace ds::ref

@@ -80,7 +80,9 @@ void adamw(benchmark::State& state) {
   const auto f32 = [&] { return a.take(DType::F32, {kElements}); };
   const TensorView param = a.take(DType::BF16, {kElements}), master = f32(), m = f32(), v = f32(), grad = f32();
   measure(state, 7 * master.bytes() + param.bytes(),
-          [&](Stream& s) { ops().adamw(param, master, m, v, grad, {.lr = 1e-4f, .weight_decay = 0.01f}, s); });
+          [&, tensor = AdamWTensor{param, master, m, v, grad, 0.01f}, verdict = GradVerdict{}](Stream& s) {
+            ops().adamw({&tensor, 1}, &verdict, {.lr = 1e-4f}, s);
+          });
 }
 
 template <DType From, DType To>
@@ -102,13 +104,17 @@ void fold_four(benchmark::State& state) {
 void sum_squares(benchmark::State& state) {
   Arena a;
   const TensorView x = a.take(DType::F32, {kElements});
-  measure(state, x.bytes(), [&](Stream& s) { benchmark::DoNotOptimize(ops().sum_squares(x, 4, s)); });
+  i64 bits = std::bit_cast<u32>(8.0f), sum[2] = {};
+  measure(state, x.bytes(), [&](Stream& s) {
+    ops().sum_squares(TensorView::of(sum, DType::I64, {2}), x, TensorView::of(&bits, DType::I64, {1}), s);
+  });
 }
 
-void max_abs_bits(benchmark::State& state) {
+void max_abs(benchmark::State& state) {
   Arena a;
   const TensorView x = a.take(DType::F32, {kElements});
-  measure(state, x.bytes(), [&](Stream& s) { benchmark::DoNotOptimize(ops().max_abs_bits(x, s)); });
+  i64 bits = 0;
+  measure(state, x.bytes(), [&](Stream& s) { ops().max_abs(TensorView::of(&bits, DType::I64, {1}), x, s); });
 }
 
 template <DType T, Activation f>
@@ -163,7 +169,7 @@ DS_BENCH_THREADS(cast<BF16, F32>);
 DS_BENCH_THREADS(fold_four<F32>);
 DS_BENCH_THREADS(fold_four<BF16>);
 DS_BENCH_THREADS(sum_squares);
-DS_BENCH_THREADS(max_abs_bits);
+DS_BENCH_THREADS(max_abs);
 DS_BENCH_THREADS(activation_fwd<F32, Activation::GeluTanh>);
 DS_BENCH_THREADS(activation_fwd<BF16, Activation::GeluTanh>);
 DS_BENCH_THREADS(activation_bwd<BF16, Activation::GeluTanh>);

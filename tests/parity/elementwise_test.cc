@@ -112,13 +112,13 @@ TEST(Elementwise, MaxAbsBitsOrdersNanAboveInfAboveFinite) {
               x.randomize(4, 2.0f);
               float largest = 0;
               for (i64 i = 0; i < n; ++i) largest = std::max(largest, std::abs(x.at(i)));
-              EXPECT_EQ(ops->max_abs_bits(x, s), std::bit_cast<u32>(largest)) << describe(ops, t, n);
+              EXPECT_EQ(max_abs_bits(*ops, x, s), std::bit_cast<u32>(largest)) << describe(ops, t, n);
               x.set(n / 2, -std::numeric_limits<float>::infinity());
-              EXPECT_EQ(ops->max_abs_bits(x, s), 0x7F800000u) << describe(ops, t, n);
+              EXPECT_EQ(max_abs_bits(*ops, x, s), 0x7F800000u) << describe(ops, t, n);
               x.set(n - 1, -std::numeric_limits<float>::quiet_NaN());
-              EXPECT_GT(ops->max_abs_bits(x, s), 0x7F800000u) << describe(ops, t, n);
+              EXPECT_GT(max_abs_bits(*ops, x, s), 0x7F800000u) << describe(ops, t, n);
               x.fill(-0.0f);
-              EXPECT_EQ(ops->max_abs_bits(x, s), 0u) << describe(ops, t, n);
+              EXPECT_EQ(max_abs_bits(*ops, x, s), 0u) << describe(ops, t, n);
               return std::vector<Tensor>{};
             },
             describe(ops, t, n));
@@ -141,8 +141,9 @@ TEST(Elementwise, SumSquaresEqualsTheExactSum) {
       for (i64 n : kSizes) {
         Tensor x(t, {n});
         x.randomize(8, 0.01f);
-        const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
-        const ExactSum sum = ops->sum_squares(x, exponent, s), want = ref_ops().sum_squares(x, exponent, s);
+        const u32 bits = max_abs_bits(*ops, x, s);
+        const int exponent = ExactSum::exponent_of(bits);
+        const ExactSum sum = sum_squares(*ops, x, bits, s), want = sum_squares(ref_ops(), x, bits, s);
         EXPECT_EQ(sum.hi, want.hi) << describe(ops, t, n);
         EXPECT_EQ(sum.lo, want.lo) << describe(ops, t, n);
         const double exact = fp64_sum_squares(x);
@@ -161,15 +162,16 @@ TEST(Elementwise, SumSquaresDependsOnNoOrderAndNoPartition) {
   Stream s{.pool = &pool};
   std::mt19937 random(1);
   for (const OpTable* ops : all_tables()) {
-    const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
-    const double want = ops->sum_squares(x, exponent, s).value(exponent);
+    const u32 bits = max_abs_bits(*ops, x, s);
+    const int exponent = ExactSum::exponent_of(bits);
+    const double want = sum_squares(*ops, x, bits, s).value(exponent);
     Tensor shuffled = x;
     for (int round = 0; round < 3; ++round) {
       std::shuffle(shuffled.view().as<float>(), shuffled.view().as<float>() + n, random);
       ExactSum total;
       for (i64 at = 0; at < n;) {
         const i64 count = std::min<i64>(n - at, 1 + static_cast<i64>(random() % 9000));
-        const ExactSum part = ops->sum_squares(shuffled.view().rows(at, count), exponent, s);
+        const ExactSum part = sum_squares(*ops, shuffled.view().rows(at, count), bits, s);
         EXPECT_GE(part.lo, 0);
         EXPECT_LT(part.lo, i64{1} << 32);
         total.hi += part.hi;
@@ -188,17 +190,19 @@ TEST(Elementwise, SumSquaresOfExtremes) {
     for (float value : {0.0f, 1e-45f, -1e-45f, 1e-40f, 1.1754944e-38f, 1.0f, -0.99999994f, 2.0f, 3.4028235e38f}) {
       Tensor x(DType::F32, {40});
       x.fill(value);
-      const int exponent = ExactSum::exponent_of(ops->max_abs_bits(x, s));
+      const u32 bits = max_abs_bits(*ops, x, s);
+      const int exponent = ExactSum::exponent_of(bits);
       EXPECT_LT(std::abs(static_cast<double>(value)), std::ldexp(1.0, exponent)) << value;
       const double want = 40.0 * static_cast<double>(value) * static_cast<double>(value);
       // A subnormal maximum has fewer digits than the unit resolves: the exponent stops at -126.
       const double slack = std::abs(value) < 1e-38f ? 40 * std::ldexp(0.5, 2 * exponent - 50) : 1e-14 * want;
-      EXPECT_NEAR(ops->sum_squares(x, exponent, s).value(exponent), want, slack) << ops->name << " " << value;
+      EXPECT_NEAR(sum_squares(*ops, x, bits, s).value(exponent), want, slack) << ops->name << " " << value;
     }
     // A full tile of the largest value for its exponent: the lanes must not overflow.
     Tensor x(DType::F32, {1 << 18});
     x.fill(std::nextafter(1024.0f, 0.0f));
-    EXPECT_NEAR(ops->sum_squares(x, 10, s).value(10) / fp64_sum_squares(x), 1, 1e-12) << ops->name;
+    EXPECT_NEAR(sum_squares(*ops, x, max_abs_bits(*ops, x, s), s).value(10) / fp64_sum_squares(x), 1, 1e-12)
+        << ops->name;
   }
 }
 

@@ -18,26 +18,31 @@ struct State {
   }
 };
 
+constexpr float kDecay = 0.1f;
+const GradVerdict kVerdict{.grad_scale = 1.0f / 64};
+
 AdamWParams params(bool adam_w_mode) {
   return {.beta1 = 0.9,
           .beta2 = 0.95,
           .lr = 3e-3f,
           .eps = 1e-8f,
-          .weight_decay = 0.1f,
           .bias1 = 0.271f,
           .bias2 = 0.142625f,
-          .grad_scale = 1.0f / 64,
           .adam_w_mode = adam_w_mode};
+}
+
+void step(const OpTable& ops, const AdamWTensor& tensor, const AdamWParams& p, Stream& s) {
+  ops.adamw({&tensor, 1}, &kVerdict, p, s);
 }
 
 // The definition in ops.h, one rounding per operation.
 void define(float& master, float& m, float& v, float grad, const AdamWParams& p) {
-  float g = grad * p.grad_scale;
-  if (!p.adam_w_mode) g = g + p.weight_decay * master;
+  float g = grad * kVerdict.grad_scale;
+  if (!p.adam_w_mode) g = g + kDecay * master;
   m = static_cast<float>(p.beta1) * m + static_cast<float>(1 - p.beta1) * g;
   v = static_cast<float>(p.beta2) * v + static_cast<float>(1 - p.beta2) * g * g;
   float u = m / p.bias1 / (std::sqrt(v / p.bias2) + p.eps);
-  if (p.adam_w_mode) u = u + p.weight_decay * master;
+  if (p.adam_w_mode) u = u + kDecay * master;
   master = master - p.lr * u;
 }
 
@@ -56,7 +61,7 @@ TEST(AdamW, IsItsDefinitionBitForBitOnEveryBackend) {
           expect_same_for_any_threads(
               [&](Stream& s) {
                 State got(t, n);
-                ops->adamw(got.param, got.master, got.m, got.v, got.grad, params(mode), s);
+                step(*ops, {got.param, got.master, got.m, got.v, got.grad, kDecay}, params(mode), s);
                 expect_same_bits(got.param, want.param, what + " param");
                 expect_same_bits(got.master, want.master, what + " master");
                 expect_same_bits(got.m, want.m, what + " m");
@@ -67,11 +72,12 @@ TEST(AdamW, IsItsDefinitionBitForBitOnEveryBackend) {
           State alone(t, n);
           ThreadPool pool(1);
           Stream s{.pool = &pool};
-          ops->adamw({}, alone.master, alone.m, alone.v, alone.grad, params(mode), s);
+          step(*ops, {{}, alone.master, alone.m, alone.v, alone.grad, kDecay}, params(mode), s);
           expect_same_bits(alone.master, want.master, what + " without param");
           if (t == DType::F32) {
             State in_place(t, n);
-            ops->adamw(in_place.master, in_place.master, in_place.m, in_place.v, in_place.grad, params(mode), s);
+            step(*ops, {in_place.master, in_place.master, in_place.m, in_place.v, in_place.grad, kDecay}, params(mode),
+                 s);
             expect_same_bits(in_place.master, want.master, what + " param == master");
           }
         }
@@ -86,8 +92,8 @@ TEST(AdamW, MatchesRef) {
   for (const OpTable* ops : backends()) {
     for (bool mode : {true, false}) {
       State got(DType::BF16, 5000), want(DType::BF16, 5000);
-      ops->adamw(got.param, got.master, got.m, got.v, got.grad, params(mode), s);
-      ref_ops().adamw(want.param, want.master, want.m, want.v, want.grad, params(mode), s);
+      step(*ops, {got.param, got.master, got.m, got.v, got.grad, kDecay}, params(mode), s);
+      step(ref_ops(), {want.param, want.master, want.m, want.v, want.grad, kDecay}, params(mode), s);
       expect_close(got.master, want.master, 2, "master");
       expect_close(got.m, want.m, 4, "m");
       expect_close(got.v, want.v, 4, "v");
@@ -106,15 +112,95 @@ TEST(AdamW, GoldenTrace) {
     w.fill(1);
     m.fill(0);
     v.fill(0);
-    AdamWParams p{.lr = 0.1f, .eps = 1e-8f, .weight_decay = 0.01f};
+    AdamWParams p{.lr = 0.1f, .eps = 1e-8f};
     const double want[] = {0.899000002, 0.8714672987058464};
     const float grads[] = {0.5f, -0.25f};
     for (int t = 1; t <= 2; ++t) {
       p.bias1 = static_cast<float>(1 - std::pow(p.beta1, t));
       p.bias2 = static_cast<float>(1 - std::pow(p.beta2, t));
       g.fill(grads[t - 1]);
-      ops->adamw(w, w, m, v, g, p, s);
+      const AdamWTensor tensor{w, w, m, v, g, 0.01f};
+      const GradVerdict verdict;
+      ops->adamw({&tensor, 1}, &verdict, p, s);
       EXPECT_NEAR(w.at(0), want[t - 1], 1e-7) << ops->name << " step " << t;
+    }
+  }
+}
+
+TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    std::vector<State> got, want;
+    for (const i64 n : {i64{5}, i64{0}, i64{1000}, i64{17}}) {
+      got.emplace_back(DType::BF16, n);
+      want.emplace_back(DType::BF16, n);
+    }
+    std::vector<AdamWTensor> tensors;
+    for (size_t i = 0; i < got.size(); ++i) {
+      const float decay = i % 2 == 0 ? kDecay : 0.0f;
+      tensors.push_back({got[i].param, got[i].master, got[i].m, got[i].v, got[i].grad, decay});
+      step(*ops, {want[i].param, want[i].master, want[i].m, want[i].v, want[i].grad, decay}, params(true), s);
+    }
+    const std::vector<State> before = got;
+    const GradVerdict skip{.finite = 0};
+    ops->adamw(tensors, &skip, params(true), s);
+    for (size_t i = 0; i < got.size(); ++i) expect_same_bits(got[i].master, before[i].master, "skipped");
+    ops->adamw(tensors, &kVerdict, params(true), s);
+    for (size_t i = 0; i < got.size(); ++i) {
+      expect_same_bits(got[i].master, want[i].master, "master " + std::to_string(i));
+      expect_same_bits(got[i].param, want[i].param, "param " + std::to_string(i));
+    }
+  }
+}
+
+TEST(Judge, UnscalesClipsAndSkips) {
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    Tensor g(DType::F32, {2});
+    const auto judge = [&](float a, float b, const JudgeParams& p) {
+      g.set(0, a);
+      g.set(1, b);
+      i64 bits = max_abs_bits(*ops, g, s);
+      ExactSum squares = sum_squares(*ops, g, static_cast<u32>(bits), s);
+      i64 parts[2] = {squares.hi, squares.lo};
+      GradVerdict v{.finite = 7, .norm = 7, .grad_scale = 7};
+      ops->judge(&v, TensorView::of(&bits, DType::I64, {1}), TensorView::of(parts, DType::I64, {2}), p, s);
+      return v;
+    };
+    const GradVerdict plain = judge(3, -4, {.divisor = 10});
+    EXPECT_EQ(plain.finite, 1) << ops->name;
+    EXPECT_DOUBLE_EQ(plain.norm, 0.5) << ops->name;
+    EXPECT_EQ(plain.grad_scale, 0.1f) << ops->name;
+    EXPECT_EQ(judge(3, -4, {.divisor = 10, .clip = 0.25}).grad_scale,
+              static_cast<float>(1 / (10 * ((0.5 + 1e-6) / 0.25))));
+    EXPECT_EQ(judge(3, -4, {.divisor = 10, .clip = 2}).grad_scale, 0.1f) << ops->name;
+    EXPECT_EQ(judge(0, 0, {.clip = 1}).norm, 0) << ops->name;
+    EXPECT_EQ(judge(0, 0, {.clip = 1}).grad_scale, 1) << ops->name;
+    EXPECT_EQ(judge(1, INFINITY, {}).finite, 0) << ops->name;
+    EXPECT_EQ(judge(1, INFINITY, {}).norm, INFINITY) << ops->name;
+    EXPECT_EQ(judge(NAN, 1, {}).finite, 0) << ops->name;
+    EXPECT_TRUE(std::isnan(judge(NAN, 1, {}).norm)) << ops->name;
+  }
+}
+
+TEST(Sum, IsTakenInFp64) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    for (const i64 n : {1, 31, 1000, 70001}) {
+      Tensor x(DType::F32, {n});
+      x.randomize(3);
+      x.set(0, 3e7f);
+      double want = 0, got = 0;
+      for (i64 i = 0; i < n; ++i) want += static_cast<double>(x.at(i));
+      ops->sum(TensorView::of(&got, DType::F64, {1}), x, 0.5, s);
+      EXPECT_NEAR(got, 0.5 * want, 1e-6) << ops->name << " " << n;
     }
   }
 }

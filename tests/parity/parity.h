@@ -131,6 +131,18 @@ inline std::vector<const OpTable*> backends() {
   return tables;
 }
 
+// The reductions of one tensor alone, as numbers.
+inline u32 max_abs_bits(const OpTable& ops, TensorView x, Stream& s) {
+  i64 bits = 0;
+  ops.max_abs(TensorView::of(&bits, DType::I64, {1}), x, s);
+  return static_cast<u32>(bits);
+}
+inline ExactSum sum_squares(const OpTable& ops, TensorView x, u32 max_abs, Stream& s) {
+  i64 sum[2] = {0, 0}, bits = max_abs;
+  ops.sum_squares(TensorView::of(sum, DType::I64, {2}), x, TensorView::of(&bits, DType::I64, {1}), s);
+  return {sum[0], sum[1]};
+}
+
 inline constexpr DType kWorkDTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 }  // namespace ds::testing

@@ -6,13 +6,17 @@ namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
 template <class T, bool adam_w>
-void step(T* param, float* master, float* m, float* v, const float* grad, i64 n, const AdamWParams& p,
-          Stream& stream) noexcept {
-  const Vec scale = broadcast(p.grad_scale), decay = broadcast(p.weight_decay), lr = broadcast(p.lr);
+void step(const AdamWTensor& t, float grad_scale, const AdamWParams& p, Stream& stream) noexcept {
+  float* const master = t.master.as<float>();
+  float* const m = t.m.as<float>();
+  float* const v = t.v.as<float>();
+  const float* const grad = t.grad.as<float>();
+  T* const param = (t.param ? t.param : t.master).as<T>();
+  const Vec scale = broadcast(grad_scale), decay = broadcast(t.weight_decay), lr = broadcast(p.lr);
   const Vec beta1 = broadcast(static_cast<float>(p.beta1)), rest1 = broadcast(static_cast<float>(1 - p.beta1));
   const Vec beta2 = broadcast(static_cast<float>(p.beta2)), rest2 = broadcast(static_cast<float>(1 - p.beta2));
   const Vec bias1 = broadcast(p.bias1), bias2 = broadcast(p.bias2), eps = broadcast(p.eps);
-  for_all_vectors(stream, n, [=](i64 i, auto lanes) {
+  for_all_vectors(stream, t.master.numel(), [=](i64 i, auto lanes) {
     const Vec w = load(master + i, lanes);
     Vec g = load(grad + i, lanes) * scale;
     if constexpr (!adam_w) g = g + decay * w;
@@ -30,13 +34,15 @@ void step(T* param, float* master, float* m, float* v, const float* grad, i64 n,
 
 }  // namespace
 
-void adamw(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams& p,
+void adamw(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams& p,
            Stream& stream) noexcept {
-  const TensorView target = param ? param : master;
-  with_work_type(target.dtype, [&]<class T>(T) {
-    const auto run = p.adam_w_mode ? step<T, true> : step<T, false>;
-    run(target.as<T>(), master.as<float>(), m.as<float>(), v.as<float>(), grad.as<float>(), master.numel(), p, stream);
-  });
+  if (!verdict->finite) return;
+  for (const AdamWTensor& t : tensors) {
+    with_work_type(t.param ? t.param.dtype : DType::F32, [&]<class T>(T) {
+      const auto run = p.adam_w_mode ? step<T, true> : step<T, false>;
+      run(t, verdict->grad_scale, p, stream);
+    });
+  }
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -35,10 +35,11 @@ void dropout(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream
 void add(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
 void cast(TensorView y, TensorView x, Stream&) noexcept;
 void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
-u32 max_abs_bits(TensorView x, Stream&) noexcept;
-ExactSum sum_squares(TensorView x, int exponent, Stream&) noexcept;
-void adamw(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams&,
-           Stream&) noexcept;
+void max_abs(TensorView result, TensorView x, Stream&) noexcept;
+void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream&) noexcept;
+void sum(TensorView result, TensorView x, double factor, Stream&) noexcept;
+void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams&, Stream&) noexcept;
+void adamw(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams&, Stream&) noexcept;
 
 // The parts of matmul and linear_cross_entropy that an engine with its own products shares.
 FinishFn finish_for(DType c, DType work) noexcept;

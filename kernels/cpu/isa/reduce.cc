@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The two reductions over a whole tensor. Both are sums or maxima of integers, so the order of tiles cannot matter.
+// Reductions over a whole tensor. max_abs and sum_squares are maxima and sums of integers, so the order of tiles cannot
+// matter.
 
 #include <atomic>
 #include <bit>
@@ -52,7 +53,7 @@ Ints add_units(Ints sum, Vec x, double scale) noexcept {
 
 }  // namespace
 
-u32 max_abs_bits(TensorView x, Stream& stream) noexcept {
+void max_abs(TensorView result, TensorView x, Stream& stream) noexcept {
   std::atomic<i32> largest{0};
   with_work_type(x.dtype, [&]<class T>(T) {
     for_tiles(stream, x.numel(), [&, xp = x.as<T>()](i64 begin, i64 end) {
@@ -65,11 +66,13 @@ u32 max_abs_bits(TensorView x, Stream& stream) noexcept {
       }
     });
   });
-  return static_cast<u32>(largest.load(std::memory_order_relaxed));
+  *result.as<i64>() = std::max<i64>(*result.as<i64>(), largest.load(std::memory_order_relaxed));
 }
 
-ExactSum sum_squares(TensorView x, int exponent, Stream& stream) noexcept {
-  const double scale = std::ldexp(1.0, 25 - exponent);
+void sum_squares(TensorView result, TensorView x, TensorView max_abs, Stream& stream) noexcept {
+  const u32 bits = static_cast<u32>(*max_abs.as<i64>());
+  if (bits >= 0x7F800000u) return;
+  const double scale = std::ldexp(1.0, 25 - ExactSum::exponent_of(bits));
   std::atomic<i64> hi{0}, lo{0};
   with_work_type(x.dtype, [&]<class T>(T) {
     for_tiles(stream, x.numel(), [&, xp = x.as<T>()](i64 begin, i64 end) {
@@ -85,7 +88,18 @@ ExactSum sum_squares(TensorView x, int exponent, Stream& stream) noexcept {
     });
   });
   const i64 low = lo.load(std::memory_order_relaxed);
-  return {.hi = hi.load(std::memory_order_relaxed) + (low >> 32), .lo = low & 0xFFFFFFFF};
+  result.as<i64>()[0] += hi.load(std::memory_order_relaxed) + (low >> 32);
+  result.as<i64>()[1] += low & 0xFFFFFFFF;
+}
+
+void sum(TensorView result, TensorView x, double factor, Stream&) noexcept {
+  double total = 0;  // one per token and micro-batch: nothing to share out
+  for (i64 i = 0; i < x.numel(); ++i) total += static_cast<double>(x.as<float>()[i]);
+  *result.as<double>() = total * factor;
+}
+
+void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams& p, Stream&) noexcept {
+  *verdict = judge_gradients(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, p);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

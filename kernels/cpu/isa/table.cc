@@ -29,8 +29,10 @@ const OpTable& table() noexcept {
       .add = add,
       .cast = cast,
       .fold = fold,
-      .max_abs_bits = max_abs_bits,
+      .max_abs = max_abs,
       .sum_squares = sum_squares,
+      .sum = sum,
+      .judge = judge,
       .adamw = adamw,
   };
   return ops;

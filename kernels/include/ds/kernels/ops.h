@@ -16,6 +16,7 @@
 // Letters: B batch, T tokens (queries), S keys, H query heads, G key/value heads, D head dim, C hidden, F ffn, V
 // vocabulary, R rows, N elements. [x] dims; a view without data (`!view`) means "not wanted".
 
+#include <bit>
 #include <cmath>
 #include <span>
 #include <string_view>
@@ -57,10 +58,16 @@ struct CrossEntropyParams {
 
 struct AdamWParams {
   double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5
-  float lr = 0, eps = 1e-8f, weight_decay = 0;
+  float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  float grad_scale = 1;        // multiplies grad: unscale and clip in one
   bool adam_w_mode = true;     // true: decoupled decay; false: L2 added to the gradient
+};
+
+// One tensor of an optimizer step; all [N], contiguous.
+struct AdamWTensor {
+  TensorView param;               // work dtype, gets the rounded master; optional, may be master when that is fp32
+  TensorView master, m, v, grad;  // fp32
+  float weight_decay = 0;
 };
 
 // An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add
@@ -69,14 +76,36 @@ struct ExactSum {
   i64 hi = 0;
   i64 lo = 0;
 
-  // The least exponent with every finite |x| < 2^exponent, from max_abs_bits.
-  static constexpr int exponent_of(u32 max_abs_bits) noexcept { return static_cast<int>(max_abs_bits >> 23) - 126; }
+  // The least exponent with every finite |x| < 2^exponent, from the bits of the largest.
+  DS_HOST_DEVICE static constexpr int exponent_of(u32 max_abs_bits) noexcept {
+    return static_cast<int>(max_abs_bits >> 23) - 126;
+  }
   // Rounded once, and the same for every split into hi and lo, while the sum is below 2^85 units.
-  double value(int exponent) const noexcept {
+  DS_HOST_DEVICE double value(int exponent) const noexcept {
     const double high = static_cast<double>(hi + (lo >> 32)), low = static_cast<double>(lo & 0xFFFFFFFF);
     return std::ldexp(high * 0x1p32 + low, 2 * exponent - 50);
   }
 };
+
+// What an optimizer step must know of all gradients: made and read where the ops run, without the host.
+struct GradVerdict {
+  i64 finite = 1;        // 0: the step is skipped
+  double norm = 0;       // of the mean gradient, unscaled; the largest |g| where it is not finite
+  float grad_scale = 1;  // multiplies gradients: unscale and clip in one
+};
+struct JudgeParams {
+  double divisor = 1;  // of the accumulated sums: loss scale times the means still to be taken
+  double clip = 0;     // the largest norm; 0: none
+};
+// The one definition of the verdict. max_abs: the bits of the largest |g|; sum: of its squares, in that exponent's
+// units.
+DS_HOST_DEVICE inline GradVerdict judge_gradients(i64 max_abs, ExactSum sum, const JudgeParams& p) noexcept {
+  const u32 bits = static_cast<u32>(max_abs);
+  if (bits >= 0x7F800000u) return {.finite = 0, .norm = static_cast<double>(std::bit_cast<float>(bits))};
+  const double norm = std::sqrt(sum.value(ExactSum::exponent_of(bits))) / p.divisor;
+  const double ratio = p.clip > 0 ? (norm + 1e-6) / p.clip : 1.0, too_long = ratio > 1.0 ? ratio : 1.0;
+  return {.norm = norm, .grad_scale = static_cast<float>(1 / (p.divisor * too_long))};
+}
 
 // clang-format off
 struct OpTable {
@@ -148,21 +177,26 @@ struct OpTable {
   // or more, work dtypes, one dtype for all; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
 
-  // The largest |x| as its fp32 bit pattern (so that NaN > inf > finite): order independent. x work dtype.
-  u32 (*max_abs_bits)(TensorView x, Stream&) noexcept;
-  // Exact sum of squares of finite x; `exponent`: every |x| < 2^exponent. Terms below 2^-50 of 2^(2*exponent) are rounded
-  // each for itself, so the sum does not depend on order or partition.
-  ExactSum (*sum_squares)(TensorView x, int exponent, Stream&) noexcept;
+  // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
+  // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.
+  void (*max_abs)(TensorView result, TensorView x, Stream&) noexcept;
+  // result [2] int64 (ExactSum) += the exact sum of squares of x in the units of exponent_of(max_abs [1] int64); nothing
+  // if that is not finite. Terms below 2^-50 of 2^(2*exponent) are rounded each for itself, so the sum does not depend
+  // on order or partition.
+  void (*sum_squares)(TensorView result, TensorView x, TensorView max_abs, Stream&) noexcept;
+  // result [1] fp64 = factor * the sum of x [N] fp32 in fp64, in a fixed order.
+  void (*sum)(TensorView result, TensorView x, double factor, Stream&) noexcept;
+  // *verdict = judge_gradients(max_abs [1], sum [2]).
+  void (*judge)(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams&, Stream&) noexcept;
 
-  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization". master, m, v, grad [N] fp32; param [N] work dtype,
-  // optional, gets the rounded master (may alias master when fp32). Every operation is rounded, none is fused, so all CPU
-  // instruction sets agree bit for bit; betas and 1 - beta are rounded to fp32 once:
-  //   g = grad*grad_scale;  L2 mode: g = g + decay*master
+  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization". All tensors of a step at once; nothing if the verdict is
+  // not finite. Every operation is rounded, none is fused, so all backends agree bit for bit; betas and 1 - beta are
+  // rounded to fp32 once:
+  //   g = grad*verdict.grad_scale;  L2 mode: g = g + decay*master
   //   m = beta1*m + (1-beta1)*g;  v = beta2*v + ((1-beta2)*g)*g
   //   u = (m/bias1) / (sqrt(v/bias2) + eps);  AdamW mode: u = u + decay*master
   //   master = master - lr*u
-  void (*adamw)(TensorView param, TensorView master, TensorView m, TensorView v, TensorView grad, const AdamWParams&,
-                Stream&) noexcept;
+  void (*adamw)(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams&, Stream&) noexcept;
 };
 // clang-format on
 
