@@ -31,13 +31,16 @@ class Context {
 
   // The first failure of a call or a launch since the last time; ops are noexcept and report here. `where`: a literal.
   void check(cudaError_t e, const char* where) noexcept {
-    if (e != cudaSuccess && error_ == nullptr) fail(cudaGetErrorString(e), where);
+    if (e == cudaSuccess || error_ != nullptr) return;
+    fail(cudaGetErrorString(e), where);
+    code_ = e;
   }
   void fail(const char* error, const char* where) noexcept {
     if (error_ == nullptr) error_ = error, where_ = where;
   }
   const char* error() const noexcept { return error_; }  // null: none
   const char* where() const noexcept { return where_; }
+  cudaError_t error_code() const noexcept { return code_; }  // of a failure of the runtime
 
  private:
   cudaStream_t stream_ = nullptr;
@@ -46,6 +49,7 @@ class Context {
   size_t scratch_bytes_ = 0;
   int num_multiprocessors_ = 0;
   const char* error_ = nullptr;
+  cudaError_t code_ = cudaSuccess;
   const char* where_ = "";
 };
 

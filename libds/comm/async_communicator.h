@@ -131,6 +131,7 @@ class AsyncCommunicator : public Communicator {
   Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;
   Ticket recv(void* data, i64 bytes, int from, std::string_view tag) final;
   void barrier(std::string_view tag) final;
+  void throw_if_failed() const final;
   void abort(const Error& why) noexcept final;
   std::map<std::string, CommCount> counts() const final;
   void reset_counts() final;
@@ -186,7 +187,6 @@ class AsyncCommunicator : public Communicator {
   void gather_now(const Operation&, std::span<const Segment> segments, Pattern pattern);
   void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
   void latch(const Failure& failure);
-  void throw_if_failed() const;
 
   const std::string_view backend_;
   const int rank_;

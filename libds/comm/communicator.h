@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Communicator: the ranks of one mesh axis and what they do together. Five implementations: self (one rank), threads
-// (ranks as threads of one process, for tests), shm (one node), mpi (any nodes), later nccl.
+// Communicator: the ranks of one mesh axis and what they do together. Over host memory: self (one rank), threads (ranks
+// as threads of one process, for tests), shm (one node), mpi (any nodes); over device memory: self, staged, nccl.
 //
 // Canonical sums. A sum over ranks is, for every element, the left fold in ascending rank order in fp32,
 // ((g_0 + g_1) + g_2) + ..., whatever the implementation, segment, owner or algorithm: all implementations give the
@@ -32,7 +32,7 @@
 #include <string_view>
 #include <vector>
 
-#include "device/memory.h"
+#include "device/device.h"
 #include "ds/kernels/ops.h"
 
 namespace ds {
@@ -78,7 +78,7 @@ class Communicator {
 
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  virtual std::string_view backend() const noexcept = 0;  // "self", "threads", "shm", "mpi"
+  virtual std::string_view backend() const noexcept = 0;  // "self", "threads", "shm", "mpi", "staged", "nccl"
 
   // Memory that peers can reach directly (a shared segment); collectives on it copy nothing twice. Collective: all
   // ranks ask for the same sizes in the same order. Zeroed, 64-byte aligned. Ordinary memory works in every call too,
@@ -101,6 +101,9 @@ class Communicator {
   virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
   virtual void barrier(std::string_view tag) = 0;
 
+  // Throws the failure that this rank has learnt of, if any: for work that was enqueued and not waited for by the host.
+  virtual void throw_if_failed() const = 0;
+
   // Tells all peers that this rank gives up and why; they throw the same code, naming the rank at fault: this one, or
   // the one that the error names. So a job ends with one status, whoever ends first. Called by who catches an error.
   virtual void abort(const Error& why) noexcept = 0;
@@ -117,6 +120,7 @@ struct CommOptions {
   double timeout_s = 300;        // a peer absent for longer is an error
   bool progress_thread = true;   // false: operations but send run inside the call (overlap_comm off)
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
+  Device* device = nullptr;      // of the three communicators over device memory
 };
 
 std::unique_ptr<Communicator> make_self_communicator(const CommOptions&);
@@ -140,5 +144,17 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
 
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
+
+// Over device memory (CommOptions::device, which outlives them). Calls take their inputs as of now in the Compute
+// queue; Ticket::wait() orders what comes next on Compute behind the operation and does not stop the host;
+// throw_if_failed() says what has gone wrong. Buffers of allocate() are the device's. `world`: the same ranks over host
+// memory.
+//
+// One rank: folds on the device.
+std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions&);
+// Every call goes through host memory and `world`: for several ranks on one GPU, in tests.
+std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions&);
+// NCCL, loaded at run time; one GPU per rank. Throws Errc::Unavailable where it cannot be loaded. Collective.
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions&);
 
 }  // namespace ds

@@ -40,11 +40,13 @@ inline constexpr std::array kEnumNames<LossNorm> = {EnumName{"micro", u8(LossNor
                                                     EnumName{"token", u8(LossNorm::Token)}};
 template <>
 inline constexpr std::array kEnumNames<DeviceKind> = {EnumName{"auto", u8(DeviceKind::Auto)},
-                                                      EnumName{"cpu", u8(DeviceKind::Cpu)}, EnumName{"cuda"}};
+                                                      EnumName{"cpu", u8(DeviceKind::Cpu)},
+                                                      EnumName{"cuda", u8(DeviceKind::Cuda)}};
 template <>
 inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"auto", u8(CommBackend::Auto)}, EnumName{"self", u8(CommBackend::Self)},
-    EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)}, EnumName{"nccl"}};
+    EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
+    EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
 inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFormat::Auto)},
                                                       EnumName{"text", u8(DataFormat::Text)},

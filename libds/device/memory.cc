@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/memory.h"
 
+#include <fmt/format.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cstring>
 #include <new>
 #include <utility>
+#include <vector>
 
 namespace ds {
 
@@ -36,6 +38,20 @@ i64 MemoryLedger::peak(Tag tag) const noexcept {
 i64 MemoryLedger::num_allocations() const noexcept {
   const std::lock_guard lock(mutex_);
   return num_allocations_;
+}
+
+std::string MemoryLedger::describe() const {
+  std::vector<std::pair<i64, Tag>> held;
+  for (size_t t = 0; t < counts_.size(); ++t) {
+    if (const i64 bytes = current(static_cast<Tag>(t)); bytes > 0) held.emplace_back(bytes, static_cast<Tag>(t));
+  }
+  std::sort(held.rbegin(), held.rend());
+  std::string text;
+  for (const auto& [bytes, tag] : held) {
+    text +=
+        fmt::format("{}{} {:.3f} GiB", text.empty() ? "" : ", ", tag_name(tag), static_cast<double>(bytes) / 0x1p30);
+  }
+  return text.empty() ? "nothing" : text;
 }
 
 namespace {

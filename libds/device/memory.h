@@ -7,6 +7,7 @@
 #include <functional>
 #include <mutex>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "base/check.h"
@@ -29,13 +30,14 @@ enum class Tag : u8 {
   Comm,         // staging inside communicators
   Data,         // tokens
   Scratch,      // of the kernels' workers
+  Host,         // beside a GPU: what its rank holds in host memory
   Count,
 };
 
 constexpr std::string_view tag_name(Tag t) noexcept {
   constexpr std::array<std::string_view, static_cast<size_t>(Tag::Count)> names = {
       "params",      "grads",  "grad_accum", "master", "optimizer", "buckets", "gathered",
-      "activations", "logits", "workspace",  "comm",   "data",      "scratch"};
+      "activations", "logits", "workspace",  "comm",   "data",      "scratch", "host"};
   return names[static_cast<size_t>(t)];
 }
 
@@ -47,6 +49,8 @@ class MemoryLedger {
   i64 peak(Tag tag) const noexcept;
   // Number of add() calls so far: a step must not change it.
   i64 num_allocations() const noexcept;
+  // What is held now, largest first: "params 1.25 GiB, optimizer 0.50 GiB".
+  std::string describe() const;
 
  private:
   struct Count {

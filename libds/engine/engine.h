@@ -6,6 +6,8 @@
 #include <optional>
 #include <vector>
 
+#include "checkpoint/checkpoint.h"
+#include "device/device.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
 #include "optim/lr_schedule.h"
@@ -46,10 +48,28 @@ struct GenerateOptions {
   u32 seed = 0;
 };
 
+class Engine;
+
+// The state of some pieces as host memory: on the CPU that which the engine computes with; beside a GPU a copy, taken
+// under Tag::Host for the object's life.
+class HostState {
+ public:
+  HostState(const Engine& engine, std::vector<zero::Piece> pieces);
+  std::span<const StatePiece> pieces() const noexcept { return pieces_; }
+  void download();  // from the device
+  void upload();    // to the device
+
+ private:
+  const Engine& engine_;
+  std::vector<zero::Piece> where_;
+  std::vector<StatePiece> pieces_;
+  Buffer memory_;
+};
+
 class Engine {
  public:
   // Collective over the mesh. Takes all memory of the run; throws Errc::OutOfMemory naming what it was for.
-  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, const OpTable& ops, int num_threads);
+  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device);
   ~Engine();
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
@@ -74,7 +94,7 @@ class Engine {
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();
 
-  // What this rank holds of the state of one piece of a parameter.
+  // What this rank holds of the state of one piece of a parameter, in device memory.
   struct PieceState {
     void* param;    // work dtype
     float* master;  // null when the work dtype is fp32
@@ -89,9 +109,9 @@ class Engine {
   const model::Model& model() const noexcept { return model_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
-  // FLOP/s of a large matrix product on this rank's threads, measured now.
-  double measure_peak() { return probe::matmul_rate(ops_, stream_, plan_.work, 1024); }
-  i64 scratch_bytes() const noexcept { return pool_.scratch_bytes(); }
+  Device& device() const noexcept { return device_; }
+  // FLOP/s of a large matrix product on this rank's device, measured now.
+  double measure_peak() { return probe::matmul_rate(device_, plan_.work); }
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
   // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled and not yet divided by
@@ -99,45 +119,41 @@ class Engine {
   zero::GradStore& grads() noexcept { return grads_; }
 
  private:
-  // What backward hands to the optimizer: the same on every rank.
-  struct Verdict {
-    bool finite = true;
-    double norm = 0;  // of the mean gradient, unscaled
-  };
   model::PassContext context(model::Mode mode);
   model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
   void forward(i64 micro, i64 global_micro);
   void backward(i64 micro);
   void count_valid_tokens(const StepBatch& batch);
-  double fold_losses();
-  Verdict judge_gradients();
-  void update_params(const Verdict& verdict, double lr);
+  double fold_losses(std::span<const double> losses) const;
+  void judge_gradients();
+  void update_params(double lr);
   double num_means() const noexcept;     // micro-batches of all ranks in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
 
   Config config_;
   Mesh& mesh_;
   MemoryLedger& ledger_;
+  Device& device_;
   const OpTable& ops_;
-  ThreadPool pool_;
-  Stream stream_;
+  Stream& stream_;
   model::Model model_;
-  model::RopeTables rope_;  // for data.seq_length
   report::RunPlan plan_;
   zero::ParamStore params_;
   zero::GradStore grads_;
   Buffer master_, m_, v_;
   Buffer saved_, temporary_, residual_grad_, head_weight_grad_, logits_, data_;
   std::vector<model::LayerActs> train_acts_, eval_acts_;
-  TensorView ids_, targets_, positions_, row_positions_, losses_;
+  TensorView ids_, targets_, positions_, row_positions_, losses_, rope_cos_, rope_sin_;  // in data_, as all of these
+  report::StepScalars* scalars_ = nullptr;
+  double* micro_losses_ = nullptr;  // [P, m]: our row is filled, then gathered; behind scalars_
   std::vector<zero::Piece> held_, owned_;
-  std::vector<bool> decays_;  // per parameter
+  std::vector<AdamWTensor> updated_;  // of held_
   std::vector<pipeline::Instr> schedule_;
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  std::vector<i64> valid_tokens_;     // per micro-batch of this rank
-  std::vector<double> micro_losses_;  // [P, m]: our row is filled, then gathered
+  std::vector<i64> valid_tokens_;   // per micro-batch of this rank
+  std::vector<std::byte> results_;  // the step's scalars and losses, read back
   i64 global_valid_tokens_ = 0;
 };
 

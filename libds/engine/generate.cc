@@ -51,7 +51,7 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
   std::vector<model::KvCache> caches(num_layers);
   for (size_t l = 1; l + 1 < num_layers; ++l) {
     for (TensorView* v : {&caches[l].k, &caches[l].v}) {
-      memory.emplace_back(ledger_, Tag::Activations, cache_bytes);
+      memory.push_back(device_buffer(device_, ledger_, Tag::Activations, cache_bytes));
       *v = TensorView::of(memory.back().data(), plan_.work, {1, capacity, model_.num_kv_heads, model_.head_dim});
     }
   }
@@ -68,24 +68,40 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
     return std::pair{planner.saved_bytes(), planner.temporary_bytes()};
   };
   const auto [saved_bytes, temporary_bytes] = plan_acts(nullptr, nullptr, length);
-  const Buffer saved(ledger_, Tag::Activations, saved_bytes), temporary(ledger_, Tag::Workspace, temporary_bytes);
-  const Buffer logits_memory(ledger_, Tag::Logits, model_.vocab * 4);
-  const TensorView logits = TensorView::of(logits_memory.data(), DType::F32, {1, model_.vocab});
+  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
+  const Buffer saved = buffer(Tag::Activations, saved_bytes), temporary = buffer(Tag::Workspace, temporary_bytes);
+  const Buffer logits_memory = buffer(Tag::Logits, model_.vocab * 4);
+  const TensorView logits_view = TensorView::of(logits_memory.data(), DType::F32, {1, model_.vocab});
+  std::vector<float> logits(static_cast<size_t>(model_.vocab));
   // Of the whole text, so that what is written does not depend on the length that the run trains at. (Hugging Face goes
   // by the length so far and keeps keys rotated by what held when they were new.)
   const model::RopeTables rope = model::make_rope_tables(config_.model, capacity);
   std::vector<i32> tokens(prompt.begin(), prompt.end()), positions(static_cast<size_t>(capacity)), order;
   tokens.reserve(static_cast<size_t>(capacity));
   std::iota(positions.begin(), positions.end(), 0);
+  const i64 rope_elems = narrow<i64>(rope.cos.size());
+  const Buffer input = buffer(Tag::Data, (2 * capacity + 2 * rope_elems) * 4);
+  i32* const device_tokens = input.as<i32>().data();
+  i32* const device_positions = device_tokens + capacity;
+  device_.upload(device_positions, positions.data(), capacity * 4);
+  TensorView cos{}, sin{};
+  if (rope_elems > 0) {
+    cos = TensorView::of(device_positions + capacity, DType::F32, {capacity, rope_elems / capacity});
+    sin = TensorView::of(device_positions + capacity + rope_elems, DType::F32, {capacity, rope_elems / capacity});
+    device_.upload(cos.data, rope.cos.data(), rope_elems * 4);
+    device_.upload(sin.data, rope.sin.data(), rope_elems * 4);
+  }
 
   for (i64 done = 0; narrow<i64>(tokens.size()) < capacity;) {
     const i64 T = narrow<i64>(tokens.size()) - done;
     plan_acts(saved.data(), temporary.data(), T);
     model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = model::Mode::Generate, .B = 1, .T = T};
-    ctx.ids = TensorView::of(tokens.data() + done, DType::I32, {T});
-    ctx.positions = ctx.row_positions = TensorView::of(positions.data() + done, DType::I32, {T});
-    ctx.rope = &rope;
-    ctx.logits = logits;
+    device_.upload(device_tokens, tokens.data() + done, T * 4);
+    ctx.ids = TensorView::of(device_tokens, DType::I32, {T});
+    ctx.positions = ctx.row_positions = TensorView::of(device_positions + done, DType::I32, {T});
+    ctx.rope_cos = cos;
+    ctx.rope_sin = sin;
+    ctx.logits = logits_view;
     params_.begin(plan_.eval_gathers);
     TensorView x{};
     for (size_t l = 0; l < num_layers; ++l) {
@@ -95,7 +111,8 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
       x = acts[l].output;
     }
     done += T;
-    tokens.push_back(sample({logits.as<float>(), static_cast<size_t>(model_.vocab)}, o, done, order));
+    device_.download(logits.data(), logits_view.data, logits_view.bytes());
+    tokens.push_back(sample(logits, o, done, order));
     token(tokens.back());
   }
 }

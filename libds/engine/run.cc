@@ -16,6 +16,7 @@
 #include "data/data.h"
 #include "ds/log.h"
 #include "ds/train.h"
+#include "engine/connect.h"
 #include "engine/engine.h"
 #include "engine/run_directory.h"
 #include "engine/weights.h"
@@ -28,57 +29,6 @@ constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, befo
 
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-// Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
-bool fits_shared_memory(const Config& config, const RankInfo& ranks, std::string& why) {
-  const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const i64 needed = shm_needed_bytes(ranks.world_size, report::make_run_plan(config, model, ranks.world_size).shared);
-  const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
-  why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
-                    needed, free);
-  return needed <= free;
-}
-
-std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks) {
-  const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
-  CommBackend backend = config.communication.backend;
-  const bool chosen = backend != CommBackend::Auto;
-  const bool one_node = ranks.local_world_size == ranks.world_size;
-  if (!chosen) {
-    backend = ranks.world_size == 1            ? CommBackend::Self
-              : one_node && !ranks.job.empty() ? CommBackend::Shm
-                                               : CommBackend::Mpi;
-  }
-  switch (backend) {
-    case CommBackend::Self:
-      DS_CHECK(ranks.world_size == 1, Errc::Config, "communication.backend \"self\" serves one rank, not {}",
-               ranks.world_size);
-      return make_self_communicator(options);
-    case CommBackend::Shm:
-      DS_CHECK(one_node, Errc::Config, "communication.backend \"shm\" serves one node; {} of {} ranks are on this one",
-               ranks.local_world_size, ranks.world_size);
-      DS_CHECK(!ranks.job.empty(), Errc::Config,
-               "communication.backend \"shm\" needs a job name: start with ds-launch");
-      if (std::string why; !fits_shared_memory(config, ranks, why)) {
-        DS_CHECK(!chosen, Errc::OutOfMemory, "communication.backend \"shm\": {}; enlarge it, or take \"mpi\"", why);
-        if (ranks.rank == 0)
-          log_message(LogLevel::Warning,
-                      fmt::format("communication.backend \"auto\" takes mpi, which is slower: {}", why));
-        break;
-      }
-      return make_shm_communicator(ranks.job, ranks.rank, ranks.world_size, options);
-    case CommBackend::Auto:
-    case CommBackend::Mpi: break;
-  }
-  std::unique_ptr<Communicator> comm = make_mpi_communicator(options);
-  DS_CHECK(comm->size() == ranks.world_size, Errc::Config,
-           "MPI has {} ranks, the environment says {}: start with ds-launch", comm->size(), ranks.world_size);
-  return comm;
-}
-
-int thread_count(const Config& config, const RankInfo& ranks) {
-  return config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks.local_world_size);
-}
 
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
@@ -95,18 +45,26 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 }  // namespace
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
-  probe::cpu_backend();  // there is one
+  const DeviceKind device = engine::resolve_device(config);
+  if (device == DeviceKind::Cpu) probe::cpu_backend();  // there is one
   const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size);
+  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, device);
   RunPrediction p;
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
-  const probe::AvailableMemory available = probe::available_memory();
-  p.available_bytes = available.bytes;
-  p.limited_by = available.limited_by;
+  p.device = device == DeviceKind::Cuda ? "cuda" : "cpu";
+  if (device == DeviceKind::Cuda) {
+    const std::unique_ptr<Device> gpu = engine::open_device(config, ranks);
+    p.available_bytes = gpu->memory().free;
+    p.limited_by = fmt::format("free on {}", gpu->name());
+  } else {
+    const probe::AvailableMemory available = probe::available_memory();
+    p.available_bytes = available.bytes;
+    p.limited_by = available.limited_by;
+  }
   return p;
 }
 
@@ -127,8 +85,9 @@ struct TrainingRun::State {
   Config config;
   RankInfo ranks;
   RunOptions options;
-  std::unique_ptr<Mesh> mesh;
   MemoryLedger ledger;
+  std::unique_ptr<Device> device;  // outlives what has memory of it
+  std::unique_ptr<Mesh> mesh;
   std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
   std::unique_ptr<BatchLoader> train_data, validation_data;
   std::unique_ptr<engine::Engine> engine;
@@ -143,16 +102,22 @@ struct TrainingRun::State {
   bool is_root() const { return ranks.rank == 0; }
   bool writes() const { return !options.out_dir.empty() && !options.read_only; }
 
+  void abort(const Error& e) {
+    if (!mesh) return;
+    mesh->world().abort(e);
+    mesh->dp().abort(e);
+  }
+
   // An error of one rank must not leave the others waiting.
   template <class F>
   auto collective(F&& body) {
     try {
       return body();
     } catch (const Error& e) {
-      if (mesh) mesh->world().abort(e);
+      abort(e);
       throw;
     } catch (const std::exception& e) {
-      if (mesh) mesh->world().abort(Error(Errc::Internal, e.what()));
+      abort(Error(Errc::Internal, e.what()));
       throw;
     }
   }
@@ -184,11 +149,12 @@ namespace {
 void check_memory(const Config& config, const RankInfo& ranks) {
   const RunPrediction p = predict_run(config, ranks);
   const double gib = 1024.0 * 1024.0 * 1024.0;
-  const i64 needed = p.total_bytes * ranks.local_world_size;
+  // The memory of a node is all its ranks'; that of a GPU has who takes it first.
+  const i64 needed = p.total_bytes * (p.device == "cpu" ? ranks.local_world_size : 1);
   if (needed <= p.available_bytes) return;
   std::string message =
       fmt::format("this run needs {:.2f} GiB on this node ({} ranks), {:.2f} GiB are there ({}); per rank:",
-                  static_cast<double>(needed) / gib, ranks.local_world_size,
+                  static_cast<double>(p.total_bytes * ranks.local_world_size) / gib, ranks.local_world_size,
                   static_cast<double>(p.available_bytes) / gib, p.limited_by);
   for (const TagMemory& row : p.memory) {
     message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, static_cast<double>(row.predicted) / gib);
@@ -199,16 +165,16 @@ void check_memory(const Config& config, const RankInfo& ranks) {
 }  // namespace
 
 void TrainingRun::State::open() {
-  const OpTable& ops = probe::cpu_backend();
   check_memory(config, ranks);
-  mesh = std::make_unique<Mesh>(connect(config, ranks));
-  backend = mesh->world().backend();
-  if (is_root()) log_message(LogLevel::Verbose, fmt::format("communication: {}", backend));
+  device = engine::open_device(config, ranks);
+  mesh = engine::make_mesh(config, ranks, *device);
+  backend = mesh->dp().backend();
+  if (is_root()) log_message(LogLevel::Verbose, fmt::format("device: {}; communication: {}", device->name(), backend));
   open_data(mesh->dp().size());
   step_dir = find_resumed();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
-  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, ops, thread_count(config, ranks));
+  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
   params = params_of(engine->model(), engine->plan());
   load();
   take_directory();
@@ -280,12 +246,9 @@ void TrainingRun::State::load() {
     return;
   }
   const auto& layout = engine->plan().layout;
-  std::vector<StatePiece> pieces;
-  for (const zero::Piece& piece : layout.held_pieces(mesh->dp().rank())) {
-    const auto st = engine->state(piece);
-    pieces.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
-  }
-  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, pieces, mesh->world());
+  engine::HostState state(*engine, layout.held_pieces(mesh->dp().rank()));
+  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world());
+  state.upload();
   engine->publish_params();
   check_same_run(meta);
   engine::Progress& progress = engine->progress();
@@ -295,7 +258,7 @@ void TrainingRun::State::load() {
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
   last_checkpoint = step_dir;
   if (is_root()) {
-    const std::string isa(probe::cpu_backend().name);
+    const std::string isa(device->name());
     if (meta.isa != isa) {
       log_message(LogLevel::Warning,
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
@@ -325,16 +288,13 @@ void TrainingRun::State::save() {
   meta.loss_scaler = {s.scale, s.iteration, s.last_overflow, s.hysteresis};
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
-  meta.isa = probe::cpu_backend().name;
+  meta.isa = device->name();
   meta.config_json = compact_json(resolved_json(config));
   meta.model_config_json = compact_json(model_config_json(config.model));
   meta.data_json = compact_json(data_identity_json(train_data->identity()));
-  std::vector<StatePiece> pieces;
-  for (const zero::Piece& piece : engine->plan().layout.owned_pieces(mesh->dp().rank())) {
-    const auto st = engine->state(piece);
-    pieces.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
-  }
-  last_checkpoint = save_checkpoint(options.out_dir, meta, params, pieces, mesh->world());
+  engine::HostState state(*engine, engine->plan().layout.owned_pieces(mesh->dp().rank()));
+  state.download();
+  last_checkpoint = save_checkpoint(options.out_dir, meta, params, state.pieces(), mesh->world());
   append({{"type", "event"}, {"event", "saved"}, {"step", meta.step}, {"checkpoint", last_checkpoint}});
 }
 
@@ -355,7 +315,7 @@ std::vector<TagMemory> TrainingRun::State::memory() const {
   report::TagBytes counted{};
   for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
   counted[static_cast<size_t>(Tag::Comm)] += mesh->dp().staging_bytes();
-  counted[static_cast<size_t>(Tag::Scratch)] += engine->scratch_bytes();
+  counted[static_cast<size_t>(Tag::Scratch)] += device->scratch_bytes();
   return memory_table(engine->plan().memory, counted);
 }
 
@@ -395,7 +355,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.ranks = ranks;
   s.options = options;
   const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size);
+  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, engine::resolve_device(config));
   s.open_data(ranks.world_size);
   s.step_dir = s.find_resumed();
   if (s.writes()) engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);

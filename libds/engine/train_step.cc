@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "engine/engine.h"
 
@@ -15,13 +14,14 @@ StepReport Engine::train_step(const StepBatch& batch) {
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
 
   count_valid_tokens(batch);
+  device_.zero(scalars_, sizeof(report::StepScalars));
   params_.begin(plan_.train_gathers);
   for (const pipeline::Instr instr : schedule_) {
     switch (instr.op) {
       case pipeline::Op::Load: {
-        const size_t bytes = static_cast<size_t>(ids_.bytes() / m), at = static_cast<size_t>(instr.micro) * bytes / 4;
-        std::memcpy(ids_.as<i32>() + at, batch.ids.data() + at, bytes);
-        std::memcpy(targets_.as<i32>() + at, batch.targets.data() + at, bytes);
+        const i64 R = plan_.B * plan_.T, at = instr.micro * R;
+        device_.upload(ids_.as<i32>() + at, batch.ids.data() + at, R * 4);
+        device_.upload(targets_.as<i32>() + at, batch.targets.data() + at, R * 4);
         break;
       }
       case pipeline::Op::Forward:
@@ -32,19 +32,22 @@ StepReport Engine::train_step(const StepBatch& batch) {
   }
   grads_.finish();  // owned sums are final
 
-  report.loss = fold_losses();
-  const Verdict verdict = judge_gradients();
+  const AllGatherSegment losses{micro_losses_, m * static_cast<i64>(sizeof(double))};
+  dp.all_gather({&losses, 1}, "dp.stats").wait();
+  report.lr = lr_.lr_at(progress_.optimizer_step - 1);
+  judge_gradients();
+  update_params(report.lr);
+  params_.publish();
+
+  device_.download(results_.data(), scalars_, narrow<i64>(results_.size()));  // the one time that the host waits
+  dp.throw_if_failed();
+  const auto* scalars = reinterpret_cast<const report::StepScalars*>(results_.data());
+  const GradVerdict& verdict = scalars->verdict;
+  report.loss = fold_losses({reinterpret_cast<const double*>(scalars + 1), static_cast<size_t>(m * dp.size())});
   report.grad_norm = verdict.norm;
   report.skipped = !verdict.finite;
-  report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   report.tokens = plan_.B * plan_.T * m * dp.size();
-  if (verdict.finite) {
-    update_params(verdict, report.lr);
-    params_.publish();
-    ++progress_.optimizer_step;
-  } else {
-    ++progress_.skipped_steps;
-  }
+  ++(verdict.finite ? progress_.optimizer_step : progress_.skipped_steps);
   ++progress_.step;
   progress_.consumed_samples += plan_.B * m * dp.size();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
@@ -62,7 +65,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   }
   global_valid_tokens_ = total;
   if (config_.loss_norm == LossNorm::Token) {
-    mesh_.dp().all_reduce(&global_valid_tokens_, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    mesh_.world().all_reduce(&global_valid_tokens_, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
   }
 }
 
@@ -93,9 +96,8 @@ void Engine::forward(i64 micro, i64 global_micro) {
     model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, train_acts_[l]);
     x = train_acts_[l].output;
   }
-  double sum = 0;
-  for (i64 i = 0; i < R; ++i) sum += static_cast<double>(losses_.as<float>()[i]);
-  micro_losses_[static_cast<size_t>(mesh_.dp().rank() * plan_.micro_batches + micro)] = sum * per_token;
+  double* loss = micro_losses_ + mesh_.dp().rank() * plan_.micro_batches + micro;
+  ops_.sum(TensorView::of(loss, DType::F64, {1}), losses_, per_token, stream_);
 }
 
 void Engine::backward(i64 micro) {
@@ -118,68 +120,44 @@ void Engine::backward(i64 micro) {
 
 // The mean over all micro-batches of all ranks, folded in the order (micro-batch, rank): that of one rank with them
 // all.
-double Engine::fold_losses() {
-  Communicator& dp = mesh_.dp();
-  const i64 m = plan_.micro_batches;
-  const AllGatherSegment segment{micro_losses_.data(), m * static_cast<i64>(sizeof(double))};
-  dp.all_gather({&segment, 1}, "dp.stats").wait();
+double Engine::fold_losses(std::span<const double> losses) const {
+  const i64 m = plan_.micro_batches, P = mesh_.dp().size();
   double sum = 0;
   for (i64 j = 0; j < m; ++j) {
-    for (i64 r = 0; r < dp.size(); ++r) sum += micro_losses_[static_cast<size_t>(r * m + j)];
+    for (i64 r = 0; r < P; ++r) sum += losses[static_cast<size_t>(r * m + j)];
   }
   return sum / num_means();
 }
 
-// One verdict for the whole world. Both reductions are over integers, so the norm does not depend on the layout.
-Engine::Verdict Engine::judge_gradients() {
+// One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
+// not depend on the layout.
+void Engine::judge_gradients() {
   Communicator& dp = mesh_.dp();
   const auto owned_slice = [&](const zero::Segment& s) {
     return TensorView::of(grads_.element(s, s.slice * dp.rank()), DType::F32, {s.slice});
   };
-  i64 largest = 0;
-  for (const zero::Segment& s : plan_.layout.segments()) {
-    largest = std::max<i64>(largest, ops_.max_abs_bits(owned_slice(s), stream_));
-  }
-  dp.all_reduce(&largest, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
-  const float max_abs = std::bit_cast<float>(static_cast<u32>(largest));
-  if (!std::isfinite(max_abs)) return {.finite = false, .norm = static_cast<double>(max_abs)};
-  if (max_abs == 0) return {};
-
-  const int exponent = ExactSum::exponent_of(static_cast<u32>(largest));
-  ExactSum sum;
-  for (const zero::Segment& s : plan_.layout.segments()) {
-    const ExactSum part = ops_.sum_squares(owned_slice(s), exponent, stream_);
-    sum.hi += part.hi;
-    sum.lo += part.lo;
-  }
-  i64 parts[2] = {sum.hi, sum.lo};
-  dp.all_reduce(parts, 2, DType::I64, ReduceOp::Sum, "dp.stats").wait();
-  const double total = ExactSum{parts[0], parts[1]}.value(exponent);
-  return {.norm = std::sqrt(total) / (grad_divisor() * scaler_.scale())};
+  const TensorView max_abs = TensorView::of(&scalars_->max_abs, DType::I64, {1}),
+                   sum = TensorView::of(&scalars_->sum, DType::I64, {2});
+  for (const zero::Segment& s : plan_.layout.segments()) ops_.max_abs(max_abs, owned_slice(s), stream_);
+  dp.all_reduce(max_abs.data, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+  for (const zero::Segment& s : plan_.layout.segments()) ops_.sum_squares(sum, owned_slice(s), max_abs, stream_);
+  dp.all_reduce(sum.data, 2, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+  ops_.judge(&scalars_->verdict, max_abs, sum,
+             {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping}, stream_);
 }
 
-void Engine::update_params(const Verdict& verdict, double lr) {
+// Nothing happens on the devices if the verdict says so.
+void Engine::update_params(double lr) {
   const OptimizerConfig& o = config_.optimizer;
-  const double clip = config_.gradient_clipping;
-  const double too_long = clip > 0 ? std::max(1.0, (verdict.norm + 1e-6) / clip) : 1.0;
   const double t = static_cast<double>(progress_.optimizer_step + 1);
-  AdamWParams p{.beta1 = o.beta1,
-                .beta2 = o.beta2,
-                .lr = static_cast<float>(lr),
-                .eps = o.eps,
-                .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
-                .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
-                .grad_scale = static_cast<float>(1 / (scaler_.scale() * grad_divisor() * too_long)),
-                .adam_w_mode = o.adam_w_mode};
-  for (const zero::Piece& piece : held_) {
-    const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
-    const PieceState st = state(piece);
-    const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
-    p.weight_decay = decays_[static_cast<size_t>(piece.param)] ? static_cast<float>(o.weight_decay) : 0.0f;
-    ops_.adamw(view(st.param, plan_.work), view(st.master != nullptr ? st.master : st.param, DType::F32),
-               view(st.m, DType::F32), view(st.v, DType::F32),
-               view(grads_.element(s, piece.segment_offset), DType::F32), p, stream_);
-  }
+  const AdamWParams p{.beta1 = o.beta1,
+                      .beta2 = o.beta2,
+                      .lr = static_cast<float>(lr),
+                      .eps = o.eps,
+                      .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
+                      .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
+                      .adam_w_mode = o.adam_w_mode};
+  ops_.adamw(updated_, &scalars_->verdict, p, stream_);
 }
 
 }  // namespace ds::engine

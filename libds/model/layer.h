@@ -79,7 +79,8 @@ struct KvCache {
 
 enum class Mode : u8 { Train, Eval, Generate };
 
-// cos and sin of the positions from 0 on, [positions, D/2] fp32 each; empty for models without rotary positions.
+// cos and sin of the positions from 0 on, [positions, D/2] fp32 each, in host memory; empty for models without rotary
+// positions.
 struct RopeTables {
   std::vector<float> cos, sin;
 };
@@ -90,12 +91,12 @@ struct PassContext {
   Stream& stream;
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;
-  TensorView ids{};                  // [R] int32
-  TensorView positions{};            // [T] int32
-  TensorView row_positions{};        // [R] int32: positions repeated B times
-  const RopeTables* rope = nullptr;  // for the sequences of this pass
-  TensorView targets{};              // [R] int32; not when generating
-  TensorView losses{};               // [R] fp32, written by the head; not when generating
+  TensorView ids{};                   // [R] int32
+  TensorView positions{};             // [T] int32
+  TensorView row_positions{};         // [R] int32: positions repeated B times
+  TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
+  TensorView targets{};               // [R] int32; not when generating
+  TensorView losses{};                // [R] fp32, written by the head; not when generating
   TensorView logits{};  // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
                         // workspace [chunk,V] fp32
   TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection of this micro-batch

@@ -215,13 +215,8 @@ class LlamaBlock final : public Layer {
             heads_view(v, ctx.B, ctx.T, G_, D_, G_ * D_, 0)};
   }
   void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
-    const auto table = [&](const std::vector<float>& values) {
-      return TensorView::of(const_cast<float*>(values.data()), DType::F32,
-                            {narrow<i64>(values.size()) / (D_ / 2), D_ / 2});
-    };
-    const TensorView cos = table(ctx.rope->cos), sin = table(ctx.rope->sin);
-    ctx.ops.rope(h.q, h.q, cos, sin, ctx.positions, inverse, ctx.stream);
-    ctx.ops.rope(h.k, h.k, cos, sin, ctx.positions, inverse, ctx.stream);
+    ctx.ops.rope(h.q, h.q, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
+    ctx.ops.rope(h.k, h.k, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
   }
   AttentionParams attention_params(const PassContext& ctx) const {
     AttentionParams params = attention_;

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "base/check.h"
-#include "ds/kernels/ops.h"
+#include "device/device.h"
 
 namespace ds::probe {
 
@@ -30,7 +30,8 @@ struct AvailableMemory {
 // The tightest of: free memory of the node, the cgroup's limit less its use, the address space limit.
 AvailableMemory available_memory();
 
-// FLOP/s of an n^3 product in `work`, best of three; takes the memory of three n x n matrices for the time of the call.
-double matmul_rate(const OpTable& ops, Stream& stream, DType work, i64 n);
+// FLOP/s of an n^3 product in `work`, best of three, with an n that keeps the device busy for some milliseconds; takes
+// the memory of three n x n matrices for the time of the call.
+double matmul_rate(Device& device, DType work);
 
 }  // namespace ds::probe

@@ -3,15 +3,17 @@
 
 #include <algorithm>
 
+#include "model/models.h"
 #include "zero/param_store.h"
 
 namespace ds::report {
 namespace {
 
-// Rows of logits at a time: about 64 MiB of fp32, a multiple of 64 rows.
-i64 logits_chunk(i64 rows, i64 vocab) {
-  constexpr i64 kTargetElems = i64{16} << 20;
-  return std::min(rows, align_up(std::max<i64>(kTargetElems / vocab, 1), 64));
+// Rows of logits at a time: about 64 MiB of fp32, so that they stay in caches, or 1 GiB on a GPU, whose products must
+// be large; a multiple of 64 rows.
+i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
+  const i64 target_elems = device == DeviceKind::Cuda ? i64{256} << 20 : i64{16} << 20;
+  return std::min(rows, align_up(std::max<i64>(target_elems / vocab, 1), 64));
 }
 
 }  // namespace
@@ -22,7 +24,7 @@ i64 RunPlan::total_memory() const noexcept {
   return total;
 }
 
-RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks) {
+RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device) {
   RunPlan plan;
   plan.work = config.work_dtype();
   plan.wire = config.communication_data_type;
@@ -71,7 +73,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   }
   plan.saved_bytes = planner.saved_bytes();
   plan.temporary_bytes = planner.temporary_bytes();
-  plan.logits_chunk = logits_chunk(R, model.vocab);
+  plan.logits_chunk = logits_chunk(R, model.vocab, device);
+  plan.rope_elems = narrow<i64>(model::make_rope_tables(config.model, plan.T).cos.size());
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
@@ -91,8 +94,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection, staged gradients.
   tag(Tag::Workspace) = plan.temporary_bytes + R * model.hidden * work_bytes + model.vocab * model.hidden * 4 +
                         zero::staging_elems(plan.layout, plan.grads) * 4;
-  // ids and targets of all micro-batches, positions, losses.
-  tag(Tag::Data) = (2 * plan.micro_batches * R + plan.T + R) * 4 + R * 4;
+  // ids and targets of all micro-batches, positions, losses, rotations; then the numbers of the step.
+  tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + 2 * plan.rope_elems) * 4, 8) +
+                   static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
 
   const i64 reductions = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
   const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };

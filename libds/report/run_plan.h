@@ -27,6 +27,7 @@ struct RunPlan {
   zero::GradOptions grads;
   std::vector<zero::Bucket> buckets;
   zero::GatherPlan train_gathers, eval_gathers;
+  i64 rope_elems = 0;       // of the tables of cos and of sin, each
   i64 logits_chunk = 0;     // rows of the logits workspace
   i64 saved_bytes = 0;      // activations kept for backward
   i64 temporary_bytes = 0;  // shared by the layers
@@ -41,7 +42,14 @@ struct RunPlan {
   i64 total_memory() const noexcept;
 };
 
-// The model must outlive the plan.
-RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks);
+// The model must outlive the plan. `device`: where it runs, not Auto.
+RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device = DeviceKind::Cpu);
+
+// The device's numbers of a step that its host reads when the step is done; each is 8-byte aligned.
+struct StepScalars {
+  i64 max_abs = 0;
+  ExactSum sum;
+  GradVerdict verdict;
+};
 
 }  // namespace ds::report

@@ -53,8 +53,8 @@ i64 staging_elems(const Layout& layout, const GradOptions& options) {
 }
 
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                     MemoryLedger& ledger, const OpTable& ops, Stream& stream, const GradOptions& options)
-    : layout_(layout), comm_(comm), ops_(ops), stream_(stream), options_(options) {
+                     Device& device, MemoryLedger& ledger, const GradOptions& options)
+    : layout_(layout), comm_(comm), device_(device), ops_(device.ops()), stream_(device.stream()), options_(options) {
   std::vector<i64> order;
   for (i64 u = narrow<i64>(layout.units().size()); u-- > 0;) order.push_back(u);
   buckets_ = plan_buckets(layout, order, options.bucket_elems);
@@ -87,7 +87,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   fresh_ = comm.allocate(ledger, tag, fresh_grad_elems(layout, buckets_, options) * dtype_bytes(options.wire));
   // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
   accum_ = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
-  staging_ = Buffer(ledger, Tag::Workspace, staging_elems(layout, options) * 4);
+  staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   i64 accum_at = 0;
   for (const Segment& s : layout.segments()) {
     accum_base_.push_back(full_accum() ? accum_at : s.shard_offset);
@@ -125,8 +125,8 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
         for (const Segment& s : layout_.segments_of(u)) {
           const i64 at = unit_base_[static_cast<size_t>(u)] + s.offset + s.numel,
                     pad = s.slice * layout_.num_ranks() - s.numel;
-          std::fill_n(static_cast<char*>(fresh_.data()) + at * dtype_bytes(options_.wire),
-                      pad * dtype_bytes(options_.wire), char{0});
+          device_.zero(static_cast<char*>(fresh_.data()) + at * dtype_bytes(options_.wire),
+                       pad * dtype_bytes(options_.wire));
         }
       }
     }

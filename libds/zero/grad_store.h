@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "device/device.h"
 #include "zero/layout.h"
 
 namespace ds::zero {
@@ -45,7 +46,7 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 class GradStore {
  public:
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-            MemoryLedger& ledger, const OpTable& ops, Stream& stream, const GradOptions& options);
+            Device& device, MemoryLedger& ledger, const GradOptions& options);
 
   // Where the next backward writes the gradients of `unit`: units come in backward order (last unit first) in every
   // micro-batch. Waits until the memory is free. commit() ends the lease.
@@ -55,7 +56,7 @@ class GradStore {
   // After the last micro-batch: waits for all reductions; at stage 0 also gathers the accumulators of the other ranks.
   void finish();
 
-  // fp32 accumulator of element `first` of a segment (owned slices; at stage 0 all).
+  // Where the fp32 accumulator lies of element `first` of a segment (owned slices; at stage 0 all).
   float* element(const Segment& s, i64 first) const noexcept;
 
  private:
@@ -64,6 +65,7 @@ class GradStore {
 
   const Layout& layout_;
   Communicator& comm_;
+  Device& device_;
   const OpTable& ops_;
   Stream& stream_;
   GradOptions options_;

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/param_store.h"
 
-#include <cstring>
-
 namespace ds::zero {
 
 ParamLease::~ParamLease() {
@@ -14,8 +12,8 @@ std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept {
 }
 
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                       MemoryLedger& ledger, const Options& options)
-    : layout_(layout), comm_(comm), options_(options) {
+                       Device& device, MemoryLedger& ledger, const Options& options)
+    : layout_(layout), comm_(comm), device_(device), options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0;
   for (const Segment& s : layout.segments()) {
@@ -24,7 +22,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     used += whole(s) ? s.slice * P : s.slice;
   }
   whole_ = comm.allocate(ledger, Tag::Params, whole_elems * bytes);
-  shards_ = Buffer(ledger, Tag::Params, shard_elems * bytes);
+  shards_ = device_buffer(device, ledger, Tag::Params, shard_elems * bytes);
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
 
   arriving_.resize(layout.units().size());
@@ -73,8 +71,7 @@ void ParamStore::launch(const GatherStep::Launch& l) {
     if (whole(s)) continue;
     char* base = static_cast<char*>(pool_.data()) + l.offset * bytes;
     const i64 slice_bytes = s.slice * bytes;
-    std::memcpy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()),
-                static_cast<size_t>(slice_bytes));
+    device_.copy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()), slice_bytes);
     const AllGatherSegment segment{base, slice_bytes};
     arriving_[static_cast<size_t>(l.unit)] = comm_.all_gather({&segment, 1}, "dp.all_gather");
     point_rows(s, base);

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "device/device.h"
 #include "zero/gather_plan.h"
 #include "zero/layout.h"
 
@@ -39,7 +40,7 @@ class ParamStore {
   };
   // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory.
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-             MemoryLedger& ledger, const Options& options);
+             Device& device, MemoryLedger& ledger, const Options& options);
 
   // Starts a pass over plan.accesses; every acquire() is the next access. At stages 0 to 2 plans launch nothing.
   void begin(const GatherPlan& plan);
@@ -61,6 +62,7 @@ class ParamStore {
 
   const Layout& layout_;
   Communicator& comm_;
+  Device& device_;
   Options options_;
   Buffer whole_, shards_, pool_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_

@@ -49,7 +49,8 @@ void measure(const Config& config, DType work, int threads, int turns) {
   MemoryLedger ledger;
   Mesh mesh(make_self_communicator({}));
   const OpTable& ops = *cpu_ops();
-  engine::Engine engine(config, mesh, ledger, ops, threads);
+  const auto device = make_cpu_device(ops, threads);
+  engine::Engine engine(config, mesh, ledger, *device);
   engine.init_weights();
   const report::RunPlan& plan = engine.plan();
   const i64 tokens = plan.B * plan.T;

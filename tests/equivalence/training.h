@@ -86,13 +86,11 @@ struct Hooks {
   std::function<void(engine::Engine&, i64 step)> before_step;
 };
 
-// Trains on an existing communicator; returns the trace (merged state on every rank).
-inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& config, i64 steps, int num_threads,
-                        const OpTable& ops, const Hooks& hooks) {
+// Trains on a device; returns the trace (merged state on every rank).
+inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 steps, const Hooks& hooks = {}) {
   Trace trace;
-  Mesh mesh(std::move(world));
   MemoryLedger ledger;
-  engine::Engine engine(config, mesh, ledger, ops, num_threads);
+  engine::Engine engine(config, mesh, ledger, device);
   engine.init_weights();
   mesh.dp().reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.dp().size();
@@ -140,18 +138,27 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   }
   for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v})
     state->assign(static_cast<size_t>(total), 0.0f);
-  for (const zero::Piece& piece : engine.plan().layout.owned_pieces(mesh.rank())) {
-    const auto st = engine.state(piece);
-    const size_t at = static_cast<size_t>(first[static_cast<size_t>(piece.param)] + piece.begin);
-    std::copy_n(st.master != nullptr ? st.master : static_cast<const float*>(st.param), piece.count,
+  engine::HostState held(engine, engine.plan().layout.owned_pieces(mesh.rank()));
+  held.download();
+  for (const StatePiece& st : held.pieces()) {
+    const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + st.begin);
+    std::copy_n(st.master != nullptr ? st.master : static_cast<const float*>(st.param_data), st.count,
                 &trace.weights[at]);
-    std::copy_n(st.m, piece.count, &trace.m[at]);
-    std::copy_n(st.v, piece.count, &trace.v[at]);
+    std::copy_n(st.exp_avg, st.count, &trace.m[at]);
+    std::copy_n(st.exp_avg_sq, st.count, &trace.v[at]);
   }
   for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v}) {
-    mesh.dp().all_reduce(state->data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
+    mesh.world().all_reduce(state->data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
   }
   return trace;
+}
+
+// On the CPU, over an existing communicator.
+inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& config, i64 steps, int num_threads,
+                        const OpTable& ops, const Hooks& hooks) {
+  const auto device = make_cpu_device(ops, num_threads);
+  Mesh mesh(std::move(world));
+  return train_on(*device, mesh, config, steps, hooks);
 }
 
 template <class T>

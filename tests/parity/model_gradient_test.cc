@@ -104,8 +104,9 @@ class Model {
     c.seed = 5;
     return c;
   }
-  struct Owned {  // the ledger outlives the engine
-    Owned(const Config& c, Mesh& mesh) : engine(c, mesh, ledger, *cpu_ops(), 1) {}
+  struct Owned {  // device and ledger outlive the engine
+    Owned(const Config& c, Mesh& mesh) : engine(c, mesh, ledger, *device) {}
+    std::unique_ptr<Device> device = make_cpu_device(*cpu_ops(), 1);
     MemoryLedger ledger;
     engine::Engine engine;
   };

@@ -122,7 +122,8 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   const Fixture f(name);
   Mesh mesh(make_self_communicator({}));
   MemoryLedger ledger;
-  engine::Engine engine(f.run_config(dtype), mesh, ledger, *cpu_ops(), 2);
+  const auto device = make_cpu_device(*cpu_ops(), 2);
+  engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
   engine::load_weights(engine, f.dir);
 
   std::vector<float> logits;
@@ -178,7 +179,8 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     config.gradient_clipping = clip;
     Mesh mesh(make_self_communicator({}));
     MemoryLedger ledger;
-    engine::Engine engine(config, mesh, ledger, *cpu_ops(), 2);
+    const auto device = make_cpu_device(*cpu_ops(), 2);
+    engine::Engine engine(config, mesh, ledger, *device);
     engine::load_weights(engine, f.dir);
     engine.train_step({ids, targets});
 
@@ -208,7 +210,8 @@ TEST_P(Models, TenAdamWSteps) {
   const Fixture f(name);
   Mesh mesh(make_self_communicator({}));
   MemoryLedger ledger;
-  engine::Engine engine(f.run_config(dtype), mesh, ledger, *cpu_ops(), 2);
+  const auto device = make_cpu_device(*cpu_ops(), 2);
+  engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
   engine::load_weights(engine, f.dir);
   const auto fixture = [&](std::string_view of, std::string_view what) {
     return f.read<double>(fmt::format("train.{}.{}", of, what));

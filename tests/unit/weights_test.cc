@@ -44,7 +44,7 @@ void write_safetensors(const std::string& path, const Tensors& tensors) {
 
 class Weights : public ::testing::TestWithParam<Family> {
  protected:
-  Weights() : mesh(make_self_communicator({})), engine(config(), mesh, ledger, *cpu_ops(), 1) {
+  Weights() : mesh(make_self_communicator({})), engine(config(), mesh, ledger, *device) {
     float next = 0.5f;
     for (const auto& unit : engine.plan().rows) {
       for (const model::ParamRow& row : unit) {
@@ -86,6 +86,7 @@ class Weights : public ::testing::TestWithParam<Family> {
 
   TempDirectory dir;
   Mesh mesh;
+  std::unique_ptr<Device> device = make_cpu_device(*cpu_ops(), 1);
   MemoryLedger ledger;
   Engine engine;
   std::vector<std::string> names;  // by parameter number

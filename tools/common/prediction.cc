@@ -14,12 +14,13 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
                   {"flops_per_token", p.flops_per_token},
                   {"memory_bytes", tags},
                   {"total_bytes", p.total_bytes},
+                  {"device", p.device},
                   {"available_bytes", p.available_bytes},
                   {"comm_bytes_per_step", p.comm_bytes}});
     return;
   }
-  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{}\n\nmemory per rank\n", resolved_json(config),
-            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s");
+  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory per rank\n", resolved_json(config),
+            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device);
   for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
   out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
             gib(p.total_bytes), gib(p.available_bytes), p.limited_by);

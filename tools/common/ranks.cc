@@ -33,6 +33,7 @@ RankInfo ranks_of_environment() {
   }
   r.world_size = environment_number("WORLD_SIZE", 1);
   r.rank = environment_number("RANK", 0);
+  r.local_rank = environment_number("LOCAL_RANK", 0);
   r.local_world_size = environment_number("LOCAL_WORLD_SIZE", r.world_size);
   if (const char* job = std::getenv("DS_JOB")) r.job = job;
   if (r.world_size < 1 || r.rank >= r.world_size) {

@@ -74,8 +74,8 @@ struct ZeroConfig {
 // When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
-enum class DeviceKind : u8 { Auto, Cpu };
-enum class CommBackend : u8 { Auto, Self, Shm, Mpi };
+enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
+enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Nccl };
 
 struct CommunicationConfig {
   CommBackend backend = CommBackend::Auto;

@@ -17,6 +17,7 @@ namespace ds {
 struct RankInfo {
   int rank = 0;
   int world_size = 1;
+  int local_rank = 0;        // among the ranks of this node
   int local_world_size = 1;  // ranks on this node
   std::string job;           // names the job's shared memory; empty: there is none
 };
@@ -34,8 +35,9 @@ struct RunPrediction {
   std::vector<TagMemory> memory;          // per rank, without the base of the process
   i64 total_bytes = 0;                    // per rank
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
-  i64 available_bytes = 0;                // of this node: free memory within limits
-  std::string limited_by;                 // "free memory", "cgroup limit", "address space limit"
+  std::string device;                     // "cpu", "cuda"
+  i64 available_bytes = 0;                // of this node: free memory within limits; or of this rank's GPU
+  std::string limited_by;                 // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
 // configuration.
@@ -115,7 +117,7 @@ class DS_API TrainingRun {
                 const std::function<void(i32 id, std::string_view text)>& token);
 
   i64 step() const noexcept;
-  const std::string& backend() const noexcept;  // "self", "shm", "mpi"
+  const std::string& backend() const noexcept;  // "self", "shm", "mpi", "staged", "nccl"
 
  private:
   struct State;

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: Apache-2.0
+// Device on the CUDA runtime: one GPU, two streams. Part of libds_cuda.so.
+
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstring>
+
+#include "cuda/context.h"
+#include "device/cuda_plugin.h"
+
+namespace ds {
+namespace {
+
+constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memory passes through, twice
+
+[[noreturn]] void fail(std::string_view device, const char* where, const char* error, cudaError_t code) {
+  const Errc errc = code == cudaErrorMemoryAllocation ? Errc::OutOfMemory : Errc::Internal;
+  throw Error(errc, std::string(device) + ": " + where + ": " + error);
+}
+
+class CudaDevice final : public Device {
+ public:
+  explicit CudaDevice(int index) : index_(index) {
+    bind();
+    cudaDeviceProp properties{};
+    call(cudaGetDeviceProperties(&properties, index), "reading its properties");
+    name_ = properties.name;
+    contexts_ = {std::make_unique<cuda::Context>(), std::make_unique<cuda::Context>()};
+    for (size_t q = 0; q < contexts_.size(); ++q) streams_[q].native = contexts_[q].get();
+    for (Half& half : staging_) {
+      call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
+      half.free = make_event();
+    }
+    check();
+  }
+
+  ~CudaDevice() override {
+    bind();
+    for (const auto& c : contexts_)
+      if (c != nullptr) cudaStreamSynchronize(c->stream());
+    for (Half& half : staging_) {
+      if (half.memory != nullptr) cudaFreeHost(half.memory);
+      if (half.free != nullptr) destroy(half.free);
+    }
+  }
+
+  DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }
+  std::string_view name() const noexcept override { return name_; }
+  const OpTable& ops() const noexcept override { return cuda::ops(); }
+  Stream& stream(Queue q) noexcept override { return streams_[static_cast<size_t>(q)]; }
+  void* native(Queue q) noexcept override { return cuda_stream(q); }
+
+  void* allocate(i64 bytes) noexcept override {
+    bind();
+    void* p = nullptr;
+    if (cudaMalloc(&p, static_cast<size_t>(bytes)) != cudaSuccess) {
+      cudaGetLastError();  // it is not sticky, and the caller says it
+      return nullptr;
+    }
+    // Done before anybody uses the memory, on whatever stream.
+    if (cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)) != cudaSuccess ||
+        cudaStreamSynchronize(cuda_stream(Queue::Compute)) != cudaSuccess) {
+      cudaFree(p);
+      return nullptr;
+    }
+    return p;
+  }
+  void release(void* p) noexcept override {
+    bind();
+    cudaFree(p);
+  }
+  DeviceMemory memory() const override {
+    size_t free = 0, total = 0;
+    cudaSetDevice(index_);
+    cudaMemGetInfo(&free, &total);
+    return {static_cast<i64>(free), static_cast<i64>(total)};
+  }
+  i64 scratch_bytes() const noexcept override {
+    i64 bytes = 0;
+    for (const auto& c : contexts_) bytes += static_cast<i64>(c->scratch_bytes());
+    return bytes;
+  }
+
+  void copy(void* to, const void* from, i64 bytes, Queue q) override {
+    if (bytes == 0) return;
+    call(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, cuda_stream(q)), "a copy");
+  }
+  void zero(void* p, i64 bytes) override {
+    if (bytes == 0) return;
+    call(cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)), "filling with zeros");
+  }
+
+  void upload(void* to, const void* from, i64 bytes) override {
+    bind();
+    for (i64 at = 0; at < bytes; at += kStagingHalf) {
+      const i64 n = std::min(kStagingHalf, bytes - at);
+      const Half& half = next_half();
+      std::memcpy(half.memory, static_cast<const char*>(from) + at, static_cast<size_t>(n));
+      call(cudaMemcpyAsync(static_cast<char*>(to) + at, half.memory, static_cast<size_t>(n), cudaMemcpyHostToDevice,
+                           cuda_stream(Queue::Compute)),
+           "an upload");
+      record(half.free, Queue::Compute);
+    }
+  }
+  void download(void* to, const void* from, i64 bytes) override {
+    bind();
+    // One half arrives while the other is copied away.
+    const Half* arriving = nullptr;
+    i64 arriving_at = 0, arriving_bytes = 0;
+    const auto take = [&] {
+      if (arriving == nullptr) return;
+      call(cudaEventSynchronize(static_cast<cudaEvent_t>(arriving->free)), "a download");
+      std::memcpy(static_cast<char*>(to) + arriving_at, arriving->memory, static_cast<size_t>(arriving_bytes));
+    };
+    for (i64 at = 0; at < bytes; at += kStagingHalf) {
+      const i64 n = std::min(kStagingHalf, bytes - at);
+      const Half& half = next_half();
+      call(cudaMemcpyAsync(half.memory, static_cast<const char*>(from) + at, static_cast<size_t>(n),
+                           cudaMemcpyDeviceToHost, cuda_stream(Queue::Compute)),
+           "a download");
+      record(half.free, Queue::Compute);
+      take();
+      arriving = &half;
+      arriving_at = at;
+      arriving_bytes = n;
+    }
+    take();
+    check();
+  }
+  void synchronize(Queue q) override {
+    bind();
+    call(cudaStreamSynchronize(cuda_stream(q)), "waiting for the GPU");
+    check();
+  }
+
+  Event make_event() override {
+    bind();
+    cudaEvent_t e = nullptr;
+    call(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "making an event");
+    return e;
+  }
+  void destroy(Event e) noexcept override { cudaEventDestroy(static_cast<cudaEvent_t>(e)); }
+  void record(Event e, Queue q) override {
+    call(cudaEventRecord(static_cast<cudaEvent_t>(e), cuda_stream(q)), "recording an event");
+  }
+  void wait(Queue q, Event e) override {
+    call(cudaStreamWaitEvent(cuda_stream(q), static_cast<cudaEvent_t>(e), 0), "waiting for an event");
+  }
+  bool reached(Event e) override {
+    const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(e));
+    if (state == cudaErrorNotReady) return false;
+    call(state, "asking for an event");
+    return true;
+  }
+
+  bool begin_capture() override {
+    bind();
+    call(cudaStreamBeginCapture(cuda_stream(Queue::Compute), cudaStreamCaptureModeThreadLocal), "recording a graph");
+    return true;
+  }
+  Graph end_capture() override {
+    cudaGraph_t graph = nullptr;
+    call(cudaStreamEndCapture(cuda_stream(Queue::Compute), &graph), "recording a graph");
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);
+    call(made, "making a graph");
+    check();
+    return executable;
+  }
+  void launch(Graph graph) override {
+    call(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), cuda_stream(Queue::Compute)), "launching a graph");
+  }
+  void destroy_graph(Graph graph) noexcept override { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)); }
+
+ private:
+  struct Half {
+    void* memory = nullptr;
+    Event free = nullptr;  // recorded behind its last use
+  };
+
+  // The runtime's current device belongs to the thread.
+  void bind() const noexcept { cudaSetDevice(index_); }
+  cudaStream_t cuda_stream(Queue q) const noexcept { return contexts_[static_cast<size_t>(q)]->stream(); }
+  void call(cudaError_t e, const char* where) const {
+    if (e != cudaSuccess) fail(name_, where, cudaGetErrorString(e), e);
+  }
+  // What ops met since the last time.
+  void check() const {
+    for (const auto& c : contexts_) {
+      if (c->error() != nullptr) fail(name_, c->where(), c->error(), c->error_code());
+    }
+  }
+  const Half& next_half() {
+    const Half& half = staging_[next_++ % staging_.size()];
+    call(cudaEventSynchronize(static_cast<cudaEvent_t>(half.free)), "waiting for a transfer");
+    return half;
+  }
+
+  int index_;
+  std::string name_ = "CUDA device";
+  std::array<std::unique_ptr<cuda::Context>, 2> contexts_;
+  std::array<Stream, 2> streams_;
+  std::array<Half, 2> staging_;
+  size_t next_ = 0;
+};
+
+int count(const char** why) noexcept {
+  int n = 0;
+  const cudaError_t e = cudaGetDeviceCount(&n);
+  if (e == cudaErrorInsufficientDriver) {
+    int driver = 0;
+    cudaDriverGetVersion(&driver);
+    *why = driver == 0 ? "there is no NVIDIA driver on this machine"
+                       : "the NVIDIA driver of this machine is older than this build's CUDA wants";
+    return 0;
+  }
+  if (e != cudaSuccess || n == 0) {
+    *why = e == cudaSuccess || e == cudaErrorNoDevice ? "the driver finds no GPU" : cudaGetErrorString(e);
+    return 0;
+  }
+  return n;
+}
+
+Device* open(int index, std::string& why) noexcept {
+  try {
+    return new CudaDevice(index);
+  } catch (const std::exception& e) {
+    why = e.what();
+    return nullptr;
+  }
+}
+
+}  // namespace
+}  // namespace ds
+
+extern "C" __attribute__((visibility("default"))) const ds::CudaPlugin* ds_cuda_plugin() noexcept {
+  static constexpr ds::CudaPlugin plugin = {ds::kCudaPluginBuild, ds::count, ds::open};
+  return &plugin;
+}

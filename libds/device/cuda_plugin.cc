@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+// Opens libds_cuda.so, which lies beside libds.so; DS_CUDA_PLUGIN names another file.
+
+#include "device/cuda_plugin.h"
+
+#include <dlfcn.h>
+
+#include <cstdlib>
+#include <filesystem>
+
+namespace ds {
+namespace {
+
+struct Loaded {
+  const CudaPlugin* plugin = nullptr;
+  std::string why;
+};
+
+Loaded load() {
+  std::string path;
+  if (const char* named = std::getenv("DS_CUDA_PLUGIN")) {
+    path = named;
+  } else {
+    Dl_info self{};
+    dladdr(reinterpret_cast<const void*>(&make_cuda_device), &self);
+    const std::filesystem::path beside = std::filesystem::path(self.dli_fname).parent_path();
+    for (const char* folder : {".", "../lib"}) {  // the second: where a tool or test holds the library in itself
+      path = (beside / folder / "libds_cuda.so").lexically_normal().string();
+      if (std::filesystem::exists(path)) break;
+    }
+  }
+  std::error_code ignored;
+  if (!std::filesystem::exists(path, ignored))
+    return {nullptr, fmt::format("there is no {}: this libds was built without CUDA", path)};
+  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: the CUDA runtime does not like that
+  if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror())};
+  const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, kCudaPluginEntry));
+  if (entry == nullptr) return {nullptr, fmt::format("{} is no CUDA plug-in of libds", path)};
+  const CudaPlugin* plugin = entry();
+  if (std::string_view(plugin->build) != kCudaPluginBuild)
+    return {nullptr, fmt::format("{} is of another build (\"{}\", not \"{}\")", path, plugin->build, kCudaPluginBuild)};
+  return {plugin, ""};
+}
+
+const Loaded& loaded() {
+  static const Loaded l = load();
+  return l;
+}
+
+}  // namespace
+
+int num_cuda_devices(std::string& why) {
+  const Loaded& l = loaded();
+  if (l.plugin == nullptr) {
+    why = l.why;
+    return 0;
+  }
+  const char* reason = "";
+  const int n = l.plugin->count(&reason);
+  if (n == 0) why = reason;
+  return n;
+}
+
+std::unique_ptr<Device> make_cuda_device(int index) {
+  std::string why;
+  const int count = num_cuda_devices(why);
+  DS_CHECK(count > 0, Errc::Unavailable, "device \"cuda\": {}", why);
+  DS_CHECK(index >= 0 && index < count, Errc::Unavailable,
+           "device \"cuda\": there is no GPU {} among the {} of this node", index, count);
+  Device* device = loaded().plugin->open(index, why);
+  DS_CHECK(device != nullptr, Errc::Unavailable, "device \"cuda\": GPU {}: {}", index, why);
+  return std::unique_ptr<Device>(device);
+}
+
+}  // namespace ds

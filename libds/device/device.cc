@@ -1,0 +1,71 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/device.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace ds {
+namespace {
+
+class CpuDevice final : public Device {
+ public:
+  CpuDevice(const OpTable& ops, int num_threads) : ops_(ops), pool_(num_threads), stream_{.pool = &pool_} {}
+
+  DeviceKind kind() const noexcept override { return DeviceKind::Cpu; }
+  std::string_view name() const noexcept override { return ops_.name; }
+  const OpTable& ops() const noexcept override { return ops_; }
+  Stream& stream(Queue) noexcept override { return stream_; }
+  void* native(Queue) noexcept override { return nullptr; }
+
+  void* allocate(i64 bytes) noexcept override {
+    void* p = std::aligned_alloc(256, static_cast<size_t>(align_up(bytes, 256)));
+    if (p != nullptr) std::memset(p, 0, static_cast<size_t>(bytes));
+    return p;
+  }
+  void release(void* p) noexcept override { std::free(p); }
+  DeviceMemory memory() const override { return {}; }
+  i64 scratch_bytes() const noexcept override { return pool_.scratch_bytes(); }
+
+  void copy(void* to, const void* from, i64 bytes, Queue) override {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+  }
+  void zero(void* p, i64 bytes) override { std::memset(p, 0, static_cast<size_t>(bytes)); }
+  void upload(void* to, const void* from, i64 bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+  void download(void* to, const void* from, i64 bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+  void synchronize(Queue) override {}
+
+  Event make_event() override { return nullptr; }
+  void destroy(Event) noexcept override {}
+  void record(Event, Queue) override {}
+  void wait(Queue, Event) override {}
+  bool reached(Event) override { return true; }
+
+  bool begin_capture() override { return false; }
+  Graph end_capture() override { return nullptr; }
+  void launch(Graph) override {}
+  void destroy_graph(Graph) noexcept override {}
+
+ private:
+  const OpTable& ops_;
+  ThreadPool pool_;
+  Stream stream_;
+};
+
+}  // namespace
+
+std::unique_ptr<Device> make_cpu_device(const OpTable& ops, int num_threads) {
+  return std::make_unique<CpuDevice>(ops, num_threads);
+}
+
+Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
+  if (device.is_host() || bytes == 0) return Buffer(ledger, tag, bytes);
+  void* p = device.allocate(bytes);
+  DS_CHECK(p != nullptr, Errc::OutOfMemory,
+           "{}: no memory for {:.3f} GiB of {}; {:.3f} of {:.3f} GiB are free, this run holds {}", device.name(),
+           static_cast<double>(bytes) / 0x1p30, tag_name(tag), static_cast<double>(device.memory().free) / 0x1p30,
+           static_cast<double>(device.memory().total) / 0x1p30, ledger.describe());
+  return Buffer(ledger, tag, p, bytes, [&device, p] { device.release(p); });
+}
+
+}  // namespace ds

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Device: where a rank computes: memory, streams, copies and the ops that run there. Two kinds: the CPU, whose memory
+// is the process's and whose calls are done when they return, and CUDA (libds_cuda.so, opened at run time), whose calls
+// are enqueued. Code that is written for the second is right for the first.
+//
+// Order. A device has two streams. What is enqueued on one runs in order; an Event orders one behind a point of the
+// other. Ops, copies and fills go to Compute unless a call says otherwise. Failures of enqueued work are thrown by
+// download() and synchronize(). One thread at a time uses a device.
+
+#include <memory>
+#include <string>
+
+#include "device/memory.h"
+#include "ds/config.h"
+#include "ds/kernels/ops.h"
+
+namespace ds {
+
+enum class Queue : u8 { Compute, Comm };
+
+struct DeviceMemory {
+  i64 free = 0, total = 0;  // bytes
+};
+
+class Device {
+ public:
+  // A point of a stream. Made by the device that uses it; may be recorded again and again.
+  using Event = void*;
+
+  virtual ~Device() = default;
+  Device() = default;
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  virtual DeviceKind kind() const noexcept = 0;
+  virtual std::string_view name() const noexcept = 0;  // for people: "cpu.avx512", "NVIDIA H100 80GB HBM3"
+  virtual const OpTable& ops() const noexcept = 0;
+  virtual Stream& stream(Queue queue = Queue::Compute) noexcept = 0;
+  // The cudaStream_t of a queue; null on the CPU.
+  virtual void* native(Queue queue) noexcept = 0;
+  // Host code may read and write its memory, and every call is done when it returns.
+  bool is_host() const noexcept { return kind() == DeviceKind::Cpu; }
+
+  // Zeroed, 256-byte aligned. Null where there is no memory.
+  virtual void* allocate(i64 bytes) noexcept = 0;
+  virtual void release(void* p) noexcept = 0;
+  virtual DeviceMemory memory() const = 0;
+  // What its ops hold for themselves.
+  virtual i64 scratch_bytes() const noexcept = 0;
+
+  // Within the device, enqueued; may not overlap.
+  virtual void copy(void* to, const void* from, i64 bytes, Queue queue = Queue::Compute) = 0;
+  virtual void zero(void* p, i64 bytes) = 0;
+  // From host memory, which may be reused when the call returns.
+  virtual void upload(void* to, const void* from, i64 bytes) = 0;
+  // To host memory, after all that is enqueued on Compute; it is there when the call returns.
+  virtual void download(void* to, const void* from, i64 bytes) = 0;
+  virtual void synchronize(Queue queue = Queue::Compute) = 0;
+
+  virtual Event make_event() = 0;
+  virtual void destroy(Event event) noexcept = 0;
+  virtual void record(Event event, Queue queue) = 0;
+  virtual void wait(Queue queue, Event event) = 0;  // what comes next on the queue waits for the event's last record
+  virtual bool reached(Event event) = 0;            // by the device; asked by any thread
+
+  // CUDA graphs: what is enqueued between the two calls is recorded instead of run; launching does it all at once, on
+  // Compute. Only ops, copies and fills with the same arguments each time. Null: this device has none.
+  using Graph = void*;
+  virtual bool begin_capture() = 0;  // false: this device records nothing
+  virtual Graph end_capture() = 0;
+  virtual void launch(Graph graph) = 0;
+  virtual void destroy_graph(Graph graph) noexcept = 0;
+};
+
+// The CPU with these kernels and threads.
+std::unique_ptr<Device> make_cpu_device(const OpTable& ops, int num_threads);
+
+// Device memory as a Buffer, zeroed. Throws Errc::OutOfMemory naming tag, size, what is free and what the ledger holds.
+// The device outlives it.
+Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
+
+// GPU number `index` of this node. Throws Errc::Unavailable saying what is missing: the plug-in, a driver, a GPU, or
+// that GPU.
+std::unique_ptr<Device> make_cuda_device(int index);
+// How many GPUs make_cuda_device can open; 0 with the reason in `why`.
+int num_cuda_devices(std::string& why);
+
+}  // namespace ds

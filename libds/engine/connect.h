@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Where a rank computes and with whom it talks: the configuration's `device` and `communication` met with what is
+// there.
+
+#include "device/device.h"
+#include "ds/train.h"
+#include "mesh/mesh.h"
+
+namespace ds::engine {
+
+// What "auto" is here: CUDA where the plug-in, a driver and a GPU are, else the CPU. "cuda" throws Errc::Unavailable
+// with the reason where they are not.
+DeviceKind resolve_device(const Config& config);
+
+// Rank r of a node takes GPU r; ranks beyond the GPUs share them, which is for tests and a warning.
+std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks);
+
+// The world over host memory, and dp over the device's. Throws Errc::Config for a backend that cannot serve these
+// ranks. Collective.
+std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device);
+
+}  // namespace ds::engine
