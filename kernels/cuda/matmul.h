@@ -1,17 +1,87 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Matrix products of the CUDA backend.
+// Matrix products of the CUDA backend: what one call of cuBLASLt computes, how an op becomes such calls and elementwise
+// steps (a pure function, so that it is tested as data), and the engine that makes the calls.
+
+#include <memory>
 
 #include "cuda/context.h"
 
 namespace ds::cuda {
 
+// One call of cuBLASLt, in its terms: matrices are column-major, ld >= rows.
+//   x[m,n] = op(a) op(b) + bias (one per row) + (add_c ? c : 0);  aux = x;  d = gelu ? gelu_tanh(x) : x
+// Sums are fp32; d and aux are rounded once. c may be d (with the same ld), else it overlaps nothing that is written.
+struct LtProblem {
+  i64 m = 0, n = 0, k = 0;
+  bool trans_a = false, trans_b = false;  // a is stored [k,m], b [n,k]
+  bool add_c = false, gelu = false;
+  DType ab = DType::F32, cd = DType::F32;  // of a and b; of c, d, bias and aux
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* c = nullptr;
+  void* d = nullptr;
+  const void* bias = nullptr;  // [m], 16-byte aligned; or none
+  void* aux = nullptr;         // [m,n] with gelu, 16-byte aligned, ld_aux % 8 == 0; or none
+  i64 lda = 0, ldb = 0, ldc = 0, ldd = 0, ld_aux = 0;
+};
+
+// The operands of OpTable::matmul.
+struct MatmulCall {
+  TensorView c, a, b, bias, preact, residual;
+  MatmulParams params;
+};
+
+// What a product leaves over: c = activation(sums + bias) + residual, preact the value before, rounded once each.
+// `sums` may be c or preact if that is fp32, with its stride.
+struct MatmulFinish {
+  MatmulCall call;              // its first `rows` rows
+  const float* sums = nullptr;  // null: zeros
+  i64 sums_stride = 0;
+};
+
+// The first rows of a matmul: a product, or a finish, or one after the other.
+struct MatmulStep {
+  i64 rows = 0;
+  bool multiplies = false, finishes = false;
+  i64 scratch_bytes = 0;  // > 0: product.d and finish.sums are to point to so much memory
+  LtProblem product;
+  MatmulFinish finish;
+};
+
+// The call from row `begin` of c on.
+MatmulCall rows_from(const MatmulCall& call, i64 begin) noexcept;
+// M, N > 0. With `fuse` as much as possible happens inside the product; without, the product is a bare fp32 one.
+MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
+
+// Fp32 operands are multiplied as fp32, not TF32. The bits of a product depend on the algorithm; an algorithm gives the
+// same bits every time.
 class MatmulEngine {
  public:
-  explicit MatmulEngine(Context& context) : context_(context) {}
+  explicit MatmulEngine(Context& context);
+  ~MatmulEngine();
+  MatmulEngine(const MatmulEngine&) = delete;
+  MatmulEngine& operator=(const MatmulEngine&) = delete;
+
+  // On: the algorithms for a new kind of product are timed on its first run, which waits for the stream, and the
+  // fastest is kept; two runs of a program may then differ in bits. Off: always the library's first choice. Holds for
+  // kinds first run from now on. The default is the environment's DS_CUDA_AUTOTUNE, 0 or 1; without it, on.
+  void set_autotune(bool on) noexcept;
+
+  // Whether the library has an algorithm for products of this kind.
+  bool supports(const LtProblem& p) noexcept;
+  // Failures are reported to the context.
+  void run(const LtProblem& p) noexcept;
 
  private:
-  Context& context_;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
 };
+
+void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+            const MatmulParams& p, Stream& stream) noexcept;
+void column_sum(TensorView out, TensorView x, Stream& stream) noexcept;
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
+                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept;
 
 }  // namespace ds::cuda

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// The matrix product: steps of a plan, and the kernel for what the product itself cannot do.
+
+#include "cuda/matmul.h"
+
+#include <cmath>
+
+#include "cuda/pack8.h"
+
+namespace ds::cuda {
+namespace {
+
+constexpr int kBlock = 256;
+
+DS_DEVICE float activate(Activation f, float x) {
+  switch (f) {
+    case Activation::None: return x;
+    // x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
+    case Activation::GeluTanh: return x / (1 + std::exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
+    case Activation::GeluErf: return x * (0.5f * std::erfc(-0.70710678118f * x));
+    case Activation::Silu: return x / (1 + std::exp(-x));
+  }
+  return x;
+}
+
+template <class C, class T>
+struct FinishArgs {
+  C* c;
+  C* preact;
+  const C* residual;  // or c itself, when it accumulates
+  const T* bias;
+  const float* sums;
+  i64 N, packs, c_stride, preact_stride, residual_stride, sums_stride;
+  i64 packs_per_row;
+  Activation activation;
+  bool aligned;
+};
+
+// A thread has eight columns of one row, so whatever it writes it alone has read.
+template <class C, class T>
+__global__ void finish_kernel(FinishArgs<C, T> p) {
+  const i64 i = i64{block_index().x} * block_size() + thread_index();
+  if (i >= p.packs) return;
+  const i64 row = i / p.packs_per_row, column = (i - row * p.packs_per_row) * 8;
+  const int n = static_cast<int>(p.N - column < 8 ? p.N - column : 8);
+  float x[8] = {}, y[8];
+  if (p.sums != nullptr) load8(x, p.sums + row * p.sums_stride + column, n, p.aligned);
+  if (p.bias != nullptr) {
+    load8(y, p.bias + column, n, p.aligned);
+    for (int e = 0; e < 8; ++e) x[e] += y[e];
+  }
+  if (p.residual != nullptr) load8(y, p.residual + row * p.residual_stride + column, n, p.aligned);
+  if (p.preact != nullptr) store8(p.preact + row * p.preact_stride + column, x, n, p.aligned);
+  for (int e = 0; e < 8; ++e) {
+    x[e] = activate(p.activation, x[e]);
+    if (p.residual != nullptr) x[e] += y[e];
+  }
+  store8(p.c + row * p.c_stride + column, x, n, p.aligned);
+}
+
+template <class C, class T>
+void finish(const MatmulFinish& f, cudaStream_t stream) noexcept {
+  const MatmulCall& x = f.call;
+  const TensorView& residual = x.params.accumulate ? x.c : x.residual;
+  const i64 M = x.c.dim(0), N = x.c.dim(1), packs_per_row = (N + 7) / 8;
+  bool aligned = aligned_rows(f.sums, f.sums_stride, M) && aligned_rows(x.bias.as<T>(), 0, 1);
+  for (const TensorView* v : {&x.c, &x.preact, &residual}) {
+    aligned = aligned && aligned_rows(v->as<C>(), v->stride[0], M);
+  }
+  const FinishArgs<C, T> args{.c = x.c.as<C>(),
+                              .preact = x.preact.as<C>(),
+                              .residual = residual.as<C>(),
+                              .bias = x.bias.as<T>(),
+                              .sums = f.sums,
+                              .N = N,
+                              .packs = M * packs_per_row,
+                              .c_stride = x.c.stride[0],
+                              .preact_stride = x.preact.stride[0],
+                              .residual_stride = residual.stride[0],
+                              .sums_stride = f.sums_stride,
+                              .packs_per_row = packs_per_row,
+                              .activation = x.params.activation,
+                              .aligned = aligned};
+  const auto blocks = static_cast<unsigned>((args.packs + kBlock - 1) / kBlock);
+  launch(finish_kernel<C, T>, {.grid = dim3(blocks), .block = kBlock}, stream, args);
+}
+
+}  // namespace
+
+void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+            const MatmulParams& p, Stream& stream) noexcept {
+  const i64 M = c.dim(0);
+  if (M == 0 || c.dim(1) == 0) return;
+  Context& ctx = context(stream);
+  MatmulEngine& engine = ctx.matmul();
+  const MatmulCall all{c, a, b, bias, preact, residual, p};
+  for (i64 begin = 0; begin < M;) {
+    const MatmulCall rest = rows_from(all, begin);
+    MatmulStep step = plan_matmul(rest, /*fuse=*/true);
+    if (step.multiplies && !engine.supports(step.product)) step = plan_matmul(rest, /*fuse=*/false);
+    if (step.scratch_bytes > 0) {
+      void* const sums = ctx.scratch(static_cast<size_t>(step.scratch_bytes));
+      if (sums == nullptr) return;
+      step.product.d = sums;
+      step.finish.sums = static_cast<const float*>(sums);
+    }
+    if (step.multiplies) engine.run(step.product);
+    if (step.finishes) {
+      with_work_type(a.dtype, [&]<class T>(T) {
+        c.dtype == DType::F32 ? finish<float, T>(step.finish, ctx.stream()) : finish<T, T>(step.finish, ctx.stream());
+      });
+      ctx.check(cudaGetLastError(), "matmul");
+    }
+    begin += step.rows;
+  }
+}
+
+}  // namespace ds::cuda

@@ -1,0 +1,119 @@
+// SPDX-License-Identifier: Apache-2.0
+// How a matmul becomes calls of cuBLASLt. Our matrices are row-major; read as column-major they are their transposes,
+// so c = op(a) op(b) is asked for as c^T = op(b)^T op(a)^T: the operands change places and keep their flags.
+
+#include <algorithm>
+
+#include "cuda/matmul.h"
+
+namespace ds::cuda {
+namespace {
+
+constexpr i64 kSumsBytes = i64{32} << 20;  // of fp32 sums between a product and its finish: they stay in the L2 cache
+constexpr i64 kRowUnit = 128;
+
+constexpr i64 align_up(i64 n, i64 unit) noexcept { return (n + unit - 1) / unit * unit; }
+
+bool aligned16(const TensorView& v) noexcept { return reinterpret_cast<size_t>(v.data) % 16 == 0; }
+
+// The distance of rows; where there is one row only it means nothing, and may be what the library likes.
+i64 leading(const TensorView& v) noexcept { return v.dim(0) > 1 ? v.stride[0] : align_up(v.dim(1), 8); }
+
+// Whether one call of the library computes all of it.
+bool fits_one_product(const MatmulCall& x) noexcept {
+  const DType work = x.a.dtype;
+  if (x.bias && (x.c.dtype != work || !aligned16(x.bias))) return false;
+  if (x.params.activation == Activation::None) return !x.preact;
+  // The library's GELU is the tanh form, of 16-bit accuracy, and comes after everything else.
+  if (x.params.activation != Activation::GeluTanh || x.c.dtype != work || work == DType::F32) return false;
+  if (x.residual || x.params.accumulate) return false;
+  return !x.preact || (aligned16(x.preact) && leading(x.preact) % 8 == 0);
+}
+
+bool nothing_but_sums(const MatmulCall& x) noexcept {
+  return !x.bias && !x.preact && !x.residual && !x.params.accumulate && x.params.activation == Activation::None;
+}
+
+MatmulCall first_rows(const MatmulCall& x, i64 rows) noexcept {
+  MatmulCall y = x;
+  y.c.shape[0] = rows;
+  y.a.shape[x.params.trans_a ? 1 : 0] = rows;
+  if (y.preact) y.preact.shape[0] = rows;
+  if (y.residual) y.residual.shape[0] = rows;
+  return y;
+}
+
+}  // namespace
+
+MatmulCall rows_from(const MatmulCall& x, i64 begin) noexcept {
+  const i64 rows = x.c.dim(0) - begin;
+  MatmulCall y = x;
+  y.c = x.c.rows(begin, rows);
+  if (x.params.trans_a) {
+    y.a.data = static_cast<char*>(x.a.data) + begin * dtype_bytes(x.a.dtype);
+    y.a.shape[1] = rows;
+  } else {
+    y.a = x.a.rows(begin, rows);
+  }
+  if (x.preact) y.preact = x.preact.rows(begin, rows);
+  if (x.residual) y.residual = x.residual.rows(begin, rows);
+  return y;
+}
+
+MatmulStep plan_matmul(const MatmulCall& x, bool fuse) noexcept {
+  const i64 M = x.c.dim(0), N = x.c.dim(1), K = x.a.dim(x.params.trans_a ? 0 : 1);
+  MatmulStep step;
+  step.rows = M;
+  if (K == 0) {
+    step.finishes = true;
+    step.finish.call = x;
+    return step;
+  }
+  step.multiplies = true;
+  LtProblem& p = step.product;
+  p = {.m = N,
+       .n = M,
+       .k = K,
+       .trans_a = x.params.trans_b,
+       .trans_b = x.params.trans_a,
+       .ab = x.a.dtype,
+       .a = x.b.data,
+       .b = x.a.data,
+       .lda = leading(x.b),
+       .ldb = leading(x.a)};
+
+  if (fuse && fits_one_product(x)) {
+    const TensorView& added = x.params.accumulate ? x.c : x.residual;
+    p.cd = x.c.dtype;
+    p.d = x.c.data;
+    p.ldd = leading(x.c);
+    p.bias = x.bias.data;
+    if (added) p.add_c = true, p.c = added.data, p.ldc = leading(added);
+    if (x.params.activation != Activation::None) p.gelu = true;
+    if (x.preact) p.aux = x.preact.data, p.ld_aux = leading(x.preact);
+    return step;
+  }
+
+  // Fp32 sums, in preact or c where these are fp32 and nothing else reads them, then one pass over them.
+  p.cd = DType::F32;
+  step.finishes = true;
+  const bool c_is_read = x.params.accumulate || (x.residual && x.residual.data == x.c.data);
+  if (x.c.dtype == DType::F32 && (x.preact || !c_is_read)) {
+    const TensorView& sums = x.preact ? x.preact : x.c;
+    p.d = sums.data;
+    p.ldd = leading(sums);
+    step.finishes = !nothing_but_sums(x);
+    step.finish = {x, sums.as<float>(), p.ldd};
+    return step;
+  }
+  p.ldd = align_up(N, 8);
+  const i64 row_bytes = p.ldd * dtype_bytes(DType::F32);
+  const i64 fit = std::max<i64>(kSumsBytes / row_bytes, 1);
+  if (fit < M) step.rows = fit > kRowUnit ? fit / kRowUnit * kRowUnit : fit;
+  step.scratch_bytes = step.rows * row_bytes;
+  p.n = step.rows;
+  step.finish = {first_rows(x, step.rows), nullptr, p.ldd};
+  return step;
+}
+
+}  // namespace ds::cuda

@@ -1,0 +1,270 @@
+// SPDX-License-Identifier: Apache-2.0
+// Matrix products by cuBLASLt. The library is asked once per kind of product which algorithms it has; with autotuning
+// the first run of a kind times them.
+
+#include <cublasLt.h>
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdlib>
+#include <cstring>
+#include <unordered_map>
+#include <vector>
+
+#include "cuda/matmul.h"
+
+namespace ds::cuda {
+namespace {
+
+constexpr int kCandidates = 16;
+
+// Everything about a problem that an algorithm depends on.
+struct Key {
+  std::array<i64, 9> value{};
+  bool operator==(const Key&) const = default;
+};
+struct KeyHash {
+  size_t operator()(const Key& key) const noexcept {
+    u64 h = 0xCBF29CE484222325u;
+    for (const i64 v : key.value) h = std::rotl((h ^ static_cast<u64>(v)) * 0x9E3779B97F4A7C15u, 29);
+    return h;
+  }
+};
+
+// The largest power of two up to 16 that divides the address; no algorithm asks for more.
+u32 alignment(const void* p) noexcept {
+  return static_cast<u32>(1) << std::countr_zero(reinterpret_cast<size_t>(p) | 16u);
+}
+
+Key key_of(const LtProblem& p) noexcept {
+  const auto align = [](const void* pointer) { return std::countr_zero(alignment(pointer)); };
+  const i64 flags[] = {p.trans_a, p.trans_b,         p.add_c,         p.add_c && p.c == p.d,
+                       p.gelu,    p.bias != nullptr, p.aux != nullptr};
+  i64 word = 0;
+  for (const i64 flag : flags) word = word * 2 + flag;
+  word = word * 256 + static_cast<i64>(p.ab);
+  word = word * 256 + static_cast<i64>(p.cd);
+  for (const void* pointer : {p.a, p.b, p.add_c ? p.c : p.d, static_cast<const void*>(p.d)}) {
+    word = word * 8 + align(pointer);
+  }
+  return {{p.m, p.n, p.k, p.lda, p.ldb, p.add_c ? p.ldc : p.ldd, p.ldd, p.ld_aux, word}};
+}
+
+cudaDataType_t data_type(DType t) noexcept {
+  return t == DType::BF16 ? CUDA_R_16BF : t == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
+}
+
+cublasLtEpilogue_t epilogue(const LtProblem& p) noexcept {
+  if (!p.gelu) return p.bias != nullptr ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  if (p.aux != nullptr) return p.bias != nullptr ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+  return p.bias != nullptr ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+}
+
+// How a kind of product is computed. Lives as long as the engine.
+struct Plan {
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr, d = nullptr;
+  std::vector<cublasLtMatmulAlgo_t> candidates;  // until the first run; the first is the library's choice
+  cublasLtMatmulAlgo_t algorithm{};
+  bool supported = false, chosen = false;
+
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
+    for (cublasLtMatrixLayout_t layout : {a, b, c, d}) {
+      if (layout != nullptr) cublasLtMatrixLayoutDestroy(layout);
+    }
+    if (operation != nullptr) cublasLtMatmulDescDestroy(operation);
+  }
+
+  template <class T>
+  cublasStatus_t set(cublasLtMatmulDescAttributes_t attribute, const T& value) noexcept {
+    return cublasLtMatmulDescSetAttribute(operation, attribute, &value, sizeof value);
+  }
+};
+
+}  // namespace
+
+struct MatmulEngine::Impl {
+  Context& context;
+  cublasLtHandle_t handle = nullptr;
+  void* workspace = nullptr;
+  size_t workspace_bytes = 0;
+  cudaEvent_t begin = nullptr, end = nullptr;
+  bool autotune = true;
+  std::unordered_map<Key, Plan, KeyHash> plans;
+
+  explicit Impl(Context& c) noexcept : context(c) {
+    const char* const wanted = std::getenv("DS_CUDA_AUTOTUNE");
+    autotune = wanted == nullptr || std::strcmp(wanted, "0") != 0;
+    check(cublasLtCreate(&handle), "cublasLtCreate");
+    int device = 0, major = 0;
+    context.check(cudaGetDevice(&device), "cudaGetDevice");
+    context.check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    const size_t wanted_bytes = size_t{major >= 9 ? 64u : 32u} << 20;
+    const cudaError_t e = cudaMalloc(&workspace, wanted_bytes);
+    context.check(e, "the workspace of matrix products");
+    if (e == cudaSuccess) workspace_bytes = wanted_bytes;
+    context.check(cudaEventCreateWithFlags(&begin, cudaEventDefault), "cudaEventCreate");
+    context.check(cudaEventCreateWithFlags(&end, cudaEventDefault), "cudaEventCreate");
+  }
+  ~Impl() {
+    plans.clear();
+    if (begin != nullptr) cudaEventDestroy(begin);
+    if (end != nullptr) cudaEventDestroy(end);
+    if (workspace != nullptr) cudaFree(workspace);
+    if (handle != nullptr) cublasLtDestroy(handle);
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  bool check(cublasStatus_t s, const char* where) noexcept {
+    if (s != CUBLAS_STATUS_SUCCESS) context.fail(cublasLtGetStatusString(s), where);
+    return s == CUBLAS_STATUS_SUCCESS;
+  }
+
+  // The pointers of the epilogue belong to the operation.
+  cublasStatus_t bind(Plan& plan, const LtProblem& p) noexcept {
+    cublasStatus_t s = CUBLAS_STATUS_SUCCESS;
+    if (p.bias != nullptr) s = plan.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+    if (p.aux != nullptr && s == CUBLAS_STATUS_SUCCESS) s = plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.aux);
+    return s;
+  }
+
+  cublasStatus_t describe(Plan& plan, const LtProblem& p) noexcept {
+    cublasStatus_t first = CUBLAS_STATUS_SUCCESS;
+    const auto ok = [&](cublasStatus_t s) {
+      if (first == CUBLAS_STATUS_SUCCESS) first = s;
+      return first == CUBLAS_STATUS_SUCCESS;
+    };
+    const auto layout = [&](cublasLtMatrixLayout_t& out, DType t, i64 rows, i64 columns, i64 ld) {
+      ok(cublasLtMatrixLayoutCreate(&out, data_type(t), static_cast<u64>(rows), static_cast<u64>(columns), ld));
+    };
+    if (!ok(cublasLtMatmulDescCreate(&plan.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F))) return first;
+    const auto op = [](bool transposed) { return transposed ? CUBLAS_OP_T : CUBLAS_OP_N; };
+    ok(plan.set(CUBLASLT_MATMUL_DESC_TRANSA, op(p.trans_a)));
+    ok(plan.set(CUBLASLT_MATMUL_DESC_TRANSB, op(p.trans_b)));
+    ok(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p)));
+    if (p.bias != nullptr) ok(plan.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(p.cd)));
+    if (p.aux != nullptr) ok(plan.set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.ld_aux));
+    ok(bind(plan, p));
+    layout(plan.a, p.ab, p.trans_a ? p.k : p.m, p.trans_a ? p.m : p.k, p.lda);
+    layout(plan.b, p.ab, p.trans_b ? p.n : p.k, p.trans_b ? p.k : p.n, p.ldb);
+    layout(plan.c, p.cd, p.m, p.n, p.add_c ? p.ldc : p.ldd);
+    layout(plan.d, p.cd, p.m, p.n, p.ldd);
+    return first;
+  }
+
+  void find_candidates(Plan& plan, const LtProblem& p) noexcept {
+    cublasLtMatmulPreference_t preference = nullptr;
+    if (!check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate")) return;
+    bool ok = true;
+    const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+      ok = ok && check(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value),
+                       "cublasLtMatmulPreferenceSetAttribute");
+    };
+    set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, workspace_bytes);
+    // No partial sums that meet in the output: they would be rounded to its type, and their order may vary.
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+        static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_NONE) | static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.a));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.b));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.add_c ? p.c : p.d));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
+    std::array<cublasLtMatmulHeuristicResult_t, kCandidates> found{};
+    int count = 0;
+    // A refusal is an answer: the caller has another way, or none (then it is reported by run).
+    if (ok && cublasLtMatmulAlgoGetHeuristic(handle, plan.operation, plan.a, plan.b, plan.c, plan.d, preference,
+                                             kCandidates, found.data(), &count) != CUBLAS_STATUS_SUCCESS) {
+      count = 0;
+    }
+    for (int i = 0; i < count; ++i) {
+      const auto& f = found[static_cast<size_t>(i)];
+      if (f.state == CUBLAS_STATUS_SUCCESS && f.workspaceSize <= workspace_bytes) plan.candidates.push_back(f.algo);
+    }
+    cublasLtMatmulPreferenceDestroy(preference);
+    plan.supported = !plan.candidates.empty();
+  }
+
+  Plan& plan_for(const LtProblem& p) noexcept {
+    const auto [at, is_new] = plans.try_emplace(key_of(p));
+    Plan& plan = at->second;
+    if (is_new && handle != nullptr && describe(plan, p) == CUBLAS_STATUS_SUCCESS) find_candidates(plan, p);
+    return plan;
+  }
+
+  cublasStatus_t multiply(const Plan& plan, const LtProblem& p, void* d,
+                          const cublasLtMatmulAlgo_t& algorithm) noexcept {
+    const float alpha = 1, beta = p.add_c ? 1.0f : 0.0f;
+    return cublasLtMatmul(handle, plan.operation, &alpha, p.a, plan.a, p.b, plan.b, &beta, p.add_c ? p.c : d, plan.c, d,
+                          plan.d, &algorithm, workspace, workspace_bytes, context.stream());
+  }
+
+  // The milliseconds of one run; less than 0: the algorithm does not run.
+  float time(const Plan& plan, const LtProblem& p, void* d, const cublasLtMatmulAlgo_t& algorithm) noexcept {
+    float ms = -1;
+    if (cudaEventRecord(begin, context.stream()) != cudaSuccess ||
+        multiply(plan, p, d, algorithm) != CUBLAS_STATUS_SUCCESS ||
+        cudaEventRecord(end, context.stream()) != cudaSuccess || cudaEventSynchronize(end) != cudaSuccess ||
+        cudaEventElapsedTime(&ms, begin, end) != cudaSuccess) {
+      return -1;
+    }
+    return ms;
+  }
+
+  void choose(Plan& plan, const LtProblem& p) noexcept {
+    plan.algorithm = plan.candidates.front();
+    if (autotune && plan.candidates.size() > 1) {
+      // Runs write d again and again; what is added to d must survive, so then they write elsewhere. If there is no
+      // memory for that, the library's choice stays.
+      void* elsewhere = nullptr;
+      const bool in_place = p.add_c && p.c == p.d;
+      const i64 d_bytes = ((p.n - 1) * p.ldd + p.m) * dtype_bytes(p.cd);
+      if (!in_place || cudaMalloc(&elsewhere, static_cast<size_t>(d_bytes)) == cudaSuccess) {
+        choose_fastest(plan, p, in_place ? elsewhere : p.d);
+      } else {
+        static_cast<void>(cudaGetLastError());
+      }
+      if (elsewhere != nullptr) cudaFree(elsewhere);
+    }
+    plan.candidates = {};
+    plan.chosen = true;
+  }
+
+  void choose_fastest(Plan& plan, const LtProblem& p, void* d) noexcept {
+    constexpr int kRuns = 5;
+    constexpr float kLongMs = 5, kHopeless = 1.3f;
+    float best = -1;
+    for (const cublasLtMatmulAlgo_t& algorithm : plan.candidates) {
+      if (time(plan, p, d, algorithm) < 0) continue;  // the first run also loads the kernel
+      float least = time(plan, p, d, algorithm);
+      const bool again = least >= 0 && least < kLongMs && (best < 0 || least < kHopeless * best);
+      for (int run = 1; again && run < kRuns; ++run) least = std::min(least, time(plan, p, d, algorithm));
+      if (least >= 0 && (best < 0 || least < best)) best = least, plan.algorithm = algorithm;
+    }
+    static_cast<void>(cudaGetLastError());  // of algorithms that did not run
+  }
+};
+
+MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context)) {}
+MatmulEngine::~MatmulEngine() = default;
+
+void MatmulEngine::set_autotune(bool on) noexcept { impl_->autotune = on; }
+
+bool MatmulEngine::supports(const LtProblem& p) noexcept { return impl_->plan_for(p).supported; }
+
+void MatmulEngine::run(const LtProblem& p) noexcept {
+  Impl& x = *impl_;
+  Plan& plan = x.plan_for(p);
+  if (!plan.supported) {
+    x.context.fail("cuBLASLt has no algorithm for this matrix product", "matmul");
+    return;
+  }
+  if (!x.check(x.bind(plan, p), "matmul")) return;
+  if (!plan.chosen) x.choose(plan, p);
+  x.check(x.multiply(plan, p, p.d, plan.algorithm), "matmul");
+}
+
+}  // namespace ds::cuda

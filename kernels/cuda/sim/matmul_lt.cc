@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// What cuBLASLt computes, on the host: fp32 sums in the order of k. It stops where the library's documented conditions
+// are not met. With DS_SIM_PLAIN_LT in the environment it has no algorithm for anything but bare fp32 products.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "cuda/matmul.h"
+
+namespace ds::cuda {
+namespace {
+
+void require(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "CUDA simulator: cublasLtMatmul: %s\n", what);
+  std::abort();
+}
+
+float get(const void* p, DType t, i64 i) noexcept {
+  switch (t) {
+    case DType::BF16: return to_float(static_cast<const bf16*>(p)[i]);
+    case DType::F16: return to_float(static_cast<const f16*>(p)[i]);
+    default: return static_cast<const float*>(p)[i];
+  }
+}
+void put(void* p, DType t, i64 i, float x) noexcept {
+  switch (t) {
+    case DType::BF16: static_cast<bf16*>(p)[i] = to_bf16(x); break;
+    case DType::F16: static_cast<f16*>(p)[i] = to_f16(x); break;
+    default: static_cast<float*>(p)[i] = x;
+  }
+}
+
+struct Span {
+  size_t begin, end;
+  bool meets(const Span& o) const noexcept { return begin < o.end && o.begin < end; }
+};
+Span span(const void* p, i64 ld, i64 columns, i64 rows, DType t) noexcept {
+  const auto begin = reinterpret_cast<size_t>(p);
+  return {begin, begin + static_cast<size_t>(((columns - 1) * ld + rows) * dtype_bytes(t))};
+}
+bool aligned(const void* p, i64 unit) noexcept { return reinterpret_cast<size_t>(p) % static_cast<size_t>(unit) == 0; }
+
+// Matrices that interleave (columns of one between those of the other) would be refused too: none of ours do.
+void check(const LtProblem& p) {
+  require(p.m > 0 && p.n > 0 && p.k > 0, "an empty matrix");
+  require(p.a != nullptr && p.b != nullptr && p.d != nullptr && (p.c != nullptr) == p.add_c, "a null matrix");
+  require(p.ab == DType::F32 || p.ab == DType::BF16 || p.ab == DType::F16, "dtype of a and b");
+  require(p.cd == p.ab || p.cd == DType::F32, "dtype of c and d");
+  const i64 a_rows = p.trans_a ? p.k : p.m, b_rows = p.trans_b ? p.n : p.k;
+  require(p.lda >= a_rows && p.ldb >= b_rows && p.ldd >= p.m && (!p.add_c || p.ldc >= p.m), "ld less than the rows");
+  require(aligned(p.a, dtype_bytes(p.ab)) && aligned(p.b, dtype_bytes(p.ab)) && aligned(p.d, dtype_bytes(p.cd)) &&
+              aligned(p.c, dtype_bytes(p.cd)),
+          "a pointer is not aligned to its element");
+  require(p.aux == nullptr || p.gelu, "aux without an activation");
+  require(p.bias == nullptr || p.cd == p.ab, "a bias of another dtype than a and b");
+  require(aligned(p.bias, 16), "bias is not 16-byte aligned");
+  require(p.aux == nullptr || (aligned(p.aux, 16) && p.ld_aux % 8 == 0 && p.ld_aux >= p.m), "aux is not aligned");
+  const Span a = span(p.a, p.lda, p.trans_a ? p.m : p.k, a_rows, p.ab);
+  const Span b = span(p.b, p.ldb, p.trans_b ? p.k : p.n, b_rows, p.ab);
+  const Span d = span(p.d, p.ldd, p.n, p.m, p.cd);
+  require(!d.meets(a) && !d.meets(b), "d overlaps a or b");
+  if (p.add_c && p.c == p.d) {
+    require(p.ldc == p.ldd, "c is d, with another ld");
+  } else if (p.add_c) {
+    require(!d.meets(span(p.c, p.ldc, p.n, p.m, p.cd)), "d overlaps c");
+  }
+  if (p.aux != nullptr) {
+    const Span aux = span(p.aux, p.ld_aux, p.n, p.m, p.cd);
+    require(!aux.meets(a) && !aux.meets(b) && !aux.meets(d), "aux overlaps another matrix");
+  }
+}
+
+float gelu_tanh(float x) noexcept { return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
+
+constexpr i64 kStrip = 16;  // rows of d at a time
+
+}  // namespace
+
+struct MatmulEngine::Impl {
+  bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
+};
+
+MatmulEngine::MatmulEngine(Context&) : impl_(std::make_unique<Impl>()) {}
+MatmulEngine::~MatmulEngine() = default;
+void MatmulEngine::set_autotune(bool) noexcept {}
+
+bool MatmulEngine::supports(const LtProblem& p) noexcept {
+  return !impl_->plain || (p.cd == DType::F32 && !p.add_c && !p.gelu && p.bias == nullptr && p.aux == nullptr);
+}
+
+void MatmulEngine::run(const LtProblem& p) noexcept {
+  check(p);
+  require(supports(p), "no algorithm");
+  // op(b) column by column, op(a) in strips of rows.
+  std::vector<float> b(static_cast<size_t>(p.n * p.k)), a(static_cast<size_t>(kStrip * p.k));
+  for (i64 j = 0; j < p.n; ++j) {
+    for (i64 k = 0; k < p.k; ++k) {
+      b[static_cast<size_t>(j * p.k + k)] = get(p.b, p.ab, p.trans_b ? j + k * p.ldb : k + j * p.ldb);
+    }
+  }
+  for (i64 strip = 0; strip < p.m; strip += kStrip) {
+    const i64 rows = std::min(kStrip, p.m - strip);
+    for (i64 k = 0; k < p.k; ++k) {
+      for (i64 i = 0; i < kStrip; ++i) {
+        const i64 row = strip + i;
+        a[static_cast<size_t>(k * kStrip + i)] =
+            i < rows ? get(p.a, p.ab, p.trans_a ? k + row * p.lda : row + k * p.lda) : 0.0f;
+      }
+    }
+    for (i64 j = 0; j < p.n; ++j) {
+      float sum[kStrip] = {};
+      for (i64 k = 0; k < p.k; ++k) {
+        const float y = b[static_cast<size_t>(j * p.k + k)];
+        const float* const x = &a[static_cast<size_t>(k * kStrip)];
+        for (i64 i = 0; i < kStrip; ++i) sum[i] += x[i] * y;
+      }
+      for (i64 i = 0; i < rows; ++i) {
+        const i64 row = strip + i;
+        float x = sum[i];
+        if (p.add_c) x += get(p.c, p.cd, row + j * p.ldc);
+        if (p.bias != nullptr) x += get(p.bias, p.cd, row);
+        if (p.aux != nullptr) put(p.aux, p.cd, row + j * p.ld_aux, x);
+        put(p.d, p.cd, row + j * p.ldd, p.gelu ? gelu_tanh(x) : x);
+      }
+    }
+  }
+}
+
+}  // namespace ds::cuda

@@ -1,0 +1,214 @@
+// SPDX-License-Identifier: Apache-2.0
+// What the general tests of products, column sums and cross-entropy do not reach in the CUDA backend, on the simulator:
+// rows of more than one tile, unaligned memory, sums in parts, a library that fuses nothing, threads in any order.
+
+#include <cmath>
+#include <cstdlib>
+#include <memory>
+
+#include "cuda/matmul.h"
+#include "parity/parity.h"
+
+namespace ds::testing {
+namespace {
+
+// An environment variable for as long as this lives.
+class Setting {
+ public:
+  Setting(const char* name, const std::string& value) : name_(name) { setenv(name, value.c_str(), 1); }
+  ~Setting() { unsetenv(name_); }
+  Setting(const Setting&) = delete;
+  Setting& operator=(const Setting&) = delete;
+
+ private:
+  const char* name_;
+};
+
+struct Ops {
+  decltype(OpTable::matmul) matmul;
+  decltype(OpTable::column_sum) column_sum;
+  decltype(OpTable::linear_cross_entropy) linear_cross_entropy;
+};
+const Ops kRef{ref_ops().matmul, ref_ops().column_sum, ref_ops().linear_cross_entropy};
+const Ops kCuda{cuda::matmul, cuda::column_sum, cuda::linear_cross_entropy};
+
+class CudaMatmul : public ::testing::Test {
+ protected:
+  ~CudaMatmul() override { EXPECT_EQ(context_.error(), nullptr) << context_.error() << " in " << context_.where(); }
+
+  cuda::Context context_;
+  Stream stream_{.pool = nullptr, .native = &context_};
+};
+
+// [rows, columns] with rows `stride` apart, from element `shift` of t on.
+TensorView part(const Tensor& t, i64 shift, i64 rows, i64 columns, i64 stride) {
+  TensorView v = t.view();
+  v.data = static_cast<char*>(v.data) + shift * dtype_bytes(v.dtype);
+  v.rank = 2;
+  v.shape = {rows, columns};
+  v.stride = {stride, 1};
+  return v;
+}
+
+TEST_F(CudaMatmul, AnyAlignmentOfAnyOperand) {
+  constexpr i64 M = 9, N = 40, K = 21, kRoom = 16;
+  struct Results {
+    Tensor c, preact;
+  };
+  const auto run = [&](const Ops& ops, DType work, DType out, i64 shift, i64 stride, Activation f, u32 parts) {
+    Tensor a(work, {M * (K + 3) + kRoom}), b(work, {K * 64 + kRoom}), bias(work, {N + kRoom});
+    Tensor residual(out, {M * stride + kRoom}), c(residual), preact(residual);
+    u32 seed = 1;
+    for (Tensor* t : {&a, &b, &bias, &residual, &c, &preact}) t->randomize(seed++);
+    const TensorView none{}, to = part(c, shift, M, N, stride);
+    const bool plain = f == Activation::None && (parts & 5) == 0;
+    ops.matmul(to, part(a, shift, M, K, K + 3), part(b, shift, K, N, 64),
+               (parts & 1) != 0 ? part(bias, shift, 1, N, N).reshaped({N}) : none,
+               (parts & 2) != 0 ? part(preact, shift, M, N, stride) : none,
+               (parts & 4) == 0   ? none
+               : (parts & 8) != 0 ? to
+                                  : part(residual, shift, M, N, stride),
+               {.accumulate = plain && (parts & 8) != 0, .activation = f}, stream_);
+    return Results{c, preact};
+  };
+  for (const bool plain : {false, true}) {
+    // A library that can do less gives the same.
+    std::unique_ptr<Setting> setting;
+    if (plain) setting = std::make_unique<Setting>("DS_SIM_PLAIN_LT", "1");
+    cuda::Context context;
+    stream_.native = &context;
+    for (DType work : kWorkDTypes) {
+      for (DType out : {work, DType::F32}) {
+        for (i64 shift : {0, 1, 8}) {
+          for (i64 stride : {40, 43, 48}) {
+            for (Activation f : {Activation::None, Activation::GeluTanh, Activation::GeluErf, Activation::Silu}) {
+              for (u32 parts = 0; parts < 16; ++parts) {
+                const Results want = run(kRef, work, out, shift, stride, f, parts);
+                const Results got = run(kCuda, work, out, shift, stride, f, parts);
+                const std::string what = std::string(dtype_name(work)) + " to " + std::string(dtype_name(out)) +
+                                         " shift " + std::to_string(shift) + " stride " + std::to_string(stride) +
+                                         " activation " + std::to_string(static_cast<int>(f)) + " parts " +
+                                         std::to_string(parts);
+                expect_close(got.c, want.c, out == DType::F32 ? 30 : 2.1, what);
+                expect_close(got.preact, want.preact, out == DType::F32 ? 30 : 2.1, what + ": preact");
+                if (HasFatalFailure()) return;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST_F(CudaMatmul, SumsThatDoNotFitTheScratchMemoryGoByRows) {
+  constexpr i64 M = 8500, N = 1000, K = 2;
+  for (const bool trans_a : {false, true}) {
+    Tensor a(DType::BF16, {trans_a ? K : M, trans_a ? M : K}), b(DType::BF16, {K, N}), residual(DType::BF16, {M, N});
+    a.randomize(1);
+    b.randomize(2);
+    residual.randomize(3);
+    Tensor want(DType::BF16, {M, N}), got(want), want_preact(want), got_preact(want);
+    const MatmulParams params{.trans_a = trans_a, .activation = Activation::Silu};
+    kRef.matmul(want, a, b, {}, want_preact, residual, params, stream_);
+    kCuda.matmul(got, a, b, {}, got_preact, residual, params, stream_);
+    EXPECT_LT(context_.scratch_bytes(), size_t{1} << 25);
+    expect_close(got, want, 2.1, "c");
+    expect_close(got_preact, want_preact, 2.1, "preact");
+  }
+}
+
+TEST_F(CudaMatmul, ColumnSumsDoNotDependOnAlignmentOrOrder) {
+  for (DType work : kWorkDTypes) {
+    for (const auto& [R, N] : {std::pair<i64, i64>{3000, 70}, {300, 1000}, {20000, 3}}) {
+      Tensor x(work, {R, N + 5}), aligned(work, {R, N + 16 - N % 8}), want(DType::F32, {N}), first(DType::F32, {N});
+      x.randomize(1);
+      for (i64 r = 0; r < R; ++r) {
+        for (i64 n = 0; n < N; ++n) aligned.set(r * aligned.view().stride[0] + n, x.at(r * (N + 5) + n));
+      }
+      kRef.column_sum(want, part(x, 0, R, N, N + 5), stream_);
+      kCuda.column_sum(first, part(x, 0, R, N, N + 5), stream_);
+      expect_close(first, want, 64, "column sums");
+      for (int seed = 1; seed < 4; ++seed) {
+        const Setting order("DS_SIM_SEED", std::to_string(seed));
+        Tensor got(DType::F32, {N});
+        kCuda.column_sum(got, part(aligned, 0, R, N, aligned.view().stride[0]), stream_);
+        expect_same_bits(got, first, "column sums");
+      }
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+class CudaCrossEntropy : public CudaMatmul {
+ protected:
+  struct Results {
+    Tensor losses, dh, dweight;
+  };
+  Results run(const Ops& ops, const Tensor& h, const Tensor& weight, const Tensor& targets, i64 chunk, i64 shift) {
+    const i64 T = h.view().dim(0), C = h.view().dim(1), V = weight.view().dim(0);
+    Tensor logits(DType::F32, {chunk * V + shift});
+    Results r{Tensor(DType::F32, {T}), Tensor(h.view().dtype, {T, C}), Tensor(DType::F32, {V, C})};
+    ops.linear_cross_entropy(r.losses, r.dh, r.dweight, h, weight, targets, part(logits, shift, chunk, V, V),
+                             {.grad_scale = 0.5f, .chunk_tokens = chunk}, stream_);
+    return r;
+  }
+};
+
+TEST_F(CudaCrossEntropy, RowsOfSeveralTilesAlignedAndNot) {
+  constexpr i64 T = 19, C = 9;
+  for (i64 V : {16384, 16389, 33001}) {
+    for (DType work : kWorkDTypes) {
+      Tensor h(work, {T, C}), weight(work, {V, C}), targets(DType::I32, {T});
+      h.randomize(1);
+      weight.randomize(2);
+      for (i64 t = 0; t < T; ++t) targets.set(t, static_cast<float>(t * 7919 % V));
+      targets.set(1, static_cast<float>(V - 1));
+      targets.set(3, -100);
+      const Results want = run(kRef, h, weight, targets, T, 0);
+      // 4 rows: as they lie, unaligned for odd V. T rows: those of odd V are spread.
+      for (const auto& [chunk, shift] : {std::pair<i64, i64>{4, 0}, {4, 1}, {T, 0}}) {
+        const std::string what = std::to_string(V) + " " + std::string(dtype_name(work)) + " chunk " +
+                                 std::to_string(chunk) + " shift " + std::to_string(shift);
+        const Results got = run(kCuda, h, weight, targets, chunk, shift);
+        const double rounding = epsilon(work) / epsilon(DType::F32), terms = 4 * std::sqrt(static_cast<double>(V));
+        expect_close(got.losses, want.losses, 64, what + ": losses");
+        expect_close(got.dh, want.dh, work == DType::F32 ? 64 + terms : 8, what + ": dh");
+        expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
+        const Setting order("DS_SIM_SEED", "1");
+        const Results again = run(kCuda, h, weight, targets, chunk, shift);
+        expect_same_bits(again.losses, got.losses, what);
+        expect_same_bits(again.dh, got.dh, what);
+        expect_same_bits(again.dweight, got.dweight, what);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+TEST_F(CudaCrossEntropy, LogitsThatAreNotFinite) {
+  constexpr float kInf = INFINITY, kNan = NAN;
+  const float firsts[][3] = {{1, kInf, 2},     {1, -kInf, 2},        {-kInf, -kInf, -kInf}, {kNan, 1, 2},
+                             {-kInf, kNan, 1}, {-kInf, kNan, -kInf}, {kInf, kInf, 1},       {-kInf, 1, -kInf},
+                             {kInf, -kInf, 3}, {1e30f, -1e30f, 3},   {3e38f, -3e38f, 0}};
+  for (const auto& first : firsts) {
+    for (const auto& [V, others] : {std::pair<i64, float>{3, 0}, {8, -kInf}, {703, 0.5f}, {20003, -kInf}}) {
+      for (i64 target : {0, 1, 2}) {
+        Tensor h(DType::F32, {1, 1}), weight(DType::F32, {V, 1}), targets(DType::I32, {1});  // logits = weight
+        h.fill(1);
+        weight.fill(others);
+        for (i64 i = 0; i < 3; ++i) weight.set(i, first[i]);
+        targets.set(0, static_cast<float>(target));
+        const Results want = run(kRef, h, weight, targets, 1, 0), got = run(kCuda, h, weight, targets, 1, 0);
+        const std::string what = std::to_string(first[0]) + " " + std::to_string(first[1]) + " " +
+                                 std::to_string(first[2]) + " of " + std::to_string(V);
+        expect_close(got.losses, want.losses, 64, what);
+        expect_close(got.dweight, want.dweight, 64, what);
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing
