@@ -1,0 +1,180 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The ops of a CUDA device as an OpTable for tensors in host memory, so that the tests of ops run on it as they are:
+// each call takes all memory that its arguments reach to the device, runs there and brings everything back.
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "device/device.h"
+
+namespace ds::testing {
+
+// The device that DS_TEST_DEVICE=cuda asks for (the simulator with DS_CUDA_PLUGIN); null where the variable is not set.
+// A device that is not there ends the test: ctest takes the exit status for "skipped".
+inline Device* test_device() {
+  static const std::unique_ptr<Device> device = [] {
+    const char* asked = std::getenv("DS_TEST_DEVICE");
+    if (asked == nullptr) return std::unique_ptr<Device>();
+    std::string why;
+    if (num_cuda_devices(why) == 0) {
+      std::fprintf(stderr, "skipped: %s\n", why.c_str());
+      std::_Exit(77);
+    }
+    return make_cuda_device(0);
+  }();
+  return device.get();
+}
+
+// The memory of one call's arguments, there and back. What overlaps on the host is one piece on the device, at the same
+// distance from a 256-byte boundary.
+class RoundTrip {
+ public:
+  explicit RoundTrip(Device& device) : device_(device) {}
+  ~RoundTrip() {
+    for (const Range& r : ranges_) device_.release(r.memory);
+  }
+  RoundTrip(const RoundTrip&) = delete;
+  RoundTrip& operator=(const RoundTrip&) = delete;
+
+  void reach(const void* p, i64 bytes) {
+    if (p == nullptr || bytes == 0) return;
+    auto* begin = const_cast<char*>(static_cast<const char*>(p));
+    Range merged{begin, begin + bytes};
+    std::erase_if(ranges_, [&](const Range& r) {
+      if (r.begin > merged.end || merged.begin > r.end) return false;
+      merged = {std::min(r.begin, merged.begin), std::max(r.end, merged.end)};
+      return true;
+    });
+    ranges_.push_back(merged);
+  }
+  void reach(const TensorView& v) {
+    if (v.numel() == 0) return;
+    i64 last = 0;
+    for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[static_cast<size_t>(d)];
+    reach(v.data, (last + 1) * dtype_bytes(v.dtype));
+  }
+  void reach(std::span<const TensorView> views) {
+    for (const TensorView& v : views) reach(v);
+  }
+  void reach(std::span<const AdamWTensor> tensors) {
+    for (const AdamWTensor& t : tensors) {
+      for (const TensorView& v : {t.param, t.master, t.m, t.v, t.grad}) reach(v);
+    }
+  }
+  void reach(const GradVerdict* v) { reach(v, sizeof *v); }
+  template <class Other>
+  void reach(const Other&) {}
+
+  void upload() {
+    for (Range& r : ranges_) {
+      const auto shift = static_cast<i64>(reinterpret_cast<size_t>(r.begin) % 256);
+      r.memory = device_.allocate(r.end - r.begin + shift);
+      if (r.memory == nullptr) std::abort();
+      r.device = static_cast<char*>(r.memory) + shift;
+      device_.upload(r.device, r.begin, r.end - r.begin);
+    }
+  }
+  void download() {
+    for (const Range& r : ranges_) device_.download(r.begin, r.device, r.end - r.begin);
+  }
+
+  template <class T>
+  T* on_device(T* p) const {
+    auto* at = reinterpret_cast<char*>(const_cast<std::remove_const_t<T>*>(p));
+    for (const Range& r : ranges_) {
+      if (r.begin <= at && at < r.end) return reinterpret_cast<T*>(r.device + (at - r.begin));
+    }
+    return p;
+  }
+  TensorView on_device(TensorView v) const {
+    v.data = v.data == nullptr ? nullptr : on_device(static_cast<char*>(v.data));
+    return v;
+  }
+  AdamWTensor on_device(AdamWTensor t) const {
+    for (TensorView* v : {&t.param, &t.master, &t.m, &t.v, &t.grad}) *v = on_device(*v);
+    return t;
+  }
+  // Arguments as the device's op gets them; `keep` holds what spans point to.
+  template <class T>
+  std::vector<T> on_device(std::span<const T> values) const {
+    std::vector<T> moved;
+    for (const T& v : values) moved.push_back(on_device(v));
+    return moved;
+  }
+  Stream& on_device(Stream&) const { return device_.stream(); }
+  template <class Other>
+  requires(!std::is_pointer_v<Other>) Other on_device(Other other)
+  const { return other; }
+
+ private:
+  struct Range {
+    char* begin;
+    char* end;
+    void* memory = nullptr;
+    char* device = nullptr;
+  };
+  Device& device_;
+  std::vector<Range> ranges_;
+};
+
+template <auto member>
+struct DeviceOp;
+template <class... Args, void (*OpTable::*member)(Args...) noexcept>
+struct DeviceOp<member> {
+  static void run(Args... args) noexcept {
+    Device& device = *test_device();
+    RoundTrip trip(device);
+    (trip.reach(args), ...);
+    trip.upload();
+    // Vectors become spans again, references and values pass.
+    const auto call = [&](auto&&... moved) { (device.ops().*member)(moved...); };
+    call(trip.on_device(static_cast<Args>(args))...);
+    device.synchronize();
+    trip.download();
+  }
+};
+
+inline const OpTable* device_ops() {
+  if (test_device() == nullptr) return nullptr;
+  static const OpTable table = {
+      .name = test_device()->ops().name,
+      .matmul = DeviceOp<&OpTable::matmul>::run,
+      .column_sum = DeviceOp<&OpTable::column_sum>::run,
+      .layernorm_fwd = DeviceOp<&OpTable::layernorm_fwd>::run,
+      .layernorm_bwd = DeviceOp<&OpTable::layernorm_bwd>::run,
+      .rmsnorm_fwd = DeviceOp<&OpTable::rmsnorm_fwd>::run,
+      .rmsnorm_bwd = DeviceOp<&OpTable::rmsnorm_bwd>::run,
+      .activation_fwd = DeviceOp<&OpTable::activation_fwd>::run,
+      .activation_bwd = DeviceOp<&OpTable::activation_bwd>::run,
+      .swiglu_fwd = DeviceOp<&OpTable::swiglu_fwd>::run,
+      .swiglu_bwd = DeviceOp<&OpTable::swiglu_bwd>::run,
+      .rope = DeviceOp<&OpTable::rope>::run,
+      .embedding_fwd = DeviceOp<&OpTable::embedding_fwd>::run,
+      .embedding_bwd = DeviceOp<&OpTable::embedding_bwd>::run,
+      .attention_fwd = DeviceOp<&OpTable::attention_fwd>::run,
+      .attention_bwd = DeviceOp<&OpTable::attention_bwd>::run,
+      .linear_cross_entropy = DeviceOp<&OpTable::linear_cross_entropy>::run,
+      .dropout = DeviceOp<&OpTable::dropout>::run,
+      .add = DeviceOp<&OpTable::add>::run,
+      .cast = DeviceOp<&OpTable::cast>::run,
+      .fold = DeviceOp<&OpTable::fold>::run,
+      .max_abs = DeviceOp<&OpTable::max_abs>::run,
+      .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
+      .sum = DeviceOp<&OpTable::sum>::run,
+      .judge = DeviceOp<&OpTable::judge>::run,
+      .adamw = DeviceOp<&OpTable::adamw>::run,
+  };
+  return &table;
+}
+
+// The device of a test of whole models: that of test_device(), or the CPU's best kernels.
+inline std::unique_ptr<Device> make_test_device(int num_threads) {
+  return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
+}
+
+}  // namespace ds::testing
