@@ -26,16 +26,19 @@ __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 R, i64 C
   T* const out = y + r * C;
   if (wide && !accumulate) {
     uint4 packs[kRowPacks];
+    DS_UNROLL
     for (int k = 0; k < kRowPacks; ++k) {
       const i64 c = column + k * kWarp * P;
       if (c < C) packs[k] = *reinterpret_cast<const uint4*>(row + c);
     }
+    DS_UNROLL
     for (int k = 0; k < kRowPacks; ++k) {
       const i64 c = column + k * kWarp * P;
       if (c < C) *reinterpret_cast<uint4*>(out + c) = packs[k];
     }
     return;
   }
+  DS_UNROLL
   for (int k = 0; k < kRowPacks; ++k) {
     const i64 c = column + k * kWarp * P;
     float sum[P];
@@ -43,6 +46,7 @@ __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 R, i64 C
     if (accumulate) {
       float before[P];
       load_some(before, out + c, C - c, wide);
+      DS_UNROLL
       for (int j = 0; j < P; ++j) sum[j] += before[j];
     }
     store_some(out + c, sum, C - c, wide);
@@ -182,65 +186,167 @@ __global__ void find_runs_kernel(Runs runs, i64 long_run) {
   list(runs.long_runs, &runs.counters->num_long, is_long);
 }
 
-// One lane's columns of one run: dtable[id] = (accumulate ? dtable[id] : 0) + dy[row] + ... in the order of the run.
-// All lanes of the warp come; `there` are the columns that the lane has, perhaps none.
-constexpr int kRowsInFlight = 4;
+// A warp's slice of a run: dtable[id] = (accumulate ? dtable[id] : 0) + dy[row] + ... in the order of the run.
+// `column`: the first of the lane's; it may lie beyond the row, but the lane comes all the same.
+constexpr int kSpan = 2;          // packs of a lane, a warp's width apart
+constexpr int kRowsInFlight = 2;  // of each
 template <class To, class T>
-DS_DEVICE void sum_run(To* dtable, const T* dy, const Keys& sorted, i64 start, i64 C, i64 column, bool accumulate,
-                       bool wide) {
-  constexpr int P = kPack<T>;
+DS_DEVICE void sum_short_run(To* dtable, const T* dy, const Keys& sorted, i64 start, i64 C, i64 column, bool accumulate,
+                             bool wide) {
+  constexpr int P = kPack<T>, kStep = kWarp * P;
   const int lane = thread_index() % kWarp;
   const u32 id = sorted.keys[start];
   const i64 there = C - column;
   To* const out = dtable + i64{id} * C + column;
-  float sum[P];
-  load_some(sum, out, accumulate ? there : 0, wide);
+  float sum[kSpan][P];
+  DS_UNROLL
+  for (int s = 0; s < kSpan; ++s) load_some(sum[s], out + s * kStep, accumulate ? there - s * kStep : 0, wide);
   for (i64 at = start;; at += kWarp) {
     const bool same = at + lane < sorted.count && sorted.keys[at + lane] == id;
     const u32 row = same ? sorted.rows[at + lane] : 0;
     const int count = std::popcount(warp_ballot(same));
     for (int first = 0; first < count; first += kRowsInFlight) {
-      float x[kRowsInFlight][P];
+      float x[kRowsInFlight][kSpan][P];
+      DS_UNROLL
       for (int k = 0; k < kRowsInFlight; ++k) {
-        const i64 r = warp_shuffle(row, first + k);
-        if (first + k < count) load_some(x[k], dy + r * C + column, there, wide);
+        const T* const from = dy + i64{warp_shuffle(row, first + k)} * C + column;
+        DS_UNROLL
+        for (int s = 0; s < kSpan; ++s)
+          load_some(x[k][s], from + s * kStep, first + k < count ? there - s * kStep : 0, wide);
       }
+      DS_UNROLL
       for (int k = 0; k < kRowsInFlight; ++k) {
         if (first + k < count) {
-          for (int j = 0; j < P; ++j) sum[j] += x[k][j];
+          DS_UNROLL
+          for (int s = 0; s < kSpan; ++s) {
+            DS_UNROLL
+            for (int j = 0; j < P; ++j) sum[s][j] += x[k][s][j];
+          }
         }
       }
     }
     if (count < kWarp) break;
   }
-  store_some(out, sum, there, wide);
+  DS_UNROLL
+  for (int s = 0; s < kSpan; ++s) store_some(out + s * kStep, sum[s], there - s * kStep, wide);
 }
 
-// A block draws its work, items of a run and a slice of columns, until there is none.
-constexpr i64 kItemsPerWarp = 8;
+// Where a run ends. All lanes of the warp come; each looks at one key of what is left to search.
+DS_DEVICE i64 end_of_run(const Keys& sorted, i64 start) {
+  const u32 id = sorted.keys[start];
+  i64 low = start, high = sorted.count;  // a key that has the id, and the end or beyond
+  while (high - low > 1) {
+    const i64 step = (high - low + kWarp - 1) / kWarp, at = low + (thread_index() % kWarp + 1) * step;
+    const i64 passed = std::popcount(warp_ballot(at < high && sorted.keys[at] == id)) * step;
+    high = low + passed + step < high ? low + passed + step : high;
+    low += passed;
+  }
+  return high;
+}
+
+// A long run is a chain of additions for every column: what helps is a narrow slice of columns for a block, so that
+// many blocks share the run, and many rows on their way to shared memory. One warp adds, all copy.
+constexpr int kLongLanes = 8;  // 16 bytes each: a slice is one line of 128 bytes
+constexpr int kStageRows = kThreads / kLongLanes;
+constexpr int kStages = 8;
 
 struct SumShared {
+  uint4 rows[kStages][kStageRows][kLongLanes];
   u32 ticket;
 };
 
+template <class T>
+inline constexpr int kLongColumns = kLongLanes* kPack<T>;
+
+// As sum_short_run, for the columns [column, column + kLongColumns) and a whole block. Addresses are aligned.
+template <class To, class T>
+DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 start, i64 C, i64 column, bool accumulate,
+                            SumShared& shared) {
+  constexpr int kMine = kLongColumns<T> / kWarp;  // columns of an adding lane
+  const i64 count = end_of_run(sorted, start) - start;
+  const int copy_row = thread_index() / kLongLanes, copy_pack = thread_index() % kLongLanes;
+  const i64 copy_column = column + copy_pack * kPack<T>;
+  const auto row_at = [&](i64 stage) {
+    const i64 i = stage * kStageRows + copy_row;
+    return i < count ? sorted.rows[start + i] : 0;
+  };
+  const auto fetch = [&](i64 stage, u32 row) {
+    const bool wanted = stage * kStageRows + copy_row < count && copy_column < C;
+    copy_async_16(&shared.rows[stage % kStages][copy_row][copy_pack], dy + i64{row} * C + copy_column, wanted);
+    copies_commit();
+  };
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage, row_at(stage));
+  u32 next_row = row_at(kStages - 1);
+
+  const bool adds = thread_index() < kWarp && column + thread_index() * kMine < C;
+  To* const out = dtable + i64{sorted.keys[start]} * C + column + thread_index() * kMine;
+  float sum[kMine] = {};
+  if (adds && accumulate) {
+    DS_UNROLL
+    for (int j = 0; j < kMine; ++j) sum[j] = load(out + j);
+  }
+  for (i64 stage = 0; stage * kStageRows < count; ++stage) {
+    copies_wait<kStages - 2>();
+    sync_block();  // this stage is here, and the one before it has been added
+    fetch(stage + kStages - 1, next_row);
+    next_row = row_at(stage + kStages);
+    if (!adds) continue;
+    const auto add = [&](int r) {
+      const u32 word = reinterpret_cast<const u32*>(shared.rows[stage % kStages][r])[thread_index()];
+      if constexpr (kMine == 1) {
+        sum[0] += std::bit_cast<float>(word);
+      } else {
+        const float2 x = unpack2<T>(word);
+        sum[0] += x.x;
+        sum[1] += x.y;
+      }
+    };
+    const i64 left = count - stage * kStageRows;
+    if (left >= kStageRows) {
+      for (int r = 0; r < kStageRows; ++r) add(r);
+    } else {
+      for (int r = 0; r < left; ++r) add(r);
+    }
+  }
+  if (adds) {
+    DS_UNROLL
+    for (int j = 0; j < kMine; ++j) store(out + j, sum[j]);
+  }
+  copies_wait<0>();
+  sync_block();  // the stages are free
+}
+
+// Blocks draw work, the long runs first: a ticket is a slice of a long run, or several slices of short runs for each
+// warp.
+constexpr i64 kItemsPerWarp = 8;
+constexpr int kBlocksPerSm = 4;
+
 template <class To, class T>
 __global__ void sum_runs_kernel(To* dtable, const T* dy, Runs runs, i64 C, bool accumulate, bool wide) {
-  constexpr int P = kPack<T>;
+  constexpr i64 kShortColumns = kSpan * kWarp * kPack<T>;
   SumShared& shared = block_shared<SumShared>();
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
-  const i64 slices = (C + kWarp * P - 1) / (kWarp * P);
-  const i64 num_items = slices * runs.counters->num_short;
+  const i64 short_slices = (C + kShortColumns - 1) / kShortColumns;
+  const i64 long_slices = (C + kLongColumns<T> - 1) / kLongColumns<T>;
+  const i64 short_items = short_slices * runs.counters->num_short;
+  const i64 long_items = long_slices * runs.counters->num_long;
   for (;;) {
     if (thread_index() == 0) shared.ticket = atomic_add(&runs.counters->ticket, 1u);
     sync_block();
-    const i64 begin = i64{shared.ticket} * kWarps * kItemsPerWarp;
+    const i64 ticket = shared.ticket;
     sync_block();
-    if (begin >= num_items) break;
+    if (ticket < long_items) {
+      sum_long_run(dtable, dy, runs.sorted, i64{runs.long_runs[ticket / long_slices]}, C,
+                   ticket % long_slices * kLongColumns<T>, accumulate, shared);
+      continue;
+    }
+    const i64 begin = (ticket - long_items) * kWarps * kItemsPerWarp;
+    if (begin >= short_items) break;
     for (i64 k = 0; k < kItemsPerWarp; ++k) {
       const i64 item = begin + warp * kItemsPerWarp + k;
-      if (item >= num_items) break;
-      const i64 run = item / slices, slice = item % slices;
-      sum_run(dtable, dy, runs.sorted, i64{runs.short_runs[run]}, C, (slice * kWarp + lane) * P, accumulate, wide);
+      if (item >= short_items) break;
+      sum_short_run(dtable, dy, runs.sorted, i64{runs.short_runs[item / short_slices]}, C,
+                    item % short_slices * kShortColumns + lane * kPack<T>, accumulate, wide);
     }
   }
 }
@@ -287,13 +393,13 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumu
     c.check(cudaGetLastError(), "embedding_bwd, sorting");
     from = {keys, rows, R};
   }
+  const bool wide = C * dtype_bytes(dy.dtype) % 16 == 0 && all_aligned(16, {dtable.data, dy.data});
   const Runs runs{from, at(plan.short_runs), at(plan.long_runs), counters};
   launch(find_runs_kernel, {dim3(static_cast<unsigned>((R + kThreads - 1) / kThreads)), kThreads, 0}, c.stream(), runs,
-         R);
+         wide ? kLongRun : R);
   c.check(cudaGetLastError(), "embedding_bwd, runs");
   with_work_type(dy.dtype, [&]<class T>(T) {
-    const bool wide = C % kPack<T> == 0 && all_aligned(16, {dtable.data, dy.data});
-    const Launch all{dim3(static_cast<unsigned>(8 * c.num_multiprocessors())), kThreads, sizeof(SumShared)};
+    const Launch all{dim3(static_cast<unsigned>(kBlocksPerSm * c.num_multiprocessors())), kThreads, sizeof(SumShared)};
     if (dtable.dtype == DType::F32) {
       launch(sum_runs_kernel<float, T>, all, c.stream(), dtable.as<float>(), dy.as<T>(), runs, C, accumulate, wide);
     } else {

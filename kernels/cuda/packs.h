@@ -32,12 +32,15 @@ DS_DEVICE void load_some(float (&x)[N], const T* p, i64 count, bool wide) {
   constexpr int kEach = kPack<T>;
   static_assert(N % kEach == 0);
   if (wide && count >= N) {
+    DS_UNROLL
     for (int i = 0; i < N; i += kEach) {
       float part[kEach];
       load16(part, p + i);
+      DS_UNROLL
       for (int j = 0; j < kEach; ++j) x[i + j] = part[j];
     }
   } else {
+    DS_UNROLL
     for (int j = 0; j < N; ++j) x[j] = j < count ? load(p + j) : 0.0f;
   }
 }
@@ -47,12 +50,15 @@ DS_DEVICE void store_some(T* p, const float (&x)[N], i64 count, bool wide) {
   constexpr int kEach = kPack<T>;
   static_assert(N % kEach == 0);
   if (wide && count >= N) {
+    DS_UNROLL
     for (int i = 0; i < N; i += kEach) {
       float part[kEach];
+      DS_UNROLL
       for (int j = 0; j < kEach; ++j) part[j] = x[i + j];
       store16(p + i, part);
     }
   } else {
+    DS_UNROLL
     for (int j = 0; j < N; ++j) {
       if (j < count) store(p + j, x[j]);
     }

@@ -28,7 +28,9 @@ DS_DEVICE void for_packs(const T* x, i64 n, bool wide, F f) {
   const i64 step = i64{grid_size().x} * kThreads * P;
   for (i64 at = (i64{block_index().x} * kThreads + thread_index()) * P; at < n; at += kInFlight * step) {
     float packs[kInFlight][P];
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k) load_some(packs[k], x + at + k * step, n - at - k * step, wide);
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k) f(packs[k]);
   }
 }
@@ -58,15 +60,19 @@ __global__ void fold_kernel(float* dst, const float* init, FoldSources sources, 
   }
   for (; first + kInFlight <= sources.count; first += kInFlight) {
     float x[kInFlight][P];
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k)
       load_some(x[k], static_cast<const T*>(sources.data[first + k]) + at, n - at, wide);
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k) {
+      DS_UNROLL
       for (int j = 0; j < P; ++j) sum[j] += x[k][j];
     }
   }
   for (; first < sources.count; ++first) {
     float x[P];
     load_some(x, static_cast<const T*>(sources.data[first]) + at, n - at, wide);
+    DS_UNROLL
     for (int j = 0; j < P; ++j) sum[j] += x[j];
   }
   store_some(dst + at, sum, n - at, wide);
@@ -96,6 +102,7 @@ template <class T>
 __global__ void max_abs_kernel(i64* result, const T* x, i64 n, bool wide) {
   u32 largest = 0;
   for_packs(x, n, wide, [&](const float(&pack)[kPack<T>]) {
+    DS_UNROLL
     for (int j = 0; j < kPack<T>; ++j) {
       const u32 bits = std::bit_cast<u32>(pack[j]) & 0x7FFFFFFFu;
       largest = bits > largest ? bits : largest;
@@ -117,6 +124,7 @@ __global__ void sum_squares_kernel(ExactSum* partials, const T* x, i64 n, const 
   ExactSum sum;
   for_packs(x, n, wide, [&](const float(&pack)[kPack<T>]) {
     i64 units = 0;
+    DS_UNROLL
     for (int j = 0; j < kPack<T>; ++j) {
       const double scaled = static_cast<double>(pack[j]) * scale;
       units += std::bit_cast<i64>(std::fma(scaled, scaled, 0x1p52)) - std::bit_cast<i64>(0x1p52);
@@ -160,8 +168,10 @@ __global__ void sum_kernel(double* out, const T* x, i64 n, i64 tile, double fact
   double sums[kInFlight] = {};
   for (i64 at = begin + thread_index(); at < end; at += kInFlight * kThreads) {
     double terms[kInFlight];
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k)
       terms[k] = at + k * kThreads < end ? static_cast<double>(x[at + k * kThreads]) : 0.0;
+    DS_UNROLL
     for (int k = 0; k < kInFlight; ++k) sums[k] += terms[k];
   }
   double sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
