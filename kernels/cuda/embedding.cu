@@ -255,8 +255,9 @@ struct SumShared {
   u32 ticket;
 };
 
+constexpr int kLongBytes = 16 * kLongLanes;
 template <class T>
-inline constexpr int kLongColumns = kLongLanes* kPack<T>;
+inline constexpr int kLongColumns = kLongBytes / static_cast<int>(sizeof(T));
 
 // As sum_short_run, for the columns [column, column + kLongColumns) and a whole block. Addresses are aligned.
 template <class To, class T>
@@ -264,19 +265,31 @@ DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 sta
                             SumShared& shared) {
   constexpr int kMine = kLongColumns<T> / kWarp;  // columns of an adding lane
   const i64 count = end_of_run(sorted, start) - start;
+  const int lane = thread_index() % kWarp;
   const int copy_row = thread_index() / kLongLanes, copy_pack = thread_index() % kLongLanes;
   const i64 copy_column = column + copy_pack * kPack<T>;
-  const auto row_at = [&](i64 stage) {
-    const i64 i = stage * kStageRows + copy_row;
+  // A warp copies a few rows of every stage. Its lanes know which for kStages of them, and for the next kStages
+  // already.
+  constexpr int kWarpRows = kStageRows / kWarps;
+  static_assert(kWarpRows * kStages == kWarp);
+  const auto rows_of = [&](i64 round) {
+    const i64 i =
+        (round * kStages + lane / kWarpRows) * kStageRows + thread_index() / kWarp * kWarpRows + lane % kWarpRows;
     return i < count ? sorted.rows[start + i] : 0;
   };
-  const auto fetch = [&](i64 stage, u32 row) {
+  u32 rows = rows_of(0), next_rows = rows_of(1);
+  const auto fetch = [&](i64 stage) {  // called for 0, 1, 2, ...
+    const int slot = static_cast<int>(stage % kStages);
+    const i64 row = warp_shuffle(rows, slot * kWarpRows + lane / kLongLanes);
     const bool wanted = stage * kStageRows + copy_row < count && copy_column < C;
-    copy_async_16(&shared.rows[stage % kStages][copy_row][copy_pack], dy + i64{row} * C + copy_column, wanted);
+    copy_async_16(&shared.rows[slot][copy_row][copy_pack], wanted ? dy + row * C + copy_column : dy, wanted);
     copies_commit();
+    if (slot == kStages - 1) {
+      rows = next_rows;
+      next_rows = rows_of(stage / kStages + 2);
+    }
   };
-  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage, row_at(stage));
-  u32 next_row = row_at(kStages - 1);
+  for (int stage = 0; stage < kStages - 1; ++stage) fetch(stage);
 
   const bool adds = thread_index() < kWarp && column + thread_index() * kMine < C;
   To* const out = dtable + i64{sorted.keys[start]} * C + column + thread_index() * kMine;
@@ -288,8 +301,7 @@ DS_DEVICE void sum_long_run(To* dtable, const T* dy, const Keys& sorted, i64 sta
   for (i64 stage = 0; stage * kStageRows < count; ++stage) {
     copies_wait<kStages - 2>();
     sync_block();  // this stage is here, and the one before it has been added
-    fetch(stage + kStages - 1, next_row);
-    next_row = row_at(stage + kStages);
+    fetch(stage + kStages - 1);
     if (!adds) continue;
     const auto add = [&](int r) {
       const u32 word = reinterpret_cast<const u32*>(shared.rows[stage % kStages][r])[thread_index()];
