@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "cuda/adamw_plan.h"
+
+#include <gtest/gtest.h>
+
+#include <vector>
+
+namespace ds::cuda {
+namespace {
+
+// Addresses are made up: plans do not look behind them.
+AdamWTensor tensor(i64 n, size_t address, DType param = DType::BF16, size_t param_address = 0) {
+  const auto view = [n](size_t at, DType t) { return TensorView::of(reinterpret_cast<void*>(at), t, {n}); };
+  return {view(param_address, param), view(address, DType::F32), view(0x20000, DType::F32),
+          view(0x30000, DType::F32),  view(0x40000, DType::F32), 0.5f};
+}
+
+TEST(AdamWPlan, EveryChunkOfEveryTensorBelongsToOneBlock) {
+  std::vector<AdamWTensor> tensors;
+  for (i64 i = 0; i < 200; ++i) {
+    const i64 n = i % 5 == 2 ? 0 : i % 7 == 0 ? i * kAdamWChunk + (i % 2) : i + 1;
+    tensors.push_back(tensor(n, 0x100000 + 0x100 * static_cast<size_t>(i)));
+  }
+  std::span<const AdamWTensor> rest = tensors;
+  size_t next = 0;  // the tensor whose turn it is
+  int launches = 0;
+  while (!rest.empty()) {
+    const AdamWBatch batch = next_adamw_batch(rest);
+    ++launches;
+    u32 chunk = 0;
+    for (int s = 0; s < batch.num_slots; ++s) {
+      while (tensors[next].master.numel() == 0) ++next;
+      const AdamWSlot& slot = batch.slots[s];
+      ASSERT_EQ(slot.master, tensors[next].master.data);
+      ASSERT_EQ(slot.n, tensors[next].master.numel());
+      ASSERT_EQ(batch.first_chunk[s], chunk);
+      for (i64 at = 0; at < slot.n; at += kAdamWChunk) ASSERT_EQ(batch.slot_of(chunk++), s);
+      ++next;
+    }
+    ASSERT_EQ(batch.num_chunks(), chunk);
+  }
+  while (next < tensors.size() && tensors[next].master.numel() == 0) ++next;
+  EXPECT_EQ(next, tensors.size());
+  EXPECT_EQ(launches, 3);  // 160 tensors that have elements
+}
+
+TEST(AdamWPlan, NothingToDoIsNoBlock) {
+  const AdamWTensor empty = tensor(0, 0x1000);
+  std::span<const AdamWTensor> rest(&empty, 1);
+  EXPECT_EQ(next_adamw_batch(rest).num_chunks(), 0u);
+  EXPECT_TRUE(rest.empty());
+}
+
+TEST(AdamWPlan, FourElementsAtATimeNeedAlignedAddresses) {
+  const auto wide = [](const AdamWTensor& t) {
+    std::span<const AdamWTensor> rest(&t, 1);
+    return next_adamw_batch(rest).slots[0].wide;
+  };
+  EXPECT_TRUE(wide(tensor(8, 0x1000)));
+  EXPECT_FALSE(wide(tensor(8, 0x1004)));
+  EXPECT_TRUE(wide(tensor(8, 0x1000, DType::BF16, 0x2008)));
+  EXPECT_FALSE(wide(tensor(8, 0x1000, DType::BF16, 0x2004)));
+  EXPECT_FALSE(wide(tensor(8, 0x1000, DType::F32, 0x2008)));
+}
+
+TEST(AdamWPlan, AParamThatIsTheMasterIsWrittenOnce) {
+  const AdamWTensor t = tensor(8, 0x1000, DType::F32, 0x1000);
+  std::span<const AdamWTensor> rest(&t, 1);
+  EXPECT_EQ(next_adamw_batch(rest).slots[0].param, nullptr);
+}
+
+}  // namespace
+}  // namespace ds::cuda
