@@ -11,16 +11,16 @@
 namespace ds::cuda {
 namespace {
 
-// The packs of thread t of a group begin at columns (t + p * group) * pack, p = 0, 1, ...
+// The packs of thread t of a group begin at columns (t + p * group) * width, p = 0, 1, ... width: elements of a pack.
 struct Plan {
   int group = 0;  // threads of a row: a power of two up to a warp, or warps
-  int elems = 0;  // per thread; 0: the row does not fit
+  int packs = 0;  // per thread; 0: the row does not fit
   int rows = 0;   // of a block at a time
   constexpr int block() const noexcept { return group * rows; }
 };
-constexpr int kFew = 8;  // elements of a thread when rows are short
-constexpr int kForwardElems = 32, kForwardThreads = 512;
-constexpr int kBackwardElems = 16, kBackwardThreads = 512, kBackwardFewThreads = 384;
+constexpr int kForwardPacks = 4, kForwardThreads = 512;
+constexpr int kBackwardPacks = 2, kBackwardThreads = 512;
+constexpr int kShortThreads = 384;  // of a block of the backward pass whose threads have one pack each
 constexpr int kLongThreads = 1024;
 
 constexpr int group_of(i64 C, int elems) noexcept {
@@ -28,16 +28,17 @@ constexpr int group_of(i64 C, int elems) noexcept {
   return static_cast<int>(threads <= kWarp ? static_cast<i64>(std::bit_ceil(static_cast<u64>(threads)))
                                            : ceil_div(threads, kWarp) * kWarp);
 }
-constexpr Plan forward_plan(i64 C) noexcept {
+constexpr Plan forward_plan(i64 C, int width) noexcept {
   constexpr int kThreads = 128;
-  if (C > i64{kForwardElems} * kForwardThreads) return {};
-  const int elems = C <= kFew * kWarp ? kFew : kForwardElems, group = group_of(C, elems);
-  return {group, elems, std::max(1, kThreads / group)};
+  const int packs = C <= width * kWarp ? 1 : kForwardPacks;
+  if (C > i64{width} * packs * kForwardThreads) return {};
+  const int group = group_of(C, width * packs);
+  return {group, packs, std::max(1, kThreads / group)};
 }
-constexpr Plan backward_plan(i64 C) noexcept {
-  if (C > i64{kBackwardElems} * kBackwardThreads) return {};
-  if (const int group = group_of(C, kFew); group <= 256) return {group, kFew, kBackwardFewThreads / group};
-  return {group_of(C, kBackwardElems), kBackwardElems, 1};
+constexpr Plan backward_plan(i64 C, int width) noexcept {
+  if (C > i64{width} * kBackwardPacks * kBackwardThreads) return {};
+  if (const int group = group_of(C, width); group <= 256) return {group, 1, kShortThreads / group};
+  return {group_of(C, width * kBackwardPacks), kBackwardPacks, 1};
 }
 
 // Strips of rows for the sums over rows: enough to fill an H100 once with the blocks that its registers hold.
@@ -46,7 +47,7 @@ struct Strips {
 };
 constexpr Strips strips_of(i64 R, const Plan& p) noexcept {
   constexpr i64 kMultiprocessors = 132;
-  const i64 blocks = p.elems == 0 ? 64 : kMultiprocessors * std::max(1, (p.elems == kFew ? 768 : 512) / p.block());
+  const i64 blocks = p.packs == 0 ? 64 : kMultiprocessors * std::max(1, (p.packs == 1 ? 768 : 512) / p.block());
   const i64 rows = std::max({ceil_div(R, blocks), static_cast<i64>(p.rows), i64{1}});
   return {rows, ceil_div(R, rows)};
 }
@@ -102,9 +103,9 @@ struct ForwardArgs {
   int group, rows;
 };
 
-template <class T, bool kCentred, bool kAligned, int kElems>
+template <class T, bool kCentred, bool kAligned, int kPacks>
 __global__ void __launch_bounds__(kForwardThreads) forward_kernel(ForwardArgs<T> a) {
-  constexpr int kWidth = kPack<T>, kPacks = kElems / kWidth;
+  constexpr int kWidth = kPack<T>;
   auto& shared = block_shared<GroupSums>();
   const int row_lane = thread_index() / a.group, lane = thread_index() % a.group;
   const i64 r = i64{block_index().x} * a.rows + row_lane;
@@ -182,9 +183,9 @@ template <bool kCentred>
 void norm_fwd(const char* name, TensorView y, TensorView mean, TensorView rstd, TensorView x, TensorView weight,
               TensorView bias, float eps, Stream& s) noexcept {
   const i64 R = x.dim(0), C = x.dim(1);
-  const Plan plan = forward_plan(C);
   Context& c = context(s);
   with_work_type(x.dtype, [&]<class T>(T) {
+    const Plan plan = forward_plan(C, kPack<T>);
     const ForwardArgs<T> args{y.as<T>(),
                               mean.as<float>(),
                               rstd.as<float>(),
@@ -197,7 +198,7 @@ void norm_fwd(const char* name, TensorView y, TensorView mean, TensorView rstd, 
                               eps,
                               plan.group,
                               plan.rows};
-    if (plan.elems == 0) {
+    if (plan.packs == 0) {
       launch(long_forward_kernel<T, kCentred>, {dim3(static_cast<unsigned>(R)), kLongThreads, sizeof(GroupSums)},
              c.stream(), args);
       return;
@@ -207,11 +208,11 @@ void norm_fwd(const char* name, TensorView y, TensorView mean, TensorView rstd, 
              args);
     };
     const bool aligned = C % kPack<T> == 0 && aligned16({y.data, x.data, weight.data, bias.data}),
-               few = plan.elems == kFew;
+               one = plan.packs == 1;
     if (aligned) {
-      few ? go(forward_kernel<T, kCentred, true, kFew>) : go(forward_kernel<T, kCentred, true, kForwardElems>);
+      one ? go(forward_kernel<T, kCentred, true, 1>) : go(forward_kernel<T, kCentred, true, kForwardPacks>);
     } else {
-      few ? go(forward_kernel<T, kCentred, false, kFew>) : go(forward_kernel<T, kCentred, false, kForwardElems>);
+      one ? go(forward_kernel<T, kCentred, false, 1>) : go(forward_kernel<T, kCentred, false, kForwardPacks>);
     }
   });
   c.check(cudaGetLastError(), name);
@@ -230,7 +231,8 @@ struct BackwardArgs {
 
 struct BackwardShared {
   GroupSums sums;
-  float columns[kFew * kBackwardFewThreads];
+  float columns[8 * kShortThreads]  // a pack of each thread
+      ;
 };
 
 // dx of one element: xhat and g = dy weight, the means over the row of g and g xhat.
@@ -238,18 +240,17 @@ DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_
   return rstd * (g - std::fma(xhat, mean_gx, mean_g));
 }
 
-// What a thread reads of a row.
+// What a thread reads of a row before its sums.
 template <class T, bool kCentred, bool kAligned, int kPacks>
 struct BackwardRow {
-  Pack<T, kPack<T>> dy[kPacks], x[kPacks], residual[kPacks];
+  Pack<T, kPack<T>> dy[kPacks], x[kPacks];
   float mean, rstd;
 
-  DS_DEVICE void load(const BackwardArgs<T>& a, i64 r, i64 end, int first, int step) {
-    const int C = r < end ? static_cast<int>(a.C) : 0;
+  // C: 0 past the end, then nothing is read and everything zero.
+  DS_DEVICE void load(const BackwardArgs<T>& a, i64 r, int first, int step, int C) {
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
       load_part<kAligned>(dy[p], a.dy + r * a.C, first + p * step, C);
       load_part<kAligned>(x[p], a.x + r * a.C, first + p * step, C);
-      if (a.residual != nullptr) load_part<kAligned>(residual[p], a.residual + r * a.C, first + p * step, C);
     }
     mean = kCentred && C > 0 ? a.mean[r] : 0.0f;
     rstd = C > 0 ? a.rstd[r] : 0.0f;
@@ -257,25 +258,38 @@ struct BackwardRow {
 };
 
 // A block goes through its strip, `rows` rows at a time, and has the next ones on their way while it sums these.
-template <class T, bool kCentred, bool kAligned, int kElems>
-__global__ void __launch_bounds__(kElems == kFew ? kBackwardFewThreads : kBackwardThreads, kElems == kFew ? 2 : 1)
+template <class T, bool kCentred, bool kAligned, int kPacks>
+__global__ void __launch_bounds__(kPacks == 1 ? kShortThreads : kBackwardThreads, kPacks == 1 && kAligned ? 2 : 1)
     backward_kernel(BackwardArgs<T> a) {
-  constexpr int kWidth = kPack<T>, kPacks = kElems / kWidth;
+  constexpr int kWidth = kPack<T>;
   auto& shared = block_shared<BackwardShared>();
   const int row_lane = thread_index() / a.group, lane = thread_index() % a.group;
-  const int C = static_cast<int>(a.C), first = lane * kWidth, step = a.group * kWidth;
+  const int first = lane * kWidth, step = a.group * kWidth;
   const i64 begin = i64{block_index().x} * a.strip_rows, end = std::min(begin + a.strip_rows, a.R);
+  const auto columns = [&](i64 r) { return r < end ? static_cast<int>(a.C) : 0; };
 
   Pack<T, kWidth> weight[kPacks];
-  DS_UNROLL for (int p = 0; p < kPacks; ++p) load_part<kAligned>(weight[p], a.weight, first + p * step, C);
+  DS_UNROLL for (int p = 0; p < kPacks; ++p)
+      load_part<kAligned>(weight[p], a.weight, first + p * step, static_cast<int>(a.C));
   float dweight[kPacks][kWidth] = {}, dbias[kPacks][kWidth] = {};
 
   BackwardRow<T, kCentred, kAligned, kPacks> row, next;
-  row.load(a, begin + row_lane, end, first, step);
+  if (kAligned) row.load(a, begin + row_lane, first, step, columns(begin + row_lane));
   int turn = 0;
   for (i64 base = begin; base < end; base += a.rows) {
     const i64 r = base + row_lane;
-    next.load(a, r + a.rows, end, first, step);
+    const int C = columns(r);
+    Pack<T, kWidth> residual[kPacks];
+    if (kAligned) {
+      next.load(a, r + a.rows, first, step, columns(r + a.rows));
+    } else {
+      row.load(a, r, first, step, C);
+    }
+    if (a.residual != nullptr) {
+      DS_UNROLL for (int p = 0; p < kPacks; ++p) {
+        load_part<kAligned>(residual[p], a.residual + r * a.C, first + p * step, C);
+      }
+    }
     const float scale = row.rstd, shift = row.mean;
     float2 sums = make_float2(0, 0);
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
@@ -297,37 +311,34 @@ __global__ void __launch_bounds__(kElems == kFew ? kBackwardFewThreads : kBackwa
       row.dy[p].get(dy);
       row.x[p].get(x);
       weight[p].get(w);
-      if (a.residual != nullptr) row.residual[p].get(add);
+      if (a.residual != nullptr) residual[p].get(add);
       DS_UNROLL for (int e = 0; e < kWidth; ++e) {
         const float d = dx_of(dy[e] * w[e], (x[e] - shift) * scale, scale, mean_g, mean_gx);
         x[e] = a.residual != nullptr ? d + add[e] : d;
       }
       row.x[p].set(x);
-      store_part<kAligned>(row.x[p], a.dx + r * a.C, first + p * step, r < end ? C : 0);
+      store_part<kAligned>(row.x[p], a.dx + r * a.C, first + p * step, C);
     }
-    row = next;
+    if (kAligned) row = next;
   }
 
   // The row lanes of the block, in order; then to memory.
   constexpr int kParts = kCentred ? 2 : 1;
   DS_UNROLL for (int part = 0; part < kParts; ++part) {
     float(&sum)[kPacks][kWidth] = part == 0 ? dweight : dbias;
-    if constexpr (kElems == kFew) {
+    if constexpr (kPacks == 1) {
       sync_block();
-      DS_UNROLL for (int i = 0; i < kElems; ++i) {
-        shared.columns[i * block_size() + thread_index()] = sum[i / kWidth][i % kWidth];
-      }
+      DS_UNROLL for (int i = 0; i < kWidth; ++i) { shared.columns[i * block_size() + thread_index()] = sum[0][i]; }
       sync_block();
       if (row_lane != 0) continue;
-      DS_UNROLL for (int i = 0; i < kElems; ++i) {
-        for (int k = 1; k < a.rows; ++k)
-          sum[i / kWidth][i % kWidth] += shared.columns[i * block_size() + k * a.group + lane];
+      DS_UNROLL for (int i = 0; i < kWidth; ++i) {
+        for (int k = 1; k < a.rows; ++k) sum[0][i] += shared.columns[i * block_size() + k * a.group + lane];
       }
     }
     float* const to = a.partial + (i64{block_index().x} * kParts + part) * a.C;
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
       DS_UNROLL for (int e = 0; e < kWidth; ++e) {
-        if (first + p * step + e < C) to[first + p * step + e] = sum[p][e];
+        if (first + p * step + e < a.C) to[first + p * step + e] = sum[p][e];
       }
     }
   }
@@ -404,7 +415,7 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
               Stream& s) noexcept {
   constexpr i64 kParts = kCentred ? 2 : 1;
   const i64 R = x.dim(0), C = x.dim(1);
-  const Plan plan = backward_plan(C);
+  const Plan plan = backward_plan(C, 16 / static_cast<int>(dtype_bytes(x.dtype)));
   const Strips strips = strips_of(R, plan);
   Context& c = context(s);
   float* const partial = static_cast<float*>(c.scratch(static_cast<size_t>(strips.count * kParts * C) * sizeof(float)));
@@ -425,7 +436,7 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
                                1.0f / static_cast<float>(C),
                                plan.group,
                                plan.rows};
-    if (plan.elems == 0) {
+    if (plan.packs == 0) {
       const dim3 grid(static_cast<unsigned>(ceil_div(C, 256)), static_cast<unsigned>(strips.count));
       launch(long_columns_kernel<T, kCentred>, {grid, 256, 0}, c.stream(), args);
       launch(long_backward_kernel<T, kCentred>, {dim3(static_cast<unsigned>(R)), kLongThreads, sizeof(GroupSums)},
@@ -436,14 +447,14 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
       launch(kernel, {dim3(static_cast<unsigned>(strips.count)), plan.block(), shared_bytes}, c.stream(), args);
     };
     const bool aligned = C % kPack<T> == 0 && aligned16({dx.data, dy.data, residual_grad.data, x.data, weight.data});
-    const bool few = plan.elems == kFew;
+    const bool one = plan.packs == 1;
     constexpr size_t kBytes = sizeof(BackwardShared);
     if (aligned) {
-      few ? go(backward_kernel<T, kCentred, true, kFew>, kBytes)
-          : go(backward_kernel<T, kCentred, true, kBackwardElems>, kBytes);
+      one ? go(backward_kernel<T, kCentred, true, 1>, kBytes)
+          : go(backward_kernel<T, kCentred, true, kBackwardPacks>, kBytes);
     } else {
-      few ? go(backward_kernel<T, kCentred, false, kFew>, kBytes)
-          : go(backward_kernel<T, kCentred, false, kBackwardElems>, kBytes);
+      one ? go(backward_kernel<T, kCentred, false, 1>, kBytes)
+          : go(backward_kernel<T, kCentred, false, kBackwardPacks>, kBytes);
     }
   });
   with_work_type(dweight.dtype, [&]<class T>(T) {
