@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What ops bound by memory share: packs of elements as one access moves them, and one kernel for every op that is
+// elementwise. A thread owns whole packs. Where a pack lies inside the tensor and is aligned, it moves in one access,
+// else element by element; the arithmetic is the same, so the bits of a result do not depend on where tensors lie.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/context.h"
+#include "cuda/vectors.h"
+
+namespace ds::cuda {
+
+constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
+
+// Whether all of the pointers (or byte distances) are multiples of 16.
+inline bool aligned16(std::initializer_list<const void*> pointers) noexcept {
+  return std::ranges::all_of(pointers, [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; });
+}
+
+// Calls f(T{}) with the work dtype named at run time.
+template <class F>
+void with_work_type(DType t, F&& f) noexcept {
+  switch (t) {
+    case DType::BF16: f(bf16{}); break;
+    case DType::F16: f(f16{}); break;
+    default: f(float{}); break;
+  }
+}
+
+// y = x, the same dtype and bits; may be the same tensor.
+inline void copy(const char* name, TensorView y, TensorView x, Stream& s) noexcept {
+  if (y.data == x.data || x.numel() == 0) return;
+  context(s).check(
+      cudaMemcpyAsync(y.data, x.data, static_cast<size_t>(x.bytes()), cudaMemcpyDeviceToDevice, context(s).stream()),
+      name);
+}
+
+// kWidth elements as they lie in memory, 16 or 8 bytes.
+template <class T, int kWidth>
+struct Pack {
+  static constexpr int kWords = kWidth * static_cast<int>(sizeof(T)) / 4;
+  static_assert(kWords == 4 || kWords == 2);
+  u32 word[kWords];
+
+  // At p, which is aligned to the size of the pack.
+  DS_DEVICE void load(const T* p) {
+    if constexpr (kWords == 4) {
+      const uint4 raw = *reinterpret_cast<const uint4*>(p);
+      word[0] = raw.x, word[1] = raw.y, word[2] = raw.z, word[3] = raw.w;
+    } else {
+      const uint2 raw = *reinterpret_cast<const uint2*>(p);
+      word[0] = raw.x, word[1] = raw.y;
+    }
+  }
+  DS_DEVICE void store(T* p) const {
+    if constexpr (kWords == 4) {
+      *reinterpret_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
+    } else {
+      *reinterpret_cast<uint2*>(p) = make_uint2(word[0], word[1]);
+    }
+  }
+
+  // Elements begin <= i < end of the row that starts at `row`, for the pack whose first is row[first]; the others are
+  // zero, or stay what they are in memory. Any alignment.
+  DS_DEVICE void load_some(const T* row, i64 first, i64 begin, i64 end) {
+    DS_UNROLL for (int w = 0; w < kWords; ++w) word[w] = 0;
+    DS_UNROLL for (int e = 0; e < kWidth; ++e) {
+      if (first + e < begin || first + e >= end) continue;
+      if constexpr (sizeof(T) == 4) {
+        word[e] = std::bit_cast<u32>(row[first + e]);
+      } else {
+        word[e / 2] |= static_cast<u32>(row[first + e].bits) << 16 * (e % 2);
+      }
+    }
+  }
+  DS_DEVICE void store_some(T* row, i64 first, i64 begin, i64 end) const {
+    DS_UNROLL for (int e = 0; e < kWidth; ++e) {
+      if (first + e < begin || first + e >= end) continue;
+      if constexpr (sizeof(T) == 4) {
+        row[first + e] = std::bit_cast<T>(word[e]);
+      } else {
+        row[first + e] = T{static_cast<u16>(word[e / 2] >> 16 * (e % 2))};
+      }
+    }
+  }
+
+  DS_DEVICE void get(float (&x)[kWidth]) const {
+    if constexpr (sizeof(T) == 4) {
+      DS_UNROLL for (int e = 0; e < kWidth; ++e) x[e] = std::bit_cast<float>(word[e]);
+    } else {
+      DS_UNROLL for (int w = 0; w < kWords; ++w) {
+        const float2 pair = unpack2<T>(word[w]);
+        x[2 * w] = pair.x, x[2 * w + 1] = pair.y;
+      }
+    }
+  }
+  DS_DEVICE void set(const float (&x)[kWidth]) {
+    DS_UNROLL for (int w = 0; w < kWords; ++w) {
+      if constexpr (sizeof(T) == 4) {
+        word[w] = std::bit_cast<u32>(x[w]);
+      } else {
+        word[w] = pack2<T>(x[2 * w], x[2 * w + 1]);
+      }
+    }
+  }
+};
+
+inline constexpr int kElementwiseThreads = 256;
+inline constexpr int kElementwisePacks = 2;  // of each operand in flight per thread
+
+// The operands of an elementwise op. All may alias element for element.
+template <class To, class From, int kOut, int kIn>
+struct Operands {
+  static constexpr int kWidth = 16 / static_cast<int>(std::max(sizeof(To), sizeof(From)));
+  static constexpr i64 kBlock = i64{kWidth} * kElementwisePacks * kElementwiseThreads;
+
+  To* out[kOut];
+  const From* in[kIn];
+  i64 n;
+  i64 lead;      // packs start at -lead, so that they are aligned
+  bool aligned;  // and then this is true: all operands agree on `lead`
+
+  Operands(const TensorView (&to)[kOut], const TensorView (&from)[kIn]) noexcept : n(to[0].numel()) {
+    lead = static_cast<i64>(reinterpret_cast<size_t>(to[0].data) / sizeof(To) % kWidth);
+    aligned = true;
+    const auto agrees = [&](const TensorView& v, size_t size) {
+      return (reinterpret_cast<size_t>(v.data) - static_cast<size_t>(lead) * size) % (kWidth * size) == 0;
+    };
+    for (int k = 0; k < kOut; ++k) out[k] = to[k].template as<To>(), aligned &= agrees(to[k], sizeof(To));
+    for (int k = 0; k < kIn; ++k) in[k] = from[k].template as<From>(), aligned &= agrees(from[k], sizeof(From));
+    if (!aligned) lead = 0;
+  }
+  Launch launch() const noexcept {
+    return {dim3(static_cast<unsigned>(n > 0 ? ceil_div(n + lead, kBlock) : 0)), kElementwiseThreads, 0};
+  }
+};
+
+// f(y, x, first) computes a pack: float (&y)[kOut][kWidth] from const float (&x)[kIn][kWidth], whose first element has
+// that index (elements outside of the tensor are computed, too, and dropped).
+template <class To, class From, int kOut, int kIn, class F>
+__global__ void __launch_bounds__(kElementwiseThreads) elementwise_kernel(Operands<To, From, kOut, kIn> a, F f) {
+  using Ops = Operands<To, From, kOut, kIn>;
+  constexpr int kWidth = Ops::kWidth;
+  constexpr i64 kStep = i64{kWidth} * kElementwiseThreads;
+  const i64 begin = i64{block_index().x} * Ops::kBlock - a.lead;
+  const i64 mine = begin + i64{thread_index()} * kWidth;
+  const bool whole = a.aligned && begin >= 0 && begin + Ops::kBlock <= a.n;
+
+  Pack<From, kWidth> x[kElementwisePacks][kIn];
+  DS_UNROLL for (int u = 0; u < kElementwisePacks; ++u) {
+    DS_UNROLL for (int k = 0; k < kIn; ++k) {
+      if (whole) {
+        x[u][k].load(a.in[k] + mine + u * kStep);
+      } else {
+        x[u][k].load_some(a.in[k], mine + u * kStep, 0, a.n);
+      }
+    }
+  }
+  DS_UNROLL for (int u = 0; u < kElementwisePacks; ++u) {
+    float in[kIn][kWidth], out[kOut][kWidth];
+    DS_UNROLL for (int k = 0; k < kIn; ++k) x[u][k].get(in[k]);
+    f(out, in, mine + u * kStep);
+    DS_UNROLL for (int k = 0; k < kOut; ++k) {
+      Pack<To, kWidth> y;
+      y.set(out[k]);
+      if (whole) {
+        y.store(a.out[k] + mine + u * kStep);
+      } else {
+        y.store_some(a.out[k], mine + u * kStep, 0, a.n);
+      }
+    }
+  }
+}
+
+// Turns f(y, x), float (&y)[kOut] of one element from const float (&x)[kIn], into a function of packs.
+template <class F>
+struct Each {
+  F f;
+  template <int kOut, int kIn, int kWidth>
+  DS_DEVICE void operator()(float (&y)[kOut][kWidth], const float (&x)[kIn][kWidth], i64) const {
+    DS_UNROLL for (int e = 0; e < kWidth; ++e) {
+      float in[kIn], out[kOut];
+      DS_UNROLL for (int k = 0; k < kIn; ++k) in[k] = x[k][e];
+      f(out, in);
+      DS_UNROLL for (int k = 0; k < kOut; ++k) y[k][e] = out[k];
+    }
+  }
+};
+
+// The outputs, all of type To, from the inputs, all of type From and all of the same size.
+template <class To, class From, int kOut, int kIn, class F>
+void elementwise(const char* name, Stream& s, const TensorView (&out)[kOut], const TensorView (&in)[kIn],
+                 F f) noexcept {
+  const Operands<To, From, kOut, kIn> operands(out, in);
+  Context& c = context(s);
+  launch(elementwise_kernel<To, From, kOut, kIn, F>, operands.launch(), c.stream(), operands, f);
+  c.check(cudaGetLastError(), name);
+}
+
+}  // namespace ds::cuda
