@@ -31,6 +31,9 @@ struct Launch {
 #ifdef __CUDACC__
 
 #define DS_DEVICE __device__ __forceinline__
+// Before a loop: all of it, so that arrays indexed by its variable are registers; none of it, where code would swell.
+#define DS_UNROLL _Pragma("unroll")
+#define DS_NO_UNROLL _Pragma("unroll 1")
 
 DS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 DS_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
@@ -169,6 +172,9 @@ void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t stream, Arg
 #else  // g++
 
 #define DS_DEVICE inline
+#define DS_UNROLL
+#define DS_NO_UNROLL
+#define __launch_bounds__(...)
 
 inline int thread_index() { return sim::thread_index(); }
 inline int block_size() { return sim::block().size; }
