@@ -140,7 +140,7 @@ void Machine::run_block() {
     const u32 block_turn = turn;
     const int done = finished;
     u64 warp_turns = 0;
-    for (const Warp& w : warps) warp_turns += w.turn + static_cast<u64>(w.arrived);
+    for (const Warp& w : warps) warp_turns += kLanes * w.turn + static_cast<u64>(w.arrived);
     const int came = arrived;
     for (const int i : order) {
       Fiber& f = *fibers[static_cast<size_t>(i)];
@@ -149,7 +149,7 @@ void Machine::run_block() {
       switch_to(f);
     }
     u64 warp_turns_now = 0;
-    for (const Warp& w : warps) warp_turns_now += w.turn + static_cast<u64>(w.arrived);
+    for (const Warp& w : warps) warp_turns_now += kLanes * w.turn + static_cast<u64>(w.arrived);
     if (block_turn == turn && done == finished && came == arrived && warp_turns == warp_turns_now)
       die("not all threads of a block or warp came to a barrier");
   }
