@@ -1,0 +1,153 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The index arithmetic of attention, for host and device: what sees what, which tiles meet which, who works on what,
+// and where things lie in shared memory.
+//
+// A block owns `own` rows of queries (forward, dq) or keys (dk and dv), 16 or 32 per warp, and meets the other side in
+// steps of `step` rows, double-buffered. Tiles in shared memory are rows of kD 16-bit elements in chunks of 16 bytes,
+// kD the head dim rounded up; chunks are permuted within their row so that eight rows of one chunk, what the
+// tensor core's loads take at once, lie in all 32 banks.
+
+#include <algorithm>
+
+#include "ds/kernels/ops.h"
+
+namespace ds::cuda::attention {
+
+struct Range {
+  int begin = 0, end = 0;
+
+  DS_HOST_DEVICE constexpr bool empty() const { return begin >= end; }
+  DS_HOST_DEVICE constexpr bool has(int x) const { return x >= begin && x < end; }
+};
+DS_HOST_DEVICE constexpr Range intersect(Range a, Range b) {
+  return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
+
+// Key j is visible to query i iff (not causal or j <= i + S - T) and (no window or j > i + S - T - window).
+// T, S < 2^30. Both functions of one row are monotonic, which those of ranges use.
+struct Mask {
+  int T = 0, S = 0;
+  bool causal = false;
+  int window = 0;  // in 1 .. S-1, or 0: none
+
+  static constexpr Mask of(i64 T, i64 S, const AttentionParams& p) {
+    const bool limited = p.window > 0 && p.window < S;  // a longer one hides no key that exists
+    return {static_cast<int>(T), static_cast<int>(S), p.causal, limited ? static_cast<int>(p.window) : 0};
+  }
+
+  DS_HOST_DEVICE constexpr Range keys_of_row(int i) const {
+    const int position = i + S - T;
+    const int begin = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+    const int end = causal && position + 1 < S ? position + 1 : S;
+    return {begin, end > 0 ? end : 0};
+  }
+  DS_HOST_DEVICE constexpr Range rows_of_key(int j) const {
+    if (j >= S) return {};
+    const int i = j - (S - T);
+    const int begin = causal && i > 0 ? i : 0;
+    const int end = window > 0 && i + window < T ? i + window : T;
+    return {begin, end > 0 ? end : 0};
+  }
+  // What any of a range (not empty) sees, or is seen by; rows of the range beyond T and keys beyond S do not count.
+  DS_HOST_DEVICE constexpr Range keys_of_rows(Range rows) const {
+    rows.end = rows.end < T ? rows.end : T;
+    if (rows.empty()) return {};
+    return {keys_of_row(rows.begin).begin, keys_of_row(rows.end - 1).end};
+  }
+  DS_HOST_DEVICE constexpr Range rows_of_keys(Range keys) const {
+    keys.end = keys.end < S ? keys.end : S;
+    if (keys.empty()) return {};
+    return {rows_of_key(keys.begin).begin, rows_of_key(keys.end - 1).end};
+  }
+  // Do all of these rows (those below T) see all of these keys, and do the keys exist?
+  DS_HOST_DEVICE constexpr bool all_visible(Range rows, Range keys) const {
+    const int last = (rows.end < T ? rows.end : T) - 1;
+    return keys_of_row(rows.begin).end >= keys.end && keys_of_row(last).begin <= keys.begin;
+  }
+};
+
+// The tiles that a tile meets, in order. All kernels ask here, so that a block-sparse layout is a list in this place.
+struct Visits {
+  int first = 0, count = 0;
+
+  DS_HOST_DEVICE constexpr int tile(int n) const { return first + n; }
+};
+DS_HOST_DEVICE constexpr Visits visits(Range seen, int step) {
+  if (seen.empty()) return {};
+  const int first = seen.begin / step;
+  return {first, (seen.end + step - 1) / step - first};
+}
+
+// Which tile of which head a block works on. Tiles that meet most start first (the last rows and the first keys, when
+// causal), and heads are neighbours, because those of a group share keys and values.
+struct Work {
+  int tile = 0, head = 0;  // head: of `heads`, batches included
+};
+DS_HOST_DEVICE constexpr Work work_of(unsigned block, int tiles, int heads, bool last_first) {
+  const int tile = static_cast<int>(block / static_cast<unsigned>(heads));
+  return {last_first ? tiles - 1 - tile : tile, static_cast<int>(block % static_cast<unsigned>(heads))};
+}
+
+// Shapes of the blocks for 16-bit elements; kD a multiple of 32, at most 256.
+template <int kD>
+struct ForwardPlan {
+  static constexpr int kRowTiles =
+      kD <= 64 ? 2 : 1;  // of 16 rows, per warp: they share what is read from shared memory
+  static constexpr int kWarps = kD <= 64 || kD > 128 ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kOwn = 16 * kRowTiles * kWarps;
+  static constexpr int kStep = kD <= 128 ? 64 : 32;
+  static constexpr bool kHold = kD <= 128;  // the own tile's fragments stay in registers
+};
+template <int kD>
+struct BackwardPlan {
+  static constexpr int kWarps = kD <= 128 ? 8 : 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kOwn = 16 * kWarps;
+  static constexpr int kStep = kD <= 128 ? 64 : 32;
+  static constexpr bool kHold = kD <= 64;
+  // Columns of dk and dv of a block: the accumulators of both must fit in registers. Wider heads take two blocks, each
+  // of which computes all scores.
+  static constexpr int kColumns = kD <= 128 ? kD : kD / 2;
+};
+// The rows of the statistics of the backward pass, per head: no tile reaches beyond.
+constexpr i64 padded_rows(i64 T) { return (T + 127) / 128 * 128; }
+
+// Where chunk `chunk` of row `row` lies in a tile, in elements.
+template <int kD>
+DS_HOST_DEVICE constexpr int swizzle_of(int row) {
+  static_assert(kD % 32 == 0);
+  return kD / 8 % 8 == 0 ? row % 8 : row / 2 % 4;
+}
+template <int kD>
+DS_HOST_DEVICE constexpr int swizzled(int row, int chunk) {
+  return row * kD + ((chunk ^ swizzle_of<kD>(row)) << 3);
+}
+
+// Random word x keeps its element iff x >> 8 >= this: RngKey::uniform(x) >= p, found by bisection, as uniform is
+// monotonic.
+constexpr u32 least_kept(float p) {
+  u32 low = 0, high = 1u << 24;
+  while (low < high) {
+    const u32 middle = (low + high) / 2;
+    if (RngKey::uniform(middle << 8) >= p) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// Can the vectors of x be read and written 16 bytes at a time?
+inline bool has_whole_chunks(const TensorView& x) noexcept {
+  const i64 chunk = 16 / dtype_bytes(x.dtype);
+  if (reinterpret_cast<std::uintptr_t>(x.data) % 16 != 0 || x.dim(3) % chunk != 0) return false;
+  for (int d = 0; d < 3; ++d) {
+    if (x.dim(d) > 1 && x.stride[static_cast<size_t>(d)] % chunk != 0) return false;
+  }
+  return true;
+}
+
+}  // namespace ds::cuda::attention

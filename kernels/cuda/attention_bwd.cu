@@ -1,0 +1,354 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention backward (Dao: "FlashAttention-2", algorithm 2) in three kernels without a sum across blocks, so without
+// atomics and the same at every run: the statistics of the rows; dk and dv, a block owning keys of one key/value head
+// and meeting all rows of the group's heads in order; dq, a block owning rows of one head. With P = 2^(score - lse), Z
+// the mask of dropout over 1 - p and delta = rowsum(dO * O):
+//   dv = (P Z)^T dO,  dS = P * (dO V^T * Z - delta),  dk = scale dS^T Q,  dq = scale dS K.
+// The first of these kernels computes scores transposed, so that both have their left operands in registers.
+
+#include "cuda/attention_tile.h"
+
+namespace ds::cuda {
+namespace attention {
+namespace {
+
+// Eight lanes per row, rows of all heads of a token side by side.
+constexpr int kStatisticsThreads = 256, kLanesPerRow = 8;
+
+template <class E>
+__global__ void __launch_bounds__(kStatisticsThreads)
+    statistics(float2* stats, Heads<const E> dout, Heads<const E> o, const float* lse, i64 B, i64 T, i64 H, int D) {
+  const i64 rows = padded_rows(T);
+  const i64 index =
+      static_cast<i64>(block_index().x) * (kStatisticsThreads / kLanesPerRow) + thread_index() / kLanesPerRow;
+  const i64 h = index % H, i = index / H % rows, b = index / H / rows;
+  const int lane = thread_index() % kLanesPerRow;
+  float sum = 0;
+  if (b < B && i < T) {
+    const E* const x = dout.data + b * dout.batch + i * dout.token + h * dout.head;
+    const E* const y = o.data + b * o.batch + i * o.token + h * o.head;
+    if (dout.whole_chunks && o.whole_chunks) {
+      for (int d = lane * kPack<E>; d < D; d += kLanesPerRow * kPack<E>) {
+        float xs[kPack<E>], ys[kPack<E>];
+        load16(xs, x + d);
+        load16(ys, y + d);
+        DS_UNROLL
+        for (int e = 0; e < kPack<E>; ++e) sum += xs[e] * ys[e];
+      }
+    } else {
+      for (int d = lane; d < D; d += kLanesPerRow) sum += load(x + d) * load(y + d);
+    }
+  }
+  for (int mask = kLanesPerRow / 2; mask > 0; mask /= 2) sum += warp_shuffle_xor(sum, mask);
+  if (lane != 0 || b >= B) return;
+  const i64 row = (b * H + h) * T + i;
+  stats[(b * H + h) * rows + i] = i < T ? make_float2(lse[row] * kLog2E, sum) : make_float2(kInfinity, 0.0f);
+}
+
+template <class E, int kD>
+struct alignas(128) BackwardShared {
+  using Plan = BackwardPlan<kD>;
+  E own[2][Plan::kOwn * kD];  // keys and values; queries and output gradients
+  E met[2][2][Plan::kStep * kD];
+  float2 stats[2][Plan::kStep];
+};
+
+// A warp's fragments of its own two tiles, in registers or read when they are needed.
+template <class E, int kD>
+class OwnFragments {
+ public:
+  static constexpr bool kHold = BackwardPlan<kD>::kHold;
+  static constexpr int kCount = kHold ? kD / 16 : 1;
+
+  DS_DEVICE OwnFragments(const E* first, const E* second)
+      : blocks_{Blocks<kD, E>::template of<false>(first), Blocks<kD, E>::template of<false>(second)} {}
+  // After the tiles have arrived.
+  DS_DEVICE void take() {
+    if constexpr (kHold) {
+      DS_UNROLL
+      for (int t = 0; t < 2; ++t) {
+        DS_UNROLL
+        for (int i = 0; i < kCount; ++i) load_matrices(held_[t][i], blocks_[t].at(0, i));
+      }
+    }
+  }
+  template <int kTile>
+  DS_DEVICE void get(int i, u32 (&fragment)[4]) const {
+    if constexpr (kHold) {
+      DS_UNROLL
+      for (int j = 0; j < 4; ++j) fragment[j] = held_[kTile][i][j];
+    } else {
+      load_matrices(fragment, blocks_[kTile].at(0, i));
+    }
+  }
+
+ private:
+  Blocks<kD, E> blocks_[2];
+  u32 held_[2][kCount][4];
+};
+
+template <class E, int kD>
+__global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(BackwardArgs<E> a) {
+  using Plan = BackwardPlan<kD>;
+  constexpr int kN = Plan::kStep / 8, kThreads = Plan::kThreads, kC = Plan::kColumns / 8;
+  auto& shared = block_shared<BackwardShared<E, kD>>();
+  const Problem<E>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.S + Plan::kOwn - 1) / Plan::kOwn, p.B * p.G, false);
+  const int b = work.head / p.G, g = work.head % p.G;
+  const int column = static_cast<int>(block_index().y) * Plan::kColumns;
+  const int block_key = work.tile * Plan::kOwn;
+  const Visits met = visits(mask.rows_of_keys({block_key, block_key + Plan::kOwn}), Plan::kStep);
+
+  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  const int warp_key = block_key + warp * 16;
+  const Range warp_keys = {warp_key, warp_key + 16};
+  const Range warp_rows = mask.rows_of_keys(warp_keys);
+  E* const own[2] = {shared.own[0] + warp * 16 * kD, shared.own[1] + warp * 16 * kD};
+  OwnFragments<E, kD> fragments(own[0], own[1]);
+
+  // Step n: tile n % met.count of head n / met.count of the group.
+  const int steps = met.count * p.R;
+  const auto load_step = [&](int n) {
+    const int row = met.tile(n % met.count) * Plan::kStep, h = g * p.R + n / met.count;
+    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][0], p.q(b, h), row, mask.T, p.D);
+    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][1], a.dout(b, h), row, mask.T, p.D);
+    if (thread_index() < Plan::kStep / 2) {
+      const i64 at = (static_cast<i64>(b) * p.H + h) * a.stats_rows + row + 2 * thread_index();
+      copy_async_16(shared.stats[n % 2] + 2 * thread_index(), a.stats + at, true);
+    }
+    copies_commit();
+  };
+  if (steps > 0) {
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.k(b, g), block_key, mask.S, p.D);
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], p.v(b, g), block_key, mask.S, p.D);
+    load_step(0);
+    copies_wait<0>();
+    sync_block();
+    fragments.take();
+  }
+
+  float dk[1][kC][4], dv[1][kC][4];
+  clear(dk[0]);
+  clear(dv[0]);
+  DS_NO_UNROLL
+  for (int n = 0; n < steps; ++n) {
+    if (n + 1 < steps) load_step(n + 1);
+    const int row = met.tile(n % met.count) * Plan::kStep;
+    const Range rows = {row, row + Plan::kStep};
+    if (!intersect(warp_rows, rows).empty()) {
+      const E* const q = shared.met[n % 2][0];
+      const E* const dout = shared.met[n % 2][1];
+      const float2* const stats = shared.stats[n % 2] + lane % 4 * 2;
+      float prob[1][kN][4];
+      clear(prob[0]);
+      multiply_transposed<kD>(
+          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, q);
+      DS_UNROLL
+      for (int i = 0; i < kN; ++i) {
+        DS_UNROLL
+        for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
+      }
+      if (!mask.all_visible(rows, warp_keys)) {
+        DS_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const Range seen = mask.rows_of_key(warp_key + lane / 4 + 8 * half);
+          DS_UNROLL
+          for (int i = 0; i < 2 * kN; ++i) {
+            float& x = prob[0][i / 2][half * 2 + i % 2];
+            x = seen.has(row + i / 2 * 8 + lane % 4 * 2 + i % 2) ? x : 0.0f;
+          }
+        }
+      }
+      u32 bits = 0;
+      u32 left[1][kN / 2][4];
+      if (p.dropout.on) {
+        const i64 head = static_cast<i64>(b) * p.H + g * p.R + n / met.count;
+        bits = kept_by_key<kN>(p.dropout, static_cast<u64>(head * mask.T + row), warp_key, mask.S);
+        float dropped[kN][4];
+        DS_UNROLL
+        for (int i = 0; i < 4 * kN; ++i) {
+          dropped[i / 4][i % 4] = (bits >> i & 1u) != 0 ? prob[0][i / 4][i % 4] * p.dropout.factor : 0.0f;
+        }
+        pack<E>(left[0], dropped);
+      } else {
+        pack<E>(left[0], prob[0]);
+      }
+      multiply<kD>(dv, left, dout, column / 8);
+
+      float ds[1][kN][4];
+      clear(ds[0]);
+      multiply_transposed<kD>(
+          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, dout);
+      if (p.dropout.on) {
+        DS_UNROLL
+        for (int i = 0; i < 4 * kN; ++i) {
+          float& x = ds[0][i / 4][i % 4];
+          x = (bits >> i & 1u) != 0 ? x * p.dropout.factor : 0.0f;
+        }
+      }
+      DS_UNROLL
+      for (int i = 0; i < kN; ++i) {
+        DS_UNROLL
+        for (int e = 0; e < 4; ++e) ds[0][i][e] = prob[0][i][e] * (ds[0][i][e] - stats[8 * i + e % 2].y);
+      }
+      pack<E>(left[0], ds[0]);
+      multiply<kD>(dk, left, q, column / 8);
+    }
+    copies_wait<0>();
+    sync_block();
+  }
+  DS_UNROLL
+  for (int i = 0; i < kC; ++i) {
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) dk[0][i][e] *= p.scale;
+  }
+  store_rows<kD>(own[0], dk[0], a.dk(b, g), warp_key, mask.S, column, p.D);
+  store_rows<kD>(own[1], dv[0], a.dv(b, g), warp_key, mask.S, column, p.D);
+}
+
+template <class E, int kD>
+__global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(BackwardArgs<E> a) {
+  using Plan = BackwardPlan<kD>;
+  constexpr int kN = Plan::kStep / 8, kThreads = Plan::kThreads;
+  auto& shared = block_shared<BackwardShared<E, kD>>();
+  const Problem<E>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
+  const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
+  const int block_row = work.tile * Plan::kOwn;
+  const Head<const E> k = p.k(b, g), v = p.v(b, g);
+  const Visits met = visits(mask.keys_of_rows({block_row, block_row + Plan::kOwn}), Plan::kStep);
+
+  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  const int warp_row = block_row + warp * 16;
+  const Range warp_rows = {warp_row, warp_row + 16};
+  const Range warp_keys = mask.keys_of_rows(warp_rows);
+  E* const own[2] = {shared.own[0] + warp * 16 * kD, shared.own[1] + warp * 16 * kD};
+  OwnFragments<E, kD> fragments(own[0], own[1]);
+  const float2* const stats = a.stats + work.head * a.stats_rows + warp_row + lane / 4;
+  const float2 row_stats[2] = {stats[0], stats[8]};
+
+  const auto load_step = [&](int n) {
+    const int key = met.tile(n) * Plan::kStep;
+    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][0], k, key, mask.S, p.D);
+    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][1], v, key, mask.S, p.D);
+    copies_commit();
+  };
+  if (met.count > 0) {
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.q(b, h), block_row, mask.T, p.D);
+    load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], a.dout(b, h), block_row, mask.T, p.D);
+    load_step(0);
+    copies_wait<0>();
+    sync_block();
+    fragments.take();
+  }
+
+  float dq[1][kD / 8][4];
+  clear(dq[0]);
+  DS_NO_UNROLL
+  for (int n = 0; n < met.count; ++n) {
+    if (n + 1 < met.count) load_step(n + 1);
+    const int key = met.tile(n) * Plan::kStep;
+    const Range keys = {key, key + Plan::kStep};
+    if (!intersect(warp_keys, keys).empty()) {
+      float prob[1][kN][4], ds[1][kN][4];
+      clear(prob[0]);
+      multiply_transposed<kD>(
+          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, shared.met[n % 2][0]);
+      clear(ds[0]);
+      multiply_transposed<kD>(
+          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, shared.met[n % 2][1]);
+      if (p.dropout.on) {
+        const u64 row = static_cast<u64>(static_cast<i64>(work.head) * mask.T + warp_row);
+        const u32 bits = kept_by_row<kN>(p.dropout, row, key, mask.S);
+        DS_UNROLL
+        for (int i = 0; i < 4 * kN; ++i) {
+          float& x = ds[0][i / 4][i % 4];
+          x = (bits >> i & 1u) != 0 ? x * p.dropout.factor : 0.0f;
+        }
+      }
+      DS_UNROLL
+      for (int i = 0; i < kN; ++i) {
+        DS_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          const float w = fast_exp2(prob[0][i][e] * p.scale2 - row_stats[e / 2].x);
+          ds[0][i][e] = w * (ds[0][i][e] - row_stats[e / 2].y);
+        }
+      }
+      if (!mask.all_visible(warp_rows, keys)) {
+        DS_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          const Range seen = mask.keys_of_row(warp_row + lane / 4 + 8 * half);
+          DS_UNROLL
+          for (int i = 0; i < 2 * kN; ++i) {
+            float& x = ds[0][i / 2][half * 2 + i % 2];
+            x = seen.has(key + i / 2 * 8 + lane % 4 * 2 + i % 2) ? x : 0.0f;
+          }
+        }
+      }
+      u32 left[1][kN / 2][4];
+      pack<E>(left[0], ds[0]);
+      multiply<kD>(dq, left, shared.met[n % 2][0]);
+    }
+    copies_wait<0>();
+    sync_block();
+  }
+  DS_UNROLL
+  for (int i = 0; i < kD / 8; ++i) {
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) dq[0][i][e] *= p.scale;
+  }
+  store_rows<kD>(own[0], dq[0], a.dq(b, h), warp_row, mask.T, 0, p.D);
+}
+
+void backward(const BackwardArgs<float>& a, cudaStream_t stream) noexcept { backward_fp32(a, stream); }
+
+template <class E>
+void backward(const BackwardArgs<E>& a, cudaStream_t stream) noexcept {
+  with_head_dim<32, 64, 96, 128, 192, 256>(a.problem.D, [&](auto dim) {
+    constexpr int kD = decltype(dim)::value;
+    using Plan = BackwardPlan<kD>;
+    const Problem<E>& p = a.problem;
+    dim3 keys = grid_of(num_tiles(p.mask.S, Plan::kOwn), i64{p.B} * p.G);
+    keys.y = kD / Plan::kColumns;
+    const dim3 queries = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
+    launch(backward_keys<E, kD>, {keys, Plan::kThreads, sizeof(BackwardShared<E, kD>)}, stream, a);
+    launch(backward_queries<E, kD>, {queries, Plan::kThreads, sizeof(BackwardShared<E, kD>)}, stream, a);
+  });
+}
+
+}  // namespace
+}  // namespace attention
+
+void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                   TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
+  using namespace attention;
+  Context& c = context(stream);
+  if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");
+  const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), rows = padded_rows(T);
+  auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(B * H * rows) * sizeof(float2)));
+  if (stats == nullptr && B * H * rows > 0) return;  // reported by scratch
+  const auto run = [&]<class E>(E) {
+    constexpr int kRows = kStatisticsThreads / kLanesPerRow;
+    launch(statistics<E>, {grid_of(num_tiles(B * H * rows, kRows), 1), kStatisticsThreads, 0}, c.stream(), stats,
+           Heads<const E>::of(dout), Heads<const E>::of(o), lse.as<const float>(), B, T, H, q.dim(3));
+    const BackwardArgs<E> args = {.problem = problem_of<E>(q, k, v, p),
+                                  .dout = Heads<const E>::of(dout),
+                                  .dq = Heads<E>::of(dq),
+                                  .dk = Heads<E>::of(dk),
+                                  .dv = Heads<E>::of(dv),
+                                  .stats = stats,
+                                  .stats_rows = rows};
+    backward(args, c.stream());
+  };
+  switch (q.dtype) {
+    case DType::F32: run(float{}); break;
+    case DType::BF16: run(bf16{}); break;
+    case DType::F16: run(f16{}); break;
+    default: return c.fail("not a work dtype", "attention_bwd");
+  }
+  c.check(cudaGetLastError(), "attention_bwd");
+}
+
+}  // namespace ds::cuda

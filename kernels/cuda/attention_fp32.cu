@@ -1,0 +1,321 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention in fp32, for runs and tests that want every bit: the algorithms of attention_fwd.cu and attention_bwd.cu on
+// plain multiply-adds. 256 threads are a square of 16 x 16; thread (y, x) has rows y, y + 16, ... of the tile that its
+// block owns, and columns x, x + 16, ... of scores and results. Weights go to other columns' threads through shared
+// memory: those of a row are lanes of one warp.
+
+#include "cuda/attention_tile.h"
+
+namespace ds::cuda::attention {
+namespace {
+
+constexpr int kSide = 16, kThreads = kSide * kSide;
+
+template <int kD>
+struct Plan {
+  static constexpr int kRows = kD <= 64 ? 64 : 32;  // of both tiles
+  static constexpr int kR = kRows / kSide, kC = kD / kSide;
+};
+
+// Four floats of padding keep rows in different banks and aligned.
+template <int kRows, int kColumns>
+using Tile = float[kRows][kColumns + 4];
+
+template <int kD>
+struct alignas(128) ForwardShared {
+  Tile<Plan<kD>::kRows, kD> q, k, v;
+  Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight;
+};
+template <int kD>
+struct alignas(128) BackwardShared {
+  Tile<Plan<kD>::kRows, kD> own[2], met[2];
+  Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
+};
+
+DS_DEVICE int thread_x() { return thread_index() % kSide; }
+DS_DEVICE int thread_y() { return thread_index() / kSide; }
+
+template <int kRows, int kColumns>
+DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, int first, int limit, int D) {
+  DS_NO_UNROLL
+  for (int i = thread_index(); i < kRows * kColumns / 4; i += kThreads) {
+    const int row = i / (kColumns / 4), d = i % (kColumns / 4) * 4;
+    float part[4] = {0, 0, 0, 0};
+    if (first + row < limit) {
+      const float* const from = x.data + (first + row) * x.token + d;
+      if (x.whole_chunks) {
+        if (d < D) load16(part, from);
+      } else {
+        DS_UNROLL
+        for (int e = 0; e < 4; ++e) part[e] = d + e < D ? from[e] : 0.0f;
+      }
+    }
+    store16(&tile[row][d], part);
+  }
+}
+
+template <int kR, int kC>
+DS_DEVICE void clear(float (&x)[kR][kC]) {
+  DS_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    DS_UNROLL
+    for (int c = 0; c < kC; ++c) x[r][c] = 0;
+  }
+}
+
+// s = a b^T.
+template <int kR, int kRows, int kColumns>
+DS_DEVICE void products(float (&s)[kR][kR], const Tile<kRows, kColumns>& a, const Tile<kRows, kColumns>& b) {
+  clear(s);
+  for (int d = 0; d < kColumns; d += 4) {
+    float as[kR][4], bs[kR][4];
+    DS_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      load16(as[r], &a[thread_y() + kSide * r][d]);
+      load16(bs[r], &b[thread_x() + kSide * r][d]);
+    }
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      DS_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        DS_UNROLL
+        for (int c = 0; c < kR; ++c) s[r][c] += as[r][e] * bs[c][e];
+      }
+    }
+  }
+}
+
+// x += weight b.
+template <int kR, int kC, int kRows, int kColumns>
+DS_DEVICE void add_products(float (&x)[kR][kC], const Tile<kRows, kRows>& weight, const Tile<kRows, kColumns>& b) {
+  DS_NO_UNROLL
+  for (int j = 0; j < kRows; j += 4) {
+    float w[kR][4];
+    DS_UNROLL
+    for (int r = 0; r < kR; ++r) load16(w[r], &weight[thread_y() + kSide * r][j]);
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) {
+      DS_UNROLL
+      for (int c = 0; c < kC; ++c) {
+        const float y = b[j + e][thread_x() + kSide * c];
+        DS_UNROLL
+        for (int r = 0; r < kR; ++r) x[r][c] += w[r][e] * y;
+      }
+    }
+  }
+}
+
+// What dropout multiplies s[r][c] by, as bits kR*r + c: element(r, c) is its number.
+template <int kR, class Element>
+DS_DEVICE u32 kept_bits(const Dropout& d, Element&& element) {
+  u32 bits = d.on ? 0 : ~0u;
+  DS_NO_UNROLL
+  for (int i = 0; d.on && i < kR * kR; ++i) bits |= kept(d, element(i / kR, i % kR)) << i;
+  return bits;
+}
+
+template <int kR, int kC>
+DS_DEVICE void store_results(const float (&x)[kR][kC], const Head<float>& to, int first, int limit, int D,
+                             float scale) {
+  DS_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    const int row = first + thread_y() + kSide * r;
+    DS_UNROLL
+    for (int c = 0; c < kC; ++c) {
+      const int d = thread_x() + kSide * c;
+      if (row < limit && d < D) to.data[row * to.token + d] = x[r][c] * scale;
+    }
+  }
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
+  constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR;
+  auto& shared = block_shared<ForwardShared<kD>>();
+  const Problem<float>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
+  const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
+  const i64 head_row = static_cast<i64>(work.head) * mask.T;
+  const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
+  load_rows<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
+
+  float x[kR][Plan<kD>::kC], top[kR], sum[kR];
+  clear(x);
+  DS_UNROLL
+  for (int r = 0; r < kR; ++r) top[r] = -kInfinity, sum[r] = 0;
+  for (int n = 0; n < met.count; ++n) {
+    const int key = met.tile(n) * kRows;
+    sync_block();
+    load_rows<kRows, kD>(shared.k, p.k(b, g), key, mask.S, p.D);
+    load_rows<kRows, kD>(shared.v, p.v(b, g), key, mask.S, p.D);
+    sync_block();
+    float s[kR][kR];
+    products<kR, kRows, kD>(s, shared.q, shared.k);
+    const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
+      const u64 row = static_cast<u64>(head_row + first + thread_y() + kSide * r);
+      return row * static_cast<u64>(mask.S) + static_cast<u64>(key + thread_x() + kSide * c);
+    });
+    DS_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      const Range seen = mask.keys_of_row(first + thread_y() + kSide * r);
+      float high = top[r];
+      DS_UNROLL
+      for (int c = 0; c < kR; ++c) {
+        s[r][c] = seen.has(key + thread_x() + kSide * c) ? s[r][c] * p.scale2 : -kInfinity;
+        high = fmaxf(high, s[r][c]);
+      }
+      DS_UNROLL
+      for (int lanes = kSide / 2; lanes > 0; lanes /= 2) high = fmaxf(high, warp_shuffle_xor(high, lanes));
+      const float base = high == -kInfinity ? 0.0f : high, keep = fast_exp2(top[r] - base);
+      top[r] = high;
+      sum[r] *= keep;
+      DS_UNROLL
+      for (int c = 0; c < Plan<kD>::kC; ++c) x[r][c] *= keep;
+      DS_UNROLL
+      for (int c = 0; c < kR; ++c) {
+        const float w = fast_exp2(s[r][c] - base);
+        sum[r] += w;
+        shared.weight[thread_y() + kSide * r][thread_x() + kSide * c] = (bits >> (kR * r + c) & 1u) != 0 ? w : 0.0f;
+      }
+    }
+    sync_warp();
+    add_products<kR, Plan<kD>::kC, kRows, kD>(x, shared.weight, shared.v);
+  }
+  const float factor = p.dropout.on ? p.dropout.factor : 1.0f;
+  DS_UNROLL
+  for (int r = 0; r < kR; ++r) {
+    DS_UNROLL
+    for (int lanes = kSide / 2; lanes > 0; lanes /= 2) sum[r] += warp_shuffle_xor(sum[r], lanes);
+    const float share = factor / sum[r];
+    DS_UNROLL
+    for (int c = 0; c < Plan<kD>::kC; ++c) x[r][c] = sum[r] == 0 ? 0.0f : x[r][c] * share;
+    const int row = first + thread_y() + kSide * r;
+    if (thread_x() == 0 && row < mask.T) {
+      a.lse[head_row + row] = sum[r] == 0 ? kInfinity : (top[r] + fast_log2(sum[r])) * kLn2;
+    }
+  }
+  store_results(x, a.o(b, h), first, mask.T, p.D, 1.0f);
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a) {
+  constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
+  auto& shared = block_shared<BackwardShared<kD>>();
+  const Problem<float>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.S + kRows - 1) / kRows, p.B * p.G, false);
+  const int b = work.head / p.G, g = work.head % p.G, first = work.tile * kRows;
+  const Visits met = visits(mask.rows_of_keys({first, first + kRows}), kRows);
+  load_rows<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
+  load_rows<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
+
+  float dk[kR][kC], dv[kR][kC];
+  clear(dk);
+  clear(dv);
+  for (int n = 0; n < met.count * p.R; ++n) {
+    const int row = met.tile(n % met.count) * kRows, h = g * p.R + n / met.count;
+    const i64 head = static_cast<i64>(b) * p.H + h;
+    sync_block();
+    load_rows<kRows, kD>(shared.met[0], p.q(b, h), row, mask.T, p.D);
+    load_rows<kRows, kD>(shared.met[1], a.dout(b, h), row, mask.T, p.D);
+    sync_block();
+    float s[kR][kR], grad[kR][kR];
+    products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
+    products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
+    const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
+      const u64 i = static_cast<u64>(head * mask.T + row + thread_x() + kSide * c);
+      return i * static_cast<u64>(mask.S) + static_cast<u64>(first + thread_y() + kSide * r);
+    });
+    DS_UNROLL
+    for (int c = 0; c < kR; ++c) {
+      const int i = row + thread_x() + kSide * c;
+      const float2 stats = a.stats[head * a.stats_rows + i];
+      DS_UNROLL
+      for (int r = 0; r < kR; ++r) {
+        const bool seen = mask.rows_of_key(first + thread_y() + kSide * r).has(i);
+        const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
+        const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
+        const int y = thread_y() + kSide * r, x = thread_x() + kSide * c;
+        shared.weight[y][x] = seen ? w * z : 0.0f;
+        shared.ds[y][x] = seen ? w * (grad[r][c] * z - stats.y) : 0.0f;
+      }
+    }
+    sync_warp();
+    add_products<kR, kC, kRows, kD>(dv, shared.weight, shared.met[1]);
+    add_products<kR, kC, kRows, kD>(dk, shared.ds, shared.met[0]);
+  }
+  store_results(dk, a.dk(b, g), first, mask.S, p.D, p.scale);
+  store_results(dv, a.dv(b, g), first, mask.S, p.D, 1.0f);
+}
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float> a) {
+  constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
+  auto& shared = block_shared<BackwardShared<kD>>();
+  const Problem<float>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
+  const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
+  const i64 head_row = static_cast<i64>(work.head) * mask.T;
+  const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
+  load_rows<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
+  load_rows<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
+
+  float dq[kR][kC];
+  clear(dq);
+  for (int n = 0; n < met.count; ++n) {
+    const int key = met.tile(n) * kRows;
+    sync_block();
+    load_rows<kRows, kD>(shared.met[0], p.k(b, g), key, mask.S, p.D);
+    load_rows<kRows, kD>(shared.met[1], p.v(b, g), key, mask.S, p.D);
+    sync_block();
+    float s[kR][kR], grad[kR][kR];
+    products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
+    products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
+    const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
+      const u64 i = static_cast<u64>(head_row + first + thread_y() + kSide * r);
+      return i * static_cast<u64>(mask.S) + static_cast<u64>(key + thread_x() + kSide * c);
+    });
+    DS_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      const int y = thread_y() + kSide * r;
+      const Range seen = mask.keys_of_row(first + y);
+      const float2 stats = a.stats[work.head * a.stats_rows + first + y];
+      DS_UNROLL
+      for (int c = 0; c < kR; ++c) {
+        const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
+        const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
+        const int x = thread_x() + kSide * c;
+        shared.ds[y][x] = seen.has(key + x) ? w * (grad[r][c] * z - stats.y) : 0.0f;
+      }
+    }
+    sync_warp();
+    add_products<kR, kC, kRows, kD>(dq, shared.ds, shared.met[0]);
+  }
+  store_results(dq, a.dq(b, h), first, mask.T, p.D, p.scale);
+}
+
+}  // namespace
+
+void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept {
+  with_head_dim<32, 64, 128, 256>(a.problem.D, [&](auto dim) {
+    constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
+    const Problem<float>& p = a.problem;
+    const dim3 grid = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
+    launch(forward<kD>, {grid, kThreads, sizeof(ForwardShared<kD>)}, stream, a);
+  });
+}
+
+void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept {
+  with_head_dim<32, 64, 128, 256>(a.problem.D, [&](auto dim) {
+    constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
+    const Problem<float>& p = a.problem;
+    const dim3 keys = grid_of(num_tiles(p.mask.S, kRows), i64{p.B} * p.G);
+    const dim3 queries = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
+    launch(backward_keys<kD>, {keys, kThreads, sizeof(BackwardShared<kD>)}, stream, a);
+    launch(backward_queries<kD>, {queries, kThreads, sizeof(BackwardShared<kD>)}, stream, a);
+  });
+}
+
+}  // namespace ds::cuda::attention

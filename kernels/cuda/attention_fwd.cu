@@ -1,0 +1,211 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention forward: flash attention (Dao: "FlashAttention-2", algorithm 1) on the tensor core. A block owns a tile of
+// queries of one head, a warp 16 or 32 of its rows; keys and values come in steps, each while the step before is
+// computed. Scores never leave registers: the accumulators of Q K^T, exponentiated in base 2 against the running
+// maximum of their row, are the left operand of P V. Dropout takes probabilities out of P V, not out of the row's sum.
+
+#include "cuda/attention_tile.h"
+
+namespace ds::cuda {
+namespace attention {
+namespace {
+
+template <class E, int kD>
+struct alignas(128) ForwardShared {
+  using Plan = ForwardPlan<kD>;
+  E q[Plan::kOwn * kD];
+  E k[2][Plan::kStep * kD], v[2][Plan::kStep * kD];
+};
+
+// The running maximum and sum of a lane's two rows; the sum is this lane's part of it.
+struct Rows {
+  float top[2] = {-kInfinity, -kInfinity}, sum[2] = {0, 0};
+};
+
+// Scores (times log2(e)) become weights 2^(score - top), of the row's new maximum; x is what has been accumulated.
+template <int kN, int kColumns>
+DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][4]) {
+  DS_UNROLL
+  for (int half = 0; half < 2; ++half) {
+    float top = rows.top[half];
+    DS_UNROLL
+    for (int n = 0; n < kN; ++n) top = fmaxf(top, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    top = fmaxf(top, warp_shuffle_xor(top, 1));
+    top = fmaxf(top, warp_shuffle_xor(top, 2));
+    const float base = top == -kInfinity ? 0.0f : top;  // nothing but -inf so far: all weights are 2^-inf = 0
+    const float keep = fast_exp2(rows.top[half] - base);
+    float sum = rows.sum[half] * keep;
+    DS_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      DS_UNROLL
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[n][e] = fast_exp2(s[n][e] - base);
+        sum += s[n][e];
+      }
+    }
+    DS_UNROLL
+    for (int n = 0; n < kColumns; ++n) {
+      x[n][2 * half] *= keep;
+      x[n][2 * half + 1] *= keep;
+    }
+    rows.top[half] = top;
+    rows.sum[half] = sum;
+  }
+}
+
+template <class E, int kD>
+__global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs<E> a) {
+  using Plan = ForwardPlan<kD>;
+  constexpr int kM = Plan::kRowTiles, kN = Plan::kStep / 8, kThreads = Plan::kThreads;
+  auto& shared = block_shared<ForwardShared<E, kD>>();
+  const Problem<E>& p = a.problem;
+  const Mask& mask = p.mask;
+  const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
+  const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
+  const int block_row = work.tile * Plan::kOwn;
+  const Head<const E> k = p.k(b, g), v = p.v(b, g);
+  const Visits met = visits(mask.keys_of_rows({block_row, block_row + Plan::kOwn}), Plan::kStep);
+
+  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  const int warp_row = block_row + warp * 16 * kM;
+  const i64 head_row = static_cast<i64>(work.head) * mask.T;  // of the statistics and of dropout
+  const Range warp_rows = {warp_row, warp_row + 16 * kM};
+  const Range warp_keys = mask.keys_of_rows(warp_rows);
+  E* const own = shared.q + warp * 16 * kM * kD;
+  const auto own_blocks = Blocks<kD, E>::template of<false>(own);
+
+  const auto load_step = [&](int n) {
+    const int key = met.tile(n) * Plan::kStep;
+    load_tile<kD, Plan::kStep, kThreads>(shared.k[n % 2], k, key, mask.S, p.D);
+    load_tile<kD, Plan::kStep, kThreads>(shared.v[n % 2], v, key, mask.S, p.D);
+    copies_commit();
+  };
+  constexpr int kHeld = Plan::kHold ? kD / 16 : 1;
+  u32 held[kM][kHeld][4];
+  if (met.count > 0) {
+    load_tile<kD, Plan::kOwn, kThreads>(shared.q, p.q(b, h), block_row, mask.T, p.D);
+    load_step(0);
+    copies_wait<0>();
+    sync_block();
+    if constexpr (Plan::kHold) {
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        DS_UNROLL
+        for (int i = 0; i < kHeld; ++i) load_matrices(held[m][i], own_blocks.at(16 * m, i));
+      }
+    }
+  }
+  const auto query = [&](int m, int i, u32(&fragment)[4]) {
+    if constexpr (Plan::kHold) {
+      DS_UNROLL
+      for (int j = 0; j < 4; ++j) fragment[j] = held[m][i][j];
+    } else {
+      load_matrices(fragment, own_blocks.at(16 * m, i));
+    }
+  };
+
+  Rows rows[kM];
+  float x[kM][kD / 8][4];
+  DS_UNROLL
+  for (int m = 0; m < kM; ++m) clear(x[m]);
+  DS_NO_UNROLL
+  for (int n = 0; n < met.count; ++n) {
+    if (n + 1 < met.count) load_step(n + 1);
+    const int key = met.tile(n) * Plan::kStep;
+    const Range keys = {key, key + Plan::kStep};
+    if (!intersect(warp_keys, keys).empty()) {
+      float s[kM][kN][4];
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) clear(s[m]);
+      multiply_transposed<kD>(s, query, shared.k[n % 2]);
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        DS_UNROLL
+        for (int i = 0; i < kN; ++i) {
+          DS_UNROLL
+          for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
+        }
+      }
+      if (!mask.all_visible(warp_rows, keys)) {
+        DS_UNROLL
+        for (int half = 0; half < 2 * kM; ++half) {
+          const Range seen = mask.keys_of_row(warp_row + lane / 4 + 8 * half);
+          DS_UNROLL
+          for (int i = 0; i < 2 * kN; ++i) {
+            float& score = s[half / 2][i / 2][half % 2 * 2 + i % 2];
+            score = seen.has(key + i / 2 * 8 + lane % 4 * 2 + i % 2) ? score : -kInfinity;
+          }
+        }
+      }
+      u32 weights[kM][kN / 2][4];
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        softmax_step(rows[m], s[m], x[m]);
+        if (p.dropout.on) {
+          const u32 bits = kept_by_row<kN>(p.dropout, static_cast<u64>(head_row + warp_row + 16 * m), key, mask.S);
+          DS_UNROLL
+          for (int i = 0; i < 4 * kN; ++i) s[m][i / 4][i % 4] = (bits >> i & 1u) != 0 ? s[m][i / 4][i % 4] : 0.0f;
+        }
+        pack<E>(weights[m], s[m]);
+      }
+      multiply<kD>(x, weights, shared.v[n % 2]);
+    }
+    copies_wait<0>();
+    sync_block();
+  }
+
+  const float factor = p.dropout.on ? p.dropout.factor : 1.0f;
+  DS_UNROLL
+  for (int m = 0; m < kM; ++m) {
+    DS_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      float sum = rows[m].sum[half];
+      sum += warp_shuffle_xor(sum, 1);
+      sum += warp_shuffle_xor(sum, 2);
+      const float share = factor * fast_rcp(sum);
+      DS_UNROLL
+      for (int n = 0; n < kD / 8; ++n) {
+        DS_UNROLL
+        for (int e = 2 * half; e < 2 * half + 2; ++e) x[m][n][e] = sum == 0 ? 0.0f : x[m][n][e] * share;
+      }
+      const int row = warp_row + 16 * m + 8 * half + lane / 4;
+      if (lane % 4 == 0 && row < mask.T) {
+        a.lse[head_row + row] = sum == 0 ? kInfinity : (rows[m].top[half] + fast_log2(sum)) * kLn2;
+      }
+    }
+    store_rows<kD>(own + 16 * m * kD, x[m], a.o(b, h), warp_row + 16 * m, mask.T, 0, p.D);
+  }
+}
+
+template <class E>
+void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
+  with_head_dim<32, 64, 96, 128, 192, 256>(a.problem.D, [&](auto dim) {
+    constexpr int kD = decltype(dim)::value;
+    using Plan = ForwardPlan<kD>;
+    const Problem<E>& p = a.problem;
+    const dim3 grid = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
+    launch(forward<E, kD>, {grid, Plan::kThreads, sizeof(ForwardShared<E, kD>)}, stream, a);
+  });
+}
+
+}  // namespace
+}  // namespace attention
+
+void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                   Stream& stream) noexcept {
+  using namespace attention;
+  Context& c = context(stream);
+  if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
+  const auto args = [&]<class E>(E) {
+    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), lse.as<float>()};
+  };
+  switch (q.dtype) {
+    case DType::F32: forward_fp32(args(float{}), c.stream()); break;
+    case DType::BF16: forward_16(args(bf16{}), c.stream()); break;
+    case DType::F16: forward_16(args(f16{}), c.stream()); break;
+    default: return c.fail("not a work dtype", "attention_fwd");
+  }
+  c.check(cudaGetLastError(), "attention_fwd");
+}
+
+}  // namespace ds::cuda

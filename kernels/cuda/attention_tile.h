@@ -1,0 +1,319 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the kernels of attention share: their arguments, tiles coming into shared memory, products of tiles on the
+// tensor core, the mask of dropout, and accumulators going out.
+//
+// Layout of fragments (PTX, mma.m16n8k16): of an accumulator [16, 8] lane l holds rows l/4 and l/4 + 8, columns 2*(l%4)
+// and the next: elements 0, 1 of the upper row, 2, 3 of the lower. Two neighbouring accumulators, rounded and packed,
+// are the left operand of the next product as they lie.
+
+#include <limits>
+#include <type_traits>
+
+#include "cuda/attention.h"
+#include "cuda/context.h"
+#include "cuda/vectors.h"
+
+namespace ds::cuda::attention {
+
+inline constexpr float kInfinity = std::numeric_limits<float>::infinity();
+inline constexpr float kLog2E = 1.4426950408889634f;
+inline constexpr float kLn2 = 0.6931471805599453f;
+
+// The vectors of one (batch, head), `token` elements apart.
+template <class E>
+struct Head {
+  E* data;
+  i64 token;
+  bool whole_chunks;
+};
+// A view [B, tokens, heads, D].
+template <class E>
+struct Heads {
+  E* data;
+  i64 batch, token, head;
+  bool whole_chunks;
+
+  static Heads of(const TensorView& x) noexcept {
+    return {x.as<E>(), x.stride[0], x.stride[1], x.stride[2], has_whole_chunks(x)};
+  }
+  DS_DEVICE Head<E> operator()(int b, int h) const { return {data + b * batch + h * head, token, whole_chunks}; }
+};
+
+struct Dropout {
+  RngKey key;
+  u32 least;     // least_kept(p)
+  float factor;  // 1 / (1 - p)
+  bool on;
+};
+
+template <class E>
+struct Problem {
+  Heads<const E> q, k, v;
+  Mask mask;
+  int B, H, G, R, D;    // R = H / G
+  float scale, scale2;  // of the scores; the same times log2(e)
+  Dropout dropout;
+};
+template <class E>
+struct ForwardArgs {
+  Problem<E> problem;
+  Heads<E> o;
+  float* lse;
+};
+// stats [B, H, padded rows]: {lse * log2(e), rowsum(dO * O)}, {inf, 0} for the padding.
+template <class E>
+struct BackwardArgs {
+  Problem<E> problem;
+  Heads<const E> dout;
+  Heads<E> dq, dk, dv;
+  const float2* stats;
+  i64 stats_rows;
+};
+
+template <class E>
+Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView& v,
+                      const AttentionParams& p) noexcept {
+  const int B = static_cast<int>(q.dim(0)), H = static_cast<int>(q.dim(2)), G = static_cast<int>(k.dim(2));
+  return {.q = Heads<const E>::of(q),
+          .k = Heads<const E>::of(k),
+          .v = Heads<const E>::of(v),
+          .mask = Mask::of(q.dim(1), k.dim(1), p),
+          .B = B,
+          .H = H,
+          .G = G,
+          .R = G > 0 ? H / G : 1,
+          .D = static_cast<int>(q.dim(3)),
+          .scale = p.scale,
+          .scale2 = p.scale * kLog2E,
+          .dropout = {p.rng, least_kept(p.dropout), 1.0f / (1.0f - p.dropout), p.dropout > 0}};
+}
+
+// fp32: attention_fp32.cu.
+void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept;
+void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept;
+
+// A grid of `tiles` x `heads` blocks in x.
+inline dim3 grid_of(i64 tiles, i64 heads) noexcept { return dim3(static_cast<unsigned>(tiles * heads)); }
+inline i64 num_tiles(i64 n, i64 size) noexcept { return (n + size - 1) / size; }
+
+// Rows [first, first + kRows) of a head as a tile; zeros from row `limit` and from column D on. It has arrived after
+// copies_wait and a barrier.
+template <int kD, int kRows, int kThreads, class E>
+DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, int D) {
+  constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
+  static_assert(kRows * kChunks % kThreads == 0);
+  if (x.whole_chunks) {
+    DS_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int i = thread_index() + pass * kThreads, row = i / kChunks, chunk = i % kChunks;
+      const bool wanted = first + row < limit && chunk * 8 < D;
+      const E* const from = x.data + (wanted ? (first + row) * x.token + chunk * 8 : 0);
+      copy_async_16(tile + swizzled<kD>(row, chunk), from, wanted);
+    }
+    return;
+  }
+  DS_NO_UNROLL
+  for (int i = thread_index(); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    u32 words[4];
+    DS_UNROLL
+    for (int w = 0; w < 4; ++w) {
+      const int d = chunk * 8 + 2 * w;
+      const E* const from = x.data + (first + row) * x.token + d;
+      const u32 low = first + row < limit && d < D ? from[0].bits : 0u;
+      const u32 high = first + row < limit && d + 1 < D ? from[1].bits : 0u;
+      words[w] = low | high << 16;
+    }
+    *reinterpret_cast<uint4*>(tile + swizzled<kD>(row, chunk)) = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+}
+
+// A lane's addresses in a tile for load_matrices. Its 16 x 16 block starts at (row, 2*pair chunks), row a multiple
+// of 16.
+template <int kD, class E>
+class Blocks {
+ public:
+  // The matrices in the order: upper left, lower left, upper right, lower right (kAcross: upper right second).
+  template <bool kAcross>
+  static DS_DEVICE Blocks of(const E* tile) {
+    const int lane = thread_index() % kWarp;
+    const int row = kAcross ? lane % 8 + lane / 16 * 8 : lane % 16;
+    const int right = kAcross ? lane / 8 % 2 : lane / 16;
+    return Blocks(tile + row * kD, right ^ swizzle_of<kD>(row));
+  }
+  DS_DEVICE const E* at(int row, int pair) const { return row_ + row * kD + (((2 * pair) ^ flip_) << 3); }
+
+ private:
+  DS_DEVICE Blocks(const E* row, int flip) : row_(row), flip_(flip) {}
+  const E* row_;
+  int flip_;
+};
+
+// x += a b^T: `left(m, k, fragment)` gives fragments [16, 16] of a, row tile m, columns 16*k; b is a tile [8*kN, kD].
+template <int kD, int kM, int kN, class E, class Left>
+DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* b) {
+  const auto blocks = Blocks<kD, E>::template of<true>(b);
+  DS_UNROLL
+  for (int k = 0; k < kD / 16; ++k) {
+    u32 a[kM][4];
+    DS_UNROLL
+    for (int m = 0; m < kM; ++m) left(m, k, a[m]);
+    DS_UNROLL
+    for (int n = 0; n < kN; n += 2) {
+      u32 r[4];
+      load_matrices(r, blocks.at(8 * n, k));
+      const u32 b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        mma_16x8x16<E>(x[m][n], a[m], b0);
+        mma_16x8x16<E>(x[m][n + 1], a[m], b1);
+      }
+    }
+  }
+}
+
+// x += a b: a [16, 16*kK] packed; b a tile [16*kK, kD], of which columns [8*first, 8*(first + kN)).
+template <int kD, int kM, int kN, int kK, class E>
+DS_DEVICE void multiply(float (&x)[kM][kN][4], const u32 (&a)[kM][kK][4], const E* b, int first = 0) {
+  const auto blocks = Blocks<kD, E>::template of<false>(b);
+  DS_UNROLL
+  for (int k = 0; k < kK; ++k) {
+    DS_UNROLL
+    for (int n = 0; n < kN; n += 2) {
+      u32 r[4];
+      load_matrices_transposed(r, blocks.at(16 * k, (first + n) / 2));
+      const u32 b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
+      DS_UNROLL
+      for (int m = 0; m < kM; ++m) {
+        mma_16x8x16<E>(x[m][n], a[m][k], b0);
+        mma_16x8x16<E>(x[m][n + 1], a[m][k], b1);
+      }
+    }
+  }
+}
+
+// Accumulators, rounded, as the left operand.
+template <class E, int kN>
+DS_DEVICE void pack(u32 (&a)[kN / 2][4], const float (&x)[kN][4]) {
+  DS_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    a[n / 2][n % 2 * 2] = pack2<E>(x[n][0], x[n][1]);
+    a[n / 2][n % 2 * 2 + 1] = pack2<E>(x[n][2], x[n][3]);
+  }
+}
+
+template <int kN>
+DS_DEVICE void clear(float (&x)[kN][4]) {
+  DS_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) x[n][e] = 0;
+  }
+}
+
+// Is element `element` kept? Bit i of four: elements 4*block + i.
+DS_DEVICE u32 kept4(const Dropout& d, u64 block) {
+  const PhiloxBlock r = d.key.block(block);
+  return (r[0] >> 8 >= d.least ? 1u : 0u) | (r[1] >> 8 >= d.least ? 2u : 0u) | (r[2] >> 8 >= d.least ? 4u : 0u) |
+         (r[3] >> 8 >= d.least ? 8u : 0u);
+}
+DS_DEVICE u32 kept(const Dropout& d, u64 element) { return kept4(d, element / 4) >> (element % 4) & 1u; }
+
+// Bit 4*n + e of the answer: is element e of this lane's accumulator n kept? `row` and `key` are those of the warp's
+// first, row counted in [B,H,T]; key % 4 == 0. Where rows of the matrix of scores start with a block of four, the lanes
+// that need parts of one block share it. All lanes of a warp come.
+template <int kN>
+DS_DEVICE u32 kept_by_row(const Dropout& d, u64 row, int key, int S) {  // accumulators [16 rows, 8*kN keys]
+  const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
+  u32 bits = 0;
+  if (S % 4 == 0) {
+    // Of the two lanes that hold the same four keys, one draws for the upper row, the other for the lower.
+    const u64 block = ((row + static_cast<u64>(r + 8 * (c % 2))) * static_cast<u64>(S) + static_cast<u64>(key)) / 4 +
+                      static_cast<u64>(c / 2);
+    DS_NO_UNROLL
+    for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(2 * n)) << (4 * n);
+    const u32 other = warp_shuffle_xor(bits, 1);
+    const u32 upper = (c % 2 == 0 ? bits : other) >> (2 * (c % 2));
+    const u32 lower = (c % 2 == 0 ? other : bits) >> (2 * (c % 2));
+    return (upper & 0x33333333u) | (lower & 0x33333333u) << 2;
+  }
+  DS_NO_UNROLL
+  for (int i = 0; i < 4 * kN; ++i) {
+    const u64 at = (row + static_cast<u64>(r + i % 4 / 2 * 8)) * static_cast<u64>(S) +
+                   static_cast<u64>(key + i / 4 * 8 + 2 * c + i % 2);
+    bits |= kept(d, at) << i;
+  }
+  return bits;
+}
+template <int kN>
+DS_DEVICE u32 kept_by_key(const Dropout& d, u64 row, int key, int S) {  // accumulators [16 keys, 8*kN rows]
+  const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
+  u32 bits = 0;
+  if (S % 4 == 0) {
+    // Four lanes hold the same four keys of four elements: each draws for one element.
+    const int e = r % 4;
+    const u64 block = ((row + static_cast<u64>(2 * c + e % 2)) * static_cast<u64>(S) + static_cast<u64>(key)) / 4 +
+                      static_cast<u64>(r / 4 + e / 2 * 2);
+    DS_NO_UNROLL
+    for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(n) * 2 * static_cast<u64>(S)) << (4 * n);
+    u32 mine = 0;
+    DS_UNROLL
+    for (int i = 0; i < 4; ++i) mine |= (warp_shuffle(bits, lane / 16 * 16 + 4 * i + c) >> e & 0x11111111u) << i;
+    return mine;
+  }
+  DS_NO_UNROLL
+  for (int i = 0; i < 4 * kN; ++i) {
+    const u64 at = (row + static_cast<u64>(i / 4 * 8 + 2 * c + i % 2)) * static_cast<u64>(S) +
+                   static_cast<u64>(key + r + i % 4 / 2 * 8);
+    bits |= kept(d, at) << i;
+  }
+  return bits;
+}
+
+// Writes a warp's accumulators [16, 8*kN] as rows [row, row + 16) below `limit` of `to`, columns from `column` below D.
+// `tile`: 16 rows of a tile that no one else uses; 16 bytes leave at a time.
+template <int kD, int kN, class E>
+DS_DEVICE void store_rows(E* tile, const float (&x)[kN][4], const Head<E>& to, int row, int limit, int column, int D) {
+  const int lane = thread_index() % kWarp;
+  sync_warp();
+  DS_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    DS_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      E* const at = tile + swizzled<kD>(lane / 4 + 8 * half, n) + lane % 4 * 2;
+      *reinterpret_cast<u32*>(at) = pack2<E>(x[n][2 * half], x[n][2 * half + 1]);
+    }
+  }
+  sync_warp();
+  DS_NO_UNROLL
+  for (int i = lane; i < 16 * kN; i += kWarp) {
+    const int r = i / kN, chunk = i % kN, d = column + 8 * chunk;
+    if (row + r >= limit || d >= D) continue;
+    const uint4 raw = *reinterpret_cast<const uint4*>(tile + swizzled<kD>(r, chunk));
+    E* const at = to.data + (row + r) * to.token + d;
+    if (to.whole_chunks) {
+      *reinterpret_cast<uint4*>(at) = raw;
+      continue;
+    }
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+    DS_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      if (d + j < D) at[j].bits = static_cast<u16>(words[j / 2] >> (j % 2 * 16));
+    }
+  }
+  sync_warp();
+}
+
+// f(std::integral_constant<int, kD>) for the least kD of the list that holds D.
+template <int kFirst, int... kRest, class F>
+void with_head_dim(i64 D, F&& f) noexcept {
+  if constexpr (sizeof...(kRest) == 0) {
+    f(std::integral_constant<int, kFirst>());
+  } else {
+    if (D <= kFirst) return f(std::integral_constant<int, kFirst>());
+    with_head_dim<kRest...>(D, f);
+  }
+}
+
+}  // namespace ds::cuda::attention
