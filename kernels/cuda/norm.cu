@@ -388,7 +388,7 @@ struct FoldShared {
 };
 template <class T>
 struct FoldArgs {
-  T* out[2];  // dweight, dbias
+  T *dweight, *dbias;
   const float* partial;
   i64 strips, C;
 };
@@ -405,7 +405,7 @@ __global__ void __launch_bounds__(kFoldSlices* kWarp) fold_kernel(FoldArgs<T> a)
   sync_block();
   if (slice == 0 && c < a.C) {
     for (int k = 1; k < kFoldSlices; ++k) sum += shared.slice[k][lane];
-    store(a.out[part] + c, sum);
+    store((part == 0 ? a.dweight : a.dbias) + c, sum);
   }
 }
 
@@ -459,7 +459,7 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
   });
   with_work_type(dweight.dtype, [&]<class T>(T) {
     const dim3 grid(static_cast<unsigned>(ceil_div(C, kWarp)), static_cast<unsigned>(kParts));
-    const FoldArgs<T> args{{dweight.as<T>(), dbias.as<T>()}, partial, strips.count, C};
+    const FoldArgs<T> args{dweight.as<T>(), dbias.as<T>(), partial, strips.count, C};
     launch(fold_kernel<T>, {grid, kFoldSlices * kWarp, sizeof(FoldShared)}, c.stream(), args);
   });
   c.check(cudaGetLastError(), name);
