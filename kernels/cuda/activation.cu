@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Activations and SwiGLU. All come down to one exponential and one quotient: GELU's tanh form is x sigmoid(2u), which
-// unlike (1 + tanh u)/2 keeps its relative accuracy for negative x. Products that feed sums are written as fma, so that
-// no compiler chooses.
+// unlike (1 + tanh u)/2 keeps its relative accuracy for negative x.
 
 #include "cuda/elementwise.h"
 

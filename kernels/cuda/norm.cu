@@ -231,13 +231,12 @@ struct BackwardArgs {
 
 struct BackwardShared {
   GroupSums sums;
-  float columns[8 * kShortThreads]  // a pack of each thread
-      ;
+  float columns[kPack<bf16> * kShortThreads];  // a pack of each thread
 };
 
-// dx of one element: xhat and g = dy weight, the means over the row of g and g xhat.
-DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_gx) {
-  return rstd * (g - std::fma(xhat, mean_gx, mean_g));
+// dx of one element: from xhat and g = dy weight, the means over the row of g and g xhat, and the residual's gradient.
+DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_gx, float residual) {
+  return std::fma(rstd, g - std::fma(xhat, mean_gx, mean_g), residual);
 }
 
 // What a thread reads of a row before its sums.
@@ -307,14 +306,13 @@ __global__ void __launch_bounds__(kPacks == 1 ? kShortThreads : kBackwardThreads
     sums = group_sum(sums, a.group, shared.sums, turn++);
     const float mean_g = sums.x * a.inv_C, mean_gx = sums.y * a.inv_C;
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
-      float dy[kWidth], x[kWidth], w[kWidth], add[kWidth];
+      float dy[kWidth], x[kWidth], w[kWidth], add[kWidth] = {};
       row.dy[p].get(dy);
       row.x[p].get(x);
       weight[p].get(w);
       if (a.residual != nullptr) residual[p].get(add);
       DS_UNROLL for (int e = 0; e < kWidth; ++e) {
-        const float d = dx_of(dy[e] * w[e], (x[e] - shift) * scale, scale, mean_g, mean_gx);
-        x[e] = a.residual != nullptr ? d + add[e] : d;
+        x[e] = dx_of(dy[e] * w[e], (x[e] - shift) * scale, scale, mean_g, mean_gx, add[e]);
       }
       row.x[p].set(x);
       store_part<kAligned>(row.x[p], a.dx + r * a.C, first + p * step, C);
@@ -376,8 +374,8 @@ __global__ void __launch_bounds__(kLongThreads) long_backward_kernel(BackwardArg
   sums = group_sum(sums, kLongThreads, shared, 0);
   for (i64 c = thread_index(); c < a.C; c += kLongThreads) {
     const float g = load(a.dy + row + c) * load(a.weight + c), xhat = (load(a.x + row + c) - shift) * scale;
-    const float d = dx_of(g, xhat, scale, sums.x * a.inv_C, sums.y * a.inv_C);
-    store(a.dx + row + c, a.residual != nullptr ? d + load(a.residual + row + c) : d);
+    const float add = a.residual != nullptr ? load(a.residual + row + c) : 0.0f;
+    store(a.dx + row + c, dx_of(g, xhat, scale, sums.x * a.inv_C, sums.y * a.inv_C, add));
   }
 }
 
