@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Activations and SwiGLU. All come down to one exponential and one quotient: GELU's tanh form is x sigmoid(2u), which
-// unlike (1 + tanh u)/2 keeps its relative accuracy for negative x. Products that feed sums are written as fma, so that
-// no compiler chooses.
+// unlike (1 + tanh u)/2 keeps its relative accuracy for negative x.
 
 #include "cuda/elementwise.h"
 
 namespace ds::cuda {
 namespace {
 
-// NaN passes; elsewhere e^-105 is 0 and e^105 infinite, and nothing in between is either.
+// e^-105 is 0 and e^105 infinite, and nothing in between is either. NaN gives a number: all who call multiply by x.
 DS_DEVICE float exponential(float x) {
-  const float clamped = x < -105.0f ? -105.0f : x > 105.0f ? 105.0f : x;
+  const float clamped = std::fmin(std::fmax(x, -105.0f), 105.0f);
   // x log2(e) = whole + rest, the rest being what the rounding of the product and of log2(e) lost.
   const float whole = clamped * 1.44269502f;
   const float rest = std::fma(clamped, 1.92596303e-8f, std::fma(clamped, 1.44269502f, -whole));
@@ -59,7 +58,7 @@ DS_DEVICE float activate(float x) {
 template <Activation kind>
 DS_DEVICE float derivative(float x) {
   if constexpr (kind == Activation::GeluTanh) {
-    // Beyond 16 the derivative is 0 or 1 in fp32, and x^2 stays finite. NaN passes.
+    // Beyond 16 the derivative is 0 or 1 in fp32, and x^2 stays finite. NaN passes, unlike through fmin.
     const float c = x < -16.0f ? -16.0f : x > 16.0f ? 16.0f : x;
     const SigmoidPair s = sigmoid_pair(gelu_tanh_argument(c));
     return std::fma(c * std::fma(c * c, 3 * kGeluCubic, kGeluScale), s.plus * s.minus, s.plus);

@@ -14,7 +14,7 @@ namespace ds::cuda {
 
 constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 
-// Whether all of the pointers (or byte distances) are multiples of 16.
+// Whether all of the pointers are multiples of 16 (null is).
 inline bool aligned16(std::initializer_list<const void*> pointers) noexcept {
   return std::ranges::all_of(pointers, [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; });
 }

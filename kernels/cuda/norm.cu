@@ -231,13 +231,12 @@ struct BackwardArgs {
 
 struct BackwardShared {
   GroupSums sums;
-  float columns[8 * kShortThreads]  // a pack of each thread
-      ;
+  float columns[kPack<bf16> * kShortThreads];  // a pack of each thread
 };
 
-// dx of one element: xhat and g = dy weight, the means over the row of g and g xhat.
-DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_gx) {
-  return rstd * (g - std::fma(xhat, mean_gx, mean_g));
+// dx of one element: from xhat and g = dy weight, the means over the row of g and g xhat, and the residual's gradient.
+DS_DEVICE float dx_of(float g, float xhat, float rstd, float mean_g, float mean_gx, float residual) {
+  return std::fma(rstd, g - std::fma(xhat, mean_gx, mean_g), residual);
 }
 
 // What a thread reads of a row before its sums.
@@ -307,14 +306,13 @@ __global__ void __launch_bounds__(kPacks == 1 ? kShortThreads : kBackwardThreads
     sums = group_sum(sums, a.group, shared.sums, turn++);
     const float mean_g = sums.x * a.inv_C, mean_gx = sums.y * a.inv_C;
     DS_UNROLL for (int p = 0; p < kPacks; ++p) {
-      float dy[kWidth], x[kWidth], w[kWidth], add[kWidth];
+      float dy[kWidth], x[kWidth], w[kWidth], add[kWidth] = {};
       row.dy[p].get(dy);
       row.x[p].get(x);
       weight[p].get(w);
       if (a.residual != nullptr) residual[p].get(add);
       DS_UNROLL for (int e = 0; e < kWidth; ++e) {
-        const float d = dx_of(dy[e] * w[e], (x[e] - shift) * scale, scale, mean_g, mean_gx);
-        x[e] = a.residual != nullptr ? d + add[e] : d;
+        x[e] = dx_of(dy[e] * w[e], (x[e] - shift) * scale, scale, mean_g, mean_gx, add[e]);
       }
       row.x[p].set(x);
       store_part<kAligned>(row.x[p], a.dx + r * a.C, first + p * step, C);
@@ -376,8 +374,8 @@ __global__ void __launch_bounds__(kLongThreads) long_backward_kernel(BackwardArg
   sums = group_sum(sums, kLongThreads, shared, 0);
   for (i64 c = thread_index(); c < a.C; c += kLongThreads) {
     const float g = load(a.dy + row + c) * load(a.weight + c), xhat = (load(a.x + row + c) - shift) * scale;
-    const float d = dx_of(g, xhat, scale, sums.x * a.inv_C, sums.y * a.inv_C);
-    store(a.dx + row + c, a.residual != nullptr ? d + load(a.residual + row + c) : d);
+    const float add = a.residual != nullptr ? load(a.residual + row + c) : 0.0f;
+    store(a.dx + row + c, dx_of(g, xhat, scale, sums.x * a.inv_C, sums.y * a.inv_C, add));
   }
 }
 
@@ -388,7 +386,7 @@ struct FoldShared {
 };
 template <class T>
 struct FoldArgs {
-  T* out[2];  // dweight, dbias
+  T *dweight, *dbias;
   const float* partial;
   i64 strips, C;
 };
@@ -405,7 +403,7 @@ __global__ void __launch_bounds__(kFoldSlices* kWarp) fold_kernel(FoldArgs<T> a)
   sync_block();
   if (slice == 0 && c < a.C) {
     for (int k = 1; k < kFoldSlices; ++k) sum += shared.slice[k][lane];
-    store(a.out[part] + c, sum);
+    store((part == 0 ? a.dweight : a.dbias) + c, sum);
   }
 }
 
@@ -459,7 +457,7 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
   });
   with_work_type(dweight.dtype, [&]<class T>(T) {
     const dim3 grid(static_cast<unsigned>(ceil_div(C, kWarp)), static_cast<unsigned>(kParts));
-    const FoldArgs<T> args{{dweight.as<T>(), dbias.as<T>()}, partial, strips.count, C};
+    const FoldArgs<T> args{dweight.as<T>(), dbias.as<T>(), partial, strips.count, C};
     launch(fold_kernel<T>, {grid, kFoldSlices * kWarp, sizeof(FoldShared)}, c.stream(), args);
   });
   c.check(cudaGetLastError(), name);

@@ -128,7 +128,12 @@ DS_DEVICE float fast_exp2(float x) {
   return y;
 }
 DS_DEVICE float fast_log2(float x) { return __log2f(x); }
-DS_DEVICE float fast_rcp(float x) { return __frcp_rn(x); }
+// Within one unit in the last place; subnormals count as zero.
+DS_DEVICE float fast_rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 DS_DEVICE float reciprocal_sqrt(float x) { return __frsqrt_rn(x); }
 
 // Two floats rounded to nearest even, the first in the low half.
