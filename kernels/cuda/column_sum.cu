@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/matmul.h"
-#include "cuda/pack8.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {
@@ -30,13 +30,13 @@ __global__ void slice_sums_kernel(float* partial, const T* x, i64 R, i64 N, i64 
     float y[kUnroll][8];
     for (int u = 0; u < kUnroll; ++u) {
       const bool inside = r + u * kWarps < end;
-      load8(y[u], x + (r + u * kWarps) * stride + column, inside ? N - column : 0, aligned);
+      load_some(y[u], x + (r + u * kWarps) * stride + column, inside ? N - column : 0, aligned);
     }
     for (int u = 0; u < kUnroll; ++u) {
       for (int e = 0; e < 8; ++e) sum[e] += y[u][e];
     }
   }
-  store8(&shared.sum[warp][lane * 8], sum, 8, /*aligned=*/true);
+  store_some(&shared.sum[warp][lane * 8], sum, 8, /*aligned=*/true);
   sync_block();
   const i64 mine = first_column + thread_index();
   if (mine < N) {
@@ -68,8 +68,6 @@ __global__ void final_sums_kernel(T* out, const float* partial, i64 slices, i64 
     store(out + column, total);
   }
 }
-
-constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 
 }  // namespace
 

@@ -11,13 +11,17 @@ Context::Context() {
   check(cudaDeviceGetAttribute(&num_multiprocessors_, cudaDevAttrMultiProcessorCount, device),
         "cudaDeviceGetAttribute");
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
-  matmul_ = std::make_unique<MatmulEngine>(*this);
 }
 
 Context::~Context() {
   matmul_.reset();
   if (scratch_ != nullptr) cudaFree(scratch_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
+}
+
+MatmulEngine& Context::matmul() noexcept {
+  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this);
+  return *matmul_;
 }
 
 void* Context::scratch(size_t bytes) noexcept {

@@ -21,7 +21,7 @@ class Context {
   Context& operator=(const Context&) = delete;
 
   cudaStream_t stream() const noexcept { return stream_; }
-  MatmulEngine& matmul() noexcept { return *matmul_; }
+  MatmulEngine& matmul() noexcept;  // made with the first product
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
 
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "cuda/matmul.h"
-#include "cuda/pack8.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {
@@ -48,7 +48,7 @@ __global__ void softmax_row_kernel(RowArgs p) {
   if (target == p.ignore_index) {
     if (thread_index() == 0) p.losses[row] = 0;
     const float zeros[8] = {};
-    for (i64 j = first; p.gradient && j < p.V; j += kStep) store8(dz + j, zeros, p.V - j, kAligned);
+    for (i64 j = first; p.gradient && j < p.V; j += kStep) store_some(dz + j, zeros, p.V - j, kAligned);
     return;
   }
 
@@ -58,7 +58,7 @@ __global__ void softmax_row_kernel(RowArgs p) {
   float top = kLowest, sum = 0;
   for (i64 tile = first; tile < p.V; tile += kTile) {
     float x[kPacks][8];
-    for (int i = 0; i < kPacks; ++i) load8(x[i], z + tile + i * kStep, p.V - (tile + i * kStep), kAligned, kLowest);
+    for (int i = 0; i < kPacks; ++i) load_some(x[i], z + tile + i * kStep, p.V - (tile + i * kStep), kAligned, kLowest);
     float higher = top;
     for (int i = 0; i < kPacks; ++i) {
       for (int e = 0; e < 8; ++e) higher = x[i][e] > higher ? x[i][e] : higher;
@@ -92,13 +92,13 @@ __global__ void softmax_row_kernel(RowArgs p) {
     float x[kPacks][8];
     for (int i = 0; i < kPacks; ++i) {
       const i64 j = tile + first + i * kStep;
-      load8(x[i], z + j, p.V - j, kAligned);
+      load_some(x[i], z + j, p.V - j, kAligned);
     }
     sync_block();
     for (int i = 0; i < kPacks; ++i) {
       const i64 j = tile + first + i * kStep;
       for (int e = 0; e < 8; ++e) x[i][e] = j + e == target ? d_target : exp_of(x[i][e] - row_top) * scale;
-      store8(dz + j, x[i], p.V - j, kAligned);
+      store_some(dz + j, x[i], p.V - j, kAligned);
     }
   }
 }

@@ -12,23 +12,6 @@
 
 namespace ds::cuda {
 
-constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
-
-// Whether all of the pointers are multiples of 16 (null is).
-inline bool aligned16(std::initializer_list<const void*> pointers) noexcept {
-  return std::ranges::all_of(pointers, [](const void* p) { return reinterpret_cast<size_t>(p) % 16 == 0; });
-}
-
-// Calls f(T{}) with the work dtype named at run time.
-template <class F>
-void with_work_type(DType t, F&& f) noexcept {
-  switch (t) {
-    case DType::BF16: f(bf16{}); break;
-    case DType::F16: f(f16{}); break;
-    default: f(float{}); break;
-  }
-}
-
 // y = x, the same dtype and bits; may be the same tensor.
 inline void copy(const char* name, TensorView y, TensorView x, Stream& s) noexcept {
   if (y.data == x.data || x.numel() == 0) return;

@@ -4,7 +4,7 @@
 
 #include "cuda/context.h"
 #include "cuda/embedding_plan.h"
-#include "cuda/packs.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {

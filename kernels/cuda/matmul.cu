@@ -3,25 +3,13 @@
 
 #include "cuda/matmul.h"
 
-#include <cmath>
-
-#include "cuda/pack8.h"
+#include "cuda/activate.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {
 
 constexpr int kBlock = 256;
-
-DS_DEVICE float activate(Activation f, float x) {
-  switch (f) {
-    case Activation::None: return x;
-    // x sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x^3)
-    case Activation::GeluTanh: return x / (1 + std::exp(-1.5957691216f * (x + 0.044715f * x * x * x)));
-    case Activation::GeluErf: return x * (0.5f * std::erfc(-0.70710678118f * x));
-    case Activation::Silu: return x / (1 + std::exp(-x));
-  }
-  return x;
-}
 
 template <class C, class T>
 struct FinishArgs {
@@ -44,18 +32,18 @@ __global__ void finish_kernel(FinishArgs<C, T> p) {
   const i64 row = i / p.packs_per_row, column = (i - row * p.packs_per_row) * 8;
   const int n = static_cast<int>(p.N - column < 8 ? p.N - column : 8);
   float x[8] = {}, y[8];
-  if (p.sums != nullptr) load8(x, p.sums + row * p.sums_stride + column, n, p.aligned);
+  if (p.sums != nullptr) load_some(x, p.sums + row * p.sums_stride + column, n, p.aligned);
   if (p.bias != nullptr) {
-    load8(y, p.bias + column, n, p.aligned);
+    load_some(y, p.bias + column, n, p.aligned);
     for (int e = 0; e < 8; ++e) x[e] += y[e];
   }
-  if (p.residual != nullptr) load8(y, p.residual + row * p.residual_stride + column, n, p.aligned);
-  if (p.preact != nullptr) store8(p.preact + row * p.preact_stride + column, x, n, p.aligned);
+  if (p.residual != nullptr) load_some(y, p.residual + row * p.residual_stride + column, n, p.aligned);
+  if (p.preact != nullptr) store_some(p.preact + row * p.preact_stride + column, x, n, p.aligned);
   for (int e = 0; e < 8; ++e) {
     x[e] = activate(p.activation, x[e]);
     if (p.residual != nullptr) x[e] += y[e];
   }
-  store8(p.c + row * p.c_stride + column, x, n, p.aligned);
+  store_some(p.c + row * p.c_stride + column, x, n, p.aligned);
 }
 
 template <class C, class T>

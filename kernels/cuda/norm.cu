@@ -207,7 +207,7 @@ void norm_fwd(const char* name, TensorView y, TensorView mean, TensorView rstd, 
       launch(kernel, {dim3(static_cast<unsigned>(ceil_div(R, plan.rows))), plan.block(), sizeof(GroupSums)}, c.stream(),
              args);
     };
-    const bool aligned = C % kPack<T> == 0 && aligned16({y.data, x.data, weight.data, bias.data}),
+    const bool aligned = C % kPack<T> == 0 && all_aligned(16, {y.data, x.data, weight.data, bias.data}),
                one = plan.packs == 1;
     if (aligned) {
       one ? go(forward_kernel<T, kCentred, true, 1>) : go(forward_kernel<T, kCentred, true, kForwardPacks>);
@@ -444,7 +444,8 @@ void norm_bwd(const char* name, TensorView dx, TensorView dweight, TensorView db
     const auto go = [&](auto kernel, size_t shared_bytes) {
       launch(kernel, {dim3(static_cast<unsigned>(strips.count)), plan.block(), shared_bytes}, c.stream(), args);
     };
-    const bool aligned = C % kPack<T> == 0 && aligned16({dx.data, dy.data, residual_grad.data, x.data, weight.data});
+    const bool aligned =
+        C % kPack<T> == 0 && all_aligned(16, {dx.data, dy.data, residual_grad.data, x.data, weight.data});
     const bool one = plan.packs == 1;
     constexpr size_t kBytes = sizeof(BackwardShared);
     if (aligned) {

@@ -3,7 +3,7 @@
 // them. Nothing here waits for the host: exponents and sums are read where they lie.
 
 #include "cuda/context.h"
-#include "cuda/packs.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda {
 namespace {

@@ -32,7 +32,7 @@ struct RopeArgs {
         H(from.dim(2)),
         half(from.dim(3) / 2),
         sign(inverse ? -1.0f : 1.0f),
-        aligned(half % kPack<T> == 0 && aligned16({y, x, cos, sin})) {
+        aligned(half % kPack<T> == 0 && all_aligned(16, {y, x, cos, sin})) {
     for (int d = 0; d < 3; ++d) {
       x_stride[d] = from.stride[static_cast<size_t>(d)];
       y_stride[d] = to.stride[static_cast<size_t>(d)];

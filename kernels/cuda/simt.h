@@ -286,7 +286,7 @@ inline float reciprocal_sqrt(float x) { return 1.0f / std::sqrt(x); }
 
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t, Args... args) {
-  sim::run_grid(l.grid, l.block, l.shared_bytes, [&] { kernel(static_cast<Params>(args)...); });
+  sim::enqueue([=] { sim::run_grid(l.grid, l.block, l.shared_bytes, [&] { kernel(static_cast<Params>(args)...); }); });
 }
 
 #endif

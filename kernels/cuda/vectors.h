@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// 16 bytes at a time: work elements come and go as floats.
+// 16 bytes at a time: work elements come and go as floats; one by one where addresses or the end of a row forbid it.
+
+#include <algorithm>
+#include <initializer_list>
 
 #include "cuda/simt.h"
 
@@ -64,6 +67,70 @@ DS_DEVICE float warp_max(float x) {
     x = x > y ? x : y;
   }
   return x;
+}
+
+// Calls f(T{}) with the element type of a work dtype.
+template <class F>
+void with_work_type(DType t, F&& f) noexcept {
+  switch (t) {
+    case DType::BF16: f(bf16{}); break;
+    case DType::F16: f(f16{}); break;
+    default: f(float{}); break;
+  }
+}
+
+constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
+
+// Whether all addresses are multiples of `bytes` (null is).
+inline bool all_aligned(size_t bytes, std::initializer_list<const void*> addresses) noexcept {
+  return std::all_of(addresses.begin(), addresses.end(),
+                     [=](const void* p) { return reinterpret_cast<size_t>(p) % bytes == 0; });
+}
+
+// x[j] = p[j] where j < count, else `rest`. wide: p is 16-byte aligned.
+template <int N, class T>
+DS_DEVICE void load_some(float (&x)[N], const T* p, i64 count, bool wide, float rest = 0) {
+  constexpr int kEach = kPack<T>;
+  static_assert(N % kEach == 0);
+  if (wide && count >= N) {
+    DS_UNROLL
+    for (int i = 0; i < N; i += kEach) {
+      float part[kEach];
+      load16(part, p + i);
+      DS_UNROLL
+      for (int j = 0; j < kEach; ++j) x[i + j] = part[j];
+    }
+  } else {
+    DS_UNROLL
+    for (int j = 0; j < N; ++j) x[j] = j < count ? load(p + j) : rest;
+  }
+}
+// p[j] = x[j] where j < count.
+template <int N, class T>
+DS_DEVICE void store_some(T* p, const float (&x)[N], i64 count, bool wide) {
+  constexpr int kEach = kPack<T>;
+  static_assert(N % kEach == 0);
+  if (wide && count >= N) {
+    DS_UNROLL
+    for (int i = 0; i < N; i += kEach) {
+      float part[kEach];
+      DS_UNROLL
+      for (int j = 0; j < kEach; ++j) part[j] = x[i + j];
+      store16(p + i, part);
+    }
+  } else {
+    DS_UNROLL
+    for (int j = 0; j < N; ++j) {
+      if (j < count) store(p + j, x[j]);
+    }
+  }
+}
+
+// Whether 8 elements from any multiple of 8 in any row are 16-byte aligned. Nothing (null) is.
+template <class T>
+bool aligned_rows(const T* p, i64 stride, i64 rows) noexcept {
+  return p == nullptr ||
+         (reinterpret_cast<size_t>(p) % 16 == 0 && (rows <= 1 || stride * static_cast<i64>(sizeof(T)) % 16 == 0));
 }
 
 }  // namespace ds::cuda

@@ -41,13 +41,13 @@ class RoundTrip {
   RoundTrip(const RoundTrip&) = delete;
   RoundTrip& operator=(const RoundTrip&) = delete;
 
-  void reach(const void* p, i64 bytes) {
+  void reach(const void* p, i64 bytes, bool written = true) {
     if (p == nullptr || bytes == 0) return;
     auto* begin = const_cast<char*>(static_cast<const char*>(p));
-    Range merged{begin, begin + bytes};
+    Range merged{begin, begin + bytes, written};
     std::erase_if(ranges_, [&](const Range& r) {
       if (r.begin > merged.end || merged.begin > r.end) return false;
-      merged = {std::min(r.begin, merged.begin), std::max(r.end, merged.end)};
+      merged = {std::min(r.begin, merged.begin), std::max(r.end, merged.end), r.written || merged.written};
       return true;
     });
     ranges_.push_back(merged);
@@ -66,7 +66,8 @@ class RoundTrip {
       for (const TensorView& v : {t.param, t.master, t.m, t.v, t.grad}) reach(v);
     }
   }
-  void reach(const GradVerdict* v) { reach(v, sizeof *v); }
+  void reach(GradVerdict* v) { reach(v, sizeof *v); }
+  void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
   template <class Other>
   void reach(const Other&) {}
 
@@ -80,7 +81,8 @@ class RoundTrip {
     }
   }
   void download() {
-    for (const Range& r : ranges_) device_.download(r.begin, r.device, r.end - r.begin);
+    for (const Range& r : ranges_)
+      if (r.written) device_.download(r.begin, r.device, r.end - r.begin);
   }
 
   template <class T>
@@ -115,6 +117,7 @@ class RoundTrip {
   struct Range {
     char* begin;
     char* end;
+    bool written;  // some memory may only be read
     void* memory = nullptr;
     char* device = nullptr;
   };

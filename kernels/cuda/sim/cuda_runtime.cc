@@ -2,19 +2,34 @@
 // The part of the CUDA runtime that we call, for a device that is host memory: everything is done when the call
 // returns. Null pointers and wrong sizes crash here as they would there. For tests only.
 
-#include <cuda_runtime_api.h>
+#include "cuda/sim/fibers.h"
 
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
+#include <vector>
+
+using ds::cuda::sim::enqueue;
+using Graph = std::vector<std::function<void()>>;
 
 namespace {
+
+thread_local std::unique_ptr<Graph> recorded;  // while this thread records
 
 std::atomic<size_t> used{0};
 constexpr size_t kTotal = size_t{4} << 30;
 constexpr size_t kAlignment = 256;
 
 }  // namespace
+
+void ds::cuda::sim::enqueue(std::function<void()> work) {
+  if (recorded) {
+    recorded->push_back(std::move(work));
+  } else {
+    work();
+  }
+}
 
 extern "C" {
 
@@ -85,17 +100,44 @@ cudaError_t cudaFreeHost(void* p) {
 }
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  std::memmove(to, from, bytes);
+  enqueue([=] { std::memmove(to, from, bytes); });
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
                               size_t height, cudaMemcpyKind, cudaStream_t) {
-  for (size_t y = 0; y < height; ++y)
-    std::memmove(static_cast<char*>(to) + y * to_pitch, static_cast<const char*>(from) + y * from_pitch, width);
+  enqueue([=] {
+    for (size_t y = 0; y < height; ++y)
+      std::memmove(static_cast<char*>(to) + y * to_pitch, static_cast<const char*>(from) + y * from_pitch, width);
+  });
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
-  std::memset(p, value, bytes);
+  enqueue([=] { std::memset(p, value, bytes); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) {
+  recorded = std::make_unique<Graph>();
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
+  *graph = reinterpret_cast<cudaGraph_t>(recorded.release());
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
+  *executable = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete reinterpret_cast<Graph*>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
+  delete reinterpret_cast<Graph*>(executable);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
+  for (const auto& work : *reinterpret_cast<Graph*>(executable)) work();
   return cudaSuccess;
 }
 
@@ -107,7 +149,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   delete reinterpret_cast<char*>(s);
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return recorded ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {

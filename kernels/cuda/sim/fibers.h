@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <type_traits>
 
@@ -45,6 +46,10 @@ Lanes<T> warp_exchange(const T& mine) {
 void copy_async(void* to, const void* from, size_t bytes);
 void copies_commit();
 void copies_wait(int pending);
+
+// Does `work` now; or, between cudaStreamBeginCapture and its end, puts it into the graph. Everything that is enqueued
+// on a stream passes here.
+void enqueue(std::function<void()> work);
 
 void check_shared(size_t bytes);
 void run_grid(dim3 grid, int block_size, size_t shared_bytes, FunctionRef<void()> thread);

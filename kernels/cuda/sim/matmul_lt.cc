@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cuda/matmul.h"
+#include "cuda/sim/fibers.h"
 
 namespace ds::cuda {
 namespace {
@@ -76,6 +77,8 @@ void check(const LtProblem& p) {
 
 float gelu_tanh(float x) noexcept { return 0.5f * x * (1.0f + std::tanh(0.79788456f * (x + 0.044715f * x * x * x))); }
 
+void multiply(const LtProblem& p);
+
 constexpr i64 kStrip = 16;  // rows of d at a time
 
 }  // namespace
@@ -95,6 +98,12 @@ bool MatmulEngine::supports(const LtProblem& p) noexcept {
 void MatmulEngine::run(const LtProblem& p) noexcept {
   check(p);
   require(supports(p), "no algorithm");
+  sim::enqueue([p] { multiply(p); });
+}
+
+namespace {
+
+void multiply(const LtProblem& p) {
   // op(b) column by column, op(a) in strips of rows.
   std::vector<float> b(static_cast<size_t>(p.n * p.k)), a(static_cast<size_t>(kStrip * p.k));
   for (i64 j = 0; j < p.n; ++j) {
@@ -130,4 +139,5 @@ void MatmulEngine::run(const LtProblem& p) noexcept {
   }
 }
 
+}  // namespace
 }  // namespace ds::cuda
