@@ -106,6 +106,7 @@ struct BackwardPlan {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kOwn = 16 * kWarps;
   static constexpr int kStep = kD <= 128 ? 64 : 32;
+  static constexpr int kPart = kD <= 64 ? 64 : 32;  // of a step: as many rows as dk and dv leave registers for
   static constexpr bool kHold = kD <= 64;
   // Columns of dk and dv of a block: the accumulators of both must fit in registers. Wider heads take two blocks, each
   // of which computes all scores.

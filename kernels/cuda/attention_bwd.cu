@@ -90,7 +90,7 @@ class OwnFragments {
 template <class E, int kD>
 __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(BackwardArgs<E> a) {
   using Plan = BackwardPlan<kD>;
-  constexpr int kN = Plan::kStep / 8, kThreads = Plan::kThreads, kC = Plan::kColumns / 8;
+  constexpr int kN = Plan::kPart / 8, kThreads = Plan::kThreads, kC = Plan::kColumns / 8;
   auto& shared = block_shared<BackwardShared<E, kD>>();
   const Problem<E>& p = a.problem;
   const Mask& mask = p.mask;
@@ -100,7 +100,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   const int block_key = work.tile * Plan::kOwn;
   const Visits met = visits(mask.rows_of_keys({block_key, block_key + Plan::kOwn}), Plan::kStep);
 
-  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
+  const int lane = thread_index() % kWarp, warp = warp_shuffle(thread_index() / kWarp, 0);
   const int warp_key = block_key + warp * 16;
   const Range warp_keys = {warp_key, warp_key + 16};
   const Range warp_rows = mask.rows_of_keys(warp_keys);
@@ -134,15 +135,17 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   DS_NO_UNROLL
   for (int n = 0; n < steps; ++n) {
     if (n + 1 < steps) load_step(n + 1);
-    const int row = met.tile(n % met.count) * Plan::kStep;
-    const Range rows = {row, row + Plan::kStep};
-    if (!intersect(warp_rows, rows).empty()) {
-      const E* const q = shared.met[n % 2][0];
-      const E* const dout = shared.met[n % 2][1];
-      const float2* const stats = shared.stats[n % 2] + lane % 4 * 2;
+    DS_NO_UNROLL
+    for (int part = 0; part < Plan::kStep; part += Plan::kPart) {
+      const int row = met.tile(n % met.count) * Plan::kStep + part;
+      const Range rows = {row, row + Plan::kPart};
+      if (intersect(warp_rows, rows).empty()) continue;
+      const E* const q = shared.met[n % 2][0] + part * kD;
+      const E* const dout = shared.met[n % 2][1] + part * kD;
+      const float2* const stats = shared.stats[n % 2] + part + lane % 4 * 2;
       float prob[1][kN][4];
       clear(prob[0]);
-      multiply_transposed<kD>(
+      multiply_transposed<kD, Plan::kHold>(
           prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, q);
       DS_UNROLL
       for (int i = 0; i < kN; ++i) {
@@ -165,12 +168,14 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       if (p.dropout.on) {
         const i64 head = static_cast<i64>(b) * p.H + g * p.R + n / met.count;
         bits = kept_by_key<kN>(p.dropout, static_cast<u64>(head * mask.T + row), warp_key, mask.S);
-        float dropped[kN][4];
+        const auto weight = [&](int i, int e) {
+          return (bits >> (4 * i + e) & 1u) != 0 ? prob[0][i][e] * p.dropout.factor : 0.0f;
+        };
         DS_UNROLL
-        for (int i = 0; i < 4 * kN; ++i) {
-          dropped[i / 4][i % 4] = (bits >> i & 1u) != 0 ? prob[0][i / 4][i % 4] * p.dropout.factor : 0.0f;
+        for (int i = 0; i < kN; ++i) {
+          left[0][i / 2][i % 2 * 2] = pack2<E>(weight(i, 0), weight(i, 1));
+          left[0][i / 2][i % 2 * 2 + 1] = pack2<E>(weight(i, 2), weight(i, 3));
         }
-        pack<E>(left[0], dropped);
       } else {
         pack<E>(left[0], prob[0]);
       }
@@ -178,7 +183,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
 
       float ds[1][kN][4];
       clear(ds[0]);
-      multiply_transposed<kD>(
+      multiply_transposed<kD, Plan::kHold>(
           ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, dout);
       if (p.dropout.on) {
         DS_UNROLL
@@ -254,10 +259,10 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
     if (!intersect(warp_keys, keys).empty()) {
       float prob[1][kN][4], ds[1][kN][4];
       clear(prob[0]);
-      multiply_transposed<kD>(
+      multiply_transposed<kD, Plan::kHold>(
           prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, shared.met[n % 2][0]);
       clear(ds[0]);
-      multiply_transposed<kD>(
+      multiply_transposed<kD, Plan::kHold>(
           ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, shared.met[n % 2][1]);
       if (p.dropout.on) {
         const u64 row = static_cast<u64>(static_cast<i64>(work.head) * mask.T + warp_row);

@@ -63,24 +63,35 @@ DS_DEVICE void clear(float (&x)[kR][kC]) {
   }
 }
 
-// s = a b^T.
+// s = a b^T. Sums of 32 columns are added up: in ds the products of a row and its delta may nearly cancel.
 template <int kR, int kRows, int kColumns>
 DS_DEVICE void products(float (&s)[kR][kR], const Tile<kRows, kColumns>& a, const Tile<kRows, kColumns>& b) {
   clear(s);
-  for (int d = 0; d < kColumns; d += 4) {
-    float as[kR][4], bs[kR][4];
-    DS_UNROLL
-    for (int r = 0; r < kR; ++r) {
-      load16(as[r], &a[thread_y() + kSide * r][d]);
-      load16(bs[r], &b[thread_x() + kSide * r][d]);
-    }
-    DS_UNROLL
-    for (int e = 0; e < 4; ++e) {
+  DS_NO_UNROLL
+  for (int first = 0; first < kColumns; first += 32) {
+    float part[kR][kR];
+    clear(part);
+    DS_UNROLL_BY(4)
+    for (int d = first; d < first + 32; d += 4) {
+      float as[kR][4], bs[kR][4];
       DS_UNROLL
       for (int r = 0; r < kR; ++r) {
-        DS_UNROLL
-        for (int c = 0; c < kR; ++c) s[r][c] += as[r][e] * bs[c][e];
+        load16(as[r], &a[thread_y() + kSide * r][d]);
+        load16(bs[r], &b[thread_x() + kSide * r][d]);
       }
+      DS_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        DS_UNROLL
+        for (int r = 0; r < kR; ++r) {
+          DS_UNROLL
+          for (int c = 0; c < kR; ++c) part[r][c] += as[r][e] * bs[c][e];
+        }
+      }
+    }
+    DS_UNROLL
+    for (int r = 0; r < kR; ++r) {
+      DS_UNROLL
+      for (int c = 0; c < kR; ++c) s[r][c] += part[r][c];
     }
   }
 }

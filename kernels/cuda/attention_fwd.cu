@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       float s[kM][kN][4];
       DS_UNROLL
       for (int m = 0; m < kM; ++m) clear(s[m]);
-      multiply_transposed<kD>(s, query, shared.k[n % 2]);
+      multiply_transposed<kD, Plan::kHold>(s, query, shared.k[n % 2]);
       DS_UNROLL
       for (int m = 0; m < kM; ++m) {
         DS_UNROLL

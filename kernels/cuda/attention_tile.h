@@ -104,12 +104,19 @@ DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, 
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
   if (x.whole_chunks) {
+    // Where a pass is whole rows, a thread keeps its chunk and goes down by a constant.
+    constexpr bool kStraight = kThreads % kChunks == 0;
+    const unsigned thread = static_cast<unsigned>(thread_index());
+    const E* from = x.data + (first + static_cast<int>(thread / kChunks)) * x.token + thread % kChunks * 8;
     DS_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int i = thread_index() + pass * kThreads, row = i / kChunks, chunk = i % kChunks;
-      const bool wanted = first + row < limit && chunk * 8 < D;
-      const E* const from = x.data + (wanted ? (first + row) * x.token + chunk * 8 : 0);
-      copy_async_16(tile + swizzled<kD>(row, chunk), from, wanted);
+      const unsigned i = thread + static_cast<unsigned>(pass * kThreads);
+      const int row =
+          static_cast<int>(kStraight ? thread / kChunks : i / kChunks) + (kStraight ? pass * (kThreads / kChunks) : 0);
+      const int chunk = static_cast<int>(kStraight ? thread % kChunks : i % kChunks);
+      if constexpr (!kStraight) from = x.data + (first + row) * x.token + chunk * 8;
+      copy_async_16(tile + swizzled<kD>(row, chunk), from, first + row < limit && chunk * 8 < D);
+      if constexpr (kStraight) from += kThreads / kChunks * x.token;
     }
     return;
   }
@@ -151,10 +158,12 @@ class Blocks {
 };
 
 // x += a b^T: `left(m, k, fragment)` gives fragments [16, 16] of a, row tile m, columns 16*k; b is a tile [8*kN, kD].
-template <int kD, int kM, int kN, class E, class Left>
+// kHeld: the fragments are registers, so k must be a constant; else a few turns at a time leave more registers.
+template <int kD, bool kHeld, int kM, int kN, class E, class Left>
 DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* b) {
   const auto blocks = Blocks<kD, E>::template of<true>(b);
-  DS_UNROLL
+  [[maybe_unused]] constexpr int kUnroll = kHeld ? kD / 16 : 4;
+  DS_UNROLL_BY(kUnroll)
   for (int k = 0; k < kD / 16; ++k) {
     u32 a[kM][4];
     DS_UNROLL

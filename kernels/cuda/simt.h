@@ -34,6 +34,9 @@ struct Launch {
 // Before a loop: all of it, so that arrays indexed by its variable are registers; none of it, where code would swell.
 #define DS_UNROLL _Pragma("unroll")
 #define DS_NO_UNROLL _Pragma("unroll 1")
+// The same for `n` turns at a time, n a constant expression.
+#define DS_UNROLL_BY(n) DS_PRAGMA(unroll n)
+#define DS_PRAGMA(text) _Pragma(#text)
 
 DS_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 DS_DEVICE int block_size() { return static_cast<int>(blockDim.x); }
@@ -179,6 +182,7 @@ void launch(void (*kernel)(Params...), const Launch& l, cudaStream_t stream, Arg
 #define DS_DEVICE inline
 #define DS_UNROLL
 #define DS_NO_UNROLL
+#define DS_UNROLL_BY(n)
 #define __launch_bounds__(...)
 
 inline int thread_index() { return sim::thread_index(); }
