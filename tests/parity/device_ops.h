@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "mesh/mesh.h"
 
 namespace ds::testing {
 
@@ -178,6 +179,12 @@ inline const OpTable* device_ops() {
 // The device of a test of whole models: that of test_device(), or the CPU's best kernels.
 inline std::unique_ptr<Device> make_test_device(int num_threads) {
   return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
+}
+
+// One rank on that device.
+inline Mesh make_test_mesh(Device& device) {
+  return Mesh(make_self_communicator({}),
+              device.is_host() ? nullptr : make_device_self_communicator({.device = &device}));
 }
 
 }  // namespace ds::testing

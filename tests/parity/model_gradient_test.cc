@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "engine/engine.h"
+#include "parity/device_ops.h"
 
 namespace ds {
 namespace {
@@ -54,7 +55,7 @@ std::vector<float> noise(i64 n, size_t param, u32 site) {
 // A model with large random weights and one batch, on the default backend in fp32.
 class Model {
  public:
-  explicit Model(const ModelConfig& model) : mesh_(make_self_communicator({})), engine_(config(model), mesh_) {
+  explicit Model(const ModelConfig& model) : engine_(config(model)) {
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % model.vocab_size));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
@@ -89,7 +90,8 @@ class Model {
     for (const zero::RowPlace& row : layout.rows()) {
       const float* first =
           engine_.engine.grads().element(layout.segments()[static_cast<size_t>(row.segment)], row.offset);
-      grads.emplace_back(first, first + row.numel);
+      grads.emplace_back(static_cast<size_t>(row.numel));
+      engine_.device->download(grads.back().data(), first, row.numel * 4);
     }
     return grads;
   }
@@ -104,14 +106,14 @@ class Model {
     c.seed = 5;
     return c;
   }
-  struct Owned {  // device and ledger outlive the engine
-    Owned(const Config& c, Mesh& mesh) : engine(c, mesh, ledger, *device) {}
-    std::unique_ptr<Device> device = make_cpu_device(*cpu_ops(), 1);
+  struct Owned {  // all outlive the engine
+    explicit Owned(const Config& c) : engine(c, mesh, ledger, *device) {}
+    std::unique_ptr<Device> device = testing::make_test_device(1);
+    Mesh mesh = testing::make_test_mesh(*device);
     MemoryLedger ledger;
     engine::Engine engine;
   };
 
-  Mesh mesh_;
   Owned engine_;
   std::vector<model::ParamRow> rows_;
   Values weights_;

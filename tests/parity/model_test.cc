@@ -15,6 +15,7 @@
 #include "engine/weights.h"
 #include "formats/tensor_io.h"
 #include "model/models.h"
+#include "parity/device_ops.h"
 
 namespace ds {
 namespace {
@@ -120,9 +121,9 @@ class Models : public ::testing::TestWithParam<std::tuple<const char*, DType>> {
 TEST_P(Models, LogitsLossAndEveryGradient) {
   const auto& [name, dtype] = GetParam();
   const Fixture f(name);
-  Mesh mesh(make_self_communicator({}));
+  const auto device = testing::make_test_device(2);
+  Mesh mesh = testing::make_test_mesh(*device);
   MemoryLedger ledger;
-  const auto device = make_cpu_device(*cpu_ops(), 2);
   engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
   engine::load_weights(engine, f.dir);
 
@@ -157,7 +158,8 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
       const zero::RowPlace& place = engine.plan().layout.rows()[static_cast<size_t>(param++)];
       const zero::Segment& s = engine.plan().layout.segments()[static_cast<size_t>(place.segment)];
       std::vector<float> grad(static_cast<size_t>(row.numel()));
-      for (size_t i = 0; i < grad.size(); ++i) grad[i] = engine.grads().element(s, place.offset)[i] * unscale;
+      device->download(grad.data(), engine.grads().element(s, place.offset), narrow<i64>(grad.size()) * 4);
+      for (float& g : grad) g *= unscale;
       f.judge(dtype, "grad." + row.name, grad);
     }
   }
@@ -177,9 +179,9 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     Config config = f.run_config(dtype);
     config.batch = {.train = 2 * f.B, .micro = f.B, .accumulation = 2};
     config.gradient_clipping = clip;
-    Mesh mesh(make_self_communicator({}));
+    const auto device = testing::make_test_device(2);
+    Mesh mesh = testing::make_test_mesh(*device);
     MemoryLedger ledger;
-    const auto device = make_cpu_device(*cpu_ops(), 2);
     engine::Engine engine(config, mesh, ledger, *device);
     engine::load_weights(engine, f.dir);
     engine.train_step({ids, targets});
@@ -190,14 +192,15 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     }
     const double clipped = clip > 0 ? std::min(1.0, clip / (norm + 1e-6)) : 1.0, beta1 = config.optimizer.beta1,
                  beta2 = config.optimizer.beta2;
-    for (const zero::Piece& piece : engine.plan().layout.owned_pieces(0)) {
-      const engine::Engine::PieceState state = engine.state(piece);
+    engine::HostState held(engine, engine.plan().layout.owned_pieces(0));
+    held.download();
+    for (const StatePiece& piece : held.pieces()) {
       std::vector<float> grad(static_cast<size_t>(piece.count));
       for (size_t i = 0; i < grad.size(); ++i) {
-        const double m = static_cast<double>(state.m[i]), g = m / (1 - beta1);
+        const double m = static_cast<double>(piece.exp_avg[i]), g = m / (1 - beta1);
         grad[i] = static_cast<float>(g / clipped);
         const double v = (1 - beta2) * g * g;
-        ASSERT_NEAR(static_cast<double>(state.v[i]), v, 1e-6 * v + 1e-37)
+        ASSERT_NEAR(static_cast<double>(piece.exp_avg_sq[i]), v, 1e-6 * v + 1e-37)
             << names[static_cast<size_t>(piece.param)] << " " << i;
       }
       f.judge(dtype, names[static_cast<size_t>(piece.param)], grad);  // one rank: a piece is a whole parameter
@@ -208,9 +211,9 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
 TEST_P(Models, TenAdamWSteps) {
   const auto& [name, dtype] = GetParam();
   const Fixture f(name);
-  Mesh mesh(make_self_communicator({}));
+  const auto device = testing::make_test_device(2);
+  Mesh mesh = testing::make_test_mesh(*device);
   MemoryLedger ledger;
-  const auto device = make_cpu_device(*cpu_ops(), 2);
   engine::Engine engine(f.run_config(dtype), mesh, ledger, *device);
   engine::load_weights(engine, f.dir);
   const auto fixture = [&](std::string_view of, std::string_view what) {
