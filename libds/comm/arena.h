@@ -39,6 +39,7 @@ struct alignas(64) RankSlot {
   std::atomic<u32> reading;                   // this rank may be reading its peers' sources
   std::atomic<u32> departed;                  // said goodbye
   std::atomic<u64> activity;                  // calls begun << 8 | OpKind + 1, or 0 outside any call
+  std::atomic<u64> shown;                     // Communicator::show
   std::array<CallInfo, 2> call;               // of the meetings with even and odd numbers
   std::array<Exposure, 2> exposure;
   std::atomic<i32> pid;  // 0: not attached

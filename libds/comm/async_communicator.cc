@@ -46,99 +46,18 @@ void combine_in_rank_order(std::byte* target, std::span<const std::byte* const> 
 
 }  // namespace
 
-std::string_view op_name(OpKind kind) noexcept {
-  switch (kind) {
-    case OpKind::ReduceScatter: return "reduce_scatter";
-    case OpKind::AllGather: return "all_gather";
-    case OpKind::AllReduce: return "all_reduce";
-    case OpKind::Broadcast: return "broadcast";
-    case OpKind::AllToAll: return "all_to_all";
-    case OpKind::Send: return "send";
-    case OpKind::Recv: return "recv";
-    case OpKind::Barrier: return "barrier";
-    case OpKind::Allocate: return "allocate";
-  }
-  return "?";
-}
-
-std::pmr::memory_resource* operation_memory() {
-  // One pool for all threads (operations are made by one and freed by another), filled ahead so that what a step has in
-  // flight, which varies, does not make it grow. Never destroyed: tickets may outlive every communicator.
-  class Pool final : public std::pmr::memory_resource {
-   public:
-    Pool() {
-      constexpr size_t kBlocks = 64;
-      for (size_t bytes = 16; bytes <= 2048; bytes *= 2) {
-        std::array<void*, kBlocks> blocks;
-        for (void*& b : blocks) b = pool_.allocate(bytes);
-        for (void* b : blocks) pool_.deallocate(b, bytes);
-      }
-    }
-
-   private:
-    void* do_allocate(size_t bytes, size_t alignment) override {
-      const std::lock_guard lock(mutex_);
-      return pool_.allocate(bytes, alignment);
-    }
-    void do_deallocate(void* p, size_t bytes, size_t alignment) override {
-      const std::lock_guard lock(mutex_);
-      pool_.deallocate(p, bytes, alignment);
-    }
-    bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
-    std::mutex mutex_;
-    std::pmr::unsynchronized_pool_resource pool_;
-  };
-  static auto* pool = new Pool;
-  return pool;
-}
-
-i64 Operation::slice_bytes() const noexcept {
-  i64 sum = 0;
-  for (const Segment& s : segments) sum += s.slice_bytes;
-  return sum;
-}
-
 i64 Exchange::length() const noexcept {
   i64 sum = 0;
   for (const Segment& s : segments) sum += s.slice_bytes;
   return sum;
 }
 
-CallInfo CallInfo::of(const Operation& op, u64 number) noexcept {
-  CallInfo info{.number = number,
-                .bytes = op.slice_bytes(),
-                .shape = 14695981039346656037u,
-                .segments = static_cast<u32>(op.segments.size()),
-                .root = op.peer,
-                .kind = op.kind,
-                .dtype = op.dtype,
-                .reduce = op.reduce};
-  for (const Segment& s : op.segments) info.shape = (info.shape ^ static_cast<u64>(s.slice_bytes)) * 1099511628211u;
-  op.tag.copy(info.tag.data(), info.tag.size() - 1);
-  return info;
+void QueuedOperation::wait() {
+  finished.wait(0, std::memory_order_acquire);
+  if (const Failure* f = failure.get()) throw Error(f->code, f->message, f->rank);
 }
 
-bool CallInfo::agrees_with(const CallInfo& o) const noexcept {
-  return number == o.number && bytes == o.bytes && shape == o.shape && segments == o.segments && root == o.root &&
-         kind == o.kind && dtype == o.dtype && reduce == o.reduce;
-}
-
-std::string CallInfo::describe() const {
-  std::string text = fmt::format("{} \"{}\" (call {}", op_name(kind), tag.data(), number + 1);
-  if (segments > 0) text += fmt::format(", {} segments, {} bytes per slice, {}", segments, bytes, dtype_name(dtype));
-  if (root >= 0) text += fmt::format(", root {}", root);
-  return text + ")";
-}
-
-void Ticket::wait() {
-  if (!state_) return;
-  state_->finished.wait(0, std::memory_order_acquire);
-  if (const Failure* f = state_->failure.get()) throw Error(f->code, f->message, f->rank);
-}
-
-bool Ticket::done() const { return !state_ || state_->finished.load(std::memory_order_acquire) != 0; }
-
-void AsyncCommunicator::Worker::push(std::shared_ptr<Ticket::State> operation) {
+void AsyncCommunicator::Worker::push(std::shared_ptr<QueuedOperation> operation) {
   {
     const std::lock_guard lock(mutex_);
     if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
@@ -149,7 +68,7 @@ void AsyncCommunicator::Worker::push(std::shared_ptr<Ticket::State> operation) {
 
 void AsyncCommunicator::Worker::loop() {
   for (;;) {
-    std::shared_ptr<Ticket::State> next;
+    std::shared_ptr<QueuedOperation> next;
     {
       std::unique_lock lock(mutex_);
       wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
@@ -171,9 +90,7 @@ void AsyncCommunicator::Worker::finish() noexcept {
 }
 
 AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options)
-    : backend_(backend),
-      rank_(rank),
-      size_(size),
+    : BaseCommunicator(backend, rank, size),
       timeout_s_(options.timeout_s),
       progress_thread_(options.progress_thread),
       ops_(table_of(options)),
@@ -188,20 +105,10 @@ void AsyncCommunicator::shut_down() noexcept {
   sender_.finish();
 }
 
-std::shared_ptr<Ticket::State> AsyncCommunicator::make_operation(OpKind kind, std::string_view tag, i64 sent_bytes) {
-  auto op =
-      std::allocate_shared<Ticket::State>(std::pmr::polymorphic_allocator<Ticket::State>(operation_memory()), kind);
-  op->tag = tag;
-  const std::lock_guard lock(mutex_);
-  auto count = counts_.find(tag);
-  if (count == counts_.end()) count = counts_.try_emplace(std::string(tag)).first;
-  ++count->second.calls;
-  count->second.bytes += sent_bytes;
-  return op;
-}
-
-Ticket AsyncCommunicator::submit(std::shared_ptr<Ticket::State> op) {
+Ticket AsyncCommunicator::submit(Operation&& operation) {
   throw_if_failed();
+  auto op = std::allocate_shared<QueuedOperation>(std::pmr::polymorphic_allocator<QueuedOperation>(operation_memory()),
+                                                  std::move(operation));
   if (op->kind == OpKind::Send) {
     sender_.push(op);
   } else if (progress_thread_) {
@@ -212,11 +119,10 @@ Ticket AsyncCommunicator::submit(std::shared_ptr<Ticket::State> op) {
   return Ticket(std::move(op));
 }
 
-void AsyncCommunicator::run(Ticket::State& op) noexcept {
+void AsyncCommunicator::run(QueuedOperation& op) noexcept {
   const auto failed = [&](const Failure& failure) {
-    latch(publish(failure));
-    const std::lock_guard lock(mutex_);
-    op.failure = failure_;
+    failure_.set(publish(failure));
+    op.failure = failure_.get();
   };
   try {
     throw_if_failed();
@@ -224,7 +130,7 @@ void AsyncCommunicator::run(Ticket::State& op) noexcept {
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {
-    failed({Errc::Internal, fmt::format("rank {}: {}", rank_, e.what()), rank_});
+    failed({Errc::Internal, fmt::format("rank {}: {}", rank(), e.what()), rank()});
   }
   op.finished.store(1, std::memory_order_release);
   op.finished.notify_all();
@@ -259,7 +165,7 @@ void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const 
 void AsyncCommunicator::gather_now(const Operation& op, std::span<const Segment> segments, Pattern pattern) {
   const Exchange x{.pattern = pattern, .segments = segments, .lands = true, .root = op.peer};
   exchange(op, x, [&](const Piece& p) {
-    for (int q = 0; q < size_; ++q) {
+    for (int q = 0; q < size(); ++q) {
       const std::byte* source = p.sources[static_cast<size_t>(q)];
       std::byte* target = x.landing(*p.segment, q) + p.offset;
       if (source != nullptr && source != target) std::memcpy(target, source, static_cast<size_t>(p.bytes));
@@ -272,21 +178,21 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
   const i64 total = op.segments[0].slice_bytes;
   i64 done = 0;
   if (op.dtype == DType::F32 && op.reduce == ReduceOp::Sum && total > kAllReduceBlock) {
-    const i64 slice = total / (size_ * dtype_bytes(op.dtype)) * dtype_bytes(op.dtype);
-    const Segment whole{data, data + rank_ * slice, slice}, own{data + rank_ * slice, data, slice};
+    const i64 slice = total / (size() * dtype_bytes(op.dtype)) * dtype_bytes(op.dtype);
+    const Segment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
     reduce_scatter_now(op, {&whole, 1});
     gather_now(op, {&own, 1}, Pattern::Share);
-    done = slice * size_;
+    done = slice * size();
   }
   while (done < total) {
     const i64 block = std::min(kAllReduceBlock, total - done);
-    scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(size_ * block)));
-    std::byte* own = scratch_.data() + rank_ * block;
+    scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(size() * block)));
+    std::byte* own = scratch_.data() + rank() * block;
     std::memcpy(own, data + done, static_cast<size_t>(block));
     const Segment segment{own, scratch_.data(), block};
     gather_now(op, {&segment, 1}, Pattern::Share);
-    std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size_), operation_memory());
-    for (int q = 0; q < size_; ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
+    std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size()), operation_memory());
+    for (int q = 0; q < size(); ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
     if (op.dtype == DType::I64) {
       combine_in_rank_order<i64>(data + done, sources, block, op.reduce);
     } else if (op.dtype == DType::F64) {
@@ -310,119 +216,32 @@ Buffer AsyncCommunicator::allocate(MemoryLedger& ledger, Tag tag, i64 bytes) {
   DS_ASSERT(bytes >= 0);
   Buffer result;
   auto op = make_operation(OpKind::Allocate, "allocate", 0);
-  op->segments.push_back({nullptr, nullptr, bytes});
-  op->buffer = &result;
-  op->ledger = &ledger;
-  op->memory_tag = tag;
+  op.segments.push_back({nullptr, nullptr, bytes});
+  op.buffer = &result;
+  op.ledger = &ledger;
+  op.memory_tag = tag;
   submit(std::move(op)).wait();
   return result;
 }
 
-Ticket AsyncCommunicator::reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
-                                         std::string_view tag) {
-  DS_ASSERT(wire == DType::F32 || wire == DType::BF16 || wire == DType::F16);
-  i64 slice_elems = 0;
-  for (const auto& s : segments) slice_elems += s.slice_elems;
-  auto op = make_operation(OpKind::ReduceScatter, tag, (size_ - 1) * slice_elems * dtype_bytes(wire));
-  op->dtype = wire;
-  op->accumulate = accumulate;
-  op->segments.reserve(segments.size());
-  for (const auto& s : segments) {
-    DS_ASSERT(s.slice_elems >= 0);
-    op->segments.push_back({static_cast<const std::byte*>(s.source), reinterpret_cast<std::byte*>(s.target),
-                            s.slice_elems * dtype_bytes(wire)});
-  }
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) {
-  i64 slice_bytes = 0;
-  for (const auto& s : segments) slice_bytes += s.slice_bytes;
-  auto op = make_operation(OpKind::AllGather, tag, (size_ - 1) * slice_bytes);
-  op->segments.reserve(segments.size());
-  for (const auto& s : segments) {
-    DS_ASSERT(s.slice_bytes >= 0);
-    auto* buffer = static_cast<std::byte*>(s.buffer);
-    op->segments.push_back({buffer + rank_ * s.slice_bytes, buffer, s.slice_bytes});
-  }
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::all_reduce(void* data, i64 n, DType dtype, ReduceOp reduce, std::string_view tag) {
-  DS_ASSERT(n >= 0 && (dtype == DType::F32 || dtype == DType::F64 || dtype == DType::I64));
-  const i64 bytes = n * dtype_bytes(dtype);
-  auto op = make_operation(OpKind::AllReduce, tag, 2 * (size_ - 1) * bytes / size_);
-  op->dtype = dtype;
-  op->reduce = reduce;
-  op->segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::broadcast(void* data, i64 bytes, int root, std::string_view tag) {
-  DS_ASSERT(bytes >= 0 && root >= 0 && root < size_);
-  auto op = make_operation(OpKind::Broadcast, tag, root == rank_ ? (size_ - 1) * bytes : 0);
-  op->peer = root;
-  op->segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) {
-  DS_ASSERT(slice_bytes >= 0);
-  auto op = make_operation(OpKind::AllToAll, tag, (size_ - 1) * slice_bytes);
-  op->segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::send(const void* data, i64 bytes, int to, std::string_view tag) {
-  DS_ASSERT(bytes >= 0 && to >= 0 && to < size_ && to != rank_);
-  auto op = make_operation(OpKind::Send, tag, bytes);
-  op->peer = to;
-  op->segments.push_back({static_cast<const std::byte*>(data), nullptr, bytes});
-  return submit(std::move(op));
-}
-
-Ticket AsyncCommunicator::recv(void* data, i64 bytes, int from, std::string_view tag) {
-  DS_ASSERT(bytes >= 0 && from >= 0 && from < size_ && from != rank_);
-  auto op = make_operation(OpKind::Recv, tag, 0);
-  op->peer = from;
-  op->segments.push_back({nullptr, static_cast<std::byte*>(data), bytes});
-  return submit(std::move(op));
-}
-
-void AsyncCommunicator::barrier(std::string_view tag) { submit(make_operation(OpKind::Barrier, tag, 0)).wait(); }
-
 void AsyncCommunicator::abort(const Error& why) noexcept {
   const bool named = why.rank() >= 0;  // the message says which rank it was
-  latch(publish({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", rank_, why.what()),
-                 named ? why.rank() : rank_}));
+  failure_.set(publish({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", rank(), why.what()),
+                        named ? why.rank() : rank()}));
 }
 
-std::map<std::string, CommCount> AsyncCommunicator::counts() const {
-  const std::lock_guard lock(mutex_);
-  std::map<std::string, CommCount> counts;
-  for (const auto& [tag, count] : counts_)
-    if (count.calls > 0) counts.emplace(tag, count);
-  return counts;
-}
-
-void AsyncCommunicator::reset_counts() {
-  const std::lock_guard lock(mutex_);
-  for (auto& [tag, count] : counts_) count = {};  // the nodes stay: counting allocates nothing
+void AsyncCommunicator::look_for_failures() {
+  try {
+    look_at_peers();
+  } catch (const Error& e) {
+    failure_.set(publish({e.code(), e.what(), e.rank()}));
+  }
+  throw_if_failed();
 }
 
 void AsyncCommunicator::fail(Errc code, int rank, const std::string& message) {
   const Failure f = publish({code, message, rank});
   throw Error(f.code, f.message, f.rank);
-}
-
-void AsyncCommunicator::latch(const Failure& failure) {
-  const std::lock_guard lock(mutex_);
-  if (!failure_) failure_ = std::make_shared<const Failure>(failure);
-}
-
-void AsyncCommunicator::throw_if_failed() const {
-  const std::lock_guard lock(mutex_);
-  if (failure_) throw Error(failure_->code, failure_->message, failure_->rank);
 }
 
 }  // namespace ds

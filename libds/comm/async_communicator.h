@@ -1,67 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What all communicators have in common: calls become Operations in a queue that a progress thread works off; counting;
-// the latch that keeps the first failure; and every collective expressed as one primitive, `exchange`, in which ranks
-// expose slices and consume those of their peers piece by piece. A backend only moves bytes: exchange, transmit,
-// receive.
+// What communicators over host memory have in common: Operations in a queue that a progress thread works off; and every
+// collective expressed as one primitive, `exchange`, in which ranks expose slices and consume those of their peers
+// piece by piece. A backend only moves bytes: exchange, transmit, receive.
 
 #include <atomic>
 #include <condition_variable>
 #include <functional>
-#include <memory_resource>
 #include <mutex>
 #include <optional>
 #include <queue>
 #include <thread>
 
-#include "comm/communicator.h"
+#include "comm/base_communicator.h"
 
 namespace ds {
-
-enum class OpKind : u8 { ReduceScatter, AllGather, AllReduce, Broadcast, AllToAll, Send, Recv, Barrier, Allocate };
-std::string_view op_name(OpKind) noexcept;
-
-// One contiguous part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
-struct Segment {
-  const std::byte* source;
-  std::byte* target;
-  i64 slice_bytes;
-};
-
-// Memory of operations: freed blocks are kept, so that a training step reaches no allocator.
-std::pmr::memory_resource* operation_memory();
-
-struct Operation {
-  OpKind kind;
-  DType dtype = DType::U8;
-  ReduceOp reduce = ReduceOp::Sum;
-  bool accumulate = false;
-  int peer = -1;  // root of a broadcast, other side of send and recv
-  std::pmr::vector<Segment> segments{operation_memory()};
-  std::pmr::string tag{operation_memory()};
-  Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag
-  MemoryLedger* ledger = nullptr;
-  Tag memory_tag = Tag::Comm;
-
-  i64 slice_bytes() const noexcept;  // over all segments
-};
-
-// The part of an operation that all ranks must agree on; plain data that travels between them.
-struct CallInfo {
-  u64 number = 0;  // collective calls before this one
-  i64 bytes = 0;   // per slice
-  u64 shape = 0;   // hash of the segments' sizes
-  u32 segments = 0;
-  i32 root = -1;
-  OpKind kind{};
-  DType dtype{};
-  ReduceOp reduce{};
-  std::array<char, 37> tag{};  // for messages; need not agree
-
-  static CallInfo of(const Operation&, u64 number) noexcept;
-  bool agrees_with(const CallInfo& other) const noexcept;
-  std::string describe() const;  // all_gather "dp.params" of 2 segments, 1024 bytes per slice
-};
 
 // Which slices travel. Scatter: source holds P slices, slice q is for rank q. Share: source is one slice, for everyone.
 // Root: as Share, but only the root's.
@@ -103,38 +56,20 @@ void for_each_part(std::span<const Segment> segments, i64 begin, i64 count, F&& 
   }
 }
 
-struct Failure {
-  Errc code;
-  std::string message;
-  int rank;
-};
-
-struct Ticket::State : Operation {
-  explicit State(OpKind op_kind) : Operation{.kind = op_kind} {}
+struct QueuedOperation final : Ticket::State, Operation {
+  explicit QueuedOperation(Operation&& operation) : Operation(std::move(operation)) {}
+  void wait() override;
+  bool done() const override { return finished.load(std::memory_order_acquire) != 0; }
   std::atomic<u32> finished{0};
   std::shared_ptr<const Failure> failure;  // written before `finished`
 };
 
-class AsyncCommunicator : public Communicator {
+class AsyncCommunicator : public BaseCommunicator {
  public:
-  int rank() const noexcept final { return rank_; }
-  int size() const noexcept final { return size_; }
-  std::string_view backend() const noexcept final { return backend_; }
-
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) final;
-  Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
-                        std::string_view tag) final;
-  Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) final;
-  Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) final;
-  Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) final;
-  Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) final;
-  Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;
-  Ticket recv(void* data, i64 bytes, int from, std::string_view tag) final;
-  void barrier(std::string_view tag) final;
-  void throw_if_failed() const final;
+  void throw_if_failed() const final { failure_.throw_if_set(); }
+  void look_for_failures() final;
   void abort(const Error& why) noexcept final;
-  std::map<std::string, CommCount> counts() const final;
-  void reset_counts() final;
   i64 staging_bytes() const noexcept override { return narrow<i64>(scratch_.size()); }
 
  protected:
@@ -154,6 +89,8 @@ class AsyncCommunicator : public Communicator {
   virtual Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
   // Makes `failure` known to all ranks unless one is known already; returns the one that holds. Thread-safe.
   virtual Failure publish(Failure failure) noexcept = 0;
+  // Throws if a peer has reported a failure or died. Thread-safe.
+  virtual void look_at_peers() = 0;
 
   double timeout_s() const noexcept { return timeout_s_; }
   // The peers' failure as an exception: publishes, then throws what holds.
@@ -164,7 +101,7 @@ class AsyncCommunicator : public Communicator {
   class Worker {
    public:
     explicit Worker(AsyncCommunicator& owner) : owner_(owner) {}
-    void push(std::shared_ptr<Ticket::State> operation);
+    void push(std::shared_ptr<QueuedOperation> operation);
     void finish() noexcept;  // after the queue is empty
 
    private:
@@ -172,25 +109,20 @@ class AsyncCommunicator : public Communicator {
     AsyncCommunicator& owner_;
     std::mutex mutex_;
     std::condition_variable wake_;
-    std::queue<std::shared_ptr<Ticket::State>, std::pmr::deque<std::shared_ptr<Ticket::State>>> queue_{
-        std::pmr::deque<std::shared_ptr<Ticket::State>>(operation_memory())};
+    std::queue<std::shared_ptr<QueuedOperation>, std::pmr::deque<std::shared_ptr<QueuedOperation>>> queue_{
+        std::pmr::deque<std::shared_ptr<QueuedOperation>>(operation_memory())};
     bool stop_ = false;
     std::jthread thread_;
   };
 
-  std::shared_ptr<Ticket::State> make_operation(OpKind kind, std::string_view tag, i64 sent_bytes);
-  Ticket submit(std::shared_ptr<Ticket::State> operation);
-  void run(Ticket::State& operation) noexcept;
+  Ticket submit(Operation&& operation) final;
+  void run(QueuedOperation& operation) noexcept;
   void execute(const Operation& operation);
   void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
   void all_reduce_now(const Operation&);
   void gather_now(const Operation&, std::span<const Segment> segments, Pattern pattern);
   void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
-  void latch(const Failure& failure);
 
-  const std::string_view backend_;
-  const int rank_;
-  const int size_;
   const double timeout_s_;
   const bool progress_thread_;
   const OpTable& ops_;
@@ -200,9 +132,7 @@ class AsyncCommunicator : public Communicator {
   std::vector<TensorView> fold_sources_;
   std::vector<std::byte> scratch_;  // of small all-reduces
 
-  mutable std::mutex mutex_;
-  std::shared_ptr<const Failure> failure_;
-  std::map<std::string, CommCount, std::less<>> counts_;
+  FailureLatch failure_;
 
   Worker progress_{*this};
   Worker sender_{*this};

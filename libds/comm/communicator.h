@@ -60,7 +60,12 @@ class Ticket {
   void wait();
   bool done() const;
 
-  struct State;
+  // What a communicator knows of an operation under way.
+  struct State {
+    virtual ~State() = default;
+    virtual void wait() = 0;
+    virtual bool done() const = 0;
+  };
   explicit Ticket(std::shared_ptr<State> state) : state_(std::move(state)) {}
 
  private:
@@ -114,6 +119,14 @@ class Communicator {
 
   // What this rank's part of the communicator takes for itself, beside allocate(), while no operation is pending.
   virtual i64 staging_bytes() const noexcept = 0;
+
+  // For a communicator that is built on this one and waits elsewhere; no collectives, any thread.
+  // As throw_if_failed, after a look at what peers have reported and whether they live.
+  virtual void look_for_failures() { throw_if_failed(); }
+  virtual bool has_left(int /*rank*/) const { return false; }  // has destroyed its communicator
+  // A number that each rank shows to the others; 0: none yet, or this communicator cannot.
+  virtual void show(u64 /*number*/) noexcept {}
+  virtual u64 shown(int /*rank*/) const noexcept { return 0; }
 };
 
 struct CommOptions {

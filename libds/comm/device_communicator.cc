@@ -1,18 +1,92 @@
 // SPDX-License-Identifier: Apache-2.0
-// Communicators over device memory.
+// self and staged over device memory.
 
-#include "comm/communicator.h"
+#include <exception>
+
+#include "comm/staging.h"
 
 namespace ds {
+namespace {
 
-std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions&) {
-  throw Error(Errc::Unavailable, "not there yet");
+class DeviceSelfCommunicator final : public BaseCommunicator {
+ public:
+  explicit DeviceSelfCommunicator(Device& device) : BaseCommunicator("self", 0, 1), device_(device) {}
+
+  Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
+    make_operation(OpKind::Allocate, "allocate", 0);
+    return device_buffer(device_, ledger, tag, bytes);
+  }
+  void throw_if_failed() const override { failure_.throw_if_set(); }
+  void abort(const Error& why) noexcept override {
+    const bool named = why.rank() >= 0;
+    failure_.set({why.code(), named ? why.what() : fmt::format("rank 0 gave up: {}", why.what()), 0});
+  }
+  i64 staging_bytes() const noexcept override { return 0; }
+
+ private:
+  Ticket submit(Operation&& op) override {
+    throw_if_failed();
+    if (op.kind == OpKind::ReduceScatter) {
+      for (const Segment& s : op.segments) {
+        const i64 elems = s.slice_bytes / dtype_bytes(op.dtype);
+        const TensorView target = TensorView::of(s.target, DType::F32, {elems}),
+                         source = TensorView::of(const_cast<std::byte*>(s.source), op.dtype, {elems});
+        if (elems > 0) device_.ops().fold(target, {&source, 1}, op.accumulate, device_.stream());
+      }
+    } else if (op.kind == OpKind::AllToAll) {
+      const Segment& s = op.segments[0];
+      if (s.source != s.target && s.slice_bytes > 0) device_.copy(s.target, s.source, s.slice_bytes);
+    }
+    return {};
+  }
+
+  Device& device_;
+  FailureLatch failure_;
+};
+
+class StagedCommunicator final : public BaseCommunicator {
+ public:
+  StagedCommunicator(Communicator& world, Device& device)
+      : BaseCommunicator("staged", world.rank(), world.size()),
+        world_(world),
+        device_(device),
+        staging_(world, device),
+        uncaught_at_birth_(std::uncaught_exceptions()) {}
+  ~StagedCommunicator() override {
+    if (std::uncaught_exceptions() > uncaught_at_birth_)
+      abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
+  }
+
+  Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
+    make_operation(OpKind::Allocate, "allocate", 0);
+    return device_buffer(device_, ledger, tag, bytes);
+  }
+  void throw_if_failed() const override { world_.throw_if_failed(); }
+  void abort(const Error& why) noexcept override { world_.abort(why); }
+  i64 staging_bytes() const noexcept override { return staging_.bytes(); }
+
+ private:
+  Ticket submit(Operation&& op) override {
+    throw_if_failed();
+    return staging_.run(op);
+  }
+
+  Communicator& world_;
+  Device& device_;
+  Staging staging_;
+  const int uncaught_at_birth_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions& options) {
+  DS_ASSERT(options.device != nullptr);
+  return std::make_unique<DeviceSelfCommunicator>(*options.device);
 }
-std::unique_ptr<Communicator> make_staged_communicator(Communicator&, const CommOptions&) {
-  throw Error(Errc::Unavailable, "not there yet");
-}
-std::unique_ptr<Communicator> make_nccl_communicator(Communicator&, const CommOptions&) {
-  throw Error(Errc::Unavailable, "not there yet");
+
+std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions& options) {
+  DS_ASSERT(options.device != nullptr);
+  return std::make_unique<StagedCommunicator>(world, *options.device);
 }
 
 }  // namespace ds

@@ -126,6 +126,9 @@ class MpiCommunicator final : public AsyncCommunicator {
   i64 staging_bytes() const noexcept override {
     return AsyncCommunicator::staging_bytes() + narrow<i64>(staging_.size());
   }
+  bool has_left(int peer) const override {
+    return departed_[static_cast<size_t>(peer)].load(std::memory_order_acquire);
+  }
 
  private:
   // The requests of one lane, with the peer of each, for error messages.
@@ -320,6 +323,8 @@ class MpiCommunicator final : public AsyncCommunicator {
       listen();
     }
   }
+
+  void look_at_peers() override { hear_and_throw(); }
 
   void hear_and_throw() {
     hear();

@@ -59,6 +59,9 @@ class SharedCommunicator final : public AsyncCommunicator {
   i64 staging_bytes() const noexcept override {
     return AsyncCommunicator::staging_bytes() + (size() > 1 ? 2 * Arena::kStagingHalf : 0);
   }
+  bool has_left(int peer) const override { return slot(peer).departed.load(std::memory_order_acquire) != 0; }
+  void show(u64 number) noexcept override { slot(rank()).shown.store(number, std::memory_order_release); }
+  u64 shown(int peer) const noexcept override { return slot(peer).shown.load(std::memory_order_acquire); }
 
  private:
   enum Lane : size_t { kProgress, kSender };
@@ -353,6 +356,11 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) override {
     return arena_->allocate(ledger, tag, bytes, [this] { meet(); });
+  }
+
+  void look_at_peers() override {
+    throw_if_peer_failed();
+    check_health();
   }
 
   void throw_if_peer_failed() const {

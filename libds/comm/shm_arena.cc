@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
 constexpr u64 kUnfinished = kMagic + 1;
-constexpr u32 kVersion = 1;
+constexpr u32 kVersion = 2;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack

@@ -1,0 +1,202 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/base_communicator.h"
+
+namespace ds {
+
+std::string_view op_name(OpKind kind) noexcept {
+  switch (kind) {
+    case OpKind::ReduceScatter: return "reduce_scatter";
+    case OpKind::AllGather: return "all_gather";
+    case OpKind::AllReduce: return "all_reduce";
+    case OpKind::Broadcast: return "broadcast";
+    case OpKind::AllToAll: return "all_to_all";
+    case OpKind::Send: return "send";
+    case OpKind::Recv: return "recv";
+    case OpKind::Barrier: return "barrier";
+    case OpKind::Allocate: return "allocate";
+  }
+  return "?";
+}
+
+std::pmr::memory_resource* operation_memory() {
+  // One pool for all threads (operations are made by one and freed by another), filled ahead so that what a step has in
+  // flight, which varies, does not make it grow. Never destroyed: tickets may outlive every communicator.
+  class Pool final : public std::pmr::memory_resource {
+   public:
+    Pool() {
+      constexpr size_t kBlocks = 64;
+      for (size_t bytes = 16; bytes <= 2048; bytes *= 2) {
+        std::array<void*, kBlocks> blocks;
+        for (void*& b : blocks) b = pool_.allocate(bytes);
+        for (void* b : blocks) pool_.deallocate(b, bytes);
+      }
+    }
+
+   private:
+    void* do_allocate(size_t bytes, size_t alignment) override {
+      const std::lock_guard lock(mutex_);
+      return pool_.allocate(bytes, alignment);
+    }
+    void do_deallocate(void* p, size_t bytes, size_t alignment) override {
+      const std::lock_guard lock(mutex_);
+      pool_.deallocate(p, bytes, alignment);
+    }
+    bool do_is_equal(const memory_resource& other) const noexcept override { return this == &other; }
+    std::mutex mutex_;
+    std::pmr::unsynchronized_pool_resource pool_;
+  };
+  static auto* pool = new Pool;
+  return pool;
+}
+
+i64 Operation::slice_bytes() const noexcept {
+  i64 sum = 0;
+  for (const Segment& s : segments) sum += s.slice_bytes;
+  return sum;
+}
+
+CallInfo CallInfo::of(const Operation& op, u64 number) noexcept {
+  CallInfo info{.number = number,
+                .bytes = op.slice_bytes(),
+                .shape = 14695981039346656037u,
+                .segments = static_cast<u32>(op.segments.size()),
+                .root = op.peer,
+                .kind = op.kind,
+                .dtype = op.dtype,
+                .reduce = op.reduce};
+  for (const Segment& s : op.segments) info.shape = (info.shape ^ static_cast<u64>(s.slice_bytes)) * 1099511628211u;
+  op.tag.copy(info.tag.data(), info.tag.size() - 1);
+  return info;
+}
+
+bool CallInfo::agrees_with(const CallInfo& o) const noexcept {
+  return number == o.number && bytes == o.bytes && shape == o.shape && segments == o.segments && root == o.root &&
+         kind == o.kind && dtype == o.dtype && reduce == o.reduce;
+}
+
+std::string CallInfo::describe() const {
+  std::string text = fmt::format("{} \"{}\" (call {}", op_name(kind), tag.data(), number + 1);
+  if (segments > 0) text += fmt::format(", {} segments, {} bytes per slice, {}", segments, bytes, dtype_name(dtype));
+  if (root >= 0) text += fmt::format(", root {}", root);
+  return text + ")";
+}
+
+void Ticket::wait() {
+  if (state_) state_->wait();
+}
+
+bool Ticket::done() const { return !state_ || state_->done(); }
+
+void FailureLatch::set(const Failure& failure) {
+  const std::lock_guard lock(mutex_);
+  if (!failure_) failure_ = std::make_shared<const Failure>(failure);
+}
+
+std::shared_ptr<const Failure> FailureLatch::get() const {
+  const std::lock_guard lock(mutex_);
+  return failure_;
+}
+
+void FailureLatch::throw_if_set() const {
+  const std::lock_guard lock(mutex_);
+  if (failure_) throw Error(failure_->code, failure_->message, failure_->rank);
+}
+
+Operation BaseCommunicator::make_operation(OpKind kind, std::string_view tag, i64 sent_bytes) {
+  Operation op{.kind = kind};
+  op.tag = tag;
+  const std::lock_guard lock(mutex_);
+  auto count = counts_.find(tag);
+  if (count == counts_.end()) count = counts_.try_emplace(std::string(tag)).first;
+  ++count->second.calls;
+  count->second.bytes += sent_bytes;
+  return op;
+}
+
+Ticket BaseCommunicator::reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
+                                        std::string_view tag) {
+  DS_ASSERT(wire == DType::F32 || wire == DType::BF16 || wire == DType::F16);
+  i64 slice_elems = 0;
+  for (const auto& s : segments) slice_elems += s.slice_elems;
+  auto op = make_operation(OpKind::ReduceScatter, tag, (size_ - 1) * slice_elems * dtype_bytes(wire));
+  op.dtype = wire;
+  op.accumulate = accumulate;
+  op.segments.reserve(segments.size());
+  for (const auto& s : segments) {
+    DS_ASSERT(s.slice_elems >= 0);
+    op.segments.push_back({static_cast<const std::byte*>(s.source), reinterpret_cast<std::byte*>(s.target),
+                           s.slice_elems * dtype_bytes(wire)});
+  }
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) {
+  i64 slice_bytes = 0;
+  for (const auto& s : segments) slice_bytes += s.slice_bytes;
+  auto op = make_operation(OpKind::AllGather, tag, (size_ - 1) * slice_bytes);
+  op.segments.reserve(segments.size());
+  for (const auto& s : segments) {
+    DS_ASSERT(s.slice_bytes >= 0);
+    auto* buffer = static_cast<std::byte*>(s.buffer);
+    op.segments.push_back({buffer + rank_ * s.slice_bytes, buffer, s.slice_bytes});
+  }
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::all_reduce(void* data, i64 n, DType dtype, ReduceOp reduce, std::string_view tag) {
+  DS_ASSERT(n >= 0 && (dtype == DType::F32 || dtype == DType::F64 || dtype == DType::I64));
+  const i64 bytes = n * dtype_bytes(dtype);
+  auto op = make_operation(OpKind::AllReduce, tag, 2 * (size_ - 1) * bytes / size_);
+  op.dtype = dtype;
+  op.reduce = reduce;
+  op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::broadcast(void* data, i64 bytes, int root, std::string_view tag) {
+  DS_ASSERT(bytes >= 0 && root >= 0 && root < size_);
+  auto op = make_operation(OpKind::Broadcast, tag, root == rank_ ? (size_ - 1) * bytes : 0);
+  op.peer = root;
+  op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) {
+  DS_ASSERT(slice_bytes >= 0);
+  auto op = make_operation(OpKind::AllToAll, tag, (size_ - 1) * slice_bytes);
+  op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::send(const void* data, i64 bytes, int to, std::string_view tag) {
+  DS_ASSERT(bytes >= 0 && to >= 0 && to < size_ && to != rank_);
+  auto op = make_operation(OpKind::Send, tag, bytes);
+  op.peer = to;
+  op.segments.push_back({static_cast<const std::byte*>(data), nullptr, bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::recv(void* data, i64 bytes, int from, std::string_view tag) {
+  DS_ASSERT(bytes >= 0 && from >= 0 && from < size_ && from != rank_);
+  auto op = make_operation(OpKind::Recv, tag, 0);
+  op.peer = from;
+  op.segments.push_back({nullptr, static_cast<std::byte*>(data), bytes});
+  return submit(std::move(op));
+}
+
+void BaseCommunicator::barrier(std::string_view tag) { submit(make_operation(OpKind::Barrier, tag, 0)).wait(); }
+
+std::map<std::string, CommCount> BaseCommunicator::counts() const {
+  const std::lock_guard lock(mutex_);
+  std::map<std::string, CommCount> counts;
+  for (const auto& [tag, count] : counts_)
+    if (count.calls > 0) counts.emplace(tag, count);
+  return counts;
+}
+
+void BaseCommunicator::reset_counts() {
+  const std::lock_guard lock(mutex_);
+  for (auto& [tag, count] : counts_) count = {};  // the nodes stay: counting allocates nothing
+}
+
+}  // namespace ds

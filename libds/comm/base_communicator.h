@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What all communicators have in common: a call becomes an Operation, is counted, and is handed to the backend; and the
+// latch that keeps the first failure.
+
+#include <array>
+#include <map>
+#include <memory>
+#include <memory_resource>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "comm/communicator.h"
+
+namespace ds {
+
+enum class OpKind : u8 { ReduceScatter, AllGather, AllReduce, Broadcast, AllToAll, Send, Recv, Barrier, Allocate };
+std::string_view op_name(OpKind) noexcept;
+
+// One contiguous part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
+struct Segment {
+  const std::byte* source;
+  std::byte* target;
+  i64 slice_bytes;
+};
+
+// Memory of operations: freed blocks are kept, so that a training step reaches no allocator.
+std::pmr::memory_resource* operation_memory();
+
+struct Operation {
+  OpKind kind;
+  DType dtype = DType::U8;
+  ReduceOp reduce = ReduceOp::Sum;
+  bool accumulate = false;
+  int peer = -1;  // root of a broadcast, other side of send and recv
+  std::pmr::vector<Segment> segments{operation_memory()};
+  std::pmr::string tag{operation_memory()};
+  Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag
+  MemoryLedger* ledger = nullptr;
+  Tag memory_tag = Tag::Comm;
+
+  i64 slice_bytes() const noexcept;  // over all segments
+};
+
+// The part of an operation that all ranks must agree on; plain data that travels between them.
+struct CallInfo {
+  u64 number = 0;  // collective calls before this one
+  i64 bytes = 0;   // per slice
+  u64 shape = 0;   // hash of the segments' sizes
+  u32 segments = 0;
+  i32 root = -1;
+  OpKind kind{};
+  DType dtype{};
+  ReduceOp reduce{};
+  std::array<char, 37> tag{};  // for messages; need not agree
+
+  static CallInfo of(const Operation&, u64 number) noexcept;
+  bool agrees_with(const CallInfo& other) const noexcept;
+  std::string describe() const;  // all_gather "dp.params" of 2 segments, 1024 bytes per slice
+};
+
+struct Failure {
+  Errc code;
+  std::string message;
+  int rank;
+};
+
+// Keeps the first failure. Thread-safe.
+class FailureLatch {
+ public:
+  void set(const Failure& failure);
+  std::shared_ptr<const Failure> get() const;  // null: none
+  void throw_if_set() const;
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<const Failure> failure_;
+};
+
+class BaseCommunicator : public Communicator {
+ public:
+  int rank() const noexcept final { return rank_; }
+  int size() const noexcept final { return size_; }
+  std::string_view backend() const noexcept final { return backend_; }
+
+  Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
+                        std::string_view tag) final;
+  Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) final;
+  Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) final;
+  Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) final;
+  Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) final;
+  Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;
+  Ticket recv(void* data, i64 bytes, int from, std::string_view tag) final;
+  void barrier(std::string_view tag) final;
+  std::map<std::string, CommCount> counts() const final;
+  void reset_counts() final;
+
+ protected:
+  BaseCommunicator(std::string_view backend, int rank, int size) : backend_(backend), rank_(rank), size_(size) {}
+
+  // Carries the operation out, or sees to it; throws what has failed before.
+  virtual Ticket submit(Operation&& operation) = 0;
+  // Counts the call.
+  Operation make_operation(OpKind kind, std::string_view tag, i64 sent_bytes);
+
+ private:
+  const std::string_view backend_;
+  const int rank_;
+  const int size_;
+  mutable std::mutex mutex_;
+  std::map<std::string, CommCount, std::less<>> counts_;
+};
+
+}  // namespace ds

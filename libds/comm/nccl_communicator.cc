@@ -1,0 +1,597 @@
+// SPDX-License-Identifier: Apache-2.0
+// nccl: collectives between GPUs on the Comm queue. NCCL moves bytes; sums are ours, because its rings and trees add in
+// an order that depends on size, topology and version: a reduce-scatter is an exchange of slices, which sends what a
+// ring sends, (P-1)/P n, and a fold in rank order. (NCCL's own would also want fp32 on the wire for an fp32 sum.) Only
+// integer reductions, which any order leaves the same, are NCCL's. What NCCL does not promise (NaN wins a maximum;
+// sends that do not wait) and no step needs goes through host memory and the world.
+//
+// Never a hang. The communicator is non-blocking, so no call into NCCL waits for a peer; a watcher looks at NCCL, at
+// the world (which knows of peers that failed, died or left) and at the age of the oldest unfinished operation. On a
+// failure it publishes it in the world and aborts NCCL, which ends what is on the stream. NCCL does not compare calls:
+// a mismatch is noticed where the world shows the peers' calls, else it is a timeout.
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <thread>
+
+#include "comm/nccl_api.h"
+#include "comm/staging.h"
+
+namespace ds {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using namespace std::chrono_literals;
+
+constexpr i64 kStagingBytes = i64{64} << 20;  // received slices of a fold: one round
+constexpr i64 kStagingStep = i64{1} << 20;    // staging grows in these steps
+constexpr i64 kAlignment = 256;               // of parts in the staging
+constexpr i64 kGatherBytes = i64{64} << 10;   // smaller fp32 sums are gathered and folded by everybody
+constexpr auto kWatchPeriod = 50ms;
+constexpr auto kUnderWay = 500ms;  // for what a peer that has left sent before
+constexpr auto kHearsay = 1s;      // for the world to tell who died, when NCCL reports an error without a name
+constexpr auto kGrace = 5s;        // for peers to finalise together
+constexpr int kYields = 100;
+constexpr auto kSleep = 50us;
+
+std::string describe(const nccl::Api& api, nccl::Comm comm, nccl::Result r) {
+  const char* last = comm != nullptr ? api.GetLastError(comm) : nullptr;
+  return fmt::format("{}{}{}", api.GetErrorString(r), last != nullptr && *last != 0 ? ": " : "",
+                     last != nullptr ? last : "");
+}
+
+// What tickets need; lives as long as they do.
+struct Timeline {
+  explicit Timeline(Device& d) : device(d) { spare.reserve(256); }
+  ~Timeline() {
+    for (const Device::Event e : spare) device.destroy(e);
+  }
+  Device::Event take() {
+    {
+      const std::lock_guard lock(mutex);
+      if (!spare.empty()) {
+        const Device::Event e = spare.back();
+        spare.pop_back();
+        return e;
+      }
+    }
+    return device.make_event();
+  }
+  void give(Device::Event e) {
+    const std::lock_guard lock(mutex);
+    spare.push_back(e);
+  }
+
+  Device& device;
+  FailureLatch failure;
+  std::mutex mutex;
+  std::vector<Device::Event> spare;
+};
+
+struct EnqueuedOperation final : Ticket::State {
+  EnqueuedOperation(std::shared_ptr<Timeline> t, const CallInfo& call)
+      : timeline(std::move(t)), info(call), ready(timeline->take()), end(timeline->take()) {}
+  ~EnqueuedOperation() override {
+    timeline->give(ready);
+    timeline->give(end);
+  }
+  void wait() override {
+    timeline->failure.throw_if_set();
+    timeline->device.wait(Queue::Compute, end);
+  }
+  bool done() const override { return timeline->failure.get() != nullptr || finished(); }
+  bool finished() const { return enqueued.load(std::memory_order_acquire) && timeline->device.reached(end); }
+
+  const std::shared_ptr<Timeline> timeline;
+  const CallInfo info;
+  const Device::Event ready;  // inputs are there
+  const Device::Event end;
+  std::atomic<bool> enqueued{false};  // `end` is recorded
+};
+
+// What the world shows of a call: its number, and enough of the rest to see that two differ.
+struct Shown {
+  u32 calls = 0;  // this one included
+  OpKind kind{};
+  u32 hash = 0;  // 24 bits
+
+  static Shown of(const CallInfo& c) noexcept {
+    u64 h = c.shape;
+    for (const u64 x : {static_cast<u64>(c.bytes), u64{c.segments}, static_cast<u64>(c.root), static_cast<u64>(c.dtype),
+                        static_cast<u64>(c.reduce)})
+      h = (h ^ x) * 1099511628211u;
+    return {static_cast<u32>(c.number + 1), c.kind, static_cast<u32>(h >> 40)};
+  }
+  static Shown unpack(u64 x) noexcept {
+    return {static_cast<u32>(x >> 32), static_cast<OpKind>(x >> 24 & 0xff), static_cast<u32>(x & 0xffffff)};
+  }
+  u64 pack() const noexcept { return u64{calls} << 32 | u64{static_cast<u8>(kind)} << 24 | hash; }
+};
+
+class NcclCommunicator final : public BaseCommunicator {
+ public:
+  NcclCommunicator(Communicator& world, const CommOptions& options)
+      : BaseCommunicator("nccl", world.rank(), world.size()),
+        world_(world),
+        device_(*options.device),
+        timeout_s_(options.timeout_s),
+        overlap_(options.progress_thread),
+        api_(nccl::load()),
+        host_(world, device_),
+        timeline_(std::make_shared<Timeline>(device_)),
+        fence_(device_.make_event()),
+        uncaught_at_birth_(std::uncaught_exceptions()),
+        fold_sources_(static_cast<size_t>(size())) {
+    try {
+      connect();
+    } catch (...) {
+      device_.destroy(fence_);
+      throw;
+    }
+    watcher_ = std::jthread([this] { watch(); });
+  }
+
+  ~NcclCommunicator() override {
+    if (std::uncaught_exceptions() > uncaught_at_birth_) {
+      abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
+    } else {
+      try {
+        device_.synchronize(Queue::Comm);  // the watcher ends what will not end
+      } catch (const Error& e) {
+        abort(e);
+      }
+    }
+    {
+      const std::lock_guard lock(watch_mutex_);
+      stop_ = true;
+    }
+    wake_.notify_one();
+    watcher_.join();
+    disconnect();
+    device_.destroy(fence_);
+  }
+
+  Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
+    make_operation(OpKind::Allocate, "allocate", 0);
+    return device_buffer(device_, ledger, tag, bytes);
+  }
+  void throw_if_failed() const override { timeline_->failure.throw_if_set(); }
+  void abort(const Error& why) noexcept override { give_up(why); }
+  i64 staging_bytes() const noexcept override { return staging_.bytes() + host_.bytes(); }
+
+ private:
+  // One part of a segment's slices and where it lies in the staging.
+  struct Part {
+    const Segment* segment;
+    i64 offset, bytes, position;
+  };
+
+  static nccl::Result first(nccl::Result a, nccl::Result b) noexcept { return a != nccl::Result::Success ? a : b; }
+  static size_t count(i64 n) noexcept { return static_cast<size_t>(n); }
+
+  void connect() {
+    device_.synchronize();  // makes the device this thread's, too: NCCL takes the current one
+    nccl::UniqueId id{};
+    if (rank() == 0) {
+      const nccl::Result r = api_.GetUniqueId(&id);
+      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL finds no way to be reached: {}",
+               describe(api_, nullptr, r));
+    }
+    world_.broadcast(id.internal.data(), static_cast<i64>(sizeof id), 0, "nccl.connect").wait();
+    nccl::Config config;
+    nccl::Result r = api_.CommInitRankConfig(&comm_, size(), id, rank(), &config);
+    try {
+      const auto limit = Clock::now() + std::chrono::duration<double>(timeout_s_);
+      while (r == nccl::Result::InProgress || (r == nccl::Result::Success && comm_ == nullptr)) {
+        world_.look_for_failures();
+        DS_CHECK(Clock::now() < limit, Errc::Timeout, "NCCL did not connect its {} ranks within {} s", size(),
+                 timeout_s_);
+        std::this_thread::sleep_for(1ms);
+        if (const nccl::Result asked = api_.CommGetAsyncError(comm_, &r); asked != nccl::Result::Success) r = asked;
+      }
+      DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL does not connect: {}", describe(api_, comm_, r));
+    } catch (const Error& e) {
+      give_up(e);
+      throw_if_failed();
+    }
+  }
+
+  // NCCL wants all ranks to finalise; who waits in vain aborts.
+  void disconnect() noexcept {
+    const std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr) return;
+    nccl::Result r = api_.CommFinalize(comm_);
+    const auto limit = Clock::now() + kGrace;
+    while (r == nccl::Result::InProgress && Clock::now() < limit) {
+      std::this_thread::sleep_for(1ms);
+      if (const nccl::Result asked = api_.CommGetAsyncError(comm_, &r); asked != nccl::Result::Success) r = asked;
+    }
+    if (r == nccl::Result::Success) {
+      api_.CommDestroy(comm_);
+    } else {
+      api_.CommAbort(comm_);
+    }
+    comm_ = nullptr;
+  }
+
+  Ticket submit(Operation&& op) override {
+    throw_if_failed();
+    const bool integers = op.dtype == DType::I64;
+    const bool fold = op.dtype == DType::F32 && op.reduce == ReduceOp::Sum;
+    switch (op.kind) {
+      case OpKind::ReduceScatter: return enqueue(op, [&] { reduce_scatter(op.segments, op.dtype, op.accumulate); });
+      case OpKind::AllGather: return enqueue(op, [&] { all_gather(op.segments); });
+      case OpKind::AllReduce:
+        if (integers) return enqueue(op, [&] { all_reduce_integers(op); });
+        if (fold) return enqueue(op, [&] { all_reduce_sum(op.segments[0]); });
+        return through_host(op);
+      case OpKind::Broadcast: return enqueue(op, [&] { broadcast(op); });
+      case OpKind::AllToAll: return enqueue(op, [&] { all_to_all(op.segments[0]); });
+      case OpKind::Barrier: device_.synchronize(Queue::Comm); return through_host(op);
+      case OpKind::Send:
+      case OpKind::Recv: return through_host(op);
+      case OpKind::Allocate: break;
+    }
+    DS_ASSERT(false);
+    return {};
+  }
+
+  // In call order with what is on the Comm queue.
+  Ticket through_host(const Operation& op) {
+    device_.record(fence_, Queue::Comm);
+    device_.wait(Queue::Compute, fence_);
+    try {
+      return host_.run(op);
+    } catch (const Error& e) {
+      give_up(e);
+      throw;
+    }
+  }
+
+  // `work` puts the operation on the Comm queue, behind what is on Compute now.
+  template <class Work>
+  Ticket enqueue(const Operation& op, Work&& work) {
+    auto state = std::allocate_shared<EnqueuedOperation>(
+        std::pmr::polymorphic_allocator<EnqueuedOperation>(operation_memory()), timeline_, CallInfo::of(op, calls_++));
+    device_.record(state->ready, Queue::Compute);
+    device_.wait(Queue::Comm, state->ready);
+    world_.show(Shown::of(state->info).pack());
+    {
+      const std::lock_guard lock(pending_mutex_);
+      while (!pending_.empty() && pending_.front()->finished()) pending_.pop_front();
+      pending_.push_back(state);
+    }
+    work();
+    device_.record(state->end, Queue::Comm);
+    state->enqueued.store(true, std::memory_order_release);
+    if (!overlap_) device_.wait(Queue::Compute, state->end);
+    return Ticket(std::move(state));
+  }
+
+  // One group of NCCL calls. `calls` returns the first error. Returns when the group is on the stream; the watcher ends
+  // a wait for peers that do not come.
+  template <class Calls>
+  void group(Calls&& calls) {
+    nccl::Result r{};
+    {
+      const std::lock_guard lock(nccl_mutex_);
+      if (comm_ == nullptr) throw_if_failed();
+      r = api_.GroupStart();
+      if (r == nccl::Result::Success) {
+        const nccl::Result made = calls();
+        r = api_.GroupEnd();
+        if (made != nccl::Result::InProgress) r = first(made, r);
+      }
+    }
+    for (int round = 0; r == nccl::Result::InProgress; ++round) {
+      if (round < kYields) {
+        std::this_thread::yield();
+      } else {
+        std::this_thread::sleep_for(kSleep);
+      }
+      const std::lock_guard lock(nccl_mutex_);
+      if (comm_ == nullptr) throw_if_failed();
+      const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
+      if (asked != nccl::Result::Success) r = asked;
+    }
+    if (r == nccl::Result::Success) return;
+    report(r);
+    throw_if_failed();
+  }
+
+  void* stream() { return device_.native(Queue::Comm); }
+
+  void reduce_scatter(std::span<const Segment> segments, DType wire, bool accumulate) {
+    const i64 peers = size() - 1, room = kStagingBytes / std::max<i64>(peers, 1) / kAlignment * kAlignment;
+    size_t at = 0;
+    for (i64 offset = 0; at < segments.size();) {
+      i64 used = 0;
+      parts_.clear();
+      while (at < segments.size() && used < room) {
+        const Segment& s = segments[at];
+        const i64 bytes = std::min(s.slice_bytes - offset, room - used);
+        if (bytes > 0) parts_.push_back({&s, offset, bytes, used});
+        used += align_up(bytes, kAlignment);
+        offset += bytes;
+        if (offset == s.slice_bytes) {
+          ++at;
+          offset = 0;
+        }
+      }
+      exchange_and_fold(used, wire, accumulate);
+    }
+  }
+
+  // `used`: bytes of the staging that the parts take for each peer.
+  void exchange_and_fold(i64 used, DType wire, bool accumulate) {
+    if (parts_.empty()) return;
+    std::byte* const staging = room((size() - 1) * used);
+    const auto received = [&](int from, const Part& p) {
+      return staging + (from - (from > rank() ? 1 : 0)) * used + p.position;
+    };
+    group([&] {
+      nccl::Result r{};
+      for (int step = 1; step < size(); ++step) {
+        const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
+        for (const Part& p : parts_) {
+          const Segment& s = *p.segment;
+          r = first(r, api_.Send(s.source + to * s.slice_bytes + p.offset, count(p.bytes), nccl::DataType::Uint8, to,
+                                 comm_, stream()));
+          r = first(r, api_.Recv(received(from, p), count(p.bytes), nccl::DataType::Uint8, from, comm_, stream()));
+        }
+      }
+      return r;
+    });
+    for (const Part& p : parts_) {
+      const Segment& s = *p.segment;
+      for (int q = 0; q < size(); ++q) {
+        fold_sources_[static_cast<size_t>(q)] =
+            q == rank() ? const_cast<std::byte*>(s.source) + q * s.slice_bytes + p.offset : received(q, p);
+      }
+      const i64 first_elem = p.offset / dtype_bytes(wire);
+      fold(reinterpret_cast<float*>(s.target) + first_elem, wire, p.bytes / dtype_bytes(wire), accumulate);
+    }
+  }
+
+  // Of fold_sources_.
+  void fold(float* target, DType wire, i64 elems, bool accumulate) {
+    fold_views_.clear();
+    for (std::byte* source : fold_sources_) fold_views_.push_back(TensorView::of(source, wire, {elems}));
+    device_.ops().fold(TensorView::of(target, DType::F32, {elems}), fold_views_, accumulate,
+                       device_.stream(Queue::Comm));
+  }
+
+  void all_gather(std::span<const Segment> segments) {
+    group([&] {
+      nccl::Result r{};
+      for (const Segment& s : segments) {
+        if (s.slice_bytes == 0) continue;
+        r = first(r, api_.AllGather(s.source, s.target, count(s.slice_bytes), nccl::DataType::Uint8, comm_, stream()));
+      }
+      return r;
+    });
+  }
+
+  void all_reduce_integers(const Operation& op) {
+    const Segment& s = op.segments[0];
+    const nccl::RedOp reduce = op.reduce == ReduceOp::Sum   ? nccl::RedOp::Sum
+                               : op.reduce == ReduceOp::Max ? nccl::RedOp::Max
+                                                            : nccl::RedOp::Min;
+    if (s.slice_bytes == 0) return;
+    group([&] {
+      return api_.AllReduce(s.target, s.target, count(s.slice_bytes / 8), nccl::DataType::Int64, reduce, comm_,
+                            stream());
+    });
+  }
+
+  // The bulk is reduce-scattered and gathered in place; a small sum, and what P does not divide, is gathered and folded
+  // by everybody.
+  void all_reduce_sum(const Segment& whole) {
+    i64 done = 0;
+    if (whole.slice_bytes > kGatherBytes) {
+      const i64 slice = whole.slice_bytes / (size() * 4) * 4;
+      const Segment scattered{whole.target, whole.target + rank() * slice, slice};
+      const Segment gathered{whole.target + rank() * slice, whole.target, slice};
+      reduce_scatter({&scattered, 1}, DType::F32, false);
+      all_gather({&gathered, 1});
+      done = slice * size();
+    }
+    const i64 rest = whole.slice_bytes - done;
+    if (rest == 0) return;
+    std::byte *const staging = room(size() * rest), *const data = whole.target + done;
+    group([&] { return api_.AllGather(data, staging, count(rest), nccl::DataType::Uint8, comm_, stream()); });
+    for (int q = 0; q < size(); ++q) fold_sources_[static_cast<size_t>(q)] = staging + q * rest;
+    fold(reinterpret_cast<float*>(data), DType::F32, rest / 4, false);
+  }
+
+  void broadcast(const Operation& op) {
+    const Segment& s = op.segments[0];
+    if (s.slice_bytes == 0) return;
+    group([&] {
+      return api_.Broadcast(s.target, s.target, count(s.slice_bytes), nccl::DataType::Uint8, op.peer, comm_, stream());
+    });
+  }
+
+  void all_to_all(const Segment& s) {
+    if (s.slice_bytes == 0) return;
+    group([&] {
+      nccl::Result r{};
+      for (int step = 1; step < size(); ++step) {
+        const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
+        r = first(r, api_.Send(s.source + to * s.slice_bytes, count(s.slice_bytes), nccl::DataType::Uint8, to, comm_,
+                               stream()));
+        r = first(r, api_.Recv(s.target + from * s.slice_bytes, count(s.slice_bytes), nccl::DataType::Uint8, from,
+                               comm_, stream()));
+      }
+      return r;
+    });
+    const i64 own = rank() * s.slice_bytes;
+    if (s.source != s.target) device_.copy(s.target + own, s.source + own, s.slice_bytes, Queue::Comm);
+  }
+
+  // Staging of at least these bytes; it grows in the first steps.
+  std::byte* room(i64 bytes) {
+    if (bytes > staging_.bytes()) {
+      device_.synchronize(Queue::Comm);
+      staging_ = {};
+      staging_ = device_buffer(device_, ledger_, Tag::Comm, align_up(bytes, kStagingStep));
+    }
+    return static_cast<std::byte*>(staging_.data());
+  }
+
+  // Makes the failure known to all, ends what NCCL does, and keeps what holds: who failed first.
+  void give_up(const Error& why) noexcept {
+    world_.abort(why);
+    try {
+      world_.throw_if_failed();
+    } catch (const Error& e) {
+      timeline_->failure.set({e.code(), e.what(), e.rank()});
+    }
+    const std::lock_guard lock(nccl_mutex_);
+    if (comm_ != nullptr) api_.CommAbort(comm_);
+    comm_ = nullptr;
+  }
+
+  // NCCL's errors name no rank; the world may know more, a little later.
+  void report(nccl::Result r) noexcept {
+    std::string words;
+    {
+      const std::lock_guard lock(nccl_mutex_);
+      if (comm_ != nullptr) words = describe(api_, comm_, r);
+    }
+    const std::shared_ptr<EnqueuedOperation> op = oldest();
+    try {
+      for (const auto limit = Clock::now() + kHearsay; Clock::now() < limit; std::this_thread::sleep_for(5ms))
+        world_.look_for_failures();
+      give_up(Error(Errc::Comm, fmt::format("NCCL failed in {}: {}", op ? op->info.describe() : "no call", words)));
+    } catch (const Error& e) {
+      give_up(e);
+    }
+  }
+
+  // Null: all are finished.
+  std::shared_ptr<EnqueuedOperation> oldest() {
+    const std::lock_guard lock(pending_mutex_);
+    while (!pending_.empty() && pending_.front()->finished()) pending_.pop_front();
+    return pending_.empty() ? nullptr : pending_.front();
+  }
+
+  void watch() {
+    u64 watched = ~u64{0};  // the call whose age is taken
+    Clock::time_point since{}, left{};
+    std::unique_lock lock(watch_mutex_);
+    while (!wake_.wait_for(lock, kWatchPeriod, [this] { return stop_; })) {
+      lock.unlock();
+      try {
+        world_.look_for_failures();
+        if (const nccl::Result r = async_error(); r != nccl::Result::Success && r != nccl::Result::InProgress) {
+          report(r);
+          return;
+        }
+        const auto now = Clock::now();
+        if (const auto op = oldest()) {
+          // The clock starts when the inputs are there and all operations before are done.
+          if (op->info.number != watched || !device_.reached(op->ready)) {
+            watched = op->info.number;
+            since = left = now;
+          }
+          compare_calls(op->info);
+          if (const int peer = one_that_left(); peer < 0) {
+            left = now;
+          } else if (now - left > kUnderWay) {
+            throw Error(Errc::Comm,
+                        fmt::format("rank {} has left, and rank {} still is in {}", peer, rank(), op->info.describe()),
+                        peer);
+          }
+          if (now - since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info);
+        }
+      } catch (const Error& e) {
+        give_up(e);
+        return;
+      }
+      lock.lock();
+    }
+  }
+
+  nccl::Result async_error() {
+    const std::lock_guard lock(nccl_mutex_);
+    if (comm_ == nullptr) return nccl::Result::Success;
+    nccl::Result r{};
+    const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
+    return first(asked, r);
+  }
+
+  int one_that_left() const {
+    for (int q = 0; q < size(); ++q) {
+      if (q != rank() && world_.has_left(q)) return q;
+    }
+    return -1;
+  }
+
+  void compare_calls(const CallInfo& mine) const {
+    const Shown own = Shown::of(mine);
+    for (int q = 0; q < size(); ++q) {
+      const Shown other = Shown::unpack(world_.shown(q));
+      if (q == rank() || other.calls != own.calls || other.pack() == own.pack()) continue;
+      throw Error(Errc::Comm,
+                  fmt::format("calls do not match: rank {} calls {}, rank {} calls {} {}", rank(), mine.describe(), q,
+                              op_name(other.kind), other.kind == own.kind ? "of other sizes" : "instead"),
+                  q);
+    }
+  }
+
+  [[noreturn]] void report_absence(const CallInfo& call) const {
+    for (int q = 0; q < size(); ++q) {
+      const u64 shown = q == rank() ? 0 : world_.shown(q);
+      const u64 calls = Shown::unpack(shown).calls;
+      if (q != rank() && world_.shown(rank()) != 0 && calls <= call.number) {
+        throw Error(Errc::Timeout,
+                    fmt::format("rank {} did not come within {} s: rank {} is in {}, rank {} has made {} calls", q,
+                                timeout_s_, rank(), call.describe(), q, calls),
+                    q);
+      }
+    }
+    throw Error(Errc::Timeout, fmt::format("{} has not ended within {} s, and NCCL does not say which rank is missing",
+                                           call.describe(), timeout_s_));
+  }
+
+  Communicator& world_;
+  Device& device_;
+  const double timeout_s_;
+  const bool overlap_;
+  const nccl::Api api_;
+  Staging host_;
+  const std::shared_ptr<Timeline> timeline_;
+  const Device::Event fence_;
+  const int uncaught_at_birth_;
+
+  MemoryLedger ledger_;
+  Buffer staging_;
+  std::vector<Part> parts_;
+  std::vector<std::byte*> fold_sources_;
+  std::vector<TensorView> fold_views_;
+  u64 calls_ = 0;
+
+  std::mutex nccl_mutex_;  // calls on comm_; none of them waits for a peer
+  nccl::Comm comm_ = nullptr;
+
+  std::mutex pending_mutex_;
+  std::deque<std::shared_ptr<EnqueuedOperation>, std::pmr::polymorphic_allocator<std::shared_ptr<EnqueuedOperation>>>
+      pending_{operation_memory()};
+
+  std::mutex watch_mutex_;
+  std::condition_variable wake_;
+  bool stop_ = false;
+  std::jthread watcher_;
+};
+
+}  // namespace
+
+std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions& options) {
+  DS_ASSERT(options.device != nullptr);
+  return std::make_unique<NcclCommunicator>(world, options);
+}
+
+}  // namespace ds

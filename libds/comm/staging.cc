@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/staging.h"
+
+#include <algorithm>
+
+namespace ds {
+namespace {
+
+// An operation on nothing is a call too: peers compare calls.
+template <class F>
+void for_each_round(i64 length, i64 round, F&& f) {
+  i64 begin = 0;
+  do f(begin, std::min(round, length - begin));
+  while ((begin += round) < length);
+}
+
+}  // namespace
+
+Staging::~Staging() {
+  for (Letter& letter : letters_) {
+    try {
+      letter.sent.wait();
+    } catch (const Error&) {  // whoever waits for it is told
+    }
+  }
+}
+
+Ticket Staging::run(const Operation& op) {
+  switch (op.kind) {
+    case OpKind::ReduceScatter: reduce_scatter(op); break;
+    case OpKind::AllGather: all_gather(op); break;
+    case OpKind::AllReduce: all_reduce(op); break;
+    case OpKind::Broadcast: broadcast(op); break;
+    case OpKind::AllToAll: all_to_all(op); break;
+    case OpKind::Send: return send(op);
+    case OpKind::Recv: recv(op); break;
+    case OpKind::Barrier: world_.barrier(op.tag); break;
+    case OpKind::Allocate: DS_ASSERT(false);
+  }
+  return {};
+}
+
+std::byte* Staging::room(i64 bytes) {
+  if (bytes > narrow<i64>(memory_.size())) memory_.resize(static_cast<size_t>(bytes));
+  return memory_.data();
+}
+
+// Host memory of a round: for each part P slices in the wire's type, then, behind all of them, its fp32 target.
+void Staging::reduce_scatter(const Operation& op) {
+  const i64 P = world_.size(), wire = dtype_bytes(op.dtype), length = op.slice_bytes();
+  const i64 round = std::min(std::max<i64>(kChunk / P / 64 * 64, 64), length);
+  std::byte* const host = room(P * round + round / wire * 4);
+  std::byte* const sums = host + P * round;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    scattered_.clear();
+    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      std::byte* const part = host + P * position;
+      float* const target = reinterpret_cast<float*>(sums + position / wire * 4);
+      for (i64 q = 0; q < P; ++q) device_.download(part + q * bytes, s.source + q * s.slice_bytes + offset, bytes);
+      if (op.accumulate) device_.download(target, s.target + offset / wire * 4, bytes / wire * 4);
+      scattered_.push_back({part, target, bytes / wire});
+    });
+    world_.reduce_scatter(scattered_, op.dtype, op.accumulate, op.tag).wait();
+    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      device_.upload(s.target + offset / wire * 4, sums + position / wire * 4, bytes / wire * 4);
+    });
+  });
+}
+
+void Staging::all_gather(const Operation& op) {
+  const i64 P = world_.size(), own = world_.rank(), length = op.slice_bytes();
+  const i64 round = std::min(std::max<i64>(kChunk / P, 1), length);
+  std::byte* const host = room(P * round);
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    gathered_.clear();
+    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      std::byte* const part = host + P * position;
+      device_.download(part + own * bytes, s.source + offset, bytes);
+      gathered_.push_back({part, bytes});
+    });
+    world_.all_gather(gathered_, op.tag).wait();
+    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for (i64 q = 0; q < P; ++q) {
+        if (q == own) continue;
+        device_.upload(s.target + q * s.slice_bytes + offset, host + P * position + q * bytes, bytes);
+      }
+    });
+  });
+}
+
+void Staging::all_reduce(const Operation& op) {
+  const i64 size = dtype_bytes(op.dtype), length = op.slice_bytes(), round = std::min(kChunk, length);
+  std::byte *const host = room(round), *const data = op.segments[0].target;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    device_.download(host, data + begin, count);
+    world_.all_reduce(host, count / size, op.dtype, op.reduce, op.tag).wait();
+    device_.upload(data + begin, host, count);
+  });
+}
+
+void Staging::broadcast(const Operation& op) {
+  const i64 length = op.slice_bytes(), round = std::min(kChunk, length);
+  std::byte *const host = room(round), *const data = op.segments[0].target;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    if (op.peer == world_.rank()) device_.download(host, data + begin, count);
+    world_.broadcast(host, count, op.peer, op.tag).wait();
+    if (op.peer != world_.rank()) device_.upload(data + begin, host, count);
+  });
+}
+
+void Staging::all_to_all(const Operation& op) {
+  const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P / 2, 1), length);
+  const Segment& s = op.segments[0];
+  std::byte *const out = room(2 * P * round), *const in = out + P * round;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    for (i64 q = 0; q < P; ++q) device_.download(out + q * count, s.source + q * length + begin, count);
+    world_.all_to_all(out, in, count, op.tag).wait();
+    for (i64 q = 0; q < P; ++q) device_.upload(s.target + q * length + begin, in + q * count, count);
+  });
+}
+
+// Not in the common memory: it is read until the peer comes, and other calls may come before.
+Ticket Staging::send(const Operation& op) {
+  while (!letters_.empty() && letters_.front().sent.done()) letters_.pop_front();
+  Letter& letter = letters_.emplace_back();
+  letter.data.resize(static_cast<size_t>(op.slice_bytes()));
+  device_.download(letter.data.data(), op.segments[0].source, op.slice_bytes());
+  letter.sent = world_.send(letter.data.data(), op.slice_bytes(), op.peer, op.tag);
+  return letter.sent;
+}
+
+void Staging::recv(const Operation& op) {
+  const i64 bytes = op.slice_bytes();
+  std::byte* const host = room(bytes);
+  world_.recv(host, bytes, op.peer, op.tag).wait();
+  device_.upload(op.segments[0].target, host, bytes);
+}
+
+}  // namespace ds
