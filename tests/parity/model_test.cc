@@ -232,8 +232,10 @@ TEST_P(Models, TenAdamWSteps) {
     add(norm_error, r.grad_norm, norms[s]);
     add(torch_norm_error, torch_norms[s], norms[s]);
   }
-  EXPECT_LE(loss_error, 2 * torch_loss_error + 1e-5);
-  EXPECT_LE(norm_error, 2 * torch_norm_error + 1e-5);
+  // The fixtures are of a CPU, where PyTorch keeps probabilities in fp32; tensor cores round them.
+  const double times = testing::test_device() != nullptr ? 3 : 2;
+  EXPECT_LE(loss_error, times * torch_loss_error + 1e-5);
+  EXPECT_LE(norm_error, times * torch_norm_error + 1e-5);
 }
 
 INSTANTIATE_TEST_SUITE_P(Parity, Models, ::testing::Combine(::testing::ValuesIn(kModels), ::testing::ValuesIn(kTypes)),
