@@ -107,12 +107,14 @@ AvailableMemory available_memory() {
   return best;
 }
 
-double matmul_rate(Device& device, DType work) {
-  const i64 n = device.is_host() ? 1024 : 8192;
+namespace {
+
+// FLOP/s of an n^3 product, best of three, and the seconds of one.
+std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
   MemoryLedger ledger;
   const Buffer memory = device_buffer(device, ledger, Tag::Workspace, 3 * n * n * dtype_bytes(work));
   // Random signs and digits around 1 in any of the three types: a GPU is faster on zeros.
-  std::vector<u16> tile(1 << 19);
+  std::vector<u16> tile(1 << 16);
   for (size_t i = 0; i < tile.size(); ++i) tile[i] = static_cast<u16>(0x3F80u | (RngKey{}.bits(i) & 0x807Fu));
   for (i64 at = 0, step = narrow<i64>(tile.size() * 2); at < memory.bytes(); at += step)
     device.upload(static_cast<char*>(memory.data()) + at, tile.data(), std::min(step, memory.bytes() - at));
@@ -121,6 +123,7 @@ double matmul_rate(Device& device, DType work) {
   };
   double best_s = 1e30;
   for (int run = 0; run < 4; ++run) {
+    device.synchronize();
     const auto start = std::chrono::steady_clock::now();
     device.ops().matmul(matrix(0), matrix(1), matrix(2), {}, {}, {}, {.trans_b = true}, device.stream());
     device.synchronize();
@@ -128,7 +131,16 @@ double matmul_rate(Device& device, DType work) {
     if (run > 0) best_s = std::min(best_s, s);  // the first one grows scratch
   }
   const double m = static_cast<double>(n);
-  return 2 * m * m * m / best_s;
+  return {2 * m * m * m / best_s, best_s};
+}
+
+}  // namespace
+
+double matmul_rate(Device& device, DType work) {
+  for (i64 n = device.is_host() ? 1024 : 512;; n *= 2) {
+    const auto [rate, seconds] = rate_of_product(device, work, n);
+    if (device.is_host() || seconds > 1e-3 || n == 8192) return rate;
+  }
 }
 
 }  // namespace ds::probe

@@ -30,7 +30,7 @@ struct AvailableMemory {
 // The tightest of: free memory of the node, the cgroup's limit less its use, the address space limit.
 AvailableMemory available_memory();
 
-// FLOP/s of an n^3 product in `work`, best of three, with an n that keeps the device busy for some milliseconds; takes
+// FLOP/s of an n^3 product in `work`, best of three, with an n that keeps the device busy for a millisecond; takes
 // the memory of three n x n matrices for the time of the call.
 double matmul_rate(Device& device, DType work);
 
