@@ -167,7 +167,11 @@ std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
 std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions&);
 // Every call goes through host memory and `world`: for several ranks on one GPU, in tests.
 std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions&);
-// NCCL, loaded at run time; one GPU per rank. Throws Errc::Unavailable where it cannot be loaded. Collective.
+// NCCL, loaded at run time; one GPU per rank. Sums are canonical here too: slices are exchanged and folded on the
+// device. There is no faster mode that leaves the order to NCCL: its ring sends no byte less, and its bits would depend
+// on sizes, topology and version. Reductions of F64, Max and Min of F32, send, recv and barrier go through host memory
+// and `world` and stop the host. A mismatched call may only be noticed as a Timeout. Throws Errc::Unavailable where
+// NCCL cannot be loaded. Collective.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions&);
 
 }  // namespace ds

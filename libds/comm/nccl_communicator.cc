@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // nccl: collectives between GPUs on the Comm queue. NCCL moves bytes; sums are ours, because its rings and trees add in
-// an order that depends on size, topology and version: a reduce-scatter is an exchange of slices, which sends what a
-// ring sends, (P-1)/P n, and a fold in rank order. (NCCL's own would also want fp32 on the wire for an fp32 sum.) Only
-// integer reductions, which any order leaves the same, are NCCL's. What NCCL does not promise (NaN wins a maximum;
-// sends that do not wait) and no step needs goes through host memory and the world.
+// an order of their own: a reduce-scatter is an exchange of slices, which sends what a ring sends, (P-1)/P n, and a
+// fold in rank order behind it. One round of staging serves both, since one queue runs them in turn. Only integer
+// reductions, which every order leaves the same, are NCCL's. What NCCL does not promise (NaN wins a maximum; sends that
+// do not wait for the receiver) and no step needs goes through host memory and the world.
 //
-// Never a hang. The communicator is non-blocking, so no call into NCCL waits for a peer; a watcher looks at NCCL, at
-// the world (which knows of peers that failed, died or left) and at the age of the oldest unfinished operation. On a
-// failure it publishes it in the world and aborts NCCL, which ends what is on the stream. NCCL does not compare calls:
-// a mismatch is noticed where the world shows the peers' calls, else it is a timeout.
+// Never a hang. The communicator is non-blocking: no call into NCCL waits for a peer. A watcher looks at NCCL, at the
+// world (which knows of peers that failed, died or left) and at the age of the oldest unfinished operation. On a
+// failure it tells the world and aborts NCCL, which ends what is on the stream. NCCL does not compare calls: a mismatch
+// is noticed where the world shows the peers' calls, else it is a timeout.
 
 #include <algorithm>
 #include <condition_variable>
@@ -32,7 +32,7 @@ constexpr i64 kGatherBytes = i64{64} << 10;   // smaller fp32 sums are gathered 
 constexpr auto kWatchPeriod = 50ms;
 constexpr auto kUnderWay = 500ms;  // for what a peer that has left sent before
 constexpr auto kHearsay = 1s;      // for the world to tell who died, when NCCL reports an error without a name
-constexpr auto kGrace = 5s;        // for peers to finalise together
+constexpr auto kGrace = 2s;        // for peers to finalise together
 constexpr int kYields = 100;
 constexpr auto kSleep = 50us;
 
@@ -168,7 +168,9 @@ class NcclCommunicator final : public BaseCommunicator {
     i64 offset, bytes, position;
   };
 
-  static nccl::Result first(nccl::Result a, nccl::Result b) noexcept { return a != nccl::Result::Success ? a : b; }
+  static bool is_error(nccl::Result r) noexcept { return r != nccl::Result::Success && r != nccl::Result::InProgress; }
+  // The first error; b if there is none.
+  static nccl::Result first(nccl::Result a, nccl::Result b) noexcept { return is_error(a) ? a : b; }
   static size_t count(i64 n) noexcept { return static_cast<size_t>(n); }
 
   void connect() {
@@ -184,12 +186,12 @@ class NcclCommunicator final : public BaseCommunicator {
     nccl::Result r = api_.CommInitRankConfig(&comm_, size(), id, rank(), &config);
     try {
       const auto limit = Clock::now() + std::chrono::duration<double>(timeout_s_);
-      while (r == nccl::Result::InProgress || (r == nccl::Result::Success && comm_ == nullptr)) {
+      while (r == nccl::Result::InProgress) {
         world_.look_for_failures();
         DS_CHECK(Clock::now() < limit, Errc::Timeout, "NCCL did not connect its {} ranks within {} s", size(),
                  timeout_s_);
         std::this_thread::sleep_for(1ms);
-        if (const nccl::Result asked = api_.CommGetAsyncError(comm_, &r); asked != nccl::Result::Success) r = asked;
+        r = state();
       }
       DS_CHECK(r == nccl::Result::Success, Errc::Comm, "NCCL does not connect: {}", describe(api_, comm_, r));
     } catch (const Error& e) {
@@ -198,22 +200,30 @@ class NcclCommunicator final : public BaseCommunicator {
     }
   }
 
+  // What CommGetAsyncError says; InProgress while a call is under way.
+  nccl::Result state() {
+    nccl::Result r{};
+    const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
+    return first(asked, r);
+  }
+
   // NCCL wants all ranks to finalise; who waits in vain aborts.
   void disconnect() noexcept {
     const std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) return;
-    nccl::Result r = api_.CommFinalize(comm_);
-    const auto limit = Clock::now() + kGrace;
-    while (r == nccl::Result::InProgress && Clock::now() < limit) {
+    if (comm_ != nullptr) {
+      nccl::Result r = api_.CommFinalize(comm_);
+      for (const auto limit = Clock::now() + kGrace; r == nccl::Result::InProgress && Clock::now() < limit;) {
+        std::this_thread::sleep_for(1ms);
+        r = state();
+      }
+      if (r == nccl::Result::Success) {
+        api_.CommDestroy(comm_);
+        comm_ = nullptr;
+      }
+    }
+    abort_nccl();
+    for (const auto limit = Clock::now() + kGrace; aborting_ && aborting_->load() && Clock::now() < limit;)
       std::this_thread::sleep_for(1ms);
-      if (const nccl::Result asked = api_.CommGetAsyncError(comm_, &r); asked != nccl::Result::Success) r = asked;
-    }
-    if (r == nccl::Result::Success) {
-      api_.CommDestroy(comm_);
-    } else {
-      api_.CommAbort(comm_);
-    }
-    comm_ = nullptr;
   }
 
   Ticket submit(Operation&& op) override {
@@ -281,8 +291,7 @@ class NcclCommunicator final : public BaseCommunicator {
       r = api_.GroupStart();
       if (r == nccl::Result::Success) {
         const nccl::Result made = calls();
-        r = api_.GroupEnd();
-        if (made != nccl::Result::InProgress) r = first(made, r);
+        r = first(made, api_.GroupEnd());
       }
     }
     for (int round = 0; r == nccl::Result::InProgress; ++round) {
@@ -293,8 +302,7 @@ class NcclCommunicator final : public BaseCommunicator {
       }
       const std::lock_guard lock(nccl_mutex_);
       if (comm_ == nullptr) throw_if_failed();
-      const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
-      if (asked != nccl::Result::Success) r = asked;
+      r = state();
     }
     if (r == nccl::Result::Success) return;
     report(r);
@@ -450,7 +458,18 @@ class NcclCommunicator final : public BaseCommunicator {
       timeline_->failure.set({e.code(), e.what(), e.rank()});
     }
     const std::lock_guard lock(nccl_mutex_);
-    if (comm_ != nullptr) api_.CommAbort(comm_);
+    abort_nccl();
+  }
+
+  // Under nccl_mutex_. On a thread of its own, because it has been seen to wait for peers that are dead: it ends what
+  // is on the stream first, and only then gives back what NCCL holds.
+  void abort_nccl() noexcept {
+    if (comm_ == nullptr) return;
+    aborting_ = std::make_shared<std::atomic<bool>>(true);
+    std::thread([abort = api_.CommAbort, comm = comm_, aborting = aborting_] {
+      abort(comm);
+      aborting->store(false);
+    }).detach();
     comm_ = nullptr;
   }
 
@@ -486,7 +505,7 @@ class NcclCommunicator final : public BaseCommunicator {
       lock.unlock();
       try {
         world_.look_for_failures();
-        if (const nccl::Result r = async_error(); r != nccl::Result::Success && r != nccl::Result::InProgress) {
+        if (const nccl::Result r = async_error(); is_error(r)) {
           report(r);
           return;
         }
@@ -510,6 +529,9 @@ class NcclCommunicator final : public BaseCommunicator {
       } catch (const Error& e) {
         give_up(e);
         return;
+      } catch (const std::exception& e) {
+        give_up(Error(Errc::Internal, e.what()));
+        return;
       }
       lock.lock();
     }
@@ -517,10 +539,7 @@ class NcclCommunicator final : public BaseCommunicator {
 
   nccl::Result async_error() {
     const std::lock_guard lock(nccl_mutex_);
-    if (comm_ == nullptr) return nccl::Result::Success;
-    nccl::Result r{};
-    const nccl::Result asked = api_.CommGetAsyncError(comm_, &r);
-    return first(asked, r);
+    return comm_ != nullptr ? state() : nccl::Result::Success;
   }
 
   int one_that_left() const {
@@ -574,8 +593,9 @@ class NcclCommunicator final : public BaseCommunicator {
   std::vector<TensorView> fold_views_;
   u64 calls_ = 0;
 
-  std::mutex nccl_mutex_;  // calls on comm_; none of them waits for a peer
-  nccl::Comm comm_ = nullptr;
+  std::mutex nccl_mutex_;      // calls on comm_; none of them waits for a peer
+  nccl::Comm comm_ = nullptr;  // null: aborted
+  std::shared_ptr<std::atomic<bool>> aborting_;
 
   std::mutex pending_mutex_;
   std::deque<std::shared_ptr<EnqueuedOperation>, std::pmr::polymorphic_allocator<std::shared_ptr<EnqueuedOperation>>>

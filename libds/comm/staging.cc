@@ -40,6 +40,14 @@ Ticket Staging::run(const Operation& op) {
   return {};
 }
 
+// Nothing may lie nowhere.
+void Staging::download(void* to, const void* from, i64 bytes) {
+  if (bytes > 0) device_.download(to, from, bytes);
+}
+void Staging::upload(void* to, const void* from, i64 bytes) {
+  if (bytes > 0) device_.upload(to, from, bytes);
+}
+
 std::byte* Staging::room(i64 bytes) {
   if (bytes > narrow<i64>(memory_.size())) memory_.resize(static_cast<size_t>(bytes));
   return memory_.data();
@@ -56,13 +64,13 @@ void Staging::reduce_scatter(const Operation& op) {
     for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
       std::byte* const part = host + P * position;
       float* const target = reinterpret_cast<float*>(sums + position / wire * 4);
-      for (i64 q = 0; q < P; ++q) device_.download(part + q * bytes, s.source + q * s.slice_bytes + offset, bytes);
-      if (op.accumulate) device_.download(target, s.target + offset / wire * 4, bytes / wire * 4);
+      for (i64 q = 0; q < P; ++q) download(part + q * bytes, s.source + q * s.slice_bytes + offset, bytes);
+      if (op.accumulate) download(target, s.target + offset / wire * 4, bytes / wire * 4);
       scattered_.push_back({part, target, bytes / wire});
     });
     world_.reduce_scatter(scattered_, op.dtype, op.accumulate, op.tag).wait();
     for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
-      device_.upload(s.target + offset / wire * 4, sums + position / wire * 4, bytes / wire * 4);
+      upload(s.target + offset / wire * 4, sums + position / wire * 4, bytes / wire * 4);
     });
   });
 }
@@ -75,14 +83,14 @@ void Staging::all_gather(const Operation& op) {
     gathered_.clear();
     for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
       std::byte* const part = host + P * position;
-      device_.download(part + own * bytes, s.source + offset, bytes);
+      download(part + own * bytes, s.source + offset, bytes);
       gathered_.push_back({part, bytes});
     });
     world_.all_gather(gathered_, op.tag).wait();
     for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
       for (i64 q = 0; q < P; ++q) {
         if (q == own) continue;
-        device_.upload(s.target + q * s.slice_bytes + offset, host + P * position + q * bytes, bytes);
+        upload(s.target + q * s.slice_bytes + offset, host + P * position + q * bytes, bytes);
       }
     });
   });
@@ -92,9 +100,9 @@ void Staging::all_reduce(const Operation& op) {
   const i64 size = dtype_bytes(op.dtype), length = op.slice_bytes(), round = std::min(kChunk, length);
   std::byte *const host = room(round), *const data = op.segments[0].target;
   for_each_round(length, round, [&](i64 begin, i64 count) {
-    device_.download(host, data + begin, count);
+    download(host, data + begin, count);
     world_.all_reduce(host, count / size, op.dtype, op.reduce, op.tag).wait();
-    device_.upload(data + begin, host, count);
+    upload(data + begin, host, count);
   });
 }
 
@@ -102,9 +110,9 @@ void Staging::broadcast(const Operation& op) {
   const i64 length = op.slice_bytes(), round = std::min(kChunk, length);
   std::byte *const host = room(round), *const data = op.segments[0].target;
   for_each_round(length, round, [&](i64 begin, i64 count) {
-    if (op.peer == world_.rank()) device_.download(host, data + begin, count);
+    if (op.peer == world_.rank()) download(host, data + begin, count);
     world_.broadcast(host, count, op.peer, op.tag).wait();
-    if (op.peer != world_.rank()) device_.upload(data + begin, host, count);
+    if (op.peer != world_.rank()) upload(data + begin, host, count);
   });
 }
 
@@ -113,9 +121,9 @@ void Staging::all_to_all(const Operation& op) {
   const Segment& s = op.segments[0];
   std::byte *const out = room(2 * P * round), *const in = out + P * round;
   for_each_round(length, round, [&](i64 begin, i64 count) {
-    for (i64 q = 0; q < P; ++q) device_.download(out + q * count, s.source + q * length + begin, count);
+    for (i64 q = 0; q < P; ++q) download(out + q * count, s.source + q * length + begin, count);
     world_.all_to_all(out, in, count, op.tag).wait();
-    for (i64 q = 0; q < P; ++q) device_.upload(s.target + q * length + begin, in + q * count, count);
+    for (i64 q = 0; q < P; ++q) upload(s.target + q * length + begin, in + q * count, count);
   });
 }
 
@@ -124,7 +132,7 @@ Ticket Staging::send(const Operation& op) {
   while (!letters_.empty() && letters_.front().sent.done()) letters_.pop_front();
   Letter& letter = letters_.emplace_back();
   letter.data.resize(static_cast<size_t>(op.slice_bytes()));
-  device_.download(letter.data.data(), op.segments[0].source, op.slice_bytes());
+  download(letter.data.data(), op.segments[0].source, op.slice_bytes());
   letter.sent = world_.send(letter.data.data(), op.slice_bytes(), op.peer, op.tag);
   return letter.sent;
 }
@@ -133,7 +141,7 @@ void Staging::recv(const Operation& op) {
   const i64 bytes = op.slice_bytes();
   std::byte* const host = room(bytes);
   world_.recv(host, bytes, op.peer, op.tag).wait();
-  device_.upload(op.segments[0].target, host, bytes);
+  upload(op.segments[0].target, host, bytes);
 }
 
 }  // namespace ds

@@ -27,6 +27,8 @@ class Staging {
   };
 
   std::byte* room(i64 bytes);
+  void download(void* to, const void* from, i64 bytes);
+  void upload(void* to, const void* from, i64 bytes);
   void reduce_scatter(const Operation&);
   void all_gather(const Operation&);
   void all_reduce(const Operation&);

@@ -72,7 +72,8 @@ std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo&
   const CommBackend backend = config.communication.backend;
   std::string why;
   const int gpus = num_cuda_devices(why);
-  const CommOptions options{.timeout_s = config.communication.timeout_s, .device = &device};
+  const CommOptions options{
+      .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
   if (ranks.world_size == 1 && backend != CommBackend::Nccl) return make_device_self_communicator(options);
   const bool own_gpu = ranks.local_world_size <= gpus;
   if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu)) {

@@ -64,6 +64,23 @@ const std::map<std::string, void (*)()> kPrograms = {
          throw;
        }
      }},
+    {"looking",
+     [] {
+       auto c = make_mpi_communicator({.timeout_s = 20});
+       c->barrier("t");
+       if (c->rank() == 1) {
+         const Error e(Errc::Io, "disk on fire");
+         c->abort(e);
+         throw e;
+       }
+       for (;; std::this_thread::sleep_for(1ms)) c->look_for_failures();
+     }},
+    {"staged",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 60});
+       const auto device = make_cpu_device(*cpu_ops(), 1);
+       test::exercise(*make_staged_communicator(*world, {.device = device.get()}), 9001);
+     }},
     {"absent",
      [] {
        auto c = make_mpi_communicator({.timeout_s = 0.5});
@@ -168,6 +185,16 @@ TEST_F(CommMpi, AnAbortReachesThePeersWithItsReason) {
   for (int r : {0, 2}) {
     EXPECT_EQ(story(r), fmt::format("{} 1: rank 1 gave up: disk on fire", static_cast<int>(Errc::Io)));
   }
+}
+
+TEST_F(CommMpi, AnAbortIsNoticedByWhoOnlyLooks) {
+  EXPECT_NE(run("looking", 2), 0);
+  EXPECT_EQ(story(0), fmt::format("{} 1: rank 1 gave up: disk on fire", static_cast<int>(Errc::Io)));
+}
+
+TEST_F(CommMpi, CarriesTheStagedCommunicator) {
+  EXPECT_EQ(run("staged", 2), 0);
+  for (int r : {0, 1}) EXPECT_EQ(story(r), "ok");
 }
 
 TEST_F(CommMpi, AnAbsentRankIsATimeoutThatNamesIt) {

@@ -145,6 +145,26 @@ TEST_F(CommShm, AKilledRankIsNamedSoon) {
   EXPECT_LT(Clock::now() - start, 10s);  // of a timeout of 20 s
 }
 
+TEST_F(CommShm, AKilledRankIsNoticedByWhoOnlyLooks) {
+  Ranks ranks(2, [&](int r) {
+    auto c = join(r, 2);
+    if (r == 1) std::this_thread::sleep_for(60s);
+    for (;; std::this_thread::sleep_for(10ms)) c->look_for_failures();
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(1, SIGKILL);
+  EXPECT_THAT(ranks.story(0), HasSubstr(error_story(Errc::Comm, 1) + "rank 1 died"));
+}
+
+TEST_F(CommShm, CarriesTheStagedCommunicator) {
+  Ranks ranks(3, [&](int r) {
+    auto world = join(r, 3, 60);
+    const auto device = make_cpu_device(*cpu_ops(), 1);
+    test::exercise(*make_staged_communicator(*world, {.device = device.get()}), 30001);
+  });
+  for (int r = 0; r < 3; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+
 TEST_F(CommShm, ARankThatExitsWithoutGoodbyeIsNamed) {
   Ranks ranks(2, [&](int r) {
     auto c = join(r, 2);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstring>
 #include <deque>
@@ -26,7 +27,7 @@ using ds::nccl::DataType;
 using ds::nccl::RedOp;
 using ds::nccl::Result;
 
-enum Fault : int { kNone = 0, kNeverComes = 1, kAsyncError = 2, kNeverConnects = 3 };
+enum Fault : int { kNone = 0, kNeverComes = 1, kAsyncError = 2, kNeverConnects = 3, kAbortHangs = 4 };
 
 struct Message {
   const char* kind;
@@ -192,6 +193,13 @@ Result collective(Comm comm, const char* kind, const void* source, size_t bytes,
   return submit(comm, std::move(phases));
 }
 
+// This thread is in an entry point: what it allocates is ours.
+thread_local bool inside = false;
+struct Inside {
+  Inside() { inside = true; }
+  ~Inside() { inside = false; }
+};
+
 std::vector<int> everyone(const CommImpl& c) {
   std::vector<int> ranks(static_cast<size_t>(c.size));
   for (int q = 0; q < c.size; ++q) ranks[static_cast<size_t>(q)] = q;
@@ -208,6 +216,8 @@ DS_TEST_NCCL void ds_test_nccl_fault(int rank, int kind) {
   fault_rank = rank;
   fault = kind;
 }
+
+DS_TEST_NCCL bool ds_test_nccl_inside() { return inside; }
 
 DS_TEST_NCCL Result ncclGetVersion(int* version) {
   *version = 22809;
@@ -281,6 +291,7 @@ DS_TEST_NCCL Result ncclCommAbort(Comm comm) {
     const std::lock_guard meeting_lock(comm->meeting->mutex);
     comm->aborted = true;
   }
+  if (comm->faulty(kAbortHangs)) std::this_thread::sleep_for(std::chrono::seconds(5));
   return ncclCommDestroy(comm);
 }
 
@@ -290,6 +301,7 @@ DS_TEST_NCCL Result ncclGroupStart() {
 }
 
 DS_TEST_NCCL Result ncclGroupEnd() {
+  const Inside guard;
   if (--group.depth > 0) return Result::Success;
   Group all = std::move(group);
   group = {};
@@ -309,6 +321,7 @@ DS_TEST_NCCL Result ncclGroupEnd() {
 
 DS_TEST_NCCL Result ncclSend(const void* source, size_t count, DataType type, int peer, Comm comm,
                              ds::nccl::CudaStream) {
+  const Inside guard;
   auto sent = std::make_shared<std::shared_ptr<Message>>();
   Phases phases;
   phases.post.push_back([=](CommImpl& c) {
@@ -320,6 +333,7 @@ DS_TEST_NCCL Result ncclSend(const void* source, size_t count, DataType type, in
 }
 
 DS_TEST_NCCL Result ncclRecv(void* target, size_t count, DataType type, int peer, Comm comm, ds::nccl::CudaStream) {
+  const Inside guard;
   Phases phases;
   phases.take.push_back([=](CommImpl& c) {
     const auto m = c.take(peer, "send", count * bytes_of(type));
@@ -331,6 +345,7 @@ DS_TEST_NCCL Result ncclRecv(void* target, size_t count, DataType type, int peer
 
 DS_TEST_NCCL Result ncclAllGather(const void* source, void* target, size_t count, DataType type, Comm comm,
                                   ds::nccl::CudaStream) {
+  const Inside guard;
   const size_t bytes = count * bytes_of(type);
   return collective(comm, "all_gather", source, bytes, true, everyone(*comm), [=](const Came& came) {
     for (size_t i = 0; i < came.size(); ++i)
@@ -340,6 +355,7 @@ DS_TEST_NCCL Result ncclAllGather(const void* source, void* target, size_t count
 
 DS_TEST_NCCL Result ncclBroadcast(const void* source, void* target, size_t count, DataType type, int root, Comm comm,
                                   ds::nccl::CudaStream) {
+  const Inside guard;
   const size_t bytes = count * bytes_of(type);
   return collective(comm, "broadcast", source, bytes, root == comm->rank, {root},
                     [=](const Came& came) { std::memcpy(target, came[0]->data.data(), bytes); });
@@ -347,6 +363,7 @@ DS_TEST_NCCL Result ncclBroadcast(const void* source, void* target, size_t count
 
 DS_TEST_NCCL Result ncclAllReduce(const void* source, void* target, size_t count, DataType type, RedOp op, Comm comm,
                                   ds::nccl::CudaStream) {
+  const Inside guard;
   if (type != DataType::Int64) return Result::InvalidArgument;
   return collective(comm,
                     op == RedOp::Sum   ? "sum"

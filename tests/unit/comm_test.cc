@@ -227,6 +227,26 @@ TEST(CommFailure, AbortReachesPendingAndLaterCalls) {
   });
 }
 
+TEST(CommFailure, WhoLooksHearsOfAFailureWithoutACall) {
+  auto communicators = make_thread_communicators(2, options());
+  communicators[0]->look_for_failures();
+  communicators[1]->abort(Error(Errc::Io, "out of cheese"));
+  communicators[0]->throw_if_failed();  // nobody told it
+  EXPECT_STREQ(error_of([&] { communicators[0]->look_for_failures(); }).what(), "rank 1 gave up: out of cheese");
+  EXPECT_EQ(error_of([&] { communicators[0]->throw_if_failed(); }).rank(), 1);
+}
+
+TEST(Comm, RanksSeeWhatPeersShowAndThatTheyLeft) {
+  auto communicators = make_thread_communicators(2, options());
+  EXPECT_EQ(communicators[0]->shown(1), 0u);
+  communicators[1]->show(17);
+  EXPECT_EQ(communicators[0]->shown(1), 17u);
+  EXPECT_FALSE(communicators[0]->has_left(1));
+  communicators[1].reset();
+  EXPECT_TRUE(communicators[0]->has_left(1));
+  communicators[0]->look_for_failures();  // it left in peace
+}
+
 TEST(CommFailure, RunThreadsRethrowsTheFirstError) {
   struct Mine : std::runtime_error {
     using runtime_error::runtime_error;
