@@ -5,10 +5,14 @@
 // MPI is used by the progress thread, the sender and whoever aborts: THREAD_MULTIPLE. Waiting is polling with a
 // back-off, which alone can look at the clock and at control messages.
 
+#include <dlfcn.h>
 #include <mpi.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <thread>
 
 #include "comm/async_communicator.h"
@@ -45,6 +49,19 @@ void check(int rc, std::string_view call) {
   throw Error(Errc::Comm, fmt::format("{}: {}", call, text.data()));
 }
 
+// An Open MPI that travels with libds (scripts/bundle) learns from the environment where its files are: a file beside
+// libmpi.so has the names and the paths, relative to the folder above. The bundle's mpirun does the same; this is for
+// ranks that something else has started.
+void find_bundled_open_mpi() {
+  Dl_info info{};
+  if (std::getenv("OPAL_PREFIX") != nullptr || dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) == 0) return;
+  std::error_code error;
+  const std::filesystem::path lib = std::filesystem::weakly_canonical(info.dli_fname, error).parent_path();
+  std::ifstream list(lib / "openmpi.env");
+  for (std::string name, path; std::getline(list, name, '=') && std::getline(list, path);)
+    ::setenv(name.c_str(), (lib.parent_path() / path).c_str(), 1);
+}
+
 // MPI of this process: initialised by the first communicator unless it was, finalised after the last one if it was us.
 class Environment {
  public:
@@ -57,6 +74,7 @@ class Environment {
     if (initialised) {
       MPI_Query_thread(&level);
     } else {
+      find_bundled_open_mpi();
       check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
       ours() = true;
     }

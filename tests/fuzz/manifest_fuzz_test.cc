@@ -7,6 +7,7 @@
 #include "checkpoint/reader.h"
 #include "fuzz/rounds.h"
 #include "temp_directory.h"
+#include "test_data.h"
 
 namespace ds {
 namespace {
@@ -62,7 +63,7 @@ std::string mutate(std::string s, std::mt19937& rng) {
 TEST(ManifestFuzz, ForgedManifestsAreRefusedOrSound) {
   const testing::TempDirectory dir;
   const std::string step = dir / "step-00000003", path = step + "/manifest.json";
-  std::filesystem::copy(DS_TEST_DATA "/checkpoint-v1/step-00000003", step);
+  std::filesystem::copy(testing::test_data("checkpoint-v1/step-00000003"), step);
   const std::string good = read_file(path), body = good.substr(0, good.rfind(",\n\"checksum\""));
   const auto seal = [](const std::string& text) {
     return fmt::format("{},\n\"checksum\": \"{:016x}\"\n}}\n", text,

@@ -16,6 +16,7 @@
 #include "formats/tensor_io.h"
 #include "model/models.h"
 #include "parity/device_ops.h"
+#include "test_data.h"
 
 namespace ds {
 namespace {
@@ -26,7 +27,7 @@ constexpr DType kTypes[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Fixture {
   explicit Fixture(const std::string& name)
-      : dir(std::string(DS_TEST_DATA) + "/" + name),
+      : dir(testing::test_data(name)),
         config(load_model_config(dir)),
         expected(open_source(dir + "/expected.safetensors")) {
     std::ifstream in(dir + "/expected_errors.json");

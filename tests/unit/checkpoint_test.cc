@@ -15,6 +15,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint_state.h"
 #include "ds/log.h"
+#include "test_data.h"
 
 namespace ds {
 namespace {
@@ -378,7 +379,7 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
 // ---- the format stays readable
 
 // Version 1 as it was first written, by save_sample(kGolden, 3, DType::BF16, 2, 2).
-const std::string kGolden = DS_TEST_DATA "/checkpoint-v1";
+const std::string kGolden = test_data("checkpoint-v1");
 
 TEST(GoldenCheckpoint, VersionOneLoads) {
   const std::string step = find_checkpoint(kGolden);

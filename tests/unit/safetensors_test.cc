@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "temp_directory.h"
+#include "test_data.h"
 
 namespace ds {
 namespace {
@@ -87,7 +88,7 @@ TEST(Safetensors, WritesTheExpectedBytes) {
 TEST(Safetensors, ACopyOfAForeignModelIsTheSameFile) {
   const TempDirectory dir;
   for (const std::string model : {"gpt2", "llama", "qwen3"}) {
-    const auto source = open_source(DS_TEST_DATA "/" + model);
+    const auto source = open_source(testing::test_data(model));
     EXPECT_GT(source->list().size(), 20u);
     const auto sink =
         create_sink(dir / "copy.safetensors", FileFormat::Safetensors, source->list(), source->metadata());
@@ -97,7 +98,7 @@ TEST(Safetensors, ACopyOfAForeignModelIsTheSameFile) {
       sink->write(t.name, 0, t.numel(), bytes.data());
     }
     sink->finish();
-    EXPECT_TRUE(read_file(dir / "copy.safetensors") == read_file(DS_TEST_DATA "/" + model + "/model.safetensors"));
+    EXPECT_TRUE(read_file(dir / "copy.safetensors") == read_file(testing::test_data(model + "/model.safetensors")));
   }
 }
 

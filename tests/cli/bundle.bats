@@ -1,0 +1,138 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# scripts/bundle: the package runs in a root that holds nothing but glibc, a shell and coreutils, at an odd place, and loads
+# no library of the machine but glibc's.
+
+bats_require_minimum_version 1.5.0
+load tiny
+
+bundle() { "$DS_SOURCE/scripts/bundle" -o "$PACKAGE" --build "$BUILD" ${TESTS:+"$TESTS"}; }
+
+setup_file() {
+  export SOURCE_DATE_EPOCH=1700000000 BUILD=${DS_BIN%/bin}
+  export PACKAGE=$BATS_FILE_TMPDIR/libds.tar.gz ROOT=$BATS_FILE_TMPDIR/root
+  if grep -q '^DS_SANITIZE:[A-Z]*=.' "$BUILD/CMakeCache.txt"; then
+    skip 'a build with sanitizers is not bundled'
+  fi
+  # With the tests where they are built.
+  export TESTS=--tests LOG=$BATS_FILE_TMPDIR/log
+  local status=0
+  bundle >"$LOG" 2>&1 || status=$?
+  if [[ $status == 4 ]]; then
+    TESTS='' status=0
+    bundle >>"$LOG" 2>&1 || status=$?
+  fi
+  if [[ $status != 0 ]]; then
+    cat "$LOG" >&2
+    return 1
+  fi
+  mkdir -p "$ROOT"/{bin,lib64,proc,dev,tmp,"odd place/ä"}
+  export BUNDLE="/odd place/ä/$(tar -tzf "$PACKAGE" | sed -n '1s,/.*,,p')"
+  tar -xzf "$PACKAGE" -C "$ROOT/odd place/ä"
+  # A shell, what mpirun's script and this test call, and the libraries of these.
+  for program in bash env readlink cat mkdir; do cp -L "$(command -v "$program")" "$ROOT/bin/"; done
+  ln -s bash "$ROOT/bin/sh"
+  for library in $(ldd "$ROOT"/bin/* /usr/lib/x86_64-linux-gnu/lib{rt,dl,pthread,m,resolv,util}.so.? | grep -o '/[^ ]*\.so[^ :]*' | sort -u); do
+    mkdir -p "$ROOT$(dirname "$library")"
+    cp -L "$library" "$ROOT$library"
+  done
+}
+
+setup() { tiny_setup; }
+
+# in_root COMMAND...: in the bare root, in its /tmp, with an empty environment
+in_root() {
+  unshare --map-root-user --mount --propagation private -- bash -c '
+    mount --rbind /proc "$1/proc" && mount --rbind /dev "$1/dev" && root=$1 && shift &&
+    exec chroot "$root" /bin/env -i PATH=/bin /bin/sh -c "cd /tmp && exec \"\$@\"" sh "$@"' - "$ROOT" "$@"
+}
+needs_root() {
+  run in_root env
+  [[ $status == 0 ]] || skip "no root of our own here: $output"
+}
+
+@test "the package is what its manifest says, and the same when it is made again" {
+  cd "$ROOT$BUNDLE"
+  run -0 sha256sum --quiet --check MANIFEST
+  assert_equal "$(find . -type f ! -name MANIFEST | wc -l)" "$(wc -l <MANIFEST)"
+  for file in bin/ds-train share/man/man1/ds-train.1 share/licences/libopenmpi3 share/doc/libds/configs/tiny.json README; do
+    assert [ -e "$file" ]
+  done
+  run grep -rlI "$DS_SOURCE" .
+  assert_output ''
+  for file in lib/*.so* lib/plugins/*/*.so; do
+    run bash -c 'readelf -d "$1" | grep -E "R(UN)?PATH" | grep -v "ORIGIN"' - "$file"
+    assert_output ''
+  done
+  sha256sum <"$PACKAGE" >sum
+  run -0 bundle
+  assert_output --regexp "$PACKAGE: [0-9]+M, unpacked"
+  assert_equal "$(sha256sum <"$PACKAGE")" "$(cat sum)"
+  rm sum
+}
+
+@test "training, shm and mpi, and merging in a bare root give the losses of the build" {
+  needs_root
+  cp cfg.json text.txt "$ROOT/tmp/"
+  run -0 in_root "$BUNDLE/bin/ds-train" --version
+  assert_line --index 0 --regexp '^ds-train [0-9]+\.'
+  run -0 ds-launch -n 2 ds-train cfg.json --out outside
+  for backend in shm mpi; do
+    run -0 in_root "$BUNDLE/bin/ds-launch" -n 2 ds-train cfg.json --set communication.backend=$backend --out $backend
+    refute_output --partial WARNING
+    assert_equal "$(losses "$ROOT/tmp/$backend")" "$(losses outside)"
+    run -0 in_root "$BUNDLE/bin/ds-ckpt-merge" $backend -o $backend.safetensors
+    ds-ckpt-merge outside -o outside.safetensors --quiet
+    run -0 cmp "$ROOT/tmp/$backend.safetensors" outside.safetensors
+  done
+  # MPI that nobody launched finds its plug-ins, too.
+  run -0 in_root "$BUNDLE/bin/ds-train" cfg.json --set communication.backend=mpi --set train_micro_batch_size_per_gpu=4 --out alone
+}
+
+@test "a test of whole models finds its data in a bare root" {
+  [[ -n $TESTS ]] || skip "$(grep -m 1 error: "$LOG")"
+  needs_root
+  run -0 in_root env DS_TEST_DATA="$BUNDLE/tests/golden" "$BUNDLE/tests/bin/model_test" --gtest_filter='*gpt2_fp32'
+  assert_output --regexp 'PASSED.* [1-9][0-9]* tests?\.'
+  for name in $("$DS_SOURCE/tests/run-gpu" --list); do assert [ -x "$ROOT$BUNDLE/tests/bin/$name" ]; done
+}
+
+@test "no library of this machine is loaded but glibc's, and no library path is inherited" {
+  run -0 env LD_DEBUG=libs LD_DEBUG_OUTPUT="$PWD/ld" "$ROOT$BUNDLE/bin/ds-launch" -n 2 ds-train cfg.json \
+    --set communication.backend=mpi --out run
+  local programs=0
+  for log in ld.*; do
+    if ! grep -qE "calling init: $ROOT$BUNDLE/" "$log"; then continue; fi # a process of the shell
+    programs=$((programs + 1))
+    run bash -c 'sed -n "s/.*calling init: //p" "$1" | grep -vF "$2/" | grep -vE "/(ld-linux-x86-64|lib(c|m|rt|dl|pthread|resolv|util))\.so\.[0-9]$"' - "$log" "$ROOT$BUNDLE"
+    assert_output ''
+  done
+  assert [ $programs -ge 6 ] # ds-launch, mpirun, two shims, two ranks
+  run -0 env LD_LIBRARY_PATH=/of/the/user "$ROOT$BUNDLE/bin/ds-launch" -n 1 env
+  assert_line LD_LIBRARY_PATH=/of/the/user
+  run -0 env -u LD_LIBRARY_PATH "$ROOT$BUNDLE/bin/ds-launch" -n 1 env
+  refute_output --partial LD_LIBRARY_PATH
+}
+
+@test "what cannot be bundled is refused and leaves nothing" {
+  mkdir empty
+  run -2 "$DS_SOURCE/scripts/bundle" --nonsense
+  run -2 "$DS_SOURCE/scripts/bundle" -o
+  run -4 "$DS_SOURCE/scripts/bundle" -o here/x.tar.gz --build empty
+  assert_output --partial 'is not a build tree'
+  for program in bash env dirname realpath readlink cat; do ln -s "$(command -v "$program")" empty/; done
+  run -4 env PATH="$PWD/empty" "$DS_SOURCE/scripts/bundle" -o here/x.tar.gz --build "$BUILD"
+  assert_output --partial "there is no program 'cmake'"
+  assert [ -z "$(ls here 2>/dev/null)" ]
+}
+
+@test "run-gpu and gpu-check say why they can do nothing here" {
+  if command -v nvidia-smi >/dev/null; then skip 'there may be a GPU here'; fi
+  run -2 "$DS_SOURCE/tests/run-gpu" --nonsense
+  run -4 "$DS_SOURCE/tests/run-gpu" --bin empty matmul_test
+  assert_output --partial 'there is no empty/matmul_test'
+  run -2 "$DS_SOURCE/scripts/gpu-check" --only nonsense
+  run -4 "$DS_SOURCE/scripts/gpu-check" --build "$BUILD" -o results --limit 120
+  for section in facts sanitizer train bench; do assert_line --regexp "^$section +skipped +[a-z]"; done
+  assert_equal "$(cat results/summary.txt)" "$output"
+}
