@@ -5,7 +5,7 @@
 
 namespace ds::cuda {
 
-Context::Context() {
+Context::Context(bool autotune) : autotune_(autotune) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&num_multiprocessors_, cudaDevAttrMultiProcessorCount, device),
@@ -20,8 +20,12 @@ Context::~Context() {
 }
 
 MatmulEngine& Context::matmul() noexcept {
-  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this);
+  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this, autotune_);
   return *matmul_;
+}
+
+size_t Context::scratch_bytes() const noexcept {
+  return scratch_bytes_ + (matmul_ != nullptr ? matmul_->workspace_bytes() : 0);
 }
 
 void* Context::scratch(size_t bytes) noexcept {

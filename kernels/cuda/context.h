@@ -15,7 +15,7 @@ class MatmulEngine;  // handle, plans and workspace of the matrix products
 class Context {
  public:
   // For the current device. Failures are found by ok().
-  Context();
+  explicit Context(bool autotune = false);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -27,7 +27,8 @@ class Context {
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
   // follow each other, so all use the same. It grows on first use (waiting for the stream) and stays. Null: no memory.
   void* scratch(size_t bytes) noexcept;
-  size_t scratch_bytes() const noexcept { return scratch_bytes_; }
+  // What ops hold for themselves: this memory, and the workspace of matrix products.
+  size_t scratch_bytes() const noexcept;
 
   // The first failure of a call or a launch since the last time; ops are noexcept and report here. `where`: a literal.
   void check(cudaError_t e, const char* where) noexcept {
@@ -45,6 +46,7 @@ class Context {
  private:
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<MatmulEngine> matmul_;
+  bool autotune_;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
   int num_multiprocessors_ = 0;

@@ -58,15 +58,14 @@ MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 // same bits every time.
 class MatmulEngine {
  public:
-  explicit MatmulEngine(Context& context);
+  // autotune: the algorithms for a new kind of product are timed on its first run, which waits for the stream, and the
+  // fastest is kept; two runs of a program may then differ in bits. Otherwise always the library's first choice.
+  MatmulEngine(Context& context, bool autotune);
   ~MatmulEngine();
   MatmulEngine(const MatmulEngine&) = delete;
   MatmulEngine& operator=(const MatmulEngine&) = delete;
 
-  // On: the algorithms for a new kind of product are timed on its first run, which waits for the stream, and the
-  // fastest is kept; two runs of a program may then differ in bits. Off: always the library's first choice. Holds for
-  // kinds first run from now on. The default is the environment's DS_CUDA_AUTOTUNE, 0 or 1; without it, on.
-  void set_autotune(bool on) noexcept;
+  size_t workspace_bytes() const noexcept;
 
   // Whether the library has an algorithm for products of this kind.
   bool supports(const LtProblem& p) noexcept;

@@ -187,6 +187,17 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
 }
 
 void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text, Reader& r) {
+  if (c.cuda.graphs && c.device == DeviceKind::Cpu)
+    r.error("cuda.graphs", "there are no CUDA graphs on device \"cpu\"");
+  if (c.cuda.autotune && c.device == DeviceKind::Cpu)
+    r.error("cuda.autotune", "there is nothing to tune on device \"cpu\"");
+  if (c.cuda.autotune && c.deterministic)
+    r.error("cuda.autotune", "timing chooses the order of sums, and \"deterministic\" forbids that");
+  if (c.cuda.graphs && (c.model.embd_dropout > 0 || c.model.resid_dropout > 0 || c.model.attn_dropout > 0))
+    r.error("cuda.graphs",
+            "dropout draws other numbers in every step, which a graph cannot: set the model's dropout to 0");
+  if (c.communication.backend == CommBackend::Nccl && c.device == DeviceKind::Cpu)
+    r.error("communication.backend", "\"nccl\" talks between GPUs, and device is \"cpu\"");
   if (c.communication.backend == CommBackend::Self && world > 1)
     r.error("communication.backend", fmt::format("\"self\" is for 1 rank; there are {}", world));
   if (use == ConfigUse::Inspect) return;

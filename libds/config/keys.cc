@@ -327,6 +327,8 @@ constexpr Key kKeys[] = {
     effect("seed", slot_of<&C::seed>, {0, 4294967295}),
     effect("threads", slot_of<&C::threads>, {0, 4096}),
     effect("device", slot_of<&C::device>),
+    effect("cuda.graphs", slot_of<&C::cuda, &CudaConfig::graphs>),
+    effect("cuda.autotune", slot_of<&C::cuda, &CudaConfig::autotune>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("loss_norm", slot_of<&C::loss_norm>),

@@ -61,13 +61,13 @@ int num_cuda_devices(std::string& why) {
   return n;
 }
 
-std::unique_ptr<Device> make_cuda_device(int index) {
+std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& options) {
   std::string why;
   const int count = num_cuda_devices(why);
   DS_CHECK(count > 0, Errc::Unavailable, "device \"cuda\": {}", why);
   DS_CHECK(index >= 0 && index < count, Errc::Unavailable,
            "device \"cuda\": there is no GPU {} among the {} of this node", index, count);
-  Device* device = loaded().plugin->open(index, why);
+  Device* device = loaded().plugin->open(index, options, why);
   DS_CHECK(device != nullptr, Errc::Unavailable, "device \"cuda\": GPU {}: {}", index, why);
   return std::unique_ptr<Device>(device);
 }

@@ -12,7 +12,7 @@ struct CudaPlugin {
   // GPUs; 0 with the reason in `why` (a literal).
   int (*count)(const char** why) noexcept;
   // Null with the reason in `why`.
-  Device* (*open)(int index, std::string& why) noexcept;
+  Device* (*open)(int index, const CudaOptions& options, std::string& why) noexcept;
 };
 
 using CudaPluginEntry = const CudaPlugin* (*)() noexcept;

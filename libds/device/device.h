@@ -80,9 +80,13 @@ std::unique_ptr<Device> make_cpu_device(const OpTable& ops, int num_threads);
 // The device outlives it.
 Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
 
+// What the ops of a GPU may do beside what they must.
+struct CudaOptions {
+  bool autotune = false;  // matrix products by timing (CudaConfig::autotune)
+};
 // GPU number `index` of this node. Throws Errc::Unavailable saying what is missing: the plug-in, a driver, a GPU, or
 // that GPU.
-std::unique_ptr<Device> make_cuda_device(int index);
+std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& options = {});
 // How many GPUs make_cuda_device can open; 0 with the reason in `why`.
 int num_cuda_devices(std::string& why);
 

@@ -99,10 +99,13 @@ DeviceKind resolve_device(const Config& config) {
 }
 
 std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks) {
-  if (resolve_device(config) == DeviceKind::Cpu)
+  if (resolve_device(config) == DeviceKind::Cpu) {
+    DS_CHECK(!config.cuda.graphs && !config.cuda.autotune, Errc::Unavailable,
+             "the keys cuda.* want a GPU, and device \"auto\" found none");
     return make_cpu_device(probe::cpu_backend(), thread_count(config, ranks));
+  }
   std::string why;
-  return make_cuda_device(ranks.local_rank % num_cuda_devices(why));
+  return make_cuda_device(ranks.local_rank % num_cuda_devices(why), {.autotune = config.cuda.autotune});
 }
 
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device) {

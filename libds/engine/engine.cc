@@ -102,7 +102,28 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
   valid_tokens_.resize(static_cast<size_t>(m));
 }
 
-Engine::~Engine() = default;
+Engine::~Engine() { drop_graphs(); }
+
+void Engine::drop_graphs() noexcept {
+  for (Device::Graph& graph : graphs_) {
+    if (graph != nullptr) device_.destroy_graph(std::exchange(graph, nullptr));
+  }
+}
+
+void Engine::enqueue_static(size_t key, FunctionRef<void()> body) {
+  if (!config_.cuda.graphs || !warm_) return body();
+  if (device_.scratch_bytes() != graphs_scratch_) {
+    drop_graphs();
+    graphs_scratch_ = device_.scratch_bytes();
+  }
+  if (graphs_.size() <= key) graphs_.resize(key + 1);
+  if (graphs_[key] == nullptr) {
+    DS_CHECK(device_.begin_capture(), Errc::Config, "cuda.graphs: {} has none", device_.name());
+    body();
+    graphs_[key] = device_.end_capture();
+  }
+  device_.launch(graphs_[key]);
+}
 
 Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
   const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
@@ -112,25 +133,21 @@ Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
 
 HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces)
     : engine_(engine), where_(std::move(pieces)) {
-  const i64 work_bytes = dtype_bytes(engine.plan().work);
-  i64 bytes = 0;
-  if (!engine.device().is_host()) {
-    for (const zero::Piece& piece : where_) bytes += piece.count * 12 + align_up(piece.count * work_bytes, 4);
-    memory_ = Buffer(engine.ledger(), Tag::Host, bytes);
-  }
-  char* at = static_cast<char*>(memory_.data());
-  const auto take = [&](i64 n) { return std::exchange(at, at + align_up(n, 4)); };
   for (const zero::Piece& piece : where_) {
     const Engine::PieceState st = engine.state(piece);
-    StatePiece p{piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v};
-    if (memory_) {
-      p.param_data = take(piece.count * work_bytes);
-      for (float** part : {&p.master, &p.exp_avg, &p.exp_avg_sq}) {
-        if (*part != nullptr) *part = reinterpret_cast<float*>(take(piece.count * 4));
-      }
-    }
-    pieces_.push_back(p);
+    pieces_.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
   }
+  if (engine.device().is_host()) return;
+  memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+  char* at = static_cast<char*>(memory_.data());
+  const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };
+  for (StatePiece& p : pieces_) {
+    for (float** part : {&p.master, &p.exp_avg, &p.exp_avg_sq}) {
+      if (*part != nullptr) *part = reinterpret_cast<float*>(take(p.count * 4));
+    }
+  }
+  for (StatePiece& p : pieces_) p.param_data = take(p.count * dtype_bytes(engine.plan().work));  // last: two bytes each
+  DS_ASSERT(at <= static_cast<char*>(memory_.data()) + memory_.bytes());
 }
 
 namespace {

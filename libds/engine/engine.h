@@ -121,6 +121,9 @@ class Engine {
  private:
   model::PassContext context(model::Mode mode);
   model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
+  // Enqueues `body`, which is the same in every step; with cuda.graphs it is recorded once and launched from then on.
+  void enqueue_static(size_t key, FunctionRef<void()> body);
+  void drop_graphs() noexcept;
   void forward(i64 micro, i64 global_micro);
   void backward(i64 micro);
   void count_valid_tokens(const StepBatch& batch);
@@ -149,6 +152,9 @@ class Engine {
   std::vector<zero::Piece> held_, owned_;
   std::vector<AdamWTensor> updated_;  // of held_
   std::vector<pipeline::Instr> schedule_;
+  std::vector<Device::Graph> graphs_;  // by pass, micro-batch and layer
+  i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops point into it
+  bool warm_ = false;                  // a step has been taken: its ops have taken their scratch and chosen algorithms
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;

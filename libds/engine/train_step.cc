@@ -50,6 +50,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   ++(verdict.finite ? progress_.optimizer_step : progress_.skipped_steps);
   ++progress_.step;
   progress_.consumed_samples += plan_.B * m * dp.size();
+  warm_ = true;
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
   return report;
 }
@@ -93,7 +94,14 @@ void Engine::forward(i64 micro, i64 global_micro) {
   TensorView x{};
   for (size_t l = 0; l < model_.layers.size(); ++l) {
     const zero::ParamLease lease = params_.acquire();
-    model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, train_acts_[l]);
+    const auto layer = [&] {
+      model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, train_acts_[l]);
+    };
+    if (l + 1 < model_.layers.size()) {
+      enqueue_static(static_cast<size_t>(2 * micro) * model_.layers.size() + l, layer);
+    } else {
+      layer();  // the loss has a scale of its own in every step
+    }
     x = train_acts_[l].output;
   }
   double* loss = micro_losses_ + mesh_.dp().rank() * plan_.micro_batches + micro;
@@ -113,7 +121,8 @@ void Engine::backward(i64 micro) {
     const zero::ParamLease lease = params_.acquire();
     const model::RowViews grads{grads_.acquire(l)};
     const TensorView x = l > 0 ? train_acts_[at - 1].output : TensorView{};
-    model_.layers[at]->backward(ctx, param_views(lease, l), grads, x, dx, dx, train_acts_[at]);
+    enqueue_static(static_cast<size_t>(2 * micro + 1) * model_.layers.size() + at,
+                   [&] { model_.layers[at]->backward(ctx, param_views(lease, l), grads, x, dx, dx, train_acts_[at]); });
     grads_.commit(l);  // may start the reduction of its bucket
   }
 }

@@ -21,7 +21,7 @@ i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
 i64 RunPlan::total_memory() const noexcept {
   i64 total = 0;
   for (const i64 bytes : memory) total += bytes;
-  return total;
+  return total - memory[static_cast<size_t>(Tag::Host)];
 }
 
 RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device) {
@@ -97,6 +97,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   // ids and targets of all micro-batches, positions, losses, rotations; then the numbers of the step.
   tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + 2 * plan.rope_elems) * 4, 8) +
                    static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
+
+  // Beside a GPU, while a checkpoint is saved or loaded: what the shard arrays hold, and as many parameters.
+  if (device == DeviceKind::Cuda) tag(Tag::Host) = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
 
   const i64 reductions = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
   const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };

@@ -39,7 +39,7 @@ struct RunPlan {
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
 
-  i64 total_memory() const noexcept;
+  i64 total_memory() const noexcept;  // of the device: without Tag::Host
 };
 
 // The model must outlive the plan. `device`: where it runs, not Auto.

@@ -93,12 +93,10 @@ struct MatmulEngine::Impl {
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   cudaEvent_t begin = nullptr, end = nullptr;
-  bool autotune = true;
+  bool autotune;
   std::unordered_map<Key, Plan, KeyHash> plans;
 
-  explicit Impl(Context& c) noexcept : context(c) {
-    const char* const wanted = std::getenv("DS_CUDA_AUTOTUNE");
-    autotune = wanted == nullptr || std::strcmp(wanted, "0") != 0;
+  Impl(Context& c, bool tune) noexcept : context(c), autotune(tune) {
     check(cublasLtCreate(&handle), "cublasLtCreate");
     int device = 0, major = 0;
     context.check(cudaGetDevice(&device), "cudaGetDevice");
@@ -248,10 +246,10 @@ struct MatmulEngine::Impl {
   }
 };
 
-MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context)) {}
+MatmulEngine::MatmulEngine(Context& context, bool autotune) : impl_(std::make_unique<Impl>(context, autotune)) {}
 MatmulEngine::~MatmulEngine() = default;
 
-void MatmulEngine::set_autotune(bool on) noexcept { impl_->autotune = on; }
+size_t MatmulEngine::workspace_bytes() const noexcept { return impl_->workspace_bytes; }
 
 bool MatmulEngine::supports(const LtProblem& p) noexcept { return impl_->plan_for(p).supported; }
 

@@ -87,9 +87,9 @@ struct MatmulEngine::Impl {
   bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
 };
 
-MatmulEngine::MatmulEngine(Context&) : impl_(std::make_unique<Impl>()) {}
+MatmulEngine::MatmulEngine(Context&, bool) : impl_(std::make_unique<Impl>()) {}
 MatmulEngine::~MatmulEngine() = default;
-void MatmulEngine::set_autotune(bool) noexcept {}
+size_t MatmulEngine::workspace_bytes() const noexcept { return 0; }
 
 bool MatmulEngine::supports(const LtProblem& p) noexcept {
   return !impl_->plain || (p.cd == DType::F32 && !p.add_c && !p.gelu && p.bias == nullptr && p.aux == nullptr);

@@ -21,12 +21,12 @@ constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memor
 
 class CudaDevice final : public Device {
  public:
-  explicit CudaDevice(int index) : index_(index) {
+  CudaDevice(int index, const CudaOptions& options) : index_(index) {
     bind();
     cudaDeviceProp properties{};
     call(cudaGetDeviceProperties(&properties, index), "reading its properties");
     name_ = properties.name;
-    contexts_ = {std::make_unique<cuda::Context>(), std::make_unique<cuda::Context>()};
+    contexts_ = {std::make_unique<cuda::Context>(options.autotune), std::make_unique<cuda::Context>(options.autotune)};
     for (size_t q = 0; q < contexts_.size(); ++q) streams_[q].native = contexts_[q].get();
     for (Half& half : staging_) {
       call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
@@ -223,9 +223,9 @@ int count(const char** why) noexcept {
   return n;
 }
 
-Device* open(int index, std::string& why) noexcept {
+Device* open(int index, const CudaOptions& options, std::string& why) noexcept {
   try {
-    return new CudaDevice(index);
+    return new CudaDevice(index, options);
   } catch (const std::exception& e) {
     why = e.what();
     return nullptr;

@@ -82,6 +82,12 @@ struct CommunicationConfig {
   double timeout_s = 300;
 };
 
+// What only a GPU has. Without effect on numbers, but for autotune.
+struct CudaConfig {
+  bool graphs = false;    // the passes through layers as CUDA graphs, from the third step on
+  bool autotune = false;  // matrix products by the fastest algorithm, timed at first use: bits may differ between runs
+};
+
 enum class DataFormat : u8 { Auto, Text, Bin };  // Bin: nanoGPT's uint16 tokens
 struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
@@ -120,6 +126,7 @@ struct Config {
   i64 steps_per_print = 10;
   i64 threads = 0;  // per rank; 0: the cores of the machine divided by its ranks
   DeviceKind device = DeviceKind::Auto;
+  CudaConfig cuda;
   CommunicationConfig communication;
   std::string model_path;  // model.path; empty: inline
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
