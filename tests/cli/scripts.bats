@@ -42,7 +42,7 @@ setup() {
 
 @test "the configurations of the repository are valid" {
   cd "$DS_SOURCE"
-  for config in configs/*.json; do
+  for config in configs/*.json configs/gpu/*.json; do
     run -0 env WORLD_SIZE=2 "$DS_BIN/ds-train" "$config" --check --set "data.train=$DS_SOURCE/LICENSE"
   done
 }

@@ -109,7 +109,8 @@ void expect_agrees_with_ref(const Case& c, const std::vector<const OpTable*>& ta
   const Backward grads = backward(ref_ops(), c, in, want);
   // fp32: the error of a score of size `spread`, seen through the exponential, and sums over keys or rows. 16 bit: a
   // rounding that falls the other way, one unit in the last place or two epsilons.
-  // Tensor cores take probabilities and their gradients in 16 bit too, as every flash attention does: two more roundings.
+  // Tensor cores take probabilities and their gradients in 16 bit too, as every flash attention does: two more
+  // roundings.
   const double rounded = test_device() != nullptr ? 8 : 2.2;
   const double slack = c.dtype == DType::F32 ? 250.0 * static_cast<double>(c.spread) : rounded;
   // A typical probability: the size of the terms that cancel in dq and dk.

@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+// Training on a CUDA device (DS_TEST_DEVICE: a GPU, or the simulator): every ZeRO stage, one rank and several that
+// share the device, graphs, skipped steps and checkpoints' state give the same bits; and the losses are those of the
+// CPU but for rounding.
+
+#include "equivalence/training.h"
+#include "parity/device_ops.h"
+
+namespace ds::testing {
+namespace {
+
+Config config_of(const ModelConfig& model, DType work, int ranks, i64 accumulation, i64 stage) {
+  Config c = tiny_config(model, ranks, accumulation, stage);
+  c.bf16.enabled = work == DType::BF16;
+  c.fp16.enabled = work == DType::F16;
+  c.fp16.initial_scale_power = 8;
+  c.communication_data_type = work;
+  c.reduce_order = ReduceOrder::Micro;
+  return c;
+}
+
+constexpr i64 kSteps = 4;
+
+// Every rank has a device of its own, which are one GPU; they talk through host memory.
+Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
+  auto worlds = make_thread_communicators(ranks, {.timeout_s = 120});
+  std::vector<Trace> traces(static_cast<size_t>(ranks));
+  std::vector<std::thread> threads;
+  std::mutex mutex;
+  std::exception_ptr error;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      const size_t at = static_cast<size_t>(r);
+      try {
+        const auto device = make_test_device(1);
+        auto world = std::move(worlds[at]);
+        std::unique_ptr<Communicator> dp;
+        if (!device->is_host()) {
+          const CommOptions options{.timeout_s = 120, .device = device.get()};
+          dp = ranks == 1 ? make_device_self_communicator(options) : make_staged_communicator(*world, options);
+        }
+        Mesh mesh(std::move(world), std::move(dp));
+        traces[at] = train_on(*device, mesh, config, kSteps, hooks);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  if (error) std::rethrow_exception(error);
+  return traces[0];
+}
+
+class DeviceTraining : public ::testing::TestWithParam<DType> {};
+
+TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+    const Trace want = train(config_of(model, GetParam(), 1, 2, 0), 1);
+    for (const i64 stage : {0, 1, 2, 3}) {
+      const std::string what = fmt::format("{} stage {}", model.tie_embeddings ? "gpt2" : "llama", stage);
+      expect_same_training(train(config_of(model, GetParam(), 1, 2, stage), 1), want, what + ", 1 rank");
+      expect_same_training(train(config_of(model, GetParam(), 2, 1, stage), 2), want, what + ", 2 ranks");
+    }
+  }
+}
+
+TEST_P(DeviceTraining, GraphsChangeNoBit) {
+  for (const i64 stage : {0, 3}) {
+    Config config = config_of(tiny_llama(), GetParam(), 1, 2, stage);
+    const Trace want = train(config, 1);
+    config.cuda.graphs = test_device() != nullptr;
+    expect_same_training(train(config, 1), want, fmt::format("stage {}", stage));
+  }
+}
+
+TEST_P(DeviceTraining, FollowsTheCpu) {
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+    const Config config = config_of(model, GetParam(), 1, 2, 1);
+    const Trace got = train(config, 1), want = train_threads(config, 1, kSteps);
+    const double tolerance = GetParam() == DType::F32 ? 2e-6 : GetParam() == DType::F16 ? 1e-3 : 8e-3;
+    for (size_t s = 0; s < want.losses.size(); ++s) {
+      EXPECT_NEAR(got.losses[s] / want.losses[s], 1, tolerance) << "step " << s;
+      EXPECT_NEAR(got.norms[s] / want.norms[s], 1, 10 * tolerance) << "step " << s;
+    }
+    EXPECT_EQ(got.predicted[static_cast<size_t>(Tag::Params)], want.predicted[static_cast<size_t>(Tag::Params)]);
+    for (const Tag tag :
+         {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Activations, Tag::Data, Tag::Host})
+      EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  }
+}
+
+TEST_P(DeviceTraining, OverflowSkipsTheStepOnTheDevice) {
+  if (GetParam() != DType::F16) GTEST_SKIP() << "only fp16 overflows";
+  Config config = config_of(tiny_gpt2(), DType::F16, 1, 1, 1);
+  config.fp16.initial_scale_power = 24;
+  config.fp16.hysteresis = 1;
+  const Trace got = train(config, 1), want = train_threads(config, 1, kSteps);
+  EXPECT_TRUE(got.skipped[0]);
+  EXPECT_EQ(got.skipped, want.skipped);
+  EXPECT_EQ(got.scales, want.scales);
+  EXPECT_EQ(got.lrs, want.lrs);
+}
+
+INSTANTIATE_TEST_SUITE_P(Types, DeviceTraining, ::testing::Values(DType::F32, DType::BF16, DType::F16),
+                         [](const auto& test) { return std::string(dtype_name(test.param)); });
+
+}  // namespace
+}  // namespace ds::testing
