@@ -95,15 +95,16 @@ DeviceKind resolve_device(const Config& config) {
   std::string why;
   const bool cuda = num_cuda_devices(why) > 0;
   DS_CHECK(cuda || config.device == DeviceKind::Auto, Errc::Unavailable, "device \"cuda\": {}", why);
+  DS_CHECK(cuda || config.communication.backend != CommBackend::Nccl, Errc::Unavailable,
+           "communication.backend \"nccl\" talks between GPUs: {}", why);
+  DS_CHECK(cuda || (!config.cuda.graphs && !config.cuda.autotune), Errc::Unavailable, "cuda.{} wants a GPU: {}",
+           config.cuda.graphs ? "graphs" : "autotune", why);
   return cuda ? DeviceKind::Cuda : DeviceKind::Cpu;
 }
 
 std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks) {
-  if (resolve_device(config) == DeviceKind::Cpu) {
-    DS_CHECK(!config.cuda.graphs && !config.cuda.autotune, Errc::Unavailable,
-             "the keys cuda.* want a GPU, and device \"auto\" found none");
+  if (resolve_device(config) == DeviceKind::Cpu)
     return make_cpu_device(probe::cpu_backend(), thread_count(config, ranks));
-  }
   std::string why;
   return make_cuda_device(ranks.local_rank % num_cuda_devices(why), {.autotune = config.cuda.autotune});
 }
