@@ -326,8 +326,8 @@ void backward(const BackwardArgs<E>& a, cudaStream_t stream) noexcept {
 }  // namespace
 }  // namespace attention
 
-void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
-                   TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
+void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                       TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");

@@ -191,8 +191,8 @@ void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
 }  // namespace
 }  // namespace attention
 
-void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
-                   Stream& stream) noexcept {
+void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
+                       Stream& stream) noexcept {
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");

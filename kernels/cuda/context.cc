@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/context.h"
 
+#include <cstdlib>
+#include <string_view>
+
+#include "cuda/attention_cudnn.h"
 #include "cuda/matmul.h"
 
 namespace ds::cuda {
@@ -14,6 +18,7 @@ Context::Context(bool autotune) : autotune_(autotune) {
 }
 
 Context::~Context() {
+  cudnn_attention_.reset();
   matmul_.reset();
   if (scratch_ != nullptr) cudaFree(scratch_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
@@ -26,6 +31,20 @@ MatmulEngine& Context::matmul() noexcept {
 
 size_t Context::scratch_bytes() const noexcept {
   return scratch_bytes_ + (matmul_ != nullptr ? matmul_->workspace_bytes() : 0);
+}
+
+CudnnAttention* Context::cudnn_attention() noexcept {
+  if (!attention_chosen_) {
+    attention_chosen_ = true;
+    const char* const variable = std::getenv("DS_ATTENTION");
+    const std::string_view wanted = variable == nullptr ? "own" : variable;
+    if (wanted == "cudnn") {
+      cudnn_attention_ = std::make_unique<CudnnAttention>(*this);
+    } else if (wanted != "own") {
+      fail("neither own nor cudnn", "DS_ATTENTION");
+    }
+  }
+  return cudnn_attention_.get();
 }
 
 void* Context::scratch(size_t bytes) noexcept {

@@ -11,6 +11,7 @@
 namespace ds::cuda {
 
 class MatmulEngine;  // handle, plans and workspace of the matrix products
+class CudnnAttention;
 
 class Context {
  public:
@@ -22,6 +23,9 @@ class Context {
 
   cudaStream_t stream() const noexcept { return stream_; }
   MatmulEngine& matmul() noexcept;  // made with the first product
+  // Null: attention is for our own kernels. Made with the first attention of this context, if the environment's
+  // DS_ATTENTION is cudnn; it is own by default.
+  CudnnAttention* cudnn_attention() noexcept;
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
 
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
@@ -47,6 +51,8 @@ class Context {
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<MatmulEngine> matmul_;
   bool autotune_;
+  std::unique_ptr<CudnnAttention> cudnn_attention_;
+  bool attention_chosen_ = false;
   void* scratch_ = nullptr;
   size_t scratch_bytes_ = 0;
   int num_multiprocessors_ = 0;

@@ -28,6 +28,10 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
                    Stream&) noexcept;
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
+void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
+                       Stream&) noexcept;
+void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                       TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
                           TensorView targets, TensorView logits, const CrossEntropyParams&, Stream&) noexcept;
 void dropout(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;

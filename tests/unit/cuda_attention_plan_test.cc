@@ -3,10 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <set>
 #include <vector>
 
 #include "cuda/attention.h"
+#include "cuda/attention_cudnn.h"
 
 namespace ds::cuda::attention {
 namespace {
@@ -190,6 +192,15 @@ TEST(CudaAttentionPlan, WholeChunksNeedAlignedStridesAndSizes) {
   y = x;
   y.shape[3] = 12;
   EXPECT_FALSE(has_whole_chunks(y));
+}
+
+TEST(CudaAttention, CudnnIsNotReplacedSilently) {  // this program is linked without it
+  setenv("DS_ATTENTION", "cudnn", 1);
+  Context context;
+  ASSERT_NE(context.cudnn_attention(), nullptr);
+  EXPECT_FALSE(context.cudnn_attention()->serves({}));
+  EXPECT_STREQ(context.error(), "this build has no cuDNN");
+  unsetenv("DS_ATTENTION");
 }
 
 }  // namespace

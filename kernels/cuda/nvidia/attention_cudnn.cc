@@ -1,0 +1,544 @@
+// SPDX-License-Identifier: Apache-2.0
+// Attention by cuDNN's backend API. The library is opened at first use and never linked: programs that do not ask for
+// it start without its 500 MB. Graphs are made of primitive operations and not of the composite SDPA operations,
+// because those of cuDNN 9.19 have no attribute for a causal mask (it came with 9.21) nor for a deterministic backward
+// pass. Before 9.16 the backward pass is wrong where S is no multiple of 128 unless the graph masks the rest, so older
+// libraries are refused; 9.16 to 9.x of the same soname take the same graphs.
+
+#include <cudnn_backend.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+#include <span>
+#include <type_traits>
+#include <unordered_map>
+
+#include "cuda/attention_cudnn.h"
+
+namespace ds::cuda {
+namespace cudnn {
+namespace {
+
+constexpr const char* kLibrary = "libcudnn.so.9";
+constexpr size_t kOldest = 91600;
+
+struct Library {
+  decltype(&cudnnGetVersion) version = nullptr;
+  decltype(&cudnnGetErrorString) error_string = nullptr;
+  decltype(&cudnnGetLastErrorString) last_error = nullptr;
+  decltype(&cudnnCreate) create = nullptr;
+  decltype(&cudnnDestroy) destroy = nullptr;
+  decltype(&cudnnSetStream) set_stream = nullptr;
+  decltype(&cudnnBackendCreateDescriptor) create_descriptor = nullptr;
+  decltype(&cudnnBackendDestroyDescriptor) destroy_descriptor = nullptr;
+  decltype(&cudnnBackendSetAttribute) set = nullptr;
+  decltype(&cudnnBackendGetAttribute) get = nullptr;
+  decltype(&cudnnBackendFinalize) finalize = nullptr;
+  decltype(&cudnnBackendExecute) execute = nullptr;
+  std::string error;  // empty: it can be used
+
+  Library() {
+    void* const so = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);  // stays open: plans may outlive anything
+    if (so == nullptr) {
+      const char* const reason = dlerror();
+      error = reason != nullptr ? reason : kLibrary;
+      return;
+    }
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(so, name));
+      if (function == nullptr && error.empty()) error = std::string(kLibrary) + " has no " + name;
+    };
+    find(version, "cudnnGetVersion");
+    find(error_string, "cudnnGetErrorString");
+    find(last_error, "cudnnGetLastErrorString");
+    find(create, "cudnnCreate");
+    find(destroy, "cudnnDestroy");
+    find(set_stream, "cudnnSetStream");
+    find(create_descriptor, "cudnnBackendCreateDescriptor");
+    find(destroy_descriptor, "cudnnBackendDestroyDescriptor");
+    find(set, "cudnnBackendSetAttribute");
+    find(get, "cudnnBackendGetAttribute");
+    find(finalize, "cudnnBackendFinalize");
+    find(execute, "cudnnBackendExecute");
+    if (error.empty() && version() < kOldest) {
+      error = std::string(kLibrary) + " is version " + std::to_string(version()) + "; attention needs at least " +
+              std::to_string(kOldest);
+    }
+  }
+};
+
+const Library& library() {
+  static const Library x;
+  return x;
+}
+
+template <class T>
+constexpr cudnnBackendAttributeType_t kTypeOf = CUDNN_TYPE_BACKEND_DESCRIPTOR;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<bool> = CUDNN_TYPE_BOOLEAN;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<char> = CUDNN_TYPE_CHAR;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<i64> = CUDNN_TYPE_INT64;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<float> = CUDNN_TYPE_FLOAT;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<cudnnDataType_t> = CUDNN_TYPE_DATA_TYPE;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<cudnnPointwiseMode_t> = CUDNN_TYPE_POINTWISE_MODE;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<cudnnReduceTensorOp_t> = CUDNN_TYPE_REDUCTION_OPERATOR_TYPE;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<cudnnBackendHeurMode_t> = CUDNN_TYPE_HEUR_MODE;
+template <>
+constexpr cudnnBackendAttributeType_t kTypeOf<cudnnHandle_t> = CUDNN_TYPE_HANDLE;
+
+// The first failure of a series of calls; after it none is made.
+class Errors {
+ public:
+  bool ok() const noexcept { return text_.empty(); }
+  const std::string& text() const noexcept { return text_; }
+  void report(std::string text) {
+    if (ok()) text_ = std::move(text);
+  }
+  bool check(cudnnStatus_t status, const char* call, const char* what) {
+    if (status == CUDNN_STATUS_SUCCESS) return true;
+    std::array<char, 1024> details{};
+    library().last_error(details.data(), details.size());
+    report(std::string(call) + ", " + what + ": " + library().error_string(status) + ": " + details.data());
+    return false;
+  }
+  bool check_attribute(cudnnStatus_t status, const char* call, cudnnBackendAttributeName_t name, const char* what) {
+    return status == CUDNN_STATUS_SUCCESS || check(status, (call + std::to_string(name)).c_str(), what);
+  }
+
+ private:
+  std::string text_;
+};
+
+class Descriptor {
+ public:
+  Descriptor() = default;
+  Descriptor(Errors& errors, cudnnBackendDescriptorType_t type, const char* what) : errors_(&errors), what_(what) {
+    if (errors.ok()) errors.check(library().create_descriptor(type, &pointer_), "cudnnBackendCreateDescriptor", what);
+  }
+  ~Descriptor() {
+    if (pointer_ != nullptr) library().destroy_descriptor(pointer_);
+  }
+  Descriptor(Descriptor&& other) noexcept { *this = std::move(other); }
+  Descriptor& operator=(Descriptor&& other) noexcept {
+    std::swap(pointer_, other.pointer_);
+    std::swap(errors_, other.errors_);
+    std::swap(what_, other.what_);
+    return *this;
+  }
+
+  cudnnBackendDescriptor_t pointer() const noexcept { return pointer_; }
+
+  template <class T>
+  void set(cudnnBackendAttributeName_t name, std::span<const T> values) {
+    set_raw(name, kTypeOf<T>, static_cast<i64>(values.size()), values.data());
+  }
+  template <class T>
+  void set(cudnnBackendAttributeName_t name, const T& value) {
+    set_raw(name, kTypeOf<T>, 1, &value);
+  }
+  void set(cudnnBackendAttributeName_t name, const Descriptor& value) {
+    set_raw(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &value.pointer_);
+  }
+  void set_pointers(cudnnBackendAttributeName_t name, std::span<void* const> values) {
+    set_raw(name, CUDNN_TYPE_VOID_PTR, static_cast<i64>(values.size()), values.data());
+  }
+  // How many elements there are; up to `count` of them are written to `values`.
+  i64 get(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, i64 count, void* values) const {
+    i64 available = 0;
+    if (!errors_->ok()) return 0;
+    const cudnnStatus_t status = library().get(pointer_, name, type, count, &available, values);
+    if (!errors_->check_attribute(status, "cudnnBackendGetAttribute ", name, what_)) return 0;
+    return available;
+  }
+  void finalize() {
+    if (errors_->ok()) errors_->check(library().finalize(pointer_), "cudnnBackendFinalize", what_);
+  }
+
+ private:
+  void set_raw(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type, i64 count, const void* values) {
+    if (!errors_->ok()) return;
+    errors_->check_attribute(library().set(pointer_, name, type, count, values), "cudnnBackendSetAttribute ", name,
+                             what_);
+  }
+
+  cudnnBackendDescriptor_t pointer_ = nullptr;
+  Errors* errors_ = nullptr;
+  const char* what_ = "";
+};
+
+cudnnDataType_t data_type(Type t) noexcept {
+  switch (t) {
+    case Type::F32: return CUDNN_DATA_FLOAT;
+    case Type::BF16: return CUDNN_DATA_BFLOAT16;
+    case Type::F16: return CUDNN_DATA_HALF;
+    case Type::I32: return CUDNN_DATA_INT32;
+    case Type::Bool: return CUDNN_DATA_BOOLEAN;
+  }
+  return CUDNN_DATA_FLOAT;
+}
+
+cudnnPointwiseMode_t pointwise_mode(GraphOp op) noexcept {
+  switch (op) {
+    case GraphOp::Index: return CUDNN_POINTWISE_GEN_INDEX;
+    case GraphOp::Mul: return CUDNN_POINTWISE_MUL;
+    case GraphOp::Add: return CUDNN_POINTWISE_ADD;
+    case GraphOp::Sub: return CUDNN_POINTWISE_SUB;
+    case GraphOp::Div: return CUDNN_POINTWISE_DIV;
+    case GraphOp::Exp: return CUDNN_POINTWISE_EXP;
+    case GraphOp::Log: return CUDNN_POINTWISE_LOG;
+    case GraphOp::GreaterEqual: return CUDNN_POINTWISE_CMP_GE;
+    case GraphOp::Select: return CUDNN_POINTWISE_BINARY_SELECT;
+    case GraphOp::Matmul:
+    case GraphOp::Transpose:
+    case GraphOp::Max:
+    case GraphOp::Sum: break;
+  }
+  return CUDNN_POINTWISE_IDENTITY;
+}
+
+// A graph's descriptors; those of the operations refer to the others.
+struct GraphDescriptors {
+  std::unordered_map<i64, Descriptor> tensors;
+  std::vector<Descriptor> parts, operations;
+  Descriptor graph;
+};
+
+class GraphBuilder {
+ public:
+  GraphBuilder(Errors& errors, GraphDescriptors& out) : errors_(errors), out_(out) {}
+
+  void build(const Graph& graph, cudnnHandle_t handle) {
+    for (const GraphTensor& t : graph.tensors) add(t);
+    for (const GraphNode& n : graph.nodes) add(n);
+    std::vector<cudnnBackendDescriptor_t> operations;
+    for (const Descriptor& d : out_.operations) operations.push_back(d.pointer());
+    out_.graph = Descriptor(errors_, CUDNN_BACKEND_OPERATIONGRAPH_DESCRIPTOR, "operation graph");
+    if (handle != nullptr) {
+      // Deprecated, as a description of the device's properties may take its place: by number.
+      constexpr auto kHandle = static_cast<cudnnBackendAttributeName_t>(800);
+      out_.graph.set(kHandle, handle);
+    }
+    out_.graph.set(CUDNN_ATTR_OPERATIONGRAPH_OPS, std::span<const cudnnBackendDescriptor_t>(operations));
+    out_.graph.finalize();
+  }
+
+ private:
+  void add(const GraphTensor& t) {
+    Descriptor d(errors_, CUDNN_BACKEND_TENSOR_DESCRIPTOR, "tensor");
+    d.set(CUDNN_ATTR_TENSOR_UNIQUE_ID, t.uid);
+    d.set(CUDNN_ATTR_TENSOR_DATA_TYPE, data_type(t.type));
+    d.set(CUDNN_ATTR_TENSOR_DIMENSIONS, std::span<const i64>(t.dim));
+    d.set(CUDNN_ATTR_TENSOR_STRIDES, std::span<const i64>(t.stride));
+    d.set(CUDNN_ATTR_TENSOR_BYTE_ALIGNMENT, i64{16});
+    d.set(CUDNN_ATTR_TENSOR_IS_VIRTUAL, t.is_inner);
+    d.set(CUDNN_ATTR_TENSOR_IS_BY_VALUE, t.is_number);
+    d.finalize();
+    out_.tensors.emplace(t.uid, std::move(d));
+  }
+
+  void add(const GraphNode& n) {
+    const auto tensor = [&](i64 uid) -> const Descriptor& { return out_.tensors.at(uid); };
+    Descriptor operation;
+    switch (n.op) {
+      case GraphOp::Matmul: {
+        Descriptor part(errors_, CUDNN_BACKEND_MATMUL_DESCRIPTOR, "matmul");
+        part.set(CUDNN_ATTR_MATMUL_COMP_TYPE, data_type(n.compute));
+        operation = Descriptor(errors_, CUDNN_BACKEND_OPERATION_MATMUL_DESCRIPTOR, "matmul operation");
+        operation.set(CUDNN_ATTR_OPERATION_MATMUL_DESC, keep(std::move(part)));
+        operation.set(CUDNN_ATTR_OPERATION_MATMUL_ADESC, tensor(n.x));
+        operation.set(CUDNN_ATTR_OPERATION_MATMUL_BDESC, tensor(n.b));
+        operation.set(CUDNN_ATTR_OPERATION_MATMUL_CDESC, tensor(n.y));
+        break;
+      }
+      case GraphOp::Transpose:
+        operation = Descriptor(errors_, CUDNN_BACKEND_OPERATION_RESHAPE_DESCRIPTOR, "reshape operation");
+        operation.set(CUDNN_ATTR_OPERATION_RESHAPE_XDESC, tensor(n.x));
+        operation.set(CUDNN_ATTR_OPERATION_RESHAPE_YDESC, tensor(n.y));
+        break;
+      case GraphOp::Max:
+      case GraphOp::Sum: {
+        Descriptor part(errors_, CUDNN_BACKEND_REDUCTION_DESCRIPTOR, "reduction");
+        part.set(CUDNN_ATTR_REDUCTION_COMP_TYPE, data_type(n.compute));
+        part.set(CUDNN_ATTR_REDUCTION_OPERATOR,
+                 n.op == GraphOp::Max ? CUDNN_REDUCE_TENSOR_MAX : CUDNN_REDUCE_TENSOR_ADD);
+        operation = Descriptor(errors_, CUDNN_BACKEND_OPERATION_REDUCTION_DESCRIPTOR, "reduction operation");
+        operation.set(CUDNN_ATTR_OPERATION_REDUCTION_DESC, keep(std::move(part)));
+        operation.set(CUDNN_ATTR_OPERATION_REDUCTION_XDESC, tensor(n.x));
+        operation.set(CUDNN_ATTR_OPERATION_REDUCTION_YDESC, tensor(n.y));
+        break;
+      }
+      default: {
+        Descriptor part(errors_, CUDNN_BACKEND_POINTWISE_DESCRIPTOR, "pointwise");
+        part.set(CUDNN_ATTR_POINTWISE_MODE, pointwise_mode(n.op));
+        part.set(CUDNN_ATTR_POINTWISE_MATH_PREC, data_type(n.compute));
+        if (n.op == GraphOp::Index) part.set(CUDNN_ATTR_POINTWISE_AXIS, i64{n.axis});
+        operation = Descriptor(errors_, CUDNN_BACKEND_OPERATION_POINTWISE_DESCRIPTOR, "pointwise operation");
+        operation.set(CUDNN_ATTR_OPERATION_POINTWISE_PW_DESCRIPTOR, keep(std::move(part)));
+        operation.set(CUDNN_ATTR_OPERATION_POINTWISE_XDESC, tensor(n.x));
+        if (n.b != 0) operation.set(CUDNN_ATTR_OPERATION_POINTWISE_BDESC, tensor(n.b));
+        if (n.t != 0) operation.set(CUDNN_ATTR_OPERATION_POINTWISE_TDESC, tensor(n.t));
+        operation.set(CUDNN_ATTR_OPERATION_POINTWISE_YDESC, tensor(n.y));
+        break;
+      }
+    }
+    operation.finalize();
+    out_.operations.push_back(std::move(operation));
+  }
+
+  const Descriptor& keep(Descriptor&& part) {
+    part.finalize();
+    out_.parts.push_back(std::move(part));
+    return out_.parts.back();
+  }
+
+  Errors& errors_;
+  GraphDescriptors& out_;
+};
+
+// What a plan is for: the device of a handle, or one that is described.
+struct Target {
+  cudnnHandle_t handle = nullptr;
+  const Descriptor* properties = nullptr;
+};
+
+struct Offer {
+  Candidate candidate;
+  Descriptor config;
+};
+
+// What one mode of the heuristics offers. A mode that knows nothing is not an error; `reason` says why, if it does.
+std::vector<Offer> offers_of(const Descriptor& graph, const Target& target, cudnnBackendHeurMode_t mode,
+                             Errors& reason) {
+  Descriptor heuristics(reason, CUDNN_BACKEND_ENGINEHEUR_DESCRIPTOR, "heuristics");
+  heuristics.set(CUDNN_ATTR_ENGINEHEUR_OPERATION_GRAPH, graph);
+  heuristics.set(CUDNN_ATTR_ENGINEHEUR_MODE, mode);
+  if (target.properties != nullptr) heuristics.set(CUDNN_ATTR_ENGINEHEUR_DEVICEPROP, *target.properties);
+  heuristics.finalize();
+  i64 count = heuristics.get(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, 0, nullptr);
+  std::vector<Offer> offers;
+  std::vector<cudnnBackendDescriptor_t> pointers;
+  for (i64 i = 0; i < count; ++i) {
+    offers.push_back({{}, Descriptor(reason, CUDNN_BACKEND_ENGINECFG_DESCRIPTOR, "engine configuration")});
+    pointers.push_back(offers.back().config.pointer());
+  }
+  if (count > 0) {  // fewer come out: those that this device can run
+    count = heuristics.get(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, count, pointers.data());
+  }
+  offers.resize(static_cast<size_t>(count));
+  for (Offer& offer : offers) {
+    Candidate& c = offer.candidate;
+    const Descriptor engine(reason, CUDNN_BACKEND_ENGINE_DESCRIPTOR, "engine");
+    cudnnBackendDescriptor_t pointer = engine.pointer();
+    offer.config.get(CUDNN_ATTR_ENGINECFG_ENGINE, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &pointer);
+    offer.config.get(CUDNN_ATTR_ENGINECFG_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &c.workspace_bytes);
+    engine.get(CUDNN_ATTR_ENGINE_GLOBAL_INDEX, CUDNN_TYPE_INT64, 1, &c.engine);
+    std::array<cudnnBackendNumericalNote_t, CUDNN_NUMERICAL_NOTE_TYPE_COUNT> notes{};
+    const i64 num_notes = engine.get(CUDNN_ATTR_ENGINE_NUMERICAL_NOTE, CUDNN_TYPE_NUMERICAL_NOTE,
+                                     static_cast<i64>(notes.size()), notes.data());
+    const auto end = notes.begin() + std::min<i64>(num_notes, static_cast<i64>(notes.size()));
+    c.deterministic = reason.ok() && std::find(notes.begin(), end, CUDNN_NUMERICAL_NOTE_NONDETERMINISTIC) == end;
+  }
+  if (!reason.ok()) offers.clear();
+  return offers;
+}
+
+// Lives as long as the engine. An execution plan refers to its configuration and graph.
+struct Plan {
+  Errors errors;
+  AttentionSlices slices;
+  GraphDescriptors graph;
+  Descriptor config, plan;
+  i64 workspace_bytes = 0;
+};
+
+// The first deterministic offer that becomes a plan.
+void find_plan(Plan& out, cudnnHandle_t handle) {
+  const Target target = {.handle = handle};
+  GraphBuilder(out.errors, out.graph).build(attention_graph(out.slices.shape), handle);
+  if (!out.errors.ok()) return;
+  Errors reason;
+  int offered = 0, passed_over = 0;
+  for (const cudnnBackendHeurMode_t mode : {CUDNN_HEUR_MODE_A, CUDNN_HEUR_MODE_FALLBACK}) {
+    Errors refusal;
+    for (Offer& offer : offers_of(out.graph.graph, target, mode, refusal)) {
+      ++offered;
+      if (!offer.candidate.deterministic) {
+        ++passed_over;
+        continue;
+      }
+      Errors errors;  // an engine that refuses is an answer: there may be others
+      Descriptor plan(errors, CUDNN_BACKEND_EXECUTION_PLAN_DESCRIPTOR, "execution plan");
+      plan.set(CUDNN_ATTR_EXECUTION_PLAN_ENGINE_CONFIG, offer.config);
+      plan.finalize();
+      plan.get(CUDNN_ATTR_EXECUTION_PLAN_WORKSPACE_SIZE, CUDNN_TYPE_INT64, 1, &out.workspace_bytes);
+      if (errors.ok()) {
+        out.config = std::move(offer.config);
+        out.plan = std::move(plan);
+        return;
+      }
+      reason.report(errors.text());
+    }
+    reason.report(refusal.text());
+  }
+  out.errors.report("no deterministic plan for this attention: " + std::to_string(offered) + " engines offered, " +
+                    std::to_string(passed_over) + " of them not deterministic; " + reason.text());
+}
+
+}  // namespace
+
+const char* library_error() noexcept { return library().error.empty() ? nullptr : library().error.c_str(); }
+
+Candidates find_candidates(const AttentionShape& shape, std::string_view device_properties) {
+  Candidates out;
+  if (library_error() != nullptr) {
+    out.error = library_error();
+    return out;
+  }
+  Errors errors;
+  Descriptor properties(errors, CUDNN_BACKEND_DEVICEPROP_DESCRIPTOR, "device properties");
+  properties.set(CUDNN_ATTR_DEVICEPROP_JSON_REPRESENTATION,
+                 std::span<const char>(device_properties.data(), device_properties.size()));
+  properties.finalize();
+  GraphDescriptors graph;
+  GraphBuilder(errors, graph).build(attention_graph(shape), nullptr);
+  for (const cudnnBackendHeurMode_t mode : {CUDNN_HEUR_MODE_A, CUDNN_HEUR_MODE_FALLBACK}) {
+    if (!errors.ok()) break;
+    Errors reason;
+    for (const Offer& offer : offers_of(graph.graph, {.properties = &properties}, mode, reason)) {
+      out.list.push_back(offer.candidate);
+    }
+  }
+  out.error = errors.text();
+  return out;
+}
+
+}  // namespace cudnn
+
+using namespace cudnn;  // NOLINT: the rest of this file is about nothing else
+
+struct CudnnAttention::Impl {
+  Context& context;
+  cudnnHandle_t handle = nullptr;
+  int capability_major = 0;
+  std::string error;  // what the context points to
+  std::unordered_map<AttentionShape, Plan, AttentionShapeHash> plans;
+
+  explicit Impl(Context& c) noexcept : context(c) {
+    if (library_error() != nullptr) {
+      context.fail(library_error(), "DS_ATTENTION=cudnn");
+      return;
+    }
+    int device = 0;
+    context.check(cudaGetDevice(&device), "cudaGetDevice");
+    context.check(cudaDeviceGetAttribute(&capability_major, cudaDevAttrComputeCapabilityMajor, device),
+                  "cudaDeviceGetAttribute");
+    Errors errors;
+    if (!errors.check(library().create(&handle), "cudnnCreate", "handle")) {
+      handle = nullptr;
+    } else {
+      errors.check(library().set_stream(handle, context.stream()), "cudnnSetStream", "handle");
+    }
+    report(errors);
+  }
+  ~Impl() {
+    plans.clear();
+    if (handle != nullptr) library().destroy(handle);
+  }
+  Impl(const Impl&) = delete;
+  Impl& operator=(const Impl&) = delete;
+
+  void report(const Errors& errors) noexcept {
+    if (errors.ok() || !error.empty()) return;
+    error = errors.text();
+    context.fail(error.c_str(), "attention by cuDNN");
+  }
+
+  Plan& plan_for(const AttentionShape& shape) noexcept {
+    const auto [at, is_new] = plans.try_emplace(shape);
+    Plan& plan = at->second;
+    if (is_new) {
+      plan.slices = slices_of(shape);
+      find_plan(plan, handle);
+    }
+    return plan;
+  }
+};
+
+CudnnAttention::CudnnAttention(Context& context) : impl_(std::make_unique<Impl>(context)) {}
+CudnnAttention::~CudnnAttention() = default;
+
+bool CudnnAttention::serves(const AttentionCall& call) noexcept {
+  return impl_->handle != nullptr && refusal(call, impl_->capability_major) == nullptr;
+}
+
+void CudnnAttention::run(const AttentionCall& call) noexcept {
+  Impl& x = *impl_;
+  Plan& plan = x.plan_for(shape_of(call));
+  if (!plan.errors.ok()) return x.report(plan.errors);
+  const AttentionShape& s = plan.slices.shape;
+
+  constexpr i64 kAlign = 256;
+  const i64 sums_bytes = call.backward ? (s.B * s.H * s.T * 4 + kAlign - 1) / kAlign * kAlign : 0;
+  const i64 scratch_bytes = sums_bytes + plan.workspace_bytes;
+  char* const scratch = static_cast<char*>(x.context.scratch(static_cast<size_t>(scratch_bytes)));
+  if (scratch == nullptr && scratch_bytes > 0) return;  // reported by scratch
+
+  float scale = call.params.scale, minus_infinity = -std::numeric_limits<float>::infinity(), one = 1;
+  i32 num_queries = static_cast<i32>(s.T), num_keys = static_cast<i32>(s.S);
+  Errors errors;
+  for (const AttentionSlice& slice : plan.slices.slices) {
+    const i64 R = s.H / s.G;
+    std::vector<i64> uids;
+    std::vector<void*> pointers;
+    const auto bind = [&](i64 uid, void* p) {
+      uids.push_back(uid);
+      pointers.push_back(p);
+    };
+    const auto bind_view = [&](i64 uid, const TensorView& v, i64 head) {
+      const i64 at = slice.batch * v.stride[0] + head * v.stride[2];
+      bind(uid, v.as<char>() + at * dtype_bytes(v.dtype));
+    };
+    const i64 group = slice.group, head = group * R;
+    bind_view(kQ, call.q, head);
+    bind_view(kK, call.k, group);
+    bind_view(kV, call.v, group);
+    bind_view(kO, call.o, head);
+    bind(kLse, call.lse.as<float>() + (slice.batch * call.q.dim(2) + head) * s.T);
+    bind(kScale, &scale);
+    if (s.causal) bind(kMinusInfinity, &minus_infinity);
+    if (s.causal && s.T != s.S) {
+      bind(kNumQueries, &num_queries);
+      bind(kNumKeys, &num_keys);
+    }
+    if (call.backward) {
+      bind_view(kDq, call.dq, head);
+      bind_view(kDk, call.dk, group);
+      bind_view(kDv, call.dv, group);
+      bind_view(kDout, call.dout, head);
+      bind(kRowSums, scratch);
+      bind(kOne, &one);
+    }
+    Descriptor pack(errors, CUDNN_BACKEND_VARIANT_PACK_DESCRIPTOR, "variant pack");
+    pack.set(CUDNN_ATTR_VARIANT_PACK_UNIQUE_IDS, std::span<const i64>(uids));
+    pack.set_pointers(CUDNN_ATTR_VARIANT_PACK_DATA_POINTERS, pointers);
+    void* const workspace = scratch + sums_bytes;
+    pack.set_pointers(CUDNN_ATTR_VARIANT_PACK_WORKSPACE, {&workspace, 1});
+    pack.finalize();
+    if (errors.ok()) {
+      errors.check(library().execute(x.handle, plan.plan.pointer(), pack.pointer()), "cudnnBackendExecute",
+                   call.backward ? "attention_bwd" : "attention_fwd");
+    }
+  }
+  x.report(errors);
+}
+
+}  // namespace ds::cuda
