@@ -84,8 +84,7 @@ TEST_P(DeviceTraining, FollowsTheCpu) {
       EXPECT_NEAR(got.norms[s] / want.norms[s], 1, 10 * tolerance) << "step " << s;
     }
     EXPECT_EQ(got.predicted[static_cast<size_t>(Tag::Params)], want.predicted[static_cast<size_t>(Tag::Params)]);
-    for (const Tag tag :
-         {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Activations, Tag::Data})
+    for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Activations, Tag::Data})
       EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
   }
 }
