@@ -32,6 +32,9 @@ Loaded load() {
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored))
     return {nullptr, fmt::format("there is no {}: this libds was built without CUDA", path)};
+  // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
+  if (std::getenv("DS_CUDA_PLUGIN") == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
+    return {nullptr, "there is no NVIDIA driver on this machine"};
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: the CUDA runtime does not like that
   if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror())};
   const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, kCudaPluginEntry));

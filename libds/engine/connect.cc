@@ -78,13 +78,13 @@ std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo&
   const bool own_gpu = ranks.local_world_size <= gpus;
   if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu)) {
     DS_CHECK(own_gpu, Errc::Unavailable,
-             "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPUs",
-             ranks.local_world_size, gpus);
+             "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
+             ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
     return make_nccl_communicator(world, options);
   }
   if (backend == CommBackend::Auto && ranks.rank == 0)
-    log_message(LogLevel::Warning, fmt::format("{} ranks share {} GPUs: they talk through host memory, which is slow",
-                                               ranks.local_world_size, gpus));
+    log_message(LogLevel::Warning, fmt::format("{} ranks share {} GPU{}: they talk through host memory, which is slow",
+                                               ranks.local_world_size, gpus, gpus == 1 ? "" : "s"));
   return make_staged_communicator(world, options);
 }
 

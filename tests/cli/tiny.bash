@@ -8,6 +8,7 @@ tiny_setup() {
   bats_load_library bats-support
   bats_load_library bats-assert
   PATH=$DS_BIN:$PATH
+  export CUDA_VISIBLE_DEVICES=  # runs here are of the CPU, also on a machine with a GPU
   cd "$BATS_TEST_TMPDIR" || exit 1
   cp "$DS_SOURCE/LICENSE" text.txt
   # Two micro-batches in "micro" order: the sums do not depend on how ranks and micro-batches share them.

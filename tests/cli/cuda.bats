@@ -1,0 +1,72 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# device "cuda" as its user meets it: without a GPU a reason and exit status 4; on the simulator, runs.
+
+bats_require_minimum_version 1.5.0
+load tiny
+
+setup() {
+  tiny_setup
+  sim=$DS_BIN/../lib/libds_cuda_sim.so
+}
+
+on_sim() { DS_CUDA_PLUGIN=$sim "$@"; }
+need_sim() { [[ -e $sim ]] || skip "this build has no CUDA"; }
+losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
+
+@test "without a GPU every way to ask for one is exit status 4, with the reason, and writes nothing" {
+  for key in device=cuda communication.backend=nccl cuda.graphs=true cuda.autotune=true; do
+    run -4 --separate-stderr ds-train cfg.json --out run --set "$key"
+    [[ $stderr == *"no NVIDIA driver"* || $stderr == *"driver finds no GPU"* || $stderr == *"built without CUDA"* ]]
+    run -4 --separate-stderr ds-train cfg.json --check --set "$key"
+  done
+  run -4 --separate-stderr ds-launch -n 2 ds-train cfg.json --out run --set device=cuda
+  [[ ! -e run ]]
+}
+
+@test "a plug-in that is not there, or no plug-in" {
+  DS_CUDA_PLUGIN=$PWD/absent.so run -4 --separate-stderr ds-train cfg.json --check --set device=cuda
+  [[ $stderr == *"absent.so"* ]]
+  echo text >broken.so
+  DS_CUDA_PLUGIN=$PWD/broken.so run -4 --separate-stderr ds-train cfg.json --check --set device=cuda
+  [[ $stderr == *"does not load"* ]]
+  DS_CUDA_PLUGIN=$(ls "$DS_BIN"/../lib/libds.so.*.*.*) run -4 --separate-stderr ds-train cfg.json --check --set device=cuda
+  [[ $stderr == *"is no CUDA plug-in"* ]]
+  # "auto" goes on without.
+  DS_CUDA_PLUGIN=$PWD/broken.so run -0 --separate-stderr ds-train cfg.json --check
+  [[ $output == *"1 rank on cpu"* ]]
+}
+
+@test "no libds and no tool is linked to a CUDA library" {
+  for file in "$DS_BIN"/ds-* "$DS_BIN"/../lib/libds.so; do
+    run -0 ldd "$file"
+    refute_output --regexp 'cuda|cublas|cudnn|nccl'
+  done
+}
+
+@test "a run on the simulator: stages and ranks give the same losses, a CPU run goes on from its checkpoint" {
+  need_sim
+  on_sim ds-train cfg.json --out a --quiet --set device=cuda
+  on_sim ds-train cfg.json --out b --quiet --set device=cuda --set zero_optimization.stage=3 --set cuda.graphs=true
+  diff <(losses a) <(losses b)
+  on_sim ds-launch -n 2 ds-train cfg.json --out c --set device=cuda 2>err
+  grep 'share 1 GPU' err
+  diff <(losses a) <(losses c)
+  on_sim ds-train cfg.json --check --set device=cuda | grep '1 rank on cuda'
+  run -0 --separate-stderr ds-train cfg.json --resume a --out d --set steps=14 --set device=cpu
+  [[ $stderr == *"results agree, bits may not"* ]]
+  run -0 on_sim ds-train cfg.json --resume a --generate The --max-tokens 5 --set device=cuda
+  run -0 on_sim ds-train cfg.json --resume a --eval --set device=cuda
+}
+
+@test "what is wrong with a device is said before anything is written" {
+  need_sim
+  DS_SIM_DEVICES=0 run -4 --separate-stderr on_sim ds-train cfg.json --out run --set device=cuda
+  [[ $stderr == *"driver finds no GPU"* ]]
+  run -4 --separate-stderr on_sim ds-train cfg.json --out run --set device=cuda --set model.n_embd=4096 \
+    --set model.n_layer=12 --set model.n_head=32
+  [[ $stderr == *"GiB"*"free on simulated device"*"optimizer"* ]]
+  run -4 --separate-stderr on_sim ds-launch -n 2 ds-train cfg.json --out run --set communication.backend=nccl
+  [[ $stderr == *"2 ranks and 1 GPU"* ]]
+  [[ ! -e run ]]
+}
