@@ -37,7 +37,7 @@ CudnnAttention* Context::cudnn_attention() noexcept {
   if (!attention_chosen_) {
     attention_chosen_ = true;
     const char* const variable = std::getenv("DS_ATTENTION");
-    const std::string_view wanted = variable == nullptr ? "own" : variable;
+    const std::string_view wanted = variable == nullptr || *variable == '\0' ? "own" : variable;
     if (wanted == "cudnn") {
       cudnn_attention_ = std::make_unique<CudnnAttention>(*this);
     } else if (wanted != "own") {
@@ -51,13 +51,19 @@ void* Context::scratch(size_t bytes) noexcept {
   if (bytes > scratch_bytes_) {
     check(cudaStreamSynchronize(stream_), "waiting for the stream");
     if (scratch_ != nullptr) cudaFree(scratch_);
-    scratch_ = nullptr;
-    scratch_bytes_ = 0;
-    const cudaError_t e = cudaMalloc(&scratch_, bytes);
-    check(e, "memory for an op's temporaries");
-    if (e == cudaSuccess) scratch_bytes_ = bytes;
+    scratch_ = allocate(bytes, "an op's temporaries");
+    scratch_bytes_ = scratch_ != nullptr ? bytes : 0;
   }
   return scratch_;
+}
+
+void* Context::allocate(size_t bytes, const char* what) noexcept {
+  void* p = nullptr;
+  const cudaError_t e = cudaMalloc(&p, bytes);
+  if (e == cudaSuccess) return p;
+  if (e == cudaErrorMemoryAllocation && error_ == nullptr) missing_bytes_ = bytes;
+  check(e, what);
+  return nullptr;
 }
 
 }  // namespace ds::cuda

@@ -31,6 +31,8 @@ class Context {
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
   // follow each other, so all use the same. It grows on first use (waiting for the stream) and stays. Null: no memory.
   void* scratch(size_t bytes) noexcept;
+  // Device memory for `what` (a literal), to be given to cudaFree. Null: no memory.
+  void* allocate(size_t bytes, const char* what) noexcept;
   // What ops hold for themselves: this memory, and the workspace of matrix products.
   size_t scratch_bytes() const noexcept;
 
@@ -45,7 +47,8 @@ class Context {
   }
   const char* error() const noexcept { return error_; }  // null: none
   const char* where() const noexcept { return where_; }
-  cudaError_t error_code() const noexcept { return code_; }  // of a failure of the runtime
+  cudaError_t error_code() const noexcept { return code_; }         // of a failure of the runtime
+  size_t missing_bytes() const noexcept { return missing_bytes_; }  // not 0: allocate() found no memory for so many
 
  private:
   cudaStream_t stream_ = nullptr;
@@ -58,6 +61,7 @@ class Context {
   int num_multiprocessors_ = 0;
   const char* error_ = nullptr;
   cudaError_t code_ = cudaSuccess;
+  size_t missing_bytes_ = 0;
   const char* where_ = "";
 };
 

@@ -10,6 +10,7 @@ namespace ds::nccl {
 
 Api load() {
   const char* named = std::getenv("DS_NCCL_LIBRARY");
+  if (named != nullptr && *named == '\0') named = nullptr;
   const char* file = named != nullptr ? named : "libnccl.so.2";
   void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads of its own
   DS_CHECK(library != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", dlerror(),

@@ -18,8 +18,10 @@ struct Loaded {
 
 Loaded load() {
   std::string path;
-  if (const char* named = std::getenv("DS_CUDA_PLUGIN")) {
-    path = named;
+  const char* named = std::getenv("DS_CUDA_PLUGIN");
+  if (named != nullptr && *named == '\0') named = nullptr;
+  if (named != nullptr) {
+    path = std::filesystem::absolute(named);  // a bare name is a file here, not one to search for
   } else {
     Dl_info self{};
     dladdr(reinterpret_cast<const void*>(&make_cuda_device), &self);
@@ -31,9 +33,10 @@ Loaded load() {
   }
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored))
-    return {nullptr, fmt::format("there is no {}: this libds was built without CUDA", path)};
+    return {nullptr, named != nullptr ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
+                                      : fmt::format("there is no {}: this libds was built without CUDA", path)};
   // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
-  if (std::getenv("DS_CUDA_PLUGIN") == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
+  if (named == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
     return {nullptr, "there is no NVIDIA driver on this machine"};
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: the CUDA runtime does not like that
   if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror())};

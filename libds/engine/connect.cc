@@ -3,6 +3,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "ds/log.h"
 #include "model/models.h"
 #include "probe/host.h"
@@ -76,12 +78,8 @@ std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo&
       .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
   if (ranks.world_size == 1 && backend != CommBackend::Nccl) return make_device_self_communicator(options);
   const bool own_gpu = ranks.local_world_size <= gpus;
-  if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu)) {
-    DS_CHECK(own_gpu, Errc::Unavailable,
-             "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
-             ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
+  if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu))
     return make_nccl_communicator(world, options);
-  }
   if (backend == CommBackend::Auto && ranks.rank == 0)
     log_message(LogLevel::Warning, fmt::format("{} ranks share {} GPU{}: they talk through host memory, which is slow",
                                                ranks.local_world_size, gpus, gpus == 1 ? "" : "s"));
@@ -102,11 +100,20 @@ DeviceKind resolve_device(const Config& config) {
   return cuda ? DeviceKind::Cuda : DeviceKind::Cpu;
 }
 
+int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept {
+  const int gpu = ranks.local_rank % gpus;
+  return std::max(1, (ranks.local_world_size - gpu + gpus - 1) / gpus);
+}
+
 std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks) {
   if (resolve_device(config) == DeviceKind::Cpu)
     return make_cpu_device(probe::cpu_backend(), thread_count(config, ranks));
   std::string why;
-  return make_cuda_device(ranks.local_rank % num_cuda_devices(why), {.autotune = config.cuda.autotune});
+  const int gpus = num_cuda_devices(why);
+  DS_CHECK(config.communication.backend != CommBackend::Nccl || ranks.local_world_size <= gpus, Errc::Unavailable,
+           "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
+           ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
+  return make_cuda_device(ranks.local_rank % gpus, {.autotune = config.cuda.autotune});
 }
 
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device) {

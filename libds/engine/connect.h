@@ -13,8 +13,11 @@ namespace ds::engine {
 // with the reason where they are not.
 DeviceKind resolve_device(const Config& config);
 
-// Rank r of a node takes GPU r; ranks beyond the GPUs share them, which is for tests and a warning.
+// Rank r of a node takes GPU r; ranks beyond the GPUs share them, which is for tests and a warning, and not for the
+// backend "nccl" (Errc::Unavailable).
 std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks);
+// How many ranks of the node take this one's GPU.
+int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept;
 
 // The world over host memory, and dp over the device's. Throws Errc::Config for a backend that cannot serve these
 // ranks. Collective.

@@ -149,12 +149,14 @@ namespace {
 void check_memory(const Config& config, const RankInfo& ranks) {
   const RunPrediction p = predict_run(config, ranks);
   const double gib = 1024.0 * 1024.0 * 1024.0;
-  // The memory of a node is all its ranks'; that of a GPU has who takes it first.
-  const i64 needed = p.total_bytes * (p.device == "cpu" ? ranks.local_world_size : 1);
+  const bool on_cpu = p.device == "cpu";
+  std::string ignored;
+  const int sharers = on_cpu ? ranks.local_world_size : engine::ranks_on_gpu(ranks, num_cuda_devices(ignored));
+  const i64 needed = p.total_bytes * sharers;
   if (needed <= p.available_bytes) return;
   std::string message =
-      fmt::format("this run needs {:.2f} GiB on this node ({} ranks), {:.2f} GiB are there ({}); per rank:",
-                  static_cast<double>(p.total_bytes * ranks.local_world_size) / gib, ranks.local_world_size,
+      fmt::format("this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); per rank:",
+                  static_cast<double>(needed) / gib, on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s",
                   static_cast<double>(p.available_bytes) / gib, p.limited_by);
   for (const TagMemory& row : p.memory) {
     message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, static_cast<double>(row.predicted) / gib);
@@ -169,7 +171,12 @@ void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
   mesh = engine::make_mesh(config, ranks, *device);
   backend = mesh->dp().backend();
-  if (is_root()) log_message(LogLevel::Verbose, fmt::format("device: {}; communication: {}", device->name(), backend));
+  if (is_root()) {
+    std::string why;
+    if (device->is_host() && config.device == DeviceKind::Auto && num_cuda_devices(why) == 0)
+      log_message(LogLevel::Verbose, fmt::format("device \"auto\" takes the CPU: {}", why));
+    log_message(LogLevel::Verbose, fmt::format("device: {}; communication: {}", device->name(), backend));
+  }
   open_data(mesh->dp().size());
   step_dir = find_resumed();
   if (step_dir.empty()) weights = find_weights();

@@ -151,6 +151,7 @@ load tiny
   check 4 "OneBitAdam" cfg.json --set optimizer.type=OneBitAdam
   check 4 "nccl" cfg.json --set communication.backend=nccl
   check 4 "cuda" cfg.json --set device=cuda
+  DS_CUDA_PLUGIN=nowhere.so check 4 "nowhere.so (DS_CUDA_PLUGIN)" cfg.json --set device=cuda
   check 4 "GiB" cfg.json --set model.n_embd=65536 --set model.n_head=512 --set model.n_layer=80
   check 2 "--bogus" cfg.json --bogus
   check 2 "no such directory" cfg.json --resume elsewhere

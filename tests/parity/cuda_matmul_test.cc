@@ -210,5 +210,16 @@ TEST_F(CudaCrossEntropy, LogitsThatAreNotFinite) {
   }
 }
 
+TEST(CudaContext, SaysHowMuchMemoryIsMissing) {
+  cuda::Context context;
+  EXPECT_NE(context.scratch(1000), nullptr);
+  EXPECT_EQ(context.error(), nullptr);
+  constexpr size_t kTooMuch = size_t{5} << 30;  // the simulated device has 4 GiB
+  EXPECT_EQ(context.scratch(kTooMuch), nullptr);
+  EXPECT_NE(context.error(), nullptr);
+  EXPECT_EQ(context.missing_bytes(), kTooMuch);
+  EXPECT_EQ(context.scratch_bytes(), 0u);
+}
+
 }  // namespace
 }  // namespace ds::testing

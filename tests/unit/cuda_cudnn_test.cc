@@ -25,6 +25,10 @@ TEST(CudaCudnn, IsAskedForByName) {
   Context own;
   EXPECT_EQ(own.cudnn_attention(), nullptr);
   EXPECT_EQ(own.error(), nullptr);
+  setenv("DS_ATTENTION", "", 1);
+  Context empty;
+  EXPECT_EQ(empty.cudnn_attention(), nullptr);
+  EXPECT_EQ(empty.error(), nullptr);
   setenv("DS_ATTENTION", "CUDNN", 1);
   Context wrong;
   EXPECT_EQ(wrong.cudnn_attention(), nullptr);

@@ -102,9 +102,8 @@ struct MatmulEngine::Impl {
     context.check(cudaGetDevice(&device), "cudaGetDevice");
     context.check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     const size_t wanted_bytes = size_t{major >= 9 ? 64u : 32u} << 20;
-    const cudaError_t e = cudaMalloc(&workspace, wanted_bytes);
-    context.check(e, "the workspace of matrix products");
-    if (e == cudaSuccess) workspace_bytes = wanted_bytes;
+    workspace = context.allocate(wanted_bytes, "the workspace of matrix products");
+    if (workspace != nullptr) workspace_bytes = wanted_bytes;
     context.check(cudaEventCreateWithFlags(&begin, cudaEventDefault), "cudaEventCreate");
     context.check(cudaEventCreateWithFlags(&end, cudaEventDefault), "cudaEventCreate");
   }

@@ -32,6 +32,7 @@ class CudaDevice final : public Device {
       call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
       half.free = make_event();
     }
+    contexts_.front()->cudnn_attention();  // says at once what is wrong with DS_ATTENTION
     check();
   }
 
@@ -140,7 +141,10 @@ class CudaDevice final : public Device {
     call(cudaEventCreateWithFlags(&e, cudaEventDisableTiming), "making an event");
     return e;
   }
-  void destroy(Event e) noexcept override { cudaEventDestroy(static_cast<cudaEvent_t>(e)); }
+  void destroy(Event e) noexcept override {
+    bind();
+    cudaEventDestroy(static_cast<cudaEvent_t>(e));
+  }
   void record(Event e, Queue q) override {
     call(cudaEventRecord(static_cast<cudaEvent_t>(e), cuda_stream(q)), "recording an event");
   }
@@ -148,6 +152,7 @@ class CudaDevice final : public Device {
     call(cudaStreamWaitEvent(cuda_stream(q), static_cast<cudaEvent_t>(e), 0), "waiting for an event");
   }
   bool reached(Event e) override {
+    bind();  // any thread asks, and a call would make a context on the GPU that is current there
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(e));
     if (state == cudaErrorNotReady) return false;
     call(state, "asking for an event");
@@ -189,7 +194,15 @@ class CudaDevice final : public Device {
   // What ops met since the last time.
   void check() const {
     for (const auto& c : contexts_) {
-      if (c->error() != nullptr) fail(name_, c->where(), c->error(), c->error_code());
+      if (c->error() == nullptr) continue;
+      if (c->missing_bytes() > 0) {
+        const DeviceMemory m = memory();
+        throw Error(Errc::OutOfMemory,
+                    fmt::format("{}: no memory for {:.3f} GiB of {} ({}); {:.3f} of {:.3f} GiB are free", name_,
+                                static_cast<double>(c->missing_bytes()) / 0x1p30, tag_name(Tag::Scratch), c->where(),
+                                static_cast<double>(m.free) / 0x1p30, static_cast<double>(m.total) / 0x1p30));
+      }
+      fail(name_, c->where(), c->error(), c->error_code());
     }
   }
   const Half& next_half() {
