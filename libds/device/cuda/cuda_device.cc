@@ -22,10 +22,12 @@ constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memor
 class CudaDevice final : public Device {
  public:
   CudaDevice(int index, const CudaOptions& options) : index_(index) {
-    bind();
+    call(cudaSetDevice(index), "opening it");  // makes its context, which may fail; then another GPU would stay current
     cudaDeviceProp properties{};
     call(cudaGetDeviceProperties(&properties, index), "reading its properties");
     name_ = properties.name;
+    DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, the kernels want 8.0", name_,
+             properties.major, properties.minor);
     contexts_ = {std::make_unique<cuda::Context>(options.autotune), std::make_unique<cuda::Context>(options.autotune)};
     for (size_t q = 0; q < contexts_.size(); ++q) streams_[q].native = contexts_[q].get();
     for (Half& half : staging_) {
@@ -148,8 +150,12 @@ class CudaDevice final : public Device {
     call(cudaStreamWaitEvent(cuda_stream(q), static_cast<cudaEvent_t>(e), 0), "waiting for an event");
   }
   bool reached(Event e) override {
+    bind();  // a thread that never chose a device would make a context on GPU 0
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(e));
-    if (state == cudaErrorNotReady) return false;
+    if (state == cudaErrorNotReady) {
+      cudaGetLastError();  // stays behind as this thread's last error, and the next op would report it
+      return false;
+    }
     call(state, "asking for an event");
     return true;
   }
