@@ -14,6 +14,7 @@ namespace {
 struct Loaded {
   const CudaPlugin* plugin = nullptr;
   std::string why;
+  bool broken = false;
 };
 
 Loaded load() {
@@ -33,18 +34,21 @@ Loaded load() {
   }
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored))
-    return {nullptr, named != nullptr ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
-                                      : fmt::format("there is no {}: this libds was built without CUDA", path)};
+    return {nullptr,
+            named != nullptr ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
+                             : fmt::format("there is no {}: this libds was built without CUDA", path),
+            named != nullptr};
   // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
   if (named == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
     return {nullptr, "there is no NVIDIA driver on this machine"};
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: the CUDA runtime does not like that
-  if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror())};
+  if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror()), true};
   const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, kCudaPluginEntry));
-  if (entry == nullptr) return {nullptr, fmt::format("{} is no CUDA plug-in of libds", path)};
+  if (entry == nullptr) return {nullptr, fmt::format("{} is no CUDA plug-in of libds", path), true};
   const CudaPlugin* plugin = entry();
   if (std::string_view(plugin->build) != kCudaPluginBuild)
-    return {nullptr, fmt::format("{} is of another build (\"{}\", not \"{}\")", path, plugin->build, kCudaPluginBuild)};
+    return {nullptr, fmt::format("{} is of another build (\"{}\", not \"{}\")", path, plugin->build, kCudaPluginBuild),
+            true};
   return {plugin, ""};
 }
 
@@ -62,9 +66,18 @@ int num_cuda_devices(std::string& why) {
     return 0;
   }
   const char* reason = "";
-  const int n = l.plugin->count(&reason);
+  bool broken = false;
+  const int n = l.plugin->count(&reason, &broken);
   if (n == 0) why = reason;
   return n;
+}
+
+bool cuda_is_broken() {
+  const Loaded& l = loaded();
+  if (l.plugin == nullptr) return l.broken;
+  const char* reason = "";
+  bool broken = false;
+  return l.plugin->count(&reason, &broken) == 0 && broken;
 }
 
 std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& options) {

@@ -8,15 +8,15 @@
 namespace ds {
 
 struct CudaPlugin {
-  const char* build;  // version and compiler of the plug-in
-  // GPUs; 0 with the reason in `why` (a literal).
-  int (*count)(const char** why) noexcept;
+  const char* build;  // version, and a hash of the headers and the compiler
+  // GPUs; 0 with the reason in `why` (a literal), and whether it is a fault or just that none is there.
+  int (*count)(const char** why, bool* broken) noexcept;
   // Null with the reason in `why`.
   Device* (*open)(int index, const CudaOptions& options, std::string& why) noexcept;
 };
 
 using CudaPluginEntry = const CudaPlugin* (*)() noexcept;
 inline constexpr char kCudaPluginEntry[] = "ds_cuda_plugin";
-inline constexpr char kCudaPluginBuild[] = DS_VERSION " " __VERSION__;
+inline constexpr char kCudaPluginBuild[] = DS_VERSION " " DS_PLUGIN_BUILD;
 
 }  // namespace ds

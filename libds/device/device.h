@@ -34,6 +34,8 @@ class Device {
   Device& operator=(const Device&) = delete;
 
   virtual DeviceKind kind() const noexcept = 0;
+  // Of the hardware: the same for two devices that are one GPU. 0 on the CPU.
+  virtual u64 id() const noexcept = 0;
   virtual std::string_view name() const noexcept = 0;  // for people: "cpu.avx512", "NVIDIA H100 80GB HBM3"
   virtual const OpTable& ops() const noexcept = 0;
   virtual Stream& stream(Queue queue = Queue::Compute) noexcept = 0;
@@ -89,5 +91,8 @@ struct CudaOptions {
 std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& options = {});
 // How many GPUs make_cuda_device can open; 0 with the reason in `why`.
 int num_cuda_devices(std::string& why);
+// Whether that reason is that something is broken: a plug-in that does not load or is of another build, a driver too
+// old or in trouble. Not: none is there.
+bool cuda_is_broken();
 
 }  // namespace ds

@@ -3,6 +3,10 @@
 
 #include <fmt/format.h>
 
+#include <atomic>
+#include <cstdlib>
+#include <set>
+
 #include <algorithm>
 
 #include "ds/log.h"
@@ -72,17 +76,25 @@ int thread_count(const Config& config, const RankInfo& ranks) {
 std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo& ranks, Communicator& world,
                                            Device& device) {
   const CommBackend backend = config.communication.backend;
-  std::string why;
-  const int gpus = num_cuda_devices(why);
   const CommOptions options{
       .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
   if (ranks.world_size == 1 && backend != CommBackend::Nccl) return make_device_self_communicator(options);
-  const bool own_gpu = ranks.local_world_size <= gpus;
-  if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu))
+  // By what the GPUs are: a rank may see its own alone, and every rank must come to the same answer.
+  std::vector<u64> ids(static_cast<size_t>(ranks.world_size));
+  ids[static_cast<size_t>(ranks.rank)] = device.id();
+  const AllGatherSegment all{ids.data(), sizeof(u64)};
+  world.all_gather({&all, 1}, "dp.stats").wait();
+  const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();
+  const bool own_gpu = gpus == ids.size();
+  if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu)) {
+    DS_CHECK(own_gpu, Errc::Unavailable,
+             "communication.backend \"nccl\" wants a GPU for each rank: {} ranks share {} GPU{}", ranks.world_size,
+             gpus, gpus == 1 ? "" : "s");
     return make_nccl_communicator(world, options);
+  }
   if (backend == CommBackend::Auto && ranks.rank == 0)
     log_message(LogLevel::Warning, fmt::format("{} ranks share {} GPU{}: they talk through host memory, which is slow",
-                                               ranks.local_world_size, gpus, gpus == 1 ? "" : "s"));
+                                               ranks.world_size, gpus, gpus == 1 ? "" : "s"));
   return make_staged_communicator(world, options);
 }
 
@@ -95,6 +107,9 @@ DeviceKind resolve_device(const Config& config) {
   DS_CHECK(cuda || config.device == DeviceKind::Auto, Errc::Unavailable, "device \"cuda\": {}", why);
   DS_CHECK(cuda || config.communication.backend != CommBackend::Nccl, Errc::Unavailable,
            "communication.backend \"nccl\" talks between GPUs: {}", why);
+  static std::atomic<bool> said = false;  // this is asked more than once in a run
+  if (!cuda && cuda_is_broken() && !said.exchange(true))
+    log_message(LogLevel::Warning, fmt::format("device \"auto\" takes the CPU: {}", why));
   DS_CHECK(cuda || (!config.cuda.graphs && !config.cuda.autotune), Errc::Unavailable, "cuda.{} wants a GPU: {}",
            config.cuda.graphs ? "graphs" : "autotune", why);
   return cuda ? DeviceKind::Cuda : DeviceKind::Cpu;
@@ -110,7 +125,10 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
     return make_cpu_device(probe::cpu_backend(), thread_count(config, ranks));
   std::string why;
   const int gpus = num_cuda_devices(why);
-  DS_CHECK(config.communication.backend != CommBackend::Nccl || ranks.local_world_size <= gpus, Errc::Unavailable,
+  // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know (connect_gpus).
+  DS_CHECK(config.communication.backend != CommBackend::Nccl || ranks.local_world_size <= gpus ||
+               std::getenv("CUDA_VISIBLE_DEVICES") != nullptr,
+           Errc::Unavailable,
            "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
            ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
   return make_cuda_device(ranks.local_rank % gpus, {.autotune = config.cuda.autotune});

@@ -13,7 +13,11 @@ namespace {
 // be large; a multiple of 64 rows.
 i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
   const i64 target_elems = device == DeviceKind::Cuda ? i64{256} << 20 : i64{16} << 20;
-  return std::min(rows, align_up(std::max<i64>(target_elems / vocab, 1), 64));
+  const i64 chunk = std::min(rows, align_up(std::max<i64>(target_elems / vocab, 1), 64));
+  if (device != DeviceKind::Cuda) return chunk;
+  // Its kernels want rows of a multiple of eight elements and make that of fewer rows: room for those that this costs,
+  // or the last of the micro-batch would be a chunk of their own, which reads the weight and adds to its gradient.
+  return chunk + div_ceil(chunk * (align_up(vocab, 8) - vocab), vocab);
 }
 
 }  // namespace

@@ -34,7 +34,7 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   [[ $stderr == *"is no CUDA plug-in"* ]]
   # "auto" goes on without.
   DS_CUDA_PLUGIN=$PWD/broken.so run -0 --separate-stderr ds-train cfg.json --check
-  [[ $output == *"1 rank on cpu"* ]]
+  [[ $output == *"1 rank on cpu"* && $stderr == *'device "auto" takes the CPU'*"does not load"* ]]
 }
 
 @test "no libds and no tool is linked to a CUDA library" {
@@ -67,6 +67,11 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
     --set model.n_layer=12 --set model.n_head=32
   [[ $stderr == *"GiB"*"free on simulated device"*"optimizer"* ]]
   run -4 --separate-stderr on_sim ds-launch -n 2 ds-train cfg.json --out run --set communication.backend=nccl
-  [[ $stderr == *"2 ranks and 1 GPU"* ]]
+  [[ $stderr == *"2 ranks share 1 GPU"* ]]
+  (
+    unset CUDA_VISIBLE_DEVICES
+    run -4 --separate-stderr on_sim ds-launch -n 2 ds-train cfg.json --check --set communication.backend=nccl
+    [[ $stderr == *"2 ranks and 1 GPU"* ]]
+  )
   [[ ! -e run ]]
 }

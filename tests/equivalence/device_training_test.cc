@@ -100,6 +100,23 @@ TEST(DeviceTrainingInFp16, OverflowSkipsTheStepOnTheDevice) {
   EXPECT_EQ(got.lrs, want.lrs);
 }
 
+// The CUDA runtime keeps "not ready" as the thread's last error, where ops look for failures of their launches.
+TEST(DeviceEvents, AskingForOneTooEarlyIsNoErrorOfTheNextOp) {
+  const auto device = make_test_device(1);
+  MemoryLedger ledger;
+  constexpr i64 kElems = i64{4} << 20;
+  const Buffer memory = device_buffer(*device, ledger, Tag::Workspace, kElems * 4);
+  const Device::Event event = device->make_event();
+  for (int i = 0; i < 50; ++i) device->zero(memory.data(), kElems * 4);
+  device->record(event, Queue::Compute);
+  EXPECT_EQ(device->reached(event), device->is_host());  // on a GPU: not yet
+  const TensorView x = TensorView::of(memory.data(), DType::F32, {kElems});
+  device->ops().add(x, x, x, device->stream());
+  EXPECT_NO_THROW(device->synchronize());
+  EXPECT_TRUE(device->reached(event));
+  device->destroy(event);
+}
+
 INSTANTIATE_TEST_SUITE_P(Types, DeviceTraining, ::testing::Values(DType::F32, DType::BF16, DType::F16),
                          [](const auto& test) { return std::string(dtype_name(test.param)); });
 

@@ -375,6 +375,7 @@ class SlowDevice final : public Device {
   std::atomic<bool> stuck{false};
 
   DeviceKind kind() const noexcept override { return cpu_->kind(); }
+  u64 id() const noexcept override { return 0; }
   std::string_view name() const noexcept override { return "slow"; }
   const OpTable& ops() const noexcept override { return cpu_->ops(); }
   Stream& stream(Queue queue) noexcept override { return cpu_->stream(queue); }

@@ -211,9 +211,15 @@ struct MatmulEngine::Impl {
     return ms;
   }
 
+  // Timing waits for the stream; one that records a graph forbids that, and the recording would be lost.
+  bool may_wait() const noexcept {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    return cudaStreamIsCapturing(context.stream(), &status) == cudaSuccess && status == cudaStreamCaptureStatusNone;
+  }
+
   void choose(Plan& plan, const LtProblem& p) noexcept {
     plan.algorithm = plan.candidates.front();
-    if (autotune && plan.candidates.size() > 1) {
+    if (autotune && plan.candidates.size() > 1 && may_wait()) {
       // Runs write d again and again; what is added to d must survive, so then they write elsewhere. If there is no
       // memory for that, the library's choice stays.
       void* elsewhere = nullptr;

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <utility>
 #include <vector>
 
 using ds::cuda::sim::enqueue;
@@ -16,6 +17,18 @@ using Graph = std::vector<std::function<void()>>;
 namespace {
 
 thread_local std::unique_ptr<Graph> recorded;  // while this thread records
+
+thread_local cudaError_t last_error = cudaSuccess;
+cudaError_t failed(cudaError_t e) {
+  last_error = e;
+  return e;
+}
+
+// The first to ask for an event after it was recorded is told to come again, as a GPU that is behind would.
+struct SimEvent {
+  std::atomic<bool> ahead{false};
+};
+SimEvent& event_of(cudaEvent_t e) { return *reinterpret_cast<SimEvent*>(e); }
 
 std::atomic<size_t> used{0};
 constexpr size_t kTotal = size_t{4} << 30;
@@ -43,9 +56,10 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int device) {
   std::memset(p, 0, sizeof *p);
   std::strcpy(p->name, "simulated device");
+  p->uuid.bytes[0] = static_cast<char>(device);
   p->major = 9;
   p->totalGlobalMem = kTotal;
   p->multiProcessorCount = 4;
@@ -71,10 +85,10 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 
 // The size lies before the memory; fresh memory is NaN in every format.
 cudaError_t cudaMalloc(void** p, size_t bytes) {
-  if (bytes > kTotal - used) return cudaErrorMemoryAllocation;
+  if (bytes > kTotal - used) return failed(cudaErrorMemoryAllocation);
   auto* block =
       static_cast<char*>(std::aligned_alloc(kAlignment, (bytes + 2 * kAlignment - 1) / kAlignment * kAlignment));
-  if (block == nullptr) return cudaErrorMemoryAllocation;
+  if (block == nullptr) return failed(cudaErrorMemoryAllocation);
   std::memcpy(block, &bytes, sizeof bytes);
   *p = block + kAlignment;
   std::memset(*p, 0xFF, bytes);
@@ -92,7 +106,7 @@ cudaError_t cudaFree(void* p) {
 }
 cudaError_t cudaHostAlloc(void** p, size_t bytes, unsigned) {
   *p = std::aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
-  return *p != nullptr ? cudaSuccess : cudaErrorMemoryAllocation;
+  return *p != nullptr ? cudaSuccess : failed(cudaErrorMemoryAllocation);
 }
 cudaError_t cudaFreeHost(void* p) {
   std::free(p);
@@ -149,22 +163,32 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
   delete reinterpret_cast<char*>(s);
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return recorded ? cudaErrorStreamCaptureUnsupported : cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  return recorded ? failed(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
-  *e = reinterpret_cast<cudaEvent_t>(new char);
+  *e = reinterpret_cast<cudaEvent_t>(new SimEvent);
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t e) {
-  delete reinterpret_cast<char*>(e);
+  delete &event_of(e);
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaEventQuery(cudaEvent_t) { return cudaSuccess; }
-cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+  event_of(e).ahead = true;
+  return cudaSuccess;
+}
+cudaError_t cudaEventQuery(cudaEvent_t e) {
+  return event_of(e).ahead.exchange(false) ? failed(cudaErrorNotReady) : cudaSuccess;
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t e) {
+  event_of(e).ahead = false;
+  return cudaSuccess;
+}
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 const char* cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "no error" : "simulated error"; }
 
 }  // extern "C"

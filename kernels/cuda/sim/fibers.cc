@@ -218,7 +218,7 @@ void check_shared(size_t bytes) {
 
 void run_grid(dim3 grid, int block_size, size_t shared_bytes, FunctionRef<void()> thread) {
   if (block_size <= 0 || block_size > 1024 || block_size % 32 != 0) die("a block is not 32 to 1024 threads");
-  if (shared_bytes > (size_t{227} << 10)) die("a block asks for more than 227 KiB of shared memory");
+  if (shared_bytes > (size_t{163} << 10)) die("a block asks for more shared memory than an A100 has, 163 KiB");
   if (grid.x > 0x7FFFFFFFu || grid.y > 65535 || grid.z > 65535) die("a grid is too large");
   Machine& m = machine();
   const char* seed = std::getenv("DS_SIM_SEED");

@@ -22,10 +22,14 @@ constexpr i64 kStagingHalf = i64{4} << 20;  // pinned memory that pageable memor
 class CudaDevice final : public Device {
  public:
   CudaDevice(int index, const CudaOptions& options) : index_(index) {
-    bind();
+    call(cudaSetDevice(index), "opening it");  // makes its context, which may fail; then another GPU would stay current
     cudaDeviceProp properties{};
     call(cudaGetDeviceProperties(&properties, index), "reading its properties");
     name_ = properties.name;
+    id_ = 14695981039346656037u;  // FNV-1a of its UUID
+    for (const char byte : properties.uuid.bytes) id_ = (id_ ^ static_cast<unsigned char>(byte)) * 1099511628211u;
+    DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, the kernels want 8.0", name_,
+             properties.major, properties.minor);
     contexts_ = {std::make_unique<cuda::Context>(options.autotune), std::make_unique<cuda::Context>(options.autotune)};
     for (size_t q = 0; q < contexts_.size(); ++q) streams_[q].native = contexts_[q].get();
     for (Half& half : staging_) {
@@ -47,6 +51,7 @@ class CudaDevice final : public Device {
   }
 
   DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }
+  u64 id() const noexcept override { return id_; }
   std::string_view name() const noexcept override { return name_; }
   const OpTable& ops() const noexcept override { return cuda::ops(); }
   Stream& stream(Queue q) noexcept override { return streams_[static_cast<size_t>(q)]; }
@@ -154,7 +159,10 @@ class CudaDevice final : public Device {
   bool reached(Event e) override {
     bind();  // any thread asks, and a call would make a context on the GPU that is current there
     const cudaError_t state = cudaEventQuery(static_cast<cudaEvent_t>(e));
-    if (state == cudaErrorNotReady) return false;
+    if (state == cudaErrorNotReady) {
+      cudaGetLastError();  // stays behind as this thread's last error, and the next op would report it
+      return false;
+    }
     call(state, "asking for an event");
     return true;
   }
@@ -212,6 +220,7 @@ class CudaDevice final : public Device {
   }
 
   int index_;
+  u64 id_ = 0;
   std::string name_ = "CUDA device";
   std::array<std::unique_ptr<cuda::Context>, 2> contexts_;
   std::array<Stream, 2> streams_;
@@ -219,17 +228,19 @@ class CudaDevice final : public Device {
   size_t next_ = 0;
 };
 
-int count(const char** why) noexcept {
+int count(const char** why, bool* broken) noexcept {
   int n = 0;
   const cudaError_t e = cudaGetDeviceCount(&n);
   if (e == cudaErrorInsufficientDriver) {
     int driver = 0;
     cudaDriverGetVersion(&driver);
+    *broken = driver != 0;
     *why = driver == 0 ? "there is no NVIDIA driver on this machine"
                        : "the NVIDIA driver of this machine is older than this build's CUDA wants";
     return 0;
   }
   if (e != cudaSuccess || n == 0) {
+    *broken = e != cudaSuccess && e != cudaErrorNoDevice;
     *why = e == cudaSuccess || e == cudaErrorNoDevice ? "the driver finds no GPU" : cudaGetErrorString(e);
     return 0;
   }
