@@ -23,6 +23,12 @@ target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY} gomp)
 # CUDA: the compiler and the headers. Found nothing: DS_CUDA is OFF from here on, and the tools say so when asked.
 if(NOT DS_CUDA STREQUAL "OFF")
   include(CheckLanguage)
+  if(NOT DEFINED CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+    find_program(DS_NVCC nvcc HINTS ENV CUDA_HOME PATHS /usr/local/cuda PATH_SUFFIXES bin)  # often not on the PATH
+    if(DS_NVCC)
+      set(CMAKE_CUDA_COMPILER ${DS_NVCC} CACHE FILEPATH "The CUDA compiler")
+    endif()
+  endif()
   check_language(CUDA)
   if(CMAKE_CUDA_COMPILER)
     set(CMAKE_CUDA_ARCHITECTURES ${DS_CUDA_ARCHITECTURES})
