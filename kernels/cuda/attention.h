@@ -126,21 +126,6 @@ DS_HOST_DEVICE constexpr int swizzled(int row, int chunk) {
   return row * kD + ((chunk ^ swizzle_of<kD>(row)) << 3);
 }
 
-// Random word x keeps its element iff x >> 8 >= this: RngKey::uniform(x) >= p, found by bisection, as uniform is
-// monotonic.
-constexpr u32 least_kept(float p) {
-  u32 low = 0, high = 1u << 24;
-  while (low < high) {
-    const u32 middle = (low + high) / 2;
-    if (RngKey::uniform(middle << 8) >= p) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return low;
-}
-
 // Can the vectors of x be read and written 16 bytes at a time?
 inline bool has_whole_chunks(const TensorView& x) noexcept {
   const i64 chunk = 16 / dtype_bytes(x.dtype);

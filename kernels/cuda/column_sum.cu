@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "cuda/matmul.h"
+#include "cuda/ops.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {

@@ -36,7 +36,7 @@ class Context {
   // What ops hold for themselves: this memory, and the workspace of matrix products.
   size_t scratch_bytes() const noexcept;
 
-  // The first failure of a call or a launch since the last time; ops are noexcept and report here. `where`: a literal.
+  // The first failure of a call or a launch, which stays; ops are noexcept and report here. `where`: a literal.
   void check(cudaError_t e, const char* where) noexcept {
     if (e == cudaSuccess || error_ != nullptr) return;
     fail(cudaGetErrorString(e), where);

@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "cuda/matmul.h"
+#include "cuda/ops.h"
 #include "cuda/vectors.h"
 
 namespace ds::cuda {

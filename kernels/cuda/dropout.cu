@@ -6,20 +6,6 @@
 namespace ds::cuda {
 namespace {
 
-// uniform(x) >= p iff x >> 8 >= this, for uniform() does not fall: found with uniform() itself, which rounds near 1.
-constexpr u32 keep_threshold(float p) noexcept {
-  u32 low = 0, high = u32{1} << 24;  // none below `low` is kept, all from `high` on are
-  while (low < high) {
-    const u32 middle = (low + high) / 2;
-    if (RngKey::uniform(middle << 8) >= p) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
-  }
-  return high;
-}
-
 struct Dropout {
   RngKey rng;
   i64 offset;
@@ -54,7 +40,7 @@ struct Dropout {
 }  // namespace
 
 void dropout(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream& s) noexcept {
-  const Dropout f{rng, offset, keep_threshold(p), 1.0f / (1.0f - p)};
+  const Dropout f{rng, offset, least_kept(p), 1.0f / (1.0f - p)};
   with_work_type(y.dtype, [&]<class T>(T) { elementwise<T, T>("dropout", s, {y}, {x}, f); });
 }
 

@@ -2,6 +2,7 @@
 // The matrix product: steps of a plan, and the kernel for what the product itself cannot do.
 
 #include "cuda/matmul.h"
+#include "cuda/ops.h"
 
 #include "cuda/activate.h"
 #include "cuda/vectors.h"

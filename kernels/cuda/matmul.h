@@ -77,10 +77,4 @@ class MatmulEngine {
   std::unique_ptr<Impl> impl_;
 };
 
-void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
-            const MatmulParams& p, Stream& stream) noexcept;
-void column_sum(TensorView out, TensorView x, Stream& stream) noexcept;
-void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept;
-
 }  // namespace ds::cuda

@@ -122,8 +122,6 @@ DS_DEVICE void atomic_add(i64* to, i64 x) {
 }
 DS_DEVICE void atomic_max(i64* to, i64 x) { atomicMax(reinterpret_cast<long long*>(to), static_cast<long long>(x)); }
 DS_DEVICE u32 atomic_add(u32* to, u32 x) { return atomicAdd(to, x); }
-// Orders this thread's earlier writes to global memory before its later ones, for all threads of the device.
-DS_DEVICE void fence_device() { __threadfence(); }
 
 DS_DEVICE float fast_exp2(float x) {
   float y;
@@ -281,7 +279,6 @@ inline u32 atomic_add(u32* to, u32 x) {
   *to += x;
   return before;
 }
-inline void fence_device() {}
 
 inline float fast_exp2(float x) { return std::exp2(x); }
 inline float fast_log2(float x) { return std::log2(x); }

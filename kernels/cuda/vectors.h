@@ -79,6 +79,21 @@ void with_work_type(DType t, F&& f) noexcept {
   }
 }
 
+// Random word x keeps its element iff x >> 8 >= this: RngKey::uniform(x) >= p, found by bisection, as uniform is
+// monotonic.
+constexpr u32 least_kept(float p) noexcept {
+  u32 low = 0, high = 1u << 24;
+  while (low < high) {
+    const u32 middle = (low + high) / 2;
+    if (RngKey::uniform(middle << 8) >= p) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
 constexpr i64 ceil_div(i64 a, i64 b) noexcept { return (a + b - 1) / b; }
 
 // Whether all addresses are multiples of `bytes` (null is).

@@ -44,28 +44,29 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 
 }  // namespace
 
-RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
-  const DeviceKind device = engine::resolve_device(config);
-  if (device == DeviceKind::Cpu) probe::cpu_backend();  // there is one
+namespace {
+
+RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
   const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, device);
+  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, device.kind());
   RunPrediction p;
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
-  p.device = device == DeviceKind::Cuda ? "cuda" : "cpu";
-  if (device == DeviceKind::Cuda) {
-    const std::unique_ptr<Device> gpu = engine::open_device(config, ranks);
-    p.available_bytes = gpu->memory().free;
-    p.limited_by = fmt::format("free on {}", gpu->name());
-  } else {
-    const probe::AvailableMemory available = probe::available_memory();
-    p.available_bytes = available.bytes;
-    p.limited_by = available.limited_by;
-  }
+  p.host_bytes = plan.memory[static_cast<size_t>(Tag::Host)];
+  const probe::AvailableMemory node = probe::available_memory();
+  p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
+  p.limited_by = device.is_host() ? node.limited_by : fmt::format("free on {}", device.name());
+  p.device = device.is_host() ? "cpu" : "cuda";
   return p;
+}
+
+}  // namespace
+
+RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
+  return predict_on(*engine::open_device(config, ranks), config, ranks);
 }
 
 namespace {
@@ -104,8 +105,7 @@ struct TrainingRun::State {
 
   void abort(const Error& e) {
     if (!mesh) return;
-    mesh->world().abort(e);
-    mesh->dp().abort(e);
+    mesh->dp().abort(e);  // which tells the world, if it is another
   }
 
   // An error of one rank must not leave the others waiting.
@@ -146,29 +146,35 @@ struct TrainingRun::State {
 
 namespace {
 
-void check_memory(const Config& config, const RankInfo& ranks) {
-  const RunPrediction p = predict_run(config, ranks);
-  const double gib = 1024.0 * 1024.0 * 1024.0;
-  const bool on_cpu = p.device == "cpu";
+void check_memory(const Device& device, const Config& config, const RankInfo& ranks) {
+  const RunPrediction p = predict_on(device, config, ranks);
+  const auto gib = [](i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); };
+  const bool on_cpu = device.is_host();
   std::string ignored;
   const int sharers = on_cpu ? ranks.local_world_size : engine::ranks_on_gpu(ranks, num_cuda_devices(ignored));
   const i64 needed = p.total_bytes * sharers;
-  if (needed <= p.available_bytes) return;
-  std::string message =
-      fmt::format("this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); per rank:",
-                  static_cast<double>(needed) / gib, on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s",
-                  static_cast<double>(p.available_bytes) / gib, p.limited_by);
-  for (const TagMemory& row : p.memory) {
-    message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, static_cast<double>(row.predicted) / gib);
+  if (needed > p.available_bytes) {
+    std::string message = fmt::format(
+        "this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); per rank:", gib(needed),
+        on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", gib(p.available_bytes), p.limited_by);
+    for (const TagMemory& row : p.memory)
+      message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, gib(row.predicted));
+    throw Error(Errc::OutOfMemory, message);
   }
-  throw Error(Errc::OutOfMemory, message);
+  const probe::AvailableMemory node = probe::available_memory();
+  const i64 host = p.host_bytes * ranks.local_world_size;
+  DS_CHECK(
+      host <= node.bytes, Errc::OutOfMemory,
+      "to save and load checkpoints, the {} ranks of this node need {:.2f} GiB of its memory beside their GPUs, and "
+      "{:.2f} GiB are there ({})",
+      ranks.local_world_size, gib(host), gib(node.bytes), node.limited_by);
 }
 
 }  // namespace
 
 void TrainingRun::State::open() {
-  check_memory(config, ranks);
   device = engine::open_device(config, ranks);
+  check_memory(*device, config, ranks);
   mesh = engine::make_mesh(config, ranks, *device);
   backend = mesh->dp().backend();
   if (is_root()) {

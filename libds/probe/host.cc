@@ -139,7 +139,8 @@ std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
 double matmul_rate(Device& device, DType work) {
   for (i64 n = device.is_host() ? 1024 : 512;; n *= 2) {
     const auto [rate, seconds] = rate_of_product(device, work, n);
-    if (device.is_host() || seconds > 1e-3 || n == 8192) return rate;
+    const bool fits = 3 * 4 * n * n * dtype_bytes(work) < device.memory().free / 2;  // of a product twice as wide
+    if (device.is_host() || seconds > 1e-3 || n == 8192 || !fits) return rate;
   }
 }
 

@@ -154,6 +154,8 @@ load tiny
   DS_CUDA_PLUGIN=nowhere.so check 4 "nowhere.so (DS_CUDA_PLUGIN)" cfg.json --set device=cuda
   check 4 "GiB" cfg.json --set model.n_embd=65536 --set model.n_head=512 --set model.n_layer=80
   check 2 "--bogus" cfg.json --bogus
+  LOCAL_WORLD_SIZE=0 check 2 "LOCAL_WORLD_SIZE 0" cfg.json
+  LOCAL_RANK=7 check 2 "LOCAL_RANK 7" cfg.json
   check 2 "no such directory" cfg.json --resume elsewhere
 }
 

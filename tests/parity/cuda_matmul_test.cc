@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "cuda/matmul.h"
+#include "cuda/ops.h"
 #include "parity/parity.h"
 
 namespace ds::testing {

@@ -9,6 +9,7 @@
 
 #include "cuda/attention.h"
 #include "cuda/attention_cudnn.h"
+#include "cuda/vectors.h"
 
 namespace ds::cuda::attention {
 namespace {

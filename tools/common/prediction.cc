@@ -21,9 +21,14 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   }
   out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory per rank\n", resolved_json(config),
             p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device);
-  for (const auto& m : p.memory) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
-  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n\nsent per rank and step\n", "total",
-            gib(p.total_bytes), gib(p.available_bytes), p.limited_by);
+  for (const auto& m : p.memory) {
+    if (m.tag != "host") out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
+  }
+  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n", "total", gib(p.total_bytes), gib(p.available_bytes),
+            p.limited_by);
+  if (p.host_bytes > 0)
+    out.print("  {:<12} {:>10.3f} GiB of the node's memory, for checkpoints\n", "host", gib(p.host_bytes));
+  out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes)
     out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
 }

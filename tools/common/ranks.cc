@@ -39,6 +39,10 @@ RankInfo ranks_of_environment() {
   if (r.world_size < 1 || r.rank >= r.world_size) {
     throw Error(Errc::Config, fmt::format("environment: RANK {} is not below WORLD_SIZE {}", r.rank, r.world_size));
   }
+  if (r.local_world_size < 1 || r.local_world_size > r.world_size || r.local_rank >= r.local_world_size) {
+    throw Error(Errc::Config, fmt::format("environment: LOCAL_RANK {} and LOCAL_WORLD_SIZE {} do not fit WORLD_SIZE {}",
+                                          r.local_rank, r.local_world_size, r.world_size));
+  }
   return r;
 }
 

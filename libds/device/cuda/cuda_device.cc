@@ -199,7 +199,7 @@ class CudaDevice final : public Device {
   void call(cudaError_t e, const char* where) const {
     if (e != cudaSuccess) fail(name_, where, cudaGetErrorString(e), e);
   }
-  // What ops met since the last time.
+  // The first thing that ops met; after it the device is of no more use.
   void check() const {
     for (const auto& c : contexts_) {
       if (c->error() == nullptr) continue;

@@ -35,6 +35,7 @@ struct RunPrediction {
   std::vector<TagMemory> memory;          // per rank, without the base of the process
   i64 total_bytes = 0;                    // per rank
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
+  i64 host_bytes = 0;                     // beside a GPU: of the node's memory, per rank; not in total_bytes
   std::string device;                     // "cpu", "cuda"
   i64 available_bytes = 0;                // of this node: free memory within limits; or of this rank's GPU
   std::string limited_by;                 // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
