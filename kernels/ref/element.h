@@ -18,8 +18,8 @@ inline double get(const TensorView& v, i64 i) noexcept {
     case DType::I64: return static_cast<double>(v.as<i64>()[i]);
     case DType::U16: return v.as<u16>()[i];
     case DType::U8: return v.as<u8>()[i];
+    default: return 0;
   }
-  return 0;
 }
 
 // Floats only. A 16-bit store rounds through fp32 to odd, so that the second rounding is the only one that counts.

@@ -11,6 +11,7 @@
 //
 // Commit: written to DIR/.tmp-step-00000100, synced, read back, renamed. A crash at any point leaves the step before.
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,9 +22,10 @@
 namespace ds {
 
 struct ParamEntry {
-  std::string name;        // Hugging Face name; no '/'
-  std::vector<i64> shape;  // at least one dim
-  std::string tied_to;     // empty, or the entry whose elements these are
+  std::string name;  // Hugging Face's
+  std::vector<i64> shape;
+  std::string tied_to;              // empty, or the entry whose elements these are
+  std::optional<DType> dtype = {};  // as it is stored, where that is not the checkpoint's work_dtype
   bool operator==(const ParamEntry&) const = default;
 };
 

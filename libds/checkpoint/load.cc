@@ -6,6 +6,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/together.h"
 #include "ds/log.h"
+#include "formats/tensor_io.h"
 
 namespace ds {
 namespace {

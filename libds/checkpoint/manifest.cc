@@ -78,6 +78,12 @@ DType work_dtype_from(const std::string& name) {
   }
   throw Error(Errc::Corrupt, fmt::format("'{}' is not a work dtype", name.substr(0, 32)));
 }
+DType dtype_from(const std::string& name) {
+  for (int t = 0; t <= static_cast<int>(DType::F8E5M2); ++t) {
+    if (dtype_name(static_cast<DType>(t)) == name) return static_cast<DType>(t);
+  }
+  throw Error(Errc::Corrupt, fmt::format("'{}' is not a dtype", name.substr(0, 32)));
+}
 
 Json parse_bounded(std::string_view text) {
   return Json::parse(text, [](int depth, Json::parse_event_t, Json&) {
@@ -114,6 +120,7 @@ Manifest from_json(const Json& j) {
     m.params.push_back(
         {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
     for (const Json& dim : p.at("shape")) m.params.back().shape.push_back(whole(dim));
+    if (p.contains("dtype")) m.params.back().dtype = dtype_from(p.at("dtype").get<std::string>());
   }
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
@@ -131,19 +138,28 @@ Manifest from_json(const Json& j) {
   return m;
 }
 
+// A path of HDF5 in which each part names something: no empty part, "." or "..".
+bool is_param_name(std::string_view name) {
+  if (name.size() > 1024 || std::any_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }))
+    return false;
+  for (;;) {
+    const size_t slash = name.find('/');
+    const std::string_view part = name.substr(0, slash);
+    if (part.empty() || part == "." || part == "..") return false;
+    if (slash == std::string_view::npos) return true;
+    name.remove_prefix(slash + 1);
+  }
+}
+
 // The rules for names and ties; returns the number of elements of each untied parameter, -1 for tied ones.
 std::vector<i64> validate_params(const Manifest& m, const std::string& path, Errc code) {
   std::unordered_map<std::string_view, const ParamEntry*> by_name;
   std::vector<i64> numels;
   for (const ParamEntry& p : m.params) {
-    const auto bad = [](char c) { return c == '/' || static_cast<u8>(c) < 0x20; };
-    DS_CHECK(
-        !p.name.empty() && p.name != "." && p.name.size() <= 1024 && std::none_of(p.name.begin(), p.name.end(), bad),
-        code, "{}: '{}' cannot be a parameter's name", path, p.name.substr(0, 200));
+    DS_CHECK(is_param_name(p.name), code, "{}: '{}' cannot be a parameter's name", path, p.name.substr(0, 200));
     DS_CHECK(by_name.emplace(p.name, &p).second, code, "{}: parameter '{}' appears twice", path, p.name);
     const std::optional<i64> numel = checked_product(p.shape, 8);
-    DS_CHECK(numel.has_value() && !p.shape.empty() && p.shape.size() <= 32, code, "{}: impossible shape of '{}'", path,
-             p.name);
+    DS_CHECK(numel.has_value() && p.shape.size() <= 32, code, "{}: impossible shape of '{}'", path, p.name);
     numels.push_back(p.tied_to.empty() ? *numel / 8 : -1);
   }
   for (const ParamEntry& p : m.params) {
@@ -159,10 +175,10 @@ std::vector<i64> validate_params(const Manifest& m, const std::string& path, Err
 }  // namespace
 
 bool Manifest::has(State s) const noexcept {
-  for (const FileRecord& f : files) {
-    if (!f.pieces.empty()) return f.pieces.front().states[static_cast<size_t>(s)].has_value();
-  }
-  return false;
+  return std::any_of(files.begin(), files.end(), [&](const FileRecord& f) {
+    return std::any_of(f.pieces.begin(), f.pieces.end(),
+                       [&](const PieceRecord& p) { return p.states[static_cast<size_t>(s)].has_value(); });
+  });
 }
 
 std::string rank_file_name(i64 rank) { return fmt::format("rank-{:05d}.h5", rank); }
@@ -187,6 +203,7 @@ std::string format_manifest(const Manifest& m) {
   for (const ParamEntry& p : m.params) {
     params.push_back({{"name", p.name}, {"shape", p.shape}});
     if (!p.tied_to.empty()) params.back()["tied_to"] = p.tied_to;
+    if (p.dtype) params.back()["dtype"] = dtype_name(*p.dtype);
   }
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));
@@ -270,6 +287,8 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
     auto operator<=>(const Range&) const = default;
   };
   std::vector<Range> ranges;
+  std::array<bool, 4> has{};
+  for (State s : kStates) has[static_cast<size_t>(s)] = m.has(s);
   for (size_t f = 0; f < m.files.size(); ++f) {
     const FileRecord& file = m.files[f];
     DS_CHECK(file.bytes >= 0, code, "{}: {} has {} bytes", path, rank_file_name(narrow<i64>(f)), file.bytes);
@@ -284,10 +303,12 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
       for (State s : kStates) {
         const auto& d = p.states[static_cast<size_t>(s)];
         const std::string_view state = kStateNames[static_cast<size_t>(s)];
-        DS_CHECK(d.has_value() == m.has(s), code, "{}: '{}' {} {}, other pieces {}", path, name,
+        const bool expected =
+            has[static_cast<size_t>(s)] && (s == State::Param || is_float(m.stored_dtype(State::Param, p.param)));
+        DS_CHECK(d.has_value() == expected, code, "{}: '{}' {} {}, other pieces {}", path, name,
                  d.has_value() ? "has" : "lacks", state, d.has_value() ? "lack it" : "have it");
         if (!d) continue;
-        const i64 bytes = p.count * dtype_bytes(m.stored_dtype(s));
+        const i64 bytes = p.count * dtype_bytes(m.stored_dtype(s, p.param));
         DS_CHECK(d->offset >= 0 && d->offset <= file.bytes - bytes, code, "{}: {} of '{}' lies outside {}", path, state,
                  name, rank_file_name(narrow<i64>(f)));
         DS_CHECK(narrow<i64>(d->checksums.size()) == div_ceil(bytes, kChecksumBlock), code,
@@ -296,7 +317,7 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
       ranges.push_back({p.param, p.begin, p.begin + p.count, narrow<i64>(f)});
     }
   }
-  DS_CHECK(m.has(State::Param) || ranges.empty(), code, "{}: no parameters are stored", path);
+  DS_CHECK(has[0] || ranges.empty(), code, "{}: no parameters are stored", path);
 
   // Each element exactly once: per parameter, in order, each range begins where the one before ended.
   std::sort(ranges.begin(), ranges.end());

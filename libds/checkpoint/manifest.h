@@ -45,7 +45,9 @@ struct Manifest {
   u64 view_checksum = 0;
 
   bool has(State) const noexcept;
-  DType stored_dtype(State s) const noexcept { return s == State::Param ? meta.work_dtype : DType::F32; }
+  DType stored_dtype(State s, i64 param) const noexcept {
+    return s == State::Param ? params[static_cast<size_t>(param)].dtype.value_or(meta.work_dtype) : DType::F32;
+  }
 };
 
 inline constexpr std::string_view kManifestName = "manifest.json";

@@ -7,6 +7,7 @@
 
 #include "checkpoint/reader.h"
 #include "ds/checkpoint.h"
+#include "formats/tensor_io.h"
 
 namespace ds {
 namespace {
@@ -24,7 +25,7 @@ struct Column {
 class CheckpointSource : public TensorSource {
  public:
   CheckpointSource(CheckpointReader& reader, std::vector<TensorInfo> tensors, std::vector<Column> columns)
-      : TensorSource(reader.dir(), std::move(tensors)), reader_(reader), columns_(std::move(columns)) {}
+      : TensorSource(reader.path(), std::move(tensors)), reader_(reader), columns_(std::move(columns)) {}
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {

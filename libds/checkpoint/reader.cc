@@ -12,7 +12,6 @@ namespace {
 
 constexpr i64 kMaxManifest = i64{1} << 30;
 constexpr i64 kMaxOpenFiles = 256;
-constexpr i64 kConvertElems = i64{1} << 20;
 
 // XXH3-64 of a file's bytes, fed range by range.
 class RangeHash {
@@ -52,7 +51,7 @@ u64 structure_checksum(const File& file, const Manifest& m, std::span<const Piec
   for (const PieceRecord& p : pieces) {
     for (State s : kStates) {
       const auto& d = p.states[static_cast<size_t>(s)];
-      if (d) data.emplace_back(d->offset, d->offset + p.count * dtype_bytes(m.stored_dtype(s)));
+      if (d) data.emplace_back(d->offset, d->offset + p.count * dtype_bytes(m.stored_dtype(s, p.param)));
     }
   }
   std::sort(data.begin(), data.end());
@@ -77,7 +76,7 @@ void read_block(const File& file, const Manifest& m, const PieceRecord& p, State
                 PageBuffer& pages) {
   const DatasetRecord& d = *p.states[static_cast<size_t>(s)];
   const i64 at = d.offset + block * kChecksumBlock;
-  const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s)), block);
+  const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s, p.param)), block);
   read_bulk(file, at, out, bytes, pages);
   DS_CHECK(checksum(out, bytes) == d.checksums[static_cast<size_t>(block)], Errc::Corrupt,
            "{}: checksum mismatch in /{} (bytes {} to {} of the file are damaged)", file.path(),
@@ -99,7 +98,7 @@ void verify_file(const File& file, const Manifest& m, const FileRecord& record) 
     for (State s : kStates) {
       const auto& d = p.states[static_cast<size_t>(s)];
       if (!d) continue;
-      block.resize(static_cast<size_t>(std::min(p.count * dtype_bytes(m.stored_dtype(s)), kChecksumBlock)));
+      block.resize(static_cast<size_t>(std::min(p.count * dtype_bytes(m.stored_dtype(s, p.param)), kChecksumBlock)));
       for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) read_block(file, m, p, s, b, block.data(), pages);
     }
   }
@@ -108,6 +107,7 @@ void verify_file(const File& file, const Manifest& m, const FileRecord& record) 
 CheckpointReader::CheckpointReader(std::string step_dir) : dir_(std::move(step_dir)) {
   const std::string path = fmt::format("{}/{}", dir_, kManifestName);
   manifest_ = parse_manifest(read_text_file(path, kMaxManifest), path);
+  for (State s : kStates) has_[static_cast<size_t>(s)] = manifest_.has(s);
   files_.resize(manifest_.files.size());
   pieces_.resize(manifest_.params.size());
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
@@ -146,7 +146,7 @@ void CheckpointReader::check_structure(i64 rank) {
 // Bytes [begin, end) of the dataset; whole blocks go straight to `out`.
 void CheckpointReader::read_dataset(const Piece& p, State s, i64 begin, i64 end, char* out) {
   const File& file = open(p.file);
-  const i64 dataset_bytes = (p.end - p.begin) * dtype_bytes(manifest_.stored_dtype(s));
+  const i64 dataset_bytes = (p.end - p.begin) * dtype_bytes(manifest_.stored_dtype(s, p.record->param));
   for (i64 block = begin / kChecksumBlock; block * kChecksumBlock < end; ++block) {
     const i64 from = block * kChecksumBlock, to = from + block_bytes(dataset_bytes, block);
     if (begin <= from && to <= end) {
@@ -161,7 +161,7 @@ void CheckpointReader::read_dataset(const Piece& p, State s, i64 begin, i64 end,
 }
 
 void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count, char* out) {
-  const i64 size = dtype_bytes(manifest_.stored_dtype(state));
+  const i64 size = dtype_bytes(manifest_.stored_dtype(state, param));
   const auto& list = pieces_[static_cast<size_t>(param)];
   auto p = std::upper_bound(list.begin(), list.end(), first, [](i64 x, const Piece& piece) { return x < piece.end; });
   for (const i64 last = first + count; first < last; ++p) {
@@ -170,24 +170,6 @@ void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count,
     read_dataset(*p, state, (first - p->begin) * size, (end - p->begin) * size, out);
     out += (end - first) * size;
     first = end;
-  }
-}
-
-void CheckpointReader::read(State state, DType dtype, i64 param, i64 first, i64 count, void* out) {
-  if (state == State::Param && dtype != manifest_.meta.work_dtype && manifest_.has(State::Master)) {
-    state = State::Master;
-  } else if (state == State::Master && !manifest_.has(State::Master)) {
-    state = State::Param;
-  }
-  const DType stored = manifest_.stored_dtype(state);
-  auto* target = static_cast<char*>(out);
-  if (stored == dtype) return read_stored(state, param, first, count, target);
-  std::vector<char> buffer;
-  for (i64 done = 0; done < count; done += kConvertElems) {
-    const i64 n = std::min(kConvertElems, count - done);
-    buffer.resize(static_cast<size_t>(n * dtype_bytes(stored)));
-    read_stored(state, param, first + done, n, buffer.data());
-    convert_elements(dtype, target + done * dtype_bytes(dtype), stored, buffer.data(), n);
   }
 }
 

@@ -6,8 +6,8 @@
 #include <memory>
 #include <span>
 
-#include "checkpoint/manifest.h"
-#include "formats/tensor_io.h"
+#include "base/file.h"
+#include "checkpoint/state_source.h"
 
 namespace ds {
 
@@ -27,24 +27,23 @@ u64 structure_checksum(const File& file, const Manifest&, std::span<const PieceR
 // Reads every byte of a rank file; throws Errc::Corrupt unless it is as its record says.
 void verify_file(const File& file, const Manifest&, const FileRecord&);
 
-class CheckpointReader {
+// One of our saved steps.
+class CheckpointReader : public StateSource {
  public:
   // Reads and validates the manifest, and checks that every file is there with its size.
   explicit CheckpointReader(std::string step_dir);
 
   const Manifest& manifest() const noexcept { return manifest_; }
-  const std::string& dir() const noexcept { return dir_; }
+  const std::string& path() const noexcept override { return dir_; }
+  const CheckpointMeta& meta() const noexcept override { return manifest_.meta; }
+  const std::vector<ParamEntry>& params() const noexcept override { return manifest_.params; }
+  bool has(State s) const noexcept override { return has_[static_cast<size_t>(s)]; }
   std::string file_path(i64 rank) const { return dir_ + "/" + rank_file_name(rank); }
 
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
   void check_structure(i64 rank);
 
-  // Elements [first, first + count) of a parameter's state, as `dtype`. Weights come from where they are exact: Param
-  // in another dtype than the stored one from Master, Master of a pure fp32 run from Param.
-  void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
-
-  // Reads everything; one line for each file that is not as it was written.
-  std::vector<std::string> verify();
+  std::vector<std::string> verify() override;
 
  private:
   struct Piece {
@@ -52,11 +51,12 @@ class CheckpointReader {
     const PieceRecord* record;
   };
   const File& open(i64 rank);
-  void read_stored(State state, i64 param, i64 first, i64 count, char* out);
+  void read_stored(State state, i64 param, i64 first, i64 count, char* out) override;
   void read_dataset(const Piece&, State, i64 begin, i64 end, char* out);
 
   std::string dir_;
   Manifest manifest_;
+  std::array<bool, 4> has_{};
   std::vector<std::vector<Piece>> pieces_;  // by parameter, in order
   std::vector<std::unique_ptr<File>> files_;
   i64 num_open_ = 0;

@@ -56,7 +56,8 @@ FileRecord write_rank_file(const std::string& path, const Manifest& m, std::span
     DS_CHECK(seen.emplace(p.param, p.begin).second, Errc::Internal, "element {} of '{}' is held twice", p.begin, name);
     for (State s : kStates) {
       if (state_data(p, s) == nullptr) continue;
-      datasets.push_back({{dataset_name(m, s, p.param, p.begin), m.stored_dtype(s), {p.count}}, {{"begin", p.begin}}});
+      datasets.push_back(
+          {{dataset_name(m, s, p.param, p.begin), m.stored_dtype(s, p.param), {p.count}}, {{"begin", p.begin}}});
     }
   }
   const std::vector<i64> offsets = create_hdf5(
@@ -73,7 +74,7 @@ FileRecord write_rank_file(const std::string& path, const Manifest& m, std::span
     for (State s : kStates) {
       const void* data = state_data(p, s);
       if (data == nullptr) continue;
-      const i64 bytes = p.count * dtype_bytes(m.stored_dtype(s));
+      const i64 bytes = p.count * dtype_bytes(m.stored_dtype(s, p.param));
       r.states[static_cast<size_t>(s)] = write_dataset(writer, *offset++, data, bytes);
     }
   }
@@ -93,7 +94,9 @@ void write_view(const std::string& dir, Manifest& m) {
     const ParamEntry& p = m.params[i];
     view_of[i] = views.size();
     if (p.tied_to.empty()) {
-      views.push_back({{p.name, m.meta.work_dtype, p.shape}, {}});
+      // A scalar cannot be a view: it is shown as one element.
+      const std::vector<i64> shape = p.shape.empty() ? std::vector<i64>{1} : p.shape;
+      views.push_back({{p.name, m.stored_dtype(State::Param, narrow<i64>(i)), shape}, {}});
     } else {
       links[p.name] = p.tied_to;
     }

@@ -74,7 +74,7 @@ namespace {
 std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPlan& plan) {
   std::vector<ParamEntry> params;
   for (const auto& unit : plan.rows) {
-    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, ""});
+    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, "", {}});
   }
   if (model.tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
   return params;

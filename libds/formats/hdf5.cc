@@ -92,28 +92,48 @@ struct Context {
   }
 };
 
-// HDF5's type for a DType: little-endian in the file. The 16-bit floats are described field by field, so that h5dump
-// and h5py show right values.
+// A float that HDF5 has no name for, described field by field, so that h5dump and h5py show right values.
+Id small_float(const Context& c, size_t bits, size_t exponent, size_t bias) {
+  const size_t mantissa = bits - 1 - exponent;
+  Id type = c.id(H5Tcopy(H5T_IEEE_F32LE), H5Tclose, "make a type");
+  c.ok(H5Tset_fields(type, bits - 1, mantissa, exponent, 0, mantissa), "describe a small float");
+  c.ok(H5Tset_precision(type, bits), "describe a small float");
+  c.ok(H5Tset_offset(type, 0), "describe a small float");
+  c.ok(H5Tset_size(type, bits / 8), "describe a small float");  // after the fields: they must fit when it shrinks
+  c.ok(H5Tset_ebias(type, bias), "describe a small float");
+  return type;
+}
+
+// As h5py stores truth values.
+Id bool_type(const Context& c) {
+  Id type = c.id(H5Tenum_create(H5T_STD_I8LE), H5Tclose, "make a type");
+  const signed char values[] = {0, 1};
+  c.ok(H5Tenum_insert(type, "FALSE", &values[0]), "make a type");
+  c.ok(H5Tenum_insert(type, "TRUE", &values[1]), "make a type");
+  return type;
+}
+
+// HDF5's type for a DType: little-endian in the file.
 Id file_type(const Context& c, DType t) {
   const auto plain = [&](hid_t type) { return c.id(H5Tcopy(type), H5Tclose, "make a type"); };
   switch (t) {
     case DType::F32: return plain(H5T_IEEE_F32LE);
     case DType::F64: return plain(H5T_IEEE_F64LE);
+    case DType::I8: return plain(H5T_STD_I8LE);
+    case DType::I16: return plain(H5T_STD_I16LE);
     case DType::I32: return plain(H5T_STD_I32LE);
     case DType::I64: return plain(H5T_STD_I64LE);
-    case DType::U16: return plain(H5T_STD_U16LE);
     case DType::U8: return plain(H5T_STD_U8LE);
-    case DType::BF16:
-    case DType::F16: break;
+    case DType::U16: return plain(H5T_STD_U16LE);
+    case DType::U32: return plain(H5T_STD_U32LE);
+    case DType::U64: return plain(H5T_STD_U64LE);
+    case DType::Bool: return bool_type(c);
+    case DType::BF16: return small_float(c, 16, 8, 127);
+    case DType::F16: return small_float(c, 16, 5, 15);
+    case DType::F8E4M3: return small_float(c, 8, 4, 7);
+    case DType::F8E5M2: return small_float(c, 8, 5, 15);
   }
-  const size_t exponent = t == DType::BF16 ? 8 : 5, mantissa = 15 - exponent;
-  Id type = plain(H5T_IEEE_F32LE);
-  c.ok(H5Tset_fields(type, 15, mantissa, exponent, 0, mantissa), "describe a 16-bit float");
-  c.ok(H5Tset_precision(type, 16), "describe a 16-bit float");
-  c.ok(H5Tset_offset(type, 0), "describe a 16-bit float");
-  c.ok(H5Tset_size(type, 2), "describe a 16-bit float");  // after the fields: they must fit when it shrinks
-  c.ok(H5Tset_ebias(type, t == DType::BF16 ? 127 : 15), "describe a 16-bit float");
-  return type;
+  DS_ASSERT(false);
 }
 
 Id make_space(const Context& c, const std::vector<i64>& shape) {
@@ -215,8 +235,9 @@ class Reader {
   void visit_dataset(hid_t dataset, const std::string& name) {
     DS_CHECK(table.tensors.size() < kMaxDatasets, Errc::Corrupt, "{}: more than {} datasets", c_.path, kMaxDatasets);
     const Id type = c_.id(H5Dget_type(dataset), H5Tclose, "read the type of /" + name);
-    constexpr DType kAll[] = {DType::F32, DType::BF16, DType::F16, DType::F64,
-                              DType::I32, DType::I64,  DType::U16, DType::U8};
+    constexpr DType kAll[] = {DType::F32, DType::BF16, DType::F16,  DType::F64,    DType::I32,
+                              DType::I64, DType::U16,  DType::U8,   DType::I8,     DType::I16,
+                              DType::U32, DType::U64,  DType::Bool, DType::F8E4M3, DType::F8E5M2};
     const auto dtype = std::find_if(std::begin(kAll), std::end(kAll), [&](DType t) { return same_type(c_, type, t); });
     if (dtype == std::end(kAll)) {
       table.foreign.push_back({name, type_words(type)});

@@ -18,7 +18,7 @@ constexpr i64 kData = 46;
 const std::string kGood =
     R"({"__metadata__":{"format":"pt"},"a.weight":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]},)"
     R"("b":{"dtype":"BF16","shape":[5],"data_offsets":[24,34]},"s":{"dtype":"F64","shape":[],"data_offsets":[34,42]},)"
-    R"("m":{"dtype":"BOOL","shape":[4,1],"data_offsets":[42,46]},"e":{"dtype":"U8","shape":[0],"data_offsets":[46,46]}})";
+    R"("m":{"dtype":"F8_E8M0","shape":[4,1],"data_offsets":[42,46]},"e":{"dtype":"U8","shape":[0],"data_offsets":[46,46]}})";
 
 // Pieces that headers are made of, and pieces that break them.
 const std::string kTokens[] = {"{",

@@ -192,10 +192,12 @@ TEST(Checkpoint, ImpossibleParametersAreRefused) {
       EXPECT_ERROR(save_checkpoint(dir.path(), sample_meta(1, DType::F32), params, {}, comm), Errc::Internal, reason);
     });
   };
-  refused({{"a/b", {0}, ""}}, "cannot be a parameter's name");
+  for (const char* name : {"/a", "a/", "a//b", "a/../b", ".", "a\nb"}) {
+    refused({{name, {0}, ""}}, "cannot be a parameter's name");
+  }
   refused({{"", {0}, ""}}, "cannot be a parameter's name");
   refused({{"a", {0}, ""}, {"a", {0}, ""}}, "appears twice");
-  refused({{"a", {}, ""}}, "impossible shape");
+  refused({{"a", {-1}, ""}}, "impossible shape");
   refused({{"a", {0}, ""}, {"b", {1}, "a"}}, "is tied to 'a', which is not");
   refused({{"b", {1}, "c"}}, "is tied to 'c', which is not");
 }

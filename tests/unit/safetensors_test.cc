@@ -204,21 +204,21 @@ INSTANTIATE_TEST_SUITE_P(Malformed, SafetensorsHeader, ::testing::ValuesIn(kRefu
 
 TEST(Safetensors, AcceptsWhatTheFormatAllows) {
   const auto table = parse_safetensors(
-      " \n{\"z\":{\"shape\":[2],\"data_offsets\":[4,6],\"dtype\":\"BOOL\"},"
+      " \n{\"z\":{\"shape\":[2],\"data_offsets\":[4,6],\"dtype\":\"F8_E8M0\"},"
       "\"a\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]},"
-      "\"e\":{\"dtype\":\"F8_E4M3\",\"shape\":[0,1099511627776,1099511627776],\"data_offsets\":[6,6]}}\t ",
+      "\"e\":{\"dtype\":\"F8_E4M3FNUZ\",\"shape\":[0,1099511627776,1099511627776],\"data_offsets\":[6,6]}}\t ",
       6, "m");
   ASSERT_EQ(table.tensors.size(), 1u);
   EXPECT_EQ(table.tensors[0].name, "a");
   ASSERT_EQ(table.foreign.size(), 2u);
-  EXPECT_EQ(table.foreign[0].type, "BOOL");
+  EXPECT_EQ(table.foreign[0].type, "F8_E8M0");
 }
 
 TEST(Safetensors, ForeignTypesAreNamedWhenAskedFor) {
   const TempDirectory dir;
-  write_file(dir / "x.safetensors", container(R"({"mask":{"dtype":"BOOL","shape":[2],"data_offsets":[0,2]}})", "\1\1"));
+  write_file(dir / "x.safetensors", container(R"({"mask":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]}})", "\1\1"));
   const auto source = open_source(dir / "x.safetensors");
-  EXPECT_ERROR(source->at("mask"), Errc::Unavailable, "type BOOL");
+  EXPECT_ERROR(source->at("mask"), Errc::Unavailable, "type F8_E8M0");
   EXPECT_ERROR(source->at("mask2"), Errc::Mismatch, "no tensor 'mask2'");
 }
 

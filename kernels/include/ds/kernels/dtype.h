@@ -16,23 +16,33 @@ using u16 = std::uint16_t;
 using u32 = std::uint32_t;
 using u64 = std::uint64_t;
 
-enum class DType : u8 { F32, BF16, F16, F64, I32, I64, U16, U8 };
+// I8 and what follows it are only stored and copied: no op computes with them.
+enum class DType : u8 { F32, BF16, F16, F64, I32, I64, U16, U8, I8, I16, U32, U64, Bool, F8E4M3, F8E5M2 };
 
 constexpr i64 dtype_bytes(DType t) noexcept {
   switch (t) {
     case DType::F64:
-    case DType::I64: return 8;
+    case DType::I64:
+    case DType::U64: return 8;
     case DType::F32:
-    case DType::I32: return 4;
+    case DType::I32:
+    case DType::U32: return 4;
     case DType::BF16:
     case DType::F16:
+    case DType::I16:
     case DType::U16: return 2;
-    case DType::U8: return 1;
+    case DType::I8:
+    case DType::U8:
+    case DType::Bool:
+    case DType::F8E4M3:
+    case DType::F8E5M2: return 1;
   }
   return 0;
 }
 
-// "fp32", "bf16", "fp16", "fp64", "int32", "int64", "uint16", "uint8": the names in configs and tables.
+constexpr bool is_float(DType t) noexcept { return t <= DType::F64 || t == DType::F8E4M3 || t == DType::F8E5M2; }
+
+// The names in configs and tables.
 constexpr std::string_view dtype_name(DType t) noexcept {
   switch (t) {
     case DType::F32: return "fp32";
@@ -43,6 +53,13 @@ constexpr std::string_view dtype_name(DType t) noexcept {
     case DType::I64: return "int64";
     case DType::U16: return "uint16";
     case DType::U8: return "uint8";
+    case DType::I8: return "int8";
+    case DType::I16: return "int16";
+    case DType::U32: return "uint32";
+    case DType::U64: return "uint64";
+    case DType::Bool: return "bool";
+    case DType::F8E4M3: return "fp8_e4m3";
+    case DType::F8E5M2: return "fp8_e5m2";
   }
   return "?";
 }

@@ -1,0 +1,49 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A training state, wherever it stands: named parameters, their fp32 masters and Adam moments, the counters of the run.
+// One of our saved steps, a DeepSpeed checkpoint and a file of whole tensors are each a StateSource; merging, sharding
+// and resuming read nothing else.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "checkpoint/manifest.h"
+
+namespace ds {
+
+class StateSource {
+ public:
+  virtual ~StateSource() = default;
+
+  virtual const std::string& path() const noexcept = 0;  // for messages
+  virtual const CheckpointMeta& meta() const noexcept = 0;
+  // In the order of the source; tied ones are other names of what they are tied to, and have no elements of their own.
+  virtual const std::vector<ParamEntry>& params() const noexcept = 0;
+
+  // Param is always there. The others are there for every untied parameter of a float type, or for none; in fp32.
+  virtual bool has(State) const noexcept = 0;
+  DType stored_dtype(State s, i64 param) const noexcept {
+    return s == State::Param ? params()[static_cast<size_t>(param)].dtype.value_or(meta().work_dtype) : DType::F32;
+  }
+
+  // Elements [first, first + count) of an untied parameter's state, as `dtype`. Weights come from where they are exact:
+  // Param in another dtype than the stored one from Master; Master, where there is none, from Param.
+  // Throws Errc::Corrupt (file and what is wrong), Errc::Io, Errc::Unavailable (no such conversion).
+  void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
+
+  // Reads everything that carries a checksum; one line for each file that is not as it was written.
+  virtual std::vector<std::string> verify() = 0;
+
+ protected:
+  // Elements as they are stored.
+  virtual void read_stored(State state, i64 param, i64 first, i64 count, char* out) = 0;
+};
+
+// Opens what `path` is: a run directory or a step of ours; a DeepSpeed checkpoint, ZeRO or universal; or whatever
+// open_source() reads, whose tensors are the parameters (optimizer.<state>.<name> the states of <name>). `tag`: the
+// step of a directory of several (ours: "step-00000100"; DeepSpeed's: the name of the sub-directory); empty: the latest
+// one. Throws Errc::Io (nothing there), Errc::Unavailable (not a kind that is read), Errc::Corrupt.
+std::unique_ptr<StateSource> open_state(const std::string& path, const std::string& tag = {});
+
+}  // namespace ds
