@@ -216,7 +216,8 @@ TEST(Safetensors, AcceptsWhatTheFormatAllows) {
 
 TEST(Safetensors, ForeignTypesAreNamedWhenAskedFor) {
   const TempDirectory dir;
-  write_file(dir / "x.safetensors", container(R"({"mask":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]}})", "\1\1"));
+  write_file(dir / "x.safetensors",
+             container(R"({"mask":{"dtype":"F8_E8M0","shape":[2],"data_offsets":[0,2]}})", "\1\1"));
   const auto source = open_source(dir / "x.safetensors");
   EXPECT_ERROR(source->at("mask"), Errc::Unavailable, "type F8_E8M0");
   EXPECT_ERROR(source->at("mask2"), Errc::Mismatch, "no tensor 'mask2'");
