@@ -1,0 +1,181 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/step_writer.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <set>
+#include <system_error>
+
+#include "checkpoint/reader.h"
+#include "formats/hdf5.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+
+// Writes and hashes block by block: each block is in the processor's cache when it is written.
+template <class Elements>
+DatasetRecord write_dataset(DirectWriter& writer, i64 offset, i64 count, i64 elem_bytes, Elements&& elements) {
+  DatasetRecord d{offset, {}};
+  const i64 step = kChecksumBlock / elem_bytes;
+  for (i64 first = 0; first < count; first += step) {
+    const i64 n = std::min(step, count - first);
+    const void* data = elements(first, n);
+    d.checksums.push_back(checksum(data, n * elem_bytes));
+    writer.write(offset + first * elem_bytes, data, n * elem_bytes);
+  }
+  return d;
+}
+
+void write_view(const std::string& dir, Manifest& m) {
+  std::vector<Hdf5View> views;
+  std::map<std::string, std::string> links;
+  std::vector<size_t> view_of(m.params.size());
+  for (size_t i = 0; i < m.params.size(); ++i) {
+    const ParamEntry& p = m.params[i];
+    view_of[i] = views.size();
+    if (p.tied_to.empty()) {
+      // A scalar cannot be a view: it is shown as one element.
+      const std::vector<i64> shape = p.shape.empty() ? std::vector<i64>{1} : p.shape;
+      views.push_back({{p.name, m.stored_dtype(State::Param, narrow<i64>(i)), shape}, {}});
+    } else {
+      links[p.name] = p.tied_to;
+    }
+  }
+  for (size_t f = 0; f < m.files.size(); ++f) {
+    for (const PieceRecord& p : m.files[f].pieces) {
+      const auto param = static_cast<size_t>(p.param);
+      views[view_of[param]].pieces.push_back(
+          {p.begin, p.count, rank_file_name(narrow<i64>(f)), dataset_name(m, State::Param, p.param, p.begin)});
+    }
+  }
+  const std::string path = fmt::format("{}/{}", dir, kViewName);
+  create_hdf5_views(path, views, links);
+  const File file = File::open_write(path);
+  file.sync();
+  m.view_bytes = file.size();
+  m.view_checksum = file_checksum(file);
+}
+
+// Makes the run directory, or clears from it what interrupted saves left.
+void prepare_run_directory(const std::string& dir) {
+  std::error_code error;
+  if (!fs::exists(dir)) {
+    fs::create_directories(dir, error);
+    DS_CHECK(!error, Errc::Io, "cannot create the directory {}: {}", dir, error.message());
+    sync_directory(parent_directory(dir));
+  }
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (!name.starts_with(".tmp-step-") && !name.starts_with(".latest.tmp-")) continue;
+    std::error_code failed;
+    fs::remove_all(it->path(), failed);
+    DS_CHECK(!failed, Errc::Io, "cannot remove the unfinished {}: {}", it->path().string(), failed.message());
+  }
+  DS_CHECK(!error, Errc::Io, "cannot read the directory {}: {}", dir, error.message());
+}
+
+// Moves `temp` to `target`. A step that is already there (the same step saved again) changes places with it in one
+// operation, so that `latest` never names nothing.
+void move_into_place(const std::string& temp, const std::string& target) {
+  const bool exists = fs::exists(target);
+  int failed = ::renameat2(AT_FDCWD, temp.c_str(), AT_FDCWD, target.c_str(), exists ? RENAME_EXCHANGE : 0u);
+  if (failed != 0 && exists && (errno == EINVAL || errno == ENOSYS)) {  // a file system that cannot exchange
+    const std::string old = temp + ".old";
+    failed = ::rename(target.c_str(), old.c_str());
+    if (failed == 0) failed = ::rename(temp.c_str(), target.c_str());
+    std::error_code ignored;
+    if (failed == 0) fs::remove_all(old, ignored);
+  }
+  DS_CHECK(failed == 0, Errc::Io, "cannot rename the finished checkpoint to {}: {}", target,
+           std::generic_category().message(errno));
+}
+
+}  // namespace
+
+std::string unfinished_step(const std::string& dir, i64 step) {
+  return fmt::format("{}/.tmp-{}", dir, step_name(step));
+}
+
+void prepare_step(const std::string& dir, i64 step) {
+  prepare_run_directory(dir);
+  const std::string path = unfinished_step(dir, step);
+  std::error_code error;
+  fs::create_directory(path, error);
+  DS_CHECK(!error, Errc::Io, "cannot create the directory {}: {}", path, error.message());
+}
+
+void abandon_step(const std::string& dir, i64 step) noexcept {
+  std::error_code ignored;
+  fs::remove_all(unfinished_step(dir, step), ignored);
+}
+
+FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents) {
+  const auto stored = [&](State s, i64 param) {
+    return contents.states[static_cast<size_t>(s)] &&
+           (s == State::Param || is_float(m.stored_dtype(State::Param, param)));
+  };
+  std::vector<Hdf5Dataset> datasets;
+  std::set<std::pair<i64, i64>> seen;
+  for (const PieceRange& p : contents.pieces) {
+    DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()) && p.count >= 0 && p.begin >= 0, Errc::Internal,
+             "piece {} + {} of parameter {} of {}", p.begin, p.count, p.param, m.params.size());
+    if (p.count == 0) continue;
+    DS_CHECK(seen.emplace(p.param, p.begin).second, Errc::Internal, "element {} of '{}' is held twice", p.begin,
+             m.params[static_cast<size_t>(p.param)].name);
+    for (State s : kStates) {
+      if (!stored(s, p.param)) continue;
+      datasets.push_back(
+          {{dataset_name(m, s, p.param, p.begin), m.stored_dtype(s, p.param), {p.count}}, {{"begin", p.begin}}});
+    }
+  }
+  const std::string path = fmt::format("{}/{}", unfinished_step(dir, m.meta.step), rank_file_name(rank));
+  const std::vector<i64> offsets = create_hdf5(
+      path, datasets,
+      {{"checkpoint", m.id}, {"rank", std::to_string(rank)}, {"world_size", std::to_string(m.meta.world_size)}});
+
+  FileRecord record;
+  const File file = File::open_write(path);
+  DirectWriter writer(file);
+  auto offset = offsets.begin();
+  for (size_t i = 0; i < contents.pieces.size(); ++i) {
+    const PieceRange& p = contents.pieces[i];
+    if (p.count == 0) continue;
+    PieceRecord& r = record.pieces.emplace_back(PieceRecord{p.param, p.begin, p.count, {}});
+    for (State s : kStates) {
+      if (!stored(s, p.param)) continue;
+      r.states[static_cast<size_t>(s)] =
+          write_dataset(writer, *offset++, p.count, dtype_bytes(m.stored_dtype(s, p.param)),
+                        [&](i64 first, i64 n) { return contents.elements(s, i, first, n); });
+    }
+  }
+  writer.flush();
+  file.sync();
+  record.bytes = file.size();
+  record.structure = structure_checksum(file, m, record.pieces);
+  verify_file(file, m, record);
+  return record;
+}
+
+std::string commit_step(const std::string& dir, Manifest& m) {
+  const std::string temp = unfinished_step(dir, m.meta.step);
+  validate_manifest(m, "the checkpoint to save", Errc::Internal);
+  write_view(temp, m);
+  const std::string manifest = fmt::format("{}/{}", temp, kManifestName);
+  replace_text_file(manifest, format_manifest(m));
+  CheckpointReader written(temp);
+  DS_CHECK(written.manifest().meta == m.meta, Errc::Corrupt, "{}: reads back differently", manifest);
+
+  const std::string target = fmt::format("{}/{}", dir, step_name(m.meta.step));
+  move_into_place(temp, target);
+  sync_directory(dir);
+  replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
+  return target;
+}
+
+}  // namespace ds

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The parts of a save: whoever saves (all ranks together, a thread in the background, one process for ranks that are
+// yet to come) prepares the directory once, writes every rank's file, and commits once.
+//
+// Why a crash at any point is harmless: everything is written and synced under a temporary name that no reader looks
+// at; one rename makes the step exist; one rename makes it the latest; only then older steps go.
+
+#include <functional>
+#include <span>
+#include <string>
+
+#include "checkpoint/manifest.h"
+
+namespace ds {
+
+// Elements [begin, begin + count) of a flattened parameter.
+struct PieceRange {
+  i64 param, begin, count;
+};
+
+// What goes into one rank's file.
+struct RankContents {
+  std::span<const PieceRange> pieces;
+  std::array<bool, 4> states{};  // by State; states other than Param exist for float types alone
+  // Stored elements [first, first + count) of a state of pieces[piece], counted from the piece's begin; they stay until
+  // the next call.
+  std::function<const void*(State, size_t piece, i64 first, i64 count)> elements;
+};
+
+// DIR/.tmp-step-00000100: where the step is written until it is committed.
+std::string unfinished_step(const std::string& dir, i64 step);
+// Makes `dir`, clears from it what interrupted saves left, and makes the unfinished step. Throws Errc::Io.
+void prepare_step(const std::string& dir, i64 step);
+// Removes the unfinished step, if there is one.
+void abandon_step(const std::string& dir, i64 step) noexcept;
+
+// Writes rank `rank`'s file into the unfinished step: structure by HDF5, bulk past it, synced and read back.
+// m: meta, params and id. Throws Errc::Io, Errc::Internal (pieces that cannot be).
+FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents);
+
+// All rank files are there and m.files describes them: writes model.h5 and the manifest, reads back, renames the step
+// into place (one of the same number changes places with it) and moves `latest`. Returns the step directory.
+std::string commit_step(const std::string& dir, Manifest& m);
+
+}  // namespace ds
