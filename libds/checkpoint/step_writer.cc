@@ -175,6 +175,7 @@ std::string commit_step(const std::string& dir, Manifest& m) {
   move_into_place(temp, target);
   sync_directory(dir);
   replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
+  abandon_step(dir, m.meta.step);  // what changed places with it
   return target;
 }
 

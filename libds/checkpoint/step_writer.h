@@ -32,7 +32,7 @@ struct RankContents {
 std::string unfinished_step(const std::string& dir, i64 step);
 // Makes `dir`, clears from it what interrupted saves left, and makes the unfinished step. Throws Errc::Io.
 void prepare_step(const std::string& dir, i64 step);
-// Removes the unfinished step, if there is one.
+// Removes what stands at unfinished_step(), if anything does.
 void abandon_step(const std::string& dir, i64 step) noexcept;
 
 // Writes rank `rank`'s file into the unfinished step: structure by HDF5, bulk past it, synced and read back.
