@@ -11,10 +11,13 @@
 #include <climits>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <system_error>
 
 namespace ds {
 namespace {
+
+namespace fs = std::filesystem;
 
 // Linux moves at most this much per call; whole pages keep the next offset aligned.
 constexpr i64 kMaxTransfer = i64{1} << 30;
@@ -186,6 +189,32 @@ void PendingFile::commit() {
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename the finished file to", path_);
   temporary_.clear();
   sync_directory(parent_directory(path_));
+}
+
+PendingDirectory::PendingDirectory(std::string target) : target_(std::move(target)) {
+  while (target_.size() > 1 && target_.back() == '/') target_.pop_back();
+  std::error_code error;
+  const fs::file_status status = fs::status(target_, error);
+  DS_CHECK(!fs::exists(status) || fs::is_directory(status), Errc::Config, "{}: is not a directory", target_);
+  DS_CHECK(!fs::exists(status) || fs::is_empty(target_, error), Errc::Config,
+           "{}: is not empty; choose another directory", target_);
+  const std::string parent = parent_directory(target_);
+  DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", target_, parent);
+  std::string temporary = temporary_name(target_);
+  if (::mkdir(temporary.c_str(), 0777) != 0) fail("create a directory beside", target_);
+  temporary_ = std::move(temporary);
+}
+
+PendingDirectory::~PendingDirectory() {
+  std::error_code ignored;
+  if (!committed_) fs::remove_all(temporary_, ignored);
+}
+
+void PendingDirectory::commit() {
+  sync_directory(temporary_);
+  if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("rename the finished directory to", target_);
+  committed_ = true;
+  sync_directory(parent_directory(target_));
 }
 
 std::string read_text_file(const std::string& path, i64 max_bytes) {

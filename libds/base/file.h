@@ -101,6 +101,23 @@ class PendingFile {
   File file_;
 };
 
+// The same for a directory, which is filled at path() and moved to its place by commit(). The target does not exist or
+// is an empty directory: anything else is Errc::Config.
+class PendingDirectory {
+ public:
+  explicit PendingDirectory(std::string target);
+  ~PendingDirectory();
+  PendingDirectory(const PendingDirectory&) = delete;
+  PendingDirectory& operator=(const PendingDirectory&) = delete;
+
+  const std::string& path() const noexcept { return temporary_; }
+  void commit();
+
+ private:
+  std::string target_, temporary_;
+  bool committed_ = false;
+};
+
 // The whole of a small file; larger than max_bytes is Errc::Corrupt.
 std::string read_text_file(const std::string& path, i64 max_bytes);
 // Replaces `path` by `text` in one step, durably.

@@ -53,7 +53,7 @@ struct CheckpointMeta {
   i64 world_size = 1;             // filled in by save_checkpoint
   int zero_stage = 0;
   i64 consumed_samples = 0;
-  u32 seed = 0;
+  std::optional<u32> seed;  // unknown where another program made the step
   LossScalerState loss_scaler;
   i64 skipped_steps = 0;
   i64 optimizer_step = 0;

@@ -92,21 +92,39 @@ Json parse_bounded(std::string_view text) {
   });
 }
 
-Manifest from_json(const Json& j) {
-  DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
-  const i64 version = whole(j.at("version"));
-  DS_CHECK(version == kVersion, Errc::Unavailable, "format version {}; this libds reads version {}", version, kVersion);
-  DS_CHECK(whole(j.at("checksum_block_bytes")) == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
-  Manifest m;
-  m.id = j.at("id").get<std::string>();
-  CheckpointMeta& meta = m.meta;
+Json meta_to_json(const CheckpointMeta& meta) {
+  const LossScalerState& scaler = meta.loss_scaler;
+  return {
+      {"step", meta.step},
+      {"work_dtype", dtype_name(meta.work_dtype)},
+      {"layout", meta.layout_id},
+      {"world_size", meta.world_size},
+      {"zero_stage", meta.zero_stage},
+      {"consumed_samples", meta.consumed_samples},
+      {"seed", meta.seed ? Json(*meta.seed) : Json()},
+      {"loss_scaler",
+       {{"scale", scaler.scale},
+        {"iteration", scaler.iteration},
+        {"last_overflow", scaler.last_overflow},
+        {"hysteresis", scaler.hysteresis}}},
+      {"skipped_steps", meta.skipped_steps},
+      {"optimizer_step", meta.optimizer_step},
+      {"isa", meta.isa},
+      {"data", embed(meta.data_json, "data identity")},
+      {"config", embed(meta.config_json, "configuration")},
+      {"model_config", embed(meta.model_config_json, "model configuration")},
+  };
+}
+
+CheckpointMeta meta_from_json(const Json& j) {
+  CheckpointMeta meta;
   meta.step = whole(j.at("step"));
   meta.work_dtype = work_dtype_from(j.at("work_dtype").get<std::string>());
   meta.layout_id = j.at("layout").get<std::string>();
   meta.world_size = whole(j.at("world_size"));
   meta.zero_stage = narrow<int>(whole(j.at("zero_stage")));
   meta.consumed_samples = whole(j.at("consumed_samples"));
-  meta.seed = narrow<u32>(whole(j.at("seed")));
+  if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole(j.at("seed")));
   const Json& scaler = j.at("loss_scaler");
   meta.loss_scaler = {scaler.at("scale").get<double>(), whole(scaler.at("iteration")),
                       whole(scaler.at("last_overflow")), whole(scaler.at("hysteresis"))};
@@ -116,6 +134,17 @@ Manifest from_json(const Json& j) {
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
+  return meta;
+}
+
+Manifest from_json(const Json& j) {
+  DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
+  const i64 version = whole(j.at("version"));
+  DS_CHECK(version == kVersion, Errc::Unavailable, "format version {}; this libds reads version {}", version, kVersion);
+  DS_CHECK(whole(j.at("checksum_block_bytes")) == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
+  Manifest m;
+  m.id = j.at("id").get<std::string>();
+  m.meta = meta_from_json(j);
   for (const Json& p : j.at("parameters")) {
     m.params.push_back(
         {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
@@ -194,8 +223,19 @@ std::optional<i64> parse_step_name(std::string_view name) {
   return step_name(step) == name ? std::optional(step) : std::nullopt;
 }
 
+std::string format_meta(const CheckpointMeta& meta) { return meta_to_json(meta).dump(); }
+
+CheckpointMeta parse_meta(std::string_view text, const std::string& path) {
+  try {
+    return meta_from_json(parse_bounded(text));
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Corrupt, fmt::format("{}: not the description of a step: {}", path, e.what()));
+  } catch (const Error& e) {
+    throw Error(e.code() == Errc::Internal ? Errc::Corrupt : e.code(), fmt::format("{}: {}", path, e.what()));
+  }
+}
+
 std::string format_manifest(const Manifest& m) {
-  const CheckpointMeta& meta = m.meta;
   Json states = Json::array(), params = Json::array(), files = Json::array(), pieces = Json::array();
   for (State s : kStates) {
     if (m.has(s)) states.push_back(kStateNames[static_cast<size_t>(s)]);
@@ -214,37 +254,16 @@ std::string format_manifest(const Manifest& m) {
       pieces.push_back(std::move(row));
     }
   }
-  const LossScalerState& scaler = meta.loss_scaler;
-  const Json rows = {
-      {"format", kFormat},
-      {"version", kVersion},
-      {"libds_version", DS_VERSION},
-      {"id", m.id},
-      {"step", meta.step},
-      {"work_dtype", dtype_name(meta.work_dtype)},
-      {"layout", meta.layout_id},
-      {"world_size", meta.world_size},
-      {"zero_stage", meta.zero_stage},
-      {"consumed_samples", meta.consumed_samples},
-      {"seed", meta.seed},
-      {"loss_scaler",
-       {{"scale", scaler.scale},
-        {"iteration", scaler.iteration},
-        {"last_overflow", scaler.last_overflow},
-        {"hysteresis", scaler.hysteresis}}},
-      {"skipped_steps", meta.skipped_steps},
-      {"optimizer_step", meta.optimizer_step},
-      {"isa", meta.isa},
+  Json rows = {{"format", kFormat}, {"version", kVersion}, {"libds_version", DS_VERSION}, {"id", m.id}};
+  rows.update(meta_to_json(m.meta));
+  rows.update({
       {"states", std::move(states)},
-      {"data", embed(meta.data_json, "data identity")},
-      {"config", embed(meta.config_json, "configuration")},
-      {"model_config", embed(meta.model_config_json, "model configuration")},
       {"checksum_block_bytes", kChecksumBlock},
       {"view", {{"name", kViewName}, {"bytes", m.view_bytes}, {"xxh3", hex(m.view_checksum)}}},
       {"parameters", std::move(params)},
       {"files", std::move(files)},
       {"pieces", std::move(pieces)},
-  };
+  });
   std::string text = "{";
   for (const auto& [key, value] : rows.items()) {
     text += fmt::format("{}\n\"{}\": ", text.size() > 1 ? "," : "", key);

@@ -62,6 +62,10 @@ Manifest parse_manifest(std::string_view text, const std::string& path);
 // Every rule that a manifest obeys: names, ties, ranges inside parameters and files, each element covered exactly once.
 void validate_manifest(const Manifest&, const std::string& path, Errc code);
 
+// The meta alone, on one line: as files of whole tensors keep it beside optimizer state.
+std::string format_meta(const CheckpointMeta&);
+CheckpointMeta parse_meta(std::string_view text, const std::string& path);
+
 // One rank's part, as it travels to rank 0.
 std::string format_file_record(const FileRecord&);
 FileRecord parse_file_record(std::string_view text);

@@ -1,13 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// Merging is a copy from a source to a sink: CheckpointSource shows a saved step as whole tensors.
+// Merging is a copy from a source to a sink: a state, seen as whole tensors, into one of the kinds of output.
 
 #include <chrono>
 #include <cstring>
 #include <filesystem>
 
+#include "base/json.h"
+#include "checkpoint/hf_directory.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/shard.h"
+#include "checkpoint/tensor_state.h"
 #include "ds/checkpoint.h"
-#include "formats/tensor_io.h"
+#include "formats/safetensors.h"
 
 namespace ds {
 namespace {
@@ -15,83 +19,75 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr i64 kChunkBytes = i64{16} << 20;
+constexpr i64 kHfShardBytes = 5'000'000'000;
+constexpr i64 kMaxConfig = i64{1} << 20;
 
-// One tensor that a merge shows: which state of which parameter.
-struct Column {
-  State state;
-  i64 param;
-};
+enum class Format : u8 { Safetensors, Hdf5, Hf, Checkpoint };
+constexpr std::string_view kFormatNames[] = {"safetensors", "hdf5", "hf", "checkpoint"};
 
-class CheckpointSource : public TensorSource {
- public:
-  CheckpointSource(CheckpointReader& reader, std::vector<TensorInfo> tensors, std::vector<Column> columns)
-      : TensorSource(reader.path(), std::move(tensors)), reader_(reader), columns_(std::move(columns)) {}
-
- private:
-  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
-    const Column& c = columns_[tensor];
-    reader_.read(c.state, list()[tensor].dtype, c.param, first_elem, count, out);
-  }
-
-  CheckpointReader& reader_;
-  std::vector<Column> columns_;
-};
-
-std::unique_ptr<TensorSource> open_columns(CheckpointReader& reader, DType dtype, bool optimizer) {
-  const Manifest& m = reader.manifest();
-  std::vector<TensorInfo> tensors;
-  std::vector<Column> columns;
-  for (State s : kStates) {
-    if (s != State::Param && (!optimizer || !m.has(s))) continue;
-    for (size_t i = 0; i < m.params.size(); ++i) {
-      const ParamEntry& p = m.params[i];
-      if (!p.tied_to.empty()) continue;
-      tensors.push_back(s == State::Param
-                            ? TensorInfo{p.name, dtype, p.shape}
-                            : TensorInfo{fmt::format("optimizer.{}.{}", kStateNames[static_cast<size_t>(s)], p.name),
-                                         DType::F32, p.shape});
-      columns.push_back({s, narrow<i64>(i)});
+// Throws unless the output holds what `expected` shows.
+void compare(const TensorSource& expected, const TensorSource& actual, const std::string& output) {
+  DS_CHECK(actual.list().size() == expected.list().size(), Errc::Corrupt, "{}: {} tensors, {} were written", output,
+           actual.list().size(), expected.list().size());
+  std::vector<char> a, b;
+  for (const TensorInfo& t : expected.list()) {
+    DS_CHECK(actual.at(t.name) == t, Errc::Corrupt, "{}: '{}' has another shape or dtype than was written", output,
+             t.name);
+    const i64 step = kChunkBytes / dtype_bytes(t.dtype), n = t.numel();
+    for (i64 first = 0; first < n; first += step) {
+      const i64 count = std::min(step, n - first);
+      a.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
+      b.resize(a.size());
+      expected.read(t.name, first, count, a.data());
+      actual.read(t.name, first, count, b.data());
+      DS_CHECK(std::memcmp(a.data(), b.data(), a.size()) == 0, Errc::Corrupt,
+               "{}: '{}' reads back differently from element {} on", output, t.name, first);
     }
   }
-  return std::make_unique<CheckpointSource>(reader, std::move(tensors), std::move(columns));
 }
 
-// Calls body(info, first, count) for chunks that together cover every tensor of the source.
-template <class F>
-void for_each_chunk(const TensorSource& source, F&& body) {
-  for (const TensorInfo& t : source.list()) {
-    const i64 step = kChunkBytes / dtype_bytes(t.dtype), n = t.numel();
-    for (i64 first = 0; first < n; first += step) body(t, first, std::min(step, n - first));
+Format output_format(const std::string& output, const MergeOptions& o) {
+  for (size_t f = 0; f < std::size(kFormatNames); ++f) {
+    if (o.format == kFormatNames[f]) return static_cast<Format>(f);
   }
-}
-
-void compare(const TensorSource& expected, const std::string& output) {
-  const std::unique_ptr<TensorSource> actual = open_source(output);
-  DS_CHECK(actual->list().size() == expected.list().size(), Errc::Corrupt, "{}: {} tensors, {} were written", output,
-           actual->list().size(), expected.list().size());
-  std::vector<char> a, b;
-  for_each_chunk(expected, [&](const TensorInfo& t, i64 first, i64 count) {
-    const auto bytes = static_cast<size_t>(count * dtype_bytes(t.dtype));
-    DS_CHECK(actual->at(t.name) == t, Errc::Corrupt, "{}: '{}' has another shape or dtype than was written", output,
-             t.name);
-    a.resize(bytes);
-    b.resize(bytes);
-    expected.read(t.name, first, count, a.data());
-    actual->read(t.name, first, count, b.data());
-    DS_CHECK(std::memcmp(a.data(), b.data(), bytes) == 0, Errc::Corrupt,
-             "{}: '{}' reads back differently from element {} on", output, t.name, first);
-  });
-}
-
-FileFormat output_format(const std::string& output, const std::string& format) {
-  if (format == "safetensors") return FileFormat::Safetensors;
-  if (format == "hdf5") return FileFormat::Hdf5;
-  DS_CHECK(format != "hf", Errc::Unavailable, "format 'hf', a directory as transformers writes it, is not there yet");
-  DS_CHECK(format.empty(), Errc::Config, "format '{}' is not one of safetensors, hdf5", format);
+  DS_CHECK(o.format.empty(), Errc::Config, "format '{}' is not one of {}", o.format, fmt::join(kFormatNames, ", "));
+  if (output == "-") return Format::Safetensors;
   const std::optional<FileFormat> by_suffix = format_of(output);
   DS_CHECK(by_suffix.has_value(), Errc::Config,
            "{}: the suffix says no format; use .safetensors, .h5 or .hdf5, or name the format", output);
-  return *by_suffix;
+  return *by_suffix == FileFormat::Hdf5 ? Format::Hdf5 : Format::Safetensors;
+}
+
+bool is_directory_output(Format format, const MergeOptions& o) {
+  return format == Format::Hf || format == Format::Checkpoint || o.max_shard_bytes > 0;
+}
+
+void check_options(Format format, const std::string& output, const MergeOptions& o) {
+  const std::string_view name = kFormatNames[static_cast<size_t>(format)];
+  const auto excludes = [&](bool given, std::string_view what) {
+    DS_CHECK(!given, Errc::Config, "format {} takes no {}", name, what);
+  };
+  DS_CHECK(!o.dtype || *o.dtype <= DType::F16, Errc::Config, "weights can be written as fp32, bf16 or fp16, not as {}",
+           dtype_name(*o.dtype));
+  DS_CHECK(o.max_shard_bytes >= 0, Errc::Config, "the size of a shard cannot be {}", o.max_shard_bytes);
+  if (format != Format::Hf) {
+    excludes(!o.config.empty(), "config");
+    excludes(!o.tokenizer.empty(), "tokenizer");
+  } else {
+    excludes(o.optimizer, "optimizer state: transformers does not read it");
+    excludes(!o.only.empty(), "selection of parameters: the model would lack the others");
+  }
+  if (format == Format::Hdf5) excludes(o.max_shard_bytes > 0, "size of shards: it is one file");
+  if (format == Format::Checkpoint) {
+    excludes(o.max_shard_bytes > 0, "size of shards: it has one file per rank");
+    excludes(o.dtype.has_value(), "dtype: it keeps what a run goes on with");
+    excludes(!o.only.empty(), "selection of parameters: no run could go on with it");
+  }
+  if (output == "-") {
+    DS_CHECK(format == Format::Safetensors && o.max_shard_bytes == 0, Errc::Config,
+             "only one safetensors file can go to standard output");
+    DS_CHECK(!o.verify, Errc::Config, "what went to standard output cannot be read back to verify it");
+  }
 }
 
 // A saved step, or what a save that was cut off left of one.
@@ -108,9 +104,9 @@ bool is_run(const fs::path& dir) {
 
 // Where the output goes, through links: to a new file or in place of a regular one, never of a part of a run.
 std::string output_target(const std::string& output) {
-  const bool is_stream = output == "-" || output == "/dev/stdout" || output == "/dev/stderr" ||
-                         output.starts_with("/dev/fd/") || output.starts_with("/proc/");
-  DS_CHECK(!is_stream, Errc::Unavailable, "{}: a model on a stream is not there yet; name a file", output);
+  const bool is_stream =
+      output.starts_with("/dev/std") || output.starts_with("/dev/fd/") || output.starts_with("/proc/");
+  DS_CHECK(!is_stream, Errc::Config, "{}: only standard output can take a stream, as -", output);
   const std::string target = follow_links(output), parent = parent_directory(target);
   std::error_code error;
   const fs::file_status status = fs::status(target, error);
@@ -128,53 +124,148 @@ std::string output_target(const std::string& output) {
   return target;
 }
 
+// Where the tokenizer's files may be: as the user says, beside the source, or where its run found them.
+std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta,
+                                          const MergeOptions& o) {
+  if (!o.tokenizer.empty()) return {o.tokenizer};
+  std::vector<std::string> places;
+  if (fs::is_directory(source)) places.push_back(source);
+  if (meta.config_json.empty()) return places;
+  const Json config = Json::parse(meta.config_json);
+  const auto add = [&](const char* section, const char* key) {
+    const auto it = config.find(section);
+    if (it != config.end() && it->is_object() && it->contains(key) && (*it)[key].is_string())
+      places.push_back((*it)[key].get<std::string>());
+  };
+  add("data", "tokenizer");
+  add("model", "path");
+  return places;
+}
+
+std::string hf_config(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o) {
+  if (o.config.empty()) {
+    DS_CHECK(!meta.model_config_json.empty(), Errc::Config,
+             "{}: does not know the model's config.json: name one with --config", source);
+    return meta.model_config_json;
+  }
+  const std::string path = fs::is_directory(o.config) ? o.config + "/config.json" : o.config;
+  return parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root.dump();
+}
+
+// Tensors to a file, a stream, or into `dir` as shards.
+void copy_out(const TensorSource& tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
+  copy_tensors(tensors, sink, [&](i64 done) {
+    if (o.progress) o.progress(done, total);
+  });
+  sink.finish();
+}
+
+// Whole tensors do not depend on who held what: nor does what stands beside them.
+CheckpointMeta without_layout(CheckpointMeta meta) {
+  meta.layout_id.clear();
+  meta.world_size = 1;
+  meta.zero_stage = 0;
+  return meta;
+}
+
+// Files of tensors in a directory, and their bytes.
+void count_files(const std::string& dir, MergeResult& result) {
+  result.num_files = result.bytes = 0;
+  for (const auto& entry : fs::recursive_directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (!name.ends_with(".safetensors") && !name.starts_with("rank-")) continue;
+    ++result.num_files;
+    result.bytes += narrow<i64>(entry.file_size());
+  }
+}
+
 }  // namespace
 
-MergeResult merge_checkpoint(const std::string& step_dir, const std::string& output, const MergeOptions& options) {
+MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions& o) {
   const auto start = std::chrono::steady_clock::now();
-  const FileFormat format = output_format(output, options.format);
-  const std::string target = output_target(output);
-  CheckpointReader reader(step_dir);
-  const Manifest& m = reader.manifest();
-  const DType dtype = options.dtype.value_or(m.meta.work_dtype);
-  DS_CHECK(dtype == DType::F32 || dtype == DType::BF16 || dtype == DType::F16, Errc::Config,
-           "weights can be written as fp32, bf16 or fp16, not as {}", dtype_name(dtype));
-  DS_CHECK(!options.optimizer || m.has(State::ExpAvg), Errc::Mismatch, "{}: holds no optimizer state", step_dir);
-  if (options.verify) {
-    const std::vector<std::string> bad = reader.verify();
-    DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
-  }
-  for (i64 r = 0; r < m.meta.world_size; ++r) reader.check_structure(r);
+  const Format format = output_format(output, o);
+  check_options(format, output, o);
+  const bool to_directory = is_directory_output(format, o), to_stream = output == "-";
+  const std::string target = to_directory || to_stream ? output : output_target(output);
+  std::optional<PendingDirectory> directory;
+  if (to_directory) directory.emplace(output);
 
-  const std::unique_ptr<TensorSource> source = open_columns(reader, dtype, options.optimizer);
+  const std::unique_ptr<StateSource> state = open_state(source, o.tag);
+  const std::string config = format == Format::Hf ? hf_config(source, state->meta(), o) : "";
+  const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
+  const std::unique_ptr<TensorSource> tensors =
+      make_state_tensors(*state, {.dtype = o.dtype, .optimizer = optimizer, .only = o.only});
+  if (o.verify) {
+    const std::vector<std::string> bad = state->verify();
+    DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
+  } else {
+    state->check();
+  }
+
   MergeResult result;
   std::map<std::string, std::string> metadata = {{"format", "pt"}};
-  for (const ParamEntry& p : m.params) {
-    if (p.tied_to.empty()) {
-      result.num_parameters += *checked_product(p.shape);
+  if (o.optimizer) metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
+  for (const ParamEntry& p : state->params()) {
+    if (p.tied_to.empty() || tensors->find(p.tied_to) == nullptr) continue;
+    metadata[p.name] = p.tied_to;
+    result.tied.push_back(p.name);
+  }
+  std::optional<DType> dtype;
+  bool one_dtype = true;
+  i64 total = 0;
+  for (const TensorInfo& t : tensors->list()) total += t.bytes();
+  for (const ParamEntry& p : state->params()) {
+    const TensorInfo* t = p.tied_to.empty() ? tensors->find(p.name) : nullptr;
+    if (t == nullptr) continue;
+    result.num_parameters += t->numel();
+    one_dtype &= !is_float(t->dtype) || dtype.value_or(t->dtype) == t->dtype;
+    if (is_float(t->dtype)) dtype = t->dtype;
+  }
+  if (one_dtype) result.dtype = dtype;
+
+  result.num_files = 1;
+  if (format == Format::Checkpoint) {
+    Manifest m;
+    write_sharded(*state, directory->path(), m, {.num_ranks = 1}, o.progress);
+  } else if (to_directory) {
+    const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
+    copy_out(*tensors, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
+    if (format == Format::Hf) {
+      result.tokenizer = copy_tokenizer(tokenizer_places(source, state->meta(), o), directory->path());
+      DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
+               o.tokenizer);
+      write_hf_config(directory->path(), config, result.dtype);
+    }
+  } else if (to_stream) {
+    copy_out(*tensors, *create_stream_sink(1, "standard output", tensors->list(), metadata), o, total);
+  } else {
+    const FileFormat file = format == Format::Hdf5 ? FileFormat::Hdf5 : FileFormat::Safetensors;
+    copy_out(*tensors, *create_sink(target, file, tensors->list(), metadata), o, total);
+  }
+  if (directory) {
+    count_files(directory->path(), result);
+    directory->commit();
+  } else if (to_stream) {
+    std::vector<i64> ignored;
+    result.bytes = total + narrow<i64>(make_safetensors_header(tensors->list(), metadata, &ignored).size());
+  } else {
+    result.bytes = narrow<i64>(fs::file_size(target));
+  }
+
+  if (o.verify) {
+    if (format == Format::Checkpoint) {
+      const std::unique_ptr<StateSource> written = open_state(output);
+      compare(*tensors, *make_state_tensors(*written, {.optimizer = optimizer}), output);
     } else {
-      metadata[p.name] = p.tied_to;
-      result.tied.push_back(p.name);
+      compare(*tensors, *open_source(output), output);
     }
   }
-  const std::unique_ptr<TensorSink> sink = create_sink(target, format, source->list(), metadata);
-  std::vector<char> chunk;
-  for_each_chunk(*source, [&](const TensorInfo& t, i64 first, i64 count) {
-    chunk.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
-    source->read(t.name, first, count, chunk.data());
-    sink->write(t.name, first, count, chunk.data());
-  });
-  sink->finish();
-  if (options.verify) compare(*source, output);
-
-  result.step_dir = step_dir;
+  result.source = state->path();
   result.output = output;
-  result.format = format_name(format);
-  result.step = m.meta.step;
-  result.dtype = dtype;
-  result.num_tensors = narrow<i64>(source->list().size());
-  result.bytes = narrow<i64>(fs::file_size(output));
-  result.verified = options.verify;
+  result.format = kFormatNames[static_cast<size_t>(format)];
+  result.step = state->meta().step;
+  result.num_tensors = narrow<i64>(tensors->list().size());
+  result.verified = o.verify;
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return result;
 }

@@ -173,6 +173,10 @@ void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count,
   }
 }
 
+void CheckpointReader::check() {
+  for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) check_structure(r);
+}
+
 std::vector<std::string> CheckpointReader::verify() {
   std::vector<std::string> bad;
   const auto attempt = [&](auto&& work) {

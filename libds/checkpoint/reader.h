@@ -43,6 +43,7 @@ class CheckpointReader : public StateSource {
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
   void check_structure(i64 rank);
 
+  void check() override;
   std::vector<std::string> verify() override;
 
  private:

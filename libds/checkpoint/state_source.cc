@@ -2,13 +2,42 @@
 #include "checkpoint/state_source.h"
 
 #include <algorithm>
+#include <filesystem>
 
-#include "formats/tensor_io.h"
+#include "base/json.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/tensor_state.h"
 
 namespace ds {
 namespace {
 
+namespace fs = std::filesystem;
+
 constexpr i64 kConvertElems = i64{1} << 20;
+constexpr i64 kMaxConfig = i64{1} << 20;
+
+// A run of ours or one of its steps.
+bool is_ours(const std::string& dir) {
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    const std::string name = entry.path().filename().string();
+    if (name == kManifestName || parse_step_name(name)) return true;
+  }
+  return false;
+}
+
+std::unique_ptr<StateSource> open_ours(const std::string& dir, const std::string& tag) {
+  DS_CHECK(tag.empty() || parse_step_name(tag), Errc::Config, "{}: the steps of a run are named {}, ..., not '{}'", dir,
+           step_name(100), tag);
+  DS_CHECK(tag.empty() || fs::exists(dir + "/" + tag), Errc::Io, "{}: there is no {}", dir, tag);
+  return std::make_unique<CheckpointReader>(tag.empty() ? find_checkpoint(dir) : dir + "/" + tag);
+}
+
+// config.json of a Hugging Face directory, on one line; empty if there is none.
+std::string read_model_config(const std::string& dir) {
+  const std::string path = dir + "/config.json";
+  if (!fs::exists(path)) return "";
+  return parse_json(read_text_file(path, kMaxConfig), path, {.error = Errc::Corrupt, .places = false}).root.dump();
+}
 
 }  // namespace
 
@@ -28,6 +57,14 @@ void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count
     read_stored(state, param, first + done, n, buffer.data());
     convert_elements(dtype, target + done * dtype_bytes(dtype), stored, buffer.data(), n);
   }
+}
+
+std::unique_ptr<StateSource> open_state(const std::string& path, const std::string& tag) {
+  DS_CHECK(fs::exists(path), Errc::Io, "{}: no such file or directory", path);
+  const bool is_directory = fs::is_directory(path);
+  if (is_directory && is_ours(path)) return open_ours(path, tag);
+  DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of several steps, so there is no '{}' to choose", path, tag);
+  return make_tensor_state(open_source(path), is_directory ? read_model_config(path) : "");
 }
 
 }  // namespace ds

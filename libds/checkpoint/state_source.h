@@ -27,11 +27,17 @@ class StateSource {
     return s == State::Param ? params()[static_cast<size_t>(param)].dtype.value_or(meta().work_dtype) : DType::F32;
   }
 
+  bool stores(State s, i64 param) const noexcept {
+    return has(s) && (s == State::Param || is_float(stored_dtype(State::Param, param)));
+  }
+
   // Elements [first, first + count) of an untied parameter's state, as `dtype`. Weights come from where they are exact:
   // Param in another dtype than the stored one from Master; Master, where there is none, from Param.
   // Throws Errc::Corrupt (file and what is wrong), Errc::Io, Errc::Unavailable (no such conversion).
   void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
 
+  // Throws Errc::Corrupt, naming the file, unless everything but the bulk is as it was written.
+  virtual void check() {}
   // Reads everything that carries a checksum; one line for each file that is not as it was written.
   virtual std::vector<std::string> verify() = 0;
 

@@ -282,9 +282,14 @@ void TrainingRun::State::load() {
 
 // A run goes on with the samples and the dropout that it began with.
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
-  if (train_data) check_same_data(parse_data_identity(meta.data_json), train_data->identity());
-  DS_CHECK(meta.seed == static_cast<u32>(config.seed), Errc::Mismatch, "{} was made with seed {}, this run has {}",
-           step_dir, meta.seed, config.seed);
+  if (train_data && !meta.data_json.empty())
+    check_same_data(parse_data_identity(meta.data_json), train_data->identity());
+  DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
+           "{} was made with seed {}, this run has {}", step_dir, *meta.seed, config.seed);
+  if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && is_root())
+    log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
+                                               "going on with those of this configuration",
+                                               step_dir));
 }
 
 void TrainingRun::State::save() {

@@ -318,6 +318,7 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
   c.ok(H5Pset_layout(creation, H5D_CONTIGUOUS), "set the layout");
   c.ok(H5Pset_alloc_time(creation, H5D_ALLOC_TIME_EARLY), "set the layout");
   c.ok(H5Pset_fill_time(creation, H5D_FILL_TIME_NEVER), "set the layout");
+  c.ok(H5Pset_obj_track_times(creation, false), "set the layout");  // the same tensors give the same bytes
   std::vector<i64> offsets;
   for (const Hdf5Dataset& d : datasets) {
     DS_CHECK(d.info.shape.size() <= H5S_MAX_RANK, Errc::Unavailable, "{}: '{}' has {} dims, HDF5 holds {}", c.path,

@@ -4,6 +4,8 @@
 #include <sys/stat.h>
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstring>
 #include <filesystem>
 
@@ -136,52 +138,6 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
   return std::make_unique<FileSource>(index_path, std::move(files), std::move(places), std::move(all));
 }
 
-class FileSink : public TensorSink {
- public:
-  FileSink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
-           const std::map<std::string, std::string>& metadata)
-      : tensors_(std::move(tensors)), written_(tensors_.size(), 0), pending_(path), writer_(pending_.file()) {
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      DS_CHECK(!tensors_[i].name.empty() && index_.emplace(tensors_[i].name, i).second, Errc::Internal,
-               "{}: tensor '{}' is named twice or not at all", path, tensors_[i].name);
-    }
-    if (format == FileFormat::Safetensors) {
-      const std::string header = make_safetensors_header(tensors_, metadata, &offsets_);
-      pending_.file().write_at(0, header.data(), narrow<i64>(header.size()));
-    } else {
-      std::vector<Hdf5Dataset> datasets;
-      for (const TensorInfo& t : tensors_) datasets.push_back({t});
-      offsets_ = create_hdf5(pending_.file(), datasets, metadata);
-    }
-  }
-
-  void write(std::string_view name, i64 first_elem, i64 count, const void* data) override {
-    const auto it = index_.find(name);
-    DS_ASSERT(it != index_.end());
-    const size_t i = it->second;
-    DS_ASSERT(first_elem == written_[i] && count >= 0 && count <= tensors_[i].numel() - first_elem);
-    const i64 size = dtype_bytes(tensors_[i].dtype);
-    writer_.write(offsets_[i] + first_elem * size, data, count * size);
-    written_[i] += count;
-  }
-
-  void finish() override {
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      DS_CHECK(written_[i] == tensors_[i].numel(), Errc::Internal, "{}: only {} of {} elements of '{}' were written",
-               pending_.path(), written_[i], tensors_[i].numel(), tensors_[i].name);
-    }
-    writer_.flush();
-    pending_.commit();
-  }
-
- private:
-  std::vector<TensorInfo> tensors_;
-  std::vector<i64> offsets_, written_;
-  std::unordered_map<std::string_view, size_t> index_;
-  PendingFile pending_;
-  DirectWriter writer_;
-};
-
 }  // namespace
 
 std::unique_ptr<TensorSource> open_source(const std::string& path) {
@@ -198,11 +154,6 @@ std::unique_ptr<TensorSource> open_source(const std::string& path) {
   DS_CHECK(format.has_value(), Errc::Unavailable,
            "{}: not a kind of file that is read here (.safetensors, .safetensors.index.json, .h5, .hdf5)", path);
   return open_single(path, *format);
-}
-
-std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
-                                        const std::map<std::string, std::string>& metadata) {
-  return std::make_unique<FileSink>(path, format, std::move(tensors), metadata);
 }
 
 namespace {
@@ -224,6 +175,35 @@ void convert_to(void* y, DType from, const void* x, i64 count) {
   }
 }
 
+// To fp32 rounded to odd: what is rounded again, to a shorter type, is rounded as if once (Boldo, Melquiond: "Emulation
+// of FMA and correctly rounded sums: proved algorithms using rounding to odd").
+float round_to_odd(double x) noexcept {
+  const float near = static_cast<float>(x);
+  const u32 bits = std::bit_cast<u32>(near);
+  const bool exact = static_cast<double>(near) == x || x != x;
+  if (exact || (bits & 1u) != 0) return near;
+  const bool grew = std::abs(static_cast<double>(near)) > std::abs(x);
+  return std::bit_cast<float>(grew ? bits - 1 : bits + 1);
+}
+
+void convert_doubles(DType to, void* y, const double* x, i64 count) {
+  const auto each = [&]<class To>(To* out) {
+    for (i64 i = 0; i < count; ++i) {
+      if constexpr (std::is_same_v<To, float>) {
+        out[i] = static_cast<float>(x[i]);
+      } else {
+        out[i] = from_float<To>(round_to_odd(x[i]));
+      }
+    }
+  };
+  switch (to) {
+    case DType::F32: return each(static_cast<float*>(y));
+    case DType::BF16: return each(static_cast<bf16*>(y));
+    case DType::F16: return each(static_cast<f16*>(y));
+    default: throw Error(Errc::Unavailable, fmt::format("no conversion from fp64 to {}", dtype_name(to)));
+  }
+}
+
 }  // namespace
 
 void convert_elements(DType to, void* y, DType from, const void* x, i64 count) {
@@ -231,10 +211,7 @@ void convert_elements(DType to, void* y, DType from, const void* x, i64 count) {
     std::memcpy(y, x, static_cast<size_t>(count * dtype_bytes(to)));
     return;
   }
-  if (to == DType::F32 && from == DType::F64) {
-    std::copy_n(static_cast<const double*>(x), count, static_cast<float*>(y));
-    return;
-  }
+  if (from == DType::F64) return convert_doubles(to, y, static_cast<const double*>(x), count);
   switch (to) {
     case DType::F32: return convert_to<float>(y, from, x, count);
     case DType::BF16: return convert_to<bf16>(y, from, x, count);

@@ -7,6 +7,7 @@
 // elements stand contiguous, row-major and little-endian. So formats/ parses headers, and one source and one sink move
 // the bytes of all of them with plain reads and writes.
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -56,6 +57,9 @@ class TensorSource {
   // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
   void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
 
+  // Reads all that the format keeps checksums of; one line for each file that is not as it was written.
+  virtual std::vector<std::string> verify() const { return {}; }
+
  protected:
   TensorSource(std::string path, std::vector<TensorInfo> tensors, std::vector<ForeignTensor> foreign = {},
                std::map<std::string, std::string> metadata = {});
@@ -74,10 +78,14 @@ class TensorSource {
 class TensorSink {
  public:
   virtual ~TensorSink() = default;
-  // The next `count` elements of the tensor; each tensor is written front to back, tensors in any order.
+  // The next `count` elements of the tensor. Tensors are written one after the other in the order of order(), each
+  // front to back.
   virtual void write(std::string_view name, i64 first_elem, i64 count, const void* data) = 0;
-  // All elements have come: makes the file durable and moves it to its place. Without finish() nothing is left.
+  // All elements have come: makes the output durable and moves it to its place. Without finish() nothing is left.
   virtual void finish() = 0;
+
+  // The order in which the tensors stand in the output, as indices of the list that it was made with.
+  virtual const std::vector<size_t>& order() const noexcept = 0;
 };
 
 enum class FileFormat : u8 { Safetensors, Hdf5 };
@@ -95,8 +103,24 @@ std::unique_ptr<TensorSource> open_source(const std::string& path);
 std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
                                         const std::map<std::string, std::string>& metadata = {});
 
-// y[i] = x[i] in another type of F32, BF16, F16; through fp32, round to nearest even. From F64 to F32 alone, because by
-// way of fp32 it would be rounded twice. y and x do not overlap.
+// Safetensors into a descriptor that need not seek, a pipe say; `name` stands for it in messages. What was written
+// stays written: only finish() makes it whole. The descriptor stays the caller's.
+std::unique_ptr<TensorSink> create_stream_sink(int fd, const std::string& name, std::vector<TensorInfo> tensors,
+                                               const std::map<std::string, std::string>& metadata = {});
+
+// Safetensors into a directory that exists, as Hugging Face shards a model: files of at most `max_shard_bytes` of
+// tensors, filled in the order of the list, a larger tensor alone; model-00001-of-0000N.safetensors and their index, or
+// model.safetensors alone where one file holds all.
+std::unique_ptr<TensorSink> create_sharded_sink(const std::string& dir, i64 max_shard_bytes,
+                                                std::vector<TensorInfo> tensors,
+                                                const std::map<std::string, std::string>& metadata = {});
+
+// Copies every tensor, reading ahead in a thread of its own; needs 64 MiB of memory. The sink was made with
+// source.list(). `progress`, if there is one, gets the bytes so far after each piece.
+void copy_tensors(const TensorSource& source, TensorSink& sink, const std::function<void(i64 bytes)>& progress = {});
+
+// y[i] = x[i] in another type of F32, BF16, F16, from one of these or F64; rounded once, to nearest even. y and x do
+// not overlap. Throws Errc::Unavailable for other types.
 void convert_elements(DType to, void* y, DType from, const void* x, i64 count);
 
 }  // namespace ds

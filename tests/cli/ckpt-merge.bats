@@ -73,7 +73,16 @@ bats_require_minimum_version 1.5.0
 @test "an output inside the checkpoint" { refuses 2 "inside a checkpoint step" run -o "$step/model.h5"; }
 @test "an output that is a directory" { refuses 2 "is a directory" run -o run --format hdf5; }
 @test "an output in a directory that is not there" { refuses 2 "there is no directory no" run -o no/out.h5; }
-@test "a format that is not there yet" { refuses 4 "'hf', a directory as transformers writes it, is not there yet" run -o out --format hf; }
+@test "a Hugging Face directory wants a config.json" {
+  "$merge" run -o a.safetensors --quiet
+  refuses 2 "name one with --config" a.safetensors -o out --format hf
+  echo '{"model_type": "gpt2"}' > config.json
+  "$merge" a.safetensors -o out --format hf --config config.json --quiet
+  grep -q '"torch_dtype": "bfloat16"' out/config.json
+  refuses 2 "out: is not empty" run -o out --format hf --config config.json
+  refuses 2 "there are no files of a tokenizer" run -o new --format hf --config config.json --tokenizer run
+  [ ! -e new ]
+}
 # Never with the real /dev: what replaces a node would replace that one.
 @test "an output that is no regular file stays what it is" {
   mkfifo pipe.h5
@@ -83,10 +92,45 @@ bats_require_minimum_version 1.5.0
   [ -p pipe.h5 ] && [ -L link.h5 ]
 }
 
-@test "a stream is not there yet" {
-  refuses 4 "a model on a stream is not there yet" run -o - --format hdf5
-  refuses 4 "a model on a stream is not there yet" run -o /proc/self/fd/1 --format hdf5
+@test "a stream has the bytes of the file, and nothing else" {
+  "$merge" run -o a.safetensors --quiet
+  "$merge" run -o - --output report.txt | cmp a.safetensors
+  grep -q "output      -" report.txt
+  "$merge" run -o - --optimizer | head -c 100 | wc -c | grep -qx 100
+  refuses 2 "only one safetensors file" run -o - --format hdf5
+  refuses 2 "only standard output can take a stream" run -o /proc/self/fd/1 --format safetensors
+  refuses 2 "give --json an --output FILE" run -o - --json
   [ ! -e ./- ]
+}
+
+@test "parts, shards and steps" {
+  "$merge" run -o part.safetensors --only 'h.*' --only wte.weight --quiet
+  python3 - <<'PY'
+import json, struct
+f = open("part.safetensors", "rb")
+header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
+names = set(header) - {"__metadata__"}
+assert "wte.weight" in names and all(n == "wte.weight" or n.startswith("h.") for n in names), names
+PY
+  refuses 3 "no parameter matches 'x*'" run -o out.h5 --only 'x*'
+  "$merge" run -o shards --format safetensors --max-shard-size 100B --quiet
+  [ "$(ls shards/*.safetensors | wc -l)" -gt 1 ]
+  "$merge" shards -o again.safetensors --quiet
+  "$merge" run -o whole.safetensors --quiet --verify
+  cmp <(tail -c 310 again.safetensors) <(tail -c 310 whole.safetensors)
+  "$merge" run --tag step-00000003 -o tagged.safetensors --quiet
+  cmp tagged.safetensors whole.safetensors
+  refuses 2 "not '../run'" run --tag ../run -o out.h5
+  refuses 1 "there is no step-00000009" run --tag step-00000009 -o out.h5
+  refuses 2 "--max-shard-size: '5 apples'" run -o shards2 --format safetensors --max-shard-size '5 apples'
+}
+
+@test "back to a checkpoint for one rank, with the optimizer's state" {
+  "$merge" run -o one --format checkpoint --verify --quiet
+  "$merge" run -o a.safetensors --optimizer --quiet
+  "$merge" one -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+  h5dump -H one/step-00000003/model.h5 | grep -q '"wte.weight"'
 }
 
 @test "an output that is a link goes to where the link leads" {
@@ -121,12 +165,12 @@ bats_require_minimum_version 1.5.0
   done
 }
 
-@test "a checkpoint that is not there" { refuses 1 "absent: no such directory" absent -o out.h5; }
-@test "a file for a checkpoint" { refuses 1 "not a directory" run/latest -o out.h5; }
+@test "a checkpoint that is not there" { refuses 1 "absent: no such file or directory" absent -o out.h5; }
+@test "a file for a checkpoint" { refuses 4 "not a kind of file that is read here" run/latest -o out.h5; }
 
 @test "a directory without checkpoints" {
   mkdir empty
-  refuses 1 "no checkpoint in this directory" empty -o out.h5
+  refuses 1 "no model.safetensors in this directory" empty -o out.h5
 }
 
 @test "an empty latest says which step to name" {

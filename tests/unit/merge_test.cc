@@ -121,8 +121,15 @@ TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
   EXPECT_ERROR(merge_checkpoint(step, step + "/m.h5", {}), Errc::Config, "inside a checkpoint step");
   EXPECT_ERROR(merge_checkpoint(step, dir.path(), {.format = "hdf5"}), Errc::Config, "is a directory");
   EXPECT_ERROR(merge_checkpoint(step, dir / "no/m.h5", {}), Errc::Config, "there is no directory");
-  EXPECT_ERROR(merge_checkpoint(step, dir / "m", {.format = "hf"}), Errc::Unavailable, "not there yet");
-  EXPECT_ERROR(merge_checkpoint(step, "-", {.format = "hdf5"}), Errc::Unavailable, "a model on a stream");
+  EXPECT_ERROR(merge_checkpoint(step, "-", {.format = "hdf5"}), Errc::Config, "only one safetensors file");
+  EXPECT_ERROR(merge_checkpoint(step, "-", {.verify = true}), Errc::Config, "cannot be read back");
+  EXPECT_ERROR(merge_checkpoint(step, "/dev/fd/1", {.format = "safetensors"}), Errc::Config, "as -");
+  EXPECT_ERROR(merge_checkpoint(step, dir.path(), {.format = "hf"}), Errc::Config, "is not empty");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m", {.format = "hf", .optimizer = true}), Errc::Config, "optimizer state");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.max_shard_bytes = 5}), Errc::Config, "it is one file");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.config = "c"}), Errc::Config, "takes no config");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.only = {"nothing*"}}), Errc::Mismatch, "matches 'nothing*'");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.tag = "step-00000009"}), Errc::Config, "'step-00000009'");
   EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config, "the run's own file");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.dtype = DType::I32}), Errc::Config, "not as int32");
 }

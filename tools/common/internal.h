@@ -6,6 +6,10 @@
 
 namespace ds::tools {
 
+// A signal ends the process, after destructors have cleaned up.
+struct StoppedBySignal {
+  int signal;
+};
 struct BrokenPipe {};  // thrown when the reader of stdout went away; run_main then dies of SIGPIPE, quietly
 
 // All of `bytes` to fd; throws ds::Error naming `what`, or BrokenPipe.

@@ -182,6 +182,9 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   } catch (const BrokenPipe&) {
     std::signal(SIGPIPE, SIG_DFL);
     std::raise(SIGPIPE);
+  } catch (const StoppedBySignal& stopped) {
+    std::signal(stopped.signal, SIG_DFL);
+    std::raise(stopped.signal);
   } catch (const Error& e) {
     report_error(e.what());
     status = exit_code(e.code());

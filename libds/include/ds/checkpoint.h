@@ -2,6 +2,8 @@
 #pragma once
 // Checkpoints as tools see them: find one, merge one. The format is described in ds-checkpoint(5).
 
+#include <array>
+#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,30 +20,97 @@ namespace ds {
 // is damaged, names a step that is not there, or leads out of `dir`; the message says which step to name instead).
 DS_API std::string find_checkpoint(const std::string& dir, std::string_view which = "latest");
 
+// Bytes done of bytes in all, now and then.
+using CopyProgress = std::function<void(i64 done, i64 total)>;
+
 struct MergeOptions {
-  std::string format = {};  // "safetensors", "hdf5", or empty: by the suffix of the output
-  std::optional<DType> dtype =
-      {};                  // F32, BF16 or F16; empty: as trained. From the fp32 master weights where there are any
-  bool optimizer = false;  // also optimizer.{master,exp_avg,exp_avg_sq}.<name>, in fp32
-  bool verify = false;     // check every checksum of the checkpoint first, compare the output with it afterwards
+  std::string format = {};          // "safetensors", "hdf5", "hf", "checkpoint", or empty: by the suffix of the output
+  std::string tag = {};             // which step of a directory of several; empty: the latest
+  std::optional<DType> dtype = {};  // F32, BF16 or F16, of float weights; empty: as they are stored. From the fp32
+                                    // masters where there are any
+  std::vector<std::string> only = {};  // glob patterns of parameter names; empty: all
+  bool optimizer = false;              // also optimizer.{master,exp_avg,exp_avg_sq}.<name>, in fp32
+  bool verify = false;         // check every checksum of the source first, compare the output with it afterwards
+  i64 max_shard_bytes = 0;     // of tensors in one file of a directory; 0: "hf" 5e9, "safetensors" one file
+  std::string config = {};     // "hf": config.json, or a directory that has it; empty: the source's
+  std::string tokenizer = {};  // "hf": directory with the tokenizer's files; empty: those that the source knows of
+  CopyProgress progress = {};
 };
 
 struct MergeResult {
-  std::string step_dir, output, format;
+  std::string source, output, format;
   i64 step = 0;
-  DType dtype = DType::F32;
+  std::optional<DType> dtype;  // of the weights; nothing where they have several
   i64 num_tensors = 0;
   i64 num_parameters = 0;  // elements of the model, tied ones once
-  i64 bytes = 0;           // of the output file
+  i64 bytes = 0;           // of the files of tensors
+  i64 num_files = 0;
+  std::string tokenizer;  // where its files were copied from; empty: there are none
   bool verified = false;
   double seconds = 0;
   std::vector<std::string> tied;  // names left out because they are another tensor's
 };
 
-// Writes the checkpoint of a step directory as one file, which appears whole or not at all. A streaming copy: needs
-// less than 128 MiB beside the manifest, whatever the model's size. Tied parameters are written once, under their
-// owner's name; the metadata maps the other name to it. Throws Errc::Config (output or options make no sense),
-// Errc::Corrupt (every bad file is named), Errc::Mismatch (no such state in this checkpoint), Errc::Io.
-DS_API MergeResult merge_checkpoint(const std::string& step_dir, const std::string& output, const MergeOptions&);
+// Writes the state that `source` holds (one of our checkpoints, DeepSpeed's, a model directory or file) as whole
+// tensors under their names: one file, or a directory of files ("hf", or "safetensors" with max_shard_bytes), or, where
+// `output` is "-", a safetensors stream on standard output; or as one of our checkpoints for one rank ("checkpoint").
+// The output appears whole or not at all, but for a stream. A streaming copy: needs less than 128 MiB beside the tables
+// of names, whatever the model's size. Tied parameters are written once, under their owner's name; the metadata maps
+// the other name to it. Throws Errc::Config (output or options make no sense), Errc::Corrupt (every bad file is
+// named), Errc::Mismatch (no such state in this checkpoint), Errc::Unavailable, Errc::Io.
+DS_API MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions&);
+
+struct ShardOptions {
+  std::string tag = {};  // as above
+  int dp = 1;            // data-parallel ranks
+  int stage = 0;         // ZeRO stage
+  CopyProgress progress = {};
+};
+
+struct ShardResult {
+  std::string source, step_dir;
+  i64 step = 0;
+  int dp = 1, stage = 0;
+  DType dtype = DType::F32;  // of most weights
+  i64 num_tensors = 0, num_parameters = 0;
+  i64 bytes = 0;  // of all rank files
+  bool optimizer = false;
+  double seconds = 0;
+};
+
+// Writes the state that `source` holds, as merge_checkpoint reads it, as a run directory of `dp` ranks: what a run at
+// that layout would have saved. `dir` does not exist or is empty. Read back and verified before it is committed; after
+// an error nothing is left. Memory as of merge_checkpoint. Throws as that.
+DS_API ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions&);
+
+// Who owns what in a saved step of ours.
+struct CheckpointSummary {
+  struct Rank {
+    i64 elems = 0;                     // of parameters
+    std::array<i64, 4> state_bytes{};  // by kStateTitles
+    i64 file_bytes = 0;
+  };
+  struct Owner {
+    i64 rank, begin, count;  // elements [begin, begin + count) of the flattened parameter
+  };
+  struct Param {
+    std::string name;
+    DType dtype;
+    std::vector<i64> shape;
+    std::string tied_to;        // empty, or whose elements these are
+    std::vector<Owner> owners;  // in order of elements
+  };
+  static constexpr std::array<std::string_view, 4> kStateTitles = {"param", "master", "exp_avg", "exp_avg_sq"};
+
+  std::string step_dir, layout, isa;
+  i64 step = 0, consumed_samples = 0, optimizer_step = 0;
+  i64 world_size = 0;
+  int stage = 0;
+  DType dtype = DType::F32;
+  std::vector<Rank> ranks;
+  std::vector<Param> params;
+};
+// Reads the manifest alone, and the sizes of the files. Throws as find_checkpoint, and Errc::Corrupt.
+DS_API CheckpointSummary describe_checkpoint(const std::string& dir, const std::string& tag = {});
 
 }  // namespace ds

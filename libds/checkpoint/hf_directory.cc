@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/hf_directory.h"
+
+#include <filesystem>
+
+#include "base/check.h"
+#include "base/file.h"
+#include "base/json.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr i64 kMaxFile = i64{256} << 20;  // of a tokenizer
+constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
+                                           "tokenizer_config.json",
+                                           "special_tokens_map.json",
+                                           "added_tokens.json",
+                                           "vocab.json",
+                                           "merges.txt",
+                                           "vocab.txt",
+                                           "tokenizer.model",
+                                           "chat_template.jinja"};
+constexpr const char* kGeneration = "generation_config.json";
+
+// As transformers names it.
+std::string torch_dtype(DType t) {
+  switch (t) {
+    case DType::F32: return "float32";
+    case DType::BF16: return "bfloat16";
+    case DType::F16: return "float16";
+    case DType::F64: return "float64";
+    default: return std::string(dtype_name(t));
+  }
+}
+
+}  // namespace
+
+void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype) {
+  Json json = Json::parse(config);
+  if (dtype) {
+    json.erase("dtype");
+    json["torch_dtype"] = torch_dtype(*dtype);
+  }
+  replace_text_file(dir + "/config.json", json.dump(2) + "\n");
+  if (fs::exists(fmt::format("{}/{}", dir, kGeneration))) return;
+  Json generation = {{"_from_model_config", true}};
+  for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {
+    if (json.contains(key) && !json[key].is_null()) generation[key] = json[key];
+  }
+  if (generation.size() > 1) replace_text_file(fmt::format("{}/{}", dir, kGeneration), generation.dump(2) + "\n");
+}
+
+std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir) {
+  for (const std::string& path : from) {
+    std::error_code ignored;
+    const std::string folder = fs::is_directory(path, ignored) ? path : parent_directory(path);
+    bool any = false;
+    const auto copy = [&](const char* name) {
+      const std::string file = fmt::format("{}/{}", folder, name);
+      if (!fs::is_regular_file(file, ignored)) return false;
+      replace_text_file(fmt::format("{}/{}", dir, name), read_text_file(file, kMaxFile));
+      return true;
+    };
+    for (const char* name : kTokenizerFiles) any |= copy(name);
+    if (!any) continue;
+    copy(kGeneration);
+    return folder;
+  }
+  return "";
+}
+
+}  // namespace ds

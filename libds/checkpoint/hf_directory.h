@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What makes a directory of weights one that transformers loads: config.json, generation_config.json, the tokenizer.
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ds/kernels/dtype.h"
+
+namespace ds {
+
+// Writes config.json: `config` (a JSON document) with the dtype of the weights; and, where `config` names begin and end
+// tokens and the directory has none yet, generation_config.json.
+void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype);
+
+// Copies the tokenizer's files out of the first of `from` that has some (a directory, or a file of it), and
+// generation_config.json with them. Returns that directory; empty if none has. Throws Errc::Io.
+std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir);
+
+}  // namespace ds

@@ -1,0 +1,164 @@
+// SPDX-License-Identifier: Apache-2.0
+// From any state to the run directory that ranks of a layout would have written, in one process.
+
+#include <algorithm>
+#include <chrono>
+
+#include "base/file.h"
+#include "checkpoint/reader.h"
+#include "checkpoint/shard.h"
+#include "checkpoint/step_writer.h"
+#include "ds/checkpoint.h"
+#include "ds/config.h"
+#include "formats/tensor_io.h"
+#include "zero/layout.h"
+
+namespace ds {
+namespace {
+
+// The part of a name up to its first number, which is that of a block: "transformer.h.11" of
+// "transformer.h.11.ln_1.bias".
+std::string_view block_of(std::string_view name) {
+  for (size_t begin = 0; begin < name.size();) {
+    const size_t end = std::min(name.find_first_of("./", begin), name.size());
+    const std::string_view part = name.substr(begin, end - begin);
+    if (!part.empty() && part.find_first_not_of("0123456789") == std::string_view::npos) return name.substr(0, end);
+    begin = end + 1;
+  }
+  return {};
+}
+
+}  // namespace
+
+std::vector<std::vector<model::ParamRow>> units_of(const std::vector<ParamEntry>& params) {
+  std::vector<std::vector<model::ParamRow>> units;
+  std::string_view block;
+  for (const ParamEntry& p : params) {
+    if (!p.tied_to.empty()) continue;
+    if (units.empty() || block_of(p.name) != block) units.emplace_back();
+    block = block_of(p.name);
+    units.back().push_back({p.name, p.shape});
+  }
+  return units;
+}
+
+void write_sharded(StateSource& state, const std::string& dir, Manifest& m, const zero::LayoutOptions& options,
+                   const CopyProgress& progress) {
+  const auto rows = units_of(state.params());
+  const std::vector<std::span<const model::ParamRow>> units(rows.begin(), rows.end());
+  const zero::Layout layout = zero::Layout::make(units, options);
+  std::vector<i64> param_of;  // the layout numbers untied parameters
+  for (size_t i = 0; i < state.params().size(); ++i) {
+    if (state.params()[i].tied_to.empty()) param_of.push_back(narrow<i64>(i));
+  }
+  m.id = random_hex64();
+  m.meta = state.meta();
+  m.meta.world_size = options.num_ranks;
+  m.meta.zero_stage = options.stage;
+  m.meta.layout_id = layout.id();
+  m.params = state.params();
+
+  RankContents contents;
+  for (const State s : kStates) contents.states[static_cast<size_t>(s)] = state.has(s);
+  i64 total = 0, done = 0;
+  for (const i64 p : param_of) {
+    for (const State s : kStates) {
+      if (state.stores(s, p)) {
+        total += *checked_product(m.params[static_cast<size_t>(p)].shape) * dtype_bytes(state.stored_dtype(s, p));
+      }
+    }
+  }
+  std::vector<PieceRange> pieces;
+  std::vector<char> buffer;
+  contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
+    const PieceRange& p = pieces[piece];
+    const DType dtype = state.stored_dtype(s, p.param);
+    buffer.resize(static_cast<size_t>(count * dtype_bytes(dtype)));
+    state.read(s, dtype, p.param, p.begin + first, count, buffer.data());
+    done += narrow<i64>(buffer.size());
+    if (progress) progress(done, total);
+    return buffer.data();
+  };
+  prepare_step(dir, m.meta.step);
+  for (int rank = 0; rank < options.num_ranks; ++rank) {
+    pieces.clear();
+    for (const zero::Piece& p : layout.owned_pieces(rank)) {
+      pieces.push_back({param_of[static_cast<size_t>(p.param)], p.begin, p.count});
+    }
+    contents.pieces = pieces;
+    m.files.push_back(write_rank_file(dir, m, rank, contents));
+  }
+  commit_step(dir, m);
+}
+
+ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions& options) {
+  const auto start = std::chrono::steady_clock::now();
+  DS_CHECK(options.dp >= 1 && options.dp <= 99999 && options.stage >= 0 && options.stage <= 3, Errc::Config,
+           "{} ranks at ZeRO stage {}", options.dp, options.stage);
+  PendingDirectory target(dir);
+  const std::unique_ptr<StateSource> state = open_state(source, options.tag);
+  state->check();
+  const ZeroConfig defaults;
+  Manifest m;
+  write_sharded(*state, target.path(), m,
+                {.num_ranks = options.dp,
+                 .stage = options.stage,
+                 .persistence_threshold = defaults.param_persistence_threshold,
+                 .model_persistence_threshold = defaults.model_persistence_threshold},
+                options.progress);
+  target.commit();
+
+  ShardResult result{.source = state->path(),
+                     .step_dir = fmt::format("{}/{}", dir, step_name(m.meta.step)),
+                     .step = m.meta.step,
+                     .dp = options.dp,
+                     .stage = options.stage,
+                     .dtype = m.meta.work_dtype,
+                     .optimizer = state->has(State::ExpAvg)};
+  for (const ParamEntry& p : m.params) {
+    if (!p.tied_to.empty()) continue;
+    ++result.num_tensors;
+    result.num_parameters += *checked_product(p.shape);
+  }
+  for (const FileRecord& f : m.files) result.bytes += f.bytes;
+  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return result;
+}
+
+CheckpointSummary describe_checkpoint(const std::string& dir, const std::string& tag) {
+  const CheckpointReader reader(tag.empty() ? find_checkpoint(dir) : find_checkpoint(dir, tag));
+  const Manifest& m = reader.manifest();
+  CheckpointSummary summary{.step_dir = reader.path(),
+                            .layout = m.meta.layout_id,
+                            .isa = m.meta.isa,
+                            .step = m.meta.step,
+                            .consumed_samples = m.meta.consumed_samples,
+                            .optimizer_step = m.meta.optimizer_step,
+                            .world_size = m.meta.world_size,
+                            .stage = m.meta.zero_stage,
+                            .dtype = m.meta.work_dtype,
+                            .ranks = {},
+                            .params = {}};
+  for (size_t i = 0; i < m.params.size(); ++i) {
+    const ParamEntry& p = m.params[i];
+    summary.params.push_back({p.name, m.stored_dtype(State::Param, narrow<i64>(i)), p.shape, p.tied_to, {}});
+  }
+  for (size_t f = 0; f < m.files.size(); ++f) {
+    CheckpointSummary::Rank rank{.file_bytes = m.files[f].bytes};
+    for (const PieceRecord& p : m.files[f].pieces) {
+      rank.elems += p.count;
+      for (const State s : kStates) {
+        const auto at = static_cast<size_t>(s);
+        if (p.states[at]) rank.state_bytes[at] += p.count * dtype_bytes(m.stored_dtype(s, p.param));
+      }
+      summary.params[static_cast<size_t>(p.param)].owners.push_back({narrow<i64>(f), p.begin, p.count});
+    }
+    summary.ranks.push_back(rank);
+  }
+  for (auto& p : summary.params) {
+    std::sort(p.owners.begin(), p.owners.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+  }
+  return summary;
+}
+
+}  // namespace ds

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/tensor_state.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <array>
+#include <unordered_map>
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kStatePrefix = "optimizer.";
+
+// "optimizer.exp_avg.x" -> ExpAvg, "x".
+std::optional<std::pair<State, std::string_view>> parse_state_name(std::string_view name) {
+  if (!name.starts_with(kStatePrefix)) return std::nullopt;
+  name.remove_prefix(kStatePrefix.size());
+  for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
+    const std::string_view state = kStateNames[static_cast<size_t>(s)];
+    if (name.starts_with(state) && name.size() > state.size() + 1 && name[state.size()] == '.')
+      return std::pair(s, name.substr(state.size() + 1));
+  }
+  return std::nullopt;
+}
+
+// The 16- or 32-bit float that most elements have.
+DType work_dtype_of(const std::vector<TensorInfo>& tensors) {
+  std::array<i64, 3> elems{};  // F32, BF16, F16
+  for (const TensorInfo& t : tensors) {
+    if (t.dtype <= DType::F16 && !parse_state_name(t.name)) elems[static_cast<size_t>(t.dtype)] += t.numel();
+  }
+  return static_cast<DType>(std::max_element(elems.begin(), elems.end()) - elems.begin());
+}
+
+class TensorState : public StateSource {
+ public:
+  TensorState(std::unique_ptr<TensorSource> tensors, std::string model_config_json) : tensors_(std::move(tensors)) {
+    for (const ForeignTensor& f : tensors_->foreign()) tensors_->at(f.name);  // throws, naming it and its type
+    const auto& metadata = tensors_->metadata();
+    if (const auto it = metadata.find(std::string(kMetaKey)); it != metadata.end()) {
+      meta_ = parse_meta(it->second, path());
+    } else {
+      meta_.work_dtype = work_dtype_of(tensors_->list());
+    }
+    if (!model_config_json.empty()) meta_.model_config_json = std::move(model_config_json);
+    std::unordered_map<std::string_view, size_t> index;
+    for (const TensorInfo& t : tensors_->list()) {
+      if (parse_state_name(t.name)) continue;
+      index.emplace(t.name, params_.size());
+      const bool as_usual = t.dtype == meta_.work_dtype;
+      params_.push_back({t.name, t.shape, "", as_usual ? std::nullopt : std::optional(t.dtype)});
+    }
+    states_.resize(params_.size());
+    for (const TensorInfo& t : tensors_->list()) add_state(t, index);
+    for (size_t i = 0; i < params_.size(); ++i) check_states(i);
+    for (const auto& [name, owner] : metadata) {
+      const auto it = index.find(owner);
+      if (it != index.end() && !index.contains(name)) params_.push_back({name, params_[it->second].shape, owner, {}});
+    }
+  }
+
+  const std::string& path() const noexcept override { return tensors_->path(); }
+  const CheckpointMeta& meta() const noexcept override { return meta_; }
+  const std::vector<ParamEntry>& params() const noexcept override { return params_; }
+  bool has(State s) const noexcept override { return s == State::Param || has_[static_cast<size_t>(s)]; }
+  std::vector<std::string> verify() override { return tensors_->verify(); }
+
+ private:
+  void add_state(const TensorInfo& t, const std::unordered_map<std::string_view, size_t>& index) {
+    const auto state = parse_state_name(t.name);
+    if (!state) return;
+    const auto it = index.find(state->second);
+    DS_CHECK(it != index.end(), Errc::Mismatch, "{}: '{}' is the state of a parameter that is not there", path(),
+             t.name);
+    DS_CHECK(t.dtype == DType::F32 && t.shape == params_[it->second].shape, Errc::Mismatch,
+             "{}: '{}' is not fp32 in the shape of its parameter", path(), t.name);
+    states_[it->second][static_cast<size_t>(state->first)] = t.name;
+    has_[static_cast<size_t>(state->first)] = true;
+  }
+  void check_states(size_t param) const {
+    for (const State s : kStates) {
+      const auto at = static_cast<size_t>(s);
+      const bool expected = has_[at] && is_float(stored_dtype(State::Param, narrow<i64>(param)));
+      DS_CHECK(!states_[param][at].empty() == expected, Errc::Mismatch, "{}: '{}' {} {}, others {}", path(),
+               params_[param].name, expected ? "lacks" : "has", kStateNames[at], expected ? "have it" : "lack it");
+    }
+  }
+  void read_stored(State s, i64 param, i64 first, i64 count, char* out) override {
+    const auto i = static_cast<size_t>(param);
+    tensors_->read(s == State::Param ? params_[i].name : states_[i][static_cast<size_t>(s)], first, count, out);
+  }
+
+  std::unique_ptr<TensorSource> tensors_;
+  CheckpointMeta meta_;
+  std::vector<ParamEntry> params_;
+  std::vector<std::array<std::string, 4>> states_;  // names of tensors, by parameter and State
+  std::array<bool, 4> has_{};
+};
+
+class StateTensors : public TensorSource {
+ public:
+  struct Column {
+    State state;
+    i64 param;
+  };
+  StateTensors(StateSource& state, std::vector<TensorInfo> tensors, std::vector<Column> columns)
+      : TensorSource(state.path(), std::move(tensors)), state_(state), columns_(std::move(columns)) {}
+  std::vector<std::string> verify() const override { return state_.verify(); }
+
+ private:
+  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
+    const Column& c = columns_[tensor];
+    state_.read(c.state, list()[tensor].dtype, c.param, first_elem, count, out);
+  }
+
+  StateSource& state_;
+  std::vector<Column> columns_;
+};
+
+// Which parameters the patterns choose.
+std::vector<bool> choose(const StateSource& state, const std::vector<std::string>& patterns) {
+  const auto& params = state.params();
+  std::vector<bool> chosen(params.size(), patterns.empty());
+  for (const std::string& pattern : patterns) {
+    bool any = false;
+    for (size_t i = 0; i < params.size(); ++i) {
+      if (::fnmatch(pattern.c_str(), params[i].name.c_str(), 0) != 0) continue;
+      // A tied name stands for what it is tied to.
+      const auto owner = std::find_if(params.begin(), params.end(), [&](const ParamEntry& p) {
+        return p.name == (params[i].tied_to.empty() ? params[i].name : params[i].tied_to);
+      });
+      chosen[static_cast<size_t>(owner - params.begin())] = any = true;
+    }
+    DS_CHECK(any, Errc::Mismatch, "{}: no parameter matches '{}'", state.path(), pattern);
+  }
+  return chosen;
+}
+
+}  // namespace
+
+std::string state_tensor_name(State state, std::string_view param) {
+  return fmt::format("{}{}.{}", kStatePrefix, kStateNames[static_cast<size_t>(state)], param);
+}
+
+std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> tensors, std::string model_config_json) {
+  return std::make_unique<TensorState>(std::move(tensors), std::move(model_config_json));
+}
+
+std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view) {
+  DS_CHECK(!view.optimizer || state.has(State::ExpAvg), Errc::Mismatch, "{}: holds no optimizer state", state.path());
+  const std::vector<bool> chosen = choose(state, view.only);
+  std::vector<TensorInfo> tensors;
+  std::vector<StateTensors::Column> columns;
+  for (const State s : kStates) {
+    if (s != State::Param && !(view.optimizer && state.has(s))) continue;
+    for (size_t i = 0; i < chosen.size(); ++i) {
+      const ParamEntry& p = state.params()[i];
+      if (!chosen[i] || !p.tied_to.empty()) continue;
+      const DType stored = state.stored_dtype(State::Param, narrow<i64>(i));
+      if (s == State::Param) {
+        tensors.push_back({p.name, is_float(stored) ? view.dtype.value_or(stored) : stored, p.shape});
+      } else if (is_float(stored)) {
+        tensors.push_back({state_tensor_name(s, p.name), DType::F32, p.shape});
+      } else {
+        continue;
+      }
+      columns.push_back({s, narrow<i64>(i)});
+    }
+  }
+  return std::make_unique<StateTensors>(state, std::move(tensors), std::move(columns));
+}
+
+}  // namespace ds

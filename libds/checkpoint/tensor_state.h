@@ -1,0 +1,31 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A file or directory of whole tensors as training state, and the other way round.
+
+#include "checkpoint/state_source.h"
+#include "formats/tensor_io.h"
+
+namespace ds {
+
+// Under this name the metadata of a file keeps the meta of the step whose optimizer state it holds.
+inline constexpr std::string_view kMetaKey = "libds";
+
+// "optimizer.exp_avg.<name>": where files of whole tensors keep the states of a parameter.
+std::string state_tensor_name(State state, std::string_view param);
+
+// Tensors are parameters, in the order of the source; those named as states are states. Metadata that maps a name to a
+// tensor makes it a tied parameter. Throws Errc::Unavailable (an element type that cannot be read), Errc::Mismatch
+// (states that fit no parameter, or not all of them).
+std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> tensors, std::string model_config_json);
+
+// What of a state is shown as whole tensors, and how.
+struct StateView {
+  std::optional<DType> dtype = {};     // of the weights of float types; empty: as they are stored
+  bool optimizer = false;              // also the states, named as above, in fp32
+  std::vector<std::string> only = {};  // glob patterns of parameter names; empty: all
+};
+// `state` outlives it. Tied parameters are left out. Throws Errc::Mismatch where a pattern matches nothing, or there is
+// no optimizer state.
+std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view);
+
+}  // namespace ds

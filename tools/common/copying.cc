@@ -1,0 +1,78 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/copying.h"
+
+#include <unistd.h>
+
+#include <charconv>
+#include <cmath>
+#include <csignal>
+
+#include "common/internal.h"
+#include "ds/error.h"
+
+namespace ds::tools {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+volatile std::sig_atomic_t stopped_by = 0;
+
+extern "C" void note_signal(int signal) { stopped_by = signal; }
+
+double seconds(Clock::duration d) { return std::chrono::duration<double>(d).count(); }
+
+}  // namespace
+
+CopyLine::CopyLine() : start_(Clock::now()), shown_(start_) {
+  for (const int signal : kSignals) {
+    if (std::signal(signal, note_signal) == SIG_IGN) std::signal(signal, SIG_IGN);  // nohup(1)
+  }
+}
+
+CopyLine::~CopyLine() {
+  for (const int signal : kSignals) {
+    if (std::signal(signal, SIG_DFL) == SIG_IGN) std::signal(signal, SIG_IGN);
+  }
+}
+
+std::function<void(i64, i64)> CopyLine::hook() {
+  return [this](i64 done, i64 total) {
+    if (stopped_by != 0) throw StoppedBySignal{stopped_by};
+    const auto now = Clock::now();
+    if (seconds(now - shown_) < 0.2) return;
+    shown_ = now;
+    const double rate = static_cast<double>(done) / seconds(now - start_);
+    line_.show(fmt::format("{:.1f} of {:.1f} GB  {:.2f} GB/s  ETA {}", static_cast<double>(done) / 1e9,
+                           static_cast<double>(total) / 1e9, rate / 1e9,
+                           duration(static_cast<double>(total - done) / rate)));
+  };
+}
+
+void claim_stdout(const Output& out) {
+  if (::isatty(STDOUT_FILENO) == 1)
+    throw Error(Errc::Config, "standard output is a terminal: name a file, or give the model to a pipe");
+  if (out.json() && !out.to_file())
+    throw Error(Errc::Config, "the model goes to standard output: give --json an --output FILE");
+  std::signal(SIGPIPE, SIG_DFL);
+}
+
+i64 parse_bytes(std::string_view option, std::string_view text) {
+  struct Unit {
+    std::string_view name;
+    double bytes;
+  };
+  static constexpr Unit kUnits[] = {{"", 1},         {"B", 1},    {"K", 1e3},      {"KB", 1e3},    {"KiB", 0x1p10},
+                                    {"M", 1e6},      {"MB", 1e6}, {"MiB", 0x1p20}, {"G", 1e9},     {"GB", 1e9},
+                                    {"GiB", 0x1p30}, {"T", 1e12}, {"TB", 1e12},    {"TiB", 0x1p40}};
+  double number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  const std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
+  for (const Unit& u : kUnits) {
+    const double bytes = number * u.bytes;
+    if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p62) return static_cast<i64>(bytes);
+  }
+  throw Error(Errc::Config, fmt::format("{}: '{}' is not a size such as 5GB, 500MiB or 1000000", option, text));
+}
+
+}  // namespace ds::tools

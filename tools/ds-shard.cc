@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+// ds-shard: any model or checkpoint as the run directory of a layout; and who owns what in one.
+
+#include <limits>
+
+#include "common/copying.h"
+#include "common/tool.h"
+#include "ds/checkpoint.h"
+
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+void print(ds::tools::Output& out, const ds::ShardResult& r) {
+  if (out.json()) {
+    out.document({{"source", r.source},
+                  {"checkpoint", r.step_dir},
+                  {"step", r.step},
+                  {"dp", r.dp},
+                  {"stage", r.stage},
+                  {"dtype", ds::dtype_name(r.dtype)},
+                  {"tensors", r.num_tensors},
+                  {"parameters", r.num_parameters},
+                  {"bytes", r.bytes},
+                  {"optimizer", r.optimizer},
+                  {"seconds", r.seconds}});
+    return;
+  }
+  out.print("source      {}\ncheckpoint  {}\nstep        {}\nranks       {}\nstage       {}\n", r.source, r.step_dir,
+            r.step, r.dp, r.stage);
+  out.print("dtype       {}\ntensors     {}\nparameters  {}\nbytes       {}\noptimizer   {}\n", ds::dtype_name(r.dtype),
+            r.num_tensors, r.num_parameters, r.bytes, r.optimizer ? "yes" : "no");
+}
+
+Json owners_json(const ds::CheckpointSummary::Param& p) {
+  Json owners = Json::array();
+  for (const auto& o : p.owners) owners.push_back({{"rank", o.rank}, {"begin", o.begin}, {"count", o.count}});
+  return owners;
+}
+
+void show_json(ds::tools::Output& out, const ds::CheckpointSummary& s) {
+  Json ranks = Json::array(), params = Json::array();
+  for (size_t r = 0; r < s.ranks.size(); ++r) {
+    Json row = {{"rank", r}, {"elements", s.ranks[r].elems}};
+    for (size_t i = 0; i < s.kStateTitles.size(); ++i)
+      row[fmt::format("{}_bytes", s.kStateTitles[i])] = s.ranks[r].state_bytes[i];
+    row["file_bytes"] = s.ranks[r].file_bytes;
+    ranks.push_back(std::move(row));
+  }
+  for (const auto& p : s.params) {
+    Json row = {{"name", p.name}, {"dtype", ds::dtype_name(p.dtype)}, {"shape", p.shape}};
+    if (!p.tied_to.empty()) row["tied_to"] = p.tied_to;
+    row["owners"] = owners_json(p);
+    params.push_back(std::move(row));
+  }
+  out.document({{"checkpoint", s.step_dir},
+                {"step", s.step},
+                {"optimizer_step", s.optimizer_step},
+                {"consumed_samples", s.consumed_samples},
+                {"dp", s.world_size},
+                {"stage", s.stage},
+                {"layout", s.layout},
+                {"dtype", ds::dtype_name(s.dtype)},
+                {"isa", s.isa},
+                {"ranks", std::move(ranks)},
+                {"parameters", std::move(params)}});
+}
+
+void show(ds::tools::Output& out, const ds::CheckpointSummary& s, bool parameters) {
+  if (out.json()) return show_json(out, s);
+  out.print("checkpoint  {}\nstep        {}\nranks       {}\nstage       {}\ndtype       {}\n\n", s.step_dir, s.step,
+            s.world_size, s.stage, ds::dtype_name(s.dtype));
+  out.print("{:>5} {:>14}", "rank", "elements");
+  for (const std::string_view title : s.kStateTitles) out.print(" {:>16}", fmt::format("{} bytes", title));
+  out.print(" {:>14}\n", "file bytes");
+  for (size_t r = 0; r < s.ranks.size(); ++r) {
+    out.print("{:>5} {:>14}", r, s.ranks[r].elems);
+    for (const ds::i64 bytes : s.ranks[r].state_bytes) out.print(" {:>16}", bytes);
+    out.print(" {:>14}\n", s.ranks[r].file_bytes);
+  }
+  if (!parameters) return;
+  out.print("\nparameter, dtype, shape: elements of each rank\n");
+  for (const auto& p : s.params) {
+    out.print("{}  {}  [{}]:", p.name, ds::dtype_name(p.dtype), fmt::join(p.shape, ","));
+    if (!p.tied_to.empty()) out.print(" tied to {}", p.tied_to);
+    for (const auto& o : p.owners) out.print(" {}:{}-{}", o.rank, o.begin, o.begin + o.count);
+    out.print("\n");
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string source, dir, shown;
+  ds::ShardOptions options;
+  bool parameters = false;
+  return ds::tools::run_main(
+      argc, argv,
+      {.name = "ds-shard",
+       .purpose = "shard a model or checkpoint for a layout of ranks",
+       .usage = {"[options] SRC -o DIR --dp N", "show [options] DIR"},
+       .examples = {{"ds-shard model-dir -o run --dp 8 --stage 3", "a Hugging Face model for 8 ranks at ZeRO stage 3"},
+                    {"ds-shard run -o run64 --dp 64 --stage 3", "from one layout to another, with optimizer state"},
+                    {"ds-shard show run", "who owns how much"}}},
+      [&](CLI::App& app) -> ds::tools::Body {
+        CLI::App* show_command = app.add_subcommand("show", "print who owns what in a checkpoint of ours");
+        show_command->add_option("DIR", shown, "run directory (its latest step) or one step")
+            ->required()
+            ->type_name("DIR");
+        show_command->add_flag("--parameters", parameters, "also every parameter with the ranks that own its elements");
+        show_command->add_option("--tag", options.tag, "the step to take (default: the latest)")->type_name("STEP");
+        app.add_option("SRC", source,
+                       "safetensors, HDF5 or PyTorch file, model directory, run directory, DeepSpeed checkpoint")
+            ->type_name("FILE");
+        app.add_option("-o,--out", dir, "run directory to write; new or empty")->type_name("DIR");
+        ds::tools::add_number(app, "--dp", options.dp, 1, 99999, "data-parallel ranks (default 1)")->type_name("N");
+        ds::tools::add_number(app, "--stage", options.stage, 0, 3, "ZeRO stage (default 0)")->type_name("S");
+        app.add_option("--tag", options.tag, "the step of SRC to take (default: the latest)")->type_name("STEP");
+        return [&, show_command](ds::tools::Output& out) {
+          if (show_command->parsed()) {
+            show(out, ds::describe_checkpoint(shown, options.tag), parameters);
+            return 0;
+          }
+          if (source.empty() || dir.empty())
+            throw ds::Error(ds::Errc::Config,
+                            fmt::format("{} is missing; see ds-shard --help", source.empty() ? "SRC" : "--out DIR"));
+          ds::tools::CopyLine progress;
+          options.progress = progress.hook();
+          print(out, ds::shard_checkpoint(source, dir, options));
+          return 0;
+        };
+      });
+}
