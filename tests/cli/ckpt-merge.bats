@@ -105,7 +105,7 @@ bats_require_minimum_version 1.5.0
 
 @test "parts, shards and steps" {
   "$merge" run -o part.safetensors --only 'h.*' --only wte.weight --quiet
-  python3 - <<'PY'
+  /usr/bin/python3 - <<'PY'
 import json, struct
 f = open("part.safetensors", "rb")
 header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))

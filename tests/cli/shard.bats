@@ -1,0 +1,152 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-shard as a user meets it: every layout and back with the same bytes, with and without optimizer state, what it
+# refuses, and that a refusal writes nothing. The checkpoint is the stored one of format version 1 (2 ranks, bf16).
+
+bats_require_minimum_version 1.5.0
+
+setup() {
+  PATH=$DS_BIN:$PATH
+  cd "$BATS_TEST_TMPDIR" || exit 1
+  cp -r "$DS_SOURCE/tests/golden/checkpoint-v1" run
+}
+
+refuses() {
+  local code=$1 text=$2
+  shift 2
+  run --separate-stderr ds-shard "$@"
+  echo "status $status, stderr: $stderr"
+  [ "$status" -eq "$code" ]
+  [ -z "$output" ]
+  [[ $stderr == "ds-shard: error: "*"$text"* ]]
+  [ ! -e out ]
+  [ -z "$(find . -name '.*tmp*')" ]
+}
+
+@test "safetensors to every layout and back: the same bytes" {
+  ds-ckpt-merge run -o a.safetensors --quiet
+  for dp in 1 2 3 7; do
+    for stage in 0 1 2 3; do
+      ds-shard a.safetensors -o out --dp $dp --stage $stage --quiet
+      [ "$(find out -name 'rank-*.h5' | wc -l)" -eq $dp ]
+      ds-ckpt-merge out -o b.safetensors --verify --quiet
+      cmp a.safetensors b.safetensors
+      rm -r out
+    done
+  done
+}
+
+@test "from layout to layout, with optimizer state, step and counters" {
+  ds-ckpt-merge run -o a.safetensors --optimizer --quiet
+  ds-shard run -o three --dp 3 --stage 3 --quiet
+  ds-shard three -o one --quiet
+  ds-ckpt-merge one -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+  ds-shard a.safetensors -o five --dp 5 --stage 2 --quiet # the file alone carries all of it
+  ds-ckpt-merge five -o c.safetensors --optimizer --quiet
+  cmp a.safetensors c.safetensors
+  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data config; do
+    diff <(grep "^\"$key\":" run/step-00000003/manifest.json) <(grep "^\"$key\":" five/step-00000003/manifest.json)
+  done
+}
+
+@test "the view of the shards is the merge" {
+  ds-shard run -o out --dp 3 --quiet
+  ds-ckpt-merge out -o m.h5 --quiet
+  /usr/bin/python3 - <<'PY'
+import h5py
+view, merged = h5py.File("out/step-00000003/model.h5"), h5py.File("m.h5")
+assert len(merged) > 3 and set(merged) <= set(view)
+for name in merged:
+    assert view[name].shape == merged[name].shape and (view[name][...] == merged[name][...]).all(), name
+PY
+}
+
+@test "tensors of many dtypes and no dims, and those without elements" {
+  /usr/bin/python3 - <<'PY'
+import json, struct
+rows, data = {}, b""
+for name, dtype, shape, size in [("a", "F64", [3], 8), ("b.0.w", "F32", [5, 7], 4), ("b.0.i", "I64", [], 8),
+                                 ("b.1.w", "F32", [5, 7], 4), ("c/d", "BF16", [4], 2), ("m", "BOOL", [3], 1),
+                                 ("q", "F8_E4M3", [6], 1), ("none", "U8", [0, 9], 1), ("u", "U16", [2, 1], 2)]:
+    n = size
+    for d in shape:
+        n *= d
+    rows[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + n]}
+    data += bytes((7 * i + len(data)) % 2 if dtype == "BOOL" else (7 * i + len(data)) % 120 for i in range(n))
+header = json.dumps(rows).encode()
+open("x.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + data)
+PY
+  ds-ckpt-merge x.safetensors -o a.safetensors --verify --quiet
+  ds-shard x.safetensors -o out --dp 4 --stage 3 --quiet
+  ds-ckpt-merge out -o b.safetensors --verify --quiet
+  cmp a.safetensors b.safetensors
+  ds-ckpt-merge out -o m.h5 --verify --quiet
+  ds-shard m.h5 -o from_h5 --dp 2 --quiet
+  run -0 ds-shard show --parameters from_h5
+  [[ $output == *"q  fp8_e4m3  [6]: "* ]]
+}
+
+@test "show: table, parameters, JSON" {
+  run -0 --separate-stderr ds-shard show run
+  [ -z "$stderr" ]
+  [[ $output == *"ranks       2"* ]]
+  [ "$(grep -cE '^ +[01] ' <<<"$output")" -eq 2 ]
+  run -0 ds-shard show run --parameters
+  [[ $output == *"lm_head.weight  bf16"*"tied to wte.weight"* ]]
+  ds-shard show run --json --output show.json
+  /usr/bin/python3 - <<'PY'
+import json
+s = json.load(open("show.json"))
+assert s["schema"] == "ds-shard/1" and s["dp"] == 2 and len(s["ranks"]) == 2
+owned = sum(o["count"] for p in s["parameters"] for o in p["owners"])
+assert owned == sum(r["elements"] for r in s["ranks"]) == 155
+assert sum(r["master_bytes"] for r in s["ranks"]) == 4 * 155
+PY
+}
+
+@test "a source that is not there" { refuses 1 "absent: no such file or directory" absent -o out; }
+@test "no source" { refuses 2 "SRC is missing" -o out; }
+@test "no directory" { refuses 2 "--out DIR is missing" run; }
+@test "no ranks" { refuses 2 "--dp" run -o out --dp 0; }
+@test "stage 4" { refuses 2 "--stage" run -o out --stage 4; }
+@test "a kind of file that is not read" { echo x > x.txt; refuses 4 "not a kind of file that is read here" x.txt -o out; }
+@test "a directory that is not empty" {
+  run --separate-stderr ds-shard run -o run
+  [ "$status" -eq 2 ]
+  [[ $stderr == *"run: is not empty; choose another directory"* ]]
+}
+@test "a damaged shard" {
+  truncate -s -1 run/step-00000003/rank-00001.h5
+  refuses 3 "rank-00001.h5: " run -o out
+}
+@test "damaged data is named with its dataset" {
+  offset=$(sed -n 's/.*"master":{"offset":\([0-9]*\).*/\1/p' run/step-00000003/manifest.json | head -1)
+  printf '\xff\xfe\xff\xfe' | dd of=run/step-00000003/rank-00000.h5 bs=1 seek="$offset" conv=notrunc status=none
+  refuses 3 "rank-00000.h5: checksum mismatch in /master/" run -o out
+}
+@test "a full disk leaves nothing" {
+  ulimit -f 1 # blocks of 1 KiB
+  run --separate-stderr ds-shard run -o out --dp 2
+  [ "$status" -eq 1 ]
+  [[ $stderr == *"File too large"* ]]
+  [ ! -e out ] && [ -z "$(find . -name '.*tmp*')" ]
+}
+@test "a stopped ds-shard leaves nothing" {
+  /usr/bin/python3 - <<'PY'
+import json, struct
+n = 400_000_000
+header = json.dumps({"w": {"dtype": "F32", "shape": [n // 4], "data_offsets": [0, n]}}).encode()
+with open("big.safetensors", "wb") as f:
+    f.write(struct.pack("<Q", len(header)) + header)
+    f.truncate(8 + len(header) + n)
+PY
+  ds-shard big.safetensors -o out --dp 2 --quiet &
+  pid=$!
+  until find . -name '.out.tmp*' | grep -q .; do sleep 0.01; done
+  kill -TERM $pid
+  status=0
+  wait $pid || status=$?
+  [ $status -eq 143 ]
+  [ ! -e out ] && [ -z "$(find . -name '.*tmp*')" ]
+}
