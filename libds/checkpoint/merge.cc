@@ -7,6 +7,7 @@
 
 #include "base/json.h"
 #include "checkpoint/hf_directory.h"
+#include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/tensor_state.h"
@@ -90,37 +91,18 @@ void check_options(Format format, const std::string& output, const MergeOptions&
   }
 }
 
-// A saved step, or what a save that was cut off left of one.
-bool is_step(const fs::path& dir) {
-  return parse_step_name(dir.filename().string()) || (fs::exists(dir / kManifestName) && fs::exists(dir / kViewName));
-}
-
-bool is_run(const fs::path& dir) {
-  for (const auto& entry : fs::directory_iterator(dir)) {
-    if (entry.path().filename() == "latest" || parse_step_name(entry.path().filename().string())) return true;
-  }
-  return false;
-}
-
 // Where the output goes, through links: to a new file or in place of a regular one, never of a part of a run.
 std::string output_target(const std::string& output) {
   const bool is_stream =
       output.starts_with("/dev/std") || output.starts_with("/dev/fd/") || output.starts_with("/proc/");
   DS_CHECK(!is_stream, Errc::Config, "{}: only standard output can take a stream, as -", output);
-  const std::string target = follow_links(output), parent = parent_directory(target);
+  const std::string target = follow_links(output);
   std::error_code error;
   const fs::file_status status = fs::status(target, error);
   DS_CHECK(!fs::is_directory(status), Errc::Config, "{}: is a directory; the output is one file", output);
   DS_CHECK(!fs::exists(status) || fs::is_regular_file(status), Errc::Config,
            "{}: is a device, a pipe or a socket; the output is a regular file", output);
-  DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", output, parent);
-  const fs::path folder = fs::canonical(parent), name = fs::path(target).filename();
-  for (fs::path dir = folder; dir != dir.root_path(); dir = dir.parent_path()) {
-    DS_CHECK(!is_step(dir), Errc::Config, "{}: lies inside a checkpoint step, which must stay as it was saved", output);
-  }
-  for (const std::string_view part : {"latest", "metrics.jsonl", "lock"}) {
-    DS_CHECK(name != part || !is_run(folder), Errc::Config, "{}: is the run's own file; choose another name", output);
-  }
+  check_place(target);
   return target;
 }
 
@@ -188,7 +170,10 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   const bool to_directory = is_directory_output(format, o), to_stream = output == "-";
   const std::string target = to_directory || to_stream ? output : output_target(output);
   std::optional<PendingDirectory> directory;
-  if (to_directory) directory.emplace(output);
+  if (to_directory) {
+    check_place(output);
+    directory.emplace(output);
+  }
 
   const std::unique_ptr<StateSource> state = open_state(source, o.tag);
   const std::string config = format == Format::Hf ? hf_config(source, state->meta(), o) : "";

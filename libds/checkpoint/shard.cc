@@ -5,6 +5,7 @@
 #include <chrono>
 
 #include "base/file.h"
+#include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/step_writer.h"
@@ -95,6 +96,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   const auto start = std::chrono::steady_clock::now();
   DS_CHECK(options.dp >= 1 && options.dp <= 99999 && options.stage >= 0 && options.stage <= 3, Errc::Config,
            "{} ranks at ZeRO stage {}", options.dp, options.stage);
+  check_place(dir);
   PendingDirectory target(dir);
   const std::unique_ptr<StateSource> state = open_state(source, options.tag);
   state->check();

@@ -116,6 +116,11 @@ PY
   [ "$status" -eq 2 ]
   [[ $stderr == *"run: is not empty; choose another directory"* ]]
 }
+@test "a place inside a step" {
+  run --separate-stderr ds-shard run -o run/step-00000003/out
+  [ "$status" -eq 2 ]
+  [[ $stderr == *"lies inside a checkpoint step"* ]]
+}
 @test "a damaged shard" {
   truncate -s -1 run/step-00000003/rank-00001.h5
   refuses 3 "rank-00001.h5: " run -o out

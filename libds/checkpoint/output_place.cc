@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/output_place.h"
+
+#include <filesystem>
+
+#include "base/file.h"
+#include "checkpoint/manifest.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+
+// A saved step, or what a save that was cut off left of one.
+bool is_step(const fs::path& dir) {
+  return parse_step_name(dir.filename().string()) || (fs::exists(dir / kManifestName) && fs::exists(dir / kViewName));
+}
+
+bool is_run(const fs::path& dir) {
+  for (const auto& entry : fs::directory_iterator(dir)) {
+    if (entry.path().filename() == "latest" || parse_step_name(entry.path().filename().string())) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void check_place(const std::string& path) {
+  const fs::path target = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();  // "dir/"
+  const std::string parent = parent_directory(target.string());
+  std::error_code error;
+  DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", path, parent);
+  const fs::path folder = fs::canonical(parent);
+  for (fs::path dir = folder; dir != dir.root_path(); dir = dir.parent_path()) {
+    DS_CHECK(!is_step(dir), Errc::Config, "{}: lies inside a checkpoint step, which must stay as it was saved", path);
+  }
+  for (const std::string_view part : {"latest", "metrics.jsonl", "lock"}) {
+    DS_CHECK(target.filename() != part || !is_run(folder), Errc::Config,
+             "{}: is the run's own file; choose another name", path);
+  }
+}
+
+}  // namespace ds

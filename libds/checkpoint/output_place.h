@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Where an output may go.
+
+#include <string>
+
+namespace ds {
+
+// Throws Errc::Config unless `path`, a file or directory to be, has a directory to stand in, lies in no checkpoint step
+// and is none of the files that a run keeps for itself.
+void check_place(const std::string& path);
+
+}  // namespace ds
