@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <functional>
 
@@ -79,16 +80,17 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
     stored.erase(it);
   }
   for (const auto& [name, i] : stored) differences.push_back(fmt::format("it has '{}', this model has not", name));
-  DS_CHECK(differences.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}{}", dir, differences.front(),
-           differences.size() == 1 ? "" : fmt::format(" (and {} more differences)", differences.size() - 1));
+  DS_CHECK(differences.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}{}{}", dir, differences.front(),
+           differences.size() == 1 ? "" : fmt::format(" (and {} more differences)", differences.size() - 1),
+           m.meta.optimizer_step == 0 ? "; weights without optimizer state can be given to --weights" : "");
   return index;
 }
 
 // Refuses what the checkpoint cannot give: checked before anything is filled.
 void check_request(const Manifest& m, const std::string& dir, std::span<const StatePiece> pieces) {
   const auto need = [&](bool wanted, State s) {
-    DS_CHECK(!wanted || m.has(s), Errc::Mismatch, "{}: holds no {}; it was saved without that optimizer state", dir,
-             kStateNames[static_cast<size_t>(s)]);
+    DS_CHECK(!wanted || m.has(s) || m.meta.optimizer_step == 0, Errc::Mismatch,
+             "{}: holds no {}; it was saved without that optimizer state", dir, kStateNames[static_cast<size_t>(s)]);
   };
   for (const StatePiece& p : pieces) {
     DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(m.params.size()));
@@ -142,7 +144,13 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
   together(comm, [&] {
     for (const StatePiece& p : wanted) {
       const auto fill = [&](State s, DType dtype, void* out) {
-        if (out != nullptr) reader->read(s, dtype, p.param, p.begin, p.count, out);
+        if (out == nullptr) return;
+        const bool is_moment = s == State::ExpAvg || s == State::ExpAvgSq;
+        if (is_moment && !reader->has(s)) {  // before the first update they are zero
+          std::memset(out, 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
+        } else {
+          reader->read(s, dtype, p.param, p.begin, p.count, out);
+        }
       };
       fill(State::Param, work_dtype, p.param_data);
       fill(State::Master, DType::F32, p.master);

@@ -272,7 +272,7 @@ void TrainingRun::State::load() {
   last_checkpoint = step_dir;
   if (is_root()) {
     const std::string isa(device->name());
-    if (meta.isa != isa) {
+    if (meta.isa != isa && !meta.isa.empty()) {
       log_message(LogLevel::Warning,
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
                               meta.isa, isa));

@@ -155,3 +155,32 @@ PY
   [ $status -eq 143 ]
   [ ! -e out ] && [ -z "$(find . -name '.*tmp*')" ]
 }
+
+@test "a run goes on from what was sharded: weights alone at step 0, everything at a later one" {
+  cp "$DS_SOURCE/LICENSE" text.txt
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 4, "bf16": {"enabled": true}, "reduce_order": "micro",
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+  "steps": 4, "save": {"every": 2}, "device": "cpu"
+}
+JSON
+  ds-train cfg.json --out whole --quiet
+  ds-ckpt-merge whole --tag step-00000002 -o full.safetensors --optimizer --quiet
+  ds-shard full.safetensors -o half --dp 3 --stage 3 --quiet
+  ds-train cfg.json --resume half --out again --quiet
+  ds-ckpt-merge whole -o a.safetensors --optimizer --quiet
+  ds-ckpt-merge again -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+
+  ds-ckpt-merge whole -o weights.safetensors --quiet
+  ds-shard weights.safetensors -o base --dp 2 --quiet
+  ds-train cfg.json --weights weights.safetensors --out from_file --steps 2 --quiet
+  run -0 --separate-stderr ds-train cfg.json --resume base --out from_shards --steps 2
+  [ -z "$stderr" ]
+  ds-ckpt-merge from_file -o a.safetensors --optimizer --quiet
+  ds-ckpt-merge from_shards -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+}
