@@ -76,6 +76,10 @@ std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const s
 // removed is a warning. One rank's work.
 void remove_old_steps(const std::string& dir, i64 newest, i64 keep);
 
+// The newest complete step of `dir` that is older than `step_dir`: for whom that one is damaged. Empty: there is none.
+// A warning names each incomplete one between them.
+std::string step_before(const std::string& dir, const std::string& step_dir);
+
 // Throws what load_checkpoint would throw for a model with these parameters before it reads the bulk.
 CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params);
 

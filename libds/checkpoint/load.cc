@@ -3,6 +3,7 @@
 #include <cstring>
 #include <filesystem>
 #include <functional>
+#include <limits>
 
 #include "checkpoint/reader.h"
 #include "checkpoint/together.h"
@@ -16,12 +17,14 @@ namespace fs = std::filesystem;
 
 bool is_step_directory(const std::string& dir) { return fs::exists(fmt::format("{}/{}", dir, kManifestName)); }
 
-// The newest step of a run directory whose manifest and file sizes are right; empty if there is none.
-std::string newest_complete_step(const std::string& dir) {
+// The newest step of a run directory, of those before number `before`, whose manifest and file sizes are right; empty
+// if there is none. A warning names each newer one that is passed over.
+std::string newest_complete_step(const std::string& dir, i64 before) {
   std::vector<i64> steps;
   std::error_code error;
   for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
-    if (const auto step = parse_step_name(it->path().filename().string())) steps.push_back(*step);
+    const auto step = parse_step_name(it->path().filename().string());
+    if (step && *step < before) steps.push_back(*step);
   }
   std::sort(steps.begin(), steps.end(), std::greater<>());
   for (i64 step : steps) {
@@ -29,28 +32,39 @@ std::string newest_complete_step(const std::string& dir) {
     try {
       const CheckpointReader reader(path);
       return path;
-    } catch (const Error&) {  // not this one
+    } catch (const Error& e) {
+      log_message(LogLevel::Warning, fmt::format("{} is passed over: {}", path, e.what()));
     }
   }
   return {};
 }
 
-std::string latest_step(const std::string& dir) {
-  const std::string path = dir + "/latest", newest = newest_complete_step(dir);
-  const std::string hint = newest.empty() ? std::string("there is no complete step beside it")
-                                          : fmt::format("the newest complete step is {}", newest);
-  if (!fs::exists(path)) {
-    DS_CHECK(!newest.empty(), Errc::Io, "{}: no checkpoint in this directory", dir);
-    log_message(LogLevel::Warning, fmt::format("{} is missing; {}", path, hint));
-    return newest;
+// What is wrong with DIR/latest; nothing if it names a step, which is then in `step`.
+std::optional<std::string> read_latest(const std::string& dir, std::string& step) {
+  const std::string path = dir + "/latest";
+  if (!fs::exists(fs::symlink_status(path))) return fmt::format("{} is missing", path);
+  std::string name;
+  try {
+    name = read_text_file(path, 4096);
+  } catch (const Error& e) {
+    return e.what();
   }
-  std::string name = read_text_file(path, 4096);
   if (name.ends_with('\n')) name.pop_back();
-  DS_CHECK(parse_step_name(name).has_value(), Errc::Corrupt, "{}: names '{}', which is not a step; {}", path,
-           name.substr(0, 64), hint);
-  const std::string step = dir + "/" + name;
-  DS_CHECK(is_step_directory(step), Errc::Corrupt, "{}: names {}, which is not there or not complete; {}", path, name,
-           hint);
+  if (!parse_step_name(name)) return fmt::format("{}: names '{}', which is not a step", path, name.substr(0, 64));
+  step = dir + "/" + name;
+  if (!is_step_directory(step)) return fmt::format("{}: names {}, which is not there or not complete", path, name);
+  return std::nullopt;
+}
+
+std::string latest_step(const std::string& dir) {
+  std::string step;
+  const std::optional<std::string> problem = read_latest(dir, step);
+  if (!problem) return step;
+  step = newest_complete_step(dir, std::numeric_limits<i64>::max());
+  if (step.empty() && !fs::exists(dir + "/latest"))
+    throw Error(Errc::Io, fmt::format("{}: no checkpoint in this directory", dir));
+  DS_CHECK(!step.empty(), Errc::Corrupt, "{}; there is no complete step beside it", *problem);
+  log_message(LogLevel::Warning, fmt::format("{}; taking the newest complete step, {}", *problem, step));
   return step;
 }
 
@@ -115,6 +129,11 @@ std::string find_checkpoint(const std::string& dir, std::string_view which) {
   DS_CHECK(fs::is_directory(dir), Errc::Io, "{}: {}", dir,
            fs::exists(dir) ? "not a directory; a checkpoint is one" : "no such directory");
   return is_step_directory(dir) ? dir : latest_step(dir);
+}
+
+std::string step_before(const std::string& dir, const std::string& step_dir) {
+  const std::optional<i64> step = parse_step_name(fs::path(step_dir).filename().string());
+  return step ? newest_complete_step(dir, *step) : std::string();
 }
 
 CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params) {

@@ -18,29 +18,37 @@ struct Outcome {
 
 }  // namespace
 
-void together(Communicator& comm, const std::function<void()>& work) {
-  std::vector<Outcome> all(static_cast<size_t>(comm.size()));
-  Outcome& mine = all[static_cast<size_t>(comm.rank())];
-  const auto note = [&](Errc code, const char* message) {
-    mine.failed = 1;
-    mine.code = code;
-    std::strncpy(mine.message, message, sizeof mine.message - 1);
-  };
+std::optional<Error> attempt(const std::function<void()>& work) noexcept {
   try {
     work();
   } catch (const Error& e) {
-    note(e.code(), e.what());
+    return e;
   } catch (const std::bad_alloc&) {
-    note(Errc::OutOfMemory, "out of memory");
+    return Error(Errc::OutOfMemory, "out of memory");
   } catch (const std::exception& e) {
-    note(Errc::Internal, e.what());
+    return Error(Errc::Internal, e.what());
+  }
+  return std::nullopt;
+}
+
+std::optional<Error> agree_on_outcome(Communicator& comm, const std::optional<Error>& error) {
+  std::vector<Outcome> all(static_cast<size_t>(comm.size()));
+  Outcome& mine = all[static_cast<size_t>(comm.rank())];
+  if (error) {
+    mine.failed = 1;
+    mine.code = error->code();
+    std::strncpy(mine.message, error->what(), sizeof mine.message - 1);
   }
   const AllGatherSegment segment{all.data(), sizeof(Outcome)};
   comm.all_gather({&segment, 1}, kTag).wait();
   const auto first = std::find_if(all.begin(), all.end(), [](const Outcome& o) { return o.failed != 0; });
-  if (first == all.end()) return;
+  if (first == all.end()) return std::nullopt;
   const int rank = static_cast<int>(first - all.begin());
-  throw Error(first->code, fmt::format("rank {}: {}", rank, first->message), rank);
+  return Error(first->code, fmt::format("rank {}: {}", rank, first->message), rank);
+}
+
+void together(Communicator& comm, const std::function<void()>& work) {
+  if (const std::optional<Error> failed = agree_on_outcome(comm, attempt(work))) throw Error(*failed);
 }
 
 std::vector<std::string> gather_text(Communicator& comm, const std::string& text) {

@@ -48,6 +48,9 @@ inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
     EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
+inline constexpr std::array kEnumNames<SaveFailure> = {EnumName{"stop", u8(SaveFailure::Stop)},
+                                                       EnumName{"continue", u8(SaveFailure::Continue)}};
+template <>
 inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFormat::Auto)},
                                                       EnumName{"text", u8(DataFormat::Text)},
                                                       EnumName{"bin", u8(DataFormat::Bin)}};
@@ -345,7 +348,8 @@ constexpr Key kKeys[] = {
     effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),
     effect("save.every", slot_of<&C::save, &SaveConfig::every>),
     effect("save.keep", slot_of<&C::save, &SaveConfig::keep>),
-    not_yet("save.async", "[false]"),
+    effect("save.async", slot_of<&C::save, &SaveConfig::async>),
+    effect("save.on_error", slot_of<&C::save, &SaveConfig::on_error>),
 };
 // clang-format on
 

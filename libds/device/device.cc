@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "device/device.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -33,7 +34,14 @@ class CpuDevice final : public Device {
   }
   void zero(void* p, i64 bytes) override { std::memset(p, 0, static_cast<size_t>(bytes)); }
   void upload(void* to, const void* from, i64 bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
-  void download(void* to, const void* from, i64 bytes) override { std::memcpy(to, from, static_cast<size_t>(bytes)); }
+  void download(void* to, const void* from, i64 bytes) override {
+    constexpr i64 kTile = i64{1} << 20;
+    pool_.parallel_for(div_ceil(bytes, kTile), [&](i64 tile, int) {
+      const i64 at = tile * kTile;
+      std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at,
+                  static_cast<size_t>(std::min(kTile, bytes - at)));
+    });
+  }
   void synchronize(Queue) override {}
 
   Event make_event() override { return nullptr; }

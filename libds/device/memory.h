@@ -30,7 +30,7 @@ enum class Tag : u8 {
   Comm,         // staging inside communicators
   Data,         // tokens
   Scratch,      // of the kernels' workers
-  Host,         // beside a GPU: what its rank holds in host memory
+  Host,         // for checkpoints: copies of the state in host memory
   Count,
 };
 

@@ -131,13 +131,13 @@ Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
   return {params_.element(s, piece.segment_offset), shard(master_), shard(m_), shard(v_)};
 }
 
-HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces)
+HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memory memory)
     : engine_(engine), where_(std::move(pieces)) {
   for (const zero::Piece& piece : where_) {
     const Engine::PieceState st = engine.state(piece);
     pieces_.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
   }
-  if (engine.device().is_host()) return;
+  if (engine.device().is_host() && memory == Memory::InPlace) return;
   memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().memory[static_cast<size_t>(Tag::Host)]);
   char* at = static_cast<char*>(memory_.data());
   const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };

@@ -50,11 +50,12 @@ struct GenerateOptions {
 
 class Engine;
 
-// The state of some pieces as host memory: on the CPU that which the engine computes with; beside a GPU a copy, taken
-// under Tag::Host for the object's life.
+// The state of some pieces as host memory: on the CPU that which the engine computes with, or a copy of what this rank
+// owns; beside a GPU a copy always. A copy is taken under Tag::Host for the object's life.
 class HostState {
  public:
-  HostState(const Engine& engine, std::vector<zero::Piece> pieces);
+  enum class Memory { InPlace, Copy };
+  HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memory memory = Memory::InPlace);
   std::span<const StatePiece> pieces() const noexcept { return pieces_; }
   void download();  // from the device
   void upload();    // to the device

@@ -13,12 +13,14 @@
 
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
+#include "checkpoint/together.h"
 #include "data/data.h"
 #include "ds/log.h"
 #include "ds/train.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "engine/run_directory.h"
+#include "engine/saver.h"
 #include "engine/weights.h"
 #include "probe/host.h"
 
@@ -55,7 +57,7 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   p.memory = memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
-  p.host_bytes = plan.memory[static_cast<size_t>(Tag::Host)];
+  p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
   const probe::AvailableMemory node = probe::available_memory();
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
   p.limited_by = device.is_host() ? node.limited_by : fmt::format("free on {}", device.name());
@@ -93,11 +95,12 @@ struct TrainingRun::State {
   std::unique_ptr<BatchLoader> train_data, validation_data;
   std::unique_ptr<engine::Engine> engine;
   std::vector<ParamEntry> params;
+  std::unique_ptr<engine::Saver> saver;
   std::string backend;
-  std::string step_dir;  // to go on from; empty: from the start
-  std::string weights;   // to start from; empty: random ones
-  std::string last_checkpoint;
+  std::string step_dir;           // to go on from; empty: from the start
+  std::string weights;            // to start from; empty: random ones
   bool evaluated_before = false;  // the step that we go on from; on rank 0
+  bool lines_lost = false;        // of the metrics; said
   double peak_flops = 0;          // of this rank, measured
 
   bool is_root() const { return ranks.rank == 0; }
@@ -127,20 +130,23 @@ struct TrainingRun::State {
   std::string find_resumed() const;
   std::string find_weights() const;
   void load();
+  void load_step();
+  template <class F>
+  auto from_newest(F&& load);
   void check_same_run(const CheckpointMeta&) const;
   void take_directory();
-  void save();
+  CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
   std::vector<TagMemory> memory() const;
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
-  void append(const Json& line) {
-    if (directory) directory->append_metrics(line);
-  }
-  // The largest of all ranks' numbers.
+  void append(const Json& line);
+  // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
   i64 agree(i64 mine) {
-    mesh->world().all_reduce(&mine, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
-    return mine;
+    i64 both[] = {mine, saver && saver->busy()};
+    mesh->world().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    if (saver && both[1] == 0) saver->proceed();
+    return both[0];
   }
 };
 
@@ -184,7 +190,8 @@ void TrainingRun::State::open() {
     log_message(LogLevel::Verbose, fmt::format("device: {}; communication: {}", device->name(), backend));
   }
   open_data(mesh->dp().size());
-  step_dir = find_resumed();
+  // Rank 0 looks: all go on from the same step, and what is wrong with others is said once.
+  step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
@@ -200,6 +207,9 @@ void TrainingRun::State::take_directory() {
     evaluated_before = directory->cut_metrics(engine->progress().step);
   }
   mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
+  saver = std::make_unique<engine::Saver>(*engine, writes() ? options.out_dir : "", directory.get(), params,
+                                          [this](const Json& line) { append(line); });
+  if (!step_dir.empty()) saver->resumed_from(step_dir, engine->progress().step);
 }
 
 void TrainingRun::State::open_data(i64 num_ranks) {
@@ -249,6 +259,25 @@ std::string TrainingRun::State::find_weights() const {
   return "";
 }
 
+// Calls load(), which reads step_dir. Where that is damaged, a run that goes on from its own latest step takes the one
+// before; whoever asked for one step, or only reads, gets the error.
+template <class F>
+auto TrainingRun::State::from_newest(F&& load) {
+  for (;;) {
+    try {
+      return load();
+    } catch (const Error& e) {
+      if (e.code() != Errc::Corrupt || options.resume != "latest" || !writes()) throw;
+      const auto before = [&] { return is_root() ? step_before(options.out_dir, step_dir) : std::string(); };
+      const std::string older = mesh ? gather_text(mesh->world(), before()).front() : before();
+      if (older.empty()) throw;
+      if (is_root())
+        log_message(LogLevel::Warning, fmt::format("{}; going on from the step before, {}", e.what(), older));
+      step_dir = older;
+    }
+  }
+}
+
 void TrainingRun::State::load() {
   if (step_dir.empty()) {
     if (weights.empty()) {
@@ -258,6 +287,10 @@ void TrainingRun::State::load() {
     }
     return;
   }
+  from_newest([&] { load_step(); });
+}
+
+void TrainingRun::State::load_step() {
   const auto& layout = engine->plan().layout;
   engine::HostState state(*engine, layout.held_pieces(mesh->dp().rank()));
   const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world());
@@ -269,7 +302,6 @@ void TrainingRun::State::load() {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
-  last_checkpoint = step_dir;
   if (is_root()) {
     const std::string isa(device->name());
     if (meta.isa != isa && !meta.isa.empty()) {
@@ -292,8 +324,7 @@ void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
                                                step_dir));
 }
 
-void TrainingRun::State::save() {
-  if (directory) directory->check_ours();
+CheckpointMeta TrainingRun::State::meta() const {
   const engine::Progress& progress = engine->progress();
   const LossScaler::State& s = engine->scaler().state();
   CheckpointMeta meta;
@@ -310,10 +341,19 @@ void TrainingRun::State::save() {
   meta.config_json = compact_json(resolved_json(config));
   meta.model_config_json = compact_json(model_config_json(config.model));
   meta.data_json = compact_json(data_identity_json(train_data->identity()));
-  engine::HostState state(*engine, engine->plan().layout.owned_pieces(mesh->dp().rank()));
-  state.download();
-  last_checkpoint = save_checkpoint(options.out_dir, meta, params, state.pieces(), mesh->world());
-  append({{"type", "event"}, {"event", "saved"}, {"step", meta.step}, {"checkpoint", last_checkpoint}});
+  return meta;
+}
+
+// A run that goes on when it cannot save goes on when it cannot write a line either: on a full disk these are one.
+void TrainingRun::State::append(const Json& line) {
+  if (!directory) return;
+  directory->check_ours();
+  try {
+    directory->append_metrics(line);
+  } catch (const Error& e) {
+    if (config.save.on_error == SaveFailure::Stop) throw;
+    if (!std::exchange(lines_lost, true)) log_message(LogLevel::Warning, e.what());
+  }
 }
 
 std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
@@ -378,7 +418,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.step_dir = s.find_resumed();
   if (s.writes()) engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   if (!s.step_dir.empty()) {
-    s.check_same_run(check_checkpoint(s.step_dir, params_of(model, plan)));
+    s.check_same_run(s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); }));
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
     engine::check_weights(model, plan, weights);
   }
@@ -409,7 +449,8 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
     TrainResult result{.step = step(), .first_step = step() + 1, .loss = kNaN, .val_loss = kNaN};
     std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.T)), targets(ids.size());
-    i64 evaluated = -1, saved = s.last_checkpoint.empty() ? -1 : step();
+    engine::Saver& saver = *s.saver;
+    i64 evaluated = -1;
 
     const auto stop_signal = [&] { return hooks.stop_signal ? hooks.stop_signal() : 0; };
     const auto evaluate = [&] {
@@ -428,28 +469,23 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     // A checkpoint, saved or resumed from, has proved itself when the next step's loss is finite; until then the older
     // ones stay.
     i64 lost = 0;  // steps in a row whose loss is not finite
-    std::string proven;
-    const auto prove = [&] {
-      if (proven == s.last_checkpoint) return;
-      proven = s.last_checkpoint;
-      if (config.save.keep > 0 && s.directory) remove_old_steps(s.options.out_dir, saved, config.save.keep);
-    };
     const auto check_divergence = [&](bool diverged, std::string_view what, i64 since) {
       if (!diverged) return;
+      saver.finish();
       std::string rescue = "no checkpoint is from before that";
-      if (!proven.empty()) rescue = fmt::format("go on from {}", proven);
-      if (proven != s.last_checkpoint) rescue += fmt::format(", for {} is already lost", s.last_checkpoint);
+      if (!saver.proven().empty()) rescue = fmt::format("go on from {}", saver.proven());
+      if (saver.proven() != saver.newest()) rescue += fmt::format(", for {} is already lost", saver.newest());
       throw Error(Errc::Numeric,
                   fmt::format("the run has diverged: {} not finite since step {}; {}; lower the learning rate or the "
                               "gradient_clipping",
                               what, since, rescue));
     };
-    const auto save = [&] {
-      if (saved == step()) return;
-      check_divergence(lost > 0, "the loss is", step() - lost + 1);
-      check_divergence(!s.engine->is_finite(), "weights or moments are", step());
-      if (s.writes()) s.save();
-      saved = step();
+    const auto save = [&](engine::Saver::When when) {
+      if (!saver.has(step())) {
+        check_divergence(lost > 0, "the loss is", step() - lost + 1);
+        check_divergence(!s.engine->is_finite(), "weights or moments are", step());
+      }
+      saver.save(s.meta(), when);
     };
     i64 skipped = 0;  // steps in a row
     const auto warn_of_skipping = [&](bool again) {
@@ -501,27 +537,31 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
       warn_of_skipping(r.skipped);
       lost = std::isfinite(r.loss) ? 0 : lost + 1;
-      if (lost == 0) prove();  // before the next one is saved
+      if (lost == 0) saver.prove(step());  // before the next one is saved
       check_divergence(lost > kLostSteps, "the loss is", step() - lost + 1);
       signal = s.agree(stop_signal());
       // Saved before it is evaluated: an error in the validation data loses no work.
       const bool last = step() == config.steps;
-      if (last || (config.save.every > 0 && step() % config.save.every == 0 && lost == 0)) save();
+      if (last) {
+        save(engine::Saver::When::AtTheEnd);
+      } else if (config.save.every > 0 && step() % config.save.every == 0 && lost == 0) {
+        save(engine::Saver::When::Now);
+      }
       if (signal == 0 && eval_due()) {
         evaluate();
         signal = s.agree(stop_signal());
       }
     }
-    if (signal == 0 && step() >= result.first_step) prove();
+    if (signal == 0 && step() >= result.first_step) saver.prove_last();
     const bool complete = step() >= config.steps && (!s.validation_data || evaluated == step());
     if (signal != 0 && !complete) {
-      save();
+      save(engine::Saver::When::AtTheEnd);
       s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
       result.stop_signal = narrow<int>(signal);
     }
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
-    result.checkpoint = s.writes() ? s.last_checkpoint : "";
+    result.checkpoint = s.writes() ? saver.newest() : "";
     result.memory = s.memory();
     return result;
   });

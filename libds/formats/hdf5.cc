@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <mutex>
 #include <set>
 
 namespace ds {
@@ -74,10 +75,17 @@ std::string last_reason() {
   return reason.empty() ? "no reason given" : reason;
 }
 
-// One file being written or read; wraps the library's results into errors that name it.
+// The library may be built without locks of its own, and a checkpoint may be written beside whatever else reads.
+std::mutex& library() {
+  static std::mutex mutex;
+  return mutex;
+}
+
+// One file being written or read: has the library for itself, and wraps its results into errors that name the file.
 struct Context {
   const std::string& path;
   Errc code;  // what a refusal means here
+  std::unique_lock<std::mutex> lock{library()};
   Quiet quiet = {};
 
   [[noreturn]] void fail(std::string_view what) const {

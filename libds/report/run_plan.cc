@@ -25,11 +25,12 @@ i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
 i64 RunPlan::total_memory() const noexcept {
   i64 total = 0;
   for (const i64 bytes : memory) total += bytes;
-  return total - memory[static_cast<size_t>(Tag::Host)];
+  return device == DeviceKind::Cpu ? total : total - memory[static_cast<size_t>(Tag::Host)];
 }
 
 RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device) {
   RunPlan plan;
+  plan.device = device;
   plan.work = config.work_dtype();
   plan.wire = config.communication_data_type;
   plan.B = config.batch.micro;
@@ -102,8 +103,14 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + 2 * plan.rope_elems) * 4, 8) +
                    static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
 
-  // Beside a GPU, while a checkpoint is saved or loaded: what the shard arrays hold, and as many parameters.
-  if (device == DeviceKind::Cuda) tag(Tag::Host) = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
+  // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
+  // CPU a save in the background has a copy of what this rank owns.
+  const i64 state_bytes = (plan.work == DType::F32 ? 0 : 4) + 2 * 4 + work_bytes;
+  if (device == DeviceKind::Cuda) {
+    tag(Tag::Host) = shard * state_bytes;
+  } else if (config.save.async) {
+    tag(Tag::Host) = padded / P * state_bytes;
+  }
 
   const i64 reductions = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
   const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };

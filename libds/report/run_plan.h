@@ -20,6 +20,7 @@ namespace ds::report {
 using TagBytes = std::array<i64, static_cast<size_t>(Tag::Count)>;
 
 struct RunPlan {
+  DeviceKind device = DeviceKind::Cpu;  // where it runs
   DType work = DType::F32, wire = DType::F32;
   i64 B = 0, T = 0, micro_batches = 0;                 // of one rank
   std::vector<std::span<const model::ParamRow>> rows;  // per unit; unit = layer
@@ -39,7 +40,7 @@ struct RunPlan {
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
 
-  i64 total_memory() const noexcept;  // of the device: without Tag::Host
+  i64 total_memory() const noexcept;  // of the device
 };
 
 // The model must outlive the plan. `device`: where it runs, not Auto.

@@ -15,9 +15,11 @@
 namespace ds {
 
 // The step directory that is meant. `which` = "latest": `dir` itself if it is a step directory, else the step that
-// `dir`/latest names (where that file is missing, the newest complete step, with a warning). Otherwise `which` is a
-// step name below `dir`, or a path to a step or run directory. Throws Errc::Io (there is none), Errc::Corrupt (`latest`
-// is damaged, names a step that is not there, or leads out of `dir`; the message says which step to name instead).
+// `dir`/latest names. Where that file is missing or damaged, leads out of `dir`, or names a step that is not there or
+// has no manifest: the newest complete step, with a warning. Whether the step's own files are as they were saved is for
+// who reads them to find out: no other step is taken in place of damaged data. Otherwise `which` is a step name below
+// `dir`, or a path to a step or run directory. Throws Errc::Io (there is none), Errc::Corrupt (`latest` is damaged, and
+// there is no complete step).
 DS_API std::string find_checkpoint(const std::string& dir, std::string_view which = "latest");
 
 // Bytes done of bytes in all, now and then.

@@ -1,0 +1,91 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "checkpoint/step_save.h"
+
+#include "base/file.h"
+#include "checkpoint/together.h"
+
+namespace ds {
+namespace {
+
+const void* state_data(const StatePiece& p, State s) noexcept {
+  switch (s) {
+    case State::Param: return p.param_data;
+    case State::Master: return p.master;
+    case State::ExpAvg: return p.exp_avg;
+    case State::ExpAvgSq: return p.exp_avg_sq;
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+StepSave::StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
+                   std::span<const StatePiece> pieces, Communicator& comm)
+    : dir_(std::move(dir)), pieces_(pieces.begin(), pieces.end()), comm_(comm) {
+  manifest_.meta = std::move(meta);
+  manifest_.meta.world_size = comm.size();
+  manifest_.params = params;
+}
+
+StepSave::~StepSave() {
+  // Whoever leaves last leaves nothing. But once all have written, the step is rank 0's alone: it may be on its way to
+  // its name.
+  if (phase_ == Phase::Write || (phase_ != Phase::Ended && comm_.rank() == 0)) abandon_step(dir_, step());
+}
+
+void StepSave::work() noexcept {
+  error_ = attempt([&] {
+    switch (phase_) {
+      case Phase::Prepare: return prepare();
+      case Phase::Write: return write();
+      case Phase::Commit: return commit();
+      case Phase::Ended: return;
+    }
+  });
+}
+
+bool StepSave::meet() {
+  error_ = agree_on_outcome(comm_, error_);
+  if (error_ && comm_.rank() == 0) abandon_step(dir_, step());
+  if (error_ || phase_ == Phase::Commit) {
+    phase_ = Phase::Ended;
+    return false;
+  }
+  if (phase_ == Phase::Prepare) {
+    comm_.broadcast(manifest_.id.data(), narrow<i64>(manifest_.id.size()), 0, "checkpoint").wait();
+    phase_ = Phase::Write;
+  } else {
+    phase_ = Phase::Commit;  // before we give our record, for then rank 0 may begin
+    records_ = gather_text(comm_, format_file_record(mine_));
+  }
+  return true;
+}
+
+void StepSave::prepare() {
+  manifest_.id = random_hex64();
+  if (comm_.rank() == 0) prepare_step(dir_, step());
+}
+
+void StepSave::write() {
+  std::vector<PieceRange> ranges;
+  RankContents contents;
+  for (const StatePiece& p : pieces_) {
+    ranges.push_back({p.param, p.begin, p.count});
+    for (State s : kStates) contents.states[static_cast<size_t>(s)] |= state_data(p, s) != nullptr;
+  }
+  contents.pieces = ranges;
+  contents.elements = [&](State s, size_t piece, i64 first, i64) {
+    DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
+    const StatePiece& p = pieces_[piece];
+    return static_cast<const char*>(state_data(p, s)) + first * dtype_bytes(manifest_.stored_dtype(s, p.param));
+  };
+  mine_ = write_rank_file(dir_, manifest_, comm_.rank(), contents);
+}
+
+void StepSave::commit() {
+  if (comm_.rank() != 0) return;
+  for (const std::string& text : records_) manifest_.files.push_back(parse_file_record(text));
+  commit_step(dir_, manifest_);
+}
+
+}  // namespace ds

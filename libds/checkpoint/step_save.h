@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// One save of a step by all ranks, cut where they must meet. Between two meetings each rank works for itself and says
+// nothing to the others, so that its work can be another thread's:
+//
+//   work: rank 0 makes the unfinished step     meet
+//   work: every rank writes its file           meet: the files' records go to rank 0
+//   work: rank 0 commits                       meet: all know
+//
+// A rank that fails still comes to the meeting; there the save fails on all ranks, and rank 0 removes what was written:
+// nobody writes any more then.
+
+#include <atomic>
+
+#include "checkpoint/step_writer.h"
+#include "comm/communicator.h"
+
+namespace ds {
+
+class StepSave {
+ public:
+  // `pieces` and what they point to stay as they are until the save has ended. The communicator outlives it.
+  StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
+           std::span<const StatePiece> pieces, Communicator& comm);
+  // One that has not ended is abandoned. No thread is in work().
+  ~StepSave();
+  StepSave(const StepSave&) = delete;
+  StepSave& operator=(const StepSave&) = delete;
+
+  // This rank's part up to the next meeting.
+  void work() noexcept;
+  // Collective, after work() has returned everywhere. False: the save has ended. Throws what the communicator throws.
+  bool meet();
+  // Makes work() fail soon; from any thread.
+  void cancel() noexcept { cancelled_ = true; }
+
+  i64 step() const noexcept { return manifest_.meta.step; }
+  // Once it has ended: the error of the lowest failing rank; nothing if the step is committed.
+  const std::optional<Error>& error() const noexcept { return error_; }
+  std::string step_dir() const { return fmt::format("{}/{}", dir_, step_name(step())); }
+
+ private:
+  enum class Phase { Prepare, Write, Commit, Ended };
+  void prepare();
+  void write();
+  void commit();
+
+  std::string dir_;
+  Manifest manifest_;
+  std::vector<StatePiece> pieces_;
+  Communicator& comm_;
+  Phase phase_ = Phase::Prepare;
+  std::atomic<bool> cancelled_ = false;
+  FileRecord mine_;
+  std::vector<std::string> records_;  // of all ranks
+  std::optional<Error> error_;        // until it has ended: of our own work
+};
+
+}  // namespace ds

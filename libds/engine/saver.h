@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The checkpoints of a run while it trains: written at once or in the background, one at a time; what a failed save
+// means for the run; when a checkpoint has proved itself, so that older ones may go.
+
+#include <chrono>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/json.h"
+#include "checkpoint/async_save.h"
+#include "engine/engine.h"
+#include "engine/run_directory.h"
+
+namespace ds::engine {
+
+class Saver {
+ public:
+  // `dir` empty: every save is nothing. `directory`: on rank 0 of a run that writes, else null. `event` appends a line
+  // to the run's metrics. With save.async this takes the memory of a snapshot (Tag::Host) and a thread.
+  Saver(Engine& engine, std::string dir, const RunDirectory* directory, std::vector<ParamEntry> params,
+        std::function<void(const Json&)> event);
+  // A save that is pending is given up.
+
+  // The state is that of this checkpoint.
+  void resumed_from(std::string step_dir, i64 step);
+
+  // Saves the engine's state, if it is not saved yet. In the background (save.async), unless the run ends with it: then
+  // it is on the disk when this returns. Waits for the save before. Collective. A save that fails is thrown, on all
+  // ranks alike: the last one of a run always, others unless save.on_error is "continue".
+  enum class When { Now, AtTheEnd };
+  void save(const CheckpointMeta& meta, When when);
+
+  // Whether this rank is still at its part of a pending save. When no rank is, all call proceed(). Collective;
+  // throws a failed save as save() does.
+  bool busy() const { return background_ && background_->busy(); }
+  void proceed();
+  // Waits for a pending save; a failure is a warning. Collective.
+  void finish();
+
+  // The loss of this step is finite: a checkpoint from before it has proved itself, and older ones go (save.keep).
+  void prove(i64 step);
+  // No step comes after the newest checkpoint: it counts as proved.
+  void prove_last();
+
+  bool has(i64 step) const noexcept { return handed_in_ == step; }  // saved, or being saved
+  const std::string& newest() const noexcept { return newest_; }    // committed, or resumed from; empty: none
+  const std::string& proven() const noexcept { return proven_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class OnFailure { Throw, Warn };
+  void finish(OnFailure on_failure);
+  void settle(const StepSave& save, OnFailure on_failure);
+  OnFailure policy() const noexcept {
+    return engine_.config().save.on_error == SaveFailure::Continue ? OnFailure::Warn : OnFailure::Throw;
+  }
+  void remove_old();
+
+  Engine& engine_;
+  std::string dir_;
+  const RunDirectory* directory_;
+  std::vector<ParamEntry> params_;
+  std::function<void(const Json&)> event_;
+  std::string newest_, proven_;
+  i64 newest_step_ = -1, handed_in_ = -1, finite_step_ = -1;
+  Clock::time_point started_;  // of the save that was handed in last
+  double stall_seconds_ = 0;   // that it has kept training waiting
+  std::optional<HostState> snapshot_;
+  std::optional<AsyncSave> background_;  // after what it reads
+};
+
+}  // namespace ds::engine
