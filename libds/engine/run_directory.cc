@@ -161,9 +161,20 @@ void RunDirectory::append_metrics(const Json& line) {
     DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));
   }
   const std::string text = line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-  const ssize_t n = write(metrics_fd_, text.data(), text.size());
-  DS_CHECK(n == static_cast<ssize_t>(text.size()), Errc::Io, "cannot write {}: {}", metrics_path(),
-           n < 0 ? std::strerror(errno) : "short write");
+  const off_t end = lseek(metrics_fd_, 0, SEEK_END);
+  for (size_t done = 0; done < text.size();) {
+    const ssize_t n = write(metrics_fd_, text.data() + done, text.size() - done);
+    if (n < 0 && errno == EINTR) continue;
+    if (n > 0) {
+      done += static_cast<size_t>(n);
+      continue;
+    }
+    const int error = n == 0 ? ENOSPC : errno;
+    // What is there of the line would join with the next one.
+    const bool cut = done == 0 || ftruncate(metrics_fd_, end) == 0;
+    throw Error(Errc::Io, fmt::format("cannot write {}: {}{}", metrics_path(), std::strerror(error),
+                                      cut ? "" : "; its last line is torn"));
+  }
 }
 
 }  // namespace ds::engine

@@ -26,7 +26,7 @@ class RunDirectory {
   // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew. True if
   // `step` was evaluated.
   bool cut_metrics(i64 step);
-  // Appends one line, whole, at once. Throws what check_ours() throws.
+  // Appends one line, whole or not at all. Throws Errc::Io; what check_ours() throws.
   void append_metrics(const Json& line);
   // Throws Errc::Io if somebody has removed or replaced the directory: what is there now may be another run's.
   void check_ours() const;

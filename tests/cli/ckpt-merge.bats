@@ -173,26 +173,43 @@ PY
   refuses 1 "no model.safetensors in this directory" empty -o out.h5
 }
 
-@test "an empty latest says which step to name" {
+# warns TEXT: the newest complete step is merged, and why is said in one warning.
+warns() {
+  run --separate-stderr "$merge" run -o out.h5
+  echo "status $status, stderr: $stderr"
+  [ "$status" -eq 0 ]
+  [[ $stderr == "ds-ckpt-merge: warning: $1; taking the newest complete step, run/step-00000003" ]]
+  [[ $output == *"checkpoint  run/step-00000003"* ]]
+}
+
+@test "an empty latest is a warning" {
   : > run/latest
-  refuses 3 "the newest complete step is run/step-00000003" run -o out.h5
+  warns "run/latest: names '', which is not a step"
 }
 
-@test "a latest that leads out of the run" {
-  echo ../../etc > run/latest
-  refuses 3 "names '../../etc', which is not a step" run -o out.h5
+@test "a latest that leads out of the run is not followed" {
+  cp -r run elsewhere
+  echo ../elsewhere/step-00000003 > run/latest
+  warns "run/latest: names '../elsewhere/step-00000003', which is not a step"
 }
 
-@test "a latest that names a step which is gone" {
+@test "a latest that names a step which is gone is a warning" {
   echo step-00000009 > run/latest
-  refuses 3 "step-00000009, which is not there" run -o out.h5
+  warns "run/latest: names step-00000009, which is not there or not complete"
 }
 
 @test "a missing latest is a warning" {
   rm run/latest
-  run --separate-stderr "$merge" run -o out.h5
-  [ "$status" -eq 0 ]
-  [[ $stderr == "ds-ckpt-merge: warning: run/latest is missing"* ]]
+  warns "run/latest is missing"
+}
+
+@test "damaged data is an error, and no other step is merged in its place" {
+  cp -r "$step" run/step-00000002
+  damage "$step/rank-00000.h5" 2050
+  refuses 3 "step-00000003/rank-00000.h5: checksum mismatch in /param/wte.weight@0" run -o out.safetensors
+  cp run/step-00000002/rank-00000.h5 "$step"
+  damage "$step/manifest.json" 2000
+  refuses 3 "step-00000003/manifest.json: checksum mismatch" run -o out.safetensors
 }
 
 @test "a missing manifest" {

@@ -406,14 +406,31 @@ TEST(FindCheckpoint, LatestStepNamesAndPaths) {
   EXPECT_EQ(find_checkpoint(newest), newest);
 }
 
-TEST(FindCheckpoint, DamagedLatestIsAnErrorThatSaysWhatToName) {
+// What is warned of while `body` runs, line by line.
+template <class F>
+std::string warnings_of(F&& body) {
+  std::string said;
+  set_log_sink([&](LogLevel level, std::string_view message) {
+    if (level == LogLevel::Warning) said += std::string(message) + "\n";
+  });
+  body();
+  set_log_sink(nullptr);
+  return said;
+}
+
+TEST(FindCheckpoint, TakesTheNewestCompleteStepWhereLatestIsDamaged) {
   const TempDirectory dir;
+  const std::string other = save_sample(dir / "other", 7, DType::F32, 1);
+  save_sample(dir.path(), 4, DType::F32, 1);
   save_sample(dir.path(), 5, DType::F32, 1);
   fs::create_directory(dir / "step-00000099");  // not complete
   const auto refused = [&](const std::string& text, const char* part) {
     write_file(dir / "latest", text);
-    EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Corrupt, part);
-    EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Corrupt, "the newest complete step is " + dir / "step-00000005");
+    const std::string said =
+        warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005") << text; });
+    EXPECT_NE(said.find(part), std::string::npos) << said;
+    EXPECT_NE(said.find("taking the newest complete step, " + dir / "step-00000005"), std::string::npos) << said;
+    EXPECT_NE(said.find(dir / "step-00000099 is passed over: "), std::string::npos) << said;
   };
   refused("", "names ''");
   refused("\n", "names ''");
@@ -425,8 +442,41 @@ TEST(FindCheckpoint, DamagedLatestIsAnErrorThatSaysWhatToName) {
   refused("step-5", "is not a step");
   refused("step-00000007", "not there or not complete");
   refused("step-00000099", "not there or not complete");
-  write_file(dir / "latest", std::string(5000, 'x'));
-  EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Corrupt, "5000 bytes");
+  refused("other/step-00000007", "is not a step");
+  refused(other, "is not a step");
+  refused(std::string(5000, 'x'), "5000 bytes");
+  fs::remove(dir / "latest");
+  fs::create_directory(dir / "latest");
+  EXPECT_NE(warnings_of([&] { find_checkpoint(dir.path()); }).find("not a regular file; taking"), std::string::npos);
+  fs::remove(dir / "latest");
+
+  write_file(dir / "latest", "garbage");
+  for (const char* step : {"step-00000004", "step-00000005"}) fs::remove(dir / step + "/rank-00000.h5");
+  EXPECT_ERROR(find_checkpoint(dir.path()), Errc::Corrupt,
+               "names 'garbage', which is not a step; there is no complete step beside it");
+}
+
+// What latest names is taken for what it is: damaged data is found, and said, by who reads it.
+TEST(FindCheckpoint, TakesNoOtherStepInPlaceOfDamagedData) {
+  const TempDirectory dir;
+  save_sample(dir.path(), 5, DType::F32, 1);
+  const std::string newest = save_sample(dir.path(), 6, DType::F32, 1);
+  write_file(newest + "/manifest.json", "damaged");
+  EXPECT_EQ(warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), newest); }), "");
+  fs::remove(newest + "/rank-00000.h5");
+  EXPECT_EQ(find_checkpoint(dir.path()), newest);
+}
+
+TEST(FindCheckpoint, TheStepBeforeIsTheNewestCompleteOne) {
+  const TempDirectory dir;
+  for (i64 step : {3, 5, 7, 9}) save_sample(dir.path(), step, DType::F32, 1);
+  fs::resize_file(dir / "step-00000007/rank-00000.h5", 100);
+  const std::string said = warnings_of(
+      [&] { EXPECT_EQ(step_before(dir.path(), dir / "step-00000009"), dir / "step-00000005"); });
+  EXPECT_NE(said.find("step-00000007 is passed over"), std::string::npos) << said;
+  EXPECT_EQ(step_before(dir.path(), dir / "step-00000005"), dir / "step-00000003");
+  EXPECT_EQ(step_before(dir.path(), dir / "step-00000003"), "");
+  EXPECT_EQ(step_before(dir.path(), dir.path()), "");
 }
 
 TEST(FindCheckpoint, MissingLatestIsAWarning) {
@@ -435,13 +485,9 @@ TEST(FindCheckpoint, MissingLatestIsAWarning) {
   save_sample(dir.path(), 6, DType::F32, 1);
   write_file(dir / "step-00000006/manifest.json", "damaged");
   fs::remove(dir / "latest");
-  std::string said;
-  set_log_sink([&](LogLevel level, std::string_view message) {
-    if (level == LogLevel::Warning) said = message;
-  });
-  EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005");
-  set_log_sink(nullptr);
-  EXPECT_NE(said.find("latest is missing; the newest complete step is"), std::string::npos) << said;
+  const std::string said = warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005"); });
+  EXPECT_NE(said.find("latest is missing; taking the newest complete step"), std::string::npos) << said;
+  EXPECT_NE(said.find("step-00000006 is passed over"), std::string::npos) << said;
 }
 
 TEST(FindCheckpoint, NothingThere) {

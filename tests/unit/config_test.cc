@@ -202,7 +202,7 @@ const Wrong kWrong[] = {
     {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
     {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
     {R"("data": {"tokenizer": "tok.json"})", kLater, "a tokenizer file"},
-    {R"("save": {"async": true})", kLater, "save.async"},
+    {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.
     {R"("wall_clock_breakdown": true, "stepz": 3)", kBad, "wall_clock_breakdown"},
