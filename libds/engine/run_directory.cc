@@ -135,6 +135,10 @@ void RunDirectory::unlock() noexcept {
 
 bool RunDirectory::cut_metrics(i64 step) {
   std::error_code error;
+  for (fs::directory_iterator it(path_, error), end; !error && it != end; it.increment(error)) {
+    std::error_code ignored;  // what a run left that was killed right here
+    if (it->path().filename().string().starts_with(".metrics.jsonl.tmp-")) fs::remove(it->path(), ignored);
+  }
   if (!fs::exists(metrics_path(), error)) return false;
   DS_CHECK(fs::is_regular_file(metrics_path(), error), Errc::Io, "{} is not a regular file", metrics_path());
   std::ifstream in(metrics_path());

@@ -31,6 +31,7 @@ void Saver::save(const CheckpointMeta& meta, When when) {
   if (directory_ != nullptr) directory_->check_ours();
 
   started_ = Clock::now();
+  if (background_) writer_cpu_before_ = background_->worker().cpu_seconds();
   std::optional<HostState> state;
   if (!snapshot_) state.emplace(engine_, engine_.plan().layout.owned_pieces(engine_.mesh().dp().rank()));
   HostState& saved = snapshot_ ? *snapshot_ : *state;
@@ -42,6 +43,7 @@ void Saver::save(const CheckpointMeta& meta, When when) {
     stop_clock();
     return;
   }
+  if (background_) background_->worker().wait();  // for older steps to be gone
   do {
     save->work();
   } while (save->meet());
@@ -76,12 +78,14 @@ void Saver::settle(const StepSave& save, OnFailure on_failure) {
   }
   newest_ = save.step_dir();
   newest_step_ = save.step();
-  event_({{"type", "event"},
-          {"event", "saved"},
-          {"step", save.step()},
-          {"checkpoint", newest_},
-          {"stall_ms", stall_seconds_ * 1e3},
-          {"seconds", std::chrono::duration<double>(Clock::now() - started_).count()}});
+  Json saved = {{"type", "event"},
+                {"event", "saved"},
+                {"step", save.step()},
+                {"checkpoint", newest_},
+                {"stall_ms", stall_seconds_ * 1e3},
+                {"seconds", std::chrono::duration<double>(Clock::now() - started_).count()}};
+  if (background_) saved["writer_cpu_s"] = background_->worker().cpu_seconds() - writer_cpu_before_;
+  event_(saved);
   if (finite_step_ > newest_step_) prove(finite_step_);
 }
 

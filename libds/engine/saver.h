@@ -68,6 +68,7 @@ class Saver {
   i64 newest_step_ = -1, handed_in_ = -1, finite_step_ = -1;
   Clock::time_point started_;  // of the save that was handed in last
   double stall_seconds_ = 0;   // that it has kept training waiting
+  double writer_cpu_before_ = 0;
   std::optional<HostState> snapshot_;
   std::optional<AsyncSave> background_;  // after what it reads
 };

@@ -22,7 +22,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory per rank\n", resolved_json(config),
             p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device);
   for (const auto& m : p.memory) {
-    if (m.tag != "host") out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
+    if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
   }
   out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n", "total", gib(p.total_bytes), gib(p.available_bytes),
             p.limited_by);
