@@ -235,6 +235,7 @@ const Case kCases[] = {
     {"NoSpaceOnce", "DS_CRASH_MODE=once DS_CRASH_ERRNO=28", 1, "", kNoSpace},
     {"ErrorOnceAsync", "DS_CRASH_MODE=once DS_CRASH_ERRNO=5", 0, "--set save.async=true", kBroken},
     {"ErrorOnceEverywhere", "DS_CRASH_MODE=once DS_CRASH_ERRNO=5", kAll, "", kBroken},
+    {"ErrorOnceContinue", "DS_CRASH_MODE=once DS_CRASH_ERRNO=5", 1, "--set save.on_error=continue", kBroken},
     {"FullDisk", "DS_CRASH_MODE=full DS_CRASH_ERRNO=28", 0, "", kNoSpace},
     {"FullDiskContinue", "DS_CRASH_MODE=full DS_CRASH_ERRNO=28", kAll,
      "--set save.async=true --set save.on_error=continue", kNoSpace},

@@ -471,8 +471,8 @@ TEST(FindCheckpoint, TheStepBeforeIsTheNewestCompleteOne) {
   const TempDirectory dir;
   for (i64 step : {3, 5, 7, 9}) save_sample(dir.path(), step, DType::F32, 1);
   fs::resize_file(dir / "step-00000007/rank-00000.h5", 100);
-  const std::string said = warnings_of(
-      [&] { EXPECT_EQ(step_before(dir.path(), dir / "step-00000009"), dir / "step-00000005"); });
+  const std::string said =
+      warnings_of([&] { EXPECT_EQ(step_before(dir.path(), dir / "step-00000009"), dir / "step-00000005"); });
   EXPECT_NE(said.find("step-00000007 is passed over"), std::string::npos) << said;
   EXPECT_EQ(step_before(dir.path(), dir / "step-00000005"), dir / "step-00000003");
   EXPECT_EQ(step_before(dir.path(), dir / "step-00000003"), "");
