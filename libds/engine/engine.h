@@ -146,7 +146,8 @@ class Engine {
   Buffer master_, m_, v_;
   Buffer saved_, temporary_, residual_grad_, head_weight_grad_, logits_, data_;
   std::vector<model::LayerActs> train_acts_, eval_acts_;
-  TensorView ids_, targets_, positions_, row_positions_, losses_, rope_cos_, rope_sin_;  // in data_, as all of these
+  // In data_, as what follows.
+  TensorView ids_, targets_, positions_, row_positions_, token_types_, losses_, rope_cos_, rope_sin_;
   report::StepScalars* scalars_ = nullptr;
   double* micro_losses_ = nullptr;  // [P, m]: our row is filled, then gathered; behind scalars_
   std::vector<zero::Piece> held_, owned_;

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2 and Qwen3 models of odd sizes.
+"""Whole-model fixtures: what PyTorch computes on tiny GPT-2, Llama, Qwen2, Qwen3 and BERT models of odd sizes.
 
     python3 tests/golden/make_fixtures.py [NAME ...]        # needs torch, transformers >= 5, safetensors; seconds
 
 Each tests/golden/<name>/ holds
   config.json, model.safetensors   as transformers writes them: fp32 weights, dropout 0, Hugging Face names
   expected.safetensors
-    input_ids, targets      i32 [B,T]; target t is the token after input t, -100 = ignored
+    input_ids, targets      i32 [B,T]; target t is the token after input t, for BERT one at its place; -100 = ignored
     fp64.logits             f64 [B,T,V]   the reference: every operation in fp64, RoPE angles and softmax included
     fp64.loss               f64 [1]       mean cross-entropy over the targets that are not ignored
     fp64.token_losses       f64 [B*T]     what it is the mean of; 0 where the target is ignored
@@ -25,7 +25,8 @@ others, clipping at norm 1 (g *= min(1, 1/(norm + 1e-6))). <dtype> is fp64, fp32
 gradients, fp32 master and moments, parameters = master rounded after each step.
 
 What PyTorch does in 16 bits (model.to(dtype), attn_implementation="eager", CPU): matrix products accumulate in fp32 and
-round once; every intermediate tensor is rounded to the dtype. GPT-2's softmax and LayerNorm take and give 16-bit tensors;
+round once; every intermediate tensor is rounded to the dtype. GPT-2's and BERT's softmax and LayerNorm take and give 16-bit
+tensors;
 Llama and Qwen take the softmax, RMSNorm's statistics and the RoPE angles in fp32 and round cos, sin and the normalised x
 before the weight is applied. Logits are 16-bit; the loss is taken in fp32 from them. fp16 gradients come from a static
 loss scale of 1024, in training too, and are unscaled in fp32.
@@ -91,6 +92,10 @@ MODELS = {
         num_key_value_heads=1, max_position_embeddings=32, use_sliding_window=True, sliding_window=5,
         max_window_layers=0, layer_types=["full_attention", "sliding_attention", "full_attention"],
         **NO_SPECIAL_TOKENS),
+    "bert": transformers.BertConfig(
+        vocab_size=79, hidden_size=36, num_hidden_layers=2, num_attention_heads=3, intermediate_size=50,
+        max_position_embeddings=24, type_vocab_size=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+        pad_token_id=0, **NO_SPECIAL_TOKENS),
 }
 
 
@@ -108,15 +113,21 @@ def all_fp64():
         torch.set_default_dtype(torch.float32)
 
 
+def new_model(config, **kwargs):
+    masked = config.model_type == "bert"
+    auto = transformers.AutoModelForMaskedLM if masked else transformers.AutoModelForCausalLM
+    return auto.from_config(config, **kwargs)
+
+
 def build(config, state):
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = new_model(config, attn_implementation="eager")
     model.load_state_dict(state, strict=True)
     return model
 
 
 def initial_model(config, seed):
     """Larger weights than a real initialisation, so that every term of every gradient is far from zero."""
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = new_model(config, dtype=torch.float32)
     rng = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, p in model.named_parameters():
@@ -132,6 +143,19 @@ def batch(vocab_size, seed):
     tokens[:, 3] = tokens[:, 1]  # a repeated id: its embedding gradient is a sum
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].clone()
     targets[0, 0] = targets[0, 7] = targets[1, -1] = -100
+    return inputs, targets
+
+
+def masked_batch(vocab_size, seed):
+    """A third of the positions are predicted. No input is the padding token 0: transformers keeps its row of the embedding
+    from the gradient of look-ups."""
+    rng = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(1, vocab_size, (BATCH, SEQUENCE), generator=rng)
+    tokens[:, 3] = tokens[:, 1]
+    inputs, targets = tokens.clone(), torch.full_like(tokens, -100)
+    for t in range(1, SEQUENCE - 1, 3):
+        targets[:, t] = tokens[:, t]
+        inputs[:, t] = 4
     return inputs, targets
 
 
@@ -203,7 +227,8 @@ def make(name, directory, seed):
     model.save_pretrained(directory)
     (directory / "generation_config.json").unlink(missing_ok=True)
     state = {k: v.clone() for k, v in model.state_dict().items()}
-    inputs, targets = batch(config.vocab_size, seed + 1)
+    make_batch = masked_batch if config.model_type == "bert" else batch
+    inputs, targets = make_batch(config.vocab_size, seed + 1)
 
     expected = {"input_ids": inputs.to(torch.int32), "targets": targets.to(torch.int32)}
     exact = reference(config, state, inputs, targets)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Our logits beside those of transformers, judged by the two-times rule: our error against an fp64 run of the same model
+is at most twice that of transformers in the same type, plus 1e-6 of the logits' scale (max-abs) and 1e-6 (relative L2)."""
+
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "golden"))
+from make_fixtures import all_fp64  # noqa: E402
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def our_logits(bin_dir, model_dir, weights, ids, dtype):
+    """[B,T,V] of ids [B,T] by dump_logits."""
+    batch, length = ids.shape
+    with tempfile.TemporaryDirectory() as scratch:
+        scratch = pathlib.Path(scratch)
+        ids.to(torch.int32).numpy().tofile(scratch / "ids")
+        subprocess.run([bin_dir / "dump_logits", model_dir, weights, scratch / "ids", str(batch), str(length),
+                        scratch / "logits", dtype], check=True)
+        return torch.from_numpy(np.fromfile(scratch / "logits", np.float32)).reshape(batch, length, -1)
+
+
+def errors(got, want):
+    d = got.double() - want
+    return d.abs().max().item(), (d.norm() / want.norm()).item()
+
+
+def load(auto, model_dir):
+    """The model in fp32; every parameter of it must be in the file, and nothing else."""
+    model, info = auto.from_pretrained(model_dir, attn_implementation="eager", dtype=torch.float32,
+                                       output_loading_info=True)
+    missing = {k: sorted(v) for k, v in info.items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return model.eval(), missing
+
+
+def compare(name, auto, model_dir, weights, bin_dir, ids, dtypes=DTYPES):
+    """Prints a line per type; True if all pass."""
+    model, _ = load(auto, model_dir)
+    passed = True
+    with torch.no_grad():
+        for dtype in dtypes:
+            # The reference has the weights as they are rounded to the type.
+            rounded = {k: v.to(DTYPES[dtype]) for k, v in model.state_dict().items()}
+            with all_fp64():
+                exact, _ = load(auto, model_dir)
+                exact = exact.double()
+                exact.load_state_dict({k: v.double() for k, v in rounded.items()})
+                want = exact(input_ids=ids).logits
+            theirs, _ = load(auto, model_dir)
+            theirs = errors(theirs.to(DTYPES[dtype])(input_ids=ids).logits, want)
+            ours = errors(our_logits(bin_dir, model_dir, weights, ids, dtype), want)
+            scale = want.abs().max().item()
+            good = ours[0] <= 2 * theirs[0] + 1e-6 * scale and ours[1] <= 2 * theirs[1] + 1e-6
+            print(f"{name:8} {dtype}  max abs {ours[0]:.2e} (transformers {theirs[0]:.2e}, scale {scale:.3g})  "
+                  f"rel L2 {ours[1]:.2e} ({theirs[1]:.2e})  {'ok' if good else 'FAILED'}", flush=True)
+            passed &= good
+    return passed
