@@ -24,11 +24,13 @@ Training: AdamW, lr 1e-3, betas 0.9 and 0.95, eps 1e-8, weight decay 0.1 on tens
 others, clipping at norm 1 (g *= min(1, 1/(norm + 1e-6))). <dtype> is fp64, fp32, bf16 or fp16. bf16 and fp16: 16-bit parameters and
 gradients, fp32 master and moments, parameters = master rounded after each step.
 
-What PyTorch does in 16 bits (model.to(dtype), attn_implementation="eager", CPU): matrix products accumulate in fp32 and
+What PyTorch does in 16 bits (model.to(dtype), attn_implementation="eager", for BERT "sdpa", CPU): matrix products accumulate in fp32 and
 round once; every intermediate tensor is rounded to the dtype. GPT-2's and BERT's softmax and LayerNorm take and give 16-bit
 tensors;
 Llama and Qwen take the softmax, RMSNorm's statistics and the RoPE angles in fp32 and round cos, sin and the normalised x
-before the weight is applied. Logits are 16-bit; the loss is taken in fp32 from them. fp16 gradients come from a static
+before the weight is applied. BERT's attention is PyTorch's fused one, transformers' default: like every fused attention
+it takes the sum that the softmax's gradient subtracts from the rounded output, and where every row sees all keys that
+decides the error of queries and keys. Logits are 16-bit; the loss is taken in fp32 from them. fp16 gradients come from a static
 loss scale of 1024, in training too, and are unscaled in fp32.
 
 Deterministic: fixed seeds, one thread. Another CPU may move the last bits of the fp32 and 16-bit numbers.
@@ -119,10 +121,14 @@ def new_model(config, **kwargs):
     return auto.from_config(config, **kwargs)
 
 
-def build(config, state):
-    model = new_model(config, attn_implementation="eager")
+def build(config, state, attention="eager"):
+    model = new_model(config, attn_implementation=attention)
     model.load_state_dict(state, strict=True)
     return model
+
+
+def attention_of(config, dtype):
+    return "sdpa" if config.model_type == "bert" and dtype != torch.float64 else "eager"
 
 
 def initial_model(config, seed):
@@ -189,7 +195,7 @@ def train(config, state, dtype, inputs, targets):
     """Losses and gradient norms of the AdamW run: parameters in `dtype`, master and moments in fp32 (fp64 for fp64)."""
     scale = FP16_LOSS_SCALE if dtype == torch.float16 else 1.0
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    model = build(config, state).to(dtype)
+    model = build(config, state, attention_of(config, dtype)).to(dtype)
     params = list(model.parameters())
     master = [torch.nn.Parameter(p.detach().to(wide)) for p in build(config, state).parameters()]
     optimizer = torch.optim.AdamW(
@@ -237,7 +243,7 @@ def make(name, directory, seed):
     for key, dtype in DTYPES.items():
         rounded = {k: v.to(dtype).float() for k, v in state.items()}
         want = exact if key == "fp32" else reference(config, rounded, inputs, targets)
-        got = evaluate(build(config, state).to(dtype), inputs, targets, FP16_LOSS_SCALE if key == "fp16" else 1.0)
+        got = evaluate(build(config, state, attention_of(config, dtype)).to(dtype), inputs, targets, FP16_LOSS_SCALE if key == "fp16" else 1.0)
         for tensor, value in got.items():
             table.setdefault(tensor, {})[key] = errors(value, want[tensor])
         if key != "fp32":

@@ -40,7 +40,7 @@ Result run(const OpTable& ops, const Case& t, int threads) {
   Tensor h(t.work, {t.T, t.C}), weight(t.work, {t.V, t.C}), bias(t.work, {t.V}), logits(DType::F32, {t.chunk, t.V});
   h.randomize(1);
   weight.randomize(2, 0.5f);
-  bias.randomize(3);
+  bias.randomize(3, 0.25f);
   Result r{Tensor(DType::F32, {t.T}), Tensor(t.work, {t.T, t.C}), Tensor(DType::F32, {t.V, t.C}),
            Tensor(DType::F32, {t.V})};
   const TensorView none{};
@@ -69,7 +69,8 @@ TEST(CrossEntropy, AgreesWithTheOracle) {
             expect_close(got.losses, want.losses, 64, what + ": losses");
             expect_close(got.dh, want.dh, work == DType::F32 ? 64 : 6, what + ": dh");
             expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
-            expect_close(got.dbias, want.dbias, std::max(64.0, 4 * rounding), what + ": dbias");
+            // Its terms are of both signs and alike in size: what is left of them is smaller than they are.
+            expect_close(got.dbias, want.dbias, std::max(64.0, 16 * rounding), what + ": dbias");
             if (HasFatalFailure()) return;
           }
         }
