@@ -2,6 +2,7 @@
 """Our logits beside those of transformers, judged by the two-times rule: our error against an fp64 run of the same model
 is at most twice that of transformers in the same type, plus 1e-6 of the logits' scale (max-abs) and 1e-6 (relative L2)."""
 
+import copy
 import pathlib
 import subprocess
 import sys
@@ -32,33 +33,38 @@ def errors(got, want):
     return d.abs().max().item(), (d.norm() / want.norm()).item()
 
 
-def load(auto, model_dir):
-    """The model in fp32; every parameter of it must be in the file, and nothing else."""
-    model, info = auto.from_pretrained(model_dir, attn_implementation="eager", dtype=torch.float32,
-                                       output_loading_info=True)
-    missing = {k: sorted(v) for k, v in info.items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    return model.eval(), missing
+def load(auto, model_dir, dtype=torch.float32):
+    """The model, and what transformers says about tensors of the file that it misses or has no use for."""
+    model, info = auto.from_pretrained(model_dir, attn_implementation="eager", dtype=dtype, output_loading_info=True)
+    wrong = {k: sorted(v) for k, v in info.items() if v and k in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return model.eval(), wrong
+
+
+def exact_logits(auto, config, state, ids):
+    """With every operation in fp64."""
+    config = copy.deepcopy(config)
+    config.dtype = None
+    with all_fp64():
+        model = auto.from_config(config, attn_implementation="eager")
+        model.load_state_dict({k: v.double() for k, v in state.items()})
+        logits = model.eval()(input_ids=ids).logits
+    assert logits.dtype == torch.float64
+    return logits
 
 
 def compare(name, auto, model_dir, weights, bin_dir, ids, dtypes=DTYPES):
     """Prints a line per type; True if all pass."""
-    model, _ = load(auto, model_dir)
     passed = True
     with torch.no_grad():
         for dtype in dtypes:
+            model, _ = load(auto, model_dir, DTYPES[dtype])
             # The reference has the weights as they are rounded to the type.
-            rounded = {k: v.to(DTYPES[dtype]) for k, v in model.state_dict().items()}
-            with all_fp64():
-                exact, _ = load(auto, model_dir)
-                exact = exact.double()
-                exact.load_state_dict({k: v.double() for k, v in rounded.items()})
-                want = exact(input_ids=ids).logits
-            theirs, _ = load(auto, model_dir)
-            theirs = errors(theirs.to(DTYPES[dtype])(input_ids=ids).logits, want)
+            want = exact_logits(auto, model.config, model.state_dict(), ids)
+            theirs = errors(model(input_ids=ids).logits, want)
             ours = errors(our_logits(bin_dir, model_dir, weights, ids, dtype), want)
             scale = want.abs().max().item()
             good = ours[0] <= 2 * theirs[0] + 1e-6 * scale and ours[1] <= 2 * theirs[1] + 1e-6
-            print(f"{name:8} {dtype}  max abs {ours[0]:.2e} (transformers {theirs[0]:.2e}, scale {scale:.3g})  "
+            print(f"{name:9} {dtype}  max abs {ours[0]:.2e} (transformers {theirs[0]:.2e}, scale {scale:.3g})  "
                   f"rel L2 {ours[1]:.2e} ({theirs[1]:.2e})  {'ok' if good else 'FAILED'}", flush=True)
             passed &= good
     return passed

@@ -50,11 +50,11 @@ def train_and_merge(family, bin_dir, scratch, merge_format):
     model_dir = scratch / "model"
     if merge_format == "hf":
         subprocess.run([bin_dir / "ds-ckpt-merge", scratch / "run", "-o", model_dir, "--format", "hf", "--quiet"],
-                       check=True)
+                       check=True, stdout=subprocess.DEVNULL)
         return model_dir
     model_dir.mkdir()
     subprocess.run([bin_dir / "ds-ckpt-merge", scratch / "run", "-o", model_dir / "model.safetensors", "--quiet"],
-                   check=True)
+                   check=True, stdout=subprocess.DEVNULL)
     newest = scratch / "run" / (scratch / "run" / "latest").read_text().strip()
     manifest = json.loads((newest / "manifest.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(manifest["model_config"]))
@@ -79,7 +79,8 @@ def main():
                 print(f"{family}: transformers says {wrong}")
                 passed = False
             rng = torch.Generator().manual_seed(1)
-            ids = torch.randint(1, 256, (2, 48), generator=rng)
+            # Rows whose residual nearly cancels amplify their rounding: the largest error of few rows would be a matter of luck.
+            ids = torch.randint(1, 256, (32, 48), generator=rng)
             passed &= compare(family, auto, model_dir, model_dir, o.bin_dir.resolve(), ids)
     sys.exit(0 if passed else 1)
 
