@@ -151,8 +151,12 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
   }
   if (!path->is_string() || path->get_ref<const std::string&>().empty())
     return r.error("model.path", "must be the name of a directory with a config.json, or of such a file");
+  if (const auto head = it->find("new_head"); head != it->end()) {
+    if (!head->is_boolean()) return r.error("model.new_head", "must be true or false");
+    c.new_head = head->get<bool>();
+  }
   for (const auto& [key, value] : it->items())
-    if (key != "path")
+    if (key != "path" && key != "new_head")
       r.error(json_member("model", key), "stands beside model.path; a model is read from there or described here");
   c.model_path = path->get<std::string>();
   const size_t before = diagnostics.size();
@@ -350,6 +354,7 @@ std::string resolved_json(const Config& config) {
   }
   if (!c.model_path.empty()) {
     out["model"] = {{"path", c.model_path}};
+    if (c.new_head) out["model"]["new_head"] = true;
   } else if (c.model.layers > 0) {
     Json model = {{"type", family_name(c.model.family)}};
     model.update(model_json(c.model));

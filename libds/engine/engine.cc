@@ -183,14 +183,20 @@ void HostState::upload() {
   }
 }
 
-void Engine::init_weights() {
-  std::vector<const model::ParamRow*> rows;
+void Engine::init_values(i64 param, i64 begin, i64 count, float* out) const {
+  i64 first = 0;  // parameter of the unit
   for (const auto& unit : plan_.rows) {
-    for (const model::ParamRow& row : unit) rows.push_back(&row);
+    if (param < first + std::ssize(unit)) {
+      const model::ParamRow& row = unit[static_cast<size_t>(param - first)];
+      return model::init_values(row, param, static_cast<u32>(config_.seed), begin, count, out);
+    }
+    first += std::ssize(unit);
   }
-  set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    model::init_values(*rows[static_cast<size_t>(param)], param, static_cast<u32>(config_.seed), begin, count, out);
-  });
+  DS_ASSERT(false);
+}
+
+void Engine::init_weights() {
+  set_weights([this](i64 param, i64 begin, i64 count, float* out) { init_values(param, begin, count, out); });
 }
 
 void Engine::set_weights(const ValueSource& values) {

@@ -74,6 +74,8 @@ class Engine {
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
   void init_weights();
+  // What it would give elements [begin, begin + count) of parameter number `param`.
+  void init_values(i64 param, i64 begin, i64 count, float* out) const;
   // The same from given values: `values(param, begin, count, out)` fills fp32 elements of parameter number `param`.
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
   void set_weights(const ValueSource& values);

@@ -241,6 +241,8 @@ std::string TrainingRun::State::find_resumed() const {
 
 // The weights to start from; empty: random ones.
 std::string TrainingRun::State::find_weights() const {
+  DS_CHECK(!config.new_head || !options.read_only, Errc::Config,
+           "model.new_head: a head of random values has nothing to evaluate");
   if (!options.weights.empty()) return options.weights;
   const std::string published = engine::published_weights(config.model_path);
   if (!published.empty()) return published;
@@ -385,7 +387,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   if (!s.step_dir.empty()) {
     s.check_same_run(check_checkpoint(s.step_dir, params_of(model, plan)));
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, plan, weights);
+    engine::check_weights(model, plan, weights, config.new_head);
   }
 }
 

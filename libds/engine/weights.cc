@@ -116,11 +116,12 @@ namespace {
 
 struct Match {
   std::unique_ptr<TensorSource> source;
-  std::vector<const TensorInfo*> tensors;  // by parameter number
+  std::vector<const TensorInfo*> tensors;  // by parameter number; null: begins anew
   std::vector<std::string> left_out;       // of other tasks
+  std::vector<std::string> anew;
 };
 
-Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path) {
+Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
   const bool is_bert = !model.causal;
   std::unique_ptr<TensorSource> source = open_source(path);
   const auto foreign = [&](std::string_view name) {
@@ -131,6 +132,7 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
   std::vector<const TensorInfo*> tensors;  // by parameter number
   std::set<std::string_view> used;
   std::string problems, unreadable;
+  std::vector<std::string> anew;
   for (const auto& unit : plan.rows) {
     for (const model::ParamRow& row : unit) {
       const TensorInfo* t = find_parameter(row.name, [&](std::string_view name) { return source->find(name); });
@@ -139,6 +141,8 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
         if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
           used.insert(f->name);
           unreadable += fmt::format("\n  {} is of type {}", f->name, f->type);
+        } else if (new_head && unit.data() == plan.rows.back().data()) {
+          anew.push_back(row.name);
         } else {
           problems += fmt::format("\n  {} is missing", row.name);
         }
@@ -177,28 +181,36 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
   for (const model::Tie& tie : model.ties) {
     const TensorInfo* alias = source->find(tie.alias);
     const TensorInfo* own = find_parameter(tie.name, [&](std::string_view name) { return source->find(name); });
-    DS_CHECK(alias == nullptr || alias == own || equal_values(*source, *alias, *own), Errc::Mismatch,
-             "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(), tie.alias, own->name,
-             model.causal ? ": set it to false" : "");
+    DS_CHECK(alias == nullptr || alias == own || (own != nullptr && equal_values(*source, *alias, *own)),
+             Errc::Mismatch, "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(),
+             tie.alias, tie.name, model.causal ? ": set it to false" : "");
   }
-  return {std::move(source), std::move(tensors), std::move(left_out)};
+  return {std::move(source), std::move(tensors), std::move(left_out), std::move(anew)};
 }
 
 }  // namespace
 
 void load_weights(Engine& engine, const std::string& path) {
-  const Match found = match_weights(engine.model(), engine.plan(), path);
+  const bool new_head = engine.config().new_head;
+  const Match found = match_weights(engine.model(), engine.plan(), path, new_head);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning, fmt::format("{}: left out, for masked language modelling does not train them: {}",
                                                found.source->path(), fmt::join(found.left_out, ", ")));
+  if (new_head && engine.mesh().rank() == 0)
+    log_message(LogLevel::Warning,
+                found.anew.empty()
+                    ? fmt::format("model.new_head has no effect: {} has the whole head", found.source->path())
+                    : fmt::format("{} lacks the head: random values for {}", found.source->path(),
+                                  fmt::join(found.anew, ", ")));
   std::vector<char> raw;
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
+    if (found.tensors[static_cast<size_t>(param)] == nullptr) return engine.init_values(param, begin, count, out);
     read_floats(*found.source, *found.tensors[static_cast<size_t>(param)], begin, count, raw, out);
   });
 }
 
-void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path) {
-  match_weights(model, plan, path);
+void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
+  match_weights(model, plan, path, new_head);
 }
 
 }  // namespace ds::engine

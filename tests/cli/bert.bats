@@ -56,3 +56,15 @@ JSON
   run -2 ds-train bert.json --set data.mlm.sep_token=256
   assert_output --partial 'begins or ends a sample'
 }
+
+@test "an encoder gets a new head when it is asked for" {
+  ds-train bert.json --out run --quiet
+  ds-ckpt-merge run -o encoder --format hf --only 'bert.*' --quiet
+  sed 's/"model": {.*/"model": {"path": "encoder"},/; /intermediate_size/d' bert.json >tune.json
+  run -3 ds-train tune.json
+  assert_output --partial 'cls.predictions.transform.dense.weight is missing'
+  run -0 ds-train tune.json --set model.new_head=true --out tuned
+  assert_output --partial 'random values for cls.predictions.bias, cls.predictions.transform'
+  run -2 ds-train tune.json --set model.new_head=true --eval
+  assert_output --partial 'nothing to evaluate'
+}

@@ -157,6 +157,7 @@ const Wrong kWrong[] = {
     {R"("model": "gpt2")", kBad, "model: must be an object"},
     {R"("model": {})", kBad, "model.type: is missing"},
     {R"("model": {"type": "gpt2", "path": "x"})", kBad, "model.type: stands beside model.path"},
+    {R"("model": {"path": "x", "new_head": 1})", kBad, "model.new_head: must be true or false"},
     {R"("model": {"path": "/nonexistent/dir"})", kBad,
      "cfg:1:35: model.path: /nonexistent/dir: cannot be opened: No such file or directory"},
     {R"("model": {"type": "gpt2", "n_layers": 3})", kBad, "model.n_layers: unknown key; did you mean model.n_layer?"},

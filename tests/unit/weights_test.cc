@@ -201,6 +201,31 @@ TEST_P(BertWeights, AModelWithoutItsHeadIsRefusedByName) {
   EXPECT_ERROR(load(file), Errc::Mismatch, "cls.predictions.transform.dense.weight is missing");
 }
 
+TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
+  Config c = config();
+  c.new_head = true;
+  Engine fresh(c, mesh, ledger, *device);
+  Tensors file = tensors;
+  std::erase_if(file, [](const auto& t) { return t.first.starts_with("cls."); });
+  write_safetensors(dir / "w.safetensors", file);
+  load_weights(fresh, dir / "w.safetensors");
+  engine.init_weights();
+  for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
+    const std::string& name = names[static_cast<size_t>(piece.param)];
+    const auto* got = static_cast<const float*>(fresh.state(piece).param);
+    const auto* random = static_cast<const float*>(engine.state(piece).param);
+    const std::string loaded(reinterpret_cast<const char*>(got), static_cast<size_t>(piece.count) * 4);
+    if (name.starts_with("cls.")) {
+      EXPECT_TRUE(std::equal(got, got + piece.count, random)) << name;
+    } else {
+      EXPECT_EQ(loaded, tensors.at(name).data) << name;
+    }
+  }
+  file.erase("bert.embeddings.word_embeddings.weight");
+  write_safetensors(dir / "w.safetensors", file);
+  EXPECT_ERROR(load_weights(fresh, dir / "w.safetensors"), Errc::Mismatch, "word_embeddings.weight is missing");
+}
+
 INSTANTIATE_TEST_SUITE_P(Bert, BertWeights, ::testing::Values(Family::Bert));
 
 TEST(PublishedWeights, StandBesideConfigJson) {

@@ -136,6 +136,7 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   std::string model_path;  // model.path; empty: inline
+  bool new_head = false;   // model.new_head: what initial weights lack of the last layer begins at random
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
   EvalConfig eval;
