@@ -122,7 +122,7 @@ struct Match {
 };
 
 Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
-  const bool is_bert = !model.causal;
+  const bool is_encoder = !model.causal;
   std::unique_ptr<TensorSource> source = open_source(path);
   const auto foreign = [&](std::string_view name) {
     const auto it = std::find_if(source->foreign().begin(), source->foreign().end(),
@@ -162,7 +162,7 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
   std::vector<std::string> left_out;
   const auto refuse_extra = [&](const std::string& name) {
     if (used.contains(name) || is_known_extra(name) || is_tied(name)) return;
-    if (is_bert && is_other_task(name)) return left_out.push_back(name);
+    if (is_encoder && is_other_task(name)) return left_out.push_back(name);
     problems += fmt::format("\n  {} is not a parameter of the model", name);
   };
   for (const TensorInfo& t : source->list()) {
