@@ -129,13 +129,21 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
                                  [&](const ForeignTensor& f) { return f.name == name; });
     return it == source->foreign().end() ? nullptr : &*it;
   };
+  // Under its own names, or else under one that is tied to it: writers keep either.
+  const auto find_row = [&](std::string_view row) {
+    const TensorInfo* t = find_parameter(row, [&](std::string_view name) { return source->find(name); });
+    for (const model::Tie& tie : model.ties) {
+      if (t == nullptr && tie.name == row) t = source->find(tie.alias);
+    }
+    return t;
+  };
   std::vector<const TensorInfo*> tensors;  // by parameter number
   std::set<std::string_view> used;
   std::string problems, unreadable;
   std::vector<std::string> anew;
   for (const auto& unit : plan.rows) {
     for (const model::ParamRow& row : unit) {
-      const TensorInfo* t = find_parameter(row.name, [&](std::string_view name) { return source->find(name); });
+      const TensorInfo* t = find_row(row.name);
       tensors.push_back(t);
       if (t == nullptr) {
         if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
@@ -180,10 +188,10 @@ Match match_weights(const model::Model& model, const report::RunPlan& plan, cons
   // transformers unties such a model: to drop the tied name would train another one.
   for (const model::Tie& tie : model.ties) {
     const TensorInfo* alias = source->find(tie.alias);
-    const TensorInfo* own = find_parameter(tie.name, [&](std::string_view name) { return source->find(name); });
-    DS_CHECK(alias == nullptr || alias == own || (own != nullptr && equal_values(*source, *alias, *own)),
-             Errc::Mismatch, "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(),
-             tie.alias, tie.name, model.causal ? ": set it to false" : "");
+    const TensorInfo* own = find_row(tie.name);
+    DS_CHECK(alias == nullptr || alias == own || equal_values(*source, *alias, *own), Errc::Mismatch,
+             "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(), tie.alias, tie.name,
+             model.causal ? ": set it to false" : "");
   }
   return {std::move(source), std::move(tensors), std::move(left_out), std::move(anew)};
 }
