@@ -19,9 +19,9 @@ namespace ds::cpu {
 
 namespace avx512 {
 FinishFn finish_for(DType c, DType work) noexcept;
-void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView h,
-                             TensorView weight, TensorView targets, TensorView logits, const CrossEntropyParams&,
-                             Stream&) noexcept;
+void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
+                             TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                             const CrossEntropyParams&, Stream&) noexcept;
 const OpTable& table() noexcept;
 }  // namespace avx512
 
@@ -138,9 +138,10 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   });
 }
 
-void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept {
-  avx512::linear_cross_entropy_by(matmul, losses, dh, dweight, h, weight, targets, logits, p, stream);
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                          TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                          const CrossEntropyParams& p, Stream& stream) noexcept {
+  avx512::linear_cross_entropy_by(matmul, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p, stream);
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ struct FinalSums {
 
 // A block has 32 columns, a warp every kWarps-th slice of them.
 template <class T>
-__global__ void final_sums_kernel(T* out, const float* partial, i64 slices, i64 N) {
+__global__ void final_sums_kernel(T* out, const float* partial, i64 slices, i64 N, bool accumulate) {
   FinalSums& shared = block_shared<FinalSums>();
   const int warp = thread_index() / kWarp, lane = thread_index() % kWarp;
   const i64 column = i64{block_index().x} * kWarp + lane;
@@ -66,13 +66,13 @@ __global__ void final_sums_kernel(T* out, const float* partial, i64 slices, i64 
   if (warp == 0 && column < N) {
     float total = 0;
     for (int w = 0; w < kWarps; ++w) total += shared.sum[w][lane];
-    store(out + column, total);
+    store(out + column, accumulate ? load(out + column) + total : total);
   }
 }
 
 }  // namespace
 
-void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
+void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
   const i64 R = x.dim(0), N = out.numel();
   if (N == 0) return;
   Context& ctx = context(stream);
@@ -92,12 +92,16 @@ void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
     const Launch second{
         .grid = dim3(static_cast<unsigned>(ceil_div(N, kWarp))), .block = kBlock, .shared_bytes = sizeof(FinalSums)};
     if (out.dtype == DType::F32) {
-      launch(final_sums_kernel<float>, second, ctx.stream(), out.as<float>(), partial, slices, N);
+      launch(final_sums_kernel<float>, second, ctx.stream(), out.as<float>(), partial, slices, N, accumulate);
     } else {
-      launch(final_sums_kernel<T>, second, ctx.stream(), out.as<T>(), partial, slices, N);
+      launch(final_sums_kernel<T>, second, ctx.stream(), out.as<T>(), partial, slices, N, accumulate);
     }
   });
   ctx.check(cudaGetLastError(), "column_sum");
+}
+
+void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
+  column_sum_onto(out, x, /*accumulate=*/false, stream);
 }
 
 }  // namespace ds::cuda

@@ -119,20 +119,21 @@ Layout layout_of(const TensorView& logits, i64 rows, i64 V) noexcept {
 
 }  // namespace
 
-void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept {
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                          TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                          const CrossEntropyParams& p, Stream& stream) noexcept {
   const i64 T = h.dim(0), V = weight.dim(0);
   Context& ctx = context(stream);
   const Layout layout = layout_of(logits, p.chunk_tokens, V);
   i64 begin = 0;
-  do {  // once at least: without tokens dweight is zero
+  do {  // once at least: without tokens dweight and dbias are zero
     const i64 rows = std::min(layout.rows, T - begin);
     TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     z.stride[0] = layout.stride;
     TensorView dz = z;  // rows of the work dtype that begin where the rows of z begin
     dz.dtype = h.dtype;
     dz.stride[0] = layout.stride * dtype_bytes(DType::F32) / dtype_bytes(h.dtype);
-    matmul(z, h.rows(begin, rows), weight, {}, {}, {}, {.trans_b = true}, stream);
+    matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     const RowArgs args{.logits = z.as<float>(),
                        .stride = layout.stride,
                        .V = V,
@@ -140,7 +141,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
                        .losses = losses.as<float>() + begin,
                        .ignore_index = p.ignore_index,
                        .grad_scale = p.grad_scale,
-                       .gradient = dh || dweight};
+                       .gradient = dh || dweight || dbias};
     const Launch grid{.grid = dim3(static_cast<unsigned>(rows)), .block = kBlock, .shared_bytes = sizeof(RowShared)};
     with_work_type(h.dtype, [&]<class E>(E) {
       if (aligned_rows(z.as<float>(), layout.stride, rows)) {
@@ -154,6 +155,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     if (dweight) {
       matmul(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
     }
+    if (dbias) column_sum_onto(dbias, dz, begin > 0, stream);
     begin += rows;
   } while (begin < T);
 }

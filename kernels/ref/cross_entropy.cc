@@ -11,17 +11,19 @@
 
 namespace ds::ref {
 
-void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                          TensorView targets, TensorView, const CrossEntropyParams& p, Stream&) noexcept {
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                          TensorView weight, TensorView bias, TensorView targets, TensorView,
+                          const CrossEntropyParams& p, Stream&) noexcept {
   const i64 T = h.dim(0), C = h.dim(1), V = weight.dim(0);
   const auto z = std::make_unique<double[]>(static_cast<size_t>(V));
   const auto dw = std::make_unique<double[]>(static_cast<size_t>(dweight ? V * C : 0));
+  const auto db = std::make_unique<double[]>(static_cast<size_t>(dbias ? V : 0));
   for (i64 t = 0; t < T; ++t) {
     const i64 target = targets.as<i32>()[t];
     const bool ignored = target == p.ignore_index;
     double top = -INFINITY, sum = 0;
     for (i64 v = 0; v < V; ++v) {
-      z[v] = 0;
+      z[v] = bias ? get(bias, v) : 0;
       for (i64 c = 0; c < C; ++c) z[v] += get(h, t * C + c) * get(weight, v * C + c);
       top = std::max(top, z[v]);
     }
@@ -29,6 +31,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     put(losses, t, ignored ? 0 : top + std::log(sum) - z[target]);
     for (i64 v = 0; v < V; ++v) {
       z[v] = ignored ? 0 : static_cast<double>(p.grad_scale) * (std::exp(z[v] - top) / sum - (v == target ? 1 : 0));
+      if (dbias) db[v] += z[v];
     }
     for (i64 c = 0; c < C; ++c) {
       double x = 0;
@@ -41,6 +44,9 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
   }
   if (dweight) {
     for (i64 i = 0; i < V * C; ++i) put(dweight, i, dw[i]);
+  }
+  if (dbias) {
+    for (i64 v = 0; v < V; ++v) put(dbias, v, db[v]);
   }
 }
 

@@ -151,8 +151,12 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
   }
   if (!path->is_string() || path->get_ref<const std::string&>().empty())
     return r.error("model.path", "must be the name of a directory with a config.json, or of such a file");
+  if (const auto head = it->find("new_head"); head != it->end()) {
+    if (!head->is_boolean()) return r.error("model.new_head", "must be true or false");
+    c.new_head = head->get<bool>();
+  }
   for (const auto& [key, value] : it->items())
-    if (key != "path")
+    if (key != "path" && key != "new_head")
       r.error(json_member("model", key), "stands beside model.path; a model is read from there or described here");
   c.model_path = path->get<std::string>();
   const size_t before = diagnostics.size();
@@ -167,6 +171,38 @@ bool tokens_are_bytes(const DataConfig& d) {
           std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return !f.ends_with(".bin"); }));
 }
 
+// What a model that is not causal needs to be trained, and what has no meaning for one that is.
+void check_objective(const Config& c, Reader& r) {
+  const DataConfig& d = c.data;
+  const struct {
+    std::string_view key;
+    i64 id;
+  } tokens[] = {{"data.mlm.mask_token", d.mlm.mask_token},
+                {"data.mlm.cls_token", d.mlm.cls_token},
+                {"data.mlm.sep_token", d.mlm.sep_token}};
+  const std::string_view type = family_name(c.model.family);
+  if (c.model.causal()) {
+    bool given = r.given("data.mlm.probability");
+    for (const auto& t : tokens) given |= r.given(t.key);
+    if (given) r.error("data.mlm", fmt::format("masks tokens, and a model of type \"{}\" predicts the next one", type));
+    return;
+  }
+  if (d.seq_length < 3 && !r.broken("data.seq_length"))
+    r.error("data.seq_length", "must be at least 3: [CLS], a token and [SEP]");
+  for (const auto& t : tokens) {
+    if (r.broken(t.key)) continue;
+    if (!r.given(t.key) && !d.train.empty() && d.tokenizer == "bytes")
+      r.error(t.key,
+              fmt::format("is missing: a model of type \"{}\" is trained by masking, and the tokenizer \"bytes\" "
+                          "has no such token",
+                          type));
+    if (t.id >= c.model.vocab_size)
+      r.error(t.key, fmt::format("{} is outside the model's vocabulary of {}", t.id, c.model.vocab_size));
+  }
+  if (r.given(tokens[0].key) && (tokens[0].id == tokens[1].id || tokens[0].id == tokens[2].id))
+    r.error(tokens[0].key, fmt::format("{} is also the token that begins or ends a sample", tokens[0].id));
+}
+
 void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   DataConfig& d = c.data;
   const bool has_model = model_is_sound && c.model.layers > 0;
@@ -178,6 +214,7 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;
   if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
+  if (has_model) check_objective(c, r);
   if (!has_model || r.broken("data.seq_length")) return;
   if (d.seq_length > c.model.max_positions && !c.model.any_length())
     r.error("data.seq_length",
@@ -200,6 +237,11 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
     r.error("communication.backend", "\"nccl\" talks between GPUs, and device is \"cpu\"");
   if (c.communication.backend == CommBackend::Self && world > 1)
     r.error("communication.backend", fmt::format("\"self\" is for 1 rank; there are {}", world));
+  if (use == ConfigUse::Generate && !c.model.causal())
+    r.error("model",
+            fmt::format("a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
+                        family_name(c.model.family)),
+            Errc::Unavailable);
   if (use == ConfigUse::Inspect) return;
   const auto demand = [&](std::string_view key, bool there, std::string_view what) {
     if (!there && !r.broken(key)) r.error(key, fmt::format("is missing: {}", what));
@@ -214,8 +256,9 @@ bool has_error(std::span<const Diagnostic> diagnostics) {
                      [](const Diagnostic& d) { return d.severity == Severity::Error; });
 }
 
-// A key that belongs to the chosen scheduler, or to none.
+// A key that belongs to the chosen scheduler and objective, or to none.
 bool applies(const Config& c, std::string_view path) {
+  if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (!path.starts_with("scheduler.")) return true;
   const std::string_view leaf = path.substr(path.rfind('.') + 1);
   switch (c.scheduler.type) {
@@ -301,7 +344,7 @@ std::string resolved_json(const Config& config) {
     const Slot slot = key.slot(&c);
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
     // What was neither given nor derived has no value to write.
-    if (const auto* n = std::get_if<i64*>(&slot); n && **n == 0 && key.range.low > 0) continue;
+    if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
     if (key.path == "data.split" && !c.data.validation.empty()) continue;
     Json* at = &out;
     std::string_view rest = key.path;
@@ -311,6 +354,7 @@ std::string resolved_json(const Config& config) {
   }
   if (!c.model_path.empty()) {
     out["model"] = {{"path", c.model_path}};
+    if (c.new_head) out["model"]["new_head"] = true;
   } else if (c.model.layers > 0) {
     Json model = {{"type", family_name(c.model.family)}};
     model.update(model_json(c.model));

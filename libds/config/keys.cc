@@ -64,6 +64,8 @@ constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};  // numbers
 constexpr Range kRate = {0, 3e38};                               // fits fp32
 constexpr Range kAny = {-kInfinity, kInfinity};
 constexpr Range kShare = {0, 1};
+constexpr Range kOpenShare = {0, 1, /*open_low=*/true};
+constexpr Range kToken = {0, 1 << 24};
 constexpr Range kFp32 = {0, 1e38};  // what the numbers of a step can hold
 constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
 
@@ -343,6 +345,10 @@ constexpr Key kKeys[] = {
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
+    effect("data.mlm.probability", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::probability>, kOpenShare),
+    effect("data.mlm.mask_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::mask_token>, kToken),
+    effect("data.mlm.cls_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::cls_token>, kToken),
+    effect("data.mlm.sep_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::sep_token>, kToken),
     effect("data.seed", slot_of<&C::data, &DataConfig::seed>, {0, 4294967295}),
     effect("eval.every", slot_of<&C::eval, &EvalConfig::every>),
     effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),

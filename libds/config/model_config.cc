@@ -146,6 +146,29 @@ constexpr Key kLlamaKeys[] = {
     silent("rope_interleaved"), silent("is_llama_config"),
 };
 
+constexpr Key kBertKeys[] = {
+    effect("vocab_size", slot_of<&H::m, &M::vocab_size>, kSize),
+    effect("hidden_size", slot_of<&H::m, &M::hidden>, kSize),
+    effect("num_hidden_layers", slot_of<&H::m, &M::layers>, {1, 1e5}),
+    effect("num_attention_heads", slot_of<&H::m, &M::heads>, kSize),
+    effect("intermediate_size", slot_of<&H::m, &M::intermediate>, kSize),
+    effect("hidden_act", activation_slot<kPlainActivations>),
+    effect("hidden_dropout_prob", slot_of<&H::m, &M::resid_dropout>, kDropout),
+    effect("attention_probs_dropout_prob", slot_of<&H::m, &M::attn_dropout>, kDropout),
+    effect("max_position_embeddings", slot_of<&H::m, &M::max_positions>, kSize),
+    effect("type_vocab_size", slot_of<&H::m, &M::token_types>, kSize),
+    effect("initializer_range", slot_of<&H::m, &M::initializer_range>),
+    effect("layer_norm_eps", slot_of<&H::m, &M::norm_eps>, kAboveZero),
+    effect("pad_token_id", slot_of<&H::m, &M::pad_token_id>, {0, 1 << 24}, kNull),
+    fixed("position_embedding_type", R"(["absolute"])"),
+    fixed("tie_word_embeddings", "[true]"),
+    fixed("is_decoder", "[false]"),
+    fixed("add_cross_attention", "[false]"),
+    // Of heads that are not there: Hugging Face's classifiers, and the pooler of Google's own files.
+    silent("classifier_dropout"), silent("directionality"), silent("pooler_fc_size"), silent("pooler_num_attention_heads"),
+    silent("pooler_num_fc_layers"), silent("pooler_size_per_head"), silent("pooler_type"),
+};
+
 // Written by transformers' base class: labels, tokens, generation, provenance. None changes the weights or the logits.
 constexpr Key kBookkeeping[] = {
     silent("architectures"), silent("transformers_version"), silent("torch_dtype"), silent("dtype"), silent("use_cache"),
@@ -180,6 +203,18 @@ HfConfig defaults(Family family, ModelSource source) {
     m.layers = m.heads = 12;
     m.max_positions = 1024;
     m.embd_dropout = m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
+    return h;
+  }
+  if (family == Family::Bert) {
+    m.vocab_size = 30522;
+    m.hidden = 768;
+    m.layers = m.heads = 12;
+    m.intermediate = 3072;
+    m.max_positions = 512;
+    m.token_types = 2;
+    m.norm_eps = 1e-12f;
+    m.activation = Activation::GeluErf;
+    m.resid_dropout = m.attn_dropout = source == ModelSource::File ? 0.1f : 0.0f;
     return h;
   }
   const bool llama = family == Family::Llama;
@@ -295,23 +330,27 @@ void resolve_windows(HfConfig& h, Reader& r) {
   m.sliding_layers = std::move(sliding);
 }
 
-constexpr std::array<std::pair<std::string_view, Family>, 4> kFamilies = {
-    {{"gpt2", Family::Gpt2}, {"llama", Family::Llama}, {"qwen2", Family::Qwen2}, {"qwen3", Family::Qwen3}}};
-constexpr std::array<std::string_view, 4> kArchitectures = {"GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM",
-                                                            "Qwen3ForCausalLM"};
+constexpr std::array<std::pair<std::string_view, Family>, 5> kFamilies = {{{"gpt2", Family::Gpt2},
+                                                                           {"llama", Family::Llama},
+                                                                           {"qwen2", Family::Qwen2},
+                                                                           {"qwen3", Family::Qwen3},
+                                                                           {"bert", Family::Bert}}};
+constexpr std::array<std::string_view, 5> kArchitectures = {"GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM",
+                                                            "Qwen3ForCausalLM", "BertForMaskedLM"};
+constexpr std::string_view kFamilyNames = R"("gpt2", "llama", "qwen2", "qwen3", "bert")";
 
 std::optional<Family> read_family(const Json& object, std::string_view key, Reader& r) {
   const auto it = object.find(std::string(key));
   if (it == object.end()) {
-    r.error(key, "is missing; it is one of \"gpt2\", \"llama\", \"qwen2\", \"qwen3\"");
+    r.error(key, fmt::format("is missing; it is one of {}", kFamilyNames));
     return std::nullopt;
   }
   for (const auto& [name, family] : kFamilies)
     if (*it == name) return family;
   if (it->is_string()) {
-    r.not_yet(key, fmt::format("a model of type {} (there are \"gpt2\", \"llama\", \"qwen2\", \"qwen3\")", it->dump()));
+    r.not_yet(key, fmt::format("a model of type {} (there are {})", it->dump(), kFamilyNames));
   } else {
-    r.error(key, "must be one of \"gpt2\", \"llama\", \"qwen2\", \"qwen3\"");
+    r.error(key, fmt::format("must be one of {}", kFamilyNames));
   }
   return std::nullopt;
 }
@@ -323,7 +362,9 @@ std::string_view family_name(Family family) noexcept { return kFamilies[static_c
 std::vector<Key> model_keys(Family family, ModelSource source) {
   std::vector<Key> keys = {silent(source == ModelSource::Inline ? "type" : "model_type")};
   if (source == ModelSource::Inline) keys.push_back(silent("model_type"));
-  const std::span<const Key> own = family == Family::Gpt2 ? std::span<const Key>(kGpt2Keys) : kLlamaKeys;
+  std::span<const Key> own = kLlamaKeys;
+  if (family == Family::Gpt2) own = kGpt2Keys;
+  if (family == Family::Bert) own = kBertKeys;
   const auto foreign = [&](const Key& k) {
     const bool windowed = family == Family::Qwen2 || family == Family::Qwen3;
     if (k.path == "mlp_bias" || k.path == "pretraining_tp") return family != Family::Llama;
@@ -334,7 +375,10 @@ std::vector<Key> model_keys(Family family, ModelSource source) {
     return false;
   };
   std::copy_if(own.begin(), own.end(), std::back_inserter(keys), [&](const Key& k) { return !foreign(k); });
-  keys.insert(keys.end(), std::begin(kBookkeeping), std::end(kBookkeeping));
+  // A family may say more about a key of transformers' base class.
+  std::copy_if(std::begin(kBookkeeping), std::end(kBookkeeping), std::back_inserter(keys), [&](const Key& k) {
+    return std::none_of(own.begin(), own.end(), [&](const Key& o) { return o.path == k.path; });
+  });
   return keys;
 }
 
@@ -364,6 +408,12 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
   if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
   if (*family == Family::Llama || *family == Family::Qwen3) h.m.output_bias = h.m.attention_bias;
+  if (*family == Family::Bert) {
+    h.m.embd_dropout = h.m.resid_dropout;
+    if (object.contains("pad_token_id") && object["pad_token_id"].is_null()) h.m.pad_token_id = -1;
+    if (h.m.pad_token_id >= h.m.vocab_size && !r.broken("vocab_size"))
+      r.error("pad_token_id", fmt::format("{} is outside the vocabulary of {}", h.m.pad_token_id, h.m.vocab_size));
+  }
   resolve_heads(h.m, r);
   resolve_rope(h.m, r);
   resolve_windows(h, r);
@@ -420,6 +470,7 @@ Json model_json(const ModelConfig& model) {
   for (const Key& k : model_keys(model.family, ModelSource::File)) {
     if (k.kind != KeyKind::Effect || (k.path == "layer_types" && h.layer_types.empty())) continue;
     Json value = slot_json(k.slot(&h));
+    if (k.path == "pad_token_id" && model.pad_token_id < 0) value = nullptr;
     if (const size_t dot = k.path.find('.'); dot == k.path.npos) {
       out[std::string(k.path)] = std::move(value);
     } else if (rope.type != RopeType::Default && rope_key_read(k.path.substr(dot + 1))) {
@@ -432,6 +483,7 @@ Json model_json(const ModelConfig& model) {
 std::string model_config_json(const ModelConfig& model) {
   Json out = {{"architectures", {kArchitectures[static_cast<size_t>(model.family)]}}};
   out.update(model_json(model));
+  if (model.family == Family::Bert) out["position_embedding_type"] = "absolute";
   return out.dump(2) + "\n";
 }
 

@@ -5,9 +5,10 @@
 // world size.
 //
 //   stream    t0 t1 t2 ...                     files in the given order, one after the other
-//   sample k  tokens [k*T, k*T + T], T + 1 of them: T inputs and, shifted by one, T targets; neighbours share a token
+//   sample k  the tokens from k*stride on: what they become is the objective's business (objective.h)
 //   order     position K (samples consumed so far) -> sample permutation(seed, K / n)[K % n]
 
+#include <memory>
 #include <optional>
 #include <span>
 #include <string>
@@ -16,6 +17,8 @@
 #include "ds/config.h"
 
 namespace ds {
+
+class Objective;
 
 struct FileFingerprint {
   std::string name;  // for messages only: files may move
@@ -29,6 +32,7 @@ struct DataIdentity {
   i64 num_samples = 0;
   i64 seq_length = 0;
   i64 seed = 0;
+  std::string objective = "next token";
 };
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
@@ -73,7 +77,7 @@ struct Dataset {
   std::optional<TokenStream> validation;
 };
 // Throws as TokenStream, and Errc::Config when a part is shorter than one sample.
-Dataset open_dataset(const DataConfig&);
+Dataset open_dataset(const DataConfig&, const Objective&);
 
 // A permutation of [0, n) without a table: a balanced Feistel network over the smallest even number of bits that covers
 // n (Philox as round function), walked until the result is below n (Black, Rogaway: "Ciphers with Arbitrary Finite
@@ -102,7 +106,7 @@ class BatchLoader {
  public:
   // Requires: at least one sample in `stream`. Checks every token of it, so that a bad one is found before hours of
   // training.
-  BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size);
+  BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>);
 
   i64 num_samples() const noexcept { return num_samples_; }
   DataIdentity identity() const;
@@ -110,22 +114,24 @@ class BatchLoader {
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
   //   consumed + micro_batch * (micro * num_ranks) + rank * micro + [0, micro)
   // of the shuffled order, which goes on into the next epoch. inputs and targets are [micro, seq_length], row-major.
-  // Throws as TokenStream::read. Allocates: no. Deterministic: yes.
+  // What the objective draws for a sample is another in every epoch. Throws as TokenStream::read. Allocates: no.
+  // Deterministic: yes.
   void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
   // Micro-batches per rank that cover every sample once.
   i64 num_sequential_batches() const noexcept;
-  // Micro-batch `batch` of `rank` in the order of the file, for evaluation. Rows past the last sample are filled with
-  // id 0 and target -100, which no loss counts. Returns the number of real rows.
+  // Micro-batch `batch` of `rank` in the order of the file, for evaluation: the same draws every time. Rows past the
+  // last sample are filled with id 0 and target -100, which no loss counts. Returns the number of real rows.
   i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
  private:
-  void load_row(i64 sample, i64 row, std::span<i32> inputs, std::span<i32> targets) const;
+  void load_row(i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
 
   TokenStream stream_;
   BatchShape shape_;
   u32 seed_;
   i64 vocab_size_;
+  std::shared_ptr<const Objective> objective_;
   i64 num_samples_;
 };
 

@@ -24,6 +24,8 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
            now.seq_length, saved.seq_length);
   DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
            saved.seed);
+  DS_CHECK(saved.objective == now.objective, Errc::Mismatch,
+           "the run was started with the objective '{}', and this one has '{}'", saved.objective, now.objective);
   DS_CHECK(
       saved.num_samples == now.num_samples, Errc::Mismatch,
       "the training part has {} samples, but the run was started with {}: data.split or data.validation has changed",
@@ -37,7 +39,8 @@ std::string data_identity_json(const DataIdentity& identity) {
   return nlohmann::ordered_json{{"files", files},
                                 {"num_samples", identity.num_samples},
                                 {"seq_length", identity.seq_length},
-                                {"seed", identity.seed}}
+                                {"seed", identity.seed},
+                                {"objective", identity.objective}}
       .dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
@@ -57,6 +60,7 @@ DataIdentity parse_data_identity(const std::string& json) {
     j.at("num_samples").get_to(identity.num_samples);
     j.at("seq_length").get_to(identity.seq_length);
     j.at("seed").get_to(identity.seed);
+    if (j.contains("objective")) j.at("objective").get_to(identity.objective);  // the first version had no other
     return identity;
   } catch (const nlohmann::json::exception& e) {
     throw Error(Errc::Corrupt, fmt::format("the checkpoint's description of its data cannot be read: {}", e.what()));

@@ -6,14 +6,15 @@
 #include <utility>
 
 #include "base/check.h"
-#include "data/data.h"
+#include "data/objective.h"
 #include "ds/kernels/philox.h"
 
 namespace ds {
 
 namespace {
 constexpr int kRounds = 6;
-constexpr u32 kSite = 0xDA7A0000u;  // sites of the rounds: apart from those of parameters and dropout
+// Sites of the rounds, and of what an objective draws: apart from those of parameters and dropout.
+constexpr u32 kSite = 0xDA7A0000u, kTrainingSite = kSite + 0x100, kValidationSite = kSite + 0x101;
 }  // namespace
 
 Permutation::Permutation(i64 n, u32 seed, u32 epoch) noexcept
@@ -36,36 +37,34 @@ i64 Permutation::operator()(i64 index) const noexcept {
   return static_cast<i64>(x);
 }
 
-BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size)
+BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size,
+                         std::shared_ptr<const Objective> objective)
     : stream_(std::move(stream)),
       shape_(shape),
       seed_(seed),
       vocab_size_(vocab_size),
-      num_samples_((stream_.num_tokens() - 1) / shape.seq_length) {
+      objective_(std::move(objective)),
+      num_samples_(objective_->num_samples(stream_.num_tokens(), shape.seq_length)) {
   DS_ASSERT(num_samples_ > 0);
   stream_.check(vocab_size);
 }
 
 DataIdentity BatchLoader::identity() const {
-  return {stream_.fingerprints(), num_samples_, shape_.seq_length, static_cast<i64>(seed_)};
+  return {stream_.fingerprints(), num_samples_, shape_.seq_length, static_cast<i64>(seed_), objective_->description()};
 }
 
-void BatchLoader::load_row(i64 sample, i64 row, std::span<i32> inputs, std::span<i32> targets) const {
-  const auto T = static_cast<size_t>(shape_.seq_length);
-  const std::span<i32> input = inputs.subspan(static_cast<size_t>(row) * T, T);
-  const std::span<i32> target = targets.subspan(static_cast<size_t>(row) * T, T);
-  const i64 position = sample * shape_.seq_length;
-  stream_.read(position, input, vocab_size_);
-  std::copy(input.begin() + 1, input.end(), target.begin());
-  stream_.read(position + shape_.seq_length, target.last(1), vocab_size_);
+void BatchLoader::load_row(i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const {
+  const auto at = static_cast<size_t>(row * shape_.seq_length), n = static_cast<size_t>(shape_.seq_length);
+  objective_->make_sample(stream_, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
 }
 
 void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
   const i64 first = consumed + (micro_batch * shape_.num_ranks + rank) * shape_.micro;
   for (i64 row = 0; row < shape_.micro; ++row) {
     const i64 position = first + row;
-    const Permutation order(num_samples_, seed_, static_cast<u32>(position / num_samples_));
-    load_row(order(position % num_samples_), row, inputs, targets);
+    const u32 epoch = static_cast<u32>(position / num_samples_);
+    const Permutation order(num_samples_, seed_, epoch);
+    load_row(order(position % num_samples_), row, {seed_, kTrainingSite, epoch}, inputs, targets);
   }
 }
 
@@ -76,7 +75,7 @@ i64 BatchLoader::num_sequential_batches() const noexcept {
 i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
   const i64 first = (batch * shape_.num_ranks + rank) * shape_.micro;
   const i64 real = std::clamp<i64>(num_samples_ - first, 0, shape_.micro);
-  for (i64 row = 0; row < real; ++row) load_row(first + row, row, inputs, targets);
+  for (i64 row = 0; row < real; ++row) load_row(first + row, row, {seed_, kValidationSite, 0}, inputs, targets);
   const auto filled = static_cast<size_t>(real * shape_.seq_length);
   std::ranges::fill(inputs.subspan(filled), 0);
   std::ranges::fill(targets.subspan(filled), -100);

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "base/check.h"
-#include "data/data.h"
+#include "data/objective.h"
 
 namespace ds {
 
@@ -140,11 +140,12 @@ DataFormat resolve_format(std::span<const std::string> files, DataFormat format)
   return num_bin == 0 ? DataFormat::Text : DataFormat::Bin;
 }
 
-void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const char* part, const std::string& first_file,
-                          const char* advice) {
-  DS_CHECK(stream.num_tokens() > seq_length, Errc::Config,
+void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objective& objective, const char* part,
+                          const std::string& first_file, const char* advice) {
+  const i64 needed = objective.extent(seq_length);
+  DS_CHECK(stream.num_tokens() >= needed, Errc::Config,
            "the {} data (from '{}') has {} tokens, but one sample of seq_length {} needs {}: {}", part, first_file,
-           stream.num_tokens(), seq_length, seq_length + 1, advice);
+           stream.num_tokens(), seq_length, needed, advice);
 }
 
 }  // namespace
@@ -197,22 +198,22 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
   return result;
 }
 
-Dataset open_dataset(const DataConfig& config) {
+Dataset open_dataset(const DataConfig& config, const Objective& objective) {
   DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
   Dataset data{TokenStream(config.train, config.format), std::nullopt};
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
     data.validation.emplace(config.validation, config.format);
-    check_holds_a_sample(*data.validation, config.seq_length, "validation", config.validation.front(),
+    check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");
   } else if (config.split > 0) {
     const i64 cut = total - static_cast<i64>(config.split * static_cast<double>(total));
     data.train.narrow_to(0, cut);
     data.validation.emplace(config.train, config.format).narrow_to(cut, total);
-    check_holds_a_sample(*data.validation, config.seq_length, "validation", config.train.front(),
+    check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.train.front(),
                          "raise data.split, set it to 0 or name data.validation files");
   }
-  check_holds_a_sample(data.train, config.seq_length, "training", config.train.front(),
+  check_holds_a_sample(data.train, config.seq_length, objective, "training", config.train.front(),
                        "give more text or a smaller data.seq_length");
   return data;
 }

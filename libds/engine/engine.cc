@@ -62,6 +62,10 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
   targets_ = take(DType::I32, m * R);
   positions_ = take(DType::I32, plan_.T);
   row_positions_ = take(DType::I32, R);
+  if (model_.token_types > 0) {  // packed text is one segment
+    token_types_ = take(DType::I32, R);
+    device.zero(token_types_.data, token_types_.bytes());
+  }
   losses_ = take(DType::F32, R);
   if (plan_.rope_elems > 0) {
     const model::RopeTables rope = model::make_rope_tables(config.model, plan_.T);
@@ -179,14 +183,20 @@ void HostState::upload() {
   }
 }
 
-void Engine::init_weights() {
-  std::vector<const model::ParamRow*> rows;
+void Engine::init_values(i64 param, i64 begin, i64 count, float* out) const {
+  i64 first = 0;  // parameter of the unit
   for (const auto& unit : plan_.rows) {
-    for (const model::ParamRow& row : unit) rows.push_back(&row);
+    if (param < first + std::ssize(unit)) {
+      const model::ParamRow& row = unit[static_cast<size_t>(param - first)];
+      return model::init_values(row, param, static_cast<u32>(config_.seed), begin, count, out);
+    }
+    first += std::ssize(unit);
   }
-  set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    model::init_values(*rows[static_cast<size_t>(param)], param, static_cast<u32>(config_.seed), begin, count, out);
-  });
+  DS_ASSERT(false);
+}
+
+void Engine::init_weights() {
+  set_weights([this](i64 param, i64 begin, i64 count, float* out) { init_values(param, begin, count, out); });
 }
 
 void Engine::set_weights(const ValueSource& values) {
@@ -215,6 +225,7 @@ model::PassContext Engine::context(model::Mode mode) {
   model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = mode, .B = plan_.B, .T = plan_.T};
   ctx.positions = positions_;
   ctx.row_positions = row_positions_;
+  ctx.token_types = token_types_;
   ctx.rope_cos = rope_cos_;
   ctx.rope_sin = rope_sin_;
   ctx.losses = losses_;
@@ -296,8 +307,8 @@ void Engine::read_logits(std::vector<float>& out) {
     if (l < last) continue;
     const model::RowViews params = param_views(lease, l);
     const Buffer logits = device_buffer(device_, ledger_, Tag::Logits, R * model_.vocab * 4);
-    ops_.matmul(TensorView::of(logits.data(), DType::F32, {R, model_.vocab}), eval_acts_.back().output,
-                model_.tied ? params.tied : params.own.back(), {}, {}, {}, {.trans_b = true}, stream_);
+    model_.layers.back()->logits(context(model::Mode::Eval), params, eval_acts_.back(),
+                                 TensorView::of(logits.data(), DType::F32, {R, model_.vocab}));
     device_.download(out.data(), logits.data(), logits.bytes());
   }
 }

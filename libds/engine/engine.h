@@ -75,6 +75,8 @@ class Engine {
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
   void init_weights();
+  // What it would give elements [begin, begin + count) of parameter number `param`.
+  void init_values(i64 param, i64 begin, i64 count, float* out) const;
   // The same from given values: `values(param, begin, count, out)` fills fp32 elements of parameter number `param`.
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
   void set_weights(const ValueSource& values);
@@ -147,7 +149,8 @@ class Engine {
   Buffer master_, m_, v_;
   Buffer saved_, temporary_, residual_grad_, head_weight_grad_, logits_, data_;
   std::vector<model::LayerActs> train_acts_, eval_acts_;
-  TensorView ids_, targets_, positions_, row_positions_, losses_, rope_cos_, rope_sin_;  // in data_, as all of these
+  // In data_, as what follows.
+  TensorView ids_, targets_, positions_, row_positions_, token_types_, losses_, rope_cos_, rope_sin_;
   report::StepScalars* scalars_ = nullptr;
   double* micro_losses_ = nullptr;  // [P, m]: our row is filled, then gathered; behind scalars_
   std::vector<zero::Piece> held_, owned_;

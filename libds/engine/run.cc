@@ -14,7 +14,7 @@
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/together.h"
-#include "data/data.h"
+#include "data/objective.h"
 #include "ds/log.h"
 #include "ds/train.h"
 #include "engine/connect.h"
@@ -78,7 +78,10 @@ std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPl
   for (const auto& unit : plan.rows) {
     for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, "", {}});
   }
-  if (model.tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name});
+  for (const model::Tie& tie : model.ties) {
+    const auto named = std::ranges::find(params, tie.name, &ParamEntry::name);
+    params.push_back({tie.alias, named->shape, tie.name});
+  }
   return params;
 }
 
@@ -214,12 +217,14 @@ void TrainingRun::State::take_directory() {
 
 void TrainingRun::State::open_data(i64 num_ranks) {
   if (config.data.train.empty()) return;  // generation needs none
-  Dataset data = open_dataset(config.data);
+  const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, nullptr);
+  Dataset data = open_dataset(config.data, *objective);
   const BatchShape shape{config.batch.micro, num_ranks, config.data.seq_length};
   const u32 seed = static_cast<u32>(config.data.seed);
-  train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size);
+  train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective);
   if (data.validation) {
-    validation_data = std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size);
+    validation_data =
+        std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size, objective);
   }
 }
 
@@ -246,6 +251,8 @@ std::string TrainingRun::State::find_resumed() const {
 
 // The weights to start from; empty: random ones.
 std::string TrainingRun::State::find_weights() const {
+  DS_CHECK(!config.new_head || !options.read_only, Errc::Config,
+           "model.new_head: a head of random values has nothing to evaluate");
   if (!options.weights.empty()) return options.weights;
   const std::string published = engine::published_weights(config.model_path);
   if (!published.empty()) return published;
@@ -420,7 +427,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   if (!s.step_dir.empty()) {
     s.check_same_run(s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); }));
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, plan, weights);
+    engine::check_weights(model, plan, weights, config.new_head);
   }
 }
 
@@ -583,6 +590,9 @@ void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
                            const std::function<void(i32, std::string_view)>& token) {
   State& s = *state_;
   s.collective([&] {
+    DS_CHECK(s.config.model.causal(), Errc::Unavailable,
+             "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
+             family_name(s.config.model.family));
     DS_CHECK(s.config.model.vocab_size >= 256, Errc::Unavailable,
              "generation needs the byte tokenizer, so a vocabulary of at least 256; this model has {}",
              s.config.model.vocab_size);

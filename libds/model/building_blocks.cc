@@ -24,6 +24,8 @@ double Model::flops_per_token(i64 T) const noexcept {
   return 6.0 * static_cast<double>(num_matmul_params()) + 12.0 * blocks * static_cast<double>(num_heads * head_dim * T);
 }
 
+void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
+
 void attend(const PassContext& ctx, TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
             const AttentionParams& params) {
   if (ctx.mode != Mode::Generate) {
@@ -95,7 +97,7 @@ class Head final : public Layer {
     // The backward pass of the projection happens here, chunk by chunk, while the logits of a chunk exist.
     const bool train = ctx.mode == Mode::Train;
     ctx.ops.linear_cross_entropy(ctx.losses, train ? acts.saved[kNormedGrad] : TensorView{},
-                                 train ? ctx.head_weight_grad : TensorView{}, normed, projection, ctx.targets,
+                                 train ? ctx.head_weight_grad : TensorView{}, {}, normed, projection, {}, ctx.targets,
                                  ctx.logits, {.grad_scale = ctx.loss_grad, .chunk_tokens = ctx.logits.dim(0)},
                                  ctx.stream);
   }
@@ -110,6 +112,10 @@ class Head final : public Layer {
       ctx.ops.rmsnorm_bwd(dx, grads.own[0], dnormed, {}, x, params.own[0], acts.saved[kRstd], ctx.stream);
     }
     if (!tied_) ctx.ops.cast(grads.own.back(), ctx.head_weight_grad, ctx.stream);
+  }
+
+  void logits(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView out) const override {
+    linear_forward(ctx, out, acts.saved[kNormed], tied_ ? params.tied : params.own.back(), {});
   }
 
  private:

@@ -205,6 +205,7 @@ Model make_gpt2(const ModelConfig& c) {
   const std::string prefix = "transformer.";
   Model m;
   m.tied = c.tie_embeddings;
+  if (m.tied) m.ties = {{"lm_head.weight", prefix + "wte.weight"}};
   m.layers.push_back(std::make_unique<Gpt2Embedding>(c, prefix));
   for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<Gpt2Block>(c, prefix, l));
   m.layers.push_back(make_head(NormKind::LayerNorm, prefix + "ln_f", "lm_head.weight", c.hidden, c.vocab_size,

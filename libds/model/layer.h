@@ -94,6 +94,7 @@ struct PassContext {
   TensorView ids{};                   // [R] int32
   TensorView positions{};             // [T] int32
   TensorView row_positions{};         // [R] int32: positions repeated B times
+  TensorView token_types{};           // [R] int32: segments, for models with Model::token_types
   TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
   TensorView targets{};               // [R] int32; not when generating
   TensorView losses{};                // [R] fp32, written by the head; not when generating
@@ -126,6 +127,8 @@ class Layer {
   // Overwrites dx [R,C] (may be the same memory as dy) and every gradient row, rounded once to the row's dtype.
   virtual void backward(const PassContext&, RowViews params, RowViews grads, TensorView x, TensorView dy, TensorView dx,
                         const LayerActs& acts) const = 0;
+  // Of the last layer alone, for tests: out [R,V] fp32 = the logits of the micro-batch that forward() saw last.
+  virtual void logits(const PassContext&, RowViews params, const LayerActs& acts, TensorView out) const;
 
  protected:
   explicit Layer(std::string name) : name_(std::move(name)) {}
@@ -133,11 +136,19 @@ class Layer {
   std::vector<ParamRow> rows_;
 };
 
+// A second name that files may have for a parameter.
+struct Tie {
+  std::string alias, name;
+};
+
 // A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss).
 struct Model {
   std::vector<std::unique_ptr<Layer>> layers;
-  bool tied = false;  // the head projects with row 0 of layer 0
+  bool tied = false;      // the head projects with row 0 of layer 0
+  std::vector<Tie> ties;  // checkpoints name them, files of weights may repeat their values
   i64 vocab = 0, hidden = 0, max_positions = 0;
+  bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
+  i64 token_types = 0;  // 0: the model has none
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
 
   i64 num_params() const noexcept;

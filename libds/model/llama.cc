@@ -238,6 +238,7 @@ class LlamaBlock final : public Layer {
 Model make_llama(const ModelConfig& c) {
   Model m;
   m.tied = c.tie_embeddings;
+  if (m.tied) m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
   m.layers.push_back(std::make_unique<TokenEmbedding>(c));
   for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l));
   m.layers.push_back(make_head(NormKind::RmsNorm, "model.norm", "lm_head.weight", c.hidden, c.vocab_size,

@@ -2,17 +2,33 @@
 #include "model/models.h"
 
 namespace ds::model {
+namespace {
+
+Model make_family(const ModelConfig& config) {
+  switch (config.family) {
+    case Family::Gpt2: return make_gpt2(config);
+    case Family::Llama:
+    case Family::Qwen2:
+    case Family::Qwen3: return make_llama(config);
+    case Family::Bert: return make_bert(config);
+  }
+  throw Error(Errc::Internal, "no such family of models");
+}
+
+}  // namespace
 
 Model make_model(const ModelConfig& config, i64 seq_length) {
   DS_CHECK(seq_length <= config.max_positions || config.any_length(), Errc::Config,
            "data.seq_length {} exceeds the model's {} positions", seq_length, config.max_positions);
-  Model m = config.family == Family::Gpt2 ? make_gpt2(config) : make_llama(config);
+  Model m = make_family(config);
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
   m.max_positions = config.max_positions;
   m.num_heads = config.heads;
   m.num_kv_heads = config.kv_heads;
   m.head_dim = config.head_dim;
+  m.causal = config.causal();
+  m.token_types = config.token_types;
   return m;
 }
 

@@ -15,13 +15,15 @@ Model make_model(const ModelConfig& config, i64 seq_length);
 Model make_gpt2(const ModelConfig& config);
 // Llama, Qwen2, Qwen3: one family that differs in biases, head norms and RoPE scaling.
 Model make_llama(const ModelConfig& config);
+// An encoder with the head of masked language modelling (Hugging Face's BertForMaskedLM): no pooler.
+Model make_bert(const ModelConfig& config);
 
 // Initial values of elements [begin, begin + count) of parameter number `param` (counted over all layers of the model),
 // from the global element index alone: every layout starts from the same weights.
 void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count, float* out);
 
 // Hugging Face's RoPE with its scalings: half rotation, angles in fp32. length: rows of the tables, and the longest
-// sequence that they serve, which the scalings "dynamic" and "longrope" go by. Empty for GPT-2.
+// sequence that they serve, which the scalings "dynamic" and "longrope" go by. Empty for models with learned positions.
 RopeTables make_rope_tables(const ModelConfig& config, i64 length);
 
 }  // namespace ds::model

@@ -96,7 +96,7 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
 
 RopeTables make_rope_tables(const ModelConfig& config, i64 length) {
   RopeTables tables;
-  if (config.family == Family::Gpt2) return tables;
+  if (!config.rotary()) return tables;
   const Frequencies f = frequencies(config, length);
   const size_t half = f.inverse.size(), n = static_cast<size_t>(length) * half;
   tables.cos.resize(n);

@@ -99,8 +99,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection, staged gradients.
   tag(Tag::Workspace) = plan.temporary_bytes + R * model.hidden * work_bytes + model.vocab * model.hidden * 4 +
                         zero::staging_elems(plan.layout, plan.grads) * 4;
-  // ids and targets of all micro-batches, positions, losses, rotations; then the numbers of the step.
-  tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + 2 * plan.rope_elems) * 4, 8) +
+  // ids and targets of all micro-batches, positions, token types, losses, rotations; then the numbers of the step.
+  const i64 token_types = model.token_types > 0 ? R : 0;
+  tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + token_types + 2 * plan.rope_elems) * 4, 8) +
                    static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the

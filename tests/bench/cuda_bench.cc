@@ -488,7 +488,7 @@ void Bench::gemm() {
                      logits = arena.zeros(F32, {chunk, h.V});
     const CrossEntropyParams p{.grad_scale = 1.0f / static_cast<float>(h.R), .chunk_tokens = chunk};
     const Timing t =
-        time([&](i64) { ops_.linear_cross_entropy(losses, dx, dw, x, w, targets, logits, p, stream_); }, 3);
+        time([&](i64) { ops_.linear_cross_entropy(losses, dx, dw, {}, x, w, {}, targets, logits, p, stream_); }, 3);
     report("head and loss, fwd + bwd", BF16, fmt::format("{}x{}x{}", h.R, h.V, h.C), t,
            3 * product_flops(h.R, h.V, h.C), product_rate(), true);
   }

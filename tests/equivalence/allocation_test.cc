@@ -73,7 +73,7 @@ std::vector<std::unique_ptr<Communicator>> make_shm_communicators(int ranks, con
 TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   const auto& [stage, bf16] = GetParam();
   for (const int ranks : {1, 2}) {
-    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
       Config c = tiny_config(model, ranks, 2, stage);
       c.bf16.enabled = bf16;
       c.communication_data_type = c.work_dtype();

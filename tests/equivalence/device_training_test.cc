@@ -55,10 +55,10 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
 class DeviceTraining : public ::testing::TestWithParam<DType> {};
 
 TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
-  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Trace want = train(config_of(model, GetParam(), 1, 2, 0), 1);
     for (const i64 stage : {0, 1, 2, 3}) {
-      const std::string what = fmt::format("{} stage {}", model.tie_embeddings ? "gpt2" : "llama", stage);
+      const std::string what = fmt::format("{} stage {}", family_name(model.family), stage);
       expect_same_training(train(config_of(model, GetParam(), 1, 2, stage), 1), want, what + ", 1 rank");
       expect_same_training(train(config_of(model, GetParam(), 2, 1, stage), 2), want, what + ", 2 ranks");
     }
@@ -75,7 +75,7 @@ TEST_P(DeviceTraining, GraphsChangeNoBit) {
 }
 
 TEST_P(DeviceTraining, FollowsTheCpu) {
-  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+  for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Config config = config_of(model, GetParam(), 1, 2, 1);
     const Trace got = train(config, 1), want = train_threads(config, 1, kSteps);
     const double tolerance = GetParam() == DType::F32 ? 2e-6 : GetParam() == DType::F16 ? 1e-3 : 8e-3;

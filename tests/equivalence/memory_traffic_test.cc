@@ -37,7 +37,7 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
     i64 m;
     ReduceOrder order;
   };
-  for (const ModelConfig& config : {tiny_llama(), tiny_gpt2()}) {
+  for (const ModelConfig& config : {tiny_llama(), tiny_gpt2(), tiny_bert()}) {
     for (const auto& [work, wire] : {Types{DType::F32, DType::F32},
                                      {DType::BF16, DType::BF16},
                                      {DType::F16, DType::F16},
@@ -55,9 +55,8 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
           c.reduce_order = order;
           const Trace t = train_threads(c, static_cast<int>(P), 2);
           const bool boundary = order == ReduceOrder::Boundary;
-          SCOPED_TRACE(fmt::format("{} P {} stage {} work {} wire {} m {} {}",
-                                   config.tie_embeddings ? "tied" : "untied", P, stage, dtype_name(work),
-                                   dtype_name(wire), m, boundary ? "boundary" : "micro"));
+          SCOPED_TRACE(fmt::format("{} P {} stage {} work {} wire {} m {} {}", family_name(config.family), P, stage,
+                                   dtype_name(work), dtype_name(wire), m, boundary ? "boundary" : "micro"));
           expect_planned(t, 2);
 
           const model::Model model = model::make_model(c.model, c.data.seq_length);

@@ -44,6 +44,17 @@ inline ModelConfig tiny_llama() {
   return c;
 }
 
+inline ModelConfig tiny_bert() {
+  ModelConfig c = tiny_gpt2();
+  c.family = Family::Bert;
+  c.vocab_size = 59;
+  c.layers = 2;
+  c.intermediate = 52;
+  c.token_types = 2;
+  c.activation = Activation::GeluErf;
+  return c;
+}
+
 // A configuration without a file: every value resolved.
 inline Config tiny_config(const ModelConfig& model, int ranks, i64 accumulation, i64 stage) {
   Config c;

@@ -26,12 +26,19 @@ Config with_precision(Config c, const Precision& p) {
   return c;
 }
 
-class Stages : public ::testing::TestWithParam<std::tuple<int, Precision, bool>> {};
+class Stages : public ::testing::TestWithParam<std::tuple<int, Precision, Family>> {};
 
 TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
-  const auto& [ranks, precision, llama] = GetParam();
-  const ModelConfig model = llama ? tiny_llama() : tiny_gpt2();
-  Config c = with_precision(tiny_config(model, ranks, 1, 0), precision);
+  const auto& [ranks, precision, family] = GetParam();
+  ModelConfig model = tiny_gpt2();
+  if (family == Family::Qwen3) model = tiny_llama();
+  if (family == Family::Bert) model = tiny_bert();
+  const auto configure = [&](i64 stage) {
+    Config c = with_precision(tiny_config(model, ranks, 1, stage), precision);
+    if (family == Family::Bert) c.optimizer.lr = 2e-2;  // post-LayerNorm blocks begin slowly
+    return c;
+  };
+  const Config c = configure(0);
   const Trace base = train_threads(c, ranks, kSteps);
   ASSERT_LT(base.losses.back(), base.losses.front());
   ASSERT_GT(base.norms.front(), c.gradient_clipping);  // so that clipping takes part in what is compared
@@ -39,7 +46,7 @@ TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
     for (const i64 bucket : {i64{1}, i64{7000}, i64{500'000'000}}) {
       for (const bool overlap : {true, false}) {
         if (stage == 0 && bucket > 7000 && overlap) continue;  // that is `base`
-        Config d = with_precision(tiny_config(model, ranks, 1, stage), precision);
+        Config d = configure(stage);
         d.zero.reduce_bucket_size = bucket;
         d.zero.allgather_bucket_size = bucket;
         d.zero.overlap_comm = overlap;
@@ -52,10 +59,10 @@ TEST_P(Stages, AllZeroStagesTrainAlikeBitForBit) {
 
 INSTANTIATE_TEST_SUITE_P(Zero, Stages,
                          ::testing::Combine(::testing::Values(2, 3, 4), ::testing::ValuesIn(kPrecisions),
-                                            ::testing::Bool()),
+                                            ::testing::Values(Family::Gpt2, Family::Qwen3, Family::Bert)),
                          [](const auto& test) {
                            return fmt::format("P{}_{}_{}", std::get<0>(test.param), std::get<1>(test.param).name,
-                                              std::get<2>(test.param) ? "qwen3" : "gpt2");
+                                              family_name(std::get<2>(test.param)));
                          });
 
 // communication_data_type beside any type of parameters.
@@ -156,7 +163,7 @@ TEST(Accumulation, BoundaryOrderIsTheSameForStagesZeroAndOne) {
 
 TEST(Threads, ResultsDoNotDependOnTheirNumber) {
   for (const Precision& precision : kPrecisions) {
-    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama()}) {
+    for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
       const Config c = with_precision(tiny_config(model, 2, 2, 2), precision);
       const Trace base = train_threads(c, 2, kSteps, 1);
       for (const int threads : {2, 3, 5}) {

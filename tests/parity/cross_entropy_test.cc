@@ -15,10 +15,11 @@ struct Case {
   i64 chunk = 0;
   bool dh = true, dweight = true;
   float grad_scale = 1.0f;
+  bool bias = false;  // and its gradient
 
   std::string name() const {
     return std::to_string(T) + "x" + std::to_string(C) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
-           " chunk " + std::to_string(chunk);
+           " chunk " + std::to_string(chunk) + (bias ? " with bias" : "");
   }
 };
 
@@ -30,19 +31,22 @@ Tensor targets_for(i64 T, i64 V) {
 }
 
 struct Result {
-  Tensor losses, dh, dweight;
+  Tensor losses, dh, dweight, dbias;
 };
 
 Result run(const OpTable& ops, const Case& t, int threads) {
   ThreadPool pool(threads);
   Stream stream{&pool};
-  Tensor h(t.work, {t.T, t.C}), weight(t.work, {t.V, t.C}), logits(DType::F32, {t.chunk, t.V});
+  Tensor h(t.work, {t.T, t.C}), weight(t.work, {t.V, t.C}), bias(t.work, {t.V}), logits(DType::F32, {t.chunk, t.V});
   h.randomize(1);
   weight.randomize(2, 0.5f);
-  Result r{Tensor(DType::F32, {t.T}), Tensor(t.work, {t.T, t.C}), Tensor(DType::F32, {t.V, t.C})};
+  bias.randomize(3, 0.25f);
+  Result r{Tensor(DType::F32, {t.T}), Tensor(t.work, {t.T, t.C}), Tensor(DType::F32, {t.V, t.C}),
+           Tensor(DType::F32, {t.V})};
   const TensorView none{};
   const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = t.grad_scale, .chunk_tokens = t.chunk};
-  ops.linear_cross_entropy(r.losses, t.dh ? r.dh.view() : none, t.dweight ? r.dweight.view() : none, h, weight,
+  ops.linear_cross_entropy(r.losses, t.dh ? r.dh.view() : none, t.dweight ? r.dweight.view() : none,
+                           t.bias ? r.dbias.view() : none, h, weight, t.bias ? bias.view() : none,
                            targets_for(t.T, t.V), logits, params, stream);
   return r;
 }
@@ -51,19 +55,24 @@ TEST(CrossEntropy, AgreesWithTheOracle) {
   const i64 shapes[][3] = {{1, 1, 1}, {1, 8, 5}, {3, 7, 33}, {9, 33, 130}, {21, 17, 1030}};
   for (const auto& s : shapes) {
     for (DType work : kWorkDTypes) {
-      Case t{.T = s[0], .C = s[1], .V = s[2], .work = work, .grad_scale = 1.0f / static_cast<float>(s[0])};
-      const Result want = run(ref_ops(), t, 1);
-      for (const OpTable* ops : backends()) {
-        for (i64 chunk : {i64{1}, i64{4}, t.T, t.T + 3}) {
-          t.chunk = chunk;
-          const std::string what = std::string(ops->name) + " " + t.name();
-          const Result got = run(*ops, t, 2);
-          // The gradient of a logit is rounded to the work dtype, so dweight is no better than that.
-          const double rounding = epsilon(work) / epsilon(DType::F32);
-          expect_close(got.losses, want.losses, 64, what + ": losses");
-          expect_close(got.dh, want.dh, work == DType::F32 ? 64 : 6, what + ": dh");
-          expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
-          if (HasFatalFailure()) return;
+      for (const bool bias : {false, true}) {
+        Case t{.T = s[0], .C = s[1], .V = s[2], .work = work, .grad_scale = 1.0f / static_cast<float>(s[0])};
+        t.bias = bias;
+        const Result want = run(ref_ops(), t, 1);
+        for (const OpTable* ops : backends()) {
+          for (i64 chunk : {i64{1}, i64{4}, t.T, t.T + 3}) {
+            t.chunk = chunk;
+            const std::string what = std::string(ops->name) + " " + t.name();
+            const Result got = run(*ops, t, 2);
+            // The gradient of a logit is rounded to the work dtype, so dweight and dbias are no better than that.
+            const double rounding = epsilon(work) / epsilon(DType::F32);
+            expect_close(got.losses, want.losses, 64, what + ": losses");
+            expect_close(got.dh, want.dh, work == DType::F32 ? 64 : 6, what + ": dh");
+            expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
+            // Its terms are of both signs and alike in size: what is left of them is smaller than they are.
+            expect_close(got.dbias, want.dbias, std::max(64.0, 16 * rounding), what + ": dbias");
+            if (HasFatalFailure()) return;
+          }
         }
       }
     }
@@ -73,13 +82,14 @@ TEST(CrossEntropy, AgreesWithTheOracle) {
 TEST(CrossEntropy, BitsDoNotDependOnThreadsOrOnWhatElseIsWanted) {
   for (const OpTable* ops : backends()) {
     for (DType work : kWorkDTypes) {
-      Case t{.T = 40, .C = 65, .V = 333, .work = work, .chunk = 33, .grad_scale = 0.1f};
+      Case t{.T = 40, .C = 65, .V = 333, .work = work, .chunk = 33, .grad_scale = 0.1f, .bias = true};
       const Result one = run(*ops, t, 1);
       for (int threads : {2, 3, 5}) {
         const Result got = run(*ops, t, threads);
         expect_same_bits(got.losses, one.losses, t.name());
         expect_same_bits(got.dh, one.dh, t.name());
         expect_same_bits(got.dweight, one.dweight, t.name());
+        expect_same_bits(got.dbias, one.dbias, t.name());
       }
       t.dweight = false;
       expect_same_bits(run(*ops, t, 2).dh, one.dh, t.name() + " without dweight");
@@ -91,10 +101,11 @@ TEST(CrossEntropy, BitsDoNotDependOnThreadsOrOnWhatElseIsWanted) {
   }
 }
 
-TEST(CrossEntropy, WithoutTokensTheWeightGradientIsZero) {
+TEST(CrossEntropy, WithoutTokensTheGradientsOfWeightAndBiasAreZero) {
   for (const OpTable* ops : backends()) {
-    const Result r = run(*ops, {.T = 0, .C = 5, .V = 7, .chunk = 4}, 2);
+    const Result r = run(*ops, {.T = 0, .C = 5, .V = 7, .chunk = 4, .bias = true}, 2);
     for (i64 i = 0; i < 35; ++i) EXPECT_EQ(r.dweight.at(i), 0.0f) << ops->name;
+    for (i64 i = 0; i < 7; ++i) EXPECT_EQ(r.dbias.at(i), 0.0f) << ops->name;
   }
 }
 
@@ -107,7 +118,7 @@ TEST(CrossEntropy, LargeLogitsNeitherOverflowNorLoseTheLoss) {
     h.fill(1000);
     weight.set(0, 1), weight.set(1, -1), weight.set(2, 0.999f);
     targets.set(0, 0), targets.set(1, 1);
-    ops->linear_cross_entropy(losses, {}, {}, h, weight, targets, logits, {.chunk_tokens = 2}, stream);
+    ops->linear_cross_entropy(losses, {}, {}, {}, h, weight, {}, targets, logits, {.chunk_tokens = 2}, stream);
     EXPECT_NEAR(losses.at(0), 0.31326, 1e-4) << ops->name;  // log(1 + 1/e)
     EXPECT_NEAR(losses.at(1), 2000.3133, 1e-3) << ops->name;
   }
@@ -117,20 +128,24 @@ TEST(CrossEntropy, GradientsOfTheOracleMatchFiniteDifferences) {
   constexpr i64 T = 5, C = 7, V = 11;
   ThreadPool pool(1);
   Stream stream{&pool};
-  Doubles h({T, C}), weight({V, C}), losses({T}), dh({T, C}), dweight({V, C});
+  Doubles h({T, C}), weight({V, C}), bias({V}), losses({T}), dh({T, C}), dweight({V, C}), dbias({V});
   h.randomize(1);
   weight.randomize(2);
+  bias.randomize(3);
   const Tensor targets = targets_for(T, V);
   const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.25f};
   const auto loss = [&] {
-    ref_ops().linear_cross_entropy(losses.view, {}, {}, h.view, weight.view, targets, {}, params, stream);
+    ref_ops().linear_cross_entropy(losses.view, {}, {}, {}, h.view, weight.view, bias.view, targets, {}, params,
+                                   stream);
     double sum = 0;
     for (double x : losses.value) sum += 0.25 * x;
     return sum;
   };
-  ref_ops().linear_cross_entropy(losses.view, dh.view, dweight.view, h.view, weight.view, targets, {}, params, stream);
+  ref_ops().linear_cross_entropy(losses.view, dh.view, dweight.view, dbias.view, h.view, weight.view, bias.view,
+                                 targets, {}, params, stream);
   expect_gradient(h, dh, loss, "dh");
   expect_gradient(weight, dweight, loss, "dweight");
+  expect_gradient(bias, dbias, loss, "dbias");
 }
 
 TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
@@ -141,18 +156,22 @@ TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
     Stream stream{&pool};
     Tensor h(DType::F32, {T, C}), weight(DType::F32, {V, C}), logits(DType::F32, {5, V}), losses(DType::F32, {T});
     Tensor dh(DType::F32, {T, C}), dweight(DType::F32, {V, C}), toward_h(h), toward_weight(weight);
+    Tensor bias(DType::F32, {V}), dbias(DType::F32, {V}), toward_bias(bias);
     h.randomize(1);
     weight.randomize(2);
     toward_h.randomize(3);
     toward_weight.randomize(4);
+    bias.randomize(5);
+    toward_bias.randomize(6);
     const Tensor targets = targets_for(T, V);
     const CrossEntropyParams params{.ignore_index = kIgnore, .chunk_tokens = 5};
-    ops->linear_cross_entropy(losses, dh, dweight, h, weight, targets, logits, params, stream);
+    ops->linear_cross_entropy(losses, dh, dweight, dbias, h, weight, bias, targets, logits, params, stream);
     const auto loss_at = [&](float step) {
-      Tensor hs = h, ws = weight;
+      Tensor hs = h, ws = weight, bs = bias;
       for (i64 i = 0; i < T * C; ++i) hs.set(i, h.at(i) + step * toward_h.at(i));
       for (i64 i = 0; i < V * C; ++i) ws.set(i, weight.at(i) + step * toward_weight.at(i));
-      ops->linear_cross_entropy(losses, {}, {}, hs, ws, targets, logits, params, stream);
+      for (i64 i = 0; i < V; ++i) bs.set(i, bias.at(i) + step * toward_bias.at(i));
+      ops->linear_cross_entropy(losses, {}, {}, {}, hs, ws, bs, targets, logits, params, stream);
       double sum = 0;
       for (i64 t = 0; t < T; ++t) sum += losses.at(t);
       return sum;
@@ -160,6 +179,7 @@ TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
     double got = 0;
     for (i64 i = 0; i < T * C; ++i) got += double(dh.at(i)) * toward_h.at(i);
     for (i64 i = 0; i < V * C; ++i) got += double(dweight.at(i)) * toward_weight.at(i);
+    for (i64 i = 0; i < V; ++i) got += double(dbias.at(i)) * toward_bias.at(i);
     const double want = (loss_at(kStep) - loss_at(-kStep)) / (2 * static_cast<double>(kStep));
     EXPECT_NEAR(got, want, 1e-2 * std::abs(want)) << ops->name;
     EXPECT_GT(std::abs(want), 1.0);

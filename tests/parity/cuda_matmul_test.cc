@@ -144,14 +144,15 @@ TEST_F(CudaMatmul, ColumnSumsDoNotDependOnAlignmentOrOrder) {
 class CudaCrossEntropy : public CudaMatmul {
  protected:
   struct Results {
-    Tensor losses, dh, dweight;
+    Tensor losses, dh, dweight, dbias;
   };
   Results run(const Ops& ops, const Tensor& h, const Tensor& weight, const Tensor& targets, i64 chunk, i64 shift) {
     const i64 T = h.view().dim(0), C = h.view().dim(1), V = weight.view().dim(0);
     Tensor logits(DType::F32, {chunk * V + shift});
-    Results r{Tensor(DType::F32, {T}), Tensor(h.view().dtype, {T, C}), Tensor(DType::F32, {V, C})};
-    ops.linear_cross_entropy(r.losses, r.dh, r.dweight, h, weight, targets, part(logits, shift, chunk, V, V),
-                             {.grad_scale = 0.5f, .chunk_tokens = chunk}, stream_);
+    Results r{Tensor(DType::F32, {T}), Tensor(h.view().dtype, {T, C}), Tensor(DType::F32, {V, C}),
+              Tensor(DType::F32, {V})};
+    ops.linear_cross_entropy(r.losses, r.dh, r.dweight, r.dbias, h, weight, {}, targets,
+                             part(logits, shift, chunk, V, V), {.grad_scale = 0.5f, .chunk_tokens = chunk}, stream_);
     return r;
   }
 };
@@ -176,11 +177,13 @@ TEST_F(CudaCrossEntropy, RowsOfSeveralTilesAlignedAndNot) {
         expect_close(got.losses, want.losses, 64, what + ": losses");
         expect_close(got.dh, want.dh, work == DType::F32 ? 64 + terms : 8, what + ": dh");
         expect_close(got.dweight, want.dweight, std::max(64.0, 4 * rounding), what + ": dweight");
+        expect_close(got.dbias, want.dbias, std::max(64.0, 4 * rounding), what + ": dbias");
         const Setting order("DS_SIM_SEED", "1");
         const Results again = run(kCuda, h, weight, targets, chunk, shift);
         expect_same_bits(again.losses, got.losses, what);
         expect_same_bits(again.dh, got.dh, what);
         expect_same_bits(again.dweight, got.dweight, what);
+        expect_same_bits(again.dbias, got.dbias, what);
         if (HasFatalFailure()) return;
       }
     }

@@ -157,6 +157,7 @@ const Wrong kWrong[] = {
     {R"("model": "gpt2")", kBad, "model: must be an object"},
     {R"("model": {})", kBad, "model.type: is missing"},
     {R"("model": {"type": "gpt2", "path": "x"})", kBad, "model.type: stands beside model.path"},
+    {R"("model": {"path": "x", "new_head": 1})", kBad, "model.new_head: must be true or false"},
     {R"("model": {"path": "/nonexistent/dir"})", kBad,
      "cfg:1:35: model.path: /nonexistent/dir: cannot be opened: No such file or directory"},
     {R"("model": {"type": "gpt2", "n_layers": 3})", kBad, "model.n_layers: unknown key; did you mean model.n_layer?"},
@@ -514,6 +515,9 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
     }
     if (key.path.starts_with("scheduler.params"))
       set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    if (key.path.starts_with("data.mlm."))
+      set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
+                       "num_attention_heads": 1, "intermediate_size": 2})");
     const Config c = good("{}", 1, set);
     const Json resolved = Json::parse(resolved_json(c));
     std::string pointer = "/" + std::string(key.path);
@@ -542,6 +546,57 @@ TEST(ConfigResolved, NoKeyIsListedTwiceAndEveryAliasLeadsSomewhere) {
 }
 
 // ---- files in the repository
+// ---- masked language modelling
+// ----------------------------------------------------------------------------------------------
+
+constexpr std::string_view kBert =
+    R"("model": {"type": "bert", "vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "intermediate_size": 64}, "train_batch_size": 8)";
+
+ConfigResult parse_bert(std::string_view data, ConfigUse use = ConfigUse::Inspect) {
+  return parse(fmt::format(R"({{{}, "data": {{{}}}}})", kBert, data), 1, {}, use);
+}
+
+TEST(MaskedModels, ResolveTheirObjective) {
+  const ConfigResult r = parse_bert(
+      R"("train": "a.txt", "mlm": {"mask_token": 256, "cls_token": 0, "sep_token": 258, "probability": 0.2})");
+  ASSERT_TRUE(r.ok()) << r.message();
+  EXPECT_EQ(r.config.data.seq_length, 512);
+  EXPECT_EQ(r.config.data.mlm.probability, 0.2);
+  EXPECT_EQ(r.config.data.mlm.cls_token, 0);
+  const std::string resolved = resolved_json(r.config);
+  EXPECT_THAT(resolved, HasSubstr(R"("mask_token": 256)"));
+  EXPECT_EQ(resolved_json(parse(resolved).config), resolved);
+  // Without data there is nothing to mask, and an id that nobody gave is not written.
+  const ConfigResult bare = parse_bert("");
+  EXPECT_TRUE(bare.ok()) << bare.message();
+  EXPECT_THAT(resolved_json(bare.config), testing::Not(HasSubstr("mask_token")));
+  EXPECT_THAT(resolved_json(good(fmt::format(R"({{{}, "train_batch_size": 8}})", kModel))),
+              testing::Not(HasSubstr("mlm")));
+}
+
+TEST(MaskedModels, SayWhatIsMissingOrHasNoMeaning) {
+  const auto message = [](const ConfigResult& r) {
+    EXPECT_FALSE(r.ok());
+    EXPECT_EQ(r.code(), Errc::Config);
+    return r.message();
+  };
+  const std::string three = message(parse_bert(R"("train": "a.txt")"));
+  for (const char* key : {"mask_token", "cls_token", "sep_token"})
+    EXPECT_THAT(three, HasSubstr(fmt::format("data.mlm.{}: is missing", key)));
+  EXPECT_THAT(message(parse_bert(R"("mlm": {"mask_token": 259})")), HasSubstr("outside the model's vocabulary of 259"));
+  EXPECT_THAT(message(parse_bert(R"("mlm": {"mask_token": 1, "sep_token": 1})")), HasSubstr("begins or ends a sample"));
+  EXPECT_THAT(message(parse_bert(R"("mlm": {"probability": 0})")), HasSubstr("greater than 0"));
+  EXPECT_THAT(message(parse_bert(R"("mlm": {"maks_token": 1})")), HasSubstr("did you mean data.mlm.mask_token?"));
+  EXPECT_THAT(message(parse_bert(R"("seq_length": 2)")), HasSubstr("must be at least 3"));
+  EXPECT_THAT(message(parse(
+                  fmt::format(R"({{{}, "train_batch_size": 8, "data": {{"mlm": {{"probability": 0.3}}}}}})", kModel))),
+              HasSubstr("a model of type \"gpt2\" predicts the next one"));
+  const ConfigResult generate = parse_bert("", ConfigUse::Generate);
+  EXPECT_EQ(generate.code(), Errc::Unavailable);
+  EXPECT_THAT(generate.message(), HasSubstr("cannot continue a prompt"));
+}
+
 // ----------------------------------------------------------------------------------------------
 
 std::string slurp(const std::string& path) {
@@ -585,7 +640,7 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
     const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
     EXPECT_NE(constant, derived) << entry << "\nneeds: default " << value;
   }
-  for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3})
+  for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Bert})
     for (const Key& key : model_keys(family, ModelSource::Inline))
       if (key.kind == KeyKind::Effect) {
         EXPECT_TRUE(has_word(key.path.substr(key.path.rfind('.') + 1))) << key.path;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Token files, the order of samples, batches over any cut into ranks, resume, and bad input.
-#include "data/data.h"
+#include "data/objective.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -53,6 +53,10 @@ std::vector<i32> read(const TokenStream& stream, i64 position, i64 n, i64 vocab_
   return out;
 }
 
+BatchLoader loader_of(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size) {
+  return BatchLoader(std::move(stream), shape, seed, vocab_size, next_token());
+}
+
 struct Batch {
   std::vector<i32> inputs, targets;
   explicit Batch(i64 elems) : inputs(static_cast<size_t>(elems), -7), targets(static_cast<size_t>(elems), -7) {}
@@ -102,7 +106,7 @@ TEST_F(Data, SplitTakesTheEnd) {
   config.train = {write("a", std::string(70, 'a')), write("b", std::string(30, 'b'))};
   config.split = 0.2;
   config.seq_length = 4;
-  const Dataset data = open_dataset(config);
+  const Dataset data = open_dataset(config, *next_token());
   EXPECT_EQ(data.train.num_tokens(), 80);
   ASSERT_TRUE(data.validation);
   EXPECT_EQ(data.validation->num_tokens(), 20);
@@ -115,12 +119,12 @@ TEST_F(Data, ValidationFilesReplaceTheSplit) {
   config.train = {write("a", std::string(50, 'a'))};
   config.validation = {write("v", "vwxyz")};
   config.seq_length = 4;
-  const Dataset data = open_dataset(config);
+  const Dataset data = open_dataset(config, *next_token());
   EXPECT_EQ(data.train.num_tokens(), 50);
   EXPECT_EQ(data.validation->num_tokens(), 5);
   config.validation.clear();
   config.split = 0;
-  EXPECT_FALSE(open_dataset(config).validation);
+  EXPECT_FALSE(open_dataset(config, *next_token()).validation);
 }
 
 TEST(Permutation, IsABijectionForEverySize) {
@@ -172,8 +176,8 @@ TEST(Permutation, OrderIsFrozen) {
 }
 
 TEST_F(Data, SamplesShareOneTokenWithTheirNeighbour) {
-  const BatchLoader loader(open({write_counting_bin("a.bin", 31)}), {.micro = 1, .num_ranks = 1, .seq_length = 10}, 0,
-                           65536);
+  const BatchLoader loader =
+      loader_of(open({write_counting_bin("a.bin", 31)}), {.micro = 1, .num_ranks = 1, .seq_length = 10}, 0, 65536);
   EXPECT_EQ(loader.num_samples(), 3);  // tokens 0..10, 10..20, 20..30
   Batch b(10);
   for (i64 k = 0; k < 3; ++k) {
@@ -183,14 +187,14 @@ TEST_F(Data, SamplesShareOneTokenWithTheirNeighbour) {
       EXPECT_EQ(b.targets[static_cast<size_t>(t)], 10 * k + t + 1);
     }
   }
-  EXPECT_EQ(BatchLoader(open({write_counting_bin("b.bin", 30)}), {1, 1, 10}, 0, 65536).num_samples(), 2);
+  EXPECT_EQ(loader_of(open({write_counting_bin("b.bin", 30)}), {1, 1, 10}, 0, 65536).num_samples(), 2);
 }
 
 // The inputs and targets of the optimizer steps from `consumed` on, in the canonical order (micro-batch, rank).
 std::vector<i32> global_batches(const std::string& file, i64 micro, i64 num_ranks, i64 accumulation, i64 consumed,
                                 int steps) {
   constexpr i64 T = 3;
-  const BatchLoader loader(open({file}), {micro, num_ranks, T}, 42, 65536);
+  const BatchLoader loader = loader_of(open({file}), {micro, num_ranks, T}, 42, 65536);
   std::vector<i32> all;
   Batch b(micro * T);
   for (int step = 0; step < steps; ++step, consumed += micro * num_ranks * accumulation) {
@@ -225,7 +229,7 @@ TEST_F(Data, ResumesExactlyAtAnotherWorldSize) {
 }
 
 TEST_F(Data, EveryEpochHoldsEverySampleOnceInItsOwnOrder) {
-  const BatchLoader loader(open({write_counting_bin("a.bin", 7 * 5 + 1)}), {1, 1, 5}, 3, 65536);
+  const BatchLoader loader = loader_of(open({write_counting_bin("a.bin", 7 * 5 + 1)}), {1, 1, 5}, 3, 65536);
   std::vector<std::vector<i32>> epochs(4);
   Batch b(5);
   for (i64 k = 0; k < 28; ++k) {
@@ -237,7 +241,7 @@ TEST_F(Data, EveryEpochHoldsEverySampleOnceInItsOwnOrder) {
 }
 
 TEST_F(Data, BatchLargerThanTheDataWraps) {
-  const BatchLoader loader(open({write_counting_bin("a.bin", 6)}), {8, 1, 5}, 3, 65536);
+  const BatchLoader loader = loader_of(open({write_counting_bin("a.bin", 6)}), {8, 1, 5}, 3, 65536);
   Batch b(40);
   loader.load(0, 0, 0, b.inputs, b.targets);
   for (size_t row = 0; row < 8; ++row) EXPECT_EQ(b.inputs[row * 5], 0);
@@ -246,7 +250,7 @@ TEST_F(Data, BatchLargerThanTheDataWraps) {
 TEST_F(Data, SequentialBatchesCoverEverySampleOnceAndPadTheLast) {
   const std::string file = write_counting_bin("a.bin", 11 * 2 + 1);
   for (i64 ranks : {1, 2, 3, 20}) {
-    const BatchLoader loader(open({file}), {2, ranks, 2}, 3, 65536);
+    const BatchLoader loader = loader_of(open({file}), {2, ranks, 2}, 3, 65536);
     std::vector<i32> seen;
     Batch b(4);
     for (i64 i = 0; i < loader.num_sequential_batches(); ++i) {
@@ -274,7 +278,7 @@ TEST_F(Data, MissingFileIsAConfigurationMistake) {
   expect_error(Errc::Config, AllOf(HasSubstr("nowhere.txt"), HasSubstr("No such file")),
                [&] { open({(dir_ / "nowhere.txt").string()}); });
   expect_error(Errc::Config, HasSubstr("not a regular file"), [&] { open({dir_.string()}); });
-  expect_error(Errc::Config, HasSubstr("names no file"), [&] { open_dataset({}); });
+  expect_error(Errc::Config, HasSubstr("names no file"), [&] { open_dataset({}, *next_token()); });
 }
 
 TEST_F(Data, EmptyAndHalfFilesAreCorrupt) {
@@ -294,13 +298,14 @@ TEST_F(Data, TooShortForOneSample) {
   config.train = {write("a", std::string(100, 'a'))};
   config.split = 0;
   config.seq_length = 99;
-  EXPECT_EQ(open_dataset(config).train.num_tokens(), 100);
+  EXPECT_EQ(open_dataset(config, *next_token()).train.num_tokens(), 100);
   config.seq_length = 100;
-  expect_error(Errc::Config, AllOf(HasSubstr("training data"), HasSubstr("needs 101")), [&] { open_dataset(config); });
+  expect_error(Errc::Config, AllOf(HasSubstr("training data"), HasSubstr("needs 101")),
+               [&] { open_dataset(config, *next_token()); });
   config.seq_length = 10;
   config.split = 0.05;
   expect_error(Errc::Config, AllOf(HasSubstr("validation data"), HasSubstr("data.split")),
-               [&] { open_dataset(config); });
+               [&] { open_dataset(config, *next_token()); });
 }
 
 TEST_F(Data, TokenOutsideTheVocabularyIsNamedWithItsPlace) {
@@ -320,15 +325,15 @@ TEST_F(Data, ABadTokenIsFoundWhenABatchLoaderIsMade) {
   const std::string file = write_bin("long.bin", tokens);
   const BatchShape shape{.micro = 1, .num_ranks = 1, .seq_length = 16};
   expect_error(Errc::Mismatch, AllOf(HasSubstr("long.bin"), HasSubstr("token 4711 at position 2500001 (byte 5000002)")),
-               [&] { BatchLoader(open({file}), shape, 1, 4711); });
-  EXPECT_EQ(BatchLoader(open({file}), shape, 1, 4712).num_samples(), 187499);
+               [&] { loader_of(open({file}), shape, 1, 4711); });
+  EXPECT_EQ(loader_of(open({file}), shape, 1, 4712).num_samples(), 187499);
   TokenStream good_part = open({file});
   good_part.narrow_to(0, 2'500'001);
-  EXPECT_EQ(BatchLoader(std::move(good_part), shape, 1, 4711).num_samples(), 156250);
+  EXPECT_EQ(loader_of(std::move(good_part), shape, 1, 4711).num_samples(), 156250);
   TokenStream bad_end = open({file, write_counting_bin("next.bin", 100)});
   bad_end.narrow_to(2'500'002, 3'000'100);
   expect_error(Errc::Mismatch, HasSubstr("next.bin': token 50 at position 50"),
-               [&] { BatchLoader(std::move(bad_end), shape, 1, 50); });
+               [&] { loader_of(std::move(bad_end), shape, 1, 50); });
 }
 
 TEST_F(Data, WhatIsNoRegularFileIsRefusedAtOnce) {
@@ -352,7 +357,7 @@ TEST_F(Data, ResumeNoticesOtherData) {
   const auto identity = [&](i64 seq_length = 8, u32 seed = 1, i64 num_tokens = 3 << 20) {
     TokenStream stream = open({file});
     stream.narrow_to(0, num_tokens);
-    return BatchLoader(std::move(stream), {1, 1, seq_length}, seed, 256).identity();
+    return loader_of(std::move(stream), {1, 1, seq_length}, seed, 256).identity();
   };
   const DataIdentity saved = identity();
   check_same_data(saved, identity());
@@ -374,13 +379,21 @@ TEST_F(Data, ResumeNoticesOtherData) {
 }
 
 TEST(DataIdentity, JsonRoundTripIsExactAndNonsenseIsRefused) {
-  const DataIdentity a{{{"a \"b\"\n", i64{1} << 60, ~u64{0}}, {"b", 1, 15}}, i64{1} << 55, 17, 4294967295};
+  const DataIdentity a{
+      {{"a \"b\"\n", i64{1} << 60, ~u64{0}}, {"b", 1, 15}}, i64{1} << 55, 17, 4294967295, "masked \"tokens\""};
   const std::string json = data_identity_json(a);
   EXPECT_THAT(json, AllOf(HasSubstr("\"xxh3\":\"ffffffffffffffff\""), HasSubstr("\"xxh3\":\"000000000000000f\"")));
   const DataIdentity b = parse_data_identity(json);
   EXPECT_EQ(b.files[0].name, a.files[0].name);
   EXPECT_EQ(data_identity_json(b), json);
   check_same_data(a, b);
+  // Checkpoints of the first version do not name an objective: there was one.
+  const char* old = R"({"files":[],"num_samples":1,"seq_length":1,"seed":1})";
+  EXPECT_EQ(parse_data_identity(old).objective, next_token()->description());
+  DataIdentity other = a;
+  other.objective = next_token()->description();
+  expect_error(Errc::Mismatch, AllOf(HasSubstr("'masked \"tokens\"'"), HasSubstr("'next token'")),
+               [&] { check_same_data(a, other); });
   for (const char* bad : {"", "{}", "[]", "null", R"({"files":[{"name":"a","bytes":1,"xxh3":"12g4"}]})",
                           R"({"files":[],"num_samples":"1","seq_length":1,"seed":1})"}) {
     expect_error(Errc::Corrupt, HasSubstr("description of its data"), [&] { parse_data_identity(bad); });

@@ -113,6 +113,29 @@ TEST(ModelConfig, ReadsQwen) {
   EXPECT_EQ(q3.norm_eps, 1e-6f);
 }
 
+// As published for bert-base-uncased, and with what Google's multilingual one adds.
+TEST(ModelConfig, ReadsBert) {
+  const ModelConfig m = load(R"({
+    "architectures": ["BertForMaskedLM"], "attention_probs_dropout_prob": 0.1, "directionality": "bidi",
+    "gradient_checkpointing": false, "hidden_act": "gelu", "hidden_dropout_prob": 0.2, "hidden_size": 768,
+    "initializer_range": 0.02, "intermediate_size": 3072, "layer_norm_eps": 1e-12, "max_position_embeddings": 512,
+    "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 0,
+    "pooler_fc_size": 768, "pooler_num_attention_heads": 12, "pooler_num_fc_layers": 3, "pooler_size_per_head": 128,
+    "pooler_type": "first_token_transform", "position_embedding_type": "absolute", "transformers_version": "4.6.0.dev0",
+    "type_vocab_size": 2, "use_cache": true, "vocab_size": 30522})");
+  EXPECT_EQ(m.family, Family::Bert);
+  EXPECT_FALSE(m.causal());
+  EXPECT_EQ(m.head_dim, 64);
+  EXPECT_EQ(m.activation, Activation::GeluErf);
+  EXPECT_EQ(m.norm_eps, 1e-12f);
+  EXPECT_EQ(m.token_types, 2);
+  EXPECT_EQ(m.embd_dropout, 0.2f);
+  EXPECT_EQ(m.resid_dropout, 0.2f);
+  EXPECT_EQ(m.attn_dropout, 0.1f);
+  EXPECT_TRUE(m.tie_embeddings);
+  EXPECT_EQ(load(R"({"model_type": "bert", "pad_token_id": null})").pad_token_id, -1);
+}
+
 TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   const ModelConfig gpt2 = load(R"({"model_type": "gpt2"})");
   EXPECT_EQ(gpt2.vocab_size, 50257);
@@ -178,7 +201,16 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
            Case{R"({"model_type": "qwen2", "num_hidden_layers": 2, "layer_types": ["full_attention"]})",
                 "1 entries for 2 layers"},
            Case{R"({"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]})", "is off"},
-           Case{R"({"model_type": "bert"})", "\"bert\"", Errc::Unavailable},
+           Case{R"({"model_type": "t5"})", "\"t5\"", Errc::Unavailable},
+           Case{R"({"model_type": "bert", "position_embedding_type": "relative_key"})", "position_embedding_type",
+                Errc::Unavailable},
+           Case{R"({"model_type": "bert", "tie_word_embeddings": false})", "tie_word_embeddings", Errc::Unavailable},
+           Case{R"({"model_type": "bert", "is_decoder": true})", "is_decoder", Errc::Unavailable},
+           Case{R"({"model_type": "bert", "hidden_act": "relu"})", "\"relu\" is not there yet", Errc::Unavailable},
+           Case{R"({"model_type": "bert", "pad_token_id": 30522})", "pad_token_id: 30522 is outside the vocabulary"},
+           Case{R"({"model_type": "bert", "num_attention_heads": 7})", "7 heads do not divide hidden_size 768"},
+           Case{R"({"model_type": "bert", "type_vocab_sise": 2})", "did you mean type_vocab_size?"},
+           Case{R"({"model_type": "gpt2", "type_vocab_size": 2})", "type_vocab_size: unknown key"},
            Case{R"({"model_type": "gpt2", "reorder_and_upcast_attn": true})", "reorder_and_upcast_attn",
                 Errc::Unavailable},
            Case{R"({"model_type": "gpt2", "activation_function": "relu"})", "\"relu\" is not there yet",
@@ -248,6 +280,9 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
                "max_window_layers": 1})",
           R"({"model_type": "qwen3", "rope_scaling": {"rope_type": "yarn", "factor": 4, "beta_fast": 16, "mscale": 0.5,
                "mscale_all_dim": 0.25, "truncate": false}})",
+          R"({"model_type": "bert", "hidden_size": 96, "hidden_act": "gelu_new", "hidden_dropout_prob": 0.3,
+               "attention_probs_dropout_prob": 0.25, "type_vocab_size": 3, "layer_norm_eps": 1e-7, "pad_token_id": 5})",
+          R"({"model_type": "bert", "pad_token_id": null})",
       }) {
     const std::string once = model_config_json(load(text));
     EXPECT_EQ(model_config_json(load(once)), once) << text;
@@ -262,6 +297,10 @@ TEST(ModelConfig, RoundTripsThroughConfigJson) {
       }
   }
   EXPECT_THAT(model_config_json(load(R"({"model_type": "gpt2"})")), HasSubstr("GPT2LMHeadModel"));
+  const Json bert = Json::parse(model_config_json(load(R"({"model_type": "bert", "pad_token_id": null})")));
+  EXPECT_EQ(bert["architectures"], Json({"BertForMaskedLM"}));
+  EXPECT_EQ(bert["position_embedding_type"], "absolute");
+  EXPECT_TRUE(bert["pad_token_id"].is_null());
 }
 
 TEST(ModelConfig, InlineModelsHaveNoDropoutAndSayTheirSizes) {

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "base/json.h"
+#include "ds/log.h"
 #include "temp_directory.h"
 
 namespace ds::engine {
@@ -19,6 +20,7 @@ using testing::write_file;
 struct Tensor {
   std::string type = "F32", data{};
   std::vector<i64> shape{};
+  bool operator==(const Tensor&) const = default;
 };
 using Tensors = std::map<std::string, Tensor>;
 
@@ -64,6 +66,7 @@ class Weights : public ::testing::TestWithParam<Family> {
     m.layers = 1;
     m.heads = m.kv_heads = m.head_dim = 2;
     m.intermediate = 6;
+    m.token_types = 2;
     c.batch = {.train = 1, .micro = 1, .accumulation = 1};
     c.data.seq_length = 4;
     return c;
@@ -98,7 +101,7 @@ TEST_P(Weights, WithAndWithoutTheFirstPartOfTheirNames) {
   expect_loaded();
   engine.init_weights();
   Tensors bare;
-  for (const auto& [name, t] : tensors) bare[name.substr(name.find('.') + 1)] = t;
+  for (const auto& [name, t] : tensors) bare[name.starts_with("cls.") ? name : name.substr(name.find('.') + 1)] = t;
   load(bare);
   expect_loaded();
 }
@@ -118,11 +121,15 @@ TEST_P(Weights, UnreadableTypesAreNamedAndNotMissing) {
   Tensor& t = file[names[0]];
   t.type = "F8_E4M3";
   t.data.resize(t.data.size() / 4);
-  EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type F8_E4M3");
+  EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type fp8_e4m3");
   EXPECT_ERROR(load(file), Errc::Unavailable, dir / "w.safetensors");
   t.type = "I64";
   t.data.resize(t.data.size() * 8);
   EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type int64");
+  file = tensors;
+  file[names[0]].type = "F8_E8M0";
+  file[names[0]].data = std::string(file[names[0]].data.size() / 4, 'x');
+  EXPECT_ERROR(load(file), Errc::Unavailable, names[0] + " is of type F8_E8M0");
   file = tensors;
   file["scale"] = {.type = "F8_E8M0", .data = "x", .shape = {1}};
   EXPECT_ERROR(load(file), Errc::Mismatch, "scale is not a parameter of the model");
@@ -137,19 +144,93 @@ TEST_P(Weights, MissingOnesAndOtherShapesAreNamed) {
   EXPECT_ERROR(load(file), Errc::Mismatch, "has shape [4,8], the model wants [8,4]");
 }
 
-TEST_P(Weights, ATiedHeadMustEqualTheEmbedding) {
-  Tensors file = tensors;
-  file["lm_head.weight"] = tensors[names[0]];
-  load(file);
-  expect_loaded();
-  file["lm_head.weight"].data[40] ^= 1;
-  EXPECT_ERROR(load(file), Errc::Mismatch, "lm_head.weight differs from " + names[0]);
-  file["lm_head.weight"] = {.type = "F8_E4M3", .data = std::string(32, 'x'), .shape = {8, 4}};
-  EXPECT_ERROR(load(file), Errc::Unavailable, "lm_head.weight is of type F8_E4M3");
+TEST_P(Weights, TiedNamesMustHaveTheValuesOfTheirParameter) {
+  for (const auto& [alias, name] : engine.model().ties) {
+    Tensors file = tensors;
+    file[alias] = tensors[name];
+    load(file);
+    expect_loaded();
+    file.erase(name);
+    load(file);
+    expect_loaded();
+    file[name] = file[alias];
+    file[alias].data[20] ^= 1;
+    EXPECT_ERROR(load(file), Errc::Mismatch, alias + " differs from " + name);
+    file[alias] = {.type = "F8_E4M3", .data = std::string(32, 'x'), .shape = {8, 4}};
+    EXPECT_ERROR(load(file), Errc::Unavailable, alias + " is of type fp8_e4m3");
+    file[alias].type = "F8_E8M0";
+    EXPECT_ERROR(load(file), Errc::Unavailable, alias + " is of type F8_E8M0");
+  }
 }
 
-INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama),
+INSTANTIATE_TEST_SUITE_P(Names, Weights, ::testing::Values(Family::Gpt2, Family::Llama, Family::Bert),
                          [](const auto& test) { return std::string(family_name(test.param)); });
+
+// What Google's files and those of other tasks have beside, or instead.
+class BertWeights : public Weights {};
+
+TEST_P(BertWeights, GammaAndBetaAreLayerNormsOldNames) {
+  Tensors old;
+  for (const auto& [name, t] : tensors) {
+    const bool norm = name.find("LayerNorm") != name.npos;
+    const std::string layer = name.substr(0, name.rfind('.'));
+    old[!norm ? name : layer + (name.ends_with("weight") ? ".gamma" : ".beta")] = t;
+  }
+  ASSERT_NE(old, tensors);
+  load(old);
+  expect_loaded();
+}
+
+TEST_P(BertWeights, PoolerAndNextSentenceHeadAreLeftOutWithAWarning) {
+  Tensors file = tensors;
+  file["bert.pooler.dense.weight"] = {.data = std::string(64, 'x'), .shape = {4, 4}};
+  file["cls.seq_relationship.bias"] = {.data = std::string(8, 'x'), .shape = {2}};
+  file["bert.embeddings.position_ids"] = {.type = "I64", .data = std::string(32, 'x'), .shape = {1, 4}};
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel level, std::string_view text) {
+    if (level == LogLevel::Warning) warnings.emplace_back(text);
+  });
+  load(file);
+  set_log_sink(nullptr);
+  expect_loaded();
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("bert.pooler.dense.weight, cls.seq_relationship.bias"), std::string::npos) << warnings[0];
+  file["bert.classifier.weight"] = file["cls.seq_relationship.bias"];
+  EXPECT_ERROR(load(file), Errc::Mismatch, "bert.classifier.weight is not a parameter");
+}
+
+TEST_P(BertWeights, AModelWithoutItsHeadIsRefusedByName) {
+  Tensors file = tensors;
+  std::erase_if(file, [](const auto& t) { return t.first.starts_with("cls."); });
+  EXPECT_ERROR(load(file), Errc::Mismatch, "cls.predictions.transform.dense.weight is missing");
+}
+
+TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
+  Config c = config();
+  c.new_head = true;
+  Engine fresh(c, mesh, ledger, *device);
+  Tensors file = tensors;
+  std::erase_if(file, [](const auto& t) { return t.first.starts_with("cls."); });
+  write_safetensors(dir / "w.safetensors", file);
+  load_weights(fresh, dir / "w.safetensors");
+  engine.init_weights();
+  for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
+    const std::string& name = names[static_cast<size_t>(piece.param)];
+    const auto* got = static_cast<const float*>(fresh.state(piece).param);
+    const auto* random = static_cast<const float*>(engine.state(piece).param);
+    const std::string loaded(reinterpret_cast<const char*>(got), static_cast<size_t>(piece.count) * 4);
+    if (name.starts_with("cls.")) {
+      EXPECT_TRUE(std::equal(got, got + piece.count, random)) << name;
+    } else {
+      EXPECT_EQ(loaded, tensors.at(name).data) << name;
+    }
+  }
+  file.erase("bert.embeddings.word_embeddings.weight");
+  write_safetensors(dir / "w.safetensors", file);
+  EXPECT_ERROR(load_weights(fresh, dir / "w.safetensors"), Errc::Mismatch, "word_embeddings.weight is missing");
+}
+
+INSTANTIATE_TEST_SUITE_P(Bert, BertWeights, ::testing::Values(Family::Bert));
 
 TEST(PublishedWeights, StandBesideConfigJson) {
   const TempDirectory dir;

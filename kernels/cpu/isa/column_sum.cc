@@ -4,7 +4,7 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
+void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
   // A tile is a strip of columns. Sums of kRows rows are summed in turn: the error grows with R / kRows + kRows.
   constexpr i64 kVectors = 4, kStrip = kVectors * Vec::kLanes, kRows = 64;
   const i64 R = x.dim(0), ld = x.stride[0];
@@ -22,23 +22,31 @@ void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
   };
   with_work_type(x.dtype, [&]<class T>(T) {
     with_work_type(out.dtype, [&]<class O>(O) {
+      const auto put = [&](i64 j, Vec sum, auto... n) {
+        O* const at = out.as<O>() + j;
+        store(at, accumulate ? load(at, n...) + sum : sum, n...);
+      };
       for_tiles(
           stream, out.numel(),
           [&](i64 begin, i64 end) {
             Vec total[kVectors];
             if (end - begin == kStrip) {
               strip(x.as<T>() + begin, total);
-              for (i64 v = 0; v < kVectors; ++v) store(out.as<O>() + begin + v * Vec::kLanes, total[v]);
+              for (i64 v = 0; v < kVectors; ++v) put(begin + v * Vec::kLanes, total[v]);
             } else {
               for_vectors(begin, end, [&](i64 j, auto n) {
                 strip(x.as<T>() + j, total, n);
-                store(out.as<O>() + j, total[0], n);
+                put(j, total[0], n);
               });
             }
           },
           kStrip);
     });
   });
+}
+
+void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
+  column_sum_onto(out, x, /*accumulate=*/false, stream);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

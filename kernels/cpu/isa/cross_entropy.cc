@@ -47,19 +47,19 @@ float softmax_row(float* z, i64 V, i64 target, float grad_scale, bool gradient) 
 
 }  // namespace
 
-void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView h,
-                             TensorView weight, TensorView targets, TensorView logits, const CrossEntropyParams& p,
-                             Stream& stream) noexcept {
+void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
+                             TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                             const CrossEntropyParams& p, Stream& stream) noexcept {
   const i64 T = h.dim(0), V = weight.dim(0);
-  const bool gradient = dh || dweight;
+  const bool gradient = dh || dweight || dbias;
   i64 begin = 0;
-  do {  // once at least: without tokens dweight is zero
+  do {  // once at least: without tokens dweight and dbias are zero
     const i64 rows = std::min(p.chunk_tokens, T - begin);
     const TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     TensorView dz = z;  // rows of the work dtype that begin where the rows of z begin
     dz.dtype = h.dtype;
     dz.stride[0] = V * dtype_bytes(DType::F32) / dtype_bytes(h.dtype);
-    product(z, h.rows(begin, rows), weight, {}, {}, {}, {.trans_b = true}, stream);
+    product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     with_work_type(h.dtype, [&]<class E>(E) {
       stream.pool->parallel_for(rows, [&](i64 r, int) {
         float* const row = z.as<float>() + r * V;
@@ -76,13 +76,15 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
     if (dweight) {
       product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
     }
+    if (dbias) column_sum_onto(dbias, dz, begin > 0, stream);
     begin += rows;
   } while (begin < T);
 }
 
-void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                          TensorView targets, TensorView logits, const CrossEntropyParams& p, Stream& stream) noexcept {
-  linear_cross_entropy_by(matmul, losses, dh, dweight, h, weight, targets, logits, p, stream);
+void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                          TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                          const CrossEntropyParams& p, Stream& stream) noexcept {
+  linear_cross_entropy_by(matmul, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p, stream);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -89,6 +89,12 @@ struct CudaConfig {
 };
 
 enum class DataFormat : u8 { Auto, Text, Bin };  // Bin: nanoGPT's uint16 tokens
+// Masked language modelling: what trains a model that is not causal. Ids of -1 are the tokenizer's.
+struct MlmConfig {
+  double probability = 0.15;  // of a position to be predicted
+  i64 mask_token = -1, cls_token = -1, sep_token = -1;
+};
+
 struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
   std::vector<std::string> validation;  // empty: the last `split` of the training data
@@ -97,6 +103,7 @@ struct DataConfig {
   DataFormat format = DataFormat::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given
+  MlmConfig mlm;
 };
 
 struct EvalConfig {
@@ -132,6 +139,7 @@ struct Config {
   CudaConfig cuda;
   CommunicationConfig communication;
   std::string model_path;  // model.path; empty: inline
+  bool new_head = false;   // model.new_head: what initial weights lack of the last layer begins at random
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
   EvalConfig eval;

@@ -11,8 +11,9 @@
 
 namespace ds {
 
-enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3 };  // names: family_name()
-DS_API std::string_view family_name(Family) noexcept;  // "gpt2", "llama", "qwen2", "qwen3": model_type in config.json
+enum class Family : u8 { Gpt2, Llama, Qwen2, Qwen3, Bert };  // names: family_name()
+// "gpt2", "llama", "qwen2", "qwen3", "bert": model_type in config.json
+DS_API std::string_view family_name(Family) noexcept;
 
 enum class RopeType : u8 { Default, Linear, Dynamic, Llama3, Yarn, LongRope };
 
@@ -42,12 +43,18 @@ struct ModelConfig {
   i64 max_positions = 0;
   float norm_eps = 1e-5f;
   float initializer_range = 0.02f;
-  Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen, or GPT-2's plain one
+  Activation activation = Activation::GeluTanh;  // Silu: the gated MLP of Llama and Qwen, else a plain one
 
   float rope_theta = 1e4f;  // Llama, Qwen
   RopeScaling rope;
   // Sequences may be longer than max_positions: dynamic scaling stretches them.
   bool any_length() const noexcept { return rope.type == RopeType::Dynamic; }
+  bool rotary() const noexcept { return family != Family::Gpt2 && family != Family::Bert; }
+
+  i64 token_types = 0;   // BERT: segments that the embedding tells apart; text is read as one
+  i64 pad_token_id = 0;  // BERT: carried for transformers, which trains this row as a padding; -1: null
+  // Each position sees those before it and predicts the next token. Else it sees all: trained by masking (data.mlm).
+  bool causal() const noexcept { return family != Family::Bert; }
 
   bool tie_embeddings = true;
   bool attention_bias = true;  // on q, k and v

@@ -160,12 +160,13 @@ struct OpTable {
                         TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
 
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
-  //   h [T,C], weight [V,C] work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits: workspace
-  //   [chunk_tokens, V] fp32. dh [T,C] work dtype and dweight [V,C] fp32 (overwritten) are optional: without them
-  //   only the losses are computed. Every chunk reads the whole weight (and adds to all of dweight): below some 256 tokens
-  //   that costs more than it saves.
-  void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView h, TensorView weight,
-                               TensorView targets, TensorView logits, const CrossEntropyParams&, Stream&) noexcept;
+  //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
+  //   workspace [chunk_tokens, V] fp32. dh [T,C] work dtype, dweight [V,C] and dbias [V] fp32 (overwritten) are optional:
+  //   without them only the losses are computed. Every chunk reads the whole weight (and adds to all of dweight): below
+  //   some 256 tokens that costs more than it saves.
+  void (*linear_cross_entropy)(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                               TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                               const CrossEntropyParams&, Stream&) noexcept;
 
   // y = keep ? x/(1-p) : 0, keep iff uniform(rng, offset + i) >= p. The backward pass is the same call on dy. May alias.
   void (*dropout)(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/objective.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/check.h"
+
+namespace ds {
+namespace {
+
+constexpr i32 kNoTarget = -100;
+
+class NextToken final : public Objective {
+ public:
+  i64 stride(i64 seq_length) const noexcept override { return seq_length; }
+  i64 extent(i64 seq_length) const noexcept override { return seq_length + 1; }
+
+  void make_sample(const TokenStream& stream, i64 sample, RngKey, i64 vocab_size, std::span<i32> inputs,
+                   std::span<i32> targets) const override {
+    const i64 T = std::ssize(inputs), begin = sample * T;
+    stream.read(begin, inputs, vocab_size);
+    std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
+    stream.read(begin + T, targets.last(1), vocab_size);
+  }
+
+  const std::string& description() const noexcept override { return description_; }
+
+ private:
+  std::string description_ = "next token";
+};
+
+class MaskedTokens final : public Objective {
+ public:
+  explicit MaskedTokens(const MlmConfig& mlm)
+      : probability_(mlm.probability),
+        mask_(narrow<i32>(mlm.mask_token)),
+        cls_(narrow<i32>(mlm.cls_token)),
+        sep_(narrow<i32>(mlm.sep_token)),
+        description_(
+            fmt::format("masked tokens, probability {}, mask {}, cls {}, sep {}", probability_, mask_, cls_, sep_)) {}
+
+  i64 stride(i64 seq_length) const noexcept override { return seq_length - 2; }
+  i64 extent(i64 seq_length) const noexcept override { return seq_length - 2; }
+
+  void make_sample(const TokenStream& stream, i64 sample, RngKey key, i64 vocab_size, std::span<i32> inputs,
+                   std::span<i32> targets) const override {
+    const i64 T = std::ssize(inputs);
+    inputs.front() = cls_;
+    inputs.back() = sep_;
+    const std::span<i32> text = inputs.subspan(1, inputs.size() - 2);
+    stream.read(sample * std::ssize(text), text, vocab_size);
+
+    const auto special = [&](i32 id) { return id == mask_ || id == cls_ || id == sep_; };
+    i64 left = std::ssize(text) - std::count_if(text.begin(), text.end(), special);  // positions still to be decided
+    i64 wanted = std::min(left, std::max<i64>(std::llround(probability_ * static_cast<double>(left)), 1));
+    std::fill(targets.begin(), targets.end(), kNoTarget);
+    for (i64 t = 1; t + 1 < T; ++t) {
+      i32& id = inputs[static_cast<size_t>(t)];
+      if (special(id)) continue;
+      const PhiloxBlock random = key.block(static_cast<u64>(sample * T + t));
+      // Every choice of `wanted` positions is as likely as any other: Knuth, "The Art of Computer Programming", vol. 2,
+      // 3.4.2, algorithm S.
+      if (random[0] % static_cast<u64>(left--) >= static_cast<u64>(wanted)) continue;
+      --wanted;
+      targets[static_cast<size_t>(t)] = id;
+      const u32 fate = random[1] % 10;
+      if (fate < 8) id = mask_;
+      if (fate == 8) id = static_cast<i32>(random[2] % static_cast<u64>(vocab_size));
+    }
+  }
+
+  const std::string& description() const noexcept override { return description_; }
+
+ private:
+  double probability_;
+  i32 mask_, cls_, sep_;
+  std::string description_;
+};
+
+}  // namespace
+
+std::unique_ptr<Objective> next_token() { return std::make_unique<NextToken>(); }
+std::unique_ptr<Objective> masked_tokens(const MlmConfig& mlm) { return std::make_unique<MaskedTokens>(mlm); }
+
+std::unique_ptr<Objective> make_objective(const ModelConfig& model, const DataConfig& data,
+                                          const Tokenizer* tokenizer) {
+  if (model.causal()) return next_token();
+  MlmConfig mlm = data.mlm;
+  const auto resolve = [&](i64& id, SpecialToken token, std::string_view name) {
+    if (id < 0 && tokenizer != nullptr) id = tokenizer->special(token).value_or(-1);
+    DS_CHECK(id >= 0, Errc::Config, "data.mlm.{}_token is missing, and the tokenizer '{}' has none", name,
+             data.tokenizer);
+    DS_CHECK(id < model.vocab_size, Errc::Config, "data.mlm.{}_token: {} is outside the model's vocabulary of {}", name,
+             id, model.vocab_size);
+  };
+  resolve(mlm.mask_token, SpecialToken::Mask, "mask");
+  resolve(mlm.cls_token, SpecialToken::Cls, "cls");
+  resolve(mlm.sep_token, SpecialToken::Sep, "sep");
+  DS_CHECK(mlm.mask_token != mlm.cls_token && mlm.mask_token != mlm.sep_token, Errc::Config,
+           "data.mlm.mask_token: {} is also the token that begins or ends a sample", mlm.mask_token);
+  return masked_tokens(mlm);
+}
+
+}  // namespace ds
