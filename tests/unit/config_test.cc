@@ -201,7 +201,6 @@ const Wrong kWrong[] = {
     {R"("pipeline": {"activation_checkpoint_interval": 1})", kLater, "0 is accepted"},
     {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
     {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
-    {R"("data": {"tokenizer": "tok.json"})", kLater, "a tokenizer file"},
     {R"("save": {"async": true})", kLater, "save.async"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.

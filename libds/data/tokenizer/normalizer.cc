@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data/tokenizer/normalizer.h"
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -45,6 +46,7 @@ class StripAccents : public Normalizer {
   void apply(std::string& text) const override {
     text = filtered(text, [](CodePoint c) { return !is_mark(c); });
   }
+  bool keeps_start() const noexcept override { return false; }
 };
 
 class Strip : public Normalizer {
@@ -62,6 +64,7 @@ class Strip : public Normalizer {
     text = text.substr(begin, end - begin);
   }
   bool keeps_lines() const noexcept override { return !left_ && !right_; }
+  bool keeps_start() const noexcept override { return !left_; }
 
  private:
   bool left_, right_;
@@ -95,6 +98,7 @@ class Replace : public Normalizer {
     text = std::move(out);
   }
   bool keeps_lines() const noexcept override { return false; }
+  bool keeps_start() const noexcept override { return false; }
 
  private:
   Pattern pattern_;
@@ -120,6 +124,7 @@ class Bert : public Normalizer {
     if (strip_accents_) text = filtered(normalize(text, Form::NFD), [](CodePoint c) { return !is_nonspacing_mark(c); });
     if (lowercase_) text = lower_case(text);
   }
+  bool keeps_start() const noexcept override { return false; }
 
  private:
   static bool is_ideograph(CodePoint c) {
@@ -152,9 +157,10 @@ class Sequence : public Normalizer {
     for (const auto& part : parts_) part->apply(text);
   }
   bool keeps_lines() const noexcept override {
-    for (const auto& part : parts_)
-      if (!part->keeps_lines()) return false;
-    return true;
+    return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_lines(); });
+  }
+  bool keeps_start() const noexcept override {
+    return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_start(); });
   }
 
  private:

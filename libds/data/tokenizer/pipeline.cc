@@ -33,6 +33,8 @@ class Pipeline : public Tokenizer {
     // They shorten or fill what a model is given at once, which is not for a tokenizer to do here.
     f.ignore("truncation");
     f.ignore("padding");
+    if (pre_tokenizer_ && pre_tokenizer_->knows_start() && normalizer_ && !normalizer_->keeps_start())
+      (f.place() / "pre_tokenizer").unsupported("prepend_scheme 'first' behind a normalizer that removes characters");
     find_special(special, or_null(f.find("post_processor")));
     f.done();
     vocab_size_ = model_->vocabulary().num_ids();

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "data/tokenizer/pre_tokenizer.h"
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -216,13 +217,14 @@ class Sequence : public PreTokenizer {
  public:
   explicit Sequence(std::vector<std::unique_ptr<PreTokenizer>> parts) : parts_(std::move(parts)) {}
   void split(std::string_view text, bool at_start, const Sink& sink) const override { from(0, text, at_start, sink); }
+  bool knows_start() const noexcept override {
+    return std::any_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->knows_start(); });
+  }
   // Behind the first one that splits lines, words are the same with and without the cut.
   Lines lines() const noexcept override {
-    Lines all = Lines::Carried;
-    for (const auto& part : parts_) {
-      if (part->knows_start()) return Lines::Unknown;
+    Lines all = knows_start() ? Lines::Unknown : Lines::Carried;
+    for (const auto& part : parts_)
       if (all == Lines::Carried) all = part->lines();
-    }
     return all;
   }
 

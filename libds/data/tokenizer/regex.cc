@@ -210,7 +210,7 @@ Regex::Regex(std::string_view pattern, const Place& place) : code_(std::make_uni
   code_->context.reset(pcre2_match_context_create(nullptr));
   if (!code_->context) throw std::bad_alloc();
   // Steps of one match; real expressions take one or two per character.
-  pcre2_set_match_limit(code_->context.get(), 1'000'000'000);
+  pcre2_set_match_limit(code_->context.get(), 20'000'000);
   pcre2_set_heap_limit(code_->context.get(), 256 * 1024);  // KiB
   pcre2_jit_stack_assign(
       code_->context.get(), [](void*) { return stack_of_thread(); }, nullptr);

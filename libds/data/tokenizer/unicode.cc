@@ -114,12 +114,17 @@ bool is_letter(CodePoint c) noexcept {
   return k >= UTF8PROC_CATEGORY_LU && k <= UTF8PROC_CATEGORY_LO;
 }
 
+// Characters that Unicode has moved to another category since 8.0 stay where the reference's tables have them.
 bool is_mark(CodePoint c) noexcept {
+  if (c == 0x111C9) return false;
   const auto k = category(c);
-  return k >= UTF8PROC_CATEGORY_MN && k <= UTF8PROC_CATEGORY_ME;
+  return (k >= UTF8PROC_CATEGORY_MN && k <= UTF8PROC_CATEGORY_ME) || c == 0x1CF2 || c == 0x1CF3;
 }
 
-bool is_nonspacing_mark(CodePoint c) noexcept { return category(c) == UTF8PROC_CATEGORY_MN; }
+bool is_nonspacing_mark(CodePoint c) noexcept {
+  if (c == 0x1885 || c == 0x1886 || c == 0xA9BD || c == 0x111C9) return false;
+  return category(c) == UTF8PROC_CATEGORY_MN || c == 0x1734;
+}
 
 bool is_number(CodePoint c) noexcept {
   const auto k = category(c);
