@@ -63,9 +63,6 @@ PY
   run -3 ds-train cfg.json --out run --resume latest --steps 3
   assert_output --partial "data.tokenizer is bytes"
   run -0 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer="$(golden gpt2)/tokenizer.json"
-  # Checkpoints from before this field were all of bytes.
-  ds-train cfg.json --out old --quiet
-  sed -i 's/"tokenizer":"bytes",//; s/"tokenizer": "bytes",//' old/step-00000002/manifest.json
 }
 
 @test "ids beyond the model's vocabulary are found before the first step" {
@@ -90,7 +87,7 @@ PY
   head -c 3000 "$(golden gpt2)/tokenizer.json" >broken/tokenizer.json
   run -3 ds-train cfg.json --out run --set data.tokenizer=broken
   assert_output --partial "broken/tokenizer.json"
-  assert_not_exists run
+  [[ ! -e run ]]
   run -1 env TMPDIR=/nowhere ds-train cfg.json --out run --set data.tokenizer="$(golden gpt2)"
   assert_output --partial "TMPDIR"
 }

@@ -116,7 +116,9 @@ TEST(TokenizerFuzz, ATextIsDecodedFromTheFrontOn) {
         const std::string part = tokenizer->decode(std::span(ids).first(n));
         const std::string_view shown = tokenizer::whole_characters(part);
         // SentencePiece writes U+FFFD for bytes that are not a character yet.
-        if (shown.find("\uFFFD") == shown.npos) EXPECT_EQ(all.substr(0, shown.size()), shown) << name;
+        if (shown.find("\uFFFD") == shown.npos) {
+          EXPECT_EQ(all.substr(0, shown.size()), shown) << name;
+        }
       }
     }
   }
