@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <filesystem>
 
 #include "base/check.h"
 #include "config/keys.h"
@@ -165,7 +166,7 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
     if (d.line == 0 && d.key.empty()) d = text.at("model.path", d.code, to_string(d));  // no such file
 }
 
-bool tokens_are_bytes(const DataConfig& d) {
+bool is_text(const DataConfig& d) {
   return d.format == DataFormat::Text ||
          (d.format == DataFormat::Auto &&
           std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return !f.ends_with(".bin"); }));
@@ -203,10 +204,24 @@ void check_objective(const Config& c, Reader& r) {
     r.error(tokens[0].key, fmt::format("{} is also the token that begins or ends a sample", tokens[0].id));
 }
 
+// A published model reads text with the tokenizer that lies beside it.
+void resolve_tokenizer(Config& c, Reader& r) {
+  DataConfig& d = c.data;
+  if (d.tokenizer.empty()) return r.error("data.tokenizer", "must be \"auto\", \"bytes\" or a path");
+  if (r.given("data.tokenizer") || c.model_path.empty()) return;
+  namespace fs = std::filesystem;
+  std::error_code ignored;
+  const fs::path path = c.model_path;
+  const fs::path directory = fs::is_directory(path, ignored) ? path : path.has_parent_path() ? path.parent_path() : ".";
+  const auto has = [&](const char* name) { return fs::exists(directory / name, ignored); };
+  if (has("tokenizer.json") || (has("vocab.json") && has("merges.txt")) || has("vocab.txt") || has("tokenizer.model"))
+    d.tokenizer = directory.string();
+}
+
 void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   DataConfig& d = c.data;
   const bool has_model = model_is_sound && c.model.layers > 0;
-  if (d.tokenizer != "bytes") r.not_yet("data.tokenizer", "a tokenizer file (only \"bytes\")");
+  resolve_tokenizer(c, r);
   if (r.given("data.train") && d.train.empty()) r.error("data.train", "names no file");
   if (!d.validation.empty() && r.given("data.split"))
     r.warning("data.split", "has no effect: validation files are given");
@@ -219,7 +234,7 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   if (d.seq_length > c.model.max_positions && !c.model.any_length())
     r.error("data.seq_length",
             fmt::format("{} is beyond the model's {} positions", d.seq_length, c.model.max_positions));
-  if (c.model.vocab_size < 256 && !d.train.empty() && tokens_are_bytes(d))
+  if (d.tokenizer == "bytes" && c.model.vocab_size < 256 && !d.train.empty() && is_text(d))
     r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
 }
 

@@ -342,7 +342,7 @@ constexpr Key kKeys[] = {
     effect("data.train", slot_of<&C::data, &DataConfig::train>),
     effect("data.validation", slot_of<&C::data, &DataConfig::validation>),
     effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
-    effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>),
+    effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>, {}, kAuto),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
     effect("data.mlm.probability", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::probability>, kOpenShare),

@@ -29,6 +29,7 @@ struct FileFingerprint {
 // All that the order and content of training samples depend on; a checkpoint keeps it.
 struct DataIdentity {
   std::vector<FileFingerprint> files;
+  std::string tokenizer;  // Tokenizer::identity() of text; empty: the files hold tokens
   i64 num_samples = 0;
   i64 seq_length = 0;
   i64 seed = 0;
@@ -41,16 +42,16 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 std::string data_identity_json(const DataIdentity&);
 DataIdentity parse_data_identity(const std::string& json);
 
-// A read-only view of token files as one stream of ids. The files are mapped: tokens cost address space, not memory.
+// A read-only view of token files as one stream of ids; copies share the files. Files are mapped: tokens cost address
+// space, not memory; for text that is not read as bytes see token_ids.h.
 class TokenStream {
  public:
-  // Text: one token per byte. Bin: uint16, little-endian, no header (nanoGPT). Auto: Bin for names in ".bin", else
-  // Text. Throws Errc::Config (cannot be opened, not a file, formats mixed), Errc::Io, Errc::Corrupt (empty, half a
-  // token at the end).
-  TokenStream(std::span<const std::string> files, DataFormat format);
-  ~TokenStream();
-  TokenStream(TokenStream&&) noexcept;
-  TokenStream& operator=(TokenStream&&) = delete;
+  // Bin: uint16, little-endian, no header (nanoGPT). Text: encoded by `tokenizer`, "bytes" or a path as of
+  // open_tokenizer, each file by itself. Auto: Bin for names in ".bin", else Text. Throws Errc::Config (cannot be
+  // opened, not a file, formats mixed), Errc::Io, Errc::Corrupt (empty, half a token at the end), and as open_tokenizer
+  // and Tokenizer::encode do.
+  TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer = "bytes",
+              int num_threads = 1);
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
   // Shrinks the view to its tokens [begin, end).
@@ -64,10 +65,13 @@ class TokenStream {
   void check(i64 vocab_size) const;
 
   std::vector<FileFingerprint> fingerprints() const;
+  // As DataIdentity holds it.
+  const std::string& tokenizer() const noexcept { return tokenizer_; }
 
  private:
   struct File;
-  std::vector<File> files_;
+  std::vector<std::shared_ptr<const File>> files_;
+  std::string tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };
 
@@ -77,7 +81,8 @@ struct Dataset {
   std::optional<TokenStream> validation;
 };
 // Throws as TokenStream, and Errc::Config when a part is shorter than one sample.
-Dataset open_dataset(const DataConfig&, const Objective&);
+// `num_threads` encode text.
+Dataset open_dataset(const DataConfig&, const Objective&, int num_threads = 1);
 
 // A permutation of [0, n) without a table: a balanced Feistel network over the smallest even number of bits that covers
 // n (Philox as round function), walked until the result is below n (Black, Rogaway: "Ciphers with Arbitrary Finite

@@ -20,6 +20,8 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
     DS_CHECK(s.hash == n.hash, Errc::Mismatch,
              "data file '{}' has other content than '{}' had when the run was started", n.name, s.name);
   }
+  DS_CHECK(saved.tokenizer == now.tokenizer || saved.tokenizer.empty() || now.tokenizer.empty(), Errc::Mismatch,
+           "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
   DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
            now.seq_length, saved.seq_length);
   DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
@@ -37,6 +39,7 @@ std::string data_identity_json(const DataIdentity& identity) {
   for (const FileFingerprint& f : identity.files)
     files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", fmt::format("{:016x}", f.hash)}});
   return nlohmann::ordered_json{{"files", files},
+                                {"tokenizer", identity.tokenizer},
                                 {"num_samples", identity.num_samples},
                                 {"seq_length", identity.seq_length},
                                 {"seed", identity.seed},
@@ -57,6 +60,7 @@ DataIdentity parse_data_identity(const std::string& json) {
       DS_CHECK(error == std::errc{} && end == hash.data() + hash.size(), Errc::Corrupt,
                "the checkpoint's description of its data has a hash that is not hexadecimal: '{}'", hash);
     }
+    identity.tokenizer = j.value("tokenizer", "bytes");  // checkpoints without it are from when text was bytes
     j.at("num_samples").get_to(identity.num_samples);
     j.at("seq_length").get_to(identity.seq_length);
     j.at("seed").get_to(identity.seed);

@@ -50,7 +50,8 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
 }
 
 DataIdentity BatchLoader::identity() const {
-  return {stream_.fingerprints(), num_samples_, shape_.seq_length, static_cast<i64>(seed_), objective_->description()};
+  return {stream_.fingerprints(), stream_.tokenizer(),     num_samples_,
+          shape_.seq_length,      static_cast<i64>(seed_), objective_->description()};
 }
 
 void BatchLoader::load_row(i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const {

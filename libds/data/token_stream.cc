@@ -11,10 +11,12 @@
 #include <bit>
 #include <cerrno>
 #include <cstring>
+#include <memory>
 #include <utility>
 
 #include "base/check.h"
 #include "data/objective.h"
+#include "data/token_ids.h"
 
 namespace ds {
 
@@ -42,20 +44,22 @@ struct TokenStream::File {
     }
   }
   ~File() {
-    if (fd < 0) return;
     ::munmap(const_cast<u8*>(data), static_cast<size_t>(bytes));
     ::close(fd);
   }
-  File(File&& o) noexcept
-      : name(std::move(o.name)),
-        fd(std::exchange(o.fd, -1)),
-        data(o.data),
-        bytes(o.bytes),
-        token_bytes(o.token_bytes),
-        first_token(o.first_token) {}
-  File& operator=(File&&) = delete;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
 
-  i64 num_tokens() const noexcept { return bytes / token_bytes; }
+  // From here on the tokens are the tokenizer's.
+  void encode(const Tokenizer& tokenizer, int num_threads) {
+    const std::string_view text(reinterpret_cast<const char*>(data), static_cast<size_t>(bytes));
+    ids = std::make_unique<TokenIds>(text, tokenizer, num_threads, name, [&] { check_size(); });
+    DS_CHECK(ids->num_tokens() > 0, Errc::Corrupt, "data file '{}': its text has no tokens", name);
+    token_bytes = ids->token_bytes();
+  }
+
+  const u8* tokens() const noexcept { return ids ? ids->data() : data; }
+  i64 num_tokens() const noexcept { return ids ? ids->num_tokens() : bytes / token_bytes; }
 
   // Touching a mapped page past the end of a file kills the process, so a file that was cut off is found first.
   void check_size() const {
@@ -68,16 +72,14 @@ struct TokenStream::File {
   // out = tokens [begin, begin + out.size()) of this file.
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const {
     i32 largest = 0;
-    const u8* from = data + begin * token_bytes;
-    if (token_bytes == 1) {
-      for (size_t i = 0; i < out.size(); ++i) largest = std::max(largest, out[i] = from[i]);
-    } else {
+    const u8* from = tokens() + begin * token_bytes;
+    const auto copy = [&]<class Token>(Token token) {
       for (size_t i = 0; i < out.size(); ++i) {
-        u16 token;
-        std::memcpy(&token, from + 2 * i, 2);
-        largest = std::max(largest, out[i] = token);
+        std::memcpy(&token, from + sizeof token * i, sizeof token);
+        largest = std::max(largest, out[i] = static_cast<i32>(token));
       }
-    }
+    };
+    token_bytes == 1 ? copy(u8{}) : token_bytes == 2 ? copy(u16{}) : copy(u32{});
     if (largest < vocab_size) [[likely]]
       return;
     const auto bad = std::find_if(out.begin(), out.end(), [&](i32 id) { return id >= vocab_size; });
@@ -88,10 +90,10 @@ struct TokenStream::File {
   void check(i64 begin, i64 end, i64 vocab_size) const {
     constexpr i64 kChunk = i64{1} << 20;
     if (vocab_size > (i64{1} << (8 * token_bytes)) - 1) return;
-    const auto scan = [&]<class Token>(const Token* tokens) {
+    const auto scan = [&]<class Token>(const Token* all) {
       for (i64 at = begin; at < end; at += kChunk) {
         check_size();
-        const std::span part(tokens + at, static_cast<size_t>(std::min(kChunk, end - at)));
+        const std::span part(all + at, static_cast<size_t>(std::min(kChunk, end - at)));
         Token largest = 0;
         for (const Token token : part) largest = std::max(largest, token);
         if (largest < vocab_size) continue;
@@ -99,14 +101,18 @@ struct TokenStream::File {
         refuse(*bad, at + (bad - part.begin()), vocab_size);
       }
     };
-    if (token_bytes == 1) {
-      scan(data);
-    } else {
-      scan(reinterpret_cast<const u16*>(data));  // a mapping begins on a page
-    }
+    if (token_bytes == 1) return scan(tokens());
+    if (token_bytes == 2) return scan(reinterpret_cast<const u16*>(tokens()));  // a mapping begins on a page
+    scan(reinterpret_cast<const u32*>(tokens()));
   }
 
   [[noreturn]] void refuse(i64 token, i64 position, i64 vocab_size) const {
+    if (ids)
+      throw Error(
+          Errc::Mismatch,
+          fmt::format("data file '{}': its token {} has the id {} by data.tokenizer, which is outside the model's "
+                      "vocabulary of {}",
+                      name, position, token, vocab_size));
     throw Error(Errc::Mismatch,
                 fmt::format("data file '{}': token {} at position {} (byte {}) is outside the model's vocabulary of {}",
                             name, token, position, position * token_bytes, vocab_size));
@@ -124,6 +130,7 @@ struct TokenStream::File {
   int fd = -1;
   const u8* data = nullptr;
   i64 bytes = 0;
+  std::unique_ptr<TokenIds> ids;  // null: the file holds the tokens itself
   i64 token_bytes = 1;
   i64 first_token = 0;  // position in the stream
 };
@@ -150,18 +157,23 @@ void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objec
 
 }  // namespace
 
-TokenStream::TokenStream(std::span<const std::string> files, DataFormat format) {
-  const DataFormat resolved = resolve_format(files, format);
-  files_.reserve(files.size());
+TokenStream::TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer,
+                         int num_threads) {
+  const bool is_text = resolve_format(files, format) == DataFormat::Text;
+  if (is_text) tokenizer_ = tokenizer;
+  std::unique_ptr<Tokenizer> encoder;
+  if (is_text && tokenizer != "bytes") {
+    encoder = open_tokenizer(tokenizer);
+    tokenizer_ = encoder->identity();
+  }
   for (const std::string& path : files) {
-    File& file = files_.emplace_back(path, resolved);
-    file.first_token = end_;
-    end_ += file.num_tokens();
+    const auto file = std::make_shared<File>(path, is_text ? DataFormat::Text : DataFormat::Bin);
+    if (encoder) file->encode(*encoder, num_threads);
+    file->first_token = end_;
+    end_ += file->num_tokens();
+    files_.push_back(file);
   }
 }
-
-TokenStream::~TokenStream() = default;
-TokenStream::TokenStream(TokenStream&&) noexcept = default;
 
 void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
   end_ = begin_ + end;
@@ -171,11 +183,11 @@ void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
 void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
   position += begin_;
   DS_ASSERT(position >= begin_ && position + std::ssize(out) <= end_);
-  auto file =
-      std::upper_bound(files_.begin(), files_.end(), position, [](i64 p, const File& f) { return p < f.first_token; }) -
-      files_.begin() - 1;
+  auto file = std::upper_bound(files_.begin(), files_.end(), position,
+                               [](i64 p, const auto& f) { return p < f->first_token; }) -
+              files_.begin() - 1;
   while (!out.empty()) {
-    const File& f = files_[static_cast<size_t>(file++)];
+    const File& f = *files_[static_cast<size_t>(file++)];
     const i64 begin = position - f.first_token;
     const i64 n = std::min<i64>(std::ssize(out), f.num_tokens() - begin);
     f.check_size();
@@ -186,30 +198,30 @@ void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
 }
 
 void TokenStream::check(i64 vocab_size) const {
-  for (const File& f : files_) {
-    const i64 begin = std::max<i64>(begin_ - f.first_token, 0), end = std::min(end_ - f.first_token, f.num_tokens());
-    if (begin < end) f.check(begin, end, vocab_size);
+  for (const auto& f : files_) {
+    const i64 begin = std::max<i64>(begin_ - f->first_token, 0), end = std::min(end_ - f->first_token, f->num_tokens());
+    if (begin < end) f->check(begin, end, vocab_size);
   }
 }
 
 std::vector<FileFingerprint> TokenStream::fingerprints() const {
   std::vector<FileFingerprint> result;
-  for (const File& file : files_) result.push_back(file.fingerprint());
+  for (const auto& file : files_) result.push_back(file->fingerprint());
   return result;
 }
 
-Dataset open_dataset(const DataConfig& config, const Objective& objective) {
+Dataset open_dataset(const DataConfig& config, const Objective& objective, int num_threads) {
   DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
-  Dataset data{TokenStream(config.train, config.format), std::nullopt};
+  Dataset data{TokenStream(config.train, config.format, config.tokenizer, num_threads), std::nullopt};
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
-    data.validation.emplace(config.validation, config.format);
+    data.validation.emplace(config.validation, config.format, config.tokenizer, num_threads);
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");
   } else if (config.split > 0) {
     const i64 cut = total - static_cast<i64>(config.split * static_cast<double>(total));
+    data.validation.emplace(data.train).narrow_to(cut, total);
     data.train.narrow_to(0, cut);
-    data.validation.emplace(config.train, config.format).narrow_to(cut, total);
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.train.front(),
                          "raise data.split, set it to 0 or name data.validation files");
   }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Text to token ids and back, with the ids of the reference tokenizers.
+// Text to token ids and back, with the ids of the reference tokenizers: Hugging Face's tokenizers for tokenizer.json,
+// vocab.json + merges.txt and vocab.txt; SentencePiece for tokenizer.model.
 
 #include <memory>
 #include <optional>
@@ -19,21 +20,34 @@ class Tokenizer {
  public:
   virtual ~Tokenizer() = default;
 
-  // Appends the ids of `text` (UTF-8), without the special tokens that some callers put around a text. Special tokens
-  // that are spelt out in the text become their ids, as the reference does. Reentrant.
+  // Appends the ids of `text`, without the special tokens that some callers put around a text. Special tokens that are
+  // spelt out in the text become their ids, as the reference does. What is not UTF-8 counts as U+FFFD, one for each
+  // maximal part, as Python's errors="replace" reads it; "bytes" takes every byte as it is. Reentrant. Throws
+  // Errc::Unavailable when a regular expression of the tokenizer needs too many steps.
   virtual void encode(std::string_view text, std::vector<i32>& ids) const = 0;
-  // The text of `ids`, bytes that may end inside a character; special tokens are spelt out.
+  // The text of `ids`, bytes that may end inside a character; special tokens are spelt out, ids without a token are
+  // left out. The text of the first ids is a prefix of the text of all of them, up to whole characters.
   virtual std::string decode(std::span<const i32> ids) const = 0;
 
   virtual i64 vocab_size() const noexcept = 0;  // one more than the largest id, added tokens included
   virtual std::optional<i32> special(SpecialToken) const noexcept { return std::nullopt; }
+  // Whether the reference puts Bos before a text that a model is to go on with.
+  virtual bool adds_bos() const noexcept { return false; }
   // Names the kind and all that the ids depend on: runs with equal identities see equal ids.
   virtual std::string identity() const = 0;
+
+  // The first place behind `from` where `text` can be cut so that the ids of the parts, one after the other, are those
+  // of the whole; text.size() where none is known.
+  virtual size_t cut_after(std::string_view text, size_t from) const noexcept {
+    static_cast<void>(from);
+    return text.size();
+  }
 };
 
-// "bytes", or a path: a directory with one of tokenizer.json, vocab.json + merges.txt, vocab.txt, tokenizer.model
-// (looked for in this order), or such a file itself. Throws Errc::Io, Errc::Corrupt (file and what is wrong),
-// Errc::Unavailable (a kind or a part of a pipeline that is not supported, named).
+// "bytes" (one token per byte), or a path: a directory with one of tokenizer.json, vocab.json + merges.txt, vocab.txt,
+// tokenizer.model (looked for in this order), or such a file itself. Throws Errc::Config (nothing there), Errc::Io,
+// Errc::Corrupt (file and what is wrong), Errc::Unavailable (a kind or a part of a pipeline that is not supported,
+// named).
 std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path);
 
 }  // namespace ds

@@ -68,10 +68,6 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   return comm;
 }
 
-int thread_count(const Config& config, const RankInfo& ranks) {
-  return config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks.local_world_size);
-}
-
 // Over the memory of a GPU.
 std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo& ranks, Communicator& world,
                                            Device& device) {
@@ -99,6 +95,10 @@ std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo&
 }
 
 }  // namespace
+
+int thread_count(const Config& config, const RankInfo& ranks) {
+  return config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks.local_world_size);
+}
 
 DeviceKind resolve_device(const Config& config) {
   if (config.device == DeviceKind::Cpu) return DeviceKind::Cpu;

@@ -9,6 +9,9 @@
 
 namespace ds::engine {
 
+// Threads of this rank: the key `threads`, or its share of the machine's cores.
+int thread_count(const Config& config, const RankInfo& ranks);
+
 // What "auto" is here: CUDA where the plug-in, a driver and a GPU are, else the CPU. "cuda" throws Errc::Unavailable
 // with the reason where they are not.
 DeviceKind resolve_device(const Config& config);

@@ -91,8 +91,9 @@ class Engine {
   // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32.
   void read_logits(std::vector<float>& out);
 
-  // Continues `prompt`; calls token(id) as each token is known. Collective: all ranks give the same arguments.
-  void generate(std::span<const i32> prompt, const GenerateOptions& options, const std::function<void(i32)>& token);
+  // Continues `prompt`; calls token(id) as each token is known, and stops after one for which it returns false.
+  // Collective: all ranks give the same arguments and answers.
+  void generate(std::span<const i32> prompt, const GenerateOptions& options, const std::function<bool(i32)>& token);
 
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();

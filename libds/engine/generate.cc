@@ -39,7 +39,7 @@ i32 sample(std::span<const float> logits, const GenerateOptions& o, i64 position
 
 }  // namespace
 
-void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, const std::function<void(i32)>& token) {
+void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, const std::function<bool(i32)>& token) {
   const i64 length = narrow<i64>(prompt.size()), capacity = length + o.max_tokens;
   DS_CHECK(length >= 1, Errc::Config, "the prompt is empty");
   DS_CHECK(capacity <= model_.max_positions || config_.model.any_length(), Errc::Config,
@@ -113,7 +113,7 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
     done += T;
     device_.download(logits.data(), logits_view.data, logits_view.bytes());
     tokens.push_back(sample(logits, o, done, order));
-    token(tokens.back());
+    if (!token(tokens.back())) return;
   }
 }
 

@@ -15,6 +15,8 @@
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/together.h"
 #include "data/objective.h"
+#include "data/tokenizer.h"
+#include "data/tokenizer/unicode.h"
 #include "ds/log.h"
 #include "ds/train.h"
 #include "engine/connect.h"
@@ -217,8 +219,10 @@ void TrainingRun::State::take_directory() {
 
 void TrainingRun::State::open_data(i64 num_ranks) {
   if (config.data.train.empty()) return;  // generation needs none
-  const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, nullptr);
-  Dataset data = open_dataset(config.data, *objective);
+  // Masking alone asks for the tokenizer's special tokens.
+  const auto tokenizer = config.model.causal() ? nullptr : open_tokenizer(config.data.tokenizer);
+  const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, tokenizer.get());
+  Dataset data = open_dataset(config.data, *objective, engine::thread_count(config, ranks));
   const BatchShape shape{config.batch.micro, num_ranks, config.data.seq_length};
   const u32 seed = static_cast<u32>(config.data.seed);
   train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective);
@@ -593,14 +597,30 @@ void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
     DS_CHECK(s.config.model.causal(), Errc::Unavailable,
              "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
              family_name(s.config.model.family));
-    DS_CHECK(s.config.model.vocab_size >= 256, Errc::Unavailable,
-             "generation needs the byte tokenizer, so a vocabulary of at least 256; this model has {}",
-             s.config.model.vocab_size);
+    const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
     std::vector<i32> ids;
-    for (const char c : prompt) ids.push_back(static_cast<unsigned char>(c));
+    const std::optional<i32> bos = tokenizer->special(SpecialToken::Bos), eos = tokenizer->special(SpecialToken::Eos);
+    if (tokenizer->adds_bos() && bos) ids.push_back(*bos);
+    tokenizer->encode(prompt, ids);
+    for (const i32 id : ids)
+      DS_CHECK(id < s.config.model.vocab_size, Errc::Mismatch,
+               "the prompt has the token {} ({}), which is outside the model's vocabulary of {}", id,
+               tokenizer->identity(), s.config.model.vocab_size);
+    // What a token adds to the text depends on those before it: blanks between words, bytes of one character.
+    size_t shown = tokenizer->decode(ids).size();
+    const auto show = [&](i32 id, bool last) {
+      const std::string text = tokenizer->decode(ids);
+      const std::string_view whole = last ? std::string_view(text) : tokenizer::whole_characters(text);
+      const size_t from = std::min(shown, whole.size());
+      shown = whole.size();
+      token(id, whole.substr(from));
+    };
+    i64 left = o.max_tokens;
     s.engine->generate(ids, {o.max_tokens, o.temperature, o.top_k, o.seed}, [&](i32 id) {
-      const char byte = static_cast<char>(id);
-      token(id, id < 256 ? std::string_view(&byte, 1) : std::string_view("?"));
+      if (id == eos) return false;
+      ids.push_back(id);
+      show(id, --left == 0);
+      return true;
     });
   });
 }

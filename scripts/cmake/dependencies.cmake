@@ -11,6 +11,14 @@ find_package(HDF5 REQUIRED COMPONENTS C)
 
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+# Tokenizers: regular expressions, Unicode, SentencePiece models.
+pkg_check_modules(PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)
+pkg_check_modules(UTF8PROC REQUIRED IMPORTED_TARGET libutf8proc)
+find_path(SENTENCEPIECE_INCLUDE_DIR sentencepiece_processor.h REQUIRED)
+find_library(SENTENCEPIECE_LIBRARY sentencepiece REQUIRED)  # its package file would link the trainer too
+add_library(ds_sentencepiece INTERFACE)
+target_include_directories(ds_sentencepiece SYSTEM INTERFACE ${SENTENCEPIECE_INCLUDE_DIR})
+target_link_libraries(ds_sentencepiece INTERFACE ${SENTENCEPIECE_LIBRARY})
 
 # oneDNN's own package file fails without OpenCL headers, so it is found by hand.
 find_path(DNNL_INCLUDE_DIR oneapi/dnnl/dnnl.hpp REQUIRED)

@@ -202,7 +202,6 @@ const Wrong kWrong[] = {
     {R"("pipeline": {"activation_checkpoint_interval": 1})", kLater, "0 is accepted"},
     {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
     {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
-    {R"("data": {"tokenizer": "tok.json"})", kLater, "a tokenizer file"},
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.

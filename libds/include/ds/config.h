@@ -99,7 +99,7 @@ struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
   std::vector<std::string> validation;  // empty: the last `split` of the training data
   double split = 0.05;
-  std::string tokenizer = "bytes";
+  std::string tokenizer = "bytes";  // or a path; resolved to model.path's when not given and it has one
   DataFormat format = DataFormat::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given

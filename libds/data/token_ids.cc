@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/token_ids.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "base/check.h"
+
+namespace ds {
+
+constexpr size_t kPieceBytes = size_t{4} << 20;
+
+TokenIds::TokenIds(const Tokenizer& tokenizer) : token_bytes_(tokenizer.vocab_size() <= 65536 ? 2 : 4) {
+  const char* given = std::getenv("TMPDIR");
+  directory_ = given != nullptr && *given != '\0' ? given : "/tmp";
+  std::string path = directory_ + "/ds-tokens-XXXXXX";
+  fd_ = ::mkostemp(path.data(), O_CLOEXEC);
+  DS_CHECK(fd_ >= 0, Errc::Io, "cannot create a temporary file in {}, which TMPDIR can move: {}", directory_,
+           std::strerror(errno));
+  ::unlink(path.c_str());
+}
+
+TokenIds::~TokenIds() {
+  if (data_ != nullptr) ::munmap(const_cast<u8*>(data_), static_cast<size_t>(num_tokens_ * token_bytes_));
+  ::close(fd_);
+}
+
+size_t TokenIds::append(std::string_view text, size_t at, const Tokenizer& tokenizer, int num_threads,
+                        const std::string& name) {
+  struct Piece {
+    std::string_view text;
+    std::vector<i32> ids;
+    std::exception_ptr error;
+  };
+  std::vector<Piece> pieces;
+  while (at < text.size() && std::ssize(pieces) < num_threads) {
+    const size_t end = text.size() - at <= kPieceBytes ? text.size() : tokenizer.cut_after(text, at + kPieceBytes);
+    pieces.push_back({text.substr(at, end - at), {}, nullptr});
+    at = end;
+  }
+  const auto encode = [&](Piece& piece) {
+    try {
+      piece.ids.reserve(piece.text.size() / 3);
+      tokenizer.encode(piece.text, piece.ids);
+    } catch (...) {
+      piece.error = std::current_exception();
+    }
+  };
+  {
+    std::vector<std::jthread> threads;
+    for (size_t i = 1; i < pieces.size(); ++i) threads.emplace_back(encode, std::ref(pieces[i]));
+    encode(pieces[0]);
+  }
+  for (const Piece& piece : pieces) {
+    if (piece.error) std::rethrow_exception(piece.error);
+    write(piece.ids, name);
+  }
+  return at;
+}
+
+void TokenIds::write(std::span<const i32> ids, const std::string& name) {
+  std::vector<u16> narrow_ids;
+  const void* data = ids.data();
+  if (token_bytes_ == 2) {
+    narrow_ids.assign(ids.begin(), ids.end());
+    data = narrow_ids.data();
+  }
+  const i64 bytes = std::ssize(ids) * token_bytes_;
+  for (i64 done = 0; done < bytes;) {
+    const ssize_t n = ::pwrite(fd_, static_cast<const char*>(data) + done, static_cast<size_t>(bytes - done),
+                               num_tokens_ * token_bytes_ + done);
+    if (n < 0 && errno == EINTR) continue;
+    DS_CHECK(n > 0, Errc::Io, "cannot write the tokens of '{}' to a temporary file in {}, which TMPDIR can move: {}",
+             name, directory_, std::strerror(errno));
+    done += n;
+  }
+  num_tokens_ += std::ssize(ids);
+}
+
+void TokenIds::map(const std::string& name) {
+  if (num_tokens_ == 0) return;
+  void* map = ::mmap(nullptr, static_cast<size_t>(num_tokens_ * token_bytes_), PROT_READ, MAP_SHARED, fd_, 0);
+  DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name, std::strerror(errno));
+  data_ = static_cast<const u8*>(map);
+}
+
+}  // namespace ds

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/tokenizer/added_tokens.h"
+
+#include <algorithm>
+
+#include "data/tokenizer/unicode.h"
+
+namespace ds::tokenizer {
+
+void TokenSet::add(const AddedToken* token) { tokens_.push_back(token); }
+
+void TokenSet::finish() {
+  std::stable_sort(tokens_.begin(), tokens_.end(),
+                   [](const auto* a, const auto* b) { return a->in_text < b->in_text; });
+  for (const AddedToken* t : tokens_) starts_[static_cast<u8>(t->in_text[0])] = true;
+}
+
+// Narrows the sorted tokens byte by byte to those that the text spells.
+const AddedToken* TokenSet::longest(std::string_view text, size_t at) const {
+  const AddedToken* found = nullptr;
+  auto low = tokens_.begin(), high = tokens_.end();
+  for (size_t depth = 0; low != high && at + depth < text.size(); ++depth) {
+    const auto byte = [&](const AddedToken* t) {
+      return depth < t->in_text.size() ? static_cast<int>(static_cast<u8>(t->in_text[depth])) : -1;
+    };
+    const int wanted = static_cast<u8>(text[at + depth]);
+    low = std::partition_point(low, high, [&](const AddedToken* t) { return byte(t) < wanted; });
+    high = std::partition_point(low, high, [&](const AddedToken* t) { return byte(t) == wanted; });
+    if (low != high && (*low)->in_text.size() == depth + 1) found = *low;
+  }
+  return found;
+}
+
+void TokenSet::each(std::string_view text, const std::function<void(size_t, size_t, const AddedToken*)>& part) const {
+  const auto is_word_at = [&](size_t at) { return is_word(next_char(text, at)); };
+  size_t done = 0;
+  for (size_t at = 0; at < text.size();) {
+    const AddedToken* const token = starts_[static_cast<u8>(text[at])] ? longest(text, at) : nullptr;
+    if (token == nullptr) {
+      ++at;
+      continue;
+    }
+    size_t begin = at, end = at + token->in_text.size();
+    at = end;
+    if (token->single_word &&
+        ((begin > 0 && is_word_at(previous_char(text, begin))) || (end < text.size() && is_word_at(end))))
+      continue;
+    while (token->lstrip && begin > done) {
+      size_t before = previous_char(text, begin);
+      const size_t start = before;
+      if (!is_white_space(next_char(text, before))) break;
+      begin = start;
+    }
+    while (token->rstrip && end < text.size()) {
+      size_t next = end;
+      if (!is_white_space(next_char(text, next))) break;
+      end = next;
+    }
+    if (begin > done) part(done, begin, nullptr);
+    part(begin, end, token);
+    done = end;
+  }
+  if (done < text.size()) part(done, text.size(), nullptr);
+}
+
+AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary,
+                         const Normalizer* normalizer) {
+  if (list.is_null()) return;
+  if (!list.is_array()) place.corrupt("must be an array");
+  constexpr size_t kLongest = 4096;  // bytes; a search takes at most so many steps per byte of text
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Place here{place.file, fmt::format("{}[{}]", place.path, i)};
+    Fields f(list[i], here);
+    AddedToken token;
+    token.content = f.text("content");
+    const i64 id = f.integer("id");
+    if (id < 0) here.corrupt("the id is negative");
+    token.id = static_cast<i32>(id);
+    token.single_word = f.flag("single_word", false);
+    token.lstrip = f.flag("lstrip", false);
+    token.rstrip = f.flag("rstrip", false);
+    const bool special = f.flag("special", false);
+    token.normalized = f.flag("normalized", !special);
+    f.done();
+    if (token.content.empty()) continue;
+    if (token.content.size() > kLongest) here.unsupported(fmt::format("a token of {} bytes", token.content.size()));
+    if (const auto known = vocabulary.id(token.content); known && *known != token.id)
+      here.corrupt(fmt::format("'{}' has id {} here and {} in the vocabulary", token.content, token.id, *known));
+    if (const std::string* other = vocabulary.token(token.id); other != nullptr && *other != token.content)
+      here.corrupt(fmt::format("'{}' has the id {} of '{}'", token.content, token.id, *other));
+    const auto [entry, inserted] = ids_.emplace(token.content, token.id);
+    if (entry->second != token.id)
+      here.corrupt(fmt::format("'{}' has the ids {} and {}", token.content, entry->second, token.id));
+    token.in_text = token.content;
+    if (token.normalized && normalizer != nullptr) normalizer->apply(token.in_text);
+    const auto it = tokens_.find(token.id);
+    if (it != tokens_.end() && it->second.content != token.content)
+      here.corrupt(fmt::format("'{}' has the id {} of '{}'", token.content, token.id, it->second.content));
+    tokens_.insert_or_assign(token.id, std::move(token));
+  }
+  for (const auto& [id, token] : tokens_) {
+    if (token.in_text.find('\n') != std::string::npos || token.lstrip) keep_lines_ = false;
+    if (!token.in_text.empty()) (token.normalized ? normalized_ : raw_).add(&token);
+  }
+  raw_.finish();
+  normalized_.finish();
+}
+
+std::optional<i32> AddedTokens::id(std::string_view content) const {
+  const auto it = ids_.find(content);
+  if (it == ids_.end()) return std::nullopt;
+  return it->second;
+}
+
+}  // namespace ds::tokenizer

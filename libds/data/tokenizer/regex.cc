@@ -1,0 +1,238 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/tokenizer/regex.h"
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include <algorithm>
+#include <new>
+
+namespace ds::tokenizer {
+namespace {
+
+constexpr std::string_view kSpace =
+    R"(\x09-\x0d\x20\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000})";
+// PCRE2's \w is narrower: no marks, no letters in circles.
+constexpr std::string_view kWord =
+    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169}\x{1f170}-\x{1f189})";
+
+// Rewrites one expression, left to right.
+class Translator {
+ public:
+  Translator(std::string_view pattern, const Place& place) : in_(pattern), place_(place) {}
+
+  std::string run() {
+    while (at_ < in_.size()) {
+      switch (const char c = in_[at_]) {
+        case '\\': escape(false); break;
+        case '[': bracket(); break;
+        case '(': group(); break;
+        case '{': interval(); break;
+        case '^':
+        case '$': refuse(fmt::format("'{}'", c));
+        default: out_ += c; ++at_;
+      }
+    }
+    return std::move(out_);
+  }
+
+ private:
+  [[noreturn]] void refuse(const std::string& what) const {
+    place_.unsupported(fmt::format("{} in the regular expression '{}' is not supported", what, in_));
+  }
+  char peek(size_t ahead = 0) const { return at_ + ahead < in_.size() ? in_[at_ + ahead] : '\0'; }
+
+  void escape(bool in_class) {
+    const char c = peek(1);
+    const auto set = [&](std::string_view members, bool negated) {
+      if (!in_class) {
+        out_ += fmt::format("[{}{}]", negated ? "^" : "", members);
+      } else if (!negated) {
+        out_ += members;
+      } else {
+        refuse(fmt::format("'\\{}' in brackets", c));
+      }
+      at_ += 2;
+    };
+    switch (c) {
+      case 's': return set(kSpace, false);
+      case 'S': return set(kSpace, true);
+      case 'w': return set(kWord, false);
+      case 'W': return set(kWord, true);
+      case 'd': return set(R"(\p{Nd})", false);
+      case 'D': return set(R"(\p{Nd})", true);
+      case 'p':
+      case 'P': return property();
+      case 'u':
+      case 'x': return code_point();
+      case 'n':
+      case 'r':
+      case 't':
+      case 'f': break;
+      case '\0': place_.corrupt(fmt::format("the regular expression '{}' ends with a backslash", in_));
+      default:
+        if (static_cast<unsigned char>(c) >= 0x80 || (c >= '0' && c <= '9') || (c >= 'A' && c <= 'Z') ||
+            (c >= 'a' && c <= 'z'))
+          refuse(fmt::format("'\\{}'", c));
+    }
+    out_ += in_.substr(at_, 2);
+    at_ += 2;
+  }
+
+  // \p{L}; a name of a script means the script alone, where PCRE2 would take its extensions.
+  void property() {
+    const size_t close = in_.find('}', at_);
+    if (peek(2) != '{' || close == in_.npos) refuse("a property without braces");
+    std::string_view name = in_.substr(at_ + 3, close - at_ - 3);
+    const char* negation = "";
+    if (name.starts_with('^')) {
+      negation = "^";
+      name.remove_prefix(1);
+    }
+    if (name.empty() || !std::all_of(name.begin(), name.end(), [](char c) {
+          return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || c == '_';
+        }))
+      refuse(fmt::format("the property '{}'", name));
+    out_ += fmt::format("\\{}{{{}{}{}}}", in_[at_ + 1], negation, name.size() > 2 ? "sc:" : "", name);
+    at_ = close + 1;
+  }
+
+  void code_point() {
+    const bool braces = peek(2) == '{';
+    size_t from = at_ + (braces ? 3 : 2), to = from;
+    const auto hex = [&](size_t i) {
+      return i < in_.size() && std::string_view("0123456789abcdefABCDEF").find(in_[i]) != std::string_view::npos;
+    };
+    const size_t most = braces ? 6 : in_[at_ + 1] == 'u' ? 4 : 2;
+    while (to - from < most && hex(to)) ++to;
+    const bool whole = braces ? to > from && to < in_.size() && in_[to] == '}' : to - from == most;
+    // \x80 would be a byte.
+    if (!whole || (in_[at_ + 1] == 'x' && !braces && in_[from] >= '8')) refuse("a character by number");
+    out_ += fmt::format("\\x{{{}}}", in_.substr(from, to - from));
+    at_ = to + (braces ? 1 : 0);
+  }
+
+  void bracket() {
+    out_ += in_[at_++];
+    if (peek() == '^') out_ += in_[at_++];
+    for (bool first = true;; first = false) {
+      const char c = peek();
+      if (c == '\0' && at_ >= in_.size()) place_.corrupt(fmt::format("the regular expression '{}' lacks a ']'", in_));
+      if (c == ']') {
+        if (first) refuse("']' at the start of a bracket");
+        out_ += in_[at_++];
+        return;
+      }
+      if (c == '[') refuse("a bracket inside a bracket");
+      if (c == '&' && peek(1) == '&') refuse("'&&'");
+      if (c == '\\') {
+        escape(true);
+      } else {
+        out_ += c;
+        ++at_;
+      }
+    }
+  }
+
+  // (?: (?= (?! (?> and (?i: mean the same in both.
+  void group() {
+    out_ += in_[at_++];
+    if (peek() != '?') return;
+    const std::string_view rest = in_.substr(at_ + 1);
+    const bool known = rest.starts_with(':') || rest.starts_with('=') || rest.starts_with('!') ||
+                       rest.starts_with('>') || rest.starts_with("i:");
+    if (!known) refuse(fmt::format("'(?{}'", rest.substr(0, 1)));
+    const size_t n = rest.starts_with("i:") ? 3 : 2;
+    out_ += in_.substr(at_, n);
+    at_ += n;
+  }
+
+  // {n}, {n,}, {n,m}; a '+' after one is a second repetition there and possessive here.
+  void interval() {
+    const size_t close = in_.find('}', at_);
+    const std::string_view inside = close == in_.npos ? "" : in_.substr(at_ + 1, close - at_ - 1);
+    const bool digits = !inside.empty() && inside.find_first_not_of("0123456789,") == inside.npos &&
+                        inside.front() != ',' && std::count(inside.begin(), inside.end(), ',') <= 1;
+    if (!digits || (close + 1 < in_.size() && in_[close + 1] == '+')) refuse("'{'");
+    out_ += in_.substr(at_, close + 1 - at_);
+    at_ = close + 1;
+  }
+
+  std::string_view in_;
+  const Place& place_;
+  size_t at_ = 0;
+  std::string out_;
+};
+
+pcre2_jit_stack* stack_of_thread() {
+  thread_local const std::unique_ptr<pcre2_jit_stack, decltype(&pcre2_jit_stack_free)> stack(
+      pcre2_jit_stack_create(32 * 1024, 64 << 20, nullptr), &pcre2_jit_stack_free);
+  return stack.get();
+}
+
+}  // namespace
+
+struct Regex::Code {
+  struct Free {
+    void operator()(pcre2_code* p) const noexcept { pcre2_code_free(p); }
+    void operator()(pcre2_match_context* p) const noexcept { pcre2_match_context_free(p); }
+    void operator()(pcre2_match_data* p) const noexcept { pcre2_match_data_free(p); }
+  };
+  std::unique_ptr<pcre2_code, Free> code;
+  std::unique_ptr<pcre2_match_context, Free> context;
+  std::string pattern;
+  Place place;
+};
+
+Regex::Regex(std::string_view pattern, const Place& place) : code_(std::make_unique<Code>()) {
+  constexpr size_t kLongest = 20'000;
+  if (pattern.size() > kLongest) place.unsupported(fmt::format("a regular expression of {} bytes", pattern.size()));
+  code_->pattern = pattern;
+  code_->place = place;
+  const std::string translated = Translator(pattern, place).run();
+  int error = 0;
+  size_t offset = 0;
+  const std::unique_ptr<pcre2_compile_context, decltype(&pcre2_compile_context_free)> options(
+      pcre2_compile_context_create(nullptr), &pcre2_compile_context_free);
+  pcre2_set_newline(options.get(), PCRE2_NEWLINE_LF);
+  code_->code.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
+                                  PCRE2_UTF | PCRE2_UCP | PCRE2_NEVER_BACKSLASH_C, &error, &offset, options.get()));
+  if (!code_->code) {
+    PCRE2_UCHAR message[256] = {};
+    pcre2_get_error_message(error, message, sizeof message);
+    const std::string what = fmt::format("the regular expression '{}' cannot be compiled: {}", pattern,
+                                         reinterpret_cast<const char*>(message));
+    if (error == PCRE2_ERROR_UNKNOWN_UNICODE_PROPERTY) place.unsupported(what);
+    place.corrupt(what);
+  }
+  // Without it (no executable memory, say) the interpreter gives the same matches, slower.
+  pcre2_jit_compile(code_->code.get(), PCRE2_JIT_COMPLETE);
+  code_->context.reset(pcre2_match_context_create(nullptr));
+  if (!code_->context) throw std::bad_alloc();
+  // Steps of one match; real expressions take one or two per character.
+  pcre2_set_match_limit(code_->context.get(), 20'000'000);
+  pcre2_set_heap_limit(code_->context.get(), 256 * 1024);  // KiB
+  pcre2_jit_stack_assign(
+      code_->context.get(), [](void*) { return stack_of_thread(); }, nullptr);
+}
+
+Regex::~Regex() = default;
+Regex::Regex(Regex&&) noexcept = default;
+
+std::optional<std::pair<size_t, size_t>> Regex::find(std::string_view text, size_t at) const {
+  thread_local const std::unique_ptr<pcre2_match_data, Code::Free> match(pcre2_match_data_create(1, nullptr));
+  if (!match) throw std::bad_alloc();
+  const int rc = pcre2_match(code_->code.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), at,
+                             PCRE2_NO_UTF_CHECK, match.get(), code_->context.get());
+  if (rc == PCRE2_ERROR_NOMATCH) return std::nullopt;
+  if (rc < 0) {
+    PCRE2_UCHAR message[256] = {};
+    pcre2_get_error_message(rc, message, sizeof message);
+    code_->place.unsupported(fmt::format("matching the regular expression '{}' against a text of {} bytes: {}",
+                                         code_->pattern, text.size(), reinterpret_cast<const char*>(message)));
+  }
+  const size_t* const found = pcre2_get_ovector_pointer(match.get());
+  return std::pair{found[0], found[1]};
+}
+
+}  // namespace ds::tokenizer

@@ -1,0 +1,93 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-train on text with a tokenizer: training, generation, resuming, refusals.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+golden() { echo "$DS_SOURCE/tests/golden/tokenizers/$1"; }
+
+setup() {
+  tiny_setup
+  sed -i 's/"vocab_size": 256/"vocab_size": 1600/; s/"steps": 12/"steps": 2/' cfg.json
+}
+
+@test "text is trained on with each kind of tokenizer, and written" {
+  for kind in gpt2 llama2 llama2-sp bert-uncased gpt2-files; do
+    run -0 ds-train cfg.json --out "run-$kind" --set data.tokenizer="$(golden $kind)"
+    assert_output --partial "step 2  loss"
+    run -0 ds-train cfg.json --resume "run-$kind" --set data.tokenizer="$(golden $kind)" --generate "The licence" \
+      --max-tokens 20 --json
+    # Whole characters: the document is UTF-8, and the text follows the prompt.
+    python3 -c 'import json, sys
+d = json.load(sys.stdin)
+assert len(d["tokens"]) <= 20 and d["tokens"] and max(d["tokens"]) < 1600, d' <<<"$output"
+  done
+}
+
+@test "the ids of a run do not depend on ranks or threads" {
+  for i in $(seq 60); do cat text.txt; done >long.txt # more than one piece to encode
+  set=(--set data.tokenizer="$(golden qwen2)" --set data.train=long.txt)
+  ds-train cfg.json --out one --quiet "${set[@]}" --set threads=1
+  ds-launch -n 2 ds-train cfg.json --out two --quiet "${set[@]}" --set threads=3
+  diff <(losses one) <(losses two)
+}
+
+@test "a published model's tokenizer is used, and printed; bytes can be asked for" {
+  mkdir model
+  cat >model/config.json <<'JSON'
+{"model_type": "gpt2", "vocab_size": 1600, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+JSON
+  python3 - <<'PY'
+import json
+c = json.load(open("cfg.json"))
+c["model"] = {"path": "model"}
+json.dump(c, open("cfg.json", "w"))
+PY
+  run -0 ds-train cfg.json --check
+  assert_output --partial '"tokenizer": "bytes"'
+  cp "$(golden gpt2)/tokenizer.json" model
+  run -0 ds-train cfg.json --check
+  assert_output --partial '"tokenizer": "model"'
+  run -0 ds-train cfg.json --check --set data.tokenizer=auto --set model.path=model/config.json
+  assert_output --partial '"tokenizer": "model"'
+  run -0 ds-train cfg.json --check --set data.tokenizer=bytes
+  assert_output --partial '"tokenizer": "bytes"'
+}
+
+@test "another tokenizer than the run's is a mismatch that names both" {
+  ds-train cfg.json --out run --quiet --set data.tokenizer="$(golden gpt2)"
+  run -3 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer="$(golden qwen2)"
+  assert_output --regexp "data.tokenizer is BPE .*, but the run was started with BPE "
+  run -3 ds-train cfg.json --out run --resume latest --steps 3
+  assert_output --partial "data.tokenizer is bytes"
+  run -0 ds-train cfg.json --out run --resume latest --steps 3 --set data.tokenizer="$(golden gpt2)/tokenizer.json"
+}
+
+@test "ids beyond the model's vocabulary are found before the first step" {
+  run -3 ds-train cfg.json --set model.vocab_size=600 --set data.tokenizer="$(golden gpt2)"
+  assert_output --regexp "data file 'text.txt': its token [0-9]+ has the id [0-9]+ by data.tokenizer"
+  run -3 ds-train cfg.json --check --set model.vocab_size=600 --set data.tokenizer="$(golden gpt2)"
+  assert_output --partial "vocabulary of 600"
+}
+
+@test "a tokenizer that is missing, broken or of another kind" {
+  run -2 ds-train cfg.json --out run --set data.tokenizer=nowhere
+  assert_output --partial "tokenizer 'nowhere': no such file or directory"
+  mkdir empty
+  run -2 ds-train cfg.json --out run --set data.tokenizer=empty
+  assert_output --partial "has no tokenizer.json"
+  run -2 ds-train cfg.json --out run --set 'data.tokenizer=""'
+  mkdir t5 broken
+  sed 's/"normalizer":null/"normalizer":{"type":"Precompiled","precompiled_charsmap":"AA=="}/' \
+    "$(golden gpt2)/tokenizer.json" >t5/tokenizer.json
+  run -4 ds-train cfg.json --out run --set data.tokenizer=t5
+  assert_output --partial "t5/tokenizer.json: normalizer: normalizer 'Precompiled' is not supported"
+  head -c 3000 "$(golden gpt2)/tokenizer.json" >broken/tokenizer.json
+  run -3 ds-train cfg.json --out run --set data.tokenizer=broken
+  assert_output --partial "broken/tokenizer.json"
+  [[ ! -e run ]]
+  run -1 env TMPDIR=/nowhere ds-train cfg.json --out run --set data.tokenizer="$(golden gpt2)"
+  assert_output --partial "TMPDIR"
+}

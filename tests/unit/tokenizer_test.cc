@@ -1,0 +1,303 @@
+// SPDX-License-Identifier: Apache-2.0
+// Tokenizers by themselves: what they refuse and how, bytes that are no UTF-8, very long words, where texts may be cut,
+// and what is found in a folder. Equality with the reference is in tokenizer_reference_test.cc.
+#include "data/tokenizer.h"
+
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "data/tokenizer/regex.h"
+#include "data/tokenizer/unicode.h"
+#include "temp_directory.h"
+#include "test_data.h"
+
+namespace ds {
+namespace {
+
+using testing::read_file;
+using testing::TempDirectory;
+using testing::test_data;
+using testing::write_file;
+using Json = nlohmann::json;
+
+std::vector<i32> encode(const Tokenizer& tokenizer, std::string_view text) {
+  std::vector<i32> ids;
+  tokenizer.encode(text, ids);
+  return ids;
+}
+
+Json golden(const std::string& name) {
+  return Json::parse(read_file(test_data("tokenizers/" + name + "/tokenizer.json")));
+}
+
+std::unique_ptr<Tokenizer> open(const Json& file) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", file.dump());
+  return open_tokenizer(dir.path());
+}
+
+TEST(Tokenizer, BytesAreTheirOwnIds) {
+  const auto bytes = open_tokenizer("bytes");
+  EXPECT_EQ(encode(*bytes, std::string("A\0\xFF", 3)), (std::vector<i32>{65, 0, 255}));
+  EXPECT_EQ(bytes->decode(std::vector<i32>{65, 0, 255, 256, -1}), std::string("A\0\xFF", 3));
+  EXPECT_EQ(bytes->vocab_size(), 256);
+  EXPECT_EQ(bytes->identity(), "bytes");
+}
+
+TEST(Tokenizer, SpecialTokensAreFoundByTheirNames) {
+  const auto bert = open_tokenizer(test_data("tokenizers/bert-cased"));
+  EXPECT_EQ(bert->special(SpecialToken::Cls), 2);
+  EXPECT_EQ(bert->special(SpecialToken::Sep), 3);
+  EXPECT_EQ(bert->special(SpecialToken::Mask), 4);
+  EXPECT_EQ(bert->special(SpecialToken::Pad), 0);
+  EXPECT_EQ(bert->special(SpecialToken::Unk), 1);
+  EXPECT_FALSE(bert->special(SpecialToken::Eos));
+  EXPECT_FALSE(bert->adds_bos());
+  const auto gpt2 = open_tokenizer(test_data("tokenizers/gpt2-files"));
+  EXPECT_EQ(gpt2->special(SpecialToken::Eos), gpt2->vocab_size() - 1);
+  EXPECT_FALSE(gpt2->adds_bos());
+  const auto llama = open_tokenizer(test_data("tokenizers/llama2-sp"));
+  EXPECT_EQ(llama->special(SpecialToken::Bos), 1);
+  EXPECT_EQ(llama->special(SpecialToken::Eos), 2);
+  EXPECT_TRUE(llama->adds_bos());
+}
+
+TEST(Tokenizer, TheConfigurationBesideItNamesSpecialTokens) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", golden("llama3").dump());
+  EXPECT_FALSE(open_tokenizer(dir.path())->adds_bos());  // nobody says that the first token of the template is Bos
+  write_file(dir / "tokenizer_config.json",
+             R"({"bos_token": "<|begin_of_text|>", "eos_token": {"content": "<|eot_id|>", "lstrip": false}, "x": 1})");
+  const auto llama = open_tokenizer(dir.path());
+  EXPECT_TRUE(llama->adds_bos());
+  EXPECT_EQ(llama->decode(std::vector<i32>{llama->special(SpecialToken::Bos).value()}), "<|begin_of_text|>");
+  EXPECT_EQ(llama->decode(std::vector<i32>{llama->special(SpecialToken::Eos).value()}), "<|eot_id|>");
+}
+
+TEST(Tokenizer, AFolderIsSearchedInTheDocumentedOrder) {
+  const TempDirectory dir;
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Config, "has no tokenizer.json, vocab.json + merges.txt");
+  EXPECT_ERROR(open_tokenizer(dir / "none"), Errc::Config, "no such file");
+  write_file(dir / "tokenizer.model", read_file(test_data("tokenizers/llama2-sp/tokenizer.model")));
+  EXPECT_EQ(open_tokenizer(dir.path())->identity().substr(0, 13), "SentencePiece");
+  write_file(dir / "vocab.txt", read_file(test_data("tokenizers/bert-files/vocab.txt")));
+  EXPECT_EQ(open_tokenizer(dir.path())->identity().substr(0, 9), "WordPiece");
+  write_file(dir / "vocab.json", read_file(test_data("tokenizers/gpt2-files/vocab.json")));
+  EXPECT_ERROR(open_tokenizer(dir / "vocab.json"), Errc::Config, "merges.txt");
+  EXPECT_EQ(open_tokenizer(dir.path())->identity().substr(0, 9), "WordPiece");
+  write_file(dir / "merges.txt", read_file(test_data("tokenizers/gpt2-files/merges.txt")));
+  EXPECT_NE(open_tokenizer(dir.path())->identity().find("vocab.json + merges.txt"), std::string::npos);
+  EXPECT_EQ(open_tokenizer(dir / "merges.txt")->identity(), open_tokenizer(dir.path())->identity());
+  write_file(dir / "tokenizer.json", golden("qwen2").dump());
+  EXPECT_NE(open_tokenizer(dir.path())->identity().find("tokenizer.json"), std::string::npos);
+  write_file(dir / "tokens.spm3", "x");
+  EXPECT_ERROR(open_tokenizer(dir / "tokens.spm3"), Errc::Unavailable, "kind of file");
+}
+
+TEST(Tokenizer, IdentityFollowsTheContent) {
+  const auto a = open(golden("gpt2")), b = open(golden("gpt2")), c = open(golden("llama3"));
+  EXPECT_EQ(a->identity(), b->identity());
+  EXPECT_NE(a->identity(), c->identity());
+}
+
+TEST(Tokenizer, FilesWithoutTokenizerJsonFollowTheirClass) {
+  const TempDirectory dir;
+  for (const char* file : {"vocab.json", "merges.txt"})
+    write_file(dir / file, read_file(test_data(std::string("tokenizers/gpt2-files/") + file)));
+  const auto class_is = [&](const char* name) {
+    write_file(dir / "tokenizer_config.json", Json{{"tokenizer_class", name}}.dump());
+  };
+  class_is("Qwen2TokenizerFast");
+  EXPECT_EQ(encode(*open_tokenizer(dir.path()), "12 345").size(), 6u);  // digits one by one
+  class_is("CLIPTokenizer");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Unavailable, "'CLIPTokenizer'");
+  write_file(dir / "tokenizer_config.json", R"({"added_tokens_decoder": {"9x": {"content": "a"}}})");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "added_tokens_decoder.9x");
+  write_file(dir / "tokenizer_config.json", "{}");
+  write_file(dir / "added_tokens.json", R"({"<new>": 5000})");
+  const auto with_added = open_tokenizer(dir.path());
+  EXPECT_EQ(encode(*with_added, "a<new>b")[1], 5000);
+  EXPECT_EQ(with_added->vocab_size(), 5001);
+  write_file(dir / "merges.txt", "#version: 0.2\na b c\n");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "merges.txt:2");
+}
+
+// What a change of one value makes of a good file: pointer, new value, code, words.
+struct Refusal {
+  const char *file, *pointer, *value;
+  Errc code;
+  const char* words;
+};
+constexpr Errc kLater = Errc::Unavailable, kBad = Errc::Corrupt;
+const Refusal kRefusals[] = {
+    {"gpt2", "/normalizer", R"({"type": "Precompiled", "precompiled_charsmap": ""})", kLater,
+     "normalizer: normalizer 'Precompiled' is not supported"},
+    {"gpt2", "/normalizer", R"({"type": "NFC", "extra": 1})", kLater, "normalizer.extra: this field is not known"},
+    {"gpt2", "/normalizer", R"({"type": "Sequence", "normalizers": [{"type": "Nmt"}]})", kLater, "normalizers[0]"},
+    {"gpt2", "/normalizer", R"({"type": "Replace", "pattern": {"String": 3}, "content": ""})", kBad, "pattern.String"},
+    {"gpt2", "/normalizer", R"("NFC")", kBad, "must be an object"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "UnicodeScripts"})", kLater, "'UnicodeScripts' is not supported"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "ByteLevel"})", kBad, "add_prefix_space: is missing"},
+    {"gpt2", "/pre_tokenizer",
+     R"({"type": "Sequence", "pretokenizers": [{"type": "ByteLevel", "add_prefix_space": false}, {"type": "Whitespace"}]})",
+     kLater, "'Whitespace' after 'ByteLevel'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "a("}, "behavior": "Isolated"})", kBad,
+     "cannot be compiled"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "(?<=a)b"}, "behavior": "Isolated"})", kLater,
+     "'(?<'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a&&b]"}, "behavior": "Isolated"})", kLater,
+     "'&&'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\h+"}, "behavior": "Isolated"})", kLater,
+     "'\\h'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "^a"}, "behavior": "Isolated"})", kLater,
+     "'^'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "\\p{Elvish}"}, "behavior": "Isolated"})",
+     kLater, "Elvish"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"Regex": "[a"}, "behavior": "Isolated"})", kBad, "']'"},
+    {"gpt2", "/pre_tokenizer", R"({"type": "Split", "pattern": {"String": "a"}, "behavior": "Apart"})", kLater,
+     "'Apart'"},
+    {"gpt2", "/decoder", R"({"type": "CTC"})", kLater, "decoder 'CTC' is not supported"},
+    {"gpt2", "/decoder", R"({"type": "Strip", "content": "", "start": 1, "stop": 0})", kBad, "is empty"},
+    {"gpt2", "/model/type", R"("Unigram")", kLater, "model: 'Unigram' is not supported"},
+    {"gpt2", "/model/dropout", "0.1", kLater, "model.dropout: only null"},
+    {"gpt2", "/model/vocab", "[]", kBad, "model.vocab"},
+    {"gpt2", "/model/vocab/a", "-1", kBad, "model.vocab.a"},
+    {"gpt2", "/model/vocab/a", "99999999999", kBad, "model.vocab.a"},
+    {"gpt2", "/model/vocab/a", "0", kBad, "same id 0"},
+    {"gpt2", "/model/merges", "{}", kBad, "model.merges: must be an array"},
+    {"gpt2", "/model/merges/0", R"("a")", kBad, "merge 0: is not two tokens"},
+    {"gpt2", "/model/merges/3", R"(["nowhere", "a"])", kBad, "merge 3: 'nowhere' is not in the vocabulary"},
+    {"gpt2", "/model/unk_token", R"("none")", kBad, "model.unk_token"},
+    {"gpt2", "/model/byte_fallback", "true", kLater, "byte_fallback"},
+    {"gpt2", "/model/novelty", "true", kLater, "model.novelty: this field is not known"},
+    {"gpt2", "/version", R"("2.0")", kLater, "version"},
+    {"gpt2", "/added_tokens/0/id", "3", kBad, "added_tokens[0]: '<|endoftext|>' has the id 3 of '$'"},
+    {"gpt2", "/added_tokens/0/content", R"("a")", kBad, "added_tokens[0]"},
+    {"gpt2", "/added_tokens/0/rstrip", "1", kBad, "added_tokens[0].rstrip"},
+    {"bert-cased", "/model/unk_token", R"("none")", kBad, "'none' is not in the vocabulary"},
+    {"bert-cased", "/model/max_input_chars_per_word", "1000000", kLater, "max_input_chars_per_word"},
+    {"mixed", "/normalizer", R"({"type": "Strip", "strip_left": true, "strip_right": true})", kLater, "'first'"},
+    {"mixed", "/pre_tokenizer/pretokenizers/0/replacement", R"("ab")", kBad, "one character"},
+};
+
+TEST(Tokenizer, WhatItCannotPromiseIsRefusedByName) {
+  for (const Refusal& r : kRefusals) {
+    SCOPED_TRACE(std::string(r.file) + r.pointer + " " + r.value);
+    Json file = golden(r.file);
+    file[Json::json_pointer(r.pointer)] = Json::parse(r.value);
+    EXPECT_ERROR(open(file), r.code, r.words);
+  }
+}
+
+TEST(Tokenizer, DeepNestingIsRefused) {
+  Json part = {{"type", "NFC"}};
+  for (int i = 0; i < 20; ++i) part = {{"type", "Sequence"}, {"normalizers", {part}}};
+  Json file = golden("gpt2");
+  file["normalizer"] = part;
+  EXPECT_ERROR(open(file), Errc::Corrupt, "nested too deeply");
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.json", std::string(1 << 20, '['));
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
+}
+
+TEST(Tokenizer, OtherModelFilesAreNotSentencePiece) {
+  const TempDirectory dir;
+  write_file(dir / "tokenizer.model", "IQ== 0\nIg== 1\n");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Unavailable, "tiktoken");
+  write_file(dir / "tokenizer.model", "garbage");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "not a SentencePiece model");
+  write_file(dir / "tokenizer.model", "");
+  EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "not a SentencePiece model");
+}
+
+TEST(Tokenizer, WhatIsNotUtf8IsReplacedByMaximalParts) {
+  const auto gpt2 = open_tokenizer(test_data("tokenizers/gpt2"));
+  const std::pair<std::string, std::string> cases[] = {
+      {"a\xFF"
+       "b",
+       "a\uFFFDb"},
+      {"\xE2\x82", "\uFFFD"},                    // one unfinished character
+      {"\xE2\x82\xE2\x82\xAC", "\uFFFD\u20AC"},  // then a whole one
+      {"\xF0\x9F\x98", "\uFFFD"},                //
+      {"\xC0\x80", "\uFFFD\uFFFD"},              // overlong
+      {"\xED\xA0\x80", "\uFFFD\uFFFD\uFFFD"},    // a surrogate
+      {"\xF4\x90\x80\x80", "\uFFFD\uFFFD\uFFFD\uFFFD"},
+      {"\x80\xBF", "\uFFFD\uFFFD"},
+  };
+  for (const auto& [bytes, text] : cases) {
+    EXPECT_EQ(tokenizer::replace_invalid_utf8(bytes), text);
+    EXPECT_EQ(encode(*gpt2, bytes), encode(*gpt2, text)) << text;
+  }
+}
+
+TEST(Tokenizer, OnlyWholeCharactersAreShown) {
+  const auto whole = [](std::string_view text) { return tokenizer::whole_characters(text).size(); };
+  EXPECT_EQ(whole("abc"), 3u);
+  EXPECT_EQ(whole("a\xE2\x82"), 1u);
+  EXPECT_EQ(whole("a\xF0\x9F\x98"), 1u);
+  EXPECT_EQ(whole("a\xF0\x9F\x98\x80"), 5u);
+  EXPECT_EQ(whole("a\xFF"), 2u);  // never becomes a character
+  EXPECT_EQ(whole("\x80\x80\x80\x80"), 4u);
+  EXPECT_EQ(whole(""), 0u);
+}
+
+// A word of 2 MB in one piece: n log n, not n * n, which would take hours.
+TEST(Tokenizer, VeryLongWordsAreRead) {
+  const std::string word(2'000'000, 'a');
+  for (const char* name : {"gpt2", "qwen2", "llama2", "bert-uncased", "whitespace"}) {
+    const auto tokenizer = open_tokenizer(test_data(std::string("tokenizers/") + name));
+    const auto start = std::chrono::steady_clock::now();
+    EXPECT_GT(encode(*tokenizer, word).size(), 0u) << name;
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(60)) << name;
+  }
+}
+
+TEST(Tokenizer, CutsChangeNoIds) {
+  std::string text;
+  for (const auto& record : Json::parse(read_file(test_data("tokenizers/records.json"))))
+    text += record.get<std::string>() + "\n";
+  text += "broken \xE2\x82\nNext\xFF\nline\n\n\nThree\n4\n \xE4\xB8\xAD\n\xE4\xB8\xAD\xE6\x96\x87";
+  for (const char* name : {"gpt2", "llama3", "qwen2", "o200k", "deepseek3", "bert-cased", "bert-uncased", "bytes"}) {
+    const auto tokenizer =
+        open_tokenizer(std::string(name) == "bytes" ? name : test_data(std::string("tokenizers/") + name));
+    std::vector<i32> parts;
+    size_t num_cuts = 0;
+    for (size_t at = 0; at < text.size(); ++num_cuts) {
+      const size_t end = tokenizer->cut_after(text, at);
+      ASSERT_GT(end, at);
+      tokenizer->encode(std::string_view(text).substr(at, end - at), parts);
+      at = end;
+    }
+    EXPECT_GT(num_cuts, 30u) << name;
+    EXPECT_EQ(parts, encode(*tokenizer, text)) << name;
+  }
+  // Where nothing is known, there are none.
+  for (const char* name : {"llama2", "llama2-sp", "mixed"})
+    EXPECT_EQ(open_tokenizer(test_data(std::string("tokenizers/") + name))->cut_after(text, 0), text.size()) << name;
+}
+
+TEST(Regex, RunawayExpressionsEndWithAnError) {
+  const tokenizer::Regex regex("(a|aa)+[bc]", {"f", "p"});
+  EXPECT_ERROR(regex.find(std::string(100, 'a'), 0), Errc::Unavailable, "(a|aa)+[bc]");
+}
+
+TEST(Regex, ClassesAreTheReferences) {
+  const auto matches = [](const char* pattern, std::string_view text) {
+    const auto found = tokenizer::Regex(pattern, {"f", "p"}).find(text, 0);
+    return found && *found == std::pair{size_t{0}, text.size()};
+  };
+  EXPECT_TRUE(matches(R"(\s)", "\u0085"));
+  EXPECT_TRUE(matches(R"([\s])", "\u3000"));
+  EXPECT_FALSE(matches(R"(\s)", "\u180E"));  // was a blank until Unicode 6.3
+  EXPECT_TRUE(matches(R"(\S)", "\u180E"));
+  EXPECT_TRUE(matches(R"(\w+)", "e\u0301"));
+  EXPECT_TRUE(matches(R"(\d)", "\u0663"));
+  EXPECT_FALSE(matches(R"(\p{Han})", "\u3001"));  // by its extensions it would be
+  EXPECT_TRUE(matches(R"(\u0041\x{42}\x43)", "ABC"));
+  EXPECT_TRUE(matches(R"((?i:'s))", "'\u017F"));
+}
+
+}  // namespace
+}  // namespace ds
