@@ -214,7 +214,10 @@ warns() {
 
 @test "a missing manifest" {
   rm "$step/manifest.json"
-  refuses 3 "not there or not complete" run -o out.h5
+  run --separate-stderr "$merge" run -o out.h5
+  [ "$status" -eq 3 ]
+  [[ $stderr == *"warning: run/step-00000003 is passed over: "*"not there or not complete; there is no complete step beside it" ]]
+  [ ! -e out.h5 ]
 }
 
 @test "a truncated manifest" {

@@ -9,6 +9,9 @@ load tiny
 
 events() { grep -o "\"event\":\"$2\",\"step\":[0-9]*" "$1/metrics.jsonl" | sed 's/.*://' | tr '\n' ' '; }
 
+# The elements of a safetensors file, without its header: that one tells of the run's configuration too.
+elements() { tail -c +$((8 + $(od -An -tu8 -N 8 "$1") + 1)) "$1"; }
+
 # Flips one bit of a file in place.
 flip() { # file offset
   local byte
@@ -36,7 +39,7 @@ offset_of() { # step rank state
     for step in 10 11 12; do
       merged now/step-000000$step now.safetensors
       merged beside/step-000000$step beside.safetensors
-      cmp now.safetensors beside.safetensors
+      cmp <(elements now.safetensors) <(elements beside.safetensors)
       assert_equal "$(grep -v '"id"\|"config"\|"structure"\|"checksum"\|"view"' beside/step-000000$step/manifest.json)" \
         "$(grep -v '"id"\|"config"\|"structure"\|"checksum"\|"view"' now/step-000000$step/manifest.json)"
     done
@@ -118,7 +121,7 @@ offset_of() { # step rank state
   for step in 08 12; do
     merged whole/step-000000$step a.safetensors
     ds-ckpt-merge run/step-000000$step -o b.safetensors --optimizer --verify --quiet
-    cmp a.safetensors b.safetensors
+    cmp <(elements a.safetensors) <(elements b.safetensors)
   done
 
   # Whatever the damage; --check foresees what a run would do.

@@ -113,9 +113,9 @@ struct EvalConfig {
 
 enum class SaveFailure : u8 { Stop, Continue };
 struct SaveConfig {
-  i64 every = 0;       // steps between checkpoints; 0: only after the last step
-  i64 keep = 0;        // newest checkpoints to keep; 0: all
-  bool async = false;  // copy the state to host memory, and write it while training goes on
+  i64 every = 0;                             // steps between checkpoints; 0: only after the last step
+  i64 keep = 0;                              // newest checkpoints to keep; 0: all
+  bool async = false;                        // copy the state to host memory, and write it while training goes on
   SaveFailure on_error = SaveFailure::Stop;  // what the run does when a save fails before its end
 };
 
