@@ -96,7 +96,7 @@ std::string published_weights(const std::string& model_path) {
   const bool is_dir = fs::is_directory(path);
   if (!is_dir && path.filename() != "config.json") return "";
   const fs::path dir = is_dir ? path : path.has_parent_path() ? path.parent_path() : ".";
-  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
+  for (const std::string_view name : kPublishedWeights) {
     if (fs::exists(dir / name)) return dir.string();
   }
   std::set<std::string> others;

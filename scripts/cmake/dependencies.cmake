@@ -11,6 +11,7 @@ find_package(HDF5 REQUIRED COMPONENTS C)
 
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+find_package(ZLIB REQUIRED)  # CRC-32 of zip entries
 
 # oneDNN's own package file fails without OpenCL headers, so it is found by hand.
 find_path(DNNL_INCLUDE_DIR oneapi/dnnl/dnnl.hpp REQUIRED)
