@@ -32,11 +32,11 @@ bool eat(std::string_view& s, std::string_view prefix) noexcept {
 // What a file is, from its name: engine.py's _get_ckpt_name, _get_rank_zero_ckpt_name and their kin.
 FileName parse_name(std::string_view name) noexcept {
   constexpr std::string_view kModel = "_model_states.pt", kOptim = "_optim_states.pt";
+  if (name.starts_with("layer_") && name.ends_with("-model_states.pt")) return {Role::Pipeline, 0, {}, {}};
   const bool model = name.ends_with(kModel), optim = name.ends_with(kOptim);
   if (!model && !optim) return {};
   std::string_view s = name.substr(0, name.size() - kModel.size());
   if (s.find("expert_") != std::string_view::npos || s.starts_with("expp_rank_")) return {Role::Expert, 0, {}, {}};
-  if (s.starts_with("layer_")) return {Role::Pipeline, 0, {}, {}};
   FileName f;
   for (const std::string_view family : {"bf16_", "fp16_"}) {
     if (eat(s, family)) f.family = family;

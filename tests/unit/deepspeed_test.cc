@@ -196,5 +196,116 @@ INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedFixture, ::testing::ValuesIn(kCases)
   return name;
 });
 
+// --- directories that are not as DeepSpeed left them
+
+class DeepSpeedDirectory : public ::testing::Test {
+ protected:
+  // A copy of a fixture; returns its tag directory.
+  std::string copy(const std::string& name) {
+    fs::remove_all(dir_.path());
+    fs::copy(fixture(name), dir_.path(), fs::copy_options::recursive);
+    return dir_ / (name.starts_with("universal") ? "global_step4_universal" : "global_step4");
+  }
+  void refused(Errc code, const std::string& part, int rank = -1) {
+    try {
+      open_deepspeed(dir_.path());
+      ADD_FAILURE() << "no error; expected " << part;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code) << e.what();
+      EXPECT_EQ(e.rank(), rank) << e.what();
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
+  }
+  TempDirectory dir_;
+};
+
+TEST_F(DeepSpeedDirectory, IsRecognised) {
+  for (const Case& c : kCases) EXPECT_TRUE(is_deepspeed(fixture(c.name))) << c.name;
+  EXPECT_TRUE(is_deepspeed(fixture("zero2-bf16/global_step4")));
+  EXPECT_FALSE(is_deepspeed(fixture("zero2-bf16/latest")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("checkpoint-v1")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("gpt2")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("absent")));
+}
+
+TEST_F(DeepSpeedDirectory, TagsAreFound) {
+  const std::string tag = copy("zero1-fp16");
+  EXPECT_EQ(open_deepspeed(tag)->path(), tag);
+  EXPECT_EQ(open_deepspeed(dir_.path(), "global_step4")->path(), tag);
+  write_file(dir_ / "latest", "global_step4\n");
+  EXPECT_EQ(open_deepspeed(dir_.path())->path(), tag);
+  EXPECT_ERROR(open_deepspeed(dir_.path(), "global_step5"), Errc::Io, "no tag 'global_step5'");
+  EXPECT_ERROR(open_deepspeed(dir_.path(), "../x"), Errc::Config, "is no tag");
+  write_file(dir_ / "latest", "../" + fs::path(dir_.path()).filename().string());
+  refused(Errc::Corrupt, "not a directory beside it");
+  write_file(dir_ / "latest", "global_step5");
+  refused(Errc::Corrupt, "names 'global_step5', which is not there");
+  fs::remove(dir_ / "latest");
+  refused(Errc::Io, "no file latest");
+}
+
+TEST_F(DeepSpeedDirectory, AMissingShardIsNamedWithItsRank) {
+  fs::remove(copy("zero2-bf16") + "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt");
+  refused(Errc::Corrupt, "the optimizer states of rank 1 are missing", 1);
+  fs::remove(copy("zero2-bf16") + "/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt");
+  refused(Errc::Corrupt, "the optimizer states of rank 2 are missing", 0);
+  fs::remove(copy("zero2-bf16") + "/mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "the model states are missing");
+  fs::remove(copy("zero3-bf16") + "/zero_pp_rank_2_mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "the model states of rank 2 are missing", 0);
+  for (const char* r : {"0", "1", "2"}) {
+    if (*r == '0') copy("zero2-bf16");
+    fs::remove(dir_ / fmt::format("global_step4/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", r));
+  }
+  refused(Errc::Corrupt, "the optimizer states are missing");
+  fs::remove(copy("universal-zero1") + "/zero/blocks.0.norm.bias/fp32.pt");
+  refused(Errc::Corrupt, "blocks.0.norm.bias/fp32.pt: is missing");
+}
+
+TEST_F(DeepSpeedDirectory, ForeignShardsAreNamedWithTheirRank) {
+  const std::string a = "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+                    b = "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt";
+  std::string tag = copy("zero2-bf16");
+  fs::copy(tag + a, tag + b, fs::copy_options::overwrite_existing);  // rank 0's in the place of rank 1's
+  refused(Errc::Mismatch, "the shard of another rank or save", 1);
+  tag = copy("zero2-bf16");                                                                         // of three ranks
+  fs::copy(fixture("zero1-bf16/global_step4") + b, tag + b, fs::copy_options::overwrite_existing);  // of two
+  refused(Errc::Mismatch, "one of 2 shards, 3 are there", 1);
+  tag = copy("zero3-fp32");
+  fs::copy(fixture("zero3-fp16/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),
+           tag + "/zero_pp_rank_1_mp_rank_00_model_states.pt", fs::copy_options::overwrite_existing);
+  refused(Errc::Mismatch, "its parameters are not those of rank 0", 1);
+  tag = copy("zero3-fp32");
+  fs::copy(fixture("zero3-fp16/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+           tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt", fs::copy_options::overwrite_existing);
+  refused(Errc::Mismatch, "the shard of another save", 1);
+}
+
+TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
+  for (const auto& [name, part] : std::vector<std::pair<std::string, std::string>>{
+           {"mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
+           {"zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor- or pipeline-parallel"},
+           {"layer_03-model_00-model_states.pt", "layer of a pipeline-parallel run"},
+           {"layer_1_expert_0_mp_rank_00_model_states.pt", "experts (MoE)"},
+           {"expp_rank_0_mp_rank_00_optim_states.pt", "experts (MoE)"},
+           {"offloaded_tensors", "swapped to NVMe"}}) {
+    write_file(copy("zero1-fp16") + "/" + name, "");
+    refused(Errc::Unavailable, part);
+    refused(Errc::Unavailable, name);
+  }
+  write_file(copy("zero1-fp16") + "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "");
+  refused(Errc::Corrupt, "two checkpoints in one directory");
+}
+
+TEST_F(DeepSpeedDirectory, DamagedHeadersAreNamed) {
+  const std::string path = copy("zero1-fp16") + "/zero_pp_rank_1_mp_rank_00_optim_states.pt", good = read_file(path);
+  write_file(path, good.substr(0, good.size() / 2));
+  refused(Errc::Corrupt, "zero_pp_rank_1_mp_rank_00_optim_states.pt");
+  std::string flipped = good;
+  flipped[good.find("single_partition")] ^= 1;  // in the pickle: its checksum is always looked at
+  write_file(path, flipped);
+  refused(Errc::Corrupt, "data.pkl' is damaged");
+}
+
 }  // namespace
 }  // namespace ds
