@@ -302,9 +302,8 @@ std::map<std::string, std::string> read_weight_index(const std::string& path) {
   for (const auto& [name, file] : files) {
     const bool plain = file.find_first_of("/\\:") == std::string::npos && !file.starts_with('.') &&
                        file.find('\0') == std::string::npos && file.ends_with(fmt::format(".{}", kind));
-    DS_CHECK(plain, Errc::Corrupt,
-             "{}: weight '{}' names '{}': only a plain *.{} file beside the index is read", path, name.substr(0, 200),
-             file.substr(0, 200), kind);
+    DS_CHECK(plain, Errc::Corrupt, "{}: weight '{}' names '{}': only a plain *.{} file beside the index is read", path,
+             name.substr(0, 200), file.substr(0, 200), kind);
   }
   return files;
 }

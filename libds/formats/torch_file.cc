@@ -12,7 +12,7 @@ using Kind = PickleValue::Kind;
 
 constexpr i64 kMaxPickleBytes = i64{64} << 20;
 constexpr int kMaxDepth = 32;
-constexpr size_t kMaxVisits = size_t{1} << 22;
+constexpr size_t kMaxVisits = size_t{1} << 20;
 constexpr size_t kMaxName = 4096;
 
 std::string read_entry(const File& file, const ZipEntry& entry, i64 max_bytes) {

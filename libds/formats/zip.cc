@@ -188,7 +188,9 @@ class ZipReader {
     DS_CHECK((h.flags & kEncrypted) == 0, Errc::Unavailable, "{}: entry '{}' is encrypted", file_.path(), h.name);
     DS_CHECK((h.flags & ~(kHasDescriptor | kUtf8)) == 0, Errc::Unavailable, "{}: entry '{}' has the flags {:#x}",
              file_.path(), h.name, h.flags);
-    DS_CHECK(h.method == 0, Errc::Unavailable, "{}: entry '{}' is compressed (method {}); store it instead",
+    DS_CHECK(h.method == 0, Errc::Unavailable,
+             "{}: entry '{}' is compressed (method {}), as in a TorchScript archive, which is a program (save the "
+             "state_dict() of the module instead), or in one that was packed again (store its entries)",
              file_.path(), h.name, h.method);
     check(h.compressed == h.bytes, "entry '{}': stored, but {} bytes stand for {}", h.name, h.compressed, h.bytes);
     check(h.bytes <= static_cast<u64>(directory_) && h.local <= static_cast<u64>(directory_),
