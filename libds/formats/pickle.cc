@@ -19,146 +19,6 @@ constexpr size_t kMaxValues = size_t{2} << 20;
 constexpr size_t kMaxMarks = 1000;
 constexpr size_t kMaxDims = 64;
 
-// The names that a pickle may use. What they stand for is never looked up in any Python.
-enum class Role : u8 { Inert, OrderedDict, Set, Size, Tensor2, Tensor3, Wrapper, FromType };
-struct GlobalRow {
-  std::string_view name;
-  Role role;
-};
-constexpr GlobalRow kGlobals[] = {
-    // tensors
-    {"torch._utils._rebuild_tensor", Role::Tensor2},
-    {"torch._utils._rebuild_tensor_v2", Role::Tensor2},
-    {"torch._utils._rebuild_tensor_v3", Role::Tensor3},
-    {"torch._utils._rebuild_parameter", Role::Wrapper},
-    {"torch._utils._rebuild_parameter_with_state", Role::Wrapper},
-    {"torch._tensor._rebuild_from_type_v2", Role::FromType},
-    {"torch.Tensor", Role::Inert},
-    {"torch.nn.parameter.Parameter", Role::Inert},
-    {"torch.nn.parameter.Buffer", Role::Inert},
-    {"torch.Size", Role::Size},
-    {"torch.device", Role::Inert},
-    {"torch.serialization._get_layout", Role::Inert},
-    // containers and plain values; protocol 2 calls builtins __builtin__
-    {"collections.OrderedDict", Role::OrderedDict},
-    {"collections.defaultdict", Role::OrderedDict},
-    {"builtins.set", Role::Set},
-    {"builtins.frozenset", Role::Set},
-    {"__builtin__.set", Role::Set},
-    {"__builtin__.frozenset", Role::Set},
-    {"builtins.bytearray", Role::Inert},
-    {"builtins.complex", Role::Inert},
-    {"builtins.dict", Role::Inert},
-    {"builtins.list", Role::Inert},
-    {"__builtin__.bytearray", Role::Inert},
-    {"__builtin__.complex", Role::Inert},
-    {"__builtin__.dict", Role::Inert},
-    {"__builtin__.list", Role::Inert},
-    {"_codecs.encode", Role::Inert},
-    {"argparse.Namespace", Role::Inert},
-    {"pathlib.PosixPath", Role::Inert},
-    // numpy's arrays, dtypes and scalars
-    {"numpy.ndarray", Role::Inert},
-    {"numpy.dtype", Role::Inert},
-    {"numpy.core.multiarray._reconstruct", Role::Inert},
-    {"numpy.core.multiarray.scalar", Role::Inert},
-    {"numpy._core.multiarray._reconstruct", Role::Inert},
-    {"numpy._core.multiarray.scalar", Role::Inert},
-    // DeepSpeed's own
-    {"deepspeed.runtime.fp16.loss_scaler.LossScaler", Role::Inert},
-    {"deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler", Role::Inert},
-    {"deepspeed.runtime.zero.config.ZeroStageEnum", Role::Inert},
-    {"deepspeed.runtime.zero.offload_config.OffloadDeviceEnum", Role::Inert},
-    {"deepspeed.utils.tensor_fragment.fragment_address", Role::Inert},
-    {"deepspeed.checkpoint.universal_checkpoint.SubparamShape", Role::Inert},
-};
-
-struct TorchTypeRow {
-  std::string_view dtype, storage;
-  i64 bytes;
-  std::optional<DType> ours;
-};
-constexpr TorchTypeRow kTorchTypes[] = {
-    {"torch.float64", "torch.DoubleStorage", 8, DType::F64},
-    {"torch.float32", "torch.FloatStorage", 4, DType::F32},
-    {"torch.float16", "torch.HalfStorage", 2, DType::F16},
-    {"torch.bfloat16", "torch.BFloat16Storage", 2, DType::BF16},
-    {"torch.int64", "torch.LongStorage", 8, DType::I64},
-    {"torch.int32", "torch.IntStorage", 4, DType::I32},
-    {"torch.int16", "torch.ShortStorage", 2, DType::I16},
-    {"torch.int8", "torch.CharStorage", 1, DType::I8},
-    {"torch.uint8", "torch.ByteStorage", 1, DType::U8},
-    {"torch.bool", "torch.BoolStorage", 1, DType::Bool},
-    {"torch.complex128", "torch.ComplexDoubleStorage", 16, {}},
-    {"torch.complex64", "torch.ComplexFloatStorage", 8, {}},
-    {"torch.complex32", "", 4, {}},
-    {"torch.uint16", "", 2, DType::U16},
-    {"torch.uint32", "", 4, DType::U32},
-    {"torch.uint64", "", 8, DType::U64},
-    {"torch.float8_e4m3fn", "", 1, DType::F8E4M3},
-    {"torch.float8_e5m2", "", 1, DType::F8E5M2},
-    {"torch.float8_e4m3fnuz", "", 1, {}},
-    {"torch.float8_e5m2fnuz", "", 1, {}},
-    {"torch.float8_e8m0fnu", "", 1, {}},
-};
-constexpr std::string_view kUntyped = "torch.storage.UntypedStorage";  // bytes; the tensor names its dtype
-
-const TorchTypeRow* find_type(std::string_view global) noexcept {
-  for (const TorchTypeRow& row : kTorchTypes) {
-    if (row.dtype == global || (!global.empty() && row.storage == global)) return &row;
-  }
-  return nullptr;
-}
-
-bool is_known(std::string_view global) noexcept {
-  return std::any_of(std::begin(kGlobals), std::end(kGlobals), [&](const GlobalRow& r) { return r.name == global; }) ||
-         global == kUntyped || find_type(global) != nullptr;
-}
-
-Role role_of(std::string_view global) noexcept {
-  for (const GlobalRow& row : kGlobals) {
-    if (row.name == global) return row.role;
-  }
-  return Role::Inert;
-}
-
-// Every opcode of pickle, for messages about those that are not read.
-std::string opcode_name(u8 op) {
-  static constexpr std::pair<u8, std::string_view> kNames[] = {{'I', "INT"},
-                                                               {'L', "LONG"},
-                                                               {'F', "FLOAT"},
-                                                               {'S', "STRING"},
-                                                               {'U', "SHORT_BINSTRING"},
-                                                               {'T', "BINSTRING"},
-                                                               {'V', "UNICODE"},
-                                                               {'0', "POP"},
-                                                               {'1', "POP_MARK"},
-                                                               {'2', "DUP"},
-                                                               {'a', "APPEND"},
-                                                               {'l', "LIST"},
-                                                               {'d', "DICT"},
-                                                               {'i', "INST"},
-                                                               {'o', "OBJ"},
-                                                               {'P', "PERSID"},
-                                                               {'g', "GET"},
-                                                               {'p', "PUT"},
-                                                               {0x82, "EXT1"},
-                                                               {0x83, "EXT2"},
-                                                               {0x84, "EXT4"},
-                                                               {0x8b, "LONG4"},
-                                                               {0x8d, "BINUNICODE8"},
-                                                               {0x8e, "BINBYTES8"},
-                                                               {0x91, "FROZENSET"},
-                                                               {0x92, "NEWOBJ_EX"},
-                                                               {0x96, "BYTEARRAY8"},
-                                                               {0x97, "NEXT_BUFFER"},
-                                                               {0x98, "READONLY_BUFFER"}};
-  for (const auto& [code, name] : kNames) {
-    if (code == op) return std::string(name);
-  }
-  return fmt::format("0x{:02x}", op);
-}
-
 bool is_utf8(std::string_view s) noexcept {
   for (size_t i = 0; i < s.size();) {
     const u8 lead = static_cast<u8>(s[i++]);
@@ -313,7 +173,7 @@ class Unpickler {
   // --- names, calls, states
   void push_global(std::string_view module, std::string_view name) {
     std::string full = fmt::format("{}.{}", module, name);
-    if (!is_known(full)) {
+    if (!pickle_role(full)) {
       for (char& c : full) {
         if (static_cast<u8>(c) < 0x20 || static_cast<u8>(c) >= 0x7f) c = '?';
       }
@@ -331,8 +191,8 @@ class Unpickler {
     check(what.is(Kind::Global), "a {} is called", kind_name(what.kind));
     check(args.is(Kind::Tuple), "{} is called with a {} for arguments", what.text, kind_name(args.kind));
     const auto& a = args.items;
-    switch (role_of(what.text)) {
-      case Role::OrderedDict: {
+    switch (*pickle_role(what.text)) {
+      case PickleRole::OrderedDict: {
         Value& v = make(Kind::Dict);
         v.text = what.text;
         if (what.text == "collections.OrderedDict" && !a.empty()) {
@@ -345,29 +205,29 @@ class Unpickler {
         }
         return v;
       }
-      case Role::Set: {
+      case PickleRole::Set: {
         Value& v = make(Kind::Set);
         check(a.empty() || (a.size() == 1 && a[0]->is(Kind::List)), "a set of something else than a list");
         if (!a.empty()) v.items = a[0]->items;
         return v;
       }
-      case Role::Size: {
+      case PickleRole::Size: {
         check(a.size() == 1 && a[0]->is(Kind::Tuple), "a torch.Size of something else than a tuple");
         Value& v = make(Kind::Tuple);
         v.items = a[0]->items;
         return v;
       }
-      case Role::Tensor2: return tensor(args, false);
-      case Role::Tensor3: return tensor(args, true);
-      case Role::Wrapper:
+      case PickleRole::Tensor2: return tensor(args, false);
+      case PickleRole::Tensor3: return tensor(args, true);
+      case PickleRole::Wrapper:
         check(!a.empty() && a[0]->is(Kind::Tensor), "a parameter of something else than a tensor");
         return copy_of(*a[0]);
-      case Role::FromType:
+      case PickleRole::FromType:
         check(a.size() == 4 && a[0]->is(Kind::Global) && a[2]->is(Kind::Tuple), "a tensor of unknown arguments");
-        check(role_of(a[0]->text) == Role::Tensor2 || role_of(a[0]->text) == Role::Tensor3,
+        check(*pickle_role(a[0]->text) == PickleRole::Tensor2 || *pickle_role(a[0]->text) == PickleRole::Tensor3,
               "a tensor that '{}' is to make", a[0]->text);
-        return tensor(*a[2], role_of(a[0]->text) == Role::Tensor3);
-      case Role::Inert: break;
+        return tensor(*a[2], *pickle_role(a[0]->text) == PickleRole::Tensor3);
+      case PickleRole::Inert: break;
     }
     Value& v = make(Kind::Record);
     v.text = what.text;
@@ -401,10 +261,10 @@ class Unpickler {
     t.storage = a[0];
     t.type = a[0]->state->text;
     if (with_dtype) {
-      check(a[6]->is(Kind::Global) && find_type(a[6]->text) != nullptr, "a tensor of an unknown dtype");
+      check(a[6]->is(Kind::Global) && torch_element_bytes(a[6]->text) > 0, "a tensor of an unknown dtype");
       t.type = a[6]->text;
     }
-    const i64 bytes = torch_type_bytes(t.type), storage_bytes = torch_storage_bytes(a[0]->state->text);
+    const i64 bytes = torch_element_bytes(t.type), storage_bytes = torch_storage_bytes(a[0]->state->text);
     check(bytes > 0 && a[0]->integer <= std::numeric_limits<i64>::max() / storage_bytes, "a tensor of {}", t.type);
     t.dtype = torch_dtype(t.type);
     t.offset = a[1]->integer;
@@ -429,11 +289,6 @@ class Unpickler {
     Value& v = make(Kind::Tensor);
     v.tensor = std::make_unique<const PickleTensor>(std::move(t));
     return v;
-  }
-
-  static i64 torch_type_bytes(std::string_view type) noexcept {
-    const TorchTypeRow* row = find_type(type);
-    return row == nullptr ? 0 : row->bytes;
   }
 
   // ('storage', type, key, location, elements)
@@ -531,7 +386,7 @@ class Unpickler {
       case 'b': return build();
       case 'Q': return push(storage(pop()));
       case 0x80: check(false, "PROTO in the middle"); return;
-      default: unavailable("opcode {}", opcode_name(op));
+      default: unavailable("opcode {}", pickle_opcode_name(op));
     }
   }
 
@@ -574,17 +429,6 @@ std::string_view kind_name(Kind kind) noexcept {
     case Kind::Record: return "object";
   }
   return "?";
-}
-
-std::optional<DType> torch_dtype(std::string_view global) noexcept {
-  const TorchTypeRow* row = find_type(global);
-  return row == nullptr ? std::nullopt : row->ours;
-}
-
-i64 torch_storage_bytes(std::string_view global) noexcept {
-  if (global == kUntyped) return 1;
-  const TorchTypeRow* row = find_type(global);
-  return row == nullptr || row->storage != global ? 0 : row->bytes;
 }
 
 Pickle::Pickle(std::string_view bytes, const std::string& path) { root_ = Unpickler(bytes, path, values_).run(); }

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "formats/pickle_names.h"
 
 namespace ds {
 
@@ -60,12 +61,6 @@ struct PickleValue {
 };
 
 std::string_view kind_name(PickleValue::Kind) noexcept;
-
-// The element type of a torch dtype or storage type, "torch.bfloat16", "torch.HalfStorage". Nothing where DType has no
-// name for it.
-std::optional<DType> torch_dtype(std::string_view global) noexcept;
-// Bytes per element of a storage type; 0: not a storage type.
-i64 torch_storage_bytes(std::string_view global) noexcept;
 
 // One pickle. Owns all of its values; they refer to one another as Python's do, so one may be reached on many ways, and
 // a list may hold itself: who walks must count.

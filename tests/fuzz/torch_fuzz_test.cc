@@ -121,13 +121,13 @@ TEST_F(TorchFuzz, MutatedArchivesAreRefusedOrSound) {
   for (const char* name : {"views", "types", "protocol4"}) {
     const std::string good = read_file(testing::test_data(fmt::format("torch/{}.pt", name)));
     const size_t directory = good.find("PK\1\2");
-    for (int i = 0; i < testing::rounds(800) && !HasFatalFailure(); ++i) {
+    for (int i = 0; i < testing::rounds(300) && !HasFatalFailure(); ++i) {
       // The directory is where a single bit matters; the rest is mostly data.
       attempt(i % 2 == 0 ? mutate(good, rng) : good.substr(0, directory) + mutate(good.substr(directory), rng));
     }
   }
   EXPECT_GT(accepted_, 10);
-  EXPECT_GT(refused_, 1000);
+  EXPECT_GT(refused_, 400);
 }
 
 TEST_F(TorchFuzz, MutatedPicklesAreRefusedOrSound) {
@@ -144,21 +144,23 @@ TEST_F(TorchFuzz, MutatedPicklesAreRefusedOrSound) {
       if (at != std::string::npos) storages.emplace_back(e.name.substr(at + 6), data);
       if (e.name.ends_with("/data.pkl")) pickled = data;
     }
-    for (int i = 0; i < testing::rounds(2000) && !HasFatalFailure(); ++i)
+    for (int i = 0; i < testing::rounds(500) && !HasFatalFailure(); ++i)
       attempt(testing::torch_file(mutate(pickled, rng), storages));
   }
-  EXPECT_GT(accepted_, 100);
-  EXPECT_GT(refused_, 1000);
+  EXPECT_GT(accepted_, 50);
+  EXPECT_GT(refused_, 500);
 }
 
 // Inputs that once broke something, or that no mutation reaches.
-TEST_F(TorchFuzz, TheCorpusIsRefusedOrSound) {
-  int files = 0;
-  for (const auto& entry : std::filesystem::directory_iterator(testing::test_data("../fuzz/corpus/torch"))) {
+TEST_F(TorchFuzz, OfTheCorpusOnlyTheHonestFilesAreRead) {
+  for (const auto& entry : std::filesystem::directory_iterator(DS_TEST_DATA "/../fuzz/corpus/torch")) {
+    const std::string name = entry.path().filename().string();
+    const int before = accepted_;
     attempt(read_file(entry.path().string()));
-    ++files;
+    EXPECT_EQ(accepted_ - before, name == "strided.pt" || name == "repacked.pt" ? 1 : 0) << name;
   }
-  EXPECT_GE(files, 5);
+  EXPECT_EQ(accepted_, 2);
+  EXPECT_GE(refused_, 6);
 }
 
 TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
@@ -172,7 +174,7 @@ TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
       if (entry.path().extension() == ".pt") paths.push_back(entry.path().string());
     }
     std::sort(paths.begin(), paths.end());
-    for (int i = 0; i < testing::rounds(250); ++i) {
+    for (int i = 0; i < testing::rounds(80); ++i) {
       const std::string& path = paths[rng() % paths.size()];
       const std::string good = read_file(path);
       // As malice does it: the pickle is changed and everything around it put right again.
@@ -210,7 +212,7 @@ TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
     }
   }
   EXPECT_GT(accepted_, 20);
-  EXPECT_GT(refused_, 200);
+  EXPECT_GT(refused_, 100);
 }
 
 }  // namespace

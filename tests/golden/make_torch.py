@@ -13,17 +13,21 @@ tests/golden/torch/ holds
   old.pt               as torch.save wrote before 1.6
   program.pt           a TorchScript archive
   <stem>.safetensors   the tensors of <stem>.pt, contiguous, under the names that libds gives them
+tests/fuzz/corpus/torch/ holds files that a careless reader runs, or reads beyond their end.
 """
 
 import argparse
 import collections
+import os
 import pathlib
+import zipfile
 
 import numpy
 import torch
 from safetensors.torch import save_file
 
 OUT = pathlib.Path(__file__).parent / "torch"
+CORPUS = pathlib.Path(__file__).parent.parent / "fuzz" / "corpus" / "torch"
 
 
 def save(stem, value, tensors, **options):
@@ -31,7 +35,40 @@ def save(stem, value, tensors, **options):
     save_file({k: v.detach().contiguous().clone() for k, v in tensors.items()}, OUT / f"{stem}.safetensors")
 
 
+class Call:
+    """Pickles as a call of `function`."""
+
+    def __init__(self, function, *arguments):
+        self.value = function, arguments
+
+    def __reduce__(self):
+        return self.value
+
+
+def hostile():
+    """Files that torch.load would obey with weights_only=False, and others that claim more than they hold."""
+    CORPUS.mkdir(exist_ok=True)
+    torch.save({"w": torch.ones(2), "x": Call(os.system, "true")}, CORPUS / "system.pt")
+    torch.save({"w": torch.ones(2), "x": Call(eval, "1")}, CORPUS / "eval.pt")
+    torch.save({"w": torch.ones(3, 5)[:, ::2].t()}, CORPUS / "strided.pt")
+    with zipfile.ZipFile(CORPUS / "strided.pt") as z:
+        entries = {name: z.read(name) for name in z.namelist()}
+
+    def repack(name, changed, method=zipfile.ZIP_STORED):
+        with zipfile.ZipFile(CORPUS / name, "w", method) as z:
+            for key, data in changed.items():
+                z.writestr(key, data)
+
+    repack("repacked.pt", entries)
+    repack("deflated.pt", entries, zipfile.ZIP_DEFLATED)
+    pickled = entries["strided/data.pkl"]
+    repack("short.pt", entries | {"strided/data/0": entries["strided/data/0"][:-4]})
+    repack("stride.pt", entries | {"strided/data.pkl": pickled.replace(b"K\x02", b"K\x7f")})
+    repack("big.pt", entries | {"strided/byteorder": b"big"})
+
+
 def main():
+    hostile()
     OUT.mkdir(exist_ok=True)
     torch.manual_seed(3)
 
