@@ -106,9 +106,9 @@ std::string published_weights(const std::string& model_path) {
   }
   DS_CHECK(
       others.empty(), Errc::Unavailable,
-      "model.path {}: there are weights in {}, but only model.safetensors and model.safetensors.index.json are read; "
-      "convert them, name a file with --weights, or put config.json alone elsewhere to start from random weights",
-      model_path, *others.begin());
+      "model.path {}: there are weights in {}, but only {} are read; convert them, name a file with --weights, or put "
+      "config.json alone elsewhere to start from random weights",
+      model_path, *others.begin(), fmt::join(kPublishedWeights, ", "));
   return "";
 }
 

@@ -111,6 +111,15 @@ class ShardedSource : public TensorSource {
         shards_(std::move(shards)),
         shard_of_(std::move(shard_of)) {}
 
+  std::vector<std::string> verify() const override {
+    std::vector<std::string> bad;
+    for (const auto& shard : shards_) {
+      const std::vector<std::string> own = shard->verify();
+      bad.insert(bad.end(), own.begin(), own.end());
+    }
+    return bad;
+  }
+
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     shards_[shard_of_[tensor]]->read(list()[tensor].name, first_elem, count, out);

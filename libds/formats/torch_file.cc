@@ -227,6 +227,15 @@ class TorchSource : public TensorSource {
         file_(std::move(file)),
         views_(std::move(views)) {}
 
+  std::vector<std::string> verify() const override {
+    try {
+      file_->verify();
+    } catch (const Error& e) {
+      return {e.what()};
+    }
+    return {};
+  }
+
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     file_->read(*views_[tensor], first_elem, count, out);

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <set>
 
+#include "ds/checkpoint.h"
 #include "formats/tensor_io.h"
 #include "temp_directory.h"
 #include "test_data.h"
@@ -151,6 +152,47 @@ TEST_P(DeepSpeedFixture, MetaSaysWhereTheRunWas) {
   EXPECT_EQ(m.loss_scaler.scale > 1, fp16);
   const ParamEntry& head = source_->params()[static_cast<size_t>(find("head.weight"))];
   EXPECT_EQ(head.tied_to, "embed.weight");
+}
+
+// To any sink, and as a checkpoint of ours for another number of ranks.
+TEST_P(DeepSpeedFixture, IsMergedAndSharded) {
+  const TempDirectory dir;
+  const std::string from = fixture(GetParam().name), out = dir / "out.safetensors";
+  merge_checkpoint(from, out, {.dtype = DType::F32, .optimizer = true, .verify = true});
+  const auto merged = open_source(out);
+  int compared = 0;
+  for (const TensorInfo& t : expected_->list()) {
+    const bool weight = !has_prefix(t.name), moment = t.name.starts_with("exp_avg");
+    if (t.name == "head.weight" || t.dtype != DType::F32 || !(weight || moment)) continue;
+    const std::string key = moment ? "optimizer." + t.name : t.name;
+    std::vector<float> wanted(static_cast<size_t>(t.numel())), got(wanted.size());
+    expected_->read(t.name, 0, t.numel(), wanted.data());
+    ASSERT_EQ(merged->at(key).dtype, DType::F32) << key;
+    merged->read(key, 0, t.numel(), got.data());
+    EXPECT_EQ(std::memcmp(got.data(), wanted.data(), wanted.size() * 4), 0) << key;
+    ++compared;
+  }
+  EXPECT_GE(compared, 7 + 12);
+  EXPECT_EQ(merged->find("head.weight"), nullptr);
+  EXPECT_EQ(merged->metadata().at("head.weight"), "embed.weight");
+
+  shard_checkpoint(from, dir / "run", {.dp = 3, .stage = 2});
+  const auto sharded = open_state(dir / "run");
+  ASSERT_EQ(sharded->params().size(), source_->params().size());
+  EXPECT_EQ(sharded->meta().optimizer_step, source_->meta().optimizer_step);
+  for (size_t i = 0; i < sharded->params().size(); ++i) {
+    const auto p = static_cast<i64>(i);
+    ASSERT_EQ(sharded->params()[i].name, source_->params()[i].name);
+    if (!sharded->params()[i].tied_to.empty()) continue;
+    for (const State state : kStates) {
+      if (!sharded->stores(state, p)) continue;
+      const DType dtype = sharded->stored_dtype(state, p);
+      const i64 n = *checked_product(sharded->params()[i].shape);
+      std::vector<char> got(static_cast<size_t>(n * dtype_bytes(dtype)));
+      sharded->read(state, dtype, p, 0, n, got.data());
+      EXPECT_EQ(got, read(state, dtype, p, n)) << sharded->params()[i].name;
+    }
+  }
 }
 
 TEST_P(DeepSpeedFixture, VerifyFindsEveryDamagedFile) {
