@@ -91,6 +91,7 @@ const PickleTensor& DeepspeedBuilder::state_of(const Value& v, std::string_view 
   const PickleTensor& t = tensor_of(v, what, f);
   check(*t.dtype == DType::F32 || *t.dtype == DType::BF16 || *t.dtype == DType::F16, Errc::Unavailable, f,
         "{} is of {}, which is not read", what, t.type);
+  check(numel(t) <= t.storage->integer, Errc::Corrupt, f, "{} has more elements than its storage", what);
   return t;
 }
 

@@ -2,6 +2,7 @@
 // The optimizer's state as ZeRO cuts it: flat tensors in a file per rank.
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "checkpoint/deepspeed_builder.h"
@@ -88,6 +89,7 @@ void DeepspeedBuilder::read_scaler(const Value& optimizer) {
   const Value* scale = fields->find("cur_scale");
   if (scale != nullptr && scale->is(Kind::Float)) s.scale = scale->real;
   if (scale != nullptr && scale->is(Kind::Int)) s.scale = static_cast<double>(scale->integer);
+  DS_CHECK(std::isfinite(s.scale) && s.scale > 0, Errc::Corrupt, "{}: a loss scale of {}", files_.dir, s.scale);
   s.iteration = integer(*fields, "cur_iter", s.iteration);
   s.last_overflow = integer(*fields, "last_overflow_iter", s.last_overflow);
   s.hysteresis = integer(*fields, "cur_hysteresis", s.hysteresis);

@@ -16,8 +16,11 @@ namespace {
 
 using Kind = PickleValue::Kind;
 
+constexpr i64 kMaxJson = i64{1} << 20;
+
 std::optional<Json> to_json(const PickleValue& v, int depth, i64& budget) {
-  if (depth > 32 || --budget < 0) return std::nullopt;
+  budget -= 1 + static_cast<i64>(v.text.size());
+  if (depth > 32 || budget < 0) return std::nullopt;
   switch (v.kind) {
     case Kind::None: return Json(nullptr);
     case Kind::Bool: return Json(v.integer != 0);
@@ -40,6 +43,8 @@ std::optional<Json> to_json(const PickleValue& v, int depth, i64& budget) {
       for (size_t i = 0; i < v.items.size(); i += 2) {
         std::optional<Json> j = to_json(*v.items[i + 1], depth + 1, budget);
         if (!j) return std::nullopt;
+        budget -= static_cast<i64>(v.items[i]->text.size());
+        if (budget < 0) return std::nullopt;
         object[v.items[i]->text] = std::move(*j);
       }
       return object;
@@ -51,7 +56,7 @@ std::optional<Json> to_json(const PickleValue& v, int depth, i64& budget) {
 }  // namespace
 
 std::optional<Json> pickle_json(const PickleValue& value) {
-  i64 budget = 100'000;
+  i64 budget = kMaxJson;
   return to_json(value, 0, budget);
 }
 

@@ -13,7 +13,7 @@ namespace ds {
 bool has_string_keys(const PickleValue& dict) noexcept;
 
 // Nothing where the value holds what JSON does not (tensors, objects, other keys than strings, NaN), is nested deeper
-// than 32, or has more than 100,000 parts.
+// than 32, or makes more than 2^20 values and characters (a value may be reached on many ways).
 std::optional<Json> pickle_json(const PickleValue& value);
 
 }  // namespace ds

@@ -16,6 +16,7 @@ using Kind = PickleValue::Kind;
 
 constexpr size_t kMaxPickle = size_t{64} << 20;  // of a model with some hundred thousand tensors
 constexpr size_t kMaxValues = size_t{2} << 20;
+constexpr size_t kMaxCopied = size_t{16} << 20;  // items of one value that a call makes the items of another
 constexpr size_t kMaxMarks = 1000;
 constexpr size_t kMaxDims = 64;
 
@@ -197,6 +198,7 @@ class Unpickler {
         v.text = what.text;
         if (what.text == "collections.OrderedDict" && !a.empty()) {
           check(a.size() == 1 && a[0]->is(Kind::List), "an OrderedDict of something else than a list of pairs");
+          charge(2 * a[0]->items.size());
           for (const Value* pair : a[0]->items) {
             const bool is_pair = (pair->is(Kind::Tuple) || pair->is(Kind::List)) && pair->items.size() == 2;
             check(is_pair, "an OrderedDict of something else than a list of pairs");
@@ -208,13 +210,13 @@ class Unpickler {
       case PickleRole::Set: {
         Value& v = make(Kind::Set);
         check(a.empty() || (a.size() == 1 && a[0]->is(Kind::List)), "a set of something else than a list");
-        if (!a.empty()) v.items = a[0]->items;
+        if (!a.empty()) copy_items(v, *a[0]);
         return v;
       }
       case PickleRole::Size: {
         check(a.size() == 1 && a[0]->is(Kind::Tuple), "a torch.Size of something else than a tuple");
         Value& v = make(Kind::Tuple);
-        v.items = a[0]->items;
+        copy_items(v, *a[0]);
         return v;
       }
       case PickleRole::Tensor2: return tensor(args, false);
@@ -231,8 +233,18 @@ class Unpickler {
     }
     Value& v = make(Kind::Record);
     v.text = what.text;
-    v.items = a;
+    copy_items(v, args);
     return v;
+  }
+
+  // Elsewhere an item costs its opcode; here one opcode may copy what many have made.
+  void charge(size_t items) {
+    copied_ += items;
+    check(copied_ <= kMaxCopied, "calls with more than {} items", kMaxCopied);
+  }
+  void copy_items(Value& to, const Value& from) {
+    charge(from.items.size());
+    to.items = from.items;
   }
 
   Value& copy_of(const Value& tensor) {
@@ -393,7 +405,7 @@ class Unpickler {
   const std::string_view bytes_;
   const std::string& path_;
   std::deque<Value>& values_;
-  size_t at_ = 0, op_at_ = 0;
+  size_t at_ = 0, op_at_ = 0, copied_ = 0;
   std::vector<Value*> stack_;
   std::vector<size_t> marks_;
   std::unordered_map<u32, Value*> memo_;

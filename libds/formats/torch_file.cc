@@ -14,6 +14,7 @@ constexpr i64 kMaxPickleBytes = i64{64} << 20;
 constexpr int kMaxDepth = 32;
 constexpr size_t kMaxVisits = size_t{1} << 20;
 constexpr size_t kMaxName = 4096;
+constexpr size_t kMaxNameBytes = size_t{256} << 20;
 
 std::string read_entry(const File& file, const ZipEntry& entry, i64 max_bytes) {
   DS_CHECK(entry.bytes <= max_bytes, Errc::Corrupt, "{}: entry '{}' has {} bytes, at most {} are read", file.path(),
@@ -189,7 +190,7 @@ class Flattener {
       DS_CHECK(++visits_ <= kMaxVisits, Errc::Corrupt, "{}: more than {} values in nested dicts", path_, kMaxVisits);
       const PickleValue &key = *dict.items[i], &value = *dict.items[i + 1];
       if (!value.is(Kind::Tensor) && !value.is(Kind::Dict)) continue;
-      const std::string name = prefix + (prefix.empty() ? "" : ".") + key_text(key, prefix);
+      const std::string name = join(prefix, key_text(key, prefix));
       if (value.is(Kind::Dict)) {
         walk(value, name, depth + 1);
       } else {
@@ -200,22 +201,29 @@ class Flattener {
   }
 
  private:
+  // What it is to cost: a value may be reached on many ways, and each has a name.
+  std::string join(const std::string& prefix, const std::string& key) {
+    const size_t bytes = prefix.size() + 1 + key.size();
+    name_bytes_ += bytes;
+    DS_CHECK(bytes <= kMaxName && name_bytes_ <= kMaxNameBytes, Errc::Corrupt,
+             "{}: tensor names of more than {} bytes, or {} together", path_, kMaxName, kMaxNameBytes);
+    return prefix.empty() ? key : prefix + "." + key;
+  }
   std::string key_text(const PickleValue& key, const std::string& prefix) const {
     if (key.is(Kind::Int)) return std::to_string(key.integer);
     DS_CHECK(key.is(Kind::String), Errc::Corrupt, "{}: a tensor in '{}' whose key is a {}", path_,
              prefix.substr(0, 200), kind_name(key.kind));
-    return key.text;
+    return key.text.substr(0, kMaxName + 1);  // join() refuses a longer one
   }
   void check_name(const std::string& name) {
-    DS_CHECK(!name.empty() && name.size() <= kMaxName, Errc::Corrupt,
-             "{}: a tensor name of {} bytes (1 to {} are accepted)", path_, name.size(), kMaxName);
+    DS_CHECK(!name.empty(), Errc::Corrupt, "{}: a tensor without a name", path_);
     DS_CHECK(std::none_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }), Errc::Corrupt,
              "{}: a tensor name contains control characters", path_);
     DS_CHECK(names_.insert(name).second, Errc::Corrupt, "{}: tensor '{}' appears twice", path_, name);
   }
 
   const std::string& path_;
-  size_t visits_ = 0;
+  size_t visits_ = 0, name_bytes_ = 0;
   std::unordered_set<std::string> names_;
 };
 

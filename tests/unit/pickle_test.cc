@@ -229,6 +229,16 @@ TEST(Pickle, MemoDuplicationCostsNothing) {
   EXPECT_LT(p.values().size(), 200u);
 }
 
+// A call copies its arguments: thousands of calls with the same large tuple are refused before they fill the memory.
+TEST(Pickle, CallsWithSharedArgumentsAreBounded) {
+  std::string calls = "(" + std::string(100000, 'N') + "tq\1(";
+  for (int i = 0; i < 1000; ++i) calls += global("torch", "device") + "h\1R";
+  EXPECT_ERROR(parse("(" + calls + "tt"), Errc::Corrupt, "calls with more than");
+  std::string lists = "(](" + std::string(100000, 'N') + "e\x85q\1(";
+  for (int i = 0; i < 1000; ++i) lists += global("builtins", "set") + "h\1R";
+  EXPECT_ERROR(parse(lists + "tt"), Errc::Corrupt, "calls with more than");
+}
+
 TEST(Pickle, DeepNestingNeedsNoDeepStack) {
   constexpr int kDepth = 1000000;
   const Pickle p = parse("N" + std::string(kDepth, '\x85'));

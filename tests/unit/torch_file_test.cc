@@ -159,9 +159,9 @@ TEST_F(TorchArchive, TheStateDictIsFoundByItsRule) {
   refused_pickle(dict({{"a", testing::number(1)}}), Errc::Unavailable, "there is no tensor");
   refused_pickle(w, Errc::Unavailable, "holds a tensor, not a dict");
   refused_pickle(dict({{"a", w}, {"a", w}}), Errc::Corrupt, "'a' appears twice");
-  refused_pickle(dict({{"", w}}), Errc::Corrupt, "tensor name of 0 bytes");
+  refused_pickle(dict({{"", w}}), Errc::Corrupt, "a tensor without a name");
   refused_pickle(dict({{"a\nb", w}}), Errc::Corrupt, "control characters");
-  refused_pickle(dict({{std::string(5000, 'a'), w}}), Errc::Corrupt, "tensor name of 5000 bytes");
+  refused_pickle(dict({{std::string(5000, 'a'), w}}), Errc::Corrupt, "names of more than 4096 bytes");
   refused_pickle("}N" + w + "s", Errc::Corrupt, "whose key is a None");
   refused_pickle("}q\1" + testing::text("d") + "h\1s", Errc::Corrupt, "nested deeper than 32");  // holds itself
   // One dict, shared on every level: 2^30 ways, 30 values.
