@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "base/json.h"
+#include "checkpoint/deepspeed.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/tensor_state.h"
 
@@ -63,6 +64,7 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   DS_CHECK(fs::exists(path), Errc::Io, "{}: no such file or directory", path);
   const bool is_directory = fs::is_directory(path);
   if (is_directory && is_ours(path)) return open_ours(path, tag);
+  if (is_directory && is_deepspeed(path)) return open_deepspeed(path, tag);
   DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of several steps, so there is no '{}' to choose", path, tag);
   return make_tensor_state(open_source(path), is_directory ? read_model_config(path) : "");
 }

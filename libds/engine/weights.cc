@@ -96,7 +96,7 @@ std::string published_weights(const std::string& model_path) {
   const bool is_dir = fs::is_directory(path);
   if (!is_dir && path.filename() != "config.json") return "";
   const fs::path dir = is_dir ? path : path.has_parent_path() ? path.parent_path() : ".";
-  for (const char* name : {"model.safetensors", "model.safetensors.index.json"}) {
+  for (const std::string_view name : kPublishedWeights) {
     if (fs::exists(dir / name)) return dir.string();
   }
   std::set<std::string> others;
@@ -106,9 +106,9 @@ std::string published_weights(const std::string& model_path) {
   }
   DS_CHECK(
       others.empty(), Errc::Unavailable,
-      "model.path {}: there are weights in {}, but only model.safetensors and model.safetensors.index.json are read; "
-      "convert them, name a file with --weights, or put config.json alone elsewhere to start from random weights",
-      model_path, *others.begin());
+      "model.path {}: there are weights in {}, but only {} are read; convert them, name a file with --weights, or put "
+      "config.json alone elsewhere to start from random weights",
+      model_path, *others.begin(), fmt::join(kPublishedWeights, ", "));
   return "";
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Initial weights from a published model: safetensors or HDF5 under Hugging Face names.
+// Initial weights from a published model: safetensors, HDF5 or a file of torch.save under Hugging Face names.
 
 #include <string>
 

@@ -283,7 +283,8 @@ std::string make_safetensors_header(const std::vector<TensorInfo>& tensors,
   return out + json;
 }
 
-std::map<std::string, std::string> read_safetensors_index(const std::string& path) {
+std::map<std::string, std::string> read_weight_index(const std::string& path) {
+  const std::string_view kind = path.ends_with(".bin.index.json") ? "bin" : "safetensors";
   const std::string text = read_text_file(path, kMaxSafetensorsHeader);
   std::map<std::string, std::string> files;
   try {
@@ -296,14 +297,13 @@ std::map<std::string, std::string> read_safetensors_index(const std::string& pat
     DS_CHECK(map.is_object(), Errc::Corrupt, "{}: weight_map is not an object", path);
     for (const auto& [name, file] : map.items()) files[name] = file.get<std::string>();
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: not a safetensors index: {}", path, e.what()));
+    throw Error(Errc::Corrupt, fmt::format("{}: not a {} index: {}", path, kind, e.what()));
   }
   for (const auto& [name, file] : files) {
     const bool plain = file.find_first_of("/\\:") == std::string::npos && !file.starts_with('.') &&
-                       file.find('\0') == std::string::npos && file.ends_with(".safetensors");
-    DS_CHECK(plain, Errc::Corrupt,
-             "{}: weight '{}' names '{}': only a plain *.safetensors file beside the index is read", path,
-             name.substr(0, 200), file.substr(0, 200));
+                       file.find('\0') == std::string::npos && file.ends_with(fmt::format(".{}", kind));
+    DS_CHECK(plain, Errc::Corrupt, "{}: weight '{}' names '{}': only a plain *.{} file beside the index is read", path,
+             name.substr(0, 200), file.substr(0, 200), kind);
   }
   return files;
 }

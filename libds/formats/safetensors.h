@@ -29,7 +29,8 @@ TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::
 std::string make_safetensors_header(const std::vector<TensorInfo>& tensors,
                                     const std::map<std::string, std::string>& metadata, std::vector<i64>* offsets);
 
-// model.safetensors.index.json: tensor name -> file name, every file name plain and ending in .safetensors.
-std::map<std::string, std::string> read_safetensors_index(const std::string& path);
+// model.safetensors.index.json or pytorch_model.bin.index.json: tensor name -> file name, every file name plain and
+// with the suffix that the index has in front of .index.json.
+std::map<std::string, std::string> read_weight_index(const std::string& path);
 
 }  // namespace ds

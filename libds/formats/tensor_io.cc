@@ -11,6 +11,7 @@
 
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
+#include "formats/torch_file.h"
 
 namespace ds {
 
@@ -69,52 +70,78 @@ std::string_view format_name(FileFormat f) noexcept { return f == FileFormat::Sa
 
 namespace {
 
-struct Place {
-  size_t file;
-  i64 offset;
-};
-
+// Tensors that stand contiguous in one file.
 class FileSource : public TensorSource {
  public:
-  FileSource(std::string path, std::vector<File> files, std::vector<Place> places, TensorTable table)
-      : TensorSource(std::move(path), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
-        files_(std::move(files)),
-        places_(std::move(places)) {}
+  FileSource(File file, TensorTable table)
+      : TensorSource(file.path(), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
+        file_(std::move(file)),
+        offsets_(std::move(table.offsets)) {}
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     const i64 size = dtype_bytes(list()[tensor].dtype);
-    files_[places_[tensor].file].read_at(places_[tensor].offset + first_elem * size, out, count * size);
+    file_.read_at(offsets_[tensor] + first_elem * size, out, count * size);
   }
 
-  std::vector<File> files_;
-  std::vector<Place> places_;
+  File file_;
+  std::vector<i64> offsets_;
 };
 
-std::unique_ptr<TensorSource> open_single(const std::string& path, FileFormat format) {
+std::unique_ptr<TensorSource> open_single(const std::string& path) {
+  const std::optional<FileFormat> format = format_of(path);
+  if (!format) {
+    DS_CHECK(is_torch_name(path) || is_zip(path), Errc::Unavailable,
+             "{}: not a kind of file that is read here (.safetensors, .h5, .hdf5, .pt, .pth, .bin, .ckpt, or a "
+             ".safetensors.index.json or .bin.index.json)",
+             path);
+    return open_torch(path);
+  }
   File file = File::open_read(path);
-  TensorTable table = format == FileFormat::Safetensors ? read_safetensors(file) : read_hdf5(file);
-  std::vector<Place> places;
-  for (i64 offset : table.offsets) places.push_back({0, offset});
-  std::vector<File> files;
-  files.push_back(std::move(file));
-  return std::make_unique<FileSource>(path, std::move(files), std::move(places), std::move(table));
+  TensorTable table = *format == FileFormat::Safetensors ? read_safetensors(file) : read_hdf5(file);
+  return std::make_unique<FileSource>(std::move(file), std::move(table));
 }
+
+// Tensors of several files.
+class ShardedSource : public TensorSource {
+ public:
+  ShardedSource(std::string path, std::vector<std::unique_ptr<TensorSource>> shards, std::vector<size_t> shard_of,
+                TensorTable table)
+      : TensorSource(std::move(path), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
+        shards_(std::move(shards)),
+        shard_of_(std::move(shard_of)) {}
+
+  std::vector<std::string> verify() const override {
+    std::vector<std::string> bad;
+    for (const auto& shard : shards_) {
+      const std::vector<std::string> own = shard->verify();
+      bad.insert(bad.end(), own.begin(), own.end());
+    }
+    return bad;
+  }
+
+ private:
+  void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
+    shards_[shard_of_[tensor]]->read(list()[tensor].name, first_elem, count, out);
+  }
+
+  std::vector<std::unique_ptr<TensorSource>> shards_;
+  std::vector<size_t> shard_of_;  // by tensor
+};
 
 // Each tensor is taken from the shard that the index names; what the shards hold beside is not listed.
 std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
-  const std::map<std::string, std::string> file_of = read_safetensors_index(index_path);
+  const std::map<std::string, std::string> file_of = read_weight_index(index_path);
   std::map<std::string, std::vector<std::string_view>> wanted;
   for (const auto& [name, file] : file_of) wanted[file].push_back(name);
 
-  std::vector<File> files;
-  std::vector<Place> places;
+  std::vector<std::unique_ptr<TensorSource>> shards;
+  std::vector<size_t> shard_of;
   TensorTable all;
   for (const auto& [name, tensors] : wanted) {
     const std::string path = parent_directory(index_path) + "/" + name;
     DS_CHECK(std::filesystem::exists(path), Errc::Corrupt, "{}: shard {} is missing", index_path, name);
-    File file = File::open_read(path);
-    TensorTable table = read_safetensors(file);
+    std::unique_ptr<TensorSource> shard = open_single(path);
     size_t found = 0;
     const auto indexed = [&](const std::string& tensor) {
       const auto it = file_of.find(tensor);
@@ -122,20 +149,20 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
       found += here ? 1 : 0;
       return here;
     };
-    for (size_t i = 0; i < table.tensors.size(); ++i) {
-      if (!indexed(table.tensors[i].name)) continue;
-      all.tensors.push_back(std::move(table.tensors[i]));
-      places.push_back({files.size(), table.offsets[i]});
+    for (const TensorInfo& t : shard->list()) {
+      if (!indexed(t.name)) continue;
+      all.tensors.push_back(t);
+      shard_of.push_back(shards.size());
     }
-    for (ForeignTensor& f : table.foreign) {
-      if (indexed(f.name)) all.foreign.push_back(std::move(f));
+    for (const ForeignTensor& f : shard->foreign()) {
+      if (indexed(f.name)) all.foreign.push_back(f);
     }
     DS_CHECK(found == tensors.size(), Errc::Corrupt, "{}: shard {} lacks {} of the {} tensors that the index names",
              index_path, name, tensors.size() - found, tensors.size());
-    all.metadata.merge(table.metadata);
-    files.push_back(std::move(file));
+    all.metadata.insert(shard->metadata().begin(), shard->metadata().end());
+    shards.push_back(std::move(shard));
   }
-  return std::make_unique<FileSource>(index_path, std::move(files), std::move(places), std::move(all));
+  return std::make_unique<ShardedSource>(index_path, std::move(shards), std::move(shard_of), std::move(all));
 }
 
 }  // namespace
@@ -143,17 +170,14 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
 std::unique_ptr<TensorSource> open_source(const std::string& path) {
   struct stat st;
   if (::stat(path.c_str(), &st) == 0 && S_ISDIR(st.st_mode)) {
-    const std::string index = path + "/model.safetensors.index.json", single = path + "/model.safetensors";
-    if (std::filesystem::exists(index)) return open_sharded(index);
-    DS_CHECK(std::filesystem::exists(single), Errc::Io,
-             "{}: no model.safetensors.index.json and no model.safetensors in this directory", path);
-    return open_single(single, FileFormat::Safetensors);
+    for (const std::string_view name : kPublishedWeights) {
+      const std::string file = fmt::format("{}/{}", path, name);
+      if (std::filesystem::exists(file)) return open_source(file);
+    }
+    throw Error(Errc::Io, fmt::format("{}: no {} in this directory", path, fmt::join(kPublishedWeights, " and no ")));
   }
-  if (path.ends_with(".safetensors.index.json")) return open_sharded(path);
-  const std::optional<FileFormat> format = format_of(path);
-  DS_CHECK(format.has_value(), Errc::Unavailable,
-           "{}: not a kind of file that is read here (.safetensors, .safetensors.index.json, .h5, .hdf5)", path);
-  return open_single(path, *format);
+  const bool is_index = path.ends_with(".safetensors.index.json") || path.ends_with(".bin.index.json");
+  return is_index ? open_sharded(path) : open_single(path);
 }
 
 namespace {

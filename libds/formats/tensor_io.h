@@ -7,6 +7,7 @@
 // elements stand contiguous, row-major and little-endian. So formats/ parses headers, and one source and one sink move
 // the bytes of all of them with plain reads and writes.
 
+#include <array>
 #include <functional>
 #include <map>
 #include <memory>
@@ -94,10 +95,15 @@ enum class FileFormat : u8 { Safetensors, Hdf5 };
 std::optional<FileFormat> format_of(std::string_view path) noexcept;
 std::string_view format_name(FileFormat) noexcept;
 
-// A .safetensors or .h5/.hdf5 file, a model.safetensors.index.json, or a directory with one of model.safetensors,
-// model.safetensors.index.json. The whole header is validated here; the tensors' bytes are not touched.
+// A file of one of three kinds: .safetensors; .h5 or .hdf5; of torch.save (.pt, .pth, .bin, .ckpt, or any other name
+// where the content is a zip archive). Or an index of several (*.safetensors.index.json, *.bin.index.json). Or a
+// directory with the first of model.safetensors.index.json, model.safetensors, pytorch_model.bin.index.json,
+// pytorch_model.bin. All headers are validated here; the tensors' bytes are not touched.
 // Throws Errc::Corrupt (what, where), Errc::Io, Errc::Unavailable (a kind of file that is not read).
 std::unique_ptr<TensorSource> open_source(const std::string& path);
+// The names under which Hugging Face directories hold weights, in the order in which open_source looks for them.
+inline constexpr std::array<std::string_view, 4> kPublishedWeights = {
+    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"};
 
 // Names are unique and not empty. `metadata` goes to safetensors' __metadata__ or to attributes of the HDF5 root.
 std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,

@@ -11,6 +11,7 @@ find_package(HDF5 REQUIRED COMPONENTS C)
 
 find_package(PkgConfig REQUIRED)
 pkg_check_modules(XXHASH REQUIRED IMPORTED_TARGET libxxhash)
+find_package(ZLIB REQUIRED)  # CRC-32 of zip entries
 # Tokenizers: regular expressions, Unicode, SentencePiece models.
 pkg_check_modules(PCRE2 REQUIRED IMPORTED_TARGET libpcre2-8)
 pkg_check_modules(UTF8PROC REQUIRED IMPORTED_TARGET libutf8proc)

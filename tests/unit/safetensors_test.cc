@@ -241,7 +241,8 @@ TEST(Safetensors, BrokenFilesAreRefused) {
   refused(good.substr(0, good.size() - 1), "truncated?");
   refused(good + "e", "1 bytes after the last tensor");
   EXPECT_ERROR(open_source(dir / "absent.safetensors"), Errc::Io, "No such file");
-  EXPECT_ERROR(open_source(dir / "model.bin"), Errc::Unavailable, "not a kind of file");
+  write_file(dir / "model.onnx", good);
+  EXPECT_ERROR(open_source(dir / "model.onnx"), Errc::Unavailable, "not a kind of file");
   EXPECT_ERROR(open_source(dir.path()), Errc::Io, "no model.safetensors");
 }
 

@@ -241,8 +241,8 @@ TEST(PublishedWeights, StandBesideConfigJson) {
   for (const char* name : {"tokenizer.json", "training_args.bin", "optimizer.pt", "rng_state_0.pth", "train.bin"})
     write_file(dir / name, "x");
   EXPECT_EQ(published_weights(dir.path()), "");
-  for (const char* name : {"pytorch_model.bin", "pytorch_model.bin.index.json", "model-00001-of-00002.bin", "model.pt",
-                           "consolidated.00.pth", "tf_model.h5", "flax_model.msgpack", "adapter_model.safetensors"}) {
+  for (const char* name : {"model-00001-of-00002.bin", "model.pt", "consolidated.00.pth", "tf_model.h5",
+                           "flax_model.msgpack", "adapter_model.safetensors"}) {
     write_file(dir / name, "x");
     EXPECT_ERROR(published_weights(dir.path()), Errc::Unavailable, std::string("weights in ") + name);
     EXPECT_ERROR(published_weights(dir / "config.json"), Errc::Unavailable, name);
@@ -251,7 +251,9 @@ TEST(PublishedWeights, StandBesideConfigJson) {
   write_file(dir / "small.json", "{}");
   write_file(dir / "pytorch_model.bin", "x");
   EXPECT_EQ(published_weights(dir / "small.json"), "");  // a description that belongs to no weights
-  for (const char* name : {"model.safetensors.index.json", "model.safetensors"}) {
+  std::filesystem::remove(dir / "pytorch_model.bin");
+  for (const char* name :
+       {"model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"}) {
     write_file(dir / name, "x");
     EXPECT_EQ(published_weights(dir.path()), dir.path());
     EXPECT_EQ(published_weights(dir / "config.json"), dir.path());

@@ -1,0 +1,155 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// How a DeepspeedTable comes about. One builder per tag: first what the model states say (names, shapes, counters),
+// then where the optimizer's state stands, by kind of checkpoint, then what the optimizer does not know.
+//   deepspeed_table.cc   model states, weights, frozen parameters, buffers, ties
+//   deepspeed_zero.cc    the optimizer's state of stages 1 to 3
+//   deepspeed_whole.cc   whole states: the universal format, and stage 0
+
+#include <map>
+#include <optional>
+#include <set>
+#include <unordered_map>
+
+#include "checkpoint/deepspeed_layout.h"
+#include "checkpoint/deepspeed_table.h"
+
+namespace ds {
+
+inline constexpr State kMoments[] = {State::ExpAvg, State::ExpAvgSq};
+
+inline i64 numel(const PickleTensor& t) { return *checked_product(t.shape); }
+inline const PickleValue* find_int_key(const PickleValue& dict, i64 key) noexcept {
+  for (size_t i = dict.items.size(); i >= 2; i -= 2) {
+    if (dict.items[i - 2]->is(PickleValue::Kind::Int) && dict.items[i - 2]->integer == key) return dict.items[i - 1];
+  }
+  return nullptr;
+}
+
+class DeepspeedBuilder {
+ public:
+  explicit DeepspeedBuilder(const DeepspeedFiles& files) : files_(files) {}
+  DeepspeedTable build();
+
+ private:
+  using Value = PickleValue;
+  using Kind = PickleValue::Kind;
+  using Segments = std::vector<DeepspeedSegment>;
+  using Index = std::unordered_map<std::string_view, const Value*>;  // a dict by name
+
+  struct Parameter {
+    std::string name;
+    std::vector<i64> shape;
+    i64 elems = 0;
+  };
+  // What one rank holds, by flat tensor; null: the optimizer keeps no such state.
+  struct RankState {
+    size_t file;
+    std::vector<const PickleTensor*> master;
+    std::array<std::vector<const PickleTensor*>, 2> moments;
+  };
+  // A tensor of the module that an optimizer without names may have stepped.
+  struct Candidate {
+    std::string name;
+    const PickleTensor* tensor;
+  };
+
+  // --- files and values
+  size_t open(const std::string& path);
+  // The data-parallel rank that wrote file f, where it is one of several.
+  int rank_of(size_t f) const;
+  const TorchFile& file(size_t f) const { return *table_.files[f]; }
+  // Throws with the path of file f and the rank that wrote it.
+  template <class... Args>
+  void check(bool ok, Errc code, size_t f, fmt::format_string<Args...> format, Args&&... args) const {
+    if (!ok) [[unlikely]]
+      throw Error(code, fmt::format("{}: {}", file(f).path(), fmt::format(format, std::forward<Args>(args)...)),
+                  rank_of(f));
+  }
+  static Index index_of(const Value* dict);
+  static const Value* look_up(const Index& index, std::string_view name) {
+    const auto it = index.find(name);
+    return it == index.end() ? nullptr : it->second;
+  }
+  static i64 integer(const Value& dict, std::string_view key, i64 otherwise) {
+    const Value* v = dict.find(key);
+    return v != nullptr && v->is(Kind::Int) ? v->integer : otherwise;
+  }
+  static Segments whole(const PickleTensor& t, size_t f) { return {{0, numel(t), f, &t, 0}}; }
+  Segments& segments(State s, size_t param);
+  bool& has(State s) { return table_.has[static_cast<size_t>(s)]; }
+  const Value& need(const Value& dict, std::string_view key, Kind kind, size_t f) const;
+  std::vector<i64> shape_of(const Value& v, const std::string& name, size_t f) const;
+  const PickleTensor& tensor_of(const Value& v, std::string_view what, size_t f) const;
+  // A tensor of fp32 state; 16-bit states are widened when they are read.
+  const PickleTensor& state_of(const Value& v, std::string_view what, size_t f) const;
+
+  // --- model states
+  void read_model_states();
+  std::vector<std::vector<Parameter>> read_groups(const Value& shapes, size_t f) const;
+  // The model states of another rank of stage 3.
+  void check_same_model(size_t f) const;
+  void check_version(const Value& dict, size_t f) const;
+  size_t add_param(const std::string& name, const std::vector<i64>& shape, size_t f);
+  bool is_stage_3() const;  // every rank has model states of its own
+
+  // --- weights, and what the optimizer does not know
+  std::set<std::string_view> buffer_names() const;
+  bool is_alias(std::string_view name) const;
+  void set_dtype(size_t param, DType dtype);
+  void place_weights();
+  // A frozen parameter of stage 3, of which every rank holds a chunk.
+  Segments frozen_chunks(const std::string& name, i64 elems) const;
+  void add_untrained();
+  void add_as_it_is(const std::string& name, const std::vector<i64>& shape, DType dtype, Segments at);
+  void add_ties();
+  void read_config();
+
+  // --- the optimizer's state of ZeRO 1 to 3
+  const Value& optimizer_of(size_t f) const;
+  // The optimizer's own state of flat tensor `i`; null where there is none. DeepSpeed writes a list ("elastic"), or
+  // what torch's state_dict() gives: states by number, the numbers in the order of the parameter groups.
+  static const Value* flat_state(const Value* base, size_t i);
+  std::optional<i64> scalar(const Value* v, size_t f) const;
+  // Adam's count of steps: with the state of the first flat tensor, or beside the states.
+  std::optional<i64> adam_step(const Value& optimizer, const Value* base, size_t f) const;
+  static std::optional<i64> stage_of(const Value& optimizer);
+  void set_stage(i64 stage);
+  // Loss scalers: an object of ZeRO's optimizers, plain entries of those of stage 0.
+  void read_scaler(const Value& optimizer);
+  void place_partitions();
+  void check_rank(const Value& optimizer, size_t f, i64 num_ranks, bool chunked) const;
+  RankState read_rank(size_t f, const Value& optimizer, const Value* base, bool chunked) const;
+  void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
+  // Stages 1 and 2.
+  void place_groups(const std::vector<RankState>& ranks);
+  // Every rank also noted where its part of each parameter lies ("param_slice_mappings"): so a shard in the place of
+  // another one shows.
+  void check_mappings(size_t g, const std::vector<std::vector<FlatPiece>>& pieces) const;
+  // Stage 3.
+  void place_chunks(const std::vector<RankState>& ranks);
+
+  // --- whole states
+  void place_universal();
+  void list_unread();
+  void place_whole();
+  // Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
+  // assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
+  void attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters, size_t f);
+  // Names of the module that are views of the same elements are tied.
+  void find_shared_storage();
+
+  const DeepspeedFiles& files_;
+  DeepspeedTable table_;
+  std::vector<size_t> model_, optim_;  // numbers of files, by rank
+  const Value* module_ = nullptr;
+  Index module_index_;
+  const Value* version_ = nullptr;
+  std::vector<std::vector<Parameter>> groups_;             // param_shapes
+  std::vector<std::pair<std::string, std::string>> ties_;  // name, of what
+  std::map<std::string, size_t> number_;                   // of each parameter
+  std::vector<Index> fragments_;                           // stage 3: the chunks of frozen parameters, by rank
+  std::map<std::string, std::array<const PickleTensor*, 3>> whole_states_;  // stage 0: master and moments
+};
+
+}  // namespace ds

@@ -1,0 +1,146 @@
+// SPDX-License-Identifier: Apache-2.0
+// The optimizer's state in whole tensors: with names in the universal format, without them at stage 0.
+
+#include <algorithm>
+#include <filesystem>
+#include <tuple>
+
+#include "checkpoint/deepspeed_builder.h"
+
+namespace ds {
+
+void DeepspeedBuilder::place_universal() {
+  table_.has.fill(true);
+  for (size_t i = 0; i < table_.params.size(); ++i) {
+    const std::string& name = table_.params[i].name;
+    check(name.find('/') == std::string::npos && !name.starts_with('.'), Errc::Corrupt, model_[0],
+          "parameter '{}' names no directory", name);
+    for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
+      const std::string_view stem = s == State::Master ? "fp32" : kStateNames[static_cast<size_t>(s)];
+      const std::string path = fmt::format("{}/zero/{}/{}.pt", files_.dir, name, stem);
+      if (!std::filesystem::exists(path)) {
+        DS_CHECK(s != State::Master, Errc::Corrupt, "{}: is missing", path);
+        has(s) = false;
+        continue;
+      }
+      const size_t f = open(path);
+      const Value* v = &file(f).root();
+      if (v->is(Kind::Dict)) v = &need(*v, "param", Kind::Tensor, f);
+      const PickleTensor& t = state_of(*v, "its value", f);
+      check(numel(t) == *checked_product(table_.params[i].shape), Errc::Mismatch, f,
+            "{} elements, the model states say {}", numel(t), *checked_product(table_.params[i].shape));
+      segments(s, i) = whole(t, f);
+    }
+  }
+  const std::string common = files_.dir + "/zero/optimizer_state.pt";
+  set_stage(is_stage_3() ? 3 : 1);
+  if (!std::filesystem::exists(common)) return;
+  const size_t f = open(common);
+  const Value& optimizer = file(f).root();
+  check(optimizer.is(Kind::Dict), Errc::Corrupt, f, "holds a {}, not a dict", kind_name(optimizer.kind));
+  read_scaler(optimizer);
+  if (const auto stage = stage_of(optimizer)) set_stage(*stage);
+  const Value* base = optimizer.find("base_optimizer_state");
+  if (base == nullptr) base = optimizer.find("optimizer_state_dict");
+  std::optional<i64> step = adam_step(optimizer, base, f);
+  const std::string own =
+      table_.params.empty() ? "" : fmt::format("{}/zero/{}/step.pt", files_.dir, table_.params[0].name);
+  if (!step && !own.empty() && std::filesystem::exists(own)) {
+    const size_t s = open(own);
+    step = scalar(&file(s).root(), s);
+  }
+  if (step) table_.meta.optimizer_step = *step;
+}
+
+void DeepspeedBuilder::list_unread() {
+  if (!files_.universal) return;
+  std::set<std::string_view> read;
+  for (const auto& f : table_.files) read.insert(f->path());
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(files_.dir + "/zero")) {
+    const std::string path = entry.path().string();
+    if (path.ends_with(".pt") && !read.contains(path)) table_.unread.push_back(path);
+  }
+}
+
+void DeepspeedBuilder::place_whole() {
+  set_stage(0);
+  const size_t f = model_[0];
+  find_shared_storage();
+  const std::set<std::string_view> buffers = buffer_names();
+  std::vector<Candidate> candidates;
+  for (size_t i = 0; i < module_->items.size(); i += 2) {
+    const Value& v = *module_->items[i + 1];
+    const std::string& name = module_->items[i]->text;
+    if (!v.is(Kind::Tensor) || buffers.contains(name) || is_alias(name)) continue;
+    candidates.push_back({name, v.tensor.get()});
+  }
+  const Value* optimizer = file(f).root().find("optimizer");
+  if (optimizer == nullptr || !optimizer->is(Kind::Dict)) return;
+  read_scaler(*optimizer);
+  const Value* inner = optimizer->find("optimizer_state_dict");
+  if (inner == nullptr) inner = optimizer;
+  if (const auto step = adam_step(*optimizer, inner, f)) table_.meta.optimizer_step = *step;
+  attribute(candidates, *inner, optimizer->find("fp32_groups"), f);
+}
+
+// Gives each state of the optimizer to the one candidate that it can belong to. For each group the first and the last
+// assignment that keeps the order and fits the shapes are the same, or nothing is attributed.
+void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const Value& inner, const Value* masters,
+                                 size_t f) {
+  const Value *states = inner.find("state"), *groups = inner.find("param_groups");
+  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return;
+  std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate: master, moments
+  for (size_t g = 0; g < groups->items.size(); ++g) {
+    const Value* ids = groups->items[g]->find("params");
+    if (ids == nullptr) return;
+    const Value* own = masters != nullptr && g < masters->items.size() ? masters->items[g] : nullptr;
+    if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return;
+    std::vector<std::array<const PickleTensor*, 3>> wanted;
+    for (size_t i = 0; i < ids->items.size(); ++i) {
+      const Value* state = find_int_key(*states, ids->items[i]->integer);
+      if (state == nullptr) continue;  // never stepped
+      std::array<const PickleTensor*, 3> tensors{};
+      const Value* values[] = {own == nullptr ? nullptr : own->items[i], state->find("exp_avg"),
+                               state->find("exp_avg_sq")};
+      for (size_t k = 0; k < 3; ++k) {
+        if (values[k] != nullptr && values[k]->is(Kind::Tensor)) tensors[k] = &state_of(*values[k], "a state", f);
+      }
+      if (tensors[1] == nullptr || tensors[2] == nullptr || (masters != nullptr && tensors[0] == nullptr)) return;
+      wanted.push_back(tensors);
+    }
+    const auto assign = [&](bool backwards) {
+      std::vector<size_t> places;
+      for (size_t k = 0; k < candidates.size() && places.size() < wanted.size(); ++k) {
+        const size_t c = backwards ? candidates.size() - 1 - k : k;
+        const auto& next = wanted[backwards ? wanted.size() - 1 - places.size() : places.size()];
+        if (candidates[c].tensor->shape == next[1]->shape) places.push_back(c);
+      }
+      if (backwards) std::reverse(places.begin(), places.end());
+      return places;
+    };
+    const std::vector<size_t> places = assign(false);
+    if (places.size() != wanted.size() || places != assign(true)) return;
+    for (size_t i = 0; i < places.size(); ++i) {
+      if (!found.emplace(places[i], wanted[i]).second) return;
+    }
+  }
+  if (found.empty()) return;
+  for (const State s : kMoments) has(s) = true;
+  has(State::Master) = masters != nullptr;
+  for (const auto& [c, tensors] : found) whole_states_[candidates[c].name] = tensors;
+}
+
+// Names of the module that are views of the same elements are tied.
+void DeepspeedBuilder::find_shared_storage() {
+  std::map<std::tuple<std::string_view, i64, std::vector<i64>, std::vector<i64>>, std::string> first;
+  for (size_t i = 0; i < module_->items.size(); i += 2) {
+    const Value& v = *module_->items[i + 1];
+    if (!v.is(Kind::Tensor) || numel(*v.tensor) == 0) continue;
+    const auto key =
+        std::make_tuple(std::string_view(v.tensor->storage->text), v.tensor->offset, v.tensor->shape, v.tensor->stride);
+    const auto [it, is_new] = first.emplace(key, module_->items[i]->text);
+    if (!is_new) ties_.emplace_back(module_->items[i]->text, it->second);
+  }
+}
+
+}  // namespace ds

@@ -1,0 +1,353 @@
+// SPDX-License-Identifier: Apache-2.0
+// Checkpoints that DeepSpeed itself wrote (tests/golden/make_deepspeed.py), against what DeepSpeed reads out of them.
+
+#include "checkpoint/deepspeed.h"
+
+#include <algorithm>
+#include <cstring>
+#include <set>
+
+#include "ds/checkpoint.h"
+#include "formats/tensor_io.h"
+#include "temp_directory.h"
+#include "test_data.h"
+
+namespace ds {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::read_file;
+using testing::TempDirectory;
+using testing::write_file;
+
+std::string fixture(const std::string& name) { return testing::test_data("deepspeed/" + name); }
+
+struct Case {
+  const char* name;
+  int stage;
+  i64 ranks;
+  DType work;
+  bool master;
+};
+void PrintTo(const Case& c, std::ostream* out) { *out << c.name; }
+
+class DeepSpeedFixture : public ::testing::TestWithParam<Case> {
+ protected:
+  void SetUp() override {
+    source_ = open_deepspeed(fixture(GetParam().name));
+    expected_ = open_source(fixture(GetParam().name) + "/expected.safetensors");
+  }
+  i64 find(std::string_view name) const {
+    const auto& params = source_->params();
+    const auto it = std::find_if(params.begin(), params.end(), [&](const ParamEntry& p) { return p.name == name; });
+    return it == params.end() ? -1 : it - params.begin();
+  }
+  // Every element of the state, read in pieces of `step`.
+  std::vector<char> read(State state, DType dtype, i64 param, i64 step) const {
+    const i64 n = *checked_product(source_->params()[static_cast<size_t>(param)].shape);
+    std::vector<char> out(static_cast<size_t>(n * dtype_bytes(dtype)));
+    for (i64 first = 0; first < n; first += step) {
+      source_->read(state, dtype, param, first, std::min(step, n - first), out.data() + first * dtype_bytes(dtype));
+    }
+    return out;
+  }
+  // Compares with the tensor `key` of the reference, bit by bit.
+  void expect_equal(State state, DType dtype, i64 param, const std::string& key) const {
+    const TensorInfo& t = expected_->at(key);
+    ASSERT_EQ(t.dtype, dtype) << key;
+    ASSERT_EQ(t.shape, source_->params()[static_cast<size_t>(param)].shape) << key;
+    std::vector<char> wanted(static_cast<size_t>(t.bytes()));
+    expected_->read(key, 0, t.numel(), wanted.data());
+    for (const i64 step : {i64{1} << 40, i64{5}}) EXPECT_EQ(read(state, dtype, param, step), wanted) << key;
+  }
+  // The parameter whose elements `name` has.
+  i64 owner(const std::string& name) const {
+    const i64 i = find(name);
+    const std::string& tied = i < 0 ? name : source_->params()[static_cast<size_t>(i)].tied_to;
+    return tied.empty() ? i : find(tied);
+  }
+
+  std::unique_ptr<StateSource> source_;
+  std::unique_ptr<TensorSource> expected_;
+};
+
+bool has_prefix(const std::string& name) {
+  for (const char* prefix : {"param.", "fp32.", "exp_avg.", "exp_avg_sq."}) {
+    if (name.starts_with(prefix)) return true;
+  }
+  return false;
+}
+
+TEST_P(DeepSpeedFixture, WeightsAreBitForBitThoseOfZeroToFp32) {
+  int compared = 0;
+  for (const TensorInfo& t : expected_->list()) {
+    if (has_prefix(t.name)) continue;
+    const i64 i = owner(t.name);
+    ASSERT_GE(i, 0) << t.name;
+    const bool is_f = is_float(source_->stored_dtype(State::Param, i));
+    // zero_to_fp32 widens buffers; it hands out frozen parameters as they are
+    const DType dtype = is_f ? t.dtype : source_->stored_dtype(State::Param, i);
+    expect_equal(State::Param, dtype, i, t.name);
+    ++compared;
+  }
+  EXPECT_GE(compared, 9);
+}
+
+TEST_P(DeepSpeedFixture, WeightsAreThoseOfTheLiveModuleInItsOwnDtype) {
+  int compared = 0;
+  for (const TensorInfo& t : expected_->list()) {
+    if (!t.name.starts_with("param.")) continue;
+    const i64 i = owner(t.name.substr(6));
+    ASSERT_GE(i, 0) << t.name;
+    EXPECT_EQ(source_->stored_dtype(State::Param, i), t.dtype) << t.name;
+    expect_equal(State::Param, t.dtype, i, t.name);
+    ++compared;
+  }
+  EXPECT_EQ(compared, 10);
+  EXPECT_EQ(source_->params().size(), 10u);
+}
+
+TEST_P(DeepSpeedFixture, MasterAndMomentsAreThoseOfTheLiveOptimizer) {
+  ASSERT_EQ(source_->has(State::Master), GetParam().master);
+  ASSERT_TRUE(source_->has(State::ExpAvg) && source_->has(State::ExpAvgSq));
+  std::map<State, int> compared;
+  for (const TensorInfo& t : expected_->list()) {
+    for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
+      const std::string prefix = s == State::Master ? "fp32." : fmt::format("{}.", kStateNames[static_cast<size_t>(s)]);
+      if (!t.name.starts_with(prefix)) continue;
+      expect_equal(s, DType::F32, owner(t.name.substr(prefix.size())), t.name);
+      ++compared[s];
+    }
+  }
+  EXPECT_EQ(compared[State::ExpAvg], 6);
+  EXPECT_EQ(compared[State::ExpAvgSq], 6);
+  EXPECT_EQ(compared[State::Master], GetParam().master ? 6 : 0);
+}
+
+TEST_P(DeepSpeedFixture, WhatIsNotTrainedIsItsOwnMasterWithoutMoments) {
+  const i64 position = find("position"), table = find("table");
+  ASSERT_TRUE(position >= 0 && table >= 0);
+  EXPECT_EQ(source_->stored_dtype(State::Param, table), DType::I64);
+  EXPECT_EQ(read(State::ExpAvg, DType::F32, position, 100), std::vector<char>(35 * 4));
+  std::vector<char> widened(35 * 4);
+  convert_elements(DType::F32, widened.data(), GetParam().work, read(State::Param, GetParam().work, position, 7).data(),
+                   35);
+  EXPECT_EQ(read(State::Master, DType::F32, position, 100), widened);
+}
+
+TEST_P(DeepSpeedFixture, MetaSaysWhereTheRunWas) {
+  const CheckpointMeta& m = source_->meta();
+  EXPECT_EQ(m.step, 4);
+  EXPECT_EQ(m.zero_stage, GetParam().stage);
+  EXPECT_EQ(m.world_size, GetParam().ranks);
+  EXPECT_EQ(m.work_dtype, GetParam().work);
+  EXPECT_EQ(m.consumed_samples, 4 * 2 * GetParam().ranks);
+  // Adam's own count: at stage 0 in 16 bits DeepSpeed steps once with zero gradients to make the states.
+  const bool unfused = m.zero_stage == 0 && m.work_dtype != DType::F32;
+  EXPECT_EQ(m.optimizer_step, (unfused ? 5 : 4) - m.skipped_steps);
+  EXPECT_NE(m.config_json.find("train_micro_batch_size_per_gpu"), std::string::npos);
+  EXPECT_TRUE(m.isa.empty() && m.data_json.empty() && m.model_config_json.empty());
+  const bool fp16 = GetParam().work == DType::F16;
+  EXPECT_EQ(m.loss_scaler.iteration, fp16 || unfused ? 4 : 0);
+  EXPECT_EQ(m.loss_scaler.scale > 1, fp16);
+  const ParamEntry& head = source_->params()[static_cast<size_t>(find("head.weight"))];
+  EXPECT_EQ(head.tied_to, "embed.weight");
+}
+
+// To any sink, and as a checkpoint of ours for another number of ranks.
+TEST_P(DeepSpeedFixture, IsMergedAndSharded) {
+  const TempDirectory dir;
+  const std::string from = fixture(GetParam().name), out = dir / "out.safetensors";
+  merge_checkpoint(from, out, {.dtype = DType::F32, .optimizer = true, .verify = true});
+  const auto merged = open_source(out);
+  int compared = 0;
+  for (const TensorInfo& t : expected_->list()) {
+    const bool weight = !has_prefix(t.name), moment = t.name.starts_with("exp_avg");
+    if (t.name == "head.weight" || t.dtype != DType::F32 || !(weight || moment)) continue;
+    const std::string key = moment ? "optimizer." + t.name : t.name;
+    std::vector<float> wanted(static_cast<size_t>(t.numel())), got(wanted.size());
+    expected_->read(t.name, 0, t.numel(), wanted.data());
+    ASSERT_EQ(merged->at(key).dtype, DType::F32) << key;
+    merged->read(key, 0, t.numel(), got.data());
+    EXPECT_EQ(std::memcmp(got.data(), wanted.data(), wanted.size() * 4), 0) << key;
+    ++compared;
+  }
+  EXPECT_GE(compared, 7 + 12);
+  EXPECT_EQ(merged->find("head.weight"), nullptr);
+  EXPECT_EQ(merged->metadata().at("head.weight"), "embed.weight");
+
+  shard_checkpoint(from, dir / "run", {.dp = 3, .stage = 2});
+  const auto sharded = open_state(dir / "run");
+  ASSERT_EQ(sharded->params().size(), source_->params().size());
+  EXPECT_EQ(sharded->meta().optimizer_step, source_->meta().optimizer_step);
+  for (size_t i = 0; i < sharded->params().size(); ++i) {
+    const auto p = static_cast<i64>(i);
+    ASSERT_EQ(sharded->params()[i].name, source_->params()[i].name);
+    if (!sharded->params()[i].tied_to.empty()) continue;
+    for (const State state : kStates) {
+      if (!sharded->stores(state, p)) continue;
+      const DType dtype = sharded->stored_dtype(state, p);
+      const i64 n = *checked_product(sharded->params()[i].shape);
+      std::vector<char> got(static_cast<size_t>(n * dtype_bytes(dtype)));
+      sharded->read(state, dtype, p, 0, n, got.data());
+      EXPECT_EQ(got, read(state, dtype, p, n)) << sharded->params()[i].name;
+    }
+  }
+}
+
+TEST_P(DeepSpeedFixture, VerifyFindsEveryDamagedFile) {
+  EXPECT_TRUE(source_->verify().empty());
+  const TempDirectory dir;
+  fs::copy(fixture(GetParam().name), dir.path(), fs::copy_options::recursive | fs::copy_options::overwrite_existing);
+  source_ = open_deepspeed(dir.path());
+  std::vector<std::string> paths;
+  for (const auto& entry : fs::recursive_directory_iterator(dir.path())) {
+    if (entry.path().extension() == ".pt") paths.push_back(entry.path().string());
+  }
+  for (const std::string& path : paths) {
+    std::string bytes = read_file(path);
+    const size_t at = bytes.find("/version");  // the entry that every file has, and that nobody reads: "3\n"
+    ASSERT_NE(at, std::string::npos);
+    const size_t digit = bytes.find("3\n", at);
+    ASSERT_LT(digit - at, 200u);
+    bytes[digit] ^= 1;
+    write_file(path, bytes);
+  }
+  const std::vector<std::string> bad = source_->verify();
+  EXPECT_EQ(bad.size(), paths.size());
+  for (const std::string& path : paths) {
+    const std::string name = path.substr(dir.path().size());
+    EXPECT_TRUE(std::any_of(bad.begin(), bad.end(), [&](auto& line) { return line.find(name) != std::string::npos; }))
+        << name;
+  }
+}
+
+const Case kCases[] = {
+    {"zero0-fp32", 0, 1, DType::F32, false},      {"zero0-fp16", 0, 2, DType::F16, true},
+    {"zero0-bf16", 0, 2, DType::BF16, true},      {"zero1-fp16", 1, 2, DType::F16, true},
+    {"zero1-bf16", 1, 2, DType::BF16, true},      {"zero1-elastic", 1, 3, DType::F32, true},
+    {"zero2-bf16", 2, 3, DType::BF16, true},      {"zero2-fp32", 2, 2, DType::F32, true},
+    {"zero3-bf16", 3, 3, DType::BF16, true},      {"zero3-fp32", 3, 2, DType::F32, true},
+    {"zero3-fp16", 3, 2, DType::F16, true},       {"universal-zero1", 1, 2, DType::BF16, true},
+    {"universal-zero3", 3, 2, DType::BF16, true},
+};
+
+INSTANTIATE_TEST_SUITE_P(Fixtures, DeepSpeedFixture, ::testing::ValuesIn(kCases), [](const auto& p) {
+  std::string name = p.param.name;
+  std::replace(name.begin(), name.end(), '-', '_');
+  return name;
+});
+
+// --- directories that are not as DeepSpeed left them
+
+class DeepSpeedDirectory : public ::testing::Test {
+ protected:
+  // A copy of a fixture; returns its tag directory.
+  std::string copy(const std::string& name) {
+    fs::remove_all(dir_.path());
+    fs::copy(fixture(name), dir_.path(), fs::copy_options::recursive);
+    return dir_ / (name.starts_with("universal") ? "global_step4_universal" : "global_step4");
+  }
+  void refused(Errc code, const std::string& part, int rank = -1) {
+    try {
+      open_deepspeed(dir_.path());
+      ADD_FAILURE() << "no error; expected " << part;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), code) << e.what();
+      EXPECT_EQ(e.rank(), rank) << e.what();
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
+  }
+  TempDirectory dir_;
+};
+
+TEST_F(DeepSpeedDirectory, IsRecognised) {
+  for (const Case& c : kCases) EXPECT_TRUE(is_deepspeed(fixture(c.name))) << c.name;
+  EXPECT_TRUE(is_deepspeed(fixture("zero2-bf16/global_step4")));
+  EXPECT_FALSE(is_deepspeed(fixture("zero2-bf16/latest")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("checkpoint-v1")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("gpt2")));
+  EXPECT_FALSE(is_deepspeed(testing::test_data("absent")));
+}
+
+TEST_F(DeepSpeedDirectory, TagsAreFound) {
+  const std::string tag = copy("zero1-fp16");
+  EXPECT_EQ(open_deepspeed(tag)->path(), tag);
+  EXPECT_EQ(open_deepspeed(dir_.path(), "global_step4")->path(), tag);
+  write_file(dir_ / "latest", "global_step4\n");
+  EXPECT_EQ(open_deepspeed(dir_.path())->path(), tag);
+  EXPECT_ERROR(open_deepspeed(dir_.path(), "global_step5"), Errc::Io, "no tag 'global_step5'");
+  EXPECT_ERROR(open_deepspeed(dir_.path(), "../x"), Errc::Config, "is no tag");
+  write_file(dir_ / "latest", "../" + fs::path(dir_.path()).filename().string());
+  refused(Errc::Corrupt, "not a directory beside it");
+  write_file(dir_ / "latest", "global_step5");
+  refused(Errc::Corrupt, "names 'global_step5', which is not there");
+  fs::remove(dir_ / "latest");
+  refused(Errc::Io, "no file latest");
+}
+
+TEST_F(DeepSpeedDirectory, AMissingShardIsNamedWithItsRank) {
+  fs::remove(copy("zero2-bf16") + "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt");
+  refused(Errc::Corrupt, "the optimizer states of rank 1 are missing", 1);
+  fs::remove(copy("zero2-bf16") + "/bf16_zero_pp_rank_2_mp_rank_00_optim_states.pt");
+  refused(Errc::Corrupt, "the optimizer states of rank 2 are missing", 0);
+  fs::remove(copy("zero2-bf16") + "/mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "the model states are missing");
+  fs::remove(copy("zero3-bf16") + "/zero_pp_rank_2_mp_rank_00_model_states.pt");
+  refused(Errc::Corrupt, "the model states of rank 2 are missing", 0);
+  for (const char* r : {"0", "1", "2"}) {
+    if (*r == '0') copy("zero2-bf16");
+    fs::remove(dir_ / fmt::format("global_step4/bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt", r));
+  }
+  refused(Errc::Corrupt, "the optimizer states are missing");
+  fs::remove(copy("universal-zero1") + "/zero/blocks.0.norm.bias/fp32.pt");
+  refused(Errc::Corrupt, "blocks.0.norm.bias/fp32.pt: is missing");
+}
+
+TEST_F(DeepSpeedDirectory, ForeignShardsAreNamedWithTheirRank) {
+  const std::string a = "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt",
+                    b = "/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt";
+  std::string tag = copy("zero2-bf16");
+  fs::copy(tag + a, tag + b, fs::copy_options::overwrite_existing);  // rank 0's in the place of rank 1's
+  refused(Errc::Mismatch, "the shard of another rank or save", 1);
+  tag = copy("zero2-bf16");                                                                         // of three ranks
+  fs::copy(fixture("zero1-bf16/global_step4") + b, tag + b, fs::copy_options::overwrite_existing);  // of two
+  refused(Errc::Mismatch, "one of 2 shards, 3 are there", 1);
+  tag = copy("zero3-fp32");
+  fs::copy(fixture("zero3-fp16/global_step4/zero_pp_rank_1_mp_rank_00_model_states.pt"),
+           tag + "/zero_pp_rank_1_mp_rank_00_model_states.pt", fs::copy_options::overwrite_existing);
+  refused(Errc::Mismatch, "its parameters are not those of rank 0", 1);
+  tag = copy("zero3-fp32");
+  fs::copy(fixture("zero3-fp16/global_step4/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+           tag + "/zero_pp_rank_1_mp_rank_00_optim_states.pt", fs::copy_options::overwrite_existing);
+  refused(Errc::Mismatch, "the shard of another save", 1);
+}
+
+TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
+  for (const auto& [name, part] : std::vector<std::pair<std::string, std::string>>{
+           {"mp_rank_01_model_states.pt", "tensor- or pipeline-parallel"},
+           {"zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor- or pipeline-parallel"},
+           {"layer_03-model_00-model_states.pt", "layer of a pipeline-parallel run"},
+           {"layer_1_expert_0_mp_rank_00_model_states.pt", "experts (MoE)"},
+           {"expp_rank_0_mp_rank_00_optim_states.pt", "experts (MoE)"},
+           {"offloaded_tensors", "swapped to NVMe"}}) {
+    write_file(copy("zero1-fp16") + "/" + name, "");
+    refused(Errc::Unavailable, part);
+    refused(Errc::Unavailable, name);
+  }
+  write_file(copy("zero1-fp16") + "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "");
+  refused(Errc::Corrupt, "two checkpoints in one directory");
+}
+
+TEST_F(DeepSpeedDirectory, DamagedHeadersAreNamed) {
+  const std::string path = copy("zero1-fp16") + "/zero_pp_rank_1_mp_rank_00_optim_states.pt", good = read_file(path);
+  write_file(path, good.substr(0, good.size() / 2));
+  refused(Errc::Corrupt, "zero_pp_rank_1_mp_rank_00_optim_states.pt");
+  std::string flipped = good;
+  flipped[good.find("single_partition")] ^= 1;  // in the pickle: its checksum is always looked at
+  write_file(path, flipped);
+  refused(Errc::Corrupt, "data.pkl' is damaged");
+}
+
+}  // namespace
+}  // namespace ds
