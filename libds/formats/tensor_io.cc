@@ -79,16 +79,23 @@ class FileSource : public TensorSource {
   FileSource(std::string path, std::vector<File> files, std::vector<Place> places, TensorTable table)
       : TensorSource(std::move(path), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
         files_(std::move(files)),
-        places_(std::move(places)) {}
+        places_(std::move(places)),
+        inlined_(std::move(table.inlined)) {}
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     const i64 size = dtype_bytes(list()[tensor].dtype);
-    files_[places_[tensor].file].read_at(places_[tensor].offset + first_elem * size, out, count * size);
+    const Place& p = places_[tensor];
+    if (p.offset >= 0) {
+      files_[p.file].read_at(p.offset + first_elem * size, out, count * size);
+    } else {
+      std::memcpy(out, inlined_.data() + (-1 - p.offset) + first_elem * size, static_cast<size_t>(count * size));
+    }
   }
 
   std::vector<File> files_;
   std::vector<Place> places_;
+  std::string inlined_;
 };
 
 std::unique_ptr<TensorSource> open_single(const std::string& path, FileFormat format) {
