@@ -205,9 +205,8 @@ TEST(Hdf5Fuzz, MutatedFilesAreRefusedOrSound) {
   EXPECT_GT(outcome.refused, 100);
 }
 
-// Many files in one child: no time goes into making processes. Where the child dies, the same again one by one.
-constexpr ConfinedLimits kLimits{.seconds = 20};
-
+// Many files in one child: no time goes into making processes. Where the child dies, the same again one by one. Of what
+// hangs the limits are the only end, so they are short; what is slow on a busy machine counts as hung.
 std::string parse_mutants(u32 seed, int first, int last) {
   std::mt19937 rng(seed);
   std::string answers;
@@ -232,11 +231,12 @@ TEST(Hdf5Fuzz, TheParserOnMutants) {
   constexpr int kBatch = 50;
   ASSERT_FALSE(seeds().empty());  // and read: the children cannot
   Outcome outcome;
-  for (int batch = 0; batch < testing::rounds(60); ++batch) {
+  for (int batch = 0; batch < testing::rounds(10); ++batch) {
     const u32 seed = 7000 + static_cast<u32>(batch);
     const auto run = [&](int first, int last) {
+      const ConfinedLimits limits{.seconds = last - first > 1 ? 10 : 2};
       try {
-        return ConfinedChild("mutant", "the parser", -1, kLimits, [&] { return parse_mutants(seed, first, last); })
+        return ConfinedChild("mutant", "the parser", -1, limits, [&] { return parse_mutants(seed, first, last); })
             .answer();
       } catch (const Error& e) {
         EXPECT_EQ(e.code(), Errc::Corrupt) << e.what();
@@ -256,8 +256,8 @@ TEST(Hdf5Fuzz, TheParserOnMutants) {
   }
   std::printf("%d read, %d refused, %d crashes or hangs of the parser\n", outcome.accepted, outcome.refused,
               outcome.killed);
-  EXPECT_GT(outcome.accepted, 100);
-  EXPECT_GT(outcome.refused, 500);
+  EXPECT_GT(outcome.accepted, 50);
+  EXPECT_GT(outcome.refused, 200);
 }
 
 // A parser that a file has taken over says what it wants.
