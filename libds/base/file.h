@@ -30,6 +30,8 @@ class File {
   const std::string& path() const noexcept { return path_; }
   // A path that opens this file again, with or without a name.
   const std::string& opened_as() const noexcept { return opened_as_.empty() ? path_ : opened_as_; }
+  // For what only a descriptor can do; stays the file's.
+  int descriptor() const noexcept { return fd_; }
   i64 size() const;
   // A file that ends before offset + bytes is Errc::Corrupt.
   void read_at(i64 offset, void* out, i64 bytes) const;

@@ -75,6 +75,8 @@ class Environment {
       MPI_Query_thread(&level);
     } else {
       find_bundled_open_mpi();
+      // A process that is forked to read a file from elsewhere (formats/confined.h) touches no memory of MPI's.
+      ::setenv("OMPI_MCA_mpi_warn_on_fork", "0", 0);
       check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
       ours() = true;
     }

@@ -33,9 +33,12 @@ struct Hdf5View {
 void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,
                        const std::map<std::string, std::string>& links);
 
-// Lists the datasets of a file and where they stand. Contiguous little-endian datasets of known types are read; other
-// types are foreign; chunked, compressed, external and virtual data is refused by name with what to do, and links to
-// other files are never followed. Throws Errc::Corrupt, Errc::Io, Errc::Unavailable.
+// Lists the datasets of a file that anybody may have made, in the order in which they were: of creation where every
+// group keeps it, else of their places in the file. Contiguous and compact little-endian datasets of known types are
+// read; other types are foreign; chunked, compressed, external and virtual data is refused by name with what to do, and
+// links to other files are never followed. Attributes of the root that are text are the metadata. The library's parser
+// runs in a child process without rights (formats/confined.h), and what that says is checked. Throws Errc::Corrupt,
+// also when the parser crashes, hangs or wants too much memory; Errc::Io, Errc::Unavailable.
 TensorTable read_hdf5(const File& file);
 
 }  // namespace ds

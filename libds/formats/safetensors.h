@@ -6,10 +6,12 @@
 
 namespace ds {
 
-// What a format's header says: offsets[i] is where tensors[i] begins, counted from the start of the file.
+// What a format's header says: offsets[i] is where tensors[i] begins, counted from the start of the file; -1 - k where
+// it begins at byte k of `inlined`, its elements being a part of the header.
 struct TensorTable {
   std::vector<TensorInfo> tensors;
   std::vector<i64> offsets;
+  std::string inlined = {};
   std::vector<ForeignTensor> foreign;
   std::map<std::string, std::string> metadata;
 };

@@ -76,16 +76,23 @@ class FileSource : public TensorSource {
   FileSource(File file, TensorTable table)
       : TensorSource(file.path(), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
         file_(std::move(file)),
-        offsets_(std::move(table.offsets)) {}
+        offsets_(std::move(table.offsets)),
+        inlined_(std::move(table.inlined)) {}
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     const i64 size = dtype_bytes(list()[tensor].dtype);
-    file_.read_at(offsets_[tensor] + first_elem * size, out, count * size);
+    const i64 offset = offsets_[tensor];
+    if (offset >= 0) {
+      file_.read_at(offset + first_elem * size, out, count * size);
+    } else {
+      std::memcpy(out, inlined_.data() + (-1 - offset) + first_elem * size, static_cast<size_t>(count * size));
+    }
   }
 
   File file_;
   std::vector<i64> offsets_;
+  std::string inlined_;
 };
 
 std::unique_ptr<TensorSource> open_single(const std::string& path) {

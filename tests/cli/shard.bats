@@ -50,6 +50,32 @@ refuses() {
   done
 }
 
+@test "the same through HDF5" {
+  ds-ckpt-merge run -o a.safetensors --optimizer --quiet
+  ds-ckpt-merge run -o a.h5 --optimizer --quiet
+  ds-shard a.h5 -o two --dp 2 --stage 3 --quiet
+  ds-ckpt-merge two -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+  ds-shard a.safetensors -o three --dp 2 --stage 3 --quiet
+  for rank in 0 1; do cmp {two,three}/step-00000003/rank-0000$rank.h5; done
+  ds-ckpt-merge a.h5 -o c.safetensors --optimizer --quiet
+  cmp a.safetensors c.safetensors
+  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data config; do
+    diff <(grep "^\"$key\":" run/step-00000003/manifest.json) <(grep "^\"$key\":" two/step-00000003/manifest.json)
+  done
+}
+
+@test "a hostile HDF5 file" {
+  /usr/bin/python3 - <<'PY'
+data = bytearray(open("run/step-00000003/rank-00000.h5", "rb").read())
+data[60:400] = b"\xff" * 340
+open("bad.h5", "wb").write(data)
+PY
+  refuses 3 "bad.h5: HDF5 cannot" bad.h5 -o out
+  echo "not HDF5 at all, whatever it is called" > bad.h5
+  refuses 3 "bad.h5: not an HDF5 file" bad.h5 -o out
+}
+
 @test "the view of the shards is the merge" {
   ds-shard run -o out --dp 3 --quiet
   ds-ckpt-merge out -o m.h5 --quiet

@@ -119,6 +119,114 @@ with h5py.File('x.h5', 'w') as f:
   EXPECT_ERROR(source->at("text"), Errc::Unavailable, "string");
 }
 
+std::vector<std::string> names(const TensorSource& source) {
+  std::vector<std::string> out;
+  for (const TensorInfo& t : source.list()) out.push_back(t.name);
+  return out;
+}
+
+// Small and large tensors come from different places of a file, so that these alone would not tell.
+TEST(Hdf5, TensorsKeepTheirOrder) {
+  const TempDirectory dir;
+  std::vector<TensorInfo> tensors;
+  for (int i = 0; i < 120; ++i)
+    tensors.push_back({fmt::format("layer.{}.w", (i * 37) % 120),
+                       DType::F32,
+                       {i % 3 == 0   ? 30000
+                        : i % 3 == 1 ? 7
+                                     : 0}});
+  const auto sink = create_sink(dir / "x.h5", FileFormat::Hdf5, tensors);
+  const std::vector<float> data(30000);
+  for (const size_t i : sink->order()) sink->write(tensors[i].name, 0, tensors[i].numel(), data.data());
+  sink->finish();
+  EXPECT_EQ(open_source(dir / "x.h5")->list(), tensors);
+}
+
+TEST(Hdf5, WithoutAnOrderOfCreationPlacesTellTheOrder) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  python(dir, R"(
+order = ['z', 'b/y', 'a', 'c/d/x', 'b/a']
+with h5py.File('places.h5', 'w') as f:
+    for n in order: f[n] = np.zeros(5000)
+with h5py.File('tracked.h5', 'w', track_order=True) as f:
+    for n in ['z', 'a', 'y', 'b']: f[n] = np.zeros(3)
+)");
+  EXPECT_EQ(names(*open_source(dir / "places.h5")), (std::vector<std::string>{"z", "b/y", "a", "c/d/x", "b/a"}));
+  EXPECT_EQ(names(*open_source(dir / "tracked.h5")), (std::vector<std::string>{"z", "a", "y", "b"}));
+}
+
+TEST(Hdf5, CompactDatasetsAreRead) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  python(dir, R"(
+with h5py.File('x.h5', 'w', libver='latest', userblock_size=512) as f:
+    for name, shape, dtype in [(b'c', (3, 5), 'f4'), (b's', (), 'i8'), (b'most', (8000,), 'f8')]:
+        p = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        p.set_layout(h5py.h5d.COMPACT)
+        d = h5py.h5d.create(f.id, name, h5py.h5t.py_create(np.dtype('<' + dtype)), h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR), p)
+        d.write(h5py.h5s.ALL, h5py.h5s.ALL, np.asarray(np.arange(np.prod(shape, dtype=int), dtype=dtype).reshape(shape) + 7))
+    f['plain'] = np.arange(4, dtype='f4')
+)");
+  const auto source = open_source(dir / "x.h5");
+  float x[4];
+  source->read("c", 7, 3, x);
+  EXPECT_EQ(x[0], 14.0f);
+  EXPECT_EQ(x[2], 16.0f);
+  i64 scalar = 0;
+  source->read("s", 0, 1, &scalar);
+  EXPECT_EQ(scalar, 7);
+  double last = 0;
+  source->read("most", 7999, 1, &last);
+  EXPECT_EQ(last, 8006);
+  source->read("plain", 0, 4, x);  // behind a user block
+  EXPECT_EQ(x[3], 3.0f);
+}
+
+TEST(Hdf5, MetadataRoundTripsAtAnySize) {
+  const TempDirectory dir;
+  std::map<std::string, std::string> metadata = {{"format", "pt"}, {"empty", ""}, {"text", "\xc3\xa9\n\"{}"}};
+  metadata["64 KiB"] = std::string(65536, 'a');
+  metadata["3 MiB"] = std::string(3 << 20, 'b') + "end";
+  for (int i = 0; i < 300; ++i) metadata["tie." + std::to_string(i)] = "lm_head.weight";
+  create_sink(dir / "x.h5", FileFormat::Hdf5, {}, metadata)->finish();
+  EXPECT_EQ(open_source(dir / "x.h5")->metadata(), metadata);
+}
+
+TEST(Hdf5, TextAttributesAreMetadata) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  python(dir, R"(
+with h5py.File('x.h5', 'w') as f:
+    f.attrs['variable'] = 'schön'
+    f.attrs['fixed'] = np.bytes_(b'ab')
+    f.attrs['padded'] = np.array(b'ab', dtype=h5py.string_dtype('ascii', 7))
+    f.attrs['one'] = np.array(['x'], dtype=h5py.string_dtype())
+    f.attrs['number'] = 3
+    f.attrs['two'] = ['x', 'y']
+    f.attrs['latin1'] = np.bytes_(b'\xe9')
+    f['x'] = np.zeros(3, 'f4')
+    f['x'].attrs['not the root'] = 'z'
+with h5py.File('large.h5', 'w', libver='latest') as f:
+    for i in range(5): f.attrs[str(i)] = np.array(b'a' * (4 << 20))
+)");
+  const std::map<std::string, std::string> want = {
+      {"variable", "sch\xc3\xb6n"}, {"fixed", "ab"}, {"padded", "ab"}, {"one", "x"}};
+  EXPECT_EQ(open_source(dir / "x.h5")->metadata(), want);
+  EXPECT_ERROR(open_source(dir / "large.h5"), Errc::Corrupt, "attributes of the root exceed 16 MiB");
+}
+
+TEST(Hdf5, OffsetsOfOtherThanEightBytesAreRefused) {
+  if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
+  const TempDirectory dir;
+  python(dir, R"(
+p = h5py.h5p.create(h5py.h5p.FILE_CREATE)
+p.set_sizes(4, 4)
+h5py.h5f.create(b'x.h5', fcpl=p)
+)");
+  EXPECT_ERROR(open_source(dir / "x.h5"), Errc::Unavailable, "offsets and lengths have 4 and 4 bytes");
+}
+
 TEST(Hdf5, RefusesWhatItDoesNotRead) {
   if (!have_h5py()) GTEST_SKIP() << "h5py is not installed";
   const TempDirectory dir;
@@ -149,6 +257,8 @@ TEST(Hdf5, BrokenFilesAreRefused) {
     EXPECT_ERROR(open_source(path), Errc::Corrupt, "x.h5");
   }
   write_file(path, std::string(4096, 'x'));
+  EXPECT_ERROR(open_source(path), Errc::Corrupt, "not an HDF5 file");
+  write_file(path, good.substr(0, 24) + std::string(4096, 'x'));
   EXPECT_ERROR(open_source(path), Errc::Corrupt, "HDF5 cannot open the file");
   EXPECT_ERROR(open_source(dir / "absent.h5"), Errc::Io, "No such file");
   EXPECT_ERROR(create_sink(dir / "no/such.h5", FileFormat::Hdf5, {}), Errc::Io, "cannot create");

@@ -1,0 +1,290 @@
+// SPDX-License-Identifier: Apache-2.0
+// The child's message is: a byte that says whether the filter is in place, a byte that says what follows, and that.
+
+#include "formats/confined.h"
+
+#include <fcntl.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <poll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <csignal>
+#include <cstddef>
+#include <cstring>
+#include <new>
+#include <vector>
+
+#include "ds/log.h"
+
+namespace ds {
+namespace {
+
+enum Kind : char { kAnswer, kError, kNoMemory };
+
+constexpr size_t kMaxMessage = 4096;
+
+// A system call that the child may make; with `arg`, only if that argument has this value.
+struct Rule {
+  long call;
+  int arg = -1;
+  u32 value = 0;
+};
+
+// Lets the rules pass and refuses everything else, on x86-64, the only processor there is a libds for.
+bool install_filter(const std::vector<Rule>& rules) {
+  std::vector<sock_filter> program;
+  const auto add = [&](int code, u32 k, int if_true = 0, int if_false = 0) {
+    program.push_back({static_cast<u16>(code), static_cast<u8>(if_true), static_cast<u8>(if_false), k});
+  };
+  const auto load = [&](size_t offset) { add(BPF_LD | BPF_W | BPF_ABS, static_cast<u32>(offset)); };
+  const auto skip_unless = [&](u32 value, int skipped) { add(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skipped); };
+  const auto end = [&](u32 action) { add(BPF_RET | BPF_K, action); };
+  load(offsetof(seccomp_data, arch));
+  add(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 1, 0);
+  end(SECCOMP_RET_KILL_PROCESS);
+  load(offsetof(seccomp_data, nr));
+  for (const Rule& r : rules) {
+    if (r.arg < 0) {
+      skip_unless(static_cast<u32>(r.call), 1);
+    } else {
+      skip_unless(static_cast<u32>(r.call), 4);
+      load(offsetof(seccomp_data, args) + 8 * static_cast<size_t>(r.arg));  // its low half
+      skip_unless(r.value, 1);
+      end(SECCOMP_RET_ALLOW);
+      end(SECCOMP_RET_ERRNO | EPERM);
+      continue;
+    }
+    end(SECCOMP_RET_ALLOW);
+  }
+  end(SECCOMP_RET_ERRNO | EPERM);
+  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
+  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+}
+
+bool forbid_all_but_computing(int answers) {
+  const auto value = [](auto x) { return static_cast<u32>(x); };
+  return install_filter({
+      {SYS_pread64},
+      {SYS_read},
+      {SYS_write, 0, value(answers)},
+      {SYS_brk},
+      {SYS_mmap, 4, value(-1)},  // memory, not files
+      {SYS_munmap},
+      {SYS_mremap},
+      {SYS_mprotect},
+      {SYS_madvise},
+      {SYS_futex},
+      {SYS_sched_yield},
+      {SYS_clock_gettime},
+      {SYS_gettimeofday},
+      {SYS_getrandom},
+      {SYS_getpid},
+      {SYS_gettid},
+      {SYS_rt_sigaction},
+      {SYS_rt_sigprocmask},
+      {SYS_rt_sigreturn},
+      {SYS_sigaltstack},
+      {SYS_tgkill, 0, value(::getpid())},  // abort()
+      {SYS_exit},
+      {SYS_exit_group},
+  });
+}
+
+// A limit never rises above what the process has already.
+void limit(int resource, u64 value) {
+  rlimit r{};
+  if (::getrlimit(static_cast<__rlimit_resource>(resource), &r) != 0) return;
+  r.rlim_max = std::min<rlim_t>(r.rlim_max, value);
+  r.rlim_cur = std::min(r.rlim_cur, r.rlim_max);
+  ::setrlimit(static_cast<__rlimit_resource>(resource), &r);
+}
+
+// The child is a copy of this process, so what it may take is counted from what that has: gigabytes of models and
+// reservations of drivers, perhaps.
+u64 address_space_bytes() {
+  std::array<char, 64> text{};
+  const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+  const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
+  if (fd >= 0) ::close(fd);
+  if (n <= 0) return 0;
+  return std::strtoull(text.data(), nullptr, 10) * static_cast<u64>(::sysconf(_SC_PAGESIZE));
+}
+
+void close_all_but(int a, int b) {
+  const auto close_between = [](i64 first, i64 last) {
+    if (first > last || ::close_range(static_cast<u32>(first), static_cast<u32>(last), 0) == 0) return;
+    const i64 most = std::min<i64>(last, ::sysconf(_SC_OPEN_MAX));  // a kernel before 5.9
+    for (i64 fd = first; fd <= most; ++fd) ::close(static_cast<int>(fd));
+  };
+  const i64 low = std::min(a, b), high = std::max(a, b);
+  close_between(0, low - 1);
+  close_between(std::max<i64>(low, -1) + 1, high - 1);
+  close_between(high + 1, std::numeric_limits<u32>::max());
+}
+
+// Returns whether there is a filter.
+bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& limits) {
+  ::prctl(PR_SET_PDEATHSIG, SIGKILL);
+  if (::getppid() != parent) ::_exit(1);  // it died before it could take us along
+  // What a handler of this program would do, tell its other threads say, the child must not.
+  for (int s = 1; s < NSIG; ++s) ::signal(s, SIG_DFL);
+  sigset_t none;
+  ::sigemptyset(&none);
+  ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  const u64 has = address_space_bytes();
+  close_all_but(descriptor, answers);
+  limit(RLIMIT_CPU, static_cast<u64>(limits.seconds));
+  limit(RLIMIT_FSIZE, 0);
+  limit(RLIMIT_CORE, 0);
+  limit(RLIMIT_NOFILE, 0);
+  limit(RLIMIT_NPROC, 0);
+  if (has != 0) limit(RLIMIT_AS, has + static_cast<u64>(limits.memory_bytes));
+  return forbid_all_but_computing(answers);
+}
+
+void send(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n = ::write(fd, text.data(), text.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) ::_exit(1);
+    text.remove_prefix(static_cast<size_t>(n));
+  }
+}
+
+[[noreturn]] void run_child(pid_t parent, int descriptor, int answers, const ConfinedLimits& limits,
+                            const std::function<std::string()>& work) noexcept {
+  const char filtered = confine(parent, descriptor, answers, limits) ? 1 : 0;
+  std::string head{filtered, kAnswer}, body;
+  try {
+    body = work();
+  } catch (const Error& e) {
+    head[1] = kError;
+    body = std::string(1, static_cast<char>(e.code())) + e.what();
+  } catch (const std::bad_alloc&) {
+    head[1] = kNoMemory;
+  }  // anything else is our bug, and ends the child
+  send(answers, head);
+  send(answers, body);
+  ::_exit(0);  // not exit(): buffers and handlers at exit are the parent's
+}
+
+// A message from the child is shown to people: nothing but text.
+std::string printable(std::string_view text) {
+  std::string out(text.substr(0, kMaxMessage));
+  for (char& c : out) {
+    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
+  }
+  return out;
+}
+
+}  // namespace
+
+ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, const ConfinedLimits& limits,
+                             const std::function<std::string()>& work)
+    : path_(std::move(path)),
+      who_(std::move(who)),
+      limits_(limits),
+      deadline_(std::chrono::steady_clock::now() + std::chrono::seconds(limits.seconds)) {
+  const auto failed = [&](const char* call) {
+    throw Error(Errc::Io,
+                fmt::format("{}: no process of its own for {}: {}: {}", path_, who_, call, std::strerror(errno)));
+  };
+  std::array<int, 2> ends{};
+  if (::pipe2(ends.data(), O_CLOEXEC) != 0) failed("pipe");
+  sigset_t all, before;
+  ::sigfillset(&all);
+  ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program runs in the child
+  const pid_t parent = ::getpid();
+  pid_ = ::fork();
+  if (pid_ == 0) run_child(parent, descriptor, ends[1], limits_, work);
+  const int error = errno;
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  ::close(ends[1]);
+  pipe_ = ends[0];
+  if (pid_ < 0) {
+    ::close(pipe_);
+    errno = error;
+    failed("fork");
+  }
+}
+
+ConfinedChild::~ConfinedChild() {
+  reap();
+  ::close(pipe_);
+}
+
+std::string ConfinedChild::answer() {
+  const std::string text = receive();
+  const int status = reap();
+  if (WIFSIGNALED(status)) {
+    const int signal = WTERMSIG(status);
+    if (signal == SIGXCPU) refuse(fmt::format("took more than {} s", limits_.seconds));
+    const char* name = ::sigabbrev_np(signal);
+    refuse(fmt::format("was killed by SIG{}", name != nullptr ? name : std::to_string(signal)));
+  }
+  if (WEXITSTATUS(status) != 0) refuse(fmt::format("ended with status {}", WEXITSTATUS(status)));
+  if (text.size() < 2) refuse("gave no answer");
+  if (text[0] == 0) {
+    log_message(LogLevel::Verbose,
+                fmt::format("{}: this kernel has no seccomp filters; limits alone confine {}", path_, who_));
+  }
+  switch (text[1]) {
+    case kAnswer: return text.substr(2);
+    case kNoMemory: refuse(fmt::format("wanted more than {} MiB of memory", limits_.memory_bytes >> 20));
+    case kError: {
+      const auto code = text.size() > 2 ? static_cast<Errc>(text[2]) : Errc::Internal;
+      if (code != Errc::Corrupt && code != Errc::Unavailable && code != Errc::Io) break;
+      throw Error(code, printable(std::string_view(text).substr(3)));
+    }
+    default: break;
+  }
+  refuse("gave no proper answer");
+}
+
+std::string ConfinedChild::receive() {
+  std::string text;
+  std::vector<char> part(64 << 10);
+  while (true) {
+    using std::chrono::milliseconds;
+    const auto left = std::chrono::duration_cast<milliseconds>(deadline_ - std::chrono::steady_clock::now()).count();
+    pollfd ready{pipe_, POLLIN, 0};
+    const int n = left <= 0 ? 0 : ::poll(&ready, 1, static_cast<int>(std::min<i64>(left, 60'000)));
+    if (n == 0 && left <= 60'000) refuse(fmt::format("took more than {} s", limits_.seconds));
+    if (n <= 0) continue;
+    const ssize_t got = ::read(pipe_, part.data(), part.size());
+    if (got == 0) return text;
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) throw Error(Errc::Io, fmt::format("{}: cannot read from {}: {}", path_, who_, std::strerror(errno)));
+    if (static_cast<i64>(text.size()) + got > limits_.answer_bytes)
+      refuse(fmt::format("answers with more than {} MiB", limits_.answer_bytes >> 20));
+    text.append(part.data(), static_cast<size_t>(got));
+  }
+}
+
+int ConfinedChild::reap() noexcept {
+  if (pid_ < 0) return 0;
+  ::kill(pid_, SIGKILL);  // after the end of its answer it is dead already, or will not end by itself
+  int status = 0;
+  while (::waitpid(pid_, &status, 0) < 0) {
+    if (errno == EINTR) continue;
+    status = 0;  // this program ignores SIGCHLD: the answer alone must tell
+    break;
+  }
+  pid_ = -1;
+  return status;
+}
+
+void ConfinedChild::refuse(std::string_view what) const {
+  throw Error(Errc::Corrupt, fmt::format("{}: {} {} while it read this file; it is not read", path_, who_, what));
+}
+
+}  // namespace ds
