@@ -60,6 +60,8 @@ void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count
   }
 }
 
+bool is_checkpoint(const std::string& path) { return fs::is_directory(path) && (is_ours(path) || is_deepspeed(path)); }
+
 std::unique_ptr<StateSource> open_state(const std::string& path, const std::string& tag) {
   DS_CHECK(fs::exists(path), Errc::Io, "{}: no such file or directory", path);
   const bool is_directory = fs::is_directory(path);

@@ -46,6 +46,9 @@ class StateSource {
   virtual void read_stored(State state, i64 param, i64 first, i64 count, char* out) = 0;
 };
 
+// Whether `path` is a run directory or a step of ours, or a DeepSpeed checkpoint.
+bool is_checkpoint(const std::string& path);
+
 // Opens what `path` is: a run directory or a step of ours; a DeepSpeed checkpoint, ZeRO or universal; or whatever
 // open_source() reads, whose tensors are the parameters (optimizer.<state>.<name> the states of <name>). `tag`: the
 // step of a directory of several (ours: "step-00000100"; DeepSpeed's: the name of the sub-directory); empty: the latest

@@ -106,6 +106,7 @@ class StateTensors : public TensorSource {
   };
   StateTensors(StateSource& state, std::vector<TensorInfo> tensors, std::vector<Column> columns)
       : TensorSource(state.path(), std::move(tensors)), state_(state), columns_(std::move(columns)) {}
+  void own(std::unique_ptr<StateSource> state) noexcept { owned_ = std::move(state); }
   std::vector<std::string> verify() const override { return state_.verify(); }
 
  private:
@@ -116,6 +117,7 @@ class StateTensors : public TensorSource {
 
   StateSource& state_;
   std::vector<Column> columns_;
+  std::unique_ptr<StateSource> owned_;  // state_, or nothing
 };
 
 // Which parameters the patterns choose.
@@ -147,7 +149,9 @@ std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> ten
   return std::make_unique<TensorState>(std::move(tensors), std::move(model_config_json));
 }
 
-std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view) {
+namespace {
+
+std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view) {
   DS_CHECK(!view.optimizer || state.has(State::ExpAvg), Errc::Mismatch, "{}: holds no optimizer state", state.path());
   const std::vector<bool> chosen = choose(state, view.only);
   std::vector<TensorInfo> tensors;
@@ -169,6 +173,21 @@ std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const State
     }
   }
   return std::make_unique<StateTensors>(state, std::move(tensors), std::move(columns));
+}
+
+}  // namespace
+
+std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view) {
+  return view_of(state, view);
+}
+
+std::unique_ptr<TensorSource> open_weights(const std::string& path) {
+  if (!is_checkpoint(path)) return open_source(path);
+  std::unique_ptr<StateSource> state = open_state(path);
+  state->check();
+  std::unique_ptr<StateTensors> tensors = view_of(*state, {.dtype = DType::F32});
+  tensors->own(std::move(state));
+  return tensors;
 }
 
 }  // namespace ds

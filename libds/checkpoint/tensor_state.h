@@ -28,4 +28,8 @@ struct StateView {
 // no optimizer state.
 std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view);
 
+// The weights of `path` as whole tensors: of a file or model directory as they stand; of a checkpoint, ours or
+// DeepSpeed's, in fp32, from the masters where there are any. Throws as open_state and StateSource::check.
+std::unique_ptr<TensorSource> open_weights(const std::string& path);
+
 }  // namespace ds

@@ -5,6 +5,7 @@
 #include <filesystem>
 #include <set>
 
+#include "checkpoint/tensor_state.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
 
@@ -123,7 +124,7 @@ struct Match {
 
 Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
   const bool is_encoder = !model.causal;
-  std::unique_ptr<TensorSource> source = open_source(path);
+  std::unique_ptr<TensorSource> source = open_weights(path);
   const auto foreign = [&](std::string_view name) {
     const auto it = std::find_if(source->foreign().begin(), source->foreign().end(),
                                  [&](const ForeignTensor& f) { return f.name == name; });
