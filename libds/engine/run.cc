@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 
+#include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/together.h"
@@ -89,6 +90,24 @@ std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPl
 
 }  // namespace
 
+namespace {
+
+// The published config.json, where the model comes from one, with all that we make of it: what it says beside the shape
+// of the model (its begin and end tokens, say) stays with the weights.
+std::string published_config(const Config& config) {
+  constexpr i64 kMaxConfig = i64{1} << 20;
+  Json json = Json::object();
+  if (!config.model_path.empty()) {
+    const std::string path =
+        std::filesystem::is_directory(config.model_path) ? config.model_path + "/config.json" : config.model_path;
+    json = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+  }
+  json.update(Json::parse(model_config_json(config.model)));
+  return json.dump();
+}
+
+}  // namespace
+
 struct TrainingRun::State {
   Config config;
   RankInfo ranks;
@@ -104,6 +123,7 @@ struct TrainingRun::State {
   std::string backend;
   std::string step_dir;           // to go on from; empty: from the start
   std::string weights;            // to start from; empty: random ones
+  std::string model_json;         // config.json of what is saved
   bool evaluated_before = false;  // the step that we go on from; on rank 0
   bool lines_lost = false;        // of the metrics; said
   double peak_flops = 0;          // of this rank, measured
@@ -201,6 +221,7 @@ void TrainingRun::State::open() {
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
   params = params_of(engine->model(), engine->plan());
+  model_json = published_config(config);
   load();
   take_directory();
 }
@@ -350,7 +371,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.optimizer_step = progress.optimizer_step;
   meta.isa = device->name();
   meta.config_json = compact_json(resolved_json(config));
-  meta.model_config_json = compact_json(model_config_json(config.model));
+  meta.model_config_json = model_json;
   meta.data_json = compact_json(data_identity_json(train_data->identity()));
   return meta;
 }

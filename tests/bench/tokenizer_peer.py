@@ -3,7 +3,7 @@
 """MB/s of Hugging Face's tokenizers, and SentencePiece, on one thread: tokenizer_peer.py TEXT FILE...
 
 The whole text in one call, as tokenizer_bench does, and line by line, which is kinder to Hugging Face's: it keeps the
-place of every character. Best of five, CPU time.
+place of every character. Best of two, CPU time.
 """
 import os
 import sys
@@ -37,7 +37,7 @@ def main():
             import sentencepiece
             one = sentencepiece.SentencePieceProcessor(model_file=path).encode
             many = lambda: [one(line) for line in lines]
-        whole, by_line = best_of(5, lambda: one(text)), best_of(5, many)
+        whole, by_line = best_of(2, lambda: one(text)), best_of(2, many)
         print(f"{megabytes / whole:8.1f} MB/s, by lines {megabytes / by_line:8.1f}  {len(one(text)):9d} tokens  {path}")
 
 

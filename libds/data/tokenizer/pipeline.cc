@@ -131,19 +131,22 @@ class Pipeline : public Tokenizer {
   void encode_normal(std::string_view text, bool at_start, std::vector<i32>& ids) const {
     if (text.empty()) return;
     thread_local WordCache cache;
+    const std::string_view mark = model_->cuts_before();
     const auto word = [&](std::string_view w) {
       cache.append(serial_, w, ids, [&](std::string_view x, std::vector<i32>& out) { model_->encode(x, out); });
     };
-    if (pre_tokenizer_) return pre_tokenizer_->split(text, at_start, [&](std::string_view w, bool) { word(w); });
-    const std::string_view mark = model_->cuts_before();
-    if (mark.empty()) return model_->encode(text, ids);
-    for (size_t begin = 0; begin < text.size();) {
-      size_t end = begin;
-      while (text.substr(end).starts_with(mark)) end += mark.size();  // one behind another is no place to cut
-      end = std::min(text.find(mark, end), text.size());
-      word(text.substr(begin, end - begin));
-      begin = end;
-    }
+    const auto words = [&](std::string_view w) {
+      for (size_t begin = 0; begin < w.size();) {
+        size_t end = begin;
+        while (w.substr(end).starts_with(mark)) end += mark.size();  // one behind another is no place to cut
+        end = std::min(w.find(mark, end), w.size());
+        word(w.substr(begin, end - begin));
+        begin = end;
+      }
+    };
+    const auto sink = [&](std::string_view w, bool) { mark.empty() ? word(w) : words(w); };
+    if (pre_tokenizer_) return pre_tokenizer_->split(text, at_start, sink);
+    sink(text, at_start);
   }
 
   void find_special(const SpecialTokens& files, const Json& post_processor) {
