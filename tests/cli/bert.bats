@@ -59,7 +59,8 @@ JSON
 
 @test "an encoder gets a new head when it is asked for" {
   ds-train bert.json --out run --quiet
-  ds-ckpt-merge run -o encoder --format hf --only 'bert.*' --quiet
+  ds-ckpt-merge run -o encoder --format hf --quiet
+  ds-ckpt-merge run -o encoder/model.safetensors --only 'bert.*' --quiet
   sed 's/"model": {.*/"model": {"path": "encoder"},/; /intermediate_size/d' bert.json >tune.json
   run -3 ds-train tune.json
   assert_output --partial 'cls.predictions.transform.dense.weight is missing'
