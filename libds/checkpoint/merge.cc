@@ -142,9 +142,10 @@ void copy_out(const TensorSource& tensors, TensorSink& sink, const MergeOptions&
   sink.finish();
 }
 
-// Whole tensors do not depend on who held what: nor does what stands beside them.
+// Whole tensors do not depend on who held what, nor on the machine and the knobs of the run: nor does what stands
+// beside them.
 CheckpointMeta without_layout(CheckpointMeta meta) {
-  meta.layout_id.clear();
+  for (std::string* part : {&meta.layout_id, &meta.isa, &meta.config_json}) part->clear();
   meta.world_size = 1;
   meta.zero_stage = 0;
   return meta;

@@ -68,6 +68,9 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   if (is_directory && is_ours(path)) return open_ours(path, tag);
   if (is_directory && is_deepspeed(path)) return open_deepspeed(path, tag);
   DS_CHECK(tag.empty(), Errc::Config, "{}: not a directory of several steps, so there is no '{}' to choose", path, tag);
+  const auto is_there = [&](std::string_view name) { return fs::exists(fmt::format("{}/{}", path, name)); };
+  DS_CHECK(!is_directory || std::ranges::any_of(kPublishedWeights, is_there), Errc::Io,
+           "{}: no checkpoint and no model in this directory (step-*, {})", path, fmt::join(kPublishedWeights, ", "));
   return make_tensor_state(open_source(path), is_directory ? read_model_config(path) : "");
 }
 

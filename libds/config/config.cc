@@ -216,6 +216,8 @@ void resolve_tokenizer(Config& c, Reader& r) {
   const auto has = [&](const char* name) { return fs::exists(directory / name, ignored); };
   if (has("tokenizer.json") || (has("vocab.json") && has("merges.txt")) || has("vocab.txt") || has("tokenizer.model"))
     d.tokenizer = directory.string();
+  else if (is_text(d) && !d.train.empty())
+    r.warning("data.tokenizer", fmt::format("{} has no tokenizer: text is read as bytes", directory.string()));
 }
 
 void resolve_data(Config& c, bool model_is_sound, Reader& r) {

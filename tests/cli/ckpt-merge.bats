@@ -170,7 +170,7 @@ PY
 
 @test "a directory without checkpoints" {
   mkdir empty
-  refuses 1 "no model.safetensors in this directory" empty -o out.h5
+  refuses 1 "no checkpoint and no model in this directory" empty -o out.h5
 }
 
 # warns TEXT: the newest complete step is merged, and why is said in one warning.

@@ -18,7 +18,16 @@ common_options="--help --version --json --output --quiet --verbose --completion"
 # Of lines that begin with options, "  -n, --ranks N ...": the options.
 leading_options() { sed -nE 's/^ +((-[a-zA-Z0-9], )?--?[a-zA-Z0-9-]+)( .*|$)/\1/p' | tr -d ' ' | tr , '\n' | sort -u; }
 
-options_of_help() { "$DS_BIN/$1" --help | sed '/^Examples:/,$d' | leading_options; }
+# Of a tool and its commands.
+options_of_help() {
+  local command
+  {
+    "$DS_BIN/$1" --help
+    for command in $("$DS_BIN/$1" --help | sed -n '/^Commands:/,/^$/s/^  \([a-z]*\) .*/\1/p'); do
+      "$DS_BIN/$1" "$command" --help
+    done
+  } | sed '/^Examples:/,/^Manual:/d' | leading_options
+}
 
 options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z]/ { on = $1 == "OPTIONS" } on' | leading_options; }
 

@@ -45,7 +45,7 @@ refuses() {
   ds-shard a.safetensors -o five --dp 5 --stage 2 --quiet # the file alone carries all of it
   ds-ckpt-merge five -o c.safetensors --optimizer --quiet
   cmp a.safetensors c.safetensors
-  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data config; do
+  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data model_config; do
     diff <(grep "^\"$key\":" run/step-00000003/manifest.json) <(grep "^\"$key\":" five/step-00000003/manifest.json)
   done
 }
@@ -58,7 +58,7 @@ refuses() {
   cmp a.safetensors b.safetensors
   ds-ckpt-merge a.h5 -o c.safetensors --optimizer --quiet
   cmp a.safetensors c.safetensors
-  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data config; do
+  for key in step optimizer_step consumed_samples seed loss_scaler skipped_steps work_dtype data model_config; do
     diff <(grep "^\"$key\":" run/step-00000003/manifest.json) <(grep "^\"$key\":" two/step-00000003/manifest.json)
   done
 }

@@ -230,13 +230,19 @@ load tiny
   assert_success
   refute_output --partial "random"
 
-  touch model/pytorch_model.bin
+  touch model/model.gguf
   for path in model model/config.json; do
     run ds-train cfg.json --set "model={\"path\": \"$path\"}" "${tokens[@]}" --out run
     assert_failure 4
-    assert_output --partial "pytorch_model.bin"
+    assert_output --partial "model.gguf"
     assert [ ! -e run ]
   done
+  touch model/pytorch_model.bin
+  run ds-train cfg.json --set 'model={"path": "model"}' "${tokens[@]}" --out run
+  assert_failure 3
+  assert_output --partial "model/pytorch_model.bin: not a file of torch.save"
+  assert [ ! -e run ]
+  rm model/pytorch_model.bin
 
   cp "$DS_SOURCE/tests/golden/gpt2/model.safetensors" model
   run ds-train cfg.json --set 'model={"path": "model"}' "${tokens[@]}" --eval

@@ -379,12 +379,8 @@ TEST_F(Data, ResumeNoticesOtherData) {
 }
 
 TEST(DataIdentity, JsonRoundTripIsExactAndNonsenseIsRefused) {
-  const DataIdentity a{{{"a \"b\"\n", i64{1} << 60, ~u64{0}}, {"b", 1, 15}},
-                       "BPE",
-                       i64{1} << 55,
-                       17,
-                       4294967295,
-                       "masked \"tokens\""};
+  const DataIdentity a{
+      {{"a \"b\"\n", i64{1} << 60, ~u64{0}}, {"b", 1, 15}}, "BPE", i64{1} << 55, 17, 4294967295, "masked \"tokens\""};
   const std::string json = data_identity_json(a);
   EXPECT_THAT(json, AllOf(HasSubstr("\"xxh3\":\"ffffffffffffffff\""), HasSubstr("\"xxh3\":\"000000000000000f\"")));
   const DataIdentity b = parse_data_identity(json);
