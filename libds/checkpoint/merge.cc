@@ -134,8 +134,7 @@ std::string hf_config(const std::string& source, const CheckpointMeta& meta, con
   return parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root.dump();
 }
 
-// Tensors to a file, a stream, or into `dir` as shards.
-void copy_out(const TensorSource& tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
+void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
   copy_tensors(tensors, sink, [&](i64 done) {
     if (o.progress) o.progress(done, total);
   });
@@ -179,13 +178,22 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   const std::unique_ptr<StateSource> state = open_state(source, o.tag);
   const std::string config = format == Format::Hf ? hf_config(source, state->meta(), o) : "";
   const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
-  const std::unique_ptr<TensorSource> tensors =
-      make_state_tensors(*state, {.dtype = o.dtype, .optimizer = optimizer, .only = o.only});
+  const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
+  const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
   if (o.verify) {
     const std::vector<std::string> bad = state->verify();
     DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
   } else {
     state->check();
+  }
+
+  // A disk gives more to two readers than to one.
+  const std::unique_ptr<StateSource> twin = state->reopen();
+  std::unique_ptr<TensorSource> twin_tensors;
+  std::vector<const TensorSource*> views = {tensors.get()};
+  if (twin) {
+    twin_tensors = make_state_tensors(*twin, view);
+    views.push_back(twin_tensors.get());
   }
 
   MergeResult result;
@@ -215,7 +223,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
     write_sharded(*state, directory->path(), m, {.num_ranks = 1}, o.progress);
   } else if (to_directory) {
     const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
-    copy_out(*tensors, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
+    copy_out(views, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
     if (format == Format::Hf) {
       result.tokenizer = copy_tokenizer(tokenizer_places(source, state->meta(), o), directory->path());
       DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
@@ -223,10 +231,10 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
       write_hf_config(directory->path(), config, result.dtype);
     }
   } else if (to_stream) {
-    copy_out(*tensors, *create_stream_sink(1, "standard output", tensors->list(), metadata), o, total);
+    copy_out(views, *create_stream_sink(1, "standard output", tensors->list(), metadata), o, total);
   } else {
     const FileFormat file = format == Format::Hdf5 ? FileFormat::Hdf5 : FileFormat::Safetensors;
-    copy_out(*tensors, *create_sink(target, file, tensors->list(), metadata), o, total);
+    copy_out(views, *create_sink(target, file, tensors->list(), metadata), o, total);
   }
   if (directory) {
     count_files(directory->path(), result);

@@ -104,9 +104,19 @@ void verify_file(const File& file, const Manifest& m, const FileRecord& record) 
   }
 }
 
-CheckpointReader::CheckpointReader(std::string step_dir) : dir_(std::move(step_dir)) {
-  const std::string path = fmt::format("{}/{}", dir_, kManifestName);
-  manifest_ = parse_manifest(read_text_file(path, kMaxManifest), path);
+namespace {
+
+Manifest read_manifest(const std::string& step_dir) {
+  const std::string path = fmt::format("{}/{}", step_dir, kManifestName);
+  return parse_manifest(read_text_file(path, kMaxManifest), path);
+}
+
+}  // namespace
+
+CheckpointReader::CheckpointReader(std::string step_dir) : CheckpointReader(step_dir, read_manifest(step_dir)) {}
+
+CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
+    : dir_(std::move(step_dir)), manifest_(std::move(manifest)) {
   for (State s : kStates) has_[static_cast<size_t>(s)] = manifest_.has(s);
   files_.resize(manifest_.files.size());
   pieces_.resize(manifest_.params.size());
@@ -153,8 +163,14 @@ void CheckpointReader::read_dataset(const Piece& p, State s, i64 begin, i64 end,
       read_block(file, manifest_, *p.record, s, block, out + (from - begin), pages_);
       continue;
     }
-    block_.resize(static_cast<size_t>(kChecksumBlock));
-    read_block(file, manifest_, *p.record, s, block, block_.data(), pages_);
+    // Ranges that follow each other meet in one block: it is read once for both.
+    const BlockKey key{p.record, s, block};
+    if (!(key == block_key_)) {
+      block_key_ = {};
+      block_.resize(static_cast<size_t>(kChecksumBlock));
+      read_block(file, manifest_, *p.record, s, block, block_.data(), pages_);
+      block_key_ = key;
+    }
     const i64 lo = std::max(begin, from), hi = std::min(end, to);
     std::memcpy(out + (lo - begin), block_.data() + (lo - from), static_cast<size_t>(hi - lo));
   }

@@ -43,10 +43,14 @@ class CheckpointReader : public StateSource {
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
   void check_structure(i64 rank);
 
+  std::unique_ptr<StateSource> reopen() const override {
+    return std::unique_ptr<StateSource>(new CheckpointReader(dir_, manifest_));
+  }
   void check() override;
   std::vector<std::string> verify() override;
 
  private:
+  CheckpointReader(std::string step_dir, Manifest manifest);
   struct Piece {
     i64 begin, end, file;
     const PieceRecord* record;
@@ -62,6 +66,13 @@ class CheckpointReader : public StateSource {
   std::vector<std::unique_ptr<File>> files_;
   i64 num_open_ = 0;
   PageBuffer pages_;
+  struct BlockKey {
+    const PieceRecord* piece = nullptr;
+    State state = State::Param;
+    i64 block = 0;
+    bool operator==(const BlockKey&) const = default;
+  };
+  BlockKey block_key_;       // of what stands in block_
   std::vector<char> block_;  // a block of which only a part is wanted
 };
 

@@ -36,6 +36,9 @@ class StateSource {
   // Throws Errc::Corrupt (file and what is wrong), Errc::Io, Errc::Unavailable (no such conversion).
   void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
 
+  // The same state, to be read by another thread; nothing where that is not worth while.
+  virtual std::unique_ptr<StateSource> reopen() const { return nullptr; }
+
   // Throws Errc::Corrupt, naming the file, unless everything but the bulk is as it was written.
   virtual void check() {}
   // Reads everything that carries a checksum; one line for each file that is not as it was written.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy that merging and converting come down to: a thread reads ahead while this one writes.
+// The copy that merging and converting come down to: threads read ahead while this one writes.
 
 #include <array>
 #include <condition_variable>
@@ -11,8 +11,8 @@
 namespace ds {
 namespace {
 
-constexpr i64 kPieceBytes = i64{16} << 20;
-constexpr size_t kPieces = 4;
+constexpr i64 kPieceBytes = i64{8} << 20;
+constexpr size_t kPieces = 3;
 
 struct Piece {
   const TensorInfo* tensor = nullptr;
@@ -68,9 +68,11 @@ class Ring {
   std::exception_ptr error_;
 };
 
-void read_all(const TensorSource& source, const std::vector<size_t>& order, Ring& ring) {
-  for (const size_t i : order) {
-    const TensorInfo& t = source.list()[i];
+// Every `stride`-th tensor of the order, from `first` on.
+void read_all(const TensorSource& source, const std::vector<size_t>& order, size_t first_tensor, size_t stride,
+              Ring& ring) {
+  for (size_t k = first_tensor; k < order.size(); k += stride) {
+    const TensorInfo& t = source.list()[order[k]];
     const i64 size = dtype_bytes(t.dtype), step = kPieceBytes / size, n = t.numel();
     for (i64 first = 0; first < n; first += step) {
       Piece* piece = ring.begin_fill();
@@ -87,26 +89,39 @@ void read_all(const TensorSource& source, const std::vector<size_t>& order, Ring
 
 }  // namespace
 
-void copy_tensors(const TensorSource& source, TensorSink& sink, const std::function<void(i64 bytes)>& progress) {
-  Ring ring;
-  std::jthread reader([&] {
-    try {
-      read_all(source, sink.order(), ring);
-      ring.end(nullptr);
-    } catch (...) {
-      ring.end(std::current_exception());
-    }
-  });
+void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink,
+                  const std::function<void(i64 bytes)>& progress) {
+  const size_t R = sources.size();
+  const std::vector<size_t>& order = sink.order();
+  std::vector<Ring> rings(R);
+  std::vector<std::jthread> readers;
   struct Closing {
-    Ring& ring;
-    ~Closing() { ring.close(); }
-  } closing{ring};  // before the reader is joined
+    std::vector<Ring>& rings;
+    ~Closing() {
+      for (Ring& ring : rings) ring.close();
+    }
+  };
+  const auto read = [&](size_t r) {
+    try {
+      read_all(*sources[r], order, r, R, rings[r]);
+      rings[r].end(nullptr);
+    } catch (...) {
+      rings[r].end(std::current_exception());
+    }
+  };
+  for (size_t r = 0; r < R; ++r) readers.emplace_back(read, r);
+  const Closing closing{rings};  // before the readers are joined
   i64 bytes = 0;
-  while (Piece* piece = ring.begin_empty()) {
-    sink.write(piece->tensor->name, piece->first, piece->count, piece->data.data());
-    bytes += narrow<i64>(piece->data.size());
-    ring.end_empty();
-    if (progress) progress(bytes);
+  for (size_t k = 0; k < order.size(); ++k) {
+    for (i64 left = sources[0]->list()[order[k]].numel(); left > 0;) {
+      Piece* piece = rings[k % R].begin_empty();
+      DS_ASSERT(piece != nullptr);
+      sink.write(piece->tensor->name, piece->first, piece->count, piece->data.data());
+      left -= piece->count;
+      bytes += narrow<i64>(piece->data.size());
+      rings[k % R].end_empty();
+      if (progress) progress(bytes);
+    }
   }
 }
 

@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -121,9 +122,11 @@ std::unique_ptr<TensorSink> create_sharded_sink(const std::string& dir, i64 max_
                                                 std::vector<TensorInfo> tensors,
                                                 const std::map<std::string, std::string>& metadata = {});
 
-// Copies every tensor, reading ahead in a thread of its own; needs 64 MiB of memory. The sink was made with
-// source.list(). `progress`, if there is one, gets the bytes so far after each piece.
-void copy_tensors(const TensorSource& source, TensorSink& sink, const std::function<void(i64 bytes)>& progress = {});
+// Copies every tensor. The sources, one or more, show the same tensors; each is read ahead, tensor by tensor in turns,
+// in a thread of its own and needs 24 MiB of memory. The sink was made with their list. `progress`, if there is one,
+// gets the bytes so far after each piece.
+void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink,
+                  const std::function<void(i64 bytes)>& progress = {});
 
 // y[i] = x[i] in another type of F32, BF16, F16, from one of these or F64; rounded once, to nearest even. y and x do
 // not overlap. Throws Errc::Unavailable for other types.
