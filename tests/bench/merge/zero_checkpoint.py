@@ -93,4 +93,5 @@ def main(command, *arguments):
             assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])
