@@ -113,11 +113,15 @@ int main(int argc, char** argv) {
                        "safetensors, HDF5 or PyTorch file, model directory, run directory, DeepSpeed checkpoint")
             ->type_name("FILE");
         app.add_option("-o,--out", dir, "run directory to write; new or empty")->type_name("DIR");
-        ds::tools::add_number(app, "--dp", options.dp, 1, 99999, "data-parallel ranks (default 1)")->type_name("N");
-        ds::tools::add_number(app, "--stage", options.stage, 0, 3, "ZeRO stage (default 0)")->type_name("S");
+        const CLI::Option* dp =
+            ds::tools::add_number(app, "--dp", options.dp, 1, 99999, "data-parallel ranks (default 1)")->type_name("N");
+        const CLI::Option* stage =
+            ds::tools::add_number(app, "--stage", options.stage, 0, 3, "ZeRO stage (default 0)")->type_name("S");
         app.add_option("--tag", options.tag, "the step of SRC to take (default: the latest)")->type_name("STEP");
-        return [&, show_command](ds::tools::Output& out) {
+        return [&, show_command, dp, stage](ds::tools::Output& out) {
           if (show_command->parsed()) {
+            if (!source.empty() || !dir.empty() || dp->count() > 0 || stage->count() > 0)
+              throw ds::Error(ds::Errc::Config, "show takes a directory, --tag and --parameters, and nothing else");
             show(out, ds::describe_checkpoint(shown, options.tag), parameters);
             return 0;
           }

@@ -189,7 +189,7 @@ int main(int argc, char** argv) {
         app.add_option("--resume", o.resume, "go on from a checkpoint: latest (of --out), or a step or run directory")
             ->type_name("DIR");
         app.add_option("--weights", o.weights,
-                       "initial weights: a safetensors or HDF5 file, or a Hugging Face directory")
+                       "initial weights: a safetensors, HDF5 or PyTorch file, a model directory, a checkpoint")
             ->type_name("FILE")
             ->check(CLI::ExistingPath)
             ->excludes("--resume");

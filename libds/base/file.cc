@@ -194,8 +194,11 @@ void PendingFile::commit() {
 PendingDirectory::PendingDirectory(std::string target) : target_(std::move(target)) {
   while (target_.size() > 1 && target_.back() == '/') target_.pop_back();
   std::error_code error;
+  target_ = follow_links(target_);
   const fs::file_status status = fs::status(target_, error);
   DS_CHECK(!fs::exists(status) || fs::is_directory(status), Errc::Config, "{}: is not a directory", target_);
+  DS_CHECK(!fs::equivalent(target_, ".", error), Errc::Config,
+           "{}: is the working directory, which cannot be replaced; name another", target_);
   DS_CHECK(!fs::exists(status) || fs::is_empty(target_, error), Errc::Config,
            "{}: is not empty; choose another directory", target_);
   const std::string parent = parent_directory(target_);

@@ -71,10 +71,12 @@ struct CheckpointMeta {
 std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
                             std::span<const StatePiece> pieces, Communicator& comm);
 
-// Of the steps of `dir` before `newest`, the keep - 1 >= 0 with the highest numbers stay. Higher ones are not of this
-// run: a run that came back to an older step, because they are damaged, does not count them. A step that cannot be
-// removed is a warning. One rank's work.
-void remove_old_steps(const std::string& dir, i64 newest, i64 keep);
+// Numbers of the steps of `dir`, highest first. A directory that cannot be read is a warning.
+std::vector<i64> list_steps(const std::string& dir);
+// Of the steps of `dir` before `newest`, the keep - 1 >= 0 with the highest numbers stay. Higher ones, and those that
+// are `passed_over`, are not of this run, which came back to an older step because they are damaged: they neither count
+// nor go. A step that cannot be removed is a warning. One rank's work.
+void remove_old_steps(const std::string& dir, i64 newest, i64 keep, std::span<const i64> passed_over = {});
 
 // The newest complete step of `dir` that is older than `step_dir`: for whom that one is damaged. Empty: there is none.
 // A warning names each incomplete one between them.

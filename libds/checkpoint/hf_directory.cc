@@ -55,6 +55,7 @@ void write_hf_config(const std::string& dir, const std::string& config, std::opt
 std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir) {
   for (const std::string& path : from) {
     std::error_code ignored;
+    if (!fs::exists(path, ignored)) continue;
     const std::string folder = fs::is_directory(path, ignored) ? path : parent_directory(path);
     bool any = false;
     const auto copy = [&](const char* name) {
@@ -64,11 +65,19 @@ std::string copy_tokenizer(const std::vector<std::string>& from, const std::stri
       return true;
     };
     for (const char* name : kTokenizerFiles) any |= copy(name);
-    if (!any) continue;
-    copy(kGeneration);
-    return folder;
+    if (any) return folder;
   }
   return "";
+}
+
+void copy_generation_config(const std::vector<std::string>& from, const std::string& dir) {
+  for (const std::string& path : from) {
+    std::error_code ignored;
+    const std::string folder = fs::is_directory(path, ignored) ? path : parent_directory(path);
+    const std::string file = fmt::format("{}/{}", folder, kGeneration);
+    if (!fs::exists(path, ignored) || !fs::is_regular_file(file, ignored)) continue;
+    return replace_text_file(fmt::format("{}/{}", dir, kGeneration), read_text_file(file, kMaxFile));
+  }
 }
 
 }  // namespace ds

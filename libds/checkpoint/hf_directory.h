@@ -14,8 +14,10 @@ namespace ds {
 // tokens and the directory has none yet, generation_config.json.
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype);
 
-// Copies the tokenizer's files out of the first of `from` that has some (a directory, or a file of it), and
-// generation_config.json with them. Returns that directory; empty if none has. Throws Errc::Io.
+// Copies the tokenizer's files out of the first of `from` that has some (a directory, or a file of it). Returns that
+// directory; empty if none has. Throws Errc::Io.
 std::string copy_tokenizer(const std::vector<std::string>& from, const std::string& dir);
+// The same for generation_config.json.
+void copy_generation_config(const std::vector<std::string>& from, const std::string& dir);
 
 }  // namespace ds

@@ -11,6 +11,7 @@
 #include <set>
 #include <unordered_map>
 
+#include "formats/hdf5.h"
 #include "formats/tensor_io.h"
 
 namespace ds {
@@ -167,25 +168,12 @@ Manifest from_json(const Json& j) {
   return m;
 }
 
-// A path of HDF5 in which each part names something: no empty part, "." or "..".
-bool is_param_name(std::string_view name) {
-  if (name.size() > 1024 || std::any_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }))
-    return false;
-  for (;;) {
-    const size_t slash = name.find('/');
-    const std::string_view part = name.substr(0, slash);
-    if (part.empty() || part == "." || part == "..") return false;
-    if (slash == std::string_view::npos) return true;
-    name.remove_prefix(slash + 1);
-  }
-}
-
 // The rules for names and ties; returns the number of elements of each untied parameter, -1 for tied ones.
 std::vector<i64> validate_params(const Manifest& m, const std::string& path, Errc code) {
   std::unordered_map<std::string_view, const ParamEntry*> by_name;
   std::vector<i64> numels;
   for (const ParamEntry& p : m.params) {
-    DS_CHECK(is_param_name(p.name), code, "{}: '{}' cannot be a parameter's name", path, p.name.substr(0, 200));
+    DS_CHECK(is_hdf5_name(p.name), code, "{}: '{}' cannot be a parameter's name", path, p.name.substr(0, 200));
     DS_CHECK(by_name.emplace(p.name, &p).second, code, "{}: parameter '{}' appears twice", path, p.name);
     const std::optional<i64> numel = checked_product(p.shape, 8);
     DS_CHECK(numel.has_value() && p.shape.size() <= 32, code, "{}: impossible shape of '{}'", path, p.name);

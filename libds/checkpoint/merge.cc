@@ -12,6 +12,7 @@
 #include "checkpoint/shard.h"
 #include "checkpoint/tensor_state.h"
 #include "ds/checkpoint.h"
+#include "ds/log.h"
 #include "formats/safetensors.h"
 
 namespace ds {
@@ -106,22 +107,27 @@ std::string output_target(const std::string& output) {
   return target;
 }
 
-// Where the tokenizer's files may be: as the user says, beside the source, or where its run found them.
-std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta,
-                                          const MergeOptions& o) {
-  if (!o.tokenizer.empty()) return {o.tokenizer};
+// Where the files beside the weights may be: in the source, or where its run found them.
+std::vector<std::string> model_places(const std::string& source, const CheckpointMeta& meta) {
   std::vector<std::string> places;
-  if (fs::is_directory(source)) places.push_back(source);
+  if (fs::is_directory(source) && !is_checkpoint(source)) places.push_back(source);
   if (meta.config_json.empty()) return places;
   const Json config = Json::parse(meta.config_json);
   const auto add = [&](const char* section, const char* key) {
     const auto it = config.find(section);
-    if (it != config.end() && it->is_object() && it->contains(key) && (*it)[key].is_string())
-      places.push_back((*it)[key].get<std::string>());
+    if (it == config.end() || !it->is_object() || !it->contains(key) || !(*it)[key].is_string()) return;
+    if (const auto& place = (*it)[key].get_ref<const std::string&>(); place != "bytes") places.push_back(place);
   };
   add("data", "tokenizer");
   add("model", "path");
   return places;
+}
+
+// As the user says, or there.
+std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta,
+                                          const MergeOptions& o) {
+  if (!o.tokenizer.empty()) return {o.tokenizer};
+  return model_places(source, meta);
 }
 
 std::string hf_config(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o) {
@@ -131,7 +137,9 @@ std::string hf_config(const std::string& source, const CheckpointMeta& meta, con
     return meta.model_config_json;
   }
   const std::string path = fs::is_directory(o.config) ? o.config + "/config.json" : o.config;
-  return parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root.dump();
+  const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+  DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
+  return config.dump();
 }
 
 void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
@@ -225,9 +233,14 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
     const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
     copy_out(views, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
     if (format == Format::Hf) {
-      result.tokenizer = copy_tokenizer(tokenizer_places(source, state->meta(), o), directory->path());
+      const std::vector<std::string> places = tokenizer_places(source, state->meta(), o);
+      result.tokenizer = copy_tokenizer(places, directory->path());
+      copy_generation_config(model_places(source, state->meta()), directory->path());
       DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
                o.tokenizer);
+      if (result.tokenizer.empty() && !places.empty())
+        log_message(LogLevel::Warning,
+                    fmt::format("{}: no files of a tokenizer in {}", output, fmt::join(places, ", ")));
       write_hf_config(directory->path(), config, result.dtype);
     }
   } else if (to_stream) {

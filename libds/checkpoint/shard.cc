@@ -11,6 +11,7 @@
 #include "checkpoint/step_writer.h"
 #include "ds/checkpoint.h"
 #include "ds/config.h"
+#include "formats/hdf5.h"
 #include "formats/tensor_io.h"
 #include "zero/layout.h"
 
@@ -100,6 +101,9 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   PendingDirectory target(dir);
   const std::unique_ptr<StateSource> state = open_state(source, options.tag);
   state->check();
+  std::vector<std::string_view> names;
+  for (const ParamEntry& p : state->params()) names.push_back(p.name);
+  check_hdf5_names(names, state->path());
   const ZeroConfig defaults;
   Manifest m;
   write_sharded(*state, target.path(), m,

@@ -173,8 +173,17 @@ std::string commit_step(const std::string& dir, Manifest& m) {
 
   const std::string target = fmt::format("{}/{}", dir, step_name(m.meta.step));
   move_into_place(temp, target);
-  sync_directory(dir);
-  replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
+  try {
+    sync_directory(dir);
+    replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
+  } catch (...) {  // a save that failed leaves nothing: the step goes back to where it is removed
+    if (fs::exists(temp)) {
+      ::renameat2(AT_FDCWD, temp.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE);
+    } else {
+      ::rename(target.c_str(), temp.c_str());
+    }
+    throw;
+  }
   abandon_step(dir, m.meta.step);  // what changed places with it
   return target;
 }

@@ -20,6 +20,9 @@ Saver::Saver(Engine& engine, std::string dir, const RunDirectory* directory, std
 void Saver::resumed_from(std::string step_dir, i64 step) {
   newest_ = std::move(step_dir);
   newest_step_ = handed_in_ = step;
+  if (directory_ == nullptr) return;
+  passed_over_ = list_steps(dir_);
+  std::erase_if(passed_over_, [&](i64 s) { return s <= step; });
 }
 
 void Saver::save(const CheckpointMeta& meta, When when) {
@@ -78,6 +81,7 @@ void Saver::settle(const StepSave& save, OnFailure on_failure) {
   }
   newest_ = save.step_dir();
   newest_step_ = save.step();
+  std::erase(passed_over_, newest_step_);  // what stands there now is ours
   Json saved = {{"type", "event"},
                 {"event", "saved"},
                 {"step", save.step()},
@@ -103,7 +107,9 @@ void Saver::prove_last() {
 void Saver::remove_old() {
   const i64 keep = engine_.config().save.keep;
   if (keep == 0 || directory_ == nullptr) return;
-  const auto remove = [dir = dir_, newest = newest_step_, keep] { remove_old_steps(dir, newest, keep); };
+  const auto remove = [dir = dir_, newest = newest_step_, keep, passed_over = passed_over_] {
+    remove_old_steps(dir, newest, keep, passed_over);
+  };
   if (background_) {
     background_->worker().post(remove);
   } else {

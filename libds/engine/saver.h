@@ -66,8 +66,9 @@ class Saver {
   std::function<void(const Json&)> event_;
   std::string newest_, proven_;
   i64 newest_step_ = -1, handed_in_ = -1, finite_step_ = -1;
-  Clock::time_point started_;  // of the save that was handed in last
-  double stall_seconds_ = 0;   // that it has kept training waiting
+  std::vector<i64> passed_over_;  // steps that this run found damaged, or behind a damaged one
+  Clock::time_point started_;     // of the save that was handed in last
+  double stall_seconds_ = 0;      // that it has kept training waiting
   double writer_cpu_before_ = 0;
   std::optional<HostState> snapshot_;
   std::optional<AsyncSave> background_;  // after what it reads

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <set>
 
 #include "formats/hdf5_library.h"
 
@@ -163,6 +164,31 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
     c.ok(H5Lcreate_soft(("/" + target).c_str(), file, name.c_str(), links, H5P_DEFAULT), "link /" + name);
   }
   if (!file.close()) c.fail("write the file");
+}
+
+bool is_hdf5_name(std::string_view name) noexcept {
+  if (name.size() > 1024 || std::any_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }))
+    return false;
+  for (;;) {
+    const size_t slash = name.find('/');
+    const std::string_view part = name.substr(0, slash);
+    if (part.empty() || part == "." || part == "..") return false;
+    if (slash == std::string_view::npos) return true;
+    name.remove_prefix(slash + 1);
+  }
+}
+
+void check_hdf5_names(std::span<const std::string_view> names, const std::string& path) {
+  const std::set<std::string_view> all(names.begin(), names.end());
+  for (const std::string_view name : all) {
+    DS_CHECK(is_hdf5_name(name), Errc::Unavailable, "{}: HDF5 cannot hold a tensor named '{}'", path,
+             name.substr(0, 200));
+    for (size_t slash = name.find('/'); slash != std::string_view::npos; slash = name.find('/', slash + 1)) {
+      DS_CHECK(!all.contains(name.substr(0, slash)), Errc::Unavailable,
+               "{}: HDF5 cannot hold a tensor named '{}' beside one named '{}'", path, name.substr(0, 200),
+               name.substr(0, std::min<size_t>(slash, 200)));
+    }
+  }
 }
 
 }  // namespace ds

@@ -4,9 +4,18 @@
 // the library lays out the structure (contiguous datasets, allocated early, never filled), and the caller then writes
 // the bulk straight to the offsets that it is given. Files carry the checksummed metadata of HDF5 1.10.
 
+#include <span>
+
 #include "formats/safetensors.h"
 
 namespace ds {
+
+// Whether `name` is a path of HDF5 in which each part names something: no empty part, "." or "..", no control
+// characters, at most 1024 bytes.
+bool is_hdf5_name(std::string_view name) noexcept;
+// Throws Errc::Unavailable, naming `path` and the name, unless one file can hold objects of all these names: each is
+// one, and none is a folder of another.
+void check_hdf5_names(std::span<const std::string_view> names, const std::string& path);
 
 struct Hdf5Dataset {
   TensorInfo info;                                           // name: path below the root, groups made as needed

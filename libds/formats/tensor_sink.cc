@@ -72,6 +72,9 @@ class FileSink : public CheckedSink {
       const std::string header = make_safetensors_header(tensors_, metadata, &offsets_);
       pending_.file().write_at(0, header.data(), narrow<i64>(header.size()));
     } else {
+      std::vector<std::string_view> names;
+      for (const TensorInfo& t : tensors_) names.push_back(t.name);
+      check_hdf5_names(names, path);
       std::vector<Hdf5Dataset> datasets;
       for (const TensorInfo& t : tensors_) datasets.push_back({t});
       offsets_ = create_hdf5(pending_.file(), datasets, metadata);

@@ -270,3 +270,54 @@ warns() {
     refuses 1 "File too large" "$step" -o out.safetensors --dtype fp32 --optimizer
   )
 }
+
+@test "a Hugging Face directory takes the tokenizer along" {
+  mkdir model && cp "$DS_SOURCE"/tests/golden/gpt2/*.json "$DS_SOURCE"/tests/golden/gpt2/model.safetensors model/
+  rm -f model/expected*
+  cp "$DS_SOURCE"/tests/golden/tokenizers/gpt2/tokenizer.json model/
+  echo '{"temperature": 0.7}' > model/generation_config.json
+  "$merge" model -o copy --format hf --verify --quiet
+  cmp model/tokenizer.json copy/tokenizer.json
+  cmp model/generation_config.json copy/generation_config.json
+  cmp model/model.safetensors copy/model.safetensors
+  rm model/tokenizer.json
+  echo '{"temperature": 0.5}' > model/generation_config.json
+  run --separate-stderr "$merge" model -o bare --format hf
+  [ "$status" -eq 0 ]
+  [[ $stderr == *"warning: bare: no files of a tokenizer in model"* ]]
+  touch bytes && echo '{}' > tokenizer.json # of no run
+  run --separate-stderr "$merge" run -o plain --format hf
+  [ -z "$stderr" ]
+  [ ! -e plain/tokenizer.json ]
+}
+
+@test "a directory through a link; the working directory is refused; one path for two outputs too" {
+  mkdir empty && ln -s empty link
+  "$merge" run -o link --format hf --quiet
+  [ -L link ] && [ -e empty/model.safetensors ]
+  mkdir here && cd here
+  run --separate-stderr "$merge" ../run -o . --format hf
+  [ "$status" -eq 2 ]
+  [[ $stderr == *"is the working directory"* ]]
+  cd ..
+  refuses 2 "are the same file" run -o out.safetensors --output out.safetensors
+  echo '[]' > list.json
+  refuses 2 "list.json: is no JSON object" run -o out --format hf --config list.json
+}
+
+@test "names that HDF5 cannot hold are refused, not changed" {
+  for names in '"a/./b"' '"/a"' '"a/"' '"a", "a/b"'; do
+    /usr/bin/python3 - "$names" <<'PY'
+import json, struct, sys
+names = json.loads("[" + sys.argv[1] + "]")
+rows = {n: {"dtype": "U8", "shape": [1], "data_offsets": [i, i + 1]} for i, n in enumerate(names)}
+header = json.dumps(rows).encode()
+open("odd.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + b"x" * len(names))
+PY
+    refuses 4 "HDF5 cannot hold a tensor named" odd.safetensors -o out.h5
+    run --separate-stderr "$DS_BIN/ds-shard" odd.safetensors -o out
+    [ "$status" -eq 4 ]
+    [[ $stderr == *"odd.safetensors: HDF5 cannot hold a tensor named"* ]]
+    "$merge" odd.safetensors -o copy.safetensors --verify --quiet
+  done
+}

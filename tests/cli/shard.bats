@@ -145,6 +145,10 @@ PY
   [ "$status" -eq 2 ]
   [[ $stderr == *"lies inside a checkpoint step"* ]]
 }
+@test "show takes no options of sharding" {
+  refuses 2 "show takes a directory" show run --dp 4
+  refuses 2 "show takes a directory" --stage 3 -o out show run
+}
 @test "a damaged shard" {
   truncate -s -1 run/step-00000003/rank-00001.h5
   refuses 3 "rank-00001.h5: " run -o out

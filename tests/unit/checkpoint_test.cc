@@ -531,6 +531,28 @@ TEST(SaveCheckpoint, AnUnfinishedSaveIsClearedByTheNext) {
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
 }
 
+TEST(SaveCheckpoint, StepsThatWerePassedOverNeitherCountNorGo) {
+  const TempDirectory dir;
+  for (const i64 step : {5, 10, 15, 18, 20}) save_sample(dir.path(), step, DType::F32, 1);
+  const std::vector<i64> damaged = {18};
+  remove_old_steps(dir.path(), 20, 2, damaged);
+  EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000015", "step-00000018", "step-00000020"}));
+}
+
+TEST(SaveCheckpoint, ALatestThatCannotBeReplacedLeavesNoStep) {
+  const TempDirectory dir;
+  fs::create_directory(dir / "latest");
+  EXPECT_ERROR(save_sample(dir.path(), 1, DType::F32, 2), Errc::Io, "latest");
+  EXPECT_EQ(entries(dir.path()), (Names{"latest"}));
+  fs::remove(dir / "latest");
+  save_sample(dir.path(), 1, DType::F32, 2, 1);
+  fs::remove(dir / "latest");
+  fs::create_directory(dir / "latest");
+  EXPECT_ERROR(save_sample(dir.path(), 1, DType::BF16, 2, 2), Errc::Io, "latest");  // what stood there stands there
+  EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
+  load_sample(dir / "step-00000001", DType::F32, 1, 1);
+}
+
 // ---- failing saves
 
 // The earlier step, `latest` and nothing else: what every failed save must leave.

@@ -61,6 +61,7 @@ class Output {
 
   bool json() const noexcept { return json_; }
   bool to_file() const noexcept { return !file_.empty(); }
+  const std::string& file() const noexcept { return file_; }
   void write(std::string_view text);
   template <class... Args>
   void print(fmt::format_string<Args...> format, Args&&... args) {
