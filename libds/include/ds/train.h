@@ -45,9 +45,9 @@ struct RunPrediction {
 DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks);
 
 struct RunOptions {
-  std::string out_dir;  // run directory; empty: nothing is written
-  std::string resume;   // "": start; "latest": of out_dir; else a step or run directory
-  std::string weights;  // initial weights: whatever open_weights() reads; empty: model.path's, or random ones
+  std::string out_dir;     // run directory; empty: nothing is written
+  std::string resume;      // "": start; "latest": of out_dir; else a step or run directory
+  std::string weights;     // initial weights: whatever open_weights() reads; empty: model.path's, or random ones
   bool read_only = false;  // for evaluation and generation: out_dir is only read, and random weights are an error
 };
 
