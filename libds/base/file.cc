@@ -179,6 +179,10 @@ PendingFile::~PendingFile() {
 }
 
 void PendingFile::commit() {
+  struct stat replaced, now;  // whoever could not read that must not read this
+  const bool differs = ::stat(path_.c_str(), &replaced) == 0 && ::fstat(file_.descriptor(), &now) == 0 &&
+                       replaced.st_mode != now.st_mode;
+  if (differs && ::fchmod(file_.descriptor(), replaced.st_mode & 07777u) != 0) fail("set the mode of the new", path_);
   file_.sync();
   if (temporary_.empty()) {  // a link cannot replace a file; a rename can
     const std::string name = temporary_name(path_);

@@ -84,8 +84,8 @@ class DirectWriter {
 };
 
 // An output that has no name yet, or, where the file system knows no such files, a temporary name in the same
-// directory. commit() syncs it and moves it to `path`, replacing what was there, and syncs the directory; without
-// commit() nothing is left.
+// directory. commit() syncs it and moves it to `path`, replacing what was there, whose permissions it takes, and syncs
+// the directory; without commit() nothing is left.
 class PendingFile {
  public:
   explicit PendingFile(std::string path);

@@ -61,6 +61,8 @@ struct CheckpointMeta {
   std::string data_json;          // identity of the training data; empty or a JSON document
   std::string config_json;        // the resolved configuration; empty or a JSON document
   std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
+  // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
+  std::optional<std::map<std::string, std::string>> metadata;
   bool operator==(const CheckpointMeta&) const = default;
 };
 

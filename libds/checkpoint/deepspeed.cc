@@ -87,14 +87,8 @@ class DeepspeedReader final : public StateSource {
 }  // namespace
 
 bool is_deepspeed(const std::string& dir) {
-  namespace fs = std::filesystem;
-  if (!fs::is_directory(dir)) return false;
-  if (is_deepspeed_tag(dir) || fs::exists(dir + "/zero_to_fp32.py")) return true;
-  try {
-    return is_deepspeed_tag(find_deepspeed_tag(dir, ""));
-  } catch (const Error&) {  // not DeepSpeed's `latest`, or none
-    return false;
-  }
+  return is_deepspeed_tag(dir) || std::filesystem::exists(dir + "/zero_to_fp32.py") ||
+         !list_deepspeed_tags(dir).empty();
 }
 
 std::unique_ptr<StateSource> open_deepspeed(const std::string& dir, const std::string& tag) {

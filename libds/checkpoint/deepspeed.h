@@ -22,14 +22,16 @@
 
 namespace ds {
 
-// Whether `dir` is DeepSpeed's: a checkpoint directory (with `latest` or `latest_universal`) or one tag of it.
+// Whether `dir` is DeepSpeed's: a checkpoint directory, which holds tags, or one tag of it.
 bool is_deepspeed(const std::string& dir);
+// Whether the name is that of a file that holds one rank's part and no whole tensors.
+bool is_deepspeed_shard(const std::string& path) noexcept;
 
 // `tag`: a sub-directory of `dir`; empty: `dir` itself where it holds the files, else the tag that `latest`, or where
 // there is none `latest_universal`, names. Only headers are read; memory does not depend on the number of elements.
 // Throws Errc::Unavailable (by name: tensor or pipeline parallelism, experts, offloaded tensors), Errc::Corrupt (a
-// shard is missing or damaged; its rank is named), Errc::Mismatch (shards of different saves; the rank is named),
-// Errc::Io.
+// shard is missing or damaged; its rank is named; `latest` names no tag), Errc::Config (no `latest`: the tags are
+// named), Errc::Mismatch (shards of different saves; the rank is named), Errc::Io.
 std::unique_ptr<StateSource> open_deepspeed(const std::string& dir, const std::string& tag = {});
 
 }  // namespace ds

@@ -9,6 +9,7 @@
 #include <set>
 
 #include "base/file.h"
+#include "checkpoint/deepspeed.h"
 
 namespace ds {
 namespace {
@@ -77,20 +78,31 @@ bool is_plain(std::string_view name) noexcept {
          name.find('\0') == std::string_view::npos;
 }
 
+// For messages: what could be chosen.
+std::string tags_of(const std::string& dir) {
+  const std::vector<std::string> tags = list_deepspeed_tags(dir);
+  return tags.empty() ? "there is no tag" : fmt::format("tags: {}", fmt::join(tags, ", "));
+}
+
 // The tag that dir/<pointer> names; nothing where there is no such file.
 std::optional<std::string> read_pointer(const std::string& dir, std::string_view pointer) {
   const std::string path = fmt::format("{}/{}", dir, pointer);
   if (!fs::exists(path)) return std::nullopt;
   std::string name = read_text_file(path, 4096);
   while (!name.empty() && (name.back() == '\n' || name.back() == '\r' || name.back() == ' ')) name.pop_back();
-  DS_CHECK(is_plain(name), Errc::Corrupt, "{}: names '{}', which is not a directory beside it", path,
-           name.substr(0, 64));
+  DS_CHECK(is_plain(name), Errc::Corrupt, "{}: names '{}', which is not a directory beside it ({})", path,
+           name.substr(0, 64), tags_of(dir));
   return name;
 }
 
 constexpr std::string_view kPointers[] = {"latest", "latest_universal"};
 
 }  // namespace
+
+bool is_deepspeed_shard(const std::string& path) noexcept {
+  const Role role = parse_name(std::string_view(path).substr(path.rfind('/') + 1)).role;
+  return role != Role::Other && role != Role::Model;
+}
 
 bool is_deepspeed_tag(const std::string& dir) noexcept {
   std::error_code error;
@@ -100,11 +112,21 @@ bool is_deepspeed_tag(const std::string& dir) noexcept {
   return false;
 }
 
+std::vector<std::string> list_deepspeed_tags(const std::string& dir) {
+  std::vector<std::string> tags;
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    if (is_deepspeed_tag(it->path())) tags.push_back(it->path().filename());
+  }
+  std::sort(tags.begin(), tags.end());
+  return tags;
+}
+
 std::string find_deepspeed_tag(const std::string& dir, const std::string& tag) {
   if (!tag.empty()) {
     DS_CHECK(is_plain(tag), Errc::Config, "'{}' is no tag: the name of a directory in {}", tag, dir);
     const std::string path = fmt::format("{}/{}", dir, tag);
-    DS_CHECK(fs::is_directory(path), Errc::Io, "{}: there is no tag '{}'", dir, tag);
+    DS_CHECK(fs::is_directory(path), Errc::Io, "{}: there is no tag '{}' ({})", dir, tag, tags_of(dir));
     return path;
   }
   if (is_deepspeed_tag(dir)) return dir;
@@ -112,11 +134,11 @@ std::string find_deepspeed_tag(const std::string& dir, const std::string& tag) {
     const std::optional<std::string> name = read_pointer(dir, pointer);
     if (!name) continue;
     const std::string path = fmt::format("{}/{}", dir, *name);
-    DS_CHECK(is_deepspeed_tag(path), Errc::Corrupt, "{}/{}: names '{}', which is not there or holds no model states",
-             dir, pointer, *name);
+    DS_CHECK(is_deepspeed_tag(path), Errc::Corrupt,
+             "{}/{}: names '{}', which is not there or holds no model states ({})", dir, pointer, *name, tags_of(dir));
     return path;
   }
-  throw Error(Errc::Io, fmt::format("{}: no checkpoint of DeepSpeed (no file latest, no *_model_states.pt)", dir));
+  throw Error(Errc::Config, fmt::format("{}: no file 'latest' says which tag is meant ({})", dir, tags_of(dir)));
 }
 
 DeepspeedFiles list_deepspeed_files(const std::string& tag_dir) {

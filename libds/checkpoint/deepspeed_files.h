@@ -16,6 +16,8 @@ struct DeepspeedFiles {
 
 // Whether file names of a tag stand in `dir`.
 bool is_deepspeed_tag(const std::string& dir) noexcept;
+// The sub-directories of `dir` in which they stand, sorted.
+std::vector<std::string> list_deepspeed_tags(const std::string& dir);
 // The tag directory that open_deepspeed(dir, tag) means.
 std::string find_deepspeed_tag(const std::string& dir, const std::string& tag);
 // Throws as open_deepspeed does for what file names alone can tell.

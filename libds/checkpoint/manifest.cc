@@ -95,7 +95,7 @@ Json parse_bounded(std::string_view text) {
 
 Json meta_to_json(const CheckpointMeta& meta) {
   const LossScalerState& scaler = meta.loss_scaler;
-  return {
+  Json j = {
       {"step", meta.step},
       {"work_dtype", dtype_name(meta.work_dtype)},
       {"layout", meta.layout_id},
@@ -115,6 +115,8 @@ Json meta_to_json(const CheckpointMeta& meta) {
       {"config", embed(meta.config_json, "configuration")},
       {"model_config", embed(meta.model_config_json, "model configuration")},
   };
+  if (meta.metadata) j["metadata"] = *meta.metadata;
+  return j;
 }
 
 CheckpointMeta meta_from_json(const Json& j) {
@@ -135,6 +137,7 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
+  if (j.contains("metadata")) meta.metadata = j.at("metadata").get<std::map<std::string, std::string>>();
   return meta;
 }
 

@@ -11,6 +11,7 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/tensor_state.h"
+#include "data/tokenizer.h"
 #include "ds/checkpoint.h"
 #include "ds/log.h"
 #include "formats/safetensors.h"
@@ -123,11 +124,36 @@ std::vector<std::string> model_places(const std::string& source, const Checkpoin
   return places;
 }
 
-// As the user says, or there.
-std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta,
-                                          const MergeOptions& o) {
+// Whether `path`, or the directory that it is in, holds the tokenizer of that identity.
+bool holds_tokenizer(const std::string& path, const std::string& identity) {
+  for (const std::string& place : {path, parent_directory(path)}) {
+    try {
+      if (open_tokenizer(place)->identity() == identity) return true;
+    } catch (const Error&) {  // no tokenizer, or none that a run could have had
+    }
+  }
+  return false;
+}
+
+// As the user says, or where the model may be; a place that holds another tokenizer than the run's is none.
+std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o,
+                                          const std::string& output) {
   if (!o.tokenizer.empty()) return {o.tokenizer};
-  return model_places(source, meta);
+  std::vector<std::string> places = model_places(source, meta);
+  const Json data = Json::parse(meta.data_json.empty() ? "{}" : meta.data_json);
+  const bool is_known = data.is_object() && data.contains("tokenizer") && data["tokenizer"].is_string();
+  const std::string identity = is_known ? data["tokenizer"].get<std::string>() : "";
+  if (!identity.empty()) {
+    std::erase_if(places, [&](const std::string& place) {
+      const bool is_other = !holds_tokenizer(place, identity);
+      if (is_other && identity != "bytes")
+        log_message(LogLevel::Warning, fmt::format("{}: {} is not there, or not the tokenizer that the run had; name "
+                                                   "its directory to have its files copied",
+                                                   output, place));
+      return is_other;
+    });
+  }
+  return places;
 }
 
 std::string hf_config(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o) {
@@ -153,6 +179,7 @@ void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, co
 // beside them.
 CheckpointMeta without_layout(CheckpointMeta meta) {
   for (std::string* part : {&meta.layout_id, &meta.isa, &meta.config_json}) part->clear();
+  meta.metadata.reset();  // the file says that itself
   meta.world_size = 1;
   meta.zero_stage = 0;
   return meta;
@@ -188,6 +215,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
+  if (format == Format::Checkpoint) check_readable(*state);
   if (o.verify) {
     const std::vector<std::string> bad = state->verify();
     DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
@@ -205,7 +233,10 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   }
 
   MergeResult result;
-  std::map<std::string, std::string> metadata = {{"format", "pt"}};
+  // transformers asks for the format; a file that a file is made of keeps what that said of itself.
+  std::map<std::string, std::string> metadata =
+      state->meta().metadata.value_or(std::map<std::string, std::string>{{"format", "pt"}});
+  if (format == Format::Hf) metadata["format"] = "pt";
   if (o.optimizer) metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
   for (const ParamEntry& p : state->params()) {
     if (p.tied_to.empty() || tensors->find(p.tied_to) == nullptr) continue;
@@ -225,6 +256,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   }
   if (one_dtype) result.dtype = dtype;
 
+  if (!to_stream) check_room(directory ? directory->path() : parent_directory(target), total);
   result.num_files = 1;
   if (format == Format::Checkpoint) {
     Manifest m;
@@ -233,7 +265,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
     const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
     copy_out(views, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
     if (format == Format::Hf) {
-      const std::vector<std::string> places = tokenizer_places(source, state->meta(), o);
+      const std::vector<std::string> places = tokenizer_places(source, state->meta(), o, output);
       result.tokenizer = copy_tokenizer(places, directory->path());
       copy_generation_config(model_places(source, state->meta()), directory->path());
       DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
@@ -259,6 +291,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
     result.bytes = narrow<i64>(fs::file_size(target));
   }
 
+  warn_of_overflow({state.get(), twin.get()}, output);
   if (o.verify) {
     if (format == Format::Checkpoint) {
       const std::unique_ptr<StateSource> written = open_state(output);

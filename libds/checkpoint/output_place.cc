@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/output_place.h"
 
+#include <sys/statvfs.h>
+
 #include <filesystem>
 
 #include "base/file.h"
@@ -38,6 +40,14 @@ void check_place(const std::string& path) {
     DS_CHECK(target.filename() != part || !is_run(folder), Errc::Config,
              "{}: is the run's own file; choose another name", path);
   }
+}
+
+void check_room(const std::string& dir, i64 bytes) {
+  struct statvfs fs = {};
+  if (::statvfs(dir.c_str(), &fs) != 0 || fs.f_blocks == 0) return;  // one that does not say: writing will tell
+  const double room = static_cast<double>(fs.f_bavail) * static_cast<double>(fs.f_frsize);
+  DS_CHECK(static_cast<double>(bytes) <= room, Errc::Io, "{}: the output has {} bytes, and there is room for {:.0f}",
+           dir, bytes, room);
 }
 
 }  // namespace ds

@@ -108,6 +108,10 @@ namespace {
 
 Manifest read_manifest(const std::string& step_dir) {
   const std::string path = fmt::format("{}/{}", step_dir, kManifestName);
+  std::error_code ignored;
+  const auto type = std::filesystem::status(path, ignored).type();
+  const bool unknown = type == std::filesystem::file_type::none;  // the system will say why
+  DS_CHECK(unknown || type == std::filesystem::file_type::regular, Errc::Corrupt, "{}: is missing, or no file", path);
   return parse_manifest(read_text_file(path, kMaxManifest), path);
 }
 

@@ -81,6 +81,7 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
     if (progress) progress(done, total);
     return buffer.data();
   };
+  check_room(dir, total);
   prepare_step(dir, m.meta.step);
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     pieces.clear();
@@ -101,6 +102,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   PendingDirectory target(dir);
   const std::unique_ptr<StateSource> state = open_state(source, options.tag);
   state->check();
+  check_readable(*state);
   std::vector<std::string_view> names;
   for (const ParamEntry& p : state->params()) names.push_back(p.name);
   check_hdf5_names(names, state->path());
@@ -113,6 +115,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                  .model_persistence_threshold = defaults.model_persistence_threshold},
                 options.progress);
   target.commit();
+  warn_of_overflow({state.get()}, dir);
 
   ShardResult result{.source = state->path(),
                      .step_dir = fmt::format("{}/{}", dir, step_name(m.meta.step)),

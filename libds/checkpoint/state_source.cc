@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/state_source.h"
 
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <filesystem>
 
@@ -8,6 +10,7 @@
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/tensor_state.h"
+#include "ds/log.h"
 
 namespace ds {
 namespace {
@@ -56,7 +59,40 @@ void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count
     const i64 n = std::min(kConvertElems, count - done);
     buffer.resize(static_cast<size_t>(n * dtype_bytes(stored)));
     read_stored(state, param, first + done, n, buffer.data());
-    convert_elements(dtype, target + done * dtype_bytes(dtype), stored, buffer.data(), n);
+    char* const converted = target + done * dtype_bytes(dtype);
+    convert_elements(dtype, converted, stored, buffer.data(), n);
+    const i64 lost = count_overflows(dtype, converted, stored, buffer.data(), n);
+    if (lost > 0 && overflow_.elems == 0) overflow_.first_param = param;
+    overflow_.elems += lost;
+  }
+}
+
+const std::vector<ForeignTensor>& StateSource::foreign() const noexcept {
+  static const std::vector<ForeignTensor> none;
+  return none;
+}
+
+void warn_of_overflow(std::initializer_list<const StateSource*> readers, const std::string& output) {
+  i64 elems = 0;
+  std::string first;
+  for (const StateSource* s : readers) {
+    if (s == nullptr || s->overflow().elems == 0) continue;
+    if (elems == 0) first = s->params()[static_cast<size_t>(s->overflow().first_param)].name;
+    elems += s->overflow().elems;
+  }
+  if (elems == 0) return;
+  log_message(LogLevel::Warning, fmt::format("{}: {} weights are beyond the range of the type, and infinite now, "
+                                             "among them some of '{}'",
+                                             output, elems, first));
+}
+
+void check_readable(const StateSource& state, const std::vector<std::string>& only) {
+  for (const ForeignTensor& f : state.foreign()) {
+    const bool wanted = only.empty() || std::ranges::any_of(only, [&](const std::string& pattern) {
+                          return ::fnmatch(pattern.c_str(), f.name.c_str(), 0) == 0;
+                        });
+    DS_CHECK(!wanted, Errc::Unavailable, "{}: tensor '{}' has elements of type {}, which cannot be read", state.path(),
+             f.name, f.type);
   }
 }
 
@@ -71,6 +107,8 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
   const auto is_there = [&](std::string_view name) { return fs::exists(fmt::format("{}/{}", path, name)); };
   DS_CHECK(!is_directory || std::ranges::any_of(kPublishedWeights, is_there), Errc::Io,
            "{}: no checkpoint and no model in this directory (step-*, {})", path, fmt::join(kPublishedWeights, ", "));
+  DS_CHECK(is_directory || !is_deepspeed_shard(path), Errc::Unavailable,
+           "{}: one rank's part of a DeepSpeed checkpoint; name its directory", path);
   return make_tensor_state(open_source(path), is_directory ? read_model_config(path) : "");
 }
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "checkpoint/manifest.h"
+#include "formats/tensor_io.h"
 
 namespace ds {
 
@@ -20,6 +21,9 @@ class StateSource {
   virtual const CheckpointMeta& meta() const noexcept = 0;
   // In the order of the source; tied ones are other names of what they are tied to, and have no elements of their own.
   virtual const std::vector<ParamEntry>& params() const noexcept = 0;
+
+  // Tensors that are there, but whose elements cannot be read.
+  virtual const std::vector<ForeignTensor>& foreign() const noexcept;
 
   // Param is always there. The others are there for every untied parameter of a float type, or for none; in fp32.
   virtual bool has(State) const noexcept = 0;
@@ -35,6 +39,11 @@ class StateSource {
   // Param in another dtype than the stored one from Master; Master, where there is none, from Param.
   // Throws Errc::Corrupt (file and what is wrong), Errc::Io, Errc::Unavailable (no such conversion).
   void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
+  // Elements that read() has rounded to infinity so far, and the first parameter that had one.
+  struct Overflow {
+    i64 elems = 0, first_param = -1;
+  };
+  const Overflow& overflow() const noexcept { return overflow_; }
 
   // The same state, to be read by another thread; nothing where that is not worth while.
   virtual std::unique_ptr<StateSource> reopen() const { return nullptr; }
@@ -47,7 +56,17 @@ class StateSource {
  protected:
   // Elements as they are stored.
   virtual void read_stored(State state, i64 param, i64 first, i64 count, char* out) = 0;
+
+ private:
+  Overflow overflow_;
 };
+
+// Throws Errc::Unavailable, naming it and its type, if one of the tensors that `only` (glob patterns; empty: all)
+// chooses cannot be read.
+void check_readable(const StateSource&, const std::vector<std::string>& only = {});
+
+// A warning that names `output` where weights became infinite on the way into it.
+void warn_of_overflow(std::initializer_list<const StateSource*> readers, const std::string& output);
 
 // Whether `path` is a run directory or a step of ours, or a DeepSpeed checkpoint.
 bool is_checkpoint(const std::string& path);

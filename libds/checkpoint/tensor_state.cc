@@ -36,13 +36,16 @@ DType work_dtype_of(const std::vector<TensorInfo>& tensors) {
 class TensorState : public StateSource {
  public:
   TensorState(std::unique_ptr<TensorSource> tensors, std::string model_config_json) : tensors_(std::move(tensors)) {
-    for (const ForeignTensor& f : tensors_->foreign()) tensors_->at(f.name);  // throws, naming it and its type
+    DS_CHECK(!tensors_->list().empty() || !tensors_->foreign().empty(), Errc::Mismatch, "{}: there is no tensor in it",
+             path());
     const auto& metadata = tensors_->metadata();
     if (const auto it = metadata.find(std::string(kMetaKey)); it != metadata.end()) {
       meta_ = parse_meta(it->second, path());
     } else {
       meta_.work_dtype = work_dtype_of(tensors_->list());
     }
+    meta_.metadata = metadata;
+    meta_.metadata->erase(std::string(kMetaKey));
     if (!model_config_json.empty()) meta_.model_config_json = std::move(model_config_json);
     std::unordered_map<std::string_view, size_t> index;
     for (const TensorInfo& t : tensors_->list()) {
@@ -56,7 +59,10 @@ class TensorState : public StateSource {
     for (size_t i = 0; i < params_.size(); ++i) check_states(i);
     for (const auto& [name, owner] : metadata) {
       const auto it = index.find(owner);
-      if (it != index.end() && !index.contains(name)) params_.push_back({name, params_[it->second].shape, owner, {}});
+      if (it != index.end() && !index.contains(name)) {
+        params_.push_back({name, params_[it->second].shape, owner, {}});
+        meta_.metadata->erase(name);
+      }
     }
   }
 
@@ -64,6 +70,7 @@ class TensorState : public StateSource {
   const CheckpointMeta& meta() const noexcept override { return meta_; }
   const std::vector<ParamEntry>& params() const noexcept override { return params_; }
   bool has(State s) const noexcept override { return s == State::Param || has_[static_cast<size_t>(s)]; }
+  const std::vector<ForeignTensor>& foreign() const noexcept override { return tensors_->foreign(); }
   std::vector<std::string> verify() override { return tensors_->verify(); }
 
  private:
@@ -124,15 +131,14 @@ class StateTensors : public TensorSource {
 std::vector<bool> choose(const StateSource& state, const std::vector<std::string>& patterns) {
   const auto& params = state.params();
   std::vector<bool> chosen(params.size(), patterns.empty());
+  std::unordered_map<std::string_view, size_t> index;
+  for (size_t i = 0; i < params.size(); ++i) index.emplace(params[i].name, i);
   for (const std::string& pattern : patterns) {
     bool any = false;
     for (size_t i = 0; i < params.size(); ++i) {
       if (::fnmatch(pattern.c_str(), params[i].name.c_str(), 0) != 0) continue;
       // A tied name stands for what it is tied to.
-      const auto owner = std::find_if(params.begin(), params.end(), [&](const ParamEntry& p) {
-        return p.name == (params[i].tied_to.empty() ? params[i].name : params[i].tied_to);
-      });
-      chosen[static_cast<size_t>(owner - params.begin())] = any = true;
+      chosen[params[i].tied_to.empty() ? i : index.at(params[i].tied_to)] = any = true;
     }
     DS_CHECK(any, Errc::Mismatch, "{}: no parameter matches '{}'", state.path(), pattern);
   }
@@ -153,6 +159,7 @@ namespace {
 
 std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view) {
   DS_CHECK(!view.optimizer || state.has(State::ExpAvg), Errc::Mismatch, "{}: holds no optimizer state", state.path());
+  check_readable(state, view.only);
   const std::vector<bool> chosen = choose(state, view.only);
   std::vector<TensorInfo> tensors;
   std::vector<StateTensors::Column> columns;
@@ -163,7 +170,10 @@ std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view)
       if (!chosen[i] || !p.tied_to.empty()) continue;
       const DType stored = state.stored_dtype(State::Param, narrow<i64>(i));
       if (s == State::Param) {
-        tensors.push_back({p.name, is_float(stored) ? view.dtype.value_or(stored) : stored, p.shape});
+        const DType shown = is_float(stored) ? view.dtype.value_or(stored) : stored;
+        DS_CHECK(can_convert(shown, stored), Errc::Unavailable, "{}: '{}' is {}, and cannot be shown as {}",
+                 state.path(), p.name, dtype_name(stored), dtype_name(shown));
+        tensors.push_back({p.name, shown, p.shape});
       } else if (is_float(stored)) {
         tensors.push_back({state_tensor_name(s, p.name), DType::F32, p.shape});
       } else {

@@ -14,8 +14,8 @@ inline constexpr std::string_view kMetaKey = "libds";
 std::string state_tensor_name(State state, std::string_view param);
 
 // Tensors are parameters, in the order of the source; those named as states are states. Metadata that maps a name to a
-// tensor makes it a tied parameter. Throws Errc::Unavailable (an element type that cannot be read), Errc::Mismatch
-// (states that fit no parameter, or not all of them).
+// tensor makes it a tied parameter. Throws Errc::Mismatch (no tensors; states that fit no parameter, or not all of
+// them).
 std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> tensors, std::string model_config_json);
 
 // What of a state is shown as whole tensors, and how.
@@ -25,7 +25,7 @@ struct StateView {
   std::vector<std::string> only = {};  // glob patterns of parameter names; empty: all
 };
 // `state` outlives it. Tied parameters are left out. Throws Errc::Mismatch where a pattern matches nothing, or there is
-// no optimizer state.
+// no optimizer state; Errc::Unavailable where a tensor cannot be read, or not be shown in that type.
 std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view);
 
 // The weights of `path` as whole tensors: of a file or model directory as they stand; of a checkpoint, ours or

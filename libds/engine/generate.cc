@@ -112,6 +112,9 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
     }
     done += T;
     device_.download(logits.data(), logits_view.data, logits_view.bytes());
+    DS_CHECK(std::ranges::all_of(logits, [](float y) { return std::isfinite(y); }), Errc::Numeric,
+             "the logits of token {} are not finite: weights or activations are beyond the range of {}", done,
+             dtype_name(plan_.work));
     tokens.push_back(sample(logits, o, done, order));
     if (!token(tokens.back())) return;
   }

@@ -108,6 +108,21 @@ std::string published_config(const Config& config) {
 
 }  // namespace
 
+namespace {
+
+// What is saved is read from other working directories.
+Config with_absolute_paths(Config config) {
+  const auto complete = [](std::string& path) {
+    if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
+  };
+  for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
+  complete(config.model_path);
+  if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
+  return config;
+}
+
+}  // namespace
+
 struct TrainingRun::State {
   Config config;
   RankInfo ranks;
@@ -240,6 +255,10 @@ void TrainingRun::State::take_directory() {
 
 void TrainingRun::State::open_data(i64 num_ranks) {
   if (config.data.train.empty()) return;  // generation needs none
+  // Files of tokens need it first when the run writes text: the mistake is told now.
+  std::error_code ignored;
+  DS_CHECK(config.data.tokenizer == "bytes" || std::filesystem::exists(config.data.tokenizer, ignored), Errc::Config,
+           "data.tokenizer '{}': no such file or directory", config.data.tokenizer);
   // Masking alone asks for the tokenizer's special tokens.
   const auto tokenizer = config.model.causal() ? nullptr : open_tokenizer(config.data.tokenizer);
   const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, tokenizer.get());
@@ -258,7 +277,7 @@ std::string TrainingRun::State::find_resumed() const {
   if (options.resume.empty()) return "";
   std::error_code ignored;
   if (options.resume != "latest") {
-    DS_CHECK(std::filesystem::exists(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
+    DS_CHECK(std::filesystem::is_directory(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
              options.resume);
     return find_checkpoint(options.resume);
   }
@@ -348,6 +367,12 @@ void TrainingRun::State::load_step() {
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
   if (train_data && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
+  if (!train_data && config.model.causal() && !meta.data_json.empty()) {  // to write text
+    const std::string saved = parse_data_identity(meta.data_json).tokenizer;
+    const std::string now = open_tokenizer(config.data.tokenizer)->identity();
+    DS_CHECK(saved.empty() || saved == now, Errc::Mismatch, "data.tokenizer is {}, but {} was trained with {}", now,
+             step_dir, saved);
+  }
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
            "{} was made with seed {}, this run has {}", step_dir, *meta.seed, config.seed);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && is_root())
@@ -370,7 +395,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
   meta.isa = device->name();
-  meta.config_json = compact_json(resolved_json(config));
+  meta.config_json = compact_json(resolved_json(with_absolute_paths(config)));
   meta.model_config_json = model_json;
   meta.data_json = compact_json(data_identity_json(train_data->identity()));
   return meta;
@@ -448,7 +473,10 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, engine::resolve_device(config));
   s.open_data(ranks.world_size);
   s.step_dir = s.find_resumed();
-  if (s.writes()) engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
+  if (s.writes()) {
+    engine::RunDirectory::check_free(options.out_dir);
+    engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
+  }
   if (!s.step_dir.empty()) {
     s.check_same_run(s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); }));
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {

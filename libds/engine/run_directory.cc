@@ -42,6 +42,13 @@ Contents contents_of(const std::string& path) {
   return c;
 }
 
+// Who wrote a number into the lock.
+std::string read_holder(int fd) {
+  char holder[32] = {};
+  const ssize_t n = read(fd, holder, sizeof holder - 1);
+  return n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown";
+}
+
 }  // namespace
 
 void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
@@ -67,6 +74,15 @@ void RunDirectory::check(const std::string& path, const std::string& resume, con
   DS_CHECK(step.filename() == found.newest, Errc::Config,
            "run directory {} holds {}, which is newer than {}: remove it, or choose another directory", path,
            found.newest, step_dir);
+}
+
+void RunDirectory::check_free(const std::string& path) {
+  const int fd = open(fmt::format("{}/{}", path, kLockName).c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) return;  // nobody's, or what lock() will say
+  const bool is_free = flock(fd, LOCK_SH | LOCK_NB) == 0;
+  const std::string holder = is_free ? "" : read_holder(fd);
+  close(fd);
+  DS_CHECK(is_free, Errc::Config, "run directory {} is in use by another run (process {})", path, holder);
 }
 
 RunDirectory::RunDirectory(std::string path, const std::string& resume, const std::string& step_dir)
@@ -99,11 +115,9 @@ void RunDirectory::lock() {
     const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
     DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, std::strerror(errno));
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      char holder[32] = {};
-      const ssize_t n = read(fd, holder, sizeof holder - 1);
+      const std::string holder = read_holder(fd);
       close(fd);
-      throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_,
-                                            n > 0 ? std::string(holder, static_cast<size_t>(n)) : "unknown"));
+      throw Error(Errc::Config, fmt::format("run directory {} is in use by another run (process {})", path_, holder));
     }
     lock_fd_ = fd;
     // Its last holder may have removed the file between our open and our lock: then this is the lock of nothing.

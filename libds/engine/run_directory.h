@@ -15,6 +15,8 @@ class RunDirectory {
   // it is no directory; it holds something, and either is no run's or `resume` is empty; it holds steps that a run from
   // an older one, or from another run's, would mix with its own. Touches nothing.
   static void check(const std::string& path, const std::string& resume, const std::string& step_dir);
+  // Throws Errc::Config if another run holds it now. Leaves it to others.
+  static void check_free(const std::string& path);
 
   // Creates `path` or takes it over. Throws what check() throws; Errc::Config when another run holds it or it cannot be
   // made; Errc::Io with the system's words.

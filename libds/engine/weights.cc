@@ -2,6 +2,7 @@
 #include "engine/weights.h"
 
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <set>
 
@@ -214,7 +215,11 @@ void load_weights(Engine& engine, const std::string& path) {
   std::vector<char> raw;
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
     if (found.tensors[static_cast<size_t>(param)] == nullptr) return engine.init_values(param, begin, count, out);
-    read_floats(*found.source, *found.tensors[static_cast<size_t>(param)], begin, count, raw, out);
+    const TensorInfo& t = *found.tensors[static_cast<size_t>(param)];
+    read_floats(*found.source, t, begin, count, raw, out);
+    const float* const bad = std::find_if_not(out, out + count, [](float x) { return std::isfinite(x); });
+    DS_CHECK(bad == out + count, Errc::Numeric, "{}: element {} of {} is {} in fp32; no model computes with that",
+             found.source->path(), begin + (bad - out), t.name, *bad);
   });
 }
 

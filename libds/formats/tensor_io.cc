@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "ds/log.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
 #include "formats/torch_file.h"
@@ -136,7 +137,8 @@ class ShardedSource : public TensorSource {
   std::vector<size_t> shard_of_;  // by tensor
 };
 
-// Each tensor is taken from the shard that the index names; what the shards hold beside is not listed.
+// Each tensor is taken from the shard that the index names. What the shards hold beside is not listed; a warning says
+// so.
 std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
   const std::map<std::string, std::string> file_of = read_weight_index(index_path);
   std::map<std::string, std::vector<std::string_view>> wanted;
@@ -145,6 +147,8 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
   std::vector<std::unique_ptr<TensorSource>> shards;
   std::vector<size_t> shard_of;
   TensorTable all;
+  i64 num_beside = 0;
+  std::string beside;  // the first one
   for (const auto& [name, tensors] : wanted) {
     const std::string path = parent_directory(index_path) + "/" + name;
     DS_CHECK(std::filesystem::exists(path), Errc::Corrupt, "{}: shard {} is missing", index_path, name);
@@ -154,6 +158,7 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
       const auto it = file_of.find(tensor);
       const bool here = it != file_of.end() && it->second == name;
       found += here ? 1 : 0;
+      if (it == file_of.end() && num_beside++ == 0) beside = fmt::format("'{}' of {}", tensor, name);
       return here;
     };
     for (const TensorInfo& t : shard->list()) {
@@ -168,6 +173,11 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
              index_path, name, tensors.size() - found, tensors.size());
     all.metadata.insert(shard->metadata().begin(), shard->metadata().end());
     shards.push_back(std::move(shard));
+  }
+  if (num_beside > 0) {
+    log_message(LogLevel::Warning, fmt::format("{}: does not name {} of the tensors in its shards, which are left out; "
+                                               "the first is {}",
+                                               index_path, num_beside, beside));
   }
   return std::make_unique<ShardedSource>(index_path, std::move(shards), std::move(shard_of), std::move(all));
 }
@@ -249,6 +259,38 @@ void convert_elements(DType to, void* y, DType from, const void* x, i64 count) {
     case DType::F16: return convert_to<f16>(y, from, x, count);
     default: throw Error(Errc::Unavailable, fmt::format("no conversion to {}", dtype_name(to)));
   }
+}
+
+bool can_convert(DType to, DType from) noexcept {
+  return to == from || (to <= DType::F16 && (from <= DType::F16 || from == DType::F64));
+}
+
+namespace {
+
+// Infinities and NaNs among `count` elements, by their exponent.
+template <class Bits>
+i64 count_nonfinite(const void* data, i64 count, Bits exponent) noexcept {
+  const auto* x = static_cast<const Bits*>(data);
+  i64 n = 0;
+  for (i64 i = 0; i < count; ++i) n += (x[i] & exponent) == exponent ? 1 : 0;
+  return n;
+}
+
+i64 count_nonfinite(DType t, const void* data, i64 count) noexcept {
+  switch (t) {
+    case DType::F64: return count_nonfinite(data, count, u64{0x7ff0'0000'0000'0000});
+    case DType::F32: return count_nonfinite(data, count, u32{0x7f80'0000});
+    case DType::BF16: return count_nonfinite(data, count, u16{0x7f80});
+    case DType::F16: return count_nonfinite(data, count, u16{0x7c00});
+    default: return 0;
+  }
+}
+
+}  // namespace
+
+i64 count_overflows(DType to, const void* y, DType from, const void* x, i64 count) {
+  const i64 after = count_nonfinite(to, y, count);
+  return after == 0 ? 0 : after - count_nonfinite(from, x, count);
 }
 
 }  // namespace ds

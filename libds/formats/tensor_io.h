@@ -131,5 +131,9 @@ void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink
 // y[i] = x[i] in another type of F32, BF16, F16, from one of these or F64; rounded once, to nearest even. y and x do
 // not overlap. Throws Errc::Unavailable for other types.
 void convert_elements(DType to, void* y, DType from, const void* x, i64 count);
+bool can_convert(DType to, DType from) noexcept;
+// How many elements that are finite in `x` are not in `y`, which convert_elements made of them: beyond the range of
+// `to`.
+i64 count_overflows(DType to, const void* y, DType from, const void* x, i64 count);
 
 }  // namespace ds

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <filesystem>
 #include <unordered_set>
 
 namespace ds {
@@ -275,12 +276,23 @@ std::vector<std::pair<std::string, const PickleTensor*>> state_dict_tensors(cons
 }
 
 std::unique_ptr<TensorSource> open_torch(const std::string& path) {
+  // A view may repeat its storage any number of times. Tied weights and broadcast buffers do, a little; a file that
+  // unfolds to many times its size was made to fill a disk.
+  constexpr i64 kMaxUnfolding = 16, kAlwaysUnfolded = i64{1} << 30;
   auto file = std::make_unique<TorchFile>(path);
+  const i64 file_bytes = narrow<i64>(std::filesystem::file_size(path));
+  i64 left = kAlwaysUnfolded + (file_bytes < (i64{1} << 58) ? kMaxUnfolding * file_bytes : 0);
   std::vector<TensorInfo> tensors;
   std::vector<ForeignTensor> foreign;
   std::vector<const PickleTensor*> views;
   for (auto& [name, view] : state_dict_tensors(file->root(), path)) {
     if (view->dtype) {
+      const std::optional<i64> bytes = checked_product(view->shape, dtype_bytes(*view->dtype));
+      DS_CHECK(bytes && *bytes <= left, Errc::Unavailable,
+               "{}: with tensor '{}' of shape [{}] it unfolds to more than {} times its {} bytes; save tensors that "
+               "repeat their elements without that, or leave them out",
+               path, name, fmt::join(view->shape, ", "), kMaxUnfolding, file_bytes);
+      left -= *bytes;
       tensors.push_back({std::move(name), *view->dtype, view->shape});
       views.push_back(view);
     } else {

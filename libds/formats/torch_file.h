@@ -59,6 +59,7 @@ class TorchFile {
 std::vector<std::pair<std::string, const PickleTensor*>> state_dict_tensors(const PickleValue& root,
                                                                             const std::string& path);
 
+// Throws also Errc::Unavailable where the tensors together have more than 16 times the bytes of the file and 1 GiB.
 std::unique_ptr<TensorSource> open_torch(const std::string& path);
 
 }  // namespace ds

@@ -321,3 +321,124 @@ PY
     "$merge" odd.safetensors -o copy.safetensors --verify --quiet
   done
 }
+
+# safetensors FILE {name: [dtype, shape, bytes]...} [metadata], in Python.
+safetensors() {
+  /usr/bin/python3 - "$@" <<'PY'
+import json, struct, sys
+path, rows, meta = sys.argv[1], eval(sys.argv[2]), eval(sys.argv[3]) if len(sys.argv) > 3 else None
+header, data = {} if meta is None else {"__metadata__": meta}, b""
+for name, (dtype, shape, value) in rows.items():
+    header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(value)]}
+    data += value
+text = json.dumps(header, separators=(",", ":")).encode()
+text += b" " * (-len(text) % 8)
+open(path, "wb").write(struct.pack("<Q", len(text)) + text + data)
+PY
+}
+
+@test "what a file says of itself goes through shards and HDF5 into what is made of it" {
+  for meta in '{"format": "pt"}' '{"author": "me", "format": "np", "note": "z\u00fc" * 20}' '{"a": "x" * 100000}' '{}'; do
+    safetensors a.safetensors '{"w": ["F32", [2], bytes(8)]}' "$meta"
+    "$DS_BIN/ds-shard" a.safetensors -o shards --dp 2 --stage 3 --quiet
+    "$merge" shards -o b.safetensors --verify --quiet
+    "$merge" a.safetensors -o c.safetensors --quiet
+    "$merge" a.safetensors -o a.h5 --verify --quiet
+    "$merge" a.h5 -o d.safetensors --quiet
+    /usr/bin/python3 - "$meta" <<'PY'
+import json, struct, sys
+for name in "abcd":
+    f = open(name + ".safetensors", "rb")
+    assert json.loads(f.read(struct.unpack("<Q", f.read(8))[0])).get("__metadata__", {}) == eval(sys.argv[1]), name
+PY
+    rm -r shards ./*.safetensors a.h5
+  done
+}
+
+@test "weights beyond the range of the type are counted" {
+  safetensors a.safetensors '{"fine": ["F32", [1], struct.pack("<f", 65504)],
+    "large": ["F32", [4], struct.pack("<4f", 1e6, -1e9, float("inf"), 1)]}'
+  run --separate-stderr "$merge" a.safetensors -o b.safetensors --dtype fp16 --verify
+  [ "$status" -eq 0 ]
+  [[ $stderr == "ds-ckpt-merge: warning: b.safetensors: 2 weights are beyond the range of the type, and infinite now, among them some of 'large'" ]]
+  run --separate-stderr "$merge" a.safetensors -o b.safetensors --dtype bf16
+  [ -z "$stderr" ]
+}
+
+@test "a type that cannot be converted is named before anything is written" {
+  safetensors a.safetensors '{"a": ["F32", [1], bytes(4)], "b": ["F8_E4M3", [4], bytes(4)]}'
+  refuses 4 "a.safetensors: 'b' is fp8_e4m3, and cannot be shown as bf16" a.safetensors -o b.safetensors --dtype bf16
+  "$merge" a.safetensors -o b.safetensors --dtype bf16 --only a --quiet
+}
+
+@test "standard output that is closed, or the report's too" {
+  run -1 bash -c "'$merge' run -o - >&-"
+  [[ $output == *"standard output"* ]]
+  run --separate-stderr bash -c "'$merge' run -o - --output /dev/stdout >file"
+  [ "$status" -eq 2 ]
+  [[ $stderr == *"are the same file"* ]]
+  [ ! -s file ]
+  "$merge" run -o - --output /dev/null >/dev/null
+}
+
+@test "an unreadable dataset is in nobody's way who does not want it; a file without any is no model" {
+  /usr/bin/python3 - <<'PY'
+import h5py
+with h5py.File("a.h5", "w") as f:
+    f["a"] = [1.0, 2.0]
+    f["s"] = "words"
+h5py.File("none.h5", "w").close()
+PY
+  refuses 4 "tensor 's' has elements of type" a.h5 -o out.safetensors
+  refuses 4 "tensor 's' has elements of type" a.h5 -o out.safetensors --only '*'
+  "$merge" a.h5 -o a.safetensors --only a --verify --quiet
+  refuses 3 "none.h5: there is no tensor in it" none.h5 -o out.safetensors
+}
+
+@test "shards with more tensors than their index names" {
+  "$merge" run -o shards --format safetensors --max-shard-size 100B --quiet
+  /usr/bin/python3 - <<'PY'
+import json
+index = json.load(open("shards/model.safetensors.index.json"))
+del index["weight_map"]["h.1.ln.bias"]
+json.dump(index, open("shards/model.safetensors.index.json", "w"))
+PY
+  run --separate-stderr "$merge" shards -o out.safetensors
+  [ "$status" -eq 0 ]
+  [[ $stderr == *"does not name 1 of the tensors in its shards, which are left out; the first is 'h.1.ln.bias' of model-"* ]]
+}
+
+@test "a DeepSpeed directory whose latest is gone or wrong is read by its tag" {
+  cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
+  "$merge" zero -o a.safetensors --quiet
+  echo global_step99 >zero/latest
+  refuses 3 "zero/latest: names 'global_step99', which is not there or holds no model states (tags: global_step4)" zero -o out.h5
+  rm zero/latest
+  refuses 2 "zero: no file 'latest' says which tag is meant (tags: global_step4)" zero -o out.h5
+  "$merge" zero --tag global_step4 -o b.safetensors --quiet
+  cmp a.safetensors b.safetensors
+  refuses 1 "there is no tag 'global_step5' (tags: global_step4)" zero --tag global_step5 -o out.h5
+  refuses 4 "one rank's part of a DeepSpeed checkpoint" \
+    zero/global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt -o out.h5
+}
+
+@test "a file is refused that the disk has no room for" {
+  # 64 TiB of holes, more than a test machine has.
+  /usr/bin/python3 - <<'PY'
+import json, struct
+bytes = 1 << 46
+header = json.dumps({"w": {"dtype": "U8", "shape": [bytes], "data_offsets": [0, bytes]}}).encode()
+f = open("huge.safetensors", "wb")
+f.write(struct.pack("<Q", len(header)) + header)
+try:
+    f.truncate(8 + len(header) + bytes)
+except OSError:
+    open("too-large-here", "w")
+PY
+  [ ! -e too-large-here ] || skip "this file system has no files of 64 TiB"
+  refuses 1 "there is room for" huge.safetensors -o out.safetensors
+  run --separate-stderr "$DS_BIN/ds-shard" huge.safetensors -o out
+  [ "$status" -eq 1 ]
+  [[ $stderr == *"there is room for"* ]]
+  [ ! -e out ]
+}

@@ -127,7 +127,8 @@ offset_of() { # step rank state
   # Whatever the damage; --check foresees what a run would do.
   for damage in 'truncate -s -1 run/step-00000008/rank-00000.h5' 'rm run/step-00000008/rank-00000.h5' \
     'flip run/step-00000008/manifest.json 3000' 'flip run/step-00000008/rank-00000.h5 60' \
-    'rm run/step-00000008/manifest.json' 'rm -r run/step-00000008'; do
+    'rm run/step-00000008/manifest.json' 'rm -r run/step-00000008' \
+    'ln -sf nowhere run/step-00000008/manifest.json' 'ln -sf /dev/null run/step-00000008/manifest.json'; do
     rm -rf run
     cp -r pristine run
     $damage

@@ -91,3 +91,33 @@ PY
   run -1 env TMPDIR=/nowhere ds-train cfg.json --out run --set data.tokenizer="$(golden gpt2)"
   assert_output --partial "TMPDIR"
 }
+
+@test "a merge finds the run's own tokenizer from any directory, or says that it does not" {
+  cp -r "$(golden gpt2)" tok
+  ds-train cfg.json --out run --quiet --set data.tokenizer=tok
+  mkdir -p sub/tok && cp "$(golden qwen2)/tokenizer.json" sub/tok/
+  cd sub
+  ds-ckpt-merge ../run -o hf --format hf --quiet
+  cmp hf/tokenizer.json ../tok/tokenizer.json
+  # Other text in the same place is another tokenizer; files that went away are none.
+  cp tok/tokenizer.json ../tok/tokenizer.json
+  run -0 ds-ckpt-merge ../run -o other --format hf
+  assert_output --partial "tok is not there, or not the tokenizer that the run had"
+  assert [ ! -e other/tokenizer.json ]
+  ds-ckpt-merge ../run -o named --format hf --tokenizer tok --quiet
+  cmp named/tokenizer.json tok/tokenizer.json
+}
+
+@test "text is written with the tokenizer of the run" {
+  ds-train cfg.json --out run --quiet --set data.tokenizer="$(golden gpt2)"
+  run -3 ds-train cfg.json --resume run --generate word --max-tokens 2
+  assert_output --regexp "data.tokenizer is bytes, but run/step-[0-9]+ was trained with BPE"
+  run -3 ds-train cfg.json --resume run --generate word --max-tokens 2 --set data.tokenizer="$(golden qwen2)"
+  run -0 ds-train cfg.json --resume run --generate word --max-tokens 2 --set data.tokenizer="$(golden gpt2)"
+}
+
+@test "files of tokens do not hide a tokenizer that is not there" {
+  head -c 4000 /dev/zero >zero.bin
+  run -2 ds-train cfg.json --check --set data.train=zero.bin --set data.tokenizer=nowhere
+  assert_output --partial "'nowhere': no such file or directory"
+}

@@ -191,11 +191,12 @@ load tiny
   ds-train cfg.json --out run --steps 100000 --quiet &
   pid=$!
   until_true 20 test -s run/metrics.jsonl
-  run ds-train cfg.json --out run --resume latest
+  for option in --quiet --check; do
+    run -2 ds-train cfg.json --out run --resume latest $option
+    assert_output --partial "run directory run is in use by another run (process $pid)"
+  done
   kill -TERM $pid
   wait $pid || true
-  assert_failure 2
-  assert_output --partial "in use"
 }
 
 @test "weights from safetensors under Hugging Face names" {
@@ -208,6 +209,25 @@ load tiny
   run ds-train cfg.json --weights model.safetensors --eval --set model.n_layer=1
   assert_failure 3
   assert_output --partial "is not a parameter of the model"
+
+  # Numbers that the model cannot compute with write no text.
+  /usr/bin/python3 - <<'PY'
+import json, struct
+whole = open("model.safetensors", "rb").read()
+n = struct.unpack("<Q", whole[:8])[0]
+header = json.loads(whole[8:8 + n])
+for name, value in (("huge", 1e30), ("nan", float("nan"))):
+    data = bytearray(whole)
+    for t, row in header.items():
+        if t != "__metadata__" and ("mlp" in t or t.startswith("transformer.w")):
+            begin, end = (8 + n + o for o in row["data_offsets"])
+            data[begin:end] = struct.pack("<f", value) * ((end - begin) // 4)
+    open(name + ".safetensors", "wb").write(data)
+PY
+  run -1 ds-train cfg.json --weights huge.safetensors --generate a --max-tokens 3
+  assert_output --regexp "the logits of token 1 are not finite: weights or activations are beyond the range of fp32"
+  run -1 ds-train cfg.json --weights nan.safetensors --generate a --max-tokens 3
+  assert_output --regexp "nan.safetensors: element 0 of .* is nan in fp32"
 }
 
 @test "model.path: its weights are found, foreign ones refused, none is said" {
@@ -322,6 +342,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   check 0 "" --weights model.safetensors
   check 2 "nofile" --set data.train=nofile
   check 2 "nodir" --resume nodir
+  check 2 "--resume run/latest: no such directory" --resume run/latest
   check 2 "give one" --resume latest
   check 2 "is not empty" --out run
   check 3 "seed" --out run --resume latest --set seed=4

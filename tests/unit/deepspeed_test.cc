@@ -268,6 +268,10 @@ TEST_F(DeepSpeedDirectory, IsRecognised) {
   EXPECT_FALSE(is_deepspeed(testing::test_data("checkpoint-v1")));
   EXPECT_FALSE(is_deepspeed(testing::test_data("gpt2")));
   EXPECT_FALSE(is_deepspeed(testing::test_data("absent")));
+  EXPECT_TRUE(is_deepspeed_shard("a/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"));
+  EXPECT_TRUE(is_deepspeed_shard("zero_pp_rank_0_mp_rank_00_model_states.pt"));
+  EXPECT_FALSE(is_deepspeed_shard("a/mp_rank_00_model_states.pt"));
+  EXPECT_FALSE(is_deepspeed_shard("zero_pp_rank_0_mp_rank_00_optim_states.pt/model.pt"));
 }
 
 TEST_F(DeepSpeedDirectory, TagsAreFound) {
@@ -281,9 +285,16 @@ TEST_F(DeepSpeedDirectory, TagsAreFound) {
   write_file(dir_ / "latest", "../" + fs::path(dir_.path()).filename().string());
   refused(Errc::Corrupt, "not a directory beside it");
   write_file(dir_ / "latest", "global_step5");
-  refused(Errc::Corrupt, "names 'global_step5', which is not there");
+  refused(Errc::Corrupt, "names 'global_step5', which is not there or holds no model states (tags: global_step4)");
   fs::remove(dir_ / "latest");
-  refused(Errc::Io, "no file latest");
+  refused(Errc::Config, "no file 'latest' says which tag is meant (tags: global_step4)");
+  // The tag can be named however `latest` is.
+  for (const char* latest : {"", "zz", "../x"}) {
+    write_file(dir_ / "latest", latest);
+    EXPECT_TRUE(is_deepspeed(dir_.path())) << latest;
+    EXPECT_EQ(open_state(dir_.path(), "global_step4")->path(), tag);
+    EXPECT_ERROR(open_state(dir_.path()), Errc::Corrupt, "(tags: global_step4)");
+  }
 }
 
 TEST_F(DeepSpeedDirectory, AMissingShardIsNamedWithItsRank) {

@@ -90,6 +90,18 @@ TEST(PendingFile, AppearsWholeOrNotAtAll) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
 }
 
+TEST(PendingFile, KeepsThePermissionsOfWhatItReplaces) {
+  namespace fs = std::filesystem;
+  const TempDirectory dir;
+  const std::string path = dir / "x";
+  replace_text_file(path, "one");
+  for (const fs::perms mode : {fs::perms(0600), fs::perms(0664)}) {
+    fs::permissions(path, mode);
+    replace_text_file(path, "two");
+    EXPECT_EQ(fs::status(path).permissions(), mode);
+  }
+}
+
 // A signal that cannot be caught, or the end of the machine.
 TEST(PendingFile, AKilledWriterLeavesNothing) {
   const TempDirectory dir;

@@ -139,6 +139,17 @@ TEST_F(TorchArchive, TensorsStayInsideTheirStorage) {
   EXPECT_EQ(std::vector<float>(six, six + 6), std::vector<float>(6, 5));
 }
 
+TEST_F(TorchArchive, AFileDoesNotUnfoldWithoutBound) {
+  const std::string w = storage("FloatStorage", "0", 6);
+  refused_pickle(dict({{"w", tensor(w, 0, {100, 1'000'000'000}, {0, 0})}}), Errc::Unavailable,
+                 "with tensor 'w' of shape [100, 1000000000] it unfolds to more than 16 times");
+  // Each alone would do.
+  const std::string half = tensor(w, 0, {150'000'000}, {0});
+  refused_pickle(dict({{"a", half}, {"b", half}}), Errc::Unavailable, "with tensor 'b'");
+  write(torch_file(pickle(dict({{"a", half}})), {{"0", data_}}));
+  EXPECT_EQ(open_source(dir_ / "x.pt")->at("a").numel(), 150'000'000);
+}
+
 TEST_F(TorchArchive, TheStateDictIsFoundByItsRule) {
   const std::string w = tensor(storage("FloatStorage", "0", 6), 0, {6}, {1});
   const auto names = [&](const std::string& body) {

@@ -116,6 +116,17 @@ TEST_P(Weights, Fp64IsRoundedOnce) {
   EXPECT_EQ(values(0)[0], 1 + 0x1p-23f);
 }
 
+TEST_P(Weights, ThatAreNotNumbersAreRefused) {
+  for (const double bad : {1e300, std::numeric_limits<double>::quiet_NaN(), -std::numeric_limits<double>::infinity()}) {
+    std::vector<double> values(static_cast<size_t>(engine.plan().rows[0][0].numel()), 1);
+    values[5] = bad;
+    Tensors file = tensors;
+    file[names[0]].type = "F64";
+    file[names[0]].data = bytes_of(values);
+    EXPECT_ERROR(load(file), Errc::Numeric, "element 5 of " + names[0]);
+  }
+}
+
 TEST_P(Weights, UnreadableTypesAreNamedAndNotMissing) {
   Tensors file = tensors;
   Tensor& t = file[names[0]];

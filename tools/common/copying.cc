@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/copying.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <charconv>
@@ -54,6 +55,10 @@ void claim_stdout(const Output& out) {
     throw Error(Errc::Config, "standard output is a terminal: name a file, or give the model to a pipe");
   if (out.json() && !out.to_file())
     throw Error(Errc::Config, "the model goes to standard output: give --json an --output FILE");
+  struct stat model = {}, report = {};
+  if (out.to_file() && ::fstat(STDOUT_FILENO, &model) == 0 && ::stat(out.file().c_str(), &report) == 0 &&
+      model.st_dev == report.st_dev && model.st_ino == report.st_ino && !S_ISCHR(model.st_mode))
+    throw Error(Errc::Config, "standard output and --output are the same file: one is the model, one the report");
   std::signal(SIGPIPE, SIG_DFL);
 }
 

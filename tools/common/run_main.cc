@@ -165,9 +165,9 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
 }  // namespace
 
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
-  for (const int fd :
-       {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})  // a closed one must not become another file of ours
-    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", O_RDWR);
+  // A closed one must not become another file of ours, nor take what nobody then has.
+  for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
+    if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
   message_options = {.tool = tool.name};
   // A closed reader and a limit of the file size are errors of write(), so that destructors run and a message says why.
   for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
