@@ -9,7 +9,8 @@
 //     rank-00000.h5 ...           /<state>/<parameter>@<begin>, one-dimensional datasets
 //     model.h5                    virtual datasets: every parameter whole under its name and shape
 //
-// Commit: written to DIR/.tmp-step-00000100, synced, read back, renamed. A crash at any point leaves the step before.
+// Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
+// before.
 
 #include <optional>
 #include <span>

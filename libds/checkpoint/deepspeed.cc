@@ -24,15 +24,8 @@ class DeepspeedReader final : public StateSource {
 
   std::vector<std::string> verify() override {
     std::vector<std::string> bad;
-    const auto attempt = [&](auto&& work) {
-      try {
-        work();
-      } catch (const Error& e) {
-        bad.emplace_back(e.what());
-      }
-    };
-    for (size_t i = 0; i < table_.files.size(); ++i) attempt([&] { open(i).verify(); });
-    for (const std::string& path : table_.unread) attempt([&] { TorchFile(path).verify(); });
+    for (size_t i = 0; i < table_.files.size(); ++i) note_damage(bad, [&] { open(i).verify(); });
+    for (const std::string& path : table_.unread) note_damage(bad, [&] { TorchFile(path).verify(); });
     return bad;
   }
 

@@ -199,17 +199,10 @@ void CheckpointReader::check() {
 
 std::vector<std::string> CheckpointReader::verify() {
   std::vector<std::string> bad;
-  const auto attempt = [&](auto&& work) {
-    try {
-      work();
-    } catch (const Error& e) {
-      bad.emplace_back(e.what());
-    }
-  };
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
-    attempt([&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)]); });
+    note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)]); });
   }
-  attempt([&] {
+  note_damage(bad, [&] {
     const File view = File::open_read(fmt::format("{}/{}", dir_, kViewName));
     DS_CHECK(view.size() == manifest_.view_bytes && file_checksum(view) == manifest_.view_checksum, Errc::Corrupt,
              "{}: damaged (the view of all shards; the shards themselves are checked apart)", view.path());

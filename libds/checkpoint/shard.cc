@@ -82,7 +82,7 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
     return buffer.data();
   };
   check_room(dir, total);
-  prepare_step(dir, m.meta.step);
+  prepare_step(dir, m);
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     pieces.clear();
     for (const zero::Piece& p : layout.owned_pieces(rank)) {

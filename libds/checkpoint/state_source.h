@@ -61,6 +61,16 @@ class StateSource {
   Overflow overflow_;
 };
 
+// Runs `check`; what it finds is one more of `lines`.
+template <class Check>
+void note_damage(std::vector<std::string>& lines, Check&& check) {
+  try {
+    check();
+  } catch (const Error& e) {
+    lines.emplace_back(e.what());
+  }
+}
+
 // Throws Errc::Unavailable, naming it and its type, if one of the tensors that `only` (glob patterns; empty: all)
 // chooses cannot be read.
 void check_readable(const StateSource&, const std::vector<std::string>& only = {});

@@ -30,7 +30,7 @@ StepSave::StepSave(std::string dir, CheckpointMeta meta, const std::vector<Param
 StepSave::~StepSave() {
   // Whoever leaves last leaves nothing. But once all have written, the step is rank 0's alone: it may be on its way to
   // its name.
-  if (phase_ == Phase::Write || (phase_ != Phase::Ended && comm_.rank() == 0)) abandon_step(dir_, step());
+  if (phase_ == Phase::Write || (phase_ != Phase::Ended && comm_.rank() == 0)) abandon_step(dir_, manifest_);
 }
 
 void StepSave::work() noexcept {
@@ -46,7 +46,7 @@ void StepSave::work() noexcept {
 
 bool StepSave::meet() {
   error_ = agree_on_outcome(comm_, error_);
-  if (error_ && comm_.rank() == 0) abandon_step(dir_, step());
+  if (error_ && comm_.rank() == 0) abandon_step(dir_, manifest_);
   if (error_ || phase_ == Phase::Commit) {
     phase_ = Phase::Ended;
     return false;
@@ -63,7 +63,7 @@ bool StepSave::meet() {
 
 void StepSave::prepare() {
   manifest_.id = random_hex64();
-  if (comm_.rank() == 0) prepare_step(dir_, step());
+  if (comm_.rank() == 0) prepare_step(dir_, manifest_);
 }
 
 void StepSave::write() {

@@ -98,21 +98,21 @@ void move_into_place(const std::string& temp, const std::string& target) {
 
 }  // namespace
 
-std::string unfinished_step(const std::string& dir, i64 step) {
-  return fmt::format("{}/.tmp-{}", dir, step_name(step));
+std::string unfinished_step(const std::string& dir, const Manifest& m) {
+  return fmt::format("{}/.tmp-{}-{}", dir, step_name(m.meta.step), m.id);
 }
 
-void prepare_step(const std::string& dir, i64 step) {
+void prepare_step(const std::string& dir, const Manifest& m) {
   prepare_run_directory(dir);
-  const std::string path = unfinished_step(dir, step);
+  const std::string path = unfinished_step(dir, m);
   std::error_code error;
   fs::create_directory(path, error);
   DS_CHECK(!error, Errc::Io, "cannot create the directory {}: {}", path, error.message());
 }
 
-void abandon_step(const std::string& dir, i64 step) noexcept {
+void abandon_step(const std::string& dir, const Manifest& m) noexcept {
   std::error_code ignored;
-  fs::remove_all(unfinished_step(dir, step), ignored);
+  fs::remove_all(unfinished_step(dir, m), ignored);
 }
 
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents) {
@@ -134,7 +134,7 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
           {{dataset_name(m, s, p.param, p.begin), m.stored_dtype(s, p.param), {p.count}}, {{"begin", p.begin}}});
     }
   }
-  const std::string path = fmt::format("{}/{}", unfinished_step(dir, m.meta.step), rank_file_name(rank));
+  const std::string path = fmt::format("{}/{}", unfinished_step(dir, m), rank_file_name(rank));
   const std::vector<i64> offsets = create_hdf5(
       path, datasets,
       {{"checkpoint", m.id}, {"rank", std::to_string(rank)}, {"world_size", std::to_string(m.meta.world_size)}});
@@ -163,7 +163,7 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
 }
 
 std::string commit_step(const std::string& dir, Manifest& m) {
-  const std::string temp = unfinished_step(dir, m.meta.step);
+  const std::string temp = unfinished_step(dir, m);
   validate_manifest(m, "the checkpoint to save", Errc::Internal);
   write_view(temp, m);
   const std::string manifest = fmt::format("{}/{}", temp, kManifestName);
@@ -184,7 +184,7 @@ std::string commit_step(const std::string& dir, Manifest& m) {
     }
     throw;
   }
-  abandon_step(dir, m.meta.step);  // what changed places with it
+  abandon_step(dir, m);  // what changed places with it
   return target;
 }
 

@@ -28,12 +28,13 @@ struct RankContents {
   std::function<const void*(State, size_t piece, i64 first, i64 count)> elements;
 };
 
-// DIR/.tmp-step-00000100: where the step is written until it is committed.
-std::string unfinished_step(const std::string& dir, i64 step);
+// DIR/.tmp-step-00000100-<id of the save>: where the step is written until it is committed. A rank that outlives its
+// run has no place in the next run's save.
+std::string unfinished_step(const std::string& dir, const Manifest& m);
 // Makes `dir`, clears from it what interrupted saves left, and makes the unfinished step. Throws Errc::Io.
-void prepare_step(const std::string& dir, i64 step);
+void prepare_step(const std::string& dir, const Manifest& m);
 // Removes what stands at unfinished_step(), if anything does.
-void abandon_step(const std::string& dir, i64 step) noexcept;
+void abandon_step(const std::string& dir, const Manifest& m) noexcept;
 
 // Writes rank `rank`'s file into the unfinished step: structure by HDF5, bulk past it, synced and read back.
 // m: meta, params and id. Throws Errc::Io, Errc::Internal (pieces that cannot be).

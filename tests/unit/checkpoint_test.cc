@@ -13,6 +13,7 @@
 
 #include "checkpoint/manifest.h"
 #include "checkpoint/reader.h"
+#include "checkpoint/step_writer.h"
 #include "checkpoint_state.h"
 #include "ds/log.h"
 #include "test_data.h"
@@ -531,6 +532,19 @@ TEST(SaveCheckpoint, AnUnfinishedSaveIsClearedByTheNext) {
   const std::string step = save_sample(dir.path(), 1, DType::F32, 1);
   EXPECT_EQ(entries(step), (Names{"manifest.json", "model.h5", "rank-00000.h5"}));
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000001"}));
+}
+
+TEST(SaveCheckpoint, ARankThatOutlivesItsRunHasNoPlaceInTheNextOnesSave) {
+  const TempDirectory dir;
+  Manifest before, now;
+  before.meta.step = now.meta.step = 7;
+  before.id = "0123456789abcdef", now.id = "fedcba9876543210";
+  prepare_step(dir.path(), before);
+  prepare_step(dir.path(), now);
+  RankContents nothing;
+  EXPECT_ERROR(write_rank_file(dir.path(), before, 0, nothing), Errc::Io, "rank-00000.h5");
+  abandon_step(dir.path(), before);
+  EXPECT_TRUE(fs::is_empty(unfinished_step(dir.path(), now)));
 }
 
 TEST(SaveCheckpoint, StepsThatWerePassedOverNeitherCountNorGo) {
