@@ -174,7 +174,7 @@ assert_nothing_left() {
 
 @test "on a terminal an unfinished line appears at once, and DS_COLUMNS is told to rank 0 alone" {
   command -v script >/dev/null || skip "no script(1)"
-  TERM=xterm SHELL=/bin/bash timeout 30 script -qec "stty cols 77; '$launch' -n 2 bash -c 'echo c\$RANK=\$DS_COLUMNS; [[ \$RANK == 0 ]] || exit; printf half; sleep 30'" \
+  TERM=xterm SHELL=/bin/bash timeout 30 script -qec "stty cols 77; '$launch' -n 2 bash -c 'echo c\$RANK=\$DS_COLUMNS; [[ \$RANK == 0 ]] || exit 0; printf half; sleep 30'" \
     /dev/null >out </dev/null 3>&- &
   local shown=$!
   until_true 15 grep -q 'half' out
