@@ -24,9 +24,10 @@ struct ZipPart {
   std::string name, data;
   u16 flags = 0, method = 0;
   std::string extra = {}, comment = {};
-  bool descriptor = false;              // sizes and checksum follow the data, as torch.save writes
-  std::string local_name = {};          // empty: as `name`
-  std::optional<u32> local_bytes = {};  // nothing: as they are
+  bool descriptor = false;                      // sizes and checksum follow the data, as torch.save writes
+  std::string local_name = {};                  // empty: as `name`
+  std::optional<std::string> local_extra = {};  // nothing: as `extra`
+  std::optional<u32> local_bytes = {};          // nothing: as they are
   std::optional<u32> central_bytes = {};
   std::optional<u32> crc = {};
 };
@@ -48,10 +49,11 @@ inline std::string make_zip(const std::vector<ZipPart>& parts, const ZipEnd& end
     const u16 flags = static_cast<u16>(p.flags | (p.descriptor ? 8 : 0));
     const u32 local = p.local_bytes.value_or(p.descriptor ? 0 : bytes), central = p.central_bytes.value_or(bytes);
     const std::string& local_name = p.local_name.empty() ? p.name : p.local_name;
+    const std::string& local_extra = p.local_extra ? *p.local_extra : p.extra;
     const u32 offset = static_cast<u32>(out.size());
     out += "PK\3\4" + le<u16>(20) + le(flags) + le(p.method) + le<u32>(0) + le(p.descriptor ? u32{0} : crc) +
-           le(local) + le(local) + le(static_cast<u16>(local_name.size())) + le(static_cast<u16>(p.extra.size())) +
-           local_name + p.extra + p.data;
+           le(local) + le(local) + le(static_cast<u16>(local_name.size())) + le(static_cast<u16>(local_extra.size())) +
+           local_name + local_extra + p.data;
     if (p.descriptor) out += "PK\7\10" + le(crc) + le(bytes) + le(bytes);
     directory += "PK\1\2" + le<u16>(20) + le<u16>(20) + le(flags) + le(p.method) + le<u32>(0) + le(crc) + le(central) +
                  le(central) + le(static_cast<u16>(p.name.size())) + le(static_cast<u16>(p.extra.size())) +

@@ -255,7 +255,10 @@ std::string follow_links(std::string path) {
   char target[PATH_MAX];
   for (int links = 0; links <= kMaxLinks; ++links) {
     const ssize_t n = ::readlink(path.c_str(), target, sizeof target);
-    if (n < 0) return path;
+    if (n < 0) {
+      while (path.size() > 1 && path.back() == '/') path.pop_back();
+      return path;
+    }
     const std::string_view to(target, static_cast<size_t>(n));
     path = to.starts_with('/') ? std::string(to) : fmt::format("{}/{}", parent_directory(path), to);
   }

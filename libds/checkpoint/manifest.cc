@@ -115,7 +115,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
       {"config", embed(meta.config_json, "configuration")},
       {"model_config", embed(meta.model_config_json, "model configuration")},
   };
-  if (meta.metadata) j["metadata"] = *meta.metadata;
+  if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
 
@@ -137,7 +137,10 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
-  if (j.contains("metadata")) meta.metadata = j.at("metadata").get<std::map<std::string, std::string>>();
+  if (j.contains("metadata")) {
+    const auto pairs = j.at("metadata").get<std::vector<std::pair<std::string, std::string>>>();
+    meta.metadata.emplace(pairs.begin(), pairs.end());
+  }
   return meta;
 }
 

@@ -97,7 +97,7 @@ constexpr Key kGpt2Keys[] = {
     fixed("add_cross_attention", "[false]"),
     alias("hidden_size", "n_embd"), alias("num_hidden_layers", "n_layer"), alias("num_attention_heads", "n_head"),
     alias("max_position_embeddings", "n_positions"),
-    silent("n_ctx"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
+    silent("n_ctx"), silent("n_special"), silent("predict_special_tokens"), silent("summary_type"), silent("summary_use_proj"), silent("summary_activation"),
     silent("summary_proj_to_labels"), silent("summary_first_dropout"),
 };
 
@@ -143,7 +143,7 @@ constexpr Key kLlamaKeys[] = {
     fixed("pretraining_tp", "[1]"),
     fixed("partial_rotary_factor", "[1]"),
     fixed("use_mrope", "[false]"),
-    silent("rope_interleaved"), silent("is_llama_config"),
+    silent("rope_interleaved"), silent("is_llama_config"), silent("max_sequence_length"),
 };
 
 constexpr Key kBertKeys[] = {
@@ -179,7 +179,7 @@ constexpr Key kBookkeeping[] = {
     silent("prefix"), silent("return_dict"), silent("return_dict_in_generate"), silent("output_attentions"),
     silent("output_hidden_states"), silent("output_scores"), silent("torchscript"), silent("use_bfloat16"),
     silent("tf_legacy_loss"), silent("problem_type"), silent("finetuning_task"), silent("id2label"), silent("label2id"),
-    silent("num_labels"), silent("gradient_checkpointing"), silent("auto_map"), silent("_commit_hash"),
+    silent("num_labels"), silent("_num_labels"), silent("output_past"), silent("gradient_checkpointing"), silent("auto_map"), silent("_commit_hash"),
     silent("max_length"), silent("min_length"), silent("do_sample"), silent("early_stopping"), silent("num_beams"),
     silent("num_beam_groups"), silent("diversity_penalty"), silent("temperature"), silent("top_k"), silent("top_p"),
     silent("typical_p"), silent("repetition_penalty"), silent("length_penalty"), silent("no_repeat_ngram_size"),
@@ -393,6 +393,18 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
   HfConfig h = defaults(*family, source);
   const std::vector<Key> keys = model_keys(*family, source);
   Reader r(keys, &h, text, prefix, diagnostics);
+  // transformers, too, keeps what its model of this type does not read: fine-tuning tools leave their marks there.
+  // A key of another family is a mistake all the same.
+  if (!is_inline) {
+    std::set<std::string_view> of_others;
+    for (const std::span<const Key> table :
+         {std::span<const Key>(kGpt2Keys), std::span<const Key>(kLlamaKeys), std::span<const Key>(kBertKeys)}) {
+      for (const Key& k : table) {
+        if (k.kind != KeyKind::Silent) of_others.insert(k.path.substr(0, k.path.find('.')));
+      }
+    }
+    r.pass_over_unknown(std::move(of_others));
+  }
   r.read(object);
 
   const SizeNames names = names_of(*family);
@@ -477,6 +489,15 @@ Json model_json(const ModelConfig& model) {
       out["rope_scaling"][std::string(k.path.substr(dot + 1))] = std::move(value);
     }
   }
+  return out;
+}
+
+Json publish_model(const Json& published, const ModelConfig& model) {
+  Json out = published;
+  for (const Key& k : model_keys(model.family, ModelSource::File)) {
+    if (k.kind == KeyKind::Alias && k.path.find('.') == k.path.npos) out.erase(std::string(k.path));
+  }
+  out.update(Json::parse(model_config_json(model)));
   return out;
 }
 

@@ -23,5 +23,8 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
 
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);
+// A published config.json with the model's keys as model_config_json writes them, and the rest as it was: no key twice
+// under two names.
+Json publish_model(const Json& published, const ModelConfig& model);
 
 }  // namespace ds

@@ -379,7 +379,7 @@ bool Reader::has_later_type(const Json& object, const std::string& path) const {
 void Reader::read_object(const Json& object, const std::string& typed, const std::string& path) {
   for (const auto& [name, value] : object.items()) {
     const std::string typed_key = json_member(typed, name);
-    if (name.find_first_of(".[") != std::string::npos) {
+    if (name.find_first_of(".[") != std::string::npos && !(passes_over_unknown_ && path.empty())) {
       report(Severity::Error, Errc::Config, typed_key, typed_key, "unknown key; sections are nested objects, not dots");
       continue;
     }
@@ -532,6 +532,9 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     }
   }
   const std::string typed = json_member(parent, name);
+  if (best.empty() && passes_over_unknown_ && parent_path.empty() && !never_passed_over_.contains(name))
+    return report(Severity::Warning, Errc::Config, typed, typed,
+                  "unknown key, passed over: no model of this type has it");
   report(Severity::Error, Errc::Config, typed, typed,
          best.empty() ? "unknown key; ds-config(5) lists all" : fmt::format("unknown key; did you mean {}?", best));
 }

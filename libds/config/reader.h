@@ -46,6 +46,12 @@ class Reader {
       : keys_(keys), root_(root), text_(text), prefix_(std::move(prefix)), diagnostics_(diagnostics) {}
 
   void read(const Json& object);
+  // Of an object that another program wrote: outermost keys that no known one resembles are warnings, but for those of
+  // `errors`.
+  void pass_over_unknown(std::set<std::string_view> errors) {
+    passes_over_unknown_ = true;
+    never_passed_over_ = std::move(errors);
+  }
 
   bool given(std::string_view path) const { return given_.contains(path); }  // and good, and neither auto nor null
   bool automatic(std::string_view path) const { return automatic_.contains(path); }  // "auto"
@@ -69,6 +75,8 @@ class Reader {
   bool has_later_type(const Json& object, const std::string& path) const;
   void report(Severity severity, Errc code, std::string_view path, const std::string& typed, std::string message);
 
+  bool passes_over_unknown_ = false;
+  std::set<std::string_view> never_passed_over_;
   std::span<const Key> keys_;
   void* root_;
   const ConfigText& text_;

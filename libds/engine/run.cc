@@ -15,6 +15,7 @@
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/together.h"
+#include "config/model_config.h"
 #include "data/objective.h"
 #include "data/tokenizer.h"
 #include "data/tokenizer/unicode.h"
@@ -102,8 +103,7 @@ std::string published_config(const Config& config) {
         std::filesystem::is_directory(config.model_path) ? config.model_path + "/config.json" : config.model_path;
     json = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
   }
-  json.update(Json::parse(model_config_json(config.model)));
-  return json.dump();
+  return publish_model(json, config.model).dump();
 }
 
 }  // namespace

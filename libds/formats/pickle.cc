@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <unordered_map>
+#include <map>
 
 namespace ds {
 namespace {
@@ -16,6 +16,8 @@ using Kind = PickleValue::Kind;
 
 constexpr size_t kMaxPickle = size_t{64} << 20;  // of a model with some hundred thousand tensors
 constexpr size_t kMaxValues = size_t{2} << 20;
+constexpr size_t kMaxStorageKey = 64;            // bytes
+constexpr size_t kTensorItems = 32;              // what the memory of one costs, in items
 constexpr size_t kMaxCopied = size_t{16} << 20;  // items of one value that a call makes the items of another
 constexpr size_t kMaxMarks = 1000;
 constexpr size_t kMaxDims = 64;
@@ -247,11 +249,7 @@ class Unpickler {
     to.items = from.items;
   }
 
-  Value& copy_of(const Value& tensor) {
-    Value& v = make(Kind::Tensor);
-    v.tensor = std::make_unique<const PickleTensor>(*tensor.tensor);
-    return v;
-  }
+  Value& copy_of(const Value& tensor) { return make_tensor(*tensor.tensor); }
 
   std::vector<i64> ints(const Value& v, std::string_view what) const {
     check(v.is(Kind::Tuple) || v.is(Kind::List), "a tensor whose {} is a {}", what, kind_name(v.kind));
@@ -264,11 +262,28 @@ class Unpickler {
     return out;
   }
 
-  // (storage, offset, shape, stride, ...) and, with_dtype, the dtype as the seventh.
+  // Bits of a view whose elements are not what stands in the storage: 'conj' and 'neg'.
+  void refuse_lazy_views(const Value& metadata) const {
+    if (metadata.is(Kind::None)) return;
+    check(metadata.is(Kind::Dict), "a tensor whose metadata is a {}", kind_name(metadata.kind));
+    for (size_t i = 0; i + 1 < metadata.items.size(); i += 2) {
+      const Value &key = *metadata.items[i], &value = *metadata.items[i + 1];
+      const bool is_off = value.is(Kind::None) || (value.is(Kind::Bool) && value.integer == 0);
+      if (!is_off)
+        unavailable("a lazy view of a tensor ('{}'; call resolve_conj() and resolve_neg() before saving)",
+                    key.text.substr(0, 64));
+    }
+  }
+
+  // (storage, offset, shape, stride, requires_grad, hooks, metadata), the last three not always; with_dtype, the dtype
+  // comes before the metadata.
   Value& tensor(const Value& args, bool with_dtype) {
     const auto& a = args.items;
-    check(a.size() >= (with_dtype ? 7u : 4u) && a[0]->is(Kind::Storage) && a[1]->is(Kind::Int),
+    const size_t metadata = with_dtype ? 7 : 6;
+    check(a.size() >= (with_dtype ? 7u : 4u) && a.size() <= metadata + 1 && a[0]->is(Kind::Storage) &&
+              a[1]->is(Kind::Int),
           "a tensor of unknown arguments");
+    if (a.size() > metadata) refuse_lazy_views(*a[metadata]);
     PickleTensor t;
     t.storage = a[0];
     t.type = a[0]->state->text;
@@ -298,6 +313,10 @@ class Unpickler {
     for (i64 d : t.shape) check(empty || !__builtin_mul_overflow(numel, d, &numel), "a tensor whose size overflows");
     i64 size;
     check(empty || !__builtin_mul_overflow(numel, bytes, &size), "a tensor whose size overflows");
+    return make_tensor(std::move(t));
+  }
+  Value& make_tensor(PickleTensor t) {
+    charge(kTensorItems + 2 * t.shape.size());
     Value& v = make(Kind::Tensor);
     v.tensor = std::make_unique<const PickleTensor>(std::move(t));
     return v;
@@ -310,6 +329,8 @@ class Unpickler {
                        a[1]->is(Kind::Global) && torch_storage_bytes(a[1]->text) > 0 && a[2]->is(Kind::String) &&
                        a[3]->is(Kind::String) && a[4]->is(Kind::Int) && a[4]->integer >= 0;
     check(known, "a persistent id that is no storage of torch");
+    // Each use of the id copies it: torch numbers its storages.
+    check(a[2]->text.size() <= kMaxStorageKey, "a storage with a key of {} bytes", a[2]->text.size());
     Value& v = make(Kind::Storage);
     v.text = a[2]->text;
     v.integer = a[4]->integer;
@@ -408,7 +429,7 @@ class Unpickler {
   size_t at_ = 0, op_at_ = 0, copied_ = 0;
   std::vector<Value*> stack_;
   std::vector<size_t> marks_;
-  std::unordered_map<u32, Value*> memo_;
+  std::map<u32, Value*> memo_;  // no hash to collide in
   Value *none_ = nullptr, *true_ = nullptr, *false_ = nullptr;
 };
 

@@ -77,21 +77,32 @@ class FileSource : public TensorSource {
   FileSource(File file, TensorTable table)
       : TensorSource(file.path(), std::move(table.tensors), std::move(table.foreign), std::move(table.metadata)),
         file_(std::move(file)),
+        file_bytes_(file_->size()),
         offsets_(std::move(table.offsets)),
         inlined_(std::move(table.inlined)) {}
 
+  void close() const override { file_.reset(); }
+
  private:
+  const File& file() const {
+    if (!file_) {
+      file_ = File::open_read(path());
+      DS_CHECK(file_->size() == file_bytes_, Errc::Corrupt, "{}: has changed while it was read", path());
+    }
+    return *file_;
+  }
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
     const i64 size = dtype_bytes(list()[tensor].dtype);
     const i64 offset = offsets_[tensor];
     if (offset >= 0) {
-      file_.read_at(offset + first_elem * size, out, count * size);
+      file().read_at(offset + first_elem * size, out, count * size);
     } else {
       std::memcpy(out, inlined_.data() + (-1 - offset) + first_elem * size, static_cast<size_t>(count * size));
     }
   }
 
-  File file_;
+  mutable std::optional<File> file_;
+  i64 file_bytes_;
   std::vector<i64> offsets_;
   std::string inlined_;
 };
@@ -124,15 +135,23 @@ class ShardedSource : public TensorSource {
     for (const auto& shard : shards_) {
       const std::vector<std::string> own = shard->verify();
       bad.insert(bad.end(), own.begin(), own.end());
+      shard->close();
     }
     return bad;
   }
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {
-    shards_[shard_of_[tensor]]->read(list()[tensor].name, first_elem, count, out);
+    const size_t shard = shard_of_[tensor];
+    if (shard != open_) close();  // tensors come shard by shard, and a model may have thousands
+    open_ = shard;
+    shards_[shard]->read(list()[tensor].name, first_elem, count, out);
+  }
+  void close() const override {
+    if (open_ < shards_.size()) shards_[open_]->close();
   }
 
+  mutable size_t open_ = static_cast<size_t>(-1);  // which shard, if any
   std::vector<std::unique_ptr<TensorSource>> shards_;
   std::vector<size_t> shard_of_;  // by tensor
 };
@@ -172,6 +191,7 @@ std::unique_ptr<TensorSource> open_sharded(const std::string& index_path) {
     DS_CHECK(found == tensors.size(), Errc::Corrupt, "{}: shard {} lacks {} of the {} tensors that the index names",
              index_path, name, tensors.size() - found, tensors.size());
     all.metadata.insert(shard->metadata().begin(), shard->metadata().end());
+    shard->close();
     shards.push_back(std::move(shard));
   }
   if (num_beside > 0) {

@@ -58,6 +58,8 @@ class TensorSource {
   const TensorInfo& at(std::string_view name) const;
   // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
   void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
+  // Gives the file's descriptor back until the next read.
+  virtual void close() const {}
 
   // Reads all that the format keeps checksums of; one line for each file that is not as it was written.
   virtual std::vector<std::string> verify() const { return {}; }

@@ -244,6 +244,7 @@ class TorchSource : public TensorSource {
     }
     return {};
   }
+  void close() const override { file_->close(); }
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {

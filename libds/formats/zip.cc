@@ -146,9 +146,10 @@ class ZipReader {
     directory_bytes_ = static_cast<i64>(directory_bytes);
   }
 
-  // The Zip64 field holds those of `values` that are kIn64, in this order, and nothing else.
-  void read_extra(std::string_view extra, const std::string& name, std::initializer_list<u64*> values) const {
+  // The numbers of the Zip64 field; none where there is no such field.
+  std::vector<u64> zip64_field(std::string_view extra, const std::string& name) const {
     bool seen = false;
+    std::vector<u64> numbers;
     for (Fields in(extra); in.left() > 0;) {
       check(in.left() >= 4, "entry '{}': its extra field is cut off", name);
       const u16 id = in.get<u16>(), bytes = in.get<u16>();
@@ -156,13 +157,21 @@ class ZipReader {
       Fields field(in.text(bytes));
       if (id != kZip64Field) continue;
       check(!std::exchange(seen, true), "entry '{}': two Zip64 fields", name);
-      for (u64* value : values) {
-        if (*value != kIn64) continue;
-        check(field.left() >= 8, "entry '{}': its Zip64 field is too short", name);
-        *value = field.get<u64>();
-      }
-      check(field.left() == 0, "entry '{}': its Zip64 field is too long", name);
+      while (field.left() >= 8) numbers.push_back(field.get<u64>());
+      check(field.left() == 0, "entry '{}': its Zip64 field is too short", name);
     }
+    return numbers;
+  }
+
+  // The numbers stand for those of `values` that are kIn64, in this order, and for nothing else.
+  void take_zip64(const std::vector<u64>& numbers, const std::string& name, std::initializer_list<u64*> values) const {
+    size_t used = 0;
+    for (u64* value : values) {
+      if (*value != kIn64) continue;
+      check(used < numbers.size(), "entry '{}': its Zip64 field is too short", name);
+      *value = numbers[used++];
+    }
+    check(used == numbers.size(), "entry '{}': its Zip64 field is too long", name);
   }
 
   Header central(Fields& in) const {
@@ -182,7 +191,7 @@ class ZipReader {
     check(in.left() >= size_t{name} + extra + comment, "its central directory is cut off");
     h.name = in.text(name);
     check_name(h.name);
-    read_extra(in.text(extra), h.name, {&h.bytes, &h.compressed, &h.local});
+    take_zip64(zip64_field(in.text(extra), h.name), h.name, {&h.bytes, &h.compressed, &h.local});
     check(comment == 0, "entry '{}' has a comment", h.name);
     DS_CHECK(disk == 0, Errc::Unavailable, "{}: entry '{}' is on another disk", file_.path(), h.name);
     DS_CHECK((h.flags & kEncrypted) == 0, Errc::Unavailable, "{}: entry '{}' is encrypted", file_.path(), h.name);
@@ -231,8 +240,15 @@ class ZipReader {
     const u16 name = f.get<u16>(), extra = f.get<u16>();
     const std::string rest = read(at + kLocalBytes, i64{name} + extra);
     check(std::string_view(rest).substr(0, name) == h.name, "entry '{}': its local header has another name", h.name);
-    read_extra(std::string_view(rest).substr(name), h.name, {&bytes, &compressed});
     const bool later = (h.flags & kHasDescriptor) != 0;
+    const std::vector<u64> numbers = zip64_field(std::string_view(rest).substr(name), h.name);
+    // torch's writer leaves the sizes to the descriptor, and still says here what the central directory's field says:
+    // both sizes, where they take 64 bits, and its own place, where that does.
+    using Numbers = std::vector<u64>;
+    const bool as_torch = later && bytes == 0 && compressed == 0 &&
+                          (numbers == Numbers{h.bytes, h.compressed} || numbers == Numbers{h.local} ||
+                           numbers == Numbers{h.bytes, h.compressed, h.local});
+    if (!as_torch) take_zip64(numbers, h.name, {&bytes, &compressed});
     const auto agrees = [&](u64 local, u64 central) { return local == central || (later && local == 0); };
     check(flags == h.flags && method == h.method && agrees(crc, h.crc32) && agrees(bytes, h.bytes) &&
               agrees(compressed, h.compressed),

@@ -292,9 +292,11 @@ warns() {
 }
 
 @test "a directory through a link; the working directory is refused; one path for two outputs too" {
-  mkdir empty && ln -s empty link
-  "$merge" run -o link --format hf --quiet
-  [ -L link ] && [ -e empty/model.safetensors ]
+  for to in empty full/; do
+    mkdir $to && ln -sfn $to link
+    "$merge" run -o link --format hf --quiet
+    [ -L link ] && [ -e $to/model.safetensors ]
+  done
   mkdir here && cd here
   run --separate-stderr "$merge" ../run -o . --format hf
   [ "$status" -eq 2 ]
@@ -420,6 +422,17 @@ PY
   refuses 1 "there is no tag 'global_step5' (tags: global_step4)" zero --tag global_step5 -o out.h5
   refuses 4 "one rank's part of a DeepSpeed checkpoint" \
     zero/global_step4/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt -o out.h5
+}
+
+@test "more shards than a process may open files" {
+  safetensors a.safetensors '{f"w{i}": ["F32", [1], struct.pack("<f", i)] for i in range(200)}'
+  "$merge" a.safetensors -o shards --format safetensors --max-shard-size 4B --quiet
+  [ "$(ls shards | wc -l)" -eq 201 ]
+  (
+    ulimit -n 64
+    "$merge" shards -o b.safetensors --verify --quiet
+  )
+  cmp <(tail -c 800 a.safetensors) <(tail -c 800 b.safetensors)
 }
 
 @test "a file is refused that the disk has no room for" {

@@ -226,6 +226,34 @@ TEST(ModelConfig, RefusesWhatContradictsItself) {
     EXPECT_THAT(failure(c.config, c.code), HasSubstr(c.message)) << c.config;
 }
 
+// Marks that fine-tuning tools and old versions left in published files.
+TEST(ModelConfig, PassesOverWhatOtherProgramsLeft) {
+  const ModelDir dir(R"({"model_type": "gpt2", "n_special": 0, "predict_special_tokens": true, "_num_labels": 1,
+    "output_past": true, "unsloth_fixed": true, "transformers.js_config": {"dtype": "q4"}})");
+  std::vector<Diagnostic> diagnostics;
+  read_model_file(dir.dir(), diagnostics);
+  ASSERT_EQ(diagnostics.size(), 2u);
+  for (const Diagnostic& d : diagnostics) {
+    EXPECT_EQ(d.severity, Severity::Warning);
+    EXPECT_THAT(d.message, HasSubstr("passed over"));
+  }
+  EXPECT_THAT(failure(R"({"model_type": "gpt2", "n_layers": 6})", Errc::Config), HasSubstr("did you mean n_layer?"));
+}
+
+TEST(ModelConfig, IsPublishedWithoutOneKeyUnderTwoNames) {
+  const Json published = Json::parse(R"({"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64,
+    "num_attention_heads": 4, "mark": 7, "bos_token_id": 5,
+    "rope_parameters": {"rope_type": "linear", "factor": 2, "rope_theta": 1e6}})");
+  const ModelDir dir(published.dump());
+  const ModelConfig model = load_model_config(dir.dir());
+  const Json again = publish_model(published, model);
+  EXPECT_FALSE(again.contains("rope_parameters"));
+  EXPECT_EQ(again["rope_scaling"]["factor"], 2);
+  EXPECT_EQ(again["mark"], 7);
+  EXPECT_EQ(again["bos_token_id"], 5);
+  EXPECT_EQ(model_config_json(load(again.dump())), model_config_json(model));
+}
+
 TEST(ModelConfig, MissingFileSaysSo) {
   try {
     load_model_config("/nonexistent/config.json");

@@ -24,6 +24,15 @@ using testing::tensor;
 using testing::text;
 using Kind = PickleValue::Kind;
 
+// A tensor with what torch calls its metadata.
+std::string tensor_with(const std::string& metadata) {
+  return global("torch._utils", "_rebuild_tensor_v2") + "(" + storage("FloatStorage", "0", 1) + number(0) +
+         numbers({1}) + numbers({1}) + "\x89" + global("collections", "OrderedDict") + ")R" + metadata + "tR";
+}
+std::string lazy_view(std::string_view key, const std::string& value) {
+  return tensor_with("}(" + text(key) + value + "u");
+}
+
 Pickle parse(const std::string& body) { return Pickle(pickle(body), "x.pt: data.pkl"); }
 
 TEST(Pickle, PlainValues) {
@@ -193,6 +202,11 @@ const Refusal kRefusals[] = {
     {"PersistentOther", pickle("(" + text("module") + "NNNNtQ"), Errc::Corrupt, "persistent id that is no storage"},
     {"StorageOfNoType", pickle(storage("Size", "0", 1)), Errc::Corrupt, "persistent id that is no storage"},
     {"StorageOfADtype", pickle(storage("float32", "0", 1)), Errc::Corrupt, "persistent id that is no storage"},
+    {"LongStorageKey", pickle(storage("FloatStorage", std::string(65, '1'), 1)), Errc::Corrupt, "a key of 65 bytes"},
+    {"LazyNegative", pickle(lazy_view("neg", "\x88")), Errc::Unavailable, "a lazy view of a tensor ('neg'"},
+    {"LazyConjugate", pickle(lazy_view("conj", "\x88")), Errc::Unavailable, "a lazy view of a tensor ('conj'"},
+    {"OtherMetadata", pickle(lazy_view("what", "K\1")), Errc::Unavailable, "a lazy view of a tensor ('what'"},
+    {"MetadataOfAString", pickle(tensor_with(text("x"))), Errc::Corrupt, "whose metadata is a str"},
     {"NegativeStorage", pickle(storage("FloatStorage", "0", -1)), Errc::Corrupt, "persistent id that is no storage"},
     {"HugeStorage", pickle(tensor(storage("DoubleStorage", "0", i64{1} << 62), 0, {1}, {1})), Errc::Corrupt,
      "a tensor of torch.DoubleStorage"},
@@ -237,6 +251,20 @@ TEST(Pickle, CallsWithSharedArgumentsAreBounded) {
   std::string lists = "(](" + std::string(100000, 'N') + "e\x85q\1(";
   for (int i = 0; i < 1000; ++i) lists += global("builtins", "set") + "h\1R";
   EXPECT_ERROR(parse(lists + "tt"), Errc::Corrupt, "calls with more than");
+}
+
+TEST(Pickle, TensorsOfManyDimsAreBounded) {
+  const std::vector<i64> ones(64, 1);
+  std::string calls = global("torch._utils", "_rebuild_parameter") + "q\1(" +
+                      tensor(storage("FloatStorage", "0", 1), 0, ones, ones) + "tq\2";
+  for (int i = 0; i < 200000; ++i) calls += "h\1h\2R";
+  EXPECT_ERROR(parse("(" + calls + "t"), Errc::Corrupt, "calls with more than");
+}
+
+TEST(Pickle, MetadataThatSaysNothing) {
+  for (const std::string& metadata : {"N"s, "}"s, "}("s + text("neg") + "\x89" + text("conj") + "\x89u"s}) {
+    EXPECT_TRUE(parse(tensor_with(metadata)).root().is(Kind::Tensor));
+  }
 }
 
 TEST(Pickle, DeepNestingNeedsNoDeepStack) {

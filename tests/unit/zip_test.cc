@@ -59,6 +59,19 @@ TEST(Zip, ReadsTheWayTorchSaveWrites) {
       2);
 }
 
+TEST(Zip, LocalHeadersOfLargeFilesAsTorchWritesThem) {
+  const std::string sizes = le<u64>(2) + le<u64>(2), place = le<u64>(0);
+  const auto archive = [](const std::string& numbers, bool descriptor = true) {
+    return make_zip({{.name = "a", .data = "hi", .descriptor = descriptor, .local_extra = field(1, numbers)}});
+  };
+  for (const std::string& numbers : {sizes, place, sizes + place}) {
+    EXPECT_EQ(read(archive(numbers)).front().bytes, 2);
+    EXPECT_ERROR(read(archive(numbers, false)), Errc::Corrupt, "Zip64 field is too long");
+  }
+  for (const std::string& numbers : {place + sizes, le<u64>(2), le<u64>(2) + le<u64>(3), sizes + sizes})
+    EXPECT_ERROR(read(archive(numbers)), Errc::Corrupt, "Zip64 field is too long");
+}
+
 TEST(Zip, CoversEveryFileThatDeepSpeedWrote) {
   int files = 0;
   for (const auto& entry : std::filesystem::recursive_directory_iterator(testing::test_data("deepspeed"))) {
