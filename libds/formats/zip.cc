@@ -312,7 +312,9 @@ void check_crc32(const File& file, const ZipEntry& entry) {
     file.read_at(entry.offset + done, chunk.data(), n);
     crc = ::crc32(crc, chunk.data(), static_cast<uInt>(n));
   }
-  DS_CHECK(crc == entry.crc32, Errc::Corrupt, "{}: entry '{}' is damaged (its checksum differs from the directory's)",
+  DS_CHECK(crc == entry.crc32, Errc::Corrupt,
+           "{}: entry '{}' is damaged: its CRC-32 differs from the directory's (torch can be told to write none; save "
+           "it with)",
            file.path(), entry.name);
 }
 

@@ -90,10 +90,9 @@ class BertBlock final : public BertLayer {
         H_(c.heads),
         D_(c.head_dim),
         F_(c.intermediate),
-        index_(index),
         eps_(c.norm_eps),
         activation_(c.activation),
-        dropout_(c.resid_dropout) {
+        dropout_{.layer = index + 1, .branches = c.resid_dropout} {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.causal = false;
     attention_.dropout = c.attn_dropout;
@@ -132,12 +131,13 @@ class BertBlock final : public BertLayer {
     linear_forward(ctx, s[kK], x, p.own[kKeyW], {.bias = p.own[kKeyB]});
     linear_forward(ctx, s[kV], x, p.own[kValueW], {.bias = p.own[kValueB]});
     attend(ctx, heads(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV]),
-           attention_params(ctx));
-    branch(ctx, s[kSum1], s[kAttn], p.own[kAttnW], p.own[kAttnB], x, 1);
+           dropout_.attention(ctx, attention_));
+    dropout_.add_branch(ctx, s[kSum1], s[kAttn], p.own[kAttnW], {.bias = p.own[kAttnB], .residual = x}, 1);
     ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[kNorm1W], p.own[kNorm1B], eps_, ctx.stream);
     linear_forward(ctx, s[kActivated], s[kMiddle], p.own[kWideW],
                    {.bias = p.own[kWideB], .activation = activation_, .preact = s[kPreact]});
-    branch(ctx, s[kSum2], s[kActivated], p.own[kNarrowW], p.own[kNarrowB], s[kMiddle], 2);
+    dropout_.add_branch(ctx, s[kSum2], s[kActivated], p.own[kNarrowW],
+                        {.bias = p.own[kNarrowB], .residual = s[kMiddle]}, 2);
     ctx.ops.layernorm_fwd(s[kOutput], s[kMean2], s[kRstd2], s[kSum2], p.own[kNorm2W], p.own[kNorm2B], eps_, ctx.stream);
   }
 
@@ -150,18 +150,18 @@ class BertBlock final : public BertLayer {
     ctx.ops.layernorm_bwd(dx, g.own[kNorm2W], g.own[kNorm2B], dy, {}, s[kSum2], p.own[kNorm2W], s[kMean2], s[kRstd2],
                           ctx.stream);
     const TensorView dwide = t[kDWide];
-    linear_backward(ctx, dwide, g.own[kNarrowW], g.own[kNarrowB], masked(ctx, t[kDBranch], dx, 2), s[kActivated],
-                    p.own[kNarrowW], out_in);
+    linear_backward(ctx, dwide, g.own[kNarrowW], g.own[kNarrowB], dropout_.branch_gradient(ctx, t[kDBranch], dx, 2),
+                    s[kActivated], p.own[kNarrowW], out_in);
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
     linear_backward(ctx, dx, g.own[kWideW], g.own[kWideB], dwide, s[kMiddle], p.own[kWideW], out_in, dx);
     ctx.ops.layernorm_bwd(dx, g.own[kNorm1W], g.own[kNorm1B], dx, {}, s[kSum1], p.own[kNorm1W], s[kMean1], s[kRstd1],
                           ctx.stream);
     const TensorView dattn = t[kDBranch];
-    linear_backward(ctx, dattn, g.own[kAttnW], g.own[kAttnB], masked(ctx, t[kDQ], dx, 1), s[kAttn], p.own[kAttnW],
-                    out_in);
+    linear_backward(ctx, dattn, g.own[kAttnW], g.own[kAttnB], dropout_.branch_gradient(ctx, t[kDQ], dx, 1), s[kAttn],
+                    p.own[kAttnW], out_in);
     ctx.ops.attention_bwd(heads(ctx, t[kDQ]), heads(ctx, t[kDK]), heads(ctx, t[kDV]), heads(ctx, dattn),
                           heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV]), heads(ctx, s[kAttn]), s[kLse],
-                          attention_params(ctx), ctx.stream);
+                          dropout_.attention(ctx, attention_), ctx.stream);
     linear_backward(ctx, dx, g.own[kQueryW], g.own[kQueryB], t[kDQ], x, p.own[kQueryW], out_in, dx);
     linear_backward(ctx, dx, g.own[kKeyW], g.own[kKeyB], t[kDK], x, p.own[kKeyW], out_in, dx);
     linear_backward(ctx, dx, g.own[kValueW], g.own[kValueB], t[kDV], x, p.own[kValueW], out_in, dx);
@@ -208,30 +208,11 @@ class BertBlock final : public BertLayer {
   TensorView heads(const PassContext& ctx, TensorView rows) const {
     return heads_view(rows, ctx.B, ctx.T, H_, D_, C_, 0);
   }
-  AttentionParams attention_params(const PassContext& ctx) const {
-    AttentionParams params = attention_;
-    if (ctx.mode != Mode::Train) params.dropout = 0;
-    params.rng = dropout_site(ctx, index_ + 1, 0);
-    return params;
-  }
-  // y = residual + dropout(in W + b); without dropout one fused product.
-  void branch(const PassContext& ctx, TensorView y, TensorView in, TensorView w, TensorView b, TensorView residual,
-              u32 use) const {
-    const bool drop = ctx.mode == Mode::Train && dropout_ > 0;
-    linear_forward(ctx, y, in, w, {.bias = b, .residual = drop ? TensorView{} : residual});
-    if (drop) dropout_add(ctx, y, y, residual, dropout_, dropout_site(ctx, index_ + 1, use));
-  }
-  // The gradient behind the dropout of branch `use`, in the memory of `out` if there is any.
-  TensorView masked(const PassContext& ctx, TensorView out, TensorView dy, u32 use) const {
-    if (dropout_ <= 0) return dy;
-    ctx.ops.dropout(out, dy, dropout_, dropout_site(ctx, index_ + 1, use), 0, ctx.stream);
-    return out;
-  }
 
-  i64 C_, H_, D_, F_, index_;
+  i64 C_, H_, D_, F_;
   float eps_;
   Activation activation_;
-  float dropout_;
+  BlockDropout dropout_;
   AttentionParams attention_;
 };
 

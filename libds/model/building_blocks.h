@@ -61,12 +61,34 @@ inline RngKey dropout_site(const PassContext& ctx, i64 layer, u32 use) {
   return key;
 }
 
-// y = residual + dropout(branch), in place over branch and then added; p = 0 costs nothing because the caller fuses.
-inline void dropout_add(const PassContext& ctx, TensorView y, TensorView branch, TensorView residual, float p,
-                        RngKey key) {
-  ctx.ops.dropout(branch, branch, p, key, 0, ctx.stream);
-  ctx.ops.add(y, branch, residual, ctx.stream);
-}
+// Dropout in one block, only in training: of attention's probabilities (use 0), and of the branches that are added to
+// the residual (uses from 1 on).
+struct BlockDropout {
+  i64 layer = 0;  // of dropout_site
+  float branches = 0;
+
+  bool drops(const PassContext& ctx) const { return ctx.mode == Mode::Train && branches > 0; }
+  AttentionParams attention(const PassContext& ctx, AttentionParams params) const {
+    if (ctx.mode != Mode::Train) params.dropout = 0;
+    params.rng = dropout_site(ctx, layer, 0);
+    return params;
+  }
+  // y = residual + dropout(in W + b); without dropout one fused product.
+  void add_branch(const PassContext& ctx, TensorView y, TensorView in, TensorView w, LinearForward o, u32 use) const {
+    const TensorView residual = o.residual;
+    if (drops(ctx)) o.residual = {};
+    linear_forward(ctx, y, in, w, o);
+    if (!drops(ctx)) return;
+    ctx.ops.dropout(y, y, branches, dropout_site(ctx, layer, use), 0, ctx.stream);
+    ctx.ops.add(y, y, residual, ctx.stream);
+  }
+  // The gradient behind the dropout of branch `use`, in the memory of `out` if there is any.
+  TensorView branch_gradient(const PassContext& ctx, TensorView out, TensorView dy, u32 use) const {
+    if (branches <= 0) return dy;
+    ctx.ops.dropout(out, dy, branches, dropout_site(ctx, layer, use), 0, ctx.stream);
+    return out;
+  }
+};
 
 // The last layer of every family: final norm, output projection, loss. It differs only in the norm.
 enum class NormKind : u8 { LayerNorm, RmsNorm };

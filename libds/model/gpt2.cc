@@ -64,10 +64,9 @@ class Gpt2Block final : public Layer {
         H_(c.heads),
         D_(c.head_dim),
         F_(c.intermediate),
-        index_(index),
         eps_(c.norm_eps),
         activation_(c.activation),
-        resid_dropout_(c.resid_dropout) {
+        dropout_{.layer = index + 1, .branches = c.resid_dropout} {
     attention_.scale = c.scale_attn_weights ? 1.0f / std::sqrt(static_cast<float>(D_)) : 1.0f;
     if (c.scale_attn_by_inverse_layer_idx) attention_.scale /= static_cast<float>(index + 1);
     attention_.dropout = c.attn_dropout;
@@ -102,7 +101,7 @@ class Gpt2Block final : public Layer {
     if (mode == Mode::Train) {
       a.temporary = {planner.temporary(work, {R, F_}), planner.temporary(work, {R, 3 * C_}),
                      planner.temporary(work, {R, C_})};
-      if (resid_dropout_ > 0) a.temporary.push_back(planner.temporary(work, {R, C_}));
+      if (dropout_.branches > 0) a.temporary.push_back(planner.temporary(work, {R, C_}));
     }
     return a;
   }
@@ -112,13 +111,16 @@ class Gpt2Block final : public Layer {
     ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[kLn1W], p.own[kLn1B], eps_, ctx.stream);
     linear_forward(ctx, s[kQkv], s[kNorm1], p.own[kAttnW], {.orientation = Orientation::InOut, .bias = p.own[kAttnB]});
     const Heads h = heads(ctx, s[kQkv]);
-    attend(ctx, heads_view(s[kAttn], ctx.B, ctx.T, H_, D_, C_, 0), s[kLse], h.q, h.k, h.v, attention_params(ctx));
-    branch(ctx, s[kMiddle], s[kAttn], p.own[kProjW], p.own[kProjB], x, 1);
+    attend(ctx, heads_view(s[kAttn], ctx.B, ctx.T, H_, D_, C_, 0), s[kLse], h.q, h.k, h.v,
+           dropout_.attention(ctx, attention_));
+    dropout_.add_branch(ctx, s[kMiddle], s[kAttn], p.own[kProjW],
+                        {.orientation = Orientation::InOut, .bias = p.own[kProjB], .residual = x}, 1);
     ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[kLn2W], p.own[kLn2B], eps_, ctx.stream);
     linear_forward(
         ctx, s[kActivated], s[kNorm2], p.own[kFcW],
         {.orientation = Orientation::InOut, .bias = p.own[kFcB], .activation = activation_, .preact = s[kPreact]});
-    branch(ctx, s[kOutput], s[kActivated], p.own[kMlpProjW], p.own[kMlpProjB], s[kMiddle], 2);
+    dropout_.add_branch(ctx, s[kOutput], s[kActivated], p.own[kMlpProjW],
+                        {.orientation = Orientation::InOut, .bias = p.own[kMlpProjB], .residual = s[kMiddle]}, 2);
   }
 
   void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView x, TensorView dy, TensorView dx,
@@ -126,19 +128,20 @@ class Gpt2Block final : public Layer {
     const auto& s = a.saved;
     const auto conv = Orientation::InOut;
     const TensorView dwide = a.temporary[kWide], dqkv = a.temporary[kDQkv], dnarrow = a.temporary[kNarrow];
-    const TensorView dbranch = masked(ctx, a, dy, 2);
+    const TensorView branch = dropout_.branches > 0 ? a.temporary[kBranch] : TensorView{};
+    const TensorView dbranch = dropout_.branch_gradient(ctx, branch, dy, 2);
     linear_backward(ctx, dwide, g.own[kMlpProjW], g.own[kMlpProjB], dbranch, s[kActivated], p.own[kMlpProjW], conv);
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
     linear_backward(ctx, dnarrow, g.own[kFcW], g.own[kFcB], dwide, s[kNorm2], p.own[kFcW], conv);
     ctx.ops.layernorm_bwd(dx, g.own[kLn2W], g.own[kLn2B], dnarrow, dy, s[kMiddle], p.own[kLn2W], s[kMean2], s[kRstd2],
                           ctx.stream);  // dx: the gradient of the middle of the block from here on
 
-    const TensorView dattn_branch = masked(ctx, a, dx, 1);
+    const TensorView dattn_branch = dropout_.branch_gradient(ctx, branch, dx, 1);
     linear_backward(ctx, dnarrow, g.own[kProjW], g.own[kProjB], dattn_branch, s[kAttn], p.own[kProjW], conv);
     const Heads h = heads(ctx, s[kQkv]), dh = heads(ctx, dqkv);
     const auto flat = [&](TensorView v) { return heads_view(v, ctx.B, ctx.T, H_, D_, C_, 0); };
     ctx.ops.attention_bwd(dh.q, dh.k, dh.v, flat(dnarrow), h.q, h.k, h.v, flat(s[kAttn]), s[kLse],
-                          attention_params(ctx), ctx.stream);
+                          dropout_.attention(ctx, attention_), ctx.stream);
     linear_backward(ctx, dnarrow, g.own[kAttnW], g.own[kAttnB], dqkv, s[kNorm1], p.own[kAttnW], conv);
     ctx.ops.layernorm_bwd(dx, g.own[kLn1W], g.own[kLn1B], dnarrow, dx, x, p.own[kLn1W], s[kMean1], s[kRstd1],
                           ctx.stream);
@@ -170,32 +173,11 @@ class Gpt2Block final : public Layer {
     return {heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, 0), heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, C_),
             heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, 2 * C_)};
   }
-  AttentionParams attention_params(const PassContext& ctx) const {
-    AttentionParams params = attention_;
-    if (ctx.mode != Mode::Train) params.dropout = 0;
-    params.rng = dropout_site(ctx, index_ + 1, 0);
-    return params;
-  }
-  // y = residual + dropout(in W + b); without dropout one fused product.
-  void branch(const PassContext& ctx, TensorView y, TensorView in, TensorView w, TensorView b, TensorView residual,
-              u32 use) const {
-    const bool drop = ctx.mode == Mode::Train && resid_dropout_ > 0;
-    linear_forward(ctx, y, in, w,
-                   {.orientation = Orientation::InOut, .bias = b, .residual = drop ? TensorView{} : residual});
-    if (drop) dropout_add(ctx, y, y, residual, resid_dropout_, dropout_site(ctx, index_ + 1, use));
-  }
-  // The gradient behind the dropout of branch `use`.
-  TensorView masked(const PassContext& ctx, const LayerActs& a, TensorView dy, u32 use) const {
-    if (resid_dropout_ <= 0) return dy;
-    const TensorView out = a.temporary[kBranch];
-    ctx.ops.dropout(out, dy, resid_dropout_, dropout_site(ctx, index_ + 1, use), 0, ctx.stream);
-    return out;
-  }
 
-  i64 C_, H_, D_, F_, index_;
+  i64 C_, H_, D_, F_;
   float eps_;
   Activation activation_;
-  float resid_dropout_;
+  BlockDropout dropout_;
   AttentionParams attention_;
 };
 

@@ -48,9 +48,9 @@ class LlamaBlock final : public Layer {
         G_(c.kv_heads),
         D_(c.head_dim),
         F_(c.intermediate),
-        index_(index),
         eps_(c.norm_eps),
-        qk_norm_(c.qk_norm) {
+        qk_norm_(c.qk_norm),
+        dropout_{.layer = index + 1} {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.dropout = c.attn_dropout;
     attention_.window = c.window(index);
@@ -117,7 +117,7 @@ class LlamaBlock final : public Layer {
     }
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
     rotate(ctx, h, /*inverse=*/false);
-    attend(ctx, queries(ctx, s[kAttn]), s[kLse], h.q, h.k, h.v, attention_params(ctx));
+    attend(ctx, queries(ctx, s[kAttn]), s[kLse], h.q, h.k, h.v, dropout_.attention(ctx, attention_));
     project(ctx, p, o_, s[kMiddle], s[kAttn], x);
     ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
     project(ctx, p, gate_, s[kGate], s[kNorm2]);
@@ -140,7 +140,7 @@ class LlamaBlock final : public Layer {
     project_backward(ctx, p, g, o_, t[kDAttn], dx, s[kAttn]);
     const Heads h = heads(ctx, s[kQ], s[kK], s[kV]), dh = heads(ctx, t[kDQ], t[kDK], t[kDV]);
     ctx.ops.attention_bwd(dh.q, dh.k, dh.v, queries(ctx, t[kDAttn]), h.q, h.k, h.v, queries(ctx, s[kAttn]), s[kLse],
-                          attention_params(ctx), ctx.stream);
+                          dropout_.attention(ctx, attention_), ctx.stream);
     rotate(ctx, dh, /*inverse=*/true);
     TensorView dq = t[kDQ], dk = t[kDK];
     if (qk_norm_) dq = head_norm_backward(ctx, t[kDAttn], dq, g.own[q_norm_], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
@@ -218,16 +218,11 @@ class LlamaBlock final : public Layer {
     ctx.ops.rope(h.q, h.q, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
     ctx.ops.rope(h.k, h.k, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
   }
-  AttentionParams attention_params(const PassContext& ctx) const {
-    AttentionParams params = attention_;
-    if (ctx.mode != Mode::Train) params.dropout = 0;
-    params.rng = dropout_site(ctx, index_ + 1, 0);
-    return params;
-  }
 
-  i64 C_, H_, G_, D_, F_, index_;
+  i64 C_, H_, G_, D_, F_;
   float eps_;
   bool qk_norm_;
+  BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
   Projection q_, k_, v_, o_, gate_, up_, down_;
