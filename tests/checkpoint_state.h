@@ -120,7 +120,7 @@ inline CheckpointMeta sample_meta(i64 step, DType dtype) {
   m.seed = 4000000000u;
   m.loss_scaler = {65536.5, 17, -1, 2};
   m.skipped_steps = 3;
-  m.optimizer_step = step - 3;
+  m.optimizer_step = step < 3 ? step : step - 3;
   m.isa = "avx2";
   m.data_json = R"({"order":"1"})";
   m.config_json = R"({"z":1,"a":[0.1,1e-08,true,null,"\"é\""]})";

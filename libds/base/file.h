@@ -3,6 +3,7 @@
 // Files as libds uses them: descriptors that close themselves, whole reads and writes at offsets, and outputs that
 // appear whole or not at all. Every refusal of the system is Errc::Io with the path and the system's own words.
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,6 +12,9 @@
 #include "base/check.h"
 
 namespace ds {
+
+// Called now and then in long work; what it throws ends that.
+using Tick = std::function<void()>;
 
 // A regular file. Move-only. Reads and writes at offsets are safe from several threads.
 class File {

@@ -22,10 +22,10 @@ class DeepspeedReader final : public StateSource {
   const std::vector<ParamEntry>& params() const noexcept override { return table_.params; }
   bool has(State s) const noexcept override { return table_.has[static_cast<size_t>(s)]; }
 
-  std::vector<std::string> verify() override {
+  std::vector<std::string> verify(const Tick& tick) override {
     std::vector<std::string> bad;
-    for (size_t i = 0; i < table_.files.size(); ++i) note_damage(bad, [&] { open(i).verify(); });
-    for (const std::string& path : table_.unread) note_damage(bad, [&] { TorchFile(path).verify(); });
+    for (size_t i = 0; i < table_.files.size(); ++i) note_damage(bad, [&] { open(i).verify(tick); });
+    for (const std::string& path : table_.unread) note_damage(bad, [&] { TorchFile(path).verify(tick); });
     return bad;
   }
 

@@ -19,12 +19,9 @@ namespace ds {
 inline constexpr State kMoments[] = {State::ExpAvg, State::ExpAvgSq};
 
 inline i64 numel(const PickleTensor& t) { return *checked_product(t.shape); }
-inline const PickleValue* find_int_key(const PickleValue& dict, i64 key) noexcept {
-  for (size_t i = dict.items.size(); i >= 2; i -= 2) {
-    if (dict.items[i - 2]->is(PickleValue::Kind::Int) && dict.items[i - 2]->integer == key) return dict.items[i - 1];
-  }
-  return nullptr;
-}
+// The values of a dict by their keys, those that are whole numbers.
+using NumberIndex = std::unordered_map<i64, const PickleValue*>;
+NumberIndex index_numbers(const PickleValue& dict);
 
 class DeepspeedBuilder {
  public:
@@ -95,7 +92,10 @@ class DeepspeedBuilder {
 
   // --- weights, and what the optimizer does not know
   std::set<std::string_view> buffer_names() const;
-  bool is_alias(std::string_view name) const;
+  void tie(const std::string& alias, const std::string& target) {
+    ties_.emplace_back(alias, target);
+    aliases_.insert(alias);
+  }
   void set_dtype(size_t param, DType dtype);
   void place_weights();
   // A frozen parameter of stage 3, of which every rank holds a chunk.
@@ -107,9 +107,8 @@ class DeepspeedBuilder {
 
   // --- the optimizer's state of ZeRO 1 to 3
   const Value& optimizer_of(size_t f) const;
-  // The optimizer's own state of flat tensor `i`; null where there is none. DeepSpeed writes a list ("elastic"), or
-  // what torch's state_dict() gives: states by number, the numbers in the order of the parameter groups.
-  static const Value* flat_state(const Value* base, size_t i);
+  // The optimizer's own states of the flat tensors; null where one has none.
+  static std::vector<const Value*> flat_states(const Value* base);
   std::optional<i64> scalar(const Value* v, size_t f) const;
   // Adam's count of steps: with the state of the first flat tensor, or beside the states.
   std::optional<i64> adam_step(const Value& optimizer, const Value* base, size_t f) const;
@@ -123,6 +122,8 @@ class DeepspeedBuilder {
   void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
   // Stages 1 and 2.
   void place_groups(const std::vector<RankState>& ranks);
+  // The numbers of group g's parameters in the order in which they stand in its flat tensor.
+  std::vector<size_t> flat_order(size_t g) const;
   // Every rank also noted where its part of each parameter lies ("param_slice_mappings"): so a shard in the place of
   // another one shows.
   void check_mappings(size_t g, const std::vector<std::vector<FlatPiece>>& pieces) const;
@@ -141,12 +142,14 @@ class DeepspeedBuilder {
 
   const DeepspeedFiles& files_;
   DeepspeedTable table_;
-  std::vector<size_t> model_, optim_;  // numbers of files, by rank
+  mutable std::vector<UnfoldingBudget> budgets_;  // by file
+  std::vector<size_t> model_, optim_;             // numbers of files, by rank
   const Value* module_ = nullptr;
   Index module_index_;
   const Value* version_ = nullptr;
   std::vector<std::vector<Parameter>> groups_;             // param_shapes
   std::vector<std::pair<std::string, std::string>> ties_;  // name, of what
+  std::set<std::string, std::less<>> aliases_;             // the names
   std::map<std::string, size_t> number_;                   // of each parameter
   std::vector<Index> fragments_;                           // stage 3: the chunks of frozen parameters, by rank
   std::map<std::string, std::array<const PickleTensor*, 3>> whole_states_;  // stage 0: master and moments

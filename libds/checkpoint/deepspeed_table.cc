@@ -83,6 +83,8 @@ std::vector<i64> DeepspeedBuilder::shape_of(const Value& v, const std::string& n
 const PickleTensor& DeepspeedBuilder::tensor_of(const Value& v, std::string_view what, size_t f) const {
   check(v.is(Kind::Tensor), Errc::Corrupt, f, "{} is a {}, not a tensor", what, kind_name(v.kind));
   check(v.tensor->dtype.has_value(), Errc::Unavailable, f, "{} is of {}, which is not read", what, v.tensor->type);
+  while (budgets_.size() <= f) budgets_.emplace_back(file(budgets_.size()));
+  budgets_[f].take(*v.tensor, what);
   return *v.tensor;
 }
 
@@ -130,7 +132,7 @@ void DeepspeedBuilder::read_model_states() {
     for (size_t i = 0; i < shared->items.size(); i += 2) {
       const Value &alias = *shared->items[i], &target = *shared->items[i + 1];
       check(alias.is(Kind::String) && target.is(Kind::String), Errc::Corrupt, f, "'shared_params' are no names");
-      ties_.emplace_back(alias.text, target.text);
+      tie(alias.text, target.text);
     }
   }
   for (size_t r = 1; r < model_.size(); ++r) check_same_model(model_[r]);
@@ -205,10 +207,6 @@ std::set<std::string_view> DeepspeedBuilder::buffer_names() const {
   return names;
 }
 
-bool DeepspeedBuilder::is_alias(std::string_view name) const {
-  return std::any_of(ties_.begin(), ties_.end(), [&](const auto& t) { return t.first == name; });
-}
-
 void DeepspeedBuilder::set_dtype(size_t param, DType dtype) {
   if (param == 0) table_.meta.work_dtype = dtype;
   if (dtype != table_.meta.work_dtype) table_.params[param].dtype = dtype;
@@ -253,7 +251,7 @@ void DeepspeedBuilder::add_untrained() {
   for (size_t i = 0; i < module_->items.size(); i += 2) {
     const std::string& name = module_->items[i]->text;
     const Value& v = *module_->items[i + 1];
-    if (!v.is(Kind::Tensor) || number_.contains(name) || is_alias(name)) continue;
+    if (!v.is(Kind::Tensor) || number_.contains(name) || aliases_.contains(name)) continue;
     const PickleTensor& t = tensor_of(v, fmt::format("'{}'", name), f);
     const Value* shape = stage_3 && !buffers.contains(name) ? look_up(frozen, name) : nullptr;
     if (shape != nullptr) {

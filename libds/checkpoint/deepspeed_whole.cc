@@ -71,7 +71,7 @@ void DeepspeedBuilder::place_whole() {
   for (size_t i = 0; i < module_->items.size(); i += 2) {
     const Value& v = *module_->items[i + 1];
     const std::string& name = module_->items[i]->text;
-    if (!v.is(Kind::Tensor) || buffers.contains(name) || is_alias(name)) continue;
+    if (!v.is(Kind::Tensor) || buffers.contains(name) || aliases_.contains(name)) continue;
     candidates.push_back({name, v.tensor.get()});
   }
   const Value* optimizer = file(f).root().find("optimizer");
@@ -89,6 +89,7 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
                                  size_t f) {
   const Value *states = inner.find("state"), *groups = inner.find("param_groups");
   if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return;
+  const NumberIndex by_number = index_numbers(*states);
   std::map<size_t, std::array<const PickleTensor*, 3>> found;  // by candidate: master, moments
   for (size_t g = 0; g < groups->items.size(); ++g) {
     const Value* ids = groups->items[g]->find("params");
@@ -97,8 +98,9 @@ void DeepspeedBuilder::attribute(const std::vector<Candidate>& candidates, const
     if (masters != nullptr && (own == nullptr || own->items.size() != ids->items.size())) return;
     std::vector<std::array<const PickleTensor*, 3>> wanted;
     for (size_t i = 0; i < ids->items.size(); ++i) {
-      const Value* state = find_int_key(*states, ids->items[i]->integer);
-      if (state == nullptr) continue;  // never stepped
+      const auto stepped = by_number.find(ids->items[i]->integer);
+      if (stepped == by_number.end()) continue;
+      const Value* const state = stepped->second;
       std::array<const PickleTensor*, 3> tensors{};
       const Value* values[] = {own == nullptr ? nullptr : own->items[i], state->find("exp_avg"),
                                state->find("exp_avg_sq")};
@@ -139,7 +141,7 @@ void DeepspeedBuilder::find_shared_storage() {
     const auto key =
         std::make_tuple(std::string_view(v.tensor->storage->text), v.tensor->offset, v.tensor->shape, v.tensor->stride);
     const auto [it, is_new] = first.emplace(key, module_->items[i]->text);
-    if (!is_new) ties_.emplace_back(module_->items[i]->text, it->second);
+    if (!is_new) tie(module_->items[i]->text, it->second);
   }
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "checkpoint/deepspeed_builder.h"
 
@@ -15,20 +16,32 @@ const PickleValue& DeepspeedBuilder::optimizer_of(size_t f) const {
   return need(root, "optimizer_state_dict", Kind::Dict, f);
 }
 
-// The optimizer's own state of flat tensor `i`; null where there is none. DeepSpeed writes a list ("elastic"), or
-// what torch's state_dict() gives: states by number, the numbers in the order of the parameter groups.
-const PickleValue* DeepspeedBuilder::flat_state(const Value* base, size_t i) {
-  if (base == nullptr) return nullptr;
-  if (base->is(Kind::List)) return i < base->items.size() ? base->items[i] : nullptr;
+NumberIndex index_numbers(const PickleValue& dict) {
+  NumberIndex index;
+  for (size_t i = 0; i + 1 < dict.items.size(); i += 2) {
+    if (dict.items[i]->is(PickleValue::Kind::Int)) index[dict.items[i]->integer] = dict.items[i + 1];
+  }
+  return index;
+}
+
+// The optimizer's own states of the flat tensors. DeepSpeed writes a list ("elastic"), or what torch's state_dict()
+// gives: states by number, the numbers in the order of the parameter groups; null where one has none.
+std::vector<const PickleValue*> DeepspeedBuilder::flat_states(const Value* base) {
+  if (base == nullptr) return {};
+  if (base->is(Kind::List)) return {base->items.begin(), base->items.end()};
   const Value *states = base->find("state"), *groups = base->find("param_groups");
-  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return nullptr;
+  if (states == nullptr || !states->is(Kind::Dict) || groups == nullptr) return {};
+  const NumberIndex by_number = index_numbers(*states);
+  std::vector<const Value*> list;
   for (const Value* group : groups->items) {
     const Value* ids = group->find("params");
-    if (ids == nullptr) return nullptr;
-    if (i < ids->items.size()) return find_int_key(*states, ids->items[i]->integer);
-    i -= ids->items.size();
+    if (ids == nullptr) return list;
+    for (const Value* id : ids->items) {
+      const auto it = by_number.find(id->integer);
+      list.push_back(it == by_number.end() ? nullptr : it->second);
+    }
   }
-  return nullptr;
+  return list;
 }
 
 std::optional<i64> DeepspeedBuilder::scalar(const Value* v, size_t f) const {
@@ -59,8 +72,8 @@ std::optional<i64> DeepspeedBuilder::scalar(const Value* v, size_t f) const {
 
 // Adam's count of steps: with the state of the first flat tensor, or beside the states.
 std::optional<i64> DeepspeedBuilder::adam_step(const Value& optimizer, const Value* base, size_t f) const {
-  if (const Value* state = flat_state(base, 0); state != nullptr) {
-    if (const auto step = scalar(state->find("step"), f)) return step;
+  if (const auto states = flat_states(base); !states.empty() && states[0] != nullptr) {
+    if (const auto step = scalar(states[0]->find("step"), f)) return step;
   }
   if (const auto step = scalar(optimizer.find("base_optimizer_state_step"), f)) return step;
   const Value* groups = base == nullptr ? nullptr : base->find("param_groups");
@@ -125,6 +138,8 @@ void DeepspeedBuilder::place_partitions() {
       return std::none_of(r.moments[m].begin(), r.moments[m].end(), [](auto* t) { return t == nullptr; });
     });
   }
+  // Lion's exp_avg alone is not Adam's state.
+  has(State::ExpAvg) = has(State::ExpAvgSq) = has(State::ExpAvg) && has(State::ExpAvgSq);
   if (chunked) {
     place_chunks(ranks);
   } else {
@@ -157,10 +172,11 @@ DeepspeedBuilder::RankState DeepspeedBuilder::read_rank(size_t f, const Value& o
   RankState rank{f, {}, {}};
   const std::string_view key = chunked ? "fp32_flat_groups" : "single_partition_of_fp32_groups";
   const Value& flats = need(optimizer, key, Kind::List, f);
+  const std::vector<const Value*> states = flat_states(base);
   for (size_t i = 0; i < flats.items.size(); ++i) {
     const PickleTensor& master = state_of(*flats.items[i], fmt::format("{}[{}]", key, i), f);
     rank.master.push_back(&master);
-    const Value* state = flat_state(base, i);
+    const Value* state = i < states.size() ? states[i] : nullptr;
     for (size_t m = 0; m < 2; ++m) {
       const std::string_view name = kStateNames[static_cast<size_t>(kMoments[m])];
       const Value* v = state == nullptr ? nullptr : state->find(name);
@@ -201,9 +217,10 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
           "'param_alignment_paddings' does not fit the parameters of group {}", g);
     i64 offset = 0;
     bool padded = false;
-    std::vector<i64> offsets;
-    for (size_t i = 0; i < groups_[g].size(); ++i) {
-      offsets.push_back(offset);
+    std::vector<i64> offsets(groups_[g].size());
+    const std::vector<size_t> order = flat_order(g);
+    for (const size_t i : order) {
+      offsets[i] = offset;
       const i64 gap = padding == nullptr ? 0 : padding->items[i]->integer;
       check(gap >= 0 && gap <= 4096, Errc::Corrupt, f, "a padding of {} elements", gap);
       padded |= gap > 0;
@@ -219,9 +236,31 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
     for (size_t i = 0; i < groups_[g].size(); ++i) {
       pieces.push_back(partitioned_pieces(offsets[i], groups_[g][i].elems, narrow<i64>(g), partitions));
     }
+    check(!padded || std::ranges::is_sorted(order), Errc::Unavailable, f,
+          "parameters of group {} in another order than the module's, and padded, which is not read", g);
     if (!padded) check_mappings(g, pieces);
     for (const auto& list : pieces) add_pieces(param++, list, ranks);
   }
+}
+
+// The parameters of group g as they stand in its flat tensor: in the order of the module, or as the ranks note
+// ("param_slice_mappings"), for round_robin_gradients deals them out anew. zero_to_fp32 takes the module's order
+// always.
+std::vector<size_t> DeepspeedBuilder::flat_order(size_t g) const {
+  std::unordered_map<std::string_view, std::pair<size_t, i64>> place;  // rank, start
+  for (size_t r = 0; r < optim_.size(); ++r) {
+    const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");
+    if (mappings == nullptr || g >= mappings->items.size()) continue;
+    for (const auto& [name, v] : index_of(mappings->items[g])) {
+      if (v->is(Kind::Record) && v->state != nullptr) place.try_emplace(name, r, integer(*v->state, "start", 0));
+    }
+  }
+  std::vector<size_t> order(groups_[g].size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto is_placed = [&](const Parameter& p) { return place.contains(p.name); };
+  if (std::ranges::all_of(groups_[g], is_placed))
+    std::ranges::stable_sort(order, {}, [&](size_t i) { return place.at(groups_[g][i].name); });
+  return order;
 }
 
 // Every rank also noted where its part of each parameter lies ("param_slice_mappings"): so a shard in the place of

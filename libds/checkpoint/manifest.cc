@@ -39,6 +39,13 @@ i64 whole(const Json& j) {
   return j.get<i64>();
 }
 
+// What is counted: no run comes near the bound, and sums of two stay far from the end of the type.
+i64 counter(const Json& j) {
+  const i64 n = whole(j);
+  DS_CHECK(n >= 0 && n <= i64{1} << 53, Errc::Corrupt, "{} is no count", n);
+  return n;
+}
+
 Json piece_to_json(const PieceRecord& p) {
   Json j = {{"parameter", p.param}, {"begin", p.begin}, {"count", p.count}};
   for (State s : kStates) {
@@ -121,18 +128,18 @@ Json meta_to_json(const CheckpointMeta& meta) {
 
 CheckpointMeta meta_from_json(const Json& j) {
   CheckpointMeta meta;
-  meta.step = whole(j.at("step"));
+  meta.step = counter(j.at("step"));
   meta.work_dtype = work_dtype_from(j.at("work_dtype").get<std::string>());
   meta.layout_id = j.at("layout").get<std::string>();
-  meta.world_size = whole(j.at("world_size"));
-  meta.zero_stage = narrow<int>(whole(j.at("zero_stage")));
-  meta.consumed_samples = whole(j.at("consumed_samples"));
+  meta.world_size = counter(j.at("world_size"));
+  meta.zero_stage = narrow<int>(counter(j.at("zero_stage")));
+  meta.consumed_samples = counter(j.at("consumed_samples"));
   if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole(j.at("seed")));
   const Json& scaler = j.at("loss_scaler");
   meta.loss_scaler = {scaler.at("scale").get<double>(), whole(scaler.at("iteration")),
                       whole(scaler.at("last_overflow")), whole(scaler.at("hysteresis"))};
-  meta.skipped_steps = whole(j.at("skipped_steps"));
-  meta.optimizer_step = whole(j.at("optimizer_step"));
+  meta.skipped_steps = counter(j.at("skipped_steps"));
+  meta.optimizer_step = counter(j.at("optimizer_step"));
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));

@@ -29,7 +29,7 @@ enum class Format : u8 { Safetensors, Hdf5, Hf, Checkpoint };
 constexpr std::string_view kFormatNames[] = {"safetensors", "hdf5", "hf", "checkpoint"};
 
 // Throws unless the output holds what `expected` shows.
-void compare(const TensorSource& expected, const TensorSource& actual, const std::string& output) {
+void compare(const TensorSource& expected, const TensorSource& actual, const std::string& output, const Tick& tick) {
   DS_CHECK(actual.list().size() == expected.list().size(), Errc::Corrupt, "{}: {} tensors, {} were written", output,
            actual.list().size(), expected.list().size());
   std::vector<char> a, b;
@@ -38,6 +38,7 @@ void compare(const TensorSource& expected, const TensorSource& actual, const std
              t.name);
     const i64 step = kChunkBytes / dtype_bytes(t.dtype), n = t.numel();
     for (i64 first = 0; first < n; first += step) {
+      tick();
       const i64 count = std::min(step, n - first);
       a.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
       b.resize(a.size());
@@ -216,8 +217,11 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
   if (format == Format::Checkpoint) check_readable(*state);
+  const Tick tick = [&] {
+    if (o.progress) o.progress(0, 0);
+  };
   if (o.verify) {
-    const std::vector<std::string> bad = state->verify();
+    const std::vector<std::string> bad = state->verify(tick);
     DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
   } else {
     state->check();
@@ -295,9 +299,9 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   if (o.verify) {
     if (format == Format::Checkpoint) {
       const std::unique_ptr<StateSource> written = open_state(output);
-      compare(*tensors, *make_state_tensors(*written, {.optimizer = optimizer}), output);
+      compare(*tensors, *make_state_tensors(*written, {.optimizer = optimizer}), output, tick);
     } else {
-      compare(*tensors, *open_source(output), output);
+      compare(*tensors, *open_source(output), output, tick);
     }
   }
   result.source = state->path();

@@ -90,7 +90,7 @@ void check_structure_of(const File& file, const Manifest& m, const FileRecord& r
 
 }  // namespace
 
-void verify_file(const File& file, const Manifest& m, const FileRecord& record) {
+void verify_file(const File& file, const Manifest& m, const FileRecord& record, const Tick& tick) {
   check_structure_of(file, m, record);
   std::vector<char> block;
   PageBuffer pages;
@@ -99,7 +99,10 @@ void verify_file(const File& file, const Manifest& m, const FileRecord& record) 
       const auto& d = p.states[static_cast<size_t>(s)];
       if (!d) continue;
       block.resize(static_cast<size_t>(std::min(p.count * dtype_bytes(m.stored_dtype(s, p.param)), kChecksumBlock)));
-      for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) read_block(file, m, p, s, b, block.data(), pages);
+      for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) {
+        if (tick) tick();
+        read_block(file, m, p, s, b, block.data(), pages);
+      }
     }
   }
 }
@@ -197,10 +200,10 @@ void CheckpointReader::check() {
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) check_structure(r);
 }
 
-std::vector<std::string> CheckpointReader::verify() {
+std::vector<std::string> CheckpointReader::verify(const Tick& tick) {
   std::vector<std::string> bad;
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
-    note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)]); });
+    note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)], tick); });
   }
   note_damage(bad, [&] {
     const File view = File::open_read(fmt::format("{}/{}", dir_, kViewName));

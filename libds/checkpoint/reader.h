@@ -25,7 +25,7 @@ std::string dataset_name(const Manifest&, State, i64 param, i64 begin);
 // XXH3-64 of all bytes of the file that belong to none of the pieces' datasets.
 u64 structure_checksum(const File& file, const Manifest&, std::span<const PieceRecord> pieces);
 // Reads every byte of a rank file; throws Errc::Corrupt unless it is as its record says.
-void verify_file(const File& file, const Manifest&, const FileRecord&);
+void verify_file(const File& file, const Manifest&, const FileRecord&, const Tick& tick = {});
 
 // One of our saved steps.
 class CheckpointReader : public StateSource {
@@ -47,7 +47,7 @@ class CheckpointReader : public StateSource {
     return std::unique_ptr<StateSource>(new CheckpointReader(dir_, manifest_));
   }
   void check() override;
-  std::vector<std::string> verify() override;
+  std::vector<std::string> verify(const Tick& tick) override;
 
  private:
   CheckpointReader(std::string step_dir, Manifest manifest);

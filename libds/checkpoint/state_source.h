@@ -51,7 +51,7 @@ class StateSource {
   // Throws Errc::Corrupt, naming the file, unless everything but the bulk is as it was written.
   virtual void check() {}
   // Reads everything that carries a checksum; one line for each file that is not as it was written.
-  virtual std::vector<std::string> verify() = 0;
+  virtual std::vector<std::string> verify(const Tick& tick) = 0;
 
  protected:
   // Elements as they are stored.

@@ -96,6 +96,24 @@ void move_into_place(const std::string& temp, const std::string& target) {
            std::generic_category().message(errno));
 }
 
+std::optional<std::string> read_if_there(const std::string& path) noexcept {
+  try {
+    return read_text_file(path, 4096);
+  } catch (const Error&) {
+    return std::nullopt;
+  }
+}
+
+void put_back(const std::string& path, const std::optional<std::string>& text) noexcept {
+  std::error_code ignored;
+  try {
+    if (text) return replace_text_file(path, *text);
+  } catch (const Error&) {  // what failed before may fail again, behind the rename
+    return;
+  }
+  fs::remove(path, ignored);
+}
+
 }  // namespace
 
 std::string unfinished_step(const std::string& dir, const Manifest& m) {
@@ -172,11 +190,15 @@ std::string commit_step(const std::string& dir, Manifest& m) {
   DS_CHECK(written.manifest().meta == m.meta, Errc::Corrupt, "{}: reads back differently", manifest);
 
   const std::string target = fmt::format("{}/{}", dir, step_name(m.meta.step));
+  const std::string latest = dir + "/latest", name = step_name(m.meta.step) + "\n";
+  const std::optional<std::string> before = read_if_there(latest);
   move_into_place(temp, target);
   try {
     sync_directory(dir);
-    replace_text_file(dir + "/latest", step_name(m.meta.step) + "\n");
+    replace_text_file(latest, name);
   } catch (...) {  // a save that failed leaves nothing: the step goes back to where it is removed
+    if (before != name && read_if_there(latest) == name) put_back(latest, before);
+    if (before != name && read_if_there(latest) == name) throw;  // a disk that takes nothing back: the step is whole
     if (fs::exists(temp)) {
       ::renameat2(AT_FDCWD, temp.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE);
     } else {

@@ -71,7 +71,7 @@ class TensorState : public StateSource {
   const std::vector<ParamEntry>& params() const noexcept override { return params_; }
   bool has(State s) const noexcept override { return s == State::Param || has_[static_cast<size_t>(s)]; }
   const std::vector<ForeignTensor>& foreign() const noexcept override { return tensors_->foreign(); }
-  std::vector<std::string> verify() override { return tensors_->verify(); }
+  std::vector<std::string> verify(const Tick& tick) override { return tensors_->verify(tick); }
 
  private:
   void add_state(const TensorInfo& t, const std::unordered_map<std::string_view, size_t>& index) {
@@ -114,7 +114,7 @@ class StateTensors : public TensorSource {
   StateTensors(StateSource& state, std::vector<TensorInfo> tensors, std::vector<Column> columns)
       : TensorSource(state.path(), std::move(tensors)), state_(state), columns_(std::move(columns)) {}
   void own(std::unique_ptr<StateSource> state) noexcept { owned_ = std::move(state); }
-  std::vector<std::string> verify() const override { return state_.verify(); }
+  std::vector<std::string> verify(const Tick& tick) const override { return state_.verify(tick); }
 
  private:
   void read_elements(size_t tensor, i64 first_elem, i64 count, void* out) const override {

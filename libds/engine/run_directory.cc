@@ -95,6 +95,7 @@ RunDirectory::RunDirectory(std::string path, const std::string& resume, const st
   try {
     fs::create_directories(path_, error);
     DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
+    for (const fs::path& dir : created) sync_directory(dir.parent_path());
     lock();
     check(path_, resume, step_dir);  // another run may have ended while we came to the lock
   } catch (...) {

@@ -8,6 +8,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -51,17 +52,12 @@ bool install_filter(const std::vector<Rule>& rules) {
   load(offsetof(seccomp_data, arch));
   add(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 1, 0);
   end(SECCOMP_RET_KILL_PROCESS);
-  load(offsetof(seccomp_data, nr));
   for (const Rule& r : rules) {
-    if (r.arg < 0) {
-      skip_unless(static_cast<u32>(r.call), 1);
-    } else {
-      skip_unless(static_cast<u32>(r.call), 4);
+    load(offsetof(seccomp_data, nr));
+    skip_unless(static_cast<u32>(r.call), r.arg < 0 ? 1 : 3);
+    if (r.arg >= 0) {
       load(offsetof(seccomp_data, args) + 8 * static_cast<size_t>(r.arg));  // its low half
       skip_unless(r.value, 1);
-      end(SECCOMP_RET_ALLOW);
-      end(SECCOMP_RET_ERRNO | EPERM);
-      continue;
     }
     end(SECCOMP_RET_ALLOW);
   }
@@ -81,7 +77,11 @@ bool forbid_all_but_computing(int answers) {
       {SYS_munmap},
       {SYS_mremap},
       {SYS_mprotect},
-      {SYS_madvise},
+      {SYS_madvise, 2, value(MADV_DONTNEED)},  // as allocators say
+      {SYS_madvise, 2, value(MADV_FREE)},
+      {SYS_madvise, 2, value(MADV_HUGEPAGE)},
+      {SYS_madvise, 2, value(MADV_NOHUGEPAGE)},
+      {SYS_madvise, 2, value(MADV_DONTDUMP)},
       {SYS_futex},
       {SYS_sched_yield},
       {SYS_clock_gettime},
@@ -131,7 +131,36 @@ void close_all_but(int a, int b) {
   close_between(high + 1, std::numeric_limits<u32>::max());
 }
 
-// Returns whether there is a filter.
+// What is shared with other processes (the memory that ranks exchange data through, a device's) is not the child's. One
+// line of the table of mappings after another: "begin-end rwxs ...".
+bool drop_shared_memory() {
+  const int fd = ::open("/proc/self/maps", O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return false;
+  std::vector<std::pair<u64, u64>> shared;  // not dropped while the table is read
+  std::string line;
+  std::array<char, 4096> part;
+  ssize_t n = 0;
+  while ((n = ::read(fd, part.data(), part.size())) > 0) {
+    for (const char c : std::string_view(part.data(), static_cast<size_t>(n))) {
+      if (c != '\n') {
+        line += c;
+        continue;
+      }
+      char* at = nullptr;
+      const u64 begin = std::strtoull(line.c_str(), &at, 16);
+      const u64 end = *at == '-' ? std::strtoull(at + 1, &at, 16) : 0;
+      if (std::string_view(at).size() > 4 && at[4] == 's') shared.emplace_back(begin, end);
+      line.clear();
+    }
+  }
+  ::close(fd);
+  bool dropped = n == 0;
+  for (const auto& [begin, end] : shared)
+    dropped &= ::munmap(reinterpret_cast<void*>(begin), end - begin) == 0;  // NOLINT(performance-no-int-to-ptr)
+  return dropped;
+}
+
+// Returns whether there is a filter, and no shared memory.
 bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& limits) {
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) ::_exit(1);  // it died before it could take us along
@@ -140,6 +169,7 @@ bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& li
   sigset_t none;
   ::sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
+  const bool is_alone = drop_shared_memory();
   const u64 has = address_space_bytes();
   close_all_but(descriptor, answers);
   limit(RLIMIT_CPU, static_cast<u64>(limits.seconds));
@@ -148,7 +178,7 @@ bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& li
   limit(RLIMIT_NOFILE, 0);
   limit(RLIMIT_NPROC, 0);
   if (has != 0) limit(RLIMIT_AS, has + static_cast<u64>(limits.memory_bytes));
-  return forbid_all_but_computing(answers);
+  return forbid_all_but_computing(answers) && is_alone;
 }
 
 void send(int fd, std::string_view text) {
@@ -235,7 +265,7 @@ std::string ConfinedChild::answer() {
   if (text.size() < 2) refuse("gave no answer");
   if (text[0] == 0) {
     log_message(LogLevel::Verbose,
-                fmt::format("{}: this kernel has no seccomp filters; limits alone confine {}", path_, who_));
+                fmt::format("{}: no seccomp filters here, or no /proc; limits alone confine {}", path_, who_));
   }
   switch (text[1]) {
     case kAnswer: return text.substr(2);

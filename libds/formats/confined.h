@@ -23,11 +23,13 @@ struct ConfinedLimits {
 class ConfinedChild {
  public:
   // Forks, and runs work() in the child, in a copy of this process's memory with this thread alone. The child
+  //   - has no memory that is shared with anybody: mappings of that kind are gone,
   //   - has no descriptors but `descriptor` (-1: none), of which it can read; its standard streams are closed,
   //   - can open, create, lock, map and write nothing, start and signal nobody, reach no network: a seccomp filter
   //     refuses every call (EPERM) but those for memory, reading, answering and ending,
   //   - dies with the thread that made it, has default signal handlers, and leaves no core file.
-  // Where the kernel has no seccomp filters, limits and closed descriptors are all there is: a verbose message says so.
+  // Where the kernel has no seccomp filters, limits and closed descriptors are all there is, and without /proc what is
+  // shared stays: a verbose message says so.
   // A lock that work() needs is held by the caller while this constructor runs, and counts as held in work().
   //   path, who: the file and what is run, for messages: "x.h5", "HDF5's parser"
   // Throws Errc::Io if there can be no child.

@@ -109,8 +109,13 @@ void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink
       rings[r].end(std::current_exception());
     }
   };
-  for (size_t r = 0; r < R; ++r) readers.emplace_back(read, r);
-  const Closing closing{rings};  // before the readers are joined
+  readers.reserve(R);
+  const Closing closing{rings};  // before the readers are joined, also where the system refuses one of them
+  try {
+    for (size_t r = 0; r < R; ++r) readers.emplace_back(read, r);
+  } catch (const std::system_error& e) {
+    throw Error(Errc::Io, fmt::format("there can be no thread to read {}: {}", sources[0]->path(), e.what()));
+  }
   i64 bytes = 0;
   for (size_t k = 0; k < order.size(); ++k) {
     for (i64 left = sources[0]->list()[order[k]].numel(); left > 0;) {

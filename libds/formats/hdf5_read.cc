@@ -42,7 +42,7 @@ TensorTable read_hdf5(const File& file) {
   const i64 size = file.size();
   // A table of names is never larger than the file, and a slow disk gets its time.
   ConfinedLimits limits;
-  limits.seconds += size >> 30;
+  limits.seconds += std::min<i64>(size >> 30, 600);
   limits.memory_bytes = limits.answer_bytes = std::clamp<i64>(size, i64{256} << 20, i64{4} << 30);
   const hdf5::Bytes bytes{file.path(), size, [&](i64 offset, void* out, i64 n) { file.read_at(offset, out, n); }};
   const auto start = [&] {

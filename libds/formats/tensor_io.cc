@@ -130,10 +130,10 @@ class ShardedSource : public TensorSource {
         shards_(std::move(shards)),
         shard_of_(std::move(shard_of)) {}
 
-  std::vector<std::string> verify() const override {
+  std::vector<std::string> verify(const Tick& tick) const override {
     std::vector<std::string> bad;
     for (const auto& shard : shards_) {
-      const std::vector<std::string> own = shard->verify();
+      const std::vector<std::string> own = shard->verify(tick);
       bad.insert(bad.end(), own.begin(), own.end());
       shard->close();
     }

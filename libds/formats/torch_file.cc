@@ -3,7 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
+#include <limits>
 #include <unordered_set>
 
 namespace ds {
@@ -99,8 +99,8 @@ const File& TorchFile::file() const {
   return *file_;
 }
 
-void TorchFile::verify() const {
-  for (const ZipEntry& e : entries_) check_crc32(file(), e);
+void TorchFile::verify(const Tick& tick) const {
+  for (const ZipEntry& e : entries_) check_crc32(file(), e, tick);
 }
 
 i64 TorchFile::storage_offset(const PickleTensor& t) const { return storages_.at(t.storage->text)->offset; }
@@ -108,6 +108,8 @@ i64 TorchFile::storage_offset(const PickleTensor& t) const { return storages_.at
 void TorchFile::read(const PickleTensor& t, i64 first, i64 count, void* out) const {
   DS_ASSERT(t.dtype.has_value() && first >= 0 && count >= 0);
   if (count > 0) read_box(t, 0, t.offset, first, count, static_cast<char*>(out));
+  storage_at_ = -1;
+  storage_ = {};
 }
 
 // Elements [first, first + count) of the part of the tensor that starts at element `offset` of the storage and has the
@@ -145,12 +147,14 @@ void TorchFile::read_rows(const PickleTensor& t, size_t dim, i64 offset, i64 row
     if (extent[d] > 1 && (extent[run] == 1 || stride[d] < stride[run])) run = d;
   }
   const i64 size = dtype_bytes(*t.dtype), base = storage_offset(t);
+  const char* const in_memory = storage_in_memory(t);
   const i64 runs = extent[run] == 0 ? 0 : out_stride[0] * rows / extent[run];
   std::vector<i64> index(extent.size(), 0);
   for (i64 k = 0; k < runs; ++k) {
     i64 from = offset, to = 0;
     for (size_t d = 0; d < index.size(); ++d) from += index[d] * stride[d], to += index[d] * out_stride[d];
-    read_run(base + from * size, stride[run] * size, size, extent[run], out + to * size, out_stride[run] * size);
+    read_run(in_memory, base + from * size, stride[run] * size, size, extent[run], out + to * size,
+             out_stride[run] * size);
     for (size_t d = index.size(); d-- > 0;) {
       if (d == run) continue;
       if (++index[d] < extent[d]) break;
@@ -159,9 +163,29 @@ void TorchFile::read_rows(const PickleTensor& t, size_t dim, i64 offset, i64 row
   }
 }
 
+// Strides over a small storage may touch every element of it many times: not with a system call for each.
+const char* TorchFile::storage_in_memory(const PickleTensor& t) const {
+  constexpr i64 kMostBytes = i64{32} << 20;
+  const ZipEntry& entry = *storages_.at(t.storage->text);
+  if (entry.bytes > kMostBytes) return nullptr;
+  if (storage_at_ != entry.offset) {
+    storage_at_ = -1;
+    storage_.resize(static_cast<size_t>(entry.bytes));
+    file().read_at(entry.offset, storage_.data(), entry.bytes);
+    storage_at_ = entry.offset;
+  }
+  return storage_.data();
+}
+
 // `count` elements that lie `stride_bytes` apart in the file, to places `out_stride_bytes` apart.
-void TorchFile::read_run(i64 file_offset, i64 stride_bytes, i64 elem_bytes, i64 count, char* out,
+void TorchFile::read_run(const char* in_memory, i64 file_offset, i64 stride_bytes, i64 elem_bytes, i64 count, char* out,
                          i64 out_stride_bytes) const {
+  if (in_memory != nullptr) {
+    const char* const from = in_memory + (file_offset - storage_at_);
+    for (i64 i = 0; i < count; ++i)
+      std::memcpy(out + i * out_stride_bytes, from + i * stride_bytes, static_cast<size_t>(elem_bytes));
+    return;
+  }
   constexpr i64 kWindow = i64{1} << 20, kFarApart = i64{4} << 10;
   const i64 per_window = stride_bytes > kFarApart ? 1 : stride_bytes == 0 ? count : kWindow / stride_bytes;
   std::vector<char> window;
@@ -236,9 +260,9 @@ class TorchSource : public TensorSource {
         file_(std::move(file)),
         views_(std::move(views)) {}
 
-  std::vector<std::string> verify() const override {
+  std::vector<std::string> verify(const Tick& tick) const override {
     try {
-      file_->verify();
+      file_->verify(tick);
     } catch (const Error& e) {
       return {e.what()};
     }
@@ -276,24 +300,31 @@ std::vector<std::pair<std::string, const PickleTensor*>> state_dict_tensors(cons
   return std::move(flattener.tensors);
 }
 
+UnfoldingBudget::UnfoldingBudget(const TorchFile& file)
+    : path_(file.path()), file_bytes_(file.bytes()), left_(i64{1} << 30) {
+  i64 unfolded;
+  if (__builtin_mul_overflow(file_bytes_, i64{16}, &unfolded) || __builtin_add_overflow(left_, unfolded, &left_))
+    left_ = std::numeric_limits<i64>::max();
+}
+
+void UnfoldingBudget::take(const PickleTensor& tensor, std::string_view name) {
+  const std::optional<i64> bytes = tensor.dtype ? checked_product(tensor.shape, dtype_bytes(*tensor.dtype)) : 0;
+  DS_CHECK(bytes && *bytes <= left_, Errc::Unavailable,
+           "{}: with tensor '{}' of shape [{}] it unfolds to more than 16 times its {} bytes; save tensors that repeat "
+           "their elements without that, or leave them out",
+           path_, name, fmt::join(tensor.shape, ", "), file_bytes_);
+  left_ -= *bytes;
+}
+
 std::unique_ptr<TensorSource> open_torch(const std::string& path) {
-  // A view may repeat its storage any number of times. Tied weights and broadcast buffers do, a little; a file that
-  // unfolds to many times its size was made to fill a disk.
-  constexpr i64 kMaxUnfolding = 16, kAlwaysUnfolded = i64{1} << 30;
   auto file = std::make_unique<TorchFile>(path);
-  const i64 file_bytes = narrow<i64>(std::filesystem::file_size(path));
-  i64 left = kAlwaysUnfolded + (file_bytes < (i64{1} << 58) ? kMaxUnfolding * file_bytes : 0);
+  UnfoldingBudget budget(*file);
   std::vector<TensorInfo> tensors;
   std::vector<ForeignTensor> foreign;
   std::vector<const PickleTensor*> views;
   for (auto& [name, view] : state_dict_tensors(file->root(), path)) {
     if (view->dtype) {
-      const std::optional<i64> bytes = checked_product(view->shape, dtype_bytes(*view->dtype));
-      DS_CHECK(bytes && *bytes <= left, Errc::Unavailable,
-               "{}: with tensor '{}' of shape [{}] it unfolds to more than {} times its {} bytes; save tensors that "
-               "repeat their elements without that, or leave them out",
-               path, name, fmt::join(view->shape, ", "), kMaxUnfolding, file_bytes);
-      left -= *bytes;
+      budget.take(*view, name);
       tensors.push_back({std::move(name), *view->dtype, view->shape});
       views.push_back(view);
     } else {

@@ -25,12 +25,13 @@ class TorchFile {
   explicit TorchFile(const std::string& path);
 
   const std::string& path() const noexcept { return path_; }
+  i64 bytes() const noexcept { return file_bytes_; }
   const PickleValue& root() const noexcept { return pickle_->root(); }
 
   // Elements [first, first + count) of the tensor in row-major order, whatever its strides, in its own dtype.
   void read(const PickleTensor& tensor, i64 first, i64 count, void* out) const;
   // Throws Errc::Corrupt naming the first entry that is not as its checksum says.
-  void verify() const;
+  void verify(const Tick& tick = {}) const;
 
   bool is_open() const noexcept { return file_.has_value(); }
   void close() noexcept { file_.reset(); }
@@ -38,17 +39,36 @@ class TorchFile {
  private:
   void read_box(const PickleTensor&, size_t dim, i64 offset, i64 first, i64 count, char* out) const;
   void read_rows(const PickleTensor&, size_t dim, i64 offset, i64 rows, char* out) const;
-  void read_run(i64 file_offset, i64 stride_bytes, i64 elem_bytes, i64 count, char* out, i64 out_stride_bytes) const;
+  // Read whole, and kept until read() returns.
+  const char* storage_in_memory(const PickleTensor&) const;
+  void read_run(const char* in_memory, i64 file_offset, i64 stride_bytes, i64 elem_bytes, i64 count, char* out,
+                i64 out_stride_bytes) const;
   i64 storage_offset(const PickleTensor&) const;
 
   const File& file() const;
 
   std::string path_;
   mutable std::optional<File> file_;
+  mutable std::string storage_;  // its bytes, and where they stand in the file
+  mutable i64 storage_at_ = -1;
   i64 file_bytes_ = 0;
   std::vector<ZipEntry> entries_;
   std::unordered_map<std::string_view, const ZipEntry*> storages_;  // by key
   std::unique_ptr<Pickle> pickle_;
+};
+
+// What the tensors of a file may have together: a view may repeat its storage any number of times. Tied weights and
+// broadcast buffers do, a little; a file that unfolds to more than 16 times its bytes and 1 GiB was made to fill a
+// disk.
+class UnfoldingBudget {
+ public:
+  explicit UnfoldingBudget(const TorchFile& file);
+  // Throws Errc::Unavailable where this tensor is too much.
+  void take(const PickleTensor& tensor, std::string_view name);
+
+ private:
+  std::string path_;
+  i64 file_bytes_, left_;
 };
 
 // The tensors of a state dict, by this rule: where exactly one of the keys "state_dict", "model_state_dict", "model"
@@ -59,7 +79,7 @@ class TorchFile {
 std::vector<std::pair<std::string, const PickleTensor*>> state_dict_tensors(const PickleValue& root,
                                                                             const std::string& path);
 
-// Throws also Errc::Unavailable where the tensors together have more than 16 times the bytes of the file and 1 GiB.
+// Throws as TorchFile, state_dict_tensors and UnfoldingBudget.
 std::unique_ptr<TensorSource> open_torch(const std::string& path);
 
 }  // namespace ds

@@ -303,11 +303,12 @@ class ZipReader {
 
 std::vector<ZipEntry> read_zip(const File& file) { return ZipReader(file).entries(); }
 
-void check_crc32(const File& file, const ZipEntry& entry) {
+void check_crc32(const File& file, const ZipEntry& entry, const Tick& tick) {
   constexpr i64 kChunk = i64{1} << 20;
   std::vector<Bytef> chunk(static_cast<size_t>(std::min(kChunk, entry.bytes)));
   uLong crc = ::crc32(0, nullptr, 0);
   for (i64 done = 0; done < entry.bytes; done += kChunk) {
+    if (tick) tick();
     const i64 n = std::min(kChunk, entry.bytes - done);
     file.read_at(entry.offset + done, chunk.data(), n);
     crc = ::crc32(crc, chunk.data(), static_cast<uInt>(n));

@@ -25,6 +25,6 @@ struct ZipEntry {
 std::vector<ZipEntry> read_zip(const File& file);
 
 // Reads the entry's data; throws Errc::Corrupt unless they have its CRC-32.
-void check_crc32(const File& file, const ZipEntry& entry);
+void check_crc32(const File& file, const ZipEntry& entry, const Tick& tick = {});
 
 }  // namespace ds

@@ -290,6 +290,10 @@ bool try_call(const Case& c, i64 call, bool names) {
       c.options);
   const std::string run = fs::canonical(p / "run").string();
   i64 least = recorded_step(run);
+  if (c.words != nullptr) {  // a save that fails takes nothing from under `latest`
+    const std::string latest = read_file(run + "/latest");
+    EXPECT_TRUE(fs::exists(run + "/" + latest.substr(0, latest.find('\n')))) << latest << b.errors;
+  }
   if (b.status == 0) {  // a run that ends well has saved its end, and leaves nothing else
     EXPECT_TRUE(p.merged("run") == p.state(kEnd)) << b.errors;
     least = kEnd;

@@ -263,18 +263,18 @@ TEST_F(DamagedCheckpoint, EveryFlippedBitIsFound) {
   const std::string view = step + "/model.h5", good = read_file(view);
   for (size_t i = 0; i < good.size(); i += good.size() / 50) {
     flip(view, i);
-    const std::vector<std::string> bad = CheckpointReader(step).verify();
+    const std::vector<std::string> bad = CheckpointReader(step).verify({});
     ASSERT_EQ(bad.size(), 1u);
     EXPECT_NE(bad[0].find("model.h5"), std::string::npos);
     write_file(view, good);
   }
-  EXPECT_TRUE(CheckpointReader(step).verify().empty());
+  EXPECT_TRUE(CheckpointReader(step).verify({}).empty());
 }
 
 TEST_F(DamagedCheckpoint, VerifyListsEveryBadFile) {
   flip(step + "/rank-00000.h5", 10);
   flip(step + "/rank-00001.h5", fs::file_size(step + "/rank-00001.h5") / 2);
-  const std::vector<std::string> bad = CheckpointReader(step).verify();
+  const std::vector<std::string> bad = CheckpointReader(step).verify({});
   ASSERT_EQ(bad.size(), 2u);
   EXPECT_NE(bad[0].find("rank-00000.h5"), std::string::npos);
   EXPECT_NE(bad[1].find("rank-00001.h5"), std::string::npos);
@@ -369,6 +369,13 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
   };
   refused("\"version\": 1", "\"version\": 2", Errc::Unavailable, "format version 2");
   refused("libds-checkpoint", "other", Errc::Corrupt, "not a checkpoint's manifest");
+  for (const char* bad : {"-1", "9223372036854775807"}) {
+    for (const char* key : {"step", "consumed_samples", "optimizer_step", "skipped_steps"}) {
+      const std::string from = fmt::format("\"{}\": ", key);
+      const size_t at = body.find(from) + from.size();
+      refused(from + body.substr(at, body.find(',', at) - at), from + bad, Errc::Corrupt, "is no count");
+    }
+  }
   refused("\"step\": 1", "\"step\": \"1\"", Errc::Corrupt, "not a whole number");
   refused("\"step\": 1", "\"step\": 1e300", Errc::Corrupt, "not a whole number");
   refused("\"seed\": 4", "\"seed\": 44", Errc::Corrupt, "does not fit");
@@ -388,7 +395,7 @@ const std::string kGolden = test_data("checkpoint-v1");
 
 TEST(GoldenCheckpoint, VersionOneLoads) {
   const std::string step = find_checkpoint(kGolden);
-  EXPECT_TRUE(CheckpointReader(step).verify().empty());
+  EXPECT_TRUE(CheckpointReader(step).verify({}).empty());
   for (DType dtype : {DType::F32, DType::BF16}) load_sample(step, dtype, 3, 1);
   CheckpointMeta want = sample_meta(3, DType::BF16);
   want.world_size = 2;

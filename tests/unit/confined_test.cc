@@ -131,6 +131,20 @@ TEST(Confined, TheChildCanTouchNothing) {
   ::close(mine);
 }
 
+TEST(Confined, TheChildSharesNoMemory) {
+  auto* const page =
+      static_cast<volatile int*>(::mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  ASSERT_NE(page, MAP_FAILED);
+  *page = 7;
+  ConfinedChild child("x.h5", "a parser", -1, {}, [&] {
+    *page = 42;
+    return std::string();
+  });
+  EXPECT_ERROR(child.answer(), Errc::Corrupt, "SEGV");
+  EXPECT_EQ(*page, 7);
+  ::munmap(const_cast<int*>(page), 4096);
+}
+
 TEST(Confined, LimitsHoldInTheChildAlone) {
   rlimit before{}, after{};
   ::getrlimit(RLIMIT_AS, &before);

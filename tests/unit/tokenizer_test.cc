@@ -198,8 +198,41 @@ TEST(Tokenizer, DeepNestingIsRefused) {
   file["normalizer"] = part;
   EXPECT_ERROR(open(file), Errc::Corrupt, "nested too deeply");
   const TempDirectory dir;
+  for (const char* name : {"special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"}) {
+    write_file(dir / "vocab.json", "{}");
+    write_file(dir / "merges.txt", "");
+    write_file(dir / name, fmt::format(R"({{"x": {}1{}}})", std::string(200000, '['), std::string(200000, ']')));
+    EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "nested too deeply");
+    std::filesystem::remove(dir / name);
+  }
   write_file(dir / "tokenizer.json", std::string(1 << 20, '['));
   EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "tokenizer.json");
+}
+
+// The reference numbers them itself, whatever the file says.
+TEST(Tokenizer, AddedTokensFollowTheVocabularyInTheOrderOfTheList) {
+  const Json file = golden("gpt2");
+  const i64 end = static_cast<i64>(file["model"]["vocab"].size());
+  const auto with = [&](std::vector<std::pair<std::string, i64>> tokens) {
+    Json changed = file;
+    changed["added_tokens"] = Json::array();
+    for (const auto& [content, id] : tokens)
+      changed["added_tokens"].push_back({{"id", id}, {"content", content}, {"special", true}});
+    return changed;
+  };
+  EXPECT_EQ(open(with({{"<a>", end}, {"<b>", end + 1}}))->vocab_size(), end + 2);
+  EXPECT_ERROR(open(with({{"<a>", end + 9}})), Errc::Unavailable, fmt::format("gives it {}", end));
+  EXPECT_ERROR(open(with({{"<b>", end + 1}, {"<a>", end}})), Errc::Unavailable, "'<b>' has the id");
+  EXPECT_ERROR(open(with({{"<a>", i64{1} << 31}})), Errc::Corrupt, "32 bits");
+}
+
+// A line of a hundred thousand marks takes no longer than others.
+TEST(Tokenizer, ManyMarksOnOneCharacter) {
+  std::string text = "a", in_order = "a";
+  for (int i = 0; i < 100000; ++i) text += "\u0301";
+  for (int i = 0; i < 100000; ++i) text += "\u0316", in_order += "\u0316";
+  for (int i = 0; i < 100000; ++i) in_order += "\u0301";
+  EXPECT_EQ(tokenizer::normalize(text, tokenizer::Form::NFD), in_order);
 }
 
 TEST(Tokenizer, OtherModelFilesAreNotSentencePiece) {
@@ -297,6 +330,11 @@ TEST(Regex, ClassesAreTheReferences) {
   EXPECT_FALSE(matches(R"(\p{Han})", "\u3001"));  // by its extensions it would be
   EXPECT_TRUE(matches(R"(\u0041\x{42}\x43)", "ABC"));
   EXPECT_TRUE(matches(R"((?i:'s))", "'\u017F"));
+  EXPECT_TRUE(matches(R"(\w)", "\u00B2"));  // of Latin-1's, and no others
+  EXPECT_FALSE(matches(R"(\w)", "\u2074"));
+  EXPECT_FALSE(matches(R"(\W)", "\u00BE"));
+  for (const char* folded : {"(?i:ss)", "(?i:oFf)", "(?i:x|(fi))", "(?i:\u00DF)", R"((?i:\u0053))"})
+    EXPECT_ERROR(tokenizer::Regex(folded, {"f", "p"}), Errc::Unavailable, "in '(?i:'");
 }
 
 }  // namespace

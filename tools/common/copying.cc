@@ -43,6 +43,7 @@ std::function<void(i64, i64)> CopyLine::hook() {
     const auto now = Clock::now();
     if (seconds(now - shown_) < 0.2) return;
     shown_ = now;
+    if (total == 0) return line_.show("verifying");
     const double rate = static_cast<double>(done) / seconds(now - start_);
     line_.show(fmt::format("{:.1f} of {:.1f} GB  {:.2f} GB/s  ETA {}", static_cast<double>(done) / 1e9,
                            static_cast<double>(total) / 1e9, rate / 1e9,

@@ -64,7 +64,7 @@ void TokenSet::each(std::string_view text, const std::function<void(size_t, size
 }
 
 AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary,
-                         const Normalizer* normalizer) {
+                         const Normalizer* normalizer, bool keeps_ids) {
   if (list.is_null()) return;
   if (!list.is_array()) place.corrupt("must be an array");
   constexpr size_t kLongest = 4096;  // bytes; a search takes at most so many steps per byte of text
@@ -88,6 +88,14 @@ AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary&
       here.corrupt(fmt::format("'{}' has id {} here and {} in the vocabulary", token.content, token.id, *known));
     if (const std::string* other = vocabulary.token(token.id); other != nullptr && *other != token.content)
       here.corrupt(fmt::format("'{}' has the id {} of '{}'", token.content, token.id, *other));
+    if (!keeps_ids && !vocabulary.id(token.content) && !ids_.contains(token.content)) {
+      const i64 end = vocabulary.num_tokens(), last = tokens_.empty() ? -1 : tokens_.rbegin()->first;
+      if (const i64 next = last >= end ? last + 1 : end; token.id != next)
+        here.unsupported(
+            fmt::format("'{}' has the id {}, where the reference, which goes by the order of the list, "
+                        "gives it {}",
+                        token.content, token.id, next));
+    }
     const auto [entry, inserted] = ids_.emplace(token.content, token.id);
     if (entry->second != token.id)
       here.corrupt(fmt::format("'{}' has the ids {} and {}", token.content, entry->second, token.id));
@@ -100,6 +108,8 @@ AddedTokens::AddedTokens(const Json& list, const Place& place, const Vocabulary&
   }
   for (const auto& [id, token] : tokens_) {
     if (token.in_text.find('\n') != std::string::npos || token.lstrip) keep_lines_ = false;
+    const bool takes_blank = token.normalized && token.in_text.find(' ') != std::string::npos;
+    if (takes_blank && normalizer != nullptr && !normalizer->keeps_newlines()) keep_lines_ = false;
     if (!token.in_text.empty()) (token.normalized ? normalized_ : raw_).add(&token);
   }
   raw_.finish();

@@ -44,8 +44,11 @@ class TokenSet {
 class AddedTokens {
  public:
   // `list` is an array of {id, content, ...} or null. As the reference, a token that the vocabulary has keeps the
-  // vocabulary's id, and others are numbered from its end; a file that says otherwise is Errc::Corrupt.
-  AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary, const Normalizer* normalizer);
+  // vocabulary's id, and others are numbered from its end in the order of the list; a file that says otherwise is
+  // Errc::Corrupt or, where the reference gives other ids than it says, Errc::Unavailable. With keeps_ids the listed
+  // ones count, whatever they are.
+  AddedTokens(const Json& list, const Place& place, const Vocabulary& vocabulary, const Normalizer* normalizer,
+              bool keeps_ids);
   AddedTokens(const AddedTokens&) = delete;
   AddedTokens& operator=(const AddedTokens&) = delete;
 

@@ -55,7 +55,7 @@ std::optional<std::string> Fields::optional_text(const std::string& key) {
 i64 Fields::integer(const std::string& key, std::optional<i64> otherwise) {
   if (otherwise && find(key) == nullptr) return *otherwise;
   const Json& value = at(key);
-  constexpr i64 kMost = i64{1} << 31;
+  constexpr i64 kMost = std::numeric_limits<i32>::max() - 1;  // so that one more fits too
   if (!value.is_number_integer() || value < -kMost || value > kMost)
     (place_ / key).corrupt("must be an integer of 32 bits");
   return value.get<i64>();

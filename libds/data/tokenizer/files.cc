@@ -22,8 +22,12 @@ bool exists(const std::string& path) {
 }
 
 Json parse(const std::string& text, const std::string& path) {
+  constexpr int kMostDepth = 100;
   try {
-    return Json::parse(text);
+    return Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
+      if (depth > kMostDepth) throw Error(Errc::Corrupt, fmt::format("{}: nested too deeply", path));
+      return true;
+    });
   } catch (const Json::exception& e) {
     throw Error(Errc::Corrupt, fmt::format("{}: {}", path, e.what()));
   }
@@ -181,6 +185,7 @@ std::unique_ptr<Tokenizer> open_bpe_files(const std::string& vocab_path, const s
   file["added_tokens"] = files.added_tokens(vocab_path, vocab, defaults);
   file["model"] = {{"type", "BPE"}, {"vocab", std::move(vocab)}, {"merges", std::move(merges)}};
   SpecialTokens special = files.special();
+  special.keeps_added_ids = true;
   const bool roberta = kind != "GPT2Tokenizer" && !qwen;
   special.content.emplace(SpecialToken::Eos, roberta ? "</s>" : "<|endoftext|>");
   if (!qwen) special.content.emplace(SpecialToken::Bos, roberta ? "<s>" : "<|endoftext|>");
@@ -217,8 +222,10 @@ std::unique_ptr<Tokenizer> open_vocab_txt(const std::string& path) {
                {"decoder", {{"type", "WordPiece"}, {"prefix", "##"}, {"cleanup", true}}}};
   file["added_tokens"] = files.added_tokens(path, vocab, {"[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"});
   file["model"] = {{"type", "WordPiece"}, {"unk_token", unk}, {"vocab", std::move(vocab)}};
+  SpecialTokens special = files.special();
+  special.keeps_added_ids = true;
   return make_pipeline(
-      file, path, files.special(),
+      file, path, special,
       content_identity("vocab.txt", text + file["added_tokens"].dump() + file["normalizer"].dump() + unk));
 }
 

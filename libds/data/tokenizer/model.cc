@@ -42,6 +42,7 @@ std::unique_ptr<Model> make_model(const Json& part, const Place& place, bool byt
   if (type != "BPE" && type != "WordPiece")
     place.unsupported(fmt::format("'{}' is not supported{}", type,
                                   type == "Unigram" ? "; its SentencePiece file, tokenizer.model, is" : ""));
+  if (byte_level && type == "WordPiece") place.unsupported("'WordPiece' behind 'ByteLevel' is not supported");
   Vocabulary vocabulary(f.at("vocab"), place / "vocab");
   std::unique_ptr<Model> model =
       type == "BPE" ? make_bpe(f, std::move(vocabulary), byte_level) : make_word_piece(f, std::move(vocabulary));

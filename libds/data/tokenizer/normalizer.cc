@@ -124,6 +124,7 @@ class Bert : public Normalizer {
     if (strip_accents_) text = filtered(normalize(text, Form::NFD), [](CodePoint c) { return !is_nonspacing_mark(c); });
     if (lowercase_) text = lower_case(text);
   }
+  bool keeps_newlines() const noexcept override { return !clean_; }
   bool keeps_start() const noexcept override { return false; }
 
  private:
@@ -158,6 +159,9 @@ class Sequence : public Normalizer {
   }
   bool keeps_lines() const noexcept override {
     return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_lines(); });
+  }
+  bool keeps_newlines() const noexcept override {
+    return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_newlines(); });
   }
   bool keeps_start() const noexcept override {
     return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_start(); });

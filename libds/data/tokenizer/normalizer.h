@@ -17,6 +17,8 @@ class Normalizer {
   // Whether a text can be cut after a newline that stands between a visible character and a letter: parts are
   // normalized as the whole is, and these three characters stay a visible one, a newline (or blank), a letter.
   virtual bool keeps_lines() const noexcept { return true; }
+  // Whether that newline stays one.
+  virtual bool keeps_newlines() const noexcept { return true; }
   // Whether a text's first character always leads to the first one of what becomes of it.
   virtual bool keeps_start() const noexcept { return true; }
 };

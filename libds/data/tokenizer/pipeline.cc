@@ -24,7 +24,8 @@ class Pipeline : public Tokenizer {
       : normalizer_(make_normalizer(or_null(f.find("normalizer")), f.place() / "normalizer")),
         pre_tokenizer_(make_pre_tokenizer(or_null(f.find("pre_tokenizer")), f.place() / "pre_tokenizer", byte_level_)),
         model_(make_model(f.at("model"), f.place() / "model", byte_level_)),
-        added_(or_null(f.find("added_tokens")), f.place() / "added_tokens", model_->vocabulary(), normalizer_.get()),
+        added_(or_null(f.find("added_tokens")), f.place() / "added_tokens", model_->vocabulary(), normalizer_.get(),
+               special.keeps_added_ids),
         decoder_(make_decoder(or_null(f.find("decoder")), f.place() / "decoder")),
         identity_(std::move(identity)) {
     static std::atomic<u64> tokenizers{0};
@@ -40,7 +41,8 @@ class Pipeline : public Tokenizer {
     vocab_size_ = model_->vocabulary().num_ids();
     if (!added_.tokens().empty()) vocab_size_ = std::max<i64>(vocab_size_, added_.tokens().rbegin()->first + 1);
     splits_lines_ = pre_tokenizer_ && pre_tokenizer_->lines() == Lines::Split && added_.keep_lines() &&
-                    (!normalizer_ || normalizer_->keeps_lines());
+                    (!normalizer_ || (normalizer_->keeps_lines() &&
+                                      (normalizer_->keeps_newlines() || pre_tokenizer_->takes_any_blank())));
     identity_ = fmt::format("{} of {} ids, {}", model_->kind(), vocab_size_, identity_);
   }
 

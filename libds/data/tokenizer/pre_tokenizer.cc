@@ -136,6 +136,9 @@ class SplitAt : public PreTokenizer {
     if (!matches_(U'\n')) return Lines::Carried;
     return behavior_ == Behavior::Removed ? Lines::Split : Lines::Unknown;
   }
+  bool takes_any_blank() const noexcept override {
+    return behavior_ == Behavior::Removed && matches_(U'\n') && matches_(U' ');
+  }
 
  private:
   bool (*matches_)(CodePoint);
@@ -160,6 +163,7 @@ class Whitespace : public PreTokenizer {
     if (running != 0) sink(text.substr(begin), at_start && begin == 0);
   }
   Lines lines() const noexcept override { return Lines::Split; }
+  bool takes_any_blank() const noexcept override { return true; }
 };
 
 class ByteLevel : public PreTokenizer {
@@ -227,6 +231,7 @@ class Sequence : public PreTokenizer {
       if (all == Lines::Carried) all = part->lines();
     return all;
   }
+  bool takes_any_blank() const noexcept override { return !parts_.empty() && parts_[0]->takes_any_blank(); }
 
  private:
   void from(size_t part, std::string_view text, bool at_start, const Sink& sink) const {

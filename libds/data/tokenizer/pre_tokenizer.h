@@ -26,6 +26,8 @@ class PreTokenizer {
     Split,    // nothing: there is no such word
   };
   virtual Lines lines() const noexcept { return Lines::Unknown; }
+  // Whether that also holds where another blank stands for the newline.
+  virtual bool takes_any_blank() const noexcept { return false; }
   // Whether words depend on at_start.
   virtual bool knows_start() const noexcept { return false; }
 };

@@ -12,9 +12,10 @@ namespace {
 
 constexpr std::string_view kSpace =
     R"(\x09-\x0d\x20\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000})";
-// PCRE2's \w is narrower: no marks, no letters in circles.
+// PCRE2's \w is narrower: no marks, no letters in circles. Oniguruma's has Latin-1's raised digits and fractions, and
+// no others.
 constexpr std::string_view kWord =
-    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169}\x{1f170}-\x{1f189})";
+    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{b2}\x{b3}\x{b9}\x{bc}-\x{be}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169}\x{1f170}-\x{1f189})";
 
 // Rewrites one expression, left to right.
 class Translator {
@@ -142,9 +143,25 @@ class Translator {
     const bool known = rest.starts_with(':') || rest.starts_with('=') || rest.starts_with('!') ||
                        rest.starts_with('>') || rest.starts_with("i:");
     if (!known) refuse(fmt::format("'(?{}'", rest.substr(0, 1)));
+    if (rest.starts_with("i:")) refuse_long_folds(rest.substr(2));
     const size_t n = rest.starts_with("i:") ? 3 : 2;
     out_ += in_.substr(at_, n);
     at_ += n;
+  }
+
+  // Without case, Oniguruma takes "ss" for a sharp s and "fi" for its ligature; PCRE2 folds single characters.
+  void refuse_long_folds(std::string_view rest) const {
+    std::string inside;
+    for (int depth = 1; !rest.empty(); rest.remove_prefix(1)) {
+      depth += rest.front() == '(' ? 1 : rest.front() == ')' ? -1 : 0;
+      if (depth == 0) break;
+      inside += static_cast<char>(rest.front() >= 'A' && rest.front() <= 'Z' ? rest.front() + 32 : rest.front());
+    }
+    const auto has = [&](std::string_view part) { return inside.find(part) != inside.npos; };
+    for (const std::string_view fold : {"ss", "ff", "fi", "fl", "st"})
+      if (has(fold)) refuse(fmt::format("'{}' in '(?i:'", fold));
+    const bool is_ascii = std::all_of(inside.begin(), inside.end(), [](char c) { return static_cast<u8>(c) < 0x80; });
+    if (!is_ascii || has("\\u") || has("\\x")) refuse("a character outside ASCII in '(?i:'");
   }
 
   // {n}, {n,}, {n,m}; a '+' after one is a second repetition there and possessive here.

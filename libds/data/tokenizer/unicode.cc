@@ -3,10 +3,12 @@
 
 #include <utf8proc.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "base/check.h"
 
@@ -167,6 +169,40 @@ std::string lower_case(std::string_view text) {
   return out;
 }
 
+namespace {
+
+int combining_class(CodePoint c) noexcept {
+  return utf8proc_get_property(static_cast<utf8proc_int32_t>(c))->combining_class;
+}
+
+// utf8proc orders marks by exchanging neighbours. Where there are very many on one character they are put in order
+// before, which changes nothing else (UAX #15: canonical order is stable).
+std::string with_marks_in_order(std::string_view text) {
+  constexpr size_t kMany = 100;
+  std::string out;
+  std::vector<CodePoint> run;
+  const auto end_run = [&] {
+    if (run.size() > kMany)
+      std::stable_sort(run.begin(), run.end(),
+                       [](CodePoint a, CodePoint b) { return combining_class(a) < combining_class(b); });
+    for (const CodePoint c : run) append_char(out, c);
+    run.clear();
+  };
+  for (size_t at = 0; at < text.size();) {
+    const CodePoint c = next_char(text, at);
+    if (combining_class(c) == 0) {
+      end_run();
+      append_char(out, c);
+    } else {
+      run.push_back(c);
+    }
+  }
+  end_run();
+  return out;
+}
+
+}  // namespace
+
 std::string normalize(std::string_view text, Form form) {
   int options = UTF8PROC_STABLE;
   options |= form == Form::NFC || form == Form::NFKC ? UTF8PROC_COMPOSE : UTF8PROC_DECOMPOSE;
@@ -184,10 +220,11 @@ std::string normalize(std::string_view text, Form form) {
     out.append(text, at, begin - at);
     size_t end = begin + 1;
     while (end < text.size() && static_cast<u8>(text[end]) >= 0x80) ++end;
+    const std::string part = with_marks_in_order(text.substr(begin, end - begin));
     utf8proc_uint8_t* mapped = nullptr;
     const auto length =
-        utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data() + begin),
-                     static_cast<utf8proc_ssize_t>(end - begin), &mapped, static_cast<utf8proc_option_t>(options));
+        utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(part.data()), static_cast<utf8proc_ssize_t>(part.size()),
+                     &mapped, static_cast<utf8proc_option_t>(options));
     const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(mapped, &std::free);
     if (length == UTF8PROC_ERROR_NOMEM) throw std::bad_alloc();
     DS_ASSERT(length >= 0);
