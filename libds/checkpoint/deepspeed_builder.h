@@ -122,11 +122,11 @@ class DeepspeedBuilder {
   void add_pieces(size_t param, const std::vector<FlatPiece>& pieces, const std::vector<RankState>& ranks);
   // Stages 1 and 2.
   void place_groups(const std::vector<RankState>& ranks);
-  // The numbers of group g's parameters in the order in which they stand in its flat tensor.
-  std::vector<size_t> flat_order(size_t g) const;
-  // Every rank also noted where its part of each parameter lies ("param_slice_mappings"): so a shard in the place of
+  // The parameters of group g in the order of the ranks' own notes.
+  std::vector<size_t> noted_order(size_t g) const;
+  // Every rank also noted which part of each parameter it holds ("param_slice_mappings"): so a shard in the place of
   // another one shows.
-  void check_mappings(size_t g, const std::vector<std::vector<FlatPiece>>& pieces) const;
+  void check_mappings(size_t g, const std::vector<i64>& partitions) const;
   // Stage 3.
   void place_chunks(const std::vector<RankState>& ranks);
 

@@ -217,10 +217,9 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
           "'param_alignment_paddings' does not fit the parameters of group {}", g);
     i64 offset = 0;
     bool padded = false;
-    std::vector<i64> offsets(groups_[g].size());
-    const std::vector<size_t> order = flat_order(g);
-    for (const size_t i : order) {
-      offsets[i] = offset;
+    std::vector<i64> offsets;
+    for (size_t i = 0; i < groups_[g].size(); ++i) {
+      offsets.push_back(offset);
       const i64 gap = padding == nullptr ? 0 : padding->items[i]->integer;
       check(gap >= 0 && gap <= 4096, Errc::Corrupt, f, "a padding of {} elements", gap);
       padded |= gap > 0;
@@ -236,17 +235,14 @@ void DeepspeedBuilder::place_groups(const std::vector<RankState>& ranks) {
     for (size_t i = 0; i < groups_[g].size(); ++i) {
       pieces.push_back(partitioned_pieces(offsets[i], groups_[g][i].elems, narrow<i64>(g), partitions));
     }
-    check(!padded || std::ranges::is_sorted(order), Errc::Unavailable, f,
-          "parameters of group {} in another order than the module's, and padded, which is not read", g);
-    if (!padded) check_mappings(g, pieces);
+    if (!padded) check_mappings(g, partitions);
     for (const auto& list : pieces) add_pieces(param++, list, ranks);
   }
 }
 
-// The parameters of group g as they stand in its flat tensor: in the order of the module, or as the ranks note
-// ("param_slice_mappings"), for round_robin_gradients deals them out anew. zero_to_fp32 takes the module's order
-// always.
-std::vector<size_t> DeepspeedBuilder::flat_order(size_t g) const {
+// The parameters of group g in the order of the ranks' own notes. With round_robin_gradients that is the order before
+// they were dealt out, and not the one in which they stand, which is that of 'param_shapes'.
+std::vector<size_t> DeepspeedBuilder::noted_order(size_t g) const {
   std::unordered_map<std::string_view, std::pair<size_t, i64>> place;  // rank, start
   for (size_t r = 0; r < optim_.size(); ++r) {
     const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");
@@ -263,9 +259,15 @@ std::vector<size_t> DeepspeedBuilder::flat_order(size_t g) const {
   return order;
 }
 
-// Every rank also noted where its part of each parameter lies ("param_slice_mappings"): so a shard in the place of
+// Every rank also noted which part of each parameter it holds ("param_slice_mappings"): so a shard in the place of
 // another one shows.
-void DeepspeedBuilder::check_mappings(size_t g, const std::vector<std::vector<FlatPiece>>& pieces) const {
+void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& partitions) const {
+  std::vector<std::vector<FlatPiece>> pieces(groups_[g].size());
+  i64 offset = 0;
+  for (const size_t i : noted_order(g)) {
+    pieces[i] = partitioned_pieces(offset, groups_[g][i].elems, narrow<i64>(g), partitions);
+    offset += groups_[g][i].elems;
+  }
   std::vector<std::map<std::string_view, const FlatPiece*>> expected(optim_.size());
   for (size_t i = 0; i < pieces.size(); ++i) {
     for (const FlatPiece& p : pieces[i]) expected[static_cast<size_t>(p.rank)][groups_[g][i].name] = &p;

@@ -160,6 +160,12 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     DS_CHECK(std::none_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }), Errc::Corrupt,
              "{}: a tensor name contains control characters", path_);
   }
+  // The reference multiplies from the left: [2^40, 2^40, 0] overflows, [0, 2^40, 2^40] does not.
+  static bool fits_in_order(const std::vector<i64>& shape) noexcept {
+    u64 n = 1;
+    return std::all_of(shape.begin(), shape.end(),
+                       [&](i64 d) { return !__builtin_mul_overflow(n, static_cast<u64>(d), &n); });
+  }
   void finish_entry() const {
     const Entry& e = entries.back();
     check(e.type != nullptr, "no 'dtype'");
@@ -168,7 +174,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
     const auto [begin, end] = *e.range;
     check(begin <= end, "data_offsets run backwards ({} to {})", begin, end);
     const std::optional<i64> bits = checked_product(*e.shape, e.type->bits);
-    check(bits.has_value(), "the product of its shape overflows");
+    check(bits.has_value() && fits_in_order(*e.shape), "the product of its shape overflows");
     check(*bits % 8 == 0, "its {} elements of {} do not fill whole bytes", *bits / e.type->bits, e.type->name);
     check(end - begin == *bits / 8, "{} bytes at data_offsets, {} by dtype and shape", end - begin, *bits / 8);
   }
@@ -245,6 +251,8 @@ TensorTable read_safetensors(const File& file) {
            length, bytes);
   std::string json(static_cast<size_t>(length), '\0');
   file.read_at(8, json.data(), length);
+  DS_CHECK(json.find('\0') == std::string::npos, Errc::Corrupt, "{}: its header has a NUL byte; padding is blanks",
+           file.path());
   return parse_safetensors(json, bytes - 8 - length, file.path());
 }
 

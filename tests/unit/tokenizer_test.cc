@@ -332,6 +332,8 @@ TEST(Regex, ClassesAreTheReferences) {
   EXPECT_TRUE(matches(R"((?i:'s))", "'\u017F"));
   EXPECT_TRUE(matches(R"(\w)", "\u00B2"));  // of Latin-1's, and no others
   EXPECT_FALSE(matches(R"(\w)", "\u2074"));
+  EXPECT_FALSE(matches(R"([\w])", "\u00B2"));
+  EXPECT_TRUE(matches(R"([^\w])", "\u00B2"));
   EXPECT_FALSE(matches(R"(\W)", "\u00BE"));
   for (const char* folded : {"(?i:ss)", "(?i:oFf)", "(?i:x|(fi))", "(?i:\u00DF)", R"((?i:\u0053))"})
     EXPECT_ERROR(tokenizer::Regex(folded, {"f", "p"}), Errc::Unavailable, "in '(?i:'");

@@ -12,10 +12,11 @@ namespace {
 
 constexpr std::string_view kSpace =
     R"(\x09-\x0d\x20\x{85}\x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000})";
-// PCRE2's \w is narrower: no marks, no letters in circles. Oniguruma's has Latin-1's raised digits and fractions, and
-// no others.
+// PCRE2's \w is narrower: no marks, no letters in circles.
 constexpr std::string_view kWord =
-    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{b2}\x{b3}\x{b9}\x{bc}-\x{be}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169}\x{1f170}-\x{1f189})";
+    R"(\p{L}\p{M}\p{Nd}\p{Nl}\p{Pc}\x{24b6}-\x{24e9}\x{1f130}-\x{1f149}\x{1f150}-\x{1f169}\x{1f170}-\x{1f189})";
+// Outside brackets, and only there, Oniguruma's has Latin-1's raised digits and fractions.
+constexpr std::string_view kBareWord = R"(\x{b2}\x{b3}\x{b9}\x{bc}-\x{be})";
 
 // Rewrites one expression, left to right.
 class Translator {
@@ -47,7 +48,7 @@ class Translator {
     const char c = peek(1);
     const auto set = [&](std::string_view members, bool negated) {
       if (!in_class) {
-        out_ += fmt::format("[{}{}]", negated ? "^" : "", members);
+        out_ += fmt::format("[{}{}{}]", negated ? "^" : "", members, members == kWord ? kBareWord : "");
       } else if (!negated) {
         out_ += members;
       } else {
