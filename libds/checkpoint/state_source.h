@@ -67,6 +67,7 @@ void note_damage(std::vector<std::string>& lines, Check&& check) {
   try {
     check();
   } catch (const Error& e) {
+    if (e.code() == Errc::Interrupted) throw;  // by a Tick
     lines.emplace_back(e.what());
   }
 }

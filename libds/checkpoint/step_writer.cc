@@ -80,17 +80,23 @@ void prepare_run_directory(const std::string& dir) {
   DS_CHECK(!error, Errc::Io, "cannot read the directory {}: {}", dir, error.message());
 }
 
+// Where a step waits that is to be replaced, on a file system that cannot exchange names.
+std::string set_aside(const std::string& temp) { return temp + ".old"; }
+
 // Moves `temp` to `target`. A step that is already there (the same step saved again) changes places with it in one
 // operation, so that `latest` never names nothing.
 void move_into_place(const std::string& temp, const std::string& target) {
   const bool exists = fs::exists(target);
   int failed = ::renameat2(AT_FDCWD, temp.c_str(), AT_FDCWD, target.c_str(), exists ? RENAME_EXCHANGE : 0u);
   if (failed != 0 && exists && (errno == EINVAL || errno == ENOSYS)) {  // a file system that cannot exchange
-    const std::string old = temp + ".old";
+    const std::string old = set_aside(temp);
     failed = ::rename(target.c_str(), old.c_str());
-    if (failed == 0) failed = ::rename(temp.c_str(), target.c_str());
-    std::error_code ignored;
-    if (failed == 0) fs::remove_all(old, ignored);
+    if (failed == 0) {
+      failed = ::rename(temp.c_str(), target.c_str());
+      const int why = errno;
+      if (failed != 0) ::rename(old.c_str(), target.c_str());
+      errno = why;
+    }
   }
   DS_CHECK(failed == 0, Errc::Io, "cannot rename the finished checkpoint to {}: {}", target,
            std::generic_category().message(errno));
@@ -203,10 +209,13 @@ std::string commit_step(const std::string& dir, Manifest& m) {
       ::renameat2(AT_FDCWD, temp.c_str(), AT_FDCWD, target.c_str(), RENAME_EXCHANGE);
     } else {
       ::rename(target.c_str(), temp.c_str());
+      ::rename(set_aside(temp).c_str(), target.c_str());
     }
     throw;
   }
   abandon_step(dir, m);  // what changed places with it
+  std::error_code ignored;
+  fs::remove_all(set_aside(temp), ignored);
   return target;
 }
 

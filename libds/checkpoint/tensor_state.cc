@@ -7,6 +7,8 @@
 #include <array>
 #include <unordered_map>
 
+#include "ds/log.h"
+
 namespace ds {
 namespace {
 
@@ -57,6 +59,11 @@ class TensorState : public StateSource {
     states_.resize(params_.size());
     for (const TensorInfo& t : tensors_->list()) add_state(t, index);
     for (size_t i = 0; i < params_.size(); ++i) check_states(i);
+    if (has(State::ExpAvg) && !metadata.contains(std::string(kMetaKey))) {
+      log_message(LogLevel::Warning, fmt::format("{}: holds moments of an optimizer, but not its step (metadata '{}'): "
+                                                 "they count as those of step 0",
+                                                 path(), kMetaKey));
+    }
     for (const auto& [name, owner] : metadata) {
       const auto it = index.find(owner);
       if (it != index.end() && !index.contains(name)) {

@@ -264,6 +264,7 @@ class TorchSource : public TensorSource {
     try {
       file_->verify(tick);
     } catch (const Error& e) {
+      if (e.code() == Errc::Interrupted) throw;  // by the tick
       return {e.what()};
     }
     return {};

@@ -50,6 +50,22 @@ refuses() {
   done
 }
 
+@test "moments without their step" {
+  ds-ckpt-merge run -o a.safetensors --optimizer --quiet
+  /usr/bin/python3 - <<'PY'
+import json, struct
+data = open("a.safetensors", "rb").read()
+n = struct.unpack("<Q", data[:8])[0]
+header = json.loads(data[8:8 + n])
+del header["__metadata__"]["libds"]
+text = json.dumps(header).encode()
+open("b.safetensors", "wb").write(struct.pack("<Q", len(text)) + text + data[8 + n:])
+PY
+  run --separate-stderr ds-shard b.safetensors -o out
+  [ "$status" -eq 0 ]
+  [[ $stderr == *"b.safetensors: holds moments of an optimizer, but not its step"* ]]
+}
+
 @test "the same through HDF5" {
   ds-ckpt-merge run -o a.safetensors --optimizer --quiet
   ds-ckpt-merge run -o a.h5 --optimizer --quiet

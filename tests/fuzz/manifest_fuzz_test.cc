@@ -79,7 +79,7 @@ TEST(ManifestFuzz, ForgedManifestsAreRefusedOrSound) {
       parse_manifest(text, "mutant");
       write_file(path, text);
       CheckpointReader reader(step);  // sizes
-      reader.verify({});                // every range that the manifest names
+      reader.verify({});              // every range that the manifest names
       ++accepted;
     } catch (const Error& e) {
       ++refused;

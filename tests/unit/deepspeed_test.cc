@@ -11,6 +11,7 @@
 #include "formats/tensor_io.h"
 #include "temp_directory.h"
 #include "test_data.h"
+#include "zip_file.h"
 
 namespace ds {
 namespace {
@@ -295,6 +296,21 @@ TEST_F(DeepSpeedDirectory, TagsAreFound) {
     EXPECT_EQ(open_state(dir_.path(), "global_step4")->path(), tag);
     EXPECT_ERROR(open_state(dir_.path()), Errc::Corrupt, "(tags: global_step4)");
   }
+}
+
+// One element, three hundred million times.
+TEST_F(DeepSpeedDirectory, AFileDoesNotUnfoldWithoutBound) {
+  using testing::dict, testing::number, testing::storage, testing::tensor;
+  const auto model = [](i64 elems) {
+    const std::string w = tensor(storage("FloatStorage", "0", 1), 0, {elems}, {0});
+    return testing::torch_file(testing::pickle(dict({{"module", dict({{"w", w}})}, {"global_steps", number(1)}})),
+                               {{"0", std::string(4, '\1')}});
+  };
+  fs::create_directory(dir_ / "tag");
+  write_file(dir_ / "tag/mp_rank_00_model_states.pt", model(300'000'000));
+  EXPECT_ERROR(open_deepspeed(dir_ / "tag"), Errc::Unavailable, "it unfolds to more than 16 times");
+  write_file(dir_ / "tag/mp_rank_00_model_states.pt", model(3));
+  EXPECT_EQ(open_deepspeed(dir_ / "tag")->params().size(), 1u);
 }
 
 TEST_F(DeepSpeedDirectory, AMissingShardIsNamedWithItsRank) {

@@ -174,6 +174,21 @@ TEST(MergeCheckpoint, AFullDiskLeavesNothing) {
 }
 
 // A checkpoint many times larger than what the merge may use.
+// As a tool does that is sent a signal.
+TEST(MergeCheckpoint, CanBeStoppedWhileItVerifies) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 3, DType::BF16, 2);
+  for (const int stop_at : {0, 3}) {
+    int ticks = 0;
+    const auto stop = [&](i64, i64 total) {
+      if (total == 0 && ticks++ == stop_at) throw Error(Errc::Interrupted, "stopped");
+    };
+    EXPECT_ERROR(merge_checkpoint(step, dir / "m.safetensors", {.verify = true, .progress = stop}), Errc::Interrupted,
+                 "stopped");
+    EXPECT_FALSE(std::filesystem::exists(dir / "m.safetensors"));
+  }
+}
+
 TEST(MergeCheckpoint, MemoryIsBounded) {
 #ifdef __SANITIZE_ADDRESS__
   GTEST_SKIP() << "the sanitizer keeps freed memory for a while";
