@@ -136,14 +136,19 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
 
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device) {
   std::unique_ptr<Communicator> world = connect(config, ranks, !device.is_host());
-  i64 gpus = device.is_host() ? 0 : 1;
-  world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
-  DS_CHECK(gpus == 0 || gpus == ranks.world_size, Errc::Unavailable,
-           "device \"auto\": {} of {} ranks found a GPU and the others none; this one: {}", gpus, ranks.world_size,
-           device.name());
-  if (device.is_host()) return std::make_unique<Mesh>(std::move(world));
-  std::unique_ptr<Communicator> dp = connect_gpus(config, ranks, *world, device);
-  return std::make_unique<Mesh>(std::move(world), std::move(dp));
+  try {
+    i64 gpus = device.is_host() ? 0 : 1;
+    world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    DS_CHECK(gpus == 0 || gpus == ranks.world_size, Errc::Unavailable,
+             "device \"auto\": {} of {} ranks found a GPU and the others none; this one: {}", gpus, ranks.world_size,
+             device.name());
+    std::unique_ptr<Communicator> dp;
+    if (!device.is_host()) dp = connect_gpus(config, ranks, *world, device);
+    return std::make_unique<Mesh>(std::move(world), std::move(dp));
+  } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
+    world->abort(e);
+    throw;
+  }
 }
 
 }  // namespace ds::engine

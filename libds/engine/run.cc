@@ -106,10 +106,6 @@ std::string published_config(const Config& config) {
   return publish_model(json, config.model).dump();
 }
 
-}  // namespace
-
-namespace {
-
 // What is saved is read from other working directories.
 Config with_absolute_paths(Config config) {
   const auto complete = [](std::string& path) {
