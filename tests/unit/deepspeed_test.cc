@@ -9,6 +9,7 @@
 
 #include "ds/checkpoint.h"
 #include "formats/tensor_io.h"
+#include "formats/zip.h"
 #include "temp_directory.h"
 #include "test_data.h"
 #include "zip_file.h"
@@ -364,6 +365,34 @@ TEST_F(DeepSpeedDirectory, WhatIsNotReadIsRefusedByName) {
   }
   write_file(copy("zero1-fp16") + "/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "");
   refused(Errc::Corrupt, "two checkpoints in one directory");
+}
+
+// Writes `to` for `from` wherever it stands in the pickle of a file of torch.save, and its new checksum.
+void replace_in_pickle(const std::string& path, const std::string& from, const std::string& to) {
+  std::string bytes = read_file(path);
+  const std::vector<ZipEntry> entries = read_zip(File::open_read(path));
+  const auto is_pickle = [](const ZipEntry& e) { return e.name.ends_with("data.pkl"); };
+  const ZipEntry& pickle = *std::find_if(entries.begin(), entries.end(), is_pickle);
+  const auto replace_all = [&](size_t begin, size_t end, const std::string& a, const std::string& b) {
+    ASSERT_EQ(a.size(), b.size());
+    for (size_t at = begin; (at = bytes.find(a, at)) < end; at += b.size()) bytes.replace(at, b.size(), b);
+  };
+  const size_t begin = static_cast<size_t>(pickle.offset), size = static_cast<size_t>(pickle.bytes);
+  replace_all(begin, begin + size, from, to);
+  const auto crc = ::crc32(0, reinterpret_cast<const Bytef*>(bytes.data() + begin), static_cast<uInt>(size));
+  replace_all(0, bytes.size(), testing::le(pickle.crc32), testing::le(static_cast<u32>(crc)));
+  write_file(path, bytes);
+}
+
+// As Lion has it.
+TEST_F(DeepSpeedDirectory, OneMomentAloneIsNoStateOfAdam) {
+  const std::string tag = copy("zero1-fp16");
+  for (const char* rank : {"0", "1"})
+    replace_in_pickle(tag + "/zero_pp_rank_" + rank + "_mp_rank_00_optim_states.pt", "exp_avg_sq", "exp_avg_xx");
+  const auto state = open_deepspeed(dir_.path());
+  EXPECT_TRUE(state->has(State::Master));
+  EXPECT_FALSE(state->has(State::ExpAvg));
+  EXPECT_FALSE(state->has(State::ExpAvgSq));
 }
 
 TEST_F(DeepSpeedDirectory, DamagedHeadersAreNamed) {

@@ -176,6 +176,7 @@ const Refusal kRefusals[] = {
     {"SizeIsNotShape", u8("[3]", "[0,4]"), 4, "4 bytes at data_offsets, 3 by dtype and shape"},
     {"ProductOverflows", u8("[2,9223372036854775807]", "[0,1]"), 1, "overflows"},
     {"ProductOverflowsFar", u8("[4294967296,4294967296,4294967296]", "[0,1]"), 1, "overflows"},
+    {"EmptyShapeOverflows", u8("[4294967296,4294967296,0]", "[0,0]"), 0, "overflows"},
     {"HalfByte", tensor(R"("dtype":"F4","shape":[3],"data_offsets":[0,2])"), 2, "whole bytes"},
     {"SixBits", tensor(R"("dtype":"F6_E2M3","shape":[3],"data_offsets":[0,3])"), 3, "whole bytes"},
     {"DataMissing", u8("[4]", "[0,4]"), 3, "truncated"},
@@ -240,6 +241,7 @@ TEST(Safetensors, BrokenFilesAreRefused) {
   refused(std::string("\x7f\0\0\0\0\0\0\0", 8) + good.substr(8), "truncated?");
   refused(good.substr(0, good.size() - 1), "truncated?");
   refused(good + "e", "1 bytes after the last tensor");
+  refused(container(u8("[4]", "[0,4]") + std::string(1, '\0'), "abcd"), "NUL byte");
   EXPECT_ERROR(open_source(dir / "absent.safetensors"), Errc::Io, "No such file");
   write_file(dir / "model.onnx", good);
   EXPECT_ERROR(open_source(dir / "model.onnx"), Errc::Unavailable, "not a kind of file");

@@ -139,6 +139,27 @@ TEST_F(TorchArchive, TensorsStayInsideTheirStorage) {
   EXPECT_EQ(std::vector<float>(six, six + 6), std::vector<float>(6, 5));
 }
 
+// Beyond 32 MiB a storage is read in windows, below it whole.
+TEST_F(TorchArchive, StridesOverLargeStoragesAreFollowed) {
+  constexpr i64 kRows = 3000, kCols = 3001;
+  std::vector<float> values(static_cast<size_t>(kRows * kCols));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i);
+  const std::string all = storage("FloatStorage", "0", kRows * kCols);
+  write(torch_file(pickle(dict({{"t", tensor(all, 0, {kCols, kRows}, {1, kCols})},
+                                {"far", tensor(all, 7, {3, 2}, {2000 * 1000, 5})}})),
+                   {{"0", floats(values)}}));
+  const auto source = open_source(dir_ / "x.pt");
+  std::vector<float> got(2 * kRows);
+  source->read("t", kRows - 5, 2 * kRows, got.data());  // the last of the first row, the second, some of the third
+  for (i64 i = 0; i < 2 * kRows; ++i) {
+    const i64 at = kRows - 5 + i;
+    ASSERT_EQ(got[static_cast<size_t>(i)], static_cast<float>(at % kRows * kCols + at / kRows)) << i;
+  }
+  source->read("far", 0, 6, got.data());
+  EXPECT_EQ(std::vector<float>(got.begin(), got.begin() + 6),
+            (std::vector<float>{7, 12, 2000007, 2000012, 4000007, 4000012}));
+}
+
 TEST_F(TorchArchive, AFileDoesNotUnfoldWithoutBound) {
   const std::string w = storage("FloatStorage", "0", 6);
   refused_pickle(dict({{"w", tensor(w, 0, {100, 1'000'000'000}, {0, 0})}}), Errc::Unavailable,

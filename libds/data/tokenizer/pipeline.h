@@ -15,8 +15,8 @@ namespace ds::tokenizer {
 struct SpecialTokens {
   std::map<SpecialToken, std::string> content;
   std::optional<bool> add_bos;
-  bool keeps_added_ids =
-      false;  // added tokens have the ids that are listed, as the files of a class of transformers say
+  // Added tokens have the ids that are listed, as the files of a class of transformers say.
+  bool keeps_added_ids = false;
 };
 
 // `file` is a tokenizer.json, or what has been made of other files; `identity` goes into Tokenizer::identity().
