@@ -39,6 +39,11 @@ void write_attribute(const Context& c, hid_t object, const std::string& name, co
   c.ok(H5Awrite(a, type, value.empty() ? "\0" : value.c_str()), "write attribute " + name);
 }
 
+// The same tensors give the same bytes, whenever they are written.
+void without_times(const Context& c, hid_t creation) {
+  c.ok(H5Pset_obj_track_times(creation, false), "leave times out");
+}
+
 // A new file in the format of HDF5 1.10, whose metadata is checksummed and which is refused until it has been closed.
 Id create_file(const Context& c, const std::string& opened_as) {
   const Id access = c.id(H5Pcreate(H5P_FILE_ACCESS), H5Pclose, "make a property list");
@@ -49,14 +54,29 @@ Id create_file(const Context& c, const std::string& opened_as) {
   const Id creation = c.id(H5Pcreate(H5P_FILE_CREATE), H5Pclose, "make a property list");
   // Thousands of tensors in the root group: members in the order of creation, indexed.
   c.ok(H5Pset_link_creation_order(creation, H5P_CRT_ORDER_TRACKED | H5P_CRT_ORDER_INDEXED), "set the link order");
+  without_times(c, creation);
   return c.id(H5Fcreate(opened_as.c_str(), H5F_ACC_TRUNC, creation, access), H5Fclose, "create the file");
 }
 
 Id link_properties(const Context& c) {
   Id links = c.id(H5Pcreate(H5P_LINK_CREATE), H5Pclose, "make a property list");
-  c.ok(H5Pset_create_intermediate_group(links, 1), "set link properties");
   c.ok(H5Pset_char_encoding(links, H5T_CSET_UTF8), "set link properties");
   return links;
+}
+
+// The groups above objects of these names. The library would make them on the way, with times.
+void make_groups(const Context& c, hid_t file, hid_t links, const std::vector<std::string_view>& names) {
+  std::set<std::string_view> groups;  // in order: outer ones first
+  for (const std::string_view name : names) {
+    for (size_t slash = name.find('/'); slash != name.npos; slash = name.find('/', slash + 1))
+      groups.insert(name.substr(0, slash));
+  }
+  const Id creation = c.id(H5Pcreate(H5P_GROUP_CREATE), H5Pclose, "make a property list");
+  without_times(c, creation);
+  for (const std::string_view group : groups) {
+    const std::string name(group);
+    c.id(H5Gcreate2(file, name.c_str(), links, creation, H5P_DEFAULT), H5Gclose, "create group /" + name);
+  }
 }
 
 // Covers elements [begin, end) of the flattened dims [dim, rank) by boxes, in row-major order: a partial first row,
@@ -95,7 +115,10 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
   c.ok(H5Pset_layout(creation, H5D_CONTIGUOUS), "set the layout");
   c.ok(H5Pset_alloc_time(creation, H5D_ALLOC_TIME_EARLY), "set the layout");
   c.ok(H5Pset_fill_time(creation, H5D_FILL_TIME_NEVER), "set the layout");
-  c.ok(H5Pset_obj_track_times(creation, false), "set the layout");  // the same tensors give the same bytes
+  without_times(c, creation);
+  std::vector<std::string_view> names;
+  for (const Hdf5Dataset& d : datasets) names.push_back(d.info.name);
+  make_groups(c, file, links, names);
   std::vector<i64> offsets;
   for (const Hdf5Dataset& d : datasets) {
     DS_CHECK(d.info.shape.size() <= H5S_MAX_RANK, Errc::Unavailable, "{}: '{}' has {} dims, HDF5 holds {}", c.path,
@@ -133,10 +156,15 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
   const Context c{path, Errc::Io};
   Id file = create_file(c, path);
   const Id links = link_properties(c);
+  std::vector<std::string_view> names;
+  for (const Hdf5View& v : views) names.push_back(v.info.name);
+  for (const auto& [name, target] : links_to) names.push_back(name);
+  make_groups(c, file, links, names);
   for (const Hdf5View& v : views) {
     const Id type = file_type(c, v.info.dtype);
     const Id space = make_space(c, v.info.shape);
     const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
+    without_times(c, creation);
     for (const Hdf5View::Piece& piece : v.pieces) {
       std::vector<Box> boxes;
       const std::vector<hsize_t> ones(v.info.shape.size(), 1);

@@ -11,9 +11,6 @@ bundle() { "$DS_SOURCE/scripts/bundle" -o "$PACKAGE" --build "$BUILD" ${TESTS:+"
 setup_file() {
   export SOURCE_DATE_EPOCH=1700000000 BUILD=${DS_BIN%/bin}
   export PACKAGE=$BATS_FILE_TMPDIR/libds.tar.gz ROOT=$BATS_FILE_TMPDIR/root
-  if grep -q '^DS_SANITIZE:[A-Z]*=.' "$BUILD/CMakeCache.txt"; then
-    skip 'a build with sanitizers is not bundled'
-  fi
   # With the tests where they are built.
   export TESTS=--tests LOG=$BATS_FILE_TMPDIR/log
   local status=0
