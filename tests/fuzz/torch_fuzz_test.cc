@@ -130,20 +130,27 @@ TEST_F(TorchFuzz, MutatedArchivesAreRefusedOrSound) {
   EXPECT_GT(refused_, 400);
 }
 
+struct Unpacked {
+  std::string pickled;
+  std::vector<std::pair<std::string, std::string>> storages;  // key, bytes
+};
+Unpacked unpack(const std::string& path) {
+  const File file = File::open_read(path);
+  Unpacked all;
+  for (const ZipEntry& e : read_zip(file)) {
+    std::string data(static_cast<size_t>(e.bytes), '\0');
+    file.read_at(e.offset, data.data(), e.bytes);
+    const size_t at = e.name.find("/data/");
+    if (at != std::string::npos) all.storages.emplace_back(e.name.substr(at + 6), data);
+    if (e.name.ends_with("/data.pkl")) all.pickled = data;
+  }
+  return all;
+}
+
 TEST_F(TorchFuzz, MutatedPicklesAreRefusedOrSound) {
   std::mt19937 rng(20240301);
   for (const char* name : {"views", "types", "training"}) {
-    const std::string path = testing::test_data(fmt::format("torch/{}.pt", name));
-    const File file = File::open_read(path);
-    std::string pickled;
-    std::vector<std::pair<std::string, std::string>> storages;
-    for (const ZipEntry& e : read_zip(file)) {
-      std::string data(static_cast<size_t>(e.bytes), '\0');
-      file.read_at(e.offset, data.data(), e.bytes);
-      const size_t at = e.name.find("/data/");
-      if (at != std::string::npos) storages.emplace_back(e.name.substr(at + 6), data);
-      if (e.name.ends_with("/data.pkl")) pickled = data;
-    }
+    const auto [pickled, storages] = unpack(testing::test_data(fmt::format("torch/{}.pt", name)));
     for (int i = 0; i < testing::rounds(500) && !HasFatalFailure(); ++i)
       attempt(testing::torch_file(mutate(pickled, rng), storages));
   }
@@ -178,16 +185,7 @@ TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
       const std::string& path = paths[rng() % paths.size()];
       const std::string good = read_file(path);
       // As malice does it: the pickle is changed and everything around it put right again.
-      const File file = File::open_read(path);
-      std::string pickled;
-      std::vector<std::pair<std::string, std::string>> storages;
-      for (const ZipEntry& e : read_zip(file)) {
-        std::string data(static_cast<size_t>(e.bytes), '\0');
-        file.read_at(e.offset, data.data(), e.bytes);
-        const size_t at = e.name.find("/data/");
-        if (at != std::string::npos) storages.emplace_back(e.name.substr(at + 6), data);
-        if (e.name.ends_with("/data.pkl")) pickled = data;
-      }
+      const auto [pickled, storages] = unpack(path);
       write_file(path, testing::torch_file(mutate(pickled, rng), storages));
       try {
         const auto source = open_deepspeed(copy.path());
