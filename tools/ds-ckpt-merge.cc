@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-ckpt-merge: whole tensors out of a sharded checkpoint: a file, a Hugging Face directory, a stream.
 
-#include <filesystem>
-
 #include "common/copying.h"
 #include "common/tool.h"
 #include "ds/checkpoint.h"
@@ -87,9 +85,7 @@ int main(int argc, char** argv) {
           options.dtype = parse_dtype(dtype);
           if (!shard_size.empty()) options.max_shard_bytes = ds::tools::parse_bytes("--max-shard-size", shard_size);
           if (output == "-") ds::tools::claim_stdout(out);
-          if (out.to_file() &&
-              std::filesystem::weakly_canonical(out.file()) == std::filesystem::weakly_canonical(output))
-            throw ds::Error(ds::Errc::Config, "--out and --output are the same file: one is the model, one the report");
+          ds::tools::check_outputs_differ(out, output);
           ds::tools::CopyLine progress;
           options.progress = progress.hook();
           print(out, ds::merge_checkpoint(dir, output, options));

@@ -128,6 +128,7 @@ int main(int argc, char** argv) {
           if (source.empty() || dir.empty())
             throw ds::Error(ds::Errc::Config,
                             fmt::format("{} is missing; see ds-shard --help", source.empty() ? "SRC" : "--out DIR"));
+          ds::tools::check_outputs_differ(out, dir);
           ds::tools::CopyLine progress;
           options.progress = progress.hook();
           print(out, ds::shard_checkpoint(source, dir, options));

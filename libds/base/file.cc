@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -13,6 +14,8 @@
 #include <cstring>
 #include <filesystem>
 #include <system_error>
+#include <tuple>
+#include <vector>
 
 namespace ds {
 namespace {
@@ -159,10 +162,21 @@ void DirectWriter::flush() {
 
 namespace {
 
+// Beside `path`; of a long name only so much that file systems take it.
 std::string temporary_name(const std::string& path) {
+  constexpr size_t kMostBytes = 255 - std::string_view("..tmp-0123456789abcdef").size();
   const size_t slash = path.rfind('/');
   const size_t name = slash == std::string::npos ? 0 : slash + 1;
-  return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name), random_hex64());
+  return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name, kMostBytes), random_hex64());
+}
+
+// Whether an empty directory can give its name to another one: not where something is mounted, nor in a directory of
+// somebody else's.
+bool is_replaceable(const std::string& dir, const std::string& parent) {
+  struct statx own = {};
+  const bool is_mount_point = ::statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &own) == 0 &&
+                              (own.stx_attributes & u64{STATX_ATTR_MOUNT_ROOT}) != 0;
+  return !is_mount_point && ::access(parent.c_str(), W_OK | X_OK) == 0;
 }
 
 }  // namespace
@@ -207,8 +221,11 @@ PendingDirectory::PendingDirectory(std::string target) : target_(std::move(targe
            "{}: is not empty; choose another directory", target_);
   const std::string parent = parent_directory(target_);
   DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", target_, parent);
-  std::string temporary = temporary_name(target_);
-  if (::mkdir(temporary.c_str(), 0777) != 0) fail("create a directory beside", target_);
+  is_inside_ = fs::exists(status) && !is_replaceable(target_, parent);
+  const std::string name = fs::path(target_).filename();
+  std::string temporary = temporary_name(is_inside_ ? target_ + "/" + name : target_);
+  if (::mkdir(temporary.c_str(), 0777) != 0)
+    fail(is_inside_ ? "create a directory in" : "create a directory beside", target_);
   temporary_ = std::move(temporary);
 }
 
@@ -219,9 +236,31 @@ PendingDirectory::~PendingDirectory() {
 
 void PendingDirectory::commit() {
   sync_directory(temporary_);
+  if (is_inside_) return move_out();
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("rename the finished directory to", target_);
   committed_ = true;
   sync_directory(parent_directory(target_));
+}
+
+// Entry by entry: directories first, then files as they were written, so that what names the others comes last. After
+// an error the entries go back, and away with the directory.
+void PendingDirectory::move_out() {
+  std::vector<fs::directory_entry> entries(fs::directory_iterator(temporary_), {});
+  std::ranges::sort(entries, {}, [](const fs::directory_entry& e) {
+    return std::make_tuple(!e.is_directory(), e.last_write_time(), e.path());
+  });
+  const auto target = [&](const fs::directory_entry& e) { return fs::path(target_) / e.path().filename(); };
+  for (size_t i = 0; i < entries.size(); ++i) {
+    if (::rename(entries[i].path().c_str(), target(entries[i]).c_str()) == 0) continue;
+    const int error = errno;
+    while (i-- > 0) ::rename(target(entries[i]).c_str(), entries[i].path().c_str());
+    errno = error;
+    fail("move the finished files into", target_);
+  }
+  committed_ = true;
+  std::error_code ignored;
+  fs::remove(temporary_, ignored);
+  sync_directory(target_);
 }
 
 std::string read_text_file(const std::string& path, i64 max_bytes) {
@@ -264,6 +303,13 @@ std::string follow_links(std::string path) {
   }
   errno = ELOOP;
   fail("follow", path);
+}
+
+i64 open_files_share() noexcept {
+  constexpr i64 kMost = 256;
+  struct rlimit limit = {};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return kMost;
+  return std::clamp<i64>(static_cast<i64>(std::min<rlim_t>(limit.rlim_cur, 1 << 20)) / 4, 1, kMost);
 }
 
 std::string parent_directory(const std::string& path) {

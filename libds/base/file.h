@@ -108,7 +108,8 @@ class PendingFile {
 };
 
 // The same for a directory, which is filled at path() and moved to its place by commit(). The target does not exist or
-// is an empty directory: anything else is Errc::Config.
+// is an empty directory: anything else is Errc::Config. An empty one that nothing can replace (a mount point, or one in
+// a directory of somebody else's) is filled instead: then the entries appear one after the other.
 class PendingDirectory {
  public:
   explicit PendingDirectory(std::string target);
@@ -120,7 +121,10 @@ class PendingDirectory {
   void commit();
 
  private:
+  void move_out();
+
   std::string target_, temporary_;
+  bool is_inside_ = false;  // temporary_ is in the target, and what it holds is moved out of it
   bool committed_ = false;
 };
 
@@ -132,6 +136,8 @@ void replace_text_file(const std::string& path, std::string_view text);
 void sync_directory(const std::string& path);
 // Where `path` leads through symbolic links; the last one may lead to a file that does not exist yet.
 std::string follow_links(std::string path);
+// How many files a reader of many keeps open: a quarter of what the process may, at most 256.
+i64 open_files_share() noexcept;
 // "." for a bare name.
 std::string parent_directory(const std::string& path);
 // 16 hexadecimal digits from the system's random source.

@@ -5,12 +5,12 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/file.h"
 #include "checkpoint/deepspeed_table.h"
 
 namespace ds {
 namespace {
 
-constexpr i64 kMaxOpenFiles = 256;
 constexpr i64 kConvertElems = i64{1} << 18;
 
 class DeepspeedReader final : public StateSource {
@@ -52,7 +52,7 @@ class DeepspeedReader final : public StateSource {
  private:
   TorchFile& open(size_t i) {
     TorchFile& file = *table_.files[i];
-    if (!file.is_open() && ++num_open_ > kMaxOpenFiles) {
+    if (!file.is_open() && ++num_open_ > max_open_) {
       for (const auto& f : table_.files) f->close();
       num_open_ = 1;
     }
@@ -73,7 +73,7 @@ class DeepspeedReader final : public StateSource {
 
   std::string path_;
   DeepspeedTable table_;
-  i64 num_open_ = 0;
+  i64 num_open_ = 0, max_open_ = open_files_share();
   std::vector<char> buffer_;
 };
 

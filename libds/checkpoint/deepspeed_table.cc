@@ -275,6 +275,8 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
     if (own == whole_states_.end()) {
       if (s == State::Master) list = at;
     } else if (const PickleTensor* t = own->second[static_cast<size_t>(s) - 1]; t != nullptr) {
+      check(t->shape == shape, Errc::Mismatch, model_[0], "'{}' is of shape [{}], and its {} of shape [{}]", name,
+            fmt::join(shape, ","), kStateNames[static_cast<size_t>(s)], fmt::join(t->shape, ","));
       list = whole(*t, model_[0]);
     }
   }

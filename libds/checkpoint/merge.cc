@@ -11,10 +11,13 @@
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
 #include "checkpoint/tensor_state.h"
+#include "config/model_config.h"
 #include "data/tokenizer.h"
 #include "ds/checkpoint.h"
 #include "ds/log.h"
 #include "formats/safetensors.h"
+#include "model/match_weights.h"
+#include "model/models.h"
 
 namespace ds {
 namespace {
@@ -112,7 +115,9 @@ std::string output_target(const std::string& output) {
 // Where the files beside the weights may be: in the source, or where its run found them.
 std::vector<std::string> model_places(const std::string& source, const CheckpointMeta& meta) {
   std::vector<std::string> places;
-  if (fs::is_directory(source) && !is_checkpoint(source)) places.push_back(source);
+  // Trainers put the model's files beside a DeepSpeed checkpoint.
+  if (fs::is_directory(source) && (!is_checkpoint(source) || fs::exists(source + "/config.json")))
+    places.push_back(source);
   if (meta.config_json.empty()) return places;
   const Json config = Json::parse(meta.config_json);
   const auto add = [&](const char* section, const char* key) {
@@ -158,15 +163,39 @@ std::vector<std::string> tokenizer_places(const std::string& source, const Check
 }
 
 std::string hf_config(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o) {
-  if (o.config.empty()) {
+  const bool is_beside = fs::is_directory(source) && fs::exists(source + "/config.json");
+  const std::string place = !o.config.empty() ? o.config : meta.model_config_json.empty() && is_beside ? source : "";
+  if (place.empty()) {
     DS_CHECK(!meta.model_config_json.empty(), Errc::Config,
              "{}: does not know the model's config.json: name one with --config", source);
     return meta.model_config_json;
   }
-  const std::string path = fs::is_directory(o.config) ? o.config + "/config.json" : o.config;
+  const std::string path = fs::is_directory(place) ? place + "/config.json" : place;
   const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
   DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
   return config.dump();
+}
+
+// Whether transformers would find the weights that `config` asks for; where it describes no model of the zoo, it alone
+// knows.
+void check_fit(const TensorSource& tensors, const std::string& config) {
+  const std::optional<ModelConfig> known = known_model(Json::parse(config));
+  if (!known) return;
+  const model::Model model = model::make_model(*known, 1);
+  const model::WeightMatch match = model::match_weights(model, tensors);
+  DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit the config.json of the output:\n  {}", tensors.path(),
+           first_lines(match.unfit, "\n  "));
+  if (!match.extra.empty())
+    log_message(LogLevel::Warning, fmt::format("{} holds what the config.json of the output does not know:\n  {}",
+                                               tensors.path(), first_lines(match.extra, "\n  ")));
+}
+
+// Of a source of several files none is replaced: what has been written would not be what is read next time.
+void check_not_source(const std::string& source, const std::vector<std::string>& files, const std::string& target) {
+  if (files.size() < 2 && !fs::is_directory(source)) return;
+  std::error_code ignored;
+  for (const std::string& file : files)
+    DS_CHECK(!fs::equivalent(file, target, ignored), Errc::Config, "{}: is a file of the source {}", target, source);
 }
 
 void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
@@ -217,12 +246,14 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
   if (format == Format::Checkpoint) check_readable(*state);
+  if (format == Format::Hf) check_fit(*tensors, config);
+  if (!to_directory && !to_stream) check_not_source(source, state->files(), target);
   const Tick tick = [&] {
     if (o.progress) o.progress(0, 0);
   };
   if (o.verify) {
     const std::vector<std::string> bad = state->verify(tick);
-    DS_CHECK(bad.empty(), Errc::Corrupt, "{}", fmt::join(bad, "\n"));
+    DS_CHECK(bad.empty(), Errc::Corrupt, "{}", first_lines(bad));
   } else {
     state->check();
   }

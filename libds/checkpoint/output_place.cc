@@ -7,15 +7,18 @@
 
 #include "base/file.h"
 #include "checkpoint/manifest.h"
+#include "ds/checkpoint.h"
 
 namespace ds {
 namespace {
 
 namespace fs = std::filesystem;
 
-// A saved step, or what a save that was cut off left of one.
+// A saved step, or what a save that was cut off left of one; a tag of DeepSpeed's.
 bool is_step(const fs::path& dir) {
-  return parse_step_name(dir.filename().string()) || (fs::exists(dir / kManifestName) && fs::exists(dir / kViewName));
+  const auto has = [&](std::string_view name) { return fs::exists(dir / name); };
+  return parse_step_name(dir.filename().string()) || (has(kManifestName) && has(kViewName)) ||
+         has("mp_rank_00_model_states.pt") || has("zero_pp_rank_0_mp_rank_00_model_states.pt");
 }
 
 bool is_run(const fs::path& dir) {

@@ -11,7 +11,6 @@ namespace ds {
 namespace {
 
 constexpr i64 kMaxManifest = i64{1} << 30;
-constexpr i64 kMaxOpenFiles = 256;
 
 // XXH3-64 of a file's bytes, fed range by range.
 class RangeHash {
@@ -131,7 +130,10 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
     const FileRecord& f = manifest_.files[static_cast<size_t>(r)];
     std::error_code error;
     const auto bytes = std::filesystem::file_size(file_path(r), error);
-    DS_CHECK(!error, Errc::Corrupt, "{}: shard of rank {} is missing: {}", file_path(r), r, error.message());
+    if (error == std::errc::no_such_file_or_directory) check_is_there();
+    DS_CHECK(error != std::errc::no_such_file_or_directory, Errc::Corrupt, "{}: shard of rank {} is missing",
+             file_path(r), r);
+    DS_CHECK(!error, Errc::Io, "cannot read {}: {}", file_path(r), error.message());
     DS_CHECK(std::cmp_equal(bytes, f.bytes), Errc::Corrupt, "{}: {} bytes, the manifest says {}", file_path(r), bytes,
              f.bytes);
     for (const PieceRecord& p : f.pieces) {
@@ -143,10 +145,16 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
   }
 }
 
+// A run that saves beside us may remove the step at any time.
+void CheckpointReader::check_is_there() const {
+  DS_CHECK(std::filesystem::exists(fmt::format("{}/{}", dir_, kManifestName)), Errc::Io,
+           "{}: has been removed while it was read", dir_);
+}
+
 const File& CheckpointReader::open(i64 rank) {
   auto& slot = files_[static_cast<size_t>(rank)];
   if (!slot) {
-    if (num_open_ == kMaxOpenFiles) {
+    if (num_open_ == max_open_) {
       for (auto& f : files_) f.reset();
       num_open_ = 0;
     }
@@ -206,7 +214,11 @@ std::vector<std::string> CheckpointReader::verify(const Tick& tick) {
     note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)], tick); });
   }
   note_damage(bad, [&] {
-    const File view = File::open_read(fmt::format("{}/{}", dir_, kViewName));
+    const std::string path = fmt::format("{}/{}", dir_, kViewName);
+    std::error_code ignored;
+    DS_CHECK(std::filesystem::status(path, ignored).type() != std::filesystem::file_type::not_found, Errc::Corrupt,
+             "{}: is missing", path);
+    const File view = File::open_read(path);
     DS_CHECK(view.size() == manifest_.view_bytes && file_checksum(view) == manifest_.view_checksum, Errc::Corrupt,
              "{}: damaged (the view of all shards; the shards themselves are checked apart)", view.path());
   });

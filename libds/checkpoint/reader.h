@@ -51,6 +51,7 @@ class CheckpointReader : public StateSource {
 
  private:
   CheckpointReader(std::string step_dir, Manifest manifest);
+  void check_is_there() const;
   struct Piece {
     i64 begin, end, file;
     const PieceRecord* record;
@@ -64,7 +65,7 @@ class CheckpointReader : public StateSource {
   std::array<bool, 4> has_{};
   std::vector<std::vector<Piece>> pieces_;  // by parameter, in order
   std::vector<std::unique_ptr<File>> files_;
-  i64 num_open_ = 0;
+  i64 num_open_ = 0, max_open_ = open_files_share();
   PageBuffer pages_;
   struct BlockKey {
     const PieceRecord* piece = nullptr;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <map>
 
 #include "base/file.h"
 #include "checkpoint/output_place.h"
@@ -94,6 +95,22 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
   commit_step(dir, m);
 }
 
+namespace {
+
+// That of most of them: what the run computes in (meta.work_dtype) may be another.
+DType dtype_of_weights(const Manifest& m) {
+  std::map<DType, i64> tensors;
+  DType most = m.meta.work_dtype;
+  for (size_t i = 0; i < m.params.size(); ++i) {
+    if (!m.params[i].tied_to.empty()) continue;
+    const DType t = m.stored_dtype(State::Param, narrow<i64>(i));
+    if (++tensors[t] > tensors[most]) most = t;
+  }
+  return most;
+}
+
+}  // namespace
+
 ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions& options) {
   const auto start = std::chrono::steady_clock::now();
   DS_CHECK(options.dp >= 1 && options.dp <= 99999 && options.stage >= 0 && options.stage <= 3, Errc::Config,
@@ -122,7 +139,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                      .step = m.meta.step,
                      .dp = options.dp,
                      .stage = options.stage,
-                     .dtype = m.meta.work_dtype,
+                     .dtype = dtype_of_weights(m),
                      .optimizer = state->has(State::ExpAvg)};
   for (const ParamEntry& p : m.params) {
     if (!p.tied_to.empty()) continue;
@@ -145,7 +162,7 @@ CheckpointSummary describe_checkpoint(const std::string& dir, const std::string&
                             .optimizer_step = m.meta.optimizer_step,
                             .world_size = m.meta.world_size,
                             .stage = m.meta.zero_stage,
-                            .dtype = m.meta.work_dtype,
+                            .dtype = dtype_of_weights(m),
                             .ranks = {},
                             .params = {}};
   for (size_t i = 0; i < m.params.size(); ++i) {

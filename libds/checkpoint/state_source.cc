@@ -67,6 +67,13 @@ void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count
   }
 }
 
+std::string first_lines(const std::vector<std::string>& lines, std::string_view separator) {
+  constexpr size_t kMost = 20;
+  if (lines.size() <= kMost) return fmt::format("{}", fmt::join(lines, separator));
+  return fmt::format("{}{}and {} more", fmt::join(lines.begin(), lines.begin() + kMost, separator), separator,
+                     lines.size() - kMost);
+}
+
 const std::vector<ForeignTensor>& StateSource::foreign() const noexcept {
   static const std::vector<ForeignTensor> none;
   return none;

@@ -48,6 +48,9 @@ class StateSource {
   // The same state, to be read by another thread; nothing where that is not worth while.
   virtual std::unique_ptr<StateSource> reopen() const { return nullptr; }
 
+  // The files of tensors, where whoever writes beside them must know.
+  virtual std::vector<std::string> files() const { return {}; }
+
   // Throws Errc::Corrupt, naming the file, unless everything but the bulk is as it was written.
   virtual void check() {}
   // Reads everything that carries a checksum; one line for each file that is not as it was written.
@@ -61,16 +64,20 @@ class StateSource {
   Overflow overflow_;
 };
 
-// Runs `check`; what it finds is one more of `lines`.
+// Runs `check`; what it finds is one more of `lines`. That the system refuses to read a file (Errc::Io) says nothing
+// about the file, and ends the work, as a Tick's Errc::Interrupted does.
 template <class Check>
 void note_damage(std::vector<std::string>& lines, Check&& check) {
   try {
     check();
   } catch (const Error& e) {
-    if (e.code() == Errc::Interrupted) throw;  // by a Tick
+    if (e.code() == Errc::Io || e.code() == Errc::Interrupted) throw;
     lines.emplace_back(e.what());
   }
 }
+
+// At most 20 of them, and how many more there are.
+std::string first_lines(const std::vector<std::string>& lines, std::string_view separator = "\n");
 
 // Throws Errc::Unavailable, naming it and its type, if one of the tensors that `only` (glob patterns; empty: all)
 // chooses cannot be read.

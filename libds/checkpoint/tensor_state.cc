@@ -78,6 +78,7 @@ class TensorState : public StateSource {
   const std::vector<ParamEntry>& params() const noexcept override { return params_; }
   bool has(State s) const noexcept override { return s == State::Param || has_[static_cast<size_t>(s)]; }
   const std::vector<ForeignTensor>& foreign() const noexcept override { return tensors_->foreign(); }
+  std::vector<std::string> files() const override { return tensors_->files(); }
   std::vector<std::string> verify(const Tick& tick) override { return tensors_->verify(tick); }
 
  private:
@@ -199,9 +200,16 @@ std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const State
 }
 
 std::unique_ptr<TensorSource> open_weights(const std::string& path) {
-  if (!is_checkpoint(path)) return open_source(path);
-  std::unique_ptr<StateSource> state = open_state(path);
-  state->check();
+  std::unique_ptr<StateSource> state;
+  if (is_checkpoint(path)) {
+    state = open_state(path);
+    state->check();
+  } else {
+    std::unique_ptr<TensorSource> tensors = open_source(path);
+    const auto is_state = [](const TensorInfo& t) { return parse_state_name(t.name).has_value(); };
+    if (std::ranges::none_of(tensors->list(), is_state)) return tensors;
+    state = make_tensor_state(std::move(tensors), "");
+  }
   std::unique_ptr<StateTensors> tensors = view_of(*state, {.dtype = DType::F32});
   tensors->own(std::move(state));
   return tensors;

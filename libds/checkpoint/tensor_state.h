@@ -28,8 +28,9 @@ struct StateView {
 // no optimizer state; Errc::Unavailable where a tensor cannot be read, or not be shown in that type.
 std::unique_ptr<TensorSource> make_state_tensors(StateSource& state, const StateView& view);
 
-// The weights of `path` as whole tensors: of a file or model directory as they stand; of a checkpoint, ours or
-// DeepSpeed's, in fp32, from the masters where there are any. Throws as open_state and StateSource::check.
+// The weights of `path` as whole tensors: of a file or model directory as they stand; of one that holds the
+// optimizer's state too, and of a checkpoint, ours or DeepSpeed's, in fp32, from the masters where there are any.
+// Throws as open_state and StateSource::check.
 std::unique_ptr<TensorSource> open_weights(const std::string& path);
 
 }  // namespace ds

@@ -447,6 +447,20 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   return read_model(text.root(), ModelSource::File, text, "", diagnostics);
 }
 
+std::optional<ModelConfig> known_model(const Json& config) {
+  const auto names = config.find("architectures");
+  if (names == config.end() || !names->is_array() || names->size() != 1 || !(*names)[0].is_string())
+    return std::nullopt;
+  if (std::ranges::find(kArchitectures, (*names)[0].get_ref<const std::string&>()) == kArchitectures.end())
+    return std::nullopt;
+  std::vector<Diagnostic> diagnostics;
+  const ConfigText text(config.dump(), "config.json", diagnostics);
+  ModelConfig model = read_model(text.root(), ModelSource::File, text, "", diagnostics);
+  const bool is_sound =
+      std::ranges::none_of(diagnostics, [](const Diagnostic& d) { return d.severity == Severity::Error; });
+  return is_sound ? std::optional(std::move(model)) : std::nullopt;
+}
+
 ModelConfig load_model_config(const std::string& dir_or_file) {
   ConfigResult result;
   result.config.model = read_model_file(dir_or_file, result.diagnostics);

@@ -21,6 +21,9 @@ std::vector<Key> model_keys(Family family, ModelSource source);
 // Opens config.json, or the one in a directory, and reads it.
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
 
+// The model that a config.json describes, where it is one of the zoo by its `architectures`, and with no mistake.
+std::optional<ModelConfig> known_model(const Json& config);
+
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);
 // A published config.json with the model's keys as model_config_json writes them, and the rest as it was: no key twice

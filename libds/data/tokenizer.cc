@@ -46,7 +46,7 @@ std::unique_ptr<Tokenizer> open_tokenizer(const std::string& path) {
     if (has("tokenizer.model")) return tokenizer::open_sentence_piece(inside("tokenizer.model"));
     throw Error(Errc::Config,
                 fmt::format("tokenizer '{}': the directory has no tokenizer.json, vocab.json + merges.txt, "
-                            "vocab.txt or tokenizer.model",
+                            "vocab.txt or tokenizer.model; a SentencePiece file of another name can be named itself",
                             path));
   }
   const std::string name = fs::path(path).filename().string();

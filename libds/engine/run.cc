@@ -14,6 +14,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
+#include "checkpoint/deepspeed.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
 #include "data/objective.h"
@@ -275,6 +276,9 @@ std::string TrainingRun::State::find_resumed() const {
   if (options.resume != "latest") {
     DS_CHECK(std::filesystem::is_directory(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
              options.resume);
+    DS_CHECK(!is_deepspeed(options.resume), Errc::Unavailable,
+             "--resume {}: a DeepSpeed checkpoint; make one of ours of it with ds-shard, or give it to --weights",
+             options.resume);
     return find_checkpoint(options.resume);
   }
   DS_CHECK(!options.out_dir.empty(), Errc::Config, "--resume latest goes on in the directory of --out: give one");
@@ -476,7 +480,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   if (!s.step_dir.empty()) {
     s.check_same_run(s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); }));
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
-    engine::check_weights(model, plan, weights, config.new_head);
+    engine::check_weights(model, weights, config.new_head);
   }
 }
 

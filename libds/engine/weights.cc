@@ -9,29 +9,11 @@
 #include "checkpoint/tensor_state.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
+#include "model/match_weights.h"
 
 namespace ds::engine {
 namespace fs = std::filesystem;
 namespace {
-
-// The first part of parameter names, which files of a model without its head leave out.
-constexpr std::string_view kPrefixes[] = {"transformer.", "model.", "bert."};
-
-// Other names of the ends of parameters: those of Google's own files.
-constexpr std::pair<std::string_view, std::string_view> kOldEnds[] = {{".LayerNorm.weight", ".LayerNorm.gamma"},
-                                                                      {".LayerNorm.bias", ".LayerNorm.beta"}};
-
-// Buffers that old files carry along.
-bool is_known_extra(std::string_view name) {
-  return name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias") ||
-         name.ends_with(".rotary_emb.inv_freq") || name.ends_with("embeddings.position_ids");
-}
-
-// Parameters that published BERTs have for other tasks.
-bool is_other_task(std::string_view name) {
-  if (name.starts_with("bert.")) name.remove_prefix(5);
-  return name.starts_with("pooler.dense.") || name.starts_with("cls.seq_relationship.");
-}
 
 // Files of other frameworks, and of ours under other names. What transformers' Trainer and nanoGPT put beside a model
 // is none.
@@ -47,8 +29,6 @@ bool is_other_weights(std::string_view name) {
   return false;
 }
 
-bool is_readable(DType t) { return t == DType::F64 || t == DType::F32 || t == DType::BF16 || t == DType::F16; }
-
 // Elements [begin, begin + count) in fp32.
 void read_floats(const TensorSource& source, const TensorInfo& t, i64 begin, i64 count, std::vector<char>& raw,
                  float* out) {
@@ -58,7 +38,7 @@ void read_floats(const TensorSource& source, const TensorInfo& t, i64 begin, i64
 }
 
 bool equal_values(const TensorSource& source, const TensorInfo& a, const TensorInfo& b) {
-  if (a.shape != b.shape || !is_readable(a.dtype) || !is_readable(b.dtype)) return false;
+  if (a.shape != b.shape || !can_convert(DType::F32, a.dtype) || !can_convert(DType::F32, b.dtype)) return false;
   constexpr i64 kTile = 1 << 16;
   std::vector<float> x(kTile), y(kTile);
   std::vector<char> raw;
@@ -69,25 +49,6 @@ bool equal_values(const TensorSource& source, const TensorInfo& a, const TensorI
     if (!std::equal(x.begin(), x.begin() + n, y.begin())) return false;
   }
   return true;
-}
-
-// The tensor of a parameter, under one of its names.
-template <class Find>
-auto find_parameter(std::string_view name, Find find) {
-  std::vector<std::string> names = {std::string(name)};
-  for (const auto& [end, old] : kOldEnds) {
-    if (name.ends_with(end)) names.push_back(std::string(name.substr(0, name.size() - end.size())).append(old));
-  }
-  for (size_t i = names.size(); i-- > 0;) {
-    for (const std::string_view prefix : kPrefixes) {
-      if (names[i].starts_with(prefix)) names.push_back(names[i].substr(prefix.size()));
-    }
-  }
-  decltype(find(name)) found{};
-  for (const std::string& n : names) {
-    if (!found) found = find(n);
-  }
-  return found;
 }
 
 }  // namespace
@@ -116,93 +77,32 @@ std::string published_weights(const std::string& model_path) {
 
 namespace {
 
-struct Match {
+struct Match : model::WeightMatch {
   std::unique_ptr<TensorSource> source;
-  std::vector<const TensorInfo*> tensors;  // by parameter number; null: begins anew
-  std::vector<std::string> left_out;       // of other tasks
-  std::vector<std::string> anew;
 };
 
-Match match_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
-  const bool is_encoder = !model.causal;
+Match match(const model::Model& model, const std::string& path, bool new_head) {
   std::unique_ptr<TensorSource> source = open_weights(path);
-  const auto foreign = [&](std::string_view name) {
-    const auto it = std::find_if(source->foreign().begin(), source->foreign().end(),
-                                 [&](const ForeignTensor& f) { return f.name == name; });
-    return it == source->foreign().end() ? nullptr : &*it;
-  };
-  // Under its own names, or else under one that is tied to it: writers keep either.
-  const auto find_row = [&](std::string_view row) {
-    const TensorInfo* t = find_parameter(row, [&](std::string_view name) { return source->find(name); });
-    for (const model::Tie& tie : model.ties) {
-      if (t == nullptr && tie.name == row) t = source->find(tie.alias);
-    }
-    return t;
-  };
-  std::vector<const TensorInfo*> tensors;  // by parameter number
-  std::set<std::string_view> used;
-  std::string problems, unreadable;
-  std::vector<std::string> anew;
-  for (const auto& unit : plan.rows) {
-    for (const model::ParamRow& row : unit) {
-      const TensorInfo* t = find_row(row.name);
-      tensors.push_back(t);
-      if (t == nullptr) {
-        if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
-          used.insert(f->name);
-          unreadable += fmt::format("\n  {} is of type {}", f->name, f->type);
-        } else if (new_head && unit.data() == plan.rows.back().data()) {
-          anew.push_back(row.name);
-        } else {
-          problems += fmt::format("\n  {} is missing", row.name);
-        }
-        continue;
-      }
-      used.insert(t->name);
-      if (!is_readable(t->dtype)) unreadable += fmt::format("\n  {} is of type {}", t->name, dtype_name(t->dtype));
-      if (t->shape != row.shape) {
-        problems += fmt::format("\n  {} has shape [{}], the model wants [{}]", t->name, fmt::join(t->shape, ","),
-                                fmt::join(row.shape, ","));
-      }
-    }
-  }
-  const auto is_tied = [&](std::string_view name) {
-    return std::ranges::find(model.ties, name, &model::Tie::alias) != model.ties.end();
-  };
-  std::vector<std::string> left_out;
-  const auto refuse_extra = [&](const std::string& name) {
-    if (used.contains(name) || is_known_extra(name) || is_tied(name)) return;
-    if (is_encoder && is_other_task(name)) return left_out.push_back(name);
-    problems += fmt::format("\n  {} is not a parameter of the model", name);
-  };
-  for (const TensorInfo& t : source->list()) {
-    refuse_extra(t.name);
-    if (is_tied(t.name) && !is_readable(t.dtype))
-      unreadable += fmt::format("\n  {} is of type {}", t.name, dtype_name(t.dtype));
-  }
-  for (const ForeignTensor& f : source->foreign()) {
-    refuse_extra(f.name);
-    if (is_tied(f.name)) unreadable += fmt::format("\n  {} is of type {}", f.name, f.type);
-  }
-  DS_CHECK(unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:{}{}", source->path(),
-           unreadable, problems);
-  DS_CHECK(problems.empty(), Errc::Mismatch, "{} does not fit the model:{}", source->path(), problems);
+  model::WeightMatch found = model::match_weights(model, *source, new_head);
+  found.unfit.insert(found.unfit.end(), found.extra.begin(), found.extra.end());
+  DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:\n  {}",
+           source->path(), first_lines(found.unreadable, "\n  "));
+  DS_CHECK(found.unfit.empty(), Errc::Mismatch, "{} does not fit the model:\n  {}", source->path(),
+           first_lines(found.unfit, "\n  "));
   // transformers unties such a model: to drop the tied name would train another one.
-  for (const model::Tie& tie : model.ties) {
-    const TensorInfo* alias = source->find(tie.alias);
-    const TensorInfo* own = find_row(tie.name);
-    DS_CHECK(alias == nullptr || alias == own || equal_values(*source, *alias, *own), Errc::Mismatch,
-             "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(), tie.alias, tie.name,
+  for (const auto& [own, alias, tie] : found.both_of_tie) {
+    DS_CHECK(equal_values(*source, *alias, *own), Errc::Mismatch,
+             "{}: {} differs from {}, but tie_word_embeddings makes them one{}", source->path(), tie->alias, tie->name,
              model.causal ? ": set it to false" : "");
   }
-  return {std::move(source), std::move(tensors), std::move(left_out), std::move(anew)};
+  return {std::move(found), std::move(source)};
 }
 
 }  // namespace
 
 void load_weights(Engine& engine, const std::string& path) {
   const bool new_head = engine.config().new_head;
-  const Match found = match_weights(engine.model(), engine.plan(), path, new_head);
+  const Match found = match(engine.model(), path, new_head);
   if (!found.left_out.empty() && engine.mesh().rank() == 0)
     log_message(LogLevel::Warning, fmt::format("{}: left out, for masked language modelling does not train them: {}",
                                                found.source->path(), fmt::join(found.left_out, ", ")));
@@ -223,8 +123,6 @@ void load_weights(Engine& engine, const std::string& path) {
   });
 }
 
-void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head) {
-  match_weights(model, plan, path, new_head);
-}
+void check_weights(const model::Model& model, const std::string& path, bool new_head) { match(model, path, new_head); }
 
 }  // namespace ds::engine

@@ -23,6 +23,6 @@ std::string published_weights(const std::string& model_path);
 // last layer may be missing: they begin as init_weights() would have them, which a warning says. Collective.
 void load_weights(Engine& engine, const std::string& path);
 // Throws what load_weights would throw for this model before it reads the bulk.
-void check_weights(const model::Model& model, const report::RunPlan& plan, const std::string& path, bool new_head);
+void check_weights(const model::Model& model, const std::string& path, bool new_head);
 
 }  // namespace ds::engine

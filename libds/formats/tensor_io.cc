@@ -130,6 +130,11 @@ class ShardedSource : public TensorSource {
         shards_(std::move(shards)),
         shard_of_(std::move(shard_of)) {}
 
+  std::vector<std::string> files() const override {
+    std::vector<std::string> all = {path()};
+    for (const auto& shard : shards_) all.push_back(shard->path());
+    return all;
+  }
   std::vector<std::string> verify(const Tick& tick) const override {
     std::vector<std::string> bad;
     for (const auto& shard : shards_) {

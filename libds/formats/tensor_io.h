@@ -61,6 +61,8 @@ class TensorSource {
   const TensorInfo& at(std::string_view name) const;
   // Elements [first_elem, first_elem + count) of the flattened tensor in its own dtype.
   void read(std::string_view name, i64 first_elem, i64 count, void* out) const;
+  // Every file that is read, an index too.
+  virtual std::vector<std::string> files() const { return {path_}; }
   // Gives the file's descriptor back until the next read.
   virtual void close() const {}
 

@@ -264,7 +264,7 @@ class TorchSource : public TensorSource {
     try {
       file_->verify(tick);
     } catch (const Error& e) {
-      if (e.code() == Errc::Interrupted) throw;  // by the tick
+      if (e.code() != Errc::Corrupt) throw;
       return {e.what()};
     }
     return {};

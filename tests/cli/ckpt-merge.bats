@@ -455,3 +455,79 @@ PY
   [[ $stderr == *"there is room for"* ]]
   [ ! -e out ]
 }
+
+@test "neither report nor model goes over what a checkpoint is made of" {
+  local -r before=$(sha256sum run/latest $step/*)
+  refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/manifest.json
+  refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/rank-00000.h5
+  refuses 2 "is the run's own file" run -o a.safetensors --output run/latest
+  [ "$(sha256sum run/latest $step/*)" == "$before" ]
+  "$merge" run -o shards --format safetensors --max-shard-size 100B --quiet
+  local -r shard=$(ls shards/model-*.safetensors | head -1)
+  refuses 2 "$shard: is a file of the source shards" shards -o "$shard" --only 'h.0*'
+  refuses 2 "is a file of the source" shards -o shards/../shards/model.safetensors.index.json --format safetensors
+  cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
+  refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/mp_rank_00_model_states.pt --format safetensors
+  refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/x.safetensors
+  [ ! -e a.safetensors ]
+}
+
+@test "a config.json that the weights do not fit is refused, one of another family's is not judged" {
+  cp -r "$DS_SOURCE"/tests/golden/{llama,gpt2} .
+  "$merge" llama -o whole --format hf --quiet
+  refuses 3 "does not fit the config.json of the output" llama -o out --format hf --config gpt2
+  safetensors part.safetensors '{"model.norm.weight": ["F32", [1], b"1234"]}'
+  refuses 3 "model.embed_tokens.weight is missing" part.safetensors -o out --format hf --config llama
+  sed 's/LlamaForCausalLM/LlamaForSequenceClassification/' llama/config.json >other.json
+  "$merge" part.safetensors -o other --format hf --config other.json --quiet
+  # What transformers would pass over is said.
+  /usr/bin/python3 - <<'PY'
+import json, struct
+data = open("whole/model.safetensors", "rb").read()
+n = struct.unpack("<Q", data[:8])[0]
+header, body = json.loads(data[8:8 + n]), data[8 + n:]
+header["v_head.weight"] = {"dtype": "F32", "shape": [1], "data_offsets": [len(body), len(body) + 4]}
+text = json.dumps(header).encode()
+open("more.safetensors", "wb").write(struct.pack("<Q", len(text)) + text + body + b"1234")
+PY
+  run --separate-stderr "$merge" more.safetensors -o more --format hf --config llama
+  [ "$status" -eq 0 ]
+  [[ $stderr == *"warning: "*"v_head.weight is not a parameter of the model"* ]]
+}
+
+@test "the config.json beside a DeepSpeed checkpoint is its model's" {
+  cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
+  refuses 2 "name one with --config" zero -o out --format hf
+  echo '{"model_type": "mine", "architectures": ["Mine"]}' >zero/config.json
+  "$merge" zero -o mine --format hf --quiet
+  grep -q '"model_type": "mine"' mine/config.json
+}
+
+@test "a mounted empty directory is filled" {
+  unshare --map-root-user --mount true || skip "no mounts of our own here"
+  mkdir volume
+  unshare --map-root-user --mount --propagation private bash -c '
+    set -e
+    mount -t tmpfs -o size=8m tmpfs volume
+    "$1" run -o volume --format checkpoint --verify --quiet >/dev/null
+    ls -A volume >listing
+    "$1" volume -o a.safetensors --optimizer --quiet
+    mkdir volume/inner && mount -t tmpfs tmpfs volume/inner
+    "$(dirname "$1")/ds-shard" run -o volume/inner --dp 3 --quiet
+    "$1" volume/inner -o c.safetensors --optimizer --quiet
+    rm -r volume/inner/*
+    ! (ulimit -f 1; "$1" run -o volume/inner --format checkpoint --quiet 2>/dev/null)
+    [ -z "$(ls -A volume/inner)" ]' - "$merge"
+  [ "$(cat listing)" == $'latest\nstep-00000003' ]
+  "$merge" run -o b.safetensors --optimizer --quiet
+  cmp a.safetensors b.safetensors
+  cmp a.safetensors c.safetensors
+}
+
+@test "a name as long as file systems take" {
+  local -r file=$(printf '%0243d' 0).safetensors dir=$(printf '%0255d' 0)
+  "$merge" run -o "$file" --quiet
+  "$merge" run -o "$dir" --format checkpoint --quiet
+  "$merge" "$dir" -o b.safetensors --quiet
+  cmp "$file" b.safetensors
+}

@@ -219,6 +219,12 @@ JSON
   ds-ckpt-merge again -o b.safetensors --optimizer --quiet
   cmp a.safetensors b.safetensors
 
+  # The masters of a file are its weights.
+  run -0 ds-train cfg.json --weights full.safetensors --eval
+  local -r loss=$(grep -o 'validation loss.*\|loss.*' <<<"$output" | head -1)
+  run -0 ds-train cfg.json --weights whole/step-00000002 --eval
+  [ "$loss" == "$(grep -o 'validation loss.*\|loss.*' <<<"$output" | head -1)" ] && [ -n "$loss" ]
+
   ds-ckpt-merge whole -o weights.safetensors --quiet
   ds-shard weights.safetensors -o base --dp 2 --quiet
   ds-train cfg.json --weights weights.safetensors --out from_file --steps 2 --quiet
@@ -227,4 +233,30 @@ JSON
   ds-ckpt-merge from_file -o a.safetensors --optimizer --quiet
   ds-ckpt-merge from_shards -o b.safetensors --optimizer --quiet
   cmp a.safetensors b.safetensors
+}
+
+@test "the type of most weights is told, not that of the run" {
+  ds-ckpt-merge run -o full.safetensors --dtype fp32 --optimizer --quiet # of a run in bf16
+  run -0 --separate-stderr ds-shard full.safetensors -o out
+  [[ $output == *"dtype       fp32"* ]]
+  run -0 --separate-stderr ds-shard show out
+  [[ $output == *"dtype       fp32"* ]]
+}
+
+@test "--output is a place of its own" {
+  refuses 2 "are the same file" run -o out --output out
+  refuses 2 "lies inside a checkpoint step" show run --output run/step-00000003/rank-00000.h5
+}
+
+@test "ds-train says what to do with a DeepSpeed checkpoint" {
+  cp "$DS_SOURCE/LICENSE" text.txt
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2},
+  "data": {"train": "text.txt", "seq_length": 32}, "train_batch_size": 4, "steps": 2, "device": "cpu"
+}
+JSON
+  run -4 --separate-stderr ds-train cfg.json --resume "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" --out out
+  [[ $stderr == *"a DeepSpeed checkpoint; make one of ours of it with ds-shard"* ]]
+  [ ! -e out ]
 }

@@ -2,6 +2,7 @@
 // Saving and loading at any layout; every kind of damage is refused by name; failures and kills leave what was there.
 
 #include <fcntl.h>
+#include <gmock/gmock.h>
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -278,6 +279,21 @@ TEST_F(DamagedCheckpoint, VerifyListsEveryBadFile) {
   ASSERT_EQ(bad.size(), 2u);
   EXPECT_NE(bad[0].find("rank-00000.h5"), std::string::npos);
   EXPECT_NE(bad[1].find("rank-00001.h5"), std::string::npos);
+}
+
+// Neither a refusal of the system nor a run that removes the step beside us says anything about the files.
+TEST_F(DamagedCheckpoint, WhatCannotBeReadIsNoDamage) {
+  CheckpointReader reader(step);
+  rlimit before = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {0, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  EXPECT_ERROR(reader.verify({}), Errc::Io, "Too many open files");
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  fs::remove(step + "/model.h5");
+  EXPECT_THAT(reader.verify({}), ::testing::ElementsAre(::testing::HasSubstr("model.h5: is missing")));
+  fs::remove_all(step);
+  EXPECT_ERROR(reader.reopen(), Errc::Io, "has been removed while it was read");
 }
 
 TEST_F(DamagedCheckpoint, MissingTruncatedAndSwappedShards) {

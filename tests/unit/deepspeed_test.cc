@@ -395,6 +395,13 @@ TEST_F(DeepSpeedDirectory, OneMomentAloneIsNoStateOfAdam) {
   EXPECT_FALSE(state->has(State::ExpAvgSq));
 }
 
+TEST_F(DeepSpeedDirectory, AStateOfAnotherShapeThanItsParameterIsRefused) {
+  using namespace std::string_literals;
+  const std::string tag = copy("zero0-fp16");  // blocks.0.down.weight is the last of its masters
+  replace_in_pickle(tag + "/mp_rank_00_model_states.pt", "K\x07K\x0f\x86r/\x01"s, "K\x07K\x0b\x86r/\x01"s);
+  refused(Errc::Mismatch, "'blocks.0.down.weight' is of shape [7,15], and its master of shape [7,11]");
+}
+
 TEST_F(DeepSpeedDirectory, DamagedHeadersAreNamed) {
   const std::string path = copy("zero1-fp16") + "/zero_pp_rank_1_mp_rank_00_optim_states.pt", good = read_file(path);
   write_file(path, good.substr(0, good.size() / 2));

@@ -7,6 +7,7 @@
 #include <charconv>
 #include <cmath>
 #include <csignal>
+#include <filesystem>
 
 #include "common/internal.h"
 #include "ds/error.h"
@@ -16,7 +17,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP};
+constexpr int kSignals[] = {SIGINT, SIGTERM, SIGHUP, SIGQUIT};
 volatile std::sig_atomic_t stopped_by = 0;
 
 extern "C" void note_signal(int signal) { stopped_by = signal; }
@@ -49,6 +50,12 @@ std::function<void(i64, i64)> CopyLine::hook() {
                            static_cast<double>(total) / 1e9, rate / 1e9,
                            duration(static_cast<double>(total - done) / rate)));
   };
+}
+
+void check_outputs_differ(const Output& out, const std::string& model) {
+  namespace fs = std::filesystem;
+  if (out.to_file() && fs::weakly_canonical(out.file()) == fs::weakly_canonical(model))
+    throw Error(Errc::Config, "--out and --output are the same file: one is the model, one the report");
 }
 
 void claim_stdout(const Output& out) {

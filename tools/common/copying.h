@@ -11,8 +11,8 @@
 
 namespace ds::tools {
 
-// While it lives, SIGINT, SIGTERM and SIGHUP end the work at the next call of the hook: what is half-written goes, and
-// the process ends by that signal.
+// While it lives, SIGINT, SIGTERM, SIGHUP and SIGQUIT end the work at the next call of the hook: what is half-written
+// goes, and the process ends by that signal.
 class CopyLine {
  public:
   CopyLine();
@@ -26,6 +26,9 @@ class CopyLine {
   ProgressLine line_;
   std::chrono::steady_clock::time_point start_, shown_;
 };
+
+// Throws Errc::Config if the report (--output) and the model (--out) would be the same file.
+void check_outputs_differ(const Output& out, const std::string& model);
 
 // The model goes to standard output: throws Errc::Config if that is a terminal, or if the report would go there too. A
 // reader that goes away ends the process, as it does cat(1).

@@ -14,6 +14,7 @@
 
 #include "common/internal.h"
 #include "common/tool.h"
+#include "ds/checkpoint.h"
 #include "ds/error.h"
 
 namespace ds::tools {
@@ -140,6 +141,7 @@ Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool),
     if (::access(place.c_str(), is_special(file_) ? W_OK : W_OK | X_OK) != 0)
       refuse(
           fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), std::strerror(errno)));
+    if (!is_special(file_)) check_place(target_of(file_));  // says it itself
   } catch (const fs::filesystem_error& e) {
     refuse(e.code().message());
   }

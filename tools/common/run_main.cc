@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <new>
 
 #include "common/internal.h"
@@ -188,6 +189,9 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   } catch (const Error& e) {
     report_error(e.what());
     status = exit_code(e.code());
+  } catch (const std::filesystem::filesystem_error& e) {
+    report_error(fmt::format("{}: {}", e.path1().string(), e.code().message()));
+    status = exit_code(Errc::Io);
   } catch (const std::bad_alloc&) {
     report_error("out of memory");
     status = exit_code(Errc::OutOfMemory);

@@ -115,4 +115,8 @@ struct CheckpointSummary {
 // Reads the manifest alone, and the sizes of the files. Throws as find_checkpoint, and Errc::Corrupt.
 DS_API CheckpointSummary describe_checkpoint(const std::string& dir, const std::string& tag = {});
 
+// Throws Errc::Config unless `path`, a file or directory to be, has a directory to stand in, lies in no saved step
+// (ours, or a tag of DeepSpeed's) and is none of the files that a run keeps for itself.
+DS_API void check_place(const std::string& path);
+
 }  // namespace ds
