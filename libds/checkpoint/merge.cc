@@ -7,6 +7,7 @@
 
 #include "base/json.h"
 #include "checkpoint/hf_directory.h"
+#include "checkpoint/match_weights.h"
 #include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
@@ -16,7 +17,6 @@
 #include "ds/checkpoint.h"
 #include "ds/log.h"
 #include "formats/safetensors.h"
-#include "model/match_weights.h"
 #include "model/models.h"
 
 namespace ds {
@@ -182,7 +182,7 @@ void check_fit(const TensorSource& tensors, const std::string& config) {
   const std::optional<ModelConfig> known = known_model(Json::parse(config));
   if (!known) return;
   const model::Model model = model::make_model(*known, 1);
-  const model::WeightMatch match = model::match_weights(model, tensors);
+  const WeightMatch match = match_weights(model, tensors);
   DS_CHECK(match.unfit.empty(), Errc::Mismatch, "{} does not fit the config.json of the output:\n  {}", tensors.path(),
            first_lines(match.unfit, "\n  "));
   if (!match.extra.empty())

@@ -6,10 +6,10 @@
 #include <filesystem>
 #include <set>
 
+#include "checkpoint/match_weights.h"
 #include "checkpoint/tensor_state.h"
 #include "ds/log.h"
 #include "formats/tensor_io.h"
-#include "model/match_weights.h"
 
 namespace ds::engine {
 namespace fs = std::filesystem;
@@ -77,13 +77,13 @@ std::string published_weights(const std::string& model_path) {
 
 namespace {
 
-struct Match : model::WeightMatch {
+struct Match : WeightMatch {
   std::unique_ptr<TensorSource> source;
 };
 
 Match match(const model::Model& model, const std::string& path, bool new_head) {
   std::unique_ptr<TensorSource> source = open_weights(path);
-  model::WeightMatch found = model::match_weights(model, *source, new_head);
+  WeightMatch found = match_weights(model, *source, new_head);
   found.unfit.insert(found.unfit.end(), found.extra.begin(), found.extra.end());
   DS_CHECK(found.unreadable.empty(), Errc::Unavailable, "{}: only fp64, fp32, bf16 and fp16 are read:\n  {}",
            source->path(), first_lines(found.unreadable, "\n  "));

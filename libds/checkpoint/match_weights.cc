@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "model/match_weights.h"
+#include "checkpoint/match_weights.h"
 
 #include <algorithm>
 #include <set>
 
-namespace ds::model {
+namespace ds {
 namespace {
 
 // The first part of parameter names, which files of a model without its head leave out.
@@ -47,7 +47,7 @@ auto find_parameter(std::string_view name, Find find) {
 
 }  // namespace
 
-WeightMatch match_weights(const Model& model, const TensorSource& source, bool new_head) {
+WeightMatch match_weights(const model::Model& model, const TensorSource& source, bool new_head) {
   const auto foreign = [&](std::string_view name) {
     const auto it = std::ranges::find(source.foreign(), name, &ForeignTensor::name);
     return it == source.foreign().end() ? nullptr : &*it;
@@ -55,7 +55,7 @@ WeightMatch match_weights(const Model& model, const TensorSource& source, bool n
   // Under its own names, or else under one that is tied to it: writers keep either.
   const auto find_row = [&](std::string_view row) {
     const TensorInfo* t = find_parameter(row, [&](std::string_view name) { return source.find(name); });
-    for (const Tie& tie : model.ties) {
+    for (const model::Tie& tie : model.ties) {
       if (t == nullptr && tie.name == row) t = source.find(tie.alias);
     }
     return t;
@@ -67,7 +67,7 @@ WeightMatch match_weights(const Model& model, const TensorSource& source, bool n
       match.unreadable.push_back(fmt::format("{} is of type {}", t.name, dtype_name(t.dtype)));
   };
   for (const auto& layer : model.layers) {
-    for (const ParamRow& row : layer->rows()) {
+    for (const model::ParamRow& row : layer->rows()) {
       const TensorInfo* t = find_row(row.name);
       match.tensors.push_back(t);
       if (t == nullptr) {
@@ -90,7 +90,7 @@ WeightMatch match_weights(const Model& model, const TensorSource& source, bool n
     }
   }
   const auto is_tied = [&](std::string_view name) {
-    return std::ranges::find(model.ties, name, &Tie::alias) != model.ties.end();
+    return std::ranges::find(model.ties, name, &model::Tie::alias) != model.ties.end();
   };
   const auto note_extra = [&](const std::string& name) {
     if (used.contains(name) || is_known_extra(name) || is_tied(name)) return;
@@ -105,11 +105,11 @@ WeightMatch match_weights(const Model& model, const TensorSource& source, bool n
     note_extra(f.name);
     if (is_tied(f.name)) match.unreadable.push_back(fmt::format("{} is of type {}", f.name, f.type));
   }
-  for (const Tie& tie : model.ties) {
+  for (const model::Tie& tie : model.ties) {
     const TensorInfo *alias = source.find(tie.alias), *own = find_row(tie.name);
     if (alias != nullptr && alias != own) match.both_of_tie.push_back({own, alias, &tie});
   }
   return match;
 }
 
-}  // namespace ds::model
+}  // namespace ds
