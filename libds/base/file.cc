@@ -170,8 +170,26 @@ std::string temporary_name(const std::string& path) {
   return fmt::format("{}.{}.tmp-{}", path.substr(0, name), path.substr(name, kMostBytes), random_hex64());
 }
 
-// Whether an empty directory can give its name to another one: not where something is mounted, nor in a directory of
-// somebody else's.
+// Whether `dir` holds nothing, but for what a new file system comes with.
+bool is_empty_directory(const std::string& dir) {
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error))
+    if (it->path().filename() != "lost+found") return false;
+  return true;
+}
+
+// Gives `path` owner, group and mode of the directory that it is to replace.
+bool take_on(const std::string& path, const std::string& dir) {
+  struct stat own = {}, wanted = {};
+  if (::stat(path.c_str(), &own) != 0 || ::stat(dir.c_str(), &wanted) != 0) return false;
+  if ((own.st_uid != wanted.st_uid || own.st_gid != wanted.st_gid) &&
+      ::chown(path.c_str(), wanted.st_uid, wanted.st_gid) != 0)
+    return false;
+  return own.st_mode == wanted.st_mode || ::chmod(path.c_str(), wanted.st_mode & 07777u) == 0;
+}
+
+// Whether an empty directory can give its name to another one: not where something is mounted, nor in a directory that
+// we may not change.
 bool is_replaceable(const std::string& dir, const std::string& parent) {
   struct statx own = {};
   const bool is_mount_point = ::statx(AT_FDCWD, dir.c_str(), 0, STATX_TYPE, &own) == 0 &&
@@ -215,18 +233,25 @@ PendingDirectory::PendingDirectory(std::string target) : target_(std::move(targe
   target_ = follow_links(target_);
   const fs::file_status status = fs::status(target_, error);
   DS_CHECK(!fs::exists(status) || fs::is_directory(status), Errc::Config, "{}: is not a directory", target_);
-  DS_CHECK(!fs::equivalent(target_, ".", error), Errc::Config,
-           "{}: is the working directory, which cannot be replaced; name another", target_);
-  DS_CHECK(!fs::exists(status) || fs::is_empty(target_, error), Errc::Config,
+  DS_CHECK(!fs::exists(status) || is_empty_directory(target_), Errc::Config,
            "{}: is not empty; choose another directory", target_);
   const std::string parent = parent_directory(target_);
   DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", target_, parent);
   is_inside_ = fs::exists(status) && !is_replaceable(target_, parent);
+  DS_CHECK(is_inside_ || !fs::equivalent(target_, ".", error), Errc::Config,
+           "{}: is the working directory, which cannot be replaced; name another", target_);
   const std::string name = fs::path(target_).filename();
-  std::string temporary = temporary_name(is_inside_ ? target_ + "/" + name : target_);
-  if (::mkdir(temporary.c_str(), 0777) != 0)
-    fail(is_inside_ ? "create a directory in" : "create a directory beside", target_);
-  temporary_ = std::move(temporary);
+  const auto make = [&] {
+    std::string temporary = temporary_name(is_inside_ ? target_ + "/" + name : target_);
+    if (::mkdir(temporary.c_str(), 0777) != 0)
+      fail(is_inside_ ? "create a directory in" : "create a directory beside", target_);
+    temporary_ = std::move(temporary);
+  };
+  make();
+  if (is_inside_ || !fs::exists(status) || take_on(temporary_, target_)) return;
+  ::rmdir(temporary_.c_str());  // somebody else's, and it stays that
+  is_inside_ = true;
+  make();
 }
 
 PendingDirectory::~PendingDirectory() {
@@ -249,9 +274,13 @@ void PendingDirectory::move_out() {
   std::ranges::sort(entries, {}, [](const fs::directory_entry& e) {
     return std::make_tuple(!e.is_directory(), e.last_write_time(), e.path());
   });
-  const auto target = [&](const fs::directory_entry& e) { return fs::path(target_) / e.path().filename(); };
+  const auto target = [&](const fs::directory_entry& e) { return target_ + "/" + e.path().filename().string(); };
   for (size_t i = 0; i < entries.size(); ++i) {
-    if (::rename(entries[i].path().c_str(), target(entries[i]).c_str()) == 0) continue;
+    const std::string from = entries[i].path(), to = target(entries[i]);
+    int failed = ::renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_NOREPLACE);
+    if (failed != 0 && errno == EINVAL)
+      failed = ::rename(from.c_str(), to.c_str());  // a file system that knows no flags
+    if (failed == 0) continue;
     const int error = errno;
     while (i-- > 0) ::rename(target(entries[i]).c_str(), entries[i].path().c_str());
     errno = error;

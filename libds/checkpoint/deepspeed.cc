@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "checkpoint/deepspeed_table.h"
+#include "checkpoint/hf_directory.h"
 
 namespace ds {
 namespace {
@@ -86,7 +87,9 @@ bool is_deepspeed(const std::string& dir) {
 
 std::unique_ptr<StateSource> open_deepspeed(const std::string& dir, const std::string& tag) {
   const std::string path = find_deepspeed_tag(dir, tag);
-  return std::make_unique<DeepspeedReader>(path, read_deepspeed_table(list_deepspeed_files(path)));
+  DeepspeedTable table = read_deepspeed_table(list_deepspeed_files(path));
+  table.meta.model_config_json = find_hf_config(parent_directory(path));  // as trainers leave it
+  return std::make_unique<DeepspeedReader>(path, std::move(table));
 }
 
 }  // namespace ds

@@ -37,6 +37,24 @@ std::string torch_dtype(DType t) {
 
 }  // namespace
 
+std::string read_hf_config(const std::string& dir) {
+  constexpr i64 kMaxConfig = i64{1} << 20;
+  const std::string path = dir + "/config.json";
+  if (!fs::exists(path)) return "";
+  const Json json = parse_json(read_text_file(path, kMaxConfig), path, {.error = Errc::Corrupt, .places = false}).root;
+  DS_CHECK(json.is_object(), Errc::Corrupt, "{}: is no JSON object", path);
+  return json.dump();
+}
+
+std::string find_hf_config(const std::string& dir) {
+  try {
+    const std::string text = read_hf_config(dir);
+    if (!text.empty() && Json::parse(text).contains("model_type")) return text;
+  } catch (const Error&) {  // something else of that name
+  }
+  return "";
+}
+
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype) {
   Json json = Json::parse(config);
   if (dtype) {

@@ -10,6 +10,11 @@
 
 namespace ds {
 
+// config.json of a directory, on one line; empty if there is none. Throws Errc::Corrupt unless it is a JSON object.
+std::string read_hf_config(const std::string& dir);
+// The same of a directory that may hold other things: empty unless it is one of a model, with a `model_type`.
+std::string find_hf_config(const std::string& dir);
+
 // Writes config.json: `config` (a JSON document) with the dtype of the weights; and, where `config` names begin and end
 // tokens and the directory has none yet, generation_config.json.
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype);

@@ -144,6 +144,8 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
   meta.model_config_json = extract(j.at("model_config"));
+  DS_CHECK(j.at("model_config").is_null() || j.at("model_config").is_object(), Errc::Corrupt,
+           "'model_config' is no object");
   if (j.contains("metadata")) {
     const auto pairs = j.at("metadata").get<std::vector<std::pair<std::string, std::string>>>();
     meta.metadata.emplace(pairs.begin(), pairs.end());

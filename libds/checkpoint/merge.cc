@@ -116,7 +116,9 @@ std::string output_target(const std::string& output) {
 std::vector<std::string> model_places(const std::string& source, const CheckpointMeta& meta) {
   std::vector<std::string> places;
   // Trainers put the model's files beside a DeepSpeed checkpoint.
-  if (fs::is_directory(source) && (!is_checkpoint(source) || fs::exists(source + "/config.json")))
+  const auto has = [&](const char* name) { return fs::exists(fmt::format("{}/{}", source, name)); };
+  if (fs::is_directory(source) &&
+      (!is_checkpoint(source) || has("config.json") || has("tokenizer.json") || has("tokenizer_config.json")))
     places.push_back(source);
   if (meta.config_json.empty()) return places;
   const Json config = Json::parse(meta.config_json);
@@ -162,15 +164,11 @@ std::vector<std::string> tokenizer_places(const std::string& source, const Check
   return places;
 }
 
-std::string hf_config(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o) {
-  const bool is_beside = fs::is_directory(source) && fs::exists(source + "/config.json");
-  const std::string place = !o.config.empty() ? o.config : meta.model_config_json.empty() && is_beside ? source : "";
-  if (place.empty()) {
-    DS_CHECK(!meta.model_config_json.empty(), Errc::Config,
-             "{}: does not know the model's config.json: name one with --config", source);
-    return meta.model_config_json;
-  }
-  const std::string path = fs::is_directory(place) ? place + "/config.json" : place;
+std::string hf_config(const CheckpointMeta& meta, const MergeOptions& o) {
+  DS_CHECK(!o.config.empty() || !meta.model_config_json.empty(), Errc::Config,
+           "the checkpoint does not know the model's config.json: name one with --config");
+  if (o.config.empty()) return meta.model_config_json;
+  const std::string path = fs::is_directory(o.config) ? o.config + "/config.json" : o.config;
   const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
   DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
   return config.dump();
@@ -179,7 +177,12 @@ std::string hf_config(const std::string& source, const CheckpointMeta& meta, con
 // Whether transformers would find the weights that `config` asks for; where it describes no model of the zoo, it alone
 // knows.
 void check_fit(const TensorSource& tensors, const std::string& config) {
-  const std::optional<ModelConfig> known = known_model(Json::parse(config));
+  std::string why;
+  const std::optional<ModelConfig> known = known_model(Json::parse(config), why);
+  if (!why.empty())
+    log_message(
+        LogLevel::Warning,
+        fmt::format("{}: whether the weights fit the config.json of the output is not known: {}", tensors.path(), why));
   if (!known) return;
   const model::Model model = model::make_model(*known, 1);
   const WeightMatch match = match_weights(model, tensors);
@@ -191,9 +194,10 @@ void check_fit(const TensorSource& tensors, const std::string& config) {
 }
 
 // Of a source of several files none is replaced: what has been written would not be what is read next time.
-void check_not_source(const std::string& source, const std::vector<std::string>& files, const std::string& target) {
+void check_not_source(const std::string& source, std::vector<std::string> files, const std::string& target) {
   if (files.size() < 2 && !fs::is_directory(source)) return;
   std::error_code ignored;
+  files.push_back(source + "/config.json");
   for (const std::string& file : files)
     DS_CHECK(!fs::equivalent(file, target, ignored), Errc::Config, "{}: is a file of the source {}", target, source);
 }
@@ -241,7 +245,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   }
 
   const std::unique_ptr<StateSource> state = open_state(source, o.tag);
-  const std::string config = format == Format::Hf ? hf_config(source, state->meta(), o) : "";
+  const std::string config = format == Format::Hf ? hf_config(state->meta(), o) : "";
   const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);

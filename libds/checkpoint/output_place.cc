@@ -3,9 +3,12 @@
 
 #include <sys/statvfs.h>
 
+#include <algorithm>
+#include <array>
 #include <filesystem>
 
 #include "base/file.h"
+#include "checkpoint/deepspeed.h"
 #include "checkpoint/manifest.h"
 #include "ds/checkpoint.h"
 
@@ -14,16 +17,26 @@ namespace {
 
 namespace fs = std::filesystem;
 
+// What runs, and DeepSpeed's, keep beside their steps.
+constexpr std::array<std::string_view, 4> kOwnNames = {"latest", "latest_universal", "metrics.jsonl", "lock"};
+
 // A saved step, or what a save that was cut off left of one; a tag of DeepSpeed's.
 bool is_step(const fs::path& dir) {
-  const auto has = [&](std::string_view name) { return fs::exists(dir / name); };
-  return parse_step_name(dir.filename().string()) || (has(kManifestName) && has(kViewName)) ||
+  const auto has = [&](std::string_view name) {
+    std::error_code ignored;
+    return fs::exists(dir / name, ignored);
+  };
+  return has(kManifestName) || (parse_step_name(dir.filename().string()) && (has(kViewName) || has("rank-00000.h5"))) ||
          has("mp_rank_00_model_states.pt") || has("zero_pp_rank_0_mp_rank_00_model_states.pt");
 }
 
-bool is_run(const fs::path& dir) {
-  for (const auto& entry : fs::directory_iterator(dir)) {
-    if (entry.path().filename() == "latest" || parse_step_name(entry.path().filename().string())) return true;
+// Whether something in `dir`, other than `name`, says that it is a run's.
+bool is_run(const fs::path& dir, const fs::path& name) {
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const fs::path entry = it->path().filename();
+    if (entry == name) continue;
+    if (entry == "latest" || entry == "latest_universal" || parse_step_name(entry.string())) return true;
   }
   return false;
 }
@@ -35,14 +48,15 @@ void check_place(const std::string& path) {
   const std::string parent = parent_directory(target.string());
   std::error_code error;
   DS_CHECK(fs::is_directory(parent, error), Errc::Config, "{}: there is no directory {}", path, parent);
-  const fs::path folder = fs::canonical(parent);
+  const fs::path folder = fs::canonical(parent, error);
+  if (error) return;  // a way there that we may not look at
   for (fs::path dir = folder; dir != dir.root_path(); dir = dir.parent_path()) {
     DS_CHECK(!is_step(dir), Errc::Config, "{}: lies inside a checkpoint step, which must stay as it was saved", path);
   }
-  for (const std::string_view part : {"latest", "metrics.jsonl", "lock"}) {
-    DS_CHECK(target.filename() != part || !is_run(folder), Errc::Config,
-             "{}: is the run's own file; choose another name", path);
-  }
+  const fs::path name = target.filename();
+  const bool is_own = parse_step_name(name.string()) || std::ranges::find(kOwnNames, name.string()) != kOwnNames.end();
+  DS_CHECK(!is_own || !(is_run(folder, name) || is_deepspeed(folder)), Errc::Config,
+           "{}: is the run's own name; choose another", path);
 }
 
 void check_room(const std::string& dir, i64 bytes) {

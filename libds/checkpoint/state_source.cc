@@ -8,6 +8,7 @@
 
 #include "base/json.h"
 #include "checkpoint/deepspeed.h"
+#include "checkpoint/hf_directory.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/tensor_state.h"
 #include "ds/log.h"
@@ -18,7 +19,6 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr i64 kConvertElems = i64{1} << 20;
-constexpr i64 kMaxConfig = i64{1} << 20;
 
 // A run of ours or one of its steps.
 bool is_ours(const std::string& dir) {
@@ -34,13 +34,6 @@ std::unique_ptr<StateSource> open_ours(const std::string& dir, const std::string
            step_name(100), tag);
   DS_CHECK(tag.empty() || fs::exists(dir + "/" + tag), Errc::Io, "{}: there is no {}", dir, tag);
   return std::make_unique<CheckpointReader>(tag.empty() ? find_checkpoint(dir) : dir + "/" + tag);
-}
-
-// config.json of a Hugging Face directory, on one line; empty if there is none.
-std::string read_model_config(const std::string& dir) {
-  const std::string path = dir + "/config.json";
-  if (!fs::exists(path)) return "";
-  return parse_json(read_text_file(path, kMaxConfig), path, {.error = Errc::Corrupt, .places = false}).root.dump();
 }
 
 }  // namespace
@@ -116,7 +109,7 @@ std::unique_ptr<StateSource> open_state(const std::string& path, const std::stri
            "{}: no checkpoint and no model in this directory (step-*, {})", path, fmt::join(kPublishedWeights, ", "));
   DS_CHECK(is_directory || !is_deepspeed_shard(path), Errc::Unavailable,
            "{}: one rank's part of a DeepSpeed checkpoint; name its directory", path);
-  return make_tensor_state(open_source(path), is_directory ? read_model_config(path) : "");
+  return make_tensor_state(open_source(path), is_directory ? read_hf_config(path) : "");
 }
 
 }  // namespace ds

@@ -416,6 +416,9 @@ ModelConfig read_model(const Json& object, ModelSource source, const ConfigText&
     // Qwen3's default of 128 belongs to its published sizes.
     if (!r.given("head_dim") && !r.broken("head_dim")) h.m.head_dim = 0;
   }
+  // transformers: a number where the key is missing, as many as heads where it is null.
+  if (!is_inline && (*family == Family::Qwen2 || *family == Family::Qwen3) && !object.contains("num_key_value_heads"))
+    h.m.kv_heads = 32;
   // The old spelling of no window: null.
   if (object.contains("sliding_window") && object["sliding_window"].is_null()) h.sliding_window = 0;
   if (*family == Family::Gpt2 && h.m.intermediate == 0) h.m.intermediate = 4 * h.m.hidden;
@@ -447,7 +450,7 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   return read_model(text.root(), ModelSource::File, text, "", diagnostics);
 }
 
-std::optional<ModelConfig> known_model(const Json& config) {
+std::optional<ModelConfig> known_model(const Json& config, std::string& why) {
   const auto names = config.find("architectures");
   if (names == config.end() || !names->is_array() || names->size() != 1 || !(*names)[0].is_string())
     return std::nullopt;
@@ -456,9 +459,10 @@ std::optional<ModelConfig> known_model(const Json& config) {
   std::vector<Diagnostic> diagnostics;
   const ConfigText text(config.dump(), "config.json", diagnostics);
   ModelConfig model = read_model(text.root(), ModelSource::File, text, "", diagnostics);
-  const bool is_sound =
-      std::ranges::none_of(diagnostics, [](const Diagnostic& d) { return d.severity == Severity::Error; });
-  return is_sound ? std::optional(std::move(model)) : std::nullopt;
+  const auto bad = std::ranges::find(diagnostics, Severity::Error, &Diagnostic::severity);
+  if (bad == diagnostics.end()) return model;
+  why = to_string(*bad);
+  return std::nullopt;
 }
 
 ModelConfig load_model_config(const std::string& dir_or_file) {

@@ -21,8 +21,9 @@ std::vector<Key> model_keys(Family family, ModelSource source);
 // Opens config.json, or the one in a directory, and reads it.
 ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnostic>& diagnostics);
 
-// The model that a config.json describes, where it is one of the zoo by its `architectures`, and with no mistake.
-std::optional<ModelConfig> known_model(const Json& config);
+// The model that a config.json describes, where it is one of the zoo by its `architectures`. Nothing where it is none,
+// and, with the reason, where this library cannot build it.
+std::optional<ModelConfig> known_model(const Json& config, std::string& why);
 
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);

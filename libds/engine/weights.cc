@@ -62,6 +62,8 @@ std::string published_weights(const std::string& model_path) {
   for (const std::string_view name : kPublishedWeights) {
     if (fs::exists(dir / name)) return dir.string();
   }
+  DS_CHECK(!is_checkpoint(dir.string()), Errc::Unavailable,
+           "model.path {}: its weights are in a checkpoint; name {} with --weights, too", model_path, dir.string());
   std::set<std::string> others;
   for (const fs::directory_entry& entry : fs::directory_iterator(dir)) {
     const std::string name = entry.path().filename().string();

@@ -194,9 +194,12 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
   if (!file.close()) c.fail("write the file");
 }
 
+constexpr i64 kMaxGroups = 30;  // above a name; readers bound how deep they look
+
 bool is_hdf5_name(std::string_view name) noexcept {
   if (name.size() > 1024 || std::any_of(name.begin(), name.end(), [](char c) { return static_cast<u8>(c) < 0x20; }))
     return false;
+  if (std::ranges::count(name, '/') > kMaxGroups) return false;
   for (;;) {
     const size_t slash = name.find('/');
     const std::string_view part = name.substr(0, slash);

@@ -11,7 +11,7 @@
 namespace ds {
 
 // Whether `name` is a path of HDF5 in which each part names something: no empty part, "." or "..", no control
-// characters, at most 1024 bytes.
+// characters, at most 1024 bytes and 30 groups.
 bool is_hdf5_name(std::string_view name) noexcept;
 // Throws Errc::Unavailable, naming `path` and the name, unless one file can hold objects of all these names: each is
 // one, and none is a folder of another.

@@ -147,11 +147,11 @@ PY
 @test "the files of a run are no outputs" {
   mkdir "$step/sub"
   for name in latest metrics.jsonl lock; do
-    refuses 2 "is the run's own file" run -o run/$name --format hdf5
+    refuses 2 "is the run's own name" run -o run/$name --format hdf5
   done
   refuses 2 "inside a checkpoint step" run -o "$step/sub/new.h5"
   ln -s run/latest link.h5
-  refuses 2 "is the run's own file" run -o link.h5
+  refuses 2 "is the run's own name" run -o link.h5
   [ "$(cat run/latest)" = step-00000003 ]
 }
 
@@ -460,7 +460,7 @@ PY
   local -r before=$(sha256sum run/latest $step/*)
   refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/manifest.json
   refuses 2 "lies inside a checkpoint step" run -o a.safetensors --output $step/rank-00000.h5
-  refuses 2 "is the run's own file" run -o a.safetensors --output run/latest
+  refuses 2 "is the run's own name" run -o a.safetensors --output run/latest
   [ "$(sha256sum run/latest $step/*)" == "$before" ]
   "$merge" run -o shards --format safetensors --max-shard-size 100B --quiet
   local -r shard=$(ls shards/model-*.safetensors | head -1)
@@ -469,7 +469,55 @@ PY
   cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
   refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/mp_rank_00_model_states.pt --format safetensors
   refuses 2 "lies inside a checkpoint step" zero -o zero/global_step4/x.safetensors
+  cp -r "$DS_SOURCE/tests/golden/deepspeed/universal-zero1" universal
+  refuses 2 "is the run's own name" universal -o universal/latest_universal --format safetensors
+  refuses 2 "is the run's own name" run -o run/step-00000010 --format hf
   [ ! -e a.safetensors ]
+  # Nor over what is read, or belongs to a model.
+  cp -r "$DS_SOURCE/tests/golden/gpt2" hf
+  refuses 2 "is a file of the source hf" hf -o hf/config.json --format safetensors
+  refuses 2 "--output hf/config.json: is a file of a model" hf -o out.h5 --output hf/config.json
+  refuses 2 "--output $shard: is a file of a model" shards -o out.h5 --output "$shard"
+  "$merge" run -o model --format safetensors --quiet
+  refuses 2 "--output ./model: is also DIR" model -o out.h5 --output ./model
+  # What is only named as a checkpoint's parts is nothing to keep.
+  mkdir -p results/step-00000100/eval other
+  "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
+  "$merge" run -o results/step-00000100/eval/x.safetensors --quiet --output other/latest
+}
+
+@test "the report goes to pipes and descriptors, and goes on where they stand" {
+  echo before >log
+  "$merge" run -o a.safetensors --output /dev/stdout >>log
+  "$merge" run -o a.safetensors --output /dev/stderr 2>>log
+  "$merge" run -o a.safetensors --output /dev/fd/5 5>>log
+  [ "$(head -1 log)" == before ]
+  [ "$(grep -c '^checkpoint  run' log)" -eq 3 ]
+  "$merge" run -o a.safetensors --output /dev/stdout | grep -q '^tensors     5'
+  "$merge" run -o a.safetensors --output >(cat >log2)
+  "$DS_BIN/ds-shard" run -o sharded --output >(cat >log3)
+  refuses 2 "--output /dev/fd/77" run -o out.h5 --output /dev/fd/77
+  touch private && chmod 600 private
+  "$merge" run -o a.safetensors --output private
+  [ "$(stat -c %a private)" == 600 ]
+  "$merge" run -o a.safetensors --output "$(printf '%0255d' 0)"
+}
+
+@test "an empty directory keeps its mode, and its owner" {
+  mkdir -m 2750 private
+  "$merge" run -o private --format checkpoint --quiet
+  [ "$(stat -c %a private)" == 2750 ]
+  ((EUID == 0)) || return 0
+  mkdir theirs && chown 65534:65534 theirs
+  "$merge" run -o theirs --format checkpoint --quiet
+  [ "$(stat -c %u:%g theirs)" == 65534:65534 ]
+  mkdir -m 1777 sticky && mkdir -m 777 sticky/out
+  chmod 755 . # nobody comes in
+  setpriv --reuid 65534 --regid 65534 --clear-groups true || skip "no other users here"
+  setpriv --reuid 65534 --regid 65534 --clear-groups test -x . -a -r run/latest || skip "others cannot come here"
+  setpriv --reuid 65534 --regid 65534 --clear-groups "$merge" run -o sticky/out --format checkpoint --quiet
+  [ "$(stat -c %u sticky/out)" == 0 ]
+  [ "$(ls -A sticky/out)" == $'latest\nstep-00000003' ]
 }
 
 @test "a config.json that the weights do not fit is refused, one of another family's is not judged" {
@@ -480,6 +528,15 @@ PY
   refuses 3 "model.embed_tokens.weight is missing" part.safetensors -o out --format hf --config llama
   sed 's/LlamaForCausalLM/LlamaForSequenceClassification/' llama/config.json >other.json
   "$merge" part.safetensors -o other --format hf --config other.json --quiet
+  for text in '[1]' 5 null; do
+    cp -r llama bad && printf %s "$text" >bad/config.json
+    refuses 3 "bad/config.json: is no JSON object" bad -o out --format hf
+    rm -r bad
+  done
+  sed 's/"rope_theta"/"no_such_rope_theta"/; s/"silu"/"gelu"/' llama/config.json >odd.json
+  run --separate-stderr "$merge" llama -o odd --format hf --config odd.json
+  [ "$status" -eq 0 ]
+  [[ $stderr == *"whether the weights fit the config.json of the output is not known: config.json"*hidden_act* ]]
   # What transformers would pass over is said.
   /usr/bin/python3 - <<'PY'
 import json, struct
@@ -498,9 +555,18 @@ PY
 @test "the config.json beside a DeepSpeed checkpoint is its model's" {
   cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" zero
   refuses 2 "name one with --config" zero -o out --format hf
+  echo '{"train_batch_size": 8}' >zero/config.json # of something else
+  refuses 2 "name one with --config" zero -o out --format hf
   echo '{"model_type": "mine", "architectures": ["Mine"]}' >zero/config.json
+  echo '{}' >zero/tokenizer_config.json
   "$merge" zero -o mine --format hf --quiet
   grep -q '"model_type": "mine"' mine/config.json
+  [ -e mine/tokenizer_config.json ]
+  "$DS_BIN/ds-shard" zero -o sharded --quiet
+  "$merge" sharded -o again --format hf --quiet
+  grep -q '"model_type": "mine"' again/config.json
+  run --separate-stderr "$DS_BIN/ds-train" <(echo '{"model": {"path": "zero"}, "data": {"train": "x"}, "train_batch_size": 1}') --check
+  [ "$status" -ne 0 ]
 }
 
 @test "a mounted empty directory is filled" {

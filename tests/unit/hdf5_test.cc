@@ -65,6 +65,17 @@ TEST(Hdf5, AllTypesAndShapesRoundTrip) {
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
 }
 
+TEST(Hdf5, NamesThatItCannotHoldAreKnown) {
+  std::string deep = "x";
+  for (int i = 0; i < 30; ++i) deep = "g/" + deep;
+  EXPECT_TRUE(is_hdf5_name(deep));
+  EXPECT_FALSE(is_hdf5_name("g/" + deep));
+  for (const char* name : {"", "a//b", "/a", "a/", "a/../b", ".", "a\nb"}) EXPECT_FALSE(is_hdf5_name(name)) << name;
+  const TempDirectory dir;
+  create_sink(dir / "x.h5", FileFormat::Hdf5, {{deep, DType::U8, {0}}})->finish();
+  EXPECT_EQ(open_source(dir / "x.h5")->list().at(0).name, deep);
+}
+
 // Nothing of the clock is in them: neither in the root, nor in groups, datasets or views.
 TEST(Hdf5, TheSameContentsAreTheSameBytes) {
   const TempDirectory dir;

@@ -130,7 +130,7 @@ TEST(MergeCheckpoint, OutputsThatMakeNoSense) {
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.config = "c"}), Errc::Config, "takes no config");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.only = {"nothing*"}}), Errc::Mismatch, "matches 'nothing*'");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.tag = "step-00000009"}), Errc::Io, "no step-00000009");
-  EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config, "the run's own file");
+  EXPECT_ERROR(merge_checkpoint(step, dir / "latest", {.format = "hdf5"}), Errc::Config, "the run's own name");
   EXPECT_ERROR(merge_checkpoint(step, dir / "m.h5", {.dtype = DType::I32}), Errc::Config, "not as int32");
 }
 

@@ -149,6 +149,14 @@ TEST(ModelConfig, MissingKeysTakeHuggingFacesDefaults) {
   EXPECT_TRUE(load(R"({"model_type": "llama", "attention_bias": true})").output_bias);
 }
 
+// transformers has a number for a missing key, and takes null for as many as heads.
+TEST(ModelConfig, QwensKeyValueHeadsAreThirtyTwoWhereTheyAreNotSaid) {
+  const char* shape = R"({"model_type": "qwen2", "hidden_size": 256, "num_attention_heads": 64)";
+  EXPECT_EQ(load(fmt::format("{}}}", shape)).kv_heads, 32);
+  EXPECT_EQ(load(fmt::format("{}, \"num_key_value_heads\": null}}", shape)).kv_heads, 64);
+  EXPECT_EQ(load(fmt::format("{}, \"num_key_value_heads\": 8}}", shape)).kv_heads, 8);
+}
+
 TEST(ModelConfig, SlidingWindowsFollowTheLayers) {
   const ModelConfig by_count = load(R"({"model_type": "qwen2", "num_hidden_layers": 4, "use_sliding_window": true,
     "sliding_window": 100, "max_window_layers": 3})");

@@ -59,8 +59,36 @@ Error system_error(std::string_view doing, std::string_view path) {
   return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, std::strerror(errno)));
 }
 
-// A device, a pipe, a socket.
-bool is_special(const std::string& file) { return fs::exists(file) && !fs::is_regular_file(file); }
+// The descriptor that a name as "/dev/stdout" or "/dev/fd/3" stands for: what is written to it goes on from where it
+// stands, as with a pipe.
+std::optional<int> descriptor_of(std::string_view file) {
+  if (file == "/dev/stdout") return STDOUT_FILENO;
+  if (file == "/dev/stderr") return STDERR_FILENO;
+  for (const std::string_view folder : {"/dev/fd/", "/proc/self/fd/"}) {
+    int fd = 0;
+    if (!file.starts_with(folder)) continue;
+    const auto [end, error] = std::from_chars(file.data() + folder.size(), file.data() + file.size(), fd);
+    if (error == std::errc() && end == file.data() + file.size()) return fd;
+  }
+  return std::nullopt;
+}
+
+// A descriptor, a device, a pipe, a socket.
+bool is_special(const std::string& file) {
+  return descriptor_of(file) || (fs::exists(file) && !fs::is_regular_file(file));
+}
+
+// What is there already and no report of ours: a part of a model or its tokenizer.
+bool is_model_file(const fs::path& file) {
+  const std::string name = file.filename();
+  for (const std::string_view end : {".safetensors", ".h5", ".hdf5", ".bin", ".pt", ".pth", ".model", ".index.json"})
+    if (name.ends_with(end)) return true;
+  for (const std::string_view whole :
+       {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+        "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"})
+    if (name == whole) return true;
+  return false;
+}
 
 // Where `file` is or will be: the end of its links, which need not exist.
 fs::path target_of(const std::string& file) {
@@ -72,10 +100,14 @@ fs::path target_of(const std::string& file) {
 // Temporary name in the same folder, fsync, rename, fsync of the folder.
 void write_whole(const std::string& file, std::string_view bytes) {
   const fs::path target = target_of(file);
-  const std::string temporary = fmt::format("{}.tmp-{}", target.string(), ::getpid());
+  const std::string name = target.filename().string().substr(0, 200);  // with what follows, no longer than names may be
+  const std::string temporary = target.parent_path() / fmt::format(".{}.tmp-{}", name, ::getpid());
   const int fd = ::open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd < 0) throw system_error("create", temporary);
   try {
+    struct stat replaced = {};  // whoever could not read that must not read this
+    if (::stat(target.c_str(), &replaced) == 0 && ::fchmod(fd, replaced.st_mode & 07777u) != 0)
+      throw system_error("set the mode of", file);
     write_all(fd, bytes, file);
     if (::fsync(fd) != 0) throw system_error("sync", file);
     ::close(fd);
@@ -136,12 +168,18 @@ Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool),
     throw Error(Errc::Config, fmt::format("--output {}: {}", file_, why));
   };
   try {
+    if (const std::optional<int> fd = descriptor_of(file_)) {
+      if (::fcntl(*fd, F_GETFD) < 0) refuse(std::strerror(errno));
+      return;
+    }
     if (fs::is_directory(file_)) refuse("is a directory");
     const fs::path place = is_special(file_) ? fs::path(file_) : target_of(file_).parent_path();
     if (::access(place.c_str(), is_special(file_) ? W_OK : W_OK | X_OK) != 0)
       refuse(
           fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), std::strerror(errno)));
-    if (!is_special(file_)) check_place(target_of(file_));  // says it itself
+    if (is_special(file_)) return;
+    check_place(target_of(file_));
+    if (is_model_file(file_) && fs::exists(file_)) refuse("is a file of a model, which a report does not replace");
   } catch (const fs::filesystem_error& e) {
     refuse(e.code().message());
   }
@@ -166,6 +204,7 @@ void Output::document(const nlohmann::ordered_json& fields, bool compact) {
 void Output::commit() {
   if (rank() > 0 || !to_file()) return;
   if (!is_special(file_)) return write_whole(file_, pending_);
+  if (const std::optional<int> fd = descriptor_of(file_)) return write_all(*fd, pending_, file_);
   const int fd = ::open(file_.c_str(), O_WRONLY | O_CLOEXEC);  // a device or a pipe has no whole to keep
   if (fd < 0) throw system_error("open", file_);
   write_all(fd, pending_, file_);
