@@ -191,7 +191,8 @@ class Launcher {
       greeting_.push_back(std::make_unique<Channel>(std::move(fd)));
   }
 
-  // A shim that has said who it is gets its rank to run.
+  // When every shim has said who it is, they get their ranks to run: all together, so that one that fails at once does
+  // not keep another from saying why.
   void greet() {
     for (std::unique_ptr<Channel>& channel : greeting_) {
       const std::optional<Frame> hello = channel->receive();
@@ -202,10 +203,11 @@ class Launcher {
                "a shim introduced itself as rank '{}'", fields.empty() ? "" : fields[0]);
       ranks_[r].end.host = fields[2];
       ranks_[r].channel = std::move(channel);
-      // A rank that is done, with 75 too, does not keep a late one from its part; a failed one does.
-      if (phase_ <= Phase::Ending && !failed_ && !aborted_) start(ranks_[r]);
     }
     std::erase_if(greeting_, [](const auto& channel) { return channel == nullptr || channel->closed(); });
+    const auto waits = [](const Rank& r) { return r.channel != nullptr && !r.started && !r.ended; };
+    if (phase_ != Phase::Running || !std::all_of(ranks_.begin(), ranks_.end(), waits)) return;
+    for (Rank& rank : ranks_) start(rank);
   }
 
   void start(Rank& rank) {

@@ -210,6 +210,18 @@ assert_nothing_left() {
   ((SECONDS <= 12))
 }
 
+@test "a rank whose shim is late still says why, though another has failed" {
+  mkdir bin
+  cat >bin/mpirun <<END
+#!/bin/bash
+exec $(command -v mpirun) "\${@:1:\$#-3}" bash -c '[[ \$OMPI_COMM_WORLD_RANK == 0 ]] && sleep 1; exec "\$@"' late "\${@: -3}"
+END
+  chmod +x bin/mpirun
+  PATH=$PWD/bin:$PATH run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] || echo "rank 0 says why"; exit 2'
+  assert_equal "$status" 2
+  assert_line "rank 0 says why"
+}
+
 @test "a rank that starts late has its part, though others have returned 75" {
   mkdir bin
   cat >bin/mpirun <<END
