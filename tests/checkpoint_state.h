@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "checkpoint/checkpoint.h"
+#include "checkpoint/manifest.h"
 #include "formats/tensor_io.h"
 #include "temp_directory.h"
 
@@ -27,9 +27,7 @@ inline float master_value(i64 param, i64 i) { return param_value(param, i) * (1 
 inline float exp_avg_value(i64 param, i64 i) { return 1000.0f + static_cast<float>(param * 100000 + i); }
 inline float exp_avg_sq_value(i64 param, i64 i) { return 0.001f + static_cast<float>(param * 100000 + i); }
 
-struct Range {
-  i64 param, begin, count;
-};
+using Range = PieceRange;
 
 // Rank `rank` of `size` owns every `size`-th piece; pieces have odd lengths and cross rows. `seed` varies the cuts.
 inline std::vector<Range> owned_ranges(const std::vector<ParamEntry>& params, int rank, int size, i64 seed) {
@@ -47,11 +45,66 @@ inline std::vector<Range> owned_ranges(const std::vector<ParamEntry>& params, in
   return ranges;
 }
 
+// Parameters that tensor parallelism cuts, in Hugging Face's shapes: rows, columns, three parts of a fused matrix, a
+// dim in the middle; and some that it leaves whole.
+inline std::vector<ParamEntry> sliced_model() {
+  return {{"wte.weight", {13, 6}, ""},
+          {"h.0.ln.bias", {5}, ""},
+          {"h.0.c_attn.weight", {5, 27}, ""},
+          {"h.0.c_attn.bias", {27}, ""},
+          {"h.0.moe", {3, 8, 7}, ""},
+          {"h.0.down.weight", {7, 11}, ""},
+          {"lm_head.weight", {13, 6}, "wte.weight"},
+          {"scale", {}, ""},
+          {"ln_f.weight", {29}, ""}};
+}
+
+struct Ranks {
+  int tp, dp;
+  int size() const noexcept { return tp * dp; }
+};
+
+// What tensor-parallel rank `tp` of `of` has of parameter `param` of sliced_model(): nothing for replicas that another
+// one saves.
+inline std::optional<model::ParamSlice> slice_of_rank(i64 param, int tp, int of) {
+  if (of == 1) return model::ParamSlice{};
+  const auto cut = [&](i64 first, i64 size) { return std::pair(first + size * tp / of, first + size * (tp + 1) / of); };
+  switch (param) {
+    case 0: return model::ParamSlice{0, {cut(0, 13)}};
+    case 2: return model::ParamSlice{1, {cut(0, 9), cut(9, 9), cut(18, 9)}};
+    case 3: return model::ParamSlice{0, {cut(0, 9), cut(9, 9), cut(18, 9)}};
+    case 4: return model::ParamSlice{1, {cut(0, 8)}};
+    case 5: return model::ParamSlice{1, {cut(0, 11)}};
+    default: break;
+  }
+  return tp == 0 ? std::optional(model::ParamSlice{}) : std::nullopt;
+}
+
+// Of sliced_model(), cut into slices and these into pieces of odd lengths, which begin within rows.
+inline std::vector<Range> sliced_ranges(int rank, Ranks ranks, i64 seed) {
+  const std::vector<ParamEntry> params = sliced_model();
+  std::vector<Range> ranges;
+  i64 piece = 0;
+  for (size_t p = 0; p < params.size(); ++p) {
+    const auto slice = slice_of_rank(static_cast<i64>(p), rank % ranks.tp, ranks.tp);
+    if (!params[p].tied_to.empty() || !slice) continue;
+    const i64 n = model::SliceMap(*slice, params[p].shape).numel();
+    for (i64 begin = 0; begin < n; ++piece) {
+      const i64 count = std::min(n - begin, seed == 0 ? div_ceil(n, ranks.dp) : (piece * 5 + seed * 3) % 11 + 1);
+      if (piece % ranks.dp == rank / ranks.tp) ranges.push_back({static_cast<i64>(p), begin, count, *slice});
+      begin += count;
+    }
+  }
+  return ranges;
+}
+
 // The state of one rank; memory and the pieces that point into it.
 class RankState {
  public:
-  RankState(DType dtype, const std::vector<Range>& ranges, bool optimizer = true)
-      : dtype_(dtype), ranges_(ranges), buffers_(ranges.size()) {
+  // `params`: of the ranges, where they have slices.
+  RankState(DType dtype, const std::vector<Range>& ranges, bool optimizer = true,
+            const std::vector<ParamEntry>& params = {})
+      : dtype_(dtype), ranges_(ranges), params_(params), buffers_(ranges.size()) {
     for (size_t i = 0; i < ranges.size(); ++i) {
       const auto n = static_cast<size_t>(ranges[i].count);
       Buffers& b = buffers_[i];
@@ -59,7 +112,7 @@ class RankState {
       for (auto* v : {&b.master, &b.exp_avg, &b.exp_avg_sq}) v->assign(n, -77.0f);
       pieces_.push_back({ranges[i].param, ranges[i].begin, ranges[i].count, b.param.data(),
                          dtype == DType::F32 ? nullptr : b.master.data(), optimizer ? b.exp_avg.data() : nullptr,
-                         optimizer ? b.exp_avg_sq.data() : nullptr});
+                         optimizer ? b.exp_avg_sq.data() : nullptr, &ranges_[i].slice});
     }
   }
   std::vector<StatePiece>& pieces() noexcept { return pieces_; }
@@ -76,7 +129,7 @@ class RankState {
   }
   // Everything equals what fill() makes, bit for bit.
   void expect_filled() {
-    RankState want(dtype_, ranges_, !pieces_.empty() && pieces_[0].exp_avg != nullptr);
+    RankState want(dtype_, ranges_, !pieces_.empty() && pieces_[0].exp_avg != nullptr, params_);
     want.fill();
     for (size_t i = 0; i < pieces_.size(); ++i) {
       const auto same = [&](const void* a, const void* b, i64 size, const char* state) {
@@ -99,13 +152,18 @@ class RankState {
   template <class F>
   void each(F&& body) {
     for (size_t r = 0; r < ranges_.size(); ++r) {
-      for (i64 i = 0; i < ranges_[r].count; ++i) {
-        body(buffers_[r], ranges_[r].param, ranges_[r].begin + i, static_cast<size_t>(i));
+      const Range& range = ranges_[r];
+      std::optional<model::SliceMap> map;
+      if (!range.slice.whole()) map.emplace(range.slice, params_[static_cast<size_t>(range.param)].shape);
+      for (i64 i = 0; i < range.count; ++i) {
+        const i64 local = range.begin + i;
+        body(buffers_[r], range.param, map ? map->global_of(local) : local, static_cast<size_t>(i));
       }
     }
   }
   DType dtype_;
   std::vector<Range> ranges_;
+  std::vector<ParamEntry> params_;
   std::vector<Buffers> buffers_;
   std::vector<StatePiece> pieces_;
 };
@@ -145,6 +203,24 @@ inline void load_sample(const std::string& step_dir, DType dtype, int size, i64 
   run_threads(size, {}, [&](Communicator& comm) {
     RankState state(dtype, owned_ranges(small_model(), comm.rank(), comm.size(), seed));
     load_checkpoint(step_dir, dtype, small_model(), state.pieces(), comm);
+    state.expect_filled();
+  });
+}
+
+// The same of sliced_model().
+inline std::string save_sliced(const std::string& dir, i64 step, DType dtype, Ranks ranks, i64 seed) {
+  std::string path;
+  run_threads(ranks.size(), {}, [&](Communicator& comm) {
+    RankState state(dtype, sliced_ranges(comm.rank(), ranks, seed), true, sliced_model());
+    const std::string p = save_checkpoint(dir, sample_meta(step, dtype), sliced_model(), state.fill().pieces(), comm);
+    if (comm.rank() == 0) path = p;
+  });
+  return path;
+}
+inline void load_sliced(const std::string& step_dir, DType dtype, Ranks ranks, i64 seed) {
+  run_threads(ranks.size(), {}, [&](Communicator& comm) {
+    RankState state(dtype, sliced_ranges(comm.rank(), ranks, seed), true, sliced_model());
+    load_checkpoint(step_dir, dtype, sliced_model(), state.pieces(), comm);
     state.expect_filled();
   });
 }

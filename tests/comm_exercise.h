@@ -12,8 +12,8 @@
 
 namespace ds::test {
 
-inline void require(bool ok, const std::string& what) {
-  if (!ok) throw std::runtime_error("wrong result: " + what);
+inline void require(bool ok, std::string_view what) {
+  if (!ok) throw std::runtime_error("wrong result: " + std::string(what));
 }
 
 // Magnitudes differ so much that the order of a sum shows in its bits.
@@ -66,6 +66,7 @@ inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared
     at += n;
   }
   c.reduce_scatter(segments, wire, accumulate, "t.reduce_scatter").wait();
+  const std::string what = "reduce_scatter " + std::string(dtype_name(wire));
   at = 0;
   for (size_t k = 0; k < slices.size(); ++k) {
     for (i64 i = 0; i < slices[k]; ++i) {
@@ -75,7 +76,7 @@ inline void exercise_reduce_scatter(Communicator& c, std::span<std::byte> shared
         expected = value(77, at + i, salt);
         for (int q = 0; q < P; ++q) expected += as_sent(value(q, index, salt), wire);
       }
-      require(same_bits(segments[k].target[i], expected), "reduce_scatter " + std::string(dtype_name(wire)));
+      require(same_bits(segments[k].target[i], expected), what);
     }
     at += slices[k];
   }
@@ -123,33 +124,47 @@ void exercise_all_reduce(Communicator& c, i64 n, ReduceOp op, int salt) {
   }
 }
 
-inline void exercise_broadcast(Communicator& c, i64 bytes, int root) {
-  std::vector<u8> data(static_cast<size_t>(bytes));
-  if (c.rank() == root) std::iota(data.begin(), data.end(), static_cast<u8>(root));
-  c.broadcast(data.data(), bytes, root, "t.broadcast").wait();
-  for (i64 i = 0; i < bytes; ++i) require(data[static_cast<size_t>(i)] == static_cast<u8>(root + i), "broadcast");
+// A sum in a 16-bit type: folded in fp32, rounded once.
+template <class T>
+void exercise_rounded_all_reduce(Communicator& c, i64 n, int salt) {
+  std::vector<T> data(static_cast<size_t>(n));
+  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = from_float<T>(value(c.rank(), i, salt));
+  c.all_reduce(data.data(), n, dtype_of<T>, ReduceOp::Sum, "t.all_reduce").wait();
+  for (i64 i = 0; i < n; ++i) {
+    const T expected = from_float<T>(folded(c.size(), i, salt, dtype_of<T>));
+    require(std::memcmp(&expected, &data[static_cast<size_t>(i)], sizeof(T)) == 0, "all_reduce of 16 bits");
+  }
 }
 
-inline void exercise_all_to_all(Communicator& c, i64 slice) {
+inline void exercise_broadcast(Communicator& c, i64 bytes, int root, int salt) {
+  std::vector<u8> data(static_cast<size_t>(bytes));
+  if (c.rank() == root) std::iota(data.begin(), data.end(), static_cast<u8>(root + salt));
+  c.broadcast(data.data(), bytes, root, "t.broadcast").wait();
+  for (i64 i = 0; i < bytes; ++i)
+    require(data[static_cast<size_t>(i)] == static_cast<u8>(root + salt + i), "broadcast");
+}
+
+inline void exercise_all_to_all(Communicator& c, i64 slice, int salt) {
   std::vector<u16> source(static_cast<size_t>(c.size() * slice)), target(source.size());
   for (i64 i = 0; i < std::ssize(source); ++i)
-    source[static_cast<size_t>(i)] = static_cast<u16>(c.rank() * 257 + i / slice * 1009 + i % slice);
+    source[static_cast<size_t>(i)] = static_cast<u16>(salt + c.rank() * 257 + i / slice * 1009 + i % slice);
   c.all_to_all(source.data(), target.data(), slice * 2, "t.all_to_all").wait();
   for (i64 i = 0; i < std::ssize(target); ++i) {
-    const auto expected = static_cast<u16>(i / slice * 257 + c.rank() * 1009 + i % slice);
+    const auto expected = static_cast<u16>(salt + i / slice * 257 + c.rank() * 1009 + i % slice);
     require(target[static_cast<size_t>(i)] == expected, "all_to_all");
   }
 }
 
 // Everybody sends to the next rank before anybody receives.
-inline void exercise_ring(Communicator& c, i64 elems) {
+inline void exercise_ring(Communicator& c, i64 elems, int salt) {
   const int P = c.size(), next = (c.rank() + 1) % P, previous = (c.rank() + P - 1) % P;
   std::vector<i64> out(static_cast<size_t>(elems)), in(out.size());
-  std::iota(out.begin(), out.end(), c.rank() * i64{1000});
+  std::iota(out.begin(), out.end(), salt + c.rank() * i64{1000});
   Ticket sent = c.send(out.data(), elems * 8, next, "t.send");
   c.recv(in.data(), elems * 8, previous, "t.recv").wait();
   sent.wait();
-  for (i64 i = 0; i < elems; ++i) require(in[static_cast<size_t>(i)] == previous * i64{1000} + i, "send and recv");
+  for (i64 i = 0; i < elems; ++i)
+    require(in[static_cast<size_t>(i)] == salt + previous * i64{1000} + i, "send and recv");
 }
 
 // Calls on private memory, of one staged round and of several, each queued together with one on shared memory behind
@@ -179,15 +194,14 @@ inline void exercise_succession(Communicator& c, std::span<std::byte> shared) {
   }
 }
 
-// `big`: elements of the largest slice.
-inline void exercise(Communicator& c, i64 big = 70001) {
+// `big`: elements of the largest slice, at least 3000. `salt`: programs of other salts have other data.
+inline void exercise(Communicator& c, i64 big = 70001, int salt = 0) {
   MemoryLedger ledger;
   const int P = c.size();
   Buffer buffer = c.allocate(ledger, Tag::Buckets, P * (big + 2000) * 4);
   require(ledger.current(Tag::Buckets) == buffer.bytes(), "ledger of allocate");
   for (std::byte b : buffer.as<std::byte>()) require(b == std::byte{0}, "zeros of allocate");
   const std::span<std::byte> shared = buffer.as<std::byte>();
-  int salt = 0;
   for (const auto& slices : std::vector<std::vector<i64>>{{1}, {7, 0, 33}, {0}, {5000}, {big, 3, 1024}}) {
     for (DType wire : {DType::F32, DType::BF16, DType::F16}) {
       for (auto memory : {shared, std::span<std::byte>()}) {
@@ -210,12 +224,16 @@ inline void exercise(Communicator& c, i64 big = 70001) {
       exercise_all_reduce<i64>(c, n, op, ++salt);
     }
   }
-  for (int root = 0; root < P; ++root) {
-    for (i64 bytes : {i64{0}, i64{1}, i64{13}, big * 4 + 1}) exercise_broadcast(c, bytes, root);
+  for (i64 n : {i64{0}, i64{1}, i64{5}, i64{32769}, i64{70001}}) {
+    exercise_rounded_all_reduce<bf16>(c, n, ++salt);
+    exercise_rounded_all_reduce<f16>(c, n, ++salt);
   }
-  for (i64 slice : {i64{1}, i64{333}, big}) exercise_all_to_all(c, slice);
+  for (int root = 0; root < P; ++root) {
+    for (i64 bytes : {i64{0}, i64{1}, i64{13}, big * 4 + 1}) exercise_broadcast(c, bytes, root, ++salt);
+  }
+  for (i64 slice : {i64{1}, i64{333}, big}) exercise_all_to_all(c, slice, ++salt);
   if (P > 1) {
-    for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems);
+    for (i64 elems : {i64{0}, i64{1}, i64{1000}, big}) exercise_ring(c, elems, ++salt);
   }
   c.barrier("t.barrier");
   require(P == 1 || c.staging_bytes() > 0, "staging_bytes");

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-shard: any model or checkpoint as the run directory of a layout; and who owns what in one.
 
+#include <algorithm>
 #include <limits>
 
 #include "common/copying.h"
@@ -11,12 +12,32 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
+// As "8 (dp 2, pp 2, tp 2)": axes of several ranks.
+std::string ranks_text(ds::i64 ranks, const std::optional<ds::MeshShape>& mesh) {
+  std::string axes;
+  const auto add = [&](const char* name, int degree) {
+    if (degree > 1) axes += fmt::format("{}{} {}", axes.empty() ? "" : ", ", name, degree);
+  };
+  if (mesh) {
+    add("dp", mesh->dp);
+    add("pp", mesh->pp);
+    add("tp", mesh->tp);
+    add("sp", mesh->sp);
+  }
+  return axes.empty() ? fmt::format("{}", ranks) : fmt::format("{} ({})", ranks, axes);
+}
+
+Json mesh_json(const ds::MeshShape& mesh) {
+  return {{"dp", mesh.dp}, {"pp", mesh.pp}, {"tp", mesh.tp}, {"sp", mesh.sp}};
+}
+
 void print(ds::tools::Output& out, const ds::ShardResult& r) {
   if (out.json()) {
     out.document({{"source", r.source},
                   {"checkpoint", r.step_dir},
                   {"step", r.step},
-                  {"dp", r.dp},
+                  {"world_size", r.mesh.world()},
+                  {"mesh", mesh_json(r.mesh)},
                   {"stage", r.stage},
                   {"dtype", ds::dtype_name(r.dtype)},
                   {"tensors", r.num_tensors},
@@ -27,14 +48,17 @@ void print(ds::tools::Output& out, const ds::ShardResult& r) {
     return;
   }
   out.print("source      {}\ncheckpoint  {}\nstep        {}\nranks       {}\nstage       {}\n", r.source, r.step_dir,
-            r.step, r.dp, r.stage);
+            r.step, ranks_text(r.mesh.world(), r.mesh), r.stage);
   out.print("dtype       {}\ntensors     {}\nparameters  {}\nbytes       {}\noptimizer   {}\n", ds::dtype_name(r.dtype),
             r.num_tensors, r.num_parameters, r.bytes, r.optimizer ? "yes" : "no");
 }
 
 Json owners_json(const ds::CheckpointSummary::Param& p) {
   Json owners = Json::array();
-  for (const auto& o : p.owners) owners.push_back({{"rank", o.rank}, {"begin", o.begin}, {"count", o.count}});
+  for (const auto& o : p.owners) {
+    owners.push_back({{"rank", o.rank}, {"begin", o.begin}, {"count", o.count}});
+    if (!o.slice.empty()) owners.back()["slice"] = {{"dim", o.slice_dim}, {"ranges", o.slice_ranges}};
+  }
   return owners;
 }
 
@@ -57,7 +81,8 @@ void show_json(ds::tools::Output& out, const ds::CheckpointSummary& s) {
                 {"step", s.step},
                 {"optimizer_step", s.optimizer_step},
                 {"consumed_samples", s.consumed_samples},
-                {"dp", s.world_size},
+                {"world_size", s.world_size},
+                {"mesh", s.mesh ? mesh_json(*s.mesh) : Json()},
                 {"stage", s.stage},
                 {"layout", s.layout},
                 {"dtype", ds::dtype_name(s.dtype)},
@@ -69,7 +94,7 @@ void show_json(ds::tools::Output& out, const ds::CheckpointSummary& s) {
 void show(ds::tools::Output& out, const ds::CheckpointSummary& s, bool parameters) {
   if (out.json()) return show_json(out, s);
   out.print("checkpoint  {}\nstep        {}\nranks       {}\nstage       {}\ndtype       {}\n\n", s.step_dir, s.step,
-            s.world_size, s.stage, ds::dtype_name(s.dtype));
+            ranks_text(s.world_size, s.mesh), s.stage, ds::dtype_name(s.dtype));
   out.print("{:>5} {:>14}", "rank", "elements");
   for (const std::string_view title : s.kStateTitles) out.print(" {:>16}", fmt::format("{} bytes", title));
   out.print(" {:>14}\n", "file bytes");
@@ -83,7 +108,7 @@ void show(ds::tools::Output& out, const ds::CheckpointSummary& s, bool parameter
   for (const auto& p : s.params) {
     out.print("{}  {}  [{}]:", p.name, ds::dtype_name(p.dtype), fmt::join(p.shape, ","));
     if (!p.tied_to.empty()) out.print(" tied to {}", p.tied_to);
-    for (const auto& o : p.owners) out.print(" {}:{}-{}", o.rank, o.begin, o.begin + o.count);
+    for (const auto& o : p.owners) out.print(" {}:{}-{}{}", o.rank, o.begin, o.begin + o.count, o.slice);
     out.print("\n");
   }
 }
@@ -98,8 +123,9 @@ int main(int argc, char** argv) {
       argc, argv,
       {.name = "ds-shard",
        .purpose = "shard a model or checkpoint for a layout of ranks",
-       .usage = {"[options] SRC -o DIR --dp N", "show [options] DIR"},
+       .usage = {"[options] SRC -o DIR --dp N --tp T --pp P", "show [options] DIR"},
        .examples = {{"ds-shard model-dir -o run --dp 8 --stage 3", "a Hugging Face model for 8 ranks at ZeRO stage 3"},
+                    {"ds-shard model-dir -o run --dp 2 --tp 2 --pp 2", "for 8 ranks, 2 to each axis"},
                     {"ds-shard run -o run64 --dp 64 --stage 3", "from one layout to another, with optimizer state"},
                     {"ds-shard show run", "who owns how much"}}},
       [&](CLI::App& app) -> ds::tools::Body {
@@ -113,14 +139,29 @@ int main(int argc, char** argv) {
                        "safetensors, HDF5 or PyTorch file, model directory, run directory, DeepSpeed checkpoint")
             ->type_name("FILE");
         app.add_option("-o,--out", dir, "run directory to write; new or empty")->type_name("DIR");
-        const CLI::Option* dp =
-            ds::tools::add_number(app, "--dp", options.dp, 1, 99999, "data-parallel ranks (default 1)")->type_name("N");
-        const CLI::Option* stage =
-            ds::tools::add_number(app, "--stage", options.stage, 0, 3, "ZeRO stage (default 0)")->type_name("S");
+        std::vector<const CLI::Option*> of_sharding;
+        const auto add_degree = [&](const char* name, int& degree, const char* what, const char* letter) {
+          of_sharding.push_back(ds::tools::add_number(app, name, degree, 1, 99999, what)->type_name(letter));
+        };
+        add_degree("--dp", options.mesh.dp, "data-parallel ranks (default 1)", "N");
+        add_degree("--tp", options.mesh.tp, "tensor-parallel ranks (default 1)", "T");
+        add_degree("--pp", options.mesh.pp, "pipeline stages (default 1)", "P");
+        add_degree("--sp", options.mesh.sp, "sequence-parallel ranks (default 1)", "S");
+        of_sharding.push_back(
+            ds::tools::add_number(app, "--stage", options.stage, 0, 3, "ZeRO stage (default 0)")->type_name("Z"));
+        of_sharding.push_back(app.add_option("--partition", options.partition,
+                                             "with --pp, how layers go to stages: parameters (default), uniform or "
+                                             "type:REGEX")
+                                  ->type_name("HOW"));
+        of_sharding.push_back(app.add_option("--config", options.config,
+                                             "with --tp or --pp, the model's config.json, or the directory that has "
+                                             "it (default: the source's)")
+                                  ->type_name("FILE"));
         app.add_option("--tag", options.tag, "the step of SRC to take (default: the latest)")->type_name("STEP");
-        return [&, show_command, dp, stage](ds::tools::Output& out) {
+        return [&, show_command, of_sharding](ds::tools::Output& out) {
           if (show_command->parsed()) {
-            if (!source.empty() || !dir.empty() || dp->count() > 0 || stage->count() > 0)
+            const auto given = [](const CLI::Option* o) { return o->count() > 0; };
+            if (!source.empty() || !dir.empty() || std::ranges::any_of(of_sharding, given))
               throw ds::Error(ds::Errc::Config, "show takes a directory, --tag and --parameters, and nothing else");
             show(out, ds::describe_checkpoint(shown, options.tag), parameters);
             return 0;

@@ -21,7 +21,7 @@ using ds::tools::Output;
 using Json = nlohmann::ordered_json;
 
 struct Options {
-  std::string config, out, resume, weights;
+  std::string config, out, resume, weights, plan;
   std::vector<std::string> set;
   std::optional<std::string> prompt;
   ds::i64 steps = 0;  // 0: as the configuration says
@@ -135,6 +135,11 @@ int run(const Options& o, Output& out) {
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
+    if (!o.plan.empty()) {
+      Output picture(out.tool(), o.plan, false);
+      picture.write(ds::plan_svg(config, ranks.world_size));
+      picture.commit();
+    }
     return 0;
   }
   if (training && o.out.empty() && ranks.rank == 0)
@@ -201,6 +206,9 @@ int main(int argc, char** argv) {
             ->allow_extra_args(false);
         CLI::Option* check =
             app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
+        app.add_option("--plan", o.plan, "with --check: write the plan of the pipeline as a picture (SVG)")
+            ->type_name("FILE")
+            ->needs(check);
         CLI::Option* eval =
             app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(check)->excludes(steps);
         CLI::Option* generate = app.add_option("--generate", o.prompt, "continue this text and stop")

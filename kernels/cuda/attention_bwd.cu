@@ -17,7 +17,8 @@ constexpr int kStatisticsThreads = 256, kLanesPerRow = 8;
 
 template <class E>
 __global__ void __launch_bounds__(kStatisticsThreads)
-    statistics(float2* stats, Heads<const E> dout, Heads<const E> o, const float* lse, i64 B, i64 T, i64 H, int D) {
+    statistics(float2* stats, Heads<const E> dout, Heads<const E> o, Statistics<const float> lse, i64 B, i64 T, i64 H,
+               int D) {
   const i64 rows = padded_rows(T);
   const i64 index =
       static_cast<i64>(block_index().x) * (kStatisticsThreads / kLanesPerRow) + thread_index() / kLanesPerRow;
@@ -41,8 +42,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   }
   for (int mask = kLanesPerRow / 2; mask > 0; mask /= 2) sum += warp_shuffle_xor(sum, mask);
   if (lane != 0 || b >= B) return;
-  const i64 row = (b * H + h) * T + i;
-  stats[(b * H + h) * rows + i] = i < T ? make_float2(lse[row] * kLog2E, sum) : make_float2(kInfinity, 0.0f);
+  stats[(b * H + h) * rows + i] = i < T ? make_float2(lse(b, h)[i] * kLog2E, sum) : make_float2(kInfinity, 0.0f);
 }
 
 template <class E, int kD>
@@ -166,8 +166,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       u32 bits = 0;
       u32 left[1][kN / 2][4];
       if (p.dropout.on) {
-        const i64 head = static_cast<i64>(b) * p.H + g * p.R + n / met.count;
-        bits = kept_by_key<kN>(p.dropout, static_cast<u64>(head * mask.T + row), warp_key, mask.S);
+        bits = kept_by_key<kN>(p.dropout, p.dropout.element(b, g * p.R + n / met.count, row, warp_key));
         const auto weight = [&](int i, int e) {
           return (bits >> (4 * i + e) & 1u) != 0 ? prob[0][i][e] * p.dropout.factor : 0.0f;
         };
@@ -265,8 +264,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
       multiply_transposed<kD, Plan::kHold>(
           ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, shared.met[n % 2][1]);
       if (p.dropout.on) {
-        const u64 row = static_cast<u64>(static_cast<i64>(work.head) * mask.T + warp_row);
-        const u32 bits = kept_by_row<kN>(p.dropout, row, key, mask.S);
+        const u32 bits = kept_by_row<kN>(p.dropout, p.dropout.element(b, h, warp_row, key));
         DS_UNROLL
         for (int i = 0; i < 4 * kN; ++i) {
           float& x = ds[0][i / 4][i % 4];
@@ -337,7 +335,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
   const auto run = [&]<class E>(E) {
     constexpr int kRows = kStatisticsThreads / kLanesPerRow;
     launch(statistics<E>, {grid_of(num_tiles(B * H * rows, kRows), 1), kStatisticsThreads, 0}, c.stream(), stats,
-           Heads<const E>::of(dout), Heads<const E>::of(o), lse.as<const float>(), B, T, H, q.dim(3));
+           Heads<const E>::of(dout), Heads<const E>::of(o), Statistics<const float>::of(lse), B, T, H, q.dim(3));
     const BackwardArgs<E> args = {.problem = problem_of<E>(q, k, v, p),
                                   .dout = Heads<const E>::of(dout),
                                   .dq = Heads<E>::of(dq),

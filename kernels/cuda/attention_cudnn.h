@@ -46,7 +46,7 @@ AttentionShape shape_of(const AttentionCall& call) noexcept;
 //   causal: T <= S, where every row sees a key. Its mask is ours, bottom-right aligned.
 //   no dropout: the random numbers are ours; no window.
 //   T > 1: decoding is for our kernels, a plan for every length of the cache would cost more than it saves.
-//   tensors aligned to 16 bytes, rows and heads too.
+//   tensors aligned to 16 bytes, rows and heads too; statistics contiguous.
 //   backward: one group of heads at least within kMostScoreBytes.
 const char* refusal(const AttentionCall& call, int compute_capability_major) noexcept;
 

@@ -237,6 +237,7 @@ const char* refusal(const AttentionCall& call, int compute_capability_major) noe
   if (!whole(call.q) || !whole(call.k) || !whole(call.v) || !whole(call.o)) return "alignment";
   if (call.backward && (!whole(call.dq) || !whole(call.dk) || !whole(call.dv) || !whole(call.dout))) return "alignment";
   if (reinterpret_cast<std::uintptr_t>(call.lse.data) % 16 != 0) return "alignment";
+  if (!call.lse.contiguous()) return "strided statistics";
   if (largest_slice(s).B == 0) return "memory";
   return nullptr;
 }

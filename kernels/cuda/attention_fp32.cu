@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
-  const i64 head_row = static_cast<i64>(work.head) * mask.T;
+  float* const lse = a.lse(b, h);
   const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
   load_rows<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
 
@@ -164,8 +164,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     float s[kR][kR];
     products<kR, kRows, kD>(s, shared.q, shared.k);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      const u64 row = static_cast<u64>(head_row + first + thread_y() + kSide * r);
-      return row * static_cast<u64>(mask.S) + static_cast<u64>(key + thread_x() + kSide * c);
+      return p.dropout.element(b, h, first + thread_y() + kSide * r, key + thread_x() + kSide * c);
     });
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
@@ -203,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     for (int c = 0; c < Plan<kD>::kC; ++c) x[r][c] = sum[r] == 0 ? 0.0f : x[r][c] * share;
     const int row = first + thread_y() + kSide * r;
     if (thread_x() == 0 && row < mask.T) {
-      a.lse[head_row + row] = sum[r] == 0 ? kInfinity : (top[r] + fast_log2(sum[r])) * kLn2;
+      lse[row] = sum[r] == 0 ? kInfinity : (top[r] + fast_log2(sum[r])) * kLn2;
     }
   }
   store_results(x, a.o(b, h), first, mask.T, p.D, 1.0f);
@@ -235,8 +234,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      const u64 i = static_cast<u64>(head * mask.T + row + thread_x() + kSide * c);
-      return i * static_cast<u64>(mask.S) + static_cast<u64>(first + thread_y() + kSide * r);
+      return p.dropout.element(b, h, row + thread_x() + kSide * c, first + thread_y() + kSide * r);
     });
     DS_UNROLL
     for (int c = 0; c < kR; ++c) {
@@ -268,7 +266,6 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
-  const i64 head_row = static_cast<i64>(work.head) * mask.T;
   const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
   load_rows<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
   load_rows<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
@@ -285,8 +282,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      const u64 i = static_cast<u64>(head_row + first + thread_y() + kSide * r);
-      return i * static_cast<u64>(mask.S) + static_cast<u64>(key + thread_x() + kSide * c);
+      return p.dropout.element(b, h, first + thread_y() + kSide * r, key + thread_x() + kSide * c);
     });
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {

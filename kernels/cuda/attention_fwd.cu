@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
-  const i64 head_row = static_cast<i64>(work.head) * mask.T;  // of the statistics and of dropout
+  float* const lse = a.lse(b, h);
   const Range warp_rows = {warp_row, warp_row + 16 * kM};
   const Range warp_keys = mask.keys_of_rows(warp_rows);
   E* const own = shared.q + warp * 16 * kM * kD;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       for (int m = 0; m < kM; ++m) {
         softmax_step(rows[m], s[m], x[m]);
         if (p.dropout.on) {
-          const u32 bits = kept_by_row<kN>(p.dropout, static_cast<u64>(head_row + warp_row + 16 * m), key, mask.S);
+          const u32 bits = kept_by_row<kN>(p.dropout, p.dropout.element(b, h, warp_row + 16 * m, key));
           DS_UNROLL
           for (int i = 0; i < 4 * kN; ++i) s[m][i / 4][i % 4] = (bits >> i & 1u) != 0 ? s[m][i / 4][i % 4] : 0.0f;
         }
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       }
       const int row = warp_row + 16 * m + 8 * half + lane / 4;
       if (lane % 4 == 0 && row < mask.T) {
-        a.lse[head_row + row] = sum == 0 ? kInfinity : (rows[m].top[half] + fast_log2(sum)) * kLn2;
+        lse[row] = sum == 0 ? kInfinity : (rows[m].top[half] + fast_log2(sum)) * kLn2;
       }
     }
     store_rows<kD>(own + 16 * m * kD, x[m], a.o(b, h), warp_row + 16 * m, mask.T, 0, p.D);
@@ -197,7 +197,7 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
   const auto args = [&]<class E>(E) {
-    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), lse.as<float>()};
+    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse)};
   };
   switch (q.dtype) {
     case DType::F32: forward_fp32(args(float{}), c.stream()); break;

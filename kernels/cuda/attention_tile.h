@@ -40,11 +40,34 @@ struct Heads {
   DS_DEVICE Head<E> operator()(int b, int h) const { return {data + b * batch + h * head, token, whole_chunks}; }
 };
 
+// Statistics [B, heads, tokens], tokens side by side.
+template <class F>
+struct Statistics {
+  F* data;
+  i64 batch, head;
+
+  static Statistics of(const TensorView& x) noexcept { return {x.as<F>(), x.stride[0], x.stride[1]}; }
+  DS_DEVICE F* operator()(i64 b, i64 h) const { return data + b * batch + h * head; }
+};
+
 struct Dropout {
   RngKey key;
   u32 least;     // least_kept(p)
   float factor;  // 1 / (1 - p)
   bool on;
+  bool whole_blocks;  // every fourth key begins a block of four numbers, in every row
+  AttentionGrid grid;
+
+  static Dropout of(const AttentionParams& p, i64 H, i64 T, i64 S) noexcept {
+    const AttentionGrid grid = p.grid.of(H, T, S);
+    return {.key = p.rng,
+            .least = least_kept(p.dropout),
+            .factor = 1.0f / (1.0f - p.dropout),
+            .on = p.dropout > 0,
+            .whole_blocks = grid.cols % 4 == 0 && grid.col0 % 4 == 0,
+            .grid = grid};
+  }
+  DS_DEVICE u64 element(int b, int h, int i, int j) const { return static_cast<u64>(grid.row(b, h, i) + j); }
 };
 
 template <class E>
@@ -59,7 +82,7 @@ template <class E>
 struct ForwardArgs {
   Problem<E> problem;
   Heads<E> o;
-  float* lse;
+  Statistics<float> lse;
 };
 // stats [B, H, padded rows]: {lse * log2(e), rowsum(dO * O)}, {inf, 0} for the padding.
 template <class E>
@@ -86,7 +109,7 @@ Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView
           .D = static_cast<int>(q.dim(3)),
           .scale = p.scale,
           .scale2 = p.scale * kLog2E,
-          .dropout = {p.rng, least_kept(p.dropout), 1.0f / (1.0f - p.dropout), p.dropout > 0}};
+          .dropout = Dropout::of(p, H, q.dim(1), k.dim(1))};
 }
 
 // fp32: attention_fp32.cu.
@@ -229,17 +252,17 @@ DS_DEVICE u32 kept4(const Dropout& d, u64 block) {
 }
 DS_DEVICE u32 kept(const Dropout& d, u64 element) { return kept4(d, element / 4) >> (element % 4) & 1u; }
 
-// Bit 4*n + e of the answer: is element e of this lane's accumulator n kept? `row` and `key` are those of the warp's
-// first, row counted in [B,H,T]; key % 4 == 0. Where rows of the matrix of scores start with a block of four, the lanes
-// that need parts of one block share it. All lanes of a warp come.
+// Bit 4*n + e of the answer: is element e of this lane's accumulator n kept? `first` is the number of the warp's first
+// row and key; the key is a multiple of four. Where these begin blocks of four numbers, the lanes that need parts of
+// one block share it. All lanes of a warp come.
 template <int kN>
-DS_DEVICE u32 kept_by_row(const Dropout& d, u64 row, int key, int S) {  // accumulators [16 rows, 8*kN keys]
+DS_DEVICE u32 kept_by_row(const Dropout& d, u64 first) {  // accumulators [16 rows, 8*kN keys]
+  const u64 cols = static_cast<u64>(d.grid.cols);
   const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
   u32 bits = 0;
-  if (S % 4 == 0) {
+  if (d.whole_blocks) {
     // Of the two lanes that hold the same four keys, one draws for the upper row, the other for the lower.
-    const u64 block = ((row + static_cast<u64>(r + 8 * (c % 2))) * static_cast<u64>(S) + static_cast<u64>(key)) / 4 +
-                      static_cast<u64>(c / 2);
+    const u64 block = (first + static_cast<u64>(r + 8 * (c % 2)) * cols) / 4 + static_cast<u64>(c / 2);
     DS_NO_UNROLL
     for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(2 * n)) << (4 * n);
     const u32 other = warp_shuffle_xor(bits, 1);
@@ -249,23 +272,22 @@ DS_DEVICE u32 kept_by_row(const Dropout& d, u64 row, int key, int S) {  // accum
   }
   DS_NO_UNROLL
   for (int i = 0; i < 4 * kN; ++i) {
-    const u64 at = (row + static_cast<u64>(r + i % 4 / 2 * 8)) * static_cast<u64>(S) +
-                   static_cast<u64>(key + i / 4 * 8 + 2 * c + i % 2);
+    const u64 at = first + static_cast<u64>(r + i % 4 / 2 * 8) * cols + static_cast<u64>(i / 4 * 8 + 2 * c + i % 2);
     bits |= kept(d, at) << i;
   }
   return bits;
 }
 template <int kN>
-DS_DEVICE u32 kept_by_key(const Dropout& d, u64 row, int key, int S) {  // accumulators [16 keys, 8*kN rows]
+DS_DEVICE u32 kept_by_key(const Dropout& d, u64 first) {  // accumulators [16 keys, 8*kN rows]
+  const u64 cols = static_cast<u64>(d.grid.cols);
   const int lane = thread_index() % kWarp, r = lane / 4, c = lane % 4;
   u32 bits = 0;
-  if (S % 4 == 0) {
+  if (d.whole_blocks) {
     // Four lanes hold the same four keys of four elements: each draws for one element.
     const int e = r % 4;
-    const u64 block = ((row + static_cast<u64>(2 * c + e % 2)) * static_cast<u64>(S) + static_cast<u64>(key)) / 4 +
-                      static_cast<u64>(r / 4 + e / 2 * 2);
+    const u64 block = (first + static_cast<u64>(2 * c + e % 2) * cols) / 4 + static_cast<u64>(r / 4 + e / 2 * 2);
     DS_NO_UNROLL
-    for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(n) * 2 * static_cast<u64>(S)) << (4 * n);
+    for (int n = 0; n < kN; ++n) bits |= kept4(d, block + static_cast<u64>(n) * 2 * cols) << (4 * n);
     u32 mine = 0;
     DS_UNROLL
     for (int i = 0; i < 4; ++i) mine |= (warp_shuffle(bits, lane / 16 * 16 + 4 * i + c) >> e & 0x11111111u) << i;
@@ -273,8 +295,7 @@ DS_DEVICE u32 kept_by_key(const Dropout& d, u64 row, int key, int S) {  // accum
   }
   DS_NO_UNROLL
   for (int i = 0; i < 4 * kN; ++i) {
-    const u64 at = (row + static_cast<u64>(i / 4 * 8 + 2 * c + i % 2)) * static_cast<u64>(S) +
-                   static_cast<u64>(key + r + i % 4 / 2 * 8);
+    const u64 at = first + static_cast<u64>(i / 4 * 8 + 2 * c + i % 2) * cols + static_cast<u64>(r + i % 4 / 2 * 8);
     bits |= kept(d, at) << i;
   }
   return bits;

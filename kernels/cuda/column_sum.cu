@@ -72,7 +72,7 @@ __global__ void final_sums_kernel(T* out, const float* partial, i64 slices, i64 
 
 }  // namespace
 
-void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
+void column_sum(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
   const i64 R = x.dim(0), N = out.numel();
   if (N == 0) return;
   Context& ctx = context(stream);
@@ -98,10 +98,6 @@ void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stre
     }
   });
   ctx.check(cudaGetLastError(), "column_sum");
-}
-
-void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
-  column_sum_onto(out, x, /*accumulate=*/false, stream);
 }
 
 }  // namespace ds::cuda

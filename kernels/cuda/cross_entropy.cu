@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layer and softmax cross-entropy. A chunk of tokens at a time: logits in fp32, then each row of them becomes a
-// row of their gradient in the work dtype, in place, which feeds both backward products.
+// row of their gradient in the work dtype, in place, which feeds both backward products. A vocabulary in parts takes
+// the same steps, one op each.
 
 #include <algorithm>
 #include <cmath>
@@ -17,12 +18,43 @@ constexpr int kBlock = 512, kWarps = kBlock / kWarp;
 constexpr int kPacks = 4;                   // of eight logits, that a thread has at a time
 constexpr i64 kTile = kBlock * kPacks * 8;  // logits that a block has at a time
 
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
 struct RowShared {
   float top[kWarps];
   float sum[kWarps];
 };
 
 DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
+
+// dz = grad_scale * (e^(z - top)/sum - onehot(own)), own being the place of the target, anywhere outside for none. dz
+// may begin where z begins: a tile is read by all threads before one of them writes it, and what it becomes lies below
+// everything that is still to be read.
+template <class E, bool kAligned>
+DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum, i64 own, float at_target,
+                              float grad_scale) {
+  constexpr i64 kStep = kBlock * 8;
+  const i64 first = thread_index() * 8;
+  const float scale = grad_scale / sum, at_own = grad_scale * (exp_of(at_target) / sum - 1.0f);
+  for (i64 tile = 0; tile < V; tile += kTile) {
+    float x[kPacks][8];
+    for (int i = 0; i < kPacks; ++i) {
+      const i64 j = tile + first + i * kStep;
+      load_some(x[i], z + j, V - j, kAligned);
+    }
+    sync_block();
+    for (int i = 0; i < kPacks; ++i) {
+      const i64 j = tile + first + i * kStep;
+      for (int e = 0; e < 8; ++e) x[i][e] = j + e == own ? at_own : exp_of(x[i][e] - top) * scale;
+      store_some(dz + j, x[i], V - j, kAligned);
+    }
+  }
+}
+template <class E, bool kAligned>
+DS_DEVICE void write_zeros(E* dz, i64 V) {
+  const float zeros[8] = {};
+  for (i64 j = thread_index() * 8; j < V; j += kBlock * 8) store_some(dz + j, zeros, V - j, kAligned);
+}
 
 struct RowArgs {
   float* logits;
@@ -35,8 +67,7 @@ struct RowArgs {
 };
 
 // losses[row] = -log softmax(z)[target], and with `gradient` z becomes grad_scale * (softmax(z) - onehot(target)) of
-// type E from the same address on. A tile is read by all threads before one of them writes it, and what it becomes lies
-// below everything that is still to be read.
+// type E from the same address on.
 template <class E, bool kAligned>
 __global__ void softmax_row_kernel(RowArgs p) {
   RowShared& shared = block_shared<RowShared>();
@@ -48,14 +79,12 @@ __global__ void softmax_row_kernel(RowArgs p) {
   constexpr i64 kStep = kBlock * 8;
   if (target == p.ignore_index) {
     if (thread_index() == 0) p.losses[row] = 0;
-    const float zeros[8] = {};
-    for (i64 j = first; p.gradient && j < p.V; j += kStep) store_some(dz + j, zeros, p.V - j, kAligned);
+    if (p.gradient) write_zeros<E, kAligned>(dz, p.V);
     return;
   }
 
   // The maximum and the sum of exponentials in one pass: the sum is rescaled when a tile raises the maximum. NaN never
   // is the maximum, and reaches the sum.
-  constexpr float kLowest = -std::numeric_limits<float>::infinity();
   float top = kLowest, sum = 0;
   for (i64 tile = first; tile < p.V; tile += kTile) {
     float x[kPacks][8];
@@ -87,22 +116,125 @@ __global__ void softmax_row_kernel(RowArgs p) {
   if (thread_index() == 0) p.losses[row] = (row_top - at_target) + std::log(row_sum);
   if (!p.gradient) return;
 
-  const float scale = p.grad_scale / row_sum;
-  const float d_target = p.grad_scale * (exp_of(at_target - row_top) / row_sum - 1.0f);
-  for (i64 tile = 0; tile < p.V; tile += kTile) {
+  write_gradient<E, kAligned>(dz, z, p.V, row_top, row_sum, target, at_target - row_top, p.grad_scale);
+}
+
+// ---- a vocabulary in parts ----
+
+struct PartShared {
+  float part[kWarps];
+};
+
+// f(x) over all logits of a row, as packs of eight; beyond its end they are -inf.
+template <bool kAligned, class F>
+DS_DEVICE void for_packs(const float* z, i64 V, F&& f) {
+  for (i64 tile = thread_index() * 8; tile < V; tile += kTile) {
     float x[kPacks][8];
     for (int i = 0; i < kPacks; ++i) {
-      const i64 j = tile + first + i * kStep;
-      load_some(x[i], z + j, p.V - j, kAligned);
+      const i64 j = tile + i * kBlock * 8;
+      load_some(x[i], z + j, V - j, kAligned, kLowest);
     }
-    sync_block();
-    for (int i = 0; i < kPacks; ++i) {
-      const i64 j = tile + first + i * kStep;
-      for (int e = 0; e < 8; ++e) x[i][e] = j + e == target ? d_target : exp_of(x[i][e] - row_top) * scale;
-      store_some(dz + j, x[i], p.V - j, kAligned);
-    }
+    for (int i = 0; i < kPacks; ++i) f(x[i]);
   }
 }
+
+template <bool kAligned>
+__global__ void vocab_max_kernel(float* max, const float* z, i64 stride, i64 V) {
+  PartShared& shared = block_shared<PartShared>();
+  const i64 row = block_index().x;
+  float top = kLowest;
+  for_packs<kAligned>(z + row * stride, V, [&](const float(&x)[8]) {
+    for (int e = 0; e < 8; ++e) top = x[e] > top ? x[e] : top;
+  });
+  top = warp_max(top);
+  if (thread_index() % kWarp == 0) shared.part[thread_index() / kWarp] = top;
+  sync_block();
+  if (thread_index() != 0) return;
+  for (int w = 0; w < kWarps; ++w) top = shared.part[w] > top ? shared.part[w] : top;
+  max[row] = top;
+}
+
+struct PartArgs {
+  const float* z;
+  i64 stride, V;
+  const float* max;
+  const i32* targets;
+  i64 first_id;
+  float *sum, *at_target;
+  i32 ignore_index;
+};
+
+template <bool kAligned>
+__global__ void vocab_sums_kernel(PartArgs p) {
+  PartShared& shared = block_shared<PartShared>();
+  const i64 row = block_index().x;
+  const float* const z = p.z + row * p.stride;
+  const i32 target = p.targets[row];
+  const float top = p.max[row];
+  const bool ignored = target == p.ignore_index;
+  float sum = 0;
+  for_packs<kAligned>(z, ignored ? 0 : p.V, [&](const float(&x)[8]) {
+    // Beyond the end of the row -inf - top is -inf, or NaN where there is no finite logit at all: as the row's own.
+    float part = 0;
+    for (int e = 0; e < 8; ++e) part += exp_of(x[e] - top);
+    sum += part;
+  });
+  sum = warp_sum(sum);
+  if (thread_index() % kWarp == 0) shared.part[thread_index() / kWarp] = sum;
+  sync_block();
+  if (thread_index() != 0) return;
+  sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += shared.part[w];
+  const i64 own = target - p.first_id;
+  p.sum[row] = sum;
+  p.at_target[row] = ignored || own < 0 || own >= p.V ? 0 : z[own] - top;
+}
+
+template <class E>
+struct GradArgs {
+  float* losses;  // null: not wanted
+  E* dz;          // null: not wanted
+  i64 dz_stride;
+  PartArgs part;
+  float grad_scale;
+};
+
+template <class E, bool kAligned>
+__global__ void vocab_grad_kernel(GradArgs<E> a) {
+  const PartArgs& p = a.part;
+  const i64 row = block_index().x;
+  const i32 target = p.targets[row];
+  const bool ignored = target == p.ignore_index;
+  const float sum = p.sum[row], at_target = p.at_target[row];
+  if (thread_index() == 0 && a.losses != nullptr) a.losses[row] = ignored ? 0 : std::log(sum) - at_target;
+  if (a.dz == nullptr) return;
+  E* const dz = a.dz + row * a.dz_stride;
+  if (ignored) {
+    write_zeros<E, kAligned>(dz, p.V);
+  } else {
+    write_gradient<E, kAligned>(dz, p.z + row * p.stride, p.V, p.max[row], sum, target - p.first_id, at_target,
+                                a.grad_scale);
+  }
+}
+
+PartArgs part_of(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
+                 i32 ignore_index) noexcept {
+  return {.z = z.as<float>(),
+          .stride = z.stride[0],
+          .V = z.dim(1),
+          .max = max.as<float>(),
+          .targets = targets.as<i32>(),
+          .first_id = first_id,
+          .sum = sum.as<float>(),
+          .at_target = at_target.as<float>(),
+          .ignore_index = ignore_index};
+}
+
+Launch one_block_per_row(i64 rows, size_t shared_bytes) noexcept {
+  return {.grid = dim3(static_cast<unsigned>(rows)), .block = kBlock, .shared_bytes = shared_bytes};
+}
+
+// ---- a whole vocabulary ----
 
 // Rows of logits with the distance `stride`, so many that they fit the workspace.
 struct Layout {
@@ -130,9 +262,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     const i64 rows = std::min(layout.rows, T - begin);
     TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     z.stride[0] = layout.stride;
-    TensorView dz = z;  // rows of the work dtype that begin where the rows of z begin
-    dz.dtype = h.dtype;
-    dz.stride[0] = layout.stride * dtype_bytes(DType::F32) / dtype_bytes(h.dtype);
+    const TensorView dz = gradient_rows(z, h.dtype);
     matmul(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     const RowArgs args{.logits = z.as<float>(),
                        .stride = layout.stride,
@@ -142,7 +272,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
                        .ignore_index = p.ignore_index,
                        .grad_scale = p.grad_scale,
                        .gradient = dh || dweight || dbias};
-    const Launch grid{.grid = dim3(static_cast<unsigned>(rows)), .block = kBlock, .shared_bytes = sizeof(RowShared)};
+    const Launch grid = one_block_per_row(rows, sizeof(RowShared));
     with_work_type(h.dtype, [&]<class E>(E) {
       if (aligned_rows(z.as<float>(), layout.stride, rows)) {
         launch(softmax_row_kernel<E, true>, grid, ctx.stream(), args);
@@ -155,9 +285,45 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
     if (dweight) {
       matmul(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
     }
-    if (dbias) column_sum_onto(dbias, dz, begin > 0, stream);
+    if (dbias) column_sum(dbias, dz, begin > 0, stream);
     begin += rows;
   } while (begin < T);
+}
+
+void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
+  Context& c = context(stream);
+  const Launch grid = one_block_per_row(z.dim(0), sizeof(PartShared));
+  const bool aligned = aligned_rows(z.as<float>(), z.stride[0], z.dim(0));
+  launch(aligned ? vocab_max_kernel<true> : vocab_max_kernel<false>, grid, c.stream(), max.as<float>(), z.as<float>(),
+         z.stride[0], z.dim(1));
+  c.check(cudaGetLastError(), "vocab_max");
+}
+
+void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
+                i32 ignore_index, Stream& stream) noexcept {
+  Context& c = context(stream);
+  const Launch grid = one_block_per_row(z.dim(0), sizeof(PartShared));
+  const bool aligned = aligned_rows(z.as<float>(), z.stride[0], z.dim(0));
+  launch(aligned ? vocab_sums_kernel<true> : vocab_sums_kernel<false>, grid, c.stream(),
+         part_of(sum, at_target, z, max, targets, first_id, ignore_index));
+  c.check(cudaGetLastError(), "vocab_sums");
+}
+
+void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
+                TensorView targets, i64 first_id, const CrossEntropyParams& p, Stream& stream) noexcept {
+  Context& c = context(stream);
+  const i64 R = z.dim(0);
+  with_work_type(dz ? dz.dtype : DType::F32, [&]<class E>(E) {
+    const GradArgs<E> args{.losses = losses.as<float>(),
+                           .dz = dz.as<E>(),
+                           .dz_stride = dz.stride[0],
+                           .part = part_of(sum, at_target, z, max, targets, first_id, p.ignore_index),
+                           .grad_scale = p.grad_scale};
+    const bool aligned = aligned_rows(z.as<float>(), z.stride[0], R) && aligned_rows(dz.as<E>(), dz.stride[0], R);
+    launch(aligned ? vocab_grad_kernel<E, true> : vocab_grad_kernel<E, false>, one_block_per_row(R, 0), c.stream(),
+           args);
+  });
+  c.check(cudaGetLastError(), "vocab_grad");
 }
 
 }  // namespace ds::cuda

@@ -15,21 +15,25 @@ constexpr int kThreads = 256, kWarps = kThreads / kWarp;
 
 constexpr int kRowPacks = 4;  // of a lane: a warp copies 2 KiB of a row
 
-// y[r] = table[ids[r]] (+ y[r]); a warp per row, grid.y over its parts.
+// y[r] = table[ids[r] - first_id] (+ y[r]), or zeros; a warp per row, grid.y over its parts.
 template <class T>
-__global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 R, i64 C, bool accumulate, bool wide) {
+__global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 first_id, i64 V, i64 R, i64 C, bool accumulate,
+                              bool wide) {
   constexpr int P = kPack<T>;
   const i64 r = i64{block_index().x} * kWarps + thread_index() / kWarp;
   if (r >= R) return;
   const i64 column = (i64{block_index().y} * kRowPacks * kWarp + thread_index() % kWarp) * P;
-  const T* const row = table + i64{ids[r]} * C;
+  const i64 id = i64{ids[r]} - first_id;
+  const bool here = id >= 0 && id < V;
+  if (!here && accumulate) return;
+  const T* const row = table + (here ? id * C : 0);
   T* const out = y + r * C;
   if (wide && !accumulate) {
-    uint4 packs[kRowPacks];
+    uint4 packs[kRowPacks] = {};
     DS_UNROLL
     for (int k = 0; k < kRowPacks; ++k) {
       const i64 c = column + k * kWarp * P;
-      if (c < C) packs[k] = *reinterpret_cast<const uint4*>(row + c);
+      if (here && c < C) packs[k] = *reinterpret_cast<const uint4*>(row + c);
     }
     DS_UNROLL
     for (int k = 0; k < kRowPacks; ++k) {
@@ -42,7 +46,7 @@ __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 R, i64 C
   for (int k = 0; k < kRowPacks; ++k) {
     const i64 c = column + k * kWarp * P;
     float sum[P];
-    load_some(sum, row + c, C - c, wide);
+    load_some(sum, row + c, here ? C - c : 0, wide);
     if (accumulate) {
       float before[P];
       load_some(before, out + c, C - c, wide);
@@ -58,11 +62,18 @@ __global__ void lookup_kernel(T* y, const T* table, const i32* ids, i64 R, i64 C
 constexpr int kRounds = kTileKeys / kThreads;  // keys of a lane; a warp's lie side by side
 static_assert(kThreads == kDigits, "one thread per digit");
 
-// What a pass reads; rows null: row i is i, as before the first pass.
+// What a pass reads; rows null: row i is i, as before the first pass. There keys are ids and first_id is theirs;
+// afterwards they are rows of the table, or `num_ids` for all ids outside of it, and first_id is 0.
 struct Keys {
   const u32* keys;
   const u32* rows;
   i64 count;
+  i64 first_id, num_ids;
+
+  DS_DEVICE u32 operator[](i64 i) const {
+    const i64 id = i64{static_cast<i32>(keys[i])} - first_id;
+    return static_cast<u32>(id >= 0 && id < num_ids ? id : num_ids);
+  }
 };
 
 struct TileShared {
@@ -85,7 +96,7 @@ DS_DEVICE void count_digits(TileShared& shared, u32 (&ahead)[kRounds], const Key
   for (int round = 0; round < kRounds; ++round) {
     const i64 i = key_index(round);
     const bool there = i < from.count;
-    const u32 digit = there ? digit_of(from.keys[i], shift) : 0;
+    const u32 digit = there ? digit_of(from[i], shift) : 0;
     u32 same = warp_ballot(there);  // lanes whose key has the same digit
     for (u32 bit = 1; bit < kDigits; bit <<= 1) {
       const u32 set = warp_ballot((digit & bit) != 0);
@@ -155,7 +166,7 @@ __global__ void scatter_kernel(u32* keys, u32* rows, Keys from, const u32* count
   for (int round = 0; round < kRounds; ++round) {
     const i64 i = key_index(round);
     if (i >= from.count) continue;
-    const u32 key = from.keys[i], at = shared.count[warp][digit_of(key, shift)] + ahead[round];
+    const u32 key = from[i], at = shared.count[warp][digit_of(key, shift)] + ahead[round];
     keys[at] = key;
     rows[at] = from.rows != nullptr ? from.rows[i] : static_cast<u32>(i);
   }
@@ -169,12 +180,12 @@ struct Runs {
   RunCounters* counters;
 };
 
-// Lists the starts of runs, in any order.
+// Lists the starts of runs that are rows of the table, in any order.
 __global__ void find_runs_kernel(Runs runs, i64 long_run) {
   const u32* const keys = runs.sorted.keys;
   const i64 n = runs.sorted.count, i = i64{block_index().x} * kThreads + thread_index();
   const int lane = thread_index() % kWarp;
-  const bool starts = i < n && (i == 0 || keys[i - 1] != keys[i]);
+  const bool starts = i < n && keys[i] != runs.sorted.num_ids && (i == 0 || keys[i - 1] != keys[i]);
   const bool is_long = starts && i + long_run < n && keys[i + long_run] == keys[i];
   const auto list = [&](u32* starts_of, u32* counter, bool mine) {
     const u32 lanes = warp_ballot(mine);
@@ -365,26 +376,29 @@ __global__ void sum_runs_kernel(To* dtable, const T* dy, Runs runs, i64 C, bool 
 
 }  // namespace
 
-void embedding_fwd(TensorView y, TensorView table, TensorView ids, bool accumulate, Stream& stream) noexcept {
+void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate,
+                   Stream& stream) noexcept {
   Context& c = context(stream);
   const i64 R = y.dim(0), C = y.dim(1);
   with_work_type(y.dtype, [&]<class T>(T) {
     const i64 part = kRowPacks * kWarp * kPack<T>;
     const dim3 grid(static_cast<unsigned>((R + kWarps - 1) / kWarps), static_cast<unsigned>((C + part - 1) / part));
-    launch(lookup_kernel<T>, {grid, kThreads, 0}, c.stream(), y.as<T>(), table.as<T>(), ids.as<i32>(), R, C, accumulate,
-           C % kPack<T> == 0 && all_aligned(16, {y.data, table.data}));
+    launch(lookup_kernel<T>, {grid, kThreads, 0}, c.stream(), y.as<T>(), table.as<T>(), ids.as<i32>(), first_id,
+           table.dim(0), R, C, accumulate, C % kPack<T> == 0 && all_aligned(16, {y.data, table.data}));
   });
   c.check(cudaGetLastError(), "embedding_fwd");
 }
 
-void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumulate, Stream& stream) noexcept {
+void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate,
+                   Stream& stream) noexcept {
   Context& c = context(stream);
   const i64 R = dy.dim(0), C = dy.dim(1);
   if (!accumulate) {  // ids without rows
     c.check(cudaMemsetAsync(dtable.data, 0, static_cast<size_t>(dtable.bytes()), c.stream()), "embedding_bwd, zeros");
   }
   if (R == 0) return;
-  const EmbeddingPlan plan = EmbeddingPlan::of(R, dtable.dim(0));
+  const i64 V = dtable.dim(0);
+  const EmbeddingPlan plan = EmbeddingPlan::of(R, V + 1);  // and the ids outside
   char* const scratch = static_cast<char*>(c.scratch(plan.bytes));
   if (scratch == nullptr) return;
   const auto at = [&](size_t offset) { return reinterpret_cast<u32*>(scratch + offset); };
@@ -392,7 +406,7 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumu
   auto* const counters = reinterpret_cast<RunCounters*>(at(plan.counters));
   c.check(cudaMemsetAsync(counters, 0, sizeof(RunCounters), c.stream()), "embedding_bwd, counters");
 
-  Keys from{ids.as<u32>(), nullptr, R};
+  Keys from{ids.as<u32>(), nullptr, R, first_id, V};
   const dim3 tiles(static_cast<unsigned>(plan.num_tiles));
   for (int pass = 0; pass < plan.num_passes; ++pass) {
     const int shift = 8 * pass;
@@ -403,7 +417,7 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumu
     c.check(cudaGetLastError(), "embedding_bwd, scan of the counts");
     launch(scatter_kernel, {tiles, kThreads, sizeof(TileShared)}, c.stream(), keys, rows, from, counts, totals, shift);
     c.check(cudaGetLastError(), "embedding_bwd, sorting");
-    from = {keys, rows, R};
+    from = {keys, rows, R, 0, V};
   }
   const bool wide = C * dtype_bytes(dy.dtype) % 16 == 0 && all_aligned(16, {dtable.data, dy.data});
   const Runs runs{from, at(plan.short_runs), at(plan.long_runs), counters};

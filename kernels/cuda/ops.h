@@ -8,9 +8,6 @@ namespace ds::cuda {
 
 #include "op_functions.inc"
 
-// column_sum, onto what stands in `out` [N] fp32 when `accumulate`.
-void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream&) noexcept;
-
 // Attention by our own kernels, whatever DS_ATTENTION says.
 void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                        Stream&) noexcept;

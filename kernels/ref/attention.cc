@@ -18,6 +18,9 @@ i64 at(const TensorView& x, i64 b, i64 t, i64 h) noexcept {
   return b * x.stride[0] + t * x.stride[1] + h * x.stride[2];
 }
 
+// Where the statistics of (batch, head, token) are.
+i64 at_row(const TensorView& lse, i64 b, i64 h, i64 t) noexcept { return b * lse.stride[0] + h * lse.stride[1] + t; }
+
 double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexcept {
   double sum = 0;
   for (i64 d = 0; d < n; ++d) sum += get(x, i + d) * get(y, j + d);
@@ -40,6 +43,7 @@ double keep(const AttentionParams& p, u64 element) noexcept {
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream&) noexcept {
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2);
+  const AttentionGrid grid = p.grid.of(H, T, S);
   std::vector<double> weight(static_cast<size_t>(S)), out(static_cast<size_t>(D));
   for (i64 row = 0; row < B * H * T; ++row) {
     const i64 b = row / (H * T), h = row / T % H, i = row % T, g = h / (H / G);
@@ -56,17 +60,18 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
       const double e = std::exp(weight[static_cast<size_t>(j)] - top);
       if (e == 0) continue;
       sum += e;
-      const double w = e * keep(p, static_cast<u64>(row * S + j));
+      const double w = e * keep(p, static_cast<u64>(grid.row(b, h, i) + j));
       for (i64 d = 0; d < D; ++d) out[static_cast<size_t>(d)] += w * get(v, at(v, b, j, g) + d);
     }
     for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[static_cast<size_t>(d)] / sum);
-    put(lse, row, sum == 0 ? kInfinity : top + std::log(sum));
+    put(lse, at_row(lse, b, h, i), sum == 0 ? kInfinity : top + std::log(sum));
   }
 }
 
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream&) noexcept {
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), R = H / G;
+  const AttentionGrid grid = p.grid.of(H, T, S);
   std::vector<double> gq(static_cast<size_t>(D)), gk(static_cast<size_t>(S * D)), gv(static_cast<size_t>(S * D));
   for (i64 group = 0; group < B * G; ++group) {
     const i64 b = group / G, g = group % G;
@@ -74,14 +79,14 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
     gv.assign(gv.size(), 0);
     for (i64 h = g * R; h < (g + 1) * R; ++h) {
       for (i64 i = 0; i < T; ++i) {
-        const i64 row = (b * H + h) * T + i, qi = at(q, b, i, h), doi = at(dout, b, i, h);
+        const i64 qi = at(q, b, i, h), doi = at(dout, b, i, h);
         const double delta = dot(dout, doi, o, at(o, b, i, h), D);
         gq.assign(gq.size(), 0);
         for (i64 j = 0; j < S; ++j) {
           if (!visible(p, i, j, T, S)) continue;
           const i64 kj = at(k, b, j, g), vj = at(v, b, j, g);
-          const double prob = std::exp(p.scale * dot(q, qi, k, kj, D) - get(lse, row));
-          const double mask = keep(p, static_cast<u64>(row * S + j));
+          const double prob = std::exp(p.scale * dot(q, qi, k, kj, D) - get(lse, at_row(lse, b, h, i)));
+          const double mask = keep(p, static_cast<u64>(grid.row(b, h, i) + j));
           const double ds = p.scale * prob * (mask * dot(dout, doi, v, vj, D) - delta);
           for (i64 d = 0; d < D; ++d) {
             gq[static_cast<size_t>(d)] += ds * get(k, kj + d);
@@ -98,6 +103,25 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
         put(dv, at(dv, b, j, g) + d, gv[static_cast<size_t>(j * D + d)]);
       }
     }
+  }
+}
+
+void attention_merge(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
+                     Stream&) noexcept {
+  const i64 B = o.dim(0), T = o.dim(1), H = o.dim(2), D = o.dim(3);
+  for (i64 row = 0; row < B * T * H; ++row) {
+    const i64 b = row / (T * H), t = row / H % T, h = row % H;
+    const i64 to = at(o, b, t, h), from = at(o_part, b, t, h), to_lse = at_row(lse, b, h, t);
+    const double part = get(lse_part, at_row(lse_part, b, h, t)), before = first ? kInfinity : get(lse, to_lse);
+    if (part == kInfinity && !first) continue;
+    const bool replace = before == kInfinity;
+    const double top = std::max(before, part);
+    const double mine = replace ? 0 : std::exp(before - top), other = replace ? 1 : std::exp(part - top);
+    for (i64 d = 0; d < D; ++d) {
+      const double sum = replace ? get(o_part, from + d) : mine * get(o, to + d) + other * get(o_part, from + d);
+      put(o, to + d, sum / (mine + other));
+    }
+    put(lse, to_lse, replace ? part : top + std::log(mine + other));
   }
 }
 

@@ -50,4 +50,39 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
   }
 }
 
+void vocab_max(TensorView max, TensorView z, Stream&) noexcept {
+  for (i64 r = 0; r < z.dim(0); ++r) {
+    double top = -INFINITY;
+    for (i64 v = 0; v < z.dim(1); ++v) top = std::max(top, get(z, r * z.stride[0] + v));
+    put(max, r, top);
+  }
+}
+
+void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
+                i32 ignore_index, Stream&) noexcept {
+  for (i64 r = 0; r < z.dim(0); ++r) {
+    const i64 target = targets.as<i32>()[r], own = target - first_id;
+    const bool ignored = target == ignore_index;
+    double total = 0;
+    for (i64 v = 0; v < z.dim(1); ++v) total += std::exp(get(z, r * z.stride[0] + v) - get(max, r));
+    const bool here = own >= 0 && own < z.dim(1);
+    put(sum, r, ignored ? 0 : total);
+    put(at_target, r, ignored || !here ? 0 : get(z, r * z.stride[0] + own) - get(max, r));
+  }
+}
+
+void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
+                TensorView targets, i64 first_id, const CrossEntropyParams& p, Stream&) noexcept {
+  for (i64 r = 0; r < z.dim(0); ++r) {
+    const i64 target = targets.as<i32>()[r];
+    const bool ignored = target == p.ignore_index;
+    if (losses) put(losses, r, ignored ? 0 : std::log(get(sum, r)) - get(at_target, r));
+    for (i64 v = 0; dz && v < z.dim(1); ++v) {
+      const double prob = std::exp(get(z, r * z.stride[0] + v) - get(max, r)) / get(sum, r);
+      const double hit = first_id + v == target ? 1 : 0;
+      put(dz, r * dz.stride[0] + v, ignored ? 0 : static_cast<double>(p.grad_scale) * (prob - hit));
+    }
+  }
+}
+
 }  // namespace ds::ref

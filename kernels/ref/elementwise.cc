@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// add, cast, fold, the two reductions over a whole tensor, and AdamW.
+// add, bias_residual, cast, fold, the two reductions over a whole tensor, and AdamW.
 
 #include <algorithm>
 #include <cmath>
@@ -11,6 +11,12 @@ namespace ds::ref {
 
 void add(TensorView y, TensorView a, TensorView b, Stream&) noexcept {
   for (i64 i = 0; i < y.numel(); ++i) put(y, i, get(a, i) + get(b, i));
+}
+
+void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream&) noexcept {
+  for (i64 i = 0; i < y.numel(); ++i) {
+    put(y, i, get(x, i) + (bias ? get(bias, i % y.dim(1)) : 0) + (residual ? get(residual, i) : 0));
+  }
 }
 
 void cast(TensorView y, TensorView x, Stream&) noexcept {

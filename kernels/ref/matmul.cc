@@ -25,9 +25,9 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   }
 }
 
-void column_sum(TensorView out, TensorView x, Stream&) noexcept {
+void column_sum(TensorView out, TensorView x, bool accumulate, Stream&) noexcept {
   for (i64 n = 0; n < out.numel(); ++n) {
-    double sum = 0;
+    double sum = accumulate ? get(out, n) : 0;
     for (i64 r = 0; r < x.dim(0); ++r) sum += get(x, r * x.stride[0] + n);
     put(out, n, sum);
   }

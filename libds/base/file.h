@@ -108,8 +108,9 @@ class PendingFile {
 };
 
 // The same for a directory, which is filled at path() and moved to its place by commit(). The target does not exist or
-// is an empty directory: anything else is Errc::Config. An empty one that nothing can replace (a mount point, or one in
-// a directory of somebody else's) is filled instead: then the entries appear one after the other.
+// is an empty directory, which keeps its owner and mode: anything else is Errc::Config. An empty one that we cannot
+// replace (a mount point, somebody else's, or one in a directory that we may not change) is filled instead: then the
+// entries appear one after the other.
 class PendingDirectory {
  public:
   explicit PendingDirectory(std::string target);

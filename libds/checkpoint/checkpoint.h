@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Save and load training state at any layout. The engine describes what each rank owns, as ranges of flattened
-// parameters; nothing here knows ZeRO. A saved step is a directory (ds-checkpoint(5)):
+// parameters or slices of them; nothing here knows ZeRO or tensor parallelism. A saved step is a directory
+// (ds-checkpoint(5)):
 //
 //   DIR/latest                    the name of the newest committed step; moves last
 //   DIR/step-00000100/
 //     manifest.json               everything but the bulk: parameters, who holds which range, checksums
-//     rank-00000.h5 ...           /<state>/<parameter>@<begin>, one-dimensional datasets
+//     rank-00000.h5 ...           /<state>/<parameter>@<first element>, one-dimensional datasets
 //     model.h5                    virtual datasets: every parameter whole under its name and shape
 //
 // Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
@@ -19,6 +20,7 @@
 
 #include "comm/communicator.h"
 #include "ds/checkpoint.h"
+#include "model/slice.h"
 
 namespace ds {
 
@@ -30,8 +32,8 @@ struct ParamEntry {
   bool operator==(const ParamEntry&) const = default;
 };
 
-// Elements [begin, begin + count) of a flattened parameter, owned by this rank. Null pointers: state that the run does
-// not have (save), or does not want (load). Tied entries have no pieces.
+// Elements [begin, begin + count) of a flattened parameter, or of a flattened slice of it, owned by this rank. Null
+// pointers: state that the run does not have (save), or does not want (load). Tied entries have no pieces.
 struct StatePiece {
   i64 param;  // index into the parameter table
   i64 begin, count;
@@ -39,6 +41,7 @@ struct StatePiece {
   float* master;     // null when the work dtype is fp32
   float* exp_avg;
   float* exp_avg_sq;
+  const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
 };
 
 struct LossScalerState {
@@ -52,6 +55,7 @@ struct CheckpointMeta {
   DType work_dtype = DType::F32;  // F32, BF16 or F16
   std::string layout_id;          // equal ids: loading is bit-exact without moving a range
   i64 world_size = 1;             // filled in by save_checkpoint
+  std::optional<MeshShape> mesh;  // of these ranks; unknown in steps that do not say it
   int zero_stage = 0;
   i64 consumed_samples = 0;
   std::optional<u32> seed;  // unknown where another program made the step
@@ -68,9 +72,10 @@ struct CheckpointMeta {
 };
 
 // Collective over all ranks; every rank passes the same meta and params. The pieces of all ranks cover every untied
-// parameter exactly once. A failure on any rank fails all of them with the same error, which names the rank; what was
-// there before stays as it was. Returns the step directory.
-// Throws Errc::Io, Errc::Internal (pieces that do not cover), Errc::Comm, Errc::Timeout.
+// parameter exactly once: those of one slice that slice, and the slices of a parameter, all of one dim, that dim. A
+// replica of a slice is saved by one of those who have it. A failure on any rank fails all of them with the same error,
+// which names the rank; what was there before stays as it was. Returns the step directory. Throws Errc::Io,
+// Errc::Internal (pieces that do not cover), Errc::Comm, Errc::Timeout.
 std::string save_checkpoint(const std::string& dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
                             std::span<const StatePiece> pieces, Communicator& comm);
 
@@ -88,12 +93,12 @@ std::string step_before(const std::string& dir, const std::string& step_dir);
 // Throws what load_checkpoint would throw for a model with these parameters before it reads the bulk.
 CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params);
 
-// Collective. Fills every non-null pointer of `pieces`, for any ranges and any world size; each rank reads what it
-// needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where that is
-// not the checkpoint's, it is rounded from the fp32 master weights. All that can be known without the bulk (names,
-// shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later error the
-// pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch (another
-// model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
+// Collective. Fills every non-null pointer of `pieces`, for any ranges and slices and any world size; each rank reads
+// what it needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where
+// that is not the checkpoint's, it is rounded from the fp32 master weights. All that can be known without the bulk
+// (names, shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later
+// error the pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch
+// (another model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm);
 

@@ -1,17 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/hf_directory.h"
 
+#include <algorithm>
 #include <filesystem>
 
 #include "base/check.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "checkpoint/state_source.h"
+#include "ds/checkpoint.h"
 
 namespace ds {
 namespace {
 
 namespace fs = std::filesystem;
 
+constexpr i64 kMaxConfig = i64{1} << 20;
 constexpr i64 kMaxFile = i64{256} << 20;  // of a tokenizer
 constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
                                            "tokenizer_config.json",
@@ -37,8 +41,15 @@ std::string torch_dtype(DType t) {
 
 }  // namespace
 
+bool is_model_file(const std::string& path) {
+  const std::string name = fs::path(path).filename();
+  const auto ends = [&](std::string_view end) { return name.ends_with(end); };
+  constexpr std::string_view kEnds[] = {".safetensors", ".h5", ".hdf5", ".bin", ".pt", ".pth", ".model", ".index.json"};
+  return name == "config.json" || name == kGeneration || std::ranges::any_of(kEnds, ends) ||
+         std::ranges::find(kTokenizerFiles, name) != std::end(kTokenizerFiles);
+}
+
 std::string read_hf_config(const std::string& dir) {
-  constexpr i64 kMaxConfig = i64{1} << 20;
   const std::string path = dir + "/config.json";
   if (!fs::exists(path)) return "";
   const Json json = parse_json(read_text_file(path, kMaxConfig), path, {.error = Errc::Corrupt, .places = false}).root;
@@ -53,6 +64,22 @@ std::string find_hf_config(const std::string& dir) {
   } catch (const Error&) {  // something else of that name
   }
   return "";
+}
+
+std::string model_config_of(const StateSource& state, const std::string& named) {
+  if (!named.empty()) {
+    const std::string path = fs::is_directory(named) ? named + "/config.json" : named;
+    const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+    DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
+    return config.dump();
+  }
+  std::string config = state.meta().model_config_json;
+  std::error_code ignored;
+  if (config.empty() && fs::is_regular_file(state.path(), ignored))
+    config = find_hf_config(parent_directory(state.path()));
+  DS_CHECK(!config.empty(), Errc::Config, "{}: does not know the model's config.json: name one with --config",
+           state.path());
+  return config;
 }
 
 void write_hf_config(const std::string& dir, const std::string& config, std::optional<DType> dtype) {

@@ -100,6 +100,11 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
   return index;
 }
 
+const model::ParamSlice& slice_of(const StatePiece& p) noexcept {
+  static const model::ParamSlice whole;
+  return p.slice == nullptr ? whole : *p.slice;
+}
+
 // Refuses what the checkpoint cannot give: checked before anything is filled.
 void check_request(const Manifest& m, const std::string& dir, std::span<const StatePiece> pieces) {
   const auto need = [&](bool wanted, State s) {
@@ -110,7 +115,7 @@ void check_request(const Manifest& m, const std::string& dir, std::span<const St
     DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(m.params.size()));
     const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
     DS_ASSERT(entry.tied_to.empty() && p.begin >= 0 && p.count >= 0 &&
-              p.begin <= *checked_product(entry.shape) - p.count);
+              p.begin <= model::SliceMap(slice_of(p), entry.shape).numel() - p.count);
     need(p.exp_avg != nullptr, State::ExpAvg);
     need(p.exp_avg_sq != nullptr, State::ExpAvgSq);
   }
@@ -168,7 +173,7 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
         if (is_moment && !reader->has(s)) {  // before the first update they are zero
           std::memset(out, 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
         } else {
-          reader->read(s, dtype, p.param, p.begin, p.count, out);
+          reader->read(s, dtype, p.param, slice_of(p), p.begin, p.count, out);
         }
       };
       fill(State::Param, work_dtype, p.param_data);

@@ -8,7 +8,8 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
-#include <set>
+#include <span>
+#include <tuple>
 #include <unordered_map>
 
 #include "formats/hdf5.h"
@@ -20,6 +21,9 @@ namespace {
 using Json = nlohmann::ordered_json;
 
 constexpr int kVersion = 1;
+// Of a manifest in which a piece has a slice: who knows only version 1 would take its elements for others.
+constexpr int kVersionOfSlices = 2;
+constexpr size_t kMaxSliceRanges = 1024;  // an attribute of HDF5 holds them
 constexpr int kMaxDepth = 64;
 constexpr std::string_view kFormat = "libds-checkpoint";
 constexpr std::string_view kSealBegin = ",\n\"checksum\": \"", kSealEnd = "\"\n}\n";
@@ -47,7 +51,10 @@ i64 counter(const Json& j) {
 }
 
 Json piece_to_json(const PieceRecord& p) {
-  Json j = {{"parameter", p.param}, {"begin", p.begin}, {"count", p.count}};
+  Json j = {{"parameter", p.param}};
+  if (!p.slice.whole()) j["slice"] = {{"dim", p.slice.dim}, {"ranges", p.slice.ranges}};
+  j["begin"] = p.begin;
+  j["count"] = p.count;
   for (State s : kStates) {
     const auto& d = p.states[static_cast<size_t>(s)];
     if (!d) continue;
@@ -58,8 +65,19 @@ Json piece_to_json(const PieceRecord& p) {
   return j;
 }
 
+model::ParamSlice slice_from_json(const Json& j) {
+  model::ParamSlice slice{narrow<int>(whole(j.at("dim"))), {}};
+  for (const Json& range : j.at("ranges")) {
+    DS_CHECK(range.is_array() && range.size() == 2, Errc::Corrupt, "{} is no range", range.dump().substr(0, 64));
+    slice.ranges.emplace_back(whole(range[0]), whole(range[1]));
+  }
+  DS_CHECK(!slice.whole(), Errc::Corrupt, "a slice without ranges");
+  return slice;
+}
+
 PieceRecord piece_from_json(const Json& j) {
-  PieceRecord p{whole(j.at("parameter")), whole(j.at("begin")), whole(j.at("count")), {}};
+  PieceRecord p{{whole(j.at("parameter")), whole(j.at("begin")), whole(j.at("count")), {}}, {}};
+  if (j.contains("slice")) p.slice = slice_from_json(j.at("slice"));
   for (State s : kStates) {
     const auto it = j.find(kStateNames[static_cast<size_t>(s)]);
     if (it == j.end()) continue;
@@ -122,6 +140,8 @@ Json meta_to_json(const CheckpointMeta& meta) {
       {"config", embed(meta.config_json, "configuration")},
       {"model_config", embed(meta.model_config_json, "model configuration")},
   };
+  if (const auto& mesh = meta.mesh)
+    j["mesh"] = {{"dp", mesh->dp}, {"pp", mesh->pp}, {"tp", mesh->tp}, {"sp", mesh->sp}};
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -133,6 +153,10 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.layout_id = j.at("layout").get<std::string>();
   meta.world_size = counter(j.at("world_size"));
   meta.zero_stage = narrow<int>(counter(j.at("zero_stage")));
+  if (j.contains("mesh")) {
+    const auto degree = [&](const char* axis) { return narrow<int>(counter(j.at("mesh").at(axis))); };
+    meta.mesh = {.dp = degree("dp"), .pp = degree("pp"), .tp = degree("tp"), .sp = degree("sp")};
+  }
   meta.consumed_samples = counter(j.at("consumed_samples"));
   if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole(j.at("seed")));
   const Json& scaler = j.at("loss_scaler");
@@ -153,10 +177,18 @@ CheckpointMeta meta_from_json(const Json& j) {
   return meta;
 }
 
+int version_of(const Manifest& m) noexcept {
+  const bool slices = std::any_of(m.files.begin(), m.files.end(), [](const FileRecord& f) {
+    return std::any_of(f.pieces.begin(), f.pieces.end(), [](const PieceRecord& p) { return !p.slice.whole(); });
+  });
+  return slices ? kVersionOfSlices : kVersion;
+}
+
 Manifest from_json(const Json& j) {
   DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
   const i64 version = whole(j.at("version"));
-  DS_CHECK(version == kVersion, Errc::Unavailable, "format version {}; this libds reads version {}", version, kVersion);
+  DS_CHECK(version == kVersion || version == kVersionOfSlices, Errc::Unavailable,
+           "format version {}; this libds reads versions {} and {}", version, kVersion, kVersionOfSlices);
   DS_CHECK(whole(j.at("checksum_block_bytes")) == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
   Manifest m;
   m.id = j.at("id").get<std::string>();
@@ -178,9 +210,67 @@ Manifest from_json(const Json& j) {
              m.files.size());
     m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
   }
+  DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {} {} slices", version,
+           version == kVersion ? "has no" : "without");
   m.view_bytes = whole(j.at("view").at("bytes"));
   m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
   return m;
+}
+
+i64 slice_numel(const model::ParamSlice& slice, const std::vector<i64>& shape) {
+  return *checked_product(local_shape(slice, shape));
+}
+
+// For messages.
+std::string of_slice(const model::ParamSlice& slice, const std::vector<i64>& shape) {
+  return slice.whole() ? "" : "slice " + slice_text(slice, shape).substr(0, 200) + " of ";
+}
+
+// A piece and the rank that has it.
+struct Held {
+  const PieceRecord* piece;
+  i64 file;
+};
+
+// Each element of the parameter exactly once: its slices divide one dim, and in each slice, in order, a piece begins
+// where the one before ended. `held`: by slice, then by begin.
+void check_covered(const ParamEntry& entry, i64 numel, std::span<const Held> held, const std::string& path, Errc code) {
+  std::vector<const model::ParamSlice*> slices;
+  for (size_t h = 0; h < held.size();) {
+    const model::ParamSlice& slice = held[h].piece->slice;
+    slices.push_back(&slice);
+    i64 covered = 0;
+    for (; h < held.size() && held[h].piece->slice == slice; ++h) {
+      const i64 begin = held[h].piece->begin;
+      DS_CHECK(begin == covered, code, "{}: elements {} to {} of {}'{}' are held {} (rank {})", path,
+               std::min(covered, begin), std::max(covered, begin), of_slice(slice, entry.shape), entry.name,
+               begin < covered ? "twice" : "by no rank", held[h].file);
+      covered = begin + held[h].piece->count;
+    }
+    const i64 all = slice_numel(slice, entry.shape);
+    DS_CHECK(covered == all, code, "{}: elements {} to {} of {}'{}' are held by no rank", path, covered, all,
+             of_slice(slice, entry.shape), entry.name);
+  }
+  DS_CHECK(!held.empty() || numel <= 0, code, "{}: elements 0 to {} of '{}' are held by no rank", path, numel,
+           entry.name);
+  if (slices.empty() || (slices.size() == 1 && slices[0]->whole())) return;
+
+  const int dim = slices.back()->dim;  // whole ones come first
+  std::vector<std::pair<i64, i64>> ranges;
+  for (const model::ParamSlice* slice : slices) {
+    DS_CHECK(!slice->whole() && slice->dim == dim, code, "{}: '{}' is held {} and in slices of dim {}", path,
+             entry.name, slice->whole() ? "whole" : fmt::format("in slices of dim {}", slice->dim), dim);
+    ranges.insert(ranges.end(), slice->ranges.begin(), slice->ranges.end());
+  }
+  std::sort(ranges.begin(), ranges.end());
+  const i64 size = entry.shape[static_cast<size_t>(dim)];
+  ranges.emplace_back(size, size);
+  i64 covered = 0;
+  for (const auto& [from, to] : ranges) {
+    DS_CHECK(from == covered, code, "{}: indices {} to {} of dim {} of '{}' are held {}", path, std::min(covered, from),
+             std::max(covered, from), dim, entry.name, from < covered ? "twice" : "by no rank");
+    covered = to;
+  }
 }
 
 // The rules for names and ties; returns the number of elements of each untied parameter, -1 for tied ones.
@@ -211,6 +301,11 @@ bool Manifest::has(State s) const noexcept {
     return std::any_of(f.pieces.begin(), f.pieces.end(),
                        [&](const PieceRecord& p) { return p.states[static_cast<size_t>(s)].has_value(); });
   });
+}
+
+i64 first_element(const Manifest& m, const PieceRange& p) {
+  if (p.slice.whole()) return p.begin;
+  return model::SliceMap(p.slice, m.params[static_cast<size_t>(p.param)].shape).global_of(p.begin);
 }
 
 std::string rank_file_name(i64 rank) { return fmt::format("rank-{:05d}.h5", rank); }
@@ -257,7 +352,7 @@ std::string format_manifest(const Manifest& m) {
       pieces.push_back(std::move(row));
     }
   }
-  Json rows = {{"format", kFormat}, {"version", kVersion}, {"libds_version", DS_VERSION}, {"id", m.id}};
+  Json rows = {{"format", kFormat}, {"version", version_of(m)}, {"libds_version", DS_VERSION}, {"id", m.id}};
   rows.update(meta_to_json(m.meta));
   rows.update({
       {"states", std::move(states)},
@@ -303,12 +398,14 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
 void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   DS_CHECK(m.meta.step >= 0 && m.meta.world_size >= 1 && m.meta.world_size == narrow<i64>(m.files.size()), code,
            "{}: step {}, world size {}, {} files", path, m.meta.step, m.meta.world_size, m.files.size());
+  if (const auto& mesh = m.meta.mesh) {
+    const std::vector<i64> degrees = {mesh->dp, mesh->pp, mesh->tp, mesh->sp};
+    DS_CHECK(checked_product(degrees) == m.meta.world_size, code,
+             "{}: a mesh of dp {}, pp {}, tp {}, sp {}, but {} ranks", path, mesh->dp, mesh->pp, mesh->tp, mesh->sp,
+             m.meta.world_size);
+  }
   const std::vector<i64> numels = validate_params(m, path, code);
-  struct Range {
-    i64 param, begin, end, file;
-    auto operator<=>(const Range&) const = default;
-  };
-  std::vector<Range> ranges;
+  std::vector<Held> held;
   std::array<bool, 4> has{};
   for (State s : kStates) has[static_cast<size_t>(s)] = m.has(s);
   for (size_t f = 0; f < m.files.size(); ++f) {
@@ -319,9 +416,14 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
                p.param, m.params.size());
       const i64 numel = numels[static_cast<size_t>(p.param)];
       const std::string& name = m.params[static_cast<size_t>(p.param)].name;
-      DS_CHECK(p.begin >= 0 && p.count > 0 && p.begin <= numel - p.count, code,
+      const std::string problem = slice_problem(p.slice, m.params[static_cast<size_t>(p.param)].shape);
+      DS_CHECK(problem.empty() && p.slice.ranges.size() <= kMaxSliceRanges, code,
+               "{}: rank {} holds a slice of '{}': {}", path, f, name,
+               problem.empty() ? fmt::format("{} ranges", p.slice.ranges.size()) : problem);
+      const i64 limit = numel <= 0 ? numel : slice_numel(p.slice, m.params[static_cast<size_t>(p.param)].shape);
+      DS_CHECK(p.begin >= 0 && p.count > 0 && p.begin <= limit - p.count, code,
                "{}: rank {} holds elements {} + {} of '{}', which {}", path, f, p.begin, p.count, name,
-               numel < 0 ? "is tied" : fmt::format("has {}", numel));
+               limit < 0 ? "is tied" : fmt::format("has {}", limit));
       for (State s : kStates) {
         const auto& d = p.states[static_cast<size_t>(s)];
         const std::string_view state = kStateNames[static_cast<size_t>(s)];
@@ -336,25 +438,21 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
         DS_CHECK(narrow<i64>(d->checksums.size()) == div_ceil(bytes, kChecksumBlock), code,
                  "{}: {} checksums for {} bytes of {} of '{}'", path, d->checksums.size(), bytes, state, name);
       }
-      ranges.push_back({p.param, p.begin, p.begin + p.count, narrow<i64>(f)});
+      held.push_back({&p, narrow<i64>(f)});
     }
   }
-  DS_CHECK(has[0] || ranges.empty(), code, "{}: no parameters are stored", path);
+  DS_CHECK(has[0] || held.empty(), code, "{}: no parameters are stored", path);
 
-  // Each element exactly once: per parameter, in order, each range begins where the one before ended.
-  std::sort(ranges.begin(), ranges.end());
-  auto r = ranges.begin();
+  std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
+    return std::tie(a.piece->param, a.piece->slice, a.piece->begin, a.file) <
+           std::tie(b.piece->param, b.piece->slice, b.piece->begin, b.file);
+  });
+  std::span<const Held> rest = held;
   for (i64 i = 0; i < narrow<i64>(numels.size()); ++i) {
-    i64 covered = 0;
-    const std::string& name = m.params[static_cast<size_t>(i)].name;
-    for (; r != ranges.end() && r->param == i; ++r) {
-      DS_CHECK(r->begin == covered, code, "{}: elements {} to {} of '{}' are held {} (rank {})", path,
-               std::min(covered, r->begin), std::max(covered, r->begin), name,
-               r->begin < covered ? "twice" : "by no rank", r->file);
-      covered = r->end;
-    }
-    const i64 numel = std::max<i64>(numels[static_cast<size_t>(i)], 0);
-    DS_CHECK(covered == numel, code, "{}: elements {} to {} of '{}' are held by no rank", path, covered, numel, name);
+    const auto mine = rest.first(static_cast<size_t>(
+        std::find_if(rest.begin(), rest.end(), [&](const Held& h) { return h.piece->param != i; }) - rest.begin()));
+    rest = rest.subspan(mine.size());
+    check_covered(m.params[static_cast<size_t>(i)], numels[static_cast<size_t>(i)], mine, path, code);
   }
 }
 

@@ -25,8 +25,13 @@ struct DatasetRecord {
   std::vector<u64> checksums;  // one per block
 };
 
-struct PieceRecord {
+// Elements [begin, begin + count) of a flattened slice of a parameter.
+struct PieceRange {
   i64 param, begin, count;
+  model::ParamSlice slice = {};
+};
+
+struct PieceRecord : PieceRange {
   std::array<std::optional<DatasetRecord>, 4> states;  // by State
 };
 
@@ -50,6 +55,9 @@ struct Manifest {
   }
 };
 
+// Where the first element of a piece stands in the flattened parameter: no other piece has it. The piece is valid.
+i64 first_element(const Manifest&, const PieceRange&);
+
 inline constexpr std::string_view kManifestName = "manifest.json";
 inline constexpr std::string_view kViewName = "model.h5";
 std::string rank_file_name(i64 rank);                       // rank-00000.h5
@@ -59,7 +67,8 @@ std::optional<i64> parse_step_name(std::string_view name);  // the inverse; noth
 std::string format_manifest(const Manifest&);
 // Throws Errc::Corrupt (damaged, or contradicts itself; `path` is named), Errc::Unavailable (a newer version).
 Manifest parse_manifest(std::string_view text, const std::string& path);
-// Every rule that a manifest obeys: names, ties, ranges inside parameters and files, each element covered exactly once.
+// Every rule that a manifest obeys: names, ties, slices and ranges inside parameters and files, each element covered
+// exactly once. Time and memory are of the order of the manifest's text.
 void validate_manifest(const Manifest&, const std::string& path, Errc code);
 
 // The meta alone, on one line: as files of whole tensors keep it beside optimizer state.

@@ -66,27 +66,28 @@ WeightMatch match_weights(const model::Model& model, const TensorSource& source,
     if (!can_convert(DType::F32, t.dtype))
       match.unreadable.push_back(fmt::format("{} is of type {}", t.name, dtype_name(t.dtype)));
   };
-  for (const auto& layer : model.layers) {
-    for (const model::ParamRow& row : layer->rows()) {
-      const TensorInfo* t = find_row(row.name);
-      match.tensors.push_back(t);
-      if (t == nullptr) {
-        if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
-          used.insert(f->name);
-          match.unreadable.push_back(fmt::format("{} is of type {}", f->name, f->type));
-        } else if (new_head && layer == model.layers.back()) {
-          match.anew.push_back(row.name);
-        } else {
-          match.unfit.push_back(fmt::format("{} is missing", row.name));
-        }
-        continue;
+  const std::vector<const model::ParamRow*> rows = model.params();
+  const size_t head = rows.size() - model.layers.back()->rows().size();
+  for (size_t param = 0; param < rows.size(); ++param) {
+    const model::ParamRow& row = *rows[param];
+    const TensorInfo* t = find_row(row.name);
+    match.tensors.push_back(t);
+    if (t == nullptr) {
+      if (const ForeignTensor* f = find_parameter(row.name, foreign)) {
+        used.insert(f->name);
+        match.unreadable.push_back(fmt::format("{} is of type {}", f->name, f->type));
+      } else if (new_head && param >= head) {
+        match.anew.push_back(row.name);
+      } else {
+        match.unfit.push_back(fmt::format("{} is missing", row.name));
       }
-      used.insert(t->name);
-      check_type(*t);
-      if (t->shape != row.shape) {
-        match.unfit.push_back(fmt::format("{} has shape [{}], the model wants [{}]", t->name, fmt::join(t->shape, ","),
-                                          fmt::join(row.shape, ",")));
-      }
+      continue;
+    }
+    used.insert(t->name);
+    check_type(*t);
+    if (t->shape != row.whole_shape()) {
+      match.unfit.push_back(fmt::format("{} has shape [{}], the model wants [{}]", t->name, fmt::join(t->shape, ","),
+                                        fmt::join(row.whole_shape(), ",")));
     }
   }
   const auto is_tied = [&](std::string_view name) {

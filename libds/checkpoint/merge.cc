@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "base/json.h"
+#include "checkpoint/deepspeed_files.h"
 #include "checkpoint/hf_directory.h"
 #include "checkpoint/match_weights.h"
 #include "checkpoint/output_place.h"
@@ -26,7 +27,6 @@ namespace fs = std::filesystem;
 
 constexpr i64 kChunkBytes = i64{16} << 20;
 constexpr i64 kHfShardBytes = 5'000'000'000;
-constexpr i64 kMaxConfig = i64{1} << 20;
 
 enum class Format : u8 { Safetensors, Hdf5, Hf, Checkpoint };
 constexpr std::string_view kFormatNames[] = {"safetensors", "hdf5", "hf", "checkpoint"};
@@ -113,15 +113,16 @@ std::string output_target(const std::string& output) {
 }
 
 // Where the files beside the weights may be: in the source, or where its run found them.
-std::vector<std::string> model_places(const std::string& source, const CheckpointMeta& meta) {
+std::vector<std::string> model_places(const std::string& source, const StateSource& state) {
   std::vector<std::string> places;
-  // Trainers put the model's files beside a DeepSpeed checkpoint.
-  const auto has = [&](const char* name) { return fs::exists(fmt::format("{}/{}", source, name)); };
-  if (fs::is_directory(source) &&
-      (!is_checkpoint(source) || has("config.json") || has("tokenizer.json") || has("tokenizer_config.json")))
-    places.push_back(source);
-  if (meta.config_json.empty()) return places;
-  const Json config = Json::parse(meta.config_json);
+  if (fs::is_directory(source) && !is_checkpoint(source)) places.push_back(source);
+  if (is_deepspeed_tag(state.path())) {  // trainers put the model's files beside it
+    const std::string beside = parent_directory(state.path());
+    const auto has = [&](const char* name) { return fs::exists(fmt::format("{}/{}", beside, name)); };
+    if (has("config.json") || has("tokenizer.json") || has("tokenizer_config.json")) places.push_back(beside);
+  }
+  if (state.meta().config_json.empty()) return places;
+  const Json config = Json::parse(state.meta().config_json);
   const auto add = [&](const char* section, const char* key) {
     const auto it = config.find(section);
     if (it == config.end() || !it->is_object() || !it->contains(key) || !(*it)[key].is_string()) return;
@@ -144,11 +145,12 @@ bool holds_tokenizer(const std::string& path, const std::string& identity) {
 }
 
 // As the user says, or where the model may be; a place that holds another tokenizer than the run's is none.
-std::vector<std::string> tokenizer_places(const std::string& source, const CheckpointMeta& meta, const MergeOptions& o,
+std::vector<std::string> tokenizer_places(const std::string& source, const StateSource& state, const MergeOptions& o,
                                           const std::string& output) {
   if (!o.tokenizer.empty()) return {o.tokenizer};
-  std::vector<std::string> places = model_places(source, meta);
-  const Json data = Json::parse(meta.data_json.empty() ? "{}" : meta.data_json);
+  std::vector<std::string> places = model_places(source, state);
+  const std::string& identities = state.meta().data_json;
+  const Json data = Json::parse(identities.empty() ? "{}" : identities);
   const bool is_known = data.is_object() && data.contains("tokenizer") && data["tokenizer"].is_string();
   const std::string identity = is_known ? data["tokenizer"].get<std::string>() : "";
   if (!identity.empty()) {
@@ -162,16 +164,6 @@ std::vector<std::string> tokenizer_places(const std::string& source, const Check
     });
   }
   return places;
-}
-
-std::string hf_config(const CheckpointMeta& meta, const MergeOptions& o) {
-  DS_CHECK(!o.config.empty() || !meta.model_config_json.empty(), Errc::Config,
-           "the checkpoint does not know the model's config.json: name one with --config");
-  if (o.config.empty()) return meta.model_config_json;
-  const std::string path = fs::is_directory(o.config) ? o.config + "/config.json" : o.config;
-  const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
-  DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
-  return config.dump();
 }
 
 // Whether transformers would find the weights that `config` asks for; where it describes no model of the zoo, it alone
@@ -213,6 +205,7 @@ void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, co
 // beside them.
 CheckpointMeta without_layout(CheckpointMeta meta) {
   for (std::string* part : {&meta.layout_id, &meta.isa, &meta.config_json}) part->clear();
+  meta.mesh.reset();
   meta.metadata.reset();  // the file says that itself
   meta.world_size = 1;
   meta.zero_stage = 0;
@@ -245,7 +238,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   }
 
   const std::unique_ptr<StateSource> state = open_state(source, o.tag);
-  const std::string config = format == Format::Hf ? hf_config(state->meta(), o) : "";
+  const std::string config = format == Format::Hf ? model_config_of(*state, o.config) : "";
   const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
@@ -299,14 +292,14 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   result.num_files = 1;
   if (format == Format::Checkpoint) {
     Manifest m;
-    write_sharded(*state, directory->path(), m, {.num_ranks = 1}, o.progress);
+    write_sharded(*state, directory->path(), m, shard_whole(state->params(), {.num_ranks = 1}), o.progress);
   } else if (to_directory) {
     const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
     copy_out(views, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
     if (format == Format::Hf) {
-      const std::vector<std::string> places = tokenizer_places(source, state->meta(), o, output);
+      const std::vector<std::string> places = tokenizer_places(source, *state, o, output);
       result.tokenizer = copy_tokenizer(places, directory->path());
-      copy_generation_config(model_places(source, state->meta()), directory->path());
+      copy_generation_config(model_places(source, *state), directory->path());
       DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
                o.tokenizer);
       if (result.tokenizer.empty() && !places.empty())

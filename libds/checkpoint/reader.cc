@@ -6,11 +6,13 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <tuple>
 
 namespace ds {
 namespace {
 
 constexpr i64 kMaxManifest = i64{1} << 30;
+constexpr size_t kMaxBlocks = 64;  // of which a reader keeps a part
 
 // XXH3-64 of a file's bytes, fed range by range.
 class RangeHash {
@@ -64,8 +66,9 @@ u64 structure_checksum(const File& file, const Manifest& m, std::span<const Piec
   return hash.digest();
 }
 
-std::string dataset_name(const Manifest& m, State s, i64 param, i64 begin) {
-  return fmt::format("{}/{}@{}", kStateNames[static_cast<size_t>(s)], m.params[static_cast<size_t>(param)].name, begin);
+std::string dataset_name(const Manifest& m, State s, const PieceRange& p) {
+  return fmt::format("{}/{}@{}", kStateNames[static_cast<size_t>(s)], m.params[static_cast<size_t>(p.param)].name,
+                     first_element(m, p));
 }
 
 namespace {
@@ -78,8 +81,8 @@ void read_block(const File& file, const Manifest& m, const PieceRecord& p, State
   const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s, p.param)), block);
   read_bulk(file, at, out, bytes, pages);
   DS_CHECK(checksum(out, bytes) == d.checksums[static_cast<size_t>(block)], Errc::Corrupt,
-           "{}: checksum mismatch in /{} (bytes {} to {} of the file are damaged)", file.path(),
-           dataset_name(m, s, p.param, p.begin), at, at + bytes);
+           "{}: checksum mismatch in /{} (bytes {} to {} of the file are damaged)", file.path(), dataset_name(m, s, p),
+           at, at + bytes);
 }
 
 void check_structure_of(const File& file, const Manifest& m, const FileRecord& record) {
@@ -125,7 +128,8 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
     : dir_(std::move(step_dir)), manifest_(std::move(manifest)) {
   for (State s : kStates) has_[static_cast<size_t>(s)] = manifest_.has(s);
   files_.resize(manifest_.files.size());
-  pieces_.resize(manifest_.params.size());
+  slices_.resize(manifest_.params.size());
+  std::vector<Piece> pieces;
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
     const FileRecord& f = manifest_.files[static_cast<size_t>(r)];
     std::error_code error;
@@ -137,11 +141,17 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
     DS_CHECK(std::cmp_equal(bytes, f.bytes), Errc::Corrupt, "{}: {} bytes, the manifest says {}", file_path(r), bytes,
              f.bytes);
     for (const PieceRecord& p : f.pieces) {
-      pieces_[static_cast<size_t>(p.param)].push_back({p.begin, p.begin + p.count, r, &p});
+      pieces.push_back({p.begin, p.begin + p.count, r, &p});
     }
   }
-  for (auto& list : pieces_) {
-    std::sort(list.begin(), list.end(), [](const Piece& a, const Piece& b) { return a.begin < b.begin; });
+  const auto key = [](const Piece& p) { return std::tie(p.record->param, p.record->slice, p.begin); };
+  std::sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) { return key(a) < key(b); });
+  for (const Piece& p : pieces) {
+    const auto param = static_cast<size_t>(p.record->param);
+    std::vector<Slice>& slices = slices_[param];
+    if (slices.empty() || *slices.back().slice != p.record->slice)
+      slices.push_back({&p.record->slice, {p.record->slice, manifest_.params[param].shape}, {}});
+    slices.back().pieces.push_back(p);
   }
 }
 
@@ -168,40 +178,80 @@ void CheckpointReader::check_structure(i64 rank) {
   check_structure_of(open(rank), manifest_, manifest_.files[static_cast<size_t>(rank)]);
 }
 
-// Bytes [begin, end) of the dataset; whole blocks go straight to `out`.
-void CheckpointReader::read_dataset(const Piece& p, State s, i64 begin, i64 end, char* out) {
-  const File& file = open(p.file);
-  const i64 dataset_bytes = (p.end - p.begin) * dtype_bytes(manifest_.stored_dtype(s, p.record->param));
-  for (i64 block = begin / kChecksumBlock; block * kChecksumBlock < end; ++block) {
-    const i64 from = block * kChecksumBlock, to = from + block_bytes(dataset_bytes, block);
-    if (begin <= from && to <= end) {
-      read_block(file, manifest_, *p.record, s, block, out + (from - begin), pages_);
-      continue;
+CheckpointReader::Block& CheckpointReader::cached_block(const Piece& p, State s, i64 block) {
+  const auto is_it = [&](const Block& b) { return b.piece == p.record && b.state == s && b.block == block; };
+  auto it = std::ranges::find_if(blocks_, is_it);
+  if (it == blocks_.end()) {
+    it = std::ranges::min_element(blocks_, {}, &Block::last_use);
+    if (it == blocks_.end() || (it->last_use != 0 && blocks_.size() < max_blocks_))
+      it = blocks_.insert(blocks_.end(), Block{});
+    it->piece = nullptr;
+    it->data.resize(static_cast<size_t>(kChecksumBlock));
+    read_block(open(p.file), manifest_, *p.record, s, block, it->data.data(), pages_);
+    it->piece = p.record, it->state = s, it->block = block;
+  }
+  it->last_use = ++num_uses_;
+  return *it;
+}
+
+// Of elements [begin, end), which stand in this block, those that are wanted.
+void CheckpointReader::read_block_part(const Piece& p, const model::SliceMap& stored, State s, i64 block, i64 begin,
+                                       i64 end, const Wanted& wanted) {
+  const i64 size = dtype_bytes(manifest_.stored_dtype(s, p.record->param)), elems = kChecksumBlock / size;
+  const i64 block_begin = p.begin + block * elems, block_end = std::min(block_begin + elems, p.end);
+  const i64 n = block_end - block_begin;
+  if (begin == block_begin && end == block_end) {
+    const i64 global = stored.global_of(begin);
+    const auto [first, count] = wanted.map.local_range(global, n);
+    if (count == n && stored.global_of(end - 1) == global + n - 1) {  // all of it, in one run: straight to `out`
+      read_block(open(p.file), manifest_, *p.record, s, block, wanted.out + (first - wanted.first) * size, pages_);
+      return;
     }
-    // Ranges that follow each other meet in one block: it is read once for both.
-    const BlockKey key{p.record, s, block};
-    if (!(key == block_key_)) {
-      block_key_ = {};
-      block_.resize(static_cast<size_t>(kChecksumBlock));
-      read_block(file, manifest_, *p.record, s, block, block_.data(), pages_);
-      block_key_ = key;
+  }
+  Block* cached = nullptr;
+  stored.for_each_run(begin, end - begin, [&](i64 local, i64 global, i64 length) {
+    const auto [first, count] = wanted.map.local_range(global, length);
+    wanted.map.for_each_run(first, count, [&](i64 to, i64 from, i64 run) {
+      if (cached == nullptr) cached = &cached_block(p, s, block);
+      std::memcpy(wanted.out + (to - wanted.first) * size,
+                  cached->data.data() + (local - block_begin + from - global) * size, static_cast<size_t>(run * size));
+    });
+  });
+  if (cached != nullptr && end == block_end) cached->last_use = 0;
+}
+
+void CheckpointReader::read_pieces(std::span<const Piece> pieces, const model::SliceMap& stored, State s,
+                                   const Wanted& wanted) {
+  const i64 from = wanted.map.global_of(wanted.first), to = wanted.map.global_of(wanted.first + wanted.count - 1) + 1;
+  const auto [first, count] = stored.local_range(from, to - from);
+  auto p = std::ranges::upper_bound(pieces, first, {}, &Piece::end);
+  for (; p != pieces.end() && p->begin < first + count; ++p) {
+    const i64 elems = kChecksumBlock / dtype_bytes(manifest_.stored_dtype(s, p->record->param));
+    const i64 last = std::min(p->end, first + count);
+    for (i64 at = std::max(p->begin, first); at < last;) {
+      const i64 block = (at - p->begin) / elems, end = std::min(p->begin + (block + 1) * elems, last);
+      read_block_part(*p, stored, s, block, at, end, wanted);
+      at = end;
     }
-    const i64 lo = std::max(begin, from), hi = std::min(end, to);
-    std::memcpy(out + (lo - begin), block_.data() + (lo - from), static_cast<size_t>(hi - lo));
   }
 }
 
 void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count, char* out) {
-  const i64 size = dtype_bytes(manifest_.stored_dtype(state, param));
-  const auto& list = pieces_[static_cast<size_t>(param)];
-  auto p = std::upper_bound(list.begin(), list.end(), first, [](i64 x, const Piece& piece) { return x < piece.end; });
-  for (const i64 last = first + count; first < last; ++p) {
-    DS_ASSERT(p != list.end() && p->begin <= first);
-    const i64 end = std::min(last, p->end);
-    read_dataset(*p, state, (first - p->begin) * size, (end - p->begin) * size, out);
-    out += (end - first) * size;
-    first = end;
+  read_stored_slice(state, param, {}, first, count, out);
+}
+
+void CheckpointReader::read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
+                                         char* out) {
+  if (count == 0) return;
+  const std::vector<Slice>& slices = slices_[static_cast<size_t>(param)];
+  max_blocks_ = std::clamp<size_t>(slices.size(), 1, kMaxBlocks);
+  const auto same = std::ranges::find_if(slices, [&](const Slice& s) { return *s.slice == slice; });
+  if (same != slices.end()) {  // as it stands: the slice alone is all there is
+    const model::SliceMap map({}, std::array{same->map.numel()});
+    return read_pieces(same->pieces, map, state, {map, first, count, out});
   }
+  const model::SliceMap map(slice, manifest_.params[static_cast<size_t>(param)].shape);
+  for (const Slice& s : slices) read_pieces(s.pieces, s.map, state, {map, first, count, out});
 }
 
 void CheckpointReader::check() {

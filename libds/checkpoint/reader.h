@@ -19,8 +19,8 @@ constexpr i64 block_bytes(i64 dataset_bytes, i64 block) noexcept {
   const i64 rest = dataset_bytes - block * kChecksumBlock;
   return rest < kChecksumBlock ? rest : kChecksumBlock;
 }
-// The name of a piece's dataset in its rank file: state/parameter@begin.
-std::string dataset_name(const Manifest&, State, i64 param, i64 begin);
+// The name of a piece's dataset in its rank file: state/parameter@<its first element>.
+std::string dataset_name(const Manifest&, State, const PieceRange&);
 
 // XXH3-64 of all bytes of the file that belong to none of the pieces' datasets.
 u64 structure_checksum(const File& file, const Manifest&, std::span<const PieceRecord> pieces);
@@ -56,25 +56,47 @@ class CheckpointReader : public StateSource {
     i64 begin, end, file;
     const PieceRecord* record;
   };
+  // The pieces that stand in one slice of a parameter, in order.
+  struct Slice {
+    const model::ParamSlice* slice;
+    model::SliceMap map;
+    std::vector<Piece> pieces;
+  };
   const File& open(i64 rank);
   void read_stored(State state, i64 param, i64 first, i64 count, char* out) override;
-  void read_dataset(const Piece&, State, i64 begin, i64 end, char* out);
+  void read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
+                         char* out) override;
+  // Those of elements [first, first + count) of `wanted` that stand in `pieces`, which are numbered by `stored`.
+  struct Wanted {
+    const model::SliceMap& map;
+    i64 first, count;
+    char* out;
+  };
+  void read_pieces(std::span<const Piece> pieces, const model::SliceMap& stored, State, const Wanted& wanted);
+  void read_block_part(const Piece&, const model::SliceMap& stored, State, i64 block, i64 begin, i64 end,
+                       const Wanted& wanted);
+  struct Block;
+  Block& cached_block(const Piece&, State, i64 block);
 
   std::string dir_;
   Manifest manifest_;
   std::array<bool, 4> has_{};
-  std::vector<std::vector<Piece>> pieces_;  // by parameter, in order
+  std::vector<std::vector<Slice>> slices_;  // by parameter
   std::vector<std::unique_ptr<File>> files_;
   i64 num_open_ = 0, max_open_ = open_files_share();
   PageBuffer pages_;
-  struct BlockKey {
+  // Blocks of which only a part was wanted. Who reads a parameter from its begin to its end is in one block of each of
+  // its slices at a time: so many are kept, and each is read once.
+  struct Block {
     const PieceRecord* piece = nullptr;
     State state = State::Param;
     i64 block = 0;
-    bool operator==(const BlockKey&) const = default;
+    i64 last_use = 0;  // 0: its end has been read, so it goes first
+    std::vector<char> data = {};
   };
-  BlockKey block_key_;       // of what stands in block_
-  std::vector<char> block_;  // a block of which only a part is wanted
+  std::vector<Block> blocks_;
+  size_t max_blocks_ = 1;
+  i64 num_uses_ = 0;
 };
 
 }  // namespace ds

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <map>
+#include <tuple>
 
 #include "base/file.h"
 #include "checkpoint/output_place.h"
@@ -14,7 +15,7 @@
 #include "ds/config.h"
 #include "formats/hdf5.h"
 #include "formats/tensor_io.h"
-#include "zero/layout.h"
+#include "zero/ownership.h"
 
 namespace ds {
 namespace {
@@ -34,77 +35,90 @@ std::string_view block_of(std::string_view name) {
 }  // namespace
 
 std::vector<std::vector<model::ParamRow>> units_of(const std::vector<ParamEntry>& params) {
+  // What the first and the last layer share is a unit of its own.
+  const auto is_shared = [&](const ParamEntry& p) {
+    return p.shape.size() > 1 && std::ranges::find(params, p.name, &ParamEntry::tied_to) != params.end();
+  };
   std::vector<std::vector<model::ParamRow>> units;
   std::string_view block;
+  bool alone = true;
   for (const ParamEntry& p : params) {
     if (!p.tied_to.empty()) continue;
-    if (units.empty() || block_of(p.name) != block) units.emplace_back();
+    if (alone || is_shared(p) || block_of(p.name) != block) units.emplace_back();
+    alone = is_shared(p);
     block = block_of(p.name);
     units.back().push_back({p.name, p.shape});
   }
   return units;
 }
 
-void write_sharded(StateSource& state, const std::string& dir, Manifest& m, const zero::LayoutOptions& options,
-                   const CopyProgress& progress) {
-  const auto rows = units_of(state.params());
+Sharding shard_whole(const std::vector<ParamEntry>& params, const zero::LayoutOptions& options) {
+  const auto rows = units_of(params);
   const std::vector<std::span<const model::ParamRow>> units(rows.begin(), rows.end());
   const zero::Layout layout = zero::Layout::make(units, options);
   std::vector<i64> param_of;  // the layout numbers untied parameters
-  for (size_t i = 0; i < state.params().size(); ++i) {
-    if (state.params()[i].tied_to.empty()) param_of.push_back(narrow<i64>(i));
+  for (size_t i = 0; i < params.size(); ++i) {
+    if (params[i].tied_to.empty()) param_of.push_back(narrow<i64>(i));
   }
+  Sharding sharding{layout.id(), options.stage, {.dp = options.num_ranks}, {}};
+  for (int rank = 0; rank < options.num_ranks; ++rank) {
+    auto& pieces = sharding.ranks.emplace_back();
+    for (const zero::Piece& p : layout.owned_pieces(rank))
+      pieces.push_back({param_of[static_cast<size_t>(p.param)], p.begin, p.count});
+  }
+  return sharding;
+}
+
+void write_sharded(StateSource& state, const std::string& dir, Manifest& m, const Sharding& sharding,
+                   const CopyProgress& progress) {
   m.id = random_hex64();
   m.meta = state.meta();
-  m.meta.world_size = options.num_ranks;
-  m.meta.zero_stage = options.stage;
-  m.meta.layout_id = layout.id();
+  m.meta.world_size = narrow<i64>(sharding.ranks.size());
+  m.meta.mesh = sharding.mesh;
+  m.meta.zero_stage = sharding.zero_stage;
+  m.meta.layout_id = sharding.layout_id;
   m.params = state.params();
 
   RankContents contents;
   for (const State s : kStates) contents.states[static_cast<size_t>(s)] = state.has(s);
   i64 total = 0, done = 0;
-  for (const i64 p : param_of) {
-    for (const State s : kStates) {
-      if (state.stores(s, p)) {
-        total += *checked_product(m.params[static_cast<size_t>(p)].shape) * dtype_bytes(state.stored_dtype(s, p));
+  for (const auto& pieces : sharding.ranks) {
+    for (const PieceRange& p : pieces) {
+      for (const State s : kStates) {
+        if (state.stores(s, p.param)) total += p.count * dtype_bytes(state.stored_dtype(s, p.param));
       }
     }
   }
-  std::vector<PieceRange> pieces;
   std::vector<char> buffer;
   contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
-    const PieceRange& p = pieces[piece];
+    const PieceRange& p = contents.pieces[piece];
     const DType dtype = state.stored_dtype(s, p.param);
     buffer.resize(static_cast<size_t>(count * dtype_bytes(dtype)));
-    state.read(s, dtype, p.param, p.begin + first, count, buffer.data());
+    state.read(s, dtype, p.param, p.slice, p.begin + first, count, buffer.data());
     done += narrow<i64>(buffer.size());
     if (progress) progress(done, total);
     return buffer.data();
   };
   check_room(dir, total);
   prepare_step(dir, m);
-  for (int rank = 0; rank < options.num_ranks; ++rank) {
-    pieces.clear();
-    for (const zero::Piece& p : layout.owned_pieces(rank)) {
-      pieces.push_back({param_of[static_cast<size_t>(p.param)], p.begin, p.count});
-    }
-    contents.pieces = pieces;
-    m.files.push_back(write_rank_file(dir, m, rank, contents));
+  for (size_t rank = 0; rank < sharding.ranks.size(); ++rank) {
+    contents.pieces = sharding.ranks[rank];
+    m.files.push_back(write_rank_file(dir, m, narrow<i64>(rank), contents));
   }
   commit_step(dir, m);
 }
 
 namespace {
 
-// That of most of them: what the run computes in (meta.work_dtype) may be another.
+// That of most elements: what the run computes in (meta.work_dtype) may be another.
 DType dtype_of_weights(const Manifest& m) {
-  std::map<DType, i64> tensors;
+  std::map<DType, i64> elems;
   DType most = m.meta.work_dtype;
   for (size_t i = 0; i < m.params.size(); ++i) {
     if (!m.params[i].tied_to.empty()) continue;
     const DType t = m.stored_dtype(State::Param, narrow<i64>(i));
-    if (++tensors[t] > tensors[most]) most = t;
+    elems[t] += *checked_product(m.params[i].shape);
+    if (elems[t] > elems[most]) most = t;
   }
   return most;
 }
@@ -113,8 +127,17 @@ DType dtype_of_weights(const Manifest& m) {
 
 ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions& options) {
   const auto start = std::chrono::steady_clock::now();
-  DS_CHECK(options.dp >= 1 && options.dp <= 99999 && options.stage >= 0 && options.stage <= 3, Errc::Config,
-           "{} ranks at ZeRO stage {}", options.dp, options.stage);
+  const MeshShape& mesh = options.mesh;
+  constexpr i64 kMostRanks = 99999;  // names of their files have five digits
+  const std::optional<i64> ranks = checked_product(std::vector<i64>{mesh.dp, mesh.pp, mesh.tp, mesh.sp});
+  DS_CHECK(std::min({mesh.dp, mesh.pp, mesh.tp, mesh.sp}) >= 1 && ranks && *ranks <= kMostRanks, Errc::Config,
+           "--dp {} x --pp {} x --tp {} x --sp {} are more than {} ranks", mesh.dp, mesh.pp, mesh.tp, mesh.sp,
+           kMostRanks);
+  const bool by_names = mesh.tp == 1 && mesh.pp == 1;
+  DS_CHECK(options.config.empty() || !by_names, Errc::Config, "--config is for --tp and --pp, which cut by it");
+  DS_CHECK(options.partition == ShardOptions().partition || mesh.pp > 1, Errc::Config,
+           "--partition is for --pp, whose stages it makes");
+  DS_CHECK(options.stage >= 0 && options.stage <= 3, Errc::Config, "ZeRO stage {}", options.stage);
   check_place(dir);
   PendingDirectory target(dir);
   const std::unique_ptr<StateSource> state = open_state(source, options.tag);
@@ -125,19 +148,22 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
   check_hdf5_names(names, state->path());
   const ZeroConfig defaults;
   Manifest m;
-  write_sharded(*state, target.path(), m,
-                {.num_ranks = options.dp,
-                 .stage = options.stage,
-                 .persistence_threshold = defaults.param_persistence_threshold,
-                 .model_persistence_threshold = defaults.model_persistence_threshold},
-                options.progress);
+  const zero::LayoutOptions layout{.num_ranks = zero::num_shards(mesh),
+                                   .stage = options.stage,
+                                   .persistence_threshold = defaults.param_persistence_threshold,
+                                   .model_persistence_threshold = defaults.model_persistence_threshold};
+  Sharding sharding = by_names
+                          ? shard_whole(state->params(), layout)
+                          : shard_model(*state, model_to_cut(*state, options.config), mesh, options.partition, layout);
+  sharding.mesh = mesh;
+  write_sharded(*state, target.path(), m, sharding, options.progress);
   target.commit();
   warn_of_overflow({state.get()}, dir);
 
   ShardResult result{.source = state->path(),
                      .step_dir = fmt::format("{}/{}", dir, step_name(m.meta.step)),
                      .step = m.meta.step,
-                     .dp = options.dp,
+                     .mesh = mesh,
                      .stage = options.stage,
                      .dtype = dtype_of_weights(m),
                      .optimizer = state->has(State::ExpAvg)};
@@ -161,6 +187,7 @@ CheckpointSummary describe_checkpoint(const std::string& dir, const std::string&
                             .consumed_samples = m.meta.consumed_samples,
                             .optimizer_step = m.meta.optimizer_step,
                             .world_size = m.meta.world_size,
+                            .mesh = m.meta.mesh,
                             .stage = m.meta.zero_stage,
                             .dtype = dtype_of_weights(m),
                             .ranks = {},
@@ -177,12 +204,16 @@ CheckpointSummary describe_checkpoint(const std::string& dir, const std::string&
         const auto at = static_cast<size_t>(s);
         if (p.states[at]) rank.state_bytes[at] += p.count * dtype_bytes(m.stored_dtype(s, p.param));
       }
-      summary.params[static_cast<size_t>(p.param)].owners.push_back({narrow<i64>(f), p.begin, p.count});
+      auto& param = summary.params[static_cast<size_t>(p.param)];
+      param.owners.push_back(
+          {narrow<i64>(f), p.begin, p.count, slice_text(p.slice, param.shape), p.slice.dim, p.slice.ranges});
     }
     summary.ranks.push_back(rank);
   }
   for (auto& p : summary.params) {
-    std::sort(p.owners.begin(), p.owners.end(), [](const auto& a, const auto& b) { return a.begin < b.begin; });
+    std::sort(p.owners.begin(), p.owners.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.slice_ranges, a.begin) < std::tie(b.slice_ranges, b.begin);
+    });
   }
   return summary;
 }

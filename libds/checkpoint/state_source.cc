@@ -4,6 +4,7 @@
 #include <fnmatch.h>
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 
 #include "base/json.h"
@@ -19,6 +20,8 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr i64 kConvertElems = i64{1} << 20;
+// Runs of a slice come in one read as long as that is not more than a tile and the gaps between them are small.
+constexpr i64 kTileBytes = i64{8} << 20, kGapBytes = i64{256} << 10;
 
 // A run of ours or one of its steps.
 bool is_ours(const std::string& dir) {
@@ -38,7 +41,8 @@ std::unique_ptr<StateSource> open_ours(const std::string& dir, const std::string
 
 }  // namespace
 
-void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count, void* out) {
+void StateSource::read(State state, DType dtype, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
+                       void* out) {
   if (state == State::Param && dtype != stored_dtype(state, param) && has(State::Master)) {
     state = State::Master;
   } else if (state == State::Master && !has(State::Master)) {
@@ -46,18 +50,53 @@ void StateSource::read(State state, DType dtype, i64 param, i64 first, i64 count
   }
   const DType stored = stored_dtype(state, param);
   auto* target = static_cast<char*>(out);
-  if (stored == dtype) return read_stored(state, param, first, count, target);
+  const auto read_some = [&](i64 begin, i64 n, char* elements) {
+    if (slice.whole()) return read_stored(state, param, begin, n, elements);
+    read_stored_slice(state, param, slice, begin, n, elements);
+  };
+  if (stored == dtype) return read_some(first, count, target);
   std::vector<char> buffer;
   for (i64 done = 0; done < count; done += kConvertElems) {
     const i64 n = std::min(kConvertElems, count - done);
     buffer.resize(static_cast<size_t>(n * dtype_bytes(stored)));
-    read_stored(state, param, first + done, n, buffer.data());
+    read_some(first + done, n, buffer.data());
     char* const converted = target + done * dtype_bytes(dtype);
     convert_elements(dtype, converted, stored, buffer.data(), n);
     const i64 lost = count_overflows(dtype, converted, stored, buffer.data(), n);
     if (lost > 0 && overflow_.elems == 0) overflow_.first_param = param;
     overflow_.elems += lost;
   }
+}
+
+void StateSource::read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
+                                    char* out) {
+  const model::SliceMap map(slice, params()[static_cast<size_t>(param)].shape);
+  const i64 size = dtype_bytes(stored_dtype(state, param));
+  std::vector<char> buffer;
+  struct Tile {
+    i64 local, global, local_end, global_end;
+  };
+  const auto read_tile = [&](const Tile& t) {
+    const i64 wanted = t.local_end - t.local, between = t.global_end - t.global;
+    char* const to = out + (t.local - first) * size;
+    if (wanted == between) return read_stored(state, param, t.global, between, to);
+    buffer.resize(static_cast<size_t>(between * size));
+    read_stored(state, param, t.global, between, buffer.data());
+    map.for_each_run(t.local, wanted, [&](i64 local, i64 global, i64 n) {
+      std::memcpy(out + (local - first) * size, buffer.data() + (global - t.global) * size,
+                  static_cast<size_t>(n * size));
+    });
+  };
+  std::optional<Tile> tile;
+  map.for_each_run(first, count, [&](i64 local, i64 global, i64 n) {
+    const bool joins =
+        tile && (global - tile->global_end) * size <= kGapBytes && (global + n - tile->global) * size <= kTileBytes;
+    if (tile && !joins) read_tile(*tile);
+    if (!joins) tile = {local, global, local, global};
+    tile->local_end = local + n;
+    tile->global_end = global + n;
+  });
+  if (tile) read_tile(*tile);
 }
 
 std::string first_lines(const std::vector<std::string>& lines, std::string_view separator) {

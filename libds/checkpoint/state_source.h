@@ -38,7 +38,11 @@ class StateSource {
   // Elements [first, first + count) of an untied parameter's state, as `dtype`. Weights come from where they are exact:
   // Param in another dtype than the stored one from Master; Master, where there is none, from Param.
   // Throws Errc::Corrupt (file and what is wrong), Errc::Io, Errc::Unavailable (no such conversion).
-  void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out);
+  void read(State state, DType dtype, i64 param, i64 first, i64 count, void* out) {
+    read(state, dtype, param, {}, first, count, out);
+  }
+  // The same of a slice of the parameter: elements [first, first + count) of the flattened slice.
+  void read(State state, DType dtype, i64 param, const model::ParamSlice& slice, i64 first, i64 count, void* out);
   // Elements that read() has rounded to infinity so far, and the first parameter that had one.
   struct Overflow {
     i64 elems = 0, first_param = -1;
@@ -59,6 +63,9 @@ class StateSource {
  protected:
   // Elements as they are stored.
   virtual void read_stored(State state, i64 param, i64 first, i64 count, char* out) = 0;
+  // Of a slice; by read_stored, unless the source knows better.
+  virtual void read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
+                                 char* out);
 
  private:
   Overflow overflow_;

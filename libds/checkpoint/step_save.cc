@@ -70,7 +70,7 @@ void StepSave::write() {
   std::vector<PieceRange> ranges;
   RankContents contents;
   for (const StatePiece& p : pieces_) {
-    ranges.push_back({p.param, p.begin, p.count});
+    ranges.push_back({p.param, p.begin, p.count, p.slice == nullptr ? model::ParamSlice{} : *p.slice});
     for (State s : kStates) contents.states[static_cast<size_t>(s)] |= state_data(p, s) != nullptr;
   }
   contents.pieces = ranges;

@@ -50,8 +50,8 @@ void write_view(const std::string& dir, Manifest& m) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     for (const PieceRecord& p : m.files[f].pieces) {
       const auto param = static_cast<size_t>(p.param);
-      views[view_of[param]].pieces.push_back(
-          {p.begin, p.count, rank_file_name(narrow<i64>(f)), dataset_name(m, State::Param, p.param, p.begin)});
+      views[view_of[param]].pieces.push_back({p.begin, p.count, rank_file_name(narrow<i64>(f)),
+                                              dataset_name(m, State::Param, p), p.slice.dim, p.slice.ranges});
     }
   }
   const std::string path = fmt::format("{}/{}", dir, kViewName);
@@ -120,6 +120,18 @@ void put_back(const std::string& path, const std::optional<std::string>& text) n
   fs::remove(path, ignored);
 }
 
+// Where the piece belongs, for who looks into a rank file with tools of HDF5.
+std::vector<Hdf5Attribute> attributes_of(const Manifest& m, const PieceRange& p) {
+  std::vector<Hdf5Attribute> attributes = {{"begin", {}, {first_element(m, p)}}};
+  if (p.slice.whole()) return attributes;
+  Hdf5Attribute ranges{"slice_ranges", {narrow<i64>(p.slice.ranges.size()), 2}, {}};
+  for (const auto& [from, to] : p.slice.ranges) ranges.values.insert(ranges.values.end(), {from, to});
+  attributes.push_back({"slice_dim", {}, {p.slice.dim}});
+  attributes.push_back(std::move(ranges));
+  attributes.push_back({"slice_begin", {}, {p.begin}});
+  return attributes;
+}
+
 }  // namespace
 
 std::string unfinished_step(const std::string& dir, const Manifest& m) {
@@ -150,12 +162,15 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
     DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()) && p.count >= 0 && p.begin >= 0, Errc::Internal,
              "piece {} + {} of parameter {} of {}", p.begin, p.count, p.param, m.params.size());
     if (p.count == 0) continue;
-    DS_CHECK(seen.emplace(p.param, p.begin).second, Errc::Internal, "element {} of '{}' is held twice", p.begin,
-             m.params[static_cast<size_t>(p.param)].name);
+    const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
+    DS_CHECK(p.slice.whole() || p.begin < model::SliceMap(p.slice, entry.shape).numel(), Errc::Internal,
+             "piece {} + {} of a slice {} of '{}'", p.begin, p.count, slice_text(p.slice, entry.shape), entry.name);
+    const i64 first = first_element(m, p);
+    DS_CHECK(seen.emplace(p.param, first).second, Errc::Internal, "element {} of '{}' is held twice", first,
+             entry.name);
     for (State s : kStates) {
       if (!stored(s, p.param)) continue;
-      datasets.push_back(
-          {{dataset_name(m, s, p.param, p.begin), m.stored_dtype(s, p.param), {p.count}}, {{"begin", p.begin}}});
+      datasets.push_back({{dataset_name(m, s, p), m.stored_dtype(s, p.param), {p.count}}, attributes_of(m, p)});
     }
   }
   const std::string path = fmt::format("{}/{}", unfinished_step(dir, m), rank_file_name(rank));
@@ -170,7 +185,8 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
   for (size_t i = 0; i < contents.pieces.size(); ++i) {
     const PieceRange& p = contents.pieces[i];
     if (p.count == 0) continue;
-    PieceRecord& r = record.pieces.emplace_back(PieceRecord{p.param, p.begin, p.count, {}});
+    PieceRecord& r = record.pieces.emplace_back(PieceRecord{p, {}});
+    if (p.slice.whole()) r.slice = {};  // of whichever dim
     for (State s : kStates) {
       if (!stored(s, p.param)) continue;
       r.states[static_cast<size_t>(s)] =

@@ -14,11 +14,6 @@
 
 namespace ds {
 
-// Elements [begin, begin + count) of a flattened parameter.
-struct PieceRange {
-  i64 param, begin, count;
-};
-
 // What goes into one rank's file.
 struct RankContents {
   std::span<const PieceRange> pieces;
@@ -37,7 +32,7 @@ void prepare_step(const std::string& dir, const Manifest& m);
 void abandon_step(const std::string& dir, const Manifest& m) noexcept;
 
 // Writes rank `rank`'s file into the unfinished step: structure by HDF5, bulk past it, synced and read back.
-// m: meta, params and id. Throws Errc::Io, Errc::Internal (pieces that cannot be).
+// m: meta, params and id. No two pieces have the same element. Throws Errc::Io, Errc::Internal (pieces that cannot be).
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents);
 
 // All rank files are there and m.files describes them: writes model.h5 and the manifest, reads back, renames the step

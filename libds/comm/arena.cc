@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/arena.h"
 
+#include <fmt/ranges.h>
 #include <linux/futex.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
 #include <climits>
+#include <map>
 
 namespace ds {
 namespace {
@@ -15,11 +17,38 @@ long futex(std::atomic<u32>& word, int op, u32 value, const timespec* limit) noe
   return syscall(SYS_futex, &word, op, value, limit, nullptr, 0);
 }
 
+// Where the threads of a world find the memory of a group: made by the first to ask, forgotten when all have it.
+class GroupRegistry {
+ public:
+  template <class Make>
+  std::shared_ptr<std::byte> join(const std::string& name, int size, Make make) {
+    const std::lock_guard lock(mutex_);
+    auto& [memory, joined] = groups_[name];
+    if (memory == nullptr) memory = make();
+    const std::shared_ptr<std::byte> result = memory;
+    if (++joined == size) groups_.erase(name);
+    return result;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::pair<std::shared_ptr<std::byte>, int>> groups_;
+};
+
 // Ranks are threads: every pointer means the same to all of them.
 class ThreadArena final : public Arena {
  public:
-  ThreadArena(int rank, int size, std::shared_ptr<std::byte> memory) : Arena(rank, size), memory_(std::move(memory)) {
+  ThreadArena(int rank, int size, std::shared_ptr<std::byte> memory, std::shared_ptr<GroupRegistry> registry)
+      : Arena(rank, size), memory_(std::move(memory)), registry_(std::move(registry)) {
     base_ = memory_.get();
+  }
+
+  std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double,
+                               FunctionRef<void()>) override {
+    const int size = static_cast<int>(members.size());
+    auto memory =
+        registry_->join(fmt::format("{} {}", name, fmt::join(members, " ")), size, [&] { return make_memory(size); });
+    return std::make_unique<ThreadArena>(rank, size, std::move(memory), registry_);
   }
 
   static std::shared_ptr<std::byte> make_memory(int size) {
@@ -39,7 +68,8 @@ class ThreadArena final : public Arena {
   Health health(int) const override { return {}; }
 
  private:
-  std::shared_ptr<std::byte> memory_;
+  const std::shared_ptr<std::byte> memory_;
+  const std::shared_ptr<GroupRegistry> registry_;
 };
 
 }  // namespace
@@ -68,8 +98,9 @@ Channel& Arena::channel(int from, int to) {
 
 std::vector<std::unique_ptr<Arena>> make_thread_arenas(int size) {
   const std::shared_ptr<std::byte> memory = ThreadArena::make_memory(size);
+  const auto registry = std::make_shared<GroupRegistry>();
   std::vector<std::unique_ptr<Arena>> arenas;
-  for (int r = 0; r < size; ++r) arenas.push_back(std::make_unique<ThreadArena>(r, size, memory));
+  for (int r = 0; r < size; ++r) arenas.push_back(std::make_unique<ThreadArena>(r, size, memory, registry));
   return arenas;
 }
 

@@ -33,14 +33,23 @@ void wake_all(Event& event) noexcept;
 // How a rank exposes the source of an exchange: not at all, where it lies, or chunk by chunk in its staging area.
 enum class Exposure : u32 { None, Direct, Staged };
 
+// For messages: that a rank waits for another in some communicator of the world.
+struct Wait {
+  std::atomic<i32> peer;          // its number in the world + 1, or 0: does not wait
+  std::atomic<u32> key;           // of the communicator
+  std::atomic<u32> inside_call;   // the rank's own thread waits, so that it comes nowhere else
+  std::atomic<i64> confirmed_ns;  // steady clock, when it last looked
+};
+
 struct alignas(64) RankSlot {
-  Event arrived;                              // number of meetings this rank has come to
-  std::array<std::atomic<i32>, 2> waits_for;  // by progress thread and sender: rank + 1, or 0
-  std::atomic<u32> reading;                   // this rank may be reading its peers' sources
-  std::atomic<u32> departed;                  // said goodbye
-  std::atomic<u64> activity;                  // calls begun << 8 | OpKind + 1, or 0 outside any call
-  std::atomic<u64> shown;                     // Communicator::show
-  std::array<CallInfo, 2> call;               // of the meetings with even and odd numbers
+  static constexpr size_t kWaits = 16;
+  Event arrived;                   // number of meetings this rank has come to
+  std::array<Wait, kWaits> waits;  // of a world: one for each of its communicators
+  std::atomic<u32> reading;        // this rank may be reading its peers' sources
+  std::atomic<u32> departed;       // said goodbye
+  std::atomic<u64> activity;       // calls begun << 8 | OpKind + 1, or 0 outside any call
+  std::atomic<u64> shown;          // Communicator::show
+  std::array<CallInfo, 2> call;    // of the meetings with even and odd numbers
   std::array<Exposure, 2> exposure;
   std::atomic<i32> pid;  // 0: not attached
   u64 process_start;
@@ -89,6 +98,11 @@ class Arena {
   };
 
   virtual ~Arena() = default;
+
+  // Of a world: an arena for some of its ranks, given by their numbers, of which this one is number `rank`. Members ask
+  // for it with the same name. `look` throws when waiting for them has become vain.
+  virtual std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double timeout_s,
+                                       FunctionRef<void()> look) = 0;
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }

@@ -2,6 +2,7 @@
 #include "comm/async_communicator.h"
 
 #include <algorithm>
+#include <cctype>
 #include <cstring>
 #include <exception>
 
@@ -11,6 +12,7 @@ namespace {
 // An fp32 sum above this size is a reduce-scatter and an all-gather; other all-reduces go in blocks of this size, which
 // every rank gathers and folds for itself.
 constexpr i64 kAllReduceBlock = i64{64} << 10;
+constexpr i64 kRoundedBlock = i64{16} << 10;  // elements that are folded before they are rounded
 
 const OpTable& table_of(const CommOptions& options) {
   const OpTable* ops = options.ops != nullptr ? options.ops : cpu_ops();
@@ -89,8 +91,11 @@ void AsyncCommunicator::Worker::finish() noexcept {
   if (thread_.joinable()) thread_.join();
 }
 
-AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options)
-    : BaseCommunicator(backend, rank, size),
+AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options,
+                                     Membership membership)
+    : BaseCommunicator(backend, rank, size, std::move(membership.ranks)),
+      world_(membership.world != nullptr ? *membership.world : *this),
+      of_group_(membership.name.empty() ? "" : fmt::format(" of group \"{}\"", membership.name)),
       timeout_s_(options.timeout_s),
       progress_thread_(options.progress_thread),
       ops_(table_of(options)),
@@ -121,8 +126,8 @@ Ticket AsyncCommunicator::submit(Operation&& operation) {
 
 void AsyncCommunicator::run(QueuedOperation& op) noexcept {
   const auto failed = [&](const Failure& failure) {
-    failure_.set(publish(failure));
-    op.failure = failure_.get();
+    settle(failure);
+    op.failure = world_.failure_.get();
   };
   try {
     throw_if_failed();
@@ -130,7 +135,7 @@ void AsyncCommunicator::run(QueuedOperation& op) noexcept {
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {
-    failed({Errc::Internal, fmt::format("rank {}: {}", rank(), e.what()), rank()});
+    failed({Errc::Internal, fmt::format("rank {}: {}", own_number(), e.what()), own_number()});
   }
   op.finished.store(1, std::memory_order_release);
   op.finished.notify_all();
@@ -147,6 +152,7 @@ void AsyncCommunicator::execute(const Operation& op) {
     case OpKind::Send: return transmit(op);
     case OpKind::Recv: return receive(op);
     case OpKind::Barrier: return exchange(op, {.pattern = Pattern::Share, .segments = {}}, nothing);
+    case OpKind::Attach: break;  // is no call
     case OpKind::Allocate:
       exchange(op, {.pattern = Pattern::Share, .segments = {}}, nothing);
       *op.buffer = allocate_shared(*op.ledger, op.memory_tag, op.slice_bytes());
@@ -158,7 +164,7 @@ void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const 
   const i64 size = dtype_bytes(op.dtype);
   exchange(op, {.pattern = Pattern::Scatter, .segments = segments}, [&](const Piece& p) {
     float* target = reinterpret_cast<float*>(p.segment->target) + p.offset / size;
-    fold(target, p.sources, p.bytes / size, op.dtype, op.accumulate);
+    fold(target, p.sources, 0, p.bytes / size, op.dtype, op.accumulate);
   });
 }
 
@@ -176,11 +182,20 @@ void AsyncCommunicator::gather_now(const Operation& op, std::span<const Segment>
 void AsyncCommunicator::all_reduce_now(const Operation& op) {
   std::byte* data = op.segments[0].target;
   const i64 total = op.segments[0].slice_bytes;
+  // What one rank folds is its data as it is; axes of size one are used like all others.
+  if (size() == 1) return exchange(op, {.pattern = Pattern::Share, .segments = {}}, [](const Piece&) {});
   i64 done = 0;
-  if (op.dtype == DType::F32 && op.reduce == ReduceOp::Sum && total > kAllReduceBlock) {
+  const bool rounds = is_16_bit(op.dtype);
+  if ((op.dtype == DType::F32 || rounds) && op.reduce == ReduceOp::Sum && total > kAllReduceBlock) {
     const i64 slice = total / (size() * dtype_bytes(op.dtype)) * dtype_bytes(op.dtype);
     const Segment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
-    reduce_scatter_now(op, {&whole, 1});
+    if (rounds) {  // into our own slice, which nobody else reads
+      exchange(op, {.pattern = Pattern::Scatter, .segments = {&whole, 1}}, [&](const Piece& p) {
+        fold_rounded(whole.target + p.offset, p.sources, p.bytes / dtype_bytes(op.dtype), op.dtype);
+      });
+    } else {
+      reduce_scatter_now(op, {&whole, 1});
+    }
     gather_now(op, {&own, 1}, Pattern::Share);
     done = slice * size();
   }
@@ -193,7 +208,9 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
     gather_now(op, {&segment, 1}, Pattern::Share);
     std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size()), operation_memory());
     for (int q = 0; q < size(); ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
-    if (op.dtype == DType::I64) {
+    if (rounds) {
+      fold_rounded(data + done, sources, block / dtype_bytes(op.dtype), op.dtype);
+    } else if (op.dtype == DType::I64) {
       combine_in_rank_order<i64>(data + done, sources, block, op.reduce);
     } else if (op.dtype == DType::F64) {
       combine_in_rank_order<double>(data + done, sources, block, op.reduce);
@@ -204,12 +221,51 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
   }
 }
 
-void AsyncCommunicator::fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire,
+void AsyncCommunicator::fold(float* target, std::span<const std::byte* const> sources, i64 begin, i64 elems, DType wire,
                              bool accumulate) {
-  for (size_t q = 0; q < sources.size(); ++q)
-    fold_sources_[q] = TensorView::of(const_cast<std::byte*>(sources[q]), wire, {elems});
+  for (size_t q = 0; q < sources.size(); ++q) {
+    std::byte* source = const_cast<std::byte*>(sources[q]) + begin * dtype_bytes(wire);
+    fold_sources_[q] = TensorView::of(source, wire, {elems});
+  }
   Stream stream{.pool = &fold_pool_};
   ops_.fold(TensorView::of(target, DType::F32, {elems}), fold_sources_, accumulate, stream);
+}
+
+void AsyncCommunicator::fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems,
+                                     DType wire) {
+  sums_.resize(std::max(sums_.size(), static_cast<size_t>(std::min(elems, kRoundedBlock))));
+  for (i64 begin = 0; begin < elems; begin += kRoundedBlock) {
+    const i64 count = std::min(kRoundedBlock, elems - begin);
+    fold(sums_.data(), sources, begin, count, wire, false);
+    Stream stream{.pool = &fold_pool_};
+    ops_.cast(TensorView::of(target + begin * dtype_bytes(wire), wire, {count}),
+              TensorView::of(sums_.data(), DType::F32, {count}), stream);
+  }
+}
+
+std::unique_ptr<Communicator> AsyncCommunicator::group(std::span<const int> members, std::string_view name,
+                                                       const CommOptions& options) {
+  const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '-'; };
+  DS_ASSERT(!name.empty() && name.size() <= 32 && std::all_of(name.begin(), name.end(), allowed));
+  throw_if_failed();
+  Membership group{.world = &world_, .name = std::string(name), .ranks = {}};
+  int own = -1;
+  for (const int member : members) {
+    DS_ASSERT(member >= 0 && member < size());
+    DS_ASSERT(std::find(group.ranks.begin(), group.ranks.end(), world_rank(member)) == group.ranks.end());
+    if (member == rank()) own = narrow<int>(std::ssize(group.ranks));
+    group.ranks.push_back(world_rank(member));
+  }
+  DS_ASSERT(own >= 0);
+  try {
+    if (members.size() == 1) return make_group_of_one(std::move(group), options);
+    return world_.make_group(own, std::move(group), options);
+  } catch (const Error& e) {  // who waits for us must not wait in vain
+    const bool named = e.rank() >= 0;
+    const Failure f = settle({e.code(), named ? e.what() : fmt::format("rank {}: {}", own_number(), e.what()),
+                              named ? e.rank() : own_number()});
+    throw Error(f.code, f.message, f.rank);
+  }
 }
 
 Buffer AsyncCommunicator::allocate(MemoryLedger& ledger, Tag tag, i64 bytes) {
@@ -226,21 +282,27 @@ Buffer AsyncCommunicator::allocate(MemoryLedger& ledger, Tag tag, i64 bytes) {
 
 void AsyncCommunicator::abort(const Error& why) noexcept {
   const bool named = why.rank() >= 0;  // the message says which rank it was
-  failure_.set(publish({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", rank(), why.what()),
-                        named ? why.rank() : rank()}));
+  settle({why.code(), named ? why.what() : fmt::format("rank {} gave up: {}", own_number(), why.what()),
+          named ? why.rank() : own_number()});
 }
 
 void AsyncCommunicator::look_for_failures() {
   try {
-    look_at_peers();
+    world_.look_at_peers();
   } catch (const Error& e) {
-    failure_.set(publish({e.code(), e.what(), e.rank()}));
+    settle({e.code(), e.what(), e.rank()});
   }
   throw_if_failed();
 }
 
+Failure AsyncCommunicator::settle(const Failure& failure) noexcept {
+  const Failure holds = world_.publish(failure);
+  world_.failure_.set(holds);
+  return holds;
+}
+
 void AsyncCommunicator::fail(Errc code, int rank, const std::string& message) {
-  const Failure f = publish({code, message, rank});
+  const Failure f = settle({code, message, rank});
   throw Error(f.code, f.message, f.rank);
 }
 

@@ -64,16 +64,30 @@ struct QueuedOperation final : Ticket::State, Operation {
   std::shared_ptr<const Failure> failure;  // written before `finished`
 };
 
+class AsyncCommunicator;
+
+// What makes a communicator a group of a world.
+struct Membership {
+  AsyncCommunicator* world = nullptr;  // null: it is a world
+  std::string name;
+  std::vector<int> ranks;  // in the world; empty in a world
+};
+
+// A world and its groups share one failure: the world's. So whoever waits in one of them looks at what all ranks of
+// the world have reported, and at the health of all.
 class AsyncCommunicator : public BaseCommunicator {
  public:
+  std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name, const CommOptions&) final;
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) final;
-  void throw_if_failed() const final { failure_.throw_if_set(); }
+  void throw_if_failed() const final { world_.failure_.throw_if_set(); }
   void look_for_failures() final;
   void abort(const Error& why) noexcept final;
-  i64 staging_bytes() const noexcept override { return narrow<i64>(scratch_.size()); }
+  i64 staging_bytes() const noexcept override {
+    return static_cast<i64>(scratch_.size() + sums_.size() * sizeof(float));
+  }
 
  protected:
-  AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options);
+  AsyncCommunicator(std::string_view backend, int rank, int size, const CommOptions& options, Membership membership);
 
   // Works off what is queued and ends the threads; or, when an exception is unwinding the owner, aborts. The first line
   // of a backend's destructor.
@@ -87,13 +101,27 @@ class AsyncCommunicator : public BaseCommunicator {
   virtual void receive(const Operation&) = 0;
   // Collective, after an exchange in which the ranks agreed on the size.
   virtual Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
-  // Makes `failure` known to all ranks unless one is known already; returns the one that holds. Thread-safe.
+  // Of a world, for itself and its groups, and thread-safe:
+  // Makes `failure` known to all ranks unless one is known already; returns the one that holds.
   virtual Failure publish(Failure failure) noexcept = 0;
-  // Throws if a peer has reported a failure or died. Thread-safe.
+  // Throws if a peer has reported a failure.
+  virtual void look_for_reports() = 0;
+  // And if one has died.
   virtual void look_at_peers() = 0;
+  // The group of at least two of its ranks, this one among them as number `rank`; meets the others.
+  virtual std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) = 0;
+
+  void throw_if_reported() { world_.look_for_reports(); }
+  void throw_if_peer_failed() { world_.look_at_peers(); }
+  // For messages: "", or of group "tp".
+  const std::string& of_group() const noexcept { return of_group_; }
+  // Makes a failure known and final; the one that holds.
+  Failure settle(const Failure& failure) noexcept;
 
   double timeout_s() const noexcept { return timeout_s_; }
+  bool progress_thread() const noexcept { return progress_thread_; }
   // The peers' failure as an exception: publishes, then throws what holds.
+  // `rank`: in the world.
   [[noreturn]] void fail(Errc code, int rank, const std::string& message);
 
  private:
@@ -121,8 +149,14 @@ class AsyncCommunicator : public BaseCommunicator {
   void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
   void all_reduce_now(const Operation&);
   void gather_now(const Operation&, std::span<const Segment> segments, Pattern pattern);
-  void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
+  // Of `elems` elements behind the first `begin` of each source.
+  void fold(float* target, std::span<const std::byte* const> sources, i64 begin, i64 elems, DType wire,
+            bool accumulate);
+  // Rounded to the wire's type; target may be one of the sources.
+  void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
 
+  AsyncCommunicator& world_;
+  const std::string of_group_;
   const double timeout_s_;
   const bool progress_thread_;
   const OpTable& ops_;
@@ -131,11 +165,15 @@ class AsyncCommunicator : public BaseCommunicator {
   ThreadPool fold_pool_{1};
   std::vector<TensorView> fold_sources_;
   std::vector<std::byte> scratch_;  // of small all-reduces
+  std::vector<float> sums_;         // of a rounded fold, before it is rounded
 
-  FailureLatch failure_;
+  FailureLatch failure_;  // of a world
 
   Worker progress_{*this};
   Worker sender_{*this};
 };
+
+// The group of this rank alone.
+std::unique_ptr<Communicator> make_group_of_one(Membership membership, const CommOptions&);
 
 }  // namespace ds

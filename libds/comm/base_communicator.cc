@@ -14,6 +14,7 @@ std::string_view op_name(OpKind kind) noexcept {
     case OpKind::Recv: return "recv";
     case OpKind::Barrier: return "barrier";
     case OpKind::Allocate: return "allocate";
+    case OpKind::Attach: return "attach";
   }
   return "?";
 }
@@ -55,12 +56,12 @@ i64 Operation::slice_bytes() const noexcept {
   return sum;
 }
 
-CallInfo CallInfo::of(const Operation& op, u64 number) noexcept {
+CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noexcept {
   CallInfo info{.number = number,
                 .bytes = op.slice_bytes(),
                 .shape = 14695981039346656037u,
                 .segments = static_cast<u32>(op.segments.size()),
-                .root = op.peer,
+                .root = op.peer < 0 ? -1 : world_rank(op.peer),
                 .kind = op.kind,
                 .dtype = op.dtype,
                 .reduce = op.reduce};
@@ -100,6 +101,18 @@ std::shared_ptr<const Failure> FailureLatch::get() const {
 void FailureLatch::throw_if_set() const {
   const std::lock_guard lock(mutex_);
   if (failure_) throw Error(failure_->code, failure_->message, failure_->rank);
+}
+
+std::vector<int> world_ranks(const Communicator& c) {
+  std::vector<int> ranks(static_cast<size_t>(c.size()));
+  for (int q = 0; q < c.size(); ++q) ranks[static_cast<size_t>(q)] = c.world_rank(q);
+  return ranks;
+}
+
+std::unique_ptr<Communicator> BaseCommunicator::group(std::span<const int>, std::string_view name, const CommOptions&) {
+  throw Error(
+      Errc::Internal,
+      fmt::format("group \"{}\": a communicator over device memory is made over a group, and makes none", name));
 }
 
 Operation BaseCommunicator::make_operation(OpKind kind, std::string_view tag, i64 sent_bytes) {
@@ -144,7 +157,9 @@ Ticket BaseCommunicator::all_gather(std::span<const AllGatherSegment> segments, 
 }
 
 Ticket BaseCommunicator::all_reduce(void* data, i64 n, DType dtype, ReduceOp reduce, std::string_view tag) {
-  DS_ASSERT(n >= 0 && (dtype == DType::F32 || dtype == DType::F64 || dtype == DType::I64));
+  DS_ASSERT(n >= 0);
+  DS_ASSERT(dtype == DType::F32 || dtype == DType::F64 || dtype == DType::I64 ||
+            (is_16_bit(dtype) && reduce == ReduceOp::Sum));
   const i64 bytes = n * dtype_bytes(dtype);
   auto op = make_operation(OpKind::AllReduce, tag, 2 * (size_ - 1) * bytes / size_);
   op.dtype = dtype;

@@ -15,7 +15,18 @@
 
 namespace ds {
 
-enum class OpKind : u8 { ReduceScatter, AllGather, AllReduce, Broadcast, AllToAll, Send, Recv, Barrier, Allocate };
+enum class OpKind : u8 {
+  ReduceScatter,
+  AllGather,
+  AllReduce,
+  Broadcast,
+  AllToAll,
+  Send,
+  Recv,
+  Barrier,
+  Allocate,
+  Attach
+};
 std::string_view op_name(OpKind) noexcept;
 
 // One contiguous part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
@@ -24,6 +35,8 @@ struct Segment {
   std::byte* target;
   i64 slice_bytes;
 };
+
+inline bool is_16_bit(DType dtype) noexcept { return dtype == DType::BF16 || dtype == DType::F16; }
 
 // Memory of operations: freed blocks are kept, so that a training step reaches no allocator.
 std::pmr::memory_resource* operation_memory();
@@ -49,13 +62,12 @@ struct CallInfo {
   i64 bytes = 0;   // per slice
   u64 shape = 0;   // hash of the segments' sizes
   u32 segments = 0;
-  i32 root = -1;
+  i32 root = -1;  // in the world
   OpKind kind{};
   DType dtype{};
   ReduceOp reduce{};
   std::array<char, 37> tag{};  // for messages; need not agree
 
-  static CallInfo of(const Operation&, u64 number) noexcept;
   bool agrees_with(const CallInfo& other) const noexcept;
   std::string describe() const;  // all_gather "dp.params" of 2 segments, 1024 bytes per slice
 };
@@ -78,11 +90,20 @@ class FailureLatch {
   std::shared_ptr<const Failure> failure_;
 };
 
+// The numbers in the world of its ranks.
+std::vector<int> world_ranks(const Communicator&);
+
 class BaseCommunicator : public Communicator {
  public:
   int rank() const noexcept final { return rank_; }
   int size() const noexcept final { return size_; }
   std::string_view backend() const noexcept final { return backend_; }
+  int world_rank(int rank) const noexcept final {
+    return members_.empty() ? rank : members_[static_cast<size_t>(rank)];
+  }
+
+  // Over device memory there are none: an error.
+  std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name, const CommOptions&) override;
 
   Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
                         std::string_view tag) final;
@@ -97,17 +118,23 @@ class BaseCommunicator : public Communicator {
   void reset_counts() final;
 
  protected:
-  BaseCommunicator(std::string_view backend, int rank, int size) : backend_(backend), rank_(rank), size_(size) {}
+  // members: the ranks' numbers in the world; empty: they are their own.
+  BaseCommunicator(std::string_view backend, int rank, int size, std::vector<int> members = {})
+      : backend_(backend), rank_(rank), size_(size), members_(std::move(members)) {}
+
+  int own_number() const noexcept { return world_rank(rank_); }  // in the world
 
   // Carries the operation out, or sees to it; throws what has failed before.
   virtual Ticket submit(Operation&& operation) = 0;
   // Counts the call.
   Operation make_operation(OpKind kind, std::string_view tag, i64 sent_bytes);
+  CallInfo call_info(const Operation&, u64 number) const noexcept;
 
  private:
   const std::string_view backend_;
   const int rank_;
   const int size_;
+  const std::vector<int> members_;
   mutable std::mutex mutex_;
   std::map<std::string, CommCount, std::less<>> counts_;
 };

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Communicator: the ranks of one mesh axis and what they do together. Over host memory: self (one rank), threads (ranks
-// as threads of one process, for tests), shm (one node), mpi (any nodes); over device memory: self, staged, nccl.
+// Communicator: the ranks of a world, or of one of its groups, and what they do together. Over host memory: self (one
+// rank), threads (ranks as threads of one process, for tests), shm (one node), mpi (any nodes); over device memory:
+// self, staged, nccl.
 //
 // Canonical sums. A sum over ranks is, for every element, the left fold in ascending rank order in fp32,
 // ((g_0 + g_1) + g_2) + ..., whatever the implementation, segment, owner or algorithm: all implementations give the
@@ -20,9 +21,15 @@
 // is of no use: every later call throws the same one. A communicator destroyed by an exception that unwinds its owner
 // aborts.
 //
+// Groups. A group is a communicator of some ranks of another, with its own rank numbers, calls, order and counts. All
+// communicators of a world share one fate: a failure that one of them meets, or that one of its ranks dies, ends the
+// waits and the later calls in all of them, on all ranks. Errors name ranks of the world (world_rank), in Error::rank()
+// and in their words. Groups may be destroyed in any order, but before the world that they come from.
+//
 // Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
 // says), number of calls. With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
-// all_reduce 2 (P-1)/P n, rounded down; broadcast (P-1) n at the root, 0 elsewhere; send n, recv 0; barrier 0.
+// all_reduce 2 (P-1)/P n, rounded down, for 16-bit types too; broadcast (P-1) n at the root, 0 elsewhere; send n, recv
+// 0; barrier 0.
 
 #include <functional>
 #include <map>
@@ -77,6 +84,8 @@ struct CommCount {
   i64 bytes = 0;  // sent by this rank
 };
 
+struct CommOptions;
+
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -84,6 +93,16 @@ class Communicator {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
   virtual std::string_view backend() const noexcept = 0;  // "self", "threads", "shm", "mpi", "staged", "nccl"
+  // The number in the world of a rank of this communicator; what errors name.
+  virtual int world_rank(int rank) const noexcept = 0;
+
+  // A communicator over host memory of the ranks `members` (of this one, in the order of their ranks in the group; this
+  // rank among them). Collective over the members alone, each of which makes the groups that it shares with another in
+  // the same order as that one; waits for all members within the timeout. `name` (1 to 32 of [a-zA-Z0-9-]) is
+  // for messages and must agree. Groups of one rank cost nothing. Communicators over device memory have none: make one
+  // over a group.
+  virtual std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name,
+                                              const CommOptions&) = 0;
 
   // Memory that peers can reach directly (a shared segment); collectives on it copy nothing twice. Collective: all
   // ranks ask for the same sizes in the same order. Zeroed, 64-byte aligned. Ordinary memory works in every call too,
@@ -95,8 +114,8 @@ class Communicator {
   virtual Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
                                 std::string_view tag) = 0;
   virtual Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) = 0;
-  // In place; data [n] F32 (canonical fold), I64 or F64. Max and Min are exact on each, and NaN wins both; F64 Sum
-  // folds in rank order in fp64; I64 Sum wraps.
+  // In place; data [n] F32 (canonical fold), I64 or F64, and for Sum BF16 or F16, whose canonical fold is rounded once,
+  // at its end. Max and Min are exact on each, and NaN wins both; F64 Sum folds in rank order in fp64; I64 Sum wraps.
   virtual Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) = 0;
   virtual Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) = 0;
   // Slice q of source goes to rank q; slice q of target comes from rank q.
@@ -148,8 +167,9 @@ void run_threads(int size, const CommOptions&, const std::function<void(Communic
 // timeout. Segments are created 0600 and O_EXCL, reserved with posix_fallocate (a full /dev/shm is an error that says
 // needed and free bytes, not a SIGBUS) and unlinked as soon as all ranks have attached.
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size, const CommOptions&);
-// What such a communicator takes of /dev/shm if each of its ranks allocates these sizes from it. Channels are not
-// counted: the first send between two ranks takes one.
+// What such a communicator, or a group of so many ranks, takes of /dev/shm if each of its ranks allocates these sizes
+// from it; several add up, but a group of one rank takes nothing. Channels are not counted: the first send between two
+// ranks takes one.
 i64 shm_needed_bytes(int size, std::span<const i64> allocations);
 // What /dev/shm had free when rank 0 came here: the same number on every rank. 0: it cannot be written. Collective over
 // the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout.
@@ -163,15 +183,17 @@ std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
 // throw_if_failed() says what has gone wrong. Buffers of allocate() are the device's. `world`: the same ranks over host
 // memory.
 //
-// One rank: folds on the device.
+// One rank: folds on the device. With a world, which has one rank too, it shares the world's fate.
 std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions&);
-// Every call goes through host memory and `world`: for several ranks on one GPU, in tests.
+std::unique_ptr<Communicator> make_device_self_communicator(Communicator& world, const CommOptions&);
+// Every call goes through host memory and `world`, and stops the host (a recv when its ticket is waited for): for
+// several ranks on one GPU, in tests.
 std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions&);
 // NCCL, loaded at run time; one GPU per rank. Sums are canonical here too: slices are exchanged and folded on the
 // device. There is no faster mode that leaves the order to NCCL: its ring sends no byte less, and its bits would depend
 // on sizes, topology and version. Reductions of F64, Max and Min of F32, send, recv and barrier go through host memory
-// and `world` and stop the host. A mismatched call may only be noticed as a Timeout. Throws Errc::Unavailable where
-// NCCL cannot be loaded. Collective.
+// and `world` and stop the host; a recv when its ticket is waited for. A mismatched call may only be noticed as a
+// Timeout. Throws Errc::Unavailable where NCCL cannot be loaded. Collective.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions&);
 
 }  // namespace ds

@@ -10,17 +10,25 @@ namespace {
 
 class DeviceSelfCommunicator final : public BaseCommunicator {
  public:
-  explicit DeviceSelfCommunicator(Device& device) : BaseCommunicator("self", 0, 1), device_(device) {}
+  // world: null: it is one itself.
+  DeviceSelfCommunicator(Communicator* world, const CommOptions& options)
+      : BaseCommunicator("self", 0, 1, world != nullptr ? world_ranks(*world) : std::vector<int>()),
+        own_world_(world == nullptr ? make_self_communicator(options) : nullptr),
+        world_(world == nullptr ? *own_world_ : *world),
+        device_(*options.device),
+        uncaught_at_birth_(std::uncaught_exceptions()) {}
+  ~DeviceSelfCommunicator() override {
+    if (std::uncaught_exceptions() > uncaught_at_birth_)
+      abort(Error(Errc::Comm, "an error unwound the owner of its communicator"));
+  }
 
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
     make_operation(OpKind::Allocate, "allocate", 0);
     return device_buffer(device_, ledger, tag, bytes);
   }
-  void throw_if_failed() const override { failure_.throw_if_set(); }
-  void abort(const Error& why) noexcept override {
-    const bool named = why.rank() >= 0;
-    failure_.set({why.code(), named ? why.what() : fmt::format("rank 0 gave up: {}", why.what()), 0});
-  }
+  void throw_if_failed() const override { world_.throw_if_failed(); }
+  void look_for_failures() override { world_.look_for_failures(); }
+  void abort(const Error& why) noexcept override { world_.abort(why); }
   i64 staging_bytes() const noexcept override { return 0; }
 
  private:
@@ -40,14 +48,16 @@ class DeviceSelfCommunicator final : public BaseCommunicator {
     return {};
   }
 
+  const std::unique_ptr<Communicator> own_world_;
+  Communicator& world_;
   Device& device_;
-  FailureLatch failure_;
+  const int uncaught_at_birth_;
 };
 
 class StagedCommunicator final : public BaseCommunicator {
  public:
   StagedCommunicator(Communicator& world, Device& device)
-      : BaseCommunicator("staged", world.rank(), world.size()),
+      : BaseCommunicator("staged", world.rank(), world.size(), world_ranks(world)),
         world_(world),
         device_(device),
         staging_(world, device),
@@ -62,6 +72,7 @@ class StagedCommunicator final : public BaseCommunicator {
     return device_buffer(device_, ledger, tag, bytes);
   }
   void throw_if_failed() const override { world_.throw_if_failed(); }
+  void look_for_failures() override { world_.look_for_failures(); }
   void abort(const Error& why) noexcept override { world_.abort(why); }
   i64 staging_bytes() const noexcept override { return staging_.bytes(); }
 
@@ -81,7 +92,12 @@ class StagedCommunicator final : public BaseCommunicator {
 
 std::unique_ptr<Communicator> make_device_self_communicator(const CommOptions& options) {
   DS_ASSERT(options.device != nullptr);
-  return std::make_unique<DeviceSelfCommunicator>(*options.device);
+  return std::make_unique<DeviceSelfCommunicator>(nullptr, options);
+}
+
+std::unique_ptr<Communicator> make_device_self_communicator(Communicator& world, const CommOptions& options) {
+  DS_ASSERT(options.device != nullptr && world.size() == 1);
+  return std::make_unique<DeviceSelfCommunicator>(&world, options);
 }
 
 std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions& options) {

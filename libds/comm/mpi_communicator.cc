@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // mpi: the ranks of MPI_COMM_WORLD. An exchange first swaps CallInfos, so that a mismatched call or an absent rank is
 // known by name, and then slices by Isend and Irecv; folds are local, in rank order (MPI's own reductions promise no
-// order and are slower). Four communicators keep kinds of messages apart: calls and slices, point to point, control.
+// order and are slower). Three MPI communicators keep kinds of messages apart: calls and slices, point to point,
+// control. Groups use those of their world, each with message tags of its own, so that making one takes no collective
+// call of MPI, which might wait for a dead rank for ever, and destroying one takes none at all.
 // MPI is used by the progress thread, the sender and whoever aborts: THREAD_MULTIPLE. Waiting is polling with a
 // back-off, which alone can look at the clock and at control messages.
 
@@ -13,6 +15,7 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <set>
 #include <thread>
 
 #include "comm/async_communicator.h"
@@ -31,11 +34,13 @@ constexpr auto kLongSleep = 500us;
 constexpr auto kUnderWay = 500ms;  // for messages on their way from a peer that has left
 constexpr auto kGrace = 2s;        // for peers to come and leave together after a failure
 
-enum MessageTag : int { kCall = 1, kSlice = 2, kLength = 3, kPayload = 4, kControl = 5 };
+enum MessageTag : int { kCall = 1, kSlice = 2, kLength = 3, kPayload = 4, kControl = 5, kAttach = 6 };
+constexpr int kTagsPerGroup = 8;
 
 struct ControlMessage {
   enum Kind : u32 { Goodbye, Failed };
   Kind kind;
+  i32 group;  // that is left; 0: the world
   Errc code;
   i32 rank;
   std::array<char, 1000> text;
@@ -105,23 +110,31 @@ class Environment {
   }
 };
 
-int world_rank() {
+int rank_in_mpi() {
   int r = 0;
   MPI_Comm_rank(MPI_COMM_WORLD, &r);
   return r;
 }
 
-int world_size() {
+int ranks_of_mpi() {
   int n = 0;
   MPI_Comm_size(MPI_COMM_WORLD, &n);
   return n;
 }
 
+// What members of a group tell each other before they use it.
+struct GroupProposal {
+  i32 id = 0;    // the least that this rank has not used
+  u64 hash = 0;  // of the members
+  std::array<char, 40> name{};
+};
+
 class MpiCommunicator final : public AsyncCommunicator {
  public:
   explicit MpiCommunicator(const CommOptions& options)
-      : AsyncCommunicator("mpi", world_rank(), world_size(), options),
-        departed_(static_cast<size_t>(size())),
+      : AsyncCommunicator("mpi", rank_in_mpi(), ranks_of_mpi(), options, {}),
+        ground_(*this),
+        id_(0),
         sources_(static_cast<size_t>(size())) {
     for (MPI_Comm* c : {&slices_, &letters_, &control_}) {
       check(MPI_Comm_dup(MPI_COMM_WORLD, c), "MPI_Comm_dup");
@@ -130,8 +143,20 @@ class MpiCommunicator final : public AsyncCommunicator {
     listen();
   }
 
+  MpiCommunicator(int rank, const CommOptions& options, Membership membership, MpiCommunicator& ground, int id)
+      : AsyncCommunicator("mpi", rank, static_cast<int>(membership.ranks.size()), options, membership),
+        ground_(ground),
+        id_(id),
+        slices_(ground.slices_),
+        letters_(ground.letters_),
+        sources_(static_cast<size_t>(size())) {}
+
   ~MpiCommunicator() override {
     shut_down();
+    if (&ground_ != this) {
+      ground_.say_goodbye_to(*this);
+      return;
+    }
     const bool clean = say_goodbye();
     if (listening_ != MPI_REQUEST_NULL) {
       MPI_Cancel(&listening_);
@@ -147,10 +172,13 @@ class MpiCommunicator final : public AsyncCommunicator {
     return AsyncCommunicator::staging_bytes() + narrow<i64>(staging_.size());
   }
   bool has_left(int peer) const override {
-    return departed_[static_cast<size_t>(peer)].load(std::memory_order_acquire);
+    const std::lock_guard lock(ground_.mutex_);
+    return ground_.departed_.contains({id_, world_rank(peer)});
   }
 
  private:
+  int tag(MessageTag kind) const noexcept { return id_ * kTagsPerGroup + kind; }
+
   // The requests of one lane, with the peer of each, for error messages.
   struct Requests {
     std::vector<MPI_Request> requests;
@@ -187,12 +215,13 @@ class MpiCommunicator final : public AsyncCommunicator {
         const int from = (rank() - step + size()) % size(), to = (rank() + step) % size();
         for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
           if (x.from(from)) {
-            check(MPI_Irecv(place(s, from, offset, position), narrow<int>(bytes), MPI_BYTE, from, kSlice, slices_,
-                            requests_.add(from)),
+            check(MPI_Irecv(place(s, from, offset, position), narrow<int>(bytes), MPI_BYTE, world_rank(from),
+                            tag(kSlice), slices_, requests_.add(from)),
                   "MPI_Irecv");
           }
           if (x.from(rank())) {
-            check(MPI_Isend(own(s, to, offset), narrow<int>(bytes), MPI_BYTE, to, kSlice, slices_, requests_.add(to)),
+            check(MPI_Isend(own(s, to, offset), narrow<int>(bytes), MPI_BYTE, world_rank(to), tag(kSlice), slices_,
+                            requests_.add(to)),
                   "MPI_Isend");
           }
         });
@@ -211,26 +240,26 @@ class MpiCommunicator final : public AsyncCommunicator {
 
   // Swaps CallInfos; afterwards all ranks are known to be in this call.
   void agree(const Operation& op) {
-    hear_and_throw();
+    throw_if_reported();
     calls_now_.resize(static_cast<size_t>(size()));
-    calls_now_[static_cast<size_t>(rank())] = CallInfo::of(op, calls_++);
+    calls_now_[static_cast<size_t>(rank())] = call_info(op, calls_++);
     requests_.clear();
     for (int q = 0; q < size(); ++q) {
       if (q == rank()) continue;
-      check(MPI_Irecv(&calls_now_[static_cast<size_t>(q)], sizeof(CallInfo), MPI_BYTE, q, kCall, slices_,
-                      requests_.add(q)),
+      check(MPI_Irecv(&calls_now_[static_cast<size_t>(q)], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall),
+                      slices_, requests_.add(q)),
             "MPI_Irecv");
-      check(MPI_Isend(&calls_now_[static_cast<size_t>(rank())], sizeof(CallInfo), MPI_BYTE, q, kCall, slices_,
-                      requests_.add(q)),
+      check(MPI_Isend(&calls_now_[static_cast<size_t>(rank())], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall),
+                      slices_, requests_.add(q)),
             "MPI_Isend");
     }
     finish(requests_, op);
     for (int q = 1; q < size(); ++q) {
       const CallInfo &first = calls_now_[0], &other = calls_now_[static_cast<size_t>(q)];
       if (!other.agrees_with(first)) {
-        fail(Errc::Comm, q,
-             fmt::format("calls do not match: rank 0 calls {}, rank {} calls {}", first.describe(), q,
-                         other.describe()));
+        fail(Errc::Comm, world_rank(q),
+             fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
+                         first.describe(), world_rank(q), other.describe()));
       }
     }
   }
@@ -238,11 +267,12 @@ class MpiCommunicator final : public AsyncCommunicator {
   void transmit(const Operation& op) override {
     i64 bytes = op.slice_bytes();
     letters_out_.clear();
-    check(MPI_Isend(&bytes, sizeof bytes, MPI_BYTE, op.peer, kLength, letters_, letters_out_.add(op.peer)),
+    check(MPI_Isend(&bytes, sizeof bytes, MPI_BYTE, world_rank(op.peer), tag(kLength), letters_,
+                    letters_out_.add(op.peer)),
           "MPI_Isend");
     for (i64 done = 0; done < bytes; done += kMaxMessage) {
-      check(MPI_Isend(op.segments[0].source + done, narrow<int>(std::min(kMaxMessage, bytes - done)), MPI_BYTE, op.peer,
-                      kPayload, letters_, letters_out_.add(op.peer)),
+      check(MPI_Isend(op.segments[0].source + done, narrow<int>(std::min(kMaxMessage, bytes - done)), MPI_BYTE,
+                      world_rank(op.peer), tag(kPayload), letters_, letters_out_.add(op.peer)),
             "MPI_Isend");
     }
     finish(letters_out_, op);
@@ -252,17 +282,18 @@ class MpiCommunicator final : public AsyncCommunicator {
     i64 sent = 0;
     const i64 expected = op.slice_bytes();
     requests_.clear();
-    check(MPI_Irecv(&sent, sizeof sent, MPI_BYTE, op.peer, kLength, letters_, requests_.add(op.peer)), "MPI_Irecv");
+    check(MPI_Irecv(&sent, sizeof sent, MPI_BYTE, world_rank(op.peer), tag(kLength), letters_, requests_.add(op.peer)),
+          "MPI_Irecv");
     finish(requests_, op);
     if (sent != expected) {
-      fail(Errc::Comm, op.peer,
-           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", op.peer, sent, rank(), expected,
-                       op.tag));
+      fail(Errc::Comm, world_rank(op.peer),
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(op.peer), sent,
+                       own_number(), expected, op.tag));
     }
     requests_.clear();
     for (i64 done = 0; done < sent; done += kMaxMessage) {
-      check(MPI_Irecv(op.segments[0].target + done, narrow<int>(std::min(kMaxMessage, sent - done)), MPI_BYTE, op.peer,
-                      kPayload, letters_, requests_.add(op.peer)),
+      check(MPI_Irecv(op.segments[0].target + done, narrow<int>(std::min(kMaxMessage, sent - done)), MPI_BYTE,
+                      world_rank(op.peer), tag(kPayload), letters_, requests_.add(op.peer)),
             "MPI_Irecv");
     }
     finish(requests_, op);
@@ -271,9 +302,10 @@ class MpiCommunicator final : public AsyncCommunicator {
   Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) override { return Buffer(ledger, tag, bytes); }
 
   // Waits for all; on failure cancels what can be and forgets the rest.
-  void finish(Requests& r, const Operation& op) {
+  void finish(Requests& r, const Operation& op) { finish(r, op, timeout_s()); }
+  void finish(Requests& r, const Operation& op, double timeout_s) {
     try {
-      wait(r, op);
+      wait(r, op, timeout_s);
     } catch (const Error&) {
       for (MPI_Request& request : r.requests) {
         if (request == MPI_REQUEST_NULL) continue;
@@ -284,9 +316,9 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   }
 
-  void wait(Requests& r, const Operation& op) {
+  void wait(Requests& r, const Operation& op, double timeout_s) {
     const auto start = Clock::now();
-    const auto limit = std::chrono::duration<double>(timeout_s());
+    const auto limit = std::chrono::duration<double>(timeout_s);
     std::optional<Clock::time_point> left;
     size_t pending = r.requests.size();
     r.indices.resize(pending);
@@ -302,23 +334,23 @@ class MpiCommunicator final : public AsyncCommunicator {
         std::this_thread::yield();
         continue;
       }
-      hear_and_throw();
+      throw_if_reported();
       const int peer = r.peers[static_cast<size_t>(
           std::find_if(r.requests.begin(), r.requests.end(), [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -
           r.requests.begin())];
       const auto now = Clock::now();
-      if (departed_[static_cast<size_t>(peer)].load(std::memory_order_acquire)) {
+      if (has_left(peer)) {
         if (!left) left = now;
         if (now - *left > kUnderWay) {
-          fail(Errc::Comm, peer,
-               fmt::format("rank {} has left, and rank {} still is in {} \"{}\"", peer, rank(), op_name(op.kind),
-                           op.tag));
+          fail(Errc::Comm, world_rank(peer),
+               fmt::format("rank {} has left, and rank {} still is in {} \"{}\"{}", world_rank(peer), own_number(),
+                           op_name(op.kind), op.tag, of_group()));
         }
       }
       if (now - start > limit) {
-        fail(Errc::Timeout, peer,
-             fmt::format("rank {} did not come within {} s: rank {} is in {} \"{}\" (call {})", peer, timeout_s(),
-                         rank(), op_name(op.kind), op.tag, calls_.load()));
+        fail(Errc::Timeout, world_rank(peer),
+             fmt::format("rank {} did not come within {} s: rank {} is in {} \"{}\" (call {}){}", world_rank(peer),
+                         timeout_s, own_number(), op_name(op.kind), op.tag, calls_.load(), of_group()));
       }
       std::this_thread::sleep_for(now - start < 20ms ? kShortSleep : kLongSleep);
     }
@@ -336,7 +368,7 @@ class MpiCommunicator final : public AsyncCommunicator {
       check(MPI_Test(&listening_, &there, &status), "MPI_Test");
       if (!there) return;
       if (heard_.kind == ControlMessage::Goodbye) {
-        departed_[static_cast<size_t>(heard_.rank)].store(true, std::memory_order_release);
+        departed_.emplace(heard_.group, heard_.rank);
       } else if (!failure_) {
         failure_ = Failure{heard_.code, heard_.text.data(), heard_.rank};
       }
@@ -344,24 +376,26 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   }
 
-  void look_at_peers() override { hear_and_throw(); }
+  // MPI ends the job when a rank dies.
+  void look_at_peers() override { look_for_reports(); }
 
-  void hear_and_throw() {
+  void look_for_reports() override {
     hear();
     if (const auto failure = known_failure()) throw Error(failure->code, failure->message, failure->rank);
   }
 
-  // To all peers; returns when MPI has taken the messages over, or after a while.
-  void tell(const ControlMessage& message) noexcept {
+  // To all peers in `members`; returns when MPI has taken the messages over, or after a while.
+  void tell(const ControlMessage& message, const MpiCommunicator& members) noexcept {
     told_ = message;
-    std::vector<MPI_Request> requests(static_cast<size_t>(size()), MPI_REQUEST_NULL);
-    for (int q = 0; q < size(); ++q) {
-      if (q != rank())
-        MPI_Isend(&told_, sizeof told_, MPI_BYTE, q, kControl, control_, &requests[static_cast<size_t>(q)]);
+    std::vector<MPI_Request> requests(static_cast<size_t>(members.size()), MPI_REQUEST_NULL);
+    for (int q = 0; q < members.size(); ++q) {
+      if (q == members.rank()) continue;
+      MPI_Isend(&told_, sizeof told_, MPI_BYTE, members.world_rank(q), kControl, control_,
+                &requests[static_cast<size_t>(q)]);
     }
     const auto deadline = Clock::now() + kGrace;
     for (int all = 0; !all && Clock::now() < deadline; std::this_thread::yield())
-      MPI_Testall(size(), requests.data(), &all, MPI_STATUSES_IGNORE);
+      MPI_Testall(members.size(), requests.data(), &all, MPI_STATUSES_IGNORE);
   }
 
   std::optional<Failure> known_failure() const {
@@ -373,19 +407,62 @@ class MpiCommunicator final : public AsyncCommunicator {
     const std::lock_guard lock(mutex_);
     if (failure_) return *failure_;
     failure_ = failure;
-    ControlMessage message{.kind = ControlMessage::Failed, .code = failure.code, .rank = failure.rank, .text = {}};
+    ControlMessage message{
+        .kind = ControlMessage::Failed, .group = 0, .code = failure.code, .rank = failure.rank, .text = {}};
     failure.message.copy(message.text.data(), message.text.size() - 1);
-    tell(message);
+    tell(message, *this);
     return failure;
+  }
+
+  // Tells the peers in a communicator of this world that this rank leaves it. They may go on without.
+  void say_goodbye_to(const MpiCommunicator& members) noexcept {
+    const std::lock_guard lock(mutex_);
+    if (!failure_)
+      tell({.kind = ControlMessage::Goodbye, .group = members.id_, .code = {}, .rank = rank(), .text = {}}, members);
+  }
+
+  // The members agree on an id that none of them has used, so that any two groups that two ranks share have different
+  // message tags.
+  std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) override {
+    GroupProposal own{.id = next_id_, .hash = 14695981039346656037u};
+    for (const int member : membership.ranks) own.hash = (own.hash ^ static_cast<u64>(member)) * 1099511628211u;
+    membership.name.copy(own.name.data(), own.name.size() - 1);
+    Operation attach{.kind = OpKind::Attach};
+    attach.tag = membership.name;
+    std::vector<GroupProposal> proposals(membership.ranks.size());
+    Requests requests;
+    for (size_t i = 0; i < proposals.size(); ++i) {
+      const int q = membership.ranks[i];
+      if (q == this->rank()) continue;
+      check(MPI_Irecv(&proposals[i], sizeof own, MPI_BYTE, q, kAttach, slices_, requests.add(q)), "MPI_Irecv");
+      check(MPI_Isend(&own, sizeof own, MPI_BYTE, q, kAttach, slices_, requests.add(q)), "MPI_Isend");
+    }
+    finish(requests, attach, options.timeout_s);
+    int id = own.id;
+    for (size_t i = 0; i < proposals.size(); ++i) {
+      const int q = membership.ranks[i];
+      if (q == this->rank()) continue;
+      const GroupProposal& other = proposals[i];
+      if (other.hash != own.hash || other.name != own.name) {
+        fail(Errc::Comm, q,
+             fmt::format("groups do not match: rank {} makes group \"{}\", rank {} makes group \"{}\"{}", this->rank(),
+                         own.name.data(), q, other.name.data(), other.name == own.name ? " of other members" : ""));
+      }
+      id = std::max(id, other.id);
+    }
+    void* largest_tag = nullptr;
+    int known = 0;
+    check(MPI_Comm_get_attr(slices_, MPI_TAG_UB, static_cast<void*>(&largest_tag), &known), "MPI_Comm_get_attr");
+    DS_CHECK(known && id < *static_cast<int*>(largest_tag) / kTagsPerGroup, Errc::Comm,
+             "this MPI has no message tags left for group \"{}\"", membership.name);
+    next_id_ = id + 1;
+    return std::make_unique<MpiCommunicator>(rank, options, std::move(membership), *this, id);
   }
 
   // Leaves together with the peers, after a failure too, so that each can tell its story before the first exit ends the
   // job. False: somebody failed or does not come. Then MPI_Finalize, which waits for all, must not be called.
   bool say_goodbye() noexcept {
-    if (!known_failure()) {
-      const std::lock_guard lock(mutex_);
-      tell({.kind = ControlMessage::Goodbye, .code = {}, .rank = rank(), .text = {}});
-    }
+    say_goodbye_to(*this);
     MPI_Request all_here = MPI_REQUEST_NULL;
     if (MPI_Ibarrier(control_, &all_here) != MPI_SUCCESS) return false;
     const auto start = Clock::now();
@@ -407,12 +484,14 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   }
 
+  MpiCommunicator& ground_;  // the world, which may be this one
+  const int id_;             // 0: the world
+  int next_id_ = 1;          // of a world
   MPI_Comm slices_ = MPI_COMM_NULL, letters_ = MPI_COMM_NULL, control_ = MPI_COMM_NULL;
   Requests requests_;     // of the progress thread
   Requests letters_out_;  // of the sender
   std::atomic<u64> calls_{0};
   std::vector<CallInfo> calls_now_;
-  std::vector<std::atomic<bool>> departed_;
   std::vector<const std::byte*> sources_;
   std::vector<std::byte> staging_;
 
@@ -420,6 +499,7 @@ class MpiCommunicator final : public AsyncCommunicator {
   ControlMessage heard_{}, told_{};
   MPI_Request listening_ = MPI_REQUEST_NULL;
   std::optional<Failure> failure_;
+  std::set<std::pair<int, int>> departed_;  // (group, rank in the world)
 };
 
 }  // namespace

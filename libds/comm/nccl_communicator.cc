@@ -28,7 +28,7 @@ using namespace std::chrono_literals;
 constexpr i64 kStagingBytes = i64{64} << 20;  // received slices of a fold: one round
 constexpr i64 kStagingStep = i64{1} << 20;    // staging grows in these steps
 constexpr i64 kAlignment = 256;               // of parts in the staging
-constexpr i64 kGatherBytes = i64{64} << 10;   // smaller fp32 sums are gathered and folded by everybody
+constexpr i64 kGatherBytes = i64{64} << 10;   // smaller sums of floats are gathered and folded by everybody
 constexpr auto kWatchPeriod = 50ms;
 constexpr auto kUnderWay = 500ms;  // for what a peer that has left sent before
 constexpr auto kHearsay = 1s;      // for the world to tell who died, when NCCL reports an error without a name
@@ -113,7 +113,7 @@ struct Shown {
 class NcclCommunicator final : public BaseCommunicator {
  public:
   NcclCommunicator(Communicator& world, const CommOptions& options)
-      : BaseCommunicator("nccl", world.rank(), world.size()),
+      : BaseCommunicator("nccl", world.rank(), world.size(), world_ranks(world)),
         world_(world),
         device_(*options.device),
         timeout_s_(options.timeout_s),
@@ -229,20 +229,22 @@ class NcclCommunicator final : public BaseCommunicator {
   Ticket submit(Operation&& op) override {
     throw_if_failed();
     const bool integers = op.dtype == DType::I64;
-    const bool fold = op.dtype == DType::F32 && op.reduce == ReduceOp::Sum;
+    const bool fold = (op.dtype == DType::F32 || is_16_bit(op.dtype)) && op.reduce == ReduceOp::Sum;
     switch (op.kind) {
-      case OpKind::ReduceScatter: return enqueue(op, [&] { reduce_scatter(op.segments, op.dtype, op.accumulate); });
+      case OpKind::ReduceScatter:
+        return enqueue(op, [&] { reduce_scatter(op.segments, op.dtype, op.accumulate, DType::F32); });
       case OpKind::AllGather: return enqueue(op, [&] { all_gather(op.segments); });
       case OpKind::AllReduce:
         if (integers) return enqueue(op, [&] { all_reduce_integers(op); });
-        if (fold) return enqueue(op, [&] { all_reduce_sum(op.segments[0]); });
+        if (fold) return enqueue(op, [&] { all_reduce_sum(op.segments[0], op.dtype); });
         return through_host(op);
       case OpKind::Broadcast: return enqueue(op, [&] { broadcast(op); });
       case OpKind::AllToAll: return enqueue(op, [&] { all_to_all(op.segments[0]); });
       case OpKind::Barrier: device_.synchronize(Queue::Comm); return through_host(op);
       case OpKind::Send:
       case OpKind::Recv: return through_host(op);
-      case OpKind::Allocate: break;
+      case OpKind::Allocate:
+      case OpKind::Attach: break;
     }
     DS_ASSERT(false);
     return {};
@@ -264,7 +266,7 @@ class NcclCommunicator final : public BaseCommunicator {
   template <class Work>
   Ticket enqueue(const Operation& op, Work&& work) {
     auto state = std::allocate_shared<EnqueuedOperation>(
-        std::pmr::polymorphic_allocator<EnqueuedOperation>(operation_memory()), timeline_, CallInfo::of(op, calls_++));
+        std::pmr::polymorphic_allocator<EnqueuedOperation>(operation_memory()), timeline_, call_info(op, calls_++));
     device_.record(state->ready, Queue::Compute);
     device_.wait(Queue::Comm, state->ready);
     world_.show(Shown::of(state->info).pack());
@@ -311,8 +313,10 @@ class NcclCommunicator final : public BaseCommunicator {
 
   void* stream() { return device_.native(Queue::Comm); }
 
-  void reduce_scatter(std::span<const Segment> segments, DType wire, bool accumulate) {
-    const i64 peers = size() - 1, room = kStagingBytes / std::max<i64>(peers, 1) / kAlignment * kAlignment;
+  // `result`: F32, or the wire's type, to which sums are rounded.
+  void reduce_scatter(std::span<const Segment> segments, DType wire, bool accumulate, DType result) {
+    const i64 slices = size() - 1 + (result == DType::F32 ? 0 : 4 / dtype_bytes(wire));  // in the staging
+    const i64 room = kStagingBytes / std::max<i64>(slices, 1) / kAlignment * kAlignment;
     size_t at = 0;
     for (i64 offset = 0; at < segments.size();) {
       i64 used = 0;
@@ -328,14 +332,15 @@ class NcclCommunicator final : public BaseCommunicator {
           offset = 0;
         }
       }
-      exchange_and_fold(used, wire, accumulate);
+      exchange_and_fold(used, slices, wire, accumulate, result);
     }
   }
 
-  // `used`: bytes of the staging that the parts take for each peer.
-  void exchange_and_fold(i64 used, DType wire, bool accumulate) {
+  // `used`: bytes of the staging that the parts take for each peer; sums that are rounded lie behind.
+  void exchange_and_fold(i64 used, i64 slices, DType wire, bool accumulate, DType result) {
     if (parts_.empty()) return;
-    std::byte* const staging = room((size() - 1) * used);
+    std::byte* const staging = room(slices * used);
+    std::byte* const sums = staging + (size() - 1) * used;
     const auto received = [&](int from, const Part& p) {
       return staging + (from - (from > rank() ? 1 : 0)) * used + p.position;
     };
@@ -358,9 +363,20 @@ class NcclCommunicator final : public BaseCommunicator {
         fold_sources_[static_cast<size_t>(q)] =
             q == rank() ? const_cast<std::byte*>(s.source) + q * s.slice_bytes + p.offset : received(q, p);
       }
-      const i64 first_elem = p.offset / dtype_bytes(wire);
-      fold(reinterpret_cast<float*>(s.target) + first_elem, wire, p.bytes / dtype_bytes(wire), accumulate);
+      const i64 elems = p.bytes / dtype_bytes(wire), first_elem = p.offset / dtype_bytes(wire);
+      if (result == DType::F32) {
+        fold(reinterpret_cast<float*>(s.target) + first_elem, wire, elems, accumulate);
+      } else {
+        fold_rounded(s.target + p.offset, reinterpret_cast<float*>(sums) + p.position / dtype_bytes(wire), wire, elems);
+      }
     }
+  }
+
+  // Of fold_sources_, by way of `sums` [elems].
+  void fold_rounded(std::byte* target, float* sums, DType wire, i64 elems) {
+    fold(sums, wire, elems, false);
+    device_.ops().cast(TensorView::of(target, wire, {elems}), TensorView::of(sums, DType::F32, {elems}),
+                       device_.stream(Queue::Comm));
   }
 
   // Of fold_sources_.
@@ -396,22 +412,28 @@ class NcclCommunicator final : public BaseCommunicator {
 
   // The bulk is reduce-scattered and gathered in place; a small sum, and what P does not divide, is gathered and folded
   // by everybody.
-  void all_reduce_sum(const Segment& whole) {
+  void all_reduce_sum(const Segment& whole, DType dtype) {
+    const i64 elem = dtype_bytes(dtype);
     i64 done = 0;
     if (whole.slice_bytes > kGatherBytes) {
-      const i64 slice = whole.slice_bytes / (size() * 4) * 4;
+      const i64 slice = whole.slice_bytes / (size() * elem) * elem;
       const Segment scattered{whole.target, whole.target + rank() * slice, slice};
       const Segment gathered{whole.target + rank() * slice, whole.target, slice};
-      reduce_scatter({&scattered, 1}, DType::F32, false);
+      reduce_scatter({&scattered, 1}, dtype, false, dtype);
       all_gather({&gathered, 1});
       done = slice * size();
     }
     const i64 rest = whole.slice_bytes - done;
     if (rest == 0) return;
-    std::byte *const staging = room(size() * rest), *const data = whole.target + done;
+    const i64 gathered_bytes = align_up(size() * rest, kAlignment), elems = rest / elem;
+    std::byte *const staging = room(gathered_bytes + elems * 4), *const data = whole.target + done;
     group([&] { return api_.AllGather(data, staging, count(rest), nccl::DataType::Uint8, comm_, stream()); });
     for (int q = 0; q < size(); ++q) fold_sources_[static_cast<size_t>(q)] = staging + q * rest;
-    fold(reinterpret_cast<float*>(data), DType::F32, rest / 4, false);
+    if (dtype == DType::F32) {
+      fold(reinterpret_cast<float*>(data), dtype, elems, false);
+    } else {
+      fold_rounded(data, reinterpret_cast<float*>(staging + gathered_bytes), dtype, elems);
+    }
   }
 
   void broadcast(const Operation& op) {
@@ -521,8 +543,9 @@ class NcclCommunicator final : public BaseCommunicator {
             left = now;
           } else if (now - left > kUnderWay) {
             throw Error(Errc::Comm,
-                        fmt::format("rank {} has left, and rank {} still is in {}", peer, rank(), op->info.describe()),
-                        peer);
+                        fmt::format("rank {} has left, and rank {} still is in {}", world_rank(peer), own_number(),
+                                    op->info.describe()),
+                        world_rank(peer));
           }
           if (now - since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info);
         }
@@ -554,10 +577,11 @@ class NcclCommunicator final : public BaseCommunicator {
     for (int q = 0; q < size(); ++q) {
       const Shown other = Shown::unpack(world_.shown(q));
       if (q == rank() || other.calls != own.calls || other.pack() == own.pack()) continue;
-      throw Error(Errc::Comm,
-                  fmt::format("calls do not match: rank {} calls {}, rank {} calls {} {}", rank(), mine.describe(), q,
-                              op_name(other.kind), other.kind == own.kind ? "of other sizes" : "instead"),
-                  q);
+      throw Error(
+          Errc::Comm,
+          fmt::format("calls do not match: rank {} calls {}, rank {} calls {} {}", own_number(), mine.describe(),
+                      world_rank(q), op_name(other.kind), other.kind == own.kind ? "of other sizes" : "instead"),
+          world_rank(q));
     }
   }
 
@@ -567,9 +591,9 @@ class NcclCommunicator final : public BaseCommunicator {
       const u64 calls = Shown::unpack(shown).calls;
       if (q != rank() && world_.shown(rank()) != 0 && calls <= call.number) {
         throw Error(Errc::Timeout,
-                    fmt::format("rank {} did not come within {} s: rank {} is in {}, rank {} has made {} calls", q,
-                                timeout_s_, rank(), call.describe(), q, calls),
-                    q);
+                    fmt::format("rank {} did not come within {} s: rank {} is in {}, rank {} has made {} calls",
+                                world_rank(q), timeout_s_, own_number(), call.describe(), world_rank(q), calls),
+                    world_rank(q));
       }
     }
     throw Error(Errc::Timeout, fmt::format("{} has not ended within {} s, and NCCL does not say which rank is missing",

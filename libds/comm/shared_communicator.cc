@@ -33,20 +33,34 @@ void pause_cpu() noexcept {
 #endif
 }
 
+i64 now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count(); }
+
 class SharedCommunicator final : public AsyncCommunicator {
  public:
-  SharedCommunicator(std::string_view backend, std::unique_ptr<Arena> arena, const CommOptions& options)
-      : AsyncCommunicator(backend, arena->rank(), arena->size(), options),
+  // ground: the world of a group of several ranks; null for others, which wait for nobody elsewhere.
+  SharedCommunicator(std::string_view backend, std::unique_ptr<Arena> arena, const CommOptions& options,
+                     Membership membership = {}, SharedCommunicator* ground = nullptr)
+      : AsyncCommunicator(backend, arena->rank(), arena->size(), options, membership),
         arena_(std::move(arena)),
-        spins_(arena_->size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
+        ground_(ground != nullptr ? *ground : *this),
+        key_(key_of(membership)),
+        wait_(ground_.take_wait()),
+        spins_(ground_.size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
         exposures_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
 
   // Meets the peers once, so that names can go.
   void attach() {
-    meet();
-    arena_->attached();
-    meet();
+    {
+      const Activity activity(*this, OpKind::Attach);
+      attaching_ = true;
+      meet();
+      arena_->attached();
+      meet();
+    }
+    attaching_ = false;
+    calls_ = 0;  // it was none
+    slot(rank()).activity.store(0, std::memory_order_relaxed);
   }
 
   ~SharedCommunicator() override {
@@ -54,6 +68,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     RankSlot& own = slot(rank());
     own.departed.store(1, std::memory_order_release);
     wake_all(own.arrived);
+    ground_.give_wait(wait_);
   }
 
   i64 staging_bytes() const noexcept override {
@@ -86,7 +101,7 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
     const Activity activity(*this, op.kind);
-    throw_if_peer_failed();
+    throw_if_reported();
     const i64 length = x.length();
     const i64 copies = x.pattern == Pattern::Scatter ? size() : 1;
     const i64 chunk = Arena::kStagingHalf / copies / 64 * 64;
@@ -96,7 +111,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (length > 0 && x.from(rank())) exposure = expose_directly(x, copies, half) ? Exposure::Direct : Exposure::Staged;
     if (exposure == Exposure::Staged) stage(x, 0, std::min(chunk, length), chunk, half);
     RankSlot& own = slot(rank());
-    own.call[half] = CallInfo::of(op, calls_);
+    own.call[half] = call_info(op, collectives_++);
     own.exposure[half] = exposure;
     try {
       meet();
@@ -157,7 +172,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     std::atomic<u32>& reading = slot(rank()).reading;
     reading.store(1, std::memory_order_seq_cst);  // before the look at the failure: see wait_for_readers
     try {
-      throw_if_peer_failed();
+      throw_if_reported();
       for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
         for (int q = 0; q < size(); ++q) {
           const std::byte*& source = sources_[static_cast<size_t>(q)];
@@ -196,9 +211,9 @@ class SharedCommunicator final : public AsyncCommunicator {
     for (int q = 1; q < size(); ++q) {
       const CallInfo& other = slot(q).call[half];
       if (!other.agrees_with(first)) {
-        fail(Errc::Comm, q,
-             fmt::format("calls do not match: rank 0 calls {}, rank {} calls {}", first.describe(), q,
-                         other.describe()));
+        fail(Errc::Comm, world_rank(q),
+             fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
+                         first.describe(), world_rank(q), other.describe()));
       }
     }
   }
@@ -225,19 +240,26 @@ class SharedCommunicator final : public AsyncCommunicator {
       if (ready(value())) return;
       std::this_thread::yield();
     }
-    std::atomic<i32>& waits_for = slot(rank()).waits_for[lane];
-    waits_for.store(peer + 1, std::memory_order_relaxed);
+    Wait* const told = lane == kProgress && wait_ ? &ground_.slot(own_number()).waits[*wait_] : nullptr;
+    if (told != nullptr) {
+      told->key.store(key_, std::memory_order_relaxed);
+      told->inside_call.store(attaching_ || !progress_thread(), std::memory_order_relaxed);
+      told->confirmed_ns.store(now_ns(), std::memory_order_relaxed);
+      told->peer.store(world_rank(peer) + 1, std::memory_order_release);
+    }
     const auto start = Clock::now();
     const auto limit = std::chrono::duration<double>(timeout_s());
     auto next_health_check = start + kHealthPeriod;
     for (u32 seen = value(); !ready(seen); seen = value()) {
-      throw_if_peer_failed();
+      throw_if_reported();
       const bool departed = slot(peer).departed.load(std::memory_order_acquire) != 0;
       if (departed && !ready(value()))
-        fail(Errc::Comm, peer, fmt::format("rank {} has left, and rank {} still {}", peer, rank(), doing(rank())));
+        fail(Errc::Comm, world_rank(peer),
+             fmt::format("rank {} has left, and rank {} still {}", world_rank(peer), own_number(), doing(rank())));
       const auto now = Clock::now();
+      if (told != nullptr) told->confirmed_ns.store(now_ns(), std::memory_order_relaxed);
       if (now >= next_health_check) {
-        check_health();
+        throw_if_peer_failed();
         next_health_check = now + kHealthPeriod;
       }
       if (now - start > limit) report_absence(peer);
@@ -245,7 +267,7 @@ class SharedCommunicator final : public AsyncCommunicator {
                std::chrono::duration_cast<std::chrono::nanoseconds>(
                    std::min<std::chrono::duration<double>>(kSleep, limit / 4)));
     }
-    waits_for.store(0, std::memory_order_relaxed);
+    if (told != nullptr) told->peer.store(0, std::memory_order_relaxed);
   }
 
   void check_health() {
@@ -258,36 +280,44 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // The peer we wait for may itself wait for another: the last of the chain is at fault.
+  // The peer we wait for may itself wait for another, here or in another communicator: the last of the chain is at
+  // fault.
   [[noreturn]] void report_absence(int peer) {
-    int culprit = peer;
-    for (int hop = 0; hop < size(); ++hop) {
-      const int next = slot(culprit).waits_for[kProgress].load(std::memory_order_relaxed) - 1;
-      if (next < 0 || next == rank() || !waits_in_vain(culprit, next)) break;
+    std::string chain;
+    int culprit = world_rank(peer);
+    for (int hop = 0; hop < ground_.size(); ++hop) {
+      const int next = waits_for(culprit);
+      if (next < 0 || next == own_number()) break;
+      chain += fmt::format(", rank {} waits for rank {}", culprit, next);
       culprit = next;
     }
-    const Arena::Health health = arena_->health(culprit);
+    std::string words;
+    for (int q = 0; q < size(); ++q) {
+      if (world_rank(q) == culprit) words = fmt::format(", rank {} {}", culprit, doing(q));
+    }
+    const Arena::Health health = ground_.arena_->health(culprit);
     fail(Errc::Timeout, culprit,
-         fmt::format("rank {} did not come within {} s: rank {} {}, rank {} {}{}{}", culprit, timeout_s(), rank(),
-                     doing(rank()), culprit, doing(culprit), health.words.empty() ? "" : "; ", health.words));
+         fmt::format("rank {} did not come within {} s: rank {} {}{}{}{}{}", culprit, timeout_s(), own_number(),
+                     doing(rank()), chain, words, health.words.empty() ? "" : "; ", health.words));
   }
 
-  // False: `waiter` says that it waits for `other`, but what it waits for has come; it does not run.
-  bool waits_in_vain(int waiter, int other) {
-    const auto value = [](const Event& e) { return e.value.load(std::memory_order_acquire); };
-    const u64 kind = slot(waiter).activity.load(std::memory_order_relaxed) & 0xff;
-    if (kind == static_cast<u64>(OpKind::Recv) + 1) {
-      const Channel& channel = arena_->channel(other, waiter);
-      return value(channel.head) == value(channel.tail);
+  // Whom a rank of the world waits for instead of coming here; -1: nobody. It has looked lately: it would not if it
+  // were stopped, or if what it waited for had come.
+  int waits_for(int number) const {
+    const auto lately = now_ns() - static_cast<i64>(timeout_s() / 2 * 1e9);
+    for (const Wait& w : ground_.slot(number).waits) {
+      const int peer = w.peer.load(std::memory_order_acquire) - 1;
+      const bool blocks = w.inside_call.load(std::memory_order_relaxed) != 0 || w.key == key_;
+      if (peer >= 0 && blocks && w.confirmed_ns.load(std::memory_order_relaxed) > lately) return peer;
     }
-    return static_cast<i32>(value(slot(other).arrived) - value(slot(waiter).arrived)) < 0;
+    return -1;
   }
 
   std::string doing(int rank) const {
     const u64 activity = slot(rank).activity.load(std::memory_order_relaxed);
     const u64 calls = activity >> 8, kind = activity & 0xff;
-    if (kind == 0) return fmt::format("is outside any call after {} calls", calls);
-    return fmt::format("is in {} (call {})", op_name(static_cast<OpKind>(kind - 1)), calls + 1);
+    if (kind == 0) return fmt::format("is outside any call after {} calls{}", calls, of_group());
+    return fmt::format("is in {} (call {}){}", op_name(static_cast<OpKind>(kind - 1)), calls + 1, of_group());
   }
 
   void transmit(const Operation& op) override {
@@ -304,9 +334,9 @@ class SharedCommunicator final : public AsyncCommunicator {
     const i64 expected = op.slice_bytes();
     get(channel, op.peer, {reinterpret_cast<std::byte*>(&sent), sizeof sent});
     if (sent != expected) {
-      fail(Errc::Comm, op.peer,
-           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", op.peer, sent, rank(), expected,
-                       op.tag));
+      fail(Errc::Comm, world_rank(op.peer),
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(op.peer), sent,
+                       own_number(), expected, op.tag));
     }
     get(channel, op.peer, {op.segments[0].target, static_cast<size_t>(sent)});
   }
@@ -359,11 +389,11 @@ class SharedCommunicator final : public AsyncCommunicator {
   }
 
   void look_at_peers() override {
-    throw_if_peer_failed();
+    look_for_reports();
     check_health();
   }
 
-  void throw_if_peer_failed() const {
+  void look_for_reports() override {
     if (arena_->control().failure_state.load(std::memory_order_seq_cst) == 0) return;
     const Failure f = read_failure();
     throw Error(f.code, f.message, f.rank);
@@ -392,15 +422,58 @@ class SharedCommunicator final : public AsyncCommunicator {
     return {c.failure_code, c.failure_message.data(), c.failure_rank};
   }
 
+  std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) override {
+    const auto look = [this] { look_at_peers(); };
+    auto arena = arena_->group(rank, membership.ranks, membership.name, options.timeout_s, look);
+    auto communicator =
+        std::make_unique<SharedCommunicator>(backend(), std::move(arena), options, std::move(membership), this);
+    communicator->attach();
+    return communicator;
+  }
+
+  static u32 key_of(const Membership& membership) {
+    u64 hash = 14695981039346656037u;
+    for (const char c : membership.name) hash = (hash ^ static_cast<u8>(c)) * 1099511628211u;
+    for (const int member : membership.ranks) hash = (hash ^ static_cast<u64>(member)) * 1099511628211u;
+    return static_cast<u32>(hash >> 32);
+  }
+
+  // An index of RankSlot::waits; none when there are more communicators than messages can follow.
+  std::optional<size_t> take_wait() {
+    const std::lock_guard lock(waits_mutex_);
+    const auto free = std::find(waits_taken_.begin(), waits_taken_.end(), false);
+    if (free == waits_taken_.end()) return std::nullopt;
+    *free = true;
+    return static_cast<size_t>(free - waits_taken_.begin());
+  }
+  void give_wait(std::optional<size_t> index) noexcept {
+    if (!index) return;
+    slot(rank()).waits[*index].peer.store(0, std::memory_order_relaxed);
+    const std::lock_guard lock(waits_mutex_);
+    waits_taken_[*index] = false;
+  }
+
   const std::unique_ptr<Arena> arena_;
+  std::mutex waits_mutex_;  // of a world
+  std::array<bool, RankSlot::kWaits> waits_taken_{};
+  SharedCommunicator& ground_;
+  const u32 key_;
+  const std::optional<size_t> wait_;
   const int spins_;
-  u32 meetings_ = 0;  // of this rank; wraps
-  u64 calls_ = 0;
+  bool attaching_ = false;
+  u32 meetings_ = 0;                 // of this rank; wraps
+  u64 calls_ = 0;                    // for messages
+  u64 collectives_ = 0;              // which all ranks have made alike, unlike receives
   std::vector<Exposure> exposures_;  // of all ranks, in the present exchange
   std::vector<const std::byte*> sources_;
 };
 
 }  // namespace
+
+std::unique_ptr<Communicator> make_group_of_one(Membership membership, const CommOptions& options) {
+  return std::make_unique<SharedCommunicator>("self", std::move(make_thread_arenas(1).front()), options,
+                                              std::move(membership));
+}
 
 std::unique_ptr<Communicator> make_self_communicator(const CommOptions& options) {
   return std::make_unique<SharedCommunicator>("self", std::move(make_thread_arenas(1).front()), options);
@@ -418,14 +491,18 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
   auto communicators = make_thread_communicators(size, options);
   std::mutex mutex;
   std::exception_ptr first_error;
+  bool is_own = false;
   std::vector<std::jthread> threads;
   for (auto& communicator : communicators) {
     threads.emplace_back([&, c = std::move(communicator)]() mutable {
-      // A rank records its error before it tells its peers, so what they throw comes later.
+      // A rank records its error before it tells its peers, so what they throw comes later; but what the body owned
+      // may have told them while it unwound, so an error of one's own goes before one that names another rank.
       const auto record = [&](const Error& why) {
         {
           const std::lock_guard lock(mutex);
-          if (!first_error) first_error = std::current_exception();
+          const bool own = why.rank() < 0 || why.rank() == c->rank();
+          if (!first_error || (own && !is_own)) first_error = std::current_exception();
+          is_own = is_own || own;
         }
         c->abort(why);
       };

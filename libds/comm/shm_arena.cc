@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
 constexpr u64 kUnfinished = kMagic + 1;
-constexpr u32 kVersion = 2;
+constexpr u32 kVersion = 3;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
@@ -79,6 +79,13 @@ std::string segment_name(std::string_view job) {
   DS_CHECK(!job.empty() && job.size() <= 128 && std::all_of(job.begin(), job.end(), allowed), Errc::Config,
            "job name \"{}\" must be 1 to 128 letters, digits and hyphens", job);
   return fmt::format("{}{}", kPrefix, job);
+}
+
+// All members are in it: groups of other members that have the first one in common may be made beside it.
+std::string group_segment_name(const std::string& world, std::string_view name, std::span<const int> members) {
+  u64 hash = 14695981039346656037u;
+  for (const int member : members) hash = (hash ^ static_cast<u64>(member)) * 1099511628211u;
+  return fmt::format("{}.{}.{}-{:016x}", world, name, members.front(), hash);
 }
 
 // The parts of a region begin on such a boundary.
@@ -147,13 +154,16 @@ class Segment {
     return s;
   }
 
-  // Waits until the creator has finished it.
-  static Segment open(const std::string& name, i64 bytes, int size, double timeout_s) {
+  // Waits until rank `creator` has finished it.
+  static Segment open(const std::string& name, i64 bytes, int size, int creator, double timeout_s,
+                      FunctionRef<void()> look) {
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
+      look();
       if (Clock::now() > deadline)
         throw Error(Errc::Timeout,
-                    fmt::format("rank 0 did not come within {} s: it made no /dev/shm/{}", timeout_s, name), 0);
+                    fmt::format("rank {} did not come within {} s: it made no /dev/shm/{}", creator, timeout_s, name),
+                    creator);
       Segment s;
       try {
         s.object_ = bip::shared_memory_object(bip::open_only, name.c_str(), bip::read_write);
@@ -166,8 +176,8 @@ class Segment {
                "/dev/shm/{} belongs to another user or is open to others: refused", name);
       if (st.st_size < bytes) {
         const bool growing = st.st_size == 0 || st.st_size == sizeof(SegmentHeader);
-        DS_CHECK(growing, Errc::Comm, "/dev/shm/{} has {} bytes where rank 0 of {} ranks makes {}", name, st.st_size,
-                 size, bytes);
+        DS_CHECK(growing, Errc::Comm, "/dev/shm/{} has {} bytes where rank {} of {} ranks makes {}", name, st.st_size,
+                 creator, size, bytes);
         continue;
       }
       // The magic is read, not mapped, until it is there: before that the pages may not be reserved.
@@ -238,18 +248,19 @@ class Segment {
 
 class ShmArena final : public Arena {
  public:
-  ShmArena(std::string_view job, int rank, int size, double timeout_s)
-      : Arena(rank, size), name_(segment_name(job)), timeout_s_(timeout_s) {
+  // creator: the number in the world of this arena's rank 0.
+  ShmArena(std::string name, int rank, int size, int creator, double timeout_s, FunctionRef<void()> look)
+      : Arena(rank, size), name_(std::move(name)), creator_(creator), timeout_s_(timeout_s) {
     if (rank == 0) {
-      remove_stale_segments();
       segment_ = Segment::create(name_, total_bytes(size), channels_offset(size), size);
     } else {
-      segment_ = Segment::open(name_, total_bytes(size), size, timeout_s);
+      segment_ = Segment::open(name_, total_bytes(size), size, creator, timeout_s, look);
     }
     base_ = segment_.data();
     RankSlot& own = slot(rank);
     i32 nobody = 0;
-    DS_CHECK(own.pid.compare_exchange_strong(nobody, -1), Errc::Comm, "two processes of job {} are rank {}", job, rank);
+    DS_CHECK(own.pid.compare_exchange_strong(nobody, -1), Errc::Comm, "two processes of job {} are rank {}",
+             name_.substr(kPrefix.size()), rank);
     own.process_start = process_stat(getpid()).start;
     own.pid_namespace = pid_namespace();
     own.pid.store(getpid(), std::memory_order_release);
@@ -260,6 +271,12 @@ class ShmArena final : public Arena {
     i64 bytes = channels_offset(size);
     for (const i64 b : allocations) bytes += b == 0 ? 0 : kPage + size * align_up(b, region_alignment(b));
     return bytes;
+  }
+
+  std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double timeout_s,
+                               FunctionRef<void()> look) override {
+    return std::make_unique<ShmArena>(group_segment_name(name_, name, members), rank, static_cast<int>(members.size()),
+                                      members.front(), timeout_s, look);
   }
 
   void attached() override { segment_.unlink(); }
@@ -286,7 +303,8 @@ class ShmArena final : public Arena {
     const i64 total = region->alignment + size() * region->stride;
     if (rank() == 0) region->segment = Segment::create(name, total, kPage, size());
     meet();
-    if (rank() != 0) region->segment = Segment::open(name, total, size(), timeout_s_);
+    const auto made = [] {};
+    if (rank() != 0) region->segment = Segment::open(name, total, size(), creator_, timeout_s_, made);
     region->segment.reserve(region->offset(rank()), region->stride, tag_name(tag));
     region->segment.collapse(region->offset(rank()), region->stride);
     meet();
@@ -326,6 +344,7 @@ class ShmArena final : public Arena {
   }
 
   const std::string name_;
+  const int creator_;
   const double timeout_s_;
   Segment segment_;
   std::vector<std::shared_ptr<const Region>> regions_;
@@ -369,7 +388,10 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s) {
 }
 
 std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s) {
-  return std::make_unique<ShmArena>(job, rank, size, timeout_s);
+  const std::string name = segment_name(job);
+  if (rank == 0) remove_stale_segments();
+  const auto nothing = [] {};
+  return std::make_unique<ShmArena>(name, rank, size, 0, timeout_s, nothing);
 }
 
 }  // namespace ds

@@ -16,16 +16,42 @@ void for_each_round(i64 length, i64 round, F&& f) {
 
 }  // namespace
 
+// Whoever waits for what fails here is told.
 Staging::~Staging() {
-  for (Letter& letter : letters_) {
+  const auto end = [](auto&& wait) {
     try {
-      letter.sent.wait();
-    } catch (const Error&) {  // whoever waits for it is told
+      wait();
+    } catch (const Error&) {
     }
-  }
+  };
+  for (Letter& letter : letters_) end([&] { letter.sent.wait(); });
+  end([&] { settle(); });
+  for (const auto& arrival : arrivals_) end([&] { arrival->received.wait(); });  // nothing writes to it any more
+}
+
+i64 Staging::bytes() const noexcept {
+  size_t bytes = memory_.size();
+  for (const Letter& letter : letters_) bytes += letter.data.size();
+  for (const auto& arrival : arrivals_) bytes += arrival->data.size();
+  return static_cast<i64>(bytes);
+}
+
+void Staging::Arrival::wait() {
+  if (landed) return;
+  if (before != nullptr) before->wait();
+  received.wait();
+  if (bytes > 0) device.upload(target, data.data(), bytes);
+  before = nullptr;
+  landed = true;
+}
+
+void Staging::settle() {
+  if (last_arrival_ != nullptr) last_arrival_->wait();
+  last_arrival_ = nullptr;
 }
 
 Ticket Staging::run(const Operation& op) {
+  if (op.kind != OpKind::Send && op.kind != OpKind::Recv) settle();
   switch (op.kind) {
     case OpKind::ReduceScatter: reduce_scatter(op); break;
     case OpKind::AllGather: all_gather(op); break;
@@ -33,9 +59,10 @@ Ticket Staging::run(const Operation& op) {
     case OpKind::Broadcast: broadcast(op); break;
     case OpKind::AllToAll: all_to_all(op); break;
     case OpKind::Send: return send(op);
-    case OpKind::Recv: recv(op); break;
+    case OpKind::Recv: return recv(op);
     case OpKind::Barrier: world_.barrier(op.tag); break;
-    case OpKind::Allocate: DS_ASSERT(false);
+    case OpKind::Allocate:
+    case OpKind::Attach: DS_ASSERT(false);
   }
   return {};
 }
@@ -129,19 +156,28 @@ void Staging::all_to_all(const Operation& op) {
 
 // Not in the common memory: it is read until the peer comes, and other calls may come before.
 Ticket Staging::send(const Operation& op) {
-  while (!letters_.empty() && letters_.front().sent.done()) letters_.pop_front();
-  Letter& letter = letters_.emplace_back();
-  letter.data.resize(static_cast<size_t>(op.slice_bytes()));
+  const auto bytes = static_cast<size_t>(op.slice_bytes());
+  auto free = std::find_if(letters_.begin(), letters_.end(), [](const Letter& l) { return l.sent.done(); });
+  Letter& letter = free != letters_.end() ? *free : letters_.emplace_back();
+  if (letter.data.size() < bytes) letter.data.resize(bytes);
   download(letter.data.data(), op.segments[0].source, op.slice_bytes());
   letter.sent = world_.send(letter.data.data(), op.slice_bytes(), op.peer, op.tag);
   return letter.sent;
 }
 
-void Staging::recv(const Operation& op) {
-  const i64 bytes = op.slice_bytes();
-  std::byte* const host = room(bytes);
-  world_.recv(host, bytes, op.peer, op.tag).wait();
-  upload(op.segments[0].target, host, bytes);
+Ticket Staging::recv(const Operation& op) {
+  auto free =
+      std::find_if(arrivals_.begin(), arrivals_.end(), [](const auto& a) { return a.use_count() == 1 && a->landed; });
+  if (free == arrivals_.end()) free = arrivals_.insert(free, std::make_shared<Arrival>(device_));
+  Arrival& arrival = **free;
+  arrival.bytes = op.slice_bytes();
+  if (std::ssize(arrival.data) < arrival.bytes) arrival.data.resize(static_cast<size_t>(arrival.bytes));
+  arrival.target = op.segments[0].target;
+  arrival.received = world_.recv(arrival.data.data(), arrival.bytes, op.peer, op.tag);
+  arrival.before = last_arrival_;
+  arrival.landed = false;
+  last_arrival_ = *free;
+  return Ticket(*free);
 }
 
 }  // namespace ds

@@ -11,6 +11,7 @@
 #include "base/check.h"
 #include "config/keys.h"
 #include "config/model_config.h"
+#include "config/parallel.h"
 #include "config/reader.h"
 
 namespace ds {
@@ -20,16 +21,16 @@ constexpr std::string_view kTrain = "train_batch_size";
 constexpr std::string_view kMicro = "train_micro_batch_size_per_gpu";
 constexpr std::string_view kAccumulation = "gradient_accumulation_steps";
 
-std::string ranks(i64 world) { return world == 1 ? "1 rank" : fmt::format("{} ranks", world); }
-
 // The multiples of `step` around x that are positive.
 std::string around(i64 x, i64 step) {
   const i64 below = x / step * step;
   return below > 0 ? fmt::format("{} or {}", below, below + step) : fmt::format("{}", step);
 }
 
-// DeepSpeed's table: train = micro * accumulation * world; from any two the third, from one the rest.
-void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
+// DeepSpeed's table: train = micro * accumulation * world, the data-parallel ranks (perhaps all); from any two the
+// third, from one the rest.
+void resolve_batch(BatchConfig& b, i64 world, bool all, Reader& r) {
+  const std::string ranks = fmt::format("{} {}rank{}", world, all ? "" : "data-parallel ", world == 1 ? "" : "s");
   if (r.any_broken({kTrain, kMicro, kAccumulation})) return;
   // A step is planned micro-batch by micro-batch.
   constexpr i64 kMostAccumulation = 100'000;
@@ -53,7 +54,7 @@ void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
   if (train && micro && accumulation) {
     if (b.train != b.micro * b.accumulation * world)
       r.error(kTrain, fmt::format("{} is not {} {} x {} {} x {} = {}", b.train, kMicro, b.micro, kAccumulation,
-                                  b.accumulation, ranks(world), b.micro * b.accumulation * world));
+                                  b.accumulation, ranks, b.micro * b.accumulation * world));
     return check_accumulation();
   }
   if (!train) {
@@ -66,8 +67,8 @@ void resolve_batch(BatchConfig& b, i64 world, Reader& r) {
   const i64 divisor = (micro ? b.micro : b.accumulation) * world;
   if (b.train % divisor != 0)
     return r.error(kTrain, fmt::format("{} cannot be shared: {} {} x {} = {} does not divide it; {} would do", b.train,
-                                       micro ? kMicro : kAccumulation, micro ? b.micro : b.accumulation, ranks(world),
-                                       divisor, around(b.train, divisor)));
+                                       micro ? kMicro : kAccumulation, micro ? b.micro : b.accumulation, ranks, divisor,
+                                       around(b.train, divisor)));
   (micro ? b.accumulation : b.micro) = b.train / divisor;
   check_accumulation();
 }
@@ -273,9 +274,13 @@ bool has_error(std::span<const Diagnostic> diagnostics) {
                      [](const Diagnostic& d) { return d.severity == Severity::Error; });
 }
 
-// A key that belongs to the chosen scheduler and objective, or to none.
+// A key that belongs to what has been chosen, or to nothing that is.
 bool applies(const Config& c, std::string_view path) {
   if (path.starts_with("data.mlm.")) return !c.model.causal();
+  if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
+  if (path == "pipeline.schedule" || path == "pipeline.partition") return c.pipeline.stages > 1;
+  if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
+    return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
   if (!path.starts_with("scheduler.")) return true;
   const std::string_view leaf = path.substr(path.rfind('.') + 1);
   switch (c.scheduler.type) {
@@ -324,10 +329,12 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
+  const i64 replicas = resolve_parallel(c, world_size, r);
   if (use == ConfigUse::Generate) {
-    c.batch = {.train = world_size, .micro = 1, .accumulation = 1};
+    const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
+    c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};
   } else {
-    resolve_batch(c.batch, world_size, r);
+    resolve_batch(c.batch, replicas, replicas == world_size, r);
   }
   resolve_optimizer(c, r);
   resolve_precision_and_zero(c, r);
@@ -336,6 +343,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
   resolve_data(c, model_is_sound, r);
   check_size(c, model_is_sound, r);
+  check_parallel(c, model_is_sound, use, r);
   check_run(c, world_size, use, text, r);
   return result;
 }

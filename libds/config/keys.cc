@@ -48,6 +48,18 @@ inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
     EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
+inline constexpr std::array kEnumNames<PipelineSchedule> = {
+    EnumName{"naive", u8(PipelineSchedule::Naive)}, EnumName{"gpipe", u8(PipelineSchedule::GPipe)},
+    EnumName{"1f1b", u8(PipelineSchedule::OneFOneB)}, EnumName{"interleaved", u8(PipelineSchedule::Interleaved)},
+    EnumName{"zb-h1", u8(PipelineSchedule::ZeroBubbleH1)}};
+template <>
+inline constexpr std::array kEnumNames<SequenceParallelMode> = {EnumName{"ulysses", u8(SequenceParallelMode::Ulysses)},
+                                                                EnumName{"ring", u8(SequenceParallelMode::Ring)}};
+template <>
+inline constexpr std::array kEnumNames<CheckpointGranularity> = {
+    EnumName{"none", u8(CheckpointGranularity::None)}, EnumName{"layer", u8(CheckpointGranularity::Layer)},
+    EnumName{"selective", u8(CheckpointGranularity::Selective)}};
+template <>
 inline constexpr std::array kEnumNames<SaveFailure> = {EnumName{"stop", u8(SaveFailure::Stop)},
                                                        EnumName{"continue", u8(SaveFailure::Continue)}};
 template <>
@@ -114,8 +126,9 @@ constexpr Key kKeys[] = {
     effect("train_micro_batch_size_per_gpu", slot_of<&C::batch, &BatchConfig::micro>, kPositive, kAuto),
     effect("gradient_accumulation_steps", slot_of<&C::batch, &BatchConfig::accumulation>, kPositive, kAuto),
     not_yet("managed_gradient_accumulation", "[true]"),
-    not_yet("sequence_parallel_size", "[1]"),
-    not_yet("data_parallel_size", "[null]", "every rank that was started is data-parallel"),
+    effect("sequence_parallel_size", slot_of<&C::sequence_parallel_size>, kPositive),
+    effect("sequence_parallel_mode", slot_of<&C::sequence_parallel_mode>),
+    not_yet("data_parallel_size", "[null]", "it is what pipeline, tensor and sequence parallelism leave of the ranks"),
 
     // Optimizer.
     effect("optimizer.type", slot_of<&C::optimizer, &OptimizerConfig::type>),
@@ -258,21 +271,25 @@ constexpr Key kKeys[] = {
                     "enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode"),
 
     // Other sections of DeepSpeed.
-    not_yet("activation_checkpointing.partition_activations", "[false]"),
-    not_yet("activation_checkpointing.cpu_checkpointing", "[false]"),
-    not_yet("activation_checkpointing.contiguous_memory_optimization", "[false]"),
-    not_yet("activation_checkpointing.synchronize_checkpoint_boundary", "[false]"),
+    effect("activation_checkpointing.granularity", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::granularity>),
+    effect("activation_checkpointing.interval", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::interval>),
+    effect("activation_checkpointing.partition_activations", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::partition_activations>),
+    effect("activation_checkpointing.cpu_checkpointing", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::cpu_checkpointing>),
+    ignored("activation_checkpointing.contiguous_memory_optimization", "activations are always planned ahead, without holes"),
+    ignored("activation_checkpointing.synchronize_checkpoint_boundary", "it measures; numbers do not depend on it"),
     not_yet("activation_checkpointing.profile", "[false]"),
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
     ignored_section("aio", "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
                     "nothing is offloaded to NVMe"),
-    not_yet("pipeline.stages", R"(["auto", 1])"),
-    not_yet("pipeline.activation_checkpoint_interval", "[0]"),
-    ignored("pipeline.partition", "there is one stage"),
-    ignored("pipeline.seed_layers", "there is one stage"),
-    ignored("pipeline.pipe_partitioned", "there is one stage"),
-    ignored("pipeline.grad_partitioned", "there is one stage"),
-    ignored("pipeline.use_reentrant", "nothing is recomputed"),
+    effect("pipeline.stages", slot_of<&C::pipeline, &PipelineConfig::stages>, kPositive, kAuto),
+    effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>),
+    effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>),
+    effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, kPositive),
+    alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
+    ignored("pipeline.seed_layers", "every parameter begins with values of its own"),
+    ignored("pipeline.pipe_partitioned", "stages send activations whole"),
+    ignored("pipeline.grad_partitioned", "stages send gradients whole"),
+    ignored("pipeline.use_reentrant", "there is one way to compute layers again"),
     ignored("checkpoint.tag_validation", "every checkpoint is committed by all ranks together"),
     ignored("checkpoint.load_universal", "every checkpoint loads at any layout"),
     ignored("checkpoint.checkpoint_serialization", "checkpoints are HDF5"),
@@ -292,9 +309,18 @@ constexpr Key kKeys[] = {
                     "tuner_type tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
                     "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size "
                     "model_info model_info_path"),
-    not_yet_section("tensor_parallel", "autotp_size tp.tp_size", "[0, 1]",
-                    "autotp_size dtype tp_overlap_comm tp injection_policy_tuple preset_model partition_config "
-                    "keep_module_on_host replace_with_kernel_inject"),
+    effect("tensor_parallel.tp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::tp_size>),
+    effect("tensor_parallel.sequence_parallel", slot_of<&C::tensor_parallel, &TensorParallelConfig::sequence_parallel>),
+    effect("tensor_parallel.autotp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::autotp_size>),
+    alias("tensor_parallel.tp.tp_size", "tensor_parallel.tp_size"),
+    not_yet("tensor_parallel.tp.tp_grain_size", "[1]"),
+    ignored("tensor_parallel.dtype", "fp16.enabled and bf16.enabled say it"),
+    not_yet("tensor_parallel.tp_overlap_comm", "[false]"),
+    ignored("tensor_parallel.preset_model", "the model itself says how it is cut"),
+    ignored("tensor_parallel.injection_policy_tuple", "the model itself says how it is cut"),
+    ignored("tensor_parallel.partition_config", "the model itself says how it is cut"),
+    ignored("tensor_parallel.keep_module_on_host", "each rank only ever has its own part"),
+    ignored("tensor_parallel.replace_with_kernel_inject", "there is one set of kernels"),
     not_yet_section("expert_parallel", "enabled", "[false]",
                     "enabled autoep_size expert_tensor_parallel_size preset_model use_grouped_mm disable_triton_grouped_mm "
                     "score_func score_apply top_k routed_scaling_factor route_norm route_scale num_expert_groups "

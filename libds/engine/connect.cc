@@ -9,6 +9,8 @@
 
 #include <algorithm>
 
+#include "base/json.h"
+#include "checkpoint/together.h"
 #include "ds/log.h"
 #include "model/models.h"
 #include "probe/host.h"
@@ -18,9 +20,17 @@ namespace ds::engine {
 namespace {
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
-bool fits_shared_memory(const Config& config, const RankInfo& ranks, std::string& why) {
-  const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const i64 needed = shm_needed_bytes(ranks.world_size, report::make_run_plan(config, model, ranks.world_size).shared);
+bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, std::string& why) {
+  std::vector<i64> most;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  for (int pp = 0; pp < shape.pp; ++pp) {
+    const MeshCoord coord{.pp = pp};
+    const model::Model model =
+        model::make_model(config.model, config.data.seq_length, report::shard_of(config, shape, coord));
+    const report::RunPlan plan = report::make_run_plan(config, model, shape, coord);
+    most.resize(plan.shared.size());
+    for (size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], plan.shared[i]);
+  }
+  const i64 needed = mesh_shm_bytes(shape, most);
   const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
   why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
                     needed, free);
@@ -28,7 +38,8 @@ bool fits_shared_memory(const Config& config, const RankInfo& ranks, std::string
 }
 
 // Over host memory.
-std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks, bool with_gpu) {
+std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks, const MeshShape& shape,
+                                      bool with_gpu) {
   const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
@@ -49,7 +60,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
                ranks.local_world_size, ranks.world_size);
       DS_CHECK(!ranks.job.empty(), Errc::Config,
                "communication.backend \"shm\" needs a job name: start with ds-launch");
-      if (std::string why; !with_gpu && !fits_shared_memory(config, ranks, why)) {
+      if (std::string why; !with_gpu && !fits_shared_memory(config, ranks, shape, why)) {
         DS_CHECK(!chosen, Errc::OutOfMemory, "communication.backend \"shm\": {}; enlarge it, or take \"mpi\"", why);
         if (ranks.rank == 0)
           log_message(LogLevel::Warning,
@@ -68,30 +79,29 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   return comm;
 }
 
-// Over the memory of a GPU.
-std::unique_ptr<Communicator> connect_gpus(const Config& config, const RankInfo& ranks, Communicator& world,
-                                           Device& device) {
+// How axes are made over the memory of GPUs: by what the GPUs are, since a rank may see its own alone, and every rank
+// must come to the same answer.
+Mesh::OverDevice over_gpus(const Config& config, const RankInfo& ranks, Communicator& world, Device& device) {
   const CommBackend backend = config.communication.backend;
-  const CommOptions options{
-      .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
-  if (ranks.world_size == 1 && backend != CommBackend::Nccl) return make_device_self_communicator(options);
-  // By what the GPUs are: a rank may see its own alone, and every rank must come to the same answer.
   std::vector<u64> ids(static_cast<size_t>(ranks.world_size));
   ids[static_cast<size_t>(ranks.rank)] = device.id();
   const AllGatherSegment all{ids.data(), sizeof(u64)};
   world.all_gather({&all, 1}, "dp.stats").wait();
   const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();
   const bool own_gpu = gpus == ids.size();
-  if (backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu)) {
-    DS_CHECK(own_gpu, Errc::Unavailable,
-             "communication.backend \"nccl\" wants a GPU for each rank: {} ranks share {} GPU{}", ranks.world_size,
-             gpus, gpus == 1 ? "" : "s");
-    return make_nccl_communicator(world, options);
-  }
-  if (backend == CommBackend::Auto && ranks.rank == 0)
+  DS_CHECK(backend != CommBackend::Nccl || own_gpu, Errc::Unavailable,
+           "communication.backend \"nccl\" wants a GPU for each rank: {} ranks share {} GPU{}", ranks.world_size, gpus,
+           gpus == 1 ? "" : "s");
+  const bool nccl = backend == CommBackend::Nccl || (backend == CommBackend::Auto && own_gpu);
+  if (backend == CommBackend::Auto && !nccl && ranks.rank == 0)
     log_message(LogLevel::Warning, fmt::format("{} ranks share {} GPU{}: they talk through host memory, which is slow",
                                                ranks.world_size, gpus, gpus == 1 ? "" : "s"));
-  return make_staged_communicator(world, options);
+  // One rank alone has no use for NCCL, unless it was asked for.
+  const bool lone_nccl = backend == CommBackend::Nccl && ranks.world_size == 1;
+  return [nccl, lone_nccl](Communicator& host, const CommOptions& options) {
+    if (host.size() == 1 && !lone_nccl) return make_device_self_communicator(host, options);
+    return nccl ? make_nccl_communicator(host, options) : make_staged_communicator(host, options);
+  };
 }
 
 }  // namespace
@@ -134,21 +144,72 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
   return make_cuda_device(ranks.local_rank % gpus, {.autotune = config.cuda.autotune});
 }
 
-std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device) {
-  std::unique_ptr<Communicator> world = connect(config, ranks, !device.is_host());
+namespace {
+
+// What must be the same on all ranks, flat: a key, a value.
+Json shared_settings(Config config) {
+  config.threads = 0;  // a rank's own business, as are the places of files, which are compared by what they hold
+  config.device = DeviceKind::Auto;
+  config.data.train.clear();
+  config.data.validation.clear();
+  config.data.tokenizer = "bytes";
+  config.model_path.clear();
+  Json settings = Json::parse(resolved_json(config));
+  if (config.model.layers > 0) settings["model"] = Json::parse(model_config_json(config.model));
+  return settings.flatten();
+}
+
+// Ranks that run different configurations would train different models, or wait for each other.
+void check_same_configuration(const Config& config, Communicator& world) {
+  const std::vector<std::string> texts = gather_text(world, shared_settings(config).dump());
+  for (size_t r = 1; r < texts.size(); ++r) {
+    if (texts[r] == texts[0]) continue;
+    const Json first = Json::parse(texts[0]), other = Json::parse(texts[r]);
+    const auto value = [](const Json& settings, const std::string& key) {
+      return settings.contains(key) ? settings.at(key).dump() : std::string("nothing");
+    };
+    for (const Json* side : {&first, &other}) {
+      for (const auto& [pointer, ignored] : side->items()) {
+        if (value(first, pointer) == value(other, pointer)) continue;
+        std::string key = pointer.substr(1);
+        std::replace(key.begin(), key.end(), '/', '.');
+        throw Error(Errc::Config, fmt::format("{} is {} on rank 0 and {} on rank {}: all ranks of a run have one "
+                                              "configuration",
+                                              key, value(first, pointer), value(other, pointer), r));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+MeshShape mesh_shape(const Config& config, int world_size) {
+  const i64 replica = config.ranks_per_replica();
+  DS_ASSERT(world_size % replica == 0);
+  return {.dp = narrow<int>(world_size / replica),
+          .pp = narrow<int>(config.pipeline.stages),
+          .tp = narrow<int>(config.tensor_parallel.tp_size),
+          .sp = narrow<int>(config.sequence_parallel_size)};
+}
+
+std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape) {
+  std::unique_ptr<Communicator> world = connect(config, ranks, shape, !device.is_host());
+  const CommOptions options{
+      .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
+  Mesh::OverDevice over_device;
   try {
     i64 gpus = device.is_host() ? 0 : 1;
     world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
     DS_CHECK(gpus == 0 || gpus == ranks.world_size, Errc::Unavailable,
              "device \"auto\": {} of {} ranks found a GPU and the others none; this one: {}", gpus, ranks.world_size,
              device.name());
-    std::unique_ptr<Communicator> dp;
-    if (!device.is_host()) dp = connect_gpus(config, ranks, *world, device);
-    return std::make_unique<Mesh>(std::move(world), std::move(dp));
+    check_same_configuration(config, *world);
+    if (!device.is_host()) over_device = over_gpus(config, ranks, *world, device);
   } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
     world->abort(e);
     throw;
   }
+  return std::make_unique<Mesh>(std::move(world), shape, options, over_device);
 }
 
 }  // namespace ds::engine

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <exception>
 #include <limits>
+#include <numeric>
 #include <utility>
 
 namespace ds::engine {
@@ -20,35 +22,41 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       device_(device),
       ops_(device.ops()),
       stream_(device.stream()),
-      model_(model::make_model(config.model, config.data.seq_length)),
-      plan_(report::make_run_plan(config_, model_, mesh.dp().size(), device.kind())),
+      model_(model::make_model(config.model, config.data.seq_length,
+                               report::shard_of(config, mesh.shape(), mesh.coord()))),
+      plan_(report::make_run_plan(config_, model_, mesh.shape(), mesh.coord(), device.kind())),
       params_(plan_.layout, plan_.rows, mesh.dp(), device, ledger,
               {.work = plan_.work,
                .allgather_bucket = config.zero.allgather_bucket_size,
-               .pool_elems = std::max(plan_.train_gathers.pool_elems, plan_.eval_gathers.pool_elems)}),
-      grads_(plan_.layout, plan_.rows, mesh.dp(), device, ledger, plan_.grads),
-      schedule_(pipeline::single_stage_schedule(plan_.micro_batches)),
+               .pool_elems = plan_.gather_pool_elems}),
+      grads_(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  const i64 shard_bytes = plan_.layout.shard_elems() * 4;
-  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device, ledger, tag, bytes); };
+  make_buffers();
+  make_chunks();
+  make_pieces();
+}
+
+void Engine::make_buffers() {
+  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
+  const i64 shard_bytes = plan_.layout.shard_elems() * 4, work_bytes = dtype_bytes(plan_.work);
   if (plan_.work != DType::F32) master_ = buffer(Tag::Master, shard_bytes);
   m_ = buffer(Tag::Optimizer, shard_bytes);
   v_ = buffer(Tag::Optimizer, shard_bytes);
 
-  const i64 R = plan_.B * plan_.T, m = plan_.micro_batches;
-  saved_ = buffer(Tag::Activations, plan_.saved_bytes);
+  const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
   temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
-  residual_grad_ = buffer(Tag::Workspace, R * model_.hidden * dtype_bytes(plan_.work));
-  head_weight_grad_ = buffer(Tag::Workspace, model_.vocab * model_.hidden * 4);
-  logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab * 4);
-  for (const auto& [mode, acts] : {std::pair{model::Mode::Train, &train_acts_}, {model::Mode::Eval, &eval_acts_}}) {
-    model::ActivationPlanner planner(saved_.data(), temporary_.data());
-    for (const auto& layer : model_.layers) {
-      planner.begin_layer();
-      acts->push_back(layer->plan(planner, plan_.work, plan_.B, plan_.T, mode));
-    }
-    DS_ASSERT(planner.saved_bytes() <= plan_.saved_bytes && planner.temporary_bytes() <= plan_.temporary_bytes);
+  if (plan_.chunks.back().last) {
+    head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
+    logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
+  }
+  exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
+  if (plan_.mesh.tp > 1) {
+    const i64 rows = model_.shard.padded_rows(R);
+    tp_partial_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
+    tp_gathered_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
+    tp_sum_ = buffer(Tag::Workspace, rows / plan_.mesh.tp * C * 4);
+    tp_stats_ = buffer(Tag::Workspace, 3 * plan_.logits_chunk * 4);
   }
 
   data_ = buffer(Tag::Data, plan_.memory[static_cast<size_t>(Tag::Data)]);
@@ -64,49 +72,156 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
   row_positions_ = take(DType::I32, R);
   if (model_.token_types > 0) {  // packed text is one segment
     token_types_ = take(DType::I32, R);
-    device.zero(token_types_.data, token_types_.bytes());
+    device_.zero(token_types_.data, token_types_.bytes());
   }
   losses_ = take(DType::F32, R);
   if (plan_.rope_elems > 0) {
-    const model::RopeTables rope = model::make_rope_tables(config.model, plan_.T);
-    rope_cos_ = take(DType::F32, plan_.rope_elems).reshaped({plan_.T, plan_.rope_elems / plan_.T});
-    rope_sin_ = take(DType::F32, plan_.rope_elems).reshaped({plan_.T, plan_.rope_elems / plan_.T});
-    device.upload(rope_cos_.data, rope.cos.data(), rope_cos_.bytes());
-    device.upload(rope_sin_.data, rope.sin.data(), rope_sin_.bytes());
+    const model::RopeTables rope = model::make_rope_tables(config_.model, plan_.sequence_length);
+    const i64 rows = plan_.sequence_length;
+    rope_cos_ = take(DType::F32, plan_.rope_elems).reshaped({rows, plan_.rope_elems / rows});
+    rope_sin_ = take(DType::F32, plan_.rope_elems).reshaped({rows, plan_.rope_elems / rows});
+    device_.upload(rope_cos_.data, rope.cos.data(), rope_cos_.bytes());
+    device_.upload(rope_sin_.data, rope.sin.data(), rope_sin_.bytes());
   }
   at += align_up(at - static_cast<char*>(data_.data()), 8) - (at - static_cast<char*>(data_.data()));
   scalars_ = reinterpret_cast<report::StepScalars*>(at);
   micro_losses_ = reinterpret_cast<double*>(scalars_ + 1);
-  results_.resize(sizeof(report::StepScalars) + static_cast<size_t>(m * mesh.dp().size()) * sizeof(double));
+  results_.resize(sizeof(report::StepScalars) + static_cast<size_t>(m * mesh_.dp().size()) * sizeof(double));
   DS_ASSERT(at + results_.size() == static_cast<char*>(data_.data()) + data_.bytes());
-  std::vector<i32> positions(static_cast<size_t>(R));
-  for (i64 r = 0; r < R; ++r) positions[static_cast<size_t>(r)] = static_cast<i32>(r % plan_.T);
-  device.upload(positions_.data, positions.data(), positions_.bytes());
-  device.upload(row_positions_.data, positions.data(), row_positions_.bytes());
-
-  held_ = plan_.layout.held_pieces(mesh.dp().rank());
-  owned_ = plan_.layout.owned_pieces(mesh.dp().rank());
-  std::vector<bool> decays;  // by parameter number
-  for (const auto& unit : plan_.rows) {
-    for (const model::ParamRow& row : unit) decays.push_back(row.decay);
+  tokens_.resize(static_cast<size_t>(R));
+  std::vector<i32> positions;
+  for (const model::TokenRange& range : model_.shard.tokens(plan_.sequence_length)) {
+    for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));
   }
-  for (const zero::Piece& piece : held_) {
-    const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
-    const PieceState st = state(piece);
-    const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
-    updated_.push_back({.param = view(st.param, plan_.work),
-                        .master = view(st.master != nullptr ? st.master : st.param, DType::F32),
-                        .m = view(st.m, DType::F32),
-                        .v = view(st.v, DType::F32),
-                        .grad = view(grads_.element(s, piece.segment_offset), DType::F32),
-                        .weight_decay = decays[static_cast<size_t>(piece.param)]
-                                            ? static_cast<float>(config.optimizer.weight_decay)
-                                            : 0.0f});
-  }
+  device_.upload(positions_.data, positions.data(), positions_.bytes());
+  for (i64 b = 0; b < plan_.B; ++b)
+    device_.upload(row_positions_.as<i32>() + b * plan_.T, positions.data(), plan_.T * 4);
   valid_tokens_.resize(static_cast<size_t>(m));
 }
 
-Engine::~Engine() { drop_graphs(); }
+void Engine::make_chunks() {
+  const i64 S = plan_.shape().stream_rows, C = model_.hidden;
+  i64 kept_bytes = 0, host_bytes = 0;
+  for (const report::ChunkPlan& c : plan_.chunks) {
+    kept_bytes += c.kept_slots * c.kept_bytes;
+    host_bytes += c.kept_slots * c.host_bytes;
+  }
+  host_ = Buffer(ledger_, Tag::Host, host_bytes);
+  kept_ = device_buffer(device_, ledger_, Tag::Activations, kept_bytes);
+  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
+  const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
+  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
+  char *kept = static_cast<char*>(kept_.data()), *working = static_cast<char*>(working_.data()),
+       *stream = static_cast<char*>(streams_.data()), *host = static_cast<char*>(host_.data());
+  const auto streams = [&](i64 n) {
+    std::vector<TensorView> views;
+    for (i64 i = 0; i < n; ++i)
+      views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
+    return views;
+  };
+  for (const report::ChunkPlan& c : plan_.chunks) {
+    Chunk& chunk = chunks_.emplace_back();
+    if (!c.first) {
+      chunk.inputs = streams(c.input_slots);
+      chunk.grads_out = streams(c.grad_slots);
+    }
+    if (!c.last) chunk.grads_in = streams(c.grad_slots);
+    chunk.inputs_here.resize(static_cast<size_t>(c.input_slots));
+    chunk.grads_here.resize(static_cast<size_t>(c.grad_slots));
+    chunk.outputs_sent.resize(static_cast<size_t>(c.kept_slots));
+    chunk.grads_sent.resize(static_cast<size_t>(c.grad_slots));
+    const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
+      model::ActivationPlanner planner({.kept = kept + kept_slot * c.kept_bytes,
+                                        .working = working + working_slot * c.working_bytes,
+                                        .temporary = temporary_.data(),
+                                        .host = host + kept_slot * c.host_bytes});
+      auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
+      DS_ASSERT(planner.kept_bytes() <= c.kept_bytes && planner.working_bytes() <= c.working_bytes &&
+                planner.temporary_bytes() <= plan_.temporary_bytes);
+      return acts;
+    };
+    // The memory of a micro-batch is that of its slots; those of messages out count by themselves.
+    const i64 period = std::lcm(c.kept_slots, std::lcm(std::max<i64>(c.working_slots - 1, 1), c.grad_slots));
+    for (i64 micro = 0; micro < std::min(period, plan_.micro_batches); ++micro) {
+      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(micro % c.grad_slots)];
+      const i64 kept_slot = micro % c.kept_slots;
+      chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
+      if (plan_.split_backward)
+        chunk.backward.push_back(plan(model::Mode::Train, kept_slot, 1 + micro % (c.working_slots - 1), grad_out));
+    }
+    if (!plan_.split_backward) chunk.backward = chunk.forward;
+    chunk.eval = plan(model::Mode::Eval, 0, 0, {});
+    kept += c.kept_slots * c.kept_bytes;
+    host += c.kept_slots * c.host_bytes;
+    if (plan_.split_backward) working += c.working_slots * c.working_bytes;
+  }
+}
+
+void Engine::make_pieces() {
+  for (const auto& unit : plan_.rows) {
+    for (const model::ParamRow& row : unit) param_rows_.push_back(&row);
+  }
+  const int dp_rank = mesh_.dp().rank();
+  DS_ASSERT(dp_rank == plan_.dp_rank());
+  held_ = plan_.layout.held_pieces(dp_rank);
+  for (const zero::Piece& piece : held_) {
+    const PieceState st = state(piece);
+    const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
+    updated_.push_back(
+        {.param = view(st.param, plan_.work),
+         .master = view(st.master != nullptr ? st.master : st.param, DType::F32),
+         .m = view(st.m, DType::F32),
+         .v = view(st.v, DType::F32),
+         .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
+         .weight_decay = row_of(piece.param).decay ? static_cast<float>(config_.optimizer.weight_decay) : 0.0f});
+  }
+  using Parts = model::ParamRow::Parts;
+  ReplicaSum group, copies;
+  for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
+    const model::ParamRow& row = row_of(piece.param);
+    const TensorView grad = TensorView::of(gradient(piece.segment, piece.segment_offset), DType::F32, {piece.count});
+    if (row.parts != Parts::None && plan_.mesh.tp > 1) {
+      ReplicaSum& sum = row.parts == Parts::Group ? group : copies;
+      sum.copies = row.parts == Parts::Group ? plan_.mesh.tp : row.copies;
+      sum.elems += piece.count;
+      sum.pieces.push_back(grad);
+    }
+    if (!plan_.counts(piece)) continue;
+    saved_.push_back(piece);
+    // Neighbours are one call of the kernels.
+    if (!judged_.empty() && judged_.back().as<float>() + judged_.back().numel() == grad.as<float>()) {
+      judged_.back().shape[0] += piece.count;
+    } else {
+      judged_.push_back(grad);
+    }
+  }
+  for (ReplicaSum* sum : {&group, &copies}) {
+    if (!sum->pieces.empty()) sums_.push_back(std::move(*sum));
+  }
+}
+
+float* Engine::gradient(i64 segment, i64 first) const noexcept {
+  return grads_.element(plan_.grad_segment(segment), first);
+}
+
+// Messages of the pipeline may be under way, and have memory of ours, when a step has failed: they end when all ranks
+// know of the failure, which an exception that unwinds us may not have told yet.
+Engine::~Engine() {
+  drop_graphs();
+  if (std::uncaught_exceptions() > uncaught_at_birth_) mesh_.abort(Error(Errc::Comm, "the training step has failed"));
+  const auto finish = [](Ticket& t) {
+    try {
+      t.wait();
+    } catch (const Error&) {
+      return;  // known
+    }
+  };
+  finish(sent_);
+  for (Chunk& chunk : chunks_) {
+    for (auto* tickets : {&chunk.inputs_here, &chunk.grads_here, &chunk.outputs_sent, &chunk.grads_sent})
+      std::ranges::for_each(*tickets, finish);
+  }
+}
 
 void Engine::drop_graphs() noexcept {
   for (Device::Graph& graph : graphs_) {
@@ -139,10 +254,18 @@ HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memo
     : engine_(engine), where_(std::move(pieces)) {
   for (const zero::Piece& piece : where_) {
     const Engine::PieceState st = engine.state(piece);
-    pieces_.push_back({piece.param, piece.begin, piece.count, st.param, st.master, st.m, st.v});
+    const model::ParamSlice& slice = engine.row_of(piece.param).slice;
+    pieces_.push_back({.param = piece.param,
+                       .begin = piece.begin,
+                       .count = piece.count,
+                       .param_data = st.param,
+                       .master = st.master,
+                       .exp_avg = st.m,
+                       .exp_avg_sq = st.v,
+                       .slice = slice.whole() ? nullptr : &slice});
   }
   if (engine.device().is_host() && memory == Memory::InPlace) return;
-  memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+  memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().state_bytes);
   char* at = static_cast<char*>(memory_.data());
   const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };
   for (StatePiece& p : pieces_) {
@@ -184,15 +307,7 @@ void HostState::upload() {
 }
 
 void Engine::init_values(i64 param, i64 begin, i64 count, float* out) const {
-  i64 first = 0;  // parameter of the unit
-  for (const auto& unit : plan_.rows) {
-    if (param < first + std::ssize(unit)) {
-      const model::ParamRow& row = unit[static_cast<size_t>(param - first)];
-      return model::init_values(row, param, static_cast<u32>(config_.seed), begin, count, out);
-    }
-    first += std::ssize(unit);
-  }
-  DS_ASSERT(false);
+  model::init_values(row_of(param), param, static_cast<u32>(config_.seed), begin, count, out);
 }
 
 void Engine::init_weights() {
@@ -204,9 +319,13 @@ void Engine::set_weights(const ValueSource& values) {
   std::vector<float> tile(kTile);
   for (const zero::Piece& piece : held_) {
     const PieceState st = state(piece);
+    const model::ParamRow& row = row_of(piece.param);
+    const model::SliceMap map(row.slice, row.whole_shape());
     for (i64 first = 0; first < piece.count; first += kTile) {
       const i64 n = std::min(kTile, piece.count - first);
-      values(piece.param, piece.begin + first, n, tile.data());
+      map.for_each_run(piece.begin + first, n, [&](i64 local, i64 global, i64 run) {
+        values(piece.param, global, run, tile.data() + local - piece.begin - first);
+      });
       float* exact = (st.master != nullptr ? st.master : static_cast<float*>(st.param)) + first;
       device_.upload(exact, tile.data(), n * 4);
       if (st.master == nullptr) continue;
@@ -229,49 +348,97 @@ model::PassContext Engine::context(model::Mode mode) {
   ctx.rope_cos = rope_cos_;
   ctx.rope_sin = rope_sin_;
   ctx.losses = losses_;
-  ctx.logits = TensorView::of(logits_.data(), DType::F32, {plan_.logits_chunk, model_.vocab});
-  ctx.head_weight_grad = TensorView::of(head_weight_grad_.data(), DType::F32, {model_.vocab, model_.hidden});
+  const i64 C = model_.hidden, V = model_.vocab_share();
+  ctx.logits = TensorView::of(logits_.data(), DType::F32, {plan_.logits_chunk, V});
+  ctx.head_weight_grad = TensorView::of(head_weight_grad_.data(), DType::F32, {V, C});
+  model::Groups& g = ctx.groups;
+  g.shard = model_.shard;
+  g.sequence_length = plan_.sequence_length;
+  g.sp = &mesh_.sp();
+  g.tp = &mesh_.tp();
+  const i64 rows = g.shard.padded_rows(plan_.B * plan_.T);
+  g.partial = TensorView::of(tp_partial_.data(), plan_.work, {rows, C});
+  g.gathered = TensorView::of(tp_gathered_.data(), plan_.work, {rows, C});
+  g.sum = TensorView::of(tp_sum_.data(), DType::F32, {rows / g.shard.tp, C});
+  g.stats = TensorView::of(tp_stats_.data(), DType::F32, {3, plan_.logits_chunk});
   return ctx;
 }
 
 model::RowViews Engine::param_views(const zero::ParamLease& lease, i64 layer) const {
-  const bool uses_tied = model_.tied && layer + 1 == static_cast<i64>(model_.layers.size());
-  return {lease.rows(layer), uses_tied ? lease.rows(0)[0] : TensorView{}};
+  const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
+  return {lease.rows(report::RunPlan::unit_of(layer)),
+          shared ? lease.rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
 }
 
 std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
-  const i64 R = plan_.B * plan_.T;
+  const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.
   i64 sum[3] = {0, 0, 0};
-  std::vector<i32> ids(static_cast<size_t>(R)), targets(ids.size());
-  std::vector<float> losses(ids.size());
-  for (i64 b = 0; b < batches; ++b) {
-    model::PassContext ctx = context(model::Mode::Eval);
-    ctx.ids = TensorView::of(ids_.data, DType::I32, {R});
-    ctx.targets = TensorView::of(targets_.data, DType::I32, {R});
-    if (!next(b, ids, targets)) return std::nullopt;
-    device_.upload(ids_.data, ids.data(), R * 4);
-    device_.upload(targets_.data, targets.data(), R * 4);
-    params_.begin(plan_.eval_gathers);
-    TensorView x{};
-    for (size_t l = 0; l < model_.layers.size(); ++l) {
-      const zero::ParamLease lease = params_.acquire();
-      model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, eval_acts_[l]);
-      x = eval_acts_[l].output;
+  std::vector<i32> ids(static_cast<size_t>(rows)), targets(ids.size());
+  std::vector<float> losses(static_cast<size_t>(R));
+  const i64 at_once = batches_at_once();
+  for (i64 first = 0; first < batches; first += at_once) {
+    const i64 n = std::min(at_once, batches - first);
+    for (i64 b = 0; b < n; ++b) {
+      if (!next(first + b, ids, targets)) return std::nullopt;
+      upload_tokens(ids_.as<i32>() + b * R, ids);
+      upload_tokens(targets_.as<i32>() + b * R, targets);
+      // Ranks of tp have the same losses; those of sp others of the same samples.
+      if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
+        sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnored);
     }
-    device_.download(losses.data(), losses_.data, R * 4);
-    for (const float loss : losses) {
-      const bool finite = std::fabs(loss) < 0x1p20f;
-      sum[0] += finite ? std::llround(std::ldexp(static_cast<double>(loss), 24)) : 0;
-      sum[2] += finite ? 0 : 1;
+    for (const pipeline::Instr& instr :
+         pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {
+      const report::ChunkPlan& chunk = plan_.chunks[static_cast<size_t>(instr.chunk)];
+      if (instr.op == pipeline::Op::RecvActivation) receive_activation(instr);
+      if (instr.op == pipeline::Op::SendActivation) send_evaluated(instr);
+      if (instr.op != pipeline::Op::Forward) continue;
+      evaluate_layers(instr);
+      if (!chunk.last || plan_.coord.tp != 0) continue;
+      device_.download(losses.data(), losses_.data, R * 4);
+      for (const float loss : losses) {
+        const bool finite = std::fabs(loss) < 0x1p20f;
+        sum[0] += finite ? std::llround(std::ldexp(static_cast<double>(loss), 24)) : 0;
+        sum[2] += finite ? 0 : 1;
+      }
     }
-    sum[1] += R - std::count(targets.begin(), targets.end(), kIgnored);
+    sent_.wait();  // what comes next takes the memory, in a call that ends early too
   }
   mesh_.world().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, "dp.stats").wait();
   if (sum[2] > 0) return std::numeric_limits<double>::quiet_NaN();
   return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
+}
+
+void Engine::evaluate_layers(const pipeline::Instr& instr) {
+  sent_.wait();  // of the batch before: layers take turns in the memory of outputs
+  params_.begin(plan_.eval_gathers[static_cast<size_t>(instr.chunk)]);
+  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  model::PassContext ctx = context(model::Mode::Eval);
+  const i64 R = plan_.B * plan_.T;
+  ctx.ids = TensorView::of(ids_.as<i32>() + instr.micro * R, DType::I32, {R});
+  ctx.targets = TensorView::of(targets_.as<i32>() + instr.micro * R, DType::I32, {R});
+  TensorView x = input_of(instr);
+  for (i64 l = plan.chunk.begin; l < plan.chunk.end; ++l) {
+    const zero::ParamLease lease = params_.acquire();
+    const model::LayerActs& acts = chunk.eval[static_cast<size_t>(l - plan.chunk.begin)];
+    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(lease, l), x, acts);
+    x = acts.output;
+  }
+}
+
+void Engine::receive_activation(const pipeline::Instr& instr) {
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
+  const TensorView x = chunk.inputs[slot];
+  chunk.inputs_here[slot] = mesh_.activations().recv(x.data, x.bytes(), previous_stage(), "pp.recv");
+}
+
+void Engine::send_evaluated(const pipeline::Instr& instr) {
+  const TensorView y = chunks_[static_cast<size_t>(instr.chunk)].eval.back().output;
+  sent_ = mesh_.activations().send(y.data, y.bytes(), next_stage(), "pp.send");
 }
 
 bool Engine::is_finite() {
@@ -279,7 +446,7 @@ bool Engine::is_finite() {
   TensorView largest[2];
   for (size_t i = 0; i < 2; ++i) largest[i] = TensorView::of(&scalars_->sum.hi + i, DType::I64, {1});
   device_.zero(largest[0].data, 16);
-  for (const zero::Piece& piece : owned_) {
+  for (const zero::Piece& piece : saved_) {
     const PieceState st = state(piece);
     const auto raise = [&](const TensorView& to, void* data) {
       ops_.max_abs(to, TensorView::of(data, DType::F32, {piece.count}), stream_);
@@ -299,15 +466,17 @@ bool Engine::is_finite() {
 }
 
 void Engine::read_logits(std::vector<float>& out) {
-  const i64 R = plan_.B * plan_.T, last = static_cast<i64>(model_.layers.size()) - 1;
+  out.clear();
+  const report::ChunkPlan& last = plan_.chunks.back();
+  if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
+  const i64 R = plan_.B * plan_.T, head = last.chunk.end - 1;
   out.resize(static_cast<size_t>(R * model_.vocab));
-  params_.begin(plan_.eval_gathers);
-  for (i64 l = 0; l <= last; ++l) {
+  params_.begin(plan_.eval_gathers.back());
+  for (i64 l = last.chunk.begin; l <= head; ++l) {
     const zero::ParamLease lease = params_.acquire();
-    if (l < last) continue;
-    const model::RowViews params = param_views(lease, l);
+    if (l != head) continue;
     const Buffer logits = device_buffer(device_, ledger_, Tag::Logits, R * model_.vocab * 4);
-    model_.layers.back()->logits(context(model::Mode::Eval), params, eval_acts_.back(),
+    model_.layers.back()->logits(context(model::Mode::Eval), param_views(lease, l), chunks_.back().eval.back(),
                                  TensorView::of(logits.data(), DType::F32, {R, model_.vocab}));
     device_.download(out.data(), logits.data(), logits.bytes());
   }

@@ -2,6 +2,7 @@
 #pragma once
 // Engine: one rank's model, states and memory, assembled from a RunPlan. It holds the parts; train_step.cc orders them.
 
+#include <exception>
 #include <functional>
 #include <optional>
 #include <vector>
@@ -19,7 +20,8 @@
 
 namespace ds::engine {
 
-// All micro-batches of one step of one rank: [m, B, T] each, int32. Targets of -100 do not count.
+// All micro-batches of one step of one data-parallel rank: [m, B, T] each, int32; whole sequences, the same on all
+// ranks that share them. Targets of -100 do not count.
 struct StepBatch {
   std::span<const i32> ids, targets;
 };
@@ -69,13 +71,14 @@ class HostState {
 
 class Engine {
  public:
-  // Collective over the mesh. Takes all memory of the run; throws Errc::OutOfMemory naming what it was for.
+  // Collective over the mesh, whose shape is the configuration's. Takes all memory of the run; throws Errc::OutOfMemory
+  // naming what it was for.
   Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device);
   ~Engine();
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
   void init_weights();
-  // What it would give elements [begin, begin + count) of parameter number `param`.
+  // What it would give elements [begin, begin + count) of parameter number `param`, of the whole parameter.
   void init_values(i64 param, i64 begin, i64 count, float* out) const;
   // The same from given values: `values(param, begin, count, out)` fills fp32 elements of parameter number `param`.
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
@@ -88,7 +91,11 @@ class Engine {
   std::optional<double> evaluate(
       i64 batches, const std::function<bool(i64 batch, std::span<i32> ids, std::span<i32> targets)>& next);
 
-  // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32.
+  // Batches that evaluate() asks next() for before it waits for other ranks.
+  i64 batches_at_once() const noexcept { return plan_.mesh.pp > 1 ? plan_.micro_batches : 1; }
+
+  // The logits [B,T,V] of the last micro-batch that evaluate() saw, in fp32, where the head is and not cut over ranks;
+  // nothing elsewhere. For tests.
   void read_logits(std::vector<float>& out);
 
   // Continues `prompt`; calls token(id) as each token is known, and stops after one for which it returns false.
@@ -97,6 +104,12 @@ class Engine {
 
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();
+
+  // What of the state this rank saves: what it owns and no rank before it has, too. And all that it holds.
+  const std::vector<zero::Piece>& saved_pieces() const noexcept { return saved_; }
+  const std::vector<zero::Piece>& held_pieces() const noexcept { return held_; }
+  // The row of a parameter on this rank.
+  const model::ParamRow& row_of(i64 param) const noexcept { return *param_rows_[static_cast<size_t>(param)]; }
 
   // What this rank holds of the state of one piece of a parameter, in device memory.
   struct PieceState {
@@ -119,23 +132,63 @@ class Engine {
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
   // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled and not yet divided by
-  // grad_divisor(); for tests.
-  zero::GradStore& grads() noexcept { return grads_; }
+  // grad_divisor(): of element `first` of a segment of plan().layout; for tests.
+  float* gradient(i64 segment, i64 first) const noexcept;
 
  private:
+  // A chunk of layers, and its memory for the micro-batches that are under way.
+  struct Chunk {
+    std::vector<std::vector<model::LayerActs>> forward, backward;  // [micro-batch % size][layer]
+    std::vector<model::LayerActs> eval;
+    std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages of the pipeline
+    std::vector<Ticket> inputs_here, grads_here;          // of receives that have been posted
+    std::vector<Ticket> outputs_sent, grads_sent;
+  };
+
+  // Gradients of equal copies that are parts of a sum over tp: of groups of so many ranks side by side.
+  struct ReplicaSum {
+    std::vector<TensorView> pieces;
+    i64 elems = 0, copies = 1;
+  };
+
+  void make_buffers();
+  void make_chunks();
+  void make_pieces();
   model::PassContext context(model::Mode mode);
   model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
   // Enqueues `body`, which is the same in every step; with cuda.graphs it is recorded once and launched from then on.
   void enqueue_static(size_t key, FunctionRef<void()> body);
   void drop_graphs() noexcept;
-  void forward(i64 micro, i64 global_micro);
-  void backward(i64 micro);
+
+  // The instructions of a schedule.
+  void load(const StepBatch& batch, i64 micro);
+  void post_receives(size_t end);
+  void post_next_receive(size_t at);
+  void send(const pipeline::Instr& instr);
+  void run_layers(const pipeline::Instr& instr);
+  void run_call(const model::PassContext& ctx, const pipeline::Instr& instr, const pipeline::LayerCall& call);
+  void receive_activation(const pipeline::Instr& instr);
+  void evaluate_layers(const pipeline::Instr& instr);
+  void send_evaluated(const pipeline::Instr& instr);
+  TensorView input_of(const pipeline::Instr& instr);
+  void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
+  void restore(const model::LayerActs& acts);  // acts.restored = the output
+  int next_stage() const noexcept { return (plan_.coord.pp + 1) % plan_.mesh.pp; }
+  int previous_stage() const noexcept { return (plan_.coord.pp + plan_.mesh.pp - 1) % plan_.mesh.pp; }
+
+  void upload_tokens(i32* to, std::span<const i32> sequences);  // this rank's part of each
   void count_valid_tokens(const StepBatch& batch);
+  void share_losses();
   double fold_losses(std::span<const double> losses) const;
+  void finish_gradients();
+  void sum_shared();
+  void sum_replicas(const ReplicaSum& sum);
   void judge_gradients();
   void update_params(double lr);
   double num_means() const noexcept;     // micro-batches of all ranks in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
+  double per_token(i64 micro) const noexcept;
+  i64 global_micro(i64 micro) const noexcept;
 
   Config config_;
   Mesh& mesh_;
@@ -148,23 +201,32 @@ class Engine {
   zero::ParamStore params_;
   zero::GradStore grads_;
   Buffer master_, m_, v_;
-  Buffer saved_, temporary_, residual_grad_, head_weight_grad_, logits_, data_;
-  std::vector<model::LayerActs> train_acts_, eval_acts_;
+  Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
+  Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
+  std::vector<Chunk> chunks_;
   // In data_, as what follows.
   TensorView ids_, targets_, positions_, row_positions_, token_types_, losses_, rope_cos_, rope_sin_;
   report::StepScalars* scalars_ = nullptr;
-  double* micro_losses_ = nullptr;  // [P, m]: our row is filled, then gathered; behind scalars_
-  std::vector<zero::Piece> held_, owned_;
+  double* micro_losses_ = nullptr;  // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
+  std::vector<const model::ParamRow*> param_rows_;  // by parameter number
+  std::vector<zero::Piece> held_, saved_;
   std::vector<AdamWTensor> updated_;  // of held_
-  std::vector<pipeline::Instr> schedule_;
-  std::vector<Device::Graph> graphs_;  // by pass, micro-batch and layer
-  i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops point into it
-  bool warm_ = false;                  // a step has been taken: its ops have taken their scratch and chosen algorithms
+  std::vector<TensorView> judged_;    // gradients that count in the norm, each once over all ranks
+  std::vector<ReplicaSum> sums_;
+  std::vector<TensorView> shared_slices_;  // scratch
+  size_t posted_ = 0;                      // instructions of the schedule whose receives are under way
+  size_t next_receive_ = 0;                // no receive stands between the present instruction and this one
+  Ticket sent_;                            // of an evaluation's last activation
+  std::vector<Device::Graph> graphs_;      // by pass, micro-batch and layer
+  i64 graphs_scratch_ = 0;                 // of the device when they were recorded: their ops point into it
+  bool warm_ = false;  // a step has been taken: its ops have taken their scratch and chosen algorithms
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  std::vector<i64> valid_tokens_;   // per micro-batch of this rank
+  std::vector<i64> valid_tokens_;   // per micro-batch, of whole sequences
+  std::vector<i32> tokens_;         // of a micro-batch, on their way to the device
   std::vector<std::byte> results_;  // the step's scalars and losses, read back
+  const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
 };
 

@@ -45,31 +45,44 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
   DS_CHECK(capacity <= model_.max_positions || config_.model.any_length(), Errc::Config,
            "prompt ({} tokens) and {} new tokens exceed the model's {} positions", length, o.max_tokens,
            model_.max_positions);
-  const size_t num_layers = model_.layers.size();
-  const i64 cache_bytes = capacity * model_.num_kv_heads * model_.head_dim * dtype_bytes(plan_.work);
+  const model::Shard& shard = model_.shard;
+  const i64 kv_heads = std::max<i64>(model_.num_kv_heads / shard.tp, 1), C = model_.hidden;
+  const i64 work_bytes = dtype_bytes(plan_.work), cache_bytes = capacity * kv_heads * model_.head_dim * work_bytes;
+  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
   std::vector<Buffer> memory;
-  std::vector<model::KvCache> caches(num_layers);
-  for (size_t l = 1; l + 1 < num_layers; ++l) {
-    for (TensorView* v : {&caches[l].k, &caches[l].v}) {
-      memory.push_back(device_buffer(device_, ledger_, Tag::Activations, cache_bytes));
-      *v = TensorView::of(memory.back().data(), plan_.work, {1, capacity, model_.num_kv_heads, model_.head_dim});
+  std::vector<model::KvCache> caches(model_.layers.size());
+  for (const report::ChunkPlan& c : plan_.chunks) {
+    for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
+      if (!model_.layers[static_cast<size_t>(l)]->is_block()) continue;
+      model::KvCache& cache = caches[static_cast<size_t>(l)];
+      for (TensorView* v : {&cache.k, &cache.v}) {
+        memory.push_back(buffer(Tag::Activations, cache_bytes));
+        *v = TensorView::of(memory.back().data(), plan_.work, {1, capacity, kv_heads, model_.head_dim});
+      }
     }
   }
 
   // Activations for T tokens at once: the prompt's, then, planned anew in the same memory, those of one token.
-  std::vector<model::LayerActs> acts;
-  const auto plan_acts = [&](void* saved, void* temporary, i64 T) {
-    model::ActivationPlanner planner(saved, temporary);
-    acts.clear();
-    for (const auto& layer : model_.layers) {
-      planner.begin_layer();
-      acts.push_back(layer->plan(planner, plan_.work, 1, T, model::Mode::Generate));
-    }
-    return std::pair{planner.saved_bytes(), planner.temporary_bytes()};
+  using Acts = std::vector<model::LayerActs>;
+  const auto plan_acts = [&](const report::ChunkPlan& c, const model::ActivationPlanner::Memory& at, i64 T,
+                             Acts& acts) {
+    model::ActivationPlanner planner(at);
+    acts = report::plan_acts(model_, c, plan_, planner, model::Mode::Generate, {1, T, T});
+    return std::pair{planner.working_bytes(), planner.temporary_bytes()};
   };
-  const auto [saved_bytes, temporary_bytes] = plan_acts(nullptr, nullptr, length);
-  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
-  const Buffer saved = buffer(Tag::Activations, saved_bytes), temporary = buffer(Tag::Workspace, temporary_bytes);
+  i64 working_bytes = 0, temporary_bytes = 0;
+  Acts acts;
+  for (const report::ChunkPlan& c : plan_.chunks) {
+    const auto [w, t] = plan_acts(c, {}, length, acts);
+    working_bytes = std::max(working_bytes, w);
+    temporary_bytes = std::max(temporary_bytes, t);
+  }
+  const Buffer working = buffer(Tag::Activations, working_bytes), temporary = buffer(Tag::Workspace, temporary_bytes);
+  const i64 rows = shard.padded_rows(length);
+  const Buffer message = buffer(Tag::Workspace, plan_.mesh.pp > 1 ? length * C * work_bytes : 0);
+  const i64 sum_bytes = shard.tp > 1 ? rows * C * work_bytes : 0;
+  const Buffer partial = buffer(Tag::Workspace, sum_bytes), gathered = buffer(Tag::Workspace, sum_bytes),
+               sum = buffer(Tag::Workspace, shard.tp > 1 ? rows / shard.tp * C * 4 : 0);
   const Buffer logits_memory = buffer(Tag::Logits, model_.vocab * 4);
   const TensorView logits_view = TensorView::of(logits_memory.data(), DType::F32, {1, model_.vocab});
   std::vector<float> logits(static_cast<size_t>(model_.vocab));
@@ -94,7 +107,6 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
 
   for (i64 done = 0; narrow<i64>(tokens.size()) < capacity;) {
     const i64 T = narrow<i64>(tokens.size()) - done;
-    plan_acts(saved.data(), temporary.data(), T);
     model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = model::Mode::Generate, .B = 1, .T = T};
     device_.upload(device_tokens, tokens.data() + done, T * 4);
     ctx.ids = TensorView::of(device_tokens, DType::I32, {T});
@@ -102,15 +114,37 @@ void Engine::generate(std::span<const i32> prompt, const GenerateOptions& o, con
     ctx.rope_cos = cos;
     ctx.rope_sin = sin;
     ctx.logits = logits_view;
-    params_.begin(plan_.eval_gathers);
-    TensorView x{};
-    for (size_t l = 0; l < num_layers; ++l) {
-      ctx.cache = &caches[l];
-      const zero::ParamLease lease = params_.acquire();
-      model_.layers[l]->forward(ctx, param_views(lease, static_cast<i64>(l)), x, acts[l]);
-      x = acts[l].output;
+    // Each rank has all positions of its layers: what cuts sequences does nothing here.
+    model::Groups& g = ctx.groups;
+    g.shard = {.tp = shard.tp, .tp_rank = shard.tp_rank};
+    g.sequence_length = T;
+    g.tp = &mesh_.tp();
+    const i64 T_rows = g.shard.padded_rows(T);
+    g.partial = TensorView::of(partial.data(), plan_.work, {T_rows, C});
+    g.gathered = TensorView::of(gathered.data(), plan_.work, {T_rows, C});
+    g.sum = TensorView::of(sum.data(), DType::F32, {T_rows / shard.tp, C});
+    if (shard.tp > 1) device_.zero(logits_memory.data(), logits_memory.bytes());  // the ranks' parts are added
+
+    for (size_t c = 0; c < plan_.chunks.size(); ++c) {
+      const report::ChunkPlan& chunk = plan_.chunks[c];
+      plan_acts(chunk, {nullptr, working.data(), temporary.data()}, T, acts);
+      params_.begin(plan_.eval_gathers[c]);
+      TensorView x{};
+      if (!chunk.first) {
+        x = TensorView::of(message.data(), plan_.work, {T, C});
+        mesh_.activations().recv(x.data, x.bytes(), previous_stage(), "pp.recv").wait();
+      }
+      for (i64 l = chunk.chunk.begin; l < chunk.chunk.end; ++l) {
+        ctx.cache = &caches[static_cast<size_t>(l)];
+        const model::LayerActs& layer = acts[static_cast<size_t>(l - chunk.chunk.begin)];
+        const zero::ParamLease lease = params_.acquire();
+        model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(lease, l), x, layer);
+        x = layer.output;
+      }
+      if (!chunk.last) mesh_.activations().send(x.data, x.bytes(), next_stage(), "pp.send").wait();
     }
     done += T;
+    mesh_.pp().broadcast(logits_view.data, logits_view.bytes(), plan_.mesh.pp - 1, "pp.broadcast").wait();
     device_.download(logits.data(), logits_view.data, logits_view.bytes());
     DS_CHECK(std::ranges::all_of(logits, [](float y) { return std::isfinite(y); }), Errc::Numeric,
              "the logits of token {} are not finite: weights or activations are beyond the range of {}", done,

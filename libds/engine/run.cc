@@ -24,6 +24,7 @@
 #include "ds/train.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "engine/plan.h"
 #include "engine/run_directory.h"
 #include "engine/saver.h"
 #include "engine/weights.h"
@@ -54,9 +55,12 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 namespace {
 
 RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
-  const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, device.kind());
+  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
+  const engine::Planned planned(config, mesh, ranks.rank, device.kind());
+  const auto& [model, plan] = planned;
   RunPrediction p;
+  p.stages = engine::plan_stages(config, mesh, device.kind());
+  p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = memory_table(plan.memory, {});
@@ -81,7 +85,7 @@ namespace {
 std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPlan& plan) {
   std::vector<ParamEntry> params;
   for (const auto& unit : plan.rows) {
-    for (const model::ParamRow& row : unit) params.push_back({row.name, row.shape, "", {}});
+    for (const model::ParamRow& row : unit) params.push_back({row.name, row.whole_shape(), "", {}});
   }
   for (const model::Tie& tie : model.ties) {
     const auto named = std::ranges::find(params, tie.name, &ParamEntry::name);
@@ -145,7 +149,7 @@ struct TrainingRun::State {
 
   void abort(const Error& e) {
     if (!mesh) return;
-    mesh->dp().abort(e);  // which tells the world, if it is another
+    mesh->abort(e);
   }
 
   // An error of one rank must not leave the others waiting.
@@ -164,6 +168,7 @@ struct TrainingRun::State {
 
   void open();
   void open_data(i64 num_ranks);
+  void check_same_files();
   std::string find_resumed() const;
   std::string find_weights() const;
   void load();
@@ -193,19 +198,22 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
   const RunPrediction p = predict_on(device, config, ranks);
   const auto gib = [](i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); };
   const bool on_cpu = device.is_host();
+  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
+  const engine::NodeBytes node_bytes =
+      engine::plan_memory(config, mesh, ranks.rank - ranks.local_rank, ranks.local_world_size, device.kind());
   std::string ignored;
   const int sharers = on_cpu ? ranks.local_world_size : engine::ranks_on_gpu(ranks, num_cuda_devices(ignored));
-  const i64 needed = p.total_bytes * sharers;
+  const i64 needed = on_cpu ? node_bytes.device : p.total_bytes * sharers;
   if (needed > p.available_bytes) {
     std::string message = fmt::format(
-        "this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); per rank:", gib(needed),
-        on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", gib(p.available_bytes), p.limited_by);
+        "this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); rank {}:", gib(needed),
+        on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", gib(p.available_bytes), p.limited_by, ranks.rank);
     for (const TagMemory& row : p.memory)
       message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, gib(row.predicted));
     throw Error(Errc::OutOfMemory, message);
   }
   const probe::AvailableMemory node = probe::available_memory();
-  const i64 host = p.host_bytes * ranks.local_world_size;
+  const i64 host = on_cpu ? 0 : node_bytes.host;
   DS_CHECK(
       host <= node.bytes, Errc::OutOfMemory,
       "to save and load checkpoints, the {} ranks of this node need {:.2f} GiB of its memory beside their GPUs, and "
@@ -218,7 +226,7 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
   check_memory(*device, config, ranks);
-  mesh = engine::make_mesh(config, ranks, *device);
+  mesh = engine::make_mesh(config, ranks, *device, engine::mesh_shape(config, ranks.world_size));
   backend = mesh->dp().backend();
   if (is_root()) {
     std::string why;
@@ -226,7 +234,8 @@ void TrainingRun::State::open() {
       log_message(LogLevel::Verbose, fmt::format("device \"auto\" takes the CPU: {}", why));
     log_message(LogLevel::Verbose, fmt::format("device: {}; communication: {}", device->name(), backend));
   }
-  open_data(mesh->dp().size());
+  open_data(mesh->data_size());
+  check_same_files();
   // Rank 0 looks: all go on from the same step, and what is wrong with others is said once.
   step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
@@ -267,6 +276,22 @@ void TrainingRun::State::open_data(i64 num_ranks) {
     validation_data =
         std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size, objective);
   }
+}
+
+// Stages and parts of a sequence read the same samples, each for itself.
+void TrainingRun::State::check_same_files() {
+  std::string mine;
+  if (train_data) {
+    DataIdentity identity = train_data->identity();
+    for (FileFingerprint& file : identity.files) file.name.clear();  // files may be found elsewhere
+    mine = data_identity_json(identity);
+  }
+  const std::vector<std::string> all = gather_text(mesh->world(), mine);
+  for (size_t r = 1; r < all.size(); ++r)
+    DS_CHECK(all[r] == all[0], Errc::Config,
+             "data.train: rank {} reads other data than rank 0, or with another tokenizer: all ranks of a run read the "
+             "same files",
+             r);
 }
 
 // The step directory to go on from; empty: from the start.
@@ -342,8 +367,7 @@ void TrainingRun::State::load() {
 }
 
 void TrainingRun::State::load_step() {
-  const auto& layout = engine->plan().layout;
-  engine::HostState state(*engine, layout.held_pieces(mesh->dp().rank()));
+  engine::HostState state(*engine, engine->held_pieces());
   const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world());
   state.upload();
   engine->publish_params();
@@ -389,6 +413,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.work_dtype = engine->plan().work;
   meta.layout_id = engine->plan().layout.id();
   meta.zero_stage = narrow<int>(config.zero.stage);
+  meta.mesh = mesh->shape();
   meta.consumed_samples = progress.consumed_samples;
   meta.seed = static_cast<u32>(config.seed);
   meta.loss_scaler = {s.scale, s.iteration, s.last_overflow, s.hysteresis};
@@ -417,9 +442,10 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
   // In batches of train_batch_size: the same samples whatever the number of ranks.
   const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches * config.batch.accumulation;
   const i64 batches = config.eval.batches > 0 ? std::min(wanted, all) : all;
+  const i64 at_once = engine->batches_at_once();  // between them, ranks are not at the same one
   return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
-    if (stop_signal && agree(stop_signal()) != 0) return false;
-    validation_data->load_sequential(batch, mesh->dp().rank(), ids, targets);
+    if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
+    validation_data->load_sequential(batch, mesh->data_rank(), ids, targets);
     return true;
   });
 }
@@ -429,7 +455,7 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
 std::vector<TagMemory> TrainingRun::State::memory() const {
   report::TagBytes counted{};
   for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
-  counted[static_cast<size_t>(Tag::Comm)] += mesh->dp().staging_bytes();
+  counted[static_cast<size_t>(Tag::Comm)] += mesh->staging_bytes();
   counted[static_cast<size_t>(Tag::Scratch)] += device->scratch_bytes();
   return memory_table(engine->plan().memory, counted);
 }
@@ -437,11 +463,11 @@ std::vector<TagMemory> TrainingRun::State::memory() const {
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
   const report::RunPlan& plan = engine->plan();
-  const size_t R = static_cast<size_t>(plan.B * plan.T);
-  mesh->dp().reset_counts();
+  const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
+  mesh->reset_counts();
   for (i64 j = 0; j < plan.micro_batches; ++j) {
     const size_t at = static_cast<size_t>(j) * R;
-    train_data->load(engine->progress().consumed_samples, j, mesh->dp().rank(), std::span(ids).subspan(at, R),
+    train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
   const engine::StepReport r = engine->train_step({ids, targets});
@@ -455,12 +481,13 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                     .tokens = r.tokens,
                     .step_ms = s * 1e3,
                     .tokens_per_s = static_cast<double>(r.tokens) / s};
-  const double flops = engine->model().flops_per_token(plan.T) * static_cast<double>(r.tokens) / mesh->dp().size();
+  const double flops =
+      engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
   record.mfu = flops / s / peak_flops;
   for (const TagMemory& row : memory()) {
     record.memory_bytes[row.tag] = row.counted;
   }
-  for (const auto& [name, count] : mesh->dp().counts()) record.comm_bytes[name] = count.bytes;
+  for (const auto& [name, count] : mesh->counts()) record.comm_bytes[name] = count.bytes;
   return record;
 }
 
@@ -469,9 +496,10 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.config = config;
   s.ranks = ranks;
   s.options = options;
-  const model::Model model = model::make_model(config.model, config.data.seq_length);
-  const report::RunPlan plan = report::make_run_plan(config, model, ranks.world_size, engine::resolve_device(config));
-  s.open_data(ranks.world_size);
+  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
+  const engine::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
+  const auto& [model, plan] = planned;
+  s.open_data(plan.mesh.dp);
   s.step_dir = s.find_resumed();
   if (s.writes()) {
     engine::RunDirectory::check_free(options.out_dir);
@@ -509,7 +537,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     if (s.peak_flops == 0) s.peak_flops = s.engine->measure_peak();
     constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
     TrainResult result{.step = step(), .first_step = step() + 1, .loss = kNaN, .val_loss = kNaN};
-    std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.T)), targets(ids.size());
+    std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
     engine::Saver& saver = *s.saver;
     i64 evaluated = -1;
 

@@ -13,7 +13,7 @@ Saver::Saver(Engine& engine, std::string dir, const RunDirectory* directory, std
       params_(std::move(params)),
       event_(std::move(event)) {
   if (dir_.empty() || !engine_.config().save.async) return;
-  snapshot_.emplace(engine_, engine_.plan().layout.owned_pieces(engine_.mesh().dp().rank()), HostState::Memory::Copy);
+  snapshot_.emplace(engine_, engine_.saved_pieces(), HostState::Memory::Copy);
   background_.emplace();
 }
 
@@ -36,7 +36,7 @@ void Saver::save(const CheckpointMeta& meta, When when) {
   started_ = Clock::now();
   if (background_) writer_cpu_before_ = background_->worker().cpu_seconds();
   std::optional<HostState> state;
-  if (!snapshot_) state.emplace(engine_, engine_.plan().layout.owned_pieces(engine_.mesh().dp().rank()));
+  if (!snapshot_) state.emplace(engine_, engine_.saved_pieces());
   HostState& saved = snapshot_ ? *snapshot_ : *state;
   saved.download();
   auto save = std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world());

@@ -21,11 +21,11 @@ Id make_space(const Context& c, const std::vector<i64>& shape) {
   return c.id(H5Screate_simple(static_cast<int>(dims.size()), dims.data(), nullptr), H5Sclose, "make a dataspace");
 }
 
-void write_attribute(const Context& c, hid_t object, const std::string& name, i64 value) {
-  const Id space = c.id(H5Screate(H5S_SCALAR), H5Sclose, "make a dataspace");
-  const Id a = c.id(H5Acreate2(object, name.c_str(), H5T_STD_I64LE, space, H5P_DEFAULT, H5P_DEFAULT), H5Aclose,
-                    "create attribute " + name);
-  c.ok(H5Awrite(a, H5T_NATIVE_INT64, &value), "write attribute " + name);
+void write_attribute(const Context& c, hid_t object, const Hdf5Attribute& attribute) {
+  const Id space = make_space(c, attribute.shape);
+  const Id a = c.id(H5Acreate2(object, attribute.name.c_str(), H5T_STD_I64LE, space, H5P_DEFAULT, H5P_DEFAULT),
+                    H5Aclose, "create attribute " + attribute.name);
+  c.ok(H5Awrite(a, H5T_NATIVE_INT64, attribute.values.data()), "write attribute " + attribute.name);
 }
 
 void write_attribute(const Context& c, hid_t object, const std::string& name, const std::string& value) {
@@ -83,6 +83,11 @@ void make_groups(const Context& c, hid_t file, hid_t links, const std::vector<st
 // whole rows, a partial last row. `box` holds the fixed coordinates of the dims before.
 struct Box {
   std::vector<hsize_t> start, count;
+  i64 numel() const noexcept {
+    i64 n = 1;
+    for (const hsize_t c : count) n *= static_cast<i64>(c);
+    return n;
+  }
 };
 void cover(const std::vector<i64>& shape, size_t dim, i64 begin, i64 end, Box box, std::vector<Box>& out) {
   if (begin == end) return;
@@ -107,6 +112,71 @@ void cover(const std::vector<i64>& shape, size_t dim, i64 begin, i64 end, Box bo
   if (end % row != 0) partial(last, 0, end % row);
 }
 
+// A part of a view that shows `numel` neighbours of a dataset, in order: the elements of these boxes, which HDF5 walks
+// in row-major order of the view.
+struct Mapping {
+  std::vector<Box> boxes;
+  i64 numel;
+};
+
+// What a piece shows: part of a first row, whole rows, part of a last row, where a row is all indices of the piece's
+// dim and the dims behind it. However many rows there are, these are a few boxes.
+std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Piece& piece) {
+  const auto dim = static_cast<size_t>(piece.dim);
+  const std::vector<i64> outer(shape.begin(), shape.begin() + piece.dim);
+  i64 inner = 1, width = 0;
+  for (size_t d = dim + 1; d < shape.size(); ++d) inner *= shape[d];
+  const auto ranges = piece.ranges.empty() ? std::vector{std::pair<i64, i64>{0, shape[dim]}} : piece.ranges;
+  for (const auto& [from, to] : ranges) width += (to - from) * inner;
+  Box whole{std::vector<hsize_t>(shape.size(), 0), {}};
+  for (const i64 size : shape) whole.count.push_back(static_cast<hsize_t>(size));
+
+  std::vector<Mapping> mappings;
+  const auto add_part = [&](i64 row, i64 begin, i64 end) {
+    Box box = whole;
+    for (size_t d = dim; d-- > 0; row /= shape[d]) {
+      box.start[d] = static_cast<hsize_t>(row % shape[d]);
+      box.count[d] = 1;
+    }
+    i64 at = 0;
+    for (const auto& [from, to] : ranges) {
+      const i64 first = std::max(begin, at), last = std::min(end, at + (to - from) * inner);
+      std::vector<Box> boxes;
+      if (first < last) cover(shape, dim, from * inner + first - at, from * inner + last - at, box, boxes);
+      for (Box& b : boxes) {
+        const i64 numel = b.numel();
+        mappings.push_back({{std::move(b)}, numel});
+      }
+      at += (to - from) * inner;
+    }
+  };
+  const i64 end = piece.begin + piece.count, first = piece.begin / width, last = end / width;
+  if (piece.begin % width != 0 && first == last) {
+    add_part(first, piece.begin % width, end % width);
+    return mappings;
+  }
+  if (piece.begin % width != 0) add_part(first, piece.begin % width, width);
+  std::vector<Box> rows = {whole};
+  if (dim > 0) {
+    rows.clear();
+    cover(outer, 0, div_ceil(piece.begin, width), last, whole, rows);
+  } else if (div_ceil(piece.begin, width) == last) {
+    rows.clear();
+  }
+  for (const Box& box : rows) {
+    Mapping& m = mappings.emplace_back();
+    for (const auto& [from, to] : ranges) {
+      Box part = box;
+      part.start[dim] = static_cast<hsize_t>(from);
+      part.count[dim] = static_cast<hsize_t>(to - from);
+      m.numel += part.numel();
+      m.boxes.push_back(std::move(part));
+    }
+  }
+  if (end % width != 0) add_part(last, 0, end % width);
+  return mappings;
+}
+
 std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Dataset>& datasets,
                          const std::map<std::string, std::string>& attributes) {
   for (const auto& [name, value] : attributes) write_attribute(c, file, name, value);
@@ -127,7 +197,7 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
     const Id space = make_space(c, d.info.shape);
     const Id dataset = c.id(H5Dcreate2(file, d.info.name.c_str(), type, space, links, creation, H5P_DEFAULT), H5Dclose,
                             "create dataset /" + d.info.name);
-    for (const auto& [name, value] : d.attributes) write_attribute(c, dataset, name, value);
+    for (const Hdf5Attribute& a : d.attributes) write_attribute(c, dataset, a);
     const haddr_t at = H5Dget_offset(dataset);
     DS_ASSERT(at != HADDR_UNDEF || d.info.numel() == 0);
     offsets.push_back(at == HADDR_UNDEF ? -1 : static_cast<i64>(at));
@@ -166,18 +236,17 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
     const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
     without_times(c, creation);
     for (const Hdf5View::Piece& piece : v.pieces) {
-      std::vector<Box> boxes;
       const std::vector<hsize_t> ones(v.info.shape.size(), 1);
-      Box whole{std::vector<hsize_t>(v.info.shape.size(), 0), {}};
-      for (i64 dim : v.info.shape) whole.count.push_back(static_cast<hsize_t>(dim));
-      cover(v.info.shape, 0, piece.begin, piece.begin + piece.count, whole, boxes);
       const Id source = make_space(c, {piece.count});
       hsize_t taken = 0;
-      for (const Box& b : boxes) {
-        hsize_t elements = 1;
-        for (hsize_t n : b.count) elements *= n;
-        c.ok(H5Sselect_hyperslab(space, H5S_SELECT_SET, b.start.data(), nullptr, ones.data(), b.count.data()),
-             "select a part of a view");
+      for (const Mapping& m : map_piece(v.info.shape, piece)) {
+        H5S_seloper_t how = H5S_SELECT_SET;
+        for (const Box& b : m.boxes) {
+          c.ok(H5Sselect_hyperslab(space, how, b.start.data(), nullptr, ones.data(), b.count.data()),
+               "select a part of a view");
+          how = H5S_SELECT_OR;
+        }
+        const auto elements = static_cast<hsize_t>(m.numel);
         c.ok(H5Sselect_hyperslab(source, H5S_SELECT_SET, &taken, nullptr, ones.data(), &elements),
              "select a part of a shard");
         c.ok(H5Pset_virtual(creation, space, piece.file.c_str(), piece.dataset.c_str(), source), "map a shard");

@@ -17,9 +17,15 @@ bool is_hdf5_name(std::string_view name) noexcept;
 // one, and none is a folder of another.
 void check_hdf5_names(std::span<const std::string_view> names, const std::string& path);
 
+struct Hdf5Attribute {
+  std::string name;
+  std::vector<i64> shape;  // none: a scalar
+  std::vector<i64> values;
+};
+
 struct Hdf5Dataset {
-  TensorInfo info;                                           // name: path below the root, groups made as needed
-  std::vector<std::pair<std::string, i64>> attributes = {};  // scalar integers
+  TensorInfo info;  // name: path below the root, groups made as needed
+  std::vector<Hdf5Attribute> attributes = {};
 };
 
 // Creates `path` (an existing file is overwritten), or lays out a file that is open for writing and empty, and returns
@@ -32,8 +38,10 @@ std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& d
 // A dataset that shows, under one name and shape, elements which stand in one-dimensional datasets of other files.
 struct Hdf5View {
   struct Piece {
-    i64 begin, count;           // range of the flattened view
+    i64 begin, count;           // range of the flattened view, or of the part of it that `ranges` choose
     std::string file, dataset;  // file name relative to the view's directory
+    int dim = 0;
+    std::vector<std::pair<i64, i64>> ranges = {};  // of the indices of `dim`, ascending and disjoint; none: all
   };
   TensorInfo info;
   std::vector<Piece> pieces;

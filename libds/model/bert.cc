@@ -13,19 +13,36 @@ namespace {
 // Rows of a layer in Hugging Face's order of parameters, all under the layer's name.
 class BertLayer : public Layer {
  protected:
-  BertLayer(const ModelConfig& c, std::string name) : Layer(std::move(name)), std_(c.initializer_range) {}
+  BertLayer(const ModelConfig& c, std::string name, const Shard& shard)
+      : Layer(std::move(name)), shard_(shard), std_(c.initializer_range) {}
 
-  void table(const char* name, i64 size, i64 width) {
-    rows_.push_back({.name = name_ + name + ".weight", .shape = {size, width}, .std = std_, .decay = true});
+  ParamRow matrix(const std::string& name, i64 out, i64 in) const {
+    return {.name = name_ + name + ".weight", .shape = {out, in}, .std = std_, .decay = true};
   }
-  void linear(const char* name, i64 in, i64 out) {
+  ParamRow vector(const std::string& name, i64 size, Init init) const {
+    return {.name = name_ + name, .shape = {size}, .init = init};
+  }
+  void table(const std::string& name, i64 size, i64 width) {
+    rows_.push_back(whole_row(matrix(name, size, width), shard_));
+  }
+  void linear(const std::string& name, i64 in, i64 out) {
     table(name, out, in);
-    rows_.push_back({.name = name_ + name + ".bias", .shape = {out}, .init = Init::Zeros});
+    rows_.push_back(whole_row(vector(name + ".bias", out, Init::Zeros), shard_));
   }
-  void norm(const char* name, i64 size) {
-    rows_.push_back({.name = name_ + name + ".weight", .shape = {size}, .init = Init::Ones});
-    rows_.push_back({.name = name_ + name + ".bias", .shape = {size}, .init = Init::Zeros});
+  void column_linear(const std::string& name, i64 in, i64 out) {
+    rows_.push_back(cut_row(matrix(name, out, in), shard_, 0));
+    rows_.push_back(cut_row(vector(name + ".bias", out, Init::Zeros), shard_, 0));
   }
+  void row_linear(const std::string& name, i64 in, i64 out) {
+    rows_.push_back(cut_row(matrix(name, out, in), shard_, 1));
+    rows_.push_back(equal_row(vector(name + ".bias", out, Init::Zeros), shard_));
+  }
+  void norm(const std::string& name, i64 size) {
+    rows_.push_back(whole_row(vector(name + ".weight", size, Init::Ones), shard_));
+    rows_.push_back(whole_row(vector(name + ".bias", size, Init::Zeros), shard_));
+  }
+
+  Shard shard_;
 
  private:
   float std_;
@@ -33,138 +50,183 @@ class BertLayer : public Layer {
 
 class BertEmbedding final : public BertLayer {
  public:
-  explicit BertEmbedding(const ModelConfig& c)
-      : BertLayer(c, "bert.embeddings"), C_(c.hidden), eps_(c.norm_eps), dropout_(c.embd_dropout) {
-    table(".word_embeddings", c.vocab_size, C_);
+  BertEmbedding(const ModelConfig& c, const Shard& shard)
+      : BertLayer(c, "bert.embeddings", shard),
+        C_(c.hidden),
+        V_(c.vocab_size),
+        eps_(c.norm_eps),
+        dropout_(c.embd_dropout) {
     table(".position_embeddings", c.max_positions, C_);
     table(".token_type_embeddings", c.token_types, C_);
     norm(".LayerNorm", C_);
   }
+  ParamRow words() const { return cut_vocabulary(matrix(".word_embeddings", V_, C_), shard_); }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode) const override {
-    const i64 R = B * T;
+  std::string_view type() const noexcept override { return "Embedding"; }
+
+  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
+    const i64 S = stream_rows(shard_, mode, B * T);
     LayerActs a;
-    a.saved = {planner.saved(work, {R, C_}), planner.saved(DType::F32, {R}), planner.saved(DType::F32, {R}),
-               planner.saved(work, {R, C_})};
-    a.output = a.saved[kOutput];
+    a.saved = {planner.saved(work, {S, C_}), planner.saved(DType::F32, {S}), planner.saved(DType::F32, {S})};
+    if (mode == Mode::Train) {
+      a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {C_}),
+                     planner.gradient(DType::F32, {C_})};
+    }
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView, const LayerActs& a) const override {
     const auto& s = a.saved;
-    ctx.ops.embedding_fwd(s[kSum], p.own[kWords], ctx.ids, false, ctx.stream);
-    ctx.ops.embedding_fwd(s[kSum], p.own[kTypes], ctx.token_types, true, ctx.stream);
-    ctx.ops.embedding_fwd(s[kSum], p.own[kPositions], ctx.row_positions, true, ctx.stream);
-    ctx.ops.layernorm_fwd(s[kOutput], s[kMean], s[kRstd], s[kSum], p.own[kNormW], p.own[kNormB], eps_, ctx.stream);
+    embedding_forward(ctx, s[kSum], p.shared, V_);
+    ctx.ops.embedding_fwd(s[kSum], p.own[kTypes], stream_part(ctx, ctx.token_types), 0, true, ctx.stream);
+    ctx.ops.embedding_fwd(s[kSum], p.own[kPositions], stream_part(ctx, ctx.row_positions), 0, true, ctx.stream);
+    ctx.ops.layernorm_fwd(a.output, s[kMean], s[kRstd], s[kSum], p.own[kNormW], p.own[kNormB], eps_, ctx.stream);
     if (ctx.mode == Mode::Train && dropout_ > 0)
-      ctx.ops.dropout(s[kOutput], s[kOutput], dropout_, dropout_site(ctx, 0, 0), 0, ctx.stream);
+      dropout_rows(ctx, a.output, a.output, first_stream_row(ctx), dropout_, dropout_site(ctx, 0, 0));
   }
 
-  void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView, TensorView dy, TensorView dx,
-                const LayerActs& a) const override {
+  void backward_input(const PassContext& ctx, RowViews p, TensorView, TensorView dy,
+                      const LayerActs& a) const override {
     const auto& s = a.saved;
+    const TensorView dsum = a.gradients[kDSum];
     if (dropout_ > 0) {
-      ctx.ops.dropout(dx, dy, dropout_, dropout_site(ctx, 0, 0), 0, ctx.stream);
-      dy = dx;
+      dropout_rows(ctx, dsum, dy, first_stream_row(ctx), dropout_, dropout_site(ctx, 0, 0));
+      dy = dsum;
     }
-    ctx.ops.layernorm_bwd(dx, g.own[kNormW], g.own[kNormB], dy, {}, s[kSum], p.own[kNormW], s[kMean], s[kRstd],
-                          ctx.stream);
-    ctx.ops.embedding_bwd(ctx.head_weight_grad, dx, ctx.ids, true, ctx.stream);  // both uses in fp32, rounded once
-    ctx.ops.cast(g.own[kWords], ctx.head_weight_grad, ctx.stream);
-    ctx.ops.embedding_bwd(g.own[kPositions], dx, ctx.row_positions, false, ctx.stream);
-    ctx.ops.embedding_bwd(g.own[kTypes], dx, ctx.token_types, false, ctx.stream);
+    ctx.ops.layernorm_bwd(dsum, a.gradients[kDNormW], a.gradients[kDNormB], dy, {}, s[kSum], p.own[kNormW], s[kMean],
+                          s[kRstd], ctx.stream);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews g, TensorView, TensorView, const LayerActs& a) const override {
+    const TensorView dsum = a.gradients[kDSum];
+    ctx.ops.embedding_bwd(g.own[kPositions], dsum, stream_part(ctx, ctx.row_positions), 0, false, ctx.stream);
+    ctx.ops.embedding_bwd(g.own[kTypes], dsum, stream_part(ctx, ctx.token_types), 0, false, ctx.stream);
+    ctx.ops.cast(g.own[kNormW], a.gradients[kDNormW], ctx.stream);
+    ctx.ops.cast(g.own[kNormB], a.gradients[kDNormB], ctx.stream);
+    embedding_backward(ctx, g.shared, dsum, V_);
   }
 
  private:
-  enum Row : size_t { kWords, kPositions, kTypes, kNormW, kNormB };
-  enum Saved : size_t { kSum, kMean, kRstd, kOutput };
-  i64 C_;
+  enum Row : size_t { kPositions, kTypes, kNormW, kNormB };
+  enum Saved : size_t { kSum, kMean, kRstd };
+  enum Gradient : size_t { kDSum, kDNormW, kDNormB };
+  i64 C_, V_;
   float eps_, dropout_;
 };
 
 class BertBlock final : public BertLayer {
  public:
-  BertBlock(const ModelConfig& c, i64 index)
-      : BertLayer(c, "bert.encoder.layer." + std::to_string(index)),
+  BertBlock(const ModelConfig& c, i64 index, const Shard& shard)
+      : BertLayer(c, "bert.encoder.layer." + std::to_string(index), shard),
         C_(c.hidden),
-        H_(c.heads),
+        H_(c.heads / shard.tp),
         D_(c.head_dim),
-        F_(c.intermediate),
+        Q_(H_ * D_),
+        F_(c.intermediate / shard.tp),
         eps_(c.norm_eps),
         activation_(c.activation),
         dropout_{.layer = index + 1, .branches = c.resid_dropout} {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.causal = false;
     attention_.dropout = c.attn_dropout;
-    linear(".attention.self.query", C_, C_);
-    linear(".attention.self.key", C_, C_);
-    linear(".attention.self.value", C_, C_);
-    linear(".attention.output.dense", C_, C_);
+    column_linear(".attention.self.query", C_, C_);
+    column_linear(".attention.self.key", C_, C_);
+    column_linear(".attention.self.value", C_, C_);
+    row_linear(".attention.output.dense", C_, C_);
     norm(".attention.output.LayerNorm", C_);
-    linear(".intermediate.dense", C_, F_);
-    linear(".output.dense", F_, C_);
+    column_linear(".intermediate.dense", C_, c.intermediate);
+    row_linear(".output.dense", c.intermediate, C_);
     norm(".output.LayerNorm", C_);
   }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T;
+  std::string_view type() const noexcept override { return "BertBlock"; }
+  bool is_block() const noexcept override { return true; }
+
+  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
+    const i64 R = B * T, S = stream_rows(shard_, mode, R);
     const auto f32 = DType::F32;
     LayerActs a;
-    // In the order of enum Saved, then of enum Temporary.
-    a.saved = {planner.saved(work, {R, C_}), planner.saved(work, {R, C_}),   planner.saved(work, {R, C_}),
-               planner.saved(work, {R, C_}), planner.saved(f32, {B, H_, T}), planner.saved(work, {R, C_}),
-               planner.saved(f32, {R}),      planner.saved(f32, {R}),        planner.saved(work, {R, C_}),
-               planner.saved(work, {R, F_}), planner.saved(work, {R, F_}),   planner.saved(work, {R, C_}),
-               planner.saved(f32, {R}),      planner.saved(f32, {R}),        planner.saved(work, {R, C_})};
-    a.output = a.saved[kOutput];
+    // In the order of enum Saved, Gradient, Temporary.
+    a.saved = {p.attention(work, {R, Q_}),
+               p.attention(work, {R, Q_}),
+               p.attention(work, {R, Q_}),
+               p.attention(work, {R, Q_}),
+               p.attention(f32, {B, H_, T}),
+               p.saved(work, {S, C_}),
+               p.saved(f32, {S}),
+               p.saved(f32, {S}),
+               p.saved(work, {S, C_}),
+               p.saved(work, {R, F_}),
+               p.saved(work, {R, F_}),
+               p.saved(work, {S, C_}),
+               p.saved(f32, {S}),
+               p.saved(f32, {S})};
     if (mode == Mode::Train) {
-      a.temporary = {planner.temporary(work, {R, F_}), planner.temporary(work, {R, C_}),
-                     planner.temporary(work, {R, C_}), planner.temporary(work, {R, C_}),
-                     planner.temporary(work, {R, C_})};
+      a.gradients = {p.gradient(work, {S, C_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
+                     p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_}), p.gradient(work, {R, Q_})};
+      for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
+      for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
+      a.temporary = {p.temporary(work, {R, Q_})};
     }
+    plan_attention(a, p, shard_, mode, work, B, T, {H_, H_, D_});
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
-    const auto& s = a.saved;
-    linear_forward(ctx, s[kQ], x, p.own[kQueryW], {.bias = p.own[kQueryB]});
-    linear_forward(ctx, s[kK], x, p.own[kKeyW], {.bias = p.own[kKeyB]});
-    linear_forward(ctx, s[kV], x, p.own[kValueW], {.bias = p.own[kValueB]});
-    attend(ctx, heads(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV]),
-           dropout_.attention(ctx, attention_));
-    dropout_.add_branch(ctx, s[kSum1], s[kAttn], p.own[kAttnW], {.bias = p.own[kAttnB], .residual = x}, 1);
-    ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[kNorm1W], p.own[kNorm1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kActivated], s[kMiddle], p.own[kWideW],
-                   {.bias = p.own[kWideB], .activation = activation_, .preact = s[kPreact]});
-    dropout_.add_branch(ctx, s[kSum2], s[kActivated], p.own[kNarrowW],
-                        {.bias = p.own[kNarrowB], .residual = s[kMiddle]}, 2);
-    ctx.ops.layernorm_fwd(s[kOutput], s[kMean2], s[kRstd2], s[kSum2], p.own[kNorm2W], p.own[kNorm2B], eps_, ctx.stream);
+    attention_forward(ctx, p, x, a);
+    mlp_forward(ctx, p, x, a);
   }
 
-  void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView x, TensorView dy, TensorView dx,
-                const LayerActs& a) const override {
+  void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
+    attention_forward(ctx, p, x, a);
+    if (keep == Keep::Input) mlp_forward(ctx, p, x, a);
+  }
+
+  void backward_input(const PassContext& ctx, RowViews p, TensorView, TensorView dy,
+                      const LayerActs& a) const override {
     const auto& s = a.saved;
-    const auto& t = a.temporary;
-    const auto out_in = Orientation::OutIn;
-    // dx is the gradient of the second sum, then of the middle, of the first sum, and of x.
-    ctx.ops.layernorm_bwd(dx, g.own[kNorm2W], g.own[kNorm2B], dy, {}, s[kSum2], p.own[kNorm2W], s[kMean2], s[kRstd2],
+    const auto& g = a.gradients;
+    const TensorView dwide = g[kDWide], dsum2 = g[kDSum2], dsum1 = g[kDSum1], dattn = a.temporary[0];
+    const auto input = [&](Row w, TensorView out, TensorView d, TensorView onto = {}) {
+      linear_backward_input(ctx, out, d, p.own[w], Orientation::OutIn, onto);
+    };
+    ctx.ops.layernorm_bwd(dsum2, g[kDNorm2W], g[kDNorm2B], dy, {}, s[kSum2], p.own[kNorm2W], s[kMean2], s[kRstd2],
                           ctx.stream);
-    const TensorView dwide = t[kDWide];
-    linear_backward(ctx, dwide, g.own[kNarrowW], g.own[kNarrowB], dropout_.branch_gradient(ctx, t[kDBranch], dx, 2),
-                    s[kActivated], p.own[kNarrowW], out_in);
+    input(kNarrowW, dwide, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDNarrow), dsum2, 2)));
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    linear_backward(ctx, dx, g.own[kWideW], g.own[kWideB], dwide, s[kMiddle], p.own[kWideW], out_in, dx);
-    ctx.ops.layernorm_bwd(dx, g.own[kNorm1W], g.own[kNorm1B], dx, {}, s[kSum1], p.own[kNorm1W], s[kMean1], s[kRstd1],
+    input(kWideW, partial_sum(ctx, dsum1), dwide, first_term(ctx, dsum2));
+    sum_partials(ctx, dsum1, dsum2);  // the gradient of the middle, then of the first sum
+    ctx.ops.layernorm_bwd(dsum1, g[kDNorm1W], g[kDNorm1B], dsum1, {}, s[kSum1], p.own[kNorm1W], s[kMean1], s[kRstd1],
                           ctx.stream);
-    const TensorView dattn = t[kDBranch];
-    linear_backward(ctx, dattn, g.own[kAttnW], g.own[kAttnB], dropout_.branch_gradient(ctx, t[kDQ], dx, 1), s[kAttn],
-                    p.own[kAttnW], out_in);
-    ctx.ops.attention_bwd(heads(ctx, t[kDQ]), heads(ctx, t[kDK]), heads(ctx, t[kDV]), heads(ctx, dattn),
-                          heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV]), heads(ctx, s[kAttn]), s[kLse],
-                          dropout_.attention(ctx, attention_), ctx.stream);
-    linear_backward(ctx, dx, g.own[kQueryW], g.own[kQueryB], t[kDQ], x, p.own[kQueryW], out_in, dx);
-    linear_backward(ctx, dx, g.own[kKeyW], g.own[kKeyB], t[kDK], x, p.own[kKeyW], out_in, dx);
-    linear_backward(ctx, dx, g.own[kValueW], g.own[kValueB], t[kDV], x, p.own[kValueW], out_in, dx);
+    input(kAttnW, dattn, all_rows(ctx, dropout_.branch_gradient(ctx, branch(a, kDProj), dsum1, 1)));
+    attend_backward(ctx, {heads(ctx, g[kDQ]), heads(ctx, g[kDK]), heads(ctx, g[kDV])}, heads(ctx, dattn),
+                    {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])}, heads(ctx, s[kAttn]), s[kLse],
+                    dropout_.attention(ctx, attention_), a);
+    const TensorView sum = partial_sum(ctx, a.input_grad);
+    input(kQueryW, sum, g[kDQ], first_term(ctx, dsum1));
+    input(kKeyW, sum, g[kDK], sum);
+    input(kValueW, sum, g[kDV], sum);
+    sum_partials(ctx, a.input_grad, dsum1);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews out, TensorView x, TensorView,
+                       const LayerActs& a) const override {
+    const auto& s = a.saved;
+    const auto& g = a.gradients;
+    const bool drops = dropout_.branches > 0;
+    const auto weight = [&](Row w, TensorView d, TensorView in) {
+      linear_backward_weight(ctx, out.own[w], out.own[w + 1], d, in, Orientation::OutIn);
+    };
+    weight(kNarrowW, all_rows(ctx, drops ? branch(a, kDNarrow) : g[kDSum2]), s[kActivated]);
+    weight(kWideW, g[kDWide], all_rows(ctx, s[kMiddle]));
+    weight(kAttnW, all_rows(ctx, drops ? branch(a, kDProj) : g[kDSum1]), s[kAttn]);
+    const TensorView all = all_rows(ctx, x);
+    weight(kQueryW, g[kDQ], all);
+    weight(kKeyW, g[kDK], all);
+    weight(kValueW, g[kDV], all);
+    for (const auto& [row, grad] :
+         {std::pair{kNorm1W, kDNorm1W}, {kNorm1B, kDNorm1B}, {kNorm2W, kDNorm2W}, {kNorm2B, kDNorm2B}})
+      ctx.ops.cast(out.own[row], g[grad], ctx.stream);
   }
 
  private:
@@ -200,16 +262,52 @@ class BertBlock final : public BertLayer {
     kActivated,
     kSum2,
     kMean2,
-    kRstd2,
-    kOutput
+    kRstd2
   };
-  enum Temporary : size_t { kDWide, kDBranch, kDQ, kDK, kDV };
+  enum Gradient : size_t {
+    kDSum2,
+    kDWide,
+    kDSum1,
+    kDQ,
+    kDK,
+    kDV,
+    kDNorm1W,
+    kDNorm1B,
+    kDNorm2W,
+    kDNorm2B,
+    kDNarrow,
+    kDProj
+  };
 
+  void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    const TensorView all = all_rows(ctx, x);
+    linear_forward(ctx, s[kQ], all, p.own[kQueryW], {.bias = p.own[kQueryB]});
+    linear_forward(ctx, s[kK], all, p.own[kKeyW], {.bias = p.own[kKeyB]});
+    linear_forward(ctx, s[kV], all, p.own[kValueW], {.bias = p.own[kValueB]});
+    attend(ctx, heads(ctx, s[kAttn]), s[kLse], {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])},
+           dropout_.attention(ctx, attention_), a);
+  }
+  // From what the attention has seen on.
+  void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    row_parallel_forward(ctx, s[kSum1], s[kAttn], p.own[kAttnW],
+                         dropout_.branch(ctx, {.bias = p.own[kAttnB], .residual = x}, 1));
+    ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[kNorm1W], p.own[kNorm1B], eps_, ctx.stream);
+    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kMiddle]), p.own[kWideW],
+                   {.bias = p.own[kWideB], .activation = activation_, .preact = s[kPreact]});
+    row_parallel_forward(ctx, s[kSum2], s[kActivated], p.own[kNarrowW],
+                         dropout_.branch(ctx, {.bias = p.own[kNarrowB], .residual = s[kMiddle]}, 2));
+    ctx.ops.layernorm_fwd(a.output, s[kMean2], s[kRstd2], s[kSum2], p.own[kNorm2W], p.own[kNorm2B], eps_, ctx.stream);
+  }
+  static TensorView branch(const LayerActs& a, Gradient which) {
+    return a.gradients.size() > which ? a.gradients[which] : TensorView{};
+  }
   TensorView heads(const PassContext& ctx, TensorView rows) const {
-    return heads_view(rows, ctx.B, ctx.T, H_, D_, C_, 0);
+    return heads_view(rows, ctx.B, ctx.T, H_, D_, Q_, 0);
   }
 
-  i64 C_, H_, D_, F_;
+  i64 C_, H_, D_, Q_, F_;
   float eps_;
   Activation activation_;
   BlockDropout dropout_;
@@ -219,23 +317,29 @@ class BertBlock final : public BertLayer {
 // Logits = LayerNorm(activation(x W + b)) E^T + bias, E the word embedding.
 class BertHead final : public BertLayer {
  public:
-  explicit BertHead(const ModelConfig& c)
-      : BertLayer(c, "cls.predictions"), C_(c.hidden), V_(c.vocab_size), eps_(c.norm_eps), activation_(c.activation) {
-    rows_.push_back({.name = name_ + ".bias", .shape = {V_}, .init = Init::Zeros});
+  BertHead(const ModelConfig& c, const Shard& shard)
+      : BertLayer(c, "cls.predictions", shard),
+        C_(c.hidden),
+        V_(c.vocab_size),
+        eps_(c.norm_eps),
+        activation_(c.activation) {
+    rows_.push_back(cut_vocabulary(vector(".bias", V_, Init::Zeros), shard_));
     linear(".transform.dense", C_, C_);
     norm(".transform.LayerNorm", C_);
   }
 
+  std::string_view type() const noexcept override { return "Head"; }
+  bool splits() const noexcept override { return false; }
+
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T;
+    const i64 S = stream_rows(shard_, mode, B * T);
     LayerActs a;
-    a.saved = {planner.saved(work, {R, C_}), planner.saved(work, {R, C_}), planner.saved(DType::F32, {R}),
-               planner.saved(DType::F32, {R}), planner.saved(work, {R, C_})};
+    a.saved = {planner.saved(work, {S, C_}), planner.saved(work, {S, C_}), planner.saved(DType::F32, {S}),
+               planner.saved(DType::F32, {S}), planner.saved(work, {S, C_})};
     if (mode == Mode::Train) {
-      a.saved.push_back(planner.saved(work, {R, C_}));
-      a.saved.push_back(planner.saved(DType::F32, {V_}));
+      a.gradients = {planner.gradient(work, {S, C_}), planner.gradient(DType::F32, {rows_[kBias].numel()}),
+                     planner.gradient(DType::F32, {C_}), planner.gradient(DType::F32, {C_})};
     }
-    a.output = a.saved[kNormed];
     return a;
   }
 
@@ -246,32 +350,45 @@ class BertHead final : public BertLayer {
                    {.bias = p.own[kDenseB], .activation = activation_, .preact = s[kPreact]});
     ctx.ops.layernorm_fwd(s[kNormed], s[kMean], s[kRstd], s[kActivated], p.own[kNormW], p.own[kNormB], eps_,
                           ctx.stream);
-    // The backward pass of the projection happens here, chunk by chunk, while the logits of a chunk exist.
-    const bool train = ctx.mode == Mode::Train;
-    const TensorView none{};
-    ctx.ops.linear_cross_entropy(ctx.losses, train ? s[kNormedGrad] : none, train ? ctx.head_weight_grad : none,
-                                 train ? s[kBiasGrad] : none, s[kNormed], p.tied, p.own[kBias], ctx.targets, ctx.logits,
-                                 {.grad_scale = ctx.loss_grad, .chunk_tokens = ctx.logits.dim(0)}, ctx.stream);
+    if (ctx.mode == Mode::Eval)
+      projection_loss(ctx, s[kNormed], {.weight = p.shared, .bias = p.own[kBias], .vocab = V_});
   }
 
-  void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView x, TensorView, TensorView dx,
-                const LayerActs& a) const override {
+  void backward_input(const PassContext& ctx, RowViews p, TensorView, TensorView, const LayerActs& a) const override {
     const auto& s = a.saved;
-    const TensorView d = s[kNormedGrad];
-    ctx.ops.cast(g.own[kBias], s[kBiasGrad], ctx.stream);
-    ctx.ops.layernorm_bwd(d, g.own[kNormW], g.own[kNormB], d, {}, s[kActivated], p.own[kNormW], s[kMean], s[kRstd],
+    const auto& g = a.gradients;
+    const TensorView d = g[kDDense];
+    projection_loss(ctx, s[kNormed],
+                    {.weight = p.shared,
+                     .bias = p.own[kBias],
+                     .dh = d,
+                     .dweight = ctx.head_weight_grad,
+                     .dbias = g[kDBias],
+                     .vocab = V_});
+    ctx.ops.layernorm_bwd(d, g[kDNormW], g[kDNormB], d, {}, s[kActivated], p.own[kNormW], s[kMean], s[kRstd],
                           ctx.stream);
     ctx.ops.activation_bwd(d, d, s[kPreact], activation_, ctx.stream);
-    linear_backward(ctx, dx, g.own[kDenseW], g.own[kDenseB], d, x, p.own[kDenseW], Orientation::OutIn);
+    linear_backward_input(ctx, a.input_grad, d, p.own[kDenseW], Orientation::OutIn);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews out, TensorView x, TensorView,
+                       const LayerActs& a) const override {
+    const auto& g = a.gradients;
+    linear_backward_weight(ctx, out.own[kDenseW], out.own[kDenseB], g[kDDense], x, Orientation::OutIn);
+    ctx.ops.cast(out.own[kBias], g[kDBias], ctx.stream);
+    ctx.ops.cast(out.own[kNormW], g[kDNormW], ctx.stream);
+    ctx.ops.cast(out.own[kNormB], g[kDNormB], ctx.stream);
+    ctx.ops.cast(out.shared, ctx.head_weight_grad, ctx.stream);
   }
 
   void logits(const PassContext& ctx, RowViews p, const LayerActs& a, TensorView out) const override {
-    linear_forward(ctx, out, a.saved[kNormed], p.tied, {.bias = p.own[kBias]});
+    linear_forward(ctx, out, a.saved[kNormed], p.shared, {.bias = p.own[kBias]});
   }
 
  private:
   enum Row : size_t { kBias, kDenseW, kDenseB, kNormW, kNormB };
-  enum Saved : size_t { kPreact, kActivated, kMean, kRstd, kNormed, kNormedGrad, kBiasGrad };
+  enum Saved : size_t { kPreact, kActivated, kMean, kRstd, kNormed };
+  enum Gradient : size_t { kDDense, kDBias, kDNormW, kDNormB };
   i64 C_, V_;
   float eps_;
   Activation activation_;
@@ -279,12 +396,13 @@ class BertHead final : public BertLayer {
 
 }  // namespace
 
-Model make_bert(const ModelConfig& c) {
+Model make_bert(const ModelConfig& c, const Shard& shard) {
   Model m;
-  m.layers.push_back(std::make_unique<BertEmbedding>(c));
-  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<BertBlock>(c, l));
-  m.layers.push_back(std::make_unique<BertHead>(c));
-  m.tied = true;
+  auto embedding = std::make_unique<BertEmbedding>(c, shard);
+  m.shared = {embedding->words()};
+  m.layers.push_back(std::move(embedding));
+  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<BertBlock>(c, l, shard));
+  m.layers.push_back(std::make_unique<BertHead>(c, shard));
   m.ties = {{"cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"},
             {"cls.predictions.decoder.bias", "cls.predictions.bias"}};
   return m;

@@ -5,16 +5,21 @@ namespace ds::model {
 
 i64 Model::num_params() const noexcept {
   i64 n = 0;
+  for (const ParamRow& r : shared) n += r.whole_numel();
   for (const auto& l : layers) {
-    for (const ParamRow& r : l->rows()) n += r.numel();
+    for (const ParamRow& r : l->rows()) n += r.whole_numel();
   }
   return n;
 }
 
+i64 Model::vocab_share() const noexcept {
+  return vocab_begin(vocab, shard, shard.tp_rank + 1) - vocab_begin(vocab, shard, shard.tp_rank);
+}
+
 i64 Model::num_matmul_params() const noexcept {
-  i64 n = tied ? vocab * hidden : 0;
+  i64 n = tied() ? vocab * hidden : 0;
   for (size_t l = 1; l < layers.size(); ++l) {
-    for (const ParamRow& r : layers[l]->rows()) n += r.shape.size() > 1 ? r.numel() : 0;
+    for (const ParamRow& r : layers[l]->rows()) n += r.shape.size() > 1 ? r.whole_numel() : 0;
   }
   return n;
 }
@@ -24,34 +29,209 @@ double Model::flops_per_token(i64 T) const noexcept {
   return 6.0 * static_cast<double>(num_matmul_params()) + 12.0 * blocks * static_cast<double>(num_heads * head_dim * T);
 }
 
+void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {
+  forward(ctx, params, x, acts);
+}
 void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
 
-void attend(const PassContext& ctx, TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
-            const AttentionParams& params) {
-  if (ctx.mode != Mode::Generate) {
-    ctx.ops.attention_fwd(o, lse, q, k, v, params, ctx.stream);
+ParamRow equal_row(ParamRow row, const Shard& shard) {
+  row.copies = shard.tp;
+  row.counted = shard.tp_rank == 0;
+  return row;
+}
+
+ParamRow whole_row(ParamRow row, const Shard& shard) {
+  row = equal_row(std::move(row), shard);
+  row.parts = shard.sequence ? ParamRow::Parts::Group : ParamRow::Parts::None;
+  return row;
+}
+
+namespace {
+
+ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
+  i64 n = 0;
+  for (const auto& [begin, end] : ranges) n += end - begin;
+  row.whole = row.shape;
+  row.shape[static_cast<size_t>(dim)] = n;
+  row.slice = {dim, std::move(ranges)};
+  return row;
+}
+
+}  // namespace
+
+ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused) {
+  if (shard.tp == 1) return row;
+  const i64 part = div_exact(row.shape[static_cast<size_t>(dim)], fused), share = div_exact(part, shard.tp);
+  std::vector<std::pair<i64, i64>> ranges;
+  for (i64 f = 0; f < fused; ++f) {
+    const i64 begin = f * part + shard.tp_rank * share;
+    ranges.emplace_back(begin, begin + share);
+  }
+  return cut(std::move(row), dim, std::move(ranges));
+}
+
+ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads) {
+  if (heads >= shard.tp) return cut_row(std::move(row), shard, dim);
+  row.copies = div_exact(i64{shard.tp}, heads);
+  row.counted = shard.tp_rank % row.copies == 0;
+  row.parts = ParamRow::Parts::Copies;
+  const i64 size = div_exact(row.shape[static_cast<size_t>(dim)], heads), head = shard.tp_rank / row.copies;
+  return cut(std::move(row), dim, {{head * size, (head + 1) * size}});
+}
+
+ParamRow cut_vocabulary(ParamRow row, const Shard& shard) {
+  if (shard.tp == 1) return row;
+  const i64 V = row.shape[0];
+  row.room = vocab_begin(V, shard, 1) * (row.numel() / V);  // the first share is the largest
+  return cut(std::move(row), 0, {{vocab_begin(V, shard, shard.tp_rank), vocab_begin(V, shard, shard.tp_rank + 1)}});
+}
+
+namespace {
+
+// All ranks' rows of groups.gathered.
+TensorView gather_rows(const PassContext& ctx) {
+  const Groups& g = ctx.groups;
+  const AllGatherSegment segment{g.gathered.data, g.gathered.bytes() / g.shard.tp};
+  g.tp->all_gather({&segment, 1}, "tp.all_gather").wait();
+  return g.gathered.rows(0, ctx.B * ctx.T);
+}
+
+// This rank's rows of a sum: of a stream that is whole, some; of a cut one all that the rank has.
+struct OwnRows {
+  i64 first, count;  // of all R rows
+  bool cut;
+  TensorView of(TensorView stream) const { return !stream || cut ? stream : stream.rows(first, count); }
+};
+
+// Folds groups.partial, lets `finish` make rows of the stream of the fp32 sums of this rank's rows, and spreads them.
+template <class Finish>
+void finish_sum(const PassContext& ctx, TensorView out, Finish&& finish) {
+  const Groups& g = ctx.groups;
+  const ReduceScatterSegment segment{g.partial.data, g.sum.as<float>(), g.sum.numel()};
+  g.tp->reduce_scatter({&segment, 1}, g.partial.dtype, false, "tp.reduce_scatter").wait();
+  const i64 slice = g.sum.dim(0), first = slice * g.shard.tp_rank,
+            count = std::clamp<i64>(ctx.B * ctx.T - first, 0, slice);
+  const OwnRows own{first, count, g.shard.sequence};
+  if (count > 0) finish(own, own.cut ? out : g.gathered.rows(first, count), g.sum.rows(0, count));
+  if (!own.cut) ctx.ops.cast(out, gather_rows(ctx), ctx.stream);
+}
+
+}  // namespace
+
+TensorView all_rows(const PassContext& ctx, TensorView stream) {
+  const Groups& g = ctx.groups;
+  if (!g.shard.sequence) return stream;
+  ctx.ops.cast(g.gathered.rows(first_stream_row(ctx), stream.dim(0)), stream, ctx.stream);
+  return gather_rows(ctx);
+}
+
+TensorView partial_sum(const PassContext& ctx, TensorView out) {
+  return ctx.groups.shard.tp == 1 ? out : ctx.groups.partial.rows(0, ctx.B * ctx.T);
+}
+
+void sum_partials(const PassContext& ctx, TensorView out, TensorView residual) {
+  if (ctx.groups.shard.tp == 1) return;
+  finish_sum(ctx, out, [&](const OwnRows& own, TensorView rows, TensorView sum) {
+    ctx.ops.bias_residual(rows, sum, {}, own.of(residual), ctx.stream);
+  });
+}
+
+void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, TensorView weight, const RowParallel& o) {
+  const Groups& g = ctx.groups;
+  if (g.shard.tp == 1) {
+    linear_forward(
+        ctx, y, x, weight,
+        {.orientation = o.orientation, .bias = o.bias, .residual = o.dropout > 0 ? TensorView{} : o.residual});
+    if (o.dropout > 0) {
+      dropout_rows(ctx, y, y, 0, o.dropout, o.site);
+      if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+    }
     return;
   }
-  KvCache& cache = *ctx.cache;
-  const i64 G = k.dim(2), D = k.dim(3), T = k.dim(1);
-  const auto append = [&](TensorView all, TensorView fresh) {
-    for (i64 t = 0; t < T; ++t) {
-      const i64 bytes = dtype_bytes(all.dtype);
-      const TensorView to =
-          TensorView::of(static_cast<char*>(all.data) + (cache.length + t) * G * D * bytes, all.dtype, {G * D});
-      const TensorView from =
-          TensorView::of(static_cast<char*>(fresh.data) + t * fresh.stride[1] * bytes, fresh.dtype, {G * D});
-      ctx.ops.cast(to, from, ctx.stream);
+  linear_forward(ctx, partial_sum(ctx, y), x, weight, {.orientation = o.orientation});
+  finish_sum(ctx, y, [&](const OwnRows& own, TensorView rows, TensorView sum) {
+    const TensorView residual = own.of(o.residual);
+    ctx.ops.bias_residual(rows, sum, o.bias, o.dropout > 0 ? TensorView{} : residual, ctx.stream);
+    if (o.dropout > 0) {
+      dropout_rows(ctx, rows, rows, own.first, o.dropout, o.site);
+      if (residual) ctx.ops.add(rows, rows, residual, ctx.stream);
     }
-  };
-  append(cache.k, k);
-  append(cache.v, v);
-  cache.length += T;
-  TensorView all_k = cache.k, all_v = cache.v;
-  all_k.shape[1] = all_v.shape[1] = cache.length;
-  AttentionParams inference = params;
-  inference.dropout = 0;
-  ctx.ops.attention_fwd(o, lse, q, all_k, all_v, inference, ctx.stream);
+  });
+}
+
+void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site) {
+  const i64 C = x.dim(1), all = ctx.groups.sequence_length;
+  if (ctx.groups.shard.sp == 1) return ctx.ops.dropout(y, x, p, site, first_row * C, ctx.stream);
+  i64 row = 0;  // of this rank's rows
+  for (i64 b = 0; b < ctx.B; ++b) {
+    for (const TokenRange& range : ctx.groups.shard.tokens(all)) {
+      const i64 begin = std::max(row, first_row), end = std::min(row + range.count, first_row + x.dim(0));
+      if (begin < end) {
+        const i64 element = (b * all + range.begin + begin - row) * C;
+        ctx.ops.dropout(y.rows(begin - first_row, end - begin), x.rows(begin - first_row, end - begin), p, site,
+                        element, ctx.stream);
+      }
+      row += range.count;
+    }
+  }
+}
+
+void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab) {
+  const Shard& shard = ctx.groups.shard;
+  ctx.ops.embedding_fwd(partial_sum(ctx, y), table, ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,
+                        ctx.stream);
+  sum_partials(ctx, y);
+}
+
+void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab) {
+  const Shard& shard = ctx.groups.shard;
+  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,
+                        ctx.stream);
+}
+
+void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o) {
+  const Groups& g = ctx.groups;
+  const i64 chunk = ctx.logits.dim(0);
+  if (g.shard.tp == 1) {
+    return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
+                                        ctx.logits, {.grad_scale = ctx.loss_grad, .chunk_tokens = chunk}, ctx.stream);
+  }
+  const TensorView all = all_rows(ctx, h);
+  const i64 R = all.dim(0), V = o.weight.dim(0), first_id = vocab_begin(o.vocab, g.shard, g.shard.tp_rank);
+  for (i64 begin = 0; begin < R; begin += chunk) {
+    const i64 rows = std::min(chunk, R - begin);
+    const auto stat = [&](i64 i) { return TensorView::of(g.stats.as<float>() + i * rows, DType::F32, {rows}); };
+    const TensorView z = TensorView::of(ctx.logits.data, DType::F32, {rows, V}), max = stat(0), sum = stat(1),
+                     at_target = stat(2), targets = ctx.targets.rows(begin, rows);
+    ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
+    ctx.ops.vocab_max(max, z, ctx.stream);
+    g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, "tp.all_reduce").wait();
+    const CrossEntropyParams params{.grad_scale = ctx.loss_grad};
+    ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params.ignore_index, ctx.stream);
+    g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
+    ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);
+    if (!o.dh) continue;
+    ctx.ops.matmul(g.partial.rows(begin, rows), dz, o.weight, {}, {}, {}, {}, ctx.stream);
+    ctx.ops.matmul(o.dweight, dz, all.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0},
+                   ctx.stream);
+    if (o.dbias) ctx.ops.column_sum(o.dbias, dz, begin > 0, ctx.stream);
+  }
+  if (o.dh) sum_partials(ctx, o.dh);
+}
+
+void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vocab) {
+  const Groups& g = ctx.groups;
+  TensorView last = h;
+  last.data = static_cast<char*>(h.data) + (ctx.T - 1) * h.dim(1) * dtype_bytes(h.dtype);
+  last.shape[0] = ctx.B;
+  last.stride[0] = ctx.T * h.dim(1);
+  TensorView own = ctx.logits;
+  own.data = ctx.logits.as<float>() + vocab_begin(vocab, g.shard, g.shard.tp_rank);
+  own.shape[1] = weight.dim(0);
+  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true}, ctx.stream);
+  if (g.shard.tp > 1)
+    g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
 }
 
 namespace {
@@ -59,21 +239,28 @@ namespace {
 class Head final : public Layer {
  public:
   Head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden, i64 vocab, bool tied, float eps,
-       float init_std)
-      : Layer(norm_name), norm_(norm), C_(hidden), V_(vocab), tied_(tied), eps_(eps) {
-    rows_.push_back({.name = norm_name + ".weight", .shape = {C_}, .init = Init::Ones});
+       float init_std, const Shard& shard)
+      : Layer(norm_name), norm_(norm), C_(hidden), V_(vocab), tied_(tied), eps_(eps), shard_(shard) {
+    rows_.push_back(whole_row({.name = norm_name + ".weight", .shape = {C_}, .init = Init::Ones}, shard));
     if (norm_ == NormKind::LayerNorm)
-      rows_.push_back({.name = norm_name + ".bias", .shape = {C_}, .init = Init::Zeros});
+      rows_.push_back(whole_row({.name = norm_name + ".bias", .shape = {C_}, .init = Init::Zeros}, shard));
     if (!tied_)
-      rows_.push_back({.name = std::move(projection_name), .shape = {V_, C_}, .std = init_std, .decay = true});
+      rows_.push_back(cut_vocabulary(
+          {.name = std::move(projection_name), .shape = {V_, C_}, .std = init_std, .decay = true}, shard));
   }
 
+  std::string_view type() const noexcept override { return "Head"; }
+  bool splits() const noexcept override { return false; }
+
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T;
+    const i64 R = stream_rows(shard_, mode, B * T);
     LayerActs a;
     a.saved = {planner.saved(work, {R, C_}), planner.saved(DType::F32, {R}), planner.saved(DType::F32, {R})};
-    if (mode == Mode::Train) a.saved.push_back(planner.saved(work, {R, C_}));
-    a.output = a.saved[kNormed];
+    if (mode == Mode::Train) {
+      for (size_t n = 0; n < rows_.size() && rows_[n].shape.size() == 1; ++n)
+        a.gradients.push_back(planner.gradient(DType::F32, {C_}));
+      a.temporary = {planner.temporary(work, {R, C_})};
+    }
     return a;
   }
 
@@ -85,53 +272,52 @@ class Head final : public Layer {
     } else {
       ctx.ops.rmsnorm_fwd(normed, acts.saved[kRstd], x, params.own[0], eps_, ctx.stream);
     }
-    const TensorView projection = tied_ ? params.tied : params.own.back();
-    if (ctx.mode == Mode::Generate) {
-      TensorView last = normed;  // the last position of each sequence
-      last.data = static_cast<char*>(normed.data) + (ctx.T - 1) * C_ * dtype_bytes(normed.dtype);
-      last.shape[0] = ctx.B;
-      last.stride[0] = ctx.T * C_;
-      ctx.ops.matmul(ctx.logits, last, projection, {}, {}, {}, {.trans_b = true}, ctx.stream);
-      return;
-    }
-    // The backward pass of the projection happens here, chunk by chunk, while the logits of a chunk exist.
-    const bool train = ctx.mode == Mode::Train;
-    ctx.ops.linear_cross_entropy(ctx.losses, train ? acts.saved[kNormedGrad] : TensorView{},
-                                 train ? ctx.head_weight_grad : TensorView{}, {}, normed, projection, {}, ctx.targets,
-                                 ctx.logits, {.grad_scale = ctx.loss_grad, .chunk_tokens = ctx.logits.dim(0)},
-                                 ctx.stream);
+    if (ctx.mode == Mode::Generate) last_logits(ctx, normed, projection(params), V_);
+    if (ctx.mode == Mode::Eval) projection_loss(ctx, normed, {.weight = projection(params), .vocab = V_});
   }
 
-  void backward(const PassContext& ctx, RowViews params, RowViews grads, TensorView x, TensorView, TensorView dx,
-                const LayerActs& acts) const override {
-    const TensorView dnormed = acts.saved[kNormedGrad];
+  void backward_input(const PassContext& ctx, RowViews params, TensorView x, TensorView,
+                      const LayerActs& acts) const override {
+    const TensorView dnormed = acts.temporary[0];
+    projection_loss(ctx, acts.saved[kNormed],
+                    {.weight = projection(params), .dh = dnormed, .dweight = ctx.head_weight_grad, .vocab = V_});
     if (norm_ == NormKind::LayerNorm) {
-      ctx.ops.layernorm_bwd(dx, grads.own[0], grads.own[1], dnormed, {}, x, params.own[0], acts.saved[kMean],
-                            acts.saved[kRstd], ctx.stream);
+      ctx.ops.layernorm_bwd(acts.input_grad, acts.gradients[0], acts.gradients[1], dnormed, {}, x, params.own[0],
+                            acts.saved[kMean], acts.saved[kRstd], ctx.stream);
     } else {
-      ctx.ops.rmsnorm_bwd(dx, grads.own[0], dnormed, {}, x, params.own[0], acts.saved[kRstd], ctx.stream);
+      ctx.ops.rmsnorm_bwd(acts.input_grad, acts.gradients[0], dnormed, {}, x, params.own[0], acts.saved[kRstd],
+                          ctx.stream);
     }
-    if (!tied_) ctx.ops.cast(grads.own.back(), ctx.head_weight_grad, ctx.stream);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews grads, TensorView, TensorView,
+                       const LayerActs& acts) const override {
+    ctx.ops.cast(grads.own[0], acts.gradients[0], ctx.stream);
+    if (norm_ == NormKind::LayerNorm) ctx.ops.cast(grads.own[1], acts.gradients[1], ctx.stream);
+    ctx.ops.cast(projection(grads), ctx.head_weight_grad, ctx.stream);
   }
 
   void logits(const PassContext& ctx, RowViews params, const LayerActs& acts, TensorView out) const override {
-    linear_forward(ctx, out, acts.saved[kNormed], tied_ ? params.tied : params.own.back(), {});
+    linear_forward(ctx, out, acts.saved[kNormed], projection(params), {});
   }
 
  private:
-  enum Saved : size_t { kNormed, kMean, kRstd, kNormedGrad };
+  enum Saved : size_t { kNormed, kMean, kRstd };
+  TensorView projection(RowViews rows) const { return tied_ ? rows.shared : rows.own.back(); }
+
   NormKind norm_;
   i64 C_, V_;
   bool tied_;
   float eps_;
+  Shard shard_;
 };
 
 }  // namespace
 
 std::unique_ptr<Layer> make_head(NormKind norm, std::string norm_name, std::string projection_name, i64 hidden,
-                                 i64 vocab, bool tied, float eps, float init_std) {
+                                 i64 vocab, bool tied, float eps, float init_std, const Shard& shard) {
   return std::make_unique<Head>(norm, std::move(norm_name), std::move(projection_name), hidden, vocab, tied, eps,
-                                init_std);
+                                init_std, shard);
 }
 
 }  // namespace ds::model

@@ -12,139 +12,179 @@ namespace {
 
 class Gpt2Embedding final : public Layer {
  public:
-  explicit Gpt2Embedding(const ModelConfig& c, const std::string& prefix)
-      : Layer(prefix + "wte"), C_(c.hidden), tied_(c.tie_embeddings), dropout_(c.embd_dropout) {
-    rows_.push_back(
-        {.name = prefix + "wte.weight", .shape = {c.vocab_size, C_}, .std = c.initializer_range, .decay = true});
-    rows_.push_back(
-        {.name = prefix + "wpe.weight", .shape = {c.max_positions, C_}, .std = c.initializer_range, .decay = true});
+  Gpt2Embedding(const ModelConfig& c, const std::string& prefix, const Shard& shard)
+      : Layer(prefix + "wte"),
+        C_(c.hidden),
+        V_(c.vocab_size),
+        tied_(c.tie_embeddings),
+        dropout_(c.embd_dropout),
+        shard_(shard) {
+    if (!tied_) rows_.push_back(table(c, prefix, shard));
+    rows_.push_back(whole_row(
+        {.name = prefix + "wpe.weight", .shape = {c.max_positions, C_}, .std = c.initializer_range, .decay = true},
+        shard));
   }
+
+  static ParamRow table(const ModelConfig& c, const std::string& prefix, const Shard& shard) {
+    return cut_vocabulary(
+        {.name = prefix + "wte.weight", .shape = {c.vocab_size, c.hidden}, .std = c.initializer_range, .decay = true},
+        shard);
+  }
+
+  std::string_view type() const noexcept override { return "Embedding"; }
 
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
     LayerActs a;
-    a.output = planner.saved(work, {B * T, C_});
-    if (mode == Mode::Train && dropout_ > 0) a.temporary = {planner.temporary(work, {B * T, C_})};
+    if (mode == Mode::Train && dropout_ > 0) a.gradients = {planner.gradient(work, {shard_.stream_rows(B * T), C_})};
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews params, TensorView, const LayerActs& acts) const override {
-    ctx.ops.embedding_fwd(acts.output, params.own[0], ctx.ids, false, ctx.stream);
-    ctx.ops.embedding_fwd(acts.output, params.own[1], ctx.row_positions, true, ctx.stream);
-    if (ctx.mode == Mode::Train && dropout_ > 0) {
-      ctx.ops.dropout(acts.output, acts.output, dropout_, dropout_site(ctx, 0, 0), 0, ctx.stream);
-    }
+    embedding_forward(ctx, acts.output, tied_ ? params.shared : params.own[0], V_);
+    ctx.ops.embedding_fwd(acts.output, params.own.back(), stream_part(ctx, ctx.row_positions), 0, true, ctx.stream);
+    if (ctx.mode == Mode::Train && dropout_ > 0)
+      dropout_rows(ctx, acts.output, acts.output, first_stream_row(ctx), dropout_, dropout_site(ctx, 0, 0));
   }
 
-  void backward(const PassContext& ctx, RowViews, RowViews grads, TensorView, TensorView dy, TensorView,
-                const LayerActs& acts) const override {
-    if (dropout_ > 0) {
-      ctx.ops.dropout(acts.temporary[0], dy, dropout_, dropout_site(ctx, 0, 0), 0, ctx.stream);
-      dy = acts.temporary[0];
-    }
-    if (tied_) {  // both uses of the matrix add up in fp32 and are rounded once
-      ctx.ops.embedding_bwd(ctx.head_weight_grad, dy, ctx.ids, true, ctx.stream);
-      ctx.ops.cast(grads.own[0], ctx.head_weight_grad, ctx.stream);
-    } else {
-      ctx.ops.embedding_bwd(grads.own[0], dy, ctx.ids, false, ctx.stream);
-    }
-    ctx.ops.embedding_bwd(grads.own[1], dy, ctx.row_positions, false, ctx.stream);
+  void backward_input(const PassContext& ctx, RowViews, TensorView, TensorView dy,
+                      const LayerActs& acts) const override {
+    if (dropout_ > 0)
+      dropout_rows(ctx, acts.gradients[0], dy, first_stream_row(ctx), dropout_, dropout_site(ctx, 0, 0));
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews grads, TensorView, TensorView dy,
+                       const LayerActs& acts) const override {
+    if (dropout_ > 0) dy = acts.gradients[0];
+    ctx.ops.embedding_bwd(grads.own.back(), dy, stream_part(ctx, ctx.row_positions), 0, false, ctx.stream);
+    embedding_backward(ctx, tied_ ? grads.shared : grads.own[0], dy, V_);
   }
 
  private:
-  i64 C_;
+  i64 C_, V_;
   bool tied_;
   float dropout_;
+  Shard shard_;
 };
 
 class Gpt2Block final : public Layer {
  public:
-  Gpt2Block(const ModelConfig& c, const std::string& prefix, i64 index)
+  Gpt2Block(const ModelConfig& c, const std::string& prefix, i64 index, const Shard& shard)
       : Layer(prefix + "h." + std::to_string(index)),
         C_(c.hidden),
-        H_(c.heads),
+        H_(c.heads / shard.tp),
         D_(c.head_dim),
-        F_(c.intermediate),
+        Q_(H_ * D_),
+        F_(c.intermediate / shard.tp),
         eps_(c.norm_eps),
         activation_(c.activation),
+        shard_(shard),
         dropout_{.layer = index + 1, .branches = c.resid_dropout} {
     attention_.scale = c.scale_attn_weights ? 1.0f / std::sqrt(static_cast<float>(D_)) : 1.0f;
     if (c.scale_attn_by_inverse_layer_idx) attention_.scale /= static_cast<float>(index + 1);
     attention_.dropout = c.attn_dropout;
     const float std = c.initializer_range;
     const float projection_std = std / std::sqrt(2.0f * static_cast<float>(c.layers));
-    const auto norm = [&](const char* n) {
-      rows_.push_back({.name = name_ + n + ".weight", .shape = {C_}, .init = Init::Ones});
-      rows_.push_back({.name = name_ + n + ".bias", .shape = {C_}, .init = Init::Zeros});
+    const auto vector = [&](const std::string& n, i64 size, Init init) {
+      return ParamRow{.name = name_ + n, .shape = {size}, .init = init};
     };
-    const auto conv1d = [&](const char* n, i64 in, i64 out, float s) {
-      rows_.push_back({.name = name_ + n + ".weight", .shape = {in, out}, .std = s, .decay = true});
-      rows_.push_back({.name = name_ + n + ".bias", .shape = {out}, .init = Init::Zeros});
+    const auto matrix = [&](const std::string& n, i64 in, i64 out, float s) {
+      return ParamRow{.name = name_ + n + ".weight", .shape = {in, out}, .std = s, .decay = true};
+    };
+    const auto norm = [&](const std::string& n) {
+      rows_.push_back(whole_row(vector(n + ".weight", C_, Init::Ones), shard));
+      rows_.push_back(whole_row(vector(n + ".bias", C_, Init::Zeros), shard));
+    };
+    const auto column = [&](const std::string& n, i64 out, i64 fused) {
+      rows_.push_back(cut_row(matrix(n, C_, out, std), shard, 1, fused));
+      rows_.push_back(cut_row(vector(n + ".bias", out, Init::Zeros), shard, 0, fused));
+    };
+    const auto row = [&](const std::string& n, i64 in) {
+      rows_.push_back(cut_row(matrix(n, in, C_, projection_std), shard, 0));
+      rows_.push_back(equal_row(vector(n + ".bias", C_, Init::Zeros), shard));
     };
     norm(".ln_1");
-    conv1d(".attn.c_attn", C_, 3 * C_, std);
-    conv1d(".attn.c_proj", C_, C_, projection_std);
+    column(".attn.c_attn", 3 * C_, 3);
+    row(".attn.c_proj", C_);
     norm(".ln_2");
-    conv1d(".mlp.c_fc", C_, F_, std);
-    conv1d(".mlp.c_proj", F_, C_, projection_std);
+    column(".mlp.c_fc", c.intermediate, 1);
+    row(".mlp.c_proj", c.intermediate);
   }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T;
+  std::string_view type() const noexcept override { return "Gpt2Block"; }
+  bool is_block() const noexcept override { return true; }
+
+  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
+    const i64 R = B * T, S = stream_rows(shard_, mode, R);
+    const auto f32 = DType::F32;
     LayerActs a;
-    // In the order of enum Saved, then of enum Temporary.
-    a.saved = {planner.saved(work, {R, C_}),     planner.saved(DType::F32, {R}), planner.saved(DType::F32, {R}),
-               planner.saved(work, {R, 3 * C_}), planner.saved(work, {R, C_}),   planner.saved(DType::F32, {B, H_, T}),
-               planner.saved(work, {R, C_}),     planner.saved(work, {R, C_}),   planner.saved(DType::F32, {R}),
-               planner.saved(DType::F32, {R}),   planner.saved(work, {R, F_}),   planner.saved(work, {R, F_}),
-               planner.saved(work, {R, C_})};
-    a.output = a.saved[kOutput];
+    // In the order of enum Saved, Gradient, Temporary.
+    a.saved = {p.attention(work, {S, C_}), p.attention(f32, {S}),
+               p.attention(f32, {S}),      p.attention(work, {R, 3 * Q_}),
+               p.attention(work, {R, Q_}), p.attention(f32, {B, H_, T}),
+               p.saved(work, {S, C_}),     p.saved(work, {S, C_}),
+               p.saved(f32, {S}),          p.saved(f32, {S}),
+               p.saved(work, {R, F_}),     p.saved(work, {R, F_})};
     if (mode == Mode::Train) {
-      a.temporary = {planner.temporary(work, {R, F_}), planner.temporary(work, {R, 3 * C_}),
-                     planner.temporary(work, {R, C_})};
-      if (dropout_.branches > 0) a.temporary.push_back(planner.temporary(work, {R, C_}));
+      a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, 3 * Q_}), p.gradient(work, {S, C_})};
+      for (int n = 0; n < 4; ++n) a.gradients.push_back(p.gradient(f32, {C_}));
+      for (int n = 0; n < 2 && dropout_.branches > 0; ++n) a.gradients.push_back(p.gradient(work, {S, C_}));
+      a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q_})};
     }
+    plan_attention(a, p, shard_, mode, work, B, T, {H_, H_, D_});
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
-    const auto& s = a.saved;
-    ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[kLn1W], p.own[kLn1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kQkv], s[kNorm1], p.own[kAttnW], {.orientation = Orientation::InOut, .bias = p.own[kAttnB]});
-    const Heads h = heads(ctx, s[kQkv]);
-    attend(ctx, heads_view(s[kAttn], ctx.B, ctx.T, H_, D_, C_, 0), s[kLse], h.q, h.k, h.v,
-           dropout_.attention(ctx, attention_));
-    dropout_.add_branch(ctx, s[kMiddle], s[kAttn], p.own[kProjW],
-                        {.orientation = Orientation::InOut, .bias = p.own[kProjB], .residual = x}, 1);
-    ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[kLn2W], p.own[kLn2B], eps_, ctx.stream);
-    linear_forward(
-        ctx, s[kActivated], s[kNorm2], p.own[kFcW],
-        {.orientation = Orientation::InOut, .bias = p.own[kFcB], .activation = activation_, .preact = s[kPreact]});
-    dropout_.add_branch(ctx, s[kOutput], s[kActivated], p.own[kMlpProjW],
-                        {.orientation = Orientation::InOut, .bias = p.own[kMlpProjB], .residual = s[kMiddle]}, 2);
+    attention_forward(ctx, p, x, a);
+    mlp_forward(ctx, p, x, a);
+    row_parallel_forward(
+        ctx, a.output, a.saved[kActivated], p.own[kMlpProjW],
+        dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kMlpProjB], .residual = a.saved[kMiddle]}, 2));
   }
 
-  void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView x, TensorView dy, TensorView dx,
-                const LayerActs& a) const override {
-    const auto& s = a.saved;
-    const auto conv = Orientation::InOut;
-    const TensorView dwide = a.temporary[kWide], dqkv = a.temporary[kDQkv], dnarrow = a.temporary[kNarrow];
-    const TensorView branch = dropout_.branches > 0 ? a.temporary[kBranch] : TensorView{};
-    const TensorView dbranch = dropout_.branch_gradient(ctx, branch, dy, 2);
-    linear_backward(ctx, dwide, g.own[kMlpProjW], g.own[kMlpProjB], dbranch, s[kActivated], p.own[kMlpProjW], conv);
-    ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    linear_backward(ctx, dnarrow, g.own[kFcW], g.own[kFcB], dwide, s[kNorm2], p.own[kFcW], conv);
-    ctx.ops.layernorm_bwd(dx, g.own[kLn2W], g.own[kLn2B], dnarrow, dy, s[kMiddle], p.own[kLn2W], s[kMean2], s[kRstd2],
-                          ctx.stream);  // dx: the gradient of the middle of the block from here on
+  void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
+    attention_forward(ctx, p, x, a);
+    if (keep == Keep::Input) mlp_forward(ctx, p, x, a);
+  }
 
-    const TensorView dattn_branch = dropout_.branch_gradient(ctx, branch, dx, 1);
-    linear_backward(ctx, dnarrow, g.own[kProjW], g.own[kProjB], dattn_branch, s[kAttn], p.own[kProjW], conv);
-    const Heads h = heads(ctx, s[kQkv]), dh = heads(ctx, dqkv);
-    const auto flat = [&](TensorView v) { return heads_view(v, ctx.B, ctx.T, H_, D_, C_, 0); };
-    ctx.ops.attention_bwd(dh.q, dh.k, dh.v, flat(dnarrow), h.q, h.k, h.v, flat(s[kAttn]), s[kLse],
-                          dropout_.attention(ctx, attention_), ctx.stream);
-    linear_backward(ctx, dnarrow, g.own[kAttnW], g.own[kAttnB], dqkv, s[kNorm1], p.own[kAttnW], conv);
-    ctx.ops.layernorm_bwd(dx, g.own[kLn1W], g.own[kLn1B], dnarrow, dx, x, p.own[kLn1W], s[kMean1], s[kRstd1],
+  void backward_input(const PassContext& ctx, RowViews p, TensorView x, TensorView dy,
+                      const LayerActs& a) const override {
+    const auto& s = a.saved;
+    const auto& g = a.gradients;
+    const TensorView dwide = g[kDWide], dqkv = g[kDQkv], dmiddle = g[kDMiddle], dnarrow = a.temporary[0],
+                     dattn = a.temporary[1];
+    const TensorView dmlp = dropout_.branch_gradient(ctx, branch(a, kDMlp), dy, 2);
+    linear_backward_input(ctx, dwide, all_rows(ctx, dmlp), p.own[kMlpProjW], kConv);
+    ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
+    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dwide, p.own[kFcW], kConv);
+    sum_partials(ctx, dnarrow);
+    ctx.ops.layernorm_bwd(dmiddle, g[kDLn2W], g[kDLn2B], dnarrow, dy, s[kMiddle], p.own[kLn2W], s[kMean2], s[kRstd2],
                           ctx.stream);
+
+    const TensorView dproj = dropout_.branch_gradient(ctx, branch(a, kDProj), dmiddle, 1);
+    linear_backward_input(ctx, dattn, all_rows(ctx, dproj), p.own[kProjW], kConv);
+    attend_backward(ctx, heads(ctx, dqkv), flat(ctx, dattn), heads(ctx, s[kQkv]), flat(ctx, s[kAttn]), s[kLse],
+                    dropout_.attention(ctx, attention_), a);
+    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dqkv, p.own[kAttnW], kConv);
+    sum_partials(ctx, dnarrow);
+    ctx.ops.layernorm_bwd(a.input_grad, g[kDLn1W], g[kDLn1B], dnarrow, dmiddle, x, p.own[kLn1W], s[kMean1], s[kRstd1],
+                          ctx.stream);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews out, TensorView, TensorView dy,
+                       const LayerActs& a) const override {
+    const auto& s = a.saved;
+    const auto& g = a.gradients;
+    const bool drops = dropout_.branches > 0;
+    const auto weight = [&](Row w, TensorView d, TensorView in) {
+      linear_backward_weight(ctx, out.own[w], out.own[w + 1], d, in, kConv);
+    };
+    weight(kMlpProjW, all_rows(ctx, drops ? branch(a, kDMlp) : dy), s[kActivated]);
+    weight(kFcW, g[kDWide], all_rows(ctx, s[kNorm2]));
+    weight(kProjW, all_rows(ctx, drops ? branch(a, kDProj) : g[kDMiddle]), s[kAttn]);
+    weight(kAttnW, g[kDQkv], all_rows(ctx, s[kNorm1]));
+    for (const auto& [row, grad] : {std::pair{kLn1W, kDLn1W}, {kLn1B, kDLn1B}, {kLn2W, kDLn2W}, {kLn2B, kDLn2B}})
+      ctx.ops.cast(out.own[row], g[grad], ctx.stream);
   }
 
  private:
@@ -161,37 +201,60 @@ class Gpt2Block final : public Layer {
     kMean2,
     kRstd2,
     kPreact,
-    kActivated,
-    kOutput
+    kActivated
   };
-  enum Temporary : size_t { kWide, kDQkv, kNarrow, kBranch };
+  enum Gradient : size_t { kDWide, kDQkv, kDMiddle, kDLn1W, kDLn1B, kDLn2W, kDLn2B, kDMlp, kDProj };
+  static constexpr Orientation kConv = Orientation::InOut;
 
-  struct Heads {
-    TensorView q, k, v;
-  };
-  Heads heads(const PassContext& ctx, TensorView qkv) const {
-    return {heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, 0), heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, C_),
-            heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * C_, 2 * C_)};
+  void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[kLn1W], p.own[kLn1B], eps_, ctx.stream);
+    linear_forward(ctx, s[kQkv], all_rows(ctx, s[kNorm1]), p.own[kAttnW],
+                   {.orientation = kConv, .bias = p.own[kAttnB]});
+    attend(ctx, flat(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQkv]), dropout_.attention(ctx, attention_), a);
+  }
+  // From what the attention has seen to what the last product reads.
+  void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    row_parallel_forward(ctx, s[kMiddle], s[kAttn], p.own[kProjW],
+                         dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kProjB], .residual = x}, 1));
+    ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[kLn2W], p.own[kLn2B], eps_, ctx.stream);
+    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kNorm2]), p.own[kFcW],
+                   {.orientation = kConv, .bias = p.own[kFcB], .activation = activation_, .preact = s[kPreact]});
   }
 
-  i64 C_, H_, D_, F_;
+  static TensorView branch(const LayerActs& a, Gradient which) {
+    return a.gradients.size() > which ? a.gradients[which] : TensorView{};
+  }
+  Heads heads(const PassContext& ctx, TensorView qkv) const {
+    return {heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * Q_, 0), heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * Q_, Q_),
+            heads_view(qkv, ctx.B, ctx.T, H_, D_, 3 * Q_, 2 * Q_)};
+  }
+  TensorView flat(const PassContext& ctx, TensorView rows) const {
+    return heads_view(rows, ctx.B, ctx.T, H_, D_, Q_, 0);
+  }
+
+  i64 C_, H_, D_, Q_, F_;
   float eps_;
   Activation activation_;
+  Shard shard_;
   BlockDropout dropout_;
   AttentionParams attention_;
 };
 
 }  // namespace
 
-Model make_gpt2(const ModelConfig& c) {
+Model make_gpt2(const ModelConfig& c, const Shard& shard) {
   const std::string prefix = "transformer.";
   Model m;
-  m.tied = c.tie_embeddings;
-  if (m.tied) m.ties = {{"lm_head.weight", prefix + "wte.weight"}};
-  m.layers.push_back(std::make_unique<Gpt2Embedding>(c, prefix));
-  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<Gpt2Block>(c, prefix, l));
+  if (c.tie_embeddings) {
+    m.shared = {Gpt2Embedding::table(c, prefix, shard)};
+    m.ties = {{"lm_head.weight", prefix + "wte.weight"}};
+  }
+  m.layers.push_back(std::make_unique<Gpt2Embedding>(c, prefix, shard));
+  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<Gpt2Block>(c, prefix, l, shard));
   m.layers.push_back(make_head(NormKind::LayerNorm, prefix + "ln_f", "lm_head.weight", c.hidden, c.vocab_size,
-                               c.tie_embeddings, c.norm_eps, c.initializer_range));
+                               c.tie_embeddings, c.norm_eps, c.initializer_range, shard));
   return m;
 }
 

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // A model is a list of layers over flat buffers. A layer declares its parameters once and is then *given* memory: views
-// of its parameters, of their gradients and of its activations. It owns none, and knows nothing of ranks, ZeRO or
-// files.
+// of its parameters, of their gradients and of its activations. It owns none, and knows nothing of ZeRO or files, and
+// of ranks only the groups that share its matrices (tp) or its tokens (sp): shard.h.
 //
 // The residual stream x [R,C], R = B*T, work dtype, runs through all layers: layer l reads the output of layer l-1.
 
@@ -14,6 +14,8 @@
 
 #include "base/check.h"
 #include "ds/kernels/ops.h"
+#include "model/shard.h"
+#include "model/slice.h"
 
 namespace ds::model {
 
@@ -22,35 +24,92 @@ enum class Init : u8 { Normal, Zeros, Ones };
 // One parameter, under its Hugging Face name, in Hugging Face's shape and orientation.
 struct ParamRow {
   std::string name;
-  std::vector<i64> shape;
+  std::vector<i64> shape;  // of what this rank has: all of it, or the slice
   Init init = Init::Normal;
   float std = 0.02f;   // of Init::Normal
   bool decay = false;  // weight decay applies: matrices and embeddings, not biases and norms
 
-  i64 numel() const noexcept {
+  std::vector<i64> whole = {};  // the shape of the whole parameter, where this rank has a slice of it
+  ParamSlice slice = {};
+  // The gradients of equal copies are parts that add up over these ranks of the tensor-parallel group: each has seen
+  // other tokens or other heads. Else equal copies have equal gradients.
+  enum class Parts : u8 { None, Group, Copies } parts = Parts::None;
+  i64 copies = 1;       // ranks of the group that have the same elements, side by side
+  i64 room = 0;         // elements of the largest slice, so that rows lie alike on all ranks of the group
+  bool counted = true;  // this rank is the first of them: its copy is saved, and its gradient is in the norm
+
+  i64 numel() const noexcept { return product(shape); }
+  const std::vector<i64>& whole_shape() const noexcept { return slice.whole() ? shape : whole; }
+  i64 whole_numel() const noexcept { return product(whole_shape()); }
+
+  static i64 product(const std::vector<i64>& shape) noexcept {
     i64 n = 1;
-    for (i64 s : shape) n *= s;
+    for (const i64 s : shape) n *= s;
     return n;
   }
 };
 
-// Hands out activation memory. The same calls run twice: once counting (no memory behind the views), once with the
-// memory that the count asked for; so the sizes that are predicted are the sizes that are used.
-//   saved      lives from forward to backward of the micro-batch
-//   temporary  lives within one forward or backward call of one layer; layers share it
+// What a layer keeps of its forward pass for its backward pass.
+enum class Keep : u8 {
+  All,
+  AllButAttention,  // the branch of the attention is computed again (Korthikanti et al. 2022: selective)
+  Input,            // everything is computed again from the layer's input
+};
+
+// Hands out activation memory. The same calls run again and again: once counting (no memory behind the views), then
+// with the memory that the count asked for; so the sizes that are predicted are the sizes that are used.
+//   kept       lives from the forward pass of the micro-batch to its weight gradients; `host`: the same in host memory
+//   working    from the input gradients of a layer to its weight gradients; and, where the layer does not keep it, what
+//              is computed again before them. Layers that run one after the other share it.
+//   temporary  lives within one call; all layers share it
 class ActivationPlanner {
  public:
+  struct Memory {
+    void *kept = nullptr, *working = nullptr, *temporary = nullptr, *host = nullptr;
+  };
   ActivationPlanner() = default;
-  ActivationPlanner(void* saved, void* temporary) : saved_(saved), temporary_(temporary) {}
+  explicit ActivationPlanner(const Memory& memory) : memory_(memory) {}
 
-  void begin_layer() noexcept { temporary_used_ = 0; }
-  TensorView saved(DType dtype, std::initializer_list<i64> shape) { return take(saved_, saved_used_, dtype, shape); }
+  // What follows is another layer's, which keeps `keep`. Unless it shares the time of the one before (its gradients
+  // wait for each other, or it is computed again with it), it takes the same working memory.
+  void begin_layer(Keep keep, bool shares_time) noexcept {
+    keep_ = keep;
+    temporary_used_ = 0;
+    if (!shares_time) working_used_ = pinned_;
+  }
+  // The working memory that has been handed out so far is for all layers.
+  void pin() noexcept { pinned_ = working_used_; }
+
+  // Of the forward pass: read again by the backward pass.
+  TensorView saved(DType dtype, std::initializer_list<i64> shape) {
+    return keep_ == Keep::Input ? working(dtype, shape) : kept(dtype, shape);
+  }
+  // The same for the branch of the attention, from the layer's input to what it adds to the residual stream.
+  TensorView attention(DType dtype, std::initializer_list<i64> shape) {
+    return keep_ == Keep::All ? kept(dtype, shape) : working(dtype, shape);
+  }
+  // Of the pass of input gradients: read again by that of weight gradients.
+  TensorView gradient(DType dtype, std::initializer_list<i64> shape) { return working(dtype, shape); }
   TensorView temporary(DType dtype, std::initializer_list<i64> shape) {
-    const TensorView v = take(temporary_, temporary_used_, dtype, shape);
+    const TensorView v = take(memory_.temporary, temporary_used_, dtype, shape);
     temporary_peak_ = std::max(temporary_peak_, temporary_used_);
     return v;
   }
-  i64 saved_bytes() const noexcept { return saved_used_; }
+  TensorView kept(DType dtype, std::initializer_list<i64> shape) {
+    return take(memory_.kept, kept_used_, dtype, shape);
+  }
+  TensorView host(DType dtype, std::initializer_list<i64> shape) {
+    return take(memory_.host, host_used_, dtype, shape);
+  }
+  TensorView working(DType dtype, std::initializer_list<i64> shape) {
+    const TensorView v = take(memory_.working, working_used_, dtype, shape);
+    working_peak_ = std::max(working_peak_, working_used_);
+    return v;
+  }
+
+  i64 kept_bytes() const noexcept { return kept_used_; }
+  i64 host_bytes() const noexcept { return host_used_; }
+  i64 working_bytes() const noexcept { return working_peak_; }
   i64 temporary_bytes() const noexcept { return temporary_peak_; }
 
  private:
@@ -60,15 +119,23 @@ class ActivationPlanner {
     used += align_up(v.bytes(), 64);
     return v;
   }
-  void* saved_ = nullptr;
-  void* temporary_ = nullptr;
-  i64 saved_used_ = 0, temporary_used_ = 0, temporary_peak_ = 0;
+  Memory memory_;
+  Keep keep_ = Keep::All;
+  i64 kept_used_ = 0, host_used_ = 0, working_used_ = 0, working_peak_ = 0, pinned_ = 0, temporary_used_ = 0,
+      temporary_peak_ = 0;
 };
 
 // The activations of one layer for one micro-batch; what lies at which index is the layer's own business.
 struct LayerActs {
-  std::vector<TensorView> saved, temporary;
-  TensorView output;  // [R,C]
+  std::vector<TensorView> saved;      // of the forward pass
+  std::vector<TensorView> gradients;  // of the pass of input gradients
+  std::vector<TensorView> temporary;
+  std::vector<TensorView> exchange;  // of attend() over several ranks
+  TensorView output;                 // [R,C], placed by who runs the layers
+  // Where the output is an input that is kept elsewhere until layers are computed again from it: this rank's rows of
+  // it, in host memory or here; and [padded R,C] to have it back.
+  TensorView stash{}, restored{};
+  TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
 };
 
 // Keys and values of the positions so far, for generation: [B, capacity, G, D] each, work dtype.
@@ -85,12 +152,12 @@ struct RopeTables {
   std::vector<float> cos, sin;
 };
 
-// What all layers of one forward or backward pass see.
+// What all layers of one forward or backward pass see. R = B*T rows of tokens.
 struct PassContext {
   const OpTable& ops;
   Stream& stream;
   Mode mode = Mode::Train;
-  i64 B = 0, T = 0;
+  i64 B = 0, T = 0;                   // T: of this rank's part of the sequences
   TensorView ids{};                   // [R] int32
   TensorView positions{};             // [T] int32
   TensorView row_positions{};         // [R] int32: positions repeated B times
@@ -104,13 +171,14 @@ struct PassContext {
   float loss_grad = 1;            // d(scaled total)/d(token loss)
   RngKey dropout_key{};           // each use sets its own site
   KvCache* cache = nullptr;       // Generate: of the present layer
+  Groups groups{};                // the ranks that share matrices and tokens
 };
 
-// Parameters (or gradients) of one layer, in the order of its rows; `tied`: the row of another unit that this layer
-// also uses (the output projection of a model with tied embeddings).
+// Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, where this
+// layer uses it.
 struct RowViews {
   std::span<const TensorView> own;
-  TensorView tied{};
+  TensorView shared{};
 };
 
 class Layer {
@@ -119,14 +187,26 @@ class Layer {
 
   const std::string& name() const noexcept { return name_; }
   const std::vector<ParamRow>& rows() const noexcept { return rows_; }
+  // What kind of layer: "Gpt2Block"; for partitions by type.
+  virtual std::string_view type() const noexcept = 0;
+  // Whether it is one of the equal layers in the middle, which can be computed again.
+  virtual bool is_block() const noexcept { return false; }
+  // Whether its weight gradients can wait for a call of their own. The head's come with its loss.
+  virtual bool splits() const noexcept { return true; }
 
-  // Declares the activations for micro-batches of B x T tokens.
+  // Declares the activations for micro-batches of B x T tokens, but for output and input_grad.
   virtual LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const = 0;
-  // acts.output = layer(x). x is unused by the first layer (it reads ids).
+  // acts.output = layer(x). x is unused by the first layer (it reads ids). The head has no output: when evaluating or
+  // generating it computes losses or logits, when training nothing that its loss needs more than once.
   virtual void forward(const PassContext&, RowViews params, TensorView x, const LayerActs& acts) const = 0;
-  // Overwrites dx [R,C] (may be the same memory as dy) and every gradient row, rounded once to the row's dtype.
-  virtual void backward(const PassContext&, RowViews params, RowViews grads, TensorView x, TensorView dy, TensorView dx,
-                        const LayerActs& acts) const = 0;
+  // acts.input_grad = the gradient of x, given that of the output (no alias). The head computes the losses here.
+  virtual void backward_input(const PassContext&, RowViews params, TensorView x, TensorView dy,
+                              const LayerActs& acts) const = 0;
+  // Overwrites every gradient row, rounded once to the row's dtype. After backward_input, with the same views.
+  virtual void backward_weight(const PassContext&, RowViews grads, TensorView x, TensorView dy,
+                               const LayerActs& acts) const = 0;
+  // Computes again what a layer that keeps less than all does not have; before backward_input.
+  virtual void recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep keep) const;
   // Of the last layer alone, for tests: out [R,V] fp32 = the logits of the micro-batch that forward() saw last.
   virtual void logits(const PassContext&, RowViews params, const LayerActs& acts, TensorView out) const;
 
@@ -141,17 +221,31 @@ struct Tie {
   std::string alias, name;
 };
 
-// A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss).
+// A model: layers in order; layer 0 embeds, the last one is the head (norm, projection, loss). Parameters are numbered
+// in the order shared, then layer by layer.
 struct Model {
   std::vector<std::unique_ptr<Layer>> layers;
-  bool tied = false;      // the head projects with row 0 of layer 0
+  std::vector<ParamRow>
+      shared;             // tied embeddings: the matrix that layer 0 looks up and the head projects with; or none
   std::vector<Tie> ties;  // checkpoints name them, files of weights may repeat their values
+  Shard shard;
   i64 vocab = 0, hidden = 0, max_positions = 0;
   bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
   i64 token_types = 0;  // 0: the model has none
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
 
-  i64 num_params() const noexcept;
+  bool tied() const noexcept { return !shared.empty(); }
+  i64 vocab_share() const noexcept;  // rows of the output projection on this rank
+  // All parameters by number.
+  std::vector<const ParamRow*> params() const {
+    std::vector<const ParamRow*> rows;
+    for (const ParamRow& row : shared) rows.push_back(&row);
+    for (const auto& layer : layers) {
+      for (const ParamRow& row : layer->rows()) rows.push_back(&row);
+    }
+    return rows;
+  }
+  i64 num_params() const noexcept;  // elements, of the whole model
   // Parameters that take part in matrix products (the head's projection included, embedding look-ups not).
   i64 num_matmul_params() const noexcept;
   // Forward + backward: 6 N_matmul + 12 L (H D) T, full attention (PaLM's convention).

@@ -12,143 +12,199 @@ namespace {
 
 class TokenEmbedding final : public Layer {
  public:
-  explicit TokenEmbedding(const ModelConfig& c) : Layer("model.embed_tokens"), C_(c.hidden), tied_(c.tie_embeddings) {
-    rows_.push_back(
-        {.name = "model.embed_tokens.weight", .shape = {c.vocab_size, C_}, .std = c.initializer_range, .decay = true});
+  TokenEmbedding(const ModelConfig& c, const Shard& shard)
+      : Layer("model.embed_tokens"), V_(c.vocab_size), tied_(c.tie_embeddings) {
+    if (!tied_) rows_.push_back(table(c, shard));
   }
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode) const override {
-    LayerActs a;
-    a.output = planner.saved(work, {B * T, C_});
-    return a;
+  static ParamRow table(const ModelConfig& c, const Shard& shard) {
+    return cut_vocabulary({.name = "model.embed_tokens.weight",
+                           .shape = {c.vocab_size, c.hidden},
+                           .std = c.initializer_range,
+                           .decay = true},
+                          shard);
   }
+
+  std::string_view type() const noexcept override { return "Embedding"; }
+  LayerActs plan(ActivationPlanner&, DType, i64, i64, Mode) const override { return {}; }
   void forward(const PassContext& ctx, RowViews params, TensorView, const LayerActs& acts) const override {
-    ctx.ops.embedding_fwd(acts.output, params.own[0], ctx.ids, false, ctx.stream);
+    embedding_forward(ctx, acts.output, tied_ ? params.shared : params.own[0], V_);
   }
-  void backward(const PassContext& ctx, RowViews, RowViews grads, TensorView, TensorView dy, TensorView,
-                const LayerActs&) const override {
-    if (!tied_) {
-      ctx.ops.embedding_bwd(grads.own[0], dy, ctx.ids, false, ctx.stream);
-      return;
-    }
-    ctx.ops.embedding_bwd(ctx.head_weight_grad, dy, ctx.ids, true, ctx.stream);  // both uses in fp32, rounded once
-    ctx.ops.cast(grads.own[0], ctx.head_weight_grad, ctx.stream);
+  void backward_input(const PassContext&, RowViews, TensorView, TensorView, const LayerActs&) const override {}
+  void backward_weight(const PassContext& ctx, RowViews grads, TensorView, TensorView dy,
+                       const LayerActs&) const override {
+    embedding_backward(ctx, tied_ ? grads.shared : grads.own[0], dy, V_);
   }
 
  private:
-  i64 C_;
+  i64 V_;
   bool tied_;
 };
 
 class LlamaBlock final : public Layer {
  public:
-  LlamaBlock(const ModelConfig& c, i64 index)
+  LlamaBlock(const ModelConfig& c, i64 index, const Shard& shard)
       : Layer("model.layers." + std::to_string(index)),
         C_(c.hidden),
-        H_(c.heads),
-        G_(c.kv_heads),
+        H_(c.heads / shard.tp),
+        G_(std::max<i64>(c.kv_heads / shard.tp, 1)),
         D_(c.head_dim),
-        F_(c.intermediate),
+        F_(c.intermediate / shard.tp),
         eps_(c.norm_eps),
         qk_norm_(c.qk_norm),
+        shard_(shard),
         dropout_{.layer = index + 1} {
     attention_.scale = 1.0f / std::sqrt(static_cast<float>(D_));
     attention_.dropout = c.attn_dropout;
     attention_.window = c.window(index);
-    const auto norm = [&](const char* n, i64 size) {
-      rows_.push_back({.name = name_ + n + ".weight", .shape = {size}, .init = Init::Ones});
+    const auto add = [&](ParamRow row) {
+      rows_.push_back(std::move(row));
       return rows_.size() - 1;
     };
-    const auto linear = [&](const char* n, i64 in, i64 out, bool bias) {
-      const size_t at = rows_.size();
-      rows_.push_back({.name = name_ + n + ".weight", .shape = {out, in}, .std = c.initializer_range, .decay = true});
-      if (bias) rows_.push_back({.name = name_ + n + ".bias", .shape = {out}, .init = Init::Zeros});
+    const auto norm = [&](const std::string& n, i64 size) {
+      return ParamRow{.name = name_ + n + ".weight", .shape = {size}, .init = Init::Ones};
+    };
+    const auto matrix = [&](const std::string& n, i64 in, i64 out) {
+      return ParamRow{.name = name_ + n + ".weight", .shape = {out, in}, .std = c.initializer_range, .decay = true};
+    };
+    const auto vector = [&](const std::string& n, i64 size) {
+      return ParamRow{.name = name_ + n + ".bias", .shape = {size}, .init = Init::Zeros};
+    };
+    // By heads, or by the outputs of the gated MLP; `heads` 0: any part.
+    const auto column = [&](const std::string& n, i64 out, bool bias, i64 heads) {
+      const auto share = [&](ParamRow row) {
+        return heads > 0 ? cut_heads(std::move(row), shard, 0, heads) : cut_row(std::move(row), shard, 0);
+      };
+      const size_t at = add(share(matrix(n, C_, out)));
+      if (bias) add(share(vector(n, out)));
       return Projection{at, bias};
     };
-    norm1_ = norm(".input_layernorm", C_);
-    q_ = linear(".self_attn.q_proj", C_, H_ * D_, c.attention_bias);
-    k_ = linear(".self_attn.k_proj", C_, G_ * D_, c.attention_bias);
-    v_ = linear(".self_attn.v_proj", C_, G_ * D_, c.attention_bias);
-    o_ = linear(".self_attn.o_proj", H_ * D_, C_, c.output_bias);
+    const auto row = [&](const std::string& n, i64 in, bool bias) {
+      const size_t at = add(cut_row(matrix(n, in, C_), shard, 1));
+      if (bias) add(equal_row(vector(n, C_), shard));
+      return Projection{at, bias};
+    };
+    norm1_ = add(whole_row(norm(".input_layernorm", C_), shard));
+    q_ = column(".self_attn.q_proj", c.heads * D_, c.attention_bias, 0);
+    k_ = column(".self_attn.k_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads);
+    v_ = column(".self_attn.v_proj", c.kv_heads * D_, c.attention_bias, c.kv_heads);
+    o_ = row(".self_attn.o_proj", c.heads * D_, c.output_bias);
     if (qk_norm_) {
-      q_norm_ = norm(".self_attn.q_norm", D_);
-      k_norm_ = norm(".self_attn.k_norm", D_);
+      // One for all heads, of which each rank sees its own.
+      const auto of_heads = [&](const std::string& n) {
+        ParamRow r = whole_row(norm(n, D_), shard);
+        r.parts = ParamRow::Parts::Group;
+        return r;
+      };
+      q_norm_ = add(of_heads(".self_attn.q_norm"));
+      k_norm_ = add(of_heads(".self_attn.k_norm"));
     }
-    norm2_ = norm(".post_attention_layernorm", C_);
-    gate_ = linear(".mlp.gate_proj", C_, F_, c.mlp_bias);
-    up_ = linear(".mlp.up_proj", C_, F_, c.mlp_bias);
-    down_ = linear(".mlp.down_proj", F_, C_, c.mlp_bias);
+    norm2_ = add(whole_row(norm(".post_attention_layernorm", C_), shard));
+    gate_ = column(".mlp.gate_proj", c.intermediate, c.mlp_bias, 0);
+    up_ = column(".mlp.up_proj", c.intermediate, c.mlp_bias, 0);
+    down_ = row(".mlp.down_proj", c.intermediate, c.mlp_bias);
   }
 
-  LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
-    const i64 R = B * T, Q = H_ * D_, K = G_ * D_;
+  std::string_view type() const noexcept override { return "LlamaBlock"; }
+  bool is_block() const noexcept override { return true; }
+
+  LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
+    const i64 R = B * T, S = stream_rows(shard_, mode, R), Q = H_ * D_, K = G_ * D_;
     const auto f32 = DType::F32;
     LayerActs a;
-    // In the order of enum Saved, then of enum Temporary.
-    a.saved = {planner.saved(work, {R, C_}),   planner.saved(f32, {R}),      planner.saved(work, {R, Q}),
-               planner.saved(work, {R, K}),    planner.saved(work, {R, K}),  planner.saved(work, {R, Q}),
-               planner.saved(f32, {B, H_, T}), planner.saved(work, {R, C_}), planner.saved(work, {R, C_}),
-               planner.saved(f32, {R}),        planner.saved(work, {R, F_}), planner.saved(work, {R, F_}),
-               planner.saved(work, {R, F_}),   planner.saved(work, {R, C_})};
+    // In the order of enum Saved, Gradient, Temporary.
+    a.saved = {
+        p.attention(work, {S, C_}), p.attention(f32, {S}),     p.attention(work, {R, Q}),    p.attention(work, {R, K}),
+        p.attention(work, {R, K}),  p.attention(work, {R, Q}), p.attention(f32, {B, H_, T}), p.saved(work, {S, C_}),
+        p.saved(work, {S, C_}),     p.saved(f32, {S}),         p.saved(work, {R, F_}),       p.saved(work, {R, F_}),
+        p.saved(work, {R, F_})};
     if (qk_norm_) {
       for (const i64 heads : {H_, G_}) {
-        a.saved.push_back(planner.saved(work, {R * heads, D_}));
-        a.saved.push_back(planner.saved(f32, {R * heads}));
+        a.saved.push_back(p.attention(work, {R * heads, D_}));
+        a.saved.push_back(p.attention(f32, {R * heads}));
       }
     }
-    a.output = a.saved[kOutput];
     if (mode == Mode::Train) {
-      a.temporary = {planner.temporary(work, {R, F_}), planner.temporary(work, {R, F_}),
-                     planner.temporary(work, {R, C_}), planner.temporary(work, {R, Q}),
-                     planner.temporary(work, {R, Q}),  planner.temporary(work, {R, K}),
-                     planner.temporary(work, {R, K})};
+      a.gradients = {p.gradient(work, {R, F_}), p.gradient(work, {R, F_}), p.gradient(work, {S, C_}),
+                     p.gradient(work, {R, Q}),  p.gradient(work, {R, K}),  p.gradient(work, {R, K}),
+                     p.gradient(f32, {C_}),     p.gradient(f32, {C_})};
+      if (qk_norm_) {
+        for (const i64 heads : {H_, G_}) {
+          a.gradients.push_back(p.gradient(work, {R, heads * D_}));
+          a.gradients.push_back(p.gradient(f32, {D_}));
+        }
+      }
+      a.temporary = {p.temporary(work, {S, C_}), p.temporary(work, {R, Q})};
     }
+    plan_attention(a, p, shard_, mode, work, B, T, {H_, G_, D_});
     return a;
   }
 
   void forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const override {
-    const auto& s = a.saved;
-    ctx.ops.rmsnorm_fwd(s[kNorm1], s[kRstd1], x, p.own[norm1_], eps_, ctx.stream);
-    project(ctx, p, q_, s[kQ], s[kNorm1]);
-    project(ctx, p, k_, s[kK], s[kNorm1]);
-    project(ctx, p, v_, s[kV], s[kNorm1]);
-    if (qk_norm_) {
-      head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
-      head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
-    }
-    const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
-    rotate(ctx, h, /*inverse=*/false);
-    attend(ctx, queries(ctx, s[kAttn]), s[kLse], h.q, h.k, h.v, dropout_.attention(ctx, attention_));
-    project(ctx, p, o_, s[kMiddle], s[kAttn], x);
-    ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
-    project(ctx, p, gate_, s[kGate], s[kNorm2]);
-    project(ctx, p, up_, s[kUp], s[kNorm2]);
-    ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
-    project(ctx, p, down_, s[kOutput], s[kGated], s[kMiddle]);
+    attention_forward(ctx, p, x, a);
+    mlp_forward(ctx, p, x, a);
+    project_row(ctx, p, down_, a.output, a.saved[kGated], a.saved[kMiddle]);
   }
 
-  void backward(const PassContext& ctx, RowViews p, RowViews g, TensorView x, TensorView dy, TensorView dx,
-                const LayerActs& a) const override {
-    const auto& s = a.saved;
-    const auto& t = a.temporary;
-    project_backward(ctx, p, g, down_, t[kDGate], dy, s[kGated]);
-    ctx.ops.swiglu_bwd(t[kDGate], t[kDUp], t[kDGate], s[kGate], s[kUp], ctx.stream);
-    project_backward(ctx, p, g, gate_, t[kDNorm], t[kDGate], s[kNorm2]);
-    project_backward(ctx, p, g, up_, t[kDNorm], t[kDUp], s[kNorm2], t[kDNorm]);
-    ctx.ops.rmsnorm_bwd(dx, g.own[norm2_], t[kDNorm], dy, s[kMiddle], p.own[norm2_], s[kRstd2],
-                        ctx.stream);  // dx: the gradient of the middle of the block from here on
+  void recompute(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a, Keep keep) const override {
+    attention_forward(ctx, p, x, a);
+    if (keep == Keep::Input) mlp_forward(ctx, p, x, a);
+  }
 
-    project_backward(ctx, p, g, o_, t[kDAttn], dx, s[kAttn]);
-    const Heads h = heads(ctx, s[kQ], s[kK], s[kV]), dh = heads(ctx, t[kDQ], t[kDK], t[kDV]);
-    ctx.ops.attention_bwd(dh.q, dh.k, dh.v, queries(ctx, t[kDAttn]), h.q, h.k, h.v, queries(ctx, s[kAttn]), s[kLse],
-                          dropout_.attention(ctx, attention_), ctx.stream);
+  void backward_input(const PassContext& ctx, RowViews p, TensorView x, TensorView dy,
+                      const LayerActs& a) const override {
+    const auto& s = a.saved;
+    const auto& g = a.gradients;
+    const TensorView dnorm = a.temporary[0], dattn = a.temporary[1];
+    const auto input = [&](Projection w, TensorView out, TensorView d, TensorView onto = {}) {
+      linear_backward_input(ctx, out, d, p.own[w.weight], Orientation::OutIn, onto);
+    };
+    input(down_, g[kDGate], all_rows(ctx, dy));
+    ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
+    const TensorView sum = partial_sum(ctx, dnorm);
+    input(gate_, sum, g[kDGate]);
+    input(up_, sum, g[kDUp], sum);
+    sum_partials(ctx, dnorm);
+    ctx.ops.rmsnorm_bwd(g[kDMiddle], g[kDNorm2], dnorm, dy, s[kMiddle], p.own[norm2_], s[kRstd2], ctx.stream);
+
+    input(o_, dattn, all_rows(ctx, g[kDMiddle]));
+    const Heads dh = heads(ctx, g[kDQ], g[kDK], g[kDV]);
+    attend_backward(ctx, dh, queries(ctx, dattn), heads(ctx, s[kQ], s[kK], s[kV]), queries(ctx, s[kAttn]), s[kLse],
+                    dropout_.attention(ctx, attention_), a);
     rotate(ctx, dh, /*inverse=*/true);
-    TensorView dq = t[kDQ], dk = t[kDK];
-    if (qk_norm_) dq = head_norm_backward(ctx, t[kDAttn], dq, g.own[q_norm_], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
-    project_backward(ctx, p, g, q_, t[kDNorm], dq, s[kNorm1]);
-    if (qk_norm_) dk = head_norm_backward(ctx, t[kDAttn], dk, g.own[k_norm_], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
-    project_backward(ctx, p, g, k_, t[kDNorm], dk, s[kNorm1], t[kDNorm]);
-    project_backward(ctx, p, g, v_, t[kDNorm], t[kDV], s[kNorm1], t[kDNorm]);
-    ctx.ops.rmsnorm_bwd(dx, g.own[norm1_], t[kDNorm], dx, x, p.own[norm1_], s[kRstd1], ctx.stream);
+    if (qk_norm_) {
+      head_norm_backward(ctx, g[kDQRaw], g[kDQNorm], g[kDQ], s[kQRaw], p.own[q_norm_], s[kQRstd], H_);
+      head_norm_backward(ctx, g[kDKRaw], g[kDKNorm], g[kDK], s[kKRaw], p.own[k_norm_], s[kKRstd], G_);
+    }
+    input(q_, sum, dq(a));
+    input(k_, sum, dk(a), sum);
+    input(v_, sum, g[kDV], sum);
+    sum_partials(ctx, dnorm);
+    ctx.ops.rmsnorm_bwd(a.input_grad, g[kDNorm1], dnorm, g[kDMiddle], x, p.own[norm1_], s[kRstd1], ctx.stream);
+  }
+
+  void backward_weight(const PassContext& ctx, RowViews out, TensorView, TensorView dy,
+                       const LayerActs& a) const override {
+    const auto& s = a.saved;
+    const auto& g = a.gradients;
+    const auto weight = [&](Projection w, TensorView d, TensorView in) {
+      linear_backward_weight(ctx, out.own[w.weight], w.bias ? out.own[w.weight + 1] : TensorView{}, d, in,
+                             Orientation::OutIn);
+    };
+    weight(down_, all_rows(ctx, dy), s[kGated]);
+    const TensorView norm2 = all_rows(ctx, s[kNorm2]);
+    weight(gate_, g[kDGate], norm2);
+    weight(up_, g[kDUp], norm2);
+    weight(o_, all_rows(ctx, g[kDMiddle]), s[kAttn]);
+    const TensorView norm1 = all_rows(ctx, s[kNorm1]);
+    weight(q_, dq(a), norm1);
+    weight(k_, dk(a), norm1);
+    weight(v_, g[kDV], norm1);
+    ctx.ops.cast(out.own[norm1_], g[kDNorm1], ctx.stream);
+    ctx.ops.cast(out.own[norm2_], g[kDNorm2], ctx.stream);
+    if (qk_norm_) {
+      ctx.ops.cast(out.own[q_norm_], g[kDQNorm], ctx.stream);
+      ctx.ops.cast(out.own[k_norm_], g[kDKNorm], ctx.stream);
+    }
   }
 
  private:
@@ -166,31 +222,64 @@ class LlamaBlock final : public Layer {
     kGate,
     kUp,
     kGated,
-    kOutput,
     kQRaw,
     kQRstd,
     kKRaw,
     kKRstd  // with head norms
   };
-  enum Temporary : size_t { kDGate, kDUp, kDNorm, kDAttn, kDQ, kDK, kDV };
+  enum Gradient : size_t {
+    kDGate,
+    kDUp,
+    kDMiddle,
+    kDQ,
+    kDK,
+    kDV,
+    kDNorm1,
+    kDNorm2,
+    kDQRaw,
+    kDQNorm,
+    kDKRaw,
+    kDKNorm  // with head norms
+  };
 
   struct Projection {
     size_t weight = 0;  // row; the bias, if any, is the next one
     bool bias = false;
   };
-  struct Heads {
-    TensorView q, k, v;
-  };
 
-  static void project(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x,
-                      TensorView residual = {}) {
-    linear_forward(ctx, y, x, p.own[w.weight],
-                   {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}, .residual = residual});
+  void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    ctx.ops.rmsnorm_fwd(s[kNorm1], s[kRstd1], x, p.own[norm1_], eps_, ctx.stream);
+    const TensorView norm1 = all_rows(ctx, s[kNorm1]);
+    project(ctx, p, q_, s[kQ], norm1);
+    project(ctx, p, k_, s[kK], norm1);
+    project(ctx, p, v_, s[kV], norm1);
+    if (qk_norm_) {
+      head_norm(ctx, s[kQ], s[kQRaw], s[kQRstd], p.own[q_norm_], H_);
+      head_norm(ctx, s[kK], s[kKRaw], s[kKRstd], p.own[k_norm_], G_);
+    }
+    const Heads h = heads(ctx, s[kQ], s[kK], s[kV]);
+    rotate(ctx, h, /*inverse=*/false);
+    attend(ctx, queries(ctx, s[kAttn]), s[kLse], h, dropout_.attention(ctx, attention_), a);
   }
-  static void project_backward(const PassContext& ctx, RowViews p, RowViews g, Projection w, TensorView dx,
-                               TensorView dy, TensorView x, TensorView dx_residual = {}) {
-    linear_backward(ctx, dx, g.own[w.weight], w.bias ? g.own[w.weight + 1] : TensorView{}, dy, x, p.own[w.weight],
-                    Orientation::OutIn, dx_residual);
+  // From what the attention has seen to what the last product reads.
+  void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
+    const auto& s = a.saved;
+    project_row(ctx, p, o_, s[kMiddle], s[kAttn], x);
+    ctx.ops.rmsnorm_fwd(s[kNorm2], s[kRstd2], s[kMiddle], p.own[norm2_], eps_, ctx.stream);
+    const TensorView norm2 = all_rows(ctx, s[kNorm2]);
+    project(ctx, p, gate_, s[kGate], norm2);
+    project(ctx, p, up_, s[kUp], norm2);
+    ctx.ops.swiglu_fwd(s[kGated], s[kGate], s[kUp], ctx.stream);
+  }
+
+  static void project(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x) {
+    linear_forward(ctx, y, x, p.own[w.weight], {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}});
+  }
+  static void project_row(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x,
+                          TensorView residual) {
+    row_parallel_forward(ctx, y, x, p.own[w.weight],
+                         {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}, .residual = residual});
   }
   // RMSNorm of every head in place; the raw values are kept for the backward pass.
   void head_norm(const PassContext& ctx, TensorView values, TensorView raw, TensorView rstd, TensorView weight,
@@ -199,14 +288,15 @@ class LlamaBlock final : public Layer {
     ctx.ops.cast(raw, rows, ctx.stream);
     ctx.ops.rmsnorm_fwd(rows, rstd, raw, weight, eps_, ctx.stream);
   }
-  // The gradient of the raw heads, in the memory of `out` [at least as many elements].
-  TensorView head_norm_backward(const PassContext& ctx, TensorView out, TensorView grad, TensorView dweight,
-                                TensorView raw, TensorView rstd, TensorView weight, i64 num_heads) const {
-    const i64 R = ctx.B * ctx.T;
-    ctx.ops.rmsnorm_bwd(out.reshaped({R * num_heads, D_}), dweight, grad.reshaped({R * num_heads, D_}), {}, raw, weight,
-                        rstd, ctx.stream);
-    return out.reshaped({R, num_heads * D_});
+  void head_norm_backward(const PassContext& ctx, TensorView dx, TensorView dweight, TensorView dy, TensorView raw,
+                          TensorView weight, TensorView rstd, i64 num_heads) const {
+    const i64 rows = ctx.B * ctx.T * num_heads;
+    ctx.ops.rmsnorm_bwd(dx.reshaped({rows, D_}), dweight, dy.reshaped({rows, D_}), {}, raw, weight, rstd, ctx.stream);
   }
+  // The gradients of what the products gave.
+  TensorView dq(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDQRaw : kDQ]; }
+  TensorView dk(const LayerActs& a) const { return a.gradients[qk_norm_ ? kDKRaw : kDK]; }
+
   TensorView queries(const PassContext& ctx, TensorView rows) const {
     return heads_view(rows, ctx.B, ctx.T, H_, D_, H_ * D_, 0);
   }
@@ -222,6 +312,7 @@ class LlamaBlock final : public Layer {
   i64 C_, H_, G_, D_, F_;
   float eps_;
   bool qk_norm_;
+  Shard shard_;
   BlockDropout dropout_;
   AttentionParams attention_;
   size_t norm1_ = 0, norm2_ = 0, q_norm_ = 0, k_norm_ = 0;
@@ -230,14 +321,16 @@ class LlamaBlock final : public Layer {
 
 }  // namespace
 
-Model make_llama(const ModelConfig& c) {
+Model make_llama(const ModelConfig& c, const Shard& shard) {
   Model m;
-  m.tied = c.tie_embeddings;
-  if (m.tied) m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
-  m.layers.push_back(std::make_unique<TokenEmbedding>(c));
-  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l));
+  if (c.tie_embeddings) {
+    m.shared = {TokenEmbedding::table(c, shard)};
+    m.ties = {{"lm_head.weight", "model.embed_tokens.weight"}};
+  }
+  m.layers.push_back(std::make_unique<TokenEmbedding>(c, shard));
+  for (i64 l = 0; l < c.layers; ++l) m.layers.push_back(std::make_unique<LlamaBlock>(c, l, shard));
   m.layers.push_back(make_head(NormKind::RmsNorm, "model.norm", "lm_head.weight", c.hidden, c.vocab_size,
-                               c.tie_embeddings, c.norm_eps, c.initializer_range));
+                               c.tie_embeddings, c.norm_eps, c.initializer_range, shard));
   return m;
 }
 

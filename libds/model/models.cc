@@ -4,23 +4,24 @@
 namespace ds::model {
 namespace {
 
-Model make_family(const ModelConfig& config) {
+Model make_family(const ModelConfig& config, const Shard& shard) {
   switch (config.family) {
-    case Family::Gpt2: return make_gpt2(config);
+    case Family::Gpt2: return make_gpt2(config, shard);
     case Family::Llama:
     case Family::Qwen2:
-    case Family::Qwen3: return make_llama(config);
-    case Family::Bert: return make_bert(config);
+    case Family::Qwen3: return make_llama(config, shard);
+    case Family::Bert: return make_bert(config, shard);
   }
   throw Error(Errc::Internal, "no such family of models");
 }
 
 }  // namespace
 
-Model make_model(const ModelConfig& config, i64 seq_length) {
+Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) {
   DS_CHECK(seq_length <= config.max_positions || config.any_length(), Errc::Config,
            "data.seq_length {} exceeds the model's {} positions", seq_length, config.max_positions);
-  Model m = make_family(config);
+  Model m = make_family(config, shard);
+  m.shard = shard;
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
   m.max_positions = config.max_positions;

@@ -9,17 +9,18 @@
 
 namespace ds::model {
 
-// seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions.
-Model make_model(const ModelConfig& config, i64 seq_length);
+// seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
+// it that a rank computes; check_shard must have nothing against it.
+Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard = {});
 
-Model make_gpt2(const ModelConfig& config);
+Model make_gpt2(const ModelConfig& config, const Shard& shard);
 // Llama, Qwen2, Qwen3: one family that differs in biases, head norms and RoPE scaling.
-Model make_llama(const ModelConfig& config);
+Model make_llama(const ModelConfig& config, const Shard& shard);
 // An encoder with the head of masked language modelling (Hugging Face's BertForMaskedLM): no pooler.
-Model make_bert(const ModelConfig& config);
+Model make_bert(const ModelConfig& config, const Shard& shard);
 
-// Initial values of elements [begin, begin + count) of parameter number `param` (counted over all layers of the model),
-// from the global element index alone: every layout starts from the same weights.
+// Initial values of elements [begin, begin + count) of parameter number `param` (counted over the whole model), of the
+// whole parameter: from the element's number alone, so that every layout starts from the same weights.
 void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count, float* out);
 
 // Hugging Face's RoPE with its scalings: half rotation, angles in fp32. length: rows of the tables, and the longest

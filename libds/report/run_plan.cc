@@ -4,10 +4,16 @@
 #include <algorithm>
 
 #include "model/models.h"
+#include "pipeline/partition.h"
+#include "report/dry_run.h"
 #include "zero/param_store.h"
 
 namespace ds::report {
 namespace {
+
+using model::Mode;
+using pipeline::LayerCall;
+using pipeline::Op;
 
 // Rows of logits at a time: about 64 MiB of fp32, so that they stay in caches, or 1 GiB on a GPU, whose products must
 // be large; a multiple of 64 rows.
@@ -20,6 +26,65 @@ i64 logits_chunk(i64 rows, i64 vocab, DeviceKind device) {
   return chunk + div_ceil(chunk * (align_up(vocab, 8) - vocab), vocab);
 }
 
+pipeline::Checkpointing checkpointing_of(const ActivationCheckpointingConfig& c) {
+  switch (c.granularity) {
+    case CheckpointGranularity::None: return {};
+    case CheckpointGranularity::Layer: return {model::Keep::Input, c.interval};
+    case CheckpointGranularity::Selective: return {model::Keep::AllButAttention};
+  }
+  return {};
+}
+
+i64 padded_elems(const zero::Layout& layout) {
+  i64 n = 0;
+  for (const zero::UnitPlace& u : layout.units()) n += u.padded;
+  return n;
+}
+
+// The units whose parameters a layer uses, and those of its gradients.
+zero::Access uses_of(const RunPlan& plan, i64 layer, i64 num_layers, i64 shared) {
+  zero::Access units;
+  if (!plan.rows[static_cast<size_t>(RunPlan::unit_of(layer))].empty()) units.push_back(RunPlan::unit_of(layer));
+  if (plan.tied() && (layer == 0 || layer + 1 == num_layers)) units.push_back(shared);
+  return units;
+}
+
+// Which calls an instruction makes.
+std::span<const LayerCall> calls_of(const ChunkPlan& chunk, Op op) {
+  switch (op) {
+    case Op::Forward: return chunk.forward;
+    case Op::Backward:
+    case Op::BackwardInput: return chunk.backward;
+    case Op::BackwardWeight: return chunk.weight;
+    default: return {};
+  }
+}
+
+// Every use of parameters by a schedule, in order.
+std::vector<zero::Access> trace_of(const RunPlan& plan, std::span<const pipeline::Instr> schedule, i64 num_layers) {
+  std::vector<zero::Access> trace;
+  for (const pipeline::Instr& instr : schedule) {
+    for (const LayerCall& call : calls_of(plan.chunks[static_cast<size_t>(instr.chunk)], instr.op)) {
+      if (call.kind != LayerCall::Kind::BackwardWeight)
+        trace.push_back(uses_of(plan, call.layer, num_layers, RunPlan::kSharedUnit));
+    }
+  }
+  return trace;
+}
+
+// The most that is received at once when gradients are summed behind the data-parallel sums.
+i64 exchange_elems(const RunPlan& plan) {
+  i64 shared = 0;
+  const auto has = [&](auto which) { return std::ranges::any_of(plan.chunks, which); };
+  const bool embeds = has([](const ChunkPlan&c) { return c.first; }),
+             heads = has([](const ChunkPlan&c) { return c.last; });
+  if (embeds != heads) {
+    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared += s.slice;
+  }
+  using Parts = model::ParamRow::Parts;
+  return std::max({shared, plan.parts_elems(Parts::Group), plan.parts_elems(Parts::Copies) * plan.mesh.tp});
+}
+
 }  // namespace
 
 i64 RunPlan::total_memory() const noexcept {
@@ -28,32 +93,197 @@ i64 RunPlan::total_memory() const noexcept {
   return device == DeviceKind::Cpu ? total : total - memory[static_cast<size_t>(Tag::Host)];
 }
 
-RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device) {
+model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
+  return {.tp = mesh.tp,
+          .tp_rank = coord.tp,
+          .sequence = config.tensor_parallel.sequence_parallel && mesh.tp > 1,
+          .sp = mesh.sp,
+          .sp_rank = coord.sp,
+          .mode = config.sequence_parallel_mode == SequenceParallelMode::Ring ? model::SequenceMode::Ring
+                                                                              : model::SequenceMode::Ulysses};
+}
+
+std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model) {
+  const PipelineConfig& p = config.pipeline;
+  const int parts = narrow<int>(p.stages * p.virtual_stages);
+  const pipeline::Checkpointing checkpointing = checkpointing_of(config.activation_checkpointing);
+  const std::vector<pipeline::LayerCost> layers = pipeline::layer_costs(model);
+  std::vector<i64> bytes;
+  for (size_t l = 0; l < layers.size(); ++l) {
+    const auto& layer = model.layers[l];
+    // Weights, gradients and Adam's states, and the activations of a micro-batch.
+    model::ActivationPlanner planner;
+    planner.begin_layer(layer->is_block() ? checkpointing.keep : model::Keep::All, false);
+    layer->plan(planner, config.work_dtype(), config.batch.micro, config.data.seq_length / model.shard.sp, Mode::Train);
+    bytes.push_back(layers[l].params * (2 * dtype_bytes(config.work_dtype()) + 12) / model.shard.tp +
+                    planner.kept_bytes());
+  }
+  return p.partition == "memory" ? pipeline::balanced_cuts(bytes, parts)
+                                 : pipeline::partition(p.partition, layers, parts);
+}
+
+std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPlan& c, const RunPlan& plan,
+                                        model::ActivationPlanner& planner, Mode mode, const PassShape& shape,
+                                        TensorView input_grad) {
+  const pipeline::Chunk& chunk = c.chunk;
+  const i64 S = shape.stream_rows, C = model.hidden;
+  const auto stream = [&](bool keep) {
+    return keep ? planner.kept(plan.work, {S, C}) : planner.working(plan.work, {S, C});
+  };
+  const bool elsewhere = plan.partition_inputs || plan.offload_inputs;
+  const i64 shares = plan.partition_inputs ? plan.mesh.tp : 1, rows = align_up(S, shares);
+  // Streams that alternate between the layers: outputs that nobody keeps here, gradients that nobody waits for.
+  TensorView turns[2];
+  const bool train = mode == Mode::Train;
+  if (!train || !plan.split_backward || elsewhere) {
+    for (TensorView& t : turns) t = stream(false);
+    planner.pin();
+  }
+  std::vector<model::LayerActs> acts;
+  for (i64 l = chunk.begin; l < chunk.end; ++l) {
+    const size_t at = static_cast<size_t>(l);
+    const bool head = l + 1 == std::ssize(model.layers);
+    planner.begin_layer(train ? chunk.keep_of(l) : model::Keep::Input,
+                        train && (plan.split_backward || chunk.continues_group(l)));
+    if (!acts.empty() && acts.back().stash.rank > 0) acts.back().restored = planner.working(plan.work, {rows, C});
+    model::LayerActs& a = acts.emplace_back(model.layers[at]->plan(planner, plan.work, shape.B, shape.T, mode));
+    if (!head && train) {
+      // The input of layers that are computed again may be kept elsewhere; what goes to the next stage may not.
+      const bool input =
+          l + 1 < chunk.end && chunk.keep_of(l + 1) == model::Keep::Input && !chunk.continues_group(l + 1);
+      if (input && elsewhere) {
+        a.output = turns[at % 2];
+        a.stash = plan.offload_inputs ? planner.host(plan.work, {rows / shares, C})
+                                      : planner.kept(plan.work, {rows / shares, C});
+      } else {
+        a.output = stream(!chunk.continues_group(l + 1));
+      }
+    }
+    if (!head && !train) a.output = turns[at % 2];
+    if (!train || l == 0) continue;
+    if (l == chunk.begin) {
+      a.input_grad = input_grad;
+    } else {
+      a.input_grad = plan.split_backward ? stream(false) : turns[at % 2];
+    }
+  }
+  return acts;
+}
+
+i64 RunPlan::parts_elems(model::ParamRow::Parts parts) const {
+  i64 elems = 0;
+  if (mesh.tp == 1) return elems;
+  for (const zero::Piece& piece : layout.owned_pieces(dp_rank())) {
+    const i64 unit = layout.segments()[static_cast<size_t>(piece.segment)].unit;
+    const i64 row = piece.param - layout.units()[static_cast<size_t>(unit)].first_param;
+    if (rows[static_cast<size_t>(unit)][static_cast<size_t>(row)].parts == parts) elems += piece.count;
+  }
+  return elems;
+}
+
+i64 RunPlan::grad_segment(i64 segment) const noexcept {
+  const i64 unit = layout.segments()[static_cast<size_t>(segment)].unit;
+  const i64 grad_unit = unit == kSharedUnit ? shared_grads() : unit;
+  return grad_layout.units()[static_cast<size_t>(grad_unit)].first_segment + segment -
+         layout.units()[static_cast<size_t>(unit)].first_segment;
+}
+
+bool RunPlan::counts(const zero::Piece& piece) const noexcept {
+  return zero::is_saved(rows, layout, piece, chunks.front().first);
+}
+
+RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
+                      DeviceKind device) {
   RunPlan plan;
   plan.device = device;
+  plan.mesh = mesh;
+  plan.coord = coord;
   plan.work = config.work_dtype();
   plan.wire = config.communication_data_type;
   plan.B = config.batch.micro;
-  plan.T = config.data.seq_length;
+  plan.sequence_length = config.data.seq_length;
+  plan.T = plan.sequence_length / mesh.sp;
+  plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
   plan.micro_batches = config.batch.accumulation;
-  for (const auto& layer : model.layers) plan.rows.emplace_back(layer->rows());
+  plan.rows = zero::units_of(model);
+  plan.grad_rows = plan.rows;
+  plan.grad_rows.emplace_back(model.shared);
 
+  // The stage: its instructions and its layers.
+  const i64 num_layers = std::ssize(model.layers);
+  const PipelineConfig& p = config.pipeline;
+  const ActivationCheckpointingConfig& checkpoints = config.activation_checkpointing;
+  if (checkpoints.granularity == CheckpointGranularity::Layer) {
+    // A stream that is cut already has no more to cut; the memory of a CPU is host memory.
+    plan.partition_inputs = checkpoints.partition_activations && mesh.tp > 1 && !model.shard.sequence;
+    plan.offload_inputs = checkpoints.cpu_checkpointing && device == DeviceKind::Cuda;
+  }
+  plan.split_backward = p.schedule == PipelineSchedule::ZeroBubbleH1 && mesh.pp > 1;
+  plan.schedule = pipeline::make_schedule({.kind = p.schedule,
+                                           .stages = mesh.pp,
+                                           .stage = coord.pp,
+                                           .micro_batches = plan.micro_batches,
+                                           .chunks = narrow<int>(p.virtual_stages)});
+  const std::vector<i64> cuts = pipeline_cuts(config, model);
+  for (i64 c = 0; c < p.virtual_stages; ++c) {
+    const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, coord.pp, c));
+    ChunkPlan chunk;
+    chunk.chunk =
+        pipeline::make_chunk(model, cuts[block], cuts[block + 1], checkpointing_of(config.activation_checkpointing));
+    chunk.first = cuts[block] == 0;
+    chunk.last = cuts[block + 1] == num_layers;
+    chunk.forward = pipeline::forward_calls(chunk.chunk);
+    chunk.backward = pipeline::backward_calls(model, chunk.chunk, plan.split_backward);
+    if (plan.split_backward) chunk.weight = pipeline::weight_calls(model, chunk.chunk);
+    const pipeline::StashSizes stash = pipeline::stash_sizes(plan.schedule, c);
+    chunk.kept_slots = stash.forward;
+    chunk.working_slots = plan.split_backward ? stash.backward + 1 : 1;  // the first is scratch of forward passes
+    chunk.input_slots = stash.forward + 1;
+    chunk.grad_slots = stash.backward + 1;
+    plan.chunks.push_back(std::move(chunk));
+  }
+
+  // Ownership.
   const ZeroConfig& z = config.zero;
-  plan.layout = zero::Layout::make(plan.rows, {.num_ranks = ranks,
-                                               .stage = narrow<int>(z.stage),
-                                               .persistence_threshold = z.param_persistence_threshold,
-                                               .model_persistence_threshold = z.model_persistence_threshold});
+  const int P = zero::num_shards(mesh);
+  std::vector<zero::LayerRange> layers;
+  for (const ChunkPlan& c : plan.chunks) layers.push_back({c.chunk.begin, c.chunk.end});
+  zero::LayoutOptions options{.num_ranks = P,
+                              .stage = narrow<int>(z.stage),
+                              .persistence_threshold = z.param_persistence_threshold,
+                              .model_persistence_threshold = z.model_persistence_threshold,
+                              .here = zero::units_here(model, layers)};
+  plan.layout = zero::Layout::make(plan.rows, options);
+  const auto any = [&](auto which) { return std::ranges::any_of(plan.chunks, which); };
+  options.here[RunPlan::kSharedUnit] = any([](const ChunkPlan& c) { return c.first; });
+  options.here.push_back(any([](const ChunkPlan& c) { return c.last; }));
+  plan.grad_layout = zero::Layout::make(plan.grad_rows, options);
+
   plan.grads = {.work = plan.work,
                 .wire = plan.wire,
                 .bucket_elems = z.reduce_bucket_size,
                 .overlap = z.overlap_comm,
                 .micro_batches = plan.micro_batches,
                 .reduce_each_micro = config.reduce_order == ReduceOrder::Micro};
-  std::vector<i64> backward_order;
-  for (i64 u = narrow<i64>(plan.rows.size()); u-- > 0;) backward_order.push_back(u);
-  plan.buckets = zero::plan_buckets(plan.layout, backward_order, z.reduce_bucket_size);
+  plan.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
+  for (i64 c = std::ssize(plan.chunks); c-- > 0;) {
+    const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
+    for (const auto* calls : {&chunk.backward, &chunk.weight}) {
+      std::vector<i64> units;
+      for (const LayerCall& call : *calls) {
+        if (call.kind != LayerCall::Kind::BackwardWeight) continue;
+        const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
+        for (const i64 u : uses_of(plan, call.layer, num_layers, shared)) units.push_back(u);
+      }
+      if (!units.empty()) plan.grads.passes.push_back(std::move(units));
+    }
+  }
+  plan.buckets = zero::plan_buckets(plan.grad_layout, plan.grads);
 
-  const i64 P = ranks;
+  for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
+    if (u != plan.head_use() || plan.shared_grads() == u) plan.gathered_grads.push_back(u);
+  }
+
   std::vector<i64> gather_elems(plan.rows.size(), 0);
   i64 padded = 0, whole = 0;
   for (const zero::Segment& s : plan.layout.segments()) {
@@ -65,28 +295,46 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
     }
   }
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
-  const i64 layers = narrow<i64>(plan.rows.size());
-  plan.train_gathers =
-      zero::plan_gathers(zero::training_trace(layers, model.tied, plan.micro_batches), gather_elems, knobs);
-  plan.eval_gathers = zero::plan_gathers(zero::forward_trace(layers, model.tied), gather_elems, knobs);
-
-  const i64 R = plan.B * plan.T;
-  model::ActivationPlanner planner;
-  for (const auto& layer : model.layers) {
-    planner.begin_layer();
-    layer->plan(planner, plan.work, plan.B, plan.T, model::Mode::Train);
+  plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
+  plan.gather_pool_elems = plan.train_gathers.pool_elems;
+  for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
+    const pipeline::Instr forward{Op::Forward, 0, c};
+    plan.eval_gathers.push_back(zero::plan_gathers(trace_of(plan, {&forward, 1}, num_layers), gather_elems, knobs));
+    plan.gather_pool_elems = std::max(plan.gather_pool_elems, plan.eval_gathers.back().pool_elems);
   }
-  plan.saved_bytes = planner.saved_bytes();
-  plan.temporary_bytes = planner.temporary_bytes();
-  plan.logits_chunk = logits_chunk(R, model.vocab, device);
-  plan.rope_elems = narrow<i64>(model::make_rope_tables(config.model, plan.T).cos.size());
+
+  // Memory of the passes.
+  const i64 R = plan.B * plan.T, S = plan.shape().stream_rows, C = model.hidden;
+  const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
+  i64 kept = 0, working = 0, streams = 0;
+  for (ChunkPlan& chunk : plan.chunks) {
+    for (const Mode mode : {Mode::Train, Mode::Eval}) {
+      model::ActivationPlanner planner;
+      plan_acts(model, chunk, plan, planner, mode, plan.shape());
+      chunk.kept_bytes = std::max(chunk.kept_bytes, planner.kept_bytes());
+      chunk.host_bytes = std::max(chunk.host_bytes, planner.host_bytes());
+      chunk.working_bytes = std::max(chunk.working_bytes, planner.working_bytes());
+      plan.temporary_bytes = std::max(plan.temporary_bytes, planner.temporary_bytes());
+    }
+    kept += chunk.kept_slots * chunk.kept_bytes;
+    tag(Tag::Host) += chunk.kept_slots * chunk.host_bytes;
+    if (plan.split_backward)
+      working += chunk.working_slots * chunk.working_bytes;
+    else
+      working = std::max(working, chunk.working_bytes);
+    streams += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
+  }
+  plan.working_bytes = working;
+  const bool has_head = plan.chunks.back().last;
+  const i64 vocab = has_head ? model.vocab_share() : 0;
+  plan.logits_chunk = has_head ? logits_chunk(R, vocab, device) : 0;
+  plan.rope_elems = narrow<i64>(model::make_rope_tables(config.model, plan.sequence_length).cos.size());
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
-  const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
-  const i64 fresh = zero::fresh_grad_elems(plan.layout, plan.buckets, plan.grads) * wire_bytes;
-  const i64 accum = zero::grad_accum_elems(plan.layout, plan.grads) * 4;
-  const i64 gathered = std::max(plan.train_gathers.pool_elems, plan.eval_gathers.pool_elems) * work_bytes;
+  const i64 fresh = zero::fresh_grad_elems(plan.grad_layout, plan.buckets, plan.grads) * wire_bytes;
+  const i64 accum = zero::grad_accum_elems(plan.grad_layout, plan.grads) * 4;
+  const i64 gathered = plan.gather_pool_elems * work_bytes;
   plan.shared = {whole * work_bytes, gathered, fresh, accum};
   tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
   tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) = fresh;
@@ -94,11 +342,20 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   tag(Tag::Master) = plan.work == DType::F32 ? 0 : shard * 4;  // fp32 parameters are their own masters
   tag(Tag::Optimizer) = 2 * shard * 4;
   tag(Tag::Gathered) = gathered;
-  tag(Tag::Activations) = plan.saved_bytes;
-  tag(Tag::Logits) = plan.logits_chunk * model.vocab * 4;
-  // Temporaries, the gradient of the residual stream, the fp32 gradient of the output projection, staged gradients.
-  tag(Tag::Workspace) = plan.temporary_bytes + R * model.hidden * work_bytes + model.vocab * model.hidden * 4 +
-                        zero::staging_elems(plan.layout, plan.grads) * 4;
+  tag(Tag::Activations) = kept;
+  tag(Tag::Logits) = plan.logits_chunk * vocab * 4;
+  // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
+  // the output projection, staged gradients; sums over the tensor-parallel group.
+  plan.stream_slots = streams;
+  tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + vocab * C * 4 +
+                        zero::staging_elems(plan.grad_layout, plan.grads) * 4;
+  plan.exchange_elems = exchange_elems(plan);
+  tag(Tag::Workspace) += plan.exchange_elems * 4;
+  if (mesh.tp > 1) {
+    const i64 rows = model.shard.padded_rows(R);
+    plan.tp_shared = {rows * C * work_bytes, rows * C * work_bytes};
+    tag(Tag::Workspace) += 2 * rows * C * work_bytes + rows / mesh.tp * C * 4 + 3 * plan.logits_chunk * 4;
+  }
   // ids and targets of all micro-batches, positions, token types, losses, rotations; then the numbers of the step.
   const i64 token_types = model.token_types > 0 ? R : 0;
   tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + token_types + 2 * plan.rope_elems) * 4, 8) +
@@ -108,15 +365,17 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
   // CPU a save in the background has a copy of what this rank owns.
   const i64 state_bytes = (plan.work == DType::F32 ? 0 : 4) + 2 * 4 + work_bytes;
   if (device == DeviceKind::Cuda) {
-    tag(Tag::Host) = shard * state_bytes;
+    plan.state_bytes = shard * state_bytes;
   } else if (config.save.async) {
-    tag(Tag::Host) = padded / P * state_bytes;
+    plan.state_bytes = padded / P * state_bytes;
   }
+  tag(Tag::Host) += plan.state_bytes;
 
   const i64 reductions = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
   const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };
+  const i64 grad_padded = padded_elems(plan.grad_layout);
   plan.traffic["dp.reduce_scatter"] = {reductions * narrow<i64>(plan.buckets.size()),
-                                       reductions * sent(padded, wire_bytes)};
+                                       reductions * sent(grad_padded, wire_bytes)};
   CommCount& gathers = plan.traffic["dp.all_gather"];
   if (!plan.layout.states().shard_optimizer) {
     gathers = {1, sent(padded, 4)};  // the fp32 accumulators
@@ -125,6 +384,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks
     for (const zero::GatherStep& step : plan.train_gathers.steps) gathers.calls += narrow<i64>(step.launch.size());
     gathers.calls += zero::num_publish_calls(plan.layout, z.allgather_bucket_size);
   }
+  plan.traffic.merge(count_messages(model, plan));
   return plan;
 }
 

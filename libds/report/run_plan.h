@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// RunPlan: (config, model, ranks) -> everything about a run that is known before it starts: who owns what, when
-// parameters are gathered, how large every buffer is, how many bytes travel. A pure function; the engine allocates and
-// communicates by it, and the prediction printed by `ds-train --check` is the same value, so prediction and count can
-// differ only by a bug.
+// RunPlan: (config, model, place in the mesh) -> everything about one rank's run that is known before it starts: which
+// layers it has, in which order it runs them, who owns what, when parameters are gathered, how large every buffer is,
+// how many bytes travel. A pure function; the engine allocates and communicates by it, and the prediction printed by
+// `ds-train --check` is the same value, so prediction and count can differ only by a bug.
 
 #include <array>
 #include <map>
@@ -11,40 +11,108 @@
 
 #include "comm/communicator.h"
 #include "ds/config.h"
+#include "mesh/mesh.h"
+#include "pipeline/layer_calls.h"
+#include "pipeline/schedule.h"
 #include "zero/gather_plan.h"
 #include "zero/grad_store.h"
 #include "zero/layout.h"
+#include "zero/ownership.h"
 
 namespace ds::report {
 
 using TagBytes = std::array<i64, static_cast<size_t>(Tag::Count)>;
 
+// A chunk of layers of this rank's pipeline stage, and the memory of its micro-batches.
+struct ChunkPlan {
+  pipeline::Chunk chunk;
+  std::vector<pipeline::LayerCall> forward, backward, weight;  // of Forward; Backward or BackwardInput; BackwardWeight
+  // Slots of what lives as long as a micro-batch's activations; of the gradients that wait for BackwardWeight; of the
+  // messages that come in, one more of each, so that a receive can be posted ahead.
+  i64 kept_slots = 1, working_slots = 1, input_slots = 2, grad_slots = 2;
+  // Bytes of one slot; the second also of the scratch of forward passes.
+  i64 kept_bytes = 0, working_bytes = 0, host_bytes = 0;
+  bool first = false, last = false;  // of the model
+};
+
+// What a pass runs over: B sequences of T tokens here, of which the residual stream has `stream_rows` rows here.
+struct PassShape {
+  i64 B = 0, T = 0, stream_rows = 0;
+};
+
 struct RunPlan {
   DeviceKind device = DeviceKind::Cpu;  // where it runs
+  MeshShape mesh;
+  MeshCoord coord;
   DType work = DType::F32, wire = DType::F32;
-  i64 B = 0, T = 0, micro_batches = 0;                 // of one rank
-  std::vector<std::span<const model::ParamRow>> rows;  // per unit; unit = layer
+  i64 B = 0, T = 0, micro_batches = 0;  // of one rank; T of its part of the sequences
+  i64 sequence_length = 0;              // of all of them
+  // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
+  std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   zero::Layout layout;
   zero::GradOptions grads;
+  zero::Layout grad_layout;
   std::vector<zero::Bucket> buckets;
-  zero::GatherPlan train_gathers, eval_gathers;
-  i64 rope_elems = 0;       // of the tables of cos and of sin, each
-  i64 logits_chunk = 0;     // rows of the logits workspace
-  i64 saved_bytes = 0;      // activations kept for backward
-  i64 temporary_bytes = 0;  // shared by the layers
+  std::vector<i64> gathered_grads;  // units whose gradients all ranks of dp have at stage 0
+  bool split_backward = false;
+  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
+  bool partition_inputs = false, offload_inputs = false;
+  std::vector<pipeline::Instr> schedule;
+  std::vector<ChunkPlan> chunks;
+  zero::GatherPlan train_gathers;
+  std::vector<zero::GatherPlan> eval_gathers;  // of each chunk's forward pass
+  i64 gather_pool_elems = 0;                   // the most that one of them needs
+  i64 rope_elems = 0;                          // of the tables of cos and of sin, each
+  i64 logits_chunk = 0;                        // rows of the logits workspace
+  i64 temporary_bytes = 0;                     // shared by the layers
+  i64 working_bytes = 0;                       // over all chunks
+  i64 state_bytes = 0;     // of this rank's training state, copied to host memory to be saved or loaded
+  i64 stream_slots = 0;    // messages of the pipeline, [stream rows, hidden] each
+  i64 exchange_elems = 0;  // fp32, of sums of gradients over pipeline stages and the tensor-parallel group
+  i64 stream_shares = 1;   // ranks that share the rows of the residual stream
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
   TagBytes memory{};
-  // The part of it that each rank takes from the communicator, allocation by allocation: its peers read it in place.
+  // The part of it that each rank takes from the communicator of dp, allocation by allocation: its peers read it in
+  // place.
   std::vector<i64> shared;
+  // The same of tp.
+  std::vector<i64> tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
 
   i64 total_memory() const noexcept;  // of the device
+  PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
+  int dp_rank() const noexcept { return zero::shard_rank(mesh, coord); }
+  // The segment of grad_layout that has the gradients of one of layout.
+  i64 grad_segment(i64 segment) const noexcept;
+  // Elements of the owned slices of rows whose gradients are parts of a sum over tp.
+  i64 parts_elems(model::ParamRow::Parts parts) const;
+  // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
+  bool counts(const zero::Piece& piece) const noexcept;
+  static constexpr i64 kSharedUnit = zero::kSharedUnit;
+  static constexpr i64 unit_of(i64 layer) noexcept { return zero::unit_of(layer); }
+  i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
+  bool tied() const noexcept { return !rows[0].empty(); }
+  // Where the gradient of shared is summed, on the stages that have it.
+  i64 shared_grads() const noexcept { return chunks.front().first ? kSharedUnit : head_use(); }
 };
 
-// The model must outlive the plan. `device`: where it runs, not Auto.
-RunPlan make_run_plan(const Config& config, const model::Model& model, int ranks, DeviceKind device = DeviceKind::Cpu);
+// The part of the model that a rank of the mesh computes.
+model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);
+
+// The first layer of each block of the pipeline, and behind the last one: pipeline.partition. The same on every rank.
+std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);
+
+// `model`: of shard_of(); it must outlive the plan. `device`: where it runs, not Auto.
+RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
+                      DeviceKind device = DeviceKind::Cpu);
+
+// The activations of a chunk for one micro-batch in this memory; the same calls that counted it. input_grad: of its
+// first layer, which the stage before waits for.
+std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPlan& chunk, const RunPlan& plan,
+                                        model::ActivationPlanner& planner, model::Mode mode, const PassShape& shape,
+                                        TensorView input_grad = {});
 
 // The device's numbers of a step that its host reads when the step is done; each is 8-byte aligned.
 struct StepScalars {

@@ -5,13 +5,18 @@
 
 namespace ds::zero {
 
-std::vector<Bucket> plan_buckets(const Layout& layout, std::span<const i64> order, i64 limit) {
+std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options) {
   std::vector<Bucket> buckets;
-  for (const i64 unit : order) {
-    const i64 n = layout.units()[static_cast<size_t>(unit)].padded;
-    if (buckets.empty() || buckets.back().elems + n > limit) buckets.emplace_back();
-    buckets.back().units.push_back(unit);
-    buckets.back().elems += n;
+  for (const std::vector<i64>& pass : options.passes) {
+    bool first = true;
+    for (const i64 unit : pass) {
+      const i64 n = layout.units()[static_cast<size_t>(unit)].padded;
+      const bool beside = std::ranges::find(options.beside, unit) != options.beside.end();
+      if (std::exchange(first, false) || (!beside && buckets.back().elems + n > options.bucket_elems))
+        buckets.emplace_back();
+      buckets.back().units.push_back(unit);
+      buckets.back().elems += n;
+    }
   }
   return buckets;
 }
@@ -46,18 +51,37 @@ i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, cons
   return layout.states().shard_grads ? num_slots(layout, buckets, options) * slot_elems(buckets) : padded_elems(layout);
 }
 
+namespace {
+
+// Where each unit is staged: one at a time, and those that are written beside another behind it.
+std::vector<i64> staging_bases(const Layout& layout, const GradOptions& options, i64& end) {
+  std::vector<i64> bases(layout.units().size(), 0);
+  i64 largest = 0, largest_beside = 0;
+  const auto is_beside = [&](i64 u) { return std::ranges::find(options.beside, u) != options.beside.end(); };
+  for (size_t u = 0; u < bases.size(); ++u) {
+    i64& most = is_beside(narrow<i64>(u)) ? largest_beside : largest;
+    most = std::max(most, layout.units()[u].padded);
+  }
+  for (const i64 u : options.beside) bases[static_cast<size_t>(u)] = largest;
+  end = options.staged() ? largest + largest_beside : 0;
+  return bases;
+}
+
+}  // namespace
+
 i64 staging_elems(const Layout& layout, const GradOptions& options) {
-  i64 largest = 0;
-  for (const UnitPlace& u : layout.units()) largest = std::max(largest, u.padded);
-  return options.staged() ? largest : 0;
+  i64 end = 0;
+  staging_bases(layout, options, end);
+  return end;
 }
 
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                      Device& device, MemoryLedger& ledger, const GradOptions& options)
     : layout_(layout), comm_(comm), device_(device), ops_(device.ops()), stream_(device.stream()), options_(options) {
-  std::vector<i64> order;
-  for (i64 u = narrow<i64>(layout.units().size()); u-- > 0;) order.push_back(u);
-  buckets_ = plan_buckets(layout, order, options.bucket_elems);
+  buckets_ = plan_buckets(layout, options);
+  micro_.resize(buckets_.size());
+  i64 staged = 0;
+  staging_base_ = staging_bases(layout, options, staged);
 
   const size_t slots = static_cast<size_t>(num_slots(layout, buckets_, options));
   tickets_.resize(slots);
@@ -99,10 +123,11 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     std::vector<TensorView>& views = views_.emplace_back();
     for (size_t r = 0; r < rows[u].size(); ++r) {
       const RowPlace& place = layout.rows()[static_cast<size_t>(unit.first_param) + r];
+      if (place.segment < 0) continue;
       const i64 at = layout.segments()[static_cast<size_t>(place.segment)].offset + place.offset;
       const DType dtype = options.staged() ? DType::F32 : options.wire;
       void* data = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data()) +
-                   (options.staged() ? at : unit_base_[u] + at) * dtype_bytes(dtype);
+                   ((options.staged() ? staging_base_[u] : unit_base_[u]) + at) * dtype_bytes(dtype);
       const model::ParamRow& row = rows[u][r];
       views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
                                             : TensorView::of(data, dtype, {row.numel()}));
@@ -110,9 +135,10 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   }
 }
 
-float* GradStore::element(const Segment& s, i64 first) const noexcept {
-  const i64 base = accum_base_[static_cast<size_t>(&s - layout_.segments().data())];
-  return accum_.as<float>().data() + base + first - (full_accum() ? 0 : s.slice * comm_.rank());
+float* GradStore::element(i64 segment, i64 first) const noexcept {
+  const i64 base = accum_base_[static_cast<size_t>(segment)];
+  const i64 held = full_accum() ? 0 : layout_.segments()[static_cast<size_t>(segment)].slice * comm_.rank();
+  return accum_.as<float>().data() + base + first - held;
 }
 
 std::span<const TensorView> GradStore::acquire(i64 unit) {
@@ -135,28 +161,30 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
 }
 
 void GradStore::commit(i64 unit) {
-  const bool last_micro = micro_ + 1 == options_.micro_batches;
+  const size_t u = static_cast<size_t>(unit), bucket = static_cast<size_t>(unit_bucket_[u]);
+  i64& micro = micro_[bucket];
+  const bool last_micro = micro + 1 == options_.micro_batches;
   if (options_.staged()) {
     for (const Segment& s : layout_.segments_of(unit)) {
-      const i64 at = unit_base_[static_cast<size_t>(unit)] + s.offset;
+      const i64 at = unit_base_[u] + s.offset;
       void* data = static_cast<char*>(fresh_.data()) + at * dtype_bytes(options_.wire);
       ops_.cast(TensorView::of(data, options_.wire, {s.numel}),
-                TensorView::of(staging_.as<float>().data() + s.offset, DType::F32, {s.numel}), stream_);
+                TensorView::of(staging_.as<float>().data() + staging_base_[u] + s.offset, DType::F32, {s.numel}),
+                stream_);
     }
   }
-  if (options_.accumulates_locally()) {
-    const UnitPlace& place = layout_.units()[static_cast<size_t>(unit)];
+  const UnitPlace& place = layout_.units()[u];
+  if (options_.accumulates_locally() && place.num_segments > 0) {
     const TensorView fresh = TensorView::of(
-        static_cast<char*>(fresh_.data()) + unit_base_[static_cast<size_t>(unit)] * dtype_bytes(options_.wire),
-        options_.wire, {place.padded});
+        static_cast<char*>(fresh_.data()) + unit_base_[u] * dtype_bytes(options_.wire), options_.wire, {place.padded});
     // Segments of a unit lie side by side in both arrays.
-    const TensorView sum = TensorView::of(element(layout_.segments_of(unit).front(), 0), DType::F32, {place.padded});
-    ops_.fold(sum, {&fresh, 1}, micro_ > 0, stream_);
+    const TensorView sum = TensorView::of(element(place.first_segment, 0), DType::F32, {place.padded});
+    ops_.fold(sum, {&fresh, 1}, micro > 0, stream_);
     if (last_micro) ops_.cast(fresh, sum, stream_);
   }
-  const size_t bucket = static_cast<size_t>(unit_bucket_[static_cast<size_t>(unit)]);
-  if (unit == buckets_[bucket].units.back() && (options_.reduce_each_micro || last_micro)) reduce(bucket);
-  if (unit == buckets_.back().units.back()) micro_ = last_micro ? 0 : micro_ + 1;
+  if (unit != buckets_[bucket].units.back()) return;
+  if (options_.reduce_each_micro || last_micro) reduce(bucket);
+  micro = last_micro ? 0 : micro + 1;
 }
 
 void GradStore::reduce(size_t bucket) {
@@ -166,19 +194,26 @@ void GradStore::reduce(size_t bucket) {
     for (const Segment& s : layout_.segments_of(unit)) {
       segments_.push_back(
           {static_cast<char*>(fresh_.data()) + (unit_base_[static_cast<size_t>(unit)] + s.offset) * bytes,
-           element(s, s.slice * comm_.rank()), s.slice});
+           element(&s - layout_.segments().data(), s.slice * comm_.rank()), s.slice});
     }
   }
-  const bool continues = options_.reduce_each_micro && micro_ > 0;
+  if (segments_.empty()) return;
+  const bool continues = options_.reduce_each_micro && micro_[bucket] > 0;
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, "dp.reduce_scatter");
 }
 
 void GradStore::finish() {
   for (Ticket& t : tickets_) t.wait();
+}
+
+void GradStore::gather(std::span<const i64> wanted) {
   if (layout_.states().shard_optimizer) return;
   gathered_.clear();
-  for (const Segment& s : layout_.segments()) gathered_.push_back({element(s, 0), s.slice * 4});
-  comm_.all_gather(gathered_, "dp.all_gather").wait();
+  for (const i64 unit : wanted) {
+    for (const Segment& s : layout_.segments_of(unit))
+      gathered_.push_back({element(&s - layout_.segments().data(), 0), s.slice * 4});
+  }
+  if (!gathered_.empty()) comm_.all_gather(gathered_, "dp.all_gather").wait();
 }
 
 }  // namespace ds::zero

@@ -8,6 +8,9 @@
 //   stage 0, 1   every bucket has its own memory (the full gradients, Tag::Grads)
 //   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
 //   "boundary" order with accumulation: a full fp32 sum of this rank's micro-batches comes in between (Tag::GradAccum)
+//
+// A matrix that two layers share has a unit for each use here, so that its gradient is the sum of two folds wherever
+// the layers stand: on one pipeline stage or on two.
 
 #include <span>
 #include <vector>
@@ -23,20 +26,23 @@ struct Bucket {
   std::vector<i64> units;
   i64 elems = 0;  // padded
 };
-// Consecutive units of `order` until the next would exceed `limit` elements; a larger unit goes alone.
-std::vector<Bucket> plan_buckets(const Layout& layout, std::span<const i64> order, i64 limit);
-
 struct GradOptions {
-  DType work = DType::F32;         // dtype of the parameters
-  DType wire = DType::F32;         // dtype of fresh gradients and of the wire
-  i64 bucket_elems = 0;            // reduce_bucket_size
-  bool overlap = true;             // overlap_comm
-  i64 micro_batches = 1;           // per step
-  bool reduce_each_micro = false;  // "micro" order; else "boundary"
+  DType work = DType::F32;                    // dtype of the parameters
+  DType wire = DType::F32;                    // dtype of fresh gradients and of the wire
+  i64 bucket_elems = 0;                       // reduce_bucket_size
+  std::vector<std::vector<i64>> passes = {};  // the units that one instruction of a schedule commits, in that order
+  std::vector<i64> beside = {};               // units whose gradients are written beside those of another unit
+  bool overlap = true;                        // overlap_comm
+  i64 micro_batches = 1;                      // per step
+  bool reduce_each_micro = false;             // "micro" order; else "boundary"
 
   bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
 };
+
+// Consecutive units of a pass until the next would exceed `bucket_elems`; a larger unit goes alone. No bucket waits for
+// a second instruction, and units that are written together are in one.
+std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options);
 
 // Elements of the fp32 accumulators of one rank, of the memory that fresh gradients need, and of the fp32 staging.
 i64 grad_accum_elems(const Layout& layout, const GradOptions& options);
@@ -48,16 +54,19 @@ class GradStore {
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options);
 
-  // Where the next backward writes the gradients of `unit`: units come in backward order (last unit first) in every
-  // micro-batch. Waits until the memory is free. commit() ends the lease.
+  // Where backward writes the gradients of `unit`: units come in the order of their pass, in every micro-batch. Waits
+  // until the memory is free. commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
   void commit(i64 unit);
 
-  // After the last micro-batch: waits for all reductions; at stage 0 also gathers the accumulators of the other ranks.
+  // After the last micro-batch: waits for all reductions. What this rank owns is final, as far as these ranks go.
   void finish();
+  // At stage 0: all ranks get the owned slices of all, of the units in `wanted`.
+  void gather(std::span<const i64> wanted);
 
-  // Where the fp32 accumulator lies of element `first` of a segment (owned slices; at stage 0 all).
-  float* element(const Segment& s, i64 first) const noexcept;
+  // Where the fp32 accumulator lies of element `first` of a segment of the layout (owned slices; at stage 0 all).
+  float* element(i64 segment, i64 first) const noexcept;
+  const Layout& layout() const noexcept { return layout_; }
 
  private:
   void reduce(size_t bucket);
@@ -75,11 +84,12 @@ class GradStore {
   std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;
   std::vector<i64> unit_bucket_, unit_base_;  // per unit; base in fresh_
+  std::vector<i64> staging_base_;             // per unit
   std::vector<i64> accum_base_;               // per segment, elements in accum_
   std::vector<std::vector<TensorView>> views_;
   std::vector<ReduceScatterSegment> segments_;  // scratch
   std::vector<AllGatherSegment> gathered_;      // scratch
-  i64 micro_ = 0;
+  std::vector<i64> micro_;                      // per bucket: micro-batches that it has seen in this step
 };
 
 }  // namespace ds::zero

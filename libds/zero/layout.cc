@@ -23,26 +23,29 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     // threshold.
     std::vector<bool> persistent(units[u].size(), false);
     for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
-      const i64 n = units[u][r].numel();
+      const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // alike on all ranks of a tensor-parallel group
       if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
         persistent[r] = true;
         persistent_total += n;
       }
     }
     UnitPlace place{.first_param = param, .first_segment = narrow<i64>(layout.segments_.size())};
+    const bool here = options.here.empty() || options.here[u];
+    for (size_t r = 0; r < units[u].size(); ++r)
+      layout.rows_[static_cast<size_t>(param) + r].param = param + narrow<i64>(r);
     for (const bool want : {true, false}) {
-      if (std::find(persistent.begin(), persistent.end(), want) == persistent.end()) continue;
+      if (!here || std::find(persistent.begin(), persistent.end(), want) == persistent.end()) continue;
       Segment s{
           .unit = narrow<i64>(u), .persistent = want, .offset = place.padded, .shard_offset = layout.shard_elems_};
       for (size_t r = 0; r < units[u].size(); ++r) {
         if (persistent[r] != want) continue;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
         layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
-        s.numel += n;
+        s.numel += std::max(n, units[u][r].room);
+        place.numel += n;
       }
       s.slice = align_up(div_ceil(s.numel, P), kSliceAlignment);
       place.padded += s.slice * P;
-      place.numel += s.numel;
       layout.shard_elems_ += s.slice * copies;
       layout.segments_.push_back(s);
     }
@@ -57,6 +60,7 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
 std::vector<Piece> Layout::pieces(int rank, bool whole) const {
   std::vector<Piece> result;
   for (const RowPlace& row : rows_) {
+    if (row.segment < 0) continue;
     const Segment& s = segments_[static_cast<size_t>(row.segment)];
     const i64 first = whole ? 0 : s.slice * rank;
     const i64 last = whole ? s.slice * num_ranks() : first + s.slice;
@@ -74,7 +78,7 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v1 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
+  return fmt::format("unit-slices/v2 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
 }
 
 }  // namespace ds::zero

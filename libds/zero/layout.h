@@ -4,16 +4,18 @@
 // The engine, checkpoints and the memory model read it; none computes ownership again. Rajbhandari et al., "ZeRO:
 // Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
-// A unit (a layer) is what is gathered and reduced as one. Its rows lie one after the other in one or two segments; a
-// segment is padded to P * 128 elements and cut in P equal slices, slice r owned by rank r:
+// A unit (a layer, or the matrix that two layers share) is what is gathered and reduced as one. Its rows lie one after
+// the other in one or two segments; a segment is padded to P * 128 elements and cut in P equal slices, slice r owned by
+// rank r:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements: always whole on
 // every rank). Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket
-// sizes. Shard arrays (fp32 accumulators, masters, moments) are the owned slices of all segments, one after the other;
-// at stage 0 every rank keeps all slices.
+// sizes. A rank may have some of the units only (a pipeline stage): all keep their numbers, and are cut as if all were
+// there, so that a unit that stands on two stages is cut alike on both. Shard arrays (fp32 accumulators, masters,
+// moments) are the owned slices of all segments, one after the other; at stage 0 every rank keeps all slices.
 
 #include <span>
 #include <string>
@@ -39,6 +41,7 @@ struct LayoutOptions {
   int stage = 0;
   i64 persistence_threshold = 0;        // stage 3: rows of at most so many elements stay whole
   i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
+  std::vector<bool> here = {};          // by unit: whether this rank has it; empty: it has all
 };
 
 struct Segment {
@@ -51,9 +54,9 @@ struct Segment {
 };
 
 struct RowPlace {
-  i64 param = 0;  // number over the whole model
-  i64 segment = 0;
-  i64 offset = 0;  // in the segment
+  i64 param = 0;     // number over the whole model
+  i64 segment = -1;  // of a unit that is not here
+  i64 offset = 0;    // in the segment
   i64 numel = 0;
 };
 
@@ -64,7 +67,8 @@ struct UnitPlace {
   i64 numel = 0;
 };
 
-// Elements [begin, begin + count) of a flattened parameter, at shard_offset of the owner's shard arrays.
+// Elements [begin, begin + count) of a flattened row, which may be a slice of the parameter; at shard_offset of the
+// owner's shard arrays.
 struct Piece {
   i64 param = 0, begin = 0, count = 0;
   i64 segment = 0;
@@ -74,7 +78,7 @@ struct Piece {
 
 class Layout {
  public:
-  // units[u] = the rows of unit u, in the order of the model.
+  // units[u] = the rows of unit u, in the order of the model; perhaps none.
   static Layout make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options);
 
   const LayoutOptions& options() const noexcept { return options_; }
@@ -87,7 +91,7 @@ class Layout {
     return std::span(segments_).subspan(static_cast<size_t>(u.first_segment), static_cast<size_t>(u.num_segments));
   }
   std::span<const RowPlace> rows() const noexcept { return rows_; }  // indexed by param number
-  i64 num_params() const noexcept { return num_elements_; }          // elements without padding
+  i64 num_params() const noexcept { return num_elements_; }          // elements here, without padding
 
   // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every segment.
   i64 shard_elems() const noexcept { return shard_elems_; }
@@ -105,7 +109,7 @@ class Layout {
   // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
   std::vector<Piece> held_pieces(int rank) const;
 
-  // Names this layout in checkpoints, e.g. "unit-slices/v1 ranks=4 stage=3 align=128".
+  // Names this layout in checkpoints, e.g. "unit-slices/v2 ranks=4 stage=3 align=128".
   std::string id() const;
 
  private:

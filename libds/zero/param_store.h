@@ -77,9 +77,4 @@ class ParamStore {
 // All-gathers that publish() makes.
 i64 num_publish_calls(const Layout& layout, i64 allgather_bucket);
 
-// Access traces. A training step visits every layer forward and backward, m times; the head of a tied model uses unit 0
-// too.
-std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches);
-std::vector<Access> forward_trace(i64 num_layers, bool tied);
-
 }  // namespace ds::zero

@@ -308,7 +308,7 @@ void Bench::ops() {
     });
     memory_bound("column sum", BF16, matrix(R, F), bytes, [&](Arena& a) -> std::function<void()> {
       const TensorView y = a.zeros(BF16, {F}), x = a.take(BF16, {R, F});
-      return [=, this] { ops_.column_sum(y, x, stream_); };
+      return [=, this] { ops_.column_sum(y, x, false, stream_); };
     });
   }
   {
@@ -347,13 +347,13 @@ void Bench::ops() {
         "embedding fwd", BF16, fmt::format("{}x{} of {}", R, C, V), (R + distinct) * C * 2 + 4 * R,
         [&](Arena& a) -> std::function<void()> {
           const TensorView y = a.zeros(BF16, {R, C}), table = a.take(BF16, {V, C}), at = a.holding(DType::I32, ids);
-          return [=, this] { ops_.embedding_fwd(y, table, at, false, stream_); };
+          return [=, this] { ops_.embedding_fwd(y, table, at, 0, false, stream_); };
         });
     memory_bound(
         "embedding bwd into fp32", BF16, fmt::format("{}x{} of {}", R, C, V), R * C * 2 + distinct * C * 8 + 4 * R,
         [&](Arena& a) -> std::function<void()> {
           const TensorView dtable = a.take(F32, {V, C}), dy = a.take(BF16, {R, C}), at = a.holding(DType::I32, ids);
-          return [=, this] { ops_.embedding_bwd(dtable, dy, at, true, stream_); };
+          return [=, this] { ops_.embedding_bwd(dtable, dy, at, 0, true, stream_); };
         });
   }
   {  // all parameters of a GPT-2 124M, tensor by tensor as the engine has them
@@ -503,7 +503,8 @@ void Bench::step(const std::string& path, const std::vector<std::string>& overri
   const i64 free_before = device_.memory().free;
 
   MemoryLedger ledger;
-  Mesh mesh(make_self_communicator({}), make_device_self_communicator({.device = &device_}));
+  Mesh mesh(make_self_communicator({}), {}, {.device = &device_},
+            [](Communicator& host, const CommOptions& o) { return make_device_self_communicator(host, o); });
   engine::Engine engine(config, mesh, ledger, device_);
   // Initial values of the right size, but repeated: the host would need a minute for a billion of its own.
   std::vector<float> normal(1 << 20);

@@ -154,7 +154,7 @@ void embedding_bwd(benchmark::State& state) {
   constexpr i64 V = 50257, C = 256, R = 8192;
   const TensorView dtable = a.take(DType::F32, {V, C}), dy = a.take(DType::BF16, {R, C}), ids = a.take(DType::I32, {R});
   for (i64 r = 0; r < R; ++r) ids.as<i32>()[r] = static_cast<i32>(r * r % 997 * 50);
-  measure(state, dtable.bytes() + dy.bytes(), [&](Stream& s) { ops().embedding_bwd(dtable, dy, ids, false, s); });
+  measure(state, dtable.bytes() + dy.bytes(), [&](Stream& s) { ops().embedding_bwd(dtable, dy, ids, 0, false, s); });
 }
 
 constexpr DType F32 = DType::F32, BF16 = DType::BF16;

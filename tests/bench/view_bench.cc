@@ -82,10 +82,9 @@ int main(int argc, char** argv) {
   const model::Model model = model::make_model(config, 64);
   std::vector<std::span<const model::ParamRow>> units;
   std::vector<ParamEntry> params;
-  for (const auto& layer : model.layers) {
-    units.emplace_back(layer->rows());
-    for (const model::ParamRow& row : layer->rows()) params.push_back({row.name, row.shape, "", {}});
-  }
+  units.emplace_back(model.shared);
+  for (const auto& layer : model.layers) units.emplace_back(layer->rows());
+  for (const model::ParamRow* row : model.params()) params.push_back({row->name, row->shape, "", {}});
   const zero::Layout layout = zero::Layout::make(units, {.num_ranks = ranks, .stage = 2});
 
   const std::string dir = fs::temp_directory_path() / fmt::format("view-bench-{}", ::getpid());

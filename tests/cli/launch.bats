@@ -210,26 +210,27 @@ assert_nothing_left() {
   ((SECONDS <= 12))
 }
 
-@test "a rank whose shim is late still says why, though another has failed" {
+# late RANK: mpirun starts that rank's shim a second after the others
+late() {
   mkdir bin
   cat >bin/mpirun <<END
 #!/bin/bash
-exec $(command -v mpirun) "\${@:1:\$#-3}" bash -c '[[ \$OMPI_COMM_WORLD_RANK == 0 ]] && sleep 1; exec "\$@"' late "\${@: -3}"
+exec $(command -v mpirun) "\${@:1:\$#-3}" bash -c '[[ \$OMPI_COMM_WORLD_RANK == $1 ]] && sleep 1; exec "\$@"' late "\${@: -3}"
 END
   chmod +x bin/mpirun
-  PATH=$PWD/bin:$PATH run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] || echo "rank 0 says why"; exit 2'
-  assert_equal "$status" 2
+  PATH=$PWD/bin:$PATH
+}
+
+@test "a rank whose shim is late still says why, though another has failed" {
+  late 0
+  run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] || echo "rank 0 says why"; exit 2'
+  assert_failure 2
   assert_line "rank 0 says why"
 }
 
 @test "a rank that starts late has its part, though others have returned 75" {
-  mkdir bin
-  cat >bin/mpirun <<END
-#!/bin/bash
-exec $(command -v mpirun) "\${@:1:\$#-3}" bash -c '[[ \$OMPI_COMM_WORLD_RANK == 1 ]] && sleep 1; exec "\$@"' late "\${@: -3}"
-END
-  chmod +x bin/mpirun
-  PATH=$PWD/bin:$PATH run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] && echo "late $RANK"; exit 75'
+  late 1
+  run "$launch" -n 2 bash -c '[[ $RANK == 1 ]] && echo "late $RANK"; exit 75'
   assert_failure 75
   assert_line "late 1"
 }

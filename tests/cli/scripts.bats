@@ -42,7 +42,21 @@ setup() {
 
 @test "the configurations of the repository are valid" {
   cd "$DS_SOURCE"
+  text=$BATS_TEST_TMPDIR/text # long enough for the longest sequences
+  for _ in {1..80}; do cat LICENSE; done >"$text"
   for config in configs/*.json configs/gpu/*.json; do
-    run -0 env WORLD_SIZE=2 "$DS_BIN/ds-train" "$config" --check --set "data.train=$DS_SOURCE/LICENSE"
+    ranks=2
+    [[ $config != *3d* ]] || ranks=8
+    run -0 env WORLD_SIZE=$ranks "$DS_BIN/ds-train" "$config" --check --set "data.train=$text"
   done
+}
+
+@test "pipeline-experiment: every arrangement has the losses of one rank" {
+  run -0 --separate-stderr "$DS_SOURCE/scripts/pipeline-experiment" --build "$DS_BIN/.." --steps 4 --rounds 2 \
+    --only 'model parallel, 2|1f1b, 4|data parallel, 2' --set model.hidden_size=32 --set model.intermediate_size=64 \
+    --set data.seq_length=16 "$DS_SOURCE/LICENSE"
+  [ "$(grep -c 'same bits' <<<"$output")" -eq 4 ]
+  assert_output --partial 'within'
+  run -2 "$DS_SOURCE/scripts/pipeline-experiment" --steps none
+  run -2 "$DS_SOURCE/scripts/pipeline-experiment" --unknown
 }

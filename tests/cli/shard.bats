@@ -138,7 +138,8 @@ PY
   /usr/bin/python3 - <<'PY'
 import json
 s = json.load(open("show.json"))
-assert s["schema"] == "ds-shard/1" and s["dp"] == 2 and len(s["ranks"]) == 2
+assert s["schema"] == "ds-shard/1" and s["world_size"] == 2 and len(s["ranks"]) == 2
+assert s["mesh"] is None and "dp" not in s  # of an older libds, which did not say it
 owned = sum(o["count"] for p in s["parameters"] for o in p["owners"])
 assert owned == sum(r["elements"] for r in s["ranks"]) == 155
 assert sum(r["master_bytes"] for r in s["ranks"]) == 4 * 155
@@ -161,6 +162,28 @@ PY
   [ "$status" -eq 2 ]
   [[ $stderr == *"lies inside a checkpoint step"* ]]
 }
+@test "show says the slices of tensor-parallel ranks" {
+  cp -r "$DS_SOURCE/tests/golden/checkpoint-v2" sliced
+  run -0 ds-shard show sliced --parameters
+  [[ $output == *"h.0.down.weight  bf16  [7,11]: 0:0-18[:,0:5] 2:18-35[:,0:5] 1:0-21[:,5:11] 3:21-42[:,5:11]"* ]]
+  [[ $output == *"ln_f.weight  bf16  [29]: "[02]":0-15 "[02]":15-29"* ]]
+  ds-shard show sliced --json --output show.json
+  /usr/bin/python3 - <<'PY'
+import json
+p = {p["name"]: p for p in json.load(open("show.json"))["parameters"]}
+assert p["h.0.c_attn.bias"]["owners"][-1]["slice"] == {"dim": 0, "ranges": [[4, 9], [13, 18], [22, 27]]}, p["h.0.c_attn.bias"]
+assert "slice" not in p["ln_f.weight"]["owners"][0]
+PY
+}
+
+@test "slices to whole parameters: the same bytes" {
+  cp -r "$DS_SOURCE/tests/golden/checkpoint-v2" sliced
+  ds-ckpt-merge sliced -o a.safetensors --optimizer --verify --quiet
+  ds-shard sliced -o out --dp 3 --stage 3 --quiet
+  ds-ckpt-merge out -o b.safetensors --optimizer --verify --quiet
+  cmp a.safetensors b.safetensors
+}
+
 @test "show takes no options of sharding" {
   refuses 2 "show takes a directory" show run --dp 4
   refuses 2 "show takes a directory" --stage 3 -o out show run
@@ -235,6 +258,104 @@ JSON
   cmp a.safetensors b.safetensors
 }
 
+# A run of one rank: whole/step-00000002 and whole/step-00000004, with its weights and states in full.safetensors.
+mesh_setup() {
+  cp "$DS_SOURCE/LICENSE" text.txt
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "reduce_order": "micro",
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+  "steps": 4, "save": {"every": 2}, "device": "cpu", "threads": 1
+}
+JSON
+  ds-train cfg.json --out whole --quiet
+  ds-ckpt-merge whole --tag step-00000002 -o full.safetensors --optimizer --quiet
+}
+in_mesh() {
+  ds-launch -n 8 ds-train cfg.json --set pipeline.stages=2 --set tensor_parallel.tp_size=2 \
+    --set zero_optimization.stage=3 --quiet "$@"
+}
+
+@test "a mesh: what its ranks save, and a run of them goes on from it" {
+  mesh_setup
+  run -0 --separate-stderr ds-shard full.safetensors -o mesh --dp 2 --tp 2 --pp 2 --stage 3
+  [[ $output == *"ranks       8 (dp 2, pp 2, tp 2)"* ]]
+  run -0 ds-shard show mesh
+  [[ $output == *"ranks       8 (dp 2, pp 2, tp 2)"* ]]
+  ds-ckpt-merge mesh -o back.safetensors --optimizer --verify --quiet
+  cmp full.safetensors back.safetensors
+
+  in_mesh --resume mesh --out again
+  paste <(grep -o '"loss":[^,]*' whole/metrics.jsonl | tail -n 2) <(grep -o '"loss":[^,]*' again/metrics.jsonl) |
+    tr : '\t' | awk '{ d = $2 - $4; if (d < 0) d = -d; if (NF != 4 || d > 1e-5 * $2) exit 1; n++ } END { exit n != 2 }'
+
+  # Rank by rank what the run itself saved.
+  ds-shard show again --json --output run.json
+  ds-shard whole -o cut --dp 2 --tp 2 --pp 2 --stage 3 --json --output made.json
+  ds-shard show cut --json --output cut.json
+  /usr/bin/python3 - <<'PY'
+import json
+run, cut, made = (json.load(open(f"{name}.json")) for name in ("run", "cut", "made"))
+for key in ("world_size", "mesh", "stage", "layout", "parameters"):
+    assert run[key] == cut[key], key
+assert cut["mesh"] == made["mesh"] == {"dp": 2, "pp": 2, "tp": 2, "sp": 1} and made["world_size"] == 8
+assert [r["elements"] for r in run["ranks"]] == [r["elements"] for r in cut["ranks"]]
+PY
+}
+
+@test "meshes of any names: sequence-parallel ranks need no model" {
+  ds-ckpt-merge run -o a.safetensors --quiet
+  run -0 --separate-stderr ds-shard a.safetensors -o out --dp 3 --sp 2
+  [[ $output == *"ranks       6 (dp 3, sp 2)"* ]]
+  ds-ckpt-merge out -o b.safetensors --verify --quiet
+  cmp a.safetensors b.safetensors
+}
+
+@test "every published family over a mesh and back: the same bytes" {
+  local model tp
+  while read -r model tp; do
+    ds-ckpt-merge "$DS_SOURCE/tests/golden/$model" -o a.safetensors --quiet
+    for degrees in "--tp $tp" "--pp 3" "--dp 2 --tp $tp --pp 2 --sp 2 --stage 3"; do
+      # shellcheck disable=SC2086 # several options
+      ds-shard "$DS_SOURCE/tests/golden/$model" -o out $degrees --quiet
+      ds-ckpt-merge out -o b.safetensors --verify --quiet
+      cmp a.safetensors b.safetensors
+      rm -r out
+    done
+  done <<<$'gpt2 3\nllama 4\nllama-tied 2\nqwen2 1\nqwen3 2\nbert 2'
+}
+
+@test "the model is named, or found beside its file" {
+  cp -r "$DS_SOURCE/tests/golden/llama" model
+  cp model/model.safetensors alone.safetensors
+  refuses 2 "alone.safetensors: does not know the model's config.json: name one with --config" \
+    alone.safetensors -o out --tp 2
+  ds-shard alone.safetensors -o named --tp 2 --config model --quiet
+  ds-shard alone.safetensors -o file --tp 2 --config model/config.json --quiet
+  ds-shard model/model.safetensors -o beside --tp 2 --quiet
+  for dir in named file beside; do [ "$(find $dir -name 'rank-*.h5' | wc -l)" -eq 2 ]; done
+}
+
+@test "degrees that do not fit, and models that are not known" {
+  refuses 2 "--tp: the model's 4 heads cannot be shared by 3 ranks; 1, 2 or 4 would do" \
+    "$DS_SOURCE/tests/golden/llama" -o out --tp 3
+  refuses 2 "--tp: the model's intermediate size of 50 cannot be shared by 3 ranks; 1 would do" \
+    "$DS_SOURCE/tests/golden/qwen2" -o out --tp 3
+  refuses 2 "--pp: 9 parts are more than the 4 layers (embedding and head among them); at most 4 stages have" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 9
+  refuses 2 "--partition: \"Mamba\" matches no layer" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition type:Mamba
+  refuses 2 "--partition is for --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
+  refuses 2 "--config is for --tp and --pp" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
+  refuses 2 "are more than 99999 ranks" "$DS_SOURCE/tests/golden/gpt2" -o out --dp 99999 --tp 2
+  refuses 2 "--pp" run -o out --pp 0
+  refuses 4 "names no architecture; --dp and --sp cut any" run -o out --tp 2
+  refuses 3 "does not fit its config.json" run -o out --tp 3 --config "$DS_SOURCE/tests/golden/gpt2"
+  echo '{"architectures": ["MambaForCausalLM"]}' >config.json
+  refuses 4 "the architecture [\"MambaForCausalLM\"] is not one that is known here" run -o out --pp 2 --config .
+  refuses 2 "show takes a directory" show run --tp 2
+}
+
 @test "the type of most weights is told, not that of the run" {
   ds-ckpt-merge run -o full.safetensors --dtype fp32 --optimizer --quiet # of a run in bf16
   run -0 --separate-stderr ds-shard full.safetensors -o out
@@ -258,5 +379,10 @@ JSON
 JSON
   run -4 --separate-stderr ds-train cfg.json --resume "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" --out out
   [[ $stderr == *"a DeepSpeed checkpoint; make one of ours of it with ds-shard"* ]]
+  # Beside a model's config.json it is that model's weights, which are not random.
+  cp -r "$DS_SOURCE/tests/golden/deepspeed/zero1-bf16" model
+  sed 's/"vocab_size": *[0-9]*/"vocab_size": 256/' "$DS_SOURCE/tests/golden/gpt2/config.json" >model/config.json
+  run -4 --separate-stderr ds-train cfg.json --set 'model={"path": "model"}' --out out
+  [[ $stderr == *"its weights are in a checkpoint; name model with --weights, too"* ]]
   [ ! -e out ]
 }

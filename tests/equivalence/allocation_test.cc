@@ -70,6 +70,28 @@ std::vector<std::unique_ptr<Communicator>> make_shm_communicators(int ranks, con
   return comms;
 }
 
+// Steps 3 to 5 of a run with ranks as threads, over threads and over shared memory.
+void expect_no_allocation(const Config& c, int ranks, const std::string& what) {
+  Hooks hooks;
+  hooks.before_step = [&](engine::Engine& engine, i64 step) {
+    // All ranks are past the second step, and none has begun the next one, while the count starts.
+    engine.mesh().world().barrier("test");
+    if (step == 3 && engine.mesh().rank() == 0) {
+      allocations = 0;
+      counting = true;
+    }
+    if (step == 6 && engine.mesh().rank() == 0) counting = false;
+    engine.mesh().world().barrier("test");
+  };
+  for (const bool shm : {false, true}) {
+    allocations = -1;
+    const CommOptions options{.timeout_s = 60, .progress_thread = c.zero.overlap_comm};
+    train_threads(c, ranks, 7, 2, hooks,
+                  shm ? make_shm_communicators(ranks, options) : make_thread_communicators(ranks, options));
+    EXPECT_EQ(allocations.load(), 0) << what << ", " << ranks << (shm ? " ranks over shared memory" : " ranks");
+  }
+}
+
 TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   const auto& [stage, bf16] = GetParam();
   for (const int ranks : {1, 2}) {
@@ -78,26 +100,41 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
       c.bf16.enabled = bf16;
       c.communication_data_type = c.work_dtype();
       c.zero.reduce_bucket_size = 9000;
-      Hooks hooks;
-      hooks.before_step = [&](engine::Engine& engine, i64 step) {
-        // All ranks are past the second step, and none has begun the next one, while the count starts.
-        engine.mesh().dp().barrier("test");
-        if (step == 3 && engine.mesh().rank() == 0) {
-          allocations = 0;
-          counting = true;
-        }
-        if (step == 6 && engine.mesh().rank() == 0) counting = false;
-        engine.mesh().dp().barrier("test");
-      };
-      for (const bool shm : {false, true}) {
-        allocations = -1;
-        const CommOptions options{.timeout_s = 60, .progress_thread = c.zero.overlap_comm};
-        train_threads(c, ranks, 7, 2, hooks,
-                      shm ? make_shm_communicators(ranks, options) : make_thread_communicators(ranks, options));
-        EXPECT_EQ(allocations.load(), 0) << ranks << (shm ? " ranks over shared memory" : " ranks");
-      }
+      expect_no_allocation(c, ranks, std::string(family_name(model.family)));
     }
   }
+}
+
+TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
+  const auto& [stage, bf16] = GetParam();
+  const auto config = [&, stage = stage, bf16 = bf16](int ranks, i64 pp, i64 tp, i64 sp) {
+    Config c = tiny_config(tiny_llama(), narrow<int>(ranks / (pp * tp * sp)), 4, stage);
+    c.bf16.enabled = bf16;
+    c.communication_data_type = c.work_dtype();
+    c.data.seq_length = 12;
+    c.pipeline.stages = pp;
+    c.tensor_parallel.tp_size = tp;
+    c.sequence_parallel_size = sp;
+    return c;
+  };
+  Config c = config(4, 2, 2, 1);
+  expect_no_allocation(c, 4, "pp2 tp2");
+  c.tensor_parallel.sequence_parallel = true;
+  c.pipeline.schedule = PipelineSchedule::ZeroBubbleH1;
+  expect_no_allocation(c, 4, "pp2 tp2 zb-h1, cut rows");
+  c = config(4, 1, 4, 1);  // key/value heads on several ranks
+  c.activation_checkpointing.granularity = CheckpointGranularity::Layer;
+  c.activation_checkpointing.partition_activations = true;
+  expect_no_allocation(c, 4, "tp4, checkpoints");
+  c = config(2, 2, 1, 1);
+  c.model.tie_embeddings = true;
+  c.pipeline.schedule = PipelineSchedule::Interleaved;
+  c.pipeline.virtual_stages = 2;
+  expect_no_allocation(c, 2, "pp2 interleaved");
+  c = config(2, 1, 1, 2);
+  expect_no_allocation(c, 2, "sp2");
+  c.sequence_parallel_mode = SequenceParallelMode::Ring;
+  expect_no_allocation(c, 2, "sp2 ring");
 }
 
 TEST(Interposition, CountsWhatItShould) {

@@ -33,13 +33,9 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
       const size_t at = static_cast<size_t>(r);
       try {
         const auto device = make_test_device(1);
-        auto world = std::move(worlds[at]);
-        std::unique_ptr<Communicator> dp;
-        if (!device->is_host()) {
-          const CommOptions options{.timeout_s = 120, .device = device.get()};
-          dp = ranks == 1 ? make_device_self_communicator(options) : make_staged_communicator(*world, options);
-        }
-        Mesh mesh(std::move(world), std::move(dp));
+        Mesh::OverDevice over_device;
+        if (!device->is_host()) over_device = over_one_gpu;
+        Mesh mesh(std::move(worlds[at]), {.dp = ranks}, {.timeout_s = 120, .device = device.get()}, over_device);
         traces[at] = train_on(*device, mesh, config, kSteps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);

@@ -10,10 +10,15 @@ namespace {
 i64 bytes(const report::TagBytes& b, Tag t) { return b[static_cast<size_t>(t)]; }
 
 // Elements of a unit as it lies on P ranks: its rows side by side, padded to P * 128.
-i64 padded_elems(const model::Layer& unit, i64 P) {
+i64 padded_elems(const std::vector<model::ParamRow>& unit, i64 P) {
   i64 n = 0;
-  for (const model::ParamRow& row : unit.rows()) n += row.numel();
+  for (const model::ParamRow& row : unit) n += row.numel();
   return align_up(div_ceil(n, P), 128) * P;
+}
+i64 padded_elems(const model::Model& model, i64 P) {
+  i64 n = padded_elems(model.shared, P);
+  for (const auto& layer : model.layers) n += padded_elems(layer->rows(), P);
+  return n;
 }
 
 void expect_planned(const Trace& t, i64 steps) {
@@ -60,23 +65,22 @@ TEST_P(Ranks, CountedBytesEqualTheZeroTable) {
           expect_planned(t, 2);
 
           const model::Model model = model::make_model(c.model, c.data.seq_length);
-          i64 padded = 0;
-          for (const auto& layer : model.layers) padded += padded_elems(*layer, P);
+          // Each use of a tied embedding has gradients of its own.
+          const i64 padded = padded_elems(model, P), shared = padded_elems(model.shared, P), grads = padded + shared;
           const i64 W = dtype_bytes(work), G = dtype_bytes(wire), shard = padded / P;
           EXPECT_EQ(bytes(t.counted, Tag::Params), W * (stage == 3 ? shard : padded));
-          EXPECT_EQ(bytes(t.counted, Tag::Grads), stage <= 1 ? G * padded : 0);
-          EXPECT_EQ(bytes(t.counted, Tag::GradAccum), 4 * (stage == 0 || boundary ? padded : shard));
+          EXPECT_EQ(bytes(t.counted, Tag::Grads), stage <= 1 ? G * grads : 0);
+          EXPECT_EQ(bytes(t.counted, Tag::GradAccum), 4 * (stage == 0 || boundary ? grads : grads / P));
           EXPECT_EQ(bytes(t.counted, Tag::Master), work == DType::F32 ? 0 : 4 * (stage == 0 ? padded : shard));
           EXPECT_EQ(bytes(t.counted, Tag::Optimizer), 8 * (stage == 0 ? padded : shard));
 
           // Traffic of one step, elements sent by one rank times (P-1)/P. Nothing persists and
           // nothing is reused here, so stage 3 gathers a unit for every use: one in forward and one in backward, and
-          // the tied embedding two more, with the head. That is m (3 padded + 2 padded_0) with the reduce-scatter.
+          // the tied embedding two more, with the head. That is m (3 padded + 3 shared) with the reduce-scatter.
           const auto sent = [&](i64 elems) { return elems / P * (P - 1); };
-          const i64 tied = model.tied ? padded_elems(*model.layers.front(), P) : 0;
-          EXPECT_EQ(t.sent.at("dp.reduce_scatter").bytes, 2 * (boundary ? 1 : m) * sent(padded) * G);
+          EXPECT_EQ(t.sent.at("dp.reduce_scatter").bytes, 2 * (boundary ? 1 : m) * sent(grads) * G);
           const i64 gathered =
-              stage == 0 ? sent(padded) * 4 : (stage == 3 ? m * sent(2 * padded + 2 * tied) : sent(padded)) * W;
+              stage == 0 ? sent(padded) * 4 : (stage == 3 ? m * sent(2 * padded + 2 * shared) : sent(padded)) * W;
           EXPECT_EQ(t.sent.at("dp.all_gather").bytes, 2 * gathered);
         }
       }
@@ -92,9 +96,7 @@ TEST_P(Ranks, DefaultKnobsFollowTheirOwnFormula) {
   expect_planned(t, 2);
   // Every matrix of this model is below the persistence threshold: whole everywhere, published once per step.
   const model::Model model = model::make_model(c.model, c.data.seq_length);
-  i64 padded = 0;
-  for (const auto& layer : model.layers) padded += padded_elems(*layer, P);
-  EXPECT_EQ(t.sent.at("dp.all_gather").bytes, 2 * (padded / P * (P - 1) * 4));
+  EXPECT_EQ(t.sent.at("dp.all_gather").bytes, 2 * (padded_elems(model, P) / P * (P - 1) * 4));
 }
 
 INSTANTIATE_TEST_SUITE_P(MemoryAndTraffic, Ranks, ::testing::Values(1, 2, 4, 8));
@@ -123,17 +125,19 @@ TEST(Persistence, PartOfAUnitStaysWholeAndTheRestIsGathered) {
   EXPECT_EQ(t.sent.at("dp.all_gather").calls, 2 * (3 * 2 * 4 + 1));
 }
 
-// The units of the tiny GPT-2 on two ranks: embedding 3328, three blocks of 16128, head 256 elements, 51968 in all.
-// Backward fills buckets from the head, the publication from the embedding.
+// The units of the tiny GPT-2 on two ranks: the tied matrix 2560 (67*36), positions 1024 (24*36), three blocks of
+// 16128, head 256 elements, 52224 in all. Backward fills buckets from the head, where the matrix has a gradient, too:
+// 54784; the publication begins with the matrix.
 TEST(Buckets, CallsAreThoseCountedByHand) {
   struct Case {
     i64 limit, reductions, publications;
   };
-  for (const Case& k : {Case{1, 5, 5},       // a unit larger than the limit goes alone
-                        Case{16'384, 4, 4},  // head + block, block, block, embedding; .., block + head
-                        Case{20'000, 3, 3},  // head + block, block, block + embedding; embedding + block, ..
-                        Case{48'640, 2, 2},  // head + blocks, embedding; embedding + two blocks, block + head
-                        Case{51'968, 1, 1}}) {
+  for (const Case& k :
+       {Case{1, 5, 6},       // a unit larger than the limit goes alone, but for what is written together
+        Case{16'384, 5, 4},  // head + matrix, block, block, block, positions + matrix; both, .., block + head
+        Case{20'000, 3, 3},  // head + matrix + block, block, block + positions + matrix; both + block, ..
+        Case{52'223, 2, 2},  // head + matrix + blocks, positions + matrix; all but the head, head
+        Case{54'784, 1, 1}}) {
     for (i64 stage = 0; stage <= 2; ++stage) {
       Config c = tiny_config(tiny_gpt2(), 2, 3, stage);
       c.zero.reduce_bucket_size = c.zero.allgather_bucket_size = k.limit;

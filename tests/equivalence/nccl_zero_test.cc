@@ -23,10 +23,10 @@ Trace train_over(std::string_view backend, const Config& config, int ranks) {
       try {
         const auto device = make_cpu_device(*cpu_ops(), 1);
         const CommOptions options{.timeout_s = 60, .device = device.get()};
-        std::unique_ptr<Communicator> world = std::move(worlds[at]);
-        auto dp =
-            backend == "nccl" ? make_nccl_communicator(*world, options) : make_staged_communicator(*world, options);
-        Mesh mesh(std::move(world), std::move(dp));
+        Mesh mesh(std::move(worlds[at]), {.dp = ranks}, options, [&](Communicator& host, const CommOptions& o) {
+          if (host.size() == 1) return make_device_self_communicator(host, o);
+          return backend == "nccl" ? make_nccl_communicator(host, o) : make_staged_communicator(host, o);
+        });
         traces[at] = train_on(*device, mesh, config, kSteps);
       } catch (const std::exception& e) {
         ADD_FAILURE() << "rank " << r << ": " << e.what();

@@ -5,10 +5,12 @@
 
 #include <gtest/gtest.h>
 
+#include <bit>
 #include <cstring>
 #include <mutex>
 #include <thread>
 
+#include "engine/connect.h"
 #include "engine/engine.h"
 
 namespace ds::testing {
@@ -56,10 +58,10 @@ inline ModelConfig tiny_bert() {
 }
 
 // A configuration without a file: every value resolved.
-inline Config tiny_config(const ModelConfig& model, int ranks, i64 accumulation, i64 stage) {
+inline Config tiny_config(const ModelConfig& model, int replicas, i64 accumulation, i64 stage) {
   Config c;
   c.model = model;
-  c.batch = {.train = 2 * accumulation * ranks, .micro = 2, .accumulation = accumulation};
+  c.batch = {.train = 2 * accumulation * replicas, .micro = 2, .accumulation = accumulation};
   c.zero.stage = stage;
   c.zero.param_persistence_threshold = 0;  // so that small models are really sharded
   c.zero.max_reuse_distance = 0;
@@ -87,14 +89,16 @@ struct Trace {
   std::vector<double> losses, norms, scales, lrs;
   std::vector<bool> skipped;
   std::vector<float> logits;         // after the last step, of samples that are the same on every rank
+  double eval_loss = 0;              // of the same
   std::vector<float> weights, m, v;  // whole, in the order of the parameters
   report::TagBytes counted{}, predicted{};
   std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
 };
 
 struct Hooks {
-  // Called on every rank before step s (from 0); may poison the engine.
-  std::function<void(engine::Engine&, i64 step)> before_step;
+  // Called on every rank before and after step s (from 0), and when all else is done; may poison the engine.
+  std::function<void(engine::Engine&, i64 step)> before_step = {}, after_step = {};
+  std::function<void(engine::Engine&)> at_end = {};
 };
 
 // Trains on a device; returns the trace (merged state on every rank).
@@ -103,8 +107,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   MemoryLedger ledger;
   engine::Engine engine(config, mesh, ledger, device);
   engine.init_weights();
-  mesh.dp().reset_counts();
-  const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.dp().size();
+  mesh.reset_counts();
+  const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.data_size();
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
   for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
     values->reserve(static_cast<size_t>(steps));
@@ -112,7 +116,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   for (i64 step = 0; step < steps; ++step) {
     for (i64 j = 0; j < m; ++j) {
       for (i64 b = 0; b < B; ++b) {
-        const i64 sample = ((step * m + j) * P + mesh.rank()) * B + b;
+        const i64 sample = ((step * m + j) * P + mesh.data_rank()) * B + b;
         const size_t at = static_cast<size_t>((j * B + b) * T), n = static_cast<size_t>(T);
         fill_sample(sample, config.model.vocab_size, std::span(ids).subspan(at, n), std::span(targets).subspan(at, n));
       }
@@ -124,14 +128,15 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     trace.scales.push_back(r.loss_scale);
     trace.lrs.push_back(r.lr);
     trace.skipped.push_back(r.skipped);
+    if (hooks.after_step) hooks.after_step(engine, step);
   }
-  trace.sent = mesh.dp().counts();
+  trace.sent = mesh.counts();
   trace.planned = engine.plan().traffic;
   trace.predicted = engine.plan().memory;
   for (size_t t = 0; t < trace.counted.size(); ++t) trace.counted[t] = ledger.peak(static_cast<Tag>(t));
 
   // Every rank's own forward pass over the parameters in their work type: what the last step published.
-  engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
+  trace.eval_loss = *engine.evaluate(1, [&](i64, std::span<i32> eval_ids, std::span<i32> eval_targets) {
     for (i64 b = 0; b < B; ++b) {
       const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
       fill_sample(1'000'000 + b, config.model.vocab_size, eval_ids.subspan(at, n), eval_targets.subspan(at, n));
@@ -140,27 +145,31 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   });
   engine.read_logits(trace.logits);
 
-  // Merge: every rank writes what it owns, then everything is summed (the rest is zero).
+  // Merge: every rank writes what it saves, then everything is summed (the rest is zero).
   i64 total = 0;
   std::vector<i64> first;
-  for (const zero::RowPlace& row : engine.plan().layout.rows()) {
+  for (const model::ParamRow* row : engine.model().params()) {
     first.push_back(total);
-    total += row.numel;
+    total += row->whole_numel();
   }
   for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v})
     state->assign(static_cast<size_t>(total), 0.0f);
-  engine::HostState held(engine, engine.plan().layout.owned_pieces(mesh.rank()));
+  engine::HostState held(engine, engine.saved_pieces());
   held.download();
   for (const StatePiece& st : held.pieces()) {
-    const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + st.begin);
-    std::copy_n(st.master != nullptr ? st.master : static_cast<const float*>(st.param_data), st.count,
-                &trace.weights[at]);
-    std::copy_n(st.exp_avg, st.count, &trace.m[at]);
-    std::copy_n(st.exp_avg_sq, st.count, &trace.v[at]);
+    const model::ParamRow& row = engine.row_of(st.param);
+    const float* weights = st.master != nullptr ? st.master : static_cast<const float*>(st.param_data);
+    model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
+      const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + global);
+      std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
+      std::copy_n(st.exp_avg + local - st.begin, n, &trace.m[at]);
+      std::copy_n(st.exp_avg_sq + local - st.begin, n, &trace.v[at]);
+    });
   }
   for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v}) {
     mesh.world().all_reduce(state->data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
   }
+  if (hooks.at_end) hooks.at_end(engine);
   return trace;
 }
 
@@ -168,7 +177,9 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
 inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& config, i64 steps, int num_threads,
                         const OpTable& ops, const Hooks& hooks) {
   const auto device = make_cpu_device(ops, num_threads);
-  Mesh mesh(std::move(world));
+  const int size = world->size();
+  const CommOptions options{.timeout_s = 60, .progress_thread = config.zero.overlap_comm};
+  Mesh mesh(std::move(world), engine::mesh_shape(config, size), options);
   return train_on(*device, mesh, config, steps, hooks);
 }
 
@@ -177,9 +188,10 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
 }
 
-// Rank 0's trace; checks that all ranks agree. On `comms`, or on new ones over threads.
+// Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says. On `comms`, or on new
+// ones over threads.
 inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
-                           std::vector<std::unique_ptr<Communicator>> comms = {}) {
+                           std::vector<std::unique_ptr<Communicator>> comms = {}, const OpTable& ops = *cpu_ops()) {
   if (comms.empty()) {
     comms = make_thread_communicators(ranks, {.timeout_s = 60, .progress_thread = config.zero.overlap_comm});
   }
@@ -191,7 +203,7 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
     threads.emplace_back([&, r] {
       const size_t at = static_cast<size_t>(r);
       try {
-        traces[at] = train_rank(std::move(comms[at]), config, steps, num_threads, *cpu_ops(), hooks);
+        traces[at] = train_rank(std::move(comms[at]), config, steps, num_threads, ops, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
         if (!error) error = std::current_exception();
@@ -200,10 +212,17 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
   }
   for (std::thread& t : threads) t.join();
   if (error) std::rethrow_exception(error);
-  for (int r = 1; r < ranks; ++r) {
-    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].losses, traces[0].losses)) << "rank " << r;
-    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].norms, traces[0].norms)) << "rank " << r;
-    EXPECT_TRUE(same_bits(traces[static_cast<size_t>(r)].logits, traces[0].logits)) << "rank " << r;
+  for (int r = 0; r < ranks; ++r) {
+    Trace& t = traces[static_cast<size_t>(r)];
+    EXPECT_TRUE(same_bits(t.losses, traces[0].losses)) << "rank " << r;
+    EXPECT_TRUE(same_bits(t.norms, traces[0].norms)) << "rank " << r;
+    EXPECT_EQ(t.scales, traces[0].scales) << "rank " << r;
+    EXPECT_EQ(t.skipped, traces[0].skipped) << "rank " << r;
+    EXPECT_EQ(std::bit_cast<u64>(t.eval_loss), std::bit_cast<u64>(traces[0].eval_loss)) << "rank " << r;
+    if (traces[0].logits.empty()) traces[0].logits = t.logits;  // of another stage
+    EXPECT_TRUE(t.logits.empty() || same_bits(t.logits, traces[0].logits)) << "rank " << r;
+    for (size_t tag = 0; tag < t.counted.size(); ++tag)
+      EXPECT_EQ(t.counted[tag], t.predicted[tag]) << "rank " << r << ": " << tag_name(static_cast<Tag>(tag));
   }
   return traces[0];
 }
@@ -213,6 +232,7 @@ inline void expect_same_training(const Trace& got, const Trace& want, const std:
   EXPECT_TRUE(same_bits(got.norms, want.norms)) << what << ": norms";
   EXPECT_EQ(got.skipped, want.skipped) << what;
   EXPECT_TRUE(same_bits(got.logits, want.logits)) << what << ": logits after the last step";
+  EXPECT_EQ(std::bit_cast<u64>(got.eval_loss), std::bit_cast<u64>(want.eval_loss)) << what << ": evaluation";
   EXPECT_TRUE(same_bits(got.weights, want.weights)) << what << ": weights";
   EXPECT_TRUE(same_bits(got.m, want.m)) << what << ": first moments";
   EXPECT_TRUE(same_bits(got.v, want.v)) << what << ": second moments";

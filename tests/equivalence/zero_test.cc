@@ -405,14 +405,15 @@ TEST_P(InPlace, StagesOverlapAndBucketsChangeNoBit) {
     for (const i64 bucket : {1, 700'000}) {
       const Config c = configure(P, 2, stage, bucket, true);
       const model::Model model = model::make_model(c.model, c.data.seq_length);
-      const report::RunPlan plan = report::make_run_plan(c, model, P);
+      const report::RunPlan plan = report::make_run_plan(c, model, {.dp = P}, {});
       // A reduce-scatter exposes the P slices of its units, an all-gather one slice: a block is enough for either.
       for (const i64 block : {1, 2}) {
-        const i64 slice_bytes = plan.layout.units()[static_cast<size_t>(block)].padded / P * dtype_bytes(plan.work);
+        const i64 slice_bytes = plan.layout.units()[static_cast<size_t>(report::RunPlan::unit_of(block))].padded / P *
+                                dtype_bytes(plan.work);
         ASSERT_GT(slice_bytes, kDirectBytes);
         ASSERT_EQ(plan.wire, plan.work);
       }
-      ASSERT_EQ(plan.buckets.size(), bucket == 1 ? 4u : 2u);  // each unit, or [head, block 1] and [block 0, embedding]
+      ASSERT_EQ(plan.buckets.size(), bucket == 1 ? 4u : 2u);  // each layer, or [head, block 1] and [block 0, embedding]
       for (const bool overlap : {true, false}) {
         expect_same_training(train_threads(configure(P, 2, stage, bucket, overlap), P, 2), base,
                              fmt::format("stage {} bucket {} overlap {}", stage, bucket, overlap));

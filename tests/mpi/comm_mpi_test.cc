@@ -17,14 +17,22 @@
 #include <sstream>
 #include <thread>
 
-#include "../comm_exercise.h"
+#include "../mesh_exercise.h"
 
 namespace ds {
 namespace {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+using testing::AllOf;
 using testing::HasSubstr;
+
+using Members = std::vector<int>;
+
+void run_mesh(const MeshShape& shape) {
+  Mesh mesh(make_mpi_communicator({.timeout_s = 60}), shape, {.timeout_s = 60});
+  test::exercise_mesh(mesh, 3001);
+}
 
 // What the ranks do, by name.
 const std::map<std::string, void (*)()> kPrograms = {
@@ -91,6 +99,95 @@ const std::map<std::string, void (*)()> kPrograms = {
      [] {
        auto c = make_mpi_communicator({.timeout_s = 20});
        if (c->rank() != 1) c->barrier("t");
+     }},
+    {"mesh_dp3_tp2", [] { run_mesh({.dp = 3, .tp = 2}); }},
+    {"mesh_dp2_pp2_tp2", [] { run_mesh({.dp = 2, .pp = 2, .tp = 2}); }},
+    {"groups",  // of turned order, of groups, made again, left in any order
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       auto rest = world->rank() == 0 ? nullptr : world->group(Members{3, 1, 2}, "turned", {.timeout_s = 20});
+       for (int i = 0; i < 10; ++i) {
+         const int peer = world->rank() ^ (1 + i % 3);
+         const Members pair = {std::min(world->rank(), peer), std::max(world->rank(), peer)};
+         const auto c = world->group(pair, "pair", {.timeout_s = 20});
+         test::exercise_ring(*c, 1000, i + 10 * pair[0]);
+         if (world->rank() == i % 4) rest.reset();
+       }
+       rest.reset();
+       world->barrier("t");
+       const auto outer = world->group(Members{3, 2, 1, 0}, "outer", {.timeout_s = 20});
+       const auto inner = outer->group(outer->rank() < 2 ? Members{0, 1} : Members{3, 2}, "inner", {.timeout_s = 20});
+       i64 sum = world->rank();
+       inner->all_reduce(&sum, 1, DType::I64, ReduceOp::Sum, "t").wait();
+       test::require(sum == (world->rank() >= 2 ? 5 : 1), "sum of a group of a group");
+       test::require(inner->world_rank(0) == (world->rank() >= 2 ? 3 : 0), "world_rank");
+     }},
+    {"group_abort",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       const auto c = world->group(world->rank() < 2 ? Members{0, 1} : Members{3, 2}, "pair", {.timeout_s = 20});
+       const auto alone = world->group(Members{world->rank()}, "alone", {.timeout_s = 20});
+       world->barrier("t");
+       i64 x = 0;
+       if (world->rank() == 3) {
+         std::this_thread::sleep_for(100ms);
+         const Error e(Errc::Io, "disk on fire");
+         c->abort(e);
+         throw e;
+       }
+       if (world->rank() == 0) c->recv(&x, 8, 1, "t").wait();
+       if (world->rank() == 1)
+         for (;; std::this_thread::sleep_for(1ms)) alone->barrier("t");
+       c->barrier("t");
+     }},
+    {"group_mismatch",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       if (world->rank() == 0) return world->barrier("t");
+       const auto c = world->group(Members{3, 2, 1}, "tp", {.timeout_s = 20});
+       i64 x = 0;
+       if (world->rank() == 2) {
+         c->broadcast(&x, 8, 0, "odd").wait();
+       } else {
+         c->all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "even").wait();
+       }
+     }},
+    {"other_group",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       if (world->rank() == 0) return world->barrier("t");
+       world->group(world->rank() == 2 ? Members{2, 1} : Members{1, 2}, "tp", {.timeout_s = 20});
+     }},
+    {"group_absent",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       const auto c = world->rank() == 0 ? nullptr : world->group(Members{1, 2, 3}, "tp", {.timeout_s = 1});
+       world->barrier("t");
+       if (world->rank() == 2) std::this_thread::sleep_for(2500ms);
+       (c ? *c : *world).barrier("meeting");
+     }},
+    {"group_not_made",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       world->barrier("t");
+       if (world->rank() % 2 == 1) world->group(Members{1, 2, 3}, "tp", {.timeout_s = 1});
+       world->barrier("t");
+     }},
+    {"group_left",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       auto c = world->rank() == 0 ? nullptr : world->group(Members{1, 2, 3}, "tp", {.timeout_s = 20});
+       if (world->rank() == 2) c.reset();
+       (c ? *c : *world).barrier("t");
+     }},
+    {"group_killed",
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       const auto c = world->group(world->rank() < 2 ? Members{0, 1} : Members{2}, "tp", {.timeout_s = 20});
+       world->barrier("t");
+       if (world->rank() == 2) raise(SIGKILL);
+       if (world->rank() == 0) std::this_thread::sleep_for(60s);
+       c->barrier("t");
      }},
     {"killed",
      [] {
@@ -208,6 +305,62 @@ TEST_F(CommMpi, ARankThatLeftIsNotWaitedFor) {
   EXPECT_NE(run("left", 2), 0);
   EXPECT_THAT(story(0), HasSubstr("rank 1 has left"));
   EXPECT_LT(Clock::now() - start, 10s);
+}
+
+TEST_F(CommMpi, AllAxesOfAMeshWorkAtOnce) {
+  EXPECT_EQ(run("mesh_dp3_tp2", 6), 0);
+  for (int r = 0; r < 6; ++r) EXPECT_EQ(story(r), "ok");
+}
+
+TEST_F(CommMpi, AllAxesOfADeeperMeshWorkAtOnce) {
+  EXPECT_EQ(run("mesh_dp2_pp2_tp2", 8), 0);
+  for (int r = 0; r < 8; ++r) EXPECT_EQ(story(r), "ok");
+}
+
+TEST_F(CommMpi, GroupsComeAndGo) {
+  EXPECT_EQ(run("groups", 4), 0);
+  for (int r = 0; r < 4; ++r) EXPECT_EQ(story(r), "ok");
+}
+
+TEST_F(CommMpi, AnAbortInAGroupEndsTheWaitsInOthers) {
+  EXPECT_NE(run("group_abort", 4), 0);
+  EXPECT_THAT(story(3), HasSubstr("disk on fire"));
+  for (int r : {0, 1, 2})
+    EXPECT_EQ(story(r), fmt::format("{} 3: rank 3 gave up: disk on fire", static_cast<int>(Errc::Io)));
+}
+
+TEST_F(CommMpi, AMismatchInAGroupNamesRanksOfTheWorld) {
+  EXPECT_NE(run("group_mismatch", 4), 0);
+  for (int r = 0; r < 4; ++r)
+    EXPECT_THAT(story(r), HasSubstr("of group \"tp\": rank 3 calls all_reduce \"even\" (call 1, 1 segments, 8 bytes "
+                                    "per slice, int64), rank 2 calls broadcast \"odd\" (call 1"));
+}
+
+TEST_F(CommMpi, GroupsThatDoNotMatchAreAnError) {
+  EXPECT_NE(run("other_group", 3), 0);
+  for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr("groups do not match"));
+}
+
+TEST_F(CommMpi, AnAbsentMemberIsATimeoutThatNamesIt) {
+  for (const char* program : {"group_absent", "group_not_made"}) {
+    EXPECT_NE(run(program, 4), 0);
+    const auto expected = fmt::format("{} 2: rank 2 did not come within 1 s", static_cast<int>(Errc::Timeout));
+    for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), AllOf(HasSubstr(expected), HasSubstr("\"tp\"")));
+    for (int r = 0; r < 4; ++r) std::filesystem::remove(stories_ / std::to_string(r));
+  }
+}
+
+TEST_F(CommMpi, ARankThatLeftAGroupIsNotWaitedForThere) {
+  const auto start = Clock::now();
+  EXPECT_NE(run("group_left", 4), 0);
+  for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), HasSubstr("rank 2 has left"));
+  EXPECT_LT(Clock::now() - start, 15s);
+}
+
+TEST_F(CommMpi, AKilledRankEndsGroupsItIsNotIn) {
+  const auto start = Clock::now();
+  EXPECT_EQ(run("group_killed", 3), 128 + SIGKILL);
+  EXPECT_LT(Clock::now() - start, 15s);
 }
 
 TEST_F(CommMpi, AKilledRankEndsTheJob) {

@@ -15,10 +15,12 @@
 #include <chrono>
 #include <filesystem>
 #include <functional>
+#include <map>
 #include <random>
+#include <sstream>
 #include <thread>
 
-#include "../comm_exercise.h"
+#include "../mesh_exercise.h"
 
 namespace ds {
 namespace {
@@ -163,6 +165,137 @@ TEST_F(CommShm, CarriesTheStagedCommunicator) {
     test::exercise(*make_staged_communicator(*world, {.device = device.get()}), 30001);
   });
   for (int r = 0; r < 3; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+
+class CommShmMeshes : public CommShm, public testing::WithParamInterface<MeshShape> {};
+
+TEST_P(CommShmMeshes, AllAxesWorkAtOnce) {
+  const MeshShape shape = GetParam();
+  Ranks ranks(shape.world(), [&](int r) {
+    Mesh mesh(join(r, shape.world(), 60), shape, {.timeout_s = 60});
+    mesh.world().barrier("t");
+    test::require(segments_left(job_).empty(), "a name is left");
+    test::exercise_mesh(mesh, 3001);
+  });
+  for (int r = 0; r < shape.world(); ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+INSTANTIATE_TEST_SUITE_P(Shapes, CommShmMeshes,
+                         testing::Values(MeshShape{.dp = 3, .tp = 2}, MeshShape{.dp = 2, .pp = 2, .tp = 2}),
+                         [](const auto& test) {
+                           const MeshShape& s = test.param;
+                           return fmt::format("dp{}_pp{}_tp{}", s.dp, s.pp, s.tp);
+                         });
+
+// "inode bytes" of the segments of `job` that this process has open.
+std::string open_segments(const std::string& job) {
+  std::string text;
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;
+    const std::string target = std::filesystem::read_symlink(entry, gone);
+    struct stat st {};
+    if (target.starts_with("/dev/shm/ds-" + job) && stat(entry.path().c_str(), &st) == 0)
+      text += fmt::format("{} {}\n", st.st_ino, st.st_blocks * 512);
+  }
+  return text;
+}
+
+TEST_F(CommShm, AMeshTakesTheSharedMemoryThatWasForetold) {
+  const MeshShape shape{.dp = 2, .tp = 2};
+  const std::vector<i64> allocations = {3 << 20, 5};
+  Ranks ranks(4, [&](int r) {
+    Mesh mesh(join(r, 4), shape, {.timeout_s = 20});
+    MemoryLedger ledger;
+    std::vector<Buffer> buffers;
+    for (const i64 bytes : allocations) {
+      buffers.push_back(mesh.dp().allocate(ledger, Tag::Params, bytes));
+      std::memset(buffers.back().data(), 1, static_cast<size_t>(bytes));
+    }
+    mesh.world().barrier("t");
+    const std::string story = open_segments(job_);
+    mesh.world().barrier("t");
+    throw std::runtime_error(story);
+  });
+  std::map<i64, i64> segments;
+  for (int r = 0; r < 4; ++r) {
+    std::istringstream story(ranks.story(r));
+    for (i64 inode = 0, bytes = 0; story >> inode >> bytes;) segments[inode] = bytes;
+  }
+  EXPECT_EQ(segments.size(), 1u + 2 + 2 + 2 * allocations.size());
+  i64 taken = 0;
+  for (const auto& [inode, bytes] : segments) taken += bytes;
+  const i64 foretold = mesh_shm_bytes(shape, allocations);
+  EXPECT_LE(taken, foretold);
+  EXPECT_GE(taken, foretold - (i64{1} << 20));
+}
+
+// Ranks 0 to 2 wait in groups in which nobody dies.
+TEST_F(CommShm, AKilledRankEndsTheWaitsInGroupsItIsNotIn) {
+  Ranks ranks(5, [&](int r) {
+    auto world = join(r, 5);
+    const auto c = world->group(r < 2    ? std::vector<int>{0, 1}
+                                : r == 2 ? std::vector<int>{2}
+                                         : std::vector<int>{4, 3},
+                                "tp", {.timeout_s = 20});
+    i64 x = 0;
+    if (r == 0) c->recv(&x, 8, 1, "t").wait();
+    for (;; std::this_thread::sleep_for(1ms)) {
+      c->all_reduce(&x, 1, DType::I64, ReduceOp::Sum, "t").wait();
+      if (r == 2) world->look_for_failures();
+    }
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(4, SIGKILL);
+  const auto start = Clock::now();
+  for (int r : {0, 1, 2, 3}) EXPECT_THAT(ranks.story(r), HasSubstr(error_story(Errc::Comm, 4) + "rank 4 died"));
+  EXPECT_LT(Clock::now() - start, 10s);  // of a timeout of 20 s
+}
+
+TEST_F(CommShm, AStoppedRankIsATimeoutOfItsGroupThatSaysSo) {
+  Ranks ranks(4, [&](int r) {
+    auto world = join(r, 4);
+    const auto c =
+        world->group(r < 2 ? std::vector<int>{0, 1} : std::vector<int>{2, 3}, "tp", {.timeout_s = r < 2 ? 20.0 : 1.0});
+    for (;;) c->barrier("t");
+  });
+  std::this_thread::sleep_for(300ms);
+  ranks.signal(3, SIGSTOP);
+  const auto start = Clock::now();
+  for (int r : {0, 1, 2}) {
+    const std::string story = ranks.story(r);
+    EXPECT_THAT(story, HasSubstr(error_story(Errc::Timeout, 3) + "rank 3 did not come within 1 s"));
+    EXPECT_THAT(story, HasSubstr("of group \"tp\""));
+    EXPECT_THAT(story, HasSubstr("is stopped"));
+  }
+  EXPECT_LT(Clock::now() - start, 10s);
+}
+
+TEST_F(CommShm, AMemberThatDoesNotMakeTheGroupIsNamed) {
+  for (const int absent : {1, 3}) {  // who makes the memory, and one who finds it
+    Ranks ranks(4, [&](int r) {
+      auto world = join(r, 4);
+      world->barrier("t");
+      if (r != 0 && r != absent) world->group(std::vector<int>{1, 2, 3}, "tp", {.timeout_s = 0.6});
+      world->barrier("t");
+    });
+    const auto expected =
+        fmt::format("{}rank {} did not come within 0.6 s", error_story(Errc::Timeout, absent), absent);
+    for (int r = 0; r < 4; ++r) EXPECT_THAT(ranks.story(r), HasSubstr(expected));
+  }
+}
+
+TEST_F(CommShm, ManyGroupsLeaveNothing) {
+  Ranks ranks(4, [&](int r) {
+    auto world = join(r, 4);
+    for (int i = 0; i < 10; ++i) {
+      const int peer = r ^ (1 + i % 3);
+      const auto c = world->group(std::vector<int>{std::min(r, peer), std::max(r, peer)}, "pair", {.timeout_s = 20});
+      test::exercise_ring(*c, 1000, i + 10 * std::min(r, peer));
+    }
+    world->barrier("t");
+    test::require(segments_left(job_).empty(), "a name is left");
+    world->barrier("t");
+  });
+  for (int r = 0; r < 4; ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
 
 TEST_F(CommShm, ARankThatExitsWithoutGoodbyeIsNamed) {

@@ -15,13 +15,15 @@ struct Case {
   float dropout = 0;
   DType dtype = DType::F32;
   float spread = 1;  // of q
+  AttentionGrid grid{};
 
   AttentionParams params() const {
     return {.scale = 1.0f / std::sqrt(static_cast<float>(D)),
             .causal = causal,
             .window = window,
             .dropout = dropout,
-            .rng = {.seed = 5, .site = 2, .step = 1}};
+            .rng = {.seed = 5, .site = 2, .step = 1},
+            .grid = grid};
   }
   std::string name() const {
     std::string s(dtype_name(dtype));
@@ -278,6 +280,88 @@ TEST(Attention, StoresNoMatrixOfScores) {
   }
 }
 
+// Indices [begin, begin + count) of dim `d`.
+TensorView part(TensorView x, int d, i64 begin, i64 count) {
+  x.data = x.as<char>() + begin * x.stride[static_cast<size_t>(d)] * dtype_bytes(x.dtype);
+  x.shape[static_cast<size_t>(d)] = count;
+  return x;
+}
+
+// Dropout counts by the whole: heads and queries in calls of their own get the masks that they have together.
+TEST(Attention, DropoutDoesNotDependOnHowHeadsAndQueriesAreShared) {
+  for (DType dtype : kWorkDTypes) {
+    for (i64 S : {33, 36}) {  // rows of the matrix that begin blocks of four numbers, and rows that do not
+      const Case c{.B = 2, .T = 33, .S = S, .H = 6, .G = 3, .D = 32, .causal = false, .dropout = 0.4f, .dtype = dtype};
+      Inputs in(c);
+      for (const OpTable* ops : backends()) {
+        const Forward whole = forward(*ops, c, in);
+        const Backward whole_grads = backward(*ops, c, in, whole);
+        ThreadPool pool(2);
+        Stream stream{.pool = &pool};
+        Tensor o(dtype, {c.B, c.T, c.H, c.D}), dq(o), dk(dtype, {c.B, c.S, c.G, c.D}), dv(dk);
+        const i64 R = c.H / c.G;
+        for (const auto& [group, groups] : {std::pair<i64, i64>{0, 1}, {1, 2}}) {
+          const auto q_heads = [&, group = group, groups = groups](TensorView x) {
+            return part(x, 2, group * R, groups * R);
+          };
+          const auto kv_heads = [&, group = group, groups = groups](TensorView x) { return part(x, 2, group, groups); };
+          AttentionParams p = c.params();
+          p.grid.heads = c.H, p.grid.head0 = group * R;
+          Tensor lse(DType::F32, {c.B, groups * R, c.T});
+          ops->attention_fwd(q_heads(o), lse, q_heads(in.q.view()), kv_heads(in.k.view()), kv_heads(in.v.view()), p,
+                             stream);
+          ops->attention_bwd(q_heads(dq), kv_heads(dk), kv_heads(dv), q_heads(in.grad.view()), q_heads(in.q.view()),
+                             kv_heads(in.k.view()), kv_heads(in.v.view()), q_heads(o), lse, p, stream);
+        }
+        const std::string what = std::string(ops->name) + ": " + c.name();
+        const double slack = dtype == DType::F32 ? 100 : 4;
+        expect_close(o, whole.o, slack, what + " o of heads");
+        expect_close(dq, whole_grads.dq, slack, what + " dq of heads");
+        expect_close(dk, whole_grads.dk, slack, what + " dk of heads");
+        expect_close(dv, whole_grads.dv, slack, what + " dv of heads");
+
+        for (const auto& [row, rows] : {std::pair<i64, i64>{0, 7}, {7, 26}}) {
+          const auto queries = [row = row, rows = rows](TensorView x) { return part(x, 1, row, rows); };
+          AttentionParams p = c.params();
+          p.grid.rows = c.T, p.grid.row0 = row;
+          Tensor lse(DType::F32, {c.B, c.H, rows}), unused_dk(dk), unused_dv(dv);
+          ops->attention_fwd(queries(o), lse, queries(in.q.view()), in.k.view(), in.v.view(), p, stream);
+          ops->attention_bwd(queries(dq), unused_dk, unused_dv, queries(in.grad.view()), queries(in.q.view()),
+                             in.k.view(), in.v.view(), queries(o), lse, p, stream);
+        }
+        expect_close(o, whole.o, slack, what + " o of queries");
+        expect_close(dq, whole_grads.dq, slack, what + " dq of queries");
+        if (HasFatalFailure()) return;
+      }
+    }
+  }
+}
+
+// A call that is a block of something larger, against the oracle on the same block.
+TEST(Attention, AgreesWithRefOnTheMaskOfABlock) {
+  i64 n = 0;
+  for (DType dtype : kWorkDTypes) {
+    for (i64 D : {16, 64, 128}) {
+      for (const AttentionGrid& grid :
+           {AttentionGrid{.heads = 10, .head0 = 3, .rows = 90, .row0 = 40, .cols = 101, .col0 = 5},
+            AttentionGrid{.rows = 100, .cols = 96, .col0 = 28}, AttentionGrid{.heads = 4, .cols = 96, .col0 = 27}}) {
+        expect_agrees_with_ref({.B = 2,
+                                .T = 33 + n % 3,
+                                .S = 33 + n % 4,
+                                .H = 4,
+                                .G = 2,
+                                .D = D,
+                                .causal = n % 2 == 0,
+                                .dropout = 0.3f,
+                                .dtype = dtype,
+                                .grid = grid});
+        if (HasFatalFailure()) return;
+        ++n;
+      }
+    }
+  }
+}
+
 // In fp64 from end to end, every element of every gradient.
 TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
   ThreadPool pool(1);
@@ -295,7 +379,7 @@ TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
                      v = tensor(data[2], c.B, c.S, c.G, c.D), dq = tensor(data[3], c.B, c.T, c.H, c.D),
                      dk = tensor(data[4], c.B, c.S, c.G, c.D), dv = tensor(data[5], c.B, c.S, c.G, c.D),
                      o = tensor(data[6], c.B, c.T, c.H, c.D), w = tensor(data[7], c.B, c.T, c.H, c.D),
-                     lse = tensor(data[8], 1, c.B, c.H, c.T);
+                     lse = tensor(data[8], c.B, c.H, c.T, 1).reshaped({c.B, c.H, c.T});
     u32 seed = 1;
     for (std::vector<double>* x : {&data[0], &data[1], &data[2], &data[7]}) {
       const Tensor noise = Tensor(DType::F32, {static_cast<i64>(x->size())}).randomize(seed++);

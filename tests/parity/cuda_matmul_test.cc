@@ -127,13 +127,13 @@ TEST_F(CudaMatmul, ColumnSumsDoNotDependOnAlignmentOrOrder) {
       for (i64 r = 0; r < R; ++r) {
         for (i64 n = 0; n < N; ++n) aligned.set(r * aligned.view().stride[0] + n, x.at(r * (N + 5) + n));
       }
-      kRef.column_sum(want, part(x, 0, R, N, N + 5), stream_);
-      kCuda.column_sum(first, part(x, 0, R, N, N + 5), stream_);
+      kRef.column_sum(want, part(x, 0, R, N, N + 5), false, stream_);
+      kCuda.column_sum(first, part(x, 0, R, N, N + 5), false, stream_);
       expect_close(first, want, 64, "column sums");
       for (int seed = 1; seed < 4; ++seed) {
         const Setting order("DS_SIM_SEED", std::to_string(seed));
         Tensor got(DType::F32, {N});
-        kCuda.column_sum(got, part(aligned, 0, R, N, aligned.view().stride[0]), stream_);
+        kCuda.column_sum(got, part(aligned, 0, R, N, aligned.view().stride[0]), false, stream_);
         expect_same_bits(got, first, "column sums");
       }
       if (HasFatalFailure()) return;

@@ -162,10 +162,16 @@ inline const OpTable* device_ops() {
       .embedding_bwd = DeviceOp<&OpTable::embedding_bwd>::run,
       .attention_fwd = DeviceOp<&OpTable::attention_fwd>::run,
       .attention_bwd = DeviceOp<&OpTable::attention_bwd>::run,
+      .attention_merge = DeviceOp<&OpTable::attention_merge>::run,
       .linear_cross_entropy = DeviceOp<&OpTable::linear_cross_entropy>::run,
+      .vocab_max = DeviceOp<&OpTable::vocab_max>::run,
+      .vocab_sums = DeviceOp<&OpTable::vocab_sums>::run,
+      .vocab_grad = DeviceOp<&OpTable::vocab_grad>::run,
       .dropout = DeviceOp<&OpTable::dropout>::run,
       .add = DeviceOp<&OpTable::add>::run,
+      .bias_residual = DeviceOp<&OpTable::bias_residual>::run,
       .cast = DeviceOp<&OpTable::cast>::run,
+      .copy_heads = DeviceOp<&OpTable::copy_heads>::run,
       .fold = DeviceOp<&OpTable::fold>::run,
       .max_abs = DeviceOp<&OpTable::max_abs>::run,
       .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
@@ -181,10 +187,16 @@ inline std::unique_ptr<Device> make_test_device(int num_threads) {
   return test_device() != nullptr ? make_cuda_device(0) : make_cpu_device(*cpu_ops(), num_threads);
 }
 
+// How axes are made where ranks share a GPU.
+inline std::unique_ptr<Communicator> over_one_gpu(Communicator& host, const CommOptions& options) {
+  return host.size() == 1 ? make_device_self_communicator(host, options) : make_staged_communicator(host, options);
+}
+
 // One rank on that device.
 inline Mesh make_test_mesh(Device& device) {
-  return Mesh(make_self_communicator({}),
-              device.is_host() ? nullptr : make_device_self_communicator({.device = &device}));
+  Mesh::OverDevice over_device;
+  if (!device.is_host()) over_device = over_one_gpu;
+  return Mesh(make_self_communicator({}), {}, {.device = &device}, over_device);
 }
 
 }  // namespace ds::testing

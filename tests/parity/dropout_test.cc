@@ -77,6 +77,28 @@ TEST(Dropout, DoesNotDependOnThreadsPartitionOrPlace) {
   }
 }
 
+// Ranks that hold part of the rows of a matrix each, whatever the width of a row.
+TEST(Dropout, RowsAloneHaveTheMaskThatTheyHaveInTheWhole) {
+  ThreadPool pool(2);
+  Stream stream{.pool = &pool};
+  for (const OpTable* ops : all_backends()) {
+    for (DType dtype : kWorkDTypes) {
+      for (i64 C : {1, 3, 37, 64, 1030}) {
+        const i64 R = 23;
+        const Tensor x = Tensor(dtype, {R, C}).fill(1.0f);
+        Tensor whole(dtype, {R, C}), parts(dtype, {R, C});
+        ops->dropout(whole, x, 0.3f, kKey, 0, stream);
+        const i64 cuts[] = {0, 1, 6, 7, 18, R};
+        for (size_t i = 0; i + 1 < std::size(cuts); ++i) {
+          const i64 row = cuts[i], rows = cuts[i + 1] - row;
+          ops->dropout(parts.view().rows(row, rows), x.view().rows(row, rows), 0.3f, kKey, row * C, stream);
+        }
+        expect_same_bits(parts, whole, std::string(ops->name) + " " + std::to_string(C));
+      }
+    }
+  }
+}
+
 TEST(Dropout, DroppedInfinitiesAndNaNsAreZero) {
   for (const OpTable* ops : all_backends()) {
     for (float bad : {INFINITY, NAN}) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// add, cast, fold and the two integer reductions. All are exact or rounded once, so backends agree with ref bit for
-// bit.
+// add, bias_residual, cast, fold and the two integer reductions. All are exact or rounded once, so backends agree with
+// ref bit for bit.
 
 #include <limits>
 #include <random>
@@ -39,6 +39,51 @@ TEST(Elementwise, AddMatchesRef) {
         expect_same_bits(onto_a, want, describe(ops, t, n) + " onto a");
         ops->add(b, a, b, s);
         expect_same_bits(b, want, describe(ops, t, n) + " onto b");
+      }
+    }
+  }
+}
+
+TEST(Elementwise, BiasAndResidualAreAddedInOrderAndRoundedOnce) {
+  struct Shape {
+    i64 R, C;
+  };
+  for (const OpTable* ops : backends()) {
+    for (DType t : kWorkDTypes) {
+      for (const auto [R, C] : {Shape{1, 1}, {3, 7}, {5, 64}, {33, 130}, {2, 4099}, {700, 24}, {0, 5}}) {
+        for (int parts = 0; parts < 4; ++parts) {
+          const std::string what = describe(ops, t, C) + " parts " + std::to_string(parts);
+          Tensor x(DType::F32, {R, C}), bias(t, {C}), residual(t, {R, C}), want(t, {R, C}), of_ref(t, {R, C});
+          x.randomize(1, 3.0f);
+          bias.randomize(2);
+          residual.randomize(3, 100.0f);
+          const TensorView b = (parts & 1) != 0 ? bias.view() : TensorView{};
+          const TensorView r = (parts & 2) != 0 ? residual.view() : TensorView{};
+          for (i64 i = 0; i < R * C; ++i) {
+            float sum = x.at(i);
+            if (b) sum += bias.at(i % C);
+            if (r) sum += residual.at(i);
+            want.set(i, sum);
+          }
+          expect_same_for_any_threads(
+              [&](Stream& s) {
+                Tensor got(t, {R, C}), in_place = residual;
+                ops->bias_residual(got, x, b, r, s);
+                expect_same_bits(got, want, what);
+                ref_ops().bias_residual(of_ref, x, b, r, s);
+                expect_close(got, of_ref, 2.1, what + " ref");
+                ops->bias_residual(in_place, x, b, r ? in_place.view() : r, s);
+                expect_same_bits(in_place, want, what + " onto the residual");
+                if (t == DType::F32) {
+                  Tensor onto_x = x;
+                  ops->bias_residual(onto_x, onto_x, b, r, s);
+                  expect_same_bits(onto_x, want, what + " onto x");
+                }
+                return std::vector<Tensor>{got};
+              },
+              what);
+          if (HasFailure()) return;
+        }
       }
     }
   }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Embedding lookup and gradient: repeated, missing and skewed ids, small and large tables.
+// Embedding lookup and gradient: repeated, missing and skewed ids, small and large tables, parts of a vocabulary.
 
 #include "finite_difference.h"
 #include "parity.h"
@@ -40,15 +40,15 @@ TEST(Embedding, BackendsMatchRef) {
           y.randomize(2);
           dy.randomize(3);
           Tensor want = y;
-          ref_ops().embedding_fwd(want, table, ids, accumulate, s);
-          ops->embedding_fwd(y, table, ids, accumulate, s);
+          ref_ops().embedding_fwd(want, table, ids, 0, accumulate, s);
+          ops->embedding_fwd(y, table, ids, 0, accumulate, s);
           expect_same_bits(y, want, what + " forward");
           for (DType grad_dtype : {DType::F32, t}) {
             Tensor got(grad_dtype, {V, C});
             got.randomize(4);
             Tensor dtable = got;
-            ref_ops().embedding_bwd(dtable, dy, ids, accumulate, s);
-            ops->embedding_bwd(got, dy, ids, accumulate, s);
+            ref_ops().embedding_bwd(dtable, dy, ids, 0, accumulate, s);
+            ops->embedding_bwd(got, dy, ids, 0, accumulate, s);
             expect_close(got, dtable, 6 + 2 * std::sqrt(static_cast<double>(R)), what + " backward");
           }
         }
@@ -79,11 +79,69 @@ TEST(Embedding, GradientIsTheFoldInRowOrder) {
       expect_same_for_any_threads(
           [&](Stream& s) {
             Tensor got = start;
-            ops->embedding_bwd(got, dy, ids, accumulate, s);
+            ops->embedding_bwd(got, dy, ids, 0, accumulate, s);
             expect_same_bits(got, want, std::string(ops->name));
             return std::vector<Tensor>{got};
           },
           std::string(ops->name));
+    }
+  }
+}
+
+// A vocabulary cut into parts, one call each: lookups add up to that of the whole table, gradients are its rows. Ids
+// beyond every part, negative ones too, are nobody's.
+TEST(Embedding, PartsOfAVocabularyMakeTheWhole) {
+  for (const OpTable* ops : backends()) {
+    for (DType t : kWorkDTypes) {
+      for (auto [V, R, C] : {Case{300, 90, 64}, Case{256, 700, 17}, Case{1027, 40, 130}}) {
+        const std::string what = std::string(ops->name) + " " + std::string(dtype_name(t)) + " V" + std::to_string(V) +
+                                 " C" + std::to_string(C);
+        Tensor ids = make_ids(R, V, 9);
+        for (i64 r = 3; r < R; r += 7) {
+          ids.view().as<i32>()[r] = r % 2 == 0 ? static_cast<i32>(V + r) : r % 3 == 0 ? -1 : INT32_MIN;
+        }
+        Tensor table(t, {V, C}), dy(t, {R, C}), start(t, {R, C});
+        table.randomize(1);
+        dy.randomize(3);
+        start.randomize(4).set(0, -0.0f);
+        expect_same_for_any_threads(
+            [&](Stream& s) {
+              Tensor whole(t, {R, C}), onto(start), parts(t, {R, C}), parts_onto(start), dtable(DType::F32, {V, C}),
+                  dtable_parts(dtable), dtable_whole(dtable);
+              ops->embedding_fwd(whole, table, ids, 0, false, s);
+              ops->embedding_fwd(onto, table, ids, 0, true, s);
+              ops->embedding_bwd(dtable_whole, dy, ids, 0, false, s);
+              bool first = true;
+              const i64 cuts[] = {0, 1, V / 3, V - 5, V};
+              for (size_t i = 0; i + 1 < std::size(cuts); ++i) {
+                const i64 begin = cuts[i], count = cuts[i + 1] - begin;
+                Tensor part(t, {R, C});
+                ops->embedding_fwd(part, table.view().rows(begin, count), ids, begin, false, s);
+                for (i64 r = 0; r < R; ++r) {
+                  const i64 id = ids.view().as<i32>()[r];
+                  const bool here = id >= begin && id < begin + count;
+                  for (i64 c = 0; c < C; ++c) {
+                    if (part.at(r * C + c) != (here ? table.at(id * C + c) : 0)) {
+                      ADD_FAILURE() << what << " row " << r << " column " << c;
+                      return std::vector<Tensor>{};
+                    }
+                  }
+                }
+                ops->embedding_fwd(parts, table.view().rows(begin, count), ids, begin, !first, s);
+                ops->embedding_fwd(parts_onto, table.view().rows(begin, count), ids, begin, true, s);
+                ops->embedding_bwd(dtable_parts.view().rows(begin, count), dy, ids, begin, false, s);
+                first = false;
+              }
+              expect_same_bits(parts, whole, what + " lookup");
+              expect_same_bits(parts_onto, onto, what + " lookup onto");
+              expect_same_bits(dtable_parts, dtable_whole, what + " gradient");
+              ref_ops().embedding_bwd(dtable, dy, ids, 0, false, s);
+              expect_close(dtable_whole, dtable, 64, what + " gradient of ref");
+              return std::vector<Tensor>{parts, parts_onto, dtable_parts};
+            },
+            what);
+        if (HasFailure()) return;
+      }
     }
   }
 }
@@ -95,11 +153,11 @@ TEST(Embedding, RefGradientMatchesFiniteDifferences) {
   Doubles table({V, C}), dtable({V, C}), y({R, C}), dy({R, C});
   table.randomize(1);
   dy.randomize(2);
-  ref_ops().embedding_bwd(dtable.view, dy.view, ids, false, s);
+  ref_ops().embedding_bwd(dtable.view, dy.view, ids, 0, false, s);
   expect_gradient(
       table, dtable,
       [&] {
-        ref_ops().embedding_fwd(y.view, table.view, ids, false, s);
+        ref_ops().embedding_fwd(y.view, table.view, ids, 0, false, s);
         return y.dot(dy);
       },
       "dtable");

@@ -198,19 +198,22 @@ TEST(ColumnSum, AgreesWithTheOracleAtAnyThreads) {
     for (DType in : kWorkDTypes) {
       for (DType out : {in, DType::F32}) {
         Matrix x(in, s.first, s.second, 3, 1);
-        Tensor want(out, {s.second});
+        const Tensor before = Tensor(out, {s.second}).randomize(2);
         ThreadPool one(1);
         Stream stream{&one};
-        ref_ops().column_sum(want, x.view, stream);
-        for (const OpTable* ops : backends()) {
-          for (int threads : {1, 2, 3, 5}) {
-            ThreadPool pool(threads);
-            Stream parallel{&pool};
-            Tensor got(out, {s.second}), first(out, {s.second});
-            ops->column_sum(first, x.view, stream);
-            ops->column_sum(got, x.view, parallel);
-            expect_same_bits(got, first, std::string(ops->name));
-            expect_close(got, want, out == DType::F32 ? 24 : 2.1, std::string(ops->name));
+        for (const bool accumulate : {false, true}) {
+          Tensor want = before;
+          ref_ops().column_sum(want, x.view, accumulate, stream);
+          for (const OpTable* ops : backends()) {
+            for (int threads : {1, 2, 3, 5}) {
+              ThreadPool pool(threads);
+              Stream parallel{&pool};
+              Tensor got = before, first = before;
+              ops->column_sum(first, x.view, accumulate, stream);
+              ops->column_sum(got, x.view, accumulate, parallel);
+              expect_same_bits(got, first, std::string(ops->name));
+              expect_close(got, want, out == DType::F32 ? 24 : 2.1, std::string(ops->name));
+            }
           }
         }
         if (HasFatalFailure()) return;
@@ -231,7 +234,8 @@ TEST(Linear, RefGradientsMatchFiniteDifferences) {
     w.randomize(2);
     b.randomize(3);
     dy.randomize(4);
-    model::linear_backward(ctx, dx.view, dw.view, db.view, dy.view, x.view, w.view, orientation);
+    model::linear_backward_input(ctx, dx.view, dy.view, w.view, orientation);
+    model::linear_backward_weight(ctx, dw.view, db.view, dy.view, x.view, orientation);
     const auto loss = [&] {
       model::linear_forward(ctx, y.view, x.view, w.view, {.orientation = orientation, .bias = b.view});
       return y.dot(dy);
@@ -243,7 +247,7 @@ TEST(Linear, RefGradientsMatchFiniteDifferences) {
     Doubles others({R, kIn}), sum({R, kIn});
     others.randomize(5);
     sum.value = others.value;
-    model::linear_backward(ctx, sum.view, dw.view, {}, dy.view, x.view, w.view, orientation, sum.view);
+    model::linear_backward_input(ctx, sum.view, dy.view, w.view, orientation, sum.view);
     for (size_t i = 0; i < dx.value.size(); ++i) EXPECT_NEAR(sum.value[i], dx.value[i] + others.value[i], 1e-15);
   }
 }

@@ -97,8 +97,7 @@ class Model {
     Values grads;
     const zero::Layout& layout = engine_.engine.plan().layout;
     for (const zero::RowPlace& row : layout.rows()) {
-      const float* first =
-          engine_.engine.grads().element(layout.segments()[static_cast<size_t>(row.segment)], row.offset);
+      const float* first = engine_.engine.gradient(row.segment, row.offset);
       grads.emplace_back(static_cast<size_t>(row.numel));
       engine_.device->download(grads.back().data(), first, row.numel * 4);
     }

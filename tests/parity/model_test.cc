@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <fstream>
+#include <numbers>
 #include <sstream>
 
 #include "base/json.h"
@@ -174,9 +175,8 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   for (const auto& unit : engine.plan().rows) {
     for (const model::ParamRow& row : unit) {
       const zero::RowPlace& place = engine.plan().layout.rows()[static_cast<size_t>(param++)];
-      const zero::Segment& s = engine.plan().layout.segments()[static_cast<size_t>(place.segment)];
       std::vector<float> grad(static_cast<size_t>(row.numel()));
-      device->download(grad.data(), engine.grads().element(s, place.offset), narrow<i64>(grad.size()) * 4);
+      device->download(grad.data(), engine.gradient(place.segment, place.offset), narrow<i64>(grad.size()) * 4);
       for (float& g : grad) g *= unscale;
       f.judge(dtype, "grad." + row.name, grad);
     }
@@ -251,7 +251,10 @@ TEST_P(Models, TenAdamWSteps) {
     add(torch_norm_error, torch_norms[s], norms[s]);
   }
   // The fixtures are of a CPU, where PyTorch keeps probabilities in fp32; tensor cores round them.
-  const double times = testing::test_device() != nullptr ? 3 : 2;
+  // In 16 bit, the gradient of a tied matrix is rounded for each of its two uses, so that it does not depend on where
+  // they stand: up to the square root of two more error in it than where the sum is rounded.
+  const bool twice = engine.model().tied() && dtype != DType::F32;
+  const double times = testing::test_device() != nullptr ? 3 : twice ? 2 * std::numbers::sqrt2 : 2;
   EXPECT_LE(loss_error, times * torch_loss_error + 1e-5);
   EXPECT_LE(norm_error, times * torch_norm_error + 1e-5);
 }

@@ -383,7 +383,8 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
     text.replace(text.find(from), from.size(), to);
     EXPECT_ERROR(parse_manifest(sealed(text), "m"), code, part);
   };
-  refused("\"version\": 1", "\"version\": 2", Errc::Unavailable, "format version 2");
+  refused("\"version\": 1", "\"version\": 3", Errc::Unavailable, "format version 3; this libds reads versions 1 and 2");
+  refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2 without slices");
   refused("libds-checkpoint", "other", Errc::Corrupt, "not a checkpoint's manifest");
   for (const char* bad : {"-1", "9223372036854775807"}) {
     for (const char* key : {"step", "consumed_samples", "optimizer_step", "skipped_steps"}) {
@@ -416,6 +417,13 @@ TEST(GoldenCheckpoint, VersionOneLoads) {
   CheckpointMeta want = sample_meta(3, DType::BF16);
   want.world_size = 2;
   EXPECT_EQ(CheckpointReader(step).manifest().meta, want);
+}
+
+// Version 2, in which pieces are of slices, as it was first written, by save_sliced(..., 3, DType::BF16, {2, 2}, 0).
+TEST(GoldenCheckpoint, VersionTwoLoads) {
+  const std::string step = find_checkpoint(test_data("checkpoint-v2"));
+  EXPECT_TRUE(CheckpointReader(step).verify({}).empty());
+  for (DType dtype : {DType::F32, DType::BF16}) load_sliced(step, dtype, {3, 1}, 1);
 }
 
 // ---- finding

@@ -80,6 +80,20 @@ TEST(Comm, SumsFoldInRankOrder) {
   });
 }
 
+// In bf16 256 + 1 is 256: a sum that is rounded on its way stays there.
+TEST(Comm, SumsIn16BitsAreRoundedOnce) {
+  run_threads(5, options(), [](Communicator& c) {
+    for (i64 n : {i64{3}, i64{100003}}) {
+      std::vector<bf16> x(static_cast<size_t>(n), to_bf16(c.rank() == 0 ? 256.0f : 1.0f));
+      c.all_reduce(x.data(), n, DType::BF16, ReduceOp::Sum, "t").wait();
+      EXPECT_EQ(to_float(x.front()), 260.0f);
+      EXPECT_EQ(to_float(x.back()), 260.0f);
+    }
+    bf16 y = to_bf16(1);
+    EXPECT_THROW(c.all_reduce(&y, 1, DType::BF16, ReduceOp::Max, "t"), Error);
+  });
+}
+
 TEST(Comm, NanWinsMaxAndMin) {
   run_threads(3, options(), [](Communicator& c) {
     for (ReduceOp op : {ReduceOp::Max, ReduceOp::Min}) {
@@ -101,6 +115,7 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     c.reduce_scatter({&rs, 1}, DType::BF16, false, "dp.reduce_scatter").wait();
     c.all_gather({&ag, 1}, "dp.all_gather").wait();
     c.all_reduce(x.data(), 400, DType::F32, ReduceOp::Sum, "dp.all_reduce").wait();
+    c.all_reduce(x.data(), 801, DType::BF16, ReduceOp::Sum, "tp.all_reduce").wait();
     c.broadcast(x.data(), 1600, 1, "dp.broadcast").wait();
     std::vector<float> y(400);
     c.all_to_all(x.data(), y.data(), 400, "dp.all_to_all").wait();
@@ -110,6 +125,7 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     EXPECT_EQ(counts.at("dp.reduce_scatter").bytes, 3 * 400 + 3 * 200);
     EXPECT_EQ(counts.at("dp.all_gather").bytes, 3 * 400);
     EXPECT_EQ(counts.at("dp.all_reduce").bytes, 2 * 3 * 400);
+    EXPECT_EQ(counts.at("tp.all_reduce").bytes, 2 * 3 * 2 * 801 / 4);
     EXPECT_EQ(counts.at("dp.broadcast").bytes, c.rank() == 1 ? 3 * 1600 : 0);
     EXPECT_EQ(counts.at("dp.all_to_all").bytes, 3 * 400);
     EXPECT_EQ(counts.at("dp.barrier").calls, 1);

@@ -193,14 +193,37 @@ const Wrong kWrong[] = {
     {R"("bf16": {"enabled": true, "check_grad_overflow": false})", kLater, "true is accepted"},
     {R"("wall_clock_breakdown": true)", kLater, "wall_clock_breakdown"},
     {R"("flops_profiler": {"enabled": true, "profile_step": 3})", kLater, "flops_profiler is not there yet"},
-    {R"("tensor_parallel": {"autotp_size": 4})", kLater, "tensor_parallel is not there yet"},
-    {R"("tensor_parallel": {"tp": {"tp_size": 2}})", kLater,
-     "tensor_parallel.tp.tp_size: tensor_parallel is not there"},
+    {R"("tensor_parallel": {"autotp_size": 4})", kBad,
+     "tensor_parallel.tp_size: 4 does not divide the 1 rank that there"},
+    {R"("tensor_parallel": {"tp": {"tp_size": 2}})", kBad, "2 does not divide the 3 ranks that there are; with 2 or 4",
+     3},
+    {R"("tensor_parallel": {"tp_overlap_comm": true})", kLater, "tp_overlap_comm"},
     {R"("comms_logger": {"verbose": true})", kLater, "comms_logger.enabled: comms_logger is not there yet"},
     {R"("comms_logger": {})", kLater, "false turns it off"},
-    {R"("pipeline": {"stages": 2})", kLater, "pipeline.stages: 2 is not there yet"},
-    {R"("pipeline": {"activation_checkpoint_interval": 1})", kLater, "0 is accepted"},
-    {R"("activation_checkpointing": {"partition_activations": true})", kLater, "partition_activations"},
+    {R"("pipeline": {"stages": 2}, "tensor_parallel": {"tp_size": 3}, "sequence_parallel_size": 2)", kBad,
+     "pipeline.stages 2 x tensor_parallel.tp_size 3 x sequence_parallel_size 2 = 12 does not divide the 8 ranks that",
+     8},
+    {R"("pipeline": {"stagess": 2})", kBad, "pipeline.stages"},
+    {R"("pipeline": {"schedule": "1F1b2"})", kBad, "1f1b"},
+    {R"("pipeline": {"partition": "even"})", kBad, "must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\""},
+    {R"("pipeline": {"virtual_stages": 2})", kBad, "pipeline.virtual_stages: 2: pipeline.schedule 1f1b takes 1"},
+    {R"("pipeline": {"stages": 2, "schedule": "interleaved", "virtual_stages": 2}, "gradient_accumulation_steps": 3,
+        "train_micro_batch_size_per_gpu": 1)",
+     kBad, "gradient_accumulation_steps 3 is no multiple of the 2 pipeline.stages; 2 or 4 would do", 2},
+    {R"("pipeline": {"stages": 5}, "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})",
+     kBad, "5 parts are more than the 4 layers (embedding and head among them); at most 4", 5},
+    {R"("tensor_parallel": {"tp_size": 4}, "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})",
+     kBad, "the model's 2 heads cannot be shared by 4 ranks; 1 or 2 would do", 4},
+    {R"("sequence_parallel_size": 4, "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})",
+     kBad, "2 heads (2 of keys and values) cannot be shared by 4 ranks; 1 or 2", 4},
+    {R"("sequence_parallel_size": 3, "sequence_parallel_mode": "ring", "data": {"train": "x", "seq_length": 32}, "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})",
+     kBad, "32 tokens cannot be cut in 6 parts (sequence_parallel_size 3, two chunks on each rank); 30 or 36 would do",
+     3},
+    {R"("activation_checkpointing": {"granularity": "layer", "interval": 0})", kBad, "0 keeps everything"},
+    {R"("activation_checkpointing": {"granularity": "selective", "cpu_checkpointing": true})", kBad,
+     "is about inputs of layers"},
+    {R"("activation_checkpointing": {"granularity": "layers"})", kBad, "\"layer\""},
+    {R"("cuda": {"graphs": true}, "device": "cuda", "tensor_parallel": {"tp_size": 2})", kLater, "exclude graphs", 2},
     {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
@@ -503,7 +526,7 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
       for (const EnumName& n : e->names)
         if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = n.name;
     } else {
-      value = key.path == "data.tokenizer" ? "bytes" : "text";
+      value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
     }
     std::vector<std::string> set = {fmt::format("{}={}", key.path, value.dump())};
     if (key.path.starts_with("optimizer.params")) set.push_back("optimizer.type=AdamW");
@@ -517,7 +540,25 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");
-    const Config c = good("{}", 1, set);
+    int world = 1;
+    for (const std::string_view degree :
+         {"pipeline.stages", "tensor_parallel.tp_size", "tensor_parallel.autotp_size", "sequence_parallel_size"}) {
+      if (key.path == degree) world = 3;
+    }
+    if (key.path == "pipeline.virtual_stages") {
+      world = 2;
+      for (const char* s : {"pipeline.stages=2", "pipeline.schedule=interleaved", "gradient_accumulation_steps=2"})
+        set.push_back(s);
+    }
+    if (key.path == "pipeline.schedule" || key.path == "pipeline.partition") {
+      world = 2;
+      set.push_back("pipeline.stages=2");
+    }
+    if (key.path == "sequence_parallel_mode") {
+      world = 2;
+      set.push_back("sequence_parallel_size=2");
+    }
+    const Config c = good("{}", world, set);
     const Json resolved = Json::parse(resolved_json(c));
     std::string pointer = "/" + std::string(key.path);
     std::replace(pointer.begin(), pointer.end(), '.', '/');

@@ -113,6 +113,9 @@ TEST(CudaCudnn, ServesWhatNvidiasTableHas) {
     c = call_of({}, backward);
     c.lse.data = c.lse.as<float>() + 1;
     EXPECT_EQ(refused(c), "alignment");
+    c = call_of({}, backward);
+    c.lse.stride[1] += 4;
+    EXPECT_EQ(refused(c), "strided statistics");
   }
   AttentionCall c = call_of({}, true);
   c.dv.stride[0] += 4;

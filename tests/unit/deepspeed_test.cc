@@ -178,7 +178,7 @@ TEST_P(DeepSpeedFixture, IsMergedAndSharded) {
   EXPECT_EQ(merged->find("head.weight"), nullptr);
   EXPECT_EQ(merged->metadata().at("head.weight"), "embed.weight");
 
-  shard_checkpoint(from, dir / "run", {.dp = 3, .stage = 2});
+  shard_checkpoint(from, dir / "run", {.mesh = {.dp = 3}, .stage = 2});
   const auto sharded = open_state(dir / "run");
   ASSERT_EQ(sharded->params().size(), source_->params().size());
   EXPECT_EQ(sharded->meta().optimizer_step, source_->meta().optimizer_step);

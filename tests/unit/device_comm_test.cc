@@ -122,9 +122,10 @@ TEST_P(DeviceComms, CountWhatAHostCommunicatorCounts) {
     c.all_reduce(x.data(), 7, DType::F32, ReduceOp::Sum, "c").wait();
     c.all_reduce(x.data(), 3, DType::F64, ReduceOp::Max, "c").wait();
     c.all_reduce(x.data(), 5, DType::I64, ReduceOp::Min, "c").wait();
+    c.all_reduce(x.data(), 7, DType::BF16, ReduceOp::Sum, "c").wait();
     c.broadcast(x.data(), 400, P - 1, "d").wait();
     c.all_to_all(x.data(), y.data(), 400, "e").wait();
-    if (P > 1) test::exercise_ring(c, 10);
+    if (P > 1) test::exercise_ring(c, 10, 0);
     c.barrier("f");
     return c.counts();
   };

@@ -8,10 +8,26 @@
 #include <map>
 #include <string>
 
-#include "zero/param_store.h"
-
 namespace ds::zero {
 namespace {
+
+// A training step visits every layer forward and backward, m times; the head of a tied model uses unit 0, too.
+std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches) {
+  std::vector<Access> trace;
+  const auto visit = [&](i64 layer) {
+    trace.push_back(tied && layer == num_layers - 1 ? Access{layer, 0} : Access{layer});
+  };
+  for (i64 m = 0; m < micro_batches; ++m) {
+    for (i64 l = 0; l < num_layers; ++l) visit(l);
+    for (i64 l = num_layers - 1; l >= 0; --l) visit(l);
+  }
+  return trace;
+}
+std::vector<Access> forward_trace(i64 num_layers, bool tied) {
+  std::vector<Access> trace = training_trace(num_layers, tied, 1);
+  trace.resize(static_cast<size_t>(num_layers));
+  return trace;
+}
 
 // Plays a plan: everything used is there, nothing overlaps in the pool, nothing is left.
 void play(const GatherPlan& plan, std::span<const i64> elems) {

@@ -76,5 +76,24 @@ TEST(Layout, StageThreeKeepsSmallRowsWholeUntilTheModelThreshold) {
   EXPECT_TRUE(layout.segments_of(1)[0].persistent);
 }
 
+// The shares of a vocabulary differ by a row; what lies beside them must not.
+TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
+  for (i64 threshold = 4000; threshold < 4300; threshold += 10) {
+    const auto of = [&](i64 numel) {
+      Rows unit = rows({512, numel, 32});
+      unit[1].room = 4160;
+      return make({unit, rows({4150, 7})}, {2, 3, threshold, 8400});
+    };
+    const Layout most = of(4160), fewer = of(4128);
+    ASSERT_EQ(most.segments().size(), fewer.segments().size()) << threshold;
+    for (size_t s = 0; s < most.segments().size(); ++s) {
+      EXPECT_EQ(most.segments()[s].slice, fewer.segments()[s].slice) << threshold;
+      EXPECT_EQ(most.segments()[s].persistent, fewer.segments()[s].persistent) << threshold;
+    }
+    for (size_t r = 0; r < most.rows().size(); ++r)
+      EXPECT_EQ(most.rows()[r].offset, fewer.rows()[r].offset) << threshold;
+  }
+}
+
 }  // namespace
 }  // namespace ds::zero

@@ -35,14 +35,16 @@ TEST(ShardUnits, AreTheLayersOfEveryFamily) {
     const model::Model model = model::make_model(config, 16);
     std::vector<ParamEntry> params;
     std::vector<std::vector<std::string>> layers;
-    for (const auto& layer : model.layers) {
-      layers.emplace_back();
-      for (const model::ParamRow& row : layer->rows()) {
+    const auto add = [&](const std::vector<model::ParamRow>& rows) {
+      if (!rows.empty()) layers.emplace_back();
+      for (const model::ParamRow& row : rows) {
         params.push_back({row.name, row.shape, "", {}});
         layers.back().push_back(row.name);
       }
-    }
-    if (model.tied) params.push_back({"lm_head.weight", params.front().shape, params.front().name, {}});
+    };
+    add(model.shared);
+    for (const auto& layer : model.layers) add(layer->rows());
+    if (model.tied()) params.push_back({"lm_head.weight", params.front().shape, params.front().name, {}});
     EXPECT_EQ(names_of(units_of(params)), layers) << family_name(family);
   }
 }

@@ -108,7 +108,7 @@ TEST_P(Weights, WithAndWithoutTheFirstPartOfTheirNames) {
 
 TEST_P(Weights, Fp64IsRoundedOnce) {
   // Just above the middle of two fp32 numbers, by less than fp32 or bf16 can tell.
-  const std::vector<double> exact(static_cast<size_t>(engine.plan().rows[0][0].numel()), 1 + 0x1p-24 + 0x1p-50);
+  const std::vector<double> exact(static_cast<size_t>(engine.row_of(0).numel()), 1 + 0x1p-24 + 0x1p-50);
   Tensors file = tensors;
   file[names[0]].type = "F64";
   file[names[0]].data = bytes_of(exact);
@@ -118,7 +118,7 @@ TEST_P(Weights, Fp64IsRoundedOnce) {
 
 TEST_P(Weights, ThatAreNotNumbersAreRefused) {
   for (const double bad : {1e300, std::numeric_limits<double>::quiet_NaN(), -std::numeric_limits<double>::infinity()}) {
-    std::vector<double> values(static_cast<size_t>(engine.plan().rows[0][0].numel()), 1);
+    std::vector<double> values(static_cast<size_t>(engine.row_of(0).numel()), 1);
     values[5] = bad;
     Tensors file = tensors;
     file[names[0]].type = "F64";

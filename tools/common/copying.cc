@@ -7,7 +7,6 @@
 #include <charconv>
 #include <cmath>
 #include <csignal>
-#include <filesystem>
 
 #include "common/internal.h"
 #include "ds/error.h"
@@ -53,10 +52,7 @@ std::function<void(i64, i64)> CopyLine::hook() {
 }
 
 void check_outputs_differ(const Output& out, const std::string& model) {
-  namespace fs = std::filesystem;
-  std::error_code error;
-  if (!out.to_file() || out.file().starts_with("/dev/") || out.file().starts_with("/proc/")) return;
-  if (fs::weakly_canonical(out.file(), error) == fs::weakly_canonical(model, error) && !error)
+  if (out.replaces(model))
     throw Error(Errc::Config, "--out and --output are the same file: one is the model, one the report");
 }
 

@@ -36,9 +36,9 @@ bool knows_escapes() noexcept {
   return term != nullptr && *term != '\0' && std::string_view(term) != "dumb";
 }
 
-bool colour() noexcept {
+bool colour(int fd = STDERR_FILENO) noexcept {
   const char* no_colour = std::getenv("NO_COLOR");
-  return ::isatty(STDERR_FILENO) == 1 && (no_colour == nullptr || *no_colour == '\0') && knows_escapes();
+  return ::isatty(fd) == 1 && (no_colour == nullptr || *no_colour == '\0') && knows_escapes();
 }
 
 void report(std::string_view label, std::string_view escape, std::string_view message) {
@@ -76,18 +76,6 @@ std::optional<int> descriptor_of(std::string_view file) {
 // A descriptor, a device, a pipe, a socket.
 bool is_special(const std::string& file) {
   return descriptor_of(file) || (fs::exists(file) && !fs::is_regular_file(file));
-}
-
-// What is there already and no report of ours: a part of a model or its tokenizer.
-bool is_model_file(const fs::path& file) {
-  const std::string name = file.filename();
-  for (const std::string_view end : {".safetensors", ".h5", ".hdf5", ".bin", ".pt", ".pth", ".model", ".index.json"})
-    if (name.ends_with(end)) return true;
-  for (const std::string_view whole :
-       {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-        "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt"})
-    if (name == whole) return true;
-  return false;
 }
 
 // Where `file` is or will be: the end of its links, which need not exist.
@@ -183,6 +171,19 @@ Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool),
   } catch (const fs::filesystem_error& e) {
     refuse(e.code().message());
   }
+}
+
+bool Output::colour() const noexcept { return !to_file() && tools::colour(STDOUT_FILENO); }
+
+int Output::columns() const noexcept {
+  winsize size{};
+  return !to_file() && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+}
+
+bool Output::replaces(const std::string& path) const {
+  std::error_code ignored;
+  if (!to_file() || (is_special(file_) && !fs::is_directory(file_))) return false;
+  return fs::equivalent(file_, path, ignored) || target_of(path) == target_of(file_);
 }
 
 void Output::write(std::string_view text) {

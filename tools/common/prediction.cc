@@ -9,9 +9,19 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
     for (const auto& m : p.memory) tags[m.tag] = m.predicted;
+    Json stages = Json::array();
+    for (const StagePlan& s : p.stages) {
+      stages.push_back({{"ranks", s.ranks},
+                        {"layers", s.layers},
+                        {"heads", s.heads},
+                        {"num_params", s.num_params},
+                        {"memory_bytes", s.memory_bytes}});
+    }
     out.document({{"config", Json::parse(resolved_json(config))},
                   {"num_params", p.num_params},
                   {"flops_per_token", p.flops_per_token},
+                  {"stages", stages},
+                  {"bubble_fraction", p.bubble_fraction},
                   {"memory_bytes", tags},
                   {"total_bytes", p.total_bytes},
                   {"device", p.device},
@@ -19,8 +29,10 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
                   {"comm_bytes_per_step", p.comm_bytes}});
     return;
   }
-  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory per rank\n", resolved_json(config),
-            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device);
+  const bool cut = config.ranks_per_replica() > 1;
+  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory {}\n", resolved_json(config),
+            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device,
+            cut ? fmt::format("of rank {}", ranks.rank) : "per rank");
   for (const auto& m : p.memory) {
     if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
   }
@@ -31,6 +43,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes)
     out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
+  if (cut) out.print("\n{}", plan_text(config, ranks.world_size, out.columns(), out.colour()));
 }
 
 }  // namespace ds::tools

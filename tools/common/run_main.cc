@@ -119,18 +119,15 @@ std::string empty_option(const CLI::App& app) {
 }
 
 // The report would replace what another option names, such as the configuration or the weights that are read.
-void check_report(const CLI::App& app, const std::string& file) {
-  namespace fs = std::filesystem;
+void check_report(const CLI::App& app, const Output& output) {
   std::error_code ignored;
-  if (file.empty() || !fs::is_regular_file(file, ignored) || file.starts_with("/dev/") || file.starts_with("/proc/"))
-    return;
   for (const CLI::Option* option : app.get_options()) {
     if (option->check_lname("output")) continue;
     for (const std::string& value : option->results())
-      if (fs::equivalent(file, value, ignored))
-        throw Error(Errc::Config, fmt::format("--output {}: is also {}", file, option->get_name()));
+      if (std::filesystem::exists(value, ignored) && output.replaces(value))
+        throw Error(Errc::Config, fmt::format("--output {}: is also {}", output.file(), option->get_name()));
   }
-  for (const CLI::App* command : app.get_subcommands()) check_report(*command, file);
+  for (const CLI::App* command : app.get_subcommands()) check_report(*command, output);
 }
 
 // True if options were understood; false: exit status 2 is due and the reason has been said.
@@ -172,8 +169,8 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   const Body body = setup(app);
   if (!parse(app, argc, argv, tool)) return exit_code(Errc::Config);
   install_log_sink(tool);
-  check_report(app, common.output);
   Output output(tool, common.output, common.json);
+  check_report(app, output);
   const int status = body(output);
   output.commit();
   return status;

@@ -62,6 +62,13 @@ class Output {
   bool json() const noexcept { return json_; }
   bool to_file() const noexcept { return !file_.empty(); }
   const std::string& file() const noexcept { return file_; }
+  // Whether the report will stand in the place of `path`, which need not exist; never where it goes to a descriptor, a
+  // device or a pipe.
+  bool replaces(const std::string& path) const;
+  const ToolInfo& tool() const noexcept { return tool_; }
+  // Of a terminal that the result goes to; without one no colour and 80 columns.
+  bool colour() const noexcept;
+  int columns() const noexcept;
   void write(std::string_view text);
   template <class... Args>
   void print(fmt::format_string<Args...> format, Args&&... args) {

@@ -44,6 +44,7 @@ struct Problem {
   i64 width;  // D in whole vectors
   i64 ld;     // row stride of tiles: a little more, so that rows do not fall into the same cache sets
   AttentionParams p;
+  AttentionGrid grid;
 
   Problem(const TensorView& q, const TensorView& k, const AttentionParams& params) noexcept
       : B(q.dim(0)),
@@ -55,7 +56,8 @@ struct Problem {
         R(H / G),
         width(round_up(D, Vec::kLanes)),
         ld(width + 16),
-        p(params) {}
+        p(params),
+        grid(params.grid.of(H, T, S)) {}
 
   i64 rows() const noexcept { return T * R; }
   // The keys that row r sees, and those that any of a range of rows sees.
@@ -81,10 +83,12 @@ struct Problem {
   static i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) noexcept {
     return b * x.stride[0] + key * x.stride[1] + g * x.stride[2];
   }
-  // The index of row r in [B,H,T].
-  i64 row_index(i64 b, i64 g, i64 row) const noexcept { return (b * H + g * R + row % R) * T + row / R; }
+  // Where the statistics of row r are in a [B,H,T] view.
+  i64 lse_offset(const TensorView& lse, i64 b, i64 g, i64 row) const noexcept {
+    return b * lse.stride[0] + (g * R + row % R) * lse.stride[1] + row / R;
+  }
   u64 element(i64 b, i64 g, i64 row, i64 key) const noexcept {
-    return static_cast<u64>(row_index(b, g, row)) * static_cast<u64>(S) + static_cast<u64>(key);
+    return static_cast<u64>(grid.row(b, g * R + row % R, row / R) + key);
   }
 };
 
@@ -295,7 +299,7 @@ struct Forward {
       const i64 row = rows.begin + r;
       const float sum = total.sum[r];
       store_row(o.as<E>() + a.row_offset(o, b, g, row), out, a.D, broadcast(sum == 0 ? 0.0f : 1.0f / sum));
-      lse.as<float>()[a.row_index(b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
+      lse.as<float>()[a.lse_offset(lse, b, g, row)] = sum == 0 ? kInfinity : total.top[r] + std::log(sum);
     }
   }
 
@@ -402,7 +406,7 @@ struct Backward {
       Vec sum = zero();
       for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
       tile.delta[r - rows.begin] = reduce_add(sum);
-      tile.lse[r - rows.begin] = lse.as<float>()[a.row_index(b, g, r)];
+      tile.lse[r - rows.begin] = lse.as<float>()[a.lse_offset(lse, b, g, r)];
     }
   }
 

@@ -4,7 +4,7 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
+void column_sum(TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
   // A tile is a strip of columns. Sums of kRows rows are summed in turn: the error grows with R / kRows + kRows.
   constexpr i64 kVectors = 4, kStrip = kVectors * Vec::kLanes, kRows = 64;
   const i64 R = x.dim(0), ld = x.stride[0];
@@ -43,10 +43,6 @@ void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream& stre
           kStrip);
     });
   });
-}
-
-void column_sum(TensorView out, TensorView x, Stream& stream) noexcept {
-  column_sum_onto(out, x, /*accumulate=*/false, stream);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Linear layer and softmax cross-entropy. A chunk of tokens at a time: logits in fp32, then each row of them becomes a
-// row of their gradient in the work dtype, in place, which feeds both backward products.
+// row of their gradient in the work dtype, in place, which feeds both backward products. A vocabulary in parts takes
+// the same steps, one op each.
 
 #include <cmath>
+#include <limits>
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
@@ -10,11 +12,9 @@
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
 
-// Returns -log softmax(z)[target], and with `gradient` turns z into grad_scale * (softmax(z) - onehot(target)) of type
-// T at the same place: an element is written after it has been read, as T is no wider than float.
-template <class T>
-float softmax_row(float* z, i64 V, i64 target, float grad_scale, bool gradient) noexcept {
-  Vec top = broadcast(z[0]);
+// The largest of z, passing over NaN: the x86 maximum is its second operand where one is NaN.
+float row_max(const float* z, i64 V) noexcept {
+  Vec top = broadcast(-std::numeric_limits<float>::infinity());
   for_vectors(0, V, [&](i64 j, auto n) {
     const Vec x = load(z + j, n);
     if constexpr (std::is_same_v<decltype(n), AllLanes>) {
@@ -23,26 +23,33 @@ float softmax_row(float* z, i64 V, i64 target, float grad_scale, bool gradient) 
       top = select(first(n), max(x, top), top);
     }
   });
-  const float m = reduce_max(top);
+  return reduce_max(top);
+}
+
+// The sum of e^(z - top).
+float row_sum(const float* z, i64 V, float top) noexcept {
   // Partial sums of one vector per 64: the error of the sum stays near that of its terms for any vocabulary.
   Vec total = zero(), partial = zero();
   i64 count = 0;
   for_vectors(0, V, [&](i64 j, auto n) {
-    Vec e = exp(load(z + j, n) - broadcast(m));
+    Vec e = exp(load(z + j, n) - broadcast(top));
     if constexpr (!std::is_same_v<decltype(n), AllLanes>) e = select(first(n), e, zero());
     partial = partial + e;
     if (++count % 64 == 0) total = total + partial, partial = zero();
   });
-  const float sum = reduce_add(total + partial);
-  const float at_target = z[target];
-  if (gradient) {
-    T* const dz = reinterpret_cast<T*>(z);
-    const Vec scale = broadcast(grad_scale / sum);
-    const float p = std::exp(at_target - m) / sum;
-    for_vectors(0, V, [&](i64 j, auto n) { store(dz + j, exp(load(z + j, n) - broadcast(m)) * scale, n); });
-    dz[target] = from_float<T>(grad_scale * (p - 1.0f));
-  }
-  return (m - at_target) + std::log(sum);
+  return reduce_add(total + partial);
+}
+
+float row_loss(float sum, float at_target) noexcept { return std::log(sum) - at_target; }
+
+// dz = grad_scale * (e^(z - top)/sum - onehot(own)); own: the place of the target, anywhere outside for none. dz may be
+// memory of z from the same address on: an element is written after it has been read, as T is no wider than float.
+template <class T>
+void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, float at_target,
+                  float grad_scale) noexcept {
+  const Vec scale = broadcast(grad_scale / sum);
+  for_vectors(0, V, [&](i64 j, auto n) { store(dz + j, exp(load(z + j, n) - broadcast(top)) * scale, n); });
+  if (own >= 0 && own < V) dz[own] = from_float<T>(grad_scale * (std::exp(at_target) / sum - 1.0f));
 }
 
 }  // namespace
@@ -56,27 +63,28 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
   do {  // once at least: without tokens dweight and dbias are zero
     const i64 rows = std::min(p.chunk_tokens, T - begin);
     const TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
-    TensorView dz = z;  // rows of the work dtype that begin where the rows of z begin
-    dz.dtype = h.dtype;
-    dz.stride[0] = V * dtype_bytes(DType::F32) / dtype_bytes(h.dtype);
+    const TensorView dz = gradient_rows(z, h.dtype);
     product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
     with_work_type(h.dtype, [&]<class E>(E) {
       stream.pool->parallel_for(rows, [&](i64 r, int) {
         float* const row = z.as<float>() + r * V;
         const i32 target = targets.as<i32>()[begin + r];
-        if (target != p.ignore_index) {
-          losses.as<float>()[begin + r] = softmax_row<E>(row, V, target, p.grad_scale, gradient);
-        } else {
-          losses.as<float>()[begin + r] = 0;
+        float& loss = losses.as<float>()[begin + r];
+        if (target == p.ignore_index) {
+          loss = 0;
           if (gradient) std::fill_n(reinterpret_cast<E*>(row), V, E{});
+          return;
         }
+        const float top = row_max(row, V), sum = row_sum(row, V, top), at_target = row[target] - top;
+        loss = row_loss(sum, at_target);
+        if (gradient) row_gradient(reinterpret_cast<E*>(row), row, V, top, sum, target, at_target, p.grad_scale);
       });
     });
     if (dh) product(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
     if (dweight) {
       product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
     }
-    if (dbias) column_sum_onto(dbias, dz, begin > 0, stream);
+    if (dbias) column_sum(dbias, dz, begin > 0, stream);
     begin += rows;
   } while (begin < T);
 }
@@ -85,6 +93,44 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
                           TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
   linear_cross_entropy_by(matmul, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p, stream);
+}
+
+void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
+  stream.pool->parallel_for(
+      z.dim(0), [&](i64 r, int) { max.as<float>()[r] = row_max(z.as<float>() + r * z.stride[0], z.dim(1)); });
+}
+
+void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
+                i32 ignore_index, Stream& stream) noexcept {
+  stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
+    const float* const row = z.as<float>() + r * z.stride[0];
+    const i32 target = targets.as<i32>()[r];
+    const i64 own = target - first_id, V = z.dim(1);
+    const float top = max.as<float>()[r];
+    const bool ignored = target == ignore_index, here = own >= 0 && own < V;
+    sum.as<float>()[r] = ignored ? 0 : row_sum(row, V, top);
+    at_target.as<float>()[r] = ignored || !here ? 0 : row[own] - top;
+  });
+}
+
+void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
+                TensorView targets, i64 first_id, const CrossEntropyParams& p, Stream& stream) noexcept {
+  with_work_type(dz ? dz.dtype : DType::F32, [&]<class E>(E) {
+    stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
+      const i32 target = targets.as<i32>()[r];
+      const bool ignored = target == p.ignore_index;
+      const float total = sum.as<float>()[r], hit = at_target.as<float>()[r];
+      if (losses) losses.as<float>()[r] = ignored ? 0 : row_loss(total, hit);
+      if (!dz) return;
+      E* const to = dz.as<E>() + r * dz.stride[0];
+      if (ignored) {
+        std::fill_n(to, z.dim(1), E{});
+      } else {
+        row_gradient(to, z.as<float>() + r * z.stride[0], z.dim(1), max.as<float>()[r], total, target - first_id, hit,
+                     p.grad_scale);
+      }
+    });
+  });
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

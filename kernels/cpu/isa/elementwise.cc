@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// add, cast and fold: bound by memory.
+// add, bias_residual, cast and fold: bound by memory.
 
 #include <cstring>
+#include <type_traits>
 
 #include "cpu/isa/kernels.h"
 #include "cpu/loops.h"
@@ -13,6 +14,37 @@ void add(TensorView y, TensorView a, TensorView b, Stream& stream) noexcept {
     for_all_vectors(stream, y.numel(), [yp = y.as<T>(), ap = a.as<T>(), bp = b.as<T>()](i64 i, auto n) {
       store(yp + i, load(ap + i, n) + load(bp + i, n), n);
     });
+  });
+}
+
+void bias_residual(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream& stream) noexcept {
+  const i64 C = y.dim(1);
+  with_work_type(y.dtype, [&]<class T>(T) {
+    const auto row = [=](i64 r, auto has_bias, auto has_residual) {
+      T* const to = y.as<T>() + r * C;
+      const float* const from = x.as<float>() + r * C;
+      for_vectors(0, C, [=](i64 c, auto n) {
+        Vec sum = load(from + c, n);
+        if constexpr (has_bias.value) sum = sum + load(bias.as<T>() + c, n);
+        if constexpr (has_residual.value) sum = sum + load(residual.as<T>() + r * C + c, n);
+        store(to + c, sum, n);
+      });
+    };
+    const auto rows = [=](auto has_bias, auto has_residual, i64 begin, i64 end) {
+      for (i64 r = begin; r < end; ++r) row(r, has_bias, has_residual);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    for_tiles(
+        stream, y.dim(0),
+        [=](i64 begin, i64 end) {
+          if (bias) {
+            residual ? rows(kYes, kYes, begin, end) : rows(kYes, kNo, begin, end);
+          } else {
+            residual ? rows(kNo, kYes, begin, end) : rows(kNo, kNo, begin, end);
+          }
+        },
+        std::max<i64>(1, kTileElements / std::max<i64>(1, C)));
   });
 }
 

@@ -8,17 +8,21 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
-void embedding_fwd(TensorView y, TensorView table, TensorView ids, bool accumulate, Stream& stream) noexcept {
-  const i64 C = y.dim(1);
-  const i32* id = ids.as<i32>();
+void embedding_fwd(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate,
+                   Stream& stream) noexcept {
+  const i64 C = y.dim(1), V = table.dim(0);
+  const i32* ids_of = ids.as<i32>();
   with_work_type(y.dtype, [&]<class T>(T) {
     for_tiles(
         stream, y.dim(0),
         [=](i64 begin, i64 end) {
           for (i64 r = begin; r < end; ++r) {
+            const i64 id = ids_of[r] - first_id;
             T* out = y.as<T>() + r * C;
-            const T* row = table.as<T>() + id[r] * C;
-            if (accumulate) {
+            const T* row = table.as<T>() + id * C;
+            if (id < 0 || id >= V) {
+              if (!accumulate) std::memset(out, 0, static_cast<size_t>(C) * sizeof(T));
+            } else if (accumulate) {
               for_vectors(0, C, [=](i64 c, auto n) { store(out + c, load(out + c, n) + load(row + c, n), n); });
             } else {
               std::memcpy(out, row, static_cast<size_t>(C) * sizeof(T));
@@ -31,21 +35,26 @@ void embedding_fwd(TensorView y, TensorView table, TensorView ids, bool accumula
 
 namespace {
 
-// Rows in a stable order by id: row[first[v]] .. row[first[v + 1] - 1] have id v. A counting sort in the caller's
-// scratch.
+// Rows in a stable order by id: row[first[v]] .. row[first[v + 1] - 1] have id first_id + v, those with other ids are
+// nowhere. A counting sort in the caller's scratch.
 struct RowsById {
   const i32* first;
   const i32* row;
 };
-RowsById sort_rows(const i32* ids, i64 R, i64 V, ThreadPool& pool) noexcept {
+RowsById sort_rows(const i32* ids, i64 first_id, i64 R, i64 V, ThreadPool& pool) noexcept {
   i32* first = static_cast<i32*>(pool.scratch(0, static_cast<size_t>(V + 2 + R) * sizeof(i32)));
   i32* row = first + V + 2;
   // Counted two places up: after the prefix sum first[v + 1] is where v starts, and placing v's rows moves it to v's
   // end.
   std::memset(first, 0, static_cast<size_t>(V + 2) * sizeof(i32));
-  for (i64 r = 0; r < R; ++r) ++first[ids[r] + 2];
+  const auto here = [=](i64 id) { return id >= 0 && id < V; };
+  for (i64 r = 0; r < R; ++r) {
+    if (const i64 id = ids[r] - first_id; here(id)) ++first[id + 2];
+  }
   for (i64 v = 2; v <= V; ++v) first[v + 1] += first[v];
-  for (i64 r = 0; r < R; ++r) row[first[ids[r] + 1]++] = static_cast<i32>(r);
+  for (i64 r = 0; r < R; ++r) {
+    if (const i64 id = ids[r] - first_id; here(id)) row[first[id + 1]++] = static_cast<i32>(r);
+  }
   return {first, row};
 }
 
@@ -76,8 +85,9 @@ void bwd(TensorView dtable, TensorView dy, RowsById rows, bool accumulate, Strea
 
 }  // namespace
 
-void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, bool accumulate, Stream& stream) noexcept {
-  const RowsById rows = sort_rows(ids.as<i32>(), dy.dim(0), dtable.dim(0), *stream.pool);
+void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate,
+                   Stream& stream) noexcept {
+  const RowsById rows = sort_rows(ids.as<i32>(), first_id, dy.dim(0), dtable.dim(0), *stream.pool);
   with_work_type(dy.dtype, [&]<class T>(T) {
     if (dtable.dtype == DType::F32) {
       bwd<float, T>(dtable, dy, rows, accumulate, stream);

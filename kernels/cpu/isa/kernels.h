@@ -14,8 +14,6 @@ FinishFn finish_for(DType c, DType work) noexcept;
 void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
                              TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                              const CrossEntropyParams&, Stream&) noexcept;
-// column_sum, onto what stands in `out` [N] fp32 when `accumulate`.
-void column_sum_onto(TensorView out, TensorView x, bool accumulate, Stream&) noexcept;
 
 const OpTable& table() noexcept;
 

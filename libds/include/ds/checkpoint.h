@@ -7,10 +7,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
+#include "ds/mesh.h"
 
 namespace ds {
 
@@ -56,23 +58,27 @@ struct MergeResult {
 // Writes the state that `source` holds (one of our checkpoints, DeepSpeed's, a model directory or file) as whole
 // tensors under their names: one file, or a directory of files ("hf", or "safetensors" with max_shard_bytes), or, where
 // `output` is "-", a safetensors stream on standard output; or as one of our checkpoints for one rank ("checkpoint").
-// The output appears whole or not at all, but for a stream. A streaming copy: needs less than 128 MiB beside the tables
-// of names, whatever the model's size. Tied parameters are written once, under their owner's name; the metadata maps
-// the other name to it. Throws Errc::Config (output or options make no sense), Errc::Corrupt (every bad file is
-// named), Errc::Mismatch (no such state in this checkpoint), Errc::Unavailable, Errc::Io.
+// The output appears whole or not at all, but for a stream. A streaming copy: needs less than 128 MiB, and 8 MiB for
+// each slice of a parameter, beside the tables of names, whatever the model's size. Tied parameters are written once,
+// under their owner's name; the metadata maps the other name to it. Throws Errc::Config (output or options make no
+// sense), Errc::Corrupt (every bad file is named), Errc::Mismatch (no such state in this checkpoint),
+// Errc::Unavailable, Errc::Io.
 DS_API MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions&);
 
 struct ShardOptions {
-  std::string tag = {};  // as above
-  int dp = 1;            // data-parallel ranks
-  int stage = 0;         // ZeRO stage
+  std::string tag = {};                  // as above
+  MeshShape mesh = {};                   // dp x pp x tp x sp ranks; ZeRO shards over dp x sp
+  int stage = 0;                         // ZeRO stage
+  std::string config = {};               // for pp and tp: config.json, or a directory that has it; empty: the source's
+  std::string partition = "parameters";  // for pp: "parameters", "uniform" or "type:REGEX"
   CopyProgress progress = {};
 };
 
 struct ShardResult {
   std::string source, step_dir;
   i64 step = 0;
-  int dp = 1, stage = 0;
+  MeshShape mesh;
+  int stage = 0;
   DType dtype = DType::F32;  // of most weights
   i64 num_tensors = 0, num_parameters = 0;
   i64 bytes = 0;  // of all rank files
@@ -80,9 +86,11 @@ struct ShardResult {
   double seconds = 0;
 };
 
-// Writes the state that `source` holds, as merge_checkpoint reads it, as a run directory of `dp` ranks: what a run at
-// that layout would have saved. `dir` does not exist or is empty. Read back and verified before it is committed; after
-// an error nothing is left. Memory as of merge_checkpoint. Throws as that.
+// Writes the state that `source` holds, as merge_checkpoint reads it, as a run directory of the ranks of a mesh: what a
+// run at that layout would have saved. Any state goes over dp and sp; for tp and pp it must be that of a model of the
+// zoo. `dir` does not exist or is empty. Read back and verified before it is committed; after an error nothing is left.
+// Memory as of merge_checkpoint. Throws as that; Errc::Config (degrees that do not fit the model), Errc::Unavailable
+// (not a model that is known), Errc::Mismatch (not the parameters of the model).
 DS_API ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions&);
 
 // Who owns what in a saved step of ours.
@@ -93,20 +101,24 @@ struct CheckpointSummary {
     i64 file_bytes = 0;
   };
   struct Owner {
-    i64 rank, begin, count;  // elements [begin, begin + count) of the flattened parameter
+    i64 rank, begin, count;  // elements [begin, begin + count) of the flattened parameter, or of this slice of it:
+    std::string slice = {};  // "[:,0:32]"; empty: the whole
+    int slice_dim = 0;
+    std::vector<std::pair<i64, i64>> slice_ranges = {};  // of the indices of that dim
   };
   struct Param {
     std::string name;
     DType dtype;
     std::vector<i64> shape;
     std::string tied_to;        // empty, or whose elements these are
-    std::vector<Owner> owners;  // in order of elements
+    std::vector<Owner> owners;  // by slice, in order of elements
   };
   static constexpr std::array<std::string_view, 4> kStateTitles = {"param", "master", "exp_avg", "exp_avg_sq"};
 
   std::string step_dir, layout, isa;
   i64 step = 0, consumed_samples = 0, optimizer_step = 0;
   i64 world_size = 0;
+  std::optional<MeshShape> mesh;  // where the step says it
   int stage = 0;
   DType dtype = DType::F32;
   std::vector<Rank> ranks;
@@ -118,5 +130,7 @@ DS_API CheckpointSummary describe_checkpoint(const std::string& dir, const std::
 // Throws Errc::Config unless `path`, a file or directory to be, has a directory to stand in, lies in no saved step
 // (ours, or a tag of DeepSpeed's) and is none of the files that a run keeps for itself.
 DS_API void check_place(const std::string& path);
+// Whether a file of that name is a part of a model: weights, their index, a configuration, a tokenizer's file.
+DS_API bool is_model_file(const std::string& path);
 
 }  // namespace ds

@@ -13,7 +13,7 @@
 
 namespace ds {
 
-// train == micro * accumulation * number of ranks.
+// train == micro * accumulation * number of data-parallel ranks.
 struct BatchConfig {
   i64 train = 0;         // train_batch_size: samples per optimizer step over all ranks
   i64 micro = 0;         // train_micro_batch_size_per_gpu
@@ -111,6 +111,33 @@ struct EvalConfig {
   i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
 };
 
+// The layers are cut over `stages`, of which each runs micro-batches that the one before has run.
+enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1 };
+struct PipelineConfig {
+  i64 stages = 1;
+  PipelineSchedule schedule = PipelineSchedule::OneFOneB;
+  std::string partition = "parameters";  // or "uniform", "memory", "type:REGEX": what the stages have equal shares of
+  i64 virtual_stages = 1;                // chunks of layers on each stage; 2 or more with Interleaved, else 1
+};
+
+// Each matrix is cut over tp_size ranks.
+struct TensorParallelConfig {
+  i64 tp_size = 1;
+  i64 autotp_size = 1;             // DeepSpeed's other name of tp_size, resolved to it
+  bool sequence_parallel = false;  // and the rows between the matrices
+};
+
+// How the ranks of sequence_parallel_size, each with a part of every sequence, attend to all of it.
+enum class SequenceParallelMode : u8 { Ulysses, Ring };
+
+enum class CheckpointGranularity : u8 { None, Layer, Selective };
+struct ActivationCheckpointingConfig {
+  CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: the attention alone
+  i64 interval = 1;                    // Layer: the input of every so many layers is kept, the rest computed again
+  bool partition_activations = false;  // what is kept is cut over the tensor-parallel ranks
+  bool cpu_checkpointing = false;      // what is kept is kept in host memory
+};
+
 enum class SaveFailure : u8 { Stop, Continue };
 struct SaveConfig {
   i64 every = 0;                             // steps between checkpoints; 0: only after the last step
@@ -126,6 +153,11 @@ struct Config {
   Fp16Config fp16;
   Bf16Config bf16;
   ZeroConfig zero;
+  PipelineConfig pipeline;
+  TensorParallelConfig tensor_parallel;
+  i64 sequence_parallel_size = 1;
+  SequenceParallelMode sequence_parallel_mode = SequenceParallelMode::Ulysses;
+  ActivationCheckpointingConfig activation_checkpointing;
   double gradient_clipping = 1.0;                    // 0: off
   DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
@@ -145,6 +177,8 @@ struct Config {
   EvalConfig eval;
   SaveConfig save;
 
+  // Ranks of one copy of the model that see the same samples.
+  i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
   DType work_dtype() const { return fp16.enabled ? DType::F16 : bf16.enabled ? DType::BF16 : DType::F32; }
 };
 

@@ -28,12 +28,21 @@ struct TagMemory {
   i64 counted = 0;    // peak of this run; 0 in a prediction
 };
 
+// What one pipeline stage holds; the numbers are those of each of its ranks.
+struct StagePlan {
+  std::vector<int> ranks;
+  std::vector<std::pair<std::string, std::string>> layers;  // first and last, per chunk
+  i64 heads = 0, num_params = 0, memory_bytes = 0;
+};
+
 // What is known before a run starts.
 struct RunPrediction {
   i64 num_params = 0;
-  double flops_per_token = 0;             // forward + backward, full attention
-  std::vector<TagMemory> memory;          // per rank, without the base of the process
-  i64 total_bytes = 0;                    // per rank
+  double flops_per_token = 0;     // forward + backward, full attention
+  std::vector<StagePlan> stages;  // of the pipeline
+  double bubble_fraction = 0;     // of its ranks' time, where a backward pass takes twice as long as a forward one
+  std::vector<TagMemory> memory;  // of this rank, without the base of the process
+  i64 total_bytes = 0;            // of this rank
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
   i64 host_bytes = 0;                     // beside a GPU: of the node's memory, per rank; not in total_bytes
   std::string device;                     // "cpu", "cuda"
@@ -43,6 +52,11 @@ struct RunPrediction {
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
 // configuration.
 DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks);
+
+// The plan for people: which stage holds which layers on which ranks, and who does what when. `width`: columns, from 40
+// on; colour: ANSI escapes. The second as a picture that needs nothing else.
+DS_API std::string plan_text(const Config& config, int world_size, int width, bool colour);
+DS_API std::string plan_svg(const Config& config, int world_size);
 
 struct RunOptions {
   std::string out_dir;     // run directory; empty: nothing is written

@@ -8,7 +8,7 @@
 //   dtypes      "work" dtype = fp32, bf16 or fp16, the same for all work tensors of a call; statistics, losses,
 //               optimizer state and accumulators are fp32. Internal arithmetic is fp32 (ref: fp64).
 //               Results are rounded once, to nearest even, when stored. `ref` also takes fp64 for every operand.
-//   shapes      checked by the dispatcher (ops_checked in libds), not here; kernels are noexcept.
+//   shapes      what the contracts say: nothing is checked here, and kernels are noexcept.
 //   layout      contiguous row-major unless a contract says "strided"; the last dim always has stride 1.
 //   aliasing    outputs do not alias inputs unless a contract says "may alias".
 //   determinism the result depends on shapes, values and instruction set only; never on the number of threads.
@@ -42,12 +42,30 @@ struct MatmulParams {
   Activation activation = Activation::None;
 };
 
+// Where the matrices of scores of one call lie in those of all heads, queries and keys: what dropout counts by, so that
+// its masks do not depend on which rank has which of them. 0 for a size: the call has all.
+struct AttentionGrid {
+  i64 heads = 0, head0 = 0;  // of q
+  i64 rows = 0, row0 = 0;    // queries
+  i64 cols = 0, col0 = 0;    // keys
+
+  // Sizes of 0 replaced by those of a call.
+  constexpr AttentionGrid of(i64 H, i64 T, i64 S) const noexcept {
+    return {heads != 0 ? heads : H, head0, rows != 0 ? rows : T, row0, cols != 0 ? cols : S, col0};
+  }
+  // The number of the first score of row i; a row's scores follow each other.
+  DS_HOST_DEVICE constexpr i64 row(i64 b, i64 h, i64 i) const noexcept {
+    return ((b * heads + head0 + h) * rows + row0 + i) * cols + col0;
+  }
+};
+
 struct AttentionParams {
   float scale = 1.0f;    // multiplies QK^T
   bool causal = true;    // bottom-right aligned: key j visible to query i iff j <= i + S - T
   i64 window = 0;        // > 0: also j > i + S - T - window (sliding window); 0: none
-  float dropout = 0.0f;  // on probabilities; element index ((b*H + h)*T + i)*S + j of `rng`
+  float dropout = 0.0f;  // on probabilities: element grid.row(b, h, i) + j of `rng`
   RngKey rng{};
+  AttentionGrid grid{};
 };
 
 struct CrossEntropyParams {
@@ -55,6 +73,13 @@ struct CrossEntropyParams {
   float grad_scale = 1.0f;  // d(total)/d(token loss): loss scale / valid count, the same for every token
   i64 chunk_tokens = 0;     // rows of the logits workspace
 };
+
+// Rows of dtype `work` that begin where the rows of z begin: what vocab_grad makes of them in place.
+inline TensorView gradient_rows(TensorView z, DType work) noexcept {
+  z.stride[0] = z.stride[0] * dtype_bytes(z.dtype) / dtype_bytes(work);
+  z.dtype = work;
+  return z;
+}
 
 struct AdamWParams {
   double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5
@@ -116,8 +141,9 @@ struct OpTable {
   // c's dtype, may alias c. bias, preact, residual optional. Sums over K in fp32 in a fixed order.
   void (*matmul)(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                  const MatmulParams&, Stream&) noexcept;
-  // out[N] = sum over rows of x[R,N] (strided rows), rounded once to out's dtype: the gradient of a bias.
-  void (*column_sum)(TensorView out, TensorView x, Stream&) noexcept;
+  // out[N] = (accumulate ? out : 0) + sum over rows of x[R,N] (strided rows), rounded once to out's dtype, fp32 or x's: the
+  // gradient of a bias.
+  void (*column_sum)(TensorView out, TensorView x, bool accumulate, Stream&) noexcept;
 
   // Ba, Kiros, Hinton: "Layer Normalization". y, x [R,C]; weight, bias [C]; mean, rstd [R] fp32.
   void (*layernorm_fwd)(TensorView y, TensorView mean, TensorView rstd, TensorView x, TensorView weight, TensorView bias,
@@ -145,19 +171,31 @@ struct OpTable {
   void (*rope)(TensorView y, TensorView x, TensorView cos, TensorView sin, TensorView positions, bool inverse,
                Stream&) noexcept;
 
-  // y[R,C] = table[ids[r]] (+ y when accumulate). ids [R] int32, all in range (checked by the data layer).
-  void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, bool accumulate, Stream&) noexcept;
+  // y[R,C] = table[ids[r] - first_id] (+ y when accumulate). The table [V,C] holds the rows first_id .. first_id + V - 1 of
+  // the vocabulary; ids [R] int32. An id outside gives a row of zeros, or leaves y as it is when accumulate: the rows of
+  // all ranks add up to the whole lookup.
+  void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
   // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable fp32 or
-  // dy's dtype. Deterministic: a stable order by id, no atomics.
-  void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, bool accumulate, Stream&) noexcept;
+  // dy's dtype. Rows with an id outside of the table are left out. Deterministic: a stable order by id, no atomics.
+  void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
 
   // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
-  // lse [B,H,T] fp32 = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
+  // lse [B,H,T] fp32, strided = log-sum-exp of the scaled, masked scores. A row with no visible key gives o = 0, lse = +inf.
   void (*attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams&,
                         Stream&) noexcept;
   // dq strided like q; dk, dv like k, v; all overwritten. Uses o, lse of the forward pass. No T x S matrix is stored.
+  // Block by block: with o and lse of all keys (attention_merge), a call for some queries and some keys gives what these
+  // do to each other. The dq of all blocks of keys add up to that of the queries, the dk and dv of all blocks of queries
+  // to those of the keys; each is rounded to the work dtype, so the caller adds them in fp32 (fold).
   void (*attention_bwd)(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                         TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
+
+  // Attention to keys in blocks, the same queries each time: o [B,T,H,D] fp32, lse [B,H,T] fp32 become the attention to all
+  // blocks merged so far; o_part, work dtype, and lse_part are attention_fwd's of one block. All strided, so that a block
+  // may concern part of the queries. first: o = o_part, lse = lse_part, and o and lse are not read; so it is for each row
+  // with lse = +inf. A row without keys in the block (lse_part = +inf) stays as it is. The order of blocks fixes the bits.
+  void (*attention_merge)(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
+                          Stream&) noexcept;
 
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:
@@ -168,12 +206,34 @@ struct OpTable {
                                TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                const CrossEntropyParams&, Stream&) noexcept;
 
+  // Softmax cross-entropy over a vocabulary that is cut into parts, one per rank; the caller makes the logits, reduces the
+  // three numbers of a row over the parts, and makes the products with dz. z [R,V] fp32, strided rows: the logits of the
+  // ids first_id .. first_id + V - 1 for R tokens; targets [R] int32; max, sum, at_target, losses [R] fp32. With one part
+  // that is all, losses and dz are those of linear_cross_entropy, on the CPU bit for bit.
+  //   vocab_max   max = the largest logit of a row, -inf of none; a NaN is passed over, and reaches the sum.
+  //   vocab_sums  with the maximum over all parts: sum = sum of e^(z - max); at_target = z[target] - max where this part
+  //               has the target, else 0. Both 0 where the target is ignore_index.
+  //   vocab_grad  with both summed over all parts: losses = ln(sum) - at_target, dz = grad_scale * (e^(z - max)/sum -
+  //               onehot(target)), both 0 where ignored. dz [R,V] work dtype, strided rows: gradient_rows(z), which takes
+  //               the place of z, or other memory. Losses or dz optional.
+  void (*vocab_max)(TensorView max, TensorView z, Stream&) noexcept;
+  void (*vocab_sums)(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
+                     i32 ignore_index, Stream&) noexcept;
+  void (*vocab_grad)(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
+                     TensorView targets, i64 first_id, const CrossEntropyParams&, Stream&) noexcept;
+
   // y = keep ? x/(1-p) : 0, keep iff uniform(rng, offset + i) >= p. The backward pass is the same call on dy. May alias.
   void (*dropout)(TensorView y, TensorView x, float p, RngKey rng, i64 offset, Stream&) noexcept;
   // y = a + b, one dtype; y may alias a or b.
   void (*add)(TensorView y, TensorView a, TensorView b, Stream&) noexcept;
+  // y[R,C] = (x + bias) + residual, rounded once: the end of a linear map whose sums x [R,C] fp32 came from several ranks.
+  // bias [C] and residual [R,C], both optional, of y's dtype. y may alias residual, and x where it is fp32 as well.
+  void (*bias_residual)(TensorView y, TensorView x, TensorView bias, TensorView residual, Stream&) noexcept;
   // y = x converted. May alias when the dtypes are equal (then it is a copy).
   void (*cast)(TensorView y, TensorView x, Stream&) noexcept;
+  // y[B,T,H,D] = x[B,T,H,D], both strided, any one dtype: packs, unpacks and permutes. Moves runs of D elements, or longer
+  // ones where both tensors have them: put what is contiguous last, and dims that either of them permutes before it.
+  void (*copy_heads)(TensorView y, TensorView x, Stream&) noexcept;
   // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: one
   // or more, work dtypes, one dtype for all; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;

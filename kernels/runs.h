@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What copy_heads moves: runs of bytes that lie without gaps in both tensors, as long as there are, and where they lie.
+// Static functions: these files are compiled for several instruction sets, which must not share a symbol.
+
+#include "ds/kernels/tensor.h"
+
+namespace ds {
+
+struct Runs {
+  i64 bytes = 0;                 // of a run; 0: nothing to move
+  i64 size[3] = {1, 1, 1};       // how many, outermost first
+  i64 from[3] = {}, to[3] = {};  // their distances in bytes
+};
+
+static Runs runs_of(const TensorView& y, const TensorView& x) noexcept {
+  Runs r;
+  if (x.numel() == 0) return r;
+  const i64 width = dtype_bytes(x.dtype);
+  r.bytes = x.dim(3) * width;
+  int outer = 3;  // the outermost dim so far, 3: the run itself
+  for (int d = 2; d >= 0; --d) {
+    const i64 n = x.dim(d);
+    if (n == 1) continue;
+    const i64 from = x.stride[static_cast<size_t>(d)] * width, to = y.stride[static_cast<size_t>(d)] * width;
+    if (outer == 3 && from == r.bytes && to == r.bytes) {
+      r.bytes *= n;
+    } else if (outer < 3 && from == r.from[outer] * r.size[outer] && to == r.to[outer] * r.size[outer]) {
+      r.size[outer] *= n;
+    } else {
+      --outer;
+      r.size[outer] = n;
+      r.from[outer] = from;
+      r.to[outer] = to;
+    }
+  }
+  return r;
+}
+
+}  // namespace ds

@@ -1,0 +1,218 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/parallel.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <array>
+#include <vector>
+
+#include "base/check.h"
+#include "config/reader.h"
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kStages = "pipeline.stages", kSchedule = "pipeline.schedule",
+                           kVirtual = "pipeline.virtual_stages", kPartition = "pipeline.partition",
+                           kTp = "tensor_parallel.tp_size", kAutoTp = "tensor_parallel.autotp_size",
+                           kRows = "tensor_parallel.sequence_parallel", kSp = "sequence_parallel_size",
+                           kMode = "sequence_parallel_mode", kGranularity = "activation_checkpointing.granularity",
+                           kInterval = "activation_checkpointing.interval",
+                           kCut = "activation_checkpointing.partition_activations",
+                           kOffload = "activation_checkpointing.cpu_checkpointing",
+                           kAccumulation = "gradient_accumulation_steps";
+
+// "1, 2 or 4"
+std::string any_of(const std::vector<i64>& values) {
+  if (values.size() == 1) return fmt::format("{}", values[0]);
+  return fmt::format("{} or {}", fmt::join(values.begin(), values.end() - 1, ", "), values.back());
+}
+
+// The multiples of `step` around x that are positive.
+std::string multiples(i64 x, i64 step) {
+  const i64 below = x / step * step;
+  return below > 0 ? fmt::format("{} or {}", below, below + step) : fmt::format("{}", step);
+}
+
+// The degrees up to `most` that `fits`.
+template <class F>
+std::vector<i64> degrees(i64 most, F&& fits) {
+  std::vector<i64> good;
+  for (i64 n = 1; n <= std::min<i64>(most, 1024); ++n) {
+    if (fits(n)) good.push_back(n);
+  }
+  return good;
+}
+
+bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
+
+}  // namespace
+
+std::string_view schedule_name(PipelineSchedule schedule) noexcept {
+  constexpr std::array<std::string_view, 5> kNames = {"naive", "gpipe", "1f1b", "interleaved", "zb-h1"};
+  return kNames[static_cast<size_t>(schedule)];
+}
+
+std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
+  const i64 p = c.stages, m = micro_batches;
+  const std::string_view name = schedule_name(c.schedule);
+  if (p < 1) return fmt::format("{} {}: there must be at least 1", kStages, p);
+  if (m < 1) return fmt::format("{} {}: there must be at least 1", kAccumulation, m);
+  if (c.virtual_stages < 1) return fmt::format("{} {}: there must be at least 1", kVirtual, c.virtual_stages);
+  if (c.schedule != PipelineSchedule::Interleaved) {
+    if (c.virtual_stages == 1) return {};
+    return fmt::format("{} {}: {} {} takes 1; \"interleaved\" takes more", kVirtual, c.virtual_stages, kSchedule, name);
+  }
+  if (p < 2) return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kStages, p);
+  if (c.virtual_stages < 2) {
+    return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kVirtual,
+                       c.virtual_stages);
+  }
+  if (m % p == 0) return {};
+  return fmt::format("{} {}: {} {} is no multiple of the {} {}; {} would do", kSchedule, name, kAccumulation, m, p,
+                     kStages, multiples(m, p));
+}
+
+std::string stages_problem(const ModelConfig& m, i64 stages, i64 chunks) {
+  if (stages * chunks <= m.layers + 2) return {};
+  return fmt::format(
+      "{}{} parts are more than the {} layers (embedding and head among them); at most {} stages have a "
+      "layer each",
+      chunks > 1 ? fmt::format("{} x {} {} = ", stages, kVirtual, chunks) : "", stages * chunks, m.layers + 2,
+      (m.layers + 2) / chunks);
+}
+
+std::string tp_problem(const ModelConfig& m, i64 tp) {
+  const auto fits = [&](i64 n) {
+    return m.heads % n == 0 && share(m.kv_heads, n) && m.intermediate % n == 0 && n <= m.vocab_size;
+  };
+  if (fits(tp)) return {};
+  const std::string what = m.heads % tp != 0        ? fmt::format("the model's {} heads", m.heads)
+                           : !share(m.kv_heads, tp) ? fmt::format("the model's {} key/value heads", m.kv_heads)
+                           : m.intermediate % tp != 0
+                               ? fmt::format("the model's intermediate size of {}", m.intermediate)
+                               : fmt::format("the vocabulary of {}", m.vocab_size);
+  return fmt::format("{} cannot be shared by {} ranks; {} would do", what, tp, any_of(degrees(m.heads, fits)));
+}
+
+i64 resolve_parallel(Config& c, i64 world, Reader& r) {
+  // DeepSpeed has two names for it, and 0 for none.
+  TensorParallelConfig& tp = c.tensor_parallel;
+  tp.tp_size = std::max<i64>(tp.tp_size, 1);
+  tp.autotp_size = std::max<i64>(tp.autotp_size, 1);
+  if (tp.tp_size > 1 && r.given(kAutoTp) && tp.autotp_size > 1 && tp.autotp_size != tp.tp_size)
+    r.error(kAutoTp, fmt::format("{} contradicts {} {}, which is the same", tp.autotp_size, kTp, tp.tp_size));
+  tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
+  if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
+  ActivationCheckpointingConfig& a = c.activation_checkpointing;
+  using Granularity = CheckpointGranularity;
+  const bool layers = a.partition_activations || a.cpu_checkpointing || (r.given(kInterval) && a.interval > 0);
+  if (!r.given(kGranularity) && layers) a.granularity = Granularity::Layer;
+  if (a.interval == 0) {
+    if (a.granularity == Granularity::Layer)
+      r.error(kInterval, "0 keeps everything: the granularity for that is \"none\"");
+    a.interval = 1;
+  }
+  if (layers && a.granularity != Granularity::Layer && !r.broken(kGranularity)) {
+    const std::string_view key = a.partition_activations ? kCut : a.cpu_checkpointing ? kOffload : kInterval;
+    r.error(key, fmt::format("is about inputs of layers, which {} \"layer\" keeps", kGranularity));
+  }
+
+  if (r.any_broken({kStages, kTp, kSp})) return 1;
+  const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;
+  for (const auto& [degree, key] : {std::pair{p, kStages}, {t, kTp}, {s, kSp}}) {
+    if (constexpr i64 kMost = 1 << 20; degree > kMost) {
+      r.error(key, fmt::format("{} is beyond {}", degree, kMost));
+      return 1;
+    }
+  }
+  const i64 replica = p * t * s;
+  if (world % replica == 0) return world / replica;
+  std::string product;
+  for (const auto& [degree, key] : {std::pair{p, kStages}, {t, kTp}, {s, kSp}}) {
+    if (degree > 1) product += fmt::format("{}{} {}", product.empty() ? "" : " x ", key, degree);
+  }
+  r.error(p > 1   ? kStages
+          : t > 1 ? kTp
+                  : kSp,
+          fmt::format("{} does not divide the {} rank{} that there are; with {} ranks it works",
+                      product.find(" x ") == product.npos ? fmt::format("{}", replica)
+                                                          : fmt::format("{} = {}", product, replica),
+                      world, world == 1 ? "" : "s", multiples(world, replica)));
+  return 1;
+}
+
+void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader& r) {
+  const bool passes = use != ConfigUse::Generate;
+  const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size, p = c.pipeline.stages;
+  const bool ring = c.sequence_parallel_mode == SequenceParallelMode::Ring;
+  if (passes && !r.any_broken({kStages, kSchedule, kVirtual, kAccumulation}) && c.batch.accumulation > 0) {
+    if (const std::string why = schedule_problem(c.pipeline, c.batch.accumulation); !why.empty()) {
+      // The sentence begins with a key, which the diagnostic names.
+      const size_t blank = why.find(' ');
+      r.error(why.substr(0, blank), why.substr(blank + 1));
+    }
+  }
+  if (const std::string& part = c.pipeline.partition;
+      part != "parameters" && part != "uniform" && part != "memory" && (!part.starts_with("type:") || part == "type:"))
+    r.error(kPartition,
+            fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", part));
+  if (p == 1) {
+    for (const std::string_view key : {kSchedule, kPartition}) {
+      if (r.given(key) && !(key == kSchedule && c.pipeline.schedule == PipelineSchedule::Interleaved))
+        r.warning(key, fmt::format("has no effect: {} is 1", kStages));
+    }
+  }
+  if (c.tensor_parallel.sequence_parallel && t == 1) r.warning(kRows, fmt::format("has no effect: {} is 1", kTp));
+  if (r.given(kMode) && s == 1) r.warning(kMode, fmt::format("has no effect: {} is 1", kSp));
+  if (c.activation_checkpointing.partition_activations && (t == 1 || c.tensor_parallel.sequence_parallel))
+    r.warning(kCut, t == 1 ? fmt::format("has no effect: {} is 1", kTp)
+                           : fmt::format("has no effect: {} cuts what is kept already", kRows));
+  if (c.cuda.graphs && t * s > 1)
+    r.error("cuda.graphs",
+            "passes that talk to other ranks on the way are not recorded: tensor_parallel and "
+            "sequence_parallel_size exclude graphs",
+            Errc::Unavailable);
+
+  const ModelConfig& m = c.model;
+  if (!model_is_sound || m.layers == 0) return;
+  if (!r.any_broken({kStages, kVirtual})) {
+    if (const std::string why = stages_problem(m, p, c.pipeline.virtual_stages); !why.empty()) r.error(kStages, why);
+  }
+  if (!r.broken(kTp)) {
+    if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);
+  }
+  if (s == 1 || r.any_broken({kTp, kSp})) {
+    // nothing is cut
+  } else if (ring) {
+    if (m.sliding_window > 0)
+      r.error(kMode,
+              "\"ring\" sends whole blocks of keys around, and the model's layers see a window of them: take "
+              "\"ulysses\"",
+              Errc::Unavailable);
+  } else {
+    const i64 heads = m.heads / t, kv_heads = std::max<i64>(m.kv_heads / t, 1);
+    const auto fits_sp = [&](i64 n) { return heads % n == 0 && share(kv_heads, n); };
+    if (!fits_sp(s))
+      r.error(kSp,
+              fmt::format("\"ulysses\" shares heads, and {} heads ({} of keys and values){} cannot be shared by {} "
+                          "ranks; {} would do, or {} \"ring\"",
+                          heads, kv_heads, t > 1 ? " of a tensor-parallel rank" : "", s,
+                          any_of(degrees(heads, fits_sp)), kMode));
+  }
+  if (!passes || r.any_broken({kTp, kSp, "data.seq_length"})) return;
+  const i64 cuts = ring && s > 1 ? 2 * s : s;
+  if (c.data.seq_length % cuts != 0) {
+    r.error("data.seq_length",
+            fmt::format("{} tokens cannot be cut in {} parts ({} {}{}); {} would do", c.data.seq_length, cuts, kSp, s,
+                        cuts > s ? ", two chunks on each rank" : "", multiples(c.data.seq_length, cuts)));
+  } else if (const i64 rows = c.batch.micro * (c.data.seq_length / s);
+             c.tensor_parallel.sequence_parallel && rows % t != 0 && c.batch.micro > 0) {
+    r.error(kRows, fmt::format("the {} rows of a micro-batch (train_micro_batch_size_per_gpu {} x {} tokens) cannot be "
+                               "cut in {} parts; {} rows would do",
+                               rows, c.batch.micro, c.data.seq_length / s, t, multiples(rows, t)));
+  }
+}
+
+}  // namespace ds

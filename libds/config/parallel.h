@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// How a run is cut over its ranks: what the keys of pipeline, tensor and sequence parallelism and of activation
+// checkpointing say about each other, the model and the ranks that were started.
+
+#include <string>
+
+#include "ds/config.h"
+
+namespace ds {
+
+class Reader;
+
+std::string_view schedule_name(PipelineSchedule) noexcept;  // as "pipeline.schedule" spells it: 1f1b
+
+// Empty if there is such a schedule; else a sentence that names the keys and what would work. The one place that knows.
+std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
+
+// What a model has against being cut in `stages` times `chunks` parts of a pipeline, or shared by `tp` ranks: empty, or
+// a sentence that says what would work, and leaves it to the caller to name the key or option. The one place that
+// knows.
+std::string stages_problem(const ModelConfig& model, i64 stages, i64 chunks = 1);
+std::string tp_problem(const ModelConfig& model, i64 tp);
+
+// Fills in defaults; returns the data-parallel ranks of `world`, 1 where they do not fit it.
+i64 resolve_parallel(Config& config, i64 world, Reader& reader);
+
+// What model, sequence length and batch have against it; `model_is_sound`: the model has been read without errors.
+// Generation has neither micro-batches nor cut sequences.
+void check_parallel(const Config& config, bool model_is_sound, ConfigUse use, Reader& reader);
+
+}  // namespace ds

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/plan.h"
+
+#include <map>
+
+#include "engine/connect.h"
+#include "pipeline/simulate.h"
+#include "report/plan_chart.h"
+
+namespace ds::engine {
+
+Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
+    : model(model::make_model(config.model, config.data.seq_length,
+                              report::shard_of(config, mesh, coord_of(mesh, rank)))),
+      plan(report::make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
+
+namespace {
+
+pipeline::ScheduleOptions schedule_of(const Config& config) {
+  return {.kind = config.pipeline.schedule,
+          .stages = narrow<int>(config.pipeline.stages),
+          .micro_batches = config.batch.accumulation,
+          .chunks = narrow<int>(config.pipeline.virtual_stages)};
+}
+
+report::PlanChart chart_of(const Config& config, int world_size) {
+  const pipeline::ScheduleOptions schedule = schedule_of(config);
+  const pipeline::Costs costs;
+  report::PlanChart chart{.schedule = schedule,
+                          .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
+                          .bubble_formula = pipeline::bubble_formula(schedule, costs)};
+  for (const StagePlan& s : plan_stages(config, mesh_shape(config, world_size), resolve_device(config))) {
+    report::StageRow& row = chart.stages.emplace_back();
+    row.ranks = s.ranks;
+    for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
+    row.heads = s.heads;
+    row.params = s.num_params;
+    row.memory_bytes = s.memory_bytes;
+  }
+  return chart;
+}
+
+}  // namespace
+
+std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device) {
+  std::vector<StagePlan> stages;
+  for (int stage = 0; stage < mesh.pp; ++stage) {
+    StagePlan& s = stages.emplace_back();
+    for (int r = 0; r < mesh.world(); ++r) {
+      if (coord_of(mesh, r).pp == stage) s.ranks.push_back(r);
+    }
+    const Planned planned(config, mesh, s.ranks.front(), device);
+    for (const report::ChunkPlan& c : planned.plan.chunks) {
+      const auto& layers = planned.model.layers;
+      s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
+                            layers[static_cast<size_t>(c.chunk.end) - 1]->name());
+    }
+    s.heads = config.model.heads / mesh.tp;
+    s.num_params = planned.plan.layout.num_params();
+    s.memory_bytes = planned.plan.total_memory();
+  }
+  return stages;
+}
+
+double bubble_fraction(const Config& config) {
+  const pipeline::Costs costs;
+  return pipeline::simulate(pipeline::make_schedules(schedule_of(config)), {&costs, 1}).bubble_fraction();
+}
+
+NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, DeviceKind device) {
+  std::map<int, NodeBytes> of_stage;  // the ranks of one differ by a row of the vocabulary at most
+  NodeBytes sum;
+  for (int r = first; r < first + count; ++r) {
+    const int stage = coord_of(mesh, r).pp;
+    if (!of_stage.contains(stage)) {
+      MeshCoord coord = coord_of(mesh, r);
+      coord.tp = 0;  // which has the largest share
+      const Planned planned(config, mesh, rank_at(mesh, coord), device);
+      of_stage[stage] = {planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]};
+    }
+    sum.device += of_stage[stage].device;
+    sum.host += of_stage[stage].host;
+  }
+  return sum;
+}
+
+}  // namespace ds::engine
+
+namespace ds {
+
+std::string plan_text(const Config& config, int world_size, int width, bool colour) {
+  return report::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
+}
+
+std::string plan_svg(const Config& config, int world_size) {
+  return report::plan_svg(engine::chart_of(config, world_size));
+}
+
+}  // namespace ds

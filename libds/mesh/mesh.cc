@@ -1,0 +1,111 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "mesh/mesh.h"
+
+namespace ds {
+
+MeshCoord coord_of(const MeshShape& s, int rank) {
+  DS_ASSERT(rank >= 0 && rank < s.world());
+  return {.dp = rank / (s.tp * s.sp) % s.dp,
+          .pp = rank / (s.tp * s.sp * s.dp),
+          .tp = rank % s.tp,
+          .sp = rank / s.tp % s.sp};
+}
+
+int rank_at(const MeshShape& s, const MeshCoord& c) {
+  DS_ASSERT(c.dp >= 0 && c.dp < s.dp && c.pp >= 0 && c.pp < s.pp);
+  DS_ASSERT(c.tp >= 0 && c.tp < s.tp && c.sp >= 0 && c.sp < s.sp);
+  return ((c.pp * s.dp + c.dp) * s.sp + c.sp) * s.tp + c.tp;
+}
+
+std::vector<int> dp_ranks(const MeshShape& s, const MeshCoord& c) {
+  std::vector<int> ranks;
+  for (int dp = 0; dp < s.dp; ++dp) {
+    for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
+  }
+  return ranks;
+}
+
+std::vector<int> tp_ranks(const MeshShape& s, const MeshCoord& c) {
+  std::vector<int> ranks;
+  for (int tp = 0; tp < s.tp; ++tp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = c.pp, .tp = tp, .sp = c.sp}));
+  return ranks;
+}
+
+std::vector<int> sp_ranks(const MeshShape& s, const MeshCoord& c) {
+  std::vector<int> ranks;
+  for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
+  return ranks;
+}
+
+std::vector<int> pp_ranks(const MeshShape& s, const MeshCoord& c) {
+  std::vector<int> ranks;
+  for (int pp = 0; pp < s.pp; ++pp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = pp, .tp = c.tp, .sp = c.sp}));
+  return ranks;
+}
+
+i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations) {
+  const int world = s.world(), dp = s.dp * s.sp;
+  const auto groups = [&](int size, std::span<const i64> allocations) {
+    return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
+  };
+  const i64 others = groups(s.tp, {}) + groups(s.sp, {}) + 2 * groups(s.pp, {});
+  if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
+  return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
+}
+
+Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const CommOptions& options,
+           const OverDevice& over_device)
+    : shape_(shape), world_(std::move(world)), coord_(coord_of(shape, world_->rank())) {
+  try {
+    DS_ASSERT(shape.world() == world_->size());
+    CommOptions at_once = options, ahead = options;
+    at_once.progress_thread = false;
+    ahead.progress_thread = true;
+    const std::vector<int> dp = dp_ranks(shape_, coord_), pp = pp_ranks(shape_, coord_);
+    const bool one_axis = std::ssize(dp) == shape_.world() && !over_device;
+    dp_ = one_axis ? world_.get() : make_axis(dp, "dp", options, over_device);
+    tp_ = make_axis(tp_ranks(shape_, coord_), "tp", at_once, over_device);
+    sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
+    activations_ = make_axis(pp, "activations", ahead, over_device);
+    gradients_ = make_axis(pp, "gradients", ahead, over_device);
+  } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
+    world_->abort(e);
+    throw;
+  }
+}
+
+Communicator* Mesh::make_axis(const std::vector<int>& ranks, std::string_view name, const CommOptions& options,
+                              const OverDevice& over_device) {
+  const bool lone = ranks.size() == 1;
+  if (lone && alone_ != nullptr) return alone_;
+  CommOptions own = options;
+  if (lone) own.progress_thread = false;  // nothing to overlap with
+  Axis& axis = axes_.emplace_back(Axis{.host = world_->group(ranks, lone ? "alone" : name, own), .device = nullptr});
+  if (over_device) axis.device = over_device(*axis.host, own);
+  if (lone) alone_ = &axis.top();
+  return &axis.top();
+}
+
+std::map<std::string, CommCount> Mesh::counts() const {
+  std::map<std::string, CommCount> counts = world_->counts();
+  for (const Axis& axis : axes_) {
+    for (const auto& [tag, count] : axis.top().counts()) {
+      counts[tag].calls += count.calls;
+      counts[tag].bytes += count.bytes;
+    }
+  }
+  return counts;
+}
+
+void Mesh::reset_counts() {
+  world_->reset_counts();
+  for (const Axis& axis : axes_) axis.top().reset_counts();
+}
+
+i64 Mesh::staging_bytes() const noexcept {
+  i64 bytes = world_->staging_bytes();
+  for (const Axis& axis : axes_) bytes += axis.host->staging_bytes() + (axis.device ? axis.device->staging_bytes() : 0);
+  return bytes;
+}
+
+}  // namespace ds

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The part of a model that one rank computes: its share of the matrices (tensor parallelism: Shoeybi et al.,
+// "Megatron-LM", 2019) and of the tokens between them (Korthikanti et al., "Reducing Activation Recomputation in Large
+// Transformer Models", 2022), and its part of each sequence (Jacobs et al., "DeepSpeed Ulysses", 2023; Liu et al.,
+// "Ring Attention", 2023).
+
+#include <array>
+
+#include "comm/communicator.h"
+
+namespace ds::model {
+
+// How ranks that hold parts of a sequence attend to all of it.
+enum class SequenceMode : u8 {
+  Ulysses,  // heads change places with tokens: each rank attends for some heads to all tokens
+  Ring,     // keys and values travel from rank to rank
+};
+
+// Tokens [begin, begin + count) of a sequence.
+struct TokenRange {
+  i64 begin = 0, count = 0;
+};
+struct TokenRanges {
+  std::array<TokenRange, 2> ranges{};
+  size_t num = 1;
+  const TokenRange* begin() const noexcept { return ranges.data(); }
+  const TokenRange* end() const noexcept { return ranges.data() + num; }
+};
+
+struct Shard {
+  int tp = 1, tp_rank = 0;
+  bool sequence = false;  // between the matrices each rank of tp has R/tp of the rows
+  int sp = 1, sp_rank = 0;
+  SequenceMode mode = SequenceMode::Ulysses;
+
+  // Rows of the residual stream on this rank.
+  i64 stream_rows(i64 R) const noexcept { return sequence ? R / tp : R; }
+  // Rows of memory for what is cut in tp slices of whole rows.
+  i64 padded_rows(i64 R) const noexcept { return align_up(R, tp); }
+
+  // This rank's part of a sequence of T tokens, in order. Ring: chunks r and 2 sp - 1 - r of 2 sp, so that under a
+  // causal mask all ranks have as much to do (Brandon et al., "Striped Attention", 2023; zigzag).
+  TokenRanges tokens(i64 T) const noexcept {
+    const i64 part = T / sp, half = part / 2;
+    if (mode == SequenceMode::Ulysses || sp == 1) return {{{{sp_rank * part, part}}}, 1};
+    return {{{{sp_rank * half, half}, {(2 * sp - 1 - sp_rank) * half, half}}}, 2};
+  }
+};
+
+// The ranks that share a pass, and memory for what travels between them.
+struct Groups {
+  Shard shard{};
+  Communicator *tp = nullptr, *sp = nullptr;  // null where there is one rank
+  TensorView partial{};                       // [padded R, C] work dtype: a sum over tp, before it is taken
+  TensorView sum{};                           // [padded R / tp, C] fp32: this rank's rows of it
+  TensorView gathered{};                      // [R, C] work dtype: all rows of a stream that is cut (Shard::sequence)
+  TensorView stats{};                         // [3, chunk] fp32: of the softmax over a vocabulary that is cut
+  i64 sequence_length = 0;                    // of whole sequences: T * sp
+};
+
+}  // namespace ds::model

@@ -1,0 +1,52 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/layer_calls.h"
+
+namespace ds::pipeline {
+
+using Kind = LayerCall::Kind;
+using model::Keep;
+
+Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing) {
+  Chunk chunk{.begin = begin, .end = end};
+  i64 grouped = 0;  // layers of the group so far
+  for (i64 l = begin; l < end; ++l) {
+    const bool again = model.layers[static_cast<size_t>(l)]->is_block() && checkpointing.keep != Keep::All;
+    chunk.keep.push_back(again ? checkpointing.keep : Keep::All);
+    const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;
+    chunk.continues.push_back(joins);
+    grouped = chunk.keep.back() != Keep::Input ? 0 : joins ? grouped + 1 : 1;
+  }
+  return chunk;
+}
+
+std::vector<LayerCall> forward_calls(const Chunk& chunk) {
+  std::vector<LayerCall> calls;
+  for (i64 l = chunk.begin; l < chunk.end; ++l) calls.push_back({Kind::Forward, l});
+  return calls;
+}
+
+std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& chunk, bool split) {
+  std::vector<LayerCall> calls;
+  for (i64 l = chunk.end; l-- > chunk.begin;) {
+    bool again = chunk.keep_of(l) != Keep::All;
+    if (chunk.keep_of(l) == Keep::Input) {
+      again = !chunk.continues_group(l + 1);  // the others have been, on the way to the last of their group
+      i64 first = l;
+      while (again && chunk.continues_group(first)) --first;
+      for (; first < l; ++first) calls.push_back({Kind::Forward, first});
+    }
+    calls.push_back({Kind::BackwardInput, l, again});
+    if (!split || !model.layers[static_cast<size_t>(l)]->splits()) calls.push_back({Kind::BackwardWeight, l});
+  }
+  return calls;
+}
+
+std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chunk) {
+  std::vector<LayerCall> calls;
+  for (i64 l = chunk.end; l-- > chunk.begin;) {
+    if (model.layers[static_cast<size_t>(l)]->splits()) calls.push_back({Kind::BackwardWeight, l});
+  }
+  return calls;
+}
+
+}  // namespace ds::pipeline

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/partition.h"
+
+#include <algorithm>
+#include <optional>
+#include <regex>
+#include <set>
+
+namespace ds::pipeline {
+namespace {
+
+void check_parts(i64 items, int parts) {
+  DS_ASSERT(items >= 0 && parts >= 1);
+  DS_CHECK(parts <= items, Errc::Config,
+           "{} layers cannot be cut into {} parts, for each needs one: pipeline.stages (times pipeline.virtual_stages) "
+           "can be {} at most",
+           items, parts, items);
+}
+
+// The cuts if each part takes as many items as stay within `most`, and leaves one for each part to come; nothing if
+// some items are left. `before` are the sums of the weights before each item; no single weight exceeds `most`.
+std::optional<std::vector<i64>> cuts_within(std::span<const i64> before, int parts, i64 most) {
+  const i64 items = narrow<i64>(before.size()) - 1;
+  std::vector<i64> cuts = {0};
+  for (i64 to_come = parts - 1; to_come >= 0; --to_come) {
+    const auto end = std::upper_bound(before.begin(), before.end(), before[static_cast<size_t>(cuts.back())] + most);
+    cuts.push_back(std::min<i64>(end - before.begin() - 1, items - to_come));
+  }
+  if (cuts.back() < items) return std::nullopt;
+  return cuts;
+}
+
+}  // namespace
+
+std::vector<i64> uniform_cuts(i64 items, int parts) {
+  check_parts(items, parts);
+  std::vector<i64> cuts;
+  for (i64 k = 0; k <= parts; ++k) cuts.push_back(items / parts * k + std::min(items % parts, k));
+  return cuts;
+}
+
+std::vector<i64> balanced_cuts(std::span<const i64> weights, int parts) {
+  check_parts(narrow<i64>(weights.size()), parts);
+  DS_ASSERT(*std::min_element(weights.begin(), weights.end()) >= 0);
+  std::vector<i64> before = {0};
+  for (const i64 weight : weights) before.push_back(before.back() + weight);
+  i64 low = *std::max_element(weights.begin(), weights.end()), high = before.back();
+  while (low < high) {
+    const i64 middle = low + (high - low) / 2;
+    if (cuts_within(before, parts, middle)) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return cuts_within(before, parts, low).value();
+}
+
+std::vector<i64> match_weights(std::span<const std::string> type_names, std::string_view regex, std::string_view key) {
+  std::vector<i64> weights;
+  try {
+    const std::regex pattern(regex.begin(), regex.end(), std::regex::ECMAScript | std::regex::icase);
+    for (const std::string& name : type_names) weights.push_back(std::regex_search(name, pattern) ? 1 : 0);
+  } catch (const std::regex_error& e) {
+    throw Error(Errc::Config, fmt::format("{}: \"{}\" is no regular expression: {}", key, regex, e.what()));
+  }
+  if (std::find(weights.begin(), weights.end(), 1) == weights.end()) {
+    const std::set<std::string> types(type_names.begin(), type_names.end());
+    throw Error(Errc::Config,
+                fmt::format("{}: \"{}\" matches no layer; their types are {}", key, regex, fmt::join(types, ", ")));
+  }
+  return weights;
+}
+
+std::vector<LayerCost> layer_costs(const model::Model& model) {
+  std::vector<LayerCost> costs;
+  for (const auto& layer : model.layers) {
+    i64 params = 0;
+    for (const model::ParamRow& row : layer->rows()) params += row.whole_numel();
+    const bool end = layer == model.layers.front() || layer == model.layers.back();
+    for (const model::ParamRow& row : model.shared) params += end ? row.whole_numel() : 0;
+    costs.push_back({std::string(layer->type()), params});
+  }
+  return costs;
+}
+
+std::vector<i64> partition(std::string_view method, std::span<const LayerCost> layers, int parts,
+                           std::string_view key) {
+  constexpr std::string_view kType = "type:";
+  if (method == "uniform") return uniform_cuts(narrow<i64>(layers.size()), parts);
+  if (method == "parameters") {
+    std::vector<i64> weights;
+    for (const LayerCost& layer : layers) weights.push_back(layer.params);
+    return balanced_cuts(weights, parts);
+  }
+  DS_CHECK(method.starts_with(kType), Errc::Config,
+           "{}: \"{}\" is none of \"uniform\", \"parameters\" and \"type:REGEX\"", key, method);
+  std::vector<std::string> types;
+  for (const LayerCost& layer : layers) types.push_back(layer.type);
+  return balanced_cuts(match_weights(types, method.substr(kType.size()), key), parts);
+}
+
+}  // namespace ds::pipeline

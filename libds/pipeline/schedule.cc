@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/schedule.h"
+
+#include <algorithm>
+#include <array>
+
+namespace ds::pipeline {
+namespace {
+
+struct Position {
+  i64 micro, chunk;
+};
+
+// The k-th forward pass of a stage: micro-batches go in groups of as many as there are stages, each group through chunk
+// after chunk. The last group may be smaller. With one chunk this is micro-batch k.
+Position forward_position(const ScheduleOptions& o, i64 k) {
+  const i64 per_group = i64{o.stages} * o.chunks, first = k / per_group * o.stages;
+  const i64 group = std::min<i64>(o.stages, o.micro_batches - first), at = k % per_group;
+  return {first + at % group, at / group};
+}
+
+// Forward passes before the first backward pass. 1F1B's fill the later stages; interleaving, a group takes its way
+// through all chunks but the last, and each stage is two ahead of the next.
+i64 num_warmup(const ScheduleOptions& o, i64 passes) {
+  const i64 later_stages = o.stages - o.stage - 1;
+  switch (o.kind) {
+    case ScheduleKind::Naive: return 0;
+    case ScheduleKind::GPipe: return passes;
+    case ScheduleKind::OneFOneB:
+    case ScheduleKind::ZeroBubbleH1: return std::min(later_stages, passes);
+    case ScheduleKind::Interleaved: return std::min(2 * later_stages + (o.chunks - 1) * i64{o.stages}, passes);
+  }
+  return 0;
+}
+
+std::vector<Instr> compute_order(const ScheduleOptions& o) {
+  std::vector<Instr> order;
+  const i64 passes = o.micro_batches * o.chunks, warmup = num_warmup(o, passes);
+  const bool split = o.kind == ScheduleKind::ZeroBubbleH1;
+  const auto forward = [&](i64 k) {
+    const Position at = forward_position(o, k);
+    order.push_back({Op::Forward, at.micro, at.chunk});
+  };
+  const auto backward_weight = [&](i64 k) { order.push_back({Op::BackwardWeight, k}); };
+  const auto backward = [&](i64 k) {
+    const Position at = forward_position(o, k);
+    order.push_back({split ? Op::BackwardInput : Op::Backward, at.micro, o.chunks - 1 - at.chunk});
+    if (split && k >= o.stage) backward_weight(k - o.stage);
+  };
+  for (i64 k = 0; k < warmup; ++k) forward(k);
+  for (i64 k = 0; k < passes; ++k) {
+    if (warmup + k < passes) forward(warmup + k);
+    backward(k);
+  }
+  if (split) {
+    for (i64 k = std::max<i64>(passes - o.stage, 0); k < passes; ++k) backward_weight(k);
+  }
+  return order;
+}
+
+// Adds to a stage's order of computing what brings its inputs and takes away its outputs.
+std::vector<Instr> with_transfers(const std::vector<Instr>& order, int stages, int stage, int chunks) {
+  std::vector<Instr> schedule;
+  const i64 last = i64{stages} * chunks - 1;
+  for (const Instr& pass : order) {
+    const i64 block = block_of(stages, stage, pass.chunk);
+    const auto add = [&](bool needed, Op op) {
+      if (needed) schedule.push_back({op, pass.micro, pass.chunk});
+    };
+    const bool forward = pass.op == Op::Forward;
+    const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
+    add(forward && (block == 0 || block == last), Op::Load);
+    add(forward && block > 0, Op::RecvActivation);
+    add(input_grad && block < last, Op::RecvGrad);
+    schedule.push_back(pass);
+    add(forward && block < last, Op::SendActivation);
+    add(input_grad && block > 0, Op::SendGrad);
+  }
+  return schedule;
+}
+
+// The most micro-batches between their first `begin` and their `end` at any time.
+i64 max_live(std::span<const Instr> schedule, i64 chunk, auto begins, auto ends) {
+  i64 live = 0, most = 1;
+  for (const Instr& instr : schedule) {
+    if (instr.chunk != chunk) continue;
+    if (begins(instr.op)) most = std::max(most, ++live);
+    if (ends(instr.op)) --live;
+  }
+  return most;
+}
+
+}  // namespace
+
+std::string_view op_name(Op op) noexcept {
+  constexpr std::array<std::string_view, 9> names = {"Load",           "RecvActivation", "Forward",
+                                                     "SendActivation", "RecvGrad",       "Backward",
+                                                     "BackwardInput",  "BackwardWeight", "SendGrad"};
+  return names[static_cast<size_t>(op)];
+}
+
+std::string why_not(const ScheduleOptions& o) {
+  return schedule_problem({.stages = o.stages, .schedule = o.kind, .virtual_stages = o.chunks}, o.micro_batches);
+}
+
+std::vector<Instr> make_schedule(const ScheduleOptions& options) {
+  const std::string why = why_not(options);
+  DS_CHECK(why.empty(), Errc::Config, "{}", why);
+  DS_ASSERT(options.stage >= 0 && options.stage < options.stages);
+  return with_transfers(compute_order(options), options.stages, options.stage, options.chunks);
+}
+
+std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, int chunks) {
+  DS_ASSERT(stage >= 0 && stage < stages && micro_batches >= 0 && chunks >= 1 && (chunks == 1 || stages > 1));
+  const ScheduleOptions o{.stages = stages, .stage = stage, .micro_batches = micro_batches, .chunks = chunks};
+  std::vector<Instr> order;
+  for (i64 k = 0; k < micro_batches * chunks; ++k) {
+    const Position at = forward_position(o, k);
+    order.push_back({Op::Forward, at.micro, at.chunk});
+  }
+  return with_transfers(order, stages, stage, chunks);
+}
+
+StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {
+  const auto is = [](auto... ops) { return [=](Op op) { return ((op == ops) || ...); }; };
+  const auto frees = is(Op::Backward, Op::BackwardWeight);
+  if (std::none_of(schedule.begin(), schedule.end(), [&](const Instr& i) { return frees(i.op); })) return {};
+  return {.forward = max_live(schedule, chunk, is(Op::Forward), frees),
+          .backward = max_live(schedule, chunk, is(Op::BackwardInput), is(Op::BackwardWeight))};
+}
+
+}  // namespace ds::pipeline

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/ownership.h"
+
+namespace ds::zero {
+
+Units units_of(const model::Model& model) {
+  Units units;
+  units.emplace_back(model.shared);
+  for (const auto& layer : model.layers) units.emplace_back(layer->rows());
+  return units;
+}
+
+std::vector<bool> units_here(const model::Model& model, std::span<const LayerRange> layers) {
+  const i64 num_layers = std::ssize(model.layers);
+  std::vector<bool> here(static_cast<size_t>(unit_of(num_layers)), false);
+  for (const LayerRange& range : layers) {
+    for (i64 l = range.begin; l < range.end; ++l) here[static_cast<size_t>(unit_of(l))] = true;
+    if (range.begin == 0 || range.end == num_layers) here[kSharedUnit] = true;
+  }
+  return here;
+}
+
+bool is_saved(std::span<const std::span<const model::ParamRow>> units, const Layout& layout, const Piece& piece,
+              bool has_first_layer) noexcept {
+  const i64 unit = layout.segments()[static_cast<size_t>(piece.segment)].unit;
+  const i64 row = piece.param - layout.units()[static_cast<size_t>(unit)].first_param;
+  return units[static_cast<size_t>(unit)][static_cast<size_t>(row)].counted && (unit != kSharedUnit || has_first_layer);
+}
+
+std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shards, const MeshShape& mesh,
+                                             std::span<const i64> cuts, LayoutOptions options) {
+  DS_ASSERT(std::ssize(shards) == mesh.tp && std::ssize(cuts) == mesh.pp + 1);
+  std::vector<std::vector<Piece>> ranks(static_cast<size_t>(mesh.world()));
+  options.num_ranks = num_shards(mesh);
+  MeshCoord at;
+  for (at.tp = 0; at.tp < mesh.tp; ++at.tp) {
+    const model::Model& model = shards[static_cast<size_t>(at.tp)];
+    const Units units = units_of(model);
+    for (at.pp = 0; at.pp < mesh.pp; ++at.pp) {
+      const auto stage = static_cast<size_t>(at.pp);
+      const LayerRange layers{cuts[stage], cuts[stage + 1]};
+      options.here = units_here(model, {&layers, 1});
+      const Layout layout = Layout::make(units, options);
+      for (at.dp = 0; at.dp < mesh.dp; ++at.dp) {
+        for (at.sp = 0; at.sp < mesh.sp; ++at.sp) {
+          std::vector<Piece> pieces = layout.owned_pieces(shard_rank(mesh, at));
+          std::erase_if(pieces, [&](const Piece& p) { return !is_saved(units, layout, p, layers.begin == 0); });
+          ranks[static_cast<size_t>(rank_at(mesh, at))] = std::move(pieces);
+        }
+      }
+    }
+  }
+  return ranks;
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,256 @@
+// SPDX-License-Identifier: Apache-2.0
+// Idle time of pipelines, measured, beside the formula:
+//   pipeline_bench timed [UNIT_MS]                    the real schedules over real communicators, computing is sleeping
+//   pipeline_bench real CONFIG [TURNS [KEY=VALUE]...]  whole steps of two stages with one thread each
+//
+// "timed": the instructions of each stage run on a thread of their own, messages through the mesh's communicators as in
+// engine/train_step.cc. A pass sleeps instead of computing, so there may be more stages than cores: of one unit for all
+// of a stage's forward pass, and two for its backward pass, half of which is the weights'. A stage's idle time is the
+// time from the first pass of all to the last that it did not sleep; its share of the whole, over all stages, is beside
+// what the formula says. What a sleep takes longer than asked for counts as busy.
+//
+// "real": the same steps as one rank with one thread, in turns. If nothing but the schedule cost time, a pipeline of p
+// stages would take 1 / (p (1 - bubble)) of that rank's time. What is measured is 1 - one rank's time / (p * its time):
+// the bubble, with uneven stages, communication, and shared memory bandwidth. On a machine that has other things to
+// do it means little.
+
+#include <cstring>
+
+#include "bench/arrangement.h"
+#include "config/parallel.h"
+#include "pipeline/simulate.h"
+
+using namespace ds;
+using namespace ds::bench;
+using pipeline::Instr;
+using pipeline::Op;
+using pipeline::ScheduleOptions;
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::duration<double>;
+
+constexpr i64 kMessageBytes = 16384;
+
+struct StageTimes {
+  Clock::time_point begin = Clock::time_point::max(), end = Clock::time_point::min();
+  double busy = 0;  // seconds
+};
+
+// Runs one stage's schedule as the engine does: a receive is posted before the pass ahead of it runs, a pass waits for
+// its input and until the message of the pass before has been taken.
+class TimedStage {
+ public:
+  TimedStage(Mesh& mesh, std::span<const Instr> schedule, const ScheduleOptions& options,
+             const pipeline::Costs& seconds)
+      : mesh_(mesh), schedule_(schedule), options_(options), seconds_(seconds) {
+    const size_t n = static_cast<size_t>(options.chunks * options.micro_batches);
+    for (auto* kind : {&inputs_, &outputs_, &grads_in_, &grads_out_}) {
+      kind->resize(n);
+      for (Message& m : *kind) m.bytes.resize(static_cast<size_t>(kMessageBytes));
+    }
+  }
+
+  StageTimes run() {
+    for (size_t i = 0; i < schedule_.size(); ++i) {
+      const Instr& instr = schedule_[i];
+      switch (instr.op) {
+        case Op::Load: break;
+        case Op::RecvActivation:
+        case Op::RecvGrad: post_receives(i + 1); break;
+        case Op::SendActivation:
+          send(outputs_, instr, mesh_.activations(), (options_.stage + 1) % options_.stages);
+          break;
+        case Op::SendGrad:
+          send(grads_out_, instr, mesh_.gradients(), (options_.stage + options_.stages - 1) % options_.stages);
+          break;
+        case Op::Forward: pass(i, inputs_, seconds_.forward); break;
+        case Op::Backward: pass(i, grads_in_, seconds_.backward_input + seconds_.backward_weight); break;
+        case Op::BackwardInput: pass(i, grads_in_, seconds_.backward_input); break;
+        case Op::BackwardWeight: pass(i, grads_in_, seconds_.backward_weight); break;
+      }
+    }
+    for (auto* kind : {&outputs_, &grads_out_}) {
+      for (Message& m : *kind) m.ticket.wait();
+    }
+    return times_;
+  }
+
+ private:
+  struct Message {
+    std::vector<std::byte> bytes;
+    Ticket ticket;
+    bool expected = false;  // a receive of it has been posted
+  };
+
+  Message& of(std::vector<Message>& kind, const Instr& instr) {
+    return kind[static_cast<size_t>(instr.chunk * options_.micro_batches + instr.micro)];
+  }
+
+  void post_receives(size_t end) {
+    for (; posted_ < end; ++posted_) {
+      const Instr& instr = schedule_[posted_];
+      const bool activation = instr.op == Op::RecvActivation;
+      if (!activation && instr.op != Op::RecvGrad) continue;
+      Message& m = of(activation ? inputs_ : grads_in_, instr);
+      Communicator& comm = activation ? mesh_.activations() : mesh_.gradients();
+      const int from = options_.stage + (activation ? options_.stages - 1 : 1);
+      m.ticket = comm.recv(m.bytes.data(), kMessageBytes, from % options_.stages, "pp.recv");
+      m.expected = true;
+    }
+  }
+
+  void send(std::vector<Message>& kind, const Instr& instr, Communicator& comm, int to) {
+    Message& m = of(kind, instr);
+    std::memcpy(m.bytes.data(), &instr.micro, sizeof instr.micro);
+    m.ticket = comm.send(m.bytes.data(), kMessageBytes, to, "pp.send");
+  }
+
+  void pass(size_t at, std::vector<Message>& needs, double seconds) {
+    const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
+    const auto next = std::find_if(schedule_.begin() + static_cast<std::ptrdiff_t>(at), schedule_.end(), is_receive);
+    if (next != schedule_.end()) post_receives(static_cast<size_t>(next - schedule_.begin()) + 1);
+
+    const Instr& instr = schedule_[at];
+    Message& input = of(needs, instr);
+    input.ticket.wait();
+    if (input.expected) {
+      i64 micro = -1;
+      std::memcpy(&micro, input.bytes.data(), sizeof micro);
+      DS_CHECK(micro == instr.micro, Errc::Internal, "stage {}: micro-batch {} came for {}", options_.stage, micro,
+               instr.micro);
+    }
+    const auto begin = Clock::now();
+    std::this_thread::sleep_until(begin + std::chrono::duration_cast<Clock::duration>(Seconds(seconds)));
+    const auto end = Clock::now();
+    times_.begin = std::min(times_.begin, begin);
+    times_.end = std::max(times_.end, end);
+    times_.busy += Seconds(end - begin).count();
+  }
+
+  Mesh& mesh_;
+  std::span<const Instr> schedule_;
+  ScheduleOptions options_;
+  pipeline::Costs seconds_;
+  std::vector<Message> inputs_, outputs_, grads_in_, grads_out_;
+  size_t posted_ = 0;
+  StageTimes times_;
+};
+
+struct Measured {
+  double bubble, makespan;  // of all stages
+};
+
+Measured measure(const std::vector<std::unique_ptr<Mesh>>& meshes, ScheduleOptions options,
+                 const pipeline::Costs& seconds) {
+  const std::vector<std::vector<Instr>> schedules = pipeline::make_schedules(options);
+  std::vector<StageTimes> times(schedules.size());
+  on_ranks(options.stages, [&](int stage) {
+    const size_t s = static_cast<size_t>(stage);
+    ScheduleOptions own = options;
+    own.stage = stage;
+    times[s] = TimedStage(*meshes[s], schedules[s], own, seconds).run();
+  });
+  auto begin = Clock::time_point::max(), end = Clock::time_point::min();
+  double busy = 0;
+  for (const StageTimes& t : times) {
+    begin = std::min(begin, t.begin);
+    end = std::max(end, t.end);
+    busy += t.busy;
+  }
+  const double makespan = Seconds(end - begin).count();
+  return {1 - busy / (makespan * options.stages), makespan};
+}
+
+int timed(double unit_ms) {
+  struct Kind {
+    pipeline::ScheduleKind kind;
+    int chunks;
+  };
+  constexpr Kind kKinds[] = {{pipeline::ScheduleKind::Naive, 1},
+                             {pipeline::ScheduleKind::GPipe, 1},
+                             {pipeline::ScheduleKind::OneFOneB, 1},
+                             {pipeline::ScheduleKind::Interleaved, 2},
+                             {pipeline::ScheduleKind::ZeroBubbleH1, 1}};
+  std::printf("passes of %.1f ms forward, %.1f ms backward; %u cores\n\n", unit_ms, 2 * unit_ms,
+              std::thread::hardware_concurrency());
+  std::printf("%-12s %7s %7s %10s %10s %9s %12s %12s\n", "schedule", "stages", "micro", "formula", "measured", "off by",
+              "step ms", "ideal ms");
+  double worst = 0;
+  std::vector<double> off;
+  for (const int p : {2, 4, 8}) {
+    auto comms = make_thread_communicators(p, {.timeout_s = 600});
+    std::vector<std::unique_ptr<Mesh>> meshes(comms.size());
+    on_ranks(p, [&](int rank) {
+      const size_t r = static_cast<size_t>(rank);
+      meshes[r] = std::make_unique<Mesh>(std::move(comms[r]), MeshShape{.pp = p}, CommOptions{.timeout_s = 600});
+    });
+    for (const Kind& kind : kKinds) {
+      for (const i64 m : {4, 8, 16, 32}) {
+        const ScheduleOptions options{.kind = kind.kind, .stages = p, .micro_batches = m, .chunks = kind.chunks};
+        if (!pipeline::why_not(options).empty()) continue;
+        const double unit = unit_ms * 1e-3 / kind.chunks;
+        const pipeline::Costs seconds{.forward = unit, .backward_input = unit, .backward_weight = unit};
+        const Measured measured = measure(meshes, options, seconds);
+        // Where the formula does not hold (zb-h1 of fewer micro-batches than stages), the simulation says it.
+        const bool holds = kind.kind != pipeline::ScheduleKind::ZeroBubbleH1 || m >= p;
+        const auto schedules = pipeline::make_schedules(options);
+        const pipeline::Timeline ideal = pipeline::simulate(schedules, {&seconds, 1});
+        const double expected = holds ? pipeline::bubble_formula(options, seconds) : ideal.bubble_fraction();
+        off.push_back(std::abs(measured.bubble - expected));
+        worst = std::max(worst, off.back());
+        std::printf("%-12s %7d %7ld %9.3f%s %10.3f %+9.3f %12.1f %12.1f\n",
+                    std::string(schedule_name(kind.kind)).c_str(), p, m, expected, holds ? " " : "*", measured.bubble,
+                    measured.bubble - expected, measured.makespan * 1e3, ideal.makespan * 1e3);
+        std::fflush(stdout);
+      }
+    }
+    on_ranks(p, [&](int rank) { meshes[static_cast<size_t>(rank)].reset(); });
+  }
+  std::printf("\n* by simulation: fewer micro-batches than stages\noff by: median %.3f, at most %.3f\n", median(off),
+              worst);
+  return 0;
+}
+
+int real(const std::string& config, int turns, const std::vector<std::string>& base) {
+  std::vector<std::unique_ptr<Arrangement>> all;
+  const auto add = [&](const std::string& name, std::vector<std::string> set, int ranks) {
+    set.insert(set.begin(), base.begin(), base.end());
+    all.push_back(std::make_unique<Arrangement>(name, config, set, ranks, 1));
+  };
+  add("one rank", {"pipeline.stages=1", "pipeline.schedule=1f1b"}, 1);
+  for (const char* schedule : {"naive", "gpipe", "1f1b", "zb-h1"})
+    add(schedule, {"pipeline.stages=2", fmt::format("pipeline.schedule={}", schedule)}, 2);
+  add("interleaved", {"pipeline.stages=2", "pipeline.schedule=interleaved", "pipeline.virtual_stages=2"}, 2);
+  take_turns(all, turns);
+  const Arrangement& one = *all.front();
+  std::printf("%s: %ld micro-batches of %ld x %ld tokens, one thread per rank; %d turns\n\n", config.c_str(),
+              one.engine(0).plan().micro_batches, one.config().batch.micro, one.config().data.seq_length, turns);
+  std::printf("%-14s %10s %12s %12s %12s %12s %10s %8s\n", "", "step ms", "over 1 rank", "formula", "bubble", "formula",
+              "cpu ratio", "bits");
+  for (const auto& a : all) {
+    const report::RunPlan& plan = a->engine(0).plan();
+    const ScheduleOptions options{.kind = a->config().pipeline.schedule,
+                                  .stages = plan.mesh.pp,
+                                  .micro_batches = plan.micro_batches,
+                                  .chunks = narrow<int>(std::ssize(plan.chunks))};
+    const double bubble = plan.mesh.pp > 1 ? pipeline::bubble_formula(options) : 0;
+    const double ratio = a->wall_over(one), p = plan.mesh.pp;
+    std::printf("%-14s %10.1f %12.3f %12.3f %12.3f %12.3f %10.2f %8s\n", a->name().c_str(), a->wall() * 1e3, ratio,
+                1 / (p * (1 - bubble)), 1 - 1 / (p * ratio), bubble, a->cpu_over(one),
+                a->last().loss == one.last().loss ? "same" : "OTHERS");
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  if (mode == "timed") return timed(argc > 2 ? std::atof(argv[2]) : 10);
+  if (mode == "real" && argc > 2)
+    return real(argv[2], argc > 3 ? std::max(1, std::atoi(argv[3])) : 5, {argv + std::min(4, argc), argv + argc});
+  std::fprintf(stderr, "usage: pipeline_bench timed [UNIT_MS] | real CFG.json [TURNS [KEY=VALUE]...]\n");
+  return 2;
+}

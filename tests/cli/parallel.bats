@@ -1,0 +1,148 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Pipeline, tensor and sequence parallelism with real processes: what one rank trains, resumes anywhere, and is planned.
+
+bats_require_minimum_version 1.5.0
+
+setup() {
+  export PATH="$DS_BIN:$PATH"
+  cd "$BATS_TEST_TMPDIR" || return
+  for i in {1..300}; do echo "line $i of a text that can be learnt, number $((i * 7 % 31))"; done >text.txt
+  cat >cfg.json <<'JSON'
+{
+  "model": {"type": "gpt2", "vocab_size": 256, "n_positions": 32, "n_embd": 32, "n_layer": 4, "n_head": 4},
+  "data": {"train": "text.txt", "seq_length": 32},
+  "train_batch_size": 16, "train_micro_batch_size_per_gpu": 2, "steps": 6,
+  "device": "cpu", "threads": 1, "reduce_order": "micro", "save": {"every": 3}
+}
+JSON
+}
+
+losses() { grep -o '"loss":[^,]*' "$1/metrics.jsonl"; }
+
+# near RUN1 RUN2: the losses of the same steps agree to 1e-5.
+near() {
+  paste <(losses "$1" | cut -d: -f2) <(losses "$2" | cut -d: -f2) |
+    awk '{ d = $1 - $2; if (d < 0) d = -d; if (NF != 2 || d > 1e-5 * $1) exit 1 }'
+}
+
+@test "stages and schedules give the bits of one rank, over shared memory and MPI" {
+  ds-train cfg.json --out one
+  ds-launch -n 2 ds-train cfg.json --out two --set pipeline.stages=2
+  [ "$(losses one)" = "$(losses two)" ]
+  ds-launch -n 4 ds-train cfg.json --out zb --set pipeline.stages=2 --set pipeline.schedule=zb-h1 \
+    --set zero_optimization.stage=3 --set communication.backend=mpi
+  [ "$(losses one)" = "$(losses zb)" ]
+  ds-ckpt-merge one -o one.safetensors
+  ds-ckpt-merge zb -o zb.safetensors --verify
+  cmp one.safetensors zb.safetensors
+}
+
+@test "tensor and sequence parallelism follow one rank, and a checkpoint loads at any arrangement" {
+  ds-train cfg.json --out one
+  ds-launch -n 4 ds-train cfg.json --out cut --set pipeline.stages=2 --set tensor_parallel.tp_size=2 \
+    --set zero_optimization.stage=1
+  near one cut
+  ds-launch -n 4 ds-train cfg.json --out mpi --set sequence_parallel_size=2 --set tensor_parallel.tp_size=2 \
+    --set tensor_parallel.sequence_parallel=true --set communication.backend=mpi --set zero_optimization.stage=2
+  near one mpi
+  # From the middle of the one to the end of others.
+  ds-train cfg.json --out a --resume cut/step-00000003
+  ds-launch -n 2 ds-train cfg.json --out b --resume cut/step-00000003 --set sequence_parallel_size=2 \
+    --set sequence_parallel_mode=ring
+  ds-launch -n 3 ds-train cfg.json --out c --resume mpi/step-00000003 --set pipeline.stages=3 \
+    --set activation_checkpointing.granularity=layer
+  for run in a b c; do
+    [ "$(losses $run | wc -l)" -eq 3 ]
+    paste <(losses one | tail -n 3 | cut -d: -f2) <(losses $run | cut -d: -f2) |
+      awk '{ d = $1 - $2; if (d < 0) d = -d; if (d > 1e-5 * $1) exit 1 }'
+  done
+  h5dump -H cut/step-00000006/model.h5 | grep -q 'DATASET "transformer.h.0.attn.c_attn.weight"'
+  ds-ckpt-merge cut -o cut.safetensors --verify
+  ds-launch -n 2 ds-train cfg.json --set tensor_parallel.tp_size=2 --weights cut.safetensors --out on --steps 1
+}
+
+@test "evaluation and text from a cut model are those of a whole one" {
+  ds-train cfg.json --out one
+  whole=$(ds-train cfg.json --resume one --eval)
+  for set in pipeline.stages=2 tensor_parallel.tp_size=2 sequence_parallel_size=2; do
+    run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume one --eval --set "$set"
+    awk -v a="${whole##* }" -v b="${output##* }" 'BEGIN { d = a - b; if (d < 0) d = -d; exit d > 2e-6 }'
+  done
+  text=$(ds-train cfg.json --resume one --generate "line 7" --max-tokens 20 --temperature 0)
+  for set in pipeline.stages=2 tensor_parallel.tp_size=2 sequence_parallel_size=2; do
+    run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume one --generate "line 7" --max-tokens 20 \
+      --temperature 0 --set "$set"
+    [ "$output" = "$text" ]
+  done
+}
+
+@test "text is written with the configuration that trains interleaved, and cut rows" {
+  ds-train cfg.json --out one
+  text=$(ds-train cfg.json --resume one --generate "line 7" --max-tokens 5 --temperature 0)
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume one --generate "line 7" --max-tokens 5 \
+    --temperature 0 --set pipeline.stages=2 --set pipeline.schedule=interleaved --set pipeline.virtual_stages=2
+  [ "$output" = "$text" ]
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --resume one --generate "line 7" --max-tokens 5 \
+    --temperature 0 --set tensor_parallel.tp_size=2 --set tensor_parallel.sequence_parallel=true
+  [ "$output" = "$text" ]
+}
+
+@test "--check draws the plan, and --plan the picture" {
+  run -0 --separate-stderr ds-launch -n 4 ds-train cfg.json --check --set pipeline.stages=2 \
+    --set tensor_parallel.tp_size=2 --plan plan.svg
+  [[ $output == *"transformer.wte"* && $output == *F0* && $output == *B7* && $output == *"bubble"* ]]
+  head -c 5 plan.svg | grep -q '<svg\|<?xml'
+  grep -q '</svg>' plan.svg
+  run -0 --separate-stderr ds-launch -n 4 ds-train cfg.json --check --set pipeline.stages=4 --json
+  python3 - "$output" <<'PY' || false
+import json, sys
+plan = json.loads(sys.argv[1])
+assert [s["ranks"] for s in plan["stages"]] == [[0], [1], [2], [3]], plan["stages"]
+assert abs(plan["bubble_fraction"] - 3 / (8 + 3)) < 1e-9, plan["bubble_fraction"]
+PY
+  run -2 --separate-stderr ds-train cfg.json --plan plan.svg # only with --check
+}
+
+@test "what does not fit is said with the key and what would" {
+  run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --set pipeline.stages=2
+  [[ $stderr == *"pipeline.stages: 2 does not divide the 3 ranks that there are; with 2 or 4 ranks it works"* ]]
+  run -2 --separate-stderr ds-launch -n 3 ds-train cfg.json --set tensor_parallel.tp_size=3
+  [[ $stderr == *"tensor_parallel.tp_size: the model's 4 heads cannot be shared by 3 ranks; 1, 2 or 4 would do"* ]]
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set sequence_parallel_size=2 --set data.seq_length=31
+  [[ $stderr == *"data.seq_length: 31 tokens cannot be cut in 2 parts"*"30 or 32 would do"* ]]
+  run -2 --separate-stderr ds-launch -n 7 ds-train cfg.json --set pipeline.stages=7 --set 'train_batch_size=16'
+  [[ $stderr == *"7 parts are more than the 6 layers"* ]]
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 --set 'pipeline.partition=type:Mamba'
+  [[ $stderr == *"pipeline.partition"* ]]
+  [ ! -e runs ]
+}
+
+@test "ranks with different configurations or data are told, with the key" {
+  differ() {
+    run -2 --separate-stderr timeout 60 ds-launch -n 2 bash -c '
+      own=(); [ "$RANK" = 1 ] && own=(--set "$0")
+      exec ds-train cfg.json --set pipeline.stages=2 --set save.every=0 "${own[@]}"' "$1"
+  }
+  differ gradient_clipping=0.5
+  [[ $stderr == *"gradient_clipping is 1.0 on rank 0 and 0.5 on rank 1"* ]]
+  differ pipeline.schedule=gpipe
+  [[ $stderr == *'pipeline.schedule is "1f1b" on rank 0 and "gpipe" on rank 1'* ]]
+  (cat text.txt; echo x) >other.txt
+  differ data.train=other.txt
+  [[ $stderr == *"data.train"* ]]
+  mkdir -p a b
+  cp text.txt a
+  cp other.txt b/text.txt
+  run -2 --separate-stderr timeout 60 ds-launch -n 2 bash -c '
+    d=a; [ "$RANK" = 1 ] && d=b; cd "$d"
+    exec ds-train ../cfg.json --set pipeline.stages=2 --set save.every=0'
+  [[ $stderr == *"data.train: rank 1 reads other data than rank 0"* ]]
+}
+
+@test "a rank of a pipeline that dies takes the run with it, named" {
+  run ! --separate-stderr timeout 60 ds-launch -n 4 bash -c '
+    [ "$RANK" = 2 ] && { sleep 2; kill -9 $$; } &
+    exec ds-train cfg.json --set pipeline.stages=2 --set tensor_parallel.tp_size=2 --steps 100000 --set save.every=0'
+  [[ $stderr == *"rank 2"*"was killed by signal 9"* ]]
+}

@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What several ranks hold of one element is the same on all of them, bit for bit: tied embeddings on two stages, norms,
+// biases and key/value heads on ranks of tp, everything that ZeRO does not cut.
+
+#include <array>
+#include <cstring>
+#include <map>
+#include <mutex>
+
+#include "equivalence/training.h"
+
+namespace ds::testing {
+
+// Of one run with ranks in threads.
+class Copies {
+ public:
+  // Collective: compares what the ranks hold now.
+  void check(engine::Engine& engine, const std::string& what) {
+    engine::HostState held(engine, engine.held_pieces());
+    held.download();
+    const i64 work_bytes = dtype_bytes(engine.plan().work);
+    engine.mesh().world().barrier("test");
+    {
+      const std::lock_guard lock(mutex_);
+      for (const StatePiece& piece : held.pieces()) {
+        const model::ParamRow& row = engine.row_of(piece.param);
+        Param& param = params_[piece.param];
+        param.known.resize(static_cast<size_t>(row.whole_numel()));
+        const model::SliceMap map(row.slice, row.whole_shape());
+        map.for_each_run(piece.begin, piece.count, [&](i64 local, i64 global, i64 n) {
+          const i64 first = local - piece.begin;
+          const auto part = [&](size_t which, const void* from, i64 bytes) {
+            std::vector<char>& whole = param.parts[which];
+            whole.resize(param.known.size() * static_cast<size_t>(bytes));
+            for (i64 i = 0; i < n; ++i) {
+              char* const to = whole.data() + (global + i) * bytes;
+              const char* const mine = static_cast<const char*>(from) + (first + i) * bytes;
+              if (!param.known[static_cast<size_t>(global + i)]) {
+                std::memcpy(to, mine, static_cast<size_t>(bytes));
+              } else if (std::memcmp(to, mine, static_cast<size_t>(bytes)) != 0) {
+                ++param.different;
+              }
+            }
+          };
+          part(0, piece.param_data, work_bytes);
+          if (piece.master != nullptr) part(1, piece.master, 4);
+          part(2, piece.exp_avg, 4);
+          part(3, piece.exp_avg_sq, 4);
+          for (i64 i = 0; i < n; ++i) {
+            i64& copies = param.known[static_cast<size_t>(global + i)];
+            most_ = std::max(most_, ++copies);
+          }
+        });
+        EXPECT_EQ(param.different, 0) << what << ": " << row.name << " on rank " << engine.mesh().rank();
+      }
+    }
+    engine.mesh().world().barrier("test");
+    if (engine.mesh().rank() == 0) params_.clear();
+    engine.mesh().world().barrier("test");
+  }
+  // Of any element, so far.
+  i64 most() const noexcept { return most_; }
+
+ private:
+  struct Param {
+    std::array<std::vector<char>, 4> parts;  // work dtype, master, m, v
+    std::vector<i64> known;                  // copies seen
+    i64 different = 0;
+  };
+  std::mutex mutex_;
+  std::map<i64, Param> params_;
+  i64 most_ = 0;
+};
+
+}  // namespace ds::testing

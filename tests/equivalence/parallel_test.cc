@@ -1,0 +1,405 @@
+// SPDX-License-Identifier: Apache-2.0
+// Pipeline, tensor and sequence parallelism and activation checkpointing, alone and together with ZeRO: what one rank
+// trains. Where only the place of layers changes, or what is kept, to the bit; where sums are cut, to their rounding.
+
+#include <algorithm>
+
+#include "equivalence/copies.h"
+
+namespace ds::testing {
+namespace {
+
+constexpr i64 kSteps = 20;
+
+// Two of everything that tp cuts, four layers for stages.
+ModelConfig gpt2_model() {
+  ModelConfig c = tiny_gpt2();
+  c.vocab_size = 67;  // not even
+  c.hidden = 32;
+  c.layers = 4;
+  c.heads = c.kv_heads = 4;
+  c.head_dim = 8;
+  c.intermediate = 64;
+  return c;
+}
+ModelConfig llama_model() {
+  ModelConfig c = tiny_llama();
+  c.layers = 4;
+  c.intermediate = 48;
+  return c;
+}
+ModelConfig bert_model() {
+  ModelConfig c = gpt2_model();
+  c.family = Family::Bert;
+  c.token_types = 2;
+  c.activation = Activation::GeluErf;
+  return c;
+}
+
+struct Layout {
+  int dp = 1, pp = 1, tp = 1, sp = 1;
+  PipelineSchedule schedule = PipelineSchedule::OneFOneB;
+  i64 chunks = 1;
+  bool sequence = false;
+  SequenceParallelMode mode = SequenceParallelMode::Ulysses;
+  CheckpointGranularity checkpoints = CheckpointGranularity::None;
+  i64 interval = 1;
+  bool partition = false;
+  i64 stage = 0;
+
+  int ranks() const { return dp * pp * tp * sp; }
+  std::string name() const {
+    constexpr const char* kSchedules[] = {"naive", "gpipe", "1f1b", "interleaved", "zb-h1"};
+    return fmt::format("dp{} pp{} tp{} sp{} {}x{}{}{} checkpoints {}/{} stage {}", dp, pp, tp, sp,
+                       kSchedules[static_cast<size_t>(schedule)], chunks, sequence ? " sequence" : "",
+                       mode == SequenceParallelMode::Ring ? " ring" : "", static_cast<int>(checkpoints), interval,
+                       stage);
+  }
+};
+
+// The same samples per step, whatever the layout: 8 micro-batches of 2.
+Config config_of(const ModelConfig& model, const Layout& l, i64 micro_batches = 8) {
+  Config c = tiny_config(model, l.dp, micro_batches / l.dp, l.stage);
+  c.data.seq_length = 16;
+  c.reduce_order = ReduceOrder::Micro;
+  c.pipeline = {.stages = l.pp, .schedule = l.schedule, .partition = "uniform", .virtual_stages = l.chunks};
+  c.tensor_parallel = {.tp_size = l.tp, .sequence_parallel = l.sequence};
+  c.sequence_parallel_size = l.sp;
+  c.sequence_parallel_mode = l.mode;
+  c.activation_checkpointing.granularity = l.checkpoints;
+  c.activation_checkpointing.interval = l.interval;
+  c.activation_checkpointing.partition_activations = l.partition;
+  return c;
+}
+
+Trace train(const ModelConfig& model, const Layout& l, i64 steps = kSteps) {
+  return train_threads(config_of(model, l), l.ranks(), steps);
+}
+
+// What rank 0 has taken and sent is what its plan says.
+void expect_planned(const Trace& t, i64 steps, const std::string& what) {
+  for (size_t tag = 0; tag < t.counted.size(); ++tag)
+    EXPECT_EQ(t.counted[tag], t.predicted[tag]) << what << ": " << tag_name(static_cast<Tag>(tag));
+  for (const auto& [name, planned] : t.planned) {
+    const auto sent = t.sent.find(name);
+    if (planned.calls == 0 && sent == t.sent.end()) continue;
+    ASSERT_NE(sent, t.sent.end()) << what << ": " << name;
+    EXPECT_EQ(sent->second.bytes, steps * planned.bytes) << what << ": " << name;
+    EXPECT_EQ(sent->second.calls, steps * planned.calls) << what << ": " << name;
+  }
+}
+
+void expect_close(const Trace& got, const Trace& want, const std::string& what) {
+  ASSERT_EQ(got.losses.size(), want.losses.size());
+  for (size_t s = 0; s < want.losses.size(); ++s) {
+    EXPECT_NEAR(got.losses[s], want.losses[s], 1e-5 * want.losses[s]) << what << " step " << s;
+    EXPECT_NEAR(got.norms[s], want.norms[s], 1e-3 * want.norms[s]) << what << " step " << s;
+  }
+  EXPECT_NEAR(got.norms[0], want.norms[0], 1e-5 * want.norms[0]) << what;
+  EXPECT_EQ(got.skipped, want.skipped) << what;
+  expect_planned(got, narrow<i64>(got.losses.size()), what);
+}
+
+using Kind = PipelineSchedule;
+using Granularity = CheckpointGranularity;
+
+TEST(Pipeline, StagesAndSchedulesChangeNoBit) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    const Trace base = train(model, {}, 6);
+    ASSERT_LT(base.losses.back(), base.losses.front());
+    for (const Layout& l : {Layout{.pp = 2},
+                            {.pp = 3},
+                            {.pp = 4},
+                            {.pp = 6},
+                            {.pp = 2, .schedule = Kind::Naive},
+                            {.pp = 2, .schedule = Kind::GPipe},
+                            {.pp = 4, .schedule = Kind::GPipe},
+                            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 3},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                            {.pp = 4, .schedule = Kind::ZeroBubbleH1},
+                            {.pp = 2, .stage = 1},
+                            {.pp = 2, .stage = 2},
+                            {.pp = 2, .stage = 3},
+                            {.dp = 2, .pp = 2},
+                            {.dp = 2, .pp = 2, .stage = 1},
+                            {.dp = 2, .pp = 2, .stage = 2},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.dp = 2, .pp = 3, .stage = 3},
+                            {.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 3},
+                            {.dp = 2, .pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .stage = 2},
+                            {.dp = 2, .pp = 2, .schedule = Kind::GPipe, .stage = 3}}) {
+      const Trace t = train(model, l, 6);
+      expect_same_training(t, base, std::string(family_name(model.family)) + " " + l.name());
+      expect_planned(t, 6, l.name());
+    }
+  }
+}
+
+TEST(Checkpointing, ChangesNoBit) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    for (const float dropout : {0.0f, 0.2f}) {
+      ModelConfig m = model;
+      if (m.family != Family::Qwen3) m.resid_dropout = m.embd_dropout = dropout;
+      m.attn_dropout = dropout;
+      const Trace base = train(m, {}, 4);
+      for (const Layout& l :
+           {Layout{.checkpoints = Granularity::Layer},
+            {.checkpoints = Granularity::Layer, .interval = 2},
+            {.checkpoints = Granularity::Layer, .interval = 3},
+            {.checkpoints = Granularity::Selective},
+            {.checkpoints = Granularity::Layer, .stage = 3},
+            {.checkpoints = Granularity::Layer, .interval = 4, .stage = 3},
+            {.dp = 2, .pp = 2, .checkpoints = Granularity::Layer, .interval = 2, .stage = 3},
+            {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .interval = 2},
+            {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective},
+            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .checkpoints = Granularity::Selective}}) {
+        expect_same_training(train(m, l, 4), base,
+                             fmt::format("{} {} dropout {}", family_name(model.family), l.name(), dropout));
+      }
+    }
+  }
+}
+
+TEST(TensorParallel, TrainsAsOneRank) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    const Trace base = train(model, {});
+    for (const Layout& l : {Layout{.tp = 2},
+                            {.tp = 4},
+                            {.tp = 2, .sequence = true},
+                            {.tp = 4, .sequence = true},
+                            {.tp = 2, .stage = 3},
+                            {.dp = 2, .tp = 2, .stage = 1},
+                            {.dp = 2, .tp = 2, .stage = 2},
+                            {.dp = 2, .tp = 2, .sequence = true, .stage = 3},
+                            {.pp = 2, .tp = 2},
+                            {.dp = 2, .pp = 2, .tp = 2, .stage = 3},
+                            {.pp = 2, .tp = 2, .sequence = true},
+                            {.tp = 2, .checkpoints = Granularity::Layer}}) {
+      expect_close(train(model, l), base, std::string(family_name(model.family)) + " " + l.name());
+    }
+  }
+}
+
+TEST(Checkpointing, CutOverTensorParallelRanksChangesNoBit) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    for (const i64 interval : {1, 2, 3}) {
+      for (const Layout& l : {Layout{.tp = 2},
+                              {.tp = 4, .stage = 2},
+                              {.pp = 2, .tp = 2},
+                              {.pp = 2, .tp = 2, .schedule = Kind::ZeroBubbleH1},
+                              {.tp = 2, .sequence = true}}) {
+        Layout cut = l;
+        cut.checkpoints = Granularity::Layer;
+        cut.interval = interval;
+        cut.partition = true;
+        const Trace t = train(model, cut, 4);
+        expect_same_training(t, train(model, l, 4), cut.name());
+        expect_planned(t, 4, cut.name());
+      }
+    }
+  }
+}
+
+TEST(SequenceParallel, TrainsAsOneRank) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    const Trace base = train(model, {});
+    for (const SequenceParallelMode mode : {SequenceParallelMode::Ulysses, SequenceParallelMode::Ring}) {
+      for (const Layout& l : {Layout{.sp = 2, .mode = mode},
+                              {.sp = 4, .mode = mode},
+                              {.sp = 2, .mode = mode, .stage = 3},
+                              {.dp = 2, .sp = 2, .mode = mode, .stage = 2},
+                              {.pp = 2, .sp = 2, .mode = mode},
+                              {.tp = 2, .sp = 2, .mode = mode},
+                              {.tp = 2, .sp = 2, .sequence = true, .mode = mode},
+                              {.sp = 2, .mode = mode, .checkpoints = Granularity::Selective}}) {
+        expect_close(train(model, l), base, std::string(family_name(model.family)) + " " + l.name());
+      }
+    }
+  }
+}
+
+// Tied embeddings on the first and the last stage, and what all ranks of tp have: equal after every step.
+TEST(Copies, StayEqualBitForBit) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    for (const i64 stage : {0, 1, 2, 3}) {
+      for (const Layout& l : {Layout{.pp = 2, .stage = stage},
+                              {.dp = 2, .pp = 3, .stage = stage},
+                              {.pp = 2, .tp = 2, .schedule = Kind::ZeroBubbleH1, .stage = stage},
+                              {.tp = 4, .stage = stage},
+                              {.dp = 2, .tp = 2, .sequence = true, .stage = stage},
+                              {.pp = 2, .tp = 2, .sp = 2, .stage = stage}}) {
+        Config config = config_of(model, l);
+        config.bf16.enabled = (l.pp + stage) % 2 == 0;
+        config.communication_data_type = config.work_dtype();
+        Copies copies;
+        Hooks hooks;
+        hooks.after_step = [&](engine::Engine& engine, i64 step) {
+          copies.check(engine, fmt::format("{} step {}", l.name(), step));
+        };
+        train_threads(config, l.ranks(), 4, 1, hooks);
+        const bool tied_over_stages = l.pp > 1 && model.tie_embeddings;
+        if (l.tp > 1 || tied_over_stages) {
+          EXPECT_GT(copies.most(), 1);
+        }
+      }
+    }
+  }
+}
+
+// What makes a rank's gradient infinite, or no number, at one step: the operation that leaves the gradient of the bias
+// of GPT-2's fused projection, which no other rank has.
+thread_local bool plants = false;
+thread_local i64 planted_elems = 0;
+thread_local float planted_value = 0;
+
+OpTable planting_ops() {
+  OpTable ops = *cpu_ops();
+  ops.column_sum = [](TensorView out, TensorView x, bool accumulate, Stream& stream) noexcept {
+    cpu_ops()->column_sum(out, x, accumulate, stream);
+    if (!plants || out.numel() != planted_elems) return;
+    if (out.dtype == DType::F32) *out.as<float>() = planted_value;
+    if (out.dtype == DType::F16) *out.as<f16>() = to_f16(planted_value);
+    plants = false;
+  };
+  return ops;
+}
+
+// fp16 in which the rank at `where` finds `value` in its gradient of step 2.
+Trace train_planted(const Layout& l, const MeshCoord& where, float value) {
+  Config c = config_of(gpt2_model(), l);
+  c.fp16.enabled = true;
+  c.fp16.initial_scale_power = 8;
+  c.fp16.hysteresis = 1;
+  c.communication_data_type = DType::F16;
+  Hooks hooks;
+  hooks.before_step = [&](engine::Engine& engine, i64 step) {
+    plants = step == 2 && engine.mesh().coord() == where;
+    planted_elems = 3 * c.model.hidden / l.tp;
+    planted_value = value;
+  };
+  hooks.after_step = [&](engine::Engine&, i64) { EXPECT_FALSE(plants); };
+  const OpTable ops = planting_ops();
+  return train_threads(c, l.ranks(), 6, 1, hooks, {}, ops);
+}
+
+TEST(Overflow, OfOneRankSkipsTheStepOnAll) {
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  for (const float value : {kInfinity, -kInfinity, std::numeric_limits<float>::quiet_NaN()}) {
+    const Trace base = train_planted({}, {}, value);
+    ASSERT_EQ(base.skipped, (std::vector<bool>{false, false, true, false, false, false}));
+    for (const auto& [l, where] : {std::pair{Layout{.pp = 3}, MeshCoord{.pp = 0}},
+                                   {Layout{.pp = 3}, MeshCoord{.pp = 1}},
+                                   {Layout{.pp = 3}, MeshCoord{.pp = 2}},
+                                   {Layout{.pp = 2, .schedule = Kind::ZeroBubbleH1}, MeshCoord{.pp = 0}},
+                                   {Layout{.dp = 2, .pp = 2, .stage = 3}, MeshCoord{.dp = 1, .pp = 1}},
+                                   {Layout{.dp = 2, .pp = 2, .stage = 2}, MeshCoord{.dp = 1, .pp = 0}},
+                                   {Layout{.tp = 2}, MeshCoord{.tp = 1}},
+                                   {Layout{.tp = 4, .sequence = true}, MeshCoord{.tp = 2}},
+                                   {Layout{.pp = 2, .tp = 2, .stage = 1}, MeshCoord{.pp = 1, .tp = 1}},
+                                   {Layout{.sp = 2, .stage = 3}, MeshCoord{.sp = 1}},
+                                   {Layout{.pp = 2, .tp = 2, .sp = 2}, MeshCoord{.pp = 0, .tp = 1, .sp = 1}}}) {
+      const Trace t = train_planted(l, where, value);
+      EXPECT_EQ(t.skipped, base.skipped) << l.name();
+      EXPECT_EQ(t.scales, base.scales) << l.name();
+      EXPECT_EQ(t.lrs, base.lrs) << l.name();
+      EXPECT_FALSE(std::isfinite(t.norms[2])) << l.name();
+      if (l.tp * l.sp > 1) continue;
+      Trace same = t;
+      same.norms[2] = base.norms[2];  // which of the numbers that are none
+      expect_same_training(same, base, l.name());
+    }
+  }
+}
+
+// Evaluations beside training, of more batches than go through the pipeline at once, and ones that end early: one
+// rank's numbers, and no bit of the training moves.
+TEST(Evaluation, EqualsOneRanksAndLeavesTrainingAlone) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
+    const auto run = [&](const Layout& l, bool evaluates, std::vector<double>& losses) {
+      const Config config = config_of(model, l);
+      const auto evaluate = [&](engine::Engine& engine, i64 step, i64 end) {
+        const i64 T = config.data.seq_length, dp = engine.mesh().data_size();
+        return engine.evaluate(12 / dp, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+          for (i64 b = 0; b < config.batch.micro; ++b) {
+            const i64 sample = 1000 * step + (batch * dp + engine.mesh().data_rank()) * config.batch.micro + b;
+            const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+            fill_sample(sample, model.vocab_size, ids.subspan(at, n), targets.subspan(at, n));
+          }
+          return batch < end;
+        });
+      };
+      Hooks hooks;
+      hooks.before_step = [&](engine::Engine& engine, i64 step) {
+        if (!evaluates) return;
+        const std::optional<double> loss = evaluate(engine, step, 100);
+        ASSERT_TRUE(loss.has_value());
+        if (engine.mesh().rank() == 0) losses.push_back(*loss);
+        EXPECT_FALSE(evaluate(engine, step, 9 / engine.mesh().data_size()).has_value());
+      };
+      return train_threads(config, l.ranks(), 3, 1, hooks);
+    };
+    std::vector<double> want;
+    const Trace base = run({}, true, want);
+    for (const Layout& l : {Layout{.pp = 2},
+                            {.pp = 3, .stage = 3},
+                            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.tp = 2},
+                            {.tp = 4, .sequence = true},
+                            {.sp = 2},
+                            {.sp = 2, .mode = SequenceParallelMode::Ring},
+                            {.pp = 2, .tp = 2, .sp = 2, .stage = 3}}) {
+      std::vector<double> got, none;
+      const Trace t = run(l, true, got);
+      ASSERT_EQ(got.size(), want.size());
+      for (size_t s = 0; s < want.size(); ++s) {
+        if (l.tp * l.sp == 1) {
+          EXPECT_EQ(got[s], want[s]) << l.name() << " step " << s;
+        }
+        EXPECT_NEAR(got[s], want[s], 1e-5 * want[s]) << l.name() << " step " << s;
+      }
+      expect_same_training(t, run(l, false, none), l.name());
+    }
+  }
+}
+
+TEST(Generation, WritesWhatOneRankWrites) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model()}) {
+    const auto run = [&](const Layout& l) {
+      std::vector<std::vector<i32>> texts(static_cast<size_t>(l.ranks()));
+      Hooks hooks;
+      hooks.at_end = [&](engine::Engine& engine) {
+        std::vector<i32>& text = texts[static_cast<size_t>(engine.mesh().rank())];
+        const auto token = [&](i32 id) {
+          text.push_back(id);
+          return true;
+        };
+        const std::vector<i32> prompt{3, 5, 7, 9, 11}, one{4};
+        engine.generate(prompt, {.max_tokens = 12, .temperature = 0}, token);
+        engine.generate(one, {.max_tokens = 12, .temperature = 0.8, .top_k = 20, .seed = 3}, token);
+      };
+      train_threads(config_of(model, l), l.ranks(), 8, 1, hooks);
+      for (const auto& text : texts) EXPECT_EQ(text, texts[0]) << l.name();
+      return texts[0];
+    };
+    const std::vector<i32> want = run({});
+    ASSERT_EQ(want.size(), 24u);
+    for (const Layout& l : {Layout{.pp = 2},
+                            {.pp = 3, .stage = 3},
+                            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 3},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.tp = 2},
+                            {.tp = 4, .sequence = true},
+                            {.sp = 2},
+                            {.sp = 2, .mode = SequenceParallelMode::Ring},
+                            {.pp = 2, .tp = 2, .sp = 2, .stage = 3}}) {
+      EXPECT_EQ(run(l), want) << l.name();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing

@@ -1,0 +1,253 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/schedule.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <set>
+
+namespace ds::pipeline {
+namespace {
+
+using testing::HasSubstr;
+
+constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1};
+
+bool computes(Op op) {
+  return op == Op::Forward || op == Op::Backward || op == Op::BackwardInput || op == Op::BackwardWeight;
+}
+
+// F0 B0 b0 W0, with the chunk as a letter if there are several.
+std::string compute_text(const std::vector<Instr>& schedule, bool chunks = false) {
+  std::string text;
+  for (const Instr& i : schedule) {
+    if (!computes(i.op)) continue;
+    const char letter = i.op == Op::Forward ? 'F' : i.op == Op::Backward ? 'B' : i.op == Op::BackwardInput ? 'b' : 'W';
+    text += fmt::format("{}{}{}{}", text.empty() ? "" : " ", letter, i.micro,
+                        chunks ? std::string(1, static_cast<char>('a' + i.chunk)) : "");
+  }
+  return text;
+}
+
+std::string full_text(const std::vector<Instr>& schedule) {
+  std::string text;
+  for (const Instr& i : schedule) text += fmt::format("{}{} ", op_name(i.op), i.micro);
+  return text;
+}
+
+std::vector<Instr> schedule(ScheduleKind kind, int stages, int stage, i64 micro_batches, int chunks = 1) {
+  return make_schedule({kind, stages, stage, micro_batches, chunks});
+}
+
+// Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
+template <class F>
+void for_all(F f) {
+  for (const ScheduleKind kind : kKinds) {
+    for (int p = 1; p <= 8; ++p) {
+      for (i64 m = 1; m <= 32; ++m) {
+        for (int v = 1; v <= 4; ++v) {
+          const ScheduleOptions options{kind, p, 0, m, v};
+          if (!why_not(options).empty()) continue;
+          SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
+          f(options);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+TEST(Schedule, OneStageIsLoadForwardBackwardInTurn) {
+  for (const ScheduleKind kind : {ScheduleKind::Naive, ScheduleKind::OneFOneB}) {
+    EXPECT_EQ(full_text(schedule(kind, 1, 0, 2)), "Load0 Forward0 Backward0 Load1 Forward1 Backward1 ");
+  }
+}
+
+TEST(Schedule, ComputesInTheOrderOfThePapers) {
+  using enum ScheduleKind;
+  EXPECT_EQ(compute_text(schedule(Naive, 4, 1, 3)), "F0 B0 F1 B1 F2 B2");
+  EXPECT_EQ(compute_text(schedule(GPipe, 4, 1, 3)), "F0 F1 F2 B0 B1 B2");
+  EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 0, 6)), "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5");
+  EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 2, 6)), "F0 F1 B0 F2 B1 F3 B2 F4 B3 F5 B4 B5");
+  EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 3, 6)), "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5");
+  EXPECT_EQ(compute_text(schedule(OneFOneB, 4, 0, 2)), "F0 F1 B0 B1");
+  EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 0, 6)), "F0 F1 F2 F3 b0 W0 F4 b1 W1 F5 b2 W2 b3 W3 b4 W4 b5 W5");
+  EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 2, 6)), "F0 F1 b0 F2 b1 F3 b2 W0 F4 b3 W1 F5 b4 W2 b5 W3 W4 W5");
+  EXPECT_EQ(compute_text(schedule(ZeroBubbleH1, 4, 3, 6)), "F0 b0 F1 b1 F2 b2 F3 b3 W0 F4 b4 W1 F5 b5 W2 W3 W4 W5");
+  EXPECT_EQ(compute_text(schedule(Interleaved, 2, 0, 4, 2), true),
+            "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
+  EXPECT_EQ(compute_text(schedule(Interleaved, 2, 1, 4, 2), true),
+            "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
+}
+
+// DeepSpeed's TrainSchedule: tick by tick, forward and backward on alternate parities.
+TEST(Schedule, OneFOneBIsDeepSpeedsTickGenerator) {
+  for (int p = 1; p <= 8; ++p) {
+    for (i64 m = 1; m <= 19; ++m) {
+      for (int i = 0; i < p; ++i) {
+        std::string ticks;
+        for (i64 tick = 0; tick < 2 * (m + p - 1); ++tick) {
+          const bool forward = tick % 2 == i % 2;
+          const i64 micro = forward         ? tick / 2 - i / 2
+                            : tick % 2 == 0 ? tick / 2 - p + (i + 1) / 2
+                                            : (tick - 1) / 2 - p + 1 + i / 2;
+          if (micro < 0 || micro >= m) continue;
+          ticks += fmt::format("{}{}{}", ticks.empty() ? "" : " ", forward ? 'F' : 'B', micro);
+        }
+        ASSERT_EQ(compute_text(schedule(ScheduleKind::OneFOneB, p, i, m)), ticks) << p << " " << i << " " << m;
+      }
+    }
+  }
+}
+
+TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
+  EXPECT_EQ(full_text(schedule(ScheduleKind::OneFOneB, 3, 0, 1)),
+            "Load0 Forward0 SendActivation0 RecvGrad0 Backward0 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::OneFOneB, 3, 1, 1)),
+            "RecvActivation0 Forward0 SendActivation0 RecvGrad0 Backward0 SendGrad0 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::OneFOneB, 3, 2, 1)),
+            "Load0 RecvActivation0 Forward0 Backward0 SendGrad0 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::ZeroBubbleH1, 2, 1, 1)),
+            "Load0 RecvActivation0 Forward0 BackwardInput0 SendGrad0 BackwardWeight0 ");
+  EXPECT_EQ(full_text(make_eval_schedule(2, 0, 2, 1)),
+            "Load0 Forward0 SendActivation0 Load1 Forward1 SendActivation1 ");
+  EXPECT_EQ(full_text(make_eval_schedule(2, 1, 1, 2)),
+            "RecvActivation0 Forward0 SendActivation0 Load0 RecvActivation0 Forward0 ");
+}
+
+// Each chunk of each stage sees each micro-batch once per pass, gradients in ascending order, receives and sends where
+// there is a neighbour.
+TEST(Schedule, IsComplete) {
+  for_all([](ScheduleOptions o) {
+    const i64 last = i64{o.stages} * o.chunks - 1;
+    for (o.stage = 0; o.stage < o.stages; ++o.stage) {
+      std::map<std::pair<i64, Op>, i64> next;  // (chunk, op) -> micro-batch
+      for (const Instr& i : make_schedule(o)) {
+        ASSERT_EQ(i.micro, (next[{i.chunk, i.op}]++)) << op_name(i.op);
+        const auto done = [&](Op op) { return next[{i.chunk, op}] > i.micro; };
+        const i64 block = block_of(o.stages, o.stage, i.chunk);
+        if (i.op == Op::Forward) {
+          ASSERT_EQ(done(Op::Load), block == 0 || block == last);
+          ASSERT_EQ(done(Op::RecvActivation), block > 0);
+        }
+        if (i.op == Op::Backward || i.op == Op::BackwardInput) {
+          ASSERT_TRUE(done(Op::Forward));
+          ASSERT_EQ(done(Op::RecvGrad), block < last);
+        }
+        ASSERT_TRUE(i.op != Op::BackwardWeight || done(Op::BackwardInput));
+        ASSERT_TRUE(i.op != Op::SendActivation || done(Op::Forward));
+        ASSERT_TRUE(i.op != Op::SendGrad || done(Op::Backward) || done(Op::BackwardInput));
+      }
+      const bool split = o.kind == ScheduleKind::ZeroBubbleH1;
+      for (i64 c = 0; c < o.chunks; ++c) {
+        const i64 block = block_of(o.stages, o.stage, c), m = o.micro_batches;
+        ASSERT_EQ((next[{c, Op::Load}]), block == 0 || block == last ? m : 0);
+        ASSERT_EQ((next[{c, Op::Forward}]), m);
+        ASSERT_EQ((next[{c, Op::Backward}]), split ? 0 : m);
+        ASSERT_EQ((next[{c, Op::BackwardInput}]), split ? m : 0);
+        ASSERT_EQ((next[{c, Op::BackwardWeight}]), split ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendActivation}]), block < last ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendGrad}]), block > 0 ? m : 0);
+      }
+    }
+  });
+}
+
+// Slot k % size of a stash is free when micro-batch k comes, and no smaller stash would do.
+TEST(Schedule, StashesAreRings) {
+  for_all([](ScheduleOptions o) {
+    for (o.stage = 0; o.stage < o.stages; ++o.stage) {
+      const std::vector<Instr> instrs = make_schedule(o);
+      for (i64 c = 0; c < o.chunks; ++c) {
+        const StashSizes sizes = stash_sizes(instrs, c);
+        std::set<i64> activations, grads;
+        size_t most_activations = 0, most_grads = 0;
+        for (const Instr& i : instrs) {
+          if (i.chunk != c) continue;
+          if (i.op == Op::RecvActivation || i.op == Op::Load || i.op == Op::Forward) {
+            activations.insert(i.micro);
+            const auto slot = [&](i64 micro) { return micro % sizes.forward; };
+            for (const i64 other : activations) ASSERT_TRUE(other == i.micro || slot(other) != slot(i.micro));
+          }
+          if (i.op == Op::BackwardInput) {
+            grads.insert(i.micro);
+            for (const i64 other : grads) {
+              ASSERT_TRUE(other == i.micro || other % sizes.backward != i.micro % sizes.backward);
+            }
+          }
+          most_activations = std::max(most_activations, activations.size());
+          most_grads = std::max(most_grads, grads.size());
+          if (i.op == Op::Backward || i.op == Op::BackwardWeight) {
+            ASSERT_EQ(*activations.begin(), i.micro) << "first in, first out";
+            activations.erase(i.micro);
+            grads.erase(i.micro);
+          }
+        }
+        ASSERT_EQ(sizes.forward, static_cast<i64>(most_activations));
+        ASSERT_EQ(sizes.backward, std::max<i64>(1, static_cast<i64>(most_grads)));
+      }
+    }
+  });
+}
+
+TEST(Schedule, StashesAreThoseOfThePapers) {
+  for_all([](ScheduleOptions o) {
+    const i64 p = o.stages, m = o.micro_batches, v = o.chunks;
+    for (o.stage = 0; o.stage < o.stages; ++o.stage) {
+      const std::vector<Instr> instrs = make_schedule(o);
+      const StashSizes sizes = stash_sizes(instrs, 0);
+      switch (o.kind) {
+        case ScheduleKind::Naive: ASSERT_EQ(sizes.forward, 1); break;
+        case ScheduleKind::GPipe: ASSERT_EQ(sizes.forward, m); break;
+        case ScheduleKind::OneFOneB: ASSERT_EQ(sizes.forward, std::min<i64>(p - o.stage, m)); break;
+        case ScheduleKind::ZeroBubbleH1:
+          ASSERT_EQ(sizes.forward, std::min<i64>(p, m));
+          ASSERT_EQ(sizes.backward, std::min<i64>(o.stage + 1, m));
+          break;
+        case ScheduleKind::Interleaved: {
+          i64 live = 0, most = 0;
+          for (const Instr& i : instrs) {
+            if (i.op == Op::Forward) most = std::max(most, ++live);
+            if (i.op == Op::Backward) --live;
+          }
+          ASSERT_EQ(most, std::min<i64>(2 * (p - o.stage - 1) + (v - 1) * p + 1, m * v));
+          for (i64 c = 0; c < v; ++c) ASSERT_LE(stash_sizes(instrs, c).forward, std::min<i64>(2 * p, m));
+        }
+      }
+      ASSERT_TRUE(o.kind == ScheduleKind::ZeroBubbleH1 || sizes.backward == 1);
+    }
+  });
+  const StashSizes eval = stash_sizes(make_eval_schedule(4, 1, 9, 1), 0);
+  EXPECT_EQ(eval.forward, 1);
+  EXPECT_EQ(eval.backward, 1);
+}
+
+TEST(Schedule, SaysWhyThereIsNone) {
+  const auto why = [](ScheduleKind kind, int stages, i64 micro_batches, int chunks) {
+    return why_not({kind, stages, 0, micro_batches, chunks});
+  };
+  using enum ScheduleKind;
+  EXPECT_EQ(why(Interleaved, 4, 8, 2), "");
+  EXPECT_EQ(why(ZeroBubbleH1, 4, 3, 1), "");
+  EXPECT_THAT(why(Interleaved, 4, 6, 2), HasSubstr("gradient_accumulation_steps 6 is no multiple of the 4"));
+  EXPECT_THAT(why(Interleaved, 4, 6, 2), HasSubstr("4 or 8 would do"));
+  EXPECT_THAT(why(Interleaved, 4, 3, 2), HasSubstr("; 4 would do"));
+  EXPECT_THAT(why(Interleaved, 4, 8, 1), HasSubstr("pipeline.virtual_stages"));
+  EXPECT_THAT(why(Interleaved, 1, 8, 2), HasSubstr("pipeline.stages"));
+  EXPECT_THAT(why(OneFOneB, 4, 8, 2), HasSubstr("pipeline.virtual_stages"));
+  EXPECT_THAT(why(OneFOneB, 0, 8, 1), HasSubstr("pipeline.stages"));
+  EXPECT_THAT(why(OneFOneB, 1, 0, 1), HasSubstr("gradient_accumulation_steps"));
+  try {
+    schedule(Interleaved, 4, 0, 6, 2);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Config);
+    EXPECT_EQ(e.what(), why(Interleaved, 4, 6, 2));
+  }
+}
+
+}  // namespace
+}  // namespace ds::pipeline

@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "pipeline/simulate.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+namespace ds::pipeline {
+namespace {
+
+using testing::HasSubstr;
+using Schedules = std::vector<std::vector<Instr>>;
+
+constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1};
+const std::vector<Costs> kUnit = {Costs{}};
+
+// Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
+template <class F>
+void for_all(F f) {
+  for (const ScheduleKind kind : kKinds) {
+    for (int p = 1; p <= 8; ++p) {
+      for (i64 m = 1; m <= 32; ++m) {
+        for (int v = 1; v <= 4; ++v) {
+          const ScheduleOptions options{kind, p, 0, m, v};
+          if (!why_not(options).empty()) continue;
+          SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
+          f(options);
+          if (testing::Test::HasFatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+std::string error_of(const Schedules& schedules) {
+  try {
+    simulate(schedules, kUnit);
+    return "no error";
+  } catch (const Error& e) {
+    return e.what();
+  }
+}
+
+// Whatever the delays, and even if a stage holds one message of each kind at a time.
+TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
+  u64 seed = 0;
+  for_all([&](const ScheduleOptions& o) {
+    const Schedules schedules = make_schedules(o);
+    for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+      ASSERT_NO_THROW(simulate(schedules, kUnit, {.send_buffers = send_buffers}));
+      ASSERT_NO_THROW(simulate(schedules, std::vector<Costs>{{1, 1, 1, 0.3}},
+                               {.seed = ++seed, .delay = 5, .send_buffers = send_buffers}));
+    }
+  });
+}
+
+TEST(Simulate, EvaluationEndsForAnyNumberOfMicroBatches) {
+  for (int p = 1; p <= 8; ++p) {
+    for (int v = 1; v <= (p > 1 ? 4 : 1); ++v) {
+      for (i64 m = 0; m <= 32; ++m) {
+        Schedules schedules;
+        for (int i = 0; i < p; ++i) schedules.push_back(make_eval_schedule(p, i, m, v));
+        for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+          const Timeline timeline =
+              simulate(schedules, kUnit, {.seed = static_cast<u64>(m), .delay = 3, .send_buffers = send_buffers});
+          for (const auto& spans : timeline.stages) ASSERT_EQ(static_cast<i64>(spans.size()), m * v);
+        }
+      }
+    }
+  }
+}
+
+// Integers, so that every sum is exact.
+TEST(Simulate, IdleTimesAreThoseOfThePapers) {
+  for_all([](const ScheduleOptions& o) {
+    const bool zero_bubble = o.kind == ScheduleKind::ZeroBubbleH1;
+    if (zero_bubble && o.micro_batches < o.stages) return;
+    for (const Costs& costs : {Costs{1, 1, 1}, Costs{3, 4, 2}, Costs{5, 7, 5}, Costs{8, 3, 9}}) {
+      if (zero_bubble && costs.backward_weight > std::min(costs.forward, costs.backward_input)) continue;
+      for (const i64 send_buffers : {i64{1}, i64{1} << 40}) {
+        const Timeline timeline = simulate(make_schedules(o), {&costs, 1}, {.send_buffers = send_buffers});
+        for (size_t stage = 0; stage < timeline.stages.size(); ++stage) {
+          ASSERT_EQ(timeline.idle(stage), idle_formula(o, costs)) << stage;
+        }
+        ASSERT_NEAR(timeline.bubble_fraction(), bubble_formula(o, costs), 1e-12);
+      }
+    }
+  });
+}
+
+TEST(Simulate, BubblesOfKnownSizes) {
+  using enum ScheduleKind;
+  const auto bubble = [](ScheduleOptions o) { return simulate(make_schedules(o), kUnit).bubble_fraction(); };
+  EXPECT_DOUBLE_EQ(bubble({OneFOneB, 1, 0, 5}), 0);
+  EXPECT_DOUBLE_EQ(bubble({Naive, 4, 0, 8}), 3. / 4);
+  EXPECT_DOUBLE_EQ(bubble({GPipe, 4, 0, 8}), 3. / 11);
+  EXPECT_DOUBLE_EQ(bubble({OneFOneB, 4, 0, 8}), 3. / 11);
+  EXPECT_DOUBLE_EQ(bubble({Interleaved, 4, 0, 8, 2}), 3. / 19);
+  EXPECT_DOUBLE_EQ(bubble({ZeroBubbleH1, 4, 0, 8}), 1. / 9);
+}
+
+// Where its conditions do not hold, ZB-H1's formula promises too much.
+TEST(Simulate, ZeroBubbleWithHeavyWeightGradientsIsSlowerThanItsFormula) {
+  const Costs costs{1, 0.8, 1.2};
+  const ScheduleOptions o{ScheduleKind::ZeroBubbleH1, 4, 0, 8};
+  EXPECT_NEAR(idle_formula(o, costs), 1.8, 1e-12);
+  EXPECT_NEAR(simulate(make_schedules(o), {&costs, 1}).idle(0), 3.0, 1e-12);
+}
+
+TEST(Simulate, PassesFollowEachOtherAndTheirMessages) {
+  const Timeline t = simulate(make_schedules({.stages = 2, .micro_batches = 1}), std::vector<Costs>{{2, 3, 4, 0.5}});
+  ASSERT_EQ(t.stages[0].size(), 2u);
+  EXPECT_EQ(t.stages[0][0].end, 2);
+  EXPECT_EQ(t.stages[1][0].begin, 2.5);
+  EXPECT_EQ(t.stages[1][1].begin, 4.5);
+  EXPECT_EQ(t.stages[1][1].end, 11.5);
+  EXPECT_EQ(t.stages[0][1].begin, 12);
+  EXPECT_EQ(t.makespan, 19);
+  EXPECT_EQ(t.idle(0), 10);
+}
+
+TEST(Simulate, CostsAreOfAllBlocksOrStagesOrOfEachBlock) {
+  const Schedules schedules = make_schedules({ScheduleKind::Interleaved, 2, 0, 2, 2});
+  const auto forward_costs = [&](const std::vector<Costs>& costs) {
+    std::vector<double> result(4);
+    const Timeline t = simulate(schedules, costs);
+    for (int stage = 0; stage < 2; ++stage) {
+      for (const Span& s : t.stages[static_cast<size_t>(stage)]) {
+        if (s.instr.op != Op::Forward) continue;
+        result[static_cast<size_t>(block_of(2, stage, s.instr.chunk))] = s.end - s.begin;
+      }
+    }
+    return result;
+  };
+  const auto costs = [](auto... forward) { return std::vector<Costs>{{static_cast<double>(forward), 1, 1, 0}...}; };
+  EXPECT_EQ(forward_costs(costs(2)), (std::vector<double>{2, 2, 2, 2}));
+  EXPECT_EQ(forward_costs(costs(2, 3)), (std::vector<double>{2, 3, 2, 3}));
+  EXPECT_EQ(forward_costs(costs(2, 3, 4, 5)), (std::vector<double>{2, 3, 4, 5}));
+}
+
+TEST(Simulate, DelaysAreThoseOfTheirSeed) {
+  const Schedules schedules = make_schedules({.stages = 4, .micro_batches = 8});
+  const auto makespan = [&](u64 seed) { return simulate(schedules, kUnit, {.seed = seed, .delay = 1}).makespan; };
+  EXPECT_EQ(makespan(1), makespan(1));
+  EXPECT_NE(makespan(1), makespan(2));
+  EXPECT_GT(makespan(1), simulate(schedules, kUnit).makespan);
+}
+
+TEST(Simulate, FindsSchedulesThatWaitForEachOther) {
+  Schedules schedules = make_schedules({.stages = 2, .micro_batches = 2});
+  ASSERT_EQ(error_of(schedules), "no error");
+
+  Schedules order = schedules;  // the last stage wants micro-batch 1 first
+  for (Instr& i : order[1]) i.micro = 1 - i.micro;
+  EXPECT_THAT(error_of(order), HasSubstr("stage 1 is at RecvActivation of micro-batch 1 for block 1, and the next "
+                                         "message is micro-batch 0"));
+
+  Schedules deadlock = schedules;  // stage 0 wants the gradient before it has sent the activation
+  std::swap(*std::find(deadlock[0].begin(), deadlock[0].end(), Instr{Op::SendActivation, 0}),
+            *std::find(deadlock[0].begin(), deadlock[0].end(), Instr{Op::RecvGrad, 0}));
+  EXPECT_THAT(error_of(deadlock), HasSubstr("waits for ever at RecvGrad of micro-batch 0"));
+
+  Schedules surplus = schedules;
+  surplus[0].push_back({Op::SendActivation, 2});
+  EXPECT_THAT(error_of(surplus), HasSubstr("stage 0 sends what nobody receives"));
+}
+
+}  // namespace
+}  // namespace ds::pipeline
