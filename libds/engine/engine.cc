@@ -141,13 +141,14 @@ void Engine::make_chunks() {
       return acts;
     };
     // The memory of a micro-batch is that of its slots; those of messages out count by themselves.
-    const i64 period = std::lcm(c.kept_slots, std::lcm(std::max<i64>(c.working_slots - 1, 1), c.grad_slots));
+    const i64 waiting = c.working_slots - c.scratch_slots;
+    const i64 period = std::lcm(c.kept_slots, std::lcm(waiting, c.grad_slots));
     for (i64 micro = 0; micro < std::min(period, plan_.micro_batches); ++micro) {
       const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(micro % c.grad_slots)];
       const i64 kept_slot = micro % c.kept_slots;
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
       if (plan_.split_backward)
-        chunk.backward.push_back(plan(model::Mode::Train, kept_slot, 1 + micro % (c.working_slots - 1), grad_out));
+        chunk.backward.push_back(plan(model::Mode::Train, kept_slot, c.scratch_slots + micro % waiting, grad_out));
     }
     if (!plan_.split_backward) chunk.backward = chunk.forward;
     chunk.eval = plan(model::Mode::Eval, 0, 0, {});

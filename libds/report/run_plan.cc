@@ -237,7 +237,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     if (plan.split_backward) chunk.weight = pipeline::weight_calls(model, chunk.chunk);
     const pipeline::StashSizes stash = pipeline::stash_sizes(plan.schedule, c);
     chunk.kept_slots = stash.forward;
-    chunk.working_slots = plan.split_backward ? stash.backward + 1 : 1;  // the first is scratch of forward passes
+    if (plan.split_backward) {
+      // Layers that keep all write no working memory before their gradients.
+      chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
+      chunk.working_slots = chunk.scratch_slots + stash.backward;
+    }
     chunk.input_slots = stash.forward + 1;
     chunk.grad_slots = stash.backward + 1;
     plan.chunks.push_back(std::move(chunk));

@@ -30,7 +30,8 @@ struct ChunkPlan {
   // Slots of what lives as long as a micro-batch's activations; of the gradients that wait for BackwardWeight; of the
   // messages that come in, one more of each, so that a receive can be posted ahead.
   i64 kept_slots = 1, working_slots = 1, input_slots = 2, grad_slots = 2;
-  // Bytes of one slot; the second also of the scratch of forward passes.
+  i64 scratch_slots = 0;  // the first of the working slots: of forward passes, where gradients wait in the others
+  // Bytes of one slot.
   i64 kept_bytes = 0, working_bytes = 0, host_bytes = 0;
   bool first = false, last = false;  // of the model
 };
