@@ -13,6 +13,7 @@
 #include "common/tool.h"
 #include "ds/config.h"
 #include "ds/train.h"
+#include "ds/units.h"
 
 namespace {
 
@@ -106,9 +107,9 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   out.print("  {:.0f} tok/s  {}", tokens_per_s, ds::tools::duration(result.seconds));
   if (result.skipped_steps > 0) out.print("  {} steps skipped", result.skipped_steps);
   if (!result.checkpoint.empty()) out.print("\ncheckpoint {}", result.checkpoint);
-  out.print("\n\nmemory of rank 0  predicted GiB  peak GiB\n");
+  out.print("\n\nmemory of rank 0       predicted           peak\n");
   for (const auto& m : result.memory)
-    out.print("  {:<14} {:>14.4f} {:>9.4f}\n", m.tag, ds::tools::gib(m.predicted), ds::tools::gib(m.counted));
+    out.print("  {:<14} {:>15} {:>14}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
   return 0;
 }
 
@@ -136,7 +137,7 @@ int run(const Options& o, Output& out) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
     if (!o.plan.empty()) {
-      Output picture(out.tool(), o.plan, false);
+      Output picture(out.tool(), o.plan, false, "--plan");
       picture.write(ds::plan_svg(config, ranks.world_size));
       picture.commit();
     }

@@ -320,6 +320,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     const auto start = Clock::now();
     const auto limit = std::chrono::duration<double>(timeout_s);
     std::optional<Clock::time_point> left;
+    bool looked_again = false;
     size_t pending = r.requests.size();
     r.indices.resize(pending);
     for (int round = 0; pending > 0; ++round) {
@@ -329,7 +330,10 @@ class MpiCommunicator final : public AsyncCommunicator {
             "MPI_Testsome");
       pending -= static_cast<size_t>(completed);
       if (pending == 0) return;
-      if (completed > 0) round = 0;
+      if (completed > 0) {
+        round = 0;
+        looked_again = false;
+      }
       if (round < kYields) {
         std::this_thread::yield();
         continue;
@@ -348,6 +352,11 @@ class MpiCommunicator final : public AsyncCommunicator {
         }
       }
       if (now - start > limit) {
+        // This rank may be who was away, stopped or not scheduled: what has come since then is taken first.
+        if (!std::exchange(looked_again, true)) {
+          round = 0;
+          continue;
+        }
         fail(Errc::Timeout, world_rank(peer),
              fmt::format("rank {} did not come within {} s: rank {} is in {} \"{}\" (call {}){}", world_rank(peer),
                          timeout_s, own_number(), op_name(op.kind), op.tag, calls_.load(), of_group()));

@@ -5,6 +5,7 @@
 #include <fmt/ranges.h>
 
 #include <array>
+#include <regex>
 #include <vector>
 
 #include "base/check.h"
@@ -43,6 +44,20 @@ std::vector<i64> degrees(i64 most, F&& fits) {
     if (fits(n)) good.push_back(n);
   }
   return good;
+}
+
+std::string partition_problem(const std::string& partition) {
+  constexpr std::string_view kType = "type:";
+  if (partition == "parameters" || partition == "uniform" || partition == "memory") return {};
+  if (!partition.starts_with(kType) || partition == kType)
+    return fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", partition);
+  const std::string regex = partition.substr(kType.size());
+  try {
+    std::regex(regex, std::regex::ECMAScript | std::regex::icase);
+  } catch (const std::regex_error& e) {
+    return fmt::format("\"{}\" is no regular expression: {}", regex, e.what());
+  }
+  return {};
 }
 
 bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
@@ -154,10 +169,7 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
       r.error(why.substr(0, blank), why.substr(blank + 1));
     }
   }
-  if (const std::string& part = c.pipeline.partition;
-      part != "parameters" && part != "uniform" && part != "memory" && (!part.starts_with("type:") || part == "type:"))
-    r.error(kPartition,
-            fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", part));
+  if (const std::string why = partition_problem(c.pipeline.partition); !why.empty()) r.error(kPartition, why);
   if (p == 1) {
     for (const std::string_view key : {kSchedule, kPartition}) {
       if (r.given(key) && !(key == kSchedule && c.pipeline.schedule == PipelineSchedule::Interleaved))
@@ -177,6 +189,9 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
 
   const ModelConfig& m = c.model;
   if (!model_is_sound || m.layers == 0) return;
+  if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
+    r.warning(kInterval,
+              fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));
   if (!r.any_broken({kStages, kVirtual})) {
     if (const std::string why = stages_problem(m, p, c.pipeline.virtual_stages); !why.empty()) r.error(kStages, why);
   }

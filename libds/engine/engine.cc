@@ -5,6 +5,7 @@
 #include <cmath>
 #include <exception>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <utility>
 
@@ -101,18 +102,14 @@ void Engine::make_buffers() {
 
 void Engine::make_chunks() {
   const i64 S = plan_.shape().stream_rows, C = model_.hidden;
-  i64 kept_bytes = 0, host_bytes = 0;
-  for (const report::ChunkPlan& c : plan_.chunks) {
-    kept_bytes += c.kept_slots * c.kept_bytes;
-    host_bytes += c.kept_slots * c.host_bytes;
-  }
-  host_ = Buffer(ledger_, Tag::Host, host_bytes);
-  kept_ = device_buffer(device_, ledger_, Tag::Activations, kept_bytes);
+  host_ = Buffer(ledger_, Tag::Host, plan_.kept.count * plan_.host_bytes);
+  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_.kept.count * plan_.kept_bytes);
   working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
   const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
   streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
-  char *kept = static_cast<char*>(kept_.data()), *working = static_cast<char*>(working_.data()),
-       *stream = static_cast<char*>(streams_.data()), *host = static_cast<char*>(host_.data());
+  outputs_sent_.resize(static_cast<size_t>(plan_.kept.count));
+  char *const kept = static_cast<char*>(kept_.data()), *const host = static_cast<char*>(host_.data());
+  char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
   const auto streams = [&](i64 n) {
     std::vector<TensorView> views;
     for (i64 i = 0; i < n; ++i)
@@ -128,32 +125,32 @@ void Engine::make_chunks() {
     if (!c.last) chunk.grads_in = streams(c.grad_slots);
     chunk.inputs_here.resize(static_cast<size_t>(c.input_slots));
     chunk.grads_here.resize(static_cast<size_t>(c.grad_slots));
-    chunk.outputs_sent.resize(static_cast<size_t>(c.kept_slots));
     chunk.grads_sent.resize(static_cast<size_t>(c.grad_slots));
     const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
-      model::ActivationPlanner planner({.kept = kept + kept_slot * c.kept_bytes,
+      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
                                         .temporary = temporary_.data(),
-                                        .host = host + kept_slot * c.host_bytes});
+                                        .host = host + kept_slot * plan_.host_bytes});
       auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
-      DS_ASSERT(planner.kept_bytes() <= c.kept_bytes && planner.working_bytes() <= c.working_bytes &&
+      DS_ASSERT(planner.kept_bytes() <= plan_.kept_bytes && planner.working_bytes() <= c.working_bytes &&
                 planner.temporary_bytes() <= plan_.temporary_bytes);
       return acts;
     };
-    // The memory of a micro-batch is that of its slots; those of messages out count by themselves.
-    const i64 waiting = c.working_slots - c.scratch_slots;
-    const i64 period = std::lcm(c.kept_slots, std::lcm(waiting, c.grad_slots));
-    for (i64 micro = 0; micro < std::min(period, plan_.micro_batches); ++micro) {
-      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(micro % c.grad_slots)];
-      const i64 kept_slot = micro % c.kept_slots;
+    // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
+    std::map<std::array<i64, 3>, size_t> known;
+    for (i64 micro = 0; micro < plan_.micro_batches; ++micro) {
+      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
+                working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
+                grad_slot = micro % c.grad_slots;
+      const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
+      chunk.views.push_back(found->second);
+      if (!is_new) continue;
+      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(grad_slot)];
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
-      if (plan_.split_backward)
-        chunk.backward.push_back(plan(model::Mode::Train, kept_slot, c.scratch_slots + micro % waiting, grad_out));
+      if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
     if (!plan_.split_backward) chunk.backward = chunk.forward;
     chunk.eval = plan(model::Mode::Eval, 0, 0, {});
-    kept += c.kept_slots * c.kept_bytes;
-    host += c.kept_slots * c.host_bytes;
     if (plan_.split_backward) working += c.working_slots * c.working_bytes;
   }
 }
@@ -218,8 +215,9 @@ Engine::~Engine() {
     }
   };
   finish(sent_);
+  std::ranges::for_each(outputs_sent_, finish);
   for (Chunk& chunk : chunks_) {
-    for (auto* tickets : {&chunk.inputs_here, &chunk.grads_here, &chunk.outputs_sent, &chunk.grads_sent})
+    for (auto* tickets : {&chunk.inputs_here, &chunk.grads_here, &chunk.grads_sent})
       std::ranges::for_each(*tickets, finish);
   }
 }

@@ -138,11 +138,13 @@ class Engine {
  private:
   // A chunk of layers, and its memory for the micro-batches that are under way.
   struct Chunk {
-    std::vector<std::vector<model::LayerActs>> forward, backward;  // [micro-batch % size][layer]
+    // The layers' activations by where they lie: those of micro-batch k are forward[views[k]] and backward[views[k]].
+    std::vector<std::vector<model::LayerActs>> forward, backward;
+    std::vector<size_t> views;
     std::vector<model::LayerActs> eval;
     std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages of the pipeline
     std::vector<Ticket> inputs_here, grads_here;          // of receives that have been posted
-    std::vector<Ticket> outputs_sent, grads_sent;
+    std::vector<Ticket> grads_sent;
   };
 
   // Gradients of equal copies that are parts of a sum over tp: of groups of so many ranks side by side.
@@ -170,6 +172,8 @@ class Engine {
   void receive_activation(const pipeline::Instr& instr);
   void evaluate_layers(const pipeline::Instr& instr);
   void send_evaluated(const pipeline::Instr& instr);
+  const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
+  Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);
   void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
   void restore(const model::LayerActs& acts);  // acts.restored = the output
@@ -204,6 +208,7 @@ class Engine {
   Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
   Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
   std::vector<Chunk> chunks_;
+  std::vector<Ticket> outputs_sent_;  // by the slot of plan_.kept where they lie
   // In data_, as what follows.
   TensorView ids_, targets_, positions_, row_positions_, token_types_, losses_, rope_cos_, rope_sin_;
   report::StepScalars* scalars_ = nullptr;

@@ -22,6 +22,7 @@
 #include "data/tokenizer/unicode.h"
 #include "ds/log.h"
 #include "ds/train.h"
+#include "ds/units.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "engine/plan.h"
@@ -196,7 +197,6 @@ namespace {
 
 void check_memory(const Device& device, const Config& config, const RankInfo& ranks) {
   const RunPrediction p = predict_on(device, config, ranks);
-  const auto gib = [](i64 bytes) { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); };
   const bool on_cpu = device.is_host();
   const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
   const engine::NodeBytes node_bytes =
@@ -205,20 +205,20 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
   const int sharers = on_cpu ? ranks.local_world_size : engine::ranks_on_gpu(ranks, num_cuda_devices(ignored));
   const i64 needed = on_cpu ? node_bytes.device : p.total_bytes * sharers;
   if (needed > p.available_bytes) {
-    std::string message = fmt::format(
-        "this run needs {:.2f} GiB on this {} ({} rank{}), {:.2f} GiB are there ({}); rank {}:", gib(needed),
-        on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", gib(p.available_bytes), p.limited_by, ranks.rank);
+    std::string message =
+        fmt::format("this run needs {} on this {} ({} rank{}), {} are there ({}); rank {}:", bytes_text(needed),
+                    on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", bytes_text(p.available_bytes),
+                    p.limited_by, ranks.rank);
     for (const TagMemory& row : p.memory)
-      message += fmt::format("\n  {:<12} {:>10.3f} GiB", row.tag, gib(row.predicted));
+      message += fmt::format("\n  {:<12} {:>14}", row.tag, bytes_text(row.predicted));
     throw Error(Errc::OutOfMemory, message);
   }
   const probe::AvailableMemory node = probe::available_memory();
   const i64 host = on_cpu ? 0 : node_bytes.host;
-  DS_CHECK(
-      host <= node.bytes, Errc::OutOfMemory,
-      "to save and load checkpoints, the {} ranks of this node need {:.2f} GiB of its memory beside their GPUs, and "
-      "{:.2f} GiB are there ({})",
-      ranks.local_world_size, gib(host), gib(node.bytes), node.limited_by);
+  DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
+           "to save and load checkpoints, the {} ranks of this node need {} of its memory beside their GPUs, and "
+           "{} are there ({})",
+           ranks.local_world_size, bytes_text(host), bytes_text(node.bytes), node.limited_by);
 }
 
 }  // namespace

@@ -148,12 +148,23 @@ void Engine::post_next_receive(size_t at) {
 void Engine::send(const Instr& instr) {
   Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
   if (instr.op == Op::SendActivation) {
-    const TensorView y = slot_of(chunk.forward, instr.micro).back().output;
-    slot_of(chunk.outputs_sent, instr.micro) = mesh_.activations().send(y.data, y.bytes(), next_stage(), "pp.send");
+    const TensorView y = acts_of(instr).back().output;
+    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next_stage(), "pp.send");
   } else {
     const TensorView dx = slot_of(chunk.grads_out, instr.micro);
     slot_of(chunk.grads_sent, instr.micro) = mesh_.gradients().send(dx.data, dx.bytes(), previous_stage(), "pp.send");
   }
+}
+
+const std::vector<model::LayerActs>& Engine::acts_of(const Instr& instr) const noexcept {
+  const Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const bool forward = instr.op == Op::Forward || instr.op == Op::SendActivation;
+  return (forward ? chunk.forward : chunk.backward)[chunk.views[static_cast<size_t>(instr.micro)]];
+}
+
+Ticket& Engine::output_sent(const Instr& instr) noexcept {
+  const i64 slot = plan_.kept.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
+  return outputs_sent_[static_cast<size_t>(slot)];
 }
 
 // What a chunk's first layer reads; it has come when this returns.
@@ -175,7 +186,7 @@ void Engine::run_layers(const Instr& instr) {
   ctx.loss_grad = static_cast<float>(per_token(instr.micro) * scaler_.scale() * (grad_divisor() / num_means()));
 
   // The memory that this overwrites has been sent.
-  if (instr.op == Op::Forward) slot_of(chunk.outputs_sent, instr.micro).wait();
+  if (instr.op == Op::Forward) output_sent(instr).wait();
   if (instr.op == Op::Backward || instr.op == Op::BackwardInput) {
     slot_of(chunk.grads_sent, instr.micro).wait();
     slot_of(chunk.grads_here, instr.micro).wait();
@@ -192,7 +203,7 @@ void Engine::run_call(const model::PassContext& ctx, const Instr& instr, const L
   const model::Layer& layer = *model_.layers[static_cast<size_t>(call.layer)];
   const bool head = call.layer + 1 == std::ssize(model_.layers);
   const size_t at = static_cast<size_t>(call.layer - plan.chunk.begin);
-  const auto& layers = slot_of(instr.op == Op::Forward ? chunk.forward : chunk.backward, instr.micro);
+  const auto& layers = acts_of(instr);
   const model::LayerActs& acts = layers[at];
   TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
   if (at > 0 && layers[at - 1].stash && instr.op != Op::Forward) {

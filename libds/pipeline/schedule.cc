@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <set>
 
 namespace ds::pipeline {
 namespace {
@@ -127,6 +128,21 @@ StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk) {
   if (std::none_of(schedule.begin(), schedule.end(), [&](const Instr& i) { return frees(i.op); })) return {};
   return {.forward = max_live(schedule, chunk, is(Op::Forward), frees),
           .backward = max_live(schedule, chunk, is(Op::BackwardInput), is(Op::BackwardWeight))};
+}
+
+KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batches) {
+  KeptSlots slots{.of = {static_cast<size_t>(chunks), std::vector<i64>(static_cast<size_t>(micro_batches), 0)}};
+  std::set<i64> free = {0};
+  for (const Instr& instr : schedule) {
+    i64& slot = slots.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
+    if (instr.op == Op::Forward) {
+      if (free.empty()) free.insert(slots.count++);
+      slot = free.extract(free.begin()).value();
+    } else if (instr.op == Op::Backward || instr.op == Op::BackwardWeight) {
+      free.insert(slot);
+    }
+  }
+  return slots;
 }
 
 }  // namespace ds::pipeline

@@ -80,6 +80,14 @@ struct StashSizes {
 };
 StashSizes stash_sizes(std::span<const Instr> schedule, i64 chunk);
 
+// Where a stage keeps the activations of its chunks: slots that all chunks share, of[chunk][micro-batch], as few as are
+// in use at once. One is taken by Forward and given back by Backward or BackwardWeight.
+struct KeptSlots {
+  i64 count = 1;
+  std::vector<std::vector<i64>> of;
+};
+KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batches);
+
 // One stage, m micro-batches: Load, Forward, Backward of each in turn.
 inline std::vector<Instr> single_stage_schedule(i64 micro_batches) {
   return make_schedule({.micro_batches = micro_batches});

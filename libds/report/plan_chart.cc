@@ -12,6 +12,8 @@
 #include <string_view>
 #include <utility>
 
+#include "ds/units.h"
+
 namespace ds::report {
 namespace {
 
@@ -135,9 +137,9 @@ std::vector<Column> table(const PlanChart& chart) {
       columns.end(),
       {{"ranks", false, {}}, {"layers", false, {}}, {"heads", true, {}}, {"params", true, {}}, {"memory", true, {}}});
   for (const StageRow& row : chart.stages) {
-    const std::array<std::string, 5> cells = {
-        ranks_text(row.ranks), layers_text(row.layers), fmt::format("{}", row.heads), count_text(row.params),
-        fmt::format("{:.3f} GiB", static_cast<double>(row.memory_bytes) / 0x1p30)};
+    const std::array<std::string, 5> cells = {ranks_text(row.ranks), layers_text(row.layers),
+                                              fmt::format("{}", row.heads), count_text(row.params),
+                                              bytes_text(row.memory_bytes)};
     for (size_t c = 0; c < cells.size(); ++c) columns[c + 1].cells.push_back(cells[c]);
   }
   return columns;

@@ -236,7 +236,6 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     chunk.backward = pipeline::backward_calls(model, chunk.chunk, plan.split_backward);
     if (plan.split_backward) chunk.weight = pipeline::weight_calls(model, chunk.chunk);
     const pipeline::StashSizes stash = pipeline::stash_sizes(plan.schedule, c);
-    chunk.kept_slots = stash.forward;
     if (plan.split_backward) {
       // Layers that keep all write no working memory before their gradients.
       chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
@@ -246,6 +245,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     chunk.grad_slots = stash.backward + 1;
     plan.chunks.push_back(std::move(chunk));
   }
+
+  plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
 
   // Ownership.
   const ZeroConfig& z = config.zero;
@@ -310,18 +311,16 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // Memory of the passes.
   const i64 R = plan.B * plan.T, S = plan.shape().stream_rows, C = model.hidden;
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
-  i64 kept = 0, working = 0, streams = 0;
+  i64 working = 0, streams = 0;
   for (ChunkPlan& chunk : plan.chunks) {
     for (const Mode mode : {Mode::Train, Mode::Eval}) {
       model::ActivationPlanner planner;
       plan_acts(model, chunk, plan, planner, mode, plan.shape());
-      chunk.kept_bytes = std::max(chunk.kept_bytes, planner.kept_bytes());
-      chunk.host_bytes = std::max(chunk.host_bytes, planner.host_bytes());
+      plan.kept_bytes = std::max(plan.kept_bytes, planner.kept_bytes());
+      plan.host_bytes = std::max(plan.host_bytes, planner.host_bytes());
       chunk.working_bytes = std::max(chunk.working_bytes, planner.working_bytes());
       plan.temporary_bytes = std::max(plan.temporary_bytes, planner.temporary_bytes());
     }
-    kept += chunk.kept_slots * chunk.kept_bytes;
-    tag(Tag::Host) += chunk.kept_slots * chunk.host_bytes;
     if (plan.split_backward)
       working += chunk.working_slots * chunk.working_bytes;
     else
@@ -346,7 +345,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Master) = plan.work == DType::F32 ? 0 : shard * 4;  // fp32 parameters are their own masters
   tag(Tag::Optimizer) = 2 * shard * 4;
   tag(Tag::Gathered) = gathered;
-  tag(Tag::Activations) = kept;
+  tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
+  tag(Tag::Host) = plan.kept.count * plan.host_bytes;
   tag(Tag::Logits) = plan.logits_chunk * vocab * 4;
   // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
   // the output projection, staged gradients; sums over the tensor-parallel group.

@@ -27,12 +27,11 @@ using TagBytes = std::array<i64, static_cast<size_t>(Tag::Count)>;
 struct ChunkPlan {
   pipeline::Chunk chunk;
   std::vector<pipeline::LayerCall> forward, backward, weight;  // of Forward; Backward or BackwardInput; BackwardWeight
-  // Slots of what lives as long as a micro-batch's activations; of the gradients that wait for BackwardWeight; of the
-  // messages that come in, one more of each, so that a receive can be posted ahead.
-  i64 kept_slots = 1, working_slots = 1, input_slots = 2, grad_slots = 2;
+  // Slots of the gradients that wait for BackwardWeight; of the messages that come in, one more of each than are under
+  // way, so that a receive can be posted ahead.
+  i64 working_slots = 1, input_slots = 2, grad_slots = 2;
   i64 scratch_slots = 0;  // the first of the working slots: of forward passes, where gradients wait in the others
-  // Bytes of one slot.
-  i64 kept_bytes = 0, working_bytes = 0, host_bytes = 0;
+  i64 working_bytes = 0;  // of one slot
   bool first = false, last = false;  // of the model
 };
 
@@ -60,6 +59,9 @@ struct RunPlan {
   bool partition_inputs = false, offload_inputs = false;
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
+  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and of the host.
+  pipeline::KeptSlots kept;
+  i64 kept_bytes = 0, host_bytes = 0;
   zero::GatherPlan train_gathers;
   std::vector<zero::GatherPlan> eval_gathers;  // of each chunk's forward pass
   i64 gather_pool_elems = 0;                   // the most that one of them needs

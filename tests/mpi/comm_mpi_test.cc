@@ -95,6 +95,30 @@ const std::map<std::string, void (*)()> kPrograms = {
        if (c->rank() == 1) std::this_thread::sleep_for(1500ms);
        c->barrier("meeting");
      }},
+    {"stopped",  // a rank whose limit passes while it does not run
+     [] {
+       auto world = make_mpi_communicator({.timeout_s = 20});
+       const bool stops = world->rank() == 1;
+       const auto c = world->group(Members{0, 1}, "pair", {.timeout_s = stops ? 1.0 : 20.0});
+       std::vector<float> all(i64{8} << 20);
+       world->barrier("t");
+       const pid_t rank = getpid(), stopper = stops ? fork() : 0;
+       if (stops && stopper == 0) {
+         for (int i = 0; i < 3; ++i) {
+           usleep(200'000);
+           kill(rank, SIGSTOP);
+           usleep(1'500'000);
+           kill(rank, SIGCONT);
+         }
+         _exit(0);
+       }
+       for (i64 done = 0; done == 0;) {
+         const AllGatherSegment s{all.data(), std::ssize(all) * 2};
+         c->all_gather({&s, 1}, "t").wait();
+         done = stops && waitpid(stopper, nullptr, WNOHANG) == stopper;
+         c->all_reduce(&done, 1, DType::I64, ReduceOp::Sum, "t").wait();
+       }
+     }},
     {"left",
      [] {
        auto c = make_mpi_communicator({.timeout_s = 20});
@@ -298,6 +322,11 @@ TEST_F(CommMpi, AnAbsentRankIsATimeoutThatNamesIt) {
   EXPECT_NE(run("absent", 3), 0);
   const auto expected = fmt::format("{} 1: rank 1 did not come within 0.5 s", static_cast<int>(Errc::Timeout));
   for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr(expected));
+}
+
+TEST_F(CommMpi, ARankThatDidNotRunForLongBlamesNobody) {
+  EXPECT_EQ(run("stopped", 2), 0);
+  for (int r : {0, 1}) EXPECT_EQ(story(r), "ok");
 }
 
 TEST_F(CommMpi, ARankThatLeftIsNotWaitedFor) {

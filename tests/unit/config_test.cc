@@ -205,6 +205,7 @@ const Wrong kWrong[] = {
      8},
     {R"("pipeline": {"stagess": 2})", kBad, "pipeline.stages"},
     {R"("pipeline": {"schedule": "1F1b2"})", kBad, "1f1b"},
+    {R"("pipeline": {"partition": "type:(Block"})", kBad, "\"(Block\" is no regular expression"},
     {R"("pipeline": {"partition": "even"})", kBad, "must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\""},
     {R"("pipeline": {"virtual_stages": 2})", kBad, "pipeline.virtual_stages: 2: pipeline.schedule 1f1b takes 1"},
     {R"("pipeline": {"stages": 2, "schedule": "interleaved", "virtual_stages": 2}, "gradient_accumulation_steps": 3,
@@ -415,6 +416,15 @@ TEST(Config, WhatAsksForNothingPasses) {
       "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}, "comms_logger": {"enabled": false, "verbose": true},
       "pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
   EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config(5) lists all");
+}
+
+TEST(Config, AGroupOfMoreLayersThanThereAreIsAWarning) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "activation_checkpointing": {"interval": 7},
+      "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}})");
+  EXPECT_TRUE(r.ok()) << r.message();
+  EXPECT_EQ(r.message(),
+            "cfg:1:65: activation_checkpointing.interval: 7 is more than the model's 2 layers, which are "
+            "one group then");
 }
 
 TEST(Config, DynamicRotaryScalingTakesAnyLength) {

@@ -193,6 +193,32 @@ TEST(Schedule, StashesAreRings) {
   });
 }
 
+// No two micro-batches are in one slot at a time, and there are as many slots as the schedule has under way at once.
+TEST(Schedule, ChunksShareTheSlotsOfTheirActivations) {
+  for_all([](ScheduleOptions o) {
+    for (o.stage = 0; o.stage < o.stages; ++o.stage) {
+      const std::vector<Instr> instrs = make_schedule(o);
+      const KeptSlots slots = kept_slots(instrs, o.chunks, o.micro_batches);
+      std::set<i64> taken;
+      i64 most = 0;
+      for (const Instr& i : instrs) {
+        const i64 slot = slots.of[static_cast<size_t>(i.chunk)][static_cast<size_t>(i.micro)];
+        if (i.op == Op::Forward) {
+          ASSERT_TRUE(taken.insert(slot).second);
+          most = std::max(most, std::ssize(taken));
+        } else if (i.op == Op::Backward || i.op == Op::BackwardWeight) {
+          ASSERT_EQ(taken.erase(slot), 1u);
+        }
+      }
+      ASSERT_TRUE(taken.empty());
+      ASSERT_EQ(slots.count, most);
+      if (o.chunks == 1) {
+        ASSERT_EQ(slots.count, stash_sizes(instrs, 0).forward);
+      }
+    }
+  });
+}
+
 TEST(Schedule, StashesAreThoseOfThePapers) {
   for_all([](ScheduleOptions o) {
     const i64 p = o.stages, m = o.micro_batches, v = o.chunks;
@@ -213,6 +239,7 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
             if (i.op == Op::Forward) most = std::max(most, ++live);
             if (i.op == Op::Backward) --live;
           }
+          ASSERT_EQ(kept_slots(instrs, v, m).count, most);
           ASSERT_EQ(most, std::min<i64>(2 * (p - o.stage - 1) + (v - 1) * p + 1, m * v));
           for (i64 c = 0; c < v; ++c) ASSERT_LE(stash_sizes(instrs, c).forward, std::min<i64>(2 * p, m));
         }

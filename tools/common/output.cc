@@ -149,11 +149,12 @@ void write_all(int fd, std::string_view bytes, std::string_view what) {
   }
 }
 
-Output::Output(const ToolInfo& tool, std::string file, bool json) : tool_(tool), file_(std::move(file)), json_(json) {
+Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_view option)
+    : tool_(tool), file_(std::move(file)), json_(json) {
   if (file_.empty() || rank() > 0) return;
   // Found out now, not after hours of work.
   const auto refuse = [&](const std::string& why) {
-    throw Error(Errc::Config, fmt::format("--output {}: {}", file_, why));
+    throw Error(Errc::Config, fmt::format("{} {}: {}", option, file_, why));
   };
   try {
     if (const std::optional<int> fd = descriptor_of(file_)) {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/prediction.h"
 
+#include "ds/units.h"
+
 namespace ds::tools {
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out) {
@@ -34,15 +36,16 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
             p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device,
             cut ? fmt::format("of rank {}", ranks.rank) : "per rank");
   for (const auto& m : p.memory) {
-    if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>10.3f} GiB\n", m.tag, gib(m.predicted));
+    if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>14}\n", m.tag, bytes_text(m.predicted));
   }
-  out.print("  {:<12} {:>10.3f} GiB; {:.3f} GiB are there ({})\n", "total", gib(p.total_bytes), gib(p.available_bytes),
+  out.print("  {:<12} {:>14}; {} are there ({})\n", "total", bytes_text(p.total_bytes), bytes_text(p.available_bytes),
             p.limited_by);
   if (p.host_bytes > 0)
-    out.print("  {:<12} {:>10.3f} GiB of the node's memory, for checkpoints\n", "host", gib(p.host_bytes));
+    out.print("  {:<12} {:>14} of the node's memory, for checkpoints\n", "host", bytes_text(p.host_bytes));
   out.print("\nsent per rank and step\n");
-  for (const auto& [name, bytes] : p.comm_bytes)
-    out.print("  {:<20} {:>10.3f} MB\n", name, static_cast<double>(bytes) / 1e6);
+  for (const auto& [name, bytes] : p.comm_bytes) {
+    if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
+  }
   if (cut) out.print("\n{}", plan_text(config, ranks.world_size, out.columns(), out.colour()));
 }
 

@@ -7,8 +7,6 @@
 
 namespace ds::tools {
 
-constexpr double gib(i64 bytes) noexcept { return static_cast<double>(bytes) / (1024.0 * 1024.0 * 1024.0); }
-
 // The resolved configuration, the memory of each rank by tag and what it sends per step, as text or as one document.
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out);
 

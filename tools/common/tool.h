@@ -57,7 +57,8 @@ struct ToolInfo {
 // or not at all.
 class Output {
  public:
-  Output(const ToolInfo& tool, std::string file, bool json);
+  // `option`: what named the file.
+  Output(const ToolInfo& tool, std::string file, bool json, std::string_view option = "--output");
 
   bool json() const noexcept { return json_; }
   bool to_file() const noexcept { return !file_.empty(); }
