@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // Training on a CUDA device (DS_TEST_DEVICE: a GPU, or the simulator): every ZeRO stage, one rank and several that
-// share the device, graphs, skipped steps and checkpoints' state give the same bits; and the losses are those of the
-// CPU but for rounding.
+// share the device, stages of a pipeline, activation checkpointing, graphs, skipped steps and checkpoints' state give
+// the same bits; tensor and sequence parallelism and the CPU the same losses but for rounding.
 
-#include "equivalence/training.h"
+#include "equivalence/layouts.h"
 #include "parity/device_ops.h"
 
 namespace ds::testing {
@@ -35,7 +35,8 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
         const auto device = make_test_device(1);
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
-        Mesh mesh(std::move(worlds[at]), {.dp = ranks}, {.timeout_s = 120, .device = device.get()}, over_device);
+        Mesh mesh(std::move(worlds[at]), engine::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
+                  over_device);
         traces[at] = train_on(*device, mesh, config, kSteps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
@@ -82,6 +83,93 @@ TEST_P(DeviceTraining, FollowsTheCpu) {
     EXPECT_EQ(got.predicted[static_cast<size_t>(Tag::Params)], want.predicted[static_cast<size_t>(Tag::Params)]);
     for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Activations, Tag::Data})
       EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  }
+}
+
+// Heads for two ranks of tp and sp, and few tokens: many runs.
+std::vector<ModelConfig> shared_models() {
+  ModelConfig gpt2 = tiny_gpt2(), llama = tiny_llama();
+  gpt2.heads = gpt2.kv_heads = 4;
+  gpt2.head_dim = 8;
+  gpt2.hidden = gpt2.intermediate = 32;
+  gpt2.layers = 2;
+  return {gpt2, llama};
+}
+
+// The same samples per step, whatever the layout: 4 micro-batches of 2.
+Config config_of(const ModelConfig& model, DType work, const Layout& l) {
+  Config c = config_of(model, l, 4), typed = config_of(model, work, 1, 1, 0);
+  c.data.seq_length = 8;
+  c.bf16 = typed.bf16;
+  c.fp16 = typed.fp16;
+  c.communication_data_type = work;
+  return c;
+}
+
+std::string text_of(const Config& c, const Layout& l) {
+  return fmt::format("{} {}", family_name(c.model.family), l.name());
+}
+
+TEST_P(DeviceTraining, PipelinesGiveTheSameBits) {
+  for (const ModelConfig& model : shared_models()) {
+    const Trace want = train(config_of(model, GetParam(), Layout{}), 1);
+    for (const Layout& l : {Layout{.pp = 2, .stage = 1}, {.pp = 2, .schedule = Kind::ZeroBubbleH1}}) {
+      const Config config = config_of(model, GetParam(), l);
+      expect_same_training(train(config, l.ranks()), want, text_of(config, l));
+    }
+  }
+}
+
+TEST_P(DeviceTraining, RanksThatShareLayersTrainAsOneRank) {
+  // What the rounding of sums over ranks makes of it.
+  const Tolerance tolerance = GetParam() == DType::F32   ? Tolerance{}
+                              : GetParam() == DType::F16 ? Tolerance{.loss = 1e-3, .first_norm = 1e-2, .norm = 2e-2}
+                                                         : Tolerance{.loss = 8e-3, .first_norm = 4e-2, .norm = 8e-2};
+  for (const ModelConfig& model : shared_models()) {
+    const Trace want = train(config_of(model, GetParam(), Layout{}), 1);
+    for (const Layout& l : {Layout{.tp = 2},
+                            {.tp = 2, .sequence = true, .stage = 2},
+                            {.sp = 2, .stage = 3},
+                            {.sp = 2, .mode = SequenceParallelMode::Ring}}) {
+      const Config config = config_of(model, GetParam(), l);
+      expect_close(train(config, l.ranks()), want, text_of(config, l), tolerance);
+    }
+  }
+}
+
+TEST_P(DeviceTraining, CheckpointingChangesNoBit) {
+  for (const ModelConfig& model : shared_models()) {
+    const Trace want = train(config_of(model, GetParam(), Layout{}), 1);
+    for (const Layout& l : {Layout{.checkpoints = Granularity::Layer},
+                            {.checkpoints = Granularity::Layer, .interval = 2, .stage = 3},
+                            {.checkpoints = Granularity::Selective},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer}}) {
+      Config config = config_of(model, GetParam(), l);
+      expect_same_training(train(config, l.ranks()), want, text_of(config, l));
+      if (l.checkpoints != Granularity::Layer) continue;
+      config.activation_checkpointing.cpu_checkpointing = true;
+      expect_same_training(train(config, l.ranks()), want, text_of(config, l) + " in host memory");
+    }
+    Layout l{.tp = 2};
+    const Trace whole = train(config_of(model, GetParam(), l), 2);
+    l.checkpoints = Granularity::Layer;
+    l.partition = true;
+    Config config = config_of(model, GetParam(), l);
+    expect_same_training(train(config, 2), whole, text_of(config, l));
+    config.activation_checkpointing.cpu_checkpointing = true;
+    expect_same_training(train(config, 2), whole, text_of(config, l) + " in host memory");
+  }
+}
+
+TEST_P(DeviceTraining, GraphsOfStagesChangeNoBit) {
+  for (const ModelConfig& model : shared_models()) {
+    for (const Kind schedule : {Kind::OneFOneB, Kind::ZeroBubbleH1}) {
+      const Layout l{.pp = 2, .schedule = schedule, .checkpoints = Granularity::Layer};
+      Config config = config_of(model, GetParam(), l);
+      const Trace want = train(config, 2);
+      config.cuda.graphs = test_device() != nullptr;
+      expect_same_training(train(config, 2), want, text_of(config, l));
+    }
   }
 }
 
