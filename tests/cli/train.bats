@@ -90,8 +90,8 @@ load tiny
 }
 
 @test "SIGTERM commits a checkpoint, exits 75, and the run goes on" {
-  ds-launch -n 2 ds-train cfg.json --out whole --steps 300 --quiet
-  ds-launch -n 2 ds-train cfg.json --out parts --steps 300 --quiet &
+  ds-launch -n 2 ds-train cfg.json --out whole --steps 1500 --quiet
+  ds-launch -n 2 ds-train cfg.json --out parts --steps 1500 --quiet &
   pid=$!
   until_true 20 steps_at_least parts 20
   kill -TERM $pid
@@ -99,7 +99,7 @@ load tiny
   wait "$pid" || status=$?
   assert_equal "$status" 75
   assert [ -s parts/latest ]
-  ds-launch -n 2 ds-train cfg.json --out parts --steps 300 --quiet --resume latest
+  ds-launch -n 2 ds-train cfg.json --out parts --steps 1500 --quiet --resume latest
   diff <(losses whole) <(losses parts)
 }
 

@@ -422,9 +422,10 @@ TEST(Config, AGroupOfMoreLayersThanThereAreIsAWarning) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "activation_checkpointing": {"interval": 7},
       "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}})");
   EXPECT_TRUE(r.ok()) << r.message();
-  EXPECT_EQ(r.message(),
-            "cfg:1:65: activation_checkpointing.interval: 7 is more than the model's 2 layers, which are "
-            "one group then");
+  ASSERT_EQ(r.diagnostics.size(), 1u);
+  EXPECT_EQ(
+      to_string(r.diagnostics[0]),
+      "cfg:1:54: activation_checkpointing.interval: 7 is more than the model's 2 layers, which are one group then");
 }
 
 TEST(Config, DynamicRotaryScalingTakesAnyLength) {
