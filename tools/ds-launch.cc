@@ -117,6 +117,7 @@ int main(int argc, char** argv) {
       options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
       options.environment = own_environment();
       options.terminal_columns = tools::terminal_columns();
+      options.stdout_columns = tools::stdout_columns();
       if (out.json() && !dry_run && !out.to_file())
         throw Error(Errc::Config, "--json needs --dry-run or --output FILE: stdout belongs to the ranks");
       const LaunchPlan plan = plan_launch(options);

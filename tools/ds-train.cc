@@ -113,7 +113,9 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   return 0;
 }
 
-int run(const Options& o, Output& out) {
+int run(const Options& o, const CLI::App& app, Output& out) {
+  std::optional<Output> picture;
+  if (!o.plan.empty()) check_report(app, picture.emplace(out.tool(), o.plan, false, "--plan"));
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
   const bool training = !o.eval && !o.prompt && !o.check;
   if ((o.eval || o.prompt) && !o.out.empty() && o.resume != "latest")
@@ -136,10 +138,9 @@ int run(const Options& o, Output& out) {
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
-    if (!o.plan.empty()) {
-      Output picture(out.tool(), o.plan, false, "--plan");
-      picture.write(ds::plan_svg(config, ranks.world_size));
-      picture.commit();
+    if (picture) {
+      picture->write(ds::plan_svg(config, ranks.world_size));
+      picture->commit();
     }
     return 0;
   }
@@ -234,6 +235,6 @@ int main(int argc, char** argv) {
         sampled(add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<ds::u32>::max(),
                            "of the sampling (default 0)"),
                 "N");
-        return [&](Output& out) { return run(o, out); };
+        return [&](Output& out) { return run(o, app, out); };
       });
 }

@@ -73,13 +73,21 @@ void AsyncCommunicator::Worker::loop() {
     std::shared_ptr<QueuedOperation> next;
     {
       std::unique_lock lock(mutex_);
+      busy_ = false;
+      if (queue_.empty()) idle_.notify_all();
       wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
       if (queue_.empty()) return;
       next = std::move(queue_.front());
       queue_.pop();
+      busy_ = true;
     }
     owner_.run(*next);
   }
+}
+
+void AsyncCommunicator::Worker::drain() noexcept {
+  std::unique_lock lock(mutex_);
+  idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
 }
 
 void AsyncCommunicator::Worker::finish() noexcept {

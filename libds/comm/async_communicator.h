@@ -82,6 +82,10 @@ class AsyncCommunicator : public BaseCommunicator {
   void throw_if_failed() const final { world_.failure_.throw_if_set(); }
   void look_for_failures() final;
   void abort(const Error& why) noexcept final;
+  void drain() noexcept final {
+    progress_.drain();
+    sender_.drain();
+  }
   i64 staging_bytes() const noexcept override {
     return static_cast<i64>(scratch_.size() + sums_.size() * sizeof(float));
   }
@@ -130,16 +134,17 @@ class AsyncCommunicator : public BaseCommunicator {
    public:
     explicit Worker(AsyncCommunicator& owner) : owner_(owner) {}
     void push(std::shared_ptr<QueuedOperation> operation);
+    void drain() noexcept;   // returns when all is worked off
     void finish() noexcept;  // after the queue is empty
 
    private:
     void loop();
     AsyncCommunicator& owner_;
     std::mutex mutex_;
-    std::condition_variable wake_;
+    std::condition_variable wake_, idle_;
     std::queue<std::shared_ptr<QueuedOperation>, std::pmr::deque<std::shared_ptr<QueuedOperation>>> queue_{
         std::pmr::deque<std::shared_ptr<QueuedOperation>>(operation_memory())};
-    bool stop_ = false;
+    bool stop_ = false, busy_ = false;
     std::jthread thread_;
   };
 

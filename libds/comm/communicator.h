@@ -125,6 +125,10 @@ class Communicator {
   virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
   virtual void barrier(std::string_view tag) = 0;
 
+  // Returns when no operation of this rank over host memory is under way, whatever became of those that were; their
+  // buffers may be freed then. For who has lost tickets to an exception.
+  virtual void drain() noexcept {}
+
   // Throws the failure that this rank has learnt of, if any: for work that was enqueued and not waited for by the host.
   virtual void throw_if_failed() const = 0;
 

@@ -329,7 +329,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
 
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
-  const i64 replicas = resolve_parallel(c, world_size, r);
+  const i64 replicas = resolve_parallel(c, world_size, use, r);
   if (use == ConfigUse::Generate) {
     const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
     c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};

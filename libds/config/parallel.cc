@@ -46,19 +46,25 @@ std::vector<i64> degrees(i64 most, F&& fits) {
   return good;
 }
 
+constexpr std::string_view kType = "type:";  // of pipeline.partition
+
+std::regex type_pattern(const std::string& partition) {
+  return std::regex(partition.substr(kType.size()), std::regex::ECMAScript | std::regex::icase);
+}
+
 std::string partition_problem(const std::string& partition) {
-  constexpr std::string_view kType = "type:";
   if (partition == "parameters" || partition == "uniform" || partition == "memory") return {};
   if (!partition.starts_with(kType) || partition == kType)
     return fmt::format("must be \"parameters\", \"uniform\", \"memory\" or \"type:REGEX\", not \"{}\"", partition);
-  const std::string regex = partition.substr(kType.size());
   try {
-    std::regex(regex, std::regex::ECMAScript | std::regex::icase);
+    type_pattern(partition);
   } catch (const std::regex_error& e) {
-    return fmt::format("\"{}\" is no regular expression: {}", regex, e.what());
+    return fmt::format("\"{}\" is no regular expression: {}", partition.substr(kType.size()), e.what());
   }
   return {};
 }
+
+bool trains(ConfigUse use) noexcept { return use != ConfigUse::Evaluate && use != ConfigUse::Generate; }
 
 bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
 
@@ -89,13 +95,19 @@ std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
                      kStages, multiples(m, p));
 }
 
-std::string stages_problem(const ModelConfig& m, i64 stages, i64 chunks) {
-  if (stages * chunks <= m.layers + 2) return {};
+std::array<std::string_view, 3> layer_types(Family family) noexcept {
+  const std::string_view block = family == Family::Gpt2   ? "Gpt2Block"
+                                 : family == Family::Bert ? "BertBlock"
+                                                          : "LlamaBlock";
+  return {"Embedding", block, "Head"};
+}
+
+std::string stages_problem(const ModelConfig& m, i64 stages) {
+  if (stages <= m.layers + 2) return {};
   return fmt::format(
-      "{}{} parts are more than the {} layers (embedding and head among them); at most {} stages have a "
+      "{} parts are more than the {} layers (embedding and head among them); at most {} stages have a "
       "layer each",
-      chunks > 1 ? fmt::format("{} x {} {} = ", stages, kVirtual, chunks) : "", stages * chunks, m.layers + 2,
-      (m.layers + 2) / chunks);
+      stages, m.layers + 2, m.layers + 2);
 }
 
 std::string tp_problem(const ModelConfig& m, i64 tp) {
@@ -111,13 +123,16 @@ std::string tp_problem(const ModelConfig& m, i64 tp) {
   return fmt::format("{} cannot be shared by {} ranks; {} would do", what, tp, any_of(degrees(m.heads, fits)));
 }
 
-i64 resolve_parallel(Config& c, i64 world, Reader& r) {
+i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
   // DeepSpeed has two names for it, and 0 for none.
   TensorParallelConfig& tp = c.tensor_parallel;
   tp.tp_size = std::max<i64>(tp.tp_size, 1);
   tp.autotp_size = std::max<i64>(tp.autotp_size, 1);
-  if (tp.tp_size > 1 && r.given(kAutoTp) && tp.autotp_size > 1 && tp.autotp_size != tp.tp_size)
+  if (tp.tp_size > 1 && r.given(kAutoTp) && tp.autotp_size > 1 && tp.autotp_size != tp.tp_size) {
     r.error(kAutoTp, fmt::format("{} contradicts {} {}, which is the same", tp.autotp_size, kTp, tp.tp_size));
+    tp.tp_size = tp.autotp_size = 1;
+    return 1;
+  }
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
   ActivationCheckpointingConfig& a = c.activation_checkpointing;
@@ -134,9 +149,9 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
     r.error(key, fmt::format("is about inputs of layers, which {} \"layer\" keeps", kGranularity));
   }
 
-  if (r.any_broken({kStages, kTp, kSp})) return 1;
+  if (r.any_broken({kStages, kVirtual, kTp, kSp})) return 1;
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;
-  for (const auto& [degree, key] : {std::pair{p, kStages}, {t, kTp}, {s, kSp}}) {
+  for (const auto& [degree, key] : {std::pair{p, kStages}, {c.pipeline.virtual_stages, kVirtual}, {t, kTp}, {s, kSp}}) {
     if (constexpr i64 kMost = 1 << 20; degree > kMost) {
       r.error(key, fmt::format("{} is beyond {}", degree, kMost));
       return 1;
@@ -148,18 +163,25 @@ i64 resolve_parallel(Config& c, i64 world, Reader& r) {
   for (const auto& [degree, key] : {std::pair{p, kStages}, {t, kTp}, {s, kSp}}) {
     if (degree > 1) product += fmt::format("{}{} {}", product.empty() ? "" : " x ", key, degree);
   }
-  r.error(p > 1   ? kStages
-          : t > 1 ? kTp
-                  : kSp,
-          fmt::format("{} does not divide the {} rank{} that there are; with {} ranks it works",
-                      product.find(" x ") == product.npos ? fmt::format("{}", replica)
-                                                          : fmt::format("{} = {}", product, replica),
-                      world, world == 1 ? "" : "s", multiples(world, replica)));
+  const std::string_view key = p > 1 ? kStages : t > 1 ? kTp : kSp;
+  if (!trains(use)) {
+    r.warning(key, fmt::format("{} has no effect: it does not divide the {} rank{} that there are, which do without",
+                               product, world, world == 1 ? "" : "s"));
+    c.pipeline = {};
+    c.tensor_parallel = {};
+    c.sequence_parallel_size = 1;
+    c.sequence_parallel_mode = {};
+    return world;
+  }
+  r.error(key, fmt::format("{} does not divide the {} rank{} that there are; with {} ranks it works",
+                           product.find(" x ") == product.npos ? fmt::format("{}", replica)
+                                                               : fmt::format("{} = {}", product, replica),
+                           world, world == 1 ? "" : "s", multiples(world, replica)));
   return 1;
 }
 
 void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader& r) {
-  const bool passes = use != ConfigUse::Generate;
+  const bool has_steps = trains(use), passes = use != ConfigUse::Generate;
   const i64 t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size, p = c.pipeline.stages;
   const bool ring = c.sequence_parallel_mode == SequenceParallelMode::Ring;
   if (passes && !r.any_broken({kStages, kSchedule, kVirtual, kAccumulation}) && c.batch.accumulation > 0) {
@@ -170,15 +192,16 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
     }
   }
   if (const std::string why = partition_problem(c.pipeline.partition); !why.empty()) r.error(kPartition, why);
-  if (p == 1) {
+  if (p == 1 && has_steps) {
     for (const std::string_view key : {kSchedule, kPartition}) {
       if (r.given(key) && !(key == kSchedule && c.pipeline.schedule == PipelineSchedule::Interleaved))
         r.warning(key, fmt::format("has no effect: {} is 1", kStages));
     }
   }
-  if (c.tensor_parallel.sequence_parallel && t == 1) r.warning(kRows, fmt::format("has no effect: {} is 1", kTp));
-  if (r.given(kMode) && s == 1) r.warning(kMode, fmt::format("has no effect: {} is 1", kSp));
-  if (c.activation_checkpointing.partition_activations && (t == 1 || c.tensor_parallel.sequence_parallel))
+  if (c.tensor_parallel.sequence_parallel && t == 1 && has_steps)
+    r.warning(kRows, fmt::format("has no effect: {} is 1", kTp));
+  if (r.given(kMode) && s == 1 && has_steps) r.warning(kMode, fmt::format("has no effect: {} is 1", kSp));
+  if (c.activation_checkpointing.partition_activations && has_steps && (t == 1 || c.tensor_parallel.sequence_parallel))
     r.warning(kCut, t == 1 ? fmt::format("has no effect: {} is 1", kTp)
                            : fmt::format("has no effect: {} cuts what is kept already", kRows));
   if (c.cuda.graphs && t * s > 1)
@@ -192,8 +215,25 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
   if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
     r.warning(kInterval,
               fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));
+  if (p > 1 && c.pipeline.partition.starts_with(kType) && !r.broken(kPartition)) {
+    const std::regex pattern = type_pattern(c.pipeline.partition);
+    const auto types = layer_types(m.family);
+    const auto matches = [&](std::string_view type) { return std::regex_search(type.begin(), type.end(), pattern); };
+    if (std::ranges::none_of(types, matches))
+      r.error(kPartition, fmt::format("\"{}\" matches no layer; their types are {}",
+                                      c.pipeline.partition.substr(kType.size()), fmt::join(types, ", ")));
+  }
   if (!r.any_broken({kStages, kVirtual})) {
-    if (const std::string why = stages_problem(m, p, c.pipeline.virtual_stages); !why.empty()) r.error(kStages, why);
+    const i64 layers = m.layers + 2, v = c.pipeline.virtual_stages;
+    if (const std::string why = stages_problem(m, p); !why.empty()) {
+      r.error(kStages, why);
+    } else if (p * v > layers) {
+      r.error(kVirtual,
+              fmt::format("{} on each of {} stages are more than the {} layers (embedding and head among them); {}", v,
+                          p, layers,
+                          layers / p > 1 ? fmt::format("at most {} have a layer each", layers / p)
+                                         : std::string("only schedules with 1 fit")));
+    }
   }
   if (!r.broken(kTp)) {
     if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);

@@ -3,7 +3,9 @@
 // How a run is cut over its ranks: what the keys of pipeline, tensor and sequence parallelism and of activation
 // checkpointing say about each other, the model and the ranks that were started.
 
+#include <array>
 #include <string>
+#include <string_view>
 
 #include "ds/config.h"
 
@@ -16,14 +18,18 @@ std::string_view schedule_name(PipelineSchedule) noexcept;  // as "pipeline.sche
 // Empty if there is such a schedule; else a sentence that names the keys and what would work. The one place that knows.
 std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
 
-// What a model has against being cut in `stages` times `chunks` parts of a pipeline, or shared by `tp` ranks: empty, or
+// What pipeline.partition "type:REGEX" is matched with: the types of a model's embedding, blocks and head.
+std::array<std::string_view, 3> layer_types(Family family) noexcept;
+
+// What a model has against being cut in `stages` parts of a pipeline, or shared by `tp` ranks: empty, or
 // a sentence that says what would work, and leaves it to the caller to name the key or option. The one place that
 // knows.
-std::string stages_problem(const ModelConfig& model, i64 stages, i64 chunks = 1);
+std::string stages_problem(const ModelConfig& model, i64 stages);
 std::string tp_problem(const ModelConfig& model, i64 tp);
 
 // Fills in defaults; returns the data-parallel ranks of `world`, 1 where they do not fit it.
-i64 resolve_parallel(Config& config, i64 world, Reader& reader);
+// For what does not train, an arrangement that does not fit them is left aside with a warning.
+i64 resolve_parallel(Config& config, i64 world, ConfigUse use, Reader& reader);
 
 // What model, sequence length and batch have against it; `model_is_sound`: the model has been read without errors.
 // Generation has neither micro-batches nor cut sequences.

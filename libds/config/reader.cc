@@ -506,7 +506,8 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
   given_.emplace(key.path);
 }
 
-// Looks among the names of the same section first; a name that is spelled exactly so elsewhere wins over a likeness.
+// Looks among the names of the same section first; a name that is spelled exactly so elsewhere wins over a likeness, at
+// the top even over one of a single letter.
 void Reader::unknown(std::string_view name, const std::string& parent, const std::string& parent_path) {
   std::string best;
   i64 best_score = std::numeric_limits<i64>::max();
@@ -523,7 +524,9 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     const std::string_view section = dot == k.path.npos ? std::string_view() : k.path.substr(0, dot);
     const std::string_view leaf = k.path.substr(dot == k.path.npos ? 0 : dot + 1);
     consider(leaf, json_join(section == parent_path ? parent : prefix_, section == parent_path ? leaf : k.path),
-             section == parent_path ? 0 : 1);
+             section == parent_path ? 0
+             : parent_path.empty()  ? 1
+                                    : 3);
     if (section.starts_with(parent_path)) {  // a section inside this one
       std::string_view rest = section.substr(parent_path.size());
       if (!parent_path.empty() && rest.starts_with('.')) rest.remove_prefix(1);

@@ -21,16 +21,20 @@ namespace {
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
 bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, std::string& why) {
-  std::vector<i64> most;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  std::vector<i64> most, most_tp;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
+    to.resize(std::max(to.size(), allocations.size()));
+    for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);
+  };
   for (int pp = 0; pp < shape.pp; ++pp) {
     const MeshCoord coord{.pp = pp};
     const model::Model model =
         model::make_model(config.model, config.data.seq_length, report::shard_of(config, shape, coord));
     const report::RunPlan plan = report::make_run_plan(config, model, shape, coord);
-    most.resize(plan.shared.size());
-    for (size_t i = 0; i < most.size(); ++i) most[i] = std::max(most[i], plan.shared[i]);
+    raise(most, plan.shared);
+    raise(most_tp, plan.tp_shared);
   }
-  const i64 needed = mesh_shm_bytes(shape, most);
+  const i64 needed = mesh_shm_bytes(shape, most, most_tp);
   const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
   why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
                     needed, free);

@@ -47,7 +47,7 @@ void Engine::make_buffers() {
 
   const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
   temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
-  if (plan_.chunks.back().last) {
+  if (plan_.projects()) {
     head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
     logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
   }
@@ -94,6 +94,7 @@ void Engine::make_buffers() {
   for (const model::TokenRange& range : model_.shard.tokens(plan_.sequence_length)) {
     for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));
   }
+  positions.resize(static_cast<size_t>(plan_.T));  // writing text takes any length; ring's parts are even
   device_.upload(positions_.data, positions.data(), positions_.bytes());
   for (i64 b = 0; b < plan_.B; ++b)
     device_.upload(row_positions_.as<i32>() + b * plan_.T, positions.data(), plan_.T * 4);
@@ -202,24 +203,12 @@ float* Engine::gradient(i64 segment, i64 first) const noexcept {
   return grads_.element(plan_.grad_segment(segment), first);
 }
 
-// Messages of the pipeline may be under way, and have memory of ours, when a step has failed: they end when all ranks
-// know of the failure, which an exception that unwinds us may not have told yet.
+// Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
+// failure, which an exception that unwinds us may not have told yet.
 Engine::~Engine() {
   drop_graphs();
   if (std::uncaught_exceptions() > uncaught_at_birth_) mesh_.abort(Error(Errc::Comm, "the training step has failed"));
-  const auto finish = [](Ticket& t) {
-    try {
-      t.wait();
-    } catch (const Error&) {
-      return;  // known
-    }
-  };
-  finish(sent_);
-  std::ranges::for_each(outputs_sent_, finish);
-  for (Chunk& chunk : chunks_) {
-    for (auto* tickets : {&chunk.inputs_here, &chunk.grads_here, &chunk.grads_sent})
-      std::ranges::for_each(*tickets, finish);
-  }
+  mesh_.drain();
 }
 
 void Engine::drop_graphs() noexcept {

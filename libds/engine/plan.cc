@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/plan.h"
 
+#include <algorithm>
 #include <map>
 
 #include "engine/connect.h"
@@ -16,24 +17,19 @@ Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKi
 
 namespace {
 
-pipeline::ScheduleOptions schedule_of(const Config& config) {
-  return {.kind = config.pipeline.schedule,
-          .stages = narrow<int>(config.pipeline.stages),
-          .micro_batches = config.batch.accumulation,
-          .chunks = narrow<int>(config.pipeline.virtual_stages)};
-}
-
 report::PlanChart chart_of(const Config& config, int world_size) {
-  const pipeline::ScheduleOptions schedule = schedule_of(config);
+  const pipeline::ScheduleOptions schedule = report::schedule_of(config);
   const pipeline::Costs costs;
   report::PlanChart chart{.schedule = schedule,
                           .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
-                          .bubble_formula = pipeline::bubble_formula(schedule, costs)};
+                          .bubble_formula = {}};
+  if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
   for (const StagePlan& s : plan_stages(config, mesh_shape(config, world_size), resolve_device(config))) {
     report::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
     row.heads = s.heads;
+    row.shares = config.tensor_parallel.tp_size;
     row.params = s.num_params;
     row.memory_bytes = s.memory_bytes;
   }
@@ -55,7 +51,12 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
       s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
                             layers[static_cast<size_t>(c.chunk.end) - 1]->name());
     }
-    s.heads = config.model.heads / mesh.tp;
+    const bool attends = std::ranges::any_of(planned.plan.chunks, [&](const report::ChunkPlan& c) {
+      const auto& layers = planned.model.layers;
+      return std::any_of(layers.begin() + c.chunk.begin, layers.begin() + c.chunk.end,
+                         [](const auto& layer) { return layer->is_block(); });
+    });
+    s.heads = attends ? config.model.heads / mesh.tp : 0;
     s.num_params = planned.plan.layout.num_params();
     s.memory_bytes = planned.plan.total_memory();
   }
@@ -64,14 +65,14 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
 
 double bubble_fraction(const Config& config) {
   const pipeline::Costs costs;
-  return pipeline::simulate(pipeline::make_schedules(schedule_of(config)), {&costs, 1}).bubble_fraction();
+  return pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
 }
 
-NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, DeviceKind device) {
+NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device) {
   std::map<int, NodeBytes> of_stage;  // the ranks of one differ by a row of the vocabulary at most
   NodeBytes sum;
-  for (int r = first; r < first + count; ++r) {
-    const int stage = coord_of(mesh, r).pp;
+  for (int i = 0; i < count; ++i) {
+    const int r = first + i * step, stage = coord_of(mesh, r).pp;
     if (!of_stage.contains(stage)) {
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <limits>
 #include <optional>
+#include <set>
 
 #include "base/file.h"
 #include "base/json.h"
@@ -72,6 +73,13 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
   p.limited_by = device.is_host() ? node.limited_by : fmt::format("free on {}", device.name());
   p.device = device.is_host() ? "cpu" : "cuda";
+  // Of the ranks of the node, every so many'th has the memory that this one has.
+  const int first = ranks.rank - ranks.local_rank;
+  std::string ignored;
+  const int places = device.is_host() ? 1 : num_cuda_devices(ignored);
+  p.sharers = device.is_host() ? ranks.local_world_size : engine::ranks_on_gpu(ranks, places);
+  p.needed_bytes =
+      engine::plan_memory(config, mesh, first + ranks.local_rank % places, p.sharers, places, device.kind()).device;
   return p;
 }
 
@@ -177,6 +185,7 @@ struct TrainingRun::State {
   template <class F>
   auto from_newest(F&& load);
   void check_same_run(const CheckpointMeta&) const;
+  void check_same_model(const CheckpointMeta&) const;
   void take_directory();
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
@@ -198,26 +207,23 @@ namespace {
 void check_memory(const Device& device, const Config& config, const RankInfo& ranks) {
   const RunPrediction p = predict_on(device, config, ranks);
   const bool on_cpu = device.is_host();
-  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
-  const engine::NodeBytes node_bytes =
-      engine::plan_memory(config, mesh, ranks.rank - ranks.local_rank, ranks.local_world_size, device.kind());
-  std::string ignored;
-  const int sharers = on_cpu ? ranks.local_world_size : engine::ranks_on_gpu(ranks, num_cuda_devices(ignored));
-  const i64 needed = on_cpu ? node_bytes.device : p.total_bytes * sharers;
-  if (needed > p.available_bytes) {
+  if (p.needed_bytes > p.available_bytes) {
     std::string message =
-        fmt::format("this run needs {} on this {} ({} rank{}), {} are there ({}); rank {}:", bytes_text(needed),
-                    on_cpu ? "node" : "GPU", sharers, sharers == 1 ? "" : "s", bytes_text(p.available_bytes),
+        fmt::format("this run needs {} on this {} ({} rank{}), {} are there ({}); rank {}:", bytes_text(p.needed_bytes),
+                    on_cpu ? "node" : "GPU", p.sharers, p.sharers == 1 ? "" : "s", bytes_text(p.available_bytes),
                     p.limited_by, ranks.rank);
     for (const TagMemory& row : p.memory)
       message += fmt::format("\n  {:<12} {:>14}", row.tag, bytes_text(row.predicted));
     throw Error(Errc::OutOfMemory, message);
   }
   const probe::AvailableMemory node = probe::available_memory();
-  const i64 host = on_cpu ? 0 : node_bytes.host;
+  const i64 host = on_cpu ? 0
+                          : engine::plan_memory(config, engine::mesh_shape(config, ranks.world_size),
+                                                ranks.rank - ranks.local_rank, ranks.local_world_size, 1, device.kind())
+                                .host;
   DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
-           "to save and load checkpoints, the {} ranks of this node need {} of its memory beside their GPUs, and "
-           "{} are there ({})",
+           "the {} ranks of this node need {} of its memory beside their GPUs, for checkpoints and for inputs that "
+           "layers keep there, and {} are there ({})",
            ranks.local_world_size, bytes_text(host), bytes_text(node.bytes), node.limited_by);
 }
 
@@ -387,8 +393,33 @@ void TrainingRun::State::load_step() {
   }
 }
 
+// What the shapes of a model's parameters do not tell: how many heads share them, how positions turn them. Dropout and
+// the spread of first weights are a run's own business, and so is the length that a rotation could have.
+void TrainingRun::State::check_same_model(const CheckpointMeta& meta) const {
+  std::string ignored;
+  if (meta.model_config_json.empty()) return;
+  const std::optional<ModelConfig> saved = known_model(Json::parse(meta.model_config_json), ignored);
+  if (!saved) return;
+  const Json there = ds::model_json(*saved), here = ds::model_json(config.model);
+  const auto at = [](const Json& model, const std::string& key) {
+    return model.contains(key) ? model.at(key).dump() : std::string("not set");
+  };
+  std::set<std::string> keys;
+  for (const Json* side : {&there, &here}) {
+    for (const auto& [key, value] : side->items()) keys.insert(key);
+  }
+  for (const std::string& key : keys) {
+    const bool own = key.find("dropout") != key.npos || key.ends_with("pdrop") || key == "initializer_range" ||
+                     key == "max_position_embeddings" || key.ends_with("token_id");
+    DS_CHECK(own || at(there, key) == at(here, key), Errc::Mismatch,
+             "{}: a checkpoint of another model: model.{} is {} there and {} here", step_dir, key, at(there, key),
+             at(here, key));
+  }
+}
+
 // A run goes on with the samples and the dropout that it began with.
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
+  check_same_model(meta);
   if (train_data && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
   if (!train_data && config.model.causal() && !meta.data_json.empty()) {  // to write text

@@ -286,7 +286,7 @@ void Engine::restore(const model::LayerActs& acts) {
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{micro_losses_, row_bytes};
-  if (plan_.chunks.back().last) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
+  if (plan_.projects()) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
   mesh_.pp().broadcast(micro_losses_, row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
 }
 
@@ -313,7 +313,7 @@ void Engine::finish_gradients() {
 // The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
 void Engine::sum_shared() {
   if (!model_.tied()) return;
-  const bool embeds = plan_.chunks.front().first, projects = plan_.chunks.back().last;
+  const bool embeds = plan_.embeds(), projects = plan_.projects();
   if (!embeds && !projects) return;
   const zero::Layout& layout = plan_.grad_layout;
   const auto slices = [&](i64 unit, auto&& visit) {

@@ -96,8 +96,10 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
     plan.environment.push_back("OMP_NUM_THREADS=" + number(std::max(1, cpus / options.ranks)));
   for (int rank = 0; rank < options.ranks; ++rank)
     plan.rank_environment.push_back({"RANK=" + number(rank), "LOCAL_RANK=" + number(rank)});
-  if (options.terminal_columns > 0)
-    plan.rank_environment[0].push_back("DS_COLUMNS=" + number(options.terminal_columns));
+  for (const auto& [name, columns] :
+       {std::pair{"DS_COLUMNS=", options.terminal_columns}, {"DS_STDOUT_COLUMNS=", options.stdout_columns}}) {
+    if (columns > 0) plan.rank_environment[0].push_back(name + number(columns));
+  }
   return plan;
 }
 

@@ -43,12 +43,12 @@ std::vector<int> pp_ranks(const MeshShape& s, const MeshCoord& c) {
   return ranks;
 }
 
-i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations) {
+i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations) {
   const int world = s.world(), dp = s.dp * s.sp;
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
   };
-  const i64 others = groups(s.tp, {}) + groups(s.sp, {}) + 2 * groups(s.pp, {});
+  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {});
   if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
@@ -100,6 +100,11 @@ std::map<std::string, CommCount> Mesh::counts() const {
 void Mesh::reset_counts() {
   world_->reset_counts();
   for (const Axis& axis : axes_) axis.top().reset_counts();
+}
+
+void Mesh::drain() noexcept {
+  world_->drain();
+  for (const Axis& axis : axes_) axis.host->drain();
 }
 
 i64 Mesh::staging_bytes() const noexcept {

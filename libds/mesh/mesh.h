@@ -41,8 +41,8 @@ std::vector<int> sp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> pp_ranks(const MeshShape&, const MeshCoord&);
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
-// and each allocates these sizes from dp.
-i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations);
+// and each allocates these sizes from dp and from tp.
+i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations);
 
 class Mesh {
  public:
@@ -81,6 +81,9 @@ class Mesh {
 
   // Tells all ranks (Communicator::abort).
   void abort(const Error& why) noexcept { world_->abort(why); }
+
+  // Returns when no operation of this rank is under way in any of them (Communicator::drain).
+  void drain() noexcept;
 
   // Of all communicators together; one that serves several axes counts once.
   std::map<std::string, CommCount> counts() const;

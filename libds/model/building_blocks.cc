@@ -12,6 +12,7 @@ i64 Model::num_params() const noexcept {
   return n;
 }
 
+i64 Model::largest_vocab_share() const noexcept { return vocab_begin(vocab, shard, 1); }
 i64 Model::vocab_share() const noexcept {
   return vocab_begin(vocab, shard, shard.tp_rank + 1) - vocab_begin(vocab, shard, shard.tp_rank);
 }

@@ -236,6 +236,7 @@ struct Model {
 
   bool tied() const noexcept { return !shared.empty(); }
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
+  i64 largest_vocab_share() const noexcept;
   // All parameters by number.
   std::vector<const ParamRow*> params() const {
     std::vector<const ParamRow*> rows;

@@ -169,6 +169,11 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options) {
   return schedules;
 }
 
+bool formula_is_exact(const ScheduleOptions& o, const Costs& c) {
+  return o.kind != ScheduleKind::ZeroBubbleH1 ||
+         (o.micro_batches >= o.stages && c.backward_weight <= std::min(c.forward, c.backward_input));
+}
+
 double idle_formula(const ScheduleOptions& o, const Costs& c) {
   const double other_stages = o.stages - 1, pass = c.forward + c.backward_input + c.backward_weight;
   switch (o.kind) {

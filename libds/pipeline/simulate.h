@@ -52,6 +52,7 @@ std::vector<std::vector<Instr>> make_schedules(ScheduleOptions options);
 
 // Idle time of each stage in theory, all blocks costing the same and messages nothing. It is exact for ZeroBubbleH1
 // where micro_batches >= stages and backward_weight <= min(forward, backward_input), elsewhere for all.
+bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
 // Its share of the whole time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
 double bubble_formula(const ScheduleOptions&, const Costs& = {});

@@ -155,10 +155,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     if (receives) pp.recv(nullptr, stream_bytes, peer, "pp.recv");
   }
   // Behind the data-parallel sums: tied embeddings, and rows whose gradients are parts.
-  const auto has = [&](auto which) { return std::ranges::any_of(plan.chunks, which); };
-  const bool embeds = has([](const ChunkPlan&c) { return c.first; }),
-             heads = has([](const ChunkPlan&c) { return c.last; });
-  if (plan.tied() && embeds != heads) {
+  if (plan.tied() && plan.embeds() != plan.projects()) {
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
       pp.send(nullptr, s.slice * 4, peer, "pp.send");
       pp.recv(nullptr, s.slice * 4, peer, "pp.recv");

@@ -95,6 +95,20 @@ std::string layers_text(const std::vector<LayerRange>& chunks) {
   return text;
 }
 
+// 0-11   0-5,6-11   0,1,..,7: of share after share
+std::string heads_text(const StageRow& row) {
+  std::string text;
+  for (i64 share = 0; share < row.shares && row.heads > 0; ++share) {
+    if (row.shares > 3 && share == 2) {
+      text += ",..";
+      share = row.shares - 1;
+    }
+    const i64 first = share * row.heads, last = first + row.heads - 1;
+    text += fmt::format("{}{}{}", share > 0 ? "," : "", first, last > first ? fmt::format("-{}", last) : "");
+  }
+  return text;
+}
+
 std::string count_text(i64 n) {
   const double x = static_cast<double>(n);
   if (x >= 1e9) return fmt::format("{:.2f} B", x / 1e9);
@@ -137,9 +151,8 @@ std::vector<Column> table(const PlanChart& chart) {
       columns.end(),
       {{"ranks", false, {}}, {"layers", false, {}}, {"heads", true, {}}, {"params", true, {}}, {"memory", true, {}}});
   for (const StageRow& row : chart.stages) {
-    const std::array<std::string, 5> cells = {ranks_text(row.ranks), layers_text(row.layers),
-                                              fmt::format("{}", row.heads), count_text(row.params),
-                                              bytes_text(row.memory_bytes)};
+    const std::array<std::string, 5> cells = {ranks_text(row.ranks), layers_text(row.layers), heads_text(row),
+                                              count_text(row.params), bytes_text(row.memory_bytes)};
     for (size_t c = 0; c < cells.size(); ++c) columns[c + 1].cells.push_back(cells[c]);
   }
   return columns;
@@ -326,6 +339,8 @@ std::string plan_text(const PlanChart& chart, const TextStyle& style) {
       }
       text += line + '\n';
     }
+    if (const i64 shares = chart.stages.front().shares; shares > 1)
+      text += fmt::format("heads by rank mod {}, from 0 on\n", shares);
     text += '\n';
   }
 
@@ -407,6 +422,8 @@ std::string plan_svg(const PlanChart& chart) {
   }
   legend("url(#idle)", "idle");
   std::string note = "number: micro-batch";
+  if (!chart.stages.empty() && chart.stages.front().shares > 1)
+    note += fmt::format("; heads by rank mod {}, from 0 on", chart.stages.front().shares);
   if (chart.schedule.chunks > 1) note += "; paler: later chunk";
   if (!chart.time_unit.empty()) note += fmt::format("; whole width: {:.4g} {}", makespan, chart.time_unit);
   fmt::format_to(out, "<text y=\"22\">{}</text>\n", xml(note));

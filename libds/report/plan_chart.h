@@ -19,7 +19,9 @@ struct LayerRange {
 struct StageRow {
   std::vector<int> ranks = {};          // of the world, ascending
   std::vector<LayerRange> layers = {};  // per chunk
-  i64 heads = 0, params = 0, memory_bytes = 0;
+  i64 heads = 0;                        // of attention
+  i64 shares = 1;  // ranks side by side that have `heads` of them each: rank r those of share r mod shares
+  i64 params = 0, memory_bytes = 0;
 };
 
 struct PlanChart {

@@ -75,10 +75,7 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, std::span<const pipeline
 // The most that is received at once when gradients are summed behind the data-parallel sums.
 i64 exchange_elems(const RunPlan& plan) {
   i64 shared = 0;
-  const auto has = [&](auto which) { return std::ranges::any_of(plan.chunks, which); };
-  const bool embeds = has([](const ChunkPlan&c) { return c.first; }),
-             heads = has([](const ChunkPlan&c) { return c.last; });
-  if (embeds != heads) {
+  if (plan.embeds() != plan.projects()) {
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared += s.slice;
   }
   using Parts = model::ParamRow::Parts;
@@ -103,9 +100,18 @@ model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoo
                                                                               : model::SequenceMode::Ulysses};
 }
 
+pipeline::ScheduleOptions schedule_of(const Config& config) {
+  const PipelineConfig& p = config.pipeline;
+  return {.kind = p.stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
+          .stages = narrow<int>(p.stages),
+          .micro_batches = config.batch.accumulation,
+          .chunks = narrow<int>(p.virtual_stages)};
+}
+
 std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model) {
   const PipelineConfig& p = config.pipeline;
   const int parts = narrow<int>(p.stages * p.virtual_stages);
+  if (parts == 1) return {0, std::ssize(model.layers)};
   const pipeline::Checkpointing checkpointing = checkpointing_of(config.activation_checkpointing);
   const std::vector<pipeline::LayerCost> layers = pipeline::layer_costs(model);
   std::vector<i64> bytes;
@@ -218,12 +224,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     plan.partition_inputs = checkpoints.partition_activations && mesh.tp > 1 && !model.shard.sequence;
     plan.offload_inputs = checkpoints.cpu_checkpointing && device == DeviceKind::Cuda;
   }
-  plan.split_backward = p.schedule == PipelineSchedule::ZeroBubbleH1 && mesh.pp > 1;
-  plan.schedule = pipeline::make_schedule({.kind = p.schedule,
-                                           .stages = mesh.pp,
-                                           .stage = coord.pp,
-                                           .micro_batches = plan.micro_batches,
-                                           .chunks = narrow<int>(p.virtual_stages)});
+  pipeline::ScheduleOptions schedule = schedule_of(config);
+  schedule.stage = coord.pp;
+  plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
+  plan.schedule = pipeline::make_schedule(schedule);
   const std::vector<i64> cuts = pipeline_cuts(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
     const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, coord.pp, c));
@@ -259,9 +263,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
   plan.layout = zero::Layout::make(plan.rows, options);
-  const auto any = [&](auto which) { return std::ranges::any_of(plan.chunks, which); };
-  options.here[RunPlan::kSharedUnit] = any([](const ChunkPlan& c) { return c.first; });
-  options.here.push_back(any([](const ChunkPlan& c) { return c.last; }));
+  options.here[RunPlan::kSharedUnit] = plan.embeds();
+  options.here.push_back(plan.projects());
   plan.grad_layout = zero::Layout::make(plan.grad_rows, options);
 
   plan.grads = {.work = plan.work,
@@ -328,9 +331,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     streams += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
   plan.working_bytes = working;
-  const bool has_head = plan.chunks.back().last;
+  const bool has_head = plan.projects();
   const i64 vocab = has_head ? model.vocab_share() : 0;
-  plan.logits_chunk = has_head ? logits_chunk(R, vocab, device) : 0;
+  // Of the largest share: the ranks that share a vocabulary meet after every chunk.
+  plan.logits_chunk = has_head ? logits_chunk(R, model.largest_vocab_share(), device) : 0;
   plan.rope_elems = narrow<i64>(model::make_rope_tables(config.model, plan.sequence_length).cos.size());
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);

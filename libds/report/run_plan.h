@@ -97,12 +97,17 @@ struct RunPlan {
   static constexpr i64 unit_of(i64 layer) noexcept { return zero::unit_of(layer); }
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
   bool tied() const noexcept { return !rows[0].empty(); }
+  bool embeds() const noexcept { return chunks.front().first; }  // has the model's first layer
+  bool projects() const noexcept { return chunks.back().last; }  // and its last
   // Where the gradient of shared is summed, on the stages that have it.
-  i64 shared_grads() const noexcept { return chunks.front().first ? kSharedUnit : head_use(); }
+  i64 shared_grads() const noexcept { return embeds() ? kSharedUnit : head_use(); }
 };
 
 // The part of the model that a rank of the mesh computes.
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);
+
+// The schedule of the first stage: that of one stage is the same whatever it is called.
+pipeline::ScheduleOptions schedule_of(const Config& config);
 
 // The first layer of each block of the pipeline, and behind the last one: pipeline.partition. The same on every rank.
 std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);

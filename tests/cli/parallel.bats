@@ -101,7 +101,34 @@ plan = json.loads(sys.argv[1])
 assert [s["ranks"] for s in plan["stages"]] == [[0], [1], [2], [3]], plan["stages"]
 assert abs(plan["bubble_fraction"] - 3 / (8 + 3)) < 1e-9, plan["bubble_fraction"]
 PY
+  chart=$(DS_STDOUT_COLUMNS=50 ds-launch -n 2 ds-train cfg.json --check --set pipeline.stages=2 | sed -n '/^1f1b/,$p')
+  [ "$(grep '^    0' <<<"$chart" | wc -L)" -le 50 ]
   run -2 --separate-stderr ds-train cfg.json --plan plan.svg # only with --check
+  run -2 --separate-stderr ds-train cfg.json --check --plan cfg.json
+  [[ $stderr == *"--plan cfg.json: is also CFG"* ]]
+  run -2 --separate-stderr ds-train cfg.json --check --plan both --output both
+  [[ $stderr == *"--plan both: is also --output"* ]]
+  [ ! -e both ]
+  grep -q '"model"' cfg.json
+}
+
+@test "a run of many ranks is evaluated and writes text on one" {
+  ds-launch -n 4 ds-train cfg.json --out run --set pipeline.stages=2 --set tensor_parallel.tp_size=2 --quiet
+  parts=(--set pipeline.stages=2 --set tensor_parallel.tp_size=2 --resume run)
+  many=$(ds-launch -n 4 ds-train cfg.json --generate 'line 1' --temperature 0 --max-tokens 20 "${parts[@]}")
+  run -0 --separate-stderr ds-train cfg.json --generate 'line 1' --temperature 0 --max-tokens 20 "${parts[@]}"
+  [ "$output" = "$many" ]
+  [[ $stderr == *"pipeline.stages: pipeline.stages 2 x tensor_parallel.tp_size 2 has no effect"* ]]
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --eval "${parts[@]}"
+}
+
+@test "a checkpoint of a model that differs where shapes do not tell is refused" {
+  ds-train cfg.json --out run --quiet
+  run -3 --separate-stderr ds-train cfg.json --resume run --eval --set data.validation=text.txt --set model.n_head=2
+  [[ $stderr == *"a checkpoint of another model: model.n_head is 4 there and 2 here"* ]]
+  run -3 --separate-stderr ds-train cfg.json --resume run --check --set model.layer_norm_epsilon=0.1
+  [[ $stderr == *"model.layer_norm_epsilon"* ]]
+  ds-train cfg.json --resume run --check --set model.attn_pdrop=0.1
 }
 
 @test "what does not fit is said with the key and what would" {
@@ -114,7 +141,16 @@ PY
   run -2 --separate-stderr ds-launch -n 7 ds-train cfg.json --set pipeline.stages=7 --set 'train_batch_size=16'
   [[ $stderr == *"7 parts are more than the 6 layers"* ]]
   run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 --set 'pipeline.partition=type:Mamba'
-  [[ $stderr == *"pipeline.partition"* ]]
+  [[ $stderr == *"--set pipeline.partition=type:Mamba: pipeline.partition: \"Mamba\" matches no layer"*"Gpt2Block"* ]]
+  [ "$(grep -c '^ds-train: error' <<<"$stderr")" -eq 1 ]
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 \
+    --set pipeline.schedule=interleaved --set pipeline.virtual_stages=5
+  [[ $stderr == *"pipeline.virtual_stages: 5 on each of 2 stages"*"at most 3 have a layer each"* ]]
+  run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 \
+    --set pipeline.schedule=interleaved --set pipeline.virtual_stages=9223372036854775807
+  [[ $stderr == *"pipeline.virtual_stages"*"is beyond"* ]]
+  run -2 --separate-stderr ds-train cfg.json --set pipeline.stage=2
+  [[ $stderr == *"did you mean pipeline.stages?"* ]]
   [ ! -e runs ]
 }
 

@@ -203,7 +203,7 @@ std::string problem(const Case& a) {
     static const ConfigText text("{}", "case", against);
     Config c = config;
     Reader reader(config_keys(), &c, text, "", against);
-    resolve_parallel(c, l.ranks(), reader);
+    resolve_parallel(c, l.ranks(), ConfigUse::Train, reader);
     check_parallel(c, true, ConfigUse::Train, reader);
   }
   if (against.empty()) against = parse_config(resolved_json(config), "case", {}, l.ranks()).diagnostics;

@@ -124,6 +124,25 @@ TEST(TensorParallel, TrainsAsOneRank) {
   }
 }
 
+// Logits of more rows than are computed at once: the shares meet after every chunk, whatever their sizes.
+TEST(TensorParallel, SharesALargeVocabulary) {
+  ModelConfig model = gpt2_model();
+  model.vocab_size = 52'347;
+  model.hidden = 8;
+  model.layers = 1;
+  model.heads = model.kv_heads = 4;
+  model.head_dim = 2;
+  model.intermediate = 8;
+  model.max_positions = 512;
+  const auto run = [&](int tp) {
+    Config c = config_of(model, {.tp = tp}, 1);
+    c.data.seq_length = 512;
+    return train_threads(c, tp, 2);
+  };
+  const Trace base = run(1);
+  for (const int tp : {2, 4}) expect_close(run(tp), base, fmt::format("tp {}", tp));
+}
+
 TEST(Checkpointing, CutOverTensorParallelRanksChangesNoBit) {
   for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
     for (const i64 interval : {1, 2, 3}) {

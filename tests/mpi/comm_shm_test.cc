@@ -207,8 +207,10 @@ TEST_F(CommShm, AMeshTakesTheSharedMemoryThatWasForetold) {
     MemoryLedger ledger;
     std::vector<Buffer> buffers;
     for (const i64 bytes : allocations) {
-      buffers.push_back(mesh.dp().allocate(ledger, Tag::Params, bytes));
-      std::memset(buffers.back().data(), 1, static_cast<size_t>(bytes));
+      for (Communicator* axis : {&mesh.dp(), &mesh.tp()}) {
+        buffers.push_back(axis->allocate(ledger, Tag::Params, bytes));
+        std::memset(buffers.back().data(), 1, static_cast<size_t>(bytes));
+      }
     }
     mesh.world().barrier("t");
     const std::string story = open_segments(job_);
@@ -220,10 +222,10 @@ TEST_F(CommShm, AMeshTakesTheSharedMemoryThatWasForetold) {
     std::istringstream story(ranks.story(r));
     for (i64 inode = 0, bytes = 0; story >> inode >> bytes;) segments[inode] = bytes;
   }
-  EXPECT_EQ(segments.size(), 1u + 2 + 2 + 2 * allocations.size());
+  EXPECT_EQ(segments.size(), 1u + 2 + 2 + 4 * allocations.size());
   i64 taken = 0;
   for (const auto& [inode, bytes] : segments) taken += bytes;
-  const i64 foretold = mesh_shm_bytes(shape, allocations);
+  const i64 foretold = mesh_shm_bytes(shape, allocations, allocations);
   EXPECT_LE(taken, foretold);
   EXPECT_GE(taken, foretold - (i64{1} << 20));
 }

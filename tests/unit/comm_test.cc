@@ -186,6 +186,25 @@ TEST(Comm, TicketsOutliveTheirCommunicator) {
   EXPECT_EQ(y, 3);
 }
 
+// Tickets may be lost to an exception; the memory that they stood for is freed after this.
+TEST(Comm, DrainWaitsForWhatIsUnderWay) {
+  std::atomic<bool> came = false;
+  run_threads(2, options(), [&](Communicator& c) {
+    std::vector<std::byte> message(size_t{32} << 20);
+    if (c.rank() == 0) {
+      c.send(message.data(), std::ssize(message), 1, "t");
+      c.drain();
+      EXPECT_TRUE(came);
+    } else {
+      std::this_thread::sleep_for(100ms);
+      came = true;
+      c.recv(message.data(), std::ssize(message), 0, "t");
+      c.drain();
+    }
+    c.drain();
+  });
+}
+
 TEST(CommFailure, MismatchedKindsNameBothCalls) {
   run_threads(3, options(), [](Communicator& c) {
     c.barrier("first");

@@ -418,6 +418,23 @@ TEST(Config, WhatAsksForNothingPasses) {
   EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config(5) lists all");
 }
 
+TEST(Config, WhatDoesNotTrainDoesWithoutAnArrangementThatDoesNotFit) {
+  const std::string text = R"({"train_batch_size": 6, "pipeline": {"stages": 2, "schedule": "zb-h1"}, "data":
+      {"train": "a"}, "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2,
+      "n_positions": 64}, "tensor_parallel": {"tp_size": 2}})";
+  for (const ConfigUse use : {ConfigUse::Evaluate, ConfigUse::Generate}) {
+    const ConfigResult r = parse(text, 3, {}, use);
+    EXPECT_TRUE(r.ok()) << r.message();
+    ASSERT_EQ(r.diagnostics.size(), 1u);
+    EXPECT_THAT(
+        to_string(r.diagnostics[0]),
+        HasSubstr("pipeline.stages 2 x tensor_parallel.tp_size 2 has no effect: it does not divide the 3 ranks"));
+    EXPECT_EQ(r.config.ranks_per_replica(), 1);
+    EXPECT_EQ(parse(text, 4, {}, use).config.ranks_per_replica(), 4);
+  }
+  EXPECT_FALSE(parse(text, 3).ok());
+}
+
 TEST(Config, AGroupOfMoreLayersThanThereAreIsAWarning) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "activation_checkpointing": {"interval": 7},
       "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}})");

@@ -8,6 +8,9 @@
 #include <limits>
 #include <random>
 
+#include "config/parallel.h"
+#include "model/models.h"
+
 namespace ds::pipeline {
 namespace {
 
@@ -50,6 +53,25 @@ std::string config_error(F f) {
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Config);
     return e.what();
+  }
+}
+
+TEST(LayerTypes, AreThoseOfTheModels) {
+  for (const Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Bert}) {
+    ModelConfig c;
+    c.family = family;
+    c.vocab_size = 16;
+    c.hidden = c.intermediate = 8;
+    c.layers = 2;
+    c.heads = c.kv_heads = 1;
+    c.head_dim = 8;
+    c.max_positions = 8;
+    c.token_types = family == Family::Bert ? 2 : 0;
+    const model::Model model = model::make_model(c, 8);
+    const auto types = layer_types(family);
+    EXPECT_EQ(model.layers.front()->type(), types[0]);
+    EXPECT_EQ(model.layers[1]->type(), types[1]);
+    EXPECT_EQ(model.layers.back()->type(), types[2]);
   }
 }
 

@@ -81,13 +81,28 @@ TEST(PlanText, ShowsTheTableOfStagesAndChunks) {
             "interleaved: 2 stages, 2 chunks each, 2 micro-batches; bubble 20.0 % (formula 20.0 %)\n"
             "\n"
             "stage  ranks     layers             heads  params     memory\n"
-            "    0  0,2,..,6  embed..h.2 + 6..8     12  31.2 M  1.250 GiB\n"
-            "    1  1,3,..,7  h.3..5 + 9..11        12  31.2 M  1.250 GiB\n"
+            "    0  0,2,..,6  embed..h.2 + 6..8   0-11  31.2 M  1.250 GiB\n"
+            "    1  1,3,..,7  h.3..5 + 9..11      0-11  31.2 M  1.250 GiB\n"
             "\n"
             "stage  passes over time\n"
             "    0  F0a F1a F0b F1b .   .   B0b---- .   B1b---- B0a---- B1a----\n"
             "    1  .   F0a F1a F0b B0b---- F1b B1b---- B0a---- B1a---- .   .\n"
             "F forward, B backward, . idle, a-b chunk\n");
+}
+
+TEST(PlanText, SaysWhichHeadsTheSharesHave) {
+  const auto heads = [](i64 of_each, i64 shares) {
+    PlanChart c = chart({ScheduleKind::OneFOneB, 1, 0, 1});
+    c.stages = {{.ranks = {0}, .layers = {{"a", "a"}}, .heads = of_each, .shares = shares, .params = 1}};
+    const auto rows = lines(plan_text(c));
+    return rows[3] + (rows[4].empty() ? "" : "; " + rows[4]);
+  };
+  EXPECT_THAT(heads(6, 2), HasSubstr(" 0-5,6-11 "));
+  EXPECT_THAT(heads(6, 2), HasSubstr("; heads by rank mod 2, from 0 on"));
+  EXPECT_THAT(heads(1, 3), HasSubstr(" 0,1,2 "));
+  EXPECT_THAT(heads(2, 8), HasSubstr(" 0-1,2-3,..,14-15 "));
+  EXPECT_THAT(heads(12, 1), HasSubstr(" 0-11 "));
+  EXPECT_THAT(heads(12, 1), Not(HasSubstr("mod")));
 }
 
 TEST(PlanText, NamesRanksAndCounts) {

@@ -6,6 +6,8 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+
 #include "model/models.h"
 #include "report/run_plan.h"
 
@@ -130,6 +132,41 @@ TEST(PlanMemory, StagesKeepAsManyMicroBatchesAsTheScheduleHasUnderWay) {
   c.pipeline = {.stages = 4, .schedule = Kind::Interleaved, .partition = "type:Block", .virtual_stages = 3};
   const double want = (4 * 3 + 4 - 1) * (block + 2 * sbh);
   EXPECT_NEAR(static_cast<double>(memory(c, mesh, 0, Tag::Activations)) / want, 1, 0.05);
+}
+
+// Ranks that share a vocabulary meet after every chunk of it.
+TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
+  for (const i64 vocab : {50257, 52347, 32000, 151646, 131071}) {
+    for (const int t : {2, 3, 4, 6}) {
+      for (const i64 micro : {1, 8, 32}) {
+        for (const DeviceKind device : {DeviceKind::Cpu, DeviceKind::Cuda}) {
+          const MeshShape mesh{.tp = t};
+          Config c = gpt2_124m(mesh);
+          c.model.vocab_size = vocab;
+          c.batch.micro = micro;
+          std::set<i64> chunks;
+          for (int r = 0; r < t; ++r) {
+            const MeshCoord coord{.tp = r};
+            const model::Model model = model::make_model(c.model, s, report::shard_of(c, mesh, coord));
+            chunks.insert(report::make_run_plan(c, model, mesh, coord, device).logits_chunk);
+          }
+          EXPECT_EQ(chunks.size(), 1u) << "vocabulary " << vocab << " tp " << t << " micro-batch " << micro;
+        }
+      }
+    }
+  }
+}
+
+// Whatever it is called: "has no effect" is what the configuration says.
+TEST(PlanMemory, OneStageKeepsOneMicroBatch) {
+  for (const PipelineSchedule kind :
+       {PipelineSchedule::Naive, PipelineSchedule::GPipe, PipelineSchedule::ZeroBubbleH1}) {
+    Config c = gpt2_124m({});
+    const i64 want = memory(c, {}, 0, Tag::Activations);
+    c.pipeline.schedule = kind;
+    c.pipeline.partition = "type:None";
+    EXPECT_EQ(memory(c, {}, 0, Tag::Activations), want);
+  }
 }
 
 }  // namespace

@@ -136,6 +136,12 @@ int terminal_columns() noexcept {
   return environment_number("DS_COLUMNS", 0);
 }
 
+int stdout_columns() noexcept {
+  winsize size{};
+  if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col;
+  return environment_number("DS_STDOUT_COLUMNS", 0);
+}
+
 void write_all(int fd, std::string_view bytes, std::string_view what) {
   while (!bytes.empty()) {
     const ssize_t n = ::write(fd, bytes.data(), bytes.size());
@@ -150,11 +156,11 @@ void write_all(int fd, std::string_view bytes, std::string_view what) {
 }
 
 Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_view option)
-    : tool_(tool), file_(std::move(file)), json_(json) {
+    : tool_(tool), file_(std::move(file)), option_(option), json_(json) {
   if (file_.empty() || rank() > 0) return;
   // Found out now, not after hours of work.
   const auto refuse = [&](const std::string& why) {
-    throw Error(Errc::Config, fmt::format("{} {}: {}", option, file_, why));
+    throw Error(Errc::Config, fmt::format("{} {}: {}", option_, file_, why));
   };
   try {
     if (const std::optional<int> fd = descriptor_of(file_)) {
@@ -177,8 +183,8 @@ Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_vi
 bool Output::colour() const noexcept { return !to_file() && tools::colour(STDOUT_FILENO); }
 
 int Output::columns() const noexcept {
-  winsize size{};
-  return !to_file() && ::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 && size.ws_col > 0 ? size.ws_col : 80;
+  const int columns = to_file() ? 0 : stdout_columns();
+  return columns > 0 ? columns : 80;
 }
 
 bool Output::replaces(const std::string& path) const {

@@ -7,6 +7,9 @@ namespace ds::tools {
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out) {
   const RunPrediction p = predict_run(config, ranks);
+  if (p.needed_bytes > p.available_bytes && ranks.rank == 0)
+    report_warning(fmt::format("a run here would be refused: it needs {}, {} are there ({})",
+                               bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
   if (out.json()) {
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
@@ -27,6 +30,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
                   {"memory_bytes", tags},
                   {"total_bytes", p.total_bytes},
                   {"device", p.device},
+                  {"needed_bytes", p.needed_bytes},
                   {"available_bytes", p.available_bytes},
                   {"comm_bytes_per_step", p.comm_bytes}});
     return;
@@ -38,8 +42,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   for (const auto& m : p.memory) {
     if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>14}\n", m.tag, bytes_text(m.predicted));
   }
-  out.print("  {:<12} {:>14}; {} are there ({})\n", "total", bytes_text(p.total_bytes), bytes_text(p.available_bytes),
-            p.limited_by);
+  out.print("  {:<12} {:>14}{}; {} are there ({})\n", "total", bytes_text(p.total_bytes),
+            p.sharers > 1 ? fmt::format(", of {} ranks {}", p.sharers, bytes_text(p.needed_bytes)) : "",
+            bytes_text(p.available_bytes), p.limited_by);
   if (p.host_bytes > 0)
     out.print("  {:<12} {:>14} of the node's memory, for checkpoints\n", "host", bytes_text(p.host_bytes));
   out.print("\nsent per rank and step\n");

@@ -118,18 +118,6 @@ std::string empty_option(const CLI::App& app) {
   return "";
 }
 
-// The report would replace what another option names, such as the configuration or the weights that are read.
-void check_report(const CLI::App& app, const Output& output) {
-  std::error_code ignored;
-  for (const CLI::Option* option : app.get_options()) {
-    if (option->check_lname("output")) continue;
-    for (const std::string& value : option->results())
-      if (std::filesystem::exists(value, ignored) && output.replaces(value))
-        throw Error(Errc::Config, fmt::format("--output {}: is also {}", output.file(), option->get_name()));
-  }
-  for (const CLI::App* command : app.get_subcommands()) check_report(*command, output);
-}
-
 // True if options were understood; false: exit status 2 is due and the reason has been said.
 bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
   std::string mistake;
@@ -177,6 +165,18 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
 }
 
 }  // namespace
+
+void check_report(const CLI::App& app, const Output& output) {
+  std::error_code ignored;
+  for (const CLI::Option* option : app.get_options()) {
+    if (option->get_name() == output.option()) continue;
+    const bool writes = option->check_lname("output");  // need not be there
+    for (const std::string& value : option->results())
+      if ((writes || std::filesystem::exists(value, ignored)) && output.replaces(value))
+        throw Error(Errc::Config, fmt::format("{} {}: is also {}", output.option(), output.file(), option->get_name()));
+  }
+  for (const CLI::App* command : app.get_subcommands()) check_report(*command, output);
+}
 
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   // A closed one must not become another file of ours, nor take what nobody then has.

@@ -63,11 +63,13 @@ class Output {
   bool json() const noexcept { return json_; }
   bool to_file() const noexcept { return !file_.empty(); }
   const std::string& file() const noexcept { return file_; }
+  const std::string& option() const noexcept { return option_; }
   // Whether the report will stand in the place of `path`, which need not exist; never where it goes to a descriptor, a
   // device or a pipe.
   bool replaces(const std::string& path) const;
   const ToolInfo& tool() const noexcept { return tool_; }
-  // Of a terminal that the result goes to; without one no colour and 80 columns.
+  // Of a terminal that the result goes to, directly or through ds-launch (DS_STDOUT_COLUMNS); without one no colour and
+  // 80 columns.
   bool colour() const noexcept;
   int columns() const noexcept;
   void write(std::string_view text);
@@ -81,10 +83,13 @@ class Output {
 
  private:
   const ToolInfo& tool_;
-  std::string file_;
+  std::string file_, option_;
   std::string pending_;  // contents of file_
   bool json_;
 };
+
+// Throws if the report would replace what another option names, such as the configuration or the weights that are read.
+void check_report(const CLI::App& app, const Output& output);
 
 using Body = std::function<int(Output&)>;          // returns the exit status
 using Setup = std::function<Body(CLI::App& app)>;  // declares options; the body runs after parsing
@@ -120,6 +125,8 @@ bool verbose() noexcept;
 // Columns of the terminal that shows our stderr, directly or through ds-launch (DS_COLUMNS); 0: none, or one that knows
 // no escapes, so no progress line.
 int terminal_columns() noexcept;
+// The same of a terminal that shows our stdout (DS_STDOUT_COLUMNS).
+int stdout_columns() noexcept;
 
 // Internal to tools/common: the texts made from the option table.
 std::string help_text(const ToolInfo& tool, const CLI::App& app);

@@ -29,6 +29,7 @@ struct LaunchOptions {
   std::string log_dir;  // "": none; else every rank's output is appended to log_dir/rank-00000.log as well
   bool tag_output = false;
   int terminal_columns = 0;              // of the terminal that shows stderr; told to rank 0 as DS_COLUMNS
+  int stdout_columns = 0;                // the same of stdout, as DS_STDOUT_COLUMNS
   std::vector<std::string> command;      // PROG ARG...
   std::vector<std::string> environment;  // "NAME=value": what the ranks inherit
 };
