@@ -77,9 +77,9 @@ struct Control {
 // One direction between two ranks: a ring of lines, written by one and read by the other.
 struct Channel {
   static constexpr u32 kLineBytes = 64;
-  static constexpr u32 kLines = 1024;
-  Event head;  // lines written
-  Event tail;  // lines read
+  static constexpr u32 kLines = 8192;  // 512 KiB: an activation of a pipeline fits in
+  Event head;                          // lines written
+  Event tail;                          // lines read
   std::array<std::byte, kLines * kLineBytes> ring;
 };
 

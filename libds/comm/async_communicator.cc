@@ -85,6 +85,11 @@ void AsyncCommunicator::Worker::loop() {
   }
 }
 
+bool AsyncCommunicator::Worker::idle() noexcept {
+  const std::lock_guard lock(mutex_);
+  return queue_.empty() && !busy_;
+}
+
 void AsyncCommunicator::Worker::drain() noexcept {
   std::unique_lock lock(mutex_);
   idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
@@ -123,7 +128,7 @@ Ticket AsyncCommunicator::submit(Operation&& operation) {
   auto op = std::allocate_shared<QueuedOperation>(std::pmr::polymorphic_allocator<QueuedOperation>(operation_memory()),
                                                   std::move(operation));
   if (op->kind == OpKind::Send) {
-    sender_.push(op);
+    if (!sender_.idle() || !run(*op, true)) sender_.push(op);
   } else if (progress_thread_) {
     progress_.push(op);
   } else {
@@ -132,14 +137,18 @@ Ticket AsyncCommunicator::submit(Operation&& operation) {
   return Ticket(std::move(op));
 }
 
-void AsyncCommunicator::run(QueuedOperation& op) noexcept {
+bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
   const auto failed = [&](const Failure& failure) {
     settle(failure);
     op.failure = world_.failure_.get();
   };
   try {
     throw_if_failed();
-    execute(op);
+    if (!at_once) {
+      execute(op);
+    } else if (!transmit_at_once(op)) {
+      return false;
+    }
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {
@@ -147,6 +156,7 @@ void AsyncCommunicator::run(QueuedOperation& op) noexcept {
   }
   op.finished.store(1, std::memory_order_release);
   op.finished.notify_all();
+  return true;
 }
 
 void AsyncCommunicator::execute(const Operation& op) {

@@ -102,6 +102,9 @@ class AsyncCommunicator : public BaseCommunicator {
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const Piece&)> consume) = 0;
   // Point to point; segments[0].source or .target. Runs on the sending thread, beside exchange and receive.
   virtual void transmit(const Operation&) = 0;
+  // The same in the caller's thread, when no send is under way, where it can be done without waiting for anybody;
+  // false: nothing has happened. A busy core is slow to start a thread, and the receiver would wait for it.
+  virtual bool transmit_at_once(const Operation&) { return false; }
   virtual void receive(const Operation&) = 0;
   // Collective, after an exchange in which the ranks agreed on the size.
   virtual Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
@@ -134,7 +137,8 @@ class AsyncCommunicator : public BaseCommunicator {
    public:
     explicit Worker(AsyncCommunicator& owner) : owner_(owner) {}
     void push(std::shared_ptr<QueuedOperation> operation);
-    void drain() noexcept;   // returns when all is worked off
+    bool idle() noexcept;    // all is worked off
+    void drain() noexcept;   // returns when it is
     void finish() noexcept;  // after the queue is empty
 
    private:
@@ -149,7 +153,8 @@ class AsyncCommunicator : public BaseCommunicator {
   };
 
   Ticket submit(Operation&& operation) final;
-  void run(QueuedOperation& operation) noexcept;
+  // at_once: false, and nothing has happened, if transmit_at_once() says so.
+  bool run(QueuedOperation& operation, bool at_once = false) noexcept;
   void execute(const Operation& operation);
   void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
   void all_reduce_now(const Operation&);

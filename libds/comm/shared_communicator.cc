@@ -327,6 +327,16 @@ class SharedCommunicator final : public AsyncCommunicator {
     put(channel, op.peer, {op.segments[0].source, static_cast<size_t>(bytes)});
   }
 
+  bool transmit_at_once(const Operation& op) override {
+    Channel& channel = arena_->channel(rank(), op.peer);
+    const u32 used =
+        channel.head.value.load(std::memory_order_relaxed) - channel.tail.value.load(std::memory_order_acquire);
+    const i64 lines = 1 + div_ceil(op.slice_bytes(), i64{Channel::kLineBytes});
+    if (lines > i64{Channel::kLines} - used) return false;
+    transmit(op);
+    return true;
+  }
+
   void receive(const Operation& op) override {
     const Activity activity(*this, op.kind);
     Channel& channel = arena_->channel(op.peer, rank());

@@ -186,6 +186,25 @@ TEST(Comm, TicketsOutliveTheirCommunicator) {
   EXPECT_EQ(y, 3);
 }
 
+// Small messages go in the caller's thread, large ones in the sender's; in the order of the calls all the same.
+TEST(Comm, MessagesOfAllSizesKeepTheirOrder) {
+  run_threads(2, options(), [](Communicator& c) {
+    std::vector<Ticket> tickets;
+    std::vector<std::vector<i32>> messages;
+    for (i32 i = 0; i < 60; ++i) {
+      const size_t elems = i % 7 == 3 ? 400'000 : i % 5 == 1 ? 70'001 : static_cast<size_t>(i);
+      messages.emplace_back(elems, c.rank() == 0 ? i : -1);
+      const i64 bytes = std::ssize(messages.back()) * 4;
+      tickets.push_back(c.rank() == 0 ? c.send(messages.back().data(), bytes, 1, "t")
+                                      : c.recv(messages.back().data(), bytes, 0, "t"));
+    }
+    for (Ticket& t : tickets) t.wait();
+    for (i32 i = 0; i < 60; ++i) {
+      for (const i32 x : messages[static_cast<size_t>(i)]) ASSERT_EQ(x, i);
+    }
+  });
+}
+
 // Tickets may be lost to an exception; the memory that they stood for is freed after this.
 TEST(Comm, DrainWaitsForWhatIsUnderWay) {
   std::atomic<bool> came = false;
