@@ -331,12 +331,18 @@ bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
   return std::any_of(paths.begin(), paths.end(), [&](std::string_view p) { return broken(p); });
 }
 
+// As the text spells it, which may be another name.
+std::string Reader::spelling(std::string_view path) const {
+  const auto it = seen_.find(path);
+  return it == seen_.end() ? json_join(prefix_, path) : it->second.typed;
+}
+
 void Reader::error(std::string_view path, std::string message, Errc code) {
-  report(Severity::Error, code, path, json_join(prefix_, path), std::move(message));
+  report(Severity::Error, code, path, spelling(path), std::move(message));
 }
 
 void Reader::warning(std::string_view path, std::string message) {
-  report(Severity::Warning, Errc::Config, path, json_join(prefix_, path), std::move(message));
+  report(Severity::Warning, Errc::Config, path, spelling(path), std::move(message));
 }
 
 void Reader::not_yet(std::string_view path, std::string_view what) {

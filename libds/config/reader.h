@@ -82,6 +82,7 @@ class Reader {
   const ConfigText& text_;
   std::string prefix_;
   std::vector<Diagnostic>& diagnostics_;
+  std::string spelling(std::string_view path) const;
   struct Seen {
     std::string typed;  // the spelling in the text
     const Json* value;

@@ -435,6 +435,15 @@ TEST(Config, WhatDoesNotTrainDoesWithoutAnArrangementThatDoesNotFit) {
   EXPECT_FALSE(parse(text, 3).ok());
 }
 
+TEST(Config, MistakesNameKeysAsTheyWereWritten) {
+  const ConfigResult r = parse(
+      R"({"train_batch_size": 1, "pipeline": {"activation_checkpoint_interval": 2}, "activation_checkpointing":
+      {"granularity": "selective"}})");
+  EXPECT_EQ(r.message(),
+            "cfg:1:38: pipeline.activation_checkpoint_interval: is about inputs of layers, which "
+            "activation_checkpointing.granularity \"layer\" keeps");
+}
+
 TEST(Config, AGroupOfMoreLayersThanThereAreIsAWarning) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "activation_checkpointing": {"interval": 7},
       "model": {"type": "gpt2", "vocab_size": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}})");
