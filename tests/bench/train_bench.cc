@@ -3,7 +3,7 @@
 // products alone, in the same run:
 //   train_bench configs/gpt2-124m.json [THREADS [STEPS]]
 // The share is oneDNN's time for the products over our time for everything: 100 % would be a step that does nothing but
-// multiply, at oneDNN's rate. Steps and products take turns; times are medians.
+// multiply, at oneDNN's rate. Steps, of one micro-batch, and products take turns; times are medians.
 
 #include <fmt/format.h>
 
@@ -94,9 +94,10 @@ int main(int argc, char** argv) {
   const int threads = argc > 2 ? std::atoi(argv[2]) : 2, turns = argc > 3 ? std::atoi(argv[3]) : 5;
   for (const DType work : {DType::F32, DType::BF16}) {
     const std::string precision = fmt::format("bf16={{\"enabled\": {}}}", work == DType::BF16);
-    const ConfigResult read = load_config(argv[1], std::span(&precision, 1), 1);
+    ConfigResult read = load_config(argv[1], std::span(&precision, 1), 1);
     if (!read.ok()) return std::fprintf(stderr, "%s\n", read.message().c_str()), 2;
     if (read.config.model.family != Family::Gpt2) return std::fprintf(stderr, "train_bench: not a GPT-2\n"), 2;
+    read.config.batch = {.train = read.config.batch.micro, .micro = read.config.batch.micro, .accumulation = 1};
     if (work == DType::F32) {
       const i64 tokens = read.config.batch.micro * read.config.data.seq_length;
       std::printf("%s: %ld tokens per step, %d threads, %s\n", argv[1], tokens, threads,
