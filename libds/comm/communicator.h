@@ -172,9 +172,10 @@ void run_threads(int size, const CommOptions&, const std::function<void(Communic
 // needed and free bytes, not a SIGBUS) and unlinked as soon as all ranks have attached.
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size, const CommOptions&);
 // What such a communicator, or a group of so many ranks, takes of /dev/shm if each of its ranks allocates these sizes
-// from it; several add up, but a group of one rank takes nothing. Channels are not counted: the first send between two
-// ranks takes one.
+// from it; several add up, but a group of one rank takes nothing. Channels come on top: the first send from one rank to
+// another takes one.
 i64 shm_needed_bytes(int size, std::span<const i64> allocations);
+i64 shm_channel_bytes() noexcept;
 // What /dev/shm had free when rank 0 came here: the same number on every rank. 0: it cannot be written. Collective over
 // the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout.
 i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);

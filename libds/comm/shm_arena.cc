@@ -354,6 +354,7 @@ class ShmArena final : public Arena {
 
 }  // namespace
 
+i64 shm_channel_bytes() noexcept { return static_cast<i64>(sizeof(Channel)); }
 i64 shm_needed_bytes(int size, std::span<const i64> allocations) { return ShmArena::needed_bytes(size, allocations); }
 
 // Rank 0 leaves a file for every peer: its size tells the number of pages and takes none, and who has read it removes

@@ -131,7 +131,6 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
   if (tp.tp_size > 1 && r.given(kAutoTp) && tp.autotp_size > 1 && tp.autotp_size != tp.tp_size) {
     r.error(kAutoTp, fmt::format("{} contradicts {} {}, which is the same", tp.autotp_size, kTp, tp.tp_size));
     tp.tp_size = tp.autotp_size = 1;
-    return 1;
   }
   tp.tp_size = tp.autotp_size = std::max(tp.tp_size, tp.autotp_size);
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
@@ -149,7 +148,7 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
     r.error(key, fmt::format("is about inputs of layers, which {} \"layer\" keeps", kGranularity));
   }
 
-  if (r.any_broken({kStages, kVirtual, kTp, kSp})) return 1;
+  if (r.any_broken({kStages, kVirtual, kTp, kAutoTp, kSp})) return 1;
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;
   for (const auto& [degree, key] : {std::pair{p, kStages}, {c.pipeline.virtual_stages, kVirtual}, {t, kTp}, {s, kSp}}) {
     if (constexpr i64 kMost = 1 << 20; degree > kMost) {

@@ -400,7 +400,14 @@ void TrainingRun::State::check_same_model(const CheckpointMeta& meta) const {
   if (meta.model_config_json.empty()) return;
   const std::optional<ModelConfig> saved = known_model(Json::parse(meta.model_config_json), ignored);
   if (!saved) return;
-  const Json there = ds::model_json(*saved), here = ds::model_json(config.model);
+  // Rotations go by the length that was trained, which may be said in two ways.
+  const auto json = [](ModelConfig m) {
+    const bool trained =
+        m.rope.type == RopeType::Llama3 || m.rope.type == RopeType::Yarn || m.rope.type == RopeType::LongRope;
+    if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
+    return ds::model_json(m);
+  };
+  const Json there = json(*saved), here = json(config.model);
   const auto at = [](const Json& model, const std::string& key) {
     return model.contains(key) ? model.at(key).dump() : std::string("not set");
   };
@@ -410,7 +417,8 @@ void TrainingRun::State::check_same_model(const CheckpointMeta& meta) const {
   }
   for (const std::string& key : keys) {
     const bool own = key.find("dropout") != key.npos || key.ends_with("pdrop") || key == "initializer_range" ||
-                     key == "max_position_embeddings" || key.ends_with("token_id");
+                     key.ends_with("token_id") ||
+                     (key == "max_position_embeddings" && config.model.rope.type != RopeType::Dynamic);
     DS_CHECK(own || at(there, key) == at(here, key), Errc::Mismatch,
              "{}: a checkpoint of another model: model.{} is {} there and {} here", step_dir, key, at(there, key),
              at(here, key));

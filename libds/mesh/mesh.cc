@@ -48,7 +48,10 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
   };
-  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {});
+  // Activations and gradients go around the stages, gradients of tied embeddings between the first and the last; keys
+  // and values around the parts of a sequence.
+  const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
+  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels;
   if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }

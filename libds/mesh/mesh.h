@@ -41,7 +41,7 @@ std::vector<int> sp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> pp_ranks(const MeshShape&, const MeshCoord&);
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
-// and each allocates these sizes from dp and from tp.
+// and each allocates these sizes from dp and from tp; with the channels of their messages.
 i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations);
 
 class Mesh {

@@ -96,12 +96,12 @@ TEST(MeshMemory, SharedMemoryIsTheSumOverAllCommunicators) {
   const std::vector<i64> allocations = {5000, 3 << 20};
   EXPECT_EQ(mesh_shm_bytes({.dp = 4}, allocations, {}), shm_needed_bytes(4, allocations));
   EXPECT_EQ(mesh_shm_bytes({.dp = 2, .sp = 2}, allocations, {}),
-            shm_needed_bytes(4, allocations) + 2 * shm_needed_bytes(2, {}));
+            shm_needed_bytes(4, allocations) + 2 * shm_needed_bytes(2, {}) + 4 * shm_channel_bytes());
   EXPECT_EQ(mesh_shm_bytes({.tp = 4}, allocations, {}), 2 * shm_needed_bytes(4, {}));
   EXPECT_EQ(mesh_shm_bytes({.tp = 4}, {}, allocations), shm_needed_bytes(4, {}) + shm_needed_bytes(4, allocations));
   EXPECT_EQ(mesh_shm_bytes({.dp = 3, .pp = 2, .tp = 2}, allocations, {}),
             shm_needed_bytes(12, {}) + 4 * shm_needed_bytes(3, allocations) + 6 * shm_needed_bytes(2, {}) +
-                2 * 6 * shm_needed_bytes(2, {}));
+                2 * 6 * shm_needed_bytes(2, {}) + 6 * (2 + 2 + 2) * shm_channel_bytes());
 }
 
 class Meshes : public testing::TestWithParam<std::tuple<const char*, MeshShape>> {

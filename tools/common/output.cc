@@ -139,7 +139,9 @@ int terminal_columns() noexcept {
 int stdout_columns() noexcept {
   winsize size{};
   if (::ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0) return size.ws_col;
-  return environment_number("DS_STDOUT_COLUMNS", 0);
+  struct stat st = {};  // not a file: a pipe, to who shows it
+  const bool piped = ::fstat(STDOUT_FILENO, &st) == 0 && (S_ISFIFO(st.st_mode) || S_ISSOCK(st.st_mode));
+  return piped ? environment_number("DS_STDOUT_COLUMNS", 0) : 0;
 }
 
 void write_all(int fd, std::string_view bytes, std::string_view what) {

@@ -7,9 +7,9 @@ namespace ds::tools {
 
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out) {
   const RunPrediction p = predict_run(config, ranks);
-  if (p.needed_bytes > p.available_bytes && ranks.rank == 0)
-    report_warning(fmt::format("a run here would be refused: it needs {}, {} are there ({})",
-                               bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
+  if (p.needed_bytes > p.available_bytes && (ranks.rank == 0 || p.device == "cuda"))  // each rank may have its own GPU
+    report_warning(fmt::format("a run here would be refused: rank {} finds that it needs {}, {} are there ({})",
+                               ranks.rank, bytes_text(p.needed_bytes), bytes_text(p.available_bytes), p.limited_by));
   if (out.json()) {
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
@@ -45,8 +45,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   out.print("  {:<12} {:>14}{}; {} are there ({})\n", "total", bytes_text(p.total_bytes),
             p.sharers > 1 ? fmt::format(", of {} ranks {}", p.sharers, bytes_text(p.needed_bytes)) : "",
             bytes_text(p.available_bytes), p.limited_by);
-  if (p.host_bytes > 0)
-    out.print("  {:<12} {:>14} of the node's memory, for checkpoints\n", "host", bytes_text(p.host_bytes));
+  if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
   out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
