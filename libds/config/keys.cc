@@ -46,7 +46,7 @@ template <>
 inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"auto", u8(CommBackend::Auto)}, EnumName{"self", u8(CommBackend::Self)},
     EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
-    EnumName{"nccl", u8(CommBackend::Nccl)}};
+    EnumName{"shm+mpi", u8(CommBackend::Composed)}, EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
 inline constexpr std::array kEnumNames<PipelineSchedule> = {
     EnumName{"naive", u8(PipelineSchedule::Naive)}, EnumName{"gpipe", u8(PipelineSchedule::GPipe)},
