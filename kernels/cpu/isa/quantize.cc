@@ -75,14 +75,26 @@ void put_codes(u8* p, Vec integral, AllLanes) noexcept {
   put_codes<kBits>(p, integral, kLanes);
 }
 
+// kLanes codes from p, which a load of just these bytes reads: a wider one would wait for the stores before it.
 template <int kBits>
-Vec unpack(const u8 (&packed)[16]) noexcept {
+Vec get_codes(const u8* p, AllLanes) noexcept {
+  constexpr i64 kBytes = code_bytes<kBits>(kLanes);
   if constexpr (kBits == 1) {
     u32 signs = 0;
-    std::memcpy(&signs, packed, sizeof signs);
+    std::memcpy(&signs, p, static_cast<size_t>(kBytes));
     return from_signs(signs);
   } else {
-    __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(packed));
+    __m128i bytes;
+    if constexpr (kBytes == 16) {
+      bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    } else if constexpr (kBytes == 8) {
+      bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    } else {
+      static_assert(kBytes == 4);
+      i32 word;
+      std::memcpy(&word, p, sizeof word);
+      bytes = _mm_cvtsi32_si128(word);
+    }
     if constexpr (kBits == 4) {
       const __m128i words = _mm_cvtepu8_epi16(bytes);
       const __m128i halves = _mm_and_si128(_mm_or_si128(words, _mm_slli_epi16(words, 4)), _mm_set1_epi16(0x0F0F));
@@ -93,16 +105,10 @@ Vec unpack(const u8 (&packed)[16]) noexcept {
   }
 }
 template <int kBits>
-Vec get_codes(const u8* p, AllLanes) noexcept {
-  u8 packed[16] = {};
-  std::memcpy(packed, p, static_cast<size_t>(code_bytes<kBits>(kLanes)));
-  return unpack<kBits>(packed);
-}
-template <int kBits>
 Vec get_codes(const u8* p, i64 n) noexcept {
-  u8 packed[16] = {};
-  std::memcpy(packed, p, static_cast<size_t>(code_bytes<kBits>(n)));
-  return unpack<kBits>(packed);
+  u8 whole[16] = {};
+  std::memcpy(whole, p, static_cast<size_t>(code_bytes<kBits>(n)));
+  return get_codes<kBits>(whole, AllLanes{});
 }
 
 template <class F>
