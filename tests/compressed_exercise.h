@@ -254,7 +254,8 @@ inline void exercise_quantized_all_gather(const Ranks& ranks, i64 n, DType type,
   require_same(full.get(), want, "quantised all-gather");
   require_same(apart.get(), own, "the shard");
   require(sent(*c, "t.qwz") == (P - 1) * coded_bytes(n, format), "bytes of the quantised all-gather");
-  require(ledger.num_allocations() == taken && ledger.current(Tag::Comm) > 0, "memory of the quantised all-gather");
+  require(ledger.num_allocations() == taken && ledger.current(Tag::Comm) == P * coded_bytes(n + 3, format),
+          "memory of the quantised all-gather");
 }
 
 // Ranks of `nodes` nodes; three calls, with error feedback if wanted.
@@ -293,7 +294,12 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
   const i64 calls = n > 0 ? 4 : 0;
   require(sent(*node, "t.qgz") == calls * (L - 1) * nodes * coded_bytes(n, format), "bytes of the hop in the node");
   require(sent(*across, "t.qgz") == calls * (nodes - 1) * coded_bytes(n, format), "bytes of the hop across nodes");
-  require(ledger.num_allocations() == taken, "memory of the quantised reduce-scatter");
+  const bool node_hop = L > 1, across_hop = nodes > 1;
+  require(ledger.num_allocations() == taken, "allocations of the quantised reduce-scatter");
+  require(ledger.current(Tag::Comm) == 2 * (P * node_hop + nodes * across_hop) * coded_bytes(n + 5, format) +
+                                           nodes * (n + 5) * 4 * (node_hop && across_hop),
+          "memory of the quantised reduce-scatter");
+  require(ledger.current(Tag::GradAccum) == (P * node_hop + nodes * across_hop) * n * 4, "memory of its errors");
 }
 
 // Ranks in groups of `size`, which keep what a gather of all gave them, quantised or not.
@@ -365,7 +371,10 @@ inline void exercise_one_bit(const Ranks& ranks, i64 n, int salt) {
   }
   require(sent(*c, "t.one_bit") == kSteps * 2 * (P - 1) * ((chunk / 8 + 3) / 4 * 4 + 4),
           "bytes of the 1-bit all-reduce");
-  require(ledger.num_allocations() == taken, "memory of the 1-bit all-reduce");
+  const i64 own_chunk = op.server_error().numel(), message = (chunk / 8 + 3) / 4 * 4 + 4;
+  require(
+      ledger.num_allocations() == taken && ledger.current(Tag::Optimizer) == 4 * (n + own_chunk) + 24 + 2 * P * message,
+      "memory of the 1-bit all-reduce");
 }
 
 inline void exercise_compressed(const Ranks& ranks, i64 big = 3001) {

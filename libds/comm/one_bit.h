@@ -20,9 +20,9 @@ class OneBitAllReduce {
   //   worker  y = x + e_w; a = rms(y); e_w = y - a sgn(y), sgn(0) = 1; signs of chunk j and a to rank j
   //   server  z = e_s + (sum of a_i sgn(y_i))/P; c = rms(z); e_s = z - c sgn(z); signs and c to all
   // so that over any number of calls the sum of results = the sum of means - mean(e_w) - e_s, but for rounding. Sends
-  // 2 (P-1) slices of chunk_elems()/8 + 4 bytes. One rank compresses like many. A bit cannot say 0: what must stay 0 is
-  // the caller's to mask. If an element is not finite on any rank, the whole result is NaN on all, and the errors of
-  // who met it start again at 0. Done when it returns (over a device: enqueued).
+  // 2 (P-1) slices of chunk_elems()/8 + 4 bytes, and up to 3. One rank compresses like many. A bit cannot say 0: what
+  // must stay 0 is the caller's to mask. If an element is not finite on any rank, the whole result is NaN on all, and
+  // the errors of who met it start again at 0. Done when it returns (over a device: enqueued).
   void run(TensorView x, std::string_view tag);
 
   // The state between calls, fp32, of the device: [n], and of the elements of our chunk. For checkpoints, at the same

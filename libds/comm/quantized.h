@@ -19,7 +19,7 @@ namespace ds {
 // stays exact. One call at a time is under way.
 class QuantizedAllGather {
  public:
-  // For shards of up to `max_elems` elements. device outlives it.
+  // For shards of up to `max_elems` elements; takes P slices. comm and device outlive it.
   QuantizedAllGather(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
                      CodeFormat format = {});
 
@@ -51,7 +51,8 @@ class LocoErrors;
 class QuantizedReduceScatter {
  public:
   // For slices of up to `max_elems` elements. `node`: the ranks of this node in the order of their numbers; `across`:
-  // those with our number, in the order of their nodes. All outlive it. Collective over both.
+  // those with our number, in the order of their nodes. All outlive it. Collective over both. Takes 2 (P + nodes) coded
+  // slices, and one fp32 slice for each node.
   QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device, MemoryLedger& ledger, Tag tag,
                          i64 max_elems, CodeFormat format = {.bits = 4});
 
@@ -84,7 +85,7 @@ struct LocoOptions {
 // and 0 every reset_period calls. Where a block was not finite it is 0.
 class LocoErrors {
  public:
-  // For slices of `slice_elems` elements.
+  // For slices of `slice_elems` elements; takes P + nodes of them in fp32.
   LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, i64 slice_elems, LocoOptions = {});
 
   // Gradients come multiplied by `factor` from now on: the loss scale has changed.
