@@ -30,8 +30,9 @@ template <>
 inline constexpr std::array kEnumNames<WarmupType> = {EnumName{"log", u8(WarmupType::Log)},
                                                       EnumName{"linear", u8(WarmupType::Linear)}};
 template <>
-inline constexpr std::array kEnumNames<DType> = {EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)},
-                                                 EnumName{"fp16", u8(DType::F16)}};
+inline constexpr std::array kEnumNames<DType> = {
+    EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)}, EnumName{"fp16", u8(DType::F16)},
+    EnumName{"bfp16", u8(DType::BF16)}};  // as DeepSpeed spelt bf16 at first
 template <>
 inline constexpr std::array kEnumNames<ReduceOrder> = {EnumName{"boundary", u8(ReduceOrder::Boundary)},
                                                        EnumName{"micro", u8(ReduceOrder::Micro)}};
