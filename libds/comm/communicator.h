@@ -199,7 +199,10 @@ std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
 // rank.
 std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
                                                          const CommOptions&, bool or_mpi = false);
-// The same of threads, for tests. As run_threads.
+// Open MPI's own collectives, for measurements beside ours: blocking, sums in any order, no comparison of calls, no
+// timeout; no groups. Throws Errc::Config for what Open MPI does not have (16-bit reductions, accumulation).
+std::unique_ptr<Communicator> make_open_mpi_peer(const CommOptions&);
+// The composed communicator of threads, for tests. As run_threads.
 void run_composed_threads(int nodes, int local_size, const CommOptions&,
                           const std::function<void(Communicator&)>& body);
 

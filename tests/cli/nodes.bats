@@ -147,15 +147,20 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
 @test "ZeRO 2 and 3 on two hosts train the bits of one, over the link" {
   training
   "$launch" -n 4 ds-train cfg.json --out here 2>/dev/null
-  for stage in 2 3; do
-    local before after
+  for variant in "2 auto shm+mpi" "3 shm+mpi shm+mpi" "3 mpi mpi"; do
+    local before after stage asked taken
+    read -r stage asked taken <<<"$variant"
     before=$(crossed 2)
-    run -0 from_a "$launch" --agent "$agent" --host "$a:2,$b:2" ds-train cfg.json --out "two$stage" \
-      --set zero_optimization.stage=$stage
+    run -0 from_a "$launch" --agent "$agent" --host "$a:2,$b:2" ds-train cfg.json --out "two$stage$asked" --verbose \
+      --set "zero_optimization.stage=$stage" --set "communication.backend=$asked"
     after=$(crossed 2)
-    assert_equal "$(losses "two$stage")" "$(losses here)"
+    assert_output --partial "communication: $taken"
+    assert_equal "$(losses "two$stage$asked")" "$(losses here)"
     ((after - before > 200000))
   done
+  # Nodes of 2 and 1 ranks.
+  run -0 from_a "$launch" --agent "$agent" --host "$a:2,$b:1" ds-train cfg.json --out uneven --set steps=1 --set train_batch_size=6
+  assert_output --partial "takes mpi alone"
 }
 
 @test "four hosts with a delay between them train the same" {
