@@ -182,6 +182,7 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
 
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
+std::string mpi_library_version();  // "Open MPI v4.1.4, ..."
 
 // Over device memory (CommOptions::device, which outlives them). Calls take their inputs as of now in the Compute
 // queue; Ticket::wait() orders what comes next on Compute behind the operation and does not stop the host;
