@@ -106,33 +106,42 @@ inline void exercise_all_gather(Communicator& c, std::span<std::byte> shared, co
   }
 }
 
+// root < 0: an all-reduce, else a reduce, which leaves the data of other ranks as it is. Sums in a 16-bit type are
+// folded in fp32 and rounded once.
 template <class T>
-void exercise_all_reduce(Communicator& c, i64 n, ReduceOp op, int salt) {
-  const auto input = [&](int rank, i64 i) { return static_cast<T>(value(rank, i, salt) * 1000); };
+void exercise_reduction(Communicator& c, i64 n, ReduceOp op, int root, int salt) {
+  constexpr bool is_16_bit = sizeof(T) == 2;
+  const auto input = [&](int rank, i64 i) {
+    if constexpr (is_16_bit)
+      return to_float(from_float<T>(value(rank, i, salt)));
+    else
+      return static_cast<T>(value(rank, i, salt) * 1000);
+  };
+  const auto stored = [](auto x) {
+    if constexpr (is_16_bit)
+      return from_float<T>(x);
+    else
+      return x;
+  };
   std::vector<T> data(static_cast<size_t>(n));
-  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = input(c.rank(), i);
-  c.all_reduce(data.data(), n, dtype_of<T>, op, "t.all_reduce").wait();
+  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = stored(input(c.rank(), i));
+  if (root < 0) {
+    c.all_reduce(data.data(), n, dtype_of<T>, op, "t.all_reduce").wait();
+  } else {
+    c.reduce(data.data(), n, dtype_of<T>, op, root, "t.reduce").wait();
+  }
   for (i64 i = 0; i < n; ++i) {
-    T expected = input(0, i);
+    auto expected = input(0, i);
     for (int q = 1; q < c.size(); ++q) {
-      const T x = input(q, i);
+      const auto x = input(q, i);
       expected = op == ReduceOp::Sum   ? expected + x
                  : op == ReduceOp::Max ? std::max(expected, x)
                                        : std::min(expected, x);
     }
-    require(std::memcmp(&expected, &data[static_cast<size_t>(i)], sizeof(T)) == 0, "all_reduce");
-  }
-}
-
-// A sum in a 16-bit type: folded in fp32, rounded once.
-template <class T>
-void exercise_rounded_all_reduce(Communicator& c, i64 n, int salt) {
-  std::vector<T> data(static_cast<size_t>(n));
-  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = from_float<T>(value(c.rank(), i, salt));
-  c.all_reduce(data.data(), n, dtype_of<T>, ReduceOp::Sum, "t.all_reduce").wait();
-  for (i64 i = 0; i < n; ++i) {
-    const T expected = from_float<T>(folded(c.size(), i, salt, dtype_of<T>));
-    require(std::memcmp(&expected, &data[static_cast<size_t>(i)], sizeof(T)) == 0, "all_reduce of 16 bits");
+    if (root >= 0 && c.rank() != root) expected = input(c.rank(), i);
+    const T bits = stored(expected);
+    require(std::memcmp(&bits, &data[static_cast<size_t>(i)], sizeof(T)) == 0,
+            fmt::format("{} of {} {}", root < 0 ? "all_reduce" : "reduce", n, dtype_name(dtype_of<T>)));
   }
 }
 
@@ -142,6 +151,20 @@ inline void exercise_broadcast(Communicator& c, i64 bytes, int root, int salt) {
   c.broadcast(data.data(), bytes, root, "t.broadcast").wait();
   for (i64 i = 0; i < bytes; ++i)
     require(data[static_cast<size_t>(i)] == static_cast<u8>(root + salt + i), "broadcast");
+}
+
+// Slices come from all ranks to the root, and go back from there.
+inline void exercise_gather_and_scatter(Communicator& c, i64 slice, int root, int salt) {
+  const auto byte = [&](int rank, i64 i) { return static_cast<u8>(rank * 37 + i * 11 + salt); };
+  const bool at_root = c.rank() == root;
+  std::vector<u8> own(static_cast<size_t>(slice)), all(static_cast<size_t>(at_root ? c.size() * slice : 0)),
+      back(own.size());
+  for (i64 i = 0; i < slice; ++i) own[static_cast<size_t>(i)] = byte(c.rank(), i);
+  c.gather(own.data(), at_root ? all.data() : nullptr, slice, root, "t.gather").wait();
+  for (i64 i = 0; i < std::ssize(all); ++i)
+    require(all[static_cast<size_t>(i)] == byte(static_cast<int>(i / slice), i % slice), "gather");
+  c.scatter(at_root ? all.data() : nullptr, back.data(), slice, root, "t.scatter").wait();
+  require(back == own, "scatter");
 }
 
 inline void exercise_all_to_all(Communicator& c, i64 slice, int salt) {
@@ -219,17 +242,22 @@ inline void exercise(Communicator& c, i64 big = 70001, int salt = 0) {
   exercise_succession(c, shared);
   for (ReduceOp op : {ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min}) {
     for (i64 n : {i64{0}, i64{1}, i64{5}, i64{16385}, big}) {
-      exercise_all_reduce<float>(c, n, op, ++salt);
-      exercise_all_reduce<double>(c, n, op, ++salt);
-      exercise_all_reduce<i64>(c, n, op, ++salt);
+      for (int root : {-1, P - 1}) {
+        exercise_reduction<float>(c, n, op, root, ++salt);
+        exercise_reduction<double>(c, n, op, root, ++salt);
+        exercise_reduction<i64>(c, n, op, root, ++salt);
+        if (n == 1 || n == 16385) continue;
+        exercise_reduction<i32>(c, n, op, root, ++salt);
+        exercise_reduction<bf16>(c, n, op, root, ++salt);
+        exercise_reduction<f16>(c, n, op, root, ++salt);
+      }
     }
   }
-  for (i64 n : {i64{0}, i64{1}, i64{5}, i64{32769}, i64{70001}}) {
-    exercise_rounded_all_reduce<bf16>(c, n, ++salt);
-    exercise_rounded_all_reduce<f16>(c, n, ++salt);
-  }
+  for (int root : {-1, 0}) exercise_reduction<bf16>(c, 70001, ReduceOp::Sum, root, ++salt);
+  exercise_reduction<float>(c, (i64{9} << 20) / 4 + 3, ReduceOp::Sum, 0, ++salt);  // several rounds
   for (int root = 0; root < P; ++root) {
     for (i64 bytes : {i64{0}, i64{1}, i64{13}, big * 4 + 1}) exercise_broadcast(c, bytes, root, ++salt);
+    for (i64 slice : {i64{0}, i64{1}, i64{333}, big}) exercise_gather_and_scatter(c, slice, root, ++salt);
   }
   for (i64 slice : {i64{1}, i64{333}, big}) exercise_all_to_all(c, slice, ++salt);
   if (P > 1) {

@@ -2,6 +2,7 @@
 #include "comm/async_communicator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cctype>
 #include <cstring>
 #include <exception>
@@ -9,9 +10,10 @@
 namespace ds {
 namespace {
 
-// An fp32 sum above this size is a reduce-scatter and an all-gather; other all-reduces go in blocks of this size, which
-// every rank gathers and folds for itself.
-constexpr i64 kAllReduceBlock = i64{64} << 10;
+// A canonical sum above this size is a reduce-scatter and an all-gather; other reductions go in blocks of this size,
+// which every rank (of a reduce: the root) gathers and folds for itself.
+constexpr i64 kReductionBlock = i64{64} << 10;
+constexpr i64 kReduceRound = i64{8} << 20;
 constexpr i64 kRoundedBlock = i64{16} << 10;  // elements that are folded before they are rounded
 
 const OpTable& table_of(const CommOptions& options) {
@@ -20,20 +22,31 @@ const OpTable& table_of(const CommOptions& options) {
   return *ops;
 }
 
+// Sums that are folded in fp32.
+bool folds(const Operation& op) noexcept {
+  return (op.dtype == DType::F32 || is_16_bit(op.dtype)) && op.reduce == ReduceOp::Sum;
+}
+
 template <class T>
-T combine(T a, T b, ReduceOp op) noexcept {
-  switch (op) {
-    case ReduceOp::Sum:
-      if constexpr (std::is_same_v<T, i64>) {
-        return static_cast<i64>(static_cast<u64>(a) + static_cast<u64>(b));
-      } else {
-        return a + b;
-      }
-    // A NaN wins, whichever side it is on.
-    case ReduceOp::Max: return a < b || b != b ? b : a;
-    case ReduceOp::Min: return b < a || b != b ? b : a;
+T combine_two(T a, T b, ReduceOp op) noexcept {
+  if constexpr (std::is_same_v<T, bf16> || std::is_same_v<T, f16>) {
+    const float x = to_float(a), y = to_float(b);
+    return std::bit_cast<u32>(combine_two(x, y, op)) == std::bit_cast<u32>(x) ? a : b;
+  } else {
+    switch (op) {
+      case ReduceOp::Sum:
+        if constexpr (std::is_integral_v<T>) {
+          using Bits = std::make_unsigned_t<T>;
+          return static_cast<T>(static_cast<Bits>(a) + static_cast<Bits>(b));
+        } else {
+          return a + b;
+        }
+      // A NaN wins, whichever side it is on.
+      case ReduceOp::Max: return a < b || b != b ? b : a;
+      case ReduceOp::Min: return b < a || b != b ? b : a;
+    }
+    return a;
   }
-  return a;
 }
 
 template <class T>
@@ -41,7 +54,7 @@ void combine_in_rank_order(std::byte* target, std::span<const std::byte* const> 
   T* out = reinterpret_cast<T*>(target);
   for (i64 i = 0; i < bytes / static_cast<i64>(sizeof(T)); ++i) {
     T value = reinterpret_cast<const T*>(sources[0])[i];
-    for (const std::byte* s : sources.subspan(1)) value = combine(value, reinterpret_cast<const T*>(s)[i], op);
+    for (const std::byte* s : sources.subspan(1)) value = combine_two(value, reinterpret_cast<const T*>(s)[i], op);
     out[i] = value;
   }
 }
@@ -160,91 +173,142 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
 }
 
 void AsyncCommunicator::execute(const Operation& op) {
-  const auto nothing = [](const Piece&) {};
+  const std::span<const Segment> segments = op.segments;
   switch (op.kind) {
-    case OpKind::ReduceScatter: return reduce_scatter_now(op, op.segments);
-    case OpKind::AllGather: return gather_now(op, op.segments, Pattern::Share);
+    case OpKind::ReduceScatter: return reduce_scatter_now(op, segments);
+    case OpKind::AllGather: return move_now(op, {.sliced = false, .segments = segments});
     case OpKind::AllReduce: return all_reduce_now(op);
-    case OpKind::Broadcast: return gather_now(op, op.segments, Pattern::Root);
-    case OpKind::AllToAll: return gather_now(op, op.segments, Pattern::Scatter);
+    case OpKind::Reduce: return reduce_now(op);
+    case OpKind::Broadcast: return move_now(op, {.sliced = false, .segments = segments, .only_from = op.peer});
+    case OpKind::AllToAll: return move_now(op, {.sliced = true, .segments = segments});
+    case OpKind::Gather: return move_now(op, {.sliced = false, .segments = segments, .only_to = op.peer});
+    case OpKind::Scatter: return move_now(op, {.sliced = true, .segments = segments, .only_from = op.peer});
     case OpKind::Send: return transmit(op);
     case OpKind::Recv: return receive(op);
-    case OpKind::Barrier: return exchange(op, {.pattern = Pattern::Share, .segments = {}}, nothing);
+    case OpKind::Barrier: return meet_now(op);
     case OpKind::Attach: break;  // is no call
     case OpKind::Allocate:
-      exchange(op, {.pattern = Pattern::Share, .segments = {}}, nothing);
+      meet_now(op);
       *op.buffer = allocate_shared(*op.ledger, op.memory_tag, op.slice_bytes());
       return;
   }
 }
 
+void AsyncCommunicator::meet_now(const Operation& op) {
+  exchange(op, {.sliced = false, .segments = {}}, [](const Piece&) {});
+}
+
 void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const Segment> segments) {
   const i64 size = dtype_bytes(op.dtype);
-  exchange(op, {.pattern = Pattern::Scatter, .segments = segments}, [&](const Piece& p) {
+  exchange(op, {.sliced = true, .segments = segments}, [&](const Piece& p) {
     float* target = reinterpret_cast<float*>(p.segment->target) + p.offset / size;
-    fold(target, p.sources, 0, p.bytes / size, op.dtype, op.accumulate);
+    fold(target, p.sources, p.bytes / size, op.dtype, op.accumulate);
   });
 }
 
-void AsyncCommunicator::gather_now(const Operation& op, std::span<const Segment> segments, Pattern pattern) {
-  const Exchange x{.pattern = pattern, .segments = segments, .lands = true, .root = op.peer};
+void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
+  Exchange x = which;
+  x.lands = true;
   exchange(op, x, [&](const Piece& p) {
     for (int q = 0; q < size(); ++q) {
       const std::byte* source = p.sources[static_cast<size_t>(q)];
+      if (source == nullptr) continue;
       std::byte* target = x.landing(*p.segment, q) + p.offset;
-      if (source != nullptr && source != target) std::memcpy(target, source, static_cast<size_t>(p.bytes));
+      if (source != target) std::memcpy(target, source, static_cast<size_t>(p.bytes));
     }
   });
 }
 
+// What one rank folds is its data as it is; axes of size one are used like all others.
 void AsyncCommunicator::all_reduce_now(const Operation& op) {
+  if (size() == 1) return meet_now(op);
   std::byte* data = op.segments[0].target;
-  const i64 total = op.segments[0].slice_bytes;
-  // What one rank folds is its data as it is; axes of size one are used like all others.
-  if (size() == 1) return exchange(op, {.pattern = Pattern::Share, .segments = {}}, [](const Piece&) {});
+  const i64 total = op.segments[0].slice_bytes, elem = dtype_bytes(op.dtype);
   i64 done = 0;
-  const bool rounds = is_16_bit(op.dtype);
-  if ((op.dtype == DType::F32 || rounds) && op.reduce == ReduceOp::Sum && total > kAllReduceBlock) {
-    const i64 slice = total / (size() * dtype_bytes(op.dtype)) * dtype_bytes(op.dtype);
+  if (folds(op) && total > kReductionBlock) {
+    const i64 slice = total / (size() * elem) * elem;
     const Segment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
-    if (rounds) {  // into our own slice, which nobody else reads
-      exchange(op, {.pattern = Pattern::Scatter, .segments = {&whole, 1}}, [&](const Piece& p) {
-        fold_rounded(whole.target + p.offset, p.sources, p.bytes / dtype_bytes(op.dtype), op.dtype);
-      });
+    if (is_16_bit(op.dtype)) {
+      reduce_scatter_rounded(op, whole);
     } else {
       reduce_scatter_now(op, {&whole, 1});
     }
-    gather_now(op, {&own, 1}, Pattern::Share);
+    move_now(op, {.sliced = false, .segments = {&own, 1}});
     done = slice * size();
   }
-  while (done < total) {
-    const i64 block = std::min(kAllReduceBlock, total - done);
-    scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(size() * block)));
-    std::byte* own = scratch_.data() + rank() * block;
-    std::memcpy(own, data + done, static_cast<size_t>(block));
-    const Segment segment{own, scratch_.data(), block};
-    gather_now(op, {&segment, 1}, Pattern::Share);
-    std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size()), operation_memory());
-    for (int q = 0; q < size(); ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
-    if (rounds) {
-      fold_rounded(data + done, sources, block / dtype_bytes(op.dtype), op.dtype);
-    } else if (op.dtype == DType::I64) {
-      combine_in_rank_order<i64>(data + done, sources, block, op.reduce);
-    } else if (op.dtype == DType::F64) {
-      combine_in_rank_order<double>(data + done, sources, block, op.reduce);
-    } else {
-      combine_in_rank_order<float>(data + done, sources, block, op.reduce);
+  combine_now(op, data + done, total - done, -1);
+}
+
+// A large sum goes in rounds: each rank folds a slice, the root gathers them.
+void AsyncCommunicator::reduce_now(const Operation& op) {
+  if (size() == 1) return meet_now(op);
+  std::byte* data = op.segments[0].target;
+  const i64 total = op.segments[0].slice_bytes, elem = dtype_bytes(op.dtype);
+  i64 done = 0;
+  while (folds(op) && total - done > kReductionBlock) {
+    const i64 slice = std::min(kReduceRound, total - done) / (size() * elem) * elem, elems = slice / elem;
+    sums_.resize(std::max(sums_.size(), static_cast<size_t>(elems)));
+    auto* const sums = reinterpret_cast<std::byte*>(sums_.data());
+    const Segment whole{data + done, sums, slice};
+    reduce_scatter_now(op, {&whole, 1});
+    Segment rounded{sums, data + done, slice};
+    if (is_16_bit(op.dtype)) {
+      scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(slice)));
+      Stream stream{.pool = &fold_pool_};
+      ops_.cast(TensorView::of(scratch_.data(), op.dtype, {elems}), TensorView::of(sums_.data(), DType::F32, {elems}),
+                stream);
+      rounded.source = scratch_.data();
     }
+    move_now(op, {.sliced = false, .segments = {&rounded, 1}, .only_to = op.peer});
+    done += slice * size();
+  }
+  combine_now(op, data + done, total - done, op.peer);
+}
+
+void AsyncCommunicator::combine_now(const Operation& op, std::byte* data, i64 total, int only_to) {
+  const bool consumes = only_to < 0 || only_to == rank();
+  std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size()), operation_memory());
+  for (i64 done = 0; done < total;) {
+    const i64 block = std::min(kReductionBlock, total - done);
+    std::byte* const target = data + done;
+    Segment segment{target, nullptr, block};
+    if (consumes) {
+      scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(size() * block)));
+      for (int q = 0; q < size(); ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
+      segment.target = scratch_.data();
+    }
+    move_now(op, {.sliced = false, .segments = {&segment, 1}, .only_to = only_to});
+    if (consumes) combine(op, target, sources, block);
     done += block;
   }
 }
 
-void AsyncCommunicator::fold(float* target, std::span<const std::byte* const> sources, i64 begin, i64 elems, DType wire,
-                             bool accumulate) {
-  for (size_t q = 0; q < sources.size(); ++q) {
-    std::byte* source = const_cast<std::byte*>(sources[q]) + begin * dtype_bytes(wire);
-    fold_sources_[q] = TensorView::of(source, wire, {elems});
+void AsyncCommunicator::combine(const Operation& op, std::byte* target, std::span<const std::byte* const> sources,
+                                i64 bytes) {
+  if (op.dtype == DType::F32 && op.reduce == ReduceOp::Sum)
+    return fold(reinterpret_cast<float*>(target), sources, bytes / 4, op.dtype, false);
+  switch (op.dtype) {
+    case DType::F32: return combine_in_rank_order<float>(target, sources, bytes, op.reduce);
+    case DType::F64: return combine_in_rank_order<double>(target, sources, bytes, op.reduce);
+    case DType::I32: return combine_in_rank_order<i32>(target, sources, bytes, op.reduce);
+    case DType::I64: return combine_in_rank_order<i64>(target, sources, bytes, op.reduce);
+    default: break;
   }
+  if (op.reduce == ReduceOp::Sum) return fold_rounded(target, sources, bytes / 2, op.dtype);
+  if (op.dtype == DType::BF16) return combine_in_rank_order<bf16>(target, sources, bytes, op.reduce);
+  combine_in_rank_order<f16>(target, sources, bytes, op.reduce);
+}
+
+void AsyncCommunicator::reduce_scatter_rounded(const Operation& op, const Segment& whole) {
+  exchange(op, {.sliced = true, .segments = {&whole, 1}}, [&](const Piece& p) {
+    fold_rounded(whole.target + p.offset, p.sources, p.bytes / dtype_bytes(op.dtype), op.dtype);
+  });
+}
+
+void AsyncCommunicator::fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire,
+                             bool accumulate) {
+  for (size_t q = 0; q < sources.size(); ++q)
+    fold_sources_[q] = TensorView::of(const_cast<std::byte*>(sources[q]), wire, {elems});
   Stream stream{.pool = &fold_pool_};
   ops_.fold(TensorView::of(target, DType::F32, {elems}), fold_sources_, accumulate, stream);
 }
@@ -252,9 +316,11 @@ void AsyncCommunicator::fold(float* target, std::span<const std::byte* const> so
 void AsyncCommunicator::fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems,
                                      DType wire) {
   sums_.resize(std::max(sums_.size(), static_cast<size_t>(std::min(elems, kRoundedBlock))));
+  std::pmr::vector<const std::byte*> from(sources.begin(), sources.end(), operation_memory());
   for (i64 begin = 0; begin < elems; begin += kRoundedBlock) {
     const i64 count = std::min(kRoundedBlock, elems - begin);
-    fold(sums_.data(), sources, begin, count, wire, false);
+    for (size_t q = 0; q < from.size(); ++q) from[q] = sources[q] + begin * dtype_bytes(wire);
+    fold(sums_.data(), from, count, wire, false);
     Stream stream{.pool = &fold_pool_};
     ops_.cast(TensorView::of(target + begin * dtype_bytes(wire), wire, {count}),
               TensorView::of(sums_.data(), DType::F32, {count}), stream);

@@ -16,22 +16,22 @@
 
 namespace ds {
 
-// Which slices travel. Scatter: source holds P slices, slice q is for rank q. Share: source is one slice, for everyone.
-// Root: as Share, but only the root's.
-enum class Pattern : u8 { Scatter, Share, Root };
-
+// Which slices travel.
 struct Exchange {
-  Pattern pattern;
+  bool sliced;  // a source holds P slices, slice q is for rank q; else one slice for everyone
   std::span<const Segment> segments;
-  // True: consuming means copying, what comes from rank q belongs at target + q * slice_bytes (Root: at target), and a
-  // backend may put it there itself.
+  // True: consuming means copying, what comes from rank q belongs at landing(q), and a backend may put it there itself.
   bool lands = false;
-  int root = -1;
+  int only_from = -1;  // the one rank that has a source
+  int only_to = -1;    // the one rank that consumes
 
-  bool from(int rank) const noexcept { return pattern != Pattern::Root || rank == root; }
+  bool from(int rank) const noexcept { return only_from < 0 || rank == only_from; }
+  bool to(int rank) const noexcept { return only_to < 0 || rank == only_to; }
   i64 length() const noexcept;
+  // Of what is for rank `to`.
+  const std::byte* slice(const Segment& s, int to) const noexcept { return s.source + (sliced ? to * s.stride() : 0); }
   std::byte* landing(const Segment& s, int from) const noexcept {
-    return s.target + (pattern == Pattern::Root ? 0 : from * s.slice_bytes);
+    return s.target + (only_from < 0 ? from * s.stride() : 0);
   }
 };
 
@@ -97,9 +97,13 @@ class AsyncCommunicator : public BaseCommunicator {
   // of a backend's destructor.
   void shut_down() noexcept;
 
-  // Collective. Checks that all ranks make the same call, then calls `consume` for pieces that together cover every
-  // slice that is for this rank. Returns when no peer reads this rank's source any more.
+  // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for pieces that
+  // together cover every slice that is for this rank. Returns when no peer reads this rank's source any more.
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const Piece&)> consume) = 0;
+  // Collective. target = the fold over ranks of our slice of each segment's source.
+  virtual void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
+  // The same of one segment, rounded to the wire's type; the target may be our own slice.
+  virtual void reduce_scatter_rounded(const Operation&, const Segment&);
   // Point to point; segments[0].source or .target. Runs on the sending thread, beside exchange and receive.
   virtual void transmit(const Operation&) = 0;
   // The same in the caller's thread, when no send is under way, where it can be done without waiting for anybody;
@@ -156,12 +160,17 @@ class AsyncCommunicator : public BaseCommunicator {
   // at_once: false, and nothing has happened, if transmit_at_once() says so.
   bool run(QueuedOperation& operation, bool at_once = false) noexcept;
   void execute(const Operation& operation);
-  void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
   void all_reduce_now(const Operation&);
-  void gather_now(const Operation&, std::span<const Segment> segments, Pattern pattern);
-  // Of `elems` elements behind the first `begin` of each source.
-  void fold(float* target, std::span<const std::byte* const> sources, i64 begin, i64 elems, DType wire,
-            bool accumulate);
+  void reduce_now(const Operation&);
+  // Nothing travels, but all ranks come.
+  void meet_now(const Operation&);
+  // An exchange that lands.
+  void move_now(const Operation&, const Exchange&);
+  // Small reductions: what `total` bytes at `data` and those of the peers come to, block by block, on the ranks that
+  // consume.
+  void combine_now(const Operation&, std::byte* data, i64 total, int only_to);
+  void combine(const Operation&, std::byte* target, std::span<const std::byte* const> sources, i64 bytes);
+  void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
   // Rounded to the wire's type; target may be one of the sources.
   void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
 
@@ -174,8 +183,8 @@ class AsyncCommunicator : public BaseCommunicator {
 
   ThreadPool fold_pool_{1};
   std::vector<TensorView> fold_sources_;
-  std::vector<std::byte> scratch_;  // of small all-reduces
-  std::vector<float> sums_;         // of a rounded fold, before it is rounded
+  std::vector<std::byte> scratch_;  // of small reductions
+  std::vector<float> sums_;         // of a fold, before it is rounded or sent on
 
   FailureLatch failure_;  // of a world
 

@@ -8,8 +8,11 @@ std::string_view op_name(OpKind kind) noexcept {
     case OpKind::ReduceScatter: return "reduce_scatter";
     case OpKind::AllGather: return "all_gather";
     case OpKind::AllReduce: return "all_reduce";
+    case OpKind::Reduce: return "reduce";
     case OpKind::Broadcast: return "broadcast";
     case OpKind::AllToAll: return "all_to_all";
+    case OpKind::Gather: return "gather";
+    case OpKind::Scatter: return "scatter";
     case OpKind::Send: return "send";
     case OpKind::Recv: return "recv";
     case OpKind::Barrier: return "barrier";
@@ -158,12 +161,22 @@ Ticket BaseCommunicator::all_gather(std::span<const AllGatherSegment> segments, 
 
 Ticket BaseCommunicator::all_reduce(void* data, i64 n, DType dtype, ReduceOp reduce, std::string_view tag) {
   DS_ASSERT(n >= 0);
-  DS_ASSERT(dtype == DType::F32 || dtype == DType::F64 || dtype == DType::I64 ||
-            (is_16_bit(dtype) && reduce == ReduceOp::Sum));
+  DS_ASSERT(is_reducible(dtype));
   const i64 bytes = n * dtype_bytes(dtype);
   auto op = make_operation(OpKind::AllReduce, tag, 2 * (size_ - 1) * bytes / size_);
   op.dtype = dtype;
   op.reduce = reduce;
+  op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::reduce(void* data, i64 n, DType dtype, ReduceOp reduce, int root, std::string_view tag) {
+  DS_ASSERT(n >= 0 && is_reducible(dtype) && root >= 0 && root < size_);
+  const i64 bytes = n * dtype_bytes(dtype);
+  auto op = make_operation(OpKind::Reduce, tag, root == rank_ ? (size_ - 1) * bytes / size_ : bytes);
+  op.dtype = dtype;
+  op.reduce = reduce;
+  op.peer = root;
   op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
   return submit(std::move(op));
 }
@@ -179,6 +192,22 @@ Ticket BaseCommunicator::broadcast(void* data, i64 bytes, int root, std::string_
 Ticket BaseCommunicator::all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) {
   DS_ASSERT(slice_bytes >= 0);
   auto op = make_operation(OpKind::AllToAll, tag, (size_ - 1) * slice_bytes);
+  op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) {
+  DS_ASSERT(slice_bytes >= 0 && root >= 0 && root < size_);
+  auto op = make_operation(OpKind::Gather, tag, root == rank_ ? 0 : slice_bytes);
+  op.peer = root;
+  op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
+  return submit(std::move(op));
+}
+
+Ticket BaseCommunicator::scatter(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) {
+  DS_ASSERT(slice_bytes >= 0 && root >= 0 && root < size_);
+  auto op = make_operation(OpKind::Scatter, tag, root == rank_ ? (size_ - 1) * slice_bytes : 0);
+  op.peer = root;
   op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
   return submit(std::move(op));
 }

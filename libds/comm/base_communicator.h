@@ -19,8 +19,11 @@ enum class OpKind : u8 {
   ReduceScatter,
   AllGather,
   AllReduce,
+  Reduce,
   Broadcast,
   AllToAll,
+  Gather,
+  Scatter,
   Send,
   Recv,
   Barrier,
@@ -29,14 +32,21 @@ enum class OpKind : u8 {
 };
 std::string_view op_name(OpKind) noexcept;
 
-// One contiguous part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
+// One part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
 struct Segment {
   const std::byte* source;
   std::byte* target;
   i64 slice_bytes;
+  i64 gap_bytes = 0;  // between slices
+
+  i64 stride() const noexcept { return slice_bytes + gap_bytes; }
 };
 
 inline bool is_16_bit(DType dtype) noexcept { return dtype == DType::BF16 || dtype == DType::F16; }
+// What all_reduce and reduce take.
+inline bool is_reducible(DType dtype) noexcept {
+  return dtype == DType::F32 || is_16_bit(dtype) || dtype == DType::F64 || dtype == DType::I32 || dtype == DType::I64;
+}
 
 // Memory of operations: freed blocks are kept, so that a training step reaches no allocator.
 std::pmr::memory_resource* operation_memory();
@@ -46,7 +56,7 @@ struct Operation {
   DType dtype = DType::U8;
   ReduceOp reduce = ReduceOp::Sum;
   bool accumulate = false;
-  int peer = -1;  // root of a broadcast, other side of send and recv
+  int peer = -1;  // the root, or the other side of send and recv
   std::pmr::vector<Segment> segments{operation_memory()};
   std::pmr::string tag{operation_memory()};
   Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag
@@ -109,8 +119,11 @@ class BaseCommunicator : public Communicator {
                         std::string_view tag) final;
   Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) final;
   Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) final;
+  Ticket reduce(void* data, i64 n, DType dtype, ReduceOp op, int root, std::string_view tag) final;
   Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) final;
   Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) final;
+  Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) final;
+  Ticket scatter(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) final;
   Ticket send(const void* data, i64 bytes, int to, std::string_view tag) final;
   Ticket recv(void* data, i64 bytes, int from, std::string_view tag) final;
   void barrier(std::string_view tag) final;

@@ -28,7 +28,8 @@
 //
 // Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
 // says), number of calls. With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
-// all_reduce 2 (P-1)/P n, rounded down, for 16-bit types too; broadcast (P-1) n at the root, 0 elsewhere; send n, recv
+// all_reduce 2 (P-1)/P n, rounded down, for 16-bit types too; broadcast (P-1) n at the root, 0 elsewhere; reduce
+// (P-1)/P n, rounded down; gather the slice, at the root 0; scatter (P-1) slices at the root, 0 elsewhere; send n, recv
 // 0; barrier 0.
 
 #include <functional>
@@ -114,12 +115,18 @@ class Communicator {
   virtual Ticket reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
                                 std::string_view tag) = 0;
   virtual Ticket all_gather(std::span<const AllGatherSegment> segments, std::string_view tag) = 0;
-  // In place; data [n] F32 (canonical fold), I64 or F64, and for Sum BF16 or F16, whose canonical fold is rounded once,
-  // at its end. Max and Min are exact on each, and NaN wins both; F64 Sum folds in rank order in fp64; I64 Sum wraps.
+  // In place; data [n] F32 (canonical fold), BF16 or F16, whose canonical fold is rounded once, at its end, F64, folded
+  // in rank order in fp64, I32 or I64, whose sums wrap. Max and Min are exact on each, and NaN wins both.
   virtual Ticket all_reduce(void* data, i64 n, DType dtype, ReduceOp op, std::string_view tag) = 0;
+  // The same, for the root alone: `data` of other ranks stays as it is.
+  virtual Ticket reduce(void* data, i64 n, DType dtype, ReduceOp op, int root, std::string_view tag) = 0;
   virtual Ticket broadcast(void* data, i64 bytes, int root, std::string_view tag) = 0;
   // Slice q of source goes to rank q; slice q of target comes from rank q.
   virtual Ticket all_to_all(const void* source, void* target, i64 slice_bytes, std::string_view tag) = 0;
+  // The root's target [P * slice_bytes] gets slice q from rank q; elsewhere it is not looked at.
+  virtual Ticket gather(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) = 0;
+  // Slice q of the root's source [P * slice_bytes] goes to rank q; elsewhere it is not looked at.
+  virtual Ticket scatter(const void* source, void* target, i64 slice_bytes, int root, std::string_view tag) = 0;
   // Point to point, matched in order per (sender, receiver). send may return before the receiver came.
   virtual Ticket send(const void* data, i64 bytes, int to, std::string_view tag) = 0;
   virtual Ticket recv(void* data, i64 bytes, int from, std::string_view tag) = 0;
@@ -197,9 +204,9 @@ std::unique_ptr<Communicator> make_device_self_communicator(Communicator& world,
 std::unique_ptr<Communicator> make_staged_communicator(Communicator& world, const CommOptions&);
 // NCCL, loaded at run time; one GPU per rank. Sums are canonical here too: slices are exchanged and folded on the
 // device. There is no faster mode that leaves the order to NCCL: its ring sends no byte less, and its bits would depend
-// on sizes, topology and version. Reductions of F64, Max and Min of F32, send, recv and barrier go through host memory
-// and `world` and stop the host; a recv when its ticket is waited for. A mismatched call may only be noticed as a
-// Timeout. Throws Errc::Unavailable where NCCL cannot be loaded. Collective.
+// on sizes, topology and version. All-reductions other than of I64 and sums of F32, BF16 and F16, reduce, send, recv
+// and barrier go through host memory and `world` and stop the host; a recv when its ticket is waited for. A mismatched
+// call may only be noticed as a Timeout. Throws Errc::Unavailable where NCCL cannot be loaded. Collective.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& world, const CommOptions&);
 
 }  // namespace ds

@@ -41,7 +41,7 @@ class DeviceSelfCommunicator final : public BaseCommunicator {
                          source = TensorView::of(const_cast<std::byte*>(s.source), op.dtype, {elems});
         if (elems > 0) device_.ops().fold(target, {&source, 1}, op.accumulate, device_.stream());
       }
-    } else if (op.kind == OpKind::AllToAll) {
+    } else if (op.kind == OpKind::AllToAll || op.kind == OpKind::Gather || op.kind == OpKind::Scatter) {
       const Segment& s = op.segments[0];
       if (s.source != s.target && s.slice_bytes > 0) device_.copy(s.target, s.source, s.slice_bytes);
     }

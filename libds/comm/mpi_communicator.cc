@@ -198,40 +198,37 @@ class MpiCommunicator final : public AsyncCommunicator {
     agree(op);
     const i64 length = x.length();
     const i64 round = x.lands ? kMaxMessage : std::max<i64>(kStagingBytes / size() / 64 * 64, 64);
-    const bool scatter = x.pattern == Pattern::Scatter;
     const i64 stride = std::min(length, round);
-    if (!x.lands) staging_.resize(std::max(staging_.size(), static_cast<size_t>(size() * stride)));
+    if (!x.lands && x.to(rank())) staging_.resize(std::max(staging_.size(), static_cast<size_t>(size() * stride)));
 
     for (i64 begin = 0; begin < length; begin += round) {
       const i64 count = std::min(round, length - begin);
       const auto place = [&](const Segment& s, int from, i64 offset, i64 position) -> std::byte* {
         return x.lands ? x.landing(s, from) + offset : staging_.data() + from * stride + position;
       };
-      const auto own = [&](const Segment& s, i64 to, i64 offset) {
-        return s.source + (scatter ? to * s.slice_bytes : 0) + offset;
-      };
       requests_.clear();
       for (int step = 1; step < size(); ++step) {
         const int from = (rank() - step + size()) % size(), to = (rank() + step) % size();
         for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
-          if (x.from(from)) {
+          if (x.from(from) && x.to(rank())) {
             check(MPI_Irecv(place(s, from, offset, position), narrow<int>(bytes), MPI_BYTE, world_rank(from),
                             tag(kSlice), slices_, requests_.add(from)),
                   "MPI_Irecv");
           }
-          if (x.from(rank())) {
-            check(MPI_Isend(own(s, to, offset), narrow<int>(bytes), MPI_BYTE, world_rank(to), tag(kSlice), slices_,
+          if (x.from(rank()) && x.to(to)) {
+            check(MPI_Isend(x.slice(s, to) + offset, narrow<int>(bytes), MPI_BYTE, world_rank(to), tag(kSlice), slices_,
                             requests_.add(to)),
                   "MPI_Isend");
           }
         });
       }
       finish(requests_, op);
+      if (!x.to(rank())) continue;
       for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
         for (int q = 0; q < size(); ++q) {
-          const std::byte*& source = sources_[static_cast<size_t>(q)];
-          source = q == rank() ? own(s, rank(), offset) : place(s, q, offset, position);
-          if (!x.from(q)) source = nullptr;
+          sources_[static_cast<size_t>(q)] = !x.from(q)    ? nullptr
+                                             : q == rank() ? x.slice(s, rank()) + offset
+                                                           : place(s, q, offset, position);
         }
         consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
       });

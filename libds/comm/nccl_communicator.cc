@@ -240,6 +240,9 @@ class NcclCommunicator final : public BaseCommunicator {
         return through_host(op);
       case OpKind::Broadcast: return enqueue(op, [&] { broadcast(op); });
       case OpKind::AllToAll: return enqueue(op, [&] { all_to_all(op.segments[0]); });
+      case OpKind::Gather: return enqueue(op, [&] { gather(op); });
+      case OpKind::Scatter: return enqueue(op, [&] { scatter(op); });
+      case OpKind::Reduce: return through_host(op);
       case OpKind::Barrier: device_.synchronize(Queue::Comm); return through_host(op);
       case OpKind::Send:
       case OpKind::Recv: return through_host(op);
@@ -350,9 +353,8 @@ class NcclCommunicator final : public BaseCommunicator {
         const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
         for (const Part& p : parts_) {
           const Segment& s = *p.segment;
-          r = first(r, api_.Send(s.source + to * s.slice_bytes + p.offset, count(p.bytes), nccl::DataType::Uint8, to,
-                                 comm_, stream()));
-          r = first(r, api_.Recv(received(from, p), count(p.bytes), nccl::DataType::Uint8, from, comm_, stream()));
+          r = first(r, send_bytes(s.source + to * s.slice_bytes + p.offset, p.bytes, to));
+          r = first(r, recv_bytes(received(from, p), p.bytes, from));
         }
       }
       return r;
@@ -450,15 +452,50 @@ class NcclCommunicator final : public BaseCommunicator {
       nccl::Result r{};
       for (int step = 1; step < size(); ++step) {
         const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
-        r = first(r, api_.Send(s.source + to * s.slice_bytes, count(s.slice_bytes), nccl::DataType::Uint8, to, comm_,
-                               stream()));
-        r = first(r, api_.Recv(s.target + from * s.slice_bytes, count(s.slice_bytes), nccl::DataType::Uint8, from,
-                               comm_, stream()));
+        r = first(r, send_bytes(s.source + to * s.slice_bytes, s.slice_bytes, to));
+        r = first(r, recv_bytes(s.target + from * s.slice_bytes, s.slice_bytes, from));
       }
       return r;
     });
-    const i64 own = rank() * s.slice_bytes;
-    if (s.source != s.target) device_.copy(s.target + own, s.source + own, s.slice_bytes, Queue::Comm);
+    copy_own(s.target + rank() * s.slice_bytes, s.source + rank() * s.slice_bytes, s.slice_bytes);
+  }
+
+  void gather(const Operation& op) {
+    const Segment& s = op.segments[0];
+    if (s.slice_bytes == 0) return;
+    if (op.peer == rank()) copy_own(s.target + rank() * s.slice_bytes, s.source, s.slice_bytes);
+    group([&] {
+      if (op.peer != rank()) return send_bytes(s.source, s.slice_bytes, op.peer);
+      nccl::Result r{};
+      for (int q = 0; q < size(); ++q) {
+        if (q != rank()) r = first(r, recv_bytes(s.target + q * s.slice_bytes, s.slice_bytes, q));
+      }
+      return r;
+    });
+  }
+
+  void scatter(const Operation& op) {
+    const Segment& s = op.segments[0];
+    if (s.slice_bytes == 0) return;
+    if (op.peer == rank()) copy_own(s.target, s.source + rank() * s.slice_bytes, s.slice_bytes);
+    group([&] {
+      if (op.peer != rank()) return recv_bytes(s.target, s.slice_bytes, op.peer);
+      nccl::Result r{};
+      for (int q = 0; q < size(); ++q) {
+        if (q != rank()) r = first(r, send_bytes(s.source + q * s.slice_bytes, s.slice_bytes, q));
+      }
+      return r;
+    });
+  }
+
+  void copy_own(std::byte* target, const std::byte* source, i64 bytes) {
+    if (target != source) device_.copy(target, source, bytes, Queue::Comm);
+  }
+  nccl::Result send_bytes(const std::byte* source, i64 bytes, int to) {
+    return api_.Send(source, count(bytes), nccl::DataType::Uint8, to, comm_, stream());
+  }
+  nccl::Result recv_bytes(std::byte* target, i64 bytes, int from) {
+    return api_.Recv(target, count(bytes), nccl::DataType::Uint8, from, comm_, stream());
   }
 
   // Staging of at least these bytes; it grows in the first steps.

@@ -103,7 +103,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     const Activity activity(*this, op.kind);
     throw_if_reported();
     const i64 length = x.length();
-    const i64 copies = x.pattern == Pattern::Scatter ? size() : 1;
+    const i64 copies = x.sliced ? size() : 1;
     const i64 chunk = Arena::kStagingHalf / copies / 64 * 64;
     const u32 half = next_half();
 
@@ -128,7 +128,7 @@ class SharedCommunicator final : public AsyncCommunicator {
           if (exposure == Exposure::Staged) stage(x, begin, count, chunk, next_half());
           meet();
         }
-        read(x, begin, count, chunk, half, consume);
+        if (x.to(rank())) read(x, begin, count, chunk, half, consume);
       }
       if (any(Exposure::Direct)) meet();
     } catch (const Error&) {
@@ -145,7 +145,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     for (const Segment& s : x.segments) {
-      const auto address = arena_->locate(s.source, copies * s.slice_bytes);
+      const auto address = arena_->locate(s.source, (copies - 1) * s.stride() + s.slice_bytes);
       if (!address) return false;
       *table++ = *address;
     }
@@ -156,18 +156,17 @@ class SharedCommunicator final : public AsyncCommunicator {
   // needed).
   void stage(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 half) {
     std::byte* staging = arena_->staging(rank(), half);
-    const bool scatter = x.pattern == Pattern::Scatter;
-    for (int q = 0; q < (scatter ? size() : 1); ++q) {
-      if (scatter && q == rank()) continue;
+    for (int q = 0; q < (x.sliced ? size() : 1); ++q) {
+      if (x.sliced && q == rank()) continue;
       for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
-        std::memcpy(staging + q * chunk + position, s.source + q * s.slice_bytes + offset, static_cast<size_t>(bytes));
+        std::memcpy(staging + q * chunk + position, x.slice(s, q) + offset, static_cast<size_t>(bytes));
       });
     }
   }
 
   void read(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 table_half,
             FunctionRef<void(const Piece&)> consume) {
-    const i64 slice = x.pattern == Pattern::Scatter ? rank() : 0;
+    const i64 slice = x.sliced ? rank() : 0;
     const u32 half = meetings_ % 2;
     std::atomic<u32>& reading = slot(rank()).reading;
     reading.store(1, std::memory_order_seq_cst);  // before the look at the failure: see wait_for_readers
@@ -179,10 +178,10 @@ class SharedCommunicator final : public AsyncCommunicator {
           if (!x.from(q)) {
             source = nullptr;
           } else if (q == rank()) {
-            source = s.source + slice * s.slice_bytes + offset;
+            source = x.slice(s, rank()) + offset;
           } else if (exposures_[static_cast<size_t>(q)] == Exposure::Direct) {
             const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
-            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.slice_bytes + offset;
+            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.stride() + offset;
           } else {
             source = arena_->staging(q, half) + slice * chunk + position;
           }

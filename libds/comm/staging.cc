@@ -56,8 +56,11 @@ Ticket Staging::run(const Operation& op) {
     case OpKind::ReduceScatter: reduce_scatter(op); break;
     case OpKind::AllGather: all_gather(op); break;
     case OpKind::AllReduce: all_reduce(op); break;
+    case OpKind::Reduce: reduce(op); break;
     case OpKind::Broadcast: broadcast(op); break;
     case OpKind::AllToAll: all_to_all(op); break;
+    case OpKind::Gather: gather(op); break;
+    case OpKind::Scatter: scatter(op); break;
     case OpKind::Send: return send(op);
     case OpKind::Recv: return recv(op);
     case OpKind::Barrier: world_.barrier(op.tag); break;
@@ -133,6 +136,16 @@ void Staging::all_reduce(const Operation& op) {
   });
 }
 
+void Staging::reduce(const Operation& op) {
+  const i64 size = dtype_bytes(op.dtype), length = op.slice_bytes(), round = std::min(kChunk, length);
+  std::byte *const host = room(round), *const data = op.segments[0].target;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    download(host, data + begin, count);
+    world_.reduce(host, count / size, op.dtype, op.reduce, op.peer, op.tag).wait();
+    if (op.peer == world_.rank()) upload(data + begin, host, count);
+  });
+}
+
 void Staging::broadcast(const Operation& op) {
   const i64 length = op.slice_bytes(), round = std::min(kChunk, length);
   std::byte *const host = room(round), *const data = op.segments[0].target;
@@ -151,6 +164,30 @@ void Staging::all_to_all(const Operation& op) {
     for (i64 q = 0; q < P; ++q) download(out + q * count, s.source + q * length + begin, count);
     world_.all_to_all(out, in, count, op.tag).wait();
     for (i64 q = 0; q < P; ++q) upload(s.target + q * length + begin, in + q * count, count);
+  });
+}
+
+void Staging::gather(const Operation& op) {
+  const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P, 1), length);
+  const Segment& s = op.segments[0];
+  const bool at_root = op.peer == world_.rank();
+  std::byte *const out = room((at_root ? P + 1 : 1) * round), *const in = out + round;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    download(out, s.source + begin, count);
+    world_.gather(out, at_root ? in : nullptr, count, op.peer, op.tag).wait();
+    for (i64 q = 0; at_root && q < P; ++q) upload(s.target + q * length + begin, in + q * count, count);
+  });
+}
+
+void Staging::scatter(const Operation& op) {
+  const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P, 1), length);
+  const Segment& s = op.segments[0];
+  const bool at_root = op.peer == world_.rank();
+  std::byte *const in = room((at_root ? P + 1 : 1) * round), *const out = in + round;
+  for_each_round(length, round, [&](i64 begin, i64 count) {
+    for (i64 q = 0; at_root && q < P; ++q) download(out + q * count, s.source + q * length + begin, count);
+    world_.scatter(at_root ? out : nullptr, in, count, op.peer, op.tag).wait();
+    upload(s.target + begin, in, count);
   });
 }
 

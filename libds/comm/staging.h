@@ -46,8 +46,11 @@ class Staging {
   void reduce_scatter(const Operation&);
   void all_gather(const Operation&);
   void all_reduce(const Operation&);
+  void reduce(const Operation&);
   void broadcast(const Operation&);
   void all_to_all(const Operation&);
+  void gather(const Operation&);
+  void scatter(const Operation&);
   Ticket recv(const Operation&);
   Ticket send(const Operation&);
   void settle();

@@ -89,8 +89,8 @@ TEST(Comm, SumsIn16BitsAreRoundedOnce) {
       EXPECT_EQ(to_float(x.front()), 260.0f);
       EXPECT_EQ(to_float(x.back()), 260.0f);
     }
-    bf16 y = to_bf16(1);
-    EXPECT_THROW(c.all_reduce(&y, 1, DType::BF16, ReduceOp::Max, "t"), Error);
+    u16 y = 1;
+    EXPECT_THROW(c.all_reduce(&y, 1, DType::U16, ReduceOp::Max, "t"), Error);
   });
 }
 
@@ -101,6 +101,9 @@ TEST(Comm, NanWinsMaxAndMin) {
         double x = c.rank() == bad ? std::nan("") : c.rank();
         c.all_reduce(&x, 1, DType::F64, op, "t").wait();
         EXPECT_TRUE(std::isnan(x));
+        bf16 y = to_bf16(c.rank() == bad ? std::nanf("") : static_cast<float>(c.rank()));
+        c.all_reduce(&y, 1, DType::BF16, op, "t").wait();
+        EXPECT_TRUE(std::isnan(to_float(y)));
       }
     }
   });
@@ -115,19 +118,25 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     c.reduce_scatter({&rs, 1}, DType::BF16, false, "dp.reduce_scatter").wait();
     c.all_gather({&ag, 1}, "dp.all_gather").wait();
     c.all_reduce(x.data(), 400, DType::F32, ReduceOp::Sum, "dp.all_reduce").wait();
-    c.all_reduce(x.data(), 801, DType::BF16, ReduceOp::Sum, "tp.all_reduce").wait();
+    c.all_reduce(x.data(), 799, DType::BF16, ReduceOp::Sum, "tp.all_reduce").wait();
     c.broadcast(x.data(), 1600, 1, "dp.broadcast").wait();
     std::vector<float> y(400);
     c.all_to_all(x.data(), y.data(), 400, "dp.all_to_all").wait();
+    c.reduce(x.data(), 400, DType::F32, ReduceOp::Sum, 2, "dp.reduce").wait();
+    c.gather(x.data(), y.data(), 400, 3, "dp.gather").wait();
+    c.scatter(x.data(), y.data(), 400, 3, "dp.scatter").wait();
     c.barrier("dp.barrier");
     const auto counts = c.counts();
     EXPECT_EQ(counts.at("dp.reduce_scatter").calls, 2);
     EXPECT_EQ(counts.at("dp.reduce_scatter").bytes, 3 * 400 + 3 * 200);
     EXPECT_EQ(counts.at("dp.all_gather").bytes, 3 * 400);
     EXPECT_EQ(counts.at("dp.all_reduce").bytes, 2 * 3 * 400);
-    EXPECT_EQ(counts.at("tp.all_reduce").bytes, 2 * 3 * 2 * 801 / 4);
+    EXPECT_EQ(counts.at("tp.all_reduce").bytes, 2 * 3 * 2 * 799 / 4);
     EXPECT_EQ(counts.at("dp.broadcast").bytes, c.rank() == 1 ? 3 * 1600 : 0);
     EXPECT_EQ(counts.at("dp.all_to_all").bytes, 3 * 400);
+    EXPECT_EQ(counts.at("dp.reduce").bytes, c.rank() == 2 ? 3 * 400 : 1600);
+    EXPECT_EQ(counts.at("dp.gather").bytes, c.rank() == 3 ? 0 : 400);
+    EXPECT_EQ(counts.at("dp.scatter").bytes, c.rank() == 3 ? 3 * 400 : 0);
     EXPECT_EQ(counts.at("dp.barrier").calls, 1);
     EXPECT_EQ(counts.at("dp.barrier").bytes, 0);
     c.reset_counts();

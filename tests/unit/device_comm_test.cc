@@ -161,7 +161,7 @@ TEST_P(EachDeviceComm, LargeBucketsGoInRounds) {
     EXPECT_GE(c.staging_bytes(), i64{30} << 20);
     test::exercise_reduce_scatter(c, {}, {9'000'001}, DType::F32, false, true, 2);
     test::exercise_all_gather(c, {}, {5'000'001}, 3);
-    test::exercise_all_reduce<float>(c, 5'000'003, ReduceOp::Sum, 4);
+    test::exercise_reduction<float>(c, 5'000'003, ReduceOp::Sum, -1, 4);
   });
 }
 
