@@ -3,13 +3,12 @@
 
 #include <unistd.h>
 
-#include <csignal>
 #include <cstdlib>
-#include <filesystem>
 #include <optional>
 
 #include "common/progress.h"
 #include "common/ranks.h"
+#include "common/start.h"
 #include "common/tool.h"
 #include "ds/commbench.h"
 
@@ -26,28 +25,10 @@ struct Arguments {
   std::string backend = "auto", compare, save, average = "mean", memory = "shared";
   std::vector<std::string> ops;
   double min_busbw = 0;
+  std::string hostfile, hosts, agent;
   int ranks = 0, check = 1;
   bool csv = false;
-  std::vector<std::string> launch;  // options of ds-launch
 };
-
-// Becomes ds-launch with this very command line: the ranks find their number in the environment.
-[[noreturn]] void launch(const Arguments& a, const std::vector<std::string>& command) {
-  const std::filesystem::path self = std::filesystem::read_symlink("/proc/self/exe");
-  const std::filesystem::path beside = self.parent_path() / "ds-launch";
-  const std::string launcher = std::filesystem::exists(beside) ? beside.string() : "ds-launch";
-  std::vector<std::string> words = {launcher, "-n", std::to_string(a.ranks)};
-  words.insert(words.end(), a.launch.begin(), a.launch.end());
-  words.push_back(self);
-  words.insert(words.end(), command.begin() + 1, command.end());
-  std::vector<char*> pointers;
-  for (std::string& word : words) pointers.push_back(word.data());
-  pointers.push_back(nullptr);
-  for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_DFL);
-  ::execvp(launcher.c_str(), pointers.data());
-  throw Error(Errc::Unavailable,
-              fmt::format("--ranks starts ds-launch, which is neither beside {} nor in PATH", self.string()));
-}
 
 // What else measures differently, for the record.
 std::vector<std::string> relevant_environment() {
@@ -58,6 +39,17 @@ std::vector<std::string> relevant_environment() {
       if (text.starts_with(prefix)) variables.emplace_back(text);
   }
   return variables;
+}
+
+// As ranks of ds-launch, after a look at the options for what can be known without them.
+[[noreturn]] void start(const Arguments& a, const std::vector<std::string>& command) {
+  std::vector<std::string> options;
+  for (const auto& [name, value] :
+       {std::pair("--hostfile", &a.hostfile), std::pair("--host", &a.hosts), std::pair("--agent", &a.agent)})
+    if (!value->empty()) options.insert(options.end(), {name, *value});
+  if (options.empty())  // else it is ds-launch that knows how many are where
+    validate(a.bench, {.rank = 0, .world_size = a.ranks, .local_rank = 0, .local_world_size = a.ranks, .job = "job"});
+  tools::start_ranks(a.ranks, options, command);
 }
 
 int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& command, Output& out) {
@@ -81,12 +73,7 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
   std::optional<Output> links;
   if (!a.save.empty()) check_report(app, links.emplace(out.tool(), a.save, false, "--save"));
   try {
-    if (!launched && a.ranks > 0) {
-      RankInfo planned{.rank = 0, .world_size = a.ranks, .local_rank = 0, .local_world_size = a.ranks, .job = "job"};
-      if (!a.launch.empty()) planned.local_world_size = 1;  // it is ds-launch that knows
-      validate(o, planned);
-      launch(a, command);
-    }
+    if (!launched && a.ranks > 0) start(a, command);
     validate(o, ranks);
   } catch (const Error&) {  // every rank reads the same options, so rank 0 speaks for all
     if (ranks.rank == 0) throw;
@@ -110,10 +97,6 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
     if (a.min_busbw > 0) document["average_bus_bandwidth"]["okay"] = result.average_bus_bw >= a.min_busbw;
     out.document(document);
   }
-  if (links) {
-    links->write(links_json(result));
-    links->commit();
-  }
   const auto complain = [&](const std::string& message) {
     if (ranks.rank == 0) tools::report_error(message);
   };
@@ -122,6 +105,10 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
                          result.num_wrong, result.num_wrong == 1 ? "" : "s", w->op, w->size, w->form, w->rank, w->index,
                          w->got, w->expected));
     return exit_code(Errc::Corrupt);
+  }
+  if (links) {
+    links->write(links_json(result));
+    links->commit();
   }
   if (a.min_busbw > 0 && result.average_bus_bw < a.min_busbw) {
     complain(
@@ -222,6 +209,12 @@ int main(int argc, char** argv) {
     add_number(app, "--ranks", a.ranks, 1, 4096, "start so many ranks, through ds-launch")
         ->type_name("N")
         ->group("Starting");
+    const auto hosts = [&](const char* name, std::string& value, const char* type, const char* what) {
+      return app.add_option(name, value, what)->type_name(type)->group("Starting")->needs("--ranks");
+    };
+    hosts("--hostfile", a.hostfile, "FILE", "of ds-launch: hosts and their slots")
+        ->excludes(hosts("--host", a.hosts, "LIST", "of ds-launch: NAME:SLOTS,..."));
+    hosts("--agent", a.agent, "PROG", "of ds-launch: how a host is reached");
     return [&](Output& out) { return run(a, app, command, out); };
   });
 }

@@ -3,9 +3,6 @@
 
 #include <fmt/format.h>
 
-#include <chrono>
-#include <ctime>
-
 #include "base/json.h"
 #include "ds/commbench.h"
 #include "ds/version.h"
@@ -15,20 +12,11 @@ namespace {
 
 constexpr int kNcclTestsSchema = 3;
 
-std::string now() {
-  const std::time_t t = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
-  std::tm parts{};
-  ::gmtime_r(&t, &parts);
-  char text[32] = {};
-  std::strftime(text, sizeof text, "%Y-%m-%dT%H:%M:%SZ", &parts);
-  return text;
-}
-
-Json timing_json(const std::optional<Timing>& t) {
+Json timing_json(const Row& r, const std::optional<Timing>& t) {
   if (!t) return nullptr;
   return {{"time", t->seconds * 1e6},
-          {"alg_bw", t->alg_bw},
-          {"bus_bw", t->bus_bw},
+          {"alg_bw", r.size > 0 ? Json(t->alg_bw) : Json(nullptr)},
+          {"bus_bw", r.size > 0 ? Json(t->bus_bw) : Json(nullptr)},
           {"nwrong", t->num_wrong ? Json(*t->num_wrong) : Json(nullptr)}};
 }
 
@@ -50,8 +38,8 @@ Json row_json(const Options& o, const Row& r) {
               {"root", r.root},
               {"operation", r.op},
               {"backend", r.backend},
-              {"out_of_place", timing_json(r.out_of_place)},
-              {"in_place", timing_json(r.in_place)},
+              {"out_of_place", timing_json(r, r.out_of_place)},
+              {"in_place", timing_json(r, r.in_place)},
               {"actual_iterations", o.iterations}};
   if (r.out_of_place && r.out_of_place->stats) row["out_of_place_per_iter"] = statistics_json(*r.out_of_place->stats);
   if (r.in_place && r.in_place->stats) row["in_place_per_iter"] = statistics_json(*r.in_place->stats);
@@ -134,6 +122,7 @@ std::string json_text(const Options& o, const Result& result, const std::vector<
                      {"both_bandwidth", p.both_bandwidth / 1e9}});
   const Json document = {{"version", kNcclTestsSchema},
                          {"libds_version", version()},
+                         {"start_time", result.start_time},
                          {"args", args},
                          {"env", environment},
                          {"nccl_version", result.nccl_version.empty() ? Json(nullptr) : Json(result.nccl_version)},
@@ -147,7 +136,7 @@ std::string json_text(const Options& o, const Result& result, const std::vector<
                          {"models", models_json(result)},
                          {"out_of_bounds", {{"count", result.num_wrong}, {"okay", result.num_wrong == 0}}},
                          {"average_bus_bandwidth", {{"bandwidth", result.average_bus_bw}}},
-                         {"end_time", now()}};
+                         {"end_time", result.end_time}};
   return document.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -174,7 +163,7 @@ std::string csv_text(const Result& result) {
 std::string links_json(const Result& result) {
   Json hosts = Json::object();
   for (const RankPlace& p : result.ranks) hosts[p.host] = hosts.value(p.host, 0) + 1;
-  const Json document = {{"schema", "ds-links/1"},       {"created", now()},
+  const Json document = {{"schema", "ds-links/1"},       {"created", result.end_time},
                          {"libds_version", version()},   {"backends", result.backends},
                          {"ranks", result.ranks.size()}, {"hosts", hosts},
                          {"links", links_array(result)}, {"operations", models_json(result)}};

@@ -2,6 +2,9 @@
 #include "commbench/measure.h"
 
 #include <algorithm>
+#include <array>
+#include <chrono>
+#include <ctime>
 
 #include "base/check.h"
 #include "comm/nccl_api.h"
@@ -116,6 +119,15 @@ std::string nccl_version_text() {
   return fmt::format("{}.{}.{}", v / 10000, v / 100 % 100, v % 100);
 }
 
+std::string now() {
+  const std::time_t t = std::chrono::system_clock::to_time_t(std::chrono::system_clock::now());
+  std::tm parts{};
+  ::gmtime_r(&t, &parts);
+  std::array<char, 32> text{};
+  std::strftime(text.data(), text.size(), "%Y-%m-%dT%H:%M:%SZ", &parts);
+  return text.data();
+}
+
 double average_bus_bw(const std::vector<Row>& rows) {
   double sum = 0;
   i64 n = 0;
@@ -139,6 +151,7 @@ Result measure(const Options& options, std::span<Endpoint> endpoints, const Hook
     if (hook && world.rank() == 0) hook(args...);
   };
   Result result;
+  result.start_time = now();
   result.left_out = plan.left_out;
   result.ranks = gather_places(world, endpoints.front());
   for (const Endpoint& e : endpoints) {
@@ -173,6 +186,7 @@ Result measure(const Options& options, std::span<Endpoint> endpoints, const Hook
   result.links = summarize(result.pairs);
   result.models = fit_models(result.rows, P);
   result.average_bus_bw = average_bus_bw(result.rows);
+  result.end_time = now();
   return result;
 }
 

@@ -82,6 +82,34 @@ void broadcast(const Task& t, Tickets& tickets) {
 std::vector<Region> root_data(const Task& t) { return t.rank() == t.root ? own_data(t) : std::vector<Region>(); }
 std::vector<Region> of_root(const Task& t) { return {sent(t, t.target, t.count, t.root, 0)}; }
 
+// reduce: the data of other ranks than the root stays as it is
+
+std::byte* reduce_data(const Task& t) { return t.in_place || t.rank() == t.root ? t.target : t.source; }
+void reduce(const Task& t, Tickets& tickets) {
+  if (!t.in_place && t.rank() == t.root) t.device.copy(t.target, t.source, t.bytes(t.count));
+  tickets.push_back(t.comm.reduce(reduce_data(t), t.count, t.dtype, t.redop, t.root, kTag));
+}
+std::vector<Region> root_reduced(const Task& t) {
+  if (t.rank() == t.root) return whole_reduced(t);
+  return {sent(t, reduce_data(t), t.count, t.rank(), 0)};
+}
+
+// gather, scatter
+
+void gather(const Task& t, Tickets& tickets) {
+  tickets.push_back(t.comm.gather(t.source, t.target, t.bytes(t.count), t.root, kTag));
+}
+std::vector<Region> root_gathered(const Task& t) {
+  return t.rank() == t.root ? slices(t, t.target, [](int) { return i64{0}; }) : std::vector<Region>();
+}
+void scatter(const Task& t, Tickets& tickets) {
+  tickets.push_back(t.comm.scatter(t.source, t.target, t.bytes(t.count), t.root, kTag));
+}
+std::vector<Region> root_slices(const Task& t) {
+  return t.rank() == t.root ? own_source_slices(t) : std::vector<Region>();
+}
+std::vector<Region> slice_of_root(const Task& t) { return {sent(t, t.target, t.count, t.root, t.rank() * t.count)}; }
+
 // all_to_all
 
 void all_to_all(const Task& t, Tickets& tickets) {
@@ -187,9 +215,9 @@ bool moves(DType, ReduceOp) { return true; }
 bool sums_gradients(DType t, ReduceOp op) {
   return op == ReduceOp::Sum && (t == DType::F32 || t == DType::BF16 || t == DType::F16);
 }
-bool reduces_all(DType t, ReduceOp op) {
-  return t == DType::F32 || t == DType::F64 || t == DType::I64 ||
-         (op == ReduceOp::Sum && (t == DType::BF16 || t == DType::F16));
+bool reduces_all(DType t, ReduceOp) {
+  return t == DType::F32 || t == DType::F64 || t == DType::BF16 || t == DType::F16 || t == DType::I32 ||
+         t == DType::I64;
 }
 
 bool both_forms(bool, DType) { return true; }
@@ -207,8 +235,14 @@ constexpr std::array kOperations = {
               less_own, moves, both_forms, all_gather, gather_input, gathered},
     Operation{"broadcast", false, false, true, true, 1, 1, true, false, false,
               once, moves, both_forms, broadcast, root_data, of_root},
+    Operation{"reduce", false, true, true, true, 1, 1, true, false, false,
+              once, reduces_all, both_forms, reduce, own_data, root_reduced},
     Operation{"all_to_all", true, false, false, true, 1, 1, false, false, false,
               less_own, moves, out_of_place, all_to_all, own_source_slices, exchanged},
+    Operation{"gather", true, false, true, true, 1, 1, false, false, false,
+              less_own, moves, out_of_place, gather, own_source, root_gathered},
+    Operation{"scatter", true, false, true, true, 1, 1, false, false, false,
+              less_own, moves, out_of_place, scatter, root_slices, slice_of_root},
     Operation{"sendrecv", false, false, false, true, 2, 1, false, false, false,
               once, moves, out_of_place, ring, own_source, of_previous},
     Operation{"sendrecv_pairs", false, false, false, true, 2, 1, false, false, false,

@@ -28,7 +28,7 @@ int significand_bits(DType t) {
     case DType::F32: return 24;
     case DType::F64: return 53;
     case DType::I32: return 31;
-    case DType::I64: return 63;
+    case DType::I64: return 62;
     default: throw Error(Errc::Internal, fmt::format("{} is not reduced", dtype_name(t)));
   }
 }

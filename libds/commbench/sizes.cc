@@ -9,6 +9,11 @@
 #include "base/check.h"
 
 namespace ds::commbench {
+namespace {
+
+constexpr size_t kMostSizes = 100000;
+
+}  // namespace
 
 i64 parse_size(std::string_view text) {
   struct Unit {
@@ -23,7 +28,7 @@ i64 parse_size(std::string_view text) {
   const std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
   for (const Unit& u : kUnits) {
     const double bytes = number * u.bytes;
-    if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p50 && bytes == std::floor(bytes))
+    if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p42 && bytes == std::floor(bytes))
       return static_cast<i64>(bytes);
   }
   throw Error(Errc::Config, fmt::format("'{}' is not a size such as 8, 4K, 1M or 128MiB", text));
@@ -31,9 +36,12 @@ i64 parse_size(std::string_view text) {
 
 std::vector<i64> list_sizes(const Options& o) {
   std::vector<i64> sizes;
-  for (i64 bytes = o.min_bytes; bytes <= o.max_bytes;
-       bytes = o.step_bytes > 0 ? bytes + o.step_bytes : bytes * o.factor)
+  for (i64 bytes = o.min_bytes; bytes <= o.max_bytes;) {
     sizes.push_back(bytes);
+    DS_CHECK(sizes.size() <= kMostSizes, Errc::Config, "from {} to {} bytes in steps of {} are more than {} sizes",
+             o.min_bytes, o.max_bytes, o.step_bytes, kMostSizes);
+    bytes = o.step_bytes > 0 ? bytes + o.step_bytes : bytes * o.factor;
+  }
   return sizes;
 }
 

@@ -8,7 +8,7 @@
 
 namespace ds::commbench {
 
-// min, min + step, ... or min, min * factor, ..., up to max.
+// min, min + step, ... or min, min * factor, ..., up to max. Throws Errc::Config for more than anybody means.
 std::vector<i64> list_sizes(const Options& options);
 
 // nccl-tests rounds down: to whole elements, and where each rank owns a slice, slices to 16 bytes.

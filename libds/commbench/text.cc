@@ -21,14 +21,16 @@ std::string number(double x, size_t width) {
   return fmt::format("{:.{}e}", x, width >= 7 ? 1 : 0);
 }
 
+std::string rate(const Row& r, double x) { return r.size > 0 ? number(x, 6) : "-"; }
+
 std::string micro(double seconds) { return number(seconds * 1e6, 7); }
 
 std::string wrong(const Timing& t) { return t.num_wrong ? fmt::format("{}", *t.num_wrong) : "N/A"; }
 
 // A form's columns, of the same width whether it was measured or not.
-std::string form_text(const Options& o, const std::optional<Timing>& t) {
-  std::string text = t ? fmt::format("  {:>7}  {:>6}  {:>6}  {:>6}", micro(t->seconds), number(t->alg_bw, 6),
-                                     number(t->bus_bw, 6), wrong(*t))
+std::string form_text(const Options& o, const Row& r, const std::optional<Timing>& t) {
+  std::string text = t ? fmt::format("  {:>7}  {:>6}  {:>6}  {:>6}", micro(t->seconds), rate(r, t->alg_bw),
+                                     rate(r, t->bus_bw), wrong(*t))
                        : fmt::format("  {:>7}  {:>6}  {:>6}  {:>6}", "-", "-", "-", "-");
   if (!o.blocking && !o.stats) return text;
   const auto one = [&](double Statistics::*member) { return t ? micro((*t->stats).*member) : std::string("-"); };
@@ -85,7 +87,7 @@ std::string compared(const Row& a, const Row& b) {
     if (!x || !y) return;
     text += fmt::format("{}  {:>5}", row_start(a), form);
     for (const Timing& t : {*x, *y})
-      text += fmt::format("  {:>10}  {:>6}  {:>6}", micro(t.seconds), number(t.bus_bw, 6), wrong(t));
+      text += fmt::format("  {:>10}  {:>6}  {:>6}", micro(t.seconds), rate(a, t.bus_bw), wrong(t));
     text += fmt::format("  {:>6}\n", number(x->seconds / y->seconds, 6));
   };
   line("out", a.out_of_place, b.out_of_place);
@@ -157,7 +159,7 @@ std::string text_row(const Options& o, const Result& result, const Row& row) {
                         micro(row.overlap->compute_s), micro(row.overlap->both_s), number(row.overlap->percent, 7),
                         number(t.bus_bw, 6), wrong(t));
   } else {
-    text += form_text(o, row.out_of_place) + form_text(o, row.in_place);
+    text += form_text(o, row, row.out_of_place) + form_text(o, row, row.in_place);
   }
   return text + "\n";
 }

@@ -25,8 +25,8 @@ enum class Average { Rank0, Mean, Min, Max };  // which time of the ranks counts
 enum class Memory { Shared, Ordinary };        // Communicator::allocate, as in training; or the process's own
 
 struct Options {
-  std::vector<std::string> ops;       // names of operations(); "all" stands for each that these ranks can run
-  std::vector<std::string> backends;  // of backends(): one, or two that take turns; "auto"
+  std::vector<std::string> ops{};       // names of operations(); "all" stands for each that these ranks can run
+  std::vector<std::string> backends{};  // of backends(): one, or two that take turns; "auto"
   i64 min_bytes = i64{32} << 20, max_bytes = i64{32} << 20;
   i64 step_bytes = 0;  // 0: sizes grow by `factor`
   i64 factor = 2;
@@ -55,7 +55,7 @@ struct Statistics {
 // One form (out of place, in place) of one row.
 struct Timing {
   double seconds = 0;
-  double alg_bw = 0, bus_bw = 0;   // GB/s
+  double alg_bw = 0, bus_bw = 0;   // GB/s; 0 where no data moves
   std::optional<i64> num_wrong{};  // nothing: not checked
   std::optional<Statistics> stats{};
 };
@@ -67,10 +67,10 @@ struct Overlap {
 };
 
 struct Row {
-  std::string op, backend;
+  std::string op{}, backend{};
   i64 size = 0, count = 0;
-  std::string type;   // "none": no data
-  std::string redop;  // "none"
+  std::string type{};   // "none": no data
+  std::string redop{};  // "none"
   int root = -1;
   std::optional<Timing> out_of_place{}, in_place{};
   std::optional<Overlap> overlap{};
@@ -78,16 +78,16 @@ struct Row {
 
 // An element that was not what it should be.
 struct WrongElement {
-  std::string op, form;
+  std::string op{}, form{};
   i64 size = 0;
   int rank = -1;
   i64 index = 0;
-  std::string got, expected;
+  std::string got{}, expected{};
 };
 
 // t = alpha + beta * (bytes that each link carries), fitted over the sizes of an operation by least relative error.
 struct AlphaBeta {
-  std::string op, backend, form;
+  std::string op{}, backend{}, form{};
   int ranks = 0;
   double alpha_s = 0, beta_s_per_byte = 0;
   double error = 0;  // root mean square of the relative error
@@ -96,9 +96,9 @@ struct AlphaBeta {
 
 // Two ranks, the others idle. Bandwidth of messages of `bytes` in B/s.
 struct Pair {
-  std::string backend;
+  std::string backend{};
   int from = 0, to = 0;
-  std::string link;  // class: "numa" one NUMA node, "host" one host, "network" two hosts, "gpu" GPUs of one host
+  std::string link{};  // class: "numa" one NUMA node, "host" one host, "network" two hosts, "gpu" GPUs of one host
   double latency_s = 0;
   double bandwidth = 0;       // from -> to
   double back_bandwidth = 0;  // to -> from
@@ -108,27 +108,28 @@ struct Pair {
 
 // The median of the pairs of a class.
 struct Link {
-  std::string backend, link;
+  std::string backend{}, link{};
   double latency_s = 0, bandwidth = 0;
   int pairs = 0;
 };
 
 struct RankPlace {
-  std::string host, device, cpu;
+  std::string host{}, device{}, cpu{};
   i64 pid = 0;
   int numa_node = -1;  // -1: not bound to one
   int cores = 0;       // that it may run on
 };
 
 struct Result {
-  std::string mpi_version, nccl_version;  // of the libraries, where a backend uses them; empty: none does
-  std::vector<std::string> backends;      // as resolved
-  std::vector<RankPlace> ranks;
-  std::vector<std::string> left_out;  // operations of "all" that these ranks cannot run, and why
-  std::vector<Row> rows;
-  std::vector<Pair> pairs;
-  std::vector<Link> links;
-  std::vector<AlphaBeta> models;
+  std::string start_time{}, end_time{};       // ISO 8601, UTC
+  std::string mpi_version{}, nccl_version{};  // of the libraries, where a backend uses them; empty: none does
+  std::vector<std::string> backends{};        // as resolved
+  std::vector<RankPlace> ranks{};
+  std::vector<std::string> left_out{};  // operations of "all" that these ranks cannot run, and why
+  std::vector<Row> rows{};
+  std::vector<Pair> pairs{};
+  std::vector<Link> links{};
+  std::vector<AlphaBeta> models{};
   double average_bus_bw = 0;  // over all forms of all rows that have one
   i64 num_wrong = 0;
   std::optional<WrongElement> first_wrong{};
