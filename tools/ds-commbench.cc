@@ -75,9 +75,9 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
   try {
     if (!launched && a.ranks > 0) start(a, command);
     validate(o, ranks);
-  } catch (const Error&) {  // every rank reads the same options, so rank 0 speaks for all
-    if (ranks.rank == 0) throw;
-    return exit_code(Errc::Config);
+  } catch (const Error& e) {  // every rank reads the same options, so rank 0 speaks for all
+    if (ranks.rank == 0 || e.code() != Errc::Config) throw;
+    return exit_code(e.code());
   }
 
   const bool text = !out.json() && !a.csv;

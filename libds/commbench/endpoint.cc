@@ -69,17 +69,6 @@ int numa_node() {
   return nodes.size() == 1 ? *nodes.begin() : -1;
 }
 
-std::unique_ptr<Device> open_gpu(const std::string& backend, const RankInfo& ranks) {
-  std::string why;
-  const int gpus = num_cuda_devices(why);
-  DS_CHECK(gpus > 0, Errc::Unavailable, "backend {} talks between GPUs: {}", backend, why);
-  // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know (own_gpus).
-  DS_CHECK(backend != "nccl" || ranks.local_world_size <= gpus || std::getenv("CUDA_VISIBLE_DEVICES") != nullptr,
-           Errc::Unavailable, "backend nccl wants a GPU for each rank: this node has {} ranks and {} GPU{}",
-           ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
-  return make_cuda_device(ranks.local_rank % gpus);
-}
-
 void check_own_gpus(Communicator& world, const Device& device) {
   std::vector<u64> ids(static_cast<size_t>(world.size()));
   ids[static_cast<size_t>(world.rank())] = device.id();
@@ -120,6 +109,17 @@ void check_backend(const std::string& name, const RankInfo& ranks) {
 
 bool is_over_device(const std::string& backend) { return find(backend)->over_device; }
 
+void check_gpus(const std::string& backend, const RankInfo& ranks) {
+  if (!is_over_device(backend)) return;
+  std::string why;
+  const int gpus = num_cuda_devices(why);
+  DS_CHECK(gpus > 0, Errc::Unavailable, "backend {} talks between GPUs: {}", backend, why);
+  // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know.
+  DS_CHECK(backend != "nccl" || ranks.local_world_size <= gpus || std::getenv("CUDA_VISIBLE_DEVICES") != nullptr,
+           Errc::Unavailable, "backend nccl wants a GPU for each rank: this node has {} ranks and {} GPU{}",
+           ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
+}
+
 Communicator& Worlds::get(const std::string& backend) {
   std::unique_ptr<Communicator>& comm = made_[backend];
   if (comm) return *comm;
@@ -148,7 +148,8 @@ Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worl
     e.world = &worlds.get(backend);
     return e;
   }
-  e.device = open_gpu(backend, ranks);
+  std::string why;
+  e.device = make_cuda_device(ranks.local_rank % num_cuda_devices(why));
   e.world = &worlds.get(resolve_backend("auto", ranks));
   const CommOptions over{.timeout_s = options.timeout_s, .device = e.device.get()};
   if (backend == "nccl") check_own_gpus(*e.world, *e.device);

@@ -37,10 +37,12 @@ class Worlds {
 
 // The name that stands for "auto" with these ranks.
 std::string resolve_backend(const std::string& backend, const RankInfo& ranks);
-// Throws Errc::Config for names that are none and for ranks that a backend does not serve; before any is made.
+// Throws Errc::Config for names that are none and for ranks that a backend does not serve.
 void check_backend(const std::string& backend, const RankInfo& ranks);
+// Throws Errc::Unavailable where a backend wants GPUs that are not there.
+void check_gpus(const std::string& backend, const RankInfo& ranks);
 bool is_over_device(const std::string& backend);  // one that check_backend() takes
-// Collective. Throws Errc::Unavailable for what this machine lacks.
+// Collective. Throws Errc::Unavailable where NCCL cannot be loaded, or ranks would share a GPU.
 Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worlds, const Options& options);
 
 // This rank's place, and those of all ranks. Collective.

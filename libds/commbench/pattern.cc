@@ -2,7 +2,7 @@
 #include "commbench/pattern.h"
 
 #include <algorithm>
-#include <cmath>
+#include <array>
 #include <cstring>
 
 #include "base/check.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMostActive = 64;    // ranks with a value at an index
 constexpr i64 kLargest = 1 << 20;  // a value of a wide type
-constexpr int kScales = 8;         // powers of two, from 2^-4 on
+constexpr std::array kScales = {0x1p-4, 0x1p-3, 0x1p-2, 0x1p-1, 0x1p0, 0x1p1, 0x1p2, 0x1p3};
 
 constexpr u64 mix(u64 x) noexcept {  // Steele, Lea, Flood: SplitMix64
   x += 0x9E3779B97F4A7C15u;
@@ -21,7 +21,7 @@ constexpr u64 mix(u64 x) noexcept {  // Steele, Lea, Flood: SplitMix64
   return x ^ (x >> 31);
 }
 
-int significand_bits(DType t) {
+constexpr int significand_bits(DType t) {
   switch (t) {
     case DType::BF16: return 8;
     case DType::F16: return 11;
@@ -60,13 +60,12 @@ void for_each_element(std::span<std::byte> out, DType t, F&& f) {
 
 double Pattern::value(int rank, i64 index) const noexcept {
   const u64 shared = mix(salt * 0x100000001B3u + static_cast<u64>(index));
-  const i64 stride = div_ceil(ranks, kMostActive);
-  if ((rank + static_cast<i64>(shared >> 48)) % stride != 0) return 0;
-  const i64 active = div_ceil(ranks, stride);
-  const i64 most = std::min(kLargest, (i64{1} << significand_bits(dtype)) / active);
-  const u64 own = mix(shared + static_cast<u64>(rank) * 0xD1342543DE82EF95u);
-  const double integer = static_cast<double>(static_cast<i64>((own >> 16) % static_cast<u64>(2 * most + 1)) - most);
-  return is_float(dtype) ? std::ldexp(integer, static_cast<int>(shared >> 8) % kScales - kScales / 2) : integer;
+  const int stride = (ranks + kMostActive - 1) / kMostActive;
+  if (stride > 1 && (rank + static_cast<int>(shared >> 48)) % stride != 0) return 0;
+  const i64 most = std::min(kLargest, (i64{1} << significand_bits(dtype)) / ((ranks + stride - 1) / stride));
+  const u64 own = mix(shared + static_cast<u64>(rank) * 0xD1342543DE82EF95u) >> 32;
+  const auto integer = static_cast<double>(static_cast<i64>(own * static_cast<u64>(2 * most + 1) >> 32) - most);
+  return is_float(dtype) ? integer * kScales[shared % kScales.size()] : integer;
 }
 
 void Pattern::send(int rank, i64 first, std::span<std::byte> out) const {

@@ -130,6 +130,7 @@ void validate(const Options& o, const RankInfo& ranks) {
   }
   DS_CHECK(resolved.size() == 1 || resolved[0] != resolved[1], Errc::Config, "backend {} is compared with itself",
            resolved[0]);
+  for (const std::string& b : resolved) check_gpus(b, ranks);
 }
 
 }  // namespace ds::commbench

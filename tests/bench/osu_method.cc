@@ -8,9 +8,12 @@
 #include <mpi.h>
 
 #include <cstdlib>
+#include <cstring>
 #include <functional>
+#include <memory>
 #include <vector>
 
+#include "base/check.h"
 #include "comm/communicator.h"
 
 namespace {
@@ -19,10 +22,24 @@ using namespace ds;
 
 constexpr int kWindow = 64;
 
-struct Buffers {
-  std::vector<char> source, target;
-  char* in() { return source.data(); }
-  char* out() { return target.data(); }
+// Aligned to pages, as theirs are.
+class Buffers {
+ public:
+  explicit Buffers(int bytes) : in_(take(bytes)), out_(take(bytes)) {}
+  char* in() const { return in_.get(); }
+  char* out() const { return out_.get(); }
+
+ private:
+  struct Free {
+    void operator()(char* p) const noexcept { std::free(p); }
+  };
+  static std::unique_ptr<char, Free> take(int bytes) {
+    const auto size = static_cast<size_t>(align_up(bytes + 1, 4096));
+    std::unique_ptr<char, Free> p(static_cast<char*>(std::aligned_alloc(4096, size)));
+    std::memset(p.get(), 1, size);
+    return p;
+  }
+  std::unique_ptr<char, Free> in_, out_;
 };
 
 double mean_of_ranks(double seconds, int ranks) {
@@ -31,15 +48,16 @@ double mean_of_ranks(double seconds, int ranks) {
   return sum / ranks;
 }
 
-// Microseconds of one call; osu_allreduce and its kin.
-double collective(int iterations, int ranks, const std::function<void()>& call) {
+// Microseconds of one call; osu_allreduce and its kin. The barrier is of the library that calls: a rank that spins in
+// another one's would take the processor from threads that still work.
+double collective(int iterations, int ranks, const std::function<void()>& call, const std::function<void()>& barrier) {
   const int skip = iterations / 10 + 1;
   double total = 0;
   for (int i = 0; i < skip + iterations; ++i) {
     const double start = MPI_Wtime();
     call();
     if (i >= skip) total += MPI_Wtime() - start;
-    MPI_Barrier(MPI_COMM_WORLD);
+    barrier();
   }
   return mean_of_ranks(total / iterations, ranks) * 1e6;
 }
@@ -86,30 +104,31 @@ int main(int argc, char** argv) {
   const int rank = comm->rank(), P = comm->size(), peer = 1 - rank;
   if (rank == 0) fmt::print("{:<12} {:>10} {:>12} {:>12}\n", "operation", "bytes", "MPI us", "libds us");
   for (const int bytes : sizes) {
-    Buffers b{std::vector<char>(static_cast<size_t>(bytes)), std::vector<char>(static_cast<size_t>(bytes) + 64)};
+    const Buffers b(bytes);
     const int slice = bytes / P;
+    const auto of_mpi = [&](const std::function<void()>& call) {
+      return collective(iterations, P, call, [] { MPI_Barrier(MPI_COMM_WORLD); });
+    };
+    const auto of_libds = [&](const std::function<void()>& call) {
+      return collective(iterations, P, call, [&] { comm->barrier("osu"); });
+    };
     const auto print = [&](const char* name, double mpi, double libds) {
       if (rank == 0) fmt::print("{:<12} {:>10} {:>12.2f} {:>12.2f}\n", name, bytes, mpi, libds);
     };
     print("all_reduce",
-          collective(iterations, P,
-                     [&] { MPI_Allreduce(MPI_IN_PLACE, b.out(), bytes / 4, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }),
-          collective(iterations, P,
-                     [&] { comm->all_reduce(b.out(), bytes / 4, DType::F32, ReduceOp::Sum, "osu").wait(); }));
+          of_mpi([&] { MPI_Allreduce(MPI_IN_PLACE, b.out(), bytes / 4, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD); }),
+          of_libds([&] { comm->all_reduce(b.out(), bytes / 4, DType::F32, ReduceOp::Sum, "osu").wait(); }));
     print("all_gather",
-          collective(
-              iterations, P,
-              [&] { MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, b.out(), slice, MPI_CHAR, MPI_COMM_WORLD); }),
-          collective(iterations, P, [&] {
-            const AllGatherSegment s{b.out(), slice};
-            comm->all_gather({&s, 1}, "osu").wait();
+          of_mpi([&] { MPI_Allgather(MPI_IN_PLACE, 0, MPI_DATATYPE_NULL, b.out(), slice, MPI_CHAR, MPI_COMM_WORLD); }),
+          of_libds([&] {
+            const AllGatherSegment segment{b.out(), slice};
+            comm->all_gather({&segment, 1}, "osu").wait();
           }));
-    print("broadcast", collective(iterations, P, [&] { MPI_Bcast(b.out(), bytes, MPI_CHAR, 0, MPI_COMM_WORLD); }),
-          collective(iterations, P, [&] { comm->broadcast(b.out(), bytes, 0, "osu").wait(); }));
+    print("broadcast", of_mpi([&] { MPI_Bcast(b.out(), bytes, MPI_CHAR, 0, MPI_COMM_WORLD); }),
+          of_libds([&] { comm->broadcast(b.out(), bytes, 0, "osu").wait(); }));
     print("all_to_all",
-          collective(iterations, P,
-                     [&] { MPI_Alltoall(b.in(), slice, MPI_CHAR, b.out(), slice, MPI_CHAR, MPI_COMM_WORLD); }),
-          collective(iterations, P, [&] { comm->all_to_all(b.in(), b.out(), slice, "osu").wait(); }));
+          of_mpi([&] { MPI_Alltoall(b.in(), slice, MPI_CHAR, b.out(), slice, MPI_CHAR, MPI_COMM_WORLD); }),
+          of_libds([&] { comm->all_to_all(b.in(), b.out(), slice, "osu").wait(); }));
     print("latency",
           ping_pong(
               iterations, rank, [&] { MPI_Send(b.in(), bytes, MPI_CHAR, peer, 1, MPI_COMM_WORLD); },

@@ -196,7 +196,8 @@ PY
 
 @test "no GPU for nccl: status 4 and why" {
   refuses 4 "backend nccl talks between GPUs" --op all_reduce --backend nccl
-  run -4 --separate-stderr timeout 60 ds-commbench --ranks 2 --op all_reduce --backend nccl
+  refuses 4 "backend staged talks between GPUs" --ranks 2 --op all_reduce --backend shm --compare staged
+  run -4 --separate-stderr timeout 60 ds-launch -n 2 ds-commbench --op all_reduce --backend nccl
   [[ $stderr == *"backend nccl talks between GPUs"* ]]
 }
 

@@ -5,7 +5,8 @@
 //
 //   algbw = size / time        busbw = algbw * factor of the operation, what each link carries:
 //
-//   all_reduce 2(P-1)/P | reduce_scatter, all_gather, all_to_all, gather, scatter (P-1)/P | all others 1
+//   all_reduce, zero_step 2(P-1)/P | reduce_scatter, all_gather, all_to_all, gather, scatter, overlap (P-1)/P | others
+//   1
 //
 // `size` is that of the whole: of the buffer, or of all P slices where ranks own slices, then count is of one slice.
 
@@ -148,7 +149,8 @@ DS_API std::vector<std::string> types();     // nccl-tests' names
 // "8", "4K", "1M", "128MiB": K, M, G are powers of 1024, as in nccl-tests. Throws Errc::Config.
 DS_API i64 parse_size(std::string_view text);
 
-// Throws what run() would throw for the options alone: Errc::Config naming what is offered.
+// Throws what run() would throw before it connects: Errc::Config naming what is offered, Errc::Unavailable without GPUs
+// for a backend that wants them.
 DS_API void validate(const Options& options, const RankInfo& ranks);
 
 // Collective over the job. Every rank returns the same. Throws as communicators do; Errc::Unavailable for a backend
