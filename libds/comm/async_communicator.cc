@@ -159,7 +159,7 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
     throw_if_failed();
     if (!at_once) {
       execute(op);
-    } else if (!transmit_at_once(op)) {
+    } else if (!transmit_at_once(op, op.peer)) {
       return false;
     }
   } catch (const Error& e) {
@@ -172,20 +172,27 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
   return true;
 }
 
+Exchange exchange_of(const Operation& op) noexcept {
+  const bool from_root = op.kind == OpKind::Broadcast || op.kind == OpKind::Scatter;
+  return {.sliced = op.kind == OpKind::AllToAll || op.kind == OpKind::Scatter,
+          .segments = op.segments,
+          .only_from = from_root ? op.peer : -1,
+          .only_to = op.kind == OpKind::Gather ? op.peer : -1};
+}
+
 void AsyncCommunicator::execute(const Operation& op) {
-  const std::span<const Segment> segments = op.segments;
   switch (op.kind) {
-    case OpKind::ReduceScatter: return reduce_scatter_now(op, segments);
-    case OpKind::AllGather: return move_now(op, {.sliced = false, .segments = segments});
+    case OpKind::ReduceScatter: return reduce_scatter_now(op, op.segments, op.accumulate);
     case OpKind::AllReduce: return all_reduce_now(op);
     case OpKind::Reduce: return reduce_now(op);
-    case OpKind::Broadcast: return move_now(op, {.sliced = false, .segments = segments, .only_from = op.peer});
-    case OpKind::AllToAll: return move_now(op, {.sliced = true, .segments = segments});
-    case OpKind::Gather: return move_now(op, {.sliced = false, .segments = segments, .only_to = op.peer});
-    case OpKind::Scatter: return move_now(op, {.sliced = true, .segments = segments, .only_from = op.peer});
-    case OpKind::Send: return transmit(op);
-    case OpKind::Recv: return receive(op);
-    case OpKind::Barrier: return meet_now(op);
+    case OpKind::AllGather:
+    case OpKind::Broadcast:
+    case OpKind::AllToAll:
+    case OpKind::Gather:
+    case OpKind::Scatter:
+    case OpKind::Barrier: return move_now(op, exchange_of(op));
+    case OpKind::Send: return transmit(op, op.peer);
+    case OpKind::Recv: return receive(op, op.peer);
     case OpKind::Attach: break;  // is no call
     case OpKind::Allocate:
       meet_now(op);
@@ -194,15 +201,11 @@ void AsyncCommunicator::execute(const Operation& op) {
   }
 }
 
-void AsyncCommunicator::meet_now(const Operation& op) {
-  exchange(op, {.sliced = false, .segments = {}}, [](const Piece&) {});
-}
-
-void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const Segment> segments) {
+void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const Segment> segments, bool accumulate) {
   const i64 size = dtype_bytes(op.dtype);
   exchange(op, {.sliced = true, .segments = segments}, [&](const Piece& p) {
     float* target = reinterpret_cast<float*>(p.segment->target) + p.offset / size;
-    fold(target, p.sources, p.bytes / size, op.dtype, op.accumulate);
+    fold(target, p.sources, p.bytes / size, op.dtype, accumulate);
   });
 }
 
@@ -231,7 +234,7 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
     if (is_16_bit(op.dtype)) {
       reduce_scatter_rounded(op, whole);
     } else {
-      reduce_scatter_now(op, {&whole, 1});
+      reduce_scatter_now(op, {&whole, 1}, false);
     }
     move_now(op, {.sliced = false, .segments = {&own, 1}});
     done = slice * size();
@@ -250,13 +253,11 @@ void AsyncCommunicator::reduce_now(const Operation& op) {
     sums_.resize(std::max(sums_.size(), static_cast<size_t>(elems)));
     auto* const sums = reinterpret_cast<std::byte*>(sums_.data());
     const Segment whole{data + done, sums, slice};
-    reduce_scatter_now(op, {&whole, 1});
+    reduce_scatter_now(op, {&whole, 1}, false);
     Segment rounded{sums, data + done, slice};
     if (is_16_bit(op.dtype)) {
       scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(slice)));
-      Stream stream{.pool = &fold_pool_};
-      ops_.cast(TensorView::of(scratch_.data(), op.dtype, {elems}), TensorView::of(sums_.data(), DType::F32, {elems}),
-                stream);
+      round_to(scratch_.data(), op.dtype, {sums_.data(), static_cast<size_t>(elems)});
       rounded.source = scratch_.data();
     }
     move_now(op, {.sliced = false, .segments = {&rounded, 1}, .only_to = op.peer});
@@ -321,10 +322,15 @@ void AsyncCommunicator::fold_rounded(std::byte* target, std::span<const std::byt
     const i64 count = std::min(kRoundedBlock, elems - begin);
     for (size_t q = 0; q < from.size(); ++q) from[q] = sources[q] + begin * dtype_bytes(wire);
     fold(sums_.data(), from, count, wire, false);
-    Stream stream{.pool = &fold_pool_};
-    ops_.cast(TensorView::of(target + begin * dtype_bytes(wire), wire, {count}),
-              TensorView::of(sums_.data(), DType::F32, {count}), stream);
+    round_to(target + begin * dtype_bytes(wire), wire, {sums_.data(), static_cast<size_t>(count)});
   }
+}
+
+void AsyncCommunicator::round_to(std::byte* target, DType wire, std::span<const float> sums) {
+  const i64 elems = narrow<i64>(sums.size());
+  Stream stream{.pool = &fold_pool_};
+  ops_.cast(TensorView::of(target, wire, {elems}), TensorView::of(const_cast<float*>(sums.data()), DType::F32, {elems}),
+            stream);
 }
 
 std::unique_ptr<Communicator> AsyncCommunicator::group(std::span<const int> members, std::string_view name,
@@ -342,8 +348,7 @@ std::unique_ptr<Communicator> AsyncCommunicator::group(std::span<const int> memb
   }
   DS_ASSERT(own >= 0);
   try {
-    if (members.size() == 1) return make_group_of_one(std::move(group), options);
-    return world_.make_group(own, std::move(group), options);
+    return Part{world_}.make_group(own, std::move(group), options);
   } catch (const Error& e) {  // who waits for us must not wait in vain
     const bool named = e.rank() >= 0;
     const Failure f = settle({e.code(), named ? e.what() : fmt::format("rank {}: {}", own_number(), e.what()),

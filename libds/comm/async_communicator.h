@@ -29,9 +29,11 @@ struct Exchange {
   bool to(int rank) const noexcept { return only_to < 0 || rank == only_to; }
   i64 length() const noexcept;
   // Of what is for rank `to`.
-  const std::byte* slice(const Segment& s, int to) const noexcept { return s.source + (sliced ? to * s.stride() : 0); }
+  const std::byte* slice(const Segment& s, int to) const noexcept {
+    return s.source + (sliced ? to * s.source_stride() : 0);
+  }
   std::byte* landing(const Segment& s, int from) const noexcept {
-    return s.target + (only_from < 0 ? from * s.stride() : 0);
+    return s.target + (only_from < 0 ? from * s.target_stride() : 0);
   }
 };
 
@@ -66,7 +68,7 @@ struct QueuedOperation final : Ticket::State, Operation {
 
 class AsyncCommunicator;
 
-// What makes a communicator a group of a world.
+// What makes a communicator a group of a world, or a part of one.
 struct Membership {
   AsyncCommunicator* world = nullptr;  // null: it is a world
   std::string name;
@@ -100,16 +102,22 @@ class AsyncCommunicator : public BaseCommunicator {
   // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for pieces that
   // together cover every slice that is for this rank. Returns when no peer reads this rank's source any more.
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const Piece&)> consume) = 0;
+  // Nothing travels, but all ranks come.
+  void meet_now(const Operation& op) { move_now(op, {.sliced = false, .segments = {}}); }
+  // An exchange that lands.
+  void move_now(const Operation&, const Exchange&);
   // Collective. target = the fold over ranks of our slice of each segment's source.
-  virtual void reduce_scatter_now(const Operation&, std::span<const Segment> segments);
+  virtual void reduce_scatter_now(const Operation&, std::span<const Segment> segments, bool accumulate);
   // The same of one segment, rounded to the wire's type; the target may be our own slice.
   virtual void reduce_scatter_rounded(const Operation&, const Segment&);
+  // target [sums.size()] in the wire's type = sums, rounded.
+  void round_to(std::byte* target, DType wire, std::span<const float> sums);
   // Point to point; segments[0].source or .target. Runs on the sending thread, beside exchange and receive.
-  virtual void transmit(const Operation&) = 0;
+  virtual void transmit(const Operation&, int to) = 0;
   // The same in the caller's thread, when no send is under way, where it can be done without waiting for anybody;
   // false: nothing has happened. A busy core is slow to start a thread, and the receiver would wait for it.
-  virtual bool transmit_at_once(const Operation&) { return false; }
-  virtual void receive(const Operation&) = 0;
+  virtual bool transmit_at_once(const Operation&, int /*to*/) { return false; }
+  virtual void receive(const Operation&, int from) = 0;
   // Collective, after an exchange in which the ranks agreed on the size.
   virtual Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) = 0;
   // Of a world, for itself and its groups, and thread-safe:
@@ -120,7 +128,17 @@ class AsyncCommunicator : public BaseCommunicator {
   // And if one has died.
   virtual void look_at_peers() = 0;
   // The group of at least two of its ranks, this one among them as number `rank`; meets the others.
-  virtual std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) = 0;
+  virtual std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership,
+                                                        const CommOptions& options) = 0;
+
+  // For a communicator that is made of others, which run in its thread.
+  struct Part;
+  // That this rank waits in another part for a rank of the world; -1: no longer. For messages.
+  virtual void waits_elsewhere(int /*number*/) noexcept {}
+  // Tells the part beside this one, if there is one.
+  void tell_wait(int number) noexcept {
+    if (beside_ != nullptr) beside_->waits_elsewhere(number);
+  }
 
   void throw_if_reported() { world_.look_for_reports(); }
   void throw_if_peer_failed() { world_.look_at_peers(); }
@@ -162,10 +180,6 @@ class AsyncCommunicator : public BaseCommunicator {
   void execute(const Operation& operation);
   void all_reduce_now(const Operation&);
   void reduce_now(const Operation&);
-  // Nothing travels, but all ranks come.
-  void meet_now(const Operation&);
-  // An exchange that lands.
-  void move_now(const Operation&, const Exchange&);
   // Small reductions: what `total` bytes at `data` and those of the peers come to, block by block, on the ranks that
   // consume.
   void combine_now(const Operation&, std::byte* data, i64 total, int only_to);
@@ -175,6 +189,7 @@ class AsyncCommunicator : public BaseCommunicator {
   void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
 
   AsyncCommunicator& world_;
+  AsyncCommunicator* beside_ = nullptr;
   const std::string of_group_;
   const double timeout_s_;
   const bool progress_thread_;
@@ -193,6 +208,40 @@ class AsyncCommunicator : public BaseCommunicator {
 };
 
 // The group of this rank alone.
-std::unique_ptr<Communicator> make_group_of_one(Membership membership, const CommOptions&);
+std::unique_ptr<AsyncCommunicator> make_group_of_one(Membership membership, const CommOptions&);
+
+// The protected functions of another communicator.
+struct AsyncCommunicator::Part {
+  AsyncCommunicator& c;
+
+  void tell(AsyncCommunicator& beside) { c.beside_ = &beside; }
+  void meet(const Operation& op) { c.meet_now(op); }
+  void move(const Operation& op, const Exchange& x) { c.move_now(op, x); }
+  void reduce_scatter(const Operation& op, std::span<const Segment> segments, bool accumulate) {
+    c.reduce_scatter_now(op, segments, accumulate);
+  }
+  Ticket submit(Operation&& op) { return c.submit(std::move(op)); }
+  void transmit(const Operation& op, int to) { c.transmit(op, to); }
+  bool transmit_at_once(const Operation& op, int to) { return c.transmit_at_once(op, to); }
+  void receive(const Operation& op, int from) { c.receive(op, from); }
+  Buffer allocate_shared(MemoryLedger& ledger, Tag tag, i64 bytes) { return c.allocate_shared(ledger, tag, bytes); }
+  Failure publish(const Failure& failure) noexcept { return c.publish(failure); }
+  void look_for_reports() { c.look_for_reports(); }
+  void look_at_peers() { c.look_at_peers(); }
+  std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) {
+    if (membership.ranks.size() == 1) return make_group_of_one(std::move(membership), options);
+    return c.make_group(rank, std::move(membership), options);
+  }
+};
+
+// What an operation that moves bytes is as an exchange.
+Exchange exchange_of(const Operation&) noexcept;
+
+// Over an arena: the ranks of a node as a part of another communicator, `part.world`, or a world of their own. Waits
+// for all of them.
+class Arena;
+std::unique_ptr<AsyncCommunicator> make_shared_communicator(std::string_view backend, std::unique_ptr<Arena>,
+                                                            const CommOptions&, Membership part = {});
+std::unique_ptr<AsyncCommunicator> make_mpi_world(const CommOptions&);
 
 }  // namespace ds

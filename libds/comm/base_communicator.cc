@@ -64,7 +64,7 @@ CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noex
                 .bytes = op.slice_bytes(),
                 .shape = 14695981039346656037u,
                 .segments = static_cast<u32>(op.segments.size()),
-                .root = op.peer < 0 ? -1 : world_rank(op.peer),
+                .root = op.root,
                 .kind = op.kind,
                 .dtype = op.dtype,
                 .reduce = op.reduce};
@@ -177,6 +177,7 @@ Ticket BaseCommunicator::reduce(void* data, i64 n, DType dtype, ReduceOp reduce,
   op.dtype = dtype;
   op.reduce = reduce;
   op.peer = root;
+  op.root = world_rank(root);
   op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
   return submit(std::move(op));
 }
@@ -185,6 +186,7 @@ Ticket BaseCommunicator::broadcast(void* data, i64 bytes, int root, std::string_
   DS_ASSERT(bytes >= 0 && root >= 0 && root < size_);
   auto op = make_operation(OpKind::Broadcast, tag, root == rank_ ? (size_ - 1) * bytes : 0);
   op.peer = root;
+  op.root = world_rank(root);
   op.segments.push_back({static_cast<std::byte*>(data), static_cast<std::byte*>(data), bytes});
   return submit(std::move(op));
 }
@@ -200,6 +202,7 @@ Ticket BaseCommunicator::gather(const void* source, void* target, i64 slice_byte
   DS_ASSERT(slice_bytes >= 0 && root >= 0 && root < size_);
   auto op = make_operation(OpKind::Gather, tag, root == rank_ ? 0 : slice_bytes);
   op.peer = root;
+  op.root = world_rank(root);
   op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
   return submit(std::move(op));
 }
@@ -208,6 +211,7 @@ Ticket BaseCommunicator::scatter(const void* source, void* target, i64 slice_byt
   DS_ASSERT(slice_bytes >= 0 && root >= 0 && root < size_);
   auto op = make_operation(OpKind::Scatter, tag, root == rank_ ? (size_ - 1) * slice_bytes : 0);
   op.peer = root;
+  op.root = world_rank(root);
   op.segments.push_back({static_cast<const std::byte*>(source), static_cast<std::byte*>(target), slice_bytes});
   return submit(std::move(op));
 }

@@ -37,9 +37,10 @@ struct Segment {
   const std::byte* source;
   std::byte* target;
   i64 slice_bytes;
-  i64 gap_bytes = 0;  // between slices
+  i64 source_gap = 0, target_gap = 0;  // bytes between slices
 
-  i64 stride() const noexcept { return slice_bytes + gap_bytes; }
+  i64 source_stride() const noexcept { return slice_bytes + source_gap; }
+  i64 target_stride() const noexcept { return slice_bytes + target_gap; }
 };
 
 inline bool is_16_bit(DType dtype) noexcept { return dtype == DType::BF16 || dtype == DType::F16; }
@@ -57,6 +58,7 @@ struct Operation {
   ReduceOp reduce = ReduceOp::Sum;
   bool accumulate = false;
   int peer = -1;  // the root, or the other side of send and recv
+  int root = -1;  // of a collective, in the world
   std::pmr::vector<Segment> segments{operation_memory()};
   std::pmr::string tag{operation_memory()};
   Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Communicator: the ranks of a world, or of one of its groups, and what they do together. Over host memory: self (one
-// rank), threads (ranks as threads of one process, for tests), shm (one node), mpi (any nodes); over device memory:
-// self, staged, nccl.
+// rank), threads (ranks as threads of one process, for tests), shm (one node), mpi (any nodes), shm+mpi (both,
+// composed); over device memory: self, staged, nccl.
 //
 // Canonical sums. A sum over ranks is, for every element, the left fold in ascending rank order in fp32,
 // ((g_0 + g_1) + g_2) + ..., whatever the implementation, segment, owner or algorithm: all implementations give the
@@ -28,8 +28,8 @@
 //
 // Counting. Every call is counted under its tag: bytes that this rank sends (payload only, what the algorithm's formula
 // says), number of calls. With n the bytes of the whole buffer: reduce_scatter, all_gather, all_to_all (P-1)/P n;
-// all_reduce 2 (P-1)/P n, rounded down, for 16-bit types too; broadcast (P-1) n at the root, 0 elsewhere; reduce
-// (P-1)/P n, rounded down; gather the slice, at the root 0; scatter (P-1) slices at the root, 0 elsewhere; send n, recv
+// all_reduce 2 (P-1)/P n, rounded down, for 16-bit types too; broadcast (P-1) n at the root, 0 elsewhere; reduce n,
+// at the root (P-1)/P n; gather the slice, at the root 0; scatter (P-1) slices at the root, 0 elsewhere; send n, recv
 // 0; barrier 0.
 
 #include <functional>
@@ -93,7 +93,8 @@ class Communicator {
 
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
-  virtual std::string_view backend() const noexcept = 0;  // "self", "threads", "shm", "mpi", "staged", "nccl"
+  virtual std::string_view backend()
+      const noexcept = 0;  // "self", "threads", "shm", "mpi", "shm+mpi", "staged", "nccl"
   // The number in the world of a rank of this communicator; what errors name.
   virtual int world_rank(int rank) const noexcept = 0;
 
@@ -190,6 +191,17 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
 std::string mpi_library_version();  // "Open MPI v4.1.4, ..."
+
+// All processes of MPI_COMM_WORLD, in nodes of `local_size` ranks with consecutive numbers, this one the
+// `local_rank`-th of its node: shm inside a node, MPI between nodes, so that what a node gets from or gives to another
+// crosses the network once and not once for each of its ranks. Sums are canonical: node k goes on with the fold of node
+// k - 1. Groups are of the same kind, or shm or MPI alone, whatever their ranks allow. `job` as for shm; nodes may
+// share a /dev/shm. Throws Errc::Config where the ranks are not laid out so.
+std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
+                                                         const CommOptions&);
+// The same of threads, for tests. As run_threads.
+void run_composed_threads(int nodes, int local_size, const CommOptions&,
+                          const std::function<void(Communicator&)>& body);
 
 // Over device memory (CommOptions::device, which outlives them). Calls take their inputs as of now in the Compute
 // queue; Ticket::wait() orders what comes next on Compute behind the operation and does not stop the host;

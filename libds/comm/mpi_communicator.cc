@@ -261,36 +261,35 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   }
 
-  void transmit(const Operation& op) override {
+  void transmit(const Operation& op, int to) override {
     i64 bytes = op.slice_bytes();
     letters_out_.clear();
-    check(MPI_Isend(&bytes, sizeof bytes, MPI_BYTE, world_rank(op.peer), tag(kLength), letters_,
-                    letters_out_.add(op.peer)),
+    check(MPI_Isend(&bytes, sizeof bytes, MPI_BYTE, world_rank(to), tag(kLength), letters_, letters_out_.add(to)),
           "MPI_Isend");
     for (i64 done = 0; done < bytes; done += kMaxMessage) {
       check(MPI_Isend(op.segments[0].source + done, narrow<int>(std::min(kMaxMessage, bytes - done)), MPI_BYTE,
-                      world_rank(op.peer), tag(kPayload), letters_, letters_out_.add(op.peer)),
+                      world_rank(to), tag(kPayload), letters_, letters_out_.add(to)),
             "MPI_Isend");
     }
     finish(letters_out_, op);
   }
 
-  void receive(const Operation& op) override {
+  void receive(const Operation& op, int from) override {
     i64 sent = 0;
     const i64 expected = op.slice_bytes();
     requests_.clear();
-    check(MPI_Irecv(&sent, sizeof sent, MPI_BYTE, world_rank(op.peer), tag(kLength), letters_, requests_.add(op.peer)),
+    check(MPI_Irecv(&sent, sizeof sent, MPI_BYTE, world_rank(from), tag(kLength), letters_, requests_.add(from)),
           "MPI_Irecv");
     finish(requests_, op);
     if (sent != expected) {
-      fail(Errc::Comm, world_rank(op.peer),
-           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(op.peer), sent,
+      fail(Errc::Comm, world_rank(from),
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(from), sent,
                        own_number(), expected, op.tag));
     }
     requests_.clear();
     for (i64 done = 0; done < sent; done += kMaxMessage) {
       check(MPI_Irecv(op.segments[0].target + done, narrow<int>(std::min(kMaxMessage, sent - done)), MPI_BYTE,
-                      world_rank(op.peer), tag(kPayload), letters_, requests_.add(op.peer)),
+                      world_rank(from), tag(kPayload), letters_, requests_.add(from)),
             "MPI_Irecv");
     }
     finish(requests_, op);
@@ -314,6 +313,12 @@ class MpiCommunicator final : public AsyncCommunicator {
   }
 
   void wait(Requests& r, const Operation& op, double timeout_s) {
+    struct Told {
+      ~Told() {
+        if (communicator != nullptr) communicator->tell_wait(-1);
+      }
+      MpiCommunicator* communicator = nullptr;
+    } told;
     const auto start = Clock::now();
     const auto limit = std::chrono::duration<double>(timeout_s);
     std::optional<Clock::time_point> left;
@@ -339,6 +344,8 @@ class MpiCommunicator final : public AsyncCommunicator {
       const int peer = r.peers[static_cast<size_t>(
           std::find_if(r.requests.begin(), r.requests.end(), [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -
           r.requests.begin())];
+      told.communicator = this;
+      tell_wait(world_rank(peer));
       const auto now = Clock::now();
       if (has_left(peer)) {
         if (!left) left = now;
@@ -429,7 +436,7 @@ class MpiCommunicator final : public AsyncCommunicator {
 
   // The members agree on an id that none of them has used, so that any two groups that two ranks share have different
   // message tags.
-  std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) override {
+  std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) override {
     GroupProposal own{.id = next_id_, .hash = 14695981039346656037u};
     for (const int member : membership.ranks) own.hash = (own.hash ^ static_cast<u64>(member)) * 1099511628211u;
     membership.name.copy(own.name.data(), own.name.size() - 1);
@@ -510,7 +517,7 @@ class MpiCommunicator final : public AsyncCommunicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions& options) {
+std::unique_ptr<AsyncCommunicator> make_mpi_world(const CommOptions& options) {
   Environment::enter();
   try {
     return std::make_unique<MpiCommunicator>(options);
@@ -519,6 +526,8 @@ std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions& options) 
     throw;
   }
 }
+
+std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions& options) { return make_mpi_world(options); }
 
 std::string mpi_library_version() {
   std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};

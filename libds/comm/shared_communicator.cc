@@ -25,6 +25,7 @@ constexpr int kSpins = 400;              // about 10 us, only when every rank ha
 constexpr int kYields = 16;
 constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
 constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
+constexpr double kPartPatience = 0.7;  // of the timeout: who waits for an absent rank of its node speaks first
 constexpr auto kQuiescence = 2s;       // after a failure: how long peers may take to leave our memory
 
 void pause_cpu() noexcept {
@@ -37,7 +38,8 @@ i64 now_ns() { return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock
 
 class SharedCommunicator final : public AsyncCommunicator {
  public:
-  // ground: the world of a group of several ranks; null for others, which wait for nobody elsewhere.
+  // ground: whose group this is; null for a world, for the ranks of a node as a part of one, and for a group of one,
+  // which wait for nobody elsewhere.
   SharedCommunicator(std::string_view backend, std::unique_ptr<Arena> arena, const CommOptions& options,
                      Membership membership = {}, SharedCommunicator* ground = nullptr)
       : AsyncCommunicator(backend, arena->rank(), arena->size(), options, membership),
@@ -45,6 +47,7 @@ class SharedCommunicator final : public AsyncCommunicator {
         ground_(ground != nullptr ? *ground : *this),
         key_(key_of(membership)),
         wait_(ground_.take_wait()),
+        is_part_(ground != nullptr ? ground->is_part_ : membership.world != nullptr),
         spins_(ground_.size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
         exposures_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
@@ -98,6 +101,8 @@ class SharedCommunicator final : public AsyncCommunicator {
   };
 
   RankSlot& slot(int rank) const noexcept { return arena_->slot(rank); }
+  // In the ground, of a rank of the world: those of a node have consecutive numbers.
+  int place(int number) const noexcept { return number - ground_.world_rank(0); }
 
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
     const Activity activity(*this, op.kind);
@@ -145,7 +150,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     for (const Segment& s : x.segments) {
-      const auto address = arena_->locate(s.source, (copies - 1) * s.stride() + s.slice_bytes);
+      const auto address = arena_->locate(s.source, (copies - 1) * s.source_stride() + s.slice_bytes);
       if (!address) return false;
       *table++ = *address;
     }
@@ -181,7 +186,7 @@ class SharedCommunicator final : public AsyncCommunicator {
             source = x.slice(s, rank()) + offset;
           } else if (exposures_[static_cast<size_t>(q)] == Exposure::Direct) {
             const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
-            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.stride() + offset;
+            source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.source_stride() + offset;
           } else {
             source = arena_->staging(q, half) + slice * chunk + position;
           }
@@ -239,15 +244,13 @@ class SharedCommunicator final : public AsyncCommunicator {
       if (ready(value())) return;
       std::this_thread::yield();
     }
-    Wait* const told = lane == kProgress && wait_ ? &ground_.slot(own_number()).waits[*wait_] : nullptr;
-    if (told != nullptr) {
-      told->key.store(key_, std::memory_order_relaxed);
-      told->inside_call.store(attaching_ || !progress_thread(), std::memory_order_relaxed);
-      told->confirmed_ns.store(now_ns(), std::memory_order_relaxed);
-      told->peer.store(world_rank(peer) + 1, std::memory_order_release);
+    const bool tells = lane == kProgress;
+    if (tells) {
+      waits_here_.store(true, std::memory_order_relaxed);
+      publish_wait(world_rank(peer));
     }
     const auto start = Clock::now();
-    const auto limit = std::chrono::duration<double>(timeout_s());
+    const auto limit = std::chrono::duration<double>(patience_s());
     auto next_health_check = start + kHealthPeriod;
     for (u32 seen = value(); !ready(seen); seen = value()) {
       throw_if_reported();
@@ -256,17 +259,34 @@ class SharedCommunicator final : public AsyncCommunicator {
         fail(Errc::Comm, world_rank(peer),
              fmt::format("rank {} has left, and rank {} still {}", world_rank(peer), own_number(), doing(rank())));
       const auto now = Clock::now();
-      if (told != nullptr) told->confirmed_ns.store(now_ns(), std::memory_order_relaxed);
+      if (tells) publish_wait(world_rank(peer));
       if (now >= next_health_check) {
         throw_if_peer_failed();
         next_health_check = now + kHealthPeriod;
       }
-      if (now - start > limit) report_absence(peer);
+      if (now - start > limit) report_absence(peer, std::chrono::duration<double>(now - start).count());
       sleep_on(event, seen,
                std::chrono::duration_cast<std::chrono::nanoseconds>(
                    std::min<std::chrono::duration<double>>(kSleep, limit / 4)));
     }
-    if (told != nullptr) told->peer.store(0, std::memory_order_relaxed);
+    if (tells) {
+      publish_wait(-1);
+      waits_here_.store(false, std::memory_order_relaxed);
+    }
+  }
+
+  // For the messages of peers; number: of a rank of the world, or -1.
+  void publish_wait(int number) noexcept {
+    tell_wait(number);
+    if (!wait_) return;
+    Wait& told = ground_.slot(place(own_number())).waits[*wait_];
+    told.key.store(key_, std::memory_order_relaxed);
+    told.inside_call.store(attaching_ || !progress_thread(), std::memory_order_relaxed);
+    told.confirmed_ns.store(now_ns(), std::memory_order_relaxed);
+    told.peer.store(number + 1, std::memory_order_release);
+  }
+  void waits_elsewhere(int number) noexcept override {
+    if (!waits_here_.load(std::memory_order_relaxed)) publish_wait(number);
   }
 
   void check_health() {
@@ -275,16 +295,19 @@ class SharedCommunicator final : public AsyncCommunicator {
       const Arena::Health health = arena_->health(q);
       // It may have said goodbye just before it ended.
       if (health.dead && slot(q).departed.load(std::memory_order_acquire) == 0)
-        fail(Errc::Comm, q, fmt::format("rank {} died: {}", q, health.words));
+        fail(Errc::Comm, world_rank(q), fmt::format("rank {} died: {}", world_rank(q), health.words));
     }
   }
 
+  double patience_s() const noexcept { return is_part_ ? kPartPatience * timeout_s() : timeout_s(); }
+  bool is_here(int number) const noexcept { return place(number) >= 0 && place(number) < ground_.size(); }
+
   // The peer we wait for may itself wait for another, here or in another communicator: the last of the chain is at
-  // fault.
-  [[noreturn]] void report_absence(int peer) {
+  // fault. If that one is elsewhere, who is with it knows more and gets some time to speak first.
+  void report_absence(int peer, double waited_s) {
     std::string chain;
     int culprit = world_rank(peer);
-    for (int hop = 0; hop < ground_.size(); ++hop) {
+    for (int hop = 0; hop < ground_.size() && is_here(culprit); ++hop) {
       const int next = waits_for(culprit);
       if (next < 0 || next == own_number()) break;
       chain += fmt::format(", rank {} waits for rank {}", culprit, next);
@@ -294,9 +317,10 @@ class SharedCommunicator final : public AsyncCommunicator {
     for (int q = 0; q < size(); ++q) {
       if (world_rank(q) == culprit) words = fmt::format(", rank {} {}", culprit, doing(q));
     }
-    const Arena::Health health = ground_.arena_->health(culprit);
+    if (!is_here(culprit) && waited_s < timeout_s()) return;
+    const Arena::Health health = is_here(culprit) ? ground_.arena_->health(place(culprit)) : Arena::Health{};
     fail(Errc::Timeout, culprit,
-         fmt::format("rank {} did not come within {} s: rank {} {}{}{}{}{}", culprit, timeout_s(), own_number(),
+         fmt::format("rank {} did not come within {:.3g} s: rank {} {}{}{}{}{}", culprit, patience_s(), own_number(),
                      doing(rank()), chain, words, health.words.empty() ? "" : "; ", health.words));
   }
 
@@ -304,7 +328,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   // were stopped, or if what it waited for had come.
   int waits_for(int number) const {
     const auto lately = now_ns() - static_cast<i64>(timeout_s() / 2 * 1e9);
-    for (const Wait& w : ground_.slot(number).waits) {
+    for (const Wait& w : ground_.slot(place(number)).waits) {
       const int peer = w.peer.load(std::memory_order_acquire) - 1;
       const bool blocks = w.inside_call.load(std::memory_order_relaxed) != 0 || w.key == key_;
       if (peer >= 0 && blocks && w.confirmed_ns.load(std::memory_order_relaxed) > lately) return peer;
@@ -319,35 +343,35 @@ class SharedCommunicator final : public AsyncCommunicator {
     return fmt::format("is in {} (call {}){}", op_name(static_cast<OpKind>(kind - 1)), calls + 1, of_group());
   }
 
-  void transmit(const Operation& op) override {
-    Channel& channel = arena_->channel(rank(), op.peer);
+  void transmit(const Operation& op, int to) override {
+    Channel& channel = arena_->channel(rank(), to);
     i64 bytes = op.slice_bytes();
-    put(channel, op.peer, {reinterpret_cast<const std::byte*>(&bytes), sizeof bytes});
-    put(channel, op.peer, {op.segments[0].source, static_cast<size_t>(bytes)});
+    put(channel, to, {reinterpret_cast<const std::byte*>(&bytes), sizeof bytes});
+    put(channel, to, {op.segments[0].source, static_cast<size_t>(bytes)});
   }
 
-  bool transmit_at_once(const Operation& op) override {
-    Channel& channel = arena_->channel(rank(), op.peer);
+  bool transmit_at_once(const Operation& op, int to) override {
+    Channel& channel = arena_->channel(rank(), to);
     const u32 used =
         channel.head.value.load(std::memory_order_relaxed) - channel.tail.value.load(std::memory_order_acquire);
     const i64 lines = 1 + div_ceil(op.slice_bytes(), i64{Channel::kLineBytes});
     if (lines > i64{Channel::kLines} - used) return false;
-    transmit(op);
+    transmit(op, to);
     return true;
   }
 
-  void receive(const Operation& op) override {
+  void receive(const Operation& op, int from) override {
     const Activity activity(*this, op.kind);
-    Channel& channel = arena_->channel(op.peer, rank());
+    Channel& channel = arena_->channel(from, rank());
     i64 sent = 0;
     const i64 expected = op.slice_bytes();
-    get(channel, op.peer, {reinterpret_cast<std::byte*>(&sent), sizeof sent});
+    get(channel, from, {reinterpret_cast<std::byte*>(&sent), sizeof sent});
     if (sent != expected) {
-      fail(Errc::Comm, world_rank(op.peer),
-           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(op.peer), sent,
+      fail(Errc::Comm, world_rank(from),
+           fmt::format("rank {} sends {} bytes where rank {} receives {} in \"{}\"", world_rank(from), sent,
                        own_number(), expected, op.tag));
     }
-    get(channel, op.peer, {op.segments[0].target, static_cast<size_t>(sent)});
+    get(channel, from, {op.segments[0].target, static_cast<size_t>(sent)});
   }
 
   // Messages start on a line. `step` copies between the ring and the message: (ring, offset in the message, bytes).
@@ -431,9 +455,11 @@ class SharedCommunicator final : public AsyncCommunicator {
     return {c.failure_code, c.failure_message.data(), c.failure_rank};
   }
 
-  std::unique_ptr<Communicator> make_group(int rank, Membership membership, const CommOptions& options) override {
-    const auto look = [this] { look_at_peers(); };
-    auto arena = arena_->group(rank, membership.ranks, membership.name, options.timeout_s, look);
+  std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) override {
+    const auto look = [this] { throw_if_peer_failed(); };
+    std::vector<int> members(membership.ranks);
+    for (int& member : members) member = place(member);
+    auto arena = arena_->group(rank, members, membership.name, options.timeout_s, look);
     auto communicator =
         std::make_unique<SharedCommunicator>(backend(), std::move(arena), options, std::move(membership), this);
     communicator->attach();
@@ -468,7 +494,9 @@ class SharedCommunicator final : public AsyncCommunicator {
   SharedCommunicator& ground_;
   const u32 key_;
   const std::optional<size_t> wait_;
+  const bool is_part_;  // other parts of its communicator reach ranks elsewhere
   const int spins_;
+  std::atomic<bool> waits_here_{false};
   bool attaching_ = false;
   u32 meetings_ = 0;                 // of this rank; wraps
   u64 calls_ = 0;                    // for messages
@@ -479,7 +507,7 @@ class SharedCommunicator final : public AsyncCommunicator {
 
 }  // namespace
 
-std::unique_ptr<Communicator> make_group_of_one(Membership membership, const CommOptions& options) {
+std::unique_ptr<AsyncCommunicator> make_group_of_one(Membership membership, const CommOptions& options) {
   return std::make_unique<SharedCommunicator>("self", std::move(make_thread_arenas(1).front()), options,
                                               std::move(membership));
 }
@@ -529,13 +557,17 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
   if (first_error) std::rethrow_exception(first_error);
 }
 
+std::unique_ptr<AsyncCommunicator> make_shared_communicator(std::string_view backend, std::unique_ptr<Arena> arena,
+                                                            const CommOptions& options, Membership part) {
+  auto communicator = std::make_unique<SharedCommunicator>(backend, std::move(arena), options, std::move(part));
+  communicator->attach();
+  return communicator;
+}
+
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size,
                                                     const CommOptions& options) {
   DS_ASSERT(size >= 1 && rank >= 0 && rank < size);
-  auto communicator =
-      std::make_unique<SharedCommunicator>("shm", make_shm_arena(job, rank, size, options.timeout_s), options);
-  communicator->attach();
-  return communicator;
+  return make_shared_communicator("shm", make_shm_arena(job, rank, size, options.timeout_s), options);
 }
 
 }  // namespace ds

@@ -24,8 +24,8 @@ struct Backend {
   std::string_view name;
   bool over_device;
 };
-constexpr std::array kBackends = {Backend{"self", false}, Backend{"shm", false}, Backend{"mpi", false},
-                                  Backend{"staged", true}, Backend{"nccl", true}};
+constexpr std::array kBackends = {Backend{"self", false},    Backend{"shm", false},   Backend{"mpi", false},
+                                  Backend{"shm+mpi", false}, Backend{"staged", true}, Backend{"nccl", true}};
 
 const Backend* find(std::string_view name) {
   const auto* const b = std::ranges::find(kBackends, name, &Backend::name);
@@ -103,8 +103,8 @@ void check_backend(const std::string& name, const RankInfo& ranks) {
            ranks.world_size);
   DS_CHECK(name != "shm" || one_node(ranks), Errc::Config,
            "backend shm serves one node; {} of {} ranks are on this one", ranks.local_world_size, ranks.world_size);
-  DS_CHECK(name != "shm" || !ranks.job.empty(), Errc::Config,
-           "backend shm needs a job name: start with ds-launch, or with --ranks");
+  DS_CHECK(!name.starts_with("shm") || !ranks.job.empty(), Errc::Config,
+           "backend {} needs a job name: start with ds-launch, or with --ranks", name);
 }
 
 bool is_over_device(const std::string& backend) { return find(backend)->over_device; }
@@ -127,6 +127,8 @@ Communicator& Worlds::get(const std::string& backend) {
     comm = make_self_communicator(options_);
   } else if (backend == "shm") {
     comm = make_shm_communicator(ranks_.job, ranks_.rank, ranks_.world_size, options_);
+  } else if (backend == "shm+mpi") {
+    comm = make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, options_);
   } else {
     DS_ASSERT(backend == "mpi");
     comm = make_mpi_communicator(options_);

@@ -71,6 +71,20 @@ refuses() {
   done
 }
 
+@test "two nodes, played on one: shared memory inside and MPI between, beside MPI alone" {
+  run -0 --separate-stderr timeout 60 ds-launch -n 4 bash -c '
+    LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec ds-commbench --op all -b 1000 -e 1000 -n 2 --backend shm+mpi'
+  [[ $output == *"Out of bounds values : 0 OK"* ]]
+  assert_equal "$(rows | wc -l)" 15
+  run -0 --separate-stderr timeout 60 ds-launch -n 4 bash -c '
+    LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec ds-commbench --op all_reduce -b 64K -e 64K -n 2 \
+      --backend shm+mpi --compare mpi'
+  [[ $output == *"backend shm+mpi beside mpi"*"Out of bounds values : 0 OK"* ]]
+  run -2 --separate-stderr timeout 60 ds-launch -n 2 bash -c '
+    LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec ds-commbench --op all_reduce --backend shm'
+  [[ $stderr == *"backend shm serves one node; 1 of 2 ranks are on this one"* ]]
+}
+
 @test "one rank needs no launcher, ds-launch starts others, and both print the same columns" {
   run -0 --separate-stderr ds-commbench --op all -b 4K -e 4K -n 2
   assert_line --partial "backend self"

@@ -34,10 +34,43 @@ void run_mesh(const MeshShape& shape) {
   test::exercise_mesh(mesh, 3001);
 }
 
+// As if every two ranks had a node.
+std::unique_ptr<Communicator> compose(double timeout_s) {
+  const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
+  return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2,
+                                    {.timeout_s = timeout_s});
+}
+
 // What the ranks do, by name.
 const std::map<std::string, void (*)()> kPrograms = {
     {"exercise", [] { test::exercise(*make_mpi_communicator({.timeout_s = 60}), 30001); }},
     {"inline", [] { test::exercise(*make_mpi_communicator({.timeout_s = 60, .progress_thread = false}), 3001); }},
+    {"composed", [] { test::exercise(*compose(60), 9001); }},
+    {"composed_absent",
+     [] {
+       auto c = compose(2);
+       c->barrier("t");
+       if (c->rank() == 3) std::this_thread::sleep_for(5s);
+       c->barrier("meeting");
+     }},
+    {"composed_killed",
+     [] {
+       auto c = compose(20);
+       c->barrier("t");
+       if (c->rank() == 2) kill(getpid(), SIGKILL);
+       std::vector<float> x(4000000);
+       for (;;) c->all_reduce(x.data(), std::ssize(x), DType::F32, ReduceOp::Sum, "t").wait();
+     }},
+    {"composed_mesh",
+     [] {
+       Mesh mesh(compose(60), {.dp = 2, .tp = 2}, {.timeout_s = 60});
+       test::exercise_mesh(mesh, 3001);
+     }},
+    {"uneven",
+     [] {
+       const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
+       make_composed_communicator("uneven", rank == 2 ? 0 : rank, rank == 2 ? 1 : 2, {.timeout_s = 20});
+     }},
     {"staging",
      [] {
        auto c = make_mpi_communicator({.timeout_s = 60});
@@ -282,6 +315,25 @@ TEST_P(CommMpiSizes, PassTheExercise) {
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, testing::Values(1, 2, 3, 4));
+
+TEST_F(CommMpi, ComposedWithSharedMemoryPassesTheExercise) {
+  EXPECT_EQ(run("composed", 4), 0);
+  for (int r = 0; r < 4; ++r) EXPECT_EQ(story(r), "ok");
+  EXPECT_EQ(run("composed_mesh", 4), 0);
+  EXPECT_EQ(story(3), "ok");
+}
+
+TEST_F(CommMpi, AnAbsentRankOfAnotherNodeIsNamed) {
+  EXPECT_NE(run("composed_absent", 4), 0);
+  for (int r = 0; r < 4; ++r) EXPECT_THAT(story(r), HasSubstr(" 3: rank 3 did not come within")) << r;
+}
+
+TEST_F(CommMpi, TheDeathOfARankOfAnotherNodeEndsTheJob) { EXPECT_EQ(run("composed_killed", 4), 137); }
+
+TEST_F(CommMpi, NodesOfUnequalSizesAreRefused) {
+  EXPECT_NE(run("uneven", 3), 0);
+  for (int r = 0; r < 3; ++r) EXPECT_THAT(story(r), HasSubstr("equally many ranks on every node"));
+}
 
 TEST_F(CommMpi, WorksWithoutProgressThread) {
   EXPECT_EQ(run("inline", 2), 0);
