@@ -7,6 +7,7 @@
 #include <fmt/format.h>
 #include <mpi.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -21,8 +22,11 @@ namespace {
 using namespace ds;
 
 constexpr int kWindow = 64;
+constexpr int kSkip =
+    2;  // times the iterations, before they count: the system moves new processes between cores for a while
 
-// Aligned to pages, as theirs are.
+// Aligned to pages and as large as the largest message of theirs: the system may give such memory in huge pages, which
+// copies between processes feel.
 class Buffers {
  public:
   explicit Buffers(int bytes) : in_(take(bytes)), out_(take(bytes)) {}
@@ -34,7 +38,7 @@ class Buffers {
     void operator()(char* p) const noexcept { std::free(p); }
   };
   static std::unique_ptr<char, Free> take(int bytes) {
-    const auto size = static_cast<size_t>(align_up(bytes + 1, 4096));
+    const auto size = static_cast<size_t>(align_up(std::max(bytes, 4 << 20), 4096));
     std::unique_ptr<char, Free> p(static_cast<char*>(std::aligned_alloc(4096, size)));
     std::memset(p.get(), 1, size);
     return p;
@@ -51,7 +55,7 @@ double mean_of_ranks(double seconds, int ranks) {
 // Microseconds of one call; osu_allreduce and its kin. The barrier is of the library that calls: a rank that spins in
 // another one's would take the processor from threads that still work.
 double collective(int iterations, int ranks, const std::function<void()>& call, const std::function<void()>& barrier) {
-  const int skip = iterations / 10 + 1;
+  const int skip = kSkip * iterations;
   double total = 0;
   for (int i = 0; i < skip + iterations; ++i) {
     const double start = MPI_Wtime();
@@ -64,7 +68,7 @@ double collective(int iterations, int ranks, const std::function<void()>& call, 
 
 // osu_latency: rank 0 and rank 1, there and back.
 double ping_pong(int iterations, int rank, const std::function<void()>& send, const std::function<void()>& receive) {
-  const int skip = iterations / 10 + 1;
+  const int skip = kSkip * iterations;
   double start = 0;
   MPI_Barrier(MPI_COMM_WORLD);
   for (int i = 0; i < skip + iterations && rank < 2; ++i) {
@@ -80,7 +84,7 @@ double ping_pong(int iterations, int rank, const std::function<void()>& send, co
 
 // osu_bw: rank 0 sends windows, rank 1 answers each; microseconds of one message.
 double windows(int iterations, int rank, const std::function<void()>& window, const std::function<void()>& answer) {
-  const int skip = iterations / 10 + 1;
+  const int skip = kSkip * iterations;
   double start = 0;
   MPI_Barrier(MPI_COMM_WORLD);
   for (int i = 0; i < skip + iterations && rank < 2; ++i) {
