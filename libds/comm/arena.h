@@ -122,6 +122,8 @@ class Arena {
   // Memory that locate() knows on every rank. Collective; `meet` is a barrier.
   virtual Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) = 0;
   virtual Health health(int rank) const = 0;
+  // Makes this rank's staging safe to touch: each rank its own, so that the pages lie in the NUMA node it runs on.
+  virtual void reserve_staging() {}
   // All ranks are there.
   virtual void attached() {}
 

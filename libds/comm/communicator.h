@@ -196,9 +196,10 @@ std::string mpi_library_version();  // "Open MPI v4.1.4, ..."
 // `local_rank`-th of its node: shm inside a node, MPI between nodes, so that what a node gets from or gives to another
 // crosses the network once and not once for each of its ranks. Sums are canonical: node k goes on with the fold of node
 // k - 1. Groups are of the same kind, or shm or MPI alone, whatever their ranks allow. `job` as for shm; nodes may
-// share a /dev/shm. Throws Errc::Config where the ranks are not laid out so.
+// share a /dev/shm. Where the ranks are not laid out so: Errc::Config, or, if `or_mpi`, MPI alone, as for nodes of one
+// rank.
 std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
-                                                         const CommOptions&);
+                                                         const CommOptions&, bool or_mpi = false);
 // The same of threads, for tests. As run_threads.
 void run_composed_threads(int nodes, int local_size, const CommOptions&,
                           const std::function<void(Communicator&)>& body);

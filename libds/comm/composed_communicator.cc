@@ -433,7 +433,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
 }  // namespace
 
 std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
-                                                         const CommOptions& options) {
+                                                         const CommOptions& options, bool or_mpi) {
   DS_ASSERT(local_size >= 1 && local_rank >= 0 && local_rank < local_size);
   std::unique_ptr<AsyncCommunicator> net = make_mpi_world(options);
   std::vector<std::array<int, 2>> places(static_cast<size_t>(net->size()));
@@ -442,6 +442,7 @@ std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, i
   net->all_gather({&all, 1}, "nodes").wait();
   for (int r = 0; r < net->size(); ++r) {
     const auto [its_rank, its_size] = places[static_cast<size_t>(r)];
+    if (or_mpi && (local_size == 1 || its_size != local_size || its_rank != r % local_size)) return net;
     DS_CHECK(
         its_size == local_size, Errc::Config,
         "\"shm+mpi\" wants equally many ranks on every node: rank {} is one of {}, rank {} one of {}; take \"mpi\"",

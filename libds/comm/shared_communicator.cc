@@ -57,6 +57,11 @@ class SharedCommunicator final : public AsyncCommunicator {
     {
       const Activity activity(*this, OpKind::Attach);
       attaching_ = true;
+      try {
+        arena_->reserve_staging();
+      } catch (const Error& e) {  // who waits for us must not wait in vain
+        fail(e.code(), own_number(), fmt::format("rank {}: {}", own_number(), e.what()));
+      }
       meet();
       arena_->attached();
       meet();

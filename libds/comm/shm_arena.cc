@@ -252,7 +252,7 @@ class ShmArena final : public Arena {
   ShmArena(std::string name, int rank, int size, int creator, double timeout_s, FunctionRef<void()> look)
       : Arena(rank, size), name_(std::move(name)), creator_(creator), timeout_s_(timeout_s) {
     if (rank == 0) {
-      segment_ = Segment::create(name_, total_bytes(size), channels_offset(size), size);
+      segment_ = Segment::create(name_, total_bytes(size), staging_offset(size), size);
     } else {
       segment_ = Segment::open(name_, total_bytes(size), size, creator, timeout_s, look);
     }
@@ -279,6 +279,9 @@ class ShmArena final : public Arena {
                                       members.front(), timeout_s, look);
   }
 
+  void reserve_staging() override {
+    segment_.reserve(staging(rank(), 0) - segment_.data(), 2 * kStagingHalf, "the staging of a rank");
+  }
   void attached() override { segment_.unlink(); }
 
   std::optional<Address> locate(const std::byte* p, i64 bytes) const override {

@@ -89,7 +89,7 @@ std::vector<std::string> backends() {
 
 std::string resolve_backend(const std::string& backend, const RankInfo& ranks) {
   if (backend != "auto") return backend;
-  return ranks.world_size == 1 ? "self" : one_node(ranks) && !ranks.job.empty() ? "shm" : "mpi";
+  return ranks.world_size == 1 ? "self" : ranks.job.empty() ? "mpi" : one_node(ranks) ? "shm" : "shm+mpi";
 }
 
 void check_backend(const std::string& name, const RankInfo& ranks) {
@@ -120,7 +120,8 @@ void check_gpus(const std::string& backend, const RankInfo& ranks) {
            ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
 }
 
-Communicator& Worlds::get(const std::string& backend) {
+Communicator& Worlds::get(const std::string& name) {
+  const std::string backend = resolve_backend(name, ranks_);
   std::unique_ptr<Communicator>& comm = made_[backend];
   if (comm) return *comm;
   if (backend == "self") {
@@ -128,7 +129,7 @@ Communicator& Worlds::get(const std::string& backend) {
   } else if (backend == "shm") {
     comm = make_shm_communicator(ranks_.job, ranks_.rank, ranks_.world_size, options_);
   } else if (backend == "shm+mpi") {
-    comm = make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, options_);
+    comm = make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, options_, name == "auto");
   } else {
     DS_ASSERT(backend == "mpi");
     comm = make_mpi_communicator(options_);
@@ -143,16 +144,18 @@ void Worlds::abort(const Error& why) noexcept {
     if (comm) comm->abort(why);
 }
 
-Endpoint connect(const std::string& backend, const RankInfo& ranks, Worlds& worlds, const Options& options) {
+Endpoint connect(const std::string& name, const RankInfo& ranks, Worlds& worlds, const Options& options) {
+  const std::string backend = resolve_backend(name, ranks);
   Endpoint e{.backend = backend, .device = nullptr, .world = nullptr, .over_device = nullptr};
   if (!is_over_device(backend)) {
     e.device = make_cpu_device(probe::cpu_backend(), probe::rank_threads(ranks.local_world_size));
-    e.world = &worlds.get(backend);
+    e.world = &worlds.get(name);
+    e.backend = e.world->backend();
     return e;
   }
   std::string why;
   e.device = make_cuda_device(ranks.local_rank % num_cuda_devices(why));
-  e.world = &worlds.get(resolve_backend("auto", ranks));
+  e.world = &worlds.get("auto");
   const CommOptions over{.timeout_s = options.timeout_s, .device = e.device.get()};
   if (backend == "nccl") check_own_gpus(*e.world, *e.device);
   e.over_device = backend == "nccl" ? make_nccl_communicator(*e.world, over) : make_staged_communicator(*e.world, over);

@@ -24,7 +24,8 @@ struct Endpoint {
 class Worlds {
  public:
   Worlds(const RankInfo& ranks, const CommOptions& options) : ranks_(ranks), options_(options) {}
-  // Collective. Throws Errc::Config for a backend that does not serve these ranks.
+  // Collective; a name of backends(). On several nodes "auto" is mpi where these have unequal numbers of ranks. Throws
+  // Errc::Config for a backend that does not serve these ranks.
   Communicator& get(const std::string& backend);
   // All that were made: tells their ranks that this one gives up.
   void abort(const Error& why) noexcept;

@@ -195,8 +195,7 @@ Result run(const Options& options, const RankInfo& ranks, const Hooks& hooks) {
   Worlds worlds(ranks, {.timeout_s = options.timeout_s});
   try {
     std::vector<Endpoint> endpoints;
-    for (const std::string& b : options.backends)
-      endpoints.push_back(connect(resolve_backend(b, ranks), ranks, worlds, options));
+    for (const std::string& b : options.backends) endpoints.push_back(connect(b, ranks, worlds, options));
     return measure(options, endpoints, hooks);
   } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
     worlds.abort(e);

@@ -30,8 +30,9 @@ template <>
 inline constexpr std::array kEnumNames<WarmupType> = {EnumName{"log", u8(WarmupType::Log)},
                                                       EnumName{"linear", u8(WarmupType::Linear)}};
 template <>
-inline constexpr std::array kEnumNames<DType> = {EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)},
-                                                 EnumName{"fp16", u8(DType::F16)}};
+inline constexpr std::array kEnumNames<DType> = {
+    EnumName{"fp32", u8(DType::F32)}, EnumName{"bf16", u8(DType::BF16)}, EnumName{"fp16", u8(DType::F16)},
+    EnumName{"bfp16", u8(DType::BF16)}};  // as DeepSpeed spelt bf16 at first
 template <>
 inline constexpr std::array kEnumNames<ReduceOrder> = {EnumName{"boundary", u8(ReduceOrder::Boundary)},
                                                        EnumName{"micro", u8(ReduceOrder::Micro)}};
@@ -46,7 +47,7 @@ template <>
 inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"auto", u8(CommBackend::Auto)}, EnumName{"self", u8(CommBackend::Self)},
     EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
-    EnumName{"nccl", u8(CommBackend::Nccl)}};
+    EnumName{"shm+mpi", u8(CommBackend::Composed)}, EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
 inline constexpr std::array kEnumNames<PipelineSchedule> = {
     EnumName{"naive", u8(PipelineSchedule::Naive)}, EnumName{"gpipe", u8(PipelineSchedule::GPipe)},

@@ -50,9 +50,10 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   const bool chosen = backend != CommBackend::Auto;
   const bool one_node = ranks.local_world_size == ranks.world_size;
   if (!chosen) {
-    backend = ranks.world_size == 1            ? CommBackend::Self
-              : one_node && !ranks.job.empty() ? CommBackend::Shm
-                                               : CommBackend::Mpi;
+    backend = ranks.world_size == 1 ? CommBackend::Self
+              : ranks.job.empty()   ? CommBackend::Mpi
+              : one_node            ? CommBackend::Shm
+                                    : CommBackend::Composed;
   }
   switch (backend) {
     case CommBackend::Self:
@@ -77,7 +78,16 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
     case CommBackend::Auto:
     case CommBackend::Mpi: break;
   }
-  std::unique_ptr<Communicator> comm = make_mpi_communicator(options);
+  DS_CHECK(backend != CommBackend::Composed || !ranks.job.empty(), Errc::Config,
+           "communication.backend \"shm+mpi\" needs a job name: start with ds-launch");
+  std::unique_ptr<Communicator> comm =
+      backend == CommBackend::Composed
+          ? make_composed_communicator(ranks.job, ranks.local_rank, ranks.local_world_size, options, !chosen)
+          : make_mpi_communicator(options);
+  if (backend == CommBackend::Composed && comm->backend() == "mpi" && ranks.rank == 0 && ranks.local_world_size > 1)
+    log_message(LogLevel::Warning,
+                "communication.backend \"auto\" takes mpi alone, which is slower: shm+mpi wants equally many ranks on "
+                "every node");
   DS_CHECK(comm->size() == ranks.world_size, Errc::Config,
            "MPI has {} ranks, the environment says {}: start with ds-launch", comm->size(), ranks.world_size);
   return comm;

@@ -72,9 +72,13 @@ inline Config read_config(const std::string& path, const std::vector<std::string
 
 class Arrangement {
  public:
-  Arrangement(std::string name, const std::string& path, const std::vector<std::string>& set, int ranks, int threads)
+  using Transport = std::function<std::unique_ptr<Communicator>(std::unique_ptr<Communicator>)>;
+  // transport: what the ranks talk through instead, if anything.
+  Arrangement(std::string name, const std::string& path, const std::vector<std::string>& set, int ranks, int threads,
+              const Transport& transport = {})
       : name_(std::move(name)), config_(read_config(path, set, ranks)), parts_(static_cast<size_t>(ranks)) {
-    auto comms = make_thread_communicators(ranks, {.timeout_s = 3600});
+    auto comms = make_thread_communicators(ranks, {.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
+    for (auto& comm : comms) comm = transport ? transport(std::move(comm)) : std::move(comm);
     on_ranks(ranks, [&](int rank) {
       Part& part = parts_[static_cast<size_t>(rank)];
       part.device = make_cpu_device(*cpu_ops(), threads);

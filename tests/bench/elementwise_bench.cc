@@ -101,6 +101,56 @@ void fold_four(benchmark::State& state) {
   measure(state, 4 * sources[0].bytes() + dst.bytes(), [&](Stream& s) { ops().fold(dst, sources, false, s); });
 }
 
+// Codes and scales of one row of kElements.
+struct Coded {
+  Coded(Arena& a, CodeFormat f, i64 rows = 1)
+      : format(f),
+        codes(a.take(DType::U8, {rows, f.code_bytes(kElements)})),
+        scales(a.take(DType::F32, {rows, f.num_blocks(kElements)})) {}
+  i64 bytes() const { return codes.bytes() + scales.bytes(); }
+
+  CodeFormat format;
+  TensorView codes, scales;
+};
+
+template <DType From, int kBits>
+void quantize(benchmark::State& state) {
+  Arena a;
+  const TensorView x = a.take(From, {1, kElements});
+  const Coded coded(a, {.bits = kBits});
+  measure(state, x.bytes() + coded.bytes(),
+          [&](Stream& s) { ops().quantize(coded.codes, coded.scales, x, {}, coded.format, {}, s); });
+}
+
+template <DType To, int kBits>
+void dequantize(benchmark::State& state) {
+  Arena a;
+  const TensorView y = a.take(To, {1, kElements});
+  const Coded coded(a, {.bits = kBits});
+  measure(state, y.bytes() + coded.bytes(),
+          [&](Stream& s) { ops().dequantize(y, coded.codes, coded.scales, coded.format, s); });
+}
+
+template <int kBits>
+void dequantize_fold_four(benchmark::State& state) {
+  Arena a;
+  const TensorView dst = a.take(DType::F32, {kElements});
+  const Coded coded(a, {.bits = kBits}, 4);
+  measure(state, dst.bytes() + coded.bytes(),
+          [&](Stream& s) { ops().dequantize_fold(dst, coded.codes, coded.scales, false, 1, coded.format, s); });
+}
+
+void quantize_signs(benchmark::State& state) {
+  Arena a;
+  const TensorView y = a.take(DType::F32, {kElements}), codes = a.take(DType::U8, {kElements / 8});
+  i64 bits = std::bit_cast<u32>(8.0f), sum[2] = {};
+  float scale = 0;
+  measure(state, 2 * y.bytes() + codes.bytes(), [&](Stream& s) {
+    ops().quantize_signs(codes, TensorView::of(&scale, DType::F32, {1}), y, TensorView::of(&bits, DType::I64, {1}),
+                         TensorView::of(sum, DType::I64, {2}), kElements, s);
+  });
+}
+
 void sum_squares(benchmark::State& state) {
   Arena a;
   const TensorView x = a.take(DType::F32, {kElements});
@@ -168,6 +218,17 @@ DS_BENCH_THREADS(cast<F32, BF16>);
 DS_BENCH_THREADS(cast<BF16, F32>);
 DS_BENCH_THREADS(fold_four<F32>);
 DS_BENCH_THREADS(fold_four<BF16>);
+DS_BENCH_THREADS(quantize<F32, 8>);
+DS_BENCH_THREADS(quantize<BF16, 8>);
+DS_BENCH_THREADS(quantize<BF16, 4>);
+DS_BENCH_THREADS(quantize_signs);
+DS_BENCH_THREADS(dequantize<F32, 8>);
+DS_BENCH_THREADS(dequantize<BF16, 8>);
+DS_BENCH_THREADS(dequantize<BF16, 4>);
+DS_BENCH_THREADS(dequantize<F32, 1>);
+DS_BENCH_THREADS(dequantize_fold_four<8>);
+DS_BENCH_THREADS(dequantize_fold_four<4>);
+DS_BENCH_THREADS(dequantize_fold_four<1>);
 DS_BENCH_THREADS(sum_squares);
 DS_BENCH_THREADS(max_abs);
 DS_BENCH_THREADS(activation_fwd<F32, Activation::GeluTanh>);

@@ -80,6 +80,9 @@ refuses() {
     LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=2 exec ds-commbench --op all_reduce -b 64K -e 64K -n 2 \
       --backend shm+mpi --compare mpi'
   [[ $output == *"backend shm+mpi beside mpi"*"Out of bounds values : 0 OK"* ]]
+  run -0 --separate-stderr timeout 60 ds-launch -n 3 bash -c '
+    LOCAL_RANK=$((RANK % 2)) LOCAL_WORLD_SIZE=$((2 - RANK / 2)) exec ds-commbench --op all_reduce -b 4K -e 4K -n 2'
+  [[ $output == *"# backend mpi,"* ]] # nodes are unequal
   run -2 --separate-stderr timeout 60 ds-launch -n 2 bash -c '
     LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 exec ds-commbench --op all_reduce --backend shm'
   [[ $stderr == *"backend shm serves one node; 1 of 2 ranks are on this one"* ]]

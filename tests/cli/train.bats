@@ -48,6 +48,32 @@ load tiny
   done
 }
 
+# Bytes of the last step's reduce-scatter: what a run counted, or --check --json foretells.
+reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[0-9]*$'; }
+
+@test "gradients travel in the type that was asked for" {
+  for precision in fp32 bf16 fp16; do
+    on=()
+    [[ $precision == fp32 ]] || on=(--set "$precision.enabled=true")
+    ds-launch -n 2 ds-train cfg.json --out "$precision" --quiet "${on[@]}"
+    for wire in fp32 bf16 bfp16 fp16; do
+      name=$precision-$wire
+      set=("${on[@]}" --set "communication_data_type=$wire")
+      ds-launch -n 2 ds-train cfg.json --check --json "${set[@]}" >"$name.json"
+      grep -q "\"communication_data_type\": *\"${wire/bfp/bf}\"" "$name.json"
+      ds-launch -n 2 ds-train cfg.json --out "$name" --quiet "${set[@]}"
+      assert_equal "$(reduced "$name/metrics.jsonl")" "$(reduced "$name.json")"
+      run -0 paste -d " " <(losses "$precision") <(losses "$name")
+      assert_equal "$(awk '$4 / $2 > 1 - 4e-3 && $4 / $2 < 1 + 4e-3' <<<"$output" | wc -l)" 12
+    done
+    diff <(losses "$precision") <(losses "$precision-$precision") # the default
+    diff <(losses "$precision-bf16") <(losses "$precision-bfp16")
+    assert_equal "$(reduced "$precision-fp32.json")" $((2 * $(reduced "$precision-fp16.json")))
+  done
+  run -2 --separate-stderr ds-train cfg.json --check --set communication_data_type=fp8
+  [[ $stderr == *'communication_data_type: must be one of "fp32", "bf16", "fp16"'* ]]
+}
+
 @test "a whole run on the least instruction set" {
   ds-launch -n 2 ds-train cfg.json --out best --quiet
   export DS_ISA=avx2

@@ -17,6 +17,7 @@
 #include <sstream>
 #include <thread>
 
+#include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
 
 namespace ds {
@@ -44,6 +45,7 @@ std::unique_ptr<Communicator> compose(double timeout_s) {
 // What the ranks do, by name.
 const std::map<std::string, void (*)()> kPrograms = {
     {"exercise", [] { test::exercise(*make_mpi_communicator({.timeout_s = 60}), 30001); }},
+    {"compressed", [] { test::exercise_compressed(*make_mpi_communicator({.timeout_s = 60}), 1001); }},
     {"inline", [] { test::exercise(*make_mpi_communicator({.timeout_s = 60, .progress_thread = false}), 3001); }},
     {"composed", [] { test::exercise(*compose(60), 9001); }},
     {"composed_absent",
@@ -312,6 +314,10 @@ class CommMpi : public testing::Test {
 class CommMpiSizes : public CommMpi, public testing::WithParamInterface<int> {};
 TEST_P(CommMpiSizes, PassTheExercise) {
   EXPECT_EQ(run("exercise", GetParam()), 0);
+  for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
+}
+TEST_P(CommMpiSizes, PassTheCompressedExercise) {
+  EXPECT_EQ(run("compressed", GetParam()), 0);
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, testing::Values(1, 2, 3, 4));

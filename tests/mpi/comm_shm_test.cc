@@ -20,6 +20,7 @@
 #include <sstream>
 #include <thread>
 
+#include "../compressed_exercise.h"
 #include "../mesh_exercise.h"
 
 namespace ds {
@@ -114,6 +115,10 @@ TEST_P(CommShmSizes, PassesTheExercise) {
     test::exercise(*c, size == 2 ? 200001 : 30001);  // the first needs several chunks of staging
   });
   for (int r = 0; r < size; ++r) EXPECT_EQ(ranks.story(r), "ok");
+}
+TEST_P(CommShmSizes, PassesTheCompressedExercise) {
+  Ranks ranks(GetParam(), [&](int r) { test::exercise_compressed(*join(r, GetParam(), 60), 1001); });
+  for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
 INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, testing::Values(1, 2, 3, 4, 8));
 

@@ -114,6 +114,8 @@ const Wrong kWrong[] = {
     {R"("communication": {"timeout_s": 0})", kBad, "greater than 0"},
     {R"("communication": {"backend": "gloo"})", kBad, "one of \"auto\", \"self\", \"shm\", \"mpi\", \"nccl\""},
     {R"("communication_data_type": "fp8")", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
+    {R"("communication_data_type": "none")", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
+    {R"("communication_data_type": 16)", kBad, "one of \"fp32\", \"bf16\", \"fp16\""},
     // Keys that contradict each other.
     {R"("fp16": {"enabled": true}, "bf16": {"enabled": true})", kBad, "exclude each other"},
     {R"("reduce_order": "boundary", "zero_optimization": {"stage": 2})", kBad, "ZeRO stage 2"},
@@ -355,6 +357,23 @@ TEST(Config, DefaultsAreDeepSpeeds) {
   EXPECT_EQ(c.communication.timeout_s, 300);
 }
 
+// All spellings of DeepSpeed's, old and new.
+TEST(Config, CommunicationDataTypeIsWhatDeepSpeedTakes) {
+  const auto resolved = [](const std::string& value, const std::string& more = "") {
+    const Config c = good(R"({"train_batch_size": 1, "communication_data_type": )" + value + more + "}");
+    return std::pair(c.communication_data_type,
+                     Json::parse(resolved_json(c))["communication_data_type"].get<std::string>());
+  };
+  EXPECT_EQ(resolved(R"("fp32")", R"(, "bf16": {"enabled": true})"), std::pair(DType::F32, std::string("fp32")));
+  for (const char* bf16 : {R"("bf16")", R"("bfp16")", R"("BFP16")"})
+    EXPECT_EQ(resolved(bf16), std::pair(DType::BF16, std::string("bf16")));
+  EXPECT_EQ(resolved(R"("FP16")"), std::pair(DType::F16, std::string("fp16")));
+  for (const char* none : {"null", R"("auto")"}) {
+    EXPECT_EQ(resolved(none).first, DType::F32);
+    EXPECT_EQ(resolved(none, R"(, "fp16": {"enabled": true})").first, DType::F16);
+  }
+}
+
 TEST(Config, DefaultsFollowOtherKeys) {
   const Config c =
       good(R"({"train_batch_size": 1, "bf16": {"enabled": true}, "zero_optimization": {"stage": 3}, "seed": 7,
@@ -561,7 +580,7 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
       value = {0.25, 0.375};
     } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
       for (const EnumName& n : e->names)
-        if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = n.name;
+        if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
     } else {
       value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
     }

@@ -75,7 +75,7 @@ struct ZeroConfig {
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
 enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
-enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Nccl };
+enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 
 struct CommunicationConfig {
   CommBackend backend = CommBackend::Auto;

@@ -125,7 +125,7 @@ class DS_API TrainingRun {
                 const std::function<void(i32 id, std::string_view text)>& token);
 
   i64 step() const noexcept;
-  const std::string& backend() const noexcept;  // "self", "shm", "mpi", "staged", "nccl"
+  const std::string& backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"
 
  private:
   struct State;

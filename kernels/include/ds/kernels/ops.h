@@ -112,6 +112,47 @@ struct ExactSum {
   }
 };
 
+// How numbers become codes of `bits` bits. `block` consecutive elements of a row share an fp32 scale; a row begins a
+// new block. 8 bits: an int8 per element. 4: two's complement, element 2k in the low half of byte k, 2k+1 in the high.
+// 1: the sign, element i in bit i % 8 of byte i/8, 1 for what is below zero. What fills up the last byte of a row is
+// zero.
+struct CodeFormat {
+  int bits = 8;
+  i64 block = 2048;  // a multiple of 8; 0: the row
+
+  DS_HOST_DEVICE constexpr i64 block_elems(i64 n) const noexcept { return block != 0 ? block : n > 0 ? n : 1; }
+  constexpr i64 code_bytes(i64 n) const noexcept { return (n * bits + 7) / 8; }
+  constexpr i64 num_blocks(i64 n) const noexcept {
+    return block != 0 ? (n + block - 1) / block : 1;  // a row without elements has a scale, where the row is the block
+  }
+  DS_HOST_DEVICE constexpr float largest_code() const noexcept { return bits == 8 ? 127.0f : 7.0f; }
+};
+
+// What becomes of the error e that a quantisation makes, where it is kept: x + scale e is what is quantised, and then
+// e = decay scale e + (1 - decay) (what was quantised - what its codes say).
+struct ErrorFeedback {
+  float scale = 1;
+  float decay = 0;
+};
+
+// The one definition of a block's scale, by its largest |x|. Not finite: NaN, so that all of the block shows it. Never
+// subnormal, so that no quotient overflows; 1 for zeros. (Floats above 3.4e38 may come back as infinity.)
+DS_HOST_DEVICE inline float block_scale(u32 max_abs_bits, CodeFormat format) noexcept {
+  if (max_abs_bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
+  if (max_abs_bits == 0) return 1.0f;
+  const float scale = std::bit_cast<float>(max_abs_bits) / format.largest_code();
+  return scale > 0x1p-126f ? scale : 0x1p-126f;
+}
+
+// The scale of signs: the root mean square of n values, from the bits of the largest |x| and the sum of squares in that
+// exponent's units. NaN if not finite, 0 for n = 0.
+DS_HOST_DEVICE inline float sign_scale(i64 max_abs, ExactSum sum, i64 n) noexcept {
+  const u32 bits = static_cast<u32>(max_abs);
+  if (bits >= 0x7F800000u) return std::bit_cast<float>(0x7FC00000u);
+  if (n == 0) return 0.0f;
+  return static_cast<float>(std::sqrt(sum.value(ExactSum::exponent_of(bits)) / static_cast<double>(n)));
+}
+
 // What an optimizer step must know of all gradients: made and read where the ops run, without the host.
 struct GradVerdict {
   i64 finite = 1;        // 0: the step is skipped
@@ -237,6 +278,26 @@ struct OpTable {
   // dst[N] fp32 = ((init + s0) + s1) + ... in order; init = dst when accumulate, else the fold starts at s0. sources: one
   // or more, work dtypes, one dtype for all; dst may be any of them (same elements) if they are fp32.
   void (*fold)(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream&) noexcept;
+
+  // Numbers as codes and scales, row by row: x, y [R,N], codes uint8 [R, code_bytes(N)], scales fp32 [R, num_blocks(N)], all
+  // with strided rows, so that the codes and scales of a row may lie side by side. Every operation is rounded to fp32, none
+  // is fused, and all backends agree bit for bit (but for which NaN).
+  //   quantize         8 or 4 bits, N > 0: scale = block_scale(largest |x| of the block), code = rint(x / scale), so that
+  //                    |x - code*scale| <= scale/2. A block with an element that is not finite has the scale NaN and codes of 0.
+  //                    error [R,N] fp32, optional, strided rows: see ErrorFeedback; the x above is then x + scale*error. It is 0
+  //                    after a block that was not finite. x work dtype.
+  //   quantize_signs   y [N] fp32 -> codes [code_bytes(N)], scale [1] = sign_scale(max_abs [1], sum [2], n): of the n elements
+  //                    of which these N may be a part. y then holds the error, y -+ scale, or 0 where the scale is NaN.
+  //   dequantize       y = code*scale, rounded to y's dtype. 1 bit: -scale or +scale. y work dtype.
+  //   dequantize_fold  dst[N] fp32 = (accumulate ? dst : 0) + fold/divisor, fold = the sum of the rows' code*scale in fp32, in
+  //                    ascending order of rows, beginning with row 0.
+  void (*quantize)(TensorView codes, TensorView scales, TensorView x, TensorView error, CodeFormat, ErrorFeedback,
+                   Stream&) noexcept;
+  void (*quantize_signs)(TensorView codes, TensorView scale, TensorView y, TensorView max_abs, TensorView sum, i64 n,
+                         Stream&) noexcept;
+  void (*dequantize)(TensorView y, TensorView codes, TensorView scales, CodeFormat, Stream&) noexcept;
+  void (*dequantize_fold)(TensorView dst, TensorView codes, TensorView scales, bool accumulate, float divisor, CodeFormat,
+                          Stream&) noexcept;
 
   // Reductions to numbers that stay where the ops run: they accumulate into `result`, which the caller sets to zero.
   // result [1] int64 = max(result, the largest |x| as its fp32 bit pattern): NaN > inf > finite. x work dtype.

@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "comm/quantized.h"
+
+namespace ds {
+namespace {
+
+void check_format(CodeFormat format) {
+  DS_CHECK(format.bits == 8 || format.bits == 4, Errc::Config, "codes have 8 or 4 bits, not {}", format.bits);
+  DS_CHECK(format.block > 0 && format.block % 8 == 0, Errc::Config,
+           "a block of quantised elements must be a multiple of 8, not {}", format.block);
+}
+
+TensorView fp32_of(const Buffer& buffer) noexcept {
+  return TensorView::of(buffer.data(), DType::F32, {buffer.bytes() / 4});
+}
+
+}  // namespace
+
+QuantizedAllGather::QuantizedAllGather(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
+                                       CodeFormat format)
+    : comm_(comm), device_(device), slice_{format}, max_elems_(max_elems) {
+  check_format(format);
+  wire_ = comm.allocate(ledger, tag, comm.size() * CodedSlice{format, max_elems}.bytes());
+}
+
+void QuantizedAllGather::start(TensorView shard, std::string_view tag) {
+  const i64 n = shard.numel();
+  DS_ASSERT(n <= max_elems_ && shard.contiguous());
+  slice_.elems = n;
+  const i64 rank = comm_.rank();
+  if (n > 0) {
+    device_.ops().quantize(slice_.codes(wire_.data(), rank, 1), slice_.scales(wire_.data(), rank, 1),
+                           shard.reshaped({1, n}), {}, slice_.format, {}, device_.stream());
+  }
+  const AllGatherSegment segment{wire_.data(), slice_.bytes()};
+  ticket_ = comm_.all_gather({&segment, 1}, tag);
+}
+
+void QuantizedAllGather::finish(TensorView full) {
+  const i64 P = comm_.size(), n = slice_.elems;
+  DS_ASSERT(full.numel() == P * n && full.contiguous());
+  ticket_.wait();
+  device_.ops().dequantize(full.reshaped({P, n}), slice_.codes(wire_.data(), 0, P), slice_.scales(wire_.data(), 0, P),
+                           slice_.format, device_.stream());
+}
+
+QuantizedReduceScatter::QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device,
+                                               MemoryLedger& ledger, Tag tag, i64 max_elems, CodeFormat format)
+    : node_(node), across_(across), device_(device), format_(format), max_elems_(max_elems) {
+  check_format(format);
+  const i64 L = local_size(), M = num_nodes(), slice = CodedSlice{format, max_elems}.bytes();
+  if (L > 1) {
+    node_send_ = node.allocate(ledger, tag, L * M * slice);
+    node_receive_ = node.allocate(ledger, tag, L * M * slice);
+  }
+  if (M > 1) {
+    across_send_ = across.allocate(ledger, tag, M * slice);
+    across_receive_ = across.allocate(ledger, tag, M * slice);
+  }
+  if (L > 1 && M > 1) partial_ = device_buffer(device, ledger, tag, M * max_elems * 4);
+}
+
+void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accumulate, std::string_view tag,
+                                 LocoErrors* errors) {
+  const OpTable& ops = device_.ops();
+  Stream& stream = device_.stream();
+  const i64 L = local_size(), M = num_nodes(), n = target.numel();
+  DS_ASSERT(n <= max_elems_ && source.numel() == L * M * n && source.contiguous());
+  DS_ASSERT(errors == nullptr || errors->slice_elems_ == n);
+  const ErrorFeedback feedback = errors != nullptr ? errors->next() : ErrorFeedback{};
+  if (L == 1 && M == 1) return ops.fold(target, {&source, 1}, accumulate, stream);
+  if (n == 0) return;
+
+  const CodedSlice slice{format_, n};
+  // Slices number first, first + L, ... of the source, one for each node; of the errors of the source, likewise.
+  const auto for_each_node = [&](const TensorView& v, i64 first) {
+    return v ? row_view(static_cast<char*>(v.data) + first * n * dtype_bytes(v.dtype), v.dtype, M, n, L * n)
+             : TensorView{};
+  };
+  TensorView rows = source.reshaped({L * M, n});
+  if (L > 1) {
+    const TensorView lost = errors != nullptr ? errors->of_node_hop() : TensorView{};
+    for (i64 l = 0; l < L; ++l) {
+      ops.quantize(slice.codes(node_send_.data(), l * M, M), slice.scales(node_send_.data(), l * M, M),
+                   for_each_node(source, l), for_each_node(lost, l), format_, feedback, stream);
+    }
+    node_.all_to_all(node_send_.data(), node_receive_.data(), M * slice.bytes(), tag).wait();
+    for (i64 m = 0; m < M; ++m) {
+      const TensorView sum = M > 1 ? fp32_of(partial_).rows(m * n, n) : target;
+      ops.dequantize_fold(sum, slice.codes(node_receive_.data(), m, L, M), slice.scales(node_receive_.data(), m, L, M),
+                          accumulate && M == 1, 1, format_, stream);
+    }
+    if (M == 1) return;
+    rows = row_view(partial_.data(), DType::F32, M, n, n);
+  }
+  const TensorView lost = errors != nullptr ? errors->of_across_hop().reshaped({M, n}) : TensorView{};
+  ops.quantize(slice.codes(across_send_.data(), 0, M), slice.scales(across_send_.data(), 0, M), rows, lost, format_,
+               feedback, stream);
+  across_.all_to_all(across_send_.data(), across_receive_.data(), slice.bytes(), tag).wait();
+  ops.dequantize_fold(target, slice.codes(across_receive_.data(), 0, M), slice.scales(across_receive_.data(), 0, M),
+                      accumulate, 1, format_, stream);
+}
+
+LocoErrors::LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, i64 slice_elems,
+                       LocoOptions options)
+    : options_(options), slice_elems_(slice_elems) {
+  DS_CHECK(options.decay >= 0 && options.decay <= 1, Errc::Config, "err_beta must lie between 0 and 1, not {}",
+           options.decay);
+  DS_CHECK(options.reset_period > 0, Errc::Config, "reset_T must be positive, not {}", options.reset_period);
+  const i64 L = op.local_size(), M = op.num_nodes();
+  if (L > 1) node_ = device_buffer(op.device_, ledger, tag, L * M * slice_elems * 4);
+  if (M > 1) across_ = device_buffer(op.device_, ledger, tag, M * slice_elems * 4);
+}
+
+TensorView LocoErrors::of_node_hop() const noexcept { return fp32_of(node_); }
+TensorView LocoErrors::of_across_hop() const noexcept { return fp32_of(across_); }
+
+ErrorFeedback LocoErrors::next() noexcept {
+  const bool reset = calls_ > 0 && calls_ % options_.reset_period == 0;
+  const ErrorFeedback feedback{.scale = reset ? 0.0f : scale_, .decay = options_.decay};
+  ++calls_;
+  scale_ = 1;
+  return feedback;
+}
+
+}  // namespace ds

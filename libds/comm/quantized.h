@@ -1,0 +1,109 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Collectives whose elements travel as codes of 8 or 4 bits with an fp32 scale per block (quantize in
+// ds/kernels/ops.h). Wang et al.: "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training",
+// quantised weights (qwZ) and quantised gradients (qgZ). A block of a slice is never of two slices, so the numbers do
+// not depend on how many ranks there are beside the order of sums, and every rank has the same bits. What is not finite
+// stays visible: NaN in all of its block.
+//
+// Over any communicator; `device` is where its memory is: a CPU for those over host memory. Set-up is collective and
+// takes all memory, on the wire from the communicator; a call takes none. Calls count under their tag what the inner
+// collectives send: P slices of CodedSlice::bytes() instead of P slices of elements.
+
+#include "comm/coded_slice.h"
+#include "comm/communicator.h"
+
+namespace ds {
+
+// All-gather of shards, each as its codes say: also our own, so that all ranks see the same weights. The shard itself
+// stays exact. One call at a time is under way.
+class QuantizedAllGather {
+ public:
+  // For shards of up to `max_elems` elements; takes P slices. comm and device outlive it.
+  QuantizedAllGather(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
+                     CodeFormat format = {});
+
+  // shard [n] work dtype, the same n on all ranks; it may be changed when the call returns (over a device: by what is
+  // enqueued on Compute behind it). The codes are on their way while others compute.
+  void start(TensorView shard, std::string_view tag);
+  // full [P*n], any work dtype, equal on all ranks; the shard may lie in it, and is overwritten then.
+  void finish(TensorView full);
+
+ private:
+  Communicator& comm_;
+  Device& device_;
+  CodedSlice slice_;
+  Buffer wire_;  // P slices
+  Ticket ticket_;
+  const i64 max_elems_;
+};
+
+class LocoErrors;
+
+// Reduce-scatter in two hops, each of which sends codes: among the ranks of a node, then among the ranks with the same
+// number in their nodes. Rank r = node * node_size + number in the node gets slice r of the sum over ALL ranks; a mean
+// is the caller's division, as of reduce_scatter. The order of the sum is fixed: in fp32 over the ranks of a node,
+// ascending, and then over nodes, ascending. Each hop adds, per term, at most half a scale of the blocks it sends. A
+// hop among one rank is none, and rounds nothing: so one node has one hop.
+//
+// Of a node's traffic with others, P slices shrink to P/node_size slices of codes. What is small or sensitive (norms,
+// biases) is the caller's to reduce exactly instead, and so is padding: a source is P slices of equal size.
+class QuantizedReduceScatter {
+ public:
+  // For slices of up to `max_elems` elements. `node`: the ranks of this node in the order of their numbers; `across`:
+  // those with our number, in the order of their nodes. All outlive it. Collective over both. Takes 2 (P + nodes) coded
+  // slices, and one fp32 slice for each node.
+  QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device, MemoryLedger& ledger, Tag tag,
+                         i64 max_elems, CodeFormat format = {.bits = 4});
+
+  // source [P*n] work dtype; target [n] fp32 = (accumulate ? target : 0) + the sum; it may not lie in source. errors,
+  // where kept, are of this very source from call to call. Done when it returns (over a device: enqueued).
+  void run(TensorView source, TensorView target, bool accumulate, std::string_view tag, LocoErrors* errors = nullptr);
+
+ private:
+  friend LocoErrors;
+  i64 local_size() const noexcept { return node_.size(); }
+  i64 num_nodes() const noexcept { return across_.size(); }
+
+  Communicator& node_;
+  Communicator& across_;
+  Device& device_;
+  const CodeFormat format_;
+  const i64 max_elems_;
+  Buffer node_send_, node_receive_;      // [local_size][num_nodes] slices: for, and from, each rank of the node
+  Buffer across_send_, across_receive_;  // [num_nodes] slices
+  Buffer partial_;                       // [num_nodes][max_elems] fp32: the sums of this node
+};
+
+struct LocoOptions {
+  float decay = 0.8f;
+  i64 reset_period = 1024;  // calls
+};
+
+// What the two hops of one gradient have lost so far; it is added to what comes next. Xie et al.: "LoCo: Low-Bit
+// Communication Adaptor for Large-scale Model Training". On each hop e = decay e + (1 - decay) (x + e - what was sent),
+// and 0 every reset_period calls. Where a block was not finite it is 0.
+class LocoErrors {
+ public:
+  // For slices of `slice_elems` elements; takes P + nodes of them in fp32.
+  LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, i64 slice_elems, LocoOptions = {});
+
+  // Gradients come multiplied by `factor` from now on: the loss scale has changed.
+  void rescale(float factor) noexcept { scale_ *= factor; }
+  // fp32, of the device; without elements where there is no such hop. Of source [P*n], and of the sums of the node, by
+  // node [num_nodes*n].
+  TensorView of_node_hop() const noexcept;
+  TensorView of_across_hop() const noexcept;
+
+ private:
+  friend QuantizedReduceScatter;
+  ErrorFeedback next() noexcept;
+
+  const LocoOptions options_;
+  const i64 slice_elems_;
+  Buffer node_, across_;
+  float scale_ = 1;
+  i64 calls_ = 0;
+};
+
+}  // namespace ds
