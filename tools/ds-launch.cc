@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// ds-launch: start N ranks of a program on this machine and watch over them.
+// ds-launch: start N ranks of a program, on this machine or several, and watch over them.
 
 #include <unistd.h>
 
@@ -18,35 +18,25 @@ std::vector<std::string> own_environment() {
   return strings;
 }
 
-// A word as a shell would have to read it.
-std::string shell_word(const std::string& word) {
-  const auto plain = [](unsigned char c) {
-    return std::isalnum(c) != 0 || std::string_view("_-./=:,+@%^").find(static_cast<char>(c)) != std::string_view::npos;
-  };
-  if (!word.empty() && std::all_of(word.begin(), word.end(), plain)) return word;
-  std::string quoted = "'";
-  for (const char c : word) c == '\'' ? quoted += "'\\''" : quoted += c;
-  return quoted + "'";
-}
-
-std::string command_line(const std::vector<std::string>& words) {
-  std::string line;
-  for (const std::string& word : words) line += (line.empty() ? "" : " ") + shell_word(word);
-  return line;
-}
-
 void print_plan(const LaunchPlan& plan, const LaunchOptions& options, tools::Output& out) {
   std::vector<std::string> program = options.command;
   program.front() = plan.program;
+  nlohmann::ordered_json hosts = nlohmann::ordered_json::array();
+  for (const PlannedHost& host : plan.hosts)
+    hosts.push_back(
+        {{"name", host.name}, {"first_rank", host.first_rank}, {"ranks", host.ranks}, {"reached_by", host.reached_by}});
   if (out.json())
     return out.document({{"mpirun", plan.mpirun},
                          {"mpirun_environment", plan.mpirun_environment},
+                         {"hosts", hosts},
                          {"command", program},
                          {"environment", plan.environment},
                          {"rank_environment", plan.rank_environment}});
   out.print("mpirun:  {} {}\n", command_line(plan.mpirun_environment), command_line(plan.mpirun));
   out.print("ranks:   {}\n", command_line(program));
   out.print("all:     {}\n", command_line(plan.environment));
+  for (const PlannedHost& host : plan.hosts)
+    out.print("host {}: {}\n", host.name, host.reached_by.empty() ? "this machine" : command_line(host.reached_by));
   for (std::size_t r = 0; r < plan.rank_environment.size(); ++r)
     out.print("{:<9}{}\n", fmt::format("rank {}:", r), command_line(plan.rank_environment[r]));
 }
@@ -60,6 +50,7 @@ void print_report(const LaunchReport& report, tools::Output& out) {
                      {"status", end.status},
                      {"signal", end.signal},
                      {"stopped", end.stopped},
+                     {"lost", end.lost},
                      {"run_s", end.seconds},
                      {"last_lines", end.last_lines}});
     if (!out.json())
@@ -86,10 +77,10 @@ void explain(const LaunchReport& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc == 3 && std::string_view(argv[1]) == "--rank-shim") return run_rank_shim(argv[2], own_environment());
+  if (const std::optional<int> status = run_as_shim({argv + 1, argv + argc}, own_environment())) return *status;
 
   LaunchOptions options;
-  std::string bind = "none";
+  std::string bind = "none", hostfile, hosts;
   bool dry_run = false;
   const tools::ToolInfo tool = {
       .name = "ds-launch",
@@ -98,12 +89,28 @@ int main(int argc, char** argv) {
       .examples = {{"ds-launch -n 2 ds-train gpt.json", "train on two ranks"},
                    {"ds-launch -n 4 --log-dir logs --tag-output ds-train gpt.json --out run",
                     "with a log per rank and the rank before every line"},
+                   {"ds-launch --host node-a:4,node-b:4 ds-train gpt.json --out run", "on two nodes, eight ranks"},
                    {"ds-launch -n 2 --dry-run ds-train gpt.json", "show what would be started"}}};
   return tools::run_main(argc, argv, tool, [&](CLI::App& app) -> tools::Body {
     app.prefix_command();  // what follows PROG belongs to PROG
     tools::add_number(app, "-n,--ranks", options.ranks, 1, 4096,
-                      "number of ranks (default 1); more than cores is possible, but slow")
+                      "number of ranks (default 1, with hosts every slot); more than cores is possible, but slow")
         ->type_name("N");
+    CLI::Option* file =
+        app.add_option("--hostfile", hostfile, "run on the hosts of FILE, a line 'NAME slots=N' for each")
+            ->type_name("FILE")
+            ->group("Hosts");
+    app.add_option("--host", hosts, "run on these hosts: NAME:SLOTS,...")
+        ->type_name("LIST")
+        ->group("Hosts")
+        ->excludes(file);
+    app.add_option("--agent", options.agent, "reach a host by 'PROG HOST COMMAND' (default ssh)")
+        ->type_name("PROG")
+        ->group("Hosts");
+    tools::add_number(app, "--host-timeout", options.host_timeout_s, 1, 86400,
+                      "a host that is silent for so many seconds is lost (default 20)")
+        ->type_name("S")
+        ->group("Hosts");
     app.add_option("--bind", bind, "core: give each rank its own share of the cores (default none)")
         ->type_name("HOW")
         ->check(CLI::IsMember({"none", "core"}));
@@ -114,6 +121,11 @@ int main(int argc, char** argv) {
     return [&](tools::Output& out) {
       options.command = app.remaining();
       if (!options.command.empty() && options.command.front() == "--") options.command.erase(options.command.begin());
+      if (app.count("--hostfile") > 0) options.hosts = read_hostfile(hostfile);
+      if (app.count("--host") > 0) options.hosts = parse_host_list(hosts, "--host");
+      for (const char* option : {"--agent", "--host-timeout"})
+        if (options.hosts.empty() && app.count(option) > 0)
+          throw Error(Errc::Config, fmt::format("{} is about other hosts: give --hostfile or --host", option));
       options.bind = bind == "core" ? LaunchBind::Core : LaunchBind::None;
       options.environment = own_environment();
       options.terminal_columns = tools::terminal_columns();

@@ -65,6 +65,8 @@ std::optional<Frame> Channel::receive() {
   const std::string_view rest = std::string_view(in_).substr(parsed_);
   if (rest.size() < kHeader) return std::nullopt;
   const u32 length = value_of<u32>(rest.substr(1));
+  if (length > limit_) closed_ = true;
+  if (length > limit_) return std::nullopt;
   if (rest.size() < kHeader + length) return std::nullopt;
   parsed_ += kHeader + length;
   return Frame{static_cast<Message>(rest[0]), std::string(rest.substr(kHeader, length))};

@@ -34,25 +34,37 @@ class Fd {
 };
 
 enum class Message : u8 {
-  // shim -> launcher
-  Hello,       // rank, pid of the shim, host
+  // over TCP, before anything else (launch/handshake.h)
+  Challenge,  // Nonce
+  Answer,     // AnswerPayload
+  Proof,      // u64
+  // shim of a rank -> launcher
+  Hello,       // rank, pid of the shim, host, place of the host in the job
   Started,     // pid
   Stdout,      // bytes
   Stderr,      // bytes
   StdinTaken,  // the last Stdin was written: send more
   Aborted,     // mpirun wants the job to end
   Ended,       // EndedPayload, after the last byte of output
-  // launcher -> shim
+  // shim of a host, or of its agent -> launcher
+  HostUp,      // HostUpPayload
+  OrtedEnded,  // wait status
+  AgentEnded,  // place of the host, how the agent ended
+  // both ways between launcher and the shim of a host
+  Heartbeat,
+  // launcher -> shim of a host
+  Pause,  // expect nothing before the next message: the launcher was told to stop for a while
+  // launcher -> shim of a rank
   Environment,  // NAME=value strings
   Bind,         // our share of the cores: index, number of shares
-  Start,        // path of the program, then argv
+  Start,        // working directory, path of the program, argv
   Stdin,        // bytes; none: end of file
   Signal,       // SignalPayload
-  Bye,          // everybody has ended
+  Bye,          // everybody has ended (to shims of hosts as well)
 };
 
 struct EndedPayload {
-  i64 time_ns;      // CLOCK_MONOTONIC
+  i64 time_ns;      // CLOCK_MONOTONIC of the rank's host
   i32 wait_status;  // as of waitpid
   i32 stopped;      // by the launcher, or because it or mpirun is gone
 };
@@ -60,6 +72,12 @@ struct EndedPayload {
 struct SignalPayload {
   i32 signal;
   i32 stop;  // the launcher ends the job; 0: it only passes the signal on
+};
+
+struct HostUpPayload {
+  i32 host;  // its place in the job
+  i32 cores;
+  i32 port;  // nobody listened on it just now
 };
 
 struct Frame {
@@ -76,6 +94,7 @@ class Channel {
   void pump(short revents);        // reads and writes what is possible
   std::optional<Frame> receive();  // the next complete frame
   void send(Message type, std::string_view payload = {});
+  void limit(u32 payload_bytes) noexcept { limit_ = payload_bytes; }  // a longer frame closes the channel
   std::size_t queued() const noexcept { return out_.size() - sent_; }
   bool closed() const noexcept { return closed_; }  // the other end is gone; received frames are still there
 
@@ -85,6 +104,7 @@ class Channel {
   Fd socket_;
   std::string in_, out_;
   std::size_t parsed_ = 0, sent_ = 0;
+  u32 limit_ = ~u32{0};
   bool closed_ = false;
 };
 

@@ -6,7 +6,7 @@
 //                             say their part
 //
 // A rank that returns 75 (checkpoint committed) is no failure, but its peers get 30 s to follow. The second stop signal
-// goes to Killing at once.
+// goes to Killing at once. A host that is lost takes its ranks with it, and the rest ends as after a failed rank.
 
 #include <fcntl.h>
 #include <fmt/format.h>
@@ -24,11 +24,13 @@
 #include <csignal>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "launch/host_shim.h"
 #include "launch/process.h"
 #include "launch/streams.h"
 
@@ -44,17 +46,50 @@ constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kStartTimeout = 120 * kSecond;  // for all shims to come
 constexpr i64 kEndGrace = 2 * kSecond;        // between the steps of the picture above
 constexpr i64 kCheckpointGrace = 30 * kSecond;
-constexpr i64 kMpirunGrace = kSecond / 2;  // for mpirun to leave after its last shim
+constexpr i64 kMpirunGrace = kSecond / 2;    // for mpirun to leave after its last shim
+constexpr i64 kHostsGrace = 4 * kSecond;     // the same with daemons on hosts
+constexpr i64 kIntroduction = 20 * kSecond;  // for a connection from another host to prove what it is
+constexpr std::size_t kStrangers = 64;       // connections that are heard at once, above those of our own shims
+constexpr u32 kLongestIntroduction = 1024;   // bytes
 
 enum class Phase { Running, Ending, Terminating, Killing, GivenUp };
 
+// Who has connected and not yet said who it is.
+struct Guest {
+  std::unique_ptr<Channel> channel;
+  bool trusted = false;
+  Nonce challenge{};
+  i64 since_ns = monotonic_ns();
+  i64 clock_ahead_ns = 0;  // ours beside theirs
+};
+
+// A host that was given; without hosts there is none.
+struct Host {
+  explicit Host(const PlannedHost& host) : planned(host) {}
+
+  const PlannedHost& planned;
+  std::unique_ptr<Channel> channel;  // to its shim
+  HostUpPayload up{};
+  i64 clock_ahead_ns = 0;
+  i64 heard_ns = 0;
+  bool lost = false;
+
+  std::string text() const {
+    const int last = planned.first_rank + planned.ranks - 1;
+    return planned.ranks == 1 ? fmt::format("host {} (rank {})", planned.name, last)
+                              : fmt::format("host {} (ranks {} to {})", planned.name, planned.first_rank, last);
+  }
+};
+
 struct Rank {
   RankEnd end;
+  Host* host = nullptr;
   std::unique_ptr<Channel> channel;
   std::unique_ptr<LineStream> out, err;
   Fd log;
   i64 end_ns = 0;
   bool started = false, ended = false;
+  bool vanished = false;  // its shim closed the connection without a word
 };
 
 Fd listen_at(const std::string& path) {
@@ -76,13 +111,30 @@ Fd open_log(const std::string& folder, int rank) {
   return fd;
 }
 
-int exit_status(int wait_status) {
-  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
+void write_file(const fs::path& path, std::string_view text) {
+  std::ofstream file(path, std::ios::binary);
+  file << text;
+  file.close();
+  DS_CHECK(file.good(), Errc::Io, "cannot write {}: {}", path.string(), std::strerror(errno));
 }
 
-std::string how_ended(int status, int signal) {
-  return signal != 0 ? fmt::format("was killed by signal {} ({})", signal, signal_name(signal))
-                     : fmt::format("exited with status {}", status);
+// What other hosts get of our environment. What describes this machine, this login or this session stays: the host's
+// own holds there.
+std::vector<std::string> portable_environment(const std::vector<std::string>& environment) {
+  constexpr std::array<std::string_view, 15> kNames = {"HOME",   "HOSTNAME", "HOST",    "LOGNAME",    "MAIL",
+                                                       "OLDPWD", "SHELL",    "SHLVL",   "TMPDIR",     "TTY",
+                                                       "USER",   "WINDOWID", "DISPLAY", "XAUTHORITY", "_"};
+  constexpr std::array<std::string_view, 9> kPrefixes = {
+      "SSH_", "XDG_", "DBUS_", "SLURM", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_MCA_orte_", "OMPI_MCA_ess", "DS_LAUNCH_"};
+  std::vector<std::string> portable;
+  for (const std::string& variable : environment) {
+    const std::string_view name = std::string_view(variable).substr(0, variable.find('='));
+    const auto begins = [&](std::string_view prefix) { return name.starts_with(prefix); };
+    if (std::find(kNames.begin(), kNames.end(), name) == kNames.end() &&
+        std::none_of(kPrefixes.begin(), kPrefixes.end(), begins))
+      portable.push_back(variable);
+  }
+  return portable;
 }
 
 class Launcher {
@@ -92,10 +144,10 @@ class Launcher {
         plan_(plan),
         inbox_({SIGCHLD, SIGINT, SIGTERM, SIGHUP, SIGQUIT, SIGUSR1, SIGUSR2, SIGTSTP, SIGCONT}),
         listener_(listen_at((folder / "socket").string())),
-        stdout_(STDOUT_FILENO, options.ranks == 1 || ::isatty(STDOUT_FILENO) == 1),
-        stderr_(STDERR_FILENO, options.ranks == 1 || ::isatty(STDERR_FILENO) == 1),
-        ranks_(static_cast<std::size_t>(options.ranks)) {
-    for (int r = 0; r < options.ranks; ++r) {
+        stdout_(STDOUT_FILENO, plan.ranks == 1 || ::isatty(STDOUT_FILENO) == 1),
+        stderr_(STDERR_FILENO, plan.ranks == 1 || ::isatty(STDERR_FILENO) == 1),
+        ranks_(static_cast<std::size_t>(plan.ranks)) {
+    for (int r = 0; r < plan.ranks; ++r) {
       Rank& rank = ranks_[static_cast<std::size_t>(r)];
       rank.end.rank = r;
       rank.end.host = host_name();
@@ -104,32 +156,57 @@ class Launcher {
       rank.out = std::make_unique<LineStream>(r, stdout_, rank.log.get(), tag, 0);
       rank.err = std::make_unique<LineStream>(r, stderr_, rank.log.get(), tag, kLastLines);
     }
+    for (const PlannedHost& planned : plan.hosts) hosts_.push_back(Host(planned));
+    for (Host& host : hosts_)
+      for (Rank& rank : ranks_of(host)) {
+        rank.host = &host;
+        rank.end.host = host.planned.name;
+      }
+    if (!hosts_.empty()) prepare_hosts(folder);
   }
 
-  LaunchReport run(const std::vector<std::string>& mpirun_command) {
-    start_mpirun(mpirun_command);
+  LaunchReport run(const std::vector<std::string>& mpirun_command, const std::vector<std::string>& mpirun_environment) {
+    start_mpirun(mpirun_command, mpirun_environment);
     while (phase_ != Phase::GivenUp && !all_ended()) turn();
     dismiss();
     return report();
   }
 
  private:
-  void start_mpirun(const std::vector<std::string>& command) {
-    int chatter[2];
-    DS_CHECK(::pipe2(chatter, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
-    chatter_ = Fd(chatter[0]);
-    const Fd write_end(chatter[1]);
+  std::span<Rank> ranks_of(const Host& host) {
+    return std::span(ranks_).subspan(static_cast<std::size_t>(host.planned.first_rank),
+                                     static_cast<std::size_t>(host.planned.ranks));
+  }
+
+  // The way home for shims on hosts, and what mpirun and our agents read: both know hosts by place.
+  void prepare_hosts(const fs::path& folder) {
+    home_ = {.secret = random_hex(16),
+             .port = 0,
+             .timeout_ms = static_cast<i64>(options_.host_timeout_s * 1000),
+             .addresses = own_addresses()};
+    remote_listener_ = listen_everywhere(&home_.port);
+    AgentSettings settings{.orted = plan_.orted, .home = home_, .hosts = {}};
+    std::string hostfile;
+    for (std::size_t i = 0; i < hosts_.size(); ++i) {
+      const PlannedHost& planned = hosts_[i].planned;
+      settings.hosts.push_back(
+          {.name = planned.name, .ranks = std::to_string(planned.ranks), .reached_by = planned.reached_by});
+      hostfile += fmt::format("{}{} slots={}\n", kHostAlias, i, planned.ranks);
+    }
+    write_file(folder / "hosts", hostfile);
+    write_file(folder / "agent", to_text(settings));
+  }
+
+  void start_mpirun(const std::vector<std::string>& command, const std::vector<std::string>& added) {
+    Pipe chatter = make_pipe();
+    chatter_ = std::move(chatter.read);
+    const Fd write_end = std::move(chatter.write);
     const Fd null(::open("/dev/null", O_RDONLY | O_CLOEXEC));
     Environment environment = parse_environment(options_.environment);
-    // What another launcher of MPI programs told us would confuse mpirun.
-    std::erase_if(environment, [](const auto& variable) {
-      const std::string& name = variable.first;
-      return name.starts_with("PMIX_") || name.starts_with("OMPI_COMM_WORLD_") || name.starts_with("OMPI_MCA_orte_") ||
-             name.starts_with("OMPI_MCA_ess");
-    });
-    add(environment, plan_.mpirun_environment);
+    forget_other_jobs(environment);
+    add(environment, added);
     int error = 0;
-    mpirun_ = spawn({.program = command.front(),
+    mpirun_ = spawn({.program = plan_.mpirun_program,
                      .argv = command,
                      .environment = environment,
                      .stdin_fd = null.get(),
@@ -137,22 +214,25 @@ class Launcher {
                      .stderr_fd = write_end.get(),
                      .death_signal = SIGKILL},
                     &error);
-    DS_CHECK(error == 0, Errc::Unavailable, "cannot execute {}: {}", command.front(), std::strerror(error));
+    DS_CHECK(error == 0, Errc::Unavailable, "cannot execute {}: {}", plan_.mpirun_program, std::strerror(error));
     deadline_ns_ = start_ns_ + kStartTimeout;
   }
 
   // ---- the loop -------------------------------------------------------------------------------------------------
 
   void turn() {
-    enum : std::size_t { kSignals, kListener, kChatter, kOut, kErr, kIn, kFirstChannel };
+    enum : std::size_t { kSignals, kListener, kRemoteListener, kChatter, kOut, kErr, kIn, kFirstChannel };
     const bool room = !stdout_.full() && !stderr_.full();
+    const bool hears_more = guests_.size() < ranks_.size() + 2 * hosts_.size() + kStrangers;
     polled_.assign({{inbox_.fd(), POLLIN, 0},
                     {listener_.get(), POLLIN, 0},
+                    {hears_more ? remote_listener_.get() : -1, POLLIN, 0},
                     {chatter_.get(), POLLIN, 0},
                     {stdout_.pending() ? stdout_.fd() : -1, POLLOUT, 0},
                     {stderr_.pending() ? stderr_.fd() : -1, POLLOUT, 0},
                     {wants_stdin() ? STDIN_FILENO : -1, POLLIN, 0}});
-    for (const std::unique_ptr<Channel>& channel : greeting_) polled_.push_back({channel->fd(), channel->events(), 0});
+    for (const Guest& guest : guests_) polled_.push_back({guest.channel->fd(), guest.channel->events(), 0});
+    for (const Host& host : hosts_) polled_.push_back(polled_for(host));
     for (const Rank& rank : ranks_) {
       const bool alive = rank.channel != nullptr && !rank.channel->closed();
       const short events = !alive ? short{0} : static_cast<short>(rank.channel->events() & (room ? ~0 : ~POLLIN));
@@ -165,10 +245,12 @@ class Launcher {
     if (polled_[kChatter].revents != 0) read_chatter();
     if (polled_[kIn].revents != 0) read_stdin();
     std::size_t next = kFirstChannel;
-    for (const std::unique_ptr<Channel>& channel : greeting_) channel->pump(polled_[next++].revents);
+    for (const Guest& guest : guests_) guest.channel->pump(polled_[next++].revents);
+    for (Host& host : hosts_) serve(host, polled_[next++].revents);
     for (Rank& rank : ranks_)
-      if (const short revents = polled_[next++].revents; revents != 0) serve(rank, revents);
-    if (polled_[kListener].revents != 0) accept_shim();
+      if (const short revents = polled_[next++].revents; revents != 0 && rank.channel != nullptr) serve(rank, revents);
+    if (polled_[kListener].revents != 0) accept_guest(listener_, true);
+    if (polled_[kRemoteListener].revents != 0) accept_guest(remote_listener_, false);
     greet();
     if (polled_[kSignals].revents != 0) take_signals();
     check_streams();
@@ -176,8 +258,9 @@ class Launcher {
   }
 
   int timeout_ms() const {
-    if (deadline_ns_ == 0) return -1;
-    return static_cast<int>(std::clamp<i64>((deadline_ns_ - monotonic_ns()) / 1'000'000 + 1, 0, 60'000));
+    const i64 beat_ms = hosts_.empty() ? 60'000 : beat_ns(home_.timeout_ms * 1'000'000) / 1'000'000;
+    if (deadline_ns_ == 0) return hosts_.empty() ? -1 : static_cast<int>(beat_ms);
+    return static_cast<int>(std::clamp<i64>((deadline_ns_ - monotonic_ns()) / 1'000'000 + 1, 0, beat_ms));
   }
 
   bool all_ended() const {
@@ -186,38 +269,106 @@ class Launcher {
 
   // ---- shims ----------------------------------------------------------------------------------------------------
 
-  void accept_shim() {
-    if (Fd fd(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC)); fd)
-      greeting_.push_back(std::make_unique<Channel>(std::move(fd)));
+  // A socket in our folder is proof enough; who comes over TCP has to know the job's secret.
+  void accept_guest(const Fd& listener, bool trusted) {
+    Fd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    if (!fd) return;
+    if (!trusted) tune_socket(fd.get());
+    Guest guest{.channel = std::make_unique<Channel>(std::move(fd)), .trusted = trusted};
+    if (!trusted) {
+      guest.channel->limit(kLongestIntroduction);
+      guest.challenge = random_nonce();
+      guest.channel->send(Message::Challenge, bytes_of(guest.challenge));
+    }
+    guests_.push_back(std::move(guest));
   }
 
   // When every shim has said who it is, they get their ranks to run: all together, so that one that fails at once does
   // not keep another from saying why.
   void greet() {
-    for (std::unique_ptr<Channel>& channel : greeting_) {
-      const std::optional<Frame> hello = channel->receive();
-      if (!hello) continue;
-      const std::vector<std::string> fields = unpack(hello->payload);
-      const std::size_t r = fields.size() == 3 ? std::strtoul(fields[0].c_str(), nullptr, 10) : ranks_.size();
-      DS_CHECK(hello->type == Message::Hello && r < ranks_.size() && ranks_[r].channel == nullptr, Errc::Internal,
-               "a shim introduced itself as rank '{}'", fields.empty() ? "" : fields[0]);
-      ranks_[r].end.host = fields[2];
-      ranks_[r].channel = std::move(channel);
+    for (Guest& guest : guests_) {
+      while (guest.channel != nullptr) {
+        const std::optional<Frame> frame = guest.channel->receive();
+        if (!frame) break;
+        if (guest.trusted) {
+          introduce(guest, *frame);
+        } else if (!prove(guest, *frame)) {
+          log_message(LogLevel::Verbose, "a connection was refused: it did not know the job's secret");
+          guest.channel.reset();
+        }
+      }
     }
-    std::erase_if(greeting_, [](const auto& channel) { return channel == nullptr || channel->closed(); });
+    const i64 now = monotonic_ns();
+    std::erase_if(guests_, [&](const Guest& guest) {
+      return guest.channel == nullptr || guest.channel->closed() ||
+             (!guest.trusted && now - guest.since_ns > kIntroduction);
+    });
     const auto waits = [](const Rank& r) { return r.channel != nullptr && !r.started && !r.ended; };
-    if (phase_ != Phase::Running || !std::all_of(ranks_.begin(), ranks_.end(), waits)) return;
+    const auto up = [](const Host& h) { return h.channel != nullptr; };
+    if (phase_ != Phase::Running || !std::all_of(ranks_.begin(), ranks_.end(), waits) ||
+        !std::all_of(hosts_.begin(), hosts_.end(), up))
+      return;
     for (Rank& rank : ranks_) start(rank);
+  }
+
+  bool prove(Guest& guest, const Frame& frame) {
+    const AnswerPayload answer = value_of<AnswerPayload>(frame.payload);
+    if (frame.type != Message::Answer || frame.payload.size() != sizeof answer ||
+        answer.proof != proof_of(home_.secret, Side::Shim, guest.challenge, answer.nonce))
+      return false;
+    guest.trusted = true;
+    guest.clock_ahead_ns = (guest.since_ns + monotonic_ns()) / 2 - answer.time_ns;
+    guest.channel->send(Message::Proof,
+                        bytes_of(proof_of(home_.secret, Side::Launcher, guest.challenge, answer.nonce)));
+    return true;
+  }
+
+  // Takes the channel for whom it belongs to.
+  void introduce(Guest& guest, const Frame& frame) {
+    const std::vector<std::string> fields = unpack(frame.payload);
+    const auto place = [&](std::size_t i) {
+      return i < fields.size() ? std::strtoul(fields[i].c_str(), nullptr, 10) : ~0ul;
+    };
+    if (frame.type == Message::HostUp) {
+      const HostUpPayload up = value_of<HostUpPayload>(frame.payload);
+      const std::size_t h = static_cast<std::size_t>(up.host);
+      DS_CHECK(h < hosts_.size() && hosts_[h].channel == nullptr, Errc::Internal, "a shim introduced itself as host {}",
+               h);
+      guest.channel->limit(~u32{0});
+      hosts_[h].channel = std::move(guest.channel);
+      hosts_[h].clock_ahead_ns = guest.clock_ahead_ns;
+      hosts_[h].heard_ns = monotonic_ns();
+      hosts_[h].up = up;
+      check_cores(hosts_[h]);
+    } else if (frame.type == Message::AgentEnded) {
+      if (const std::size_t h = place(0); h < hosts_.size() && fields.size() == 2) agent_ended(hosts_[h], fields[1]);
+    } else {
+      const std::size_t r = place(0);
+      DS_CHECK(frame.type == Message::Hello && fields.size() == 4 && r < ranks_.size() && ranks_[r].channel == nullptr,
+               Errc::Internal, "a shim introduced itself as rank '{}'", fields.empty() ? "" : fields[0]);
+      Rank& rank = ranks_[r];
+      DS_CHECK(rank.host == nullptr || (place(3) < hosts_.size() && rank.host == &hosts_[place(3)]), Errc::Internal,
+               "mpirun placed rank {} on host {}", r, fields[3]);
+      if (rank.host == nullptr) rank.end.host = fields[2];
+      guest.channel->limit(~u32{0});
+      rank.channel = std::move(guest.channel);
+    }
   }
 
   void start(Rank& rank) {
     Channel& channel = *rank.channel;
+    const int first = rank.host != nullptr ? rank.host->planned.first_rank : 0;
+    const int neighbours = rank.host != nullptr ? rank.host->planned.ranks : plan_.ranks;
+    if (rank.host != nullptr) {
+      channel.send(Message::Environment, pack(portable_environment(options_.environment)));
+      channel.send(Message::Environment, pack({fmt::format("MASTER_PORT={}", hosts_[0].up.port)}));
+    }
     channel.send(Message::Environment, pack(plan_.environment));
     channel.send(Message::Environment, pack(plan_.rank_environment[static_cast<std::size_t>(rank.end.rank)]));
     if (options_.bind == LaunchBind::Core)
-      channel.send(Message::Bind, bytes_of(std::array<i32, 2>{rank.end.rank, options_.ranks}));
-    std::vector<std::string> command = options_.command;
-    command.insert(command.begin(), plan_.program);
+      channel.send(Message::Bind, bytes_of(std::array<i32, 2>{rank.end.rank - first, neighbours}));
+    std::vector<std::string> command = {plan_.folder, plan_.program};
+    command.insert(command.end(), options_.command.begin(), options_.command.end());
     channel.send(Message::Start, pack(command));
     if (rank.end.rank != 0) channel.send(Message::Stdin);
     rank.started = true;
@@ -238,17 +389,108 @@ class Launcher {
         case Message::StdinTaken: stdin_credit_ = true; break;
         case Message::Ended: {
           const EndedPayload end = value_of<EndedPayload>(frame->payload);
-          rank.end.signal = WIFSIGNALED(end.wait_status) ? WTERMSIG(end.wait_status) : 0;
-          finish(rank, exit_status(end.wait_status), end.time_ns, end.stopped != 0);
+          rank.end.signal = exit_signal(end.wait_status);
+          const i64 ahead_ns = rank.host != nullptr ? rank.host->clock_ahead_ns : 0;
+          finish(rank, exit_status(end.wait_status), end.time_ns + ahead_ns, end.stopped != 0);
           break;
         }
         default: throw Error(Errc::Internal, "message from a shim that only the launcher sends");
       }
     if (rank.channel->closed() && !rank.ended) {  // the shim was killed, and its rank with it
+      rank.vanished = true;
       rank.end.signal = SIGKILL;
-      finish(rank, 128 + SIGKILL, monotonic_ns(), phase_ >= Phase::Terminating);
+      finish(rank, 128 + SIGKILL, monotonic_ns(), phase_ >= Phase::Terminating || verdict_.status != 0);
     }
   }
+
+  // ---- hosts ----------------------------------------------------------------------------------------------------
+
+  static pollfd polled_for(const Host& host) {
+    const bool there = host.channel != nullptr && !host.channel->closed();
+    return {there ? host.channel->fd() : -1, there ? host.channel->events() : short{0}, 0};
+  }
+
+  void listen_to(Host& host, short revents) {
+    host.channel->pump(revents);
+    while (const std::optional<Frame> frame = host.channel->receive()) {
+      host.heard_ns = monotonic_ns();
+      if (frame->type == Message::OrtedEnded) orted_ended(host, value_of<i32>(frame->payload));
+    }
+  }
+
+  void serve(Host& host, short revents) {
+    if (host.channel == nullptr || host.lost) return;
+    listen_to(host, revents);
+    const i64 now = monotonic_ns(), limit_ns = home_.timeout_ms * 1'000'000;
+    if (host.channel->closed()) {
+      reap();  // without mpirun, hosts end their part
+      lose(host, "its part of ds-launch has ended or the connection was reset");
+    } else if (now - host.heard_ns > limit_ns) {
+      lose(host,
+           fmt::format("nothing was heard from it for {} s; is it up, and its network?", options_.host_timeout_s));
+    } else if (now - beaten_ns_ >= beat_ns(limit_ns)) {
+      host.channel->send(Message::Heartbeat);
+      if (&host == &hosts_.back()) beaten_ns_ = now;
+    }
+  }
+
+  // Without mpirun it exits, and so it does at the end; else something is wrong with it.
+  void orted_ended(const Host& host, int wait_status) {
+    const auto started = [](const Rank& r) { return r.started; };
+    const bool running = std::any_of(ranks_.begin(), ranks_.end(), started);
+    if (running && exit_signal(wait_status) == 0) return;
+    give_up(exit_code(Errc::Comm),
+            fmt::format("{}: Open MPI's orted {}{}", host.text(),
+                        how_ended(exit_status(wait_status), exit_signal(wait_status)), running ? "" : quoted()));
+  }
+
+  // Nothing more comes from there; its own shim ends what runs there as soon as it misses us.
+  void lose(Host& host, const std::string& how) {
+    host.lost = true;
+    const auto ended = [](const Rank& rank) { return rank.ended; };
+    const std::span<Rank> its_ranks = ranks_of(host);
+    if (std::all_of(its_ranks.begin(), its_ranks.end(), ended)) return;
+    if (phase_ < Phase::Terminating) give_up(exit_code(Errc::Comm), fmt::format("{} is lost: {}", host.text(), how));
+    for (Rank& rank : its_ranks) {
+      if (rank.ended) continue;
+      rank.end.lost = true;
+      finish(rank, exit_code(Errc::Comm), host.heard_ns, true);
+      rank.channel.reset();
+    }
+  }
+
+  // An agent has ended before its host's shim came: ssh failed, or what it ran.
+  void agent_ended(const Host& host, const std::string& how) {
+    if (host.channel == nullptr && phase_ == Phase::Running)
+      give_up(exit_code(Errc::Unavailable), fmt::format("{} cannot be used: {}", host.text(), how));
+  }
+
+  void check_cores(const Host& host) {
+    if (host.planned.ranks <= host.up.cores) return;
+    if (options_.bind == LaunchBind::Core) {
+      give_up(exit_code(Errc::Config),
+              fmt::format("{}: --bind core needs a core for every rank: {} ranks, {} cores; use "
+                          "fewer ranks there or --bind none",
+                          host.text(), host.planned.ranks, host.up.cores));
+    } else {
+      log_message(LogLevel::Warning, fmt::format("host {}: {} ranks share {} cores", host.planned.name,
+                                                 host.planned.ranks, host.up.cores));
+    }
+  }
+
+  // The job cannot go on, by no rank's fault.
+  void give_up(int status, const std::string& why) {
+    const auto failed = [](const Rank& r) {
+      return r.ended && !r.vanished && !r.end.stopped && r.end.status != 0 && r.end.status != kCheckpointed;
+    };
+    if (verdict_.status != 0 || std::any_of(ranks_.begin(), ranks_.end(), failed)) return;
+    verdict_ = {.status = status, .why = why};
+    const auto started = [](const Rank& r) { return r.started; };
+    const bool running = std::any_of(ranks_.begin(), ranks_.end(), started);
+    if (phase_ == Phase::Running) enter(running ? Phase::Ending : Phase::Killing, kEndGrace);
+  }
+
+  // ---- ending ---------------------------------------------------------------------------------------------------
 
   void finish(Rank& rank, int status, i64 time_ns, bool stopped) {
     rank.ended = true;
@@ -267,12 +509,10 @@ class Launcher {
     const bool failed = status != kCheckpointed;
     // A rank that returned 0 may have left MPI without a word; mpirun finds that out when the shim has left, too.
     if (status == 0) rank.channel->send(Message::Bye);
-    if (status == 0 || failed_ || phase_ > Phase::Ending) return;
+    if (status == 0 || failed_ || verdict_.status != 0 || phase_ > Phase::Ending) return;
     enter(Phase::Ending, failed ? kEndGrace : kCheckpointGrace);
     failed_ = failed;
   }
-
-  // ---- ending ---------------------------------------------------------------------------------------------------
 
   void enter(Phase phase, i64 grace_ns) {
     phase_ = phase;
@@ -281,8 +521,14 @@ class Launcher {
     if (phase == Phase::Killing) {
       signal_ranks(SIGKILL, true);
       const auto started = [](const Rank& r) { return r.started; };
-      if (mpirun_ > 0 && !std::all_of(ranks_.begin(), ranks_.end(), started)) ::kill(mpirun_, SIGKILL);
+      if (!std::all_of(ranks_.begin(), ranks_.end(), started)) kill_mpirun();
     }
+  }
+
+  void kill_mpirun() {
+    if (mpirun_ <= 0) return;
+    killed_mpirun_ = true;
+    ::kill(mpirun_, SIGKILL);
   }
 
   void check_deadline() {
@@ -290,6 +536,11 @@ class Launcher {
     switch (phase_) {
       case Phase::Running:
         why_ = "mpirun did not start all ranks within 120 s";
+        for (const char* joint = "; nothing came from "; const Host& host : hosts_) {
+          if (host.channel != nullptr) continue;
+          why_ += joint + host.text();
+          joint = ", ";
+        }
         enter(Phase::Killing, kEndGrace);
         break;
       case Phase::Ending: enter(Phase::Terminating, kEndGrace); break;
@@ -310,7 +561,10 @@ class Launcher {
         case SIGCONT: break;  // poll again: stdin may be ours now
         case SIGTSTP:
           signal_ranks(SIGSTOP, false);
+          for (const Host& host : hosts_)
+            if (host.channel != nullptr) host.channel->send(Message::Pause);
           ::raise(SIGSTOP);
+          for (Host& host : hosts_) host.heard_ns = monotonic_ns();
           signal_ranks(SIGCONT, false);
           break;
         case SIGUSR1:
@@ -344,22 +598,37 @@ class Launcher {
   void dismiss() {
     for (Rank& rank : ranks_)
       if (rank.channel != nullptr) rank.channel->send(Message::Bye);
-    if (phase_ == Phase::GivenUp && mpirun_ > 0) ::kill(mpirun_, SIGKILL);
-    deadline_ns_ = monotonic_ns() + kMpirunGrace;
-    while ((mpirun_ > 0 && monotonic_ns() < deadline_ns_) || stdout_.pending() || stderr_.pending()) {
-      pollfd polled[] = {{inbox_.fd(), POLLIN, 0},
-                         {chatter_.get(), POLLIN, 0},
-                         {stdout_.pending() ? stdout_.fd() : -1, POLLOUT, 0},
-                         {stderr_.pending() ? stderr_.fd() : -1, POLLOUT, 0}};
-      ::poll(polled, std::size(polled), mpirun_ > 0 ? timeout_ms() : -1);
-      if (polled[1].revents != 0) read_chatter();
+    for (Host& host : hosts_)
+      if (host.channel != nullptr) host.channel->send(Message::Bye);
+    const bool hopeless = phase_ == Phase::GivenUp || verdict_.status != 0;
+    if (hopeless) kill_mpirun();
+    deadline_ns_ = monotonic_ns() + (hosts_.empty() ? kMpirunGrace : kHostsGrace);
+    const auto here = [](const Host& host) { return host.channel != nullptr && !host.channel->closed() && !host.lost; };
+    for (;;) {
+      const bool waits = mpirun_ > 0 || std::any_of(hosts_.begin(), hosts_.end(), here);
+      const bool in_time = waits && monotonic_ns() < deadline_ns_;
+      if (!in_time && !stdout_.pending() && !stderr_.pending()) break;
+      polled_.assign({{inbox_.fd(), POLLIN, 0},
+                      {chatter_.get(), POLLIN, 0},
+                      {stdout_.pending() ? stdout_.fd() : -1, POLLOUT, 0},
+                      {stderr_.pending() ? stderr_.fd() : -1, POLLOUT, 0}});
+      for (const Host& host : hosts_) polled_.push_back(polled_for(host));
+      ::poll(polled_.data(), polled_.size(), in_time ? timeout_ms() : -1);
+      if (polled_[1].revents != 0) read_chatter();
       stdout_.drain();
       stderr_.drain();
+      for (std::size_t i = 0; i < hosts_.size(); ++i)
+        if (hosts_[i].channel != nullptr) listen_to(hosts_[i], polled_[4 + i].revents);
       while (const int signal = inbox_.next().number) {
         if (signal == SIGCHLD) reap();
-        if ((signal == SIGINT || signal == SIGTERM) && mpirun_ <= 0) return;  // nobody reads our output
+        if ((signal == SIGINT || signal == SIGTERM) && !waits) return;  // nobody reads our output
       }
     }
+    for (const Host& host : hosts_)
+      if (host.channel != nullptr && !host.channel->closed())
+        log_message(LogLevel::Warning,
+                    fmt::format("host {} does not answer: what runs there ends when it has heard nothing for {} s",
+                                host.planned.name, options_.host_timeout_s));
     kill_descendants();
     while (chatter_ && read_chatter()) {
     }
@@ -381,6 +650,8 @@ class Launcher {
     stdin_credit_ = false;
     ranks_[0].channel->send(Message::Stdin, {buffer, n > 0 ? static_cast<std::size_t>(n) : 0});
   }
+
+  std::string quoted() const { return said_.empty() ? "" : "; it said:\n" + said_; }
 
   // What mpirun itself says; of interest only if it fails or somebody wants to know.
   bool read_chatter() {
@@ -406,25 +677,29 @@ class Launcher {
 
   LaunchReport report() {
     LaunchReport report{.status = 0, .why = why_, .culprit = -1, .ranks = {}};
+    const int mpirun_status = exit_status(mpirun_end_);
+    const int mpirun_signal = exit_signal(mpirun_end_);
+    const bool mpirun_died = mpirun_signal != 0 && !killed_mpirun_;  // then hosts may end shims before we know
     const Rank* first = nullptr;
     bool checkpointed = false, stopped = false;
     for (const Rank& rank : ranks_) {
       report.ranks.push_back(rank.end);
       const RankEnd& end = rank.end;
       checkpointed |= end.status == kCheckpointed;
-      const bool as_told = end.stopped || (stop_signal_ != 0 && end.status == 128 + stop_signal_);
+      const bool as_told =
+          end.stopped || (rank.vanished && mpirun_died) || (stop_signal_ != 0 && end.status == 128 + stop_signal_);
       stopped |= as_told && end.status != 0 && end.status != kCheckpointed;
       if (as_told || end.status == 0 || end.status == kCheckpointed) continue;
       if (first == nullptr || rank.end_ns < first->end_ns) first = &rank;
     }
-    const int mpirun_status = exit_status(mpirun_end_);
-    const int mpirun_signal = WIFSIGNALED(mpirun_end_) ? WTERMSIG(mpirun_end_) : 0;
     const auto waiting = [](const Rank& r) { return !r.started; };
     const bool never_started = std::any_of(ranks_.begin(), ranks_.end(), waiting);
     const bool none_started = std::all_of(ranks_.begin(), ranks_.end(), waiting);
-    const std::string quoted = said_.empty() ? "" : "; it said:\n" + said_;
     if (stdout_.error() == EPIPE) {
       report.status = 128 + SIGPIPE;
+    } else if (verdict_.status != 0) {
+      report.status = verdict_.status;
+      report.why = verdict_.why;
     } else if (first != nullptr) {
       report.status = first->end.status;
       report.culprit = first->end.rank;
@@ -434,7 +709,7 @@ class Launcher {
       report.status = 128 + stop_signal_;
     } else if (!why_.empty()) {
       report.status = 1;
-      if (never_started) report.why += quoted;
+      if (never_started) report.why += quoted();
     } else if (stopped || never_started) {
       report.status = mpirun_status != 0 ? mpirun_status : 1;
       report.why = aborted_ && mpirun_signal == 0
@@ -443,7 +718,7 @@ class Launcher {
                                      none_started    ? " before any rank had started"
                                      : never_started ? " before all ranks had started"
                                                      : "");
-      report.why += quoted;
+      report.why += quoted();
     } else if (checkpointed) {
       report.status = kCheckpointed;
     }
@@ -453,10 +728,12 @@ class Launcher {
   const LaunchOptions& options_;
   const LaunchPlan& plan_;
   SignalInbox inbox_;
-  Fd listener_, chatter_;
+  Fd listener_, remote_listener_, chatter_;
   Sink stdout_, stderr_;
+  std::vector<Host> hosts_;
   std::vector<Rank> ranks_;
-  std::vector<std::unique_ptr<Channel>> greeting_;  // shims that have not said who they are
+  std::vector<Guest> guests_;
+  Home home_;
   std::vector<pollfd> polled_;
   std::string said_, why_;
   Phase phase_ = Phase::Running;
@@ -464,10 +741,16 @@ class Launcher {
   i64 deadline_ns_ = 0;  // of the phase; 0: none
   pid_t mpirun_ = -1;
   int mpirun_end_ = 0;  // as of waitpid
+  i64 beaten_ns_ = 0;   // when hosts last heard from us
+  struct {
+    int status = 0;
+    std::string why;
+  } verdict_;  // of give_up()
   int stop_signal_ = 0;
   bool stdin_open_ = true, stdin_credit_ = true;
   bool failed_ = false;   // some rank; not counting 75
   bool aborted_ = false;  // by mpirun
+  bool killed_mpirun_ = false;
 };
 
 }  // namespace
@@ -481,16 +764,19 @@ LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan) {
     fs::create_directories(options.log_dir, error);
     DS_CHECK(!error, Errc::Config, "cannot create {}: {}", options.log_dir, error.message());
   }
-  if (const std::size_t cpus = usable_cpus().size(); static_cast<std::size_t>(options.ranks) > cpus)
-    log_message(LogLevel::Warning, fmt::format("{} ranks share {} cores", options.ranks, cpus));
+  if (const std::size_t cpus = usable_cpus().size(); plan.hosts.empty() && std::cmp_greater(plan.ranks, cpus))
+    log_message(LogLevel::Warning, fmt::format("{} ranks share {} cores", plan.ranks, cpus));
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
 
   const fs::path planned = fs::path(plan.mpirun.back()).parent_path();
   const PrivateFolder folder(planned.parent_path());
-  std::vector<std::string> mpirun = plan.mpirun;
-  for (std::string& word : mpirun)
-    if (word.starts_with(planned.string())) word.replace(0, planned.string().size(), folder.path().string());
-  return Launcher(options, plan, folder.path()).run(mpirun);
+  const auto in_folder = [&](std::vector<std::string> words) {
+    for (std::string& word : words)
+      if (const std::size_t at = word.find(planned.string()); at != std::string::npos)
+        word.replace(at, planned.string().size(), folder.path().string());
+    return words;
+  };
+  return Launcher(options, plan, folder.path()).run(in_folder(plan.mpirun), in_folder(plan.mpirun_environment));
 }
 
 }  // namespace ds

@@ -7,10 +7,12 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <limits>
 
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "launch/host_shim.h"
 #include "launch/process.h"
 
 namespace ds {
@@ -19,28 +21,78 @@ using namespace launch;
 
 namespace {
 
-// What Open MPI 4.1 puts into its folder: 8 MiB of PMIx's in steps of 4 MiB, and 4 MiB of messages for every rank.
-constexpr i64 kOpenMpiBytes = i64{16} << 20;
-constexpr i64 kOpenMpiRankBytes = i64{4} << 20;
+constexpr int kMaxRanks = 4096;
 
 std::string number(i64 value) { return std::to_string(value); }
 
-// Open MPI's own settings: one node, no binding, everything it writes inside our private folder, and time between its
-// SIGTERM and its SIGKILL: how a job ends is our affair.
-std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchOptions& options, bool oversubscribed,
+// Open MPI's own settings: no binding, everything it writes inside our private folder, and time between its SIGTERM and
+// its SIGKILL: how a job ends is our affair. With hosts, one daemon for each, started from here by our own agent.
+std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchPlan& plan, bool oversubscribed,
                                         const std::string& folder) {
-  std::vector<std::string> command = {mpirun, "-n", number(options.ranks), "--oversubscribe", "--bind-to", "none"};
+  const std::string own = own_executable().string();
+  std::vector<std::string> command = {mpirun, "-n", number(plan.ranks), "--oversubscribe", "--bind-to", "none"};
   const auto setting = [&](const char* name, const std::string& value) {
     command.insert(command.end(), {"--mca", name, value});
   };
-  setting("plm", "isolated");
-  setting("ras", "^slurm,tm,loadleveler,gridengine,lsf,alps");
+  if (plan.hosts.empty()) {
+    setting("plm", "isolated");
+    setting("btl_vader_backing_directory", folder);
+    if (oversubscribed) setting("mpi_yield_when_idle", "1");
+  } else {
+    command[0] = "mpirun";  // by its path it would have a shell set paths on every host
+    command.insert(command.end(), {"--hostfile", folder + "/hosts", "--nolocal", "--map-by", "slot"});
+    setting("plm", "rsh");
+    setting("plm_rsh_agent", own + " --agent-shim");
+    setting("plm_rsh_no_tree_spawn", "1");
+    setting("orte_leave_session_attached", "1");
+    setting("opal_if_do_not_resolve", "1");
+  }
   setting("orte_tmpdir_base", folder);
-  setting("btl_vader_backing_directory", folder);
+  setting("ras", "^slurm,tm,loadleveler,gridengine,lsf,alps");
   setting("odls_base_sigkill_timeout", "20");
-  if (oversubscribed) setting("mpi_yield_when_idle", "1");
-  command.insert(command.end(), {own_executable().string(), "--rank-shim", folder + "/socket"});
+  command.insert(command.end(), {own, "--rank-shim", folder + "/socket"});
   return command;
+}
+
+int total_slots(const std::vector<LaunchHost>& hosts) {
+  i64 slots = 0;
+  for (const LaunchHost& host : hosts) slots += host.slots;
+  return static_cast<int>(std::min<i64>(slots, std::numeric_limits<int>::max()));
+}
+
+bool is_loopback(const std::string& host) {
+  return host == "localhost" || host.starts_with("localhost.") || host.starts_with("127.") || host == "::1";
+}
+
+int ranks_of(const LaunchOptions& options) {
+  if (options.hosts.empty()) return options.ranks == 0 ? 1 : options.ranks;
+  const int slots = total_slots(options.hosts), ranks = options.ranks == 0 ? slots : options.ranks;
+  DS_CHECK(ranks <= slots, Errc::Config,
+           "{} ranks, but the {} host{} given {} {} slot{}: ask for fewer ranks (-n) or give more slots", ranks,
+           options.hosts.size(), options.hosts.size() == 1 ? "" : "s", options.hosts.size() == 1 ? "has" : "have",
+           slots, slots == 1 ? "" : "s");
+  DS_CHECK(ranks <= kMaxRanks, Errc::Config, "{} slots: a job has at most {} ranks; say how many with -n", slots,
+           kMaxRanks);
+  return ranks;
+}
+
+// Hosts are filled in their order; those that are not needed have no part in the job.
+std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
+  std::vector<PlannedHost> hosts;
+  for (int first = 0; const LaunchHost& host : options.hosts) {
+    if (first == ranks) break;
+    PlannedHost planned{
+        .name = host.name, .first_rank = first, .ranks = std::min(host.slots, ranks - first), .reached_by = {}};
+    if (!is_this_machine(host.name))
+      planned.reached_by =
+          agent_command(options.agent, host.name, command_line({own_executable().string(), "--host-shim"}));
+    first += planned.ranks;
+    hosts.push_back(std::move(planned));
+  }
+  for (const PlannedHost& host : hosts)
+    DS_CHECK(hosts.size() == 1 || !is_loopback(host.name), Errc::Config,
+             "host '{}' is another machine on each of several: give the name that the others know it by", host.name);
+  return hosts;
 }
 
 }  // namespace
@@ -48,27 +100,27 @@ std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchO
 LaunchPlan plan_launch(const LaunchOptions& options) {
   const Environment inherited = parse_environment(options.environment);
   const int cpus = static_cast<int>(usable_cpus().size());
-  DS_CHECK(options.ranks >= 1, Errc::Config, "{} ranks: at least 1 is needed", options.ranks);
+  const bool here = options.hosts.empty();
+  LaunchPlan plan;
+  plan.ranks = ranks_of(options);
   DS_CHECK(!options.command.empty(), Errc::Config, "no program to run");
-  DS_CHECK(options.bind == LaunchBind::None || options.ranks <= cpus, Errc::Config,
-           "--bind core needs a core for every rank: {} ranks, {} cores; use fewer ranks or --bind none", options.ranks,
+  DS_CHECK(options.bind == LaunchBind::None || !here || plan.ranks <= cpus, Errc::Config,
+           "--bind core needs a core for every rank: {} ranks, {} cores; use fewer ranks or --bind none", plan.ranks,
            cpus);
 
   std::error_code error;
-  const std::filesystem::path here = std::filesystem::current_path(error);
+  plan.folder = std::filesystem::current_path(error).string();
   DS_CHECK(!error, Errc::Config, "the working directory is gone or cannot be read: {}; change to another",
            error.message());
   // With fewer mpirun waits for ever.
   rlimit files{};
-  const rlim_t needed = 24 + 4 * static_cast<rlim_t>(options.ranks);
+  const rlim_t needed = 24 + 4 * static_cast<rlim_t>(plan.ranks);
   DS_CHECK(::getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= needed, Errc::Unavailable,
-           "a limit of {} open files is too low to start {} ranks: raise it (ulimit -n)", files.rlim_cur,
-           options.ranks);
+           "a limit of {} open files is too low to start {} ranks: raise it (ulimit -n)", files.rlim_cur, plan.ranks);
   // mpirun refuses to run where another mpirun has left this.
   DS_CHECK(!inherited.contains("OMPI_UNIVERSE_SIZE"), Errc::Config,
            "this is a rank of a job already: mpirun starts no job inside a job");
 
-  LaunchPlan plan;
   const std::string path = value_or(inherited, "PATH", "/usr/local/bin:/usr/bin:/bin");
   const Program program = find_program(options.command.front(), path);
   if (program.status != 0) {
@@ -80,22 +132,35 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
 
   const Program mpirun = find_program("mpirun", path);
   DS_CHECK(mpirun.status == 0, Errc::Unavailable, "Open MPI's mpirun is not in PATH (Debian: openmpi-bin)");
-  const i64 folder_bytes = kOpenMpiBytes + options.ranks * kOpenMpiRankBytes;
+  if (!here) {
+    DS_CHECK(own_executable().string().find_first_of(" \t:\"'\\") == std::string::npos, Errc::Config,
+             "mpirun starts nothing on hosts whose path has spaces, colons or quotes in it: '{}'",
+             own_executable().string());
+    plan.hosts = place(options, plan.ranks);
+    plan.orted = (std::filesystem::path(mpirun.path).parent_path() / "orted").string();
+    DS_CHECK(::access(plan.orted.c_str(), X_OK) == 0, Errc::Unavailable,
+             "Open MPI's orted is not beside its mpirun, {}", mpirun.path);
+  }
+  const i64 folder_bytes = open_mpi_bytes(plan.ranks);
   const std::string folder =
       (private_folder_base(value_or(inherited, "TMPDIR", "/tmp"), folder_bytes) / kPrivatePrefix).string() + "XXXXXX";
-  plan.mpirun = mpirun_command(mpirun.path, options, options.ranks > cpus, folder);
+  plan.mpirun_program = mpirun.path;
+  plan.mpirun = mpirun_command(mpirun.path, plan, plan.ranks > cpus, folder);
   plan.mpirun_environment = {"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"};
+  if (!here) plan.mpirun_environment.push_back(fmt::format("{}={}", kFolderVariable, folder));
 
-  plan.environment = {"WORLD_SIZE=" + number(options.ranks),
-                      "LOCAL_WORLD_SIZE=" + number(options.ranks),
-                      "NODE_RANK=0",
-                      "MASTER_ADDR=127.0.0.1",
-                      "MASTER_PORT=" + number(free_port()),
+  // With hosts, the port is found on the first of them.
+  plan.environment = {"WORLD_SIZE=" + number(plan.ranks), "MASTER_ADDR=" + (here ? "127.0.0.1" : plan.hosts[0].name),
                       "DS_JOB=" + random_hex(16)};
-  if (!inherited.contains("OMP_NUM_THREADS"))
-    plan.environment.push_back("OMP_NUM_THREADS=" + number(std::max(1, cpus / options.ranks)));
-  for (int rank = 0; rank < options.ranks; ++rank)
-    plan.rank_environment.push_back({"RANK=" + number(rank), "LOCAL_RANK=" + number(rank)});
+  if (here) plan.environment.push_back("MASTER_PORT=" + number(free_port()));
+  const std::vector<PlannedHost> nodes =
+      here ? std::vector{PlannedHost{.name = host_name(), .first_rank = 0, .ranks = plan.ranks, .reached_by = {}}}
+           : plan.hosts;
+  for (std::size_t node = 0; node < nodes.size(); ++node)
+    for (int local = 0; local < nodes[node].ranks; ++local)
+      plan.rank_environment.push_back({"RANK=" + number(nodes[node].first_rank + local), "LOCAL_RANK=" + number(local),
+                                       "LOCAL_WORLD_SIZE=" + number(nodes[node].ranks),
+                                       "NODE_RANK=" + number(static_cast<i64>(node))});
   for (const auto& [name, columns] :
        {std::pair{"DS_COLUMNS=", options.terminal_columns}, {"DS_STDOUT_COLUMNS=", options.stdout_columns}}) {
     if (columns > 0) plan.rank_environment[0].push_back(name + number(columns));

@@ -12,6 +12,7 @@
 #include <sys/signalfd.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -29,6 +30,10 @@
 namespace ds::launch {
 namespace fs = std::filesystem;
 namespace {
+
+// What Open MPI 4.1 puts into its folder: 8 MiB of PMIx's in steps of 4 MiB, and 4 MiB of messages for every rank.
+constexpr i64 kOpenMpiBytes = i64{16} << 20;
+constexpr i64 kOpenMpiRankBytes = i64{4} << 20;
 
 bool is_executable_file(const fs::path& path) {
   std::error_code ignored;
@@ -78,6 +83,17 @@ std::string host_name() {
 std::string signal_name(int signal) {
   const char* name = ::sigabbrev_np(signal);
   return name != nullptr ? fmt::format("SIG{}", name) : fmt::format("signal {}", signal);
+}
+
+int exit_status(int wait_status) {
+  return WIFSIGNALED(wait_status) ? 128 + WTERMSIG(wait_status) : WEXITSTATUS(wait_status);
+}
+
+int exit_signal(int wait_status) { return WIFSIGNALED(wait_status) ? WTERMSIG(wait_status) : 0; }
+
+std::string how_ended(int status, int signal) {
+  return signal != 0 ? fmt::format("was killed by signal {} ({})", signal, signal_name(signal))
+                     : fmt::format("exited with status {}", status);
 }
 
 fs::path own_executable() { return fs::read_symlink("/proc/self/exe"); }
@@ -167,6 +183,8 @@ fs::path private_folder_base(std::string_view tmpdir, i64 bytes) {
   return !folder.empty() && writable(folder) ? folder : "/tmp";
 }
 
+i64 open_mpi_bytes(int ranks) { return kOpenMpiBytes + ranks * kOpenMpiRankBytes; }
+
 PrivateFolder::PrivateFolder(const fs::path& base) {
   sweep(base);
   std::string name = (base / kPrivatePrefix).string() + "XXXXXX";
@@ -195,9 +213,32 @@ void add(Environment& environment, const std::vector<std::string>& strings) {
   }
 }
 
+void forget_other_jobs(Environment& environment) {
+  std::erase_if(environment, [](const auto& variable) {
+    const std::string& name = variable.first;
+    return name.starts_with("PMIX_") || name.starts_with("OMPI_COMM_WORLD_") || name.starts_with("OMPI_MCA_orte_") ||
+           name.starts_with("OMPI_MCA_ess");
+  });
+}
+
 std::string value_or(const Environment& environment, const std::string& name, std::string fallback) {
   const auto found = environment.find(name);
   return found != environment.end() ? found->second : std::move(fallback);
+}
+
+Pipe make_pipe() {
+  int fds[2];
+  DS_CHECK(::pipe2(fds, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
+  return {Fd(fds[0]), Fd(fds[1])};
+}
+
+Fd connect_to(const std::string& path) {
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  if (!fd || ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) return Fd();
+  return fd;
 }
 
 pid_t spawn(const Spawn& what, int* error) {

@@ -20,6 +20,9 @@ namespace ds::launch {
 i64 monotonic_ns() noexcept;
 std::string host_name();
 std::string signal_name(int signal);  // "SIGKILL"
+int exit_status(int wait_status);     // as of waitpid; 128 + signal for who was killed
+int exit_signal(int wait_status);     // 0: it exited
+std::string how_ended(int status, int signal);
 std::filesystem::path own_executable();
 
 // Where `name` is: beside this executable, then in PATH. status 127: nowhere, 126: there, but it cannot be executed.
@@ -53,12 +56,23 @@ class PrivateFolder {
 };
 // /dev/shm if it can be written and has so many bytes free; else tmpdir, else /tmp.
 std::filesystem::path private_folder_base(std::string_view tmpdir, i64 bytes);
+i64 open_mpi_bytes(int ranks);  // that Open MPI may need there
 inline constexpr std::string_view kPrivatePrefix = "ds-launch.";
 
 using Environment = std::map<std::string, std::string>;
 Environment parse_environment(const std::vector<std::string>& strings);
 void add(Environment& environment, const std::vector<std::string>& strings);
+// Removes what another launcher of MPI programs told this process: it would confuse mpirun.
+void forget_other_jobs(Environment& environment);
 std::string value_or(const Environment& environment, const std::string& name, std::string fallback);
+
+struct Pipe {
+  Fd read, write;
+};
+Pipe make_pipe();
+
+// A local socket: connects to it; no descriptor if nobody listens there.
+Fd connect_to(const std::string& path);
 
 // fork and exec in a process group of its own, all signals at their defaults, the three streams as given; the child
 // gets `death_signal` when we die. Returns its pid. If exec fails the child's status is 127 or 126 and *error is set.

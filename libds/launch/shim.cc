@@ -18,6 +18,7 @@
 
 #include "base/check.h"
 #include "ds/launch.h"
+#include "launch/host_shim.h"
 #include "launch/process.h"
 
 namespace ds::launch {
@@ -25,30 +26,12 @@ namespace {
 
 constexpr std::size_t kMaxQueued = 256 * 1024;  // output waiting for the launcher; beyond it the rank waits
 
-Fd connect_to(const std::string& path) {
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  path.copy(address.sun_path, sizeof address.sun_path - 1);
-  if (!fd || ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) return Fd();
-  return fd;
-}
-
-struct Pipe {
-  Fd read, write;
-};
-Pipe make_pipe() {
-  int fds[2];
-  DS_CHECK(::pipe2(fds, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
-  return {Fd(fds[0]), Fd(fds[1])};
-}
-
 class Shim {
  public:
-  Shim(Fd socket, Environment environment, SignalInbox& inbox, pid_t mpirun)
-      : channel_(std::move(socket)), environment_(std::move(environment)), inbox_(inbox), mpirun_(mpirun) {
+  Shim(Channel channel, const std::string& host, Environment environment, SignalInbox& inbox, pid_t mpirun)
+      : channel_(std::move(channel)), environment_(std::move(environment)), inbox_(inbox), mpirun_(mpirun) {
     const std::string rank = value_or(environment_, "OMPI_COMM_WORLD_RANK", "");
-    channel_.send(Message::Hello, pack({rank, std::to_string(::getpid()), host_name()}));
+    channel_.send(Message::Hello, pack({rank, std::to_string(::getpid()), host_name(), host}));
   }
 
   // True: the launcher dismissed us; false: it is gone.
@@ -108,8 +91,21 @@ class Shim {
   }
 
   void start(std::vector<std::string> argv) {
-    const std::string program = argv.front();
-    argv.erase(argv.begin());
+    const std::string folder = argv[0], program = argv[1];
+    argv.erase(argv.begin(), argv.begin() + 2);
+    // Cores of this host: no other knows how many there are.
+    const int local_ranks = std::max(1, std::atoi(value_or(environment_, "LOCAL_WORLD_SIZE", "1").c_str()));
+    environment_.try_emplace("OMP_NUM_THREADS",
+                             std::to_string(std::max<std::size_t>(1, usable_cpus().size() / local_ranks)));
+    if (::chdir(folder.c_str()) != 0) {
+      const std::string why = std::strerror(errno);
+      channel_.send(Message::Stderr, fmt::format("ds-launch: error: the working directory '{}' cannot be entered on "
+                                                 "{}: {}\n",
+                                                 folder, host_name(), why));
+      end_ = {.time_ns = monotonic_ns(), .wait_status = W_EXITCODE(exit_code(Errc::Config), 0), .stopped = 0};
+      ended_ = true;
+      return report_end();
+    }
     Pipe in = make_pipe(), out = make_pipe(), err = make_pipe();
     int error = 0;
     pid_ = spawn({.program = program,
@@ -204,24 +200,30 @@ class Shim {
 };
 
 }  // namespace
-}  // namespace ds::launch
-
-namespace ds {
 
 int run_rank_shim(const std::string& socket, const std::vector<std::string>& environment) {
-  using namespace launch;
-  const pid_t mpirun = ::getppid();
+  const pid_t parent = ::getppid();  // mpirun, or what mpirun has on this host
   SignalInbox inbox({SIGCHLD, SIGCONT, SIGTERM, SIGINT, SIGHUP, SIGUSR1, SIGUSR2});
   std::signal(SIGPIPE, SIG_IGN);  // a rank that closed its stdin is no reason to die
   ::prctl(PR_SET_PDEATHSIG, SIGTERM);
   ::prctl(PR_SET_CHILD_SUBREAPER, 1);
-  Fd connection = connect_to(socket);
-  if (!connection || !Shim(std::move(connection), parse_environment(environment), inbox, mpirun).run()) {
-    std::error_code ignored;  // the launcher was killed: its folder is left to us
-    std::filesystem::remove_all(std::filesystem::path(socket).parent_path(), ignored);
-    return 1;
+  Environment own = parse_environment(environment);
+  const std::string home = value_or(own, std::string(kHomeVariable), "");
+  own.erase(std::string(kHomeVariable));
+  if (!home.empty()) {
+    try {
+      HostHome way = host_home_of(home);
+      return Shim(call_home(way.home), std::to_string(way.host), own, inbox, parent).run() ? 0 : 1;
+    } catch (const Error& e) {
+      fmt::print(stderr, "{}\n", e.what());
+      return 1;
+    }
   }
-  return 0;
+  Fd connection = connect_to(socket);
+  if (connection && Shim(Channel(std::move(connection)), "0", own, inbox, parent).run()) return 0;
+  std::error_code ignored;  // the launcher was killed: its folder is left to us
+  std::filesystem::remove_all(std::filesystem::path(socket).parent_path(), ignored);
+  return 1;
 }
 
-}  // namespace ds
+}  // namespace ds::launch

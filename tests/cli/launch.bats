@@ -281,7 +281,7 @@ END
   run "$launch" --tag-outptu touch started
   assert_failure 2
   assert_output --partial "unknown option '--tag-outptu'; did you mean '--tag-output'?"
-  for unknown in --hostfile --host --include --exclude --restarts; do
+  for unknown in --include --exclude --restarts; do
     run "$launch" $unknown x touch started
     assert_failure 2
     assert_output --partial "unknown option '$unknown'"

@@ -1,16 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Starts N ranks of a program on this node and watches over them. Open MPI's mpirun starts N shims (this very program
-// in a hidden mode); a shim connects back over a socket, gets the rank's command and environment from here, runs the
-// rank as its child and relays output, input, signals and the way it ended:
+// Starts N ranks of a program on this node, or on several, and watches over them. Open MPI's mpirun starts N shims
+// (this very program in a hidden mode); a shim connects back over a socket, gets the rank's command and environment
+// from here, runs the rank as its child and relays output, input, signals and the way it ended:
 //
 // run_launch() --- socket ---+--- shim 0 --- rank 0
 //      |                     +--- shim 1 --- rank 1
 //      +--- mpirun (starts the shims; ranks find its environment, so MPI programs work)
 //
 // Every process watches its parent (PR_SET_PDEATHSIG) and the two ends of the socket watch each other: whoever is
-// killed, however, nothing survives.
+// killed, however, nothing survives. On other hosts the socket is TCP, both ends prove that they know the job's secret
+// (launch/handshake.h), and a shim of the host stands above all others there, with a heartbeat (launch/host_shim.h):
+// whatever is cut or frozen, a host that hears nothing from here ends its part.
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,8 +26,21 @@ enum class LaunchBind {
   Core,  // each rank gets an equal share of the cores, neighbours together
 };
 
+struct LaunchHost {
+  std::string name;  // or address; IPv6 without brackets
+  int slots = 1;
+};
+
+// A hostfile, "NAME slots=N" a line, and a list, "a:4,b:4". Throw Errc::Config with all mistakes, each named by where
+// it stands; `option`: what the list was given to.
+DS_API std::vector<LaunchHost> read_hostfile(const std::string& file);
+DS_API std::vector<LaunchHost> parse_host_list(std::string_view text, const std::string& option);
+
 struct LaunchOptions {
-  int ranks = 1;
+  int ranks = 0;                  // 0: a rank for every slot; without hosts, one
+  std::vector<LaunchHost> hosts;  // none: this machine, any number of ranks
+  std::string agent;              // program that reaches a host, called as AGENT HOST COMMAND; "": ssh
+  double host_timeout_s = 20;     // a host that is silent for so long is lost
   LaunchBind bind = LaunchBind::None;
   std::string log_dir;  // "": none; else every rank's output is appended to log_dir/rank-00000.log as well
   bool tag_output = false;
@@ -34,10 +50,21 @@ struct LaunchOptions {
   std::vector<std::string> environment;  // "NAME=value": what the ranks inherit
 };
 
+struct PlannedHost {
+  std::string name;
+  int first_rank = 0, ranks = 0;
+  std::vector<std::string> reached_by;  // argument array, unless it is this machine
+};
+
 struct LaunchPlan {
   int refused = 0;  // 126: PROG cannot be executed, 127: not found; then nothing else is filled
   std::string why;  // the reason
   std::string program;
+  int ranks = 0;
+  std::vector<PlannedHost> hosts;  // that get ranks, in blocks: host 0 has the first ones. None: this machine
+  std::string orted;               // what mpirun runs on hosts
+  std::string folder;              // where ranks run
+  std::string mpirun_program;
   std::vector<std::string> mpirun;                         // command line
   std::vector<std::string> mpirun_environment;             // "NAME=value" added to the inherited for mpirun
   std::vector<std::string> environment;                    // added for every rank
@@ -52,6 +79,7 @@ struct RankEnd {
   int status = 0;                       // its exit status, or 128 + signal
   int signal = 0;                       // 0: it exited
   bool stopped = false;                 // we ended it, because of another rank or because we were told to
+  bool lost = false;                    // nobody knows how it ended: its host is gone
   double seconds = 0;                   // since the start of the job
   std::vector<std::string> last_lines;  // of its stderr
 };
@@ -74,7 +102,12 @@ DS_API LaunchPlan plan_launch(const LaunchOptions& options);
 // that failed first in time (128 + signal if it was killed); 128 + signal if we were told to stop and the ranks did.
 DS_API LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan);
 
-// The hidden mode: what plan.mpirun starts. environment: of the process.
-DS_API int run_rank_shim(const std::string& socket, const std::vector<std::string>& environment);
+// The hidden modes: what plan.mpirun starts here and on hosts. Their exit status; nothing if the arguments (without the
+// program's name) are none of theirs. environment: of the process.
+DS_API std::optional<int> run_as_shim(const std::vector<std::string>& arguments,
+                                      const std::vector<std::string>& environment);
+
+// Words as a shell would have to read them.
+DS_API std::string command_line(const std::vector<std::string>& words);
 
 }  // namespace ds
