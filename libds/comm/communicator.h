@@ -190,6 +190,7 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
 
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);
+std::string mpi_library_version();  // "Open MPI v4.1.4, ..."
 
 // All processes of MPI_COMM_WORLD, in nodes of `local_size` ranks with consecutive numbers, this one the
 // `local_rank`-th of its node: shm inside a node, MPI between nodes, so that what a node gets from or gives to another

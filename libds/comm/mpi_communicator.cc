@@ -529,4 +529,11 @@ std::unique_ptr<AsyncCommunicator> make_mpi_world(const CommOptions& options) {
 
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions& options) { return make_mpi_world(options); }
 
+std::string mpi_library_version() {
+  std::array<char, MPI_MAX_LIBRARY_VERSION_STRING> text{};
+  int length = 0;
+  check(MPI_Get_library_version(text.data(), &length), "MPI_Get_library_version");
+  return text.data();
+}
+
 }  // namespace ds

@@ -76,6 +76,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
     case CommBackend::Nccl:
       throw Error(Errc::Unavailable, "communication.backend \"nccl\" talks between GPUs, and this run is on the CPU");
     case CommBackend::Auto:
+    case CommBackend::Composed:
     case CommBackend::Mpi: break;
   }
   DS_CHECK(backend != CommBackend::Composed || !ranks.job.empty(), Errc::Config,

@@ -6,6 +6,8 @@
 #include <charconv>
 #include <cstdlib>
 
+#include "ds/error.h"
+
 namespace ds::tools {
 namespace {
 

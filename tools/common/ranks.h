@@ -2,7 +2,7 @@
 #pragma once
 // Who this process is in its job, as ds-launch (or another launcher) says in the environment.
 
-#include "ds/train.h"
+#include "ds/ranks.h"
 
 namespace ds::tools {
 

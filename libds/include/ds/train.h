@@ -10,17 +10,9 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/ranks.h"
 
 namespace ds {
-
-// This process among the ranks of the job, as the launcher says.
-struct RankInfo {
-  int rank = 0;
-  int world_size = 1;
-  int local_rank = 0;        // among the ranks of this node
-  int local_world_size = 1;  // ranks on this node
-  std::string job;           // names the job's shared memory; empty: there is none
-};
 
 struct TagMemory {
   std::string tag;    // "params", "grads", ...: one list for all tools

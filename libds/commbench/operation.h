@@ -1,0 +1,76 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The operations: one list of what each is called, which forms and types it has, what it costs on a link, what it runs
+// and what must come out. Everything else reads this list.
+
+#include <functional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "commbench/pattern.h"
+
+namespace ds::commbench {
+
+// One operation with a size, on buffers of a rank.
+struct Task {
+  Communicator& comm;
+  Device& device;
+  std::byte *source, *target;  // source_bytes(), target_bytes()
+  DType dtype;
+  ReduceOp redop;
+  int root;
+  i64 count;  // elements of the whole, or of a rank's slice
+  bool in_place;
+  i64 bucket_elems;  // of a slice, zero_step
+
+  int rank() const noexcept { return comm.rank(); }
+  int ranks() const noexcept { return comm.size(); }
+  i64 bytes(i64 elems) const noexcept { return elems * dtype_bytes(dtype); }
+};
+
+// Elements in a buffer: what `rank` sends (Pattern::send), or the reduction over all ranks.
+struct Region {
+  std::byte* data;
+  i64 count;
+  DType type;
+  bool reduced;
+  int rank;   // where not reduced
+  i64 first;  // index in the pattern
+};
+
+using Tickets = std::vector<Ticket>;
+
+struct Operation {
+  std::string_view name;
+  bool has_slices;  // each rank owns one: Task::count is a slice's
+  bool reduces, has_root, has_data;
+  int fewest_ranks;
+  // Messages of the size that an iteration sends one after the other; a time is that of one.
+  int messages;
+  bool copies;       // out of place begins with a copy, since the communicator's call is in place
+  bool is_exchange;  // an iteration answers, so that it ends before the next begins
+  bool measures_overlap;
+  double (*bus_factor)(int ranks);
+  bool (*offers)(DType, ReduceOp);
+  bool (*has_form)(bool in_place, DType);
+  void (*issue)(const Task&, Tickets&);
+  std::vector<Region> (*inputs)(const Task&);
+  std::vector<Region> (*outputs)(const Task&);
+
+  // Whether iterations cannot be enqueued behind each other.
+  bool is_serial(bool in_place) const noexcept { return is_exchange || (copies && !in_place); }
+  i64 count(i64 bytes, DType dtype, int ranks) const noexcept;
+  i64 size(i64 count, DType dtype, int ranks) const noexcept;
+};
+
+std::span<const Operation> operation_table();
+
+// Of the buffers of a task with these numbers.
+i64 source_bytes(i64 size) noexcept;
+i64 target_bytes(i64 size, int ranks) noexcept;
+
+// Where the ranks of an operation on pairs have a partner: all but the last of an odd number; the others idle.
+bool takes_part(const Operation& operation, int rank, int ranks) noexcept;
+
+}  // namespace ds::commbench
