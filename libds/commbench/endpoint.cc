@@ -24,8 +24,9 @@ struct Backend {
   std::string_view name;
   bool over_device;
 };
-constexpr std::array kBackends = {Backend{"self", false},    Backend{"shm", false},   Backend{"mpi", false},
-                                  Backend{"shm+mpi", false}, Backend{"staged", true}, Backend{"nccl", true}};
+constexpr std::array kBackends = {Backend{"self", false},    Backend{"shm", false},     Backend{"mpi", false},
+                                  Backend{"shm+mpi", false}, Backend{"openmpi", false}, Backend{"staged", true},
+                                  Backend{"nccl", true}};
 
 const Backend* find(std::string_view name) {
   const auto* const b = std::ranges::find(kBackends, name, &Backend::name);
@@ -128,6 +129,8 @@ Communicator& Worlds::get(const std::string& name) {
     comm = make_self_communicator(options_);
   } else if (backend == "shm") {
     comm = make_shm_communicator(ranks_.job, ranks_.rank, ranks_.world_size, options_);
+  } else if (backend == "openmpi") {
+    comm = make_open_mpi_peer(options_);
   } else if (backend == "shm+mpi") {
     comm = make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, options_, name == "auto");
   } else {

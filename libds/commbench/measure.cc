@@ -192,7 +192,7 @@ Result measure(const Options& options, std::span<Endpoint> endpoints, const Hook
 
 Result run(const Options& options, const RankInfo& ranks, const Hooks& hooks) {
   validate(options, ranks);
-  Worlds worlds(ranks, {.timeout_s = options.timeout_s});
+  Worlds worlds(ranks, {.timeout_s = options.timeout_s, .progress_thread = !options.blocking});
   try {
     std::vector<Endpoint> endpoints;
     for (const std::string& b : options.backends) endpoints.push_back(connect(b, ranks, worlds, options));

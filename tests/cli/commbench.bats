@@ -88,6 +88,15 @@ refuses() {
   [[ $stderr == *"backend shm serves one node; 1 of 2 ranks are on this one"* ]]
 }
 
+@test "Open MPI's own collectives stand beside ours" {
+  bench 3 --op all -b 1K -e 70K -f 70 --backend shm --compare openmpi
+  [[ $output == *"Out of bounds values : 0 OK"* ]]
+  bench 2 --op all -b 1K -e 1K --backend openmpi --blocking
+  [[ $output == *"Out of bounds values : 0 OK"* ]]
+  run -2 --separate-stderr timeout 60 ds-commbench --ranks 2 --op all_reduce --dtype bfloat16 --backend openmpi -b 1K -e 1K
+  [[ $stderr == *"Open MPI does not reduce bf16"* ]]
+}
+
 @test "one rank needs no launcher, ds-launch starts others, and both print the same columns" {
   run -0 --separate-stderr ds-commbench --op all -b 4K -e 4K -n 2
   assert_line --partial "backend self"
