@@ -220,6 +220,15 @@ PY
   [[ $stderr == *"--ranks 3 under a launcher that started 2"* ]]
 }
 
+@test "more ranks than the slots of a hostfile: ds-launch says so, with status 2" {
+  echo "$(hostname) slots=2" >hosts
+  run -2 --separate-stderr timeout 60 ds-commbench --ranks 3 --hostfile hosts --op all_reduce
+  [[ $stderr == "ds-launch: error: "*"slot"* ]] || fail "$stderr"
+  assert_equal "$output" ""
+  run -0 --separate-stderr timeout 60 ds-commbench --ranks 2 --host "$(hostname):2" --op all_reduce -b 4K -e 4K -n 2
+  [[ $output == *"Out of bounds values : 0 OK"* ]]
+}
+
 @test "no GPU for nccl: status 4 and why" {
   refuses 4 "backend nccl talks between GPUs" --op all_reduce --backend nccl
   refuses 4 "backend staged talks between GPUs" --ranks 2 --op all_reduce --backend shm --compare staged
