@@ -45,8 +45,8 @@ inline constexpr std::array kEnumNames<DeviceKind> = {EnumName{"auto", u8(Device
                                                       EnumName{"cuda", u8(DeviceKind::Cuda)}};
 template <>
 inline constexpr std::array kEnumNames<CommBackend> = {
-    EnumName{"auto", u8(CommBackend::Auto)}, EnumName{"self", u8(CommBackend::Self)},
-    EnumName{"shm", u8(CommBackend::Shm)}, EnumName{"mpi", u8(CommBackend::Mpi)},
+    EnumName{"auto", u8(CommBackend::Auto)},        EnumName{"self", u8(CommBackend::Self)},
+    EnumName{"shm", u8(CommBackend::Shm)},          EnumName{"mpi", u8(CommBackend::Mpi)},
     EnumName{"shm+mpi", u8(CommBackend::Composed)}, EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
 inline constexpr std::array kEnumNames<PipelineSchedule> = {

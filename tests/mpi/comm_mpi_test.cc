@@ -38,8 +38,7 @@ void run_mesh(const MeshShape& shape) {
 // As if every two ranks had a node.
 std::unique_ptr<Communicator> compose(double timeout_s) {
   const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
-  return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2,
-                                    {.timeout_s = timeout_s});
+  return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2, {.timeout_s = timeout_s});
 }
 
 // What the ranks do, by name.
