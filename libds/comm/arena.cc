@@ -43,7 +43,7 @@ class ThreadArena final : public Arena {
     base_ = memory_.get();
   }
 
-  std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double,
+  std::unique_ptr<Arena> group(int rank, std::span<const int> members, int, std::string_view name, double,
                                FunctionRef<void()>) override {
     const int size = static_cast<int>(members.size());
     auto memory =

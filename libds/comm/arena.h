@@ -99,10 +99,11 @@ class Arena {
 
   virtual ~Arena() = default;
 
-  // Of a world: an arena for some of its ranks, given by their numbers, of which this one is number `rank`. Members ask
-  // for it with the same name. `look` throws when waiting for them has become vain.
-  virtual std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double timeout_s,
-                                       FunctionRef<void()> look) = 0;
+  // An arena for some of its ranks, given by their places here, of which this one is number `rank`. Members ask for it
+  // with the same name. creator: the first of them, as messages call it. `look` throws when waiting for them has become
+  // vain.
+  virtual std::unique_ptr<Arena> group(int rank, std::span<const int> members, int creator, std::string_view name,
+                                       double timeout_s, FunctionRef<void()> look) = 0;
 
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
@@ -148,6 +149,8 @@ class Arena {
 
 // One arena per rank, over one piece of process memory.
 std::vector<std::unique_ptr<Arena>> make_thread_arenas(int size);
-std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s);
+// creator: what messages call rank 0. look: as in group().
+std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, int creator, double timeout_s,
+                                      FunctionRef<void()> look);
 
 }  // namespace ds

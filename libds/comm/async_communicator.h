@@ -137,7 +137,8 @@ class AsyncCommunicator : public BaseCommunicator {
   virtual void waits_elsewhere(int /*number*/) noexcept {}
   // Tells the part beside this one, if there is one.
   void tell_wait(int number) noexcept {
-    if (beside_ != nullptr) beside_->waits_elsewhere(number);
+    if (beside_ != nullptr && (tells_while_ == nullptr || tells_while_->load(std::memory_order_relaxed)))
+      beside_->waits_elsewhere(number);
   }
 
   void throw_if_reported() { world_.look_for_reports(); }
@@ -190,6 +191,7 @@ class AsyncCommunicator : public BaseCommunicator {
 
   AsyncCommunicator& world_;
   AsyncCommunicator* beside_ = nullptr;
+  const std::atomic<bool>* tells_while_ = nullptr;
   const std::string of_group_;
   const double timeout_s_;
   const bool progress_thread_;
@@ -214,7 +216,12 @@ std::unique_ptr<AsyncCommunicator> make_group_of_one(Membership membership, cons
 struct AsyncCommunicator::Part {
   AsyncCommunicator& c;
 
-  void tell(AsyncCommunicator& beside) { c.beside_ = &beside; }
+  // `beside` is told whom this one waits for; only while *when, if that is given.
+  void tell(AsyncCommunicator& beside, const std::atomic<bool>* when = nullptr) {
+    c.beside_ = &beside;
+    c.tells_while_ = when;
+  }
+  void waits_elsewhere(int number) noexcept { c.waits_elsewhere(number); }
   void meet(const Operation& op) { c.meet_now(op); }
   void move(const Operation& op, const Exchange& x) { c.move_now(op, x); }
   void reduce_scatter(const Operation& op, std::span<const Segment> segments, bool accumulate) {

@@ -28,7 +28,7 @@ std::pmr::memory_resource* operation_memory() {
   class Pool final : public std::pmr::memory_resource {
    public:
     Pool() {
-      constexpr size_t kBlocks = 64;
+      constexpr size_t kBlocks = 256;
       for (size_t bytes = 16; bytes <= 2048; bytes *= 2) {
         std::array<void*, kBlocks> blocks;
         for (void*& b : blocks) b = pool_.allocate(bytes);
@@ -67,7 +67,8 @@ CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noex
                 .root = op.root,
                 .kind = op.kind,
                 .dtype = op.dtype,
-                .reduce = op.reduce};
+                .reduce = op.reduce,
+                .accumulate = op.accumulate};
   for (const Segment& s : op.segments) info.shape = (info.shape ^ static_cast<u64>(s.slice_bytes)) * 1099511628211u;
   op.tag.copy(info.tag.data(), info.tag.size() - 1);
   return info;
@@ -75,13 +76,14 @@ CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noex
 
 bool CallInfo::agrees_with(const CallInfo& o) const noexcept {
   return number == o.number && bytes == o.bytes && shape == o.shape && segments == o.segments && root == o.root &&
-         kind == o.kind && dtype == o.dtype && reduce == o.reduce;
+         kind == o.kind && dtype == o.dtype && reduce == o.reduce && accumulate == o.accumulate;
 }
 
 std::string CallInfo::describe() const {
   std::string text = fmt::format("{} \"{}\" (call {}", op_name(kind), tag.data(), number + 1);
   if (segments > 0) text += fmt::format(", {} segments, {} bytes per slice, {}", segments, bytes, dtype_name(dtype));
   if (root >= 0) text += fmt::format(", root {}", root);
+  if (accumulate) text += ", accumulating";
   return text + ")";
 }
 
@@ -115,7 +117,7 @@ std::vector<int> world_ranks(const Communicator& c) {
 std::unique_ptr<Communicator> BaseCommunicator::group(std::span<const int>, std::string_view name, const CommOptions&) {
   throw Error(
       Errc::Internal,
-      fmt::format("group \"{}\": a communicator over device memory is made over a group, and makes none", name));
+      fmt::format("group \"{}\": \"{}\" makes no groups; over device memory one is made over a group", name, backend_));
 }
 
 Operation BaseCommunicator::make_operation(OpKind kind, std::string_view tag, i64 sent_bytes) {

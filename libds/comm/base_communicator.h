@@ -78,7 +78,8 @@ struct CallInfo {
   OpKind kind{};
   DType dtype{};
   ReduceOp reduce{};
-  std::array<char, 37> tag{};  // for messages; need not agree
+  bool accumulate = false;
+  std::array<char, 36> tag{};  // for messages; need not agree
 
   bool agrees_with(const CallInfo& other) const noexcept;
   std::string describe() const;  // all_gather "dp.params" of 2 segments, 1024 bytes per slice

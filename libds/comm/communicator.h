@@ -94,7 +94,7 @@ class Communicator {
   virtual int rank() const noexcept = 0;
   virtual int size() const noexcept = 0;
   virtual std::string_view backend()
-      const noexcept = 0;  // "self", "threads", "shm", "mpi", "shm+mpi", "staged", "nccl"
+      const noexcept = 0;  // "self", "threads", "shm", "mpi", "shm+mpi", "staged", "nccl", "openmpi"
   // The number in the world of a rank of this communicator; what errors name.
   virtual int world_rank(int rank) const noexcept = 0;
 
@@ -184,6 +184,8 @@ std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int ra
 // another takes one.
 i64 shm_needed_bytes(int size, std::span<const i64> allocations);
 i64 shm_channel_bytes() noexcept;
+// What this node's /dev/shm has free now. 0: it cannot be written.
+i64 shm_free_bytes_here();
 // What /dev/shm had free when rank 0 came here: the same number on every rank. 0: it cannot be written. Collective over
 // the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout.
 i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
@@ -196,10 +198,12 @@ std::string mpi_library_version();  // "Open MPI v4.1.4, ..."
 // `local_rank`-th of its node: shm inside a node, MPI between nodes, so that what a node gets from or gives to another
 // crosses the network once and not once for each of its ranks. Sums are canonical: node k goes on with the fold of node
 // k - 1. Groups are of the same kind, or shm or MPI alone, whatever their ranks allow. `job` as for shm; nodes may
-// share a /dev/shm. Where the ranks are not laid out so: Errc::Config, or, if `or_mpi`, MPI alone, as for nodes of one
-// rank.
+// share a /dev/shm. shared_bytes: what this node will take of its /dev/shm, where that is known. Where the ranks are
+// not laid out so, or a node has too little: Errc::Config or Errc::OutOfMemory, or, if `or_mpi`, MPI alone, as for
+// nodes of one rank. An absent rank of another node is an error after up to 1.4 times the timeout: those beside it
+// speak first.
 std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
-                                                         const CommOptions&, bool or_mpi = false);
+                                                         i64 shared_bytes, const CommOptions&, bool or_mpi = false);
 // Open MPI's own collectives, for measurements beside ours: blocking, sums in any order, no comparison of calls, no
 // timeout; no groups. Throws Errc::Config for what Open MPI does not have (16-bit reductions, accumulation).
 std::unique_ptr<Communicator> make_open_mpi_peer(const CommOptions&);

@@ -26,7 +26,7 @@ constexpr i64 kRoundBytes = i64{4} << 20;  // that a lane moves in a round
 constexpr i64 kChainBytes = i64{1} << 20;  // of sums that travel along the chain together
 // Of the timeout. Who waits for an absent rank of its own node speaks first (SharedCommunicator), then who meets others
 // before an operation; last who is in the middle of one, since it may wait for a rank that itself waits.
-constexpr double kMeetingPatience = 0.85;
+constexpr double kMeetingPatience = 1.2, kMiddlePatience = 1.4;
 constexpr size_t kDepth = 3;  // rounds of a chain under way: one comes, one is folded, one goes
 
 class ComposedCommunicator final : public AsyncCommunicator {
@@ -43,8 +43,13 @@ class ComposedCommunicator final : public AsyncCommunicator {
         net_(std::move(net)) {
     Membership local{.world = this, .name = {}, .ranks = {}};
     for (int i = 0; i < ranks_; ++i) local.ranks.push_back(node_ * ranks_ + i);
-    local_ = make_local(options, std::move(local));
-    make_lanes(*net_, {}, options);
+    try {
+      local_ = make_local(options, std::move(local), *net_);
+      make_lanes(*net_, {}, options);
+    } catch (const Error& e) {  // who waits for us is told why
+      abort(e);
+      throw;
+    }
   }
 
   // A group of the world `ground`; `ranks` of each of its nodes.
@@ -89,15 +94,30 @@ class ComposedCommunicator final : public AsyncCommunicator {
     options.progress_thread = true;
     Membership lane{.world = ground_ != nullptr ? ground_ : this, .name = name, .ranks = {}};
     for (int m = 0; m < nodes_; ++m) lane.ranks.push_back(world_rank(m * ranks_ + lane_));
+    const double timeout_s = options.timeout_s;
+    options.timeout_s = kMeetingPatience * timeout_s;
+    lanes_ = Part{net}.make_group(node_, lane, options);
+    options.timeout_s = kMiddlePatience * timeout_s;
     onward_ = Part{net}.make_group(node_, lane, options);
-    returns_ = Part{net}.make_group(node_, lane, options);
-    options.timeout_s *= kMeetingPatience;
-    lanes_ = Part{net}.make_group(node_, std::move(lane), options);
+    returns_ = Part{net}.make_group(node_, std::move(lane), options);
     Part{*lanes_}.tell(*local_);
+    for (AsyncCommunicator* c : {onward_.get(), returns_.get()}) Part{*c}.tell(*local_, &awaits_);
   }
 
   int node_of(int rank) const noexcept { return rank / ranks_; }
   int lane_of(int rank) const noexcept { return rank % ranks_; }
+
+  // A ticket of onward_ or returns_.
+  void await(Ticket& ticket) {
+    awaits_.store(true, std::memory_order_relaxed);
+    ticket.wait();
+    awaits_.store(false, std::memory_order_relaxed);
+    Part{*local_}.waits_elsewhere(-1);
+  }
+  void await(std::vector<Ticket>& tickets) {
+    for (Ticket& t : tickets) await(t);
+    tickets.clear();
+  }
 
   // What fails while the lanes have buffers of ours is told first, so that they end, and waited for.
   template <class Body>
@@ -118,12 +138,11 @@ class ComposedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  // Every call is checked inside each node and in each lane: then all ranks have made the same.
+  // Every call is checked in each lane, and then inside each node: so all ranks have made the same.
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)>) override {
     const i64 length = x.length();
     DS_ASSERT(x.lands || length == 0);
     if (length == 0) {
-      Part{*local_}.meet(op);
       Part{*lanes_}.meet(op);
       Part{*local_}.meet(op);
       return;
@@ -205,7 +224,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     if (!alone) Part{*lanes_}.meet(op);
     Ticket next = fetch(0);
     for (i64 begin = 0; begin < length; begin += round) {
-      next.wait();
+      await(next);
       next = fetch(begin + round);
       share(begin, std::min(round, length - begin));
     }
@@ -223,13 +242,13 @@ class ComposedCommunicator final : public AsyncCommunicator {
     if (sorts) staging_.resize(std::max(staging_.size(), static_cast<size_t>(2 * copies * round)));
     std::array<Ticket, 2> swapped;
 
-    if (!alone) Part{*lanes_}.meet(op);
+    Part{*lanes_}.meet(op);
     for (i64 begin = 0; begin < length; begin += round) {
       const i64 count = std::min(round, length - begin);
       const size_t half = static_cast<size_t>(begin / round % 2);
       // [nodes][sources][round]: for the rank of this lane in each node
       std::byte* const room = sorts ? staging_.data() + narrow<i64>(half) * copies * round : nullptr;
-      swapped[half].wait();
+      await(swapped[half]);
       segments_.clear();
       Operation step = step_of(op, scatters ? OpKind::Scatter : OpKind::AllToAll, scatters ? node_of(root) : -1);
       for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
@@ -247,7 +266,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
       Part{*local_}.move(op, {.sliced = true, .segments = segments_, .only_from = scatters ? lane_of(root) : -1});
       swapped[half] = on_lanes(op, std::move(step), alone);
     }
-    for (Ticket& t : swapped) t.wait();
+    for (Ticket& t : swapped) await(t);
   }
 
   void reduce_scatter_now(const Operation& op, std::span<const Segment> segments, bool accumulate) override {
@@ -284,8 +303,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     const auto begin_fold = [&](i64 r) {
       if (!accumulate || r >= num_rounds) return;
       Round& x = at(r);
-      for (Ticket& t : x.begins) t.wait();
-      x.begins.clear();
+      await(x.begins);
       x.begun.resize(std::max(x.begun.size(), static_cast<size_t>((first ? nodes_ : 1) * round)));
       for_each(r, [&](const Segment& s, i64 from, i64 n, i64 position) {
         std::memcpy(x.begun.data() + position, reinterpret_cast<const float*>(s.target) + from,
@@ -301,15 +319,14 @@ class ComposedCommunicator final : public AsyncCommunicator {
     const auto receive_sums = [&](i64 r) {
       if (r >= num_rounds) return;
       Round& x = at(r);
-      for (Ticket& t : x.gone) t.wait();
-      x.gone.clear();
+      await(x.gone);
       x.sums.resize(std::max(x.sums.size(), static_cast<size_t>(nodes_ * round)));
       if (!first) x.came = onward_->recv(x.sums.data(), nodes_ * bytes(r), node_ - 1, op.tag);
     };
     const auto finish = [&](i64 r) {
       if (r < 0) return;
       Round& x = at(r);
-      x.back.wait();
+      await(x.back);
       const float* own = last ? part(x.sums, node_, elems(r)) : x.returned.data();
       for_each(r, [&](const Segment& s, i64 from, i64 n, i64 position) {
         deliver(s, from, {own + position, static_cast<size_t>(n)});
@@ -329,9 +346,9 @@ class ComposedCommunicator final : public AsyncCommunicator {
           x.returned.resize(std::max(x.returned.size(), static_cast<size_t>(round)));
           x.back = returns_->recv(x.returned.data(), bytes(r), nodes_ - 1, op.tag);
         }
-        x.came.wait();
+        await(x.came);
         if (first && accumulate) {
-          for (Ticket& t : x.begins) t.wait();
+          await(x.begins);
           std::memcpy(x.sums.data(), x.begun.data(), static_cast<size_t>(nodes_ * bytes(r)));
         }
         segments_.clear();
@@ -353,10 +370,8 @@ class ComposedCommunicator final : public AsyncCommunicator {
       }
       for (i64 r = std::max<i64>(num_rounds - 2, 0); r < num_rounds; ++r) finish(r);
       for (Round& x : rounds_) {
-        for (Ticket& t : x.begins) t.wait();
-        for (Ticket& t : x.gone) t.wait();
-        x.begins.clear();
-        x.gone.clear();
+        await(x.begins);
+        await(x.gone);
         x.came = x.back = {};
       }
     });
@@ -391,11 +406,21 @@ class ComposedCommunicator final : public AsyncCommunicator {
   }
   void look_for_reports() override {
     if (local_ != nullptr) Part{*local_}.look_for_reports();
-    Part{*net_}.look_for_reports();
+    on_net([this] { Part{*net_}.look_for_reports(); });
   }
   void look_at_peers() override {
     if (local_ != nullptr) Part{*local_}.look_at_peers();
-    Part{*net_}.look_at_peers();
+    on_net([this] { Part{*net_}.look_at_peers(); });
+  }
+  // What the network says is known in the node before anybody acts on it: who reads a neighbour's memory looks there.
+  template <class Look>
+  void on_net(Look look) {
+    try {
+      look();
+    } catch (const Error& e) {
+      if (local_ != nullptr) Part{*local_}.publish({e.code(), e.what(), e.rank()});
+      throw;
+    }
   }
 
   std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) override {
@@ -420,41 +445,63 @@ class ComposedCommunicator final : public AsyncCommunicator {
   const int nodes_, node_;                        // and which of them this is
   const int ranks_, lane_;                        // of a node, and which of them this is
   ComposedCommunicator* const ground_ = nullptr;  // of a group
-  std::unique_ptr<AsyncCommunicator> net_;        // all ranks
-  std::unique_ptr<AsyncCommunicator> local_;      // this node's
-  // This lane's: for what is done in our thread, for what goes on meanwhile, and for what comes back along a chain.
-  std::unique_ptr<AsyncCommunicator> lanes_, onward_, returns_;
 
+  // Before the parts, which may use them until they end.
   std::vector<Segment> segments_;   // of the local part in a round
   std::vector<std::byte> staging_;  // two halves
   std::array<Round, kDepth> rounds_;
+  std::atomic<bool> awaits_{false};  // our thread waits for a ticket of onward_ or returns_
+
+  std::unique_ptr<AsyncCommunicator> net_;    // all ranks
+  std::unique_ptr<AsyncCommunicator> local_;  // this node's
+  // This lane's: for what is done in our thread, for what goes on meanwhile, and for what comes back along a chain.
+  std::unique_ptr<AsyncCommunicator> lanes_, onward_, returns_;
 };
 
 }  // namespace
 
 std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, int local_rank, int local_size,
-                                                         const CommOptions& options, bool or_mpi) {
+                                                         i64 shared_bytes, const CommOptions& options, bool or_mpi) {
   DS_ASSERT(local_size >= 1 && local_rank >= 0 && local_rank < local_size);
   std::unique_ptr<AsyncCommunicator> net = make_mpi_world(options);
-  std::vector<std::array<int, 2>> places(static_cast<size_t>(net->size()));
-  places[static_cast<size_t>(net->rank())] = {local_rank, local_size};
-  const AllGatherSegment all{places.data(), sizeof places[0]};
+  struct Place {
+    i64 local_rank, local_size, needed, free;
+  };
+  std::vector<Place> places(static_cast<size_t>(net->size()));
+  places[static_cast<size_t>(net->rank())] = {
+      local_rank, local_size, std::max(shared_bytes, shm_needed_bytes(local_size, {})), shm_free_bytes_here()};
+  const AllGatherSegment all{places.data(), sizeof(Place)};
   net->all_gather({&all, 1}, "nodes").wait();
-  for (int r = 0; r < net->size(); ++r) {
-    const auto [its_rank, its_size] = places[static_cast<size_t>(r)];
-    if (or_mpi && (local_size == 1 || its_size != local_size || its_rank != r % local_size)) return net;
-    DS_CHECK(
-        its_size == local_size, Errc::Config,
-        "\"shm+mpi\" wants equally many ranks on every node: rank {} is one of {}, rank {} one of {}; take \"mpi\"",
-        net->rank(), local_size, r, its_size);
-    DS_CHECK(its_rank == r % local_size, Errc::Config,
-             "\"shm+mpi\" wants the ranks of a node to follow each other: rank {} is number {} of the {} of its node",
-             r, its_rank, local_size);
+  try {
+    for (int r = 0; r < net->size(); ++r) {
+      const Place& its = places[static_cast<size_t>(r)];
+      const bool even = its.local_size == local_size && net->size() % local_size == 0;
+      if (or_mpi && (!even || local_size == 1 || its.local_rank != r % local_size || its.needed > its.free)) return net;
+      DS_CHECK(
+          even, Errc::Config,
+          "\"shm+mpi\" wants equally many ranks on every node: of {} ranks, rank {} is one of {}, rank {} one of {}; "
+          "take \"mpi\"",
+          net->size(), net->rank(), local_size, r, its.local_size);
+      DS_CHECK(its.local_rank == r % local_size, Errc::Config,
+               "\"shm+mpi\" wants the ranks of a node to follow each other: rank {} is number {} of the {} of its node",
+               r, its.local_rank, local_size);
+      DS_CHECK(
+          its.needed <= its.free, Errc::OutOfMemory,
+          "\"shm+mpi\": the node of rank {} needs some {} bytes of shared memory, and its /dev/shm has {} bytes free; "
+          "enlarge it, or take \"mpi\"",
+          r, its.needed, its.free);
+    }
+  } catch (const Error& e) {
+    net->abort(e);
+    throw;
   }
   const int node = net->rank() / local_size;
   return std::make_unique<ComposedCommunicator>(
-      std::move(net), local_rank, local_size, options, [&](const CommOptions& o, Membership part) {
-        auto arena = make_shm_arena(fmt::format("{}-node{}", job, node), local_rank, local_size, options.timeout_s);
+      std::move(net), local_rank, local_size, options,
+      [&](const CommOptions& o, Membership part, AsyncCommunicator& network) {
+        const auto look = [&network] { network.look_for_failures(); };
+        auto arena = make_shm_arena(fmt::format("{}-node{}", job, node), local_rank, local_size, node * local_size,
+                                    options.timeout_s, look);
         return make_shared_communicator("shm", std::move(arena), o, std::move(part));
       });
 }
@@ -468,7 +515,7 @@ void run_composed_threads(int nodes, int local_size, const CommOptions& options,
     const auto r = static_cast<size_t>(threads.rank());
     auto world = std::make_unique<ComposedCommunicator>(
         make_shared_communicator("threads", std::move(net[r]), options), threads.rank() % local_size, local_size,
-        options, [&](const CommOptions& o, Membership part) {
+        options, [&](const CommOptions& o, Membership part, AsyncCommunicator&) {
           return make_shared_communicator("threads", std::move(local[r]), o, std::move(part));
         });
     try {

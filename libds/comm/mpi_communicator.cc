@@ -31,6 +31,7 @@ constexpr i64 kMaxMessage = i64{1} << 30;    // MPI counts in int
 constexpr int kYields = 200;
 constexpr auto kShortSleep = 20us;
 constexpr auto kLongSleep = 500us;
+constexpr auto kHealthPeriod = 250ms;
 constexpr auto kUnderWay = 500ms;  // for messages on their way from a peer that has left
 constexpr auto kGrace = 2s;        // for peers to come and leave together after a failure
 
@@ -304,9 +305,14 @@ class MpiCommunicator final : public AsyncCommunicator {
       wait(r, op, timeout_s);
     } catch (const Error&) {
       for (MPI_Request& request : r.requests) {
-        if (request == MPI_REQUEST_NULL) continue;
-        MPI_Cancel(&request);
-        MPI_Request_free(&request);
+        if (request != MPI_REQUEST_NULL) MPI_Cancel(&request);
+      }
+      // What has been matched comes, whoever asked for it has gone or not: its memory is given back only then.
+      const auto deadline = Clock::now() + kGrace;
+      for (int all = 0; !all && Clock::now() < deadline; std::this_thread::sleep_for(kShortSleep))
+        MPI_Testall(static_cast<int>(r.requests.size()), r.requests.data(), &all, MPI_STATUSES_IGNORE);
+      for (MPI_Request& request : r.requests) {
+        if (request != MPI_REQUEST_NULL) MPI_Request_free(&request);
       }
       throw;
     }
@@ -321,6 +327,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     } told;
     const auto start = Clock::now();
     const auto limit = std::chrono::duration<double>(timeout_s);
+    auto next_health_check = start + kHealthPeriod;
     std::optional<Clock::time_point> left;
     bool looked_again = false;
     size_t pending = r.requests.size();
@@ -347,6 +354,10 @@ class MpiCommunicator final : public AsyncCommunicator {
       told.communicator = this;
       tell_wait(world_rank(peer));
       const auto now = Clock::now();
+      if (now >= next_health_check) {
+        throw_if_peer_failed();
+        next_health_check = now + kHealthPeriod;
+      }
       if (has_left(peer)) {
         if (!left) left = now;
         if (now - *left > kUnderWay) {

@@ -100,7 +100,7 @@ struct Shown {
   static Shown of(const CallInfo& c) noexcept {
     u64 h = c.shape;
     for (const u64 x : {static_cast<u64>(c.bytes), u64{c.segments}, static_cast<u64>(c.root), static_cast<u64>(c.dtype),
-                        static_cast<u64>(c.reduce)})
+                        static_cast<u64>(c.reduce), u64{c.accumulate}})
       h = (h ^ x) * 1099511628211u;
     return {static_cast<u32>(c.number + 1), c.kind, static_cast<u32>(h >> 40)};
   }

@@ -47,7 +47,14 @@ class OpenMpiPeer final : public BaseCommunicator {
       : BaseCommunicator("openmpi", world->rank(), world->size()), world_(std::move(world)) {
     check(MPI_Comm_dup(MPI_COMM_WORLD, &comm_), "MPI_Comm_dup");
   }
-  ~OpenMpiPeer() override { MPI_Comm_free(&comm_); }
+  ~OpenMpiPeer() override {
+    drain();
+    MPI_Comm_free(&comm_);
+  }
+  void drain() noexcept override {
+    for (const auto& request : under_way_) MPI_Wait(&request->request, MPI_STATUS_IGNORE);
+    under_way_.clear();
+  }
 
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override { return Buffer(ledger, tag, bytes); }
   void throw_if_failed() const override { world_->throw_if_failed(); }
@@ -57,6 +64,7 @@ class OpenMpiPeer final : public BaseCommunicator {
 
  private:
   Ticket submit(Operation&& op) override {
+    throw_if_failed();
     if (op.kind == OpKind::Barrier) check(MPI_Barrier(comm_), "MPI_Barrier");
     for (const Segment& s : op.segments) {
       if (op.kind == OpKind::Send || op.kind == OpKind::Recv) return message(op, s);
@@ -73,6 +81,8 @@ class OpenMpiPeer final : public BaseCommunicator {
     } else {
       check(MPI_Irecv(s.target, bytes, MPI_BYTE, op.peer, 0, comm_, &request->request), "MPI_Irecv");
     }
+    std::erase_if(under_way_, [](const auto& r) { return r->done(); });
+    under_way_.push_back(request);
     return Ticket(std::move(request));
   }
 
@@ -127,6 +137,7 @@ class OpenMpiPeer final : public BaseCommunicator {
   const std::unique_ptr<Communicator> world_;  // keeps MPI alive
   MPI_Comm comm_ = MPI_COMM_NULL;
   std::vector<float> scratch_;
+  std::vector<std::shared_ptr<Request>> under_way_;
 };
 
 }  // namespace

@@ -23,6 +23,13 @@ QuantizedAllGather::QuantizedAllGather(Communicator& comm, Device& device, Memor
   wire_ = comm.allocate(ledger, tag, comm.size() * CodedSlice{format, max_elems}.bytes());
 }
 
+QuantizedAllGather::~QuantizedAllGather() {
+  try {
+    ticket_.wait();
+  } catch (const Error&) {
+  }
+}
+
 void QuantizedAllGather::start(TensorView shard, std::string_view tag) {
   const i64 n = shard.numel();
   DS_ASSERT(n <= max_elems_ && shard.contiguous());

@@ -22,6 +22,7 @@ class QuantizedAllGather {
   // For shards of up to `max_elems` elements; takes P slices. comm and device outlive it.
   QuantizedAllGather(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
                      CodeFormat format = {});
+  ~QuantizedAllGather();  // waits for codes that are on their way
 
   // shard [n] work dtype, the same n on all ranks; it may be changed when the call returns (over a device: by what is
   // enqueued on Compute behind it). The codes are on their way while others compute.

@@ -25,8 +25,8 @@ constexpr int kSpins = 400;              // about 10 us, only when every rank ha
 constexpr int kYields = 16;
 constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
 constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
-constexpr double kPartPatience = 0.7;  // of the timeout: who waits for an absent rank of its node speaks first
-constexpr auto kQuiescence = 2s;       // after a failure: how long peers may take to leave our memory
+constexpr double kPatience = 1.3;  // of the timeout, where the rank at fault is elsewhere: who is with it speaks first
+constexpr auto kQuiescence = 2s;   // after a failure: how long peers may take to leave our memory
 
 void pause_cpu() noexcept {
 #if defined(__x86_64__)
@@ -47,7 +47,6 @@ class SharedCommunicator final : public AsyncCommunicator {
         ground_(ground != nullptr ? *ground : *this),
         key_(key_of(membership)),
         wait_(ground_.take_wait()),
-        is_part_(ground != nullptr ? ground->is_part_ : membership.world != nullptr),
         spins_(ground_.size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
         exposures_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
@@ -255,7 +254,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       publish_wait(world_rank(peer));
     }
     const auto start = Clock::now();
-    const auto limit = std::chrono::duration<double>(patience_s());
+    const auto limit = std::chrono::duration<double>(timeout_s());
     auto next_health_check = start + kHealthPeriod;
     for (u32 seen = value(); !ready(seen); seen = value()) {
       throw_if_reported();
@@ -304,7 +303,6 @@ class SharedCommunicator final : public AsyncCommunicator {
     }
   }
 
-  double patience_s() const noexcept { return is_part_ ? kPartPatience * timeout_s() : timeout_s(); }
   bool is_here(int number) const noexcept { return place(number) >= 0 && place(number) < ground_.size(); }
 
   // The peer we wait for may itself wait for another, here or in another communicator: the last of the chain is at
@@ -322,10 +320,10 @@ class SharedCommunicator final : public AsyncCommunicator {
     for (int q = 0; q < size(); ++q) {
       if (world_rank(q) == culprit) words = fmt::format(", rank {} {}", culprit, doing(q));
     }
-    if (!is_here(culprit) && waited_s < timeout_s()) return;
+    if (!is_here(culprit) && waited_s < kPatience * timeout_s()) return;
     const Arena::Health health = is_here(culprit) ? ground_.arena_->health(place(culprit)) : Arena::Health{};
     fail(Errc::Timeout, culprit,
-         fmt::format("rank {} did not come within {:.3g} s: rank {} {}{}{}{}{}", culprit, patience_s(), own_number(),
+         fmt::format("rank {} did not come within {} s: rank {} {}{}{}{}{}", culprit, timeout_s(), own_number(),
                      doing(rank()), chain, words, health.words.empty() ? "" : "; ", health.words));
   }
 
@@ -464,7 +462,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     const auto look = [this] { throw_if_peer_failed(); };
     std::vector<int> members(membership.ranks);
     for (int& member : members) member = place(member);
-    auto arena = arena_->group(rank, members, membership.name, options.timeout_s, look);
+    auto arena = arena_->group(rank, members, membership.ranks.front(), membership.name, options.timeout_s, look);
     auto communicator =
         std::make_unique<SharedCommunicator>(backend(), std::move(arena), options, std::move(membership), this);
     communicator->attach();
@@ -499,7 +497,6 @@ class SharedCommunicator final : public AsyncCommunicator {
   SharedCommunicator& ground_;
   const u32 key_;
   const std::optional<size_t> wait_;
-  const bool is_part_;  // other parts of its communicator reach ranks elsewhere
   const int spins_;
   std::atomic<bool> waits_here_{false};
   bool attaching_ = false;
@@ -572,7 +569,8 @@ std::unique_ptr<AsyncCommunicator> make_shared_communicator(std::string_view bac
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size,
                                                     const CommOptions& options) {
   DS_ASSERT(size >= 1 && rank >= 0 && rank < size);
-  return make_shared_communicator("shm", make_shm_arena(job, rank, size, options.timeout_s), options);
+  const auto nothing = [] {};
+  return make_shared_communicator("shm", make_shm_arena(job, rank, size, 0, options.timeout_s, nothing), options);
 }
 
 }  // namespace ds

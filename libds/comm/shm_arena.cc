@@ -273,10 +273,10 @@ class ShmArena final : public Arena {
     return bytes;
   }
 
-  std::unique_ptr<Arena> group(int rank, std::span<const int> members, std::string_view name, double timeout_s,
-                               FunctionRef<void()> look) override {
+  std::unique_ptr<Arena> group(int rank, std::span<const int> members, int creator, std::string_view name,
+                               double timeout_s, FunctionRef<void()> look) override {
     return std::make_unique<ShmArena>(group_segment_name(name_, name, members), rank, static_cast<int>(members.size()),
-                                      members.front(), timeout_s, look);
+                                      creator, timeout_s, look);
   }
 
   void reserve_staging() override {
@@ -391,11 +391,13 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s) {
   }
 }
 
-std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, double timeout_s) {
+i64 shm_free_bytes_here() { return access("/dev/shm", W_OK | X_OK) == 0 ? free_bytes_now() : 0; }
+
+std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, int creator, double timeout_s,
+                                      FunctionRef<void()> look) {
   const std::string name = segment_name(job);
   if (rank == 0) remove_stale_segments();
-  const auto nothing = [] {};
-  return std::make_unique<ShmArena>(name, rank, size, 0, timeout_s, nothing);
+  return std::make_unique<ShmArena>(name, rank, size, creator, timeout_s, look);
 }
 
 }  // namespace ds

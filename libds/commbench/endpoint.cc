@@ -132,7 +132,8 @@ Communicator& Worlds::get(const std::string& name) {
   } else if (backend == "openmpi") {
     comm = make_open_mpi_peer(options_);
   } else if (backend == "shm+mpi") {
-    comm = make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, options_, name == "auto");
+    comm =
+        make_composed_communicator(ranks_.job, ranks_.local_rank, ranks_.local_world_size, 0, options_, name == "auto");
   } else {
     DS_ASSERT(backend == "mpi");
     comm = make_mpi_communicator(options_);

@@ -19,8 +19,8 @@
 namespace ds::engine {
 namespace {
 
-// Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
-bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, std::string& why) {
+// What the ranks of a run share, were they all on one node.
+i64 shared_bytes(const Config& config, const MeshShape& shape) {
   std::vector<i64> most, most_tp;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
   const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
     to.resize(std::max(to.size(), allocations.size()));
@@ -34,7 +34,12 @@ bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshS
     raise(most, plan.shared);
     raise(most_tp, plan.tp_shared);
   }
-  const i64 needed = mesh_shm_bytes(shape, most, most_tp);
+  return mesh_shm_bytes(shape, most, most_tp);
+}
+
+// Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
+bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, std::string& why) {
+  const i64 needed = shared_bytes(config, shape);
   const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
   why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
                     needed, free);
@@ -81,14 +86,16 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   }
   DS_CHECK(backend != CommBackend::Composed || !ranks.job.empty(), Errc::Config,
            "communication.backend \"shm+mpi\" needs a job name: start with ds-launch");
+  const i64 nodes = div_ceil(ranks.world_size, ranks.local_world_size);
   std::unique_ptr<Communicator> comm =
       backend == CommBackend::Composed
-          ? make_composed_communicator(ranks.job, ranks.local_rank, ranks.local_world_size, options, !chosen)
+          ? make_composed_communicator(ranks.job, ranks.local_rank, ranks.local_world_size,
+                                       with_gpu ? 0 : div_ceil(shared_bytes(config, shape), nodes), options, !chosen)
           : make_mpi_communicator(options);
   if (backend == CommBackend::Composed && comm->backend() == "mpi" && ranks.rank == 0 && ranks.local_world_size > 1)
     log_message(LogLevel::Warning,
                 "communication.backend \"auto\" takes mpi alone, which is slower: shm+mpi wants equally many ranks on "
-                "every node");
+                "every node, and room for what they share in its /dev/shm");
   DS_CHECK(comm->size() == ranks.world_size, Errc::Config,
            "MPI has {} ranks, the environment says {}: start with ds-launch", comm->size(), ranks.world_size);
   return comm;

@@ -38,7 +38,7 @@ void run_mesh(const MeshShape& shape) {
 // As if every two ranks had a node.
 std::unique_ptr<Communicator> compose(double timeout_s) {
   const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
-  return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2, {.timeout_s = timeout_s});
+  return make_composed_communicator(fmt::format("composed-{}", getppid()), rank % 2, 2, 0, {.timeout_s = timeout_s});
 }
 
 // What the ranks do, by name.
@@ -70,7 +70,7 @@ const std::map<std::string, void (*)()> kPrograms = {
     {"uneven",
      [] {
        const int rank = std::atoi(std::getenv("OMPI_COMM_WORLD_RANK"));
-       make_composed_communicator("uneven", rank == 2 ? 0 : rank, rank == 2 ? 1 : 2, {.timeout_s = 20});
+       make_composed_communicator("uneven", rank == 2 ? 0 : rank, rank == 2 ? 1 : 2, 0, {.timeout_s = 20});
      }},
     {"staging",
      [] {
@@ -266,7 +266,10 @@ int run_rank(const std::string& program, const std::filesystem::path& stories) {
   } catch (const std::exception& e) {
     story = e.what();
   }
-  std::ofstream(stories / getenv("OMPI_COMM_WORLD_RANK")) << story;
+  const std::filesystem::path own = stories / getenv("OMPI_COMM_WORLD_RANK"),
+                              draft = stories.string() + "." + own.filename().string();
+  std::ofstream(draft) << story;
+  std::filesystem::rename(draft, own);  // who sees it sees all of it
   // mpirun kills the others when the first one fails, so all stories are written before anybody exits.
   const auto stories_written = [&] {
     return std::distance(std::filesystem::directory_iterator(stories), std::filesystem::directory_iterator());

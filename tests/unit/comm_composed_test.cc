@@ -134,6 +134,29 @@ TEST(ComposedComm, AMismatchIsReportedOnAllNodes) {
     EXPECT_THAT(m, HasSubstr("calls do not match"));
 }
 
+// Nobody's neighbour calls what it calls.
+TEST(ComposedComm, AMismatchThatGoesInACircleIsReportedToo) {
+  for (const std::string& m : messages_of(2, 2, 20, [](Communicator& c) {
+         std::array<float, 8> x{}, y{};
+         if (c.rank() == 0 || c.rank() == 3) {
+           c.all_to_all(x.data(), y.data(), 8, "t").wait();
+         } else {
+           const AllGatherSegment s{x.data(), 8};
+           c.all_gather({&s, 1}, "t").wait();
+         }
+       }))
+    EXPECT_THAT(m, HasSubstr("calls do not match"));
+}
+
+TEST(ComposedComm, AFoldThatContinuesIsAnotherCall) {
+  for (const std::string& m : messages_of(2, 2, 20, [](Communicator& c) {
+         std::vector<float> x(400);
+         const ReduceScatterSegment s{x.data(), x.data() + 100 * c.rank(), 100};
+         c.reduce_scatter({&s, 1}, DType::F32, c.rank() >= 2, "t").wait();
+       }))
+    EXPECT_THAT(m, AllOf(HasSubstr("calls do not match"), HasSubstr("accumulating")));
+}
+
 TEST(ComposedComm, WhoeverFailsIsNamedOnAllNodes) {
   for (int bad : {0, 3}) {
     for (const std::string& m : messages_of(2, 2, 20, [&](Communicator& c) {
@@ -145,7 +168,6 @@ TEST(ComposedComm, WhoeverFailsIsNamedOnAllNodes) {
   }
 }
 
-// Also in the middle of a large operation, whose rounds are on their way.
 TEST(ComposedComm, AnAbsentRankIsNamedOnAllNodes) {
   for (int absent : {0, 1, 2, 3}) {
     const auto messages = messages_of(2, 2, 1, [&](Communicator& c) {
@@ -158,6 +180,22 @@ TEST(ComposedComm, AnAbsentRankIsNamedOnAllNodes) {
     for (const std::string& m : messages)
       EXPECT_THAT(m, AllOf(HasSubstr(fmt::format("rank {} did not come within", absent)),
                            HasSubstr(fmt::format("[{}]", absent))));
+  }
+}
+
+// In the third of large operations that follow each other.
+TEST(ComposedComm, ARankThatStaysAwayLaterIsNamedOnAllNodes) {
+  for (int slow : {1, 2}) {
+    const auto messages = messages_of(2, 2, 1, [&](Communicator& c) {
+      std::vector<float> x(4 * 3'000'000);
+      c.barrier("t");
+      for (int i = 0; i < 3; ++i) {
+        if (i == 2 && c.rank() == slow) std::this_thread::sleep_for(3500ms);
+        const AllGatherSegment s{x.data(), 12'000'000};
+        c.all_gather({&s, 1}, "t").wait();
+      }
+    });
+    for (const std::string& m : messages) EXPECT_THAT(m, HasSubstr(fmt::format("rank {} did not come within", slow)));
   }
 }
 
