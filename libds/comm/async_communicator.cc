@@ -7,12 +7,15 @@
 #include <cstring>
 #include <exception>
 
+#include "comm/copy_bytes.h"
+
 namespace ds {
 namespace {
 
 // A canonical sum above this size is a reduce-scatter and an all-gather; other reductions go in blocks of this size,
 // which every rank (of a reduce: the root) gathers and folds for itself.
 constexpr i64 kReductionBlock = i64{64} << 10;
+constexpr i64 kVectorBytes = 256;  // less is not worth a kernel
 constexpr i64 kReduceRound = i64{8} << 20;
 constexpr i64 kRoundedBlock = i64{16} << 10;  // elements that are folded before they are rounded
 
@@ -126,7 +129,8 @@ AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int siz
       progress_thread_(options.progress_thread),
       ops_(table_of(options)),
       uncaught_at_birth_(std::uncaught_exceptions()),
-      fold_sources_(static_cast<size_t>(size)) {}
+      fold_sources_(static_cast<size_t>(size)),
+      combined_(static_cast<size_t>(size)) {}
 
 void AsyncCommunicator::shut_down() noexcept {
   if (std::uncaught_exceptions() > uncaught_at_birth_) {
@@ -217,7 +221,7 @@ void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
       const std::byte* source = p.sources[static_cast<size_t>(q)];
       if (source == nullptr) continue;
       std::byte* target = x.landing(*p.segment, q) + p.offset;
-      if (source != target) std::memcpy(target, source, static_cast<size_t>(p.bytes));
+      if (source != target) copy_bytes(target, source, p.bytes);
     }
   });
 }
@@ -268,7 +272,7 @@ void AsyncCommunicator::reduce_now(const Operation& op) {
 
 void AsyncCommunicator::combine_now(const Operation& op, std::byte* data, i64 total, int only_to) {
   const bool consumes = only_to < 0 || only_to == rank();
-  std::pmr::vector<const std::byte*> sources(static_cast<size_t>(size()), operation_memory());
+  std::vector<const std::byte*>& sources = combined_;
   for (i64 done = 0; done < total;) {
     const i64 block = std::min(kReductionBlock, total - done);
     std::byte* const target = data + done;
@@ -286,7 +290,7 @@ void AsyncCommunicator::combine_now(const Operation& op, std::byte* data, i64 to
 
 void AsyncCommunicator::combine(const Operation& op, std::byte* target, std::span<const std::byte* const> sources,
                                 i64 bytes) {
-  if (op.dtype == DType::F32 && op.reduce == ReduceOp::Sum)
+  if (op.dtype == DType::F32 && op.reduce == ReduceOp::Sum && bytes >= kVectorBytes)
     return fold(reinterpret_cast<float*>(target), sources, bytes / 4, op.dtype, false);
   switch (op.dtype) {
     case DType::F32: return combine_in_rank_order<float>(target, sources, bytes, op.reduce);

@@ -200,6 +200,7 @@ class AsyncCommunicator : public BaseCommunicator {
 
   ThreadPool fold_pool_{1};
   std::vector<TensorView> fold_sources_;
+  std::vector<const std::byte*> combined_;
   std::vector<std::byte> scratch_;  // of small reductions
   std::vector<float> sums_;         // of a fold, before it is rounded or sent on
 

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "comm/arena.h"
+#include "comm/copy_bytes.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -20,8 +21,9 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr i64 kDirectBytes = 256 << 10;  // smaller sources are staged
-constexpr int kSpins = 400;              // about 10 us, only when every rank has a core
+// Smaller sources are staged: with a core for every rank, and without.
+constexpr i64 kDirectBytes = 32 << 10, kCrowdedDirectBytes = 256 << 10;
+constexpr int kSpins = 400;  // about 10 us, only when every rank has a core
 constexpr int kYields = 16;
 constexpr auto kSleep = 20ms;          // the longest futex sleep: failures are seen this late
 constexpr auto kHealthPeriod = 250ms;  // a look at /proc for every peer
@@ -150,7 +152,7 @@ class SharedCommunicator final : public AsyncCommunicator {
 
   // Writes where our segments lie to our staging half; false if a peer could not reach them or they are small.
   bool expose_directly(const Exchange& x, i64 copies, u32 half) {
-    if (x.length() * copies < kDirectBytes) return false;
+    if (x.length() * copies < (spins_ > 0 ? kDirectBytes : kCrowdedDirectBytes)) return false;
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
     for (const Segment& s : x.segments) {
@@ -168,7 +170,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     for (int q = 0; q < (x.sliced ? size() : 1); ++q) {
       if (x.sliced && q == rank()) continue;
       for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
-        std::memcpy(staging + q * chunk + position, x.slice(s, q) + offset, static_cast<size_t>(bytes));
+        copy_bytes(staging + q * chunk + position, x.slice(s, q) + offset, bytes);
       });
     }
   }
@@ -398,7 +400,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       const auto lines = static_cast<u32>(
           std::min<size_t>(space, (message.size() - done + Channel::kLineBytes - 1) / Channel::kLineBytes));
       move_lines(channel, head, lines, done, message.size(), [&](std::byte* ring, size_t offset, size_t bytes) {
-        std::memcpy(ring, message.data() + offset, bytes);
+        copy_bytes(ring, message.data() + offset, narrow<i64>(bytes));
       });
       done += size_t{lines} * Channel::kLineBytes;
       post(channel.head, head + lines);
@@ -413,7 +415,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       const auto lines = static_cast<u32>(
           std::min<size_t>(there, (message.size() - done + Channel::kLineBytes - 1) / Channel::kLineBytes));
       move_lines(channel, tail, lines, done, message.size(), [&](const std::byte* ring, size_t offset, size_t bytes) {
-        std::memcpy(message.data() + offset, ring, bytes);
+        copy_bytes(message.data() + offset, ring, narrow<i64>(bytes));
       });
       done += size_t{lines} * Channel::kLineBytes;
       post(channel.tail, tail + lines);
