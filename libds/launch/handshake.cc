@@ -204,6 +204,13 @@ void tune_socket(int fd) {
   set(IPPROTO_TCP, TCP_KEEPCNT, 6);
 }
 
+void leave_out(const std::vector<std::string>& own, Home& home) {
+  std::vector<std::string> others;
+  for (const std::string& address : home.addresses)
+    if (std::find(own.begin(), own.end(), address) == own.end()) others.push_back(address);
+  if (!others.empty()) home.addresses = std::move(others);
+}
+
 Channel call_home(Home& home) {
   std::string tried;
   for (std::size_t i = 0; i < home.addresses.size(); ++i) {

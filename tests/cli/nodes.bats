@@ -64,6 +64,16 @@ sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }
 
 nobody_on() { [[ -z $(pids_on "$1") ]]; }
 
+listens() { # the port on which ds-launch waits for shims
+  from_a ss -ltnpH | grep "pid=$job," | grep -o ':[0-9]* ' | head -1 | tr -d ': ' | grep .
+}
+
+agent_that() { # does something before (or instead) it reaches a host: prints its path
+  printf '#!/bin/sh\n%s\nexec "%s" "$@"\n' "$1" "$agent" >"$BATS_TEST_TMPDIR/agent"
+  chmod +x "$BATS_TEST_TMPDIR/agent"
+  echo "$BATS_TEST_TMPDIR/agent"
+}
+
 # Ranks on the hosts of a list that sleep, each with a background process; each says where its host's folder is.
 start_sleepers() { # list, number of ranks, options...
   local list=$1 n=$2
@@ -204,6 +214,40 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   for host in 1 2 3; do until_true 5 nobody_on $host; done
 }
 
+@test "Ctrl-C while a host does not answer yet ends the job, and no host is blamed" {
+  agent=$(agent_that "sleep $marker")
+  start --host "$a:1,$b:1" true
+  until_true 10 matching_on 1 orted
+  until_true 10 sleepers_are 1
+  until_true 5 listens
+  kill -INT $job
+  assert_ends_with 130
+  run ! grep -q "host $a" err
+  until_true 5 nobody_on 1
+}
+
+@test "an agent that loses its connection while the ranks run is no reason to end them" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK'
+  until_true 10 test -e ready.0 -a -e ready.1
+  pkill -9 -P "$(pgrep -f -- "--agent-shim ds-launch-host-1 " | head -1)" -f 'net_helper call'
+  sleep 1
+  touch go
+  assert_ends_with 0
+  assert_equal "$(sort out)" $'0\n1'
+}
+
+@test "whatever mpirun takes the login shell for, and with arguments for its agent, jobs run" {
+  cp /etc/passwd passwd
+  for shell in /bin/sh /bin/fish; do
+    sed -i "s|^\(root:.*:\)[^:]*$|\1$shell|" passwd
+    # shellcheck disable=SC2016
+    OMPI_MCA_plm_rsh_args=-q run -0 from_a unshare -m bash -c 'mount --bind passwd /etc/passwd && "$@"' bash \
+      timeout 20 "$launch" --agent "$agent" --host "$a,$b" hostname
+    assert_equal "$(sort <<<"$output")" "${net}1"$'\n'"${net}2"
+  done
+}
+
 @test "TERM reaches all hosts, which may return 75" {
   # shellcheck disable=SC2016
   start --host "$a:1,$b:1" bash -c 'trap "echo saved \$RANK; exit 75" TERM; touch ready.$RANK; while :; do sleep 0.1; done'
@@ -311,7 +355,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   assert_output --partial "host 10.9.8.7 (rank 1) cannot be used: '$agent' exited with status 255; it said:
 no route to host 10.9.8.7"
   run -4 from_a timeout 30 "$launch" --agent ./nothing --host "$a,$b" touch started
-  assert_output --partial "host $b (rank 1) cannot be used: './nothing' does not exist"
+  assert_output --partial "nothing reaches host $b: './nothing' does not exist"
   [[ ! -e started ]]
   command -v ssh >/dev/null || skip "no ssh"
   run -4 from_a timeout 30 "$launch" --host "$a,$b" touch started # nobody listens there
@@ -341,16 +385,21 @@ END
 # ---- who may take part ------------------------------------------------------------------------------------------------
 
 @test "strangers are turned away, and the secret is on no command line and in no rank's environment" {
+  agent=$(agent_that 'until [ -e open ]; do sleep 0.1; done')
   # shellcheck disable=SC2016
   start --verbose --host "$a:1,$b:1" bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; env'
-  until_true 10 test -e ready.0 -a -e ready.1
   local port secret
-  port=$(from_a ss -ltnpH | grep "pid=$job," | grep -o ':[0-9]* ' | head -1 | tr -d ': ')
-  secret=$(tr '\0' '\n' <"/proc/$(matching_on 2 '--rank-shim' | tail -1)/environ" | sed -n 's/^DS_LAUNCH_HOME=[0-9]* \([0-9a-f]\{32\}\) .*/\1/p')
-  [[ -n $port && ${#secret} -eq 32 ]]
+  until_true 10 listens
+  port=$(listens)
   for junk in 'GET / HTTP/1.0\r\n\r\n' '\x01\x28\x00\x00\x00aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' '\xff\xff\xff\xff\xff'; do
     "$hosts" in "$net" 2 timeout 5 bash -c "exec 3<>/dev/tcp/$a/$port; printf '$junk' >&3; cat <&3 >/dev/null" || true
   done
+  # Connections that say nothing keep nobody out.
+  "$hosts" in "$net" 2 bash -c "for i in {1..150}; do exec {fd}<>/dev/tcp/$a/$port || exit; done; touch open; exec sleep $marker" 3>&- &
+  until_true 10 test -e ready.0 -a -e ready.1
+  run ! listens # all are there
+  secret=$(tr '\0' '\n' <"/proc/$(matching_on 2 '--rank-shim' | tail -1)/environ" | sed -n 's/^DS_LAUNCH_HOME=[0-9]* \([0-9a-f]\{32\}\) .*/\1/p')
+  [[ -n $port && ${#secret} -eq 32 ]]
   ! cat /proc/[0-9]*/cmdline 2>/dev/null | grep -qa "$secret"
   touch go
   assert_ends_with 0
@@ -363,7 +412,9 @@ END
   assert_line "host $a: this machine"
   assert_line "host $b: $agent $b '$launch --host-shim'"
   assert_line --regexp "^rank 2: +RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=1$"
-  run -0 from_a "$launch" --host "$a:2,$b:1" --dry-run --json touch started
+  printf '#!/bin/sh\n' >ssh
+  chmod +x ssh
+  PATH=$PWD:$PATH run -0 from_a "$launch" --host "$a:2,$b:1" --dry-run --json touch started
   [[ $(tr -d ' \n' <<<"$output") == *'"reached_by":["ssh",'*"\"--\",\"$b\",\"$launch--host-shim\"]"* ]]
   [[ ! -e started ]]
 }

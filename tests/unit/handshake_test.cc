@@ -81,6 +81,14 @@ TEST(Handshake, FindsTheLauncherAmongAddresses) {
   EXPECT_EQ(home.addresses[0], "127.0.0.1");
 }
 
+TEST(Handshake, LeavesOutAddressesThatAreAnotherMachineElsewhere) {
+  Home home{.secret = "", .port = 7, .timeout_ms = 1000, .addresses = {"10.0.0.1", "172.17.0.1", "127.0.0.1", "::1"}};
+  leave_out({"10.0.0.2", "172.17.0.1", "127.0.0.1", "::1"}, home);
+  EXPECT_EQ(home.addresses, std::vector<std::string>{"10.0.0.1"});
+  leave_out({"10.0.0.1", "127.0.0.1"}, home);  // the launcher's own machine
+  EXPECT_EQ(home.addresses, std::vector<std::string>{"10.0.0.1"});
+}
+
 TEST(Handshake, BelievesNobodyWithoutTheSecret) {
   int port = 0;
   const Fd listener = listen_everywhere(&port);
