@@ -272,20 +272,27 @@ int run_reporting(Run&& run) {
 
 }  // namespace
 
-bool is_this_machine(const std::string& host, const std::vector<std::string>& own) {
-  if (host == host_name()) return true;
+std::vector<std::string> addresses_of(const std::string& host) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
-  if (::getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
-  bool ours = false;
+  std::vector<std::string> addresses;
+  if (::getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return addresses;
   for (const addrinfo* i = found; i != nullptr; i = i->ai_next) {
     std::array<char, NI_MAXHOST> text{};
     ::getnameinfo(i->ai_addr, i->ai_addrlen, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
-    const bool loopback = std::string_view(text.data()).starts_with("127.");  // Debian gives its own name 127.0.1.1
-    ours |= loopback || std::find(own.begin(), own.end(), text.data()) != own.end();
+    addresses.emplace_back(text.data());
   }
   ::freeaddrinfo(found);
-  return ours;
+  return addresses;
+}
+
+bool loops_back(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+bool is_this_machine(const std::string& host, const std::vector<std::string>& own) {
+  const std::vector<std::string> addresses = addresses_of(host);
+  return host == host_name() || std::any_of(addresses.begin(), addresses.end(), [&](const std::string& address) {
+           return loops_back(address) || std::find(own.begin(), own.end(), address) != own.end();
+         });
 }
 
 std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command) {

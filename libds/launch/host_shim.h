@@ -43,6 +43,8 @@ struct OrtedCall {
 };
 OrtedCall orted_call_of(std::span<const std::string> words);  // throws Errc::Internal
 
+std::vector<std::string> addresses_of(const std::string& host);  // as it is known here; none: it is not
+bool loops_back(const std::string& address);                     // Debian gives a machine's own name 127.0.1.1
 // Whether a name or an address is one of this machine, which has the addresses `own`: then no agent is needed.
 bool is_this_machine(const std::string& host, const std::vector<std::string>& own);
 // What reaches a host: the argument array, as it will be executed; `command` is for a shell there.

@@ -96,6 +96,14 @@ std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
   for (const PlannedHost& host : hosts)
     DS_CHECK(hosts.size() == 1 || !is_loopback(host.name), Errc::Config,
              "host '{}' is another machine on each of several: give the name that the others know it by", host.name);
+  const std::vector<std::string> first =
+      hosts[0].reached_by.empty() ? addresses_of(hosts[0].name) : std::vector<std::string>();
+  if (hosts.size() > 1 && !first.empty() && std::all_of(first.begin(), first.end(), loops_back))
+    log_message(
+        LogLevel::Warning,
+        fmt::format("host {} is {} to itself: a program that listens at MASTER_ADDR may hear no other host; give "
+                    "an address instead",
+                    hosts[0].name, first[0]));
   return hosts;
 }
 

@@ -343,8 +343,10 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   run -2 from_a "$launch" --host "a:2,-b,c:x" touch started
   assert_line --partial "--host, host 2: '-b'"
   run -2 from_a "$launch" --host a --hostfile hosts touch started
-  run -2 from_a "$launch" --host "localhost,$b" touch started
-  assert_output --partial "host 'localhost' is another machine on each of several"
+  for name in localhost LOCALHOST '[0:0:0:0:0:0:0:1]' 127.0.0.1; do
+    run -2 from_a "$launch" --agent "$agent" --host "$name,$b" touch started
+    assert_output --partial "is another machine on each of several"
+  done
   run -2 from_a "$launch" --agent "$agent" touch started
   assert_output --partial "--agent is about other hosts: give --hostfile or --host"
   [[ ! -e started && ! -e ran ]]
@@ -405,6 +407,17 @@ END
   assert_ends_with 0
   ! grep -q "$secret" out
   ! grep -q DS_LAUNCH out
+}
+
+@test "a host that knows itself as 127.0.1.1 is this machine, with a warning about MASTER_ADDR" {
+  printf '127.0.1.1 %s1 alias\n' "$net" >etc
+  for name in "${net}1" alias; do
+    # shellcheck disable=SC2016
+    run -0 from_a unshare -m bash -c 'mount --bind etc /etc/hosts && "$@"' bash "$launch" --agent "$agent" \
+      --host "$name:1,$b:1" --dry-run true
+    assert_line "host $name: this machine"
+    assert_line --partial "host $name is 127.0.1.1 to itself: a program that listens at MASTER_ADDR may hear no other host"
+  done
 }
 
 @test "--dry-run shows hosts and how each is reached, and starts nothing" {
