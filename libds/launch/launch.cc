@@ -30,6 +30,7 @@
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "launch/heart.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
 #include "launch/streams.h"
@@ -71,7 +72,7 @@ struct Host {
   std::unique_ptr<Channel> channel;  // to its shim
   HostUpPayload up{};
   i64 clock_ahead_ns = 0;
-  i64 heard_ns = 0, beaten_ns = 0;  // when we heard of each other last
+  i64 heard_ns = 0;
   bool orted_ended = false, lost = false;
 
   std::string text() const {
@@ -166,6 +167,7 @@ class Launcher {
              .timeout_ms = static_cast<i64>(options_.host_timeout_s * 1000),
              .addresses = own_addresses()};
     remote_listener_ = listen_everywhere(&home_.port);
+    heart_.start(beat_ns(home_.timeout_ms * 1'000'000));
     AgentSettings settings{.orted = plan_.orted, .home = home_, .hosts = {}};
     std::string hostfile;
     for (std::size_t i = 0; i < hosts_.size(); ++i) {
@@ -338,6 +340,7 @@ class Launcher {
       hosts_[h].clock_ahead_ns = guest.clock_ahead_ns;
       hosts_[h].heard_ns = monotonic_ns();
       hosts_[h].up = up;
+      heart_.beat_for(*hosts_[h].channel);
       check_cores(hosts_[h]);
     } else if (frame.type == Message::AgentEnded) {
       if (const std::size_t h = place(0); h < hosts_.size() && fields.size() == 2) agent_ended(hosts_[h], fields[1]);
@@ -421,19 +424,15 @@ class Launcher {
     if (host.channel == nullptr || host.lost) return;
     listen_to(host, revents);
     const i64 limit_ns = home_.timeout_ms * 1'000'000;
-    if (monotonic_ns() - host.heard_ns > limit_ns)
-      listen_to(host, POLLIN);  // what came while we were kept from reading
-    const i64 now = monotonic_ns();
+    // First what came while we were kept from reading.
+    if (monotonic_ns() - host.heard_ns > limit_ns) listen_to(host, POLLIN);
     if (host.orted_ended && !any_started()) return;  // its shim follows, and mpirun
     if (host.channel->closed()) {
       reap();  // without mpirun, hosts end their part
       lose(host, "its part of ds-launch has ended or the connection was reset");
-    } else if (now - host.heard_ns > limit_ns) {
+    } else if (monotonic_ns() - host.heard_ns > limit_ns) {
       lose(host,
            fmt::format("nothing was heard from it for {} s; is it up, and its network?", options_.host_timeout_s));
-    } else if (now - host.beaten_ns >= beat_ns(limit_ns)) {
-      host.channel->send(Message::Heartbeat);
-      host.beaten_ns = now;
     }
   }
 
@@ -453,6 +452,7 @@ class Launcher {
   // Nothing more comes from there; its own shim ends what runs there as soon as it misses us.
   void lose(Host& host, const std::string& how) {
     host.lost = true;
+    heart_.forget(*host.channel);
     const auto ended = [](const Rank& rank) { return rank.ended; };
     const std::span<Rank> its_ranks = ranks_of(host);
     const std::string why = fmt::format("{} is lost: {}", host.text(), how);
@@ -574,9 +574,11 @@ class Launcher {
         case SIGCONT: break;  // poll again: stdin may be ours now
         case SIGTSTP:
           signal_ranks(SIGSTOP, false);
-          for (const Host& host : hosts_)
-            if (host.channel != nullptr) host.channel->send(Message::Pause);
-          ::raise(SIGSTOP);
+          heart_.between_beats([&] {
+            for (const Host& host : hosts_)
+              if (host.channel != nullptr) host.channel->send(Message::Pause);
+            ::raise(SIGSTOP);
+          });
           for (Host& host : hosts_) host.heard_ns = monotonic_ns();
           signal_ranks(SIGCONT, false);
           break;
@@ -730,7 +732,7 @@ class Launcher {
       report.status = 1;
       if (never_started) report.why += quoted();
     } else if (stopped || never_started) {
-      report.status = mpirun_status != 0 ? mpirun_status : 1;
+      report.status = !suspect_.empty() ? exit_code(Errc::Comm) : mpirun_status != 0 ? mpirun_status : 1;
       report.why = aborted_ && mpirun_signal == 0
                        ? "mpirun ended the job; " +
                              (suspect_.empty() ? "a rank may have returned without MPI_Finalize" : suspect_)
@@ -772,6 +774,7 @@ class Launcher {
   bool failed_ = false;   // some rank; not counting 75
   bool aborted_ = false;  // by mpirun
   bool killed_mpirun_ = false;
+  Heart heart_;  // stops before the channels that it beats for are gone
 };
 
 }  // namespace

@@ -60,6 +60,8 @@ assert_ends_with() { # status of the job
 # Pids on a host whose command line matches.
 matching_on() { comm -12 <(pids_on "$1" | sort) <(pgrep -f -- "$2" | sort); }
 
+not_matching_on() { [[ -z $(matching_on "$@") ]]; }
+
 sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }
 
 nobody_on() { [[ -z $(pids_on "$1") ]]; }
@@ -246,6 +248,49 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
       timeout 20 "$launch" --agent "$agent" --host "$a,$b" hostname
     assert_equal "$(sort <<<"$output")" "${net}1"$'\n'"${net}2"
   done
+}
+
+@test "a log that takes nothing for longer than the hosts' timeout holds the job up and does not end it" {
+  mkdir logs
+  mkfifo logs/rank-00000.log
+  exec 9<>logs/rank-00000.log # and nobody reads
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" --host-timeout 1 --log-dir logs bash -c '[[ $RANK == 1 ]] || head -c 300000 /dev/zero | tr "\0" "\n"
+    touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK' 9>&-
+  until_true 10 test -e ready.1
+  sleep 4
+  kill -0 $job
+  cat <&9 >/dev/null 3>&- & # all that was held back
+  reader=$!
+  touch go
+  assert_ends_with 0
+  kill $reader
+  exec 9>&-
+  assert_equal "$(grep . out | sort)" $'0\n1'
+}
+
+@test "a host that is lost after its ranks have ended is named when mpirun ends the job" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" bash -c '[[ $RANK == 0 ]] || exit 0; touch ready; sleep '"$marker"
+  until_true 10 test -e ready
+  until_true 5 not_matching_on 2 '--rank-shim'
+  kill -9 "$(matching_on 2 '--host-shim$' | tail -1)"
+  assert_ends_with 1
+  grep -q "mpirun ended the job; host $b (rank 1) is lost: its part of ds-launch has ended" err
+  run ! grep -q ds-launch-host- err
+  for host in 1 2; do until_true 8 nobody_on $host; done
+}
+
+@test "a host that is lost while the others wait for checkpoints: no more waiting" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1,$c:1" bash -c 'touch ready.$RANK; [[ $RANK != 0 ]] || exit 75; sleep '"$marker"
+  until_true 10 test -e ready.0 -a -e ready.1 -a -e ready.2
+  kill -9 "$(matching_on 3 '--host-shim$' | tail -1)"
+  SECONDS=0
+  assert_ends_with 1
+  ((SECONDS <= 15))
+  grep -q "host $c (rank 2) is lost" err
+  for host in 1 2 3; do until_true 8 nobody_on $host; done
 }
 
 @test "TERM reaches all hosts, which may return 75" {
