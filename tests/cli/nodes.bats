@@ -60,7 +60,9 @@ assert_ends_with() { # status of the job
 # Pids on a host whose command line matches.
 matching_on() { comm -12 <(pids_on "$1" | sort) <(pgrep -f -- "$2" | sort); }
 
-not_matching_on() { [[ -z $(matching_on "$@") ]]; }
+matches_on() { [[ -n $(matching_on "$@") ]]; }
+
+not_matching_on() { ! matches_on "$@"; }
 
 sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }
 
@@ -219,7 +221,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
 @test "Ctrl-C while a host does not answer yet ends the job, and no host is blamed" {
   agent=$(agent_that "sleep $marker")
   start --host "$a:1,$b:1" true
-  until_true 10 matching_on 1 orted
+  until_true 10 matches_on 1 '^[^ ]*/orted '
   until_true 10 sleepers_are 1
   until_true 5 listens
   kill -INT $job
