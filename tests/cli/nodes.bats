@@ -234,7 +234,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   # shellcheck disable=SC2016
   start --host "$a:1,$b:1" bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK'
   until_true 10 test -e ready.0 -a -e ready.1
-  pkill -9 -P "$(pgrep -f -- "--agent-shim ds-launch-host-1 " | head -1)" -f 'net_helper call'
+  kill -9 "$(matching_on 1 '^[^ ]*/net_helper call [^ ]*/door2 ')"
   sleep 1
   touch go
   assert_ends_with 0
