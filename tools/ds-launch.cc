@@ -19,20 +19,21 @@ std::vector<std::string> own_environment() {
 }
 
 void print_plan(const LaunchPlan& plan, const LaunchOptions& options, tools::Output& out) {
-  std::vector<std::string> program = options.command;
+  std::vector<std::string> program = options.command, mpirun = plan.mpirun;
   program.front() = plan.program;
+  mpirun.front() = plan.mpirun_program;
   nlohmann::ordered_json hosts = nlohmann::ordered_json::array();
   for (const PlannedHost& host : plan.hosts)
     hosts.push_back(
         {{"name", host.name}, {"first_rank", host.first_rank}, {"ranks", host.ranks}, {"reached_by", host.reached_by}});
   if (out.json())
-    return out.document({{"mpirun", plan.mpirun},
+    return out.document({{"mpirun", mpirun},
                          {"mpirun_environment", plan.mpirun_environment},
                          {"hosts", hosts},
                          {"command", program},
                          {"environment", plan.environment},
                          {"rank_environment", plan.rank_environment}});
-  out.print("mpirun:  {} {}\n", command_line(plan.mpirun_environment), command_line(plan.mpirun));
+  out.print("mpirun:  {} {}\n", command_line(plan.mpirun_environment), command_line(mpirun));
   out.print("ranks:   {}\n", command_line(program));
   out.print("all:     {}\n", command_line(plan.environment));
   for (const PlannedHost& host : plan.hosts)

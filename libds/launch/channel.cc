@@ -26,10 +26,7 @@ Channel::Channel(Fd socket) : socket_(std::move(socket)) {
 short Channel::events() const noexcept { return static_cast<short>(POLLIN | (queued() > 0 ? POLLOUT : 0)); }
 
 void Channel::send(Message type, std::string_view payload) {
-  const u32 length = static_cast<u32>(payload.size());
-  out_ += static_cast<char>(type);
-  out_ += bytes_of(length);
-  out_ += payload;
+  out_ += to_bytes(type, payload);
   flush();
 }
 
@@ -70,6 +67,13 @@ std::optional<Frame> Channel::receive() {
   if (rest.size() < kHeader + length) return std::nullopt;
   parsed_ += kHeader + length;
   return Frame{static_cast<Message>(rest[0]), std::string(rest.substr(kHeader, length))};
+}
+
+std::string to_bytes(Message type, std::string_view payload) {
+  std::string bytes(1, static_cast<char>(type));
+  bytes += bytes_of(static_cast<u32>(payload.size()));
+  bytes += payload;
+  return bytes;
 }
 
 std::string pack(const std::vector<std::string>& strings) {

@@ -108,6 +108,7 @@ class Channel {
   bool closed_ = false;
 };
 
+std::string to_bytes(Message type, std::string_view payload = {});  // of a frame
 std::string pack(const std::vector<std::string>& strings);
 std::vector<std::string> unpack(std::string_view payload);
 

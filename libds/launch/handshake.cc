@@ -24,7 +24,10 @@ namespace ds::launch {
 namespace {
 
 constexpr int kConnectMs = 3000;
-constexpr int kProofMs = 15'000;  // the launcher may be busy with many hosts
+constexpr int kProofMs = 15'000;           // the launcher may be busy with many hosts
+constexpr i64 kPatience = 20'000'000'000;  // ns; who says nothing is called again for so long
+constexpr u32 kLongestGreeting = 64;       // bytes
+constexpr std::string_view kSilence = "nobody speaks there";
 
 void sip_round(std::array<u64, 4>& v) {
   v[0] += v[1], v[1] = std::rotl(v[1], 13) ^ v[0], v[0] = std::rotl(v[0], 32);
@@ -73,8 +76,10 @@ std::optional<Frame> receive_within(Channel& channel, int timeout_ms) {
 }
 
 // "" when the launcher has proved itself.
-std::string greet(Channel& channel, const Home& home) {
+std::string_view greet(Channel& channel, const Home& home) {
+  channel.limit(kLongestGreeting);
   const std::optional<Frame> challenge = receive_within(channel, kConnectMs);
+  if (!challenge && !channel.closed()) return kSilence;
   if (!challenge || challenge->type != Message::Challenge) return "no launcher answers there";
   const Nonce theirs = value_of<Nonce>(challenge->payload), ours = random_nonce();
   const AnswerPayload answer{
@@ -84,6 +89,7 @@ std::string greet(Channel& channel, const Home& home) {
   if (!proof || proof->type != Message::Proof) return "the launcher of another job answers there";
   if (value_of<u64>(proof->payload) != proof_of(home.secret, Side::Launcher, theirs, ours))
     return "who answers there does not know the job's secret";
+  channel.limit(~u32{0});
   return "";
 }
 
@@ -204,24 +210,37 @@ void tune_socket(int fd) {
   set(IPPROTO_TCP, TCP_KEEPCNT, 6);
 }
 
+void leave_out(const std::vector<std::string>& own, Home& home) {
+  std::vector<std::string> others;
+  for (const std::string& address : home.addresses)
+    if (std::find(own.begin(), own.end(), address) == own.end()) others.push_back(address);
+  if (!others.empty()) home.addresses = std::move(others);
+}
+
 Channel call_home(Home& home) {
+  const i64 deadline_ns = monotonic_ns() + kPatience;
   std::string tried;
-  for (std::size_t i = 0; i < home.addresses.size(); ++i) {
-    std::string why = "is no address";
-    if (const std::optional<Address> address = address_of(home.addresses[i], home.port)) {
-      Fd fd = connect_within(*address, kConnectMs);
-      why = std::strerror(errno);
-      if (fd) {
-        tune_socket(fd.get());
-        Channel channel(std::move(fd));
-        why = greet(channel, home);
-        if (why.empty()) {
-          std::swap(home.addresses[0], home.addresses[i]);
-          return channel;
+  for (bool again = true; again;) {
+    again = false;
+    tried.clear();
+    for (std::string& address : home.addresses) {
+      std::string why = "is no address";
+      if (const std::optional<Address> there = address_of(address, home.port)) {
+        Fd fd = connect_within(*there, kConnectMs);
+        why = std::strerror(errno);
+        if (fd) {
+          tune_socket(fd.get());
+          Channel channel(std::move(fd));
+          why = greet(channel, home);
+          if (why.empty()) {
+            std::swap(home.addresses[0], address);
+            return channel;
+          }
+          again |= why == kSilence && monotonic_ns() < deadline_ns;
         }
       }
+      tried += fmt::format("{}{} ({})", tried.empty() ? "" : ", ", address, why);
     }
-    tried += fmt::format("{}{} ({})", tried.empty() ? "" : ", ", home.addresses[i], why);
   }
   throw Error(Errc::Comm, fmt::format("cannot reach ds-launch at port {} of {}", home.port, tried));
 }

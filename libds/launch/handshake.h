@@ -63,6 +63,9 @@ Fd listen_everywhere(int* port);
 std::vector<std::string> own_addresses();
 void tune_socket(int fd);  // small messages at once; a peer that is silently gone is found
 
+// Forgets addresses that are this machine's own, unless all are: on another host who listens there is somebody else.
+void leave_out(const std::vector<std::string>& own, Home& home);
+
 // Goes through home's addresses until the launcher has proved itself at one; moves that to the front. Throws Errc::Comm
 // with what was tried.
 Channel call_home(Home& home);

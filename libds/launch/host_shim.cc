@@ -33,6 +33,9 @@ constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kOrtedGrace = 2 * kSecond;  // for orted to leave after its last shim, for shims to leave after orted
 constexpr std::size_t kKeptText = 4096;   // of what an agent said last
 
+// Where Open MPI and its libraries are: orted needs these of our variables before any rank gets its environment.
+constexpr std::array kOrtedVariables = {"LD_LIBRARY_PATH", "OPAL_PREFIX", "OPAL_LIBDIR"};
+
 // mpirun writes its words for a shell, by double quotes around values and nothing more: without them they are
 // arguments.
 std::string without_quotes(std::string word) {
@@ -41,12 +44,13 @@ std::string without_quotes(std::string word) {
 }
 
 // All that goes through standard input.
-std::string host_input(const AgentSettings& settings, std::size_t host,
-                       const std::vector<std::string>& orted_arguments) {
-  std::vector<std::string> fields = {std::string(version()), std::to_string(host), settings.hosts[host].ranks};
+std::string host_input(const AgentSettings& settings, const OrtedCall& call, const Environment& environment) {
+  std::vector<std::string> fields = {std::string(version()), std::to_string(call.host),
+                                     settings.hosts[call.host].ranks};
   for (const std::string& field : to_fields(settings.home)) fields.push_back(field);
+  for (const char* name : kOrtedVariables) fields.push_back(value_or(environment, name, ""));
   fields.push_back(settings.orted);
-  fields.insert(fields.end(), orted_arguments.begin(), orted_arguments.end());
+  fields.insert(fields.end(), call.arguments.begin(), call.arguments.end());
   return pack(fields);
 }
 
@@ -70,15 +74,16 @@ bool reap(pid_t pid, int* wait_status) {
   return ended;
 }
 
-// Runs an agent to its end, passes on what it says, and tells the launcher how it ended.
-int run_agent(const AgentSettings& settings, std::size_t host, const std::vector<std::string>& orted_arguments,
-              Environment environment, Channel launcher, SignalInbox& inbox) {
-  std::vector<std::string> argv = settings.hosts[host].reached_by;
+// Runs an agent to its end, passes on what it says, and tells the launcher how it ended. The launcher judges: to mpirun
+// all is well, for an ssh that loses its connection is no reason to end a host that still answers.
+int run_agent(const AgentSettings& settings, const OrtedCall& call, const Environment& environment, Channel launcher,
+              SignalInbox& inbox) {
+  std::vector<std::string> argv = settings.hosts[call.host].reached_by;
   if (argv.empty()) argv = {own_executable().string(), "--host-shim"};
-  const Program program = find_program(argv[0], value_or(environment, "PATH", "/usr/local/bin:/usr/bin:/bin"));
+  const Program program = find_program(argv[0], value_or(environment, "PATH", std::string(kDefaultPath)));
   if (program.status != 0) {
-    launcher.send(Message::AgentEnded, pack({std::to_string(host), program.why}));
-    return program.status;
+    launcher.send(Message::AgentEnded, pack({std::to_string(call.host), program.why}));
+    return 0;
   }
   Pipe in = make_pipe(), out = make_pipe();
   int error = 0, wait_status = 0;
@@ -92,7 +97,7 @@ int run_agent(const AgentSettings& settings, std::size_t host, const std::vector
                             &error);
   in.read.reset();
   out.write.reset();
-  write_all(in.write.get(), host_input(settings, host, orted_arguments));
+  write_all(in.write.get(), host_input(settings, call, environment));
   in.write.reset();
 
   std::string said;
@@ -134,8 +139,8 @@ int run_agent(const AgentSettings& settings, std::size_t host, const std::vector
       error != 0 ? fmt::format("cannot execute '{}': {}", argv[0], std::strerror(error))
                  : fmt::format("'{}' {}{}{}", argv[0], how_ended(exit_status(wait_status), exit_signal(wait_status)),
                                said.empty() ? "" : "; it said:\n", said);
-  launcher.send(Message::AgentEnded, pack({std::to_string(host), why}));
-  return exit_status(wait_status);
+  launcher.send(Message::AgentEnded, pack({std::to_string(call.host), why}));
+  return 0;
 }
 
 // The end of a job as a host sees it: the launcher says so, falls silent, or orted has ended.
@@ -218,12 +223,16 @@ int serve_host(std::span<const std::string> fields, Environment environment, Sig
   const int ranks = std::atoi(fields[2].c_str());
   fields = fields.subspan(3);
   way.home = home_of(fields);
-  DS_CHECK(!fields.empty(), Errc::Internal, "what a launcher wrote for its shims is cut off");
+  DS_CHECK(fields.size() > kOrtedVariables.size(), Errc::Internal, "what a launcher wrote for its shims is cut off");
+  for (std::size_t i = 0; i < kOrtedVariables.size(); ++i)
+    if (!fields[i].empty()) environment.insert_or_assign(kOrtedVariables[i], fields[i]);
+  fields = fields.subspan(kOrtedVariables.size());
   const std::string& orted = fields[0];
   std::vector<std::string> argv(fields.begin(), fields.end());
   DS_CHECK(::access(orted.c_str(), X_OK) == 0, Errc::Unavailable,
            "there is no '{}': Open MPI has to be where it is on the host of ds-launch", orted);
 
+  leave_out(own_addresses(), way.home);
   Channel channel = call_home(way.home);  // closes after the folder is gone
   way.home.addresses.resize(1);
   const PrivateFolder folder(private_folder_base(value_or(environment, "TMPDIR", "/tmp"), open_mpi_bytes(ranks)));
@@ -255,31 +264,62 @@ int run_reporting(Run&& run) {
   } catch (const Error& e) {
     write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), e.what()));
     return exit_code(e.code());
+  } catch (const std::exception& e) {
+    write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), e.what()));
+    return exit_code(Errc::Internal);
   }
 }
 
 }  // namespace
 
-bool is_this_machine(const std::string& host) {
-  if (host == host_name()) return true;
+std::vector<std::string> addresses_of(const std::string& host) {
   addrinfo hints{}, *found = nullptr;
   hints.ai_socktype = SOCK_STREAM;
-  if (::getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return false;
-  const std::vector<std::string> own = own_addresses();
-  bool ours = false;
+  std::vector<std::string> addresses;
+  if (::getaddrinfo(host.c_str(), nullptr, &hints, &found) != 0) return addresses;
   for (const addrinfo* i = found; i != nullptr; i = i->ai_next) {
     std::array<char, NI_MAXHOST> text{};
     ::getnameinfo(i->ai_addr, i->ai_addrlen, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
-    ours |= std::find(own.begin(), own.end(), text.data()) != own.end();
+    addresses.emplace_back(text.data());
   }
   ::freeaddrinfo(found);
-  return ours;
+  return addresses;
+}
+
+bool loops_back(const std::string& address) { return address.starts_with("127.") || address == "::1"; }
+
+bool is_this_machine(const std::string& host, const std::vector<std::string>& own) {
+  const std::vector<std::string> addresses = addresses_of(host);
+  return host == host_name() || std::any_of(addresses.begin(), addresses.end(), [&](const std::string& address) {
+           return loops_back(address) || std::find(own.begin(), own.end(), address) != own.end();
+         });
 }
 
 std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command) {
   if (!agent.empty()) return {agent, host, command};
-  // No password can be asked for: nobody would see whose it is.
-  return {"ssh", "-x", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "--", host, command};
+  // No password can be asked for: nobody would see whose it is. A connection of our own, which nobody shares and which
+  // forwards nothing: it ends with the job.
+  std::vector<std::string> words = {"ssh", "-x", "-T"};
+  for (const char* setting :
+       {"BatchMode=yes", "ConnectTimeout=20", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"})
+    words.insert(words.end(), {"-o", setting});
+  words.insert(words.end(), {"--", host, command});
+  return words;
+}
+
+OrtedCall orted_call_of(std::span<const std::string> words) {
+  const auto names_host = [](const std::string& word) { return word.starts_with(kHostAlias); };
+  const auto is_orted = [](const std::string& word) {
+    return word == "orted" || word.ends_with("/orted") || word.ends_with(" orted");
+  };
+  const auto name = std::find_if(words.begin(), words.end(), names_host);
+  const auto orted = std::find_if(name, words.end(), is_orted);
+  DS_CHECK(orted != words.end(), Errc::Internal, "mpirun gave no host or no orted: {}", fmt::join(words, " "));
+  OrtedCall call{.host = std::strtoul(name->c_str() + kHostAlias.size(), nullptr, 10),
+                 .arguments = {orted + 1, words.end()}};
+  if (!call.arguments.empty() && call.arguments.back() == ")") call.arguments.pop_back();
+  std::transform(call.arguments.begin(), call.arguments.end(), call.arguments.begin(), without_quotes);
+  return call;
 }
 
 std::string to_text(const AgentSettings& settings) {
@@ -315,7 +355,7 @@ using namespace launch;
 
 namespace {
 
-int run_agent_shim(std::vector<std::string> words, const std::vector<std::string>& environment) {
+int run_agent_shim(std::span<const std::string> words, const std::vector<std::string>& environment) {
   return run_reporting([&] {
     SignalInbox inbox({SIGCHLD, SIGTERM, SIGINT, SIGHUP});
     ::prctl(PR_SET_PDEATHSIG, SIGTERM);
@@ -327,14 +367,11 @@ int run_agent_shim(std::vector<std::string> words, const std::vector<std::string
     std::stringstream text;
     text << file.rdbuf();
     const AgentSettings settings = agent_settings_of(text.str());
-    DS_CHECK(words.size() >= 2 && words[0].starts_with(kHostAlias), Errc::Internal, "mpirun gave no host");
-    const std::size_t host = std::strtoul(words[0].c_str() + kHostAlias.size(), nullptr, 10);
-    DS_CHECK(host < settings.hosts.size(), Errc::Internal, "mpirun asks for host {}", words[0]);
-    words.erase(words.begin(), words.begin() + 2);  // and "orted"
-    std::transform(words.begin(), words.end(), words.begin(), without_quotes);
+    const OrtedCall call = orted_call_of(words);
+    DS_CHECK(call.host < settings.hosts.size(), Errc::Internal, "mpirun asks for host {}", call.host);
     Fd socket = connect_to((folder / "socket").string());
     const bool alive = static_cast<bool>(socket);
-    const int status = alive ? run_agent(settings, host, words, own, Channel(std::move(socket)), inbox) : 1;
+    const int status = alive ? run_agent(settings, call, own, Channel(std::move(socket)), inbox) : 1;
     if (const Fd launcher = connect_to((folder / "socket").string()); !launcher) {  // killed: its folder is left to us
       std::error_code ignored;
       fs::remove_all(folder, ignored);
@@ -379,7 +416,7 @@ std::optional<int> run_as_shim(const std::vector<std::string>& arguments, const 
   const std::string mode = arguments.empty() ? "" : arguments[0];
   if (mode == "--rank-shim" && arguments.size() == 2) return run_rank_shim(arguments[1], environment);
   if (mode == "--host-shim" && arguments.size() == 1) return run_host_shim(environment);
-  if (mode == "--agent-shim") return run_agent_shim({arguments.begin() + 1, arguments.end()}, environment);
+  if (mode == "--agent-shim") return run_agent_shim(std::span(arguments).subspan(1), environment);
   return std::nullopt;
 }
 

@@ -11,6 +11,7 @@
 // The command that ssh passes to a shell over there is always the same: our own path and "--host-shim". All else (the
 // job's secret, where the launcher listens, orted's arguments) goes through standard input.
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -34,8 +35,18 @@ struct AgentSettings {
 std::string to_text(const AgentSettings& settings);
 AgentSettings agent_settings_of(const std::string& text);
 
-// Whether a name or an address is one of this machine: then no agent is needed.
-bool is_this_machine(const std::string& host);
+// What mpirun hands over for a shell on a host: words of its own for that shell, by what it takes the login shell here
+// for, around the host's name, orted and orted's arguments.
+struct OrtedCall {
+  std::size_t host = 0;  // its place in the job
+  std::vector<std::string> arguments;
+};
+OrtedCall orted_call_of(std::span<const std::string> words);  // throws Errc::Internal
+
+std::vector<std::string> addresses_of(const std::string& host);  // as it is known here; none: it is not
+bool loops_back(const std::string& address);                     // Debian gives a machine's own name 127.0.1.1
+// Whether a name or an address is one of this machine, which has the addresses `own`: then no agent is needed.
+bool is_this_machine(const std::string& host, const std::vector<std::string>& own);
 // What reaches a host: the argument array, as it will be executed; `command` is for a shell there.
 std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command);
 // The shim of one rank. socket: where the launcher is if nothing in the environment names another way.

@@ -5,13 +5,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <charconv>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <optional>
-#include <sstream>
 #include <unordered_map>
 
 #include "base/check.h"
@@ -62,13 +62,37 @@ std::string what_no_text_has(std::string_view line) {
   return "";
 }
 
-// What keeps a name, an IPv4 address or what stands in brackets from being one; "": nothing.
-std::string what_is_wrong_with(std::string_view name, bool bracketed) {
-  if (bracketed) {
-    in6_addr address{};
-    if (::inet_pton(AF_INET6, std::string(name).c_str(), &address) == 1) return "";
-    return fmt::format("{} is not an IPv6 address", shown(name));
-  }
+// What keeps an address from being one of a host; "": nothing, and it has its usual spelling.
+std::string what_is_wrong_with_ipv4(std::string& name) {
+  in_addr address{};
+  if (::inet_pton(AF_INET, name.c_str(), &address) != 1) return fmt::format("{} is not an IPv4 address", shown(name));
+  const u32 bits = ntohl(address.s_addr);
+  if (bits >> 24 == 0 || bits >> 28 >= 14) return fmt::format("{} is not the address of a machine", shown(name));
+  return "";
+}
+
+std::string what_is_wrong_with_ipv6(std::string& name) {
+  in6_addr address{};
+  if (::inet_pton(AF_INET6, name.c_str(), &address) != 1) return fmt::format("{} is not an IPv6 address", shown(name));
+  if (IN6_IS_ADDR_UNSPECIFIED(&address) || IN6_IS_ADDR_MULTICAST(&address))
+    return fmt::format("{} is not the address of a machine", shown(name));
+  if (IN6_IS_ADDR_V4MAPPED(&address)) return fmt::format("{} is an IPv4 address: write it as one", shown(name));
+  std::array<char, INET6_ADDRSTRLEN> text{};
+  name = ::inet_ntop(AF_INET6, &address, text.data(), text.size());
+  return "";
+}
+
+// "0x7f" is one, too: resolvers read it as an address.
+bool is_number(std::string_view label) {
+  const bool hexadecimal = label.starts_with("0x") || label.starts_with("0X");
+  if (hexadecimal) label.remove_prefix(2);
+  const auto digit = [&](char c) { return is_digit(c) || (hexadecimal && lower(c) >= 'a' && lower(c) <= 'f'); };
+  return std::all_of(label.begin(), label.end(), digit);
+}
+
+// The same of a name.
+std::string what_is_wrong_with(std::string& whole) {
+  const std::string_view name = whole;
   if (name.find(':') != std::string_view::npos)
     return fmt::format("{}: an IPv6 address stands in brackets", shown(name));
   if (name.find('@') != std::string_view::npos)
@@ -88,11 +112,7 @@ std::string what_is_wrong_with(std::string_view name, bool bracketed) {
     rest.remove_prefix(dot + 1);
   }
   // What ends in a number is an address (as in URLs), and is not left to a resolver's idea of "10.1".
-  const std::string_view last = name.substr(name.rfind('.') + 1);
-  in_addr address{};
-  if (std::all_of(last.begin(), last.end(), is_digit) && ::inet_pton(AF_INET, std::string(name).c_str(), &address) != 1)
-    return fmt::format("{} is not an IPv4 address", shown(name));
-  return "";
+  return is_number(name.substr(name.rfind('.') + 1)) ? what_is_wrong_with_ipv4(whole) : "";
 }
 
 // A number of slots; else the reason in `why`.
@@ -113,8 +133,8 @@ class Hosts {
   void add(std::string_view name, std::optional<std::string_view> slots, i64 number) {
     const bool bracketed = name.size() >= 2 && name.front() == '[' && name.back() == ']';
     if (bracketed) name = name.substr(1, name.size() - 2);
-    std::string why = what_is_wrong_with(name, bracketed);
     LaunchHost host{.name = std::string(name), .slots = 1};
+    std::string why = bracketed ? what_is_wrong_with_ipv6(host.name) : what_is_wrong_with(host.name);
     if (why.empty() && slots) host.slots = slots_of(*slots, why);
     if (!why.empty()) return mistake(number, why);
     std::string key = host.name;
@@ -203,11 +223,13 @@ using namespace launch;
 
 std::vector<LaunchHost> read_hostfile(const std::string& file) {
   std::ifstream in(file, std::ios::binary);
-  std::stringstream text;
-  text << in.rdbuf();
-  DS_CHECK(in.is_open() && !std::filesystem::is_directory(file), Errc::Config, "cannot read the hostfile {}: {}", file,
-           in.is_open() ? "it is a folder" : std::strerror(errno));
-  return parse_hostfile(text.str(), file);
+  std::string text;
+  std::array<char, 65536> buffer{};
+  while (in.read(buffer.data(), buffer.size()) || in.gcount() > 0)
+    text.append(buffer.data(), static_cast<std::size_t>(in.gcount()));
+  const std::string why = in.is_open() && std::filesystem::is_directory(file) ? "it is a folder" : std::strerror(errno);
+  DS_CHECK(in.is_open() && !in.bad(), Errc::Config, "cannot read the hostfile {}: {}", file, why);
+  return parse_hostfile(text, file);
 }
 
 std::vector<LaunchHost> parse_host_list(std::string_view text, const std::string& option) {

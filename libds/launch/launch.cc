@@ -30,6 +30,7 @@
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "launch/heart.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
 #include "launch/streams.h"
@@ -49,7 +50,7 @@ constexpr i64 kCheckpointGrace = 30 * kSecond;
 constexpr i64 kMpirunGrace = kSecond / 2;    // for mpirun to leave after its last shim
 constexpr i64 kHostsGrace = 4 * kSecond;     // the same with daemons on hosts
 constexpr i64 kIntroduction = 20 * kSecond;  // for a connection from another host to prove what it is
-constexpr std::size_t kStrangers = 64;       // connections that are heard at once, above those of our own shims
+constexpr std::size_t kStrangers = 64;       // unproven connections at once, above those of our own shims
 constexpr u32 kLongestIntroduction = 1024;   // bytes
 
 enum class Phase { Running, Ending, Terminating, Killing, GivenUp };
@@ -72,7 +73,7 @@ struct Host {
   HostUpPayload up{};
   i64 clock_ahead_ns = 0;
   i64 heard_ns = 0;
-  bool lost = false;
+  bool orted_ended = false, lost = false;
 
   std::string text() const {
     const int last = planned.first_rank + planned.ranks - 1;
@@ -116,25 +117,6 @@ void write_file(const fs::path& path, std::string_view text) {
   file << text;
   file.close();
   DS_CHECK(file.good(), Errc::Io, "cannot write {}: {}", path.string(), std::strerror(errno));
-}
-
-// What other hosts get of our environment. What describes this machine, this login or this session stays: the host's
-// own holds there.
-std::vector<std::string> portable_environment(const std::vector<std::string>& environment) {
-  constexpr std::array<std::string_view, 15> kNames = {"HOME",   "HOSTNAME", "HOST",    "LOGNAME",    "MAIL",
-                                                       "OLDPWD", "SHELL",    "SHLVL",   "TMPDIR",     "TTY",
-                                                       "USER",   "WINDOWID", "DISPLAY", "XAUTHORITY", "_"};
-  constexpr std::array<std::string_view, 9> kPrefixes = {
-      "SSH_", "XDG_", "DBUS_", "SLURM", "PMIX_", "OMPI_COMM_WORLD_", "OMPI_MCA_orte_", "OMPI_MCA_ess", "DS_LAUNCH_"};
-  std::vector<std::string> portable;
-  for (const std::string& variable : environment) {
-    const std::string_view name = std::string_view(variable).substr(0, variable.find('='));
-    const auto begins = [&](std::string_view prefix) { return name.starts_with(prefix); };
-    if (std::find(kNames.begin(), kNames.end(), name) == kNames.end() &&
-        std::none_of(kPrefixes.begin(), kPrefixes.end(), begins))
-      portable.push_back(variable);
-  }
-  return portable;
 }
 
 class Launcher {
@@ -185,6 +167,7 @@ class Launcher {
              .timeout_ms = static_cast<i64>(options_.host_timeout_s * 1000),
              .addresses = own_addresses()};
     remote_listener_ = listen_everywhere(&home_.port);
+    heart_.start(beat_ns(home_.timeout_ms * 1'000'000));
     AgentSettings settings{.orted = plan_.orted, .home = home_, .hosts = {}};
     std::string hostfile;
     for (std::size_t i = 0; i < hosts_.size(); ++i) {
@@ -223,10 +206,9 @@ class Launcher {
   void turn() {
     enum : std::size_t { kSignals, kListener, kRemoteListener, kChatter, kOut, kErr, kIn, kFirstChannel };
     const bool room = !stdout_.full() && !stderr_.full();
-    const bool hears_more = guests_.size() < ranks_.size() + 2 * hosts_.size() + kStrangers;
     polled_.assign({{inbox_.fd(), POLLIN, 0},
                     {listener_.get(), POLLIN, 0},
-                    {hears_more ? remote_listener_.get() : -1, POLLIN, 0},
+                    {remote_listener_.get(), POLLIN, 0},
                     {chatter_.get(), POLLIN, 0},
                     {stdout_.pending() ? stdout_.fd() : -1, POLLOUT, 0},
                     {stderr_.pending() ? stderr_.fd() : -1, POLLOUT, 0},
@@ -249,8 +231,8 @@ class Launcher {
     for (Host& host : hosts_) serve(host, polled_[next++].revents);
     for (Rank& rank : ranks_)
       if (const short revents = polled_[next++].revents; revents != 0 && rank.channel != nullptr) serve(rank, revents);
-    if (polled_[kListener].revents != 0) accept_guest(listener_, true);
-    if (polled_[kRemoteListener].revents != 0) accept_guest(remote_listener_, false);
+    if (polled_[kListener].revents != 0) accept_guests(listener_, true);
+    if (polled_[kRemoteListener].revents != 0) accept_guests(remote_listener_, false);
     greet();
     if (polled_[kSignals].revents != 0) take_signals();
     check_streams();
@@ -267,20 +249,37 @@ class Launcher {
     return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.ended; });
   }
 
+  bool any_started() const {
+    return std::any_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.started; });
+  }
+  bool all_started() const {
+    return std::all_of(ranks_.begin(), ranks_.end(), [](const Rank& r) { return r.started; });
+  }
+
   // ---- shims ----------------------------------------------------------------------------------------------------
 
   // A socket in our folder is proof enough; who comes over TCP has to know the job's secret.
-  void accept_guest(const Fd& listener, bool trusted) {
-    Fd fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    if (!fd) return;
-    if (!trusted) tune_socket(fd.get());
-    Guest guest{.channel = std::make_unique<Channel>(std::move(fd)), .trusted = trusted};
-    if (!trusted) {
-      guest.channel->limit(kLongestIntroduction);
-      guest.challenge = random_nonce();
-      guest.channel->send(Message::Challenge, bytes_of(guest.challenge));
+  void accept_guests(const Fd& listener, bool trusted) {
+    for (Fd fd; (fd = Fd(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC)));) {
+      Guest guest{.channel = std::make_unique<Channel>(std::move(fd)), .trusted = trusted};
+      if (!trusted) {
+        make_room();
+        tune_socket(guest.channel->fd());
+        guest.channel->limit(kLongestIntroduction);
+        guest.challenge = random_nonce();
+        guest.channel->send(Message::Challenge, bytes_of(guest.challenge));
+      }
+      guests_.push_back(std::move(guest));
     }
-    guests_.push_back(std::move(guest));
+  }
+
+  // Of too many connections that prove nothing the oldest makes room: nobody keeps our own shims out.
+  void make_room() {
+    const auto stranger = [](const Guest& guest) { return !guest.trusted; };
+    if (std::cmp_less(std::count_if(guests_.begin(), guests_.end(), stranger),
+                      ranks_.size() + 2 * hosts_.size() + kStrangers))
+      return;
+    guests_.erase(std::find_if(guests_.begin(), guests_.end(), stranger));
   }
 
   // When every shim has said who it is, they get their ranks to run: all together, so that one that fails at once does
@@ -309,6 +308,8 @@ class Launcher {
         !std::all_of(hosts_.begin(), hosts_.end(), up))
       return;
     for (Rank& rank : ranks_) start(rank);
+    deadline_ns_ = 0;
+    remote_listener_.reset();  // nobody else is expected
   }
 
   bool prove(Guest& guest, const Frame& frame) {
@@ -339,6 +340,7 @@ class Launcher {
       hosts_[h].clock_ahead_ns = guest.clock_ahead_ns;
       hosts_[h].heard_ns = monotonic_ns();
       hosts_[h].up = up;
+      heart_.beat_for(*hosts_[h].channel);
       check_cores(hosts_[h]);
     } else if (frame.type == Message::AgentEnded) {
       if (const std::size_t h = place(0); h < hosts_.size() && fields.size() == 2) agent_ended(hosts_[h], fields[1]);
@@ -372,8 +374,6 @@ class Launcher {
     channel.send(Message::Start, pack(command));
     if (rank.end.rank != 0) channel.send(Message::Stdin);
     rank.started = true;
-    const auto started = [](const Rank& r) { return r.started; };
-    if (phase_ == Phase::Running && std::all_of(ranks_.begin(), ranks_.end(), started)) deadline_ns_ = 0;
   }
 
   void serve(Rank& rank, short revents) {
@@ -414,43 +414,53 @@ class Launcher {
     host.channel->pump(revents);
     while (const std::optional<Frame> frame = host.channel->receive()) {
       host.heard_ns = monotonic_ns();
-      if (frame->type == Message::OrtedEnded) orted_ended(host, value_of<i32>(frame->payload));
+      if (frame->type != Message::OrtedEnded) continue;
+      host.orted_ended = true;
+      orted_ended(host, value_of<i32>(frame->payload));
     }
   }
 
   void serve(Host& host, short revents) {
     if (host.channel == nullptr || host.lost) return;
     listen_to(host, revents);
-    const i64 now = monotonic_ns(), limit_ns = home_.timeout_ms * 1'000'000;
+    const i64 limit_ns = home_.timeout_ms * 1'000'000;
+    // First what came while we were kept from reading.
+    if (monotonic_ns() - host.heard_ns > limit_ns) listen_to(host, POLLIN);
+    if (host.orted_ended && !any_started()) return;  // its shim follows, and mpirun
     if (host.channel->closed()) {
       reap();  // without mpirun, hosts end their part
       lose(host, "its part of ds-launch has ended or the connection was reset");
-    } else if (now - host.heard_ns > limit_ns) {
+    } else if (monotonic_ns() - host.heard_ns > limit_ns) {
       lose(host,
            fmt::format("nothing was heard from it for {} s; is it up, and its network?", options_.host_timeout_s));
-    } else if (now - beaten_ns_ >= beat_ns(limit_ns)) {
-      host.channel->send(Message::Heartbeat);
-      if (&host == &hosts_.back()) beaten_ns_ = now;
     }
   }
 
-  // Without mpirun it exits, and so it does at the end; else something is wrong with it.
+  // At the end, and when we or mpirun end the job, it exits; else something is wrong with it, or mpirun, which has it
+  // exit before it says anything, is about to tell why.
   void orted_ended(const Host& host, int wait_status) {
-    const auto started = [](const Rank& r) { return r.started; };
-    const bool running = std::any_of(ranks_.begin(), ranks_.end(), started);
-    if (running && exit_signal(wait_status) == 0) return;
-    give_up(exit_code(Errc::Comm),
-            fmt::format("{}: Open MPI's orted {}{}", host.text(),
-                        how_ended(exit_status(wait_status), exit_signal(wait_status)), running ? "" : quoted()));
+    reap();
+    if (all_ended() || phase_ >= Phase::Killing || stop_signal_ != 0 || mpirun_ <= 0) return;
+    const std::string how = fmt::format("{}: Open MPI's orted {}", host.text(),
+                                        how_ended(exit_status(wait_status), exit_signal(wait_status)));
+    if (exit_signal(wait_status) != 0) return give_up(exit_code(Errc::Comm), how);
+    if (phase_ != Phase::Running || any_started()) return;
+    if (suspect_.empty()) suspect_ = how;
+    deadline_ns_ = std::min(deadline_ns_, monotonic_ns() + kEndGrace);
   }
 
   // Nothing more comes from there; its own shim ends what runs there as soon as it misses us.
   void lose(Host& host, const std::string& how) {
     host.lost = true;
+    heart_.forget(*host.channel);
     const auto ended = [](const Rank& rank) { return rank.ended; };
     const std::span<Rank> its_ranks = ranks_of(host);
-    if (std::all_of(its_ranks.begin(), its_ranks.end(), ended)) return;
-    if (phase_ < Phase::Terminating) give_up(exit_code(Errc::Comm), fmt::format("{} is lost: {}", host.text(), how));
+    const std::string why = fmt::format("{} is lost: {}", host.text(), how);
+    if (std::all_of(its_ranks.begin(), its_ranks.end(), ended)) {  // no loss, unless mpirun thinks that it is
+      if (suspect_.empty() && mpirun_ > 0 && !all_ended()) suspect_ = why;
+      return;
+    }
+    if (phase_ < Phase::Terminating) give_up(exit_code(Errc::Comm), why);
     for (Rank& rank : its_ranks) {
       if (rank.ended) continue;
       rank.end.lost = true;
@@ -485,9 +495,7 @@ class Launcher {
     };
     if (verdict_.status != 0 || std::any_of(ranks_.begin(), ranks_.end(), failed)) return;
     verdict_ = {.status = status, .why = why};
-    const auto started = [](const Rank& r) { return r.started; };
-    const bool running = std::any_of(ranks_.begin(), ranks_.end(), started);
-    if (phase_ == Phase::Running) enter(running ? Phase::Ending : Phase::Killing, kEndGrace);
+    if (phase_ <= Phase::Ending) enter(any_started() ? Phase::Ending : Phase::Killing, kEndGrace);
   }
 
   // ---- ending ---------------------------------------------------------------------------------------------------
@@ -520,8 +528,7 @@ class Launcher {
     if (phase == Phase::Terminating) signal_ranks(SIGTERM, true);
     if (phase == Phase::Killing) {
       signal_ranks(SIGKILL, true);
-      const auto started = [](const Rank& r) { return r.started; };
-      if (!std::all_of(ranks_.begin(), ranks_.end(), started)) kill_mpirun();
+      if (!all_started()) kill_mpirun();
     }
   }
 
@@ -535,18 +542,24 @@ class Launcher {
     if (deadline_ns_ == 0 || monotonic_ns() < deadline_ns_) return;
     switch (phase_) {
       case Phase::Running:
-        why_ = "mpirun did not start all ranks within 120 s";
-        for (const char* joint = "; nothing came from "; const Host& host : hosts_) {
-          if (host.channel != nullptr) continue;
-          why_ += joint + host.text();
-          joint = ", ";
-        }
+        why_ = suspect_;
+        if (why_.empty()) why_ = late();
         enter(Phase::Killing, kEndGrace);
         break;
       case Phase::Ending: enter(Phase::Terminating, kEndGrace); break;
       case Phase::Terminating: enter(Phase::Killing, kEndGrace); break;
       default: phase_ = Phase::GivenUp;
     }
+  }
+
+  std::string late() const {
+    std::string why = "mpirun did not start all ranks within 120 s";
+    for (const char* joint = "; nothing came from "; const Host& host : hosts_) {
+      if (host.channel != nullptr) continue;
+      why += joint + host.text();
+      joint = ", ";
+    }
+    return why;
   }
 
   void signal_ranks(int signal, bool stop) {
@@ -561,9 +574,11 @@ class Launcher {
         case SIGCONT: break;  // poll again: stdin may be ours now
         case SIGTSTP:
           signal_ranks(SIGSTOP, false);
-          for (const Host& host : hosts_)
-            if (host.channel != nullptr) host.channel->send(Message::Pause);
-          ::raise(SIGSTOP);
+          heart_.between_beats([&] {
+            for (const Host& host : hosts_)
+              if (host.channel != nullptr) host.channel->send(Message::Pause);
+            ::raise(SIGSTOP);
+          });
           for (Host& host : hosts_) host.heard_ns = monotonic_ns();
           signal_ranks(SIGCONT, false);
           break;
@@ -575,8 +590,7 @@ class Launcher {
 
   void stop(int signal) {
     const bool again = std::exchange(stop_signal_, signal) != 0;
-    const auto waiting = [](const Rank& r) { return !r.started; };
-    if (again || std::any_of(ranks_.begin(), ranks_.end(), waiting)) return enter(Phase::Killing, kEndGrace);
+    if (again || !all_started()) return enter(Phase::Killing, kEndGrace);
     if (signal == SIGINT) log_message(LogLevel::Warning, "interrupted: told the ranks; once more ends them by force");
     signal_ranks(signal, false);
   }
@@ -651,7 +665,16 @@ class Launcher {
     ranks_[0].channel->send(Message::Stdin, {buffer, n > 0 ? static_cast<std::size_t>(n) : 0});
   }
 
-  std::string quoted() const { return said_.empty() ? "" : "; it said:\n" + said_; }
+  // With hosts by the names that we were given.
+  std::string quoted() const {
+    std::string text = said_;
+    for (std::size_t i = hosts_.size(); i-- > 0;) {  // 12 before 1
+      const std::string alias = fmt::format("{}{}", kHostAlias, i);
+      for (std::size_t at = 0; (at = text.find(alias, at)) != std::string::npos; at += hosts_[i].planned.name.size())
+        text.replace(at, alias.size(), hosts_[i].planned.name);
+    }
+    return text.empty() ? "" : "; it said:\n" + text;
+  }
 
   // What mpirun itself says; of interest only if it fails or somebody wants to know.
   bool read_chatter() {
@@ -686,15 +709,13 @@ class Launcher {
       report.ranks.push_back(rank.end);
       const RankEnd& end = rank.end;
       checkpointed |= end.status == kCheckpointed;
-      const bool as_told =
-          end.stopped || (rank.vanished && mpirun_died) || (stop_signal_ != 0 && end.status == 128 + stop_signal_);
+      const bool as_told = end.stopped || (rank.vanished && (mpirun_died || !rank.started)) ||
+                           (stop_signal_ != 0 && end.status == 128 + stop_signal_);
       stopped |= as_told && end.status != 0 && end.status != kCheckpointed;
       if (as_told || end.status == 0 || end.status == kCheckpointed) continue;
       if (first == nullptr || rank.end_ns < first->end_ns) first = &rank;
     }
-    const auto waiting = [](const Rank& r) { return !r.started; };
-    const bool never_started = std::any_of(ranks_.begin(), ranks_.end(), waiting);
-    const bool none_started = std::all_of(ranks_.begin(), ranks_.end(), waiting);
+    const bool never_started = !all_started(), none_started = !any_started();
     if (stdout_.error() == EPIPE) {
       report.status = 128 + SIGPIPE;
     } else if (verdict_.status != 0) {
@@ -711,13 +732,15 @@ class Launcher {
       report.status = 1;
       if (never_started) report.why += quoted();
     } else if (stopped || never_started) {
-      report.status = mpirun_status != 0 ? mpirun_status : 1;
+      report.status = !suspect_.empty() ? exit_code(Errc::Comm) : mpirun_status != 0 ? mpirun_status : 1;
       report.why = aborted_ && mpirun_signal == 0
-                       ? "mpirun ended the job; a rank may have returned without MPI_Finalize"
-                       : fmt::format("mpirun {}{}", how_ended(mpirun_status, mpirun_signal),
+                       ? "mpirun ended the job; " +
+                             (suspect_.empty() ? "a rank may have returned without MPI_Finalize" : suspect_)
+                       : fmt::format("mpirun {}{}{}{}", how_ended(mpirun_status, mpirun_signal),
                                      none_started    ? " before any rank had started"
                                      : never_started ? " before all ranks had started"
-                                                     : "");
+                                                     : "",
+                                     suspect_.empty() ? "" : "; ", suspect_);
       report.why += quoted();
     } else if (checkpointed) {
       report.status = kCheckpointed;
@@ -736,12 +759,12 @@ class Launcher {
   Home home_;
   std::vector<pollfd> polled_;
   std::string said_, why_;
+  std::string suspect_;  // what is to blame if mpirun ends the job or does not begin it
   Phase phase_ = Phase::Running;
   const i64 start_ns_ = monotonic_ns();
   i64 deadline_ns_ = 0;  // of the phase; 0: none
   pid_t mpirun_ = -1;
   int mpirun_end_ = 0;  // as of waitpid
-  i64 beaten_ns_ = 0;   // when hosts last heard from us
   struct {
     int status = 0;
     std::string why;
@@ -751,6 +774,7 @@ class Launcher {
   bool failed_ = false;   // some rank; not counting 75
   bool aborted_ = false;  // by mpirun
   bool killed_mpirun_ = false;
+  Heart heart_;  // stops before the channels that it beats for are gone
 };
 
 }  // namespace

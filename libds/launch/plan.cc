@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <filesystem>
 #include <limits>
 
@@ -44,6 +45,7 @@ std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchP
     setting("plm", "rsh");
     setting("plm_rsh_agent", own + " --agent-shim");
     setting("plm_rsh_no_tree_spawn", "1");
+    setting("plm_rsh_num_concurrent", number(static_cast<i64>(plan.hosts.size())));  // it refuses fewer
     setting("orte_leave_session_attached", "1");
     setting("opal_if_do_not_resolve", "1");
   }
@@ -60,7 +62,8 @@ int total_slots(const std::vector<LaunchHost>& hosts) {
   return static_cast<int>(std::min<i64>(slots, std::numeric_limits<int>::max()));
 }
 
-bool is_loopback(const std::string& host) {
+bool is_loopback(std::string host) {
+  std::transform(host.begin(), host.end(), host.begin(), [](unsigned char c) { return std::tolower(c); });
   return host == "localhost" || host.starts_with("localhost.") || host.starts_with("127.") || host == "::1";
 }
 
@@ -79,11 +82,12 @@ int ranks_of(const LaunchOptions& options) {
 // Hosts are filled in their order; those that are not needed have no part in the job.
 std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
   std::vector<PlannedHost> hosts;
+  const std::vector<std::string> own = own_addresses();
   for (int first = 0; const LaunchHost& host : options.hosts) {
     if (first == ranks) break;
     PlannedHost planned{
         .name = host.name, .first_rank = first, .ranks = std::min(host.slots, ranks - first), .reached_by = {}};
-    if (!is_this_machine(host.name))
+    if (!is_this_machine(host.name, own))
       planned.reached_by =
           agent_command(options.agent, host.name, command_line({own_executable().string(), "--host-shim"}));
     first += planned.ranks;
@@ -92,7 +96,25 @@ std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
   for (const PlannedHost& host : hosts)
     DS_CHECK(hosts.size() == 1 || !is_loopback(host.name), Errc::Config,
              "host '{}' is another machine on each of several: give the name that the others know it by", host.name);
+  const std::vector<std::string> first =
+      hosts[0].reached_by.empty() ? addresses_of(hosts[0].name) : std::vector<std::string>();
+  if (hosts.size() > 1 && !first.empty() && std::all_of(first.begin(), first.end(), loops_back))
+    log_message(
+        LogLevel::Warning,
+        fmt::format("host {} is {} to itself: a program that listens at MASTER_ADDR may hear no other host; give "
+                    "an address instead",
+                    hosts[0].name, first[0]));
   return hosts;
+}
+
+// By the name that the shell knows it by: on other hosts a symbolic link on the way may lead elsewhere.
+std::string working_directory(const Environment& inherited) {
+  std::error_code error;
+  const std::string real = std::filesystem::current_path(error).string();
+  DS_CHECK(!error, Errc::Config, "the working directory is gone or cannot be read: {}; change to another",
+           error.message());
+  const std::string named = value_or(inherited, "PWD", "");
+  return named.starts_with('/') && std::filesystem::equivalent(named, real, error) ? named : real;
 }
 
 }  // namespace
@@ -108,10 +130,7 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
            "--bind core needs a core for every rank: {} ranks, {} cores; use fewer ranks or --bind none", plan.ranks,
            cpus);
 
-  std::error_code error;
-  plan.folder = std::filesystem::current_path(error).string();
-  DS_CHECK(!error, Errc::Config, "the working directory is gone or cannot be read: {}; change to another",
-           error.message());
+  plan.folder = working_directory(inherited);
   // With fewer mpirun waits for ever.
   rlimit files{};
   const rlim_t needed = 24 + 4 * static_cast<rlim_t>(plan.ranks);
@@ -121,7 +140,7 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
   DS_CHECK(!inherited.contains("OMPI_UNIVERSE_SIZE"), Errc::Config,
            "this is a rank of a job already: mpirun starts no job inside a job");
 
-  const std::string path = value_or(inherited, "PATH", "/usr/local/bin:/usr/bin:/bin");
+  const std::string path = value_or(inherited, "PATH", std::string(kDefaultPath));
   const Program program = find_program(options.command.front(), path);
   if (program.status != 0) {
     plan.refused = program.status;
@@ -137,6 +156,11 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
              "mpirun starts nothing on hosts whose path has spaces, colons or quotes in it: '{}'",
              own_executable().string());
     plan.hosts = place(options, plan.ranks);
+    for (const PlannedHost& host : plan.hosts) {
+      if (host.reached_by.empty()) continue;
+      const Program agent = find_program(host.reached_by[0], path);
+      DS_CHECK(agent.status == 0, Errc::Unavailable, "nothing reaches host {}: {}", host.name, agent.why);
+    }
     plan.orted = (std::filesystem::path(mpirun.path).parent_path() / "orted").string();
     DS_CHECK(::access(plan.orted.c_str(), X_OK) == 0, Errc::Unavailable,
              "Open MPI's orted is not beside its mpirun, {}", mpirun.path);

@@ -21,6 +21,7 @@
 #include <cstring>
 #include <ctime>
 #include <fstream>
+#include <map>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -165,7 +166,7 @@ int free_port() {
   const Fd fd(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
   socklen_t length = sizeof address;
   auto* generic = reinterpret_cast<sockaddr*>(&address);
   const bool found = fd && ::bind(fd.get(), generic, length) == 0 && ::getsockname(fd.get(), generic, &length) == 0;
@@ -198,32 +199,6 @@ PrivateFolder::PrivateFolder(const fs::path& base) {
 PrivateFolder::~PrivateFolder() {
   std::error_code ignored;
   fs::remove_all(path_, ignored);
-}
-
-Environment parse_environment(const std::vector<std::string>& strings) {
-  Environment environment;
-  add(environment, strings);
-  return environment;
-}
-
-void add(Environment& environment, const std::vector<std::string>& strings) {
-  for (const std::string& s : strings) {
-    const std::size_t equals = s.find('=');
-    if (equals != std::string::npos) environment[s.substr(0, equals)] = s.substr(equals + 1);
-  }
-}
-
-void forget_other_jobs(Environment& environment) {
-  std::erase_if(environment, [](const auto& variable) {
-    const std::string& name = variable.first;
-    return name.starts_with("PMIX_") || name.starts_with("OMPI_COMM_WORLD_") || name.starts_with("OMPI_MCA_orte_") ||
-           name.starts_with("OMPI_MCA_ess");
-  });
-}
-
-std::string value_or(const Environment& environment, const std::string& name, std::string fallback) {
-  const auto found = environment.find(name);
-  return found != environment.end() ? found->second : std::move(fallback);
 }
 
 Pipe make_pipe() {

@@ -7,13 +7,13 @@
 #include <chrono>
 #include <filesystem>
 #include <initializer_list>
-#include <map>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "launch/channel.h"
+#include "launch/environment.h"
 
 namespace ds::launch {
 
@@ -32,6 +32,7 @@ struct Program {
   std::string why;
 };
 Program find_program(const std::string& name, std::string_view path_variable);
+inline constexpr std::string_view kDefaultPath = "/usr/local/bin:/usr/bin:/bin";
 
 // CPUs this process may use, ordered so that neighbours share caches: by package, core, hardware thread.
 std::vector<int> usable_cpus();
@@ -58,13 +59,6 @@ class PrivateFolder {
 std::filesystem::path private_folder_base(std::string_view tmpdir, i64 bytes);
 i64 open_mpi_bytes(int ranks);  // that Open MPI may need there
 inline constexpr std::string_view kPrivatePrefix = "ds-launch.";
-
-using Environment = std::map<std::string, std::string>;
-Environment parse_environment(const std::vector<std::string>& strings);
-void add(Environment& environment, const std::vector<std::string>& strings);
-// Removes what another launcher of MPI programs told this process: it would confuse mpirun.
-void forget_other_jobs(Environment& environment);
-std::string value_or(const Environment& environment, const std::string& name, std::string fallback);
 
 struct Pipe {
   Fd read, write;

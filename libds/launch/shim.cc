@@ -210,17 +210,17 @@ int run_rank_shim(const std::string& socket, const std::vector<std::string>& env
   Environment own = parse_environment(environment);
   const std::string home = value_or(own, std::string(kHomeVariable), "");
   own.erase(std::string(kHomeVariable));
-  if (!home.empty()) {
-    try {
+  try {
+    if (!home.empty()) {
       HostHome way = host_home_of(home);
       return Shim(call_home(way.home), std::to_string(way.host), own, inbox, parent).run() ? 0 : 1;
-    } catch (const Error& e) {
-      fmt::print(stderr, "{}\n", e.what());
-      return 1;
     }
+    Fd connection = connect_to(socket);
+    if (connection && Shim(Channel(std::move(connection)), "0", own, inbox, parent).run()) return 0;
+  } catch (const std::exception& e) {
+    fmt::print(stderr, "{}\n", e.what());
+    return 1;
   }
-  Fd connection = connect_to(socket);
-  if (connection && Shim(Channel(std::move(connection)), "0", own, inbox, parent).run()) return 0;
   std::error_code ignored;  // the launcher was killed: its folder is left to us
   std::filesystem::remove_all(std::filesystem::path(socket).parent_path(), ignored);
   return 1;

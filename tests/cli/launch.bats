@@ -330,6 +330,8 @@ no, never"
   [[ ! -e "a b" ]]
   run bash -c "'$launch' -n 2 --dry-run --json touch f | grep -c '\"schema\": \"ds-launch/1\"'"
   assert_output 1
+  run -0 "$launch" --agent /bin/true --host "$(seq -s , -f 203.0.113.%g 200)" --dry-run true
+  assert_output --partial " --mca plm_rsh_num_concurrent 200 "
 }
 
 @test "--output writes a report of how the ranks ended; --json alone is refused" {

@@ -60,9 +60,23 @@ assert_ends_with() { # status of the job
 # Pids on a host whose command line matches.
 matching_on() { comm -12 <(pids_on "$1" | sort) <(pgrep -f -- "$2" | sort); }
 
+matches_on() { [[ -n $(matching_on "$@") ]]; }
+
+not_matching_on() { ! matches_on "$@"; }
+
 sleepers_are() { [[ $(pgrep -cfx "sleep $marker") -eq $1 ]]; }
 
 nobody_on() { [[ -z $(pids_on "$1") ]]; }
+
+listens() { # the port on which ds-launch waits for shims
+  from_a ss -ltnpH | grep "pid=$job," | grep -o ':[0-9]* ' | head -1 | tr -d ': ' | grep .
+}
+
+agent_that() { # does something before (or instead) it reaches a host: prints its path
+  printf '#!/bin/sh\n%s\nexec "%s" "$@"\n' "$1" "$agent" >"$BATS_TEST_TMPDIR/agent"
+  chmod +x "$BATS_TEST_TMPDIR/agent"
+  echo "$BATS_TEST_TMPDIR/agent"
+}
 
 # Ranks on the hosts of a list that sleep, each with a background process; each says where its host's folder is.
 start_sleepers() { # list, number of ranks, options...
@@ -209,6 +223,83 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   for host in 1 2 3; do until_true 5 nobody_on $host; done
 }
 
+@test "Ctrl-C while a host does not answer yet ends the job, and no host is blamed" {
+  agent=$(agent_that "sleep $marker")
+  start --host "$a:1,$b:1" true
+  until_true 10 matches_on 1 '^[^ ]*/orted '
+  until_true 10 sleepers_are 1
+  until_true 5 listens
+  kill -INT $job
+  assert_ends_with 130
+  run ! grep -q "host $a" err
+  until_true 5 nobody_on 1
+}
+
+@test "an agent that loses its connection while the ranks run is no reason to end them" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK'
+  until_true 10 test -e ready.0 -a -e ready.1
+  kill -9 "$(matching_on 1 '^[^ ]*/net_helper call [^ ]*/door2 ')"
+  sleep 1
+  touch go
+  assert_ends_with 0
+  assert_equal "$(sort out)" $'0\n1'
+}
+
+@test "whatever mpirun takes the login shell for, and with arguments for its agent, jobs run" {
+  cp /etc/passwd passwd
+  for shell in /bin/sh /bin/fish; do
+    sed -i "s|^\(root:.*:\)[^:]*$|\1$shell|" passwd
+    # shellcheck disable=SC2016
+    OMPI_MCA_plm_rsh_args=-q run -0 from_a unshare -m bash -c 'mount --bind passwd /etc/passwd && "$@"' bash \
+      timeout 20 "$launch" --agent "$agent" --host "$a,$b" hostname
+    assert_equal "$(sort <<<"$output")" "${net}1"$'\n'"${net}2"
+  done
+}
+
+@test "a log that takes nothing for longer than the hosts' timeout holds the job up and does not end it" {
+  mkdir logs
+  mkfifo logs/rank-00000.log
+  exec 9<>logs/rank-00000.log # and nobody reads
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" --host-timeout 1 --log-dir logs bash -c '[[ $RANK == 1 ]] || head -c 300000 /dev/zero | tr "\0" "\n"
+    touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; echo $RANK' 9>&-
+  until_true 10 test -e ready.1
+  sleep 4
+  kill -0 $job
+  cat <&9 >/dev/null 3>&- & # all that was held back
+  reader=$!
+  touch go
+  assert_ends_with 0
+  kill $reader
+  exec 9>&-
+  assert_equal "$(grep . out | sort)" $'0\n1'
+}
+
+@test "a host that is lost after its ranks have ended is named when mpirun ends the job" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1" bash -c '[[ $RANK == 0 ]] || exit 0; touch ready; sleep '"$marker"
+  until_true 10 test -e ready
+  until_true 5 not_matching_on 2 '--rank-shim'
+  kill -9 "$(matching_on 2 '--host-shim$' | tail -1)"
+  assert_ends_with 1
+  grep -q "mpirun ended the job; host $b (rank 1) is lost: its part of ds-launch has ended" err
+  run ! grep -q ds-launch-host- err
+  for host in 1 2; do until_true 8 nobody_on $host; done
+}
+
+@test "a host that is lost while the others wait for checkpoints: no more waiting" {
+  # shellcheck disable=SC2016
+  start --host "$a:1,$b:1,$c:1" bash -c 'touch ready.$RANK; [[ $RANK != 0 ]] || exit 75; sleep '"$marker"
+  until_true 10 test -e ready.0 -a -e ready.1 -a -e ready.2
+  kill -9 "$(matching_on 3 '--host-shim$' | tail -1)"
+  SECONDS=0
+  assert_ends_with 1
+  ((SECONDS <= 15))
+  grep -q "host $c (rank 2) is lost" err
+  for host in 1 2 3; do until_true 8 nobody_on $host; done
+}
+
 @test "TERM reaches all hosts, which may return 75" {
   # shellcheck disable=SC2016
   start --host "$a:1,$b:1" bash -c 'trap "echo saved \$RANK; exit 75" TERM; touch ready.$RANK; while :; do sleep 0.1; done'
@@ -304,8 +395,10 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   run -2 from_a "$launch" --host "a:2,-b,c:x" touch started
   assert_line --partial "--host, host 2: '-b'"
   run -2 from_a "$launch" --host a --hostfile hosts touch started
-  run -2 from_a "$launch" --host "localhost,$b" touch started
-  assert_output --partial "host 'localhost' is another machine on each of several"
+  for name in localhost LOCALHOST '[0:0:0:0:0:0:0:1]' 127.0.0.1; do
+    run -2 from_a "$launch" --agent "$agent" --host "$name,$b" touch started
+    assert_output --partial "is another machine on each of several"
+  done
   run -2 from_a "$launch" --agent "$agent" touch started
   assert_output --partial "--agent is about other hosts: give --hostfile or --host"
   [[ ! -e started && ! -e ran ]]
@@ -316,7 +409,7 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   assert_output --partial "host 10.9.8.7 (rank 1) cannot be used: '$agent' exited with status 255; it said:
 no route to host 10.9.8.7"
   run -4 from_a timeout 30 "$launch" --agent ./nothing --host "$a,$b" touch started
-  assert_output --partial "host $b (rank 1) cannot be used: './nothing' does not exist"
+  assert_output --partial "nothing reaches host $b: './nothing' does not exist"
   [[ ! -e started ]]
   command -v ssh >/dev/null || skip "no ssh"
   run -4 from_a timeout 30 "$launch" --host "$a,$b" touch started # nobody listens there
@@ -346,16 +439,21 @@ END
 # ---- who may take part ------------------------------------------------------------------------------------------------
 
 @test "strangers are turned away, and the secret is on no command line and in no rank's environment" {
+  agent=$(agent_that 'until [ -e open ]; do sleep 0.1; done')
   # shellcheck disable=SC2016
   start --verbose --host "$a:1,$b:1" bash -c 'touch ready.$RANK; until [[ -e go ]]; do sleep 0.1; done; env'
-  until_true 10 test -e ready.0 -a -e ready.1
   local port secret
-  port=$(from_a ss -ltnpH | grep "pid=$job," | grep -o ':[0-9]* ' | head -1 | tr -d ': ')
-  secret=$(tr '\0' '\n' <"/proc/$(matching_on 2 '--rank-shim' | tail -1)/environ" | sed -n 's/^DS_LAUNCH_HOME=[0-9]* \([0-9a-f]\{32\}\) .*/\1/p')
-  [[ -n $port && ${#secret} -eq 32 ]]
+  until_true 10 listens
+  port=$(listens)
   for junk in 'GET / HTTP/1.0\r\n\r\n' '\x01\x28\x00\x00\x00aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa' '\xff\xff\xff\xff\xff'; do
     "$hosts" in "$net" 2 timeout 5 bash -c "exec 3<>/dev/tcp/$a/$port; printf '$junk' >&3; cat <&3 >/dev/null" || true
   done
+  # Connections that say nothing keep nobody out.
+  "$hosts" in "$net" 2 bash -c "for i in {1..150}; do exec {fd}<>/dev/tcp/$a/$port || exit; done; touch open; exec sleep $marker" 3>&- &
+  until_true 10 test -e ready.0 -a -e ready.1
+  run ! listens # all are there
+  secret=$(tr '\0' '\n' <"/proc/$(matching_on 2 '--rank-shim' | tail -1)/environ" | sed -n 's/^DS_LAUNCH_HOME=[0-9]* \([0-9a-f]\{32\}\) .*/\1/p')
+  [[ -n $port && ${#secret} -eq 32 ]]
   ! cat /proc/[0-9]*/cmdline 2>/dev/null | grep -qa "$secret"
   touch go
   assert_ends_with 0
@@ -363,12 +461,25 @@ END
   ! grep -q DS_LAUNCH out
 }
 
+@test "a host that knows itself as 127.0.1.1 is this machine, with a warning about MASTER_ADDR" {
+  printf '127.0.1.1 %s1 alias\n' "$net" >etc
+  for name in "${net}1" alias; do
+    # shellcheck disable=SC2016
+    run -0 from_a unshare -m bash -c 'mount --bind etc /etc/hosts && "$@"' bash "$launch" --agent "$agent" \
+      --host "$name:1,$b:1" --dry-run true
+    assert_line "host $name: this machine"
+    assert_line --partial "host $name is 127.0.1.1 to itself: a program that listens at MASTER_ADDR may hear no other host"
+  done
+}
+
 @test "--dry-run shows hosts and how each is reached, and starts nothing" {
   run -0 from_a "$launch" --agent "$agent" --host "$a:2,$b:1" --dry-run touch started
   assert_line "host $a: this machine"
   assert_line "host $b: $agent $b '$launch --host-shim'"
   assert_line --regexp "^rank 2: +RANK=2 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 NODE_RANK=1$"
-  run -0 from_a "$launch" --host "$a:2,$b:1" --dry-run --json touch started
+  printf '#!/bin/sh\n' >ssh
+  chmod +x ssh
+  PATH=$PWD:$PATH run -0 from_a "$launch" --host "$a:2,$b:1" --dry-run --json touch started
   [[ $(tr -d ' \n' <<<"$output") == *'"reached_by":["ssh",'*"\"--\",\"$b\",\"$launch--host-shim\"]"* ]]
   [[ ! -e started ]]
 }

@@ -81,6 +81,29 @@ TEST(Handshake, FindsTheLauncherAmongAddresses) {
   EXPECT_EQ(home.addresses[0], "127.0.0.1");
 }
 
+TEST(Handshake, LeavesOutAddressesThatAreAnotherMachineElsewhere) {
+  Home home{.secret = "", .port = 7, .timeout_ms = 1000, .addresses = {"10.0.0.1", "172.17.0.1", "127.0.0.1", "::1"}};
+  leave_out({"10.0.0.2", "172.17.0.1", "127.0.0.1", "::1"}, home);
+  EXPECT_EQ(home.addresses, std::vector<std::string>{"10.0.0.1"});
+  leave_out({"10.0.0.1", "127.0.0.1"}, home);  // the launcher's own machine
+  EXPECT_EQ(home.addresses, std::vector<std::string>{"10.0.0.1"});
+}
+
+TEST(Handshake, CallsAgainWhereALauncherIsBusy) {
+  const std::string secret = "00112233445566778899aabbccddeeff";
+  int port = 0;
+  const Fd listener = listen_everywhere(&port);
+  Home home{.secret = secret, .port = port, .timeout_ms = 1000, .addresses = {"127.0.0.1"}};
+  std::jthread launcher([&] {
+    pollfd waiting{listener.get(), POLLIN, 0};
+    ::poll(&waiting, 1, 5000);
+    const Fd first(::accept(listener.get(), nullptr, nullptr));
+    answer_one(listener.get(), secret);
+  });
+  const Channel channel = call_home(home);
+  EXPECT_FALSE(channel.closed());
+}
+
 TEST(Handshake, BelievesNobodyWithoutTheSecret) {
   int port = 0;
   const Fd listener = listen_everywhere(&port);

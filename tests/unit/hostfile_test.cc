@@ -68,12 +68,20 @@ TEST(Hostfile, RefusesWhatNoNameIs) {
 }
 
 TEST(Hostfile, RefusesWhatOnlyLooksLikeAnAddress) {
-  for (const char* name : {"10.0.0.256", "10.1", "1", "1.2.3.4.5", "node.7", "0x7f.1"})
+  for (const char* name :
+       {"10.0.0.256", "10.1", "1", "1.2.3.4.5", "node.7", "0x7f.1", "0x7f000001", "10.0x1", "010.0.0.1", "0x", "0Xaf"})
     EXPECT_THAT(refusal_of(name), HasSubstr("is not an IPv4 address")) << name;
+  EXPECT_EQ(read("0xnode\nbe.ef\n"), "0xnode=1 be.ef=1 ");
   EXPECT_THAT(refusal_of("2001:db8::7"), HasSubstr("an IPv6 address stands in brackets"));
   EXPECT_THAT(refusal_of("[2001:db8::g]"), HasSubstr("'2001:db8::g' is not an IPv6 address"));
   for (const char* name : {"[]", "[a]", "[10.0.0.1]", "[::1", "::1]", "[fe80::1%eth0]"})
     EXPECT_THAT(refusal_of(name), HasSubstr("F:1: ")) << name;
+}
+
+TEST(Hostfile, RefusesAddressesThatNoMachineHas) {
+  for (const char* name : {"0.0.0.0", "0.1.2.3", "224.0.0.1", "255.255.255.255", "[::]", "[ff02::1]"})
+    EXPECT_THAT(refusal_of(name), HasSubstr("is not the address of a machine")) << name;
+  EXPECT_THAT(refusal_of("[::ffff:127.0.0.1]"), HasSubstr("is an IPv4 address: write it as one"));
 }
 
 TEST(Hostfile, RefusesSlotsThatAreNoNumberOfRanks) {
@@ -91,12 +99,21 @@ TEST(Hostfile, RefusesWhatFollows) {
 
 TEST(Hostfile, RefusesAHostTwice) {
   EXPECT_THAT(refusal_of("a\n# b\nb\nA slots=2\n"), HasSubstr("F:4: host 'A' stands at F:1 already"));
-  EXPECT_THAT(refusal_of("[::1]\n[::1]\n"), HasSubstr("F:2: "));
+  EXPECT_THAT(refusal_of("[::1]\n[0:0:0:0:0:0:0:1]\n"), HasSubstr("F:2: host '0:0:0:0:0:0:0:1' stands at F:1"));
+  EXPECT_THAT(refusal_of("[2001:db8::a]\n[2001:DB8:0::A]\n"), HasSubstr("F:2: "));
+  EXPECT_EQ(read("[2001:DB8:0::A]\n"), "2001:db8::a=1 ");
 }
 
 TEST(Hostfile, RefusesAFileWithoutHosts) {
   EXPECT_THAT(refusal_of(""), HasSubstr("F: there is no host in it"));
   EXPECT_THAT(refusal_of("\n# nothing\r\n"), HasSubstr("F: there is no host in it"));
+}
+
+TEST(Hostfile, RefusesAFileThatCannotBeRead) {
+  const auto why = [](const std::string& file) { return refusal([&] { return text_of(read_hostfile(file)); }); };
+  EXPECT_THAT(why("/proc/self/mem"), HasSubstr("cannot read the hostfile /proc/self/mem: Input/output error"));
+  EXPECT_THAT(why("/proc"), HasSubstr("cannot read the hostfile /proc: it is a folder"));
+  EXPECT_THAT(why("/nowhere"), HasSubstr("cannot read the hostfile /nowhere: No such file"));
 }
 
 TEST(Hostfile, RefusesBytesThatAreNoText) {

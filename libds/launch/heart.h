@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The launcher's heartbeat, in a thread of its own: output to a file system that hangs holds up the launcher, and the
+// ranks that write, but it is no reason for hosts to end their part.
+
+#include <condition_variable>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "launch/channel.h"
+
+namespace ds::launch {
+
+class Heart {
+ public:
+  void start(i64 beat_ns);
+  void beat_for(const Channel& host);  // the channel outlives us
+  void forget(const Channel& host);
+
+  // Runs what no heartbeat may come into.
+  template <class Run>
+  void between_beats(Run&& run) {
+    const std::lock_guard lock(mutex_);
+    run();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable_any wake_;
+  std::set<int> hosts_;  // sockets
+  std::jthread thread_;  // the last member: it uses the others
+};
+
+}  // namespace ds::launch
