@@ -110,6 +110,9 @@ class AsyncCommunicator : public BaseCommunicator {
   virtual void reduce_scatter_now(const Operation&, std::span<const Segment> segments, bool accumulate);
   // The same of one segment, rounded to the wire's type; the target may be our own slice.
   virtual void reduce_scatter_rounded(const Operation&, const Segment&);
+  void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
+  // Rounded to the wire's type; target may be one of the sources.
+  void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
   // target [sums.size()] in the wire's type = sums, rounded.
   void round_to(std::byte* target, DType wire, std::span<const float> sums);
   // Point to point; segments[0].source or .target. Runs on the sending thread, beside exchange and receive.
@@ -185,9 +188,6 @@ class AsyncCommunicator : public BaseCommunicator {
   // consume.
   void combine_now(const Operation&, std::byte* data, i64 total, int only_to);
   void combine(const Operation&, std::byte* target, std::span<const std::byte* const> sources, i64 bytes);
-  void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
-  // Rounded to the wire's type; target may be one of the sources.
-  void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
 
   AsyncCommunicator& world_;
   AsyncCommunicator* beside_ = nullptr;

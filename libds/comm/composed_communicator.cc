@@ -2,11 +2,11 @@
 // shm+mpi: nodes of equally many ranks with consecutive numbers. Rank j of every node belongs to lane j, and the lanes
 // talk between nodes side by side, so that a slice crosses the network once for each node that wants it:
 //
-//   all_gather, broadcast, gather   the lanes fetch what their node lacks, then the node shares it
-//   all_to_all, scatter             the node sorts slices by lane, then the lanes swap them
-//   reduce_scatter                  lane j folds the slices of all j-th ranks: node 0 folds its ranks' and hands its
-//   sums
-//                                   to node 1, which goes on with the fold, and so on; the last node returns the sums
+//   all_gather, broadcast, gather: the lanes fetch what their node lacks, then the node shares it.
+//   all_to_all, scatter: the node sorts slices by lane, then the lanes swap them.
+//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds its ranks' and hands its sums to node 1, which
+//     goes on with the fold, and so on; the last node returns the sums. Where that would save no bytes, slices go as in
+//     all_to_all and are folded by their owners.
 //
 // Large operations go in rounds: while a node works on one, the next is on the network. This communicator does the work
 // of both parts in its own thread; what overlaps runs in the threads of the lanes. The parts share its fate: their
@@ -23,6 +23,8 @@ namespace ds {
 namespace {
 
 constexpr i64 kRoundBytes = i64{4} << 20;  // that a lane moves in a round
+constexpr i64 kFoldBytes = i64{8} << 20;   // of slices that a rank folds in a round
+constexpr i64 kLeastChain = i64{256} << 10;
 constexpr i64 kChainBytes = i64{1} << 20;  // of sums that travel along the chain together
 // Of the timeout. Who waits for an absent rank of its own node speaks first (SharedCommunicator), then who meets others
 // before an operation; last who is in the middle of one, since it may wait for a rank that itself waits.
@@ -73,7 +75,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
   i64 staging_bytes() const noexcept override {
     i64 bytes = AsyncCommunicator::staging_bytes() + local_->staging_bytes() + lanes_->staging_bytes() +
                 onward_->staging_bytes() + returns_->staging_bytes() + net_->staging_bytes() +
-                narrow<i64>(staging_.size());
+                narrow<i64>(staging_.size() + slices_.size());
     for (const Round& r : rounds_)
       bytes += narrow<i64>((r.sums.size() + r.returned.size() + r.begun.size()) * sizeof(float));
     return bytes;
@@ -270,15 +272,57 @@ class ComposedCommunicator final : public AsyncCommunicator {
   }
 
   void reduce_scatter_now(const Operation& op, std::span<const Segment> segments, bool accumulate) override {
+    const i64 wire = dtype_bytes(op.dtype);
+    if (!chains(op, segments)) {
+      return fold_here(op, segments, [&](const Segment& s, i64 offset, i64 bytes) {
+        fold(reinterpret_cast<float*>(s.target) + offset / wire, sources_, bytes / wire, op.dtype, accumulate);
+      });
+    }
     chain(op, segments, accumulate, [&](const Segment& s, i64 first, std::span<const float> sums) {
       std::memcpy(reinterpret_cast<float*>(s.target) + first, sums.data(), sums.size_bytes());
     });
   }
 
   void reduce_scatter_rounded(const Operation& op, const Segment& whole) override {
+    if (!chains(op, {&whole, 1})) {
+      return fold_here(op, {&whole, 1}, [&](const Segment& s, i64 offset, i64 bytes) {
+        fold_rounded(s.target + offset, sources_, bytes / dtype_bytes(op.dtype), op.dtype);
+      });
+    }
     chain(op, {&whole, 1}, false, [&](const Segment& s, i64 first, std::span<const float> sums) {
       round_to(s.target + first * dtype_bytes(op.dtype), op.dtype, sums);
     });
+  }
+
+  // Along the chain a link carries every sum once, in fp32; else the slices of all ranks of a node, without the latency
+  // of a hop for each node.
+  bool chains(const Operation& op, std::span<const Segment> segments) const noexcept {
+    const i64 wire = dtype_bytes(op.dtype), length = Exchange{.sliced = true, .segments = segments}.length();
+    return size() * length >= kLeastChain && 4 * nodes_ < i64{ranks_} * (nodes_ - 1) * wire;
+  }
+
+  // Every rank gets all slices that it owns the sum of, in rounds, and folds them: fold_part(segment, offset, bytes) of
+  // sources_.
+  void fold_here(const Operation& op, std::span<const Segment> segments,
+                 FunctionRef<void(const Segment&, i64, i64)> fold_part) {
+    const i64 P = size(), length = Exchange{.sliced = true, .segments = segments}.length();
+    const i64 round = std::min(length, std::max<i64>(kFoldBytes / P / 64 * 64, 64));
+    sources_.resize(static_cast<size_t>(P));
+    slices_.resize(std::max(slices_.size(), static_cast<size_t>(P * round)));
+    i64 begin = 0;
+    do {
+      const i64 count = std::min(round, length - begin);
+      parts_.clear();
+      for_each_part(segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        parts_.push_back({s.source + offset, slices_.data() + P * position, bytes, s.source_stride() - bytes, 0});
+      });
+      move_now(op, {.sliced = true, .segments = parts_});
+      for_each_part(segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        for (i64 q = 0; q < P; ++q) sources_[static_cast<size_t>(q)] = slices_.data() + P * position + q * bytes;
+        fold_part(s, offset, bytes);
+      });
+      begin += round;
+    } while (begin < length);
   }
 
   // deliver(segment, first element, sums): of our own slice.
@@ -447,8 +491,11 @@ class ComposedCommunicator final : public AsyncCommunicator {
   ComposedCommunicator* const ground_ = nullptr;  // of a group
 
   // Before the parts, which may use them until they end.
-  std::vector<Segment> segments_;   // of the local part in a round
-  std::vector<std::byte> staging_;  // two halves
+  std::vector<Segment> segments_;          // of the local part in a round
+  std::vector<std::byte> staging_;         // two halves
+  std::vector<Segment> parts_;             // of what fold_here() moves,
+  std::vector<std::byte> slices_;          // where it arrives,
+  std::vector<const std::byte*> sources_;  // and what it folds
   std::array<Round, kDepth> rounds_;
   std::atomic<bool> awaits_{false};  // our thread waits for a ticket of onward_ or returns_
 

@@ -45,6 +45,21 @@ INSTANTIATE_TEST_SUITE_P(Layouts, Composed,
                                          Layout{2, 3}, Layout{4, 2}),
                          [](const auto& p) { return fmt::format("{}x{}", p.param.nodes, p.param.local_size); });
 
+// Sums of fp32 along the chain of nodes, and where there are enough ranks on a node those of bf16 too.
+TEST(ComposedComm, SumsGoAlongTheChain) {
+  for (const auto& [nodes, local_size] : {Layout{3, 2}, Layout{4, 3}}) {
+    run_composed_threads(nodes, local_size, options(), [](Communicator& c) {
+      for (bool accumulate : {false, true}) {
+        test::exercise_reduce_scatter(c, {}, {200'001, 5, 0, 70'000}, DType::F32, accumulate, false, 1);
+        test::exercise_reduce_scatter(c, {}, {200'001, 5, 0, 70'000}, DType::BF16, accumulate, false, 2);
+      }
+      test::exercise_reduce_scatter(c, {}, {200'001}, DType::F32, false, true, 3);
+      test::exercise_reduction<float>(c, 700'001, ReduceOp::Sum, -1, 4);
+      test::exercise_reduction<bf16>(c, 700'001, ReduceOp::Sum, -1, 5);
+    });
+  }
+}
+
 // More than a round of every algorithm, in segments that rounds cut.
 TEST(ComposedComm, LargeOperationsGoInRounds) {
   run_composed_threads(2, 2, options(), [](Communicator& c) {
