@@ -78,10 +78,14 @@ void QueuedOperation::wait() {
 void AsyncCommunicator::Worker::push(std::shared_ptr<QueuedOperation> operation) {
   {
     const std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
+    start();
     queue_.push(std::move(operation));
   }
   wake_.notify_one();
+}
+
+void AsyncCommunicator::Worker::start() {
+  if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
 }
 
 void AsyncCommunicator::Worker::loop() {
@@ -101,8 +105,9 @@ void AsyncCommunicator::Worker::loop() {
   }
 }
 
-bool AsyncCommunicator::Worker::idle() noexcept {
+bool AsyncCommunicator::Worker::idle() {
   const std::lock_guard lock(mutex_);
+  start();
   return queue_.empty() && !busy_;
 }
 

@@ -163,11 +163,12 @@ class AsyncCommunicator : public BaseCommunicator {
    public:
     explicit Worker(AsyncCommunicator& owner) : owner_(owner) {}
     void push(std::shared_ptr<QueuedOperation> operation);
-    bool idle() noexcept;    // all is worked off
+    bool idle();             // all is worked off; the thread is there, so that no later step has to start it
     void drain() noexcept;   // returns when it is
     void finish() noexcept;  // after the queue is empty
 
    private:
+    void start();  // under mutex_
     void loop();
     AsyncCommunicator& owner_;
     std::mutex mutex_;

@@ -4,9 +4,9 @@
 //
 //   all_gather, broadcast, gather: the lanes fetch what their node lacks, then the node shares it.
 //   all_to_all, scatter: the node sorts slices by lane, then the lanes swap them.
-//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds its ranks' and hands its sums to node 1, which
-//     goes on with the fold, and so on; the last node returns the sums. Where that would save no bytes, slices go as in
-//     all_to_all and are folded by their owners.
+//   reduce_scatter: lane j folds the slices of all j-th ranks. Node 0 folds its ranks' and hands its sums to node 1,
+//     which goes on with the fold, and so on; the last node returns the sums. Where that would save no bytes, slices go
+//     as in all_to_all and are folded by their owners.
 //
 // Large operations go in rounds: while a node works on one, the next is on the network. This communicator does the work
 // of both parts in its own thread; what overlaps runs in the threads of the lanes. The parts share its fate: their

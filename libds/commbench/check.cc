@@ -65,7 +65,9 @@ Checker::Verdict Checker::check(const Operation& operation, const Task& task) {
 
   const Pattern p = pattern(operation, task);
   const std::vector<Region> outputs = operation.outputs(task);
-  if (options_.fault_rank == task.rank() && !outputs.empty()) {
+  if (options_.fault_rank == task.rank()) {
+    DS_CHECK(!outputs.empty(), Errc::Config, "rank {} receives nothing in {}, where a fault could be", task.rank(),
+             operation.name);
     std::byte byte{};
     endpoint_.device->download(&byte, outputs.front().data, 1);
     byte ^= std::byte{1};

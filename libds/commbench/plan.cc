@@ -55,6 +55,11 @@ std::string obstacle(const Operation& o, const Plan& plan, const Options& option
     return fmt::format("{} does not offer {} of {}; it offers {}", o.name, plan.reduction, plan.type,
                        fmt::join(offered, "; "));
   }
+  const bool folds = plan.dtype == DType::F32;
+  const bool combines = folds || plan.dtype == DType::F64 || plan.dtype == DType::I32 || plan.dtype == DType::I64;
+  if (std::ranges::find(options.backends, "openmpi") != options.backends.end() && o.reduces &&
+      !(o.has_slices ? folds : combines))
+    return fmt::format("Open MPI does not {} {}", o.has_slices ? "reduce-scatter" : "reduce", plan.type);
   if (options.only_in_place && !o.has_form(true, plan.dtype))
     return fmt::format("{} has no form in place{}", o.name, o.has_form(true, DType::F32) ? " in " + plan.type : "");
   if (o.has_data && plan.counts(o, options, ranks).empty())
@@ -115,6 +120,8 @@ Plan make_plan(const Options& o, int ranks) {
     }
     if (!known) refuse("operation", name, operations());
   }
+  DS_CHECK(o.fault_rank < 0 || std::ranges::any_of(plan.operations, &Operation::has_data), Errc::Config,
+           "a fault needs an operation that moves elements");
   return plan;
 }
 

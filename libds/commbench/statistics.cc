@@ -28,7 +28,11 @@ Statistics statistics_of(std::vector<double> times) {
   return s;
 }
 
-double median(std::vector<double> values) { return statistics_of(std::move(values)).p50; }
+double median(std::vector<double> values) {
+  std::ranges::sort(values);
+  const size_t half = values.size() / 2;
+  return values.size() % 2 == 1 ? values[half] : (values[half - 1] + values[half]) / 2;
+}
 
 LineFit fit_line(std::span<const double> bytes, std::span<const double> seconds) {
   DS_ASSERT(bytes.size() == seconds.size() && bytes.size() >= 2);

@@ -72,10 +72,13 @@ std::vector<double> Timer::one_by_one(const std::function<void()>& body) const {
 
 std::vector<double> Timer::over_ranks(const Operation& operation, std::vector<double> seconds) const {
   const Communicator& world = *endpoint_.world;
+  // Who answers does not see when the question was asked.
+  const bool asked = operation.is_exchange && operation.has_data;
+  const auto counts = [&](int rank) { return takes_part(operation, rank, world.size()) && !(asked && rank % 2 == 1); };
   int num_active = 0;
-  for (int r = 0; r < world.size(); ++r) num_active += takes_part(operation, r, world.size()) ? 1 : 0;
+  for (int r = 0; r < world.size(); ++r) num_active += counts(r) ? 1 : 0;
   for (double& s : seconds) s /= operation.messages;
-  return over_ranks(std::move(seconds), takes_part(operation, world.rank(), world.size()), num_active);
+  return over_ranks(std::move(seconds), counts(world.rank()), num_active);
 }
 
 std::vector<double> Timer::over_ranks(std::vector<double> seconds, bool active, int num_active) const {

@@ -94,7 +94,9 @@ refuses() {
   bench 2 --op all -b 1K -e 1K --backend openmpi --blocking
   [[ $output == *"Out of bounds values : 0 OK"* ]]
   run -2 --separate-stderr timeout 60 ds-commbench --ranks 2 --op all_reduce --dtype bfloat16 --backend openmpi -b 1K -e 1K
-  [[ $stderr == *"Open MPI does not reduce bf16"* ]]
+  [[ $stderr == *"Open MPI does not reduce bfloat16"* ]]
+  bench 2 --op all --dtype half -b 1K -e 1K --backend openmpi
+  assert_line "# left out: Open MPI does not reduce half"
 }
 
 @test "one rank needs no launcher, ds-launch starts others, and both print the same columns" {

@@ -115,6 +115,7 @@ std::vector<std::string> messages_of(int nodes, int local_size, double timeout_s
   std::vector<std::string> messages(static_cast<size_t>(nodes * local_size));
   try {
     run_composed_threads(nodes, local_size, options(timeout_s), [&](Communicator& c) {
+      c.barrier("all are there");
       try {
         body(c);
       } catch (const Error& e) {
