@@ -28,8 +28,9 @@ std::pmr::memory_resource* operation_memory() {
   class Pool final : public std::pmr::memory_resource {
    public:
     Pool() {
-      constexpr size_t kBlocks = 256;
-      for (size_t bytes = 16; bytes <= 2048; bytes *= 2) {
+      // Whatever classes of sizes the pool has.
+      constexpr size_t kBlocks = 64;
+      for (size_t bytes = 8; bytes <= 2048; bytes += bytes < 128 ? 8 : bytes < 512 ? 64 : 256) {
         std::array<void*, kBlocks> blocks;
         for (void*& b : blocks) b = pool_.allocate(bytes);
         for (void* b : blocks) pool_.deallocate(b, bytes);
