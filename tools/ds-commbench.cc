@@ -66,7 +66,12 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
   o.memory = a.memory == "shared" ? Memory::Shared : Memory::Ordinary;
   o.check = a.check != 0;
   o.links = !a.save.empty();
+  // One end of the sizes alone moves the other, if that is a default, out of its way.
+  if (app.count("--max-bytes") > 0 && app.count("--min-bytes") == 0) o.min_bytes = std::min(o.min_bytes, o.max_bytes);
+  if (app.count("--min-bytes") > 0 && app.count("--max-bytes") == 0) o.max_bytes = std::max(o.min_bytes, o.max_bytes);
   if (a.csv && out.json()) throw Error(Errc::Config, "--csv excludes --json");
+  if (a.csv && o.matrix && !o.ops.empty()) throw Error(Errc::Config, "--csv has one table: of --op, or of --matrix");
+  if (a.save == "-") throw Error(Errc::Config, "--save writes a file; \"-\" is none");
   if (a.min_busbw > 0 && o.ops.empty()) throw Error(Errc::Config, "--min-busbw needs --op");
   if (launched && a.ranks > 0 && a.ranks != ranks.world_size)
     throw Error(Errc::Config, fmt::format("--ranks {} under a launcher that started {}", a.ranks, ranks.world_size));
@@ -109,6 +114,10 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
   if (links) {
     links->write(links_json(result));
     links->commit();
+  }
+  if (a.min_busbw > 0 && result.average_bus_bw == 0) {
+    complain("--min-busbw: nothing that was measured has a bus bandwidth");
+    return exit_code(Errc::Config);
   }
   if (a.min_busbw > 0 && result.average_bus_bw < a.min_busbw) {
     complain(

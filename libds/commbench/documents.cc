@@ -140,7 +140,20 @@ std::string json_text(const Options& o, const Result& result, const std::vector<
   return document.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
+namespace {
+
+std::string pairs_csv(const Result& result) {
+  std::string text = "backend,from,to,link,bytes,latency_us,bandwidth_GB_per_s,back_GB_per_s,both_GB_per_s\n";
+  for (const Pair& p : result.pairs)
+    text += fmt::format("{},{},{},{},{},{},{},{},{}\n", p.backend, p.from, p.to, p.link, p.bytes, p.latency_s * 1e6,
+                        p.bandwidth * 1e-9, p.back_bandwidth * 1e-9, p.both_bandwidth * 1e-9);
+  return text;
+}
+
+}  // namespace
+
 std::string csv_text(const Result& result) {
+  if (result.rows.empty()) return pairs_csv(result);
   std::string text =
       "backend,op,size_bytes,count,type,redop,root,form,time_us,algbw_GB_per_s,busbw_GB_per_s,wrong,min_us,avg_us,"
       "max_us,p99_us,overlap_pct\n";

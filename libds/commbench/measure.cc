@@ -19,14 +19,15 @@
 namespace ds::commbench {
 namespace {
 
-constexpr i64 kLeastBytes = 64;  // of a buffer
+constexpr i64 kLeastBytes = 64;           // of a size of pairs
+constexpr i64 kHugePage = i64{2} << 20;  // buffers have at least one: small pages slow copies between processes
 
 // An endpoint with what measuring it needs.
 class Bench {
  public:
   Bench(const Options& options, const Plan& plan, Endpoint& endpoint)
       : options_(options), plan_(plan), endpoint_(endpoint), timer_(endpoint, options), checker_(endpoint, options) {
-    const i64 largest = std::max(options.max_bytes, kLeastBytes);
+    const i64 largest = std::max(options.max_bytes, kHugePage);
     source_ = take(source_bytes(largest));
     target_ = take(target_bytes(largest, endpoint.world->size()));
     if (std::ranges::any_of(plan.operations, &Operation::measures_overlap)) computation_.emplace(*endpoint.device);

@@ -145,7 +145,10 @@ std::vector<Region> of_partner(const Task& t) {
 // osu_latency: there and back.
 void ping_pong(const Task& t, Tickets& tickets) {
   if (!has_partner(t)) return;
-  if (is_first(t)) return send_and_receive(t, partner(t), partner(t), tickets);
+  if (is_first(t)) {
+    t.comm.send(t.source, t.bytes(t.count), partner(t), kTag).wait();
+    return tickets.push_back(t.comm.recv(t.target, t.bytes(t.count), partner(t), kTag));
+  }
   t.comm.recv(t.target, t.bytes(t.count), partner(t), kTag).wait();
   tickets.push_back(t.comm.send(t.source, t.bytes(t.count), partner(t), kTag));
 }

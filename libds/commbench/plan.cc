@@ -60,6 +60,8 @@ std::string obstacle(const Operation& o, const Plan& plan, const Options& option
   if (std::ranges::find(options.backends, "openmpi") != options.backends.end() && o.reduces &&
       !(o.has_slices ? folds : combines))
     return fmt::format("Open MPI does not {} {}", o.has_slices ? "reduce-scatter" : "reduce", plan.type);
+  if (options.backends.size() == 2 && o.measures_overlap)
+    return fmt::format("{} is not compared: a line has no room for what it measures", o.name);
   if (options.only_in_place && !o.has_form(true, plan.dtype))
     return fmt::format("{} has no form in place{}", o.name, o.has_form(true, DType::F32) ? " in " + plan.type : "");
   if (o.has_data && plan.counts(o, options, ranks).empty())
@@ -100,6 +102,8 @@ Plan make_plan(const Options& o, int ranks) {
   DS_CHECK(o.step_bytes > 0 || o.factor >= 2, Errc::Config, "sizes that grow by a factor of {} do not grow", o.factor);
   DS_CHECK(o.iterations >= 1 && o.warmup >= 0, Errc::Config, "{} iterations after {} to warm up", o.iterations,
            o.warmup);
+  DS_CHECK(o.backends.size() < 2 || !o.stats, Errc::Config,
+           "a comparison has no room for --stats: measure the backends one after the other");
   DS_CHECK(o.root >= 0 && o.root < ranks, Errc::Config, "root {} is not one of {} ranks", o.root, ranks);
   DS_CHECK(o.fault_rank < ranks, Errc::Config, "rank {} for a fault is not one of {} ranks", o.fault_rank, ranks);
   DS_CHECK(o.fault_rank < 0 || o.check, Errc::Config, "a fault is only found where elements are checked");

@@ -178,12 +178,12 @@ std::string text_footer(const Options& o, const Result& result) {
   }
   text += "#\n";
   for (const Link& l : result.links)
-    text += fmt::format("# link {} {}: latency {:.2f} us, bandwidth {:.2f} GB/s ({} pair{})\n", l.backend, l.link,
+    text += fmt::format("# link {} {}: latency {:.3g} us, bandwidth {:.3g} GB/s ({} pair{})\n", l.backend, l.link,
                         l.latency_s * 1e6, l.bandwidth / 1e9, l.pairs, l.pairs == 1 ? "" : "s");
   for (const AlphaBeta& m : result.models)
-    text += fmt::format("# model {} {} {}: alpha {:.2f} us, bandwidth {} GB/s (error {:.0f} %)\n", m.backend, m.op,
+    text += fmt::format("# model {} {} {}: alpha {:.3g} us, bandwidth {} GB/s (error {:.0f} %)\n", m.backend, m.op,
                         m.form, m.alpha_s * 1e6,
-                        m.beta_s_per_byte > 0 ? fmt::format("{:.2f}", 1e-9 / m.beta_s_per_byte) : "unbounded",
+                        m.beta_s_per_byte > 0 ? fmt::format("{:.3g}", 1e-9 / m.beta_s_per_byte) : "unbounded",
                         100 * m.error);
   if (result.rows.empty()) return text;
   text += fmt::format("# {:<20} : {} {}\n", "Out of bounds values", result.num_wrong,

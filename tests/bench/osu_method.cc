@@ -6,6 +6,7 @@
 
 #include <fmt/format.h>
 #include <mpi.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -25,8 +26,7 @@ constexpr int kWindow = 64;
 constexpr int kSkip =
     2;  // times the iterations, before they count: the system moves new processes between cores for a while
 
-// Aligned to pages and as large as the largest message of theirs: the system may give such memory in huge pages, which
-// copies between processes feel.
+// In huge pages where the system has them, as ds-commbench's are: copies between processes feel it.
 class Buffers {
  public:
   explicit Buffers(int bytes) : in_(take(bytes)), out_(take(bytes)) {}
@@ -38,8 +38,10 @@ class Buffers {
     void operator()(char* p) const noexcept { std::free(p); }
   };
   static std::unique_ptr<char, Free> take(int bytes) {
-    const auto size = static_cast<size_t>(align_up(std::max(bytes, 4 << 20), 4096));
-    std::unique_ptr<char, Free> p(static_cast<char*>(std::aligned_alloc(4096, size)));
+    constexpr int kHugePage = 2 << 20;
+    const auto size = static_cast<size_t>(align_up(std::max(bytes, 4 << 20), kHugePage));
+    std::unique_ptr<char, Free> p(static_cast<char*>(std::aligned_alloc(kHugePage, size)));
+    madvise(p.get(), size, MADV_HUGEPAGE);
     std::memset(p.get(), 1, size);
     return p;
   }

@@ -99,6 +99,17 @@ refuses() {
   assert_line "# left out: Open MPI does not reduce half"
 }
 
+@test "pairs as CSV; one end of the sizes is enough; what has no bandwidth is told" {
+  run -0 --separate-stderr timeout 60 ds-commbench --ranks 2 --matrix -e 1K --csv -n 5
+  assert_line "backend,from,to,link,bytes,latency_us,bandwidth_GB_per_s,back_GB_per_s,both_GB_per_s"
+  assert_line --regexp '^shm,0,1,[a-z]+,1024,[0-9.e-]+,[0-9.e-]+,[0-9.e-]+,[0-9.e-]+$'
+  bench 2 --op all_reduce -e 64
+  refuses 2 "a comparison has no room for --stats" --ranks 2 --op all_gather --compare mpi --stats
+  refuses 2 "overlap is not compared" --ranks 2 --op overlap --compare mpi
+  refuses 2 "nothing that was measured has a bus bandwidth" --op barrier -n 2 --min-busbw 1 --csv --output out.csv
+  refuses 2 "a fault needs an operation" --ranks 2 --matrix -e 1K --fault 0
+}
+
 @test "one rank needs no launcher, ds-launch starts others, and both print the same columns" {
   run -0 --separate-stderr ds-commbench --op all -b 4K -e 4K -n 2
   assert_line --partial "backend self"

@@ -14,16 +14,7 @@
 #include <thread>
 
 #include "../comm_exercise.h"
-
-// Counts what a step must not do. Out of line, or GCC sees through one half of a pair and warns.
-static std::atomic<long> num_news{0};
-[[gnu::noinline]] void* operator new(std::size_t n) {
-  ++num_news;
-  if (void* p = std::malloc(n)) return p;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* p) noexcept { std::free(p); }
-[[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
+#include "../counted_new.h"
 
 namespace ds {
 namespace {

@@ -164,6 +164,7 @@ DS_API std::string text_footer(const Options& options, const Result& result);
 // nccl-tests' JSON, schema version 3, with more keys. `args`, `environment` ("NAME=value"): of the process.
 DS_API std::string json_text(const Options& options, const Result& result, const std::vector<std::string>& args,
                              const std::vector<std::string>& environment);
+// Of the rows; of the pairs, where nothing else was measured.
 DS_API std::string csv_text(const Result& result);
 // "ds-links/1": what ds-memreport predicts the times of steps from.
 DS_API std::string links_json(const Result& result);
