@@ -83,6 +83,9 @@ class Environment {
       find_bundled_open_mpi();
       // A process that is forked to read a file from elsewhere (formats/confined.h) touches no memory of MPI's.
       ::setenv("OMPI_MCA_mpi_warn_on_fork", "0", 0);
+      // Over TCP without "put": its receiver asks for each large message, behind all that it is sending itself, so that
+      // the two directions of a link take turns.
+      ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
       check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
       ours() = true;
     }

@@ -81,7 +81,8 @@ class OpenMpiPeer final : public BaseCommunicator {
     } else {
       check(MPI_Irecv(s.target, bytes, MPI_BYTE, op.peer, 0, comm_, &request->request), "MPI_Irecv");
     }
-    if (under_way_.size() == under_way_.capacity())  // seldom, and without a call: messages of a few hundred ns are timed
+    if (under_way_.size() ==
+        under_way_.capacity())  // seldom, and without a call: messages of a few hundred ns are timed
       std::erase_if(under_way_, [](const auto& r) { return r->request == MPI_REQUEST_NULL; });
     under_way_.push_back(request);
     return Ticket(std::move(request));

@@ -19,7 +19,7 @@
 namespace ds::commbench {
 namespace {
 
-constexpr i64 kLeastBytes = 64;           // of a size of pairs
+constexpr i64 kLeastBytes = 64;          // of a size of pairs
 constexpr i64 kHugePage = i64{2} << 20;  // buffers have at least one: small pages slow copies between processes
 
 // An endpoint with what measuring it needs.
