@@ -205,15 +205,6 @@ void check_same_configuration(const Config& config, Communicator& world) {
 
 }  // namespace
 
-MeshShape mesh_shape(const Config& config, int world_size) {
-  const i64 replica = config.ranks_per_replica();
-  DS_ASSERT(world_size % replica == 0);
-  return {.dp = narrow<int>(world_size / replica),
-          .pp = narrow<int>(config.pipeline.stages),
-          .tp = narrow<int>(config.tensor_parallel.tp_size),
-          .sp = narrow<int>(config.sequence_parallel_size)};
-}
-
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape) {
   std::unique_ptr<Communicator> world = connect(config, ranks, shape, !device.is_host());
   const CommOptions options{

@@ -22,9 +22,6 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
 // How many ranks of the node take this one's GPU.
 int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept;
 
-// The axes of the configuration, which its reader has found to fit the world; dp is what is left.
-MeshShape mesh_shape(const Config& config, int world_size);
-
 // The world over host memory, and the axes of `shape`, which has all ranks, over the device's. Throws Errc::Config for
 // a backend that cannot serve these ranks. Collective.
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape);

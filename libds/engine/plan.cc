@@ -10,11 +10,6 @@
 
 namespace ds::engine {
 
-Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
-    : model(model::make_model(config.model, config.data.seq_length,
-                              report::shard_of(config, mesh, coord_of(mesh, rank)))),
-      plan(report::make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
-
 namespace {
 
 report::PlanChart chart_of(const Config& config, int world_size) {
@@ -24,7 +19,7 @@ report::PlanChart chart_of(const Config& config, int world_size) {
                           .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                           .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  for (const StagePlan& s : plan_stages(config, mesh_shape(config, world_size), resolve_device(config))) {
+  for (const StagePlan& s : plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config))) {
     report::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
@@ -45,7 +40,7 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
     for (int r = 0; r < mesh.world(); ++r) {
       if (coord_of(mesh, r).pp == stage) s.ranks.push_back(r);
     }
-    const Planned planned(config, mesh, s.ranks.front(), device);
+    const report::Planned planned(config, mesh, s.ranks.front(), device);
     for (const report::ChunkPlan& c : planned.plan.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
@@ -76,7 +71,7 @@ NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, in
     if (!of_stage.contains(stage)) {
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share
-      const Planned planned(config, mesh, rank_at(mesh, coord), device);
+      const report::Planned planned(config, mesh, rank_at(mesh, coord), device);
       of_stage[stage] = {planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]};
     }
     sum.device += of_stage[stage].device;

@@ -1,18 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A run's plan, of one rank and of all: the model of a rank and the RunPlan that reads it.
+// A run's plan, of all its ranks.
 
 #include "ds/train.h"
-#include "model/models.h"
-#include "report/run_plan.h"
+#include "report/planned.h"
 
 namespace ds::engine {
-
-struct Planned {
-  model::Model model;
-  report::RunPlan plan;
-  Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device);
-};
 
 // Stage by stage, as RunPrediction has it.
 std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device);

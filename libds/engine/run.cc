@@ -57,8 +57,8 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 namespace {
 
 RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
-  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
-  const engine::Planned planned(config, mesh, ranks.rank, device.kind());
+  const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
+  const report::Planned planned(config, mesh, ranks.rank, device.kind());
   const auto& [model, plan] = planned;
   RunPrediction p;
   p.stages = engine::plan_stages(config, mesh, device.kind());
@@ -218,7 +218,7 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
   }
   const probe::AvailableMemory node = probe::available_memory();
   const i64 host = on_cpu ? 0
-                          : engine::plan_memory(config, engine::mesh_shape(config, ranks.world_size),
+                          : engine::plan_memory(config, report::mesh_shape(config, ranks.world_size),
                                                 ranks.rank - ranks.local_rank, ranks.local_world_size, 1, device.kind())
                                 .host;
   DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
@@ -232,7 +232,7 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
   check_memory(*device, config, ranks);
-  mesh = engine::make_mesh(config, ranks, *device, engine::mesh_shape(config, ranks.world_size));
+  mesh = engine::make_mesh(config, ranks, *device, report::mesh_shape(config, ranks.world_size));
   backend = mesh->dp().backend();
   if (is_root()) {
     std::string why;
@@ -535,8 +535,8 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   s.config = config;
   s.ranks = ranks;
   s.options = options;
-  const MeshShape mesh = engine::mesh_shape(config, ranks.world_size);
-  const engine::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
+  const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
+  const report::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
   s.open_data(plan.mesh.dp);
   s.step_dir = s.find_resumed();

@@ -176,10 +176,10 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   return acts;
 }
 
-i64 RunPlan::parts_elems(model::ParamRow::Parts parts) const {
+i64 RunPlan::parts_elems(model::ParamRow::Parts parts, int dp_rank) const {
   i64 elems = 0;
   if (mesh.tp == 1) return elems;
-  for (const zero::Piece& piece : layout.owned_pieces(dp_rank())) {
+  for (const zero::Piece& piece : layout.owned_pieces(dp_rank)) {
     const i64 unit = layout.segments()[static_cast<size_t>(piece.segment)].unit;
     const i64 row = piece.param - layout.units()[static_cast<size_t>(unit)].first_param;
     if (rows[static_cast<size_t>(unit)][static_cast<size_t>(row)].parts == parts) elems += piece.count;

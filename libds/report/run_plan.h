@@ -89,8 +89,9 @@ struct RunPlan {
   int dp_rank() const noexcept { return zero::shard_rank(mesh, coord); }
   // The segment of grad_layout that has the gradients of one of layout.
   i64 grad_segment(i64 segment) const noexcept;
-  // Elements of the owned slices of rows whose gradients are parts of a sum over tp.
-  i64 parts_elems(model::ParamRow::Parts parts) const;
+  // Elements of the slices that a rank of dp owns (this one) of rows whose gradients are parts of a sum over tp.
+  i64 parts_elems(model::ParamRow::Parts parts, int dp_rank) const;
+  i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
   bool counts(const zero::Piece& piece) const noexcept;
   static constexpr i64 kSharedUnit = zero::kSharedUnit;

@@ -83,7 +83,7 @@ class Arrangement {
       Part& part = parts_[static_cast<size_t>(rank)];
       part.device = make_cpu_device(*cpu_ops(), threads);
       part.mesh =
-          std::make_unique<Mesh>(std::move(comms[static_cast<size_t>(rank)]), engine::mesh_shape(config_, ranks),
+          std::make_unique<Mesh>(std::move(comms[static_cast<size_t>(rank)]), report::mesh_shape(config_, ranks),
                                  CommOptions{.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
       part.engine = std::make_unique<engine::Engine>(config_, *part.mesh, part.ledger, *part.device);
       part.engine->init_weights();

@@ -35,7 +35,7 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
         const auto device = make_test_device(1);
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
-        Mesh mesh(std::move(worlds[at]), engine::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
+        Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
                   over_device);
         traces[at] = train_on(*device, mesh, config, kSteps, hooks);
       } catch (...) {

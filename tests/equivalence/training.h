@@ -179,7 +179,7 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   const auto device = make_cpu_device(ops, num_threads);
   const int size = world->size();
   const CommOptions options{.timeout_s = 60, .progress_thread = config.zero.overlap_comm};
-  Mesh mesh(std::move(world), engine::mesh_shape(config, size), options);
+  Mesh mesh(std::move(world), report::mesh_shape(config, size), options);
   return train_on(*device, mesh, config, steps, hooks);
 }
 

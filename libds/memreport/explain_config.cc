@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+// The formulas of the field for a configuration.
+
+#include "ds/memreport.h"
+#include "memreport/explain.h"
+#include "report/planned.h"
+
+namespace ds::memreport {
+
+PaperStates paper_states(double params, int stage, int ranks) {
+  const ModelStates s = model_states(params, stage, ranks);
+  return {s.params, s.grads, s.optimizer, ranks > 1 ? zero_volume_elems(params, stage) : 0};
+}
+
+std::string explain(double params, int stage, int ranks) {
+  return explain(Subject{.params = params, .dp = ranks, .stage = stage});
+}
+
+std::string explain(const Config& config, const World& world) {
+  const ModelConfig& m = config.model;
+  const MeshShape mesh = report::mesh_shape(config, world.ranks);
+  const bool learned = !m.rotary();
+  Subject s;
+  s.params = static_cast<double>(model::make_model(m, config.data.seq_length).num_params());
+  s.model = {.layers = m.layers,
+             .hidden = m.hidden,
+             .heads = m.heads,
+             .kv_heads = m.kv_heads,
+             .head_dim = m.head_dim,
+             .ffn = m.intermediate,
+             .vocab = m.vocab_size,
+             .positions = learned ? m.max_positions : 0,
+             .gated = m.activation == Activation::Silu,
+             .biases = m.mlp_bias,
+             .rms_norm = m.rotary(),
+             .tied = m.tie_embeddings};
+  s.seq = config.data.seq_length;
+  s.micro_batch = config.batch.micro;
+  s.micro_batches = config.batch.accumulation;
+  s.dp = mesh.dp * mesh.sp;
+  s.tp = mesh.tp;
+  s.pp = mesh.pp;
+  s.chunks = config.pipeline.virtual_stages;
+  s.sequence_parallel = config.tensor_parallel.sequence_parallel;
+  s.stage = static_cast<int>(config.zero.stage);
+  s.recompute = config.activation_checkpointing.granularity;
+  s.layers_per_checkpoint = config.activation_checkpointing.interval;
+  return explain(s);
+}
+
+}  // namespace ds::memreport

@@ -1,0 +1,115 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <algorithm>
+#include <utility>
+
+#include "base/check.h"
+#include "ds/memreport.h"
+#include "model/building_blocks.h"
+#include "pipeline/simulate.h"
+#include "report/planned.h"
+
+namespace ds::memreport {
+namespace {
+
+RankGroup group_of(const report::Planned& planned) {
+  const report::RunPlan& plan = planned.plan;
+  RankGroup group;
+  group.stage = plan.coord.pp;
+  group.num_params = plan.layout.num_params();
+  for (size_t t = 0; t < plan.memory.size(); ++t) {
+    if (plan.memory[t] > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.memory[t]});
+  }
+  group.device_bytes = plan.total_memory();
+  group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
+  for (const auto& [name, count] : plan.traffic) {
+    if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
+  }
+  return group;
+}
+
+bool same(const RankGroup& a, const RankGroup& b) {
+  return a.num_params == b.num_params && a.memory == b.memory && a.traffic == b.traffic;
+}
+
+// Of the ranks that share parameters, the one that owns most of those that tp's ranks sum among themselves.
+MeshCoord busiest(const report::RunPlan& plan) {
+  using Parts = model::ParamRow::Parts;
+  MeshCoord most = plan.coord;
+  i64 elems = -1;
+  if (plan.mesh.tp == 1) return most;
+  for (int dp = 0; dp < plan.mesh.dp; ++dp) {
+    for (int sp = 0; sp < plan.mesh.sp; ++sp) {
+      const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
+      const int rank = zero::shard_rank(plan.mesh, coord);
+      const i64 n = plan.parts_elems(Parts::Group, rank) + plan.parts_elems(Parts::Copies, rank) * plan.mesh.tp;
+      if (n > elems) most = coord;
+      elems = std::max(elems, n);
+    }
+  }
+  return most;
+}
+
+report::Planned plan_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device) {
+  return {config, mesh, rank_at(mesh, coord), device};
+}
+
+// Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.
+std::vector<RankGroup> groups_of(const Config& config, const MeshShape& mesh, int stage, DeviceKind device) {
+  std::vector<RankGroup> groups;
+  i64 share = -1;
+  for (int tp = 0; tp < mesh.tp; ++tp) {
+    const model::Shard shard{.tp = mesh.tp, .tp_rank = tp};
+    const i64 V = config.model.vocab_size,
+              rows = model::vocab_begin(V, shard, tp + 1) - model::vocab_begin(V, shard, tp);
+    if (std::exchange(share, rows) != rows) {
+      const report::Planned any = plan_of(config, mesh, {.pp = stage, .tp = tp}, device);
+      const MeshCoord most = busiest(any.plan);
+      RankGroup group = most == any.plan.coord ? group_of(any) : group_of(plan_of(config, mesh, most, device));
+      if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
+    }
+    for (int dp = 0; dp < mesh.dp; ++dp) {
+      for (int sp = 0; sp < mesh.sp; ++sp)
+        groups.back().ranks.push_back(rank_at(mesh, {.dp = dp, .pp = stage, .tp = tp, .sp = sp}));
+    }
+  }
+  for (RankGroup& g : groups) std::ranges::sort(g.ranks);
+  return groups;
+}
+
+NodeBytes fullest_node(const Prediction& p) {
+  std::vector<i64> bytes(static_cast<size_t>(p.world.nodes), 0);
+  const int ranks_per_node = p.world.ranks / p.world.nodes;
+  for (const RankGroup& g : p.groups) {
+    for (const int rank : g.ranks)
+      bytes[static_cast<size_t>(rank / ranks_per_node)] += p.device == "cpu" ? g.device_bytes : g.host_bytes;
+  }
+  const auto most = std::ranges::max_element(bytes);
+  return {static_cast<int>(most - bytes.begin()), *most};
+}
+
+}  // namespace
+
+Prediction predict(const Config& config, const World& world, DeviceKind device) {
+  DS_CHECK(world.nodes >= 1 && world.ranks % world.nodes == 0, Errc::Config,
+           "{} ranks do not spread evenly over {} nodes", world.ranks, world.nodes);
+  if (device == DeviceKind::Auto) device = DeviceKind::Cpu;
+  Prediction p;
+  p.world = world;
+  p.mesh = report::mesh_shape(config, world.ranks);
+  p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
+  const model::Model whole = model::make_model(config.model, config.data.seq_length);
+  p.num_params = whole.num_params();
+  p.flops_per_token = whole.flops_per_token(config.data.seq_length);
+  p.tokens_per_step = config.batch.train * config.data.seq_length;
+  const pipeline::Costs costs;
+  p.bubble_fraction =
+      pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
+  for (int stage = 0; stage < p.mesh.pp; ++stage) {
+    for (RankGroup& g : groups_of(config, p.mesh, stage, device)) p.groups.push_back(std::move(g));
+  }
+  p.worst = static_cast<size_t>(std::ranges::max_element(p.groups, {}, &RankGroup::device_bytes) - p.groups.begin());
+  p.fullest = fullest_node(p);
+  return p;
+}
+
+}  // namespace ds::memreport

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where a configuration comes from: a file of it, a model, a checkpoint.
+
+#include <filesystem>
+#include <iostream>
+#include <iterator>
+
+#include "base/check.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "checkpoint/deepspeed.h"
+#include "checkpoint/manifest.h"
+#include "config/model_config.h"
+#include "ds/checkpoint.h"
+#include "ds/memreport.h"
+
+namespace ds::memreport {
+namespace fs = std::filesystem;
+namespace {
+
+constexpr i64 kMaxConfig = i64{16} << 20, kMaxManifest = i64{4} << 30;
+
+struct Text {
+  std::string text, name;
+  int ranks = 0;  // that it is of; 0: not told
+};
+
+// What a model alone does not say.
+Text of_model(const Json& model, std::string name) {
+  const Json config = {{"model", model}, {"bf16", {{"enabled", true}}}, {"train_micro_batch_size_per_gpu", 1}};
+  return {config.dump(), std::move(name)};
+}
+Text of_model_file(const std::string& path) { return of_model({{"path", path}}, path); }
+
+Text of_checkpoint(const std::string& dir) {
+  DS_CHECK(!is_deepspeed(dir), Errc::Unavailable,
+           "{}: a DeepSpeed checkpoint does not say which model it is of: give its config.json, with the ranks and the "
+           "ZeRO stage",
+           dir);
+  const std::string step = find_checkpoint(dir), path = fmt::format("{}/{}", step, kManifestName);
+  const CheckpointMeta meta = parse_manifest(read_text_file(path, kMaxManifest), path).meta;
+  if (!meta.config_json.empty()) return {meta.config_json, path, narrow<int>(meta.world_size)};
+  DS_CHECK(!meta.model_config_json.empty(), Errc::Unavailable, "{} does not say which model it is of", step);
+  std::string why;
+  const std::optional<ModelConfig> model = known_model(Json::parse(meta.model_config_json), why);
+  DS_CHECK(model.has_value(), Errc::Unavailable, "{}: {}", step, why);
+  return of_model(model_json(*model), path);
+}
+
+bool is_model(const Json& json) {
+  return json.is_object() && !json.contains("model") &&
+         (json.contains("model_type") || json.contains("hidden_size") || json.contains("n_embd"));
+}
+
+Text text_of(const std::string& path) {
+  if (path == "-") return {std::string(std::istreambuf_iterator<char>(std::cin), {}), "standard input"};
+  std::error_code ignored;
+  if (fs::is_directory(path, ignored)) {
+    return fs::exists(path + "/config.json", ignored) ? of_model_file(path) : of_checkpoint(path);
+  }
+  Text t{read_text_file(path, kMaxConfig), path};
+  try {
+    if (is_model(parse_json(t.text, path, {.places = false}).root)) return of_model_file(path);
+  } catch (const JsonError&) {  // which the reader of configurations tells as one of its own
+  }
+  return t;
+}
+
+}  // namespace
+
+Source open_source(const std::string& path, std::span<const std::string> overrides, int ranks) {
+  const Text t = text_of(path);
+  Source source;
+  source.ranks = ranks > 0 ? ranks : std::max(t.ranks, 1);
+  source.config = parse_config(t.text, t.name, overrides, source.ranks, ConfigUse::Inspect);
+  if (source.config.ok() && source.config.config.model.layers == 0)
+    source.config.diagnostics.push_back(
+        {.source = t.name, .key = "model", .message = "is missing: {\"path\": ...}, or {\"type\": ...} with sizes"});
+  return source;
+}
+
+}  // namespace ds::memreport

@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include "base/json.h"
+#include "ds/memreport.h"
+#include "ds/units.h"
+
+namespace ds::memreport {
+namespace {
+
+// Ascending ranks as "0-3, 8-11".
+std::string ranges_text(const std::vector<int>& ranks) {
+  std::string text;
+  for (size_t i = 0; i < ranks.size();) {
+    size_t end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) ++end;
+    text += fmt::format("{}{}", text.empty() ? "" : ", ", ranks[i]);
+    if (end > i + 1) text += fmt::format("-{}", ranks[end - 1]);
+    i = end;
+  }
+  return text;
+}
+
+// The same, short enough for a table.
+std::string short_ranges(const std::vector<int>& ranks) {
+  constexpr size_t kWidth = 24;
+  const std::string text = ranges_text(ranks);
+  return text.size() <= kWidth ? text : fmt::format("{} ranks from {}", ranks.size(), ranks.front());
+}
+
+std::string axes_text(const MeshShape& mesh) {
+  std::string text;
+  const auto add = [&](const char* name, int degree) {
+    if (degree > 1) text += fmt::format("{}{} {}", text.empty() ? "" : ", ", name, degree);
+  };
+  add("dp", mesh.dp);
+  add("pp", mesh.pp);
+  add("tp", mesh.tp);
+  add("sp", mesh.sp);
+  return text.empty() ? "alone" : text;
+}
+
+std::string group_text(const RankGroup& g, const Prediction& p) {
+  std::string text = fmt::format("memory of {} {}{}\n", g.ranks.size() == 1 ? "rank" : "ranks", short_ranges(g.ranks),
+                                 p.groups.size() > 1 && &g == &p.worst_group() ? ", which need most" : "");
+  for (const TagBytes& t : g.memory) {
+    if (p.device == "cpu" || t.tag != "host") text += fmt::format("  {:<20} {:>14}\n", t.tag, bytes_text(t.bytes));
+  }
+  text += fmt::format("  {:<20} {:>14}\n", "total", bytes_text(g.device_bytes));
+  if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
+  return text;
+}
+
+std::string traffic_text(const RankGroup& g) {
+  std::string text = fmt::format("sent by each of ranks {} in a step\n", short_ranges(g.ranks));
+  for (const Traffic& t : g.traffic)
+    text +=
+        fmt::format("  {:<20} {:>14} in {} call{}\n", t.name, bytes_text(t.bytes), t.calls, t.calls == 1 ? "" : "s");
+  if (g.traffic.empty()) text += "  nothing\n";
+  return text;
+}
+
+std::string stages_text(const Prediction& p) {
+  std::string text = fmt::format("{:>5}  {:<24} {:>14} {:>14}\n", "stage", "ranks", "parameters", "memory");
+  for (const RankGroup& g : p.groups) {
+    text += fmt::format("{:>5}  {:<24} {:>14} {:>14}{}\n", g.stage, short_ranges(g.ranks), g.num_params,
+                        bytes_text(g.device_bytes), &g == &p.worst_group() ? "  most" : "");
+  }
+  return text;
+}
+
+}  // namespace
+
+std::string text(const Prediction& p, bool all) {
+  const double tokens = static_cast<double>(p.tokens_per_step);
+  std::string out = fmt::format("{} parameters; {} rank{} ({}) on {} node{}; {}\n", p.num_params, p.world.ranks,
+                                p.world.ranks == 1 ? "" : "s", axes_text(p.mesh), p.world.nodes,
+                                p.world.nodes == 1 ? "" : "s", p.device);
+  out += fmt::format("{} tokens per step; {:.4g} FLOPs per token, {:.4g} per step\n", p.tokens_per_step,
+                     p.flops_per_token, p.flops_per_token * tokens);
+  if (p.bubble_fraction > 0)
+    out += fmt::format("pipeline bubble: {:.1f} % of the ranks' time\n", 100 * p.bubble_fraction);
+  if (p.groups.size() > 1) out += "\n" + stages_text(p);
+  for (const RankGroup& g : p.groups) {
+    if (all || &g == &p.worst_group()) out += "\n" + group_text(g, p) + "\n" + traffic_text(g);
+  }
+  out += "\nEverything is taken before the first step and kept: the peak is the whole run.\n";
+  if (p.fullest.host_bytes > 0)
+    out += fmt::format("Host memory of node {}, the fullest: {}.\n", p.fullest.node, bytes_text(p.fullest.host_bytes));
+  return out;
+}
+
+std::string json(const Prediction& p) {
+  Json groups = Json::array();
+  for (const RankGroup& g : p.groups) {
+    Json memory = Json::object(), traffic = Json::object();
+    for (const TagBytes& t : g.memory) memory[t.tag] = t.bytes;
+    for (const Traffic& t : g.traffic) traffic[t.name] = {{"calls", t.calls}, {"bytes", t.bytes}};
+    groups.push_back({{"ranks", g.ranks},
+                      {"stage", g.stage},
+                      {"num_params", g.num_params},
+                      {"memory_bytes", memory},
+                      {"device_bytes", g.device_bytes},
+                      {"host_bytes", g.host_bytes},
+                      {"comm_per_step", traffic}});
+  }
+  return Json({{"world_size", p.world.ranks},
+               {"nodes", p.world.nodes},
+               {"mesh", {{"dp", p.mesh.dp}, {"pp", p.mesh.pp}, {"tp", p.mesh.tp}, {"sp", p.mesh.sp}}},
+               {"device", p.device},
+               {"num_params", p.num_params},
+               {"tokens_per_step", p.tokens_per_step},
+               {"flops_per_token", p.flops_per_token},
+               {"flops_per_step", p.flops_per_token * static_cast<double>(p.tokens_per_step)},
+               {"bubble_fraction", p.bubble_fraction},
+               {"groups", groups},
+               {"worst_group", p.worst},
+               {"fullest_node", {{"node", p.fullest.node}, {"host_bytes", p.fullest.host_bytes}}}})
+      .dump();
+}
+
+}  // namespace ds::memreport

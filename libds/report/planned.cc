@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report/planned.h"
+
+#include "base/check.h"
+
+namespace ds::report {
+
+MeshShape mesh_shape(const Config& config, int world_size) {
+  const i64 replica = config.ranks_per_replica();
+  DS_ASSERT(world_size % replica == 0);
+  return {.dp = narrow<int>(world_size / replica),
+          .pp = narrow<int>(config.pipeline.stages),
+          .tp = narrow<int>(config.tensor_parallel.tp_size),
+          .sp = narrow<int>(config.sequence_parallel_size)};
+}
+
+Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
+    : model(model::make_model(config.model, config.data.seq_length, shard_of(config, mesh, coord_of(mesh, rank)))),
+      plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}
+
+}  // namespace ds::report

@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A rank's part of the model, and the plan that reads it.
+
+#include "model/models.h"
+#include "report/run_plan.h"
+
+namespace ds::report {
+
+// The axes of the configuration, which its reader has found to fit the world; dp is what is left.
+MeshShape mesh_shape(const Config& config, int world_size);
+
+struct Planned {
+  model::Model model;
+  RunPlan plan;
+  Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device);
+};
+
+}  // namespace ds::report
