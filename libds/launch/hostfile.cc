@@ -15,6 +15,7 @@
 #include <unordered_map>
 
 #include "base/check.h"
+#include "base/utf8.h"
 
 namespace ds::launch {
 namespace {
@@ -33,22 +34,6 @@ std::string shown(std::string_view text) {
   for (const char c : text.substr(0, 60))
     out += c >= ' ' && c <= '~' ? std::string(1, c) : fmt::format("\\x{:02x}", static_cast<unsigned char>(c));
   return "'" + out + (text.size() > 60 ? "..." : "") + "'";
-}
-
-// Length of the UTF-8 sequence that begins a text; 0: none does. (RFC 3629: no surrogates, nothing overlong.)
-std::size_t utf8_length(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return i < text.size() ? static_cast<unsigned char>(text[i]) : 0u; };
-  const unsigned first = byte(0), second = byte(1);
-  if (first < 0x80) return 1;
-  const std::size_t length = first >= 0xc2 && first <= 0xdf   ? 2
-                             : first >= 0xe0 && first <= 0xef ? 3
-                             : first >= 0xf0 && first <= 0xf4 ? 4
-                                                              : 0;
-  for (std::size_t i = 1; i < length; ++i)
-    if ((byte(i) & 0xc0) != 0x80) return 0;
-  const bool overlong = (first == 0xe0 && second < 0xa0) || (first == 0xf0 && second < 0x90);
-  const bool beyond = (first == 0xed && second > 0x9f) || (first == 0xf4 && second > 0x8f);
-  return overlong || beyond ? 0 : length;
 }
 
 std::string what_no_text_has(std::string_view line) {

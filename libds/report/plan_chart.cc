@@ -117,23 +117,13 @@ std::string count_text(i64 n) {
   return fmt::format("{}", n);
 }
 
-// At most `width` bytes: the middle gives way, between characters of UTF-8.
-std::string clip(const std::string& text, size_t width) {
-  if (text.size() <= width || width < 5) return text;
-  const auto inside = [&](size_t at) { return (static_cast<u8>(text[at]) & 0xc0) == 0x80; };
-  size_t head = (width - 2) / 2, tail = text.size() - (width - 2 - head);
-  while (head > 0 && inside(head)) --head;
-  while (tail < text.size() && inside(tail)) ++tail;
-  return text.substr(0, head) + "~~" + text.substr(tail);
-}
-
 struct Column {
   std::string_view title;
   bool right;  // aligned
   std::vector<std::string> cells;
   size_t width() const {
     size_t most = title.size();
-    for (const std::string& cell : cells) most = std::max(most, cell.size());
+    for (const std::string& cell : cells) most = std::max(most, num_columns(cell));
     return most;
   }
 };
@@ -269,22 +259,6 @@ std::string text_legend(const PlanChart& chart, const Grid& grid) {
   }
   return text;
 }
-
-std::string xml(std::string_view text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += static_cast<u8>(c) < 0x20 ? '?' : c;
-    }
-  }
-  return out;
-}
-
-double hundredths(double x) { return std::round(x * 100) / 100; }
 
 // Later chunks are paler.
 u32 tint(u32 rgb, i64 chunk, int chunks) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "pipeline/simulate.h"
+#include "report/chart.h"
 
 namespace ds::report {
 
@@ -32,12 +33,7 @@ struct PlanChart {
   std::string time_unit = {};                 // of the timeline, such as "ms"; empty: not told
 };
 
-struct TextStyle {
-  int width = 80;       // columns, from 40 on; the table of stages takes up to 64
-  bool colour = false;  // ANSI escapes
-};
-
-// A line about the schedule, the table of stages, and one row per stage with its passes over time:
+// A line about the schedule, the table of stages (up to 64 columns), and one row per stage with its passes over time:
 //   F3 B3    forward and backward pass of micro-batch 3, B3--- a longer one
 //   b3 W3    gradient of the input, gradient of the weights
 //   F3a      a, b, ...: the chunk, if there are several

@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report/chart.h"
+
+#include <gtest/gtest.h>
+
+#include "well_formed.h"
+
+namespace ds::report {
+namespace {
+
+TEST(Chart, WhatATerminalOrXmlWouldObeyIsShownAsAQuestionMark) {
+  EXPECT_EQ(printable("a b"), "a b");
+  EXPECT_EQ(printable("x\n\x01\x7f\x1b[31my"), "x????[31my");
+  EXPECT_EQ(printable("Gr\u00f6\u00dfe \u65e5\u672c \U0001f600"), "Gr\u00f6\u00dfe \u65e5\u672c \U0001f600");
+  EXPECT_EQ(printable("\u009b31m \ufffe \uffff"), "?31m ? ?");
+  EXPECT_EQ(printable("\xff\xc3 \xed\xa0\x80 \xc0\xaf"), "?? ??? ??");
+  EXPECT_EQ(printable(std::string_view("\0a", 2)), "?a");
+}
+
+TEST(Chart, ColumnsAreThoseOfATerminal) {
+  EXPECT_EQ(num_columns(""), 0u);
+  EXPECT_EQ(num_columns("abc"), 3u);
+  EXPECT_EQ(num_columns("\u00e4\u00f6"), 2u);
+  EXPECT_EQ(num_columns("\u65e5\u672c"), 4u);
+  EXPECT_EQ(num_columns("\U0001f600"), 2u);
+}
+
+TEST(Chart, WhatIsTooWideLosesItsMiddle) {
+  EXPECT_EQ(clip("abcdefghij", 10), "abcdefghij");
+  EXPECT_EQ(clip("abcdefghij", 9), "abc~~ghij");
+  EXPECT_EQ(clip("abcdefghij", 5), "a~~ij");
+  EXPECT_EQ(clip("abcdefghij", 4), "abcd");
+  EXPECT_EQ(clip("abcdefghij", 0), "");
+  EXPECT_EQ(clip("\u65e5\u672c\u8a9e\u6587\u5b57", 9), "\u65e5~~\u6587\u5b57") << "half a character is none";
+  EXPECT_EQ(clip("\u00e4\u00e4\u00e4\u00e4\u00e4\u00e4", 5), "\u00e4~~\u00e4\u00e4");
+  for (size_t width = 0; width < 24; ++width)
+    EXPECT_LE(num_columns(clip("a\u65e5b\u672cc\U0001f600d\xff\u00e4\u8a9e\u6587", width)), width);
+}
+
+TEST(Chart, XmlIsEscaped) {
+  EXPECT_EQ(xml("<a & \"b\">\x01"), "&lt;a &amp; &quot;b&quot;&gt;?");
+  EXPECT_EQ(xml("\u00e4 'c'"), "\u00e4 'c'");
+}
+
+TEST(Chart, TheTestsOfXmlFindWhatIsMalformed) {
+  using ds::testing::malformed;
+  EXPECT_EQ(malformed("<!DOCTYPE html>\n<a x=\"1\">&lt;<b/></a>\n"), std::nullopt);
+  for (const char* text : {"<a><b></a>", "<a x=1></a>", "<a>", "<a/><b/>", "<a>&</a>", "<a>\x01</a>", "<a>\xff</a>",
+                           "<a><0.1 %</a>", "x<a/>"}) {
+    EXPECT_NE(malformed(text), std::nullopt) << text;
+  }
+}
+
+}  // namespace
+}  // namespace ds::report
