@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-memreport: what a run needs.
 
-#include <limits>
 #include <optional>
 
+#include "common/copying.h"
 #include "common/tool.h"
 #include "ds/memreport.h"
 
@@ -15,7 +15,7 @@ using tools::Output;
 using Json = nlohmann::ordered_json;
 
 struct Arguments {
-  std::string source, dtype, checkpointing, device;
+  std::string source, plot, memory, dtype, checkpointing, device;
   std::vector<std::string> set;
   double params = 0;
   int ranks = 0, nodes = 1;                                                     // ranks 0: the source's
@@ -78,8 +78,24 @@ DeviceKind device_of(const Arguments& a, const Config& config) {
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
 }
 
-int run(const Arguments& a, Output& out) {
-  if (a.params > 0) return of_params(a, out);
+void plot(const memreport::Prediction& p, i64 limit, Output& file) {
+  const auto ends = [&](std::string_view end) { return file.file().ends_with(end); };
+  file.write(ends(".svg") ? memreport::plot_svg(p, limit) : memreport::plot_html(p, limit));
+  file.commit();
+}
+
+int run(const Arguments& a, const CLI::App& app, Output& out) {
+  const i64 limit = a.memory.empty() ? 0 : tools::parse_bytes("--memory", a.memory);
+  const bool to_report = a.plot == "-";
+  if (!a.plot.empty() && !to_report && !a.plot.ends_with(".svg") && !a.plot.ends_with(".html"))
+    throw Error(Errc::Config, fmt::format("--plot {}: ends in neither .svg nor .html, and is not \"-\"", a.plot));
+  if (to_report && out.json()) throw Error(Errc::Config, "--plot - excludes --json");
+  std::optional<Output> picture;
+  if (!a.plot.empty() && !to_report) check_report(app, picture.emplace(out.tool(), a.plot, false, "--plot"));
+  if (a.params > 0) {
+    if (!a.plot.empty()) throw Error(Errc::Config, "--plot draws ranks of a model: --params alone has none");
+    return of_params(a, out);
+  }
   if (a.source.empty()) throw Error(Errc::Config, "give a configuration, a model, a checkpoint, or --params");
   const memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
   for (const Diagnostic& d : source.config.diagnostics)
@@ -88,6 +104,7 @@ int run(const Arguments& a, Output& out) {
   const Config& config = source.config.config;
   const memreport::World world{source.ranks, a.nodes};
   const memreport::Prediction p = memreport::predict(config, world, device_of(a, config));
+  if (picture) plot(p, limit, *picture);
   if (out.json()) {
     Json fields = Json::parse(memreport::json(p));
     if (a.explain) fields["explained"] = memreport::explain(config, world);
@@ -95,6 +112,7 @@ int run(const Arguments& a, Output& out) {
     return 0;
   }
   out.write(memreport::text(p, a.all));
+  if (to_report) out.print("\n{}", memreport::plot_text(p, limit, out.columns(), out.colour()));
   if (a.explain) out.print("\n{}", memreport::explain(config, world));
   return 0;
 }
@@ -150,6 +168,10 @@ int main(int argc, char** argv) {
             ->group("In place of the configuration's");
         app.add_flag("--all-ranks", a.all, "every rank by tag, not the one that needs most")->group("Result");
         app.add_flag("--explain", a.explain, "the formulas of the field with these numbers in them")->group("Result");
-        return [&](Output& out) { return run(a, out); };
+        app.add_option("--plot", a.plot, "bars of each rank's memory: a file .svg or .html; \"-\": in the report")
+            ->type_name("FILE")
+            ->group("Result");
+        app.add_option("--memory", a.memory, "of a rank, drawn as a limit: 80GiB")->type_name("SIZE")->group("Result");
+        return [&](Output& out) { return run(a, app, out); };
       });
 }

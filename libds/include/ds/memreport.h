@@ -84,6 +84,12 @@ DS_API std::string text(const Prediction& prediction, bool all);
 // As a JSON object.
 DS_API std::string json(const Prediction& prediction);
 
+// The memory of each rank as stacked bars. `limit`: bytes that each rank has; 0: not told. As text for a terminal of so
+// many columns; the others need nothing else to be shown.
+DS_API std::string plot_text(const Prediction& prediction, i64 limit, int columns, bool colour);
+DS_API std::string plot_svg(const Prediction& prediction, i64 limit);
+DS_API std::string plot_html(const Prediction& prediction, i64 limit);
+
 // Model states of one rank in the ZeRO paper's accounting: 16-bit parameters and gradients, 12 bytes of optimizer.
 struct PaperStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes

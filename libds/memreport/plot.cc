@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: Apache-2.0
+// A prediction as a bar chart.
+
+#include <fmt/format.h>
+
+#include "ds/memreport.h"
+#include "memreport/bar_chart.h"
+
+namespace ds::memreport {
+namespace {
+
+BarChart chart_of(const Prediction& p, i64 limit) {
+  BarChart chart{
+      .title = fmt::format("memory of each rank, predicted: {} parameters over {} ranks", p.num_params, p.world.ranks)};
+  std::vector<Bar> bars(static_cast<size_t>(p.world.ranks));
+  for (const RankGroup& g : p.groups) {
+    Bar bar{.label = {}, .worst = p.groups.size() > 1 && &g == &p.worst_group()};
+    for (const TagBytes& t : g.memory) {
+      if (p.device == "cpu" || t.tag != "host") bar.predicted.push_back({t.tag, t.bytes});
+    }
+    for (const int rank : g.ranks) {
+      Bar& of_rank = bars[static_cast<size_t>(rank)] = bar;
+      of_rank.label = fmt::format("rank {}", rank);
+    }
+  }
+  chart.bars = std::move(bars);
+  if (limit > 0) chart.limit = limit;
+  return merge_equal(std::move(chart));
+}
+
+}  // namespace
+
+std::string plot_text(const Prediction& p, i64 limit, int columns, bool colour) {
+  return bar_text(chart_of(p, limit), {.width = columns, .colour = colour});
+}
+std::string plot_svg(const Prediction& p, i64 limit) { return bar_svg(chart_of(p, limit)); }
+std::string plot_html(const Prediction& p, i64 limit) { return bar_html(chart_of(p, limit)); }
+
+}  // namespace ds::memreport
