@@ -81,14 +81,18 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64, bool a
 i64 attention_flops(const TensorView& q, const TensorView& k, const AttentionParams& p, i64 per_pair) noexcept {
   return per_pair * q.dim(3) * q.dim(0) * q.dim(2) * visible_pairs(q.dim(1), k.dim(1), p.causal, p.window);
 }
+std::array<i64, 3> attention_shape(const TensorView& q, const TensorView& k) noexcept {
+  return {q.dim(0) * q.dim(2), q.dim(1), k.dim(1)};
+}
 void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, const AttentionParams& p,
                    Stream& stream) noexcept {
-  count(stream, {"attention_fwd", q.dtype, attention_flops(q, k, p, 4), bytes_of({o, lse, q, k, v})});
+  count(stream,
+        {"attention_fwd", q.dtype, attention_flops(q, k, p, 4), bytes_of({o, lse, q, k, v}), attention_shape(q, k)});
 }
 void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
-  count(stream,
-        {"attention_bwd", q.dtype, attention_flops(q, k, p, 10), bytes_of({dq, dk, dv, dout, q, k, v, o, lse})});
+  count(stream, {"attention_bwd", q.dtype, attention_flops(q, k, p, 10), bytes_of({dq, dk, dv, dout, q, k, v, o, lse}),
+                 attention_shape(q, k)});
 }
 void attention_merge(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
                      Stream& stream) noexcept {
@@ -123,8 +127,8 @@ void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView m
 }
 void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
                 TensorView targets, i64, const CrossEntropyParams&, Stream& stream) noexcept {
-  count(stream,
-        {"vocab_grad", z.dtype, 0, bytes_of({losses, dz, sum, at_target, max, targets}) + (dz ? z.bytes() : 0)});
+  count(stream, {"vocab_grad", dz ? dz.dtype : z.dtype, 0,
+                 bytes_of({losses, dz, sum, at_target, max, targets}) + (dz ? z.bytes() : 0)});
 }
 
 void dropout(TensorView y, TensorView x, float, RngKey, i64, Stream& stream) noexcept {
