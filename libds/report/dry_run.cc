@@ -3,25 +3,11 @@
 
 #include <algorithm>
 
-#include "comm/base_communicator.h"
-
 namespace ds::report {
 namespace {
 
 using model::Mode;
 using pipeline::LayerCall;
-
-class Counter final : public BaseCommunicator {
- public:
-  Counter(int rank, int size) : BaseCommunicator("none", rank, size) {}
-  Buffer allocate(MemoryLedger&, Tag, i64) override { return {}; }
-  void throw_if_failed() const override {}
-  void abort(const Error&) noexcept override {}
-  i64 staging_bytes() const noexcept override { return 0; }
-
- private:
-  Ticket submit(Operation&&) override { return {}; }
-};
 
 // An op that does nothing, whatever its arguments.
 struct Nothing {
@@ -71,86 +57,121 @@ constexpr OpTable kNoOps = {.name = "none",
                             .judge = kNothing,
                             .adamw = kNothing};
 
-// The rows of a layer, without memory.
-std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype) {
-  std::vector<TensorView> views;
-  for (const model::ParamRow& row : rows)
-    views.push_back(row.shape.size() == 2 ? TensorView::of(nullptr, dtype, {row.shape[0], row.shape[1]})
-                                          : TensorView::of(nullptr, dtype, {row.numel()}));
-  return views;
+// What stands for memory: views with it are there, and nobody looks at it.
+float there = 0;
+
+TensorView present(DType dtype, std::initializer_list<i64> shape) { return TensorView::of(&there, dtype, shape); }
+
+void make_present(std::vector<model::LayerActs>& acts) {
+  for (model::LayerActs& a : acts) {
+    for (auto* views : {&a.saved, &a.gradients, &a.temporary, &a.exchange}) {
+      for (TensorView& v : *views) v.data = &there;
+    }
+    for (TensorView* v : {&a.output, &a.input_grad}) v->data = v->rank > 0 ? &there : nullptr;
+  }
+}
+
+// The context of a pass; an engine's has its memory in the places of these views.
+model::PassContext context_of(const model::Model& model, const RunPlan& plan, const Stage& stage) {
+  const i64 C = model.hidden, R = plan.B * plan.T, rows = model.shard.padded_rows(R), V = model.vocab_share();
+  model::PassContext ctx{.ops = stage.ops, .stream = stage.stream, .B = plan.B, .T = plan.T};
+  ctx.ids = ctx.targets = ctx.row_positions = ctx.token_types = present(DType::I32, {R});
+  ctx.positions = present(DType::I32, {plan.T});
+  if (plan.rope_elems > 0)
+    ctx.rope_cos = ctx.rope_sin = present(DType::F32, {plan.sequence_length, plan.rope_elems / plan.sequence_length});
+  ctx.losses = present(DType::F32, {R});
+  ctx.logits = present(DType::F32, {std::max<i64>(plan.logits_chunk, 1), V});
+  ctx.head_weight_grad = present(DType::F32, {V, C});
+  ctx.groups = {.shard = model.shard,
+                .tp = &stage.tp,
+                .sp = &stage.sp,
+                .partial = present(plan.work, {rows, C}),
+                .sum = present(DType::F32, {rows / plan.mesh.tp, C}),
+                .gathered = present(plan.work, {rows, C}),
+                .stats = present(DType::F32, {3, plan.logits_chunk}),
+                .sequence_length = plan.sequence_length};
+  return ctx;
 }
 
 }  // namespace
 
-std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan) {
-  Counter tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp), pp(plan.coord.pp, plan.mesh.pp);
-  const i64 C = model.hidden, rows = model.shard.padded_rows(plan.B * plan.T), V = model.vocab_share();
-  const auto none = [&](DType dtype, std::initializer_list<i64> shape) {
-    return TensorView::of(nullptr, dtype, shape);
-  };
-  Stream stream;
-  model::PassContext ctx{.ops = kNoOps, .stream = stream, .B = plan.B, .T = plan.T};
-  ctx.ids = ctx.targets = ctx.row_positions = ctx.token_types = none(DType::I32, {plan.B * plan.T});
-  ctx.losses = none(DType::F32, {plan.B * plan.T});
-  ctx.logits = none(DType::F32, {std::max<i64>(plan.logits_chunk, 1), V});
-  ctx.head_weight_grad = none(DType::F32, {V, C});
-  ctx.groups = {.shard = model.shard,
-                .tp = &tp,
-                .sp = &sp,
-                .partial = none(plan.work, {rows, C}),
-                .sum = none(DType::F32, {rows / plan.mesh.tp, C}),
-                .gathered = none(plan.work, {rows, C}),
-                .stats = none(DType::F32, {3, plan.logits_chunk}),
-                .sequence_length = plan.sequence_length};
-  // What stands for memory where an op's argument must be there to be wanted.
-  static float there = 0;
-  TensorView shared;
-  if (plan.tied()) shared = views_of(plan.rows[0], plan.work)[0];
+std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data) {
+  std::vector<TensorView> views;
+  for (const model::ParamRow& row : rows)
+    views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
+                                          : TensorView::of(data, dtype, {row.numel()}));
+  return views;
+}
 
-  // One micro-batch of each chunk.
-  for (const ChunkPlan& chunk : plan.chunks) {
-    if (plan.mesh.tp * plan.mesh.sp == 1) break;  // layers talk to nobody
+void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& stage,
+                 FunctionRef<void(size_t, Pass)> enter) {
+  const model::PassContext ctx = context_of(model, plan, stage);
+  const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
+  // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
+  const DType fresh = plan.grads.staged() ? DType::F32 : plan.wire;
+  const auto shared_of = [&](DType dtype) {
+    return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
+  };
+  const TensorView shared = shared_of(plan.work), shared_grad = shared_of(fresh);
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    const ChunkPlan& chunk = plan.chunks[c];
     model::ActivationPlanner planner;
-    std::vector<model::LayerActs> acts = plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape());
-    for (model::LayerActs& a : acts) {
-      for (TensorView& v : a.temporary) v.data = &there;
-      for (TensorView& v : a.gradients) v.data = &there;
-    }
+    std::vector<model::LayerActs> acts = plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape(), stream);
+    make_present(acts);
     for (const auto* calls : {&chunk.forward, &chunk.backward, &chunk.weight}) {
       for (const LayerCall& call : *calls) {
         const size_t at = static_cast<size_t>(call.layer - chunk.chunk.begin);
         const model::Layer& layer = *model.layers[static_cast<size_t>(call.layer)];
         const model::LayerActs& a = acts[at];
-        const std::vector<TensorView> own = views_of(layer.rows(), plan.work);
-        const model::RowViews views{own, shared};
-        const TensorView x = at > 0 ? acts[at - 1].output : none(plan.work, {plan.shape().stream_rows, C}),
-                         dy = none(plan.work, {plan.shape().stream_rows, C});
+        const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
+        const std::vector<TensorView> own = views_of(layer.rows(), weight ? fresh : plan.work, &there);
+        const model::RowViews views{own, weight ? shared_grad : shared};
+        const TensorView x = at > 0 ? acts[at - 1].output : stream, dy = stream;
         const bool again =
             calls == &chunk.backward && (call.again || call.kind == LayerCall::Kind::Forward);  // from a kept input
-        if (again && at > 0 && acts[at - 1].stash.rank > 0 && plan.partition_inputs) {
-          const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
-          tp.all_gather({&all, 1}, "tp.all_gather");
+        if (again) {
+          enter(c, Pass::Recompute);
+          if (at > 0 && acts[at - 1].stash.rank > 0 && plan.partition_inputs) {
+            const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
+            stage.tp.all_gather({&all, 1}, "tp.all_gather");
+          }
         }
         switch (call.kind) {
-          case LayerCall::Kind::Forward: layer.forward(ctx, views, x, a); break;
+          case LayerCall::Kind::Forward:
+            if (!again) enter(c, Pass::Forward);
+            layer.forward(ctx, views, x, a);
+            break;
           case LayerCall::Kind::BackwardInput:
             if (call.again) layer.recompute(ctx, views, x, a, chunk.chunk.keep_of(call.layer));
+            enter(c, Pass::BackwardInput);
             layer.backward_input(ctx, views, x, dy, a);
             break;
-          case LayerCall::Kind::BackwardWeight: layer.backward_weight(ctx, views, x, dy, a); break;
+          case LayerCall::Kind::BackwardWeight:
+            enter(c, Pass::BackwardWeight);
+            layer.backward_weight(ctx, views, x, dy, a);
+            break;
         }
       }
     }
   }
+}
+
+std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp),
+      pp(plan.coord.pp, plan.mesh.pp);
+  if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
+    Stream stream;
+    walk_layers(model, plan, {kNoOps, stream, tp, sp}, [](size_t, Pass) {});
+  }
 
   std::map<std::string, CommCount> messages;
-  for (const Counter* c : {&tp, &sp}) {
+  for (const CountingCommunicator* c : {&tp, &sp}) {
     for (const auto& [name, count] : c->counts())
       messages[name] = {plan.micro_batches * count.calls, plan.micro_batches * count.bytes};
   }
   tp.reset_counts();
 
-  const i64 stream_bytes = plan.shape().stream_rows * C * dtype_bytes(plan.work);
+  const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   const int peer = (plan.coord.pp + 1) % plan.mesh.pp;  // any: bytes are counted
   for (const pipeline::Instr& instr : plan.schedule) {
     const bool sends = instr.op == pipeline::Op::SendActivation || instr.op == pipeline::Op::SendGrad;
@@ -172,7 +193,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     tp.all_gather({&all, 1}, "tp.all_gather");
   }
 
-  for (const Counter* c : {&tp, &pp}) {
+  for (const CountingCommunicator* c : {&tp, &pp}) {
     for (const auto& [name, count] : c->counts()) {
       messages[name].calls += count.calls;
       messages[name].bytes += count.bytes;

@@ -1,13 +1,44 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a step's layers send: they are run with ops that do nothing and communicators that only count, so what is
-// predicted is what they do.
+// A step's layer calls without memory: what they send and what they compute is found by running them, with ops that do
+// nothing or count and communicators that only count. So what is predicted is what they do.
 
+#include "comm/base_communicator.h"
 #include "report/run_plan.h"
 
 namespace ds::report {
 
+// A rank of a group that is not there: calls are counted and done.
+class CountingCommunicator final : public BaseCommunicator {
+ public:
+  CountingCommunicator(int rank, int size) : BaseCommunicator("none", rank, size) {}
+  Buffer allocate(MemoryLedger&, Tag, i64) override { return {}; }
+  void throw_if_failed() const override {}
+  void abort(const Error&) noexcept override {}
+  i64 staging_bytes() const noexcept override { return 0; }
+
+ private:
+  Ticket submit(Operation&&) override { return {}; }
+};
+
+// What a call is part of. Recompute: what a layer has not kept, between the forward and the backward pass.
+enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
+inline constexpr size_t kPasses = 4;
+
+struct Stage {  // where the walk takes place
+  const OpTable& ops;
+  Stream& stream;
+  Communicator &tp, &sp;
+};
+// Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
+// engine's have data. `enter(chunk, pass)`: what follows is of this chunk (its place in RunPlan::chunks) and pass.
+void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& stage,
+                 FunctionRef<void(size_t chunk, Pass)> enter);
+
 // By "axis.collective", of one training step of one rank: tp, sp and pp, statistics left out.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan);
+
+// The rows of a layer, or their gradients, as views of that data.
+std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data);
 
 }  // namespace ds::report

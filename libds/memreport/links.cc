@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+// "ds-links/1" read back, and the time of messages by it.
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/json.h"
+#include "memreport/step_time.h"
+
+namespace ds::memreport {
+namespace {
+
+// Messages that a collective's slowest rank waits for one after the other, as rings and chains send them.
+double steps_of(std::string_view collective, int ranks) {
+  if (collective == "all_reduce") return 2.0 * (ranks - 1);
+  if (collective == "reduce_scatter" || collective == "all_gather" || collective == "all_to_all") return ranks - 1;
+  return 1;
+}
+
+}  // namespace
+
+Links read_links(std::string_view json, std::string_view name) {
+  const Json root = parse_json(json, name, {.places = false}).root;
+  try {
+    DS_CHECK(root.is_object() && root.value("schema", "") == "ds-links/1", Errc::Config,
+             "{}: no document of the schema ds-links/1", name);
+    Links links;
+    links.ranks = root.at("ranks").get<int>();
+    links.hosts = narrow<int>(std::max<size_t>(1, root.at("hosts").size()));
+    for (const Json& l : root.at("links"))
+      links.links.push_back({.backend = l.at("backend").get<std::string>(),
+                             .link = l.at("class").get<std::string>(),
+                             .latency_s = l.at("latency_s").get<double>(),
+                             .bandwidth = l.at("bandwidth_bytes_per_s").get<double>(),
+                             .pairs = l.value("pairs", 0)});
+    for (const Json& o : root.at("operations"))
+      links.operations.push_back({.op = o.at("op").get<std::string>(),
+                                  .backend = o.at("backend").get<std::string>(),
+                                  .form = o.value("form", ""),
+                                  .ranks = o.at("ranks").get<int>(),
+                                  .alpha_s = o.at("alpha_s").get<double>(),
+                                  .beta_s_per_byte = o.at("beta_s_per_byte").get<double>(),
+                                  .error = o.value("rms_relative_error", 0.0),
+                                  .min_bytes = o.value("min_bytes", i64{0}),
+                                  .max_bytes = o.value("max_bytes", i64{0})});
+    return links;
+  } catch (const Json::exception& e) {
+    throw Error(Errc::Config, fmt::format("{}: {}", name, e.what()));
+  }
+}
+
+Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node) {
+  // rank = ((pp * dp_size + dp) * sp_size + sp) * tp_size + tp; "dp" stands for dp and sp.
+  const int stride = axis == "tp" ? 1 : axis == "pp" ? mesh.dp * mesh.sp * mesh.tp : mesh.tp;
+  const int ranks = axis == "tp" ? mesh.tp : axis == "sp" ? mesh.sp : axis == "pp" ? mesh.pp : mesh.dp * mesh.sp;
+  return {.ranks = ranks, .over_network = ranks > 1 && stride * ranks > ranks_per_node};
+}
+
+double message_seconds(const Links& links, std::string_view collective, const Group& group, const CommCount& count) {
+  if (group.ranks == 1 || count.calls == 0 || collective == "recv") return 0;  // the sender's time is both sides'
+  const double calls = static_cast<double>(count.calls), bytes = static_cast<double>(count.bytes);
+  const std::string_view measured = collective == "send" ? "sendrecv" : collective;
+  const commbench::AlphaBeta* best = nullptr;
+  for (const commbench::AlphaBeta& o : links.operations) {
+    if (o.op != measured || o.ranks < 2 || (links.hosts > 1) != group.over_network) continue;
+    if (best == nullptr || std::abs(o.ranks - group.ranks) < std::abs(best->ranks - group.ranks)) best = &o;
+  }
+  if (best != nullptr) {
+    const double alpha = best->alpha_s * steps_of(collective, group.ranks) / steps_of(collective, best->ranks);
+    return calls * alpha + bytes * best->beta_s_per_byte;
+  }
+  const auto link = std::ranges::find_if(
+      links.links, [&](const commbench::Link& l) { return (l.link == "network") == group.over_network; });
+  DS_CHECK(link != links.links.end(), Errc::Config, "links: nothing is known of {} over {} ranks {}", collective,
+           group.ranks, group.over_network ? "of several nodes" : "of one node");
+  return calls * steps_of(collective, group.ranks) * link->latency_s + bytes / link->bandwidth;
+}
+
+}  // namespace ds::memreport

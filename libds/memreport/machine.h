@@ -1,0 +1,84 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Machine: how long an op takes on one rank while all ranks of its node compute, measured with the ops that training
+// calls, or given by peaks; as a value that is kept in JSON ("ds-machine/1"). The time of a call is the largest of what
+// its products, its bytes and its start take (the roofline: Williams, Waterman, Patterson 2009), with the rates of that
+// op at that size.
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "device/device.h"
+#include "report/op_tally.h"
+
+namespace ds::memreport {
+
+// A rate by the size of a call: between measured sizes linear in the logarithm of the size, beyond them constant.
+class Rate {
+ public:
+  Rate() = default;
+  explicit Rate(double per_s) : points_{{1.0, per_s}} {}
+  // (size, per second), sizes ascending, both above zero.
+  explicit Rate(std::vector<std::pair<double, double>> points) : points_(std::move(points)) {}
+
+  double at(double size) const noexcept;
+  double seconds(double size) const noexcept { return size > 0 ? size / at(size) : 0; }
+  bool empty() const noexcept { return points_.empty(); }
+  const std::vector<std::pair<double, double>>& points() const noexcept { return points_; }
+  bool operator==(const Rate&) const = default;
+
+ private:
+  std::vector<std::pair<double, double>> points_;
+};
+
+using OpRates = std::map<std::string, std::map<DType, Rate>, std::less<>>;
+
+struct Machine {
+  std::string device;  // "cpu.avx512_bf16"
+  int ranks_per_node = 1;
+  int threads = 1;  // of each rank
+  int cores = 1;    // of the node
+  // Computing and communicating have streams of their own, beside each other: a GPU.
+  bool own_stream = false;
+  double op_overhead_s = 0;  // the least time of a call
+  // FLOP/s: matmul by the FLOPs of a call, attention_fwd and attention_bwd by those of one head.
+  OpRates flops;
+  // B/s by the bytes of a call: of what fits in caches, and of memory.
+  Rate memory;
+  // B/s in caches of ops that compute more than they move; others go by `memory`.
+  OpRates bytes;
+
+  // Whether communication goes on beside computing without taking its cores.
+  bool hides_communication() const noexcept { return own_stream || cores > ranks_per_node * threads; }
+  // Of a large product; Errc::Config if nothing is known for this type.
+  double matmul_flops(DType dtype) const;
+  double seconds(const report::OpCall& call) const;
+  double seconds(const report::OpTally& tally) const;
+  bool operator==(const Machine&) const = default;
+};
+
+// Constant rates: what a data sheet says, or what part of it a user expects. Ops start in no time.
+Machine machine_of_peaks(DType dtype, double matmul_flops, double memory_bandwidth, int ranks_per_node);
+
+std::string machine_json(const Machine& machine);
+// Throws Errc::Config, naming `name`, for what is no such document.
+Machine read_machine(std::string_view json, std::string_view name);
+
+struct MeasureOptions {
+  int ranks = 1;    // of this node, which work at once
+  int threads = 1;  // of each
+  int cores = 0;    // 0: those that this process may run on
+  std::vector<DType> dtypes = {DType::F32, DType::BF16};
+  double seconds_per_op = 0.012;
+};
+using MakeDevice = std::function<std::unique_ptr<Device>(int rank)>;
+// Some two seconds. Of the calls of an op the first quartile counts: what others do on this machine makes calls slower,
+// never faster. Takes about 200 MiB for each rank for the time of the call. `make`: null for the CPU.
+Machine measure_machine(const MeasureOptions& options, const MakeDevice& make = {});
+
+}  // namespace ds::memreport

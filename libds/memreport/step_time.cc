@@ -1,0 +1,194 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memreport/step_time.h"
+
+#include <algorithm>
+
+#include "pipeline/simulate.h"
+
+namespace ds::memreport {
+namespace {
+
+using report::Pass;
+
+// A stage's terms.
+struct StageTime {
+  std::vector<pipeline::Costs> chunks;
+  double compute = 0, recompute = 0, in_layers = 0;
+  double exposed = 0, hidden = 0;
+  double optimizer = 0, publish = 0;
+  std::map<std::string, double> messages;
+
+  double busy() const noexcept { return compute + in_layers; }
+};
+
+class StageModel {
+ public:
+  StageModel(const StageWork& stage, i64 hidden, const Machine& machine, const Links* links)
+      : plan_(*stage.plan),
+        work_(*stage.work),
+        machine_(machine),
+        links_(links),
+        stream_bytes_(plan_.shape().stream_rows * hidden * dtype_bytes(plan_.work)) {}
+
+  StageTime run() && {
+    for (const report::ChunkWork& chunk : work_.chunks) time_.chunks.push_back(costs_of(chunk));
+    data_parallel();
+    behind_the_passes();
+    time_.optimizer += machine_.seconds(work_.optimizer);
+    return std::move(time_);
+  }
+
+ private:
+  double micro_batches() const noexcept { return static_cast<double>(work_.micro_batches); }
+
+  // Of messages under "axis.collective".
+  double seconds(const std::string& name, const CommCount& count) {
+    const size_t dot = name.find('.');
+    const Group group = group_of(plan_.mesh, name.substr(0, dot), machine_.ranks_per_node);
+    if (group.ranks == 1 || count.calls == 0) return 0;
+    DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", name,
+             group.ranks);
+    return message_seconds(*links_, std::string_view(name).substr(dot + 1), group, count);
+  }
+  double sent(const std::string& name, const CommCount& count) {
+    const double s = seconds(name, count);
+    if (s > 0) time_.messages[name] += s;
+    return s;
+  }
+
+  pipeline::Costs costs_of(const report::ChunkWork& chunk) {
+    const auto cost = [&](Pass pass) {
+      const report::PassWork& w = chunk.of(pass);
+      const double ops = machine_.seconds(w.ops);
+      double messages = 0;
+      for (const auto& [name, count] : w.messages)
+        messages += sent(name, {count.calls * work_.micro_batches, count.bytes * work_.micro_batches});
+      time_.compute += ops * micro_batches();
+      time_.in_layers += messages;
+      if (pass == Pass::Recompute) time_.recompute += ops * micro_batches();
+      return ops + messages / micro_batches();
+    };
+    const double gradients = machine_.seconds(chunk.gradients);
+    time_.compute += gradients;
+    pipeline::Costs costs;
+    costs.forward = cost(Pass::Forward);
+    costs.backward_input = cost(Pass::Recompute) + cost(Pass::BackwardInput);
+    costs.backward_weight = cost(Pass::BackwardWeight) + gradients / micro_batches();
+    costs.send = seconds("pp.send", {1, stream_bytes_});
+    return costs;
+  }
+
+  // Gathers and reductions beside the passes.
+  void data_parallel() {
+    const int P = zero::num_shards(plan_.mesh);
+    const CommCount reductions = plan_.traffic.at("dp.reduce_scatter");
+    // One rank's sums are its own gradients, folded all the same.
+    const double reduce = P > 1 ? sent("dp.reduce_scatter", reductions) : machine_.seconds(work_.reductions);
+    const CommCount gathers = gathers_of_passes();
+    const double gather = sent("dp.all_gather", gathers), all = reduce + gather;
+    double forward = 0, backward = 0;
+    for (const pipeline::Costs& c : time_.chunks) {
+      forward += c.forward * micro_batches();
+      backward += (c.backward_input + c.backward_weight) * micro_batches();
+    }
+    // Local sums of micro-batches are reduced beside the last one's backward pass.
+    double beside = plan_.grads.reduce_each_micro ? backward : backward / micro_batches();
+    if (gathers.calls > 0) beside = forward + backward;
+    const double n = static_cast<double>(std::max<i64>(1, reductions.calls + gathers.calls));
+    const bool overlap = plan_.grads.overlap && machine_.hides_communication();
+    time_.exposed = overlap ? std::max(beside + all / n, beside / n + all) - beside : all;
+    time_.hidden = all - time_.exposed;
+  }
+
+  // Stage 3's.
+  CommCount gathers_of_passes() const {
+    const i64 P = zero::num_shards(plan_.mesh);
+    CommCount gathers{.bytes = plan_.train_gathers.gathered_elems / P * (P - 1) * dtype_bytes(plan_.work)};
+    for (const zero::GatherStep& step : plan_.train_gathers.steps) gathers.calls += std::ssize(step.launch);
+    return gathers;
+  }
+
+  // What all wait for when the passes are done.
+  void behind_the_passes() {
+    CommCount publish = plan_.traffic.at("dp.all_gather");
+    const CommCount gathers = gathers_of_passes();
+    publish.calls -= gathers.calls;
+    publish.bytes -= gathers.bytes;
+    double& gathered = plan_.layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
+    gathered += sent("dp.all_gather", publish);
+
+    // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
+    std::map<std::string, CommCount> rest = plan_.traffic;
+    for (const report::ChunkWork& chunk : work_.chunks) {
+      for (const report::PassWork& pass : chunk.passes) {
+        for (const auto& [name, count] : pass.messages) {
+          rest[name].calls -= count.calls * work_.micro_batches;
+          rest[name].bytes -= count.bytes * work_.micro_batches;
+        }
+      }
+    }
+    CommCount streams;
+    for (const pipeline::Instr& i : plan_.schedule) {
+      if (i.op == pipeline::Op::SendActivation || i.op == pipeline::Op::SendGrad) ++streams.calls;
+    }
+    streams.bytes = streams.calls * stream_bytes_;
+    if (streams.calls > 0) sent("pp.send", streams);  // in the simulation
+    rest["pp.send"].calls -= streams.calls;
+    rest["pp.send"].bytes -= streams.bytes;
+    for (const auto& [name, count] : rest) {
+      if (!name.starts_with("dp.")) time_.exposed += sent(name, count);
+    }
+    // The verdict: two small sums over each axis.
+    for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});
+  }
+
+  const report::RunPlan& plan_;
+  const report::StepWork& work_;
+  const Machine& machine_;
+  const Links* links_;
+  i64 stream_bytes_;  // of a message of the pipeline
+  StageTime time_;
+};
+
+}  // namespace
+
+StepTime predict_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+                      const Links* links) {
+  DS_ASSERT(!stages.empty());
+  const report::RunPlan& first = *stages[0].plan;
+  std::vector<StageTime> times;
+  std::vector<std::vector<pipeline::Instr>> schedules;
+  for (const StageWork& stage : stages) {
+    times.push_back(StageModel(stage, model.hidden, machine, links).run());
+    schedules.push_back(stage.plan->schedule);
+  }
+  std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
+  for (size_t chunk = 0; chunk < first.chunks.size(); ++chunk) {
+    for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
+  }
+  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
+
+  StepTime step;
+  step.pipeline_s = timeline.makespan;
+  step.bubble_fraction = timeline.bubble_fraction();
+  const StageTime& busiest = *std::ranges::max_element(times, {}, &StageTime::busy);
+  step.compute_s = busiest.compute;
+  step.recompute_s = busiest.recompute;
+  step.in_layer_communication_s = busiest.in_layers;
+  step.messages_s = busiest.messages;
+  step.hidden_s = busiest.hidden;
+  for (const StageTime& t : times) {  // all meet behind each
+    step.communication_s = std::max(step.communication_s, t.exposed);
+    step.optimizer_s = std::max(step.optimizer_s, t.optimizer);
+    step.publish_s = std::max(step.publish_s, t.publish);
+  }
+  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s;
+
+  const double tokens = static_cast<double>(first.B * first.sequence_length * first.micro_batches * first.mesh.dp);
+  const double flops = model.flops_per_token(first.sequence_length) * tokens / first.mesh.world();
+  step.tokens_per_s = tokens / step.step_s;
+  step.mfu = flops / (step.step_s * machine.matmul_flops(first.work));
+  return step;
+}
+
+}  // namespace ds::memreport

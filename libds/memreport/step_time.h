@@ -1,0 +1,79 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The time of a training step: what each stage computes (report/op_tally.h) at a machine's rates, what it sends by the
+// alpha-beta models of links, put in order by the schedule's simulation. Sums and maxima of named terms; no factor that
+// makes them fit.
+//
+//   pipeline    pipeline::simulate with each block's time: ops, and messages of tp and sp, which are waited for
+//   exposed     of dp's gathers and reductions, what is not hidden behind the passes they go on beside
+//   optimizer   sums of what stands on several ranks, the norm, AdamW, the publication of parameters
+//
+// Two activities in n equal portions, one of which waits for the other's, take max(a + b/n, a/n + b): so much of
+// communication is hidden, where something else than the cores that compute carries it (Machine::hides_communication);
+// else it takes their time. It is the bound for portions of one size and even spacing.
+
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "ds/commbench.h"
+#include "memreport/machine.h"
+#include "report/op_tally.h"
+
+namespace ds::memreport {
+
+// What "ds-links/1" says.
+struct Links {
+  std::vector<commbench::AlphaBeta> operations;
+  std::vector<commbench::Link> links;
+  int ranks = 1;  // that took part, on so many hosts
+  int hosts = 1;
+};
+// Throws Errc::Config, naming `name`, for what is no such document.
+Links read_links(std::string_view json, std::string_view name);
+
+// A group of ranks that communicate.
+struct Group {
+  int ranks = 1;
+  bool over_network = false;  // they are of several nodes
+};
+// The place of an axis' groups: ranks of a node have consecutive numbers (mesh/mesh.h).
+Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node);
+
+// Calls of a collective ("reduce_scatter", "send") of that group, which send so many bytes from each rank. By the model
+// that was measured over such ranks, else by latency and bandwidth of the class of links, with the steps of a ring.
+// Throws Errc::Config if the document has neither.
+double message_seconds(const Links& links, std::string_view collective, const Group& group, const CommCount& count);
+
+// What the ranks of one stage of the pipeline do; both outlive the call.
+struct StageWork {
+  const report::RunPlan* plan;
+  const report::StepWork* work;
+};
+
+struct StepTime {
+  // Of the stage that takes longest, summed over its micro-batches.
+  double compute_s = 0;                 // ops of its passes, of gradients too
+  double recompute_s = 0;               // part of it
+  double in_layer_communication_s = 0;  // of tp and sp: part of the passes
+  double pipeline_s = 0;                // all passes of all stages, from the first to the last
+  double bubble_fraction = 0;           // idle time of stages / all time
+  double communication_s = 0;           // exposed: of dp beside the passes, and behind them but for the publication
+  double hidden_s = 0;                  // of dp
+  double optimizer_s = 0;
+  double publish_s = 0;  // all-gathers of parameters
+  double step_s = 0;     // pipeline + communication + optimizer + publish
+  double tokens_per_s = 0;
+  double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
+  // By "axis.collective", all of it of that stage, hidden or not.
+  std::map<std::string, double> messages_s;
+};
+
+// `stages`: one for each stage of the pipeline, in order. `links`: may be null where no axis has more than one rank.
+// Throws Errc::Config for links or rates that are not known.
+StepTime predict_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+                      const Links* links);
+
+}  // namespace ds::memreport

@@ -1,0 +1,196 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report/op_tally.h"
+
+#include <algorithm>
+
+namespace ds::report {
+namespace {
+
+// What stands for memory; masters of 16-bit parameters are other memory than these.
+float there = 0, elsewhere = 0;
+
+TensorView view(DType dtype, i64 n, void* data = &there) { return TensorView::of(data, dtype, {n}); }
+
+void tally_layers(StepWork& work, const model::Model& model, const RunPlan& plan) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  Stream stream;
+  PassWork* pass = nullptr;
+  const auto take_messages = [&] {
+    for (CountingCommunicator* axis : {&tp, &sp}) {
+      if (axis->size() == 1 || pass == nullptr) continue;
+      for (const auto& [name, count] : axis->counts()) {
+        pass->messages[name].calls += count.calls;
+        pass->messages[name].bytes += count.bytes;
+      }
+      axis->reset_counts();
+    }
+  };
+  const auto enter = [&](size_t chunk, Pass which) {
+    take_messages();
+    pass = &work.chunks[chunk].passes[static_cast<size_t>(which)];
+    stream.native = &pass->ops;
+  };
+  walk_layers(model, plan, {counting_ops(), stream, tp, sp}, enter);
+  take_messages();
+}
+
+// The chunk whose backward pass commits the gradients of a unit.
+size_t chunk_of(const RunPlan& plan, i64 unit) {
+  if (unit == plan.head_use()) return plan.chunks.size() - 1;
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    if (unit < RunPlan::unit_of(plan.chunks[c].chunk.end)) return c;
+  }
+  return 0;
+}
+
+// GradStore::commit of all micro-batches, and the losses' sums.
+void tally_gradients(StepWork& work, const RunPlan& plan, const OpTable& ops) {
+  const zero::GradOptions& o = plan.grads;
+  for (const std::vector<i64>& pass : o.passes) {
+    for (const i64 unit : pass) {
+      Stream stream{.native = &work.chunks[chunk_of(plan, unit)].gradients};
+      const zero::UnitPlace& place = plan.grad_layout.units()[static_cast<size_t>(unit)];
+      const TensorView fresh = view(plan.wire, place.padded), sum = view(DType::F32, place.padded);
+      for (i64 micro = 0; micro < plan.micro_batches; ++micro) {
+        for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
+          if (o.staged()) ops.cast(view(plan.wire, s.numel), view(DType::F32, s.numel), stream);
+        }
+        if (!o.accumulates_locally() || place.num_segments == 0) continue;
+        ops.fold(sum, {&fresh, 1}, micro > 0, stream);
+        if (micro + 1 == plan.micro_batches) ops.cast(fresh, sum, stream);
+      }
+    }
+  }
+  Stream stream{.native = &work.chunks.back().gradients};
+  for (i64 micro = 0; plan.projects() && micro < plan.micro_batches; ++micro)
+    ops.sum(view(DType::F64, 1), view(DType::F32, plan.B * plan.T), 1, stream);
+}
+
+void tally_reductions(StepWork& work, const RunPlan& plan, const OpTable& ops) {
+  Stream stream{.native = &work.reductions};
+  const i64 times = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
+  std::vector<TensorView> sources(static_cast<size_t>(plan.grad_layout.num_ranks()));
+  for (const zero::Bucket& bucket : plan.buckets) {
+    for (const i64 unit : bucket.units) {
+      for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
+        std::ranges::fill(sources, view(plan.wire, s.slice));
+        for (i64 i = 0; i < times; ++i) ops.fold(view(DType::F32, s.slice), sources, i > 0, stream);
+      }
+    }
+  }
+}
+
+// The tied matrix's two gradients, and those of which ranks of tp have parts.
+void tally_replicas(const model::Model& model, const RunPlan& plan, const OpTable& ops, Stream& stream) {
+  if (model.tied() && (plan.embeds() || plan.projects())) {
+    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
+      const TensorView other = view(DType::F32, s.slice);
+      ops.fold(other, {&other, 1}, true, stream);
+    }
+  }
+  const i64 elems = plan.parts_elems(model::ParamRow::Parts::Copies);
+  i64 copies = 1;
+  for (const auto& unit : plan.rows) {
+    for (const model::ParamRow& row : unit) {
+      if (row.parts == model::ParamRow::Parts::Copies) copies = row.copies;
+    }
+  }
+  if (elems == 0 || copies == plan.mesh.tp) return;  // all of the group: its communicator sums them
+  const std::vector<TensorView> parts(static_cast<size_t>(copies), view(DType::F32, elems));
+  ops.fold(parts[0], parts, false, stream);
+}
+
+// Lengths of the runs of accumulated gradients that count in the norm: neighbours are one call.
+std::vector<i64> judged_runs(const RunPlan& plan) {
+  const zero::Layout& layout = plan.grad_layout;
+  const bool full = !layout.states().shard_optimizer || plan.grads.accumulates_locally();
+  std::vector<i64> bases;
+  i64 base = 0;
+  for (const zero::Segment& s : layout.segments()) {
+    bases.push_back(full ? base : s.shard_offset - s.slice * plan.dp_rank());
+    base += s.slice * layout.num_ranks();
+  }
+  std::vector<i64> runs;
+  i64 end = -1;
+  for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
+    if (!plan.counts(piece)) continue;
+    const i64 begin = bases[static_cast<size_t>(plan.grad_segment(piece.segment))] + piece.segment_offset;
+    if (begin != end) runs.push_back(0);
+    runs.back() += piece.count;
+    end = begin + piece.count;
+  }
+  return runs;
+}
+
+void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& plan, const OpTable& ops) {
+  Stream stream{.native = &work.optimizer};
+  tally_replicas(model, plan, ops, stream);
+  const TensorView result = view(DType::I64, 2);
+  for (const i64 n : judged_runs(plan)) {
+    ops.max_abs(result, view(DType::F32, n), stream);
+    ops.sum_squares(result, view(DType::F32, n), result, stream);
+  }
+  ops.judge(nullptr, result, result, {}, stream);
+  std::vector<AdamWTensor> updated;
+  for (const zero::Piece& piece : plan.layout.held_pieces(plan.dp_rank())) {
+    const TensorView state = view(DType::F32, piece.count);
+    updated.push_back({.param = view(plan.work, piece.count),
+                       .master = plan.work == DType::F32 ? state : view(DType::F32, piece.count, &elsewhere),
+                       .m = state,
+                       .v = state,
+                       .grad = state});
+  }
+  ops.adamw(updated, nullptr, {}, stream);
+}
+
+}  // namespace
+
+std::map<std::string_view, OpTotal> OpTally::by_op() const {
+  std::map<std::string_view, OpTotal> totals;
+  for (const auto& [call, n] : calls_) {
+    OpTotal& t = totals[call.op];
+    t.calls += n;
+    t.flops += static_cast<double>(n) * static_cast<double>(call.flops);
+    t.bytes += static_cast<double>(n) * static_cast<double>(call.bytes);
+  }
+  return totals;
+}
+
+OpTotal OpTally::total() const {
+  OpTotal all;
+  for (const auto& [op, t] : by_op()) {
+    all.calls += t.calls;
+    all.flops += t.flops;
+    all.bytes += t.bytes;
+  }
+  return all;
+}
+
+OpTally StepWork::total() const {
+  OpTally all = optimizer;
+  for (const ChunkWork& chunk : chunks) {
+    for (const PassWork& pass : chunk.passes) all.add(pass.ops, micro_batches);
+    all.add(chunk.gradients);
+  }
+  return all;
+}
+
+OpTally StepWork::total(Pass pass) const {
+  OpTally all;
+  for (const ChunkWork& chunk : chunks) all.add(chunk.of(pass).ops, micro_batches);
+  return all;
+}
+
+StepWork tally_step(const model::Model& model, const RunPlan& plan) {
+  StepWork work;
+  work.micro_batches = plan.micro_batches;
+  work.chunks.resize(plan.chunks.size());
+  const OpTable& ops = counting_ops();
+  tally_layers(work, model, plan);
+  tally_gradients(work, plan, ops);
+  tally_reductions(work, plan, ops);
+  tally_optimizer(work, model, plan, ops);
+  return work;
+}
+
+}  // namespace ds::report

@@ -1,0 +1,349 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a step is said to compute and move: against formulas, against itself when it is cut in parts, and against the
+// ops that an engine really calls.
+
+#include "report/op_tally.h"
+
+#include <numeric>
+
+#include "equivalence/layouts.h"
+#include "model/models.h"
+
+namespace ds::testing {
+namespace {
+
+using report::OpTally;
+using report::OpTotal;
+using report::Pass;
+using report::StepWork;
+
+StepWork tally(const Config& c, const MeshCoord& coord = {}) {
+  const MeshShape mesh{.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
+                       .pp = narrow<int>(c.pipeline.stages),
+                       .tp = narrow<int>(c.tensor_parallel.tp_size),
+                       .sp = narrow<int>(c.sequence_parallel_size)};
+  const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord));
+  return report::tally_step(model, report::make_run_plan(c, model, mesh, coord));
+}
+
+OpTotal of(const OpTally& tally, std::string_view op) {
+  const auto totals = tally.by_op();
+  const auto found = totals.find(op);
+  return found == totals.end() ? OpTotal{} : found->second;
+}
+double flops(const OpTally& tally) { return tally.total().flops; }
+double attention_flops(const OpTally& tally) {
+  return of(tally, "attention_fwd").flops + of(tally, "attention_bwd").flops;
+}
+double real(i64 n) { return static_cast<double>(n); }
+
+i64 tokens_of(const Config& c) { return c.batch.micro * c.batch.accumulation * c.data.seq_length; }
+
+// Products are 6 N per token; Model::flops_per_token takes 12 H D T for the attention of a layer, all pairs forward and
+// twice that backward. The ops make no products for pairs that do not see each other, and backward one more: 14 H D for
+// each pair, of which causal attention has (T + 1) / 2 per token.
+TEST(OpTally, FlopsAreTheModelsUpToTheAttentionsConvention) {
+  for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
+    const Config c = tiny_config(config, 1, 3, 0);
+    const model::Model model = model::make_model(c.model, c.data.seq_length);
+    const OpTally step = tally(c).total();
+    const i64 T = c.data.seq_length, tokens = tokens_of(c), heads = config.layers * config.heads * config.head_dim;
+    SCOPED_TRACE(family_name(config.family));
+    const double matmul = of(step, "matmul").flops;
+    EXPECT_EQ(matmul, 6 * real(model.num_matmul_params() * tokens));
+    const double full = real(12 * heads * T * tokens);
+    EXPECT_EQ(matmul, model.flops_per_token(T) * real(tokens) - full);
+    const i64 pairs = tokens / T * (model.causal ? T * (T + 1) / 2 : T * T);
+    EXPECT_EQ(attention_flops(step), real(14 * heads * pairs));
+    EXPECT_EQ(flops(step), matmul + attention_flops(step));
+  }
+}
+
+TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
+  for (const i64 T : {1, 5, 8}) {
+    for (const i64 S : {1, 5, 8, 13}) {
+      for (const bool causal : {false, true}) {
+        for (const i64 window : {0, 1, 3, 6, 20}) {
+          i64 pairs = 0;
+          for (i64 i = 0; i < T; ++i) {
+            for (i64 j = 0; j < S; ++j)
+              pairs += (!causal || j <= i + S - T) && (window == 0 || j > i + S - T - window) ? 1 : 0;
+          }
+          EXPECT_EQ(report::visible_pairs(T, S, causal, window), pairs) << T << " " << S << " " << causal << window;
+        }
+      }
+    }
+  }
+}
+
+// A block is computed again but for its last product, which nothing in its backward pass reads.
+TEST(OpTally, RecomputationIsAForwardPassOfTheBlocks) {
+  for (const ModelConfig& config : {tiny_gpt2(), tiny_llama()}) {
+    Config c = tiny_config(config, 1, 2, 1);
+    const StepWork plain = tally(c);
+    c.activation_checkpointing.granularity = CheckpointGranularity::Layer;
+    const StepWork layer = tally(c);
+    c.activation_checkpointing.granularity = CheckpointGranularity::Selective;
+    const StepWork selective = tally(c);
+    SCOPED_TRACE(family_name(config.family));
+    EXPECT_EQ(flops(plain.total(Pass::Recompute)), 0);
+    for (const Pass pass : {Pass::Forward, Pass::BackwardInput, Pass::BackwardWeight}) {
+      EXPECT_EQ(layer.total(pass), plain.total(pass));
+      EXPECT_EQ(selective.total(pass), plain.total(pass));
+    }
+    // The forward pass of a training step is that of the blocks: the head's products are in its backward call.
+    const i64 tokens = tokens_of(c), last = 2 * config.layers * config.hidden * config.intermediate * tokens;
+    EXPECT_EQ(flops(layer.total(Pass::Recompute)), flops(plain.total(Pass::Forward)) - real(last));
+    EXPECT_EQ(of(layer.total(Pass::Recompute), "attention_fwd"), of(plain.total(Pass::Forward), "attention_fwd"));
+    // The branch of the attention: its products with queries, keys and values, and itself.
+    const i64 qkv = 2 * config.layers * config.hidden * (config.heads + 2 * config.kv_heads) * config.head_dim * tokens;
+    EXPECT_EQ(flops(selective.total(Pass::Recompute)),
+              real(qkv) + of(plain.total(Pass::Forward), "attention_fwd").flops);
+  }
+}
+
+TEST(OpTally, GroupsOfLayersComputeAgainAllButTheirLastProducts) {
+  Config c = tiny_config(tiny_gpt2(), 1, 1, 0);  // three blocks: groups of two and of one
+  c.activation_checkpointing.granularity = CheckpointGranularity::Layer;
+  const double apart = flops(tally(c).total(Pass::Recompute));
+  c.activation_checkpointing.interval = 2;
+  const double last_product = real(2 * c.model.hidden * c.model.intermediate * tokens_of(c));
+  EXPECT_EQ(flops(tally(c).total(Pass::Recompute)), apart + last_product);  // the second layer reads the first's output
+}
+
+TEST(OpTally, TensorParallelismHalvesTheProductsOfBlocks) {
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
+    config.heads = config.kv_heads = 4;
+    config.hidden = 4 * config.head_dim;
+    config.intermediate = 64;
+    config.vocab_size = 60;
+    for (const bool sequence : {false, true}) {
+      Layout l;
+      const StepWork one = tally(config_of(config, l));
+      l.tp = 2;
+      l.sequence = sequence;
+      const StepWork half = tally(config_of(config, l), {.tp = 1});
+      SCOPED_TRACE(family_name(config.family));
+      for (const Pass pass : {Pass::Forward, Pass::BackwardInput, Pass::BackwardWeight}) {
+        EXPECT_EQ(2 * flops(half.total(pass)), flops(one.total(pass)));
+        EXPECT_GT(flops(one.total(pass)), 0);
+      }
+      // A sum over ranks forward and one backward for each of two products of a block, and what the ends of the
+      // model send.
+      const auto& forward = half.chunks[0].of(Pass::Forward).messages;
+      EXPECT_EQ(forward.at("tp.reduce_scatter").calls, 2 * config.layers + 1);
+      EXPECT_TRUE(one.chunks[0].of(Pass::Forward).messages.empty());
+    }
+  }
+}
+
+TEST(OpTally, StagesOfAPipelineAddUpToTheWhole) {
+  for (const ModelConfig& config : {tiny_gpt2(), tiny_llama()}) {
+    for (const auto& [kind, chunks] : {std::pair{Kind::OneFOneB, 1}, {Kind::ZeroBubbleH1, 1}, {Kind::Interleaved, 2}}) {
+      Layout l;
+      const StepWork whole = tally(config_of(config, l));
+      l.pp = 2;
+      l.schedule = kind;
+      l.chunks = chunks;
+      const Config c = config_of(config, l);
+      OpTally sum;
+      double by_passes = 0;
+      for (int stage = 0; stage < 2; ++stage) {
+        const StepWork work = tally(c, {.pp = stage});
+        sum.add(work.total());
+        for (const Pass pass : {Pass::Forward, Pass::BackwardInput, Pass::BackwardWeight})
+          by_passes += flops(work.total(pass));
+      }
+      SCOPED_TRACE(fmt::format("{} {}", family_name(config.family), schedule_name(kind)));
+      EXPECT_EQ(by_passes, flops(whole.total()));
+      for (const auto& [op, total] : whole.total().by_op()) {
+        if (op == "judge" || op == "max_abs" || op == "sum_squares" || op == "adamw") continue;  // below
+        const int times = op == "fold" ? 2 : 1;  // both stages add up the two gradients of the tied matrix
+        EXPECT_EQ(of(sum, op).calls, times * total.calls) << op;
+        EXPECT_EQ(of(sum, op).bytes, times * total.bytes) << op;
+      }
+      // The tied matrix has a master and moments on both stages, and counts in the norm once.
+      const model::Model model = model::make_model(c.model, c.data.seq_length);
+      const double twice = model.tied() ? 28.0 * real(config.vocab_size * config.hidden) : 0;
+      EXPECT_EQ(of(sum, "adamw").bytes, of(whole.total(), "adamw").bytes + twice);
+      EXPECT_EQ(of(sum, "max_abs").bytes, of(whole.total(), "max_abs").bytes);
+    }
+  }
+}
+
+// fp32: master, m and v are read and written, the gradient is read; 16 bit: the parameter is written, too.
+TEST(OpTally, AdamWReadsAndWritesItsStates) {
+  for (const bool bf16 : {false, true}) {
+    Config c = tiny_config(tiny_llama(), 1, 2, 1);
+    c.bf16.enabled = bf16;
+    c.communication_data_type = bf16 ? DType::BF16 : DType::F32;
+    const i64 params = model::make_model(c.model, c.data.seq_length).num_params();
+    const OpTally step = tally(c).total();
+    EXPECT_EQ(of(step, "adamw"), (OpTotal{1, 0, real((bf16 ? 30 : 28) * params)}));
+    EXPECT_EQ(of(step, "max_abs").bytes, 4 * real(params));
+    EXPECT_EQ(of(step, "sum_squares").bytes, 4 * real(params));
+  }
+  Config c = tiny_config(tiny_llama(), 2, 2, 2);  // two ranks share it
+  const i64 params = model::make_model(c.model, c.data.seq_length).num_params();
+  EXPECT_EQ(of(tally(c).total(), "adamw").bytes + of(tally(c, {.dp = 1}).total(), "adamw").bytes, 28 * real(params));
+}
+
+// Calls of ops that are counted before they are carried out.
+const OpTable& real_ops() { return *cpu_ops(); }
+OpTally* g_communicator = nullptr;  // whose stream carries no tally
+
+template <auto Member>
+struct Counted;
+template <class... A, void (*OpTable::*Member)(A...) noexcept>
+struct Counted<Member> {
+  static void call(A... args) noexcept {
+    (real_ops().*Member)(args...);
+    Stream& stream = std::get<sizeof...(A) - 1>(std::tuple<A&...>(args...));
+    if (stream.native != nullptr) return (report::counting_ops().*Member)(args...);
+    stream.native = g_communicator;
+    (report::counting_ops().*Member)(args...);
+    stream.native = nullptr;
+  }
+};
+
+#define COUNTED(op) .op = Counted<&OpTable::op>::call
+const OpTable kCounted = {.name = "counted",
+                          COUNTED(matmul),
+                          COUNTED(column_sum),
+                          COUNTED(layernorm_fwd),
+                          COUNTED(layernorm_bwd),
+                          COUNTED(rmsnorm_fwd),
+                          COUNTED(rmsnorm_bwd),
+                          COUNTED(activation_fwd),
+                          COUNTED(activation_bwd),
+                          COUNTED(swiglu_fwd),
+                          COUNTED(swiglu_bwd),
+                          COUNTED(rope),
+                          COUNTED(embedding_fwd),
+                          COUNTED(embedding_bwd),
+                          COUNTED(attention_fwd),
+                          COUNTED(attention_bwd),
+                          COUNTED(attention_merge),
+                          COUNTED(linear_cross_entropy),
+                          COUNTED(vocab_max),
+                          COUNTED(vocab_sums),
+                          COUNTED(vocab_grad),
+                          COUNTED(dropout),
+                          COUNTED(add),
+                          COUNTED(bias_residual),
+                          COUNTED(cast),
+                          COUNTED(copy_heads),
+                          COUNTED(fold),
+                          COUNTED(quantize),
+                          COUNTED(quantize_signs),
+                          COUNTED(dequantize),
+                          COUNTED(dequantize_fold),
+                          COUNTED(max_abs),
+                          COUNTED(sum_squares),
+                          COUNTED(sum),
+                          COUNTED(judge),
+                          COUNTED(adamw)};
+#undef COUNTED
+
+void expect_same(const OpTally& got, const OpTally& want) {
+  for (const auto& [call, n] : want.calls()) {
+    const auto found = got.calls().find(call);
+    EXPECT_EQ(found == got.calls().end() ? 0 : found->second, n)
+        << "engine: " << call.op << " " << dtype_name(call.dtype) << " " << call.flops << " FLOPs " << call.bytes
+        << " bytes";
+  }
+  for (const auto& [call, n] : got.calls()) {
+    EXPECT_TRUE(want.calls().contains(call)) << "tally alone: " << n << " " << call.op << " " << dtype_name(call.dtype)
+                                             << " " << call.flops << " FLOPs " << call.bytes << " bytes";
+  }
+}
+
+// Every rank of a run: what its engine calls in a step, call by call, is what its plan's tally says.
+void expect_engine_agrees(const Config& c, int ranks) {
+  const CommOptions options{.timeout_s = 60, .progress_thread = false};
+  std::mutex one_at_a_time;
+  run_threads(ranks, options, [&](Communicator& world) {
+    std::vector<int> all(static_cast<size_t>(ranks));
+    std::iota(all.begin(), all.end(), 0);
+    const auto device = make_cpu_device(kCounted, 1);
+    Mesh mesh(world.group(all, "test", options), engine::mesh_shape(c, ranks), options);
+    MemoryLedger ledger;
+    engine::Engine engine(c, mesh, ledger, *device);
+    engine.init_weights();
+    std::vector<i32> ids(static_cast<size_t>(c.batch.micro * c.batch.accumulation * c.data.seq_length), 3);
+    OpTally counted;
+    device->stream().native = &counted;
+    engine.train_step({ids, ids});
+    device->stream().native = nullptr;
+    const StepWork work = report::tally_step(engine.model(), engine.plan());
+    const std::lock_guard lock(one_at_a_time);
+    SCOPED_TRACE(fmt::format("rank {}", world.rank()));
+    expect_same(work.total(), counted);
+  });
+}
+
+TEST(OpTally, IsWhatAnEngineCalls) {
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
+    if (config.family == Family::Gpt2) config.embd_dropout = config.attn_dropout = config.resid_dropout = 0.1f;
+    for (const DType work : {DType::F32, DType::BF16}) {
+      for (const DType wire : {DType::F32, DType::BF16}) {
+        for (const ReduceOrder order : {ReduceOrder::Micro, ReduceOrder::Boundary}) {
+          for (const auto granularity :
+               {CheckpointGranularity::None, CheckpointGranularity::Layer, CheckpointGranularity::Selective}) {
+            Config c = tiny_config(config, 1, 3, order == ReduceOrder::Micro ? 2 : 0);
+            c.bf16.enabled = work == DType::BF16;
+            c.communication_data_type = wire;
+            c.reduce_order = order;
+            c.activation_checkpointing.granularity = granularity;
+            c.activation_checkpointing.interval = 2;
+            SCOPED_TRACE(fmt::format("{} {} {} {}", family_name(config.family), dtype_name(work), dtype_name(wire),
+                                     static_cast<int>(granularity)));
+            expect_engine_agrees(c, 1);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
+  using Mode = SequenceParallelMode;
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
+    config.hidden = 48;
+    config.heads = 4;
+    config.kv_heads = config.family == Family::Gpt2 ? 4 : 2;
+    config.head_dim = 12;
+    config.intermediate = 64;
+    for (const Layout& l :
+         {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2}, Layout{.tp = 2, .stage = 1}, Layout{.tp = 2, .sequence = true},
+          Layout{.tp = 4, .stage = 2}, Layout{.sp = 2, .mode = Mode::Ulysses},
+          Layout{.sp = 2, .mode = Mode::Ring, .stage = 3}, Layout{.dp = 2, .pp = 2, .schedule = Kind::ZeroBubbleH1},
+          Layout{.pp = 2, .tp = 2, .checkpoints = Granularity::Layer, .stage = 1}}) {
+      SCOPED_TRACE(fmt::format("{} {}", family_name(config.family), l.name()));
+      expect_engine_agrees(config_of(config, l), l.ranks());
+    }
+  }
+}
+
+// What the communicator of one rank folds: every gradient once.
+TEST(OpTally, ReductionsAreWhatTheCommunicatorFolds) {
+  for (const i64 stage : {0, 2, 3}) {
+    const Config c = tiny_config(tiny_gpt2(), 1, 2, stage);
+    OpTally folded;
+    g_communicator = &folded;
+    const CommOptions options{.progress_thread = false, .ops = &kCounted};
+    const auto device = make_cpu_device(real_ops(), 1);
+    Mesh mesh(make_self_communicator(options), {}, options);
+    MemoryLedger ledger;
+    engine::Engine engine(c, mesh, ledger, *device);
+    engine.init_weights();
+    std::vector<i32> ids(static_cast<size_t>(c.batch.micro * c.batch.accumulation * c.data.seq_length), 3);
+    engine.train_step({ids, ids});
+    g_communicator = nullptr;
+    EXPECT_EQ(folded.total().bytes, report::tally_step(engine.model(), engine.plan()).reductions.total().bytes);
+    EXPECT_GT(folded.total().bytes, 0);
+  }
+}
+
+}  // namespace
+}  // namespace ds::testing

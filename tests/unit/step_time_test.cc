@@ -1,0 +1,259 @@
+// SPDX-License-Identifier: Apache-2.0
+// The predicted time of a step: against sums written out, and how it moves with rates and links. Whether it is true is
+// for tests/bench/step-time.
+
+#include "memreport/step_time.h"
+
+#include "equivalence/layouts.h"
+#include "model/models.h"
+#include "pipeline/simulate.h"
+
+namespace ds::testing {
+namespace {
+
+using memreport::Links;
+using memreport::Machine;
+using memreport::Rate;
+using memreport::StepTime;
+using report::Pass;
+
+// A run on all stages of one pipeline, and its prediction.
+struct Predicted {
+  MeshShape mesh;
+  std::vector<model::Model> models;
+  std::vector<report::RunPlan> plans;
+  std::vector<report::StepWork> works;
+
+  explicit Predicted(const Config& c) {
+    mesh = {.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
+            .pp = narrow<int>(c.pipeline.stages),
+            .tp = narrow<int>(c.tensor_parallel.tp_size),
+            .sp = narrow<int>(c.sequence_parallel_size)};
+    for (int p = 0; p < mesh.pp; ++p)
+      models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {.pp = p})));
+    for (int p = 0; p < mesh.pp; ++p)
+      plans.push_back(report::make_run_plan(c, models[static_cast<size_t>(p)], mesh, {.pp = p}));
+    for (size_t p = 0; p < plans.size(); ++p) works.push_back(report::tally_step(models[p], plans[p]));
+  }
+  StepTime operator()(const Machine& machine, const Links* links = nullptr) const {
+    std::vector<memreport::StageWork> stages;
+    for (size_t p = 0; p < plans.size(); ++p) stages.push_back({&plans[p], &works[p]});
+    return memreport::predict_step(models[0], stages, machine, links);
+  }
+};
+
+Machine cpu(double flops = 1e9, double bandwidth = 1e9, int cores = 4, int ranks = 4) {
+  Machine m = memreport::machine_of_peaks(DType::F32, flops, bandwidth, ranks);
+  m.own_stream = false;
+  m.cores = cores;
+  return m;
+}
+
+Links links_of(double alpha, double beta, int ranks = 2) {
+  Links links{.operations = {}, .links = {}, .ranks = ranks};
+  for (const char* op : {"reduce_scatter", "all_gather", "all_reduce", "all_to_all", "broadcast", "sendrecv"})
+    links.operations.push_back({.op = op, .ranks = ranks, .alpha_s = alpha, .beta_s_per_byte = beta});
+  return links;
+}
+
+TEST(Rate, IsLinearInTheLogarithmOfTheSizeBetweenPoints) {
+  const Rate r({{10, 1}, {1000, 3}});
+  EXPECT_DOUBLE_EQ(r.at(1), 1);
+  EXPECT_DOUBLE_EQ(r.at(10), 1);
+  EXPECT_DOUBLE_EQ(r.at(100), 2);
+  EXPECT_DOUBLE_EQ(r.at(1e6), 3);
+  EXPECT_DOUBLE_EQ(r.seconds(100), 50);
+}
+
+TEST(Machine, ACallTakesTheLongestOfItsParts) {
+  Machine m = cpu(1e9, 1e8);
+  m.op_overhead_s = 1e-3;
+  m.bytes["adamw"][DType::F32] = Rate(1e7);
+  m.flops["attention_fwd"][DType::F32] = Rate(std::vector<std::pair<double, double>>{{10, 1e8}, {1000, 2e8}});
+  EXPECT_DOUBLE_EQ(m.seconds({"matmul", DType::F32, 1'000'000'000, 8}), 1);
+  EXPECT_DOUBLE_EQ(m.seconds({"matmul", DType::F32, 8, 100'000'000}), 1);
+  EXPECT_DOUBLE_EQ(m.seconds({"add", DType::F32, 0, 100'000'000}), 1);
+  EXPECT_DOUBLE_EQ(m.seconds({"adamw", DType::F32, 0, 10'000'000}), 1);  // slower than memory
+  EXPECT_DOUBLE_EQ(m.seconds({"add", DType::F32, 0, 8}), 1e-3);
+  // By the FLOPs of one of its heads.
+  EXPECT_DOUBLE_EQ(m.seconds({"attention_fwd", DType::F32, 100'000'000, 8, {100'000, 1, 1}}), 0.5);
+  EXPECT_DOUBLE_EQ(m.seconds({"attention_bwd", DType::F32, 1'000'000'000, 8, {10, 1, 1}}), 1);  // as products
+  EXPECT_THROW(m.seconds({"matmul", DType::BF16, 8, 8}), Error);
+  EXPECT_FALSE(m.hides_communication());
+}
+
+TEST(Machine, ComesBackFromItsJson) {
+  const Machine m = memreport::measure_machine({.threads = 1, .dtypes = {DType::BF16}, .seconds_per_op = 1e-4});
+  EXPECT_EQ(memreport::read_machine(memreport::machine_json(m), "machine.json"), m);
+  EXPECT_THROW(memreport::read_machine("{}", "machine.json"), Error);
+  EXPECT_THROW(memreport::read_machine("[1]", "machine.json"), Error);
+  std::string broken = memreport::machine_json(m);
+  broken.replace(broken.find("\"threads\": 1"), 12, "\"threads\": \"1\"");
+  EXPECT_THROW(memreport::read_machine(broken, "machine.json"), Error);
+}
+
+// All that an engine calls in a step has a measured rate, or moves bytes alone.
+TEST(Machine, KnowsTheOpsOfEveryModel) {
+  const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4});
+  EXPECT_GT(m.op_overhead_s, 0);
+  EXPECT_EQ(m.flops.size(), 3);
+  for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
+    const Predicted p(tiny_config(config, 1, 2, 0));
+    const report::OpTally all = p.works[0].total();
+    for (const auto& [call, n] : all.calls()) {
+      EXPECT_GE(m.seconds(call), m.op_overhead_s);
+      const bool moves = call.op == "sum" || call.op == "judge";
+      EXPECT_TRUE(moves || m.flops.contains(call.op) || m.bytes.contains(call.op)) << call.op;
+    }
+  }
+}
+
+// One rank: what its ops take one after the other, and its communicator's folds.
+TEST(StepTime, OfOneRankIsTheRooflineSum) {
+  for (const auto granularity : {CheckpointGranularity::None, CheckpointGranularity::Layer}) {
+    Config c = tiny_config(tiny_gpt2(), 1, 3, 1);
+    c.activation_checkpointing.granularity = granularity;
+    const Predicted p(c);
+    Machine m = cpu(3e9, 7e9);
+    m.op_overhead_s = 1e-6;
+    double sum = 0, recompute = 0;
+    report::OpTally all = p.works[0].total();
+    all.add(p.works[0].reductions);
+    for (const auto& [call, n] : all.calls()) {
+      const double flops = static_cast<double>(call.flops) / 3e9, bytes = static_cast<double>(call.bytes) / 7e9;
+      sum += static_cast<double>(n) * std::max({flops, bytes, 1e-6});
+    }
+    recompute = m.seconds(p.works[0].total(Pass::Recompute));
+    const StepTime t = p(m);
+    EXPECT_NEAR(t.step_s, sum, 1e-12 * sum);
+    EXPECT_NEAR(t.recompute_s, recompute, 1e-12 * sum);
+    EXPECT_EQ(t.recompute_s > 0, granularity == CheckpointGranularity::Layer);
+    EXPECT_EQ(t.bubble_fraction, 0);
+    EXPECT_NEAR(t.pipeline_s, t.compute_s, 1e-12 * sum);
+    EXPECT_NEAR(t.pipeline_s + t.communication_s + t.optimizer_s, t.step_s, 1e-12 * sum);
+    EXPECT_NEAR(t.tokens_per_s * t.step_s, 2 * 3 * 13, 1e-9);
+    EXPECT_NEAR(t.mfu, p.models[0].flops_per_token(13) * 2 * 3 * 13 / (t.step_s * 3e9), 1e-9);
+  }
+}
+
+TEST(StepTime, FallsWithEveryRate) {
+  for (const Layout& l : {Layout{.dp = 2, .stage = 2}, Layout{.dp = 2, .stage = 3}, Layout{.tp = 2},
+                          Layout{.dp = 2, .pp = 2, .stage = 1}, Layout{.sp = 2}}) {
+    ModelConfig config = tiny_gpt2();
+    config.heads = config.kv_heads = 4;
+    config.hidden = 48;
+    config.intermediate = 64;
+    const Predicted p(config_of(config, l));
+    SCOPED_TRACE(l.name());
+    const Links slow = links_of(1e-3, 1e-8), quick = links_of(1e-4, 1e-8), wide = links_of(1e-3, 1e-9);
+    const double base = p(cpu(), &slow).step_s;
+    EXPECT_LT(p(cpu(2e9), &slow).step_s, base);
+    EXPECT_LT(p(cpu(1e9, 2e9), &slow).step_s, base);
+    EXPECT_LT(p(cpu(), &quick).step_s, base);
+    EXPECT_LT(p(cpu(), &wide).step_s, base);
+    EXPECT_THROW(p(cpu()), Error);  // of no links
+  }
+}
+
+TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
+  Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
+  c.zero.reduce_bucket_size = 1;
+  const Predicted p(c);
+  const Links links = links_of(0, 1e-8);
+  const StepTime busy = p(cpu(1e9, 1e9, 2, 2), &links), idle = p(cpu(1e9, 1e9, 4, 2), &links);
+  EXPECT_EQ(busy.hidden_s, 0);
+  EXPECT_GT(idle.hidden_s, 0);
+  EXPECT_NEAR(idle.hidden_s + idle.communication_s, busy.communication_s, 1e-12);
+  EXPECT_NEAR(busy.step_s - idle.step_s, idle.hidden_s, 1e-12);
+  // Never more than what it goes on beside.
+  const Links endless = links_of(0, 1);
+  EXPECT_LE(p(cpu(1e9, 1e9, 4, 2), &endless).hidden_s, idle.pipeline_s);
+  c.zero.overlap_comm = false;
+  EXPECT_EQ(Predicted(c)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
+}
+
+// dp.reduce_scatter sends (P - 1)/P of the gradients, dp.all_gather of the parameters: t = alpha + beta bytes.
+TEST(StepTime, MessagesFollowTheirModels) {
+  const Config c = tiny_config(tiny_gpt2(), 2, 1, 1);
+  const Predicted p(c);
+  const Links links = links_of(0.5, 1e-6);
+  const StepTime t = p(cpu(), &links);
+  const auto& traffic = p.plans[0].traffic;
+  for (const char* name : {"dp.reduce_scatter", "dp.all_gather"}) {
+    const CommCount n = traffic.at(name);
+    EXPECT_NEAR(t.messages_s.at(name), 0.5 * static_cast<double>(n.calls) + 1e-6 * static_cast<double>(n.bytes), 1e-9);
+  }
+  EXPECT_NEAR(t.publish_s, t.messages_s.at("dp.all_gather"), 1e-12);
+}
+
+TEST(StepTime, BubbleIsTheSimulations) {
+  for (const auto& [kind, chunks] :
+       {std::pair{Kind::OneFOneB, 1}, {Kind::GPipe, 1}, {Kind::ZeroBubbleH1, 1}, {Kind::Interleaved, 2}}) {
+    Layout l{.pp = 2};
+    l.schedule = kind;
+    l.chunks = chunks;
+    const Config c = config_of(tiny_llama(), l);
+    const Predicted p(c);
+    const Machine m = cpu();
+    const Links links = links_of(1e-5, 1e-9);
+    const StepTime t = p(m, &links);
+    std::vector<pipeline::Costs> blocks;
+    for (size_t chunk = 0; chunk < p.plans[0].chunks.size(); ++chunk) {
+      for (const report::StepWork& w : p.works) {
+        const auto cost = [&](Pass pass) { return m.seconds(w.chunks[chunk].of(pass).ops); };
+        blocks.push_back({cost(Pass::Forward), cost(Pass::Recompute) + cost(Pass::BackwardInput),
+                          cost(Pass::BackwardWeight) + m.seconds(w.chunks[chunk].gradients) / 8,
+                          1e-5 + 1e-9 * static_cast<double>(p.plans[0].shape().stream_rows * c.model.hidden * 4)});
+      }
+    }
+    pipeline::ScheduleOptions options = report::schedule_of(c);
+    const auto schedules = pipeline::make_schedules(options);
+    const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
+    SCOPED_TRACE(schedule_name(kind));
+    EXPECT_NEAR(t.bubble_fraction, timeline.bubble_fraction(), 1e-12);
+    EXPECT_NEAR(t.pipeline_s, timeline.makespan, 1e-12);
+    EXPECT_GT(t.bubble_fraction, 0);
+  }
+}
+
+TEST(Links, AreReadBackAndChosenByPlace) {
+  commbench::Result r;
+  r.ranks.resize(2);
+  r.ranks[0].host = r.ranks[1].host = "a";
+  r.models.push_back({.op = "all_gather",
+                      .backend = "shm",
+                      .form = "in_place",
+                      .ranks = 2,
+                      .alpha_s = 1e-5,
+                      .beta_s_per_byte = 1e-10});
+  r.models.push_back({.op = "all_gather",
+                      .backend = "shm",
+                      .form = "in_place",
+                      .ranks = 4,
+                      .alpha_s = 4e-5,
+                      .beta_s_per_byte = 2e-10});
+  r.links = {{"shm", "host", 1e-6, 1e10, 1}, {"mpi", "network", 1e-4, 1e9, 1}};
+  const Links links = memreport::read_links(commbench::links_json(r), "links.json");
+  ASSERT_EQ(links.operations.size(), 2);
+  EXPECT_EQ(links.hosts, 1);
+  const auto seconds = [&](const char* op, int ranks, bool network) {
+    return memreport::message_seconds(links, op, {ranks, network}, {10, 1'000'000});
+  };
+  EXPECT_DOUBLE_EQ(seconds("all_gather", 2, false), 10 * 1e-5 + 1e6 * 1e-10);
+  EXPECT_DOUBLE_EQ(seconds("all_gather", 8, false), 10 * 4e-5 * 7 / 3 + 1e6 * 2e-10);  // the nearest, of more steps
+  EXPECT_DOUBLE_EQ(seconds("all_gather", 8, true), 10 * 7 * 1e-4 + 1e6 / 1e9);         // by the link
+  EXPECT_DOUBLE_EQ(seconds("reduce_scatter", 2, false), 10 * 1e-6 + 1e6 / 1e10);
+  EXPECT_EQ(seconds("all_gather", 1, false), 0);
+  EXPECT_THROW(memreport::read_links("{\"schema\": \"ds-machine/1\"}", "links.json"), Error);
+  EXPECT_THROW(memreport::message_seconds({}, "send", {2, false}, {1, 1}), Error);
+
+  const MeshShape mesh{.dp = 4, .pp = 2, .tp = 4};
+  EXPECT_FALSE(memreport::group_of(mesh, "tp", 8).over_network);
+  EXPECT_TRUE(memreport::group_of(mesh, "dp", 8).over_network);
+  EXPECT_TRUE(memreport::group_of(mesh, "pp", 8).over_network);
+  EXPECT_FALSE(memreport::group_of(mesh, "dp", 16).over_network);
+  EXPECT_EQ(memreport::group_of(mesh, "dp", 8).ranks, 4);
+}
+
+}  // namespace
+}  // namespace ds::testing
