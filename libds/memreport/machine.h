@@ -74,11 +74,13 @@ struct MeasureOptions {
   int threads = 1;  // of each
   int cores = 0;    // 0: those that this process may run on
   std::vector<DType> dtypes = {DType::F32, DType::BF16};
-  double seconds_per_op = 0.012;
+  double seconds_per_op = 0.006;
+  int rounds = 3;  // over all ops, of which the fastest counts for each
 };
 using MakeDevice = std::function<std::unique_ptr<Device>(int rank)>;
-// Some two seconds. Of the calls of an op the first quartile counts: what others do on this machine makes calls slower,
-// never faster. Takes about 200 MiB for each rank for the time of the call. `make`: null for the CPU.
+// About a second. Of an op's calls in a round the first quartile counts, of rounds the best: what others do on this
+// machine makes calls slower, never faster. Takes about 200 MiB for each rank for the time of the call. `make`: null
+// for the CPU.
 Machine measure_machine(const MeasureOptions& options, const MakeDevice& make = {});
 
 }  // namespace ds::memreport

@@ -97,7 +97,7 @@ class StageModel {
     const double n = static_cast<double>(std::max<i64>(1, reductions.calls + gathers.calls));
     const bool overlap = plan_.grads.overlap && machine_.hides_communication();
     time_.exposed = overlap ? std::max(beside + all / n, beside / n + all) - beside : all;
-    time_.hidden = all - time_.exposed;
+    time_.hidden = std::max(0.0, all - time_.exposed);
   }
 
   // Stage 3's.

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The predicted time of a step beside real ones: some twenty short runs of small models on one and two ranks (threads
 // of this process, over the communicators of training), with every strategy alone.
-//   step_time_bench LINKS.json [STEPS [THREADS [FILTER]]]      LINKS: of ds-commbench --links for two ranks
+//   step_time_bench LINKS.json [STEPS [FILTER]]      LINKS: of ds-commbench --links for two ranks
 // tests/bench/step-time makes the links and runs it. Each run measures the machine's rates first, so that both see the
 // same machine. "cpu" is the processor time of a step over the number of ranks, the median: where others use the
 // machine it is what the step would take without them, but for the time in which a rank waits (the bubble of a
@@ -122,13 +122,13 @@ double processor_seconds() {
   return static_cast<double>(t.tv_sec) + static_cast<double>(t.tv_nsec) * 1e-9;
 }
 
-Measured measure(const Config& c, int ranks, int threads, int steps) {
+Measured measure(const Config& c, int ranks, int steps) {
   std::vector<double> wall, cpu;
   run_threads(ranks, {.timeout_s = 120, .progress_thread = true}, [&](Communicator& world) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const CommOptions options{.timeout_s = 120, .progress_thread = c.zero.overlap_comm};
-    const auto device = make_cpu_device(probe::cpu_backend(), threads);
+    const auto device = make_cpu_device(probe::cpu_backend(), 1);
     Mesh mesh(world.group(all, "step", options), engine::mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
@@ -173,15 +173,15 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc < 2) return std::fprintf(stderr, "usage: step_time_bench LINKS.json [STEPS [THREADS [FILTER]]]\n"), 2;
+  if (argc < 2) return std::fprintf(stderr, "usage: step_time_bench LINKS.json [STEPS [FILTER]]\n"), 2;
   std::ifstream in(argv[1]);
   std::stringstream text;
   text << in.rdbuf();
   const memreport::Links links = memreport::read_links(text.str(), argv[1]);
-  const int steps = argc > 2 ? std::atoi(argv[2]) : 10, threads = argc > 3 ? std::atoi(argv[3]) : 1;
-  const std::string filter = argc > 4 ? argv[4] : "";
-  std::printf("%s, %d cores, %d threads for each rank; milliseconds\n", std::string(probe::cpu_backend().name).c_str(),
-              probe::num_cores(), threads);
+  const int steps = argc > 2 ? std::atoi(argv[2]) : 10;
+  const std::string filter = argc > 3 ? argv[3] : "";
+  std::printf("%s, %d cores, one thread for each rank; milliseconds\n", std::string(probe::cpu_backend().name).c_str(),
+              probe::num_cores());
   std::printf("%-20s %-5s %5s | %9s %7s %7s %7s %7s %7s %7s | %8s %8s %8s | %8s %8s\n", "run", "type", "ranks",
               "predicted", "compute", "tp", "idle", "comm", "optim.", "publish", "cpu", "least", "wall", "of cpu",
               "of least");
@@ -189,10 +189,9 @@ int main(int argc, char** argv) {
   for (const Case& k : cases()) {
     if (k.name.find(filter) == std::string::npos) continue;
     const Config c = config_of(k);
-    const memreport::Machine machine =
-        memreport::measure_machine({.ranks = k.ranks, .threads = threads, .dtypes = {c.work_dtype()}});
+    const memreport::Machine machine = memreport::measure_machine({.ranks = k.ranks, .dtypes = {c.work_dtype()}});
     const memreport::StepTime p = predict(c, k.ranks, machine, links);
-    const Measured m = measure(c, k.ranks, threads, steps);
+    const Measured m = measure(c, k.ranks, steps);
     const double idle = p.pipeline_s * p.bubble_fraction;
     of_cpu.push_back((p.step_s - idle) / m.cpu_s - 1);
     of_least.push_back(p.step_s / m.least_s - 1);

@@ -83,7 +83,8 @@ TEST(Machine, ACallTakesTheLongestOfItsParts) {
 }
 
 TEST(Machine, ComesBackFromItsJson) {
-  const Machine m = memreport::measure_machine({.threads = 1, .dtypes = {DType::BF16}, .seconds_per_op = 1e-4});
+  const Machine m =
+      memreport::measure_machine({.threads = 1, .dtypes = {DType::BF16}, .seconds_per_op = 1e-4, .rounds = 1});
   EXPECT_EQ(memreport::read_machine(memreport::machine_json(m), "machine.json"), m);
   EXPECT_THROW(memreport::read_machine("{}", "machine.json"), Error);
   EXPECT_THROW(memreport::read_machine("[1]", "machine.json"), Error);
@@ -94,7 +95,7 @@ TEST(Machine, ComesBackFromItsJson) {
 
 // All that an engine calls in a step has a measured rate, or moves bytes alone.
 TEST(Machine, KnowsTheOpsOfEveryModel) {
-  const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4});
+  const Machine m = memreport::measure_machine({.dtypes = {DType::F32}, .seconds_per_op = 1e-4, .rounds = 1});
   EXPECT_GT(m.op_overhead_s, 0);
   EXPECT_EQ(m.flops.size(), 3);
   for (const ModelConfig& config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
