@@ -72,6 +72,9 @@ Source open_source(const std::string& path, std::span<const std::string> overrid
   const Text t = text_of(path);
   Source source;
   source.ranks = ranks > 0 ? ranks : std::max(t.ranks, 1);
+  source.text = t.text;
+  source.name = t.name;
+  source.overrides.assign(overrides.begin(), overrides.end());
   source.config = parse_config(t.text, t.name, overrides, source.ranks, ConfigUse::Inspect);
   if (source.config.ok() && source.config.config.model.layers == 0)
     source.config.diagnostics.push_back(

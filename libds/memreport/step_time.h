@@ -19,6 +19,7 @@
 #include <string_view>
 
 #include "ds/commbench.h"
+#include "ds/memreport.h"
 #include "memreport/machine.h"
 #include "report/op_tally.h"
 
@@ -51,24 +52,6 @@ double message_seconds(const Links& links, std::string_view collective, const Gr
 struct StageWork {
   const report::RunPlan* plan;
   const report::StepWork* work;
-};
-
-struct StepTime {
-  // Of the stage that takes longest, summed over its micro-batches.
-  double compute_s = 0;                 // ops of its passes, of gradients too
-  double recompute_s = 0;               // part of it
-  double in_layer_communication_s = 0;  // of tp and sp: part of the passes
-  double pipeline_s = 0;                // all passes of all stages, from the first to the last
-  double bubble_fraction = 0;           // idle time of stages / all time
-  double communication_s = 0;           // exposed: of dp beside the passes, and behind them but for the publication
-  double hidden_s = 0;                  // of dp
-  double optimizer_s = 0;
-  double publish_s = 0;  // all-gathers of parameters
-  double step_s = 0;     // pipeline + communication + optimizer + publish
-  double tokens_per_s = 0;
-  double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
-  // By "axis.collective", all of it of that stage, hidden or not.
-  std::map<std::string, double> messages_s;
 };
 
 // `stages`: one for each stage of the pipeline, in order. `links`: may be null where no axis has more than one rank.

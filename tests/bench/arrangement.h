@@ -20,6 +20,7 @@
 #include "ds/config.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "report/planned.h"
 
 namespace ds::bench {
 

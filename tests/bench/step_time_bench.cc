@@ -25,6 +25,7 @@
 #include "engine/engine.h"
 #include "memreport/step_time.h"
 #include "probe/host.h"
+#include "report/planned.h"
 
 using namespace ds;
 
@@ -129,7 +130,7 @@ Measured measure(const Config& c, int ranks, int steps) {
     std::iota(all.begin(), all.end(), 0);
     const CommOptions options{.timeout_s = 120, .progress_thread = c.zero.overlap_comm};
     const auto device = make_cpu_device(probe::cpu_backend(), 1);
-    Mesh mesh(world.group(all, "step", options), engine::mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "step", options), report::mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();
@@ -152,7 +153,7 @@ Measured measure(const Config& c, int ranks, int steps) {
 
 memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine& machine,
                             const memreport::Links& links) {
-  const MeshShape mesh = engine::mesh_shape(c, ranks);
+  const MeshShape mesh = report::mesh_shape(c, ranks);
   std::vector<model::Model> models;
   std::vector<report::RunPlan> plans;
   std::vector<report::StepWork> works;

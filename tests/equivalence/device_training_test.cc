@@ -5,6 +5,7 @@
 
 #include "equivalence/layouts.h"
 #include "parity/device_ops.h"
+#include "report/planned.h"
 
 namespace ds::testing {
 namespace {

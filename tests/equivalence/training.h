@@ -12,6 +12,7 @@
 
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "report/planned.h"
 
 namespace ds::testing {
 

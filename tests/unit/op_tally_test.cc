@@ -266,7 +266,7 @@ void expect_engine_agrees(const Config& c, int ranks) {
     std::vector<int> all(static_cast<size_t>(ranks));
     std::iota(all.begin(), all.end(), 0);
     const auto device = make_cpu_device(kCounted, 1);
-    Mesh mesh(world.group(all, "test", options), engine::mesh_shape(c, ranks), options);
+    Mesh mesh(world.group(all, "test", options), report::mesh_shape(c, ranks), options);
     MemoryLedger ledger;
     engine::Engine engine(c, mesh, ledger, *device);
     engine.init_weights();

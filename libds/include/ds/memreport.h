@@ -3,8 +3,11 @@
 // What a run needs, before it starts: memory of each rank by tag, traffic, work. The numbers are those of the plan that
 // the engine allocates and communicates by (report/run_plan).
 
+#include <map>
+#include <memory>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ds/config.h"
@@ -15,6 +18,8 @@ namespace ds::memreport {
 struct Source {
   ConfigResult config;  // read for `ranks`
   int ranks = 1;
+  std::string text, name;              // of the configuration
+  std::vector<std::string> overrides;  // of it
 };
 
 // The configuration that `path` is, or is of: a configuration ("-": standard input); a model (a directory with a
@@ -78,6 +83,92 @@ struct Prediction {
 // Throws Errc::Config for ranks that do not spread over the nodes evenly, and what a run would throw for a model that
 // cannot be built. Reads no file.
 DS_API Prediction predict(const Config& config, const World& world, DeviceKind device);
+
+// Seconds of a training step, by what takes them (memreport/step_time.h).
+struct StepTime {
+  // Of the stage that takes longest, summed over its micro-batches.
+  double compute_s = 0;                 // ops of its passes, of gradients too
+  double recompute_s = 0;               // part of it
+  double in_layer_communication_s = 0;  // of tp and sp: part of the passes
+  double pipeline_s = 0;                // all passes of all stages, from the first to the last
+  double bubble_fraction = 0;           // idle time of stages / all time
+  double communication_s = 0;           // exposed: of dp beside the passes, and behind them but for the publication
+  double hidden_s = 0;                  // of dp
+  double optimizer_s = 0;
+  double publish_s = 0;  // all-gathers of parameters
+  double step_s = 0;     // pipeline + communication + optimizer + publish
+  double tokens_per_s = 0;
+  double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
+  // By "axis.collective", all of it of that stage, hidden or not.
+  std::map<std::string, double> messages_s;
+};
+
+// How fast the parts of a machine are: as measured, or as data sheets have it. Copies share one value.
+class DS_API Hardware {
+ public:
+  struct Peaks {
+    double flops = 0;              // FLOP/s of a rank's large products
+    double memory = 0;             // B/s of a rank
+    double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: not known
+  };
+  // Files of the schemas "ds-machine/1", which measure() writes, and "ds-links/1", of ds-commbench --save; `links` may
+  // be empty, where no rank sends anything. Throws Errc::Io, Errc::Config.
+  static Hardware read(const std::string& machine, const std::string& links);
+  // Products of 16 and of 32 bits at the same rate, ops that start in no time, messages without latency; or with those
+  // of `links`.
+  static Hardware of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links);
+  // What the CPU of this machine does when so many ranks of so many threads work at once; some seconds.
+  static Hardware measure(int ranks, int threads);
+
+  std::string json() const;  // "ds-machine/1"
+
+  struct State;
+  const State& state() const noexcept { return *state_; }
+
+ private:
+  explicit Hardware(std::shared_ptr<const State> state) : state_(std::move(state)) {}
+  std::shared_ptr<const State> state_;
+};
+
+// Throws Errc::Config for rates or links that are not known.
+DS_API StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware);
+DS_API std::string text(const StepTime& time);
+DS_API std::string json(const StepTime& time);
+
+// An arrangement of a run over its ranks.
+struct Arrangement {
+  std::vector<std::string> keys;  // what it changes, as overrides of the source's
+  MeshShape mesh;
+  int stage = 0;
+  i64 micro = 0, accumulation = 0;
+  bool sequence_parallel = false;  // Megatron's
+  CheckpointGranularity recompute = CheckpointGranularity::None;
+  i64 device_bytes = 0;  // of the rank that needs most
+  i64 host_bytes = 0;    // of the fullest node
+  StepTime time;
+};
+
+struct FitOptions {
+  World world;
+  DeviceKind device = DeviceKind::Cuda;
+  i64 memory = 0;       // bytes that a rank has
+  i64 host_memory = 0;  // bytes that a node has; 0: enough
+  size_t most = 10;     // arrangements
+};
+struct FitResult {
+  Arrangement present;  // the source's own
+  bool present_fits = false;
+  std::vector<Arrangement> fitting;  // by tokens per second, the fastest first
+  i64 num_tried = 0, num_fitting = 0;
+  // Of the fastest one with what else is as large as fits: samples of a micro-batch (at the same batch), layers.
+  i64 largest_micro = 0, largest_layers = 0, largest_params = 0;
+};
+// The arrangements of these ranks that fit: every mesh of tp (inside a node), pp, sp and dp, ZeRO stage, micro-batch,
+// with and without Megatron's sequence parallelism, and as little as possible computed again. The batch stays: the same
+// samples are trained in a step. `source` is sound. Throws as predict_time.
+DS_API FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware);
+DS_API std::string text(const FitResult& result, const FitOptions& options);
+DS_API std::string json(const FitResult& result);
 
 // For people: the rank that needs most by tag, the others in a line each (`all`: by tag too), traffic, work.
 DS_API std::string text(const Prediction& prediction, bool all);

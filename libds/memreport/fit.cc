@@ -1,0 +1,251 @@
+// SPDX-License-Identifier: Apache-2.0
+// The search for arrangements that fit: each is a configuration, read as a run would read it, so that what is found is
+// what ds-train accepts.
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "config/parallel.h"
+#include "ds/memreport.h"
+#include "memreport/hardware.h"
+#include "report/planned.h"
+
+namespace ds::memreport {
+namespace {
+
+constexpr i64 kLargestMicro = 64;
+
+std::string_view name_of(CheckpointGranularity g) {
+  return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
+}
+
+std::vector<i64> divisors(i64 n) {
+  std::vector<i64> all;
+  for (i64 d = 1; d <= n; ++d) {
+    if (n % d == 0) all.push_back(d);
+  }
+  return all;
+}
+
+// A mesh, a stage of ZeRO, and whether rows between matrices are cut.
+struct Frame {
+  i64 tp = 1, pp = 1, sp = 1;
+  int stage = 0;
+  bool sequence_parallel = false;
+};
+
+class Search {
+ public:
+  Search(const Source& source, const FitOptions& options, const Hardware& hardware)
+      : source_(source), options_(options), hardware_(hardware), batch_(source.config.config.batch.train) {}
+
+  FitResult run();
+
+ private:
+  std::vector<Frame> frames() const;
+  std::vector<std::string> keys_of(const Frame& frame, i64 micro, CheckpointGranularity recompute) const;
+  std::optional<Config> read(const std::vector<std::string>& keys) const;
+  // With time 0.
+  Arrangement arrange(const Config& config, std::vector<std::string> keys, bool all_stages) const;
+  bool fits(const Arrangement& a) const {
+    return a.device_bytes <= options_.memory && (options_.host_memory == 0 || a.host_bytes <= options_.host_memory);
+  }
+  // What fits of a frame, for every micro-batch that does.
+  void try_frame(const Frame& frame);
+  StepTime time_of(const Config& config) const {
+    return predict_time(config, options_.world, options_.device, hardware_);
+  }
+  void largest_of(FitResult& result) const;
+
+  const Source& source_;
+  const FitOptions& options_;
+  const Hardware& hardware_;
+  const i64 batch_;
+  std::mutex mutex_;
+  std::vector<Arrangement> found_;
+  std::atomic<i64> tried_ = 0;
+};
+
+std::vector<Frame> Search::frames() const {
+  const i64 ranks = options_.world.ranks, per_node = ranks / options_.world.nodes;
+  const ModelConfig& model = source_.config.config.model;
+  std::vector<Frame> all;
+  for (const i64 tp : divisors(per_node)) {
+    if (!tp_problem(model, tp).empty()) continue;
+    for (const i64 sp : divisors(per_node / tp)) {
+      if (sp > 1 && (model.heads / tp) % sp != 0) continue;
+      for (const i64 pp : divisors(ranks / tp / sp)) {
+        if (!stages_problem(model, pp).empty()) break;
+        const i64 dp = ranks / (tp * sp * pp);
+        if (batch_ % dp != 0) continue;
+        for (int stage = 0; stage <= 3; ++stage) {
+          if (stage > 0 && dp * sp == 1) break;  // nothing to cut over
+          for (const bool rows : {false, true}) {
+            if (!rows || tp > 1) all.push_back({tp, pp, sp, stage, rows});
+          }
+        }
+      }
+    }
+  }
+  return all;
+}
+
+std::vector<std::string> Search::keys_of(const Frame& f, i64 micro, CheckpointGranularity recompute) const {
+  const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
+  return {fmt::format("tensor_parallel.tp_size={}", f.tp),
+          fmt::format("tensor_parallel.sequence_parallel={}", f.sequence_parallel),
+          fmt::format("pipeline.stages={}", f.pp),
+          fmt::format("sequence_parallel_size={}", f.sp),
+          fmt::format("zero_optimization.stage={}", f.stage),
+          fmt::format("train_batch_size={}", batch_),
+          fmt::format("train_micro_batch_size_per_gpu={}", micro),
+          fmt::format("gradient_accumulation_steps={}", batch_ / dp / micro),
+          fmt::format("activation_checkpointing.granularity={}", name_of(recompute)),
+          fmt::format("reduce_order={}", f.stage >= 2 ? "micro" : "boundary")};
+}
+
+std::optional<Config> Search::read(const std::vector<std::string>& keys) const {
+  std::vector<std::string> overrides = source_.overrides;
+  overrides.insert(overrides.end(), keys.begin(), keys.end());
+  ConfigResult r = parse_config(source_.text, source_.name, overrides, options_.world.ranks, ConfigUse::Inspect);
+  if (!r.ok()) return std::nullopt;
+  return std::move(r.config);
+}
+
+Arrangement Search::arrange(const Config& config, std::vector<std::string> keys, bool all_stages) const {
+  Arrangement a;
+  a.keys = std::move(keys);
+  a.mesh = report::mesh_shape(config, options_.world.ranks);
+  a.stage = narrow<int>(config.zero.stage);
+  a.micro = config.batch.micro;
+  a.accumulation = config.batch.accumulation;
+  a.sequence_parallel = config.tensor_parallel.sequence_parallel;
+  a.recompute = config.activation_checkpointing.granularity;
+  if (all_stages) {
+    const Prediction p = predict(config, options_.world, options_.device);
+    a.device_bytes = p.worst_group().device_bytes;
+    a.host_bytes = p.fullest.host_bytes;
+    return a;
+  }
+  // The ends have the vocabulary, and the first stages the most micro-batches under way.
+  for (const int stage : {0, 1, a.mesh.pp - 1}) {
+    if (stage >= a.mesh.pp) continue;
+    const report::Planned planned(config, a.mesh, rank_at(a.mesh, {.pp = stage}), options_.device);
+    a.device_bytes = std::max(a.device_bytes, planned.plan.total_memory());
+  }
+  return a;
+}
+
+void Search::try_frame(const Frame& f) {
+  using enum CheckpointGranularity;
+  const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
+  for (i64 micro = 1; micro <= kLargestMicro; micro *= 2) {
+    if (batch_ / dp % micro != 0) return;
+    bool fitted = false;
+    for (const CheckpointGranularity recompute : {None, Selective, Layer}) {
+      const std::vector<std::string> keys = keys_of(f, micro, recompute);
+      const std::optional<Config> config = read(keys);
+      ++tried_;
+      if (!config) continue;
+      Arrangement a = arrange(*config, keys, false);
+      if (!fits(a)) continue;
+      fitted = true;
+      a.time = time_of(*config);
+      const std::lock_guard lock(mutex_);
+      found_.push_back(std::move(a));
+      break;  // computing more again only takes longer
+    }
+    if (!fitted) return;  // larger ones need more
+  }
+}
+
+void Search::largest_of(FitResult& result) const {
+  const Arrangement& best = result.fitting.front();
+  const auto fitting = [&](const std::vector<std::string>& more) {
+    std::vector<std::string> keys = best.keys;
+    keys.insert(keys.end(), more.begin(), more.end());
+    std::optional<Config> config = read(keys);
+    return config && fits(arrange(*config, keys, true)) ? std::move(config) : std::nullopt;
+  };
+  const i64 of_rank = best.micro * best.accumulation;
+  for (const i64 micro : divisors(of_rank)) {
+    if (fitting({fmt::format("train_micro_batch_size_per_gpu={}", micro),
+                 fmt::format("gradient_accumulation_steps={}", of_rank / micro)}))
+      result.largest_micro = std::max(result.largest_micro, micro);
+  }
+  // More layers of the same width.
+  std::optional<Config> config = read(best.keys);
+  const i64 step = std::max<i64>(1, best.mesh.pp);
+  const auto with = [&](i64 layers) {
+    Config c = *config;
+    c.model.layers = layers;
+    if (c.model.sliding_window > 0)
+      c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
+    return c;
+  };
+  i64 low = config->model.layers, high = low + step;
+  const auto layers_fit = [&](i64 layers) { return fits(arrange(with(layers), {}, true)); };
+  while (layers_fit(high)) high = 2 * (low = high);
+  while (high - low > step) {
+    const i64 middle = low + (high - low) / 2 / step * step;
+    (layers_fit(middle) ? low : high) = middle;
+  }
+  result.largest_layers = low;
+  const Config largest = with(low);
+  result.largest_params = model::make_model(largest.model, largest.data.seq_length).num_params();
+}
+
+FitResult Search::run() {
+  FitResult result;
+  const Config& present = source_.config.config;
+  result.present = arrange(present, {}, true);
+  result.present_fits = fits(result.present);
+  result.present.time = time_of(present);
+
+  const std::vector<Frame> all = frames();
+  std::atomic<size_t> next = 0;
+  std::exception_ptr failure;
+  {
+    std::vector<std::jthread> workers;
+    for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
+      workers.emplace_back([&] {
+        try {
+          for (size_t k = next++; k < all.size(); k = next++) try_frame(all[k]);
+        } catch (...) {
+          const std::lock_guard lock(mutex_);
+          failure = std::current_exception();
+          next = all.size();
+        }
+      });
+    }
+  }
+  if (failure) std::rethrow_exception(failure);
+  // The order of workers must not show.
+  std::ranges::sort(found_, [](const Arrangement& a, const Arrangement& b) {
+    return a.time.tokens_per_s != b.time.tokens_per_s ? a.time.tokens_per_s > b.time.tokens_per_s : a.keys < b.keys;
+  });
+  result.num_tried = tried_;
+  for (Arrangement& a : found_) {
+    if (result.fitting.size() < options_.most) {  // with all stages and nodes looked at
+      Arrangement whole = arrange(*read(a.keys), a.keys, true);
+      whole.time = std::move(a.time);
+      if (!fits(whole)) continue;
+      result.fitting.push_back(std::move(whole));
+    }
+    ++result.num_fitting;
+  }
+  if (!result.fitting.empty()) largest_of(result);
+  return result;
+}
+
+}  // namespace
+
+FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware) {
+  DS_CHECK(options.memory > 0, Errc::Config, "a rank without memory fits nothing");
+  return Search(source, options, hardware).run();
+}
+
+}  // namespace ds::memreport

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memreport/hardware.h"
+
+#include <fmt/format.h>
+
+#include "base/file.h"
+#include "base/json.h"
+#include "report/planned.h"
+
+namespace ds::memreport {
+namespace {
+
+constexpr i64 kMaxDocument = i64{64} << 20;
+
+std::optional<Links> links_of(const std::string& file) {
+  if (file.empty()) return std::nullopt;
+  return read_links(read_text_file(file, kMaxDocument), file);
+}
+
+}  // namespace
+
+Hardware Hardware::read(const std::string& machine, const std::string& links) {
+  State s{read_machine(read_text_file(machine, kMaxDocument), machine), links_of(links)};
+  return Hardware(std::make_shared<const State>(std::move(s)));
+}
+
+Hardware Hardware::of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links) {
+  State s{machine_of_peaks(DType::BF16, peaks.flops, peaks.memory, ranks_per_node), links_of(links)};
+  for (const DType t : {DType::F16, DType::F32}) {
+    for (auto& [op, rates] : s.machine.flops) rates[t] = rates.at(DType::BF16);
+  }
+  if (!s.links && (peaks.link > 0 || peaks.network > 0)) {
+    s.links.emplace();
+    const auto add = [&](const char* name, double bandwidth) {
+      if (bandwidth > 0)
+        s.links->links.push_back(
+            {.backend = "peaks", .link = name, .latency_s = 0, .bandwidth = bandwidth, .pairs = 0});
+    };
+    add("host", peaks.link);
+    add("network", peaks.network);
+  }
+  return Hardware(std::make_shared<const State>(std::move(s)));
+}
+
+Hardware Hardware::measure(int ranks, int threads) {
+  return Hardware(std::make_shared<const State>(State{measure_machine({.ranks = ranks, .threads = threads}), {}}));
+}
+
+std::string Hardware::json() const { return machine_json(state_->machine); }
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware) {
+  const MeshShape mesh = report::mesh_shape(config, world.ranks);
+  std::vector<std::unique_ptr<report::Planned>> plans;
+  std::vector<std::unique_ptr<report::StepWork>> works;
+  std::vector<StageWork> stages;
+  for (int stage = 0; stage < mesh.pp; ++stage) {
+    plans.push_back(std::make_unique<report::Planned>(config, mesh, rank_at(mesh, {.pp = stage}), device));
+    const report::Planned& p = *plans.back();
+    works.push_back(std::make_unique<report::StepWork>(report::tally_step(p.model, p.plan)));
+    stages.push_back({&p.plan, works.back().get()});
+  }
+  const Hardware::State& s = hardware.state();
+  Machine machine = s.machine;
+  machine.ranks_per_node = world.ranks / world.nodes;
+  return predict_step(plans.front()->model, stages, machine, s.links ? &*s.links : nullptr);
+}
+
+std::string text(const StepTime& t) {
+  std::string out;
+  const auto line = [&](const char* name, double seconds, const char* what) {
+    out += fmt::format("  {:<20} {:>12.3f} ms{}\n", name, 1e3 * seconds, what);
+  };
+  out += "time of a step\n";
+  line("pipeline", t.pipeline_s, "  all passes, of all stages");
+  line("  computing", t.compute_s, "  of the busiest stage");
+  if (t.recompute_s > 0) line("  computed again", t.recompute_s, "  part of it");
+  if (t.in_layer_communication_s > 0) line("  inside layers", t.in_layer_communication_s, "  sent by tp and sp");
+  line("communication", t.communication_s, t.hidden_s > 0 ? "  exposed" : "");
+  if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
+  line("optimizer", t.optimizer_s, "");
+  line("publication", t.publish_s, "  of parameters");
+  line("step", t.step_s, "");
+  if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
+  out += fmt::format("  {:<20} {:>12.6g}\n  {:<20} {:>12.1f} %\n", "tokens/s", t.tokens_per_s, "MFU", 100 * t.mfu);
+  return out;
+}
+
+std::string json(const StepTime& t) {
+  return Json({{"step_s", t.step_s},
+               {"pipeline_s", t.pipeline_s},
+               {"compute_s", t.compute_s},
+               {"recompute_s", t.recompute_s},
+               {"in_layer_communication_s", t.in_layer_communication_s},
+               {"communication_s", t.communication_s},
+               {"hidden_s", t.hidden_s},
+               {"optimizer_s", t.optimizer_s},
+               {"publish_s", t.publish_s},
+               {"bubble_fraction", t.bubble_fraction},
+               {"tokens_per_s", t.tokens_per_s},
+               {"mfu", t.mfu},
+               {"messages_s", t.messages_s}})
+      .dump();
+}
+
+}  // namespace ds::memreport
