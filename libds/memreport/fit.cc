@@ -30,6 +30,12 @@ std::vector<i64> divisors(i64 n) {
   return all;
 }
 
+ConfigResult read_arranged(const Source& source, const std::vector<std::string>& keys, int ranks) {
+  std::vector<std::string> overrides = source.overrides;
+  overrides.insert(overrides.end(), keys.begin(), keys.end());
+  return parse_config(source.text, source.name, overrides, ranks, ConfigUse::Inspect);
+}
+
 // A mesh, a stage of ZeRO, and whether rows between matrices are cut.
 struct Frame {
   i64 tp = 1, pp = 1, sp = 1;
@@ -108,9 +114,7 @@ std::vector<std::string> Search::keys_of(const Frame& f, i64 micro, CheckpointGr
 }
 
 std::optional<Config> Search::read(const std::vector<std::string>& keys) const {
-  std::vector<std::string> overrides = source_.overrides;
-  overrides.insert(overrides.end(), keys.begin(), keys.end());
-  ConfigResult r = parse_config(source_.text, source_.name, overrides, options_.world.ranks, ConfigUse::Inspect);
+  ConfigResult r = read_arranged(source_, keys, options_.world.ranks);
   if (!r.ok()) return std::nullopt;
   return std::move(r.config);
 }
@@ -242,6 +246,12 @@ FitResult Search::run() {
 }
 
 }  // namespace
+
+std::string written_config(const Source& source, const Arrangement& a) {
+  const ConfigResult r = read_arranged(source, a.keys, a.mesh.world());
+  DS_CHECK(r.ok(), Errc::Internal, "{}", r.message());
+  return resolved_json(r.config) + "\n";
+}
 
 FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware) {
   DS_CHECK(options.memory > 0, Errc::Config, "a rank without memory fits nothing");

@@ -2,6 +2,7 @@
 #include "memreport/hardware.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include "base/file.h"
 #include "base/json.h"
@@ -12,12 +13,35 @@ namespace {
 
 constexpr i64 kMaxDocument = i64{64} << 20;
 
+struct Gpu {
+  const char* name;
+  Hardware::Peaks peaks;
+};
+// NVIDIA's data sheets (SXM modules), and DGX systems: one network card of 200 or 400 Gbit/s for each GPU.
+constexpr Gpu kGpus[] = {{"a100", {312e12, 2.039e12, 300e9, 25e9}},
+                         {"h100", {989e12, 3.35e12, 450e9, 50e9}},
+                         {"h200", {989e12, 4.8e12, 450e9, 50e9}},
+                         {"b200", {2250e12, 8e12, 900e9, 50e9}}};
+
 std::optional<Links> links_of(const std::string& file) {
   if (file.empty()) return std::nullopt;
   return read_links(read_text_file(file, kMaxDocument), file);
 }
 
 }  // namespace
+
+Hardware::Peaks Hardware::gpu(const std::string& name) {
+  for (const Gpu& g : kGpus) {
+    if (g.name == name) return g.peaks;
+  }
+  throw Error(Errc::Config, fmt::format("no data sheet of a GPU \"{}\": {} are known", name, fmt::join(gpus(), ", ")));
+}
+
+std::vector<std::string> Hardware::gpus() {
+  std::vector<std::string> names;
+  for (const Gpu& g : kGpus) names.emplace_back(g.name);
+  return names;
+}
 
 Hardware Hardware::read(const std::string& machine, const std::string& links) {
   State s{read_machine(read_text_file(machine, kMaxDocument), machine), links_of(links)};

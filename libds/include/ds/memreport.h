@@ -111,6 +111,10 @@ class DS_API Hardware {
     double memory = 0;             // B/s of a rank
     double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: not known
   };
+  // Of one GPU of that name by its data sheet, with dense products in 16 bit, NVLink, and the network that its maker
+  // puts beside it; the names are gpus(). Throws Errc::Config for another.
+  static Peaks gpu(const std::string& name);
+  static std::vector<std::string> gpus();
   // Files of the schemas "ds-machine/1", which measure() writes, and "ds-links/1", of ds-commbench --save; `links` may
   // be empty, where no rank sends anything. Throws Errc::Io, Errc::Config.
   static Hardware read(const std::string& machine, const std::string& links);
@@ -167,6 +171,8 @@ struct FitResult {
 // with and without Megatron's sequence parallelism, and as little as possible computed again. The batch stays: the same
 // samples are trained in a step. `source` is sound. Throws as predict_time.
 DS_API FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware);
+// The source's configuration arranged so, for ds-train.
+DS_API std::string written_config(const Source& source, const Arrangement& arrangement);
 DS_API std::string text(const FitResult& result, const FitOptions& options);
 DS_API std::string json(const FitResult& result);
 
