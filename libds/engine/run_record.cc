@@ -112,12 +112,15 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
   if (!directory.empty()) copy_text(who.directory, std::filesystem::absolute(directory).lexically_normal().string());
   copy_text(who.device, device_.name());
   // Not of what came before: the product that measured the device, and what reading weights took for a while.
-  resident_.begin_peak();
+  resident_.begin_peaks();
+  first_step_ = step + 1;
   counters_.reset();  // of an earlier training in this process
   counters_.emplace(who, live_record(engine, {.step = step}, counted(engine.ledger())));
 }
 
 void RunRecord::show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak) {
+  // The first step has taken what steps take, and what comes after the last one is no training: both are read.
+  if (step.step == first_step_ || step.step == engine.config().steps) resident_.read();
   if (counters_) counters_->publish(live_record(engine, step, peak));
 }
 
@@ -156,10 +159,12 @@ Json RunRecord::run_line(const Engine& engine, i64 step, std::string_view backen
 }
 
 Json RunRecord::memory_line(const Engine& engine, i64 step) {
+  const probe::ResidentMeter::Peaks resident = resident_.peaks();
   const Json mine = {{"rank", mesh_.rank()},
                      {"counted_bytes", bytes_json(counted(engine.ledger()))},
                      {"predicted_bytes", bytes_json(engine.plan().memory)},
-                     {"resident_bytes", resident_.peak_bytes()},
+                     {"resident_bytes", resident.own},
+                     {"momentary_bytes", resident.momentary},
                      {"base_bytes", resident_.base_bytes()}};
   Json ranks = Json::array();
   for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) ranks.push_back(Json::parse(rank));

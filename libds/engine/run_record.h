@@ -55,6 +55,7 @@ class RunRecord {
   const Mesh& mesh_;
   const Device& device_;
   probe::ResidentMeter resident_;
+  i64 first_step_ = 0;
   std::optional<LiveCounters> counters_;
 };
 

@@ -232,6 +232,7 @@ class Reader {
       memory.tags = memory_table(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
       memory.counts_known = true;
       memory.resident_bytes = rank.count("resident_bytes");
+      memory.momentary_bytes = rank.count("momentary_bytes");
       memory.base_bytes = rank.count("base_bytes");
     }
     file_.ended = true;

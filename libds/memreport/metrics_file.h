@@ -15,8 +15,10 @@ struct RankMemory {
   int rank = 0;
   std::vector<TagMemory> tags;  // in the order of Tag; counted is 0 where !counts_known
   bool counts_known = false;
-  i64 resident_bytes = 0;  // peak, by probe/resident.h; 0: not known
-  i64 base_bytes = 0;      // before the engine took its memory; 0: not known
+  // By probe/resident.h; 0: not known.
+  i64 resident_bytes = 0;   // peak
+  i64 momentary_bytes = 0;  // beside it for a moment, as while a checkpoint was written
+  i64 base_bytes = 0;       // before the engine took its memory
 };
 
 // Of the last steps of the last run in the file.

@@ -56,33 +56,31 @@ ResidentMemory resident_memory() noexcept {
 }
 
 ResidentMeter::ResidentMeter() noexcept {
-  begin_peak();
+  begin_peaks();
   base_ = last_;
 }
 
-void ResidentMeter::begin_peak() noexcept {
-  peak_ = 0;
+void ResidentMeter::begin_peaks() noexcept {
+  peak_own_ = peak_all_ = 0;
   read();
   highest_before_ = last_.highest;
 }
 
-i64 ResidentMeter::sample() noexcept {
-  if (Clock::now() >= due_) read();
-  return last_.own;
-}
-
-i64 ResidentMeter::peak_bytes() noexcept {
-  read();
-  if (last_.highest > highest_before_) peak_ = std::max(peak_, last_.own + std::max<i64>(last_.highest - last_.all, 0));
-  return peak_;
-}
-
-void ResidentMeter::read() noexcept {
+i64 ResidentMeter::read() noexcept {
   const Clock::time_point start = Clock::now();
   last_ = resident_memory();
   const Clock::time_point end = Clock::now();
-  peak_ = std::max(peak_, last_.own);
+  peak_own_ = std::max(peak_own_, last_.own);
+  peak_all_ = std::max(peak_all_, last_.all);
   due_ = end + std::max<Clock::duration>(std::chrono::seconds(1), 1000 * (end - start));
+  return last_.own;
+}
+
+i64 ResidentMeter::sample() noexcept { return Clock::now() >= due_ ? read() : last_.own; }
+
+ResidentMeter::Peaks ResidentMeter::peaks() const noexcept {
+  const i64 highest = resident_memory().highest;
+  return {.own = peak_own_, .momentary = highest > highest_before_ ? std::max<i64>(highest - peak_all_, 0) : 0};
 }
 
 }  // namespace ds::probe

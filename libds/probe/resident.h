@@ -12,9 +12,9 @@
 // Pages that nobody has touched count nowhere. Mapped files (programs, libraries, token files: RssFile) are left out:
 // the kernel takes those pages back when it likes. So is what is swapped out, and the memory of a GPU.
 //
-// The kernel keeps a peak of the sum of all kinds only (VmHWM). So the peak of `own` from some time on is the highest
-// value read since, or what is there at the end plus VmHWM - VmRSS, if VmHWM has grown since: what was there for a
-// moment alone.
+// The kernel keeps a peak of the sum of all kinds only (VmHWM), so the peak of `own` is the highest value that was
+// read. That is enough for training, which takes nothing in a step. What else was there for a moment between readings,
+// as while a checkpoint is written, is told apart: by how much VmHWM exceeds the highest VmRSS that was read.
 
 #include <chrono>
 
@@ -39,18 +39,22 @@ class ResidentMeter {
   ResidentMeter() noexcept;  // the base is now
 
   i64 base_bytes() const noexcept { return base_.own; }
+  // Reads now. What is read: the peak is of these values.
+  i64 read() noexcept;
   // What was read last; reads again once a second at most, and so rarely that reading takes a thousandth of the time.
   i64 sample() noexcept;
-  // The peak is counted from here on, at first from the base.
-  void begin_peak() noexcept;
-  // Reads now.
-  i64 peak_bytes() noexcept;
+
+  // Peaks are counted from here on, at first from the base. Reads now.
+  void begin_peaks() noexcept;
+  struct Peaks {
+    i64 own = 0;
+    i64 momentary = 0;  // beside it, of all kinds
+  };
+  Peaks peaks() const noexcept;
 
  private:
-  void read() noexcept;
   ResidentMemory base_, last_;
-  i64 highest_before_ = 0;  // begin_peak()
-  i64 peak_ = 0;
+  i64 peak_own_ = 0, peak_all_ = 0, highest_before_ = 0;  // since begin_peaks()
   Clock::time_point due_;
 };
 

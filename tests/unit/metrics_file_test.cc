@@ -42,7 +42,7 @@ std::string memory_line(i64 step) {
   for (int r = 0; r < 4; ++r) {
     ranks +=
         fmt::format(R"({}{{"rank":{},"counted_bytes":{{"scratch":{},"params":{}}},"predicted_bytes":{{"params":{}}},)"
-                    R"("resident_bytes":{},"base_bytes":500}})",
+                    R"("resident_bytes":{},"momentary_bytes":60,"base_bytes":500}})",
                     r == 0 ? "" : ",", r, 20 + r, 100 - r, 100 - r, 1000 + r);
   }
   return fmt::format(R"({{"type":"memory","step":{},"ranks":[{}]}})", step, ranks) + "\n";
@@ -92,6 +92,7 @@ TEST_F(MetricsFileTest, AWholeRun) {
   EXPECT_EQ(r.rank, 2);
   EXPECT_TRUE(r.counts_known);
   EXPECT_EQ(r.resident_bytes, 1002);
+  EXPECT_EQ(r.momentary_bytes, 60);
   EXPECT_EQ(r.base_bytes, 500);
   ASSERT_EQ(r.tags.size(), 2U);
   EXPECT_EQ(r.tags[0].tag, "params");
