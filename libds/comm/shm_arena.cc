@@ -16,11 +16,10 @@
 #include <cctype>
 #include <cerrno>
 #include <cstring>
-#include <fstream>
 #include <set>
-#include <sstream>
 #include <thread>
 
+#include "base/process_stat.h"
 #include "comm/arena.h"
 #include "ds/log.h"
 
@@ -38,34 +37,6 @@ constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr std::string_view kPrefix = "ds-";
 constexpr time_t kStillbornSeconds = 60;  // a file without a page of this age has no maker any more
-
-struct ProcessStat {
-  char state = 0;  // as in ps(1); 0: no such process
-  u64 start = 0;   // clock ticks since boot
-};
-
-ProcessStat process_stat(i32 pid) {
-  std::ifstream file(fmt::format("/proc/{}/stat", pid));
-  std::string text((std::istreambuf_iterator<char>(file)), {});
-  const size_t name_end = text.rfind(')');  // the name may hold anything
-  if (name_end == std::string::npos) return {};
-  std::istringstream rest(text.substr(name_end + 1));
-  ProcessStat stat;
-  std::string skipped;
-  rest >> stat.state;
-  for (int field = 4; field < 22; ++field) rest >> skipped;
-  rest >> stat.start;
-  return stat;
-}
-
-u64 pid_namespace() {
-  struct stat st {};
-  return stat("/proc/self/ns/pid", &st) == 0 ? st.st_ino : 0;
-}
-
-bool has_ended(const ProcessStat& now, u64 start) {
-  return now.state == 0 || now.state == 'Z' || now.state == 'X' || now.start != start;
-}
 
 i64 free_bytes_now() {
   struct statvfs fs {};

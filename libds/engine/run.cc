@@ -28,6 +28,7 @@
 #include "engine/engine.h"
 #include "engine/plan.h"
 #include "engine/run_directory.h"
+#include "engine/run_record.h"
 #include "engine/saver.h"
 #include "engine/weights.h"
 #include "probe/host.h"
@@ -39,18 +40,6 @@ constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, befo
 
 using Clock = std::chrono::steady_clock;
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-// As the manifest keeps a document, so that it reads back equal.
-std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
-
-std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted) {
-  std::vector<TagMemory> table;
-  for (size_t t = 0; t < predicted.size(); ++t) {
-    if (predicted[t] != 0 || counted[t] != 0)
-      table.push_back({std::string(tag_name(static_cast<Tag>(t))), predicted[t], counted[t]});
-  }
-  return table;
-}
 
 }  // namespace
 
@@ -65,7 +54,7 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
-  p.memory = memory_table(plan.memory, {});
+  p.memory = engine::memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
   p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
@@ -120,17 +109,6 @@ std::string published_config(const Config& config) {
   return publish_model(json, config.model).dump();
 }
 
-// What is saved is read from other working directories.
-Config with_absolute_paths(Config config) {
-  const auto complete = [](std::string& path) {
-    if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
-  };
-  for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
-  complete(config.model_path);
-  if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
-  return config;
-}
-
 }  // namespace
 
 struct TrainingRun::State {
@@ -145,6 +123,7 @@ struct TrainingRun::State {
   std::unique_ptr<engine::Engine> engine;
   std::vector<ParamEntry> params;
   std::unique_ptr<engine::Saver> saver;
+  std::unique_ptr<engine::RunRecord> record;
   std::string backend;
   std::string step_dir;           // to go on from; empty: from the start
   std::string weights;            // to start from; empty: random ones
@@ -190,7 +169,8 @@ struct TrainingRun::State {
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
-  std::vector<TagMemory> memory() const;
+  void begin_record();
+  void end_record();
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line);
   // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
@@ -246,6 +226,7 @@ void TrainingRun::State::open() {
   step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
+  record = std::make_unique<engine::RunRecord>(*mesh, *device);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
   params = params_of(engine->model(), engine->plan());
   model_json = published_config(config);
@@ -459,9 +440,9 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
   meta.isa = device->name();
-  meta.config_json = compact_json(resolved_json(with_absolute_paths(config)));
+  meta.config_json = engine::compact_json(resolved_json(engine::with_absolute_paths(config)));
   meta.model_config_json = model_json;
-  meta.data_json = compact_json(data_identity_json(train_data->identity()));
+  meta.data_json = engine::compact_json(data_identity_json(train_data->identity()));
   return meta;
 }
 
@@ -489,15 +470,14 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
   });
 }
 
-// Peaks of this rank. What workers and the communicator took for themselves depends on the instruction set and the
-// backend, and is not predicted. Allocates; no operation is pending.
-std::vector<TagMemory> TrainingRun::State::memory() const {
-  report::TagBytes counted{};
-  for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
-  counted[static_cast<size_t>(Tag::Comm)] += mesh->staging_bytes();
-  counted[static_cast<size_t>(Tag::Scratch)] += device->scratch_bytes();
-  return memory_table(engine->plan().memory, counted);
+// The first line of a start, and the last one.
+void TrainingRun::State::begin_record() {
+  const i64 step = engine->progress().step;
+  record->show(*engine, ranks.job, options.out_dir, step);
+  if (directory) append(record->run_line(*engine, step, backend, model_json, peak_flops));
 }
+
+void TrainingRun::State::end_record() { append(record->memory_line(*engine, engine->progress().step)); }
 
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
@@ -511,23 +491,23 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   }
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
-  StepRecord record{.step = r.step,
-                    .loss = r.loss,
-                    .grad_norm = r.grad_norm,
-                    .lr = r.lr,
-                    .loss_scale = r.loss_scale,
-                    .skipped = r.skipped,
-                    .tokens = r.tokens,
-                    .step_ms = s * 1e3,
-                    .tokens_per_s = static_cast<double>(r.tokens) / s};
+  StepRecord taken{.step = r.step,
+                   .loss = r.loss,
+                   .grad_norm = r.grad_norm,
+                   .lr = r.lr,
+                   .loss_scale = r.loss_scale,
+                   .skipped = r.skipped,
+                   .tokens = r.tokens,
+                   .step_ms = s * 1e3,
+                   .tokens_per_s = static_cast<double>(r.tokens) / s};
   const double flops =
       engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
-  record.mfu = flops / s / peak_flops;
-  for (const TagMemory& row : memory()) {
-    record.memory_bytes[row.tag] = row.counted;
-  }
-  for (const auto& [name, count] : mesh->counts()) record.comm_bytes[name] = count.bytes;
-  return record;
+  taken.mfu = flops / s / peak_flops;
+  const report::TagBytes counted = record->counted(ledger);
+  for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
+  for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
+  record->show_step(*engine, taken, counted);
+  return taken;
 }
 
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
@@ -629,11 +609,13 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     };
 
     i64 signal = 0;
+    // A run that was stopped at a step that wanted an evaluation left it to us.
+    const bool evaluate_first =
+        !s.step_dir.empty() && eval_due() && s.validation_data && s.agree(s.directory && !s.evaluated_before) != 0;
+    const bool has_work = step() < config.steps || evaluate_first;
+    if (has_work) s.begin_record();
     if (!s.step_dir.empty()) {
-      // A run that was stopped at a step that wanted an evaluation left it to us.
-      const bool evaluate_first = eval_due() && s.validation_data && s.agree(s.directory && !s.evaluated_before) != 0;
-      if (step() < config.steps || evaluate_first)
-        s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
+      if (has_work) s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
       if (evaluate_first) {
         evaluate();
       } else if (eval_due()) {
@@ -649,19 +631,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       result.loss = r.loss;
       result.tokens += r.tokens;
       result.seconds += r.step_ms / 1e3;
-      s.append({{"type", "step"},
-                {"step", r.step},
-                {"loss", r.loss},
-                {"grad_norm", r.grad_norm},
-                {"lr", r.lr},
-                {"loss_scale", r.loss_scale},
-                {"skipped", r.skipped},
-                {"tokens", r.tokens},
-                {"tokens_per_s", r.tokens_per_s},
-                {"step_ms", r.step_ms},
-                {"mfu", r.mfu},
-                {"memory_bytes", r.memory_bytes},
-                {"comm_bytes", r.comm_bytes}});
+      s.append(engine::step_line(r));
       if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
       warn_of_skipping(r.skipped);
       lost = std::isfinite(r.loss) ? 0 : lost + 1;
@@ -687,10 +657,11 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
       s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
       result.stop_signal = narrow<int>(signal);
     }
+    if (has_work) s.end_record();
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
     result.checkpoint = s.writes() ? saver.newest() : "";
-    result.memory = s.memory();
+    result.memory = engine::memory_table(plan.memory, s.record->counted(s.ledger));
     return result;
   });
 }

@@ -1,0 +1,142 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a rank shows of itself while it trains: /dev/shm/ds-train.PID, 0600, for ds-memreport. Written by the rank
+// alone, once a step; readers never see half of a step, and neither side waits for the other.
+//
+//   LiveHeader | LiveIdentity | sequence | LiveRecord        header and identity stay as they were made
+//
+// The file goes with its maker. One that a killed process left is known by its header, and goes with the next rank of
+// the user that begins to train on the machine, or the next reader.
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "comm/shared_record.h"
+#include "device/memory.h"
+
+namespace ds::engine {
+
+inline constexpr std::string_view kLivePrefix = "ds-train.";  // of the names in /dev/shm; the pid follows
+inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;        // "dds-LVE1"
+inline constexpr u32 kLiveVersion = 1;                        // of what follows the header
+
+using LiveTags = std::array<i64, static_cast<size_t>(Tag::Count)>;  // bytes
+
+struct LiveHeader {  // the same in every version
+  u64 magic = kLiveMagic;
+  u32 version = kLiveVersion;
+  u32 bytes = 0;  // of the whole
+  i64 pid = 0;
+  u64 process_start = 0, pid_namespace = 0;  // base/process_stat
+};
+
+struct LiveIdentity {
+  struct Axes {
+    i32 pp, dp, sp, tp;
+  };
+  i32 rank = 0, world_size = 1;
+  Axes mesh{1, 1, 1, 1}, coord{0, 0, 0, 0};
+  i64 total_steps = 0;
+  i64 base_bytes = 0;  // resident before the engine took its memory (probe/resident.h)
+  LiveTags predicted{};
+  std::array<char, 136> job{};         // of RankInfo; empty: a rank alone
+  std::array<char, 4096> directory{};  // of the run, absolute; empty: it keeps nothing
+  std::array<char, 64> device{};
+};
+
+struct LiveRecord {
+  i64 step = 0;                                             // steps taken
+  double loss = 0, step_ms = 0, tokens_per_s = 0, mfu = 0;  // of the last one, as in metrics.jsonl
+  i64 comm_bytes = 0;                                       // sent by this rank in it
+  i64 resident_bytes = 0;                                   // probe::ResidentMemory::own, as last read
+  i64 updated_ns = 0;                                       // of the system's clock
+  LiveTags current{}, peak{};
+};
+
+// Cuts at the end of the array, which ends with a zero.
+template <size_t N>
+void copy_text(std::array<char, N>& to, std::string_view text) {
+  to = {};
+  text.copy(to.data(), N - 1);
+}
+
+// A value that one thread or process writes and others read whole. The sequence is odd while it is being written.
+// Readers try again; there are no fences, which ThreadSanitizer does not know: each word is released and acquired,
+// so who has seen a word of a later value sees that its sequence has begun.
+template <class T>
+class Seqlock {
+  static_assert(std::is_trivially_copyable_v<T> && sizeof(T) % sizeof(u64) == 0);
+  static_assert(std::atomic<u64>::is_always_lock_free);
+
+ public:
+  void store(const T& value) noexcept {
+    const auto words = std::bit_cast<std::array<u64, kWords>>(value);
+    const u64 begun = sequence_.load(std::memory_order_relaxed) + 1;
+    sequence_.store(begun, std::memory_order_relaxed);
+    for (size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+    sequence_.store(begun + 1, std::memory_order_release);
+  }
+  // Nothing: it was being written.
+  std::optional<T> load() const noexcept {
+    std::array<u64, kWords> words;
+    const u64 before = sequence_.load(std::memory_order_acquire);
+    for (size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    if (before % 2 != 0 || sequence_.load(std::memory_order_relaxed) != before) return std::nullopt;
+    return std::bit_cast<T>(words);
+  }
+
+ private:
+  static constexpr size_t kWords = sizeof(T) / sizeof(u64);
+  std::atomic<u64> sequence_{0};
+  std::array<std::atomic<u64>, kWords> words_{};
+};
+
+struct LiveSegment {
+  LiveHeader header;
+  LiveIdentity identity;
+  Seqlock<LiveRecord> record;
+};
+
+std::string live_name(i64 pid);
+
+// The writer.
+class LiveCounters {
+ public:
+  // Removes what killed processes left, and shows this one. Where that cannot be, or another run of this process shows
+  // itself already, there is a warning, and publish() does nothing.
+  LiveCounters(const LiveIdentity& identity, const LiveRecord& first);
+  void publish(const LiveRecord& record) noexcept;
+
+ private:
+  std::optional<SharedRecord> memory_;
+};
+
+// Another process's counters.
+class LiveView {
+ public:
+  // Nothing: this process shows none, or has ended; what it left is removed. Throws Errc::Io for another user's,
+  // Errc::Mismatch for those of another version of libds, and for what is none.
+  static std::optional<LiveView> open(i64 pid);
+
+  const LiveHeader& header() const noexcept { return segment().header; }
+  const LiveIdentity& identity() const noexcept { return segment().identity; }
+  // Nothing if the writer was stopped while it wrote, for a second at least.
+  std::optional<LiveRecord> read() const;
+
+ private:
+  explicit LiveView(SharedRecord memory) : memory_(std::move(memory)) {}
+  const LiveSegment& segment() const noexcept { return *static_cast<const LiveSegment*>(memory_.data()); }
+  SharedRecord memory_;
+};
+
+// Processes that show counters, or have; sorted.
+std::vector<i64> live_pids();
+// Removes what killed processes of this user left.
+void remove_stale_live_counters();
+
+}  // namespace ds::engine

@@ -1,0 +1,174 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/run_record.h"
+
+#include <fmt/chrono.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <ctime>
+#include <filesystem>
+
+#include "checkpoint/together.h"
+#include "ds/version.h"
+#include "engine/plan.h"
+#include "launch/process.h"
+
+namespace ds::engine {
+namespace {
+
+Json bytes_json(const report::TagBytes& bytes) {
+  Json json = Json::object();
+  for (size_t t = 0; t < bytes.size(); ++t) {
+    if (bytes[t] != 0) json[std::string(tag_name(static_cast<Tag>(t)))] = bytes[t];
+  }
+  return json;
+}
+
+// "2026-11-21T20:15:00Z"
+std::string utc_now() { return fmt::format("{:%Y-%m-%dT%H:%M:%SZ}", fmt::gmtime(std::time(nullptr))); }
+
+i64 now_ns() {
+  const auto now = std::chrono::system_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+// The first rank of a stage stands for all: those of one stage differ by a row of the vocabulary at most.
+Json stages_json(const Config& config, const MeshShape& mesh, DeviceKind device) {
+  Json stages = Json::array();
+  for (int stage = 0; stage < mesh.pp; ++stage) {
+    std::vector<int> ranks;
+    for (int r = 0; r < mesh.world(); ++r) {
+      if (coord_of(mesh, r).pp == stage) ranks.push_back(r);
+    }
+    const Planned planned(config, mesh, ranks.front(), device);
+    stages.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(planned.plan.memory)}});
+  }
+  return stages;
+}
+
+}  // namespace
+
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted) {
+  std::vector<TagMemory> table;
+  for (size_t t = 0; t < predicted.size(); ++t) {
+    if (predicted[t] != 0 || counted[t] != 0)
+      table.push_back({std::string(tag_name(static_cast<Tag>(t))), predicted[t], counted[t]});
+  }
+  return table;
+}
+
+std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
+
+Config with_absolute_paths(Config config) {
+  const auto complete = [](std::string& path) {
+    if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
+  };
+  for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
+  complete(config.model_path);
+  if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
+  return config;
+}
+
+Json step_line(const StepRecord& r) {
+  return {{"type", "step"},
+          {"step", r.step},
+          {"loss", r.loss},
+          {"grad_norm", r.grad_norm},
+          {"lr", r.lr},
+          {"loss_scale", r.loss_scale},
+          {"skipped", r.skipped},
+          {"tokens", r.tokens},
+          {"tokens_per_s", r.tokens_per_s},
+          {"step_ms", r.step_ms},
+          {"mfu", r.mfu},
+          {"memory_bytes", r.memory_bytes},
+          {"comm_bytes", r.comm_bytes}};
+}
+
+report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
+  report::TagBytes bytes{};
+  for (size_t t = 0; t < bytes.size(); ++t) bytes[t] = ledger.peak(static_cast<Tag>(t));
+  add_own(bytes);
+  return bytes;
+}
+
+void RunRecord::add_own(report::TagBytes& bytes) const {
+  bytes[static_cast<size_t>(Tag::Comm)] += mesh_.staging_bytes();
+  bytes[static_cast<size_t>(Tag::Scratch)] += device_.scratch_bytes();
+}
+
+void RunRecord::show(const Engine& engine, const std::string& job, const std::string& directory, i64 step) {
+  const MeshShape& mesh = mesh_.shape();
+  const MeshCoord& coord = mesh_.coord();
+  LiveIdentity who{.rank = mesh_.rank(),
+                   .world_size = mesh_.world_size(),
+                   .mesh = {.pp = mesh.pp, .dp = mesh.dp, .sp = mesh.sp, .tp = mesh.tp},
+                   .coord = {.pp = coord.pp, .dp = coord.dp, .sp = coord.sp, .tp = coord.tp},
+                   .total_steps = engine.config().steps,
+                   .base_bytes = resident_.base_bytes(),
+                   .predicted = engine.plan().memory};
+  copy_text(who.job, job);
+  if (!directory.empty()) copy_text(who.directory, std::filesystem::absolute(directory).lexically_normal().string());
+  copy_text(who.device, device_.name());
+  // Not of what came before: the product that measured the device, and what reading weights took for a while.
+  resident_.begin_peaks();
+  first_step_ = step + 1;
+  counters_.reset();  // of an earlier training in this process
+  counters_.emplace(who, live_record(engine, {.step = step}, counted(engine.ledger())));
+}
+
+void RunRecord::show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak) {
+  // The first step has taken what steps take, and what comes after the last one is no training: both are read.
+  if (step.step == first_step_ || step.step == engine.config().steps) resident_.read();
+  if (counters_) counters_->publish(live_record(engine, step, peak));
+}
+
+LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, const report::TagBytes& peak) {
+  LiveRecord r{.step = step.step,
+               .loss = step.loss,
+               .step_ms = step.step_ms,
+               .tokens_per_s = step.tokens_per_s,
+               .mfu = step.mfu,
+               .resident_bytes = resident_.sample(),
+               .updated_ns = now_ns(),
+               .peak = peak};
+  for (const auto& [name, bytes] : step.comm_bytes) r.comm_bytes += bytes;
+  for (size_t t = 0; t < r.current.size(); ++t) r.current[t] = engine.ledger().current(static_cast<Tag>(t));
+  add_own(r.current);
+  return r;
+}
+
+Json RunRecord::run_line(const Engine& engine, i64 step, std::string_view backend, const std::string& model_json,
+                         double peak_flops) const {
+  const MeshShape& mesh = mesh_.shape();
+  return {{"type", "run"},
+          {"step", step},
+          {"version", version()},
+          {"world_size", mesh_.world_size()},
+          {"mesh", {{"pp", mesh.pp}, {"dp", mesh.dp}, {"sp", mesh.sp}, {"tp", mesh.tp}}},
+          {"device", device_.is_host() ? "cpu" : "cuda"},
+          {"device_name", device_.name()},
+          {"backend", backend},
+          {"host", launch::host_name()},
+          {"start", utc_now()},
+          {"peak_flops", peak_flops},
+          {"stages", stages_json(engine.config(), mesh, device_.kind())},
+          {"config", Json::parse(resolved_json(with_absolute_paths(engine.config())))},
+          {"model", Json::parse(model_json)}};
+}
+
+Json RunRecord::memory_line(const Engine& engine, i64 step) {
+  const probe::ResidentMeter::Peaks resident = resident_.peaks();
+  const Json mine = {{"rank", mesh_.rank()},
+                     {"counted_bytes", bytes_json(counted(engine.ledger()))},
+                     {"predicted_bytes", bytes_json(engine.plan().memory)},
+                     {"resident_bytes", resident.own},
+                     {"momentary_bytes", resident.momentary},
+                     {"base_bytes", resident_.base_bytes()}};
+  Json ranks = Json::array();
+  for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) ranks.push_back(Json::parse(rank));
+  return {{"type", "memory"}, {"step", step}, {"ranks", ranks}};
+}
+
+}  // namespace ds::engine

@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a run tells of itself: the lines of metrics.jsonl, which man/ds-train.1 describes and memreport/metrics_file
+// reads, and the counters that each rank shows while it trains.
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/json.h"
+#include "ds/train.h"
+#include "engine/engine.h"
+#include "engine/live_counters.h"
+#include "probe/resident.h"
+
+namespace ds::engine {
+
+// The tags that are foretold or counted.
+std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted);
+
+// As the manifest keeps a document, so that it reads back equal.
+std::string compact_json(const std::string& text);
+
+// What is saved is read from other working directories.
+Config with_absolute_paths(Config config);
+
+Json step_line(const StepRecord& record);
+
+// One rank's record of one run. Made when ranks are connected and data is open, just before the engine takes its
+// memory: there the run's resident memory begins. Mesh and device outlive it.
+class RunRecord {
+ public:
+  RunRecord(const Mesh& mesh, const Device& device) noexcept : mesh_(mesh), device_(device) {}
+
+  // Peaks of this rank. What workers and the communicator took for themselves depends on the instruction set and the
+  // backend, and is not predicted. No operation is pending.
+  report::TagBytes counted(const MemoryLedger& ledger) const;
+
+  // Shows this rank's counters from now on, `step` steps being taken. `directory`: of the run; empty: it keeps nothing.
+  void show(const Engine& engine, const std::string& job, const std::string& directory, i64 step);
+  // After a step; peak: what counted() says. Allocates nothing.
+  void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
+
+  // What a start is about, its first line: `step` steps had been taken. model_json: the config.json of what is saved.
+  Json run_line(const Engine& engine, i64 step, std::string_view backend, const std::string& model_json,
+                double peak_flops) const;
+  // What each rank was foretold and took: the last line of a start. Collective; the same on all ranks.
+  Json memory_line(const Engine& engine, i64 step);
+
+ private:
+  void add_own(report::TagBytes& bytes) const;
+  LiveRecord live_record(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
+
+  const Mesh& mesh_;
+  const Device& device_;
+  probe::ResidentMeter resident_;
+  i64 first_step_ = 0;
+  std::optional<LiveCounters> counters_;
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,279 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "memreport/metrics_file.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <deque>
+#include <filesystem>
+#include <limits>
+#include <map>
+#include <numeric>
+
+#include "base/file.h"
+#include "base/json.h"
+#include "device/memory.h"
+
+namespace ds::memreport {
+namespace {
+
+constexpr i64 kBlockBytes = i64{1} << 20;
+constexpr size_t kMaxLine =
+    size_t{64} << 20;  // of ten thousands of ranks; without a bound a file could take all memory
+constexpr i64 kMostRanks = i64{1} << 24;
+
+// An object of the file that says where it is wrong.
+class Fields {
+ public:
+  Fields(const Json& json, std::string where) : json_(json), where_(std::move(where)) {
+    DS_CHECK(json.is_object(), Errc::Corrupt, "{}: not an object", where_);
+  }
+
+  bool has(const char* key) const { return json_.contains(key); }
+  const Json& at(const char* key) const {
+    DS_CHECK(has(key), Errc::Corrupt, "{}: there is no \"{}\"", where_, key);
+    return json_.at(key);
+  }
+  Fields object(const char* key) const { return {at(key), fmt::format("{}: {}", where_, key)}; }
+  std::vector<Fields> objects(const char* key) const {
+    const Json& list = at(key);
+    DS_CHECK(list.is_array(), Errc::Corrupt, "{}: \"{}\" is not a list", where_, key);
+    std::vector<Fields> all;
+    for (const Json& item : list) all.emplace_back(item, fmt::format("{}: {}[{}]", where_, key, all.size()));
+    return all;
+  }
+  std::string text(const char* key) const {
+    DS_CHECK(at(key).is_string(), Errc::Corrupt, "{}: \"{}\" is not a text", where_, key);
+    return at(key).get<std::string>();
+  }
+  i64 count(const char* key, i64 most = std::numeric_limits<i64>::max()) const { return count(at(key), key, most); }
+  // Written as null when it is not finite.
+  double number(const char* key) const {
+    if (at(key).is_null()) return std::numeric_limits<double>::quiet_NaN();
+    DS_CHECK(at(key).is_number(), Errc::Corrupt, "{}: \"{}\" is not a number", where_, key);
+    return at(key).get<double>();
+  }
+  double duration(const char* key) const {
+    const double x = number(key);
+    DS_CHECK(std::isfinite(x) && x >= 0, Errc::Corrupt, "{}: \"{}\" is not a duration", where_, key);
+    return x;
+  }
+  std::vector<int> ranks(const char* key) const {
+    DS_CHECK(at(key).is_array(), Errc::Corrupt, "{}: \"{}\" is not a list", where_, key);
+    std::vector<int> all;
+    for (const Json& item : at(key)) all.push_back(narrow<int>(count(item, key, kMostRanks)));
+    return all;
+  }
+  std::vector<std::pair<std::string, i64>> bytes_by_tag(const char* key) const {
+    const Fields tags = object(key);
+    std::vector<std::pair<std::string, i64>> all;
+    for (const auto& [tag, bytes] : tags.json_.items())
+      all.emplace_back(tag, tags.count(bytes, tag, std::numeric_limits<i64>::max()));
+    return all;
+  }
+
+ private:
+  i64 count(const Json& value, std::string_view key, i64 most) const {
+    const bool fits = value.is_number_unsigned() && value.get<u64>() <= static_cast<u64>(most);
+    DS_CHECK(fits, Errc::Corrupt, "{}: \"{}\" is not a whole number from 0 to {}", where_, key, most);
+    return value.get<i64>();
+  }
+  const Json& json_;
+  std::string where_;
+};
+
+// The place of a tag in tables: known ones first, in their order.
+size_t place_of(std::string_view tag) {
+  size_t t = 0;
+  while (t < static_cast<size_t>(Tag::Count) && tag_name(static_cast<Tag>(t)) != tag) ++t;
+  return t;
+}
+
+using TagBytes = std::vector<std::pair<std::string, i64>>;
+
+std::vector<TagMemory> memory_table(const TagBytes& predicted, const TagBytes& counted) {
+  std::vector<TagMemory> table;
+  const auto row = [&](const std::string& tag) -> TagMemory& {
+    const auto there = std::ranges::find(table, tag, &TagMemory::tag);
+    return there != table.end() ? *there : table.emplace_back(TagMemory{.tag = tag});
+  };
+  for (const auto& [tag, bytes] : predicted) row(tag).predicted = bytes;
+  for (const auto& [tag, bytes] : counted) row(tag).counted = bytes;
+  std::ranges::stable_sort(table, {}, [](const TagMemory& m) { return place_of(m.tag); });
+  return table;
+}
+
+class Reader {
+ public:
+  Reader(std::string path, i64 window) : window_(static_cast<size_t>(std::max<i64>(window, 1))) {
+    file_.path = std::move(path);
+  }
+
+  void read() {
+    const File file = File::open_read(file_.path);
+    const i64 size = file.size();
+    std::string block, line;
+    for (i64 at = 0; at < size; at += std::ssize(block)) {
+      block.resize(static_cast<size_t>(std::min(kBlockBytes, size - at)));
+      file.read_at(at, block.data(), std::ssize(block));
+      for (size_t from = 0; from < block.size();) {
+        const size_t end = block.find('\n', from);
+        line.append(block, from, end == block.npos ? end : end - from);
+        DS_CHECK(line.size() <= kMaxLine, Errc::Corrupt, "{}:{}: the line is longer than {} bytes", file_.path,
+                 number_ + 1, kMaxLine);
+        if (end == block.npos) break;
+        ++number_;
+        if (line.find_first_not_of(" \t\r") != line.npos) take(parse(line));
+        line.clear();
+        from = end + 1;
+      }
+    }
+    // Without its end it is still being written, or a full disk has cut it; then it may be whole all the same.
+    ++number_;
+    Json last;
+    try {
+      last = parse(line);
+    } catch (const Error&) {
+      return;
+    }
+    take(last);
+  }
+
+  MetricsFile finish() {
+    const auto known = [&](int rank) -> RankMemory& { return ranks_[rank]; };
+    for (const auto& [stage_ranks, predicted] : stages_) {
+      for (const int r : stage_ranks) {
+        if (!file_.ended) known(r).tags = memory_table(predicted, r == 0 ? counted_ : TagBytes{});
+      }
+    }
+    if (!file_.ended && !counted_.empty()) {
+      if (known(0).tags.empty()) known(0).tags = memory_table({}, counted_);
+      known(0).counts_known = true;
+    }
+    for (auto& [rank, memory] : ranks_) {
+      memory.rank = rank;
+      file_.ranks.push_back(std::move(memory));
+    }
+    file_.speed = speed();
+    return std::move(file_);
+  }
+
+ private:
+  struct Step {
+    double ms, mfu, loss;
+    i64 tokens;
+  };
+
+  std::string where() const { return fmt::format("{}:{}", file_.path, number_); }
+
+  Json parse(const std::string& line) const {
+    try {
+      return parse_json(line, file_.path, {.error = Errc::Corrupt, .comments = false, .places = false}).root;
+    } catch (const JsonError& e) {
+      throw Error(Errc::Corrupt, fmt::format("{}:{}: {}", where(), e.place().column, e.message()));
+    }
+  }
+
+  void take(const Json& json) {
+    const Fields line(json, where());
+    const std::string type = line.text("type");
+    if (type == "run") take_run(line);
+    if (type == "step") take_step(line);
+    if (type == "memory") take_memory(line);
+  }
+
+  // What stood before belongs to an earlier start, and its steps may have had another speed.
+  void take_run(const Fields& line) {
+    MetricsFile fresh;
+    fresh.path = file_.path;
+    fresh.runs = file_.runs + 1;
+    file_ = std::move(fresh);
+    stages_.clear();
+    ranks_.clear();
+    steps_.clear();
+    counted_.clear();
+    file_.version = line.text("version");
+    file_.device = line.text("device");
+    file_.device_name = line.text("device_name");
+    file_.backend = line.text("backend");
+    file_.host = line.text("host");
+    file_.start = line.text("start");
+    file_.world_size = narrow<int>(line.count("world_size", kMostRanks));
+    const Fields mesh = line.object("mesh");
+    i64 ranks = 1;
+    const auto axis = [&](const char* name) {
+      const i64 n = mesh.count(name, kMostRanks);
+      ranks = std::min(ranks * n, kMostRanks + 1);
+      return narrow<int>(n);
+    };
+    file_.mesh = {.dp = axis("dp"), .pp = axis("pp"), .tp = axis("tp"), .sp = axis("sp")};
+    DS_CHECK(ranks > 0 && ranks == file_.world_size, Errc::Corrupt, "{}: a mesh of {} ranks in a world of {}", where(),
+             ranks, file_.world_size);
+    file_.peak_flops = line.number("peak_flops");
+    file_.config_json = line.at("config").dump(-1, ' ', false, Json::error_handler_t::replace);
+    file_.model_json = line.at("model").dump(-1, ' ', false, Json::error_handler_t::replace);
+    file_.first_step = file_.last_step = line.count("step");
+    for (const Fields& stage : line.objects("stages"))
+      stages_.emplace_back(stage.ranks("ranks"), stage.bytes_by_tag("predicted_bytes"));
+  }
+
+  void take_step(const Fields& line) {
+    file_.last_step = line.count("step");
+    steps_.push_back({line.duration("step_ms"), line.number("mfu"), line.number("loss"), line.count("tokens")});
+    if (steps_.size() > window_) steps_.pop_front();
+    counted_ = line.bytes_by_tag("memory_bytes");
+  }
+
+  void take_memory(const Fields& line) {
+    ranks_.clear();
+    for (const Fields& rank : line.objects("ranks")) {
+      RankMemory& memory = ranks_[narrow<int>(rank.count("rank", kMostRanks))];
+      memory.tags = memory_table(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
+      memory.counts_known = true;
+      memory.resident_bytes = rank.count("resident_bytes");
+      memory.momentary_bytes = rank.count("momentary_bytes");
+      memory.base_bytes = rank.count("base_bytes");
+    }
+    file_.ended = true;
+  }
+
+  StepSpeed speed() const {
+    if (steps_.empty()) return {};
+    std::vector<double> ms;
+    double total_ms = 0, tokens = 0, weighted_mfu = 0;
+    for (const Step& s : steps_) {
+      ms.push_back(s.ms);
+      total_ms += s.ms;
+      tokens += static_cast<double>(s.tokens);
+      weighted_mfu += s.mfu * s.ms;
+    }
+    std::ranges::sort(ms);
+    const size_t n = ms.size();
+    StepSpeed speed{.steps = std::ssize(ms), .loss = steps_.back().loss};
+    speed.mean_step_ms = total_ms / static_cast<double>(n);
+    speed.median_step_ms = std::midpoint(ms[(n - 1) / 2], ms[n / 2]);
+    speed.tokens_per_s = total_ms > 0 ? tokens / total_ms * 1e3 : 0;
+    speed.mfu = total_ms > 0 ? weighted_mfu / total_ms : 0;
+    return speed;
+  }
+
+  const size_t window_;
+  MetricsFile file_;
+  i64 number_ = 0;  // of the line, from 1
+  std::vector<std::pair<std::vector<int>, TagBytes>> stages_;
+  std::map<int, RankMemory> ranks_;
+  std::deque<Step> steps_;
+  TagBytes counted_;  // of rank 0 in the last step
+};
+
+}  // namespace
+
+MetricsFile read_metrics(const std::string& path, i64 window) {
+  std::error_code ignored;
+  Reader reader(std::filesystem::is_directory(path, ignored) ? path + "/metrics.jsonl" : path, window);
+  reader.read();
+  return reader.finish();
+}
+
+}  // namespace ds::memreport

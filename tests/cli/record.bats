@@ -1,0 +1,118 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# What a run tells of itself: the first and last lines of its metrics, and the counters in /dev/shm while it trains.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+# Checks the lines of run/metrics.jsonl: RANKS, DIRECTORY.
+check_record() {
+  /usr/bin/python3 - "$@" <<'PY'
+import json, sys
+world, directory = int(sys.argv[1]), sys.argv[2]
+lines = [json.loads(line) for line in open(directory + "/metrics.jsonl")]
+run, memory = lines[0], lines[-1]
+assert run["type"] == "run" and memory["type"] == "memory", (run["type"], memory["type"])
+assert [l["type"] for l in lines].count("run") == 1
+last = max(l["step"] for l in lines if l["type"] == "step")
+assert run["step"] == 0 and memory["step"] == last
+m = run["mesh"]
+assert run["world_size"] == world == m["pp"] * m["dp"] * m["sp"] * m["tp"], m
+assert run["device"] == "cpu" and run["device_name"].startswith("cpu.") and run["peak_flops"] > 1e6
+assert run["host"] and run["version"] and run["start"].endswith("Z")
+assert run["config"]["steps"] == last and run["config"]["data"]["train"][0].startswith("/"), run["config"]
+assert run["model"]["model_type"] == "gpt2" and run["model"]["n_embd"] == 32
+assert len(run["stages"]) == m["pp"]
+assert sorted(r for s in run["stages"] for r in s["ranks"]) == list(range(world))
+ranks = memory["ranks"]
+assert [r["rank"] for r in ranks] == list(range(world))
+for r in ranks:
+    stage = next(s for s in run["stages"] if r["rank"] in s["ranks"])
+    if m["tp"] == 1:
+        assert r["predicted_bytes"] == stage["predicted_bytes"], r
+    planned = {t: b for t, b in r["counted_bytes"].items() if t not in ("comm", "scratch")}
+    assert planned == r["predicted_bytes"] and planned["params"] > 0, r
+    assert 0 < r["base_bytes"] < r["resident_bytes"], r
+step = [l for l in lines if l["type"] == "step"][-1]["memory_bytes"]
+assert {t: step[t] for t in ranks[0]["predicted_bytes"]} == ranks[0]["predicted_bytes"], step
+PY
+}
+
+@test "the first line says what a run is, the last one what each rank was foretold and took" {
+  ds-train cfg.json --out alone --quiet
+  check_record 1 alone
+  for stage in 0 3; do
+    ds-launch -n 2 ds-train cfg.json --out "dp$stage" --quiet --set zero_optimization.stage=$stage
+    check_record 2 "dp$stage"
+  done
+  ds-launch -n 4 ds-train cfg.json --out mesh --quiet --set pipeline.stages=2 --set tensor_parallel.tp_size=2
+  check_record 4 mesh
+  grep -q '"mesh":{"pp":2,"dp":1,"sp":1,"tp":2}' mesh/metrics.jsonl
+}
+
+@test "a resumed run has a line for each start, and cuts what it takes back" {
+  ds-train cfg.json --out run --quiet --set save.every=4 --steps 8
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --resume latest
+  run grep -o '"type":"\(run\|memory\)","step":[0-9]*' run/metrics.jsonl
+  assert_output '"type":"run","step":0
+"type":"memory","step":8
+"type":"run","step":8
+"type":"memory","step":12'
+  # From step 4 on: of the first start its beginning stays.
+  ds-train cfg.json --out run --quiet --resume latest --steps 16
+  rm -r run/step-00000016 run/step-00000012 run/step-00000008
+  echo step-00000004 >run/latest
+  ds-train cfg.json --out run --quiet --resume latest --steps 6
+  run grep -o '"type":"\(run\|memory\)","step":[0-9]*' run/metrics.jsonl
+  assert_output '"type":"run","step":0
+"type":"run","step":4
+"type":"memory","step":6'
+}
+
+@test "counters are in /dev/shm while a run trains, and gone when it ends, also by a signal" {
+  ds-train cfg.json --out run --quiet --steps 1000000 &
+  pid=$!
+  until_true 20 test -s "/dev/shm/ds-train.$pid"
+  assert_equal "$(stat -c %a "/dev/shm/ds-train.$pid")" 600
+  until_true 20 steps_at_least run 2
+  kill -TERM $pid
+  status=0
+  wait $pid || status=$?
+  assert_equal $status 75
+  assert [ ! -e "/dev/shm/ds-train.$pid" ]
+  # The stopped run has told what it took.
+  grep -q '"type":"memory"' run/metrics.jsonl
+
+  ds-launch -n 2 ds-train cfg.json --out both --quiet --steps 1000000 &
+  pid=$!
+  until_true 20 steps_at_least both 2
+  local ranks
+  ranks=$(ranks_here)
+  assert_equal "$(wc -w <<<"$ranks")" 2
+  for p in $ranks; do assert [ -e "/dev/shm/ds-train.$p" ]; done
+  # A run that fails takes them along, of the rank that is left too.
+  kill -KILL "$(head -n 1 <<<"$ranks")"
+  status=0
+  wait $pid || status=$?
+  assert [ $status -ne 0 ]
+  until_true 20 no_rank_here
+  assert [ ! -e "/dev/shm/ds-train.$(tail -n 1 <<<"$ranks")" ]
+}
+
+@test "what a killed run left in /dev/shm goes with the next one" {
+  ds-train cfg.json --out run --quiet --steps 1000000 &
+  pid=$!
+  until_true 20 steps_at_least run 1
+  kill -KILL $pid
+  wait $pid || true
+  ds-train cfg.json --quiet --out next
+  assert [ ! -e "/dev/shm/ds-train.$pid" ]
+}
+
+@test "a run without room for its counters says so once and trains" {
+  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
+  run -0 --separate-stderr unshare -m bash -c 'mount -t tmpfs -o size=4k tmpfs /dev/shm; ds-train cfg.json --out run'
+  assert_equal "$(grep -c "ds-memreport will not find this rank: /dev/shm/ds-train.* cannot be written" <<<"$stderr")" 1
+  assert_equal "$(losses run | wc -l)" 12
+}
