@@ -41,7 +41,7 @@ Json stages_json(const Config& config, const MeshShape& mesh, DeviceKind device)
     for (int r = 0; r < mesh.world(); ++r) {
       if (coord_of(mesh, r).pp == stage) ranks.push_back(r);
     }
-    const Planned planned(config, mesh, ranks.front(), device);
+    const report::Planned planned(config, mesh, ranks.front(), device);
     stages.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(planned.plan.memory)}});
   }
   return stages;
