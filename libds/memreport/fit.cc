@@ -11,6 +11,7 @@
 #include "config/parallel.h"
 #include "ds/memreport.h"
 #include "memreport/hardware.h"
+#include "memreport/models.h"
 #include "report/planned.h"
 
 namespace ds::memreport {
@@ -55,21 +56,22 @@ class Search {
   std::vector<std::string> keys_of(const Frame& frame, i64 micro, CheckpointGranularity recompute) const;
   std::optional<Config> read(const std::vector<std::string>& keys) const;
   // With time 0.
-  Arrangement arrange(const Config& config, std::vector<std::string> keys, bool all_stages) const;
+  Arrangement arrange(const Config& config, std::vector<std::string> keys, bool all_stages, Models& models) const;
   bool fits(const Arrangement& a) const {
     return a.device_bytes <= options_.memory && (options_.host_memory == 0 || a.host_bytes <= options_.host_memory);
   }
   // What fits of a frame, for every micro-batch that does.
   void try_frame(const Frame& frame);
-  StepTime time_of(const Config& config) const {
-    return predict_time(config, options_.world, options_.device, hardware_);
+  StepTime time_of(const Config& config) {
+    return predict_time(config, options_.world, options_.device, hardware_, models_);
   }
-  void largest_of(FitResult& result) const;
+  void largest_of(FitResult& result);
 
   const Source& source_;
   const FitOptions& options_;
   const Hardware& hardware_;
   const i64 batch_;
+  Models models_;
   std::mutex mutex_;
   std::vector<Arrangement> found_;
   std::atomic<i64> tried_ = 0;
@@ -119,7 +121,8 @@ std::optional<Config> Search::read(const std::vector<std::string>& keys) const {
   return std::move(r.config);
 }
 
-Arrangement Search::arrange(const Config& config, std::vector<std::string> keys, bool all_stages) const {
+Arrangement Search::arrange(const Config& config, std::vector<std::string> keys, bool all_stages,
+                            Models& models) const {
   Arrangement a;
   a.keys = std::move(keys);
   a.mesh = report::mesh_shape(config, options_.world.ranks);
@@ -129,7 +132,7 @@ Arrangement Search::arrange(const Config& config, std::vector<std::string> keys,
   a.sequence_parallel = config.tensor_parallel.sequence_parallel;
   a.recompute = config.activation_checkpointing.granularity;
   if (all_stages) {
-    const Prediction p = predict(config, options_.world, options_.device);
+    const Prediction p = predict(config, options_.world, options_.device, models);
     a.device_bytes = p.worst_group().device_bytes;
     a.host_bytes = p.fullest.host_bytes;
     return a;
@@ -137,8 +140,8 @@ Arrangement Search::arrange(const Config& config, std::vector<std::string> keys,
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
   for (const int stage : {0, 1, a.mesh.pp - 1}) {
     if (stage >= a.mesh.pp) continue;
-    const report::Planned planned(config, a.mesh, rank_at(a.mesh, {.pp = stage}), options_.device);
-    a.device_bytes = std::max(a.device_bytes, planned.plan.total_memory());
+    const report::RunPlan plan = models.plan(config, a.mesh, {.pp = stage}, options_.device);
+    a.device_bytes = std::max(a.device_bytes, plan.total_memory());
   }
   return a;
 }
@@ -154,7 +157,7 @@ void Search::try_frame(const Frame& f) {
       const std::optional<Config> config = read(keys);
       ++tried_;
       if (!config) continue;
-      Arrangement a = arrange(*config, keys, false);
+      Arrangement a = arrange(*config, keys, false, models_);
       if (!fits(a)) continue;
       fitted = true;
       a.time = time_of(*config);
@@ -166,13 +169,13 @@ void Search::try_frame(const Frame& f) {
   }
 }
 
-void Search::largest_of(FitResult& result) const {
+void Search::largest_of(FitResult& result) {
   const Arrangement& best = result.fitting.front();
   const auto fitting = [&](const std::vector<std::string>& more) {
     std::vector<std::string> keys = best.keys;
     keys.insert(keys.end(), more.begin(), more.end());
     std::optional<Config> config = read(keys);
-    return config && fits(arrange(*config, keys, true)) ? std::move(config) : std::nullopt;
+    return config && fits(arrange(*config, keys, true, models_)) ? std::move(config) : std::nullopt;
   };
   const i64 of_rank = best.micro * best.accumulation;
   for (const i64 micro : divisors(of_rank)) {
@@ -191,7 +194,10 @@ void Search::largest_of(FitResult& result) const {
     return c;
   };
   i64 low = config->model.layers, high = low + step;
-  const auto layers_fit = [&](i64 layers) { return fits(arrange(with(layers), {}, true)); };
+  const auto layers_fit = [&](i64 layers) {
+    Models models;
+    return fits(arrange(with(layers), {}, true, models));
+  };
   while (layers_fit(high)) high = 2 * (low = high);
   while (high - low > step) {
     const i64 middle = low + (high - low) / 2 / step * step;
@@ -205,7 +211,7 @@ void Search::largest_of(FitResult& result) const {
 FitResult Search::run() {
   FitResult result;
   const Config& present = source_.config.config;
-  result.present = arrange(present, {}, true);
+  result.present = arrange(present, {}, true, models_);
   result.present_fits = fits(result.present);
   result.present.time = time_of(present);
 
@@ -234,7 +240,7 @@ FitResult Search::run() {
   result.num_tried = tried_;
   for (Arrangement& a : found_) {
     if (result.fitting.size() < options_.most) {  // with all stages and nodes looked at
-      Arrangement whole = arrange(*read(a.keys), a.keys, true);
+      Arrangement whole = arrange(*read(a.keys), a.keys, true, models_);
       whole.time = std::move(a.time);
       if (!fits(whole)) continue;
       result.fitting.push_back(std::move(whole));

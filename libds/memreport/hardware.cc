@@ -6,6 +6,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
+#include "memreport/models.h"
 #include "report/planned.h"
 
 namespace ds::memreport {
@@ -73,20 +74,26 @@ Hardware Hardware::measure(int ranks, int threads) {
 std::string Hardware::json() const { return machine_json(state_->machine); }
 
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware) {
+  Models models;
+  return predict_time(config, world, device, hardware, models);
+}
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                      Models& models) {
   const MeshShape mesh = report::mesh_shape(config, world.ranks);
-  std::vector<std::unique_ptr<report::Planned>> plans;
+  const model::Model& model = models.of(config, mesh, {});
+  std::vector<std::unique_ptr<report::RunPlan>> plans;
   std::vector<std::unique_ptr<report::StepWork>> works;
   std::vector<StageWork> stages;
   for (int stage = 0; stage < mesh.pp; ++stage) {
-    plans.push_back(std::make_unique<report::Planned>(config, mesh, rank_at(mesh, {.pp = stage}), device));
-    const report::Planned& p = *plans.back();
-    works.push_back(std::make_unique<report::StepWork>(report::tally_step(p.model, p.plan)));
-    stages.push_back({&p.plan, works.back().get()});
+    plans.push_back(std::make_unique<report::RunPlan>(models.plan(config, mesh, {.pp = stage}, device)));
+    works.push_back(std::make_unique<report::StepWork>(report::tally_step(model, *plans.back())));
+    stages.push_back({plans.back().get(), works.back().get()});
   }
   const Hardware::State& s = hardware.state();
   Machine machine = s.machine;
   machine.ranks_per_node = world.ranks / world.nodes;
-  return predict_step(plans.front()->model, stages, machine, s.links ? &*s.links : nullptr);
+  return predict_step(model, stages, machine, s.links ? &*s.links : nullptr);
 }
 
 std::string text(const StepTime& t) {

@@ -28,6 +28,20 @@ BarChart chart_of(const Prediction& p, i64 limit) {
   return merge_equal(std::move(chart));
 }
 
+BarChart chart_of(const Measured& m, i64 limit) {
+  BarChart chart{.title = fmt::format("memory of each rank, predicted and counted: {}", m.name)};
+  for (const MeasuredRank& r : m.ranks) {
+    Bar bar{.label = fmt::format("rank {}", r.rank)};
+    for (const MeasuredTag& t : r.tags) {
+      if (t.predicted > 0) bar.predicted.push_back({t.tag, t.predicted});
+      if (r.counted && t.counted > 0) bar.measured.push_back({t.tag, t.counted});
+    }
+    chart.bars.push_back(std::move(bar));
+  }
+  if (limit > 0) chart.limit = limit;
+  return merge_equal(std::move(chart));
+}
+
 }  // namespace
 
 std::string plot_text(const Prediction& p, i64 limit, int columns, bool colour) {
@@ -35,5 +49,11 @@ std::string plot_text(const Prediction& p, i64 limit, int columns, bool colour) 
 }
 std::string plot_svg(const Prediction& p, i64 limit) { return bar_svg(chart_of(p, limit)); }
 std::string plot_html(const Prediction& p, i64 limit) { return bar_html(chart_of(p, limit)); }
+
+std::string plot_text(const Measured& m, i64 limit, int columns, bool colour) {
+  return bar_text(chart_of(m, limit), {.width = columns, .colour = colour});
+}
+std::string plot_svg(const Measured& m, i64 limit) { return bar_svg(chart_of(m, limit)); }
+std::string plot_html(const Measured& m, i64 limit) { return bar_html(chart_of(m, limit)); }
 
 }  // namespace ds::memreport

@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "ds/memreport.h"
+#include "memreport/models.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
 #include "report/planned.h"
@@ -11,8 +12,7 @@
 namespace ds::memreport {
 namespace {
 
-RankGroup group_of(const report::Planned& planned) {
-  const report::RunPlan& plan = planned.plan;
+RankGroup group_of(const report::RunPlan& plan) {
   RankGroup group;
   group.stage = plan.coord.pp;
   group.num_params = plan.layout.num_params();
@@ -49,12 +49,9 @@ MeshCoord busiest(const report::RunPlan& plan) {
   return most;
 }
 
-report::Planned plan_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device) {
-  return {config, mesh, rank_at(mesh, coord), device};
-}
-
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.
-std::vector<RankGroup> groups_of(const Config& config, const MeshShape& mesh, int stage, DeviceKind device) {
+std::vector<RankGroup> groups_of(const Config& config, const MeshShape& mesh, int stage, DeviceKind device,
+                                 Models& models) {
   std::vector<RankGroup> groups;
   i64 share = -1;
   for (int tp = 0; tp < mesh.tp; ++tp) {
@@ -62,9 +59,9 @@ std::vector<RankGroup> groups_of(const Config& config, const MeshShape& mesh, in
     const i64 V = config.model.vocab_size,
               rows = model::vocab_begin(V, shard, tp + 1) - model::vocab_begin(V, shard, tp);
     if (std::exchange(share, rows) != rows) {
-      const report::Planned any = plan_of(config, mesh, {.pp = stage, .tp = tp}, device);
-      const MeshCoord most = busiest(any.plan);
-      RankGroup group = most == any.plan.coord ? group_of(any) : group_of(plan_of(config, mesh, most, device));
+      const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = tp}, device);
+      const MeshCoord most = busiest(any);
+      RankGroup group = group_of(most == any.coord ? any : models.plan(config, mesh, most, device));
       if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
     }
     for (int dp = 0; dp < mesh.dp; ++dp) {
@@ -90,6 +87,11 @@ NodeBytes fullest_node(const Prediction& p) {
 }  // namespace
 
 Prediction predict(const Config& config, const World& world, DeviceKind device) {
+  Models models;
+  return predict(config, world, device, models);
+}
+
+Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models) {
   DS_CHECK(world.nodes >= 1 && world.ranks % world.nodes == 0, Errc::Config,
            "{} ranks do not spread evenly over {} nodes", world.ranks, world.nodes);
   if (device == DeviceKind::Auto) device = DeviceKind::Cpu;
@@ -97,7 +99,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device) 
   p.world = world;
   p.mesh = report::mesh_shape(config, world.ranks);
   p.device = device == DeviceKind::Cpu ? "cpu" : "cuda";
-  const model::Model whole = model::make_model(config.model, config.data.seq_length);
+  const model::Model& whole = models.of(config, p.mesh, {});
   p.num_params = whole.num_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
@@ -105,7 +107,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device) 
   p.bubble_fraction =
       pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
-    for (RankGroup& g : groups_of(config, p.mesh, stage, device)) p.groups.push_back(std::move(g));
+    for (RankGroup& g : groups_of(config, p.mesh, stage, device, models)) p.groups.push_back(std::move(g));
   }
   p.worst = static_cast<size_t>(std::ranges::max_element(p.groups, {}, &RankGroup::device_bytes) - p.groups.begin());
   p.fullest = fullest_node(p);

@@ -187,6 +187,40 @@ DS_API std::string plot_text(const Prediction& prediction, i64 limit, int column
 DS_API std::string plot_svg(const Prediction& prediction, i64 limit);
 DS_API std::string plot_html(const Prediction& prediction, i64 limit);
 
+// What a run has taken, beside what was foretold.
+struct MeasuredTag {
+  std::string tag;
+  i64 predicted = 0, counted = 0;  // bytes; counted: the peak
+};
+struct MeasuredRank {
+  int rank = 0;
+  std::vector<MeasuredTag> tags;
+  bool counted = false;     // else only what is predicted is known
+  i64 resident_bytes = 0;   // host memory of the process, its share of what is shared; 0: not known
+  i64 momentary_bytes = 0;  // beside it for a moment, as while a checkpoint was written
+  i64 base_bytes = 0;       // of it before the engine took anything
+};
+struct Measured {
+  std::string name;  // of the file, or of the process of the first rank
+  int world_size = 0;
+  MeshShape mesh;
+  std::string device;
+  i64 step = 0, total_steps = 0;                  // total 0: not told
+  double step_ms = 0, tokens_per_s = 0, mfu = 0;  // of the file's last steps, or of the last one
+  double age_s = 0;                               // of a running one: since its last step ended
+  std::vector<MeasuredRank> ranks;
+};
+// A metrics.jsonl, or a directory with one. Throws Errc::Io, Errc::Corrupt.
+DS_API Measured read_measured(const std::string& path);
+// The runs of this user that train on this machine now, by the counters that they show in shared memory.
+DS_API std::vector<Measured> find_running();
+// For people: the rank that took most, or all.
+DS_API std::string text(const Measured& measured, bool all);
+DS_API std::string json(const Measured& measured);
+DS_API std::string plot_text(const Measured& measured, i64 limit, int columns, bool colour);
+DS_API std::string plot_svg(const Measured& measured, i64 limit);
+DS_API std::string plot_html(const Measured& measured, i64 limit);
+
 // Model states of one rank in the ZeRO paper's accounting: 16-bit parameters and gradients, 12 bytes of optimizer.
 struct PaperStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes

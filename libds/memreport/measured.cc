@@ -1,0 +1,175 @@
+// SPDX-License-Identifier: Apache-2.0
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "base/json.h"
+#include "ds/memreport.h"
+#include "ds/units.h"
+#include "memreport/live.h"
+#include "memreport/metrics_file.h"
+
+namespace ds::memreport {
+namespace {
+
+MeasuredRank rank_of(const RankMemory& r) {
+  MeasuredRank rank;
+  rank.rank = r.rank;
+  for (const TagMemory& t : r.tags) rank.tags.push_back({t.tag, t.predicted, t.counted});
+  rank.counted = r.counts_known;
+  rank.resident_bytes = r.resident_bytes;
+  rank.momentary_bytes = r.momentary_bytes;
+  rank.base_bytes = r.base_bytes;
+  return rank;
+}
+
+MeasuredRank rank_of(const LiveRank& r) {
+  MeasuredRank rank;
+  rank.rank = r.rank;
+  for (const LiveTag& t : r.memory) rank.tags.push_back({t.tag, t.predicted, t.peak});
+  rank.counted = true;
+  rank.resident_bytes = r.resident_bytes;
+  rank.base_bytes = r.base_bytes;
+  return rank;
+}
+
+i64 sum(const MeasuredRank& r, i64 MeasuredTag::*what) {
+  i64 bytes = 0;
+  for (const MeasuredTag& t : r.tags) bytes += t.*what;
+  return bytes;
+}
+
+// What a tag whose bytes depend on machine and backend takes is not foretold.
+bool is_predicted(const MeasuredTag& t) { return t.tag != "comm" && t.tag != "scratch"; }
+
+std::string difference(i64 predicted, i64 counted) {
+  if (predicted == counted) return "exact";
+  if (predicted == 0) return "not predicted";
+  return fmt::format("{:+.2f} %", 100 * (static_cast<double>(counted) / static_cast<double>(predicted) - 1));
+}
+
+std::string rank_text(const MeasuredRank& r) {
+  std::string out = fmt::format("{:<20} {:>14} {:>14} {:>14}\n", fmt::format("memory of rank {}", r.rank), "predicted",
+                                r.counted ? "counted" : "", r.counted ? "difference" : "");
+  const auto row = [&](const std::string& name, i64 predicted, i64 counted) {
+    out += fmt::format("  {:<18} {:>14}", name, bytes_text(predicted));
+    if (r.counted) out += fmt::format(" {:>14} {:>14}", bytes_text(counted), difference(predicted, counted));
+    out += '\n';
+  };
+  i64 foretold = 0, met = 0;
+  for (const MeasuredTag& t : r.tags) {
+    row(t.tag, t.predicted, t.counted);
+    if (is_predicted(t)) {
+      foretold += t.predicted;
+      met += t.counted;
+    }
+  }
+  row("what is predicted", foretold, met);
+  const i64 counted = sum(r, &MeasuredTag::counted);
+  row("total", sum(r, &MeasuredTag::predicted), counted);
+  if (r.resident_bytes > 0) {
+    const i64 expected = r.base_bytes + counted;
+    out += fmt::format("  {:<18} {:>14} {:>14} {:>14}\n", "resident", r.counted ? bytes_text(expected) : "",
+                       bytes_text(r.resident_bytes), r.counted ? difference(expected, r.resident_bytes) : "");
+    out += fmt::format("  of which {} are the process before it took anything", bytes_text(r.base_bytes));
+    if (r.momentary_bytes > 0) out += fmt::format("; beside it {} for a moment", bytes_text(r.momentary_bytes));
+    out += '\n';
+  }
+  return out;
+}
+
+const MeasuredRank* largest(const Measured& m) {
+  const auto most = std::ranges::max_element(m.ranks, {}, [](const MeasuredRank& r) {
+    return sum(r, r.counted ? &MeasuredTag::counted : &MeasuredTag::predicted);
+  });
+  return most == m.ranks.end() ? nullptr : &*most;
+}
+
+}  // namespace
+
+Measured read_measured(const std::string& path) {
+  const MetricsFile file = read_metrics(path);
+  Measured m;
+  m.name = file.path;
+  m.world_size = file.world_size;
+  m.mesh = file.mesh;
+  m.device = file.device;
+  m.step = file.last_step;
+  if (!file.config_json.empty()) m.total_steps = Json::parse(file.config_json).value("steps", i64{0});
+  m.step_ms = file.speed.median_step_ms;
+  m.tokens_per_s = file.speed.tokens_per_s;
+  m.mfu = file.speed.mfu;
+  for (const RankMemory& r : file.ranks) m.ranks.push_back(rank_of(r));
+  return m;
+}
+
+std::vector<Measured> find_running() {
+  std::vector<Measured> all;
+  const std::vector<LiveRank> ranks = find_live();
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    const LiveRank& r = ranks[i];
+    if (i == 0 || r.job.empty() || r.job != ranks[i - 1].job) {
+      Measured& m = all.emplace_back();
+      m.name =
+          r.directory.empty() ? fmt::format("process {}", r.pid) : fmt::format("{} (process {})", r.directory, r.pid);
+      m.world_size = r.world_size;
+      m.mesh = r.mesh;
+      m.device = r.device;
+      m.step = r.step;
+      m.total_steps = r.total_steps;
+      m.step_ms = r.step_ms;
+      m.tokens_per_s = r.tokens_per_s;
+      m.mfu = r.mfu;
+      m.age_s = r.age_s;
+    }
+    all.back().ranks.push_back(rank_of(r));
+  }
+  return all;
+}
+
+std::string text(const Measured& m, bool all) {
+  std::string out = fmt::format("{}: {} rank{}{}; step {}{}\n", m.name, m.world_size, m.world_size == 1 ? "" : "s",
+                                m.device.empty() ? "" : " on " + m.device, m.step,
+                                m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
+  if (m.step_ms > 0)
+    out += fmt::format("{:.1f} ms per step, {:.0f} tokens/s, MFU {:.1f} %\n", m.step_ms, m.tokens_per_s, 100 * m.mfu);
+  if (m.ranks.empty()) return out + "no rank has told of its memory\n";
+  const MeasuredRank* most = largest(m);
+  for (const MeasuredRank& r : m.ranks) {
+    if (all || &r == most) out += "\n" + rank_text(r);
+  }
+  if (m.device == "cuda") out += "Resident is host memory: it has nothing of the GPU's.\n";
+  return out;
+}
+
+std::string json(const Measured& m) {
+  Json ranks = Json::array();
+  for (const MeasuredRank& r : m.ranks) {
+    Json predicted = Json::object(), counted = Json::object();
+    for (const MeasuredTag& t : r.tags) {
+      predicted[t.tag] = t.predicted;
+      counted[t.tag] = t.counted;
+    }
+    ranks.push_back({{"rank", r.rank}, {"predicted_bytes", predicted}});
+    if (r.counted) ranks.back()["counted_bytes"] = counted;
+    if (r.resident_bytes > 0) {
+      ranks.back()["resident_bytes"] = r.resident_bytes;
+      ranks.back()["momentary_bytes"] = r.momentary_bytes;
+      ranks.back()["base_bytes"] = r.base_bytes;
+    }
+  }
+  return Json({{"name", m.name},
+               {"world_size", m.world_size},
+               {"mesh", {{"dp", m.mesh.dp}, {"pp", m.mesh.pp}, {"tp", m.mesh.tp}, {"sp", m.mesh.sp}}},
+               {"device", m.device},
+               {"step", m.step},
+               {"total_steps", m.total_steps},
+               {"step_ms", m.step_ms},
+               {"tokens_per_s", m.tokens_per_s},
+               {"mfu", m.mfu},
+               {"ranks", ranks}})
+      .dump();
+}
+
+}  // namespace ds::memreport

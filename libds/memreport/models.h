@@ -1,0 +1,40 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The parts of a model that ranks have, each made once: a plan of many ranks, and a search over plans, look at the same
+// few over and over.
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+
+#include "ds/memreport.h"
+#include "model/models.h"
+#include "report/run_plan.h"
+
+namespace ds::memreport {
+
+// Of one model and sequence length, whatever else configurations say. Functions may be called by several threads.
+class Models {
+ public:
+  const model::Model& of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
+    const model::Shard s = report::shard_of(config, mesh, coord);
+    const std::lock_guard lock(mutex_);
+    auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
+    if (!model) model = std::make_unique<model::Model>(model::make_model(config.model, config.data.seq_length, s));
+    return *model;
+  }
+  report::RunPlan plan(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device) {
+    return report::make_run_plan(config, of(config, mesh, coord), mesh, coord, device);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::tuple<int, int, bool, int, int, model::SequenceMode>, std::unique_ptr<model::Model>> models_;
+};
+
+Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models);
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                      Models& models);
+
+}  // namespace ds::memreport

@@ -1,0 +1,132 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/memreport.h"
+
+namespace ds::tools {
+
+// What options say is said as --set would say it.
+std::vector<std::string> overrides_of(const MemreportOptions& a) {
+  std::vector<std::string> set;
+  const auto number = [&](const char* key, i64 value) {
+    if (value > 0) set.push_back(fmt::format("{}={}", key, value));
+  };
+  number("tensor_parallel.tp_size", a.tp);
+  number("pipeline.stages", a.pp);
+  number("sequence_parallel_size", a.sp);
+  number("data.seq_length", a.seq);
+  if (a.stage >= 0) set.push_back(fmt::format("zero_optimization.stage={}", a.stage));
+  // Two of the three sizes give the third: what is not given follows.
+  if (a.batch > 0 || a.micro > 0 || a.accumulation > 0) {
+    const auto size = [&](const char* key, i64 value, bool follows) {
+      if (value > 0 || follows)
+        set.push_back(value > 0 ? fmt::format("{}={}", key, value) : fmt::format("{}=auto", key));
+    };
+    size("train_batch_size", a.batch, true);
+    size("train_micro_batch_size_per_gpu", a.micro, a.batch > 0 && a.accumulation > 0);
+    size("gradient_accumulation_steps", a.accumulation, a.batch > 0);
+  }
+  if (!a.dtype.empty()) {
+    set.push_back(fmt::format("bf16.enabled={}", a.dtype == "bf16"));
+    set.push_back(fmt::format("fp16.enabled={}", a.dtype == "fp16"));
+  }
+  if (!a.checkpointing.empty()) set.push_back(fmt::format("activation_checkpointing.granularity={}", a.checkpointing));
+  set.insert(set.end(), a.set.begin(), a.set.end());
+  return set;
+}
+
+DeviceKind device_of(const MemreportOptions& a, const Config& config) {
+  if (a.device.empty()) return config.device == DeviceKind::Auto ? DeviceKind::Cuda : config.device;
+  return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
+}
+
+std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ranks_per_node) {
+  if (!a.machine.empty()) return memreport::Hardware::read(a.machine, a.links);
+  memreport::Hardware::Peaks peaks = a.gpu.empty() ? memreport::Hardware::Peaks() : memreport::Hardware::gpu(a.gpu);
+  const auto take = [](double& to, double given) { to = given > 0 ? given : to; };
+  take(peaks.flops, a.peaks.flops);
+  take(peaks.memory, a.peaks.memory);
+  take(peaks.link, a.peaks.link);
+  take(peaks.network, a.peaks.network);
+  if (peaks.flops > 0 && peaks.memory > 0) return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
+  if (!a.links.empty() || peaks.flops > 0 || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
+    throw Error(Errc::Config, "times need --machine, --gpu, or --peak and --bandwidth");
+  return std::nullopt;
+}
+
+void add_memreport_options(CLI::App& app, MemreportOptions& a) {
+  CLI::Option* source =
+      app.add_option("SOURCE", a.source,
+                     "configuration, model directory or config.json, run directory or step of a checkpoint")
+          ->type_name("FILE");
+  add_number(app, "--params", a.params, 1, 1e18, "parameters alone: the ZeRO paper's accounting")
+      ->type_name("N")
+      ->excludes(source);
+  add_number(app, "-n,--gpus", a.ranks, 1, 1 << 20, "ranks (default: the checkpoint's, else 1)")->type_name("N");
+  add_number(app, "--nodes", a.nodes, 1, 1 << 20, "nodes that the ranks spread over (default 1)")->type_name("N");
+  const auto key = [&](const char* name, i64& value, i64 most, const char* what) {
+    add_number(app, name, value, 1, most, what)->type_name("N")->group("In place of the configuration's");
+  };
+  key("--tp", a.tp, 1 << 20, "tensor parallelism");
+  key("--pp", a.pp, 1 << 20, "stages of the pipeline");
+  key("--sp", a.sp, 1 << 20, "sequence parallelism");
+  add_number(app, "--stage", a.stage, 0, 3, "ZeRO stage")->type_name("N")->group("In place of the configuration's");
+  key("--micro-batch", a.micro, 1 << 30, "samples of a micro-batch");
+  key("--accumulation", a.accumulation, 1 << 30, "micro-batches of a step");
+  key("--batch", a.batch, i64{1} << 40, "samples of a step, over all ranks");
+  key("--seq", a.seq, i64{1} << 40, "tokens of a sample");
+  const auto word = [&](const char* name, std::string& value, const std::vector<std::string>& words, const char* what) {
+    app.add_option(name, value, what)
+        ->type_name("WORD")
+        ->check(CLI::IsMember(words))
+        ->group("In place of the configuration's");
+  };
+  word("--dtype", a.dtype, {"fp32", "bf16", "fp16"}, "precision");
+  word("--checkpointing", a.checkpointing, {"none", "layer", "selective"}, "activations that are computed again");
+  word("--device", a.device, {"cpu", "cuda"}, "where it runs (default cuda, unless the configuration says)");
+  app.add_option("--set", a.set, "any key: a.b=VALUE")
+      ->type_name("KEY=VALUE")
+      ->allow_extra_args(false)
+      ->group("In place of the configuration's");
+  app.add_flag("--running", a.running, "the runs on this machine now: predicted and counted")->group("Measured");
+  add_number(app, "--watch", a.watch, 0.1, 1e6, "the same, every so many seconds until they end")
+      ->type_name("S")
+      ->group("Measured");
+  app.add_flag("--all-ranks", a.all, "every rank by tag, not the one that needs most")->group("Result");
+  app.add_flag("--explain", a.explain, "the formulas of the field with these numbers in them")->group("Result");
+  const auto file = [&](const char* name, std::string& value, const char* group, const char* what) {
+    return app.add_option(name, value, what)->type_name("FILE")->group(group);
+  };
+  const auto rate = [&](const char* name, double& value, const char* what) {
+    add_number(app, name, value, 1, 1e21, what)->type_name("X")->group("Times");
+  };
+  CLI::Option* machine = file("--machine", a.machine, "Times", "rates of ops, as --measure writes them");
+  app.add_option("--gpu", a.gpu, "peaks of this GPU's data sheet")
+      ->type_name("NAME")
+      ->check(CLI::IsMember(memreport::Hardware::gpus()))
+      ->group("Times")
+      ->excludes(machine);
+  rate("--peak", a.peaks.flops, "FLOP/s of a rank");
+  rate("--bandwidth", a.peaks.memory, "B/s of a rank's memory");
+  rate("--link", a.peaks.link, "B/s that a rank sends inside its node");
+  rate("--network", a.peaks.network, "B/s that a rank sends to other nodes");
+  file("--links", a.links, "Times", "of ds-commbench --save: in place of --link and --network");
+  file("--measure", a.measure, "Times", "measure this machine's CPU at -n ranks, and write its rates");
+  add_number(app, "--threads", a.threads, 1, 4096, "of each rank, for --measure (default 1)")
+      ->type_name("N")
+      ->group("Times");
+  app.add_option("--fit", a.fit, "find what fits into so much memory of a rank: 80GiB")
+      ->type_name("SIZE")
+      ->group("What fits");
+  app.add_option("--node-memory", a.node_memory, "host memory of a node (default: enough)")
+      ->type_name("SIZE")
+      ->group("What fits");
+  add_number(app, "--most", a.most, 1, 100000, "so many of them at most (default 10)")
+      ->type_name("N")
+      ->group("What fits");
+  file("--write", a.write, "What fits", "the first of them as a configuration; without --fit what was read");
+  app.add_option("--plot", a.plot, "bars of each rank's memory: a file .svg or .html; \"-\": in the report")
+      ->type_name("FILE")
+      ->group("Result");
+  app.add_option("--memory", a.memory, "of a rank, drawn as a limit: 80GiB")->type_name("SIZE")->group("Result");
+}
+
+}  // namespace ds::tools

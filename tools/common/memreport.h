@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The options of ds-memreport, and what they mean.
+
+#include <optional>
+
+#include "common/tool.h"
+#include "ds/memreport.h"
+
+namespace ds::tools {
+
+struct MemreportOptions {
+  std::string source;
+  double params = 0;
+  int ranks = 0, nodes = 1;  // ranks 0: the source's
+  // In place of the configuration's; 0, -1 and "": as it says.
+  i64 tp = 0, pp = 0, sp = 0, micro = 0, accumulation = 0, batch = 0, seq = 0;
+  int stage = -1;
+  std::string dtype, checkpointing, device;
+  std::vector<std::string> set;
+  // Times.
+  std::string machine, gpu, links, measure;
+  memreport::Hardware::Peaks peaks;
+  i64 threads = 1;
+  // What fits.
+  std::string fit, node_memory, write;
+  i64 most = 10;
+  // What has been taken.
+  bool running = false;
+  double watch = 0;  // seconds between looks; 0: one
+  // Result.
+  bool all = false, explain = false;
+  std::string plot, memory;
+};
+
+void add_memreport_options(CLI::App& app, MemreportOptions& options);
+
+// What options say of the configuration, as --set would say it.
+std::vector<std::string> overrides_of(const MemreportOptions& options);
+DeviceKind device_of(const MemreportOptions& options, const Config& config);
+// How fast things are; nothing: not told.
+std::optional<memreport::Hardware> hardware_of(const MemreportOptions& options, int ranks_per_node);
+
+}  // namespace ds::tools
