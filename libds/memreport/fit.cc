@@ -108,6 +108,7 @@ std::vector<std::string> Search::keys_of(const Frame& f, i64 micro, CheckpointGr
           fmt::format("pipeline.stages={}", f.pp),
           fmt::format("sequence_parallel_size={}", f.sp),
           fmt::format("zero_optimization.stage={}", f.stage),
+          fmt::format("zero_optimization.overlap_comm={}", f.stage > 0),
           fmt::format("train_batch_size={}", batch_),
           fmt::format("train_micro_batch_size_per_gpu={}", micro),
           fmt::format("gradient_accumulation_steps={}", batch_ / dp / micro),

@@ -139,7 +139,7 @@ std::string text(const Measured& m, bool all) {
   for (const MeasuredRank& r : m.ranks) {
     if (all || &r == most) out += "\n" + rank_text(r);
   }
-  if (m.device == "cuda") out += "Resident is host memory: it has nothing of the GPU's.\n";
+  if (!m.device.starts_with("cpu")) out += "Resident is host memory: it has nothing of the GPU's.\n";
   return out;
 }
 

@@ -91,8 +91,87 @@ PY
   grep -q '<table' p.html
 }
 
+@test "what a run took stands beside what was predicted, by rank" {
+  ds-launch -n 2 ds-train cfg.json --out run --steps 2 --quiet
+  run -0 ds-memreport run/metrics.jsonl --all-ranks
+  assert_line --regexp '^memory of rank 0 +predicted +counted +difference$'
+  assert_line --regexp '^memory of rank 1 '
+  assert_line --regexp '^  what is predicted .* exact$'
+  refute_line --regexp '^  (params|optimizer|activations|buckets) .* [-+][0-9.]+ %$'
+  ds-memreport run/metrics.jsonl --json --output m.json --plot m.svg
+  python3 -c 'import json; m = json.load(open("m.json")); assert len(m["ranks"]) == 2 and m["step"] == 2, m
+for r in m["ranks"]: assert r["counted_bytes"]["params"] == r["predicted_bytes"]["params"] > 0, r'
+  grep -q "rank" m.svg
+}
+
+watching() { grep -q "^memory of rank" seen; }
+
+@test "--running shows a run while it trains, --watch until it ends" {
+  refuses 2 "no run of yours" --running
+  ds-launch -n 2 ds-train cfg.json --steps 100000 --quiet >log 2>&1 &
+  local launched=$!
+  until_true 60 some_rank_here
+  : >seen
+  for _ in {1..100}; do
+    ds-memreport --running --all-ranks >seen 2>/dev/null || true
+    watching && break
+    sleep 0.1
+  done
+  run -0 cat seen
+  assert_line --regexp '^process [0-9]+: 2 ranks on cpu[^;]*; step [0-9]+ of 100000$'
+  assert_line --regexp '^memory of rank 1 '
+  timeout 60 ds-memreport --watch 0.2 >watched &
+  local watcher=$!
+  sleep 1
+  kill "$launched"
+  wait "$launched" || true
+  wait "$watcher"
+  [[ $(grep -c "^process" watched) -ge 2 ]]
+}
+
+@test "times follow from measured rates or data sheets, and are needed to rank" {
+  ds-memreport --measure machine.json --quiet
+  grep -q '"ds-machine/1"' machine.json
+  run -0 ds-memreport cfg.json --device cpu --machine machine.json
+  assert_line --regexp '^  step +[0-9.]+ ms$'
+  assert_line --regexp '^  tokens/s +[0-9.e+]+$'
+  run -0 ds-memreport cfg.json -n 2 --gpu h100 --json
+  assert_line --partial '"tokens_per_s"'
+  refuses 2 "nothing is known of links" cfg.json -n 2 --device cpu --machine machine.json
+  ds-commbench --ranks 2 --op all_reduce,all_gather,reduce_scatter,sendrecv -b 1K -e 64K -f 8 -n 3 --save links.json --quiet >table
+  ds-memreport cfg.json -n 2 --device cpu --machine machine.json --links links.json --json --output p.json
+  python3 -c 'import json; t = json.load(open("p.json"))["time"]; assert t["step_s"] > 0 and "dp.reduce_scatter" in t["messages_s"], t'
+  refuses 2 "no such document" cfg.json --machine cfg.json || refuses 2 "ds-machine/1" cfg.json --machine cfg.json
+  refuses 2 "times need" cfg.json --peak 1e12
+}
+
+@test "--fit ranks what fits, --write gives a configuration that trains so" {
+  refuses 2 "ranks by time" cfg.json -n 4 --fit 1GiB
+  ds-memreport cfg.json -n 4 --device cpu --gpu h100 --fit 600KiB --json --output f.json --write best.json
+  python3 - <<'PY'
+import json
+f = json.load(open("f.json"))["fit"]
+assert f["num_fitting"] >= len(f["fitting"]) > 0
+speeds = [a["tokens_per_s"] for a in f["fitting"]]
+assert speeds == sorted(speeds, reverse=True)
+for a in f["fitting"]:
+    assert a["device_bytes"] <= 600 * 1024 and a["tp"] * a["pp"] * a["sp"] * a["dp"] == 4
+    assert a["micro_batch"] * a["accumulation"] * a["dp"] == 8
+PY
+  ds-launch -n 4 ds-train best.json --out run --steps 1 --quiet
+  ds-memreport best.json -n 4 --device cpu --json --output p.json
+  same_as_counted run p.json
+  python3 -c 'import json
+best = json.load(open("f.json"))["fit"]["fitting"][0]; p = json.load(open("p.json"))
+assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (best, p)'
+  run -0 ds-memreport cfg.json -n 4 --gpu h100 --fit 1KiB
+  assert_line --partial "nothing fits"
+  refuses 2 "nothing fits" cfg.json -n 4 --gpu h100 --fit 1KiB --write none.json
+  [[ ! -e none.json ]]
+}
+
 @test "what cannot be is refused, all mistakes at once" {
-  refuses 2 "give a configuration"
+  refuses 2 "give one of a configuration"
   refuses 2 "must be an integer, 0 to 3, not 4" cfg.json --set zero_optimization.stage=4
   refuses 2 "tensor_parallel.tp_size" cfg.json -n 3 --tp 3 --set zero_optimisation.stage=2
   [[ $stderr == *"zero_optimization"* ]] # the nearest name of the other mistake
