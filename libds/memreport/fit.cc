@@ -18,6 +18,7 @@ namespace ds::memreport {
 namespace {
 
 constexpr i64 kLargestMicro = 64;
+constexpr i64 kMostLayers = 2048;  // that are looked for: deeper models are not built
 
 std::string_view name_of(CheckpointGranularity g) {
   return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
@@ -199,7 +200,10 @@ void Search::largest_of(FitResult& result) {
     Models models;
     return fits(arrange(with(layers), {}, true, models));
   };
-  while (layers_fit(high)) high = 2 * (low = high);
+  while (low < kMostLayers && layers_fit(high)) {
+    low = high;
+    high = std::min(2 * high, std::max(kMostLayers, high));
+  }
   while (high - low > step) {
     const i64 middle = low + (high - low) / 2 / step * step;
     (layers_fit(middle) ? low : high) = middle;

@@ -120,7 +120,7 @@ TEST_P(CommShmSizes, PassesTheCompressedExercise) {
   Ranks ranks(GetParam(), [&](int r) { test::exercise_compressed(*join(r, GetParam(), 60), 1001); });
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, testing::Values(1, 2, 3, 4, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
 
 TEST_F(CommShm, NamesAreGoneOnceAllHaveCome) {
   Ranks ranks(3, [&](int r) {

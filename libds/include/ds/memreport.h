@@ -164,7 +164,8 @@ struct FitResult {
   bool present_fits = false;
   std::vector<Arrangement> fitting;  // by tokens per second, the fastest first
   i64 num_tried = 0, num_fitting = 0;
-  // Of the fastest one with what else is as large as fits: samples of a micro-batch (at the same batch), layers.
+  // Of the fastest one with what else is as large as fits: samples of a micro-batch (at the same batch), layers (2048
+  // at most).
   i64 largest_micro = 0, largest_layers = 0, largest_params = 0;
 };
 // The arrangements of these ranks that fit: every mesh of tp (inside a node), pp, sp and dp, ZeRO stage, micro-batch,
