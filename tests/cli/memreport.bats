@@ -104,7 +104,7 @@ for r in m["ranks"]: assert r["counted_bytes"]["params"] == r["predicted_bytes"]
   grep -q "rank" m.svg
 }
 
-watching() { grep -q "^memory of rank" seen; }
+watching() { grep -q "^memory of rank 1" seen; }
 
 @test "--running shows a run while it trains, --watch until it ends" {
   refuses 2 "no run of yours" --running
