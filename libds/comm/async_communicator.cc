@@ -8,26 +8,18 @@
 #include <exception>
 
 #include "comm/copy_bytes.h"
+#include "comm/staging_size.h"
 
 namespace ds {
 namespace {
 
-// A canonical sum above this size is a reduce-scatter and an all-gather; other reductions go in blocks of this size,
-// which every rank (of a reduce: the root) gathers and folds for itself.
-constexpr i64 kReductionBlock = i64{64} << 10;
 constexpr i64 kVectorBytes = 256;  // less is not worth a kernel
 constexpr i64 kReduceRound = i64{8} << 20;
-constexpr i64 kRoundedBlock = i64{16} << 10;  // elements that are folded before they are rounded
 
 const OpTable& table_of(const CommOptions& options) {
   const OpTable* ops = options.ops != nullptr ? options.ops : cpu_ops();
   DS_CHECK(ops != nullptr, Errc::Unavailable, "this CPU lacks AVX2 and FMA, which the kernels need");
   return *ops;
-}
-
-// Sums that are folded in fp32.
-bool folds(const Operation& op) noexcept {
-  return (op.dtype == DType::F32 || is_16_bit(op.dtype)) && op.reduce == ReduceOp::Sum;
 }
 
 template <class T>
@@ -235,10 +227,8 @@ void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
 void AsyncCommunicator::all_reduce_now(const Operation& op) {
   if (size() == 1) return meet_now(op);
   std::byte* data = op.segments[0].target;
-  const i64 total = op.segments[0].slice_bytes, elem = dtype_bytes(op.dtype);
-  i64 done = 0;
-  if (folds(op) && total > kReductionBlock) {
-    const i64 slice = total / (size() * elem) * elem;
+  const i64 total = op.segments[0].slice_bytes, slice = folded_slice_bytes(op, size());
+  if (slice > 0) {
     const Segment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
     if (is_16_bit(op.dtype)) {
       reduce_scatter_rounded(op, whole);
@@ -246,9 +236,8 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
       reduce_scatter_now(op, {&whole, 1}, false);
     }
     move_now(op, {.sliced = false, .segments = {&own, 1}});
-    done = slice * size();
   }
-  combine_now(op, data + done, total - done, -1);
+  combine_now(op, data + slice * size(), total - slice * size(), -1);
 }
 
 // A large sum goes in rounds: each rank folds a slice, the root gathers them.

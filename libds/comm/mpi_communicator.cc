@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "comm/async_communicator.h"
+#include "comm/staging_size.h"
 
 namespace ds {
 namespace {
@@ -26,7 +27,6 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr i64 kStagingBytes = i64{8} << 20;  // received slices of a fold
 constexpr i64 kMaxMessage = i64{1} << 30;    // MPI counts in int
 constexpr int kYields = 200;
 constexpr auto kShortSleep = 20us;
@@ -201,7 +201,7 @@ class MpiCommunicator final : public AsyncCommunicator {
   void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
     agree(op);
     const i64 length = x.length();
-    const i64 round = x.lands ? kMaxMessage : std::max<i64>(kStagingBytes / size() / 64 * 64, 64);
+    const i64 round = x.lands ? kMaxMessage : mpi_fold_round(size());
     const i64 stride = std::min(length, round);
     if (!x.lands && x.to(rank())) staging_.resize(std::max(staging_.size(), static_cast<size_t>(size() * stride)));
 

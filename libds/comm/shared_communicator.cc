@@ -51,6 +51,7 @@ class SharedCommunicator final : public AsyncCommunicator {
         wait_(ground_.take_wait()),
         spins_(ground_.size() <= static_cast<int>(std::thread::hardware_concurrency()) ? kSpins : 0),
         exposures_(static_cast<size_t>(size())),
+        sends_to_(static_cast<size_t>(size())),
         sources_(static_cast<size_t>(size())) {}
 
   // Meets the peers once, so that names can go.
@@ -81,7 +82,8 @@ class SharedCommunicator final : public AsyncCommunicator {
   }
 
   i64 staging_bytes() const noexcept override {
-    return AsyncCommunicator::staging_bytes() + (size() > 1 ? 2 * Arena::kStagingHalf : 0);
+    const i64 channels = channels_.load(std::memory_order_relaxed) * static_cast<i64>(sizeof(Channel));
+    return AsyncCommunicator::staging_bytes() + (size() > 1 ? 2 * Arena::kStagingHalf : 0) + channels;
   }
   bool has_left(int peer) const override { return slot(peer).departed.load(std::memory_order_acquire) != 0; }
   void show(u64 number) noexcept override { slot(rank()).shown.store(number, std::memory_order_release); }
@@ -348,15 +350,22 @@ class SharedCommunicator final : public AsyncCommunicator {
     return fmt::format("is in {} (call {}){}", op_name(static_cast<OpKind>(kind - 1)), calls + 1, of_group());
   }
 
-  void transmit(const Operation& op, int to) override {
+  // That this rank writes: memory of its own, as staging is.
+  Channel& channel_to(int to) {
     Channel& channel = arena_->channel(rank(), to);
+    if (!std::exchange(sends_to_[static_cast<size_t>(to)], u8{1})) channels_.fetch_add(1, std::memory_order_relaxed);
+    return channel;
+  }
+
+  void transmit(const Operation& op, int to) override {
+    Channel& channel = channel_to(to);
     i64 bytes = op.slice_bytes();
     put(channel, to, {reinterpret_cast<const std::byte*>(&bytes), sizeof bytes});
     put(channel, to, {op.segments[0].source, static_cast<size_t>(bytes)});
   }
 
   bool transmit_at_once(const Operation& op, int to) override {
-    Channel& channel = arena_->channel(rank(), to);
+    Channel& channel = channel_to(to);
     const u32 used =
         channel.head.value.load(std::memory_order_relaxed) - channel.tail.value.load(std::memory_order_acquire);
     const i64 lines = 1 + div_ceil(op.slice_bytes(), i64{Channel::kLineBytes});
@@ -506,6 +515,8 @@ class SharedCommunicator final : public AsyncCommunicator {
   u64 calls_ = 0;                    // for messages
   u64 collectives_ = 0;              // which all ranks have made alike, unlike receives
   std::vector<Exposure> exposures_;  // of all ranks, in the present exchange
+  std::vector<u8> sends_to_;         // ranks with a channel from here
+  std::atomic<i64> channels_{0};     // of them
   std::vector<const std::byte*> sources_;
 };
 

@@ -34,7 +34,8 @@ constexpr u64 kUnfinished = kMagic + 1;
 constexpr u32 kVersion = 3;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
-constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers lack
+constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1, which older headers lack
+constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14
 constexpr std::string_view kPrefix = "ds-";
 constexpr time_t kStillbornSeconds = 60;  // a file without a page of this age has no maker any more
 
@@ -175,6 +176,11 @@ class Segment {
         bytes, what, std::strerror(error), free_bytes_now());
   }
 
+  // Maps the pages now, so that they count as resident from here on; a kernel before 5.14 does it as they are touched.
+  void populate(i64 offset, i64 bytes) noexcept {
+    madvise(data() + offset, static_cast<size_t>(bytes), kPopulateWrite);
+  }
+
   // Gathers the pages into huge ones, where the kernel can: large folds and copies run 1.3 to 1.6 times as fast.
   void collapse(i64 offset, i64 bytes) noexcept {
     if (bytes >= kHugePage) madvise(data() + offset, static_cast<size_t>(bytes), kCollapse);
@@ -251,7 +257,9 @@ class ShmArena final : public Arena {
   }
 
   void reserve_staging() override {
-    segment_.reserve(staging(rank(), 0) - segment_.data(), 2 * kStagingHalf, "the staging of a rank");
+    const i64 offset = staging(rank(), 0) - segment_.data();
+    segment_.reserve(offset, 2 * kStagingHalf, "the staging of a rank");
+    segment_.populate(offset, 2 * kStagingHalf);
   }
   void attached() override { segment_.unlink(); }
 
@@ -314,7 +322,9 @@ class ShmArena final : public Arena {
 
   void reserve_channel(i64 offset) override {
     const std::lock_guard lock(mutex_);
-    if (reserved_channels_.insert(offset).second) segment_.reserve(offset, sizeof(Channel), "a point-to-point channel");
+    if (!reserved_channels_.insert(offset).second) return;
+    segment_.reserve(offset, sizeof(Channel), "a point-to-point channel");
+    segment_.populate(offset, sizeof(Channel));
   }
 
   const std::string name_;

@@ -6,6 +6,7 @@
 
 #include "engine/connect.h"
 #include "pipeline/simulate.h"
+#include "probe/host.h"
 #include "report/plan_chart.h"
 
 namespace ds::engine {
@@ -19,7 +20,7 @@ report::PlanChart chart_of(const Config& config, int world_size) {
                           .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                           .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  for (const StagePlan& s : plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config))) {
+  for (const StagePlan& s : plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config), world_size)) {
     report::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
@@ -33,14 +34,33 @@ report::PlanChart chart_of(const Config& config, int world_size) {
 
 }  // namespace
 
-std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device) {
+report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
+                            int ranks_per_node) {
+  if (plan.device != DeviceKind::Cpu) return {};
+  const int world = plan.mesh.world();
+  const report::Host host{.backend = world == 1                                         ? "self"
+                                     : config.communication.backend == CommBackend::Mpi ? "mpi"
+                                     : world == ranks_per_node                          ? "shm"
+                                                                                        : "shm+mpi",
+                          .kernels = probe::cpu_backend(),
+                          .threads = config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks_per_node)};
+  return report::own_memory(model, plan, host);
+}
+
+WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node)
+    : Planned(config, mesh, rank, device) {
+  const report::TagBytes own = own_memory(config, model, plan, ranks_per_node);
+  for (size_t t = 0; t < own.size(); ++t) plan.memory[t] += own[t];
+}
+
+std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node) {
   std::vector<StagePlan> stages;
   for (int stage = 0; stage < mesh.pp; ++stage) {
     StagePlan& s = stages.emplace_back();
     for (int r = 0; r < mesh.world(); ++r) {
       if (coord_of(mesh, r).pp == stage) s.ranks.push_back(r);
     }
-    const report::Planned planned(config, mesh, s.ranks.front(), device);
+    const WholePlan planned(config, mesh, s.ranks.front(), device, ranks_per_node);
     for (const report::ChunkPlan& c : planned.plan.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
@@ -63,7 +83,8 @@ double bubble_fraction(const Config& config) {
   return pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
 }
 
-NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device) {
+NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device,
+                      int ranks_per_node) {
   std::map<int, NodeBytes> of_stage;  // the ranks of one differ by a row of the vocabulary at most
   NodeBytes sum;
   for (int i = 0; i < count; ++i) {
@@ -71,7 +92,7 @@ NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, in
     if (!of_stage.contains(stage)) {
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share
-      const report::Planned planned(config, mesh, rank_at(mesh, coord), device);
+      const WholePlan planned(config, mesh, rank_at(mesh, coord), device, ranks_per_node);
       of_stage[stage] = {planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]};
     }
     sum.device += of_stage[stage].device;

@@ -47,10 +47,10 @@ namespace {
 
 RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
   const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
-  const report::Planned planned(config, mesh, ranks.rank, device.kind());
+  const engine::WholePlan planned(config, mesh, ranks.rank, device.kind(), ranks.local_world_size);
   const auto& [model, plan] = planned;
   RunPrediction p;
-  p.stages = engine::plan_stages(config, mesh, device.kind());
+  p.stages = engine::plan_stages(config, mesh, device.kind(), ranks.local_world_size);
   p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
@@ -67,8 +67,9 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   std::string ignored;
   const int places = device.is_host() ? 1 : num_cuda_devices(ignored);
   p.sharers = device.is_host() ? ranks.local_world_size : engine::ranks_on_gpu(ranks, places);
-  p.needed_bytes =
-      engine::plan_memory(config, mesh, first + ranks.local_rank % places, p.sharers, places, device.kind()).device;
+  p.needed_bytes = engine::plan_memory(config, mesh, first + ranks.local_rank % places, p.sharers, places,
+                                       device.kind(), ranks.local_world_size)
+                       .device;
   return p;
 }
 
@@ -199,7 +200,8 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
   const probe::AvailableMemory node = probe::available_memory();
   const i64 host = on_cpu ? 0
                           : engine::plan_memory(config, report::mesh_shape(config, ranks.world_size),
-                                                ranks.rank - ranks.local_rank, ranks.local_world_size, 1, device.kind())
+                                                ranks.rank - ranks.local_rank, ranks.local_world_size, 1, device.kind(),
+                                                ranks.local_world_size)
                                 .host;
   DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
            "the {} ranks of this node need {} of its memory beside their GPUs, for checkpoints and for inputs that "
@@ -661,7 +663,7 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     result.step = step();
     result.skipped_steps = s.engine->progress().skipped_steps;
     result.checkpoint = s.writes() ? saver.newest() : "";
-    result.memory = engine::memory_table(plan.memory, s.record->counted(s.ledger));
+    result.memory = engine::memory_table(s.record->predicted(*s.engine), s.record->counted(s.ledger));
     return result;
   });
 }

@@ -13,6 +13,8 @@
 #include "ds/version.h"
 #include "engine/plan.h"
 #include "launch/process.h"
+#include "report/own_memory.h"
+#include "report/planned.h"
 
 namespace ds::engine {
 namespace {
@@ -33,16 +35,29 @@ i64 now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
 }
 
+report::TagBytes predicted_bytes(const model::Model& model, const report::RunPlan& plan, const Mesh& mesh,
+                                 Device& device) {
+  report::TagBytes bytes = plan.memory;
+  if (!device.is_host()) return bytes;
+  const report::Host host{mesh.world().backend(), device.ops(), device.stream().pool->num_threads()};
+  const report::TagBytes own = report::own_memory(model, plan, host);
+  for (size_t t = 0; t < bytes.size(); ++t) bytes[t] += own[t];
+  return bytes;
+}
+
 // The first rank of a stage stands for all: those of one stage differ by a row of the vocabulary at most.
-Json stages_json(const Config& config, const MeshShape& mesh, DeviceKind device) {
+Json stages_json(const Config& config, const Mesh& ranks_mesh, Device& device) {
+  const MeshShape& mesh = ranks_mesh.shape();
   Json stages = Json::array();
   for (int stage = 0; stage < mesh.pp; ++stage) {
     std::vector<int> ranks;
     for (int r = 0; r < mesh.world(); ++r) {
       if (coord_of(mesh, r).pp == stage) ranks.push_back(r);
     }
-    const report::Planned planned(config, mesh, ranks.front(), device);
-    stages.push_back({{"ranks", ranks}, {"predicted_bytes", bytes_json(planned.plan.memory)}});
+    const report::Planned planned(config, mesh, ranks.front(), device.kind());
+    stages.push_back(
+        {{"ranks", ranks},
+         {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, ranks_mesh, device))}});
   }
   return stages;
 }
@@ -93,6 +108,10 @@ report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {
   return bytes;
 }
 
+report::TagBytes RunRecord::predicted(const Engine& engine) const {
+  return predicted_bytes(engine.model(), engine.plan(), mesh_, device_);
+}
+
 void RunRecord::add_own(report::TagBytes& bytes) const {
   bytes[static_cast<size_t>(Tag::Comm)] += mesh_.staging_bytes();
   bytes[static_cast<size_t>(Tag::Scratch)] += device_.scratch_bytes();
@@ -106,8 +125,8 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
                    .mesh = {.pp = mesh.pp, .dp = mesh.dp, .sp = mesh.sp, .tp = mesh.tp},
                    .coord = {.pp = coord.pp, .dp = coord.dp, .sp = coord.sp, .tp = coord.tp},
                    .total_steps = engine.config().steps,
-                   .base_bytes = resident_.base_bytes(),
-                   .predicted = engine.plan().memory};
+                   .base_bytes = base_bytes(),
+                   .predicted = predicted(engine)};
   copy_text(who.job, job);
   if (!directory.empty()) copy_text(who.directory, std::filesystem::absolute(directory).lexically_normal().string());
   copy_text(who.device, device_.name());
@@ -153,7 +172,7 @@ Json RunRecord::run_line(const Engine& engine, i64 step, std::string_view backen
           {"host", launch::host_name()},
           {"start", utc_now()},
           {"peak_flops", peak_flops},
-          {"stages", stages_json(engine.config(), mesh, device_.kind())},
+          {"stages", stages_json(engine.config(), mesh_, device_)},
           {"config", Json::parse(resolved_json(with_absolute_paths(engine.config())))},
           {"model", Json::parse(model_json)}};
 }
@@ -162,10 +181,10 @@ Json RunRecord::memory_line(const Engine& engine, i64 step) {
   const probe::ResidentMeter::Peaks resident = resident_.peaks();
   const Json mine = {{"rank", mesh_.rank()},
                      {"counted_bytes", bytes_json(counted(engine.ledger()))},
-                     {"predicted_bytes", bytes_json(engine.plan().memory)},
+                     {"predicted_bytes", bytes_json(predicted(engine))},
                      {"resident_bytes", resident.own},
                      {"momentary_bytes", resident.momentary},
-                     {"base_bytes", resident_.base_bytes()}};
+                     {"base_bytes", base_bytes()}};
   Json ranks = Json::array();
   for (const std::string& rank : gather_text(mesh_.world(), mine.dump())) ranks.push_back(Json::parse(rank));
   return {{"type", "memory"}, {"step", step}, {"ranks", ranks}};

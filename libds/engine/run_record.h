@@ -31,11 +31,14 @@ Json step_line(const StepRecord& record);
 // memory: there the run's resident memory begins. Mesh and device outlive it.
 class RunRecord {
  public:
-  RunRecord(const Mesh& mesh, const Device& device) noexcept : mesh_(mesh), device_(device) {}
+  RunRecord(const Mesh& mesh, Device& device) noexcept
+      : mesh_(mesh), device_(device), staging_at_first_(mesh.staging_bytes()) {}
 
-  // Peaks of this rank. What workers and the communicator took for themselves depends on the instruction set and the
-  // backend, and is not predicted. No operation is pending.
+  // Peaks of this rank, with what kernels and communicators took for themselves. No operation is pending.
   report::TagBytes counted(const MemoryLedger& ledger) const;
+
+  // The same, foretold.
+  report::TagBytes predicted(const Engine& engine) const;
 
   // Shows this rank's counters from now on, `step` steps being taken. `directory`: of the run; empty: it keeps nothing.
   void show(const Engine& engine, const std::string& job, const std::string& directory, i64 step);
@@ -49,11 +52,14 @@ class RunRecord {
   Json memory_line(const Engine& engine, i64 step);
 
  private:
+  // Of the process before the run took anything: what communicators have taken already is counted.
+  i64 base_bytes() const noexcept { return resident_.base_bytes() - staging_at_first_; }
   void add_own(report::TagBytes& bytes) const;
   LiveRecord live_record(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
 
   const Mesh& mesh_;
-  const Device& device_;
+  Device& device_;
+  const i64 staging_at_first_;
   probe::ResidentMeter resident_;
   i64 first_step_ = 0;
   std::optional<LiveCounters> counters_;

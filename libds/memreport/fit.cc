@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <atomic>
 #include <mutex>
+#include <numeric>
 #include <optional>
+#include <set>
 #include <thread>
 
 #include "config/parallel.h"
@@ -140,10 +142,11 @@ Arrangement Search::arrange(const Config& config, std::vector<std::string> keys,
     return a;
   }
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
-  for (const int stage : {0, 1, a.mesh.pp - 1}) {
-    if (stage >= a.mesh.pp) continue;
-    const report::RunPlan plan = models.plan(config, a.mesh, {.pp = stage}, options_.device);
-    a.device_bytes = std::max(a.device_bytes, plan.total_memory());
+  const std::vector<i64> cuts = models.cuts(config, a.mesh);
+  for (const int stage : std::set{0, std::min(1, a.mesh.pp - 1), a.mesh.pp - 1}) {
+    const report::RunPlan plan = models.plan(config, a.mesh, {.pp = stage}, options_.device, cuts);
+    const report::TagBytes own = models.own_memory(config, options_.world, plan);
+    a.device_bytes = std::max(a.device_bytes, std::accumulate(own.begin(), own.end(), plan.total_memory()));
   }
   return a;
 }

@@ -85,8 +85,9 @@ StepTime predict_time(const Config& config, const World& world, DeviceKind devic
   std::vector<std::unique_ptr<report::RunPlan>> plans;
   std::vector<std::unique_ptr<report::StepWork>> works;
   std::vector<StageWork> stages;
+  const std::vector<i64> cuts = models.cuts(config, mesh);
   for (int stage = 0; stage < mesh.pp; ++stage) {
-    plans.push_back(std::make_unique<report::RunPlan>(models.plan(config, mesh, {.pp = stage}, device)));
+    plans.push_back(std::make_unique<report::RunPlan>(models.plan(config, mesh, {.pp = stage}, device, cuts)));
     works.push_back(std::make_unique<report::StepWork>(report::tally_step(model, *plans.back())));
     stages.push_back({plans.back().get(), works.back().get()});
   }

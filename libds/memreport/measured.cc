@@ -40,8 +40,8 @@ i64 sum(const MeasuredRank& r, i64 MeasuredTag::*what) {
   return bytes;
 }
 
-// What a tag whose bytes depend on machine and backend takes is not foretold.
-bool is_predicted(const MeasuredTag& t) { return t.tag != "comm" && t.tag != "scratch"; }
+// What communicators between nodes, and all parts of a GPU's software, take for themselves is not foretold.
+bool is_predicted(const MeasuredTag& t) { return t.predicted > 0; }
 
 std::string difference(i64 predicted, i64 counted) {
   if (predicted == counted) return "exact";

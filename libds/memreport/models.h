@@ -10,7 +10,7 @@
 
 #include "ds/memreport.h"
 #include "model/models.h"
-#include "report/run_plan.h"
+#include "report/own_memory.h"
 
 namespace ds::memreport {
 
@@ -24,9 +24,16 @@ class Models {
     if (!model) model = std::make_unique<model::Model>(model::make_model(config.model, config.data.seq_length, s));
     return *model;
   }
-  report::RunPlan plan(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device) {
-    return report::make_run_plan(config, of(config, mesh, coord), mesh, coord, device);
+  // `cuts`: of these configuration and mesh.
+  report::RunPlan plan(const Config& config, const MeshShape& mesh, const MeshCoord& coord, DeviceKind device,
+                       const std::vector<i64>& cuts) {
+    return report::make_run_plan(config, of(config, mesh, coord), mesh, coord, device, cuts);
   }
+  std::vector<i64> cuts(const Config& config, const MeshShape& mesh) {
+    return report::pipeline_cuts(config, of(config, mesh, {}));
+  }
+  // What a run on the kernels and cores of this machine would take for itself; nothing for a GPU.
+  report::TagBytes own_memory(const Config& config, const World& world, const report::RunPlan& plan);
 
  private:
   std::mutex mutex_;

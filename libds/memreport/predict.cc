@@ -4,6 +4,7 @@
 
 #include "base/check.h"
 #include "ds/memreport.h"
+#include "engine/plan.h"
 #include "memreport/models.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
@@ -12,14 +13,16 @@
 namespace ds::memreport {
 namespace {
 
-RankGroup group_of(const report::RunPlan& plan) {
+RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own) {
   RankGroup group;
   group.stage = plan.coord.pp;
   group.num_params = plan.layout.num_params();
-  for (size_t t = 0; t < plan.memory.size(); ++t) {
-    if (plan.memory[t] > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.memory[t]});
-  }
   group.device_bytes = plan.total_memory();
+  for (size_t t = 0; t < plan.memory.size(); ++t) {
+    const i64 bytes = plan.memory[t] + own[t];
+    if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes});
+    group.device_bytes += own[t];
+  }
   group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
   for (const auto& [name, count] : plan.traffic) {
     if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
@@ -50,18 +53,21 @@ MeshCoord busiest(const report::RunPlan& plan) {
 }
 
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.
-std::vector<RankGroup> groups_of(const Config& config, const MeshShape& mesh, int stage, DeviceKind device,
-                                 Models& models) {
+std::vector<RankGroup> groups_of(const Config& config, const World& world, const MeshShape& mesh, int stage,
+                                 DeviceKind device, const std::vector<i64>& cuts, Models& models) {
   std::vector<RankGroup> groups;
+  const auto group_at = [&](const report::RunPlan& plan) {
+    return group_of(plan, models.own_memory(config, world, plan));
+  };
   i64 share = -1;
   for (int tp = 0; tp < mesh.tp; ++tp) {
     const model::Shard shard{.tp = mesh.tp, .tp_rank = tp};
     const i64 V = config.model.vocab_size,
               rows = model::vocab_begin(V, shard, tp + 1) - model::vocab_begin(V, shard, tp);
     if (std::exchange(share, rows) != rows) {
-      const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = tp}, device);
+      const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = tp}, device, cuts);
       const MeshCoord most = busiest(any);
-      RankGroup group = group_of(most == any.coord ? any : models.plan(config, mesh, most, device));
+      RankGroup group = group_at(most == any.coord ? any : models.plan(config, mesh, most, device, cuts));
       if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
     }
     for (int dp = 0; dp < mesh.dp; ++dp) {
@@ -86,6 +92,10 @@ NodeBytes fullest_node(const Prediction& p) {
 
 }  // namespace
 
+report::TagBytes Models::own_memory(const Config& config, const World& world, const report::RunPlan& plan) {
+  return engine::own_memory(config, of(config, plan.mesh, plan.coord), plan, world.ranks / world.nodes);
+}
+
 Prediction predict(const Config& config, const World& world, DeviceKind device) {
   Models models;
   return predict(config, world, device, models);
@@ -106,8 +116,9 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   const pipeline::Costs costs;
   p.bubble_fraction =
       pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
+  const std::vector<i64> cuts = models.cuts(config, p.mesh);
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
-    for (RankGroup& g : groups_of(config, p.mesh, stage, device, models)) p.groups.push_back(std::move(g));
+    for (RankGroup& g : groups_of(config, world, p.mesh, stage, device, cuts, models)) p.groups.push_back(std::move(g));
   }
   p.worst = static_cast<size_t>(std::ranges::max_element(p.groups, {}, &RankGroup::device_bytes) - p.groups.begin());
   p.fullest = fullest_node(p);

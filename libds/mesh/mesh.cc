@@ -56,6 +56,27 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
 
+std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backend, const MeshCalls& calls) {
+  std::optional<i64> sum = 0;
+  const auto add = [&](int size, const LargestCalls& own) {
+    const std::optional<i64> bytes = staging_size(backend, size, own);
+    sum = sum && bytes ? std::optional(*sum + *bytes) : std::nullopt;
+  };
+  const int dp = s.dp * s.sp;
+  LargestCalls world = calls.world;
+  if (dp == s.world()) {
+    world.add(calls.dp);
+  } else {
+    add(dp, calls.dp);
+  }
+  add(s.world(), world);
+  add(s.tp, calls.tp);
+  add(s.sp, calls.sp);
+  add(s.pp, calls.activations);
+  add(s.pp, calls.gradients);
+  return sum;
+}
+
 Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const CommOptions& options,
            const OverDevice& over_device)
     : shape_(shape), world_(std::move(world)), coord_(coord_of(shape, world_->rank())) {

@@ -18,10 +18,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/staging_size.h"
 #include "ds/mesh.h"
 
 namespace ds {
@@ -43,6 +45,14 @@ std::vector<int> pp_ranks(const MeshShape&, const MeshCoord&);
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
 // and each allocates these sizes from dp and from tp; with the channels of their messages.
 i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations);
+
+// The largest calls of a rank over the world and over each axis; over the stages, of each of their communicators.
+struct MeshCalls {
+  LargestCalls world, dp, tp, sp, activations, gradients;
+};
+// What the communicators of a rank come to hold by these (Mesh::staging_bytes), over host memory. Nothing: not known
+// (staging_size).
+std::optional<i64> mesh_staging_size(const MeshShape&, std::string_view backend, const MeshCalls&);
 
 class Mesh {
  public:

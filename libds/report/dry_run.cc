@@ -156,9 +156,9 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& st
   }
 }
 
-std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan) {
-  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp),
-      pp(plan.coord.pp, plan.mesh.pp);
+std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
+  CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  CountingCommunicator activations(plan.coord.pp, plan.mesh.pp), gradients(plan.coord.pp, plan.mesh.pp);
   if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
     Stream stream;
     walk_layers(model, plan, {kNoOps, stream, tp, sp}, [](size_t, Pass) {});
@@ -172,18 +172,22 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   tp.reset_counts();
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
-  const int peer = (plan.coord.pp + 1) % plan.mesh.pp;  // any: bytes are counted
+  const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
   for (const pipeline::Instr& instr : plan.schedule) {
-    const bool sends = instr.op == pipeline::Op::SendActivation || instr.op == pipeline::Op::SendGrad;
-    const bool receives = instr.op == pipeline::Op::RecvActivation || instr.op == pipeline::Op::RecvGrad;
-    if (sends) pp.send(nullptr, stream_bytes, peer, "pp.send");
-    if (receives) pp.recv(nullptr, stream_bytes, peer, "pp.recv");
+    switch (instr.op) {
+      case pipeline::Op::SendActivation: activations.send(nullptr, stream_bytes, next, "pp.send"); break;
+      case pipeline::Op::RecvActivation: activations.recv(nullptr, stream_bytes, previous, "pp.recv"); break;
+      case pipeline::Op::SendGrad: gradients.send(nullptr, stream_bytes, previous, "pp.send"); break;
+      case pipeline::Op::RecvGrad: gradients.recv(nullptr, stream_bytes, next, "pp.recv"); break;
+      default: break;
+    }
   }
   // Behind the data-parallel sums: tied embeddings, and rows whose gradients are parts.
   if (plan.tied() && plan.embeds() != plan.projects()) {
+    const int peer = plan.embeds() ? plan.mesh.pp - 1 : 0;
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
-      pp.send(nullptr, s.slice * 4, peer, "pp.send");
-      pp.recv(nullptr, s.slice * 4, peer, "pp.recv");
+      gradients.send(nullptr, s.slice * 4, peer, "pp.send");
+      gradients.recv(nullptr, s.slice * 4, peer, "pp.recv");
     }
   }
   if (const i64 n = plan.parts_elems(model::ParamRow::Parts::Group); n > 0)
@@ -193,12 +197,16 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     tp.all_gather({&all, 1}, "tp.all_gather");
   }
 
-  for (const CountingCommunicator* c : {&tp, &pp}) {
+  for (const CountingCommunicator* c : {&tp, &activations, &gradients}) {
     for (const auto& [name, count] : c->counts()) {
       messages[name].calls += count.calls;
       messages[name].bytes += count.bytes;
     }
   }
+  calls.tp.add(tp.largest());
+  calls.sp.add(sp.largest());
+  calls.activations.add(activations.largest());
+  calls.gradients.add(gradients.largest());
   return messages;
 }
 

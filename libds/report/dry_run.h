@@ -16,9 +16,14 @@ class CountingCommunicator final : public BaseCommunicator {
   void throw_if_failed() const override {}
   void abort(const Error&) noexcept override {}
   i64 staging_bytes() const noexcept override { return 0; }
+  const LargestCalls& largest() const noexcept { return largest_; }
 
  private:
-  Ticket submit(Operation&&) override { return {}; }
+  Ticket submit(Operation&& op) override {
+    largest_.add(op, size());
+    return {};
+  }
+  LargestCalls largest_;
 };
 
 // What a call is part of. Recompute: what a layer has not kept, between the forward and the backward pass.
@@ -35,8 +40,9 @@ struct Stage {  // where the walk takes place
 void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& stage,
                  FunctionRef<void(size_t chunk, Pass)> enter);
 
-// By "axis.collective", of one training step of one rank: tp, sp and pp, statistics left out.
-std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan);
+// By "axis.collective", of one training step of one rank: tp, sp and pp, statistics left out. The largest are noted in
+// `calls`.
+std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 
 // The rows of a layer, or their gradients, as views of that data.
 std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dtype, void* data);

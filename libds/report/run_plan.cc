@@ -199,7 +199,7 @@ bool RunPlan::counts(const zero::Piece& piece) const noexcept {
 }
 
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
-                      DeviceKind device) {
+                      DeviceKind device, std::vector<i64> cuts) {
   RunPlan plan;
   plan.device = device;
   plan.mesh = mesh;
@@ -228,7 +228,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   schedule.stage = coord.pp;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
   plan.schedule = pipeline::make_schedule(schedule);
-  const std::vector<i64> cuts = pipeline_cuts(config, model);
+  if (cuts.empty()) cuts = pipeline_cuts(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
     const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, coord.pp, c));
     ChunkPlan chunk;
@@ -392,7 +392,14 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     for (const zero::GatherStep& step : plan.train_gathers.steps) gathers.calls += narrow<i64>(step.launch.size());
     gathers.calls += zero::num_publish_calls(plan.layout, z.allgather_bucket_size);
   }
-  plan.traffic.merge(count_messages(model, plan));
+  plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
+  MeshCalls& calls = plan.largest_calls;
+  for (const zero::Bucket& b : plan.buckets)
+    calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
+  // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not finite.
+  constexpr i64 kNorm = 2 * 8, kEvaluation = 3 * 8;
+  for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kNorm});
+  if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
   return plan;
 }
 

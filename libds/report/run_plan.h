@@ -83,6 +83,7 @@ struct RunPlan {
   std::vector<i64> tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
+  MeshCalls largest_calls;  // statistics too
 
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
@@ -113,9 +114,10 @@ pipeline::ScheduleOptions schedule_of(const Config& config);
 // The first layer of each block of the pipeline, and behind the last one: pipeline.partition. The same on every rank.
 std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);
 
-// `model`: of shard_of(); it must outlive the plan. `device`: where it runs, not Auto.
+// `model`: of shard_of(); it must outlive the plan. `device`: where it runs, not Auto. `cuts`: pipeline_cuts() where
+// they are known already; else empty.
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
-                      DeviceKind device = DeviceKind::Cpu);
+                      DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 
 // The activations of a chunk for one micro-batch in this memory; the same calls that counted it. input_grad: of its
 // first layer, which the stage before waits for.
