@@ -1,24 +1,30 @@
 // SPDX-License-Identifier: Apache-2.0
 // Picks the CPU backend at run time.
 
+#include <algorithm>
+#include <array>
 #include <cstdlib>
 
-#include "ds/kernels/ops.h"
+#include "cpu/scratch.h"
 
 namespace ds {
 namespace cpu {
 namespace avx2 {
 const OpTable& table() noexcept;
-}
+void set_scratch_ops(OpTable& ops) noexcept;
+}  // namespace avx2
 namespace avx512 {
 const OpTable& table() noexcept;
-}
+void set_scratch_ops(OpTable& ops) noexcept;
+}  // namespace avx512
 namespace avx512_bf16 {
 const OpTable& table() noexcept;
-}
+void set_scratch_ops(OpTable& ops) noexcept;
+}  // namespace avx512_bf16
 namespace onednn {
 OpTable table(std::string_view name) noexcept;
-}
+void set_scratch_ops(OpTable& ops) noexcept;
+}  // namespace onednn
 
 namespace {
 
@@ -58,6 +64,44 @@ const OpTable* cpu_ops(std::string_view isa) noexcept {
   if (isa == "onednn" && cpu::has_avx512()) {  // the engine of "amx" where there is no AMX: for tests
     static const OpTable ops = cpu::onednn::table("cpu.onednn");
     return &ops;
+  }
+  return nullptr;
+}
+
+namespace cpu {
+
+void note_scratch(Stream& stream, std::size_t bytes) noexcept {
+  constexpr i64 kUnit = ThreadPool::kScratchUnit;
+  i64& most = static_cast<ScratchMeter*>(stream.native)->most;
+  most = std::max(most, (static_cast<i64>(bytes) + kUnit - 1) / kUnit * kUnit);
+}
+
+int metered_threads(const Stream& stream) noexcept { return static_cast<ScratchMeter*>(stream.native)->threads; }
+
+namespace {
+
+struct ScratchOps {
+  std::string_view isa;
+  OpTable ops;
+  ScratchOps(std::string_view name, void (*set)(OpTable&) noexcept) noexcept : isa(name), ops(no_ops()) {
+    ops.name = "scratch";
+    set(ops);
+  }
+};
+
+}  // namespace
+}  // namespace cpu
+
+const OpTable* scratch_ops(std::string_view backend) noexcept {
+  if (backend == ref_ops().name) return &no_ops();
+  static const std::array<cpu::ScratchOps, 5> all = {{{"avx2", cpu::avx2::set_scratch_ops},
+                                                      {"avx512", cpu::avx512::set_scratch_ops},
+                                                      {"avx512_bf16", cpu::avx512_bf16::set_scratch_ops},
+                                                      {"amx", cpu::onednn::set_scratch_ops},
+                                                      {"onednn", cpu::onednn::set_scratch_ops}}};
+  for (const cpu::ScratchOps& s : all) {
+    const OpTable* const there = cpu_ops(s.isa);
+    if (there != nullptr && there->name == backend) return &s.ops;
   }
   return nullptr;
 }

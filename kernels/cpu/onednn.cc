@@ -10,10 +10,12 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
 
 #include "cpu/epilogue.h"
+#include "cpu/scratch.h"
 
 namespace ds::cpu {
 
@@ -22,6 +24,13 @@ FinishFn finish_for(DType c, DType work) noexcept;
 void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
                              TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                              const CrossEntropyParams&, Stream&) noexcept;
+void linear_cross_entropy_scratch_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight,
+                                     TensorView dbias, TensorView h, TensorView weight, TensorView bias,
+                                     TensorView targets, TensorView logits, const CrossEntropyParams&,
+                                     Stream&) noexcept;
+void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+                    const MatmulParams&, Stream&) noexcept;
+void set_scratch_ops(OpTable& ops) noexcept;
 const OpTable& table() noexcept;
 }  // namespace avx512
 
@@ -42,12 +51,19 @@ struct Place {
   dnnl::stream stream{engine};
   Place() { omp_set_num_threads(1); }
 };
+const Place& place() {
+  thread_local const Place here;
+  return here;
+}
 
 class Product {
  public:
   Product(const dnnl::engine& engine, const Shape& s) : Product(engine, make(engine, s)) {}
 
-  size_t scratch_bytes() const { return scratch_bytes_; }
+  // Of a product of this shape that nobody has made yet.
+  static size_t scratch_bytes(const dnnl::engine& engine, const Shape& s) {
+    return make(engine, s).scratchpad_desc().get_size();
+  }
 
   void operator()(const dnnl::stream& stream, void* c, const void* a, const void* b, void* scratch) const {
     const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, point(a_, const_cast<void*>(a))},
@@ -63,8 +79,7 @@ class Product {
         a_(d.src_desc(), engine, nullptr),
         b_(d.weights_desc(), engine, nullptr),
         c_(d.dst_desc(), engine, nullptr),
-        scratch_(d.scratchpad_desc(), engine, nullptr),
-        scratch_bytes_(d.scratchpad_desc().get_size()) {}
+        scratch_(d.scratchpad_desc(), engine, nullptr) {}
 
   static dnnl::matmul::primitive_desc make(const dnnl::engine& engine, const Shape& s) {
     const auto rows = [](i64 m, i64 n, Type type, i64 ld, bool trans) {
@@ -85,7 +100,6 @@ class Product {
 
   dnnl::matmul primitive_;
   dnnl::memory a_, b_, c_, scratch_;
-  size_t scratch_bytes_;
 };
 
 // oneDNN 2.6 has no fp16 product, and its fp32 one is no faster than ours; below this size calling costs more.
@@ -105,43 +119,100 @@ Tile tile_for(i64 M, i64 N) noexcept {
   return t;
 }
 
+// A product in tiles. A tile's sums are oneDNN's result, or fp32 in scratch where there is more to be done with them.
+struct Cut {
+  Shape whole;
+  bool plain;
+  Tile tile;
+
+  Cut(const TensorView& c, const TensorView& a, const TensorView& b, bool is_plain, const MatmulParams& p) noexcept
+      : whole{c.dim(0),    c.dim(1),    a.dim(p.trans_a ? 0 : 1),
+              a.stride[0], b.stride[0], is_plain ? c.stride[0] : 0,
+              p.trans_a,   p.trans_b,   !is_plain || c.dtype == DType::F32},
+        plain(is_plain),
+        tile(tile_for(whole.m, whole.n)) {}
+
+  i64 tiles_n() const noexcept { return (whole.n + tile.n - 1) / tile.n; }
+  i64 tiles() const noexcept { return (whole.m + tile.m - 1) / tile.m * tiles_n(); }
+  Shape shape_of(i64 rows, i64 columns) const noexcept {
+    Shape s = whole;
+    s.m = rows, s.n = columns;
+    if (!plain) s.ldc = columns;
+    return s;
+  }
+  size_t sums_bytes(i64 rows, i64 columns) const noexcept {
+    return plain ? 0 : (static_cast<size_t>(rows * columns) * sizeof(float) + 63) / 64 * 64;
+  }
+};
+
+bool is_plain(const TensorView& bias, const TensorView& preact, const TensorView& residual, const MatmulParams& p) {
+  return !bias && !preact && !residual && !p.accumulate && p.activation == Activation::None;
+}
+
+// What a worker needs for any tile: the sums, and oneDNN's scratchpad behind them.
+size_t scratch_bytes(const Cut& cut) {
+  thread_local std::map<Shape, size_t> known;  // without sums ldc is never 0: the shape says whether there are any
+  if (const auto found = known.find(cut.whole); found != known.end()) return found->second;
+  const auto sizes = [](i64 n, i64 tile) { return std::array{std::min(n, tile), n % tile}; };  // the last one: the edge
+  size_t most = 0;
+  for (const i64 rows : sizes(cut.whole.m, cut.tile.m)) {
+    for (const i64 columns : sizes(cut.whole.n, cut.tile.n)) {
+      if (rows == 0 || columns == 0) continue;
+      const size_t pad = Product::scratch_bytes(place().engine, cut.shape_of(rows, columns));
+      most = std::max(most, cut.sums_bytes(rows, columns) + pad);
+    }
+  }
+  known.emplace(cut.whole, most);
+  return most;
+}
+
 void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
             const MatmulParams& p, Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (!taken(a.dtype, M, N, K)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
 
-  const bool plain = !bias && !preact && !residual && !p.accumulate && p.activation == Activation::None;
+  const Cut cut(c, a, b, is_plain(bias, preact, residual, p), p);
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn finish = avx512::finish_for(c.dtype, a.dtype);
-  const Tile tile = tile_for(M, N);
-  const i64 tiles_n = (N + tile.n - 1) / tile.n;
-  stream.pool->parallel_for((M + tile.m - 1) / tile.m * tiles_n, [&](i64 t, int worker) {
-    thread_local const Place place;
+  const Tile tile = cut.tile;
+  const i64 tiles_n = cut.tiles_n();
+  stream.pool->reserve_scratch(scratch_bytes(cut));
+  stream.pool->parallel_for(cut.tiles(), [&](i64 t, int worker) {
+    const Place& here = place();
     thread_local std::map<Shape, Product> products;
     const i64 row = t / tiles_n * tile.m, rows = std::min(tile.m, M - row);
     const i64 column = t % tiles_n * tile.n, columns = std::min(tile.n, N - column);
-    const Shape shape{rows,        columns,     K,
-                      a.stride[0], b.stride[0], plain ? c.stride[0] : columns,
-                      p.trans_a,   p.trans_b,   !plain || c.dtype == DType::F32};
+    const Shape shape = cut.shape_of(rows, columns);
     auto found = products.find(shape);
-    if (found == products.end()) found = products.try_emplace(shape, place.engine, shape).first;
-    const Product& product = found->second;
+    if (found == products.end()) found = products.try_emplace(shape, here.engine, shape).first;
 
-    const size_t scratch_bytes = (product.scratch_bytes() + 63) / 64 * 64;
-    const size_t sums_bytes = plain ? 0 : static_cast<size_t>(rows * columns) * sizeof(float);
-    char* const scratch = static_cast<char*>(stream.pool->scratch(worker, scratch_bytes + sums_bytes));
+    char* const scratch = static_cast<char*>(stream.pool->scratch(worker));
     void* const out =
-        plain ? c.as<char>() + (row * c.stride[0] + column) * dtype_bytes(c.dtype) : scratch + scratch_bytes;
-    product(place.stream, out, a.as<bf16>() + row * (p.trans_a ? 1 : a.stride[0]),
-            b.as<bf16>() + column * (p.trans_b ? b.stride[0] : 1), scratch);
-    if (!plain) finish(e, static_cast<const float*>(out), columns, row, column, rows, columns);
+        cut.plain ? c.as<char>() + (row * c.stride[0] + column) * dtype_bytes(c.dtype) : static_cast<void*>(scratch);
+    found->second(here.stream, out, a.as<bf16>() + row * (p.trans_a ? 1 : a.stride[0]),
+                  b.as<bf16>() + column * (p.trans_b ? b.stride[0] : 1), scratch + cut.sums_bytes(rows, columns));
+    if (!cut.plain) finish(e, static_cast<const float*>(out), columns, row, column, rows, columns);
   });
+}
+
+void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+                    const MatmulParams& p, Stream& stream) noexcept {
+  if (!taken(a.dtype, c.dim(0), c.dim(1), a.dim(p.trans_a ? 0 : 1)))
+    return avx512::matmul_scratch(c, a, b, bias, preact, residual, p, stream);
+  note_scratch(stream, scratch_bytes(Cut(c, a, b, is_plain(bias, preact, residual, p), p)));
 }
 
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                           TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
   avx512::linear_cross_entropy_by(matmul, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p, stream);
+}
+
+void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                                  TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                                  const CrossEntropyParams& p, Stream& stream) noexcept {
+  avx512::linear_cross_entropy_scratch_by(matmul_scratch, losses, dh, dweight, dbias, h, weight, bias, targets, logits,
+                                          p, stream);
 }
 
 }  // namespace
@@ -153,6 +224,12 @@ OpTable table(std::string_view name) noexcept {
   ops.matmul = matmul;
   ops.linear_cross_entropy = linear_cross_entropy;
   return ops;
+}
+
+void set_scratch_ops(OpTable& ops) noexcept {
+  avx512::set_scratch_ops(ops);
+  ops.matmul = matmul_scratch;
+  ops.linear_cross_entropy = linear_cross_entropy_scratch;
 }
 
 }  // namespace onednn

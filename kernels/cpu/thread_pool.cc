@@ -18,7 +18,7 @@
 namespace ds {
 namespace {
 
-constexpr std::size_t kAlignment = 64;
+constexpr std::size_t kAlignment = ThreadPool::kScratchUnit;  // a cache line
 // Bit 31 of the gate: workers may join. The bits below count those inside.
 constexpr u32 kOpen = 0x80000000u;
 // About 10 us of polling before a thread sleeps: longer than the gap between two ops of a step, shorter than a time
@@ -96,18 +96,12 @@ struct ThreadPool::State {
   }
 
   void grow(Scratch& s, std::size_t bytes) noexcept {
+    if (bytes <= s.bytes) return;
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     ::operator delete(s.data, std::align_val_t(kAlignment));
     s.data = ::operator new(bytes, std::align_val_t(kAlignment));
     scratch_bytes.fetch_add(static_cast<i64>(bytes - s.bytes), std::memory_order_relaxed);
     s.bytes = bytes;
-  }
-  // Tiles are claimed in any order, so a worker may meet the largest one late. All workers therefore get what any of
-  // them has needed; the caller's own scratch, which it may be using across this call, follows when it next asks.
-  void level_workers() noexcept {
-    const std::size_t bytes = largest_scratch.load(std::memory_order_relaxed);
-    for (std::size_t w = 1; w < scratch.size(); ++w) {
-      if (scratch[w].bytes < bytes) grow(scratch[w], bytes);
-    }
   }
 
   // Written by the caller while the gate is shut and empty; read by those inside.
@@ -119,7 +113,7 @@ struct ThreadPool::State {
   alignas(kAlignment) std::atomic<u32> epoch{0};
   std::atomic<bool> stop{false};
   std::atomic<i64> scratch_bytes{0};
-  std::atomic<std::size_t> largest_scratch{0};
+  std::size_t reserved = 0;  // of every worker
   int spins = 0;
   std::vector<Scratch> scratch;
   std::vector<std::jthread> workers;
@@ -142,7 +136,6 @@ void ThreadPool::parallel_for(i64 num_tiles, FunctionRef<void(i64, int)> fn) noe
     State::place = outer;
     return;
   }
-  s.level_workers();
   State::place = {&s, 0};
   s.fn = &fn;
   s.num_tiles = num_tiles;
@@ -156,18 +149,20 @@ void ThreadPool::parallel_for(i64 num_tiles, FunctionRef<void(i64, int)> fn) noe
   State::place = outer;
 }
 
-void* ThreadPool::scratch(int worker, std::size_t bytes) noexcept {
-  State::Scratch& s = state_->scratch[static_cast<std::size_t>(worker)];
-  std::size_t largest = state_->largest_scratch.load(std::memory_order_relaxed);
-  if (s.data == nullptr || bytes > s.bytes || largest > s.bytes) {
-    std::size_t wanted = std::max(largest, kAlignment);
-    if (bytes > wanted) wanted = (std::max(bytes, 2 * wanted) + kAlignment - 1) / kAlignment * kAlignment;
-    state_->grow(s, wanted);
-    while (largest < wanted && !state_->largest_scratch.compare_exchange_weak(largest, wanted)) {
-    }
+void* ThreadPool::reserve_scratch(std::size_t bytes) noexcept {
+  State& s = *state_;
+  const bool nested = State::place.pool == &s;  // then others are at work
+  const std::size_t caller = nested ? static_cast<std::size_t>(State::place.worker) : 0;
+  if (nested) {
+    s.grow(s.scratch[caller], bytes);
+  } else if (bytes > s.reserved) {
+    s.reserved = bytes;
+    for (State::Scratch& one : s.scratch) s.grow(one, bytes);
   }
-  return s.data;
+  return s.scratch[caller].data;
 }
+
+void* ThreadPool::scratch(int worker) const noexcept { return state_->scratch[static_cast<std::size_t>(worker)].data; }
 
 i64 ThreadPool::scratch_bytes() const noexcept { return state_->scratch_bytes.load(std::memory_order_relaxed); }
 

@@ -9,54 +9,6 @@ namespace {
 using model::Mode;
 using pipeline::LayerCall;
 
-// An op that does nothing, whatever its arguments.
-struct Nothing {
-  template <class... A>
-  using Op = void (*)(A...) noexcept;
-  template <class... A>
-  constexpr operator Op<A...>() const noexcept {
-    return [](A...) noexcept {};
-  }
-};
-
-constexpr Nothing kNothing;
-constexpr OpTable kNoOps = {.name = "none",
-                            .matmul = kNothing,
-                            .column_sum = kNothing,
-                            .layernorm_fwd = kNothing,
-                            .layernorm_bwd = kNothing,
-                            .rmsnorm_fwd = kNothing,
-                            .rmsnorm_bwd = kNothing,
-                            .activation_fwd = kNothing,
-                            .activation_bwd = kNothing,
-                            .swiglu_fwd = kNothing,
-                            .swiglu_bwd = kNothing,
-                            .rope = kNothing,
-                            .embedding_fwd = kNothing,
-                            .embedding_bwd = kNothing,
-                            .attention_fwd = kNothing,
-                            .attention_bwd = kNothing,
-                            .attention_merge = kNothing,
-                            .linear_cross_entropy = kNothing,
-                            .vocab_max = kNothing,
-                            .vocab_sums = kNothing,
-                            .vocab_grad = kNothing,
-                            .dropout = kNothing,
-                            .add = kNothing,
-                            .bias_residual = kNothing,
-                            .cast = kNothing,
-                            .copy_heads = kNothing,
-                            .fold = kNothing,
-                            .quantize = kNothing,
-                            .quantize_signs = kNothing,
-                            .dequantize = kNothing,
-                            .dequantize_fold = kNothing,
-                            .max_abs = kNothing,
-                            .sum_squares = kNothing,
-                            .sum = kNothing,
-                            .judge = kNothing,
-                            .adamw = kNothing};
-
 // What stands for memory: views with it are there, and nobody looks at it.
 float there = 0;
 
@@ -161,7 +113,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   CountingCommunicator activations(plan.coord.pp, plan.mesh.pp), gradients(plan.coord.pp, plan.mesh.pp);
   if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
     Stream stream;
-    walk_layers(model, plan, {kNoOps, stream, tp, sp}, [](size_t, Pass) {});
+    walk_layers(model, plan, {no_ops(), stream, tp, sp}, [](size_t, Pass) {});
   }
 
   std::map<std::string, CommCount> messages;

@@ -6,6 +6,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstring>
 #include <thread>
 #include <vector>
 
@@ -80,26 +81,47 @@ TEST(ThreadPool, TwoPoolsNest) {
   EXPECT_EQ(count, 12);
 }
 
-TEST(ThreadPool, ScratchIsAlignedGrowsAndIsPerWorker) {
+TEST(ThreadPool, ScratchIsTheMostThatWasReservedForEveryWorker) {
   ThreadPool pool(3);
   EXPECT_EQ(pool.scratch_bytes(), 0);
-  void* small = pool.scratch(0, 100);
+  void* const small = pool.reserve_scratch(100);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(small) % 64, 0u);
-  EXPECT_EQ(pool.scratch_bytes(), 128);
-  EXPECT_EQ(pool.scratch(0, 128), small);
-  pool.scratch(0, 129);
-  EXPECT_EQ(pool.scratch_bytes(), 256);  // doubled
-  EXPECT_NE(pool.scratch(1, 64), pool.scratch(0, 64));
-  EXPECT_EQ(pool.scratch_bytes(), 512);  // every worker gets what any has needed
-  EXPECT_NE(pool.scratch(2, 0), nullptr);
+  EXPECT_EQ(pool.scratch_bytes(), 3 * 128);
+  EXPECT_EQ(pool.scratch(0), small);
+  EXPECT_EQ(pool.reserve_scratch(128), small);
+  EXPECT_EQ(pool.reserve_scratch(0), small);
+  EXPECT_EQ(pool.scratch_bytes(), 3 * 128);
+  pool.reserve_scratch(129);
+  EXPECT_EQ(pool.scratch_bytes(), 3 * 192);  // not a byte for later
+  EXPECT_NE(pool.scratch(1), pool.scratch(0));
+  EXPECT_NE(pool.scratch(2), pool.scratch(1));
 
   std::atomic<int> torn{0};
+  pool.reserve_scratch(4096);
   pool.parallel_for(200, [&](i64 t, int worker) {
-    auto* p = static_cast<u8*>(pool.scratch(worker, 4096));
+    auto* p = static_cast<u8*>(pool.scratch(worker));
     for (int i = 0; i < 4096; ++i) p[i] = static_cast<u8>(t);
     for (int i = 0; i < 4096; ++i) torn += p[i] != static_cast<u8>(t);
   });
   EXPECT_EQ(torn, 0);
+}
+
+// A nested op must not move the scratch of workers that are at work.
+TEST(ThreadPool, NestedCallsReserveForTheirOwnWorker) {
+  ThreadPool pool(3);
+  pool.reserve_scratch(64);
+  std::atomic<int> torn{0};
+  pool.parallel_for(60, [&](i64 t, int worker) {
+    const std::size_t bytes = static_cast<std::size_t>(64 * (t + 1));
+    auto* const p = static_cast<u8*>(pool.reserve_scratch(bytes));
+    if (p != pool.scratch(worker)) ++torn;
+    std::memset(p, static_cast<int>(t), bytes);
+    pool.parallel_for(2, [&](i64, int inner) { torn += pool.scratch(inner) != p; });
+    for (std::size_t i = 0; i < bytes; ++i) torn += p[i] != static_cast<u8>(t);
+  });
+  EXPECT_EQ(torn, 0);
+  pool.reserve_scratch(60 * 64);
+  EXPECT_EQ(pool.scratch_bytes(), 3 * 60 * 64);
 }
 
 TEST(ThreadPool, StartsAndStopsWithoutWork) {

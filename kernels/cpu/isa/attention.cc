@@ -108,17 +108,24 @@ class Arena {
   i64 used_ = 0;
 };
 
-// Scratch for all workers of a call: memory that they share, taken once from worker 0, and memory of each.
+// Scratch for all workers of a call: memory that they share, the caller's, and memory of each.
 class CallScratch {
  public:
-  CallScratch(ThreadPool& pool, size_t shared, size_t own) noexcept
-      : pool_(pool), shared_(shared), own_(own), base_(static_cast<char*>(pool.scratch(0, shared + own))) {}
+  struct Size {
+    size_t shared, own;
+    size_t bytes() const noexcept { return shared + own; }
+  };
+  CallScratch(ThreadPool& pool, const Size& size) noexcept
+      : pool_(pool), shared_(size.shared), base_(static_cast<char*>(pool.reserve_scratch(size.bytes()))) {}
   float* shared() const noexcept { return reinterpret_cast<float*>(base_); }
-  Arena own(int worker) const noexcept { return Arena(worker == 0 ? base_ + shared_ : pool_.scratch(worker, own_)); }
+  Arena own(int worker) const noexcept {
+    void* const mine = pool_.scratch(worker);
+    return Arena(mine == base_ ? base_ + shared_ : mine);
+  }
 
  private:
   ThreadPool& pool_;
-  size_t shared_, own_;
+  size_t shared_;
   char* base_;
 };
 
@@ -303,25 +310,37 @@ struct Forward {
     }
   }
 
-  void run(ThreadPool& pool) const noexcept {
+  // How the rows of a problem, and its keys where rows are few, are cut.
+  struct Cut {
+    i64 tile_rows, row_tiles, tiles, parts, floats;
+    CallScratch::Size scratch;
+  };
+  static Cut cut_of(const Problem& a) noexcept {
     const i64 groups = a.B * a.G;
     const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
     const i64 tile_rows = std::clamp(round_up(ceil_div(a.rows() * groups, kTargetTiles), kRows), kRows, max_rows);
     const i64 row_tiles = ceil_div(a.rows(), tile_rows), tiles = row_tiles * groups;
-    if (tiles == 0) return;
+    if (tiles == 0) return {};
     const i64 parts = std::clamp(std::min(ceil_div(kTargetTiles, tiles), a.S / kMinPartKeys), i64{1}, kTargetTiles);
     const i64 floats = Partial::floats(a, std::min(tile_rows, a.rows()));
-    // Late rows see more keys when causal, so they start first.
-    const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
     Arena own(nullptr), shared(nullptr);
     carve(own, a, tile_rows);
     (parts > 1 ? shared : own).take(parts > 1 ? tiles * parts * floats : floats);
-    const CallScratch scratch(pool, shared.bytes(), own.bytes());
+    return {tile_rows, row_tiles, tiles, parts, floats, {shared.bytes(), own.bytes()}};
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const Cut cut = cut_of(a);
+    if (cut.tiles == 0) return;
+    const i64 groups = a.B * a.G, row_tiles = cut.row_tiles, tiles = cut.tiles, parts = cut.parts, floats = cut.floats;
+    // Late rows see more keys when causal, so they start first.
+    const auto rows_of = [&](i64 tile) { return part_of(a.rows(), kStrip, row_tiles - 1 - tile / groups, row_tiles); };
+    const CallScratch scratch(pool, cut.scratch);
     pool.parallel_for(tiles * parts, [&](i64 t, int worker) {
       const i64 tile = t / parts, b = tile % groups / a.G, g = tile % a.G;
       const Range rows = rows_of(tile);
       Arena arena = scratch.own(worker);
-      const Tiles buffers = carve(arena, a, tile_rows);
+      const Tiles buffers = carve(arena, a, cut.tile_rows);
       float* const memory = parts > 1
                                 ? scratch.shared() + tile * parts * floats + t % parts * Partial::floats(a, rows.size())
                                 : arena.take(floats);
@@ -479,16 +498,27 @@ struct Backward {
     }
   }
 
-  void run(ThreadPool& pool) const noexcept {
+  struct Cut {
+    i64 chunks, floats;
+    CallScratch::Size scratch;
+  };
+  static Cut cut_of(const Problem& a) noexcept {
     const i64 groups = a.B * a.G, row_blocks = ceil_div(a.rows(), kRows), key_blocks = ceil_div(a.S, kKeys);
-    if (groups == 0) return;
+    if (groups == 0) return {};
     const i64 wanted = ceil_div(kTargetTiles / 2, groups);  // half: every chunk costs a phase
     const i64 chunks = std::max<i64>(1, std::min({wanted, row_blocks, key_blocks, kMaxChunks}));
     const i64 floats = Sums::floats(a);
     Arena own(nullptr), shared(nullptr);
     carve(own, a);
     (chunks > 1 ? shared : own).take(chunks > 1 ? groups * floats : floats);
-    const CallScratch scratch(pool, shared.bytes(), own.bytes());
+    return {chunks, floats, {shared.bytes(), own.bytes()}};
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const Cut cut = cut_of(a);
+    if (cut.chunks == 0) return;
+    const i64 groups = a.B * a.G, chunks = cut.chunks, floats = cut.floats;
+    const CallScratch scratch(pool, cut.scratch);
     for (i64 phase = 0; phase < chunks; ++phase) {
       pool.parallel_for(groups * chunks, [&](i64 t, int worker) {
         const i64 group = t / chunks, b = group / a.G, g = group % a.G, i = t % chunks;
@@ -521,6 +551,17 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream& stream) noexcept {
   with_work_type(
       q.dtype, [&]<class E>(E) { Backward<E>{Problem(q, k, p), dq, dk, dv, dout, q, k, v, o, lse}.run(*stream.pool); });
+}
+
+// Tiles are fp32 for every dtype.
+void attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView k, TensorView, const AttentionParams& p,
+                           Stream& stream) noexcept {
+  note_scratch(stream, Forward<float>::cut_of(Problem(q, k, p)).scratch.bytes());
+}
+
+void attention_bwd_scratch(TensorView, TensorView, TensorView, TensorView, TensorView q, TensorView k, TensorView,
+                           TensorView, TensorView, const AttentionParams& p, Stream& stream) noexcept {
+  note_scratch(stream, Backward<float>::cut_of(Problem(q, k, p)).scratch.bytes());
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -52,21 +52,38 @@ void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, f
   if (own >= 0 && own < V) dz[own] = from_float<T>(grad_scale * (std::exp(at_target) / sum - 1.0f));
 }
 
-}  // namespace
-
-void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
-                             TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
-                             const CrossEntropyParams& p, Stream& stream) noexcept {
+// The op, chunk by chunk: products, the rows' losses and gradients (softmax(z, begin)) between them, sums of columns.
+template <class Softmax>
+void in_chunks(MatmulFn product, decltype(OpTable::column_sum) sum_columns, TensorView dh, TensorView dweight,
+               TensorView dbias, TensorView h, TensorView weight, TensorView bias, TensorView logits,
+               const CrossEntropyParams& p, Stream& stream, Softmax&& softmax) noexcept {
   const i64 T = h.dim(0), V = weight.dim(0);
-  const bool gradient = dh || dweight || dbias;
   i64 begin = 0;
   do {  // once at least: without tokens dweight and dbias are zero
     const i64 rows = std::min(p.chunk_tokens, T - begin);
     const TensorView z = TensorView::of(logits.data, DType::F32, {rows, V});
     const TensorView dz = gradient_rows(z, h.dtype);
     product(z, h.rows(begin, rows), weight, bias, {}, {}, {.trans_b = true}, stream);
+    softmax(z, begin);
+    if (dh) product(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
+    if (dweight) {
+      product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
+    }
+    if (dbias) sum_columns(dbias, dz, begin > 0, stream);
+    begin += rows;
+  } while (begin < T);
+}
+
+}  // namespace
+
+void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
+                             TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                             const CrossEntropyParams& p, Stream& stream) noexcept {
+  const i64 V = weight.dim(0);
+  const bool gradient = dh || dweight || dbias;
+  const auto softmax = [&](TensorView z, i64 begin) {
     with_work_type(h.dtype, [&]<class E>(E) {
-      stream.pool->parallel_for(rows, [&](i64 r, int) {
+      stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
         float* const row = z.as<float>() + r * V;
         const i32 target = targets.as<i32>()[begin + r];
         float& loss = losses.as<float>()[begin + r];
@@ -80,19 +97,27 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
         if (gradient) row_gradient(reinterpret_cast<E*>(row), row, V, top, sum, target, at_target, p.grad_scale);
       });
     });
-    if (dh) product(dh.rows(begin, rows), dz, weight, {}, {}, {}, {}, stream);
-    if (dweight) {
-      product(dweight, dz, h.rows(begin, rows), {}, {}, {}, {.trans_a = true, .accumulate = begin > 0}, stream);
-    }
-    if (dbias) column_sum(dbias, dz, begin > 0, stream);
-    begin += rows;
-  } while (begin < T);
+  };
+  in_chunks(product, column_sum, dh, dweight, dbias, h, weight, bias, logits, p, stream, softmax);
+}
+
+void linear_cross_entropy_scratch_by(MatmulFn product, TensorView, TensorView dh, TensorView dweight, TensorView,
+                                     TensorView h, TensorView weight, TensorView bias, TensorView, TensorView logits,
+                                     const CrossEntropyParams& p, Stream& stream) noexcept {
+  in_chunks(product, nullptr, dh, dweight, {}, h, weight, bias, logits, p, stream, [](TensorView, i64) {});
 }
 
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                           TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
   linear_cross_entropy_by(matmul, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p, stream);
+}
+
+void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                                  TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                                  const CrossEntropyParams& p, Stream& stream) noexcept {
+  linear_cross_entropy_scratch_by(matmul_scratch, losses, dh, dweight, dbias, h, weight, bias, targets, logits, p,
+                                  stream);
 }
 
 void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {

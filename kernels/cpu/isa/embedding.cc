@@ -41,8 +41,9 @@ struct RowsById {
   const i32* first;
   const i32* row;
 };
+size_t sorting_bytes(i64 R, i64 V) noexcept { return static_cast<size_t>(V + 2 + R) * sizeof(i32); }
 RowsById sort_rows(const i32* ids, i64 first_id, i64 R, i64 V, ThreadPool& pool) noexcept {
-  i32* first = static_cast<i32*>(pool.scratch(0, static_cast<size_t>(V + 2 + R) * sizeof(i32)));
+  i32* first = static_cast<i32*>(pool.reserve_scratch(sorting_bytes(R, V)));
   i32* row = first + V + 2;
   // Counted two places up: after the prefix sum first[v + 1] is where v starts, and placing v's rows moves it to v's
   // end.
@@ -95,6 +96,10 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64 first_i
       bwd<T, T>(dtable, dy, rows, accumulate, stream);
     }
   });
+}
+
+void embedding_bwd_scratch(TensorView dtable, TensorView dy, TensorView, i64, bool, Stream& stream) noexcept {
+  note_scratch(stream, sorting_bytes(dy.dim(0), dtable.dim(0)));
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

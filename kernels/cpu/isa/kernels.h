@@ -3,6 +3,7 @@
 // The SIMD kernels of one instruction set. Contracts: ds/kernels/ops.h.
 
 #include "cpu/epilogue.h"
+#include "cpu/scratch.h"
 #include "cpu/simd.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
@@ -14,6 +15,29 @@ FinishFn finish_for(DType c, DType work) noexcept;
 void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight, TensorView dbias,
                              TensorView h, TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                              const CrossEntropyParams&, Stream&) noexcept;
+
+// The ops of the list that reserve scratch, as those that only note how much.
+void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
+                    const MatmulParams&, Stream&) noexcept;
+void layernorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
+                           TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream&) noexcept;
+void rmsnorm_bwd_scratch(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,
+                         TensorView weight, TensorView rstd, Stream&) noexcept;
+void embedding_bwd_scratch(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate,
+                           Stream&) noexcept;
+void attention_fwd_scratch(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
+                           const AttentionParams&, Stream&) noexcept;
+void attention_bwd_scratch(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
+                           TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
+void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
+                                  TensorView weight, TensorView bias, TensorView targets, TensorView logits,
+                                  const CrossEntropyParams&, Stream&) noexcept;
+// product: a matmul_scratch.
+void linear_cross_entropy_scratch_by(MatmulFn product, TensorView losses, TensorView dh, TensorView dweight,
+                                     TensorView dbias, TensorView h, TensorView weight, TensorView bias,
+                                     TensorView targets, TensorView logits, const CrossEntropyParams&,
+                                     Stream&) noexcept;
+void set_scratch_ops(OpTable& ops) noexcept;
 
 const OpTable& table() noexcept;
 

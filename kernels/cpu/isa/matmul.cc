@@ -69,21 +69,34 @@ Grid choose_grid(i64 M, i64 N, i64 threads) noexcept {
   return best;
 }
 
+// A tile's scratch: its packed A, a block of B, and its sums, which all wait for the next block of k if there is one.
+template <class Product>
+struct TileRoom {
+  static constexpr i64 kDepth = kWords * Product::kDepth;  // of a block of k
+  static constexpr i64 kBlock = 8 * kNR;                   // columns of B that are packed together: 384 KiB, in L2
+  static constexpr i64 kPitchA = kMR * kWords + kLanes, kPitchB = kNR * kWords, kSums = kMR * kNR;
+  bool held;
+  i64 a, b, sums;  // floats
+
+  TileRoom(i64 panels_m, i64 panels_n, i64 K) noexcept
+      : held(K > kDepth),
+        a(panels_m * kPitchA),
+        b(std::min(panels_n, kBlock / kNR) * kPitchB),
+        sums((held ? panels_m * panels_n : 1) * kSums) {}
+  size_t bytes() const noexcept { return static_cast<size_t>(a + b + sums) * sizeof(float); }
+};
+
 // c[m, n] of one tile.
 template <class Product, class T>
 void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range n, const Epilogue& e, FinishFn done,
-                   ThreadPool& pool, int worker) noexcept {
-  constexpr i64 kDepth = kWords * Product::kDepth;
-  constexpr i64 kBlock = 8 * kNR;  // columns of B that are packed together: 384 KiB, in L2
-  constexpr i64 kPitchA = kMR * kWords + kLanes, kPitchB = kNR * kWords, kSums = kMR * kNR;
-  const i64 panels_m = ceil_div(m.size(), kMR), panels_n = ceil_div(n.size(), kNR);
-  const bool held = K > kDepth;  // then all sums wait for the next block of k
-  const i64 a_floats = panels_m * kPitchA, b_floats = std::min(panels_n, kBlock / kNR) * kPitchB;
-  const i64 sums_floats = (held ? panels_m * panels_n : 1) * kSums;
-  float* const a_block =
-      static_cast<float*>(pool.scratch(worker, static_cast<size_t>(a_floats + b_floats + sums_floats) * sizeof(float)));
-  float* const b_block = a_block + a_floats;
-  float* const sums = b_block + b_floats;
+                   float* scratch) noexcept {
+  using Room = TileRoom<Product>;
+  constexpr i64 kDepth = Room::kDepth, kBlock = Room::kBlock;
+  constexpr i64 kPitchA = Room::kPitchA, kPitchB = Room::kPitchB, kSums = Room::kSums;
+  const Room room(ceil_div(m.size(), kMR), ceil_div(n.size(), kNR), K);
+  float* const a_block = scratch;
+  float* const b_block = a_block + room.a;
+  float* const sums = b_block + room.b;
 
   for (i64 k = 0; k == 0 || k < K; k += kDepth) {
     const i64 depth = std::min(kDepth, K - k), words = ceil_div(depth, Product::kDepth);
@@ -99,7 +112,7 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
         for (i64 j = jb; j < j_end; j += kNR, b_panel += kPitchB) {
           micro_kernels<Product>[static_cast<size_t>(rows - 1)](words, a_panel, b_panel, block, k == 0);
           if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
-          if (held) block += kSums;
+          if (room.held) block += kSums;
         }
       }
     }
@@ -146,13 +159,15 @@ void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noex
   }
 }
 
+// Floats of a worker: the sums of a tile and the rows of A, whole or a block of k. `along`: as Source, of B.
+i64 few_rows_room(i64 rows, i64 K, bool along) noexcept { return rows * (kFewTile + (along ? K : kWords)) + kLanes; }
+
 template <int kRows, class T>
 void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 N, const Epilogue& e, FinishFn done,
                        ThreadPool& pool) noexcept {
   pool.parallel_for(ceil_div(N, kFewTile), [&](i64 tile, int worker) {
     const i64 begin = tile * kFewTile, columns = std::min(kFewTile, N - begin);
-    const i64 a_floats = kRows * (b.along ? K : kWords) + kLanes;
-    float* const sums = static_cast<float*>(pool.scratch(worker, static_cast<size_t>(kRows * kFewTile + a_floats) * 4));
+    float* const sums = static_cast<float*>(pool.scratch(worker));
     float* const x = sums + kRows * kFewTile;
     if (b.along) {
       for (i64 r = 0; r < kRows; ++r) {
@@ -199,6 +214,23 @@ struct ProductOf<bf16> {
 };
 #endif
 
+// How a product is cut, and what a worker needs for its largest tile. Up to four rows have tiles of their own.
+struct Cut {
+  Grid grid;
+  size_t scratch_bytes;
+};
+constexpr i64 kFewRows = 4;
+Cut cut_of(DType work, i64 M, i64 N, i64 K, bool b_along, i64 threads) noexcept {
+  if (M <= kFewRows)
+    return {{1, ceil_div(N, kFewTile)}, static_cast<size_t>(few_rows_room(M, K, b_along)) * sizeof(float)};
+  Cut cut{choose_grid(M, N, threads), 0};
+  const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
+  with_work_type(work, [&]<class T>(T) {
+    cut.scratch_bytes = TileRoom<typename ProductOf<T>::type>(panels_m, panels_n, K).bytes();
+  });
+  return cut;
+}
+
 }  // namespace
 
 FinishFn finish_for(DType c, DType work) noexcept {
@@ -214,6 +246,8 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
+  const Cut cut = cut_of(a.dtype, M, N, K, p.trans_b, pool.num_threads());
+  pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
     const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
     switch (M) {
@@ -223,12 +257,20 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
       case 4: return multiply_few_rows<4>(sa, sb, K, N, e, done, pool);
       default: break;
     }
-    const Grid grid = choose_grid(M, N, pool.num_threads());
+    const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
       multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part(tile % grid.m, grid.m, M, kMR),
-                                                 part(tile / grid.m, grid.n, N, kNR), e, done, pool, worker);
+                                                 part(tile / grid.m, grid.n, N, kNR), e, done,
+                                                 static_cast<float*>(pool.scratch(worker)));
     });
   });
+}
+
+void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorView, TensorView, const MatmulParams& p,
+                    Stream& stream) noexcept {
+  const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
+  if (M == 0 || N == 0) return;
+  note_scratch(stream, cut_of(a.dtype, M, N, K, p.trans_b, metered_threads(stream)).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

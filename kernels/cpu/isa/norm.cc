@@ -73,17 +73,30 @@ void norm_fwd(TensorView y, TensorView mean, TensorView rstd, TensorView x, Tens
   });
 }
 
-// Where a tile of rows leaves its sums of dy xhat, and of dy behind it: [tile][2][C] (RMSNorm: [tile][1][C]).
+// The backward pass's tiles of rows. Each leaves its sums of dy xhat, and of dy behind it: [tile][2][C] (RMSNorm:
+// [tile][1][C]).
+struct BackwardTiles {
+  i64 rows, count;
+  size_t scratch_bytes;
+  BackwardTiles(i64 R, i64 C, i64 parts) noexcept {
+    constexpr i64 kMaxTiles = 64;
+    rows = std::max({i64{1}, kTileElements / C, (R + kMaxTiles - 1) / kMaxTiles});
+    count = (R + rows - 1) / rows;
+    scratch_bytes = static_cast<size_t>(count * parts * C) * sizeof(float);
+  }
+};
+template <bool centred>
+constexpr i64 kNormParts = centred ? 2 : 1;
+
 template <bool centred>
 void norm_bwd(TensorView dx, TensorView dweight, TensorView dbias, TensorView dy, TensorView residual_grad,
               TensorView x, TensorView weight, TensorView mean, TensorView rstd, Stream& stream) noexcept {
   const i64 R = x.dim(0), C = x.dim(1);
-  constexpr i64 kMaxTiles = 64, kParts = centred ? 2 : 1;
-  const i64 tile_rows = std::max({i64{1}, kTileElements / C, (R + kMaxTiles - 1) / kMaxTiles});
-  const i64 tiles = (R + tile_rows - 1) / tile_rows;
+  constexpr i64 kParts = kNormParts<centred>;
+  const BackwardTiles cut(R, C, kParts);
+  const i64 tile_rows = cut.rows, tiles = cut.count;
   const float inv_C = 1.0f / static_cast<float>(C);
-  // Tiles do not call scratch, so worker 0's stays what it is while they run.
-  float* const partial = static_cast<float*>(stream.pool->scratch(0, static_cast<size_t>(tiles * kParts * C) * 4));
+  float* const partial = static_cast<float*>(stream.pool->reserve_scratch(cut.scratch_bytes));
 
   with_work_type(x.dtype, [&]<class T>(T) {
     const T *w = weight.as<T>(), *residual = residual_grad.as<T>();
@@ -154,6 +167,16 @@ void rmsnorm_fwd(TensorView y, TensorView rstd, TensorView x, TensorView weight,
 void rmsnorm_bwd(TensorView dx, TensorView dweight, TensorView dy, TensorView residual_grad, TensorView x,
                  TensorView weight, TensorView rstd, Stream& stream) noexcept {
   norm_bwd<false>(dx, dweight, {}, dy, residual_grad, x, weight, {}, rstd, stream);
+}
+
+void layernorm_bwd_scratch(TensorView, TensorView, TensorView, TensorView, TensorView, TensorView x, TensorView,
+                           TensorView, TensorView, Stream& stream) noexcept {
+  note_scratch(stream, BackwardTiles(x.dim(0), x.dim(1), kNormParts<true>).scratch_bytes);
+}
+
+void rmsnorm_bwd_scratch(TensorView, TensorView, TensorView, TensorView, TensorView x, TensorView, TensorView,
+                         Stream& stream) noexcept {
+  note_scratch(stream, BackwardTiles(x.dim(0), x.dim(1), kNormParts<false>).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

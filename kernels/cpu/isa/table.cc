@@ -14,4 +14,14 @@ const OpTable& table() noexcept {
   return ops;
 }
 
+void set_scratch_ops(OpTable& ops) noexcept {
+  ops.matmul = matmul_scratch;
+  ops.layernorm_bwd = layernorm_bwd_scratch;
+  ops.rmsnorm_bwd = rmsnorm_bwd_scratch;
+  ops.embedding_bwd = embedding_bwd_scratch;
+  ops.attention_fwd = attention_fwd_scratch;
+  ops.attention_bwd = attention_bwd_scratch;
+  ops.linear_cross_entropy = linear_cross_entropy_scratch;
+}
+
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -12,7 +12,7 @@
 //   layout      contiguous row-major unless a contract says "strided"; the last dim always has stride 1.
 //   aliasing    outputs do not alias inputs unless a contract says "may alias".
 //   determinism the result depends on shapes, values and instruction set only; never on the number of threads.
-//   memory      no op allocates, except worker scratch of the pool, which grows once.
+//   memory      no op allocates, except worker scratch of the pool, which grows once: ScratchMeter.
 // Letters: B batch, T tokens (queries), S keys, H query heads, G key/value heads, D head dim, C hidden, F ffn, V
 // vocabulary, R rows, N elements. [x] dims; a view without data (`!view`) means "not wanted".
 
@@ -329,5 +329,19 @@ const OpTable& ref_ops() noexcept;
 // unknown.
 const OpTable* cpu_ops(std::string_view isa = "auto") noexcept;
 inline constexpr std::string_view kCpuIsas[] = {"auto", "avx2", "avx512", "avx512_bf16", "amx", "onednn"};
+
+// Ops that do nothing.
+const OpTable& no_ops() noexcept;
+
+// What ops reserve as worker scratch, found without memory: scratch_ops() have the signatures of ops, compute nothing,
+// and raise the ScratchMeter that Stream::native points to. They look at shapes, strides, dtypes and at whether views
+// have data. A ThreadPool of so many threads on which the backend's ops ran with such arguments then holds
+// threads * most bytes.
+struct ScratchMeter {
+  int threads = 1;  // set before: tiles of matrix products follow it
+  i64 most = 0;     // bytes of one thread
+};
+// Of the backend that has this OpTable::name ("ref", "cpu.avx512"). Null: of CUDA, and of what this CPU lacks.
+const OpTable* scratch_ops(std::string_view backend) noexcept;
 
 }  // namespace ds

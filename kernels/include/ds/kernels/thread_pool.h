@@ -45,11 +45,15 @@ class ThreadPool {
   // are done. fn must not throw. One caller at a time; nested calls run on the calling thread.
   void parallel_for(i64 num_tiles, FunctionRef<void(i64 tile, int worker)> fn) noexcept;
 
-  // Scratch memory of one worker, 64-byte aligned, at least `bytes`; it grows on first use and stays. Its content
-  // is undefined, and valid until the worker's next call.
-  void* scratch(int worker, std::size_t bytes) noexcept;
+  // Scratch memory, 64-byte aligned, its content undefined. An op reserves what it takes before its parallel_for, for
+  // every worker alike; so the pool holds num_threads() times the most that any op has reserved, whoever has worked on
+  // what. Returns the caller's: worker 0's. In a nested call only the caller's own grows, and that is returned.
+  void* reserve_scratch(std::size_t bytes) noexcept;
+  // What a worker has: at least as much as the last call reserved for it. Valid until the next one.
+  void* scratch(int worker) const noexcept;
   // Bytes held as scratch by all workers.
   i64 scratch_bytes() const noexcept;
+  static constexpr std::size_t kScratchUnit = 64;  // what is reserved is a multiple of it
 
  private:
   struct State;

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// The op table that does nothing: for walks through a step that look at what is asked for.
+
+#include "ds/kernels/ops.h"
+
+namespace ds {
+namespace {
+
+// An op that does nothing, whatever its arguments.
+struct Nothing {
+  template <class... A>
+  using Op = void (*)(A...) noexcept;
+  template <class... A>
+  constexpr operator Op<A...>() const noexcept {
+    return [](A...) noexcept {};
+  }
+};
+
+constexpr Nothing kNothing;
+constexpr OpTable kNoOps = {.name = "none",
+                            .matmul = kNothing,
+                            .column_sum = kNothing,
+                            .layernorm_fwd = kNothing,
+                            .layernorm_bwd = kNothing,
+                            .rmsnorm_fwd = kNothing,
+                            .rmsnorm_bwd = kNothing,
+                            .activation_fwd = kNothing,
+                            .activation_bwd = kNothing,
+                            .swiglu_fwd = kNothing,
+                            .swiglu_bwd = kNothing,
+                            .rope = kNothing,
+                            .embedding_fwd = kNothing,
+                            .embedding_bwd = kNothing,
+                            .attention_fwd = kNothing,
+                            .attention_bwd = kNothing,
+                            .attention_merge = kNothing,
+                            .linear_cross_entropy = kNothing,
+                            .vocab_max = kNothing,
+                            .vocab_sums = kNothing,
+                            .vocab_grad = kNothing,
+                            .dropout = kNothing,
+                            .add = kNothing,
+                            .bias_residual = kNothing,
+                            .cast = kNothing,
+                            .copy_heads = kNothing,
+                            .fold = kNothing,
+                            .quantize = kNothing,
+                            .quantize_signs = kNothing,
+                            .dequantize = kNothing,
+                            .dequantize_fold = kNothing,
+                            .max_abs = kNothing,
+                            .sum_squares = kNothing,
+                            .sum = kNothing,
+                            .judge = kNothing,
+                            .adamw = kNothing};
+
+}  // namespace
+
+const OpTable& no_ops() noexcept { return kNoOps; }
+
+}  // namespace ds

@@ -1,0 +1,284 @@
+// SPDX-License-Identifier: Apache-2.0
+// Worker scratch as it is said to be and as pools hold it: op by op on every backend of this machine, and of engines
+// that train.
+
+#include "report/scratch.h"
+
+#include "equivalence/layouts.h"
+#include "parity/parity.h"
+#include "probe/host.h"
+
+namespace ds::testing {
+namespace {
+
+constexpr int kThreads[] = {1, 2, 3, 5};
+
+// `call(ops, stream)` calls one op: for real on a new pool, and metered. What the meter says, for one thread.
+template <class Call>
+i64 expect_metered(const OpTable& ops, int threads, const std::string& what, Call call) {
+  const OpTable* const metered = scratch_ops(ops.name);
+  if (metered == nullptr) {
+    ADD_FAILURE() << ops.name << ": no scratch_ops";
+    return 0;
+  }
+  ThreadPool pool(threads);
+  Stream stream{.pool = &pool};
+  call(ops, stream);
+  ScratchMeter meter{.threads = threads};
+  Stream dry{.native = &meter};
+  call(*metered, dry);
+  EXPECT_EQ(pool.scratch_bytes(), threads * meter.most) << ops.name << ", " << threads << " threads, " << what;
+  return meter.most;
+}
+
+void expect_product(const OpTable& ops, DType work, i64 M, i64 N, i64 K, const MatmulParams& p, bool finished) {
+  const DType to = finished ? work : DType::F32;
+  Tensor a(work, p.trans_a ? std::initializer_list<i64>{K, M} : std::initializer_list<i64>{M, K}),
+      b(work, p.trans_b ? std::initializer_list<i64>{N, K} : std::initializer_list<i64>{K, N}), c(to, {M, N}),
+      bias(work, {N});
+  a.fill(1), b.fill(1), c.fill(0), bias.fill(0);
+  for (const int threads : kThreads) {
+    const i64 most = expect_metered(
+        ops, threads,
+        fmt::format("{} {}x{}x{} {}{}{}{}", dtype_name(work), M, N, K, p.trans_a, p.trans_b, p.accumulate, finished),
+        [&](const OpTable& table, Stream& s) {
+          table.matmul(c, a, b, finished ? bias.view() : TensorView{}, {}, {}, p, s);
+        });
+    // oneDNN may need none.
+    if (ops.name.starts_with("cpu.avx")) {
+      EXPECT_EQ(most > 0, M * N > 0);
+    }
+  }
+}
+
+class ScratchOps : public ::testing::TestWithParam<const OpTable*> {};
+
+TEST_P(ScratchOps, MeterProducts) {
+  const i64 shapes[][3] = {{0, 5, 3},      {1, 1, 1},      {1, 100, 900},  {2, 64, 385},    {3, 65, 7},
+                           {4, 130, 2000}, {5, 1, 1},      {7, 33, 384},   {16, 16, 16},    {17, 100, 769},
+                           {64, 48, 385},  {100, 1, 40},   {130, 257, 90}, {300, 1025, 33}, {1100, 70, 50},
+                           {513, 600, 64}, {520, 1030, 20}};
+  for (const auto& [M, N, K] : shapes) {
+    for (const DType work : kWorkDTypes) {
+      for (const bool trans_a : {false, true}) {
+        for (const bool trans_b : {false, true}) {
+          expect_product(*GetParam(), work, M, N, K, {.trans_a = trans_a, .trans_b = trans_b}, false);
+        }
+      }
+      expect_product(*GetParam(), work, M, N, K, {.trans_a = true, .accumulate = true}, false);
+      expect_product(*GetParam(), work, M, N, K, {.trans_b = true, .activation = Activation::GeluTanh}, true);
+      if (HasFailure()) return;
+    }
+  }
+}
+
+TEST_P(ScratchOps, MeterGradientsOfNorms) {
+  for (const i64 R : {0, 1, 3, 63, 130, 2000}) {
+    for (const i64 C : {1, 7, 48, 300, 16385}) {
+      if (R * C > 1 << 20) continue;
+      Tensor x(DType::F32, {R, C}), weight(DType::F32, {C}), stats(DType::F32, {R});
+      Tensor dx(x), dy(x), dweight(weight), dbias(weight);
+      for (Tensor* t : {&x, &weight, &stats, &dy}) t->fill(0.5f);
+      for (const int threads : kThreads) {
+        const std::string what = fmt::format("{}x{}", R, C);
+        expect_metered(*GetParam(), threads, what, [&](const OpTable& ops, Stream& s) {
+          ops.layernorm_bwd(dx, dweight, dbias, dy, {}, x, weight, stats, stats, s);
+        });
+        expect_metered(*GetParam(), threads, what, [&](const OpTable& ops, Stream& s) {
+          ops.rmsnorm_bwd(dx, dweight, dy, {}, x, weight, stats, s);
+        });
+      }
+    }
+  }
+}
+
+TEST_P(ScratchOps, MeterGradientsOfEmbeddings) {
+  for (const i64 R : {0, 1, 9, 500}) {
+    for (const i64 V : {1, 13, 700}) {
+      Tensor dy(DType::F32, {R, 5}), ids(DType::I32, {R}), dtable(DType::F32, {V, 5});
+      dy.fill(1);
+      for (i64 r = 0; r < R; ++r) ids.set(r, static_cast<float>(r * 7 % V));
+      for (const int threads : kThreads) {
+        expect_metered(*GetParam(), threads, fmt::format("{} of {}", R, V),
+                       [&](const OpTable& ops, Stream& s) { ops.embedding_bwd(dtable, dy, ids, 0, false, s); });
+      }
+    }
+  }
+}
+
+TEST_P(ScratchOps, MeterAttention) {
+  struct Case {
+    i64 B, T, S, H, G, D;
+  };
+  // Few rows of many keys: keys in parts. Few heads of many rows: gradients in chunks.
+  for (const Case& c : {Case{1, 1, 1, 1, 1, 1},
+                        {1, 1, 2100, 2, 1, 16},
+                        {2, 5, 1030, 4, 2, 24},
+                        {1, 300, 300, 1, 1, 33},
+                        {2, 97, 130, 6, 3, 32},
+                        {3, 33, 33, 4, 4, 64},
+                        {8, 65, 65, 6, 6, 12},
+                        {1, 700, 700, 2, 2, 128}}) {
+    for (const DType work : kWorkDTypes) {
+      Tensor q(work, {c.B, c.T, c.H, c.D}), k(work, {c.B, c.S, c.G, c.D}), lse(DType::F32, {c.B, c.H, c.T});
+      for (Tensor* t : {&q, &k}) t->fill(0.1f);
+      Tensor v(k), o(q), dout(q), dq(q), dk(k), dv(k);
+      for (const int threads : kThreads) {
+        const std::string what = fmt::format("{} {}x{}x{}x{}x{}x{}", dtype_name(work), c.B, c.T, c.S, c.H, c.G, c.D);
+        expect_metered(*GetParam(), threads, what,
+                       [&](const OpTable& ops, Stream& s) { ops.attention_fwd(o, lse, q, k, v, {}, s); });
+        expect_metered(*GetParam(), threads, what, [&](const OpTable& ops, Stream& s) {
+          ops.attention_bwd(dq, dk, dv, dout, q, k, v, o, lse, {}, s);
+        });
+      }
+    }
+  }
+}
+
+TEST_P(ScratchOps, MeterTheCrossEntropyOfALinearLayer) {
+  for (const auto& [T, chunk] : {std::pair{1, 1}, {7, 3}, {100, 64}, {300, 300}}) {
+    for (const auto& [C, V] : {std::pair{5, 3}, {40, 61}, {100, 1030}}) {
+      for (const DType work : kWorkDTypes) {
+        Tensor h(work, {T, C}), weight(work, {V, C}), bias(work, {V}), targets(DType::I32, {T}),
+            logits(DType::F32, {chunk, V}), losses(DType::F32, {T}), dh(h), dweight(DType::F32, {V, C}),
+            dbias(DType::F32, {V});
+        for (Tensor* t : {&h, &weight, &bias}) t->fill(0.25f);
+        targets.fill(1);
+        const CrossEntropyParams p{.chunk_tokens = chunk};
+        for (const int threads : kThreads) {
+          for (const bool gradient : {false, true}) {
+            const auto wanted = [&](Tensor& t) { return gradient ? t.view() : TensorView{}; };
+            expect_metered(*GetParam(), threads, fmt::format("{} {}/{} {}x{}", dtype_name(work), T, chunk, C, V),
+                           [&](const OpTable& ops, Stream& s) {
+                             ops.linear_cross_entropy(losses, wanted(dh), wanted(dweight), wanted(dbias), h, weight,
+                                                      bias, targets, logits, p, s);
+                           });
+          }
+        }
+      }
+    }
+  }
+}
+
+std::vector<const OpTable*> simd_backends() {
+  std::vector<const OpTable*> tables;
+  for (const char* isa : {"avx2", "avx512", "avx512_bf16", "onednn", "amx"}) {
+    if (const OpTable* t = cpu_ops(isa)) tables.push_back(t);
+  }
+  return tables;
+}
+
+std::string name_of(const ::testing::TestParamInfo<const OpTable*>& info) {
+  std::string name(info.param->name);
+  std::ranges::replace(name, '.', '_');
+  return name;
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, ScratchOps, ::testing::ValuesIn(simd_backends()), name_of);
+
+TEST(Scratch, IsNotKnownOfOtherBackends) {
+  EXPECT_EQ(scratch_ops("NVIDIA H200"), nullptr);
+  EXPECT_EQ(scratch_ops("auto"), nullptr);
+}
+
+// Every rank of a run: what its device holds after each step, and after an evaluation, is what its plan says.
+void expect_engines_hold(const Config& c, int ranks, int threads, const OpTable& ops, bool any = true) {
+  Hooks hooks;
+  const auto check = [&](engine::Engine& engine, const char* when) {
+    const auto said = report::scratch_bytes(engine.model(), engine.plan(), ops, threads);
+    ASSERT_TRUE(said.has_value());
+    EXPECT_EQ(engine.device().scratch_bytes(), *said) << when << ", rank " << engine.mesh().rank();
+    EXPECT_EQ(*said > 0, any);
+  };
+  hooks.after_step = [&](engine::Engine& engine, i64 step) {
+    check(engine, "a step");
+    if (step == 0) return;
+    engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets) {
+      std::ranges::fill(ids, 3);
+      std::ranges::fill(targets, 3);
+      return true;
+    });
+    check(engine, "an evaluation");
+  };
+  train_threads(c, ranks, 2, threads, hooks, {}, ops);
+}
+
+class Scratch : public ::testing::TestWithParam<const OpTable*> {};
+
+TEST_P(Scratch, IsWhatAnEngineHolds) {
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
+    for (const bool bf16 : {false, true}) {
+      for (const auto granularity :
+           {CheckpointGranularity::None, CheckpointGranularity::Layer, CheckpointGranularity::Selective}) {
+        for (const int threads : {1, 2}) {
+          Config c = tiny_config(config, 1, 2, 0);
+          c.bf16.enabled = bf16;
+          c.communication_data_type = bf16 ? DType::BF16 : DType::F32;
+          c.activation_checkpointing.granularity = granularity;
+          SCOPED_TRACE(fmt::format("{} {} {} {} threads", family_name(config.family), bf16 ? "bf16" : "fp32",
+                                   static_cast<int>(granularity), threads));
+          expect_engines_hold(c, 1, threads, *GetParam());
+        }
+      }
+    }
+  }
+}
+
+TEST_P(Scratch, IsWhatEveryRankOfAMeshHolds) {
+  using Mode = SequenceParallelMode;
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
+    config.hidden = 48;
+    config.heads = 4;
+    config.kv_heads = config.family == Family::Gpt2 ? 4 : 2;
+    config.head_dim = 12;
+    config.intermediate = 64;
+    for (const Layout& l :
+         {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2, .schedule = Kind::ZeroBubbleH1}, Layout{.tp = 2, .stage = 1},
+          Layout{.tp = 2, .sequence = true}, Layout{.sp = 2, .mode = Mode::Ulysses},
+          Layout{.sp = 2, .mode = Mode::Ring}, Layout{.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+          Layout{.pp = 2, .tp = 2, .checkpoints = Granularity::Layer, .stage = 1}}) {
+      if (l.chunks > 1 && config.layers < 4) config.layers = 4;
+      for (const int threads : {1, 2}) {
+        Config c = config_of(config, l);
+        c.bf16.enabled = threads == 2;
+        SCOPED_TRACE(fmt::format("{} {} {} threads", family_name(config.family), l.name(), threads));
+        expect_engines_hold(c, l.ranks(), threads, *GetParam());
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Backends, Scratch, ::testing::ValuesIn(simd_backends()), name_of);
+
+// Products of many tiles, whose number follows the threads, and several chunks of tokens.
+TEST_P(Scratch, IsWhatLargerModelsHold) {
+  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
+    config.hidden = 160;
+    config.heads = config.kv_heads = 5;
+    config.head_dim = 32;
+    config.intermediate = 600;
+    config.vocab_size = 2999;
+    config.max_positions = 200;
+    for (const bool bf16 : {false, true}) {
+      for (const int threads : {1, 3, 4}) {
+        Config c = tiny_config(config, 1, 1, 0);
+        c.data.seq_length = 200;
+        c.bf16.enabled = bf16;
+        SCOPED_TRACE(fmt::format("{} {} {} threads", family_name(config.family), bf16 ? "bf16" : "fp32", threads));
+        expect_engines_hold(c, 1, threads, *GetParam());
+      }
+    }
+  }
+}
+
+TEST(Scratch, ReferenceOpsHaveNone) { expect_engines_hold(tiny_config(tiny_llama(), 1, 1, 0), 1, 2, ref_ops(), false); }
+
+// The product that measures the rate of a device takes far more than these models do, and leaves none of it.
+TEST(Scratch, IsNotThatOfTheMeasuredRate) {
+  const auto device = make_cpu_device(*cpu_ops(), 2);
+  EXPECT_GT(probe::matmul_rate(*device, DType::F32), 0);
+  EXPECT_EQ(device->scratch_bytes(), 0);
+}
+
+}  // namespace
+}  // namespace ds::testing
