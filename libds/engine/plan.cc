@@ -20,7 +20,8 @@ report::PlanChart chart_of(const Config& config, int world_size) {
                           .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                           .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  for (const StagePlan& s : plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config), world_size)) {
+  for (const StagePlan& s :
+       plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config), world_size)) {
     report::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
@@ -38,12 +39,13 @@ report::TagBytes own_memory(const Config& config, const model::Model& model, con
                             int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
   const int world = plan.mesh.world();
-  const report::Host host{.backend = world == 1                                         ? "self"
-                                     : config.communication.backend == CommBackend::Mpi ? "mpi"
-                                     : world == ranks_per_node                          ? "shm"
-                                                                                        : "shm+mpi",
-                          .kernels = probe::cpu_backend(),
-                          .threads = config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks_per_node)};
+  const report::Host host{
+      .backend = world == 1                                         ? "self"
+                 : config.communication.backend == CommBackend::Mpi ? "mpi"
+                 : world == ranks_per_node                          ? "shm"
+                                                                    : "shm+mpi",
+      .kernels = probe::cpu_backend(),
+      .threads = config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks_per_node)};
   return report::own_memory(model, plan, host);
 }
 

@@ -8,8 +8,8 @@
 
 namespace ds::engine {
 
-// What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node; nothing
-// of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
+// What kernels and communicators will take on the CPUs of this machine, so many ranks of the world on each node;
+// nothing of a GPU's. By the backend that "auto" comes to where /dev/shm has room (connect.cc).
 report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
                             int ranks_per_node);
 // A rank's plan with it.

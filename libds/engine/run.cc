@@ -198,11 +198,11 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
     throw Error(Errc::OutOfMemory, message);
   }
   const probe::AvailableMemory node = probe::available_memory();
-  const i64 host = on_cpu ? 0
-                          : engine::plan_memory(config, report::mesh_shape(config, ranks.world_size),
-                                                ranks.rank - ranks.local_rank, ranks.local_world_size, 1, device.kind(),
-                                                ranks.local_world_size)
-                                .host;
+  const i64 host =
+      on_cpu ? 0
+             : engine::plan_memory(config, report::mesh_shape(config, ranks.world_size), ranks.rank - ranks.local_rank,
+                                   ranks.local_world_size, 1, device.kind(), ranks.local_world_size)
+                   .host;
   DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
            "the {} ranks of this node need {} of its memory beside their GPUs, for checkpoints and for inputs that "
            "layers keep there, and {} are there ({})",

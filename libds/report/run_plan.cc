@@ -394,9 +394,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   }
   plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
   MeshCalls& calls = plan.largest_calls;
-  for (const zero::Bucket& b : plan.buckets)
-    calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
-  // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not finite.
+  for (const zero::Bucket& b : plan.buckets) calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
+  // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not
+  // finite.
   constexpr i64 kNorm = 2 * 8, kEvaluation = 3 * 8;
   for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kNorm});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});

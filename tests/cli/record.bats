@@ -31,11 +31,11 @@ for r in ranks:
     stage = next(s for s in run["stages"] if r["rank"] in s["ranks"])
     if m["tp"] == 1:
         assert r["predicted_bytes"] == stage["predicted_bytes"], r
-    planned = {t: b for t, b in r["counted_bytes"].items() if t not in ("comm", "scratch")}
-    assert planned == r["predicted_bytes"] and planned["params"] > 0, r
+    assert r["counted_bytes"] == r["predicted_bytes"] and r["counted_bytes"]["params"] > 0, r
     assert 0 < r["base_bytes"] < r["resident_bytes"], r
 step = [l for l in lines if l["type"] == "step"][-1]["memory_bytes"]
-assert {t: step[t] for t in ranks[0]["predicted_bytes"]} == ranks[0]["predicted_bytes"], step
+for tag, bytes in ranks[0]["predicted_bytes"].items():  # the loss of an evaluation, which comes after, is a third number
+    assert 0 <= bytes - step[tag] <= (8 * world if tag == "comm" else 0), (tag, step)
 PY
 }
 
