@@ -27,7 +27,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using namespace std::chrono_literals;
 
-constexpr i64 kMaxMessage = i64{1} << 30;    // MPI counts in int
+constexpr i64 kMaxMessage = i64{1} << 30;  // MPI counts in int
 constexpr int kYields = 200;
 constexpr auto kShortSleep = 20us;
 constexpr auto kLongSleep = 500us;
