@@ -246,7 +246,7 @@ class ShmArena final : public Arena {
   // Of /dev/shm, without channels. Of a region's header one page is ever touched.
   static i64 needed_bytes(int size, std::span<const i64> allocations) {
     i64 bytes = channels_offset(size);
-    for (const i64 b : allocations) bytes += b == 0 ? 0 : kPage + size * align_up(b, region_alignment(b));
+    for (const i64 b : allocations) bytes += b == 0 ? 0 : kPage + size * align_up(b, kPage);
     return bytes;
   }
 
@@ -287,8 +287,9 @@ class ShmArena final : public Arena {
     meet();
     const auto made = [] {};
     if (rank() != 0) region->segment = Segment::open(name, total, size(), creator_, timeout_s_, made);
-    region->segment.reserve(region->offset(rank()), region->stride, tag_name(tag));
-    region->segment.collapse(region->offset(rank()), region->stride);
+    // In huge pages as far as they are full: what nobody asked for is not taken.
+    region->segment.reserve(region->offset(rank()), align_up(bytes, kPage), tag_name(tag));
+    region->segment.collapse(region->offset(rank()), bytes / kHugePage * kHugePage);
     meet();
     region->segment.unlink();
     std::byte* own = region->part(rank());

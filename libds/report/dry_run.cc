@@ -110,7 +110,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& st
 
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
   CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
-  CountingCommunicator activations(plan.coord.pp, plan.mesh.pp), gradients(plan.coord.pp, plan.mesh.pp);
+  CountingCommunicator gradients(plan.coord.pp, plan.mesh.pp);
   if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
     Stream stream;
     walk_layers(model, plan, {no_ops(), stream, tp, sp}, [](size_t, Pass) {});
@@ -125,15 +125,18 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
-  for (const pipeline::Instr& instr : plan.schedule) {
-    switch (instr.op) {
-      case pipeline::Op::SendActivation: activations.send(nullptr, stream_bytes, next, "pp.send"); break;
-      case pipeline::Op::RecvActivation: activations.recv(nullptr, stream_bytes, previous, "pp.recv"); break;
-      case pipeline::Op::SendGrad: gradients.send(nullptr, stream_bytes, previous, "pp.send"); break;
-      case pipeline::Op::RecvGrad: gradients.recv(nullptr, stream_bytes, next, "pp.recv"); break;
-      default: break;
-    }
-  }
+  const auto times = [&](pipeline::Op op) { return std::ranges::count(plan.schedule, op, &pipeline::Instr::op); };
+  const auto sends = [&](pipeline::Op op, int to, LargestCalls& by) {
+    const i64 n = times(op);
+    if (n == 0) return;
+    by.sent_to.insert(to);
+    messages["pp.send"].calls += n;
+    messages["pp.send"].bytes += n * stream_bytes;
+  };
+  sends(pipeline::Op::SendActivation, next, calls.activations);
+  sends(pipeline::Op::SendGrad, previous, calls.gradients);
+  if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
+    messages["pp.recv"].calls += n;
   // Behind the data-parallel sums: tied embeddings, and rows whose gradients are parts.
   if (plan.tied() && plan.embeds() != plan.projects()) {
     const int peer = plan.embeds() ? plan.mesh.pp - 1 : 0;
@@ -149,7 +152,7 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     tp.all_gather({&all, 1}, "tp.all_gather");
   }
 
-  for (const CountingCommunicator* c : {&tp, &activations, &gradients}) {
+  for (const CountingCommunicator* c : {&tp, &gradients}) {
     for (const auto& [name, count] : c->counts()) {
       messages[name].calls += count.calls;
       messages[name].bytes += count.bytes;
@@ -157,7 +160,6 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   }
   calls.tp.add(tp.largest());
   calls.sp.add(sp.largest());
-  calls.activations.add(activations.largest());
   calls.gradients.add(gradients.largest());
   return messages;
 }
