@@ -19,6 +19,7 @@
 namespace ds::memreport {
 namespace {
 
+constexpr std::string_view kOverlap = "zero_optimization.overlap_comm=", kOrder = "reduce_order=";
 constexpr i64 kLargestMicro = 64;
 constexpr i64 kMostLayers = 2048;  // that are looked for: deeper models are not built
 
@@ -69,6 +70,8 @@ class Search {
     return predict_time(config, options_.world, options_.device, hardware_, models_);
   }
   void largest_of(FitResult& result);
+  // Of what was found, sorted by speed.
+  std::optional<Arrangement> nearest_to(const Arrangement& present);
 
   const Source& source_;
   const FitOptions& options_;
@@ -111,12 +114,12 @@ std::vector<std::string> Search::keys_of(const Frame& f, i64 micro, CheckpointGr
           fmt::format("pipeline.stages={}", f.pp),
           fmt::format("sequence_parallel_size={}", f.sp),
           fmt::format("zero_optimization.stage={}", f.stage),
-          fmt::format("zero_optimization.overlap_comm={}", f.stage > 0),
+          fmt::format("{}{}", kOverlap, f.stage > 0),
           fmt::format("train_batch_size={}", batch_),
           fmt::format("train_micro_batch_size_per_gpu={}", micro),
           fmt::format("gradient_accumulation_steps={}", batch_ / dp / micro),
           fmt::format("activation_checkpointing.granularity={}", name_of(recompute)),
-          fmt::format("reduce_order={}", f.stage >= 2 ? "micro" : "boundary")};
+          fmt::format("{}{}", kOrder, f.stage >= 2 ? "micro" : "boundary")};
 }
 
 std::optional<Config> Search::read(const std::vector<std::string>& keys) const {
@@ -172,6 +175,31 @@ void Search::try_frame(const Frame& f) {
     }
     if (!fitted) return;  // larger ones need more
   }
+}
+
+std::optional<Arrangement> Search::nearest_to(const Arrangement& present) {
+  const Frame frame{present.mesh.tp, present.mesh.pp, present.mesh.sp, present.stage, present.sequence_parallel};
+  const std::vector<std::string> settings = keys_of(frame, present.micro, present.recompute);
+  const auto changes = [&](const Arrangement& a) {
+    std::vector<std::string> keys;
+    for (const std::string& key : a.keys) {
+      const bool follows = key.starts_with(kOverlap) || key.starts_with(kOrder);  // from the stage of ZeRO
+      if (follows ? a.stage != present.stage : std::ranges::find(settings, key) == settings.end()) keys.push_back(key);
+    }
+    return keys;
+  };
+  std::vector<std::vector<std::string>> order;
+  for (const Arrangement& a : found_) order.push_back(changes(a));
+  std::ranges::stable_sort(order, {}, &std::vector<std::string>::size);
+  for (std::vector<std::string>& keys : order) {
+    const std::optional<Config> config = read(keys);
+    if (!config) continue;
+    Arrangement whole = arrange(*config, std::move(keys), true, models_);
+    if (!fits(whole)) continue;
+    whole.time = time_of(*config);
+    return whole;
+  }
+  return std::nullopt;
 }
 
 void Search::largest_of(FitResult& result) {
@@ -246,6 +274,7 @@ FitResult Search::run() {
     return a.time.tokens_per_s != b.time.tokens_per_s ? a.time.tokens_per_s > b.time.tokens_per_s : a.keys < b.keys;
   });
   result.num_tried = tried_;
+  if (!result.present_fits) result.nearest = nearest_to(result.present);
   for (Arrangement& a : found_) {
     if (result.fitting.size() < options_.most) {  // with all stages and nodes looked at
       Arrangement whole = arrange(*read(a.keys), a.keys, true, models_);

@@ -49,6 +49,10 @@ std::string text(const FitResult& r, const FitOptions& o) {
                                 r.num_tried, r.num_fitting);
   out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(r.present));
   if (r.fitting.empty()) return out + "\nnothing fits: more ranks or more memory are needed\n";
+  if (r.nearest) {
+    out += fmt::format("\nwith the fewest changes it fits so\n{}{}", head, row(*r.nearest));
+    for (const std::string& key : r.nearest->keys) out += fmt::format("  --set {}\n", key);
+  }
   out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
   for (const Arrangement& a : r.fitting) out += row(a);
   out += "\nfor the first of them\n";
@@ -62,15 +66,16 @@ std::string text(const FitResult& r, const FitOptions& o) {
 std::string json(const FitResult& r) {
   Json fitting = Json::array();
   for (const Arrangement& a : r.fitting) fitting.push_back(arrangement_json(a));
-  return Json({{"present", arrangement_json(r.present)},
+  Json json = {{"present", arrangement_json(r.present)},
                {"present_fits", r.present_fits},
                {"num_tried", r.num_tried},
                {"num_fitting", r.num_fitting},
                {"fitting", fitting},
                {"largest_micro_batch", r.largest_micro},
                {"largest_layers", r.largest_layers},
-               {"largest_params", r.largest_params}})
-      .dump();
+               {"largest_params", r.largest_params}};
+  if (r.nearest) json["nearest"] = arrangement_json(*r.nearest);
+  return json.dump();
 }
 
 }  // namespace ds::memreport

@@ -114,6 +114,16 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_FALSE(r.present_fits);
   EXPECT_EQ(r.present.device_bytes, needed);
   EXPECT_GE(r.largest_layers, 6);
+  EXPECT_FALSE(fit(source(), options(needed, 1), kHardware).nearest);
+  // Its keys alone make the source so, and no single one of what fits has fewer.
+  ASSERT_TRUE(r.nearest);
+  const Source changed = source(r.nearest->keys);
+  const Prediction q = predict(changed.config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda);
+  EXPECT_EQ(q.worst_group().device_bytes, r.nearest->device_bytes);
+  EXPECT_LT(r.nearest->device_bytes, needed);
+  EXPECT_EQ(q.mesh, r.nearest->mesh);
+  EXPECT_GE(r.nearest->keys.size(), 1u);
+  EXPECT_LE(r.nearest->keys.size(), 3u);
   EXPECT_GE(r.largest_micro, r.fitting.front().micro);
   const FitResult none = fit(source(), options(1000), kHardware);
   EXPECT_TRUE(none.fitting.empty());

@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -163,6 +164,9 @@ struct FitResult {
   Arrangement present;  // the source's own
   bool present_fits = false;
   std::vector<Arrangement> fitting;  // by tokens per second, the fastest first
+  // Where the present one does not fit: what fits with the fewest of its settings changed, the fastest of those; its
+  // keys are the changes alone.
+  std::optional<Arrangement> nearest;
   i64 num_tried = 0, num_fitting = 0;
   // Of the fastest one with what else is as large as fits: samples of a micro-batch (at the same batch), layers (2048
   // at most).
