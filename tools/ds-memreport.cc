@@ -49,14 +49,24 @@ struct Files {
 };
 
 int of_params(const MemreportOptions& a, Output& out) {
+  // The paper's parameters are those of a rank, and its ranks those that share them.
   const int stage = std::max(a.stage, 0), ranks = std::max(a.ranks, 1);
-  const memreport::PaperStates s = memreport::paper_states(a.params, stage, ranks);
+  const i64 parts = std::max<i64>(a.tp, 1) * std::max<i64>(a.pp, 1);
+  if (ranks % parts != 0)
+    throw Error(Errc::Config, fmt::format("--tp {} x --pp {} do not divide {} ranks", std::max<i64>(a.tp, 1),
+                                          std::max<i64>(a.pp, 1), ranks));
+  const double own = a.params / static_cast<double>(parts);
+  const int dp = static_cast<int>(ranks / parts);
+  const memreport::PaperStates s = memreport::paper_states(own, stage, dp);
   if (!out.json()) {
-    out.write(memreport::explain(a.params, stage, ranks));
+    if (parts > 1)
+      out.print("{:g} parameters in {} parts: {:g} for each {} ranks that share them\n\n", a.params, parts, own, dp);
+    out.write(memreport::explain(own, stage, dp));
     return 0;
   }
   out.document({{"params", a.params},
                 {"world_size", ranks},
+                {"dp", dp},
                 {"stage", stage},
                 {"accounting", "ZeRO paper"},
                 {"model_states_bytes", s.params + s.grads + s.optimizer},
@@ -69,6 +79,10 @@ int of_params(const MemreportOptions& a, Output& out) {
 
 int of_machine(const MemreportOptions& a, Files& files, Output& out) {
   const int ranks = std::max(a.ranks, 1), threads = static_cast<int>(a.threads);
+  const int most = 8 * static_cast<int>(std::max(1u, std::thread::hardware_concurrency()));
+  if (ranks > most)
+    throw Error(Errc::Config, fmt::format("--measure: {} ranks would share {} processors; at most {} are measured",
+                                          ranks, most / 8, most));
   const std::string machine = memreport::Hardware::measure(ranks, threads).json();
   Files::put(files.machine, machine);
   if (out.json()) {
@@ -140,6 +154,8 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
     if (fit && fit->fitting.empty()) throw Error(Errc::Config, "--write: nothing fits");
     Files::put(files.config,
                fit ? memreport::written_config(source, fit->fitting.front()) : resolved_json(config) + "\n");
+    if (config.data.train.empty())
+      tools::report_warning(fmt::format("{}: ds-train wants data.train and steps in it too", a.write));
   }
   if (out.json()) {
     Json fields = Json::parse(memreport::json(p));
@@ -159,13 +175,19 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
 int run(const MemreportOptions& a, const CLI::App& app, Output& out) {
   Files files(a, app, out);
   const bool running = a.running || a.watch > 0, record = a.source.ends_with(".jsonl");
-  if ((a.params > 0) + !a.source.empty() + running + files.machine.has_value() != 1)
-    throw Error(Errc::Config,
-                "give one of a configuration, a model, a checkpoint, a metrics.jsonl, --params, --running or "
-                "--measure");
-  if ((!a.plot.empty() && (a.params > 0 || running || files.machine)) ||
-      (files.config && (record || !app.count("SOURCE"))))
-    throw Error(Errc::Config, "--plot and --write need a configuration, a model or a checkpoint");
+  const int given = (a.params > 0) + !a.source.empty() + running + files.machine.has_value();
+  constexpr std::string_view kOneOf =
+      "one of a configuration, a model, a checkpoint, a metrics.jsonl, --params, --running and --measure";
+  if (given != 1) throw Error(Errc::Config, fmt::format("{} {}", given == 0 ? "give" : "give no more than", kOneOf));
+  if (!a.plot.empty() && (a.params > 0 || running || files.machine))
+    throw Error(Errc::Config, "--plot needs a configuration, a model, a checkpoint or a metrics.jsonl");
+  if (files.config && (record || !app.count("SOURCE")))
+    throw Error(Errc::Config, "--write needs a configuration, a model or a checkpoint");
+  constexpr std::string_view kOfParams[] = {"--stage", "--tp", "--pp", "--explain"},
+                             kOfMachine[] = {"--measure", "--threads"};
+  if (a.params > 0) tools::refuse_idle(app, "--params", kOfParams);
+  if (files.machine) tools::refuse_idle(app, "--measure", kOfMachine);
+  if (running || record) tools::refuse_idle(app, "what was measured", {});
   if (a.params > 0) return of_params(a, out);
   if (files.machine) return of_machine(a, files, out);
   if (running) return of_running(a, out);

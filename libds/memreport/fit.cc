@@ -109,17 +109,33 @@ std::vector<Frame> Search::frames() const {
 
 std::vector<std::string> Search::keys_of(const Frame& f, i64 micro, CheckpointGranularity recompute) const {
   const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
-  return {fmt::format("tensor_parallel.tp_size={}", f.tp),
-          fmt::format("tensor_parallel.sequence_parallel={}", f.sequence_parallel),
-          fmt::format("pipeline.stages={}", f.pp),
-          fmt::format("sequence_parallel_size={}", f.sp),
-          fmt::format("zero_optimization.stage={}", f.stage),
-          fmt::format("{}{}", kOverlap, f.stage > 0),
-          fmt::format("train_batch_size={}", batch_),
-          fmt::format("train_micro_batch_size_per_gpu={}", micro),
-          fmt::format("gradient_accumulation_steps={}", batch_ / dp / micro),
-          fmt::format("activation_checkpointing.granularity={}", name_of(recompute)),
-          fmt::format("{}{}", kOrder, f.stage >= 2 ? "micro" : "boundary")};
+  const Config& source = source_.config.config;
+  std::vector<std::string> keys = {
+      fmt::format("tensor_parallel.tp_size={}", f.tp),
+      fmt::format("tensor_parallel.sequence_parallel={}", f.sequence_parallel),
+      fmt::format("pipeline.stages={}", f.pp),
+      fmt::format("sequence_parallel_size={}", f.sp),
+      fmt::format("zero_optimization.stage={}", f.stage),
+      fmt::format("{}{}", kOverlap, f.stage > 0),
+      fmt::format("train_batch_size={}", batch_),
+      fmt::format("train_micro_batch_size_per_gpu={}", micro),
+      fmt::format("gradient_accumulation_steps={}", batch_ / dp / micro),
+      fmt::format("activation_checkpointing.granularity={}", name_of(recompute)),
+      fmt::format("{}{}", kOrder, f.stage >= 2 || source.deterministic ? "micro" : "boundary")};
+  // What is said of layers that are computed again excludes others, and chunks of stages what they do not divide.
+  const ActivationCheckpointingConfig& again = source.activation_checkpointing;
+  if (recompute != CheckpointGranularity::Layer) {
+    if (again.interval != 1) keys.push_back("activation_checkpointing.interval=1");
+    if (again.partition_activations) keys.push_back("activation_checkpointing.partition_activations=false");
+    if (again.cpu_checkpointing) keys.push_back("activation_checkpointing.cpu_checkpointing=false");
+  }
+  const i64 accumulation = batch_ / dp / micro;
+  if (source.pipeline.virtual_stages > 1 &&
+      (f.pp == 1 || accumulation % f.pp != 0 || f.pp * source.pipeline.virtual_stages > source.model.layers + 2)) {
+    keys.push_back("pipeline.virtual_stages=1");
+    keys.push_back("pipeline.schedule=1f1b");
+  }
+  return keys;
 }
 
 std::optional<Config> Search::read(const std::vector<std::string>& keys) const {
@@ -157,8 +173,8 @@ Arrangement Search::arrange(const Config& config, std::vector<std::string> keys,
 void Search::try_frame(const Frame& f) {
   using enum CheckpointGranularity;
   const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
-  for (i64 micro = 1; micro <= kLargestMicro; micro *= 2) {
-    if (batch_ / dp % micro != 0) return;
+  for (const i64 micro : divisors(batch_ / dp)) {
+    if (micro > kLargestMicro) return;
     bool fitted = false;
     for (const CheckpointGranularity recompute : {None, Selective, Layer}) {
       const std::vector<std::string> keys = keys_of(f, micro, recompute);

@@ -57,9 +57,10 @@ std::string text(const FitResult& r, const FitOptions& o) {
   for (const Arrangement& a : r.fitting) out += row(a);
   out += "\nfor the first of them\n";
   for (const std::string& key : r.fitting.front().keys) out += fmt::format("  --set {}\n", key);
-  out +=
-      fmt::format("its micro-batch could be {} at the same batch; {} layers of this width would fit, {} parameters\n",
-                  r.largest_micro, r.largest_layers, r.largest_params);
+  out += fmt::format(
+      "arranged so, micro-batches of up to {} would fit at the same batch, and up to {} layers of this width, "
+      "{} parameters\n",
+      r.largest_micro, r.largest_layers, r.largest_params);
   return out;
 }
 

@@ -80,8 +80,8 @@ std::string rank_text(const MeasuredRank& r) {
 }
 
 const MeasuredRank* largest(const Measured& m) {
-  const auto most = std::ranges::max_element(m.ranks, {}, [](const MeasuredRank& r) {
-    return sum(r, r.counted ? &MeasuredTag::counted : &MeasuredTag::predicted);
+  const auto most = std::ranges::max_element(m.ranks, {}, [](const MeasuredRank& r) {  // of those with counts, if any
+    return std::pair(r.counted, sum(r, r.counted ? &MeasuredTag::counted : &MeasuredTag::predicted));
   });
   return most == m.ranks.end() ? nullptr : &*most;
 }
@@ -90,6 +90,8 @@ const MeasuredRank* largest(const Measured& m) {
 
 Measured read_measured(const std::string& path) {
   const MetricsFile file = read_metrics(path);
+  DS_CHECK(file.world_size > 0 || !file.ranks.empty(), Errc::Corrupt,
+           "{}: there is no line of a run or of a step in it that is whole", file.path);
   Measured m;
   m.name = file.path;
   m.world_size = file.world_size;
@@ -133,7 +135,8 @@ std::string text(const Measured& m, bool all) {
                                 m.device.empty() ? "" : " on " + m.device, m.step,
                                 m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
   if (m.step_ms > 0)
-    out += fmt::format("{:.1f} ms per step, {:.0f} tokens/s, MFU {:.1f} %\n", m.step_ms, m.tokens_per_s, 100 * m.mfu);
+    out += fmt::format("{:.6g} ms per step, {:.6g} tokens/s{}\n", m.step_ms, m.tokens_per_s,
+                       std::isfinite(m.mfu) ? fmt::format(", MFU {:.1f} %", 100 * m.mfu) : "");
   if (m.ranks.empty()) return out + "no rank has told of its memory\n";
   const MeasuredRank* most = largest(m);
   for (const MeasuredRank& r : m.ranks) {
@@ -169,7 +172,7 @@ std::string json(const Measured& m) {
                {"tokens_per_s", m.tokens_per_s},
                {"mfu", m.mfu},
                {"ranks", ranks}})
-      .dump();
+      .dump(-1, ' ', false, Json::error_handler_t::replace);  // a file may have any name
 }
 
 }  // namespace ds::memreport

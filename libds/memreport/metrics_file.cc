@@ -211,6 +211,9 @@ class Reader {
     DS_CHECK(ranks > 0 && ranks == file_.world_size, Errc::Corrupt, "{}: a mesh of {} ranks in a world of {}", where(),
              ranks, file_.world_size);
     file_.peak_flops = line.number("peak_flops");
+    const Json& config = line.at("config");
+    DS_CHECK(config.is_object() && (!config.contains("steps") || config["steps"].is_number_integer()), Errc::Corrupt,
+             "{}: \"config\" is no configuration", where());
     file_.config_json = line.at("config").dump(-1, ' ', false, Json::error_handler_t::replace);
     file_.model_json = line.at("model").dump(-1, ' ', false, Json::error_handler_t::replace);
     file_.first_step = file_.last_step = line.count("step");
@@ -228,7 +231,12 @@ class Reader {
   void take_memory(const Fields& line) {
     ranks_.clear();
     for (const Fields& rank : line.objects("ranks")) {
-      RankMemory& memory = ranks_[narrow<int>(rank.count("rank", kMostRanks))];
+      const i64 number = rank.count("rank", kMostRanks);
+      DS_CHECK(file_.world_size == 0 || number < file_.world_size, Errc::Corrupt, "{}: rank {} in a world of {}",
+               where(), number, file_.world_size);
+      const auto [there, added] = ranks_.try_emplace(narrow<int>(number));
+      DS_CHECK(added, Errc::Corrupt, "{}: rank {} twice", where(), number);
+      RankMemory& memory = there->second;
       memory.tags = memory_table(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
       memory.counts_known = true;
       memory.resident_bytes = rank.count("resident_bytes");

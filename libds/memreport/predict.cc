@@ -44,7 +44,8 @@ MeshCoord busiest(const report::RunPlan& plan) {
     for (int sp = 0; sp < plan.mesh.sp; ++sp) {
       const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
       const int rank = zero::shard_rank(plan.mesh, coord);
-      const i64 n = plan.parts_elems(Parts::Group, rank) + plan.parts_elems(Parts::Copies, rank) * plan.mesh.tp;
+      const i64 n = plan.parts_elems(Parts::Group, rank) +
+                    plan.parts_elems(Parts::Copies, rank) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
       if (n > elems) most = coord;
       elems = std::max(elems, n);
     }

@@ -26,5 +26,6 @@ void init_values(const ParamRow& row, i64 param, u32 seed, i64 begin, i64 count,
 // Hugging Face's RoPE with its scalings: half rotation, angles in fp32. length: rows of the tables, and the longest
 // sequence that they serve, which the scalings "dynamic" and "longrope" go by. Empty for models with learned positions.
 RopeTables make_rope_tables(const ModelConfig& config, i64 length);
+i64 rope_table_elems(const ModelConfig& config, i64 length);  // of each of them
 
 }  // namespace ds::model

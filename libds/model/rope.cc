@@ -94,6 +94,10 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
 
 }  // namespace
 
+i64 rope_table_elems(const ModelConfig& config, i64 length) {
+  return config.rotary() ? length * std::ssize(frequencies(config, length).inverse) : 0;
+}
+
 RopeTables make_rope_tables(const ModelConfig& config, i64 length) {
   RopeTables tables;
   if (!config.rotary()) return tables;

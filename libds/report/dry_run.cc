@@ -149,7 +149,11 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
   if (const i64 n = plan.parts_elems(model::ParamRow::Parts::Copies); n > 0) {
     const AllGatherSegment all{nullptr, n * 4};
-    tp.all_gather({&all, 1}, "tp.all_gather");
+    if (plan.copies() == plan.mesh.tp) {
+      tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
+    } else {
+      tp.all_gather({&all, 1}, "tp.all_gather");
+    }
   }
 
   for (const CountingCommunicator* c : {&tp, &gradients}) {

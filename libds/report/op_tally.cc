@@ -89,12 +89,7 @@ void tally_replicas(const model::Model& model, const RunPlan& plan, const OpTabl
     }
   }
   const i64 elems = plan.parts_elems(model::ParamRow::Parts::Copies);
-  i64 copies = 1;
-  for (const auto& unit : plan.rows) {
-    for (const model::ParamRow& row : unit) {
-      if (row.parts == model::ParamRow::Parts::Copies) copies = row.copies;
-    }
-  }
+  const i64 copies = plan.copies();
   if (elems == 0 || copies == plan.mesh.tp) return;  // all of the group: its communicator sums them
   const std::vector<TensorView> parts(static_cast<size_t>(copies), view(DType::F32, elems));
   ops.fold(parts[0], parts, false, stream);

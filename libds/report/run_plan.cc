@@ -79,7 +79,9 @@ i64 exchange_elems(const RunPlan& plan) {
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared += s.slice;
   }
   using Parts = model::ParamRow::Parts;
-  return std::max({shared, plan.parts_elems(Parts::Group), plan.parts_elems(Parts::Copies) * plan.mesh.tp});
+  // Copies of the whole group are summed where they are; of others every rank gets all.
+  const i64 copies = plan.parts_elems(Parts::Copies) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
+  return std::max({shared, plan.parts_elems(Parts::Group), copies});
 }
 
 }  // namespace
@@ -185,6 +187,15 @@ i64 RunPlan::parts_elems(model::ParamRow::Parts parts, int dp_rank) const {
     if (rows[static_cast<size_t>(unit)][static_cast<size_t>(row)].parts == parts) elems += piece.count;
   }
   return elems;
+}
+
+i64 RunPlan::copies() const noexcept {
+  for (const auto& unit : rows) {
+    for (const model::ParamRow& row : unit) {
+      if (row.parts == model::ParamRow::Parts::Copies) return row.copies;
+    }
+  }
+  return 1;
 }
 
 i64 RunPlan::grad_segment(i64 segment) const noexcept {
@@ -335,7 +346,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   const i64 vocab = has_head ? model.vocab_share() : 0;
   // Of the largest share: the ranks that share a vocabulary meet after every chunk.
   plan.logits_chunk = has_head ? logits_chunk(R, model.largest_vocab_share(), device) : 0;
-  plan.rope_elems = narrow<i64>(model::make_rope_tables(config.model, plan.sequence_length).cos.size());
+  plan.rope_elems = model::rope_table_elems(config.model, plan.sequence_length);
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();

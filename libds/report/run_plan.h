@@ -93,6 +93,8 @@ struct RunPlan {
   // Elements of the slices that a rank of dp owns (this one) of rows whose gradients are parts of a sum over tp.
   i64 parts_elems(model::ParamRow::Parts parts, int dp_rank) const;
   i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
+  // How many ranks of tp have the same copy of such rows; 1: there are none.
+  i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
   bool counts(const zero::Piece& piece) const noexcept;
   static constexpr i64 kSharedUnit = zero::kSharedUnit;

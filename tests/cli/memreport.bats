@@ -50,6 +50,18 @@ PY
   done
 }
 
+@test "so does a model whose key and value heads stand on every rank of tp" {
+  cat >heads.json <<'JSON'
+{"model": {"type": "llama", "vocab_size": 256, "max_position_embeddings": 64, "hidden_size": 64, "num_hidden_layers": 2,
+  "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 128},
+ "data": {"train": "text.txt", "seq_length": 32}, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2,
+ "tensor_parallel": {"tp_size": 2}}
+JSON
+  ds-launch -n 2 ds-train heads.json --out run --steps 2 --quiet
+  ds-memreport heads.json -n 2 --device cpu --json --output p.json
+  same_as_counted run p.json
+}
+
 @test "options stand for keys, and batch sizes follow" {
   ds-memreport cfg.json -n 8 --nodes 2 --tp 2 --pp 2 --stage 1 --micro-batch 4 --accumulation 8 --seq 64 --dtype bf16 \
     --checkpointing selective --json --output p.json
@@ -176,6 +188,13 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
 
 @test "what cannot be is refused, all mistakes at once" {
   refuses 2 "give one of a configuration"
+  refuses 2 "give no more than one of" cfg.json --running
+  refuses 2 "--gpu means nothing beside --params" --params 7.5e9 --gpu h100
+  refuses 2 "do not divide 64 ranks" --params 7.5e9 -n 64 --tp 3
+  refuses 2 "would share" --measure m.json -n 100000
+  : >metrics.jsonl
+  refuses 3 "no line of a run" metrics.jsonl
+  refuses 2 "--stage means nothing beside what was measured" metrics.jsonl --stage 3
   refuses 2 "must be an integer, 0 to 3, not 4" cfg.json --set zero_optimization.stage=4
   refuses 2 "tensor_parallel.tp_size" cfg.json -n 3 --tp 3 --set zero_optimisation.stage=2
   [[ $stderr == *"zero_optimization"* ]] # the nearest name of the other mistake

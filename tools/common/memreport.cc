@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/memreport.h"
 
+#include <algorithm>
+
 namespace ds::tools {
 
 // What options say is said as --set would say it.
@@ -31,6 +33,16 @@ std::vector<std::string> overrides_of(const MemreportOptions& a) {
   if (!a.checkpointing.empty()) set.push_back(fmt::format("activation_checkpointing.granularity={}", a.checkpointing));
   set.insert(set.end(), a.set.begin(), a.set.end());
   return set;
+}
+
+void refuse_idle(const CLI::App& app, const std::string& what, std::span<const std::string_view> taken) {
+  for (const CLI::Option* option : app.get_options()) {
+    const std::string name = option->get_name(), group = option->get_group();
+    const bool idle = group == "In place of the configuration's" || group == "Times" || group == "What fits" ||
+                      name == "--nodes" || name == "--explain";
+    if (option->count() > 0 && idle && std::ranges::find(taken, name) == taken.end())
+      throw Error(Errc::Config, fmt::format("{} means nothing beside {}", name, what));
+  }
 }
 
 DeviceKind device_of(const MemreportOptions& a, const Config& config) {

@@ -3,6 +3,8 @@
 // The options of ds-memreport, and what they mean.
 
 #include <optional>
+#include <span>
+#include <string_view>
 
 #include "common/tool.h"
 #include "ds/memreport.h"
@@ -34,6 +36,10 @@ struct MemreportOptions {
 };
 
 void add_memreport_options(CLI::App& app, MemreportOptions& options);
+
+// Throws Errc::Config for options that were given and mean nothing beside `what`: those in place of the
+// configuration's, of times and of what fits, and --nodes, but for `taken`.
+void refuse_idle(const CLI::App& app, const std::string& what, std::span<const std::string_view> taken);
 
 // What options say of the configuration, as --set would say it.
 std::vector<std::string> overrides_of(const MemreportOptions& options);
