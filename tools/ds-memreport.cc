@@ -183,8 +183,7 @@ int run(const MemreportOptions& a, const CLI::App& app, Output& out) {
     throw Error(Errc::Config, "--plot needs a configuration, a model, a checkpoint or a metrics.jsonl");
   if (files.config && (record || !app.count("SOURCE")))
     throw Error(Errc::Config, "--write needs a configuration, a model or a checkpoint");
-  constexpr std::string_view kOfParams[] = {"--stage", "--tp", "--pp", "--explain"},
-                             kOfMachine[] = {"--measure", "--threads"};
+  constexpr std::string_view kOfParams[] = {"--stage", "--tp", "--pp"}, kOfMachine[] = {"--measure", "--threads"};
   if (a.params > 0) tools::refuse_idle(app, "--params", kOfParams);
   if (files.machine) tools::refuse_idle(app, "--measure", kOfMachine);
   if (running || record) tools::refuse_idle(app, "what was measured", {});

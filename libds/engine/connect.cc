@@ -54,12 +54,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
   const bool chosen = backend != CommBackend::Auto;
   const bool one_node = ranks.local_world_size == ranks.world_size;
-  if (!chosen) {
-    backend = ranks.world_size == 1 ? CommBackend::Self
-              : ranks.job.empty()   ? CommBackend::Mpi
-              : one_node            ? CommBackend::Shm
-                                    : CommBackend::Composed;
-  }
+  if (!chosen) backend = default_backend(ranks.world_size, ranks.local_world_size, !ranks.job.empty());
   switch (backend) {
     case CommBackend::Self:
       DS_CHECK(ranks.world_size == 1, Errc::Config, "communication.backend \"self\" serves one rank, not {}",
@@ -127,6 +122,13 @@ Mesh::OverDevice over_gpus(const Config& config, const RankInfo& ranks, Communic
 }
 
 }  // namespace
+
+CommBackend default_backend(int ranks, int ranks_per_node, bool launched) noexcept {
+  return ranks == 1                ? CommBackend::Self
+         : !launched               ? CommBackend::Mpi
+         : ranks == ranks_per_node ? CommBackend::Shm
+                                   : CommBackend::Composed;
+}
 
 int thread_count(const Config& config, const RankInfo& ranks) {
   return config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks.local_world_size);

@@ -12,6 +12,9 @@ namespace ds::engine {
 // Threads of this rank: the key `threads`, or its share of the machine's cores.
 int thread_count(const Config& config, const RankInfo& ranks);
 
+// What the backend "auto" is over host memory, if /dev/shm has room; launched: by ds-launch, whose ranks have a job.
+CommBackend default_backend(int ranks, int ranks_per_node, bool launched) noexcept;
+
 // What "auto" is here: CUDA where the plug-in, a driver and a GPU are, else the CPU. "cuda" throws Errc::Unavailable
 // with the reason where they are not.
 DeviceKind resolve_device(const Config& config);

@@ -39,13 +39,14 @@ report::TagBytes own_memory(const Config& config, const model::Model& model, con
                             int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
   const int world = plan.mesh.world();
-  const report::Host host{
-      .backend = world == 1                                         ? "self"
-                 : config.communication.backend == CommBackend::Mpi ? "mpi"
-                 : world == ranks_per_node                          ? "shm"
-                                                                    : "shm+mpi",
-      .kernels = probe::cpu_backend(),
-      .threads = config.threads > 0 ? narrow<int>(config.threads) : probe::rank_threads(ranks_per_node)};
+  CommBackend backend = config.communication.backend;
+  if (backend == CommBackend::Auto) backend = default_backend(world, ranks_per_node, true);
+  const report::Host host{.backend = backend == CommBackend::Self  ? "self"
+                                     : backend == CommBackend::Shm ? "shm"
+                                     : backend == CommBackend::Mpi ? "mpi"
+                                                                   : "shm+mpi",
+                          .kernels = probe::cpu_backend(),
+                          .threads = thread_count(config, {.local_world_size = ranks_per_node})};
   return report::own_memory(model, plan, host);
 }
 

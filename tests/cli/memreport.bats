@@ -62,6 +62,13 @@ JSON
   same_as_counted run p.json
 }
 
+@test "what a backend of several parts keeps is not foretold, on one node too" {
+  run -0 ds-memreport cfg.json -n 2 --device cpu
+  assert_line --regexp '^ +comm +2[.]'
+  run -0 ds-memreport cfg.json -n 2 --device cpu --set communication.backend=shm+mpi
+  refute_line --regexp '^ +comm '
+}
+
 @test "options stand for keys, and batch sizes follow" {
   ds-memreport cfg.json -n 8 --nodes 2 --tp 2 --pp 2 --stage 1 --micro-batch 4 --accumulation 8 --seq 64 --dtype bf16 \
     --checkpointing selective --json --output p.json
@@ -190,6 +197,8 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
   refuses 2 "give one of a configuration"
   refuses 2 "give no more than one of" cfg.json --running
   refuses 2 "--gpu means nothing beside --params" --params 7.5e9 --gpu h100
+  refuses 2 "--most requires --fit" cfg.json --most 3
+  refuses 2 "--memory requires --plot" cfg.json --memory 1GiB
   refuses 2 "do not divide 64 ranks" --params 7.5e9 -n 64 --tp 3
   refuses 2 "would share" --measure m.json -n 100000
   : >metrics.jsonl

@@ -124,21 +124,27 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   file("--measure", a.measure, "Times", "measure this machine's CPU at -n ranks, and write its rates");
   add_number(app, "--threads", a.threads, 1, 4096, "of each rank, for --measure (default 1)")
       ->type_name("N")
+      ->needs("--measure")
       ->group("Times");
   app.add_option("--fit", a.fit, "find what fits into so much memory of a rank: 80GiB")
       ->type_name("SIZE")
       ->group("What fits");
   app.add_option("--node-memory", a.node_memory, "host memory of a node (default: enough)")
       ->type_name("SIZE")
+      ->needs("--fit")
       ->group("What fits");
   add_number(app, "--most", a.most, 1, 100000, "so many of them at most (default 10)")
       ->type_name("N")
+      ->needs("--fit")
       ->group("What fits");
   file("--write", a.write, "What fits", "the first of them as a configuration; without --fit what was read");
   app.add_option("--plot", a.plot, "bars of each rank's memory: a file .svg or .html; \"-\": in the report")
       ->type_name("FILE")
       ->group("Result");
-  app.add_option("--memory", a.memory, "of a rank, drawn as a limit: 80GiB")->type_name("SIZE")->group("Result");
+  app.add_option("--memory", a.memory, "of a rank, drawn as a limit: 80GiB")
+      ->type_name("SIZE")
+      ->needs("--plot")
+      ->group("Result");
 }
 
 }  // namespace ds::tools

@@ -12,7 +12,7 @@ struct RankInfo {
   int world_size = 1;
   int local_rank = 0;        // among the ranks of this node
   int local_world_size = 1;  // ranks on this node
-  std::string job;           // names the job's shared memory; empty: there is none
+  std::string job = {};      // names the job's shared memory; empty: there is none
 };
 
 }  // namespace ds
