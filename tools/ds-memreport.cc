@@ -42,6 +42,12 @@ struct Files {
     const bool svg = picture->file().ends_with(".svg");
     put(picture, svg ? memreport::plot_svg(what, limit) : memreport::plot_html(what, limit));
   }
+  void write_config(const Config& c, const std::string& name) {
+    if (!config) return;
+    put(config, resolved_json(c) + "\n");
+    if (c.data.train.empty())
+      tools::report_warning(fmt::format("{}: ds-train wants data.train and steps in it too", name));
+  }
   static void put(std::optional<Output>& file, const std::string& text) {
     file->write(text);
     file->commit();
@@ -125,19 +131,9 @@ int of_running(const MemreportOptions& a, Output& out) {
   }
 }
 
-int of_source(const MemreportOptions& a, Files& files, Output& out) {
-  const memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
-  for (const Diagnostic& d : source.config.diagnostics)
-    (d.severity == Severity::Error ? tools::report_error : tools::report_warning)(to_string(d));
-  if (!source.config.ok()) return exit_code(source.config.code());
-  const Config& config = source.config.config;
-  const memreport::World world{source.ranks, a.nodes};
-  const DeviceKind device = device_of(a, config);
-  const memreport::Prediction p = memreport::predict(config, world, device);
-  const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
-  std::optional<memreport::StepTime> time;
-  if (hardware) time = memreport::predict_time(config, world, device, *hardware);
-  std::optional<memreport::FitResult> fit;
+// What is drawn, explained and written is the first of what fits.
+int of_fit(const MemreportOptions& a, const memreport::Source& source, const memreport::World& world, DeviceKind device,
+           const std::optional<memreport::Hardware>& hardware, Files& files, Output& out) {
   const auto bytes = [](const char* option, const std::string& text) {
     return text.empty() ? 0 : tools::parse_bytes(option, text);
   };
@@ -146,26 +142,59 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
                                       .memory = bytes("--fit", a.fit),
                                       .host_memory = bytes("--node-memory", a.node_memory),
                                       .most = static_cast<size_t>(a.most)};
-  if (options.memory > 0) {
-    if (!hardware) throw Error(Errc::Config, "--fit ranks by time: give --machine, --gpu, or --peak and --bandwidth");
-    fit = memreport::fit(source, options, *hardware);
+  if (!hardware) throw Error(Errc::Config, "--fit ranks by time: give --machine, --gpu, or --peak and --bandwidth");
+  const memreport::FitResult fit = memreport::fit(source, options, *hardware);
+  const bool shows = files.config || files.picture || files.drawn || a.explain;
+  if (shows && fit.fitting.empty())
+    throw Error(Errc::Config, fmt::format("{}: nothing fits", files.config ? "--write"
+                                                              : a.explain  ? "--explain"
+                                                                           : "--plot"));
+  std::optional<Config> first;
+  if (shows) first = memreport::arranged(source, fit.fitting.front());
+  if (first) files.write_config(*first, a.write);
+  if (out.json()) {
+    Json fields = Json::object();
+    if (const Config& present = source.config.config; source.config.ok()) {
+      fields = Json::parse(memreport::json(memreport::predict(present, world, device)));
+      fields["time"] = Json::parse(memreport::json(memreport::predict_time(present, world, device, *hardware)));
+    }
+    fields["fit"] = Json::parse(memreport::json(fit));
+    if (a.explain) fields["explained"] = memreport::explain(*first, world);
+    out.document(fields);
+  } else {
+    out.write(memreport::text(fit, options));
   }
-  if (files.config) {
-    if (fit && fit->fitting.empty()) throw Error(Errc::Config, "--write: nothing fits");
-    Files::put(files.config,
-               fit ? memreport::written_config(source, fit->fitting.front()) : resolved_json(config) + "\n");
-    if (config.data.train.empty())
-      tools::report_warning(fmt::format("{}: ds-train wants data.train and steps in it too", a.write));
+  if (first && !a.plot.empty()) files.plot(memreport::predict(*first, world, device), out);
+  if (a.explain && !out.json()) out.print("\n{}", memreport::explain(*first, world));
+  return 0;
+}
+
+int of_source(const MemreportOptions& a, Files& files, Output& out) {
+  const memreport::Source source = memreport::open_source(a.source, overrides_of(a), a.ranks);
+  const bool sound = source.config.ok(), searches = !a.fit.empty() && (sound || memreport::can_be_rearranged(source));
+  for (const Diagnostic& d : source.config.diagnostics) {
+    if (d.severity == Severity::Warning) tools::report_warning(to_string(d));
+    if (d.severity == Severity::Error && !searches) tools::report_error(to_string(d));
   }
+  if (!sound && !searches) return exit_code(source.config.code());
+  const memreport::World world{source.ranks, a.nodes};
+  const DeviceKind device = device_of(a, source.config.config);
+  const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
+  if (searches) return of_fit(a, source, world, device, hardware, files, out);
+
+  const Config& config = source.config.config;
+  const memreport::Prediction p = memreport::predict(config, world, device);
+  std::optional<memreport::StepTime> time;
+  if (hardware) time = memreport::predict_time(config, world, device, *hardware);
+  files.write_config(config, a.write);
   if (out.json()) {
     Json fields = Json::parse(memreport::json(p));
     if (time) fields["time"] = Json::parse(memreport::json(*time));
-    if (fit) fields["fit"] = Json::parse(memreport::json(*fit));
     if (a.explain) fields["explained"] = memreport::explain(config, world);
     out.document(fields);
   } else {
-    out.write(fit ? memreport::text(*fit, options) : memreport::text(p, a.all));
-    if (time && !fit) out.print("\n{}", memreport::text(*time));
+    out.write(memreport::text(p, a.all));
+    if (time) out.print("\n{}", memreport::text(*time));
   }
   files.plot(p, out);
   if (a.explain && !out.json()) out.print("\n{}", memreport::explain(config, world));

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include "base/json.h"
+#include "config/parallel.h"
 #include "ds/memreport.h"
 #include "ds/units.h"
 
@@ -12,11 +13,24 @@ std::string_view name_of(CheckpointGranularity g) {
   return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
 }
 
+std::string schedule_of(const Arrangement& a) {
+  if (a.mesh.pp == 1) return "-";
+  std::string name(schedule_name(a.schedule));
+  if (a.virtual_stages > 1) name += fmt::format(" {}", a.virtual_stages);
+  return name;
+}
+
 std::string row(const Arrangement& a) {
-  return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<10} {:<4} {:>13} {:>12.5g} {:>6.1f}\n", a.mesh.tp,
-                     a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, name_of(a.recompute),
-                     a.sequence_parallel ? "yes" : "no", bytes_text(a.device_bytes), a.time.tokens_per_s,
-                     100 * a.time.mfu);
+  return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12.5g} {:>6.1f}\n",
+                     a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, schedule_of(a),
+                     name_of(a.recompute), a.sequence_parallel ? "yes" : "no", bytes_text(a.device_bytes),
+                     a.time.tokens_per_s, 100 * a.time.mfu);
+}
+
+std::string lines(const std::vector<std::string>& keys) {
+  std::string out;
+  for (const std::string& key : keys) out += fmt::format("  --set {}\n", key);
+  return out;
 }
 
 Json arrangement_json(const Arrangement& a) {
@@ -27,6 +41,8 @@ Json arrangement_json(const Arrangement& a) {
           {"stage", a.stage},
           {"micro_batch", a.micro},
           {"accumulation", a.accumulation},
+          {"schedule", schedule_name(a.schedule)},
+          {"virtual_stages", a.virtual_stages},
           {"checkpointing", name_of(a.recompute)},
           {"sequence_parallel", a.sequence_parallel},
           {"device_bytes", a.device_bytes},
@@ -38,43 +54,57 @@ Json arrangement_json(const Arrangement& a) {
           {"keys", a.keys}};
 }
 
+Json largest_json(const LargestModel& m) { return {{"layers", m.layers}, {"params", m.params}, {"keys", m.keys}}; }
+
 }  // namespace
 
 std::string text(const FitResult& r, const FitOptions& o) {
-  const std::string head =
-      fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<10} {:<4} {:>13} {:>12} {:>6}\n", "tp", "pp", "sp",
-                  "dp", "stage", "micro", "accum", "recompute", "rows", "memory", "tokens/s", "MFU %");
+  const std::string head = fmt::format(
+      "{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12} {:>6}\n", "tp", "pp", "sp", "dp",
+      "stage", "micro", "accum", "schedule", "recompute", "rows", "memory", "tokens/s", "MFU %");
   std::string out = fmt::format("{} of memory on each of {} ranks of {} node{}: {} arrangements tried, {} fit\n\n",
                                 bytes_text(o.memory), o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s",
                                 r.num_tried, r.num_fitting);
-  out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(r.present));
-  if (r.fitting.empty()) return out + "\nnothing fits: more ranks or more memory are needed\n";
-  if (r.nearest) {
-    out += fmt::format("\nwith the fewest changes it fits so\n{}{}", head, row(*r.nearest));
-    for (const std::string& key : r.nearest->keys) out += fmt::format("  --set {}\n", key);
+  if (r.present) {
+    out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present));
+  } else {
+    out += "as it is: it cannot be\n";
+    for (const std::string& why : r.why_not) out += fmt::format("  {}\n", why);
   }
-  out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
-  for (const Arrangement& a : r.fitting) out += row(a);
-  out += "\nfor the first of them\n";
-  for (const std::string& key : r.fitting.front().keys) out += fmt::format("  --set {}\n", key);
-  out += fmt::format(
-      "arranged so, micro-batches of up to {} would fit at the same batch, and up to {} layers of this width, "
-      "{} parameters\n",
-      r.largest_micro, r.largest_layers, r.largest_params);
+  if (r.nearest)
+    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest), lines(r.nearest->keys));
+  if (r.fitting.empty()) {
+    out += "\nnothing fits: more ranks or more memory are needed\n";
+  } else {
+    out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
+    for (const Arrangement& a : r.fitting) out += row(a);
+    const Arrangement& first = r.fitting.front();
+    out += fmt::format("\nfor the first of them\n{}", lines(first.keys));
+    out += fmt::format(
+        "arranged so, micro-batches of up to {} fit, {} samples in a step, or up to {} layers of this width, {:.4g} "
+        "parameters\n",
+        r.largest_micro, r.largest_micro * first.accumulation * first.mesh.dp, r.largest.layers,
+        static_cast<double>(r.largest.params));
+  }
+  if (r.largest_of_all.layers > 0)
+    out += fmt::format("\nthe largest model of this width: {} layers, {:.4g} parameters, arranged so\n{}",
+                       r.largest_of_all.layers, static_cast<double>(r.largest_of_all.params),
+                       lines(r.largest_of_all.keys));
   return out;
 }
 
 std::string json(const FitResult& r) {
   Json fitting = Json::array();
   for (const Arrangement& a : r.fitting) fitting.push_back(arrangement_json(a));
-  Json json = {{"present", arrangement_json(r.present)},
+  Json json = {{"present", r.present ? arrangement_json(*r.present) : Json()},
                {"present_fits", r.present_fits},
+               {"why_not", r.why_not},
                {"num_tried", r.num_tried},
                {"num_fitting", r.num_fitting},
                {"fitting", fitting},
                {"largest_micro_batch", r.largest_micro},
-               {"largest_layers", r.largest_layers},
-               {"largest_params", r.largest_params}};
+               {"largest_model", largest_json(r.largest)},
+               {"largest_model_of_all", largest_json(r.largest_of_all)}};
   if (r.nearest) json["nearest"] = arrangement_json(*r.nearest);
   return json.dump();
 }

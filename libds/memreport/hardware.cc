@@ -7,6 +7,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "memreport/models.h"
+#include "pipeline/simulate.h"
 #include "report/planned.h"
 
 namespace ds::memreport {
@@ -78,23 +79,51 @@ StepTime predict_time(const Config& config, const World& world, DeviceKind devic
   return predict_time(config, world, device, hardware, models);
 }
 
-StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
-                      Models& models) {
+namespace {
+
+StepTime time_of(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models,
+                 bool simulates) {
   const MeshShape mesh = report::mesh_shape(config, world.ranks);
   const model::Model& model = models.of(config, mesh, {});
-  std::vector<std::unique_ptr<report::RunPlan>> plans;
-  std::vector<std::unique_ptr<report::StepWork>> works;
+  // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline fills.
+  std::map<std::vector<i64>, std::pair<report::RunPlan, report::StepWork>> works;
   std::vector<StageWork> stages;
   const std::vector<i64> cuts = models.cuts(config, mesh);
   for (int stage = 0; stage < mesh.pp; ++stage) {
-    plans.push_back(std::make_unique<report::RunPlan>(models.plan(config, mesh, {.pp = stage}, device, cuts)));
-    works.push_back(std::make_unique<report::StepWork>(report::tally_step(model, *plans.back())));
-    stages.push_back({plans.back().get(), works.back().get()});
+    std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
+    for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
+      const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
+      layers.push_back(cuts[block + 1] - cuts[block]);
+      if (config.model.sliding_window == 0) continue;
+      for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
+        layers.push_back(config.model.sliding_layers[static_cast<size_t>(l - 1)]);
+    }
+    auto at = works.find(layers);
+    if (at == works.end()) {
+      report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
+      report::StepWork work = report::tally_step(model, plan);
+      at = works.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
+    }
+    stages.push_back({&at->second.first, &at->second.second});
   }
   const Hardware::State& s = hardware.state();
   Machine machine = s.machine;
   machine.ranks_per_node = world.ranks / world.nodes;
-  return predict_step(model, stages, machine, s.links ? &*s.links : nullptr);
+  std::vector<std::vector<pipeline::Instr>> schedules;
+  if (simulates) schedules = pipeline::make_schedules(report::schedule_of(config));
+  return predict_step(model, stages, schedules, machine, s.links ? &*s.links : nullptr);
+}
+
+}  // namespace
+
+StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                      Models& models) {
+  return time_of(config, world, device, hardware, models, true);
+}
+
+StepTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                    Models& models) {
+  return time_of(config, world, device, hardware, models, false);
 }
 
 std::string text(const StepTime& t) {
@@ -111,6 +140,7 @@ std::string text(const StepTime& t) {
   if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
   line("optimizer", t.optimizer_s, "");
   line("publication", t.publish_s, "  of parameters");
+  if (t.cores_s > 0) line("waiting for cores", t.cores_s, "  the node has fewer than its ranks have threads");
   line("step", t.step_s, "");
   if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
   out += fmt::format("  {:<20} {:>12.6g}\n  {:<20} {:>12.1f} %\n", "tokens/s", t.tokens_per_s, "MFU", 100 * t.mfu);
@@ -127,6 +157,7 @@ std::string json(const StepTime& t) {
                {"hidden_s", t.hidden_s},
                {"optimizer_s", t.optimizer_s},
                {"publish_s", t.publish_s},
+               {"cores_s", t.cores_s},
                {"bubble_fraction", t.bubble_fraction},
                {"tokens_per_s", t.tokens_per_s},
                {"mfu", t.mfu},

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Machine: how long an op takes on one rank while all ranks of its node compute, measured with the ops that training
+// Machine: how long an op takes on one rank while all cores of its node compute, measured with the ops that training
 // calls, or given by peaks; as a value that is kept in JSON ("ds-machine/1"). The time of a call is the largest of what
 // its products, its bytes and its start take (the roofline: Williams, Waterman, Patterson 2009), with the rates of that
 // op at that size.
@@ -53,8 +53,12 @@ struct Machine {
   // B/s in caches of ops that compute more than they move; others go by `memory`.
   OpRates bytes;
 
+  // Of the ranks of a node, where they compute on its cores; 0 where they do not.
+  double threads_per_core() const noexcept {
+    return own_stream ? 0 : static_cast<double>(ranks_per_node) * threads / cores;
+  }
   // Whether communication goes on beside computing without taking its cores.
-  bool hides_communication() const noexcept { return own_stream || cores > ranks_per_node * threads; }
+  bool hides_communication() const noexcept { return threads_per_core() < 1; }
   // Of a large product; Errc::Config if nothing is known for this type.
   double matmul_flops(DType dtype) const;
   double seconds(const report::OpCall& call) const;
@@ -73,13 +77,14 @@ struct MeasureOptions {
   int ranks = 1;    // of this node, which work at once
   int threads = 1;  // of each
   int cores = 0;    // 0: those that this process may run on
-  std::vector<DType> dtypes = {DType::F32, DType::BF16};
+  std::vector<DType> dtypes = {DType::F32, DType::BF16, DType::F16};
   double seconds_per_op = 0.006;
-  int rounds = 3;  // over all ops, of which the fastest counts for each
+  int rounds = 6;  // over all ops, of which the fastest counts for each
 };
 using MakeDevice = std::function<std::unique_ptr<Device>(int rank)>;
-// About a second. Of an op's calls in a round the first quartile counts, of rounds the best: what others do on this
-// machine makes calls slower, never faster. Takes about 200 MiB for each rank for the time of the call. `make`: null
+// A few seconds. Of an op's calls in a round the first quartile counts, of rounds the best: what others do on this
+// machine makes calls slower, never faster; so too where ranks have more threads than there are cores, and the rates
+// are those of a rank while it has its cores. Takes about 200 MiB for each rank for the time of the call. `make`: null
 // for the CPU.
 Machine measure_machine(const MeasureOptions& options, const MakeDevice& make = {});
 

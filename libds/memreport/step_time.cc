@@ -152,26 +152,28 @@ class StageModel {
 
 }  // namespace
 
-StepTime predict_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
+                      std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
                       const Links* links) {
-  DS_ASSERT(!stages.empty());
+  DS_ASSERT(!stages.empty() && (schedules.empty() || stages.size() == schedules.size()));
   const report::RunPlan& first = *stages[0].plan;
   std::vector<StageTime> times;
-  std::vector<std::vector<pipeline::Instr>> schedules;
-  for (const StageWork& stage : stages) {
-    times.push_back(StageModel(stage, model.hidden, machine, links).run());
-    schedules.push_back(stage.plan->schedule);
+  for (size_t s = 0; s < stages.size(); ++s) {
+    const bool same = s > 0 && stages[s].plan == stages[s - 1].plan;
+    times.push_back(same ? times.back() : StageModel(stages[s], model.hidden, machine, links).run());
   }
-  std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
-  for (size_t chunk = 0; chunk < first.chunks.size(); ++chunk) {
-    for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
-  }
-  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
-
-  StepTime step;
-  step.pipeline_s = timeline.makespan;
-  step.bubble_fraction = timeline.bubble_fraction();
   const StageTime& busiest = *std::ranges::max_element(times, {}, &StageTime::busy);
+  StepTime step;
+  step.pipeline_s = busiest.busy();
+  if (!schedules.empty()) {
+    std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
+    for (size_t chunk = 0; chunk < first.chunks.size(); ++chunk) {
+      for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
+    }
+    const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
+    step.pipeline_s = timeline.makespan;
+    step.bubble_fraction = timeline.bubble_fraction();
+  }
   step.compute_s = busiest.compute;
   step.recompute_s = busiest.recompute;
   step.in_layer_communication_s = busiest.in_layers;
@@ -183,6 +185,13 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
     step.publish_s = std::max(step.publish_s, t.publish);
   }
   step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s;
+  if (const double sharing = machine.threads_per_core(); sharing > 1) {
+    double work = 0;  // of a rank, in the mean
+    for (const StageTime& t : times) work += (t.compute + t.optimizer) / static_cast<double>(times.size());
+    const double sent = step.in_layer_communication_s + step.communication_s + step.publish_s;
+    step.cores_s = std::max(0.0, sharing * work + sent - step.step_s);
+    step.step_s += step.cores_s;
+  }
 
   const double tokens = static_cast<double>(first.B * first.sequence_length * first.micro_batches * first.mesh.dp);
   const double flops = model.flops_per_token(first.sequence_length) * tokens / first.mesh.world();

@@ -7,6 +7,8 @@
 //   pipeline    pipeline::simulate with each block's time: ops, and messages of tp and sp, which are waited for
 //   exposed     of dp's gathers and reductions, what is not hidden behind the passes they go on beside
 //   optimizer   sums of what stands on several ranks, the norm, AdamW, the publication of parameters
+//   cores       where the ranks of a node have more threads than it has cores: no less than all that they compute, over
+//               the cores, and what they send; they fill the bubbles of each other
 //
 // Two activities in n equal portions, one of which waits for the other's, take max(a + b/n, a/n + b): so much of
 // communication is hidden, where something else than the cores that compute carries it (Machine::hides_communication);
@@ -48,15 +50,17 @@ Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node)
 // Throws Errc::Config if the document has neither.
 double message_seconds(const Links& links, std::string_view collective, const Group& group, const CommCount& count);
 
-// What the ranks of one stage of the pipeline do; both outlive the call.
+// What the ranks of one stage of the pipeline do; both outlive the call. Stages that do the same may share them.
 struct StageWork {
   const report::RunPlan* plan;
   const report::StepWork* work;
 };
 
-// `stages`: one for each stage of the pipeline, in order. `links`: may be null where no axis has more than one rank.
-// Throws Errc::Config for links or rates that are not known.
-StepTime predict_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+// `stages`: one for each stage of the pipeline, in order, and so their schedules; no schedules: as if no stage were
+// ever idle. `links`: may be null where no axis has more than one rank. Throws Errc::Config for links or rates that are
+// not known.
+StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
+                      std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
                       const Links* links);
 
 }  // namespace ds::memreport

@@ -161,14 +161,16 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
   plans.reserve(static_cast<size_t>(mesh.pp));
   works.reserve(static_cast<size_t>(mesh.pp));
   std::vector<memreport::StageWork> stages;
+  std::vector<std::vector<pipeline::Instr>> schedules;
   for (int p = 0; p < mesh.pp; ++p) {
     const MeshCoord coord{.pp = p};
     models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, coord)));
     plans.push_back(report::make_run_plan(c, models.back(), mesh, coord));
     works.push_back(report::tally_step(models.back(), plans.back()));
     stages.push_back({&plans.back(), &works.back()});
+    schedules.push_back(plans.back().schedule);
   }
-  return memreport::predict_step(models[0], stages, machine, &links);
+  return memreport::predict_step(models[0], stages, schedules, machine, &links);
 }
 
 }  // namespace

@@ -157,6 +157,7 @@ watching() { grep -q "^memory of rank 1" seen; }
   grep -q '"ds-machine/1"' machine.json
   run -0 ds-memreport cfg.json --device cpu --machine machine.json
   assert_line --regexp '^  step +[0-9.]+ ms$'
+  run -0 ds-memreport cfg.json --device cpu --machine machine.json --dtype fp16
   assert_line --regexp '^  tokens/s +[0-9.e+]+$'
   run -0 ds-memreport cfg.json -n 2 --gpu h100 --json
   assert_line --partial '"tokens_per_s"'
@@ -189,8 +190,28 @@ best = json.load(open("f.json"))["fit"]["fitting"][0]; p = json.load(open("p.jso
 assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (best, p)'
   run -0 ds-memreport cfg.json -n 4 --gpu h100 --fit 1KiB
   assert_line --partial "nothing fits"
+  refuses 2 "--plot: nothing fits" cfg.json -n 4 --gpu h100 --fit 1KiB --plot none.svg
   refuses 2 "nothing fits" cfg.json -n 4 --gpu h100 --fit 1KiB --write none.json
   [[ ! -e none.json ]]
+}
+
+@test "--fit rearranges what cannot be on these ranks, and says why it cannot" {
+  refuses 2 "cannot be shared" cfg.json -n 3 --device cpu
+  run -0 ds-memreport cfg.json -n 3 --device cpu --gpu h100 --fit 1GiB --write three.json --plot -
+  assert_line --partial "as it is: it cannot be"
+  assert_line --partial "train_batch_size: 8 cannot be shared"
+  assert_line --partial "with the fewest changes it fits so"
+  assert_line --partial "the largest model of this width"
+  ds-launch -n 3 ds-train three.json --out three --steps 1 --quiet
+  ds-memreport cfg.json -n 3 --device cpu --gpu h100 --fit 1GiB --json --output f.json
+  python3 -c 'import json; f = json.load(open("f.json"))["fit"]
+assert f["present"] is None and len(f["why_not"]) == 1 and f["nearest"]["dp"] * f["nearest"]["pp"] * f["nearest"]["tp"] == 3, f
+assert {"1f1b", "zb-h1"} <= {a["schedule"] for a in f["fitting"]}, f'
+  # A checkpoint of two ranks knows all three sizes of its batch.
+  ds-launch -n 2 ds-train cfg.json --out two --steps 1 --quiet
+  run -0 ds-memreport two -n 4 --device cpu --gpu h100 --fit 1GiB
+  assert_line --partial "as it is: it cannot be"
+  refuses 2 "seq_length" cfg.json -n 4 --gpu h100 --fit 1GiB --set data.seq_length=0
 }
 
 @test "what cannot be is refused, all mistakes at once" {

@@ -2,7 +2,10 @@
 // The search for what fits, against every legal arrangement of a small world, one by one.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <gmock/gmock.h>
+
+#include <set>
 
 #include "ds/memreport.h"
 
@@ -33,32 +36,38 @@ FitOptions options(i64 memory, size_t most = 100000) {
 
 // Whatever can be said with the keys that are searched, and is legal: the fastest that fits.
 double best_of_all(i64 memory, i64& num_fitting) {
+  const World world{.ranks = 8, .nodes = 2};
   double best = 0;
+  const auto look_at = [&](const std::vector<std::string>& keys) {
+    const ConfigResult r = parse_config(kText, "cfg", keys, 8, ConfigUse::Inspect);
+    if (!r.ok() || predict(r.config, world, DeviceKind::Cuda).worst_group().device_bytes > memory) return;
+    ++num_fitting;
+    best = std::max(best, predict_time(r.config, world, DeviceKind::Cuda, kHardware).tokens_per_s);
+  };
+  const std::pair<const char*, int> schedules[] = {{"1f1b", 1},        {"zb-h1", 1},       {"interleaved", 2},
+                                                   {"interleaved", 3}, {"interleaved", 4}, {"naive", 1}};
   for (const int tp : {1, 2, 4}) {
     for (const int sp : {1, 2, 4}) {
       for (const int pp : {1, 2, 4, 8}) {
+        if (tp * sp > 4 || 8 % (tp * sp * pp) != 0) continue;
+        const int dp = 8 / (tp * sp * pp);
         for (const int stage : {0, 1, 2, 3}) {
           for (const int micro : {1, 2, 4, 8, 16}) {
+            if (16 % (dp * micro) != 0 || (dp * sp == 1 && stage > 0)) continue;
             for (const char* recompute : {"none", "selective", "layer"}) {
               for (const bool rows : {false, true}) {
-                if (tp * sp > 4 || 8 % (tp * sp * pp) != 0 || (rows && tp == 1)) continue;
-                const int dp = 8 / (tp * sp * pp);
-                if (16 % (dp * micro) != 0 || (dp * sp == 1 && stage > 0)) continue;
-                const std::vector<std::string> keys = {
-                    fmt::format("tensor_parallel.tp_size={}", tp),
-                    fmt::format("sequence_parallel_size={}", sp),
-                    fmt::format("pipeline.stages={}", pp),
-                    fmt::format("zero_optimization.stage={}", stage),
-                    fmt::format("zero_optimization.overlap_comm={}", stage > 0),
-                    fmt::format("train_micro_batch_size_per_gpu={}", micro),
-                    fmt::format("activation_checkpointing.granularity={}", recompute),
-                    fmt::format("tensor_parallel.sequence_parallel={}", rows)};
-                const ConfigResult r = parse_config(kText, "cfg", keys, 8, ConfigUse::Inspect);
-                if (!r.ok()) continue;
-                const World world{.ranks = 8, .nodes = 2};
-                if (predict(r.config, world, DeviceKind::Cuda).worst_group().device_bytes > memory) continue;
-                ++num_fitting;
-                best = std::max(best, predict_time(r.config, world, DeviceKind::Cuda, kHardware).tokens_per_s);
+                if (rows && tp == 1) continue;
+                for (const auto& [schedule, chunks] : schedules) {
+                  if (pp == 1 && std::string(schedule) != "1f1b") continue;
+                  look_at({fmt::format("tensor_parallel.tp_size={}", tp), fmt::format("sequence_parallel_size={}", sp),
+                           fmt::format("pipeline.stages={}", pp), fmt::format("pipeline.schedule={}", schedule),
+                           fmt::format("pipeline.virtual_stages={}", chunks),
+                           fmt::format("zero_optimization.stage={}", stage),
+                           fmt::format("zero_optimization.overlap_comm={}", stage > 0),
+                           fmt::format("train_micro_batch_size_per_gpu={}", micro),
+                           fmt::format("activation_checkpointing.granularity={}", recompute),
+                           fmt::format("tensor_parallel.sequence_parallel={}", rows)});
+                }
               }
             }
           }
@@ -92,12 +101,99 @@ TEST(Fit, FindsTheFastestOfAllLegalArrangements) {
   }
 }
 
+// The list is the same however much of it is asked for: what is never looked at would not be in it.
+TEST(Fit, AShortListIsTheBeginningOfTheLongOne) {
+  const FitResult all = fit(source(), options(i64{3} << 20), kHardware);
+  std::set<PipelineSchedule> schedules;
+  for (const Arrangement& a : all.fitting) schedules.insert(a.schedule);
+  EXPECT_EQ(schedules,
+            (std::set{PipelineSchedule::OneFOneB, PipelineSchedule::Interleaved, PipelineSchedule::ZeroBubbleH1}));
+  for (const size_t most : {size_t{1}, size_t{4}, size_t{25}}) {
+    const FitResult some = fit(source(), options(i64{3} << 20, most), kHardware);
+    ASSERT_EQ(some.fitting.size(), most);
+    for (size_t i = 0; i < most; ++i) EXPECT_EQ(some.fitting[i].keys, all.fitting[i].keys) << i;
+  }
+}
+
+// Of one that cannot be on these ranks the batch and all else is kept.
+TEST(Fit, ASourceThatCannotBeIsRearranged) {
+  const auto unsound = [](std::vector<std::string> overrides) {
+    Source s;
+    s.ranks = 8;
+    s.text = kText;
+    s.name = "cfg";
+    s.overrides = std::move(overrides);
+    s.config = parse_config(kText, "cfg", s.overrides, 8, ConfigUse::Inspect);
+    EXPECT_FALSE(s.config.ok());
+    return s;
+  };
+  const FitOptions plenty = options(i64{4} << 20, 3);
+  for (const std::vector<std::string>& overrides :
+       {std::vector<std::string>{"train_batch_size=12"},                        // for 8 ranks of data
+        {"tensor_parallel.tp_size=3"},                                          // heads
+        {"pipeline.stages=3"},                                                  // ranks
+        {"train_micro_batch_size_per_gpu=4", "gradient_accumulation_steps=4"},  // 8 ranks of 16 are 128
+        {"pipeline.stages=2", "pipeline.schedule=interleaved"}}) {              // of one chunk
+    const Source s = unsound(overrides);
+    ASSERT_TRUE(can_be_rearranged(s)) << overrides[0];
+    const FitResult r = fit(s, plenty, kHardware);
+    EXPECT_FALSE(r.present);
+    EXPECT_FALSE(r.present_fits);
+    EXPECT_THAT(r.why_not, testing::Not(testing::IsEmpty()));
+    ASSERT_EQ(r.fitting.size(), 3u) << overrides[0];
+    EXPECT_EQ(arranged(s, r.fitting[0]).batch.train, overrides[0] == "train_batch_size=12" ? 12 : 16);
+    ASSERT_TRUE(r.nearest);
+    EXPECT_LE(r.nearest->keys.size(), 5u) << fmt::format("{}", fmt::join(r.nearest->keys, " "));
+    EXPECT_THAT(text(r, plenty), testing::HasSubstr("it cannot be\n  "));
+  }
+  EXPECT_FALSE(can_be_rearranged(unsound({"train_batch_size=many"})));
+  EXPECT_FALSE(can_be_rearranged(unsound({"tensor_parallel.tp_size=3", "no.such.key=1"})));
+  // Nothing says how large a step is where the ranks of data are not known.
+  const Source no_batch = unsound({"pipeline.stages=3", "train_batch_size=auto", "train_micro_batch_size_per_gpu=4"});
+  EXPECT_TRUE(can_be_rearranged(no_batch));
+  EXPECT_THROW(fit(no_batch, plenty, kHardware), Error);
+}
+
+// The second name of tensor parallelism, which configurations that were written have too, stands in no arrangement's
+// way.
+TEST(Fit, TheSecondNameOfTensorParallelismYields) {
+  const Source s = source({"tensor_parallel.tp_size=2", "tensor_parallel.autotp_size=2"});
+  std::set<i64> degrees;
+  for (const Arrangement& a : fit(s, options(i64{4} << 20), kHardware).fitting) degrees.insert(a.mesh.tp);
+  EXPECT_EQ(degrees, (std::set<i64>{1, 2, 4}));
+}
+
+TEST(Fit, WhatIsLargestFitsAndMoreDoesNot) {
+  const i64 memory = i64{3} << 20;
+  const FitResult r = fit(source(), options(memory, 1), kHardware);
+  const auto bytes = [&](std::vector<std::string> keys, i64 layers, i64 micro) {
+    keys.push_back(fmt::format("model.num_hidden_layers={}", layers));
+    if (micro > 0) {
+      keys.push_back(fmt::format("train_micro_batch_size_per_gpu={}", micro));
+      keys.push_back("train_batch_size=auto");
+    }
+    const Config c = source(keys).config.config;
+    return predict(c, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda).worst_group().device_bytes;
+  };
+  const Arrangement& best = r.fitting.front();
+  EXPECT_GE(r.largest_micro, best.micro);
+  EXPECT_LE(bytes(best.keys, 6, r.largest_micro), memory);
+  EXPECT_GT(bytes(best.keys, 6, r.largest_micro + 1), memory);
+  for (const LargestModel& m : {r.largest, r.largest_of_all}) {
+    EXPECT_GE(m.layers, 6);
+    EXPECT_LE(bytes(m.keys, m.layers, 0), memory);
+    const Config c = source(m.keys).config.config;
+    EXPECT_GT(bytes(m.keys, m.layers + c.pipeline.stages * c.pipeline.virtual_stages, 0), memory);
+  }
+  EXPECT_GE(r.largest_of_all.layers, r.largest.layers);
+}
+
 TEST(Fit, WhatIsWrittenIsWhatWasFound) {
   const Source s = source({"seed=7"});
   const FitResult r = fit(s, options(i64{3} << 20, 3), kHardware);
   ASSERT_EQ(r.fitting.size(), 3u);
   for (const Arrangement& a : r.fitting) {
-    const ConfigResult written = parse_config(written_config(s, a), "written", {}, 8, ConfigUse::Inspect);
+    const ConfigResult written = parse_config(resolved_json(arranged(s, a)), "written", {}, 8, ConfigUse::Inspect);
     ASSERT_TRUE(written.ok()) << written.message();
     EXPECT_EQ(written.config.seed, 7);
     const Prediction p = predict(written.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda);
@@ -112,8 +208,9 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_TRUE(fit(source(), options(needed, 1), kHardware).present_fits);
   const FitResult r = fit(source(), options(needed - 1, 1), kHardware);
   EXPECT_FALSE(r.present_fits);
-  EXPECT_EQ(r.present.device_bytes, needed);
-  EXPECT_GE(r.largest_layers, 6);
+  ASSERT_TRUE(r.present);
+  EXPECT_EQ(r.present->device_bytes, needed);
+  EXPECT_GE(r.largest.layers, 6);
   EXPECT_FALSE(fit(source(), options(needed, 1), kHardware).nearest);
   // Its keys alone make the source so, and no single one of what fits has fewer.
   ASSERT_TRUE(r.nearest);

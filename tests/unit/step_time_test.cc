@@ -37,8 +37,12 @@ struct Predicted {
   }
   StepTime operator()(const Machine& machine, const Links* links = nullptr) const {
     std::vector<memreport::StageWork> stages;
-    for (size_t p = 0; p < plans.size(); ++p) stages.push_back({&plans[p], &works[p]});
-    return memreport::predict_step(models[0], stages, machine, links);
+    std::vector<std::vector<pipeline::Instr>> schedules;
+    for (size_t p = 0; p < plans.size(); ++p) {
+      stages.push_back({&plans[p], &works[p]});
+      schedules.push_back(plans[p].schedule);
+    }
+    return memreport::predict_step(models[0], stages, schedules, machine, links);
   }
 };
 
@@ -171,6 +175,31 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
   EXPECT_LE(p(cpu(1e9, 1e9, 4, 2), &endless).hidden_s, idle.pipeline_s);
   c.zero.overlap_comm = false;
   EXPECT_EQ(Predicted(c)(cpu(1e9, 1e9, 4, 2), &links).hidden_s, 0);
+}
+
+// Ranks with more threads than their node has cores: all that they compute goes through the cores, and what is idle in
+// a pipeline's stage is another's time.
+TEST(StepTime, RanksShareTheCoresOfTheirNode) {
+  Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
+  const Links links = links_of(1e-6, 1e-9, 4);
+  const auto check = [&](const Predicted& p, int ranks) {
+    const StepTime own = p(cpu(1e9, 1e9, ranks, ranks), &links);
+    const StepTime shared = p(cpu(1e9, 1e9, 1, ranks), &links);
+    EXPECT_EQ(own.cores_s, 0);
+    double work = 0;
+    for (const report::StepWork& w : p.works) work += cpu().seconds(w.total());
+    work *= static_cast<double>(ranks) / static_cast<double>(p.works.size());
+    const double sent = own.in_layer_communication_s + own.communication_s + own.publish_s;
+    EXPECT_NEAR(shared.step_s, work + sent, 1e-9 * work);
+    EXPECT_NEAR(shared.cores_s, shared.step_s - own.step_s, 1e-12);
+    EXPECT_NEAR(shared.tokens_per_s * shared.step_s, own.tokens_per_s * own.step_s, 1e-6);
+    return shared.cores_s / own.step_s;
+  };
+  check(Predicted(c), 2);
+  Layout l{.pp = 2};
+  const double filled = check(Predicted(config_of(tiny_llama(), l)), 2);
+  EXPECT_LT(filled, 0.9);  // by the bubbles
+  EXPECT_GT(filled, 0);
 }
 
 // dp.reduce_scatter sends (P - 1)/P of the gradients, dp.all_gather of the parameters: t = alpha + beta bytes.

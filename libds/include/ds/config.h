@@ -195,7 +195,7 @@ struct Diagnostic {
 DS_API std::string to_string(const Diagnostic&);
 
 struct ConfigResult {
-  Config config;                        // meaningful only if ok()
+  Config config;                        // whole only if ok(); else what could be read, the rest as by default
   std::vector<Diagnostic> diagnostics;  // in the order found; warnings too
   DS_API bool ok() const noexcept;
   // Errc::Config before Errc::Unavailable. Requires: !ok().

@@ -97,7 +97,9 @@ struct StepTime {
   double hidden_s = 0;                  // of dp
   double optimizer_s = 0;
   double publish_s = 0;  // all-gathers of parameters
-  double step_s = 0;     // pipeline + communication + optimizer + publish
+  // What ranks wait beyond that for cores that others of their node use, where their threads are more than its cores.
+  double cores_s = 0;
+  double step_s = 0;  // pipeline + communication + optimizer + publish + cores
   double tokens_per_s = 0;
   double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
   // By "axis.collective", all of it of that stage, hidden or not.
@@ -146,6 +148,8 @@ struct Arrangement {
   MeshShape mesh;
   int stage = 0;
   i64 micro = 0, accumulation = 0;
+  PipelineSchedule schedule = PipelineSchedule::OneFOneB;  // where there are stages
+  i64 virtual_stages = 1;
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
   i64 device_bytes = 0;  // of the rank that needs most
@@ -160,24 +164,36 @@ struct FitOptions {
   i64 host_memory = 0;  // bytes that a node has; 0: enough
   size_t most = 10;     // arrangements
 };
+// A model of more layers of the same width, 2048 at most.
+struct LargestModel {
+  i64 layers = 0, params = 0;
+  std::vector<std::string> keys;  // of an arrangement in which it fits
+};
 struct FitResult {
-  Arrangement present;  // the source's own
+  std::optional<Arrangement> present;  // the source's own; none where it cannot be on these ranks,
+  std::vector<std::string> why_not;    // which is for these reasons
   bool present_fits = false;
   std::vector<Arrangement> fitting;  // by tokens per second, the fastest first
   // Where the present one does not fit: what fits with the fewest of its settings changed, the fastest of those; its
   // keys are the changes alone.
   std::optional<Arrangement> nearest;
   i64 num_tried = 0, num_fitting = 0;
-  // Of the fastest one with what else is as large as fits: samples of a micro-batch (at the same batch), layers (2048
-  // at most).
-  i64 largest_micro = 0, largest_layers = 0, largest_params = 0;
+  // Of the fastest one with what else is as large as fits: samples of a micro-batch, with as many micro-batches as now;
+  // layers.
+  i64 largest_micro = 0;
+  LargestModel largest;
+  // In whichever arrangement takes most layers, with one sample in a micro-batch and all layers computed again.
+  LargestModel largest_of_all;
 };
-// The arrangements of these ranks that fit: every mesh of tp (inside a node), pp, sp and dp, ZeRO stage, micro-batch,
-// with and without Megatron's sequence parallelism, and as little as possible computed again. The batch stays: the same
-// samples are trained in a step. `source` is sound. Throws as predict_time.
+// Whether what is wrong with `source` is only how it is arranged over its ranks, so that fit() can tell what is not.
+DS_API bool can_be_rearranged(const Source& source);
+// The arrangements of these ranks that fit: every mesh of tp (inside a node), pp, sp and dp, ZeRO stage, schedule of
+// the pipeline, micro-batch, with and without Megatron's sequence parallelism, and as little as possible computed
+// again. The batch stays: the same samples are trained in a step. `source` is sound, or can be rearranged. Throws as
+// predict_time, and Errc::Config where nothing says how large the batch is.
 DS_API FitResult fit(const Source& source, const FitOptions& options, const Hardware& hardware);
 // The source's configuration arranged so, for ds-train.
-DS_API std::string written_config(const Source& source, const Arrangement& arrangement);
+DS_API Config arranged(const Source& source, const Arrangement& arrangement);
 DS_API std::string text(const FitResult& result, const FitOptions& options);
 DS_API std::string json(const FitResult& result);
 

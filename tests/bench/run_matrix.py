@@ -1,21 +1,25 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""What ds-memreport predicts of runs on the CPU, beside what they count and what of the process is resident.
+"""What ds-memreport predicts of runs on the CPU, beside what they count, what of the process is resident, and how long
+their steps take.
 
-    python3 tests/bench/memory_matrix.py BUILD_DIR WORK_DIR [FILTER]
+    python3 tests/bench/run_matrix.py BUILD_DIR WORK_DIR [FILTER]
 
 Every run is ds-launch -n RANKS ds-train over this file's text. Predicted: ds-memreport CONFIG --json, before the run.
 Counted: counted_bytes of the last line of metrics.jsonl, of every rank. `states`: the tags of model states. `else`: the
 tag of the others that is furthest off. `resident`: of the rank whose resident memory is furthest from its base and
-what it counted. Exits 1 where a bound of the last lines is not kept.
+what it counted. `step ms`: predicted by the rates of ops and links as they are before the run, and the median of the
+steps behind the first two, by the clock. Exits 1 where a bound on memory is not kept; times are only shown.
 """
 import argparse
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 STATES = {"params", "grads", "grad_accum", "master", "optimizer"}
 GPT = {"type": "gpt2", "vocab_size": 1003, "n_positions": 512, "n_embd": 256, "n_layer": 6, "n_head": 8}
@@ -24,6 +28,8 @@ LLAMA = {"type": "llama", "vocab_size": 2048, "max_position_embeddings": 512, "h
          "tie_word_embeddings": False}
 MODELS = {"gpt2": GPT, "llama": LLAMA}
 TYPES = {"fp32": [], "bf16": ["bf16.enabled=true"], "fp16": ["fp16.enabled=true"]}
+OPERATIONS = "reduce_scatter,all_gather,all_reduce,all_to_all,broadcast,sendrecv"
+WARM_UP, STEPS = 2, 9
 LAYER = "activation_checkpointing.granularity=layer"
 SELECTIVE = "activation_checkpointing.granularity=selective"
 
@@ -74,6 +80,21 @@ RUNS = [
 ]
 
 
+class Row(NamedTuple):
+    states: float
+    other: tuple[float, str]
+    total: float
+    resident: float
+    counted: int
+    base: int
+    predicted_ms: float
+    step_ms: float
+
+    @property
+    def time_error(self):
+        return self.predicted_ms / self.step_ms - 1
+
+
 def settings_of(precision, keys):
     batch = [] if any("micro_batch_size" in key for key in keys) else ["train_micro_batch_size_per_gpu=2"]
     return [x for key in (*TYPES[precision], *batch, *keys) for x in ("--set", key)]
@@ -84,19 +105,39 @@ def off(predicted, counted):
     return 0.0 if predicted == counted else abs(predicted - counted) / max(counted, 1)
 
 
+def threads_of(ranks, keys):
+    """Of each rank, as ds-train chooses."""
+    asked = [int(key.split("=")[1]) for key in keys if key.startswith("threads=")]
+    return asked[0] if asked else max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
 def measure(bin, work, model, ranks, precision, keys):
     shutil.rmtree(work / "run", ignore_errors=True)
     settings = settings_of(precision, keys)
-    report = subprocess.run([bin / "ds-memreport", f"{model}.json", "-n", str(ranks), "--device", "cpu", "--json",
-                             *settings], cwd=work, check=True, capture_output=True, text=True)
-    subprocess.run([bin / "ds-launch", "-n", str(ranks), "ds-train", f"{model}.json", "--out", "run", "--steps", "3",
-                    "--quiet", *settings], cwd=work, check=True, capture_output=True,
-                   env={**os.environ, "PATH": f"{bin}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""})
+
+    def run(program, *arguments):
+        return subprocess.run([bin / program, *map(str, arguments)], cwd=work, check=True, capture_output=True,
+                              text=True, env={**os.environ, "PATH": f"{bin}:{os.environ['PATH']}",
+                                              "CUDA_VISIBLE_DEVICES": ""}).stdout
+
+    run("ds-memreport", "--measure", "machine.json", "-n", ranks, "--threads", threads_of(ranks, keys))
+    rates = ["--machine", "machine.json"]
+    if ranks > 1:
+        run("ds-commbench", "--ranks", ranks, "--op", OPERATIONS, "-b", "4K", "-e", "16M", "-f", 8, "-n", 20,
+            "--check", 0, "--save", "links.json")
+        rates += ["--links", "links.json"]
+    report = json.loads(run("ds-memreport", f"{model}.json", "-n", ranks, "--device", "cpu", "--json", *rates,
+                            *settings))
+    run("ds-launch", "-n", ranks, "ds-train", f"{model}.json", "--out", "run", "--steps", WARM_UP + STEPS, "--quiet",
+        *settings)
     predicted = {}
-    for group in json.loads(report.stdout)["groups"]:
+    for group in report["groups"]:
         predicted.update((rank, group["memory_bytes"]) for rank in group["ranks"])
     with open(work / "run" / "metrics.jsonl", encoding="utf-8") as lines:
-        memory = json.loads(lines.readlines()[-1])
+        metrics = [json.loads(line) for line in lines]
+    step_ms = [line["step_ms"] for line in metrics if line["type"] == "step"][WARM_UP:]
+    assert len(step_ms) == STEPS
+    memory = metrics[-1]
     assert memory["type"] == "memory" and len(memory["ranks"]) == ranks
     states, other, total, resident, largest = 0.0, (0.0, ""), 0.0, 0.0, 0
     for rank in memory["ranks"]:
@@ -113,7 +154,8 @@ def measure(bin, work, model, ranks, precision, keys):
         error = rank["resident_bytes"] / (rank["base_bytes"] + sum_own) - 1
         resident = max(resident, error, key=abs)
     base = max(rank["base_bytes"] for rank in memory["ranks"])
-    return states, other, total, resident, largest, base
+    return Row(states, other, total, resident, largest, base, report["time"]["step_s"] * 1e3,
+               statistics.median(step_ms))
 
 
 def main():
@@ -128,7 +170,8 @@ def main():
         (a.work / f"{name}.json").write_text(json.dumps(
             {"model": model, "data": {"train": "text.txt", "seq_length": 256},
              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}), encoding="utf-8")
-    print("model  ranks type  states  else              total  resident  counted MiB  base MiB  keys")
+    print("model  ranks type  states  else              total  resident  counted MiB  base MiB   step ms:"
+          " predicted  median            keys")
     rows = []
     for model in MODELS:
         for ranks, precision, keys in RUNS:
@@ -136,18 +179,27 @@ def main():
             if a.filter not in name:
                 continue
             try:
-                row = measure(a.build, a.work, model, ranks, precision, keys)
+                r = measure(a.build, a.work, model, ranks, precision, keys)
             except subprocess.CalledProcessError as e:
-                sys.exit(f"memory_matrix: error: {name}: {e.stderr}")
-            rows.append(row)
-            states, (other, tag), total, resident, counted, base = row
-            print(f"{model:6} {ranks:5} {precision:5} {states:6.2%} {other:7.2%} {tag if other else '':10}"
-                  f"{total:6.2%} {resident:+9.2%} {counted / 2**20:12.1f} {base / 2**20:9.1f}  {' '.join(keys)}", flush=True)
-    worst = (max(r[0] for r in rows), max(r[1][0] for r in rows), max(abs(r[3]) for r in rows))
-    exact = sum(r[0] == 0 and r[1][0] == 0 for r in rows)
-    print(f"{len(rows)} runs, {exact} of them exact in every tag of every rank; at most: model states {worst[0]:.2%}, "
-          f"another tag {worst[1]:.2%}, resident memory {worst[2]:.2%}")
-    sys.exit(worst[0] > 0 or worst[1] > 0.02 or worst[2] > 0.1)
+                sys.exit(f"run_matrix: error: {name}: {e.stderr}")
+            rows.append((ranks, r))
+            other, tag = r.other
+            print(f"{model:6} {ranks:5} {precision:5} {r.states:6.2%} {other:7.2%} {tag if other else '':10}"
+                  f"{r.total:6.2%} {r.resident:+9.2%} {r.counted / 2**20:12.1f} {r.base / 2**20:9.1f}"
+                  f" {r.predicted_ms:20.1f} {r.step_ms:7.1f} {r.time_error:+8.1%}   {' '.join(keys)}", flush=True)
+    states, other = max(r.states for _, r in rows), max(r.other[0] for _, r in rows)
+    resident = max(abs(r.resident) for _, r in rows)
+    exact = sum(r.states == 0 and r.other[0] == 0 for _, r in rows)
+    print(f"{len(rows)} runs, {exact} of them exact in every tag of every rank; at most: model states {states:.2%}, "
+          f"another tag {other:.2%}, resident memory {resident:.2%}")
+    cores = len(os.sched_getaffinity(0))
+    for name, among in (("all", rows), (f"of at most {cores} ranks, the cores here", [r for r in rows if r[0] <= cores]),
+                        (f"of more ranks than {cores} cores", [r for r in rows if r[0] > cores])):
+        errors = sorted(abs(r.time_error) for _, r in among)
+        if errors:
+            print(f"time of a step, {name}: {len(errors)} runs, off by {statistics.median(errors):.1%} in the median, "
+                  f"{errors[-1]:.1%} at most; {sum(e <= 0.2 for e in errors)} within 20%")
+    sys.exit(states > 0 or other > 0.02 or resident > 0.1)
 
 
 if __name__ == "__main__":
