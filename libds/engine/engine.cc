@@ -175,15 +175,19 @@ void Engine::make_pieces() {
          .weight_decay = row_of(piece.param).decay ? static_cast<float>(config_.optimizer.weight_decay) : 0.0f});
   }
   using Parts = model::ParamRow::Parts;
-  ReplicaSum group, copies;
+  std::vector<ReplicaSum> group, copies;
   for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
     const model::ParamRow& row = row_of(piece.param);
     const TensorView grad = TensorView::of(gradient(piece.segment, piece.segment_offset), DType::F32, {piece.count});
     if (row.parts != Parts::None && plan_.mesh.tp > 1) {
-      ReplicaSum& sum = row.parts == Parts::Group ? group : copies;
-      sum.copies = row.parts == Parts::Group ? plan_.mesh.tp : row.copies;
-      sum.elems += piece.count;
-      sum.pieces.push_back(grad);
+      std::vector<ReplicaSum>& sums = row.parts == Parts::Group ? group : copies;
+      for (i64 begin = 0; begin < piece.count; begin += sums.back().pieces.back().numel()) {
+        if (sums.empty() || sums.back().elems == plan_.kExchangeElems)
+          sums.push_back({.pieces = {}, .copies = row.parts == Parts::Group ? plan_.mesh.tp : row.copies});
+        const i64 n = std::min(piece.count - begin, plan_.kExchangeElems - sums.back().elems);
+        sums.back().pieces.push_back(TensorView::of(grad.as<float>() + begin, DType::F32, {n}));
+        sums.back().elems += n;
+      }
     }
     if (!plan_.counts(piece)) continue;
     saved_.push_back(piece);
@@ -194,9 +198,8 @@ void Engine::make_pieces() {
       judged_.push_back(grad);
     }
   }
-  for (ReplicaSum* sum : {&group, &copies}) {
-    if (!sum->pieces.empty()) sums_.push_back(std::move(*sum));
-  }
+  sums_ = std::move(group);
+  sums_.insert(sums_.end(), copies.begin(), copies.end());
 }
 
 float* Engine::gradient(i64 segment, i64 first) const noexcept {

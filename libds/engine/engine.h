@@ -147,7 +147,8 @@ class Engine {
     std::vector<Ticket> grads_sent;
   };
 
-  // Gradients of equal copies that are parts of a sum over tp: of groups of so many ranks side by side.
+  // Gradients of equal copies that are parts of a sum over tp, of groups of so many ranks side by side; as many as are
+  // exchanged at once.
   struct ReplicaSum {
     std::vector<TensorView> pieces;
     i64 elems = 0, copies = 1;

@@ -322,22 +322,25 @@ void Engine::sum_shared() {
       visit(TensorView::of(mine, DType::F32, {s.slice}));
     }
   };
-  std::vector<TensorView>& other = shared_slices_;
-  other.clear();
   if (embeds && projects) {
+    std::vector<TensorView>& other = shared_slices_;
+    other.clear();
     slices(plan_.head_use(), [&](TensorView slice) { other.push_back(slice); });
-  } else {
-    const int peer = embeds ? plan_.mesh.pp - 1 : 0;
-    float* to = exchange_.as<float>().data();
-    slices(plan_.shared_grads(), [&](TensorView slice) {
-      Ticket sent = mesh_.gradients().send(slice.data, slice.bytes(), peer, "pp.send");
-      other.push_back(TensorView::of(std::exchange(to, to + slice.numel()), DType::F32, {slice.numel()}));
-      mesh_.gradients().recv(other.back().data, slice.bytes(), peer, "pp.recv").wait();
-      sent.wait();
-    });
+    size_t i = 0;
+    slices(plan_.shared_grads(), [&](TensorView slice) { ops_.fold(slice, {&other[i++], 1}, true, stream_); });
+    return;
   }
-  size_t i = 0;
-  slices(plan_.shared_grads(), [&](TensorView slice) { ops_.fold(slice, {&other[i++], 1}, true, stream_); });
+  const int peer = embeds ? plan_.mesh.pp - 1 : 0;
+  slices(plan_.shared_grads(), [&](TensorView slice) {
+    plan_.for_each_exchange(slice.numel(), [&](i64 begin, i64 n) {
+      const TensorView mine = TensorView::of(slice.as<float>() + begin, DType::F32, {n});
+      const TensorView other = TensorView::of(exchange_.data(), DType::F32, {n});
+      Ticket sent = mesh_.gradients().send(mine.data, mine.bytes(), peer, "pp.send");
+      mesh_.gradients().recv(other.data, other.bytes(), peer, "pp.recv").wait();
+      sent.wait();
+      ops_.fold(mine, {&other, 1}, true, stream_);
+    });
+  });
 }
 
 void Engine::sum_replicas(const ReplicaSum& sum) {

@@ -38,16 +38,18 @@ bool same(const RankGroup& a, const RankGroup& b) {
 MeshCoord busiest(const report::RunPlan& plan) {
   using Parts = model::ParamRow::Parts;
   MeshCoord most = plan.coord;
-  i64 elems = -1;
   if (plan.mesh.tp == 1) return most;
+  const i64 gathered = plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp;
+  const auto at_once = [](i64 elems) { return std::min(elems, report::RunPlan::kExchangeElems); };
+  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
   for (int dp = 0; dp < plan.mesh.dp; ++dp) {
     for (int sp = 0; sp < plan.mesh.sp; ++sp) {
       const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
       const int rank = zero::shard_rank(plan.mesh, coord);
-      const i64 n = plan.parts_elems(Parts::Group, rank) +
-                    plan.parts_elems(Parts::Copies, rank) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
-      if (n > elems) most = coord;
-      elems = std::max(elems, n);
+      const i64 group = plan.parts_elems(Parts::Group, rank), copies = plan.parts_elems(Parts::Copies, rank);
+      const std::pair own = {std::max(at_once(group), at_once(copies) * gathered), group + copies};
+      if (own > largest) most = coord;
+      largest = std::max(largest, own);
     }
   }
   return most;

@@ -141,19 +141,23 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   if (plan.tied() && plan.embeds() != plan.projects()) {
     const int peer = plan.embeds() ? plan.mesh.pp - 1 : 0;
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
-      gradients.send(nullptr, s.slice * 4, peer, "pp.send");
-      gradients.recv(nullptr, s.slice * 4, peer, "pp.recv");
+      RunPlan::for_each_exchange(s.slice, [&](i64, i64 n) {
+        gradients.send(nullptr, n * 4, peer, "pp.send");
+        gradients.recv(nullptr, n * 4, peer, "pp.recv");
+      });
     }
   }
-  if (const i64 n = plan.parts_elems(model::ParamRow::Parts::Group); n > 0)
-    tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
-  if (const i64 n = plan.parts_elems(model::ParamRow::Parts::Copies); n > 0) {
-    const AllGatherSegment all{nullptr, n * 4};
-    if (plan.copies() == plan.mesh.tp) {
-      tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
-    } else {
-      tp.all_gather({&all, 1}, "tp.all_gather");
-    }
+  using Parts = model::ParamRow::Parts;
+  for (const Parts parts : {Parts::Group, Parts::Copies}) {
+    const bool all = parts == Parts::Group || plan.copies() == plan.mesh.tp;
+    RunPlan::for_each_exchange(plan.parts_elems(parts), [&](i64, i64 n) {
+      const AllGatherSegment segment{nullptr, n * 4};
+      if (all) {
+        tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
+      } else {
+        tp.all_gather({&segment, 1}, "tp.all_gather");
+      }
+    });
   }
 
   for (const CountingCommunicator* c : {&tp, &gradients}) {

@@ -84,15 +84,21 @@ void tally_reductions(StepWork& work, const RunPlan& plan, const OpTable& ops) {
 void tally_replicas(const model::Model& model, const RunPlan& plan, const OpTable& ops, Stream& stream) {
   if (model.tied() && (plan.embeds() || plan.projects())) {
     for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
-      const TensorView other = view(DType::F32, s.slice);
-      ops.fold(other, {&other, 1}, true, stream);
+      const bool here = plan.embeds() && plan.projects();  // both: nothing is exchanged
+      const auto fold = [&](i64, i64 n) {
+        const TensorView other = view(DType::F32, n);
+        ops.fold(other, {&other, 1}, true, stream);
+      };
+      here ? fold(0, s.slice) : RunPlan::for_each_exchange(s.slice, fold);
     }
   }
   const i64 elems = plan.parts_elems(model::ParamRow::Parts::Copies);
   const i64 copies = plan.copies();
   if (elems == 0 || copies == plan.mesh.tp) return;  // all of the group: its communicator sums them
-  const std::vector<TensorView> parts(static_cast<size_t>(copies), view(DType::F32, elems));
-  ops.fold(parts[0], parts, false, stream);
+  RunPlan::for_each_exchange(elems, [&](i64, i64 n) {
+    const std::vector<TensorView> parts(static_cast<size_t>(copies), view(DType::F32, n));
+    ops.fold(parts[0], parts, false, stream);
+  });
 }
 
 // Lengths of the runs of accumulated gradients that count in the norm: neighbours are one call.

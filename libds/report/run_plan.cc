@@ -76,12 +76,13 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, std::span<const pipeline
 i64 exchange_elems(const RunPlan& plan) {
   i64 shared = 0;
   if (plan.embeds() != plan.projects()) {
-    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared += s.slice;
+    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared = std::max(shared, s.slice);
   }
   using Parts = model::ParamRow::Parts;
+  const auto at_once = [](i64 elems) { return std::min(elems, RunPlan::kExchangeElems); };
   // Copies of the whole group are summed where they are; of others every rank gets all.
-  const i64 copies = plan.parts_elems(Parts::Copies) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
-  return std::max({shared, plan.parts_elems(Parts::Group), copies});
+  const i64 copies = at_once(plan.parts_elems(Parts::Copies)) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
+  return std::max({at_once(shared), at_once(plan.parts_elems(Parts::Group)), copies});
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 // how many bytes travel. A pure function; the engine allocates and communicates by it, and the prediction printed by
 // `ds-train --check` is the same value, so prediction and count can differ only by a bug.
 
+#include <algorithm>
 #include <array>
 #include <map>
 #include <string>
@@ -71,7 +72,7 @@ struct RunPlan {
   i64 working_bytes = 0;                       // over all chunks
   i64 state_bytes = 0;     // of this rank's training state, copied to host memory to be saved or loaded
   i64 stream_slots = 0;    // messages of the pipeline, [stream rows, hidden] each
-  i64 exchange_elems = 0;  // fp32, of sums of gradients over pipeline stages and the tensor-parallel group
+  i64 exchange_elems = 0;  // fp32, of sums of gradients over pipeline stages and the tensor-parallel group at once
   i64 stream_shares = 1;   // ranks that share the rows of the residual stream
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
@@ -97,6 +98,12 @@ struct RunPlan {
   i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
   bool counts(const zero::Piece& piece) const noexcept;
+  // Sums of gradients over stages and over tp go in parts of so many elements, so that what they take is bounded.
+  static constexpr i64 kExchangeElems = i64{1} << 20;
+  // Calls visit(begin, count) for each part of so many elements.
+  static void for_each_exchange(i64 elems, auto&& visit) {
+    for (i64 begin = 0; begin < elems; begin += kExchangeElems) visit(begin, std::min(kExchangeElems, elems - begin));
+  }
   static constexpr i64 kSharedUnit = zero::kSharedUnit;
   static constexpr i64 unit_of(i64 layer) noexcept { return zero::unit_of(layer); }
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head

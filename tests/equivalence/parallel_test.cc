@@ -143,6 +143,36 @@ TEST(TensorParallel, SharesALargeVocabulary) {
   for (const int tp : {2, 4}) expect_close(run(tp), base, fmt::format("tp {}", tp));
 }
 
+// Sums over copies of key and value heads, and of a tied embedding over stages, of more elements than are exchanged at
+// once: in parts, which take no more memory than one of them.
+TEST(TensorParallel, SumsOfManyElementsGoInParts) {
+  const auto check = [&](const ModelConfig& m, const Layout& l, i64 gathered) {
+    const Config c = config_of(m, l);
+    const Trace t = train_threads(c, l.ranks(), 1);
+    expect_close(t, train_threads(config_of(m, {}), 1, 1), l.name());
+    expect_planned(t, 1, l.name());
+    const MeshShape mesh{.pp = l.pp, .tp = l.tp};
+    const report::RunPlan plan =
+        report::make_run_plan(c, model::make_model(m, c.data.seq_length, report::shard_of(c, mesh, {})), mesh, {});
+    EXPECT_EQ(plan.exchange_elems, gathered * report::RunPlan::kExchangeElems) << l.name();
+  };
+  ModelConfig heads = llama_model();
+  heads.hidden = 512;
+  heads.layers = 5;
+  heads.heads = 4;
+  heads.head_dim = 256;
+  heads.kv_heads = 2;  // each on two ranks
+  check(heads, {.tp = 4}, 4);
+  heads.kv_heads = 1;  // on all ranks
+  check(heads, {.tp = 2}, 1);
+  ModelConfig tied = gpt2_model();
+  tied.vocab_size = 3000;
+  tied.hidden = 512;
+  tied.head_dim = 128;
+  tied.layers = 2;
+  check(tied, {.pp = 2}, 1);
+}
+
 TEST(Checkpointing, CutOverTensorParallelRanksChangesNoBit) {
   for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
     for (const i64 interval : {1, 2, 3}) {
