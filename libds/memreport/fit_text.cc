@@ -62,9 +62,11 @@ std::string text(const FitResult& r, const FitOptions& o) {
   const std::string head = fmt::format(
       "{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12} {:>6}\n", "tp", "pp", "sp", "dp",
       "stage", "micro", "accum", "schedule", "recompute", "rows", "memory", "tokens/s", "MFU %");
-  std::string out = fmt::format("{} of memory on each of {} ranks of {} node{}: {} arrangements tried, {} fit\n\n",
-                                bytes_text(o.memory), o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s",
-                                r.num_tried, r.num_fitting);
+  std::string out = o.world.ranks == 1
+                        ? fmt::format("{} of memory on one rank", bytes_text(o.memory))
+                        : fmt::format("{} of memory on each of {} ranks of {} node{}", bytes_text(o.memory),
+                                      o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s");
+  out += fmt::format(": {} arrangement{} tried, {} fit\n\n", r.num_tried, r.num_tried == 1 ? "" : "s", r.num_fitting);
   if (r.present) {
     out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present));
   } else {

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Where a configuration comes from: a file of it, a model, a checkpoint.
 
+#include <algorithm>
 #include <filesystem>
 #include <iostream>
 #include <iterator>
@@ -37,7 +38,14 @@ Text of_checkpoint(const std::string& dir) {
            "{}: a DeepSpeed checkpoint does not say which model it is of: give its config.json, with the ranks and the "
            "ZeRO stage",
            dir);
-  const std::string step = find_checkpoint(dir), path = fmt::format("{}/{}", step, kManifestName);
+  std::string step;
+  try {
+    step = find_checkpoint(dir);
+  } catch (const Error& e) {
+    if (e.code() != Errc::Io) throw;
+    throw Error(Errc::Io, fmt::format("{}, nor a config.json of a model", e.what()));
+  }
+  const std::string path = fmt::format("{}/{}", step, kManifestName);
   const CheckpointMeta meta = parse_manifest(read_text_file(path, kMaxManifest), path).meta;
   if (!meta.config_json.empty()) return {meta.config_json, path, narrow<int>(meta.world_size)};
   DS_CHECK(!meta.model_config_json.empty(), Errc::Unavailable, "{} does not say which model it is of", step);
@@ -76,7 +84,11 @@ Source open_source(const std::string& path, std::span<const std::string> overrid
   source.name = t.name;
   source.overrides.assign(overrides.begin(), overrides.end());
   source.config = parse_config(t.text, t.name, overrides, source.ranks, ConfigUse::Inspect);
-  if (source.config.ok() && source.config.config.model.layers == 0)
+  // Beside what else is wrong, unless that is said of it already, or nothing could be read.
+  const bool said = std::ranges::any_of(source.config.diagnostics, [](const Diagnostic& d) {
+    return d.severity == Severity::Error && (d.key.empty() || d.key.starts_with("model"));
+  });
+  if (!said && source.config.config.model.layers == 0)
     source.config.diagnostics.push_back(
         {.source = t.name, .key = "model", .message = "is missing: {\"path\": ...}, or {\"type\": ...} with sizes"});
   return source;

@@ -188,7 +188,7 @@ PY
   python3 -c 'import json
 best = json.load(open("f.json"))["fit"]["fitting"][0]; p = json.load(open("p.json"))
 assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (best, p)'
-  run -0 ds-memreport cfg.json -n 4 --gpu h100 --fit 1KiB
+  run -0 ds-memreport cfg.json -n 4 --gpu h100 --fit 1kib
   assert_line --partial "nothing fits"
   refuses 2 "--plot: nothing fits" cfg.json -n 4 --gpu h100 --fit 1KiB --plot none.svg
   refuses 2 "nothing fits" cfg.json -n 4 --gpu h100 --fit 1KiB --write none.json
@@ -234,6 +234,12 @@ assert {"1f1b", "zb-h1"} <= {a["schedule"] for a in f["fitting"]}, f'
   refuses 1 "nothing.json" nothing.json
   echo '{"train_batch_size": 8}' >no_model.json
   refuses 2 "model: is missing" no_model.json
+  echo '{}' >nothing_in_it.json
+  refuses 2 "train_batch_size: is missing" nothing_in_it.json
+  [[ $stderr == *"model: is missing"* ]]
+  mkdir -p empty
+  refuses 1 "nor a config.json" empty
+  refuses 2 "'80gib6' is not a size" cfg.json --gpu h100 --fit 80gib6
   mkdir -p zero/global_step1
   echo global_step1 >zero/latest
   : >zero/global_step1/mp_rank_00_model_states.pt

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <csignal>
@@ -79,9 +80,11 @@ i64 parse_bytes(std::string_view option, std::string_view text) {
   double number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   const std::string_view unit(end, static_cast<size_t>(text.data() + text.size() - end));
+  const auto same = [](char a, char b) { return (a | 0x20) == (b | 0x20); };
   for (const Unit& u : kUnits) {
     const double bytes = number * u.bytes;
-    if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p62) return static_cast<i64>(bytes);
+    if (error == std::errc() && std::ranges::equal(unit, u.name, same) && bytes >= 1 && bytes <= 0x1p62)
+      return static_cast<i64>(bytes);
   }
   throw Error(Errc::Config, fmt::format("{}: '{}' is not a size such as 5GB, 500MiB or 1000000", option, text));
 }
