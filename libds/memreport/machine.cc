@@ -46,7 +46,7 @@ double Machine::seconds(const report::OpCall& call) const {
     s = std::max(s, rate != nullptr ? all / rate->at(by_head ? all / static_cast<double>(call.shape[0]) : all)
                                     : all / matmul_flops(call.dtype));
   }
-  if (call.bytes > 0) {
+  if (call.bytes > 0 && !memory.empty()) {
     const double bytes_per_call = static_cast<double>(call.bytes);
     double rate = memory.at(bytes_per_call);
     if (const Rate* own = find(bytes, call.op, call.dtype)) rate = std::min(rate, own->at(bytes_per_call));
@@ -67,7 +67,7 @@ Machine machine_of_peaks(DType dtype, double matmul_flops, double memory_bandwid
   m.ranks_per_node = m.cores = ranks_per_node;
   m.own_stream = true;
   m.flops["matmul"][dtype] = Rate(matmul_flops);
-  m.memory = Rate(memory_bandwidth);
+  if (memory_bandwidth > 0) m.memory = Rate(memory_bandwidth);
   return m;
 }
 

@@ -48,7 +48,7 @@ struct Machine {
   double op_overhead_s = 0;  // the least time of a call
   // FLOP/s: matmul by the FLOPs of a call, attention_fwd and attention_bwd by those of one head.
   OpRates flops;
-  // B/s by the bytes of a call: of what fits in caches, and of memory.
+  // B/s by the bytes of a call: of what fits in caches, and of memory. Empty: bytes take no time.
   Rate memory;
   // B/s in caches of ops that compute more than they move; others go by `memory`.
   OpRates bytes;
@@ -66,7 +66,8 @@ struct Machine {
   bool operator==(const Machine&) const = default;
 };
 
-// Constant rates: what a data sheet says, or what part of it a user expects. Ops start in no time.
+// Constant rates: what a data sheet says, or what part of it a user expects; memory_bandwidth 0: bytes take no time.
+// Ops start in no time.
 Machine machine_of_peaks(DType dtype, double matmul_flops, double memory_bandwidth, int ranks_per_node);
 
 std::string machine_json(const Machine& machine);
@@ -79,13 +80,12 @@ struct MeasureOptions {
   int cores = 0;    // 0: those that this process may run on
   std::vector<DType> dtypes = {DType::F32, DType::BF16, DType::F16};
   double seconds_per_op = 0.006;
-  int rounds = 6;  // over all ops, of which the fastest counts for each
+  int rounds = 6;  // over all ops, of which the median counts for each
 };
 using MakeDevice = std::function<std::unique_ptr<Device>(int rank)>;
-// A few seconds. Of an op's calls in a round the first quartile counts, of rounds the best: what others do on this
-// machine makes calls slower, never faster; so too where ranks have more threads than there are cores, and the rates
-// are those of a rank while it has its cores. Takes about 200 MiB for each rank for the time of the call. `make`: null
-// for the CPU.
+// A few seconds. Of an op's calls in a round the first quartile counts, so that ranks with more threads than there are
+// cores are measured while they have them; of rounds the median: what else goes on here, a run will meet too. Takes
+// about 200 MiB for each rank for the time of the call. `make`: null for the CPU.
 Machine measure_machine(const MeasureOptions& options, const MakeDevice& make = {});
 
 }  // namespace ds::memreport

@@ -318,9 +318,11 @@ Machine measure_machine(const MeasureOptions& options, const MakeDevice& make) {
   std::map<DType, double> logits_s;
   for (size_t c = 0; c < calls.size(); ++c) {
     const auto [cost, times] = cost_of(calls[c]);
-    double best = sums[c];
-    for (size_t at = c; at < sums.size(); at += calls.size()) best = std::min(best, sums[at]);
-    const double s = best / options.ranks / static_cast<double>(times), flops = static_cast<double>(cost.flops),
+    std::vector<double> rounds;
+    for (size_t at = c; at < sums.size(); at += calls.size()) rounds.push_back(sums[at]);
+    const auto middle = rounds.begin() + std::ssize(rounds) / 2;
+    std::ranges::nth_element(rounds, middle);
+    const double s = *middle / options.ranks / static_cast<double>(times), flops = static_cast<double>(cost.flops),
                  bytes = static_cast<double>(cost.bytes);
     if (calls[c].op == "add") {
       memory.emplace_back(bytes, bytes / s);

@@ -166,7 +166,13 @@ watching() { grep -q "^memory of rank 1" seen; }
   ds-memreport cfg.json -n 2 --device cpu --machine machine.json --links links.json --json --output p.json
   python3 -c 'import json; t = json.load(open("p.json"))["time"]; assert t["step_s"] > 0 and "dp.reduce_scatter" in t["messages_s"], t'
   refuses 2 "no such document" cfg.json --machine cfg.json || refuses 2 "ds-machine/1" cfg.json --machine cfg.json
-  refuses 2 "times need" cfg.json --peak 1e12
+  refuses 2 "times need" cfg.json --bandwidth 1e12
+  # A peak alone: products take their time, and what only moves bytes none.
+  run -0 --separate-stderr ds-memreport cfg.json --peak 1e12
+  [[ $stderr == *"move bytes take no time"* ]]
+  local products=$(grep -o "step  *[0-9.]* ms" <<<"$output")
+  run -0 --separate-stderr ds-memreport cfg.json --peak 1e12 --bandwidth 1e9
+  [[ -z $stderr && $(grep -o "step  *[0-9.]* ms" <<<"$output") != "$products" ]]
 }
 
 @test "--fit ranks what fits, --write gives a configuration that trains so" {

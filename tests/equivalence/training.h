@@ -47,6 +47,16 @@ inline ModelConfig tiny_llama() {
   return c;
 }
 
+// Of four heads and widths that tp and sp of 2 and 4 divide.
+inline ModelConfig of_four_heads(ModelConfig c) {
+  c.kv_heads = c.kv_heads == c.heads ? 4 : 2;
+  c.heads = 4;
+  c.hidden = 48;
+  c.head_dim = 12;
+  c.intermediate = 64;
+  return c;
+}
+
 inline ModelConfig tiny_bert() {
   ModelConfig c = tiny_gpt2();
   c.family = Family::Bert;

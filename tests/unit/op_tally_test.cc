@@ -308,12 +308,7 @@ TEST(OpTally, IsWhatAnEngineCalls) {
 
 TEST(OpTally, IsWhatEveryRankOfAMeshCalls) {
   using Mode = SequenceParallelMode;
-  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
-    config.hidden = 48;
-    config.heads = 4;
-    config.kv_heads = config.family == Family::Gpt2 ? 4 : 2;
-    config.head_dim = 12;
-    config.intermediate = 64;
+  for (const ModelConfig& config : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     for (const Layout& l :
          {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2}, Layout{.tp = 2, .stage = 1}, Layout{.tp = 2, .sequence = true},
           Layout{.tp = 4, .stage = 2}, Layout{.sp = 2, .mode = Mode::Ulysses},

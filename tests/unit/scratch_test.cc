@@ -226,12 +226,7 @@ TEST_P(Scratch, IsWhatAnEngineHolds) {
 
 TEST_P(Scratch, IsWhatEveryRankOfAMeshHolds) {
   using Mode = SequenceParallelMode;
-  for (ModelConfig config : {tiny_gpt2(), tiny_llama()}) {
-    config.hidden = 48;
-    config.heads = 4;
-    config.kv_heads = config.family == Family::Gpt2 ? 4 : 2;
-    config.head_dim = 12;
-    config.intermediate = 64;
+  for (ModelConfig config : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     for (const Layout& l :
          {Layout{.dp = 2, .stage = 3}, Layout{.pp = 2, .schedule = Kind::ZeroBubbleH1}, Layout{.tp = 2, .stage = 1},
           Layout{.tp = 2, .sequence = true}, Layout{.sp = 2, .mode = Mode::Ulysses},

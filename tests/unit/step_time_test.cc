@@ -84,6 +84,9 @@ TEST(Machine, ACallTakesTheLongestOfItsParts) {
   EXPECT_DOUBLE_EQ(m.seconds({"attention_bwd", DType::F32, 1'000'000'000, 8, {10, 1, 1}}), 1);  // as products
   EXPECT_THROW(m.seconds({"matmul", DType::BF16, 8, 8}), Error);
   EXPECT_FALSE(m.hides_communication());
+  const Machine of_products = memreport::machine_of_peaks(DType::F32, 1e9, 0, 1);
+  EXPECT_EQ(of_products.seconds({"add", DType::F32, 0, 100'000'000}), 0);
+  EXPECT_DOUBLE_EQ(of_products.seconds({"matmul", DType::F32, 1'000'000'000, 100'000'000}), 1);
 }
 
 TEST(Machine, ComesBackFromItsJson) {
@@ -144,11 +147,7 @@ TEST(StepTime, OfOneRankIsTheRooflineSum) {
 TEST(StepTime, FallsWithEveryRate) {
   for (const Layout& l : {Layout{.dp = 2, .stage = 2}, Layout{.dp = 2, .stage = 3}, Layout{.tp = 2},
                           Layout{.dp = 2, .pp = 2, .stage = 1}, Layout{.sp = 2}}) {
-    ModelConfig config = tiny_gpt2();
-    config.heads = config.kv_heads = 4;
-    config.hidden = 48;
-    config.intermediate = 64;
-    const Predicted p(config_of(config, l));
+    const Predicted p(config_of(of_four_heads(tiny_gpt2()), l));
     SCOPED_TRACE(l.name());
     const Links slow = links_of(1e-3, 1e-8), quick = links_of(1e-4, 1e-8), wide = links_of(1e-3, 1e-9);
     const double base = p(cpu(), &slow).step_s;

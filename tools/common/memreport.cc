@@ -58,9 +58,12 @@ std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ra
   take(peaks.memory, a.peaks.memory);
   take(peaks.link, a.peaks.link);
   take(peaks.network, a.peaks.network);
-  if (peaks.flops > 0 && peaks.memory > 0) return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
-  if (!a.links.empty() || peaks.flops > 0 || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
-    throw Error(Errc::Config, "times need --machine, --gpu, or --peak and --bandwidth");
+  if (peaks.flops > 0) {
+    if (peaks.memory == 0) report_warning("without --bandwidth ops that only move bytes take no time");
+    return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
+  }
+  if (!a.links.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
+    throw Error(Errc::Config, "times need --machine, --gpu or --peak");
   return std::nullopt;
 }
 

@@ -111,7 +111,7 @@ class DS_API Hardware {
  public:
   struct Peaks {
     double flops = 0;              // FLOP/s of a rank's large products
-    double memory = 0;             // B/s of a rank
+    double memory = 0;             // B/s of a rank; 0: bytes take no time
     double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: not known
   };
   // Of one GPU of that name by its data sheet, with dense products in 16 bit, NVLink, and the network that its maker
