@@ -11,7 +11,9 @@
 #include <optional>
 #include <set>
 #include <thread>
+#include <tuple>
 
+#include "base/json.h"
 #include "config/parallel.h"
 #include "ds/memreport.h"
 #include "memreport/hardware.h"
@@ -33,9 +35,9 @@ std::string_view name_of(CheckpointGranularity g) {
   return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
 }
 
-std::vector<i64> divisors(i64 n) {
+std::vector<i64> divisors(i64 n, i64 most) {
   std::vector<i64> all;
-  for (i64 d = 1; d <= n; ++d) {
+  for (i64 d = 1; d <= std::min(n, most); ++d) {
     if (n % d == 0) all.push_back(d);
   }
   return all;
@@ -95,7 +97,10 @@ struct Cut {
 struct Setting {
   std::string key;
   bool follows = false;
+  bool is_cut = false;  // of the batch
 };
+constexpr std::string_view kTrain = "train_batch_size", kMicro = "train_micro_batch_size_per_gpu",
+                           kAccumulation = "gradient_accumulation_steps";
 
 // All of them: where `source` says more about one of them than is meant here, that too.
 std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut,
@@ -107,9 +112,9 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
       {fmt::format("sequence_parallel_size={}", f.sp)},
       {fmt::format("zero_optimization.stage={}", f.stage)},
       {fmt::format("zero_optimization.overlap_comm={}", f.stage > 0), true},
-      {fmt::format("train_batch_size={}", cut.batch)},
-      {fmt::format("train_micro_batch_size_per_gpu={}", cut.micro)},
-      {fmt::format("gradient_accumulation_steps={}", cut.accumulation)},
+      {fmt::format("{}={}", kTrain, cut.batch), true, true},
+      {fmt::format("{}={}", kMicro, cut.micro), false, true},
+      {fmt::format("{}={}", kAccumulation, cut.accumulation), false, true},
       {fmt::format("activation_checkpointing.granularity={}", name_of(recompute))},
       {fmt::format("reduce_order={}", f.stage >= 2 || source.deterministic ? "micro" : "boundary"), true}};
   // Its second name.
@@ -134,15 +139,25 @@ Keys keys_of(const std::vector<Setting>& settings) {
   return keys;
 }
 
+// Whether the source gives a value for this key of the first level.
+bool says(const Source& source, std::string_view key) {
+  const std::string set = fmt::format("{}=", key);
+  const auto last = std::find_if(source.overrides.rbegin(), source.overrides.rend(),
+                                 [&](const std::string& o) { return o.starts_with(set); });
+  if (last != source.overrides.rend()) return last->substr(set.size()) != "auto";
+  const Json root = parse_json(source.text, source.name, {.places = false}).root;
+  return root.is_object() && root.contains(key) && root.at(key) != "auto";
+}
+
 // The source on one rank that is all there is.
 ConfigResult read_unarranged(const Source& source) {
   const std::vector<Setting> settings =
       settings_of(source.config.config, {}, {}, source.config.config.activation_checkpointing.granularity);
   Keys keys;
   for (const Setting& s : settings) {
-    if (!s.key.starts_with("train_") && !s.key.starts_with("gradient_")) keys.push_back(s.key);
+    if (!s.is_cut) keys.push_back(s.key);
   }
-  keys.insert(keys.end(), {"train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=auto"});
+  keys.insert(keys.end(), {fmt::format("{}=1", kMicro), fmt::format("{}=auto", kAccumulation)});
   return read_arranged(source, keys, 1);
 }
 
@@ -182,22 +197,32 @@ class Search {
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;
   // Of the stages that need most, nearly always; more than `enough` where it is that much.
-  i64 device_bytes(const Config& config, Models& models, i64 enough) const;
+  i64 device_bytes(Config config, Models& models, i64 enough) const;
   bool fits(const Arrangement& a) const {
     return a.device_bytes <= options_.memory && (options_.host_memory == 0 || a.host_bytes <= options_.host_memory);
   }
   StepTime time_of(const Config& config) {
     return predict_time(config, options_.world, options_.device, hardware_, models_);
   }
-  // What fits of a frame with this micro-batch, of what computes at least so much again the one that does least. With
-  // the time that it would take if its stages were never idle.
-  std::optional<Arrangement> try_one(const Frame& frame, i64 micro, CheckpointGranularity least);
+  struct Tried {
+    Keys keys;
+    std::optional<Config> config;  // none: not legal
+    bool fits = false;
+  };
+  Tried look(const Frame& frame, i64 micro, CheckpointGranularity recompute);
+  // Of what fits, with the least time that it can take.
+  struct Found {
+    Arrangement as;
+    double most_tokens_per_s = 0;  // with any schedule
+  };
+  Found found_as(const Tried& tried);
+  // What fits of a frame with this micro-batch: of what computes at least so much again the one that does least.
+  std::optional<Found> try_one(const Frame& frame, i64 micro, CheckpointGranularity least);
   // What fits of a frame, for every micro-batch that does.
   void try_frame(const Frame& frame);
-  // It with its own and with other schedules, and their times.
-  std::vector<Arrangement> scheduled(const Arrangement& a);
+  // The same with other schedules.
+  std::vector<Found> rescheduled(const Arrangement& a);
   void list_fastest(FitResult& result);
-  // Of what was found, sorted by speed.
   std::optional<Arrangement> nearest_to_present();
   i64 largest_micro(const Arrangement& best);
   // Of as many layers as fit into `config`; of 0 if none does.
@@ -210,7 +235,8 @@ class Search {
   const i64 batch_;
   Models models_;
   std::mutex mutex_;
-  std::vector<Arrangement> found_;
+  bool present_fits_ = false;
+  std::vector<Found> found_, near_;  // near_: to the source, which computes more again than it must
   std::atomic<i64> tried_ = 0;
 };
 
@@ -219,11 +245,11 @@ std::vector<Frame> Search::frames() const {
   const ModelConfig& model = source_.config.config.model;
   const PipelineConfig& present = source_.config.config.pipeline;
   std::vector<Frame> all;
-  for (const i64 tp : divisors(per_node)) {
+  for (const i64 tp : divisors(per_node, per_node)) {
     if (!tp_problem(model, tp).empty()) continue;
-    for (const i64 sp : divisors(per_node / tp)) {
+    for (const i64 sp : divisors(per_node / tp, per_node)) {
       if (sp > 1 && (model.heads / tp) % sp != 0) continue;
-      for (const i64 pp : divisors(ranks / tp / sp)) {
+      for (const i64 pp : divisors(ranks / tp / sp, ranks)) {
         if (!stages_problem(model, pp).empty()) break;
         const i64 dp = ranks / (tp * sp * pp);
         if (batch_ % dp != 0) continue;
@@ -264,131 +290,146 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
   return a;
 }
 
-i64 Search::device_bytes(const Config& config, Models& models, i64 enough) const {
+i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   const MeshShape mesh = report::mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
-  i64 most = 0;
+  // So many micro-batches have all that a schedule has under way at once; what more of them need is their tokens and
+  // losses.
+  const i64 more = config.batch.accumulation - 4 * config.pipeline.stages * config.pipeline.virtual_stages;
+  i64 most = 0, tokens = 0;
+  if (more > 0) {
+    config.batch.accumulation -= more;
+    tokens = more * (2 * config.batch.micro * (config.data.seq_length / mesh.sp) * 4 + zero::num_shards(mesh) * 8);
+  }
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
   for (const int stage : std::set{0, std::min(1, mesh.pp - 1), mesh.pp - 1}) {
     const report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
     const report::TagBytes own = models.own_memory(config, options_.world, plan);
-    most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory()));
+    most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (most > enough) break;
   }
   return most;
 }
 
-std::optional<Arrangement> Search::try_one(const Frame& f, i64 micro, CheckpointGranularity least) {
+Search::Tried Search::look(const Frame& f, i64 micro, CheckpointGranularity recompute) {
+  ++tried_;
+  Tried t{.keys = keys(f, micro, recompute), .config = {}};
+  t.config = read(t.keys);
+  t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
+  return t;
+}
+
+Search::Found Search::found_as(const Tried& t) {
+  Found found{.as = arrangement_of(*t.config, t.keys)};
+  const LeastTime least = least_time(*t.config, options_.world, options_.device, hardware_, models_);
+  found.as.time = least.own;
+  found.most_tokens_per_s = least.any_cut.tokens_per_s;
+  return found;
+}
+
+std::optional<Search::Found> Search::try_one(const Frame& f, i64 micro, CheckpointGranularity least) {
   using enum CheckpointGranularity;
-  struct Tried {
-    Keys keys;
-    std::optional<Config> config;
-    bool fits = false;
-  };
-  const auto look = [&](CheckpointGranularity recompute) {
-    ++tried_;
-    Tried t{.keys = keys(f, micro, recompute), .config = {}};
-    t.config = read(t.keys);
-    t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
-    return t;
-  };
   // Where it does not fit with all layers computed again, nothing else does; but passes that are split keep more then.
-  Tried all_again = look(Layer);
+  const Tried all_again = look(f, micro, Layer);
   if (all_again.config && !all_again.fits && f.schedule.kind != PipelineSchedule::ZeroBubbleH1) return std::nullopt;
-  Tried best;
-  if (least == None) best = look(None);
-  if (!best.fits && least != Layer) best = look(Selective);
-  if (!best.fits) best = std::move(all_again);
-  if (!best.fits) return std::nullopt;
-  Arrangement a = arrangement_of(*best.config, std::move(best.keys));
-  a.time = least_time(*best.config, options_.world, options_.device, hardware_, models_);
-  return a;
+  for (const CheckpointGranularity recompute : {None, Selective}) {
+    if (least == Layer || (least == Selective && recompute == None)) continue;
+    if (const Tried t = look(f, micro, recompute); t.fits) return found_as(t);
+  }
+  if (!all_again.fits) return std::nullopt;
+  return found_as(all_again);
 }
 
 void Search::try_frame(const Frame& f) {
   const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
-  for (const i64 micro : divisors(batch_ / dp)) {
-    if (micro > kLargestMicro) return;
-    const Cut c = cut(f, micro);
-    if (!schedule_problem({.stages = f.pp, .schedule = f.schedule.kind, .virtual_stages = f.schedule.chunks},
-                          c.accumulation)
-             .empty())
-      continue;
-    std::optional<Arrangement> a = try_one(f, micro, CheckpointGranularity::None);
-    if (!a) return;  // larger ones need more
+  const CheckpointGranularity own = source_.config.config.activation_checkpointing.granularity;
+  for (const i64 micro : divisors(batch_ / dp, kLargestMicro)) {
+    const PipelineConfig pipeline{.stages = f.pp, .schedule = f.schedule.kind, .virtual_stages = f.schedule.chunks};
+    if (!schedule_problem(pipeline, cut(f, micro).accumulation).empty()) continue;
+    std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
+    if (!a && read(keys(f, micro, CheckpointGranularity::Layer))) return;  // larger ones need more
+    if (!a) continue;
+    // What computes more again than it must may be near to a source that does.
+    std::optional<Found> near;
+    if (!present_fits_ && a->as.recompute != own && a->as.recompute != CheckpointGranularity::Layer) {
+      if (const Tried t = look(f, micro, own); t.fits) near = found_as(t);
+    }
     const std::lock_guard lock(mutex_);
+    if (near) near_.push_back(std::move(*near));
     found_.push_back(std::move(*a));
   }
 }
 
-bool faster(const Arrangement& a, const Arrangement& b) {
-  return a.time.tokens_per_s != b.time.tokens_per_s ? a.time.tokens_per_s > b.time.tokens_per_s : a.keys < b.keys;
-}
-
-std::vector<Arrangement> Search::scheduled(const Arrangement& a) {
+std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
   const PipelineConfig& present = source_.config.config.pipeline;
-  std::vector<Frame> frames = {frame_of(a)};
+  std::vector<Frame> frames;
   const auto add = [&](Schedule s) {
     const PipelineConfig pipeline{.stages = a.mesh.pp, .schedule = s.kind, .virtual_stages = s.chunks};
     if (s == Schedule{present.schedule, present.virtual_stages} ||  // which has its own frame
         !schedule_problem(pipeline, a.accumulation).empty() ||
         a.mesh.pp * s.chunks > source_.config.config.model.layers + 2)
       return;
-    frames.push_back(frames.front());
+    frames.push_back(frame_of(a));
     frames.back().schedule = s;
   };
-  if (a.mesh.pp > 1 && frames.front().schedule == Schedule()) {
-    add({PipelineSchedule::ZeroBubbleH1, 1});
-    for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
-  }
-  std::vector<std::optional<Arrangement>> found(frames.size());
-  found[0] = a;
-  for_each_at_once(frames.size(), [&](size_t i) {
-    if (i > 0) found[i] = try_one(frames[i], a.micro, a.recompute);
-    if (found[i]) found[i]->time = time_of(*read(found[i]->keys));
-  });
-  std::vector<Arrangement> all;
+  add({PipelineSchedule::ZeroBubbleH1, 1});
+  for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
+  std::vector<std::optional<Found>> found(frames.size());
+  for_each_at_once(frames.size(), [&](size_t i) { found[i] = try_one(frames[i], a.micro, a.recompute); });
+  std::vector<Found> fitting;
   for (auto& f : found) {
-    if (f) all.push_back(std::move(*f));
+    if (f) fitting.push_back(std::move(*f));
   }
-  return all;
+  return fitting;
 }
 
-// Best first: what was found stands by the speed of stages that are never idle, which no schedule exceeds, until it is
-// the first and its own speed, and that of other schedules, is looked at. What then comes first is the fastest of all.
+// Best first, by what each can reach at most: another schedule of an arrangement by the least time with any cut of the
+// layers, an arrangement by that of its own stages, and what has been simulated by its time. What comes first after
+// that is the fastest of all. The order in which workers found it does not show.
 void Search::list_fastest(FitResult& result) {
+  enum class State : u8 { Timed, Bounded, OtherSchedules };
   struct Item {
+    double tokens_per_s = 0;
+    State state = State::Bounded;
     Arrangement found;
-    bool timed = false;
-    double tokens_per_s() const { return found.time.tokens_per_s; }
   };
   std::vector<Item> items;
   const auto below = [](const Item& a, const Item& b) {
-    if (a.tokens_per_s() != b.tokens_per_s()) return a.tokens_per_s() < b.tokens_per_s();
-    return a.timed != b.timed ? a.timed : a.found.keys > b.found.keys;
+    if (a.tokens_per_s != b.tokens_per_s) return a.tokens_per_s < b.tokens_per_s;
+    return a.state != b.state ? a.state < b.state : a.found.keys > b.found.keys;
   };
-  for (const Arrangement& a : found_) items.push_back({a});
-  std::ranges::make_heap(items, below);
+  const auto push = [&](Item item) {
+    items.push_back(std::move(item));
+    std::ranges::push_heap(items, below);
+  };
+  for (const Found& f : found_) {
+    // Of one stage it is the time itself.
+    push({f.as.time.tokens_per_s, f.as.mesh.pp == 1 ? State::Timed : State::Bounded, f.as});
+    if (f.as.mesh.pp > 1 && f.as.schedule == PipelineSchedule::OneFOneB)
+      push({f.most_tokens_per_s, State::OtherSchedules, f.as});
+  }
   result.num_fitting = std::ssize(found_);
   while (!items.empty() && result.fitting.size() < options_.most) {
     std::ranges::pop_heap(items, below);
     Item top = std::move(items.back());
     items.pop_back();
-    if (!top.timed) {
-      --result.num_fitting;
-      for (Arrangement& a : scheduled(top.found)) {
+    Arrangement& a = top.found;
+    if (top.state == State::OtherSchedules) {
+      for (Found& f : rescheduled(a)) {
         ++result.num_fitting;
-        items.push_back({std::move(a), true});
-        std::ranges::push_heap(items, below);
+        push({f.as.time.tokens_per_s, State::Bounded, std::move(f.as)});
       }
-      continue;
-    }
-    Arrangement all = whole(*read(top.found.keys), top.found.keys, models_);
-    all.time = std::move(top.found.time);
-    if (fits(all)) {
-      result.fitting.push_back(std::move(all));
+    } else if (top.state == State::Bounded) {
+      a.time = time_of(*read(a.keys));
+      push({a.time.tokens_per_s, State::Timed, std::move(a)});
     } else {
-      --result.num_fitting;
+      Arrangement all = whole(*read(a.keys), a.keys, models_);
+      all.time = std::move(a.time);
+      if (fits(all)) {
+        result.fitting.push_back(std::move(all));
+      } else {
+        --result.num_fitting;
+      }
     }
   }
 }
@@ -401,25 +442,46 @@ std::optional<Arrangement> Search::nearest_to_present() {
                     narrow<int>(present.zero.stage),
                     present.tensor_parallel.sequence_parallel,
                     {present.pipeline.schedule, present.pipeline.virtual_stages}};
-  const Keys own = keys_of(settings_of(present, frame, {batch_, present.batch.micro, present.batch.accumulation},
-                                       present.activation_checkpointing.granularity));
-  const std::set<std::string> same(own.begin(), own.end());
+  std::set<std::string> same = {fmt::format("pipeline.schedule={}", schedule_name(present.pipeline.schedule)),
+                                fmt::format("pipeline.virtual_stages={}", present.pipeline.virtual_stages)};
+  for (const Setting& s : settings_of(present, frame, {}, present.activation_checkpointing.granularity)) {
+    if (!s.is_cut) same.insert(s.key);
+  }
+  // Of the three sizes of a batch those that are not said follow.
+  const bool says_batch = says(source_, kTrain), says_micro = says(source_, kMicro),
+             says_accumulation = says(source_, kAccumulation);
+  const auto kept_cut = [&](i64 dp) -> Cut {
+    const i64 each = batch_ / dp, accumulation = says_accumulation ? std::max<i64>(1, present.batch.accumulation) : 1;
+    const i64 micro = says_micro ? std::max<i64>(1, present.batch.micro) : each / accumulation;
+    return {batch_, micro, says_accumulation || micro == 0 ? accumulation : each / micro};
+  };
   struct Change {
     Keys keys;
     i64 settings = 0;  // but for those that follow
     double most_tokens_per_s = 0;
   };
   std::vector<Change> order;
-  for (const Arrangement& a : found_) {
-    Change change{.keys = {}, .most_tokens_per_s = a.time.tokens_per_s};
-    for (const Setting& s : settings_of(present, frame_of(a), {batch_, a.micro, a.accumulation}, a.recompute)) {
-      if (same.contains(s.key)) continue;
-      change.keys.push_back(s.key);
-      change.settings += s.follows ? 0 : 1;
+  for (const std::vector<Found>* some : {&found_, &near_}) {
+    for (const Found& f : *some) {
+      const Arrangement& a = f.as;
+      Change change{.keys = {}, .most_tokens_per_s = a.time.tokens_per_s};
+      const Cut kept = kept_cut(a.mesh.dp);
+      const bool keeps_batch = says_batch || kept.micro * kept.accumulation * a.mesh.dp == batch_;
+      for (const Setting& s : settings_of(present, frame_of(a), {batch_, a.micro, a.accumulation}, a.recompute)) {
+        const bool is_kept = s.key.starts_with(kTrain)   ? keeps_batch
+                             : s.key.starts_with(kMicro) ? a.micro == kept.micro
+                                                         : a.accumulation == kept.accumulation;
+        if (s.is_cut ? is_kept : same.contains(s.key)) continue;
+        change.keys.push_back(s.key);
+        change.settings += s.follows ? 0 : 1;
+      }
+      order.push_back(std::move(change));
     }
-    order.push_back(std::move(change));
   }
-  std::ranges::stable_sort(order, {}, &Change::settings);
+  std::ranges::sort(order, [](const Change& a, const Change& b) {
+    if (a.settings != b.settings) return a.settings < b.settings;
+    return a.most_tokens_per_s != b.most_tokens_per_s ? a.most_tokens_per_s > b.most_tokens_per_s : a.keys < b.keys;
+  });
   std::optional<Arrangement> nearest;
   i64 fewest = 0;
   for (Change& change : order) {
@@ -441,7 +503,8 @@ i64 Search::largest_micro(const Arrangement& best) {
     keys.push_back(fmt::format("train_micro_batch_size_per_gpu={}", micro));
     keys.push_back(fmt::format("train_batch_size={}", micro * best.accumulation * best.mesh.dp));
     const std::optional<Config> config = read(keys);
-    return config && fits(whole(*config, keys, models_));
+    return config && device_bytes(*config, models_, options_.memory) <= options_.memory &&
+           fits(whole(*config, keys, models_));
   };
   i64 low = best.micro, high = 2 * low;
   for (; high <= kMostMicro && fitting(high); high *= 2) low = high;
@@ -461,23 +524,33 @@ Config with_layers(Config c, i64 layers) {
 
 LargestModel Search::largest_model(const Config& config, Keys keys) const {
   const i64 step = config.pipeline.stages * config.pipeline.virtual_stages;
-  const auto layers_fit = [&](i64 layers) {
+  const auto may_fit = [&](i64 layers) {
     Models models;
-    const Config deep = with_layers(config, layers);
-    return device_bytes(deep, models, options_.memory) <= options_.memory && fits(whole(deep, {}, models));
+    return device_bytes(with_layers(config, layers), models, options_.memory) <= options_.memory;
   };
-  i64 low = step, high = kMostLayers / step * step + step;
-  if (low > kMostLayers || !layers_fit(low)) return {};
-  while (high - low > step) {
-    const i64 middle = low + (high - low) / 2 / step * step;
-    (layers_fit(middle) ? low : high) = middle;
-  }
+  const auto all_fits = [&](i64 layers) {
+    Models models;
+    return fits(whole(with_layers(config, layers), {}, models));
+  };
+  // Between what fits and what does not, in steps of so many.
+  const auto bisect = [](i64 low, i64 high, i64 by, auto&& fitting) {
+    while (high - low > by) {
+      const i64 middle = low + std::max<i64>(1, (high - low) / 2 / by) * by;
+      (fitting(middle) ? low : high) = middle;
+    }
+    return std::pair(low, high);
+  };
+  if (step > kMostLayers || !may_fit(step)) return {};
+  auto [low, high] = bisect(step, kMostLayers + 1, step, may_fit);
+  std::tie(low, high) = bisect(low, high, 1, may_fit);  // stages need not have equally many
+  if (!all_fits(low)) low = bisect(0, low, 1, all_fits).first;
+  if (low == 0) return {};
   const Config largest = with_layers(config, low);
   return {low, model::make_model(largest.model, largest.data.seq_length).num_params(), std::move(keys)};
 }
 
-// What a layer takes is the same for each: two depths tell how many there may be, nearly, and the best of these guesses
-// are looked at closely.
+// What a layer takes is the same for each, but for buckets that few of them do not fill: two depths tell how many there
+// may be, nearly, and two that are deeper better. The best of these guesses are looked at closely.
 LargestModel Search::largest_of_all() {
   struct Candidate {
     Config config;
@@ -485,45 +558,49 @@ LargestModel Search::largest_of_all() {
     double layers = 0;
   };
   std::vector<Candidate> candidates;
-  std::set<std::tuple<i64, i64, i64>> meshes;
-  std::vector<Frame> all = frames();
-  std::ranges::reverse(all);  // the highest stage of ZeRO and cut rows first: they take least
-  for (const Frame& f : all) {
-    if (f.schedule != Schedule() || meshes.contains({f.tp, f.pp, f.sp})) continue;
+  for (const Frame& f : frames()) {
+    const bool cut = options_.world.ranks > f.tp * f.pp;
+    if (f.schedule != Schedule() || (cut && f.stage < 2)) continue;  // lower stages need more
     Keys settings = keys(f, 1, CheckpointGranularity::Layer);
     std::optional<Config> config = read(settings);
-    if (!config) continue;
-    meshes.insert({f.tp, f.pp, f.sp});
-    candidates.push_back({std::move(*config), std::move(settings)});
+    if (config) candidates.push_back({std::move(*config), std::move(settings)});
   }
-  for_each_at_once(candidates.size(), [&](size_t i) {
-    Candidate& c = candidates[i];
-    const i64 pp = c.config.pipeline.stages, few = 2 * pp, more = 4 * pp;
+  const auto guess = [&](Candidate& c, i64 few, i64 more) {
     const auto bytes = [&](i64 layers) {
       Models models;
-      Config deep = with_layers(c.config, layers);
-      deep.batch.accumulation = std::min(deep.batch.accumulation, more);  // of which no more are under way at once
-      return static_cast<double>(device_bytes(deep, models, std::numeric_limits<i64>::max()));
+      return static_cast<double>(device_bytes(with_layers(c.config, layers), models, std::numeric_limits<i64>::max()));
     };
     const double at_few = bytes(few), of_layer = (bytes(more) - at_few) / static_cast<double>(more - few);
     c.layers = static_cast<double>(few) + (static_cast<double>(options_.memory) - at_few) / of_layer;
+    c.layers = std::clamp(c.layers, 0.0, static_cast<double>(kMostLayers));
+  };
+  const auto keep_best = [&](size_t most) {
+    std::ranges::stable_sort(candidates, std::greater(), &Candidate::layers);
+    if (candidates.size() > most) candidates.resize(most);
+  };
+  for_each_at_once(candidates.size(), [&](size_t i) {
+    const i64 pp = candidates[i].config.pipeline.stages;
+    guess(candidates[i], 2 * pp, 4 * pp);
   });
-  std::ranges::stable_sort(candidates, std::greater(), &Candidate::layers);
-  LargestModel largest;
-  for (size_t i = 0; i < std::min(candidates.size(), kMostCandidates); ++i) {
+  keep_best(4 * kMostCandidates);
+  for_each_at_once(candidates.size(), [&](size_t i) {
     Candidate& c = candidates[i];
-    if (c.layers < static_cast<double>(largest.layers)) break;
-    LargestModel m = largest_model(c.config, std::move(c.keys));
-    if (m.layers > largest.layers) largest = std::move(m);
-  }
-  return largest;
+    const i64 pp = c.config.pipeline.stages, layers = static_cast<i64>(c.layers) / pp * pp;
+    if (layers > 4 * pp) guess(c, layers / 2, layers);
+  });
+  keep_best(kMostCandidates);
+  std::vector<LargestModel> largest(candidates.size());
+  for_each_at_once(candidates.size(),
+                   [&](size_t i) { largest[i] = largest_model(candidates[i].config, std::move(candidates[i].keys)); });
+  if (largest.empty()) return {};
+  return *std::ranges::max_element(largest, {}, &LargestModel::layers);
 }
 
 FitResult Search::run() {
   FitResult result;
   if (const Config& present = source_.config.config; source_.config.ok()) {
     result.present = whole(present, {}, models_);
-    result.present_fits = fits(*result.present);
+    present_fits_ = result.present_fits = fits(*result.present);
     result.present->time = time_of(present);
   }
   for (const Diagnostic& d : source_.config.diagnostics) {
@@ -531,7 +608,6 @@ FitResult Search::run() {
   }
   const std::vector<Frame> all = frames();
   for_each_at_once(all.size(), [&](size_t i) { try_frame(all[i]); });
-  std::ranges::sort(found_, faster);  // the order of workers must not show
   list_fastest(result);
   if (!result.present_fits) result.nearest = nearest_to_present();
   if (!result.fitting.empty()) {

@@ -76,7 +76,8 @@ std::string text(const FitResult& r, const FitOptions& o) {
   if (r.nearest)
     out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest), lines(r.nearest->keys));
   if (r.fitting.empty()) {
-    out += "\nnothing fits: more ranks or more memory are needed\n";
+    out += r.num_tried == 0 ? "\nnothing fits: neither the batch nor the model can be cut over so many ranks\n"
+                            : "\nnothing fits: more ranks or more memory are needed\n";
   } else {
     out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
     for (const Arrangement& a : r.fitting) out += row(a);

@@ -81,49 +81,60 @@ StepTime predict_time(const Config& config, const World& world, DeviceKind devic
 
 namespace {
 
-StepTime time_of(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models,
-                 bool simulates) {
-  const MeshShape mesh = report::mesh_shape(config, world.ranks);
-  const model::Model& model = models.of(config, mesh, {});
-  // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline fills.
-  std::map<std::vector<i64>, std::pair<report::RunPlan, report::StepWork>> works;
-  std::vector<StageWork> stages;
-  const std::vector<i64> cuts = models.cuts(config, mesh);
-  for (int stage = 0; stage < mesh.pp; ++stage) {
-    std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
-    for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
-      const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
-      layers.push_back(cuts[block + 1] - cuts[block]);
-      if (config.model.sliding_window == 0) continue;
-      for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
-        layers.push_back(config.model.sliding_layers[static_cast<size_t>(l - 1)]);
+// The stages of a pipeline, each kind of them once.
+class Stages {
+ public:
+  Stages(const Config& config, const World& world, DeviceKind device, const Hardware& hardware, Models& models)
+      : model_(models.of(config, report::mesh_shape(config, world.ranks), {})),
+        links_(hardware.state().links ? &*hardware.state().links : nullptr),
+        machine_(hardware.state().machine) {
+    machine_.ranks_per_node = world.ranks / world.nodes;
+    const MeshShape mesh = report::mesh_shape(config, world.ranks);
+    // Stages of as many layers do the same work, but for the ends. What they gather may differ while the pipeline
+    // fills.
+    const std::vector<i64> cuts = models.cuts(config, mesh);
+    for (int stage = 0; stage < mesh.pp; ++stage) {
+      std::vector<i64> layers = {stage == 0 ? 0 : stage == mesh.pp - 1 ? 2 : 1};
+      for (int chunk = 0; chunk < config.pipeline.virtual_stages; ++chunk) {
+        const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, stage, chunk));
+        layers.push_back(cuts[block + 1] - cuts[block]);
+        if (config.model.sliding_window == 0) continue;
+        for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
+          layers.push_back(config.model.sliding_layers[static_cast<size_t>(l - 1)]);
+      }
+      auto at = works_.find(layers);
+      if (at == works_.end()) {
+        report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
+        report::StepWork work = report::tally_step(model_, plan);
+        at = works_.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
+      }
+      stages_.push_back({&at->second.first, &at->second.second});
     }
-    auto at = works.find(layers);
-    if (at == works.end()) {
-      report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, device, cuts);
-      report::StepWork work = report::tally_step(model, plan);
-      at = works.emplace(std::move(layers), std::pair(std::move(plan), std::move(work))).first;
-    }
-    stages.push_back({&at->second.first, &at->second.second});
   }
-  const Hardware::State& s = hardware.state();
-  Machine machine = s.machine;
-  machine.ranks_per_node = world.ranks / world.nodes;
-  std::vector<std::vector<pipeline::Instr>> schedules;
-  if (simulates) schedules = pipeline::make_schedules(report::schedule_of(config));
-  return predict_step(model, stages, schedules, machine, s.links ? &*s.links : nullptr);
-}
+
+  StepTime predicted(const Config& config) const {
+    return predict_step(model_, stages_, pipeline::make_schedules(report::schedule_of(config)), machine_, links_);
+  }
+  LeastTime least() const { return least_step(model_, stages_, machine_, links_); }
+
+ private:
+  const model::Model& model_;
+  const Links* links_;
+  Machine machine_;
+  std::map<std::vector<i64>, std::pair<report::RunPlan, report::StepWork>> works_;
+  std::vector<StageWork> stages_;
+};
 
 }  // namespace
 
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                       Models& models) {
-  return time_of(config, world, device, hardware, models, true);
+  return Stages(config, world, device, hardware, models).predicted(config);
 }
 
-StepTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
-                    Models& models) {
-  return time_of(config, world, device, hardware, models, false);
+LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                     Models& models) {
+  return Stages(config, world, device, hardware, models).least();
 }
 
 std::string text(const StepTime& t) {

@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "ds/memreport.h"
+#include "memreport/step_time.h"
 #include "model/models.h"
 #include "report/own_memory.h"
 
@@ -43,8 +44,8 @@ class Models {
 Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models);
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                       Models& models);
-// Of the same stages if none were ever idle: what no schedule of the pipeline falls below, in much less time.
-StepTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
-                    Models& models);
+// What it cannot fall below, in much less time.
+LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
+                     Models& models);
 
 }  // namespace ds::memreport

@@ -15,6 +15,7 @@ struct StageTime {
   std::vector<pipeline::Costs> chunks;
   double compute = 0, recompute = 0, in_layers = 0;
   double exposed = 0, hidden = 0;
+  double least_exposed = 0;  // with whichever cut of the layers, and calls
   double optimizer = 0, publish = 0;
   std::map<std::string, double> messages;
 
@@ -97,6 +98,7 @@ class StageModel {
     const double n = static_cast<double>(std::max<i64>(1, reductions.calls + gathers.calls));
     const bool overlap = plan_.grads.overlap && machine_.hides_communication();
     time_.exposed = overlap ? std::max(beside + all / n, beside / n + all) - beside : all;
+    time_.least_exposed = overlap ? std::max(0.0, reduce - forward - backward) : reduce;  // how much is gathered varies
     time_.hidden = std::max(0.0, all - time_.exposed);
   }
 
@@ -115,7 +117,9 @@ class StageModel {
     publish.calls -= gathers.calls;
     publish.bytes -= gathers.bytes;
     double& gathered = plan_.layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
-    gathered += sent("dp.all_gather", publish);
+    const double publication = sent("dp.all_gather", publish);
+    gathered += publication;
+    if (&gathered == &time_.exposed) time_.least_exposed += publication;
 
     // What tp and pp send beyond the passes of layers: sums of what stands on several of their ranks.
     std::map<std::string, CommCount> rest = plan_.traffic;
@@ -152,28 +156,42 @@ class StageModel {
 
 }  // namespace
 
-StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
-                      std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
-                      const Links* links) {
-  DS_ASSERT(!stages.empty() && (schedules.empty() || stages.size() == schedules.size()));
-  const report::RunPlan& first = *stages[0].plan;
+namespace {
+
+std::vector<StageTime> times_of(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+                                const Links* links) {
+  DS_ASSERT(!stages.empty());
   std::vector<StageTime> times;
   for (size_t s = 0; s < stages.size(); ++s) {
     const bool same = s > 0 && stages[s].plan == stages[s - 1].plan;
     times.push_back(same ? times.back() : StageModel(stages[s], model.hidden, machine, links).run());
   }
+  return times;
+}
+
+// A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
+StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
+                  const std::vector<StageTime>& times) {
+  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s;
+  if (const double sharing = machine.threads_per_core(); sharing > 1) {
+    double work = 0;  // of a rank, in the mean
+    for (const StageTime& t : times) work += (t.compute + t.optimizer) / static_cast<double>(times.size());
+    const double sent = step.in_layer_communication_s + step.communication_s + step.publish_s;
+    step.cores_s = std::max(0.0, sharing * work + sent - step.step_s);
+    step.step_s += step.cores_s;
+  }
+  const double tokens = static_cast<double>(plan.B * plan.sequence_length * plan.micro_batches * plan.mesh.dp);
+  const double flops = model.flops_per_token(plan.sequence_length) * tokens / plan.mesh.world();
+  step.tokens_per_s = tokens / step.step_s;
+  step.mfu = flops / (step.step_s * machine.matmul_flops(plan.work));
+  return step;
+}
+
+// Of stages that are never idle.
+StepTime busy_step(const std::vector<StageTime>& times) {
   const StageTime& busiest = *std::ranges::max_element(times, {}, &StageTime::busy);
   StepTime step;
   step.pipeline_s = busiest.busy();
-  if (!schedules.empty()) {
-    std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
-    for (size_t chunk = 0; chunk < first.chunks.size(); ++chunk) {
-      for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
-    }
-    const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
-    step.pipeline_s = timeline.makespan;
-    step.bubble_fraction = timeline.bubble_fraction();
-  }
   step.compute_s = busiest.compute;
   step.recompute_s = busiest.recompute;
   step.in_layer_communication_s = busiest.in_layers;
@@ -184,20 +202,41 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
     step.optimizer_s = std::max(step.optimizer_s, t.optimizer);
     step.publish_s = std::max(step.publish_s, t.publish);
   }
-  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s;
-  if (const double sharing = machine.threads_per_core(); sharing > 1) {
-    double work = 0;  // of a rank, in the mean
-    for (const StageTime& t : times) work += (t.compute + t.optimizer) / static_cast<double>(times.size());
-    const double sent = step.in_layer_communication_s + step.communication_s + step.publish_s;
-    step.cores_s = std::max(0.0, sharing * work + sent - step.step_s);
-    step.step_s += step.cores_s;
-  }
-
-  const double tokens = static_cast<double>(first.B * first.sequence_length * first.micro_batches * first.mesh.dp);
-  const double flops = model.flops_per_token(first.sequence_length) * tokens / first.mesh.world();
-  step.tokens_per_s = tokens / step.step_s;
-  step.mfu = flops / (step.step_s * machine.matmul_flops(first.work));
   return step;
+}
+
+}  // namespace
+
+StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
+                      std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
+                      const Links* links) {
+  DS_ASSERT(stages.size() == schedules.size());
+  const std::vector<StageTime> times = times_of(model, stages, machine, links);
+  std::vector<pipeline::Costs> blocks;  // block b is chunk b / stages of stage b mod stages
+  for (size_t chunk = 0; chunk < stages[0].plan->chunks.size(); ++chunk) {
+    for (const StageTime& t : times) blocks.push_back(t.chunks[chunk]);
+  }
+  const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
+  StepTime step = busy_step(times);
+  step.pipeline_s = timeline.makespan;
+  step.bubble_fraction = timeline.bubble_fraction();
+  return finished(std::move(step), model, *stages[0].plan, machine, times);
+}
+
+LeastTime least_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+                     const Links* links) {
+  const std::vector<StageTime> times = times_of(model, stages, machine, links);
+  StepTime any;
+  const double part = 1 / static_cast<double>(times.size());
+  for (const StageTime& t : times) {
+    any.pipeline_s += part * t.busy();
+    any.in_layer_communication_s += part * t.in_layers;
+    any.communication_s += part * t.least_exposed;
+    any.optimizer_s += part * t.optimizer;
+    any.publish_s += part * t.publish;
+  }
+  return {finished(busy_step(times), model, *stages[0].plan, machine, times),
+          finished(std::move(any), model, *stages[0].plan, machine, times)};
 }
 
 }  // namespace ds::memreport

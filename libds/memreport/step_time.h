@@ -56,11 +56,18 @@ struct StageWork {
   const report::StepWork* work;
 };
 
-// `stages`: one for each stage of the pipeline, in order, and so their schedules; no schedules: as if no stage were
-// ever idle. `links`: may be null where no axis has more than one rank. Throws Errc::Config for links or rates that are
-// not known.
+// `stages`: one for each stage of the pipeline, in order, and so their schedules. `links`: may be null where no axis
+// has more than one rank. Throws Errc::Config for links or rates that are not known.
 StepTime predict_step(const model::Model& model, std::span<const StageWork> stages,
                       std::span<const std::vector<pipeline::Instr>> schedules, const Machine& machine,
                       const Links* links);
+
+// What it cannot fall below, without a simulation.
+struct LeastTime {
+  StepTime own;      // with these stages, if none were ever idle
+  StepTime any_cut;  // with any cut of these layers: if each had an equal part of all work, and hid what can be hidden
+};
+LeastTime least_step(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
+                     const Links* links);
 
 }  // namespace ds::memreport

@@ -217,6 +217,12 @@ assert {"1f1b", "zb-h1"} <= {a["schedule"] for a in f["fitting"]}, f'
   ds-launch -n 2 ds-train cfg.json --out two --steps 1 --quiet
   run -0 ds-memreport two -n 4 --device cpu --gpu h100 --fit 1GiB
   assert_line --partial "as it is: it cannot be"
+  # Every pipeline that is not simulated must be slower than what is listed.
+  ds-memreport "$DS_SOURCE/configs/gpt2-124m.json" -n 8 --batch 32 --gpu h100 --fit 80GiB --most 2000 --json --output f.json
+  python3 -c 'import json; speeds = [a["tokens_per_s"] for a in json.load(open("f.json"))["fit"]["fitting"]]
+assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
+  run -0 ds-memreport cfg.json -n 7 --gpu h100 --fit 1GiB
+  assert_line --partial "neither the batch nor the model can be cut"
   refuses 2 "seq_length" cfg.json -n 4 --gpu h100 --fit 1GiB --set data.seq_length=0
 }
 
