@@ -89,9 +89,11 @@ needs_root() {
 @test "a test of whole models finds its data in a bare root" {
   [[ -n $TESTS ]] || skip "$(grep -m 1 error: "$LOG")"
   needs_root
-  run -0 in_root env DS_TEST_DATA="$BUNDLE/tests/golden" "$BUNDLE/tests/bin/model_test" --gtest_filter='*gpt2_fp32'
+  run -0 in_root env DS_TEST_DATA="$BUNDLE/tests/golden" "$BUNDLE/tests/bin/device_test" --file=model_test --gtest_filter='*gpt2_fp32'
   assert_output --regexp 'PASSED.* [1-9][0-9]* tests?\.'
-  for name in $("$DS_SOURCE/tests/run-gpu" --list); do assert [ -x "$ROOT$BUNDLE/tests/bin/$name" ]; done
+  for name in $("$DS_SOURCE/tests/run-gpu" --list); do
+    run -0 in_root "$BUNDLE/tests/bin/device_test" --file="$name" --gtest_list_tests
+  done
 }
 
 @test "no library of this machine is loaded but glibc's, and no library path is inherited" {
@@ -127,7 +129,7 @@ needs_root() {
   if command -v nvidia-smi >/dev/null; then skip 'there may be a GPU here'; fi
   run -2 "$DS_SOURCE/tests/run-gpu" --nonsense
   run -4 "$DS_SOURCE/tests/run-gpu" --bin empty matmul_test
-  assert_output --partial 'there is no empty/matmul_test'
+  assert_output --partial 'there is no empty/device_test'
   run -2 "$DS_SOURCE/scripts/gpu-check" --only nonsense
   run -4 "$DS_SOURCE/scripts/gpu-check" --build "$BUILD" -o results --limit 120
   for section in facts sanitizer train bench; do assert_line --regexp "^$section +skipped +[a-z]"; done

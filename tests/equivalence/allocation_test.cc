@@ -52,7 +52,7 @@ int posix_memalign(void** p, size_t alignment, size_t n) {
 }
 
 namespace ds::testing {
-namespace {
+namespace allocation_test {
 
 class Strategy : public ::testing::TestWithParam<std::tuple<i64, bool>> {};
 
@@ -148,5 +148,5 @@ TEST(Interposition, CountsWhatItShould) {
 
 INSTANTIATE_TEST_SUITE_P(Allocation, Strategy, ::testing::Combine(::testing::Values(0, 1, 2, 3), ::testing::Bool()));
 
-}  // namespace
+}  // namespace allocation_test
 }  // namespace ds::testing

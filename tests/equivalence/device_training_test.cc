@@ -8,7 +8,7 @@
 #include "report/planned.h"
 
 namespace ds::testing {
-namespace {
+namespace device_training_test {
 
 Config config_of(const ModelConfig& model, DType work, int ranks, i64 accumulation, i64 stage) {
   Config c = tiny_config(model, ranks, accumulation, stage);
@@ -193,5 +193,5 @@ INSTANTIATE_TEST_SUITE_P(Types, DeviceTraining, ::testing::Values(DType::F32, DT
 INSTANTIATE_TEST_SUITE_P(Types, DeviceParallel, ::testing::Values(DType::F32, DType::BF16),
                          [](const auto& test) { return std::string(dtype_name(test.param)); });
 
-}  // namespace
+}  // namespace device_training_test
 }  // namespace ds::testing

@@ -12,7 +12,7 @@
 #include "equivalence/layouts.h"
 
 namespace ds::testing {
-namespace {
+namespace matrix_test {
 
 constexpr i64 kSteps = 20;
 
@@ -432,5 +432,5 @@ std::string parameter_name(const ::testing::TestParamInfo<Picks>& test) { return
 INSTANTIATE_TEST_SUITE_P(Covering, Matrix, ::testing::ValuesIn(covering_set()), parameter_name);
 INSTANTIATE_TEST_SUITE_P(All, Matrix, ::testing::ValuesIn(all_cases()), parameter_name);
 
-}  // namespace
+}  // namespace matrix_test
 }  // namespace ds::testing

@@ -5,7 +5,7 @@
 #include "equivalence/training.h"
 
 namespace ds::testing {
-namespace {
+namespace memory_traffic_test {
 
 i64 bytes(const report::TagBytes& b, Tag t) { return b[static_cast<size_t>(t)]; }
 
@@ -150,5 +150,5 @@ TEST(Buckets, CallsAreThoseCountedByHand) {
   }
 }
 
-}  // namespace
+}  // namespace memory_traffic_test
 }  // namespace ds::testing

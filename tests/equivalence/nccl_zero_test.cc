@@ -7,7 +7,7 @@
 #include "equivalence/training.h"
 
 namespace ds::testing {
-namespace {
+namespace nccl_zero_test {
 
 constexpr i64 kSteps = 4;
 
@@ -65,5 +65,5 @@ INSTANTIATE_TEST_SUITE_P(Zero, DeviceStages,
                                               std::get<2>(test.param), std::get<3>(test.param) ? "bf16" : "fp32");
                          });
 
-}  // namespace
+}  // namespace nccl_zero_test
 }  // namespace ds::testing

@@ -8,7 +8,7 @@
 #include "equivalence/layouts.h"
 
 namespace ds::testing {
-namespace {
+namespace parallel_test {
 
 constexpr i64 kSteps = 20;
 
@@ -393,5 +393,5 @@ TEST(Generation, WritesWhatOneRankWrites) {
   }
 }
 
-}  // namespace
+}  // namespace parallel_test
 }  // namespace ds::testing

@@ -8,7 +8,7 @@
 #include "equivalence/training.h"
 
 namespace ds::testing {
-namespace {
+namespace zero_test {
 
 constexpr i64 kSteps = 6;
 
@@ -454,5 +454,5 @@ TEST(TokenNorm, EqualsTheMeanOverAllValidTokens) {
   EXPECT_NE(t.losses.front(), train_threads(one, 1, 1).losses.front());  // micro-batches have unequal counts
 }
 
-}  // namespace
+}  // namespace zero_test
 }  // namespace ds::testing

@@ -21,7 +21,7 @@
 #include "checkpoint/manifest.h"
 
 namespace ds {
-namespace {
+namespace crash_test {
 
 namespace fs = std::filesystem;
 using testing::read_file;
@@ -343,5 +343,5 @@ TEST_P(Crash, TheNewestCommittedStepIsThereAndTheRunGoesOn) {
 INSTANTIATE_TEST_SUITE_P(Cases, Crash, ::testing::Range<size_t>(0, std::size(kCases)),
                          [](const auto& p) { return std::string(kCases[p.param].name); });
 
-}  // namespace
+}  // namespace crash_test
 }  // namespace ds

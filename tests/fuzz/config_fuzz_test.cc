@@ -16,7 +16,7 @@
 #include "fuzz/rounds.h"
 
 namespace ds {
-namespace {
+namespace config_fuzz_test {
 
 std::vector<std::string> corpus() {
   std::vector<std::filesystem::path> files;
@@ -156,5 +156,5 @@ TEST(ConfigFuzz, DamagedSetArgumentsAreRefusedWithReasons) {
     check(text, {damage(good[below(random, good.size())], good, random)});
 }
 
-}  // namespace
+}  // namespace config_fuzz_test
 }  // namespace ds

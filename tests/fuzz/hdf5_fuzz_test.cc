@@ -15,7 +15,7 @@
 #include "temp_directory.h"
 
 namespace ds {
-namespace {
+namespace hdf5_fuzz_test {
 
 using testing::read_file;
 using testing::write_file;
@@ -324,5 +324,5 @@ TEST(Hdf5Fuzz, ForgedAnswersAreRefusedOrSound) {
   EXPECT_GT(outcome.refused, 10000);
 }
 
-}  // namespace
+}  // namespace hdf5_fuzz_test
 }  // namespace ds

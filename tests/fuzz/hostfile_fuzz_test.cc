@@ -14,7 +14,7 @@
 #include "launch/hostfile.h"
 
 namespace ds {
-namespace {
+namespace hostfile_fuzz_test {
 
 using Random = std::minstd_rand;
 size_t below(Random& random, size_t n) { return static_cast<size_t>(random()) % std::max<size_t>(n, 1); }
@@ -106,5 +106,5 @@ TEST(HostfileFuzz, WhatIsAcceptedIsHarmlessAndWhatIsRefusedIsExplained) {
   EXPECT_GT(lists, 100u);
 }
 
-}  // namespace
+}  // namespace hostfile_fuzz_test
 }  // namespace ds

@@ -10,7 +10,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace manifest_fuzz_test {
 
 using testing::read_file;
 using testing::write_file;
@@ -120,5 +120,5 @@ TEST_P(ManifestFuzz, ForgedManifestsAreRefusedOrSound) {
 INSTANTIATE_TEST_SUITE_P(Versions, ManifestFuzz, ::testing::Values("checkpoint-v1", "checkpoint-v2"),
                          [](const auto& p) { return p.index == 0 ? "One" : "Two"; });
 
-}  // namespace
+}  // namespace manifest_fuzz_test
 }  // namespace ds

@@ -12,7 +12,7 @@
 #include "fuzz/rounds.h"
 
 namespace ds {
-namespace {
+namespace safetensors_fuzz_test {
 
 constexpr i64 kData = 46;
 const std::string kGood =
@@ -91,5 +91,5 @@ TEST(SafetensorsFuzz, MutatedHeadersAreRefusedOrSound) {
   EXPECT_GT(refused, 10000);
 }
 
-}  // namespace
+}  // namespace safetensors_fuzz_test
 }  // namespace ds

@@ -14,7 +14,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace tokenizer_fuzz_test {
 
 using Json = nlohmann::json;
 using testing::test_data;
@@ -184,5 +184,5 @@ TEST(TokenizerFuzz, DamagedSentencePieceModelsAreRefusedOrWork) {
   }
 }
 
-}  // namespace
+}  // namespace tokenizer_fuzz_test
 }  // namespace ds

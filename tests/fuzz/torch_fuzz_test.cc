@@ -14,7 +14,7 @@
 #include "zip_file.h"
 
 namespace ds {
-namespace {
+namespace torch_fuzz_test {
 
 using testing::read_file;
 using testing::TempDirectory;
@@ -213,5 +213,5 @@ TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
   EXPECT_GT(refused_, 100);
 }
 
-}  // namespace
+}  // namespace torch_fuzz_test
 }  // namespace ds

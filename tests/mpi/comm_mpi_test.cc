@@ -21,12 +21,12 @@
 #include "../mesh_exercise.h"
 
 namespace ds {
-namespace {
+namespace comm_mpi_test {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 using Members = std::vector<int>;
 
@@ -283,10 +283,10 @@ int run_rank(const std::string& program, const std::filesystem::path& stories) {
   return story == "ok" ? 0 : 1;
 }
 
-class CommMpi : public testing::Test {
+class CommMpi : public ::testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = testing::TempDir() + "ds-comm-mpi-XXXXXX";
+    std::string pattern = ::testing::TempDir() + "ds-comm-mpi-XXXXXX";
     ASSERT_NE(mkdtemp(pattern.data()), nullptr);
     stories_ = pattern;
   }
@@ -317,7 +317,7 @@ class CommMpi : public testing::Test {
   std::filesystem::path stories_;
 };
 
-class CommMpiSizes : public CommMpi, public testing::WithParamInterface<int> {};
+class CommMpiSizes : public CommMpi, public ::testing::WithParamInterface<int> {};
 TEST_P(CommMpiSizes, PassTheExercise) {
   EXPECT_EQ(run("exercise", GetParam()), 0);
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
@@ -326,7 +326,7 @@ TEST_P(CommMpiSizes, PassTheCompressedExercise) {
   EXPECT_EQ(run("compressed", GetParam()), 0);
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(story(r), "ok");
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommMpiSizes, ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
 
 TEST_F(CommMpi, ComposedWithSharedMemoryPassesTheExercise) {
   EXPECT_EQ(run("composed", 4), 0);
@@ -462,11 +462,11 @@ TEST_F(CommMpi, AKilledRankEndsTheJob) {
   EXPECT_LT(Clock::now() - start, 10s);
 }
 
-}  // namespace
+}  // namespace comm_mpi_test
 }  // namespace ds
 
 int main(int argc, char** argv) {
-  if (argc == 4 && std::string_view(argv[1]) == "--rank") return ds::run_rank(argv[2], argv[3]);
+  if (argc == 4 && std::string_view(argv[1]) == "--rank") return ds::comm_mpi_test::run_rank(argv[2], argv[3]);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

@@ -24,11 +24,11 @@
 #include "../mesh_exercise.h"
 
 namespace ds {
-namespace {
+namespace comm_shm_test {
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 std::string random_job() {
   std::random_device device;
@@ -97,16 +97,16 @@ class Ranks {
 
 std::string error_story(Errc code, int rank) { return fmt::format("{} {}: ", static_cast<int>(code), rank); }
 
-class CommShm : public testing::Test {
+class CommShm : public ::testing::Test {
  protected:
-  void TearDown() override { EXPECT_THAT(segments_left(job_), testing::IsEmpty()); }
+  void TearDown() override { EXPECT_THAT(segments_left(job_), ::testing::IsEmpty()); }
   std::unique_ptr<Communicator> join(int rank, int size, double timeout_s = 20) const {
     return make_shm_communicator(job_, rank, size, {.timeout_s = timeout_s});
   }
   const std::string job_ = random_job();
 };
 
-class CommShmSizes : public CommShm, public testing::WithParamInterface<int> {};
+class CommShmSizes : public CommShm, public ::testing::WithParamInterface<int> {};
 
 TEST_P(CommShmSizes, PassesTheExercise) {
   const int size = GetParam();
@@ -120,7 +120,7 @@ TEST_P(CommShmSizes, PassesTheCompressedExercise) {
   Ranks ranks(GetParam(), [&](int r) { test::exercise_compressed(*join(r, GetParam(), 60), 1001); });
   for (int r = 0; r < GetParam(); ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
-INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommShmSizes, ::testing::Values(1, 2, 3, 4, 5, 6, 7, 8));
 
 TEST_F(CommShm, NamesAreGoneOnceAllHaveCome) {
   Ranks ranks(3, [&](int r) {
@@ -172,7 +172,7 @@ TEST_F(CommShm, CarriesTheStagedCommunicator) {
   for (int r = 0; r < 3; ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
 
-class CommShmMeshes : public CommShm, public testing::WithParamInterface<MeshShape> {};
+class CommShmMeshes : public CommShm, public ::testing::WithParamInterface<MeshShape> {};
 
 TEST_P(CommShmMeshes, AllAxesWorkAtOnce) {
   const MeshShape shape = GetParam();
@@ -185,7 +185,7 @@ TEST_P(CommShmMeshes, AllAxesWorkAtOnce) {
   for (int r = 0; r < shape.world(); ++r) EXPECT_EQ(ranks.story(r), "ok");
 }
 INSTANTIATE_TEST_SUITE_P(Shapes, CommShmMeshes,
-                         testing::Values(MeshShape{.dp = 3, .tp = 2}, MeshShape{.dp = 2, .pp = 2, .tp = 2}),
+                         ::testing::Values(MeshShape{.dp = 3, .tp = 2}, MeshShape{.dp = 2, .pp = 2, .tp = 2}),
                          [](const auto& test) {
                            const MeshShape& s = test.param;
                            return fmt::format("dp{}_pp{}_tp{}", s.dp, s.pp, s.tp);
@@ -456,7 +456,7 @@ TEST_F(CommShm, TheNextStartRemovesWhatADeadRankLeft) {
     ranks.signal(0, SIGKILL);
     ranks.story(0);
   }
-  EXPECT_THAT(segments_left(job_), testing::SizeIs(1));
+  EXPECT_THAT(segments_left(job_), ::testing::SizeIs(1));
   Ranks next(1, [&](int) { make_shm_communicator(random_job(), 0, 1, {}); });
   EXPECT_EQ(next.story(0), "ok");
 }
@@ -472,5 +472,5 @@ TEST(CommShmName, IsChecked) {
   for (const char* bad : {"", "a/b", "../x", "a b"}) EXPECT_THROW(make_shm_communicator(bad, 0, 1, {}), Error);
 }
 
-}  // namespace
+}  // namespace comm_shm_test
 }  // namespace ds

@@ -5,7 +5,7 @@
 #include "mpi/processes.h"
 
 namespace ds::testing {
-namespace {
+namespace parallel_processes_test {
 
 struct Layout {
   i64 pp, tp, sp, stage;
@@ -38,7 +38,9 @@ ModelConfig with_four_heads(ModelConfig m) {
   return m;
 }
 
-TEST_P(Processes, TrainEvaluateAndWriteAsThreadsDo) {
+class ParallelProcesses : public Processes {};
+
+TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
   const auto& [backend, ranks] = GetParam();
   if (!is_rank()) {
     EXPECT_EQ(run_under_mpirun(ranks), 0);
@@ -84,11 +86,11 @@ TEST_P(Processes, TrainEvaluateAndWriteAsThreadsDo) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Parallel, Processes,
+INSTANTIATE_TEST_SUITE_P(Parallel, ParallelProcesses,
                          ::testing::Combine(::testing::Values("shm", "mpi"), ::testing::Values(2, 3, 4)),
                          [](const auto& test) {
                            return fmt::format("{}_P{}", std::get<0>(test.param), std::get<1>(test.param));
                          });
 
-}  // namespace
+}  // namespace parallel_processes_test
 }  // namespace ds::testing

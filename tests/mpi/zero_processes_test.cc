@@ -6,7 +6,7 @@
 #include "mpi/processes.h"
 
 namespace ds::testing {
-namespace {
+namespace zero_processes_test {
 
 struct Precision {
   const char* name;
@@ -104,5 +104,5 @@ INSTANTIATE_TEST_SUITE_P(Zero, Processes,
                            return fmt::format("{}_P{}", std::get<0>(test.param), std::get<1>(test.param));
                          });
 
-}  // namespace
+}  // namespace zero_processes_test
 }  // namespace ds::testing

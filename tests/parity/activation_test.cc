@@ -6,7 +6,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace activation_test {
 
 constexpr Activation kActivations[] = {Activation::None, Activation::GeluTanh, Activation::GeluErf, Activation::Silu};
 constexpr i64 kSizes[] = {1, 7, 15, 16, 17, 1000, 4097, 40000};
@@ -160,5 +160,5 @@ TEST(Activation, GoldenValues) {
   EXPECT_NEAR(y.value[1], -0.189645450053108878, 1e-15);
 }
 
-}  // namespace
+}  // namespace activation_test
 }  // namespace ds::testing

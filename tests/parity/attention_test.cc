@@ -6,7 +6,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace attention_test {
 
 struct Case {
   i64 B = 1, T = 33, S = 33, H = 2, G = 2, D = 64;
@@ -407,5 +407,5 @@ TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
   }
 }
 
-}  // namespace
+}  // namespace attention_test
 }  // namespace ds::testing

@@ -4,7 +4,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace copy_heads_test {
 
 // A view [B,T,H,D] of a buffer in which the outer dims lie in `order`, outermost first, with `gap` elements between
 // runs of D and `skip` elements before the first.
@@ -137,5 +137,5 @@ TEST(CopyHeads, PackingForAnAllToAllAndUnpackingAreInverse) {
   }
 }
 
-}  // namespace
+}  // namespace copy_heads_test
 }  // namespace ds::testing

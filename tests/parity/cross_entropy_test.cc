@@ -5,7 +5,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace cross_entropy_test {
 
 constexpr i32 kIgnore = -100;
 
@@ -186,5 +186,5 @@ TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
   }
 }
 
-}  // namespace
+}  // namespace cross_entropy_test
 }  // namespace ds::testing

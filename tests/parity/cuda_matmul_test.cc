@@ -11,7 +11,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace cuda_matmul_test {
 
 // An environment variable for as long as this lives.
 class Setting {
@@ -225,5 +225,5 @@ TEST(CudaContext, SaysHowMuchMemoryIsMissing) {
   EXPECT_EQ(context.scratch_bytes(), 0u);
 }
 
-}  // namespace
+}  // namespace cuda_matmul_test
 }  // namespace ds::testing

@@ -6,7 +6,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace dropout_test {
 
 constexpr RngKey kKey{.seed = 11, .site = 5, .step = 3};
 
@@ -124,5 +124,5 @@ TEST(Dropout, RefGradientMatchesFiniteDifferences) {
   expect_gradient(x, dx, loss, "dropout");
 }
 
-}  // namespace
+}  // namespace dropout_test
 }  // namespace ds::testing

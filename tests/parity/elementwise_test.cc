@@ -8,7 +8,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace elementwise_test {
 
 constexpr i64 kSizes[] = {1, 7, 15, 16, 17, 63, 64, 65, 1000, 4097, 50000};
 
@@ -251,5 +251,5 @@ TEST(Elementwise, SumSquaresOfExtremes) {
   }
 }
 
-}  // namespace
+}  // namespace elementwise_test
 }  // namespace ds::testing

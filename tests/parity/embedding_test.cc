@@ -5,7 +5,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace embedding_test {
 
 struct Case {
   i64 V, R, C;
@@ -163,5 +163,5 @@ TEST(Embedding, RefGradientMatchesFiniteDifferences) {
       "dtable");
 }
 
-}  // namespace
+}  // namespace embedding_test
 }  // namespace ds::testing

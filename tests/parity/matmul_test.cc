@@ -7,7 +7,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace matmul_test {
 
 // A matrix whose rows lie apart; what lies between them must stay as it is, and is compared too.
 struct Matrix {
@@ -252,5 +252,5 @@ TEST(Linear, RefGradientsMatchFiniteDifferences) {
   }
 }
 
-}  // namespace
+}  // namespace matmul_test
 }  // namespace ds::testing

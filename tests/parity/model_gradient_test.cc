@@ -10,7 +10,7 @@
 #include "parity/device_ops.h"
 
 namespace ds {
-namespace {
+namespace model_gradient_test {
 
 using Values = std::vector<std::vector<float>>;  // of every parameter
 
@@ -180,5 +180,5 @@ TEST(ModelGradient, IsTheDirectionalDerivativeForEveryParameter) {
   }
 }
 
-}  // namespace
+}  // namespace model_gradient_test
 }  // namespace ds

@@ -20,7 +20,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace model_test {
 
 constexpr const char* kModels[] = {"gpt2",        "llama",         "llama-tied", "qwen2",        "qwen3",
                                    "gpt2-untied", "gpt2-unscaled", "llama-bias", "qwen2-window", "bert"};
@@ -267,5 +267,5 @@ INSTANTIATE_TEST_SUITE_P(Parity, Models, ::testing::Combine(::testing::ValuesIn(
                            return name;
                          });
 
-}  // namespace
+}  // namespace model_test
 }  // namespace ds

@@ -5,7 +5,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace norm_test {
 
 constexpr float kEps = 1e-5f;
 
@@ -175,5 +175,5 @@ TEST(Norm, RefGradientsMatchFiniteDifferences) {
   }
 }
 
-}  // namespace
+}  // namespace norm_test
 }  // namespace ds::testing

@@ -4,7 +4,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace optimizer_test {
 
 struct State {
   Tensor param, master, m, v, grad;
@@ -205,5 +205,5 @@ TEST(Sum, IsTakenInFp64) {
   }
 }
 
-}  // namespace
+}  // namespace optimizer_test
 }  // namespace ds::testing

@@ -6,7 +6,7 @@
 #include "parity.h"
 
 namespace ds::testing {
-namespace {
+namespace quantize_test {
 
 constexpr i64 kSizes[] = {1, 7, 8, 15, 31, 65, 1000, 4097};
 constexpr float kInf = std::numeric_limits<float>::infinity(), kNan = std::numeric_limits<float>::quiet_NaN();
@@ -378,5 +378,5 @@ TEST(Quantize, ResultsDoNotDependOnThreads) {
   }
 }
 
-}  // namespace
+}  // namespace quantize_test
 }  // namespace ds::testing

@@ -6,7 +6,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace ring_attention_test {
 
 // Indices [begin, begin + count) of dim `d`.
 TensorView part(TensorView x, int d, i64 begin, i64 count) {
@@ -398,5 +398,5 @@ TEST(RingAttention, BlocksOfRefMakeTheWhole) {
   }
 }
 
-}  // namespace
+}  // namespace ring_attention_test
 }  // namespace ds::testing

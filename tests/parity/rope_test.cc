@@ -6,7 +6,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace rope_test {
 
 struct Case {
   i64 B = 2, T = 5, H = 3, D = 64;
@@ -130,5 +130,5 @@ TEST(Rope, RefGradientMatchesFiniteDifferences) {
   }
 }
 
-}  // namespace
+}  // namespace rope_test
 }  // namespace ds::testing

@@ -6,7 +6,7 @@
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace {
+namespace vocab_cross_entropy_test {
 
 constexpr i32 kIgnore = -100;
 
@@ -332,5 +332,5 @@ TEST(VocabCrossEntropy, RefGradientMatchesFiniteDifferences) {
       "dz");
 }
 
-}  // namespace
+}  // namespace vocab_cross_entropy_test
 }  // namespace ds::testing

@@ -13,7 +13,7 @@
 #include "checkpoint/reader.h"
 
 namespace ds {
-namespace {
+namespace async_save_test {
 
 namespace fs = std::filesystem;
 using namespace testing;
@@ -166,5 +166,5 @@ TEST(Worker, DoesJobsInOrderAndAllOfThem) {
   for (int i = 0; i < 200; ++i) EXPECT_EQ(done[static_cast<size_t>(i)], i);
 }
 
-}  // namespace
+}  // namespace async_save_test
 }  // namespace ds

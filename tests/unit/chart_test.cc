@@ -6,7 +6,7 @@
 #include "well_formed.h"
 
 namespace ds::report {
-namespace {
+namespace chart_test {
 
 TEST(Chart, WhatATerminalOrXmlWouldObeyIsShownAsAQuestionMark) {
   EXPECT_EQ(printable("a b"), "a b");
@@ -51,5 +51,5 @@ TEST(Chart, TheTestsOfXmlFindWhatIsMalformed) {
   }
 }
 
-}  // namespace
+}  // namespace chart_test
 }  // namespace ds::report

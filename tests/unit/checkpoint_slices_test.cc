@@ -12,7 +12,7 @@
 #include "ds/checkpoint.h"
 
 namespace ds {
-namespace {
+namespace checkpoint_slices_test {
 
 namespace fs = std::filesystem;
 using namespace testing;
@@ -453,5 +453,5 @@ TEST(SlicedCheckpoint, SlicesOfATensorFileAreReadInTiles) {
   }
 }
 
-}  // namespace
+}  // namespace checkpoint_slices_test
 }  // namespace ds

@@ -20,7 +20,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace checkpoint_test {
 
 namespace fs = std::filesystem;
 using namespace testing;
@@ -715,5 +715,5 @@ TEST(SaveCheckpoint, AKillAtAnyMomentLeavesALoadableLatest) {
   EXPECT_EQ(entries(dir.path()), (Names{"latest", step_name(newest + 1)}));
 }
 
-}  // namespace
+}  // namespace checkpoint_test
 }  // namespace ds

@@ -11,11 +11,11 @@
 #include "../comm_exercise.h"
 
 namespace ds {
-namespace {
+namespace comm_composed_test {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 using Ranks = std::vector<int>;
 
@@ -27,7 +27,7 @@ struct Layout {
   int nodes, local_size;
 };
 
-class Composed : public testing::TestWithParam<Layout> {};
+class Composed : public ::testing::TestWithParam<Layout> {};
 
 TEST_P(Composed, PassesTheExercise) {
   const auto [nodes, local_size] = GetParam();
@@ -41,8 +41,8 @@ TEST_P(Composed, PassesTheExercise) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Layouts, Composed,
-                         testing::Values(Layout{1, 1}, Layout{1, 3}, Layout{2, 1}, Layout{2, 2}, Layout{3, 2},
-                                         Layout{2, 3}, Layout{4, 2}),
+                         ::testing::Values(Layout{1, 1}, Layout{1, 3}, Layout{2, 1}, Layout{2, 2}, Layout{3, 2},
+                                           Layout{2, 3}, Layout{4, 2}),
                          [](const auto& p) { return fmt::format("{}x{}", p.param.nodes, p.param.local_size); });
 
 // Sums of fp32 along the chain of nodes, and where there are enough ranks on a node those of bf16 too.
@@ -215,5 +215,5 @@ TEST(ComposedComm, ARankThatStaysAwayLaterIsNamedOnAllNodes) {
   }
 }
 
-}  // namespace
+}  // namespace comm_composed_test
 }  // namespace ds

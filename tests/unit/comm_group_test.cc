@@ -12,11 +12,11 @@
 #include "../comm_exercise.h"
 
 namespace ds {
-namespace {
+namespace comm_group_test {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 using Ranks = std::vector<int>;
 
@@ -49,7 +49,7 @@ struct Grid {
 
 void barrier_of(Communicator& c) { c.barrier("t"); }
 
-class CommGroups : public testing::TestWithParam<bool> {};
+class CommGroups : public ::testing::TestWithParam<bool> {};
 
 TEST_P(CommGroups, RowsAndColumnsPassTheExerciseAtOnce) {
   run_threads(6, options(60), [&](Communicator& world) {
@@ -66,7 +66,7 @@ TEST_P(CommGroups, RowsAndColumnsPassTheExerciseAtOnce) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Progress, CommGroups, testing::Bool(),
+INSTANTIATE_TEST_SUITE_P(Progress, CommGroups, ::testing::Bool(),
                          [](const auto& test) { return test.param ? "Threads" : "Inline"; });
 
 TEST(CommGroup, RanksAreInTheOrderGiven) {
@@ -373,5 +373,5 @@ TEST(CommGroupFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
   }
 }
 
-}  // namespace
+}  // namespace comm_group_test
 }  // namespace ds

@@ -17,11 +17,11 @@
 #include "../counted_new.h"
 
 namespace ds {
-namespace {
+namespace comm_test {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 CommOptions options(double timeout_s = 20, bool progress_thread = true) {
   return {.timeout_s = timeout_s, .progress_thread = progress_thread};
@@ -45,7 +45,7 @@ TEST(CommSelf, PassesTheExercise) {
   test::exercise(*c);
 }
 
-class CommThreads : public testing::TestWithParam<std::tuple<int, bool>> {};
+class CommThreads : public ::testing::TestWithParam<std::tuple<int, bool>> {};
 
 TEST_P(CommThreads, PassTheExercise) {
   const auto [size, progress_thread] = GetParam();
@@ -53,7 +53,7 @@ TEST_P(CommThreads, PassTheExercise) {
               [](Communicator& c) { test::exercise(c, c.size() <= 3 ? 70001 : 9001); });
 }
 
-INSTANTIATE_TEST_SUITE_P(Sizes, CommThreads, testing::Combine(testing::Values(1, 2, 3, 4, 8), testing::Bool()),
+INSTANTIATE_TEST_SUITE_P(Sizes, CommThreads, ::testing::Combine(::testing::Values(1, 2, 3, 4, 8), ::testing::Bool()),
                          [](const auto& test) {
                            return fmt::format("{}Ranks{}", std::get<0>(test.param),
                                               std::get<1>(test.param) ? "" : "Inline");
@@ -392,5 +392,5 @@ TEST(CommFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
   }
 }
 
-}  // namespace
+}  // namespace comm_test
 }  // namespace ds

@@ -19,11 +19,11 @@
 #include "commbench/statistics.h"
 
 namespace ds::commbench {
-namespace {
+namespace commbench_test {
 
-using testing::DoubleNear;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::DoubleNear;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 const Operation& operation(std::string_view name) {
   for (const Operation& o : operation_table())
@@ -173,7 +173,7 @@ TEST(CommbenchOverlap, IsPartOfTheShorter) {
 }
 
 // Sums of what ranks send, in several orders and in the type itself, and the reference.
-class CommbenchPattern : public testing::TestWithParam<DType> {};
+class CommbenchPattern : public ::testing::TestWithParam<DType> {};
 
 double as_number(const std::byte* p, DType t) {
   const auto as = [&]<class T>(T x) {
@@ -235,7 +235,7 @@ TEST_P(CommbenchPattern, SumsAreExactInAnyOrder) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, CommbenchPattern,
-                         testing::Values(DType::F32, DType::F64, DType::BF16, DType::F16, DType::I32, DType::I64),
+                         ::testing::Values(DType::F32, DType::F64, DType::BF16, DType::F16, DType::I32, DType::I64),
                          [](const auto& test) { return std::string(dtype_name(test.param)); });
 
 TEST(CommbenchPatternBits, DifferByRankIndexAndRound) {
@@ -277,7 +277,7 @@ const std::vector<std::pair<const char*, DType>> kTypes = {
     {"int8", DType::I8},   {"uint8", DType::U8},   {"int32", DType::I32}, {"uint32", DType::U32},
     {"int64", DType::I64}, {"uint64", DType::U64}};
 
-class CommbenchRun : public testing::TestWithParam<int> {};
+class CommbenchRun : public ::testing::TestWithParam<int> {};
 
 TEST_P(CommbenchRun, EveryOperationIsRightInEveryTypeAndForm) {
   const int P = GetParam();
@@ -327,7 +327,7 @@ TEST_P(CommbenchRun, EveryOperationIsRightInEveryTypeAndForm) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, CommbenchRun, testing::Values(1, 2, 3, 4, 5));
+INSTANTIATE_TEST_SUITE_P(Ranks, CommbenchRun, ::testing::Values(1, 2, 3, 4, 5));
 
 TEST(CommbenchFault, OneBitIsFoundInEveryOperation) {
   for (const Operation& op : operation_table()) {
@@ -490,8 +490,8 @@ TEST(CommbenchOptions, WhatMakesNoSenseIsRefusedInWords) {
 TEST(CommbenchOptions, AllLeavesOutWhatCannotBeAndSaysWhy) {
   const Plan plan = make_plan({.ops = {"all"}, .dtype = "int8"}, 1);
   for (const Operation* o : plan.operations) EXPECT_FALSE(o->reduces || o->fewest_ranks > 1) << o->name;
-  EXPECT_THAT(plan.left_out, testing::Contains(HasSubstr("all_reduce does not offer sum of int8")));
-  EXPECT_THAT(plan.left_out, testing::Contains(HasSubstr("sendrecv needs 2 ranks")));
+  EXPECT_THAT(plan.left_out, ::testing::Contains(HasSubstr("all_reduce does not offer sum of int8")));
+  EXPECT_THAT(plan.left_out, ::testing::Contains(HasSubstr("sendrecv needs 2 ranks")));
 }
 
 // Text and documents of one result.
@@ -572,5 +572,5 @@ TEST(CommbenchDocuments, LinksHaveASchema) {
   EXPECT_EQ(j.at("operations").at(0).at("beta_s_per_byte").get<double>(), 1e-10);
 }
 
-}  // namespace
+}  // namespace commbench_test
 }  // namespace ds::commbench

@@ -16,7 +16,7 @@
 #include "parity/device_ops.h"
 
 namespace ds {
-namespace {
+namespace compressed_test {
 
 using test::Array;
 using test::Floats;
@@ -424,5 +424,5 @@ TEST(CompressedCalls, AllocateNothing) {
   });
 }
 
-}  // namespace
+}  // namespace compressed_test
 }  // namespace ds

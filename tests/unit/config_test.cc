@@ -19,9 +19,9 @@
 #include "config/reader.h"
 
 namespace ds {
-namespace {
+namespace config_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 ConfigResult parse(std::string_view text, int world = 1, const std::vector<std::string>& overrides = {},
                    ConfigUse use = ConfigUse::Inspect) {
@@ -268,8 +268,8 @@ TEST(Config, AllMistakesAreReportedAtOnce) {
       1, {"threads=x"}, ConfigUse::Train);
   std::set<std::string> keys;
   for (const Diagnostic& d : r.diagnostics) keys.insert(d.key);
-  EXPECT_THAT(keys, testing::ElementsAre("data.train", "model", "seed", "steps", "stepz", "threads", "train_batch_size",
-                                         "wall_clock_breakdown", "zero_optimization.stage"));
+  EXPECT_THAT(keys, ::testing::ElementsAre("data.train", "model", "seed", "steps", "stepz", "threads",
+                                           "train_batch_size", "wall_clock_breakdown", "zero_optimization.stage"));
   EXPECT_EQ(exit_code(r.code()), 2);
   EXPECT_THAT(r.message(), HasSubstr("cfg:4:25: zero_optimization.stage: "));
   EXPECT_THAT(r.message(), HasSubstr("--set threads=x: threads: "));
@@ -498,8 +498,8 @@ TEST(ConfigSet, ParsesJsonElseAString) {
       good(R"({"train_batch_size": 4, "data": {"train": ["a", "b"]}})", 1,
            {"data.train[1]=c", "data.train[2]=d e", "data.validation=e=f", "bf16.enabled=true", "steps=5e1",
             "optimizer={\"type\": \"Adam\", \"params\": {\"betas\": [0.5, 0.75]}}", "optimizer.params.betas[1]=0.875"});
-  EXPECT_THAT(c.data.train, testing::ElementsAre("a", "c", "d e"));
-  EXPECT_THAT(c.data.validation, testing::ElementsAre("e=f"));
+  EXPECT_THAT(c.data.train, ::testing::ElementsAre("a", "c", "d e"));
+  EXPECT_THAT(c.data.validation, ::testing::ElementsAre("e=f"));
   EXPECT_TRUE(c.bf16.enabled);
   EXPECT_EQ(c.steps, 50);
   EXPECT_EQ(c.optimizer.beta1, 0.5);
@@ -667,9 +667,9 @@ TEST(MaskedModels, ResolveTheirObjective) {
   // Without data there is nothing to mask, and an id that nobody gave is not written.
   const ConfigResult bare = parse_bert("");
   EXPECT_TRUE(bare.ok()) << bare.message();
-  EXPECT_THAT(resolved_json(bare.config), testing::Not(HasSubstr("mask_token")));
+  EXPECT_THAT(resolved_json(bare.config), ::testing::Not(HasSubstr("mask_token")));
   EXPECT_THAT(resolved_json(good(fmt::format(R"({{{}, "train_batch_size": 8}})", kModel))),
-              testing::Not(HasSubstr("mlm")));
+              ::testing::Not(HasSubstr("mlm")));
 }
 
 TEST(MaskedModels, SayWhatIsMissingOrHasNoMeaning) {
@@ -744,5 +744,5 @@ TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
       }
 }
 
-}  // namespace
+}  // namespace config_test
 }  // namespace ds

@@ -22,7 +22,7 @@
 #include "temp_directory.h"
 
 namespace ds {
-namespace {
+namespace confined_test {
 
 using testing::TempDirectory;
 
@@ -212,5 +212,5 @@ TEST(Confined, BesideBusyThreads) {
   stop = true;
 }
 
-}  // namespace
+}  // namespace confined_test
 }  // namespace ds

@@ -6,7 +6,7 @@
 #include <vector>
 
 namespace ds::cuda {
-namespace {
+namespace cuda_adamw_plan_test {
 
 // Addresses are made up: plans do not look behind them.
 AdamWTensor tensor(i64 n, size_t address, DType param = DType::BF16, size_t param_address = 0) {
@@ -69,5 +69,5 @@ TEST(AdamWPlan, AParamThatIsTheMasterIsWrittenOnce) {
   EXPECT_EQ(next_adamw_batch(rest).slots[0].param, nullptr);
 }
 
-}  // namespace
+}  // namespace cuda_adamw_plan_test
 }  // namespace ds::cuda

@@ -12,7 +12,7 @@
 #include "cuda/vectors.h"
 
 namespace ds::cuda::attention {
-namespace {
+namespace cuda_attention_plan_test {
 
 bool visible(const AttentionParams& p, i64 i, i64 j, i64 T, i64 S) {
   const i64 position = i + S - T;
@@ -204,5 +204,5 @@ TEST(CudaAttention, CudnnIsNotReplacedSilently) {  // this program is linked wit
   unsetenv("DS_ATTENTION");
 }
 
-}  // namespace
+}  // namespace cuda_attention_plan_test
 }  // namespace ds::cuda::attention

@@ -14,7 +14,7 @@
 #include "cuda/attention_cudnn.h"
 
 namespace ds::cuda::cudnn {
-namespace {
+namespace cuda_cudnn_test {
 
 TEST(CudaCudnn, IsAskedForByName) {
   unsetenv("DS_ATTENTION");
@@ -482,5 +482,5 @@ TEST(CudaCudnn, TheLibraryHasEnginesForAllThatIsServed) {
   }
 }
 
-}  // namespace
+}  // namespace cuda_cudnn_test
 }  // namespace ds::cuda::cudnn

@@ -8,7 +8,7 @@
 #include <vector>
 
 namespace ds::cuda {
-namespace {
+namespace cuda_embedding_plan_test {
 
 TEST(EmbeddingPlan, TakesAPassForEveryEightBitsOfTheLargestId) {
   const std::pair<i64, int> passes[] = {{1, 1},     {2, 1},     {256, 1},    {257, 2},     {50257, 2},
@@ -53,5 +53,5 @@ TEST(EmbeddingPlan, ScratchIsAlignedLargeEnoughAndDisjoint) {
   }
 }
 
-}  // namespace
+}  // namespace cuda_embedding_plan_test
 }  // namespace ds::cuda

@@ -5,7 +5,7 @@
 #include "cuda/matmul.h"
 
 namespace ds::cuda {
-namespace {
+namespace cuda_matmul_plan_test {
 
 constexpr i64 R = 64, C = 96, F = 384;
 
@@ -197,5 +197,5 @@ TEST(CudaMatmulPlan, Edges) {
   EXPECT_FALSE(bare.finishes);
 }
 
-}  // namespace
+}  // namespace cuda_matmul_plan_test
 }  // namespace ds::cuda

@@ -12,7 +12,7 @@
 #include <numeric>
 
 namespace ds {
-namespace {
+namespace data_test {
 
 namespace fs = std::filesystem;
 using ::testing::AllOf;
@@ -400,5 +400,5 @@ TEST(DataIdentity, JsonRoundTripIsExactAndNonsenseIsRefused) {
   }
 }
 
-}  // namespace
+}  // namespace data_test
 }  // namespace ds

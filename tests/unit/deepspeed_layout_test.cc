@@ -9,7 +9,7 @@
 #include <numeric>
 
 namespace ds {
-namespace {
+namespace deepspeed_layout_test {
 
 TEST(DeepSpeedLayout, AParameterIsCutWhereThePartitionsEnd) {
   const std::vector<i64> partitions = {10, 10, 4};
@@ -90,5 +90,5 @@ TEST(DeepSpeedLayout, PiecesFindWhatWasPutThere) {
   }
 }
 
-}  // namespace
+}  // namespace deepspeed_layout_test
 }  // namespace ds

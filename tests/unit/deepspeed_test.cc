@@ -15,7 +15,7 @@
 #include "zip_file.h"
 
 namespace ds {
-namespace {
+namespace deepspeed_test {
 
 namespace fs = std::filesystem;
 using testing::read_file;
@@ -412,5 +412,5 @@ TEST_F(DeepSpeedDirectory, DamagedHeadersAreNamed) {
   refused(Errc::Corrupt, "data.pkl' is damaged");
 }
 
-}  // namespace
+}  // namespace deepspeed_test
 }  // namespace ds

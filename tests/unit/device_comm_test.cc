@@ -29,11 +29,11 @@ static std::atomic<long> num_news{0};
 [[gnu::noinline]] void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 
 namespace ds {
-namespace {
+namespace device_comm_test {
 
 using namespace std::chrono_literals;
-using testing::AllOf;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 enum Fault : int { kNone, kNeverComes, kAsyncError, kNeverConnects, kAbortHangs };
 
@@ -95,7 +95,7 @@ TEST(DeviceComm, SelfPassesTheExercise) {
   EXPECT_STREQ(e.what(), "rank 0 gave up: enough");
 }
 
-class DeviceComms : public testing::TestWithParam<std::tuple<const char*, int>> {
+class DeviceComms : public ::testing::TestWithParam<std::tuple<const char*, int>> {
  protected:
   std::string_view backend() const { return std::get<0>(GetParam()); }
   int ranks() const { return std::get<1>(GetParam()); }
@@ -146,12 +146,12 @@ TEST_P(DeviceComms, CountWhatAHostCommunicatorCounts) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Ranks, DeviceComms,
-                         testing::Combine(testing::Values("staged", "nccl"), testing::Values(1, 2, 3, 4)),
+                         ::testing::Combine(::testing::Values("staged", "nccl"), ::testing::Values(1, 2, 3, 4)),
                          [](const auto& test) {
                            return fmt::format("{}{}", std::get<0>(test.param), std::get<1>(test.param));
                          });
 
-class EachDeviceComm : public testing::TestWithParam<const char*> {};
+class EachDeviceComm : public ::testing::TestWithParam<const char*> {};
 
 // More than one round of the staging, with segments that rounds cut, in place, and continued.
 TEST_P(EachDeviceComm, LargeBucketsGoInRounds) {
@@ -309,7 +309,7 @@ TEST_P(EachDeviceComm, AnErrorOfTheOwnerReachesThePeers) {
                Mine);
 }
 
-INSTANTIATE_TEST_SUITE_P(Backends, EachDeviceComm, testing::Values("staged", "nccl"),
+INSTANTIATE_TEST_SUITE_P(Backends, EachDeviceComm, ::testing::Values("staged", "nccl"),
                          [](const auto& test) { return std::string(test.param); });
 
 TEST(NcclFailure, ARankWhoseNcclIsStuckEndsTheCallOfAll) {
@@ -462,5 +462,5 @@ TEST(NcclQueues, AnOperationThatDoesNotEndIsATimeoutEvenIfNobodyWaits) {
   });
 }
 
-}  // namespace
+}  // namespace device_comm_test
 }  // namespace ds

@@ -13,7 +13,7 @@
 #include "ds/kernels/ops.h"
 
 namespace ds {
-namespace {
+namespace dtype_test {
 
 __attribute__((target("avx,f16c"))) float hardware_to_float(u16 h) {
   return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(h)));
@@ -115,5 +115,5 @@ TEST(DType, VectorCodeAgreesWithScalarCode) {
   }
 }
 
-}  // namespace
+}  // namespace dtype_test
 }  // namespace ds

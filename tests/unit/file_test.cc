@@ -13,7 +13,7 @@
 #include "temp_directory.h"
 
 namespace ds {
-namespace {
+namespace file_test {
 
 using testing::read_file;
 using testing::TempDirectory;
@@ -151,5 +151,5 @@ TEST(File, ParentDirectories) {
   EXPECT_EQ(parent_directory("a/b/x"), "a/b");
 }
 
-}  // namespace
+}  // namespace file_test
 }  // namespace ds

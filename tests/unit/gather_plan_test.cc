@@ -9,7 +9,7 @@
 #include <string>
 
 namespace ds::zero {
-namespace {
+namespace gather_plan_test {
 
 // A training step visits every layer forward and backward, m times; the head of a tied model uses unit 0, too.
 std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches) {
@@ -116,5 +116,5 @@ TEST(GatherPlan, AHundredThousandLayersArePlannedAtOnce) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(20));
 }
 
-}  // namespace
+}  // namespace gather_plan_test
 }  // namespace ds::zero

@@ -12,9 +12,9 @@
 #include "ds/error.h"
 
 namespace ds::launch {
-namespace {
+namespace handshake_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 std::string ascending(int n) {
   std::string bytes;
@@ -135,5 +135,5 @@ TEST(Handshake, AFrameBeyondTheLimitClosesTheChannel) {
   EXPECT_TRUE(receiver.closed());
 }
 
-}  // namespace
+}  // namespace handshake_test
 }  // namespace ds::launch

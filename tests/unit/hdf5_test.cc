@@ -13,7 +13,7 @@
 #include "temp_directory.h"
 
 namespace ds {
-namespace {
+namespace hdf5_test {
 
 using testing::read_file;
 using testing::TempDirectory;
@@ -396,5 +396,5 @@ TEST(Hdf5, TheViewOfAHugeSliceIsSmall) {
   EXPECT_LT(std::filesystem::file_size(dir / "view.h5"), 20000u);
 }
 
-}  // namespace
+}  // namespace hdf5_test
 }  // namespace ds

@@ -14,9 +14,9 @@
 #include "launch/process.h"
 
 namespace ds::launch {
-namespace {
+namespace host_shim_test {
 
-using testing::ElementsAre;
+using ::testing::ElementsAre;
 
 OrtedCall call_of(const std::vector<std::string>& words) { return orted_call_of(words); }
 
@@ -79,5 +79,5 @@ TEST(Plan, RunsRanksWhereTheShellSaysThatWeAre) {
   for (const char* wrong : {"", ".", "/", "/nowhere"}) EXPECT_EQ(folder_for(wrong), real);
 }
 
-}  // namespace
+}  // namespace host_shim_test
 }  // namespace ds::launch

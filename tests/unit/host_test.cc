@@ -9,7 +9,7 @@
 #include "ds/log.h"
 
 namespace ds::probe {
-namespace {
+namespace host_test {
 
 int threads_with(const char* omp_num_threads, int local_world_size = 1) {
   ::setenv("OMP_NUM_THREADS", omp_num_threads, 1);
@@ -46,5 +46,5 @@ TEST(Host, RanksShareTheCoresUnlessTheyHaveTheirOwn) {
   EXPECT_GE(rank_threads(1000), 1);
 }
 
-}  // namespace
+}  // namespace host_test
 }  // namespace ds::probe

@@ -9,11 +9,11 @@
 #include <chrono>
 
 namespace ds {
-namespace {
+namespace hostfile_test {
 
 using launch::parse_hostfile;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::HasSubstr;
+using ::testing::Not;
 
 std::string text_of(const std::vector<LaunchHost>& hosts) {
   std::string text;
@@ -135,7 +135,7 @@ TEST(Hostfile, TellsAllMistakesUpToTwenty) {
   std::string many;
   for (int i = 0; i < 30; ++i) many += "-a\n";
   EXPECT_THAT(refusal_of(many),
-              testing::AllOf(HasSubstr("F:20: "), Not(HasSubstr("F:21: ")), HasSubstr("and 10 more mistakes")));
+              ::testing::AllOf(HasSubstr("F:20: "), Not(HasSubstr("F:21: ")), HasSubstr("and 10 more mistakes")));
 }
 
 TEST(Hostfile, AMillionLinesTakeSeconds) {
@@ -156,11 +156,11 @@ TEST(HostList, RefusesMistakesByTheirPlace) {
   EXPECT_THAT(refusal_of_list("a,"), HasSubstr("--host, host 2: no name"));
   EXPECT_THAT(refusal_of_list(""), HasSubstr("--host, host 1: no name"));
   EXPECT_THAT(refusal_of_list("a:0,-b,a"),
-              testing::AllOf(HasSubstr("--host, host 1: slots"), HasSubstr("--host, host 2: '-b'")));
+              ::testing::AllOf(HasSubstr("--host, host 1: slots"), HasSubstr("--host, host 2: '-b'")));
   EXPECT_THAT(refusal_of_list("a,a:2"), HasSubstr("--host, host 2: host 'a' stands at --host, host 1 already"));
   for (const char* wrong : {"a:", "a:x", ":4", "::1", "a:4:4", "[::1]4", "[::1", "a b", "a:4 "})
     EXPECT_THAT(refusal_of_list(wrong), HasSubstr("--host, host 1: ")) << wrong;
 }
 
-}  // namespace
+}  // namespace hostfile_test
 }  // namespace ds

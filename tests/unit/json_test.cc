@@ -10,7 +10,7 @@
 #include "ds/nearest.h"
 
 namespace ds {
-namespace {
+namespace json_test {
 
 std::string failure(std::string_view text, JsonOptions options = {}) {
   try {
@@ -129,5 +129,5 @@ TEST(Nearest, SuggestsOnlyWhatResembles) {
   EXPECT_EQ(nearest("", names), "");
 }
 
-}  // namespace
+}  // namespace json_test
 }  // namespace ds

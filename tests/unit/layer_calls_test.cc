@@ -6,7 +6,7 @@
 #include "model/models.h"
 
 namespace ds::pipeline {
-namespace {
+namespace layer_calls_test {
 
 using Kind = LayerCall::Kind;
 using model::Keep;
@@ -62,5 +62,5 @@ TEST(LayerCalls, TheAttentionAloneIsTheLayersOwnBusiness) {
   EXPECT_EQ(chunk.keep_of(1), Keep::AllButAttention);
 }
 
-}  // namespace
+}  // namespace layer_calls_test
 }  // namespace ds::pipeline

@@ -6,7 +6,7 @@
 #include <numeric>
 
 namespace ds::zero {
-namespace {
+namespace layout_test {
 
 using Rows = std::vector<model::ParamRow>;
 
@@ -95,5 +95,5 @@ TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
   }
 }
 
-}  // namespace
+}  // namespace layout_test
 }  // namespace ds::zero

@@ -8,7 +8,7 @@
 #include <string>
 
 namespace ds {
-namespace {
+namespace loss_scaler_test {
 
 Fp16Config scripted() {
   Fp16Config c;
@@ -153,5 +153,5 @@ TEST(LossScaler, RefusesImpossibleStates) {
   }
 }
 
-}  // namespace
+}  // namespace loss_scaler_test
 }  // namespace ds

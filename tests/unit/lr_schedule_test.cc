@@ -7,7 +7,7 @@
 #include <utility>
 
 namespace ds {
-namespace {
+namespace lr_schedule_test {
 
 using Point = std::pair<i64, double>;
 
@@ -78,5 +78,5 @@ TEST(LrSchedule, ShortWarmupCountsAsTwoSteps) {
   }
 }
 
-}  // namespace
+}  // namespace lr_schedule_test
 }  // namespace ds

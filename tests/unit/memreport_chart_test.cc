@@ -21,7 +21,7 @@
 #include "well_formed.h"
 
 namespace ds::memreport {
-namespace {
+namespace memreport_chart_test {
 
 using ds::testing::malformed;
 using ::testing::AllOf;
@@ -544,5 +544,5 @@ TEST(BarSvg, HoldsForRandomCharts) {
   }
 }
 
-}  // namespace
+}  // namespace memreport_chart_test
 }  // namespace ds::memreport

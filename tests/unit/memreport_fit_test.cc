@@ -10,7 +10,7 @@
 #include "ds/memreport.h"
 
 namespace ds::memreport {
-namespace {
+namespace memreport_fit_test {
 
 constexpr const char* kText =
     R"({"model": {"type": "llama", "vocab_size": 512, "max_position_embeddings": 64, "hidden_size": 64,
@@ -131,12 +131,12 @@ TEST(Fit, ASourceThatCannotBeIsRearranged) {
     const FitResult r = fit(s, plenty, kHardware);
     EXPECT_FALSE(r.present);
     EXPECT_FALSE(r.present_fits);
-    EXPECT_THAT(r.why_not, testing::Not(testing::IsEmpty()));
+    EXPECT_THAT(r.why_not, ::testing::Not(::testing::IsEmpty()));
     ASSERT_EQ(r.fitting.size(), 3u) << overrides[0];
     EXPECT_EQ(arranged(s, r.fitting[0]).batch.train, overrides[0] == "train_batch_size=12" ? 12 : 16);
     ASSERT_TRUE(r.nearest);
     EXPECT_LE(r.nearest->keys.size(), 5u) << fmt::format("{}", fmt::join(r.nearest->keys, " "));
-    EXPECT_THAT(text(r, plenty), testing::HasSubstr("it cannot be\n  "));
+    EXPECT_THAT(text(r, plenty), ::testing::HasSubstr("it cannot be\n  "));
   }
   EXPECT_FALSE(can_be_rearranged(unsound({"train_batch_size=many"})));
   EXPECT_FALSE(can_be_rearranged(unsound({"tensor_parallel.tp_size=3", "no.such.key=1"})));
@@ -168,9 +168,9 @@ TEST(Fit, TheNearestChangesTheFewestSettings) {
     });
   };
   const i64 plenty = i64{4} << 20;
-  EXPECT_THAT(nearest(source({"tensor_parallel.tp_size=3"}, false), plenty), testing::SizeIs(1));
-  EXPECT_THAT(nearest(source({"pipeline.stages=3"}, false), plenty), testing::SizeIs(1));
-  EXPECT_THAT(nearest(source({"train_micro_batch_size_per_gpu=4"}, false), plenty), testing::SizeIs(1));
+  EXPECT_THAT(nearest(source({"tensor_parallel.tp_size=3"}, false), plenty), ::testing::SizeIs(1));
+  EXPECT_THAT(nearest(source({"pipeline.stages=3"}, false), plenty), ::testing::SizeIs(1));
+  EXPECT_THAT(nearest(source({"train_micro_batch_size_per_gpu=4"}, false), plenty), ::testing::SizeIs(1));
   const Source again = source({"activation_checkpointing.granularity=layer", "train_micro_batch_size_per_gpu=2"});
   const i64 needed =
       predict(again.config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda).worst_group().device_bytes;
@@ -239,7 +239,7 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_GE(r.largest_micro, r.fitting.front().micro);
   const FitResult none = fit(source(), options(1000), kHardware);
   EXPECT_TRUE(none.fitting.empty());
-  EXPECT_THAT(text(none, options(1000)), testing::HasSubstr("nothing fits"));
+  EXPECT_THAT(text(none, options(1000)), ::testing::HasSubstr("nothing fits"));
   FitOptions little_host = options(i64{1} << 40);
   little_host.host_memory = 1;  // beside GPUs there are copies of the state in it
   EXPECT_TRUE(fit(source(), little_host, kHardware).fitting.empty());
@@ -253,5 +253,5 @@ TEST(Hardware, RefusesWhatItDoesNotKnow) {
   EXPECT_THROW(predict_time(source().config.config, {.ranks = 8, .nodes = 1}, DeviceKind::Cuda, alone), Error);
 }
 
-}  // namespace
+}  // namespace memreport_fit_test
 }  // namespace ds::memreport

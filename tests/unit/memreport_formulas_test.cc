@@ -15,11 +15,11 @@
 #include "report/run_plan.h"
 
 namespace ds::memreport {
-namespace {
+namespace memreport_formulas_test {
 
-using testing::ContainsRegex;
-using testing::HasSubstr;
-using testing::Not;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::Not;
 using enum CheckpointGranularity;
 
 constexpr double kGiB = 0x1p30, kTiB = 0x1p40;
@@ -548,5 +548,5 @@ TEST(Explain, FitsAHundredColumns) {
   }
 }
 
-}  // namespace
+}  // namespace memreport_formulas_test
 }  // namespace ds::memreport

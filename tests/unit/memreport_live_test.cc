@@ -21,7 +21,7 @@
 #include "temp_directory.h"
 
 namespace ds::memreport {
-namespace {
+namespace memreport_live_test {
 
 using engine::LiveCounters;
 using engine::LiveIdentity;
@@ -423,5 +423,5 @@ TEST(LiveCounters, JobsComeOneAfterTheOther) {
   for (const auto& c : children) EXPECT_FALSE(exists(c->pid()));
 }
 
-}  // namespace
+}  // namespace memreport_live_test
 }  // namespace ds::memreport

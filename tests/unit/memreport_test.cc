@@ -11,9 +11,9 @@
 #include "engine/plan.h"
 
 namespace ds::memreport {
-namespace {
+namespace memreport_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 Config parse(const std::string& text, int ranks) {
   ConfigResult r = parse_config(text, "cfg", {}, ranks, ConfigUse::Inspect);
@@ -31,7 +31,7 @@ struct Case {
   const char* keys;
   int ranks;
 };
-class EveryRank : public testing::TestWithParam<Case> {};
+class EveryRank : public ::testing::TestWithParam<Case> {};
 
 TEST_P(EveryRank, HasWhatItsPlanSays) {
   const auto [keys, ranks] = GetParam();
@@ -75,15 +75,15 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
 }
 INSTANTIATE_TEST_SUITE_P(
     Arrangements, EveryRank,
-    testing::Values(Case{R"("seed": 1)", 1}, Case{R"("zero_optimization": {"stage": 3})", 4},
-                    Case{R"("tensor_parallel": {"tp_size": 3})", 3},
-                    Case{R"("tensor_parallel": {"tp_size": 3, "sequence_parallel": true},
+    ::testing::Values(Case{R"("seed": 1)", 1}, Case{R"("zero_optimization": {"stage": 3})", 4},
+                      Case{R"("tensor_parallel": {"tp_size": 3})", 3},
+                      Case{R"("tensor_parallel": {"tp_size": 3, "sequence_parallel": true},
                          "zero_optimization": {"stage": 1})",
-                         6},
-                    Case{R"("pipeline": {"stages": 3}, "zero_optimization": {"stage": 1})", 6},
-                    Case{R"("pipeline": {"stages": 2}, "tensor_parallel": {"tp_size": 3}, "sequence_parallel_size": 2,
+                           6},
+                      Case{R"("pipeline": {"stages": 3}, "zero_optimization": {"stage": 1})", 6},
+                      Case{R"("pipeline": {"stages": 2}, "tensor_parallel": {"tp_size": 3}, "sequence_parallel_size": 2,
                          "activation_checkpointing": {"granularity": "layer", "cpu_checkpointing": true})",
-                         24}));
+                           24}));
 
 TEST(Predict, CountsNodesAndRefusesUnevenOnes) {
   const Config config = parse(std::string(kLlama) + R"("pipeline": {"stages": 2}})", 4);
@@ -99,11 +99,11 @@ TEST(Predict, SaysTheSameInTextAndJson) {
   const Config config = parse(std::string(kLlama) + R"("pipeline": {"stages": 2}})", 2);
   const Prediction p = predict(config, {.ranks = 2, .nodes = 1}, DeviceKind::Cuda);
   EXPECT_THAT(text(p, false), HasSubstr("which need most"));
-  EXPECT_THAT(text(p, true), testing::AllOf(HasSubstr("memory of rank 0"), HasSubstr("memory of rank 1")));
+  EXPECT_THAT(text(p, true), ::testing::AllOf(HasSubstr("memory of rank 0"), HasSubstr("memory of rank 1")));
   EXPECT_THAT(json(p), HasSubstr(fmt::format("\"device_bytes\":{}", p.worst_group().device_bytes)));
 }
 
-class OpenSource : public testing::Test {
+class OpenSource : public ::testing::Test {
  protected:
   OpenSource() { std::filesystem::create_directories(dir_); }
   ~OpenSource() override { std::filesystem::remove_all(dir_); }
@@ -111,7 +111,7 @@ class OpenSource : public testing::Test {
     std::ofstream(dir_ + "/" + name) << text;
     return dir_ + "/" + name;
   }
-  const std::string dir_ = testing::TempDir() + "memreport-" + std::to_string(::getpid());
+  const std::string dir_ = ::testing::TempDir() + "memreport-" + std::to_string(::getpid());
 };
 
 constexpr const char* kPublished =
@@ -143,5 +143,5 @@ TEST_F(OpenSource, TellsWhatIsWrong) {
   EXPECT_THROW(open_source(dir_, {}, 1), Error);  // no checkpoint
 }
 
-}  // namespace
+}  // namespace memreport_test
 }  // namespace ds::memreport

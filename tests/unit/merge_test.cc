@@ -11,7 +11,7 @@
 #include "ds/checkpoint.h"
 
 namespace ds {
-namespace {
+namespace merge_test {
 
 namespace fs = std::filesystem;
 using namespace testing;
@@ -243,5 +243,5 @@ TEST(MergeCheckpoint, MemoryIsBounded) {
   }
 }
 
-}  // namespace
+}  // namespace merge_test
 }  // namespace ds

@@ -11,11 +11,11 @@
 #include "../mesh_exercise.h"
 
 namespace ds {
-namespace {
+namespace mesh_test {
 
-using testing::AllOf;
-using testing::ElementsAre;
-using testing::HasSubstr;
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 
 // body(mesh) on a thread per rank; the error of each, if it threw one.
 std::vector<std::optional<Error>> run_mesh(const MeshShape& shape, const CommOptions& options,
@@ -104,7 +104,7 @@ TEST(MeshMemory, SharedMemoryIsTheSumOverAllCommunicators) {
                 2 * 6 * shm_needed_bytes(2, {}) + 6 * (2 + 2 + 2) * shm_channel_bytes());
 }
 
-class Meshes : public testing::TestWithParam<std::tuple<const char*, MeshShape>> {
+class Meshes : public ::testing::TestWithParam<std::tuple<const char*, MeshShape>> {
  protected:
   static Mesh::OverDevice over_device() {
     const std::string_view backend = std::get<0>(GetParam());
@@ -129,16 +129,15 @@ TEST_P(Meshes, AllAxesWorkAtOnce) {
       over_device()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Shapes, Meshes,
-                         testing::Combine(testing::Values("host", "staged", "nccl"),
-                                          testing::Values(MeshShape{}, MeshShape{.dp = 3, .tp = 2},
-                                                          MeshShape{.pp = 3, .sp = 2},
-                                                          MeshShape{.dp = 2, .pp = 2, .tp = 2}, MeshShape{.tp = 4})),
-                         [](const auto& test) {
-                           const MeshShape& s = std::get<1>(test.param);
-                           return fmt::format("{}_dp{}_pp{}_tp{}_sp{}", std::get<0>(test.param), s.dp, s.pp, s.tp,
-                                              s.sp);
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, Meshes,
+    ::testing::Combine(::testing::Values("host", "staged", "nccl"),
+                       ::testing::Values(MeshShape{}, MeshShape{.dp = 3, .tp = 2}, MeshShape{.pp = 3, .sp = 2},
+                                         MeshShape{.dp = 2, .pp = 2, .tp = 2}, MeshShape{.tp = 4})),
+    [](const auto& test) {
+      const MeshShape& s = std::get<1>(test.param);
+      return fmt::format("{}_dp{}_pp{}_tp{}_sp{}", std::get<0>(test.param), s.dp, s.pp, s.tp, s.sp);
+    });
 
 TEST(Mesh, OneAxisIsTheWorld) {
   expect_no_errors(run_mesh({.dp = 2}, {}, [](Mesh& mesh) {
@@ -239,5 +238,5 @@ TEST(Mesh, WhatCannotBeMadeEndsTheOthersToo) {
   }
 }
 
-}  // namespace
+}  // namespace mesh_test
 }  // namespace ds

@@ -14,7 +14,7 @@
 #include "temp_directory.h"
 
 namespace ds::memreport {
-namespace {
+namespace metrics_file_test {
 
 using testing::TempDirectory;
 using testing::write_file;
@@ -253,5 +253,5 @@ TEST_F(MetricsFileTest, DamageIsReadOrRefused) {
   EXPECT_GT(refused, 0);
 }
 
-}  // namespace
+}  // namespace metrics_file_test
 }  // namespace ds::memreport

@@ -16,9 +16,9 @@
 #include "config/model_config.h"
 
 namespace ds {
-namespace {
+namespace model_config_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 // A directory with a config.json that goes away with the test.
 class ModelDir {
@@ -349,5 +349,5 @@ TEST(ModelConfig, InlineModelsHaveNoDropoutAndSayTheirSizes) {
   EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.vocab_size: is missing");
 }
 
-}  // namespace
+}  // namespace model_config_test
 }  // namespace ds

@@ -13,7 +13,7 @@
 #include <nccl.h>
 
 namespace ds::nccl {
-namespace {
+namespace nccl_api_test {
 
 // One calling convention: both pointers, or enumerations and structures of one size, or one type.
 template <class A, class B>
@@ -84,12 +84,12 @@ TEST(NcclApi, TheConfigurationIsMarkedAsTheirs) {
   EXPECT_EQ(Config{}.magic, theirs.magic);
 }
 
-}  // namespace
+}  // namespace nccl_api_test
 }  // namespace ds::nccl
 #endif
 
 namespace ds::nccl {
-namespace {
+namespace nccl_api_test {
 
 TEST(NcclApi, AMissingLibraryIsUnavailable) {
   setenv("DS_NCCL_LIBRARY", "/nowhere/libnccl.so", 1);
@@ -98,7 +98,7 @@ TEST(NcclApi, AMissingLibraryIsUnavailable) {
     ADD_FAILURE() << "nothing was thrown";
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Unavailable);
-    EXPECT_THAT(e.what(), testing::HasSubstr("/nowhere/libnccl.so"));
+    EXPECT_THAT(e.what(), ::testing::HasSubstr("/nowhere/libnccl.so"));
   }
 }
 
@@ -109,9 +109,9 @@ TEST(NcclApi, AnotherLibraryIsRefusedByName) {
     ADD_FAILURE() << "nothing was thrown";
   } catch (const Error& e) {
     EXPECT_EQ(e.code(), Errc::Unavailable);
-    EXPECT_THAT(e.what(), testing::HasSubstr("libm.so.6 has no ncclGetVersion"));
+    EXPECT_THAT(e.what(), ::testing::HasSubstr("libm.so.6 has no ncclGetVersion"));
   }
 }
 
-}  // namespace
+}  // namespace nccl_api_test
 }  // namespace ds::nccl

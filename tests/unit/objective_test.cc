@@ -11,7 +11,7 @@
 #include "temp_directory.h"
 
 namespace ds {
-namespace {
+namespace objective_test {
 
 using testing::TempDirectory;
 using testing::write_file;
@@ -247,5 +247,5 @@ TEST(Objectives, IdsComeFromTheConfigurationAndElseFromTheTokenizer) {
   EXPECT_EQ(make_objective(ModelConfig{}, data, nullptr)->description(), "next token");
 }
 
-}  // namespace
+}  // namespace objective_test
 }  // namespace ds

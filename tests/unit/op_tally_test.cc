@@ -10,7 +10,7 @@
 #include "model/models.h"
 
 namespace ds::testing {
-namespace {
+namespace op_tally_test {
 
 using report::OpTally;
 using report::OpTotal;
@@ -340,5 +340,5 @@ TEST(OpTally, ReductionsAreWhatTheCommunicatorFolds) {
   }
 }
 
-}  // namespace
+}  // namespace op_tally_test
 }  // namespace ds::testing

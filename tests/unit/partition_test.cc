@@ -12,9 +12,9 @@
 #include "model/models.h"
 
 namespace ds::pipeline {
-namespace {
+namespace partition_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using Cuts = std::vector<i64>;
 
 i64 heaviest(std::span<const i64> weights, const Cuts& cuts) {
@@ -141,5 +141,5 @@ TEST(Partition, MorePartsThanLayersIsAMistake) {
   }
 }
 
-}  // namespace
+}  // namespace partition_test
 }  // namespace ds::pipeline

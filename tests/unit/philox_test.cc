@@ -6,7 +6,7 @@
 #include <gtest/gtest.h>
 
 namespace ds {
-namespace {
+namespace philox_test {
 
 TEST(Philox, KnownAnswers) {
   EXPECT_EQ(philox4x32({0, 0, 0, 0}, 0, 0), (PhiloxBlock{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
@@ -38,5 +38,5 @@ TEST(Philox, UniformStaysInsideTheUnitInterval) {
   EXPECT_NEAR(sum / 100000, 0.5, 0.003);
 }
 
-}  // namespace
+}  // namespace philox_test
 }  // namespace ds

@@ -10,7 +10,7 @@
 #include "zip_file.h"
 
 namespace ds {
-namespace {
+namespace pickle_test {
 
 using namespace std::string_literals;
 using testing::dict;
@@ -278,5 +278,5 @@ TEST(Pickle, AListMayHoldItself) {
   EXPECT_EQ(p.root().items[0], &p.root());
 }
 
-}  // namespace
+}  // namespace pickle_test
 }  // namespace ds

@@ -12,7 +12,7 @@
 #include "well_formed.h"
 
 namespace ds::report {
-namespace {
+namespace plan_chart_test {
 
 using ds::testing::malformed;
 using pipeline::Costs;
@@ -244,5 +244,5 @@ TEST(PlanChart, ATimelineWithoutPassesIsEmpty) {
   EXPECT_EQ(malformed(plan_svg(c)), std::nullopt);
 }
 
-}  // namespace
+}  // namespace plan_chart_test
 }  // namespace ds::report

@@ -12,7 +12,7 @@
 #include "report/run_plan.h"
 
 namespace ds {
-namespace {
+namespace plan_memory_test {
 
 constexpr i64 kLayers = 12, kHeads = 12, kVocab = 50257, kPositions = 1024, kHidden = 768;
 constexpr i64 b = 2, s = 1024, h = kHidden, a = kHeads;
@@ -169,5 +169,5 @@ TEST(PlanMemory, OneStageKeepsOneMicroBatch) {
   }
 }
 
-}  // namespace
+}  // namespace plan_memory_test
 }  // namespace ds

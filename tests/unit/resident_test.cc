@@ -10,7 +10,7 @@
 #include <cstring>
 
 namespace ds::probe {
-namespace {
+namespace resident_test {
 
 constexpr i64 kMiB = i64{1} << 20;
 constexpr i64 kSize = 64 * kMiB;
@@ -108,5 +108,5 @@ TEST(Resident, AMeterReadsOnceASecondAtMost) {
   expect_near(meter.sample() - meter.base_bytes(), kSize);
 }
 
-}  // namespace
+}  // namespace resident_test
 }  // namespace ds::probe

@@ -9,7 +9,7 @@
 #include "model/models.h"
 
 namespace ds::model {
-namespace {
+namespace rope_tables_test {
 
 ModelConfig rotary(i64 head_dim, float theta, i64 max_positions, const RopeScaling& rope) {
   ModelConfig c;
@@ -193,5 +193,5 @@ TEST(RopeTables, GoldenNumbersAtFullSize) {
 
 TEST(RopeTables, Gpt2HasNone) { EXPECT_TRUE(make_rope_tables(ModelConfig{}, 10).cos.empty()); }
 
-}  // namespace
+}  // namespace rope_tables_test
 }  // namespace ds::model

@@ -16,7 +16,7 @@
 #include "ds/error.h"
 
 namespace ds::engine {
-namespace {
+namespace run_directory_test {
 
 TEST(RunDirectory, HasOneRunAtATimeHoweverTheyComeAndGo) {
   const testing::TempDirectory dir;
@@ -95,5 +95,5 @@ TEST(RunDirectory, FollowsNoLinksAndWaitsForNoPipe) {
   EXPECT_THROW(run.cut_metrics(1), Error);
 }
 
-}  // namespace
+}  // namespace run_directory_test
 }  // namespace ds::engine

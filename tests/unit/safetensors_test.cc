@@ -9,7 +9,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace safetensors_test {
 
 using testing::read_file;
 using testing::TempDirectory;
@@ -299,5 +299,5 @@ TEST_F(ShardedSafetensors, RefusesABadIndex) {
   refused(std::string(100000, '['), "nested too deep");
 }
 
-}  // namespace
+}  // namespace safetensors_test
 }  // namespace ds

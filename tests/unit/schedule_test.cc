@@ -9,9 +9,9 @@
 #include <set>
 
 namespace ds::pipeline {
-namespace {
+namespace schedule_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 
 constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
                                    ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1};
@@ -53,7 +53,7 @@ void for_all(F f) {
           if (!why_not(options).empty()) continue;
           SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
           f(options);
-          if (testing::Test::HasFatalFailure()) return;
+          if (::testing::Test::HasFatalFailure()) return;
         }
       }
     }
@@ -276,5 +276,5 @@ TEST(Schedule, SaysWhyThereIsNone) {
   }
 }
 
-}  // namespace
+}  // namespace schedule_test
 }  // namespace ds::pipeline

@@ -9,7 +9,7 @@
 #include "probe/host.h"
 
 namespace ds::testing {
-namespace {
+namespace scratch_test {
 
 constexpr int kThreads[] = {1, 2, 3, 5};
 
@@ -275,5 +275,5 @@ TEST(Scratch, IsNotThatOfTheMeasuredRate) {
   EXPECT_EQ(device->scratch_bytes(), 0);
 }
 
-}  // namespace
+}  // namespace scratch_test
 }  // namespace ds::testing

@@ -13,7 +13,7 @@
 #include "zero/ownership.h"
 
 namespace ds {
-namespace {
+namespace shard_mesh_test {
 
 using namespace testing;
 
@@ -263,5 +263,5 @@ TEST(MeshShards, EveryElementHasOneOwner) {
   }
 }
 
-}  // namespace
+}  // namespace shard_mesh_test
 }  // namespace ds

@@ -6,7 +6,7 @@
 #include "model/models.h"
 
 namespace ds {
-namespace {
+namespace shard_test {
 
 std::vector<std::vector<std::string>> names_of(const std::vector<std::vector<model::ParamRow>>& units) {
   std::vector<std::vector<std::string>> names;
@@ -55,5 +55,5 @@ TEST(ShardUnits, NamesOfAnyKind) {
             (std::vector<std::vector<std::string>>{{"a"}, {"0", "0.x"}, {"b/1/x"}}));
 }
 
-}  // namespace
+}  // namespace shard_test
 }  // namespace ds

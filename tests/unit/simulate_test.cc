@@ -7,9 +7,9 @@
 #include <algorithm>
 
 namespace ds::pipeline {
-namespace {
+namespace simulate_test {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
 using Schedules = std::vector<std::vector<Instr>>;
 
 constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
@@ -27,7 +27,7 @@ void for_all(F f) {
           if (!why_not(options).empty()) continue;
           SCOPED_TRACE(fmt::format("{} p={} m={} v={}", schedule_name(kind), p, m, v));
           f(options);
-          if (testing::Test::HasFatalFailure()) return;
+          if (::testing::Test::HasFatalFailure()) return;
         }
       }
     }
@@ -167,5 +167,5 @@ TEST(Simulate, FindsSchedulesThatWaitForEachOther) {
   EXPECT_THAT(error_of(surplus), HasSubstr("stage 0 sends what nobody receives"));
 }
 
-}  // namespace
+}  // namespace simulate_test
 }  // namespace ds::pipeline

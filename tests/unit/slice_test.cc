@@ -11,7 +11,7 @@
 #include "temp_directory.h"
 
 namespace ds::model {
-namespace {
+namespace slice_test {
 
 using Shape = std::vector<i64>;
 
@@ -142,5 +142,5 @@ TEST(Slice, AsText) {
   EXPECT_EQ(slice_text({1, {{0, 16}, {32, 48}, {64, 80}}}, shape), "[:,0:16+32:48+64:80]");
 }
 
-}  // namespace
+}  // namespace slice_test
 }  // namespace ds::model

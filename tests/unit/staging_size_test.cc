@@ -9,7 +9,7 @@
 #include "comm/base_communicator.h"
 
 namespace ds {
-namespace {
+namespace staging_size_test {
 
 struct Sum {
   i64 elems;
@@ -39,7 +39,7 @@ void expect_foretold(const Communicator& comm, const LargestCalls& calls) {
       << comm.backend() << " of " << comm.size();
 }
 
-class StagingSize : public testing::TestWithParam<int> {};
+class StagingSize : public ::testing::TestWithParam<int> {};
 
 TEST_P(StagingSize, IsWhatWasForetoldAfterEachCall) {
   run_threads(GetParam(), {.timeout_s = 60}, [](Communicator& comm) {
@@ -69,7 +69,7 @@ TEST_P(StagingSize, IsWhatWasForetoldAfterEachCall) {
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Ranks, StagingSize, testing::Values(1, 2, 3, 5));
+INSTANTIATE_TEST_SUITE_P(Ranks, StagingSize, ::testing::Values(1, 2, 3, 5));
 
 TEST(StagingSizeOf, BackendsWithPartsOfTheirOwnIsNotKnown) {
   EXPECT_FALSE(staging_size("shm+mpi", 4, {}));
@@ -77,5 +77,5 @@ TEST(StagingSizeOf, BackendsWithPartsOfTheirOwnIsNotKnown) {
   EXPECT_EQ(staging_size("self", 1, {}), 0);
 }
 
-}  // namespace
+}  // namespace staging_size_test
 }  // namespace ds

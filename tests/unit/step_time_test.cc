@@ -9,7 +9,7 @@
 #include "pipeline/simulate.h"
 
 namespace ds::testing {
-namespace {
+namespace step_time_test {
 
 using memreport::Links;
 using memreport::Machine;
@@ -284,5 +284,5 @@ TEST(Links, AreReadBackAndChosenByPlace) {
   EXPECT_EQ(memreport::group_of(mesh, "dp", 8).ranks, 4);
 }
 
-}  // namespace
+}  // namespace step_time_test
 }  // namespace ds::testing

@@ -11,7 +11,7 @@
 #include <vector>
 
 namespace ds {
-namespace {
+namespace thread_pool_test {
 
 TEST(ThreadPool, RunsEveryTileOnce) {
   for (int threads : {1, 2, 3, 5, 16}) {
@@ -128,5 +128,5 @@ TEST(ThreadPool, StartsAndStopsWithoutWork) {
   for (int i = 0; i < 50; ++i) ThreadPool pool(1 + i % 4);
 }
 
-}  // namespace
+}  // namespace thread_pool_test
 }  // namespace ds

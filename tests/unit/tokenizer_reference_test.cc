@@ -15,7 +15,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace tokenizer_reference_test {
 
 using testing::read_file;
 using testing::test_data;
@@ -104,5 +104,5 @@ TEST(Unicode, EveryCharacterOfUnicode8IsNormalizedAsTheReferenceDoes) {
   }
 }
 
-}  // namespace
+}  // namespace tokenizer_reference_test
 }  // namespace ds

@@ -14,7 +14,7 @@
 #include "test_data.h"
 
 namespace ds {
-namespace {
+namespace tokenizer_test {
 
 using testing::read_file;
 using testing::TempDirectory;
@@ -339,5 +339,5 @@ TEST(Regex, ClassesAreTheReferences) {
     EXPECT_ERROR(tokenizer::Regex(folded, {"f", "p"}), Errc::Unavailable, "in '(?i:'");
 }
 
-}  // namespace
+}  // namespace tokenizer_test
 }  // namespace ds

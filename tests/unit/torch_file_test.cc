@@ -8,7 +8,7 @@
 #include "zip_file.h"
 
 namespace ds {
-namespace {
+namespace torch_file_test {
 
 using namespace std::string_literals;
 using testing::dict;
@@ -277,5 +277,5 @@ TEST_F(PytorchModel, ABadIndexIsRefused) {
   EXPECT_ERROR(open_source(dir_.path()), Errc::Corrupt, "not a bin index");
 }
 
-}  // namespace
+}  // namespace torch_file_test
 }  // namespace ds

@@ -4,7 +4,7 @@
 #include <gtest/gtest.h>
 
 namespace ds {
-namespace {
+namespace units_test {
 
 TEST(Units, BytesAreInTheLargestUnitThatTheyFill) {
   EXPECT_EQ(bytes_text(0), "0.000 KiB");
@@ -15,5 +15,5 @@ TEST(Units, BytesAreInTheLargestUnitThatTheyFill) {
   EXPECT_EQ(bytes_text(i64{3} << 40), "3072.000 GiB");
 }
 
-}  // namespace
+}  // namespace units_test
 }  // namespace ds

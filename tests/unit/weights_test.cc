@@ -12,7 +12,7 @@
 #include "temp_directory.h"
 
 namespace ds::engine {
-namespace {
+namespace weights_test {
 
 using testing::TempDirectory;
 using testing::write_file;
@@ -272,5 +272,5 @@ TEST(PublishedWeights, StandBesideConfigJson) {
   }
 }
 
-}  // namespace
+}  // namespace weights_test
 }  // namespace ds::engine

@@ -9,7 +9,7 @@
 #include "zip_file.h"
 
 namespace ds {
-namespace {
+namespace zip_test {
 
 using testing::le;
 using testing::make_zip;
@@ -187,5 +187,5 @@ TEST(Zip, EveryTruncationIsRefused) {
   for (size_t n = 0; n < good.size(); ++n) EXPECT_THROW(read(good.substr(0, n)), Error) << n;
 }
 
-}  // namespace
+}  // namespace zip_test
 }  // namespace ds
