@@ -92,10 +92,10 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | sed 's/.\x08//g' | aw
 }
 
 @test "no colour off a terminal; on one, unless NO_COLOR is set" {
-  need_terminal
   tool=${tools[0]}
   run "$DS_BIN/$tool" --no-such-option
   refute_output --partial $'\x1b'
+  need_terminal
   run env TERM=xterm NO_COLOR= script -qec "$DS_BIN/$tool --no-such-option" /dev/null </dev/null
   assert_output --partial $'\x1b[1;31merror:'
   run env TERM=xterm NO_COLOR=1 script -qec "$DS_BIN/$tool --no-such-option" /dev/null </dev/null
