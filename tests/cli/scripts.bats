@@ -23,6 +23,8 @@ setup() {
   done
   for command in col gawk make sudo; do [ ! -e "$path/$command" ] || fail "$command"; done
   run -2 "$DS_SOURCE/scripts/bare-path"
+  run -2 "$DS_SOURCE/scripts/bare-path" "$DS_SOURCE"
+  [ -e "$DS_SOURCE/scripts/bare-path" ]
 }
 
 @test "bare-machine says why it makes no machine" {
