@@ -23,8 +23,9 @@ setup() {
   done
   for command in col gawk make sudo; do [ ! -e "$path/$command" ] || fail "$command"; done
   run -2 "$DS_SOURCE/scripts/bare-path"
-  run -2 "$DS_SOURCE/scripts/bare-path" "$DS_SOURCE"
-  [ -e "$DS_SOURCE/scripts/bare-path" ]
+  mkdir "$BATS_TEST_TMPDIR/full" && touch "$BATS_TEST_TMPDIR/full/file"
+  run -2 "$DS_SOURCE/scripts/bare-path" "$BATS_TEST_TMPDIR/full"
+  [ -e "$BATS_TEST_TMPDIR/full/file" ]
 }
 
 @test "bare-machine says why it makes no machine" {
