@@ -5,6 +5,7 @@
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
 bats_load_library bats-assert
+load terminal
 
 setup() {
   tools=()
@@ -29,7 +30,7 @@ options_of_help() {
   } | sed '/^Examples:/,/^Manual:/d' | leading_options
 }
 
-options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z]/ { on = $1 == "OPTIONS" } on' | leading_options; }
+options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | sed 's/.\x08//g' | awk '/^[A-Z]/ { on = $1 == "OPTIONS" } on' | leading_options; }
 
 @test "--help: to stdout, status 0, purpose first, with examples and the manual's name" {
   for tool in "${tools[@]}"; do
@@ -91,10 +92,10 @@ options_of_page() { mandoc -Tascii "$DS_SOURCE/man/$1.1" | col -bx | awk '/^[A-Z
 }
 
 @test "no colour off a terminal; on one, unless NO_COLOR is set" {
-  command -v script >/dev/null || skip "no script(1)"
   tool=${tools[0]}
   run "$DS_BIN/$tool" --no-such-option
   refute_output --partial $'\x1b'
+  need_terminal
   run env TERM=xterm NO_COLOR= script -qec "$DS_BIN/$tool --no-such-option" /dev/null </dev/null
   assert_output --partial $'\x1b[1;31merror:'
   run env TERM=xterm NO_COLOR=1 script -qec "$DS_BIN/$tool --no-such-option" /dev/null </dev/null

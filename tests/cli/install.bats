@@ -78,7 +78,7 @@ int main() {
 END
   local sanitize # a program whose library has sanitizers starts with them only if it has them, too
   sanitize=$(sed -n 's/^DS_SANITIZE:[A-Z]*=//p' "${DS_BIN%/bin}/CMakeCache.txt")
-  run -0 cmake -S . -B build -DCMAKE_PREFIX_PATH="$PREFIX" -DCMAKE_CXX_FLAGS="${sanitize:+-fsanitize=$sanitize}"
+  run -0 cmake -S . -B build -G Ninja -DCMAKE_PREFIX_PATH="$PREFIX" -DCMAKE_CXX_FLAGS="${sanitize:+-fsanitize=$sanitize}"
   run -0 cmake --build build
   run -2 ./build/app # an exception crossed the library's border
   assert_line --index 0 0.1.0

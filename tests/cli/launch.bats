@@ -5,6 +5,7 @@
 bats_require_minimum_version 1.5.0
 bats_load_library bats-support
 bats_load_library bats-assert
+load terminal
 load waiting
 
 export BATS_TEST_TIMEOUT=120
@@ -173,7 +174,7 @@ assert_nothing_left() {
 }
 
 @test "on a terminal an unfinished line appears at once, and DS_COLUMNS is told to rank 0 alone" {
-  command -v script >/dev/null || skip "no script(1)"
+  need_terminal
   TERM=xterm SHELL=/bin/bash timeout 30 script -qec "stty cols 77; '$launch' -n 2 bash -c 'echo c\$RANK=\$DS_COLUMNS; [[ \$RANK == 0 ]] || exit 0; printf half; sleep 30'" \
     /dev/null >out </dev/null 3>&- &
   local shown=$!
@@ -379,7 +380,7 @@ no, never"
 }
 
 @test "Ctrl-C on a terminal reaches the ranks once" {
-  command -v script >/dev/null || skip "no script(1)"
+  need_terminal
   cat >rank <<'END'
 trap 'echo caught; sleep 1; exit 75' INT
 touch "ready.$RANK"

@@ -5,6 +5,7 @@
 
 bats_require_minimum_version 1.5.0
 
+load terminal
 load tiny
 
 setup() {
@@ -154,7 +155,7 @@ on_terminal() { # columns, TERM, command: what it shows
 }
 
 @test "on a terminal the progress line gives way to messages and results" {
-  command -v script >/dev/null || skip "no script(1)"
+  need_terminal
   run on_terminal 100 xterm "ds-train cfg.json --json -v --out run --set steps_per_print=1"
   assert_success
   assert_output --partial $'\x1b[K\r\x1b[Kds-train: step 1/2'
@@ -164,7 +165,7 @@ on_terminal() { # columns, TERM, command: what it shows
 }
 
 @test "a dumb terminal gets no escapes, a narrow one the time left" {
-  command -v script >/dev/null || skip "no script(1)"
+  need_terminal
   run on_terminal 100 dumb "ds-train cfg.json --out a"
   assert_success
   refute_output --partial $'\x1b'

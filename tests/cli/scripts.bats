@@ -15,6 +15,28 @@ setup() {
   run -2 "$DS_SOURCE/scripts/bootstrap" --nonsense
 }
 
+@test "bare-path has the commands of bootstrap's packages and of the least system, and no others" {
+  local path=$BATS_TEST_TMPDIR/path
+  run -0 "$DS_SOURCE/scripts/bare-path" "$path"
+  for command in apt-get awk bash bats c++ git h5dump mpicc mpirun pgrep script ssh; do
+    [ -x "$path/$command" ] || fail "$command"
+  done
+  for command in col gawk make sudo; do [ ! -e "$path/$command" ] || fail "$command"; done
+  run -2 "$DS_SOURCE/scripts/bare-path"
+  mkdir "$BATS_TEST_TMPDIR/full" && touch "$BATS_TEST_TMPDIR/full/file"
+  run -2 "$DS_SOURCE/scripts/bare-path" "$BATS_TEST_TMPDIR/full"
+  [ -e "$BATS_TEST_TMPDIR/full/file" ]
+}
+
+@test "bare-machine says why it makes no machine" {
+  local path=$BATS_TEST_TMPDIR/path
+  "$DS_SOURCE/scripts/bare-path" "$path"
+  rm -f "$path/debootstrap"
+  PATH=$path run -77 "$DS_SOURCE/scripts/bare-machine"
+  assert_output --regexp '^bare-machine: skipped: (this needs root|there is no debootstrap)$'
+  run -2 "$DS_SOURCE/scripts/bare-machine" --root
+}
+
 @test "get-text keeps a text that is there" {
   echo mine >"$BATS_TEST_TMPDIR/text"
   run -0 "$DS_SOURCE/scripts/get-text" "$BATS_TEST_TMPDIR/text"
