@@ -10,8 +10,7 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers of the group so far
   for (i64 l = begin; l < end; ++l) {
-    const bool again = model.layers[static_cast<size_t>(l)]->is_block() && checkpointing.keep != Keep::All;
-    chunk.keep.push_back(again ? checkpointing.keep : Keep::All);
+    chunk.keep.push_back(model.layers[static_cast<size_t>(l)]->is_block() ? checkpointing.keep : Keep::All);
     const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;
     chunk.continues.push_back(joins);
     grouped = chunk.keep.back() != Keep::Input ? 0 : joins ? grouped + 1 : 1;

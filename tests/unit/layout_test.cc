@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/layout.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <map>
 #include <numeric>
+#include <random>
 
 namespace ds::zero {
 namespace layout_test {
@@ -74,6 +78,112 @@ TEST(Layout, StageThreeKeepsSmallRowsWholeUntilTheModelThreshold) {
   EXPECT_EQ(layout.segments_of(0)[1].numel, 5000 + 45);
   EXPECT_EQ(layout.segments_of(1)[0].numel, 40);
   EXPECT_TRUE(layout.segments_of(1)[0].persistent);
+}
+
+// The picture of layout.h, drawn row by row and element by element: sizes and thresholds that meet, units that are
+// empty or stand elsewhere, rows with room for a larger slice.
+TEST(Layout, IsThePicture) {
+  std::mt19937 random(1);
+  const auto below = [&](u32 n) { return static_cast<i64>(random() % n); };
+  for (int round = 0; round < 600; ++round) {
+    const int P = 1 + static_cast<int>(below(4)), stage = static_cast<int>(below(4));
+    LayoutOptions options{P, stage, 64 * below(4), 64 * below(8), {}};
+    std::vector<Rows> units(static_cast<size_t>(1 + below(4)));
+    for (Rows& unit : units) {
+      for (i64 n = below(4); n > 0; --n) {
+        unit.push_back({.name = "p", .shape = {below(3) == 0 ? 1 + below(700) : 64 * (1 + below(4))}});
+        if (below(4) == 0) unit.back().room = unit.back().numel() + 64 * below(2);
+      }
+    }
+    if (below(2) == 0) {
+      for (size_t u = 0; u < units.size(); ++u) options.here.push_back(below(3) > 0);
+    }
+    const Layout layout = make(units, options);
+    SCOPED_TRACE(fmt::format("round {}: {} ranks, stage {}", round, P, stage));
+    EXPECT_EQ(layout.id(), fmt::format("unit-slices/v2 ranks={} stage={} align=128", P, stage));
+
+    i64 param = 0, shard_elems = 0, elements = 0, persistent_elems = 0;
+    std::vector<std::map<i64, i64>> owned(static_cast<size_t>(P));  // by rank: element of the model -> of its shards
+    size_t segment = 0;
+    ASSERT_EQ(layout.units().size(), units.size());
+    for (size_t u = 0; u < units.size(); ++u) {
+      const bool here = options.here.empty() || options.here[u];
+      const UnitPlace& place = layout.units()[u];
+      EXPECT_EQ(place.first_param, param);
+      EXPECT_EQ(place.first_segment, static_cast<i64>(segment));
+      std::vector<size_t> parts[2];  // persistent rows, others
+      for (size_t r = 0; r < units[u].size(); ++r) {
+        const i64 n = std::max(units[u][r].numel(), units[u][r].room);
+        const bool stays = stage == 3 && n <= options.persistence_threshold &&
+                           persistent_elems + n <= options.model_persistence_threshold;
+        persistent_elems += stays ? n : 0;
+        parts[stays ? 0 : 1].push_back(r);
+      }
+      i64 padded = 0, numel = 0;
+      for (const bool persistent : {true, false}) {
+        const std::vector<size_t>& rows = parts[persistent ? 0 : 1];
+        if (!here || rows.empty()) continue;
+        ASSERT_LT(segment, layout.segments().size());
+        const Segment& s = layout.segments()[segment];
+        EXPECT_EQ(s.unit, static_cast<i64>(u));
+        EXPECT_EQ(s.persistent, persistent);
+        EXPECT_EQ(s.offset, padded);
+        EXPECT_EQ(s.shard_offset, shard_elems);
+        i64 at = 0;
+        for (const size_t r : rows) {
+          const RowPlace& row = layout.rows()[static_cast<size_t>(param) + r];
+          EXPECT_EQ(row.segment, static_cast<i64>(segment));
+          EXPECT_EQ(row.offset, at);
+          EXPECT_EQ(row.numel, units[u][r].numel());
+          for (i64 i = 0; i < row.numel; ++i) {
+            const i64 owner = (at + i) / s.slice, local = stage == 0 ? at + i : (at + i) % s.slice;
+            owned[static_cast<size_t>(owner)][1000 * row.param + i] = shard_elems + local;
+          }
+          at += std::max(row.numel, units[u][r].room);
+          numel += row.numel;
+        }
+        EXPECT_EQ(s.numel, at);
+        EXPECT_EQ(s.slice, (at + P * 128 - 1) / (P * 128) * 128);
+        padded += s.slice * P;
+        shard_elems += s.slice * (stage == 0 ? P : 1);
+        ++segment;
+      }
+      for (size_t r = 0; r < units[u].size(); ++r) {
+        const RowPlace& row = layout.rows()[static_cast<size_t>(param) + r];
+        EXPECT_EQ(row.param, param + static_cast<i64>(r));
+        EXPECT_EQ(row.segment < 0, !here);
+      }
+      EXPECT_EQ(place.num_segments, static_cast<i64>(segment) - place.first_segment);
+      EXPECT_EQ(place.padded, padded);
+      EXPECT_EQ(place.numel, numel);
+      param += std::ssize(units[u]);
+      elements += numel;
+    }
+    EXPECT_EQ(layout.segments().size(), segment);
+    EXPECT_EQ(layout.num_params(), elements);
+    EXPECT_EQ(layout.shard_elems(), shard_elems);
+
+    std::map<i64, i64> all;
+    for (const auto& of_rank : owned) all.insert(of_rank.begin(), of_rank.end());
+    for (int rank = 0; rank < P; ++rank) {
+      const auto expect = [&](const std::vector<Piece>& pieces, const std::map<i64, i64>& want) {
+        std::map<i64, i64> got;
+        for (const Piece& p : pieces) {
+          EXPECT_GT(p.count, 0);
+          const RowPlace& row = layout.rows()[static_cast<size_t>(p.param)];
+          EXPECT_EQ(p.segment, row.segment);
+          EXPECT_EQ(p.segment_offset, row.offset + p.begin);
+          for (i64 i = 0; i < p.count; ++i) {
+            EXPECT_TRUE(got.try_emplace(1000 * p.param + p.begin + i, p.shard_offset + i).second);
+          }
+        }
+        EXPECT_EQ(got, want) << "rank " << rank;
+      };
+      expect(layout.owned_pieces(rank), owned[static_cast<size_t>(rank)]);
+      expect(layout.held_pieces(rank), stage == 0 ? all : owned[static_cast<size_t>(rank)]);
+    }
+    if (HasFailure()) return;
+  }
 }
 
 // The shares of a vocabulary differ by a row; what lies beside them must not.

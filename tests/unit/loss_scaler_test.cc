@@ -101,6 +101,9 @@ TEST(LossScaler, HysteresisOneHalvesAtOnce) {
   LossScaler scaler(c);
   scaler.update(true);
   EXPECT_EQ(scaler.scale(), 8);
+  scaler.restore({.scale = 32, .iteration = 7, .last_overflow = 2, .hysteresis = 3});  // of a run that had patience
+  scaler.update(true);
+  EXPECT_EQ(scaler.scale(), 16);
 }
 
 TEST(LossScaler, OverflowAtTheMinimumIsFatalAndChangesNothing) {
@@ -137,12 +140,29 @@ TEST(LossScaler, ConstantScaleIgnoresVerdictsButCountsThem) {
   EXPECT_EQ(other.state().iteration, 7);
 }
 
+// Nor do good steps move it, however many.
 TEST(LossScaler, WithoutFp16TheScaleIsOne) {
-  Fp16Config c;
-  c.loss_scale = 128;
+  for (const double scale : {0, 128}) {  // 0: of a scale that moves
+    Fp16Config c = scripted();
+    c.enabled = false;
+    c.loss_scale = scale;
+    LossScaler scaler(c);
+    EXPECT_FALSE(scaler.dynamic());
+    for (int i = 0; i < 20; ++i) {
+      scaler.update(i == 0);
+      EXPECT_EQ(scaler.scale(), 1);
+    }
+  }
+}
+
+TEST(LossScaler, AWindowOfOneGrowsOnEveryGoodStepButTheFirst) {
+  Fp16Config c = scripted();
+  c.loss_scale_window = 1;
   LossScaler scaler(c);
-  scaler.update(true);
-  EXPECT_EQ(scaler.scale(), 1);
+  for (const double scale : {16, 32, 64}) {
+    scaler.update(false);
+    EXPECT_EQ(scaler.scale(), scale);
+  }
 }
 
 TEST(LossScaler, RefusesImpossibleStates) {

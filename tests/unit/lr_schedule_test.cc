@@ -58,6 +58,14 @@ TEST(LrSchedule, CosineMatchesGoldenValuesAsRatioOfTheBase) {
     EXPECT_NEAR(lr.lr_at(t), 2 * want, 2e-6) << t;
 }
 
+TEST(LrSchedule, CosineOfASingleStepIsAtItsEndAtOnce) {
+  for (const i64 total : {5, 10, 11}) {
+    SchedulerConfig s = scheduler(SchedulerType::WarmupCosineLR, WarmupType::Linear);
+    s.total_num_steps = total;
+    EXPECT_NEAR(LrSchedule(base(1), s).lr_at(10), .0001, 1e-12) << total;
+  }
+}
+
 TEST(LrSchedule, CosineWarmsUpFromItsMinimumRatio) {
   SchedulerConfig s = scheduler(SchedulerType::WarmupCosineLR, WarmupType::Linear);
   s.warmup_min_ratio = 0.2;

@@ -116,6 +116,7 @@ TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
             "Load0 Forward0 SendActivation0 Load1 Forward1 SendActivation1 ");
   EXPECT_EQ(full_text(make_eval_schedule(2, 1, 1, 2)),
             "RecvActivation0 Forward0 SendActivation0 Load0 RecvActivation0 Forward0 ");
+  EXPECT_EQ(compute_text(make_eval_schedule(2, 0, 3, 2), true), "F0a F1a F0b F1b F2a F2b");  // a group of one
 }
 
 // Each chunk of each stage sees each micro-batch once per pass, gradients in ascending order, receives and sends where
