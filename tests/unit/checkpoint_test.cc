@@ -129,11 +129,64 @@ TEST(Checkpoint, StateThatTheRunDoesNotHave) {
     RankState state(DType::BF16, owned_ranges(small_model(), 0, 1, 0), false);
     const std::string step =
         save_checkpoint(dir.path(), sample_meta(1, DType::BF16), small_model(), state.fill().pieces(), comm);
-    RankState other(DType::BF16, owned_ranges(small_model(), 0, 1, 1), true);
-    EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), other.pieces(), comm), Errc::Mismatch,
-                 "holds no exp_avg");
+    for (const bool sq : {false, true}) {
+      RankState other(DType::BF16, owned_ranges(small_model(), 0, 1, 1), true);
+      for (StatePiece& p : other.pieces()) (sq ? p.exp_avg : p.exp_avg_sq) = nullptr;
+      EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), other.pieces(), comm), Errc::Mismatch,
+                   sq ? "holds no exp_avg_sq;" : "holds no exp_avg;");
+    }
     load_weights_only(step, small_model());
   });
+}
+
+// Before the first update moments are zero, so a step of then needs none.
+TEST(Checkpoint, MomentsBeforeTheFirstUpdateAreZero) {
+  const TempDirectory dir;
+  run_threads(1, {}, [&](Communicator& comm) {
+    const std::vector<Range> ranges = owned_ranges(small_model(), 0, 1, 0);
+    RankState saved(DType::BF16, ranges, false);
+    const std::string step =
+        save_checkpoint(dir.path(), sample_meta(0, DType::BF16), small_model(), saved.fill().pieces(), comm);
+    RankState state(DType::BF16, ranges), want(DType::BF16, ranges);
+    load_checkpoint(step, DType::BF16, small_model(), state.pieces(), comm);
+    want.fill();
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      const StatePiece &got = state.pieces()[i], &filled = want.pieces()[i];
+      EXPECT_EQ(std::memcmp(got.param_data, filled.param_data, static_cast<size_t>(got.count) * 2), 0);
+      for (i64 e = 0; e < got.count; ++e) {
+        EXPECT_EQ(got.master[e], filled.master[e]);
+        EXPECT_EQ(got.exp_avg[e], 0);
+        EXPECT_EQ(got.exp_avg_sq[e], 0);
+      }
+    }
+  });
+}
+
+TEST(Checkpoint, PiecesWithoutASliceAreOfWholeParameters) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 1, DType::BF16, 2);
+  run_threads(1, {}, [&](Communicator& comm) {
+    RankState state(DType::BF16, owned_ranges(small_model(), 0, 1, 1));
+    for (StatePiece& p : state.pieces()) p.slice = nullptr;
+    load_checkpoint(step, DType::BF16, small_model(), state.pieces(), comm);
+    state.expect_filled();
+  });
+}
+
+// Everything but the bulk is looked at: names and shapes, and the structure of every file.
+TEST(Checkpoint, IsCheckedBeforeItIsLoaded) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 1, DType::BF16, 2);
+  EXPECT_EQ(check_checkpoint(step, small_model()), CheckpointReader(step).manifest().meta);
+  std::vector<ParamEntry> other = small_model();
+  other[2].shape = {6, 7};
+  EXPECT_ERROR(check_checkpoint(step, other), Errc::Mismatch, "[3, 2, 7] there and [6, 7] here");
+  for (const char* name : {"/rank-00000.h5", "/rank-00001.h5"}) {
+    const std::string whole = read_file(step + name);
+    write_file(step + name, std::string(whole.size(), 'x'));
+    EXPECT_ERROR(check_checkpoint(step, small_model()), Errc::Corrupt, name + 1);
+    write_file(step + name, whole);
+  }
 }
 
 TEST(Checkpoint, TheViewShowsEveryParameterWhole) {
@@ -232,6 +285,10 @@ TEST(Checkpoint, AnotherModelIsRefused) {
   refused([](auto& p) { p[2].shape = {6, 7}; }, "[3, 2, 7] there and [6, 7] here");
   refused([](auto& p) { p.pop_back(); }, "it has 'ln_f.weight', this model has not");
   refused([](auto& p) { p[4].tied_to = ""; }, "'lm_head.weight' is tied to 'wte.weight' there and untied here");
+  refused([](auto& p) { p[4].tied_to = "ln_f.weight"; },
+          "'lm_head.weight' is tied to 'wte.weight' there and tied to 'ln_f.weight' here");
+  refused([](auto& p) { p[3].tied_to = "h.0.ln.bias"; },
+          "'h.1.ln.bias' is untied there and tied to 'h.0.ln.bias' here");
   std::vector<ParamEntry> shuffled = small_model();
   std::swap(shuffled[0], shuffled[5]);
   EXPECT_NO_THROW(load_weights_only(step, shuffled));
@@ -438,6 +495,8 @@ TEST(FindCheckpoint, LatestStepNamesAndPaths) {
   EXPECT_EQ(find_checkpoint("/nowhere", newest), newest);
   EXPECT_EQ(find_checkpoint("/nowhere", dir.path()), newest);
   EXPECT_EQ(find_checkpoint(newest), newest);
+  fs::rename(dir / "step-00000005", dir / "kept");  // a path, from where the caller stands, and no step's name
+  EXPECT_ERROR(find_checkpoint(dir.path(), "kept"), Errc::Io, "kept: no such checkpoint");
 }
 
 // What is warned of while `body` runs, line by line.
@@ -518,10 +577,11 @@ TEST(FindCheckpoint, MissingLatestIsAWarning) {
   save_sample(dir.path(), 5, DType::F32, 1);
   save_sample(dir.path(), 6, DType::F32, 1);
   write_file(dir / "step-00000006/manifest.json", "damaged");
-  fs::remove(dir / "latest");
+  fs::rename(dir / "latest", dir / "no step");
   const std::string said = warnings_of([&] { EXPECT_EQ(find_checkpoint(dir.path()), dir / "step-00000005"); });
   EXPECT_NE(said.find("latest is missing; taking the newest complete step"), std::string::npos) << said;
   EXPECT_NE(said.find("step-00000006 is passed over"), std::string::npos) << said;
+  EXPECT_EQ(std::ranges::count(said, '\n'), 2) << said;  // and of nothing else
 }
 
 TEST(FindCheckpoint, NothingThere) {
@@ -584,6 +644,30 @@ TEST(SaveCheckpoint, StepsThatWerePassedOverNeitherCountNorGo) {
   const std::vector<i64> damaged = {18};
   remove_old_steps(dir.path(), 20, 2, damaged);
   EXPECT_EQ(entries(dir.path()), (Names{"latest", "step-00000015", "step-00000018", "step-00000020"}));
+}
+
+TEST(SaveCheckpoint, OldStepsGoWithoutAWord) {
+  const TempDirectory dir;
+  for (const i64 step : {5, 10, 15}) save_sample(dir.path(), step, DType::F32, 1);
+  write_file(dir / "notes.txt", "");
+  EXPECT_EQ(list_steps(dir.path()), (std::vector<i64>{15, 10, 5}));
+  fs::create_directories(dir / ".tmp-step-00000005/of an earlier try");
+  EXPECT_EQ(warnings_of([&] { remove_old_steps(dir.path(), 15, 1); }), "");
+  EXPECT_EQ(entries(dir.path()), (Names{"latest", "notes.txt", "step-00000015"}));
+  EXPECT_NE(warnings_of([&] { EXPECT_TRUE(list_steps(dir / "absent").empty()); }).find("cannot list"),
+            std::string::npos);
+}
+
+// In a directory whose path is so long that the name that a step takes on its way out does not fit.
+TEST(SaveCheckpoint, AStepThatCannotBeRemovedIsAWarning) {
+  const TempDirectory dir;
+  std::string deep = dir.path();
+  while (deep.size() < 4080) deep += "/" + std::string(std::min<size_t>(200, 4079 - deep.size()), 'd');
+  fs::create_directories(deep + "/step-00000005");
+  fs::create_directories(deep + "/step-00000009");
+  const std::string said = warnings_of([&] { remove_old_steps(deep, 9, 1); });
+  EXPECT_NE(said.find("cannot remove the old checkpoint " + deep + "/step-00000005: "), std::string::npos) << said;
+  EXPECT_EQ(entries(deep), (Names{"step-00000005", "step-00000009"}));
 }
 
 TEST(SaveCheckpoint, ALatestThatCannotBeReplacedLeavesNoStep) {

@@ -160,6 +160,7 @@ TEST(Layout, IsThePicture) {
       elements += numel;
     }
     EXPECT_EQ(layout.segments().size(), segment);
+    EXPECT_EQ(std::ssize(layout.rows()), param);
     EXPECT_EQ(layout.num_params(), elements);
     EXPECT_EQ(layout.shard_elems(), shard_elems);
 
