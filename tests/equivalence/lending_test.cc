@@ -13,7 +13,7 @@
 #include "equivalence/layouts.h"
 
 namespace ds::testing {
-namespace {
+namespace lending_test {
 
 constexpr auto kRing = SequenceParallelMode::Ring;
 const CommOptions kOptions{.timeout_s = 60};
@@ -254,5 +254,5 @@ TEST(Lending, ChangesNoBitInAnyCombination) {
   EXPECT_GT(tried, 900);
 }
 
-}  // namespace
+}  // namespace lending_test
 }  // namespace ds::testing

@@ -10,7 +10,7 @@
 #include "zero/param_store.h"
 
 namespace ds::zero {
-namespace {
+namespace zero_store_test {
 
 using Rows = std::vector<model::ParamRow>;
 using Units = std::vector<std::span<const model::ParamRow>>;
@@ -235,5 +235,5 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
   }
 }
 
-}  // namespace
+}  // namespace zero_store_test
 }  // namespace ds::zero
