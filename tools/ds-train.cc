@@ -139,7 +139,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
     if (picture) {
-      picture->write(ds::plan_svg(config, ranks.world_size));
+      picture->data(ds::plan_svg(config, ranks.world_size));
       picture->commit();
     }
     return 0;
@@ -165,7 +165,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   run.generate(*o.prompt, o.sampling, [&](ds::i32 id, std::string_view piece) {
     tokens.push_back(id);
     text += piece;
-    if (!out.json()) out.write(piece);
+    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey what is in it
   });
   if (out.json()) {
     out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}, {"tokens", tokens}});

@@ -17,6 +17,8 @@
 #include <tuple>
 #include <vector>
 
+#include "base/content_kind.h"
+
 namespace ds {
 namespace {
 
@@ -292,10 +294,14 @@ void PendingDirectory::move_out() {
   sync_directory(target_);
 }
 
-std::string read_text_file(const std::string& path, i64 max_bytes) {
+std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large) {
   const File file = File::open_read(path);
   const i64 bytes = file.size();
-  DS_CHECK(bytes <= max_bytes, Errc::Corrupt, "{}: {} bytes, at most {} are expected", path, bytes, max_bytes);
+  if (bytes > max_bytes) {
+    const std::string kind = kind_of_content(file);
+    throw Error(too_large, fmt::format("{}: {}{} bytes, at most {} are expected", path,
+                                       kind.empty() ? "" : fmt::format("is {} of ", kind), bytes, max_bytes));
+  }
   std::string text(static_cast<size_t>(bytes), '\0');
   file.read_at(0, text.data(), bytes);
   return text;

@@ -129,8 +129,9 @@ class PendingDirectory {
   bool committed_ = false;
 };
 
-// The whole of a small file; larger than max_bytes is Errc::Corrupt.
-std::string read_text_file(const std::string& path, i64 max_bytes);
+// The whole of a small file. Larger than max_bytes is an error of code `too_large`: what the same file would be, were it
+// small and wrong.
+std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large = Errc::Corrupt);
 // Replaces `path` by `text` in one step, durably.
 void replace_text_file(const std::string& path, std::string_view text);
 

@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 
+#include "base/content_kind.h"
 #include "ds/nearest.h"
 
 namespace ds {
@@ -153,8 +154,9 @@ std::variant<std::string, Diagnostic> read_stream(std::FILE* file, const std::st
   char block[1 << 14];
   while (const size_t n = std::fread(block, 1, sizeof block, file)) {
     text.append(block, n);
-    if (text.size() > kMaxTextBytes)
-      return Diagnostic{.source = name, .message = "is larger than 16 MiB: no configuration"};
+    if (text.size() <= kMaxTextBytes) continue;
+    if (!kind_of_content(text).empty()) return text;  // who parses it says what it is
+    return Diagnostic{.source = name, .message = "is larger than 16 MiB: no configuration"};
   }
   if (std::ferror(file))
     return Diagnostic{.source = name, .message = fmt::format("cannot be read: {}", std::strerror(errno))};

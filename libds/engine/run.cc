@@ -105,7 +105,7 @@ std::string published_config(const Config& config) {
   if (!config.model_path.empty()) {
     const std::string path =
         std::filesystem::is_directory(config.model_path) ? config.model_path + "/config.json" : config.model_path;
-    json = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+    json = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
   }
   return publish_model(json, config.model).dump();
 }
@@ -288,8 +288,10 @@ std::string TrainingRun::State::find_resumed() const {
   if (options.resume.empty()) return "";
   std::error_code ignored;
   if (options.resume != "latest") {
-    DS_CHECK(std::filesystem::is_directory(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
-             options.resume);
+    DS_CHECK(std::filesystem::is_directory(options.resume, ignored), Errc::Config, "--resume {}: {}", options.resume,
+             std::filesystem::exists(options.resume, ignored)
+                 ? "not a directory; a checkpoint is one, and --weights takes files"
+                 : "no such directory");
     DS_CHECK(!is_deepspeed(options.resume), Errc::Unavailable,
              "--resume {}: a DeepSpeed checkpoint; make one of ours of it with ds-shard, or give it to --weights",
              options.resume);

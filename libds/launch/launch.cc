@@ -30,6 +30,7 @@
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "ds/printable.h"
 #include "launch/heart.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
@@ -43,6 +44,7 @@ namespace fs = std::filesystem;
 
 constexpr int kCheckpointed = 75;
 constexpr std::size_t kLastLines = 20;
+constexpr std::size_t kKeptText = 4096;  // of what mpirun said last
 constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kStartTimeout = 120 * kSecond;  // for all shims to come
 constexpr i64 kEndGrace = 2 * kSecond;        // between the steps of the picture above
@@ -673,7 +675,7 @@ class Launcher {
       for (std::size_t at = 0; (at = text.find(alias, at)) != std::string::npos; at += hosts_[i].planned.name.size())
         text.replace(at, alias.size(), hosts_[i].planned.name);
     }
-    return text.empty() ? "" : "; it said:\n" + text;
+    return text.empty() ? "" : "; it said:" + quoted_lines(text);
   }
 
   // What mpirun itself says; of interest only if it fails or somebody wants to know.
@@ -681,8 +683,10 @@ class Launcher {
     char buffer[4096];
     const ssize_t n = ::read(chatter_.get(), buffer, sizeof buffer);
     if (n > 0) {
-      said_.append(buffer, static_cast<std::size_t>(n));
-      log_message(LogLevel::Verbose, std::string_view(buffer, static_cast<std::size_t>(n)));
+      const std::string_view text(buffer, static_cast<std::size_t>(n));
+      said_.append(text);
+      if (said_.size() > 2 * kKeptText) said_.erase(0, said_.size() - kKeptText);
+      log_message(LogLevel::Verbose, "mpirun said:" + quoted_lines(text));
     } else if (n == 0 || errno != EINTR) {
       chatter_.reset();
     }

@@ -18,6 +18,7 @@
 
 #include "base/check.h"
 #include "ds/launch.h"
+#include "ds/printable.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
 
@@ -218,7 +219,7 @@ int run_rank_shim(const std::string& socket, const std::vector<std::string>& env
     Fd connection = connect_to(socket);
     if (connection && Shim(Channel(std::move(connection)), "0", own, inbox, parent).run()) return 0;
   } catch (const std::exception& e) {
-    fmt::print(stderr, "{}\n", e.what());
+    fmt::print(stderr, "{}\n", printable(e.what(), Breaks::Indented));
     return 1;
   }
   std::error_code ignored;  // the launcher was killed: its folder is left to us

@@ -45,7 +45,7 @@ Links read_links(std::string_view json, std::string_view name) {
                                   .max_bytes = o.value("max_bytes", i64{0})});
     return links;
   } catch (const Json::exception& e) {
-    throw Error(Errc::Config, fmt::format("{}: {}", name, e.what()));
+    throw Error(Errc::Config, fmt::format("{}: {}", name, json_reason(e)));
   }
 }
 
