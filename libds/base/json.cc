@@ -159,8 +159,8 @@ class Builder {
   }
 
   bool parse_error(size_t position, const std::string& token, const nlohmann::detail::exception& e) {
-    const Mistake mistake = mistake_of(text_, position, token, e);
-    fail(mistake.offset, mistake.message);
+    refuse_json(text_, name_, options_.error, position, token, e);
+    return false;
   }
 
  private:
