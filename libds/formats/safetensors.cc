@@ -242,8 +242,10 @@ TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::
 
 TensorTable read_safetensors(const File& file) {
   const i64 bytes = file.size();
-  const auto check = [&]<class... Args>(bool ok, fmt::format_string<Args...> why, Args... args) {
-    DS_CHECK(ok, Errc::Corrupt, "{}", not_of_kind(file, "a safetensors file", fmt::format(why, args...)));
+  const auto check = [&]<class... Args>(bool ok, fmt::format_string<Args...> why, Args&&... args) {
+    if (!ok)
+      throw Error(Errc::Corrupt,
+                  not_of_kind(file, "a safetensors file", fmt::format(why, std::forward<Args>(args)...)));
   };
   check(bytes >= 8, "{} bytes are too few for a safetensors file", bytes);
   u64 header = 0;

@@ -11,6 +11,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "device/memory.h"
@@ -112,6 +113,8 @@ class Reader {
 
   void read() {
     const File file = File::open_read(file_.path);
+    if (const std::string kind = kind_of_content(file); kind != kBinaryData)  // a power failure may leave zeros
+      DS_CHECK(kind.empty(), Errc::Corrupt, "{}: is {}, not a metrics.jsonl", file_.path, kind);
     const i64 size = file.size();
     std::string block, line;
     for (i64 at = 0; at < size; at += std::ssize(block)) {

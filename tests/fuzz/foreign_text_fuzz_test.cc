@@ -13,6 +13,7 @@
 #include <random>
 #include <thread>
 
+#include "base/json.h"
 #include "base/utf8.h"
 #include "checkpoint/reader.h"
 #include "formats/hdf5.h"
@@ -70,7 +71,7 @@ std::string hostile(Random& random, size_t most) {
 
 // As a string of JSON: escaped, as an honest writer would have it, or as it is.
 std::string json_string(const std::string& text, bool escaped) {
-  if (escaped) return nlohmann::json(text).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace);
+  if (escaped) return Json(text).dump(-1, ' ', true, Json::error_handler_t::replace);
   std::string out = "\"";
   for (const char c : text) out += c == '"' || c == '\\' ? std::string{'\\', c} : std::string{c};
   return out + '"';
@@ -103,6 +104,41 @@ struct Said {
   std::string out, errors;
 };
 
+// A tool, in a directory, with `extra` in its environment.
+Said run(const std::vector<std::string>& words, const std::string& in, const std::vector<std::string>& extra = {}) {
+  std::vector<std::string> arguments = words, variables;
+  arguments[0] = fmt::format("{}/{}", DS_BIN_DIR, words[0]);
+  for (char** v = environ; *v != nullptr; ++v) variables.emplace_back(*v);
+  std::erase_if(variables, [](const std::string& v) { return v.starts_with("CUDA_VISIBLE_DEVICES="); });
+  variables.insert(variables.end(), extra.begin(), extra.end());
+  variables.emplace_back("CUDA_VISIBLE_DEVICES=");
+  const auto pointers = [](std::vector<std::string>& strings) {
+    std::vector<char*> p;
+    for (std::string& s : strings) p.push_back(s.data());
+    p.push_back(nullptr);
+    return p;
+  };
+  const std::vector<char*> argv = pointers(arguments), environment = pointers(variables);
+  const std::string out = in + "/.out", errors = in + "/.errors";
+  posix_spawn_file_actions_t actions;
+  posix_spawn_file_actions_init(&actions);
+  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  posix_spawn_file_actions_addchdir_np(&actions, in.c_str());
+  pid_t pid = 0;
+  const int failed = ::posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environment.data());
+  posix_spawn_file_actions_destroy(&actions);
+  EXPECT_EQ(failed, 0) << argv[0];
+  if (failed != 0) return {};
+  int status = 0;
+  for (int waited = 0; ::waitpid(pid, &status, WNOHANG) == 0; ++waited) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    if (waited == 30'000) ::kill(pid, SIGKILL);
+  }
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out), read_file(errors)};
+}
+
 class ForeignText : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
@@ -111,7 +147,7 @@ class ForeignText : public ::testing::Test {
     std::string text;
     for (int i = 0; i < 200; ++i) text += fmt::format("line {} of a text to train on\n", i * i);
     write_file(*base_ / "text.txt", text);
-    const Said said = ForeignText().run({"ds-train", "cfg.json", "--out", "run"}, base_->path());
+    const Said said = run({"ds-train", "cfg.json", "--out", "run"}, base_->path());
     ASSERT_EQ(said.status, 0) << said.errors;
   }
   static void TearDownTestSuite() { base_.reset(); }
@@ -119,40 +155,6 @@ class ForeignText : public ::testing::Test {
   void SetUp() override { fs::copy(base_->path(), dir_.path(), fs::copy_options::recursive); }
 
   std::string step() const { return dir_ / "run/step-00000001"; }
-
-  Said run(const std::vector<std::string>& words, const std::string& in) const {
-    std::vector<std::string> arguments = words, variables;
-    arguments[0] = fmt::format("{}/{}", DS_BIN_DIR, words[0]);
-    for (char** v = environ; *v != nullptr; ++v) variables.emplace_back(*v);
-    std::erase_if(variables, [](const std::string& v) { return v.starts_with("CUDA_VISIBLE_DEVICES="); });
-    variables.insert(variables.end(), extra_.begin(), extra_.end());
-    variables.emplace_back("CUDA_VISIBLE_DEVICES=");
-    const auto pointers = [](std::vector<std::string>& strings) {
-      std::vector<char*> p;
-      for (std::string& s : strings) p.push_back(s.data());
-      p.push_back(nullptr);
-      return p;
-    };
-    const std::vector<char*> argv = pointers(arguments), environment = pointers(variables);
-    const std::string out = in + "/.out", errors = in + "/.errors";
-    posix_spawn_file_actions_t actions;
-    posix_spawn_file_actions_init(&actions);
-    posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-    posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, out.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    posix_spawn_file_actions_addopen(&actions, STDERR_FILENO, errors.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-    posix_spawn_file_actions_addchdir_np(&actions, in.c_str());
-    pid_t pid = 0;
-    const int failed = ::posix_spawn(&pid, argv[0], &actions, nullptr, argv.data(), environment.data());
-    posix_spawn_file_actions_destroy(&actions);
-    EXPECT_EQ(failed, 0) << argv[0];
-    if (failed != 0) return {};
-    int status = 0;
-    for (int waited = 0; ::waitpid(pid, &status, WNOHANG) == 0; ++waited) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(2));
-      if (waited == 30'000) ::kill(pid, SIGKILL);
-    }
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status), read_file(out), read_file(errors)};
-  }
 
   static std::string what_is_wrong(std::string_view text) {
     for (std::string_view rest = text; !rest.empty();) {
@@ -176,9 +178,8 @@ class ForeignText : public ::testing::Test {
   // A tool and its arguments, in dir_. True: it was done.
   bool check(const std::vector<std::string>& words) {
     constexpr size_t kMostErrors = 48 << 10;
-    const Said said = run(words, dir_.path());
-    const std::string context =
-        nlohmann::json(words).dump(-1, ' ', true, nlohmann::json::error_handler_t::replace) + "\n";
+    const Said said = run(words, dir_.path(), extra_);
+    const std::string context = Json(words).dump(-1, ' ', true, Json::error_handler_t::replace) + "\n";
     EXPECT_LE(said.status, 4) << context << said.errors.substr(0, 4096);
     EXPECT_EQ(what_is_wrong(said.out), "") << context << said.out.substr(0, 4096);
     EXPECT_EQ(what_is_wrong(said.errors), "") << context << said.errors.substr(0, 4096);
@@ -340,7 +341,9 @@ TEST_F(ForeignText, OfWhatToolsWriteForEachOther) {
     check({"ds-memreport", "h.jsonl", "--plot", "-"});
     check({"ds-memreport", "h.jsonl", "--json"});
     check({"ds-memreport", "h.jsonl", "--plot", "h.svg"});
-    if (fs::exists(dir_ / "h.svg")) EXPECT_EQ(what_is_wrong(read_file(dir_ / "h.svg")), "");
+    if (fs::exists(dir_ / "h.svg")) {
+      EXPECT_EQ(what_is_wrong(read_file(dir_ / "h.svg")), "");
+    }
     write_file(dir_ / "h.json", with_hostile_string(kLinks, random_));
     check({"ds-memreport", "cfg.json", "--gpu", "h100", "--links", "h.json"});
     write_file(dir_ / "h.json", with_hostile_string(kMachine, random_));

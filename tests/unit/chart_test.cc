@@ -29,7 +29,7 @@ TEST(Chart, WhatIsTooWideLosesItsMiddle) {
 }
 
 TEST(Chart, XmlIsEscaped) {
-  EXPECT_EQ(xml("<a & \"b\">\x01"), "&lt;a &amp; &quot;b&quot;&gt;?");
+  EXPECT_EQ(xml("<a & \"b\">\x01"), "&lt;a &amp; &quot;b&quot;&gt;\\x01");
   EXPECT_EQ(xml("\u00e4 'c'"), "\u00e4 'c'");
 }
 

@@ -44,7 +44,7 @@ bool colour(int fd = STDERR_FILENO) noexcept {
 
 // A message as it is shown: printable, its lines and all of it bounded, whatever names and values are in it.
 std::string message_text(std::string_view message) {
-  constexpr std::size_t kMostOfLine = 2048, kMost = 16384;
+  constexpr std::size_t kMostOfLine = 1024, kMost = 16384;
   const std::string text = printable(message, Breaks::Indented);
   std::string out;
   for (std::string_view rest = text; !rest.empty();) {
