@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-train: trains a model as a DeepSpeed configuration says; evaluates it; writes text with it.
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -198,7 +202,9 @@ int main(int argc, char** argv) {
         app.add_option("--weights", o.weights,
                        "initial weights: a safetensors, HDF5 or PyTorch file, a model directory, a checkpoint")
             ->type_name("FILE")
-            ->check(CLI::ExistingPath)
+            ->check([](const std::string& path) {
+              return ::access(path.c_str(), F_OK) == 0 ? "" : fmt::format("{}: {}", path, std::strerror(errno));
+            })
             ->excludes("--resume");
         CLI::Option* steps = add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
                                         "optimizer steps of the run (overrides the key steps)")

@@ -285,7 +285,7 @@ TEST_F(ShardedSafetensors, ReadsAcrossShards) {
 }
 
 TEST_F(ShardedSafetensors, RefusesABadIndex) {
-  refused("", "not a safetensors index");
+  refused("", ":1:1: there is no JSON here");
   refused("{}", "not a safetensors index");
   refused(R"({"weight_map":[]})", "weight_map is not an object");
   refused(R"({"weight_map":{"a":1}})", "not a safetensors index");
