@@ -13,6 +13,7 @@
 #include "common/internal.h"
 #include "common/tool.h"
 #include "ds/error.h"
+#include "ds/limits.h"
 #include "ds/log.h"
 #include "ds/nearest.h"
 #include "ds/version.h"
@@ -157,6 +158,7 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   const Body body = setup(app);
   if (!parse(app, argc, argv, tool)) return exit_code(Errc::Config);
   install_log_sink(tool);
+  check_process_limits();
   Output output(tool, common.output, common.json);
   check_report(app, output);
   const int status = body(output);
