@@ -158,7 +158,6 @@ int run(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   const Body body = setup(app);
   if (!parse(app, argc, argv, tool)) return exit_code(Errc::Config);
   install_log_sink(tool);
-  check_process_limits();
   Output output(tool, common.output, common.json);
   check_report(app, output);
   const int status = body(output);
@@ -190,6 +189,7 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   int status = 1;
   try {
     try {
+      check_process_limits();  // first, for all else needs stack
       status = run(argc, argv, tool, setup);
     } catch (const Answer& answer) {
       write_all(STDOUT_FILENO, answer.text, "to stdout");
