@@ -132,9 +132,9 @@ std::vector<Measured> find_running() {
 }
 
 std::string text(const Measured& m, bool all) {
-  std::string out = fmt::format("{}: {} rank{}{}; step {}{}\n", printable(m.name), m.world_size, m.world_size == 1 ? "" : "s",
-                                m.device.empty() ? "" : " on " + printable(m.device), m.step,
-                                m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
+  std::string out = fmt::format("{}: {} rank{}{}; step {}{}\n", printable(m.name), m.world_size,
+                                m.world_size == 1 ? "" : "s", m.device.empty() ? "" : " on " + printable(m.device),
+                                m.step, m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
   if (m.step_ms > 0)
     out += fmt::format("{:.6g} ms per step, {:.6g} tokens/s{}\n", m.step_ms, m.tokens_per_s,
                        std::isfinite(m.mfu) ? fmt::format(", MFU {:.1f} %", 100 * m.mfu) : "");
