@@ -15,6 +15,7 @@
 
 #include "../comm_exercise.h"
 #include "../counted_new.h"
+#include "comm/base_communicator.h"
 
 namespace ds {
 namespace {
@@ -130,6 +131,12 @@ TEST(Comm, CountsWhatTheFormulasSay) {
     EXPECT_EQ(counts.at("dp.scatter").bytes, c.rank() == 3 ? 3 * 400 : 0);
     EXPECT_EQ(counts.at("dp.barrier").calls, 1);
     EXPECT_EQ(counts.at("dp.barrier").bytes, 0);
+    const int other = c.rank() ^ 1;
+    Ticket sent = c.send(x.data(), 100, other, "pp.send");
+    c.recv(y.data(), 100, other, "pp.recv").wait();
+    sent.wait();
+    EXPECT_EQ(c.counts().at("pp.send").bytes, 100);
+    EXPECT_EQ(c.counts().at("pp.recv").bytes, 0);
     c.reset_counts();
     EXPECT_TRUE(c.counts().empty());
   });
@@ -171,6 +178,41 @@ TEST(Comm, SteadyStateAllocatesNothing) {
     for (int i = 0; i < 20; ++i) step();
     EXPECT_EQ(num_news - before, 0);
     c.barrier("dp.barrier");
+  });
+}
+
+TEST(Comm, MemoryOfOperationsIsUsedAgain) {
+  const auto use = [](int times) {
+    for (int i = 0; i < times; ++i) operation_memory()->deallocate(operation_memory()->allocate(200), 200);
+  };
+  use(1);
+  const long before = num_news;
+  use(100'000);
+  EXPECT_EQ(num_news - before, 0);
+}
+
+TEST(Comm, ATicketOfNothingIsDone) {
+  Ticket none;
+  EXPECT_TRUE(none.done());
+  none.wait();
+}
+
+TEST(Comm, TheFirstFailureIsTheOneThatStays) {
+  FailureLatch latch;
+  EXPECT_EQ(latch.get(), nullptr);
+  latch.throw_if_set();
+  latch.set({Errc::Comm, "first", 1});
+  latch.set({Errc::Io, "second", 2});
+  EXPECT_EQ(error_of([&] { latch.throw_if_set(); }).rank(), 1);
+  EXPECT_STREQ(error_of([&] { latch.throw_if_set(); }).what(), "first");
+}
+
+TEST(Comm, GroupsKnowTheNumbersOfTheirRanks) {
+  run_threads(3, options(), [](Communicator& c) {
+    EXPECT_EQ(world_ranks(c), (std::vector<int>{0, 1, 2}));
+    if (c.rank() == 1) return;
+    const std::vector<int> members{2, 0};
+    EXPECT_EQ(world_ranks(*c.group(members, "ends", options())), members);
   });
 }
 
@@ -249,6 +291,74 @@ TEST(CommFailure, MismatchedSizesAreAnError) {
                                                     {x.data() + 32, c.rank() == 0 ? 16 : 8}};
     EXPECT_EQ(error_of([&] { c.all_gather(segments, "t").wait(); }).code(), Errc::Comm);
     EXPECT_EQ(error_of([&] { c.barrier("later"); }).code(), Errc::Comm);
+  });
+}
+
+// Calls that differ in one thing alone.
+TEST(CommFailure, EveryDifferenceIsAnError) {
+  struct Difference {
+    std::string_view what;
+    std::function<Ticket(Communicator&, std::span<float>, bool)> call;
+  };
+  const auto first_and_last = [](std::span<float> x, bool odd) {
+    return std::vector<AllGatherSegment>{{x.data(), odd ? 8 : 16}, {&x[32], odd ? 16 : 8}};
+  };
+  const std::vector<Difference> differences = {
+      {"kind",
+       [](Communicator& c, std::span<float> x, bool odd) {
+         const AllGatherSegment s{x.data(), 16};
+         return odd ? c.all_to_all(x.data(), &x[32], 16, "t") : c.all_gather({&s, 1}, "t");
+       }},
+      {"dtype",
+       [](Communicator& c, std::span<float> x, bool odd) {
+         const ReduceScatterSegment s{x.data(), &x[32], odd ? 8 : 4};
+         return c.reduce_scatter({&s, 1}, odd ? DType::BF16 : DType::F32, false, "t");
+       }},
+      {"accumulating",
+       [](Communicator& c, std::span<float> x, bool odd) {
+         const ReduceScatterSegment s{x.data(), &x[32], 4};
+         return c.reduce_scatter({&s, 1}, DType::F32, odd, "t");
+       }},
+      {"operation",
+       [](Communicator& c, std::span<float> x, bool odd) {
+         return c.all_reduce(x.data(), 4, DType::F32, odd ? ReduceOp::Max : ReduceOp::Sum, "t");
+       }},
+      {"sizes of segments",
+       [&](Communicator& c, std::span<float> x, bool odd) { return c.all_gather(first_and_last(x, odd), "t"); }},
+      {"root of broadcast",
+       [](Communicator& c, std::span<float> x, bool odd) { return c.broadcast(x.data(), 16, odd ? 1 : 0, "t"); }},
+      {"root of reduce", [](Communicator& c, std::span<float> x,
+                            bool odd) { return c.reduce(x.data(), 4, DType::F32, ReduceOp::Sum, odd ? 1 : 0, "t"); }},
+      {"root of gather",
+       [](Communicator& c, std::span<float> x, bool odd) { return c.gather(x.data(), &x[32], 16, odd ? 1 : 0, "t"); }},
+      {"root of scatter",
+       [](Communicator& c, std::span<float> x, bool odd) { return c.scatter(x.data(), &x[32], 16, odd ? 1 : 0, "t"); }},
+  };
+  for (const Difference& d : differences) {
+    run_threads(2, options(60), [&](Communicator& c) {
+      std::vector<float> x(64);
+      const Error e = error_of([&] { d.call(c, x, c.rank() == 1).wait(); });
+      EXPECT_EQ(e.code(), Errc::Comm) << d.what;
+      EXPECT_THAT(e.what(), AllOf(HasSubstr("rank 0 calls"), HasSubstr("rank 1 calls"))) << d.what;
+    });
+  }
+}
+
+TEST(CommFailure, CallsAreDescribed) {
+  CallInfo call{.number = 6, .bytes = 24, .segments = 2, .kind = OpKind::ReduceScatter, .dtype = DType::BF16};
+  std::string_view("dp.x").copy(call.tag.data(), call.tag.size() - 1);
+  EXPECT_EQ(call.describe(), "reduce_scatter \"dp.x\" (call 7, 2 segments, 24 bytes per slice, bf16)");
+  call.root = 0;
+  call.accumulate = true;
+  EXPECT_EQ(call.describe(),
+            "reduce_scatter \"dp.x\" (call 7, 2 segments, 24 bytes per slice, bf16, root 0, accumulating)");
+  call = {.kind = OpKind::Barrier};
+  EXPECT_EQ(call.describe(), "barrier \"\" (call 1)");
+  run_threads(2, options(60), [](Communicator& c) {  // a tag is cut where it is too long
+    std::vector<float> x(64);
+    const std::string tag(60, 't');
+    const Error e = error_of([&] { c.broadcast(x.data(), c.rank() == 0 ? 8 : 16, 0, tag).wait(); });
+    EXPECT_THAT(e.what(), HasSubstr("\"" + tag.substr(0, 35) + "\""));
   });
 }
 

@@ -107,7 +107,7 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
   }
   for (const Case& c : cases) {
     const Layout layout = Layout::make(spans(), cut(c.ranks, c.stage));
-    run_threads(c.ranks, {.timeout_s = 20, .progress_thread = c.overlap}, [&](Communicator& comm) {
+    run_threads(c.ranks, {.timeout_s = 120, .progress_thread = c.overlap}, [&](Communicator& comm) {
       SCOPED_TRACE(fmt::format("rank {} of {}, stage {}, each {}, {} over {}", comm.rank(), c.ranks, c.stage,
                                c.each_micro, dtype_name(c.work), dtype_name(c.wire)));
       const auto device = make_cpu_device(*cpu_ops(), 1);
@@ -189,7 +189,7 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
       }
       const std::vector<Access> accesses = {{0}, {1}, {2}, {3, 1}, {1, 0}};
       const GatherPlan plan = plan_gathers(accesses, gathered, {600, 4000, 300});
-      run_threads(ranks, {.timeout_s = 20}, [&](Communicator& comm) {
+      run_threads(ranks, {.timeout_s = 120}, [&](Communicator& comm) {
         SCOPED_TRACE(fmt::format("rank {} of {}, stage {}", comm.rank(), ranks, stage));
         const auto device = make_cpu_device(*cpu_ops(), 1);
         MemoryLedger ledger;
