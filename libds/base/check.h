@@ -4,7 +4,9 @@
 
 #include <fmt/format.h>
 
+#include <initializer_list>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "ds/error.h"
@@ -30,6 +32,18 @@ template <class To, class From>
 constexpr To narrow(From x) {
   if (!std::in_range<To>(x)) throw Error(Errc::Internal, fmt::format("integer {} does not fit", x));
   return static_cast<To>(x);
+}
+
+// Of sizes that a configuration, an option or a file has asked for: nothing where an i64 does not hold the result.
+constexpr std::optional<i64> checked_mul(std::initializer_list<i64> factors) noexcept {
+  i64 product = 1;
+  bool fits = true;
+  for (const i64 f : factors) fits = fits && !__builtin_mul_overflow(product, f, &product);
+  return fits ? std::optional(product) : std::nullopt;
+}
+constexpr std::optional<i64> checked_add(i64 a, i64 b) noexcept {
+  i64 sum = 0;
+  return __builtin_add_overflow(a, b, &sum) ? std::nullopt : std::optional(sum);
 }
 
 constexpr i64 div_ceil(i64 a, i64 b) noexcept { return (a + b - 1) / b; }

@@ -301,6 +301,66 @@ std::string read_text_file(const std::string& path, i64 max_bytes) {
   return text;
 }
 
+namespace {
+
+void check_named(bool good, std::string_view what) {
+  const int error = errno;
+  DS_CHECK(good, Errc::Config, "cannot be {}: {}", what, std::generic_category().message(error));
+}
+
+std::string read_to_end(int fd, i64 max_bytes) {
+  constexpr size_t kBlock = 64 << 10;
+  std::string text;
+  for (;;) {
+    const size_t before = text.size();
+    text.resize(before + kBlock);
+    ssize_t n = 0;
+    do n = ::read(fd, text.data() + before, kBlock);
+    while (n < 0 && errno == EINTR);
+    check_named(n >= 0, "read");
+    text.resize(before + static_cast<size_t>(n));
+    DS_CHECK(std::ssize(text) <= max_bytes, Errc::Config, "is larger than {} MiB", max_bytes >> 20);
+    if (n == 0) return text;
+  }
+}
+
+}  // namespace
+
+std::string read_named_text(const std::string& path, i64 max_bytes) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOCTTY);
+  check_named(fd >= 0, "opened");
+  struct Close {
+    int fd;
+    ~Close() { ::close(fd); }
+  } const close_at_end{fd};
+  return read_to_end(fd, max_bytes);
+}
+
+std::string read_standard_input(i64 max_bytes) { return read_to_end(STDIN_FILENO, max_bytes); }
+
+void for_each_line(const File& file, i64 max_bytes, const std::function<void(std::string_view, bool)>& line) {
+  constexpr i64 kBlock = i64{1} << 20;
+  const i64 size = file.size();
+  i64 number = 1;
+  std::string block, text;
+  for (i64 at = 0; at < size; at += std::ssize(block)) {
+    block.resize(static_cast<size_t>(std::min(kBlock, size - at)));
+    file.read_at(at, block.data(), std::ssize(block));
+    for (size_t from = 0; from < block.size();) {
+      const size_t end = block.find('\n', from);
+      text.append(block, from, end == block.npos ? end : end - from);
+      DS_CHECK(std::ssize(text) <= max_bytes, Errc::Corrupt, "{}:{}: the line is longer than {} bytes", file.path(),
+               number, max_bytes);
+      if (end == block.npos) break;
+      line(text, true);
+      ++number;
+      text.clear();
+      from = end + 1;
+    }
+  }
+  if (!text.empty()) line(text, false);
+}
+
 void replace_text_file(const std::string& path, std::string_view text) {
   PendingFile pending(path);
   pending.file().write_at(0, text.data(), narrow<i64>(text.size()));

@@ -131,6 +131,15 @@ class PendingDirectory {
 
 // The whole of a small file; larger than max_bytes is Errc::Corrupt.
 std::string read_text_file(const std::string& path, i64 max_bytes);
+// The whole of what somebody has named, which may be a pipe, a terminal or a device without an end: never more than
+// max_bytes are held. Throws Errc::Config with a reason that does not name it: "is larger than 16 MiB", "cannot be
+// opened: No such file or directory".
+std::string read_named_text(const std::string& path, i64 max_bytes);
+std::string read_standard_input(i64 max_bytes);
+// Calls line(text, is_ended) for each line of a file of any length, in order, without its newline; what stands behind
+// the last newline comes as one that is not ended. Longer than max_bytes is Errc::Corrupt: never more than that is
+// held.
+void for_each_line(const File& file, i64 max_bytes, const std::function<void(std::string_view, bool)>& line);
 // Replaces `path` by `text` in one step, durably.
 void replace_text_file(const std::string& path, std::string_view text);
 

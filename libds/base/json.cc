@@ -7,6 +7,7 @@
 #include <cctype>
 #include <charconv>
 #include <iterator>
+#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -42,6 +43,11 @@ class CountingIterator {
   const char* at_;
   size_t* consumed_;
 };
+
+// Places are for messages about a value that a person has written: a text of millions of values, or of values below
+// keys of a megabyte, would take memory by the product. What has no place is told at the nearest value around it that
+// has.
+constexpr size_t kMostPlaces = 100'000, kLongestPath = 1000;
 
 constexpr bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
@@ -82,8 +88,7 @@ class Builder {
   bool key(std::string& k) {
     const size_t at = string_start(consumed_);
     if (!stack_.back().keys.insert(k).second) fail(at, fmt::format("the key {} is there twice", Json(k).dump()));
-    key_path_ = json_member(stack_.back().path, k);
-    note_place(key_path_, at);
+    key_path_ = noted(stack_.back().path, k.size(), at, [&](const std::string& path) { return json_member(path, k); });
     // The object is appended to without a search: `keys` knows that the name is new.
     key_target_ = &stack_.back().value->get_ref<Json::object_t&>().emplace_back(std::move(k), nullptr).second;
     return true;
@@ -115,7 +120,7 @@ class Builder {
  private:
   struct Level {
     Json* value;
-    std::string path;
+    std::optional<std::string> path;  // nothing: neither it nor what is in it has a place
     std::unordered_set<std::string> keys;
   };
 
@@ -126,10 +131,9 @@ class Builder {
       value_path_ = std::move(key_path_);
       return *key_target_;
     }
-    if (options_.places) {
-      value_path_ = json_element(top.path, top.value->size());
-      note_place(value_path_, value_start());
-    }
+    const size_t index = top.value->size();
+    value_path_ = noted(top.path, 0, top.path ? value_start() : 0,
+                        [&](const std::string& path) { return json_element(path, index); });
     return top.value->get_ref<Json::array_t&>().emplace_back(nullptr);
   }
 
@@ -145,7 +149,8 @@ class Builder {
       fail(consumed_ - 1, fmt::format("nested deeper than {} levels", options_.max_depth));
     Json& at = place_of_next_value();
     at = std::move(empty);
-    stack_.push_back({&at, stack_.empty() ? std::string() : std::move(value_path_), {}});
+    if (stack_.empty() && options_.places) value_path_ = "";
+    stack_.push_back({&at, std::move(value_path_), {}});
     end_of_previous_ = consumed_;
     return true;
   }
@@ -208,8 +213,13 @@ class Builder {
     return {line - lines_.begin() + 1, static_cast<i64>(offset - *line) + 1};
   }
 
-  void note_place(const std::string& path, size_t offset) {
-    if (options_.places) document_.places.emplace(path, place(offset));
+  // Notes where a value stands: its path, if it has a place. `more`: bytes that it is longer than its parent's.
+  template <class F>
+  std::optional<std::string> noted(const std::optional<std::string>& parent, size_t more, size_t offset, F&& path_in) {
+    if (!parent || parent->size() + more > kLongestPath || document_.places.size() >= kMostPlaces) return std::nullopt;
+    std::string path = path_in(*parent);
+    document_.places.emplace(path, place(offset));
+    return path;
   }
 
   [[noreturn]] void fail(size_t offset, const std::string& message) const {
@@ -224,7 +234,7 @@ class Builder {
   size_t end_of_previous_ = 0;
   JsonDocument document_;
   std::vector<Level> stack_;
-  std::string key_path_, value_path_;
+  std::optional<std::string> key_path_, value_path_;
   Json* key_target_ = nullptr;
 };
 
@@ -253,6 +263,14 @@ std::string json_join(std::string_view path, std::string_view below) {
 }
 
 std::string json_element(std::string_view path, size_t index) { return fmt::format("{}[{}]", path, index); }
+
+i64 json_integer(const Json& object, const char* key, i64 low, i64 high) {
+  const Json& value = object.at(key);
+  const bool fits = value.is_number_unsigned() ? std::in_range<i64>(value.get<u64>()) : value.is_number_integer();
+  if (!fits || value.get<i64>() < low || value.get<i64>() > high)
+    throw Error(Errc::Config, fmt::format("{} must be an integer, {} to {}", key, low, high));
+  return value.get<i64>();
+}
 
 double shortest_decimal(float x) {
   char text[32];

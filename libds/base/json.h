@@ -21,7 +21,8 @@ struct JsonPlace {
 
 struct JsonDocument {
   Json root;
-  // By path, "a.b[2].c": a member at its key, an array's element at its value. Empty without JsonOptions::places.
+  // By path, "a.b[2].c": a member at its key, an array's element at its value. Empty without JsonOptions::places. Of
+  // very many values only the first have one, and none below a very long key.
   std::map<std::string, JsonPlace, std::less<>> places;
 };
 
@@ -52,6 +53,10 @@ std::string json_member(std::string_view path, std::string_view key);
 std::string json_element(std::string_view path, size_t index);
 // A path below a path.
 std::string json_join(std::string_view path, std::string_view below);
+
+// A member that is an integer of [low, high]: the library would wrap what does not fit, and cut off fractions. Throws
+// Errc::Config, naming the key.
+i64 json_integer(const Json& object, const char* key, i64 low, i64 high);
 
 // The number with the fewest digits that rounds to x, for writing a float without its binary tail.
 double shortest_decimal(float x);

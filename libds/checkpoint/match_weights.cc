@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <unordered_map>
 
 namespace ds {
 namespace {
@@ -48,9 +49,11 @@ auto find_parameter(std::string_view name, Find find) {
 }  // namespace
 
 WeightMatch match_weights(const model::Model& model, const TensorSource& source, bool new_head) {
+  std::unordered_map<std::string_view, const ForeignTensor*> foreign_named;
+  for (const ForeignTensor& f : source.foreign()) foreign_named.emplace(f.name, &f);
   const auto foreign = [&](std::string_view name) {
-    const auto it = std::ranges::find(source.foreign(), name, &ForeignTensor::name);
-    return it == source.foreign().end() ? nullptr : &*it;
+    const auto it = foreign_named.find(name);
+    return it == foreign_named.end() ? nullptr : it->second;
   };
   // Under its own names, or else under one that is tied to it: writers keep either.
   const auto find_row = [&](std::string_view row) {

@@ -245,8 +245,9 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   if (format == Format::Checkpoint) check_readable(*state);
   if (format == Format::Hf) check_fit(*tensors, config);
   if (!to_directory && !to_stream) check_not_source(source, state->files(), target);
+  i64 total = 0;  // once it is known
   const Tick tick = [&] {
-    if (o.progress) o.progress(0, 0);
+    if (o.progress) o.progress(0, total);
   };
   if (o.verify) {
     const std::vector<std::string> bad = state->verify(tick);
@@ -277,7 +278,6 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   }
   std::optional<DType> dtype;
   bool one_dtype = true;
-  i64 total = 0;
   for (const TensorInfo& t : tensors->list()) total += t.bytes();
   for (const ParamEntry& p : state->params()) {
     const TensorInfo* t = p.tied_to.empty() ? tensors->find(p.name) : nullptr;
@@ -311,7 +311,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
     copy_out(views, *create_stream_sink(1, "standard output", tensors->list(), metadata), o, total);
   } else {
     const FileFormat file = format == Format::Hdf5 ? FileFormat::Hdf5 : FileFormat::Safetensors;
-    copy_out(views, *create_sink(target, file, tensors->list(), metadata), o, total);
+    copy_out(views, *create_sink(target, file, tensors->list(), metadata, tick), o, total);
   }
   if (directory) {
     count_files(directory->path(), result);
@@ -325,6 +325,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
 
   warn_of_overflow({state.get(), twin.get()}, output);
   if (o.verify) {
+    total = 0;
     if (format == Format::Checkpoint) {
       const std::unique_ptr<StateSource> written = open_state(output);
       compare(*tensors, *make_state_tensors(*written, {.optimizer = optimizer}), output, tick);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <map>
 #include <tuple>
+#include <unordered_set>
 
 #include "base/file.h"
 #include "checkpoint/output_place.h"
@@ -36,9 +37,9 @@ std::string_view block_of(std::string_view name) {
 
 std::vector<std::vector<model::ParamRow>> units_of(const std::vector<ParamEntry>& params) {
   // What the first and the last layer share is a unit of its own.
-  const auto is_shared = [&](const ParamEntry& p) {
-    return p.shape.size() > 1 && std::ranges::find(params, p.name, &ParamEntry::tied_to) != params.end();
-  };
+  std::unordered_set<std::string_view> tied;
+  for (const ParamEntry& p : params) tied.insert(p.tied_to);
+  const auto is_shared = [&](const ParamEntry& p) { return p.shape.size() > 1 && tied.contains(p.name); };
   std::vector<std::vector<model::ParamRow>> units;
   std::string_view block;
   bool alone = true;
@@ -99,13 +100,14 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
     if (progress) progress(done, total);
     return buffer.data();
   };
+  if (progress) contents.tick = [&] { progress(done, total); };
   check_room(dir, total);
   prepare_step(dir, m);
   for (size_t rank = 0; rank < sharding.ranks.size(); ++rank) {
     contents.pieces = sharding.ranks[rank];
     m.files.push_back(write_rank_file(dir, m, narrow<i64>(rank), contents));
   }
-  commit_step(dir, m);
+  commit_step(dir, m, contents.tick);
 }
 
 namespace {

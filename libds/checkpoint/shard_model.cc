@@ -2,6 +2,7 @@
 // Sharding with a model: pieces as the ranks of a mesh with tensor parallelism and pipeline stages save them.
 
 #include <algorithm>
+#include <unordered_map>
 
 #include "base/json.h"
 #include "checkpoint/hf_directory.h"
@@ -46,10 +47,9 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
            first_lines(match.unfit, "\n  "));
   DS_CHECK(match.extra.empty(), Errc::Mismatch, "{} holds what its config.json does not know:\n  {}", state.path(),
            first_lines(match.extra, "\n  "));
-  const auto number_of = [&](const TensorInfo* t) {
-    const auto& params = state.params();
-    return std::ranges::find(params, t->name, &ParamEntry::name) - params.begin();
-  };
+  std::unordered_map<std::string_view, i64> numbers;
+  for (size_t i = 0; i < state.params().size(); ++i) numbers.emplace(state.params()[i].name, narrow<i64>(i));
+  const auto number_of = [&](const TensorInfo* t) { return numbers.at(t->name); };
   std::vector<std::vector<i64>> params_of;  // by parameter of the model; a tied one may stand under both of its names
   for (const TensorInfo* t : match.tensors) params_of.push_back({number_of(t)});
   for (const WeightMatch::Both& both : match.both_of_tie) {

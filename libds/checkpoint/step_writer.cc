@@ -32,7 +32,7 @@ DatasetRecord write_dataset(DirectWriter& writer, i64 offset, i64 count, i64 ele
   return d;
 }
 
-void write_view(const std::string& dir, Manifest& m) {
+void write_view(const std::string& dir, Manifest& m, const Tick& tick) {
   std::vector<Hdf5View> views;
   std::map<std::string, std::string> links;
   std::vector<size_t> view_of(m.params.size());
@@ -55,7 +55,7 @@ void write_view(const std::string& dir, Manifest& m) {
     }
   }
   const std::string path = fmt::format("{}/{}", dir, kViewName);
-  create_hdf5_views(path, views, links);
+  create_hdf5_views(path, views, links, tick);
   const File file = File::open_write(path);
   file.sync();
   m.view_bytes = file.size();
@@ -176,7 +176,8 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
   const std::string path = fmt::format("{}/{}", unfinished_step(dir, m), rank_file_name(rank));
   const std::vector<i64> offsets = create_hdf5(
       path, datasets,
-      {{"checkpoint", m.id}, {"rank", std::to_string(rank)}, {"world_size", std::to_string(m.meta.world_size)}});
+      {{"checkpoint", m.id}, {"rank", std::to_string(rank)}, {"world_size", std::to_string(m.meta.world_size)}},
+      contents.tick);
 
   FileRecord record;
   const File file = File::open_write(path);
@@ -198,14 +199,14 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
   file.sync();
   record.bytes = file.size();
   record.structure = structure_checksum(file, m, record.pieces);
-  verify_file(file, m, record);
+  verify_file(file, m, record, contents.tick);
   return record;
 }
 
-std::string commit_step(const std::string& dir, Manifest& m) {
+std::string commit_step(const std::string& dir, Manifest& m, const Tick& tick) {
   const std::string temp = unfinished_step(dir, m);
   validate_manifest(m, "the checkpoint to save", Errc::Internal);
-  write_view(temp, m);
+  write_view(temp, m, tick);
   const std::string manifest = fmt::format("{}/{}", temp, kManifestName);
   replace_text_file(manifest, format_manifest(m));
   CheckpointReader written(temp);

@@ -10,6 +10,7 @@
 #include <span>
 #include <string>
 
+#include "base/file.h"
 #include "checkpoint/manifest.h"
 
 namespace ds {
@@ -21,6 +22,7 @@ struct RankContents {
   // Stored elements [first, first + count) of a state of pieces[piece], counted from the piece's begin; they stay until
   // the next call.
   std::function<const void*(State, size_t piece, i64 first, i64 count)> elements;
+  Tick tick = {};  // while the file is laid out and read back
 };
 
 // DIR/.tmp-step-00000100-<id of the save>: where the step is written until it is committed. A rank that outlives its
@@ -36,7 +38,8 @@ void abandon_step(const std::string& dir, const Manifest& m) noexcept;
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents);
 
 // All rank files are there and m.files describes them: writes model.h5 and the manifest, reads back, renames the step
-// into place (one of the same number changes places with it) and moves `latest`. Returns the step directory.
-std::string commit_step(const std::string& dir, Manifest& m);
+// into place (one of the same number changes places with it) and moves `latest`. Returns the step directory. The tick
+// comes while model.h5 is made.
+std::string commit_step(const std::string& dir, Manifest& m, const Tick& tick = {});
 
 }  // namespace ds

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <optional>
 
 #include "base/check.h"
 #include "config/keys.h"
@@ -32,12 +33,19 @@ std::string around(i64 x, i64 step) {
 void resolve_batch(BatchConfig& b, i64 world, bool all, Reader& r) {
   const std::string ranks = fmt::format("{} {}rank{}", world, all ? "" : "data-parallel ", world == 1 ? "" : "s");
   if (r.any_broken({kTrain, kMicro, kAccumulation})) return;
-  // A step is planned micro-batch by micro-batch.
-  constexpr i64 kMostAccumulation = 100'000;
   const auto check_accumulation = [&] {
     if (b.accumulation > kMostAccumulation)
       r.error(kAccumulation,
               fmt::format("{} is beyond {}; a larger {} needs fewer", b.accumulation, kMostAccumulation, kMicro));
+  };
+  // Nothing, and an error, where the step would have more samples than are computed with.
+  const auto samples = [&]() -> std::optional<i64> {
+    const std::optional<i64> n = checked_mul({b.micro, b.accumulation, world});
+    if (n && *n <= kMostBatch) return n;
+    r.error(r.given(kMicro) ? kMicro : kAccumulation,
+            fmt::format("{} {} x {} {} x {} is beyond {} samples of a step", kMicro, b.micro, kAccumulation,
+                        b.accumulation, ranks, kMostBatch));
+    return std::nullopt;
   };
   const bool train = r.given(kTrain), accumulation = r.given(kAccumulation);
   bool micro = r.given(kMicro);
@@ -45,22 +53,19 @@ void resolve_batch(BatchConfig& b, i64 world, bool all, Reader& r) {
     b.micro = 1;
     micro = true;
   }
-  constexpr i64 kMost = i64{1} << 31;  // keeps every product far from overflow
-  for (auto [value, key] : {std::pair{b.train, kTrain}, {b.micro, kMicro}, {b.accumulation, kAccumulation}})
-    if (value > kMost) return r.error(key, fmt::format("{} is beyond {}", value, kMost));
   if (!train && !micro)
     return r.error(kTrain, fmt::format("is missing: give {} or {}{}", kTrain, kMicro,
                                        accumulation ? fmt::format(" (not {} alone)", kAccumulation) : ""));
   if (train && micro && accumulation) {
-    if (b.train != b.micro * b.accumulation * world)
+    if (const std::optional<i64> n = samples(); n && b.train != *n)
       r.error(kTrain, fmt::format("{} is not {} {} x {} {} x {} = {}", b.train, kMicro, b.micro, kAccumulation,
-                                  b.accumulation, ranks, b.micro * b.accumulation * world));
-    return check_accumulation();
+                                  b.accumulation, ranks, *n));
+    return;
   }
   if (!train) {
     if (!accumulation) b.accumulation = 1;
-    b.train = b.micro * b.accumulation * world;
-    return check_accumulation();
+    b.train = samples().value_or(0);
+    return;
   }
   // The given factor divides with the ranks; the other is derived.
   if (!micro && !accumulation) b.accumulation = 1;
@@ -74,7 +79,8 @@ void resolve_batch(BatchConfig& b, i64 world, bool all, Reader& r) {
 }
 
 // Every size by itself is within bounds by now. Their products must stay far from overflow too, so that what is
-// predicted is true: an upper bound of the bytes of one rank, whatever is sharded, is compared with what no node has.
+// predicted is true: upper bounds of the bytes of one rank, whatever is sharded, of what passes through it in a step,
+// and of what one op computes are compared with what no node has, and none does.
 void check_size(const Config& c, bool model_is_sound, Reader& r) {
   if (!model_is_sound || c.model.layers == 0 || r.any_broken({kTrain, kMicro, kAccumulation, "data.seq_length"}))
     return;
@@ -83,15 +89,27 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
   const double hidden = number(m.hidden), wide = number(m.intermediate), heads = number(m.heads * m.head_dim);
   const double params =
       2 * number(m.vocab_size + m.max_positions) * hidden + number(m.layers) * hidden * (4 * heads + 3 * wide + 16);
-  const double rows = number(c.batch.micro) * number(c.data.seq_length);
-  const double per_row = number(m.layers) * (32 * hidden + 16 * heads + 16 * wide) + number(c.batch.accumulation);
-  const double bytes = 32 * params + 8 * rows * per_row;
+  const double rows = number(c.batch.micro) * number(c.data.seq_length), passes = number(c.batch.accumulation);
+  const double widest = std::max({number(m.vocab_size), 2 * wide, heads});
+  const double flops = rows * std::max(2 * hidden * widest, 10 * heads * number(c.data.seq_length));  // of one op
+  const double of_a_pass = 32 * params + 8 * rows * number(m.layers) * (32 * hidden + 16 * heads + 16 * wide);
+  const double bytes = of_a_pass + 8 * rows * passes;
+  const auto beyond = [&](std::string_view key, std::string_view what, double is, std::string_view unit, double most) {
+    r.error(key,
+            fmt::format("this model ({:.2g} parameters) with {:.2g} tokens per micro-batch {} up to {:.2g} {}, beyond "
+                        "the {:.0f} that are computed with",
+                        params, rows, what, is, unit, most));
+  };
+  constexpr double kTiB = 0x1p40, kExaFlop = 1e18;
+  const std::string_view of_micro = r.given(kMicro) ? kMicro : kTrain;
   if (constexpr double kMost = 0x1p50; bytes > kMost)
-    r.error(
-        !r.given(kMicro) ? kTrain : kMicro,
-        fmt::format("this model ({:.2g} parameters) with {:.2g} tokens per micro-batch needs up to {:.2g} TiB, beyond "
-                    "the {:.0f} that are computed with",
-                    params, rows, bytes / 0x1p40, kMost / 0x1p40));
+    return beyond(of_micro, "needs", bytes / kTiB, "TiB", kMost / kTiB);
+  if (constexpr double kMost = 9e18; flops > kMost)
+    return beyond(of_micro, "takes for one operation", flops / kExaFlop, "EFLOP", kMost / kExaFlop);
+  if (constexpr double kMost = 0x1p60; of_a_pass * passes > kMost)
+    beyond(r.given(kAccumulation) ? kAccumulation : kTrain,
+           fmt::format("moves in {} micro-batches", c.batch.accumulation), of_a_pass * passes / kTiB, "TiB",
+           kMost / kTiB);
 }
 
 void resolve_optimizer(Config& c, Reader& r) {
@@ -356,7 +374,7 @@ ConfigResult load_config(const std::string& path, std::span<const std::string> o
                  .message = fmt::format("only one of {} ranks can read it; name a file", world_size)};
     return {.config = {}, .diagnostics = {std::move(d)}};
   }
-  const std::variant<std::string, Diagnostic> content = dash ? read_standard_input() : read_text_file(path);
+  const std::variant<std::string, Diagnostic> content = read_config_text(path, dash);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) return {.config = {}, .diagnostics = {*failed}};
   return parse_config(std::get<std::string>(content), dash ? "standard input" : path, overrides, world_size, use);
 }

@@ -71,15 +71,18 @@ inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFo
 namespace {
 
 using C = Config;
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
-constexpr Range kPositive = {1, kInfinity};                      // integers
-constexpr Range kAboveZero = {0, kInfinity, /*open_low=*/true};  // numbers
-constexpr Range kRate = {0, 3e38};                               // fits fp32
-constexpr Range kAny = {-kInfinity, kInfinity};
+constexpr Range kPositive = {1, kMostCount};
+constexpr Range kBatch = {1, kMostBatch};
+constexpr Range kDegree = {0, 1 << 20};  // of parallelism: 0 is none
+constexpr Range kLimit = {0, 0x1p63};    // only compared or divided by: "never" and "no limit" are sys.maxsize there
+constexpr Range kSomeLimit = {1, 0x1p63};
+constexpr Range kAboveZero = {.open_low = true};
+constexpr Range kSeconds = {.high = 1e9, .open_low = true};  // as nanoseconds they still fit
+constexpr Range kRate = {.high = 3e38, .fp32 = true};
 constexpr Range kShare = {0, 1};
 constexpr Range kOpenShare = {0, 1, /*open_low=*/true};
 constexpr Range kToken = {0, 1 << 24};
-constexpr Range kFp32 = {0, 1e38};  // what the numbers of a step can hold
+constexpr Range kFp32 = {.high = 1e38, .fp32 = true};  // what the numbers of a step can hold
 constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
 
 constexpr bool kAuto = true;  // "auto" is taken; so is null
@@ -123,11 +126,11 @@ Slot betas(void* root) {
 // clang-format off
 constexpr Key kKeys[] = {
     // Batch sizes.
-    effect("train_batch_size", slot_of<&C::batch, &BatchConfig::train>, kPositive, kAuto),
-    effect("train_micro_batch_size_per_gpu", slot_of<&C::batch, &BatchConfig::micro>, kPositive, kAuto),
-    effect("gradient_accumulation_steps", slot_of<&C::batch, &BatchConfig::accumulation>, kPositive, kAuto),
+    effect("train_batch_size", slot_of<&C::batch, &BatchConfig::train>, kBatch, kAuto),
+    effect("train_micro_batch_size_per_gpu", slot_of<&C::batch, &BatchConfig::micro>, kBatch, kAuto),
+    effect("gradient_accumulation_steps", slot_of<&C::batch, &BatchConfig::accumulation>, {1, kMostAccumulation}, kAuto),
     not_yet("managed_gradient_accumulation", "[true]"),
-    effect("sequence_parallel_size", slot_of<&C::sequence_parallel_size>, kPositive),
+    effect("sequence_parallel_size", slot_of<&C::sequence_parallel_size>, {1, kDegree.high}),
     effect("sequence_parallel_mode", slot_of<&C::sequence_parallel_mode>),
     not_yet("data_parallel_size", "[null]", "it is what pipeline, tensor and sequence parallelism leave of the ranks"),
 
@@ -136,7 +139,7 @@ constexpr Key kKeys[] = {
     effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, kRate, kAuto),
     effect("optimizer.params.betas", betas, kBelowOne, kAuto),
     effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto),
-    effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, {}, kAuto),
+    effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, kRate, kAuto),
     effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
     effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),
     ignored("optimizer.params.torch_adam", "there is one implementation of Adam"),
@@ -164,7 +167,7 @@ constexpr Key kKeys[] = {
     effect("fp16.loss_scale_window", slot_of<&C::fp16, &Fp16Config::loss_scale_window>, kPositive),
     effect("fp16.hysteresis", slot_of<&C::fp16, &Fp16Config::hysteresis>, kPositive),
     effect("fp16.consecutive_hysteresis", slot_of<&C::fp16, &Fp16Config::consecutive_hysteresis>),
-    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, {0, kFp32.high, /*open_low=*/true}),
+    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, {.high = kFp32.high, .open_low = true, .fp32 = true}),
     not_yet("fp16.auto_cast", "[false]"),
     not_yet("fp16.fp16_master_weights_and_grads", "[false]"),
     effect("bf16.enabled", slot_of<&C::bf16, &Bf16Config::enabled>, {}, kAuto),
@@ -189,14 +192,14 @@ constexpr Key kKeys[] = {
 
     // ZeRO.
     effect("zero_optimization.stage", slot_of<&C::zero, &ZeroConfig::stage>, {0, 3}),
-    effect("zero_optimization.reduce_bucket_size", slot_of<&C::zero, &ZeroConfig::reduce_bucket_size>, kPositive, kAuto),
-    effect("zero_optimization.allgather_bucket_size", slot_of<&C::zero, &ZeroConfig::allgather_bucket_size>, kPositive, kAuto),
+    effect("zero_optimization.reduce_bucket_size", slot_of<&C::zero, &ZeroConfig::reduce_bucket_size>, kSomeLimit, kAuto),
+    effect("zero_optimization.allgather_bucket_size", slot_of<&C::zero, &ZeroConfig::allgather_bucket_size>, kSomeLimit, kAuto),
     effect("zero_optimization.overlap_comm", slot_of<&C::zero, &ZeroConfig::overlap_comm>, {}, kAuto),
-    effect("zero_optimization.stage3_prefetch_bucket_size", slot_of<&C::zero, &ZeroConfig::prefetch_bucket_size>, {}, kAuto),
-    effect("zero_optimization.stage3_param_persistence_threshold", slot_of<&C::zero, &ZeroConfig::param_persistence_threshold>, {}, kAuto),
-    effect("zero_optimization.stage3_model_persistence_threshold", slot_of<&C::zero, &ZeroConfig::model_persistence_threshold>, {}, kAuto),
-    effect("zero_optimization.stage3_max_live_parameters", slot_of<&C::zero, &ZeroConfig::max_live_parameters>, {}, kAuto),
-    effect("zero_optimization.stage3_max_reuse_distance", slot_of<&C::zero, &ZeroConfig::max_reuse_distance>, {}, kAuto),
+    effect("zero_optimization.stage3_prefetch_bucket_size", slot_of<&C::zero, &ZeroConfig::prefetch_bucket_size>, kLimit, kAuto),
+    effect("zero_optimization.stage3_param_persistence_threshold", slot_of<&C::zero, &ZeroConfig::param_persistence_threshold>, kLimit, kAuto),
+    effect("zero_optimization.stage3_model_persistence_threshold", slot_of<&C::zero, &ZeroConfig::model_persistence_threshold>, kLimit, kAuto),
+    effect("zero_optimization.stage3_max_live_parameters", slot_of<&C::zero, &ZeroConfig::max_live_parameters>, kLimit, kAuto),
+    effect("zero_optimization.stage3_max_reuse_distance", slot_of<&C::zero, &ZeroConfig::max_reuse_distance>, kLimit, kAuto),
     alias("zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
     alias("zero_optimization.param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold"),
     alias("zero_optimization.model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold"),
@@ -253,7 +256,7 @@ constexpr Key kKeys[] = {
     ignored("zero_force_ds_cpu_optimizer", "there are no other optimizers"),
 
     // Reports.
-    effect("steps_per_print", slot_of<&C::steps_per_print>, kPositive, kAuto),
+    effect("steps_per_print", slot_of<&C::steps_per_print>, kSomeLimit, kAuto),
     not_yet("wall_clock_breakdown", "[false]"),
     not_yet("memory_breakdown", "[false]", "metrics.jsonl has the memory of every step by tag"),
     not_yet("dump_state", "[false]", "ds-train --check prints the resolved configuration"),
@@ -282,10 +285,10 @@ constexpr Key kKeys[] = {
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
     ignored_section("aio", "block_size queue_depth intra_op_parallelism thread_count single_submit overlap_events use_gds",
                     "nothing is offloaded to NVMe"),
-    effect("pipeline.stages", slot_of<&C::pipeline, &PipelineConfig::stages>, kPositive, kAuto),
+    effect("pipeline.stages", slot_of<&C::pipeline, &PipelineConfig::stages>, {1, kDegree.high}, kAuto),
     effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>),
     effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>),
-    effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, kPositive),
+    effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, kDegree.high}),
     alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
     ignored("pipeline.seed_layers", "every parameter begins with values of its own"),
     ignored("pipeline.pipe_partitioned", "stages send activations whole"),
@@ -310,9 +313,9 @@ constexpr Key kKeys[] = {
                     "tuner_type tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
                     "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes mp_size "
                     "model_info model_info_path"),
-    effect("tensor_parallel.tp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::tp_size>),
+    effect("tensor_parallel.tp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::tp_size>, kDegree),
     effect("tensor_parallel.sequence_parallel", slot_of<&C::tensor_parallel, &TensorParallelConfig::sequence_parallel>),
-    effect("tensor_parallel.autotp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::autotp_size>),
+    effect("tensor_parallel.autotp_size", slot_of<&C::tensor_parallel, &TensorParallelConfig::autotp_size>, kDegree),
     alias("tensor_parallel.tp.tp_size", "tensor_parallel.tp_size"),
     not_yet("tensor_parallel.tp.tp_grain_size", "[1]"),
     ignored("tensor_parallel.dtype", "fp16.enabled and bf16.enabled say it"),
@@ -365,7 +368,7 @@ constexpr Key kKeys[] = {
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("loss_norm", slot_of<&C::loss_norm>),
     effect("communication.backend", slot_of<&C::communication, &CommunicationConfig::backend>),
-    effect("communication.timeout_s", slot_of<&C::communication, &CommunicationConfig::timeout_s>, kAboveZero),
+    effect("communication.timeout_s", slot_of<&C::communication, &CommunicationConfig::timeout_s>, kSeconds),
     effect("data.train", slot_of<&C::data, &DataConfig::train>),
     effect("data.validation", slot_of<&C::data, &DataConfig::validation>),
     effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
@@ -377,10 +380,10 @@ constexpr Key kKeys[] = {
     effect("data.mlm.cls_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::cls_token>, kToken),
     effect("data.mlm.sep_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::sep_token>, kToken),
     effect("data.seed", slot_of<&C::data, &DataConfig::seed>, {0, 4294967295}),
-    effect("eval.every", slot_of<&C::eval, &EvalConfig::every>),
+    effect("eval.every", slot_of<&C::eval, &EvalConfig::every>, kLimit),
     effect("eval.batches", slot_of<&C::eval, &EvalConfig::batches>),
-    effect("save.every", slot_of<&C::save, &SaveConfig::every>),
-    effect("save.keep", slot_of<&C::save, &SaveConfig::keep>),
+    effect("save.every", slot_of<&C::save, &SaveConfig::every>, kLimit),
+    effect("save.keep", slot_of<&C::save, &SaveConfig::keep>, kLimit),
     effect("save.async", slot_of<&C::save, &SaveConfig::async>),
     effect("save.on_error", slot_of<&C::save, &SaveConfig::on_error>),
 };

@@ -439,7 +439,7 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
   std::error_code ignored;
   const std::filesystem::path path(dir_or_file);
   const std::string file = std::filesystem::is_directory(path, ignored) ? (path / "config.json").string() : dir_or_file;
-  const std::variant<std::string, Diagnostic> content = read_text_file(file);
+  const std::variant<std::string, Diagnostic> content = read_config_text(file);
   if (const auto* failed = std::get_if<Diagnostic>(&content)) {
     diagnostics.push_back(*failed);
     return {};

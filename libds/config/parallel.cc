@@ -66,6 +66,26 @@ std::string partition_problem(const std::string& partition) {
 
 bool trains(ConfigUse use) noexcept { return use != ConfigUse::Evaluate && use != ConfigUse::Generate; }
 
+// A plan looks at all layers for each stage, at all passes of all stages, and at stage 3 of ZeRO at each use of a
+// layer: within these products that takes seconds.
+void check_planned(const Config& c, bool passes, Reader& r) {
+  constexpr i64 kMost = 10'000'000;
+  const i64 layers = c.model.layers + 2, p = c.pipeline.stages, v = c.pipeline.virtual_stages, m = c.batch.accumulation;
+  if (p * layers > kMost)
+    r.error(kStages,
+            fmt::format("{} stages of {} layers are not planned: their product is at most {}", p, layers, kMost));
+  if (!passes || r.broken(kAccumulation)) return;
+  if (p * v * m > kMost && p > 1)
+    r.error(kAccumulation, fmt::format("{} micro-batches in {} stages{} are not planned: their product is at most {}",
+                                       m, p, v > 1 ? fmt::format(" of {} parts", v) : "", kMost));
+  else if (c.zero.stage == 3 && m * layers > kMost)
+    r.error(
+        kAccumulation,
+        fmt::format("{} micro-batches through {} layers, which ZeRO stage 3 gathers for each, are not planned: their "
+                    "product is at most {}; a larger train_micro_batch_size_per_gpu needs fewer",
+                    m, layers, kMost));
+}
+
 bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
 
 }  // namespace
@@ -150,12 +170,6 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
 
   if (r.any_broken({kStages, kVirtual, kTp, kAutoTp, kSp})) return 1;
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;
-  for (const auto& [degree, key] : {std::pair{p, kStages}, {c.pipeline.virtual_stages, kVirtual}, {t, kTp}, {s, kSp}}) {
-    if (constexpr i64 kMost = 1 << 20; degree > kMost) {
-      r.error(key, fmt::format("{} is beyond {}", degree, kMost));
-      return 1;
-    }
-  }
   const i64 replica = p * t * s;
   if (world % replica == 0) return world / replica;
   std::string product;
@@ -234,6 +248,7 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
                                          : std::string("only schedules with 1 fit")));
     }
   }
+  if (!r.any_broken({kStages, kVirtual})) check_planned(c, passes, r);
   if (!r.broken(kTp)) {
     if (const std::string why = tp_problem(m, t); !why.empty()) return r.error(kTp, why);
   }

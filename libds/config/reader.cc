@@ -5,19 +5,17 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <charconv>
 #include <cmath>
-#include <cstdio>
-#include <cstring>
-#include <memory>
 
+#include "base/file.h"
 #include "ds/nearest.h"
 
 namespace ds {
 namespace {
 
-constexpr size_t kMaxTextBytes = 16 << 20;
+constexpr i64 kMostUnknown = 30;       // keys that are told one by one
+constexpr i64 kMostPassedOver = 1000;  // more keys of other programs than any has
 
 template <class... F>
 struct Overloaded : F... {
@@ -45,7 +43,13 @@ std::string show(const Json& v) {
 }
 
 std::string describe(double x) {
+  if (x == 0x1p63) return fmt::format("{}", std::numeric_limits<i64>::max());
   return std::fabs(x) < 1e15 && x == std::floor(x) ? fmt::format("{:.0f}", x) : fmt::format("{}", x);
+}
+
+Range of_integers(Range r) {
+  if (!std::isfinite(r.high)) r.high = kMostCount;
+  return r;
 }
 
 std::string range_text(const Range& r) {
@@ -84,8 +88,12 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
   const auto number = [&](auto* at) -> std::optional<std::string> {
     using T = std::remove_pointer_t<decltype(at)>;
     if (!v.is_number() || !in_range(v.get<double>(), range)) return expected;
-    const T x = v.get<T>();  // as fp32 a number may become infinite, or 0
-    if (!std::isfinite(x) || !in_range(x, range)) return "a number that fits fp32";
+    const T x = v.get<T>();
+    const bool fits = std::is_same_v<T, double> || in_range(x, range);
+    const bool is_fp32 = std::is_same_v<T, float> || range.fp32;
+    const float single = static_cast<float>(x);  // it may become infinite there, or 0
+    if (!fits || (is_fp32 && (!std::isfinite(single) || (single == 0) != (v.get<double>() == 0))))
+      return "a number that fits fp32";
     *at = x;
     return std::nullopt;
   };
@@ -97,7 +105,7 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
                  },
                  [&](i64* at) -> std::optional<std::string> {
                    const std::optional<i64> x = as_integer(v);
-                   if (!x || !in_range(static_cast<double>(*x), range)) return expected;
+                   if (!x || !in_range(static_cast<double>(*x), of_integers(range))) return expected;
                    *at = *x;
                    return std::nullopt;
                  },
@@ -148,19 +156,6 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
       slot);
 }
 
-std::variant<std::string, Diagnostic> read_stream(std::FILE* file, const std::string& name) {
-  std::string text;
-  char block[1 << 14];
-  while (const size_t n = std::fread(block, 1, sizeof block, file)) {
-    text.append(block, n);
-    if (text.size() > kMaxTextBytes)
-      return Diagnostic{.source = name, .message = "is larger than 16 MiB: no configuration"};
-  }
-  if (std::ferror(file))
-    return Diagnostic{.source = name, .message = fmt::format("cannot be read: {}", std::strerror(errno))};
-  return text;
-}
-
 // "a.b[1].c" as names and indices; empty when it is no path.
 std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path) {
   std::vector<std::variant<std::string, size_t>> steps;
@@ -189,7 +184,8 @@ std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path)
 }  // namespace
 
 std::string type_text(const Slot& slot, const Range& range) {
-  const std::string bounds = range_text(range);
+  const bool integer = std::holds_alternative<i64*>(slot);
+  const std::string bounds = range_text(integer ? of_integers(range) : range);
   const auto bounded = [&](std::string_view type) {
     return bounds.empty() ? std::string(type) : fmt::format("{}, {}", type, bounds);
   };
@@ -231,13 +227,14 @@ Json slot_json(const Slot& slot) {
                     slot);
 }
 
-std::variant<std::string, Diagnostic> read_text_file(const std::string& path) {
-  const std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"), std::fclose);
-  if (file) return read_stream(file.get(), path);
-  return Diagnostic{.source = path, .message = fmt::format("cannot be opened: {}", std::strerror(errno))};
+std::variant<std::string, Diagnostic> read_config_text(const std::string& path, bool is_input) {
+  constexpr i64 kMostBytes = i64{16} << 20;
+  try {
+    return is_input ? read_standard_input(kMostBytes) : read_named_text(path, kMostBytes);
+  } catch (const Error& e) {
+    return Diagnostic{.source = is_input ? "standard input" : path, .message = e.what()};
+  }
 }
-
-std::variant<std::string, Diagnostic> read_standard_input() { return read_stream(stdin, "standard input"); }
 
 ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics) {
   origins_[""] = {name, {}};
@@ -325,7 +322,15 @@ Diagnostic ConfigText::at(std::string_view path, Errc code, std::string message)
           .message = std::move(message)};
 }
 
-void Reader::read(const Json& object) { read_object(object, prefix_, ""); }
+void Reader::read(const Json& object) {
+  read_object(object, prefix_, "");
+  for (const auto& [severity, rest] :
+       {std::pair{Severity::Error, unknown_errors_}, std::pair{Severity::Warning, unknown_warnings_}}) {
+    if (rest.keys > 0)
+      report(severity, Errc::Config, rest.first, rest.first,
+             rest.keys == 1 ? "unknown key" : fmt::format("unknown key, and so are {} more", rest.keys - 1));
+  }
+}
 
 bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
   return std::any_of(paths.begin(), paths.end(), [&](std::string_view p) { return broken(p); });
@@ -386,7 +391,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
   for (const auto& [name, value] : object.items()) {
     const std::string typed_key = json_member(typed, name);
     if (name.find_first_of(".[") != std::string::npos && !(passes_over_unknown_ && path.empty())) {
-      report(Severity::Error, Errc::Config, typed_key, typed_key, "unknown key; sections are nested objects, not dots");
+      report_unknown(Severity::Error, typed_key, "unknown key; sections are nested objects, not dots");
       continue;
     }
     std::string key_path = json_member(path, name);
@@ -451,10 +456,10 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
   for (const auto& [name, inner] : value.items()) {
     if (std::find(members.begin(), members.end(), name) != members.end()) continue;
     const std::string inner_typed = json_member(typed, name);
-    const std::string_view meant = nearest(name, members);
-    report(Severity::Error, Errc::Config, inner_typed, inner_typed,
-           meant.empty() ? "unknown key; ds-config(5) lists all"
-                         : fmt::format("unknown key; did you mean {}?", json_member(typed, meant)));
+    const std::string_view meant = unknown_told_ < kMostUnknown ? nearest(name, members) : "";
+    report_unknown(Severity::Error, inner_typed,
+                   meant.empty() ? "unknown key; ds-config(5) lists all"
+                                 : fmt::format("unknown key; did you mean {}?", json_member(typed, meant)));
   }
   if (key.kind == KeyKind::IgnoredSection) {
     report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
@@ -512,6 +517,12 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
   given_.emplace(key.path);
 }
 
+void Reader::report_unknown(Severity severity, const std::string& typed, std::string message) {
+  if (++unknown_told_ <= kMostUnknown) return report(severity, Errc::Config, typed, typed, std::move(message));
+  NotTold& rest = severity == Severity::Error ? unknown_errors_ : unknown_warnings_;
+  if (rest.keys++ == 0) rest.first = typed;
+}
+
 // Looks among the names of the same section first; a name that is spelled exactly so elsewhere wins over a likeness, at
 // the top even over one of a single letter.
 void Reader::unknown(std::string_view name, const std::string& parent, const std::string& parent_path) {
@@ -524,7 +535,11 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     best_score = score;
     best = std::move(path);
   };
+  const bool passed_over = passes_over_unknown_ && parent_path.empty() && !never_passed_over_.contains(name);
+  // Whether another program's key resembles one of ours decides what it is.
+  const bool weighed = unknown_told_ < kMostUnknown || (passed_over && unknown_warnings_.keys < kMostPassedOver);
   for (const Key& k : keys_) {
+    if (!weighed) break;
     if (k.kind == KeyKind::Deprecated || k.kind == KeyKind::Refused || k.kind == KeyKind::Silent) continue;
     const size_t dot = k.path.rfind('.');
     const std::string_view section = dot == k.path.npos ? std::string_view() : k.path.substr(0, dot);
@@ -541,11 +556,11 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     }
   }
   const std::string typed = json_member(parent, name);
-  if (best.empty() && passes_over_unknown_ && parent_path.empty() && !never_passed_over_.contains(name))
-    return report(Severity::Warning, Errc::Config, typed, typed,
-                  "unknown key, passed over: no model of this type has it");
-  report(Severity::Error, Errc::Config, typed, typed,
-         best.empty() ? "unknown key; ds-config(5) lists all" : fmt::format("unknown key; did you mean {}?", best));
+  if (best.empty() && passed_over && weighed)
+    return report_unknown(Severity::Warning, typed, "unknown key, passed over: no model of this type has it");
+  report_unknown(
+      Severity::Error, typed,
+      best.empty() ? "unknown key; ds-config(5) lists all" : fmt::format("unknown key; did you mean {}?", best));
 }
 
 }  // namespace ds

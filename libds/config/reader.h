@@ -14,9 +14,8 @@
 
 namespace ds {
 
-// The text of a file or of standard input, or the Diagnostic that says why there is none.
-std::variant<std::string, Diagnostic> read_text_file(const std::string& path);
-std::variant<std::string, Diagnostic> read_standard_input();
+// The text of a file, or of standard input, or the Diagnostic that says why there is none.
+std::variant<std::string, Diagnostic> read_config_text(const std::string& path, bool is_input = false);
 
 // A parsed text in which --set arguments may replace values, and where each value came from.
 class ConfigText {
@@ -69,12 +68,20 @@ class Reader {
   void read_section(const Key& key, const Json& value, const std::string& typed);
   void store(const Key& key, const Json& value, const std::string& typed);
   void unknown(std::string_view name, const std::string& parent, const std::string& parent_path);
+  // Of keys that no table has there may be any number: the first are told, the others counted.
+  void report_unknown(Severity severity, const std::string& typed, std::string message);
   const Key* find(std::string_view path) const;
   bool is_section(std::string_view path) const;
   // `object` names an optimizer or schedule that is not there yet: its params have names that no table knows.
   bool has_later_type(const Json& object, const std::string& path) const;
   void report(Severity severity, Errc code, std::string_view path, const std::string& typed, std::string message);
 
+  struct NotTold {
+    std::string first;
+    i64 keys = 0;
+  };
+  i64 unknown_told_ = 0;
+  NotTold unknown_errors_, unknown_warnings_;
   bool passes_over_unknown_ = false;
   std::set<std::string_view> never_passed_over_;
   std::span<const Key> keys_;

@@ -81,10 +81,7 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
   return stages;
 }
 
-double bubble_fraction(const Config& config) {
-  const pipeline::Costs costs;
-  return pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
-}
+double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(report::schedule_of(config)); }
 
 NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device,
                       int ranks_per_node) {

@@ -462,8 +462,9 @@ void TrainingRun::State::append(const Json& line) {
 
 std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
   // In batches of train_batch_size: the same samples whatever the number of ranks.
-  const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches * config.batch.accumulation;
-  const i64 batches = config.eval.batches > 0 ? std::min(wanted, all) : all;
+  const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches,
+            m = config.batch.accumulation;
+  const i64 batches = wanted > 0 && wanted <= all / m ? wanted * m : all;
   const i64 at_once = engine->batches_at_once();  // between them, ranks are not at the same one
   return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
     if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <vector>
 
 #include "base/check.h"
@@ -156,20 +155,24 @@ bool RunDirectory::cut_metrics(i64 step) {
   }
   if (!fs::exists(metrics_path(), error)) return false;
   DS_CHECK(fs::is_regular_file(metrics_path(), error), Errc::Io, "{} is not a regular file", metrics_path());
-  std::ifstream in(metrics_path());
-  DS_CHECK(in, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));
-  std::string kept;
+  constexpr i64 kMaxLine = i64{64} << 20;
+  PendingFile kept(metrics_path());
+  DirectWriter writer(kept.file());
+  i64 bytes = 0;
   bool evaluated = false;
-  for (std::string line; std::getline(in, line);) {
+  for_each_line(File::open_read(metrics_path()), kMaxLine, [&](std::string_view line, bool) {
     const Json parsed = Json::parse(line, nullptr, false);
     // A torn last line, or one without a step, goes: the resumed run starts with a whole file.
     if (parsed.is_object() && parsed.contains("step") && parsed["step"].is_number_integer() &&
         parsed["step"].get<i64>() <= step) {
-      kept += line + "\n";
-      evaluated |= parsed.value("type", "") == "eval" && parsed["step"] == step;
+      const std::string text = std::string(line) + "\n";
+      writer.write(bytes, text.data(), std::ssize(text));
+      bytes += std::ssize(text);
+      evaluated |= parsed.contains("type") && parsed["type"] == "eval" && parsed["step"] == step;
     }
-  }
-  replace_text_file(metrics_path(), kept);
+  });
+  writer.flush();
+  kept.commit();
   return evaluated;
 }
 

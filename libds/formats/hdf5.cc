@@ -178,7 +178,7 @@ std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Pi
 }
 
 std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Dataset>& datasets,
-                         const std::map<std::string, std::string>& attributes) {
+                         const std::map<std::string, std::string>& attributes, const Tick& tick) {
   for (const auto& [name, value] : attributes) write_attribute(c, file, name, value);
   const Id links = link_properties(c);
   const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
@@ -191,6 +191,7 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
   make_groups(c, file, links, names);
   std::vector<i64> offsets;
   for (const Hdf5Dataset& d : datasets) {
+    if (tick) tick();
     DS_CHECK(d.info.shape.size() <= H5S_MAX_RANK, Errc::Unavailable, "{}: '{}' has {} dims, HDF5 holds {}", c.path,
              d.info.name, d.info.shape.size(), H5S_MAX_RANK);
     const Id type = file_type(c, d.info.dtype);
@@ -210,19 +211,19 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
 }  // namespace
 
 std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
-                             const std::map<std::string, std::string>& attributes) {
+                             const std::map<std::string, std::string>& attributes, const Tick& tick) {
   const Context c{path, Errc::Io};
-  return lay_out(c, create_file(c, path), datasets, attributes);
+  return lay_out(c, create_file(c, path), datasets, attributes, tick);
 }
 
 std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& datasets,
-                             const std::map<std::string, std::string>& attributes) {
+                             const std::map<std::string, std::string>& attributes, const Tick& tick) {
   const Context c{file.path(), Errc::Io};
-  return lay_out(c, create_file(c, file.opened_as()), datasets, attributes);
+  return lay_out(c, create_file(c, file.opened_as()), datasets, attributes, tick);
 }
 
 void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,
-                       const std::map<std::string, std::string>& links_to) {
+                       const std::map<std::string, std::string>& links_to, const Tick& tick) {
   const Context c{path, Errc::Io};
   Id file = create_file(c, path);
   const Id links = link_properties(c);
@@ -231,6 +232,7 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
   for (const auto& [name, target] : links_to) names.push_back(name);
   make_groups(c, file, links, names);
   for (const Hdf5View& v : views) {
+    if (tick) tick();
     const Id type = file_type(c, v.info.dtype);
     const Id space = make_space(c, v.info.shape);
     const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");

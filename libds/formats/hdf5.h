@@ -30,10 +30,11 @@ struct Hdf5Dataset {
 
 // Creates `path` (an existing file is overwritten), or lays out a file that is open for writing and empty, and returns
 // the offset of every dataset; -1 for one without elements. Throws Errc::Io with the path and the system's reason.
+// A million datasets take most of a minute: the tick comes with each.
 std::vector<i64> create_hdf5(const std::string& path, const std::vector<Hdf5Dataset>& datasets,
-                             const std::map<std::string, std::string>& attributes);
+                             const std::map<std::string, std::string>& attributes, const Tick& tick = {});
 std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& datasets,
-                             const std::map<std::string, std::string>& attributes);
+                             const std::map<std::string, std::string>& attributes, const Tick& tick = {});
 
 // A dataset that shows, under one name and shape, elements which stand in one-dimensional datasets of other files.
 struct Hdf5View {
@@ -48,7 +49,7 @@ struct Hdf5View {
 };
 // links: name -> name of the view that it stands for.
 void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,
-                       const std::map<std::string, std::string>& links);
+                       const std::map<std::string, std::string>& links, const Tick& tick = {});
 
 // Lists the datasets of a file that anybody may have made, in the order in which they were: of creation where every
 // group keeps it, else of their places in the file. Contiguous and compact little-endian datasets of known types are

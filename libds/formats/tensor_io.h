@@ -113,9 +113,10 @@ std::unique_ptr<TensorSource> open_source(const std::string& path);
 inline constexpr std::array<std::string_view, 4> kPublishedWeights = {
     "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin"};
 
-// Names are unique and not empty. `metadata` goes to safetensors' __metadata__ or to attributes of the HDF5 root.
+// Names are unique and not empty. `metadata` goes to safetensors' __metadata__ or to attributes of the HDF5 root. The
+// tick comes while the file is laid out.
 std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
-                                        const std::map<std::string, std::string>& metadata = {});
+                                        const std::map<std::string, std::string>& metadata = {}, const Tick& tick = {});
 
 // Safetensors into a descriptor that need not seek, a pipe say; `name` stands for it in messages. What was written
 // stays written: only finish() makes it whole. The descriptor stays the caller's.

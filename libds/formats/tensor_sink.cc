@@ -66,7 +66,7 @@ class CheckedSink : public TensorSink {
 class FileSink : public CheckedSink {
  public:
   FileSink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
-           const std::map<std::string, std::string>& metadata)
+           const std::map<std::string, std::string>& metadata, const Tick& tick)
       : CheckedSink(path, std::move(tensors)), pending_(path), writer_(pending_.file()) {
     if (format == FileFormat::Safetensors) {
       const std::string header = make_safetensors_header(tensors_, metadata, &offsets_);
@@ -77,7 +77,7 @@ class FileSink : public CheckedSink {
       check_hdf5_names(names, path);
       std::vector<Hdf5Dataset> datasets;
       for (const TensorInfo& t : tensors_) datasets.push_back({t});
-      offsets_ = create_hdf5(pending_.file(), datasets, metadata);
+      offsets_ = create_hdf5(pending_.file(), datasets, metadata, tick);
     }
     order_by(offsets_);
   }
@@ -216,8 +216,8 @@ class ShardedSink : public CheckedSink {
 }  // namespace
 
 std::unique_ptr<TensorSink> create_sink(const std::string& path, FileFormat format, std::vector<TensorInfo> tensors,
-                                        const std::map<std::string, std::string>& metadata) {
-  return std::make_unique<FileSink>(path, format, std::move(tensors), metadata);
+                                        const std::map<std::string, std::string>& metadata, const Tick& tick) {
+  return std::make_unique<FileSink>(path, format, std::move(tensors), metadata, tick);
 }
 
 std::unique_ptr<TensorSink> create_stream_sink(int fd, const std::string& name, std::vector<TensorInfo> tensors,

@@ -6,15 +6,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
 #include <charconv>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <optional>
 #include <unordered_map>
 
 #include "base/check.h"
+#include "base/file.h"
 #include "base/utf8.h"
 
 namespace ds::launch {
@@ -207,13 +204,13 @@ namespace ds {
 using namespace launch;
 
 std::vector<LaunchHost> read_hostfile(const std::string& file) {
-  std::ifstream in(file, std::ios::binary);
+  constexpr i64 kMostBytes = i64{16} << 20;
   std::string text;
-  std::array<char, 65536> buffer{};
-  while (in.read(buffer.data(), buffer.size()) || in.gcount() > 0)
-    text.append(buffer.data(), static_cast<std::size_t>(in.gcount()));
-  const std::string why = in.is_open() && std::filesystem::is_directory(file) ? "it is a folder" : std::strerror(errno);
-  DS_CHECK(in.is_open() && !in.bad(), Errc::Config, "cannot read the hostfile {}: {}", file, why);
+  try {
+    text = read_named_text(file, kMostBytes);
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("the hostfile {} {}", file, e.what()));
+  }
   return parse_hostfile(text, file);
 }
 

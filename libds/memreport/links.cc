@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "base/json.h"
 #include "memreport/step_time.h"
@@ -21,31 +22,40 @@ double steps_of(std::string_view collective, int ranks) {
 
 Links read_links(std::string_view json, std::string_view name) {
   const Json root = parse_json(json, name, {.places = false}).root;
+  constexpr i64 kMostBytes = std::numeric_limits<i64>::max();
+  const auto count = [](const Json& object, const char* key) {
+    return static_cast<int>(json_integer(object, key, 0, i64{1} << 24));
+  };
+  const auto bytes = [](const Json& object, const char* key) {
+    return object.contains(key) ? json_integer(object, key, 0, kMostBytes) : 0;
+  };
   try {
     DS_CHECK(root.is_object() && root.value("schema", "") == "ds-links/1", Errc::Config,
-             "{}: no document of the schema ds-links/1", name);
+             "no document of the schema ds-links/1");
     Links links;
-    links.ranks = root.at("ranks").get<int>();
+    links.ranks = count(root, "ranks");
     links.hosts = narrow<int>(std::max<size_t>(1, root.at("hosts").size()));
     for (const Json& l : root.at("links"))
       links.links.push_back({.backend = l.at("backend").get<std::string>(),
                              .link = l.at("class").get<std::string>(),
                              .latency_s = l.at("latency_s").get<double>(),
                              .bandwidth = l.at("bandwidth_bytes_per_s").get<double>(),
-                             .pairs = l.value("pairs", 0)});
+                             .pairs = l.contains("pairs") ? count(l, "pairs") : 0});
     for (const Json& o : root.at("operations"))
       links.operations.push_back({.op = o.at("op").get<std::string>(),
                                   .backend = o.at("backend").get<std::string>(),
                                   .form = o.value("form", ""),
-                                  .ranks = o.at("ranks").get<int>(),
+                                  .ranks = count(o, "ranks"),
                                   .alpha_s = o.at("alpha_s").get<double>(),
                                   .beta_s_per_byte = o.at("beta_s_per_byte").get<double>(),
                                   .error = o.value("rms_relative_error", 0.0),
-                                  .min_bytes = o.value("min_bytes", i64{0}),
-                                  .max_bytes = o.value("max_bytes", i64{0})});
+                                  .min_bytes = bytes(o, "min_bytes"),
+                                  .max_bytes = bytes(o, "max_bytes")});
     return links;
   } catch (const Json::exception& e) {
     throw Error(Errc::Config, fmt::format("{}: {}", name, e.what()));
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("{}: {}", name, e.what()));
   }
 }
 

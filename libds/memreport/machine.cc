@@ -135,14 +135,14 @@ Machine read_machine(std::string_view json, std::string_view name) {
     DS_CHECK(root.is_object() && root.value("schema", "") == "ds-machine/1", Errc::Config,
              "no document of the schema ds-machine/1");
     Machine m;
+    const auto count = [&](const char* key) { return static_cast<int>(json_integer(root, key, 1, i64{1} << 24)); };
     m.device = root.at("device").get<std::string>();
-    m.ranks_per_node = root.at("ranks_per_node").get<int>();
-    m.threads = root.at("threads").get<int>();
-    m.cores = root.at("cores").get<int>();
+    m.ranks_per_node = count("ranks_per_node");
+    m.threads = count("threads");
+    m.cores = count("cores");
     m.own_stream = root.at("own_stream").get<bool>();
     m.op_overhead_s = root.at("op_overhead_s").get<double>();
-    DS_CHECK(m.ranks_per_node >= 1 && m.threads >= 1 && m.cores >= 1 && m.op_overhead_s >= 0, Errc::Config,
-             "numbers of ranks, threads and cores begin at 1");
+    DS_CHECK(m.op_overhead_s >= 0, Errc::Config, "op_overhead_s is below 0");
     m.flops = read_rates(root.at("flops_per_s"));
     m.memory = read_rate(root.at("memory_bytes_per_s"));
     m.bytes = read_rates(root.at("bytes_per_s"));

@@ -18,9 +18,8 @@
 namespace ds::memreport {
 namespace {
 
-constexpr i64 kBlockBytes = i64{1} << 20;
-constexpr size_t kMaxLine =
-    size_t{64} << 20;  // of ten thousands of ranks; without a bound a file could take all memory
+constexpr i64 kMaxLine = i64{64} << 20;  // of ten thousands of ranks; without a bound a file could take all memory
+constexpr size_t kMostTags = 100;        // of memory: more than there will be
 constexpr i64 kMostRanks = i64{1} << 24;
 
 // An object of the file that says where it is wrong.
@@ -67,6 +66,8 @@ class Fields {
   }
   std::vector<std::pair<std::string, i64>> bytes_by_tag(const char* key) const {
     const Fields tags = object(key);
+    DS_CHECK(tags.json_.size() <= kMostTags, Errc::Corrupt, "{}: \"{}\" has {} kinds of memory", where_, key,
+             tags.json_.size());
     std::vector<std::pair<std::string, i64>> all;
     for (const auto& [tag, bytes] : tags.json_.items())
       all.emplace_back(tag, tags.count(bytes, tag, std::numeric_limits<i64>::max()));
@@ -111,33 +112,21 @@ class Reader {
   }
 
   void read() {
-    const File file = File::open_read(file_.path);
-    const i64 size = file.size();
-    std::string block, line;
-    for (i64 at = 0; at < size; at += std::ssize(block)) {
-      block.resize(static_cast<size_t>(std::min(kBlockBytes, size - at)));
-      file.read_at(at, block.data(), std::ssize(block));
-      for (size_t from = 0; from < block.size();) {
-        const size_t end = block.find('\n', from);
-        line.append(block, from, end == block.npos ? end : end - from);
-        DS_CHECK(line.size() <= kMaxLine, Errc::Corrupt, "{}:{}: the line is longer than {} bytes", file_.path,
-                 number_ + 1, kMaxLine);
-        if (end == block.npos) break;
-        ++number_;
+    for_each_line(File::open_read(file_.path), kMaxLine, [&](std::string_view line, bool is_ended) {
+      ++number_;
+      if (is_ended) {
         if (line.find_first_not_of(" \t\r") != line.npos) take(parse(line));
-        line.clear();
-        from = end + 1;
+        return;
       }
-    }
-    // Without its end it is still being written, or a full disk has cut it; then it may be whole all the same.
-    ++number_;
-    Json last;
-    try {
-      last = parse(line);
-    } catch (const Error&) {
-      return;
-    }
-    take(last);
+      // Without its end it is still being written, or a full disk has cut it; then it may be whole all the same.
+      Json last;
+      try {
+        last = parse(line);
+      } catch (const Error&) {
+        return;
+      }
+      take(last);
+    });
   }
 
   MetricsFile finish() {
@@ -167,7 +156,7 @@ class Reader {
 
   std::string where() const { return fmt::format("{}:{}", file_.path, number_); }
 
-  Json parse(const std::string& line) const {
+  Json parse(std::string_view line) const {
     try {
       return parse_json(line, file_.path, {.error = Errc::Corrupt, .comments = false, .places = false}).root;
     } catch (const JsonError& e) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "base/check.h"
@@ -36,17 +37,16 @@ bool same(const RankGroup& a, const RankGroup& b) {
 
 // Of the ranks that share parameters, the one that owns most of those that tp's ranks sum among themselves.
 MeshCoord busiest(const report::RunPlan& plan) {
-  using Parts = model::ParamRow::Parts;
   MeshCoord most = plan.coord;
   if (plan.mesh.tp == 1) return most;
   const i64 gathered = plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp;
   const auto at_once = [](i64 elems) { return std::min(elems, report::RunPlan::kExchangeElems); };
+  const std::vector<std::pair<i64, i64>> parts = plan.parts_of_ranks();
   std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
   for (int dp = 0; dp < plan.mesh.dp; ++dp) {
     for (int sp = 0; sp < plan.mesh.sp; ++sp) {
       const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
-      const int rank = zero::shard_rank(plan.mesh, coord);
-      const i64 group = plan.parts_elems(Parts::Group, rank), copies = plan.parts_elems(Parts::Copies, rank);
+      const auto [group, copies] = parts[static_cast<size_t>(zero::shard_rank(plan.mesh, coord))];
       const std::pair own = {std::max(at_once(group), at_once(copies) * gathered), group + copies};
       if (own > largest) most = coord;
       largest = std::max(largest, own);
@@ -70,7 +70,7 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
     if (std::exchange(share, rows) != rows) {
       const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = tp}, device, cuts);
       const MeshCoord most = busiest(any);
-      RankGroup group = group_at(most == any.coord ? any : models.plan(config, mesh, most, device, cuts));
+      RankGroup group = most == any.coord ? group_at(any) : group_at(models.plan(config, mesh, most, device, cuts));
       if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
     }
     for (int dp = 0; dp < mesh.dp; ++dp) {
@@ -86,8 +86,13 @@ NodeBytes fullest_node(const Prediction& p) {
   std::vector<i64> bytes(static_cast<size_t>(p.world.nodes), 0);
   const int ranks_per_node = p.world.ranks / p.world.nodes;
   for (const RankGroup& g : p.groups) {
-    for (const int rank : g.ranks)
-      bytes[static_cast<size_t>(rank / ranks_per_node)] += p.device == "cpu" ? g.device_bytes : g.host_bytes;
+    for (const int rank : g.ranks) {
+      i64& sum = bytes[static_cast<size_t>(rank / ranks_per_node)];
+      const std::optional<i64> more = checked_add(sum, p.device == "cpu" ? g.device_bytes : g.host_bytes);
+      DS_CHECK(more.has_value(), Errc::Config, "the {} ranks of a node need more than 2^63 bytes together",
+               ranks_per_node);
+      sum = *more;
+    }
   }
   const auto most = std::ranges::max_element(bytes);
   return {static_cast<int>(most - bytes.begin()), *most};
@@ -116,9 +121,7 @@ Prediction predict(const Config& config, const World& world, DeviceKind device, 
   p.num_params = whole.num_params();
   p.flops_per_token = whole.flops_per_token(config.data.seq_length);
   p.tokens_per_step = config.batch.train * config.data.seq_length;
-  const pipeline::Costs costs;
-  p.bubble_fraction =
-      pipeline::simulate(pipeline::make_schedules(report::schedule_of(config)), {&costs, 1}).bubble_fraction();
+  p.bubble_fraction = pipeline::bubble_fraction(report::schedule_of(config));
   const std::vector<i64> cuts = models.cuts(config, p.mesh);
   for (int stage = 0; stage < p.mesh.pp; ++stage) {
     for (RankGroup& g : groups_of(config, world, p.mesh, stage, device, cuts, models)) p.groups.push_back(std::move(g));

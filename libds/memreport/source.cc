@@ -3,8 +3,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <iostream>
-#include <iterator>
 
 #include "base/check.h"
 #include "base/file.h"
@@ -19,7 +17,7 @@ namespace ds::memreport {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr i64 kMaxConfig = i64{16} << 20, kMaxManifest = i64{4} << 30;
+constexpr i64 kMaxConfig = i64{16} << 20, kMaxManifest = i64{1} << 30;
 
 struct Text {
   std::string text, name;
@@ -61,7 +59,13 @@ bool is_model(const Json& json) {
 }
 
 Text text_of(const std::string& path) {
-  if (path == "-") return {std::string(std::istreambuf_iterator<char>(std::cin), {}), "standard input"};
+  if (path == "-") {
+    try {
+      return {read_standard_input(kMaxConfig), "standard input"};
+    } catch (const Error& e) {
+      throw Error(e.code(), fmt::format("standard input {}", e.what()));
+    }
+  }
   std::error_code ignored;
   if (fs::is_directory(path, ignored)) {
     return fs::exists(path + "/config.json", ignored) ? of_model_file(path) : of_checkpoint(path);

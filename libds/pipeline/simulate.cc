@@ -193,4 +193,10 @@ double bubble_formula(const ScheduleOptions& o, const Costs& c) {
   return idle / (idle + busy);
 }
 
+double bubble_fraction(const ScheduleOptions& o) {
+  const Costs costs;
+  return formula_is_exact(o, costs) ? bubble_formula(o, costs)
+                                    : simulate(make_schedules(o), {&costs, 1}).bubble_fraction();
+}
+
 }  // namespace ds::pipeline

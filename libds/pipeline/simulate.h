@@ -56,5 +56,8 @@ bool formula_is_exact(const ScheduleOptions&, const Costs& = {});
 double idle_formula(const ScheduleOptions&, const Costs& = {});
 // Its share of the whole time; 0.43 for 1F1B with 4 stages and 4 micro-batches.
 double bubble_formula(const ScheduleOptions&, const Costs& = {});
+// The same of any schedule, bit for bit what a simulation of passes of time 1 gives, which only runs where the formula
+// is not exact: then there are fewer micro-batches than stages.
+double bubble_fraction(const ScheduleOptions&);
 
 }  // namespace ds::pipeline

@@ -6,6 +6,11 @@
 #include "report/op_tally.h"
 
 namespace ds::report {
+
+OpCall fold_of(TensorView dst, TensorView source, i64 sources, bool accumulate) {
+  return {"fold", source.dtype, 0, dst.bytes() * (accumulate ? 2 : 1) + source.bytes() * sources};
+}
+
 namespace {
 
 i64 bytes_of(std::initializer_list<TensorView> views) noexcept {
@@ -147,9 +152,9 @@ void copy_heads(TensorView y, TensorView x, Stream& stream) noexcept {
   count(stream, {"copy_heads", x.dtype, 0, bytes_of({y, x})});
 }
 void fold(TensorView dst, std::span<const TensorView> sources, bool accumulate, Stream& stream) noexcept {
-  i64 bytes = dst.bytes() + bytes_if(accumulate, dst);
-  for (const TensorView& s : sources) bytes += s.bytes();
-  count(stream, {"fold", sources.front().dtype, 0, bytes});
+  OpCall call = fold_of(dst, sources.front(), 1, accumulate);
+  for (const TensorView& s : sources.subspan(1)) call.bytes += s.bytes();
+  count(stream, call);
 }
 
 void quantize(TensorView codes, TensorView scales, TensorView x, TensorView error, CodeFormat, ErrorFeedback,

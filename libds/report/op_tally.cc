@@ -43,38 +43,47 @@ size_t chunk_of(const RunPlan& plan, i64 unit) {
   return 0;
 }
 
+// What `call` counts on a stream, `times` times.
+void tally(OpTally& tally, i64 times, auto&& call) {
+  OpTally once;
+  Stream stream{.native = &once};
+  call(stream);
+  if (times > 0) tally.add(once, times);
+}
+
 // GradStore::commit of all micro-batches, and the losses' sums.
 void tally_gradients(StepWork& work, const RunPlan& plan, const OpTable& ops) {
   const zero::GradOptions& o = plan.grads;
+  const i64 m = plan.micro_batches;
   for (const std::vector<i64>& pass : o.passes) {
     for (const i64 unit : pass) {
-      Stream stream{.native = &work.chunks[chunk_of(plan, unit)].gradients};
+      OpTally& gradients = work.chunks[chunk_of(plan, unit)].gradients;
       const zero::UnitPlace& place = plan.grad_layout.units()[static_cast<size_t>(unit)];
       const TensorView fresh = view(plan.wire, place.padded), sum = view(DType::F32, place.padded);
-      for (i64 micro = 0; micro < plan.micro_batches; ++micro) {
-        for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
-          if (o.staged()) ops.cast(view(plan.wire, s.numel), view(DType::F32, s.numel), stream);
-        }
-        if (!o.accumulates_locally() || place.num_segments == 0) continue;
-        ops.fold(sum, {&fresh, 1}, micro > 0, stream);
-        if (micro + 1 == plan.micro_batches) ops.cast(fresh, sum, stream);
+      for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
+        const auto cast = [&](Stream& at) { ops.cast(view(plan.wire, s.numel), view(DType::F32, s.numel), at); };
+        if (o.staged()) tally(gradients, m, cast);
       }
+      if (!o.accumulates_locally() || place.num_segments == 0) continue;
+      tally(gradients, 1, [&](Stream& at) { ops.fold(sum, {&fresh, 1}, false, at); });
+      tally(gradients, m - 1, [&](Stream& at) { ops.fold(sum, {&fresh, 1}, true, at); });
+      tally(gradients, 1, [&](Stream& at) { ops.cast(fresh, sum, at); });
     }
   }
-  Stream stream{.native = &work.chunks.back().gradients};
-  for (i64 micro = 0; plan.projects() && micro < plan.micro_batches; ++micro)
-    ops.sum(view(DType::F64, 1), view(DType::F32, plan.B * plan.T), 1, stream);
+  if (!plan.projects()) return;
+  tally(work.chunks.back().gradients, m,
+        [&](Stream& at) { ops.sum(view(DType::F64, 1), view(DType::F32, plan.B * plan.T), 1, at); });
 }
 
-void tally_reductions(StepWork& work, const RunPlan& plan, const OpTable& ops) {
-  Stream stream{.native = &work.reductions};
-  const i64 times = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
-  std::vector<TensorView> sources(static_cast<size_t>(plan.grad_layout.num_ranks()));
+// A fold of one view for each rank, of which there may be a million: they are alike.
+void tally_reductions(StepWork& work, const RunPlan& plan) {
+  const i64 times = plan.grads.reduce_each_micro ? plan.micro_batches : 1, ranks = plan.grad_layout.num_ranks();
   for (const zero::Bucket& bucket : plan.buckets) {
     for (const i64 unit : bucket.units) {
       for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
-        std::ranges::fill(sources, view(plan.wire, s.slice));
-        for (i64 i = 0; i < times; ++i) ops.fold(view(DType::F32, s.slice), sources, i > 0, stream);
+        const TensorView source = view(plan.wire, s.slice), sum = view(DType::F32, s.slice);
+        work.reductions.add(fold_of(sum, source, ranks, false));
+        if (times > 1) work.reductions.add(fold_of(sum, source, ranks, true), times - 1);
       }
     }
   }
@@ -189,7 +198,7 @@ StepWork tally_step(const model::Model& model, const RunPlan& plan) {
   const OpTable& ops = counting_ops();
   tally_layers(work, model, plan);
   tally_gradients(work, plan, ops);
-  tally_reductions(work, plan, ops);
+  tally_reductions(work, plan);
   tally_optimizer(work, model, plan, ops);
   return work;
 }

@@ -58,6 +58,9 @@ class OpTally {
 // shapes and at whether views have data.
 const OpTable& counting_ops() noexcept;
 
+// What folding so many sources like `source` counts as.
+OpCall fold_of(TensorView dst, TensorView source, i64 sources, bool accumulate);
+
 // Of one pass over one micro-batch.
 struct PassWork {
   OpTally ops;

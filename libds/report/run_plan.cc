@@ -190,7 +190,28 @@ i64 RunPlan::parts_elems(model::ParamRow::Parts parts, int dp_rank) const {
   return elems;
 }
 
+std::vector<std::pair<i64, i64>> RunPlan::parts_of_ranks() const {
+  using Parts = model::ParamRow::Parts;
+  std::vector<std::pair<i64, i64>> elems(static_cast<size_t>(layout.num_ranks()));
+  for (size_t u = 0; u < rows.size() && mesh.tp > 1; ++u) {
+    for (size_t r = 0; r < rows[u].size(); ++r) {
+      const Parts parts = rows[u][r].parts;
+      const zero::RowPlace& row = layout.rows()[static_cast<size_t>(layout.units()[u].first_param) + r];
+      if ((parts != Parts::Group && parts != Parts::Copies) || row.segment < 0) continue;
+      const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+      for (i64 at = row.offset; at < end;) {
+        const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
+        auto& [group, copies] = elems[static_cast<size_t>(rank)];
+        (parts == Parts::Group ? group : copies) += next - at;
+        at = next;
+      }
+    }
+  }
+  return elems;
+}
+
 i64 RunPlan::copies() const noexcept {
+  if (mesh.tp == 1) return 1;
   for (const auto& unit : rows) {
     for (const model::ParamRow& row : unit) {
       if (row.parts == model::ParamRow::Parts::Copies) return row.copies;
@@ -315,12 +336,17 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     }
   }
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
-  plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
-  plan.gather_pool_elems = plan.train_gathers.pool_elems;
+  // What is whole everywhere is not looked at use by use: a step may have any number of them.
+  if (std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; })) {
+    plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
+    plan.gather_pool_elems = plan.train_gathers.pool_elems;
+  }
   for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
+    zero::GatherPlan& gathers = plan.eval_gathers.emplace_back();
+    if (plan.train_gathers.accesses.empty()) continue;
     const pipeline::Instr forward{Op::Forward, 0, c};
-    plan.eval_gathers.push_back(zero::plan_gathers(trace_of(plan, {&forward, 1}, num_layers), gather_elems, knobs));
-    plan.gather_pool_elems = std::max(plan.gather_pool_elems, plan.eval_gathers.back().pool_elems);
+    gathers = zero::plan_gathers(trace_of(plan, {&forward, 1}, num_layers), gather_elems, knobs);
+    plan.gather_pool_elems = std::max(plan.gather_pool_elems, gathers.pool_elems);
   }
 
   // Memory of the passes.

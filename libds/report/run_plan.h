@@ -94,6 +94,8 @@ struct RunPlan {
   // Elements of the slices that a rank of dp owns (this one) of rows whose gradients are parts of a sum over tp.
   i64 parts_elems(model::ParamRow::Parts parts, int dp_rank) const;
   i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
+  // The same of each rank of dp, of which there may be a million: of Group and of Copies.
+  std::vector<std::pair<i64, i64>> parts_of_ranks() const;
   // How many ranks of tp have the same copy of such rows; 1: there are none.
   i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.

@@ -79,13 +79,15 @@ void ParamStore::launch(const GatherStep::Launch& l) {
 }
 
 ParamLease ParamStore::acquire() {
-  DS_ASSERT(plan_ != nullptr && next_ < plan_->accesses.size());
+  DS_ASSERT(plan_ != nullptr && (plan_->accesses.empty() || next_ < plan_->accesses.size()));
+  if (plan_->accesses.empty()) return ParamLease(this);
   for (const GatherStep::Launch& l : plan_->steps[next_].launch) launch(l);
   for (const i64 unit : plan_->accesses[next_]) arriving_[static_cast<size_t>(unit)].wait();
   return ParamLease(this);
 }
 
 void ParamStore::end_access() noexcept {
+  if (plan_->accesses.empty()) return;
   // A released unit is forgotten at once: whoever uses it without a lease fails on a null view, not on stale numbers.
   for (const i64 unit : plan_->steps[next_].release) {
     for (const Segment& s : layout_.segments_of(unit)) {

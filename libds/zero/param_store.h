@@ -42,7 +42,8 @@ class ParamStore {
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
              Device& device, MemoryLedger& ledger, const Options& options);
 
-  // Starts a pass over plan.accesses; every acquire() is the next access. At stages 0 to 2 plans launch nothing.
+  // Starts a pass over plan.accesses; every acquire() is the next access. A plan without any gathers nothing: that of
+  // stages 0 to 2, and of a rank that has everything whole.
   void begin(const GatherPlan& plan);
   ParamLease acquire();
 

@@ -391,7 +391,9 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   run -2 from_a "$launch" --hostfile hosts touch started
   assert_output --partial "hosts: there is no host in it"
   run -2 from_a "$launch" --hostfile nowhere touch started
-  assert_output --partial "cannot read the hostfile nowhere: No such file or directory"
+  assert_output --partial "the hostfile nowhere cannot be opened: No such file or directory"
+  run -2 from_a "$launch" --hostfile /dev/zero touch started
+  assert_output --partial "the hostfile /dev/zero is larger than 16 MiB"
   run -2 from_a "$launch" --host "a:2,-b,c:x" touch started
   assert_line --partial "--host, host 2: '-b'"
   run -2 from_a "$launch" --host a --hostfile hosts touch started

@@ -60,6 +60,20 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
   done
 }
 
+@test "more batches than there are, by however many, are the whole validation set" {
+  ds-train cfg.json --out run --quiet --steps 2
+  run ds-train cfg.json --resume run --eval --set eval.batches=0 --json
+  assert_success
+  want=$output
+  refute_output --partial '"val_loss": 0.0,'
+  run ds-train cfg.json --resume run --eval --set eval.batches=1000000000000 --json
+  assert_output "$want"
+  for batches in 9223372036854775807 768614336404564651; do
+    run -2 --separate-stderr ds-train cfg.json --resume run --eval --set eval.batches=$batches
+    [[ $stderr == *"eval.batches: must be an integer, 0 to 1000000000000, not $batches"* ]] || fail "$stderr"
+  done
+}
+
 @test "validation data that cannot be used loses no training" {
   printf 'x%.0s' {1..5000} >good.txt
   run ds-train cfg.json --out run --set data.train=good.txt --set data.validation=none.txt

@@ -17,6 +17,8 @@
 #include "config/keys.h"
 #include "config/model_config.h"
 #include "config/reader.h"
+#include "cpu_time.h"
+#include "temp_directory.h"
 
 namespace ds {
 namespace config_test {
@@ -72,7 +74,7 @@ const Wrong kWrong[] = {
     {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config(5) lists all\ncfg"},
     {R"("zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2})", kBad, "contradicts"},
     // Types and ranges.
-    {R"("steps": "100")", kBad, "steps: must be an integer, at least 1, not \"100\"; write 100 without quotes"},
+    {R"("steps": "100")", kBad, "steps: must be an integer, 1 to 1000000000000, not \"100\"; write 100 without quotes"},
     {R"("optimizer": {"type": "AdamW", "params": {"lr": "1e-4"}})", kBad, "write 1e-4 without quotes"},
     {R"("optimizer": {"type": "AdamW", "params": {"lr": -1}})", kBad, "must be a number, 0 to 3e+38, not -1"},
     {R"("optimizer": {"type": "AdamW", "params": {"betas": [0.9]}})", kBad, "an array of two numbers"},
@@ -91,7 +93,7 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
     {R"("zero_optimization": {"stage": true})", kBad, "not true"},
     {R"("zero_optimization": {"stage": "auto"})", kBad, "\"auto\" has no meaning here"},
-    {R"("zero_optimization": {"reduce_bucket_size": 0})", kBad, "at least 1, not 0"},
+    {R"("zero_optimization": {"reduce_bucket_size": 0})", kBad, "1 to 9223372036854775807, not 0"},
     {R"("zero_optimization": {"reduce_bucket_size": 1e19})", kBad, "not 1e+19"},
     {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
     {R"("zero_optimization": true)", kBad, "zero_optimization: must be an object, not true"},
@@ -100,11 +102,11 @@ const Wrong kWrong[] = {
     {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
     {R"("fp16": {"loss_scale": 1e308})", kBad, "0 to 1e+38, not 1e+308"},
     {R"("fp16": {"min_loss_scale": 1e39})", kBad, "fp16.min_loss_scale"},
-    {R"("fp16": {"loss_scale_window": 0})", kBad, "at least 1"},
+    {R"("fp16": {"loss_scale_window": 0})", kBad, "1 to 1000000000000"},
     {R"("fp16": {"min_loss_scale": 0})", kBad, "greater than 0"},
     {R"("fp16": {"hysteresis": 0})", kBad, "fp16.hysteresis"},
     {R"("gradient_clipping": -0.5)", kBad, "gradient_clipping"},
-    {R"("gradient_clipping": null, "steps": null)", kBad, "steps: must be an integer, at least 1, not null"},
+    {R"("gradient_clipping": null, "steps": null)", kBad, "steps: must be an integer, 1 to 1000000000000, not null"},
     {R"("seed": 4294967296)", kBad, "0 to 4294967295"},
     {R"("data": {"split": 1})", kBad, "data.split"},
     {R"("data": {"train": []})", kBad, "names no file"},
@@ -144,11 +146,18 @@ const Wrong kWrong[] = {
     {R"("train_batch_size": 1)", kBad, "x 3 ranks = 3 does not divide it; 3 would do", 3},
     {R"("gradient_accumulation_steps": 4)", kBad, "(not gradient_accumulation_steps alone)"},
     {R"("train_batch_size": null)", kBad, "train_batch_size: is missing: give train_batch_size or"},
-    {R"("train_batch_size": 0)", kBad, "at least 1, not 0"},
-    {R"("train_micro_batch_size_per_gpu": 1e12, "gradient_accumulation_steps": 1e12)", kBad, "is beyond"},
+    {R"("train_batch_size": 0)", kBad, "1 to 2147483648, not 0"},
+    {R"("train_micro_batch_size_per_gpu": 1e12, "gradient_accumulation_steps": 1e12)", kBad,
+     "train_micro_batch_size_per_gpu: must be an integer, 1 to 2147483648, not 1000000000000.0"},
+    {R"("eval": {"batches": 9223372036854775807})", kBad,
+     "eval.batches: must be an integer, 0 to 1000000000000, not 9223372036854775807"},
+    {R"("eval": {"batches": 768614336404564651})", kBad, "eval.batches: must be an integer, 0 to 1000000000000"},
+    {R"("optimizer": {"type": "AdamW", "params": {"lr": 1e-320}})", kBad,
+     "must be a number that fits fp32, not 1e-320"},
+    {R"("communication": {"timeout_s": 1e308})", kBad, "greater than 0 and at most 1000000000"},
     {R"("train_batch_size": 1e9, "train_micro_batch_size_per_gpu": 1)", kBad,
      "gradient_accumulation_steps: 1000000000 is beyond 100000; a larger train_micro_batch_size_per_gpu needs fewer"},
-    {R"("train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 100001)", kBad, "100001 is beyond 100000"},
+    {R"("train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 100001)", kBad, "1 to 100000, not 100001"},
     {R"("train_batch_size": 2147483647, "model": {"type": "gpt2", "vocab_size": 16777216, "n_embd": 16777216,
         "n_layer": 100000, "n_head": 65536, "n_positions": 16777216}, "data": {"seq_length": 16777216})",
      kBad, "TiB, beyond the 1024 that are computed with"},
@@ -436,6 +445,35 @@ TEST(Config, WhatAsksForNothingPasses) {
       "tensor_parallel": {"autotp_size": 0, "tp": {"tp_size": 1}}, "comms_logger": {"enabled": false, "verbose": true},
       "pipeline": {"stages": "auto", "activation_checkpoint_interval": 0}, "data_types": {"grad_accum_dtype": null}, "qqq": null})");
   EXPECT_EQ(r.message(), "cfg:4:118: qqq: unknown key; ds-config(5) lists all");
+}
+
+// A file of another kind: the first are told, the others counted, and none is looked up for a likeness.
+TEST(Config, OfVeryManyUnknownKeysTheFirstAreTold) {
+  std::string text = R"({"train_batch_size": 1, "amp": {"enabled": false)";
+  for (int i = 0; i < 50'000; ++i) text += fmt::format(R"(, "stage{}": 1)", i);
+  text += "}";
+  for (int i = 0; i < 50'000; ++i) text += fmt::format(R"(, "step{}": 1)", i);
+  ConfigResult r;
+  const double seconds = testing::cpu_seconds_of([&] { r = parse(text + "}"); });
+  EXPECT_EQ(r.diagnostics.size(), 31u);
+  EXPECT_EQ(r.diagnostics.back().key, "amp.stage30");
+  EXPECT_EQ(r.diagnostics.back().message, "unknown key, and so are 99969 more");
+  EXPECT_LT(seconds, 20);
+}
+
+TEST(Config, OfAModelWithVeryManyUnknownKeysToo) {
+  const testing::TempDirectory dir;
+  std::string model = R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2)";
+  for (int i = 0; i < 500; ++i) model += fmt::format(R"(, "zzz{}": 1)", i);
+  testing::write_file(dir / "config.json", model + "}");
+  const std::string text = fmt::format(R"({{"train_batch_size": 1, "model": {{"path": "{}"}}}})", dir.path());
+  const ConfigResult some = parse(text);
+  EXPECT_TRUE(some.ok()) << some.message();
+  EXPECT_EQ(some.diagnostics.size(), 31u);
+  EXPECT_EQ(some.diagnostics.back().message, "unknown key, and so are 469 more");
+  for (int i = 500; i < 20'000; ++i) model += fmt::format(R"(, "zzz{}": 1)", i);
+  testing::write_file(dir / "config.json", model + "}");
+  EXPECT_FALSE(parse(text).ok());  // no model's
 }
 
 TEST(Config, WhatDoesNotTrainDoesWithoutAnArrangementThatDoesNotFit) {

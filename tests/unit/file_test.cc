@@ -145,6 +145,39 @@ TEST(File, ErrorsNameThePathAndTheReason) {
   EXPECT_ERROR(File::open_read(path).read_at(3, c, 4), Errc::Corrupt, "ends at byte 5, 2 more are missing");
 }
 
+// A device, a pipe, a file of any length: what is held has a bound.
+TEST(File, WhatSomebodyNamesIsReadToABound) {
+  const TempDirectory dir;
+  write_file(dir / "x", "some text");
+  EXPECT_EQ(read_named_text(dir / "x", 9), "some text");
+  EXPECT_ERROR(read_named_text(dir / "x", 8), Errc::Config, "is larger than 0 MiB");
+  EXPECT_ERROR(read_named_text("/dev/zero", i64{3} << 20), Errc::Config, "is larger than 3 MiB");
+  EXPECT_EQ(read_named_text("/dev/null", 1), "");
+  EXPECT_ERROR(read_named_text(dir / "no", 9), Errc::Config, "cannot be opened: No such file or directory");
+  EXPECT_ERROR(read_named_text(dir.path(), 9), Errc::Config, "cannot be read: Is a directory");
+}
+
+TEST(File, LinesComeOneByOneAndHaveABound) {
+  const TempDirectory dir;
+  const auto lines = [&](const std::string& text, i64 most) {
+    write_file(dir / "x", text);
+    std::string seen;
+    for_each_line(File::open_read(dir / "x"), most, [&](std::string_view line, bool is_ended) {
+      seen += fmt::format("{}{}", line, is_ended ? "|" : "...");
+    });
+    return seen;
+  };
+  EXPECT_EQ(lines("", 5), "");
+  EXPECT_EQ(lines("a\n\nbc\n", 5), "a||bc|");
+  EXPECT_EQ(lines("a\nbc", 5), "a|bc...");
+  const std::string large((3 << 20) + 1, 'x');  // over several blocks
+  EXPECT_EQ(lines(large + "\ny\n", 4 << 20), large + "|y|");
+  EXPECT_ERROR(lines("a\nbcdefg\n", 5), Errc::Corrupt, "x:2: the line is longer than 5 bytes");
+  std::filesystem::resize_file(dir / "x", std::uintmax_t{1} << 40);  // mostly a hole
+  EXPECT_ERROR(for_each_line(File::open_read(dir / "x"), 1 << 20, [](std::string_view, bool) {}), Errc::Corrupt,
+               "the line is longer than 1048576 bytes");
+}
+
 TEST(File, ParentDirectories) {
   EXPECT_EQ(parent_directory("x"), ".");
   EXPECT_EQ(parent_directory("/x"), "/");

@@ -111,9 +111,10 @@ TEST(Hostfile, RefusesAFileWithoutHosts) {
 
 TEST(Hostfile, RefusesAFileThatCannotBeRead) {
   const auto why = [](const std::string& file) { return refusal([&] { return text_of(read_hostfile(file)); }); };
-  EXPECT_THAT(why("/proc/self/mem"), HasSubstr("cannot read the hostfile /proc/self/mem: Input/output error"));
-  EXPECT_THAT(why("/proc"), HasSubstr("cannot read the hostfile /proc: it is a folder"));
-  EXPECT_THAT(why("/nowhere"), HasSubstr("cannot read the hostfile /nowhere: No such file"));
+  EXPECT_THAT(why("/proc/self/mem"), HasSubstr("the hostfile /proc/self/mem cannot be read: Input/output error"));
+  EXPECT_THAT(why("/proc"), HasSubstr("the hostfile /proc cannot be read: Is a directory"));
+  EXPECT_THAT(why("/nowhere"), HasSubstr("the hostfile /nowhere cannot be opened: No such file"));
+  EXPECT_THAT(why("/dev/zero"), HasSubstr("the hostfile /dev/zero is larger than 16 MiB"));
 }
 
 TEST(Hostfile, RefusesBytesThatAreNoText) {

@@ -2,12 +2,15 @@
 // The JSON reader: what it takes, what it refuses and where it says so; and the search for the nearest name.
 #include "base/json.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <array>
 #include <string>
 
+#include "cpu_time.h"
 #include "ds/nearest.h"
+#include "temp_directory.h"
 
 namespace ds {
 namespace json_test {
@@ -105,6 +108,43 @@ TEST(Json, IntegersAreExactUpTo64Bits) {
   EXPECT_EQ(root[0].get<i64>(), 9223372036854775807);
   EXPECT_EQ(root[1].get<i64>(), -9223372036854775807 - 1);
   EXPECT_EQ(root[2].get<u64>(), 18446744073709551615u);
+}
+
+// A line of metrics of many ranks: paths of its values are nobody's business, and grew with each.
+TEST(Json, ManyObjectsInAnArrayTakeTimeByTheirNumber) {
+  std::string text = "[";
+  for (int i = 0; i < 100'000; ++i) text += fmt::format(R"({}{{"rank":{},"bytes":{{"a":1}}}})", i > 0 ? "," : "", i);
+  text += "]";
+  for (const bool places : {false, true}) {
+    JsonDocument document;
+    const double seconds = testing::cpu_seconds_of([&] { document = parse_json(text, "f", {.places = places}); });
+    EXPECT_EQ(document.root.size(), 100'000u);
+    EXPECT_LT(seconds, 20);
+  }
+}
+
+// Sixteen megabytes of either kind would ask for gigabytes, and for terabytes.
+TEST(Json, PlacesAreBounded) {
+  std::string many = "[0";
+  for (int i = 1; i < 300'000; ++i) many += ",0";
+  const JsonDocument zeros = parse_json(many + "]", "f");
+  EXPECT_EQ(zeros.root.size(), 300'000u);
+  EXPECT_EQ(zeros.places.size(), 100'000u);
+  EXPECT_EQ(zeros.places.at("[99999]").column, 200'000);
+
+  const std::string key(1 << 20, 'k');
+  const JsonDocument long_key = parse_json(fmt::format(R"({{"a": 1, "{}": {{"b": {}]}}, "c": [2]}})", key, many), "f");
+  EXPECT_EQ(long_key.root[key]["b"].size(), 300'000u);
+  EXPECT_EQ(long_key.places.size(), 3u);  // a, c, c[0]
+  EXPECT_EQ(long_key.places.at("c[0]").line, 1);
+}
+
+TEST(Json, AnIntegerOfAMemberIsHeldToItsRange) {
+  const Json object = Json::parse(R"({"a": 3, "b": 1e308, "c": 18446744073709551615, "d": -1, "e": 2.5, "f": "3"})");
+  EXPECT_EQ(json_integer(object, "a", 1, 3), 3);
+  EXPECT_ERROR(json_integer(object, "a", 1, 2), Errc::Config, "a must be an integer, 1 to 2");
+  for (const char* key : {"b", "c", "d", "e", "f"})
+    EXPECT_ERROR(json_integer(object, key, 0, 1 << 24), Errc::Config, "must be an integer, 0 to 16777216");
 }
 
 TEST(Json, FloatsAreWrittenWithoutTheirBinaryTail) {

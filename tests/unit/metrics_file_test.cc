@@ -9,6 +9,7 @@
 #include <limits>
 #include <random>
 
+#include "cpu_time.h"
 #include "engine/run_record.h"
 #include "fuzz/rounds.h"
 #include "temp_directory.h"
@@ -136,6 +137,38 @@ TEST_F(MetricsFileTest, TheLastStartCounts) {
   EXPECT_EQ(begun.speed.steps, 0);
   EXPECT_EQ(begun.speed.median_step_ms, 0);
   EXPECT_FALSE(begun.ranks.at(0).counts_known);
+}
+
+// A run of very many ranks.
+TEST_F(MetricsFileTest, ManyRanksTakeTimeByTheirNumber) {
+  constexpr int kRanks = 50'000;
+  std::string numbers, memory;
+  for (int r = 0; r < kRanks; ++r) {
+    numbers += fmt::format("{}{}", r > 0 ? "," : "", r);
+    memory += fmt::format(R"({}{{"rank":{},"counted_bytes":{{"params":9}},"predicted_bytes":{{"params":9}},)"
+                          R"("resident_bytes":1,"momentary_bytes":0,"base_bytes":0}})",
+                          r > 0 ? "," : "", r);
+  }
+  std::string run = run_line(0, "now");
+  const auto put = [&](std::string_view from, const std::string& to) { run.replace(run.find(from), from.size(), to); };
+  put(R"("world_size":4,"mesh":{"pp":2,"dp":2)",
+      fmt::format(R"("world_size":{},"mesh":{{"pp":1,"dp":{})", kRanks, kRanks));
+  put("[0,1]", fmt::format("[{}]", numbers));
+  put("[2,3]", "[]");
+  MetricsFile f;
+  const double seconds = testing::cpu_seconds_of([&] {
+    f = read(run + step_line(1, 40) + fmt::format(R"({{"type":"memory","step":1,"ranks":[{}]}})", memory) + "\n");
+  });
+  EXPECT_EQ(f.ranks.size(), size_t{kRanks});
+  EXPECT_LT(seconds, 20);
+}
+
+TEST_F(MetricsFileTest, RefusesMoreKindsOfMemoryThanThereAre) {
+  std::string tags;
+  for (int i = 0; i < 200; ++i) tags += fmt::format(R"("t{}":1,)", i);
+  std::string run = run_line(0, "now");
+  run.insert(run.find(R"("params":100)"), tags);
+  EXPECT_ERROR(read(run), Errc::Corrupt, "has 202 kinds of memory");
 }
 
 TEST_F(MetricsFileTest, SpeedIsOfTheLastSteps) {

@@ -6,6 +6,7 @@
 
 #include <numeric>
 
+#include "cpu_time.h"
 #include "equivalence/layouts.h"
 #include "model/models.h"
 
@@ -73,6 +74,58 @@ TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
         }
       }
     }
+  }
+}
+
+// The folds of a reduce-scatter have a source for each rank: counted at once, they are what the op itself counts.
+TEST(OpTally, FoldsOfManyRanksAreCountedAtOnce) {
+  float there = 0;
+  const TensorView source = TensorView::of(&there, DType::BF16, {12}), sum = TensorView::of(&there, DType::F32, {12});
+  for (const size_t ranks : {1, 2, 7}) {
+    for (const bool accumulate : {false, true}) {
+      OpTally one, all;
+      Stream stream{.native = &one};
+      report::counting_ops().fold(sum, std::vector(ranks, source), accumulate, stream);
+      all.add(report::fold_of(sum, source, static_cast<i64>(ranks), accumulate));
+      EXPECT_EQ(one, all);
+    }
+  }
+  // With a million ranks a loop over them for each segment and micro-batch takes minutes.
+  const Config c = tiny_config(tiny_llama(), 1 << 20, 1000, 3);
+  StepWork work;
+  const double seconds = cpu_seconds_of([&] { work = tally(c); });
+  EXPECT_EQ(work.micro_batches, 1000);
+  EXPECT_GT(work.reductions.total().bytes, 0);
+  EXPECT_LT(seconds, 20);
+}
+
+TEST(RunPlan, PartsOfAllRanksAreThoseOfEach) {
+  ModelConfig config = tiny_llama();
+  config.heads = 4;
+  config.kv_heads = 1;
+  config.hidden = 4 * config.head_dim;
+  config.intermediate = 64;
+  config.vocab_size = 60;
+  using Parts = model::ParamRow::Parts;
+  for (const int dp : {1, 3, 64}) {
+    Layout l;
+    l.tp = 2;
+    l.sequence = true;
+    const Config c = config_of(config, l);
+    const MeshShape mesh{.dp = dp, .tp = 2};
+    const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {}));
+    const report::RunPlan plan = report::make_run_plan(c, model, mesh, {});
+    const auto parts = plan.parts_of_ranks();
+    ASSERT_EQ(std::ssize(parts), dp);
+    i64 group = 0, copies = 0;
+    for (int rank = 0; rank < dp; ++rank) {
+      EXPECT_EQ(parts[static_cast<size_t>(rank)].first, plan.parts_elems(Parts::Group, rank)) << rank;
+      EXPECT_EQ(parts[static_cast<size_t>(rank)].second, plan.parts_elems(Parts::Copies, rank)) << rank;
+      group += parts[static_cast<size_t>(rank)].first;
+      copies += parts[static_cast<size_t>(rank)].second;
+    }
+    EXPECT_GT(group, 0);
+    EXPECT_GT(copies, 0);
   }
 }
 

@@ -1,9 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/shard.h"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
+
+#include "cpu_time.h"
+#include "formats/tensor_io.h"
 #include "model/models.h"
+#include "temp_directory.h"
 
 namespace ds {
 namespace shard_test {
@@ -47,6 +53,47 @@ TEST(ShardUnits, AreTheLayersOfEveryFamily) {
     if (model.tied()) params.push_back({"lm_head.weight", params.front().shape, params.front().name, {}});
     EXPECT_EQ(names_of(units_of(params)), layers) << family_name(family);
   }
+}
+
+// Each name was looked for among all.
+TEST(ShardUnits, OfAMillionMatricesTakeTimeByTheirNumber) {
+  std::vector<ParamEntry> params;
+  for (int i = 0; i < 200'000; ++i) params.push_back({fmt::format("t.{}", i), {1, 1}, "", {}});
+  params.push_back({"tied", {1, 1}, "t.7", {}});
+  size_t units = 0;
+  const double seconds = testing::cpu_seconds_of([&] { units = units_of(params).size(); });
+  EXPECT_EQ(units, 200'000u);
+  EXPECT_LT(seconds, 10);
+}
+
+// A file of very many tensors is laid out for a while: whoever waits is told, and may end it.
+TEST(ShardProgress, ComesWhileFilesAreLaidOut) {
+  const testing::TempDirectory dir;
+  std::vector<TensorInfo> tensors;
+  for (int i = 0; i < 200; ++i) tensors.push_back({fmt::format("t.{}", i), DType::F32, {1, 1}});
+  {
+    const auto sink = create_sink(dir / "x.safetensors", FileFormat::Safetensors, tensors);
+    const float zero = 0;
+    for (const size_t i : sink->order()) sink->write(tensors[i].name, 0, 1, &zero);
+    sink->finish();
+  }
+  i64 before = 0, behind = 0;
+  const CopyProgress count = [&](i64 done, i64 total) {
+    EXPECT_EQ(total, 800);
+    ++(done == 0 ? before : behind);
+  };
+  (void)shard_checkpoint(dir / "x.safetensors", dir / "run", {.progress = count});
+  EXPECT_EQ(before, 200);
+  EXPECT_GE(behind, 3 * 200);  // elements, the file that is read back, views
+  before = behind = 0;
+  (void)merge_checkpoint(dir / "x.safetensors", dir / "x.h5", {.progress = count});
+  EXPECT_EQ(before, 200);
+  EXPECT_EQ(behind, 200);
+  struct Stop {};
+  const CopyProgress stop = [](i64, i64) { throw Stop(); };
+  EXPECT_THROW((void)merge_checkpoint(dir / "x.safetensors", dir / "y.h5", {.progress = stop}), Stop);
+  EXPECT_THROW((void)shard_checkpoint(dir / "x.safetensors", dir / "other", {.progress = stop}), Stop);
+  EXPECT_FALSE(std::filesystem::exists(dir / "y.h5") || std::filesystem::exists(dir / "other"));
 }
 
 TEST(ShardUnits, NamesOfAnyKind) {

@@ -84,10 +84,22 @@ TEST(Simulate, IdleTimesAreThoseOfThePapers) {
         for (size_t stage = 0; stage < timeline.stages.size(); ++stage) {
           ASSERT_EQ(timeline.idle(stage), idle_formula(o, costs)) << stage;
         }
-        ASSERT_NEAR(timeline.bubble_fraction(), bubble_formula(o, costs), 1e-12);
+        ASSERT_EQ(timeline.bubble_fraction(), bubble_formula(o, costs));
       }
     }
   });
+}
+
+TEST(Simulate, TheBubbleIsThatOfTheSimulationBitForBit) {
+  for_all([](const ScheduleOptions& o) {
+    ASSERT_EQ(bubble_fraction(o), simulate(make_schedules(o), kUnit).bubble_fraction());
+  });
+}
+
+// A simulation of these would take memory by the product.
+TEST(Simulate, TheBubbleOfAnyNumberOfMicroBatchesTakesNoSimulation) {
+  EXPECT_DOUBLE_EQ(bubble_fraction({.stages = 1 << 20, .micro_batches = i64{1} << 40}),
+                   1048575. / ((1ull << 40) + 1048575));
 }
 
 TEST(Simulate, BubblesOfKnownSizes) {

@@ -98,6 +98,11 @@ TEST(Machine, ComesBackFromItsJson) {
   std::string broken = memreport::machine_json(m);
   broken.replace(broken.find("\"threads\": 1"), 12, "\"threads\": \"1\"");
   EXPECT_THROW(memreport::read_machine(broken, "machine.json"), Error);
+  for (const char* threads : {"0", "1e308", "4294967297", "2.5"}) {  // the library would make some number of each
+    std::string wrong = memreport::machine_json(m);
+    wrong.replace(wrong.find("\"threads\": 1"), 12, std::string("\"threads\": ") + threads);
+    EXPECT_THROW(memreport::read_machine(wrong, "machine.json"), Error) << threads;
+  }
 }
 
 // All that an engine calls in a step has a measured rate, or moves bytes alone.

@@ -311,6 +311,28 @@ TEST(Tokenizer, CutsChangeNoIds) {
     EXPECT_EQ(open_tokenizer(test_data(std::string("tokenizers/") + name))->cut_after(text, 0), text.size()) << name;
 }
 
+// Each of them doubles the text: twenty would make a million of each character.
+TEST(Tokenizer, ReplacementsThatFeedEachOtherEndWithAnError) {
+  Json file = golden("gpt2");
+  const Json twice = {{"type", "Replace"}, {"pattern", {{"String", "a"}}}, {"content", "aa"}};
+  file["normalizer"] = {{"type", "Sequence"}, {"normalizers", Json::array()}};
+  for (int i = 0; i < 4; ++i) file["normalizer"]["normalizers"].push_back(twice);
+  const std::string text(100'000, 'a');
+  EXPECT_EQ(open(file)->decode(encode(*open(file), text)).size(), 16 * text.size());
+  for (int i = 4; i < 40; ++i) file["normalizer"]["normalizers"].push_back(twice);
+  EXPECT_ERROR(encode(*open(file), text), Errc::Unavailable,
+               "the tokenizer makes more than 1665536 bytes of a text of 100000");
+
+  // One alone with a long content, and the same on the way back.
+  const Json once = {{"type", "Replace"}, {"pattern", {{"String", "a"}}}, {"content", std::string(1 << 20, 'b')}};
+  file["normalizer"] = once;
+  EXPECT_ERROR(encode(*open(file), text), Errc::Unavailable, "the tokenizer makes more than");
+  file["normalizer"] = nullptr;
+  file["decoder"] = {{"type", "Sequence"}, {"decoders", {file["decoder"], once}}};
+  const auto tokenizer = open(file);
+  EXPECT_ERROR(tokenizer->decode(encode(*tokenizer, text)), Errc::Unavailable, "the tokenizer makes more than");
+}
+
 TEST(Regex, RunawayExpressionsEndWithAnError) {
   const tokenizer::Regex regex("(a|aa)+[bc]", {"f", "p"});
   EXPECT_ERROR(regex.find(std::string(100, 'a'), 0), Errc::Unavailable, "(a|aa)+[bc]");

@@ -45,6 +45,7 @@ std::function<void(i64, i64)> CopyLine::hook() {
     if (seconds(now - shown_) < 0.2) return;
     shown_ = now;
     if (total == 0) return line_.show("verifying");
+    if (done == 0) return line_.show("laying out the files");
     const double rate = static_cast<double>(done) / seconds(now - start_);
     line_.show(fmt::format("{:.1f} of {:.1f} GB  {:.2f} GB/s  ETA {}", static_cast<double>(done) / 1e9,
                            static_cast<double>(total) / 1e9, rate / 1e9,

@@ -13,20 +13,31 @@ namespace {
 constexpr int kDepth = 8;  // of sequences in sequences
 
 void replace_all(std::string& text, std::string_view from, std::string_view to) {
-  for (size_t at = text.find(from); at != text.npos; at = text.find(from, at + to.size()))
-    text.replace(at, from.size(), to);
+  std::string out;
+  size_t done = 0;
+  for (size_t at = text.find(from); at != text.npos; at = text.find(from, done)) {
+    out.append(text, done, at - done).append(to);
+    done = at + from.size();
+  }
+  if (done > 0) text = out.append(text, done);
+}
+
+size_t bytes_in(const std::vector<std::string>& tokens) {
+  size_t bytes = 0;
+  for (const std::string& token : tokens) bytes += token.size();
+  return bytes;
 }
 
 class Blanks : public Decoder {
  public:
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (size_t i = 1; i < tokens.size(); ++i) tokens[i].insert(0, 1, ' ');
   }
 };
 
 class ByteLevel : public Decoder {
  public:
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (std::string& token : tokens)
       if (auto bytes = bytes_of(token)) token = *std::move(bytes);
   }
@@ -35,7 +46,7 @@ class ByteLevel : public Decoder {
 class WordPiece : public Decoder {
  public:
   WordPiece(std::string prefix, bool cleanup) : prefix_(std::move(prefix)), cleanup_(cleanup) {}
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (size_t i = 0; i < tokens.size(); ++i) {
       std::string& token = tokens[i];
       if (i > 0) {
@@ -64,7 +75,7 @@ class WordPiece : public Decoder {
 class Metaspace : public Decoder {
  public:
   Metaspace(std::string replacement, bool prepended) : replacement_(std::move(replacement)), prepended_(prepended) {}
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (size_t i = 0; i < tokens.size(); ++i) replace_all(tokens[i], replacement_, i == 0 && prepended_ ? "" : " ");
   }
 
@@ -76,14 +87,17 @@ class Metaspace : public Decoder {
 class Replace : public Decoder {
  public:
   Replace(Pattern pattern, std::string content) : pattern_(std::move(pattern)), content_(std::move(content)) {}
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound& bound) const override {
+    size_t before = 0;
     for (std::string& token : tokens) {
       if (!is_utf8(token)) continue;  // a byte, by a step before this one
       std::string out;
       pattern_.each(token, [&](size_t begin, size_t end, bool match) {
-        out += match ? content_ : token.substr(begin, end - begin);
+        if (match) bound.check(before + out.size() + content_.size());
+        out += match ? std::string_view(content_) : std::string_view(token).substr(begin, end - begin);
       });
       token = std::move(out);
+      before += token.size();
     }
   }
 
@@ -95,7 +109,7 @@ class Replace : public Decoder {
 // "<0x0A>" is a byte.
 class ByteFallback : public Decoder {
  public:
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (std::string& token : tokens) {
       const auto digit = [](char c) {
         return c >= '0' && c <= '9'   ? c - '0'
@@ -112,7 +126,7 @@ class ByteFallback : public Decoder {
 
 class Fuse : public Decoder {
  public:
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     std::string all;
     for (const std::string& token : tokens) all += token;
     tokens.assign(1, std::move(all));
@@ -122,7 +136,7 @@ class Fuse : public Decoder {
 class Strip : public Decoder {
  public:
   Strip(std::string content, i64 start, i64 stop) : content_(std::move(content)), start_(start), stop_(stop) {}
-  void apply(std::vector<std::string>& tokens) const override {
+  void apply_within(std::vector<std::string>& tokens, const TextBound&) const override {
     for (std::string& token : tokens) {
       std::string_view rest = token;
       for (i64 i = 0; i < start_ && rest.starts_with(content_); ++i) rest.remove_prefix(content_.size());
@@ -139,8 +153,11 @@ class Strip : public Decoder {
 class Sequence : public Decoder {
  public:
   explicit Sequence(std::vector<std::unique_ptr<Decoder>> parts) : parts_(std::move(parts)) {}
-  void apply(std::vector<std::string>& tokens) const override {
-    for (const auto& part : parts_) part->apply(tokens);
+  void apply_within(std::vector<std::string>& tokens, const TextBound& bound) const override {
+    for (const auto& part : parts_) {
+      part->apply_within(tokens, bound);
+      bound.check(bytes_in(tokens));
+    }
   }
 
  private:
@@ -193,6 +210,12 @@ std::unique_ptr<Decoder> make(const Json& part, const Place& place, int depth) {
 }
 
 }  // namespace
+
+void Decoder::apply(std::vector<std::string>& tokens) const {
+  const TextBound bound(bytes_in(tokens));
+  apply_within(tokens, bound);
+  bound.check(bytes_in(tokens));
+}
 
 std::unique_ptr<Decoder> make_decoder(const Json& part, const Place& place) {
   if (part.is_null()) return std::make_unique<Blanks>();

@@ -28,7 +28,7 @@ std::string filtered(std::string_view text, Keep&& keep) {
 class UnicodeForm : public Normalizer {
  public:
   explicit UnicodeForm(Form form) : form_(form) {}
-  void apply(std::string& text) const override { text = normalize(text, form_); }
+  void apply_within(std::string& text, const TextBound&) const override { text = normalize(text, form_); }
   // Some compatibility characters begin with a blank when they are taken apart.
   bool keeps_lines() const noexcept override { return form_ == Form::NFC || form_ == Form::NFD; }
 
@@ -38,12 +38,12 @@ class UnicodeForm : public Normalizer {
 
 class Lowercase : public Normalizer {
  public:
-  void apply(std::string& text) const override { text = lower_case(text); }
+  void apply_within(std::string& text, const TextBound&) const override { text = lower_case(text); }
 };
 
 class StripAccents : public Normalizer {
  public:
-  void apply(std::string& text) const override {
+  void apply_within(std::string& text, const TextBound&) const override {
     text = filtered(text, [](CodePoint c) { return !is_mark(c); });
   }
   bool keeps_start() const noexcept override { return false; }
@@ -52,7 +52,7 @@ class StripAccents : public Normalizer {
 class Strip : public Normalizer {
  public:
   Strip(bool left, bool right) : left_(left), right_(right) {}
-  void apply(std::string& text) const override {
+  void apply_within(std::string& text, const TextBound&) const override {
     size_t begin = 0, end = text.size();
     for (size_t at = 0; left_ && at < end && is_white_space(next_char(text, at));) begin = at;
     while (right_ && end > begin) {
@@ -73,7 +73,8 @@ class Strip : public Normalizer {
 class Prepend : public Normalizer {
  public:
   explicit Prepend(std::string prefix) : prefix_(std::move(prefix)) {}
-  void apply(std::string& text) const override {
+  void apply_within(std::string& text, const TextBound& bound) const override {
+    bound.check(text.size() + prefix_.size());
     if (!text.empty()) text.insert(0, prefix_);
   }
   bool keeps_lines() const noexcept override { return prefix_.empty(); }
@@ -85,11 +86,12 @@ class Prepend : public Normalizer {
 class Replace : public Normalizer {
  public:
   Replace(Pattern pattern, std::string content) : pattern_(std::move(pattern)), content_(std::move(content)) {}
-  void apply(std::string& text) const override {
+  void apply_within(std::string& text, const TextBound& bound) const override {
     std::string out;
     out.reserve(text.size());
     pattern_.each(text, [&](size_t begin, size_t end, bool match) {
       if (match) {
+        bound.check(out.size() + content_.size());
         out += content_;
       } else {
         out.append(text, begin, end - begin);
@@ -114,7 +116,7 @@ class Bert : public Normalizer {
         lowercase_(f.flag("lowercase")),
         strip_accents_(f.flag("strip_accents", lowercase_)) {}
 
-  void apply(std::string& text) const override {
+  void apply_within(std::string& text, const TextBound&) const override {
     if (clean_ || chinese_) {
       std::string out;
       out.reserve(text.size());
@@ -154,8 +156,11 @@ class Bert : public Normalizer {
 class Sequence : public Normalizer {
  public:
   explicit Sequence(std::vector<std::unique_ptr<Normalizer>> parts) : parts_(std::move(parts)) {}
-  void apply(std::string& text) const override {
-    for (const auto& part : parts_) part->apply(text);
+  void apply_within(std::string& text, const TextBound& bound) const override {
+    for (const auto& part : parts_) {
+      part->apply_within(text, bound);
+      bound.check(text.size());
+    }
   }
   bool keeps_lines() const noexcept override {
     return std::all_of(parts_.begin(), parts_.end(), [](const auto& p) { return p->keeps_lines(); });

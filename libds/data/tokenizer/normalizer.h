@@ -7,13 +7,21 @@
 #include <string_view>
 
 #include "data/tokenizer/fields.h"
+#include "data/tokenizer/text_bound.h"
 
 namespace ds::tokenizer {
 
 class Normalizer {
  public:
   virtual ~Normalizer() = default;
-  virtual void apply(std::string& text) const = 0;  // valid UTF-8 stays so. Reentrant
+  // Valid UTF-8 stays so. Reentrant. Throws Errc::Unavailable where it would make more of a text than TextBound allows.
+  void apply(std::string& text) const {
+    const TextBound bound(text.size());
+    apply_within(text, bound);
+    bound.check(text.size());
+  }
+  // What may become long looks at the bound on the way.
+  virtual void apply_within(std::string& text, const TextBound& bound) const = 0;
   // Whether a text can be cut after a newline that stands between a visible character and a letter: parts are
   // normalized as the whole is, and these three characters stay a visible one, a newline (or blank), a letter.
   virtual bool keeps_lines() const noexcept { return true; }

@@ -24,7 +24,8 @@ namespace ds {
 // there is no complete step).
 DS_API std::string find_checkpoint(const std::string& dir, std::string_view which = "latest");
 
-// Bytes done of bytes in all, now and then; 0 of 0 while something is verified. What it throws ends the work.
+// Bytes done of bytes in all, now and then; 0 of all while files are laid out, 0 of 0 while something is verified. What
+// it throws ends the work.
 using CopyProgress = std::function<void(i64 done, i64 total)>;
 
 struct MergeOptions {
