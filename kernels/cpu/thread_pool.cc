@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <new>
+#include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -60,15 +62,26 @@ struct ThreadPool::State {
   explicit State(int num_threads) : scratch(static_cast<std::size_t>(std::max(num_threads, 1))) {
     if (static_cast<unsigned>(num_threads) <= std::thread::hardware_concurrency()) spins = kSpins;
     workers.reserve(scratch.size() - 1);
-    for (int w = 1; w < num_threads; ++w) workers.emplace_back([this, w] { serve(w); });
+    try {
+      for (int w = 1; w < num_threads; ++w) workers.emplace_back([this, w] { serve(w); });
+    } catch (const std::system_error& e) {
+      const std::size_t refused = workers.size() + 2;  // the caller is the first
+      dismiss();
+      throw std::system_error(e.code(), "thread " + std::to_string(refused) + " of " + std::to_string(num_threads));
+    }
   }
 
   ~State() {
+    dismiss();
+    for (const Scratch& s : scratch) ::operator delete(s.data, std::align_val_t(kAlignment));
+  }
+
+  // Wakes the workers to their end, without which joining them would wait for ever.
+  void dismiss() noexcept {
     stop.store(true, std::memory_order_relaxed);
     epoch.fetch_add(1, std::memory_order_release);
     epoch.notify_all();
     workers.clear();
-    for (const Scratch& s : scratch) ::operator delete(s.data, std::align_val_t(kAlignment));
   }
 
   // Joining is right whichever call opened the gate: the call cannot return, nor its fields change, before we leave.

@@ -3,6 +3,8 @@
 
 #include <ctime>
 
+#include "base/thread.h"
+
 namespace ds {
 namespace {
 
@@ -14,7 +16,7 @@ double thread_cpu_seconds() noexcept {
 
 }  // namespace
 
-Worker::Worker() : thread_([this] { run(); }) {}
+Worker::Worker() : thread_(start_thread("the thread that saves", [this] { run(); })) {}
 
 Worker::~Worker() {
   {

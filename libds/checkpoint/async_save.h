@@ -32,7 +32,7 @@ class Worker {
   std::deque<std::function<void()>> jobs_;  // the first one is being done
   bool stopping_ = false;
   double cpu_seconds_ = 0;
-  std::thread thread_;
+  std::jthread thread_;
 };
 
 class AsyncSave {

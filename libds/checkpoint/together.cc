@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/as_error.h"
+
 namespace ds {
 namespace {
 
@@ -21,12 +23,8 @@ struct Outcome {
 std::optional<Error> attempt(const std::function<void()>& work) noexcept {
   try {
     work();
-  } catch (const Error& e) {
-    return e;
-  } catch (const std::bad_alloc&) {
-    return Error(Errc::OutOfMemory, "out of memory");
   } catch (const std::exception& e) {
-    return Error(Errc::Internal, e.what());
+    return as_error(e);
   }
   return std::nullopt;
 }

@@ -7,6 +7,8 @@
 #include <cstring>
 #include <exception>
 
+#include "base/as_error.h"
+#include "base/thread.h"
 #include "comm/copy_bytes.h"
 #include "comm/staging_size.h"
 
@@ -77,7 +79,8 @@ void AsyncCommunicator::Worker::push(std::shared_ptr<QueuedOperation> operation)
 }
 
 void AsyncCommunicator::Worker::start() {
-  if (!thread_.joinable()) thread_ = std::jthread([this] { loop(); });
+  if (thread_.joinable()) return;
+  thread_ = start_thread(fmt::format("the communication thread of rank {}", owner_.own_number()), [this] { loop(); });
 }
 
 void AsyncCommunicator::Worker::loop() {
@@ -166,7 +169,7 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {
-    failed({Errc::Internal, fmt::format("rank {}: {}", own_number(), e.what()), own_number()});
+    failed({as_error(e).code(), fmt::format("rank {}: {}", own_number(), as_error(e).what()), own_number()});
   }
   op.finished.store(1, std::memory_order_release);
   op.finished.notify_all();

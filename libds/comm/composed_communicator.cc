@@ -17,6 +17,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/as_error.h"
 #include "comm/arena.h"
 
 namespace ds {
@@ -124,18 +125,12 @@ class ComposedCommunicator final : public AsyncCommunicator {
   // What fails while the lanes have buffers of ours is told first, so that they end, and waited for.
   template <class Body>
   void guarded(Body body) {
-    const auto quit = [this](const Error& e) {
-      abort(e);
-      onward_->drain();
-      returns_->drain();
-    };
     try {
       body();
-    } catch (const Error& e) {
-      quit(e);
-      throw;
     } catch (const std::exception& e) {
-      quit(Error(Errc::Internal, e.what()));
+      abort(as_error(e));
+      onward_->drain();
+      returns_->drain();
       throw;
     }
   }

@@ -18,6 +18,7 @@
 #include <set>
 #include <thread>
 
+#include "base/limits.h"
 #include "comm/async_communicator.h"
 #include "comm/staging_size.h"
 
@@ -86,6 +87,10 @@ class Environment {
       // Over TCP without "put": its receiver asks for each large message, behind all that it is sending itself, so that
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
+      // With less MPI_Init ends the process, or waits for ever, and says nothing that helps: segments of 4 MiB with a
+      // page before them, two threads.
+      require_limit(RLIMIT_FSIZE, (4 << 20) + (4 << 10), "MPI");
+      require_tasks(2, "MPI");
       check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
       ours() = true;
     }

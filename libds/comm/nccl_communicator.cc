@@ -16,6 +16,8 @@
 #include <exception>
 #include <thread>
 
+#include "base/as_error.h"
+#include "base/thread.h"
 #include "comm/nccl_api.h"
 #include "comm/staging.h"
 
@@ -130,7 +132,13 @@ class NcclCommunicator final : public BaseCommunicator {
       device_.destroy(fence_);
       throw;
     }
-    watcher_ = std::jthread([this] { watch(); });
+    try {
+      watcher_ = start_thread("the thread that watches NCCL", [this] { watch(); });
+    } catch (const Error& e) {
+      abort(e);
+      device_.destroy(fence_);
+      throw;
+    }
   }
 
   ~NcclCommunicator() override {
@@ -525,10 +533,14 @@ class NcclCommunicator final : public BaseCommunicator {
   void abort_nccl() noexcept {
     if (comm_ == nullptr) return;
     aborting_ = std::make_shared<std::atomic<bool>>(true);
-    std::thread([abort = api_.CommAbort, comm = comm_, aborting = aborting_] {
-      abort(comm);
-      aborting->store(false);
-    }).detach();
+    try {
+      start_thread("a thread that ends NCCL", [abort = api_.CommAbort, comm = comm_, aborting = aborting_] {
+        abort(comm);
+        aborting->store(false);
+      }).detach();
+    } catch (const Error&) {  // what NCCL holds goes with the process
+      aborting_->store(false);
+    }
     comm_ = nullptr;
   }
 
@@ -586,11 +598,8 @@ class NcclCommunicator final : public BaseCommunicator {
           }
           if (now - since > std::chrono::duration<double>(timeout_s_)) report_absence(op->info);
         }
-      } catch (const Error& e) {
-        give_up(e);
-        return;
       } catch (const std::exception& e) {
-        give_up(Error(Errc::Internal, e.what()));
+        give_up(as_error(e));
         return;
       }
       lock.lock();

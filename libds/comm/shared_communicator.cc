@@ -8,6 +8,8 @@
 #include <cstring>
 #include <thread>
 
+#include "base/as_error.h"
+#include "base/thread.h"
 #include "comm/arena.h"
 #include "comm/copy_bytes.h"
 
@@ -546,7 +548,9 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
   bool is_own = false;
   std::vector<std::jthread> threads;
   for (auto& communicator : communicators) {
-    threads.emplace_back([&, c = std::move(communicator)]() mutable {
+    // Without a thread the communicator is gone as the exception unwinds, which ends the peers.
+    const std::string name = fmt::format("rank {} of {}", communicator->rank(), size);
+    threads.push_back(start_thread(name, [&, c = std::move(communicator)]() mutable {
       // A rank records its error before it tells its peers, so what they throw comes later; but what the body owned
       // may have told them while it unwound, so an error of one's own goes before one that names another rank.
       const auto record = [&](const Error& why) {
@@ -560,13 +564,11 @@ void run_threads(int size, const CommOptions& options, const std::function<void(
       };
       try {
         body(*c);
-      } catch (const Error& e) {
-        record(e);
       } catch (const std::exception& e) {
-        record(Error(Errc::Internal, e.what()));
+        record(as_error(e));
       }
       c.reset();
-    });
+    }));
   }
   threads.clear();
   if (first_error) std::rethrow_exception(first_error);

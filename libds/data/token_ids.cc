@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/check.h"
+#include "base/thread.h"
 
 namespace ds {
 
@@ -57,7 +57,9 @@ size_t TokenIds::append(std::string_view text, size_t at, const Tokenizer& token
   };
   {
     std::vector<std::jthread> threads;
-    for (size_t i = 1; i < pieces.size(); ++i) threads.emplace_back(encode, std::ref(pieces[i]));
+    for (size_t i = 1; i < pieces.size(); ++i)
+      threads.push_back(start_thread(fmt::format("thread {} of {} to tokenize {}", i + 1, pieces.size(), name),
+                                     [&, i] { encode(pieces[i]); }));
     encode(pieces[0]);
   }
   for (const Piece& piece : pieces) {

@@ -6,12 +6,17 @@
 #include <cstring>
 #include <utility>
 
+#include "base/thread.h"
+
 namespace ds {
 namespace {
 
 class CpuDevice final : public Device {
  public:
-  CpuDevice(const OpTable& ops, int num_threads) : ops_(ops), pool_(num_threads), stream_{.pool = &pool_} {}
+  CpuDevice(const OpTable& ops, int num_threads) try : ops_(ops), pool_(num_threads), stream_{.pool = &pool_} {
+  } catch (const std::system_error& e) {
+    throw cannot_start(e, "raise it or set threads");
+  }
 
   DeviceKind kind() const noexcept override { return DeviceKind::Cpu; }
   u64 id() const noexcept override { return 0; }

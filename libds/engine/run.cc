@@ -12,6 +12,7 @@
 #include <optional>
 #include <set>
 
+#include "base/as_error.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
@@ -146,11 +147,8 @@ struct TrainingRun::State {
   auto collective(F&& body) {
     try {
       return body();
-    } catch (const Error& e) {
-      abort(e);
-      throw;
     } catch (const std::exception& e) {
-      abort(Error(Errc::Internal, e.what()));
+      abort(as_error(e));
       throw;
     }
   }

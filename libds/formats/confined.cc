@@ -24,6 +24,8 @@
 #include <new>
 #include <vector>
 
+#include "base/limits.h"
+#include "base/thread.h"
 #include "ds/log.h"
 
 namespace ds {
@@ -108,17 +110,6 @@ void limit(int resource, u64 value) {
   ::setrlimit(static_cast<__rlimit_resource>(resource), &r);
 }
 
-// The child is a copy of this process, so what it may take is counted from what that has: gigabytes of models and
-// reservations of drivers, perhaps.
-u64 address_space_bytes() {
-  std::array<char, 64> text{};
-  const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
-  const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
-  if (fd >= 0) ::close(fd);
-  if (n <= 0) return 0;
-  return std::strtoull(text.data(), nullptr, 10) * static_cast<u64>(::sysconf(_SC_PAGESIZE));
-}
-
 void close_all_but(int a, int b) {
   const auto close_between = [](i64 first, i64 last) {
     if (first > last || ::close_range(static_cast<u32>(first), static_cast<u32>(last), 0) == 0) return;
@@ -170,6 +161,7 @@ bool confine(pid_t parent, int descriptor, int answers, const ConfinedLimits& li
   ::sigemptyset(&none);
   ::sigprocmask(SIG_SETMASK, &none, nullptr);
   const bool is_alone = drop_shared_memory();
+  // A copy of this process has what that has: gigabytes of models and reservations of drivers, perhaps.
   const u64 has = address_space_bytes();
   close_all_but(descriptor, answers);
   limit(RLIMIT_CPU, static_cast<u64>(limits.seconds));
@@ -224,12 +216,9 @@ ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, 
       who_(std::move(who)),
       limits_(limits),
       deadline_(std::chrono::steady_clock::now() + std::chrono::seconds(limits.seconds)) {
-  const auto failed = [&](const char* call) {
-    throw Error(Errc::Io,
-                fmt::format("{}: no process of its own for {}: {}: {}", path_, who_, call, std::strerror(errno)));
-  };
   std::array<int, 2> ends{};
-  if (::pipe2(ends.data(), O_CLOEXEC) != 0) failed("pipe");
+  DS_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, Errc::Io, "{}: no pipe to a process of its own for {}: {}", path_,
+           who_, std::strerror(errno));
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program runs in the child
@@ -242,8 +231,7 @@ ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, 
   pipe_ = ends[0];
   if (pid_ < 0) {
     ::close(pipe_);
-    errno = error;
-    failed("fork");
+    throw cannot_start({error, std::generic_category(), fmt::format("a process for {} to read {}", who_, path_)});
   }
 }
 
@@ -269,7 +257,16 @@ std::string ConfinedChild::answer() {
   }
   switch (text[1]) {
     case kAnswer: return text.substr(2);
-    case kNoMemory: refuse(fmt::format("wanted more than {} MiB of memory", limits_.memory_bytes >> 20));
+    case kNoMemory: {
+      // What this process itself may have is no fault of the file's.
+      const std::optional<u64> own = limit_of(RLIMIT_AS);
+      DS_CHECK(
+          !own || *own >= address_space_bytes() + static_cast<u64>(limits_.memory_bytes), Errc::OutOfMemory,
+          "{}: out of memory: the limit of address space (ulimit -v) is {} KiB, and {} may take {} KiB to read this "
+          "file",
+          path_, *own >> 10, who_, limits_.memory_bytes >> 10);
+      refuse(fmt::format("wanted more than {} MiB of memory", limits_.memory_bytes >> 20));
+    }
     case kError: {
       const auto code = text.size() > 2 ? static_cast<Errc>(text[2]) : Errc::Internal;
       if (code != Errc::Corrupt && code != Errc::Unavailable && code != Errc::Io) break;

@@ -4,8 +4,8 @@
 #include <array>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
+#include "base/thread.h"
 #include "formats/tensor_io.h"
 
 namespace ds {
@@ -111,11 +111,8 @@ void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink
   };
   readers.reserve(R);
   const Closing closing{rings};  // before the readers are joined, also where the system refuses one of them
-  try {
-    for (size_t r = 0; r < R; ++r) readers.emplace_back(read, r);
-  } catch (const std::system_error& e) {
-    throw Error(Errc::Io, fmt::format("there can be no thread to read {}: {}", sources[0]->path(), e.what()));
-  }
+  for (size_t r = 0; r < R; ++r)
+    readers.push_back(start_thread(fmt::format("a thread to read {}", sources[r]->path()), [&, r] { read(r); }));
   i64 bytes = 0;
   for (size_t k = 0; k < order.size(); ++k) {
     for (i64 left = sources[0]->list()[order[k]].numel(); left > 0;) {

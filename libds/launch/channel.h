@@ -47,9 +47,10 @@ enum class Message : u8 {
   Aborted,     // mpirun wants the job to end
   Ended,       // EndedPayload, after the last byte of output
   // shim of a host, or of its agent -> launcher
-  HostUp,      // HostUpPayload
-  OrtedEnded,  // wait status
-  AgentEnded,  // place of the host, how the agent ended
+  HostUp,        // HostUpPayload
+  OrtedEnded,    // wait status
+  AgentStarted,  // place of the host
+  AgentEnded,    // place of the host, how the agent ended
   // both ways between launcher and the shim of a host
   Heartbeat,
   // launcher -> shim of a host

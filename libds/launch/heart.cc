@@ -5,10 +5,12 @@
 
 #include <chrono>
 
+#include "base/thread.h"
+
 namespace ds::launch {
 
 void Heart::start(i64 beat_ns) {
-  thread_ = std::jthread([this, beat_ns](const std::stop_token& stop) {
+  thread_ = start_thread("the thread of the heartbeat", [this, beat_ns](const std::stop_token& stop) {
     const std::string frame = to_bytes(Message::Heartbeat);
     std::unique_lock lock(mutex_);
     while (!stop.stop_requested()) {

@@ -13,15 +13,18 @@
 #include <algorithm>
 #include <array>
 #include <cerrno>
+#include <cmath>
 #include <csignal>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <sstream>
 
+#include "base/as_error.h"
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/version.h"
+#include "launch/limits.h"
 #include "launch/process.h"
 
 namespace ds::launch {
@@ -85,6 +88,7 @@ int run_agent(const AgentSettings& settings, const OrtedCall& call, const Enviro
     launcher.send(Message::AgentEnded, pack({std::to_string(call.host), program.why}));
     return 0;
   }
+  launcher.send(Message::AgentStarted, pack({std::to_string(call.host)}));
   Pipe in = make_pipe(), out = make_pipe();
   int error = 0, wait_status = 0;
   const pid_t agent = spawn({.program = program.path,
@@ -232,6 +236,7 @@ int serve_host(std::span<const std::string> fields, Environment environment, Sig
   DS_CHECK(::access(orted.c_str(), X_OK) == 0, Errc::Unavailable,
            "there is no '{}': Open MPI has to be where it is on the host of ds-launch", orted);
 
+  check_limits(ranks);
   leave_out(own_addresses(), way.home);
   Channel channel = call_home(way.home);  // closes after the folder is gone
   way.home.addresses.resize(1);
@@ -261,12 +266,10 @@ int run_reporting(Run&& run) {
   std::signal(SIGPIPE, SIG_IGN);
   try {
     return run();
-  } catch (const Error& e) {
-    write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), e.what()));
-    return exit_code(e.code());
   } catch (const std::exception& e) {
-    write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), e.what()));
-    return exit_code(Errc::Internal);
+    const Error error = as_error(e);
+    write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), error.what()));
+    return exit_code(error.code());
   }
 }
 
@@ -295,13 +298,15 @@ bool is_this_machine(const std::string& host, const std::vector<std::string>& ow
          });
 }
 
-std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command) {
+std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command,
+                                       double timeout_s) {
   if (!agent.empty()) return {agent, host, command};
   // No password can be asked for: nobody would see whose it is. A connection of our own, which nobody shares and which
   // forwards nothing: it ends with the job.
   std::vector<std::string> words = {"ssh", "-x", "-T"};
-  for (const char* setting :
-       {"BatchMode=yes", "ConnectTimeout=20", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes"})
+  for (const std::string& setting :
+       {std::string("BatchMode=yes"), fmt::format("ConnectTimeout={:.0f}", std::ceil(timeout_s)),
+        std::string("ControlMaster=no"), std::string("ControlPath=none"), std::string("ClearAllForwardings=yes")})
     words.insert(words.end(), {"-o", setting});
   words.insert(words.end(), {"--", host, command});
   return words;

@@ -47,8 +47,9 @@ std::vector<std::string> addresses_of(const std::string& host);  // as it is kno
 bool loops_back(const std::string& address);                     // Debian gives a machine's own name 127.0.1.1
 // Whether a name or an address is one of this machine, which has the addresses `own`: then no agent is needed.
 bool is_this_machine(const std::string& host, const std::vector<std::string>& own);
-// What reaches a host: the argument array, as it will be executed; `command` is for a shell there.
-std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command);
+// What reaches a host within `timeout_s`: the argument array, as it will be executed; `command` is for a shell there.
+std::vector<std::string> agent_command(const std::string& agent, const std::string& host, const std::string& command,
+                                       double timeout_s);
 // The shim of one rank. socket: where the launcher is if nothing in the environment names another way.
 int run_rank_shim(const std::string& socket, const std::vector<std::string>& environment);
 

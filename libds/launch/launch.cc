@@ -72,6 +72,7 @@ struct Host {
   std::unique_ptr<Channel> channel;  // to its shim
   HostUpPayload up{};
   i64 clock_ahead_ns = 0;
+  i64 called_ns = 0;  // when its agent started
   i64 heard_ns = 0;
   bool orted_ended = false, lost = false;
 
@@ -342,6 +343,8 @@ class Launcher {
       hosts_[h].up = up;
       heart_.beat_for(*hosts_[h].channel);
       check_cores(hosts_[h]);
+    } else if (frame.type == Message::AgentStarted) {
+      if (const std::size_t h = place(0); h < hosts_.size()) hosts_[h].called_ns = monotonic_ns();
     } else if (frame.type == Message::AgentEnded) {
       if (const std::size_t h = place(0); h < hosts_.size() && fields.size() == 2) agent_ended(hosts_[h], fields[1]);
     } else {
@@ -421,9 +424,14 @@ class Launcher {
   }
 
   void serve(Host& host, short revents) {
+    const i64 limit_ns = home_.timeout_ms * 1'000'000;
+    if (host.channel == nullptr && host.called_ns != 0 && monotonic_ns() - host.called_ns > limit_ns)
+      give_up(exit_code(Errc::Unavailable),
+              fmt::format("{} cannot be used: nothing came from it within {} s of starting "
+                          "its agent (--host-timeout){}",
+                          host.text(), options_.host_timeout_s, quoted()));
     if (host.channel == nullptr || host.lost) return;
     listen_to(host, revents);
-    const i64 limit_ns = home_.timeout_ms * 1'000'000;
     // First what came while we were kept from reading.
     if (monotonic_ns() - host.heard_ns > limit_ns) listen_to(host, POLLIN);
     if (host.orted_ended && !any_started()) return;  // its shim follows, and mpirun

@@ -2,7 +2,6 @@
 // What a launch will do, decided before anything starts.
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "ds/launch.h"
 #include "ds/log.h"
 #include "launch/host_shim.h"
+#include "launch/limits.h"
 #include "launch/process.h"
 
 namespace ds {
@@ -88,8 +88,8 @@ std::vector<PlannedHost> place(const LaunchOptions& options, int ranks) {
     PlannedHost planned{
         .name = host.name, .first_rank = first, .ranks = std::min(host.slots, ranks - first), .reached_by = {}};
     if (!is_this_machine(host.name, own))
-      planned.reached_by =
-          agent_command(options.agent, host.name, command_line({own_executable().string(), "--host-shim"}));
+      planned.reached_by = agent_command(
+          options.agent, host.name, command_line({own_executable().string(), "--host-shim"}), options.host_timeout_s);
     first += planned.ranks;
     hosts.push_back(std::move(planned));
   }
@@ -131,11 +131,7 @@ LaunchPlan plan_launch(const LaunchOptions& options) {
            cpus);
 
   plan.folder = working_directory(inherited);
-  // With fewer mpirun waits for ever.
-  rlimit files{};
-  const rlim_t needed = 24 + 4 * static_cast<rlim_t>(plan.ranks);
-  DS_CHECK(::getrlimit(RLIMIT_NOFILE, &files) != 0 || files.rlim_cur >= needed, Errc::Unavailable,
-           "a limit of {} open files is too low to start {} ranks: raise it (ulimit -n)", files.rlim_cur, plan.ranks);
+  check_limits(plan.ranks);
   // mpirun refuses to run where another mpirun has left this.
   DS_CHECK(!inherited.contains("OMPI_UNIVERSE_SIZE"), Errc::Config,
            "this is a rank of a job already: mpirun starts no job inside a job");

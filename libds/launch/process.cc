@@ -26,7 +26,7 @@
 #include <tuple>
 #include <utility>
 
-#include "base/check.h"
+#include "base/thread.h"
 
 namespace ds::launch {
 namespace fs = std::filesystem;
@@ -232,7 +232,7 @@ pid_t spawn(const Spawn& what, int* error) {
   Fd write_end(report[1]);
   const pid_t parent = ::getpid();
   const pid_t pid = ::fork();
-  DS_CHECK(pid >= 0, Errc::Io, "fork: {}", std::strerror(errno));
+  if (pid < 0) throw cannot_start({errno, std::generic_category(), fmt::format("a process for {}", what.program)});
   if (pid == 0) {  // only async-signal-safe calls from here
     ::setpgid(0, 0);
     ::prctl(PR_SET_PDEATHSIG, what.death_signal);

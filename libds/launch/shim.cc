@@ -16,6 +16,7 @@
 #include <csignal>
 #include <cstring>
 
+#include "base/as_error.h"
 #include "base/check.h"
 #include "ds/launch.h"
 #include "launch/host_shim.h"
@@ -73,7 +74,11 @@ class Shim {
         cpus_.assign(mine.begin(), mine.end());
         break;
       }
-      case Message::Start: start(unpack(frame.payload)); break;
+      case Message::Start: try { start(unpack(frame.payload));
+        } catch (const std::exception& e) {
+          refuse(as_error(e));
+        }
+        break;
       case Message::Stdin:
         stdin_bytes_ = frame.payload;
         stdin_pending_ = !stdin_bytes_.empty() && stdin_;
@@ -97,15 +102,8 @@ class Shim {
     const int local_ranks = std::max(1, std::atoi(value_or(environment_, "LOCAL_WORLD_SIZE", "1").c_str()));
     environment_.try_emplace("OMP_NUM_THREADS",
                              std::to_string(std::max<std::size_t>(1, usable_cpus().size() / local_ranks)));
-    if (::chdir(folder.c_str()) != 0) {
-      const std::string why = std::strerror(errno);
-      channel_.send(Message::Stderr, fmt::format("ds-launch: error: the working directory '{}' cannot be entered on "
-                                                 "{}: {}\n",
-                                                 folder, host_name(), why));
-      end_ = {.time_ns = monotonic_ns(), .wait_status = W_EXITCODE(exit_code(Errc::Config), 0), .stopped = 0};
-      ended_ = true;
-      return report_end();
-    }
+    DS_CHECK(::chdir(folder.c_str()) == 0, Errc::Config, "the working directory '{}' cannot be entered on {}: {}",
+             folder, host_name(), std::strerror(errno));
     Pipe in = make_pipe(), out = make_pipe(), err = make_pipe();
     int error = 0;
     pid_ = spawn({.program = program,
@@ -125,6 +123,14 @@ class Shim {
     if (error != 0)
       channel_.send(Message::Stderr,
                     fmt::format("ds-launch: cannot execute '{}': {}\n", program, std::strerror(error)));
+  }
+
+  // The rank cannot start: it ends as one that said why.
+  void refuse(const Error& why) {
+    channel_.send(Message::Stderr, fmt::format("ds-launch: error: {}\n", why.what()));
+    end_ = {.time_ns = monotonic_ns(), .wait_status = W_EXITCODE(exit_code(why.code()), 0), .stopped = 0};
+    ended_ = true;
+    report_end();
   }
 
   void relay(Fd& stream, Message type) {

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "base/json.h"
+#include "base/thread.h"
 #include "config/parallel.h"
 #include "ds/memreport.h"
 #include "memreport/hardware.h"
@@ -50,17 +51,23 @@ void for_each_at_once(size_t n, const std::function<void(size_t)>& run) {
   std::exception_ptr failure;
   {
     std::vector<std::jthread> workers;
-    for (size_t i = 0; i < std::min<size_t>(n, std::max(1u, std::thread::hardware_concurrency())); ++i) {
-      workers.emplace_back([&] {
-        try {
-          for (size_t k = next++; k < n; k = next++) run(k);
-        } catch (...) {
-          const std::lock_guard lock(mutex);
-          failure = std::current_exception();
-          next = n;
-        }
-      });
+    const auto work = [&] {
+      try {
+        for (size_t k = next++; k < n; k = next++) run(k);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        failure = std::current_exception();
+        next = n;
+      }
+    };
+    const size_t at_once = std::clamp<size_t>(n, 1, std::max(1u, std::thread::hardware_concurrency()));
+    try {
+      for (size_t i = 1; i < at_once; ++i) workers.push_back(start_thread("a thread of the search", work));
+    } catch (...) {
+      next = n;
+      throw;
     }
+    work();
   }
   if (failure) std::rethrow_exception(failure);
 }

@@ -5,12 +5,14 @@
 // operands that stay in the first caches products are a fifth faster than in training, and sums of columns four times.
 
 #include <algorithm>
+#include <atomic>
 #include <barrier>
 #include <chrono>
 #include <exception>
 #include <mutex>
 #include <thread>
 
+#include "base/thread.h"
 #include "memreport/machine.h"
 #include "probe/host.h"
 
@@ -286,25 +288,39 @@ Machine measure_machine(const MeasureOptions& options, const MakeDevice& make) {
   std::barrier<> together(options.ranks);
   std::mutex mutex;
   std::exception_ptr error;
-  std::vector<std::thread> ranks;
-  for (int r = 0; r < options.ranks; ++r) {
-    ranks.emplace_back([&, r] {
-      try {
-        Worker worker(*devices[static_cast<size_t>(r)], options.seconds_per_op);
-        for (size_t at = 0; at < sums.size(); ++at) {
-          together.arrive_and_wait();
-          const double s = worker.seconds_of(calls[at % calls.size()]);
-          const std::lock_guard lock(mutex);
-          sums[at] += s;
-        }
-      } catch (...) {
+  std::atomic<bool> stopped = false;  // not all ranks are there
+  std::vector<std::jthread> ranks;
+  const auto failed = [&] {
+    const std::lock_guard lock(mutex);
+    if (!error) error = std::current_exception();
+    together.arrive_and_drop();
+  };
+  const auto measure = [&](int r) {
+    try {
+      together.arrive_and_wait();
+      if (stopped) return;
+      Worker worker(*devices[static_cast<size_t>(r)], options.seconds_per_op);
+      for (size_t at = 0; at < sums.size(); ++at) {
+        together.arrive_and_wait();
+        const double s = worker.seconds_of(calls[at % calls.size()]);
         const std::lock_guard lock(mutex);
-        if (!error) error = std::current_exception();
-        together.arrive_and_drop();
+        sums[at] += s;
       }
-    });
+    } catch (...) {
+      failed();
+    }
+  };
+  try {
+    while (std::ssize(ranks) < options.ranks) {
+      const int r = narrow<int>(std::ssize(ranks));
+      ranks.push_back(
+          start_thread(fmt::format("rank {} of {} to measure with", r, options.ranks), [&, r] { measure(r); }));
+    }
+  } catch (...) {
+    stopped = true;
+    for (i64 missing = options.ranks - std::ssize(ranks); missing > 0; --missing) failed();
   }
-  for (std::thread& t : ranks) t.join();
+  ranks.clear();
   if (error) std::rethrow_exception(error);
 
   Machine m;

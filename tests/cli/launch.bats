@@ -302,15 +302,36 @@ END
   refute_output --partial "started"
 }
 
-@test "too few open files, an mpirun that ends at once: a line of ours" {
-  run -4 bash -c 'ulimit -n 16; "$1" -n 2 true' bash "$launch"
-  assert_output "ds-launch: error: a limit of 16 open files is too low to start 2 ranks: raise it (ulimit -n)"
+@test "limits with which mpirun would crash or wait for ever, an mpirun that ends at once: a line of ours" {
+  run -4 bash -c 'ulimit -n 34; "$1" -n 2 true' bash "$launch"
+  assert_output "ds-launch: error: the limit of open files (ulimit -n) is 34, and starting 2 ranks needs 35: raise it"
+  run -0 bash -c 'ulimit -n 35; "$1" -n 2 true' bash "$launch"
+  run -4 bash -c 'ulimit -s 16; "$1" -n 2 true' bash "$launch"
+  assert_output "ds-launch: error: the limit of the stack (ulimit -s) is 16 KiB, and this program needs 512 KiB: raise it"
+  run -0 bash -c 'ulimit -s 512; "$1" -n 2 true' bash "$launch"
+  run -4 bash -c 'ulimit -f 10; "$1" -n 2 true' bash "$launch"
+  assert_output "ds-launch: error: the limit of file size (ulimit -f) is 10 KiB, and starting 2 ranks needs 16 KiB: raise it"
+  run -0 bash -c 'ulimit -f 16; "$1" -n 2 true' bash "$launch"
+  run -4 bash -c 'ulimit -v 60000; "$1" -n 2 true' bash "$launch"
+  assert_output --partial "ds-launch: error: the limit of address space (ulimit -v) is 60000 KiB, and starting 2 ranks needs "
   mkdir bin
   printf '#!/bin/sh\necho "no, never" >&2\nexit 9\n' >bin/mpirun
   chmod +x bin/mpirun
   PATH=$PWD/bin:$PATH run -9 "$launch" -n 2 true
   assert_output "ds-launch: error: mpirun exited with status 9 before any rank had started; it said:
 no, never"
+}
+
+@test "an agent that never answers: --host-timeout holds for the wait" {
+  printf '#!/bin/sh\necho asking >&2\nexec sleep %s\n' "$marker" >agent
+  chmod +x agent
+  local before=$SECONDS
+  run -4 "$launch" --host 203.0.113.1,203.0.113.2 --agent "$PWD/agent" --host-timeout 2 touch started
+  assert_output --partial "ds-launch: error: host 203.0.113.1 (rank 0) cannot be used: nothing came from it within 2 s of starting its agent (--host-timeout)"
+  assert_output --partial asking
+  ((SECONDS - before < 30))
+  [[ ! -e started ]]
+  until_true 5 sleepers_are 0
 }
 
 @test "options after PROG belong to PROG; -- ends ours" {

@@ -52,10 +52,10 @@ TEST(ThisMachine, HasItsNameItsAddressesAndAllThatLoopBack) {
 }
 
 TEST(AgentCommand, SharesNoConnectionOfTheUsers) {
-  EXPECT_THAT(agent_command("", "a", "c"),
+  EXPECT_THAT(agent_command("", "a", "c", 19.5),
               ElementsAre("ssh", "-x", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ControlMaster=no",
                           "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "--", "a", "c"));
-  EXPECT_THAT(agent_command("./agent", "a", "c"), ElementsAre("./agent", "a", "c"));
+  EXPECT_THAT(agent_command("./agent", "a", "c", 20), ElementsAre("./agent", "a", "c"));
 }
 
 TEST(PortableEnvironment, LeavesOutWhatIsOfThisMachine) {

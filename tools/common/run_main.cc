@@ -13,6 +13,7 @@
 #include "common/internal.h"
 #include "common/tool.h"
 #include "ds/error.h"
+#include "ds/limits.h"
 #include "ds/log.h"
 #include "ds/nearest.h"
 #include "ds/version.h"
@@ -188,6 +189,7 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   int status = 1;
   try {
     try {
+      check_process_limits();  // first, for all else needs stack
       status = run(argc, argv, tool, setup);
     } catch (const Answer& answer) {
       write_all(STDOUT_FILENO, answer.text, "to stdout");

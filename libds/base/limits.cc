@@ -1,0 +1,123 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "base/limits.h"
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cstdlib>
+#include <fstream>
+#include <vector>
+
+#include "ds/limits.h"
+
+namespace ds {
+namespace {
+
+constexpr size_t kSmallStack = 64 << 10;
+// Threads have stacks of the size that the limit gives, and arguments and environment may take 128 KiB of the first
+// one.
+constexpr u64 kLeastStack = 512 << 10;
+
+std::string name_of(__rlimit_resource resource) {
+  switch (resource) {
+    case RLIMIT_FSIZE: return "file size (ulimit -f)";
+    case RLIMIT_STACK: return "the stack (ulimit -s)";
+    case RLIMIT_NOFILE: return "open files (ulimit -n)";
+    case RLIMIT_AS: return "address space (ulimit -v)";
+    default: throw Error(Errc::Internal, "a limit without a name");
+  }
+}
+
+std::string amount_of(__rlimit_resource resource, u64 value) {
+  return resource == RLIMIT_NOFILE ? std::to_string(value) : fmt::format("{} KiB", (value + 1023) >> 10);
+}
+
+// The number in a file of the cgroup of this process; nothing for "max".
+std::optional<u64> of_cgroup(std::string_view file) {
+  std::ifstream groups("/proc/self/cgroup");
+  for (std::string line; std::getline(groups, line);) {  // "0::/path", or "8:pids:/path" of the first version
+    const bool unified = line.starts_with("0::");
+    const size_t path = unified ? 3 : line.find(":pids:") + 6;
+    if (!unified && path < 6) continue;
+    std::ifstream in(fmt::format("/sys/fs/cgroup{}{}/{}", unified ? "" : "/pids", line.substr(path), file));
+    if (u64 value = 0; in >> value) return value;
+  }
+  return std::nullopt;
+}
+
+// The number of threads that could be started, of `wanted`.
+int count_startable(int wanted) {
+  std::atomic<bool> over = false;
+  const auto wait = [](void* flag) -> void* {
+    static_cast<std::atomic<bool>*>(flag)->wait(false);
+    return nullptr;
+  };
+  pthread_attr_t attributes;
+  ::pthread_attr_init(&attributes);
+  ::pthread_attr_setstacksize(&attributes, kSmallStack);
+  std::vector<pthread_t> threads;
+  threads.reserve(static_cast<size_t>(wanted));
+  for (pthread_t thread{}; std::ssize(threads) < wanted && ::pthread_create(&thread, &attributes, wait, &over) == 0;)
+    threads.push_back(thread);
+  ::pthread_attr_destroy(&attributes);
+  over = true;
+  over.notify_all();
+  for (const pthread_t thread : threads) ::pthread_join(thread, nullptr);
+  return narrow<int>(std::ssize(threads));
+}
+
+}  // namespace
+
+std::optional<u64> limit_of(__rlimit_resource resource) noexcept {
+  rlimit limit{};
+  if (::getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
+  return limit.rlim_cur;
+}
+
+u64 address_space_bytes() noexcept {
+  std::array<char, 64> text{};
+  const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
+  const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
+  if (fd >= 0) ::close(fd);
+  return n <= 0 ? 0 : std::strtoull(text.data(), nullptr, 10) * static_cast<u64>(::sysconf(_SC_PAGESIZE));
+}
+
+u64 thread_stack_bytes() noexcept {
+  pthread_attr_t attributes;
+  size_t bytes = 0;
+  ::pthread_attr_init(&attributes);
+  ::pthread_attr_getstacksize(&attributes, &bytes);
+  ::pthread_attr_destroy(&attributes);
+  return bytes;
+}
+
+void require_limit(__rlimit_resource resource, u64 needed, std::string_view needed_for) {
+  const std::optional<u64> has = limit_of(resource);
+  DS_CHECK(!has || *has >= needed, Errc::Unavailable, "the limit of {} is {}, and {} needs {}: raise it",
+           name_of(resource), amount_of(resource, *has), needed_for, amount_of(resource, needed));
+}
+
+void require_tasks(int needed, std::string_view needed_for) {
+  const int startable = count_startable(needed);
+  DS_CHECK(startable == needed, Errc::Unavailable, "{}: {} more can be started, and {} needs {}: raise it",
+           limit_of_tasks(), startable, needed_for, needed);
+}
+
+std::string limit_of_tasks() {
+  const std::optional<u64> space = limit_of(RLIMIT_AS), user = limit_of(RLIMIT_NPROC);
+  // The system gives the same reason for a stack without room.
+  if (space && address_space_bytes() + thread_stack_bytes() > *space)
+    return fmt::format("the limit of {} is {}", name_of(RLIMIT_AS), amount_of(RLIMIT_AS, *space));
+  const std::optional<u64> group = of_cgroup("pids.max"), in_group = of_cgroup("pids.current");
+  if (group && (!user || *group < *user || in_group.value_or(0) >= *group))
+    return fmt::format("the limit of processes and threads of this cgroup (pids.max) is {}", *group);
+  if (user) return fmt::format("the limit of processes and threads of this user (ulimit -u) is {}", *user);
+  return "there is a limit of processes and threads";
+}
+
+void check_process_limits() { require_limit(RLIMIT_STACK, kLeastStack, "this program"); }
+
+}  // namespace ds
