@@ -56,14 +56,11 @@ struct alignas(64) RankSlot {
   u64 pid_namespace;
 };
 
-// Identifies a segment, so that strangers are refused and those of dead owners can be removed.
+// Identifies a segment, so that strangers are refused.
 struct SegmentHeader {
-  std::atomic<u64> magic;  // stored last
+  u64 magic;
   u32 version;
   i32 size;
-  i32 pid;
-  u64 process_start;
-  u64 pid_namespace;
 };
 
 struct Control {

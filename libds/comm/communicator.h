@@ -40,6 +40,7 @@
 #include <string_view>
 #include <vector>
 
+#include "comm/shared_file.h"
 #include "device/device.h"
 #include "ds/kernels/ops.h"
 
@@ -176,7 +177,7 @@ std::vector<std::unique_ptr<Communicator>> make_thread_communicators(int size, c
 void run_threads(int size, const CommOptions&, const std::function<void(Communicator&)>& body);
 
 // Processes of one node that share `job` (a random name made by the launcher; [a-zA-Z0-9-]). Waits for all within the
-// timeout. Segments are created 0600 and O_EXCL, reserved with posix_fallocate (a full /dev/shm is an error that says
+// timeout. Segments are 0600 and of a new name, reserved with posix_fallocate (a full /dev/shm is an error that says
 // needed and free bytes, not a SIGBUS) and unlinked as soon as all ranks have attached.
 std::unique_ptr<Communicator> make_shm_communicator(std::string_view job, int rank, int size, const CommOptions&);
 // What such a communicator, or a group of so many ranks, takes of /dev/shm if each of its ranks allocates these sizes
@@ -187,8 +188,9 @@ i64 shm_channel_bytes() noexcept;
 // What this node's /dev/shm has free now. 0: it cannot be written.
 i64 shm_free_bytes_here();
 // What /dev/shm had free when rank 0 came here: the same number on every rank. 0: it cannot be written. Collective over
-// the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout.
-i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s);
+// the processes of the job, before any of them takes shared memory; waits for rank 0 within the timeout. `told` is rank
+// 0's to keep until it has met all others.
+i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, SharedFile& told);
 
 // All processes of MPI_COMM_WORLD. Initialises MPI (THREAD_MULTIPLE) if nobody has, and then finalises it at the end.
 std::unique_ptr<Communicator> make_mpi_communicator(const CommOptions&);

@@ -1,18 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arena of processes: POSIX shared memory through Boost.Interprocess. Boost's managed segments are not used: who
-// opens one that its creator left unfinished waits for ever. A segment here has a header whose magic is stored last, is
-// reserved before it is touched (a full /dev/shm would be a SIGBUS), and loses its name as soon as all have it open.
+// The arena of processes: files of /dev/shm (shared_file.h), mapped by Boost.Interprocess. Boost's managed segments are
+// not used: who opens one that its creator left unfinished waits for ever. A segment here gets its name when it is
+// finished, is reserved before it is touched (a full /dev/shm would be a SIGBUS), and loses its name as soon as all
+// have it open.
 
-#include <dirent.h>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <boost/interprocess/file_mapping.hpp>
 #include <boost/interprocess/mapped_region.hpp>
-#include <boost/interprocess/shared_memory_object.hpp>
 #include <cctype>
 #include <cerrno>
 #include <cstring>
@@ -21,7 +20,7 @@
 
 #include "base/process_stat.h"
 #include "comm/arena.h"
-#include "ds/log.h"
+#include "comm/shared_file.h"
 
 namespace ds {
 namespace {
@@ -30,14 +29,11 @@ namespace bip = boost::interprocess;
 using Clock = std::chrono::steady_clock;
 
 constexpr u64 kMagic = 0x314d48532d736464u;  // "dds-SHM1"
-constexpr u64 kUnfinished = kMagic + 1;
-constexpr u32 kVersion = 3;
+constexpr u32 kVersion = 4;
 constexpr i64 kPage = 4096;
 constexpr i64 kHugePage = i64{2} << 20;
 constexpr int kCollapse = 25;       // MADV_COLLAPSE of Linux 6.1, which older headers lack
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE of Linux 5.14
-constexpr std::string_view kPrefix = "ds-";
-constexpr time_t kStillbornSeconds = 60;  // a file without a page of this age has no maker any more
 
 i64 free_bytes_now() {
   struct statvfs fs {};
@@ -50,7 +46,7 @@ std::string segment_name(std::string_view job) {
   const auto allowed = [](unsigned char c) { return std::isalnum(c) || c == '-'; };
   DS_CHECK(!job.empty() && job.size() <= 128 && std::all_of(job.begin(), job.end(), allowed), Errc::Config,
            "job name \"{}\" must be 1 to 128 letters, digits and hyphens", job);
-  return fmt::format("{}{}", kPrefix, job);
+  return fmt::format("{}{}", kJobPrefix, job);
 }
 
 // All members are in it: groups of other members that have the first one in common may be made beside it.
@@ -63,70 +59,21 @@ std::string group_segment_name(const std::string& world, std::string_view name, 
 // The parts of a region begin on such a boundary.
 i64 region_alignment(i64 bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
-// Removes segments that dead processes of ours left: a rank killed between creating one and its last peer's opening it.
-void remove_stale_segments() {
-  const std::unique_ptr<DIR, int (*)(DIR*)> dir(opendir("/dev/shm"), closedir);
-  if (!dir) return;
-  while (const dirent* entry = readdir(dir.get())) {
-    const std::string name = entry->d_name;
-    if (!name.starts_with(kPrefix)) continue;
-    const int fd = openat(dirfd(dir.get()), entry->d_name, O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
-    if (fd < 0) continue;
-    struct stat st {};
-    SegmentHeader h{};
-    const bool file_of_ours = fstat(fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid();
-    // Made, and its maker died before the next line of its program; or told to a rank that never came.
-    const bool stillborn = file_of_ours && st.st_blocks == 0 && st.st_mtime + kStillbornSeconds < time(nullptr);
-    const bool ours = file_of_ours && !stillborn &&
-                      pread(fd, static_cast<void*>(&h), sizeof h, 0) == static_cast<ssize_t>(sizeof h) &&
-                      (h.magic == kMagic || h.magic == kUnfinished) && h.pid_namespace == pid_namespace();
-    close(fd);
-    if (stillborn) bip::shared_memory_object::remove(name.c_str());
-    if (!ours || !has_ended(process_stat(h.pid), h.process_start)) continue;
-    if (bip::shared_memory_object::remove(name.c_str()))
-      log_message(LogLevel::Verbose, fmt::format("removed /dev/shm/{}, left by dead process {}", name, h.pid));
-  }
-}
-
 class Segment {
  public:
   Segment() = default;
-  Segment(Segment&& other) noexcept { swap(other); }
-  Segment& operator=(Segment&& other) noexcept {
-    swap(other);
-    return *this;
-  }
-  ~Segment() { unlink(); }
-
   static Segment create(const std::string& name, i64 bytes, i64 reserved_bytes, int size) {
-    Segment s;
-    try {
-      s.object_ = bip::shared_memory_object(bip::create_only, name.c_str(), bip::read_write, bip::permissions(0600));
-      s.linked_name_ = name;
-    } catch (const bip::interprocess_exception& e) {
-      DS_CHECK(e.get_error_code() != bip::already_exists_error, Errc::Comm,
-               "/dev/shm/{} exists already: another job runs under this name", name);
-      throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
-    }
-    // Written first, and not mapped: so whoever finds the segment knows whose it is.
-    SegmentHeader header{};
-    header.magic = kUnfinished;
-    header.version = kVersion;
-    header.size = size;
-    header.pid = getpid();
-    header.process_start = process_stat(getpid()).start;
-    header.pid_namespace = pid_namespace();
-    DS_CHECK(pwrite(s.fd(), static_cast<const void*>(&header), sizeof header, 0) == sizeof header, Errc::OutOfMemory,
-             "/dev/shm/{} cannot be written: {}", name, std::strerror(errno));
+    Segment s(SharedFile::create(), name);
     DS_CHECK(ftruncate(s.fd(), bytes) == 0, Errc::OutOfMemory, "/dev/shm/{} cannot grow to {} bytes: {}", name, bytes,
              std::strerror(errno));
     s.reserve(0, reserved_bytes, "a job's control segment");
-    s.map();
-    reinterpret_cast<SegmentHeader*>(s.data())->magic.store(kMagic, std::memory_order_release);
+    s.map(bytes);
+    *s.header() = {.magic = kMagic, .version = kVersion, .size = size};
+    DS_CHECK(s.file_.link(name), Errc::Comm, "/dev/shm/{} exists already: another job runs under this name", name);
     return s;
   }
 
-  // Waits until rank `creator` has finished it.
+  // Waits until rank `creator` has made it.
   static Segment open(const std::string& name, i64 bytes, int size, int creator, double timeout_s,
                       FunctionRef<void()> look) {
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
@@ -136,31 +83,14 @@ class Segment {
         throw Error(Errc::Timeout,
                     fmt::format("rank {} did not come within {} s: it made no /dev/shm/{}", creator, timeout_s, name),
                     creator);
-      Segment s;
-      try {
-        s.object_ = bip::shared_memory_object(bip::open_only, name.c_str(), bip::read_write);
-      } catch (const bip::interprocess_exception& e) {
-        if (e.get_error_code() == bip::not_found_error) continue;
-        throw Error(Errc::Io, fmt::format("/dev/shm/{}: {}", name, e.what()));
-      }
-      struct stat st {};
-      DS_CHECK(fstat(s.fd(), &st) == 0 && st.st_uid == geteuid() && (st.st_mode & 077) == 0, Errc::Comm,
-               "/dev/shm/{} belongs to another user or is open to others: refused", name);
-      if (st.st_size < bytes) {
-        const bool growing = st.st_size == 0 || st.st_size == sizeof(SegmentHeader);
-        DS_CHECK(growing, Errc::Comm, "/dev/shm/{} has {} bytes where rank {} of {} ranks makes {}", name, st.st_size,
-                 creator, size, bytes);
-        continue;
-      }
-      // The magic is read, not mapped, until it is there: before that the pages may not be reserved.
-      u64 magic = 0;
-      if (pread(s.fd(), &magic, sizeof magic, offsetof(SegmentHeader, magic)) != sizeof magic || magic == 0 ||
-          magic == kUnfinished)
-        continue;
-      s.map();
-      const auto* h = reinterpret_cast<const SegmentHeader*>(s.data());
-      DS_CHECK(h->magic.load(std::memory_order_acquire) == kMagic && h->version == kVersion && h->size == size,
-               Errc::Comm, "/dev/shm/{} is not a segment of this version for {} ranks", name, size);
+      std::optional<SharedFile> file = SharedFile::open(name, true);
+      if (!file) continue;
+      DS_CHECK(file->size() >= bytes, Errc::Comm, "/dev/shm/{} has {} bytes where rank {} of {} ranks makes {}", name,
+               file->size(), creator, size, bytes);
+      Segment s(std::move(*file), name);
+      s.map(bytes);
+      DS_CHECK(s.header()->magic == kMagic && s.header()->version == kVersion && s.header()->size == size, Errc::Comm,
+               "/dev/shm/{} is not a segment of this version for {} ranks", name, size);
       return s;
     }
   }
@@ -188,39 +118,31 @@ class Segment {
 
   std::byte* data() const noexcept { return static_cast<std::byte*>(region_.get_address()); }
 
-  void unlink() noexcept {
-    if (!linked_name_.empty()) bip::shared_memory_object::remove(linked_name_.c_str());
-    linked_name_.clear();
-  }
+  void unlink() noexcept { file_.unlink(); }
 
  private:
-  int fd() const noexcept { return object_.get_mapping_handle().handle; }
+  Segment(SharedFile file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
+  int fd() const noexcept { return file_.descriptor(); }
+  SegmentHeader* header() const noexcept { return reinterpret_cast<SegmentHeader*>(data()); }
   // At an address on a huge page boundary, so that the segment's huge pages can be mapped whole.
-  void map() try {
-    bip::offset_t size = 0;
-    object_.get_size(size);
+  void map(i64 size) try {
     const auto bytes = static_cast<size_t>(size), slack = static_cast<size_t>(kHugePage);
     void* reserved = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     DS_CHECK(reserved != MAP_FAILED, Errc::OutOfMemory, "no {} bytes of address space for shared memory", bytes);
     auto* const start = static_cast<std::byte*>(reserved);
     std::byte* const base = start + (slack - reinterpret_cast<size_t>(start) % slack) % slack;
     std::byte* const end = base + align_up(size, kPage);
-    region_ =
-        bip::mapped_region(object_, bip::read_write, 0, bytes, base, MAP_FIXED);  // over that part of the reservation
+    region_ = bip::mapped_region(bip::file_mapping(file_.opened_as().c_str(), bip::read_write), bip::read_write, 0,
+                                 bytes, base, MAP_FIXED);  // over that part of the reservation
     if (base > start) munmap(start, static_cast<size_t>(base - start));
     munmap(end, static_cast<size_t>(start + bytes + slack - end));
   } catch (const bip::interprocess_exception& e) {
-    throw Error(Errc::OutOfMemory, fmt::format("a segment of shared memory cannot be mapped: {}", e.what()));
-  }
-  void swap(Segment& other) noexcept {
-    object_.swap(other.object_);
-    region_.swap(other.region_);
-    linked_name_.swap(other.linked_name_);
+    throw Error(Errc::OutOfMemory, fmt::format("/dev/shm/{} cannot be mapped: {}", name_, e.what()));
   }
 
-  bip::shared_memory_object object_;
+  SharedFile file_;
+  std::string name_;  // for messages
   bip::mapped_region region_;
-  std::string linked_name_;  // of the creator, until it is unlinked
 };
 
 class ShmArena final : public Arena {
@@ -237,7 +159,7 @@ class ShmArena final : public Arena {
     RankSlot& own = slot(rank);
     i32 nobody = 0;
     DS_CHECK(own.pid.compare_exchange_strong(nobody, -1), Errc::Comm, "two processes of job {} are rank {}",
-             name_.substr(kPrefix.size()), rank);
+             name_.substr(kJobPrefix.size()), rank);
     own.process_start = process_stat(getpid()).start;
     own.pid_namespace = pid_namespace();
     own.pid.store(getpid(), std::memory_order_release);
@@ -342,34 +264,26 @@ class ShmArena final : public Arena {
 i64 shm_channel_bytes() noexcept { return static_cast<i64>(sizeof(Channel)); }
 i64 shm_needed_bytes(int size, std::span<const i64> allocations) { return ShmArena::needed_bytes(size, allocations); }
 
-// Rank 0 leaves a file for every peer: its size tells the number of pages and takes none, and who has read it removes
-// it.
-i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s) {
-  const std::string name = segment_name(job);
+// The size of a file tells the number of pages and takes none.
+i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, SharedFile& told) {
+  const std::string name = segment_name(job) + ".free";
   if (access("/dev/shm", W_OK | X_OK) != 0) return 0;
-  const auto path = [&](int peer) { return fmt::format("/dev/shm/{}.free.{}", name, peer); };
   if (rank == 0) {
-    remove_stale_segments();
+    remove_abandoned();
     const i64 pages = free_bytes_now() / kPage;
-    for (int peer = 1; peer < size; ++peer) {
-      const int fd = open(path(peer).c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-      const bool told = fd >= 0 && ftruncate(fd, pages + 1) == 0;
-      const int error = errno;
-      if (fd >= 0) close(fd);
-      DS_CHECK(told, Errc::Io, "{} cannot be written: {}", path(peer), std::strerror(error));
-    }
+    if (size == 1) return pages * kPage;
+    told = SharedFile::create();
+    DS_CHECK(ftruncate(told.descriptor(), pages) == 0, Errc::Io, "/dev/shm/{} cannot be written: {}", name,
+             std::strerror(errno));
+    DS_CHECK(told.link(name), Errc::Comm, "/dev/shm/{} exists already: another job runs under this name", name);
     return pages * kPage;
   }
   const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
   for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
-    struct stat st {};
-    if (lstat(path(rank).c_str(), &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && st.st_size > 0) {
-      unlink(path(rank).c_str());
-      return (st.st_size - 1) * kPage;
-    }
+    if (const std::optional<SharedFile> file = SharedFile::open(name, false)) return file->size() * kPage;
     if (Clock::now() > deadline)
-      throw Error(Errc::Timeout, fmt::format("rank 0 did not come within {} s: it made no {}", timeout_s, path(rank)),
-                  0);
+      throw Error(Errc::Timeout,
+                  fmt::format("rank 0 did not come within {} s: it made no /dev/shm/{}", timeout_s, name), 0);
   }
 }
 
@@ -378,7 +292,7 @@ i64 shm_free_bytes_here() { return access("/dev/shm", W_OK | X_OK) == 0 ? free_b
 std::unique_ptr<Arena> make_shm_arena(std::string_view job, int rank, int size, int creator, double timeout_s,
                                       FunctionRef<void()> look) {
   const std::string name = segment_name(job);
-  if (rank == 0) remove_stale_segments();
+  if (rank == 0) remove_abandoned();
   return std::make_unique<ShmArena>(name, rank, size, creator, timeout_s, look);
 }
 

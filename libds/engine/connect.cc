@@ -38,17 +38,18 @@ i64 shared_bytes(const Config& config, const MeshShape& shape) {
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
-bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, std::string& why) {
+bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, SharedFile& told,
+                        std::string& why) {
   const i64 needed = shared_bytes(config, shape);
-  const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s);
+  const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s, told);
   why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
                     needed, free);
   return needed <= free;
 }
 
-// Over host memory.
+// Over host memory. told: of shm_free_bytes.
 std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks, const MeshShape& shape,
-                                      bool with_gpu) {
+                                      bool with_gpu, SharedFile& told) {
   const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
@@ -65,7 +66,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
                ranks.local_world_size, ranks.world_size);
       DS_CHECK(!ranks.job.empty(), Errc::Config,
                "communication.backend \"shm\" needs a job name: start with ds-launch");
-      if (std::string why; !with_gpu && !fits_shared_memory(config, ranks, shape, why)) {
+      if (std::string why; !with_gpu && !fits_shared_memory(config, ranks, shape, told, why)) {
         DS_CHECK(!chosen, Errc::OutOfMemory, "communication.backend \"shm\": {}; enlarge it, or take \"mpi\"", why);
         if (ranks.rank == 0)
           log_message(LogLevel::Warning,
@@ -208,13 +209,15 @@ void check_same_configuration(const Config& config, Communicator& world) {
 }  // namespace
 
 std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape) {
-  std::unique_ptr<Communicator> world = connect(config, ranks, shape, !device.is_host());
+  SharedFile told;
+  std::unique_ptr<Communicator> world = connect(config, ranks, shape, !device.is_host(), told);
   const CommOptions options{
       .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
   Mesh::OverDevice over_device;
   try {
     i64 gpus = device.is_host() ? 0 : 1;
     world->all_reduce(&gpus, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    told = {};  // all have read it
     DS_CHECK(gpus == 0 || gpus == ranks.world_size, Errc::Unavailable,
              "device \"auto\": {} of {} ranks found a GPU and the others none; this one: {}", gpus, ranks.world_size,
              device.name());

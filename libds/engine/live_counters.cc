@@ -11,13 +11,10 @@
 #include <memory>
 #include <thread>
 
-#include "base/process_stat.h"
 #include "ds/log.h"
 
 namespace ds::engine {
 namespace {
-
-constexpr i64 kUnfinishedSeconds = 60;  // a file without a header of this age has no maker any more
 
 // Of a file in /dev/shm, if it has one.
 std::optional<LiveHeader> read_header(const std::string& name) {
@@ -26,20 +23,6 @@ std::optional<LiveHeader> read_header(const std::string& name) {
   if (bytes.size() < sizeof header) return std::nullopt;
   std::memcpy(static_cast<void*>(&header), bytes.data(), sizeof header);
   return header;
-}
-
-// Processes of another namespace are not known here: those are left alone.
-bool is_stale(const LiveHeader& header) {
-  return header.magic == kLiveMagic && header.pid_namespace == pid_namespace() &&
-         has_ended(process_stat(static_cast<i32>(header.pid)), header.process_start);
-}
-
-void remove_if_stale(i64 pid) {
-  const std::string name = live_name(pid);
-  const std::optional<LiveHeader> header = read_header(name);
-  const bool stale = header ? is_stale(*header) : shared_age(name).value_or(0) > kUnfinishedSeconds;
-  if (stale && remove_shared(name))
-    log_message(LogLevel::Verbose, fmt::format("removed /dev/shm/{}, left by a process that was killed", name));
 }
 
 }  // namespace
@@ -59,17 +42,11 @@ std::vector<i64> live_pids() {
   return pids;
 }
 
-void remove_stale_live_counters() {
-  for (const i64 pid : live_pids()) remove_if_stale(pid);
-}
-
 LiveCounters::LiveCounters(const LiveIdentity& identity, const LiveRecord& first) {
-  remove_stale_live_counters();
+  remove_abandoned();
   const auto segment = std::make_unique<LiveSegment>();
   segment->header.bytes = sizeof(LiveSegment);
   segment->header.pid = getpid();
-  segment->header.process_start = process_stat(getpid()).start;
-  segment->header.pid_namespace = pid_namespace();
   segment->identity = identity;
   segment->record.store(first);
   try {
@@ -85,15 +62,12 @@ void LiveCounters::publish(const LiveRecord& record) noexcept {
 
 std::optional<LiveView> LiveView::open(i64 pid) {
   const std::string name = live_name(pid);
+  if (remove_abandoned(name)) return std::nullopt;
   // The header first: it says what else there is.
   const std::optional<LiveHeader> header = read_header(name);
-  if (header && header->magic == kLiveMagic && header->version != kLiveVersion && !is_stale(*header))
+  if (header && header->magic == kLiveMagic && header->version != kLiveVersion)
     throw Error(Errc::Mismatch, fmt::format("/dev/shm/{} is of another version of ds-train: {}, this one reads {}",
                                             name, header->version, kLiveVersion));
-  if (header && is_stale(*header)) {
-    remove_if_stale(pid);
-    return std::nullopt;
-  }
   std::optional<SharedRecord> memory = SharedRecord::open(name, static_cast<i64>(sizeof(LiveSegment)));
   if (!memory) return std::nullopt;
   LiveView view(std::move(*memory));

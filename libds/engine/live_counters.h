@@ -5,8 +5,8 @@
 //
 //   LiveHeader | LiveIdentity | sequence | LiveRecord        header and identity stay as they were made
 //
-// The file goes with its maker. One that a killed process left is known by its header, and goes with the next rank of
-// the user that begins to train on the machine, or the next reader.
+// The file goes with its maker. One that a killed process left is nobody's (comm/shared_file.h): it goes with the end
+// of its job, or with the next rank of the user that begins to train on the machine, or the next reader.
 
 #include <array>
 #include <atomic>
@@ -21,9 +21,8 @@
 
 namespace ds::engine {
 
-inline constexpr std::string_view kLivePrefix = "ds-train.";  // of the names in /dev/shm; the pid follows
-inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;        // "dds-LVE1"
-inline constexpr u32 kLiveVersion = 1;                        // of what follows the header
+inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;  // "dds-LVE1"
+inline constexpr u32 kLiveVersion = 1;                  // of what follows the header
 
 using LiveTags = std::array<i64, static_cast<size_t>(Tag::Count)>;  // bytes
 
@@ -32,7 +31,6 @@ struct LiveHeader {  // the same in every version
   u32 version = kLiveVersion;
   u32 bytes = 0;  // of the whole
   i64 pid = 0;
-  u64 process_start = 0, pid_namespace = 0;  // base/process_stat
 };
 
 struct LiveIdentity {
@@ -136,7 +134,5 @@ class LiveView {
 
 // Processes that show counters, or have; sorted.
 std::vector<i64> live_pids();
-// Removes what killed processes of this user left.
-void remove_stale_live_counters();
 
 }  // namespace ds::engine

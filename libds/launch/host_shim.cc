@@ -377,10 +377,7 @@ int run_agent_shim(std::span<const std::string> words, const std::vector<std::st
     Fd socket = connect_to((folder / "socket").string());
     const bool alive = static_cast<bool>(socket);
     const int status = alive ? run_agent(settings, call, own, Channel(std::move(socket)), inbox) : 1;
-    if (const Fd launcher = connect_to((folder / "socket").string()); !launcher) {  // killed: its folder is left to us
-      std::error_code ignored;
-      fs::remove_all(folder, ignored);
-    }
+    if (const Fd launcher = connect_to((folder / "socket").string()); !launcher) remove_job_files(folder);  // killed
     return status;
   });
 }

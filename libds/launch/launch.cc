@@ -357,6 +357,7 @@ class Launcher {
       if (rank.host == nullptr) rank.end.host = fields[2];
       guest.channel->limit(~u32{0});
       rank.channel = std::move(guest.channel);
+      serve(rank, 0);  // what came together with its name
     }
   }
 
@@ -691,6 +692,11 @@ class Launcher {
     if (n > 0) {
       said_.append(buffer, static_cast<std::size_t>(n));
       log_message(LogLevel::Verbose, std::string_view(buffer, static_cast<std::size_t>(n)));
+      // A shim has ended before it came to us. Those that come after mpirun's SIGCONT learn of it by its SIGTERM only.
+      if (phase_ == Phase::Running && !any_started() && said_.find("the job has been aborted") != std::string::npos) {
+        why_ = "mpirun gave up before any rank had started";
+        enter(Phase::Killing, kEndGrace);
+      }
     } else if (n == 0 || errno != EINTR) {
       chatter_.reset();
     }

@@ -27,6 +27,7 @@
 #include <utility>
 
 #include "base/thread.h"
+#include "comm/shared_file.h"
 
 namespace ds::launch {
 namespace fs = std::filesystem;
@@ -35,6 +36,8 @@ namespace {
 // What Open MPI 4.1 puts into its folder: 8 MiB of PMIx's in steps of 4 MiB, and 4 MiB of messages for every rank.
 constexpr i64 kOpenMpiBytes = i64{16} << 20;
 constexpr i64 kOpenMpiRankBytes = i64{4} << 20;
+
+constexpr const char* kMemory = "/dev/shm";
 
 bool is_executable_file(const fs::path& path) {
   std::error_code ignored;
@@ -47,15 +50,18 @@ int topology(int cpu, const char* what) {
   return value;
 }
 
-// Removes folders whose owner no longer holds the lock; young ones may not be locked yet.
+Fd open_folder(const fs::path& path) {
+  return Fd(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+}
+
+// Removes folders whose owner no longer holds the lock.
 void sweep(const fs::path& base) {
   std::error_code ignored;
   for (const fs::directory_entry& entry : fs::directory_iterator(base, ignored)) {
     if (!entry.path().filename().string().starts_with(kPrivatePrefix)) continue;
-    const Fd fd(::open(entry.path().c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
+    const Fd fd = open_folder(entry.path());
     struct stat info {};
-    if (!fd || ::fstat(fd.get(), &info) != 0 || info.st_uid != ::geteuid()) continue;
-    if (std::time(nullptr) - info.st_mtime > 60 && ::flock(fd.get(), LOCK_EX | LOCK_NB) == 0)
+    if (fd && ::fstat(fd.get(), &info) == 0 && info.st_uid == ::geteuid() && ::flock(fd.get(), LOCK_EX | LOCK_NB) == 0)
       fs::remove_all(entry.path(), ignored);
   }
 }
@@ -177,7 +183,7 @@ int free_port() {
 fs::path private_folder_base(std::string_view tmpdir, i64 bytes) {
   const auto writable = [](const fs::path& base) { return ::access(base.c_str(), W_OK | X_OK) == 0; };
   std::error_code error;
-  const fs::path memory = "/dev/shm", folder = tmpdir;
+  const fs::path memory = kMemory, folder = tmpdir;
   const fs::space_info space = fs::space(memory, error);
   const bool room = !error && (space.capacity == 0 || std::cmp_greater_equal(space.available, bytes));  // 0: no limit
   if (room && writable(memory)) return memory;
@@ -188,17 +194,25 @@ i64 open_mpi_bytes(int ranks) { return kOpenMpiBytes + ranks * kOpenMpiRankBytes
 
 PrivateFolder::PrivateFolder(const fs::path& base) {
   sweep(base);
-  std::string name = (base / kPrivatePrefix).string() + "XXXXXX";
-  DS_CHECK(::mkdtemp(name.data()) != nullptr, Errc::Io, "cannot create a folder in {}: {}", base.string(),
-           std::strerror(errno));
-  path_ = name;
-  lock_ = Fd(::open(name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-  ::flock(lock_.get(), LOCK_EX | LOCK_NB);
+  if (base != kMemory) sweep(kMemory);
+  remove_abandoned();
+  const auto gone = [&] { return ::access(path_.c_str(), F_OK) != 0; };
+  do {  // before it is locked, another's sweep may take it for abandoned
+    std::string name = (base / kPrivatePrefix).string() + "XXXXXX";
+    DS_CHECK(::mkdtemp(name.data()) != nullptr, Errc::Io, "cannot create a folder in {}: {}", base.string(),
+             std::strerror(errno));
+    path_ = name;
+    lock_ = open_folder(path_);
+    DS_CHECK(lock_ || errno == ENOENT, Errc::Io, "cannot open {}: {}", name, std::strerror(errno));
+  } while (!lock_ || (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) || gone());
 }
 
-PrivateFolder::~PrivateFolder() {
+PrivateFolder::~PrivateFolder() { remove_job_files(path_); }
+
+void remove_job_files(const fs::path& folder) {
   std::error_code ignored;
-  fs::remove_all(path_, ignored);
+  fs::remove_all(folder, ignored);
+  remove_abandoned();
 }
 
 Pipe make_pipe() {

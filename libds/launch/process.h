@@ -42,8 +42,8 @@ std::span<const int> share_of(std::span<const int> cpus, int index, int shares);
 std::string random_hex(int bytes);
 int free_port();  // a TCP port nobody listened on just now
 
-// A private folder (0700) in memory where there is /dev/shm; gone with its owner. Folders of owners that were killed
-// together with all their helpers are swept by the next one.
+// A private folder (0700) in memory where there is /dev/shm; gone with its owner, and with it what ranks that have
+// ended left in /dev/shm. What owners left that were killed together with all their helpers is removed by the next one.
 class PrivateFolder {
  public:
   explicit PrivateFolder(const std::filesystem::path& base);
@@ -55,6 +55,8 @@ class PrivateFolder {
   std::filesystem::path path_;
   Fd lock_;
 };
+// What the owner would remove at its end, for its helpers, when it was killed.
+void remove_job_files(const std::filesystem::path& folder);
 // /dev/shm if it can be written and has so many bytes free; else tmpdir, else /tmp.
 std::filesystem::path private_folder_base(std::string_view tmpdir, i64 bytes);
 i64 open_mpi_bytes(int ranks);  // that Open MPI may need there

@@ -227,8 +227,7 @@ int run_rank_shim(const std::string& socket, const std::vector<std::string>& env
     fmt::print(stderr, "{}\n", e.what());
     return 1;
   }
-  std::error_code ignored;  // the launcher was killed: its folder is left to us
-  std::filesystem::remove_all(std::filesystem::path(socket).parent_path(), ignored);
+  remove_job_files(std::filesystem::path(socket).parent_path());  // the launcher was killed
   return 1;
 }
 

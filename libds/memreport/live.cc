@@ -61,7 +61,7 @@ LiveRank read_live(i64 pid) {
 
 std::vector<LiveRank> find_live() {
   std::vector<LiveRank> ranks;
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   for (const i64 pid : engine::live_pids()) {
     try {
       ranks.push_back(read_live(pid));

@@ -211,7 +211,7 @@ assert_nothing_left() {
   ((SECONDS <= 12))
 }
 
-# late RANK: mpirun starts that rank's shim a second after the others
+# late RANK: mpirun starts that rank's shim a second after the others; '*': every one so late
 late() {
   mkdir bin
   cat >bin/mpirun <<END
@@ -440,6 +440,35 @@ END
   assert_nothing_left
 }
 
+@test "kill -9 of a shim before all have come: the job ends at once, also if the launcher hears it together with the names" {
+  late 0
+  PATH=$PWD/bin:$PATH start -n 3 sleep $marker
+  until_true 10 mpirun_of $job
+  kill -STOP $job
+  mpirun=$(mpirun_of $job)
+  until_true 10 eval '[[ $(pgrep -c -P $mpirun) -eq 3 ]]'
+  sleep 0.5
+  kill -9 "$(pgrep -P "$mpirun" -x bash)"
+  sleep 0.3
+  SECONDS=0
+  kill -CONT $job
+  assert_ends_with 1
+  ((SECONDS <= 8))
+}
+
+@test "kill -9 of a shim before any has come: the job ends at once" {
+  late '*'
+  PATH=$PWD/bin:$PATH start -n 3 sleep $marker
+  until_true 10 mpirun_of $job
+  mpirun=$(mpirun_of $job)
+  until_true 10 eval '[[ $(pgrep -c -x -P $mpirun bash) -eq 3 ]]'
+  SECONDS=0
+  kill -9 "$(pgrep -P "$mpirun" -x bash | head -1)"
+  assert_ends_with 1
+  ((SECONDS <= 8))
+  grep -q "mpirun gave up before any rank had started; it said:" err
+}
+
 @test "kill -9 of mpirun: the job ends, nothing is left" {
   start_sleepers 2
   kill -9 "$(mpirun_of $job)"
@@ -461,6 +490,38 @@ END
   start_sleepers 2
   kill -9 $job "$(mpirun_of $job)"
   assert_ends_with 137
+  assert_nothing_left
+}
+
+in_own_memory() { # command...: with a /dev/shm of its own; what is there in the end is in the file left
+  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
+  # shellcheck disable=SC2016
+  unshare -m bash -c 'mount -t tmpfs tmpfs /dev/shm; "$@"; s=$?; ls -A /dev/shm >left; exit $s' bash "$@"
+}
+
+@test "what a launcher left that was killed before its shims came goes with the next job" {
+  mkdir bin
+  printf '#!/bin/sh\nexec sleep %s\n' $marker >bin/mpirun
+  chmod +x bin/mpirun
+  cat >killed <<'END'
+PATH=$PWD/bin:$PATH "$1" true &
+job=$!
+until [[ -n $(pgrep -P $job sleep) ]]; do sleep 0.02; done
+kill -9 $job
+ls -A /dev/shm >before
+"$1" true
+END
+  in_own_memory bash killed "$launch" 3>&-
+  [[ $(cat before) == ds-launch.* ]]
+  assert_equal "$(cat left)" ""
+}
+
+@test "another job's start and end take nothing from one that runs" {
+  start_sleepers 2
+  "$launch" true
+  [[ -S $folder/socket ]]
+  kill -TERM $job
+  assert_ends_with 143
   assert_nothing_left
 }
 

@@ -34,6 +34,36 @@ evals() { grep '"type":"eval"' "$1/metrics.jsonl"; }
   assert_equal "$(losses run | cut -d' ' -f1 | tr '\n' ' ')" "1 2 3 4 5 6 7 8 9 10 11 12 "
 }
 
+@test "ranks that are killed leave nothing in /dev/shm: while they start, while they train, and with their launcher" {
+  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
+  cat >dies <<'END'
+[[ $RANK != 1 ]] || { until compgen -G '/dev/shm/ds-job.*' >/dev/null; do sleep 0.05; done; kill -9 $$; }
+exec "$@"
+END
+  cat >all <<'END'
+source "$DS_SOURCE/tests/cli/waiting.bash"
+mount -t tmpfs tmpfs /dev/shm
+trains() { grep -qs '"type":"step"' "$1/metrics.jsonl"; }
+nothing_is_left() { [[ -z $(ls -A /dev/shm) ]]; }
+ds-launch -n 2 bash dies ds-train cfg.json --out start
+echo "$? $(ls -A /dev/shm)"
+ds-launch -n 2 bash dies ds-commbench --op all_reduce -b 8 -e 8
+echo "$? $(ls -A /dev/shm)"
+ds-launch -n 2 ds-train cfg.json --out rank --steps 100000 &
+until_true 20 trains rank
+kill -9 "$(ls /dev/shm | sed -n 's/^ds-train\.//p' | head -1)"
+wait $!
+echo "$? $(ls -A /dev/shm)"
+ds-launch -n 2 ds-train cfg.json --out launcher --steps 100000 &
+until_true 20 trains launcher
+kill -9 $!
+until_true 20 nothing_is_left
+echo "$? $(ls -A /dev/shm)"
+END
+  run --separate-stderr unshare -m bash all 3>&-
+  assert_equal "$(grep -v '^[^0-9]' <<<"$output" | grep -E '^[0-9]+ ')" $'137 \n137 \n137 \n0 '
+}
+
 @test "a stop at a step that wants an evaluation leaves it to the resumed run" {
   set=(--steps 400 --set eval.every=1 --set eval.batches=1 --quiet)
   ds-launch -n 2 ds-train cfg.json --out whole "${set[@]}"

@@ -5,8 +5,10 @@
 #include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/wait.h>
@@ -40,7 +42,7 @@ std::vector<std::string> segments_left(const std::string& job) {
   std::vector<std::string> names;
   for (const auto& entry : std::filesystem::directory_iterator("/dev/shm")) {
     const std::string name = entry.path().filename();
-    if (name.starts_with("ds-" + job)) names.push_back(name);
+    if (name.starts_with(fmt::format("{}{}", kJobPrefix, job))) names.push_back(name);
   }
   return names;
 }
@@ -198,7 +200,7 @@ std::string open_segments(const std::string& job) {
     std::error_code gone;
     const std::string target = std::filesystem::read_symlink(entry, gone);
     struct stat st {};
-    if (target.starts_with("/dev/shm/ds-" + job) && stat(entry.path().c_str(), &st) == 0)
+    if (target.starts_with(shared_path(fmt::format("{}{}", kJobPrefix, job))) && stat(entry.path().c_str(), &st) == 0)
       text += fmt::format("{} {}\n", st.st_ino, st.st_blocks * 512);
   }
   return text;
@@ -401,7 +403,8 @@ TEST_F(CommShm, TooLittleSharedMemoryIsAnErrorWithNumbers) {
 TEST_F(CommShm, EveryRankHearsOfTheSameFreeBytes) {
   Ranks ranks(3, [&](int r) {
     if (r == 1) std::this_thread::sleep_for(200ms);  // the others have taken some
-    const i64 free = shm_free_bytes(job_, r, 3, 20);
+    SharedFile told;
+    const i64 free = shm_free_bytes(job_, r, 3, 20, told);
     auto c = join(r, 3);
     throw std::runtime_error(fmt::format("{} bytes", free));
   });
@@ -409,23 +412,20 @@ TEST_F(CommShm, EveryRankHearsOfTheSameFreeBytes) {
   EXPECT_THAT(first, HasSubstr(" bytes"));
   for (int r : {1, 2}) EXPECT_EQ(ranks.story(r), first);
   Ranks alone(2, [&](int r) {
-    if (r == 1) shm_free_bytes(job_, r, 2, 0.3);
+    SharedFile told;
+    if (r == 1) shm_free_bytes(job_, r, 2, 0.3, told);
   });
   EXPECT_THAT(alone.story(1), HasSubstr(error_story(Errc::Timeout, 0) + "rank 0 did not come within 0.3 s"));
 }
 
 TEST_F(CommShm, ATakenNameIsRefused) {
-  const std::string name = "/ds-" + job_;
-  const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-  ASSERT_GE(fd, 0);
+  SharedFile taken = SharedFile::create();
+  ASSERT_TRUE(taken.link(fmt::format("{}{}", kJobPrefix, job_)));
   Ranks ranks(1, [&](int r) { join(r, 1); });
   EXPECT_THAT(ranks.story(0), HasSubstr("exists already"));
-  close(fd);
-  shm_unlink(name.c_str());
 }
 
-TEST_F(CommShm, AnUnfinishedOrForeignSegmentDoesNotHang) {
-  const std::string name = "/ds-" + job_;
+TEST_F(CommShm, AForeignSegmentDoesNotHang) {
   const auto story = [&] {
     return Ranks(2,
                  [&](int r) {
@@ -433,32 +433,71 @@ TEST_F(CommShm, AnUnfinishedOrForeignSegmentDoesNotHang) {
                  })
         .story(1);
   };
-  const int fd = shm_open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600);
-  ASSERT_GE(fd, 0);
-  EXPECT_THAT(story(), HasSubstr("did not come within"));  // empty
+  SharedFile foreign = SharedFile::create();
+  const int fd = foreign.descriptor();
+  EXPECT_THAT(story(), HasSubstr("did not come within"));  // it has no name yet
+  ASSERT_TRUE(foreign.link(fmt::format("{}{}", kJobPrefix, job_)));
   ASSERT_EQ(ftruncate(fd, 4096), 0);
   EXPECT_THAT(story(), HasSubstr("has 4096 bytes"));
   ASSERT_EQ(ftruncate(fd, i64{64} << 20), 0);
-  EXPECT_THAT(story(), HasSubstr("did not come within"));  // never initialised
-  ASSERT_EQ(pwrite(fd, "garbage!", 8, 0), 8);
   EXPECT_THAT(story(), HasSubstr("is not a segment of this version"));
   ASSERT_EQ(fchmod(fd, 0644), 0);
   EXPECT_THAT(story(), HasSubstr("refused"));
-  close(fd);
-  shm_unlink(name.c_str());
+}
+
+// Waits for a start that will never be whole, with what it shares.
+void begin_to_start(const std::string& job) {
+  SharedFile told;
+  shm_free_bytes(job, 0, 2, 20, told);
+  make_shm_communicator(job, 0, 2, {.timeout_s = 20});
 }
 
 TEST_F(CommShm, TheNextStartRemovesWhatADeadRankLeft) {
-  {
-    Ranks ranks(1, [&](int) { join(0, 2); });
-    for (int i = 0; i < 500 && segments_left(job_).empty(); ++i) std::this_thread::sleep_for(2ms);
-    std::this_thread::sleep_for(100ms);
-    ranks.signal(0, SIGKILL);
-    ranks.story(0);
+  Ranks ranks(1, [&](int) { begin_to_start(job_); });
+  for (int i = 0; i < 5000 && segments_left(job_).size() < 2; ++i) std::this_thread::sleep_for(2ms);
+  const auto start_another = [] {
+    return Ranks(1, [&](int) { make_shm_communicator(random_job(), 0, 1, {}); }).story(0);
+  };
+  EXPECT_EQ(start_another(), "ok");
+  EXPECT_THAT(segments_left(job_), ::testing::SizeIs(2));  // it lives
+  ranks.signal(0, SIGKILL);
+  ranks.story(0);
+  EXPECT_THAT(segments_left(job_), ::testing::SizeIs(2));
+  EXPECT_EQ(start_another(), "ok");
+  EXPECT_THAT(segments_left(job_), ::testing::IsEmpty());
+}
+
+TEST_F(CommShm, WhatLivesInAnotherNamespaceIsLeftAlone) {
+  Ranks ranks(1, [&](int) {
+    if (unshare(CLONE_NEWPID) != 0) throw std::runtime_error("skip");
+    const pid_t first = fork();  // number 1 of its own numbers, which mean others here
+    if (first == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      begin_to_start(job_);
+      _exit(1);
+    }
+    waitpid(first, nullptr, 0);
+  });
+  for (int i = 0; i < 1000 && segments_left(job_).size() < 2; ++i) std::this_thread::sleep_for(2ms);
+  if (segments_left(job_).empty()) GTEST_SKIP() << "no namespaces here";
+  remove_abandoned();
+  EXPECT_THAT(segments_left(job_), ::testing::SizeIs(2));
+  ranks.signal(0, SIGKILL);
+  for (int i = 0; i < 5000 && !segments_left(job_).empty(); ++i) {
+    remove_abandoned();
+    std::this_thread::sleep_for(2ms);
   }
-  EXPECT_THAT(segments_left(job_), ::testing::SizeIs(1));
-  Ranks next(1, [&](int) { make_shm_communicator(random_job(), 0, 1, {}); });
-  EXPECT_EQ(next.story(0), "ok");
+}
+
+TEST_F(CommShm, FilesOfOthersAreLeftAlone) {
+  const std::string stem = shared_path(fmt::format("{}{}", kJobPrefix, job_));
+  const std::string names[] = {shared_path("ds-" + job_), stem + "_x", stem + ".open"};
+  for (const std::string& name : names) close(open(name.c_str(), O_CREAT | O_EXCL | O_RDWR, 0600));
+  ASSERT_EQ(chmod(names[2].c_str(), 0644), 0);
+  ASSERT_EQ(symlink(names[0].c_str(), (stem + ".link").c_str()), 0);
+  remove_abandoned();
+  for (const std::string& name : {names[0], names[1], names[2], stem + ".link"})
+    EXPECT_EQ(unlink(name.c_str()), 0) << name;
 }
 
 TEST_F(CommShm, TwoProcessesCannotBeOneRank) {

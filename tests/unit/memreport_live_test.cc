@@ -5,6 +5,7 @@
 
 #include <fcntl.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -104,21 +105,24 @@ class Child {
 // Shows counters for ever, as a rank does that is killed.
 void show() { new LiveCounters(identity(), record_of(1)); }
 
-// A file in the place of somebody's counters, gone at the end.
+// A file in the place of somebody's counters, gone at the end. Its maker lives, or has ended.
 class Planted {
  public:
-  Planted(i64 pid, const void* content, size_t bytes) : pid_(pid) {
+  enum Maker { Lives, HasEnded };
+  Planted(i64 pid, const void* content, size_t bytes, Maker maker = Lives) : pid_(pid) {
     testing::write_file(path_of(pid), {static_cast<const char*>(content), bytes});
     chmod(path_of(pid).c_str(), 0600);
+    lock_ = open(path_of(pid).c_str(), O_RDONLY | O_CLOEXEC);
+    EXPECT_TRUE(maker == HasEnded || flock(lock_, LOCK_EX | LOCK_NB) == 0);
   }
-  ~Planted() { unlink(path_of(pid_).c_str()); }
-  void age(i64 seconds) const {
-    const timespec then{time(nullptr) - seconds, 0}, times[] = {then, then};
-    ASSERT_EQ(utimensat(AT_FDCWD, path_of(pid_).c_str(), times, 0), 0);
+  ~Planted() {
+    unlink(path_of(pid_).c_str());
+    close(lock_);
   }
 
  private:
   i64 pid_;
+  int lock_;
 };
 
 // What this process would show, under another pid.
@@ -126,8 +130,6 @@ std::unique_ptr<LiveSegment> segment(i64 pid) {
   auto s = std::make_unique<LiveSegment>();
   s->header.bytes = sizeof(LiveSegment);
   s->header.pid = pid;
-  s->header.process_start = process_stat(static_cast<i32>(pid)).start;
-  s->header.pid_namespace = pid_namespace();
   s->identity = identity();
   s->record.store(record_of(1));
   return s;
@@ -301,17 +303,15 @@ TEST(LiveCounters, ANumberThatCameAgainIsAnotherProcess) {
     const Planted planted(alive.pid(), s.get(), sizeof *s);
     EXPECT_EQ(read_live(alive.pid()).step, 1);
   }
-  s->header.process_start -= 1;
-  const Planted planted(alive.pid(), s.get(), sizeof *s);
+  const Planted planted(alive.pid(), s.get(), sizeof *s, Planted::HasEnded);
   EXPECT_ERROR(read_live(alive.pid()), Errc::Config, "no ds-train");
   EXPECT_FALSE(exists(alive.pid()));
 }
 
 TEST(LiveCounters, ProcessesOfOtherNamespacesAreLeftAlone) {
-  const auto s = segment(kNobody);
-  s->header.pid_namespace += 1;
+  const auto s = segment(kNobody);  // no such process here
   const Planted planted(kNobody, s.get(), sizeof *s);
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   EXPECT_TRUE(exists(kNobody));
 }
 
@@ -337,25 +337,14 @@ TEST(LiveCounters, WhatIsNotOfThisVersionIsRefusedAndStays) {
   refused(*s, sizeof *s, "is not what a ds-train");
   s = segment(pid);
   s->header.pid = getpid();
-  s->header.process_start = process_stat(getpid()).start;
   refused(*s, sizeof *s, "is not what a ds-train");
 }
 
 TEST(LiveCounters, OfAnotherVersionThatWasKilledIsRemoved) {
   const auto s = segment(kNobody);
   s->header.version += 1;
-  const Planted planted(kNobody, s.get(), sizeof *s - 64);
-  engine::remove_stale_live_counters();
-  EXPECT_FALSE(exists(kNobody));
-}
-
-TEST(LiveCounters, AFileWithoutAHeaderIsYoungOrStillborn) {
-  const Planted planted(kNobody, "", 0);
-  EXPECT_ERROR(read_live(kNobody), Errc::Config, "no ds-train");
-  engine::remove_stale_live_counters();
-  EXPECT_TRUE(exists(kNobody));
-  planted.age(3600);
-  engine::remove_stale_live_counters();
+  const Planted planted(kNobody, s.get(), sizeof *s - 64, Planted::HasEnded);
+  remove_abandoned();
   EXPECT_FALSE(exists(kNobody));
 }
 
@@ -367,7 +356,7 @@ TEST(LiveCounters, NamesOfOthersAreNotTouched) {
     testing::write_file(name, {reinterpret_cast<const char*>(s.get()), sizeof *s});
     chmod(name.c_str(), 0600);
   }
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   for (const std::string& name : names) {
     EXPECT_EQ(access(name.c_str(), F_OK), 0) << name;
     unlink(name.c_str());
@@ -377,23 +366,23 @@ TEST(LiveCounters, NamesOfOthersAreNotTouched) {
 TEST(LiveCounters, WhatOthersMayHavePutThereIsNotRead) {
   const auto s = segment(kNobody);
   {
-    const Planted planted(kNobody, s.get(), sizeof *s);
+    const Planted planted(kNobody, s.get(), sizeof *s, Planted::HasEnded);
     ASSERT_EQ(chmod(path_of(kNobody).c_str(), 0644), 0);
     EXPECT_ERROR(read_live(kNobody), Errc::Io, "open to others");
-    engine::remove_stale_live_counters();
+    remove_abandoned();
     EXPECT_TRUE(exists(kNobody));
   }
   ASSERT_EQ(mkfifo(path_of(kNobody).c_str(), 0600), 0);  // opening it would wait
   EXPECT_ERROR(read_live(kNobody), Errc::Io, "refused");
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   EXPECT_EQ(find(find_live(), kNobody), nullptr);
   unlink(path_of(kNobody).c_str());
 
   if (geteuid() != 0) GTEST_SKIP() << "only root can give a file away";
-  const Planted planted(kNobody, s.get(), sizeof *s);
+  const Planted planted(kNobody, s.get(), sizeof *s, Planted::HasEnded);
   ASSERT_EQ(chown(path_of(kNobody).c_str(), 65534, 65534), 0);
   EXPECT_ERROR(read_live(kNobody), Errc::Io, "another user");
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   EXPECT_TRUE(exists(kNobody));
 }
 
@@ -419,7 +408,7 @@ TEST(LiveCounters, JobsComeOneAfterTheOther) {
     c->kill();
     c->reap();
   }
-  engine::remove_stale_live_counters();
+  remove_abandoned();
   for (const auto& c : children) EXPECT_FALSE(exists(c->pid()));
 }
 
