@@ -112,7 +112,7 @@ int run(Arguments& a, const CLI::App& app, const std::vector<std::string>& comma
     return exit_code(Errc::Corrupt);
   }
   if (links) {
-    links->write(links_json(result));
+    links->data(links_json(result));
     links->commit();
   }
   if (a.min_busbw > 0 && result.average_bus_bw == 0) {

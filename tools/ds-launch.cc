@@ -10,7 +10,7 @@ namespace {
 
 using namespace ds;
 
-constexpr std::size_t kShownLines = 10;
+constexpr std::size_t kShownLines = 10, kShownBytes = 500;
 
 std::vector<std::string> own_environment() {
   std::vector<std::string> strings;
@@ -70,7 +70,7 @@ void explain(const LaunchReport& report) {
     const std::vector<std::string>& lines = report.ranks[static_cast<std::size_t>(report.culprit)].last_lines;
     if (!lines.empty()) text += "; its last lines:";
     for (std::size_t i = lines.size() - std::min(lines.size(), kShownLines); i < lines.size(); ++i)
-      text += "\n  | " + lines[i];
+      text += quoted_lines(shortened(lines[i], kShownBytes));
   }
   tools::report_error(text);
 }

@@ -37,7 +37,7 @@ struct Files {
   // Prediction or Measured.
   template <class T>
   void plot(const T& what, Output& out) {
-    if (drawn) out.print("\n{}", memreport::plot_text(what, limit, out.columns(), out.colour()));
+    if (drawn) out.data("\n" + memreport::plot_text(what, limit, out.columns(), out.colour()));
     if (!picture) return;
     const bool svg = picture->file().ends_with(".svg");
     put(picture, svg ? memreport::plot_svg(what, limit) : memreport::plot_html(what, limit));
@@ -49,7 +49,7 @@ struct Files {
       tools::report_warning(fmt::format("{}: ds-train wants data.train and steps in it too", name));
   }
   static void put(std::optional<Output>& file, const std::string& text) {
-    file->write(text);
+    file->data(text);
     file->commit();
   }
 };
@@ -122,9 +122,9 @@ int of_running(const MemreportOptions& a, Output& out) {
       for (const auto& m : runs) all.push_back(Json::parse(memreport::json(m)));
       out.document({{"running", all}}, a.watch > 0);
     } else {
-      std::string screen = terminal && a.watch > 0 ? "\033[H\033[J" : "";
-      for (const auto& m : runs) screen += memreport::text(m, a.all) + "\n";
-      out.write(screen);
+      std::string text;
+      for (const auto& m : runs) text += memreport::text(m, a.all) + "\n";
+      out.data((terminal && a.watch > 0 ? "\033[H\033[J" : "") + printable(text, Breaks::All));
     }
     if (a.watch == 0) return 0;
     std::this_thread::sleep_for(std::chrono::duration<double>(a.watch));
@@ -165,7 +165,7 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
     out.write(memreport::text(fit, options));
   }
   if (first && !a.plot.empty()) files.plot(memreport::predict(*first, world, device), out);
-  if (a.explain && !out.json()) out.print("\n{}", memreport::explain(*first, world));
+  if (a.explain && !out.json()) out.write("\n" + memreport::explain(*first, world));
   return 0;
 }
 
@@ -194,10 +194,10 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
     out.document(fields);
   } else {
     out.write(memreport::text(p, a.all));
-    if (time) out.print("\n{}", memreport::text(*time));
+    if (time) out.write("\n" + memreport::text(*time));
   }
   files.plot(p, out);
-  if (a.explain && !out.json()) out.print("\n{}", memreport::explain(config, world));
+  if (a.explain && !out.json()) out.write("\n" + memreport::explain(config, world));
   return 0;
 }
 

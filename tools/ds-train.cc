@@ -1,9 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // ds-train: trains a model as a DeepSpeed configuration says; evaluates it; writes text with it.
 
+#include <unistd.h>
+
+#include <cerrno>
 #include <cmath>
 #include <csignal>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <optional>
 
@@ -139,7 +143,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
     if (picture) {
-      picture->write(ds::plan_svg(config, ranks.world_size));
+      picture->data(ds::plan_svg(config, ranks.world_size));
       picture->commit();
     }
     return 0;
@@ -165,7 +169,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   run.generate(*o.prompt, o.sampling, [&](ds::i32 id, std::string_view piece) {
     tokens.push_back(id);
     text += piece;
-    if (!out.json()) out.write(piece);
+    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey what is in it
   });
   if (out.json()) {
     out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}, {"tokens", tokens}});
@@ -198,7 +202,9 @@ int main(int argc, char** argv) {
         app.add_option("--weights", o.weights,
                        "initial weights: a safetensors, HDF5 or PyTorch file, a model directory, a checkpoint")
             ->type_name("FILE")
-            ->check(CLI::ExistingPath)
+            ->check([](const std::string& path) {
+              return ::access(path.c_str(), F_OK) == 0 ? "" : fmt::format("{}: {}", path, std::strerror(errno));
+            })
             ->excludes("--resume");
         CLI::Option* steps = add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
                                         "optimizer steps of the run (overrides the key steps)")

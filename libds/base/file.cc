@@ -17,6 +17,8 @@
 #include <tuple>
 #include <vector>
 
+#include "base/content_kind.h"
+
 namespace ds {
 namespace {
 
@@ -292,10 +294,14 @@ void PendingDirectory::move_out() {
   sync_directory(target_);
 }
 
-std::string read_text_file(const std::string& path, i64 max_bytes) {
+std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large) {
   const File file = File::open_read(path);
   const i64 bytes = file.size();
-  DS_CHECK(bytes <= max_bytes, Errc::Corrupt, "{}: {} bytes, at most {} are expected", path, bytes, max_bytes);
+  if (bytes > max_bytes) {
+    const std::string kind = kind_of_content(file);
+    throw Error(too_large, fmt::format("{}: {}{} bytes, at most {} are expected", path,
+                                       kind.empty() ? "" : fmt::format("is {} of ", kind), bytes, max_bytes));
+  }
   std::string text(static_cast<size_t>(bytes), '\0');
   file.read_at(0, text.data(), bytes);
   return text;
@@ -319,7 +325,9 @@ std::string read_to_end(int fd, i64 max_bytes) {
     while (n < 0 && errno == EINTR);
     check_named(n >= 0, "read");
     text.resize(before + static_cast<size_t>(n));
-    DS_CHECK(std::ssize(text) <= max_bytes, Errc::Config, "is larger than {} MiB", max_bytes >> 20);
+    const std::string_view kind = std::ssize(text) > max_bytes ? kind_of_content(text) : "";
+    DS_CHECK(std::ssize(text) <= max_bytes, Errc::Config, "{}is larger than {} MiB",
+             kind.empty() ? "" : fmt::format("is {}, and ", kind), max_bytes >> 20);
     if (n == 0) return text;
   }
 }

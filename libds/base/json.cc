@@ -8,9 +8,12 @@
 #include <charconv>
 #include <iterator>
 #include <optional>
+#include <type_traits>
 #include <unordered_set>
 #include <utility>
 #include <vector>
+
+#include "base/content_kind.h"
 
 namespace ds {
 namespace {
@@ -51,27 +54,93 @@ constexpr size_t kMostPlaces = 100'000, kLongestPath = 1000;
 
 constexpr bool is_space(char c) { return c == ' ' || c == '\t' || c == '\n' || c == '\r'; }
 
-// Builds the document from the parser's events.
+// The run of letters, digits and signs around a byte.
+std::string word_at(std::string_view text, size_t at) {
+  const auto in_word = [&](size_t i) {
+    const unsigned char c = static_cast<unsigned char>(text[i]);
+    return std::isalnum(c) || c == '+' || c == '-' || c == '.' || c == '_';
+  };
+  size_t begin = at, end = at;
+  while (begin > 0 && in_word(begin - 1)) --begin;
+  while (end < text.size() && in_word(end)) ++end;
+  return std::string(text.substr(begin, std::min<size_t>(end - begin, 40)));
+}
+
+struct Mistake {
+  size_t offset;
+  std::string message;
+};
+
+// What the library found, in words for people. Its own: "[json.exception.parse_error.101] parse error at line 1, column
+// 2: syntax error while parsing object key - invalid literal; last read: '{x'; expected string literal".
+Mistake mistake_of(std::string_view text, size_t position, const std::string& token,
+                   const nlohmann::detail::exception& e) {
+  const size_t at = std::min(position > 0 ? position - 1 : 0, text.size());
+  const auto previous = [&] {
+    size_t i = at;
+    while (i > 0 && is_space(text[i - 1])) --i;
+    return i > 0 ? text[i - 1] : '\0';
+  };
+  const char c = at < text.size() ? text[at] : '\0';
+  if (e.id == 406)
+    return {token.size() <= at + 1 ? at + 1 - token.size() : 0,
+            fmt::format("the number {} does not fit a double", token)};
+  if (c == '#') return {at, "'#' begins no comment here; comments are // and /* */"};
+  if (c == '\'') return {at, "strings are in double quotes"};
+  if ((c == '}' || c == ']') && previous() == ',') return {at, fmt::format("a comma before '{}'", c)};
+  std::string what = json_reason(e);
+  const bool invalid = what.find("invalid literal") != what.npos || what.find("invalid number") != what.npos;
+  if (const std::string word = word_at(text, at); invalid && !word.empty())
+    return {at, fmt::format("'{}' is not JSON: numbers are finite decimals, words are true, false and null", word)};
+  if (const size_t read = what.find("; last read: '"); read != what.npos) {
+    const size_t expected = what.rfind("; expected ");
+    what.erase(read, expected != what.npos && expected > read ? expected - read : what.npos);
+  }
+  if (const size_t dash = what.find(" - "); what.starts_with("syntax error") && dash != what.npos)
+    what.erase(0, dash + 3);
+  if (what.starts_with("invalid literal")) what.replace(0, 15, at < text.size() ? "this is not JSON" : "the text ends");
+  return {at, std::move(what)};
+}
+
+std::vector<size_t> line_starts(std::string_view text) {
+  std::vector<size_t> starts{0};
+  for (size_t i = 0; i < text.size(); ++i)
+    if (text[i] == '\n') starts.push_back(i + 1);
+  return starts;
+}
+
+JsonPlace place_at(const std::vector<size_t>& line_starts, size_t offset) {
+  const auto line = std::upper_bound(line_starts.begin(), line_starts.end(), offset) - 1;
+  return {line - line_starts.begin() + 1, static_cast<i64>(offset - *line) + 1};
+}
+
+template <class J>
+struct Built {
+  J root;
+  std::map<std::string, JsonPlace, std::less<>> places;
+};
+
+// Builds the document, of ordered or of sorted members, from the parser's events.
+template <class J>
 class Builder {
  public:
   Builder(std::string_view text, std::string_view name, const JsonOptions& options)
-      : text_(text), name_(name), options_(options) {
-    for (size_t i = 0; i < text.size(); ++i)
-      if (text[i] == '\n') lines_.push_back(i + 1);
-  }
+      : text_(text), name_(name), options_(options), lines_(line_starts(text)) {}
 
-  JsonDocument build() {
+  Built<J> build() {
     const CountingIterator begin(text_.data(), &consumed_), end(text_.data() + text_.size(), &consumed_);
     if (std::all_of(text_.begin(), text_.end(), is_space)) fail(0, "there is no JSON here: the text is empty");
-    Json::sax_parse(begin, end, this, nlohmann::detail::input_format_t::json, true, options_.comments);
+    if (const std::string_view kind = kind_of_content(text_); !kind.empty())
+      fail(0, fmt::format("this is {}, not JSON", kind));
+    J::sax_parse(begin, end, this, nlohmann::detail::input_format_t::json, true, options_.comments);
     return std::move(document_);
   }
 
   bool null() { return value(nullptr); }
   bool boolean(bool x) { return value(x); }
-  bool number_integer(Json::number_integer_t x) { return value(x); }
-  bool number_unsigned(Json::number_unsigned_t x) { return value(x); }
-  bool number_float(Json::number_float_t x, const std::string& token) {
+  bool number_integer(typename J::number_integer_t x) { return value(x); }
+  bool number_unsigned(typename J::number_unsigned_t x) { return value(x); }
+  bool number_float(typename J::number_float_t x, const std::string& token) {
     // The parser refuses what is too large, and makes zero of what is too small.
     const std::string_view digits = std::string_view(token).substr(0, token.find_first_of("eE"));
     if (x == 0 && digits.find_first_of("123456789") != digits.npos)
@@ -79,52 +148,54 @@ class Builder {
     return value(x);
   }
   bool string(std::string& x) { return value(std::move(x)); }
-  bool binary(Json::binary_t&) { return false; }  // not in text
-  bool start_object(size_t) { return open(Json::object()); }
-  bool start_array(size_t) { return open(Json::array()); }
+  bool binary(typename J::binary_t&) { return false; }  // not in text
+  bool start_object(size_t) { return open(J::object()); }
+  bool start_array(size_t) { return open(J::array()); }
   bool end_object() { return close(); }
   bool end_array() { return close(); }
 
   bool key(std::string& k) {
     const size_t at = string_start(consumed_);
-    if (!stack_.back().keys.insert(k).second) fail(at, fmt::format("the key {} is there twice", Json(k).dump()));
     key_path_ = noted(stack_.back().path, k.size(), at, [&](const std::string& path) { return json_member(path, k); });
-    // The object is appended to without a search: `keys` knows that the name is new.
-    key_target_ = &stack_.back().value->get_ref<Json::object_t&>().emplace_back(std::move(k), nullptr).second;
+    if (!add_member(k)) fail(at, fmt::format("the key {} is there twice", J(k).dump()));
     return true;
   }
 
   bool parse_error(size_t position, const std::string& token, const nlohmann::detail::exception& e) {
-    const size_t at = std::min(position > 0 ? position - 1 : 0, text_.size());
-    const auto previous = [&] {
-      size_t i = at;
-      while (i > 0 && is_space(text_[i - 1])) --i;
-      return i > 0 ? text_[i - 1] : '\0';
-    };
-    const char c = at < text_.size() ? text_[at] : '\0';
-    if (e.id == 406) {
-      const size_t start = token.size() <= at + 1 ? at + 1 - token.size() : 0;
-      fail(start, fmt::format("the number {} does not fit a double", token));
-    }
-    if (c == '#') fail(at, "'#' begins no comment here; comments are // and /* */");
-    if (c == '\'') fail(at, "strings are in double quotes");
-    if ((c == '}' || c == ']') && previous() == ',') fail(at, fmt::format("a comma before '{}'", c));
-    const std::string_view what = e.what();
-    const bool invalid = what.find("invalid literal") != what.npos || what.find("invalid number") != what.npos;
-    if (const std::string word = word_at(at); invalid && !word.empty())
-      fail(at, fmt::format("'{}' is not JSON: numbers are finite decimals, words are true, false and null", word));
-    const size_t colon = what.find(": ");
-    fail(at, std::string(colon == what.npos ? what : what.substr(colon + 2)));
+    refuse_json(text_, name_, options_.error, position, token, e);
+    return false;
   }
 
  private:
   struct Level {
-    Json* value;
-    std::optional<std::string> path;  // nothing: neither it nor what is in it has a place
-    std::unordered_set<std::string> keys;
+    J* value;
+    std::optional<std::string> path;       // nothing: neither it nor what is in it has a place
+    std::unordered_set<std::string> keys;  // of an object with ordered members, once it has many
   };
 
-  Json& place_of_next_value() {
+  // False: there is one of that name. Ordered members are appended to without a search, where `keys` knows all names.
+  bool add_member(std::string& name) {
+    typename J::object_t& object = stack_.back().value->template get_ref<typename J::object_t&>();
+    if constexpr (std::is_same_v<J, Json>) {
+      constexpr size_t kFew = 16;
+      std::unordered_set<std::string>& keys = stack_.back().keys;
+      const auto same = [&](const auto& member) { return member.first == name; };
+      if (object.size() < kFew) {
+        if (std::any_of(object.begin(), object.end(), same)) return false;
+      } else {
+        if (keys.empty()) std::ranges::for_each(object, [&](const auto& member) { keys.insert(member.first); });
+        if (!keys.insert(name).second) return false;
+      }
+      key_target_ = &object.emplace_back(std::move(name), nullptr).second;
+      return true;
+    } else {
+      const auto [member, added] = object.try_emplace(std::move(name), nullptr);
+      key_target_ = &member->second;
+      return added;
+    }
+  }
+
+  J& place_of_next_value() {
     if (stack_.empty()) return document_.root;
     Level& top = stack_.back();
     if (!top.value->is_array()) {
@@ -134,7 +205,7 @@ class Builder {
     const size_t index = top.value->size();
     value_path_ = noted(top.path, 0, top.path ? value_start() : 0,
                         [&](const std::string& path) { return json_element(path, index); });
-    return top.value->get_ref<Json::array_t&>().emplace_back(nullptr);
+    return top.value->template get_ref<typename J::array_t&>().emplace_back(nullptr);
   }
 
   template <class T>
@@ -144,10 +215,10 @@ class Builder {
     return true;
   }
 
-  bool open(Json empty) {
+  bool open(J empty) {
     if (std::ssize(stack_) >= options_.max_depth)
       fail(consumed_ - 1, fmt::format("nested deeper than {} levels", options_.max_depth));
-    Json& at = place_of_next_value();
+    J& at = place_of_next_value();
     at = std::move(empty);
     if (stack_.empty() && options_.places) value_path_ = "";
     stack_.push_back({&at, std::move(value_path_), {}});
@@ -159,18 +230,6 @@ class Builder {
     stack_.pop_back();
     end_of_previous_ = consumed_;
     return true;
-  }
-
-  // The run of letters, digits and signs around a byte.
-  std::string word_at(size_t at) const {
-    const auto in_word = [&](size_t i) {
-      const unsigned char c = static_cast<unsigned char>(text_[i]);
-      return std::isalnum(c) || c == '+' || c == '-' || c == '.' || c == '_';
-    };
-    size_t begin = at, end = at;
-    while (begin > 0 && in_word(begin - 1)) --begin;
-    while (end < text_.size() && in_word(end)) ++end;
-    return std::string(text_.substr(begin, std::min<size_t>(end - begin, 40)));
   }
 
   // The parser has read one character past a number.
@@ -208,34 +267,29 @@ class Builder {
     }
   }
 
-  JsonPlace place(size_t offset) const {
-    const auto line = std::upper_bound(lines_.begin(), lines_.end(), offset) - 1;
-    return {line - lines_.begin() + 1, static_cast<i64>(offset - *line) + 1};
-  }
-
   // Notes where a value stands: its path, if it has a place. `more`: bytes that it is longer than its parent's.
   template <class F>
   std::optional<std::string> noted(const std::optional<std::string>& parent, size_t more, size_t offset, F&& path_in) {
     if (!parent || parent->size() + more > kLongestPath || document_.places.size() >= kMostPlaces) return std::nullopt;
     std::string path = path_in(*parent);
-    document_.places.emplace(path, place(offset));
+    document_.places.emplace(path, place_at(lines_, offset));
     return path;
   }
 
   [[noreturn]] void fail(size_t offset, const std::string& message) const {
-    throw JsonError(options_.error, name_, place(offset), message);
+    throw JsonError(options_.error, name_, place_at(lines_, offset), message);
   }
 
   std::string_view text_;
   std::string_view name_;
   JsonOptions options_;
-  std::vector<size_t> lines_{0};  // where each line begins
+  std::vector<size_t> lines_;
   size_t consumed_ = 0;
   size_t end_of_previous_ = 0;
-  JsonDocument document_;
+  Built<J> document_;
   std::vector<Level> stack_;
   std::optional<std::string> key_path_, value_path_;
-  Json* key_target_ = nullptr;
+  J* key_target_ = nullptr;
 };
 
 }  // namespace
@@ -245,9 +299,38 @@ JsonError::JsonError(Errc code, std::string_view name, JsonPlace place, const st
       place_(place),
       message_(message) {}
 
-JsonDocument parse_json(std::string_view text, std::string_view name, const JsonOptions& options) {
+namespace {
+
+template <class J>
+Built<J> parse(std::string_view text, std::string_view name, const JsonOptions& options) {
   if (text.starts_with("\xEF\xBB\xBF")) text.remove_prefix(3);
-  return Builder(text, name, options).build();
+  return Builder<J>(text, name, options).build();
+}
+
+}  // namespace
+
+JsonDocument parse_json(std::string_view text, std::string_view name, const JsonOptions& options) {
+  Built<Json> built = parse<Json>(text, name, options);
+  return {std::move(built.root), std::move(built.places)};
+}
+
+nlohmann::json parse_sorted_json(std::string_view text, std::string_view name, const JsonOptions& options) {
+  JsonOptions without_places = options;
+  without_places.places = false;
+  return parse<nlohmann::json>(text, name, without_places).root;
+}
+
+void refuse_json(std::string_view text, std::string_view name, Errc code, size_t position, const std::string& token,
+                 const nlohmann::detail::exception& e) {
+  const Mistake mistake = mistake_of(text, position, token, e);
+  throw JsonError(code, name, place_at(line_starts(text), mistake.offset), mistake.message);
+}
+
+std::string json_reason(const nlohmann::detail::exception& e) {
+  std::string_view what(e.what());  // "[json.exception.type_error.302] type must be string, but is number"
+  if (what.starts_with('[')) what.remove_prefix(std::min(what.find("] ") + 2, what.size()));
+  if (what.starts_with("parse error")) what.remove_prefix(std::min(what.find(": ") + 2, what.size()));
+  return std::string(what);
 }
 
 std::string json_member(std::string_view path, std::string_view key) {

@@ -46,6 +46,15 @@ class DS_API JsonError : public Error {
 
 // Throws JsonError "name:line:column: message".
 JsonDocument parse_json(std::string_view text, std::string_view name, const JsonOptions& options = {});
+// The same without places, its members sorted: for objects in which keys are looked up.
+nlohmann::json parse_sorted_json(std::string_view text, std::string_view name, const JsonOptions& options = {});
+
+// For a reader of events (nlohmann::json_sax): what its parse_error() was called with, as the JsonError of parse_json.
+[[noreturn]] void refuse_json(std::string_view text, std::string_view name, Errc code, size_t position,
+                              const std::string& token, const nlohmann::detail::exception& e);
+
+// Why a value is not what was asked for: the library's words without its numbers.
+std::string json_reason(const nlohmann::detail::exception& e);
 
 // The path of a member: "a.b" and "c" make "a.b.c", "" and "c" make "c"; a key that would blur the path is quoted, so
 // that "a.b" in the root is "\"a.b\"".

@@ -18,4 +18,13 @@ std::size_t utf8_length(std::string_view text) noexcept {
   return overlong || beyond ? 0 : length;
 }
 
+Utf8Character first_character(std::string_view text) noexcept {
+  const std::size_t length = utf8_length(text);
+  if (length == 0) return {text.substr(0, 1), kNotUtf8};
+  u32 code = static_cast<u8>(text[0]);
+  if (length > 1) code &= 0x7fu >> length;
+  for (std::size_t i = 1; i < length; ++i) code = code << 6 | (static_cast<u8>(text[i]) & 0x3f);
+  return {text.substr(0, length), code};
+}
+
 }  // namespace ds

@@ -81,7 +81,8 @@ class DeepspeedReader final : public StateSource {
 }  // namespace
 
 bool is_deepspeed(const std::string& dir) {
-  return is_deepspeed_tag(dir) || std::filesystem::exists(dir + "/zero_to_fp32.py") ||
+  std::error_code ignored;
+  return is_deepspeed_tag(dir) || std::filesystem::exists(dir + "/zero_to_fp32.py", ignored) ||
          !list_deepspeed_tags(dir).empty();
 }
 

@@ -68,8 +68,9 @@ std::string find_hf_config(const std::string& dir) {
 
 std::string model_config_of(const StateSource& state, const std::string& named) {
   if (!named.empty()) {
-    const std::string path = fs::is_directory(named) ? named + "/config.json" : named;
-    const Json config = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+    std::error_code ignored;
+    const std::string path = fs::is_directory(named, ignored) ? named + "/config.json" : named;
+    const Json config = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
     DS_CHECK(config.is_object(), Errc::Config, "{}: is no JSON object", path);
     return config.dump();
   }

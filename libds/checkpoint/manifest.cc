@@ -12,6 +12,7 @@
 #include <tuple>
 #include <unordered_map>
 
+#include "base/json.h"
 #include "formats/hdf5.h"
 #include "formats/tensor_io.h"
 
@@ -93,7 +94,7 @@ Json embed(const std::string& document, const char* what) {
   try {
     return Json::parse(document);
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Internal, fmt::format("the {} to save is not JSON: {}", what, e.what()));
+    throw Error(Errc::Internal, fmt::format("the {} to save is not JSON: {}", what, json_reason(e)));
   }
 }
 std::string extract(const Json& document) { return document.is_null() ? "" : document.dump(); }
@@ -111,11 +112,9 @@ DType dtype_from(const std::string& name) {
   throw Error(Errc::Corrupt, fmt::format("'{}' is not a dtype", name.substr(0, 32)));
 }
 
-Json parse_bounded(std::string_view text) {
-  return Json::parse(text, [](int depth, Json::parse_event_t, Json&) {
-    DS_CHECK(depth <= kMaxDepth, Errc::Corrupt, "nested more than {} deep", kMaxDepth);
-    return true;
-  });
+Json parse_bounded(std::string_view text, const std::string& path) {
+  return parse_json(text, path, {.error = Errc::Corrupt, .max_depth = kMaxDepth, .comments = false, .places = false})
+      .root;
 }
 
 Json meta_to_json(const CheckpointMeta& meta) {
@@ -325,9 +324,11 @@ std::string format_meta(const CheckpointMeta& meta) { return meta_to_json(meta).
 
 CheckpointMeta parse_meta(std::string_view text, const std::string& path) {
   try {
-    return meta_from_json(parse_bounded(text));
+    return meta_from_json(parse_bounded(text, path));
+  } catch (const JsonError&) {
+    throw;
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: not the description of a step: {}", path, e.what()));
+    throw Error(Errc::Corrupt, fmt::format("{}: not the description of a step: {}", path, json_reason(e)));
   } catch (const Error& e) {
     throw Error(e.code() == Errc::Internal ? Errc::Corrupt : e.code(), fmt::format("{}: {}", path, e.what()));
   }
@@ -385,9 +386,11 @@ Manifest parse_manifest(std::string_view text, const std::string& path) {
            "{}: checksum mismatch: the manifest is damaged or was edited", path);
   Manifest m;
   try {
-    m = from_json(parse_bounded(text));
+    m = from_json(parse_bounded(text, path));
+  } catch (const JsonError&) {
+    throw;
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: not a manifest: {}", path, e.what()));
+    throw Error(Errc::Corrupt, fmt::format("{}: not a manifest: {}", path, json_reason(e)));
   } catch (const Error& e) {
     throw Error(e.code() == Errc::Internal ? Errc::Corrupt : e.code(), fmt::format("{}: {}", path, e.what()));
   }

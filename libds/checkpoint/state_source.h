@@ -84,7 +84,7 @@ void note_damage(std::vector<std::string>& lines, Check&& check) {
 }
 
 // At most 20 of them, and how many more there are.
-std::string first_lines(const std::vector<std::string>& lines, std::string_view separator = "\n");
+std::string first_lines(const std::vector<std::string>& lines, std::string_view separator = "\n  ");
 
 // Throws Errc::Unavailable, naming it and its type, if one of the tensors that `only` (glob patterns; empty: all)
 // chooses cannot be read.

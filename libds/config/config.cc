@@ -330,7 +330,7 @@ Errc ConfigResult::code() const noexcept {
 std::string ConfigResult::message() const {
   std::string out;
   for (const Diagnostic& d : diagnostics)
-    if (d.severity == Severity::Error) out += (out.empty() ? "" : "\n") + to_string(d);
+    if (d.severity == Severity::Error) out += (out.empty() ? "" : "\n  ") + to_string(d);
   return out;
 }
 

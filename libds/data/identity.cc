@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/check.h"
+#include "base/json.h"
 #include "data/data.h"
 
 namespace ds {
@@ -67,7 +68,8 @@ DataIdentity parse_data_identity(const std::string& json) {
     if (j.contains("objective")) j.at("objective").get_to(identity.objective);  // the first version had no other
     return identity;
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("the checkpoint's description of its data cannot be read: {}", e.what()));
+    throw Error(Errc::Corrupt,
+                fmt::format("the checkpoint's description of its data cannot be read: {}", json_reason(e)));
   }
 }
 

@@ -31,7 +31,7 @@ struct TokenStream::File {
       DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, std::strerror(errno));
       DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path);
       bytes = status.st_size;
-      DS_CHECK(bytes > 0, Errc::Corrupt, "data file '{}' is empty", path);
+      DS_CHECK(bytes > 0, Errc::Config, "data file '{}' is empty", path);
       token_bytes = format == DataFormat::Bin ? 2 : 1;
       DS_CHECK(bytes % token_bytes == 0, Errc::Corrupt,
                "data file '{}' has an odd number of bytes ({}): not a file of uint16 tokens", path, bytes);
@@ -54,7 +54,7 @@ struct TokenStream::File {
   void encode(const Tokenizer& tokenizer, int num_threads) {
     const std::string_view text(reinterpret_cast<const char*>(data), static_cast<size_t>(bytes));
     ids = std::make_unique<TokenIds>(text, tokenizer, num_threads, name, [&] { check_size(); });
-    DS_CHECK(ids->num_tokens() > 0, Errc::Corrupt, "data file '{}': its text has no tokens", name);
+    DS_CHECK(ids->num_tokens() > 0, Errc::Config, "data file '{}': its text has no tokens", name);
     token_bytes = ids->token_bytes();
   }
 

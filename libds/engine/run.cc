@@ -106,7 +106,7 @@ std::string published_config(const Config& config) {
   if (!config.model_path.empty()) {
     const std::string path =
         std::filesystem::is_directory(config.model_path) ? config.model_path + "/config.json" : config.model_path;
-    json = parse_json(read_text_file(path, kMaxConfig), path, {.places = false}).root;
+    json = parse_json(read_text_file(path, kMaxConfig, Errc::Config), path, {.places = false}).root;
   }
   return publish_model(json, config.model).dump();
 }
@@ -286,8 +286,13 @@ std::string TrainingRun::State::find_resumed() const {
   if (options.resume.empty()) return "";
   std::error_code ignored;
   if (options.resume != "latest") {
-    DS_CHECK(std::filesystem::is_directory(options.resume, ignored), Errc::Config, "--resume {}: no such directory",
-             options.resume);
+    std::error_code error;
+    const std::filesystem::file_type type = std::filesystem::status(options.resume, error).type();
+    DS_CHECK(type == std::filesystem::file_type::directory, Errc::Config, "--resume {}: {}", options.resume,
+             type == std::filesystem::file_type::not_found ? "no such directory"
+             : type == std::filesystem::file_type::none
+                 ? error.message()
+                 : "not a directory; a checkpoint is one, and --weights takes files");
     DS_CHECK(!is_deepspeed(options.resume), Errc::Unavailable,
              "--resume {}: a DeepSpeed checkpoint; make one of ours of it with ds-shard, or give it to --weights",
              options.resume);

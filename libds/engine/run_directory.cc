@@ -41,6 +41,19 @@ Contents contents_of(const std::string& path) {
   return c;
 }
 
+// What has to be made for `path`, from the outermost on. Links are followed, also one that leads to nothing yet.
+std::vector<fs::path> missing_directories(const std::string& path) {
+  std::vector<fs::path> missing;
+  std::error_code error;
+  try {
+    for (fs::path dir = fs::absolute(path).lexically_normal(); !fs::exists(dir, error); dir = dir.parent_path())
+      missing.insert(missing.begin(), dir = follow_links(dir.string()));
+  } catch (const Error& e) {
+    throw Error(Errc::Config, fmt::format("cannot create run directory {}: {}", path, e.what()));
+  }
+  return missing;
+}
+
 // Who wrote a number into the lock.
 std::string read_holder(int fd) {
   char holder[32] = {};
@@ -53,8 +66,7 @@ std::string read_holder(int fd) {
 void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
   std::error_code error;
   if (!fs::exists(path, error)) {
-    fs::path above = fs::absolute(path, error).lexically_normal();
-    while (!fs::exists(above, error)) above = above.parent_path();
+    const fs::path above = missing_directories(path).front().parent_path();
     DS_CHECK(fs::is_directory(above, error) && access(above.c_str(), W_OK | X_OK) == 0, Errc::Config,
              "cannot create run directory {}: {}", path,
              std::strerror(fs::is_directory(above, error) ? errno : ENOTDIR));
@@ -87,14 +99,14 @@ void RunDirectory::check_free(const std::string& path) {
 RunDirectory::RunDirectory(std::string path, const std::string& resume, const std::string& step_dir)
     : path_(std::move(path)) {
   check(path_, resume, step_dir);
-  std::vector<fs::path> created;  // from the outermost on
+  std::vector<fs::path> created;
   std::error_code error;
-  for (fs::path dir = fs::absolute(path_).lexically_normal(); !fs::exists(dir, error); dir = dir.parent_path())
-    created.insert(created.begin(), dir);
   try {
-    fs::create_directories(path_, error);
-    DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
-    for (const fs::path& dir : created) sync_directory(dir.parent_path());
+    for (const fs::path& dir : missing_directories(path_)) {
+      if (fs::create_directory(dir, error)) created.push_back(dir);
+      DS_CHECK(!error, Errc::Config, "cannot create run directory {}: {}", path_, error.message());
+      sync_directory(dir.parent_path());
+    }
     lock();
     check(path_, resume, step_dir);  // another run may have ended while we came to the lock
   } catch (...) {

@@ -27,6 +27,7 @@
 #include "base/limits.h"
 #include "base/thread.h"
 #include "ds/log.h"
+#include "ds/printable.h"
 
 namespace ds {
 namespace {
@@ -199,15 +200,6 @@ void send(int fd, std::string_view text) {
   ::_exit(0);  // not exit(): buffers and handlers at exit are the parent's
 }
 
-// A message from the child is shown to people: nothing but text.
-std::string printable(std::string_view text) {
-  std::string out(text.substr(0, kMaxMessage));
-  for (char& c : out) {
-    if (static_cast<unsigned char>(c) < 0x20 || c == 0x7f) c = '?';
-  }
-  return out;
-}
-
 }  // namespace
 
 ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, const ConfinedLimits& limits,
@@ -270,7 +262,7 @@ std::string ConfinedChild::answer() {
     case kError: {
       const auto code = text.size() > 2 ? static_cast<Errc>(text[2]) : Errc::Internal;
       if (code != Errc::Corrupt && code != Errc::Unavailable && code != Errc::Io) break;
-      throw Error(code, printable(std::string_view(text).substr(3)));
+      throw Error(code, shortened(printable(std::string_view(text).substr(3)), kMaxMessage));
     }
     default: break;
   }

@@ -6,6 +6,7 @@
 #include <array>
 #include <cstring>
 
+#include "base/content_kind.h"
 #include "formats/confined.h"
 #include "formats/hdf5.h"
 #include "formats/hdf5_answer.h"
@@ -32,7 +33,7 @@ void check_superblock(const File& file) {
              int{b[sizes + 1]});
     return;
   }
-  throw Error(Errc::Corrupt, fmt::format("{}: not an HDF5 file", file.path()));
+  throw Error(Errc::Corrupt, not_of_kind(file, "an HDF5 file", "not an HDF5 file"));
 }
 
 }  // namespace

@@ -10,6 +10,9 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/content_kind.h"
+#include "base/json.h"
+
 namespace ds {
 namespace {
 
@@ -50,7 +53,7 @@ constexpr size_t kMaxDims = 64;
 // Receives the events of one header. Depth 1: tensor names; 2: a tensor's fields or metadata; 3: its arrays.
 class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
-  explicit HeaderHandler(const std::string& path) : path_(path) {}
+  HeaderHandler(const std::string& path, std::string_view json) : path_(path), json_(json) {}
 
   struct Entry {
     std::string name;
@@ -134,11 +137,8 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
   bool binary(nlohmann::json::binary_t&) override { refuse("binary data"); }
   bool number_integer(i64) override { refuse("a negative number"); }
   bool number_float(double, const std::string& text) override { refuse("'{}' is not a whole number", text); }
-  bool parse_error(size_t at, const std::string&, const nlohmann::detail::exception& e) override {
-    const std::string_view why(e.what());  // "[json.exception.parse_error.101] parse error at line 1, ...: reason"
-    const size_t reason = why.find(": ");
-    throw Error(Errc::Corrupt, fmt::format("{}: header is not valid JSON at byte {}: {}", path_, at,
-                                           reason == std::string_view::npos ? why : why.substr(reason + 2)));
+  bool parse_error(size_t at, const std::string& token, const nlohmann::detail::exception& e) override {
+    refuse_json(json_, fmt::format("{}: header", path_), Errc::Corrupt, at, token, e);
   }
 
  private:
@@ -180,6 +180,7 @@ class HeaderHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
   const std::string& path_;
+  const std::string_view json_;
   int depth_ = 0;
   bool in_array_ = false, in_metadata_ = false, seen_metadata_ = false;
   std::string field_;
@@ -220,7 +221,7 @@ TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::
   const size_t first = json.find_first_not_of(" \t\r\n");
   DS_CHECK(first != std::string_view::npos && json[first] == '{', Errc::Corrupt, "{}: header is not a JSON object",
            path);
-  HeaderHandler handler(path);
+  HeaderHandler handler(path, json);
   nlohmann::json::sax_parse(json.begin(), json.end(), &handler);
   refuse_duplicates(handler.entries, path);
   check_coverage(handler.entries, data_bytes, path);
@@ -241,14 +242,18 @@ TensorTable parse_safetensors(std::string_view json, i64 data_bytes, const std::
 
 TensorTable read_safetensors(const File& file) {
   const i64 bytes = file.size();
-  DS_CHECK(bytes >= 8, Errc::Corrupt, "{}: {} bytes are too few for a safetensors file", file.path(), bytes);
+  const auto check = [&]<class... Args>(bool ok, fmt::format_string<Args...> why, Args&&... args) {
+    if (!ok)
+      throw Error(Errc::Corrupt,
+                  not_of_kind(file, "a safetensors file", fmt::format(why, std::forward<Args>(args)...)));
+  };
+  check(bytes >= 8, "{} bytes are too few for a safetensors file", bytes);
   u64 header = 0;
   file.read_at(0, &header, 8);
-  DS_CHECK(header <= static_cast<u64>(kMaxSafetensorsHeader), Errc::Corrupt,
-           "{}: header length {} is above {}: not a safetensors file?", file.path(), header, kMaxSafetensorsHeader);
+  check(header <= static_cast<u64>(kMaxSafetensorsHeader), "header length {} is above {}: not a safetensors file?",
+        header, kMaxSafetensorsHeader);
   const i64 length = static_cast<i64>(header);
-  DS_CHECK(length <= bytes - 8, Errc::Corrupt, "{}: header length {} in a file of {} bytes (truncated?)", file.path(),
-           length, bytes);
+  check(length <= bytes - 8, "header length {} in a file of {} bytes (truncated?)", length, bytes);
   std::string json(static_cast<size_t>(length), '\0');
   file.read_at(8, json.data(), length);
   DS_CHECK(json.find('\0') == std::string::npos, Errc::Corrupt, "{}: its header has a NUL byte; padding is blanks",
@@ -295,17 +300,14 @@ std::map<std::string, std::string> read_weight_index(const std::string& path) {
   const std::string_view kind = path.ends_with(".bin.index.json") ? "bin" : "safetensors";
   const std::string text = read_text_file(path, kMaxSafetensorsHeader);
   std::map<std::string, std::string> files;
+  const nlohmann::json index =
+      parse_sorted_json(text, path, {.error = Errc::Corrupt, .max_depth = 5, .comments = false});
   try {
-    const auto too_deep = [&](int depth, nlohmann::json::parse_event_t, nlohmann::json&) {
-      DS_CHECK(depth <= 4, Errc::Corrupt, "{}: nested too deep for an index", path);
-      return true;
-    };
-    const nlohmann::json index = nlohmann::json::parse(text, too_deep);
     const nlohmann::json& map = index.at("weight_map");
     DS_CHECK(map.is_object(), Errc::Corrupt, "{}: weight_map is not an object", path);
     for (const auto& [name, file] : map.items()) files[name] = file.get<std::string>();
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: not a {} index: {}", path, kind, e.what()));
+    throw Error(Errc::Corrupt, fmt::format("{}: not a {} index: {}", path, kind, json_reason(e)));
   }
   for (const auto& [name, file] : files) {
     const bool plain = file.find_first_of("/\\:") == std::string::npos && !file.starts_with('.') &&

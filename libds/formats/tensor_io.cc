@@ -9,6 +9,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/content_kind.h"
 #include "ds/log.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
@@ -110,11 +111,12 @@ class FileSource : public TensorSource {
 std::unique_ptr<TensorSource> open_single(const std::string& path) {
   const std::optional<FileFormat> format = format_of(path);
   if (!format) {
-    DS_CHECK(is_torch_name(path) || is_zip(path), Errc::Unavailable,
-             "{}: not a kind of file that is read here (.safetensors, .h5, .hdf5, .pt, .pth, .bin, .ckpt, or a "
-             ".safetensors.index.json or .bin.index.json)",
-             path);
-    return open_torch(path);
+    if (is_torch_name(path) || is_zip(path)) return open_torch(path);
+    const std::string kind = kind_of_content(File::open_read(path));
+    throw Error(Errc::Unavailable,
+                fmt::format("{}: {}not a kind of file that is read here (.safetensors, .h5, .hdf5, .pt, .pth, .bin, "
+                            ".ckpt, or a .safetensors.index.json or .bin.index.json)",
+                            path, kind.empty() ? "" : fmt::format("is {}; by its name ", kind)));
   }
   File file = File::open_read(path);
   TensorTable table = *format == FileFormat::Safetensors ? read_safetensors(file) : read_hdf5(file);

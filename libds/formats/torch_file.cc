@@ -6,6 +6,8 @@
 #include <limits>
 #include <unordered_set>
 
+#include "base/content_kind.h"
+
 namespace ds {
 namespace {
 
@@ -37,7 +39,7 @@ void check_is_zip(const File& file) {
       "{}: a plain pickle, as torch.save wrote before 1.6; load it with a newer torch and save it again, or convert "
       "it to safetensors",
       file.path());
-  throw Error(Errc::Corrupt, fmt::format("{}: not a file of torch.save (no zip archive)", file.path()));
+  throw Error(Errc::Corrupt, not_of_kind(file, "a file of torch.save", "not a file of torch.save (no zip archive)"));
 }
 
 }  // namespace

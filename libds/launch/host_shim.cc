@@ -23,6 +23,7 @@
 #include "base/as_error.h"
 #include "base/check.h"
 #include "ds/launch.h"
+#include "ds/printable.h"
 #include "ds/version.h"
 #include "launch/limits.h"
 #include "launch/process.h"
@@ -138,11 +139,10 @@ int run_agent(const AgentSettings& settings, const OrtedCall& call, const Enviro
     if (ended || dismissed) kill_descendants();  // who still holds the pipe
     if (dismissed) return 1;
   }
-  while (said.ends_with('\n') || said.ends_with('\r')) said.pop_back();
   const std::string why =
       error != 0 ? fmt::format("cannot execute '{}': {}", argv[0], std::strerror(error))
                  : fmt::format("'{}' {}{}{}", argv[0], how_ended(exit_status(wait_status), exit_signal(wait_status)),
-                               said.empty() ? "" : "; it said:\n", said);
+                               said.empty() ? "" : "; it said:", quoted_lines(said));
   launcher.send(Message::AgentEnded, pack({std::to_string(call.host), why}));
   return 0;
 }
@@ -268,7 +268,8 @@ int run_reporting(Run&& run) {
     return run();
   } catch (const std::exception& e) {
     const Error error = as_error(e);
-    write_all(STDERR_FILENO, fmt::format("ds-launch on {}: {}\n", host_name(), error.what()));
+    write_all(STDERR_FILENO,
+              fmt::format("ds-launch on {}: {}\n", host_name(), printable(error.what(), Breaks::Indented)));
     return exit_code(error.code());
   }
 }

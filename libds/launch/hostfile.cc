@@ -128,14 +128,14 @@ class Hosts {
 
   void mistake(i64 number, const std::string& why) {
     if (++num_mistakes_ > kShownMistakes) return;
-    if (!mistakes_.empty()) mistakes_ += '\n';
+    if (!mistakes_.empty()) mistakes_ += "\n  ";
     mistakes_ += where(number) + ": " + why;
   }
 
   // What was read, if nothing was wrong with it.
   std::vector<LaunchHost> take() {
     if (num_mistakes_ > kShownMistakes)
-      mistakes_ += fmt::format("\nand {} more mistakes", num_mistakes_ - kShownMistakes);
+      mistakes_ += fmt::format("\n  and {} more mistakes", num_mistakes_ - kShownMistakes);
     DS_CHECK(num_mistakes_ == 0, Errc::Config, "{}", mistakes_);
     return std::move(hosts_);
   }

@@ -30,6 +30,7 @@
 #include "base/check.h"
 #include "ds/launch.h"
 #include "ds/log.h"
+#include "ds/printable.h"
 #include "launch/heart.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
@@ -43,6 +44,7 @@ namespace fs = std::filesystem;
 
 constexpr int kCheckpointed = 75;
 constexpr std::size_t kLastLines = 20;
+constexpr std::size_t kKeptText = 4096;  // of what mpirun said last
 constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kStartTimeout = 120 * kSecond;  // for all shims to come
 constexpr i64 kEndGrace = 2 * kSecond;        // between the steps of the picture above
@@ -682,7 +684,7 @@ class Launcher {
       for (std::size_t at = 0; (at = text.find(alias, at)) != std::string::npos; at += hosts_[i].planned.name.size())
         text.replace(at, alias.size(), hosts_[i].planned.name);
     }
-    return text.empty() ? "" : "; it said:\n" + text;
+    return text.empty() ? "" : "; it said:" + quoted_lines(text);
   }
 
   // What mpirun itself says; of interest only if it fails or somebody wants to know.
@@ -690,13 +692,15 @@ class Launcher {
     char buffer[4096];
     const ssize_t n = ::read(chatter_.get(), buffer, sizeof buffer);
     if (n > 0) {
-      said_.append(buffer, static_cast<std::size_t>(n));
-      log_message(LogLevel::Verbose, std::string_view(buffer, static_cast<std::size_t>(n)));
+      const std::string_view text(buffer, static_cast<std::size_t>(n));
+      said_.append(text);
+      log_message(LogLevel::Verbose, "mpirun said:" + quoted_lines(text));
       // A shim has ended before it came to us. Those that come after mpirun's SIGCONT learn of it by its SIGTERM only.
       if (phase_ == Phase::Running && !any_started() && said_.find("the job has been aborted") != std::string::npos) {
         why_ = "mpirun gave up before any rank had started";
         enter(Phase::Killing, kEndGrace);
       }
+      if (said_.size() > 2 * kKeptText) said_.erase(0, said_.size() - kKeptText);
     } else if (n == 0 || errno != EINTR) {
       chatter_.reset();
     }

@@ -19,6 +19,7 @@
 #include "base/as_error.h"
 #include "base/check.h"
 #include "ds/launch.h"
+#include "ds/printable.h"
 #include "launch/host_shim.h"
 #include "launch/process.h"
 
@@ -224,7 +225,7 @@ int run_rank_shim(const std::string& socket, const std::vector<std::string>& env
     Fd connection = connect_to(socket);
     if (connection && Shim(Channel(std::move(connection)), "0", own, inbox, parent).run()) return 0;
   } catch (const std::exception& e) {
-    fmt::print(stderr, "{}\n", e.what());
+    fmt::print(stderr, "{}\n", printable(e.what(), Breaks::Indented));
     return 1;
   }
   remove_job_files(std::filesystem::path(socket).parent_path());  // the launcher was killed

@@ -8,10 +8,13 @@
 #include <cerrno>
 #include <climits>
 
+#include "ds/printable.h"
+
 namespace ds::launch {
 namespace {
 
 constexpr std::size_t kLongestLine = 1024 * 1024;  // of a longer one, pieces
+constexpr std::size_t kRemembered = 4096;          // of a line
 
 }  // namespace
 
@@ -76,7 +79,7 @@ void LineStream::line(bool complete) {
     std::string_view text(line_);
     while (text.ends_with('\n') || text.ends_with('\r')) text.remove_suffix(1);
     text.remove_prefix(text.rfind('\r') + 1);  // of a progress display, what is seen; npos + 1 = 0
-    last_.emplace_back(text);
+    last_.push_back(shortened(text, kRemembered));
     if (last_.size() > remembered_) last_.pop_front();
   }
   line_.clear();

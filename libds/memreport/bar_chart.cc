@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "device/memory.h"
+#include "ds/printable.h"
 #include "ds/units.h"
 #include "memreport/bar_chart_parts.h"
 
@@ -201,7 +202,7 @@ std::string difference_text(i64 measured, i64 predicted) {
 std::string sum_heading(const Sums& sums) { return sums.bars == 1 ? "tag" : fmt::format("sum of {}", sums.bars); }
 
 std::string limit_text(const BarChart& chart) {
-  return fmt::format("{} {}", chart.limit_label.empty() ? "limit" : report::printable(chart.limit_label),
+  return fmt::format("{} {}", chart.limit_label.empty() ? "limit" : printable(chart.limit_label),
                      bytes_text(*chart.limit));
 }
 

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <iterator>
 
+#include "ds/printable.h"
 #include "ds/units.h"
 #include "memreport/bar_chart.h"
 #include "memreport/bar_chart_parts.h"
@@ -18,7 +19,6 @@ namespace {
 using report::clip;
 using report::hundredths;
 using report::num_columns;
-using report::printable;
 using report::xml;
 
 constexpr double kMargin = 16, kFont = 12, kCharacter = 0.62 * kFont, kTitle = 34, kTop = 72, kBars = 800, kBetween = 5;

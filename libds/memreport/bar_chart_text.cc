@@ -7,6 +7,7 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "ds/printable.h"
 #include "ds/units.h"
 #include "memreport/bar_chart.h"
 #include "memreport/bar_chart_parts.h"
@@ -16,7 +17,6 @@ namespace {
 
 using report::clip;
 using report::num_columns;
-using report::printable;
 
 constexpr std::string_view kReset = "\x1b[0m", kBold = "\x1b[1m", kCounted = "counted";
 

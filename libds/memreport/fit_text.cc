@@ -4,6 +4,7 @@
 #include "base/json.h"
 #include "config/parallel.h"
 #include "ds/memreport.h"
+#include "ds/printable.h"
 #include "ds/units.h"
 
 namespace ds::memreport {
@@ -29,7 +30,7 @@ std::string row(const Arrangement& a) {
 
 std::string lines(const std::vector<std::string>& keys) {
   std::string out;
-  for (const std::string& key : keys) out += fmt::format("  --set {}\n", key);
+  for (const std::string& key : keys) out += fmt::format("  --set {}\n", printable(key));
   return out;
 }
 
@@ -71,7 +72,7 @@ std::string text(const FitResult& r, const FitOptions& o) {
     out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present));
   } else {
     out += "as it is: it cannot be\n";
-    for (const std::string& why : r.why_not) out += fmt::format("  {}\n", why);
+    for (const std::string& why : r.why_not) out += fmt::format("  {}\n", printable(why));
   }
   if (r.nearest)
     out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest), lines(r.nearest->keys));

@@ -27,7 +27,7 @@ constexpr Gpu kGpus[] = {{"a100", {312e12, 2.039e12, 300e9, 25e9}},
 
 std::optional<Links> links_of(const std::string& file) {
   if (file.empty()) return std::nullopt;
-  return read_links(read_text_file(file, kMaxDocument), file);
+  return read_links(read_text_file(file, kMaxDocument, Errc::Config), file);
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ std::vector<std::string> Hardware::gpus() {
 }
 
 Hardware Hardware::read(const std::string& machine, const std::string& links) {
-  State s{read_machine(read_text_file(machine, kMaxDocument), machine), links_of(links)};
+  State s{read_machine(read_text_file(machine, kMaxDocument, Errc::Config), machine), links_of(links)};
   return Hardware(std::make_shared<const State>(std::move(s)));
 }
 

@@ -53,7 +53,7 @@ Links read_links(std::string_view json, std::string_view name) {
                                   .max_bytes = bytes(o, "max_bytes")});
     return links;
   } catch (const Json::exception& e) {
-    throw Error(Errc::Config, fmt::format("{}: {}", name, e.what()));
+    throw Error(Errc::Config, fmt::format("{}: {}", name, json_reason(e)));
   } catch (const Error& e) {
     throw Error(e.code(), fmt::format("{}: {}", name, e.what()));
   }

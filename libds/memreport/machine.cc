@@ -148,7 +148,7 @@ Machine read_machine(std::string_view json, std::string_view name) {
     m.bytes = read_rates(root.at("bytes_per_s"));
     return m;
   } catch (const Json::exception& e) {
-    throw Error(Errc::Config, fmt::format("{}: {}", name, e.what()));
+    throw Error(Errc::Config, fmt::format("{}: {}", name, json_reason(e)));
   } catch (const Error& e) {
     throw Error(e.code(), fmt::format("{}: {}", name, e.what()));
   }

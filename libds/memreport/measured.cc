@@ -6,6 +6,7 @@
 
 #include "base/json.h"
 #include "ds/memreport.h"
+#include "ds/printable.h"
 #include "ds/units.h"
 #include "memreport/live.h"
 #include "memreport/metrics_file.h"
@@ -53,7 +54,7 @@ std::string rank_text(const MeasuredRank& r) {
   std::string out = fmt::format("{:<20} {:>14} {:>14} {:>14}\n", fmt::format("memory of rank {}", r.rank), "predicted",
                                 r.counted ? "counted" : "", r.counted ? "difference" : "");
   const auto row = [&](const std::string& name, i64 predicted, i64 counted) {
-    out += fmt::format("  {:<18} {:>14}", name, bytes_text(predicted));
+    out += fmt::format("  {:<18} {:>14}", printable(name), bytes_text(predicted));
     if (r.counted) out += fmt::format(" {:>14} {:>14}", bytes_text(counted), difference(predicted, counted));
     out += '\n';
   };
@@ -131,9 +132,9 @@ std::vector<Measured> find_running() {
 }
 
 std::string text(const Measured& m, bool all) {
-  std::string out = fmt::format("{}: {} rank{}{}; step {}{}\n", m.name, m.world_size, m.world_size == 1 ? "" : "s",
-                                m.device.empty() ? "" : " on " + m.device, m.step,
-                                m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
+  std::string out = fmt::format("{}: {} rank{}{}; step {}{}\n", printable(m.name), m.world_size,
+                                m.world_size == 1 ? "" : "s", m.device.empty() ? "" : " on " + printable(m.device),
+                                m.step, m.total_steps > 0 ? fmt::format(" of {}", m.total_steps) : "");
   if (m.step_ms > 0)
     out += fmt::format("{:.6g} ms per step, {:.6g} tokens/s{}\n", m.step_ms, m.tokens_per_s,
                        std::isfinite(m.mfu) ? fmt::format(", MFU {:.1f} %", 100 * m.mfu) : "");

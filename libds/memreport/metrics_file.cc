@@ -11,6 +11,7 @@
 #include <map>
 #include <numeric>
 
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "device/memory.h"
@@ -112,7 +113,10 @@ class Reader {
   }
 
   void read() {
-    for_each_line(File::open_read(file_.path), kMaxLine, [&](std::string_view line, bool is_ended) {
+    const File file = File::open_read(file_.path);
+    if (const std::string kind = kind_of_content(file); kind != kBinaryData)  // a power failure may leave zeros
+      DS_CHECK(kind.empty(), Errc::Corrupt, "{}: is {}, not a metrics.jsonl", file_.path, kind);
+    for_each_line(file, kMaxLine, [&](std::string_view line, bool is_ended) {
       ++number_;
       if (is_ended) {
         if (line.find_first_not_of(" \t\r") != line.npos) take(parse(line));

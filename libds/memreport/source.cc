@@ -5,6 +5,7 @@
 #include <filesystem>
 
 #include "base/check.h"
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "checkpoint/deepspeed.h"
@@ -70,7 +71,12 @@ Text text_of(const std::string& path) {
   if (fs::is_directory(path, ignored)) {
     return fs::exists(path + "/config.json", ignored) ? of_model_file(path) : of_checkpoint(path);
   }
-  Text t{read_text_file(path, kMaxConfig), path};
+  const std::string kind = kind_of_content(File::open_read(path));
+  DS_CHECK(kind.empty(), Errc::Config,
+           "{}: is {}: give a configuration, the directory or the config.json of a model, a run or a step of one, or a "
+           "metrics.jsonl",
+           path, kind);
+  Text t{read_text_file(path, kMaxConfig, Errc::Config), path};
   try {
     if (is_model(parse_json(t.text, path, {.places = false}).root)) return of_model_file(path);
   } catch (const JsonError&) {  // which the reader of configurations tells as one of its own

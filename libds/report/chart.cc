@@ -8,25 +8,10 @@
 #include <vector>
 
 #include "base/utf8.h"
+#include "ds/printable.h"
 
 namespace ds::report {
 namespace {
-
-constexpr u32 kInvalid = 0;
-
-struct Character {
-  std::string_view bytes;
-  u32 code;  // kInvalid: not UTF-8
-};
-
-Character first_character(std::string_view text) {
-  const size_t length = utf8_length(text);
-  if (length == 0) return {text.substr(0, 1), kInvalid};
-  u32 code = static_cast<u8>(text[0]);
-  if (length > 1) code &= 0x7fu >> length;
-  for (size_t i = 1; i < length; ++i) code = code << 6 | (static_cast<u8>(text[i]) & 0x3f);
-  return {text.substr(0, length), code};
-}
 
 // The ranges that fmt pads as two columns.
 bool is_wide(u32 code) {
@@ -47,13 +32,8 @@ bool is_wide(u32 code) {
   return std::any_of(kWide.begin(), kWide.end(), [&](const auto& r) { return code >= r.first && code <= r.second; });
 }
 
-// C1 too: U+009B begins a terminal's escapes as ESC [ does. XML has no U+FFFE and U+FFFF.
-bool is_printable(u32 code) {
-  return code >= 0x20 && !(code >= 0x7f && code <= 0x9f) && code != 0xfffe && code != 0xffff;
-}
-
-std::vector<Character> characters(std::string_view text) {
-  std::vector<Character> result;
+std::vector<Utf8Character> characters(std::string_view text) {
+  std::vector<Utf8Character> result;
   while (!text.empty()) {
     result.push_back(first_character(text));
     text.remove_prefix(result.back().bytes.size());
@@ -61,19 +41,13 @@ std::vector<Character> characters(std::string_view text) {
   return result;
 }
 
-size_t width_of(const Character& c) { return is_wide(c.code) ? 2 : 1; }
+size_t width_of(const Utf8Character& c) { return is_wide(c.code) ? 2 : 1; }
 
 }  // namespace
 
-std::string printable(std::string_view text) {
-  std::string out;
-  for (const Character& c : characters(text)) out += is_printable(c.code) ? c.bytes : "?";
-  return out;
-}
-
 size_t num_columns(std::string_view text) {
   size_t n = 0;
-  for (const Character& c : characters(text)) n += width_of(c);
+  for (const Utf8Character& c : characters(text)) n += width_of(c);
   return n;
 }
 
@@ -81,7 +55,7 @@ std::string clip(std::string_view text, size_t width) {
   if (num_columns(text) <= width) return std::string(text);
   const std::string_view mark = width < 5 ? "" : "~~";
   const size_t room = width - mark.size(), front = mark.empty() ? room : room / 2;
-  const std::vector<Character> all = characters(text);
+  const std::vector<Utf8Character> all = characters(text);
   std::string head, tail;
   size_t begin = 0, end = all.size(), used = 0;
   for (; begin < end && used + width_of(all[begin]) <= front; ++begin) {

@@ -14,9 +14,6 @@ struct TextStyle {
   bool colour = false;  // ANSI escapes
 };
 
-// `text` with a '?' for every control character and for every byte that is not UTF-8: safe in a terminal and in XML.
-std::string printable(std::string_view text);
-
 // Columns that `text` takes in a terminal, as fmt pads it: two for a character of East Asia or an emoji, else one.
 size_t num_columns(std::string_view text);
 

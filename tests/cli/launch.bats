@@ -319,7 +319,7 @@ END
   chmod +x bin/mpirun
   PATH=$PWD/bin:$PATH run -9 "$launch" -n 2 true
   assert_output "ds-launch: error: mpirun exited with status 9 before any rank had started; it said:
-no, never"
+  | no, never"
 }
 
 @test "an agent that never answers: --host-timeout holds for the wait" {

@@ -71,7 +71,7 @@ refuses() {
 }
 
 @test "initial weights that are not there are a mistake of the command line" {
-  refuses 2 "--weights: path does not exist: no.safetensors" cfg.json --weights no.safetensors
+  refuses 2 "--weights: no.safetensors: No such file or directory" cfg.json --weights no.safetensors
 }
 
 @test "--output that cannot be written is found out before the run" {

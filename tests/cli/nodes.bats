@@ -409,14 +409,14 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
 @test "a host that cannot be reached: exit 4, named with what its agent said" {
   run -4 from_a timeout 30 "$launch" --agent "$agent" --host "$a,10.9.8.7" touch started
   assert_output --partial "host 10.9.8.7 (rank 1) cannot be used: '$agent' exited with status 255; it said:
-no route to host 10.9.8.7"
+  | no route to host 10.9.8.7"
   run -4 from_a timeout 30 "$launch" --agent ./nothing --host "$a,$b" touch started
   assert_output --partial "nothing reaches host $b: './nothing' does not exist"
   [[ ! -e started ]]
   command -v ssh >/dev/null || skip "no ssh"
   run -4 from_a timeout 30 "$launch" --host "$a,$b" touch started # nobody listens there
   assert_output --partial "host $b (rank 1) cannot be used: 'ssh' exited with status 255; it said:
-ssh: connect to host $b port 22: Connection refused"
+  | ssh: connect to host $b port 22: Connection refused"
 }
 
 @test "a folder or a program that a host lacks is named with rank and host" {

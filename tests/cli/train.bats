@@ -368,7 +368,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   check 0 "" --weights model.safetensors
   check 2 "nofile" --set data.train=nofile
   check 2 "nodir" --resume nodir
-  check 2 "--resume run/latest: no such directory" --resume run/latest
+  check 2 "--resume run/latest: not a directory" --resume run/latest
   check 2 "give one" --resume latest
   check 2 "is not empty" --out run
   check 3 "seed" --out run --resume latest --set seed=4

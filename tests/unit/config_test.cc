@@ -71,7 +71,7 @@ const Wrong kWrong[] = {
      "bfloat16: contradicts bf16, which is the same key"},
     {R"("bfloat16": {"enabled": true}, "bf16": {"enabled": false})", kBad,
      "bf16: contradicts bfloat16, which is the same key"},
-    {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config(5) lists all\ncfg"},
+    {R"("a\u0000b": 1, "stepz": 2)", kBad, "\"a\\u0000b\": unknown key; ds-config(5) lists all\n  cfg"},
     {R"("zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2})", kBad, "contradicts"},
     // Types and ranges.
     {R"("steps": "100")", kBad, "steps: must be an integer, 1 to 1000000000000, not \"100\"; write 100 without quotes"},

@@ -282,7 +282,7 @@ TEST_F(Data, MissingFileIsAConfigurationMistake) {
 }
 
 TEST_F(Data, EmptyAndHalfFilesAreCorrupt) {
-  expect_error(Errc::Corrupt, AllOf(HasSubstr("e.txt"), HasSubstr("empty")), [&] { open({write("e.txt", "")}); });
+  expect_error(Errc::Config, AllOf(HasSubstr("e.txt"), HasSubstr("empty")), [&] { open({write("e.txt", "")}); });
   expect_error(Errc::Corrupt, AllOf(HasSubstr("odd.bin"), HasSubstr("odd number of bytes (3)")),
                [&] { open({write("odd.bin", "abc")}); });
 }

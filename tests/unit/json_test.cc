@@ -76,14 +76,47 @@ TEST(Json, RefusesWithPlaceAndReason) {
            Case{"[1,\n]", "f:2:1: a comma before ']'"},
            Case{"# x\n{}", "f:1:1: '#' begins no comment"},
            Case{"{'a': 1}", "f:1:2: strings are in double quotes"},
-           Case{"{\"a\": 1} x", "f:1:10: "},
-           Case{"{\"a\": 01}", "f:1:8: "},
-           Case{"{\"a\" 1}", "f:1:6: "},
-           Case{"{\"a\": \"b", "f:1:9: "},
-           Case{"{\"a\": \"\xff\"}", "f:1:8: "},
+           Case{"{\"a\": 1} x", "f:1:10: 'x' is not JSON"},
+           Case{"{\"a\": 01}", "f:1:8: unexpected number literal; expected '}'"},
+           Case{"{\"a\" 1}", "f:1:6: unexpected number literal; expected ':'"},
+           Case{"{\"a\": ", "f:1:7: unexpected end of input; expected '[', '{', or a literal"},
+           Case{"{\"a\": \"b", "f:1:9: invalid string: missing closing quote"},
+           Case{"{\"a\": \"\xff\"}", "f:1:8: invalid string: ill-formed UTF-8 byte"},
+           Case{"{\"a\": \"b\nc\"}", "f:1:9: invalid string: control character U+000A (LF) must be escaped"},
            Case{"[1, /* ", "f:1:8: "},
+           Case{"\x89HDF\r\n\x1a\n", "f:1:1: this is an HDF5 file, not JSON"},
+           Case{"PK\3\4", "f:1:1: this is a zip archive, as PyTorch's files are, not JSON"},
+           Case{"\xff\xfe{", "f:1:1: this is text in UTF-16, where UTF-8 is read, not JSON"},
+           Case{std::string_view("{\"a\": \0}", 9), "f:1:1: this is binary data, not JSON"},
+           Case{std::string_view("\x40\0\0\0\0\0\0\0{\"a", 11), "f:1:1: this is a safetensors file, not JSON"},
        })
     EXPECT_EQ(failure(text).substr(0, message.size()), message) << text << "\n" << failure(text);
+}
+
+TEST(Json, NeverSpeaksInTheLibrarysWords) {
+  for (const std::string_view good : {"{\"a\": [1, \"x\\n\", {\"b\": null}], \"c\": -1.5e3}", "[[], {}, true]"}) {
+    for (size_t i = 0; i <= good.size(); ++i) {
+      for (const std::string_view in : {"", "\x1b", "]", "}", ",", ":", "\"", "\\", "x", "1", "/", "\xc3"}) {
+        for (const std::string& text : {std::string(good.substr(0, i)) + std::string(in),
+                                        std::string(good.substr(0, i)).append(in).append(good.substr(i))}) {
+          const std::string why = failure(text, {.comments = false});
+          for (const char* word : {"[json", "parse error", "syntax error", "last read", "\x1b"})
+            ASSERT_EQ(why.find(word), why.npos) << text << "\n" << why;
+        }
+      }
+    }
+  }
+}
+
+TEST(Json, SortedMembersAreReadAlike) {
+  EXPECT_EQ(parse_sorted_json(R"({"z": [1, {"y": 2}], "a": 3})", "f").dump(), R"({"a":3,"z":[1,{"y":2}]})");
+  EXPECT_THROW(parse_sorted_json(R"({"a": 1, "a": 2})", "f"), JsonError);
+  std::string many;
+  for (int i = 0; i < 100; ++i) many += fmt::format("{}\"k{}\": {}", i == 0 ? "{" : ",", i, i);
+  EXPECT_EQ(parse_sorted_json(many + "}", "f").size(), 100u);
+  EXPECT_EQ(parse_json(many + "}", "f").root.size(), 100u);
+  for (const char* twice : {"k0", "k20", "k99"})
+    EXPECT_NE(failure(fmt::format("{},\"{}\": 1}}", many, twice)).find("is there twice"), std::string::npos);
 }
 
 TEST(Json, DepthIsLimitedOnTheWayDown) {

@@ -142,10 +142,10 @@ const Refusal kRefusals[] = {
     {"Array", "[]", 0, "not a JSON object"},
     {"ByteOrderMark", "\xEF\xBB\xBF{}", 0, "not a JSON object"},
     {"NotUtf8", "{\"\xff\xfe\":{}}", 0, "UTF-8"},
-    {"CutOff", R"({"x":{"dtype":"U8")", 0, "not valid JSON"},
-    {"TrailingText", R"({} x)", 0, "not valid JSON"},
-    {"SecondDocument", R"({}{})", 0, "not valid JSON"},
-    {"Comment", R"({/**/})", 0, "not valid JSON"},
+    {"CutOff", R"({"x":{"dtype":"U8")", 0, "header:1:"},
+    {"TrailingText", R"({} x)", 0, "header:1:"},
+    {"SecondDocument", R"({}{})", 0, "header:1:"},
+    {"Comment", R"({/**/})", 0, "header:1:"},
     {"UnknownDtype", tensor(R"("dtype":"F31","shape":[1],"data_offsets":[0,4])"), 4, "unknown dtype 'F31'"},
     {"NoDtype", tensor(R"("shape":[1],"data_offsets":[0,4])"), 4, "no 'dtype'"},
     {"NoShape", tensor(R"("dtype":"U8","data_offsets":[0,4])"), 4, "no 'shape'"},
@@ -196,7 +196,7 @@ const Refusal kRefusals[] = {
     {"LongName", "{\"" + std::string(1 << 20, 'n') + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0,
      "tensor name of 1048576 bytes"},
     {"NulInName", R"({"a\u0000b":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0, "control characters"},
-    {"DeepNesting", std::string(200000, '{'), 0, "not valid JSON"},
+    {"DeepNesting", std::string(200000, '{'), 0, "header:1:"},
     {"DeepArrays", R"({"x":{"shape":)" + std::string(200000, '['), 0, "array where none belongs"},
 };
 
@@ -285,7 +285,7 @@ TEST_F(ShardedSafetensors, ReadsAcrossShards) {
 }
 
 TEST_F(ShardedSafetensors, RefusesABadIndex) {
-  refused("", "not a safetensors index");
+  refused("", ":1:1: there is no JSON here");
   refused("{}", "not a safetensors index");
   refused(R"({"weight_map":[]})", "weight_map is not an object");
   refused(R"({"weight_map":{"a":1}})", "not a safetensors index");
@@ -296,7 +296,7 @@ TEST_F(ShardedSafetensors, RefusesABadIndex) {
   refused(R"({"weight_map":{"a":".safetensors"}})", "only a plain");
   refused(R"({"weight_map":{"a":"model-3.safetensors"}})", "shard model-3.safetensors is missing");
   refused(R"({"weight_map":{"b":"model-1.safetensors"}})", "lacks 1 of the 1 tensors");
-  refused(std::string(100000, '['), "nested too deep");
+  refused(std::string(100000, '['), "nested deeper than 5 levels");
 }
 
 }  // namespace safetensors_test

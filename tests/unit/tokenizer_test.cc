@@ -202,7 +202,7 @@ TEST(Tokenizer, DeepNestingIsRefused) {
     write_file(dir / "vocab.json", "{}");
     write_file(dir / "merges.txt", "");
     write_file(dir / name, fmt::format(R"({{"x": {}1{}}})", std::string(200000, '['), std::string(200000, ']')));
-    EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "nested too deeply");
+    EXPECT_ERROR(open_tokenizer(dir.path()), Errc::Corrupt, "nested deeper than 100 levels");
     std::filesystem::remove(dir / name);
   }
   write_file(dir / "tokenizer.json", std::string(1 << 20, '['));

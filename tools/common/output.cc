@@ -16,6 +16,7 @@
 #include "common/tool.h"
 #include "ds/checkpoint.h"
 #include "ds/error.h"
+#include "ds/printable.h"
 
 namespace ds::tools {
 namespace {
@@ -41,12 +42,26 @@ bool colour(int fd = STDERR_FILENO) noexcept {
   return ::isatty(fd) == 1 && (no_colour == nullptr || *no_colour == '\0') && knows_escapes();
 }
 
+// A message as it is shown: printable, its lines and all of it bounded, whatever names and values are in it.
+std::string message_text(std::string_view message) {
+  constexpr std::size_t kMostOfLine = 1024, kMost = 16384;
+  const std::string text = printable(message, Breaks::Indented);
+  std::string out;
+  for (std::string_view rest = text; !rest.empty();) {
+    const std::size_t end = std::min(rest.find('\n'), rest.size());
+    out += shortened(rest.substr(0, end), kMostOfLine);
+    if (end < rest.size()) out += '\n';
+    rest.remove_prefix(std::min(end + 1, rest.size()));
+  }
+  return shortened(out, kMost);
+}
+
 void report(std::string_view label, std::string_view escape, std::string_view message) {
   std::string line(message_options.tool);
   if (rank() > 0) line += fmt::format("[{}]", rank());
   line += ": ";
   if (!label.empty()) line += colour() ? fmt::format("\x1b[{}m{}:\x1b[0m ", escape, label) : fmt::format("{}: ", label);
-  line += message;
+  line += message_text(message);
   line += '\n';
   clear_progress();
   try {
@@ -128,6 +143,7 @@ void report_warning(std::string_view message) {
 void report_note(std::string_view message) {
   if (!quiet()) report("", "", message);
 }
+void report_hint(std::string_view message) { report("", "", message); }
 
 int terminal_columns() noexcept {
   if (!knows_escapes()) return 0;
@@ -182,6 +198,10 @@ Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_vi
   }
 }
 
+bool Output::to_terminal() const noexcept {
+  return !to_file() && (::isatty(STDOUT_FILENO) == 1 || stdout_columns() > 0);
+}
+
 bool Output::colour() const noexcept { return !to_file() && tools::colour(STDOUT_FILENO); }
 
 int Output::columns() const noexcept {
@@ -195,20 +215,23 @@ bool Output::replaces(const std::string& path) const {
   return fs::equivalent(file_, path, ignored) || target_of(path) == target_of(file_);
 }
 
-void Output::write(std::string_view text) {
+void Output::write(std::string_view text) { data(printable(text, Breaks::All)); }
+
+void Output::data(std::string_view bytes) {
   if (rank() > 0) return;
   if (to_file()) {
-    pending_ += text;
+    pending_ += bytes;
   } else {
     clear_progress();
-    write_all(STDOUT_FILENO, text, "the result to stdout");
+    write_all(STDOUT_FILENO, bytes, "the result to stdout");
   }
 }
 
 void Output::document(const nlohmann::ordered_json& fields, bool compact) {
   nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
   whole.update(fields);
-  write(whole.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+  data(printable_json(whole.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace)) +
+       "\n");
 }
 
 void Output::commit() {

@@ -36,8 +36,9 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
     return;
   }
   const bool cut = config.ranks_per_replica() > 1;
-  out.print("{}\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory {}\n", resolved_json(config),
-            p.num_params, p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device,
+  out.write(resolved_json(config));
+  out.print("\n\n{} parameters, {:.3g} FLOPs per token, {} rank{} on {}\n\nmemory {}\n", p.num_params,
+            p.flops_per_token, ranks.world_size, ranks.world_size == 1 ? "" : "s", p.device,
             cut ? fmt::format("of rank {}", ranks.rank) : "per rank");
   for (const auto& m : p.memory) {
     if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>14}\n", m.tag, bytes_text(m.predicted));
@@ -50,7 +51,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   }
-  if (cut) out.print("\n{}", plan_text(config, ranks.world_size, out.columns(), out.colour()));
+  if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
 }
 
 }  // namespace ds::tools

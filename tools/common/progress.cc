@@ -6,6 +6,7 @@
 
 #include "common/internal.h"
 #include "common/tool.h"
+#include "ds/printable.h"
 
 namespace ds::tools {
 namespace {
@@ -26,7 +27,7 @@ ProgressLine::~ProgressLine() {
 
 void ProgressLine::show(std::string_view line) {
   if (columns_ <= 1) return;
-  fmt::print(stderr, "\r{:.{}}\x1b[K", line, columns_ - 1);
+  fmt::print(stderr, "\r{:.{}}\x1b[K", printable(line), columns_ - 1);
   std::fflush(stderr);
   drawn = true;
 }

@@ -134,7 +134,8 @@ bool parse(CLI::App& app, int argc, char** argv, const ToolInfo& tool) {
   } catch (const CLI::ParseError& e) {
     mistake = describe_misuse(app, reword(e));
   }
-  report_error(fmt::format("{}\n{}: '{} --help' lists the options", mistake, tool.name, tool.name));
+  report_error(mistake);
+  report_hint(fmt::format("'{} --help' lists the options", tool.name));
   return false;
 }
 

@@ -36,6 +36,7 @@
 #include <vector>
 
 #include "ds/kernels/dtype.h"
+#include "ds/printable.h"
 
 namespace ds::tools {
 
@@ -70,18 +71,32 @@ class Output {
   const ToolInfo& tool() const noexcept { return tool_; }
   // Of a terminal that the result goes to, directly or through ds-launch (DS_STDOUT_COLUMNS); without one no colour and
   // 80 columns.
+  bool to_terminal() const noexcept;
   bool colour() const noexcept;
   int columns() const noexcept;
+  // Text for people, made printable: names of files and tensors are in it.
   void write(std::string_view text);
+  // The same; each argument that is a text stands in a line.
   template <class... Args>
   void print(fmt::format_string<Args...> format, Args&&... args) {
-    write(fmt::format(format, std::forward<Args>(args)...));
+    write(fmt::format(fmt::runtime(format), in_line(std::forward<Args>(args))...));
   }
+  // Bytes as they are: data for programs, and text of ours with colours.
+  void data(std::string_view bytes);
   // One JSON document: `fields` with "schema" put first. Compact: on one line, for JSON Lines.
   void document(const nlohmann::ordered_json& fields, bool compact = false);
   void commit();  // called by run_main
 
  private:
+  template <class T>
+  static decltype(auto) in_line(T&& value) {
+    if constexpr (std::convertible_to<T, std::string_view>) {
+      return printable(std::string_view(value));
+    } else {
+      return std::forward<T>(value);
+    }
+  }
+
   const ToolInfo& tool_;
   std::string file_, option_;
   std::string pending_;  // contents of file_
@@ -116,9 +131,12 @@ CLI::Option* add_number(CLI::App& app, const std::string& names, T& target, std:
 int rank() noexcept;  // RANK of the environment, else 0
 
 // Messages on stderr, "ds-x: error: ..." ("ds-x[3]: ..." on rank 3), each in one write. --quiet drops all but errors.
+// Text from elsewhere may be in them as it is: they are shown printable and bounded, and only breaks before two blanks
+// begin a line.
 void report_error(std::string_view message);
 void report_warning(std::string_view message);
 void report_note(std::string_view message);
+void report_hint(std::string_view message);  // behind an error, with --quiet too
 bool quiet() noexcept;
 bool verbose() noexcept;
 

@@ -8,6 +8,7 @@
 #include <filesystem>
 
 #include "base/file.h"
+#include "base/json.h"
 #include "data/tokenizer/pipeline.h"
 
 namespace ds::tokenizer {
@@ -22,15 +23,7 @@ bool exists(const std::string& path) {
 }
 
 Json parse(const std::string& text, const std::string& path) {
-  constexpr int kMostDepth = 100;
-  try {
-    return Json::parse(text, [&](int depth, Json::parse_event_t, Json&) {
-      if (depth > kMostDepth) throw Error(Errc::Corrupt, fmt::format("{}: nested too deeply", path));
-      return true;
-    });
-  } catch (const Json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: {}", path, e.what()));
-  }
+  return parse_sorted_json(text, path, {.error = Errc::Corrupt, .comments = false});
 }
 
 // A file that may be missing: then {}.

@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a file is, where it is not what was asked for: so that a message can say it.
+
+#include <string>
+#include <string_view>
+
+#include "base/file.h"
+
+namespace ds {
+
+inline constexpr std::string_view kBinaryData = "binary data";
+
+// "an HDF5 file", "a safetensors file", kBinaryData where that is all that can be said: by the first bytes, of which a
+// few KiB suffice. Empty: it may be text.
+std::string_view kind_of_content(std::string_view first_bytes);
+std::string kind_of_content(const File& file);
+
+// Why a file is not `wanted`, such as "an HDF5 file": "path: is a pickle, not an HDF5 file", or `why` where nothing is
+// known about it.
+std::string not_of_kind(const File& file, std::string_view wanted, std::string_view why);
+
+}  // namespace ds
