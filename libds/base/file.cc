@@ -2,6 +2,7 @@
 #include "base/file.h"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -99,10 +100,13 @@ void File::sync() const {
   if (::fsync(fd_) != 0) fail("sync", path_);
 }
 
-void PageBuffer::Free::operator()(char* p) const noexcept { std::free(p); }
+void PageBuffer::Free::operator()(char* p) const noexcept { ::munmap(p, kBytes); }
 
-PageBuffer::PageBuffer() : data_(static_cast<char*>(std::aligned_alloc(kPage, kBytes))) {
-  DS_CHECK(data_ != nullptr, Errc::OutOfMemory, "no memory for a transfer buffer");
+// Not from the heap, which would keep what it has been given back.
+PageBuffer::PageBuffer() {
+  void* const pages = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  DS_CHECK(pages != MAP_FAILED, Errc::OutOfMemory, "no memory for a transfer buffer");
+  data_.reset(static_cast<char*>(pages));
 }
 
 void read_bulk(const File& file, i64 offset, void* out, i64 bytes, PageBuffer& buffer) {

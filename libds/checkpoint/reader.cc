@@ -94,13 +94,12 @@ void check_structure_of(const File& file, const Manifest& m, const FileRecord& r
 
 void verify_file(const File& file, const Manifest& m, const FileRecord& record, const Tick& tick) {
   check_structure_of(file, m, record);
-  std::vector<char> block;
-  PageBuffer pages;
+  static_assert(kChecksumBlock <= PageBuffer::kBytes);
+  PageBuffer block, pages;
   for (const PieceRecord& p : record.pieces) {
     for (State s : kStates) {
       const auto& d = p.states[static_cast<size_t>(s)];
       if (!d) continue;
-      block.resize(static_cast<size_t>(std::min(p.count * dtype_bytes(m.stored_dtype(s, p.param)), kChecksumBlock)));
       for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) {
         if (tick) tick();
         read_block(file, m, p, s, b, block.data(), pages);

@@ -37,6 +37,12 @@ void abandon_step(const std::string& dir, const Manifest& m) noexcept;
 // m: meta, params and id. No two pieces have the same element. Throws Errc::Io, Errc::Internal (pieces that cannot be).
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents);
 
+// What that takes beside the rank's state for its time: of `bytes` in `datasets` datasets, the largest of so many
+// bytes.
+i64 rank_file_memory(i64 bytes, i64 datasets, i64 largest) noexcept;
+// The same of commit_step: of a model of so many parameters, in so many datasets of all ranks.
+i64 commit_memory(i64 params, i64 datasets) noexcept;
+
 // All rank files are there and m.files describes them: writes model.h5 and the manifest, reads back, renames the step
 // into place (one of the same number changes places with it) and moves `latest`. Returns the step directory. The tick
 // comes while model.h5 is made.

@@ -112,18 +112,14 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
            kMost / kTiB);
 }
 
-void resolve_optimizer(Config& c, Reader& r) {
-  const bool params = r.given("optimizer.params.lr") || r.given("optimizer.params.betas") ||
-                      r.given("optimizer.params.eps") || r.given("optimizer.params.weight_decay");
-  if (params && !r.given("optimizer.type") && !r.broken("optimizer.type"))
-    r.error("optimizer.type", "is missing: \"AdamW\" or \"Adam\"");
+void resolve_scheduler(Config& c, Reader& r) {
   SchedulerConfig& s = c.scheduler;
   if (!r.given("scheduler.type")) {
     s.type = SchedulerType::Constant;
-    for (std::string_view key : {"scheduler.params.warmup_num_steps", "scheduler.params.warmup_max_lr",
-                                 "scheduler.params.warmup_min_lr", "scheduler.params.total_num_steps"})
-      if (r.given(key) && !r.broken("scheduler.type"))
-        return r.error("scheduler.type", "is missing: \"WarmupLR\" or \"WarmupCosineLR\"");
+    const bool params = std::ranges::any_of(
+        config_keys(), [&](const Key& key) { return key.path.starts_with("scheduler.params.") && r.given(key.path); });
+    if (params && !r.broken("scheduler.type"))
+      r.error("scheduler.type", "is missing: \"WarmupLR\" or \"WarmupCosineLR\"");
     return;
   }
   const bool cosine = s.type == SchedulerType::WarmupCosineLR;
@@ -354,7 +350,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   } else {
     resolve_batch(c.batch, replicas, replicas == world_size, r);
   }
-  resolve_optimizer(c, r);
+  resolve_scheduler(c, r);
   resolve_precision_and_zero(c, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);

@@ -14,7 +14,6 @@
 #include "optim/lr_schedule.h"
 #include "pipeline/schedule.h"
 #include "precision/loss_scaler.h"
-#include "probe/host.h"
 #include "report/run_plan.h"
 #include "zero/param_store.h"
 
@@ -127,8 +126,6 @@ class Engine {
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   Device& device() const noexcept { return device_; }
-  // FLOP/s of a large matrix product on this rank's device, measured now.
-  double measure_peak() { return probe::matmul_rate(device_, plan_.work); }
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
   // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled and not yet divided by

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 
+#include "checkpoint/step_writer.h"
 #include "engine/connect.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
@@ -35,12 +36,19 @@ report::PlanChart chart_of(const Config& config, int world_size) {
 
 }  // namespace
 
+namespace {
+
+CommBackend backend_of(const Config& config, const report::RunPlan& plan, int ranks_per_node) {
+  const CommBackend asked = config.communication.backend;
+  return asked == CommBackend::Auto ? default_backend(plan.mesh.world(), ranks_per_node, true) : asked;
+}
+
+}  // namespace
+
 report::TagBytes own_memory(const Config& config, const model::Model& model, const report::RunPlan& plan,
                             int ranks_per_node) {
   if (plan.device != DeviceKind::Cpu) return {};
-  const int world = plan.mesh.world();
-  CommBackend backend = config.communication.backend;
-  if (backend == CommBackend::Auto) backend = default_backend(world, ranks_per_node, true);
+  const CommBackend backend = backend_of(config, plan, ranks_per_node);
   const report::Host host{.backend = backend == CommBackend::Self  ? "self"
                                      : backend == CommBackend::Shm ? "shm"
                                      : backend == CommBackend::Mpi ? "mpi"
@@ -50,9 +58,42 @@ report::TagBytes own_memory(const Config& config, const model::Model& model, con
   return report::own_memory(model, plan, host);
 }
 
+ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, const report::TagBytes& own,
+                           int ranks_per_node) {
+  if (plan.device != DeviceKind::Cpu) return {};
+  constexpr i64 kProcess = i64{3} << 20, kProcessWithMpi = i64{6} << 20;  // as ds-memreport(1) says
+  const CommBackend backend = backend_of(config, plan, ranks_per_node);
+  const bool mpi = backend == CommBackend::Mpi || backend == CommBackend::Composed;
+
+  i64 elems = 0, datasets = 0, largest = 0;
+  for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
+    if (!plan.counts(piece)) continue;
+    elems += piece.count;
+    datasets += 1;
+    largest = std::max(largest, piece.count * 4);
+  }
+  const i64 bytes_each = plan.work == DType::F32 ? 12 : 12 + dtype_bytes(plan.work);
+  const i64 states = plan.work == DType::F32 ? 3 : 4;
+  const i64 save = rank_file_memory(elems * bytes_each, datasets * states, largest);
+  // Communicators are there already when the device is measured.
+  i64 taken = plan.total_memory();
+  for (size_t t = 0; t < own.size(); ++t) taken += t == static_cast<size_t>(Tag::Comm) ? 0 : own[t];
+  const int threads = thread_count(config, {.local_world_size = ranks_per_node});
+  const i64 start = probe::matmul_rate_bytes(probe::cpu_backend(), threads, plan.work) - taken;
+  // Of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
+  const i64 params = std::ssize(plan.layout.rows()) * plan.mesh.pp,
+            cuts = std::ssize(plan.layout.segments()) * (plan.layout.num_ranks() - 1) * plan.mesh.pp;
+  const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * states);
+  const i64 momentary = std::max(save, start);
+  return {.own = mpi ? kProcessWithMpi : kProcess,
+          .momentary = momentary,
+          .momentary_of_first = std::max(momentary, commit)};
+}
+
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node)
     : Planned(config, mesh, rank, device) {
   const report::TagBytes own = own_memory(config, model, plan, ranks_per_node);
+  process = process_bytes(config, plan, own, ranks_per_node);
   for (size_t t = 0; t < own.size(); ++t) plan.memory[t] += own[t];
 }
 
@@ -85,7 +126,8 @@ double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(
 
 NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device,
                       int ranks_per_node) {
-  std::map<int, NodeBytes> of_stage;  // the ranks of one differ by a row of the vocabulary at most
+  // The ranks of one stage differ by a row of the vocabulary at most.
+  std::map<int, std::pair<NodeBytes, ProcessBytes>> of_stage;
   NodeBytes sum;
   for (int i = 0; i < count; ++i) {
     const int r = first + i * step, stage = coord_of(mesh, r).pp;
@@ -93,10 +135,12 @@ NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, in
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share
       const WholePlan planned(config, mesh, rank_at(mesh, coord), device, ranks_per_node);
-      of_stage[stage] = {planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]};
+      of_stage[stage] = {{planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]},
+                         planned.process};
     }
-    sum.device += of_stage[stage].device;
-    sum.host += of_stage[stage].host;
+    const auto& [bytes, process] = of_stage[stage];
+    sum.device += bytes.device + process.own + process.momentary_of(r);
+    sum.host += bytes.host;
   }
   return sum;
 }

@@ -49,7 +49,8 @@ namespace {
 RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
   const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
   const engine::WholePlan planned(config, mesh, ranks.rank, device.kind(), ranks.local_world_size);
-  const auto& [model, plan] = planned;
+  const model::Model& model = planned.model;
+  const report::RunPlan& plan = planned.plan;
   RunPrediction p;
   p.stages = engine::plan_stages(config, mesh, device.kind(), ranks.local_world_size);
   p.bubble_fraction = engine::bubble_fraction(config);
@@ -57,6 +58,8 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = engine::memory_table(plan.memory, {});
   p.total_bytes = plan.total_memory();
+  p.process_bytes = planned.process.own;
+  p.momentary_bytes = planned.process.momentary_of(ranks.rank);
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
   p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
   const probe::AvailableMemory node = probe::available_memory();
@@ -226,6 +229,8 @@ void TrainingRun::State::open() {
   step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
+  // Before anything else is there: the product that measures the device has memory of its own for its time.
+  if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
   params = params_of(engine->model(), engine->plan());
@@ -559,7 +564,6 @@ TrainResult TrainingRun::train(const TrainHooks& hooks) {
     DS_CHECK(s.train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
     DS_CHECK(s.writes() || config.save.every == 0, Errc::Config,
              "save.every is {} but there is no run directory: give --out DIR", config.save.every);
-    if (s.peak_flops == 0) s.peak_flops = s.engine->measure_peak();
     constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
     TrainResult result{.step = step(), .first_step = step() + 1, .loss = kNaN, .val_loss = kNaN};
     std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());

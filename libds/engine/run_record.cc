@@ -130,7 +130,7 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
   copy_text(who.job, job);
   if (!directory.empty()) copy_text(who.directory, std::filesystem::absolute(directory).lexically_normal().string());
   copy_text(who.device, device_.name());
-  // Not of what came before: the product that measured the device, and what reading weights took for a while.
+  // Not of what came before, as what reading weights took for a while.
   resident_.begin_peaks();
   first_step_ = step + 1;
   counters_.reset();  // of an earlier training in this process

@@ -14,8 +14,12 @@
 namespace ds::memreport {
 namespace {
 
-RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own) {
+// `first`: rank 0 is among them.
+RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, const engine::ProcessBytes& process,
+                   bool first) {
   RankGroup group;
+  group.process_bytes = process.own;
+  group.momentary_bytes = process.momentary_of(first ? 0 : 1);
   group.stage = plan.coord.pp;
   group.num_params = plan.layout.num_params();
   group.device_bytes = plan.total_memory();
@@ -60,7 +64,9 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
                                  DeviceKind device, const std::vector<i64>& cuts, Models& models) {
   std::vector<RankGroup> groups;
   const auto group_at = [&](const report::RunPlan& plan) {
-    return group_of(plan, models.own_memory(config, world, plan));
+    const report::TagBytes own = models.own_memory(config, world, plan);
+    return group_of(plan, own, engine::process_bytes(config, plan, own, world.ranks / world.nodes),
+                    plan.coord.pp == 0 && plan.coord.tp == 0);
   };
   i64 share = -1;
   for (int tp = 0; tp < mesh.tp; ++tp) {

@@ -47,6 +47,9 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
     if (p.device == "cpu" || t.tag != "host") text += fmt::format("  {:<20} {:>14}\n", t.tag, bytes_text(t.bytes));
   }
   text += fmt::format("  {:<20} {:>14}\n", "total", bytes_text(g.device_bytes));
+  if (g.process_bytes > 0)
+    text += fmt::format("  {:<20} {:>14} beside it; {} more for a moment at most\n", "process",
+                        bytes_text(g.process_bytes), bytes_text(g.momentary_bytes));
   if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
   return text;
 }
@@ -84,7 +87,7 @@ std::string text(const Prediction& p, bool all) {
   for (const RankGroup& g : p.groups) {
     if (all || &g == &p.worst_group()) out += "\n" + group_text(g, p) + "\n" + traffic_text(g);
   }
-  out += "\nEverything is taken before the first step and kept: the peak is the whole run.\n";
+  out += "\nWhat is in the total is taken before the first step and kept.\n";
   if (p.fullest.host_bytes > 0)
     out += fmt::format("Host memory of node {}, the fullest: {}.\n", p.fullest.node, bytes_text(p.fullest.host_bytes));
   return out;
@@ -102,6 +105,8 @@ std::string json(const Prediction& p) {
                       {"memory_bytes", memory},
                       {"device_bytes", g.device_bytes},
                       {"host_bytes", g.host_bytes},
+                      {"process_bytes", g.process_bytes},
+                      {"momentary_bytes", g.momentary_bytes},
                       {"comm_per_step", traffic}});
   }
   return Json({{"world_size", p.world.ranks},

@@ -54,6 +54,7 @@ class BertEmbedding final : public BertLayer {
       : BertLayer(c, "bert.embeddings", shard),
         C_(c.hidden),
         V_(c.vocab_size),
+        padding_(c.pad_token_id),
         eps_(c.norm_eps),
         dropout_(c.embd_dropout) {
     table(".position_embeddings", c.max_positions, C_);
@@ -103,14 +104,14 @@ class BertEmbedding final : public BertLayer {
     ctx.ops.embedding_bwd(g.own[kTypes], dsum, stream_part(ctx, ctx.token_types), 0, false, ctx.stream);
     ctx.ops.cast(g.own[kNormW], a.gradients[kDNormW], ctx.stream);
     ctx.ops.cast(g.own[kNormB], a.gradients[kDNormB], ctx.stream);
-    embedding_backward(ctx, g.shared, dsum, V_);
+    embedding_backward(ctx, g.shared, dsum, V_, padding_);
   }
 
  private:
   enum Row : size_t { kPositions, kTypes, kNormW, kNormB };
   enum Saved : size_t { kSum, kMean, kRstd };
   enum Gradient : size_t { kDSum, kDNormW, kDNormB };
-  i64 C_, V_;
+  i64 C_, V_, padding_;
   float eps_, dropout_;
 };
 

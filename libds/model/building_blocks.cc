@@ -184,10 +184,13 @@ void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i
   sum_partials(ctx, y);
 }
 
-void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab) {
+void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding) {
   const Shard& shard = ctx.groups.shard;
-  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, vocab_begin(vocab, shard, shard.tp_rank), false,
-                        ctx.stream);
+  const i64 first = vocab_begin(vocab, shard, shard.tp_rank), row = padding - first;
+  ctx.ops.embedding_bwd(dtable, all_rows(ctx, dy), ctx.ids, first, false, ctx.stream);
+  if (padding < 0 || row < 0 || row >= dtable.dim(0)) return;
+  // The sum over no look-ups: zero.
+  ctx.ops.embedding_bwd(dtable.rows(row, 1), dy.rows(0, 0), ctx.ids.rows(0, 0), padding, false, ctx.stream);
 }
 
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o) {

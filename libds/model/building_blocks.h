@@ -155,9 +155,10 @@ struct BlockDropout {
   }
 };
 
-// The embedding of ctx.ids in a table of `vocab` rows, which may be cut: y is a stream.
+// The embedding of ctx.ids in a table of `vocab` rows, which may be cut: y is a stream. The row of `padding` has no
+// gradient, as in nn.Embedding(padding_idx); -1: every row has one.
 void embedding_forward(const PassContext& ctx, TensorView y, TensorView table, i64 vocab);
-void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab);
+void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy, i64 vocab, i64 padding = -1);
 
 // Losses and the gradients of a projection [V,C] and its input h [R,C] (a stream) at once, as ops.linear_cross_entropy;
 // the vocabulary may be cut. Without gradients (!dh) the losses alone. dweight: of this rank's rows.

@@ -109,6 +109,13 @@ AvailableMemory available_memory() {
 
 namespace {
 
+constexpr i64 kCpuRows = 1024;  // of the product that measures a CPU
+
+// Matrix number i of a product of n x n ones that lie one behind the other.
+TensorView matrix(void* memory, DType work, i64 n, i64 i) noexcept {
+  return TensorView::of(static_cast<char*>(memory) + i * n * n * dtype_bytes(work), work, {n, n});
+}
+
 // FLOP/s of an n^3 product, best of three, and the seconds of one.
 std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
   MemoryLedger ledger;
@@ -118,14 +125,12 @@ std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
   for (size_t i = 0; i < tile.size(); ++i) tile[i] = static_cast<u16>(0x3F80u | (RngKey{}.bits(i) & 0x807Fu));
   for (i64 at = 0, step = narrow<i64>(tile.size() * 2); at < memory.bytes(); at += step)
     device.upload(static_cast<char*>(memory.data()) + at, tile.data(), std::min(step, memory.bytes() - at));
-  const auto matrix = [&](i64 i) {
-    return TensorView::of(static_cast<char*>(memory.data()) + i * n * n * dtype_bytes(work), work, {n, n});
-  };
+  const auto at = [&](i64 i) { return matrix(memory.data(), work, n, i); };
   double best_s = 1e30;
   for (int run = 0; run < 4; ++run) {
     device.synchronize();
     const auto start = std::chrono::steady_clock::now();
-    device.ops().matmul(matrix(0), matrix(1), matrix(2), {}, {}, {}, {.trans_b = true}, device.stream());
+    device.ops().matmul(at(0), at(1), at(2), {}, {}, {}, {.trans_b = true}, device.stream());
     device.synchronize();
     const double s = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     if (run > 0) best_s = std::min(best_s, s);  // the first one grows scratch
@@ -139,13 +144,29 @@ std::pair<double, double> rate_of_product(Device& device, DType work, i64 n) {
 double matmul_rate(Device& device, DType work) {
   if (device.is_host()) {  // with threads of its own: what this product takes as scratch is not what training takes
     const auto own = make_cpu_device(device.ops(), device.stream().pool->num_threads());
-    return rate_of_product(*own, work, 1024).first;
+    return rate_of_product(*own, work, kCpuRows).first;
   }
   for (i64 n = 512;; n *= 2) {
     const auto [rate, seconds] = rate_of_product(device, work, n);
     const bool fits = 3 * 4 * n * n * dtype_bytes(work) < device.memory().free / 2;  // of a product twice as wide
     if (seconds > 1e-3 || n == 8192 || !fits) return rate;
   }
+}
+
+i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept {
+  const i64 bytes = 3 * kCpuRows * kCpuRows * dtype_bytes(work);
+  const OpTable* const ops = scratch_ops(cpu.name);
+  if (ops == nullptr) return bytes;
+  ScratchMeter meter{.threads = threads};
+  Stream stream{.native = &meter};
+  char here = 0;  // ops ask whether views have data
+  const auto at = [&](i64 i) {
+    TensorView v = matrix(nullptr, work, kCpuRows, i);
+    v.data = &here;
+    return v;
+  };
+  ops->matmul(at(0), at(1), at(2), {}, {}, {}, {.trans_b = true}, stream);
+  return bytes + threads * meter.most;
 }
 
 }  // namespace ds::probe

@@ -33,5 +33,7 @@ AvailableMemory available_memory();
 // FLOP/s of an n^3 product in `work`, best of three, with an n that keeps the device busy for a millisecond; takes
 // the memory of three n x n matrices for the time of the call.
 double matmul_rate(Device& device, DType work);
+// That memory on a CPU, with the scratch of so many threads.
+i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept;
 
 }  // namespace ds::probe

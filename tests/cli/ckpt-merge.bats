@@ -133,6 +133,21 @@ PY
   h5dump -H one/step-00000003/model.h5 | grep -q '"wte.weight"'
 }
 
+@test "h5dump writes 16-bit tensors as raw bytes in the type of the file" {
+  local name=wte.weight type bytes
+  for type in fp16 bf16; do
+    "$merge" run -o half.h5 --dtype "$type" --quiet
+    "$merge" run -o half.safetensors --dtype "$type" --only "$name" --quiet
+    h5dump -d "/$name" -b FILE -o raw half.h5 >/dev/null
+    bytes=$(stat -c %s raw)
+    ((bytes > 0))
+    cmp raw <(tail -c "$bytes" half.safetensors)
+    h5dump -d "/$name" -b NATIVE -o raw half.h5 >/dev/null
+    [ "$(stat -c %s raw)" -eq $((2 * bytes)) ]
+    rm half.h5 half.safetensors raw
+  done
+}
+
 @test "an output that is a link goes to where the link leads" {
   echo old > model.h5
   ln -s model.h5 link.h5

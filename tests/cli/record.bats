@@ -51,6 +51,29 @@ PY
   grep -q '"mesh":{"pp":2,"dp":1,"sp":1,"tp":2}' mesh/metrics.jsonl
 }
 
+@test "a process takes what was predicted beside what is counted, at most" {
+  ! grep -q '^DS_SANITIZE:[A-Z]*=.' "${DS_BIN%/bin}/CMakeCache.txt" || skip "sanitizers have memory beside the program's"
+  sed -i 's/"n_embd": 32, "n_layer": 2/"n_embd": 256, "n_layer": 3/' cfg.json
+  for ranks in 1 2; do
+    ds-memreport cfg.json -n $ranks --device cpu --json >predicted.json
+    ds-launch -n $ranks ds-train cfg.json --out "run$ranks" --quiet --steps 3 --set save.every=1
+    /usr/bin/python3 - "run$ranks/metrics.jsonl" <<'PY'
+import json, sys
+groups = json.load(open("predicted.json"))["groups"]
+ranks = json.loads(open(sys.argv[1]).readlines()[-1])["ranks"]
+mib = 2 ** 20
+for r in ranks:
+    group = next(g for g in groups if r["rank"] in g["ranks"])
+    assert sum(r["counted_bytes"].values()) == group["device_bytes"], (r, group)
+    assert 0.6 * group["process_bytes"] < r["base_bytes"] < 1.3 * group["process_bytes"], (r, group)
+    # The momentary part is of VmHWM, which has the pages of libraries, too: those of HDF5 come with the first save.
+    most, seen = group["device_bytes"] + group["process_bytes"] + group["momentary_bytes"], r["resident_bytes"] + r["momentary_bytes"]
+    assert most - 4 * mib < seen < most + 4 * mib, (most / mib, seen / mib, r, group)
+    assert 4 * mib < group["momentary_bytes"] < 12 * mib, group
+PY
+  done
+}
+
 @test "a resumed run has a line for each start, and cuts what it takes back" {
   ds-train cfg.json --out run --quiet --set save.every=4 --steps 8
   ds-launch -n 2 ds-train cfg.json --out run --quiet --resume latest

@@ -155,8 +155,8 @@ def batch(vocab_size, seed):
 
 
 def masked_batch(vocab_size, seed):
-    """Sixteen positions are predicted: their share of the mean is exact in every type. No input is the padding token 0, whose
-    row of the embedding transformers keeps from the gradient of look-ups."""
+    """Sixteen positions are predicted: their share of the mean is exact in every type. Two inputs are the padding token 0,
+    whose row of the embedding has no gradient of look-ups, but one of the projection."""
     rng = torch.Generator().manual_seed(seed + 2)
     tokens = torch.randint(1, vocab_size, (BATCH, SEQUENCE), generator=rng)
     tokens[:, 3] = tokens[:, 1]
@@ -164,6 +164,7 @@ def masked_batch(vocab_size, seed):
     for t in range(2, SEQUENCE - 1, 2):
         targets[:, t] = tokens[:, t]
         inputs[:, t] = 4
+    inputs[0, 5] = inputs[1, 9] = 0
     return inputs, targets
 
 

@@ -146,6 +146,31 @@ TEST(Embedding, PartsOfAVocabularyMakeTheWhole) {
   }
 }
 
+// So a row is set to zero, wherever it lies.
+TEST(Embedding, TheGradientOfNoLookUpsIsZero) {
+  constexpr i64 V = 5, C = 37;
+  std::vector<const OpTable*> all = backends();
+  all.push_back(&ref_ops());
+  for (const OpTable* ops : all) {
+    for (const DType t : kWorkDTypes) {
+      Tensor ids(DType::I32, {1}), dy(t, {1, C}), start(t, {V, C});
+      start.randomize(1);
+      Tensor want = start;
+      for (i64 c = 0; c < C; ++c) want.set(2 * C + c, 0);
+      expect_same_for_any_threads(
+          [&](Stream& s) {
+            Tensor got = start;
+            for (const bool accumulate : {true, false})
+              ops->embedding_bwd(got.view().rows(accumulate ? 1 : 2, 1), dy.view().rows(0, 0), ids.view().rows(0, 0), 2,
+                                 accumulate, s);
+            expect_same_bits(got, want, std::string(ops->name));
+            return std::vector<Tensor>{got};
+          },
+          std::string(ops->name));
+    }
+  }
+}
+
 TEST(Embedding, RefGradientMatchesFiniteDifferences) {
   Stream s{};
   constexpr i64 V = 6, R = 9, C = 3;

@@ -49,6 +49,7 @@ ModelConfig bert() {
   ModelConfig c = gpt2();
   c.family = Family::Bert;
   c.token_types = 2;
+  c.pad_token_id = -1;  // the derivative has no rows that are left out
   c.activation = Activation::GeluErf;
   return c;
 }
@@ -64,9 +65,11 @@ std::vector<float> noise(i64 n, size_t param, u32 site) {
 // A model with large random weights and one batch, on the default backend in fp32.
 class Model {
  public:
-  explicit Model(const ModelConfig& model) : engine_(config(model)) {
+  // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
+  explicit Model(const ModelConfig& model) : Model(model, model.vocab_size) {}
+  Model(const ModelConfig& model, i64 num_ids) : engine_(config(model)) {
     for (i64 i = 0; i < kTokens; ++i) {
-      ids_.push_back(static_cast<i32>((i * 7919 + 3) % model.vocab_size));
+      ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
     }
     for (const auto& unit : engine_.engine.plan().rows) {
@@ -176,6 +179,29 @@ TEST(ModelGradient, IsTheDirectionalDerivativeForEveryParameter) {
       }
       const double h = 3e-3, got = (model.loss(&direction, h) - model.loss(&direction, -h)) / (2 * h);
       EXPECT_NEAR(got / want, 1, 1e-2) << name << ", " << model.rows()[p].name;
+    }
+  }
+}
+
+// The row of the padding token is that of the projection alone; all other gradients keep their bits, and so do all
+// where nobody looks it up. (What the row should be: tests/golden/bert.)
+TEST(ModelGradient, LookUpsOfThePaddingTokenGiveNone) {
+  const ModelConfig unpadded = bert();
+  const i64 C = unpadded.hidden, unused = unpadded.vocab_size - 1;
+  Model whole(unpadded, unused);
+  const Values want = whole.gradients();
+  for (const i64 padding : {i64{0}, i64{7}, unused}) {
+    ModelConfig config = bert();
+    config.pad_token_id = padding;
+    Model padded(config, unused);
+    const Values got = padded.gradients();
+    ASSERT_EQ(got.size(), want.size());
+    for (size_t p = 0; p < got.size(); ++p) {
+      const bool words = padded.rows()[p].name == "bert.embeddings.word_embeddings.weight";
+      for (size_t i = 0; i < got[p].size(); ++i) {
+        const bool left_out = words && padding != unused && static_cast<i64>(i) / C == padding;
+        ASSERT_EQ(got[p][i] == want[p][i], !left_out) << padded.rows()[p].name << " " << i << ", padding " << padding;
+      }
     }
   }
 }

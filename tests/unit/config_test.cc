@@ -85,7 +85,6 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "AdamW", "params": {"eps": 1e50}})", kBad, "must be a number that fits fp32, not 1e+50"},
     {R"("optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1}})", kBad, "write gradient_clipping"},
     {R"("optimizer": "AdamW")", kBad, "optimizer: must be an object, not \"AdamW\""},
-    {R"("optimizer": {"params": {"lr": 1}})", kBad, "optimizer.type: is missing"},
     {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
     {R"("optimizer": {"type": "FusedAdam"})", kBad, "not \"FusedAdam\"; did you mean \"Adam\"?"},
     {R"("optimizer": {"type": 3})", kBad, "must be one of \"AdamW\", \"Adam\", not 3"},
@@ -124,6 +123,7 @@ const Wrong kWrong[] = {
     {R"("reduce_order": "boundary", "zero_optimization": {"stage": 2})", kBad, "ZeRO stage 2"},
     {R"("reduce_order": "boundary", "deterministic": true)", kBad, "sums in the order \"micro\""},
     {R"("scheduler": {"params": {"warmup_num_steps": 3}})", kBad, "scheduler.type: is missing"},
+    {R"("scheduler": {"params": {"cos_min_ratio": 0.5}})", kBad, "scheduler.type: is missing"},
     {R"("scheduler": {"type": "WarmupLR", "params": {"total_num_steps": 3}})", kBad, "belongs to WarmupCosineLR"},
     {R"("scheduler": {"type": "WarmupCosineLR", "params": {"warmup_max_lr": 3}})", kBad, "belongs to WarmupLR"},
     {R"("device": "cpu", "cuda": {"graphs": true})", kBad, "cuda.graphs: there are no CUDA graphs on device \"cpu\""},
@@ -578,6 +578,12 @@ TEST(ConfigSet, MendsWhatItReplaces) {
 // ---- resolved_json
 // ------------------------------------------------------------------------------------------------------
 
+Json::json_pointer pointer_to(std::string_view path) {
+  std::string pointer = fmt::format("/{}", path);
+  std::replace(pointer.begin(), pointer.end(), '.', '/');
+  return Json::json_pointer(pointer);
+}
+
 TEST(ConfigResolved, RoundTripsEveryEffect) {
   const std::string texts[] = {
       R"({"train_batch_size": 12, "steps": 3})",
@@ -601,14 +607,17 @@ TEST(ConfigResolved, RoundTripsEveryEffect) {
   }
 }
 
-// Moves every Effect key off its default through --set and expects it in resolved_json and back: a row whose slot is
-// wrong, or that the writer forgets, fails here.
-TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
-  for (const Key& key : config_keys()) {
-    if (key.kind != KeyKind::Effect) continue;
+std::vector<Key> effects() {
+  std::vector<Key> keys;
+  std::ranges::copy_if(config_keys(), std::back_inserter(keys), [](const Key& k) { return k.kind == KeyKind::Effect; });
+  return keys;
+}
+
+// A configuration that moves a key off its default.
+struct Moved {
+  explicit Moved(const Key& key) {
     Config defaults;
     const Slot slot = key.slot(&defaults);
-    Json value;
     if (std::holds_alternative<bool*>(slot)) {
       value = !slot_json(slot).get<bool>();
     } else if (std::holds_alternative<i64*>(slot)) {
@@ -623,8 +632,7 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
     } else {
       value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
     }
-    std::vector<std::string> set = {fmt::format("{}={}", key.path, value.dump())};
-    if (key.path.starts_with("optimizer.params")) set.push_back("optimizer.type=AdamW");
+    set.push_back(fmt::format("{}={}", key.path, value.dump()));
     if (key.path.starts_with("train_") || key.path == "gradient_accumulation_steps") {
       set.push_back("train_micro_batch_size_per_gpu=3");
     } else {
@@ -635,7 +643,6 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");
-    int world = 1;
     for (const std::string_view degree :
          {"pipeline.stages", "tensor_parallel.tp_size", "tensor_parallel.autotp_size", "sequence_parallel_size"}) {
       if (key.path == degree) world = 3;
@@ -653,13 +660,26 @@ TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
       world = 2;
       set.push_back("sequence_parallel_size=2");
     }
-    const Config c = good("{}", world, set);
-    const Json resolved = Json::parse(resolved_json(c));
-    std::string pointer = "/" + std::string(key.path);
-    std::replace(pointer.begin(), pointer.end(), '.', '/');
-    ASSERT_TRUE(resolved.contains(Json::json_pointer(pointer))) << key.path;
-    const Json got = resolved.at(Json::json_pointer(pointer));
-    EXPECT_EQ(got.is_array() && value.is_string() ? got[0] : got, value) << key.path;
+  }
+  bool sets(std::string_view path) const {
+    return std::ranges::any_of(set, [&](const std::string& s) { return s.starts_with(fmt::format("{}=", path)); });
+  }
+
+  Json value;
+  std::vector<std::string> set;
+  int world = 1;
+};
+
+// Moves every Effect key off its default through --set and expects it in resolved_json and back: a row whose slot is
+// wrong, or that the writer forgets, fails here.
+TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
+  for (const Key& key : effects()) {
+    const Moved moved(key);
+    const Json resolved = Json::parse(resolved_json(good("{}", moved.world, moved.set)));
+    const Json::json_pointer at = pointer_to(key.path);
+    ASSERT_TRUE(resolved.contains(at)) << key.path;
+    const Json got = resolved.at(at);
+    EXPECT_EQ(got.is_array() && moved.value.is_string() ? got[0] : got, moved.value) << key.path;
   }
 }
 
@@ -751,35 +771,131 @@ TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
 }
 
 // ds-config(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other keys,
-// "default: words" or "required". Every other key stands somewhere on the page.
+// "default: words" or "required".
+std::string manual_page() { return slurp(DS_TEST_DATA "/../../man/ds-config.5"); }
+
+std::string manual_entry(const std::string& page, std::string_view path) {
+  const size_t at = page.find(fmt::format("\n.It Sy {}\n", path));
+  if (at == page.npos) return {};
+  return page.substr(at, std::min(page.find("\n.It ", at + 1), page.find("\n.El", at)) - at);
+}
+
+std::string default_of(const Key& key) {
+  Config defaults;
+  return slot_json(key.slot(&defaults)).dump();
+}
+
+bool has_constant_default(const std::string& entry, const Key& key) {
+  return entry.find(fmt::format("default {}", default_of(key))) != entry.npos;
+}
+
+// Every other key stands somewhere on the page.
 TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
-  const std::string page = slurp(DS_TEST_DATA "/../../man/ds-config.5");
+  const std::string page = manual_page();
   const auto has_word = [&](std::string_view word) {
     for (size_t at = page.find(word); at != page.npos; at = page.find(word, at + 1))
       if (page[at - 1] == ' ' && std::string_view(" \n").find(page[at + word.size()]) != std::string_view::npos)
         return true;
     return false;
   };
-  Config defaults;
   for (const Key& key : config_keys()) {
     if (key.kind == KeyKind::Alias) continue;  // told in one sentence for all
     EXPECT_TRUE(has_word(key.path)) << key.path;
     if (key.kind != KeyKind::Effect) continue;
-    const std::string item = fmt::format("\n.It Sy {}\n", key.path);
-    const size_t at = page.find(item);
-    ASSERT_NE(at, page.npos) << key.path;
-    const size_t end = std::min(page.find("\n.It ", at + 1), page.find("\n.El", at));
-    const std::string entry = page.substr(at, end - at);
-    const std::string value = slot_json(key.slot(&defaults)).dump();
-    const bool constant = entry.find(fmt::format("default {}", value)) != entry.npos;
+    const std::string entry = manual_entry(page, key.path);
+    ASSERT_FALSE(entry.empty()) << key.path;
     const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
-    EXPECT_NE(constant, derived) << entry << "\nneeds: default " << value;
+    EXPECT_NE(has_constant_default(entry, key), derived) << entry << "\nneeds: default " << default_of(key);
   }
   for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Bert})
     for (const Key& key : model_keys(family, ModelSource::Inline))
       if (key.kind == KeyKind::Effect) {
         EXPECT_TRUE(has_word(key.path.substr(key.path.rfind('.') + 1))) << key.path;
       }
+}
+
+// A default that the page gives as a value is what the reader takes where the key is left out, whatever else its
+// section says: writing it out changes nothing, and a mistake stays one.
+TEST(ConfigFiles, DefaultsOfTheManualPageAreWhatAbsentKeysMean) {
+  const std::string page = manual_page();
+  const auto section = [](const Key& key) { return key.path.substr(0, key.path.find('.')); };
+  const auto meaning = [](const Moved& moved, const std::vector<std::string>& set) {
+    const ConfigResult r = parse("{}", moved.world, set);
+    return r.ok() ? resolved_json(r.config) : "refused";
+  };
+  int pairs = 0;
+  for (const Key& key : effects()) {
+    if (!has_constant_default(manual_entry(page, key.path), key)) continue;
+    for (const Key& other : effects()) {
+      const Moved moved(other);
+      if (section(other) != section(key) || moved.sets(key.path)) continue;
+      std::vector<std::string> written = moved.set;
+      written.push_back(fmt::format("{}={}", key.path, default_of(key)));
+      const std::string absent = meaning(moved, moved.set);
+      if (Json::accept(absent) && !Json::parse(absent).contains(pointer_to(key.path))) continue;  // another choice's
+      EXPECT_EQ(absent, meaning(moved, written)) << key.path << " beside " << other.path;
+      ++pairs;
+    }
+  }
+  EXPECT_GT(pairs, 200);
+}
+
+// Defaults that depend on other keys: what the page says in words, for each of them.
+TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
+  const struct {
+    std::string_view key, words, config, value;  // no value: nothing is resolved
+  } cases[] = {
+      {"train_batch_size", "default: derived", R"("train_micro_batch_size_per_gpu": 3)", "6"},
+      {"train_micro_batch_size_per_gpu", "default: derived", R"("train_batch_size": 8)", "4"},
+      {"gradient_accumulation_steps", "default: derived",
+       R"("train_batch_size": 8, "train_micro_batch_size_per_gpu": 2)", "2"},
+      {"data.train", "required", "", ""},
+      {"data.validation", "default: the end of the training data", R"("data": {"train": "a"})", ""},
+      {"data.tokenizer", "default: the tokenizer\nthat lies beside", R"("data": {"train": "a"})", R"("bytes")"},
+      {"data.seq_length", "default: 1024 or the model's positions, whichever is less", "", "1024"},
+      {"data.seq_length", "default: 1024 or the model's positions, whichever is less", kModel, "64"},
+      {"data.mlm.mask_token", "default: the tokenizer's", kBert, ""},
+      {"data.mlm.cls_token", "default: as\n.Cm mask_token", kBert, ""},
+      {"data.mlm.sep_token", "default: as\n.Cm mask_token", kBert, ""},
+      {"data.seed", "default: the key\n.Cm seed", R"("seed": 7)", "7"},
+      {"steps", "required", "", ""},
+      {"reduce_order", "default: \"micro\" at ZeRO stages 2 and 3 and when deterministic, else \"boundary\"",
+       R"("zero_optimization": {"stage": 1})", R"("boundary")"},
+      {"reduce_order", "", R"("zero_optimization": {"stage": 2})", R"("micro")"},
+      {"reduce_order", "", R"("deterministic": true)", R"("micro")"},
+      {"scheduler.type", "default: none", "", ""},
+      {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
+       R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},
+      {"scheduler.params.total_num_steps", "default: the key\n.Cm steps",
+       R"("steps": 5000, "scheduler": {"type": "WarmupCosineLR"})", "5000"},
+      {"communication_data_type", "default: the type of the parameters", R"("bf16": {"enabled": true})", R"("bf16")"},
+      {"zero_optimization.overlap_comm", "default: true at stage 3, else false", R"("zero_optimization": {"stage": 2})",
+       "false"},
+      {"zero_optimization.overlap_comm", "", R"("zero_optimization": {"stage": 3})", "true"},
+      {"activation_checkpointing.granularity",
+       "default: \"layer\" where one of the three keys below asks for it, else \"none\"", "", R"("none")"},
+      {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"interval": 1})", R"("layer")"},
+      {"activation_checkpointing.interval", "default: 1 where another key asks for \"layer\"",
+       R"("activation_checkpointing": {"cpu_checkpointing": true})", "1"},
+      {"activation_checkpointing.interval", "", "", ""},
+  };
+  const std::string page = manual_page();
+  for (const auto& c : cases) {
+    EXPECT_THAT(manual_entry(page, c.key), HasSubstr(c.words));
+    const bool sized = c.config.find("train_") != c.config.npos;
+    const Config config = good(fmt::format("{{{}{}{}}}", c.config, sized || c.config.empty() ? "" : ", ",
+                                           sized ? "" : R"("train_batch_size": 2)"),
+                               2);
+    const Json resolved = Json::parse(resolved_json(config));
+    const Json::json_pointer at = pointer_to(c.key);
+    ASSERT_EQ(resolved.contains(at), !c.value.empty()) << c.key;
+    if (c.value.empty()) continue;
+    EXPECT_EQ(resolved.at(at), Json::parse(c.value)) << c.key;
+  }
+  for (const Key& key : effects()) {
+    if (has_constant_default(manual_entry(page, key.path), key)) continue;
+    EXPECT_TRUE(std::ranges::any_of(cases, [&](const auto& c) { return c.key == key.path; })) << key.path;
+  }
 }
 
 }  // namespace config_test

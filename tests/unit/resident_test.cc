@@ -9,6 +9,8 @@
 
 #include <cstring>
 
+#include "probe/host.h"
+
 namespace ds::probe {
 namespace resident_test {
 
@@ -106,6 +108,38 @@ TEST(Resident, AMeterReadsOnceASecondAtMost) {
   EXPECT_EQ(meter.sample(), meter.base_bytes());  // as it was read
   expect_near(meter.read() - meter.base_bytes(), kSize);
   expect_near(meter.sample() - meter.base_bytes(), kSize);
+}
+
+// How much more is resident in a child process while it works, at most; -1 where that cannot be told.
+template <class Work>
+i64 peak_in_child(Work work) {
+  int result[2];
+  if (pipe(result) != 0) return -1;
+  const pid_t child = fork();
+  if (child == 0) {
+    const i64 before = resident_memory().highest;
+    work();
+    const i64 more = resident_memory().highest - before;
+    _exit(write(result[1], &more, sizeof more) == sizeof more ? 0 : 1);
+  }
+  close(result[1]);
+  i64 more = -1;
+  if (read(result[0], &more, sizeof more) != sizeof more) more = -1;
+  close(result[0]);
+  waitpid(child, nullptr, 0);
+  return more;
+}
+
+TEST(Resident, TheProductThatMeasuresACpuTakesWhatItSays) {
+  SKIP_UNDER_SANITIZERS();
+  const OpTable& ops = cpu_backend();
+  for (const DType work : {DType::F32, DType::BF16}) {
+    const i64 said = matmul_rate_bytes(ops, 2, work);
+    EXPECT_GT(said, 3 * 1024 * 1024 * dtype_bytes(work));
+    const i64 taken = peak_in_child([&] { matmul_rate(*make_cpu_device(ops, 2), work); });
+    EXPECT_GT(taken, said - kSlack) << dtype_name(work);
+    EXPECT_LT(taken, said + 2 * kSlack) << dtype_name(work);  // the pages of the kernels' code, too
+  }
 }
 
 }  // namespace resident_test

@@ -29,6 +29,8 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
                   {"bubble_fraction", p.bubble_fraction},
                   {"memory_bytes", tags},
                   {"total_bytes", p.total_bytes},
+                  {"process_bytes", p.process_bytes},
+                  {"momentary_bytes", p.momentary_bytes},
                   {"device", p.device},
                   {"needed_bytes", p.needed_bytes},
                   {"available_bytes", p.available_bytes},
@@ -43,9 +45,12 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out) 
   for (const auto& m : p.memory) {
     if (m.tag != "host" || p.host_bytes == 0) out.print("  {:<12} {:>14}\n", m.tag, bytes_text(m.predicted));
   }
-  out.print("  {:<12} {:>14}{}; {} are there ({})\n", "total", bytes_text(p.total_bytes),
-            p.sharers > 1 ? fmt::format(", of {} ranks {}", p.sharers, bytes_text(p.needed_bytes)) : "",
-            bytes_text(p.available_bytes), p.limited_by);
+  out.print("  {:<12} {:>14}\n", "total", bytes_text(p.total_bytes));
+  if (p.process_bytes > 0)
+    out.print("  {:<12} {:>14} beside it; {} more for a moment at most\n", "process", bytes_text(p.process_bytes),
+              bytes_text(p.momentary_bytes));
+  out.print("  {:<12} {:>14}{}; {} are there ({})\n", "at most", bytes_text(p.needed_bytes),
+            p.sharers > 1 ? fmt::format(" of {} ranks", p.sharers) : "", bytes_text(p.available_bytes), p.limited_by);
   if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
   out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes) {

@@ -52,7 +52,7 @@ struct ModelConfig {
   bool rotary() const noexcept { return family != Family::Gpt2 && family != Family::Bert; }
 
   i64 token_types = 0;   // BERT: segments that the embedding tells apart; text is read as one
-  i64 pad_token_id = 0;  // BERT: carried for transformers, which trains this row as a padding; -1: null
+  i64 pad_token_id = 0;  // BERT: looking this token up gives its row no gradient, as padding_idx of PyTorch; -1: none
   // Each position sees those before it and predicts the next token. Else it sees all: trained by masking (data.mlm).
   bool causal() const noexcept { return family != Family::Bert; }
 

@@ -33,8 +33,10 @@ struct RunPrediction {
   double flops_per_token = 0;     // forward + backward, full attention
   std::vector<StagePlan> stages;  // of the pipeline
   double bubble_fraction = 0;     // of its ranks' time, where a backward pass takes twice as long as a forward one
-  std::vector<TagMemory> memory;  // of this rank, without the base of the process
+  std::vector<TagMemory> memory;  // of this rank, without the process itself
   i64 total_bytes = 0;            // of this rank
+  // Beside it, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
+  i64 process_bytes = 0, momentary_bytes = 0;
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
   i64 host_bytes = 0;                     // beside a GPU: of the node's memory, per rank; not in total_bytes
   std::string device;                     // "cpu", "cuda"

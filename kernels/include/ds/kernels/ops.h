@@ -217,7 +217,7 @@ struct OpTable {
   // all ranks add up to the whole lookup.
   void (*embedding_fwd)(TensorView y, TensorView table, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
   // dtable[V,C] = (accumulate ? dtable : 0) + sum of dy rows by id, in row order within an id, rounded once. dtable fp32 or
-  // dy's dtype. Rows with an id outside of the table are left out. Deterministic: a stable order by id, no atomics.
+  // dy's dtype. Rows with an id outside of the table are left out; R may be 0. Deterministic: stable by id, no atomics.
   void (*embedding_bwd)(TensorView dtable, TensorView dy, TensorView ids, i64 first_id, bool accumulate, Stream&) noexcept;
 
   // Dao et al.: "FlashAttention". q, o [B,T,H,D] strided; k, v [B,S,G,D] strided, H % G == 0, head h reads group h/(H/G);
