@@ -26,8 +26,8 @@ namespace ds {
 namespace foreign_text_fuzz_test {
 
 namespace fs = std::filesystem;
-using ::testing::read_file;
-using ::testing::write_file;
+using testing::read_file;
+using testing::write_file;
 using Random = std::mt19937;
 
 size_t below(Random& random, size_t n) { return static_cast<size_t>(random() % std::max<size_t>(n, 1)); }
@@ -142,7 +142,7 @@ Said run(const std::vector<std::string>& words, const std::string& in, const std
 class ForeignText : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
-    base_ = std::make_unique<::testing::TempDirectory>();
+    base_ = std::make_unique<testing::TempDirectory>();
     write_file(*base_ / "cfg.json", kConfig);
     std::string text;
     for (int i = 0; i < 200; ++i) text += fmt::format("line {} of a text to train on\n", i * i);
@@ -197,13 +197,13 @@ class ForeignText : public ::testing::Test {
     "zero_optimization": {"stage": 2}, "reduce_order": "micro", "communication": {"backend": "auto"},
     "activation_checkpointing": {"granularity": "none"}, "steps": 1})";
 
-  static std::unique_ptr<::testing::TempDirectory> base_;
-  ::testing::TempDirectory dir_;
+  static std::unique_ptr<testing::TempDirectory> base_;
+  testing::TempDirectory dir_;
   std::vector<std::string> extra_;  // of the environment
   Random random_{20261123};
   int done_ = 0, refused_ = 0;
 };
-std::unique_ptr<::testing::TempDirectory> ForeignText::base_;
+std::unique_ptr<testing::TempDirectory> ForeignText::base_;
 
 TEST_F(ForeignText, OfConfigurations) {
   constexpr const char* kModel = R"({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": 256,
@@ -211,7 +211,7 @@ TEST_F(ForeignText, OfConfigurations) {
     "task_specific_params": {"text-generation": {"do_sample": true}}})";
   fs::create_directory(dir_ / "model");
   write_file(dir_ / "model/config.json", kModel);
-  for (int i = 0; i < ::testing::rounds(4); ++i) {
+  for (int i = 0; i < testing::rounds(4); ++i) {
     write_file(dir_ / "h.json", with_hostile_string(kConfig, random_));
     check({"ds-train", "h.json", "--check"});
     check({"ds-memreport", "h.json"});
@@ -240,10 +240,10 @@ TEST_F(ForeignText, OfTokenizers) {
                                                                   {"gpt2-files", "merges.txt"},
                                                                   {"bert-files", "tokenizer_config.json"},
                                                                   {"bert-files", "vocab.txt"}};
-  for (int i = 0; i < ::testing::rounds(8); ++i) {
+  for (int i = 0; i < testing::rounds(8); ++i) {
     const auto& [tokenizer, file] = files[static_cast<size_t>(i) % files.size()];
     fs::remove_all(dir_ / "tokenizer");
-    fs::copy(::testing::test_data("tokenizers/" + tokenizer), dir_ / "tokenizer");
+    fs::copy(testing::test_data("tokenizers/" + tokenizer), dir_ / "tokenizer");
     const std::string path = dir_ / ("tokenizer/" + file);
     if (!fs::exists(path)) continue;
     std::string text = read_file(path);
@@ -264,7 +264,7 @@ TEST_F(ForeignText, OfCheckpoints) {
   const std::string manifest = step() + "/manifest.json", good = read_file(manifest);
   const std::string body = good.substr(0, good.rfind(",\n\"checksum\""));
   const std::string head = body.substr(0, body.find("\"pieces\"")), pieces = body.substr(head.size());
-  for (int i = 0; i < ::testing::rounds(4); ++i) {
+  for (int i = 0; i < testing::rounds(4); ++i) {
     const std::string text = with_hostile_string(head, random_) + pieces;
     write_file(manifest, fmt::format("{},\n\"checksum\": \"{:016x}\"\n}}\n", text,
                                      checksum(text.data(), static_cast<i64>(text.size()))));
@@ -283,8 +283,8 @@ TEST_F(ForeignText, OfCheckpoints) {
 }
 
 TEST_F(ForeignText, OfTensorFiles) {
-  const auto le = [](u64 x) { return ::testing::le(x); };
-  for (int i = 0; i < ::testing::rounds(4); ++i) {
+  const auto le = [](u64 x) { return testing::le(x); };
+  for (int i = 0; i < testing::rounds(4); ++i) {
     const std::string name = hostile(random_, 300), key = hostile(random_, 300), value = hostile(random_, 300);
     const bool escaped = below(random_, 4) > 0;
     const std::string header =
@@ -294,13 +294,13 @@ TEST_F(ForeignText, OfTensorFiles) {
                     below(random_, 4) > 0 ? "\"F32\"" : json_string(hostile(random_, 1 << 20), escaped));
     write_file(dir_ / "h.safetensors", le(header.size()) + header + std::string(8, '\0'));
 
-    const std::string tensor = ::testing::tensor(::testing::storage("FloatStorage", "0", 2), 0, {2}, {1});
-    const std::string foreign = ::testing::global("evil" + name.substr(0, name.find('\n')), "call");
+    const std::string tensor = testing::tensor(testing::storage("FloatStorage", "0", 2), 0, {2}, {1});
+    const std::string foreign = testing::global("evil" + name.substr(0, name.find('\n')), "call");
     write_file(dir_ / "h.pt",
-               ::testing::torch_file(
-                   ::testing::pickle(::testing::dict({{name, tensor}, {key, below(random_, 2) == 0 ? foreign : tensor}})),
+               testing::torch_file(
+                   testing::pickle(testing::dict({{name, tensor}, {key, below(random_, 2) == 0 ? foreign : tensor}})),
                    {{"0", std::string(8, '\0')}}));
-    write_file(dir_ / "z.pt", ::testing::make_zip({{.name = name, .data = "x"}}));
+    write_file(dir_ / "z.pt", testing::make_zip({{.name = name, .data = "x"}}));
 
     std::string plain = name;
     std::replace(plain.begin(), plain.end(), '/', '-');
@@ -335,7 +335,7 @@ TEST_F(ForeignText, OfWhatToolsWriteForEachOther) {
     "cores": 1, "own_stream": true, "op_overhead_s": 1e-6, "flops_per_s": {"matmul": {"fp32": [[1e6, 1e9]],
     "bf16": [[1e6, 1e9]]}}, "memory_bytes_per_s": [[1e6, 1e9]], "bytes_per_s": {"add": {"fp32": [[1e6, 1e9]]}}})";
   const std::string metrics = read_file(dir_ / "run/metrics.jsonl");
-  for (int i = 0; i < ::testing::rounds(5); ++i) {
+  for (int i = 0; i < testing::rounds(5); ++i) {
     write_file(dir_ / "h.jsonl", with_hostile_string(metrics.substr(0, metrics.find('\n')), random_) +
                                      metrics.substr(metrics.find('\n')));
     check({"ds-memreport", "h.jsonl", "--plot", "-"});
@@ -355,7 +355,7 @@ TEST_F(ForeignText, OfWhatToolsWriteForEachOther) {
 
 // Names of files that are there, of files that are not, values of options and of the environment.
 TEST_F(ForeignText, OfTheCommandLine) {
-  for (int i = 0; i < ::testing::rounds(3); ++i) {
+  for (int i = 0; i < testing::rounds(3); ++i) {
     const std::string name = hostile_name(random_), run = name + ".run", config = name + ".json";
     fs::copy(dir_ / "run", dir_ / run, fs::copy_options::recursive | fs::copy_options::skip_existing);
     write_file(dir_ / config, kConfig);
