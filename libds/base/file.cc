@@ -329,9 +329,12 @@ std::string read_to_end(int fd, i64 max_bytes) {
     while (n < 0 && errno == EINTR);
     check_named(n >= 0, "read");
     text.resize(before + static_cast<size_t>(n));
-    const std::string_view kind = std::ssize(text) > max_bytes ? kind_of_content(text) : "";
-    DS_CHECK(std::ssize(text) <= max_bytes, Errc::Config, "{}is larger than {} MiB",
-             kind.empty() ? "" : fmt::format("is {}, and ", kind), max_bytes >> 20);
+    if (std::ssize(text) > max_bytes) {
+      const std::string_view kind = kind_of_content(text);
+      const bool known = !kind.empty() && kind != kBinaryData;
+      throw Error(Errc::Config,
+                  fmt::format("{}is larger than {} MiB", known ? fmt::format("is {}, and ", kind) : "", max_bytes >> 20));
+    }
     if (n == 0) return text;
   }
 }

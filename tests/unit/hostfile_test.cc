@@ -132,7 +132,7 @@ TEST(Hostfile, RefusesBytesThatAreNoText) {
 TEST(Hostfile, TellsAllMistakesUpToTwenty) {
   EXPECT_EQ(refusal_of("-a\nb\nc slots=0\n"),
             "F:1: '-a': a host name does not begin with '-'\n"
-            "F:3: slots are a whole number from 1 to 4096, not '0'");
+            "  F:3: slots are a whole number from 1 to 4096, not '0'");
   std::string many;
   for (int i = 0; i < 30; ++i) many += "-a\n";
   EXPECT_THAT(refusal_of(many),

@@ -201,7 +201,7 @@ TEST(PlanSvg, IsWellFormedWhateverTheNames) {
   c.time_unit = "<ms>";
   const std::string svg = plan_svg(c);
   EXPECT_EQ(malformed(svg), std::nullopt);
-  EXPECT_THAT(svg, HasSubstr("&lt;a &amp; &quot;b&quot;&gt;..x??y"));
+  EXPECT_THAT(svg, HasSubstr("&lt;a &amp; &quot;b&quot;&gt;..x\\n\\x01y"));
   EXPECT_THAT(svg, HasSubstr("bubble 15.8 % (formula 15.8 %)</text>"));
   EXPECT_THAT(svg, Not(HasSubstr("<script")));
   EXPECT_EQ(count(svg, "http"), 1u) << "the name of the format alone";
