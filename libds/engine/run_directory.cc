@@ -65,8 +65,9 @@ std::string read_holder(int fd) {
 
 void RunDirectory::check(const std::string& path, const std::string& resume, const std::string& step_dir) {
   std::error_code error;
-  if (!fs::exists(path, error)) {
-    const fs::path above = missing_directories(path).front().parent_path();
+  // Nothing is missing where another run makes it just now.
+  if (const std::vector<fs::path> missing = missing_directories(path); !missing.empty()) {
+    const fs::path above = missing.front().parent_path();
     DS_CHECK(fs::is_directory(above, error) && access(above.c_str(), W_OK | X_OK) == 0, Errc::Config,
              "cannot create run directory {}: {}", path,
              std::strerror(fs::is_directory(above, error) ? errno : ENOTDIR));
