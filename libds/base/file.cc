@@ -332,8 +332,8 @@ std::string read_to_end(int fd, i64 max_bytes) {
     if (std::ssize(text) > max_bytes) {
       const std::string_view kind = kind_of_content(text);
       const bool known = !kind.empty() && kind != kBinaryData;
-      throw Error(Errc::Config,
-                  fmt::format("{}is larger than {} MiB", known ? fmt::format("is {}, and ", kind) : "", max_bytes >> 20));
+      throw Error(Errc::Config, fmt::format("{}is larger than {} MiB", known ? fmt::format("is {}, and ", kind) : "",
+                                            max_bytes >> 20));
     }
     if (n == 0) return text;
   }

@@ -129,8 +129,8 @@ class PendingDirectory {
   bool committed_ = false;
 };
 
-// The whole of a small file. Larger than max_bytes is an error of code `too_large`: what the same file would be, were it
-// small and wrong.
+// The whole of a small file. Larger than max_bytes is an error of code `too_large`: what the same file would be, were
+// it small and wrong.
 std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large = Errc::Corrupt);
 // The whole of what somebody has named, which may be a pipe, a terminal or a device without an end: never more than
 // max_bytes are held. Throws Errc::Config with a reason that does not name it: "is larger than 16 MiB", "cannot be
