@@ -303,9 +303,14 @@ END
 }
 
 @test "limits with which mpirun would crash or wait for ever, an mpirun that ends at once: a line of ours" {
-  run -4 bash -c 'ulimit -n 34; "$1" -n 2 true' bash "$launch"
+  # shellcheck disable=SC2016
+  local alone='for f in /proc/self/fd/*; do f=${f##*/}; ((f < 3)) || eval "exec $f>&-"; done'
+  run -4 bash -c "$alone"'; ulimit -n 34; "$1" -n 2 true' bash "$launch"
   assert_output "ds-launch: error: the limit of open files (ulimit -n) is 34, and starting 2 ranks needs 35: raise it"
-  run -0 bash -c 'ulimit -n 35; "$1" -n 2 true' bash "$launch"
+  run -0 bash -c "$alone"'; ulimit -n 35; "$1" -n 2 true' bash "$launch"
+  run -4 bash -c "$alone"'; ulimit -n 36; exec 5</dev/null 9</dev/null; "$1" -n 2 true' bash "$launch"
+  assert_output "ds-launch: error: the limit of open files (ulimit -n) is 36, and starting 2 ranks needs 37: raise it"
+  run -0 bash -c "$alone"'; ulimit -n 37; exec 5</dev/null 9</dev/null; "$1" -n 2 true' bash "$launch"
   run -4 bash -c 'ulimit -s 16; "$1" -n 2 true' bash "$launch"
   assert_output "ds-launch: error: the limit of the stack (ulimit -s) is 16 KiB, and this program needs 512 KiB: raise it"
   run -0 bash -c 'ulimit -s 512; "$1" -n 2 true' bash "$launch"
