@@ -7,7 +7,9 @@
 #include <gmock/gmock.h>
 #include <grp.h>
 #include <gtest/gtest.h>
+#include <linux/close_range.h>
 #include <sys/wait.h>
+
 #include <unistd.h>
 
 #include <csignal>
@@ -141,6 +143,7 @@ TEST_F(LimitsTest, LimitsAreNamedWithWhatIsNeeded) {
     return limited(1000, [=] {
       const rlimit limit{value, value};
       ::setrlimit(resource, &limit);
+      ::close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);  // else mpirun would have them, too
       body();
     });
   };
