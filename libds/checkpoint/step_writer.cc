@@ -70,20 +70,11 @@ void write_view(const std::string& dir, Manifest& m, const Tick& tick) {
 
 // Makes the run directory, or clears from it what interrupted saves left.
 void prepare_run_directory(const std::string& dir) {
+  if (fs::exists(dir)) return clear_unfinished(dir);
   std::error_code error;
-  if (!fs::exists(dir)) {
-    fs::create_directories(dir, error);
-    DS_CHECK(!error, Errc::Io, "cannot create the directory {}: {}", dir, error.message());
-    sync_directory(parent_directory(dir));
-  }
-  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
-    const std::string name = it->path().filename().string();
-    if (!name.starts_with(".tmp-step-") && !name.starts_with(".latest.tmp-")) continue;
-    std::error_code failed;
-    fs::remove_all(it->path(), failed);
-    DS_CHECK(!failed, Errc::Io, "cannot remove the unfinished {}: {}", it->path().string(), failed.message());
-  }
-  DS_CHECK(!error, Errc::Io, "cannot read the directory {}: {}", dir, error.message());
+  fs::create_directories(dir, error);
+  DS_CHECK(!error, Errc::Io, "cannot create the directory {}: {}", dir, error.message());
+  sync_directory(parent_directory(dir));
 }
 
 // Where a step waits that is to be replaced, on a file system that cannot exchange names.
@@ -142,6 +133,18 @@ std::vector<Hdf5Attribute> attributes_of(const Manifest& m, const PieceRange& p)
 
 std::string unfinished_step(const std::string& dir, const Manifest& m) {
   return fmt::format("{}/.tmp-{}-{}", dir, step_name(m.meta.step), m.id);
+}
+
+void clear_unfinished(const std::string& dir) {
+  std::error_code error;
+  for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
+    const std::string name = it->path().filename().string();
+    if (!name.starts_with(".tmp-step-") && !name.starts_with(".latest.tmp-")) continue;
+    std::error_code failed;
+    fs::remove_all(it->path(), failed);
+    DS_CHECK(!failed, Errc::Io, "cannot remove the unfinished {}: {}", it->path().string(), failed.message());
+  }
+  DS_CHECK(!error, Errc::Io, "cannot read the directory {}: {}", dir, error.message());
 }
 
 void prepare_step(const std::string& dir, const Manifest& m) {

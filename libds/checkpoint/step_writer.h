@@ -28,6 +28,8 @@ struct RankContents {
 // DIR/.tmp-step-00000100-<id of the save>: where the step is written until it is committed. A rank that outlives its
 // run has no place in the next run's save.
 std::string unfinished_step(const std::string& dir, const Manifest& m);
+// Removes what interrupted saves, and removals of old steps, left in `dir`. One rank's work. Throws Errc::Io.
+void clear_unfinished(const std::string& dir);
 // Makes `dir`, clears from it what interrupted saves left, and makes the unfinished step. Throws Errc::Io.
 void prepare_step(const std::string& dir, const Manifest& m);
 // Removes what stands at unfinished_step(), if anything does.

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/saver.h"
 
+#include "checkpoint/step_writer.h"
 #include "ds/log.h"
 
 namespace ds::engine {
@@ -21,6 +22,7 @@ void Saver::resumed_from(std::string step_dir, i64 step) {
   newest_ = std::move(step_dir);
   newest_step_ = handed_in_ = step;
   if (directory_ == nullptr) return;
+  clear_unfinished(dir_);  // no save may follow
   passed_over_ = list_steps(dir_);
   std::erase_if(passed_over_, [&](i64 s) { return s <= step; });
 }

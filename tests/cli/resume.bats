@@ -121,6 +121,14 @@ END
   cmp before run/metrics.jsonl
 }
 
+@test "a resumed run clears what a killed one left, also when it has nothing to do" {
+  ds-train cfg.json --out run --quiet --set save.every=4
+  mkdir run/.tmp-step-00000004 run/.tmp-step-00000008-0123
+  touch run/.tmp-step-00000004/manifest.json
+  ds-train cfg.json --out run --quiet --resume latest
+  assert_equal "$(find run -name '.*')" ""
+}
+
 @test "a run does not mix with other steps, another run, or files that are none" {
   ds-train cfg.json --out run --quiet --set save.every=4
   run ds-train cfg.json --out run --resume run/step-00000004

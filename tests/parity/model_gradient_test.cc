@@ -131,7 +131,12 @@ class Model {
   std::vector<i32> ids_, targets_;
 };
 
-TEST(ModelGradient, IsTheDirectionalDerivativeForEveryParameter) {
+struct GradientCase {
+  const char* name;
+  ModelConfig config;
+};
+
+std::vector<GradientCase> gradient_cases() {
   const auto with_dropout = [](ModelConfig c, float embd, float resid, float attn) {
     c.embd_dropout = embd;
     c.resid_dropout = resid;
@@ -140,48 +145,54 @@ TEST(ModelGradient, IsTheDirectionalDerivativeForEveryParameter) {
   };
   ModelConfig untied = with_dropout(gpt2(), 0.3f, 0.3f, 0.3f);
   untied.tie_embeddings = false;
-  const std::pair<const char*, ModelConfig> cases[] = {{"gpt2", gpt2()},
-                                                       {"gpt2, embd", with_dropout(gpt2(), 0.3f, 0, 0)},
-                                                       {"gpt2, resid", with_dropout(gpt2(), 0, 0.3f, 0)},
-                                                       {"gpt2, attn", with_dropout(gpt2(), 0, 0, 0.3f)},
-                                                       {"gpt2, all", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f)},
-                                                       {"gpt2, all, untied", untied},
-                                                       {"bert", bert()},
-                                                       {"bert, all", with_dropout(bert(), 0.3f, 0.3f, 0.3f)},
-                                                       {"qwen3", qwen3()},
-                                                       {"qwen3, attn", with_dropout(qwen3(), 0, 0, 0.3f)}};
-  for (const auto& [name, config] : cases) {
-    Model model(config);
-    const Values grads = model.gradients();
-    const auto norm_of = [&](size_t p) {
-      double sum = 0;
-      for (const float g : grads[p]) sum += static_cast<double>(g) * static_cast<double>(g);
-      return std::sqrt(sum);
-    };
-    for (size_t p = 0; p < grads.size(); ++p) {
-      const double norm = norm_of(p);
-      if (model.rows()[p].name.ends_with(
-              "self.key.bias")) {  // all keys add it to a score alike: softmax passes it over
-        EXPECT_LT(norm, 1e-5 * norm_of(p - 2)) << name << ": the queries' bias has another size";
-        continue;
-      }
-      ASSERT_GT(norm, 0) << name << " " << model.rows()[p].name;
-      // Along the gradient the loss changes most; the noise sees what the gradient lacks.
-      Values direction;
-      for (const auto& g : grads) direction.emplace_back(g.size(), 0.0f);
-      direction[p] = noise(static_cast<i64>(grads[p].size()), p, 9);
-      double want = 0;
-      for (size_t i = 0; i < grads[p].size(); ++i) {
-        float& d = direction[p][i];
-        d = static_cast<float>(static_cast<double>(grads[p][i]) / norm +
-                               0.3 * static_cast<double>(d) / std::sqrt(static_cast<double>(grads[p].size())));
-        want += static_cast<double>(d) * static_cast<double>(grads[p][i]);
-      }
-      const double h = 3e-3, got = (model.loss(&direction, h) - model.loss(&direction, -h)) / (2 * h);
-      EXPECT_NEAR(got / want, 1, 1e-2) << name << ", " << model.rows()[p].name;
+  return {{"gpt2", gpt2()},
+          {"gpt2_embd", with_dropout(gpt2(), 0.3f, 0, 0)},
+          {"gpt2_resid", with_dropout(gpt2(), 0, 0.3f, 0)},
+          {"gpt2_attn", with_dropout(gpt2(), 0, 0, 0.3f)},
+          {"gpt2_all", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f)},
+          {"gpt2_all_untied", untied},
+          {"bert", bert()},
+          {"bert_all", with_dropout(bert(), 0.3f, 0.3f, 0.3f)},
+          {"qwen3", qwen3()},
+          {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)}};
+}
+
+class ModelGradients : public ::testing::TestWithParam<GradientCase> {};
+
+TEST_P(ModelGradients, AreTheDirectionalDerivativeForEveryParameter) {
+  const auto& [name, config] = GetParam();
+  Model model(config);
+  const Values grads = model.gradients();
+  const auto norm_of = [&](size_t p) {
+    double sum = 0;
+    for (const float g : grads[p]) sum += static_cast<double>(g) * static_cast<double>(g);
+    return std::sqrt(sum);
+  };
+  for (size_t p = 0; p < grads.size(); ++p) {
+    const double norm = norm_of(p);
+    if (model.rows()[p].name.ends_with("self.key.bias")) {  // all keys add it to a score alike: softmax passes it over
+      EXPECT_LT(norm, 1e-5 * norm_of(p - 2)) << name << ": the queries' bias has another size";
+      continue;
     }
+    ASSERT_GT(norm, 0) << name << " " << model.rows()[p].name;
+    // Along the gradient the loss changes most; the noise sees what the gradient lacks.
+    Values direction;
+    for (const auto& g : grads) direction.emplace_back(g.size(), 0.0f);
+    direction[p] = noise(static_cast<i64>(grads[p].size()), p, 9);
+    double want = 0;
+    for (size_t i = 0; i < grads[p].size(); ++i) {
+      float& d = direction[p][i];
+      d = static_cast<float>(static_cast<double>(grads[p][i]) / norm +
+                             0.3 * static_cast<double>(d) / std::sqrt(static_cast<double>(grads[p].size())));
+      want += static_cast<double>(d) * static_cast<double>(grads[p][i]);
+    }
+    const double h = 3e-3, got = (model.loss(&direction, h) - model.loss(&direction, -h)) / (2 * h);
+    EXPECT_NEAR(got / want, 1, 1e-2) << name << ", " << model.rows()[p].name;
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Models, ModelGradients, ::testing::ValuesIn(gradient_cases()),
+                         [](const auto& p) { return std::string(p.param.name); });
 
 // The row of the padding token is that of the projection alone; all other gradients keep their bits, and so do all
 // where nobody looks it up. (What the row should be: tests/golden/bert.)
