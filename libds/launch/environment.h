@@ -9,6 +9,9 @@
 namespace ds::launch {
 
 using Environment = std::map<std::string, std::string>;
+// Which signals Open MPI prints a stack trace for, in a handler that may wait for ever for what the interrupted code
+// held (malloc's lock, say). Empty for mpirun, so that the signal ends it; ranks do not see that.
+inline constexpr const char* kTracedSignals = "OMPI_MCA_opal_signal";
 Environment parse_environment(const std::vector<std::string>& strings);
 void add(Environment& environment, const std::vector<std::string>& strings);
 std::string value_or(const Environment& environment, const std::string& name, std::string fallback);

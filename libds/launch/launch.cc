@@ -191,6 +191,7 @@ class Launcher {
     Environment environment = parse_environment(options_.environment);
     forget_other_jobs(environment);
     add(environment, added);
+    environment.try_emplace(kTracedSignals, "");
     int error = 0;
     mpirun_ = spawn({.program = plan_.mpirun_program,
                      .argv = command,

@@ -217,6 +217,7 @@ int run_rank_shim(const std::string& socket, const std::vector<std::string>& env
   Environment own = parse_environment(environment);
   const std::string home = value_or(own, std::string(kHomeVariable), "");
   own.erase(std::string(kHomeVariable));
+  if (const auto traced = own.find(kTracedSignals); traced != own.end() && traced->second.empty()) own.erase(traced);
   try {
     if (!home.empty()) {
       HostHome way = host_home_of(home);

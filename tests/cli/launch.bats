@@ -491,6 +491,17 @@ END
   done
 }
 
+@test "SIGSEGV of mpirun ends it and the job: no handler of its own waits; ranks have theirs" {
+  # shellcheck disable=SC2016
+  run -0 "$launch" -n 1 sh -c 'echo "${OMPI_MCA_opal_signal-unset}"'
+  assert_output unset
+  start_sleepers 2
+  kill -SEGV "$(mpirun_of $job)"
+  assert_ends_with 139
+  grep -q "mpirun was killed by signal 11 (SIGSEGV)" err
+  assert_nothing_left
+}
+
 @test "kill -9 of ds-launch and mpirun at once: nothing is left" {
   start_sleepers 2
   kill -9 $job "$(mpirun_of $job)"
