@@ -317,8 +317,8 @@ END
   run -4 bash -c 'ulimit -f 10; "$1" -n 2 true' bash "$launch"
   assert_output "ds-launch: error: the limit of file size (ulimit -f) is 10 KiB, and starting 2 ranks needs 16 KiB: raise it"
   run -0 bash -c 'ulimit -f 16; "$1" -n 2 true' bash "$launch"
-  run -4 bash -c 'ulimit -v 60000; "$1" -n 2 true' bash "$launch"
-  assert_output --partial "ds-launch: error: the limit of address space (ulimit -v) is 60000 KiB, and starting 2 ranks needs "
+  run -4 bash -c 'ulimit -v 85000; "$1" -n 2 true' bash "$launch"
+  assert_output --partial "ds-launch: error: the limit of address space (ulimit -v) is 85000 KiB, and starting 2 ranks needs "
   mkdir bin
   printf '#!/bin/sh\necho "no, never" >&2\nexit 9\n' >bin/mpirun
   chmod +x bin/mpirun

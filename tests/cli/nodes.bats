@@ -348,7 +348,8 @@ losses() { grep -o '"step":[0-9]*,"loss":[^,]*' "$1/metrics.jsonl"; }
   kill -9 "$(matching_on 2 '--host-shim$' | tail -1)"
   assert_ends_with 1
   grep -q "host $b (ranks 1 to 2) is lost: its part of ds-launch has ended" err
-  rm -r "$(cat folder.1)" folder.1 folder.2 # a shim that is killed leaves its folder, which the next one would sweep
+  # A shim that is killed leaves its folder, which any next job sweeps.
+  rm -rf "$(cat folder.1)" folder.1 folder.2
   assert_nothing_left 1 2
 }
 
