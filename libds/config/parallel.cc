@@ -69,7 +69,7 @@ bool trains(ConfigUse use) noexcept { return use != ConfigUse::Evaluate && use !
 // A plan looks at all layers for each stage, at all passes of all stages, and at stage 3 of ZeRO at each use of a
 // layer: within these products that takes seconds.
 void check_planned(const Config& c, bool passes, Reader& r) {
-  constexpr i64 kMost = 10'000'000;
+  constexpr i64 kMost = 2'000'000;
   const i64 layers = c.model.layers + 2, p = c.pipeline.stages, v = c.pipeline.virtual_stages, m = c.batch.accumulation;
   if (p * layers > kMost)
     r.error(kStages,

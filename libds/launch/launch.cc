@@ -28,6 +28,7 @@
 #include <memory>
 
 #include "base/check.h"
+#include "base/file.h"
 #include "ds/launch.h"
 #include "ds/log.h"
 #include "ds/printable.h"
@@ -804,7 +805,7 @@ LaunchReport run_launch(const LaunchOptions& options, const LaunchPlan& plan) {
   DS_CHECK(plan.refused == 0, Errc::Config, "{}", plan.why);
   if (!options.log_dir.empty()) {
     std::error_code error;
-    fs::create_directories(options.log_dir, error);
+    fs::create_directories(follow_links(options.log_dir), error);
     DS_CHECK(!error, Errc::Config, "cannot create {}: {}", options.log_dir, error.message());
   }
   if (const std::size_t cpus = usable_cpus().size(); plan.hosts.empty() && std::cmp_greater(plan.ranks, cpus))

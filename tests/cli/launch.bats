@@ -157,6 +157,9 @@ assert_nothing_left() {
   [[ $(ls new/logs) == $'rank-00000.log\nrank-00001.log' ]]
   [[ $(sort new/logs/rank-00001.log) == $'e1\ne1\no1\no1' ]]
   [[ $(sort out) == $'o0\no1' ]]
+  ln -s elsewhere/logs link
+  "$launch" --log-dir link true
+  [[ -d elsewhere/logs ]]
   run "$launch" --log-dir /proc/no true
   assert_failure 2
 }

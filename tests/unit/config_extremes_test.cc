@@ -220,7 +220,7 @@ TEST(ConfigExtremes, ProductsAreNamedAndNotComputed) {
        "gradient_accumulation_steps: this model"},
       {{kGpt2, "train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=1", "model.n_layer=100000",
         "pipeline.stages=1000"},
-       "pipeline.stages: 1000 stages of 100002 layers are not planned: their product is at most 10000000",
+       "pipeline.stages: 1000 stages of 100002 layers are not planned: their product is at most 2000000",
        1000},
       {{kGpt2, "train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=100000", "model.n_layer=1000",
         "pipeline.stages=1000"},

@@ -64,7 +64,7 @@ const Wrong kWrong[] = {
     {R"("fp16": {"enable": true})", kBad, "did you mean fp16.enabled?"},
     {R"("batch_size": 4)", kBad, "did you mean train_batch_size?"},
     {R"("qqqqqq": 1)", kBad, "qqqqqq: unknown key; ds-config(5) lists all"},
-    {R"("zero_optimization.stage": 2)", kBad, "sections are nested objects, not dots"},
+    {R"("zero_optimization.stage": 2)", kBad, "sections are nested objects: no key has a dot or a bracket"},
     {R"("zero_optimization": {"offload_optimizer": {"device": "none", "pin_memry": true}})", kBad,
      "did you mean zero_optimization.offload_optimizer.pin_memory?"},
     {R"("bf16": {"enabled": true}, "bfloat16": {"enabled": false})", kBad,
