@@ -391,7 +391,8 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
   for (const auto& [name, value] : object.items()) {
     const std::string typed_key = json_member(typed, name);
     if (name.find_first_of(".[") != std::string::npos && !(passes_over_unknown_ && path.empty())) {
-      report_unknown(Severity::Error, typed_key, "unknown key; sections are nested objects: no key has a dot or a bracket");
+      report_unknown(Severity::Error, typed_key,
+                     "unknown key; sections are nested objects: no key has a dot or a bracket");
       continue;
     }
     std::string key_path = json_member(path, name);
