@@ -143,7 +143,9 @@ class LendingCommunicator final : public Communicator {
     inner_->drain();
     for (Order* order : {&operations_, &sends_}) {
       try {
-        if (!order->empty()) order->back()->wait();
+        if (order->empty()) continue;
+        const std::shared_ptr<Loan> last = order->back();  // nobody else may hold it
+        last->wait();
       } catch (const Error&) {
         order->clear();
       }
