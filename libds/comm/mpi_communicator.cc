@@ -88,10 +88,16 @@ class Environment {
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
       // With less MPI_Init ends the process, or waits for ever, and says nothing that helps: segments of 4 MiB with a
-      // page before them, two threads for each rank here: all ranks may look before any has its own.
+      // page before them, and two threads for each rank. All ranks of a node may look before any has its threads, so the
+      // first one there looks for all; not each of them, which would start the square of their number for a moment.
+      const auto number = [](const char* variable, int without) {
+        const char* value = std::getenv(variable);
+        return value != nullptr ? std::atoi(value) : without;
+      };
+      const bool first_here = number("OMPI_COMM_WORLD_LOCAL_RANK", 0) == 0;
+      const int ranks_here = std::clamp(number("OMPI_COMM_WORLD_LOCAL_SIZE", 1), 1, 4096);
       require_limit(RLIMIT_FSIZE, (4 << 20) + (4 << 10), "MPI");
-      const char* ranks_here = std::getenv("OMPI_COMM_WORLD_LOCAL_SIZE");
-      require_tasks(2 * std::max(1, ranks_here != nullptr ? std::atoi(ranks_here) : 1), "MPI");
+      require_tasks(2 * (first_here ? ranks_here : 1), "MPI");
       check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
       ours() = true;
     }

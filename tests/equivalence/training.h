@@ -65,6 +65,7 @@ inline ModelConfig tiny_bert() {
   c.intermediate = 52;
   c.token_types = 2;
   c.activation = Activation::GeluErf;
+  c.pad_token_id = -1;  // every token of its text is one
   return c;
 }
 

@@ -128,7 +128,7 @@ TEST(TokenizerFuzz, DamagedBytesOfFilesAreRefusedWithReasons) {
   const testing::TempDirectory dir;
   Random random(3);
   size_t accepted = 0;
-  for (int i = 0; i < testing::rounds(300) && !HasFailure(); ++i) {
+  for (int i = 0; i < testing::rounds(900) && !HasFailure(); ++i) {
     std::string text = golden(kNames[below(random, std::size(kNames))]);
     for (size_t edits = 1 + below(random, 3); edits > 0; --edits) {
       const size_t at = below(random, text.size()), n = 1 + below(random, 12);
@@ -142,7 +142,7 @@ TEST(TokenizerFuzz, DamagedBytesOfFilesAreRefusedWithReasons) {
     }
     accepted += check(dir / "tokenizer.json", text, random);
   }
-  EXPECT_GT(accepted, 0u);
+  EXPECT_GT(accepted, 5u);
 }
 
 TEST(TokenizerFuzz, DisturbedPartsAreRefusedOrWork) {
