@@ -88,8 +88,8 @@ class Environment {
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
       // With less MPI_Init ends the process, or waits for ever, and says nothing that helps: segments of 4 MiB with a
-      // page before them, and two threads for each rank. All ranks of a node may look before any has its threads, so the
-      // first one there looks for all; not each of them, which would start the square of their number for a moment.
+      // page before them, and two threads for each rank. All ranks of a node may look before any has its threads, so
+      // the first one there looks for all; not each of them, which would start the square of their number for a moment.
       const auto number = [](const char* variable, int without) {
         const char* value = std::getenv(variable);
         return value != nullptr ? std::atoi(value) : without;
