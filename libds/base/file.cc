@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "base/content_kind.h"
+#include "base/limits.h"
 
 namespace ds {
 namespace {
@@ -30,7 +31,7 @@ constexpr i64 kMaxTransfer = i64{1} << 30;
 
 [[noreturn]] void fail(std::string_view what, const std::string& path) {
   const int error = errno;
-  throw Error(Errc::Io, fmt::format("cannot {} {}: {}", what, path, std::generic_category().message(error)));
+  throw Error(Errc::Io, fmt::format("cannot {} {}: {}", what, path, system_reason(error)));
 }
 
 // Opens without ever waiting for the other end of a pipe; what is not a regular file is refused.
@@ -315,7 +316,7 @@ namespace {
 
 void check_named(bool good, std::string_view what) {
   const int error = errno;
-  DS_CHECK(good, Errc::Config, "cannot be {}: {}", what, std::generic_category().message(error));
+  DS_CHECK(good, Errc::Config, "cannot be {}: {}", what, system_reason(error));
 }
 
 std::string read_to_end(int fd, i64 max_bytes) {

@@ -7,8 +7,10 @@
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <fstream>
+#include <system_error>
 #include <vector>
 
 #include "ds/limits.h"
@@ -75,6 +77,17 @@ std::optional<u64> limit_of(__rlimit_resource resource) noexcept {
   rlimit limit{};
   if (::getrlimit(resource, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::nullopt;
   return limit.rlim_cur;
+}
+
+std::string system_reason(int error) {
+  std::string reason = std::generic_category().message(error);
+  const auto add = [&](__rlimit_resource resource) {
+    if (const std::optional<u64> limit = limit_of(resource))
+      reason += fmt::format(": the limit of {} is {}", name_of(resource), amount_of(resource, *limit));
+  };
+  if (error == EMFILE) add(RLIMIT_NOFILE);
+  if (error == EFBIG) add(RLIMIT_FSIZE);
+  return reason;
 }
 
 u64 address_space_bytes() noexcept {

@@ -51,6 +51,18 @@ i64 counter(const Json& j) {
   return n;
 }
 
+// `read` of the member of that name, which the message then names.
+i64 named(i64 (*read)(const Json&), const Json& object, const char* key) {
+  try {
+    return read(object.at(key));
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("{}: {}", key, e.what()));
+  }
+}
+
+i64 whole_at(const Json& object, const char* key) { return named(whole, object, key); }
+i64 counter_at(const Json& object, const char* key) { return named(counter, object, key); }
+
 Json piece_to_json(const PieceRecord& p) {
   Json j = {{"parameter", p.param}};
   if (!p.slice.whole()) j["slice"] = {{"dim", p.slice.dim}, {"ranges", p.slice.ranges}};
@@ -67,7 +79,7 @@ Json piece_to_json(const PieceRecord& p) {
 }
 
 model::ParamSlice slice_from_json(const Json& j) {
-  model::ParamSlice slice{narrow<int>(whole(j.at("dim"))), {}};
+  model::ParamSlice slice{narrow<int>(whole_at(j, "dim")), {}};
   for (const Json& range : j.at("ranges")) {
     DS_CHECK(range.is_array() && range.size() == 2, Errc::Corrupt, "{} is no range", range.dump().substr(0, 64));
     slice.ranges.emplace_back(whole(range[0]), whole(range[1]));
@@ -77,7 +89,7 @@ model::ParamSlice slice_from_json(const Json& j) {
 }
 
 PieceRecord piece_from_json(const Json& j) {
-  PieceRecord p{{whole(j.at("parameter")), whole(j.at("begin")), whole(j.at("count")), {}}, {}};
+  PieceRecord p{{whole_at(j, "parameter"), whole_at(j, "begin"), whole_at(j, "count"), {}}, {}};
   if (j.contains("slice")) p.slice = slice_from_json(j.at("slice"));
   for (State s : kStates) {
     const auto it = j.find(kStateNames[static_cast<size_t>(s)]);
@@ -147,22 +159,22 @@ Json meta_to_json(const CheckpointMeta& meta) {
 
 CheckpointMeta meta_from_json(const Json& j) {
   CheckpointMeta meta;
-  meta.step = counter(j.at("step"));
+  meta.step = counter_at(j, "step");
   meta.work_dtype = work_dtype_from(j.at("work_dtype").get<std::string>());
   meta.layout_id = j.at("layout").get<std::string>();
-  meta.world_size = counter(j.at("world_size"));
-  meta.zero_stage = narrow<int>(counter(j.at("zero_stage")));
+  meta.world_size = counter_at(j, "world_size");
+  meta.zero_stage = narrow<int>(counter_at(j, "zero_stage"));
   if (j.contains("mesh")) {
-    const auto degree = [&](const char* axis) { return narrow<int>(counter(j.at("mesh").at(axis))); };
+    const auto degree = [&](const char* axis) { return narrow<int>(counter_at(j.at("mesh"), axis)); };
     meta.mesh = {.dp = degree("dp"), .pp = degree("pp"), .tp = degree("tp"), .sp = degree("sp")};
   }
-  meta.consumed_samples = counter(j.at("consumed_samples"));
-  if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole(j.at("seed")));
+  meta.consumed_samples = counter_at(j, "consumed_samples");
+  if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole_at(j, "seed"));
   const Json& scaler = j.at("loss_scaler");
-  meta.loss_scaler = {scaler.at("scale").get<double>(), whole(scaler.at("iteration")),
-                      whole(scaler.at("last_overflow")), whole(scaler.at("hysteresis"))};
-  meta.skipped_steps = counter(j.at("skipped_steps"));
-  meta.optimizer_step = counter(j.at("optimizer_step"));
+  meta.loss_scaler = {scaler.at("scale").get<double>(), whole_at(scaler, "iteration"),
+                      whole_at(scaler, "last_overflow"), whole_at(scaler, "hysteresis")};
+  meta.skipped_steps = counter_at(j, "skipped_steps");
+  meta.optimizer_step = counter_at(j, "optimizer_step");
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
@@ -185,10 +197,10 @@ int version_of(const Manifest& m) noexcept {
 
 Manifest from_json(const Json& j) {
   DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
-  const i64 version = whole(j.at("version"));
+  const i64 version = whole_at(j, "version");
   DS_CHECK(version == kVersion || version == kVersionOfSlices, Errc::Unavailable,
            "format version {}; this libds reads versions {} and {}", version, kVersion, kVersionOfSlices);
-  DS_CHECK(whole(j.at("checksum_block_bytes")) == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
+  DS_CHECK(whole_at(j, "checksum_block_bytes") == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
   Manifest m;
   m.id = j.at("id").get<std::string>();
   m.meta = meta_from_json(j);
@@ -201,17 +213,17 @@ Manifest from_json(const Json& j) {
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
              f.at("name").dump().substr(0, 200));
-    m.files.push_back({whole(f.at("bytes")), parse_hex(f.at("structure").get<std::string>()), {}});
+    m.files.push_back({whole_at(f, "bytes"), parse_hex(f.at("structure").get<std::string>()), {}});
   }
   for (const Json& p : j.at("pieces")) {
-    const i64 file = whole(p.at("file"));
+    const i64 file = whole_at(p, "file");
     DS_CHECK(file >= 0 && file < narrow<i64>(m.files.size()), Errc::Corrupt, "a piece in file {} of {}", file,
              m.files.size());
     m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
   }
   DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {} {} slices", version,
            version == kVersion ? "has no" : "without");
-  m.view_bytes = whole(j.at("view").at("bytes"));
+  m.view_bytes = whole_at(j.at("view"), "bytes");
   m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
   return m;
 }
@@ -467,7 +479,7 @@ std::string format_file_record(const FileRecord& f) {
 
 FileRecord parse_file_record(std::string_view text) {
   const Json j = Json::parse(text);
-  FileRecord f{whole(j.at("bytes")), parse_hex(j.at("structure").get<std::string>()), {}};
+  FileRecord f{whole_at(j, "bytes"), parse_hex(j.at("structure").get<std::string>()), {}};
   for (const Json& p : j.at("pieces")) f.pieces.push_back(piece_from_json(p));
   return f;
 }

@@ -12,6 +12,7 @@
 #include <set>
 #include <system_error>
 
+#include "base/limits.h"
 #include "checkpoint/reader.h"
 #include "formats/hdf5.h"
 
@@ -95,8 +96,7 @@ void move_into_place(const std::string& temp, const std::string& target) {
       errno = why;
     }
   }
-  DS_CHECK(failed == 0, Errc::Io, "cannot rename the finished checkpoint to {}: {}", target,
-           std::generic_category().message(errno));
+  DS_CHECK(failed == 0, Errc::Io, "cannot rename the finished checkpoint to {}: {}", target, system_reason(errno));
 }
 
 std::optional<std::string> read_if_there(const std::string& path) noexcept {

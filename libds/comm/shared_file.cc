@@ -10,10 +10,10 @@
 #include <algorithm>
 #include <cctype>
 #include <cerrno>
-#include <cstring>
 #include <memory>
 
 #include "base/check.h"
+#include "base/limits.h"
 #include "ds/log.h"
 
 namespace ds {
@@ -38,7 +38,7 @@ bool is_one_of_ours(std::string_view name) {
 SharedFile SharedFile::create() {
   SharedFile file(::open(kFolder, O_RDWR | O_TMPFILE | O_CLOEXEC, 0600));
   DS_CHECK(file.fd_ >= 0 && flock(file.fd_, LOCK_EX | LOCK_NB) == 0, Errc::Io, "cannot create a file in {}: {}{}",
-           kFolder, std::strerror(errno), errno == EOPNOTSUPP ? "; mount a tmpfs there" : "");
+           kFolder, system_reason(errno), errno == EOPNOTSUPP ? "; mount a tmpfs there" : "");
   return file;
 }
 
@@ -49,7 +49,7 @@ std::optional<SharedFile> SharedFile::open(const std::string& name, bool writabl
   if (file.fd_ < 0 && errno == ENOENT) return std::nullopt;
   struct stat st {};
   DS_CHECK(file.fd_ >= 0 || errno == ENXIO || errno == ELOOP || errno == EACCES, Errc::Io, "{}: {}", shared_path(name),
-           std::strerror(errno));
+           system_reason(errno));
   DS_CHECK(file.fd_ >= 0 && fstat(file.fd_, &st) == 0 && is_ours(st), Errc::Io,
            "{} belongs to another user or is open to others: refused", shared_path(name));
   return file;
@@ -69,7 +69,7 @@ SharedFile::~SharedFile() {
 bool SharedFile::link(const std::string& name) {
   const int failed = linkat(AT_FDCWD, opened_as().c_str(), AT_FDCWD, shared_path(name).c_str(), AT_SYMLINK_FOLLOW);
   if (failed != 0 && errno == EEXIST) return false;
-  DS_CHECK(failed == 0, Errc::Io, "cannot create {}: {}", shared_path(name), std::strerror(errno));
+  DS_CHECK(failed == 0, Errc::Io, "cannot create {}: {}", shared_path(name), system_reason(errno));
   name_ = name;
   return true;
 }
@@ -84,7 +84,7 @@ std::string SharedFile::opened_as() const { return fmt::format("/proc/self/fd/{}
 
 i64 SharedFile::size() const {
   struct stat st {};
-  DS_CHECK(fstat(fd_, &st) == 0, Errc::Io, "a file in {}: {}", kFolder, std::strerror(errno));
+  DS_CHECK(fstat(fd_, &st) == 0, Errc::Io, "a file in {}: {}", kFolder, system_reason(errno));
   return st.st_size;
 }
 

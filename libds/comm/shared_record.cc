@@ -5,9 +5,9 @@
 
 #include <boost/interprocess/file_mapping.hpp>
 #include <cerrno>
-#include <cstring>
 
 #include "base/check.h"
+#include "base/limits.h"
 
 namespace ds {
 namespace bip = boost::interprocess;
@@ -15,7 +15,7 @@ namespace bip = boost::interprocess;
 SharedRecord::SharedRecord(const std::string& name, const void* content, i64 bytes) : file_(SharedFile::create()) {
   // Written, not mapped: where no memory is left that is an error here and no SIGBUS later.
   const ssize_t n = pwrite(file_.descriptor(), content, static_cast<size_t>(bytes), 0);
-  DS_CHECK(n == bytes, Errc::Io, "{} cannot be written: {}", shared_path(name), std::strerror(n < 0 ? errno : ENOSPC));
+  DS_CHECK(n == bytes, Errc::Io, "{} cannot be written: {}", shared_path(name), system_reason(n < 0 ? errno : ENOSPC));
   map(true, bytes);
   DS_CHECK(file_.link(name), Errc::Io, "{} exists already", shared_path(name));
 }

@@ -14,10 +14,10 @@
 #include <boost/interprocess/mapped_region.hpp>
 #include <cctype>
 #include <cerrno>
-#include <cstring>
 #include <set>
 #include <thread>
 
+#include "base/limits.h"
 #include "base/process_stat.h"
 #include "comm/arena.h"
 #include "comm/shared_file.h"
@@ -65,7 +65,7 @@ class Segment {
   static Segment create(const std::string& name, i64 bytes, i64 reserved_bytes, int size) {
     Segment s(SharedFile::create(), name);
     DS_CHECK(ftruncate(s.fd(), bytes) == 0, Errc::OutOfMemory, "/dev/shm/{} cannot grow to {} bytes: {}", name, bytes,
-             std::strerror(errno));
+             system_reason(errno));
     s.reserve(0, reserved_bytes, "a job's control segment");
     s.map(bytes);
     *s.header() = {.magic = kMagic, .version = kVersion, .size = size};
@@ -103,7 +103,7 @@ class Segment {
     DS_CHECK(
         error == 0, Errc::OutOfMemory,
         "no {} bytes of shared memory for {}: {} ({} bytes of /dev/shm are free; enlarge it, or use another backend)",
-        bytes, what, std::strerror(error), free_bytes_now());
+        bytes, what, system_reason(error), free_bytes_now());
   }
 
   // Maps the pages now, so that they count as resident from here on; a kernel before 5.14 does it as they are touched.
@@ -274,7 +274,7 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, S
     if (size == 1) return pages * kPage;
     told = SharedFile::create();
     DS_CHECK(ftruncate(told.descriptor(), pages) == 0, Errc::Io, "/dev/shm/{} cannot be written: {}", name,
-             std::strerror(errno));
+             system_reason(errno));
     DS_CHECK(told.link(name), Errc::Comm, "/dev/shm/{} exists already: another job runs under this name", name);
     return pages * kPage;
   }

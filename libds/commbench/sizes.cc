@@ -31,7 +31,10 @@ i64 parse_size(std::string_view text) {
     if (error == std::errc() && unit == u.name && bytes >= 1 && bytes <= 0x1p42 && bytes == std::floor(bytes))
       return static_cast<i64>(bytes);
   }
-  throw Error(Errc::Config, fmt::format("'{}' is not a size such as 8, 4K, 1M or 128MiB", text));
+  throw Error(Errc::Config,
+              fmt::format("'{}' is not a size such as 8, 4K, 1M or 128MiB: a whole number of bytes, from 1 to "
+                          "4 TiB",
+                          text));
 }
 
 std::vector<i64> list_sizes(const Options& o) {

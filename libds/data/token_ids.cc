@@ -8,11 +8,11 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <exception>
 #include <thread>
 #include <vector>
 
+#include "base/limits.h"
 #include "base/thread.h"
 
 namespace ds {
@@ -25,7 +25,7 @@ TokenIds::TokenIds(const Tokenizer& tokenizer) : token_bytes_(tokenizer.vocab_si
   std::string path = directory_ + "/ds-tokens-XXXXXX";
   fd_ = ::mkostemp(path.data(), O_CLOEXEC);
   DS_CHECK(fd_ >= 0, Errc::Io, "cannot create a temporary file in {}, which TMPDIR can move: {}", directory_,
-           std::strerror(errno));
+           system_reason(errno));
   ::unlink(path.c_str());
 }
 
@@ -82,7 +82,7 @@ void TokenIds::write(std::span<const i32> ids, const std::string& name) {
                                num_tokens_ * token_bytes_ + done);
     if (n < 0 && errno == EINTR) continue;
     DS_CHECK(n > 0, Errc::Io, "cannot write the tokens of '{}' to a temporary file in {}, which TMPDIR can move: {}",
-             name, directory_, std::strerror(errno));
+             name, directory_, system_reason(errno));
     done += n;
   }
   num_tokens_ += std::ssize(ids);
@@ -91,7 +91,7 @@ void TokenIds::write(std::span<const i32> ids, const std::string& name) {
 void TokenIds::map(const std::string& name) {
   if (num_tokens_ == 0) return;
   void* map = ::mmap(nullptr, static_cast<size_t>(num_tokens_ * token_bytes_), PROT_READ, MAP_SHARED, fd_, 0);
-  DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name, std::strerror(errno));
+  DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name, system_reason(errno));
   data_ = static_cast<const u8*>(map);
 }
 

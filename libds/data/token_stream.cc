@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/limits.h"
 #include "data/objective.h"
 #include "data/token_ids.h"
 
@@ -25,10 +26,10 @@ static_assert(std::endian::native == std::endian::little, "token files are littl
 struct TokenStream::File {
   File(const std::string& path, DataFormat format) : name(path) {
     fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
-    DS_CHECK(fd >= 0, Errc::Config, "cannot open data file '{}': {}", path, std::strerror(errno));
+    DS_CHECK(fd >= 0, Errc::Config, "cannot open data file '{}': {}", path, system_reason(errno));
     try {
       struct stat status {};
-      DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, std::strerror(errno));
+      DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, system_reason(errno));
       DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path);
       bytes = status.st_size;
       DS_CHECK(bytes > 0, Errc::Config, "data file '{}' is empty", path);
@@ -36,7 +37,7 @@ struct TokenStream::File {
       DS_CHECK(bytes % token_bytes == 0, Errc::Corrupt,
                "data file '{}' has an odd number of bytes ({}): not a file of uint16 tokens", path, bytes);
       void* map = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ, MAP_SHARED, fd, 0);
-      DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path, std::strerror(errno));
+      DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path, system_reason(errno));
       data = static_cast<const u8*>(map);
     } catch (...) {
       ::close(fd);
@@ -64,7 +65,7 @@ struct TokenStream::File {
   // Touching a mapped page past the end of a file kills the process, so a file that was cut off is found first.
   void check_size() const {
     struct stat status {};
-    DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", name, std::strerror(errno));
+    DS_CHECK(::fstat(fd, &status) == 0, Errc::Io, "cannot read data file '{}': {}", name, system_reason(errno));
     DS_CHECK(status.st_size >= bytes, Errc::Corrupt, "data file '{}' shrank from {} to {} bytes while in use", name,
              bytes, static_cast<i64>(status.st_size));
   }

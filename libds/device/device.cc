@@ -15,7 +15,7 @@ class CpuDevice final : public Device {
  public:
   CpuDevice(const OpTable& ops, int num_threads) try : ops_(ops), pool_(num_threads), stream_{.pool = &pool_} {
   } catch (const std::system_error& e) {
-    throw cannot_start(e, "raise it or set threads");
+    throw cannot_start(e, "raise it or use fewer threads");
   }
 
   DeviceKind kind() const noexcept override { return DeviceKind::Cpu; }

@@ -13,6 +13,7 @@
 
 #include "base/check.h"
 #include "base/file.h"
+#include "base/limits.h"
 
 namespace ds::engine {
 namespace fs = std::filesystem;
@@ -70,7 +71,7 @@ void RunDirectory::check(const std::string& path, const std::string& resume, con
     const fs::path above = missing.front().parent_path();
     DS_CHECK(fs::is_directory(above, error) && access(above.c_str(), W_OK | X_OK) == 0, Errc::Config,
              "cannot create run directory {}: {}", path,
-             std::strerror(fs::is_directory(above, error) ? errno : ENOTDIR));
+             system_reason(fs::is_directory(above, error) ? errno : ENOTDIR));
     return;
   }
   DS_CHECK(fs::is_directory(path, error), Errc::Config, "run directory {} is not a directory", path);
@@ -126,7 +127,7 @@ void RunDirectory::lock() {
   const std::string name = path_ + "/" + kLockName;
   for (;;) {
     const int fd = open(name.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK, 0644);
-    DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, std::strerror(errno));
+    DS_CHECK(fd >= 0, Errc::Config, "cannot open {}: {}", name, system_reason(errno));
     if (flock(fd, LOCK_EX | LOCK_NB) != 0) {
       const std::string holder = read_holder(fd);
       close(fd);
@@ -140,7 +141,7 @@ void RunDirectory::lock() {
   }
   const std::string pid = std::to_string(getpid());
   DS_CHECK(ftruncate(lock_fd_, 0) == 0 && pwrite(lock_fd_, pid.data(), pid.size(), 0) > 0, Errc::Io,
-           "cannot write {}: {}", name, std::strerror(errno));
+           "cannot write {}: {}", name, system_reason(errno));
 }
 
 bool RunDirectory::holds_lock() const noexcept {
@@ -193,7 +194,7 @@ void RunDirectory::append_metrics(const Json& line) {
   check_ours();
   if (metrics_fd_ < 0) {
     metrics_fd_ = open(metrics_path().c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), std::strerror(errno));
+    DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), system_reason(errno));
   }
   const std::string text = line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
   const off_t end = lseek(metrics_fd_, 0, SEEK_END);
@@ -207,7 +208,7 @@ void RunDirectory::append_metrics(const Json& line) {
     const int error = n == 0 ? ENOSPC : errno;
     // What is there of the line would join with the next one.
     const bool cut = done == 0 || ftruncate(metrics_fd_, end) == 0;
-    throw Error(Errc::Io, fmt::format("cannot write {}: {}{}", metrics_path(), std::strerror(error),
+    throw Error(Errc::Io, fmt::format("cannot write {}: {}{}", metrics_path(), system_reason(error),
                                       cut ? "" : "; its last line is torn"));
   }
 }

@@ -210,7 +210,7 @@ ConfinedChild::ConfinedChild(std::string path, std::string who, int descriptor, 
       deadline_(std::chrono::steady_clock::now() + std::chrono::seconds(limits.seconds)) {
   std::array<int, 2> ends{};
   DS_CHECK(::pipe2(ends.data(), O_CLOEXEC) == 0, Errc::Io, "{}: no pipe to a process of its own for {}: {}", path_,
-           who_, std::strerror(errno));
+           who_, system_reason(errno));
   sigset_t all, before;
   ::sigfillset(&all);
   ::pthread_sigmask(SIG_SETMASK, &all, &before);  // no handler of this program runs in the child
@@ -282,7 +282,7 @@ std::string ConfinedChild::receive() {
     const ssize_t got = ::read(pipe_, part.data(), part.size());
     if (got == 0) return text;
     if (got < 0 && errno == EINTR) continue;
-    if (got < 0) throw Error(Errc::Io, fmt::format("{}: cannot read from {}: {}", path_, who_, std::strerror(errno)));
+    if (got < 0) throw Error(Errc::Io, fmt::format("{}: cannot read from {}: {}", path_, who_, system_reason(errno)));
     if (static_cast<i64>(text.size()) + got > limits_.answer_bytes)
       refuse(fmt::format("answers with more than {} MiB", limits_.answer_bytes >> 20));
     text.append(part.data(), static_cast<size_t>(got));

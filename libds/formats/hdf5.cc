@@ -3,9 +3,9 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <set>
 
+#include "base/limits.h"
 #include "formats/hdf5_library.h"
 
 namespace ds {
@@ -204,7 +204,7 @@ std::vector<i64> lay_out(const Context& c, Id file, const std::vector<Hdf5Datase
     offsets.push_back(at == HADDR_UNDEF ? -1 : static_cast<i64>(at));
   }
   errno = 0;
-  if (!file.close()) c.fail(fmt::format("write the file ({})", std::strerror(errno)));  // not every driver says why
+  if (!file.close()) c.fail(fmt::format("write the file ({})", system_reason(errno)));  // not every driver says why
   return offsets;
 }
 

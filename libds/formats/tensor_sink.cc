@@ -6,10 +6,10 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "base/limits.h"
 #include "formats/hdf5.h"
 #include "formats/safetensors.h"
 
@@ -128,7 +128,7 @@ class StreamSink : public CheckedSink {
         continue;
       }
       if (n < 0 && errno == EINTR) continue;
-      DS_CHECK(n >= 0, Errc::Io, "cannot write to {}: {}", name_, std::strerror(errno));
+      DS_CHECK(n >= 0, Errc::Io, "cannot write to {}: {}", name_, system_reason(errno));
       p += n;
       bytes -= n;
     }

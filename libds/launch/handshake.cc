@@ -18,6 +18,7 @@
 #include <cstring>
 
 #include "base/check.h"
+#include "base/limits.h"
 #include "launch/process.h"
 
 namespace ds::launch {
@@ -151,7 +152,7 @@ HostHome host_home_of(std::string_view variable) {
 Nonce random_nonce() {
   Nonce nonce{};
   DS_CHECK(::getrandom(nonce.data(), sizeof nonce, 0) == sizeof nonce, Errc::Io, "no random numbers: {}",
-           std::strerror(errno));
+           system_reason(errno));
   return nonce;
 }
 
@@ -179,12 +180,12 @@ Fd listen_everywhere(int* port) {
                                      : reinterpret_cast<sockaddr_in*>(&address)->sin_port);
     return fd;
   }
-  throw Error(Errc::Io, fmt::format("cannot listen on a TCP port: {}", std::strerror(errno)));
+  throw Error(Errc::Io, fmt::format("cannot listen on a TCP port: {}", system_reason(errno)));
 }
 
 std::vector<std::string> own_addresses() {
   ifaddrs* list = nullptr;
-  DS_CHECK(::getifaddrs(&list) == 0, Errc::Io, "cannot list network interfaces: {}", std::strerror(errno));
+  DS_CHECK(::getifaddrs(&list) == 0, Errc::Io, "cannot list network interfaces: {}", system_reason(errno));
   std::vector<std::string> addresses, loopback;
   for (const ifaddrs* i = list; i != nullptr; i = i->ifa_next) {
     if (i->ifa_addr == nullptr || (i->ifa_flags & IFF_UP) == 0) continue;
@@ -227,7 +228,7 @@ Channel call_home(Home& home) {
       std::string why = "is no address";
       if (const std::optional<Address> there = address_of(address, home.port)) {
         Fd fd = connect_within(*there, kConnectMs);
-        why = std::strerror(errno);
+        why = system_reason(errno);
         if (fd) {
           tune_socket(fd.get());
           Channel channel(std::move(fd));

@@ -29,6 +29,7 @@
 
 #include "base/check.h"
 #include "base/file.h"
+#include "base/limits.h"
 #include "ds/launch.h"
 #include "ds/log.h"
 #include "ds/printable.h"
@@ -105,14 +106,14 @@ Fd listen_at(const std::string& path) {
   path.copy(address.sun_path, sizeof address.sun_path - 1);
   const bool good = fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
                     ::listen(fd.get(), SOMAXCONN) == 0;
-  DS_CHECK(good, Errc::Io, "cannot listen at {}: {}", path, std::strerror(errno));
+  DS_CHECK(good, Errc::Io, "cannot listen at {}: {}", path, system_reason(errno));
   return fd;
 }
 
 Fd open_log(const std::string& folder, int rank) {
   const std::string path = fmt::format("{}/rank-{:05}.log", folder, rank);
   Fd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666));
-  DS_CHECK(static_cast<bool>(fd), Errc::Config, "cannot write {}: {}", path, std::strerror(errno));
+  DS_CHECK(static_cast<bool>(fd), Errc::Config, "cannot write {}: {}", path, system_reason(errno));
   return fd;
 }
 
@@ -120,7 +121,7 @@ void write_file(const fs::path& path, std::string_view text) {
   std::ofstream file(path, std::ios::binary);
   file << text;
   file.close();
-  DS_CHECK(file.good(), Errc::Io, "cannot write {}: {}", path.string(), std::strerror(errno));
+  DS_CHECK(file.good(), Errc::Io, "cannot write {}: {}", path.string(), system_reason(errno));
 }
 
 class Launcher {
@@ -202,7 +203,7 @@ class Launcher {
                      .stderr_fd = write_end.get(),
                      .death_signal = SIGKILL},
                     &error);
-    DS_CHECK(error == 0, Errc::Unavailable, "cannot execute {}: {}", plan_.mpirun_program, std::strerror(error));
+    DS_CHECK(error == 0, Errc::Unavailable, "cannot execute {}: {}", plan_.mpirun_program, system_reason(error));
     deadline_ns_ = start_ns_ + kStartTimeout;
   }
 
@@ -525,7 +526,7 @@ class Launcher {
     for (const LineStream* stream : {rank.out.get(), rank.err.get()})
       if (stream->log_error() != 0)
         log_message(LogLevel::Warning, fmt::format("the log of rank {} is incomplete: {}", rank.end.rank,
-                                                   std::strerror(stream->log_error())));
+                                                   system_reason(stream->log_error())));
     if (rank.end.rank == 0) stdin_open_ = false;
     const bool failed = status != kCheckpointed;
     // A rank that returned 0 may have left MPI without a word; mpirun finds that out when the shim has left, too.
@@ -712,7 +713,7 @@ class Launcher {
   // A reader of our stdout that went away, or a full disk, ends the job as it would end a single program.
   void check_streams() {
     if (stdout_.error() == 0 || phase_ >= Phase::Terminating) return;
-    if (stdout_.error() != EPIPE) why_ = fmt::format("cannot write to stdout: {}", std::strerror(stdout_.error()));
+    if (stdout_.error() != EPIPE) why_ = fmt::format("cannot write to stdout: {}", system_reason(stdout_.error()));
     enter(Phase::Terminating, kEndGrace);
   }
 

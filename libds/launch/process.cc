@@ -18,7 +18,6 @@
 
 #include <algorithm>
 #include <csignal>
-#include <cstring>
 #include <ctime>
 #include <fstream>
 #include <map>
@@ -26,6 +25,7 @@
 #include <tuple>
 #include <utility>
 
+#include "base/limits.h"
 #include "base/thread.h"
 #include "comm/shared_file.h"
 
@@ -162,7 +162,7 @@ std::string random_hex(int bytes) {
   std::string text;
   for (int i = 0; i < bytes; ++i) {
     u8 byte = 0;
-    DS_CHECK(::getrandom(&byte, 1, 0) == 1, Errc::Io, "no random numbers: {}", std::strerror(errno));
+    DS_CHECK(::getrandom(&byte, 1, 0) == 1, Errc::Io, "no random numbers: {}", system_reason(errno));
     text += fmt::format("{:02x}", byte);
   }
   return text;
@@ -176,7 +176,7 @@ int free_port() {
   socklen_t length = sizeof address;
   auto* generic = reinterpret_cast<sockaddr*>(&address);
   const bool found = fd && ::bind(fd.get(), generic, length) == 0 && ::getsockname(fd.get(), generic, &length) == 0;
-  DS_CHECK(found, Errc::Io, "no free TCP port: {}", std::strerror(errno));
+  DS_CHECK(found, Errc::Io, "no free TCP port: {}", system_reason(errno));
   return ntohs(address.sin_port);
 }
 
@@ -200,10 +200,10 @@ PrivateFolder::PrivateFolder(const fs::path& base) {
   do {  // before it is locked, another's sweep may take it for abandoned
     std::string name = (base / kPrivatePrefix).string() + "XXXXXX";
     DS_CHECK(::mkdtemp(name.data()) != nullptr, Errc::Io, "cannot create a folder in {}: {}", base.string(),
-             std::strerror(errno));
+             system_reason(errno));
     path_ = name;
     lock_ = open_folder(path_);
-    DS_CHECK(lock_ || errno == ENOENT, Errc::Io, "cannot open {}: {}", name, std::strerror(errno));
+    DS_CHECK(lock_ || errno == ENOENT, Errc::Io, "cannot open {}: {}", name, system_reason(errno));
   } while (!lock_ || (::flock(lock_.get(), LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) || gone());
 }
 
@@ -217,7 +217,7 @@ void remove_job_files(const fs::path& folder) {
 
 Pipe make_pipe() {
   int fds[2];
-  DS_CHECK(::pipe2(fds, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
+  DS_CHECK(::pipe2(fds, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", system_reason(errno));
   return {Fd(fds[0]), Fd(fds[1])};
 }
 
@@ -241,7 +241,7 @@ pid_t spawn(const Spawn& what, int* error) {
   for (const int cpu : what.cpus) CPU_SET(cpu, &cpus);
 
   int report[2];  // closed by a successful exec
-  DS_CHECK(::pipe2(report, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", std::strerror(errno));
+  DS_CHECK(::pipe2(report, O_CLOEXEC) == 0, Errc::Io, "pipe: {}", system_reason(errno));
   const Fd read_end(report[0]);
   Fd write_end(report[1]);
   const pid_t parent = ::getpid();
@@ -294,7 +294,7 @@ SignalInbox::SignalInbox(std::initializer_list<int> signals) {
   }
   ::sigprocmask(SIG_BLOCK, &set, &before_);
   fd_ = Fd(::signalfd(-1, &set, SFD_NONBLOCK | SFD_CLOEXEC));
-  DS_CHECK(static_cast<bool>(fd_), Errc::Io, "signalfd: {}", std::strerror(errno));
+  DS_CHECK(static_cast<bool>(fd_), Errc::Io, "signalfd: {}", system_reason(errno));
 }
 
 SignalInbox::~SignalInbox() { ::sigprocmask(SIG_SETMASK, &before_, nullptr); }

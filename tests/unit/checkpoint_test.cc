@@ -447,7 +447,8 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
     for (const char* key : {"step", "consumed_samples", "optimizer_step", "skipped_steps"}) {
       const std::string from = fmt::format("\"{}\": ", key);
       const size_t at = body.find(from) + from.size();
-      refused(from + body.substr(at, body.find(',', at) - at), from + bad, Errc::Corrupt, "is no count");
+      refused(from + body.substr(at, body.find(',', at) - at), from + bad, Errc::Corrupt,
+              fmt::format("{}: {} is no count", key, bad).c_str());
     }
   }
   refused("\"step\": 1", "\"step\": \"1\"", Errc::Corrupt, "not a whole number");
@@ -770,8 +771,8 @@ TEST(SaveCheckpoint, PlacesThatCannotBeWritten) {
 TEST(SaveCheckpoint, AKillAtAnyMomentLeavesALoadableLatest) {
   const TempDirectory dir;
   save_sample(dir.path(), 1, DType::BF16, 2, 1);
-  // Rounds wait up to a limit that follows the disk: it grows while no save completes in it and shrinks while all do, so
-  // that kills meet saves at every point however long the disk takes.
+  // Rounds wait up to a limit that follows the disk: it grows while no save completes in it and shrinks while all do,
+  // so that kills meet saves at every point however long the disk takes.
   std::mt19937 rng(7);
   u64 limit_us = 10'000;
   i64 newest = 1, interrupted = 0, completed = 0;

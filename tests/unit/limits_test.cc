@@ -12,10 +12,12 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <csignal>
 #include <functional>
 
 #include "base/as_error.h"
+#include "base/file.h"
 #include "base/thread.h"
 #include "checkpoint/async_save.h"
 #include "comm/communicator.h"
@@ -91,7 +93,25 @@ TEST_F(LimitsTest, ThreadsOfADeviceAreNamed) {
   EXPECT_EQ(
       limited(2, [] { make_cpu_device(probe::cpu_backend(), 4); }),
       "4: cannot start thread 3 of 4: Resource temporarily unavailable; the limit of processes and threads of this "
-      "user (ulimit -u) is 2: raise it or set threads");
+      "user (ulimit -u) is 2: raise it or use fewer threads");
+}
+
+// How `body` ends in a child that may have so much of the resource.
+std::string limited_to(__rlimit_resource resource, rlim_t most, const std::function<void()>& body) {
+  return limited(100, [&] {
+    const rlimit limit{most, most};
+    std::signal(SIGXFSZ, SIG_IGN);
+    if (::setrlimit(resource, &limit) != 0) throw Error(Errc::Internal, "no limit");
+    body();
+  });
+}
+
+TEST_F(LimitsTest, ReasonsOfTheSystemNameTheLimit) {
+  EXPECT_EQ(system_reason(ENOENT), "No such file or directory");
+  EXPECT_EQ(limited_to(RLIMIT_NOFILE, 3, [] { File::open_read("/proc/self/maps"); }),
+            "1: cannot open /proc/self/maps: Too many open files: the limit of open files (ulimit -n) is 3");
+  EXPECT_EQ(limited_to(RLIMIT_FSIZE, 4096, [] { throw Error(Errc::Io, system_reason(EFBIG)); }),
+            "1: File too large: the limit of file size (ulimit -f) is 4 KiB");
 }
 
 TEST_F(LimitsTest, RanksInThreadsDoNotWaitForOneThatIsNotThere) {

@@ -87,7 +87,8 @@ i64 parse_bytes(std::string_view option, std::string_view text) {
     if (error == std::errc() && std::ranges::equal(unit, u.name, same) && bytes >= 1 && bytes <= 0x1p62)
       return static_cast<i64>(bytes);
   }
-  throw Error(Errc::Config, fmt::format("{}: '{}' is not a size such as 5GB, 500MiB or 1000000", option, text));
+  throw Error(Errc::Config, fmt::format("{}: '{}' is not a size such as 5GB, 500MiB or 1000000, of at most 2^62 bytes",
+                                        option, text));
 }
 
 }  // namespace ds::tools

@@ -5,6 +5,7 @@
 
 #include <charconv>
 #include <cstdlib>
+#include <limits>
 
 #include "ds/error.h"
 
@@ -18,7 +19,8 @@ int environment_number(const char* name, int fallback) {
   const std::string_view view(text);
   const auto [end, error] = std::from_chars(view.begin(), view.end(), value);
   if (error != std::errc{} || end != view.end() || value < 0) {
-    throw Error(Errc::Config, fmt::format("environment variable {} is not a number: {}", name, text));
+    throw Error(Errc::Config, fmt::format("environment variable {} is not a whole number from 0 to {}: {}", name,
+                                          std::numeric_limits<int>::max(), text));
   }
   return value;
 }
