@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/pattern.h"
 #include "config/reader.h"
 
 namespace ds {
@@ -49,7 +50,7 @@ std::vector<i64> degrees(i64 most, F&& fits) {
 constexpr std::string_view kType = "type:";  // of pipeline.partition
 
 std::regex type_pattern(const std::string& partition) {
-  return std::regex(partition.substr(kType.size()), std::regex::ECMAScript | std::regex::icase);
+  return compile_pattern(std::string_view(partition).substr(kType.size()));
 }
 
 std::string partition_problem(const std::string& partition) {

@@ -6,6 +6,8 @@
 #include <regex>
 #include <set>
 
+#include "base/pattern.h"
+
 namespace ds::pipeline {
 namespace {
 
@@ -59,7 +61,7 @@ std::vector<i64> balanced_cuts(std::span<const i64> weights, int parts) {
 std::vector<i64> match_weights(std::span<const std::string> type_names, std::string_view regex, std::string_view key) {
   std::vector<i64> weights;
   try {
-    const std::regex pattern(regex.begin(), regex.end(), std::regex::ECMAScript | std::regex::icase);
+    const std::regex pattern = compile_pattern(regex);
     for (const std::string& name : type_names) weights.push_back(std::regex_search(name, pattern) ? 1 : 0);
   } catch (const std::regex_error& e) {
     throw Error(Errc::Config, fmt::format("{}: \"{}\" is no regular expression: {}", key, regex, e.what()));

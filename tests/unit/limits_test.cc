@@ -40,6 +40,9 @@ constexpr unsigned kSeconds = 20;  // after which a child waits for ever
 
 struct LimitsTest : ::testing::Test {
   void SetUp() override {
+#ifdef __SANITIZE_THREAD__
+    GTEST_SKIP() << "the sanitizer has a thread of its own, and cannot be without it";
+#endif
     if (::geteuid() != 0) GTEST_SKIP() << "only root can be another user, who has no other processes";
   }
 };
