@@ -10,6 +10,11 @@
 #include <string>
 
 namespace ds {
+namespace {
+
+constexpr u64 kExiting = 4;  // PF_EXITING of include/linux/sched.h, in the ninth field of proc(5)
+
+}  // namespace
 
 ProcessStat process_stat(i32 pid) {
   std::ifstream file(fmt::format("/proc/{}/stat", pid));
@@ -19,8 +24,12 @@ ProcessStat process_stat(i32 pid) {
   std::istringstream rest(text.substr(name_end + 1));
   ProcessStat stat;
   std::string skipped;
+  u64 flags = 0;
   rest >> stat.state;
-  for (int field = 4; field < 22; ++field) rest >> skipped;
+  for (int field = 4; field < 9; ++field) rest >> skipped;
+  rest >> flags;
+  stat.exiting = (flags & kExiting) != 0;
+  for (int field = 10; field < 22; ++field) rest >> skipped;
   rest >> stat.start;
   return stat;
 }

@@ -8,8 +8,9 @@
 namespace ds {
 
 struct ProcessStat {
-  char state = 0;  // as in ps(1); 0: no such process
-  u64 start = 0;   // clock ticks since boot
+  char state = 0;        // as in ps(1); 0: no such process
+  bool exiting = false;  // its end has begun, and others may see what it has closed; it may not be waited for yet
+  u64 start = 0;         // clock ticks since boot
 };
 ProcessStat process_stat(i32 pid);
 

@@ -30,6 +30,7 @@
 #include "base/check.h"
 #include "base/file.h"
 #include "base/limits.h"
+#include "base/process_stat.h"
 #include "ds/launch.h"
 #include "ds/log.h"
 #include "ds/printable.h"
@@ -440,9 +441,8 @@ class Launcher {
     listen_to(host, revents);
     // First what came while we were kept from reading.
     if (monotonic_ns() - host.heard_ns > limit_ns) listen_to(host, POLLIN);
-    if (host.orted_ended && !any_started()) return;  // its shim follows, and mpirun
-    if (host.channel->closed()) {
-      reap();  // without mpirun, hosts end their part
+    if (host.orted_ended && !any_started()) return;       // its shim follows, and mpirun
+    if (host.channel->closed() && !mpirun_is_ending()) {  // without mpirun, hosts end their part
       lose(host, "its part of ds-launch has ended or the connection was reset");
     } else if (monotonic_ns() - host.heard_ns > limit_ns) {
       lose(host,
@@ -620,6 +620,12 @@ class Launcher {
         if (rank.channel == nullptr) rank.ended = true;  // will never come
       if (phase_ != Phase::Killing) enter(Phase::Killing, kEndGrace);
     }
+  }
+
+  // From when others can know it: what mpirun's end closes reaches us before it can be waited for.
+  bool mpirun_is_ending() {
+    reap();
+    return mpirun_ > 0 && process_stat(mpirun_).exiting;
   }
 
   // All have ended: shims leave, mpirun after them; what is left then has lost its right to live.

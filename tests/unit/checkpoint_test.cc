@@ -771,12 +771,12 @@ TEST(SaveCheckpoint, PlacesThatCannotBeWritten) {
 TEST(SaveCheckpoint, AKillAtAnyMomentLeavesALoadableLatest) {
   const TempDirectory dir;
   save_sample(dir.path(), 1, DType::BF16, 2, 1);
-  // Rounds wait up to a limit that follows the disk: it grows while no save completes in it and shrinks while all do,
-  // so that kills meet saves at every point however long the disk takes.
+  // The limit of a round's wait follows the disk: it grows after a round in which no save completed and shrinks after
+  // one in which some did, so that kills meet saves at every point however long the disk takes.
   std::mt19937 rng(7);
   u64 limit_us = 10'000;
   i64 newest = 1, interrupted = 0, completed = 0;
-  for (int round = 0; interrupted < 20 || completed < 10; ++round) {
+  for (int round = 0; round < 40 || interrupted < 20 || completed < 10; ++round) {
     const pid_t pid = ::fork();
     if (pid == 0) {
       try {

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <limits>
 #include <random>
+#include <thread>
 
 #include "config/parallel.h"
 #include "model/models.h"
@@ -121,6 +122,14 @@ TEST(Partition, TypesAreMatchedBySearchWithoutCase) {
   const std::string none = config_error([&] { match_weights(types, "mamba"); });
   EXPECT_THAT(none, HasSubstr("pipeline.partition"));
   EXPECT_THAT(none, HasSubstr("Embedding, Head, TransformerBlock"));
+}
+
+TEST(Partition,
+     ThreadsMatchAtOnce) {  // for the thread sanitizer: libstdc++ compiles expressions through a shared cache
+  const std::vector<std::string> types = {"Embedding", "TransformerBlock"};
+  std::vector<std::jthread> threads;
+  for (const char* regex : {"block", "^embed", "BLOCK|head", "[a-z]+Block$"})
+    threads.emplace_back([&types, regex] { EXPECT_EQ(match_weights(types, regex).size(), types.size()); });
 }
 
 TEST(Partition, EachMethodWeighsLayersItsWay) {
