@@ -13,8 +13,6 @@
 #include <system_error>
 #include <vector>
 
-#include "ds/limits.h"
-
 namespace ds {
 namespace {
 

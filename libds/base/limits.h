@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "base/check.h"
+#include "ds/limits.h"
 
 namespace ds {
 
@@ -25,10 +26,6 @@ void require_tasks(int needed, std::string_view needed_for);
 
 // What keeps a process or thread from being started, as far as that can be seen: "the limit of ... (ulimit -u) is 5".
 std::string limit_of_tasks();
-
-// Why the system refused, for messages: strerror's words, followed by the limit of this process where an error speaks
-// of one: "Too many open files: the limit of open files (ulimit -n) is 32".
-std::string system_reason(int error);
 
 // That this process has; 0: unknown. Safe between fork and exec.
 u64 address_space_bytes() noexcept;

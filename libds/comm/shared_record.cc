@@ -14,8 +14,13 @@ namespace bip = boost::interprocess;
 
 SharedRecord::SharedRecord(const std::string& name, const void* content, i64 bytes) : file_(SharedFile::create()) {
   // Written, not mapped: where no memory is left that is an error here and no SIGBUS later.
-  const ssize_t n = pwrite(file_.descriptor(), content, static_cast<size_t>(bytes), 0);
-  DS_CHECK(n == bytes, Errc::Io, "{} cannot be written: {}", shared_path(name), system_reason(n < 0 ? errno : ENOSPC));
+  for (i64 done = 0; done < bytes;) {
+    const char* rest = static_cast<const char*>(content) + done;
+    const ssize_t n = pwrite(file_.descriptor(), rest, static_cast<size_t>(bytes - done), done);
+    if (n < 0 && errno == EINTR) continue;
+    DS_CHECK(n > 0, Errc::Io, "{} cannot be written: {}", shared_path(name), system_reason(n < 0 ? errno : ENOSPC));
+    done += n;
+  }
   map(true, bytes);
   DS_CHECK(file_.link(name), Errc::Io, "{} exists already", shared_path(name));
 }

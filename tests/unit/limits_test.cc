@@ -21,6 +21,7 @@
 #include "base/thread.h"
 #include "checkpoint/async_save.h"
 #include "comm/communicator.h"
+#include "comm/shared_record.h"
 #include "device/device.h"
 #include "ds/kernels/thread_pool.h"
 #include "ds/limits.h"
@@ -121,8 +122,8 @@ TEST_F(LimitsTest, ReasonsOfTheSystemNameTheLimit) {
   EXPECT_EQ(system_reason(ENOENT), "No such file or directory");
   EXPECT_EQ(limited_to(RLIMIT_NOFILE, 3, [] { File::open_read("/proc/self/maps"); }),
             "1: cannot open /proc/self/maps: Too many open files: the limit of open files (ulimit -n) is 3");
-  EXPECT_EQ(limited_to(RLIMIT_FSIZE, 4096, [] { throw Error(Errc::Io, system_reason(EFBIG)); }),
-            "1: File too large: the limit of file size (ulimit -f) is 4 KiB");
+  EXPECT_EQ(limited_to(RLIMIT_FSIZE, 4096, [] { SharedRecord("ds-train.0", std::string(5000, 'x').data(), 5000); }),
+            "1: /dev/shm/ds-train.0 cannot be written: File too large: the limit of file size (ulimit -f) is 4 KiB");
 }
 
 TEST_F(CountedTasksTest, RanksInThreadsDoNotWaitForOneThatIsNotThere) {

@@ -16,6 +16,7 @@
 #include "common/tool.h"
 #include "ds/checkpoint.h"
 #include "ds/error.h"
+#include "ds/limits.h"
 #include "ds/printable.h"
 
 namespace ds::tools {
@@ -71,7 +72,7 @@ void report(std::string_view label, std::string_view escape, std::string_view me
 }
 
 Error system_error(std::string_view doing, std::string_view path) {
-  return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, std::strerror(errno)));
+  return Error(Errc::Io, fmt::format("cannot {} {}: {}", doing, path, system_reason(errno)));
 }
 
 // The descriptor that a name as "/dev/stdout" or "/dev/fd/3" stands for: what is written to it goes on from where it
@@ -182,14 +183,14 @@ Output::Output(const ToolInfo& tool, std::string file, bool json, std::string_vi
   };
   try {
     if (const std::optional<int> fd = descriptor_of(file_)) {
-      if (::fcntl(*fd, F_GETFD) < 0) refuse(std::strerror(errno));
+      if (::fcntl(*fd, F_GETFD) < 0) refuse(system_reason(errno));
       return;
     }
     if (fs::is_directory(file_)) refuse("is a directory");
     const fs::path place = is_special(file_) ? fs::path(file_) : target_of(file_).parent_path();
     if (::access(place.c_str(), is_special(file_) ? W_OK : W_OK | X_OK) != 0)
       refuse(
-          fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), std::strerror(errno)));
+          fmt::format("cannot write {} {}: {}", is_special(file_) ? "to" : "in", place.string(), system_reason(errno)));
     if (is_special(file_)) return;
     check_place(target_of(file_));
     if (is_model_file(file_) && fs::exists(file_)) refuse("is a file of a model, which a report does not replace");
