@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <set>
 
 #include "base/check.h"
 
@@ -508,6 +509,36 @@ Json model_json(const ModelConfig& model) {
     }
   }
   return out;
+}
+
+void check_same_model(const Json& saved, const ModelConfig& now, const std::string& step_dir) {
+  std::string why;
+  const std::optional<ModelConfig> before = known_model(saved, why);
+  DS_CHECK(before || why.empty(), Errc::Mismatch, "{}: a checkpoint of another model: {}", step_dir, why);
+  if (!before) return;
+  // Rotations go by the length that was trained, which may be said in two ways.
+  const auto json = [](ModelConfig m) {
+    const bool trained =
+        m.rope.type == RopeType::Llama3 || m.rope.type == RopeType::Yarn || m.rope.type == RopeType::LongRope;
+    if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
+    return model_json(m);
+  };
+  const Json there = json(*before), here = json(now);
+  const auto at = [](const Json& model, const std::string& key) {
+    return model.contains(key) ? model.at(key).dump() : std::string("not set");
+  };
+  std::set<std::string> keys;
+  for (const Json* side : {&there, &here}) {
+    for (const auto& [key, value] : side->items()) keys.insert(key);
+  }
+  for (const std::string& key : keys) {
+    const bool own = key.find("dropout") != key.npos || key.ends_with("pdrop") || key == "initializer_range" ||
+                     key.ends_with("token_id") ||
+                     (key == "max_position_embeddings" && now.rope.type != RopeType::Dynamic);
+    DS_CHECK(own || at(there, key) == at(here, key), Errc::Mismatch,
+             "{}: a checkpoint of another model: model.{} is {} there and {} here", step_dir, key, at(there, key),
+             at(here, key));
+  }
 }
 
 Json publish_model(const Json& published, const ModelConfig& model) {

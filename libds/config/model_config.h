@@ -25,6 +25,11 @@ ModelConfig read_model_file(const std::string& dir_or_file, std::vector<Diagnost
 // and, with the reason, where this library cannot build it.
 std::optional<ModelConfig> known_model(const Json& config, std::string& why);
 
+// What the shapes of a model's parameters do not tell: how many heads share them, how positions turn them. Dropout and
+// the spread of first weights are a run's own business, and so is the length that a rotation could have. `saved` is the
+// config.json of a checkpoint; one of no model of the zoo is not compared. Throws Errc::Mismatch, which names the key.
+void check_same_model(const Json& saved, const ModelConfig& now, const std::string& step_dir);
+
 // The keys of config.json for the model, "model_type" first.
 Json model_json(const ModelConfig& model);
 // A published config.json with the model's keys as model_config_json writes them, and the rest as it was: no key twice

@@ -220,6 +220,8 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");
   } else if (config.split > 0) {
+    check_holds_a_sample(data.train, config.seq_length, objective, "whole", config.train.front(),
+                         "give more text or a smaller data.seq_length");
     const i64 cut = total - static_cast<i64>(config.split * static_cast<double>(total));
     data.validation.emplace(data.train).narrow_to(cut, total);
     data.train.narrow_to(0, cut);

@@ -10,7 +10,6 @@
 #include <filesystem>
 #include <limits>
 #include <optional>
-#include <set>
 
 #include "base/as_error.h"
 #include "base/file.h"
@@ -166,7 +165,6 @@ struct TrainingRun::State {
   template <class F>
   auto from_newest(F&& load);
   void check_same_run(const CheckpointMeta&) const;
-  void check_same_model(const CheckpointMeta&) const;
   void take_directory();
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
@@ -384,41 +382,9 @@ void TrainingRun::State::load_step() {
   }
 }
 
-// What the shapes of a model's parameters do not tell: how many heads share them, how positions turn them. Dropout and
-// the spread of first weights are a run's own business, and so is the length that a rotation could have.
-void TrainingRun::State::check_same_model(const CheckpointMeta& meta) const {
-  std::string ignored;
-  if (meta.model_config_json.empty()) return;
-  const std::optional<ModelConfig> saved = known_model(Json::parse(meta.model_config_json), ignored);
-  if (!saved) return;
-  // Rotations go by the length that was trained, which may be said in two ways.
-  const auto json = [](ModelConfig m) {
-    const bool trained =
-        m.rope.type == RopeType::Llama3 || m.rope.type == RopeType::Yarn || m.rope.type == RopeType::LongRope;
-    if (trained && m.rope.original_max_positions == 0) m.rope.original_max_positions = m.max_positions;
-    return ds::model_json(m);
-  };
-  const Json there = json(*saved), here = json(config.model);
-  const auto at = [](const Json& model, const std::string& key) {
-    return model.contains(key) ? model.at(key).dump() : std::string("not set");
-  };
-  std::set<std::string> keys;
-  for (const Json* side : {&there, &here}) {
-    for (const auto& [key, value] : side->items()) keys.insert(key);
-  }
-  for (const std::string& key : keys) {
-    const bool own = key.find("dropout") != key.npos || key.ends_with("pdrop") || key == "initializer_range" ||
-                     key.ends_with("token_id") ||
-                     (key == "max_position_embeddings" && config.model.rope.type != RopeType::Dynamic);
-    DS_CHECK(own || at(there, key) == at(here, key), Errc::Mismatch,
-             "{}: a checkpoint of another model: model.{} is {} there and {} here", step_dir, key, at(there, key),
-             at(here, key));
-  }
-}
-
 // A run goes on with the samples and the dropout that it began with.
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
-  check_same_model(meta);
+  if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, step_dir);
   if (train_data && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
   if (!train_data && config.model.causal() && !meta.data_json.empty()) {  // to write text

@@ -38,6 +38,7 @@ std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchP
   if (plan.hosts.empty()) {
     setting("plm", "isolated");
     setting("btl_vader_backing_directory", folder);
+    setting("shmem", "^posix");  // it tries itself with a segment that stays in /dev/shm if it is killed meanwhile
     if (oversubscribed) setting("mpi_yield_when_idle", "1");
   } else {
     command[0] = "mpirun";  // by its path it would have a shell set paths on every host

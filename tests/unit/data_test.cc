@@ -306,6 +306,9 @@ TEST_F(Data, TooShortForOneSample) {
   config.split = 0.05;
   expect_error(Errc::Config, AllOf(HasSubstr("validation data"), HasSubstr("data.split")),
                [&] { open_dataset(config, *next_token()); });
+  config.seq_length = 100;  // no split helps
+  expect_error(Errc::Config, AllOf(HasSubstr("the whole data"), HasSubstr("give more text")),
+               [&] { open_dataset(config, *next_token()); });
 }
 
 TEST_F(Data, TokenOutsideTheVocabularyIsNamedWithItsPlace) {

@@ -349,5 +349,39 @@ TEST(ModelConfig, InlineModelsHaveNoDropoutAndSayTheirSizes) {
   EXPECT_EQ(to_string(diagnostics[0]), "cfg: model.vocab_size: is missing");
 }
 
+std::string difference(const Json& saved, const ModelConfig& now) {
+  try {
+    check_same_model(saved, now, "step");
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Mismatch);
+    return e.what();
+  }
+  return "";
+}
+
+TEST(SameModel, ComparesWhatShapesDoNotTell) {
+  const ModelConfig gpt2 = load(R"({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2})");
+  const Json saved = Json::parse(model_config_json(gpt2));
+  EXPECT_EQ(difference(saved, gpt2), "");
+  Json other = saved;
+  other["resid_pdrop"] = 0.5;  // a run's own business
+  EXPECT_EQ(difference(other, gpt2), "");
+  other["n_head"] = 2;
+  EXPECT_EQ(difference(other, gpt2), "step: a checkpoint of another model: model.n_head is 2 there and 4 here");
+  other = saved;
+  other["activation_function"] = "gelu";
+  EXPECT_THAT(difference(other, gpt2), HasSubstr("model.activation_function is \"gelu\" there and \"gelu_new\" here"));
+}
+
+TEST(SameModel, WhatTheLibraryCannotBuildIsAnotherModel) {
+  const ModelConfig gpt2 = load(R"({"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2})");
+  Json other = Json::parse(model_config_json(gpt2));
+  other["activation_function"] = "relu";
+  EXPECT_THAT(difference(other, gpt2), HasSubstr("step: a checkpoint of another model: "));
+  EXPECT_THAT(difference(other, gpt2), HasSubstr("activation_function"));
+  other["architectures"] = {"SomebodysModel"};  // nothing is known of it
+  EXPECT_EQ(difference(other, gpt2), "");
+}
+
 }  // namespace model_config_test
 }  // namespace ds
