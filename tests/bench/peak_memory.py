@@ -4,14 +4,13 @@
 
     python3 tests/bench/peak_memory.py BUILD_DIR WORK_DIR [FILTER]
 
-Every run is ds-launch -n RANKS ds-train over this file's text, which saves twice and is then resumed. Predicted, by
+Every run is ds-launch -n RANKS ds-train over the text of run_matrix.py, which saves twice and is then resumed. Predicted, by
 ds-memreport CONFIG --json: what is counted (all tags), the process before it takes anything, and what there is for a
 moment at most. Measured, of the rank with most: the process before it took anything (base_bytes of metrics.jsonl), and
 the most anonymous memory that was seen from start to end, some 500 times a second, with the usual share of what is
 shared. MiB; ratio: that peak over the prediction. Exits 1 where a peak is more than 3 % above the prediction or more
 than 8 % below it.
 """
-import argparse
 import json
 import os
 import shutil
@@ -19,7 +18,8 @@ import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from run_matrix import read_arguments
 
 MIB = 2.0**20
 TINY = {"type": "gpt2", "vocab_size": 256, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
@@ -117,16 +117,7 @@ def measure(bin, work, model, ranks, keys):
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("build", type=lambda p: Path(p).resolve() / "bin")
-    parser.add_argument("work", type=lambda p: Path(p).resolve())
-    parser.add_argument("filter", nargs="?", default="")
-    a = parser.parse_args()
-    a.work.mkdir(parents=True, exist_ok=True)
-    (a.work / "text.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
-    for name, model in MODELS.items():
-        (a.work / f"{name}.json").write_text(json.dumps(
-            {"model": model, "data": {"train": "text.txt", "seq_length": 64}, "steps": 4}), encoding="utf-8")
+    a = read_arguments(__doc__, MODELS, {"data": {"train": "text.txt", "seq_length": 64}, "steps": 4})
     print("model ranks | predicted: counted  process  moment      most | measured: process      most   ratio  keys")
     good = True
     for model, ranks, keys in RUNS:

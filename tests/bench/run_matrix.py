@@ -158,18 +158,23 @@ def measure(bin, work, model, ranks, precision, keys):
                statistics.median(step_ms))
 
 
-def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
+def read_arguments(usage, models, rest):
+    """BUILD WORK [FILTER]; WORK gets a text, and a configuration of each model with the rest of its keys."""
+    parser = argparse.ArgumentParser(usage=usage)
     parser.add_argument("build", type=lambda p: Path(p).resolve() / "bin")
-    parser.add_argument("work", type=Path)
+    parser.add_argument("work", type=lambda p: Path(p).resolve())
     parser.add_argument("filter", nargs="?", default="")
     a = parser.parse_args()
     a.work.mkdir(parents=True, exist_ok=True)
     (a.work / "text.txt").write_text(Path(__file__).read_text(encoding="utf-8") * 4, encoding="utf-8")
-    for name, model in MODELS.items():
-        (a.work / f"{name}.json").write_text(json.dumps(
-            {"model": model, "data": {"train": "text.txt", "seq_length": 256},
-             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}), encoding="utf-8")
+    for name, model in models.items():
+        (a.work / f"{name}.json").write_text(json.dumps({"model": model} | rest), encoding="utf-8")
+    return a
+
+
+def main():
+    a = read_arguments(__doc__, MODELS, {"data": {"train": "text.txt", "seq_length": 256},
+                                         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}})
     print("model  ranks type  states  else              total  resident  counted MiB  base MiB   step ms:"
           " predicted  median            keys")
     rows = []
