@@ -4,12 +4,12 @@
 
     python3 tests/bench/peak_memory.py BUILD_DIR WORK_DIR [FILTER]
 
-Every run is ds-launch -n RANKS ds-train over the text of run_matrix.py, which saves twice and is then resumed. Predicted, by
-ds-memreport CONFIG --json: what is counted (all tags), the process before it takes anything, and what there is for a
-moment at most. Measured, of the rank with most: the process before it took anything (base_bytes of metrics.jsonl), and
-the most anonymous memory that was seen from start to end, some 500 times a second, with the usual share of what is
-shared. MiB; ratio: that peak over the prediction. Exits 1 where a peak is more than 3 % above the prediction or more
-than 8 % below it.
+Every run is ds-launch -n RANKS ds-train over the text of run_matrix.py, which saves twice and is then resumed.
+Predicted, by ds-memreport CONFIG --json: what is counted (all tags), the process before it takes anything, and what
+there is for a moment at most. Measured, of the rank with most: the process before it took anything (base_bytes of
+metrics.jsonl), and the most anonymous memory that was seen from start to end, some 500 times a second, with the usual
+share of what is shared. MiB; ratio: that peak over the prediction. Exits 1 where a peak is more than 3 % above the
+prediction or more than 8 % below it.
 """
 import json
 import os
