@@ -223,6 +223,7 @@ void PendingFile::commit() {
                        replaced.st_mode != now.st_mode;
   if (differs && ::fchmod(file_.descriptor(), replaced.st_mode & 07777u) != 0) fail("set the mode of the new", path_);
   file_.sync();
+  const SyncedDirectory parent(parent_directory(path_));
   if (temporary_.empty()) {  // a link cannot replace a file; a rename can
     const std::string name = temporary_name(path_);
     if (::linkat(AT_FDCWD, file_.opened_as().c_str(), AT_FDCWD, name.c_str(), AT_SYMLINK_FOLLOW) != 0)
@@ -231,7 +232,7 @@ void PendingFile::commit() {
   }
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail("rename the finished file to", path_);
   temporary_.clear();
-  sync_directory(parent_directory(path_));
+  parent.sync();
 }
 
 PendingDirectory::PendingDirectory(std::string target) : target_(std::move(target)) {
@@ -269,14 +270,16 @@ PendingDirectory::~PendingDirectory() {
 void PendingDirectory::commit() {
   sync_directory(temporary_);
   if (is_inside_) return move_out();
+  const SyncedDirectory parent(parent_directory(target_));
   if (::rename(temporary_.c_str(), target_.c_str()) != 0) fail("rename the finished directory to", target_);
   committed_ = true;
-  sync_directory(parent_directory(target_));
+  parent.sync();
 }
 
 // Entry by entry: directories first, then files as they were written, so that what names the others comes last. After
 // an error the entries go back, and away with the directory.
 void PendingDirectory::move_out() {
+  const SyncedDirectory into(target_);
   std::vector<fs::directory_entry> entries(fs::directory_iterator(temporary_), {});
   std::ranges::sort(entries, {}, [](const fs::directory_entry& e) {
     return std::make_tuple(!e.is_directory(), e.last_write_time(), e.path());
@@ -296,7 +299,7 @@ void PendingDirectory::move_out() {
   committed_ = true;
   std::error_code ignored;
   fs::remove(temporary_, ignored);
-  sync_directory(target_);
+  into.sync();
 }
 
 std::string read_text_file(const std::string& path, i64 max_bytes, Errc too_large) {
@@ -383,16 +386,19 @@ void replace_text_file(const std::string& path, std::string_view text) {
   pending.commit();
 }
 
-void sync_directory(const std::string& path) {
-  const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) fail("open the directory", path);
-  // Some file systems cannot sync a directory (EINVAL); their renames are as durable as they get.
-  const bool ok = ::fsync(fd) == 0 || errno == EINVAL;
-  const int error = errno;
-  ::close(fd);
-  errno = error;
-  if (!ok) fail("sync the directory", path);
+SyncedDirectory::SyncedDirectory(std::string path)
+    : path_(std::move(path)), fd_(::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC)) {
+  if (fd_ < 0) fail("open the directory", path_);
 }
+
+SyncedDirectory::~SyncedDirectory() { ::close(fd_); }
+
+void SyncedDirectory::sync() const {
+  // Some file systems cannot sync a directory (EINVAL); their renames are as durable as they get.
+  if (::fsync(fd_) != 0 && errno != EINVAL) fail("sync the directory", path_);
+}
+
+void sync_directory(const std::string& path) { SyncedDirectory(path).sync(); }
 
 std::string follow_links(std::string path) {
   constexpr int kMaxLinks = 40;  // as the system's own

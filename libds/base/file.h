@@ -144,6 +144,21 @@ void for_each_line(const File& file, i64 max_bytes, const std::function<void(std
 // Replaces `path` by `text` in one step, durably.
 void replace_text_file(const std::string& path, std::string_view text);
 
+// A directory whose entries are to last. It is opened before they change: whoever has no descriptor left learns it
+// while nothing has happened.
+class SyncedDirectory {
+ public:
+  explicit SyncedDirectory(std::string path);
+  ~SyncedDirectory();
+  SyncedDirectory(const SyncedDirectory&) = delete;
+  SyncedDirectory& operator=(const SyncedDirectory&) = delete;
+
+  void sync() const;
+
+ private:
+  std::string path_;
+  int fd_;
+};
 void sync_directory(const std::string& path);
 // Where `path` leads through symbolic links; the last one may lead to a file that does not exist yet.
 std::string follow_links(std::string path);

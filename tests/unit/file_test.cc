@@ -3,6 +3,7 @@
 
 #include "base/file.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -88,6 +89,27 @@ TEST(PendingFile, AppearsWholeOrNotAtAll) {
   EXPECT_EQ(read_file(path), "short");
   EXPECT_EQ(read_text_file(path, 5), "short");
   EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+}
+
+// The directory is opened for its sync before it changes: a commit that fails has changed nothing.
+TEST(PendingFile, WithoutDescriptorsNothingIsCommitted) {
+  const TempDirectory dir;
+  PendingFile file(dir / "file");
+  file.file().write_at(0, "new", 3);
+  PendingDirectory directory(dir / "directory");
+  rlimit before = {};
+  ASSERT_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  const rlimit none = {0, before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  EXPECT_ERROR(file.commit(), Errc::Io, "Too many open files");
+  EXPECT_ERROR(directory.commit(), Errc::Io, "Too many open files");
+  ::setrlimit(RLIMIT_NOFILE, &before);
+  EXPECT_FALSE(std::filesystem::exists(dir / "file"));
+  EXPECT_FALSE(std::filesystem::exists(dir / "directory"));
+  file.commit();
+  directory.commit();
+  EXPECT_EQ(read_file(dir / "file"), "new");
+  EXPECT_TRUE(std::filesystem::is_directory(dir / "directory"));
 }
 
 TEST(PendingFile, KeepsThePermissionsOfWhatItReplaces) {
