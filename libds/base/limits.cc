@@ -85,6 +85,7 @@ std::string system_reason(int error) {
   };
   if (error == EMFILE) add(RLIMIT_NOFILE);
   if (error == EFBIG) add(RLIMIT_FSIZE);
+  if (error == ENOMEM) add(RLIMIT_AS);
   return reason;
 }
 

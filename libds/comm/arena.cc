@@ -7,6 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <climits>
 #include <map>
 
@@ -54,7 +55,8 @@ class ThreadArena final : public Arena {
   static std::shared_ptr<std::byte> make_memory(int size) {
     const auto bytes = static_cast<size_t>(total_bytes(size));
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    DS_CHECK(p != MAP_FAILED, Errc::OutOfMemory, "no {} bytes for a communicator of {} ranks", bytes, size);
+    DS_CHECK(p != MAP_FAILED, Errc::OutOfMemory, "no {} bytes for a communicator of {} ranks: {}", bytes, size,
+             system_reason(errno));
     return {static_cast<std::byte*>(p), [bytes](std::byte* q) { munmap(q, bytes); }};
   }
 

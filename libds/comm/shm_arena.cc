@@ -128,7 +128,8 @@ class Segment {
   void map(i64 size) try {
     const auto bytes = static_cast<size_t>(size), slack = static_cast<size_t>(kHugePage);
     void* reserved = mmap(nullptr, bytes + slack, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    DS_CHECK(reserved != MAP_FAILED, Errc::OutOfMemory, "no {} bytes of address space for shared memory", bytes);
+    DS_CHECK(reserved != MAP_FAILED, Errc::OutOfMemory, "no {} bytes of address space for shared memory: {}", bytes,
+             system_reason(errno));
     auto* const start = static_cast<std::byte*>(reserved);
     std::byte* const base = start + (slack - reinterpret_cast<size_t>(start) % slack) % slack;
     std::byte* const end = base + align_up(size, kPage);

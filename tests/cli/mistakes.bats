@@ -150,6 +150,23 @@ JSON
   )
 }
 
+@test "address space that ends anywhere is status 4 with a message that names the limit" {
+  local limit refused=0
+  for limit in $(seq 40000 2000 110000); do
+    run bash -c 'ulimit -v "$1"; exec ds-train cfg.json --out "run$1" --set threads=2 --quiet' _ "$limit"
+    case $status in
+      0 | 127) ;; # 127: the dynamic linker's
+      4)
+        assert_output --partial "(ulimit -v)"
+        refute_output --partial terminate
+        refused=$((refused + 1))
+        ;;
+      *) fail "$limit KiB: status $status: $output" ;;
+    esac
+  done
+  ((refused > 2))
+}
+
 on_terminal() { # columns, TERM, command: what it shows
   script -qec "stty cols $1; TERM=$2 $3" /dev/null </dev/null
 }

@@ -5,8 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <filesystem>
 #include <new>
 
@@ -180,11 +183,31 @@ void check_report(const CLI::App& app, const Output& output) {
   for (const CLI::App* command : app.get_subcommands()) check_report(*command, output);
 }
 
+namespace {
+
+// Memory that ran out where nothing may be thrown, in a kernel or at a thread's start, ends the tool with the same
+// message and status as elsewhere. Whatever else ends here is a bug, and leaves a core.
+[[noreturn]] void end_without_memory() noexcept {
+  try {
+    if (const std::exception_ptr thrown = std::current_exception()) std::rethrow_exception(thrown);
+  } catch (const std::bad_alloc&) {
+    report_error(system_reason(ENOMEM));
+    std::_Exit(exit_code(Errc::OutOfMemory));
+  } catch (const std::exception& e) {
+    report_error(fmt::format("internal error: {}", e.what()));
+  } catch (...) {
+  }
+  std::abort();
+}
+
+}  // namespace
+
 int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
   // A closed one must not become another file of ours, nor take what nobody then has.
   for (const int fd : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO})
     if (::fcntl(fd, F_GETFD) < 0) ::open("/dev/null", fd == STDIN_FILENO ? O_WRONLY : O_RDONLY);
   message_options = {.tool = tool.name};
+  std::set_terminate(end_without_memory);
   // A closed reader and a limit of the file size are errors of write(), so that destructors run and a message says why.
   for (const int signal : {SIGPIPE, SIGXFSZ}) std::signal(signal, SIG_IGN);
   int status = 1;
@@ -209,7 +232,7 @@ int run_main(int argc, char** argv, const ToolInfo& tool, const Setup& setup) {
     report_error(fmt::format("{}: {}", e.path1().string(), e.code().message()));
     status = exit_code(Errc::Io);
   } catch (const std::bad_alloc&) {
-    report_error("out of memory");
+    report_error(system_reason(ENOMEM));
     status = exit_code(Errc::OutOfMemory);
   } catch (const std::exception& e) {
     report_error(fmt::format("internal error: {}", e.what()));
