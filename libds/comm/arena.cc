@@ -11,6 +11,8 @@
 #include <climits>
 #include <map>
 
+#include "ds/limits.h"
+
 namespace ds {
 namespace {
 
