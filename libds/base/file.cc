@@ -106,7 +106,7 @@ void PageBuffer::Free::operator()(char* p) const noexcept { ::munmap(p, kBytes);
 // Not from the heap, which would keep what it has been given back.
 PageBuffer::PageBuffer() {
   void* const pages = ::mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  DS_CHECK(pages != MAP_FAILED, Errc::OutOfMemory, "no memory for a transfer buffer");
+  DS_CHECK(pages != MAP_FAILED, Errc::OutOfMemory, "no memory for a transfer buffer: {}", system_reason(errno));
   data_.reset(static_cast<char*>(pages));
 }
 

@@ -4,9 +4,12 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <tuple>
+
+#include "ds/limits.h"
 
 namespace ds {
 namespace {
@@ -18,7 +21,7 @@ constexpr size_t kMaxBlocks = 64;  // of which a reader keeps a part
 class RangeHash {
  public:
   explicit RangeHash(const File& file) : file_(file), state_(XXH3_createState(), XXH3_freeState) {
-    DS_CHECK(state_ != nullptr, Errc::OutOfMemory, "no memory for a checksum");
+    DS_CHECK(state_ != nullptr, Errc::OutOfMemory, "no memory for a checksum: {}", system_reason(ENOMEM));
     XXH3_64bits_reset(state_.get());
   }
   void add(i64 begin, i64 end) {

@@ -5,10 +5,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <utility>
 #include <vector>
+
+#include "ds/limits.h"
 
 namespace ds {
 
@@ -66,7 +69,8 @@ Buffer::Buffer(MemoryLedger& ledger, Tag tag, i64 bytes) : ledger_(&ledger), tag
   }
   const i64 alignment = bytes >= kHugePage ? kHugePage : kAlignment;
   data_ = std::aligned_alloc(static_cast<size_t>(alignment), static_cast<size_t>(align_up(bytes, alignment)));
-  DS_CHECK(data_ != nullptr, Errc::OutOfMemory, "no memory for {} bytes of {}", bytes, tag_name(tag));
+  DS_CHECK(data_ != nullptr, Errc::OutOfMemory, "no memory for {} bytes of {}: {}", bytes, tag_name(tag),
+           system_reason(ENOMEM));
   if (alignment == kHugePage) madvise(data_, static_cast<size_t>(bytes), MADV_HUGEPAGE);
   std::memset(data_, 0, static_cast<size_t>(bytes));
   ledger.add(tag, bytes);

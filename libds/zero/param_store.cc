@@ -127,7 +127,6 @@ i64 num_publish_calls(const Layout& layout, i64 allgather_bucket) {
 }
 
 void ParamStore::publish() {
-  published_.clear();
   tickets_.clear();
   for_each_publish_group(
       layout_, options_.allgather_bucket,
