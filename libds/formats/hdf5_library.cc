@@ -1,6 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "formats/hdf5_library.h"
 
+#include <sys/mman.h>
+
+#include <new>
+
 namespace ds::hdf5 {
 namespace {
 
@@ -43,6 +47,15 @@ Id bool_type(const Context& c) {
   return type;
 }
 
+// The library takes for granted that malloc gives what it asks for. So that it meets the end of an address space less
+// often than the rest of the program does, there must be room for far more than it takes for a file.
+void check_memory() {
+  constexpr size_t kRoom = 8 << 20;
+  void* const room = ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (room == MAP_FAILED) throw std::bad_alloc();
+  ::munmap(room, kRoom);
+}
+
 }  // namespace
 
 std::mutex& library() noexcept {
@@ -51,6 +64,7 @@ std::mutex& library() noexcept {
 }
 
 Quiet::Quiet() {
+  check_memory();
   // After a damaged file the library cannot close itself at exit, and says so at length; everything here is closed by
   // its owner.
   [[maybe_unused]] static const herr_t once = H5dont_atexit();
