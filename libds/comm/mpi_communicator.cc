@@ -87,11 +87,11 @@ class Environment {
       // Over TCP without "put": its receiver asks for each large message, behind all that it is sending itself, so that
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
-      // With less MPI_Init or MPI_Comm_dup ends the process, or waits for ever, and says nothing that helps: segments of
-      // 4 MiB with a page before them, two threads for each rank, and address space for 75 MB with two ranks of a node,
-      // 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look for
-      // threads before any has its own, so the first one there looks for all; not each of them, which would start the
-      // square of their number for a moment.
+      // With less MPI_Init or MPI_Comm_dup ends the process, or waits for ever, and says nothing that helps: segments
+      // of 4 MiB with a page before them, two threads for each rank, and address space for 75 MB with two ranks of a
+      // node, 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look
+      // for threads before any has its own, so the first one there looks for all; not each of them, which would start
+      // the square of their number for a moment.
       const auto number = [](const char* variable, int without) {
         const char* value = std::getenv(variable);
         return value != nullptr ? std::atoi(value) : without;
