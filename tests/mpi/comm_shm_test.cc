@@ -467,7 +467,9 @@ TEST_F(CommShm, TheNextStartRemovesWhatADeadRankLeft) {
   // A job beside this test may have begun to remove one, and ends that; or it is killed, and the next start does.
   for (int i = 1; i <= 2000 && !segments_left(job_).empty(); ++i) {
     std::this_thread::sleep_for(2ms);
-    if (i % 500 == 0) EXPECT_EQ(start_another(), "ok");
+    if (i % 500 == 0) {
+      EXPECT_EQ(start_another(), "ok");
+    }
   }
   EXPECT_THAT(segments_left(job_), ::testing::IsEmpty());
 }
