@@ -23,6 +23,11 @@ teardown() {
 start() { # in the background: pid in $job, streams in out and err. (Shells ignore SIGINT for background jobs.)
   env --default-signal=INT "$launch" "$@" >out 2>err 3>&- &
   job=$!
+  local program='' tries
+  for ((tries = 0; tries < 1000; ++tries)); do # until then it is a copy of this shell, and a signal ends the test there
+    read -r program <"/proc/$job/comm"
+    if [[ $program != bash && $program != env ]]; then break; fi
+  done
 }
 
 assert_ends_with() { # status of the job
