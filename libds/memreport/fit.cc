@@ -290,10 +290,22 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
 }
 
 Arrangement Search::whole(const Config& config, Keys keys, Models& models) const {
-  const Prediction p = predict(config, options_.world, options_.device, models);
+  struct Bytes {
+    i64 device, host;
+  };
+  const Bytes bytes = of_any_length(
+      config,
+      [&](const Config& c) {
+        const Prediction p = predict(c, options_.world, options_.device, models);
+        return Bytes{p.worst_group().device_bytes, p.fullest.host_bytes};
+      },
+      [](const Bytes& a, const Bytes& b, double times) {
+        const i64 n = static_cast<i64>(times);
+        return Bytes{b.device + (b.device - a.device) * n, b.host + (b.host - a.host) * n};
+      });
   Arrangement a = arrangement_of(config, std::move(keys));
-  a.device_bytes = p.worst_group().device_bytes;
-  a.host_bytes = p.fullest.host_bytes;
+  a.device_bytes = bytes.device;
+  a.host_bytes = bytes.host;
   return a;
 }
 

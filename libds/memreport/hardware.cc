@@ -125,16 +125,45 @@ class Stages {
   std::vector<StageWork> stages_;
 };
 
+// As of_any_length() wants it.
+StepTime extended(const StepTime& a, const StepTime& b, double times) {
+  const auto at = [&](double of_a, double of_b) { return of_b + (of_b - of_a) * times; };
+  StepTime t;
+  for (double StepTime::*field : {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s,
+                                  &StepTime::pipeline_s, &StepTime::communication_s, &StepTime::hidden_s,
+                                  &StepTime::optimizer_s, &StepTime::publish_s, &StepTime::cores_s, &StepTime::step_s})
+    t.*field = at(a.*field, b.*field);
+  for (const auto& [name, seconds] : b.messages_s) {
+    const auto in_a = a.messages_s.find(name);
+    t.messages_s[name] = at(in_a == a.messages_s.end() ? 0 : in_a->second, seconds);
+  }
+  // Quotients: their dividends grow evenly.
+  const auto ratio = [&](double StepTime::*r, double StepTime::*by) {
+    return t.*by > 0 ? at(a.*r * a.*by, b.*r * b.*by) / (t.*by) : 0;
+  };
+  t.bubble_fraction = ratio(&StepTime::bubble_fraction, &StepTime::pipeline_s);
+  t.tokens_per_s = ratio(&StepTime::tokens_per_s, &StepTime::step_s);
+  t.mfu = ratio(&StepTime::mfu, &StepTime::step_s);
+  return t;
+}
+LeastTime extended(const LeastTime& a, const LeastTime& b, double times) {
+  return {extended(a.own, b.own, times), extended(a.any_cut, b.any_cut, times)};
+}
+
 }  // namespace
 
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                       Models& models) {
-  return Stages(config, world, device, hardware, models).predicted(config);
+  return of_any_length(
+      config, [&](const Config& c) { return Stages(c, world, device, hardware, models).predicted(c); },
+      [](const auto&... of) { return extended(of...); });
 }
 
 LeastTime least_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,
                      Models& models) {
-  return Stages(config, world, device, hardware, models).least();
+  return of_any_length(
+      config, [&](const Config& c) { return Stages(c, world, device, hardware, models).least(); },
+      [](const auto&... of) { return extended(of...); });
 }
 
 std::string text(const StepTime& t) {

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <tuple>
 
 #include "ds/memreport.h"
@@ -40,6 +41,23 @@ class Models {
   std::mutex mutex_;
   std::map<std::tuple<int, int, bool, int, int, model::SequenceMode>, std::unique_ptr<model::Model>> models_;
 };
+
+// of(config), which is about a step, however many micro-batches that has. A pipeline that is full repeats itself, so
+// what very many of them take and hold follows from two shorter steps, which begin and end as the whole one does:
+// extended(a, b, n) is what b is, with n times what b has more than a. Else plans and simulations would grow with them.
+template <class Of, class Extended>
+auto of_any_length(const Config& config, Of&& of, Extended&& extended) {
+  // In whole pages, too, so that numbers of bytes are exact.
+  const i64 period = std::lcm<i64>(1024, config.pipeline.stages), all = config.batch.accumulation;
+  const i64 full = 8 * config.pipeline.stages * config.pipeline.virtual_stages;
+  Config shorter = config;
+  i64& accumulation = shorter.batch.accumulation;
+  accumulation = align_up(full, period) + all % period;
+  if (all <= accumulation + 2 * period) return of(config);
+  const auto a = of(shorter);
+  accumulation += period;
+  return extended(a, of(shorter), static_cast<double>((all - accumulation) / period));
+}
 
 Prediction predict(const Config& config, const World& world, DeviceKind device, Models& models);
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware,

@@ -245,6 +245,49 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   EXPECT_TRUE(fit(source(), little_host, kHardware).fitting.empty());
 }
 
+// From some length on, what a step takes follows from shorter ones: it goes on as it did before.
+TEST(Hardware, StepsOfAnyLength) {
+  const World world{.ranks = 8, .nodes = 2};
+  for (const char* schedule : {"1f1b", "zb-h1", "interleaved", "gpipe", "naive"}) {
+    for (const int stage : {0, 1, 3}) {
+      SCOPED_TRACE(fmt::format("{}, stage {}", schedule, stage));
+      const auto time = [&](i64 accumulation) {
+        const ConfigResult r = parse_config(
+            kText, "cfg",
+            std::vector<std::string>{
+                "pipeline.stages=4", fmt::format("pipeline.schedule={}", schedule),
+                fmt::format("pipeline.virtual_stages={}", schedule == std::string_view("interleaved") ? 2 : 1),
+                fmt::format("zero_optimization.stage={}", stage), fmt::format("train_batch_size={}", 2 * accumulation),
+                fmt::format("gradient_accumulation_steps={}", accumulation), "train_micro_batch_size_per_gpu=1"},
+            8, ConfigUse::Inspect);
+        EXPECT_TRUE(r.ok()) << r.message();
+        return predict_time(r.config, world, DeviceKind::Cuda, kHardware);
+      };
+      const StepTime before = time(4092), last = time(4096), next = time(4100), far = time(4096 + 20000);
+      const double slope = (last.step_s - before.step_s) / 4;
+      // What is done once, and spread over the passes, makes those that fill the pipeline a little shorter.
+      EXPECT_NEAR(next.step_s, last.step_s + 4 * slope, 1e-6 * last.step_s);
+      EXPECT_NEAR(far.step_s, last.step_s + 20000 * slope, 1e-4 * far.step_s);
+      EXPECT_NEAR(far.pipeline_s + far.communication_s + far.optimizer_s + far.publish_s, far.step_s,
+                  1e-9 * far.step_s);
+      EXPECT_NEAR(next.bubble_fraction, last.bubble_fraction, 0.01 * last.bubble_fraction);
+      EXPECT_NEAR(next.tokens_per_s * next.step_s, last.tokens_per_s * last.step_s / 4096 * 4100, 1e-6);
+      EXPECT_NEAR(next.mfu * next.step_s, last.mfu * last.step_s / 4096 * 4100, 1e-9);
+    }
+  }
+}
+
+// And bytes to the last one.
+TEST(Fit, BytesOfLongStepsAreExact) {
+  for (const int batch : {2 * 8 * 4500, 2 * 8 * 4501}) {
+    const Source s = source({fmt::format("train_batch_size={}", batch), "train_micro_batch_size_per_gpu=2"});
+    const FitResult r = fit(s, options(i64{1} << 40, 1), kHardware);
+    ASSERT_TRUE(r.present);
+    EXPECT_EQ(r.present->device_bytes,
+              predict(s.config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda).worst_group().device_bytes);
+  }
+}
+
 TEST(Hardware, RefusesWhatItDoesNotKnow) {
   EXPECT_THROW(Hardware::gpu("h1000"), Error);
   for (const std::string& name : Hardware::gpus()) EXPECT_GT(Hardware::gpu(name).flops, 1e14);
