@@ -11,15 +11,21 @@
 #include <mpi.h>
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
+#include <memory>
+#include <mutex>
 #include <set>
 #include <thread>
 
 #include "base/limits.h"
+#include "base/thread.h"
 #include "comm/async_communicator.h"
+#include "comm/ended_ranks.h"
 #include "comm/staging_size.h"
 
 namespace ds {
@@ -72,7 +78,7 @@ void find_bundled_open_mpi() {
 // MPI of this process: initialised by the first communicator unless it was, finalised after the last one if it was us.
 class Environment {
  public:
-  static void enter() {
+  static void enter(double timeout_s) {
     const std::lock_guard lock(mutex());
     int finalised = 0, initialised = 0, level = 0;
     MPI_Finalized(&finalised);
@@ -88,7 +94,7 @@ class Environment {
       // the two directions of a link take turns.
       ::setenv("OMPI_MCA_btl_tcp_flags", "send,inplace,need-ack,need-csum,hetero-rdma", 0);
       // With less MPI_Init or MPI_Comm_dup ends the process, or waits for ever, and says nothing that helps: segments
-      // of 4 MiB with a page before them, two threads for each rank, and address space for 75 MB with two ranks of a
+      // of 4 MiB with a page before them, three threads for each rank, and address space for 75 MB with two ranks of a
       // node, 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look
       // for threads before any has its own, so the first one there looks for all; not each of them, which would start
       // the square of their number for a moment.
@@ -101,8 +107,8 @@ class Environment {
       require_limit(RLIMIT_AS, address_space_bytes() + (u64{200} << 20) + (u64{5} << 20) * static_cast<u64>(ranks_here),
                     "MPI");
       require_limit(RLIMIT_FSIZE, (4 << 20) + (4 << 10), "MPI");
-      require_tasks(2 * (first_here ? ranks_here : 1), "MPI");
-      check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level), "MPI_Init_thread");
+      require_tasks(3 * (first_here ? ranks_here : 1), "MPI");
+      level = init(timeout_s);
       ours() = true;
     }
     DS_CHECK(level >= MPI_THREAD_MULTIPLE, Errc::Unavailable, "this MPI does not grant MPI_THREAD_MULTIPLE");
@@ -116,6 +122,41 @@ class Environment {
   }
 
  private:
+  // MPI_Init waits for all ranks, for ever. So another thread calls it, and is left behind where one does not come.
+  static int init(double timeout_s) {
+    struct Done {
+      std::mutex mutex;
+      std::condition_variable changed;
+      bool is = false;
+      int rc = MPI_SUCCESS, level = 0;
+    };
+    const auto done = std::make_shared<Done>();
+    start_thread("MPI", [done] {
+      int level = 0;
+      const int rc = MPI_Init_thread(nullptr, nullptr, MPI_THREAD_MULTIPLE, &level);
+      const std::lock_guard lock(done->mutex);
+      done->is = true;
+      done->rc = rc;
+      done->level = level;
+      done->changed.notify_one();
+    }).detach();
+    const char *job = std::getenv("DS_JOB"), *ranks = std::getenv("OMPI_COMM_WORLD_SIZE");
+    const std::string segment = job != nullptr ? std::string(kJobPrefix) + job : "";
+    const int size = ranks != nullptr ? std::atoi(ranks) : 0;
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+    std::unique_lock lock(done->mutex);
+    while (!done->changed.wait_for(lock, std::chrono::milliseconds(250), [&] { return done->is; })) {
+      for (int r = 0; r < size && !segment.empty(); ++r) {
+        if (rank_has_ended(segment, r))
+          throw Error(Errc::Comm, fmt::format("rank {} ended before it came to MPI", r), r);
+      }
+      DS_CHECK(std::chrono::steady_clock::now() < deadline, Errc::Timeout,
+               "MPI did not start within {} s: some rank has not come", timeout_s);
+    }
+    check(done->rc, "MPI_Init_thread");
+    return done->level;
+  }
+
   static std::mutex& mutex() {
     static std::mutex m;
     return m;
@@ -548,7 +589,7 @@ class MpiCommunicator final : public AsyncCommunicator {
 }  // namespace
 
 std::unique_ptr<AsyncCommunicator> make_mpi_world(const CommOptions& options) {
-  Environment::enter();
+  Environment::enter(options.timeout_s);
   try {
     return std::make_unique<MpiCommunicator>(options);
   } catch (...) {

@@ -4,7 +4,7 @@
 // the system takes the lock back however the maker ends. So a file that has a name is whole, and one that nobody has
 // locked belongs to no living process, in whatever container or namespace of process numbers.
 //
-//   ds-job.JOB, ds-job.JOB...   what the ranks of a job share
+//   ds-job.JOB, ds-job.JOB...   what the ranks of a job share; ds-job.JOB.ended is the launcher's (ended_ranks.h)
 //   ds-train.PID                what a rank shows of itself
 
 #include <optional>

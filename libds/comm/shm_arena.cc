@@ -20,6 +20,7 @@
 #include "base/limits.h"
 #include "base/process_stat.h"
 #include "comm/arena.h"
+#include "comm/ended_ranks.h"
 #include "comm/shared_file.h"
 
 namespace ds {
@@ -56,6 +57,12 @@ std::string group_segment_name(const std::string& world, std::string_view name, 
   return fmt::format("{}.{}.{}-{:016x}", world, name, members.front(), hash);
 }
 
+// A rank that is waited for, and has made nothing yet.
+void throw_if_ended(const std::string& segment, int rank) {
+  if (rank_has_ended(segment, rank))
+    throw Error(Errc::Comm, fmt::format("rank {} ended before it attached", rank), rank);
+}
+
 // The parts of a region begin on such a boundary.
 i64 region_alignment(i64 bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
@@ -79,6 +86,7 @@ class Segment {
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
       look();
+      throw_if_ended(name, creator);
       if (Clock::now() > deadline)
         throw Error(Errc::Timeout,
                     fmt::format("rank {} did not come within {} s: it made no /dev/shm/{}", creator, timeout_s, name),
@@ -225,6 +233,7 @@ class ShmArena final : public Arena {
   Health health(int rank) const override {
     const RankSlot& s = slot(rank);
     const i32 pid = s.pid.load(std::memory_order_acquire);
+    if (pid <= 0 && rank_has_ended(name_, rank)) return {.dead = true, .words = "it ended before it attached"};
     if (pid <= 0) return {.dead = false, .words = "it has not attached"};
     if (s.pid_namespace != slot(this->rank()).pid_namespace) return {};
     const ProcessStat now = process_stat(pid);
@@ -282,6 +291,7 @@ i64 shm_free_bytes(std::string_view job, int rank, int size, double timeout_s, S
   const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
   for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
     if (const std::optional<SharedFile> file = SharedFile::open(name, false)) return file->size() * kPage;
+    throw_if_ended(segment_name(job), 0);
     if (Clock::now() > deadline)
       throw Error(Errc::Timeout,
                   fmt::format("rank 0 did not come within {} s: it made no /dev/shm/{}", timeout_s, name), 0);

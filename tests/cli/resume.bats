@@ -210,6 +210,23 @@ END
   done
 }
 
+@test "a rank that never comes is not waited for: at once where it has ended, else until the time limit" {
+  for backend in shm mpi; do
+    for absent in 0 1; do
+      # shellcheck disable=SC2016
+      run -1 timeout 60 ds-launch -n 2 sh -c 'test $RANK = $0 || exec ds-train cfg.json --out run --set communication.backend=$1' \
+        $absent $backend
+      assert_output --regexp "rank $absent (ended before it|died: it ended before it attached)"
+    done
+    # shellcheck disable=SC2016
+    run -1 timeout 60 ds-launch -n 2 sh -c 'test $RANK = 0 || exec sleep 100; exec ds-train cfg.json --out run \
+      --set communication.timeout_s=2 --set communication.backend=$0' $backend
+    assert_output --partial "within 2 s"
+    assert_equal "$(ranks_here)" ""
+  done
+  [[ ! -e run ]]
+}
+
 @test "a full disk: an error, and the checkpoint before is whole" {
   ds-train cfg.json --out run --quiet --steps 3
   # Files end at 40 KB: rank files of this model are larger.
