@@ -4,6 +4,7 @@
 // they are tested as data), and the engine that finds plans for such graphs and runs them.
 
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -118,6 +119,12 @@ Graph attention_graph(const AttentionShape& shape);
 // Opens libcudnn.so.9, once in a process. Null: it can be used; else why not.
 const char* library_error() noexcept;
 
+// The first of these files that can be used, or for each why not.
+struct LibraryChoice {
+  std::string file, error;
+};
+LibraryChoice choose_library(std::span<const std::string> candidates);
+
 // A way to compute a graph that cuDNN's heuristics offer, best first.
 struct Candidate {
   i64 engine = -1, workspace_bytes = 0;
@@ -135,20 +142,19 @@ Candidates find_candidates(const AttentionShape& shape, std::string_view device_
 
 namespace ds::cuda {
 
-// Handle and plans. A plan is found at the first call of its shape, by cuDNN's heuristics alone: nothing is timed, so
+// Handle and plans. Where the library is missing, too old or without a deterministic plan, calls are not served, which
+// is warned of once. A plan is found at the first call of its shape, by cuDNN's heuristics alone: nothing is timed, so
 // two runs of a program take the same one. Only plans that give the same bits every time are taken. Gradients of
 // grouped keys and values are rounded to their dtype per query head, and once more when added up.
 class CudnnAttention {
  public:
-  // A library that cannot be used is reported to the context.
   explicit CudnnAttention(Context& context);
   ~CudnnAttention();
   CudnnAttention(const CudnnAttention&) = delete;
   CudnnAttention& operator=(const CudnnAttention&) = delete;
 
-  bool serves(const cudnn::AttentionCall& call) noexcept;
-  // Of what it serves. Failures are reported to the context.
-  void run(const cudnn::AttentionCall& call) noexcept;
+  // False: it does not serve this call, and has done nothing. Failures of a plan are reported to the context.
+  bool run(const cudnn::AttentionCall& call) noexcept;
 
  private:
   struct Impl;

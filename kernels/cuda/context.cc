@@ -9,7 +9,7 @@
 
 namespace ds::cuda {
 
-Context::Context(bool autotune) : autotune_(autotune) {
+Context::Context(ContextOptions options) : options_(std::move(options)) {
   int device = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&num_multiprocessors_, cudaDevAttrMultiProcessorCount, device),
@@ -25,7 +25,7 @@ Context::~Context() {
 }
 
 MatmulEngine& Context::matmul() noexcept {
-  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this, autotune_);
+  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this, options_.autotune);
   return *matmul_;
 }
 

@@ -4,7 +4,10 @@
 
 #include <cuda_runtime_api.h>
 
+#include <functional>
 #include <memory>
+#include <string>
+#include <vector>
 
 #include "ds/kernels/ops.h"
 
@@ -13,10 +16,16 @@ namespace ds::cuda {
 class MatmulEngine;  // handle, plans and workspace of the matrix products
 class CudnnAttention;
 
+struct ContextOptions {
+  bool autotune = false;
+  std::vector<std::string> cudnn = {"libcudnn.so.9"};            // files to try, in order
+  std::function<void(const std::string&)> note = {}, warn = {};  // may be empty
+};
+
 class Context {
  public:
   // For the current device. Failures are found by ok().
-  explicit Context(bool autotune = false);
+  explicit Context(ContextOptions options = {});
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
@@ -27,6 +36,7 @@ class Context {
   // DS_ATTENTION is cudnn; it is own by default.
   CudnnAttention* cudnn_attention() noexcept;
   int num_multiprocessors() const noexcept { return num_multiprocessors_; }
+  const ContextOptions& options() const noexcept { return options_; }
 
   // Device memory of at least `bytes` for the duration of one op, 256-byte aligned; content undefined. Ops of a stream
   // follow each other, so all use the same. It grows on first use (waiting for the stream) and stays. Null: no memory.
@@ -53,7 +63,7 @@ class Context {
  private:
   cudaStream_t stream_ = nullptr;
   std::unique_ptr<MatmulEngine> matmul_;
-  bool autotune_;
+  const ContextOptions options_;
   std::unique_ptr<CudnnAttention> cudnn_attention_;
   bool attention_chosen_ = false;
   void* scratch_ = nullptr;

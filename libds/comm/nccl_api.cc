@@ -6,15 +6,22 @@
 
 #include <cstdlib>
 
+#include "base/find_library.h"
+#include "ds/log.h"
+
 namespace ds::nccl {
 
 Api load() {
   const char* named = std::getenv("DS_NCCL_LIBRARY");
   if (named != nullptr && *named == '\0') named = nullptr;
-  const char* file = named != nullptr ? named : "libnccl.so.2";
-  void* library = dlopen(file, RTLD_NOW | RTLD_LOCAL);  // never closed: it has threads of its own
-  DS_CHECK(library != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", dlerror(),
+  const std::vector<std::string> candidates =
+      named != nullptr ? std::vector<std::string>{named}
+                       : library_candidates("libnccl.so.2", library_folders(LibrarySurroundings::of_this_process()));
+  const OpenedLibrary opened = open_library(candidates);  // never closed: it has threads of its own
+  void* const library = opened.handle;
+  DS_CHECK(library != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,
            named != nullptr ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
+  const char* const file = named != nullptr ? named : opened.file.c_str();
   Api api{};
   const auto resolve = [&](auto& entry, const char* name) {
     entry = reinterpret_cast<std::remove_reference_t<decltype(entry)>>(dlsym(library, name));
@@ -40,6 +47,7 @@ Api load() {
   const Result r = api.GetVersion(&version);
   DS_CHECK(r == Result::Success && version >= kOldestVersion, Errc::Unavailable,
            "{} is NCCL version {}; libds needs 2.14 or later", file, version);
+  log_message(LogLevel::Verbose, fmt::format("NCCL {} from {}", version, opened.file));
   return api;
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Opens libds_cuda.so, which lies beside libds.so; DS_CUDA_PLUGIN names another file.
+// Opens libds_cuda.so, which lies beside libds.so; DS_CUDA_PLUGIN names another file. What it is linked with is looked
+// for in more places than the dynamic loader knows.
 
 #include "device/cuda_plugin.h"
 
@@ -8,8 +9,41 @@
 #include <cstdlib>
 #include <filesystem>
 
+#include "base/find_library.h"
+#include "ds/log.h"
+
 namespace ds {
 namespace {
+
+constexpr int kMostMissing = 8;  // libraries of a plug-in
+
+const std::vector<std::string>& folders() {
+  static const std::vector<std::string> f = library_folders(LibrarySurroundings::of_this_process());
+  return f;
+}
+
+// The loader names one library that it does not find. Once that is open under its name, whoever is linked with it has
+// it.
+void* open_with_libraries(const std::string& path, std::string& why) {
+  constexpr std::string_view kMissing = ": cannot open shared object file";
+  for (int missing = 0;; ++missing) {
+    // Never closed: the CUDA runtime does not like that.
+    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL); library != nullptr) return library;
+    why = dlerror();
+    const size_t end = why.find(kMissing);
+    if (end == std::string::npos || missing == kMostMissing) return nullptr;
+    const std::string name = why.substr(0, end);
+    std::vector<std::string> candidates = library_candidates(name, folders());
+    candidates.erase(candidates.begin());  // the loader has tried it
+    const OpenedLibrary found = open_library(candidates);
+    if (found.handle != nullptr) continue;
+    why += found.error.empty() ? "; it is in none of these folders either: " : "; " + found.error;
+    if (found.error.empty())
+      why += folders().empty() ? "(none is there)" : fmt::format("{}", fmt::join(folders(), ", "));
+    why += "; install it, or name its folder in LD_LIBRARY_PATH";
+    return nullptr;
+  }
+}
 
 struct Loaded {
   const CudaPlugin* plugin = nullptr;
@@ -41,8 +75,11 @@ Loaded load() {
   // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
   if (named == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
     return {nullptr, "there is no NVIDIA driver on this machine"};
-  void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);  // never closed: the CUDA runtime does not like that
-  if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", dlerror()), true};
+  std::string why;
+  void* library = open_with_libraries(path, why);
+  if (library == nullptr) return {nullptr, fmt::format("the CUDA plug-in does not load: {}", why), true};
+  if (const std::string file = file_of_open_library("libcublasLt.so"); !file.empty())
+    log_message(LogLevel::Verbose, fmt::format("matrix products by {}", file));
   const auto entry = reinterpret_cast<CudaPluginEntry>(dlsym(library, kCudaPluginEntry));
   if (entry == nullptr) return {nullptr, fmt::format("{} is no CUDA plug-in of libds", path), true};
   const CudaPlugin* plugin = entry();
@@ -80,7 +117,11 @@ bool cuda_is_broken() {
   return l.plugin->count(&reason, &broken) == 0 && broken;
 }
 
-std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& options) {
+std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& given) {
+  CudaOptions options = given;
+  options.cudnn = library_candidates("libcudnn.so.9", folders());
+  options.note = [](const std::string& text) { log_message(LogLevel::Verbose, text); };
+  options.warn = [](const std::string& text) { log_message(LogLevel::Warning, text); };
   std::string why;
   const int count = num_cuda_devices(why);
   DS_CHECK(count > 0, Errc::Unavailable, "device \"cuda\": {}", why);

@@ -55,8 +55,7 @@ class CpuDevice final : public Device {
   void wait(Queue, Event) override {}
   bool reached(Event) override { return true; }
 
-  bool begin_capture() override { return false; }
-  Graph end_capture() override { return nullptr; }
+  Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}
   void destroy_graph(Graph) noexcept override {}
 

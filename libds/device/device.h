@@ -8,8 +8,10 @@
 // other. Ops, copies and fills go to Compute unless a call says otherwise. Failures of enqueued work are thrown by
 // download() and synchronize(). One thread at a time uses a device.
 
+#include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "device/memory.h"
 #include "ds/config.h"
@@ -66,11 +68,11 @@ class Device {
   virtual void wait(Queue queue, Event event) = 0;  // what comes next on the queue waits for the event's last record
   virtual bool reached(Event event) = 0;            // by the device; asked by any thread
 
-  // CUDA graphs: what is enqueued between the two calls is recorded instead of run; launching does it all at once, on
-  // Compute. Only ops, copies and fills with the same arguments each time. Null: this device has none.
+  // CUDA graphs: what `body` enqueues is recorded instead of run; launching does it all at once, on Compute. Only ops,
+  // copies and fills with the same arguments each time. Null: this device records nothing, and has not called `body`.
+  // What `body` throws ends the recording, and nothing of it stays.
   using Graph = void*;
-  virtual bool begin_capture() = 0;  // false: this device records nothing
-  virtual Graph end_capture() = 0;
+  virtual Graph record_graph(FunctionRef<void()> body) = 0;
   virtual void launch(Graph graph) = 0;
   virtual void destroy_graph(Graph graph) noexcept = 0;
 };
@@ -85,6 +87,9 @@ Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
 // What the ops of a GPU may do beside what they must.
 struct CudaOptions {
   bool autotune = false;  // matrix products by timing (CudaConfig::autotune)
+  // make_cuda_device sets these: files of cuDNN to try, and who hears which is taken, and why none is.
+  std::vector<std::string> cudnn = {};
+  std::function<void(const std::string&)> note = {}, warn = {};
 };
 // GPU number `index` of this node. Throws Errc::Unavailable saying what is missing: the plug-in, a driver, a GPU, or
 // that GPU.

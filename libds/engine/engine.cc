@@ -228,9 +228,8 @@ void Engine::enqueue_static(size_t key, FunctionRef<void()> body) {
   }
   if (graphs_.size() <= key) graphs_.resize(key + 1);
   if (graphs_[key] == nullptr) {
-    DS_CHECK(device_.begin_capture(), Errc::Config, "cuda.graphs: {} has none", device_.name());
-    body();
-    graphs_[key] = device_.end_capture();
+    graphs_[key] = device_.record_graph(body);
+    DS_CHECK(graphs_[key] != nullptr, Errc::Config, "cuda.graphs: {} has none", device_.name());
   }
   device_.launch(graphs_[key]);
 }

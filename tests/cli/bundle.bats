@@ -113,6 +113,47 @@ needs_root() {
   refute_output --partial LD_LIBRARY_PATH
 }
 
+# cublas_at DIR: there is a cuBLASLt of this bundle's plug-in in DIR of the root; what it computes nobody asks.
+cublas_at() {
+  mkdir -p "$ROOT$1"
+  nm -D --undefined-only "$ROOT$BUNDLE/lib/libds_cuda.so" | sed -n 's/.* U \(cublasLt[A-Za-z]*\).*/int \1(void) { return 1; }/p' >cublas.c
+  echo 'libcublasLt.so.13 { *; };' >versions
+  gcc -shared -fPIC -nostdlib -Wl,-soname,libcublasLt.so.13,--version-script=versions -o "$ROOT$1/libcublasLt.so.13" cublas.c
+}
+
+@test "cuBLASLt is found in a toolkit, in packages of Python, in both, and missed in words" {
+  needs_root
+  [[ -e $ROOT$BUNDLE/lib/libds_cuda.so ]] || skip 'this bundle has no CUDA plug-in'
+  ! strings "$ROOT$BUNDLE/lib/libds_cuda.so" | grep -q 'libcublasLt.so.1[^3]' || skip 'the stand-in is for CUDA 13'
+  cp cfg.json text.txt "$ROOT/tmp/"
+  on_gpu() { # VARIABLE=VALUE...: the plug-in loads or not; a GPU there is none
+    run -4 in_root env "$@" DS_CUDA_PLUGIN="$BUNDLE/lib/libds_cuda.so" "$BUNDLE/bin/ds-train" cfg.json --set device=cuda -v --out gpu
+  }
+  on_gpu
+  assert_output --partial 'libcublasLt.so.13: cannot open shared object file: No such file or directory; it is in none of these folders either'
+  assert_output --partial 'name its folder in LD_LIBRARY_PATH'
+
+  local packages=/srv/venv/lib/python3.12/site-packages/nvidia/cu13/lib toolkit=/usr/local/cuda-13.9/lib64
+  cublas_at $packages
+  on_gpu
+  assert_output --partial 'it is in none of these folders'
+  on_gpu VIRTUAL_ENV=/srv/venv
+  assert_output --partial "matrix products by $packages/libcublasLt.so.13"
+  assert_output --partial 'there is no NVIDIA driver on this machine'
+
+  cublas_at $toolkit
+  on_gpu
+  assert_output --partial "matrix products by $toolkit/libcublasLt.so.13"
+  on_gpu VIRTUAL_ENV=/srv/venv
+  assert_output --partial "matrix products by $toolkit/libcublasLt.so.13"
+  on_gpu LD_LIBRARY_PATH=$packages
+  assert_output --partial "matrix products by $packages/libcublasLt.so.13"
+
+  echo no library >"$ROOT$toolkit/libcublasLt.so.13"
+  on_gpu
+  assert_output --partial "$toolkit/libcublasLt.so.13: file too short"
+}
+
 @test "what cannot be bundled is refused and leaves nothing" {
   mkdir empty
   run -2 "$DS_SOURCE/scripts/bundle" --nonsense

@@ -73,6 +73,35 @@ TEST_P(DeviceTraining, GraphsChangeNoBit) {
   }
 }
 
+// Afterwards the device runs what it is given, at once again.
+TEST(DeviceGraphs, ARecordingThatThrowsIsOver) {
+  const auto device = make_test_device(1);
+  MemoryLedger ledger;
+  Buffer buffer = device_buffer(*device, ledger, Tag::Workspace, 256);
+  std::array<u8, 256> bytes{};
+  bytes.fill(7);
+  device->upload(buffer.data(), bytes.data(), 256);
+  bool recorded = false;
+  const auto body = [&] {
+    recorded = true;
+    device->zero(buffer.data(), 256);
+    throw Error(Errc::Config, "in the middle");
+  };
+  for (int again = 0; again < 2; ++again) {
+    if (device->is_host()) {
+      EXPECT_EQ(device->record_graph(body), nullptr);
+    } else {
+      EXPECT_THROW(device->record_graph(body), Error);
+    }
+    EXPECT_EQ(recorded, !device->is_host());
+    device->download(bytes.data(), buffer.data(), 256);
+    EXPECT_EQ(bytes[255], 7) << "what was recorded has not run";
+  }
+  device->zero(buffer.data(), 256);
+  device->download(bytes.data(), buffer.data(), 256);
+  EXPECT_EQ(bytes[255], 0);
+}
+
 TEST_P(DeviceTraining, FollowsTheCpu) {
   for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Config config = config_of(model, GetParam(), 1, 2, 1);

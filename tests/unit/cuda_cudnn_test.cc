@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <map>
 #include <random>
 
@@ -34,6 +35,38 @@ TEST(CudaCudnn, IsAskedForByName) {
   EXPECT_EQ(wrong.cudnn_attention(), nullptr);
   EXPECT_STREQ(wrong.where(), "DS_ATTENTION");
   EXPECT_STREQ(wrong.error(), "neither own nor cudnn");
+  unsetenv("DS_ATTENTION");
+}
+
+// On its own the library is taken or refused; a newer one behind an old one is found.
+TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
+  if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
+    GTEST_SKIP() << why;
+  const std::string old = DS_TEST_OLD_CUDNN, none = "/nowhere/libcudnn.so.9", real = "libcudnn.so.9";
+  const LibraryChoice refused = choose_library(std::vector<std::string>{none, old});
+  EXPECT_EQ(refused.file, "");
+  EXPECT_EQ(refused.error, "/nowhere/libcudnn.so.9: cannot open shared object file: No such file or directory; " + old +
+                               " is version 91000, and attention needs at least 91600");
+  EXPECT_EQ(choose_library({}).error, "there is no libcudnn.so.9");
+  if (library_error() != nullptr) GTEST_SKIP() << library_error();
+  const LibraryChoice taken = choose_library(std::vector<std::string>{old, real});
+  EXPECT_EQ(taken.error, "");
+  EXPECT_EQ(std::filesystem::path(taken.file).filename().string().substr(0, real.size()), real);
+}
+
+// Without a GPU the real library makes no handle: attention is for our kernels, said once, and the context is sound.
+TEST(CudaCudnn, WhereItCannotBeUsedOurKernelsGoOn) {
+  setenv("DS_ATTENTION", "cudnn", 1);
+  std::vector<std::string> warnings;
+  Context context({.autotune = false, .cudnn = {"libcudnn.so.9"}, .note = {}, .warn = [&](const std::string& w) {
+                     warnings.push_back(w);
+                   }});
+  ASSERT_NE(context.cudnn_attention(), nullptr);
+  EXPECT_FALSE(context.cudnn_attention()->run({}));
+  EXPECT_FALSE(context.cudnn_attention()->run({}));
+  EXPECT_EQ(context.error(), nullptr);
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("attention runs on the kernels of libds instead"), std::string::npos) << warnings[0];
   unsetenv("DS_ATTENTION");
 }
 

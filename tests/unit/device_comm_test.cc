@@ -402,8 +402,7 @@ class SlowDevice final : public Device {
   void record(Event e, Queue queue) override { *static_cast<Queue*>(e) = queue; }
   void wait(Queue queue, Event) override { ++waits[static_cast<size_t>(queue)]; }
   bool reached(Event e) override { return !stuck || *static_cast<Queue*>(e) == Queue::Compute; }
-  bool begin_capture() override { return false; }
-  Graph end_capture() override { return nullptr; }
+  Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}
   void destroy_graph(Graph) noexcept override {}
 

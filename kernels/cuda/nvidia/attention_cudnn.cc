@@ -7,6 +7,7 @@
 
 #include <cudnn_backend.h>
 #include <dlfcn.h>
+#include <link.h>
 
 #include <algorithm>
 #include <array>
@@ -14,6 +15,7 @@
 #include <span>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 
 #include "cuda/attention_cudnn.h"
 
@@ -37,18 +39,33 @@ struct Library {
   decltype(&cudnnBackendGetAttribute) get = nullptr;
   decltype(&cudnnBackendFinalize) finalize = nullptr;
   decltype(&cudnnBackendExecute) execute = nullptr;
+  std::string file;
   std::string error;  // empty: it can be used
 
-  Library() {
-    void* const so = dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL);  // stays open: plans may outlive anything
-    if (so == nullptr) {
-      const char* const reason = dlerror();
-      error = reason != nullptr ? reason : kLibrary;
-      return;
+  // The first of these files that can be used.
+  explicit Library(std::span<const std::string> candidates) {
+    std::string reasons;
+    for (const std::string& candidate : candidates) {
+      void* const so = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays open: plans may outlive anything
+      const char* const reason = so == nullptr ? dlerror() : nullptr;
+      error = reason != nullptr ? reason : "";
+      if (so != nullptr) {
+        const link_map* map = nullptr;
+        file = dlinfo(so, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? map->l_name : candidate;
+        resolve(so);
+        if (error.empty()) return;
+        dlclose(so);
+      }
+      reasons += (reasons.empty() ? "" : "; ") + error;
     }
+    error = reasons.empty() ? std::string("there is no ") + kLibrary : reasons;
+  }
+
+ private:
+  void resolve(void* so) {
     const auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(so, name));
-      if (function == nullptr && error.empty()) error = std::string(kLibrary) + " has no " + name;
+      if (function == nullptr && error.empty()) error = file + " has no " + name;
     };
     find(version, "cudnnGetVersion");
     find(error_string, "cudnnGetErrorString");
@@ -63,15 +80,20 @@ struct Library {
     find(finalize, "cudnnBackendFinalize");
     find(execute, "cudnnBackendExecute");
     if (error.empty() && version() < kOldest) {
-      error = std::string(kLibrary) + " is version " + std::to_string(version()) + "; attention needs at least " +
+      error = file + " is version " + std::to_string(version()) + ", and attention needs at least " +
               std::to_string(kOldest);
     }
   }
 };
 
-const Library& library() {
-  static const Library x;
+// What the first call finds, for the process.
+const Library& library(std::span<const std::string> candidates) {
+  static const Library x(candidates);
   return x;
+}
+const Library& library() {
+  static const std::string name = kLibrary;
+  return library({&name, 1});
 }
 
 template <class T>
@@ -395,6 +417,11 @@ void find_plan(Plan& out, cudnnHandle_t handle) {
 
 }  // namespace
 
+LibraryChoice choose_library(std::span<const std::string> candidates) {
+  const Library x(candidates);
+  return {.file = x.error.empty() ? x.file : "", .error = x.error};
+}
+
 const char* library_error() noexcept { return library().error.empty() ? nullptr : library().error.c_str(); }
 
 Candidates find_candidates(const AttentionShape& shape, std::string_view device_properties) {
@@ -430,11 +457,12 @@ struct CudnnAttention::Impl {
   cudnnHandle_t handle = nullptr;
   int capability_major = 0;
   std::string error;  // what the context points to
+  bool warned = false;
   std::unordered_map<AttentionShape, Plan, AttentionShapeHash> plans;
 
   explicit Impl(Context& c) noexcept : context(c) {
-    if (library_error() != nullptr) {
-      context.fail(library_error(), "DS_ATTENTION=cudnn");
+    if (!library(c.options().cudnn).error.empty()) {
+      warn("cuDNN cannot be used: " + library().error);
       return;
     }
     int device = 0;
@@ -447,7 +475,13 @@ struct CudnnAttention::Impl {
     } else {
       errors.check(library().set_stream(handle, context.stream()), "cudnnSetStream", "handle");
     }
-    report(errors);
+    if (errors.ok()) {
+      if (c.options().note) c.options().note("attention by " + library().file);
+      return;
+    }
+    warn("cuDNN cannot be used: " + errors.text());
+    if (handle != nullptr) library().destroy(handle);
+    handle = nullptr;
   }
   ~Impl() {
     plans.clear();
@@ -455,6 +489,12 @@ struct CudnnAttention::Impl {
   }
   Impl(const Impl&) = delete;
   Impl& operator=(const Impl&) = delete;
+
+  // Once: the rest of the run says the same.
+  void warn(const std::string& why) noexcept {
+    if (std::exchange(warned, true) || !context.options().warn) return;
+    context.options().warn(why + "; attention runs on the kernels of libds instead");
+  }
 
   void report(const Errors& errors) noexcept {
     if (errors.ok() || !error.empty()) return;
@@ -476,21 +516,21 @@ struct CudnnAttention::Impl {
 CudnnAttention::CudnnAttention(Context& context) : impl_(std::make_unique<Impl>(context)) {}
 CudnnAttention::~CudnnAttention() = default;
 
-bool CudnnAttention::serves(const AttentionCall& call) noexcept {
-  return impl_->handle != nullptr && refusal(call, impl_->capability_major) == nullptr;
-}
-
-void CudnnAttention::run(const AttentionCall& call) noexcept {
+bool CudnnAttention::run(const AttentionCall& call) noexcept {
   Impl& x = *impl_;
+  if (x.handle == nullptr || refusal(call, x.capability_major) != nullptr) return false;
   Plan& plan = x.plan_for(shape_of(call));
-  if (!plan.errors.ok()) return x.report(plan.errors);
+  if (!plan.errors.ok()) {
+    x.warn(plan.errors.text());
+    return false;
+  }
   const AttentionShape& s = plan.slices.shape;
 
   constexpr i64 kAlign = 256;
   const i64 sums_bytes = call.backward ? (s.B * s.H * s.T * 4 + kAlign - 1) / kAlign * kAlign : 0;
   const i64 scratch_bytes = sums_bytes + plan.workspace_bytes;
   char* const scratch = static_cast<char*>(x.context.scratch(static_cast<size_t>(scratch_bytes)));
-  if (scratch == nullptr && scratch_bytes > 0) return;  // reported by scratch
+  if (scratch == nullptr && scratch_bytes > 0) return true;  // reported by scratch
 
   float scale = call.params.scale, minus_infinity = -std::numeric_limits<float>::infinity(), one = 1;
   i32 num_queries = static_cast<i32>(s.T), num_keys = static_cast<i32>(s.S);
@@ -539,6 +579,7 @@ void CudnnAttention::run(const AttentionCall& call) noexcept {
     }
   }
   x.report(errors);
+  return true;
 }
 
 }  // namespace ds::cuda

@@ -7,15 +7,18 @@ namespace ds::cuda {
 namespace cudnn {
 
 const char* library_error() noexcept { return "this build has no cuDNN"; }
+LibraryChoice choose_library(std::span<const std::string>) { return {.file = "", .error = library_error()}; }
 Candidates find_candidates(const AttentionShape&, std::string_view) { return {.error = library_error(), .list = {}}; }
 
 }  // namespace cudnn
 
 struct CudnnAttention::Impl {};
 
-CudnnAttention::CudnnAttention(Context& context) { context.fail(cudnn::library_error(), "DS_ATTENTION=cudnn"); }
+CudnnAttention::CudnnAttention(Context& context) {
+  if (context.options().warn)
+    context.options().warn(std::string(cudnn::library_error()) + ": attention runs on the kernels of libds instead");
+}
 CudnnAttention::~CudnnAttention() = default;
-bool CudnnAttention::serves(const cudnn::AttentionCall&) noexcept { return false; }
-void CudnnAttention::run(const cudnn::AttentionCall&) noexcept {}
+bool CudnnAttention::run(const cudnn::AttentionCall&) noexcept { return false; }
 
 }  // namespace ds::cuda

@@ -30,13 +30,16 @@ class CudaDevice final : public Device {
     for (const char byte : properties.uuid.bytes) id_ = (id_ ^ static_cast<unsigned char>(byte)) * 1099511628211u;
     DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, the kernels want 8.0", name_,
              properties.major, properties.minor);
-    contexts_ = {std::make_unique<cuda::Context>(options.autotune), std::make_unique<cuda::Context>(options.autotune)};
-    for (size_t q = 0; q < contexts_.size(); ++q) streams_[q].native = contexts_[q].get();
+    for (size_t q = 0; q < contexts_.size(); ++q) {
+      contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{
+          .autotune = options.autotune, .cudnn = options.cudnn, .note = options.note, .warn = options.warn});
+      streams_[q].native = contexts_[q].get();
+    }
     for (Half& half : staging_) {
       call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
       half.free = make_event();
     }
-    contexts_.front()->cudnn_attention();  // says at once what is wrong with DS_ATTENTION
+    contexts_.front()->cudnn_attention();  // says at once what is wrong with DS_ATTENTION or with cuDNN
     check();
   }
 
@@ -78,7 +81,7 @@ class CudaDevice final : public Device {
   }
   DeviceMemory memory() const override {
     size_t free = 0, total = 0;
-    cudaSetDevice(index_);
+    bind();
     cudaMemGetInfo(&free, &total);
     return {static_cast<i64>(free), static_cast<i64>(total)};
   }
@@ -90,10 +93,12 @@ class CudaDevice final : public Device {
 
   void copy(void* to, const void* from, i64 bytes, Queue q) override {
     if (bytes == 0) return;
+    bind();
     call(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, cuda_stream(q)), "a copy");
   }
   void zero(void* p, i64 bytes) override {
     if (bytes == 0) return;
+    bind();
     call(cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)), "filling with zeros");
   }
 
@@ -151,9 +156,11 @@ class CudaDevice final : public Device {
     cudaEventDestroy(static_cast<cudaEvent_t>(e));
   }
   void record(Event e, Queue q) override {
+    bind();
     call(cudaEventRecord(static_cast<cudaEvent_t>(e), cuda_stream(q)), "recording an event");
   }
   void wait(Queue q, Event e) override {
+    bind();
     call(cudaStreamWaitEvent(cuda_stream(q), static_cast<cudaEvent_t>(e), 0), "waiting for an event");
   }
   bool reached(Event e) override {
@@ -167,25 +174,42 @@ class CudaDevice final : public Device {
     return true;
   }
 
-  bool begin_capture() override {
+  Graph record_graph(FunctionRef<void()> body) override {
     bind();
-    call(cudaStreamBeginCapture(cuda_stream(Queue::Compute), cudaStreamCaptureModeThreadLocal), "recording a graph");
-    return true;
-  }
-  Graph end_capture() override {
+    const cudaStream_t stream = cuda_stream(Queue::Compute);
+    call(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "recording a graph");
     cudaGraph_t graph = nullptr;
-    call(cudaStreamEndCapture(cuda_stream(Queue::Compute), &graph), "recording a graph");
+    try {
+      body();
+    } catch (...) {  // a stream that goes on recording does nothing else
+      bind();
+      cudaStreamEndCapture(stream, &graph);
+      if (graph != nullptr) cudaGraphDestroy(graph);
+      cudaGetLastError();  // that the recording was not whole is no news
+      throw;
+    }
+    bind();
+    call(cudaStreamEndCapture(stream, &graph), "recording a graph");
     cudaGraphExec_t executable = nullptr;
     const cudaError_t made = cudaGraphInstantiate(&executable, graph, 0);
     cudaGraphDestroy(graph);
     call(made, "making a graph");
-    check();
+    try {
+      check();
+    } catch (...) {
+      destroy_graph(executable);
+      throw;
+    }
     return executable;
   }
   void launch(Graph graph) override {
+    bind();
     call(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), cuda_stream(Queue::Compute)), "launching a graph");
   }
-  void destroy_graph(Graph graph) noexcept override { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph)); }
+  void destroy_graph(Graph graph) noexcept override {
+    bind();
+    cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(graph));
+  }
 
  private:
   struct Half {
