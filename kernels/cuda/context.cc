@@ -25,7 +25,7 @@ Context::~Context() {
 }
 
 MatmulEngine& Context::matmul() noexcept {
-  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this, options_.autotune);
+  if (matmul_ == nullptr) matmul_ = std::make_unique<MatmulEngine>(*this);
   return *matmul_;
 }
 

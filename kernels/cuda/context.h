@@ -17,7 +17,11 @@ class MatmulEngine;  // handle, plans and workspace of the matrix products
 class CudnnAttention;
 
 struct ContextOptions {
-  bool autotune = false;
+  bool autotune = false;  // algorithms of matrix products by timing, where none is known
+  // The algorithm that an earlier run chose for a product (GPU, library and product, as text), or nothing; and who
+  // hears of a choice by timing. May be empty.
+  std::function<std::string(const std::string& product)> known = {};
+  std::function<void(const std::string& product, const std::string& algorithm)> chosen = {};
   std::vector<std::string> cudnn = {"libcudnn.so.9"};            // files to try, in order
   std::function<void(const std::string&)> note = {}, warn = {};  // may be empty
 };

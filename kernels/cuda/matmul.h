@@ -3,7 +3,9 @@
 // Matrix products of the CUDA backend: what one call of cuBLASLt computes, how an op becomes such calls and elementwise
 // steps (a pure function, so that it is tested as data), and the engine that makes the calls.
 
+#include <array>
 #include <memory>
+#include <string>
 
 #include "cuda/context.h"
 
@@ -25,6 +27,17 @@ struct LtProblem {
   void* aux = nullptr;         // [m,n] with gelu, 16-byte aligned, ld_aux % 8 == 0; or none
   i64 lda = 0, ldb = 0, ldc = 0, ldd = 0, ld_aux = 0;
 };
+
+// Everything about a problem that an algorithm depends on.
+struct LtKey {
+  std::array<i64, 9> value{};
+  bool operator==(const LtKey&) const = default;
+};
+LtKey key_of(const LtProblem& p) noexcept;
+// The largest power of two up to 16 that divides the address; no algorithm asks for more.
+u32 alignment_of(const void* p) noexcept;
+// "m,n,k,...": the numbers of the key.
+std::string name_of(const LtKey& key);
 
 // The operands of OpTable::matmul.
 struct MatmulCall {
@@ -58,9 +71,10 @@ MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 // same bits every time.
 class MatmulEngine {
  public:
-  // autotune: the algorithms for a new kind of product are timed on its first run, which waits for the stream, and the
-  // fastest is kept; two runs of a program may then differ in bits. Otherwise always the library's first choice.
-  MatmulEngine(Context& context, bool autotune);
+  // An algorithm that is known from an earlier run is taken, if the library still has it. With ContextOptions::autotune
+  // those for another new kind of product are timed on its first run, which waits for the stream, and the fastest is
+  // kept; two runs of a program may then differ in bits. Otherwise always the library's first choice.
+  explicit MatmulEngine(Context& context);
   ~MatmulEngine();
   MatmulEngine(const MatmulEngine&) = delete;
   MatmulEngine& operator=(const MatmulEngine&) = delete;

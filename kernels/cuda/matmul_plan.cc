@@ -3,6 +3,7 @@
 // so c = op(a) op(b) is asked for as c^T = op(b)^T op(a)^T: the operands change places and keep their flags.
 
 #include <algorithm>
+#include <bit>
 
 #include "cuda/matmul.h"
 
@@ -44,6 +45,30 @@ MatmulCall first_rows(const MatmulCall& x, i64 rows) noexcept {
 }
 
 }  // namespace
+
+u32 alignment_of(const void* p) noexcept {
+  return static_cast<u32>(1) << std::countr_zero(reinterpret_cast<size_t>(p) | 16u);
+}
+
+LtKey key_of(const LtProblem& p) noexcept {
+  const auto align = [](const void* pointer) { return std::countr_zero(alignment_of(pointer)); };
+  const i64 flags[] = {p.trans_a, p.trans_b,         p.add_c,         p.add_c && p.c == p.d,
+                       p.gelu,    p.bias != nullptr, p.aux != nullptr};
+  i64 word = 0;
+  for (const i64 flag : flags) word = word * 2 + flag;
+  word = word * 256 + static_cast<i64>(p.ab);
+  word = word * 256 + static_cast<i64>(p.cd);
+  for (const void* pointer : {p.a, p.b, p.add_c ? p.c : p.d, static_cast<const void*>(p.d)}) {
+    word = word * 8 + align(pointer);
+  }
+  return {{p.m, p.n, p.k, p.lda, p.ldb, p.add_c ? p.ldc : p.ldd, p.ldd, p.ld_aux, word}};
+}
+
+std::string name_of(const LtKey& key) {
+  std::string name;
+  for (const i64 v : key.value) name += (name.empty() ? "" : ",") + std::to_string(v);
+  return name;
+}
 
 MatmulCall rows_from(const MatmulCall& x, i64 begin) noexcept {
   const i64 rows = x.c.dim(0) - begin;

@@ -260,8 +260,13 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
     r.error("cuda.graphs", "there are no CUDA graphs on device \"cpu\"");
   if (c.cuda.autotune && c.device == DeviceKind::Cpu)
     r.error("cuda.autotune", "there is nothing to tune on device \"cpu\"");
-  if (c.cuda.autotune && c.deterministic)
-    r.error("cuda.autotune", "timing chooses the order of sums, and \"deterministic\" forbids that");
+  if (c.cuda.autotune && c.deterministic && c.cuda.autotune_file.empty())
+    r.error(
+        "cuda.autotune",
+        "timing chooses the order of sums, and \"deterministic\" forbids that; cuda.autotune_file has choices of an "
+        "earlier run");
+  if (!c.cuda.autotune && !c.cuda.autotune_file.empty())
+    r.error("cuda.autotune_file", "has no effect without cuda.autotune");
   if (c.cuda.graphs && (c.model.embd_dropout > 0 || c.model.resid_dropout > 0 || c.model.attn_dropout > 0))
     r.error("cuda.graphs",
             "dropout draws other numbers in every step, which a graph cannot: set the model's dropout to 0");

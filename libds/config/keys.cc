@@ -364,6 +364,7 @@ constexpr Key kKeys[] = {
     effect("device", slot_of<&C::device>),
     effect("cuda.graphs", slot_of<&C::cuda, &CudaConfig::graphs>),
     effect("cuda.autotune", slot_of<&C::cuda, &CudaConfig::autotune>),
+    effect("cuda.autotune_file", slot_of<&C::cuda, &CudaConfig::autotune_file>),
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("loss_norm", slot_of<&C::loss_norm>),

@@ -10,6 +10,7 @@
 #include <filesystem>
 
 #include "base/find_library.h"
+#include "device/product_choices.h"
 #include "ds/log.h"
 
 namespace ds {
@@ -119,6 +120,12 @@ bool cuda_is_broken() {
 
 std::unique_ptr<Device> make_cuda_device(int index, const CudaOptions& given) {
   CudaOptions options = given;
+  if (given.choices) {
+    options.known = [choices = given.choices](const std::string& product) { return choices->find(product); };
+    options.chosen = [choices = given.choices](const std::string& product, const std::string& algorithm) {
+      choices->add(product, algorithm);
+    };
+  }
   options.cudnn = library_candidates("libcudnn.so.9", folders());
   options.note = [](const std::string& text) { log_message(LogLevel::Verbose, text); };
   options.warn = [](const std::string& text) { log_message(LogLevel::Warning, text); };

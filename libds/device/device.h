@@ -19,6 +19,8 @@
 
 namespace ds {
 
+class ProductChoices;  // device/product_choices.h
+
 enum class Queue : u8 { Compute, Comm };
 
 struct DeviceMemory {
@@ -86,8 +88,11 @@ Buffer device_buffer(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
 
 // What the ops of a GPU may do beside what they must.
 struct CudaOptions {
-  bool autotune = false;  // matrix products by timing (CudaConfig::autotune)
-  // make_cuda_device sets these: files of cuDNN to try, and who hears which is taken, and why none is.
+  bool autotune = false;  // matrix products by timing (CudaConfig::autotune), where `choices` knows none
+  std::shared_ptr<ProductChoices> choices = {};  // null: none are known or kept
+  // make_cuda_device sets these. Choices, asked and told; files of cuDNN to try; who hears which is taken, or why none.
+  std::function<std::string(const std::string& product)> known = {};
+  std::function<void(const std::string& product, const std::string& algorithm)> chosen = {};
   std::vector<std::string> cudnn = {};
   std::function<void(const std::string&)> note = {}, warn = {};
 };

@@ -11,6 +11,7 @@
 
 #include "base/json.h"
 #include "checkpoint/together.h"
+#include "device/product_choices.h"
 #include "ds/log.h"
 #include "model/models.h"
 #include "probe/host.h"
@@ -166,7 +167,9 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
            Errc::Unavailable,
            "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
            ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
-  return make_cuda_device(ranks.local_rank % gpus, {.autotune = config.cuda.autotune});
+  CudaOptions options{.autotune = config.cuda.autotune && !config.deterministic};
+  if (!config.cuda.autotune_file.empty()) options.choices = std::make_shared<ProductChoices>(config.cuda.autotune_file);
+  return make_cuda_device(ranks.local_rank % gpus, options);
 }
 
 namespace {

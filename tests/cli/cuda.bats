@@ -59,6 +59,23 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   run -0 on_sim ds-train cfg.json --resume a --eval --set device=cuda
 }
 
+@test "choices of autotuning are kept in a file, and taken from it without timing" {
+  need_sim
+  tuned() { on_sim ds-train cfg.json --quiet --set device=cuda --set cuda.autotune=true --set cuda.autotune_file="$PWD/tuned" "$@"; }
+  run -0 tuned --out strict --set deterministic=true --set reduce_order=micro
+  [[ ! -e tuned ]]
+  tuned --out a
+  (($(grep -c $'^simulator\t0\t[0-9,]*\tin order$' tuned) > 5))
+  cp tuned before
+  tuned --out b
+  cmp tuned before
+  diff <(losses a) <(losses b)
+  on_sim ds-launch -n 2 ds-train cfg.json --quiet --out c --set device=cuda --set cuda.autotune=true --set cuda.autotune_file=tuned
+  echo 'half a line' >>tuned
+  run -2 --separate-stderr tuned --out d
+  [[ $stderr == *"tuned:"*"is no line of GPU, library, product and algorithm"* && ! -e d ]]
+}
+
 @test "what is wrong with a device is said before anything is written" {
   need_sim
   DS_SIM_DEVICES=0 run -4 --separate-stderr on_sim ds-train cfg.json --out run --set device=cuda

@@ -129,6 +129,7 @@ const Wrong kWrong[] = {
     {R"("device": "cpu", "cuda": {"graphs": true})", kBad, "cuda.graphs: there are no CUDA graphs on device \"cpu\""},
     {R"("device": "cpu", "cuda": {"autotune": true})", kBad, "cuda.autotune: there is nothing to tune"},
     {R"("deterministic": true, "cuda": {"autotune": true})", kBad, "\"deterministic\" forbids"},
+    {R"("cuda": {"autotune_file": "choices"})", kBad, "cuda.autotune_file: has no effect without cuda.autotune"},
     {R"("device": "cuda", "cuda": {"graphs": true}, "model": {"type": "gpt2", "resid_pdrop": 0.1})", kBad,
      "cuda.graphs: dropout"},
     {R"("device": "cpu", "communication": {"backend": "nccl"})", kBad, "talks between GPUs"},

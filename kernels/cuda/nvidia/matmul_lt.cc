@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <charconv>
 #include <cstdlib>
 #include <cstring>
 #include <unordered_map>
@@ -19,37 +20,13 @@ namespace {
 
 constexpr int kCandidates = 16;
 
-// Everything about a problem that an algorithm depends on.
-struct Key {
-  std::array<i64, 9> value{};
-  bool operator==(const Key&) const = default;
-};
 struct KeyHash {
-  size_t operator()(const Key& key) const noexcept {
+  size_t operator()(const LtKey& key) const noexcept {
     u64 h = 0xCBF29CE484222325u;
     for (const i64 v : key.value) h = std::rotl((h ^ static_cast<u64>(v)) * 0x9E3779B97F4A7C15u, 29);
     return h;
   }
 };
-
-// The largest power of two up to 16 that divides the address; no algorithm asks for more.
-u32 alignment(const void* p) noexcept {
-  return static_cast<u32>(1) << std::countr_zero(reinterpret_cast<size_t>(p) | 16u);
-}
-
-Key key_of(const LtProblem& p) noexcept {
-  const auto align = [](const void* pointer) { return std::countr_zero(alignment(pointer)); };
-  const i64 flags[] = {p.trans_a, p.trans_b,         p.add_c,         p.add_c && p.c == p.d,
-                       p.gelu,    p.bias != nullptr, p.aux != nullptr};
-  i64 word = 0;
-  for (const i64 flag : flags) word = word * 2 + flag;
-  word = word * 256 + static_cast<i64>(p.ab);
-  word = word * 256 + static_cast<i64>(p.cd);
-  for (const void* pointer : {p.a, p.b, p.add_c ? p.c : p.d, static_cast<const void*>(p.d)}) {
-    word = word * 8 + align(pointer);
-  }
-  return {{p.m, p.n, p.k, p.lda, p.ldb, p.add_c ? p.ldc : p.ldd, p.ldd, p.ld_aux, word}};
-}
 
 cudaDataType_t data_type(DType t) noexcept {
   return t == DType::BF16 ? CUDA_R_16BF : t == DType::F16 ? CUDA_R_16F : CUDA_R_32F;
@@ -93,14 +70,17 @@ struct MatmulEngine::Impl {
   void* workspace = nullptr;
   size_t workspace_bytes = 0;
   cudaEvent_t begin = nullptr, end = nullptr;
-  bool autotune;
-  std::unordered_map<Key, Plan, KeyHash> plans;
+  std::string machine;  // GPU and library, in front of the names of products
+  std::unordered_map<LtKey, Plan, KeyHash> plans;
 
-  Impl(Context& c, bool tune) noexcept : context(c), autotune(tune) {
+  explicit Impl(Context& c) noexcept : context(c) {
     check(cublasLtCreate(&handle), "cublasLtCreate");
     int device = 0, major = 0;
     context.check(cudaGetDevice(&device), "cudaGetDevice");
     context.check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+    cudaDeviceProp properties{};
+    context.check(cudaGetDeviceProperties(&properties, device), "cudaGetDeviceProperties");
+    machine = std::string(properties.name) + '\t' + std::to_string(cublasLtGetVersion()) + '\t';
     const size_t wanted_bytes = size_t{major >= 9 ? 64u : 32u} << 20;
     workspace = context.allocate(wanted_bytes, "the workspace of matrix products");
     if (workspace != nullptr) workspace_bytes = wanted_bytes;
@@ -166,10 +146,10 @@ struct MatmulEngine::Impl {
     // No partial sums that meet in the output: they would be rounded to its type, and their order may vary.
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
         static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_NONE) | static_cast<u32>(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.a));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.b));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.add_c ? p.c : p.d));
-    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.d));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(p.a));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(p.b));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment_of(p.add_c ? p.c : p.d));
+    set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment_of(p.d));
     std::array<cublasLtMatmulHeuristicResult_t, kCandidates> found{};
     int count = 0;
     // A refusal is an answer: the caller has another way, or none (then it is reported by run).
@@ -217,9 +197,51 @@ struct MatmulEngine::Impl {
     return cudaStreamIsCapturing(context.stream(), &status) == cudaSuccess && status == cudaStreamCaptureStatusNone;
   }
 
-  void choose(Plan& plan, const LtProblem& p) noexcept {
+  // An algorithm may be kept as its bytes, for the version of the library that it is of.
+  static std::string text_of(const cublasLtMatmulAlgo_t& algorithm) {
+    constexpr char kDigits[] = "0123456789abcdef";
+    std::array<unsigned char, sizeof algorithm> bytes{};
+    std::memcpy(bytes.data(), &algorithm, sizeof algorithm);
+    std::string text;
+    for (const unsigned char b : bytes) text += {kDigits[b >> 4], kDigits[b & 15]};
+    return text;
+  }
+  static bool from_text(const std::string& text, cublasLtMatmulAlgo_t& algorithm) {
+    std::array<unsigned char, sizeof algorithm> bytes{};
+    if (text.size() != 2 * bytes.size()) return false;
+    for (size_t i = 0; i < bytes.size(); ++i) {
+      if (std::from_chars(&text[2 * i], &text[2 * i] + 2, bytes[i], 16).ptr != &text[2 * i] + 2) return false;
+    }
+    std::memcpy(&algorithm, bytes.data(), sizeof algorithm);
+    return true;
+  }
+
+  // What an earlier run chose, if the library takes it for this product.
+  bool take_known(Plan& plan, const std::string& product) {
+    const ContextOptions& options = context.options();
+    const std::string known = options.known ? options.known(product) : "";
+    cublasLtMatmulHeuristicResult_t result{};
+    cublasLtMatmulAlgo_t algorithm{};
+    if (known.empty()) return false;
+    const bool served = from_text(known, algorithm) &&
+                        cublasLtMatmulAlgoCheck(handle, plan.operation, plan.a, plan.b, plan.c, plan.d, &algorithm,
+                                                &result) == CUBLAS_STATUS_SUCCESS &&
+                        result.workspaceSize <= workspace_bytes;
+    if (served) plan.algorithm = algorithm;
+    if (!served && options.warn) options.warn("cuda.autotune_file: cuBLASLt does not take the algorithm of " + product);
+    return served;
+  }
+
+  void choose(Plan& plan, const LtProblem& p) {
     plan.algorithm = plan.candidates.front();
-    if (autotune && plan.candidates.size() > 1 && may_wait()) {
+    const ContextOptions& options = context.options();
+    const std::string product = options.known ? machine + name_of(key_of(p)) : "";
+    if (take_known(plan, product)) {
+      plan.candidates = {};
+      plan.chosen = true;
+      return;
+    }
+    if (options.autotune && plan.candidates.size() > 1 && may_wait()) {
       // Runs write d again and again; what is added to d must survive, so then they write elsewhere. If there is no
       // memory for that, the library's choice stays.
       void* elsewhere = nullptr;
@@ -231,6 +253,7 @@ struct MatmulEngine::Impl {
         static_cast<void>(cudaGetLastError());
       }
       if (elsewhere != nullptr) cudaFree(elsewhere);
+      if (options.chosen) options.chosen(product, text_of(plan.algorithm));
     }
     plan.candidates = {};
     plan.chosen = true;
@@ -251,7 +274,7 @@ struct MatmulEngine::Impl {
   }
 };
 
-MatmulEngine::MatmulEngine(Context& context, bool autotune) : impl_(std::make_unique<Impl>(context, autotune)) {}
+MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context)) {}
 MatmulEngine::~MatmulEngine() = default;
 
 size_t MatmulEngine::workspace_bytes() const noexcept { return impl_->workspace_bytes; }

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "cuda/matmul.h"
@@ -84,10 +86,22 @@ constexpr i64 kStrip = 16;  // rows of d at a time
 }  // namespace
 
 struct MatmulEngine::Impl {
+  const ContextOptions& options;
   bool plain = std::getenv("DS_SIM_PLAIN_LT") != nullptr;
+  std::set<std::string> products;  // that have run
+
+  // There is one algorithm, so timing chooses it; what is known is it, or another library's.
+  void choose(const LtProblem& p) {
+    constexpr const char* kAlgorithm = "in order";
+    const std::string product = "simulator\t0\t" + name_of(key_of(p));
+    if (!products.insert(product).second) return;
+    const std::string known = options.known ? options.known(product) : "";
+    require(known.empty() || known == kAlgorithm, "an algorithm of another library");
+    if (known.empty() && options.autotune && options.chosen) options.chosen(product, kAlgorithm);
+  }
 };
 
-MatmulEngine::MatmulEngine(Context&, bool) : impl_(std::make_unique<Impl>()) {}
+MatmulEngine::MatmulEngine(Context& context) : impl_(std::make_unique<Impl>(context.options())) {}
 MatmulEngine::~MatmulEngine() = default;
 size_t MatmulEngine::workspace_bytes() const noexcept { return 0; }
 
@@ -98,6 +112,7 @@ bool MatmulEngine::supports(const LtProblem& p) noexcept {
 void MatmulEngine::run(const LtProblem& p) noexcept {
   check(p);
   require(supports(p), "no algorithm");
+  impl_->choose(p);
   sim::enqueue([p] { multiply(p); });
 }
 

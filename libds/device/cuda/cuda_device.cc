@@ -31,8 +31,12 @@ class CudaDevice final : public Device {
     DS_CHECK(properties.major >= 8, Errc::Unavailable, "{}: compute capability {}.{}, the kernels want 8.0", name_,
              properties.major, properties.minor);
     for (size_t q = 0; q < contexts_.size(); ++q) {
-      contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{
-          .autotune = options.autotune, .cudnn = options.cudnn, .note = options.note, .warn = options.warn});
+      contexts_[q] = std::make_unique<cuda::Context>(cuda::ContextOptions{.autotune = options.autotune,
+                                                                          .known = options.known,
+                                                                          .chosen = options.chosen,
+                                                                          .cudnn = options.cudnn,
+                                                                          .note = options.note,
+                                                                          .warn = options.warn});
       streams_[q].native = contexts_[q].get();
     }
     for (Half& half : staging_) {

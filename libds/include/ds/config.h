@@ -86,6 +86,7 @@ struct CommunicationConfig {
 struct CudaConfig {
   bool graphs = false;    // the passes through layers as CUDA graphs, from the third step on
   bool autotune = false;  // matrix products by the fastest algorithm, timed at first use: bits may differ between runs
+  std::string autotune_file;  // choices are kept here, and taken from here; empty: nowhere
 };
 
 enum class DataFormat : u8 { Auto, Text, Bin };  // Bin: nanoGPT's uint16 tokens

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "device/product_choices.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <string_view>
+#include <utility>
+
+#include "base/file.h"
+#include "base/limits.h"
+#include "ds/log.h"
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kHeader = "# ds-autotune/1\n";
+constexpr i64 kMostBytes = i64{16} << 20;
+constexpr i64 kFields = 4;
+
+}  // namespace
+
+ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
+  std::error_code error;
+  if (!std::filesystem::exists(file_, error)) return;
+  const std::string text = read_text_file(file_, kMostBytes, Errc::Config);
+  if (text.empty()) return;
+  DS_CHECK(text.starts_with(kHeader), Errc::Config,
+           "{}: is no file of cuda.autotune_file: its first line is not \"{}\"", file_,
+           kHeader.substr(0, kHeader.size() - 1));
+  i64 number = 2;
+  for (size_t begin = kHeader.size(); begin < text.size(); ++number) {
+    const size_t end = text.find('\n', begin), tab = text.rfind('\t', end);
+    DS_CHECK(end != std::string::npos && tab != std::string::npos && tab > begin && tab + 1 < end &&
+                 std::count(text.begin() + static_cast<std::ptrdiff_t>(begin),
+                            text.begin() + static_cast<std::ptrdiff_t>(end), '\t') == kFields - 1,
+             Errc::Config, "{}:{}: is no line of GPU, library, product and algorithm; remove it", file_, number);
+    choices_.try_emplace(text.substr(begin, tab - begin), text.substr(tab + 1, end - tab - 1));
+    begin = end + 1;
+  }
+}
+
+std::string ProductChoices::find(const std::string& product) const {
+  const std::lock_guard lock(mutex_);
+  const auto at = choices_.find(product);
+  return at == choices_.end() ? "" : at->second;
+}
+
+void ProductChoices::add(const std::string& product, const std::string& algorithm) {
+  const std::lock_guard lock(mutex_);
+  if (!choices_.try_emplace(product, algorithm).second) return;
+  const int fd = open(file_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  int reason = fd < 0 || flock(fd, LOCK_EX) != 0 ? errno : 0;
+  if (reason == 0) {
+    struct stat st {};
+    const bool is_new = fstat(fd, &st) == 0 && st.st_size == 0;
+    const std::string line = fmt::format("{}{}\t{}\n", is_new ? kHeader : "", product, algorithm);
+    const ssize_t written = write(fd, line.data(), line.size());
+    reason = written == static_cast<ssize_t>(line.size()) ? 0 : written < 0 ? errno : ENOSPC;
+  }
+  if (fd >= 0) close(fd);
+  if (reason != 0 && !std::exchange(warned_, true))
+    log_message(
+        LogLevel::Warning,
+        fmt::format("cuda.autotune_file: {} cannot be written: {}; other runs will not have the choices of this one",
+                    file_, system_reason(reason)));
+}
+
+}  // namespace ds

@@ -1,0 +1,103 @@
+// SPDX-License-Identifier: Apache-2.0
+// The file of what autotuning chose: written by one run, read by the next, shared by ranks, refused if it is another.
+
+#include "device/product_choices.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <thread>
+#include <vector>
+
+#include "ds/log.h"
+#include "temp_directory.h"
+
+namespace ds {
+namespace product_choices_test {
+
+using ::testing::HasSubstr;
+
+class ProductChoicesTest : public ::testing::Test {
+ protected:
+  void write(const std::string& text) const { std::ofstream(file_) << text; }
+  std::string read() const {
+    std::ifstream in(file_);
+    return {std::istreambuf_iterator<char>(in), {}};
+  }
+  testing::TempDirectory directory_;
+  const std::string file_ = directory_ / "choices";
+};
+
+TEST_F(ProductChoicesTest, AreThereForTheNextRun) {
+  {
+    ProductChoices first(file_);
+    EXPECT_FALSE(std::filesystem::exists(file_)) << "nothing was chosen";
+    EXPECT_EQ(first.find("H200\t130000\t1,2"), "");
+    first.add("H200\t130000\t1,2", "ab");
+    first.add("H200\t130000\t1,2", "cd");
+    first.add("H200\t130000\t1,3", "ef");
+    EXPECT_EQ(first.find("H200\t130000\t1,2"), "ab");
+  }
+  EXPECT_EQ(read(), "# ds-autotune/1\nH200\t130000\t1,2\tab\nH200\t130000\t1,3\tef\n");
+  const ProductChoices second(file_);
+  EXPECT_EQ(second.find("H200\t130000\t1,2"), "ab");
+  EXPECT_EQ(second.find("H200\t130000\t1,3"), "ef");
+  EXPECT_EQ(second.find("H100\t130000\t1,3"), "");
+}
+
+TEST_F(ProductChoicesTest, OfTwoTheFirstCounts) {
+  write("# ds-autotune/1\na\tb\tc\t1\na\tb\tc\t2\n");
+  EXPECT_EQ(ProductChoices(file_).find("a\tb\tc"), "1");
+}
+
+TEST_F(ProductChoicesTest, RanksShareAFile) {
+  std::vector<std::jthread> ranks;
+  for (int r = 0; r < 8; ++r) {
+    ranks.emplace_back([&, r] {
+      ProductChoices own(file_);
+      for (int i = 0; i < 50; ++i) own.add(fmt::format("gpu\tlibrary\t{},{}", r, i), std::string(128, 'a'));
+    });
+  }
+  ranks.clear();
+  const ProductChoices all(file_);
+  for (int r = 0; r < 8; ++r) {
+    for (int i = 0; i < 50; ++i) EXPECT_EQ(all.find(fmt::format("gpu\tlibrary\t{},{}", r, i)).size(), 128u);
+  }
+}
+
+TEST_F(ProductChoicesTest, AnotherFileIsRefusedWithItsLine) {
+  const auto refused = [&](const std::string& text) {
+    write(text);
+    try {
+      const ProductChoices choices(file_);
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Config);
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(refused(""), "");
+  EXPECT_THAT(refused("{}\n"), HasSubstr("is no file of cuda.autotune_file"));
+  for (const char* line : {"a\tb\tc\n", "a\tb\tc\td\te\n", "a\tb\tc\t\n", "\n", "a\tb\tc\td"})
+    EXPECT_THAT(refused(std::string("# ds-autotune/1\na\tb\tc\td\n") + line), HasSubstr("choices:3: is no line of"))
+        << line;
+}
+
+TEST_F(ProductChoicesTest, WhatCannotBeWrittenIsSaidOnce) {
+  std::vector<std::string> said;
+  set_log_sink([&](LogLevel level, std::string_view message) {
+    if (level == LogLevel::Warning) said.emplace_back(message);
+  });
+  ProductChoices choices(directory_ / "nowhere/choices");
+  choices.add("a\tb\tc", "d");
+  choices.add("a\tb\te", "f");
+  set_log_sink({});
+  EXPECT_EQ(choices.find("a\tb\te"), "f");
+  ASSERT_EQ(said.size(), 1u);
+  EXPECT_THAT(said[0], HasSubstr("cannot be written: No such file or directory"));
+}
+
+}  // namespace product_choices_test
+}  // namespace ds
