@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "ds/config.h"
+#include "engine/connect.h"
 #include "engine/engine.h"
 
 using namespace ds;
@@ -119,7 +120,7 @@ class Bench {
   void ops();
   void attention();
   void gemm();
-  void step(const std::string& path, const std::vector<std::string>& overrides);
+  void step(const std::string& path, const Config& config);
 
  private:
   // call(i): the i-th call since the beginning.
@@ -494,10 +495,7 @@ void Bench::gemm() {
   }
 }
 
-void Bench::step(const std::string& path, const std::vector<std::string>& overrides) {
-  const ConfigResult read = load_config(path, overrides, 1);
-  DS_CHECK(read.ok(), Errc::Config, "{}", read.message());
-  const Config& config = read.config;
+void Bench::step(const std::string& path, const Config& config) {
   const double peak = product_rate();
   device_.synchronize();
   const i64 free_before = device_.memory().free;
@@ -509,10 +507,7 @@ void Bench::step(const std::string& path, const std::vector<std::string>& overri
   // Initial values of the right size, but repeated: the host would need a minute for a billion of its own.
   std::vector<float> normal(1 << 20);
   model::init_values({.name = "", .shape = {i64{1} << 20}, .std = 1}, 0, 1, 0, i64{1} << 20, normal.data());
-  std::vector<const model::ParamRow*> rows;
-  for (const auto& layer : engine.model().layers) {
-    for (const model::ParamRow& row : layer->rows()) rows.push_back(&row);
-  }
+  const std::vector<const model::ParamRow*> rows = engine.model().params();
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
     const model::ParamRow& row = *rows[static_cast<size_t>(param)];
     for (i64 i = 0; i < count; ++i) {
@@ -624,13 +619,18 @@ int main(int argc, char** argv) {
   }
   if (parts.empty()) return usage();
   try {
-    const auto device = make_cuda_device(0);
-    Bench bench(*device, small, seconds, json);
+    overrides.emplace_back("device=cuda");
     for (const std::string& part : parts) {
+      const bool steps = part.starts_with('=');
+      const ConfigResult read = steps ? load_config(part.substr(1), overrides, 1) : ConfigResult{};
+      DS_CHECK(!steps || read.ok(), Errc::Config, "{}", read.message());
+      // As a run would open it, with what its configuration says of cuda.
+      const auto device = steps ? engine::open_device(read.config, {}) : make_cuda_device(0);
+      Bench bench(*device, small, seconds, json);
       if (part == "ops") bench.ops();
       if (part == "attention") bench.attention();
       if (part == "gemm") bench.gemm();
-      if (part.starts_with('=')) bench.step(part.substr(1), overrides);
+      if (steps) bench.step(part.substr(1), read.config);
     }
   } catch (const std::exception& e) {
     std::fprintf(stderr, "cuda_bench: error: %s\n", e.what());

@@ -166,13 +166,9 @@ cublas_at() {
   assert [ -z "$(ls here 2>/dev/null)" ]
 }
 
-@test "run-gpu and gpu-check say why they can do nothing here" {
+@test "run-gpu says why it can do nothing here" {
   if command -v nvidia-smi >/dev/null; then skip 'there may be a GPU here'; fi
   run -2 "$DS_SOURCE/tests/run-gpu" --nonsense
   run -4 "$DS_SOURCE/tests/run-gpu" --bin empty matmul_test
   assert_output --partial 'there is no empty/device_test'
-  run -2 "$DS_SOURCE/scripts/gpu-check" --only nonsense
-  run -4 "$DS_SOURCE/scripts/gpu-check" --build "$BUILD" -o results --limit 120
-  for section in facts sanitizer train bench; do assert_line --regexp "^$section +skipped +[a-z]"; done
-  assert_equal "$(cat results/summary.txt)" "$output"
 }
