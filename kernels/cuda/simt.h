@@ -11,6 +11,9 @@
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
 
+#include <bit>
+#include <cmath>
+
 #include "ds/kernels/ops.h"
 
 #ifndef __CUDACC__
@@ -280,9 +283,26 @@ inline u32 atomic_add(u32* to, u32 x) {
   return before;
 }
 
-inline float fast_exp2(float x) { return std::exp2(x); }
-inline float fast_log2(float x) { return std::log2(x); }
-inline float fast_rcp(float x) { return 1.0f / x; }
+// As far off as the documentation lets the hardware be, above or below as x has it (exact where the result is a power
+// of two, as there): limits that tests keep here hold there. exp2 and log2: 2 units in the last place, of the absolute
+// value 1 for log2 between 1/2 and 2; reciprocals: 1.
+inline float as_far_off_as(float y, float x, float error) {
+  return (std::bit_cast<u32>(x) * 2654435761u) >> 31 != 0 ? y + error : y - error;
+}
+inline float fast_exp2(float x) {
+  const float y = std::exp2(x);
+  return x == std::floor(x) || !std::isfinite(y) ? y : as_far_off_as(y, x, y * 0x1p-22f);
+}
+inline float fast_log2(float x) {
+  const float y = std::log2(x);
+  if (!std::isfinite(y) || y == std::floor(y)) return y;
+  return as_far_off_as(y, x, (x > 0.5f && x < 2.0f ? 1.0f : std::fabs(y)) * 0x1p-22f);
+}
+inline float fast_rcp(float x) {
+  const float y = 1.0f / x;
+  const u32 mantissa = std::bit_cast<u32>(x) << 9;
+  return mantissa == 0 || !std::isfinite(y) ? y : as_far_off_as(y, x, y * 0x1p-23f);
+}
 inline float reciprocal_sqrt(float x) { return 1.0f / std::sqrt(x); }
 
 template <class... Params, class... Args>

@@ -16,11 +16,19 @@ std::string describe(const OpTable* ops, DType t, Activation f, i64 n) {
          std::to_string(static_cast<int>(f)) + ", " + std::to_string(n) + " elements";
 }
 
+// How many times the limit of fp32 holds where a GPU's approximations are in it: an exponential that may be off by 4
+// halves of a unit in the last place, a reciprocal by 2 (kernels/cuda/simt.h; the simulator is off by all of it),
+// beside the few that the limits are made of.
+double hardware_factor(const OpTable* ops, DType t) {
+  return t == DType::F32 && ops->name == std::string_view("cuda") ? 3 : 1;
+}
+
 TEST(Activation, BackendsMatchRef) {
   ThreadPool pool(2);
   Stream s{.pool = &pool};
   for (const OpTable* ops : backends()) {
     for (DType t : kWorkDTypes) {
+      const double more = hardware_factor(ops, t);
       for (Activation f : kActivations) {
         for (i64 n : kSizes) {
           Tensor x(t, {n}), dy(t, {n}), got(t, {n}), want(t, {n});
@@ -28,10 +36,10 @@ TEST(Activation, BackendsMatchRef) {
           dy.randomize(2);
           ref_ops().activation_fwd(want, x, f, s);
           ops->activation_fwd(got, x, f, s);
-          expect_close(got, want, 4, describe(ops, t, f, n) + " forward");
+          expect_close(got, want, 4 * more, describe(ops, t, f, n) + " forward");
           ref_ops().activation_bwd(want, dy, x, f, s);
           ops->activation_bwd(got, dy, x, f, s);
-          expect_close(got, want, 6, describe(ops, t, f, n) + " backward");
+          expect_close(got, want, 6 * more, describe(ops, t, f, n) + " backward");
           ops->activation_bwd(dy, dy, x, f, s);
           expect_same_bits(dy, got, describe(ops, t, f, n) + " in place");
         }
@@ -62,12 +70,12 @@ TEST(Activation, RelativeAccuracyAndExtremes) {
                                                                     : 0;
         if (std::abs(w) > 1e-36) forward = std::max(forward, std::abs(got.at(i) / w - 1) * 0x1p24 / (8 + 3 * z));
       }
-      EXPECT_LE(forward, 1.0) << describe(ops, DType::F32, f, n);
+      EXPECT_LE(forward, hardware_factor(ops, DType::F32)) << describe(ops, DType::F32, f, n);
       ref_ops().activation_bwd(want, ones, x, f, s);
       ops->activation_bwd(got, ones, x, f, s);
       for (i64 i = 0; i < n; ++i)
         backward = std::max(backward, std::abs(double{got.at(i)} - double{want.at(i)}) * 0x1p24);
-      EXPECT_LE(backward, 8.0) << describe(ops, DType::F32, f, n);
+      EXPECT_LE(backward, 8.0 * hardware_factor(ops, DType::F32)) << describe(ops, DType::F32, f, n);
       RecordProperty(describe(ops, DType::F32, f, n), std::to_string(forward) + " " + std::to_string(backward));
 
       const float inf = std::numeric_limits<float>::infinity(), nan = std::numeric_limits<float>::quiet_NaN();
@@ -103,11 +111,11 @@ TEST(Activation, SwigluMatchesRef) {
         dy.randomize(3);
         ref_ops().swiglu_fwd(want, gate, up, s);
         ops->swiglu_fwd(got, gate, up, s);
-        expect_close(got, want, 6, what + " forward");
+        expect_close(got, want, 6 * hardware_factor(ops, t), what + " forward");
         ref_ops().swiglu_bwd(want, dup_want, dy, gate, up, s);
         ops->swiglu_bwd(got, dup, dy, gate, up, s);
-        expect_close(got, want, 8, what + " dgate");
-        expect_close(dup, dup_want, 8, what + " dup");
+        expect_close(got, want, 8 * hardware_factor(ops, t), what + " dgate");
+        expect_close(dup, dup_want, 8 * hardware_factor(ops, t), what + " dup");
         Tensor g = gate, u = up;
         ops->swiglu_bwd(g, u, dy, g, u, s);
         expect_same_bits(g, got, what + " dgate onto gate");
