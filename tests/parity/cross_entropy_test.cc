@@ -186,5 +186,58 @@ TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {
   }
 }
 
+// More elements of logits (5e9) than 32 bits count: what is at their end must be what small parts give. So many only on
+// a GPU with 40 GB; elsewhere as many as show that the test is right.
+TEST(CrossEntropy, LogitsBeyond32Bits) {
+  const auto device = make_test_device(1);
+  const bool large = !device->is_host() && device->memory().free > i64{40'000'000'000};
+  const i64 R = large ? 32768 : 128, V = large ? 151936 : 500, C = 64, part = large ? 1024 : 32;
+  MemoryLedger ledger;
+  std::vector<Buffer> buffers;
+  const auto view = [&](DType t, std::initializer_list<i64> shape) {
+    TensorView v = TensorView::of(nullptr, t, shape);
+    buffers.push_back(device_buffer(*device, ledger, Tag::Workspace, v.bytes()));
+    v.data = buffers.back().data();
+    return v;
+  };
+  const TensorView h = view(DType::BF16, {R, C}), weight = view(DType::BF16, {V, C}), targets = view(DType::I32, {R}),
+                   logits = view(DType::F32, {R, V});
+  std::vector<bf16> values(static_cast<size_t>(V * C));
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = to_bf16(static_cast<float>(static_cast<i64>(i * 2654435761u % 2048) - 1024) / 2048);
+  device->upload(weight.data, values.data(), weight.bytes());
+  device->upload(h.data, values.data(), h.bytes());
+  std::vector<i32> ids(static_cast<size_t>(R));
+  for (size_t i = 0; i < ids.size(); ++i) ids[i] = static_cast<i32>(V - 1 - static_cast<i64>(i));
+  device->upload(targets.data, ids.data(), targets.bytes());
+
+  struct Results {
+    std::vector<float> losses;
+    std::vector<bf16> dh;
+    std::vector<float> dweight;
+  };
+  const auto run = [&](i64 chunk) {
+    const TensorView losses = view(DType::F32, {R}), dh = view(DType::BF16, {R, C}), dweight = view(DType::F32, {V, C});
+    device->ops().linear_cross_entropy(losses, dh, dweight, {}, h, weight, {}, targets, logits,
+                                       {.grad_scale = 1.0f / static_cast<float>(R), .chunk_tokens = chunk},
+                                       device->stream());
+    Results r{std::vector<float>(static_cast<size_t>(R)), std::vector<bf16>(static_cast<size_t>(R * C)),
+              std::vector<float>(static_cast<size_t>(V * C))};
+    device->download(r.losses.data(), losses.data, losses.bytes());
+    device->download(r.dh.data(), dh.data, dh.bytes());
+    device->download(r.dweight.data(), dweight.data, dweight.bytes());
+    return r;
+  };
+  const Results whole = run(R), parts = run(part);
+  double dh_scale = 0, dweight_scale = 0;
+  for (const bf16 x : parts.dh) dh_scale = std::max(dh_scale, std::abs(static_cast<double>(to_float(x))));
+  for (const float x : parts.dweight) dweight_scale = std::max(dweight_scale, std::abs(static_cast<double>(x)));
+  for (size_t i = 0; i < whole.losses.size(); ++i) ASSERT_NEAR(whole.losses[i], parts.losses[i], 1e-4) << i;
+  for (size_t i = 0; i < whole.dh.size(); ++i)
+    ASSERT_NEAR(to_float(whole.dh[i]), to_float(parts.dh[i]), 0x1p-7 * dh_scale) << i;
+  for (size_t i = 0; i < whole.dweight.size(); ++i)
+    ASSERT_NEAR(whole.dweight[i], parts.dweight[i], 1e-3 * dweight_scale) << i;
+}
+
 }  // namespace cross_entropy_test
 }  // namespace ds::testing
