@@ -180,6 +180,10 @@ TEST(ParamStore, PublishesInGroupsOfItsBucket) {
   EXPECT_EQ(calls(3, 1), 2);  // the persistent ones
   EXPECT_EQ(calls(3, 512), 1);
   EXPECT_EQ(num_publish_calls(Layout::make(spans(), {.num_ranks = 2, .stage = 3}), 1), 0);
+  // A group that follows a full one is filled anew.
+  Units last_first = spans();
+  std::ranges::reverse(last_first);  // 768, 512 and 256
+  EXPECT_EQ(num_publish_calls(Layout::make(last_first, cut(2, 2)), 768), 2);
 }
 
 TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
