@@ -131,9 +131,11 @@ int run(const Options& o, const CLI::App& app, Output& out) {
                             : o.eval ? ds::ConfigUse::Evaluate
                                      : ds::ConfigUse::Train;
   const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size, use);
-  // Every rank reads the same text, so rank 0 speaks for all.
+  // Most often every rank reads the same text, and rank 0 speaks for all. Who has a mistake of its own waits until it
+  // is clear that rank 0 has none.
+  const bool speaks = ranks.rank == 0 || (!loaded.ok() && !ds::has_failed_within(ranks, 0, 3));
   for (const ds::Diagnostic& d : loaded.diagnostics) {
-    if (ranks.rank > 0) break;
+    if (!speaks) break;
     const bool error = d.severity == ds::Severity::Error;
     (error ? ds::tools::report_error : ds::tools::report_warning)(ds::to_string(d));
   }
@@ -206,7 +208,7 @@ int main(int argc, char** argv) {
               return ::access(path.c_str(), F_OK) == 0 ? "" : fmt::format("{}: {}", path, std::strerror(errno));
             })
             ->excludes("--resume");
-        CLI::Option* steps = add_number(app, "--steps", o.steps, 1, std::numeric_limits<ds::i64>::max(),
+        CLI::Option* steps = add_number(app, "--steps", o.steps, 1, ds::kMostCount,
                                         "optimizer steps of the run (overrides the key steps)")
                                  ->type_name("N");
         app.add_option("--set", o.set, "override a key: a.b=value; may be given again")

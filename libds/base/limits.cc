@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <array>
@@ -20,6 +21,8 @@ constexpr size_t kSmallStack = 64 << 10;
 // Threads have stacks of the size that the limit gives, and arguments and environment may take 128 KiB of the first
 // one.
 constexpr u64 kLeastStack = 512 << 10;
+constexpr u64 kLeastData = 16 << 20;   // beside the stacks of threads
+constexpr u64 kBesideStack = 1 << 20;  // of a thread's memory
 
 std::string name_of(__rlimit_resource resource) {
   switch (resource) {
@@ -27,6 +30,7 @@ std::string name_of(__rlimit_resource resource) {
     case RLIMIT_STACK: return "the stack (ulimit -s)";
     case RLIMIT_NOFILE: return "open files (ulimit -n)";
     case RLIMIT_AS: return "address space (ulimit -v)";
+    case RLIMIT_DATA: return "data (ulimit -d)";
     default: throw Error(Errc::Internal, "a limit without a name");
   }
 }
@@ -69,6 +73,17 @@ int count_startable(int wanted) {
   return narrow<int>(std::ssize(threads));
 }
 
+// Of so many threads, made as the C library makes them: reserved, then made writable, which is when it counts. With
+// what else a thread takes.
+bool has_room_for_stacks(int threads) noexcept {
+  const size_t bytes = static_cast<size_t>(threads) * (thread_stack_bytes() + kBesideStack);
+  void* const room = ::mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_STACK, -1, 0);
+  if (room == MAP_FAILED) return false;
+  const bool writable = ::mprotect(room, bytes, PROT_READ | PROT_WRITE) == 0;
+  ::munmap(room, bytes);
+  return writable;
+}
+
 }  // namespace
 
 std::optional<u64> limit_of(__rlimit_resource resource) noexcept {
@@ -86,6 +101,7 @@ std::string system_reason(int error) {
   if (error == EMFILE) add(RLIMIT_NOFILE);
   if (error == EFBIG) add(RLIMIT_FSIZE);
   if (error == ENOMEM) add(RLIMIT_AS);
+  if (error == ENOMEM) add(RLIMIT_DATA);
   return reason;
 }
 
@@ -112,6 +128,15 @@ void require_limit(__rlimit_resource resource, u64 needed, std::string_view need
            name_of(resource), amount_of(resource, *has), needed_for, amount_of(resource, needed));
 }
 
+void require_stacks(int threads, std::string_view needed_for) {
+  const std::optional<u64> data = limit_of(RLIMIT_DATA), stack = limit_of(RLIMIT_STACK);
+  const u64 stacks = static_cast<u64>(threads) * thread_stack_bytes();
+  if (data) require_limit(RLIMIT_DATA, kLeastData + stacks, needed_for);
+  DS_CHECK(!stack || has_room_for_stacks(threads), Errc::Unavailable,
+           "the limit of {} is {}, and {} needs {} threads, which cannot have so much each: lower it",
+           name_of(RLIMIT_STACK), amount_of(RLIMIT_STACK, *stack), needed_for, threads);
+}
+
 void require_tasks(int needed, std::string_view needed_for) {
   const int startable = count_startable(needed);
   DS_CHECK(startable == needed, Errc::Unavailable, "{}: {} more can be started, and {} needs {}: raise it",
@@ -119,10 +144,18 @@ void require_tasks(int needed, std::string_view needed_for) {
 }
 
 std::string limit_of_tasks() {
-  const std::optional<u64> space = limit_of(RLIMIT_AS), user = limit_of(RLIMIT_NPROC);
+  const std::optional<u64> user = limit_of(RLIMIT_NPROC);
   // The system gives the same reason for a stack without room.
-  if (space && address_space_bytes() + thread_stack_bytes() > *space)
-    return fmt::format("the limit of {} is {}", name_of(RLIMIT_AS), amount_of(RLIMIT_AS, *space));
+  if (!has_room_for_stacks(1)) {
+    const u64 stack = thread_stack_bytes() + kBesideStack;
+    const std::optional<u64> space = limit_of(RLIMIT_AS), data = limit_of(RLIMIT_DATA);
+    const __rlimit_resource cause = space && address_space_bytes() + stack > *space ? RLIMIT_AS
+                                    : data && *data < kLeastData + stack            ? RLIMIT_DATA
+                                                                                    : RLIMIT_STACK;
+    if (const std::optional<u64> limit = limit_of(cause))
+      return fmt::format("the limit of {} is {}{}", name_of(cause), amount_of(cause, *limit),
+                         cause == RLIMIT_STACK ? ", more than a thread can have" : "");
+  }
   const std::optional<u64> group = of_cgroup("pids.max"), in_group = of_cgroup("pids.current");
   if (group && (!user || *group < *user || in_group.value_or(0) >= *group))
     return fmt::format("the limit of processes and threads of this cgroup (pids.max) is {}", *group);

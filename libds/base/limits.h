@@ -17,8 +17,12 @@ namespace ds {
 std::optional<u64> limit_of(__rlimit_resource resource) noexcept;
 
 // Throws Errc::Unavailable, with the limit's name and value, if the process may have less than `needed` of the
-// resource, which must be one of FSIZE, STACK, NOFILE and AS. `needed_for`: "starting 2 ranks".
+// resource, which must be one of FSIZE, STACK, NOFILE, AS and DATA. `needed_for`: "starting 2 ranks".
 void require_limit(__rlimit_resource resource, u64 needed, std::string_view needed_for);
+
+// The same of the stacks of so many threads, which a limit of data may be too small for, and a limit of the stack too
+// large: each thread has a stack of that size.
+void require_stacks(int threads, std::string_view needed_for);
 
 // The same of processes and threads, of which `needed` more than there are must fit. Found by starting so many threads
 // that do nothing: all limits have their say, whoever set them.

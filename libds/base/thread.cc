@@ -6,7 +6,10 @@
 namespace ds {
 
 Error cannot_start(const std::system_error& why, std::string_view remedy) {
-  return {Errc::Unavailable, fmt::format("cannot start {}; {}: {}", why.what(), limit_of_tasks(), remedy)};
+  const std::string limit = limit_of_tasks();
+  const bool too_large = limit.find("(ulimit -s)") != std::string::npos;  // the stack that each thread would have
+  return {Errc::Unavailable,
+          fmt::format("cannot start {}; {}: {}", why.what(), limit, too_large ? "lower it" : remedy)};
 }
 
 }  // namespace ds

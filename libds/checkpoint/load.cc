@@ -5,6 +5,7 @@
 #include <functional>
 #include <limits>
 
+#include "base/limits.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/together.h"
 #include "ds/log.h"
@@ -26,6 +27,8 @@ std::string newest_complete_step(const std::string& dir, i64 before) {
     const auto step = parse_step_name(it->path().filename().string());
     if (step && *step < before) steps.push_back(*step);
   }
+  DS_CHECK(!error || error == std::errc::no_such_file_or_directory, Errc::Io, "cannot list {}: {}", dir,
+           system_reason(error.value()));
   std::sort(steps.begin(), steps.end(), std::greater<>());
   for (i64 step : steps) {
     std::string path = fmt::format("{}/{}", dir, step_name(step));
@@ -33,6 +36,7 @@ std::string newest_complete_step(const std::string& dir, i64 before) {
       const CheckpointReader reader(path);
       return path;
     } catch (const Error& e) {
+      if (e.code() == Errc::Io) throw;  // what the system refuses is no damage
       log_message(LogLevel::Warning, fmt::format("{} is passed over: {}", path, e.what()));
     }
   }
@@ -47,6 +51,7 @@ std::optional<std::string> read_latest(const std::string& dir, std::string& step
   try {
     name = read_text_file(path, 4096);
   } catch (const Error& e) {
+    if (e.code() == Errc::Io) throw;
     return e.what();
   }
   if (name.ends_with('\n')) name.pop_back();

@@ -389,6 +389,7 @@ std::string resolved_json(const Config& config) {
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
     // What was neither given nor derived has no value to write.
     if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
+    if (const auto* s = std::get_if<std::string*>(&slot); s && (*s)->empty()) continue;
     if (key.path == "data.split" && !c.data.validation.empty()) continue;
     Json* at = &out;
     std::string_view rest = key.path;

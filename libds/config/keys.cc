@@ -288,7 +288,7 @@ constexpr Key kKeys[] = {
     effect("pipeline.stages", slot_of<&C::pipeline, &PipelineConfig::stages>, {1, kDegree.high}, kAuto),
     effect("pipeline.schedule", slot_of<&C::pipeline, &PipelineConfig::schedule>),
     effect("pipeline.partition", slot_of<&C::pipeline, &PipelineConfig::partition>),
-    effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, kDegree.high}),
+    effect("pipeline.virtual_stages", slot_of<&C::pipeline, &PipelineConfig::virtual_stages>, {1, 1024}),
     alias("pipeline.activation_checkpoint_interval", "activation_checkpointing.interval"),
     ignored("pipeline.seed_layers", "every parameter begins with values of its own"),
     ignored("pipeline.pipe_partitioned", "stages send activations whole"),

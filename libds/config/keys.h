@@ -35,9 +35,6 @@ struct BetasSlot {  // a JSON array of two
 using Slot = std::variant<bool*, i64*, double*, float*, std::string*, EnumSlot, BetasSlot, std::vector<std::string>*,
                           std::vector<float>*>;
 
-// The bound of every integer that names no other: of steps, batches, checkpoints. What a run multiplies it by, at most
-// the micro-batches of a step, leaves it far from the end of the type.
-inline constexpr double kMostCount = 1e12;
 inline constexpr i64 kMostBatch = i64{1} << 31;    // samples of a step
 inline constexpr i64 kMostAccumulation = 100'000;  // a step is planned micro-batch by micro-batch
 

@@ -287,7 +287,7 @@ void TrainingRun::State::check_same_files() {
 // The step directory to go on from; empty: from the start.
 std::string TrainingRun::State::find_resumed() const {
   if (options.resume.empty()) return "";
-  std::error_code ignored;
+  std::error_code failed;
   if (options.resume != "latest") {
     std::error_code error;
     const std::filesystem::file_type type = std::filesystem::status(options.resume, error).type();
@@ -302,10 +302,14 @@ std::string TrainingRun::State::find_resumed() const {
     return find_checkpoint(options.resume);
   }
   DS_CHECK(!options.out_dir.empty(), Errc::Config, "--resume latest goes on in the directory of --out: give one");
-  for (const auto& entry : std::filesystem::directory_iterator(options.out_dir, ignored)) {
-    const std::string name = entry.path().filename();
+  // What cannot be listed may have a checkpoint.
+  std::filesystem::directory_iterator entry(options.out_dir, failed), end;
+  for (; !failed && entry != end; entry.increment(failed)) {
+    const std::string name = entry->path().filename();
     if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
   }
+  DS_CHECK(!failed || failed == std::errc::no_such_file_or_directory, Errc::Io, "cannot list {}: {}", options.out_dir,
+           system_reason(failed.value()));
   DS_CHECK(!options.read_only, Errc::Config, "{} has no checkpoint", options.out_dir);
   // A first start of a command line that always says --resume latest: said, not silent.
   if (is_root())

@@ -47,11 +47,12 @@ Id bool_type(const Context& c) {
   return type;
 }
 
-// The library takes for granted that malloc gives what it asks for. So that it meets the end of an address space less
-// often than the rest of the program does, there must be room for far more than it takes for a file.
+// The library takes for granted that malloc gives what it asks for. So that it meets the end of an address space, or of
+// data (both limits count this mapping), less often than the rest of the program does, there must be room for far more
+// than it takes for a file.
 void check_memory() {
   constexpr size_t kRoom = 8 << 20;
-  void* const room = ::mmap(nullptr, kRoom, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const room = ::mmap(nullptr, kRoom, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (room == MAP_FAILED) throw std::bad_alloc();
   ::munmap(room, kRoom);
 }

@@ -136,7 +136,7 @@ class Launcher {
         stdout_(STDOUT_FILENO, plan.ranks == 1 || ::isatty(STDOUT_FILENO) == 1),
         stderr_(STDERR_FILENO, plan.ranks == 1 || ::isatty(STDERR_FILENO) == 1),
         ranks_(static_cast<std::size_t>(plan.ranks)),
-        ended_well_(value_or(parse_environment(plan.environment), "DS_JOB", ""), plan.ranks) {
+        ended_ranks_(value_or(parse_environment(plan.environment), "DS_JOB", ""), plan.ranks) {
     for (int r = 0; r < plan.ranks; ++r) {
       Rank& rank = ranks_[static_cast<std::size_t>(r)];
       rank.end.rank = r;
@@ -534,7 +534,7 @@ class Launcher {
     // A rank that returned 0 may have left MPI without a word; mpirun finds that out when the shim has left, too.
     if (status == 0) rank.channel->send(Message::Bye);
     // On several hosts who waits does so until its time limit.
-    if (status == 0 && hosts_.empty() && !all_ended()) ended_well_.add(rank.end.rank);
+    if (hosts_.empty() && !all_ended()) ended_ranks_.add(rank.end.rank, status == 0);
     if (status == 0 || failed_ || verdict_.status != 0 || phase_ > Phase::Ending) return;
     enter(Phase::Ending, failed ? kEndGrace : kCheckpointGrace);
     failed_ = failed;
@@ -786,7 +786,7 @@ class Launcher {
   Sink stdout_, stderr_;
   std::vector<Host> hosts_;
   std::vector<Rank> ranks_;
-  EndedRanks ended_well_;
+  EndedRanks ended_ranks_;
   std::vector<Guest> guests_;
   Home home_;
   std::vector<pollfd> polled_;

@@ -20,6 +20,7 @@ constexpr u64 kFileSize = 16 << 10;      // 12 KiB; ranks that call MPI need mor
 constexpr u64 kAddressSpace = 64 << 20;  // 54 MB, beside the stacks of its threads
 constexpr u64 kFiles = 27, kFilesOfRank = 4;
 constexpr int kThreads = 4, kTasksOfRank = 2;  // a rank has a shim
+constexpr int kThreadsWithStacks = 2;          // of mpirun at a time
 // With many ranks further threads start them.
 constexpr int kManyRanks = 32, kFurtherThreads = 4;
 
@@ -44,6 +45,7 @@ void check_limits(int ranks) {
   require_limit(RLIMIT_STACK, kStack, start);
   require_limit(RLIMIT_AS, kAddressSpace + kThreads * thread_stack_bytes(), start);
   require_limit(RLIMIT_FSIZE, kFileSize, start);
+  require_stacks(kThreadsWithStacks, start);
   require_tasks(kThreads + (ranks < kManyRanks ? 0 : kFurtherThreads) + kTasksOfRank * ranks, start);
 }
 

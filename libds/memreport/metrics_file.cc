@@ -19,6 +19,7 @@
 namespace ds::memreport {
 namespace {
 
+constexpr i64 kMostBytes = i64{1} << 53;
 constexpr i64 kMaxLine = i64{64} << 20;  // of ten thousands of ranks; without a bound a file could take all memory
 constexpr size_t kMostTags = 100;        // of memory: more than there will be
 constexpr i64 kMostRanks = i64{1} << 24;
@@ -71,7 +72,7 @@ class Fields {
              tags.json_.size());
     std::vector<std::pair<std::string, i64>> all;
     for (const auto& [tag, bytes] : tags.json_.items())
-      all.emplace_back(tag, tags.count(bytes, tag, std::numeric_limits<i64>::max()));
+      all.emplace_back(tag, tags.count(bytes, tag, kMostBytes));  // their sums are printed
     return all;
   }
 

@@ -31,7 +31,7 @@ refuses() {
 }
 
 @test "numbers have bounds that are said" {
-  refuses 2 "--steps: must be an integer, 1 to 9223372036854775807, not 99999999999999999999" cfg.json --steps 99999999999999999999
+  refuses 2 "--steps: must be an integer, 1 to 1000000000000, not 99999999999999999999" cfg.json --steps 99999999999999999999
   for wrong in 0 -1 1.5 1e3 ten "5 " 0x10; do refuses 2 "--steps: must be an integer" cfg.json --steps "$wrong"; done
   refuses 2 "--max-tokens: must be an integer, 1 to 2147483647" cfg.json --generate x --max-tokens 9999999999
   for wrong in nan inf -0.1 1e999 warm; do
@@ -40,6 +40,15 @@ refuses() {
   refuses 2 "--top-k: must be" cfg.json --generate x --top-k -1
   refuses 2 "--seed: must be an integer, 0 to 4294967295" cfg.json --generate x --seed 4294967296
   refuses 2 "not 7777777777777777777777777777777777777777..." cfg.json --steps "$(printf '7%.0s' {1..400})"
+}
+
+@test "limits of data and of the stack are named before mpirun meets them" {
+  run -4 --separate-stderr prlimit --data=10000000 ds-launch -n 2 true
+  [[ $stderr == "ds-launch: error: the limit of data (ulimit -d) is 9766 KiB, and starting 2 ranks needs "* ]] || fail "$stderr"
+  run -4 --separate-stderr prlimit --stack=50000000000 ds-launch -n 2 true
+  [[ $stderr == *"the limit of the stack (ulimit -s) is "*"which cannot have so much each: lower it" ]] || fail "$stderr"
+  run -4 --separate-stderr prlimit --stack=100000000000 ds-train cfg.json --set threads=2 --out run
+  [[ $stderr == *"cannot start thread 2 of 2"*"the limit of the stack (ulimit -s) is "*": lower it" ]] || fail "$stderr"
 }
 
 @test "options that would have no effect are refused" {

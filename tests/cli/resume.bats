@@ -210,6 +210,24 @@ END
   done
 }
 
+@test "a rank with a mistake of its own says it; one that all have is said once" {
+  # shellcheck disable=SC2016
+  run -2 timeout 60 ds-launch -n 2 sh -c 'test $RANK = 0 || exec ds-train cfg.json --set steps=none; exec ds-train cfg.json --out run'
+  assert_output --partial 'ds-train[1]: error: --set steps=none'
+  run -2 timeout 60 ds-launch -n 3 ds-train cfg.json --set steps=none
+  assert_equal "$(grep -c '^ds-train.*error: --set steps=none' <<<"$output")" 1
+}
+
+@test "a run directory that cannot be listed is not one without checkpoints" {
+  ds-train cfg.json --out run --quiet --steps 3
+  chmod 777 . run
+  # Three files are open, and one more may be: the configuration; two are not enough for a folder beside it.
+  run prlimit --nofile=4 ds-train cfg.json --out run --resume latest
+  refute_output --partial 'no checkpoint yet'
+  refute_output --partial 'no complete step'
+  ((status == 1)) || fail "$status: $output"
+}
+
 @test "a rank that never comes is not waited for: at once where it has ended, else until the time limit" {
   for backend in shm mpi; do
     for absent in 0 1; do

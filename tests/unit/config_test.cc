@@ -641,6 +641,7 @@ struct Moved {
     }
     if (key.path.starts_with("scheduler.params"))
       set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");

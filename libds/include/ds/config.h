@@ -13,6 +13,10 @@
 
 namespace ds {
 
+// The bound of every integer that names no other: of steps, batches, checkpoints. What a run multiplies it by, at most
+// the micro-batches of a step, leaves it far from the end of the type.
+inline constexpr i64 kMostCount = 1'000'000'000'000;
+
 // train == micro * accumulation * number of data-parallel ranks.
 struct BatchConfig {
   i64 train = 0;         // train_batch_size: samples per optimizer step over all ranks

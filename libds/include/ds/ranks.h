@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "ds/error.h"
+
 namespace ds {
 
 // This process among the ranks of the job, as the launcher says.
@@ -14,5 +16,8 @@ struct RankInfo {
   int local_world_size = 1;  // ranks on this node
   std::string job = {};      // names the job's shared memory; empty: there is none
 };
+
+// Whether a rank of this node ended with a failure, of which ds-launch told; waits for so long, or until it has.
+DS_API bool has_failed_within(const RankInfo& ranks, int rank, double seconds);
 
 }  // namespace ds
