@@ -125,6 +125,7 @@ fault() {
   assert_equal $status 143
   archived summary.txt | grep -E '^why +racecheck +stopped by a signal'
   archived summary.txt | grep -E '^why +ranks +not run'
-  run pgrep -f 'sleep 54321'
-  assert_output ''
+  for process in /proc/[0-9]*; do # its processes are in its folder
+    [[ $(readlink "$process/cwd" 2>/dev/null) != "$PWD"/results/* ]] || fail "$(tr '\0' ' ' <"$process/cmdline") is left"
+  done
 }

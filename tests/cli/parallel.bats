@@ -148,7 +148,7 @@ PY
   [[ $stderr == *"pipeline.virtual_stages: 5 on each of 2 stages"*"at most 3 have a layer each"* ]]
   run -2 --separate-stderr ds-launch -n 2 ds-train cfg.json --set pipeline.stages=2 \
     --set pipeline.schedule=interleaved --set pipeline.virtual_stages=9223372036854775807
-  [[ $stderr == *"pipeline.virtual_stages"*"must be an integer, 1 to 1048576"* ]]
+  [[ $stderr == *"pipeline.virtual_stages"*"must be an integer, 1 to 1024"* ]]
   run -2 --separate-stderr ds-train cfg.json --set pipeline.stage=2
   [[ $stderr == *"did you mean pipeline.stages?"* ]]
   [ ! -e runs ]

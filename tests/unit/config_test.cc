@@ -880,6 +880,7 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"activation_checkpointing.interval", "default: 1 where another key asks for \"layer\"",
        R"("activation_checkpointing": {"cpu_checkpointing": true})", "1"},
       {"activation_checkpointing.interval", "", "", ""},
+      {"cuda.autotune_file", "default: none", "", ""},
   };
   const std::string page = manual_page();
   for (const auto& c : cases) {
