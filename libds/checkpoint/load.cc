@@ -51,7 +51,7 @@ std::optional<std::string> read_latest(const std::string& dir, std::string& step
   try {
     name = read_text_file(path, 4096);
   } catch (const Error& e) {
-    if (e.code() == Errc::Io) throw;
+    if (e.code() == Errc::Io && fs::is_regular_file(path)) throw;  // refused by the system; else it is no file of ours
     return e.what();
   }
   if (name.ends_with('\n')) name.pop_back();
