@@ -95,26 +95,17 @@ std::vector<std::string> library_candidates(std::string_view soname, const std::
   return files;
 }
 
-OpenedLibrary open_library(const std::vector<std::string>& candidates,
-                           const std::function<std::string(void*)>& refusal) {
+OpenedLibrary open_library(const std::vector<std::string>& candidates) {
   OpenedLibrary library;
-  const auto refuse = [&](const std::string& why) { library.error += (library.error.empty() ? "" : "; ") + why; };
   for (const std::string& candidate : candidates) {
-    void* handle = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (handle == nullptr) {
+    library.handle = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (library.handle == nullptr) {
       const char* why = dlerror();
-      refuse(why != nullptr ? why : candidate);
+      library.error += (library.error.empty() ? "" : "; ") + (why != nullptr ? std::string(why) : candidate);
       continue;
     }
-    std::string file = file_of(handle);
-    if (file.empty()) file = candidate;
-    if (const std::string why = refusal ? refusal(handle) : ""; !why.empty()) {
-      refuse(file + " " + why);
-      dlclose(handle);
-      continue;
-    }
-    library.handle = handle;
-    library.file = file;
+    library.file = file_of(library.handle);
+    if (library.file.empty()) library.file = candidate;
     library.error.clear();
     break;
   }

@@ -4,7 +4,6 @@
 // (LD_LIBRARY_PATH, a program's own path, ldconfig's list), in the folders of a CUDA toolkit, or in the packages that
 // pip installs (nvidia/*/lib in a site-packages), as on machines where Python is what brought them.
 
-#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -29,9 +28,8 @@ struct OpenedLibrary {
   std::string file;   // where it is; empty: there is none
   std::string error;  // why there is none: one reason for each file that was tried
 };
-// The first candidate that loads and that serves: `refusal` says why an opened one does not, or nothing.
-OpenedLibrary open_library(const std::vector<std::string>& candidates,
-                           const std::function<std::string(void* handle)>& refusal = {});
+// The first candidate that loads.
+OpenedLibrary open_library(const std::vector<std::string>& candidates);
 
 // The file of an open library whose name begins so; empty: none is.
 std::string file_of_open_library(std::string_view name);

@@ -308,8 +308,8 @@ std::string TrainingRun::State::find_resumed() const {
     const std::string name = entry->path().filename();
     if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
   }
-  DS_CHECK(!failed || failed == std::errc::no_such_file_or_directory, Errc::Io, "cannot list {}: {}", options.out_dir,
-           system_reason(failed.value()));
+  const bool none = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
+  DS_CHECK(!failed || none, Errc::Io, "cannot list {}: {}", options.out_dir, system_reason(failed.value()));
   DS_CHECK(!options.read_only, Errc::Config, "{} has no checkpoint", options.out_dir);
   // A first start of a command line that always says --resume latest: said, not silent.
   if (is_root())
