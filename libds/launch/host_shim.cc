@@ -376,9 +376,13 @@ int run_agent_shim(std::span<const std::string> words, const std::vector<std::st
     const OrtedCall call = orted_call_of(words);
     DS_CHECK(call.host < settings.hosts.size(), Errc::Internal, "mpirun asks for host {}", call.host);
     Fd socket = connect_to((folder / "socket").string());
-    const bool alive = static_cast<bool>(socket);
-    const int status = alive ? run_agent(settings, call, own, Channel(std::move(socket)), inbox) : 1;
-    if (const Fd launcher = connect_to((folder / "socket").string()); !launcher) remove_job_files(folder);  // killed
+    if (!socket) {
+      remove_job_files(folder);  // the launcher was killed
+      return 1;
+    }
+    const Peer launcher(socket);
+    const int status = run_agent(settings, call, own, Channel(std::move(socket)), inbox);
+    if (launcher.is_ending() || !connect_to((folder / "socket").string())) remove_job_files(folder);
     return status;
   });
 }

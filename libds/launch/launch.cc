@@ -14,7 +14,6 @@
 #include <sys/prctl.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/un.h>
 #include <sys/wait.h>
 #include <termios.h>
 #include <unistd.h>
@@ -99,18 +98,6 @@ struct Rank {
   bool started = false, ended = false;
   bool vanished = false;  // its shim closed the connection without a word
 };
-
-Fd listen_at(const std::string& path) {
-  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  DS_CHECK(path.size() < sizeof address.sun_path, Errc::Config, "TMPDIR is too long for a socket: {}", path);
-  path.copy(address.sun_path, sizeof address.sun_path - 1);
-  const bool good = fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
-                    ::listen(fd.get(), SOMAXCONN) == 0;
-  DS_CHECK(good, Errc::Io, "cannot listen at {}: {}", path, system_reason(errno));
-  return fd;
-}
 
 Fd open_log(const std::string& folder, int rank) {
   const std::string path = fmt::format("{}/rank-{:05}.log", folder, rank);

@@ -17,6 +17,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <csignal>
 #include <ctime>
 #include <fstream>
@@ -26,6 +27,7 @@
 #include <utility>
 
 #include "base/limits.h"
+#include "base/process_stat.h"
 #include "base/thread.h"
 #include "comm/shared_file.h"
 
@@ -38,6 +40,10 @@ constexpr i64 kOpenMpiBytes = i64{16} << 20;
 constexpr i64 kOpenMpiRankBytes = i64{4} << 20;
 
 constexpr const char* kMemory = "/dev/shm";
+
+// Of a folder that others still use, or remove too.
+constexpr int kRemovals = 40;
+constexpr std::chrono::milliseconds kBetweenRemovals{25};
 
 bool is_executable_file(const fs::path& path) {
   std::error_code ignored;
@@ -210,8 +216,13 @@ PrivateFolder::PrivateFolder(const fs::path& base) {
 PrivateFolder::~PrivateFolder() { remove_job_files(path_); }
 
 void remove_job_files(const fs::path& folder) {
-  std::error_code ignored;
-  fs::remove_all(folder, ignored);
+  // Several may do so at once, and what mpirun still has in it comes and goes.
+  for (int tries = 0; tries < kRemovals && !folder.empty(); ++tries) {
+    std::error_code failed;
+    fs::remove_all(folder, failed);
+    if (!fs::exists(folder, failed)) break;
+    std::this_thread::sleep_for(kBetweenRemovals);
+  }
   remove_abandoned();
 }
 
@@ -221,6 +232,18 @@ Pipe make_pipe() {
   return {Fd(fds[0]), Fd(fds[1])};
 }
 
+Fd listen_at(const std::string& path) {
+  Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  DS_CHECK(path.size() < sizeof address.sun_path, Errc::Config, "TMPDIR is too long for a socket: {}", path);
+  path.copy(address.sun_path, sizeof address.sun_path - 1);
+  const bool good = fd && ::bind(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) == 0 &&
+                    ::listen(fd.get(), SOMAXCONN) == 0;
+  DS_CHECK(good, Errc::Io, "cannot listen at {}: {}", path, system_reason(errno));
+  return fd;
+}
+
 Fd connect_to(const std::string& path) {
   Fd fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
   sockaddr_un address{};
@@ -228,6 +251,20 @@ Fd connect_to(const std::string& path) {
   path.copy(address.sun_path, sizeof address.sun_path - 1);
   if (!fd || ::connect(fd.get(), reinterpret_cast<sockaddr*>(&address), sizeof address) != 0) return Fd();
   return fd;
+}
+
+Peer::Peer(const Fd& socket) {
+  ucred other{};
+  socklen_t size = sizeof other;
+  if (::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &other, &size) != 0 || other.pid <= 0) return;
+  pid_ = other.pid;
+  start_ = process_stat(pid_).start;
+}
+
+bool Peer::is_ending() const {
+  if (pid_ == 0) return false;
+  const ProcessStat now = process_stat(pid_);
+  return now.exiting || has_ended(now, start_);
 }
 
 pid_t spawn(const Spawn& what, int* error) {

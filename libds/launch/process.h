@@ -67,8 +67,22 @@ struct Pipe {
 };
 Pipe make_pipe();
 
-// A local socket: connects to it; no descriptor if nobody listens there.
+// A local socket that never blocks, and waits for connections. Throws Errc::Io, or Errc::Config where TMPDIR is too long.
+Fd listen_at(const std::string& path);
+// Connects to one; no descriptor if nobody listens there.
 Fd connect_to(const std::string& path);
+
+// The process at the other end of a local socket.
+class Peer {
+ public:
+  explicit Peer(const Fd& socket);  // connected
+  // True from the moment at which others can see that it has closed anything, though it may still listen then.
+  bool is_ending() const;
+
+ private:
+  i32 pid_ = 0;  // 0: unknown
+  u64 start_ = 0;
+};
 
 // fork and exec in a process group of its own, all signals at their defaults, the three streams as given; the child
 // gets `death_signal` when we die. Returns its pid. If exec fails the child's status is 127 or 126 and *error is set.
