@@ -54,6 +54,19 @@ std::string kind_of_content(const File& file) {
   return std::string(kind_of_content(bytes));
 }
 
+std::string_view kind_of_json(const Json& object) {
+  const auto says = [&](const char* key, std::string_view value) {
+    return object.contains(key) && object.at(key).is_string() && object.at(key).get_ref<const std::string&>() == value;
+  };
+  const auto has = [&](const char* key) { return object.contains(key); };
+  if (says("format", "libds-checkpoint")) return "the manifest of a checkpoint's step";
+  if (says("type", "run") && has("world_size")) return "the metrics of a run";
+  if (has("weight_map")) return "the index of a model in several safetensors files";
+  if (has("added_tokens") && has("pre_tokenizer")) return "a tokenizer";
+  if (has("tokenizer_class")) return "the configuration of a tokenizer";
+  return "";
+}
+
 std::string not_of_kind(const File& file, std::string_view wanted, std::string_view why) {
   const std::string kind = kind_of_content(file);
   const bool tells = !kind.empty() && kind != kBinaryData && kind != wanted;

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "base/file.h"
+#include "base/json.h"
 
 namespace ds {
 
@@ -15,6 +16,9 @@ inline constexpr std::string_view kBinaryData = "binary data";
 // few KiB suffice. Empty: it may be text.
 std::string_view kind_of_content(std::string_view first_bytes);
 std::string kind_of_content(const File& file);
+
+// What an object of JSON is that others write, as they write it: "a tokenizer"; empty: something else.
+std::string_view kind_of_json(const Json& object);
 
 // Why a file is not `wanted`, such as "an HDF5 file": "path: is a pickle, not an HDF5 file", or `why` where nothing is
 // known about it.

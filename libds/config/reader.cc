@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cmath>
 
+#include "base/content_kind.h"
 #include "base/file.h"
 #include "ds/nearest.h"
 
@@ -238,17 +239,26 @@ std::variant<std::string, Diagnostic> read_config_text(const std::string& path, 
 
 ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diagnostic>& diagnostics) {
   origins_[""] = {name, {}};
+  const auto is_another = [&](const Json& root) {
+    const std::string_view kind = root.is_object() ? kind_of_json(root) : "";
+    if (!kind.empty()) diagnostics.push_back({.source = name, .message = fmt::format("is {}, not a configuration", kind)});
+    return !kind.empty();
+  };
   try {
     JsonDocument document = parse_json(text, name);
     for (const auto& [path, place] : document.places) origins_[path] = {name, place};
+    if (is_another(document.root)) return;
     if (document.root.is_object()) {
       root_ = std::move(document.root);
     } else {
       diagnostics.push_back(at("", Errc::Config, "must be a JSON object, { ... }"));
     }
   } catch (const JsonError& e) {
-    diagnostics.push_back(
-        {.source = std::move(name), .line = e.place().line, .column = e.place().column, .message = e.message()});
+    try {  // a file of JSON in every line
+      if (e.place().line > 1 && is_another(parse_json(text.substr(0, text.find('\n')), name).root)) return;
+    } catch (const JsonError&) {
+    }
+    diagnostics.push_back({.source = name, .line = e.place().line, .column = e.place().column, .message = e.message()});
   }
 }
 

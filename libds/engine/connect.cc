@@ -95,6 +95,8 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
                 "every node, and room for what they share in its /dev/shm");
   DS_CHECK(comm->size() == ranks.world_size, Errc::Config,
            "MPI has {} ranks, the environment says {}: start with ds-launch", comm->size(), ranks.world_size);
+  DS_CHECK(comm->rank() == ranks.rank, Errc::Config,
+           "this is rank {} of MPI, and {} as the environment says: start with ds-launch", comm->rank(), ranks.rank);
   return comm;
 }
 

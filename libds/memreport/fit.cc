@@ -211,6 +211,11 @@ class Search {
   StepTime time_of(const Config& config) {
     return predict_time(config, options_.world, options_.device, hardware_, models_);
   }
+  // run(0) to run(n - 1), told as "what: so many of n".
+  void for_each(std::string_view what, size_t n, const std::function<void(size_t)>& run) const;
+  void tell(std::string_view what) const {
+    if (options_.on_progress) options_.on_progress(what);
+  }
   struct Tried {
     Keys keys;
     std::optional<Config> config;  // none: not legal
@@ -246,6 +251,16 @@ class Search {
   std::vector<Found> found_, near_;  // near_: to the source, which computes more again than it must
   std::atomic<i64> tried_ = 0;
 };
+
+void Search::for_each(std::string_view what, size_t n, const std::function<void(size_t)>& run) const {
+  std::mutex mutex;
+  size_t done = 0;
+  for_each_at_once(n, [&](size_t i) {
+    run(i);
+    const std::lock_guard lock(mutex);
+    tell(fmt::format("{}: {} of {}", what, ++done, n));
+  });
+}
 
 std::vector<Frame> Search::frames() const {
   const i64 ranks = options_.world.ranks, per_node = ranks / options_.world.nodes;
@@ -394,6 +409,7 @@ std::vector<Search::Found> Search::rescheduled(const Arrangement& a) {
   add({PipelineSchedule::ZeroBubbleH1, 1});
   for (i64 chunks = 2; chunks <= kMostChunks; ++chunks) add({PipelineSchedule::Interleaved, chunks});
   std::vector<std::optional<Found>> found(frames.size());
+  tell(fmt::format("schedules of {} stages", a.mesh.pp));
   for_each_at_once(frames.size(), [&](size_t i) { found[i] = try_one(frames[i], a.micro, a.recompute); });
   std::vector<Found> fitting;
   for (auto& f : found) {
@@ -597,20 +613,20 @@ LargestModel Search::largest_of_all() {
     std::ranges::stable_sort(candidates, std::greater(), &Candidate::layers);
     if (candidates.size() > most) candidates.resize(most);
   };
-  for_each_at_once(candidates.size(), [&](size_t i) {
+  for_each("the largest model of all", candidates.size(), [&](size_t i) {
     const i64 pp = candidates[i].config.pipeline.stages;
     guess(candidates[i], 2 * pp, 4 * pp);
   });
   keep_best(4 * kMostCandidates);
-  for_each_at_once(candidates.size(), [&](size_t i) {
+  for_each("the largest model of all, closer", candidates.size(), [&](size_t i) {
     Candidate& c = candidates[i];
     const i64 pp = c.config.pipeline.stages, layers = static_cast<i64>(c.layers) / pp * pp;
     if (layers > 4 * pp) guess(c, layers / 2, layers);
   });
   keep_best(kMostCandidates);
   std::vector<LargestModel> largest(candidates.size());
-  for_each_at_once(candidates.size(),
-                   [&](size_t i) { largest[i] = largest_model(candidates[i].config, std::move(candidates[i].keys)); });
+  for_each("the largest model of all, exactly", candidates.size(),
+           [&](size_t i) { largest[i] = largest_model(candidates[i].config, std::move(candidates[i].keys)); });
   if (largest.empty()) return {};
   return *std::ranges::max_element(largest, {}, &LargestModel::layers);
 }
@@ -626,10 +642,13 @@ FitResult Search::run() {
     if (d.severity == Severity::Error) result.why_not.push_back(fmt::format("{}: {}", d.key, d.message));
   }
   const std::vector<Frame> all = frames();
-  for_each_at_once(all.size(), [&](size_t i) { try_frame(all[i]); });
+  for_each("arrangements", all.size(), [&](size_t i) { try_frame(all[i]); });
+  tell("the fastest of them");
   list_fastest(result);
+  tell("the nearest to the present one");
   if (!result.present_fits) result.nearest = nearest_to_present();
   if (!result.fitting.empty()) {
+    tell("the largest model so arranged");
     const Arrangement& best = result.fitting.front();
     result.largest_micro = largest_micro(best);
     result.largest = largest_model(*read(best.keys), best.keys);

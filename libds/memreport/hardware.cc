@@ -137,6 +137,12 @@ StepTime extended(const StepTime& a, const StepTime& b, double times) {
     const auto in_a = a.messages_s.find(name);
     t.messages_s[name] = at(in_a == a.messages_s.end() ? 0 : in_a->second, seconds);
   }
+  for (const auto& [name, op] : b.ops) {
+    const auto in_a = a.ops.find(name);
+    const OpTime less = in_a == a.ops.end() ? OpTime() : in_a->second;
+    t.ops[name] = {op.calls + (op.calls - less.calls) * static_cast<i64>(times), at(less.flops, op.flops),
+                   at(less.bytes, op.bytes), at(less.seconds, op.seconds)};
+  }
   // Quotients: their dividends grow evenly.
   const auto ratio = [&](double StepTime::*r, double StepTime::*by) {
     return t.*by > 0 ? at(a.*r * a.*by, b.*r * b.*by) / (t.*by) : 0;
@@ -188,6 +194,9 @@ std::string text(const StepTime& t) {
 }
 
 std::string json(const StepTime& t) {
+  Json ops = Json::object();
+  for (const auto& [name, op] : t.ops)
+    ops[name] = {{"calls", op.calls}, {"flops", op.flops}, {"bytes", op.bytes}, {"seconds", op.seconds}};
   return Json({{"step_s", t.step_s},
                {"pipeline_s", t.pipeline_s},
                {"compute_s", t.compute_s},
@@ -201,7 +210,8 @@ std::string json(const StepTime& t) {
                {"bubble_fraction", t.bubble_fraction},
                {"tokens_per_s", t.tokens_per_s},
                {"mfu", t.mfu},
-               {"messages_s", t.messages_s}})
+               {"messages_s", t.messages_s},
+               {"ops", ops}})
       .dump();
 }
 

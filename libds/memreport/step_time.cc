@@ -187,9 +187,27 @@ StepTime finished(StepTime step, const model::Model& model, const report::RunPla
   return step;
 }
 
+size_t busiest_of(const std::vector<StageTime>& times) {
+  return static_cast<size_t>(std::ranges::max_element(times, {}, &StageTime::busy) - times.begin());
+}
+
+std::map<std::string, OpTime> ops_of(const report::StepWork& work, const Machine& machine) {
+  std::map<std::string, OpTime> ops;
+  const report::OpTally all = work.total();
+  for (const auto& [call, n] : all.calls()) {
+    const double times = static_cast<double>(n);
+    OpTime& op = ops[std::string(call.op)];
+    op.calls += n;
+    op.flops += times * static_cast<double>(call.flops);
+    op.bytes += times * static_cast<double>(call.bytes);
+    op.seconds += times * machine.seconds(call);
+  }
+  return ops;
+}
+
 // Of stages that are never idle.
 StepTime busy_step(const std::vector<StageTime>& times) {
-  const StageTime& busiest = *std::ranges::max_element(times, {}, &StageTime::busy);
+  const StageTime& busiest = times[busiest_of(times)];
   StepTime step;
   step.pipeline_s = busiest.busy();
   step.compute_s = busiest.compute;
@@ -218,6 +236,7 @@ StepTime predict_step(const model::Model& model, std::span<const StageWork> stag
   }
   const pipeline::Timeline timeline = pipeline::simulate(schedules, blocks);
   StepTime step = busy_step(times);
+  step.ops = ops_of(*stages[busiest_of(times)].work, machine);
   step.pipeline_s = timeline.makespan;
   step.bubble_fraction = timeline.bubble_fraction();
   return finished(std::move(step), model, *stages[0].plan, machine, times);

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <chrono>
 #include <cstdio>
@@ -57,7 +58,9 @@ int rank_threads(int local_world_size) {
     const auto [end, error] = std::from_chars(value.begin(), value.end(), threads);
     const bool is_first = end == value.end() || *end == ',';  // OpenMP: a number for each level of nesting
     if (error == std::errc() && is_first && threads >= 1 && threads <= kMost) return threads;
-    log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is no number of threads; ignored", text));
+    static std::atomic<bool> told = false;
+    if (!told.exchange(true))
+      log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is no number of threads; ignored", text));
   }
   return core_share(num_cores(), narrow<int>(::sysconf(_SC_NPROCESSORS_ONLN)), local_world_size);
 }

@@ -40,6 +40,7 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
       for (size_t r = 0; r < units[u].size(); ++r) {
         if (persistent[r] != want) continue;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
+        s.numel = align_up(s.numel, kRowAlignment);
         layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
         s.numel += std::max(n, units[u][r].room);
         place.numel += n;
@@ -78,7 +79,7 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v2 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
 }
 
 }  // namespace ds::zero

@@ -5,8 +5,8 @@
 // Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
 // A unit (a layer, or the matrix that two layers share) is what is gathered and reduced as one. Its rows lie one after
-// the other in one or two segments; a segment is padded to P * 128 elements and cut in P equal slices, slice r owned by
-// rank r:
+// the other in one or two segments, each at a multiple of 8 elements; a segment is padded to P * 128 elements and cut in
+// P equal slices, slice r owned by rank r:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
@@ -26,6 +26,10 @@
 namespace ds::zero {
 
 inline constexpr i64 kSliceAlignment = 128;  // elements: whole SIMD registers, 512-byte direct I/O for fp32
+
+// Elements at which rows begin: 16 bytes in 16 bit, which a GPU's products want of their operands. Which of them is
+// chosen, and so the bits of a loss, does not depend on which rows stand before one, nor on how many ranks there are.
+inline constexpr i64 kRowAlignment = 8;
 
 // Which states are cut in P shards: the ZeRO table.
 struct StageRow {
@@ -48,7 +52,7 @@ struct Segment {
   i64 unit = 0;
   bool persistent = false;
   i64 offset = 0;        // in the unit's buffer, elements
-  i64 numel = 0;         // without padding
+  i64 numel = 0;         // up to the end of the last row
   i64 slice = 0;         // elements per rank
   i64 shard_offset = 0;  // of this segment in the shard arrays, elements
 };
@@ -109,7 +113,7 @@ class Layout {
   // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
   std::vector<Piece> held_pieces(int rank) const;
 
-  // Names this layout in checkpoints, e.g. "unit-slices/v2 ranks=4 stage=3 align=128".
+  // Names this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128".
   std::string id() const;
 
  private:

@@ -203,6 +203,14 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
   [[ ! -e none.json ]]
 }
 
+@test "--fit shows on a terminal what it looks at" {
+  local -a search=("$DS_SOURCE/configs/gpu/gpt2-774m.json" -n 64 --batch 64 --gpu h100 --fit 80GiB --output fit.txt)
+  run -0 script -qec "$(printf '%q ' "$DS_BIN/ds-memreport" "${search[@]}")" /dev/null </dev/null
+  assert_output --regexp $'\r''arrangements: [0-9]+ of [0-9]+'
+  run -0 ds-memreport "${search[@]}"
+  assert_output ""
+}
+
 @test "--fit rearranges what cannot be on these ranks, and says why it cannot" {
   refuses 2 "cannot be shared" cfg.json -n 3 --device cpu
   run -0 ds-memreport cfg.json -n 3 --device cpu --gpu h100 --fit 1GiB --write three.json --plot -

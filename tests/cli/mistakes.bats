@@ -107,6 +107,20 @@ refuses() {
   assert_equal "$(grep -c '^ds-train.*error: ' <<<"$stderr")" 1
 }
 
+@test "a file of JSON that is something else is called by its name" {
+  cp "$DS_SOURCE/tests/golden/checkpoint-v2/step-00000003/manifest.json" manifest.json
+  printf '{"type":"run","step":0,"world_size":1}\n{"step":1,"loss":5.5}\n' >metrics.jsonl
+  printf '{"version":"1.0","added_tokens":[],"pre_tokenizer":null,"model":{"type":"BPE"}}' >tokenizer.json
+  printf '{"metadata":{},"weight_map":{}}' >index.json
+  refuses 2 "manifest.json: is the manifest of a checkpoint's step, not a configuration" manifest.json
+  refuses 2 "metrics.jsonl: is the metrics of a run, not a configuration" metrics.jsonl
+  refuses 2 "tokenizer.json: is a tokenizer, not a configuration" tokenizer.json
+  refuses 2 "index.json: is the index of a model in several safetensors files, not a configuration" index.json
+  [[ $stderr != *$'\n'*error* ]]
+  run -2 --separate-stderr "$DS_BIN/ds-memreport" tokenizer.json
+  [[ $stderr == *"tokenizer.json: is a tokenizer"* ]] || fail "$stderr"
+}
+
 @test "a key with a control character is shown escaped, and hides no other mistake" {
   printf '{"a\\u0000b": 1, "c\\nd": 2, "stepz": 3}' >cfg.json
   run -2 --separate-stderr ds-train cfg.json
@@ -124,6 +138,19 @@ refuses() {
   OMPI_COMM_WORLD_SIZE=2 refuses 2 "start them with ds-launch -n 2" cfg.json
   OMPI_COMM_WORLD_SIZE=1 run -0 ds-train cfg.json
   OMPI_COMM_WORLD_SIZE=2 WORLD_SIZE=1 run -0 ds-train cfg.json --check
+}
+
+@test "ranks that are others to MPI than to the environment are a mistake of the start" {
+  RANK=0 LOCAL_RANK=1 WORLD_SIZE=2 refuses 2 "RANK 0 and LOCAL_RANK 1 do not fit WORLD_SIZE 2" cfg.json
+  # shellcheck disable=SC2016
+  local turned='export RANK=$((1 - RANK)) LOCAL_RANK=$((1 - RANK)); exec "$@" --set communication.backend=mpi'
+  run -2 ds-launch -n 2 sh -c "$turned" sh ds-train cfg.json
+  assert_line --regexp "this is rank [01] of MPI, and [01] as the environment says: start with ds-launch"
+}
+
+@test "a number of threads that is none is told once" {
+  OMP_NUM_THREADS=many run -0 --separate-stderr ds-train cfg.json
+  assert_equal "$(grep -c 'OMP_NUM_THREADS: "many" is no number of threads; ignored' <<<"$stderr")" 1
 }
 
 @test "a run that keeps nothing says so" {

@@ -221,7 +221,12 @@ TEST(Fit, KnowsWhetherThePresentFitsAndWhatWould) {
   const Prediction p = predict(source().config.config, {.ranks = 8, .nodes = 2}, DeviceKind::Cuda);
   const i64 needed = p.worst_group().device_bytes;
   EXPECT_TRUE(fit(source(), options(needed, 1), kHardware).present_fits);
-  const FitResult r = fit(source(), options(needed - 1, 1), kHardware);
+  FitOptions watched = options(needed - 1, 1);
+  std::vector<std::string> told;
+  watched.on_progress = [&](std::string_view what) { told.emplace_back(what); };
+  const FitResult r = fit(source(), watched, kHardware);
+  EXPECT_THAT(told, ::testing::IsSupersetOf({"the fastest of them", "the nearest to the present one"}));
+  EXPECT_TRUE(told.front().starts_with("arrangements: 1 of ")) << told.front();
   EXPECT_FALSE(r.present_fits);
   ASSERT_TRUE(r.present);
   EXPECT_EQ(r.present->device_bytes, needed);
@@ -270,6 +275,11 @@ TEST(Hardware, StepsOfAnyLength) {
       EXPECT_NEAR(far.step_s, last.step_s + 20000 * slope, 1e-4 * far.step_s);
       EXPECT_NEAR(far.pipeline_s + far.communication_s + far.optimizer_s + far.publish_s, far.step_s,
                   1e-9 * far.step_s);
+      for (const auto& [name, op] : next.ops) {
+        const OpTime &earlier = last.ops.at(name), &first = before.ops.at(name);
+        EXPECT_EQ(op.calls - earlier.calls, earlier.calls - first.calls) << name;
+        EXPECT_NEAR(op.seconds, earlier.seconds + (earlier.seconds - first.seconds), 1e-9 * op.seconds) << name;
+      }
       EXPECT_NEAR(next.bubble_fraction, last.bubble_fraction, 0.01 * last.bubble_fraction);
       EXPECT_NEAR(next.tokens_per_s * next.step_s, last.tokens_per_s * last.step_s / 4096 * 4100, 1e-6);
       EXPECT_NEAR(next.mfu * next.step_s, last.mfu * last.step_s / 4096 * 4100, 1e-9);

@@ -144,6 +144,16 @@ TEST(StepTime, OfOneRankIsTheRooflineSum) {
     EXPECT_EQ(t.bubble_fraction, 0);
     EXPECT_NEAR(t.pipeline_s, t.compute_s, 1e-12 * sum);
     EXPECT_NEAR(t.pipeline_s + t.communication_s + t.optimizer_s, t.step_s, 1e-12 * sum);
+    memreport::OpTime ops;
+    for (const auto& [name, op] : t.ops) {
+      ops.calls += op.calls;
+      ops.flops += op.flops;
+      ops.seconds += op.seconds;
+    }
+    EXPECT_NEAR(ops.seconds, t.compute_s + t.optimizer_s, 1e-12 * sum);
+    EXPECT_EQ(ops.calls, p.works[0].total().total().calls);
+    EXPECT_EQ(ops.flops, p.works[0].total().total().flops);
+    EXPECT_EQ(t.ops.at("adamw").calls, 1);
     EXPECT_NEAR(t.tokens_per_s * t.step_s, 2 * 3 * 13, 1e-9);
     EXPECT_NEAR(t.mfu, p.models[0].flops_per_token(13) * 2 * 3 * 13 / (t.step_s * 3e9), 1e-9);
   }

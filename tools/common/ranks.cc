@@ -47,6 +47,11 @@ RankInfo ranks_of_environment() {
     throw Error(Errc::Config, fmt::format("environment: LOCAL_RANK {} and LOCAL_WORLD_SIZE {} do not fit WORLD_SIZE {}",
                                           r.local_rank, r.local_world_size, r.world_size));
   }
+  if (r.local_rank > r.rank || r.rank - r.local_rank > r.world_size - r.local_world_size) {
+    throw Error(Errc::Config, fmt::format("environment: RANK {} and LOCAL_RANK {} do not fit WORLD_SIZE {} and "
+                                          "LOCAL_WORLD_SIZE {}: the ranks of a node have consecutive numbers",
+                                          r.rank, r.local_rank, r.world_size, r.local_world_size));
+  }
   return r;
 }
 

@@ -3,6 +3,7 @@
 // What a run needs, before it starts: memory of each rank by tag, traffic, work. The numbers are those of the plan that
 // the engine allocates and communicates by (report/run_plan).
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -88,6 +89,12 @@ struct Prediction {
 DS_API Prediction predict(const Config& config, const World& world, DeviceKind device);
 
 // Seconds of a training step, by what takes them (memreport/step_time.h).
+// What the calls of an op take together, each the longest of its FLOPs, its bytes and its start.
+struct OpTime {
+  i64 calls = 0;
+  double flops = 0, bytes = 0, seconds = 0;
+};
+
 struct StepTime {
   // Of the stage that takes longest, summed over its micro-batches.
   double compute_s = 0;                 // ops of its passes, of gradients too
@@ -106,6 +113,9 @@ struct StepTime {
   double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
   // By "axis.collective", all of it of that stage, hidden or not.
   std::map<std::string, double> messages_s;
+  // By the name of an op, of one rank of that stage: its passes, its gradients and its optimizer. What is summed on the
+  // way of a reduction is communication.
+  std::map<std::string, OpTime> ops;
 };
 
 // How fast the parts of a machine are: as measured, or as data sheets have it. Copies share one value.
@@ -165,6 +175,8 @@ struct FitOptions {
   i64 memory = 0;       // bytes that a rank has
   i64 host_memory = 0;  // bytes that a node has; 0: enough
   size_t most = 10;     // arrangements
+  // What is being looked at, as a search of many ranks and layers may take a minute; by one thread at a time.
+  std::function<void(std::string_view)> on_progress = {};
 };
 // A model of more layers of the same width, 2048 at most.
 struct LargestModel {
