@@ -8,14 +8,16 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <charconv>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <fstream>
 #include <limits>
+#include <mutex>
 #include <optional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "ds/log.h"
@@ -58,8 +60,10 @@ int rank_threads(int local_world_size) {
     const auto [end, error] = std::from_chars(value.begin(), value.end(), threads);
     const bool is_first = end == value.end() || *end == ',';  // OpenMP: a number for each level of nesting
     if (error == std::errc() && is_first && threads >= 1 && threads <= kMost) return threads;
-    static std::atomic<bool> told = false;
-    if (!told.exchange(true))
+    static std::mutex mutex;
+    static std::string told;
+    const std::lock_guard lock(mutex);
+    if (std::exchange(told, value) != value)
       log_message(LogLevel::Warning, fmt::format("OMP_NUM_THREADS: \"{}\" is no number of threads; ignored", text));
   }
   return core_share(num_cores(), narrow<int>(::sysconf(_SC_NPROCESSORS_ONLN)), local_world_size);

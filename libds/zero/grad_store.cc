@@ -120,6 +120,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
 
   for (size_t u = 0; u < rows.size(); ++u) {
     const UnitPlace& unit = layout.units()[u];
+    gaps_.push_back(layout.gaps_of(static_cast<i64>(u)));
     std::vector<TensorView>& views = views_.emplace_back();
     for (size_t r = 0; r < rows[u].size(); ++r) {
       const RowPlace& place = layout.rows()[static_cast<size_t>(unit.first_param) + r];
@@ -141,13 +142,21 @@ float* GradStore::element(i64 segment, i64 first) const noexcept {
   return accum_.as<float>().data() + base + first - held;
 }
 
+void GradStore::zero_gaps(i64 unit) {
+  const size_t u = static_cast<size_t>(unit);
+  const i64 bytes = dtype_bytes(options_.wire);
+  for (const auto& [first, count] : gaps_[u])
+    device_.zero(static_cast<char*>(fresh_.data()) + (unit_base_[u] + first) * bytes, count * bytes);
+}
+
 std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[static_cast<size_t>(unit)]);
   if (unit == buckets_[bucket].units.front()) {
     tickets_[slot_[bucket]].wait();
     if (layout_.states().shard_grads) {
-      // The slot held other units before: the padding between segments must be zero, as it is in fresh memory.
+      // The slot held other units before: the padding between rows and segments must be zero, as in fresh memory.
       for (const i64 u : buckets_[bucket].units) {
+        zero_gaps(u);
         for (const Segment& s : layout_.segments_of(u)) {
           const i64 at = unit_base_[static_cast<size_t>(u)] + s.offset + s.numel,
                     pad = s.slice * layout_.num_ranks() - s.numel;
@@ -172,6 +181,7 @@ void GradStore::commit(i64 unit) {
                 TensorView::of(staging_.as<float>().data() + staging_base_[u] + s.offset, DType::F32, {s.numel}),
                 stream_);
     }
+    zero_gaps(unit);  // others' gradients were staged there
   }
   const UnitPlace& place = layout_.units()[u];
   if (options_.accumulates_locally() && place.num_segments > 0) {

@@ -58,6 +58,25 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
   return layout;
 }
 
+std::vector<Layout::Range> Layout::gaps_of(i64 unit) const {
+  const size_t u = static_cast<size_t>(unit), first = static_cast<size_t>(units_[u].first_param),
+               last = u + 1 < units_.size() ? static_cast<size_t>(units_[u + 1].first_param) : rows_.size();
+  std::vector<Range> gaps;
+  for (const Segment& s : segments_of(unit)) {
+    i64 end = 0;
+    const auto up_to = [&](i64 begin) {
+      if (begin > end) gaps.push_back({s.offset + end, begin - end});
+    };
+    for (const RowPlace& row : std::span(rows_).subspan(first, last - first)) {
+      if (row.segment != &s - segments_.data()) continue;
+      up_to(row.offset);
+      end = row.offset + row.numel;
+    }
+    up_to(s.numel);
+  }
+  return gaps;
+}
+
 std::vector<Piece> Layout::pieces(int rank, bool whole) const {
   std::vector<Piece> result;
   for (const RowPlace& row : rows_) {

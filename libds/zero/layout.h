@@ -107,6 +107,9 @@ class Layout {
     if (!states().shard_optimizer) return {0, s.slice * num_ranks()};
     return {s.slice * rank, s.slice};
   }
+  // Between the rows of a unit, in its buffer, the padding of its segments left out: where a row's length is no multiple
+  // of 8, or it has room for a longer one.
+  std::vector<Range> gaps_of(i64 unit) const;
   // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
   // in exactly one piece of one rank.
   std::vector<Piece> owned_pieces(int rank) const;

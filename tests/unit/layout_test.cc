@@ -165,6 +165,23 @@ TEST(Layout, IsThePicture) {
     EXPECT_EQ(layout.num_params(), elements);
     EXPECT_EQ(layout.shard_elems(), shard_elems);
 
+    // Rows, gaps and the padding of segments fill a unit's buffer.
+    for (size_t u = 0; u < units.size(); ++u) {
+      std::vector<int> times(static_cast<size_t>(layout.units()[u].padded), 0);
+      const auto mark = [&](i64 first, i64 count) {
+        EXPECT_GT(count, 0);
+        for (i64 i = 0; i < count; ++i) ++times.at(static_cast<size_t>(first + i));
+      };
+      for (const auto& [first, count] : layout.gaps_of(static_cast<i64>(u))) mark(first, count);
+      for (const Segment& s : layout.segments_of(static_cast<i64>(u))) {
+        if (s.slice * P > s.numel) mark(s.offset + s.numel, s.slice * P - s.numel);
+        for (const RowPlace& row : layout.rows()) {
+          if (row.segment == &s - layout.segments().data()) mark(s.offset + row.offset, row.numel);
+        }
+      }
+      EXPECT_EQ(std::ranges::count(times, 1), std::ssize(times)) << "unit " << u;
+    }
+
     std::map<i64, i64> all;
     for (const auto& of_rank : owned) all.insert(of_rank.begin(), of_rank.end());
     for (int rank = 0; rank < P; ++rank) {
