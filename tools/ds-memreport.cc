@@ -138,19 +138,12 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
     return text.empty() ? 0 : tools::parse_bytes(option, text);
   };
   tools::ProgressLine line;
-  auto shown = std::chrono::steady_clock::now();
-  const auto progress = [&](std::string_view what) {
-    const auto now = std::chrono::steady_clock::now();
-    if (now - shown < std::chrono::milliseconds(200)) return;
-    shown = now;
-    line.show(what);
-  };
   const memreport::FitOptions options{.world = world,
                                       .device = device,
                                       .memory = bytes("--fit", a.fit),
                                       .host_memory = bytes("--node-memory", a.node_memory),
                                       .most = static_cast<size_t>(a.most),
-                                      .on_progress = progress};
+                                      .on_progress = line.hook()};
   if (!hardware) throw Error(Errc::Config, "--fit ranks by time: give --machine, --gpu or --peak");
   const memreport::FitResult fit = memreport::fit(source, options, *hardware);
   const bool shows = files.config || files.picture || files.drawn || a.explain;

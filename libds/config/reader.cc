@@ -241,7 +241,8 @@ ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diag
   origins_[""] = {name, {}};
   const auto is_another = [&](const Json& root) {
     const std::string_view kind = root.is_object() ? kind_of_json(root) : "";
-    if (!kind.empty()) diagnostics.push_back({.source = name, .message = fmt::format("is {}, not a configuration", kind)});
+    if (!kind.empty())
+      diagnostics.push_back({.source = name, .message = fmt::format("is {}, not a configuration", kind)});
     return !kind.empty();
   };
   try {

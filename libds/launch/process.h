@@ -67,7 +67,8 @@ struct Pipe {
 };
 Pipe make_pipe();
 
-// A local socket that never blocks, and waits for connections. Throws Errc::Io, or Errc::Config where TMPDIR is too long.
+// A local socket that never blocks, and waits for connections. Throws Errc::Io, or Errc::Config where TMPDIR is too
+// long.
 Fd listen_at(const std::string& path);
 // Connects to one; no descriptor if nobody listens there.
 Fd connect_to(const std::string& path);

@@ -85,10 +85,10 @@ class GradStore {
   std::vector<Ticket> tickets_;
   void zero_gaps(i64 unit);
 
-  std::vector<i64> unit_bucket_, unit_base_;  // per unit; base in fresh_
+  std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_
   std::vector<std::vector<Layout::Range>> gaps_;  // per unit: Layout::gaps_of
-  std::vector<i64> staging_base_;             // per unit
-  std::vector<i64> accum_base_;               // per segment, elements in accum_
+  std::vector<i64> staging_base_;                 // per unit
+  std::vector<i64> accum_base_;                   // per segment, elements in accum_
   std::vector<std::vector<TensorView>> views_;
   std::vector<ReduceScatterSegment> segments_;  // scratch
   std::vector<AllGatherSegment> gathered_;      // scratch

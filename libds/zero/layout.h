@@ -5,8 +5,8 @@
 // Memory Optimizations Toward Training Trillion Parameter Models" (SC'20).
 //
 // A unit (a layer, or the matrix that two layers share) is what is gathered and reduced as one. Its rows lie one after
-// the other in one or two segments, each at a multiple of 8 elements; a segment is padded to P * 128 elements and cut in
-// P equal slices, slice r owned by rank r:
+// the other in one or two segments, each at a multiple of 8 elements; a segment is padded to P * 128 elements and cut
+// in P equal slices, slice r owned by rank r:
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
@@ -107,8 +107,8 @@ class Layout {
     if (!states().shard_optimizer) return {0, s.slice * num_ranks()};
     return {s.slice * rank, s.slice};
   }
-  // Between the rows of a unit, in its buffer, the padding of its segments left out: where a row's length is no multiple
-  // of 8, or it has room for a longer one.
+  // Between the rows of a unit, in its buffer, the padding of its segments left out: where a row's length is no
+  // multiple of 8, or it has room for a longer one.
   std::vector<Range> gaps_of(i64 unit) const;
   // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
   // in exactly one piece of one rank.

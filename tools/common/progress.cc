@@ -32,6 +32,15 @@ void ProgressLine::show(std::string_view line) {
   drawn = true;
 }
 
+std::function<void(std::string_view)> ProgressLine::hook() {
+  return [this](std::string_view line) {
+    const auto now = std::chrono::steady_clock::now();
+    if (now - shown_ < std::chrono::milliseconds(200)) return;
+    shown_ = now;
+    show(line);
+  };
+}
+
 std::string duration(double seconds) {
   const auto t = static_cast<i64>(seconds);
   return t >= 3600 ? fmt::format("{}h{:02}m", t / 3600, t / 60 % 60) : fmt::format("{}m{:02}s", t / 60, t % 60);

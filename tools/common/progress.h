@@ -3,6 +3,8 @@
 // One line on the terminal of stderr, drawn over itself; nothing at all where stderr is not a terminal, or with
 // --quiet. Messages and results take it away before they are written.
 
+#include <chrono>
+#include <functional>
 #include <string>
 #include <string_view>
 
@@ -18,9 +20,12 @@ class ProgressLine {
   ProgressLine& operator=(const ProgressLine&) = delete;
 
   void show(std::string_view line);
+  // Shows what it is given, five times a second at most, and nothing that is done before. The line must outlive it.
+  std::function<void(std::string_view)> hook();
 
  private:
   int columns_;
+  std::chrono::steady_clock::time_point shown_ = std::chrono::steady_clock::now();
 };
 
 // "2m05s", "3h20m".
