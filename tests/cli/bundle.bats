@@ -68,6 +68,28 @@ needs_root() {
   rm sum
 }
 
+@test "nothing is in it that nothing asks for" {
+  cd "$ROOT$BUNDLE"
+  local spare='' needed file
+  needed=$(for file in bin/* libexec/* lib/*.so* lib/plugins/*/*.so tests/bin/*; do
+    readelf -d "$file" 2>/dev/null || true
+  done | sed -n 's/.*(NEEDED).*\[\(.*\)\]/\1/p' | sort -u)
+  for file in lib/*.so*; do # libds_cuda.so is opened by its name
+    grep -qxF "$(basename "$(readelf -d "$file" | sed -n 's/.*(SONAME).*\[\(.*\)\]/\1/p')")" <<<"$needed" ||
+      [[ $file == lib/libds_cuda.so ]] || spare+=" $file"
+  done
+  if [[ -n $TESTS ]]; then
+    for file in tests/bin/* tests/bench/gpu/*; do # what parts run, or what that reads
+      grep -qE "\b${file##*/}\b|\bimport $(basename "$file" .py)\b" tests/gpu-check tests/run-gpu tests/bench/gpu/* ||
+        spare+=" $file"
+    done
+    for file in tests/golden/*/; do
+      grep -q "\"$(basename "$file")\"" "$DS_SOURCE"/tests/parity/*.cc || spare+=" $file"
+    done
+  fi
+  assert_equal "$spare" ''
+}
+
 @test "training, shm and mpi, and merging in a bare root give the losses of the build" {
   needs_root
   cp cfg.json text.txt "$ROOT/tmp/"
