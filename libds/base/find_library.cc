@@ -45,6 +45,7 @@ LibrarySurroundings LibrarySurroundings::of_this_process() {
           .path = variable("PATH"),
           .cuda_home = variable("CUDA_HOME"),
           .venv = variable("VIRTUAL_ENV"),
+          .conda = variable("CONDA_PREFIX"),
           .home = variable("HOME")};
 }
 
@@ -72,11 +73,20 @@ std::vector<std::string> library_folders(const LibrarySurroundings& s) {
   add_toolkit(s.root + "/usr/local/cuda");
   for (const fs::path& toolkit : subfolders(s.root + "/usr/local", "cuda-")) add_toolkit(toolkit);
   if (!s.venv.empty()) add_pythons(s.root + s.venv);
+  if (!s.conda.empty()) {
+    add_pythons(s.root + s.conda);
+    add_toolkit(s.root + s.conda);  // its own packages lie as a toolkit's do
+  }
   for (size_t begin = 0; begin < s.path.size();) {
     const size_t end = std::min(s.path.find(':', begin), s.path.size());
     const fs::path bin = s.root + s.path.substr(begin, end - begin);
     std::error_code error;
-    if (bin.is_absolute() && fs::exists(bin / "python3", error)) add_pythons(bin.parent_path());
+    if (bin.is_absolute() && fs::exists(bin / "python3", error)) {
+      add_pythons(bin.parent_path());
+      // Another prefix's, by a link.
+      const fs::path python = fs::canonical(bin / "python3", error);
+      if (!error) add_pythons(python.parent_path().parent_path());
+    }
     begin = end + 1;
   }
   if (!s.home.empty()) add_pythons(s.root + s.home + "/.local");
@@ -95,17 +105,26 @@ std::vector<std::string> library_candidates(std::string_view soname, const std::
   return files;
 }
 
-OpenedLibrary open_library(const std::vector<std::string>& candidates) {
+OpenedLibrary open_library(const std::vector<std::string>& candidates,
+                           const std::function<std::string(void*)>& refusal) {
   OpenedLibrary library;
+  const auto refuse = [&](const std::string& why) { library.error += (library.error.empty() ? "" : "; ") + why; };
   for (const std::string& candidate : candidates) {
-    library.handle = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
-    if (library.handle == nullptr) {
+    void* handle = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (handle == nullptr) {
       const char* why = dlerror();
-      library.error += (library.error.empty() ? "" : "; ") + (why != nullptr ? std::string(why) : candidate);
+      refuse(why != nullptr ? why : candidate);
       continue;
     }
-    library.file = file_of(library.handle);
-    if (library.file.empty()) library.file = candidate;
+    std::string file = file_of(handle);
+    if (file.empty()) file = candidate;
+    if (const std::string why = refusal ? refusal(handle) : ""; !why.empty()) {
+      refuse(file + " " + why);
+      dlclose(handle);
+      continue;
+    }
+    library.handle = handle;
+    library.file = file;
     library.error.clear();
     break;
   }

@@ -4,6 +4,7 @@
 // (LD_LIBRARY_PATH, a program's own path, ldconfig's list), in the folders of a CUDA toolkit, or in the packages that
 // pip installs (nvidia/*/lib in a site-packages), as on machines where Python is what brought them.
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,8 +13,8 @@ namespace ds {
 
 // What the search depends on.
 struct LibrarySurroundings {
-  std::string root;                         // in front of absolute paths, for tests
-  std::string path, cuda_home, venv, home;  // PATH, CUDA_HOME, VIRTUAL_ENV, HOME
+  std::string root;                                // in front of absolute paths, for tests
+  std::string path, cuda_home, venv, conda, home;  // PATH, CUDA_HOME, VIRTUAL_ENV, CONDA_PREFIX, HOME
   static LibrarySurroundings of_this_process();
 };
 
@@ -28,8 +29,9 @@ struct OpenedLibrary {
   std::string file;   // where it is; empty: there is none
   std::string error;  // why there is none: one reason for each file that was tried
 };
-// The first candidate that loads.
-OpenedLibrary open_library(const std::vector<std::string>& candidates);
+// The first candidate that loads and that serves: `refusal` says why an opened one does not, or nothing.
+OpenedLibrary open_library(const std::vector<std::string>& candidates,
+                           const std::function<std::string(void* handle)>& refusal = {});
 
 // The file of an open library whose name begins so; empty: none is.
 std::string file_of_open_library(std::string_view name);

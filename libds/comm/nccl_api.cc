@@ -17,36 +17,40 @@ Api load() {
   const std::vector<std::string> candidates =
       named != nullptr ? std::vector<std::string>{named}
                        : library_candidates("libnccl.so.2", library_folders(LibrarySurroundings::of_this_process()));
-  const OpenedLibrary opened = open_library(candidates);  // never closed: it has threads of its own
-  void* const library = opened.handle;
-  DS_CHECK(library != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,
-           named != nullptr ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
-  const char* const file = named != nullptr ? named : opened.file.c_str();
   Api api{};
-  const auto resolve = [&](auto& entry, const char* name) {
-    entry = reinterpret_cast<std::remove_reference_t<decltype(entry)>>(dlsym(library, name));
-    DS_CHECK(entry != nullptr, Errc::Unavailable, "{} has no {}: libds needs NCCL 2.14 or later", file, name);
-  };
-  resolve(api.GetVersion, "ncclGetVersion");
-  resolve(api.GetUniqueId, "ncclGetUniqueId");
-  resolve(api.GetErrorString, "ncclGetErrorString");
-  resolve(api.GetLastError, "ncclGetLastError");
-  resolve(api.CommInitRankConfig, "ncclCommInitRankConfig");
-  resolve(api.CommGetAsyncError, "ncclCommGetAsyncError");
-  resolve(api.CommFinalize, "ncclCommFinalize");
-  resolve(api.CommDestroy, "ncclCommDestroy");
-  resolve(api.CommAbort, "ncclCommAbort");
-  resolve(api.GroupStart, "ncclGroupStart");
-  resolve(api.GroupEnd, "ncclGroupEnd");
-  resolve(api.Send, "ncclSend");
-  resolve(api.Recv, "ncclRecv");
-  resolve(api.Broadcast, "ncclBroadcast");
-  resolve(api.AllGather, "ncclAllGather");
-  resolve(api.AllReduce, "ncclAllReduce");
   int version = 0;
-  const Result r = api.GetVersion(&version);
-  DS_CHECK(r == Result::Success && version >= kOldestVersion, Errc::Unavailable,
-           "{} is NCCL version {}; libds needs 2.14 or later", file, version);
+  // Why a library does not serve, or nothing: then `api` is of it.
+  const auto refusal = [&](void* library) {
+    std::string missing;
+    const auto resolve = [&](auto& entry, const char* name) {
+      entry = reinterpret_cast<std::remove_reference_t<decltype(entry)>>(dlsym(library, name));
+      if (entry == nullptr && missing.empty()) missing = fmt::format("has no {}: libds needs NCCL 2.14 or later", name);
+    };
+    resolve(api.GetVersion, "ncclGetVersion");
+    resolve(api.GetUniqueId, "ncclGetUniqueId");
+    resolve(api.GetErrorString, "ncclGetErrorString");
+    resolve(api.GetLastError, "ncclGetLastError");
+    resolve(api.CommInitRankConfig, "ncclCommInitRankConfig");
+    resolve(api.CommGetAsyncError, "ncclCommGetAsyncError");
+    resolve(api.CommFinalize, "ncclCommFinalize");
+    resolve(api.CommDestroy, "ncclCommDestroy");
+    resolve(api.CommAbort, "ncclCommAbort");
+    resolve(api.GroupStart, "ncclGroupStart");
+    resolve(api.GroupEnd, "ncclGroupEnd");
+    resolve(api.Send, "ncclSend");
+    resolve(api.Recv, "ncclRecv");
+    resolve(api.Broadcast, "ncclBroadcast");
+    resolve(api.AllGather, "ncclAllGather");
+    resolve(api.AllReduce, "ncclAllReduce");
+    if (!missing.empty()) return missing;
+    const bool told = api.GetVersion(&version) == Result::Success;
+    return told && version >= kOldestVersion
+               ? std::string()
+               : fmt::format("is NCCL version {}; libds needs 2.14 or later", version);
+  };
+  const OpenedLibrary opened = open_library(candidates, refusal);  // never closed: it has threads of its own
+  DS_CHECK(opened.handle != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,
+           named != nullptr ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
   log_message(LogLevel::Verbose, fmt::format("NCCL {} from {}", version, opened.file));
   return api;
 }

@@ -16,34 +16,49 @@
 namespace ds {
 namespace {
 
-constexpr int kMostMissing = 8;  // libraries of a plug-in
+constexpr int kMostMissing = 8;                       // libraries of a plug-in
+constexpr const char* kProducts = DS_PRODUCTS_LIBRARY;  // that it is linked with; empty: this build has no CUDA
 
 const std::vector<std::string>& folders() {
   static const std::vector<std::string> f = library_folders(LibrarySurroundings::of_this_process());
   return f;
 }
 
-// The loader names one library that it does not find. Once that is open under its name, whoever is linked with it has
-// it.
+// The loader names one library that it does not find, or cannot load, or else misses what the plug-in calls in the one
+// that it took (of which it does not say the file). Once another is open under its name, whoever is linked with it has
+// that one.
 void* open_with_libraries(const std::string& path, std::string& why) {
-  constexpr std::string_view kMissing = ": cannot open shared object file";
-  for (int missing = 0;; ++missing) {
+  void* plugin = nullptr;
+  const auto opens = [&] {
     // Never closed: the CUDA runtime does not like that.
-    if (void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL); library != nullptr) return library;
-    why = dlerror();
-    const size_t end = why.find(kMissing);
-    if (end == std::string::npos || missing == kMostMissing) return nullptr;
-    const std::string name = why.substr(0, end);
+    plugin = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (plugin == nullptr) why = dlerror();
+    return plugin != nullptr;
+  };
+  for (int missing = 0; !opens() && missing < kMostMissing; ++missing) {
+    const std::string file = why.substr(0, why.find(": "));
+    const bool is_incomplete = why.find(": undefined symbol: ") != std::string::npos;
+    const std::string name = is_incomplete ? kProducts : std::filesystem::path(file).filename().string();
+    if (name.empty() || (!is_incomplete && file == path)) return nullptr;
     std::vector<std::string> candidates = library_candidates(name, folders());
+    const OpenedLibrary taken = is_incomplete ? open_library({name}) : OpenedLibrary();
     candidates.erase(candidates.begin());  // the loader has tried it
-    const OpenedLibrary found = open_library(candidates);
+    std::erase(candidates, taken.file);
+    if (taken.handle != nullptr) dlclose(taken.handle);
+    const std::string first = is_incomplete ? fmt::format("{}, with {}", why, taken.file) : why;
+    const OpenedLibrary found = open_library(candidates, [&](void*) {
+      return is_incomplete && !opens() ? fmt::format("does not serve either: {}", why) : "";
+    });
+    if (plugin != nullptr) return plugin;
     if (found.handle != nullptr) continue;
+    why = first;
     why += found.error.empty() ? "; it is in none of these folders either: " : "; " + found.error;
     if (found.error.empty())
       why += folders().empty() ? "(none is there)" : fmt::format("{}", fmt::join(folders(), ", "));
     why += "; install it, or name its folder in LD_LIBRARY_PATH";
     return nullptr;
   }
+  return plugin;
 }
 
 struct Loaded {

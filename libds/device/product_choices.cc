@@ -24,12 +24,37 @@ constexpr std::string_view kHeader = "# ds-autotune/1\n";
 constexpr i64 kMostBytes = i64{16} << 20;
 constexpr i64 kFields = 4;
 
+// So much of a file is whole lines: one that a full disk has cut off is none.
+size_t whole_lines(std::string_view text) { return text.rfind('\n') + 1; }
+
+// Appends to an open file under a lock; 0 or errno. What cannot be written whole is not written.
+int append_whole(int fd, const std::string& file, const std::string& product, const std::string& algorithm) {
+  struct stat st {};
+  if (flock(fd, LOCK_EX) != 0 || fstat(fd, &st) != 0) return errno;
+  i64 size = st.st_size;
+  char last = '\n';
+  if (size > 0 && pread(fd, &last, 1, size - 1) == 1 && last != '\n') {
+    size = narrow<i64>(whole_lines(read_text_file(file, kMostBytes, Errc::Config)));
+    if (ftruncate(fd, size) != 0) return errno;
+  }
+  const std::string line = fmt::format("{}{}\t{}\n", size == 0 ? kHeader : "", product, algorithm);
+  const ssize_t written = write(fd, line.data(), line.size());
+  if (written == static_cast<ssize_t>(line.size())) return 0;
+  const int reason = written < 0 ? errno : ENOSPC;
+  return written > 0 && ftruncate(fd, size) != 0 ? errno : reason;
+}
+
 }  // namespace
 
 ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
   std::error_code error;
   if (!std::filesystem::exists(file_, error)) return;
-  const std::string text = read_text_file(file_, kMostBytes, Errc::Config);
+  std::string text = read_text_file(file_, kMostBytes, Errc::Config);
+  if (const size_t whole = whole_lines(text);
+      whole < text.size() && (whole > 0 || kHeader.starts_with(text))) {
+    log_message(LogLevel::Warning, fmt::format("{}: its last line is cut off, and is passed over", file_));
+    text.resize(whole);
+  }
   if (text.empty()) return;
   DS_CHECK(text.starts_with(kHeader), Errc::Config,
            "{}: is no file of cuda.autotune_file: its first line is not \"{}\"", file_,
@@ -55,15 +80,8 @@ std::string ProductChoices::find(const std::string& product) const {
 void ProductChoices::add(const std::string& product, const std::string& algorithm) {
   const std::lock_guard lock(mutex_);
   if (!choices_.try_emplace(product, algorithm).second) return;
-  const int fd = open(file_.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
-  int reason = fd < 0 || flock(fd, LOCK_EX) != 0 ? errno : 0;
-  if (reason == 0) {
-    struct stat st {};
-    const bool is_new = fstat(fd, &st) == 0 && st.st_size == 0;
-    const std::string line = fmt::format("{}{}\t{}\n", is_new ? kHeader : "", product, algorithm);
-    const ssize_t written = write(fd, line.data(), line.size());
-    reason = written == static_cast<ssize_t>(line.size()) ? 0 : written < 0 ? errno : ENOSPC;
-  }
+  const int fd = open(file_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+  const int reason = fd < 0 ? errno : append_whole(fd, file_, product, algorithm);
   if (fd >= 0) close(fd);
   if (reason != 0 && !std::exchange(warned_, true))
     log_message(

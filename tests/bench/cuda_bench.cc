@@ -638,6 +638,11 @@ int main(int argc, char** argv) {
       if (part == "gemm") bench.gemm();
       if (steps) bench.step(part.substr(1), read.config);
     }
+    // What was measured and is not written was not measured.
+    for (std::FILE* file : {stdout, json}) {
+      const bool good = file == nullptr || (std::fflush(file) == 0 && std::ferror(file) == 0);
+      DS_CHECK(good, Errc::Io, "{} cannot be written", file == stdout ? "standard output" : "the file of --json");
+    }
   } catch (const std::exception& e) {
     std::fprintf(stderr, "cuda_bench: error: %s\n", e.what());
     return 1;

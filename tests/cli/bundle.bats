@@ -155,6 +155,21 @@ cublas_at() {
   assert_output --partial 'libcublasLt.so.13: cannot open shared object file: No such file or directory; it is in none of these folders either'
   assert_output --partial 'name its folder in LD_LIBRARY_PATH'
 
+  # One that lacks what is called, in front of one that has it, and one that is cut off.
+  mkdir -p "$ROOT/srv/old" "$ROOT/srv/cut" "$ROOT/srv/full"
+  echo 'int cublasLtCreate(void) { return 1; }' >old.c
+  echo 'libcublasLt.so.13 { *; };' >versions
+  gcc -shared -fPIC -nostdlib -Wl,-soname,libcublasLt.so.13,--version-script=versions -o "$ROOT/srv/old/libcublasLt.so.13" old.c
+  echo cut >"$ROOT/srv/cut/libcublasLt.so.13"
+  on_gpu LD_LIBRARY_PATH=/srv/old
+  assert_output --partial 'undefined symbol: cublasLt'
+  assert_output --partial ', with /srv/old/libcublasLt.so.13'
+  cublas_at /srv/full/lib
+  for folder in old cut; do
+    on_gpu LD_LIBRARY_PATH=/srv/$folder CUDA_HOME=/srv/full
+    assert_output --partial 'matrix products by /srv/full/lib/libcublasLt.so.13'
+  done
+
   local packages=/srv/venv/lib/python3.12/site-packages/nvidia/cu13/lib toolkit=/usr/local/cuda-13.9/lib64
   cublas_at $packages
   on_gpu

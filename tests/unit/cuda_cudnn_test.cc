@@ -54,6 +54,21 @@ TEST(CudaCudnn, TheFirstLibraryThatServesIsTaken) {
   EXPECT_EQ(std::filesystem::path(taken.file).filename().string().substr(0, real.size()), real);
 }
 
+// What an old one has opened stays, and would be half of the next: it is said, and no other is taken.
+TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
+  if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
+    GTEST_SKIP() << why;
+  const auto chooses_none = [] {
+    const std::string old = DS_TEST_OLD_CUDNN_IN_PARTS;
+    const LibraryChoice choice = choose_library(std::vector<std::string>{old, "libcudnn.so.9"});
+    const bool says = choice.error == old + " is version 91000, and attention needs at least 91600; no other can be "
+                                            "taken beside it: name the folder of a later one in LD_LIBRARY_PATH";
+    if (!says) std::fprintf(stderr, "'%s' '%s'\n", choice.file.c_str(), choice.error.c_str());
+    std::_Exit(says && choice.file.empty() ? 0 : 1);
+  };
+  EXPECT_EXIT(chooses_none(), ::testing::ExitedWithCode(0), "");  // in a process of its own: the parts stay
+}
+
 // Without a GPU the real library makes no handle: attention is for our kernels, said once, and the context is sound.
 TEST(CudaCudnn, WhereItCannotBeUsedOurKernelsGoOn) {
   setenv("DS_ATTENTION", "cudnn", 1);

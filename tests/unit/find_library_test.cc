@@ -56,6 +56,7 @@ TEST_F(FindLibrary, LooksIntoToolkitsAndPackagesOfPython) {
                   .path = "/bin::relative:/srv/other/bin",
                   .cuda_home = "/srv/cuda",
                   .venv = "/srv/venv",
+                  .conda = "",
                   .home = "/srv/me"}),
       ElementsAre("/srv/cuda/lib64/libx.so.1", "/usr/local/cuda/lib64/libx.so.1", "/usr/local/cuda-13.0/lib/libx.so.1",
                   "/srv/venv/lib/python3.12/site-packages/nvidia/cu13/lib/libx.so.1",
@@ -64,21 +65,35 @@ TEST_F(FindLibrary, LooksIntoToolkitsAndPackagesOfPython) {
                   "/srv/me/.local/lib/python3.12/site-packages/nvidia/x/lib/libx.so.1",
                   "/usr/local/lib/python3.12/dist-packages/nvidia/x/lib/libx.so.1",
                   "/usr/lib/python3/dist-packages/nvidia/x/lib/libx.so.1"));
-  EXPECT_THAT(candidates({.root = "", .path = "", .cuda_home = "", .venv = "", .home = ""}),
+  EXPECT_THAT(candidates({.root = "", .path = "", .cuda_home = "", .venv = "", .conda = "", .home = ""}),
               ElementsAre("/usr/local/cuda/lib64/libx.so.1", "/usr/local/cuda-13.0/lib/libx.so.1",
                           "/usr/local/lib/python3.12/dist-packages/nvidia/x/lib/libx.so.1",
                           "/usr/lib/python3/dist-packages/nvidia/x/lib/libx.so.1"));
 }
 
+// A python3 that is a link is the prefix's that it leads to; conda's own packages lie in its lib.
+TEST_F(FindLibrary, FollowsLinksAndLooksIntoConda) {
+  add("/opt/python/bin/python3.12");
+  const std::string of_link = "/opt/python/lib/python3.12/site-packages/nvidia/cu13/lib/libx.so.1";
+  add(of_link);
+  std::filesystem::create_directories(root() + "/srv/bin");
+  std::filesystem::create_symlink(root() + "/opt/python/bin/python3.12", root() + "/srv/bin/python3");
+  const std::string of_conda = "/srv/conda/lib/libx.so.1",
+                    in_conda = "/srv/conda/lib/python3.12/site-packages/nvidia/x/lib/libx.so.1";
+  add(of_conda);
+  add(in_conda);
+  EXPECT_THAT(candidates({.root = "", .path = "/srv/bin", .cuda_home = "", .venv = "", .conda = "/srv/conda", .home = ""}), ElementsAre(in_conda, of_conda, of_link));
+}
+
 TEST_F(FindLibrary, NothingIsThere) {
-  EXPECT_THAT(candidates({.root = "", .path = "/bin", .cuda_home = "/nowhere", .venv = "/nowhere", .home = "/nowhere"}),
+  EXPECT_THAT(candidates({.root = "", .path = "/bin", .cuda_home = "/nowhere", .venv = "/nowhere", .conda = "/nowhere", .home = "/nowhere"}),
               IsEmpty());
   const OpenedLibrary none = open_library({"libthere-is-none.so.9"});
   EXPECT_EQ(none.handle, nullptr);
   EXPECT_THAT(none.error, HasSubstr("libthere-is-none.so.9: cannot open shared object file"));
 }
 
-TEST_F(FindLibrary, WhatDoesNotLoadIsPassedOver) {
+TEST_F(FindLibrary, WhatDoesNotLoadOrServeIsPassedOver) {
   const std::string broken = add("/libm.so.6");
   const OpenedLibrary found = open_library({broken, "libm.so.6"});
   ASSERT_NE(found.handle, nullptr);
@@ -87,6 +102,11 @@ TEST_F(FindLibrary, WhatDoesNotLoadIsPassedOver) {
   EXPECT_NE(found.file, broken);
   EXPECT_EQ(file_of_open_library("libm.so"), found.file);
   EXPECT_EQ(file_of_open_library("libthere-is-none.so"), "");
+
+  const OpenedLibrary refused = open_library({broken, "libm.so.6"}, [](void*) { return "is too old"; });
+  EXPECT_EQ(refused.handle, nullptr);
+  EXPECT_THAT(refused.error, HasSubstr(broken + ": file too short; "));
+  EXPECT_THAT(refused.error, HasSubstr(found.file + " is too old"));
 
   const OpenedLibrary none = open_library({broken, broken});
   EXPECT_EQ(none.handle, nullptr);

@@ -5,6 +5,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+
+#include <csignal>
+#include <cstdlib>
 
 #include <filesystem>
 #include <fstream>
@@ -67,6 +71,40 @@ TEST_F(ProductChoicesTest, RanksShareAFile) {
   }
 }
 
+// A full disk may cut a line off: it is none, and the next one does not go behind it.
+TEST_F(ProductChoicesTest, ALineThatIsCutOffIsPassedOverAndReplaced) {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
+  write("# ds-autotune/1\na\tb\tc\t1\na\tb\td");
+  ProductChoices choices(file_);
+  EXPECT_THAT(warnings, ::testing::ElementsAre(HasSubstr("its last line is cut off")));
+  EXPECT_EQ(choices.find("a\tb\tc"), "1");
+  choices.add("a\tb\te", "2");
+  EXPECT_EQ(read(), "# ds-autotune/1\na\tb\tc\t1\na\tb\te\t2\n");
+  write("# ds-auto");
+  ProductChoices begun(file_);
+  begun.add("a\tb\te", "2");
+  EXPECT_EQ(read(), "# ds-autotune/1\na\tb\te\t2\n");
+  set_log_sink(nullptr);
+}
+
+// A limit of file size stands for the disk.
+TEST_F(ProductChoicesTest, WhatCannotBeWrittenWholeIsNotWritten) {
+  write("# ds-autotune/1\na\tb\tc\t1\n");
+  const std::string before = read();
+  const auto fills = [&] {
+    std::signal(SIGXFSZ, SIG_IGN);
+    const rlimit limit{before.size() + 10, before.size() + 10};
+    ::setrlimit(RLIMIT_FSIZE, &limit);
+    int warnings = 0;
+    set_log_sink([&](LogLevel, std::string_view) { ++warnings; });
+    ProductChoices(file_).add("a\tb\td", std::string(100, 'x'));
+    std::_Exit(warnings);
+  };
+  EXPECT_EXIT(fills(), ::testing::ExitedWithCode(1), "");
+  EXPECT_EQ(read(), before);
+}
+
 TEST_F(ProductChoicesTest, AnotherFileIsRefusedWithItsLine) {
   const auto refused = [&](const std::string& text) {
     write(text);
@@ -80,7 +118,7 @@ TEST_F(ProductChoicesTest, AnotherFileIsRefusedWithItsLine) {
   };
   EXPECT_EQ(refused(""), "");
   EXPECT_THAT(refused("{}\n"), HasSubstr("is no file of cuda.autotune_file"));
-  for (const char* line : {"a\tb\tc\n", "a\tb\tc\td\te\n", "a\tb\tc\t\n", "\n", "a\tb\tc\td"})
+  for (const char* line : {"a\tb\tc\n", "a\tb\tc\td\te\n", "a\tb\tc\t\n", "\n"})
     EXPECT_THAT(refused(std::string("# ds-autotune/1\na\tb\tc\td\n") + line), HasSubstr("choices:3: is no line of"))
         << line;
 }

@@ -13,6 +13,7 @@
 #include <array>
 #include <limits>
 #include <span>
+#include <string_view>
 #include <type_traits>
 #include <unordered_map>
 #include <utility>
@@ -46,6 +47,7 @@ struct Library {
   explicit Library(std::span<const std::string> candidates) {
     std::string reasons;
     for (const std::string& candidate : candidates) {
+      const int before = open_parts();
       void* const so = dlopen(candidate.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays open: plans may outlive anything
       const char* const reason = so == nullptr ? dlerror() : nullptr;
       error = reason != nullptr ? reason : "";
@@ -57,11 +59,29 @@ struct Library {
         dlclose(so);
       }
       reasons += (reasons.empty() ? "" : "; ") + error;
+      // Asked for its version a library opens its parts, which stay, and which the next one would get in place of its
+      // own.
+      if (open_parts() > before) {
+        reasons += "; no other can be taken beside it: name the folder of a later one in LD_LIBRARY_PATH";
+        break;
+      }
     }
     error = reasons.empty() ? std::string("there is no ") + kLibrary : reasons;
   }
 
  private:
+  static int open_parts() {
+    int parts = 0;
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, size_t, void* count) {
+          const bool is_part = std::string_view(info->dlpi_name).find("/libcudnn_") != std::string_view::npos;
+          *static_cast<int*>(count) += is_part ? 1 : 0;
+          return 0;
+        },
+        &parts);
+    return parts;
+  }
+
   void resolve(void* so) {
     const auto find = [&](auto& function, const char* name) {
       function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(so, name));

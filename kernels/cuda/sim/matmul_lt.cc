@@ -96,7 +96,8 @@ struct MatmulEngine::Impl {
     const std::string product = "simulator\t0\t" + name_of(key_of(p));
     if (!products.insert(product).second) return;
     const std::string known = options.known ? options.known(product) : "";
-    require(known.empty() || known == kAlgorithm, "an algorithm of another library");
+    if (!known.empty() && known != kAlgorithm && options.warn)
+      options.warn("cuda.autotune_file: the simulator does not take the algorithm of " + product);
     if (known.empty() && options.autotune && options.chosen) options.chosen(product, kAlgorithm);
   }
 };
