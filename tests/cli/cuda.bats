@@ -44,6 +44,27 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   done
 }
 
+@test "an NCCL that is too old is passed over, and one alone is refused with its version" {
+  need_sim
+  mkdir -p old toolkit/lib
+  {
+    echo 'int ncclGetVersion(int* version) { return *version = 21000, 0; }'
+    grep -o 'nccl[A-Z][A-Za-z]*"' "$DS_SOURCE/libds/comm/nccl_api.cc" | tr -d '"' | grep -v ncclGetVersion | sort -u |
+      sed 's/.*/int &(void) { return 1; }/'
+  } >old.c
+  gcc -shared -fPIC -Wl,-soname,libnccl.so.2 -o old/libnccl.so.2 old.c
+  unset DS_NCCL_LIBRARY
+  local -a asked=(env DS_CUDA_PLUGIN="$sim" LD_LIBRARY_PATH="$PWD/old" CUDA_HOME="$PWD/toolkit" ds-train cfg.json -v --out run
+    --set communication.backend=nccl --set device=cuda)
+  if ! ldconfig -p | grep -q libnccl.so.2; then
+    run -4 "${asked[@]}"
+    assert_output --partial "$PWD/old/libnccl.so.2 is NCCL version 21000; libds needs 2.14 or later"
+  fi
+  cp "$DS_BIN/../lib/libds_test_nccl.so" toolkit/lib/libnccl.so.2
+  run -0 "${asked[@]}"
+  assert_output --regexp "NCCL [0-9]+ from $PWD/toolkit/lib/libnccl.so.2"
+}
+
 @test "a run on the simulator: stages and ranks give the same losses, a CPU run goes on from its checkpoint" {
   need_sim
   on_sim ds-train cfg.json --out a --quiet --set device=cuda
