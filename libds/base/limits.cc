@@ -105,13 +105,23 @@ std::string system_reason(int error) {
   return reason;
 }
 
-u64 address_space_bytes() noexcept {
-  std::array<char, 64> text{};
+namespace {
+
+// A number of proc(5)'s statm, which counts pages; 0: unknown.
+u64 statm_bytes(int field) noexcept {
+  std::array<char, 256> text{};
   const int fd = ::open("/proc/self/statm", O_RDONLY | O_CLOEXEC);
   const ssize_t n = fd < 0 ? -1 : ::read(fd, text.data(), text.size() - 1);
   if (fd >= 0) ::close(fd);
-  return n <= 0 ? 0 : std::strtoull(text.data(), nullptr, 10) * static_cast<u64>(::sysconf(_SC_PAGESIZE));
+  u64 pages = 0;
+  for (char *at = text.data(), *end = at; n > 0 && field >= 0; --field, at = end) pages = std::strtoull(at, &end, 10);
+  return pages * static_cast<u64>(::sysconf(_SC_PAGESIZE));
 }
+
+}  // namespace
+
+u64 address_space_bytes() noexcept { return statm_bytes(0); }
+u64 data_bytes() noexcept { return statm_bytes(5); }
 
 u64 thread_stack_bytes() noexcept {
   pthread_attr_t attributes;

@@ -31,8 +31,9 @@ void require_tasks(int needed, std::string_view needed_for);
 // What keeps a process or thread from being started, as far as that can be seen: "the limit of ... (ulimit -u) is 5".
 std::string limit_of_tasks();
 
-// That this process has; 0: unknown. Safe between fork and exec.
+// That this process has; 0: unknown. Safe between fork and exec. Data: what a limit of data counts, stacks too.
 u64 address_space_bytes() noexcept;
+u64 data_bytes() noexcept;
 
 // Of the stack of a thread that is started without asking for one.
 u64 thread_stack_bytes() noexcept;

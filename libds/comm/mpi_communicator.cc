@@ -97,7 +97,7 @@ class Environment {
       // of 4 MiB with a page before them, three threads for each rank, and address space for 75 MB with two ranks of a
       // node, 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look
       // for threads before any has its own, so the first one there looks for all; not each of them, which would start
-      // the square of their number for a moment.
+      // the square of their number for a moment. Of data it takes little beside the stacks of its threads.
       const auto number = [](const char* variable, int without) {
         const char* value = std::getenv(variable);
         return value != nullptr ? std::atoi(value) : without;
@@ -106,6 +106,7 @@ class Environment {
       const int ranks_here = std::clamp(number("OMPI_COMM_WORLD_LOCAL_SIZE", 1), 1, 4096);
       require_limit(RLIMIT_AS, address_space_bytes() + (u64{200} << 20) + (u64{5} << 20) * static_cast<u64>(ranks_here),
                     "MPI");
+      require_limit(RLIMIT_DATA, data_bytes() + (u64{8} << 20) + 3 * thread_stack_bytes(), "MPI");
       require_limit(RLIMIT_FSIZE, (4 << 20) + (4 << 10), "MPI");
       require_tasks(3 * (first_here ? ranks_here : 1), "MPI");
       level = init(timeout_s);

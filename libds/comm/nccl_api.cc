@@ -44,9 +44,8 @@ Api load() {
     resolve(api.AllReduce, "ncclAllReduce");
     if (!missing.empty()) return missing;
     const bool told = api.GetVersion(&version) == Result::Success;
-    return told && version >= kOldestVersion
-               ? std::string()
-               : fmt::format("is NCCL version {}; libds needs 2.14 or later", version);
+    return told && version >= kOldestVersion ? std::string()
+                                             : fmt::format("is NCCL version {}; libds needs 2.14 or later", version);
   };
   const OpenedLibrary opened = open_library(candidates, refusal);  // never closed: it has threads of its own
   DS_CHECK(opened.handle != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,

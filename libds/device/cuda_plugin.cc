@@ -16,7 +16,7 @@
 namespace ds {
 namespace {
 
-constexpr int kMostMissing = 8;                       // libraries of a plug-in
+constexpr int kMostMissing = 8;                         // libraries of a plug-in
 constexpr const char* kProducts = DS_PRODUCTS_LIBRARY;  // that it is linked with; empty: this build has no CUDA
 
 const std::vector<std::string>& folders() {

@@ -50,8 +50,7 @@ ProductChoices::ProductChoices(std::string file) : file_(std::move(file)) {
   std::error_code error;
   if (!std::filesystem::exists(file_, error)) return;
   std::string text = read_text_file(file_, kMostBytes, Errc::Config);
-  if (const size_t whole = whole_lines(text);
-      whole < text.size() && (whole > 0 || kHeader.starts_with(text))) {
+  if (const size_t whole = whole_lines(text); whole < text.size() && (whole > 0 || kHeader.starts_with(text))) {
     log_message(LogLevel::Warning, fmt::format("{}: its last line is cut off, and is passed over", file_));
     text.resize(whole);
   }

@@ -250,6 +250,7 @@ PY
 }
 
 @test "shared memory that is not there: status 4 and how much is" {
+  ! grep -q '^DS_SANITIZE:[A-Z]*=thread' "${DS_BIN%/bin}/CMakeCache.txt" || skip "there is no room for such addresses beside a sanitizer's"
   run -4 --separate-stderr timeout 60 ds-commbench --ranks 2 --op all_gather -b 4096G -e 4096G --backend shm
   [[ $stderr == *"/dev/shm"*"free"* ]]
 }

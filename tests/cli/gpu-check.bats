@@ -34,9 +34,19 @@ stand_ins() {
       echo "{\"tokens_per_s\": 1000.0, \"step_ms\": 65536.000," \
         "\"memory_bytes\": 1073741824, \"scratch_bytes\": 0}" >"$json"
     fi
+    if [[ $1 == gemm ]]; then echo "{\"op\": \"matmul NT\", \"us\": 1.5, \"rate\": 612.5}" >"$json"; fi
+    if [[ $1 == attention ]]; then
+      printf "{\"op\": \"attention %s\", \"us\": 1.5, \"rate\": %s}\n" fwd 90 bwd 100 fwd 300.5 >"$json"
+    fi
     if [[ $1 == ops ]]; then echo "{\"op\": \"adamw\", \"us\": 1234.5, \"rate\": 1}" >"$json"; fi
     shift
   done'
+}
+
+# hung PROGRAM: a stand-in that does not end.
+hung() { program "$1" <<<'exec sleep 1000'; }
+marked() { # processes that are left of the folder
+  grep -lzxF "DS_GPU_CHECK_FOLDER=$(stat -c %d:%i "$1")" /proc/[0-9]*/environ 2>/dev/null || true
 }
 
 @test "its options, and a machine without a GPU" {
@@ -44,11 +54,21 @@ stand_ins() {
   assert_output --partial 'usage: gpu-check'
   run -2 "$gpu_check" nonsense
   run -2 "$gpu_check" --budget none
+  assert_line --index 0 "gpu-check: error: --budget wants seconds, not 'none'"
+  run -2 "$gpu_check" -o -dash
+  assert_line --index 0 "gpu-check: error: -o wants a value, not '-dash'; a folder of that name is ./-dash"
+  run -0 "$gpu_check" --help
+  assert_output --partial 'more     numbers of larger micro-batches'
+  run -2 "$DS_SOURCE/tests/bench/gpu/run" nothing --time abc
+  assert_line --index 0 "run: error: --time wants seconds, not 'abc'"
   run -0 "$gpu_check" --list alive
   assert_line --index 0 'alive facts 30 5'
   mkdir empty
   run -4 "$gpu_check" --build empty
   assert_output --partial 'there is no ds-train and ds-launch'
+  stand_ins
+  run -1 "$gpu_check" --build stub -o /proc # where nobody can make a file
+  assert_output 'gpu-check: error: nothing can be written in /proc'
   if command -v nvidia-smi >/dev/null; then skip 'there may be a GPU here'; fi
   run -4 "$gpu_check" --build "${DS_BIN%/bin}" -o results
   assert_line --regexp '^alive +facts +skipped .* there is no nvidia-smi'
@@ -60,11 +80,13 @@ stand_ins() {
   refute_output --partial failed
 }
 
-@test "every part is less than ten minutes by its estimates, and no step is longer than its part" {
-  for part in alive numbers why rest; do
-    "$gpu_check" --list $part | awk -v part=$part '
-      { sum += $4; if ($4 > $3 || $3 > 540) exit 1 } END { if (part != "numbers" && sum > 540) exit 1 }'
+@test "every part is less than its budget by its estimates, no step longer than its part; what is expected is a step" {
+  for part in alive numbers why rest more; do
+    run -0 "$gpu_check" --list $part
+    awk '{ sum += $4; if ($4 > $3 || $3 > 540) exit 1 } END { exit sum > 540 || !sum }' <<<"$output"
   done
+  assert_equal "$(awk -F '\t' '/^#/ || $1 == "step" { next } { print $1 }' "$DS_SOURCE/tests/bench/gpu/expected.tsv" |
+    sort -u | grep -vxFf <(steps_of))" ''
 }
 
 @test "steps on the simulator" {
@@ -72,6 +94,7 @@ stand_ins() {
   program bin/ncu <<'END'
 while [[ $1 == -* ]]; do
   if [[ $1 == --log-file ]]; then file=$2; fi
+  if [[ $1 == --launch-* ]]; then echo "$1 $2" >>launches; fi
   if [[ $1 == --csv ]]; then shift; else shift 2; fi
 done
 cat >"$file" <<'CSV'
@@ -81,22 +104,30 @@ cat >"$file" <<'CSV'
 "0","void a<int, 2>(int, float)","dram__bytes.sum","byte","5,000"
 "1","b","gpu__time_duration.sum","ns","9,000,000"
 "1","b","dram__bytes.sum","byte","18,000,000"
-"2","b","gpu__time_duration.sum","ns","1,000,000"
-"2","b","dram__bytes.sum","byte","0"
+"2","adamw_kernel(b)","gpu__time_duration.sum","ns","1,000,000"
+"2","adamw_kernel(b)","dram__bytes.sum","byte","0"
 CSV
 exec "$@"
 END
   export PATH=$PWD/bin:$PATH
-  DS_CUDA_PLUGIN=$sim DS_GPU_CHECK_ONLY='step nccl tests cudnn graphs gemm gpt2-124m gpt2-124m-autotune kernels-124m' \
+  DS_CUDA_PLUGIN=$sim DS_GPU_CHECK_ONLY='step nccl tests cudnn graphs gemm attention ops gpt2-124m gpt2-124m-autotune \
+    kernels-124m kernels-0.5b' \
     run -0 "$gpu_check" --build "${DS_BIN%/bin}" -o results --rehearse alive numbers why
   assert_line --regexp '^alive +step +passed .* loss 5\.[0-9]* to [45]\.'
   assert_line --regexp '^alive +nccl +passed .* the losses are those without'
   assert_line --regexp '^alive +tests +passed .* 2 passed, 0 failed, 0 skipped; no test failed'
   assert_line --regexp '^alive +cudnn +passed .*attention runs on the kernels of libds instead'
   assert_line --regexp '^alive +graphs +passed'
+  assert_line --regexp '^numbers +gemm +passed .* [0-9.]+ TFLOP/s at most'
+  assert_line --regexp '^numbers +attention +passed .* fwd [0-9.]+ TFLOP/s at most; '
+  assert_line --regexp '^numbers +ops +passed .* [1-9][0-9]+ ops; AdamW of 124M [0-9.]+ us'
   assert_line --regexp '^numbers +gpt2-124m +passed .* \(at most 783842: .* \(at least 83.61\), .* \(planned 13.69\)'
   assert_line --regexp '^numbers +gpt2-124m-autotune +passed .*at most 783842'
-  assert_line --regexp '^why +kernels-124m +passed .* 3 launches, 10001 us in all; 10000 us at 2 GB/s in 2 of b; 1 us'
+  assert_line --regexp \
+    '^why +kernels-124m +passed .* 3 launches \(1 of AdamW\) behind about two steps, 10001 us in all; 9000 us at 2 GB/s'
+  assert_line --regexp '^why +kernels-124m .* By the roofline, one step has 777 calls of ops, .* 83.61 ms: matmul 61'
+  assert_line --regexp '^why +kernels-0.5b +passed .* one step has 508 calls of ops'
+  assert_equal "$(archived why/kernels-124m/launches | xargs)" '--launch-skip 1554 --launch-count 1554'
   assert_line --regexp '^alive +zero +not run +not asked for'
   assert_line --index 0 'what is measured in a rehearsal means nothing'
   assert_equal "$(archived why/kernels-124m/by-kernel.tsv | tail -n 1 | tr '\t' ' ')" \
@@ -111,15 +142,28 @@ END
 @test "figures beside what is expected; what does not fit, or would not be cuDNN's, is not measured" {
   stand_ins
   program bin/nvidia-smi <<<'echo 81559'
-  PATH=$PWD/bin:$PATH run -0 "$gpu_check" --build stub -o results numbers
+  PATH=$PWD/bin:$PATH run -0 "$gpu_check" --build stub -o results numbers more
+  assert_line --regexp '^numbers +gemm +passed .* 612.5 TFLOP/s at most \(expected of a large product: 790\)$'
+  assert_line --regexp '^numbers +attention +passed .* fwd 300.5 TFLOP/s at most; '
   assert_line --regexp '^numbers +gpt2-1.5b +passed .* 1000 tokens/s \(at most 68922: 1 %\), 65536.00 ms \(at '
   assert_line --regexp '^numbers +gpt2-1.5b +passed .* \(at least 950.87\), 1.00 GiB \(planned 50.08\)$'
   assert_line --regexp '^numbers +gpt2-124m-graphs +passed .* \(at most 783842: 0 %\)'
-  assert_line --regexp '^numbers +gpt2-1.5b-micro4 +skipped .* wants 108.00 GiB, and the GPU has 79$'
+  assert_line --regexp '^more +gpt2-1.5b-micro4 +skipped .* wants 108.00 GiB, and the GPU has 79$'
   assert_line --regexp '^numbers +ops +passed .* AdamW of 124M 1234.5 us \(at least 868.2\)$'
   for step in $(steps_of numbers | grep cudnn); do
     assert_line --regexp "^numbers +$step +skipped .*it is of yesterday; attention runs on the kernels of libds instead"
   done
+}
+
+@test "what records no figure has failed" {
+  stand_ins
+  program stub/bin/cuda_bench <<<'if [[ $* == *ops ]]; then echo "{\"op\": \"cast\", \"us\": 1}" >results.jsonl; fi'
+  run -1 "$gpu_check" --build stub -o results numbers
+  refute_output --partial passed
+  assert_line --regexp '^numbers +gemm +failed .* results.jsonl has no line of a product$'
+  assert_line --regexp '^numbers +attention +failed .* results.jsonl has no line of attention fwd$'
+  assert_line --regexp '^numbers +ops +failed .* results.jsonl has no line of AdamW$'
+  assert_line --regexp '^numbers +gpt2-124m +failed .* results.jsonl has no line of a step$'
 }
 
 @test "tests that fail are told by name and by whether only a bound does not hold" {
@@ -165,19 +209,45 @@ END
   sanitized -1
   assert_line --regexp 'memcheck +failed .* clean: attention_test; with reports: norm_test; ended otherwise: embedding'
   assert_line --regexp '; ended otherwise: embedding_test \(status 1: Device not supported\)$'
+  program bin/compute-sanitizer <<<'if [[ $* == *norm_test* ]]; then kill -KILL $$; fi'
+  sanitized -1 # not by its limit, so it has not found nothing
+  assert_line --regexp 'memcheck +failed .* clean: embedding_test .*; ended otherwise: norm_test \(status 137: '
   program bin/compute-sanitizer <<<'exit 0'
   sanitized -0
   assert_line --regexp 'memcheck +passed .* clean: norm_test embedding_test attention_test$'
 }
 
+@test "a test that is killed for its memory has met no limit" {
+  stand_ins
+  program stub/bin/device_test <<<'# DS_TEST_DEVICE
+    kill -KILL $$'
+  DS_GPU_CHECK_ONLY=tests run -1 "$gpu_check" --build stub -o results --rehearse alive
+  archived alive/tests/list.txt | grep 'failed *killed by signal KILL after [01] s; see'
+  program stub/bin/cuda_bench <<<'kill -KILL $PPID' # the step itself
+  DS_GPU_CHECK_ONLY=gemm run -1 "$gpu_check" --build stub -o results --rehearse numbers
+  assert_line --regexp '^numbers +gemm +failed .* status 137: '
+}
+
+@test "a ds-train that hangs costs no more than the budget, and not what the GPU says of itself" {
+  stand_ins
+  hung stub/bin/ds-train
+  program bin/nvidia-smi <<<'echo a GPU'
+  local start=$SECONDS
+  PATH=$PWD/bin:$PATH run -1 "$gpu_check" --build stub -o results --budget 9 alive
+  assert [ $((SECONDS - start)) -le 12 ]
+  assert_line --regexp '^alive +facts .* a GPU$'
+  archived alive/facts/nvidia-smi-q.txt | grep 'a GPU'
+  assert_equal "$(marked results)" ''
+}
+
 @test "a step that fails or hangs, whichever it is: those around it run, and the archive has all of it" {
   stand_ins
-  local kind of faulty pids=()
+  local kind of faulty pids=() parts=(alive why rest) # steps of the others differ by their arguments alone
   for kind in fail hang; do # every third step at once, then those behind them
     for of in 0 1 2; do
-      faulty=$(steps_of | awk -v of=$of -v kind=$kind 'NR % 3 == of { print $1 ":" kind }' | xargs)
+      faulty=$(steps_of "${parts[@]}" | awk -v of=$of -v kind=$kind 'NR % 3 == of { print $1 ":" kind }' | xargs)
       DS_GPU_CHECK_DRY=1 DS_GPU_CHECK_FAULT=$faulty \
-        "$gpu_check" --build stub -o $kind$of --rehearse >$kind$of.txt 2>&1 3>&- &
+        "$gpu_check" --build stub -o $kind$of --rehearse "${parts[@]}" >$kind$of.txt 2>&1 3>&- &
       pids+=($!)
     done
   done
@@ -201,13 +271,12 @@ END
           assert_output --regexp ' passed .* dry$'
           grep -qx dry all$kind$of/"$part/$step/why"
         fi
-      done < <("$gpu_check" --list)
+      done < <("$gpu_check" --list "${parts[@]}")
       assert_equal "$(wc -l <summary)" $((number + 1))
     done
   done
-  for pid in "${pids[@]}"; do # nobody is left, in whatever session
-    run bash -c "grep -lz '^DS_GPU_CHECK_STEP=$pid/' /proc/[0-9]*/environ 2>/dev/null"
-    assert_output ''
+  for kind in fail hang; do # nobody is left, in whatever session
+    for of in 0 1 2; do assert_equal "$(marked $kind$of)" ''; done
   done
 }
 
@@ -220,19 +289,72 @@ END
 
 @test "cut off at whichever step: the archive has what came before, says what did not run, and can be continued" {
   stand_ins
-  local before=0 all
-  all=$(steps_of | wc -l)
+  local before=0 all parts=(alive why rest)
+  all=$(steps_of "${parts[@]}" | wc -l)
   while read -r part step _; do
     DS_GPU_CHECK_DRY=1 DS_GPU_CHECK_FAULT=$step:kill \
-      run -137 "$gpu_check" --build stub -o results --rehearse --continue
+      run -137 "$gpu_check" --build stub -o results --rehearse --continue "${parts[@]}"
     archived summary.txt >summary
     assert_equal "$(grep -c passed summary)" $before
     grep -qE "^$part +$step +begun$" summary
     assert_equal "$(grep -c 'not run$' summary)" "$((all - before - 1))"
     before=$((before + 1))
-  done < <("$gpu_check" --list)
+  done < <("$gpu_check" --list "${parts[@]}")
   tar -xJf results/results.tar.xz
   assert_equal "$(cat */*/why | grep -cx dry)" "$((all - 1))"
+}
+
+@test "what a script that was killed has left running, the next one ends" {
+  stand_ins
+  program stub/bin/cuda_bench <<<"setsid sleep 54321 & kill -KILL \$(cat $PWD/results/.lock); sleep 54321"
+  DS_GPU_CHECK_ONLY=gemm run -137 "$gpu_check" --build stub -o results --rehearse numbers 3>&-
+  assert [ "$(marked results | wc -l)" -ge 3 ]
+  DS_GPU_CHECK_DRY=1 run -0 "$gpu_check" --build stub -o results --rehearse rest
+  assert_equal "$(marked results)" ''
+  grep -qE '^numbers +gemm +cut off$' results/summary.txt
+}
+
+@test "what is to be run again is removed first" {
+  stand_ins
+  export DS_GPU_CHECK_DRY=1
+  run -0 "$gpu_check" --build stub -o results --rehearse alive why
+  DS_GPU_CHECK_FAULT=racecheck:kill run -137 "$gpu_check" --build stub -o results --rehearse why
+  run bash -c 'tar -tJf results/results.tar.xz | grep "/why$" | sort | xargs'
+  assert_output --regexp '^alive/cudnn/why .*alive/zero/why why/kernels-0.5b/why why/kernels-124m/why why/memcheck/'
+  refute_output --partial why/ranks
+  archived summary.txt | grep -E '^why +ranks +not run$'
+  archived summary.txt | grep -E '^alive +zero +passed'
+}
+
+# A limit of 1 KiB for every file is a disk that is full: verdicts are shorter, a summary of all parts is not.
+@test "where the disk is full, the summary and the archive are as they were, and nothing is lost or done again" {
+  stand_ins
+  export DS_GPU_CHECK_DRY=1
+  run -0 "$gpu_check" --build stub -o results --rehearse why
+  cp results/summary.txt before.txt
+  cp results/results.tar.xz before.tar.xz
+  touch results/why/{memcheck,ranks}/kept
+  full() { (trap '' XFSZ && ulimit -f 1 && "$gpu_check" --build stub -o results --rehearse --continue "$@"); }
+  run -1 --separate-stderr full
+  assert_equal "$(grep -c ' passed ' <<<"$output")" "$(steps_of | wc -l)"
+  # shellcheck disable=SC2154
+  assert_regex "${stderr_lines[0]}" '^gpu-check: warning: the summary and the archive in .* are as they were: .*large'
+  assert_regex "${stderr_lines[1]}" '^gpu-check: error: .* has more than its archive: .*File too large'
+  assert_equal ${#stderr_lines[@]} 2
+  cmp before.txt results/summary.txt
+  cmp before.tar.xz results/results.tar.xz
+  assert_equal "$(ls results | xargs)" 'alive more numbers rest results.tar.xz summary.txt why'
+  touch results/alive/zero/kept
+  rm results/numbers/gemm/verdict # could not be written
+  run -0 "$gpu_check" --build stub -o results --rehearse --continue
+  run -0 ls results/why/{memcheck,ranks}/kept results/alive/zero/kept
+  grep -qE '^numbers +gemm +passed' results/summary.txt
+  program bin/xz <<<'head -c 100; echo "xz: no space" >&2; exit 1' # half of an archive
+  cp results/results.tar.xz before.tar.xz
+  PATH=$PWD/bin:$PATH run -1 "$gpu_check" --build stub -o results --rehearse rest
+  assert_line --regexp '^gpu-check: error: .* has more than its archive: xz: no space'
+  cmp before.tar.xz results/results.tar.xz
+  assert [ ! -e results/results.tar.xz.new ]
 }
 
 @test "parts of several calls share a summary; rehearsals and measurements do not" {
@@ -258,8 +380,10 @@ END
   assert_line --regexp '^alive +step +failed .* first: a bug of ours$'
   assert_line --regexp '^numbers +gpt2-124m +passed'
   refute_output --partial 'not run'
+  mv stub/bin/cuda_bench stub/bin/bench
   program stub/bin/ds-train <<<"[[ ! -e $PWD/lost ]] || { echo 'ds-train: error: it is off the bus' >&2; exit 4; }"
-  program stub/bin/cuda_bench <<<"[[ \$* == *gemm ]] || { touch $PWD/lost; echo gone >&2; exit 1; }"
+  program stub/bin/cuda_bench <<<"if [[ \$* == *gemm ]]; then exec $PWD/stub/bin/bench \"\$@\"; fi
+    touch $PWD/lost && echo gone >&2 && exit 1"
   run -1 "$gpu_check" --build stub -o again numbers
   assert_line --regexp '^numbers +gemm +passed'
   assert_line --regexp '^numbers +attention +failed .* gone$'
@@ -273,7 +397,7 @@ END
   assert_line --regexp '^numbers +ops +not run +[0-9]* s are left of 30, and it wants 60$'
 }
 
-@test "a signal ends the step that runs, and is said" {
+@test "a signal ends the step that runs, and is said; a second call is refused meanwhile" {
   stand_ins
   DS_GPU_CHECK_DRY=1 DS_GPU_CHECK_FAULT=racecheck:wait \
     "$gpu_check" --build stub -o results --rehearse why >out 2>&1 3>&- &
@@ -282,12 +406,13 @@ END
     if grep -q 'racecheck *begun' results/summary.txt 2>/dev/null; then break; fi
     sleep 0.1
   done
+  run -2 "$gpu_check" --build stub -o results --rehearse rest
+  assert_output "gpu-check: error: another gpu-check ($pid) is at work in $PWD/results"
   kill -TERM $pid
   local status=0
   wait $pid || status=$?
   assert_equal $status 143
   archived summary.txt | grep -E '^why +racecheck +stopped by a signal'
   archived summary.txt | grep -E '^why +ranks +not run'
-  run bash -c "grep -lzxF 'DS_GPU_CHECK_STEP=$pid/why/racecheck' /proc/[0-9]*/environ 2>/dev/null"
-  assert_output ''
+  assert_equal "$(marked results)" ''
 }

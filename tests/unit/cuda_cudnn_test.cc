@@ -61,8 +61,9 @@ TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
   const auto chooses_none = [] {
     const std::string old = DS_TEST_OLD_CUDNN_IN_PARTS;
     const LibraryChoice choice = choose_library(std::vector<std::string>{old, "libcudnn.so.9"});
-    const bool says = choice.error == old + " is version 91000, and attention needs at least 91600; no other can be "
-                                            "taken beside it: name the folder of a later one in LD_LIBRARY_PATH";
+    const bool says = choice.error == old +
+                                          " is version 91000, and attention needs at least 91600; no other can be "
+                                          "taken beside it: name the folder of a later one in LD_LIBRARY_PATH";
     if (!says) std::fprintf(stderr, "'%s' '%s'\n", choice.file.c_str(), choice.error.c_str());
     std::_Exit(says && choice.file.empty() ? 0 : 1);
   };

@@ -73,20 +73,27 @@ TEST_F(FindLibrary, LooksIntoToolkitsAndPackagesOfPython) {
 
 // A python3 that is a link is the prefix's that it leads to; conda's own packages lie in its lib.
 TEST_F(FindLibrary, FollowsLinksAndLooksIntoConda) {
-  add("/opt/python/bin/python3.12");
-  const std::string of_link = "/opt/python/lib/python3.12/site-packages/nvidia/cu13/lib/libx.so.1";
+  add("/srv/python/bin/python3.12");
+  const std::string of_link = "/srv/python/lib/python3.12/site-packages/nvidia/cu13/lib/libx.so.1";
   add(of_link);
   std::filesystem::create_directories(root() + "/srv/bin");
-  std::filesystem::create_symlink(root() + "/opt/python/bin/python3.12", root() + "/srv/bin/python3");
+  std::filesystem::create_symlink(root() + "/srv/python/bin/python3.12", root() + "/srv/bin/python3");
   const std::string of_conda = "/srv/conda/lib/libx.so.1",
                     in_conda = "/srv/conda/lib/python3.12/site-packages/nvidia/x/lib/libx.so.1";
   add(of_conda);
   add(in_conda);
-  EXPECT_THAT(candidates({.root = "", .path = "/srv/bin", .cuda_home = "", .venv = "", .conda = "/srv/conda", .home = ""}), ElementsAre(in_conda, of_conda, of_link));
+  EXPECT_THAT(
+      candidates({.root = "", .path = "/srv/bin", .cuda_home = "", .venv = "", .conda = "/srv/conda", .home = ""}),
+      ElementsAre(in_conda, of_conda, of_link));
 }
 
 TEST_F(FindLibrary, NothingIsThere) {
-  EXPECT_THAT(candidates({.root = "", .path = "/bin", .cuda_home = "/nowhere", .venv = "/nowhere", .conda = "/nowhere", .home = "/nowhere"}),
+  EXPECT_THAT(candidates({.root = "",
+                          .path = "/bin",
+                          .cuda_home = "/nowhere",
+                          .venv = "/nowhere",
+                          .conda = "/nowhere",
+                          .home = "/nowhere"}),
               IsEmpty());
   const OpenedLibrary none = open_library({"libthere-is-none.so.9"});
   EXPECT_EQ(none.handle, nullptr);
