@@ -180,7 +180,8 @@ class ForeignText : public ::testing::Test {
     constexpr size_t kMostErrors = 48 << 10;
     const Said said = run(words, dir_.path(), extra_);
     const std::string context = Json(words).dump(-1, ' ', true, Json::error_handler_t::replace) + "\n";
-    EXPECT_LE(said.status, 4) << context << said.errors.substr(0, 4096);
+    const bool is_of_a_program = words[0] == "ds-launch" && (said.status == 126 || said.status == 127);
+    EXPECT_TRUE(said.status <= 4 || is_of_a_program) << said.status << " " << context << said.errors.substr(0, 4096);
     EXPECT_EQ(what_is_wrong(said.out), "") << context << said.out.substr(0, 4096);
     EXPECT_EQ(what_is_wrong(said.errors), "") << context << said.errors.substr(0, 4096);
     EXPECT_LE(said.errors.size(), kMostErrors) << context;
