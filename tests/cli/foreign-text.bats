@@ -42,7 +42,7 @@ on_terminal() { script -qec "stty cols 100; $1" /dev/null </dev/null; }
   says 0 "" ds-shard show --json "run$owned/step-00000001"
   harmless "$output"
   says 2 'cannot be opened' ds-train "no$owned"
-  says 2 "unknown option '--\\xff\\u202e'" ds-train $'--\xff\u202e'
+  says 2 "unknown option '--\\xff\\u202e'" ds-train $'--\xff\xe2\x80\xae'
 }
 
 @test "a line break of a name begins no line" {

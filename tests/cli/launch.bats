@@ -520,13 +520,15 @@ END
   assert_nothing_left
 }
 
+needs_mounts() { unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"; }
+
 in_own_memory() { # command...: with a /dev/shm of its own; what is there in the end is in the file left
-  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
   # shellcheck disable=SC2016
   unshare -m bash -c 'mount -t tmpfs tmpfs /dev/shm; "$@"; s=$?; ls -A /dev/shm >left; exit $s' bash "$@"
 }
 
 @test "what a launcher left that was killed before its shims came goes with the next job" {
+  needs_mounts
   mkdir bin
   printf '#!/bin/sh\nexec sleep %s\n' $marker >bin/mpirun
   chmod +x bin/mpirun
@@ -577,7 +579,7 @@ mpi_rank() {
 }
 
 @test "a /dev/shm that is short of space is left to others" {
-  unshare -m mount -t tmpfs tmpfs /dev/shm || skip "no mount here"
+  needs_mounts
   mpi_rank
   # shellcheck disable=SC2016
   local short='mount -t tmpfs -o size=5m tmpfs /dev/shm; TMPDIR=$PWD timeout 60 "$@"; s=$?; df -k --output=used /dev/shm; exit $s'
