@@ -51,7 +51,9 @@ std::optional<std::string> read_latest(const std::string& dir, std::string& step
   try {
     name = read_text_file(path, 4096);
   } catch (const Error& e) {
-    if (e.code() == Errc::Io && fs::is_regular_file(path)) throw;  // refused by the system; else it is no file of ours
+    // Refused by the system, and not for being something else than a file.
+    std::error_code unknown;
+    if (e.code() == Errc::Io && (fs::is_regular_file(path, unknown) || unknown == std::errc::permission_denied)) throw;
     return e.what();
   }
   if (name.ends_with('\n')) name.pop_back();

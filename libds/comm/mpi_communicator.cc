@@ -97,7 +97,8 @@ class Environment {
       // of 4 MiB with a page before them, three threads for each rank, and address space for 75 MB with two ranks of a
       // node, 4.2 MB with each further one and 128 MiB that malloc reserves for threads. All ranks of a node may look
       // for threads before any has its own, so the first one there looks for all; not each of them, which would start
-      // the square of their number for a moment. Of data it takes little beside the stacks of its threads.
+      // the square of their number for a moment. Of data it took up to 7.2 MiB beside the
+      // stacks of its threads.
       const auto number = [](const char* variable, int without) {
         const char* value = std::getenv(variable);
         return value != nullptr ? std::atoi(value) : without;

@@ -37,7 +37,7 @@ void* open_with_libraries(const std::string& path, std::string& why) {
   };
   for (int missing = 0; !opens() && missing < kMostMissing; ++missing) {
     const std::string file = why.substr(0, why.find(": "));
-    const bool is_incomplete = why.find(": undefined symbol: ") != std::string::npos;
+    const bool is_incomplete = why.find(": undefined symbol: cublasLt") != std::string::npos;
     const std::string name = is_incomplete ? kProducts : std::filesystem::path(file).filename().string();
     if (name.empty() || (!is_incomplete && file == path)) return nullptr;
     std::vector<std::string> candidates = library_candidates(name, folders());

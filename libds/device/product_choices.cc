@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <filesystem>
 #include <string_view>
@@ -27,16 +28,28 @@ constexpr i64 kFields = 4;
 // So much of a file is whole lines: one that a full disk has cut off is none.
 size_t whole_lines(std::string_view text) { return text.rfind('\n') + 1; }
 
+// The same of an open file of so many bytes; -1: it is no file of choices.
+i64 whole_lines(int fd, i64 size) {
+  std::array<char, 4096> bytes{};  // more than a line
+  const auto read_at = [&](i64 begin) {
+    const ssize_t n = pread(fd, bytes.data(), bytes.size(), begin);
+    return std::string_view(bytes.data(), n < 0 ? 0 : static_cast<size_t>(n));
+  };
+  const std::string_view head = read_at(0).substr(0, kHeader.size());
+  if (!kHeader.starts_with(head)) return -1;
+  if (head.size() < kHeader.size()) return 0;
+  const i64 begin = std::max<i64>(0, size - std::ssize(bytes));
+  const size_t end = whole_lines(read_at(begin));
+  return end > 0 ? begin + static_cast<i64>(end) : -1;
+}
+
 // Appends to an open file under a lock; 0 or errno. What cannot be written whole is not written.
-int append_whole(int fd, const std::string& file, const std::string& product, const std::string& algorithm) {
+int append_whole(int fd, const std::string& product, const std::string& algorithm) {
   struct stat st {};
   if (flock(fd, LOCK_EX) != 0 || fstat(fd, &st) != 0) return errno;
-  i64 size = st.st_size;
-  char last = '\n';
-  if (size > 0 && pread(fd, &last, 1, size - 1) == 1 && last != '\n') {
-    size = narrow<i64>(whole_lines(read_text_file(file, kMostBytes, Errc::Config)));
-    if (ftruncate(fd, size) != 0) return errno;
-  }
+  const i64 size = whole_lines(fd, st.st_size);
+  if (size < 0) return EEXIST;
+  if (size < st.st_size && ftruncate(fd, size) != 0) return errno;
   const std::string line = fmt::format("{}{}\t{}\n", size == 0 ? kHeader : "", product, algorithm);
   const ssize_t written = write(fd, line.data(), line.size());
   if (written == static_cast<ssize_t>(line.size())) return 0;
@@ -80,7 +93,7 @@ void ProductChoices::add(const std::string& product, const std::string& algorith
   const std::lock_guard lock(mutex_);
   if (!choices_.try_emplace(product, algorithm).second) return;
   const int fd = open(file_.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
-  const int reason = fd < 0 ? errno : append_whole(fd, file_, product, algorithm);
+  const int reason = fd < 0 ? errno : append_whole(fd, product, algorithm);
   if (fd >= 0) close(fd);
   if (reason != 0 && !std::exchange(warned_, true))
     log_message(

@@ -70,6 +70,7 @@ class GradStore {
 
  private:
   void reduce(size_t bucket);
+  void zero_gaps(i64 unit);
   bool full_accum() const noexcept { return !layout_.states().shard_optimizer || options_.accumulates_locally(); }
 
   const Layout& layout_;
@@ -83,8 +84,6 @@ class GradStore {
   std::vector<i64> bucket_base_;  // elements in fresh_
   std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;
-  void zero_gaps(i64 unit);
-
   std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_
   std::vector<std::vector<Layout::Range>> gaps_;  // per unit: Layout::gaps_of
   std::vector<i64> staging_base_;                 // per unit

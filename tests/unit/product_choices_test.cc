@@ -88,6 +88,21 @@ TEST_F(ProductChoicesTest, ALineThatIsCutOffIsPassedOverAndReplaced) {
   set_log_sink(nullptr);
 }
 
+// Nor does one go behind lines of something else, which has come meanwhile.
+TEST_F(ProductChoicesTest, AnotherFileIsLeftAsItIs) {
+  std::vector<std::string> warnings;
+  set_log_sink([&](LogLevel, std::string_view text) { warnings.emplace_back(text); });
+  for (const std::string text : {"a diary", "a diary\nof two lines", "a diary\n"}) {
+    std::filesystem::remove(file_);
+    ProductChoices choices(file_);
+    write(text);
+    choices.add("a\tb\tc", "1");
+    EXPECT_EQ(read(), text);
+  }
+  set_log_sink(nullptr);
+  EXPECT_EQ(warnings.size(), 3u);
+}
+
 // A limit of file size stands for the disk.
 TEST_F(ProductChoicesTest, WhatCannotBeWrittenWholeIsNotWritten) {
   write("# ds-autotune/1\na\tb\tc\t1\n");

@@ -26,7 +26,7 @@ double seconds(Clock::duration d) { return std::chrono::duration<double>(d).coun
 
 }  // namespace
 
-CopyLine::CopyLine() : start_(Clock::now()), shown_(start_) {
+CopyLine::CopyLine() : start_(Clock::now()) {
   for (const int signal : kSignals) {
     if (std::signal(signal, note_signal) == SIG_IGN) std::signal(signal, SIG_IGN);  // nohup(1)
   }
@@ -41,12 +41,10 @@ CopyLine::~CopyLine() {
 std::function<void(i64, i64)> CopyLine::hook() {
   return [this](i64 done, i64 total) {
     if (stopped_by != 0) throw StoppedBySignal{stopped_by};
-    const auto now = Clock::now();
-    if (seconds(now - shown_) < 0.2) return;
-    shown_ = now;
+    if (!line_.is_due()) return;
     if (total == 0) return line_.show("verifying");
     if (done == 0) return line_.show("laying out the files");
-    const double rate = static_cast<double>(done) / seconds(now - start_);
+    const double rate = static_cast<double>(done) / seconds(Clock::now() - start_);
     line_.show(fmt::format("{:.1f} of {:.1f} GB  {:.2f} GB/s  ETA {}", static_cast<double>(done) / 1e9,
                            static_cast<double>(total) / 1e9, rate / 1e9,
                            duration(static_cast<double>(total - done) / rate)));

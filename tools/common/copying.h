@@ -24,7 +24,7 @@ class CopyLine {
 
  private:
   ProgressLine line_;
-  std::chrono::steady_clock::time_point start_, shown_;
+  std::chrono::steady_clock::time_point start_;
 };
 
 // Throws Errc::Config if the report (--output) and the model (--out) would be the same file.

@@ -32,12 +32,16 @@ void ProgressLine::show(std::string_view line) {
   drawn = true;
 }
 
+bool ProgressLine::is_due() {
+  const auto now = std::chrono::steady_clock::now();
+  if (now - was_due_ < std::chrono::milliseconds(200)) return false;
+  was_due_ = now;
+  return true;
+}
+
 std::function<void(std::string_view)> ProgressLine::hook() {
   return [this](std::string_view line) {
-    const auto now = std::chrono::steady_clock::now();
-    if (now - shown_ < std::chrono::milliseconds(200)) return;
-    shown_ = now;
-    show(line);
+    if (is_due()) show(line);
   };
 }
 

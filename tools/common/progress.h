@@ -20,12 +20,14 @@ class ProgressLine {
   ProgressLine& operator=(const ProgressLine&) = delete;
 
   void show(std::string_view line);
-  // Shows what it is given, five times a second at most, and nothing that is done before. The line must outlive it.
+  // For work that could show a line at any moment: true five times a second at most, and not at once.
+  bool is_due();
+  // Shows what it is given when that is due. The line must outlive it.
   std::function<void(std::string_view)> hook();
 
  private:
   int columns_;
-  std::chrono::steady_clock::time_point shown_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point was_due_ = std::chrono::steady_clock::now();
 };
 
 // "2m05s", "3h20m".

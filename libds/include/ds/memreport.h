@@ -88,13 +88,13 @@ struct Prediction {
 // cannot be built. Reads no file.
 DS_API Prediction predict(const Config& config, const World& world, DeviceKind device);
 
-// Seconds of a training step, by what takes them (memreport/step_time.h).
 // What the calls of an op take together, each the longest of its FLOPs, its bytes and its start.
 struct OpTime {
   i64 calls = 0;
   double flops = 0, bytes = 0, seconds = 0;
 };
 
+// Seconds of a training step, by what takes them (memreport/step_time.h).
 struct StepTime {
   // Of the stage that takes longest, summed over its micro-batches.
   double compute_s = 0;                 // ops of its passes, of gradients too
