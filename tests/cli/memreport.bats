@@ -267,3 +267,10 @@ assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
   : >zero/global_step1/mp_rank_00_model_states.pt
   refuses 4 "does not say which model" zero
 }
+
+@test "predictions are those that were kept: memory, traffic, ops, times, what fits" {
+  local kept=$DS_SOURCE/tests/golden/predictions
+  "$kept/make" >predicted.jsonl
+  diff "$kept/expected.jsonl" predicted.jsonl | cut -c1-4000 | head -4 >&2
+  cmp "$kept/expected.jsonl" predicted.jsonl >&2
+}

@@ -441,6 +441,65 @@ TEST(Dropout, DoesNotDependOnTheLayout) {
   }
 }
 
+// What a step reports and counts, on meshes whose numbers of samples and tokens differ.
+TEST(StepReport, CountsStepsSamplesAndTokens) {
+  for (const auto& [ranks, sp, accumulation] : {std::tuple{1, 1, 3}, {2, 1, 3}, {4, 2, 2}}) {
+    ModelConfig model = of_four_heads(tiny_gpt2());
+    Config c = tiny_config(model, ranks / sp, accumulation, 1);
+    c.sequence_parallel_size = sp;
+    c.data.seq_length = 14;
+    const i64 B = c.batch.micro, T = c.data.seq_length, m = accumulation, P = ranks / sp;
+    const auto comms = [&] { return make_thread_communicators(ranks, {.timeout_s = 60}); };
+    std::vector<std::unique_ptr<Communicator>> worlds = comms();
+    std::vector<std::thread> threads;
+    for (int r = 0; r < ranks; ++r) {
+      threads.emplace_back([&, r] {
+        const auto device = make_cpu_device(*cpu_ops(), 1);
+        Mesh mesh(std::move(worlds[static_cast<size_t>(r)]), report::mesh_shape(c, ranks), {.timeout_s = 60});
+        MemoryLedger ledger;
+        engine::Engine engine(c, mesh, ledger, *device);
+        engine.init_weights();
+        const std::vector<i32> ids(static_cast<size_t>(m * B * T), 1), targets(ids.size(), 2);
+        for (i64 step = 1; step <= 2; ++step) {
+          const engine::StepReport report = engine.train_step({ids, targets});
+          EXPECT_EQ(report.step, step);
+          EXPECT_EQ(report.tokens, B * T * m * P);
+          EXPECT_EQ(engine.progress().step, step);
+          EXPECT_EQ(engine.progress().consumed_samples, step * B * m * P);
+        }
+      });
+    }
+    for (std::thread& t : threads) t.join();
+  }
+}
+
+// The mean over the tokens that count is their own loss, however few there are, in both norms; a micro-batch without
+// any adds nothing.
+TEST(TokenNorm, OfOneTokenIsItsLoss) {
+  for (const LossNorm norm : {LossNorm::Token, LossNorm::Micro}) {
+    Config c = tiny_config(tiny_gpt2(), 1, 2, 0);
+    c.loss_norm = norm;
+    const auto device = make_cpu_device(*cpu_ops(), 1);
+    Mesh mesh(make_self_communicator({}), report::mesh_shape(c, 1), {});
+    MemoryLedger ledger;
+    engine::Engine engine(c, mesh, ledger, *device);
+    engine.init_weights();
+    const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
+    std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
+    targets[5] = 3;
+    const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t) {
+      std::copy_n(ids.begin(), rows, i.begin());
+      std::copy_n(targets.begin(), rows, t.begin());
+      return true;
+    });
+    const double loss = engine.train_step({ids, targets}).loss;
+    EXPECT_GT(*alone, 1.0);
+    EXPECT_NEAR(loss, norm == LossNorm::Token ? *alone : *alone / 2, 1e-6);
+    targets[5] = -100;  // none at all
+    EXPECT_EQ(engine.train_step({ids, targets}).loss, 0);
+  }
+}
+
 TEST(TokenNorm, EqualsTheMeanOverAllValidTokens) {
   Config token = tiny_config(tiny_gpt2(), 2, 2, 1);
   token.loss_norm = LossNorm::Token;
