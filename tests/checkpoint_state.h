@@ -110,9 +110,14 @@ class RankState {
       Buffers& b = buffers_[i];
       b.param.assign(n * 4, char{0x5A});
       for (auto* v : {&b.master, &b.exp_avg, &b.exp_avg_sq}) v->assign(n, -77.0f);
-      pieces_.push_back({ranges[i].param, ranges[i].begin, ranges[i].count, b.param.data(),
-                         dtype == DType::F32 ? nullptr : b.master.data(), optimizer ? b.exp_avg.data() : nullptr,
-                         optimizer ? b.exp_avg_sq.data() : nullptr, &ranges_[i].slice});
+      PerState<void*> data;
+      data[State::Param] = b.param.data();
+      if (dtype != DType::F32) data[State::Master] = b.master.data();
+      if (optimizer) {
+        data[State::ExpAvg] = b.exp_avg.data();
+        data[State::ExpAvgSq] = b.exp_avg_sq.data();
+      }
+      pieces_.push_back({ranges[i].param, ranges[i].begin, ranges[i].count, data, &ranges_[i].slice});
     }
   }
   std::vector<StatePiece>& pieces() noexcept { return pieces_; }
@@ -129,18 +134,15 @@ class RankState {
   }
   // Everything equals what fill() makes, bit for bit.
   void expect_filled() {
-    RankState want(dtype_, ranges_, !pieces_.empty() && pieces_[0].exp_avg != nullptr, params_);
+    RankState want(dtype_, ranges_, !pieces_.empty() && pieces_[0].data[State::ExpAvg] != nullptr, params_);
     want.fill();
     for (size_t i = 0; i < pieces_.size(); ++i) {
-      const auto same = [&](const void* a, const void* b, i64 size, const char* state) {
-        if (a == nullptr) return;
-        EXPECT_EQ(std::memcmp(a, b, static_cast<size_t>(pieces_[i].count * size)), 0)
-            << state << " of parameter " << pieces_[i].param << " from " << pieces_[i].begin;
-      };
-      same(pieces_[i].param_data, want.pieces_[i].param_data, dtype_bytes(dtype_), "param");
-      same(pieces_[i].master, want.pieces_[i].master, 4, "master");
-      same(pieces_[i].exp_avg, want.pieces_[i].exp_avg, 4, "exp_avg");
-      same(pieces_[i].exp_avg_sq, want.pieces_[i].exp_avg_sq, 4, "exp_avg_sq");
+      for (const State s : kStates) {
+        if (pieces_[i].data[s] == nullptr) continue;
+        const i64 bytes = pieces_[i].count * (s == State::Param ? dtype_bytes(dtype_) : 4);
+        EXPECT_EQ(std::memcmp(pieces_[i].data[s], want.pieces_[i].data[s], static_cast<size_t>(bytes)), 0)
+            << state_name(s) << " of parameter " << pieces_[i].param << " from " << pieces_[i].begin;
+      }
     }
   }
 

@@ -62,12 +62,23 @@ Json owners_json(const ds::CheckpointSummary::Param& p) {
   return owners;
 }
 
+// Those of AdamW always, others where the step has them.
+std::vector<ds::State> shown_states(const ds::CheckpointSummary& s) {
+  std::vector<ds::State> shown;
+  for (const ds::State state : ds::kStates) {
+    if (state <= ds::State::ExpAvgSq ||
+        std::ranges::any_of(s.ranks, [&](const auto& r) { return r.state_bytes[state] > 0; }))
+      shown.push_back(state);
+  }
+  return shown;
+}
+
 void show_json(ds::tools::Output& out, const ds::CheckpointSummary& s) {
   Json ranks = Json::array(), params = Json::array();
   for (size_t r = 0; r < s.ranks.size(); ++r) {
     Json row = {{"rank", r}, {"elements", s.ranks[r].elems}};
-    for (size_t i = 0; i < s.kStateTitles.size(); ++i)
-      row[fmt::format("{}_bytes", s.kStateTitles[i])] = s.ranks[r].state_bytes[i];
+    for (const ds::State state : shown_states(s))
+      row[fmt::format("{}_bytes", ds::state_name(state))] = s.ranks[r].state_bytes[state];
     row["file_bytes"] = s.ranks[r].file_bytes;
     ranks.push_back(std::move(row));
   }
@@ -96,11 +107,11 @@ void show(ds::tools::Output& out, const ds::CheckpointSummary& s, bool parameter
   out.print("checkpoint  {}\nstep        {}\nranks       {}\nstage       {}\ndtype       {}\n\n", s.step_dir, s.step,
             ranks_text(s.world_size, s.mesh), s.stage, ds::dtype_name(s.dtype));
   out.print("{:>5} {:>14}", "rank", "elements");
-  for (const std::string_view title : s.kStateTitles) out.print(" {:>16}", fmt::format("{} bytes", title));
+  for (const ds::State state : shown_states(s)) out.print(" {:>16}", fmt::format("{} bytes", ds::state_name(state)));
   out.print(" {:>14}\n", "file bytes");
   for (size_t r = 0; r < s.ranks.size(); ++r) {
     out.print("{:>5} {:>14}", r, s.ranks[r].elems);
-    for (const ds::i64 bytes : s.ranks[r].state_bytes) out.print(" {:>16}", bytes);
+    for (const ds::State state : shown_states(s)) out.print(" {:>16}", s.ranks[r].state_bytes[state]);
     out.print(" {:>14}\n", s.ranks[r].file_bytes);
   }
   if (!parameters) return;

@@ -20,6 +20,7 @@
 
 #include "comm/communicator.h"
 #include "ds/checkpoint.h"
+#include "ds/state.h"
 #include "model/slice.h"
 
 namespace ds {
@@ -29,19 +30,25 @@ struct ParamEntry {
   std::vector<i64> shape;
   std::string tied_to;              // empty, or the entry whose elements these are
   std::optional<DType> dtype = {};  // as it is stored, where that is not the checkpoint's work_dtype
+  // Which states of optimizers it has, where parameters differ in that (Muon beside AdamW, frozen ones); else it has
+  // those of the checkpoint.
+  std::optional<StateSet> optimizer_states = {};
+  bool may_have(State s) const noexcept {
+    return !is_optimizer_state(s) || !optimizer_states || (*optimizer_states)[s];
+  }
   bool operator==(const ParamEntry&) const = default;
 };
 
-// Elements [begin, begin + count) of a flattened parameter, or of a flattened slice of it, owned by this rank. Null
-// pointers: state that the run does not have (save), or does not want (load). Tied entries have no pieces.
+// Elements [begin, begin + count) of a flattened parameter, or of a flattened slice of it, owned by this rank. Tied
+// entries have no pieces.
 struct StatePiece {
   i64 param;  // index into the parameter table
   i64 begin, count;
-  void* param_data;  // work dtype
-  float* master;     // null when the work dtype is fp32
-  float* exp_avg;
-  float* exp_avg_sq;
+  // Param in the work dtype, all else in fp32. Null: state that the run does not have (save; Master when the work dtype
+  // is fp32), or does not want (load).
+  PerState<void*> data;
   const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
+  float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
 };
 
 struct LossScalerState {

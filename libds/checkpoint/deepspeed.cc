@@ -21,7 +21,7 @@ class DeepspeedReader final : public StateSource {
   const std::string& path() const noexcept override { return path_; }
   const CheckpointMeta& meta() const noexcept override { return table_.meta; }
   const std::vector<ParamEntry>& params() const noexcept override { return table_.params; }
-  bool has(State s) const noexcept override { return table_.has[static_cast<size_t>(s)]; }
+  bool has(State s) const noexcept override { return table_.has[s]; }
 
   std::vector<std::string> verify(const Tick& tick) override {
     std::vector<std::string> bad;
@@ -34,7 +34,7 @@ class DeepspeedReader final : public StateSource {
   void read_stored(State state, i64 param, i64 first, i64 count, char* out) override {
     const DType dtype = stored_dtype(state, param);
     const i64 size = dtype_bytes(dtype);
-    const auto& list = table_.segments[static_cast<size_t>(state)][static_cast<size_t>(param)];
+    const auto& list = table_.segments[state][static_cast<size_t>(param)];
     if (list.empty()) {
       std::memset(out, 0, static_cast<size_t>(count * size));
       return;

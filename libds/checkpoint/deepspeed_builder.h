@@ -74,7 +74,7 @@ class DeepspeedBuilder {
   }
   static Segments whole(const PickleTensor& t, size_t f) { return {{0, numel(t), f, &t, 0}}; }
   Segments& segments(State s, size_t param);
-  bool& has(State s) { return table_.has[static_cast<size_t>(s)]; }
+  bool& has(State s) { return table_.has[s]; }
   const Value& need(const Value& dict, std::string_view key, Kind kind, size_t f) const;
   std::vector<i64> shape_of(const Value& v, const std::string& name, size_t f) const;
   const PickleTensor& tensor_of(const Value& v, std::string_view what, size_t f) const;

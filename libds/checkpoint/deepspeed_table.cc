@@ -57,7 +57,7 @@ DeepspeedBuilder::Index DeepspeedBuilder::index_of(const Value* dict) {
 }
 
 DeepspeedBuilder::Segments& DeepspeedBuilder::segments(State s, size_t param) {
-  auto& list = table_.segments[static_cast<size_t>(s)];
+  auto& list = table_.segments[s];
   if (list.size() <= param) list.resize(param + 1);
   return list[param];
 }
@@ -276,7 +276,7 @@ void DeepspeedBuilder::add_as_it_is(const std::string& name, const std::vector<i
       if (s == State::Master) list = at;
     } else if (const PickleTensor* t = own->second[static_cast<size_t>(s) - 1]; t != nullptr) {
       check(t->shape == shape, Errc::Mismatch, model_[0], "'{}' is of shape [{}], and its {} of shape [{}]", name,
-            fmt::join(shape, ","), kStateNames[static_cast<size_t>(s)], fmt::join(t->shape, ","));
+            fmt::join(shape, ","), state_name(s), fmt::join(t->shape, ","));
       list = whole(*t, model_[0]);
     }
   }
@@ -291,7 +291,7 @@ void DeepspeedBuilder::add_ties() {
     table_.params[param].tied_to = target;
     table_.params[param].dtype = owner.dtype;
   }
-  for (auto& list : table_.segments) list.resize(table_.params.size());
+  for (auto& list : table_.segments.values) list.resize(table_.params.size());
   check(!table_.params.empty(), Errc::Corrupt, model_[0], "there is no parameter");
   const DType work = table_.meta.work_dtype;
   check(work == DType::F32 || work == DType::BF16 || work == DType::F16, Errc::Unavailable, model_[0],

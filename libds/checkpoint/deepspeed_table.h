@@ -3,7 +3,6 @@
 // What a tag of DeepSpeed holds, as a table: for each state of each parameter, which elements stand where in which
 // file. Built from the headers of all files, which must agree with one another.
 
-#include <array>
 #include <memory>
 #include <string>
 #include <vector>
@@ -25,9 +24,9 @@ struct DeepspeedSegment {
 struct DeepspeedTable {
   CheckpointMeta meta;
   std::vector<ParamEntry> params;
-  std::array<bool, 4> has{};                                           // by State
-  std::array<std::vector<std::vector<DeepspeedSegment>>, 4> segments;  // by State and parameter; none: zeros
-  std::vector<std::unique_ptr<TorchFile>> files;                       // all of them closed
+  StateSet has;
+  PerState<std::vector<std::vector<DeepspeedSegment>>> segments;  // by parameter; none: zeros
+  std::vector<std::unique_ptr<TorchFile>> files;                  // all of them closed
   std::vector<std::string> unread;  // files of the universal format that hold nothing of the above
 };
 

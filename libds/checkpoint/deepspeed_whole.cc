@@ -10,13 +10,13 @@
 namespace ds {
 
 void DeepspeedBuilder::place_universal() {
-  table_.has.fill(true);
+  table_.has = state_set({State::Param, State::Master, State::ExpAvg, State::ExpAvgSq});
   for (size_t i = 0; i < table_.params.size(); ++i) {
     const std::string& name = table_.params[i].name;
     check(name.find('/') == std::string::npos && !name.starts_with('.'), Errc::Corrupt, model_[0],
           "parameter '{}' names no directory", name);
     for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
-      const std::string_view stem = s == State::Master ? "fp32" : kStateNames[static_cast<size_t>(s)];
+      const std::string_view stem = s == State::Master ? "fp32" : state_name(s);
       const std::string path = fmt::format("{}/zero/{}/{}.pt", files_.dir, name, stem);
       if (!std::filesystem::exists(path)) {
         DS_CHECK(s != State::Master, Errc::Corrupt, "{}: is missing", path);

@@ -114,17 +114,16 @@ const model::ParamSlice& slice_of(const StatePiece& p) noexcept {
 
 // Refuses what the checkpoint cannot give: checked before anything is filled.
 void check_request(const Manifest& m, const std::string& dir, std::span<const StatePiece> pieces) {
-  const auto need = [&](bool wanted, State s) {
-    DS_CHECK(!wanted || m.has(s) || m.meta.optimizer_step == 0, Errc::Mismatch,
-             "{}: holds no {}; it was saved without that optimizer state", dir, kStateNames[static_cast<size_t>(s)]);
-  };
   for (const StatePiece& p : pieces) {
     DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(m.params.size()));
     const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
     DS_ASSERT(entry.tied_to.empty() && p.begin >= 0 && p.count >= 0 &&
               p.begin <= model::SliceMap(slice_of(p), entry.shape).numel() - p.count);
-    need(p.exp_avg != nullptr, State::ExpAvg);
-    need(p.exp_avg_sq != nullptr, State::ExpAvgSq);
+    for (const State s : kOptimizerStates) {
+      DS_CHECK(p.data[s] == nullptr || (m.has(s) && entry.may_have(s)) || m.meta.optimizer_step == 0, Errc::Mismatch,
+               "{}: holds no {}{}; it was saved without that optimizer state", dir, state_name(s),
+               m.has(s) ? fmt::format(" of '{}'", entry.name) : "");
+    }
   }
 }
 
@@ -174,19 +173,15 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
   });
   together(comm, [&] {
     for (const StatePiece& p : wanted) {
-      const auto fill = [&](State s, DType dtype, void* out) {
-        if (out == nullptr) return;
-        const bool is_moment = s == State::ExpAvg || s == State::ExpAvgSq;
-        if (is_moment && !reader->has(s)) {  // before the first update they are zero
-          std::memset(out, 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
+      for (const State s : kStates) {
+        if (p.data[s] == nullptr) continue;
+        const DType dtype = s == State::Param ? work_dtype : DType::F32;
+        if (is_optimizer_state(s) && !reader->stores(s, p.param)) {  // before the first update they are zero
+          std::memset(p.data[s], 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
         } else {
-          reader->read(s, dtype, p.param, slice_of(p), p.begin, p.count, out);
+          reader->read(s, dtype, p.param, slice_of(p), p.begin, p.count, p.data[s]);
         }
-      };
-      fill(State::Param, work_dtype, p.param_data);
-      fill(State::Master, DType::F32, p.master);
-      fill(State::ExpAvg, DType::F32, p.exp_avg);
-      fill(State::ExpAvgSq, DType::F32, p.exp_avg_sq);
+      }
     }
   });
   return reader->manifest().meta;

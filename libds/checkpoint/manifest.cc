@@ -24,6 +24,8 @@ using Json = nlohmann::ordered_json;
 constexpr int kVersion = 1;
 // Of a manifest in which a piece has a slice: who knows only version 1 would take its elements for others.
 constexpr int kVersionOfSlices = 2;
+// With states that only some parameters have, or that no version before knew.
+constexpr int kVersionOfStates = 3;
 constexpr size_t kMaxSliceRanges = 1024;  // an attribute of HDF5 holds them
 constexpr int kMaxDepth = 64;
 constexpr std::string_view kFormat = "libds-checkpoint";
@@ -69,11 +71,11 @@ Json piece_to_json(const PieceRecord& p) {
   j["begin"] = p.begin;
   j["count"] = p.count;
   for (State s : kStates) {
-    const auto& d = p.states[static_cast<size_t>(s)];
+    const auto& d = p.states[s];
     if (!d) continue;
     Json sums = Json::array();
     for (u64 sum : d->checksums) sums.push_back(hex(sum));
-    j[std::string(kStateNames[static_cast<size_t>(s)])] = {{"offset", d->offset}, {"xxh3", std::move(sums)}};
+    j[std::string(state_name(s))] = {{"offset", d->offset}, {"xxh3", std::move(sums)}};
   }
   return j;
 }
@@ -92,13 +94,32 @@ PieceRecord piece_from_json(const Json& j) {
   PieceRecord p{{whole_at(j, "parameter"), whole_at(j, "begin"), whole_at(j, "count"), {}}, {}};
   if (j.contains("slice")) p.slice = slice_from_json(j.at("slice"));
   for (State s : kStates) {
-    const auto it = j.find(kStateNames[static_cast<size_t>(s)]);
+    const auto it = j.find(state_name(s));
     if (it == j.end()) continue;
     DatasetRecord d{whole(it->at("offset")), {}};
     for (const Json& sum : it->at("xxh3")) d.checksums.push_back(parse_hex(sum.get<std::string>()));
-    p.states[static_cast<size_t>(s)] = std::move(d);
+    p.states[s] = std::move(d);
   }
   return p;
+}
+
+Json names_of(const StateSet& states) {
+  Json names = Json::array();
+  for (const State s : kOptimizerStates) {
+    if (states[s]) names.push_back(state_name(s));
+  }
+  return names;
+}
+StateSet states_from(const Json& names) {
+  StateSet states;
+  DS_CHECK(names.is_array(), Errc::Corrupt, "states that are no list");
+  for (const Json& name : names) {
+    const auto* const found = std::ranges::find(kOptimizerStates, name.get<std::string>(), state_name);
+    DS_CHECK(found != kOptimizerStates.end(), Errc::Unavailable, "there is no state '{}' here",
+             name.dump().substr(0, 64));
+    states[*found] = true;
+  }
+  return states;
 }
 
 Json embed(const std::string& document, const char* what) {
@@ -189,17 +210,23 @@ CheckpointMeta meta_from_json(const Json& j) {
 }
 
 int version_of(const Manifest& m) noexcept {
-  const bool slices = std::any_of(m.files.begin(), m.files.end(), [](const FileRecord& f) {
-    return std::any_of(f.pieces.begin(), f.pieces.end(), [](const PieceRecord& p) { return !p.slice.whole(); });
-  });
-  return slices ? kVersionOfSlices : kVersion;
+  const auto any_piece = [&](auto&& is_new) {
+    return std::ranges::any_of(m.files, [&](const FileRecord& f) { return std::ranges::any_of(f.pieces, is_new); });
+  };
+  const bool states =
+      std::ranges::any_of(m.params, [](const ParamEntry& p) { return p.optimizer_states.has_value(); }) ||
+      any_piece([](const PieceRecord& p) {
+        return std::ranges::any_of(kStates, [&](State s) { return s > State::ExpAvgSq && p.states[s]; });
+      });
+  if (states) return kVersionOfStates;
+  return any_piece([](const PieceRecord& p) { return !p.slice.whole(); }) ? kVersionOfSlices : kVersion;
 }
 
 Manifest from_json(const Json& j) {
   DS_CHECK(j.at("format") == kFormat, Errc::Corrupt, "not a checkpoint's manifest");
   const i64 version = whole_at(j, "version");
-  DS_CHECK(version == kVersion || version == kVersionOfSlices, Errc::Unavailable,
-           "format version {}; this libds reads versions {} and {}", version, kVersion, kVersionOfSlices);
+  DS_CHECK(version >= kVersion && version <= kVersionOfStates, Errc::Unavailable,
+           "format version {}; this libds reads versions {} to {}", version, kVersion, kVersionOfStates);
   DS_CHECK(whole_at(j, "checksum_block_bytes") == kChecksumBlock, Errc::Unavailable, "unknown checksum block size");
   Manifest m;
   m.id = j.at("id").get<std::string>();
@@ -209,6 +236,7 @@ Manifest from_json(const Json& j) {
         {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
     for (const Json& dim : p.at("shape")) m.params.back().shape.push_back(whole(dim));
     if (p.contains("dtype")) m.params.back().dtype = dtype_from(p.at("dtype").get<std::string>());
+    if (p.contains("states")) m.params.back().optimizer_states = states_from(p.at("states"));
   }
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
@@ -221,8 +249,8 @@ Manifest from_json(const Json& j) {
              m.files.size());
     m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
   }
-  DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {} {} slices", version,
-           version == kVersion ? "has no" : "without");
+  DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {}, but what it holds is of version {}", version,
+           version_of(m));
   m.view_bytes = whole_at(j.at("view"), "bytes");
   m.view_checksum = parse_hex(j.at("view").at("xxh3").get<std::string>());
   return m;
@@ -309,8 +337,7 @@ std::vector<i64> validate_params(const Manifest& m, const std::string& path, Err
 
 bool Manifest::has(State s) const noexcept {
   return std::any_of(files.begin(), files.end(), [&](const FileRecord& f) {
-    return std::any_of(f.pieces.begin(), f.pieces.end(),
-                       [&](const PieceRecord& p) { return p.states[static_cast<size_t>(s)].has_value(); });
+    return std::any_of(f.pieces.begin(), f.pieces.end(), [&](const PieceRecord& p) { return p.states[s].has_value(); });
   });
 }
 
@@ -346,15 +373,38 @@ CheckpointMeta parse_meta(std::string_view text, const std::string& path) {
   }
 }
 
+std::string format_states(const std::vector<ParamEntry>& params) {
+  Json of = Json::object();
+  for (const ParamEntry& p : params) {
+    if (p.optimizer_states) of[p.name] = names_of(*p.optimizer_states);
+  }
+  return of.empty() ? "" : of.dump();
+}
+
+void parse_states(std::string_view text, const std::string& path, std::vector<ParamEntry>& params) {
+  const Json of = parse_bounded(text, path);
+  DS_CHECK(of.is_object(), Errc::Corrupt, "{}: the states of its parameters are no object", path);
+  try {
+    for (ParamEntry& p : params) {
+      if (const auto it = of.find(p.name); it != of.end()) p.optimizer_states = states_from(*it);
+    }
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Corrupt, fmt::format("{}: the states of its parameters: {}", path, json_reason(e)));
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("{}: {}", path, e.what()));
+  }
+}
+
 std::string format_manifest(const Manifest& m) {
   Json states = Json::array(), params = Json::array(), files = Json::array(), pieces = Json::array();
   for (State s : kStates) {
-    if (m.has(s)) states.push_back(kStateNames[static_cast<size_t>(s)]);
+    if (m.has(s)) states.push_back(state_name(s));
   }
   for (const ParamEntry& p : m.params) {
     params.push_back({{"name", p.name}, {"shape", p.shape}});
     if (!p.tied_to.empty()) params.back()["tied_to"] = p.tied_to;
     if (p.dtype) params.back()["dtype"] = dtype_name(*p.dtype);
+    if (p.optimizer_states) params.back()["states"] = names_of(*p.optimizer_states);
   }
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));
@@ -421,8 +471,8 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   }
   const std::vector<i64> numels = validate_params(m, path, code);
   std::vector<Held> held;
-  std::array<bool, 4> has{};
-  for (State s : kStates) has[static_cast<size_t>(s)] = m.has(s);
+  StateSet has;
+  for (State s : kStates) has[s] = m.has(s);
   for (size_t f = 0; f < m.files.size(); ++f) {
     const FileRecord& file = m.files[f];
     DS_CHECK(file.bytes >= 0, code, "{}: {} has {} bytes", path, rank_file_name(narrow<i64>(f)), file.bytes);
@@ -440,10 +490,10 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
                "{}: rank {} holds elements {} + {} of '{}', which {}", path, f, p.begin, p.count, name,
                limit < 0 ? "is tied" : fmt::format("has {}", limit));
       for (State s : kStates) {
-        const auto& d = p.states[static_cast<size_t>(s)];
-        const std::string_view state = kStateNames[static_cast<size_t>(s)];
-        const bool expected =
-            has[static_cast<size_t>(s)] && (s == State::Param || is_float(m.stored_dtype(State::Param, p.param)));
+        const auto& d = p.states[s];
+        const std::string_view state = state_name(s);
+        const bool expected = has[s] && m.params[static_cast<size_t>(p.param)].may_have(s) &&
+                              (s == State::Param || is_float(m.stored_dtype(State::Param, p.param)));
         DS_CHECK(d.has_value() == expected, code, "{}: '{}' {} {}, other pieces {}", path, name,
                  d.has_value() ? "has" : "lacks", state, d.has_value() ? "lack it" : "have it");
         if (!d) continue;
@@ -456,7 +506,7 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
       held.push_back({&p, narrow<i64>(f)});
     }
   }
-  DS_CHECK(has[0] || held.empty(), code, "{}: no parameters are stored", path);
+  DS_CHECK(has[State::Param] || held.empty(), code, "{}: no parameters are stored", path);
 
   std::sort(held.begin(), held.end(), [](const Held& a, const Held& b) {
     return std::tie(a.piece->param, a.piece->slice, a.piece->begin, a.file) <

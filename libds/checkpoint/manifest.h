@@ -3,7 +3,6 @@
 // manifest.json: the one description of a saved step. It is complete: with it the rank files are read at plain offsets,
 // and the HDF5 structure around the data is only hashed, never parsed.
 
-#include <array>
 #include <optional>
 #include <string>
 #include <vector>
@@ -11,11 +10,6 @@
 #include "checkpoint/checkpoint.h"
 
 namespace ds {
-
-// What is stored for each element of a parameter.
-enum class State : u8 { Param, Master, ExpAvg, ExpAvgSq };
-inline constexpr std::array<std::string_view, 4> kStateNames = {"param", "master", "exp_avg", "exp_avg_sq"};
-inline constexpr std::array<State, 4> kStates = {State::Param, State::Master, State::ExpAvg, State::ExpAvgSq};
 
 // Data is hashed (XXH3-64) in blocks, so that a range is checked by reading little more than itself.
 inline constexpr i64 kChecksumBlock = i64{4} << 20;
@@ -32,7 +26,7 @@ struct PieceRange {
 };
 
 struct PieceRecord : PieceRange {
-  std::array<std::optional<DatasetRecord>, 4> states;  // by State
+  PerState<std::optional<DatasetRecord>> states;
 };
 
 struct FileRecord {
@@ -74,6 +68,11 @@ void validate_manifest(const Manifest&, const std::string& path, Errc code);
 // The meta alone, on one line: as files of whole tensors keep it beside optimizer state.
 std::string format_meta(const CheckpointMeta&);
 CheckpointMeta parse_meta(std::string_view text, const std::string& path);
+
+// ParamEntry::optimizer_states of all that have them, on one line; empty: of none.
+std::string format_states(const std::vector<ParamEntry>& params);
+// Sets them. Throws Errc::Corrupt, Errc::Unavailable (a state that is unknown here).
+void parse_states(std::string_view text, const std::string& path, std::vector<ParamEntry>& params);
 
 // One rank's part, as it travels to rank 0.
 std::string format_file_record(const FileRecord&);

@@ -239,7 +239,7 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
 
   const std::unique_ptr<StateSource> state = open_state(source, o.tag);
   const std::string config = format == Format::Hf ? model_config_of(*state, o.config) : "";
-  const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has(State::ExpAvg));
+  const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has_optimizer_state());
   const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
   const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
   if (format == Format::Checkpoint) check_readable(*state);
@@ -270,7 +270,11 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   std::map<std::string, std::string> metadata =
       state->meta().metadata.value_or(std::map<std::string, std::string>{{"format", "pt"}});
   if (format == Format::Hf) metadata["format"] = "pt";
-  if (o.optimizer) metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
+  if (o.optimizer) {
+    metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
+    if (const std::string states = format_states(state->params()); !states.empty())
+      metadata[std::string(kStatesKey)] = states;
+  }
   for (const ParamEntry& p : state->params()) {
     if (p.tied_to.empty() || tensors->find(p.tied_to) == nullptr) continue;
     metadata[p.name] = p.tied_to;

@@ -54,7 +54,7 @@ u64 structure_checksum(const File& file, const Manifest& m, std::span<const Piec
   std::vector<std::pair<i64, i64>> data;
   for (const PieceRecord& p : pieces) {
     for (State s : kStates) {
-      const auto& d = p.states[static_cast<size_t>(s)];
+      const auto& d = p.states[s];
       if (d) data.emplace_back(d->offset, d->offset + p.count * dtype_bytes(m.stored_dtype(s, p.param)));
     }
   }
@@ -70,8 +70,7 @@ u64 structure_checksum(const File& file, const Manifest& m, std::span<const Piec
 }
 
 std::string dataset_name(const Manifest& m, State s, const PieceRange& p) {
-  return fmt::format("{}/{}@{}", kStateNames[static_cast<size_t>(s)], m.params[static_cast<size_t>(p.param)].name,
-                     first_element(m, p));
+  return fmt::format("{}/{}@{}", state_name(s), m.params[static_cast<size_t>(p.param)].name, first_element(m, p));
 }
 
 namespace {
@@ -79,7 +78,7 @@ namespace {
 // One block of a dataset, checked.
 void read_block(const File& file, const Manifest& m, const PieceRecord& p, State s, i64 block, char* out,
                 PageBuffer& pages) {
-  const DatasetRecord& d = *p.states[static_cast<size_t>(s)];
+  const DatasetRecord& d = *p.states[s];
   const i64 at = d.offset + block * kChecksumBlock;
   const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s, p.param)), block);
   read_bulk(file, at, out, bytes, pages);
@@ -101,7 +100,7 @@ void verify_file(const File& file, const Manifest& m, const FileRecord& record, 
   PageBuffer block, pages;
   for (const PieceRecord& p : record.pieces) {
     for (State s : kStates) {
-      const auto& d = p.states[static_cast<size_t>(s)];
+      const auto& d = p.states[s];
       if (!d) continue;
       for (i64 b = 0; b < narrow<i64>(d->checksums.size()); ++b) {
         if (tick) tick();
@@ -128,7 +127,7 @@ CheckpointReader::CheckpointReader(std::string step_dir) : CheckpointReader(step
 
 CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
     : dir_(std::move(step_dir)), manifest_(std::move(manifest)) {
-  for (State s : kStates) has_[static_cast<size_t>(s)] = manifest_.has(s);
+  for (State s : kStates) has_[s] = manifest_.has(s);
   files_.resize(manifest_.files.size());
   slices_.resize(manifest_.params.size());
   std::vector<Piece> pieces;

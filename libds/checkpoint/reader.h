@@ -37,7 +37,7 @@ class CheckpointReader : public StateSource {
   const std::string& path() const noexcept override { return dir_; }
   const CheckpointMeta& meta() const noexcept override { return manifest_.meta; }
   const std::vector<ParamEntry>& params() const noexcept override { return manifest_.params; }
-  bool has(State s) const noexcept override { return has_[static_cast<size_t>(s)]; }
+  bool has(State s) const noexcept override { return has_[s]; }
   std::string file_path(i64 rank) const { return dir_ + "/" + rank_file_name(rank); }
 
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
@@ -80,7 +80,7 @@ class CheckpointReader : public StateSource {
 
   std::string dir_;
   Manifest manifest_;
-  std::array<bool, 4> has_{};
+  StateSet has_;
   std::vector<std::vector<Slice>> slices_;  // by parameter
   std::vector<std::unique_ptr<File>> files_;
   i64 num_open_ = 0, max_open_ = open_files_share();

@@ -81,7 +81,7 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
   m.params = state.params();
 
   RankContents contents;
-  for (const State s : kStates) contents.states[static_cast<size_t>(s)] = state.has(s);
+  for (const State s : kStates) contents.states[s] = state.has(s);
   i64 total = 0, done = 0;
   for (const auto& pieces : sharding.ranks) {
     for (const PieceRange& p : pieces) {
@@ -168,7 +168,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                      .mesh = mesh,
                      .stage = options.stage,
                      .dtype = dtype_of_weights(m),
-                     .optimizer = state->has(State::ExpAvg)};
+                     .optimizer = state->has_optimizer_state()};
   for (const ParamEntry& p : m.params) {
     if (!p.tied_to.empty()) continue;
     ++result.num_tensors;
@@ -203,8 +203,7 @@ CheckpointSummary describe_checkpoint(const std::string& dir, const std::string&
     for (const PieceRecord& p : m.files[f].pieces) {
       rank.elems += p.count;
       for (const State s : kStates) {
-        const auto at = static_cast<size_t>(s);
-        if (p.states[at]) rank.state_bytes[at] += p.count * dtype_bytes(m.stored_dtype(s, p.param));
+        if (p.states[s]) rank.state_bytes[s] += p.count * dtype_bytes(m.stored_dtype(s, p.param));
       }
       auto& param = summary.params[static_cast<size_t>(p.param)];
       param.owners.push_back(

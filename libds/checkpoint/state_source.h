@@ -25,14 +25,19 @@ class StateSource {
   // Tensors that are there, but whose elements cannot be read.
   virtual const std::vector<ForeignTensor>& foreign() const noexcept;
 
-  // Param is always there. The others are there for every untied parameter of a float type, or for none; in fp32.
+  // Whether there is such state. Param is always there. The others are there, in fp32, for every untied parameter of a
+  // float type that ParamEntry::may_have it, or for none.
   virtual bool has(State) const noexcept = 0;
+  bool has_optimizer_state() const noexcept {
+    return std::any_of(kOptimizerStates.begin(), kOptimizerStates.end(), [this](State s) { return has(s); });
+  }
   DType stored_dtype(State s, i64 param) const noexcept {
     return s == State::Param ? params()[static_cast<size_t>(param)].dtype.value_or(meta().work_dtype) : DType::F32;
   }
 
   bool stores(State s, i64 param) const noexcept {
-    return has(s) && (s == State::Param || is_float(stored_dtype(State::Param, param)));
+    return has(s) && params()[static_cast<size_t>(param)].may_have(s) &&
+           (s == State::Param || is_float(stored_dtype(State::Param, param)));
   }
 
   // Elements [first, first + count) of an untied parameter's state, as `dtype`. Weights come from where they are exact:

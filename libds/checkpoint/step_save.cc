@@ -5,19 +5,6 @@
 #include "checkpoint/together.h"
 
 namespace ds {
-namespace {
-
-const void* state_data(const StatePiece& p, State s) noexcept {
-  switch (s) {
-    case State::Param: return p.param_data;
-    case State::Master: return p.master;
-    case State::ExpAvg: return p.exp_avg;
-    case State::ExpAvgSq: return p.exp_avg_sq;
-  }
-  return nullptr;
-}
-
-}  // namespace
 
 StepSave::StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
                    std::span<const StatePiece> pieces, Communicator& comm)
@@ -71,13 +58,13 @@ void StepSave::write() {
   RankContents contents;
   for (const StatePiece& p : pieces_) {
     ranges.push_back({p.param, p.begin, p.count, p.slice == nullptr ? model::ParamSlice{} : *p.slice});
-    for (State s : kStates) contents.states[static_cast<size_t>(s)] |= state_data(p, s) != nullptr;
+    for (State s : kStates) contents.states[s] |= p.data[s] != nullptr;
   }
   contents.pieces = ranges;
   contents.elements = [&](State s, size_t piece, i64 first, i64) {
     DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
     const StatePiece& p = pieces_[piece];
-    return static_cast<const char*>(state_data(p, s)) + first * dtype_bytes(manifest_.stored_dtype(s, p.param));
+    return static_cast<const char*>(p.data[s]) + first * dtype_bytes(manifest_.stored_dtype(s, p.param));
   };
   mine_ = write_rank_file(dir_, manifest_, comm_.rank(), contents);
 }

@@ -162,7 +162,7 @@ void abandon_step(const std::string& dir, const Manifest& m) noexcept {
 
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents) {
   const auto stored = [&](State s, i64 param) {
-    return contents.states[static_cast<size_t>(s)] &&
+    return contents.states[s] && m.params[static_cast<size_t>(param)].may_have(s) &&
            (s == State::Param || is_float(m.stored_dtype(State::Param, param)));
   };
   std::vector<Hdf5Dataset> datasets;
@@ -199,9 +199,8 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
     if (p.slice.whole()) r.slice = {};  // of whichever dim
     for (State s : kStates) {
       if (!stored(s, p.param)) continue;
-      r.states[static_cast<size_t>(s)] =
-          write_dataset(*writer, *offset++, p.count, dtype_bytes(m.stored_dtype(s, p.param)),
-                        [&](i64 first, i64 n) { return contents.elements(s, i, first, n); });
+      r.states[s] = write_dataset(*writer, *offset++, p.count, dtype_bytes(m.stored_dtype(s, p.param)),
+                                  [&](i64 first, i64 n) { return contents.elements(s, i, first, n); });
     }
   }
   writer->flush();

@@ -18,7 +18,7 @@ namespace ds {
 // What goes into one rank's file.
 struct RankContents {
   std::span<const PieceRange> pieces;
-  std::array<bool, 4> states{};  // by State; states other than Param exist for float types alone
+  StateSet states;  // those other than Param exist for float types alone, and where ParamEntry::may_have them
   // Stored elements [first, first + count) of a state of pieces[piece], counted from the piece's begin; they stay until
   // the next call.
   std::function<const void*(State, size_t piece, i64 first, i64 count)> elements;

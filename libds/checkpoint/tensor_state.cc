@@ -18,8 +18,9 @@ constexpr std::string_view kStatePrefix = "optimizer.";
 std::optional<std::pair<State, std::string_view>> parse_state_name(std::string_view name) {
   if (!name.starts_with(kStatePrefix)) return std::nullopt;
   name.remove_prefix(kStatePrefix.size());
-  for (const State s : {State::Master, State::ExpAvg, State::ExpAvgSq}) {
-    const std::string_view state = kStateNames[static_cast<size_t>(s)];
+  for (const State s : kStates) {
+    if (s == State::Param) continue;
+    const std::string_view state = state_name(s);
     if (name.starts_with(state) && name.size() > state.size() + 1 && name[state.size()] == '.')
       return std::pair(s, name.substr(state.size() + 1));
   }
@@ -56,10 +57,14 @@ class TensorState : public StateSource {
       const bool as_usual = t.dtype == meta_.work_dtype;
       params_.push_back({t.name, t.shape, "", as_usual ? std::nullopt : std::optional(t.dtype)});
     }
+    if (const auto it = metadata.find(std::string(kStatesKey)); it != metadata.end()) {
+      parse_states(it->second, path(), params_);
+      meta_.metadata->erase(std::string(kStatesKey));
+    }
     states_.resize(params_.size());
     for (const TensorInfo& t : tensors_->list()) add_state(t, index);
     for (size_t i = 0; i < params_.size(); ++i) check_states(i);
-    if (has(State::ExpAvg) && !metadata.contains(std::string(kMetaKey))) {
+    if (has_optimizer_state() && !metadata.contains(std::string(kMetaKey))) {
       log_message(LogLevel::Warning, fmt::format("{}: holds moments of an optimizer, but not its step (metadata '{}'): "
                                                  "they count as those of step 0",
                                                  path(), kMetaKey));
@@ -76,7 +81,7 @@ class TensorState : public StateSource {
   const std::string& path() const noexcept override { return tensors_->path(); }
   const CheckpointMeta& meta() const noexcept override { return meta_; }
   const std::vector<ParamEntry>& params() const noexcept override { return params_; }
-  bool has(State s) const noexcept override { return s == State::Param || has_[static_cast<size_t>(s)]; }
+  bool has(State s) const noexcept override { return s == State::Param || has_[s]; }
   const std::vector<ForeignTensor>& foreign() const noexcept override { return tensors_->foreign(); }
   std::vector<std::string> files() const override { return tensors_->files(); }
   std::vector<std::string> verify(const Tick& tick) override { return tensors_->verify(tick); }
@@ -90,27 +95,26 @@ class TensorState : public StateSource {
              t.name);
     DS_CHECK(t.dtype == DType::F32 && t.shape == params_[it->second].shape, Errc::Mismatch,
              "{}: '{}' is not fp32 in the shape of its parameter", path(), t.name);
-    states_[it->second][static_cast<size_t>(state->first)] = t.name;
-    has_[static_cast<size_t>(state->first)] = true;
+    states_[it->second][state->first] = t.name;
+    has_[state->first] = true;
   }
   void check_states(size_t param) const {
     for (const State s : kStates) {
-      const auto at = static_cast<size_t>(s);
-      const bool expected = has_[at] && is_float(stored_dtype(State::Param, narrow<i64>(param)));
-      DS_CHECK(!states_[param][at].empty() == expected, Errc::Mismatch, "{}: '{}' {} {}, others {}", path(),
-               params_[param].name, expected ? "lacks" : "has", kStateNames[at], expected ? "have it" : "lack it");
+      const bool expected = s != State::Param && stores(s, narrow<i64>(param));
+      DS_CHECK(!states_[param][s].empty() == expected, Errc::Mismatch, "{}: '{}' {} {}, others {}", path(),
+               params_[param].name, expected ? "lacks" : "has", state_name(s), expected ? "have it" : "lack it");
     }
   }
   void read_stored(State s, i64 param, i64 first, i64 count, char* out) override {
     const auto i = static_cast<size_t>(param);
-    tensors_->read(s == State::Param ? params_[i].name : states_[i][static_cast<size_t>(s)], first, count, out);
+    tensors_->read(s == State::Param ? params_[i].name : states_[i][s], first, count, out);
   }
 
   std::unique_ptr<TensorSource> tensors_;
   CheckpointMeta meta_;
   std::vector<ParamEntry> params_;
-  std::vector<std::array<std::string, 4>> states_;  // names of tensors, by parameter and State
-  std::array<bool, 4> has_{};
+  std::vector<PerState<std::string>> states_;  // names of tensors, by parameter
+  StateSet has_;
 };
 
 class StateTensors : public TensorSource {
@@ -156,7 +160,7 @@ std::vector<bool> choose(const StateSource& state, const std::vector<std::string
 }  // namespace
 
 std::string state_tensor_name(State state, std::string_view param) {
-  return fmt::format("{}{}.{}", kStatePrefix, kStateNames[static_cast<size_t>(state)], param);
+  return fmt::format("{}{}.{}", kStatePrefix, state_name(state), param);
 }
 
 std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> tensors, std::string model_config_json) {
@@ -166,7 +170,8 @@ std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> ten
 namespace {
 
 std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view) {
-  DS_CHECK(!view.optimizer || state.has(State::ExpAvg), Errc::Mismatch, "{}: holds no optimizer state", state.path());
+  DS_CHECK(!view.optimizer || state.has_optimizer_state(), Errc::Mismatch, "{}: holds no optimizer state",
+           state.path());
   check_readable(state, view.only);
   const std::vector<bool> chosen = choose(state, view.only);
   std::vector<TensorInfo> tensors;
@@ -182,7 +187,7 @@ std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view)
         DS_CHECK(can_convert(shown, stored), Errc::Unavailable, "{}: '{}' is {}, and cannot be shown as {}",
                  state.path(), p.name, dtype_name(stored), dtype_name(shown));
         tensors.push_back({p.name, shown, p.shape});
-      } else if (is_float(stored)) {
+      } else if (state.stores(s, narrow<i64>(i))) {
         tensors.push_back({state_tensor_name(s, p.name), DType::F32, p.shape});
       } else {
         continue;

@@ -40,11 +40,12 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
 
 void Engine::make_buffers() {
   const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
-  const i64 shard_bytes = plan_.layout.shard_elems() * 4, work_bytes = dtype_bytes(plan_.work);
-  if (plan_.work != DType::F32) master_ = buffer(Tag::Master, shard_bytes);
-  m_ = buffer(Tag::Optimizer, shard_bytes);
-  v_ = buffer(Tag::Optimizer, shard_bytes);
+  for (const State s : kStates) {
+    if (plan_.states.elems(s) > 0)
+      states_[s] = buffer(s == State::Master ? Tag::Master : Tag::Optimizer, plan_.states.elems(s) * 4);
+  }
 
+  const i64 work_bytes = dtype_bytes(plan_.work);
   const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
   temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
   if (plan_.projects()) {
@@ -167,10 +168,10 @@ void Engine::make_pieces() {
     const PieceState st = state(piece);
     const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
     updated_.push_back(
-        {.param = view(st.param, plan_.work),
-         .master = view(st.master != nullptr ? st.master : st.param, DType::F32),
-         .m = view(st.m, DType::F32),
-         .v = view(st.v, DType::F32),
+        {.param = view(st[State::Param], plan_.work),
+         .master = view(st.exact(), DType::F32),
+         .m = view(st[State::ExpAvg], DType::F32),
+         .v = view(st[State::ExpAvgSq], DType::F32),
          .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
          .weight_decay = row_of(piece.param).decay ? static_cast<float>(config_.optimizer.weight_decay) : 0.0f});
   }
@@ -236,8 +237,13 @@ void Engine::enqueue_static(size_t key, FunctionRef<void()> body) {
 
 Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
   const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
-  const auto shard = [&](const Buffer& b) { return b ? b.as<float>().data() + piece.shard_offset : nullptr; };
-  return {params_.element(s, piece.segment_offset), shard(master_), shard(m_), shard(v_)};
+  PieceState st;
+  st[State::Param] = params_.element(s, piece.segment_offset);
+  for (const State state : kStates) {
+    if (plan_.states.elems(state) > 0 && plan_.states.has(state, piece.param))
+      st[state] = states_[state].as<float>().data() + plan_.states.offset(state, piece);
+  }
+  return st;
 }
 
 HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memory memory)
@@ -248,10 +254,7 @@ HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memo
     pieces_.push_back({.param = piece.param,
                        .begin = piece.begin,
                        .count = piece.count,
-                       .param_data = st.param,
-                       .master = st.master,
-                       .exp_avg = st.m,
-                       .exp_avg_sq = st.v,
+                       .data = st,
                        .slice = slice.whole() ? nullptr : &slice});
   }
   if (engine.device().is_host() && memory == Memory::InPlace) return;
@@ -259,11 +262,12 @@ HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memo
   char* at = static_cast<char*>(memory_.data());
   const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };
   for (StatePiece& p : pieces_) {
-    for (float** part : {&p.master, &p.exp_avg, &p.exp_avg_sq}) {
-      if (*part != nullptr) *part = reinterpret_cast<float*>(take(p.count * 4));
+    for (const State s : kStates) {
+      if (s != State::Param && p.data[s] != nullptr) p.data[s] = take(p.count * 4);
     }
   }
-  for (StatePiece& p : pieces_) p.param_data = take(p.count * dtype_bytes(engine.plan().work));  // last: two bytes each
+  for (StatePiece& p : pieces_)
+    p.data[State::Param] = take(p.count * dtype_bytes(engine.plan().work));  // two bytes each
   DS_ASSERT(at <= static_cast<char*>(memory_.data()) + memory_.bytes());
 }
 
@@ -272,10 +276,9 @@ namespace {
 // Calls move(host, device, bytes) for each part of a piece's state.
 template <class Move>
 void for_each_part(const StatePiece& host, const Engine::PieceState& device, i64 work_bytes, Move move) {
-  move(host.param_data, device.param, host.count * work_bytes);
-  if (host.master != nullptr) move(host.master, device.master, host.count * 4);
-  move(host.exp_avg, device.m, host.count * 4);
-  move(host.exp_avg_sq, device.v, host.count * 4);
+  for (const State s : kStates) {
+    if (host.data[s] != nullptr) move(host.data[s], device[s], host.count * (s == State::Param ? work_bytes : 4));
+  }
 }
 
 }  // namespace
@@ -316,15 +319,16 @@ void Engine::set_weights(const ValueSource& values) {
       map.for_each_run(piece.begin + first, n, [&](i64 local, i64 global, i64 run) {
         values(piece.param, global, run, tile.data() + local - piece.begin - first);
       });
-      float* exact = (st.master != nullptr ? st.master : static_cast<float*>(st.param)) + first;
+      float* exact = st.exact() + first;
       device_.upload(exact, tile.data(), n * 4);
-      if (st.master == nullptr) continue;
+      if (st[State::Master] == nullptr) continue;
       const TensorView rounded =
-          TensorView::of(static_cast<char*>(st.param) + first * dtype_bytes(plan_.work), plan_.work, {n});
+          TensorView::of(static_cast<char*>(st[State::Param]) + first * dtype_bytes(plan_.work), plan_.work, {n});
       ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
     }
-    device_.zero(st.m, piece.count * 4);
-    device_.zero(st.v, piece.count * 4);
+    for (const State s : kOptimizerStates) {
+      if (st[s] != nullptr) device_.zero(st[s], piece.count * 4);
+    }
   }
   params_.publish();
   progress_ = {};
@@ -441,9 +445,10 @@ bool Engine::is_finite() {
     const auto raise = [&](const TensorView& to, void* data) {
       ops_.max_abs(to, TensorView::of(data, DType::F32, {piece.count}), stream_);
     };
-    raise(largest[0], st.master != nullptr ? st.master : st.param);
-    raise(largest[1], st.m);
-    raise(largest[1], st.v);
+    raise(largest[0], st.exact());
+    for (const State s : kOptimizerStates) {
+      if (st[s] != nullptr) raise(largest[1], st[s]);
+    }
   }
   i64 both[2];
   device_.download(both, largest[0].data, 16);

@@ -110,11 +110,11 @@ class Engine {
   // The row of a parameter on this rank.
   const model::ParamRow& row_of(i64 param) const noexcept { return *param_rows_[static_cast<size_t>(param)]; }
 
-  // What this rank holds of the state of one piece of a parameter, in device memory.
-  struct PieceState {
-    void* param;    // work dtype
-    float* master;  // null when the work dtype is fp32
-    float *m, *v;
+  // What this rank holds of the state of one piece of a parameter, in device memory: Param in the work dtype, all else
+  // in fp32; null: what the parameter does not have.
+  struct PieceState : PerState<void*> {
+    float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
+    float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
   };
   PieceState state(const zero::Piece& piece) const noexcept;
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
@@ -202,7 +202,7 @@ class Engine {
   report::RunPlan plan_;
   zero::ParamStore params_;
   zero::GradStore grads_;
-  Buffer master_, m_, v_;
+  PerState<Buffer> states_;  // as plan_.states says
   Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
   Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
   std::vector<Chunk> chunks_;

@@ -65,16 +65,18 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   const bool mpi = backend == CommBackend::Mpi || backend == CommBackend::Composed;
 
-  i64 elems = 0, datasets = 0, largest = 0;
+  i64 bytes = 0, datasets = 0, largest = 0, of_params = 0;
   for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
     if (!plan.counts(piece)) continue;
-    elems += piece.count;
-    datasets += 1;
+    const StateSet& states = plan.states.of_params()[static_cast<size_t>(piece.param)];
+    const i64 num_states = std::count(states.values.begin(), states.values.end(), true);
+    bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
+    datasets += num_states + 1;
     largest = std::max(largest, piece.count * 4);
   }
-  const i64 bytes_each = plan.work == DType::F32 ? 12 : 12 + dtype_bytes(plan.work);
-  const i64 states = plan.work == DType::F32 ? 3 : 4;
-  const i64 save = rank_file_memory(elems * bytes_each, datasets * states, largest);
+  for (const StateSet& states : plan.states.of_params())
+    of_params = std::max<i64>(of_params, std::count(states.values.begin(), states.values.end(), true));
+  const i64 save = rank_file_memory(bytes, datasets, largest);
   // Communicators are there already when the device is measured.
   i64 taken = plan.total_memory();
   for (size_t t = 0; t < own.size(); ++t) taken += t == static_cast<size_t>(Tag::Comm) ? 0 : own[t];
@@ -83,7 +85,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   // Of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
   const i64 params = std::ssize(plan.layout.rows()) * plan.mesh.pp,
             cuts = std::ssize(plan.layout.segments()) * (plan.layout.num_ranks() - 1) * plan.mesh.pp;
-  const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * states);
+  const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
   const i64 momentary = std::max(save, start);
   return {.own = mpi ? kProcessWithMpi : kProcess,
           .momentary = momentary,

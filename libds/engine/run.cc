@@ -89,6 +89,16 @@ std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPl
   for (const auto& unit : plan.rows) {
     for (const model::ParamRow& row : unit) params.push_back({row.name, row.whole_shape(), "", {}});
   }
+  // Where parameters differ in their states, each says which it has.
+  std::vector<StateSet> states = plan.states.of_params();
+  StateSet any;
+  for (StateSet& of : states) {
+    of[State::Master] = false;
+    for (const State s : kOptimizerStates) any[s] |= of[s];
+  }
+  for (size_t p = 0; p < states.size(); ++p) {
+    if (states[p] != any) params[p].optimizer_states = states[p];
+  }
   for (const model::Tie& tie : model.ties) {
     const auto named = std::ranges::find(params, tie.name, &ParamEntry::name);
     params.push_back({tie.alias, named->shape, tie.name});

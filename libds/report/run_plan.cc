@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "model/models.h"
+#include "optim/optimizer.h"
 #include "pipeline/partition.h"
 #include "report/dry_run.h"
 #include "zero/param_store.h"
@@ -296,6 +297,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
   plan.layout = zero::Layout::make(plan.rows, options);
+  std::vector<StateSet> states = optim::states_of(config.optimizer, plan.rows);
+  for (StateSet& s : states) s[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
+  plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states));
   options.here[RunPlan::kSharedUnit] = plan.embeds();
   options.here.push_back(plan.projects());
   plan.grad_layout = zero::Layout::make(plan.grad_rows, options);
@@ -384,8 +388,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
   tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) = fresh;
   tag(Tag::GradAccum) = accum;
-  tag(Tag::Master) = plan.work == DType::F32 ? 0 : shard * 4;  // fp32 parameters are their own masters
-  tag(Tag::Optimizer) = 2 * shard * 4;
+  tag(Tag::Master) = plan.states.elems(State::Master) * 4;
+  i64 state_elems = 0;
+  for (const State s : kOptimizerStates) state_elems += plan.states.elems(s);
+  tag(Tag::Optimizer) = state_elems * 4;
   tag(Tag::Gathered) = gathered;
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
   tag(Tag::Host) = plan.kept.count * plan.host_bytes;
@@ -409,11 +415,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.
-  const i64 state_bytes = (plan.work == DType::F32 ? 0 : 4) + 2 * 4 + work_bytes;
   if (device == DeviceKind::Cuda) {
-    plan.state_bytes = shard * state_bytes;
+    plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
   } else if (config.save.async) {
-    plan.state_bytes = padded / P * state_bytes;
+    plan.state_bytes = plan.states.owned_elems() * 4 + padded / P * work_bytes;
   }
   tag(Tag::Host) += plan.state_bytes;
 

@@ -19,6 +19,7 @@
 #include "zero/grad_store.h"
 #include "zero/layout.h"
 #include "zero/ownership.h"
+#include "zero/state_layout.h"
 
 namespace ds::report {
 
@@ -51,6 +52,7 @@ struct RunPlan {
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   zero::Layout layout;
+  zero::StateLayout states;  // of masters and optimizers
   zero::GradOptions grads;
   zero::Layout grad_layout;
   std::vector<zero::Bucket> buckets;

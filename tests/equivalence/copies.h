@@ -30,7 +30,7 @@ class Copies {
         const model::SliceMap map(row.slice, row.whole_shape());
         map.for_each_run(piece.begin, piece.count, [&](i64 local, i64 global, i64 n) {
           const i64 first = local - piece.begin;
-          const auto part = [&](size_t which, const void* from, i64 bytes) {
+          const auto part = [&](State which, const void* from, i64 bytes) {
             std::vector<char>& whole = param.parts[which];
             whole.resize(param.known.size() * static_cast<size_t>(bytes));
             for (i64 i = 0; i < n; ++i) {
@@ -43,10 +43,9 @@ class Copies {
               }
             }
           };
-          part(0, piece.param_data, work_bytes);
-          if (piece.master != nullptr) part(1, piece.master, 4);
-          part(2, piece.exp_avg, 4);
-          part(3, piece.exp_avg_sq, 4);
+          for (const State s : kStates) {
+            if (piece.data[s] != nullptr) part(s, piece.data[s], s == State::Param ? work_bytes : 4);
+          }
           for (i64 i = 0; i < n; ++i) {
             i64& copies = param.known[static_cast<size_t>(global + i)];
             most_ = std::max(most_, ++copies);
@@ -64,8 +63,8 @@ class Copies {
 
  private:
   struct Param {
-    std::array<std::vector<char>, 4> parts;  // work dtype, master, m, v
-    std::vector<i64> known;                  // copies seen
+    PerState<std::vector<char>> parts;
+    std::vector<i64> known;  // copies seen
     i64 different = 0;
   };
   std::mutex mutex_;

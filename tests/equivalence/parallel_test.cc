@@ -196,6 +196,44 @@ TEST(Checkpointing, CutOverTensorParallelRanksChangesNoBit) {
   }
 }
 
+TEST(Checkpointing, KeptInHostMemoryChangesNoBit) {
+  for (const ModelConfig& model : {gpt2_model(), llama_model()}) {
+    for (const Layout& l : {Layout{}, {.tp = 2, .partition = true}, {.pp = 2, .schedule = Kind::ZeroBubbleH1}}) {
+      Layout computed_again = l;
+      computed_again.checkpoints = Granularity::Layer;
+      Config c = config_of(model, computed_again);
+      c.activation_checkpointing.cpu_checkpointing = true;
+      Layout kept = l;
+      kept.partition = false;
+      const Trace t = train_threads(c, l.ranks(), 4);
+      expect_same_training(t, train(model, kept, 4), l.name());
+      expect_planned(t, 4, l.name());
+    }
+  }
+}
+
+// Ranks that share layers or sequences have counted the same samples.
+TEST(TokenNorm, CountsASampleOnceHoweverManyRanksShareIt) {
+  const auto config = [](const Layout& l) {
+    Config c = config_of(gpt2_model(), l);
+    c.loss_norm = LossNorm::Token;
+    return c;
+  };
+  const Trace one = train_threads(config({}), 1, kSteps);
+  for (const Layout& l : {Layout{.tp = 2}, {.sp = 2}, {.pp = 2}, {.dp = 2, .tp = 2}, {.dp = 2, .pp = 2, .stage = 2}})
+    expect_one_ranks(train_threads(config(l), l.ranks(), kSteps), one, l.name());
+}
+
+// Both sums behind the data-parallel ones in one step: tied embeddings on one stage, and key and value heads that
+// several ranks have.
+TEST(TensorParallel, CopiedHeadsBesideTiedEmbeddings) {
+  ModelConfig model = llama_model();
+  model.tie_embeddings = true;
+  const Trace one = train(model, {});
+  for (const Layout& l : {Layout{.tp = 4}, {.dp = 2, .tp = 4, .stage = 1}, {.tp = 4, .stage = 3}})
+    expect_one_ranks(train(model, l), one, l.name());
+}
+
 TEST(SequenceParallel, TrainsAsOneRank) {
   for (const ModelConfig& model : {gpt2_model(), llama_model(), bert_model()}) {
     const Trace base = train(model, {});

@@ -170,12 +170,12 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   held.download();
   for (const StatePiece& st : held.pieces()) {
     const model::ParamRow& row = engine.row_of(st.param);
-    const float* weights = st.master != nullptr ? st.master : static_cast<const float*>(st.param_data);
+    const float* weights = st.values(st.data[State::Master] != nullptr ? State::Master : State::Param);
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
       const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + global);
       std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
-      std::copy_n(st.exp_avg + local - st.begin, n, &trace.m[at]);
-      std::copy_n(st.exp_avg_sq + local - st.begin, n, &trace.v[at]);
+      std::copy_n(st.values(State::ExpAvg) + local - st.begin, n, &trace.m[at]);
+      std::copy_n(st.values(State::ExpAvgSq) + local - st.begin, n, &trace.v[at]);
     });
   }
   for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v}) {

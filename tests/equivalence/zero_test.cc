@@ -353,7 +353,7 @@ TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
   constexpr i64 kTicks = std::size(kOverflows);
   float healthy = 0;
   const Hooks hooks = {.before_step = [&](engine::Engine& engine, i64 step) {
-    f16& weight = *static_cast<f16*>(engine.state(engine.plan().layout.owned_pieces(0)[0]).param);
+    f16& weight = *static_cast<f16*>(engine.state(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
     if (step > 0 && kOverflows[step - 1]) weight = to_f16(healthy);  // a skipped step publishes no weights
     healthy = to_float(weight);
     if (kOverflows[step]) weight = to_f16(INFINITY);
@@ -438,6 +438,29 @@ TEST(Dropout, DoesNotDependOnTheLayout) {
     Config c = tiny_config(model, 4, 1, stage);
     c.reduce_order = ReduceOrder::Micro;
     expect_same_training(train_threads(c, 4, kSteps), base, fmt::format("stage {}", stage));
+  }
+}
+
+// Two equal micro-batches have different masks, and so different losses; without dropout they are one.
+TEST(Dropout, MasksDifferFromMicroBatchToMicroBatch) {
+  for (const float dropout : {0.0f, 0.2f}) {
+    ModelConfig model = tiny_gpt2();
+    model.resid_dropout = dropout;
+    const auto loss_of = [&](i64 m) {
+      const Config c = tiny_config(model, 1, m, 0);
+      const auto device = make_cpu_device(*cpu_ops(), 1);
+      Mesh mesh(make_self_communicator({}), report::mesh_shape(c, 1), {});
+      MemoryLedger ledger;
+      engine::Engine engine(c, mesh, ledger, *device);
+      engine.init_weights();
+      const std::vector<i32> ids(static_cast<size_t>(m * c.batch.micro * c.data.seq_length), 1), targets(ids.size(), 2);
+      return engine.train_step({ids, targets}).loss;
+    };
+    if (dropout == 0) {
+      EXPECT_EQ(loss_of(2), loss_of(1));
+    } else {
+      EXPECT_NE(loss_of(2), loss_of(1));
+    }
   }
 }
 

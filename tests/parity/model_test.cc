@@ -215,10 +215,10 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     for (const StatePiece& piece : held.pieces()) {
       std::vector<float> grad(static_cast<size_t>(piece.count));
       for (size_t i = 0; i < grad.size(); ++i) {
-        const double m = static_cast<double>(piece.exp_avg[i]), g = m / (1 - beta1);
+        const double m = static_cast<double>(piece.values(State::ExpAvg)[i]), g = m / (1 - beta1);
         grad[i] = static_cast<float>(g / clipped);
         const double v = (1 - beta2) * g * g;
-        ASSERT_NEAR(static_cast<double>(piece.exp_avg_sq[i]), v, 1e-6 * v + 1e-37)
+        ASSERT_NEAR(static_cast<double>(piece.values(State::ExpAvgSq)[i]), v, 1e-6 * v + 1e-37)
             << names[static_cast<size_t>(piece.param)] << " " << i;
       }
       f.judge(dtype, names[static_cast<size_t>(piece.param)], grad);  // one rank: a piece is a whole parameter

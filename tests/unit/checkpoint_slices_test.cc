@@ -147,7 +147,7 @@ TEST(SlicedCheckpoint, DamageIsFoundAndNamed) {
   const Manifest m = CheckpointReader(step).manifest();
   for (const PieceRecord& p : m.files[1].pieces) {
     std::string bad = good;
-    char& byte = bad.at(static_cast<size_t>(p.states[0]->offset + (p.count - 1) * 2));
+    char& byte = bad.at(static_cast<size_t>(p.states[State::Param]->offset + (p.count - 1) * 2));
     byte = static_cast<char>(byte ^ 1);
     write_file(file, bad);
     const std::string name =
@@ -168,8 +168,7 @@ void save_pieces(const std::string& dir, const std::vector<ParamEntry>& params, 
   run_threads(1, {}, [&](Communicator& comm) {
     std::vector<float> data(100);
     std::vector<StatePiece> own;
-    for (const Range& p : pieces)
-      own.push_back({p.param, p.begin, p.count, data.data(), nullptr, nullptr, nullptr, &p.slice});
+    for (const Range& p : pieces) own.push_back({p.param, p.begin, p.count, {{data.data()}}, &p.slice});
     save_checkpoint(dir, sample_meta(1, DType::F32), params, own, comm);
   });
 }
@@ -223,8 +222,8 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
     EXPECT_ERROR(parse_manifest(fmt::format("{},\n\"checksum\": \"{:016x}\"\n}}\n", text, sum), "m"), code, part);
   };
   const std::string slice = "\"slice\":{\"dim\":1,\"ranges\":[[3,6],[12,15],[21,24]]}";
-  refused("\"version\": 2", "\"version\": 1", "format version 1 has no slices");
-  refused("\"version\": 2", "\"version\": 3", "format version 3", Errc::Unavailable);
+  refused("\"version\": 2", "\"version\": 1", "format version 1, but what it holds is of version 2");
+  refused("\"version\": 2", "\"version\": 4", "format version 4", Errc::Unavailable);
   refused(slice + ",", "", "elements 45 to 135 of 'h.0.c_attn.weight' are held by no rank");
   const auto ranges = [&](const std::string& text, const std::string& part) {
     refused(slice, "\"slice\":{\"dim\":1,\"ranges\":" + text + "}", part);
@@ -258,7 +257,7 @@ TEST(SlicedManifest, ForgedSlicesAreRefused) {
 // One piece of a manifest for rank 0, whose file is as large as can be.
 PieceRecord record(i64 param, i64 begin, i64 count, const ParamSlice& slice) {
   PieceRecord p{{param, begin, count, slice}, {}};
-  p.states[0] = DatasetRecord{0, std::vector<u64>(static_cast<size_t>(div_ceil(4 * count, kChecksumBlock)))};
+  p.states[State::Param] = DatasetRecord{0, std::vector<u64>(static_cast<size_t>(div_ceil(4 * count, kChecksumBlock)))};
   return p;
 }
 

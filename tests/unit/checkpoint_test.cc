@@ -131,7 +131,7 @@ TEST(Checkpoint, StateThatTheRunDoesNotHave) {
         save_checkpoint(dir.path(), sample_meta(1, DType::BF16), small_model(), state.fill().pieces(), comm);
     for (const bool sq : {false, true}) {
       RankState other(DType::BF16, owned_ranges(small_model(), 0, 1, 1), true);
-      for (StatePiece& p : other.pieces()) (sq ? p.exp_avg : p.exp_avg_sq) = nullptr;
+      for (StatePiece& p : other.pieces()) p.data[sq ? State::ExpAvg : State::ExpAvgSq] = nullptr;
       EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), other.pieces(), comm), Errc::Mismatch,
                    sq ? "holds no exp_avg_sq;" : "holds no exp_avg;");
     }
@@ -152,11 +152,11 @@ TEST(Checkpoint, MomentsBeforeTheFirstUpdateAreZero) {
     want.fill();
     for (size_t i = 0; i < ranges.size(); ++i) {
       const StatePiece &got = state.pieces()[i], &filled = want.pieces()[i];
-      EXPECT_EQ(std::memcmp(got.param_data, filled.param_data, static_cast<size_t>(got.count) * 2), 0);
+      EXPECT_EQ(std::memcmp(got.data[State::Param], filled.data[State::Param], static_cast<size_t>(got.count) * 2), 0);
       for (i64 e = 0; e < got.count; ++e) {
-        EXPECT_EQ(got.master[e], filled.master[e]);
-        EXPECT_EQ(got.exp_avg[e], 0);
-        EXPECT_EQ(got.exp_avg_sq[e], 0);
+        EXPECT_EQ(got.values(State::Master)[e], filled.values(State::Master)[e]);
+        EXPECT_EQ(got.values(State::ExpAvg)[e], 0);
+        EXPECT_EQ(got.values(State::ExpAvgSq)[e], 0);
       }
     }
   });
@@ -417,11 +417,12 @@ TEST_F(DamagedCheckpoint, ForgedManifestsAreStillChecked) {
   forged([](Manifest& m) { m.files[1].pieces[0].begin = -1; }, "holds elements -1");
   forged([](Manifest& m) { m.files[1].pieces[0].count = std::numeric_limits<i64>::max(); }, "holds elements");
   forged([](Manifest& m) { m.files[0].pieces.push_back(m.files[0].pieces[0]); }, "held twice");
-  forged([](Manifest& m) { m.files[0].pieces[0].states[0]->offset = i64{1} << 62; }, "lies outside rank-00000.h5");
-  forged([](Manifest& m) { m.files[0].pieces[0].states[0]->offset = -8; }, "lies outside rank-00000.h5");
-  forged([](Manifest& m) { m.files[0].pieces[0].states[1]->checksums.clear(); }, "0 checksums");
-  forged([](Manifest& m) { m.files[0].pieces[0].states[2].reset(); }, "exp_avg");
-  forged([](Manifest& m) { m.files[1].pieces[0].states[0]->offset += 2; }, "rank-00001.h5");
+  forged([](Manifest& m) { m.files[0].pieces[0].states[State::Param]->offset = i64{1} << 62; },
+         "lies outside rank-00000.h5");
+  forged([](Manifest& m) { m.files[0].pieces[0].states[State::Param]->offset = -8; }, "lies outside rank-00000.h5");
+  forged([](Manifest& m) { m.files[0].pieces[0].states[State::Master]->checksums.clear(); }, "0 checksums");
+  forged([](Manifest& m) { m.files[0].pieces[0].states[State::ExpAvg].reset(); }, "exp_avg");
+  forged([](Manifest& m) { m.files[1].pieces[0].states[State::Param]->offset += 2; }, "rank-00001.h5");
 }
 
 // A manifest whose text is rewritten by hand, with a right checksum.
@@ -440,8 +441,8 @@ TEST(CheckpointManifest, ForeignTextIsRefused) {
     text.replace(text.find(from), from.size(), to);
     EXPECT_ERROR(parse_manifest(sealed(text), "m"), code, part);
   };
-  refused("\"version\": 1", "\"version\": 3", Errc::Unavailable, "format version 3; this libds reads versions 1 and 2");
-  refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2 without slices");
+  refused("\"version\": 1", "\"version\": 4", Errc::Unavailable, "format version 4; this libds reads versions 1 to 3");
+  refused("\"version\": 1", "\"version\": 2", Errc::Corrupt, "format version 2, but what it holds is of version 1");
   refused("libds-checkpoint", "other", Errc::Corrupt, "not a checkpoint's manifest");
   for (const char* bad : {"-1", "9223372036854775807"}) {
     for (const char* key : {"step", "consumed_samples", "optimizer_step", "skipped_steps"}) {

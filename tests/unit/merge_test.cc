@@ -234,7 +234,7 @@ TEST(MergeCheckpoint, MemoryIsBounded) {
       std::vector<StatePiece> pieces;
       for (size_t i = 0; i < slices.size(); ++i) {
         const i64 param = narrow<i64>(i) / n, count = *checked_product(params[static_cast<size_t>(param)].shape) / n;
-        pieces.push_back({param, 0, count, data, nullptr, nullptr, nullptr, step == 1 ? nullptr : &slices[i]});
+        pieces.push_back({param, 0, count, {{data}}, step == 1 ? nullptr : &slices[i]});
       }
       save_checkpoint(dir.path(), sample_meta(step, DType::F32), params, pieces, comm);
     });

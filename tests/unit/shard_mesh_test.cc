@@ -85,8 +85,8 @@ std::string save_engine(const std::string& dir, const ModelConfig& model, const 
           const model::ParamRow& row = engine.row_of(p.param);
           const model::SliceMap map(row.slice, row.whole_shape());
           for (i64 i = 0; i < p.count; ++i) {
-            p.exp_avg[i] = static_cast<float>(1000 * p.param + map.global_of(p.begin + i));
-            p.exp_avg_sq[i] = p.exp_avg[i] + 0.5f;
+            p.values(State::ExpAvg)[i] = static_cast<float>(1000 * p.param + map.global_of(p.begin + i));
+            p.values(State::ExpAvgSq)[i] = p.values(State::ExpAvg)[i] + 0.5f;
           }
         }
         CheckpointMeta meta;
@@ -169,10 +169,9 @@ TEST(MeshShards, AreWhatRanksOfThatMeshSave) {
         ASSERT_EQ(got.size(), want.size());
         for (size_t p = 0; p < got.size(); ++p) {
           for (const State s : kStates) {
-            const auto i = static_cast<size_t>(s);
-            ASSERT_EQ(got[p].states[i].has_value(), want[p].states[i].has_value());
-            if (!got[p].states[i]) continue;
-            EXPECT_EQ(got[p].states[i]->checksums, want[p].states[i]->checksums) << text_of(got[p]);
+            ASSERT_EQ(got[p].states[s].has_value(), want[p].states[s].has_value());
+            if (!got[p].states[s]) continue;
+            EXPECT_EQ(got[p].states[s]->checksums, want[p].states[s]->checksums) << text_of(got[p]);
           }
         }
       }

@@ -77,7 +77,7 @@ class Weights : public ::testing::TestWithParam<Family> {
   }
   std::vector<float> values(i64 param) const {
     for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
-      const float* at = static_cast<const float*>(engine.state(piece).param);
+      const float* at = static_cast<const float*>(engine.state(piece)[State::Param]);
       if (piece.param == param) return {at, at + piece.count};
     }
     return {};
@@ -227,8 +227,8 @@ TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   engine.init_weights();
   for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
     const std::string& name = names[static_cast<size_t>(piece.param)];
-    const auto* got = static_cast<const float*>(fresh.state(piece).param);
-    const auto* random = static_cast<const float*>(engine.state(piece).param);
+    const auto* got = static_cast<const float*>(fresh.state(piece)[State::Param]);
+    const auto* random = static_cast<const float*>(engine.state(piece)[State::Param]);
     const std::string loaded(reinterpret_cast<const char*>(got), static_cast<size_t>(piece.count) * 4);
     if (name.starts_with("cls.")) {
       EXPECT_TRUE(std::equal(got, got + piece.count, random)) << name;

@@ -2,7 +2,6 @@
 #pragma once
 // Checkpoints as tools see them: find one, merge one. The format is described in ds-checkpoint(5).
 
-#include <array>
 #include <functional>
 #include <optional>
 #include <string>
@@ -13,6 +12,7 @@
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
 #include "ds/mesh.h"
+#include "ds/state.h"
 
 namespace ds {
 
@@ -34,7 +34,7 @@ struct MergeOptions {
   std::optional<DType> dtype = {};  // F32, BF16 or F16, of float weights; empty: as they are stored. From the fp32
                                     // masters where there are any
   std::vector<std::string> only = {};  // glob patterns of parameter names; empty: all
-  bool optimizer = false;              // also optimizer.{master,exp_avg,exp_avg_sq}.<name>, in fp32
+  bool optimizer = false;              // also optimizer.<state>.<name>, in fp32
   bool verify = false;         // check every checksum of the source first, compare the output with it afterwards
   i64 max_shard_bytes = 0;     // of tensors in one file of a directory; 0: "hf" 5e9, "safetensors" one file
   std::string config = {};     // "hf": config.json, or a directory that has it; empty: the source's
@@ -97,8 +97,8 @@ DS_API ShardResult shard_checkpoint(const std::string& source, const std::string
 // Who owns what in a saved step of ours.
 struct CheckpointSummary {
   struct Rank {
-    i64 elems = 0;                     // of parameters
-    std::array<i64, 4> state_bytes{};  // by kStateTitles
+    i64 elems = 0;  // of parameters
+    PerState<i64> state_bytes = {};
     i64 file_bytes = 0;
   };
   struct Owner {
@@ -114,8 +114,6 @@ struct CheckpointSummary {
     std::string tied_to;        // empty, or whose elements these are
     std::vector<Owner> owners;  // by slice, in order of elements
   };
-  static constexpr std::array<std::string_view, 4> kStateTitles = {"param", "master", "exp_avg", "exp_avg_sq"};
-
   std::string step_dir, layout, isa;
   i64 step = 0, consumed_samples = 0, optimizer_step = 0;
   i64 world_size = 0;

@@ -1,0 +1,43 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// States: what is stored for each element of a parameter, under the names that steps and files know. This is the list;
+// whoever allocates, predicts, saves, loads, merges or shows states loops over it.
+
+#include <array>
+#include <string_view>
+
+#include "ds/kernels/dtype.h"
+
+namespace ds {
+
+// The parameter itself, in the work dtype; its fp32 master, where that is another one; then what optimizers keep.
+enum class State : u8 { Param, Master, ExpAvg, ExpAvgSq, MomentumBuffer, Sum };
+inline constexpr std::array<std::string_view, 6> kStateNames = {"param",      "master",          "exp_avg",
+                                                                "exp_avg_sq", "momentum_buffer", "sum"};
+inline constexpr size_t kNumStates = kStateNames.size();
+inline constexpr std::array<State, kNumStates> kStates = {State::Param,    State::Master,         State::ExpAvg,
+                                                          State::ExpAvgSq, State::MomentumBuffer, State::Sum};
+// Those of optimizers.
+inline constexpr std::array<State, 4> kOptimizerStates = {State::ExpAvg, State::ExpAvgSq, State::MomentumBuffer,
+                                                          State::Sum};
+
+constexpr std::string_view state_name(State s) noexcept { return kStateNames[static_cast<size_t>(s)]; }
+constexpr bool is_optimizer_state(State s) noexcept { return s > State::Master; }
+
+// One value for each state.
+template <class T>
+struct PerState {
+  std::array<T, kNumStates> values{};
+  constexpr T& operator[](State s) noexcept { return values[static_cast<size_t>(s)]; }
+  constexpr const T& operator[](State s) const noexcept { return values[static_cast<size_t>(s)]; }
+  bool operator==(const PerState&) const = default;
+};
+using StateSet = PerState<bool>;
+
+constexpr StateSet state_set(std::initializer_list<State> states) noexcept {
+  StateSet set;
+  for (const State s : states) set[s] = true;
+  return set;
+}
+
+}  // namespace ds
