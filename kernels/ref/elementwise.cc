@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// add, bias_residual, cast, fold, the two reductions over a whole tensor, and AdamW.
+// add, bias_residual, cast, fold, and the two reductions over a whole tensor.
 
 #include <algorithm>
 #include <cmath>
@@ -66,35 +66,6 @@ void sum(TensorView result, TensorView x, double factor, Stream&) noexcept {
 
 void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams& p, Stream&) noexcept {
   *verdict = judge_gradients(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, p);
-}
-
-namespace {
-
-void step(const AdamWTensor& t, double grad_scale, const AdamWParams& p) noexcept {
-  const auto& [param, master, m, v, grad, weight_decay] = t;
-  const double decay = static_cast<double>(weight_decay);
-  for (i64 i = 0; i < master.numel(); ++i) {
-    const double w = get(master, i);
-    double g = get(grad, i) * grad_scale;
-    if (!p.adam_w_mode) g += decay * w;
-    const double mi = p.beta1 * get(m, i) + (1 - p.beta1) * g;
-    const double vi = p.beta2 * get(v, i) + (1 - p.beta2) * g * g;
-    double update =
-        mi / static_cast<double>(p.bias1) / (std::sqrt(vi / static_cast<double>(p.bias2)) + static_cast<double>(p.eps));
-    if (p.adam_w_mode) update += decay * w;
-    put(m, i, mi);
-    put(v, i, vi);
-    const double next = w - static_cast<double>(p.lr) * update;
-    put(master, i, next);
-    if (param) put(param, i, get(master, i));
-  }
-}
-
-}  // namespace
-
-void adamw(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams& p, Stream&) noexcept {
-  if (!verdict->finite) return;
-  for (const AdamWTensor& t : tensors) step(t, static_cast<double>(verdict->grad_scale), p);
 }
 
 }  // namespace ds::ref

@@ -52,7 +52,7 @@ constexpr OpTable kNoOps = {.name = "none",
                             .sum_squares = kNothing,
                             .sum = kNothing,
                             .judge = kNothing,
-                            .adamw = kNothing};
+                            .update = kNothing};
 
 }  // namespace
 

@@ -170,8 +170,7 @@ void Engine::make_pieces() {
     updated_.push_back(
         {.param = view(st[State::Param], plan_.work),
          .master = view(st.exact(), DType::F32),
-         .m = view(st[State::ExpAvg], DType::F32),
-         .v = view(st[State::ExpAvgSq], DType::F32),
+         .states = {view(st[State::ExpAvg], DType::F32), view(st[State::ExpAvgSq], DType::F32)},
          .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
          .weight_decay = row_of(piece.param).decay ? static_cast<float>(config_.optimizer.weight_decay) : 0.0f});
   }

@@ -213,7 +213,7 @@ class Engine {
   double* micro_losses_ = nullptr;  // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
   std::vector<const model::ParamRow*> param_rows_;  // by parameter number
   std::vector<zero::Piece> held_, saved_;
-  std::vector<AdamWTensor> updated_;  // of held_
+  std::vector<UpdateTensor> updated_;  // of held_
   std::vector<TensorView> judged_;    // gradients that count in the norm, each once over all ranks
   std::vector<ReplicaSum> sums_;
   std::vector<TensorView> shared_slices_;  // scratch

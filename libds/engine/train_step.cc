@@ -393,14 +393,14 @@ void Engine::judge_gradients() {
 void Engine::update_params(double lr) {
   const OptimizerConfig& o = config_.optimizer;
   const double t = static_cast<double>(progress_.optimizer_step + 1);
-  const AdamWParams p{.beta1 = o.beta1,
-                      .beta2 = o.beta2,
-                      .lr = static_cast<float>(lr),
-                      .eps = o.eps,
-                      .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
-                      .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f,
-                      .adam_w_mode = o.adam_w_mode};
-  ops_.adamw(updated_, &scalars_->verdict, p, stream_);
+  const UpdateParams p{.rule = o.adam_w_mode ? UpdateRule::AdamW : UpdateRule::AdamL2,
+                       .beta1 = o.beta1,
+                       .beta2 = o.beta2,
+                       .lr = static_cast<float>(lr),
+                       .eps = o.eps,
+                       .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
+                       .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f};
+  ops_.update(updated_, &scalars_->verdict, p, stream_);
 }
 
 }  // namespace ds::engine

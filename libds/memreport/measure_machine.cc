@@ -183,8 +183,8 @@ std::vector<Call> optimizer_calls() {
   }
   calls.push_back({"adamw", DType::F32, [=](const OpTable& ops, Cutter& cut, Stream& stream) {
                      const auto f32 = [&] { return cut(DType::F32, {n}); };
-                     const AdamWTensor t{.param = {}, .master = f32(), .m = f32(), .v = f32(), .grad = f32()};
-                     ops.adamw({&t, 1}, cut.verdict(), {}, stream);
+                     const UpdateTensor t{.param = {}, .master = f32(), .states = {f32(), f32()}, .grad = f32()};
+                     ops.update({&t, 1}, cut.verdict(), {}, stream);
                    }});
   return calls;
 }

@@ -182,13 +182,14 @@ void judge(GradVerdict*, TensorView, TensorView, const JudgeParams&, Stream& str
   count(stream, {"judge", DType::F32, 0, 0});
 }
 
-void adamw(std::span<const AdamWTensor> tensors, const GradVerdict*, const AdamWParams&, Stream& stream) noexcept {
+void update(std::span<const UpdateTensor> tensors, const GradVerdict*, const UpdateParams& p, Stream& stream) noexcept {
   i64 bytes = 0;
-  for (const AdamWTensor& t : tensors) {
-    bytes += t.grad.bytes() + 2 * (t.master.bytes() + t.m.bytes() + t.v.bytes());
+  for (const UpdateTensor& t : tensors) {
+    bytes += t.grad.bytes() + 2 * t.master.bytes();
+    for (const TensorView& state : t.states) bytes += state ? 2 * state.bytes() : 0;
     if (t.param && t.param.data != t.master.data) bytes += t.param.bytes();
   }
-  count(stream, {"adamw", DType::F32, 0, bytes});
+  count(stream, {rule_name(p.rule), DType::F32, 0, bytes});
 }
 
 constexpr OpTable kCountingOps = {.name = "counting",
@@ -226,7 +227,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .sum_squares = sum_squares,
                                   .sum = sum,
                                   .judge = judge,
-                                  .adamw = adamw};
+                                  .update = update};
 
 }  // namespace
 

@@ -141,16 +141,15 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
     ops.sum_squares(result, view(DType::F32, n), result, stream);
   }
   ops.judge(nullptr, result, result, {}, stream);
-  std::vector<AdamWTensor> updated;
+  std::vector<UpdateTensor> updated;
   for (const zero::Piece& piece : plan.layout.held_pieces(plan.dp_rank())) {
     const TensorView state = view(DType::F32, piece.count);
     updated.push_back({.param = view(plan.work, piece.count),
                        .master = plan.work == DType::F32 ? state : view(DType::F32, piece.count, &elsewhere),
-                       .m = state,
-                       .v = state,
+                       .states = {state, state},
                        .grad = state});
   }
-  ops.adamw(updated, nullptr, {}, stream);
+  ops.update(updated, nullptr, {}, stream);
 }
 
 }  // namespace

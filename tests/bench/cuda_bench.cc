@@ -365,14 +365,13 @@ void Bench::ops() {
     if (small_) c.hidden = c.intermediate = 64, c.layers = c.heads = c.kv_heads = 1, c.max_positions = 8;
     const model::Model m = model::make_model(c, c.max_positions);
     Arena a(device_);
-    std::vector<AdamWTensor> tensors;
+    std::vector<UpdateTensor> tensors;
     for (const auto& layer : m.layers) {
       for (const model::ParamRow& row : layer->rows()) {
         const i64 n = row.numel();
         tensors.push_back({.param = a.zeros(BF16, {n}),
                            .master = a.take(F32, {n}),
-                           .m = a.zeros(F32, {n}),
-                           .v = a.zeros(F32, {n}),
+                           .states = {a.zeros(F32, {n}), a.zeros(F32, {n})},
                            .grad = a.take(F32, {n}),
                            .weight_decay = 0.1f});
       }
@@ -380,8 +379,8 @@ void Bench::ops() {
     const GradVerdict verdict;
     const TensorView on_device = a.zeros(DType::I64, {8});
     device_.upload(on_device.data, &verdict, sizeof verdict);
-    const AdamWParams p{.lr = 1e-4f, .bias1 = 0.1f, .bias2 = 0.001f};
-    const Timing t = time([&](i64) { ops_.adamw(tensors, on_device.as<GradVerdict>(), p, stream_); }, 3);
+    const UpdateParams p{.lr = 1e-4f, .bias1 = 0.1f, .bias2 = 0.001f};
+    const Timing t = time([&](i64) { ops_.update(tensors, on_device.as<GradVerdict>(), p, stream_); }, 3);
     report("adamw", F32, vector(m.num_params()), t, 30.0 * static_cast<double>(m.num_params()), copy_rate(), false);
   }
 }

@@ -80,8 +80,8 @@ void adamw(benchmark::State& state) {
   const auto f32 = [&] { return a.take(DType::F32, {kElements}); };
   const TensorView param = a.take(DType::BF16, {kElements}), master = f32(), m = f32(), v = f32(), grad = f32();
   measure(state, 7 * master.bytes() + param.bytes(),
-          [&, tensor = AdamWTensor{param, master, m, v, grad, 0.01f}, verdict = GradVerdict{}](Stream& s) {
-            ops().adamw({&tensor, 1}, &verdict, {.lr = 1e-4f}, s);
+          [&, tensor = UpdateTensor{param, master, {m, v}, grad, 0.01f}, verdict = GradVerdict{}](Stream& s) {
+            ops().update({&tensor, 1}, &verdict, {.lr = 1e-4f}, s);
           });
 }
 

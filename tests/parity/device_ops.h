@@ -62,9 +62,10 @@ class RoundTrip {
   void reach(std::span<const TensorView> views) {
     for (const TensorView& v : views) reach(v);
   }
-  void reach(std::span<const AdamWTensor> tensors) {
-    for (const AdamWTensor& t : tensors) {
-      for (const TensorView& v : {t.param, t.master, t.m, t.v, t.grad}) reach(v);
+  void reach(std::span<const UpdateTensor> tensors) {
+    for (const UpdateTensor& t : tensors) {
+      for (const TensorView& v : {t.param, t.master, t.states[0], t.states[1], t.grad}) reach(v);
+      if (t.factor != nullptr) reach(t.factor, sizeof *t.factor, false);
     }
   }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
@@ -98,8 +99,9 @@ class RoundTrip {
     v.data = v.data == nullptr ? nullptr : on_device(static_cast<char*>(v.data));
     return v;
   }
-  AdamWTensor on_device(AdamWTensor t) const {
-    for (TensorView* v : {&t.param, &t.master, &t.m, &t.v, &t.grad}) *v = on_device(*v);
+  UpdateTensor on_device(UpdateTensor t) const {
+    for (TensorView* v : {&t.param, &t.master, &t.states[0], &t.states[1], &t.grad}) *v = on_device(*v);
+    if (t.factor != nullptr) t.factor = on_device(t.factor);
     return t;
   }
   // Arguments as the device's op gets them; `keep` holds what spans point to.
@@ -181,7 +183,7 @@ inline const OpTable* device_ops() {
       .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
       .sum = DeviceOp<&OpTable::sum>::run,
       .judge = DeviceOp<&OpTable::judge>::run,
-      .adamw = DeviceOp<&OpTable::adamw>::run,
+      .update = DeviceOp<&OpTable::update>::run,
   };
   return &table;
 }

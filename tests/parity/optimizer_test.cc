@@ -21,28 +21,28 @@ struct State {
 constexpr float kDecay = 0.1f;
 const GradVerdict kVerdict{.grad_scale = 1.0f / 64};
 
-AdamWParams params(bool adam_w_mode) {
-  return {.beta1 = 0.9,
+UpdateParams params(bool adam_w_mode) {
+  return {.rule = adam_w_mode ? UpdateRule::AdamW : UpdateRule::AdamL2,
+          .beta1 = 0.9,
           .beta2 = 0.95,
           .lr = 3e-3f,
           .eps = 1e-8f,
           .bias1 = 0.271f,
-          .bias2 = 0.142625f,
-          .adam_w_mode = adam_w_mode};
+          .bias2 = 0.142625f};
 }
 
-void step(const OpTable& ops, const AdamWTensor& tensor, const AdamWParams& p, Stream& s) {
-  ops.adamw({&tensor, 1}, &kVerdict, p, s);
+void step(const OpTable& ops, const UpdateTensor& tensor, const UpdateParams& p, Stream& s) {
+  ops.update({&tensor, 1}, &kVerdict, p, s);
 }
 
 // The definition in ops.h, one rounding per operation.
-void define(float& master, float& m, float& v, float grad, const AdamWParams& p) {
+void define(float& master, float& m, float& v, float grad, const UpdateParams& p) {
   float g = grad * kVerdict.grad_scale;
-  if (!p.adam_w_mode) g = g + kDecay * master;
+  if (p.rule == UpdateRule::AdamL2) g = g + kDecay * master;
   m = static_cast<float>(p.beta1) * m + static_cast<float>(1 - p.beta1) * g;
   v = static_cast<float>(p.beta2) * v + static_cast<float>(1 - p.beta2) * g * g;
   float u = m / p.bias1 / (std::sqrt(v / p.bias2) + p.eps);
-  if (p.adam_w_mode) u = u + kDecay * master;
+  if (p.rule == UpdateRule::AdamW) u = u + kDecay * master;
   master = master - p.lr * u;
 }
 
@@ -61,7 +61,7 @@ TEST(AdamW, IsItsDefinitionBitForBitOnEveryBackend) {
           expect_same_for_any_threads(
               [&](Stream& s) {
                 State got(t, n);
-                step(*ops, {got.param, got.master, got.m, got.v, got.grad, kDecay}, params(mode), s);
+                step(*ops, {got.param, got.master, {got.m, got.v}, got.grad, kDecay}, params(mode), s);
                 expect_same_bits(got.param, want.param, what + " param");
                 expect_same_bits(got.master, want.master, what + " master");
                 expect_same_bits(got.m, want.m, what + " m");
@@ -72,12 +72,12 @@ TEST(AdamW, IsItsDefinitionBitForBitOnEveryBackend) {
           State alone(t, n);
           ThreadPool pool(1);
           Stream s{.pool = &pool};
-          step(*ops, {{}, alone.master, alone.m, alone.v, alone.grad, kDecay}, params(mode), s);
+          step(*ops, {{}, alone.master, {alone.m, alone.v}, alone.grad, kDecay}, params(mode), s);
           expect_same_bits(alone.master, want.master, what + " without param");
           if (t == DType::F32) {
             State in_place(t, n);
-            step(*ops, {in_place.master, in_place.master, in_place.m, in_place.v, in_place.grad, kDecay}, params(mode),
-                 s);
+            step(*ops, {in_place.master, in_place.master, {in_place.m, in_place.v}, in_place.grad, kDecay},
+                 params(mode), s);
             expect_same_bits(in_place.master, want.master, what + " param == master");
           }
         }
@@ -92,8 +92,8 @@ TEST(AdamW, MatchesRef) {
   for (const OpTable* ops : backends()) {
     for (bool mode : {true, false}) {
       State got(DType::BF16, 5000), want(DType::BF16, 5000);
-      step(*ops, {got.param, got.master, got.m, got.v, got.grad, kDecay}, params(mode), s);
-      step(ref_ops(), {want.param, want.master, want.m, want.v, want.grad, kDecay}, params(mode), s);
+      step(*ops, {got.param, got.master, {got.m, got.v}, got.grad, kDecay}, params(mode), s);
+      step(ref_ops(), {want.param, want.master, {want.m, want.v}, want.grad, kDecay}, params(mode), s);
       expect_close(got.master, want.master, 2, "master");
       expect_close(got.m, want.m, 4, "m");
       expect_close(got.v, want.v, 4, "v");
@@ -112,16 +112,16 @@ TEST(AdamW, GoldenTrace) {
     w.fill(1);
     m.fill(0);
     v.fill(0);
-    AdamWParams p{.lr = 0.1f, .eps = 1e-8f};
+    UpdateParams p{.lr = 0.1f, .eps = 1e-8f};
     const double want[] = {0.899000002, 0.8714672987058464};
     const float grads[] = {0.5f, -0.25f};
     for (int t = 1; t <= 2; ++t) {
       p.bias1 = static_cast<float>(1 - std::pow(p.beta1, t));
       p.bias2 = static_cast<float>(1 - std::pow(p.beta2, t));
       g.fill(grads[t - 1]);
-      const AdamWTensor tensor{w, w, m, v, g, 0.01f};
+      const UpdateTensor tensor{w, w, {m, v}, g, 0.01f};
       const GradVerdict verdict;
-      ops->adamw({&tensor, 1}, &verdict, p, s);
+      ops->update({&tensor, 1}, &verdict, p, s);
       EXPECT_NEAR(w.at(0), want[t - 1], 1e-7) << ops->name << " step " << t;
     }
   }
@@ -136,17 +136,17 @@ TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
       got.emplace_back(DType::BF16, n);
       want.emplace_back(DType::BF16, n);
     }
-    std::vector<AdamWTensor> tensors;
+    std::vector<UpdateTensor> tensors;
     for (size_t i = 0; i < got.size(); ++i) {
       const float decay = i % 2 == 0 ? kDecay : 0.0f;
-      tensors.push_back({got[i].param, got[i].master, got[i].m, got[i].v, got[i].grad, decay});
-      step(*ops, {want[i].param, want[i].master, want[i].m, want[i].v, want[i].grad, decay}, params(true), s);
+      tensors.push_back({got[i].param, got[i].master, {got[i].m, got[i].v}, got[i].grad, decay});
+      step(*ops, {want[i].param, want[i].master, {want[i].m, want[i].v}, want[i].grad, decay}, params(true), s);
     }
     const std::vector<State> before = got;
     const GradVerdict skip{.finite = 0};
-    ops->adamw(tensors, &skip, params(true), s);
+    ops->update(tensors, &skip, params(true), s);
     for (size_t i = 0; i < got.size(); ++i) expect_same_bits(got[i].master, before[i].master, "skipped");
-    ops->adamw(tensors, &kVerdict, params(true), s);
+    ops->update(tensors, &kVerdict, params(true), s);
     for (size_t i = 0; i < got.size(); ++i) {
       expect_same_bits(got[i].master, want[i].master, "master " + std::to_string(i));
       expect_same_bits(got[i].param, want[i].param, "param " + std::to_string(i));

@@ -295,7 +295,7 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(sum_squares),
                           COUNTED(sum),
                           COUNTED(judge),
-                          COUNTED(adamw)};
+                          COUNTED(update)};
 #undef COUNTED
 
 void expect_same(const OpTally& got, const OpTally& want) {

@@ -81,18 +81,53 @@ inline TensorView gradient_rows(TensorView z, DType work) noexcept {
   return z;
 }
 
-struct AdamWParams {
-  double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5
+// How parameters are updated, element by element. The definitions, with their papers: kernels/update_rules.h.
+enum class UpdateRule : u8 {
+  AdamW,
+  AdamL2,
+  Sgd,
+  Momentum,
+  Nesterov,
+  Lion,
+  LambDirection,
+  MuonDirection,
+  NesterovMuonDirection,
+  Descend,
+};
+
+constexpr std::string_view rule_name(UpdateRule rule) noexcept {
+  switch (rule) {
+    case UpdateRule::AdamW:
+    case UpdateRule::AdamL2: return "adamw";
+    case UpdateRule::Sgd:
+    case UpdateRule::Momentum:
+    case UpdateRule::Nesterov: return "sgd";
+    case UpdateRule::Lion: return "lion";
+    case UpdateRule::LambDirection: return "lamb";
+    case UpdateRule::MuonDirection:
+    case UpdateRule::NesterovMuonDirection: return "muon";
+    case UpdateRule::Descend: return "descend";
+  }
+  return "";
+}
+
+// Of the parameters that are updated alike in one step. What its rule has no use for is ignored.
+struct UpdateParams {
+  UpdateRule rule = UpdateRule::AdamW;
+  double beta1 = 0.9, beta2 = 0.999;  // fp64: 1 - beta2 in fp32 would be wrong by 1e-5. One momentum is beta1
+  double rest1 = -1;                  // the share of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  bool adam_w_mode = true;     // true: decoupled decay; false: L2 added to the gradient
 };
 
 // One tensor of an optimizer step; all [N], contiguous.
-struct AdamWTensor {
-  TensorView param;               // work dtype, gets the rounded master; optional, may be master when that is fp32
-  TensorView master, m, v, grad;  // fp32
+struct UpdateTensor {
+  TensorView param;      // work dtype, gets the rounded master; optional, may be master when that is fp32
+  TensorView master;     // fp32
+  TensorView states[2];  // fp32, as many as the rule has
+  TensorView grad;       // fp32; a rule that makes a direction overwrites it
   float weight_decay = 0;
+  const float* factor = nullptr;  // where the op runs; of Descend; null: 1
 };
 
 // An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add
@@ -311,14 +346,12 @@ struct OpTable {
   // *verdict = judge_gradients(max_abs [1], sum [2]).
   void (*judge)(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams&, Stream&) noexcept;
 
-  // Loshchilov, Hutter: "Decoupled Weight Decay Regularization". All tensors of a step at once; nothing if the verdict is
-  // not finite. Every operation is rounded, none is fused, so all backends agree bit for bit; betas and 1 - beta are
-  // rounded to fp32 once:
-  //   g = grad*verdict.grad_scale;  L2 mode: g = g + decay*master
+  // An optimizer's pass over all tensors of a step at once; nothing if the verdict is not finite. Gradients are
+  // multiplied by verdict.grad_scale (Descend: directions by their factor). Every operation is rounded, none is fused, so
+  // all backends agree bit for bit; betas and 1 - beta are rounded to fp32 once. AdamW, for one:
   //   m = beta1*m + (1-beta1)*g;  v = beta2*v + ((1-beta2)*g)*g
-  //   u = (m/bias1) / (sqrt(v/bias2) + eps);  AdamW mode: u = u + decay*master
-  //   master = master - lr*u
-  void (*adamw)(std::span<const AdamWTensor> tensors, const GradVerdict* verdict, const AdamWParams&, Stream&) noexcept;
+  //   master = master - lr*((m/bias1) / (sqrt(v/bias2) + eps) + decay*master)
+  void (*update)(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, const UpdateParams&, Stream&) noexcept;
 };
 // clang-format on
 

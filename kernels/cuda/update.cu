@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// A pass of an optimizer over all tensors of a step. Every operation rounds for itself, as on the CPU: this file is
+// compiled without contraction of products and sums, and division and square root are the correctly rounded ones.
+
+#include "cuda/update_plan.h"
+
+#include "cuda/context.h"
+#include "cuda/vectors.h"
+#include "update_rules.h"
+
+namespace ds::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kEach = 4;  // elements of a thread at a time: 16 bytes of each fp32 tensor
+
+using Constants = update_rules::Constants<float>;
+
+// CUDA 12.1 and later give a launch 32,764 bytes of parameters.
+static_assert(sizeof(UpdateBatch) + sizeof(Constants) + sizeof(void*) <= 32764, "the parameters of one launch");
+
+DS_DEVICE void store_param(const UpdateSlot& slot, i64 i, float x) {
+  switch (slot.param_dtype) {
+    case DType::BF16: store(static_cast<bf16*>(slot.param) + i, x); break;
+    case DType::F16: store(static_cast<f16*>(slot.param) + i, x); break;
+    default: store(static_cast<float*>(slot.param) + i, x);
+  }
+}
+DS_DEVICE void store_params(const UpdateSlot& slot, i64 i, const float (&x)[kEach]) {
+  switch (slot.param_dtype) {
+    case DType::BF16:
+      *reinterpret_cast<uint2*>(static_cast<bf16*>(slot.param) + i) =
+          make_uint2(pack2<bf16>(x[0], x[1]), pack2<bf16>(x[2], x[3]));
+      break;
+    case DType::F16:
+      *reinterpret_cast<uint2*>(static_cast<f16*>(slot.param) + i) =
+          make_uint2(pack2<f16>(x[0], x[1]), pack2<f16>(x[2], x[3]));
+      break;
+    default: store16(static_cast<float*>(slot.param) + i, x);
+  }
+}
+
+template <class Rule>
+__global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdict, const Constants k, bool scaled) {
+  if (verdict->finite == 0) return;
+  const u32 chunk = block_index().x;
+  const int which = batch.slot_of(chunk);
+  const UpdateSlot& slot = batch.slots[which];
+  const float scale = scaled ? verdict->grad_scale : slot.factor != nullptr ? *slot.factor : 1.0f;
+  const i64 begin = i64{chunk - batch.first_chunk[which]} * kUpdateChunk;
+  const i64 end = begin + kUpdateChunk < slot.n ? begin + kUpdateChunk : slot.n;
+  const i64 even = slot.wide ? begin + (end - begin) / kEach * kEach : begin;  // where single elements begin
+  constexpr int kStates = Rule::kStates;
+  for (i64 i = begin + thread_index() * kEach; i < even; i += kThreads * kEach) {
+    float w[kEach], g[kEach], s[kStates + 1][kEach];
+    load16(g, slot.grad + i);
+    load16(w, slot.master + i);
+    for (int j = 0; j < kStates; ++j) load16(s[j], slot.states[j] + i);
+    for (int e = 0; e < kEach; ++e) {
+      float gradient = g[e] * scale, of[kStates + 1];
+      for (int j = 0; j < kStates; ++j) of[j] = s[j][e];
+      Rule::apply(w[e], gradient, of, slot.weight_decay, k);
+      for (int j = 0; j < kStates; ++j) s[j][e] = of[j];
+      g[e] = gradient;
+    }
+    for (int j = 0; j < kStates; ++j) store16(slot.states[j] + i, s[j]);
+    if constexpr (Rule::kDirection) {
+      store16(slot.grad + i, g);
+    } else {
+      store16(slot.master + i, w);
+      if (slot.param != nullptr) store_params(slot, i, w);
+    }
+  }
+  for (i64 i = even + thread_index(); i < end; i += kThreads) {
+    float w = slot.master[i], gradient = slot.grad[i] * scale, of[kStates + 1];
+    for (int j = 0; j < kStates; ++j) of[j] = slot.states[j][i];
+    Rule::apply(w, gradient, of, slot.weight_decay, k);
+    for (int j = 0; j < kStates; ++j) slot.states[j][i] = of[j];
+    if constexpr (Rule::kDirection) {
+      slot.grad[i] = gradient;
+    } else {
+      slot.master[i] = w;
+      if (slot.param != nullptr) store_param(slot, i, w);
+    }
+  }
+}
+
+}  // namespace
+
+void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, const UpdateParams& p,
+            Stream& stream) noexcept {
+  Context& c = context(stream);
+  const Constants k = update_rules::constants_of<float>(p, [](float x) { return x; });
+  update_rules::with_rule(p.rule, [&]<class Rule>(Rule) {
+    while (!tensors.empty()) {
+      const UpdateBatch batch = next_update_batch(tensors);
+      launch(update_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k,
+             p.rule != UpdateRule::Descend);
+      c.check(cudaGetLastError(), "update");
+    }
+  });
+}
+
+}  // namespace ds::cuda

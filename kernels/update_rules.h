@@ -1,0 +1,150 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The arithmetic of optimizers, an element at a time, below all back ends: what loads and stores (dtypes, instruction
+// sets, threads) is written once, and a new rule is a struct here and a line of with_rule(). V is a vector of fp32
+// lanes or one float; each operation is rounded for itself, so that all back ends agree bit for bit.
+//   w      the fp32 parameter
+//   g      its gradient, unscaled and clipped
+//   s      its states, in the order of UpdateTensor::states
+//   decay  weight decay
+// A rule with kDirection leaves w alone and puts a direction in the place of the gradient: what is still to be done to
+// it needs the whole parameter (LAMB's norms, Muon's matrix), and Descend goes along it then.
+
+#include <cmath>
+
+#include "ds/kernels/ops.h"
+
+namespace ds::update_rules {
+
+// UpdateParams as rules use them, each rounded once.
+template <class V>
+struct Constants {
+  V beta1, rest1, beta2, rest2, bias1, bias2, eps, lr;
+};
+
+// `splat` makes a V of a float.
+template <class V, class Splat>
+Constants<V> constants_of(const UpdateParams& p, Splat splat) noexcept {
+  return {splat(static_cast<float>(p.beta1)),
+          splat(static_cast<float>(p.rest1 >= 0 ? p.rest1 : 1 - p.beta1)),
+          splat(static_cast<float>(p.beta2)),
+          splat(static_cast<float>(1 - p.beta2)),
+          splat(p.bias1),
+          splat(p.bias2),
+          splat(p.eps),
+          splat(p.lr)};
+}
+
+DS_HOST_DEVICE inline float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
+
+// Kingma, Ba: "Adam" (L2: the decay is a part of the gradient); Loshchilov, Hutter: "Decoupled Weight Decay
+// Regularization".
+template <bool decoupled>
+struct Adam {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    using std::sqrt;
+    if constexpr (!decoupled) g = g + decay * w;
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
+    V update = s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps);
+    if constexpr (decoupled) update = update + decay * w;
+    w = w - k.lr * update;
+  }
+};
+
+struct Sgd {
+  static constexpr int kStates = 0;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V*, V decay, const Constants<V>& k) {
+    w = w - k.lr * (g + decay * w);
+  }
+};
+
+// Sutskever, Martens, Dahl, Hinton: "On the importance of initialization and momentum", as PyTorch writes it.
+template <bool nesterov>
+struct Momentum {
+  static constexpr int kStates = 1;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    g = g + decay * w;
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    V update = s[0];
+    if constexpr (nesterov) update = g + k.beta1 * s[0];
+    w = w - k.lr * update;
+  }
+};
+
+// Chen et al.: "Symbolic Discovery of Optimization Algorithms". The sign of 0 is 0.
+struct Lion {
+  static constexpr int kStates = 1;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    const V update = sign(k.beta1 * s[0] + k.rest1 * g) + decay * w;
+    s[0] = k.beta2 * s[0] + k.rest2 * g;
+    w = w - k.lr * update;
+  }
+};
+
+// You et al.: "Large Batch Optimization for Deep Learning", up to the ratio of the norms.
+struct LambDirection {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    using std::sqrt;
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
+    g = s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps) + decay * w;
+  }
+};
+
+// Jordan et al.: "Muon: An optimizer for hidden layers in neural networks", up to the orthogonalisation.
+template <bool nesterov>
+struct MuonDirection {
+  static constexpr int kStates = 1;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
+    s[0] = k.beta1 * s[0] + k.rest1 * g;
+    if constexpr (nesterov) {
+      g = k.rest1 * g + k.beta1 * s[0];
+    } else {
+      g = s[0];
+    }
+  }
+};
+
+// Along a direction, which is no gradient: nothing unscales or clips it, and UpdateTensor::factor multiplies it.
+struct Descend {
+  static constexpr int kStates = 0;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V*, V decay, const Constants<V>& k) {
+    w = w - k.lr * (g + decay * w);
+  }
+};
+
+// Calls f(Rule{}) with the rule of that name.
+template <class F>
+void with_rule(UpdateRule rule, F&& f) noexcept {
+  switch (rule) {
+    case UpdateRule::AdamW: return f(Adam<true>{});
+    case UpdateRule::AdamL2: return f(Adam<false>{});
+    case UpdateRule::Sgd: return f(Sgd{});
+    case UpdateRule::Momentum: return f(Momentum<false>{});
+    case UpdateRule::Nesterov: return f(Momentum<true>{});
+    case UpdateRule::Lion: return f(Lion{});
+    case UpdateRule::LambDirection: return f(LambDirection{});
+    case UpdateRule::MuonDirection: return f(MuonDirection<false>{});
+    case UpdateRule::NesterovMuonDirection: return f(MuonDirection<true>{});
+    case UpdateRule::Descend: return f(Descend{});
+  }
+}
+
+}  // namespace ds::update_rules
