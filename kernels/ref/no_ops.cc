@@ -52,6 +52,7 @@ constexpr OpTable kNoOps = {.name = "none",
                             .sum_squares = kNothing,
                             .sum = kNothing,
                             .judge = kNothing,
+                            .norm_ratios = kNothing,
                             .update = kNothing};
 
 }  // namespace

@@ -13,6 +13,7 @@
 // Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
 // before.
 
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -106,7 +107,9 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 // (names, shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later
 // error the pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch
 // (another model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
+// `accept` throws where the caller cannot take that step; it is called before the pieces are compared.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
-                               std::span<const StatePiece> pieces, Communicator& comm);
+                               std::span<const StatePiece> pieces, Communicator& comm,
+                               const std::function<void(const CheckpointMeta&)>& accept = {});
 
 }  // namespace ds

@@ -156,13 +156,15 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 }
 
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
-                               std::span<const StatePiece> pieces, Communicator& comm) {
+                               std::span<const StatePiece> pieces, Communicator& comm,
+                               const std::function<void(const CheckpointMeta&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
   together(comm, [&] {
     reader.emplace(step_dir);
     const Manifest& m = reader->manifest();
     const std::vector<i64> index = match_params(m, step_dir, params);
+    if (accept) accept(m.meta);
     for (StatePiece& p : wanted) {
       DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(index.size()));
       p.param = index[static_cast<size_t>(p.param)];

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "config/keys.h"
 #include "config/model_config.h"
+#include "config/optimizer.h"
 #include "config/parallel.h"
 #include "config/reader.h"
 
@@ -295,6 +296,8 @@ bool has_error(std::span<const Diagnostic> diagnostics) {
 
 // A key that belongs to what has been chosen, or to nothing that is.
 bool applies(const Config& c, std::string_view path) {
+  if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
+    return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
   if (path == "pipeline.schedule" || path == "pipeline.partition") return c.pipeline.stages > 1;
@@ -355,6 +358,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   } else {
     resolve_batch(c.batch, replicas, replicas == world_size, r);
   }
+  resolve_optimizer(c.optimizer, text, r, result.diagnostics);
   resolve_scheduler(c, r);
   resolve_precision_and_zero(c, r);
   const size_t before_model = diagnostics.size();
@@ -397,6 +401,7 @@ std::string resolved_json(const Config& config) {
       at = &(*at)[std::string(rest.substr(0, dot))];
     (*at)[std::string(rest)] = slot_json(slot);
   }
+  if (!c.optimizer.groups.empty()) out["optimizer"]["param_groups"] = param_groups_json(c.optimizer);
   if (!c.model_path.empty()) {
     out["model"] = {{"path", c.model_path}};
     if (c.new_head) out["model"]["new_head"] = true;

@@ -10,9 +10,9 @@ template <>
 inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(OptimizerType::AdamW)},
                                                          EnumName{"Adam", u8(OptimizerType::Adam)},
                                                          EnumName{"CPUAdam"},
-                                                         EnumName{"Lamb"},
-                                                         EnumName{"FusedLamb"},
-                                                         EnumName{"Lion"},
+                                                         EnumName{"SGD", u8(OptimizerType::Sgd)},
+                                                         EnumName{"Lion", u8(OptimizerType::Lion)},
+                                                         EnumName{"Lamb", u8(OptimizerType::Lamb)},
                                                          EnumName{"Adagrad"},
                                                          EnumName{"OneBitAdam"},
                                                          EnumName{"ZeroOneAdam"},
@@ -20,8 +20,7 @@ inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(Op
                                                          EnumName{"Muon"},
                                                          EnumName{"MuAdam"},
                                                          EnumName{"MuAdamW"},
-                                                         EnumName{"MuSGD"},
-                                                         EnumName{"SGD"}};
+                                                         EnumName{"MuSGD"}};
 template <>
 inline constexpr std::array kEnumNames<SchedulerType> = {
     EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)}, EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
@@ -118,10 +117,38 @@ constexpr Key deprecated(std::string_view path, std::string_view target) {
   return {.path = path, .kind = KeyKind::Deprecated, .name = target};
 }
 
-Slot betas(void* root) {
+Slot betas_of_optimizer(void* root) {
   OptimizerConfig& o = static_cast<Config*>(root)->optimizer;
   return BetasSlot{&o.beta1, &o.beta2};
 }
+Slot betas_of_update(void* root) {
+  auto* const u = static_cast<UpdateConfig*>(root);
+  return BetasSlot{&u->beta1, &u->beta2};
+}
+template <auto member>
+Slot slot_of_group(void* root) {
+  return &(static_cast<ParamGroupConfig*>(static_cast<UpdateConfig*>(root))->*member);
+}
+
+// clang-format off
+using U = UpdateConfig;
+constexpr Key kGroupKeys[] = {
+    effect("params", slot_of_group<&ParamGroupConfig::params>),
+    effect("frozen", slot_of_group<&ParamGroupConfig::frozen>),
+    effect("type", slot_of<&U::type>),
+    effect("lr", slot_of<&U::lr>, kRate),
+    effect("betas", betas_of_update, kBelowOne),
+    effect("eps", slot_of<&U::eps>, kAboveZero),
+    effect("weight_decay", slot_of<&U::weight_decay>, kRate),
+    effect("bias_correction", slot_of<&U::bias_correction>),
+    effect("adam_w_mode", slot_of<&U::adam_w_mode>),
+    effect("momentum", slot_of<&U::momentum>, kBelowOne),
+    effect("dampening", slot_of<&U::dampening>, kShare),
+    effect("nesterov", slot_of<&U::nesterov>),
+    effect("min_coeff", slot_of<&U::min_coeff>, kAboveZero),
+    effect("max_coeff", slot_of<&U::max_coeff>, kAboveZero),
+};
+// clang-format on
 
 // clang-format off
 constexpr Key kKeys[] = {
@@ -137,11 +164,17 @@ constexpr Key kKeys[] = {
     // Optimizer.
     effect("optimizer.type", slot_of<&C::optimizer, &OptimizerConfig::type>),
     effect("optimizer.params.lr", slot_of<&C::optimizer, &OptimizerConfig::lr>, kRate, kAuto),
-    effect("optimizer.params.betas", betas, kBelowOne, kAuto),
+    effect("optimizer.params.betas", betas_of_optimizer, kBelowOne, kAuto),
     effect("optimizer.params.eps", slot_of<&C::optimizer, &OptimizerConfig::eps>, kAboveZero, kAuto),
     effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, kRate, kAuto),
     effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
     effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),
+    effect("optimizer.params.momentum", slot_of<&C::optimizer, &OptimizerConfig::momentum>, kBelowOne),
+    effect("optimizer.params.dampening", slot_of<&C::optimizer, &OptimizerConfig::dampening>, kShare),
+    effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
+    effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kAboveZero),
+    effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kAboveZero),
+    {.path = "optimizer.param_groups", .kind = KeyKind::Subtable},
     ignored("optimizer.params.torch_adam", "there is one implementation of Adam"),
     ignored("optimizer.params.fused", "there is one implementation of Adam"),
     not_yet("optimizer.params.amsgrad", "[false]"),
@@ -393,5 +426,6 @@ constexpr Key kKeys[] = {
 }  // namespace
 
 std::span<const Key> config_keys() { return kKeys; }
+std::span<const Key> param_group_keys() { return kGroupKeys; }
 
 }  // namespace ds

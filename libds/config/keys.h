@@ -75,6 +75,9 @@ struct Key {
 
 // The rows of ds_config.json; root is a Config. Inline models are read by model_keys.
 std::span<const Key> config_keys();
+// Those of an object of optimizer.param_groups; root is the UpdateConfig of a ParamGroupConfig. Those that are neither
+// params, frozen nor type are keys of optimizer.params, too.
+std::span<const Key> param_group_keys();
 
 // The name that is written for a value; empty if it has none.
 std::string_view enum_name(std::span<const EnumName> names, u8 value);

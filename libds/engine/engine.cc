@@ -53,6 +53,7 @@ void Engine::make_buffers() {
     logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
   }
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
+  optimizer_workspace_ = buffer(Tag::Workspace, plan_.optimizer_workspace);
   if (plan_.mesh.tp > 1) {
     const i64 rows = model_.shard.padded_rows(R);
     tp_partial_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
@@ -164,15 +165,28 @@ void Engine::make_pieces() {
   const int dp_rank = mesh_.dp().rank();
   DS_ASSERT(dp_rank == plan_.dp_rank());
   held_ = plan_.layout.held_pieces(dp_rank);
-  for (const zero::Piece& piece : held_) {
-    const PieceState st = state(piece);
-    const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
-    updated_.push_back(
-        {.param = view(st[State::Param], plan_.work),
-         .master = view(st.exact(), DType::F32),
-         .states = {view(st[State::ExpAvg], DType::F32), view(st[State::ExpAvgSq], DType::F32)},
-         .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
-         .weight_decay = row_of(piece.param).decay ? static_cast<float>(config_.optimizer.weight_decay) : 0.0f});
+  char* workspace = static_cast<char*>(optimizer_workspace_.data());
+  for (size_t g = 0; g < plan_.groups.groups.size(); ++g) {
+    const optim::Group& group = plan_.groups.groups[g];
+    if (group.frozen) continue;
+    optim::GroupTensors tensors = plan_.group_tensors(g, [&](const zero::Piece& piece) {
+      const PieceState st = state(piece);
+      const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
+      UpdateTensor t{.param = view(st[State::Param], plan_.work),
+                     .master = view(st.exact(), DType::F32),
+                     .states = {},
+                     .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
+                     .weight_decay = row_of(piece.param).decay ? static_cast<float>(group.update.weight_decay) : 0.0f};
+      size_t i = 0;
+      for (const State s : kOptimizerStates) {
+        if (st[s] != nullptr) t.states[i++] = view(st[s], DType::F32);
+      }
+      return t;
+    });
+    if (tensors.num_params == 0) continue;
+    const i64 bytes = optim::workspace_bytes(group, tensors.num_params);
+    trained_.push_back(
+        {g, optim::make_optimizer(group, std::move(tensors), std::exchange(workspace, workspace + bytes))});
   }
   using Parts = model::ParamRow::Parts;
   std::vector<ReplicaSum> group, copies;
@@ -191,6 +205,7 @@ void Engine::make_pieces() {
     }
     if (!plan_.counts(piece)) continue;
     saved_.push_back(piece);
+    if (!plan_.judges(piece)) continue;
     // Neighbours are one call of the kernels.
     if (!judged_.empty() && judged_.back().as<float>() + judged_.back().numel() == grad.as<float>()) {
       judged_.back().shape[0] += piece.count;

@@ -187,6 +187,7 @@ class Engine {
   void sum_replicas(const ReplicaSum& sum);
   void judge_gradients();
   void update_params(double lr);
+  void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   double num_means() const noexcept;     // micro-batches of all ranks in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;
@@ -203,6 +204,7 @@ class Engine {
   zero::ParamStore params_;
   zero::GradStore grads_;
   PerState<Buffer> states_;  // as plan_.states says
+  Buffer optimizer_workspace_;
   Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
   Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
   std::vector<Chunk> chunks_;
@@ -213,8 +215,13 @@ class Engine {
   double* micro_losses_ = nullptr;  // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
   std::vector<const model::ParamRow*> param_rows_;  // by parameter number
   std::vector<zero::Piece> held_, saved_;
-  std::vector<UpdateTensor> updated_;  // of held_
-  std::vector<TensorView> judged_;    // gradients that count in the norm, each once over all ranks
+  // One for each group of parameters that is trained and has some here, and which it is.
+  struct Trained {
+    size_t group;
+    std::unique_ptr<optim::Optimizer> optimizer;
+  };
+  std::vector<Trained> trained_;
+  std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
   std::vector<ReplicaSum> sums_;
   std::vector<TensorView> shared_slices_;  // scratch
   size_t posted_ = 0;                      // instructions of the schedule whose receives are under way

@@ -175,6 +175,7 @@ struct TrainingRun::State {
   template <class F>
   auto from_newest(F&& load);
   void check_same_run(const CheckpointMeta&) const;
+  void check_same_optimizer(const CheckpointMeta&) const;
   void take_directory();
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
@@ -377,7 +378,8 @@ void TrainingRun::State::load() {
 
 void TrainingRun::State::load_step() {
   engine::HostState state(*engine, engine->held_pieces());
-  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world());
+  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world(),
+                                              [&](const CheckpointMeta& m) { check_same_optimizer(m); });
   state.upload();
   engine->publish_params();
   check_same_run(meta);
@@ -394,6 +396,35 @@ void TrainingRun::State::load_step() {
                               meta.isa, isa));
     }
   }
+}
+
+namespace {
+
+// The optimizers of a resolved configuration: that of all parameters, and those of its groups. Adam and AdamW differ in
+// nothing that they keep.
+std::vector<std::string> optimizers_of(const Json& config) {
+  std::vector<std::string> types;
+  const auto add = [&](const Json& of) {
+    const std::string type = of.value("type", "AdamW");
+    types.push_back(of.value("frozen", false) ? "frozen" : type == "Adam" ? "AdamW" : type);
+  };
+  const Json optimizer = config.value("optimizer", Json::object());
+  add(optimizer);
+  for (const Json& group : optimizer.value("param_groups", Json::array())) add(group);
+  return types;
+}
+
+}  // namespace
+
+// What one optimizer keeps means nothing to another.
+void TrainingRun::State::check_same_optimizer(const CheckpointMeta& meta) const {
+  if (meta.config_json.empty() || meta.optimizer_step == 0) return;
+  const std::vector<std::string> then = optimizers_of(Json::parse(meta.config_json)),
+                                 now = optimizers_of(Json::parse(resolved_json(config)));
+  DS_CHECK(then == now, Errc::Mismatch,
+           "{} holds the state of optimizer {}, and this run has {}: set optimizer to what it was, or start from its "
+           "weights: --weights {}",
+           step_dir, fmt::join(then, ", "), fmt::join(now, ", "), step_dir);
 }
 
 // A run goes on with the samples and the dropout that it began with.
@@ -516,7 +547,9 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
   if (!s.step_dir.empty()) {
-    s.check_same_run(s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); }));
+    const CheckpointMeta meta = s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); });
+    s.check_same_optimizer(meta);
+    s.check_same_run(meta);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
     engine::check_weights(model, weights, config.new_head);
   }

@@ -2,7 +2,6 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
-#include <cmath>
 
 #include "engine/engine.h"
 
@@ -375,12 +374,7 @@ void Engine::sum_replicas(const ReplicaSum& sum) {
 void Engine::judge_gradients() {
   const TensorView max_abs = TensorView::of(&scalars_->max_abs, DType::I64, {1}),
                    sum = TensorView::of(&scalars_->sum, DType::I64, {2});
-  const auto over_the_world = [&](TensorView x, ReduceOp op) {
-    for (Communicator* axis : {&mesh_.dp(), &mesh_.tp(), &mesh_.pp()}) {
-      if (axis->size() > 1 || axis == &mesh_.dp())
-        axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
-    }
-  };
+  const auto over_the_world = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, true); };
   for (const TensorView& g : judged_) ops_.max_abs(max_abs, g, stream_);
   over_the_world(max_abs, ReduceOp::Max);
   for (const TensorView& g : judged_) ops_.sum_squares(sum, g, max_abs, stream_);
@@ -389,18 +383,25 @@ void Engine::judge_gradients() {
              {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping}, stream_);
 }
 
+// Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
+void Engine::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
+  for (Communicator* axis : {&mesh_.dp(), &mesh_.tp(), &mesh_.pp()}) {
+    if (axis == &mesh_.pp() && !stages) continue;
+    if (axis->size() > 1 || axis == &mesh_.dp()) axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
+  }
+}
+
 // Nothing happens on the devices if the verdict says so.
 void Engine::update_params(double lr) {
-  const OptimizerConfig& o = config_.optimizer;
-  const double t = static_cast<double>(progress_.optimizer_step + 1);
-  const UpdateParams p{.rule = o.adam_w_mode ? UpdateRule::AdamW : UpdateRule::AdamL2,
-                       .beta1 = o.beta1,
-                       .beta2 = o.beta2,
-                       .lr = static_cast<float>(lr),
-                       .eps = o.eps,
-                       .bias1 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta1, t)) : 1.0f,
-                       .bias2 = o.bias_correction ? static_cast<float>(1 - std::pow(o.beta2, t)) : 1.0f};
-  ops_.update(updated_, &scalars_->verdict, p, stream_);
+  for (const Trained& t : trained_) {
+    t.optimizer->update({.ops = ops_,
+                         .stream = stream_,
+                         .verdict = &scalars_->verdict,
+                         .lr = lr * plan_.groups.groups[t.group].lr_ratio,
+                         .step = progress_.optimizer_step + 1,
+                         .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
+                         .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); }});
+  }
 }
 
 }  // namespace ds::engine

@@ -1,13 +1,83 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "optim/optimizer.h"
 
-namespace ds::optim {
+#include <fnmatch.h>
 
-std::vector<StateSet> states_of(const OptimizerConfig&, std::span<const std::span<const model::ParamRow>> units) {
-  std::vector<StateSet> states;
-  for (const auto& unit : units)
-    states.resize(states.size() + unit.size(), state_set({State::ExpAvg, State::ExpAvgSq}));
-  return states;
+#include <algorithm>
+
+#include "base/check.h"
+#include "ds/nearest.h"
+#include "optim/kind.h"
+
+namespace ds::optim {
+namespace {
+
+const Kind& kind_of(OptimizerType type) noexcept {
+  switch (type) {
+    case OptimizerType::AdamW:
+    case OptimizerType::Adam: return kAdam;
+    case OptimizerType::Sgd: return kSgd;
+    case OptimizerType::Lion: return kLion;
+    case OptimizerType::Lamb: return kLamb;
+  }
+  return kAdam;
+}
+
+// The names of each parameter: its own, and those that tied entries of checkpoints have.
+std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
+  std::vector<std::vector<std::string_view>> names;
+  for (const model::ParamRow* row : model.params()) {
+    names.push_back({row->name});
+    for (const model::Tie& tie : model.ties) {
+      if (tie.name == row->name) names.back().push_back(tie.alias);
+    }
+  }
+  return names;
+}
+
+}  // namespace
+
+StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
+
+Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
+  Groups result;
+  for (const ParamGroupConfig& g : o.groups)
+    result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
+  result.groups.push_back({.update = o});
+  result.of_params.assign(model.params().size(), o.groups.size());
+  if (o.groups.empty()) return result;
+  const auto names = names_of(model);
+  for (size_t g = o.groups.size(); g-- > 0;) {  // the first that matches is the last that is written
+    for (const std::string& pattern : o.groups[g].params) {
+      bool any = false;
+      for (size_t p = 0; p < names.size(); ++p) {
+        const bool matches = std::ranges::any_of(names[p], [&](std::string_view name) {
+          return ::fnmatch(pattern.c_str(), std::string(name).c_str(), 0) == 0;
+        });
+        if (!matches) continue;
+        any = true;
+        result.of_params[p] = g;
+      }
+      if (any) continue;
+      std::vector<std::string_view> all;
+      for (const auto& of_param : names) all.insert(all.end(), of_param.begin(), of_param.end());
+      const std::string_view close = nearest(pattern, all);
+      throw Error(Errc::Config,
+                  fmt::format("optimizer.param_groups[{}].params: '{}' matches no parameter of the model{}", g, pattern,
+                              close.empty() ? fmt::format("; there is '{}', for one", all.front())
+                                            : fmt::format("; did you mean '{}'?", close)));
+    }
+  }
+  return result;
+}
+
+std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace) {
+  return kind_of(group.update.type).make(group.update, std::move(tensors), workspace);
+}
+
+i64 workspace_bytes(const Group& group, i64 num_params) noexcept {
+  const Kind& kind = kind_of(group.update.type);
+  return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(num_params);
 }
 
 }  // namespace ds::optim

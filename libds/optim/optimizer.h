@@ -1,17 +1,80 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What an optimizer keeps of each parameter.
+// Optimizers: which states a parameter has, and which passes its update is made of. The arithmetic of a pass is a rule
+// of the op `update` (kernels/update_rules.h); what an optimizer does around it is a file here. None knows ranks, ZeRO
+// or files: they see this rank's pieces of parameters, and can sum integers over all pieces of the same parameters.
+//
+// To add one: a rule, a class made by make_optimizer(), a row of config/optimizer.cc and one of the names in
+// config/keys.cc, an fp64 definition in kernels/ref/update.cc, a row of tests/equivalence/optimizer_test.cc, a line of
+// ds-config(5).
 
+#include <algorithm>
+#include <memory>
+#include <span>
 #include <vector>
 
+#include "device/device.h"
 #include "ds/config.h"
 #include "ds/state.h"
 #include "model/layer.h"
 
 namespace ds::optim {
 
-// By number of parameter of the model, of this rank's units or not.
-std::vector<StateSet> states_of(const OptimizerConfig& optimizer,
-                                std::span<const std::span<const model::ParamRow>> units);
+// Parameters that are updated alike: a group of the configuration, or all that are in none.
+struct Group {
+  UpdateConfig update;
+  bool frozen = false;
+  double lr_ratio = 1;  // to the optimizer's own rate, which the schedule moves
+
+  StateSet states() const noexcept;  // of each of its parameters, the master not among them
+};
+
+struct Groups {
+  std::vector<Group> groups;      // those of the configuration in order; the last one has the rest
+  std::vector<size_t> of_params;  // by number of the parameter
+  const Group& of(i64 param) const noexcept { return groups[of_params[static_cast<size_t>(param)]]; }
+  bool frozen(i64 param) const noexcept { return of(param).frozen; }
+  bool any_has(State s) const noexcept {
+    return std::any_of(groups.begin(), groups.end(), [s](const Group& g) { return g.states()[s]; });
+  }
+};
+// Throws Errc::Config: a pattern that matches no parameter of the model.
+Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
+
+// This rank's pieces of the parameters of a group; its tensors' states are those of Group::states(), in their order.
+struct GroupTensors {
+  std::vector<UpdateTensor> tensors;
+  std::vector<i64> index;  // by tensor: of its parameter among the num_params of the group that its ranks have
+  i64 num_params = 0;
+  // What this rank counts in sums over whole parameters: each element is one rank's.
+  struct Measured {
+    TensorView master, grad;
+    i64 index;
+  };
+  std::vector<Measured> measured;
+};
+
+// What an update works with. The ops are those of a run, or they count.
+struct UpdateContext {
+  const OpTable& ops;
+  Stream& stream;
+  const GradVerdict* verdict;  // where the ops run
+  double lr;                   // of the group
+  i64 step;                    // the number of this update, from 1
+  // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
+  FunctionRef<void(TensorView, ReduceOp)> reduce;
+  FunctionRef<void(TensorView)> zero;
+};
+
+class Optimizer {
+ public:
+  virtual ~Optimizer() = default;
+  // Enqueues the update of the group; allocates nothing.
+  virtual void update(const UpdateContext& context) = 0;
+};
+
+// `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
+std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace);
+i64 workspace_bytes(const Group& group, i64 num_params) noexcept;
 
 }  // namespace ds::optim

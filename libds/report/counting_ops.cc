@@ -182,6 +182,9 @@ void judge(GradVerdict*, TensorView, TensorView, const JudgeParams&, Stream& str
   count(stream, {"judge", DType::F32, 0, 0});
 }
 
+void norm_ratios(TensorView factors, TensorView, TensorView, float, float, Stream& stream) noexcept {
+  count(stream, {"norm_ratios", DType::F32, 0, factors.bytes()});
+}
 void update(std::span<const UpdateTensor> tensors, const GradVerdict*, const UpdateParams& p, Stream& stream) noexcept {
   i64 bytes = 0;
   for (const UpdateTensor& t : tensors) {
@@ -227,6 +230,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .sum_squares = sum_squares,
                                   .sum = sum,
                                   .judge = judge,
+                                  .norm_ratios = norm_ratios,
                                   .update = update};
 
 }  // namespace

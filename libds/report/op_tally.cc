@@ -123,7 +123,7 @@ std::vector<i64> judged_runs(const RunPlan& plan) {
   std::vector<i64> runs;
   i64 end = -1;
   for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
-    if (!plan.counts(piece)) continue;
+    if (!plan.judges(piece)) continue;
     const i64 begin = bases[static_cast<size_t>(plan.grad_segment(piece.segment))] + piece.segment_offset;
     if (begin != end) runs.push_back(0);
     runs.back() += piece.count;
@@ -141,15 +141,28 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
     ops.sum_squares(result, view(DType::F32, n), result, stream);
   }
   ops.judge(nullptr, result, result, {}, stream);
-  std::vector<UpdateTensor> updated;
-  for (const zero::Piece& piece : plan.layout.held_pieces(plan.dp_rank())) {
-    const TensorView state = view(DType::F32, piece.count);
-    updated.push_back({.param = view(plan.work, piece.count),
-                       .master = plan.work == DType::F32 ? state : view(DType::F32, piece.count, &elsewhere),
-                       .states = {state, state},
-                       .grad = state});
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
+    const optim::Group& group = plan.groups.groups[g];
+    if (group.frozen) continue;
+    const StateSet states = group.states();
+    const auto num_states = std::count(states.values.begin(), states.values.end(), true);
+    optim::GroupTensors tensors = plan.group_tensors(g, [&](const zero::Piece& piece) {
+      const TensorView state = view(DType::F32, piece.count);
+      return UpdateTensor{.param = view(plan.work, piece.count),
+                          .master = plan.work == DType::F32 ? state : view(DType::F32, piece.count, &elsewhere),
+                          .states = {num_states > 0 ? state : TensorView{}, num_states > 1 ? state : TensorView{}},
+                          .grad = state};
+    });
+    if (tensors.num_params == 0) continue;
+    optim::make_optimizer(group, std::move(tensors), nullptr)
+        ->update({.ops = ops,
+                  .stream = stream,
+                  .verdict = nullptr,
+                  .lr = 0,
+                  .step = 1,
+                  .reduce = [](TensorView, ReduceOp) {},
+                  .zero = [](TensorView) {}});
   }
-  ops.update(updated, nullptr, {}, stream);
 }
 
 }  // namespace

@@ -86,7 +86,40 @@ i64 exchange_elems(const RunPlan& plan) {
   return std::max({at_once(shared), at_once(plan.parts_elems(Parts::Group)), copies});
 }
 
+// Parameters of a group that the ranks of dp and tp have here, pieces or copies of them.
+i64 num_params_here(const RunPlan& plan, size_t group) {
+  i64 n = 0;
+  for (size_t p = 0; p < plan.groups.of_params.size(); ++p)
+    n += plan.groups.of_params[p] == group && plan.layout.rows()[p].segment >= 0;
+  return n;
+}
+
 }  // namespace
+
+optim::GroupTensors RunPlan::group_tensors(size_t group,
+                                           FunctionRef<UpdateTensor(const zero::Piece&)> tensor_of) const {
+  optim::GroupTensors result;
+  std::vector<i64> index(groups.of_params.size(), -1);
+  std::vector<bool> counted;  // of copies over tp the first rank's
+  for (const auto& unit : rows) {
+    for (const model::ParamRow& row : unit) counted.push_back(row.counted);
+  }
+  for (size_t p = 0; p < index.size(); ++p) {
+    if (groups.of_params[p] == group && layout.rows()[p].segment >= 0) index[p] = result.num_params++;
+  }
+  for (const zero::Piece& piece : layout.held_pieces(dp_rank())) {
+    if (index[static_cast<size_t>(piece.param)] < 0) continue;
+    result.tensors.push_back(tensor_of(piece));
+    result.index.push_back(index[static_cast<size_t>(piece.param)]);
+  }
+  for (const zero::Piece& piece : layout.owned_pieces(dp_rank())) {
+    const auto p = static_cast<size_t>(piece.param);
+    if (index[p] < 0 || !counted[p]) continue;
+    const UpdateTensor t = tensor_of(piece);
+    result.measured.push_back({t.master, t.grad, index[p]});
+  }
+  return result;
+}
 
 i64 RunPlan::total_memory() const noexcept {
   i64 total = 0;
@@ -297,8 +330,12 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
   plan.layout = zero::Layout::make(plan.rows, options);
-  std::vector<StateSet> states = optim::states_of(config.optimizer, plan.rows);
-  for (StateSet& s : states) s[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
+  plan.groups = optim::make_groups(config.optimizer, model);
+  std::vector<StateSet> states;
+  for (const size_t group : plan.groups.of_params) {
+    StateSet& of = states.emplace_back(plan.groups.groups[group].states());
+    of[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
+  }
   plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states));
   options.here[RunPlan::kSharedUnit] = plan.embeds();
   options.here.push_back(plan.projects());
@@ -401,6 +438,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.stream_slots = streams;
   tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + vocab * C * 4 +
                         zero::staging_elems(plan.grad_layout, plan.grads) * 4;
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g)
+    plan.optimizer_workspace += optim::workspace_bytes(plan.groups.groups[g], num_params_here(plan, g));
+  tag(Tag::Workspace) += plan.optimizer_workspace;
   plan.exchange_elems = exchange_elems(plan);
   tag(Tag::Workspace) += plan.exchange_elems * 4;
   if (mesh.tp > 1) {

@@ -13,6 +13,7 @@
 #include "comm/communicator.h"
 #include "ds/config.h"
 #include "mesh/mesh.h"
+#include "optim/optimizer.h"
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
 #include "zero/gather_plan.h"
@@ -52,7 +53,9 @@ struct RunPlan {
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   zero::Layout layout;
-  zero::StateLayout states;  // of masters and optimizers
+  optim::Groups groups;         // of parameters that are updated alike
+  zero::StateLayout states;     // of masters and optimizers
+  i64 optimizer_workspace = 0;  // bytes
   zero::GradOptions grads;
   zero::Layout grad_layout;
   std::vector<zero::Bucket> buckets;
@@ -98,10 +101,14 @@ struct RunPlan {
   i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
   // The same of each rank of dp, of which there may be a million: of Group and of Copies.
   std::vector<std::pair<i64, i64>> parts_of_ranks() const;
+  // The pieces that this rank holds of the parameters of a group; tensors(piece) has their addresses.
+  optim::GroupTensors group_tensors(size_t group, FunctionRef<UpdateTensor(const zero::Piece&)> tensor_of) const;
   // How many ranks of tp have the same copy of such rows; 1: there are none.
   i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
   bool counts(const zero::Piece& piece) const noexcept;
+  // The same of what is trained: its gradient is in the norm.
+  bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && !groups.frozen(piece.param); }
   // Sums of gradients over stages and over tp go in parts of so many elements, so that what they take is bounded.
   static constexpr i64 kExchangeElems = i64{1} << 20;
   // Calls visit(begin, count) for each part of so many elements.

@@ -177,6 +177,8 @@ TEST_P(DeviceParallel, CheckpointingChangesNoBit) {
   l.partition = true;
   for (const bool offload : {false, true})
     expect_same_training(train(config_of(GetParam(), l, offload), 2), whole, l.name());
+  l.partition = false;  // whole copies on the host
+  expect_same_training(train(config_of(GetParam(), l, true), 2), whole, l.name());
 }
 
 TEST_P(DeviceParallel, GraphsOfStagesChangeNoBit) {
@@ -187,6 +189,11 @@ TEST_P(DeviceParallel, GraphsOfStagesChangeNoBit) {
     config.cuda.graphs = test_device() != nullptr;
     expect_same_training(train(config, 2), want, l.name());
   }
+  // A layer that is computed again from what came back from the host has another input than at first.
+  Config config = config_of(GetParam(), {.checkpoints = Granularity::Layer, .interval = 2}, true);
+  const Trace want = train(config, 1);
+  config.cuda.graphs = test_device() != nullptr;
+  expect_same_training(train(config, 1), want, "offload");
 }
 
 TEST(DeviceTrainingInFp16, OverflowSkipsTheStepOnTheDevice) {

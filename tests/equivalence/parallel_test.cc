@@ -98,6 +98,8 @@ TEST(Checkpointing, ChangesNoBit) {
             {.dp = 2, .pp = 2, .checkpoints = Granularity::Layer, .interval = 2, .stage = 3},
             {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .interval = 2},
             {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective},
+            {.pp = 4, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer},
+            {.pp = 4, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective},
             {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .checkpoints = Granularity::Selective}}) {
         expect_same_training(train(m, l, 4), base,
                              fmt::format("{} {} dropout {}", family_name(model.family), l.name(), dropout));

@@ -100,9 +100,10 @@ inline void fill_sample(i64 sample, i64 vocab, std::span<i32> ids, std::span<i32
 struct Trace {
   std::vector<double> losses, norms, scales, lrs;
   std::vector<bool> skipped;
-  std::vector<float> logits;         // after the last step, of samples that are the same on every rank
-  double eval_loss = 0;              // of the same
-  std::vector<float> weights, m, v;  // whole, in the order of the parameters
+  std::vector<float> logits;            // after the last step, of samples that are the same on every rank
+  double eval_loss = 0;                 // of the same
+  std::vector<float> weights;           // whole, in the order of the parameters
+  PerState<std::vector<float>> states;  // of optimizers, likewise; zero where a parameter has none
   report::TagBytes counted{}, predicted{};
   std::map<std::string, CommCount> sent, planned;  // of rank 0, over all steps; per step
 };
@@ -164,8 +165,10 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     first.push_back(total);
     total += row->whole_numel();
   }
-  for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v})
-    state->assign(static_cast<size_t>(total), 0.0f);
+  trace.weights.assign(static_cast<size_t>(total), 0.0f);
+  for (const State s : kOptimizerStates) {
+    if (engine.plan().groups.any_has(s)) trace.states[s].assign(static_cast<size_t>(total), 0.0f);
+  }
   engine::HostState held(engine, engine.saved_pieces());
   held.download();
   for (const StatePiece& st : held.pieces()) {
@@ -174,12 +177,15 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
       const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + global);
       std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
-      std::copy_n(st.values(State::ExpAvg) + local - st.begin, n, &trace.m[at]);
-      std::copy_n(st.values(State::ExpAvgSq) + local - st.begin, n, &trace.v[at]);
+      for (const State s : kOptimizerStates) {
+        if (st.data[s] != nullptr) std::copy_n(st.values(s) + local - st.begin, n, &trace.states[s][at]);
+      }
     });
   }
-  for (std::vector<float>* state : {&trace.weights, &trace.m, &trace.v}) {
-    mesh.world().all_reduce(state->data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
+  mesh.world().all_reduce(trace.weights.data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
+  for (const State s : kOptimizerStates) {
+    if (!trace.states[s].empty())
+      mesh.world().all_reduce(trace.states[s].data(), total, DType::F32, ReduceOp::Sum, "test.merge").wait();
   }
   if (hooks.at_end) hooks.at_end(engine);
   return trace;
@@ -246,8 +252,8 @@ inline void expect_same_training(const Trace& got, const Trace& want, const std:
   EXPECT_TRUE(same_bits(got.logits, want.logits)) << what << ": logits after the last step";
   EXPECT_EQ(std::bit_cast<u64>(got.eval_loss), std::bit_cast<u64>(want.eval_loss)) << what << ": evaluation";
   EXPECT_TRUE(same_bits(got.weights, want.weights)) << what << ": weights";
-  EXPECT_TRUE(same_bits(got.m, want.m)) << what << ": first moments";
-  EXPECT_TRUE(same_bits(got.v, want.v)) << what << ": second moments";
+  for (const State s : kOptimizerStates)
+    EXPECT_TRUE(same_bits(got.states[s], want.states[s])) << what << ": " << state_name(s);
 }
 
 }  // namespace ds::testing

@@ -215,7 +215,7 @@ TEST(Overflow, IsSkippedAlikeEverywhereAndTouchesNothing) {
       const Trace untouched = train_threads(c, ranks, 0);
       EXPECT_TRUE(same_bits(none.weights, untouched.weights));
       EXPECT_TRUE(same_bits(none.logits, untouched.logits));
-      EXPECT_TRUE(same_bits(none.m, untouched.m));
+      EXPECT_TRUE(same_bits(none.states[State::ExpAvg], untouched.states[State::ExpAvg]));
       if (stage == 0) first = t;
       expect_same_training(t, first, fmt::format("{} ranks stage {}", ranks, stage));
     }
@@ -288,9 +288,9 @@ TEST(AdamW, FirstUpdateWithoutBiasCorrectionHasOneSize) {
   size_t moved = 0;
   for (size_t i = 0; i < before.size(); ++i) {
     const double step = static_cast<double>(t.weights[i]) - static_cast<double>(before[i]);
-    if (std::fabs(t.m[i]) < 1e-15f) continue;             // the square of such a gradient leaves fp32
+    if (std::fabs(t.states[State::ExpAvg][i]) < 1e-15f) continue;  // the square of such a gradient leaves fp32
     EXPECT_NEAR(std::abs(step), want, 2e-5 * want) << i;  // half a unit of the last place of a weight of 1 is 6e-6
-    EXPECT_LT(step * static_cast<double>(t.m[i]), 0) << i;
+    EXPECT_LT(step * static_cast<double>(t.states[State::ExpAvg][i]), 0) << i;
     ++moved;
   }
   EXPECT_GT(moved, before.size() * 9 / 10);
@@ -329,7 +329,7 @@ TEST(Clipping, ShortensTheGradientOfTheWorldToTheLimit) {
       const Trace t = train_threads(c, 3, 1);
       EXPECT_NEAR(t.norms.front(), norm, 1e-12 * norm);  // reported as it was before clipping
       double squares = 0;
-      for (const float x : t.m) squares += static_cast<double>(x) * static_cast<double>(x);
+      for (const float x : t.states[State::ExpAvg]) squares += static_cast<double>(x) * static_cast<double>(x);
       const double want = (1 - c.optimizer.beta1) * std::min(norm, clip);
       EXPECT_NEAR(std::sqrt(squares), want, 1e-5 * want) << "stage " << stage << " clip " << clip;
     }
@@ -373,8 +373,8 @@ TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
     if (constant.skipped[s]) continue;
     EXPECT_NEAR(dynamic.norms[s], constant.norms[s], 1e-2 * constant.norms[s]) << s;
   }
-  EXPECT_LT(relative_error(dynamic.m, constant.m), 1e-2);
-  EXPECT_LT(relative_error(dynamic.v, constant.v), 1e-2);
+  EXPECT_LT(relative_error(dynamic.states[State::ExpAvg], constant.states[State::ExpAvg]), 1e-2);
+  EXPECT_LT(relative_error(dynamic.states[State::ExpAvgSq], constant.states[State::ExpAvgSq]), 1e-2);
 }
 
 // Messages so large that ranks read each other's memory in place; those of the tiny models go through staging areas.

@@ -183,6 +183,7 @@ inline const OpTable* device_ops() {
       .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
       .sum = DeviceOp<&OpTable::sum>::run,
       .judge = DeviceOp<&OpTable::judge>::run,
+      .norm_ratios = DeviceOp<&OpTable::norm_ratios>::run,
       .update = DeviceOp<&OpTable::update>::run,
   };
   return &table;

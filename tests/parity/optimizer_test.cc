@@ -154,6 +154,117 @@ TEST(AdamW, StepsAllTensorsAtOnceOrNoneAtAll) {
   }
 }
 
+constexpr UpdateRule kRules[] = {
+    UpdateRule::AdamW,         UpdateRule::AdamL2,        UpdateRule::Sgd,
+    UpdateRule::Momentum,      UpdateRule::Nesterov,      UpdateRule::Lion,
+    UpdateRule::LambDirection, UpdateRule::MuonDirection, UpdateRule::NesterovMuonDirection,
+    UpdateRule::Descend};
+
+int num_states(UpdateRule rule) {
+  switch (rule) {
+    case UpdateRule::Sgd:
+    case UpdateRule::Descend: return 0;
+    case UpdateRule::AdamW:
+    case UpdateRule::AdamL2:
+    case UpdateRule::LambDirection: return 2;
+    default: return 1;
+  }
+}
+
+// After 1 and 100 steps over the same gradients, every back end has what the fp64 definitions of ref have, to a bound
+// in units of the largest value; all have each other's bits. Signs may turn (Lion): at most 0.1 % of the elements.
+TEST(Update, EveryRuleFollowsItsDefinition) {
+  constexpr i64 n = 5003;
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const UpdateRule rule : kRules) {
+    for (const int steps : {1, 100}) {
+      std::optional<State> first;
+      for (const OpTable* ops : backends()) {
+        const std::string what = fmt::format("{} rule {} after {}", ops->name, static_cast<int>(rule), steps);
+        State got(DType::BF16, n), want(DType::F32, n);
+        float factor = 0.75f;
+        UpdateParams p = params(true);
+        p.rule = rule;
+        const int states = num_states(rule);
+        const auto tensor = [&](State& state) {
+          return UpdateTensor{.param = state.param,
+                              .master = state.master,
+                              .states = {states > 0 ? TensorView(state.m) : TensorView{},
+                                         states > 1 ? TensorView(state.v) : TensorView{}},
+                              .grad = state.grad,
+                              .weight_decay = kDecay,
+                              .factor = &factor};
+        };
+        for (int t = 1; t <= steps; ++t) {
+          for (State* state : {&got, &want}) state->grad.randomize(100 + static_cast<u32>(t), 64.0f);
+          p.bias1 = static_cast<float>(1 - std::pow(p.beta1, t));
+          p.bias2 = static_cast<float>(1 - std::pow(p.beta2, t));
+          const UpdateTensor mine = tensor(got), oracle = tensor(want);
+          ops->update({&mine, 1}, &kVerdict, p, s);
+          ref_ops().update({&oracle, 1}, &kVerdict, p, s);
+        }
+        const auto compare = [&](Tensor& a, Tensor& b, double bound, const char* name) {
+          double largest = 0;
+          for (i64 i = 0; i < n; ++i) largest = std::max(largest, std::abs(static_cast<double>(b.at(i))));
+          i64 turned = 0;
+          for (i64 i = 0; i < n; ++i) {
+            if (std::abs(static_cast<double>(a.at(i)) - static_cast<double>(b.at(i))) <= bound * largest) continue;
+            if (rule == UpdateRule::Lion && name == std::string_view("master")) {
+              ++turned;
+            } else {
+              FAIL() << what << " " << name << "[" << i << "] is " << a.at(i) << ", not " << b.at(i);
+            }
+          }
+          EXPECT_LE(turned, n / 1000) << what;
+        };
+        const double bound = steps == 1 ? 4e-7 : 2e-5;
+        compare(got.master, want.master, bound, "master");
+        if (states > 0) compare(got.m, want.m, bound, "first state");
+        if (states > 1) compare(got.v, want.v, bound, "second state");
+        compare(got.grad, want.grad, bound, "gradient");
+        if (!first) first = got;
+        expect_same_bits(got.master, first->master, what + " master");
+        expect_same_bits(got.param, first->param, what + " param");
+        expect_same_bits(got.m, first->m, what + " first state");
+        expect_same_bits(got.v, first->v, what + " second state");
+        expect_same_bits(got.grad, first->grad, what + " gradient");
+      }
+    }
+  }
+}
+
+TEST(NormRatios, AreClampedAndOneForNothing) {
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    constexpr i64 K = 4;
+    // |w| = 5, 0, 5, 5; |u| = 2, 1, 0, 0.001
+    const float w[K][2] = {{3, 4}, {0, 0}, {-3, 4}, {3, 4}}, u[K][2] = {{0, -2}, {1, 0}, {0, 0}, {0.001f, 0}};
+    i64 largest[2 * K] = {}, sums[4 * K] = {};
+    for (i64 k = 0; k < K; ++k) {
+      for (i64 which = 0; which < 2; ++which) {
+        Tensor x(DType::F32, {2});
+        for (i64 i = 0; i < 2; ++i) x.set(i, (which == 0 ? w : u)[k][i]);
+        const i64 at = which * K + k;
+        largest[at] = max_abs_bits(*ops, x, s);
+        const ExactSum sum = sum_squares(*ops, x, static_cast<u32>(largest[at]), s);
+        sums[2 * at] = sum.hi;
+        sums[2 * at + 1] = sum.lo;
+      }
+    }
+    Tensor factors(DType::F32, {K});
+    ops->norm_ratios(factors, TensorView::of(largest, DType::I64, {2 * K}), TensorView::of(sums, DType::I64, {4 * K}),
+                     0.01f, 10, s);
+    EXPECT_FLOAT_EQ(static_cast<float>(factors.at(0)), 2.5f) << ops->name;
+    EXPECT_EQ(factors.at(1), 1) << ops->name;
+    EXPECT_EQ(factors.at(2), 1) << ops->name;
+    EXPECT_EQ(factors.at(3), 10) << ops->name;
+  }
+}
+
 TEST(Judge, UnscalesClipsAndSkips) {
   ThreadPool pool(1);
   Stream s{.pool = &pool};

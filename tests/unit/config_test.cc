@@ -87,7 +87,7 @@ const Wrong kWrong[] = {
     {R"("optimizer": "AdamW")", kBad, "optimizer: must be an object, not \"AdamW\""},
     {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
     {R"("optimizer": {"type": "FusedAdam"})", kBad, "not \"FusedAdam\"; did you mean \"Adam\"?"},
-    {R"("optimizer": {"type": 3})", kBad, "must be one of \"AdamW\", \"Adam\", not 3"},
+    {R"("optimizer": {"type": 3})", kBad, "must be one of \"AdamW\", \"Adam\", \"SGD\", \"Lion\", \"Lamb\", not 3"},
     {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
     {R"("zero_optimization": {"stage": true})", kBad, "not true"},
@@ -198,7 +198,7 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}})", kLater,
      "\"OneBitAdam\" is not there yet"},
     {R"("scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0}})", kLater, "\"OneCycle\" is not there yet"},
-    {R"("optimizer": {"type": "lion"})", kLater, "\"lion\" is not there yet"},
+    {R"("optimizer": {"type": "onebitlamb"})", kLater, "\"onebitlamb\" is not there yet"},
     {R"("scheduler": {"type": "OneCycle"})", kLater, "\"OneCycle\" is not there yet"},
     {R"("prescale_gradients": true)", kLater, "prescale_gradients"},
     {R"("gradient_predivide_factor": 2.0)", kLater, "1 is accepted"},
@@ -641,6 +641,11 @@ struct Moved {
     }
     if (key.path.starts_with("scheduler.params"))
       set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    for (const std::string_view of_sgd : {"momentum", "dampening", "nesterov"}) {
+      if (key.path == fmt::format("optimizer.params.{}", of_sgd)) set.push_back("optimizer.type=SGD");
+    }
+    if (key.path.ends_with("nesterov")) set.push_back("optimizer.params.momentum=0.5");
+    if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,

@@ -102,4 +102,9 @@ void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const Judge
   *verdict = judge_gradients(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, p);
 }
 
+void norm_ratios(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept {
+  const i64 K = factors.numel();
+  for (i64 k = 0; k < K; ++k) factors.as<float>()[k] = norm_ratio(largest.as<i64>(), sums.as<i64>(), k, K, low, high);
+}
+
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

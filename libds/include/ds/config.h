@@ -24,8 +24,10 @@ struct BatchConfig {
   i64 accumulation = 0;  // gradient_accumulation_steps
 };
 
-enum class OptimizerType : u8 { AdamW, Adam };  // Adam is AdamW too unless adam_w_mode is false
-struct OptimizerConfig {
+enum class OptimizerType : u8 { AdamW, Adam, Sgd, Lion, Lamb };  // Adam is AdamW too unless adam_w_mode is false
+// How parameters are updated. Which members an optimizer has, and what they are where nothing is said:
+// config/optimizer.
+struct UpdateConfig {
   OptimizerType type = OptimizerType::AdamW;
   double lr = 1e-3;
   double beta1 = 0.9, beta2 = 0.999;
@@ -33,6 +35,18 @@ struct OptimizerConfig {
   double weight_decay = 0;
   bool bias_correction = true;
   bool adam_w_mode = true;
+  double momentum = 0, dampening = 0;
+  bool nesterov = false;
+  double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
+  bool operator==(const UpdateConfig&) const = default;
+};
+// The parameters that these patterns (of shells, over whole names) match and no group before them does.
+struct ParamGroupConfig : UpdateConfig {  // what the group does not say is as the optimizer's
+  std::vector<std::string> params;
+  bool frozen = false;  // never updated, and not a part of the gradient's norm
+};
+struct OptimizerConfig : UpdateConfig {
+  std::vector<ParamGroupConfig> groups;
 };
 
 enum class SchedulerType : u8 { Constant, WarmupLR, WarmupCosineLR };

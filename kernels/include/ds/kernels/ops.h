@@ -208,6 +208,20 @@ DS_HOST_DEVICE inline GradVerdict judge_gradients(i64 max_abs, ExactSum sum, con
   return {.norm = norm, .grad_scale = static_cast<float>(1 / (p.divisor * too_long))};
 }
 
+// Parameter k of K: of norm_ratios.
+DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 k, i64 K, float low,
+                                       float high) noexcept {
+  double squares[2];
+  for (i64 which = 0; which < 2; ++which) {
+    const i64 at = which * K + k;
+    const ExactSum sum{sums[2 * at], sums[2 * at + 1]};
+    squares[which] = sum.value(ExactSum::exponent_of(static_cast<u32>(largest[at])));
+  }
+  if (!(squares[0] > 0 && squares[1] > 0)) return 1;
+  const float ratio = static_cast<float>(std::sqrt(squares[0] / squares[1]));
+  return ratio < low ? low : ratio > high ? high : ratio;
+}
+
 // clang-format off
 struct OpTable {
   std::string_view name;  // "ref", "cpu.avx512", ...
@@ -345,6 +359,10 @@ struct OpTable {
   void (*sum)(TensorView result, TensorView x, double factor, Stream&) noexcept;
   // *verdict = judge_gradients(max_abs [1], sum [2]).
   void (*judge)(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams&, Stream&) noexcept;
+
+  // LAMB's trust ratios of K parameters: factors [K] fp32 = clamp(|w| / |u|, low, high), 1 where either is 0. Norms by
+  // largest [2,K] int64, as of max_abs, and sums [2,K,2] int64 (ExactSum): of all w, then of all u.
+  void (*norm_ratios)(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept;
 
   // An optimizer's pass over all tensors of a step at once; nothing if the verdict is not finite. Gradients are
   // multiplied by verdict.grad_scale (Descend: directions by their factor). Every operation is rounded, none is fused, so

@@ -1,0 +1,144 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/optimizer.h"
+
+#include <algorithm>
+
+namespace ds {
+namespace {
+
+// THE list: a new optimizer's keys and defaults are a row here.
+struct Kind {
+  OptimizerType type;
+  std::string_view keys;  // words
+  UpdateConfig defaults;
+};
+constexpr std::string_view kAdamKeys = "lr betas eps weight_decay bias_correction adam_w_mode";
+const Kind kKinds[] = {
+    {OptimizerType::AdamW, kAdamKeys, {.type = OptimizerType::AdamW}},
+    {OptimizerType::Adam, kAdamKeys, {.type = OptimizerType::Adam}},
+    {OptimizerType::Sgd, "lr momentum dampening nesterov weight_decay", {.type = OptimizerType::Sgd}},
+    {OptimizerType::Lion, "lr betas weight_decay", {.type = OptimizerType::Lion, .lr = 1e-4, .beta2 = 0.99}},
+    {OptimizerType::Lamb,
+     "lr betas eps weight_decay bias_correction min_coeff max_coeff",
+     {.type = OptimizerType::Lamb}},
+};
+
+const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }
+
+std::string_view name_of(OptimizerType type) {
+  UpdateConfig u;
+  u.type = type;
+  const Key& key = *std::ranges::find(param_group_keys(), "type", &Key::path);
+  return enum_name(std::get<EnumSlot>(key.slot(&u)).names, static_cast<u8>(type));
+}
+
+// The keys of hyperparameters.
+bool is_param(const Key& key) { return key.path != "params" && key.path != "frozen" && key.path != "type"; }
+
+// What of `u` nobody has said is as `others` have it.
+template <class Given>
+void fill(UpdateConfig& u, UpdateConfig others, Given&& given) {
+  for (const Key& key : param_group_keys()) {
+    if (!is_param(key) || given(key.path)) continue;
+    const Slot to = key.slot(&u), from = key.slot(&others);
+    if (const auto* pair = std::get_if<BetasSlot>(&to)) {
+      const auto& other = std::get<BetasSlot>(from);
+      *pair->first = *other.first;
+      *pair->second = *other.second;
+    } else if (const auto* number = std::get_if<double*>(&to)) {
+      **number = *std::get<double*>(from);
+    } else if (const auto* single = std::get_if<float*>(&to)) {
+      **single = *std::get<float*>(from);
+    } else {
+      *std::get<bool*>(to) = *std::get<bool*>(from);
+    }
+  }
+}
+
+bool has_word(std::string_view words, std::string_view word) {
+  for (size_t at = 0; (at = words.find(word, at)) != words.npos; at += word.size()) {
+    const size_t end = at + word.size();
+    if ((at == 0 || words[at - 1] == ' ') && (end == words.size() || words[end] == ' ')) return true;
+  }
+  return false;
+}
+
+// Names of the types that take a key.
+std::string takers_of(std::string_view key) {
+  std::vector<std::string_view> names;
+  for (const Kind& kind : kKinds) {
+    if (has_word(kind.keys, key)) names.push_back(name_of(kind.type));
+  }
+  return fmt::format("{}", fmt::join(names, ", "));
+}
+
+void refuse_foreign(OptimizerType type, std::string_view prefix, Reader& r) {
+  for (const Key& key : param_group_keys()) {
+    const std::string path = fmt::format("{}{}", prefix, key.path);
+    if (is_param(key) && !optimizer_takes(type, key.path) && (r.given(path) || r.automatic(path)))
+      r.error(path, fmt::format("belongs to {}; the optimizer is {}", takers_of(key.path), name_of(type)));
+  }
+}
+
+void check_values(const UpdateConfig& u, std::string_view prefix, Reader& r) {
+  if (u.type == OptimizerType::Sgd && u.nesterov && (u.momentum == 0 || u.dampening != 0))
+    r.error(fmt::format("{}nesterov", prefix), "needs a momentum above 0 and a dampening of 0");
+  if (u.type == OptimizerType::Lamb && u.min_coeff > u.max_coeff)
+    r.error(fmt::format("{}min_coeff", prefix), fmt::format("is above max_coeff, {}", u.max_coeff));
+}
+
+}  // namespace
+
+bool optimizer_takes(OptimizerType type, std::string_view key) { return has_word(kind_of(type).keys, key); }
+
+void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
+  constexpr std::string_view kParams = "optimizer.params.", kGroups = "optimizer.param_groups";
+  fill(o, kind_of(o.type).defaults, [&](std::string_view key) { return r.given(fmt::format("{}{}", kParams, key)); });
+  refuse_foreign(o.type, kParams, r);
+  check_values(o, kParams, r);
+
+  const auto section = text.root().find("optimizer");
+  if (section == text.root().end() || !section->is_object() || !section->contains("param_groups")) return;
+  const Json& groups = section->at("param_groups");
+  if (!groups.is_array()) return r.error(kGroups, "must be an array of objects, each with its params");
+  for (size_t i = 0; i < groups.size(); ++i) {
+    const std::string path = fmt::format("{}[{}]", kGroups, i);
+    if (!groups[i].is_object()) {
+      r.error(path, "must be an object with params and what is special about them");
+      continue;
+    }
+    ParamGroupConfig group;
+    UpdateConfig& u = group;
+    u = o;
+    Reader of_group(param_group_keys(), &u, text, path, diagnostics);
+    of_group.read(groups[i]);
+    UpdateConfig others = o;
+    if (u.type != o.type) {  // of another optimizer: its own defaults, and what both have
+      others = kind_of(u.type).defaults;
+      others.lr = o.lr;
+      others.weight_decay = o.weight_decay;
+    }
+    fill(u, others, [&](std::string_view key) { return of_group.given(key); });
+    refuse_foreign(u.type, "", of_group);
+    check_values(u, "", of_group);
+    if (group.params.empty() && !of_group.broken("params"))
+      of_group.error("params", "is missing: names of parameters, or patterns such as \"*.bias\"");
+    if (of_group.given("lr") && o.lr == 0 && u.lr > 0)
+      of_group.error("lr", "follows the schedule in proportion to optimizer.params.lr, which is 0");
+    o.groups.push_back(std::move(group));
+  }
+}
+
+Json param_groups_json(const OptimizerConfig& o) {
+  Json groups = Json::array();
+  for (ParamGroupConfig group : o.groups) {
+    Json& row = groups.emplace_back(Json::object());
+    for (const Key& key : param_group_keys()) {
+      if (!is_param(key) || (!group.frozen && optimizer_takes(group.type, key.path)))
+        row[std::string(key.path)] = slot_json(key.slot(static_cast<UpdateConfig*>(&group)));
+    }
+  }
+  return groups;
+}
+
+}  // namespace ds

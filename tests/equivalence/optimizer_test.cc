@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: Apache-2.0
+// Every optimizer keeps the promises of the README: no ZeRO stage, number of ranks or stage of a pipeline moves a bit,
+// and ranks of tp train as one up to rounding. A new optimizer is a row of kOptimizers.
+
+#include "equivalence/layouts.h"
+
+namespace ds::testing {
+namespace optimizer_test {
+
+constexpr i64 kSteps = 5;
+
+struct Case {
+  const char* name;
+  void (*choose)(OptimizerConfig&);
+};
+
+ParamGroupConfig group(const UpdateConfig& update, std::vector<std::string> params) {
+  ParamGroupConfig g;
+  static_cast<UpdateConfig&>(g) = update;
+  g.params = std::move(params);
+  return g;
+}
+
+const Case kOptimizers[] = {
+    {"AdamW", [](OptimizerConfig&) {}},
+    {"AdamL2", [](OptimizerConfig& o) { o.type = OptimizerType::Adam, o.adam_w_mode = false; }},
+    {"Sgd", [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.lr = 0.05; }},
+    {"Momentum",
+     [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.momentum = 0.9, o.dampening = 0.1, o.lr = 0.02; }},
+    {"Nesterov",
+     [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.momentum = 0.9, o.nesterov = true, o.lr = 0.02; }},
+    {"Lion", [](OptimizerConfig& o) { o.type = OptimizerType::Lion, o.beta2 = 0.99, o.lr = 1e-3; }},
+    {"Lamb", [](OptimizerConfig& o) { o.type = OptimizerType::Lamb, o.lr = 0.02; }},
+    {"Groups",
+     [](OptimizerConfig& o) {
+       UpdateConfig momentum = o, slow = o;
+       momentum.type = OptimizerType::Sgd;
+       momentum.momentum = 0.9;
+       slow.lr = o.lr / 4;
+       slow.weight_decay = 0;
+       o.groups = {group(momentum, {"*mlp*weight"}), group(slow, {"*"}), group(o, {"*attn*weight"})};
+       o.groups[2].frozen = true;
+       std::swap(o.groups[1], o.groups[2]);  // the first that matches has it
+     }},
+};
+
+class Optimizers : public ::testing::TestWithParam<Case> {
+ protected:
+  static Config config(const ModelConfig& model, const Layout& l, bool bf16 = false) {
+    Config c = config_of(model, l, 4);
+    c.bf16.enabled = bf16;
+    c.communication_data_type = c.work_dtype();
+    c.gradient_clipping = 1;
+    GetParam().choose(c.optimizer);
+    return c;
+  }
+  static Trace train(const ModelConfig& model, const Layout& l, bool bf16 = false) {
+    return train_threads(config(model, l, bf16), l.ranks(), kSteps);
+  }
+};
+
+TEST_P(Optimizers, NoLayoutMovesABit) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const bool bf16 : {false, true}) {
+      const Trace one = train(model, {}, bf16);
+      ASSERT_LT(one.losses.back(), one.losses.front());
+      ASSERT_TRUE(std::isfinite(one.losses.back()));
+      for (const Layout& l : {Layout{.stage = 1},
+                              {.stage = 3},
+                              {.dp = 2, .stage = 0},
+                              {.dp = 2, .stage = 1},
+                              {.dp = 2, .stage = 2},
+                              {.dp = 2, .stage = 3},
+                              {.dp = 4, .stage = 3},
+                              {.pp = 2, .stage = 1},
+                              {.dp = 2, .pp = 2, .stage = 3}}) {
+        const Trace t = train(model, l, bf16);
+        expect_same_training(t, one, l.name());
+        expect_planned(t, kSteps, l.name());
+      }
+    }
+  }
+}
+
+TEST_P(Optimizers, RanksThatShareLayersTrainAsOne) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    const Trace one = train(model, {});
+    // A sign that turns moves a weight by two steps of the rate.
+    const bool signs = std::string_view(GetParam().name) == "Lion";
+    const Tolerance tolerance = signs ? Tolerance{.loss = 1e-3, .first_norm = 1e-5, .norm = 2e-2} : Tolerance{};
+    for (const Layout& l : {Layout{.tp = 2}, {.dp = 2, .tp = 2, .stage = 2}, {.tp = 2, .sp = 2}, {.pp = 2, .tp = 2}}) {
+      const Trace t = train(model, l);
+      expect_close(t, one, l.name(), tolerance);
+      expect_planned(t, kSteps, l.name());
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Optimizers, ::testing::ValuesIn(kOptimizers),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+TEST(ParamGroups, FrozenOnesKeepTheirBitsAndCountInNoNorm) {
+  Config c = tiny_config(tiny_gpt2(), 1, 1, 1), all = c;
+  c.optimizer.groups = {group(c.optimizer, {"*"})};
+  c.optimizer.groups[0].frozen = true;
+  const Trace none = train_threads(c, 1, 3), untouched = train_threads(c, 1, 0);
+  EXPECT_TRUE(same_bits(none.weights, untouched.weights));
+  for (const double norm : none.norms) EXPECT_EQ(norm, 0);
+  EXPECT_GT(train_threads(all, 1, 1).norms[0], 0);
+  EXPECT_EQ(none.counted[static_cast<size_t>(Tag::Optimizer)], 0);
+}
+
+TEST(ParamGroups, APatternThatMatchesNothingIsRefusedWithTheNearestName) {
+  Config c = tiny_config(tiny_gpt2(), 1, 1, 1);
+  c.optimizer.groups = {group(c.optimizer, {"*.bias"}), group(c.optimizer, {"transformer.wte.wieght"})};
+  try {
+    train_threads(c, 1, 1);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Config);
+    EXPECT_NE(
+        std::string(e.what()).find("optimizer.param_groups[1].params: 'transformer.wte.wieght' matches no parameter"),
+        std::string::npos)
+        << e.what();
+  }
+}
+
+// The first update of LAMB in closed form: along the sign of the gradient, as long as the parameter's norm says.
+TEST(Lamb, FirstUpdateHasTheLengthOfTheParameterTimesTheRate) {
+  Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
+  c.optimizer.type = OptimizerType::Lamb;
+  c.optimizer.weight_decay = 0;
+  c.optimizer.bias_correction = false;
+  c.optimizer.min_coeff = 1e-9;
+  c.optimizer.max_coeff = 1e9;
+  c.optimizer.lr = 1e-2;
+  const Trace before = train_threads(c, 2, 0), after = train_threads(c, 2, 1);
+  const model::Model model = model::make_model(c.model, c.data.seq_length);
+  size_t at = 0;
+  for (const model::ParamRow* row : model.params()) {
+    double old = 0, moved = 0;
+    for (i64 i = 0; i < row->numel(); ++i, ++at) {
+      const double w = static_cast<double>(before.weights[at]), d = static_cast<double>(after.weights[at]) - w;
+      old += w * w;
+      moved += d * d;
+    }
+    if (old > 0 && moved > 0) {
+      EXPECT_NEAR(std::sqrt(moved / old), 1e-2, 2e-5) << row->name;
+    }
+  }
+}
+
+}  // namespace optimizer_test
+}  // namespace ds::testing
