@@ -91,6 +91,19 @@ struct Lion {
   }
 };
 
+// Duchi, Hazan, Singer: "Adaptive Subgradient Methods".
+struct Adagrad {
+  static constexpr int kStates = 1;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    using std::sqrt;
+    g = g + decay * w;
+    s[0] = s[0] + g * g;
+    w = w - k.lr * (g / (sqrt(s[0]) + k.eps));
+  }
+};
+
 // You et al.: "Large Batch Optimization for Deep Learning", up to the ratio of the norms.
 struct LambDirection {
   static constexpr int kStates = 2;
@@ -140,6 +153,7 @@ void with_rule(UpdateRule rule, F&& f) noexcept {
     case UpdateRule::Momentum: return f(Momentum<false>{});
     case UpdateRule::Nesterov: return f(Momentum<true>{});
     case UpdateRule::Lion: return f(Lion{});
+    case UpdateRule::Adagrad: return f(Adagrad{});
     case UpdateRule::LambDirection: return f(LambDirection{});
     case UpdateRule::MuonDirection: return f(MuonDirection<false>{});
     case UpdateRule::NesterovMuonDirection: return f(MuonDirection<true>{});

@@ -46,6 +46,11 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
       e.s0 = p.beta2 * e.s0 + (1 - p.beta2) * e.g;
       break;
     }
+    case UpdateRule::Adagrad:
+      e.g += decay * e.w;
+      e.s0 += e.g * e.g;
+      e.w -= lr * e.g / (std::sqrt(e.s0) + eps);
+      break;
     case UpdateRule::LambDirection: e.g = moments() + decay * e.w; break;
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection:

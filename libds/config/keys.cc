@@ -13,7 +13,7 @@ inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(Op
                                                          EnumName{"SGD", u8(OptimizerType::Sgd)},
                                                          EnumName{"Lion", u8(OptimizerType::Lion)},
                                                          EnumName{"Lamb", u8(OptimizerType::Lamb)},
-                                                         EnumName{"Adagrad"},
+                                                         EnumName{"Adagrad", u8(OptimizerType::Adagrad)},
                                                          EnumName{"OneBitAdam"},
                                                          EnumName{"ZeroOneAdam"},
                                                          EnumName{"OneBitLamb"},

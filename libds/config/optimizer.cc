@@ -21,6 +21,7 @@ const Kind kKinds[] = {
     {OptimizerType::Lamb,
      "lr betas eps weight_decay bias_correction min_coeff max_coeff",
      {.type = OptimizerType::Lamb}},
+    {OptimizerType::Adagrad, "lr eps weight_decay", {.type = OptimizerType::Adagrad, .lr = 1e-2, .eps = 1e-10f}},
 };
 
 const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }

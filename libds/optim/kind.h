@@ -11,7 +11,7 @@ struct Kind {
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, GroupTensors, void* workspace);
   i64 (*workspace_bytes)(i64 num_params) noexcept = nullptr;  // null: none
 };
-extern const Kind kAdam, kSgd, kLion, kLamb;
+extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad;
 
 // One pass, and nothing around it.
 class OnePass : public Optimizer {

@@ -19,6 +19,7 @@ const Kind& kind_of(OptimizerType type) noexcept {
     case OptimizerType::Sgd: return kSgd;
     case OptimizerType::Lion: return kLion;
     case OptimizerType::Lamb: return kLamb;
+    case OptimizerType::Adagrad: return kAdagrad;
   }
   return kAdam;
 }

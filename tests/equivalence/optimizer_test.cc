@@ -31,6 +31,7 @@ const Case kOptimizers[] = {
      [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.momentum = 0.9, o.nesterov = true, o.lr = 0.02; }},
     {"Lion", [](OptimizerConfig& o) { o.type = OptimizerType::Lion, o.beta2 = 0.99, o.lr = 1e-3; }},
     {"Lamb", [](OptimizerConfig& o) { o.type = OptimizerType::Lamb, o.lr = 0.02; }},
+    {"Adagrad", [](OptimizerConfig& o) { o.type = OptimizerType::Adagrad, o.lr = 0.02; }},
     {"Groups",
      [](OptimizerConfig& o) {
        UpdateConfig momentum = o, slow = o;

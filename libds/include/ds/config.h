@@ -24,7 +24,14 @@ struct BatchConfig {
   i64 accumulation = 0;  // gradient_accumulation_steps
 };
 
-enum class OptimizerType : u8 { AdamW, Adam, Sgd, Lion, Lamb };  // Adam is AdamW too unless adam_w_mode is false
+enum class OptimizerType : u8 {
+  AdamW,
+  Adam,
+  Sgd,
+  Lion,
+  Lamb,
+  Adagrad
+};  // Adam is AdamW too unless adam_w_mode is false
 // How parameters are updated. Which members an optimizer has, and what they are where nothing is said:
 // config/optimizer.
 struct UpdateConfig {

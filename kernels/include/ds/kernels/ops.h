@@ -89,6 +89,7 @@ enum class UpdateRule : u8 {
   Momentum,
   Nesterov,
   Lion,
+  Adagrad,
   LambDirection,
   MuonDirection,
   NesterovMuonDirection,
@@ -103,6 +104,7 @@ constexpr std::string_view rule_name(UpdateRule rule) noexcept {
     case UpdateRule::Momentum:
     case UpdateRule::Nesterov: return "sgd";
     case UpdateRule::Lion: return "lion";
+    case UpdateRule::Adagrad: return "adagrad";
     case UpdateRule::LambDirection: return "lamb";
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection: return "muon";
