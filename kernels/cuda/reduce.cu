@@ -185,8 +185,9 @@ __global__ void sum_kernel(double* out, const T* x, i64 n, i64 tile, double fact
   out[block_index().x] = sum * factor;
 }
 
-__global__ void norm_ratios_kernel(float* factors, const i64* largest, const i64* sums, i64 K, float low, float high) {
-  for (i64 k = thread_index(); k < K; k += kWarp) factors[k] = norm_ratio(largest, sums, k, K, low, high);
+__global__ void norm_ratios_kernel(float* factors, const i64* largest, const i64* sums, i64 K, float low, float high,
+                                   bool unit) {
+  for (i64 k = thread_index(); k < K; k += kWarp) factors[k] = norm_ratio(largest, sums, k, K, low, high, unit);
 }
 __global__ void judge_kernel(GradVerdict* verdict, const i64* max_abs, const i64* sum, JudgeParams p) {
   if (thread_index() == 0) *verdict = judge_gradients(*max_abs, {sum[0], sum[1]}, p);
@@ -279,7 +280,7 @@ void norm_ratios(TensorView factors, TensorView largest, TensorView sums, float 
                  Stream& stream) noexcept {
   Context& c = context(stream);
   launch(norm_ratios_kernel, {dim3(1), kWarp, 0}, c.stream(), factors.as<float>(), largest.as<i64>(), sums.as<i64>(),
-         factors.numel(), low, high);
+         factors.numel(), low, high, largest.numel() == factors.numel());
   c.check(cudaGetLastError(), "norm_ratios");
 }
 

@@ -85,6 +85,14 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
   }
 }
 
+__global__ void scaled_sum_kernel(float* y, const float* x, i64 n, float a, float b, const float* factor) {
+  const float of_x = factor != nullptr ? b * *factor : b;
+  for (i64 i = i64{block_index().x} * kThreads + thread_index(); i < n; i += i64{grid_size().x} * kThreads) {
+    const float sum = of_x * x[i];
+    y[i] = a != 0 ? a * y[i] + sum : sum;
+  }
+}
+
 }  // namespace
 
 void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, const UpdateParams& p,
@@ -99,6 +107,15 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
       c.check(cudaGetLastError(), "update");
     }
   });
+}
+
+void scaled_sum(TensorView y, TensorView x, float a, float b, const float* factor, Stream& stream) noexcept {
+  Context& c = context(stream);
+  const i64 n = y.numel();
+  if (n == 0) return;
+  launch(scaled_sum_kernel, {dim3(static_cast<u32>(std::min<i64>((n + kThreads - 1) / kThreads, 4096))), kThreads, 0},
+         c.stream(), y.as<float>(), x.as<float>(), n, a, b, factor);
+  c.check(cudaGetLastError(), "scaled_sum");
 }
 
 }  // namespace ds::cuda

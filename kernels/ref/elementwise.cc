@@ -68,9 +68,15 @@ void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const Judge
   *verdict = judge_gradients(*max_abs.as<i64>(), {sum.as<i64>()[0], sum.as<i64>()[1]}, p);
 }
 
+void scaled_sum(TensorView y, TensorView x, float a, float b, const float* factor, Stream&) noexcept {
+  const double of_x = static_cast<double>(b) * (factor != nullptr ? static_cast<double>(*factor) : 1.0);
+  for (i64 i = 0; i < y.numel(); ++i) put(y, i, (a == 0 ? 0 : static_cast<double>(a) * get(y, i)) + of_x * get(x, i));
+}
+
 void norm_ratios(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept {
   const i64 K = factors.numel();
-  for (i64 k = 0; k < K; ++k) factors.as<float>()[k] = norm_ratio(largest.as<i64>(), sums.as<i64>(), k, K, low, high);
+  for (i64 k = 0; k < K; ++k)
+    factors.as<float>()[k] = norm_ratio(largest.as<i64>(), sums.as<i64>(), k, K, low, high, largest.numel() == K);
 }
 
 }  // namespace ds::ref

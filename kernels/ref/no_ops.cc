@@ -52,6 +52,7 @@ constexpr OpTable kNoOps = {.name = "none",
                             .sum_squares = kNothing,
                             .sum = kNothing,
                             .judge = kNothing,
+                            .scaled_sum = kNothing,
                             .norm_ratios = kNothing,
                             .update = kNothing};
 

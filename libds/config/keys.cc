@@ -14,13 +14,16 @@ inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(Op
                                                          EnumName{"Lion", u8(OptimizerType::Lion)},
                                                          EnumName{"Lamb", u8(OptimizerType::Lamb)},
                                                          EnumName{"Adagrad", u8(OptimizerType::Adagrad)},
+                                                         EnumName{"Muon", u8(OptimizerType::Muon)},
                                                          EnumName{"OneBitAdam"},
                                                          EnumName{"ZeroOneAdam"},
                                                          EnumName{"OneBitLamb"},
-                                                         EnumName{"Muon"},
                                                          EnumName{"MuAdam"},
                                                          EnumName{"MuAdamW"},
                                                          EnumName{"MuSGD"}};
+template <>
+inline constexpr std::array kEnumNames<MuonScale> = {EnumName{"original", u8(MuonScale::Original)},
+                                                     EnumName{"match_rms_adamw", u8(MuonScale::MatchRmsAdamW)}};
 template <>
 inline constexpr std::array kEnumNames<SchedulerType> = {
     EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)}, EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
@@ -147,6 +150,9 @@ constexpr Key kGroupKeys[] = {
     effect("nesterov", slot_of<&U::nesterov>),
     effect("min_coeff", slot_of<&U::min_coeff>, kAboveZero),
     effect("max_coeff", slot_of<&U::max_coeff>, kAboveZero),
+    effect("muon_lr", slot_of<&U::muon_lr>, kRate),
+    effect("adam_lr", slot_of<&U::adam_lr>, kRate),
+    effect("adjust_lr_fn", slot_of<&U::muon_scale>),
 };
 // clang-format on
 
@@ -174,6 +180,10 @@ constexpr Key kKeys[] = {
     effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
     effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kAboveZero),
     effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kAboveZero),
+    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kRate),
+    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kRate),
+    effect("optimizer.params.adjust_lr_fn", slot_of<&C::optimizer, &OptimizerConfig::muon_scale>),
+    ignored("optimizer.params.ns_method", "there is one iteration of Newton and Schulz"),
     {.path = "optimizer.param_groups", .kind = KeyKind::Subtable},
     ignored("optimizer.params.torch_adam", "there is one implementation of Adam"),
     ignored("optimizer.params.fused", "there is one implementation of Adam"),

@@ -22,6 +22,9 @@ const Kind kKinds[] = {
      "lr betas eps weight_decay bias_correction min_coeff max_coeff",
      {.type = OptimizerType::Lamb}},
     {OptimizerType::Adagrad, "lr eps weight_decay", {.type = OptimizerType::Adagrad, .lr = 1e-2, .eps = 1e-10f}},
+    {OptimizerType::Muon,
+     "lr muon_lr adam_lr momentum nesterov betas eps weight_decay adjust_lr_fn",
+     {.type = OptimizerType::Muon, .lr = 0.02, .beta2 = 0.95, .eps = 1e-10f, .momentum = 0.95, .nesterov = true}},
 };
 
 const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }
@@ -50,6 +53,8 @@ void fill(UpdateConfig& u, UpdateConfig others, Given&& given) {
       **number = *std::get<double*>(from);
     } else if (const auto* single = std::get_if<float*>(&to)) {
       **single = *std::get<float*>(from);
+    } else if (const auto* choice = std::get_if<EnumSlot>(&to)) {
+      *choice->value = *std::get<EnumSlot>(from).value;
     } else {
       *std::get<bool*>(to) = *std::get<bool*>(from);
     }

@@ -54,6 +54,7 @@ void Engine::make_buffers() {
   }
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
   optimizer_workspace_ = buffer(Tag::Workspace, plan_.optimizer_workspace);
+  matrix_memory_ = buffer(Tag::Workspace, (plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
   if (plan_.mesh.tp > 1) {
     const i64 rows = model_.shard.padded_rows(R);
     tp_partial_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
@@ -184,9 +185,10 @@ void Engine::make_pieces() {
       return t;
     });
     if (tensors.num_params == 0) continue;
-    const i64 bytes = optim::workspace_bytes(group, tensors.num_params);
-    trained_.push_back(
-        {g, optim::make_optimizer(group, std::move(tensors), std::exchange(workspace, workspace + bytes))});
+    const i64 bytes = optim::workspace_bytes(group, tensors.num_params, tensors.largest);
+    trained_.push_back({g,
+                        optim::make_optimizer(group, std::move(tensors), std::exchange(workspace, workspace + bytes)),
+                        group.needs_matrices() ? make_matrices(g) : nullptr});
   }
   using Parts = model::ParamRow::Parts;
   std::vector<ReplicaSum> group, copies;
@@ -215,6 +217,42 @@ void Engine::make_pieces() {
   }
   sums_ = std::move(group);
   sums_.insert(sums_.end(), copies.begin(), copies.end());
+}
+
+class Engine::Matrices final : public optim::WholeMatrices {
+ public:
+  Matrices(Engine& engine, std::span<const zero::MatrixPlace> places,
+           const std::vector<std::vector<model::ParamSlice>>& slices, float* memory)
+      : engine_(engine),
+        exchange_(places, slices, engine.mesh_.dp(), engine.mesh_.tp(), memory,
+                  memory + engine.plan_.matrix_memory.whole) {}
+
+  void for_each(FunctionRef<void(TensorView)> body) override {
+    exchange_.for_each(
+        [&](i64 param, i64 begin) {
+          const zero::RowPlace& row = engine_.plan_.layout.rows()[static_cast<size_t>(param)];
+          return engine_.gradient(row.segment, row.offset + begin);
+        },
+        [&](void* to, const void* from, i64 bytes) { engine_.device_.copy(to, from, bytes); }, body);
+  }
+
+ private:
+  Engine& engine_;
+  zero::MatrixExchange exchange_;
+};
+
+std::unique_ptr<optim::WholeMatrices> Engine::make_matrices(size_t group) {
+  const auto& places = plan_.matrices[group];
+  std::vector<std::vector<model::ParamSlice>> slices(places.size());
+  for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
+    MeshCoord coord = plan_.coord;
+    coord.tp = r;
+    const model::Model model =
+        model::make_model(config_.model, config_.data.seq_length, report::shard_of(config_, plan_.mesh, coord));
+    const std::vector<const model::ParamRow*> rows = model.params();
+    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(rows[static_cast<size_t>(places[i].param)]->slice);
+  }
+  return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
 }
 
 float* Engine::gradient(i64 segment, i64 first) const noexcept {

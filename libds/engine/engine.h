@@ -204,7 +204,7 @@ class Engine {
   zero::ParamStore params_;
   zero::GradStore grads_;
   PerState<Buffer> states_;  // as plan_.states says
-  Buffer optimizer_workspace_;
+  Buffer optimizer_workspace_, matrix_memory_;
   Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
   Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
   std::vector<Chunk> chunks_;
@@ -219,7 +219,10 @@ class Engine {
   struct Trained {
     size_t group;
     std::unique_ptr<optim::Optimizer> optimizer;
+    std::unique_ptr<optim::WholeMatrices> matrices;  // where the group needs them
   };
+  class Matrices;
+  std::unique_ptr<optim::WholeMatrices> make_matrices(size_t group);
   std::vector<Trained> trained_;
   std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
   std::vector<ReplicaSum> sums_;

@@ -400,7 +400,8 @@ void Engine::update_params(double lr) {
                          .lr = lr * plan_.groups.groups[t.group].lr_ratio,
                          .step = progress_.optimizer_step + 1,
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
-                         .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); }});
+                         .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
+                         .matrices = t.matrices.get()});
   }
 }
 

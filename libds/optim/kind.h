@@ -9,9 +9,9 @@ namespace ds::optim {
 struct Kind {
   StateSet (*states)(const UpdateConfig&) noexcept;
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, GroupTensors, void* workspace);
-  i64 (*workspace_bytes)(i64 num_params) noexcept = nullptr;  // null: none
+  i64 (*workspace_bytes)(i64 num_params, const LargestMatrix&) noexcept = nullptr;  // null: none
 };
-extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad;
+extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad, kMuon;
 
 // One pass, and nothing around it.
 class OnePass : public Optimizer {

@@ -82,7 +82,7 @@ const Kind kLamb = {
     .make = [](const UpdateConfig& u, GroupTensors group, void* workspace) -> std::unique_ptr<Optimizer> {
       return std::make_unique<Lamb>(u, std::move(group), workspace);
     },
-    .workspace_bytes = [](i64 num_params) noexcept -> i64 {
+    .workspace_bytes = [](i64 num_params, const LargestMatrix&) noexcept -> i64 {
       return num_params * (6 * 8) + align_up(num_params * 4, 8);
     }};
 

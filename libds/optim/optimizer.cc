@@ -20,6 +20,7 @@ const Kind& kind_of(OptimizerType type) noexcept {
     case OptimizerType::Lion: return kLion;
     case OptimizerType::Lamb: return kLamb;
     case OptimizerType::Adagrad: return kAdagrad;
+    case OptimizerType::Muon: return kMuon;
   }
   return kAdam;
 }
@@ -36,17 +37,8 @@ std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   return names;
 }
 
-}  // namespace
-
-StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
-
-Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
-  Groups result;
-  for (const ParamGroupConfig& g : o.groups)
-    result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
-  result.groups.push_back({.update = o});
-  result.of_params.assign(model.params().size(), o.groups.size());
-  if (o.groups.empty()) return result;
+void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& result) {
+  if (o.groups.empty()) return;
   const auto names = names_of(model);
   for (size_t g = o.groups.size(); g-- > 0;) {  // the first that matches is the last that is written
     for (const std::string& pattern : o.groups[g].params) {
@@ -69,6 +61,48 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
                                             : fmt::format("; did you mean '{}'?", close)));
     }
   }
+}
+
+// Whether a parameter is a matrix between the embeddings and the head, by number.
+std::vector<bool> hidden_matrices(const model::Model& model) {
+  std::vector<bool> hidden(model.shared.size(), false);
+  for (const auto& layer : model.layers) {
+    for (const model::ParamRow& row : layer->rows()) hidden.push_back(layer->is_block() && row.shape.size() == 2);
+  }
+  return hidden;
+}
+
+// Muon is for hidden matrices. What else its group has becomes a group that AdamW updates.
+void split_muon(const model::Model& model, Groups& result) {
+  const auto ratio = [&](double lr, double given) { return given == 0 || lr == 0 ? 1.0 : given / lr; };
+  const size_t groups = result.groups.size();
+  for (size_t g = 0; g < groups; ++g) {
+    if (!result.groups[g].needs_matrices()) continue;
+    const std::vector<bool> hidden = hidden_matrices(model);
+    Group aux = result.groups[g];
+    const UpdateConfig u = aux.update;
+    aux.update.type = OptimizerType::AdamW;
+    aux.lr_ratio *= ratio(u.lr, u.adam_lr);
+    result.groups[g].lr_ratio *= ratio(u.lr, u.muon_lr);
+    for (size_t p = 0; p < hidden.size(); ++p) {
+      if (result.of_params[p] == g && !hidden[p]) result.of_params[p] = result.groups.size();
+    }
+    result.groups.push_back(std::move(aux));
+  }
+}
+
+}  // namespace
+
+StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
+
+Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
+  Groups result;
+  for (const ParamGroupConfig& g : o.groups)
+    result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
+  result.groups.push_back({.update = o});
+  result.of_params.assign(model.params().size(), o.groups.size());
+  match_groups(o, model, result);
+  split_muon(model, result);
   return result;
 }
 
@@ -76,9 +110,9 @@ std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tenso
   return kind_of(group.update.type).make(group.update, std::move(tensors), workspace);
 }
 
-i64 workspace_bytes(const Group& group, i64 num_params) noexcept {
+i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept {
   const Kind& kind = kind_of(group.update.type);
-  return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(num_params);
+  return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(num_params, largest);
 }
 
 }  // namespace ds::optim

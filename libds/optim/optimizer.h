@@ -27,6 +27,7 @@ struct Group {
   double lr_ratio = 1;  // to the optimizer's own rate, which the schedule moves
 
   StateSet states() const noexcept;  // of each of its parameters, the master not among them
+  bool needs_matrices() const noexcept { return !frozen && update.type == OptimizerType::Muon; }
 };
 
 struct Groups {
@@ -41,17 +42,33 @@ struct Groups {
 // Throws Errc::Config: a pattern that matches no parameter of the model.
 Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 
+// The largest matrix of a group: elements, and its shorter side.
+struct LargestMatrix {
+  i64 elems = 0, side = 0;
+};
+
 // This rank's pieces of the parameters of a group; its tensors' states are those of Group::states(), in their order.
 struct GroupTensors {
   std::vector<UpdateTensor> tensors;
   std::vector<i64> index;  // by tensor: of its parameter among the num_params of the group that its ranks have
   i64 num_params = 0;
+  LargestMatrix largest;
   // What this rank counts in sums over whole parameters: each element is one rank's.
   struct Measured {
     TensorView master, grad;
     i64 index;
   };
   std::vector<Measured> measured;
+};
+
+// Matrices of a group that ranks have in pieces, each on the one rank that looks at it as a whole.
+class WholeMatrices {
+ public:
+  virtual ~WholeMatrices() = default;
+  // Brings the gradients of each matrix of the group together, calls body(whole [rows, columns] fp32) for those that
+  // this rank looks at, and gives the pieces of what body left there back to where they came from. Collective over the
+  // ranks of dp and tp, which do it alike.
+  virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 
 // What an update works with. The ops are those of a run, or they count.
@@ -64,6 +81,7 @@ struct UpdateContext {
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
+  WholeMatrices* matrices;  // of the group, where Group::needs_matrices()
 };
 
 class Optimizer {
@@ -75,6 +93,6 @@ class Optimizer {
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace);
-i64 workspace_bytes(const Group& group, i64 num_params) noexcept;
+i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept;
 
 }  // namespace ds::optim

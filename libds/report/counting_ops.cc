@@ -182,6 +182,9 @@ void judge(GradVerdict*, TensorView, TensorView, const JudgeParams&, Stream& str
   count(stream, {"judge", DType::F32, 0, 0});
 }
 
+void scaled_sum(TensorView y, TensorView x, float a, float, const float*, Stream& stream) noexcept {
+  count(stream, {"scaled_sum", DType::F32, 0, x.bytes() + (a != 0 ? 2 : 1) * y.bytes()});
+}
 void norm_ratios(TensorView factors, TensorView, TensorView, float, float, Stream& stream) noexcept {
   count(stream, {"norm_ratios", DType::F32, 0, factors.bytes()});
 }
@@ -230,6 +233,7 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .sum_squares = sum_squares,
                                   .sum = sum,
                                   .judge = judge,
+                                  .scaled_sum = scaled_sum,
                                   .norm_ratios = norm_ratios,
                                   .update = update};
 

@@ -160,7 +160,16 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     });
   }
 
-  for (const CountingCommunicator* c : {&tp, &gradients}) {
+  CountingCommunicator dp(plan.dp_rank(), zero::num_shards(plan.mesh));
+  for (const auto& places : plan.matrices) {
+    std::vector<std::vector<model::ParamSlice>> slices(places.size());
+    for (auto& of_ranks : slices) of_ranks.resize(static_cast<size_t>(plan.mesh.tp));
+    zero::MatrixExchange(places, slices, dp, tp, nullptr, nullptr)
+        .for_each([](i64, i64) -> float* { return nullptr; }, [](void*, const void*, i64) {}, [](TensorView) {});
+  }
+  calls.dp.add(dp.largest());
+
+  for (const CountingCommunicator* c : {&tp, &gradients, &dp}) {
     for (const auto& [name, count] : c->counts()) {
       messages[name].calls += count.calls;
       messages[name].bytes += count.bytes;

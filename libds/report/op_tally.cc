@@ -132,6 +132,21 @@ std::vector<i64> judged_runs(const RunPlan& plan) {
   return runs;
 }
 
+// Those that this rank looks at.
+class CountedMatrices final : public optim::WholeMatrices {
+ public:
+  CountedMatrices(const RunPlan& plan, size_t group) : plan_(plan), group_(group) {}
+  void for_each(FunctionRef<void(TensorView)> body) override {
+    for (const zero::MatrixPlace& m : plan_.matrices[group_]) {
+      if (m.owner < 0 || m.owner == plan_.dp_rank()) body(TensorView::of(nullptr, DType::F32, {m.rows, m.cols}));
+    }
+  }
+
+ private:
+  const RunPlan& plan_;
+  size_t group_;
+};
+
 void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& plan, const OpTable& ops) {
   Stream stream{.native = &work.optimizer};
   tally_replicas(model, plan, ops, stream);
@@ -154,6 +169,7 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
                           .grad = state};
     });
     if (tensors.num_params == 0) continue;
+    CountedMatrices matrices(plan, g);
     optim::make_optimizer(group, std::move(tensors), nullptr)
         ->update({.ops = ops,
                   .stream = stream,
@@ -161,7 +177,8 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
                   .lr = 0,
                   .step = 1,
                   .reduce = [](TensorView, ReduceOp) {},
-                  .zero = [](TensorView) {}});
+                  .zero = [](TensorView) {},
+                  .matrices = &matrices});
   }
 }
 

@@ -86,12 +86,13 @@ i64 exchange_elems(const RunPlan& plan) {
   return std::max({at_once(shared), at_once(plan.parts_elems(Parts::Group)), copies});
 }
 
-// Parameters of a group that the ranks of dp and tp have here, pieces or copies of them.
-i64 num_params_here(const RunPlan& plan, size_t group) {
-  i64 n = 0;
-  for (size_t p = 0; p < plan.groups.of_params.size(); ++p)
-    n += plan.groups.of_params[p] == group && plan.layout.rows()[p].segment >= 0;
-  return n;
+// The parameters of a group that the ranks of dp and tp have here, pieces or copies of them.
+std::vector<i64> params_of(const RunPlan& plan, size_t group) {
+  std::vector<i64> params;
+  for (size_t p = 0; p < plan.groups.of_params.size(); ++p) {
+    if (plan.groups.of_params[p] == group && plan.layout.rows()[p].segment >= 0) params.push_back(narrow<i64>(p));
+  }
+  return params;
 }
 
 }  // namespace
@@ -106,6 +107,10 @@ optim::GroupTensors RunPlan::group_tensors(size_t group,
   }
   for (size_t p = 0; p < index.size(); ++p) {
     if (groups.of_params[p] == group && layout.rows()[p].segment >= 0) index[p] = result.num_params++;
+  }
+  for (const zero::MatrixPlace& m : matrices[group]) {
+    result.largest.elems = std::max(result.largest.elems, m.rows * m.cols);
+    result.largest.side = std::max(result.largest.side, std::min(m.rows, m.cols));
   }
   for (const zero::Piece& piece : layout.held_pieces(dp_rank())) {
     if (index[static_cast<size_t>(piece.param)] < 0) continue;
@@ -438,9 +443,24 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.stream_slots = streams;
   tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + vocab * C * 4 +
                         zero::staging_elems(plan.grad_layout, plan.grads) * 4;
-  for (size_t g = 0; g < plan.groups.groups.size(); ++g)
-    plan.optimizer_workspace += optim::workspace_bytes(plan.groups.groups[g], num_params_here(plan, g));
-  tag(Tag::Workspace) += plan.optimizer_workspace;
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
+    const optim::Group& group = plan.groups.groups[g];
+    optim::LargestMatrix largest;
+    if (group.needs_matrices()) {
+      plan.matrices.push_back(zero::plan_matrices(plan.layout, plan.rows, params_of(plan, g)));
+      for (const zero::MatrixPlace& m : plan.matrices.back()) {
+        largest.elems = std::max(largest.elems, m.rows * m.cols);
+        largest.side = std::max(largest.side, std::min(m.rows, m.cols));
+      }
+      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), mesh.tp);
+      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
+      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
+    } else {
+      plan.matrices.emplace_back();
+    }
+    plan.optimizer_workspace += optim::workspace_bytes(group, std::ssize(params_of(plan, g)), largest);
+  }
+  tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
   plan.exchange_elems = exchange_elems(plan);
   tag(Tag::Workspace) += plan.exchange_elems * 4;
   if (mesh.tp > 1) {

@@ -19,6 +19,7 @@
 #include "zero/gather_plan.h"
 #include "zero/grad_store.h"
 #include "zero/layout.h"
+#include "zero/matrix_exchange.h"
 #include "zero/ownership.h"
 #include "zero/state_layout.h"
 
@@ -53,9 +54,11 @@ struct RunPlan {
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
   zero::Layout layout;
-  optim::Groups groups;         // of parameters that are updated alike
-  zero::StateLayout states;     // of masters and optimizers
-  i64 optimizer_workspace = 0;  // bytes
+  optim::Groups groups;                                  // of parameters that are updated alike
+  zero::StateLayout states;                              // of masters and optimizers
+  i64 optimizer_workspace = 0;                           // bytes
+  std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
+  zero::MatrixMemory matrix_memory;                      // of the largest
   zero::GradOptions grads;
   zero::Layout grad_layout;
   std::vector<zero::Bucket> buckets;

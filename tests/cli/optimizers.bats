@@ -15,6 +15,7 @@ optimizers=(
   'SGD|"lr":0.05,"momentum":0.9,"nesterov":true|momentum_buffer'
   'Lion|"lr":3e-4,"weight_decay":0.1|exp_avg'
   'Adagrad|"lr":0.02,"weight_decay":0.1|sum'
+  'Muon|"lr":0.02,"adam_lr":3e-3,"weight_decay":0.1|exp_avg exp_avg_sq momentum_buffer'
   'Lamb|"lr":0.02,"weight_decay":0.1|exp_avg exp_avg_sq'
 )
 
@@ -93,8 +94,8 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
   with_optimizer Lion '"lr":1e-4,"eps":1e-8,"momentum":0.9' >bad.json
   run ds-train bad.json --check
   assert_failure 2
-  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad; the optimizer is Lion"
-  assert_output --partial "optimizer.params.momentum: belongs to SGD; the optimizer is Lion"
+  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad, Muon; the optimizer is Lion"
+  assert_output --partial "optimizer.params.momentum: belongs to SGD, Muon; the optimizer is Lion"
   sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"lr": 1}, 3, {"params": "*", "tpye": "SGD", "betas": [1, 2]}]},|' cfg.json >bad.json
   run ds-train bad.json --check
   assert_failure 2

@@ -32,6 +32,11 @@ const Case kOptimizers[] = {
     {"Lion", [](OptimizerConfig& o) { o.type = OptimizerType::Lion, o.beta2 = 0.99, o.lr = 1e-3; }},
     {"Lamb", [](OptimizerConfig& o) { o.type = OptimizerType::Lamb, o.lr = 0.02; }},
     {"Adagrad", [](OptimizerConfig& o) { o.type = OptimizerType::Adagrad, o.lr = 0.02; }},
+    {"Muon",
+     [](OptimizerConfig& o) {
+       o.type = OptimizerType::Muon, o.lr = 0.02, o.adam_lr = 3e-3;
+       o.momentum = 0.95, o.nesterov = true, o.beta2 = 0.95, o.eps = 1e-10f;
+     }},
     {"Groups",
      [](OptimizerConfig& o) {
        UpdateConfig momentum = o, slow = o;

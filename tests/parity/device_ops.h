@@ -68,6 +68,9 @@ class RoundTrip {
       if (t.factor != nullptr) reach(t.factor, sizeof *t.factor, false);
     }
   }
+  void reach(const float* factor) {
+    if (factor != nullptr) reach(factor, sizeof *factor, false);
+  }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
   void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
   template <class Other>
@@ -183,6 +186,7 @@ inline const OpTable* device_ops() {
       .sum_squares = DeviceOp<&OpTable::sum_squares>::run,
       .sum = DeviceOp<&OpTable::sum>::run,
       .judge = DeviceOp<&OpTable::judge>::run,
+      .scaled_sum = DeviceOp<&OpTable::scaled_sum>::run,
       .norm_ratios = DeviceOp<&OpTable::norm_ratios>::run,
       .update = DeviceOp<&OpTable::update>::run,
   };

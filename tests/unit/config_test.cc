@@ -88,7 +88,7 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
     {R"("optimizer": {"type": "FusedAdam"})", kBad, "not \"FusedAdam\"; did you mean \"Adam\"?"},
     {R"("optimizer": {"type": 3})", kBad,
-     "must be one of \"AdamW\", \"Adam\", \"SGD\", \"Lion\", \"Lamb\", \"Adagrad\", not 3"},
+     "must be one of \"AdamW\", \"Adam\", \"SGD\", \"Lion\", \"Lamb\", \"Adagrad\", \"Muon\", not 3"},
     {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
     {R"("zero_optimization": {"stage": true})", kBad, "not true"},
@@ -646,6 +646,9 @@ struct Moved {
       if (key.path == fmt::format("optimizer.params.{}", of_sgd)) set.push_back("optimizer.type=SGD");
     }
     if (key.path.ends_with("nesterov")) set.push_back("optimizer.params.momentum=0.5");
+    for (const std::string_view of_muon : {"muon_lr", "adam_lr", "adjust_lr_fn"}) {
+      if (key.path == fmt::format("optimizer.params.{}", of_muon)) set.push_back("optimizer.type=Muon");
+    }
     if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
@@ -871,13 +874,17 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
        R"("zero_optimization": {"stage": 1})", R"("boundary")"},
       {"reduce_order", "", R"("zero_optimization": {"stage": 2})", R"("micro")"},
       {"reduce_order", "", R"("deterministic": true)", R"("micro")"},
-      {"optimizer.params.lr", "default: 0.001, of Lion 0.0001, of Adagrad 0.01", "", "0.001"},
+      {"optimizer.params.lr", "default: 0.001, of Lion 0.0001, of Adagrad 0.01, of Muon 0.02", "", "0.001"},
       {"optimizer.params.lr", "", R"("optimizer": {"type": "Lion"})", "0.0001"},
       {"optimizer.params.lr", "", R"("optimizer": {"type": "Adagrad"})", "0.01"},
-      {"optimizer.params.betas", "default: [0.9,0.999], of Lion [0.9,0.99]", "", "[0.9,0.999]"},
+      {"optimizer.params.betas", "default: [0.9,0.999], of Lion [0.9,0.99], of Muon [0.9,0.95]", "", "[0.9,0.999]"},
       {"optimizer.params.betas", "", R"("optimizer": {"type": "Lion"})", "[0.9,0.99]"},
-      {"optimizer.params.eps", "default: 1e-08, of Adagrad 1e-10", "", "1e-08"},
+      {"optimizer.params.eps", "default: 1e-08, of Adagrad and Muon 1e-10", "", "1e-08"},
       {"optimizer.params.eps", "", R"("optimizer": {"type": "Adagrad"})", "1e-10"},
+      {"optimizer.params.momentum", "default: 0.0, of Muon 0.95", R"("optimizer": {"type": "Muon"})", "0.95"},
+      {"optimizer.params.nesterov", "default: false, of Muon true", R"("optimizer": {"type": "Muon"})", "true"},
+      {"optimizer.params.muon_lr", "default: lr", "", ""},
+      {"optimizer.params.adam_lr", "default: lr", "", ""},
       {"scheduler.type", "default: none", "", ""},
       {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
        R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},

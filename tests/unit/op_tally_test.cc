@@ -295,6 +295,7 @@ const OpTable kCounted = {.name = "counted",
                           COUNTED(sum_squares),
                           COUNTED(sum),
                           COUNTED(judge),
+                          COUNTED(scaled_sum),
                           COUNTED(norm_ratios),
                           COUNTED(update)};
 #undef COUNTED

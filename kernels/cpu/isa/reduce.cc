@@ -104,7 +104,8 @@ void judge(GradVerdict* verdict, TensorView max_abs, TensorView sum, const Judge
 
 void norm_ratios(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept {
   const i64 K = factors.numel();
-  for (i64 k = 0; k < K; ++k) factors.as<float>()[k] = norm_ratio(largest.as<i64>(), sums.as<i64>(), k, K, low, high);
+  for (i64 k = 0; k < K; ++k)
+    factors.as<float>()[k] = norm_ratio(largest.as<i64>(), sums.as<i64>(), k, K, low, high, largest.numel() == K);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -50,4 +50,16 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   });
 }
 
+void scaled_sum(TensorView y, TensorView x, float a, float b, const float* factor, Stream& stream) noexcept {
+  float* const to = y.as<float>();
+  const float* const from = x.as<float>();
+  const Vec of_y = broadcast(a), of_x = broadcast(factor != nullptr ? b * *factor : b);
+  const bool adds = a != 0;
+  for_all_vectors(stream, y.numel(), [=](i64 i, auto lanes) {
+    Vec sum = of_x * load(from + i, lanes);
+    if (adds) sum = of_y * load(to + i, lanes) + sum;
+    store(to + i, sum, lanes);
+  });
+}
+
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -30,8 +30,12 @@ enum class OptimizerType : u8 {
   Sgd,
   Lion,
   Lamb,
-  Adagrad
+  Adagrad,
+  Muon,
 };  // Adam is AdamW too unless adam_w_mode is false
+// What an orthogonalised update is multiplied by: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
+// gives it the root mean square of AdamW's (Moonlight).
+enum class MuonScale : u8 { Original, MatchRmsAdamW };
 // How parameters are updated. Which members an optimizer has, and what they are where nothing is said:
 // config/optimizer.
 struct UpdateConfig {
@@ -45,6 +49,8 @@ struct UpdateConfig {
   double momentum = 0, dampening = 0;
   bool nesterov = false;
   double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
+  double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them; 0: lr
+  MuonScale muon_scale = MuonScale::Original;
   bool operator==(const UpdateConfig&) const = default;
 };
 // The parameters that these patterns (of shells, over whole names) match and no group before them does.

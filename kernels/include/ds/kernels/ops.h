@@ -210,12 +210,12 @@ DS_HOST_DEVICE inline GradVerdict judge_gradients(i64 max_abs, ExactSum sum, con
   return {.norm = norm, .grad_scale = static_cast<float>(1 / (p.divisor * too_long))};
 }
 
-// Parameter k of K: of norm_ratios.
-DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 k, i64 K, float low,
-                                       float high) noexcept {
-  double squares[2];
-  for (i64 which = 0; which < 2; ++which) {
-    const i64 at = which * K + k;
+// Parameter k of K: of norm_ratios; `unit`: |w| is 1.
+DS_HOST_DEVICE inline float norm_ratio(const i64* largest, const i64* sums, i64 k, i64 K, float low, float high,
+                                       bool unit) noexcept {
+  double squares[2] = {1, 1};
+  for (i64 which = unit ? 1 : 0; which < 2; ++which) {
+    const i64 at = unit ? k : which * K + k;
     const ExactSum sum{sums[2 * at], sums[2 * at + 1]};
     squares[which] = sum.value(ExactSum::exponent_of(static_cast<u32>(largest[at])));
   }
@@ -362,8 +362,11 @@ struct OpTable {
   // *verdict = judge_gradients(max_abs [1], sum [2]).
   void (*judge)(GradVerdict* verdict, TensorView max_abs, TensorView sum, const JudgeParams&, Stream&) noexcept;
 
+  // y [N] = a*y + b*f*x, all fp32; f: *factor where the op runs, null: 1. a = 0: y is not read.
+  void (*scaled_sum)(TensorView y, TensorView x, float a, float b, const float* factor, Stream&) noexcept;
   // LAMB's trust ratios of K parameters: factors [K] fp32 = clamp(|w| / |u|, low, high), 1 where either is 0. Norms by
-  // largest [2,K] int64, as of max_abs, and sums [2,K,2] int64 (ExactSum): of all w, then of all u.
+  // largest [2,K] int64, as of max_abs, and sums [2,K,2] int64 (ExactSum): of all w, then of all u. Where they are [K]
+  // and [K,2] they are of u, and |w| is 1.
   void (*norm_ratios)(TensorView factors, TensorView largest, TensorView sums, float low, float high, Stream&) noexcept;
 
   // An optimizer's pass over all tensors of a step at once; nothing if the verdict is not finite. Gradients are
