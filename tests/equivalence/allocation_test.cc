@@ -105,6 +105,27 @@ TEST_P(Strategy, AStepAllocatesNothingAfterTheSecond) {
   }
 }
 
+// Those that look at whole parameters, and groups of several kinds.
+TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
+  const auto& [stage, bf16] = GetParam();
+  for (const auto& [type, tp] :
+       {std::pair{OptimizerType::Lamb, 1}, {OptimizerType::Muon, 1}, {OptimizerType::Muon, 2}}) {
+    Config c = tiny_config(of_four_heads(tiny_llama()), 2, 2, stage);
+    c.data.seq_length = 12;
+    c.bf16.enabled = bf16;
+    c.communication_data_type = c.work_dtype();
+    c.tensor_parallel.tp_size = tp;
+    c.optimizer.type = type;
+    c.optimizer.momentum = 0.9;
+    ParamGroupConfig slow;
+    static_cast<UpdateConfig&>(slow) = c.optimizer;
+    slow.type = OptimizerType::Sgd;
+    slow.params = {"*norm*"};
+    c.optimizer.groups = {slow};
+    expect_no_allocation(c, 2 * tp, fmt::format("optimizer {} tp{}", static_cast<int>(type), tp));
+  }
+}
+
 TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   const auto& [stage, bf16] = GetParam();
   const auto config = [&, stage = stage, bf16 = bf16](int ranks, i64 pp, i64 tp, i64 sp) {

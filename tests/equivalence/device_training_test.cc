@@ -64,6 +64,21 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
   }
 }
 
+TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
+  for (const OptimizerType type :
+       {OptimizerType::Sgd, OptimizerType::Lion, OptimizerType::Adagrad, OptimizerType::Lamb, OptimizerType::Muon}) {
+    const auto config = [&](int ranks, i64 stage) {
+      Config c = config_of(tiny_llama(), GetParam(), ranks, 2 / ranks, stage);
+      c.optimizer.type = type;
+      c.optimizer.momentum = 0.9;
+      return c;
+    };
+    const Trace want = train(config(1, 0), 1);
+    for (const i64 stage : {0, 2, 3})
+      expect_same_training(train(config(2, stage), 2), want, fmt::format("{} stage {}", static_cast<int>(type), stage));
+  }
+}
+
 TEST_P(DeviceTraining, GraphsChangeNoBit) {
   for (const i64 stage : {0, 3}) {
     Config config = config_of(tiny_llama(), GetParam(), 1, 2, stage);
