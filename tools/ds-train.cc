@@ -141,9 +141,12 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   }
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
+  if (o.prompt) config.data.train.clear();
+  const ds::RunOptions options{
+      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.prompt};
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out);
-    ds::TrainingRun::check(config, ranks, {.out_dir = o.out, .resume = o.resume, .weights = o.weights});
+    ds::TrainingRun::check(config, ranks, options);
     if (picture) {
       picture->data(ds::plan_svg(config, ranks.world_size));
       picture->commit();
@@ -153,9 +156,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (training && o.out.empty() && ranks.rank == 0)
     ds::tools::report_warning("no --out: this run keeps neither checkpoints nor metrics");
 
-  if (o.prompt) config.data.train.clear();
-  ds::TrainingRun run(config, ranks,
-                      {.out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = !training});
+  ds::TrainingRun run(config, ranks, options);
   if (training) return train(run, config, out);
   if (o.eval) {
     const double loss = run.evaluate();
@@ -219,12 +220,10 @@ int main(int argc, char** argv) {
         app.add_option("--plan", o.plan, "with --check: write the plan of the pipeline as a picture (SVG)")
             ->type_name("FILE")
             ->needs(check);
-        CLI::Option* eval =
-            app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(check)->excludes(steps);
+        CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(steps);
         CLI::Option* generate = app.add_option("--generate", o.prompt, "continue this text and stop")
                                     ->type_name("PROMPT")
                                     ->excludes(eval)
-                                    ->excludes(check)
                                     ->excludes(steps)
                                     ->group("Generating");
         ds::SamplingOptions& sampling = o.sampling;

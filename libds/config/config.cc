@@ -349,6 +349,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   if (has_error(diagnostics)) return result;  // what would follow from an empty object is noise
   for (const std::string& o : overrides) text.set(o, diagnostics);
 
+  c.use = use;
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
   const i64 replicas = resolve_parallel(c, world_size, use, r);

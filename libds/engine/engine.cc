@@ -30,9 +30,9 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
               {.work = plan_.work,
                .allgather_bucket = config.zero.allgather_bucket_size,
                .pool_elems = plan_.gather_pool_elems}),
-      grads_(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
+  if (plan_.trains) grads_.emplace(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads);
   make_buffers();
   make_chunks();
   make_pieces();
@@ -48,14 +48,14 @@ void Engine::make_buffers() {
   const i64 work_bytes = dtype_bytes(plan_.work);
   const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
   temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
-  if (plan_.projects()) {
-    head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
+  if (plan_.projects() && plan_.use != ConfigUse::Generate) {
+    if (plan_.trains) head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
     logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
   }
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
   optimizer_workspace_ = buffer(Tag::Workspace, plan_.optimizer_workspace);
   matrix_memory_ = buffer(Tag::Workspace, (plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
-  if (plan_.mesh.tp > 1) {
+  if (plan_.mesh.tp > 1 && plan_.use != ConfigUse::Generate) {
     const i64 rows = model_.shard.padded_rows(R);
     tp_partial_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
     tp_gathered_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
@@ -142,7 +142,7 @@ void Engine::make_chunks() {
     };
     // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
     std::map<std::array<i64, 3>, size_t> known;
-    for (i64 micro = 0; micro < plan_.micro_batches; ++micro) {
+    for (i64 micro = 0; plan_.trains && micro < plan_.micro_batches; ++micro) {
       const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
                 working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
                 grad_slot = micro % c.grad_slots;
@@ -154,7 +154,7 @@ void Engine::make_chunks() {
       if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
     if (!plan_.split_backward) chunk.backward = chunk.forward;
-    chunk.eval = plan(model::Mode::Eval, 0, 0, {});
+    if (plan_.use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
     if (plan_.split_backward) working += c.working_slots * c.working_bytes;
   }
 }
@@ -167,7 +167,7 @@ void Engine::make_pieces() {
   DS_ASSERT(dp_rank == plan_.dp_rank());
   held_ = plan_.layout.held_pieces(dp_rank);
   char* workspace = static_cast<char*>(optimizer_workspace_.data());
-  for (size_t g = 0; g < plan_.groups.groups.size(); ++g) {
+  for (size_t g = 0; plan_.trains && g < plan_.groups.groups.size(); ++g) {
     const optim::Group& group = plan_.groups.groups[g];
     if (group.frozen) continue;
     optim::GroupTensors tensors = plan_.group_tensors(g, [&](const zero::Piece& piece) {
@@ -193,6 +193,10 @@ void Engine::make_pieces() {
   using Parts = model::ParamRow::Parts;
   std::vector<ReplicaSum> group, copies;
   for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
+    if (!plan_.trains) {
+      if (plan_.counts(piece)) saved_.push_back(piece);
+      continue;
+    }
     const model::ParamRow& row = row_of(piece.param);
     const TensorView grad = TensorView::of(gradient(piece.segment, piece.segment_offset), DType::F32, {piece.count});
     if (row.parts != Parts::None && plan_.mesh.tp > 1) {
@@ -256,7 +260,7 @@ std::unique_ptr<optim::WholeMatrices> Engine::make_matrices(size_t group) {
 }
 
 float* Engine::gradient(i64 segment, i64 first) const noexcept {
-  return grads_.element(plan_.grad_segment(segment), first);
+  return grads_->element(plan_.grad_segment(segment), first);
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
@@ -371,11 +375,20 @@ void Engine::set_weights(const ValueSource& values) {
       map.for_each_run(piece.begin + first, n, [&](i64 local, i64 global, i64 run) {
         values(piece.param, global, run, tile.data() + local - piece.begin - first);
       });
+      char* const param = static_cast<char*>(st[State::Param]) + first * dtype_bytes(plan_.work);
+      if (plan_.work != DType::F32 && st[State::Master] == nullptr) {  // nothing keeps them in fp32
+        std::vector<u16> rounded;
+        for (i64 i = 0; i < n; ++i) {
+          const float x = tile[static_cast<size_t>(i)];
+          rounded.push_back(plan_.work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
+        }
+        device_.upload(param, rounded.data(), n * 2);
+        continue;
+      }
       float* exact = st.exact() + first;
       device_.upload(exact, tile.data(), n * 4);
       if (st[State::Master] == nullptr) continue;
-      const TensorView rounded =
-          TensorView::of(static_cast<char*>(st[State::Param]) + first * dtype_bytes(plan_.work), plan_.work, {n});
+      const TensorView rounded = TensorView::of(param, plan_.work, {n});
       ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
     }
     for (const State s : kOptimizerStates) {
@@ -418,6 +431,7 @@ model::RowViews Engine::param_views(const zero::ParamLease& lease, i64 layer) co
 
 std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
+  DS_ASSERT(plan_.use != ConfigUse::Generate);
   const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.
@@ -494,10 +508,14 @@ bool Engine::is_finite() {
   device_.zero(largest[0].data, 16);
   for (const zero::Piece& piece : saved_) {
     const PieceState st = state(piece);
-    const auto raise = [&](const TensorView& to, void* data) {
-      ops_.max_abs(to, TensorView::of(data, DType::F32, {piece.count}), stream_);
+    const auto raise = [&](const TensorView& to, void* data, DType dtype = DType::F32) {
+      ops_.max_abs(to, TensorView::of(data, dtype, {piece.count}), stream_);
     };
-    raise(largest[0], st.exact());
+    if (st[State::Master] != nullptr) {
+      raise(largest[0], st[State::Master]);
+    } else {
+      raise(largest[0], st[State::Param], plan_.work);
+    }
     for (const State s : kOptimizerStates) {
       if (st[s] != nullptr) raise(largest[1], st[s]);
     }

@@ -202,8 +202,8 @@ class Engine {
   model::Model model_;
   report::RunPlan plan_;
   zero::ParamStore params_;
-  zero::GradStore grads_;
-  PerState<Buffer> states_;  // as plan_.states says
+  std::optional<zero::GradStore> grads_;  // of who trains
+  PerState<Buffer> states_;               // as plan_.states says
   Buffer optimizer_workspace_, matrix_memory_;
   Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
   Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;

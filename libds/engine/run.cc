@@ -379,7 +379,9 @@ void TrainingRun::State::load() {
 void TrainingRun::State::load_step() {
   engine::HostState state(*engine, engine->held_pieces());
   const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world(),
-                                              [&](const CheckpointMeta& m) { check_same_optimizer(m); });
+                                              [&](const CheckpointMeta& m) {
+                                                if (config.trains()) check_same_optimizer(m);
+                                              });
   state.upload();
   engine->publish_params();
   check_same_run(meta);
@@ -548,7 +550,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   }
   if (!s.step_dir.empty()) {
     const CheckpointMeta meta = s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); });
-    s.check_same_optimizer(meta);
+    if (config.trains()) s.check_same_optimizer(meta);
     s.check_same_run(meta);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
     engine::check_weights(model, weights, config.new_head);
@@ -560,6 +562,7 @@ TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunO
   state_->config = config;
   state_->ranks = ranks;
   state_->options = options;
+  if (options.read_only && config.trains()) state_->config.use = ConfigUse::Evaluate;
   if (!state_->writes()) state_->config.save.async = false;  // no snapshot, so no memory for one
   state_->collective([&] { state_->open(); });
 }

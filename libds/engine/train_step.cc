@@ -12,6 +12,7 @@ using pipeline::LayerCall;
 using pipeline::Op;
 
 StepReport Engine::train_step(const StepBatch& batch) {
+  DS_ASSERT(plan_.trains);
   const i64 m = plan_.micro_batches;
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
 
@@ -246,11 +247,11 @@ void Engine::run_call(const model::PassContext& ctx, const Instr& instr, const L
       const i64 own = report::RunPlan::unit_of(call.layer),
                 shared = head ? plan_.head_use() : report::RunPlan::kSharedUnit;
       const bool has_own = !layer.rows().empty(), has_shared = model_.tied() && (head || call.layer == 0);
-      const model::RowViews grads{has_own ? grads_.acquire(own) : std::span<const TensorView>(),
-                                  has_shared ? grads_.acquire(shared)[0] : TensorView{}};
+      const model::RowViews grads{has_own ? grads_->acquire(own) : std::span<const TensorView>(),
+                                  has_shared ? grads_->acquire(shared)[0] : TensorView{}};
       enqueue_static(key, [&] { layer.backward_weight(ctx, grads, x, dy(), acts); });
-      if (has_own) grads_.commit(own);  // may start the reduction of its bucket
-      if (has_shared) grads_.commit(shared);
+      if (has_own) grads_->commit(own);  // may start the reduction of its bucket
+      if (has_shared) grads_->commit(shared);
       break;
     }
   }
@@ -303,10 +304,10 @@ double Engine::fold_losses(std::span<const double> losses) const {
 // The data-parallel sums, then those of what stands on several ranks beside them: each is a fold in rank order of fp32
 // slices that all its ranks cut alike, so copies stay equal bit for bit.
 void Engine::finish_gradients() {
-  grads_.finish();
+  grads_->finish();
   sum_shared();
   for (const ReplicaSum& sum : sums_) sum_replicas(sum);
-  grads_.gather(plan_.gathered_grads);
+  grads_->gather(plan_.gathered_grads);
 }
 
 // The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
@@ -317,7 +318,7 @@ void Engine::sum_shared() {
   const zero::Layout& layout = plan_.grad_layout;
   const auto slices = [&](i64 unit, auto&& visit) {
     for (const zero::Segment& s : layout.segments_of(unit)) {
-      float* const mine = grads_.element(&s - layout.segments().data(), s.slice * mesh_.dp().rank());
+      float* const mine = grads_->element(&s - layout.segments().data(), s.slice * mesh_.dp().rank());
       visit(TensorView::of(mine, DType::F32, {s.slice}));
     }
   };

@@ -4,9 +4,10 @@
 // of the op `update` (kernels/update_rules.h); what an optimizer does around it is a file here. None knows ranks, ZeRO
 // or files: they see this rank's pieces of parameters, and can sum integers over all pieces of the same parameters.
 //
-// To add one: a rule, a class made by make_optimizer(), a row of config/optimizer.cc and one of the names in
-// config/keys.cc, an fp64 definition in kernels/ref/update.cc, a row of tests/equivalence/optimizer_test.cc, a line of
-// ds-config(5).
+// To add one: a rule (kernels/update_rules.h, its name in ops.h, its fp64 definition in kernels/ref/update.cc); a file
+// here and its line in kind.h and optimizer.cc; its type in ds/config.h, name in config/keys.cc, keys and defaults in
+// config/optimizer.cc; a row in each of tests/parity, tests/unit, tests/equivalence and tests/cli/optimizers.bats;
+// lines of ds-config(5) and the README.
 
 #include <algorithm>
 #include <memory>

@@ -282,7 +282,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.sequence_length = config.data.seq_length;
   plan.T = plan.sequence_length / mesh.sp;
   plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
-  plan.micro_batches = config.batch.accumulation;
+  plan.use = config.use;
+  plan.trains = config.trains();
+  // Evaluation keeps as many batches under way as a pipeline has use for.
+  plan.micro_batches = plan.trains || mesh.pp > 1 ? config.batch.accumulation : 1;
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);
@@ -298,6 +301,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   }
   pipeline::ScheduleOptions schedule = schedule_of(config);
   schedule.stage = coord.pp;
+  schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
   plan.schedule = pipeline::make_schedule(schedule);
   if (cuts.empty()) cuts = pipeline_cuts(config, model);
@@ -338,7 +342,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.groups = optim::make_groups(config.optimizer, model);
   std::vector<StateSet> states;
   for (const size_t group : plan.groups.of_params) {
-    StateSet& of = states.emplace_back(plan.groups.groups[group].states());
+    StateSet& of = states.emplace_back();
+    if (!plan.trains) continue;
+    of = plan.groups.groups[group].states();
     of[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
   }
   plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states));
@@ -353,7 +359,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                 .micro_batches = plan.micro_batches,
                 .reduce_each_micro = config.reduce_order == ReduceOrder::Micro};
   plan.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
-  for (i64 c = std::ssize(plan.chunks); c-- > 0;) {
+  for (i64 c = std::ssize(plan.chunks); plan.trains && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
     for (const auto* calls : {&chunk.backward, &chunk.weight}) {
       std::vector<i64> units;
@@ -383,13 +389,14 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   }
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
   // What is whole everywhere is not looked at use by use: a step may have any number of them.
-  if (std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; })) {
+  const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
+  if (gathers_any && plan.trains) {
     plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
     plan.gather_pool_elems = plan.train_gathers.pool_elems;
   }
   for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
     zero::GatherPlan& gathers = plan.eval_gathers.emplace_back();
-    if (plan.train_gathers.accesses.empty()) continue;
+    if (!gathers_any) continue;
     const pipeline::Instr forward{Op::Forward, 0, c};
     gathers = zero::plan_gathers(trace_of(plan, {&forward, 1}, num_layers), gather_elems, knobs);
     plan.gather_pool_elems = std::max(plan.gather_pool_elems, gathers.pool_elems);
@@ -401,6 +408,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   i64 working = 0, streams = 0;
   for (ChunkPlan& chunk : plan.chunks) {
     for (const Mode mode : {Mode::Train, Mode::Eval}) {
+      // Text is written in memory of its own, whose size depends on the text.
+      if (mode == Mode::Train ? !plan.trains : plan.use == ConfigUse::Generate) continue;
       model::ActivationPlanner planner;
       plan_acts(model, chunk, plan, planner, mode, plan.shape());
       plan.kept_bytes = std::max(plan.kept_bytes, planner.kept_bytes());
@@ -408,23 +417,29 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
       chunk.working_bytes = std::max(chunk.working_bytes, planner.working_bytes());
       plan.temporary_bytes = std::max(plan.temporary_bytes, planner.temporary_bytes());
     }
-    if (plan.split_backward)
+    if (!plan.trains) {
+      chunk.working_slots = 1;
+      chunk.input_slots = plan.use == ConfigUse::Generate ? 0 : 2;
+      chunk.grad_slots = 0;
+    }
+    if (plan.split_backward && plan.trains)
       working += chunk.working_slots * chunk.working_bytes;
     else
       working = std::max(working, chunk.working_bytes);
     streams += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
   plan.working_bytes = working;
-  const bool has_head = plan.projects();
+  const bool has_head = plan.projects() && plan.use != ConfigUse::Generate;
   const i64 vocab = has_head ? model.vocab_share() : 0;
   // Of the largest share: the ranks that share a vocabulary meet after every chunk.
   plan.logits_chunk = has_head ? logits_chunk(R, model.largest_vocab_share(), device) : 0;
-  plan.rope_elems = model::rope_table_elems(config.model, plan.sequence_length);
+  if (plan.use != ConfigUse::Generate) plan.rope_elems = model::rope_table_elems(config.model, plan.sequence_length);
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
-  const i64 fresh = zero::fresh_grad_elems(plan.grad_layout, plan.buckets, plan.grads) * wire_bytes;
-  const i64 accum = zero::grad_accum_elems(plan.grad_layout, plan.grads) * 4;
+  const bool trains = plan.trains;
+  const i64 fresh = trains ? zero::fresh_grad_elems(plan.grad_layout, plan.buckets, plan.grads) * wire_bytes : 0;
+  const i64 accum = trains ? zero::grad_accum_elems(plan.grad_layout, plan.grads) * 4 : 0;
   const i64 gathered = plan.gather_pool_elems * work_bytes;
   plan.shared = {whole * work_bytes, gathered, fresh, accum};
   tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
@@ -441,12 +456,12 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
   // the output projection, staged gradients; sums over the tensor-parallel group.
   plan.stream_slots = streams;
-  tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + vocab * C * 4 +
-                        zero::staging_elems(plan.grad_layout, plan.grads) * 4;
+  tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64);
+  if (trains) tag(Tag::Workspace) += (vocab * C + zero::staging_elems(plan.grad_layout, plan.grads)) * 4;
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     optim::LargestMatrix largest;
-    if (group.needs_matrices()) {
+    if (group.needs_matrices() && trains) {
       plan.matrices.push_back(zero::plan_matrices(plan.layout, plan.rows, params_of(plan, g)));
       for (const zero::MatrixPlace& m : plan.matrices.back()) {
         largest.elems = std::max(largest.elems, m.rows * m.cols);
@@ -458,12 +473,12 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     } else {
       plan.matrices.emplace_back();
     }
-    plan.optimizer_workspace += optim::workspace_bytes(group, std::ssize(params_of(plan, g)), largest);
+    if (trains) plan.optimizer_workspace += optim::workspace_bytes(group, std::ssize(params_of(plan, g)), largest);
   }
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
-  plan.exchange_elems = exchange_elems(plan);
+  plan.exchange_elems = trains ? exchange_elems(plan) : 0;
   tag(Tag::Workspace) += plan.exchange_elems * 4;
-  if (mesh.tp > 1) {
+  if (mesh.tp > 1 && plan.use != ConfigUse::Generate) {
     const i64 rows = model.shard.padded_rows(R);
     plan.tp_shared = {rows * C * work_bytes, rows * C * work_bytes};
     tag(Tag::Workspace) += 2 * rows * C * work_bytes + rows / mesh.tp * C * 4 + 3 * plan.logits_chunk * 4;
@@ -477,7 +492,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // CPU a save in the background has a copy of what this rank owns.
   if (device == DeviceKind::Cuda) {
     plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
-  } else if (config.save.async) {
+  } else if (config.save.async && trains) {
     plan.state_bytes = plan.states.owned_elems() * 4 + padded / P * work_bytes;
   }
   tag(Tag::Host) += plan.state_bytes;
@@ -496,6 +511,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     gathers.calls += zero::num_publish_calls(plan.layout, z.allgather_bucket_size);
   }
   plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
+  if (!trains) plan.traffic.clear();  // of training steps
   MeshCalls& calls = plan.largest_calls;
   for (const zero::Bucket& b : plan.buckets) calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
   // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not

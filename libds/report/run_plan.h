@@ -46,6 +46,8 @@ struct PassShape {
 
 struct RunPlan {
   DeviceKind device = DeviceKind::Cpu;  // where it runs
+  ConfigUse use = ConfigUse::Train;
+  bool trains = true;  // else there are weights alone: neither gradients nor states, and memory of forward passes
   MeshShape mesh;
   MeshCoord coord;
   DType work = DType::F32, wire = DType::F32;

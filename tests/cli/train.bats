@@ -386,3 +386,27 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   run ls
   refute_output --partial run
 }
+
+@test "--eval and --generate need weights and a forward pass: they run where training does not fit, and --check says so" {
+  sed 's|"n_embd": 32, "n_layer": 2, "n_head": 2|"n_embd": 768, "n_layer": 8, "n_head": 8|' cfg.json >big.json
+  one=(--set train_batch_size=2 --set threads=1)
+  ds-train big.json "${one[@]}" --out run --quiet --steps 1
+  (
+    ulimit -v 800000
+    run ds-train big.json "${one[@]}" --quiet --steps 1
+    assert_failure 4
+      assert_output --partial "address space limit"
+    ds-train big.json "${one[@]}" --out run --resume latest --generate The --max-tokens 4 --quiet
+    ds-train big.json "${one[@]}" --out run --resume latest --eval --set eval.batches=1 --quiet
+  )
+  needs() { ds-train big.json "${one[@]}" --check "$@" --quiet --json | sed 's/.*"memory_bytes":{\([^}]*\)}.*/\1/'; }
+  [[ $(needs) == *'"optimizer"'* ]]
+  for what in --eval "--generate The"; do
+    # shellcheck disable=SC2086
+    [[ $(needs $what) == *'"params"'* ]]
+    # shellcheck disable=SC2086
+    [[ $(needs $what) != *'"optimizer":'[1-9]* && $(needs $what) != *'"grads":'[1-9]* ]]
+  done
+  # Whatever optimizer trained it.
+  ds-train big.json "${one[@]}" --set optimizer.type=Lion --out run --resume latest --generate The --max-tokens 4 --quiet
+}

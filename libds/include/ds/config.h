@@ -178,7 +178,16 @@ struct SaveConfig {
   SaveFailure on_error = SaveFailure::Stop;  // what the run does when a save fails before its end
 };
 
+// What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
+// batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
+// fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
+enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
+
 struct Config {
+  ConfigUse use = ConfigUse::Train;
+  // Else a run has weights, and no gradients, masters or states of optimizers.
+  bool trains() const noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
+
   BatchConfig batch;
   OptimizerConfig optimizer;
   SchedulerConfig scheduler;
@@ -235,11 +244,6 @@ struct ConfigResult {
   // All errors, one a line.
   DS_API std::string message() const;
 };
-
-// What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
-// batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
-// fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
-enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
 
 // Reads a configuration and reports every mistake in it at once; opens model.path too, but no data file.
 //   path        a file, or "-" for standard input

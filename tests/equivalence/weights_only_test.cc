@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: Apache-2.0
+// Who evaluates or writes text has weights alone: the bits of a trainer, and none of its memory.
+
+#include <mutex>
+
+#include "equivalence/layouts.h"
+
+namespace ds::testing {
+namespace weights_only_test {
+
+struct Seen {
+  double loss = 0;
+  std::vector<i32> text;
+  report::TagBytes counted{}, predicted{};
+};
+
+Seen look(Config c, int ranks, ConfigUse use) {
+  c.use = use;
+  Seen seen;
+  std::mutex mutex;
+  std::vector<std::unique_ptr<Communicator>> worlds = make_thread_communicators(ranks, {.timeout_s = 60});
+  std::vector<std::thread> threads;
+  for (int r = 0; r < ranks; ++r) {
+    threads.emplace_back([&, r] {
+      const auto device = make_cpu_device(*cpu_ops(), 1);
+      Mesh mesh(std::move(worlds[static_cast<size_t>(r)]), report::mesh_shape(c, ranks), {.timeout_s = 60});
+      MemoryLedger ledger;
+      engine::Engine engine(c, mesh, ledger, *device);
+      engine.init_weights();
+      EXPECT_TRUE(engine.is_finite());
+      report::TagBytes counted{};
+      double loss = 0;
+      if (use != ConfigUse::Generate) {
+        const i64 B = c.batch.micro, T = c.data.seq_length;
+        loss = *engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+          for (i64 b = 0; b < B; ++b) {
+            const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+            fill_sample((batch * mesh.data_size() + mesh.data_rank()) * B + b, c.model.vocab_size, ids.subspan(at, n),
+                        targets.subspan(at, n));
+          }
+          return true;
+        });
+      }
+      for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
+      std::vector<i32> text;
+      const std::vector<i32> prompt{3, 5, 7};
+      engine.generate(prompt, {.max_tokens = 4, .temperature = 0}, [&](i32 id) {
+        text.push_back(id);
+        return true;
+      });
+      const std::lock_guard lock(mutex);
+      for (size_t t = 0; t < counted.size(); ++t)
+        EXPECT_EQ(counted[t], engine.plan().memory[t]) << "rank " << r << ": " << tag_name(static_cast<Tag>(t));
+      if (r == 0) seen = {loss, text, counted, engine.plan().memory};
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  return seen;
+}
+
+TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const DType work : {DType::F32, DType::BF16, DType::F16}) {
+      for (const Layout& l : {Layout{},
+                              {.dp = 2, .stage = 0},
+                              {.dp = 2, .stage = 3},
+                              {.pp = 2},
+                              {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                              {.pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 3},
+                              {.tp = 2, .sequence = true},
+                              {.sp = 2},
+                              {.checkpoints = Granularity::Layer}}) {
+        ModelConfig deep = model;
+        deep.layers = 4;
+        Config c = config_of(deep, l, 4);
+        c.bf16.enabled = work == DType::BF16;
+        c.fp16.enabled = work == DType::F16;
+        c.communication_data_type = work;
+        const std::string what = fmt::format("{} {} {}", family_name(model.family), l.name(), dtype_name(work));
+        const Seen trainer = look(c, l.ranks(), ConfigUse::Train), eval = look(c, l.ranks(), ConfigUse::Evaluate),
+                   writer = look(c, l.ranks(), ConfigUse::Generate);
+        EXPECT_EQ(std::bit_cast<u64>(eval.loss), std::bit_cast<u64>(trainer.loss)) << what;
+        EXPECT_EQ(eval.text, trainer.text) << what;
+        EXPECT_EQ(writer.text, trainer.text) << what;
+        i64 all[3] = {};
+        for (size_t t = 0; t < eval.counted.size(); ++t) {
+          all[0] += trainer.counted[t];
+          all[1] += eval.counted[t];
+          all[2] += writer.counted[t];
+        }
+        for (const Tag tag : {Tag::Master, Tag::Optimizer, Tag::Grads, Tag::Buckets, Tag::GradAccum, Tag::Host}) {
+          EXPECT_EQ(eval.counted[static_cast<size_t>(tag)], 0) << what << " " << tag_name(tag);
+          EXPECT_EQ(writer.counted[static_cast<size_t>(tag)], 0) << what << " " << tag_name(tag);
+        }
+        EXPECT_EQ(eval.counted[static_cast<size_t>(Tag::Params)], trainer.counted[static_cast<size_t>(Tag::Params)]);
+        EXPECT_LT(all[1], all[0]) << what;
+        EXPECT_LT(all[2], all[1]) << what;
+      }
+    }
+  }
+}
+
+}  // namespace weights_only_test
+}  // namespace ds::testing
