@@ -395,7 +395,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
     ulimit -v 800000
     run ds-train big.json "${one[@]}" --quiet --steps 1
     assert_failure 4
-      assert_output --partial "address space limit"
+    assert_output --partial "address space limit"
     ds-train big.json "${one[@]}" --out run --resume latest --generate The --max-tokens 4 --quiet
     ds-train big.json "${one[@]}" --out run --resume latest --eval --set eval.batches=1 --quiet
   )
