@@ -150,8 +150,8 @@ constexpr Key kGroupKeys[] = {
     effect("nesterov", slot_of<&U::nesterov>),
     effect("min_coeff", slot_of<&U::min_coeff>, kAboveZero),
     effect("max_coeff", slot_of<&U::max_coeff>, kAboveZero),
-    effect("muon_lr", slot_of<&U::muon_lr>, kRate),
-    effect("adam_lr", slot_of<&U::adam_lr>, kRate),
+    effect("muon_lr", slot_of<&U::muon_lr>, kAboveZero),
+    effect("adam_lr", slot_of<&U::adam_lr>, kAboveZero),
     effect("adjust_lr_fn", slot_of<&U::muon_scale>),
 };
 // clang-format on
@@ -180,8 +180,8 @@ constexpr Key kKeys[] = {
     effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
     effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kAboveZero),
     effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kAboveZero),
-    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kRate),
-    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kRate),
+    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kAboveZero),
+    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kAboveZero),
     effect("optimizer.params.adjust_lr_fn", slot_of<&C::optimizer, &OptimizerConfig::muon_scale>),
     ignored("optimizer.params.ns_method", "there is one iteration of Newton and Schulz"),
     {.path = "optimizer.param_groups", .kind = KeyKind::Subtable},

@@ -86,9 +86,21 @@ void refuse_foreign(OptimizerType type, std::string_view prefix, Reader& r) {
   }
 }
 
+// Muon's two rates are the one that is given, where they are not.
+template <class Given>
+void resolve_rates(UpdateConfig& u, Given&& given) {
+  if (u.type != OptimizerType::Muon) return;
+  if (!given("muon_lr") && (given("lr") || u.muon_lr == 0)) u.muon_lr = u.lr;
+  if (!given("adam_lr") && (given("lr") || u.adam_lr == 0)) u.adam_lr = u.lr;
+}
+
 void check_values(const UpdateConfig& u, std::string_view prefix, Reader& r) {
   if (u.type == OptimizerType::Sgd && u.nesterov && (u.momentum == 0 || u.dampening != 0))
     r.error(fmt::format("{}nesterov", prefix), "needs a momentum above 0 and a dampening of 0");
+  for (const auto& [key, lr] : {std::pair{"muon_lr", u.muon_lr}, {"adam_lr", u.adam_lr}}) {
+    if (u.type == OptimizerType::Muon && u.lr == 0 && lr > 0)
+      r.error(fmt::format("{}{}", prefix, key), "follows the schedule in proportion to lr, which is 0");
+  }
   if (u.type == OptimizerType::Lamb && u.min_coeff > u.max_coeff)
     r.error(fmt::format("{}min_coeff", prefix), fmt::format("is above max_coeff, {}", u.max_coeff));
 }
@@ -99,7 +111,9 @@ bool optimizer_takes(OptimizerType type, std::string_view key) { return has_word
 
 void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
   constexpr std::string_view kParams = "optimizer.params.", kGroups = "optimizer.param_groups";
-  fill(o, kind_of(o.type).defaults, [&](std::string_view key) { return r.given(fmt::format("{}{}", kParams, key)); });
+  const auto given = [&](std::string_view key) { return r.given(fmt::format("{}{}", kParams, key)); };
+  fill(o, kind_of(o.type).defaults, given);
+  resolve_rates(o, given);
   refuse_foreign(o.type, kParams, r);
   check_values(o, kParams, r);
 
@@ -124,7 +138,9 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
       others.lr = o.lr;
       others.weight_decay = o.weight_decay;
     }
-    fill(u, others, [&](std::string_view key) { return of_group.given(key); });
+    const auto in_group = [&](std::string_view key) { return of_group.given(key); };
+    fill(u, others, in_group);
+    resolve_rates(u, in_group);
     refuse_foreign(u.type, "", of_group);
     check_values(u, "", of_group);
     if (group.params.empty() && !of_group.broken("params"))

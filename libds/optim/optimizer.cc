@@ -74,7 +74,7 @@ std::vector<bool> hidden_matrices(const model::Model& model) {
 
 // Muon is for hidden matrices. What else its group has becomes a group that AdamW updates.
 void split_muon(const model::Model& model, Groups& result) {
-  const auto ratio = [&](double lr, double given) { return given == 0 || lr == 0 ? 1.0 : given / lr; };
+  const auto ratio = [&](double lr, double given) { return lr == 0 ? 1.0 : given / lr; };
   const size_t groups = result.groups.size();
   for (size_t g = 0; g < groups; ++g) {
     if (!result.groups[g].needs_matrices()) continue;

@@ -57,8 +57,6 @@ refuses() {
     # shellcheck disable=SC2086
     refuses 2 "${option% *} requires --generate" cfg.json $option
   done
-  refuses 2 "--eval" cfg.json --eval --check
-  refuses 2 "--generate" cfg.json --generate x --check
   refuses 2 "--generate" cfg.json --generate x --eval
   for what in "--eval" "--generate x"; do
     # shellcheck disable=SC2086

@@ -104,13 +104,22 @@ offset_of() { # step rank state
   ds-launch -n 2 ds-train cfg.json --out run --steps 8 --quiet "${set[@]}"
   cp -r run pristine
   flip run/step-00000008/rank-00001.h5 $(($(offset_of run/step-00000008 1 exp_avg_sq) + 9))
-  for asked in "--out new --resume run/step-00000008" "--eval --resume run" "--eval --out run --resume latest"; do
+  run ds-train cfg.json --out new --resume run/step-00000008
+  assert_failure 3
+  assert_output --regexp 'run/step-00000008/rank-00001.h5: checksum mismatch in /exp_avg_sq/.*@'
+  assert [ ! -e new ]
+  # An evaluation reads weights alone.
+  cp -r run weights
+  flip weights/step-00000008/rank-00001.h5 $(($(offset_of weights/step-00000008 1 param) + 9))
+  for asked in "--eval --resume NAME" "--eval --out NAME --resume latest"; do
     # shellcheck disable=SC2086
-    run ds-train cfg.json $asked
+    ds-train cfg.json ${asked/NAME/run}
+    # shellcheck disable=SC2086
+    run ds-train cfg.json ${asked/NAME/weights}
     assert_failure 3
-    assert_output --regexp 'run/step-00000008/rank-00001.h5: checksum mismatch in /exp_avg_sq/.*@'
-    assert [ ! -e new ]
+    assert_output --regexp 'weights/step-00000008/rank-00001.h5: checksum mismatch in /param/.*@'
   done
+  rm -r weights
   run ds-ckpt-merge run -o x.safetensors --optimizer
   assert_failure 3
   run ds-launch -n 4 ds-train cfg.json --out run --resume latest "${set[@]}"

@@ -117,6 +117,7 @@ TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
     c.tensor_parallel.tp_size = tp;
     c.optimizer.type = type;
     c.optimizer.momentum = 0.9;
+    c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
     ParamGroupConfig slow;
     static_cast<UpdateConfig&>(slow) = c.optimizer;
     slow.type = OptimizerType::Sgd;

@@ -71,6 +71,7 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
       Config c = config_of(tiny_llama(), GetParam(), ranks, 2 / ranks, stage);
       c.optimizer.type = type;
       c.optimizer.momentum = 0.9;
+      c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
       return c;
     };
     const Trace want = train(config(1, 0), 1);

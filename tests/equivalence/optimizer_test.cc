@@ -34,7 +34,7 @@ const Case kOptimizers[] = {
     {"Adagrad", [](OptimizerConfig& o) { o.type = OptimizerType::Adagrad, o.lr = 0.02; }},
     {"Muon",
      [](OptimizerConfig& o) {
-       o.type = OptimizerType::Muon, o.lr = 0.02, o.adam_lr = 3e-3;
+       o.type = OptimizerType::Muon, o.lr = o.muon_lr = 0.02, o.adam_lr = 3e-3;
        o.momentum = 0.95, o.nesterov = true, o.beta2 = 0.95, o.eps = 1e-10f;
      }},
     {"Groups",

@@ -49,7 +49,7 @@ struct UpdateConfig {
   double momentum = 0, dampening = 0;
   bool nesterov = false;
   double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
-  double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them; 0: lr
+  double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them
   MuonScale muon_scale = MuonScale::Original;
   bool operator==(const UpdateConfig&) const = default;
 };
