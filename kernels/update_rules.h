@@ -37,6 +37,15 @@ Constants<V> constants_of(const UpdateParams& p, Splat splat) noexcept {
 
 DS_HOST_DEVICE inline float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
 
+// Both moments take g in; returns the step that they make.
+template <class V>
+DS_HOST_DEVICE V step_of_moments(const V& g, V* s, const Constants<V>& k) {
+  using std::sqrt;
+  s[0] = k.beta1 * s[0] + k.rest1 * g;
+  s[1] = k.beta2 * s[1] + k.rest2 * g * g;
+  return s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps);
+}
+
 // Kingma, Ba: "Adam" (L2: the decay is a part of the gradient); Loshchilov, Hutter: "Decoupled Weight Decay
 // Regularization".
 template <bool decoupled>
@@ -45,11 +54,8 @@ struct Adam {
   static constexpr bool kDirection = false;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
-    using std::sqrt;
     if constexpr (!decoupled) g = g + decay * w;
-    s[0] = k.beta1 * s[0] + k.rest1 * g;
-    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
-    V update = s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps);
+    V update = step_of_moments(g, s, k);
     if constexpr (decoupled) update = update + decay * w;
     w = w - k.lr * update;
   }
@@ -110,10 +116,7 @@ struct LambDirection {
   static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
-    using std::sqrt;
-    s[0] = k.beta1 * s[0] + k.rest1 * g;
-    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
-    g = s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps) + decay * w;
+    g = step_of_moments(g, s, k) + decay * w;
   }
 };
 
@@ -134,14 +137,7 @@ struct MuonDirection {
 };
 
 // Along a direction, which is no gradient: nothing unscales or clips it, and UpdateTensor::factor multiplies it.
-struct Descend {
-  static constexpr int kStates = 0;
-  static constexpr bool kDirection = false;
-  template <class V>
-  DS_HOST_DEVICE static void apply(V& w, V& g, V*, V decay, const Constants<V>& k) {
-    w = w - k.lr * (g + decay * w);
-  }
-};
+struct Descend : Sgd {};
 
 // Calls f(Rule{}) with the rule of that name.
 template <class F>

@@ -13,7 +13,6 @@
 // Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
 // before.
 
-#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -34,6 +33,7 @@ struct ParamEntry {
   // Which states of optimizers it has, where parameters differ in that (Muon beside AdamW, frozen ones); else it has
   // those of the checkpoint.
   std::optional<StateSet> optimizer_states = {};
+  std::string optimizer = {};  // whose they are, where that is not CheckpointMeta::optimizer
   bool may_have(State s) const noexcept {
     return !is_optimizer_state(s) || !optimizer_states || (*optimizer_states)[s];
   }
@@ -50,6 +50,16 @@ struct StatePiece {
   PerState<void*> data;
   const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
   float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
+};
+
+// The optimizer of steps that name none; and what those name that train nothing.
+inline constexpr std::string_view kUsualOptimizer = "AdamW", kNoOptimizer = "none";
+
+// What a run keeps of a parameter, beside its weights.
+struct ParamOptimizer {
+  std::string name;
+  StateSet states;
+  bool trains = false;  // else no state is wanted, whatever there is
 };
 
 struct LossScalerState {
@@ -70,10 +80,11 @@ struct CheckpointMeta {
   LossScalerState loss_scaler;
   i64 skipped_steps = 0;
   i64 optimizer_step = 0;
-  std::string isa;                // instruction set that the bits were made with
-  std::string data_json;          // identity of the training data; empty or a JSON document
-  std::string config_json;        // the resolved configuration; empty or a JSON document
-  std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
+  std::string optimizer = std::string(kUsualOptimizer);  // whose states are stored: its name in configurations
+  std::string isa;                                       // instruction set that the bits were made with
+  std::string data_json;                                 // identity of the training data; empty or a JSON document
+  std::string config_json;                               // the resolved configuration; empty or a JSON document
+  std::string model_config_json;                         // Hugging Face's config.json; empty or a JSON document
   // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
   std::optional<std::map<std::string, std::string>> metadata;
   bool operator==(const CheckpointMeta&) const = default;
@@ -99,7 +110,8 @@ void remove_old_steps(const std::string& dir, i64 newest, i64 keep, std::span<co
 std::string step_before(const std::string& dir, const std::string& step_dir);
 
 // Throws what load_checkpoint would throw for a model with these parameters before it reads the bulk.
-CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params);
+CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params,
+                                std::span<const ParamOptimizer> optimizers = {});
 
 // Collective. Fills every non-null pointer of `pieces`, for any ranges and slices and any world size; each rank reads
 // what it needs from wherever it stands, and checks the checksums of what it reads. param_data is in work_dtype; where
@@ -107,9 +119,10 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 // (names, shapes, ranges, files and their structure) is checked on all ranks before anything is filled; after a later
 // error the pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch
 // (another model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
-// `accept` throws where the caller cannot take that step; it is called before the pieces are compared.
+// `optimizers`: by entry of params, or empty; after the first update a parameter that is trained must have the states
+// of the same optimizer there, no less and no more.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
-                               const std::function<void(const CheckpointMeta&)>& accept = {});
+                               std::span<const ParamOptimizer> optimizers = {});
 
 }  // namespace ds

@@ -107,6 +107,41 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
   return index;
 }
 
+// What one optimizer keeps means nothing to another. index: by entry of the run, its entry in the manifest.
+void check_optimizers(const Manifest& m, const std::string& dir, std::span<const i64> index,
+                      std::span<const ParamOptimizer> optimizers) {
+  if (m.meta.optimizer_step == 0) return;
+  const auto described = [](std::string_view name, const StateSet& states) {
+    std::vector<std::string_view> names;
+    for (const State s : kOptimizerStates) {
+      if (states[s]) names.push_back(state_name(s));
+    }
+    return fmt::format("{} ({})", name, names.empty() ? "no state" : fmt::format("{}", fmt::join(names, ", ")));
+  };
+  StateSet any;
+  for (const State s : kOptimizerStates) any[s] = m.has(s);
+  std::string first;
+  i64 others = 0;
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    const ParamEntry& entry = m.params[static_cast<size_t>(index[i])];
+    const ParamOptimizer& here = optimizers[i];
+    if (!here.trains) continue;
+    StateSet there;
+    for (const State s : kOptimizerStates) there[s] = any[s] && entry.may_have(s);
+    const std::string& name = entry.optimizer.empty() ? m.meta.optimizer : entry.optimizer;
+    if (there == here.states && (there == StateSet{} || name == here.name)) continue;
+    if (first.empty()) {
+      first = fmt::format("'{}' has the state of {} there, and is updated by {} here", entry.name,
+                          described(name, there), described(here.name, here.states));
+    } else {
+      ++others;
+    }
+  }
+  DS_CHECK(first.empty(), Errc::Mismatch,
+           "{}: {}{}; set the optimizer to what it was, or start from the weights: --weights {}", dir, first,
+           others == 0 ? "" : fmt::format(" (and {} more parameters)", others), dir);
+}
+
 const model::ParamSlice& slice_of(const StatePiece& p) noexcept {
   static const model::ParamSlice whole;
   return p.slice == nullptr ? whole : *p.slice;
@@ -147,24 +182,25 @@ std::string step_before(const std::string& dir, const std::string& step_dir) {
   return step ? newest_complete_step(dir, *step) : std::string();
 }
 
-CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params) {
+CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<ParamEntry>& params,
+                                std::span<const ParamOptimizer> optimizers) {
   CheckpointReader reader(step_dir);
   const Manifest& m = reader.manifest();
-  match_params(m, step_dir, params);
+  check_optimizers(m, step_dir, match_params(m, step_dir, params), optimizers);
   for (i64 f = 0; f < narrow<i64>(m.files.size()); ++f) reader.check_structure(f);
   return m.meta;
 }
 
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
-                               const std::function<void(const CheckpointMeta&)>& accept) {
+                               std::span<const ParamOptimizer> optimizers) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
   together(comm, [&] {
     reader.emplace(step_dir);
     const Manifest& m = reader->manifest();
     const std::vector<i64> index = match_params(m, step_dir, params);
-    if (accept) accept(m.meta);
+    check_optimizers(m, step_dir, index, optimizers);
     for (StatePiece& p : wanted) {
       DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(index.size()));
       p.param = index[static_cast<size_t>(p.param)];

@@ -122,6 +122,23 @@ StateSet states_from(const Json& names) {
   return states;
 }
 
+void optimizer_to_json(const ParamEntry& p, Json& row) {
+  if (p.optimizer_states) row["states"] = names_of(*p.optimizer_states);
+  if (!p.optimizer.empty()) row["optimizer"] = p.optimizer;
+}
+
+std::string optimizer_from(const Json& name) {
+  constexpr size_t kMost = 64;
+  const std::string text = name.get<std::string>();
+  DS_CHECK(!text.empty() && text.size() <= kMost, Errc::Corrupt, "an optimizer's name of {} bytes", text.size());
+  return text;
+}
+
+void optimizer_from_json(const Json& row, ParamEntry& p) {
+  if (row.contains("states")) p.optimizer_states = states_from(row.at("states"));
+  if (row.contains("optimizer")) p.optimizer = optimizer_from(row.at("optimizer"));
+}
+
 Json embed(const std::string& document, const char* what) {
   if (document.empty()) return nullptr;
   try {
@@ -174,6 +191,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
   };
   if (const auto& mesh = meta.mesh)
     j["mesh"] = {{"dp", mesh->dp}, {"pp", mesh->pp}, {"tp", mesh->tp}, {"sp", mesh->sp}};
+  if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -196,6 +214,7 @@ CheckpointMeta meta_from_json(const Json& j) {
                       whole_at(scaler, "last_overflow"), whole_at(scaler, "hysteresis")};
   meta.skipped_steps = counter_at(j, "skipped_steps");
   meta.optimizer_step = counter_at(j, "optimizer_step");
+  if (j.contains("optimizer")) meta.optimizer = optimizer_from(j.at("optimizer"));
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));
@@ -214,7 +233,8 @@ int version_of(const Manifest& m) noexcept {
     return std::ranges::any_of(m.files, [&](const FileRecord& f) { return std::ranges::any_of(f.pieces, is_new); });
   };
   const bool states =
-      std::ranges::any_of(m.params, [](const ParamEntry& p) { return p.optimizer_states.has_value(); }) ||
+      m.meta.optimizer != kUsualOptimizer ||
+      std::ranges::any_of(m.params, [](const ParamEntry& p) { return p.optimizer_states || !p.optimizer.empty(); }) ||
       any_piece([](const PieceRecord& p) {
         return std::ranges::any_of(kStates, [&](State s) { return s > State::ExpAvgSq && p.states[s]; });
       });
@@ -236,7 +256,7 @@ Manifest from_json(const Json& j) {
         {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
     for (const Json& dim : p.at("shape")) m.params.back().shape.push_back(whole(dim));
     if (p.contains("dtype")) m.params.back().dtype = dtype_from(p.at("dtype").get<std::string>());
-    if (p.contains("states")) m.params.back().optimizer_states = states_from(p.at("states"));
+    optimizer_from_json(p, m.params.back());
   }
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
@@ -373,23 +393,25 @@ CheckpointMeta parse_meta(std::string_view text, const std::string& path) {
   }
 }
 
-std::string format_states(const std::vector<ParamEntry>& params) {
+std::string format_optimizers(const std::vector<ParamEntry>& params) {
   Json of = Json::object();
   for (const ParamEntry& p : params) {
-    if (p.optimizer_states) of[p.name] = names_of(*p.optimizer_states);
+    Json row = Json::object();
+    optimizer_to_json(p, row);
+    if (!row.empty()) of[p.name] = std::move(row);
   }
   return of.empty() ? "" : of.dump();
 }
 
-void parse_states(std::string_view text, const std::string& path, std::vector<ParamEntry>& params) {
+void parse_optimizers(std::string_view text, const std::string& path, std::vector<ParamEntry>& params) {
   const Json of = parse_bounded(text, path);
-  DS_CHECK(of.is_object(), Errc::Corrupt, "{}: the states of its parameters are no object", path);
+  DS_CHECK(of.is_object(), Errc::Corrupt, "{}: the optimizers of its parameters are no object", path);
   try {
     for (ParamEntry& p : params) {
-      if (const auto it = of.find(p.name); it != of.end()) p.optimizer_states = states_from(*it);
+      if (const auto it = of.find(p.name); it != of.end()) optimizer_from_json(*it, p);
     }
   } catch (const nlohmann::json::exception& e) {
-    throw Error(Errc::Corrupt, fmt::format("{}: the states of its parameters: {}", path, json_reason(e)));
+    throw Error(Errc::Corrupt, fmt::format("{}: the optimizers of its parameters: {}", path, json_reason(e)));
   } catch (const Error& e) {
     throw Error(e.code(), fmt::format("{}: {}", path, e.what()));
   }
@@ -404,7 +426,7 @@ std::string format_manifest(const Manifest& m) {
     params.push_back({{"name", p.name}, {"shape", p.shape}});
     if (!p.tied_to.empty()) params.back()["tied_to"] = p.tied_to;
     if (p.dtype) params.back()["dtype"] = dtype_name(*p.dtype);
-    if (p.optimizer_states) params.back()["states"] = names_of(*p.optimizer_states);
+    optimizer_to_json(p, params.back());
   }
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));

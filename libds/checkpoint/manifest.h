@@ -69,10 +69,10 @@ void validate_manifest(const Manifest&, const std::string& path, Errc code);
 std::string format_meta(const CheckpointMeta&);
 CheckpointMeta parse_meta(std::string_view text, const std::string& path);
 
-// ParamEntry::optimizer_states of all that have them, on one line; empty: of none.
-std::string format_states(const std::vector<ParamEntry>& params);
-// Sets them. Throws Errc::Corrupt, Errc::Unavailable (a state that is unknown here).
-void parse_states(std::string_view text, const std::string& path, std::vector<ParamEntry>& params);
+// What the entries say of their optimizers, on one line; empty: nothing.
+std::string format_optimizers(const std::vector<ParamEntry>& params);
+// Sets it. Throws Errc::Corrupt, Errc::Unavailable (a state that is unknown here).
+void parse_optimizers(std::string_view text, const std::string& path, std::vector<ParamEntry>& params);
 
 // One rank's part, as it travels to rank 0.
 std::string format_file_record(const FileRecord&);

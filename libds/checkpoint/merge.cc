@@ -272,8 +272,8 @@ MergeResult merge_checkpoint(const std::string& source, const std::string& outpu
   if (format == Format::Hf) metadata["format"] = "pt";
   if (o.optimizer) {
     metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
-    if (const std::string states = format_states(state->params()); !states.empty())
-      metadata[std::string(kStatesKey)] = states;
+    if (const std::string optimizers = format_optimizers(state->params()); !optimizers.empty())
+      metadata[std::string(kOptimizersKey)] = optimizers;
   }
   for (const ParamEntry& p : state->params()) {
     if (p.tied_to.empty() || tensors->find(p.tied_to) == nullptr) continue;

@@ -57,9 +57,9 @@ class TensorState : public StateSource {
       const bool as_usual = t.dtype == meta_.work_dtype;
       params_.push_back({t.name, t.shape, "", as_usual ? std::nullopt : std::optional(t.dtype)});
     }
-    if (const auto it = metadata.find(std::string(kStatesKey)); it != metadata.end()) {
-      parse_states(it->second, path(), params_);
-      meta_.metadata->erase(std::string(kStatesKey));
+    if (const auto it = metadata.find(std::string(kOptimizersKey)); it != metadata.end()) {
+      parse_optimizers(it->second, path(), params_);
+      meta_.metadata->erase(std::string(kOptimizersKey));
     }
     states_.resize(params_.size());
     for (const TensorInfo& t : tensors_->list()) add_state(t, index);
@@ -170,7 +170,10 @@ std::unique_ptr<StateSource> make_tensor_state(std::unique_ptr<TensorSource> ten
 namespace {
 
 std::unique_ptr<StateTensors> view_of(StateSource& state, const StateView& view) {
-  DS_CHECK(!view.optimizer || state.has_optimizer_state(), Errc::Mismatch, "{}: holds no optimizer state",
+  // Plain SGD keeps none.
+  const bool keeps_none = state.meta().optimizer != kUsualOptimizer ||
+                          std::ranges::any_of(state.params(), [](const ParamEntry& p) { return !p.optimizer.empty(); });
+  DS_CHECK(!view.optimizer || state.has_optimizer_state() || keeps_none, Errc::Mismatch, "{}: holds no optimizer state",
            state.path());
   check_readable(state, view.only);
   const std::vector<bool> chosen = choose(state, view.only);

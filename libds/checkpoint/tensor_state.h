@@ -9,8 +9,8 @@ namespace ds {
 
 // Under this name the metadata of a file keeps the meta of the step whose optimizer state it holds.
 inline constexpr std::string_view kMetaKey = "libds";
-// And under this one, where parameters differ in it, which states of optimizers they have.
-inline constexpr std::string_view kStatesKey = "libds.states";
+// And under this one, where parameters differ in it, whose states they have, and which.
+inline constexpr std::string_view kOptimizersKey = "libds.optimizers";
 
 // "optimizer.exp_avg.<name>": where files of whole tensors keep the states of a parameter.
 std::string state_tensor_name(State state, std::string_view param);

@@ -136,6 +136,24 @@ void resolve_scheduler(Config& c, Reader& r) {
   belongs("warmup_min_ratio", true);
   belongs("cos_min_ratio", true);
   if (!r.given("scheduler.params.warmup_max_lr")) s.warmup_max_lr = c.optimizer.lr;
+  if (!cosine && s.warmup_max_lr != c.optimizer.lr && c.optimizer.lr > 0) {
+    const auto rises = [&](const std::string& path, double lr) {
+      if (lr != c.optimizer.lr)
+        r.warning(path,
+                  fmt::format("rises to {:.6g}: it follows the schedule in proportion to optimizer.params.lr, which "
+                              "is {:.6g}, and warmup_max_lr is {:.6g}",
+                              lr / c.optimizer.lr * s.warmup_max_lr, c.optimizer.lr, s.warmup_max_lr));
+    };
+    const auto rates = [&](const UpdateConfig& u, const std::string& prefix) {
+      if (u.type != OptimizerType::Muon) return rises(prefix + "lr", u.lr);
+      rises(prefix + "muon_lr", u.muon_lr);
+      rises(prefix + "adam_lr", u.adam_lr);
+    };
+    rates(c.optimizer, "optimizer.params.");
+    for (size_t g = 0; g < c.optimizer.groups.size(); ++g) {
+      if (!c.optimizer.groups[g].frozen) rates(c.optimizer.groups[g], fmt::format("optimizer.param_groups[{}].", g));
+    }
+  }
   if (!r.given("scheduler.params.total_num_steps")) s.total_num_steps = c.steps;
   if (cosine && s.total_num_steps > 0 && s.total_num_steps < s.warmup_num_steps &&
       !r.any_broken({"steps", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"}))

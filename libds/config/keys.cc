@@ -79,6 +79,7 @@ constexpr Range kDegree = {0, 1 << 20};  // of parallelism: 0 is none
 constexpr Range kLimit = {0, 0x1p63};    // only compared or divided by: "never" and "no limit" are sys.maxsize there
 constexpr Range kSomeLimit = {1, 0x1p63};
 constexpr Range kAboveZero = {.open_low = true};
+constexpr Range kFp32AboveZero = {.high = 3e38, .open_low = true, .fp32 = true};
 constexpr Range kSeconds = {.high = 1e9, .open_low = true};  // as nanoseconds they still fit
 constexpr Range kRate = {.high = 3e38, .fp32 = true};
 constexpr Range kShare = {0, 1};
@@ -148,10 +149,10 @@ constexpr Key kGroupKeys[] = {
     effect("momentum", slot_of<&U::momentum>, kBelowOne),
     effect("dampening", slot_of<&U::dampening>, kShare),
     effect("nesterov", slot_of<&U::nesterov>),
-    effect("min_coeff", slot_of<&U::min_coeff>, kAboveZero),
-    effect("max_coeff", slot_of<&U::max_coeff>, kAboveZero),
-    effect("muon_lr", slot_of<&U::muon_lr>, kAboveZero),
-    effect("adam_lr", slot_of<&U::adam_lr>, kAboveZero),
+    effect("min_coeff", slot_of<&U::min_coeff>, kFp32AboveZero),
+    effect("max_coeff", slot_of<&U::max_coeff>, kFp32AboveZero),
+    effect("muon_lr", slot_of<&U::muon_lr>, kFp32AboveZero),
+    effect("adam_lr", slot_of<&U::adam_lr>, kFp32AboveZero),
     effect("adjust_lr_fn", slot_of<&U::muon_scale>),
 };
 // clang-format on
@@ -178,10 +179,10 @@ constexpr Key kKeys[] = {
     effect("optimizer.params.momentum", slot_of<&C::optimizer, &OptimizerConfig::momentum>, kBelowOne),
     effect("optimizer.params.dampening", slot_of<&C::optimizer, &OptimizerConfig::dampening>, kShare),
     effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
-    effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kAboveZero),
-    effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kAboveZero),
-    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kAboveZero),
-    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kAboveZero),
+    effect("optimizer.params.min_coeff", slot_of<&C::optimizer, &OptimizerConfig::min_coeff>, kFp32AboveZero),
+    effect("optimizer.params.max_coeff", slot_of<&C::optimizer, &OptimizerConfig::max_coeff>, kFp32AboveZero),
+    effect("optimizer.params.muon_lr", slot_of<&C::optimizer, &OptimizerConfig::muon_lr>, kFp32AboveZero),
+    effect("optimizer.params.adam_lr", slot_of<&C::optimizer, &OptimizerConfig::adam_lr>, kFp32AboveZero),
     effect("optimizer.params.adjust_lr_fn", slot_of<&C::optimizer, &OptimizerConfig::muon_scale>),
     ignored("optimizer.params.ns_method", "there is one iteration of Newton and Schulz"),
     {.path = "optimizer.param_groups", .kind = KeyKind::Subtable},

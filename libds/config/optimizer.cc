@@ -29,13 +29,6 @@ const Kind kKinds[] = {
 
 const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }
 
-std::string_view name_of(OptimizerType type) {
-  UpdateConfig u;
-  u.type = type;
-  const Key& key = *std::ranges::find(param_group_keys(), "type", &Key::path);
-  return enum_name(std::get<EnumSlot>(key.slot(&u)).names, static_cast<u8>(type));
-}
-
 // The keys of hyperparameters.
 bool is_param(const Key& key) { return key.path != "params" && key.path != "frozen" && key.path != "type"; }
 
@@ -73,7 +66,7 @@ bool has_word(std::string_view words, std::string_view word) {
 std::string takers_of(std::string_view key) {
   std::vector<std::string_view> names;
   for (const Kind& kind : kKinds) {
-    if (has_word(kind.keys, key)) names.push_back(name_of(kind.type));
+    if (has_word(kind.keys, key)) names.push_back(optimizer_name(kind.type));
   }
   return fmt::format("{}", fmt::join(names, ", "));
 }
@@ -82,7 +75,7 @@ void refuse_foreign(OptimizerType type, std::string_view prefix, Reader& r) {
   for (const Key& key : param_group_keys()) {
     const std::string path = fmt::format("{}{}", prefix, key.path);
     if (is_param(key) && !optimizer_takes(type, key.path) && (r.given(path) || r.automatic(path)))
-      r.error(path, fmt::format("belongs to {}; the optimizer is {}", takers_of(key.path), name_of(type)));
+      r.error(path, fmt::format("belongs to {}; the optimizer is {}", takers_of(key.path), optimizer_name(type)));
   }
 }
 
@@ -106,6 +99,13 @@ void check_values(const UpdateConfig& u, std::string_view prefix, Reader& r) {
 }
 
 }  // namespace
+
+std::string_view optimizer_name(OptimizerType type) {
+  UpdateConfig u;
+  u.type = type;
+  const Key& key = *std::ranges::find(param_group_keys(), "type", &Key::path);
+  return enum_name(std::get<EnumSlot>(key.slot(&u)).names, static_cast<u8>(type));
+}
 
 bool optimizer_takes(OptimizerType type, std::string_view key) { return has_word(kind_of(type).keys, key); }
 
@@ -141,8 +141,15 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
     const auto in_group = [&](std::string_view key) { return of_group.given(key); };
     fill(u, others, in_group);
     resolve_rates(u, in_group);
-    refuse_foreign(u.type, "", of_group);
-    check_values(u, "", of_group);
+    if (group.frozen) {
+      for (const Key& key : param_group_keys()) {
+        if (key.path != "params" && key.path != "frozen" && (of_group.given(key.path) || of_group.automatic(key.path)))
+          of_group.error(key.path, "has no effect: the group is frozen");
+      }
+    } else {
+      refuse_foreign(u.type, "", of_group);
+      check_values(u, "", of_group);
+    }
     if (group.params.empty() && !of_group.broken("params"))
       of_group.error("params", "is missing: names of parameters, or patterns such as \"*.bias\"");
     if (of_group.given("lr") && o.lr == 0 && u.lr > 0)

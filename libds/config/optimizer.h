@@ -6,6 +6,9 @@
 
 namespace ds {
 
+// As configurations write it.
+std::string_view optimizer_name(OptimizerType type);
+
 // Whether the optimizer of that type takes optimizer.params.`key`.
 bool optimizer_takes(OptimizerType type, std::string_view key);
 

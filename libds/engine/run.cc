@@ -26,6 +26,7 @@
 #include "ds/units.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "engine/param_table.h"
 #include "engine/plan.h"
 #include "engine/run_directory.h"
 #include "engine/run_record.h"
@@ -84,32 +85,6 @@ RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
 
 namespace {
 
-std::vector<ParamEntry> params_of(const model::Model& model, const report::RunPlan& plan) {
-  std::vector<ParamEntry> params;
-  for (const auto& unit : plan.rows) {
-    for (const model::ParamRow& row : unit) params.push_back({row.name, row.whole_shape(), "", {}});
-  }
-  // Where parameters differ in their states, each says which it has.
-  std::vector<StateSet> states = plan.states.of_params();
-  StateSet any;
-  for (StateSet& of : states) {
-    of[State::Master] = false;
-    for (const State s : kOptimizerStates) any[s] |= of[s];
-  }
-  for (size_t p = 0; p < states.size(); ++p) {
-    if (states[p] != any) params[p].optimizer_states = states[p];
-  }
-  for (const model::Tie& tie : model.ties) {
-    const auto named = std::ranges::find(params, tie.name, &ParamEntry::name);
-    params.push_back({tie.alias, named->shape, tie.name});
-  }
-  return params;
-}
-
-}  // namespace
-
-namespace {
-
 // The published config.json, where the model comes from one, with all that we make of it: what it says beside the shape
 // of the model (its begin and end tokens, say) stays with the weights.
 std::string published_config(const Config& config) {
@@ -135,7 +110,7 @@ struct TrainingRun::State {
   std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
   std::unique_ptr<BatchLoader> train_data, validation_data;
   std::unique_ptr<engine::Engine> engine;
-  std::vector<ParamEntry> params;
+  engine::ParamTable table;
   std::unique_ptr<engine::Saver> saver;
   std::unique_ptr<engine::RunRecord> record;
   std::string backend;
@@ -175,7 +150,6 @@ struct TrainingRun::State {
   template <class F>
   auto from_newest(F&& load);
   void check_same_run(const CheckpointMeta&) const;
-  void check_same_optimizer(const CheckpointMeta&) const;
   void take_directory();
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
@@ -242,7 +216,7 @@ void TrainingRun::State::open() {
   if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
-  params = params_of(engine->model(), engine->plan());
+  table = engine::make_param_table(config, engine->model(), engine->plan());
   model_json = published_config(config);
   load();
   take_directory();
@@ -255,7 +229,7 @@ void TrainingRun::State::take_directory() {
     evaluated_before = directory->cut_metrics(engine->progress().step);
   }
   mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
-  saver = std::make_unique<engine::Saver>(*engine, writes() ? options.out_dir : "", directory.get(), params,
+  saver = std::make_unique<engine::Saver>(*engine, writes() ? options.out_dir : "", directory.get(), table.params,
                                           [this](const Json& line) { append(line); });
   if (!step_dir.empty()) saver->resumed_from(step_dir, engine->progress().step);
 }
@@ -378,10 +352,8 @@ void TrainingRun::State::load() {
 
 void TrainingRun::State::load_step() {
   engine::HostState state(*engine, engine->held_pieces());
-  const CheckpointMeta meta = load_checkpoint(step_dir, engine->plan().work, params, state.pieces(), mesh->world(),
-                                              [&](const CheckpointMeta& m) {
-                                                if (config.trains()) check_same_optimizer(m);
-                                              });
+  const CheckpointMeta meta =
+      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers);
   state.upload();
   engine->publish_params();
   check_same_run(meta);
@@ -398,35 +370,6 @@ void TrainingRun::State::load_step() {
                               meta.isa, isa));
     }
   }
-}
-
-namespace {
-
-// The optimizers of a resolved configuration: that of all parameters, and those of its groups. Adam and AdamW differ in
-// nothing that they keep.
-std::vector<std::string> optimizers_of(const Json& config) {
-  std::vector<std::string> types;
-  const auto add = [&](const Json& of) {
-    const std::string type = of.value("type", "AdamW");
-    types.push_back(of.value("frozen", false) ? "frozen" : type == "Adam" ? "AdamW" : type);
-  };
-  const Json optimizer = config.value("optimizer", Json::object());
-  add(optimizer);
-  for (const Json& group : optimizer.value("param_groups", Json::array())) add(group);
-  return types;
-}
-
-}  // namespace
-
-// What one optimizer keeps means nothing to another.
-void TrainingRun::State::check_same_optimizer(const CheckpointMeta& meta) const {
-  if (meta.config_json.empty() || meta.optimizer_step == 0) return;
-  const std::vector<std::string> then = optimizers_of(Json::parse(meta.config_json)),
-                                 now = optimizers_of(Json::parse(resolved_json(config)));
-  DS_CHECK(then == now, Errc::Mismatch,
-           "{} holds the state of optimizer {}, and this run has {}: set optimizer to what it was, or start from its "
-           "weights: --weights {}",
-           step_dir, fmt::join(then, ", "), fmt::join(now, ", "), step_dir);
 }
 
 // A run goes on with the samples and the dropout that it began with.
@@ -462,6 +405,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.loss_scaler = {s.scale, s.iteration, s.last_overflow, s.hysteresis};
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
+  meta.optimizer = table.optimizer;
   meta.isa = device->name();
   meta.config_json = engine::compact_json(resolved_json(engine::with_absolute_paths(config)));
   meta.model_config_json = model_json;
@@ -549,8 +493,9 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
   if (!s.step_dir.empty()) {
-    const CheckpointMeta meta = s.from_newest([&] { return check_checkpoint(s.step_dir, params_of(model, plan)); });
-    if (config.trains()) s.check_same_optimizer(meta);
+    const engine::ParamTable table = engine::make_param_table(config, model, plan);
+    const CheckpointMeta meta =
+        s.from_newest([&] { return check_checkpoint(s.step_dir, table.params, table.optimizers); });
     s.check_same_run(meta);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
     engine::check_weights(model, weights, config.new_head);

@@ -38,7 +38,7 @@ char mark(bool own) { return own ? '>' : ' '; }
 
 double engine_total(const Subject& s, double psi, int stage) {
   const bool sums_locally = stage < 2 && s.micro_batches > 1;  // reduce_order "boundary", the default there
-  return model_states(psi, stage, s.dp, engine_state_bytes(stage, sums_locally)).total();
+  return model_states(psi, stage, s.dp, engine_state_bytes(stage, sums_locally, s.state_bytes)).total();
 }
 
 struct Cut {
@@ -141,7 +141,7 @@ std::string explain_zero(const Subject& s, double params) {
       "libds counts otherwise: it sums gradients in fp32 (4 more bytes, cut like the optimizer, whole at\n"
       "stage 1 when a rank sums several micro-batches first), and from stage 2 on 16-bit gradients lie in\n"
       "buckets alone, which come on top. The prediction from a config counts as libds does.\n";
-  text += fmt::format("In fp32 (4Ψ + 4Ψ + 8Ψ) a rank has {} GB at stage {}.\n",
+  text += fmt::format("Adam in fp32 (4Ψ + 4Ψ + 8Ψ) has {} GB at stage {}.\n",
                       gb(model_states(psi, s.stage, s.dp, kFp32Adam).total()), s.stage);
   for (const int stage : {2, 3}) {
     const double elems = zero_volume_elems(psi, stage);

@@ -1,11 +1,29 @@
 // SPDX-License-Identifier: Apache-2.0
 // The formulas of the field for a configuration.
 
+#include <algorithm>
+
 #include "ds/memreport.h"
 #include "memreport/explain.h"
+#include "optim/optimizer.h"
 #include "report/planned.h"
 
 namespace ds::memreport {
+
+namespace {
+
+double optimizer_bytes(const Config& config, const model::Model& model) {
+  const optim::Groups groups = optim::make_groups(config.optimizer, model);
+  double bytes = 0;
+  i64 number = 0;
+  for (const model::ParamRow* row : model.params()) {
+    const StateSet states = groups.of(number++).states();
+    bytes += static_cast<double>(4 * row->whole_numel() * std::count(states.values.begin(), states.values.end(), true));
+  }
+  return bytes;
+}
+
+}  // namespace
 
 PaperStates paper_states(double params, int stage, int ranks) {
   const ModelStates s = model_states(params, stage, ranks);
@@ -21,7 +39,9 @@ std::string explain(const Config& config, const World& world) {
   const MeshShape mesh = report::mesh_shape(config, world.ranks);
   const bool learned = !m.rotary();
   Subject s;
-  s.params = static_cast<double>(model::make_model(m, config.data.seq_length).num_params());
+  const model::Model model = model::make_model(m, config.data.seq_length);
+  s.params = static_cast<double>(model.num_params());
+  s.state_bytes = optimizer_bytes(config, model) / s.params;
   s.model = {.layers = m.layers,
              .hidden = m.hidden,
              .heads = m.heads,

@@ -25,7 +25,7 @@ inline constexpr StateBytes kFp32Adam{4, 4, 8};    // fp32 parameters are their 
 // What libds keeps in 16-bit training beside buckets and gathered parameters: gradients are summed in fp32, on the
 // owned slices; whole where a rank sums its micro-batches first (reduce_order "boundary", more than one of them). From
 // stage 2 on, 16-bit gradients exist in buckets only.
-StateBytes engine_state_bytes(int stage, bool sums_locally);
+StateBytes engine_state_bytes(int stage, bool sums_locally, double state_bytes = 8);
 
 struct ModelStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes of one rank

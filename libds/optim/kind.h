@@ -8,24 +8,12 @@ namespace ds::optim {
 
 struct Kind {
   StateSet (*states)(const UpdateConfig&) noexcept;
-  std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, GroupTensors, void* workspace);
-  i64 (*workspace_bytes)(i64 num_params, const LargestMatrix&) noexcept = nullptr;  // null: none
+  // An update that is one pass: its parameters. Else null, and what follows is there.
+  UpdateParams (*pass)(const UpdateConfig&, double lr, i64 step) noexcept = nullptr;
+  std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, GroupTensors, void* workspace) = nullptr;
+  i64 (*workspace_bytes)(i64 num_params, const LargestMatrix&) noexcept = nullptr;
+  i64 (*reduced_bytes)(i64 num_params) noexcept = nullptr;  // null: none
 };
 extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad, kMuon;
-
-// One pass, and nothing around it.
-class OnePass : public Optimizer {
- public:
-  explicit OnePass(GroupTensors group) : group_(std::move(group)) {}
-  void update(const UpdateContext& c) override {
-    c.ops.update(group_.tensors, c.verdict, params(c.lr, c.step), c.stream);
-  }
-
- protected:
-  virtual UpdateParams params(double lr, i64 step) const = 0;
-
- private:
-  GroupTensors group_;
-};
 
 }  // namespace ds::optim

@@ -84,6 +84,7 @@ const Kind kLamb = {
     },
     .workspace_bytes = [](i64 num_params, const LargestMatrix&) noexcept -> i64 {
       return num_params * (6 * 8) + align_up(num_params * 4, 8);
-    }};
+    },
+    .reduced_bytes = [](i64 num_params) noexcept -> i64 { return num_params * (4 * 8); }};
 
 }  // namespace ds::optim

@@ -4,24 +4,13 @@
 #include "optim/kind.h"
 
 namespace ds::optim {
-namespace {
 
-class Lion final : public OnePass {
- public:
-  Lion(const UpdateConfig& u, GroupTensors group) : OnePass(std::move(group)), u_(u) {}
-
- private:
-  UpdateParams params(double lr, i64) const override {
-    return {.rule = UpdateRule::Lion, .beta1 = u_.beta1, .beta2 = u_.beta2, .lr = static_cast<float>(lr)};
-  }
-  UpdateConfig u_;
-};
-
-}  // namespace
-
-const Kind kLion = {.states = [](const UpdateConfig&) noexcept { return state_set({State::ExpAvg}); },
-                    .make = [](const UpdateConfig& u, GroupTensors group, void*) -> std::unique_ptr<Optimizer> {
-                      return std::make_unique<Lion>(u, std::move(group));
-                    }};
+const Kind kLion = {
+    .states = [](const UpdateConfig&) noexcept { return state_set({State::ExpAvg}); },
+    .pass =
+        [](const UpdateConfig& u, double lr, i64) noexcept {
+          return UpdateParams{
+              .rule = UpdateRule::Lion, .beta1 = u.beta1, .beta2 = u.beta2, .lr = static_cast<float>(lr)};
+        }};
 
 }  // namespace ds::optim

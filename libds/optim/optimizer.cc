@@ -25,6 +25,20 @@ const Kind& kind_of(OptimizerType type) noexcept {
   return kAdam;
 }
 
+class OnePass final : public Optimizer {
+ public:
+  OnePass(const Kind& kind, const UpdateConfig& update, GroupTensors group)
+      : kind_(kind), update_(update), group_(std::move(group)) {}
+  void update(const UpdateContext& c) override {
+    c.ops.update(group_.tensors, c.verdict, kind_.pass(update_, c.lr, c.step), c.stream);
+  }
+
+ private:
+  const Kind& kind_;
+  UpdateConfig update_;
+  GroupTensors group_;
+};
+
 // The names of each parameter: its own, and those that tied entries of checkpoints have.
 std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   std::vector<std::vector<std::string_view>> names;
@@ -37,29 +51,38 @@ std::vector<std::vector<std::string_view>> names_of(const model::Model& model) {
   return names;
 }
 
-void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& result) {
+// Which group each parameter belongs to: the first of which a pattern matches. What is wrong with a group is a line of
+// `problems`.
+void match_groups(const OptimizerConfig& o, const model::Model& model, Groups& result,
+                  std::vector<std::string>& problems) {
   if (o.groups.empty()) return;
   const auto names = names_of(model);
-  for (size_t g = o.groups.size(); g-- > 0;) {  // the first that matches is the last that is written
+  std::vector<std::string_view> all;
+  for (const auto& of_param : names) all.insert(all.end(), of_param.begin(), of_param.end());
+  for (size_t g = 0; g < o.groups.size(); ++g) {
+    bool matches = true, has = false;
     for (const std::string& pattern : o.groups[g].params) {
       bool any = false;
       for (size_t p = 0; p < names.size(); ++p) {
-        const bool matches = std::ranges::any_of(names[p], [&](std::string_view name) {
-          return ::fnmatch(pattern.c_str(), std::string(name).c_str(), 0) == 0;
-        });
-        if (!matches) continue;
+        if (std::ranges::none_of(names[p], [&](std::string_view name) {
+              return ::fnmatch(pattern.c_str(), std::string(name).c_str(), 0) == 0;
+            }))
+          continue;
         any = true;
-        result.of_params[p] = g;
+        if (result.of_params[p] == o.groups.size()) result.of_params[p] = g;
+        has |= result.of_params[p] == g;
       }
       if (any) continue;
-      std::vector<std::string_view> all;
-      for (const auto& of_param : names) all.insert(all.end(), of_param.begin(), of_param.end());
+      matches = false;
       const std::string_view close = nearest(pattern, all);
-      throw Error(Errc::Config,
-                  fmt::format("optimizer.param_groups[{}].params: '{}' matches no parameter of the model{}", g, pattern,
-                              close.empty() ? fmt::format("; there is '{}', for one", all.front())
-                                            : fmt::format("; did you mean '{}'?", close)));
+      problems.push_back(fmt::format("optimizer.param_groups[{}].params: '{}' matches no parameter of the model{}", g,
+                                     pattern,
+                                     close.empty() ? fmt::format("; there is '{}', for one", all.front())
+                                                   : fmt::format("; did you mean '{}'?", close)));
     }
+    if (matches && !has)
+      problems.push_back(
+          fmt::format("optimizer.param_groups[{}].params: all that it matches belongs to groups before it", g));
   }
 }
 
@@ -73,7 +96,7 @@ std::vector<bool> hidden_matrices(const model::Model& model) {
 }
 
 // Muon is for hidden matrices. What else its group has becomes a group that AdamW updates.
-void split_muon(const model::Model& model, Groups& result) {
+void split_muon(const model::Model& model, Groups& result, std::vector<std::string>& problems) {
   const auto ratio = [&](double lr, double given) { return lr == 0 ? 1.0 : given / lr; };
   const size_t groups = result.groups.size();
   for (size_t g = 0; g < groups; ++g) {
@@ -84,9 +107,17 @@ void split_muon(const model::Model& model, Groups& result) {
     aux.update.type = OptimizerType::AdamW;
     aux.lr_ratio *= ratio(u.lr, u.adam_lr);
     result.groups[g].lr_ratio *= ratio(u.lr, u.muon_lr);
+    bool any = false;
     for (size_t p = 0; p < hidden.size(); ++p) {
-      if (result.of_params[p] == g && !hidden[p]) result.of_params[p] = result.groups.size();
+      if (result.of_params[p] != g) continue;
+      any |= hidden[p];
+      if (!hidden[p]) result.of_params[p] = result.groups.size();
     }
+    if (!any)
+      problems.push_back(
+          fmt::format("optimizer{}: Muon has nothing to update: none of its parameters is a matrix "
+                      "between the embeddings and the head",
+                      g + 1 < groups ? fmt::format(".param_groups[{}]", g) : ".type"));
     result.groups.push_back(std::move(aux));
   }
 }
@@ -101,13 +132,22 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
     result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
   result.groups.push_back({.update = o});
   result.of_params.assign(model.params().size(), o.groups.size());
-  match_groups(o, model, result);
-  split_muon(model, result);
+  std::vector<std::string> problems;
+  match_groups(o, model, result, problems);
+  split_muon(model, result, problems);
+  DS_CHECK(problems.empty(), Errc::Config, "{}", fmt::join(problems, "\n"));
   return result;
 }
 
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace) {
-  return kind_of(group.update.type).make(group.update, std::move(tensors), workspace);
+  const Kind& kind = kind_of(group.update.type);
+  if (kind.pass != nullptr) return std::make_unique<OnePass>(kind, group.update, std::move(tensors));
+  return kind.make(group.update, std::move(tensors), workspace);
+}
+
+i64 reduced_bytes(const Group& group, i64 num_params) noexcept {
+  const Kind& kind = kind_of(group.update.type);
+  return group.frozen || kind.reduced_bytes == nullptr ? 0 : kind.reduced_bytes(num_params);
 }
 
 i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept {

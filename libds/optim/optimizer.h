@@ -40,7 +40,8 @@ struct Groups {
     return std::any_of(groups.begin(), groups.end(), [s](const Group& g) { return g.states()[s]; });
   }
 };
-// Throws Errc::Config: a pattern that matches no parameter of the model.
+// Throws Errc::Config, a line for each mistake: a pattern that matches no parameter of the model, a group whose
+// parameters all belong to groups before it, Muon without a hidden matrix.
 Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 
 // The largest matrix of a group: elements, and its shorter side.
@@ -94,6 +95,8 @@ class Optimizer {
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace);
+// Of the largest of its reductions; 0: it makes none.
+i64 reduced_bytes(const Group& group, i64 num_params) noexcept;
 i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept;
 
 }  // namespace ds::optim

@@ -339,7 +339,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
   plan.layout = zero::Layout::make(plan.rows, options);
-  plan.groups = optim::make_groups(config.optimizer, model);
+  // Who only reads weights takes those of any optimizer.
+  plan.groups = optim::make_groups(plan.trains ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
   for (const size_t group : plan.groups.of_params) {
     StateSet& of = states.emplace_back();
@@ -461,7 +462,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     optim::LargestMatrix largest;
-    if (group.needs_matrices() && trains) {
+    if (group.needs_matrices()) {
       plan.matrices.push_back(zero::plan_matrices(plan.layout, plan.rows, params_of(plan, g)));
       for (const zero::MatrixPlace& m : plan.matrices.back()) {
         largest.elems = std::max(largest.elems, m.rows * m.cols);
@@ -473,7 +474,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     } else {
       plan.matrices.emplace_back();
     }
-    if (trains) plan.optimizer_workspace += optim::workspace_bytes(group, std::ssize(params_of(plan, g)), largest);
+    const i64 num_params = std::ssize(params_of(plan, g));
+    plan.optimizer_workspace += optim::workspace_bytes(group, num_params, largest);
+    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, num_params));
   }
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
   plan.exchange_elems = trains ? exchange_elems(plan) : 0;
@@ -517,6 +520,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not
   // finite.
   constexpr i64 kNorm = 2 * 8, kEvaluation = 3 * 8;
+  for (LargestCalls* c : {&calls.dp, &calls.tp}) c->add({.combined_bytes = plan.optimizer_reduction});
   for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kNorm});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
   return plan;

@@ -59,6 +59,7 @@ struct RunPlan {
   optim::Groups groups;                                  // of parameters that are updated alike
   zero::StateLayout states;                              // of masters and optimizers
   i64 optimizer_workspace = 0;                           // bytes
+  i64 optimizer_reduction = 0;                           // bytes of the largest, over dp and tp
   std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
   zero::MatrixMemory matrix_memory;                      // of the largest
   zero::GradOptions grads;

@@ -36,35 +36,88 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
     ds-launch -n 4 ds-train o.json --out half --quiet --steps 8 --resume latest --set zero_optimization.stage=3
     assert_equal "$(losses half)" "$(losses whole)"
     assert [ "$(losses whole | tail -1 | cut -d' ' -f2 | cut -c1-4)" != "$(losses whole | head -1 | cut -d' ' -f2 | cut -c1-4)" ]
-    if [[ -n $states ]]; then
-      merged whole whole.safetensors
-      merged half half.safetensors
-    else # nothing but weights
-      ds-ckpt-merge whole -o whole.safetensors --quiet
-      ds-ckpt-merge half -o half.safetensors --quiet
-    fi
+    merged whole whole.safetensors
+    merged half half.safetensors
     cmp whole.safetensors half.safetensors
     assert_equal "$(states_of whole.safetensors)" "$states"
     ds-ckpt-merge whole --verify -o again.safetensors --quiet
   done
 }
 
+# What a resume from a run or step is told; --check foresees it.
+refused() { # config out what
+  for check in "" --check; do
+    # shellcheck disable=SC2086
+    run ds-train "$1" $check --out "$2" --resume latest
+    assert_failure 3
+    assert_output --partial "$3"
+    assert_output --partial "or start from the weights: --weights"
+  done
+}
+
 @test "a run with another optimizer is refused, and told what to do" {
   with_optimizer Lion '"lr":3e-4' >lion.json
   with_optimizer Lamb '"lr":3e-3' >lamb.json
-  ds-train lion.json --out run --quiet --steps 2
-  for other in cfg lamb; do
-    run ds-train $other.json --out run --resume latest
-    assert_failure 3
-    assert_output --partial "holds the state of optimizer Lion, and this run has"
-    assert_output --partial "start from its weights: --weights run/step-00000002"
-    run ds-train $other.json --check --out run --resume latest
-    assert_failure 3
-    ds-train $other.json --out weights-$other --weights run/step-00000002 --quiet --steps 1
+  with_optimizer SGD '"lr":0.05,"momentum":0.9' >momentum.json
+  with_optimizer SGD '"lr":0.05' >sgd.json
+  for made in cfg lion lamb momentum sgd; do
+    ds-train $made.json --out $made --quiet --steps 2
+    # The same through a file of whole tensors, which has no configuration.
+    merged $made $made.safetensors
+    ds-shard $made.safetensors -o $made-sharded --dp 2 --stage 1 --quiet
   done
-  ds-train cfg.json --out adamw --quiet --steps 2
+  for made in cfg lion lamb momentum sgd; do
+    for other in cfg lion lamb momentum sgd; do
+      [[ $made != "$other" ]] || continue
+      refused $other.json $made "has the state of"
+      refused $other.json $made-sharded "and is updated by"
+    done
+    ds-train $made.json --out $made-sharded --resume latest --quiet --steps 3
+    ds-train $made.json --out $made --resume latest --quiet --steps 3
+    assert_equal "$(losses $made | tail -1)" "$(losses $made-sharded | tail -1)"
+  done
+  ds-train cfg.json --out weights --weights lion/step-00000002 --quiet --steps 1
   with_optimizer Adam '"lr":3e-3' >adam.json
-  ds-train adam.json --out adamw --resume latest --quiet --steps 3
+  ds-train adam.json --out cfg --resume latest --quiet --steps 4
+}
+
+@test "each parameter goes on with its own optimizer, whatever the groups are; frozen ones need none" {
+  groups() { sed "s|\"optimizer\": .*|\"optimizer\": {\"params\": {\"lr\": 3e-3}, \"param_groups\": [$1]},|" cfg.json; }
+  groups '{"params": "*mlp*", "type": "Lamb"}' >mlp.json
+  groups '{"params": "*attn*", "type": "Lamb"}' >attn.json
+  ds-train mlp.json --out run --quiet --steps 2
+  refused attn.json run "has the state of AdamW (exp_avg, exp_avg_sq) there, and is updated by Lamb"
+  # Other rates and decay, in groups or not, are the same optimizer.
+  groups '{"params": "*ln_*", "weight_decay": 0.1}, {"params": "*mlp*c_fc*", "type": "Lamb", "lr": 1e-3}, {"params": "*mlp*", "type": "Lamb"}' >more.json
+  ds-train more.json --out run --resume latest --quiet --steps 3
+  # What is frozen on the way goes on without its state, and does not come back with none.
+  groups '{"params": "*mlp*", "frozen": true}' >frozen.json
+  ds-train frozen.json --out run --resume latest --quiet --steps 4
+  ds-train frozen.json --out run --resume latest --quiet --steps 5
+  refused mlp.json run "has the state of AdamW (no state) there, and is updated by Lamb"
+}
+
+@test "a step whose optimizer is forged is damaged; its configuration is not looked at" {
+  with_optimizer Lion '"lr":3e-4' >lion.json
+  ds-train lion.json --out run --quiet --steps 2
+  merged run run.safetensors
+  forge() { # from, to
+    python3 -c 'import json, struct, sys
+b = open("run.safetensors", "rb").read(); n = struct.unpack("<Q", b[:8])[0]; h = json.loads(b[8:8 + n])
+m = json.loads(h["__metadata__"]["libds"]); m.update(json.loads(sys.argv[1])); h["__metadata__"]["libds"] = json.dumps(m)
+t = json.dumps(h).encode(); t += b" " * (-len(t) % 8)
+open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:])' "$1"
+  }
+  for value in 5 '""' '["Lion"]' "\"$(printf '%0100d' 0)\""; do
+    forge "{\"optimizer\": $value}"
+    run ds-shard forged.safetensors -o forged --quiet
+    assert_failure 3
+    assert_output --partial forged.safetensors
+    assert [ ! -e forged ]
+  done
+  forge '{"config": {"optimizer": 5}}'
+  ds-shard forged.safetensors -o forged --quiet
+  ds-train lion.json --out forged --resume latest --quiet --steps 3
 }
 
 @test "groups of parameters: their own rates, decay, optimizers; frozen ones never move" {
@@ -103,8 +156,50 @@ states_of() { head -c 100000 "$1" | grep -ao '"optimizer\.[a-z_]*' | sed 's/"opt
   assert_output --partial "optimizer.param_groups[1]: must be an object"
   assert_output --partial "optimizer.param_groups[2].tpye: unknown key; did you mean optimizer.param_groups[2].type?"
   assert_output --partial "optimizer.param_groups[2].betas"
-  sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"params": "transformer.h.0.mlp.c_fc.wieght", "lr": 1}]},|' cfg.json >bad.json
+  sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"params": "*.bias"}, {"params": ["a", "transformer.h.0.mlp.c_fc.wieght"]}, {"params": "*ln_1.bias", "frozen": true}, {"params": "*ln_1.weight", "type": "Muon"}]},|' cfg.json >bad.json
   run ds-train bad.json --check
   assert_failure 2
+  assert_output --partial "optimizer.param_groups[1].params: 'a' matches no parameter"
+  assert_output --partial "optimizer.param_groups[2].params: all that it matches belongs to groups before it"
+  assert_output --partial "optimizer.param_groups[3]: Muon has nothing to update"
   assert_output --partial "matches no parameter of the model; did you mean 'transformer.h.0.mlp.c_fc.weight'?"
+}
+
+@test "hyperparameters that would do nothing, or something else than they say, are told" {
+  with_optimizer Lamb '"min_coeff":1e39,"max_coeff":1e-300' >bad.json
+  run ds-train bad.json --check
+  assert_failure 2
+  assert_output --partial "optimizer.params.min_coeff"
+  assert_output --partial "optimizer.params.max_coeff"
+  sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"params": "*", "frozen": true, "lr": 5, "type": "Lion"}]},|' cfg.json >bad.json
+  run ds-train bad.json --check
+  assert_failure 2
+  assert_output --partial "optimizer.param_groups[0].lr: has no effect: the group is frozen"
+  assert_output --partial "optimizer.param_groups[0].type: has no effect: the group is frozen"
+  sed 's|"optimizer": .*|"optimizer": {"params": {"lr": 1e-3}, "param_groups": [{"params": "*ln_*", "lr": 2e-3}]}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.5}},|' cfg.json >warm.json
+  run ds-train warm.json --check
+  assert_success
+  assert_output --partial "warning: warm.json:5:78: optimizer.param_groups[0].lr: rises to 1: it follows the schedule in proportion"
+}
+
+@test "evaluation takes weights of any optimizer, and looks at no groups" {
+  with_optimizer Lion '"lr":3e-4' >lion.json
+  ds-train lion.json --out run --quiet --steps 2
+  sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"params": "of another model", "lr": 1}]},|' cfg.json >other.json
+  assert_equal "$(ds-train other.json --eval --out run --resume latest)" "$(ds-train lion.json --eval --weights run --quiet | sed 's/step 0/step 2/')"
+}
+
+@test "what an optimizer keeps and sends is predicted" {
+  for type in SGD Lion Lamb Muon; do
+    with_optimizer $type '"lr":1e-3' >o.json
+    run ds-launch -n 4 ds-train o.json --out $type --steps 2 --set tensor_parallel.tp_size=2 --quiet
+    assert_success
+    awk '$2 ~ /^[0-9.]+$/ && $3 ~ /iB$/ && $2 $3 != $4 $5 { print "'$type'", $0; wrong = 1 } END { exit wrong }' <<<"$output"
+  done
+  libds_gb() { ds-memreport o.json -n 1 --dtype bf16 --explain | awk '/^>* *0  /{print $NF; exit}'; }
+  with_optimizer AdamW '"lr":1e-3' >o.json
+  adamw=$(libds_gb)
+  with_optimizer SGD '"lr":1e-3' >o.json
+  assert [ -n "$adamw" ]
+  assert [ "$adamw" != "$(libds_gb)" ]
 }

@@ -201,6 +201,31 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   return train_on(*device, mesh, config, steps, hooks);
 }
 
+// Calls body on each rank's engine, with random weights, over threads.
+inline void with_engines(const Config& config, int ranks, const std::function<void(engine::Engine&)>& body) {
+  std::vector<std::unique_ptr<Communicator>> worlds = make_thread_communicators(ranks, {.timeout_s = 60});
+  std::vector<std::thread> threads;
+  std::mutex mutex;
+  std::exception_ptr error;
+  for (auto& world : worlds) {
+    threads.emplace_back([&, &mine = world] {
+      try {
+        const auto device = make_cpu_device(*cpu_ops(), 1);
+        Mesh mesh(std::move(mine), report::mesh_shape(config, ranks), {.timeout_s = 60});
+        MemoryLedger ledger;
+        engine::Engine engine(config, mesh, ledger, *device);
+        engine.init_weights();
+        body(engine);
+      } catch (...) {
+        const std::lock_guard lock(mutex);
+        if (!error) error = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& t : threads) t.join();
+  if (error) std::rethrow_exception(error);
+}
+
 template <class T>
 bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;

@@ -18,43 +18,34 @@ Seen look(Config c, int ranks, ConfigUse use) {
   c.use = use;
   Seen seen;
   std::mutex mutex;
-  std::vector<std::unique_ptr<Communicator>> worlds = make_thread_communicators(ranks, {.timeout_s = 60});
-  std::vector<std::thread> threads;
-  for (int r = 0; r < ranks; ++r) {
-    threads.emplace_back([&, r] {
-      const auto device = make_cpu_device(*cpu_ops(), 1);
-      Mesh mesh(std::move(worlds[static_cast<size_t>(r)]), report::mesh_shape(c, ranks), {.timeout_s = 60});
-      MemoryLedger ledger;
-      engine::Engine engine(c, mesh, ledger, *device);
-      engine.init_weights();
-      EXPECT_TRUE(engine.is_finite());
-      report::TagBytes counted{};
-      double loss = 0;
-      if (use != ConfigUse::Generate) {
-        const i64 B = c.batch.micro, T = c.data.seq_length;
-        loss = *engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
-          for (i64 b = 0; b < B; ++b) {
-            const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
-            fill_sample((batch * mesh.data_size() + mesh.data_rank()) * B + b, c.model.vocab_size, ids.subspan(at, n),
-                        targets.subspan(at, n));
-          }
-          return true;
-        });
-      }
-      for (size_t t = 0; t < counted.size(); ++t) counted[t] = ledger.peak(static_cast<Tag>(t));
-      std::vector<i32> text;
-      const std::vector<i32> prompt{3, 5, 7};
-      engine.generate(prompt, {.max_tokens = 4, .temperature = 0}, [&](i32 id) {
-        text.push_back(id);
+  with_engines(c, ranks, [&](engine::Engine& engine) {
+    EXPECT_TRUE(engine.is_finite());
+    report::TagBytes counted{};
+    double loss = 0;
+    if (use != ConfigUse::Generate) {
+      const i64 B = c.batch.micro, T = c.data.seq_length;
+      loss = *engine.evaluate(3, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+        for (i64 b = 0; b < B; ++b) {
+          const size_t at = static_cast<size_t>(b * T), n = static_cast<size_t>(T);
+          fill_sample((batch * engine.mesh().data_size() + engine.mesh().data_rank()) * B + b, c.model.vocab_size,
+                      ids.subspan(at, n), targets.subspan(at, n));
+        }
         return true;
       });
-      const std::lock_guard lock(mutex);
-      for (size_t t = 0; t < counted.size(); ++t)
-        EXPECT_EQ(counted[t], engine.plan().memory[t]) << "rank " << r << ": " << tag_name(static_cast<Tag>(t));
-      if (r == 0) seen = {loss, text, counted, engine.plan().memory};
+    }
+    for (size_t t = 0; t < counted.size(); ++t) counted[t] = engine.ledger().peak(static_cast<Tag>(t));
+    std::vector<i32> text;
+    const std::vector<i32> prompt{3, 5, 7};
+    engine.generate(prompt, {.max_tokens = 4, .temperature = 0}, [&](i32 id) {
+      text.push_back(id);
+      return true;
     });
-  }
-  for (std::thread& t : threads) t.join();
+    const std::lock_guard lock(mutex);
+    for (size_t t = 0; t < counted.size(); ++t)
+      EXPECT_EQ(counted[t], engine.plan().memory[t])
+          << "rank " << engine.mesh().rank() << ": " << tag_name(static_cast<Tag>(t));
+    if (engine.mesh().rank() == 0) seen = {loss, text, counted, engine.plan().memory};
+  });
   return seen;
 }
 

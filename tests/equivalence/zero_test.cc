@@ -448,13 +448,13 @@ TEST(Dropout, MasksDifferFromMicroBatchToMicroBatch) {
     model.resid_dropout = dropout;
     const auto loss_of = [&](i64 m) {
       const Config c = tiny_config(model, 1, m, 0);
-      const auto device = make_cpu_device(*cpu_ops(), 1);
-      Mesh mesh(make_self_communicator({}), report::mesh_shape(c, 1), {});
-      MemoryLedger ledger;
-      engine::Engine engine(c, mesh, ledger, *device);
-      engine.init_weights();
-      const std::vector<i32> ids(static_cast<size_t>(m * c.batch.micro * c.data.seq_length), 1), targets(ids.size(), 2);
-      return engine.train_step({ids, targets}).loss;
+      double loss = 0;
+      with_engines(c, 1, [&](engine::Engine& engine) {
+        const std::vector<i32> ids(static_cast<size_t>(m * c.batch.micro * c.data.seq_length), 1),
+            targets(ids.size(), 2);
+        loss = engine.train_step({ids, targets}).loss;
+      });
+      return loss;
     };
     if (dropout == 0) {
       EXPECT_EQ(loss_of(2), loss_of(1));
@@ -472,27 +472,16 @@ TEST(StepReport, CountsStepsSamplesAndTokens) {
     c.sequence_parallel_size = sp;
     c.data.seq_length = 14;
     const i64 B = c.batch.micro, T = c.data.seq_length, m = accumulation, P = ranks / sp;
-    const auto comms = [&] { return make_thread_communicators(ranks, {.timeout_s = 60}); };
-    std::vector<std::unique_ptr<Communicator>> worlds = comms();
-    std::vector<std::thread> threads;
-    for (int r = 0; r < ranks; ++r) {
-      threads.emplace_back([&, r] {
-        const auto device = make_cpu_device(*cpu_ops(), 1);
-        Mesh mesh(std::move(worlds[static_cast<size_t>(r)]), report::mesh_shape(c, ranks), {.timeout_s = 60});
-        MemoryLedger ledger;
-        engine::Engine engine(c, mesh, ledger, *device);
-        engine.init_weights();
-        const std::vector<i32> ids(static_cast<size_t>(m * B * T), 1), targets(ids.size(), 2);
-        for (i64 step = 1; step <= 2; ++step) {
-          const engine::StepReport report = engine.train_step({ids, targets});
-          EXPECT_EQ(report.step, step);
-          EXPECT_EQ(report.tokens, B * T * m * P);
-          EXPECT_EQ(engine.progress().step, step);
-          EXPECT_EQ(engine.progress().consumed_samples, step * B * m * P);
-        }
-      });
-    }
-    for (std::thread& t : threads) t.join();
+    with_engines(c, ranks, [&](engine::Engine& engine) {
+      const std::vector<i32> ids(static_cast<size_t>(m * B * T), 1), targets(ids.size(), 2);
+      for (i64 step = 1; step <= 2; ++step) {
+        const engine::StepReport report = engine.train_step({ids, targets});
+        EXPECT_EQ(report.step, step);
+        EXPECT_EQ(report.tokens, B * T * m * P);
+        EXPECT_EQ(engine.progress().step, step);
+        EXPECT_EQ(engine.progress().consumed_samples, step * B * m * P);
+      }
+    });
   }
 }
 
@@ -502,24 +491,21 @@ TEST(TokenNorm, OfOneTokenIsItsLoss) {
   for (const LossNorm norm : {LossNorm::Token, LossNorm::Micro}) {
     Config c = tiny_config(tiny_gpt2(), 1, 2, 0);
     c.loss_norm = norm;
-    const auto device = make_cpu_device(*cpu_ops(), 1);
-    Mesh mesh(make_self_communicator({}), report::mesh_shape(c, 1), {});
-    MemoryLedger ledger;
-    engine::Engine engine(c, mesh, ledger, *device);
-    engine.init_weights();
-    const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
-    std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
-    targets[5] = 3;
-    const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t) {
-      std::copy_n(ids.begin(), rows, i.begin());
-      std::copy_n(targets.begin(), rows, t.begin());
-      return true;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      const size_t rows = static_cast<size_t>(c.batch.micro * c.data.seq_length);
+      std::vector<i32> ids(2 * rows, 1), targets(ids.size(), -100);
+      targets[5] = 3;
+      const std::optional<double> alone = engine.evaluate(1, [&](i64, std::span<i32> i, std::span<i32> t) {
+        std::copy_n(ids.begin(), rows, i.begin());
+        std::copy_n(targets.begin(), rows, t.begin());
+        return true;
+      });
+      const double loss = engine.train_step({ids, targets}).loss;
+      EXPECT_GT(*alone, 1.0);
+      EXPECT_NEAR(loss, norm == LossNorm::Token ? *alone : *alone / 2, 1e-6);
+      targets[5] = -100;  // none at all
+      EXPECT_EQ(engine.train_step({ids, targets}).loss, 0);
     });
-    const double loss = engine.train_step({ids, targets}).loss;
-    EXPECT_GT(*alone, 1.0);
-    EXPECT_NEAR(loss, norm == LossNorm::Token ? *alone : *alone / 2, 1e-6);
-    targets[5] = -100;  // none at all
-    EXPECT_EQ(engine.train_step({ids, targets}).loss, 0);
   }
 }
 

@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/param_table.h"
+
+#include <algorithm>
+
+#include "config/optimizer.h"
+
+namespace ds::engine {
+namespace {
+
+// Adam and AdamW differ in nothing that they keep.
+std::string keeper_name(OptimizerType type) {
+  return std::string(optimizer_name(type == OptimizerType::Adam ? OptimizerType::AdamW : type));
+}
+
+}  // namespace
+
+ParamTable make_param_table(const Config& config, const model::Model& model, const report::RunPlan& plan) {
+  ParamTable table;
+  for (const model::ParamRow* row : model.params()) table.params.push_back({row->name, row->whole_shape(), "", {}});
+  if (plan.trains) {
+    table.optimizer = std::string(kNoOptimizer);
+    StateSet any;
+    for (const size_t g : plan.groups.of_params) {
+      const optim::Group& group = plan.groups.groups[g];
+      table.optimizers.push_back({keeper_name(group.update.type), group.states(), !group.frozen});
+      for (const State s : kOptimizerStates) any[s] |= group.states()[s];
+      if (!group.frozen) table.optimizer = keeper_name(config.optimizer.type);
+    }
+    for (size_t p = 0; p < table.params.size(); ++p) {
+      const ParamOptimizer& of = table.optimizers[p];
+      if (of.states != any) table.params[p].optimizer_states = of.states;
+      if (of.trains && of.name != table.optimizer) table.params[p].optimizer = of.name;
+    }
+    table.optimizers.resize(table.params.size() + model.ties.size());
+  }
+  for (const model::Tie& tie : model.ties) {
+    const auto named = std::ranges::find(table.params, tie.name, &ParamEntry::name);
+    table.params.push_back({tie.alias, named->shape, tie.name});
+  }
+  return table;
+}
+
+}  // namespace ds::engine
