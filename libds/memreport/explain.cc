@@ -141,8 +141,8 @@ std::string explain_zero(const Subject& s, double params) {
       "libds counts otherwise: it sums gradients in fp32 (4 more bytes, cut like the optimizer, whole at\n"
       "stage 1 when a rank sums several micro-batches first), and from stage 2 on 16-bit gradients lie in\n"
       "buckets alone, which come on top. The prediction from a config counts as libds does.\n";
-  text += fmt::format("Adam in fp32 (4Ψ + 4Ψ + 8Ψ) has {} GB at stage {}.\n",
-                      gb(model_states(psi, s.stage, s.dp, kFp32Adam).total()), s.stage);
+  text += fmt::format("In fp32 (4Ψ + 4Ψ + {:.3g}Ψ) a rank has {} GB at stage {}.\n", s.state_bytes,
+                      gb(model_states(psi, s.stage, s.dp, {4, 4, s.state_bytes}).total()), s.stage);
   for (const int stage : {2, 3}) {
     const double elems = zero_volume_elems(psi, stage);
     text += fmt::format("{} Sent per step at {}: {}Ψ = {} elements, {} GB in 16 bit.\n",
