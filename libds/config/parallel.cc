@@ -65,8 +65,6 @@ std::string partition_problem(const std::string& partition) {
   return {};
 }
 
-bool trains(ConfigUse use) noexcept { return use != ConfigUse::Evaluate && use != ConfigUse::Generate; }
-
 // A plan looks at all layers for each stage, at all passes of all stages, and at stage 3 of ZeRO at each use of a
 // layer: within these products that takes seconds.
 void check_planned(const Config& c, bool passes, Reader& r) {

@@ -32,7 +32,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                .pool_elems = plan_.gather_pool_elems}),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  if (plan_.trains) grads_.emplace(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads);
+  if (plan_.trains()) grads_.emplace(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads);
   make_buffers();
   make_chunks();
   make_pieces();
@@ -49,7 +49,7 @@ void Engine::make_buffers() {
   const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
   temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
   if (plan_.projects() && plan_.use != ConfigUse::Generate) {
-    if (plan_.trains) head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
+    if (plan_.trains()) head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
     logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
   }
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
@@ -142,7 +142,7 @@ void Engine::make_chunks() {
     };
     // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
     std::map<std::array<i64, 3>, size_t> known;
-    for (i64 micro = 0; plan_.trains && micro < plan_.micro_batches; ++micro) {
+    for (i64 micro = 0; plan_.trains() && micro < plan_.micro_batches; ++micro) {
       const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
                 working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
                 grad_slot = micro % c.grad_slots;
@@ -167,7 +167,7 @@ void Engine::make_pieces() {
   DS_ASSERT(dp_rank == plan_.dp_rank());
   held_ = plan_.layout.held_pieces(dp_rank);
   char* workspace = static_cast<char*>(optimizer_workspace_.data());
-  for (size_t g = 0; plan_.trains && g < plan_.groups.groups.size(); ++g) {
+  for (size_t g = 0; plan_.trains() && g < plan_.groups.groups.size(); ++g) {
     const optim::Group& group = plan_.groups.groups[g];
     if (group.frozen) continue;
     optim::GroupTensors tensors = plan_.group_tensors(g, [&](const zero::Piece& piece) {
@@ -193,7 +193,7 @@ void Engine::make_pieces() {
   using Parts = model::ParamRow::Parts;
   std::vector<ReplicaSum> group, copies;
   for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
-    if (!plan_.trains) {
+    if (!plan_.trains()) {
       if (plan_.counts(piece)) saved_.push_back(piece);
       continue;
     }

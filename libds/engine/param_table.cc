@@ -18,7 +18,7 @@ std::string keeper_name(OptimizerType type) {
 ParamTable make_param_table(const Config& config, const model::Model& model, const report::RunPlan& plan) {
   ParamTable table;
   for (const model::ParamRow* row : model.params()) table.params.push_back({row->name, row->whole_shape(), "", {}});
-  if (plan.trains) {
+  if (plan.trains()) {
     table.optimizer = std::string(kNoOptimizer);
     StateSet any;
     for (const size_t g : plan.groups.of_params) {

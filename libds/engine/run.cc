@@ -507,7 +507,7 @@ TrainingRun::TrainingRun(const Config& config, const RankInfo& ranks, const RunO
   state_->config = config;
   state_->ranks = ranks;
   state_->options = options;
-  if (options.read_only && config.trains()) state_->config.use = ConfigUse::Evaluate;
+  if (options.read_only && trains(config.use)) state_->config.use = ConfigUse::Evaluate;
   if (!state_->writes()) state_->config.save.async = false;  // no snapshot, so no memory for one
   state_->collective([&] { state_->open(); });
 }

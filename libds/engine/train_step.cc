@@ -12,7 +12,7 @@ using pipeline::LayerCall;
 using pipeline::Op;
 
 StepReport Engine::train_step(const StepBatch& batch) {
-  DS_ASSERT(plan_.trains);
+  DS_ASSERT(plan_.trains());
   const i64 m = plan_.micro_batches;
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
 

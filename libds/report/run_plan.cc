@@ -86,6 +86,15 @@ i64 exchange_elems(const RunPlan& plan) {
   return std::max({at_once(shared), at_once(plan.parts_elems(Parts::Group)), copies});
 }
 
+optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
+  optim::LargestMatrix largest;
+  for (const zero::MatrixPlace& m : places) {
+    largest.elems = std::max(largest.elems, m.rows * m.cols);
+    largest.side = std::max(largest.side, std::min(m.rows, m.cols));
+  }
+  return largest;
+}
+
 // The parameters of a group that the ranks of dp and tp have here, pieces or copies of them.
 std::vector<i64> params_of(const RunPlan& plan, size_t group) {
   std::vector<i64> params;
@@ -108,10 +117,7 @@ optim::GroupTensors RunPlan::group_tensors(size_t group,
   for (size_t p = 0; p < index.size(); ++p) {
     if (groups.of_params[p] == group && layout.rows()[p].segment >= 0) index[p] = result.num_params++;
   }
-  for (const zero::MatrixPlace& m : matrices[group]) {
-    result.largest.elems = std::max(result.largest.elems, m.rows * m.cols);
-    result.largest.side = std::max(result.largest.side, std::min(m.rows, m.cols));
-  }
+  result.largest = largest_of(matrices[group]);
   for (const zero::Piece& piece : layout.held_pieces(dp_rank())) {
     if (index[static_cast<size_t>(piece.param)] < 0) continue;
     result.tensors.push_back(tensor_of(piece));
@@ -283,9 +289,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.T = plan.sequence_length / mesh.sp;
   plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
   plan.use = config.use;
-  plan.trains = config.trains();
   // Evaluation keeps as many batches under way as a pipeline has use for.
-  plan.micro_batches = plan.trains || mesh.pp > 1 ? config.batch.accumulation : 1;
+  plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);
@@ -340,11 +345,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .here = zero::units_here(model, layers)};
   plan.layout = zero::Layout::make(plan.rows, options);
   // Who only reads weights takes those of any optimizer.
-  plan.groups = optim::make_groups(plan.trains ? config.optimizer : OptimizerConfig{}, model);
+  plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
   for (const size_t group : plan.groups.of_params) {
     StateSet& of = states.emplace_back();
-    if (!plan.trains) continue;
+    if (!plan.trains()) continue;
     of = plan.groups.groups[group].states();
     of[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
   }
@@ -360,7 +365,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                 .micro_batches = plan.micro_batches,
                 .reduce_each_micro = config.reduce_order == ReduceOrder::Micro};
   plan.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
-  for (i64 c = std::ssize(plan.chunks); plan.trains && c-- > 0;) {
+  for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
     for (const auto* calls : {&chunk.backward, &chunk.weight}) {
       std::vector<i64> units;
@@ -391,7 +396,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
   // What is whole everywhere is not looked at use by use: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
-  if (gathers_any && plan.trains) {
+  if (gathers_any && plan.trains()) {
     plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
     plan.gather_pool_elems = plan.train_gathers.pool_elems;
   }
@@ -410,7 +415,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   for (ChunkPlan& chunk : plan.chunks) {
     for (const Mode mode : {Mode::Train, Mode::Eval}) {
       // Text is written in memory of its own, whose size depends on the text.
-      if (mode == Mode::Train ? !plan.trains : plan.use == ConfigUse::Generate) continue;
+      if (mode == Mode::Train ? !plan.trains() : plan.use == ConfigUse::Generate) continue;
       model::ActivationPlanner planner;
       plan_acts(model, chunk, plan, planner, mode, plan.shape());
       plan.kept_bytes = std::max(plan.kept_bytes, planner.kept_bytes());
@@ -418,12 +423,12 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
       chunk.working_bytes = std::max(chunk.working_bytes, planner.working_bytes());
       plan.temporary_bytes = std::max(plan.temporary_bytes, planner.temporary_bytes());
     }
-    if (!plan.trains) {
+    if (!plan.trains()) {
       chunk.working_slots = 1;
       chunk.input_slots = plan.use == ConfigUse::Generate ? 0 : 2;
       chunk.grad_slots = 0;
     }
-    if (plan.split_backward && plan.trains)
+    if (plan.split_backward && plan.trains())
       working += chunk.working_slots * chunk.working_bytes;
     else
       working = std::max(working, chunk.working_bytes);
@@ -438,7 +443,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
-  const bool trains = plan.trains;
+  const bool trains = plan.trains();
   const i64 fresh = trains ? zero::fresh_grad_elems(plan.grad_layout, plan.buckets, plan.grads) * wire_bytes : 0;
   const i64 accum = trains ? zero::grad_accum_elems(plan.grad_layout, plan.grads) * 4 : 0;
   const i64 gathered = plan.gather_pool_elems * work_bytes;
@@ -461,13 +466,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   if (trains) tag(Tag::Workspace) += (vocab * C + zero::staging_elems(plan.grad_layout, plan.grads)) * 4;
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
-    optim::LargestMatrix largest;
     if (group.needs_matrices()) {
       plan.matrices.push_back(zero::plan_matrices(plan.layout, plan.rows, params_of(plan, g)));
-      for (const zero::MatrixPlace& m : plan.matrices.back()) {
-        largest.elems = std::max(largest.elems, m.rows * m.cols);
-        largest.side = std::max(largest.side, std::min(m.rows, m.cols));
-      }
       const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), mesh.tp);
       plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
       plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
@@ -475,7 +475,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
       plan.matrices.emplace_back();
     }
     const i64 num_params = std::ssize(params_of(plan, g));
-    plan.optimizer_workspace += optim::workspace_bytes(group, num_params, largest);
+    plan.optimizer_workspace += optim::workspace_bytes(group, num_params, largest_of(plan.matrices.back()));
     plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, num_params));
   }
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;

@@ -47,7 +47,6 @@ struct PassShape {
 struct RunPlan {
   DeviceKind device = DeviceKind::Cpu;  // where it runs
   ConfigUse use = ConfigUse::Train;
-  bool trains = true;  // else there are weights alone: neither gradients nor states, and memory of forward passes
   MeshShape mesh;
   MeshCoord coord;
   DType work = DType::F32, wire = DType::F32;
@@ -97,6 +96,8 @@ struct RunPlan {
   std::map<std::string, CommCount> traffic;
   MeshCalls largest_calls;  // statistics too
 
+  // Else there are weights alone: neither gradients nor states, and memory of forward passes.
+  bool trains() const noexcept { return ds::trains(use); }
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
   int dp_rank() const noexcept { return zero::shard_rank(mesh, coord); }

@@ -270,6 +270,61 @@ TEST(NormRatios, AreClampedAndOneForNothing) {
   }
 }
 
+TEST(NormRatios, OfOneNormAreItsInverse) {
+  ThreadPool pool(1);
+  Stream s{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    constexpr i64 K = 2;
+    const float u[K][2] = {{3, -4}, {0, 1e-9f}};
+    i64 largest[K] = {}, sums[2 * K] = {};
+    for (i64 k = 0; k < K; ++k) {
+      Tensor x(DType::F32, {2});
+      for (i64 i = 0; i < 2; ++i) x.set(i, u[k][i]);
+      largest[k] = max_abs_bits(*ops, x, s);
+      const ExactSum sum = sum_squares(*ops, x, static_cast<u32>(largest[k]), s);
+      sums[2 * k] = sum.hi;
+      sums[2 * k + 1] = sum.lo;
+    }
+    Tensor factors(DType::F32, {K});
+    ops->norm_ratios(factors, TensorView::of(largest, DType::I64, {K}), TensorView::of(sums, DType::I64, {2 * K}), 0,
+                     1e7f, s);
+    EXPECT_FLOAT_EQ(static_cast<float>(factors.at(0)), 0.2f) << ops->name;
+    EXPECT_EQ(factors.at(1), 1e7) << ops->name;
+  }
+}
+
+TEST(ScaledSum, IsItsDefinitionBitForBitOnEveryBackend) {
+  for (const OpTable* ops : backends()) {
+    for (const i64 n : {1, 15, 17, 4097, 40000}) {
+      for (const bool adds : {false, true}) {
+        for (const bool scaled : {false, true}) {
+          const float a = adds ? -1.25f : 0.0f, b = 0.7f, factor = 0.3f, of_x = scaled ? b * factor : b;
+          Tensor x(DType::F32, {n}), want(DType::F32, {n});
+          x.randomize(1);
+          want.randomize(2);
+          for (i64 i = 0; i < n; ++i) {
+            float& y = want.view().as<float>()[i];
+            const float sum = of_x * x.view().as<float>()[i];
+            y = adds ? a * y + sum : sum;
+          }
+          expect_same_for_any_threads(
+              [&](Stream& s) {
+                Tensor y(DType::F32, {n});
+                y.randomize(2);
+                if (!adds) y.fill(std::numeric_limits<double>::quiet_NaN());  // which is not read
+                ops->scaled_sum(y, x, a, b, scaled ? &factor : nullptr, s);
+                expect_same_bits(y, want, fmt::format("{} {}", ops->name, n));
+                return std::vector<Tensor>{y};
+              },
+              fmt::format("{} {}", ops->name, n));
+        }
+      }
+    }
+  }
+}
+
 TEST(Judge, UnscalesClipsAndSkips) {
   ThreadPool pool(1);
   Stream s{.pool = &pool};

@@ -182,11 +182,11 @@ struct SaveConfig {
 // batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
 // fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
 enum class ConfigUse : u8 { Train, Evaluate, Generate, Inspect };
+// Else a run has weights, and no gradients, masters or states of optimizers.
+constexpr bool trains(ConfigUse use) noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
 
 struct Config {
   ConfigUse use = ConfigUse::Train;
-  // Else a run has weights, and no gradients, masters or states of optimizers.
-  bool trains() const noexcept { return use == ConfigUse::Train || use == ConfigUse::Inspect; }
 
   BatchConfig batch;
   OptimizerConfig optimizer;
