@@ -8,13 +8,13 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
-#include <limits>
 #include <optional>
 
 #include "common/prediction.h"
 #include "common/progress.h"
 #include "common/ranks.h"
 #include "common/tool.h"
+#include "common/writing.h"
 #include "ds/config.h"
 #include "ds/train.h"
 #include "ds/units.h"
@@ -28,9 +28,8 @@ using Json = nlohmann::ordered_json;
 struct Options {
   std::string config, out, resume, weights, plan;
   std::vector<std::string> set;
-  std::optional<std::string> prompt;
   ds::i64 steps = 0;  // 0: as the configuration says
-  ds::SamplingOptions sampling;
+  ds::tools::Writing writing;
   bool check = false, eval = false;
 };
 
@@ -121,15 +120,15 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   std::optional<Output> picture;
   if (!o.plan.empty()) check_report(app, picture.emplace(out.tool(), o.plan, false, "--plan"));
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
-  const bool training = !o.eval && !o.prompt && !o.check;
-  if ((o.eval || o.prompt) && !o.out.empty() && o.resume != "latest")
-    throw ds::Error(ds::Errc::Config, fmt::format("--out excludes --{} without --resume latest: nothing is written",
-                                                  o.eval ? "eval" : "generate"));
+  const bool training = !o.eval && !o.writing && !o.check;
+  if ((o.eval || o.writing) && !o.out.empty() && o.resume != "latest")
+    throw ds::Error(ds::Errc::Config, fmt::format("--out excludes {} without --resume latest: nothing is written",
+                                                  o.eval ? "--eval" : o.writing.option()));
   std::vector<std::string> set = o.set;
   if (o.steps > 0) set.push_back(fmt::format("steps={}", o.steps));
-  const ds::ConfigUse use = o.prompt ? ds::ConfigUse::Generate
-                            : o.eval ? ds::ConfigUse::Evaluate
-                                     : ds::ConfigUse::Train;
+  const ds::ConfigUse use = o.writing ? ds::ConfigUse::Generate
+                            : o.eval  ? ds::ConfigUse::Evaluate
+                                      : ds::ConfigUse::Train;
   const ds::ConfigResult loaded = ds::load_config(o.config, set, ranks.world_size, use);
   // Most often every rank reads the same text, and rank 0 speaks for all. Who has a mistake of its own waits until it
   // is clear that rank 0 has none.
@@ -141,9 +140,9 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   }
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
-  if (o.prompt) config.data.train.clear();
+  if (o.writing) config.data.train.clear();
   const ds::RunOptions options{
-      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.prompt};
+      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.writing};
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out);
     ds::TrainingRun::check(config, ranks, options);
@@ -156,6 +155,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (training && o.out.empty() && ranks.rank == 0)
     ds::tools::report_warning("no --out: this run keeps neither checkpoints nor metrics");
 
+  const std::vector<ds::Prompt> prompts = o.writing.read(ranks);  // before anything is waited for
   ds::TrainingRun run(config, ranks, options);
   if (training) return train(run, config, out);
   if (o.eval) {
@@ -167,18 +167,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
     }
     return 0;
   }
-  std::string text;
-  std::vector<ds::i32> tokens;
-  run.generate(*o.prompt, o.sampling, [&](ds::i32 id, std::string_view piece) {
-    tokens.push_back(id);
-    text += piece;
-    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey what is in it
-  });
-  if (out.json()) {
-    out.document({{"step", run.step()}, {"prompt", *o.prompt}, {"text", text}, {"tokens", tokens}});
-  } else {
-    out.write("\n");
-  }
+  ds::tools::write_text(run, o.writing, prompts, out);
   return 0;
 }
 
@@ -221,27 +210,7 @@ int main(int argc, char** argv) {
             ->type_name("FILE")
             ->needs(check);
         CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(steps);
-        CLI::Option* generate = app.add_option("--generate", o.prompt, "continue this text and stop")
-                                    ->type_name("PROMPT")
-                                    ->excludes(eval)
-                                    ->excludes(steps)
-                                    ->group("Generating");
-        ds::SamplingOptions& sampling = o.sampling;
-        constexpr ds::i64 kMostTokens = std::numeric_limits<ds::i32>::max();
-        const auto sampled = [&](CLI::Option* option, const char* type) {
-          option->type_name(type)->needs(generate)->group("Generating");
-        };
-        sampled(add_number(app, "--max-tokens", sampling.max_tokens, 1, kMostTokens, "tokens to write (default 200)"),
-                "N");
-        sampled(add_number(app, "--temperature", sampling.temperature, 0, 1e6,
-                           "of the sampling; 0 takes the most likely token (default 0.8)"),
-                "T");
-        sampled(add_number(app, "--top-k", sampling.top_k, 0, kMostTokens,
-                           "sample among the K most likely tokens; 0 among all (default 0)"),
-                "K");
-        sampled(add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<ds::u32>::max(),
-                           "of the sampling (default 0)"),
-                "N");
+        o.writing.add_options(app, {eval, steps});
         return [&](Output& out) { return run(o, app, out); };
       });
 }

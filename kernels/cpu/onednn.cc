@@ -103,7 +103,9 @@ class Product {
 };
 
 // oneDNN 2.6 has no fp16 product, and its fp32 one is no faster than ours; below this size calling costs more.
-bool taken(DType work, i64 M, i64 N, i64 K) noexcept { return work == DType::BF16 && std::min({M, N, K}) >= 16; }
+bool taken(DType work, i64 M, i64 N, i64 K, const MatmulParams& p) noexcept {
+  return work == DType::BF16 && std::min({M, N, K}) >= 16 && !p.rowwise;
+}
 
 struct Tile {
   i64 m = 512, n = 1024;
@@ -169,7 +171,7 @@ size_t scratch_bytes(const Cut& cut) {
 void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
             const MatmulParams& p, Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
-  if (!taken(a.dtype, M, N, K)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
+  if (!taken(a.dtype, M, N, K, p)) return avx512::table().matmul(c, a, b, bias, preact, residual, p, stream);
 
   const Cut cut(c, a, b, is_plain(bias, preact, residual, p), p);
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
@@ -197,7 +199,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
 
 void matmul_scratch(TensorView c, TensorView a, TensorView b, TensorView bias, TensorView preact, TensorView residual,
                     const MatmulParams& p, Stream& stream) noexcept {
-  if (!taken(a.dtype, c.dim(0), c.dim(1), a.dim(p.trans_a ? 0 : 1)))
+  if (!taken(a.dtype, c.dim(0), c.dim(1), a.dim(p.trans_a ? 0 : 1), p))
     return avx512::matmul_scratch(c, a, b, bias, preact, residual, p, stream);
   note_scratch(stream, scratch_bytes(Cut(c, a, b, is_plain(bias, preact, residual, p), p)));
 }

@@ -84,7 +84,7 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   MatmulEngine& engine = ctx.matmul();
   const MatmulCall all{c, a, b, bias, preact, residual, p};
   for (i64 begin = 0; begin < M;) {
-    const MatmulCall rest = rows_from(all, begin);
+    const MatmulCall rest = rows_from(all, begin, p.rowwise ? 1 : M - begin);
     MatmulStep step = plan_matmul(rest, /*fuse=*/true);
     if (step.multiplies && !engine.supports(step.product)) step = plan_matmul(rest, /*fuse=*/false);
     if (step.scratch_bytes > 0) {

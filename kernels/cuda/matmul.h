@@ -62,8 +62,8 @@ struct MatmulStep {
   MatmulFinish finish;
 };
 
-// The call from row `begin` of c on.
-MatmulCall rows_from(const MatmulCall& call, i64 begin) noexcept;
+// The call for rows [begin, begin + rows) of c.
+MatmulCall rows_from(const MatmulCall& call, i64 begin, i64 rows) noexcept;
 // M, N > 0. With `fuse` as much as possible happens inside the product; without, the product is a bare fp32 one.
 MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 

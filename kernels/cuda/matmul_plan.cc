@@ -35,15 +35,6 @@ bool nothing_but_sums(const MatmulCall& x) noexcept {
   return !x.bias && !x.preact && !x.residual && !x.params.accumulate && x.params.activation == Activation::None;
 }
 
-MatmulCall first_rows(const MatmulCall& x, i64 rows) noexcept {
-  MatmulCall y = x;
-  y.c.shape[0] = rows;
-  y.a.shape[x.params.trans_a ? 1 : 0] = rows;
-  if (y.preact) y.preact.shape[0] = rows;
-  if (y.residual) y.residual.shape[0] = rows;
-  return y;
-}
-
 }  // namespace
 
 u32 alignment_of(const void* p) noexcept {
@@ -70,8 +61,7 @@ std::string name_of(const LtKey& key) {
   return name;
 }
 
-MatmulCall rows_from(const MatmulCall& x, i64 begin) noexcept {
-  const i64 rows = x.c.dim(0) - begin;
+MatmulCall rows_from(const MatmulCall& x, i64 begin, i64 rows) noexcept {
   MatmulCall y = x;
   y.c = x.c.rows(begin, rows);
   if (x.params.trans_a) {
@@ -137,7 +127,7 @@ MatmulStep plan_matmul(const MatmulCall& x, bool fuse) noexcept {
   if (fit < M) step.rows = fit > kRowUnit ? fit / kRowUnit * kRowUnit : fit;
   step.scratch_bytes = step.rows * row_bytes;
   p.n = step.rows;
-  step.finish = {first_rows(x, step.rows), nullptr, p.ldd};
+  step.finish = {rows_from(x, 0, step.rows), nullptr, p.ldd};
   return step;
 }
 

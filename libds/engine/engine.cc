@@ -30,11 +30,13 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
               {.work = plan_.work,
                .allgather_bucket = config.zero.allgather_bucket_size,
                .pool_elems = plan_.gather_pool_elems}),
+      grads_(plan_.trains() ? std::optional<zero::GradStore>(std::in_place, plan_.grad_layout, plan_.grad_rows,
+                                                             mesh.dp(), device, ledger, plan_.grads)
+                            : std::nullopt),
+      stage_(config_, model_, plan_, params_, mesh, ledger, device),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  if (plan_.trains()) grads_.emplace(plan_.grad_layout, plan_.grad_rows, mesh.dp(), device, ledger, plan_.grads);
   make_buffers();
-  make_chunks();
   make_pieces();
 }
 
@@ -45,118 +47,15 @@ void Engine::make_buffers() {
       states_[s] = buffer(s == State::Master ? Tag::Master : Tag::Optimizer, plan_.states.elems(s) * 4);
   }
 
-  const i64 work_bytes = dtype_bytes(plan_.work);
-  const i64 R = plan_.B * plan_.T, m = plan_.micro_batches, C = model_.hidden;
-  temporary_ = buffer(Tag::Workspace, plan_.temporary_bytes);
-  if (plan_.projects() && plan_.use != ConfigUse::Generate) {
-    if (plan_.trains()) head_weight_grad_ = buffer(Tag::Workspace, model_.vocab_share() * C * 4);
-    logits_ = buffer(Tag::Logits, plan_.logits_chunk * model_.vocab_share() * 4);
-  }
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
   optimizer_workspace_ = buffer(Tag::Workspace, plan_.optimizer_workspace);
   matrix_memory_ = buffer(Tag::Workspace, (plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
-  if (plan_.mesh.tp > 1 && plan_.use != ConfigUse::Generate) {
-    const i64 rows = model_.shard.padded_rows(R);
-    tp_partial_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
-    tp_gathered_ = mesh_.tp().allocate(ledger_, Tag::Workspace, rows * C * work_bytes);
-    tp_sum_ = buffer(Tag::Workspace, rows / plan_.mesh.tp * C * 4);
-    tp_stats_ = buffer(Tag::Workspace, 3 * plan_.logits_chunk * 4);
-  }
-
-  data_ = buffer(Tag::Data, plan_.memory[static_cast<size_t>(Tag::Data)]);
-  char* at = static_cast<char*>(data_.data());
-  const auto take = [&](DType dtype, i64 n) {
-    const TensorView v = TensorView::of(at, dtype, {n});
-    at += v.bytes();
-    return v;
-  };
-  ids_ = take(DType::I32, m * R);
-  targets_ = take(DType::I32, m * R);
-  positions_ = take(DType::I32, plan_.T);
-  row_positions_ = take(DType::I32, R);
-  if (model_.token_types > 0) {  // packed text is one segment
-    token_types_ = take(DType::I32, R);
-    device_.zero(token_types_.data, token_types_.bytes());
-  }
-  losses_ = take(DType::F32, R);
-  if (plan_.rope_elems > 0) {
-    const model::RopeTables rope = model::make_rope_tables(config_.model, plan_.sequence_length);
-    const i64 rows = plan_.sequence_length;
-    rope_cos_ = take(DType::F32, plan_.rope_elems).reshaped({rows, plan_.rope_elems / rows});
-    rope_sin_ = take(DType::F32, plan_.rope_elems).reshaped({rows, plan_.rope_elems / rows});
-    device_.upload(rope_cos_.data, rope.cos.data(), rope_cos_.bytes());
-    device_.upload(rope_sin_.data, rope.sin.data(), rope_sin_.bytes());
-  }
-  at += align_up(at - static_cast<char*>(data_.data()), 8) - (at - static_cast<char*>(data_.data()));
-  scalars_ = reinterpret_cast<report::StepScalars*>(at);
-  micro_losses_ = reinterpret_cast<double*>(scalars_ + 1);
+  const i64 m = plan_.micro_batches;
   results_.resize(sizeof(report::StepScalars) + static_cast<size_t>(m * mesh_.dp().size()) * sizeof(double));
-  DS_ASSERT(at + results_.size() == static_cast<char*>(data_.data()) + data_.bytes());
-  tokens_.resize(static_cast<size_t>(R));
-  std::vector<i32> positions;
-  for (const model::TokenRange& range : model_.shard.tokens(plan_.sequence_length)) {
-    for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));
-  }
-  positions.resize(static_cast<size_t>(plan_.T));  // writing text takes any length; ring's parts are even
-  device_.upload(positions_.data, positions.data(), positions_.bytes());
-  for (i64 b = 0; b < plan_.B; ++b)
-    device_.upload(row_positions_.as<i32>() + b * plan_.T, positions.data(), plan_.T * 4);
+  data_ = buffer(Tag::Data, std::ssize(results_));
+  scalars_ = static_cast<report::StepScalars*>(data_.data());
+  micro_losses_ = reinterpret_cast<double*>(scalars_ + 1);
   valid_tokens_.resize(static_cast<size_t>(m));
-}
-
-void Engine::make_chunks() {
-  const i64 S = plan_.shape().stream_rows, C = model_.hidden;
-  host_ = Buffer(ledger_, Tag::Host, plan_.kept.count * plan_.host_bytes);
-  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_.kept.count * plan_.kept_bytes);
-  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
-  const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
-  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
-  outputs_sent_.resize(static_cast<size_t>(plan_.kept.count));
-  char *const kept = static_cast<char*>(kept_.data()), *const host = static_cast<char*>(host_.data());
-  char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
-  const auto streams = [&](i64 n) {
-    std::vector<TensorView> views;
-    for (i64 i = 0; i < n; ++i)
-      views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
-    return views;
-  };
-  for (const report::ChunkPlan& c : plan_.chunks) {
-    Chunk& chunk = chunks_.emplace_back();
-    if (!c.first) {
-      chunk.inputs = streams(c.input_slots);
-      chunk.grads_out = streams(c.grad_slots);
-    }
-    if (!c.last) chunk.grads_in = streams(c.grad_slots);
-    chunk.inputs_here.resize(static_cast<size_t>(c.input_slots));
-    chunk.grads_here.resize(static_cast<size_t>(c.grad_slots));
-    chunk.grads_sent.resize(static_cast<size_t>(c.grad_slots));
-    const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
-      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
-                                        .working = working + working_slot * c.working_bytes,
-                                        .temporary = temporary_.data(),
-                                        .host = host + kept_slot * plan_.host_bytes});
-      auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
-      DS_ASSERT(planner.kept_bytes() <= plan_.kept_bytes && planner.working_bytes() <= c.working_bytes &&
-                planner.temporary_bytes() <= plan_.temporary_bytes);
-      return acts;
-    };
-    // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
-    std::map<std::array<i64, 3>, size_t> known;
-    for (i64 micro = 0; plan_.trains() && micro < plan_.micro_batches; ++micro) {
-      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
-                working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
-                grad_slot = micro % c.grad_slots;
-      const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
-      chunk.views.push_back(found->second);
-      if (!is_new) continue;
-      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(grad_slot)];
-      chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
-      if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
-    }
-    if (!plan_.split_backward) chunk.backward = chunk.forward;
-    if (plan_.use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
-    if (plan_.split_backward) working += c.working_slots * c.working_bytes;
-  }
 }
 
 void Engine::make_pieces() {
@@ -266,29 +165,8 @@ float* Engine::gradient(i64 segment, i64 first) const noexcept {
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
 // failure, which an exception that unwinds us may not have told yet.
 Engine::~Engine() {
-  drop_graphs();
   if (std::uncaught_exceptions() > uncaught_at_birth_) mesh_.abort(Error(Errc::Comm, "the training step has failed"));
   mesh_.drain();
-}
-
-void Engine::drop_graphs() noexcept {
-  for (Device::Graph& graph : graphs_) {
-    if (graph != nullptr) device_.destroy_graph(std::exchange(graph, nullptr));
-  }
-}
-
-void Engine::enqueue_static(size_t key, FunctionRef<void()> body) {
-  if (!config_.cuda.graphs || !warm_) return body();
-  if (device_.scratch_bytes() != graphs_scratch_) {
-    drop_graphs();
-    graphs_scratch_ = device_.scratch_bytes();
-  }
-  if (graphs_.size() <= key) graphs_.resize(key + 1);
-  if (graphs_[key] == nullptr) {
-    graphs_[key] = device_.record_graph(body);
-    DS_CHECK(graphs_[key] != nullptr, Errc::Config, "cuda.graphs: {} has none", device_.name());
-  }
-  device_.launch(graphs_[key]);
 }
 
 Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
@@ -399,36 +277,6 @@ void Engine::set_weights(const ValueSource& values) {
   progress_ = {};
 }
 
-model::PassContext Engine::context(model::Mode mode) {
-  model::PassContext ctx{.ops = ops_, .stream = stream_, .mode = mode, .B = plan_.B, .T = plan_.T};
-  ctx.positions = positions_;
-  ctx.row_positions = row_positions_;
-  ctx.token_types = token_types_;
-  ctx.rope_cos = rope_cos_;
-  ctx.rope_sin = rope_sin_;
-  ctx.losses = losses_;
-  const i64 C = model_.hidden, V = model_.vocab_share();
-  ctx.logits = TensorView::of(logits_.data(), DType::F32, {plan_.logits_chunk, V});
-  ctx.head_weight_grad = TensorView::of(head_weight_grad_.data(), DType::F32, {V, C});
-  model::Groups& g = ctx.groups;
-  g.shard = model_.shard;
-  g.sequence_length = plan_.sequence_length;
-  g.sp = &mesh_.sp();
-  g.tp = &mesh_.tp();
-  const i64 rows = g.shard.padded_rows(plan_.B * plan_.T);
-  g.partial = TensorView::of(tp_partial_.data(), plan_.work, {rows, C});
-  g.gathered = TensorView::of(tp_gathered_.data(), plan_.work, {rows, C});
-  g.sum = TensorView::of(tp_sum_.data(), DType::F32, {rows / g.shard.tp, C});
-  g.stats = TensorView::of(tp_stats_.data(), DType::F32, {3, plan_.logits_chunk});
-  return ctx;
-}
-
-model::RowViews Engine::param_views(const zero::ParamLease& lease, i64 layer) const {
-  const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
-  return {lease.rows(report::RunPlan::unit_of(layer)),
-          shared ? lease.rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
-}
-
 std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
@@ -443,62 +291,28 @@ std::optional<double> Engine::evaluate(i64 batches,
     const i64 n = std::min(at_once, batches - first);
     for (i64 b = 0; b < n; ++b) {
       if (!next(first + b, ids, targets)) return std::nullopt;
-      upload_tokens(ids_.as<i32>() + b * R, ids);
-      upload_tokens(targets_.as<i32>() + b * R, targets);
+      stage_.load(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
       if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnored);
     }
     for (const pipeline::Instr& instr :
          pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {
-      const report::ChunkPlan& chunk = plan_.chunks[static_cast<size_t>(instr.chunk)];
-      if (instr.op == pipeline::Op::RecvActivation) receive_activation(instr);
-      if (instr.op == pipeline::Op::SendActivation) send_evaluated(instr);
-      if (instr.op != pipeline::Op::Forward) continue;
-      evaluate_layers(instr);
-      if (!chunk.last || plan_.coord.tp != 0) continue;
-      device_.download(losses.data(), losses_.data, R * 4);
+      stage_.evaluate(instr);
+      const bool has_losses = plan_.chunks[static_cast<size_t>(instr.chunk)].last && plan_.coord.tp == 0;
+      if (instr.op != pipeline::Op::Forward || !has_losses) continue;
+      device_.download(losses.data(), stage_.losses().data, R * 4);
       for (const float loss : losses) {
         const bool finite = std::fabs(loss) < 0x1p20f;
         sum[0] += finite ? std::llround(std::ldexp(static_cast<double>(loss), 24)) : 0;
         sum[2] += finite ? 0 : 1;
       }
     }
-    sent_.wait();  // what comes next takes the memory, in a call that ends early too
+    stage_.end_evaluation();
   }
   mesh_.world().all_reduce(sum, 3, DType::I64, ReduceOp::Sum, "dp.stats").wait();
   if (sum[2] > 0) return std::numeric_limits<double>::quiet_NaN();
   return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
-}
-
-void Engine::evaluate_layers(const pipeline::Instr& instr) {
-  sent_.wait();  // of the batch before: layers take turns in the memory of outputs
-  params_.begin(plan_.eval_gathers[static_cast<size_t>(instr.chunk)]);
-  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  model::PassContext ctx = context(model::Mode::Eval);
-  const i64 R = plan_.B * plan_.T;
-  ctx.ids = TensorView::of(ids_.as<i32>() + instr.micro * R, DType::I32, {R});
-  ctx.targets = TensorView::of(targets_.as<i32>() + instr.micro * R, DType::I32, {R});
-  TensorView x = input_of(instr);
-  for (i64 l = plan.chunk.begin; l < plan.chunk.end; ++l) {
-    const zero::ParamLease lease = params_.acquire();
-    const model::LayerActs& acts = chunk.eval[static_cast<size_t>(l - plan.chunk.begin)];
-    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(lease, l), x, acts);
-    x = acts.output;
-  }
-}
-
-void Engine::receive_activation(const pipeline::Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
-  const TensorView x = chunk.inputs[slot];
-  chunk.inputs_here[slot] = mesh_.activations().recv(x.data, x.bytes(), previous_stage(), "pp.recv");
-}
-
-void Engine::send_evaluated(const pipeline::Instr& instr) {
-  const TensorView y = chunks_[static_cast<size_t>(instr.chunk)].eval.back().output;
-  sent_ = mesh_.activations().send(y.data, y.bytes(), next_stage(), "pp.send");
 }
 
 bool Engine::is_finite() {
@@ -534,17 +348,11 @@ void Engine::read_logits(std::vector<float>& out) {
   out.clear();
   const report::ChunkPlan& last = plan_.chunks.back();
   if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
-  const i64 R = plan_.B * plan_.T, head = last.chunk.end - 1;
+  const i64 R = plan_.B * plan_.T;
   out.resize(static_cast<size_t>(R * model_.vocab));
-  params_.begin(plan_.eval_gathers.back());
-  for (i64 l = last.chunk.begin; l <= head; ++l) {
-    const zero::ParamLease lease = params_.acquire();
-    if (l != head) continue;
-    const Buffer logits = device_buffer(device_, ledger_, Tag::Logits, R * model_.vocab * 4);
-    model_.layers.back()->logits(context(model::Mode::Eval), param_views(lease, l), chunks_.back().eval.back(),
-                                 TensorView::of(logits.data(), DType::F32, {R, model_.vocab}));
-    device_.download(out.data(), logits.data(), logits.bytes());
-  }
+  const Buffer logits = device_buffer(device_, ledger_, Tag::Logits, R * model_.vocab * 4);
+  stage_.logits(TensorView::of(logits.data(), DType::F32, {R, model_.vocab}));
+  device_.download(out.data(), logits.data(), logits.bytes());
 }
 
 }  // namespace ds::engine

@@ -15,6 +15,7 @@
 #include "pipeline/schedule.h"
 #include "precision/loss_scaler.h"
 #include "report/run_plan.h"
+#include "stage/stage.h"
 #include "zero/param_store.h"
 
 namespace ds::engine {
@@ -40,13 +41,6 @@ struct Progress {
   i64 optimizer_step = 0;  // updates applied
   i64 skipped_steps = 0;
   i64 consumed_samples = 0;
-};
-
-struct GenerateOptions {
-  i64 max_tokens = 100;
-  double temperature = 1;  // 0: always the most likely token
-  i64 top_k = 0;           // 0: all tokens
-  u32 seed = 0;
 };
 
 class Engine;
@@ -97,10 +91,6 @@ class Engine {
   // nothing elsewhere. For tests.
   void read_logits(std::vector<float>& out);
 
-  // Continues `prompt`; calls token(id) as each token is known, and stops after one for which it returns false.
-  // Collective: all ranks give the same arguments and answers.
-  void generate(std::span<const i32> prompt, const GenerateOptions& options, const std::function<bool(i32)>& token);
-
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();
 
@@ -125,6 +115,7 @@ class Engine {
   const model::Model& model() const noexcept { return model_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
+  stage::Stage& stage() noexcept { return stage_; }
   Device& device() const noexcept { return device_; }
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
@@ -133,17 +124,6 @@ class Engine {
   float* gradient(i64 segment, i64 first) const noexcept;
 
  private:
-  // A chunk of layers, and its memory for the micro-batches that are under way.
-  struct Chunk {
-    // The layers' activations by where they lie: those of micro-batch k are forward[views[k]] and backward[views[k]].
-    std::vector<std::vector<model::LayerActs>> forward, backward;
-    std::vector<size_t> views;
-    std::vector<model::LayerActs> eval;
-    std::vector<TensorView> inputs, grads_in, grads_out;  // [micro-batch % size]: messages of the pipeline
-    std::vector<Ticket> inputs_here, grads_here;          // of receives that have been posted
-    std::vector<Ticket> grads_sent;
-  };
-
   // Gradients of equal copies that are parts of a sum over tp, of groups of so many ranks side by side; as many as are
   // exchanged at once.
   struct ReplicaSum {
@@ -152,33 +132,10 @@ class Engine {
   };
 
   void make_buffers();
-  void make_chunks();
   void make_pieces();
-  model::PassContext context(model::Mode mode);
-  model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
-  // Enqueues `body`, which is the same in every step; with cuda.graphs it is recorded once and launched from then on.
-  void enqueue_static(size_t key, FunctionRef<void()> body);
-  void drop_graphs() noexcept;
 
-  // The instructions of a schedule.
   void load(const StepBatch& batch, i64 micro);
-  void post_receives(size_t end);
-  void post_next_receive(size_t at);
-  void send(const pipeline::Instr& instr);
-  void run_layers(const pipeline::Instr& instr);
-  void run_call(const model::PassContext& ctx, const pipeline::Instr& instr, const pipeline::LayerCall& call);
-  void receive_activation(const pipeline::Instr& instr);
-  void evaluate_layers(const pipeline::Instr& instr);
-  void send_evaluated(const pipeline::Instr& instr);
-  const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
-  Ticket& output_sent(const pipeline::Instr& instr) noexcept;
-  TensorView input_of(const pipeline::Instr& instr);
-  void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
-  void restore(const model::LayerActs& acts);  // acts.restored = the output
-  int next_stage() const noexcept { return (plan_.coord.pp + 1) % plan_.mesh.pp; }
-  int previous_stage() const noexcept { return (plan_.coord.pp + plan_.mesh.pp - 1) % plan_.mesh.pp; }
-
-  void upload_tokens(i32* to, std::span<const i32> sequences);  // this rank's part of each
+  stage::MicroBatch micro_batch(i64 micro) const noexcept;
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
   double fold_losses(std::span<const double> losses) const;
@@ -203,16 +160,12 @@ class Engine {
   report::RunPlan plan_;
   zero::ParamStore params_;
   std::optional<zero::GradStore> grads_;  // of who trains
-  PerState<Buffer> states_;               // as plan_.states says
+  stage::Stage stage_;
+  PerState<Buffer> states_;  // as plan_.states says
   Buffer optimizer_workspace_, matrix_memory_;
-  Buffer kept_, host_, working_, temporary_, streams_, head_weight_grad_, logits_, data_;
-  Buffer tp_partial_, tp_gathered_, tp_sum_, tp_stats_, exchange_;
-  std::vector<Chunk> chunks_;
-  std::vector<Ticket> outputs_sent_;  // by the slot of plan_.kept where they lie
-  // In data_, as what follows.
-  TensorView ids_, targets_, positions_, row_positions_, token_types_, losses_, rope_cos_, rope_sin_;
-  report::StepScalars* scalars_ = nullptr;
-  double* micro_losses_ = nullptr;  // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
+  Buffer exchange_, data_;
+  report::StepScalars* scalars_ = nullptr;  // in data_, as what follows
+  double* micro_losses_ = nullptr;          // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
   std::vector<const model::ParamRow*> param_rows_;  // by parameter number
   std::vector<zero::Piece> held_, saved_;
   // One for each group of parameters that is trained and has some here, and which it is.
@@ -227,17 +180,10 @@ class Engine {
   std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
   std::vector<ReplicaSum> sums_;
   std::vector<TensorView> shared_slices_;  // scratch
-  size_t posted_ = 0;                      // instructions of the schedule whose receives are under way
-  size_t next_receive_ = 0;                // no receive stands between the present instruction and this one
-  Ticket sent_;                            // of an evaluation's last activation
-  std::vector<Device::Graph> graphs_;      // by pass, micro-batch and layer
-  i64 graphs_scratch_ = 0;                 // of the device when they were recorded: their ops point into it
-  bool warm_ = false;  // a step has been taken: its ops have taken their scratch and chosen algorithms
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
   std::vector<i64> valid_tokens_;   // per micro-batch, of whole sequences
-  std::vector<i32> tokens_;         // of a micro-batch, on their way to the device
   std::vector<std::byte> results_;  // the step's scalars and losses, read back
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;

@@ -19,8 +19,8 @@
 #include "checkpoint/together.h"
 #include "config/model_config.h"
 #include "data/objective.h"
+#include "data/text_stream.h"
 #include "data/tokenizer.h"
-#include "data/tokenizer/unicode.h"
 #include "ds/log.h"
 #include "ds/train.h"
 #include "ds/units.h"
@@ -32,6 +32,7 @@
 #include "engine/run_record.h"
 #include "engine/saver.h"
 #include "engine/weights.h"
+#include "infer/writer.h"
 #include "probe/host.h"
 
 namespace ds {
@@ -648,38 +649,43 @@ double TrainingRun::evaluate() {
   });
 }
 
-void TrainingRun::generate(const std::string& prompt, const SamplingOptions& o,
-                           const std::function<void(i32, std::string_view)>& token) {
+void TrainingRun::generate(std::span<const Prompt> prompts, const SamplingOptions& o, const GenerateHooks& hooks) {
   State& s = *state_;
   s.collective([&] {
     DS_CHECK(s.config.model.causal(), Errc::Unavailable,
              "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
              family_name(s.config.model.family));
     const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
-    std::vector<i32> ids;
     const std::optional<i32> bos = tokenizer->special(SpecialToken::Bos), eos = tokenizer->special(SpecialToken::Eos);
-    if (tokenizer->adds_bos() && bos) ids.push_back(*bos);
-    tokenizer->encode(prompt, ids);
-    for (const i32 id : ids)
-      DS_CHECK(id < s.config.model.vocab_size, Errc::Mismatch,
-               "the prompt has the token {} ({}), which is outside the model's vocabulary of {}", id,
-               tokenizer->identity(), s.config.model.vocab_size);
-    // What a token adds to the text depends on those before it: blanks between words, bytes of one character.
-    size_t shown = tokenizer->decode(ids).size();
-    const auto show = [&](i32 id, bool last) {
-      const std::string text = tokenizer->decode(ids);
-      const std::string_view whole = last ? std::string_view(text) : tokenizer::whole_characters(text);
-      const size_t from = std::min(shown, whole.size());
-      shown = whole.size();
-      token(id, whole.substr(from));
-    };
-    i64 left = o.max_tokens;
-    s.engine->generate(ids, {o.max_tokens, o.temperature, o.top_k, o.seed}, [&](i32 id) {
-      if (id == eos) return false;
-      ids.push_back(id);
-      show(id, --left == 0);
-      return true;
-    });
+    std::vector<std::vector<i32>> ids;
+    std::vector<TextStream> texts;
+    for (const Prompt& prompt : prompts) {
+      std::vector<i32>& of = ids.emplace_back();
+      if (tokenizer->adds_bos() && bos) of.push_back(*bos);
+      tokenizer->encode(prompt.text, of);
+      for (const i32 id : of)
+        DS_CHECK(id<s.config.model.vocab_size, Errc::Mismatch,
+                     "{} has the token {} ({}), which is outside the model's vocabulary of {}", prompts.size()> 1
+                     ? fmt::format("prompt {}", ids.size())
+                     : "the prompt",
+                 id, tokenizer->identity(), s.config.model.vocab_size);
+      texts.emplace_back(*tokenizer, of);
+    }
+    std::vector<i64> left(prompts.size(), o.max_tokens);
+    infer::write(s.engine->stage(), ids,
+                 {.max_tokens = o.max_tokens,
+                  .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
+                  .at_once = o.at_once},
+                 [&](size_t p, i32 id) {
+                   if (id != eos) {
+                     std::string text = texts[p].push(id);
+                     if (--left[p] == 0) text += texts[p].end();
+                     hooks.token(p, id, text);
+                   }
+                   const bool goes_on = id != eos && left[p] > 0;
+                   if (!goes_on && hooks.ended) hooks.ended(p);
+                   return goes_on;
+                 });
   });
 }
 

@@ -7,10 +7,6 @@
 
 namespace ds::engine {
 
-using pipeline::Instr;
-using pipeline::LayerCall;
-using pipeline::Op;
-
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   const i64 m = plan_.micro_batches;
@@ -18,23 +14,13 @@ StepReport Engine::train_step(const StepBatch& batch) {
 
   count_valid_tokens(batch);
   device_.zero(scalars_, narrow<i64>(results_.size()));
-  params_.begin(plan_.train_gathers);
-  posted_ = next_receive_ = 0;
+  stage_.begin_step();
   for (size_t i = 0; i < plan_.schedule.size(); ++i) {
-    const Instr& instr = plan_.schedule[i];
-    switch (instr.op) {
-      case Op::Load: load(batch, instr.micro); break;
-      case Op::RecvActivation:
-      case Op::RecvGrad: post_receives(i + 1); break;
-      case Op::SendActivation:
-      case Op::SendGrad: send(instr); break;
-      case Op::Forward:
-      case Op::Backward:
-      case Op::BackwardInput:
-      case Op::BackwardWeight:
-        post_next_receive(i);
-        run_layers(instr);
-        break;
+    const pipeline::Instr& instr = plan_.schedule[i];
+    if (instr.op == pipeline::Op::Load) {
+      load(batch, instr.micro);
+    } else {
+      stage_.run(i, micro_batch(instr.micro), *grads_);
     }
   }
   finish_gradients();  // owned sums are final
@@ -56,7 +42,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   ++(verdict.finite ? progress_.optimizer_step : progress_.skipped_steps);
   ++progress_.step;
   progress_.consumed_samples += plan_.B * m * mesh_.data_size();
-  warm_ = true;
+  stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
   return report;
 }
@@ -97,189 +83,15 @@ i64 Engine::global_micro(i64 micro) const noexcept {
 }
 
 void Engine::load(const StepBatch& batch, i64 micro) {
-  const i64 R = plan_.B * plan_.T;
   const size_t rows = static_cast<size_t>(plan_.B * plan_.sequence_length), at = static_cast<size_t>(micro) * rows;
-  upload_tokens(ids_.as<i32>() + micro * R, batch.ids.subspan(at, rows));
-  upload_tokens(targets_.as<i32>() + micro * R, batch.targets.subspan(at, rows));
+  stage_.load(micro, batch.ids.subspan(at, rows), batch.targets.subspan(at, rows));
 }
 
-// This rank's part of each of B whole sequences.
-void Engine::upload_tokens(i32* to, std::span<const i32> sequences) {
-  auto at = tokens_.begin();
-  for (i64 b = 0; b < plan_.B; ++b) {
-    for (const model::TokenRange& range : model_.shard.tokens(plan_.sequence_length))
-      at = std::copy_n(sequences.begin() + b * plan_.sequence_length + range.begin, range.count, at);
-  }
-  device_.upload(to, tokens_.data(), plan_.B * plan_.T * 4);
-}
-
-namespace {
-
-template <class T>
-T& slot_of(std::vector<T>& slots, i64 micro) {
-  return slots[static_cast<size_t>(micro) % slots.size()];
-}
-
-}  // namespace
-
-// The receives up to instruction `end` of the schedule, in order. Their slots are free: there is one more than
-// micro-batches under way.
-void Engine::post_receives(size_t end) {
-  for (; posted_ < end; ++posted_) {
-    const Instr& instr = plan_.schedule[posted_];
-    Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-    if (instr.op == Op::RecvActivation) {
-      receive_activation(instr);
-    } else if (instr.op == Op::RecvGrad) {
-      const TensorView dy = slot_of(chunk.grads_in, instr.micro);
-      slot_of(chunk.grads_here, instr.micro) = mesh_.gradients().recv(dy.data, dy.bytes(), next_stage(), "pp.recv");
-    }
-  }
-}
-
-// Before layers run: the receive that comes next is posted, to go on beside them.
-void Engine::post_next_receive(size_t at) {
-  const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
-  next_receive_ = std::max(next_receive_, at);
-  while (next_receive_ < plan_.schedule.size() && !is_receive(plan_.schedule[next_receive_])) ++next_receive_;
-  if (next_receive_ < plan_.schedule.size()) post_receives(next_receive_ + 1);
-}
-
-void Engine::send(const Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  if (instr.op == Op::SendActivation) {
-    const TensorView y = acts_of(instr).back().output;
-    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next_stage(), "pp.send");
-  } else {
-    const TensorView dx = slot_of(chunk.grads_out, instr.micro);
-    slot_of(chunk.grads_sent, instr.micro) = mesh_.gradients().send(dx.data, dx.bytes(), previous_stage(), "pp.send");
-  }
-}
-
-const std::vector<model::LayerActs>& Engine::acts_of(const Instr& instr) const noexcept {
-  const Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  const bool forward = instr.op == Op::Forward || instr.op == Op::SendActivation;
-  return (forward ? chunk.forward : chunk.backward)[chunk.views[static_cast<size_t>(instr.micro)]];
-}
-
-Ticket& Engine::output_sent(const Instr& instr) noexcept {
-  const i64 slot = plan_.kept.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
-  return outputs_sent_[static_cast<size_t>(slot)];
-}
-
-// What a chunk's first layer reads; it has come when this returns.
-TensorView Engine::input_of(const Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  if (chunk.inputs.empty()) return {};
-  slot_of(chunk.inputs_here, instr.micro).wait();
-  return slot_of(chunk.inputs, instr.micro);
-}
-
-void Engine::run_layers(const Instr& instr) {
-  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  model::PassContext ctx = context(model::Mode::Train);
-  const i64 R = plan_.B * plan_.T;
-  ctx.ids = TensorView::of(ids_.as<i32>() + instr.micro * R, DType::I32, {R});
-  ctx.targets = TensorView::of(targets_.as<i32>() + instr.micro * R, DType::I32, {R});
-  ctx.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro(instr.micro))};
-  ctx.loss_grad = static_cast<float>(per_token(instr.micro) * scaler_.scale() * (grad_divisor() / num_means()));
-
-  // The memory that this overwrites has been sent.
-  if (instr.op == Op::Forward) output_sent(instr).wait();
-  if (instr.op == Op::Backward || instr.op == Op::BackwardInput) {
-    slot_of(chunk.grads_sent, instr.micro).wait();
-    slot_of(chunk.grads_here, instr.micro).wait();
-  }
-  const auto& calls = instr.op == Op::Forward          ? plan.forward
-                      : instr.op == Op::BackwardWeight ? plan.weight
-                                                       : plan.backward;
-  for (const LayerCall& call : calls) run_call(ctx, instr, call);
-}
-
-void Engine::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call) {
-  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  const model::Layer& layer = *model_.layers[static_cast<size_t>(call.layer)];
-  const bool head = call.layer + 1 == std::ssize(model_.layers);
-  const size_t at = static_cast<size_t>(call.layer - plan.chunk.begin);
-  const auto& layers = acts_of(instr);
-  const model::LayerActs& acts = layers[at];
-  TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
-  if (at > 0 && layers[at - 1].stash && instr.op != Op::Forward) {
-    const model::LayerActs& before = layers[at - 1];
-    const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is computed again
-    if (begins) restore(before);
-    x = before.restored.rows(0, before.output.dim(0));
-  }
-  const auto dy = [&] {
-    if (head) return TensorView{};
-    return at + 1 < layers.size() ? layers[at + 1].input_grad : slot_of(chunk.grads_in, instr.micro);
-  };
-  const size_t key = ((static_cast<size_t>(instr.micro) * 3 + static_cast<size_t>(call.kind)) * 2 +
-                      (instr.op == Op::Forward ? 0 : 1)) *
-                         model_.layers.size() +
-                     static_cast<size_t>(call.layer);
-  switch (call.kind) {
-    case LayerCall::Kind::Forward: {
-      const zero::ParamLease lease = params_.acquire();
-      enqueue_static(key, [&] { layer.forward(ctx, param_views(lease, call.layer), x, acts); });
-      if (instr.op == Op::Forward && acts.stash) stash(acts);
-      break;
-    }
-    case LayerCall::Kind::BackwardInput: {
-      const zero::ParamLease lease = params_.acquire();
-      const auto body = [&] {
-        const model::RowViews params = param_views(lease, call.layer);
-        if (call.again) layer.recompute(ctx, params, x, acts, plan.chunk.keep_of(call.layer));
-        layer.backward_input(ctx, params, x, dy(), acts);
-      };
-      if (!head) {
-        enqueue_static(key, body);
-        break;
-      }
-      body();  // the loss has a scale of its own in every step
-      double* loss = micro_losses_ + mesh_.dp().rank() * plan_.micro_batches + instr.micro;
-      ops_.sum(TensorView::of(loss, DType::F64, {1}), losses_, per_token(instr.micro), stream_);
-      break;
-    }
-    case LayerCall::Kind::BackwardWeight: {
-      const i64 own = report::RunPlan::unit_of(call.layer),
-                shared = head ? plan_.head_use() : report::RunPlan::kSharedUnit;
-      const bool has_own = !layer.rows().empty(), has_shared = model_.tied() && (head || call.layer == 0);
-      const model::RowViews grads{has_own ? grads_->acquire(own) : std::span<const TensorView>(),
-                                  has_shared ? grads_->acquire(shared)[0] : TensorView{}};
-      enqueue_static(key, [&] { layer.backward_weight(ctx, grads, x, dy(), acts); });
-      if (has_own) grads_->commit(own);  // may start the reduction of its bucket
-      if (has_shared) grads_->commit(shared);
-      break;
-    }
-  }
-}
-
-void Engine::stash(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
-  const i64 count = std::clamp<i64>(acts.output.dim(0) - first, 0, slice);
-  if (count == 0) return;
-  const TensorView rows = acts.output.rows(first, count);
-  if (plan_.offload_inputs) {
-    device_.download(acts.stash.data, rows.data, rows.bytes());
-  } else {
-    device_.copy(acts.stash.data, rows.data, rows.bytes());
-  }
-}
-
-void Engine::restore(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
-  const TensorView rows = acts.restored.rows(first, slice);
-  if (plan_.offload_inputs) {
-    device_.upload(rows.data, acts.stash.data, rows.bytes());
-  } else {
-    device_.copy(rows.data, acts.stash.data, rows.bytes());
-  }
-  if (!plan_.partition_inputs) return;
-  const AllGatherSegment all{acts.restored.data, rows.bytes()};
-  mesh_.tp().all_gather({&all, 1}, "tp.all_gather").wait();
+stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
+  return {.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro(micro))},
+          .loss_grad = static_cast<float>(per_token(micro) * scaler_.scale() * (grad_divisor() / num_means())),
+          .per_token = per_token(micro),
+          .loss = micro_losses_ + mesh_.dp().rank() * plan_.micro_batches + micro};
 }
 
 // All ranks learn all losses: those of dp from each other, the other stages from the last one.

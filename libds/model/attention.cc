@@ -38,15 +38,18 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
   return x;
 }
 
+// Sequence after sequence: they have seen unlike many tokens, and each has the bits that it has alone.
 void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
-  KvCache& cache = *ctx.cache;
   const i64 T = h.k.dim(1);
-  ctx.ops.copy_heads(some_tokens(cache.k, cache.length, T), h.k, ctx.stream);
-  ctx.ops.copy_heads(some_tokens(cache.v, cache.length, T), h.v, ctx.stream);
-  cache.length += T;
   params.dropout = 0;
-  ctx.ops.attention_fwd(o, lse, h.q, some_tokens(cache.k, 0, cache.length), some_tokens(cache.v, 0, cache.length),
-                        params, ctx.stream);
+  for (i64 b = 0; b < ctx.B; ++b) {
+    KvCache& cache = *ctx.caches[static_cast<size_t>(b)];
+    ctx.ops.copy_heads(some_tokens(cache.k, cache.length, T), h.k.rows(b, 1), ctx.stream);
+    ctx.ops.copy_heads(some_tokens(cache.v, cache.length, T), h.v.rows(b, 1), ctx.stream);
+    cache.length += T;
+    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), some_tokens(cache.k, 0, cache.length),
+                          some_tokens(cache.v, 0, cache.length), params, ctx.stream);
+  }
 }
 
 // Slice `slice` of a message to or from each rank: tensors one behind the other.

@@ -233,7 +233,7 @@ void last_logits(const PassContext& ctx, TensorView h, TensorView weight, i64 vo
   TensorView own = ctx.logits;
   own.data = ctx.logits.as<float>() + vocab_begin(vocab, g.shard, g.shard.tp_rank);
   own.shape[1] = weight.dim(0);
-  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true}, ctx.stream);
+  ctx.ops.matmul(own, last, weight, {}, {}, {}, {.trans_b = true, .rowwise = ctx.rowwise()}, ctx.stream);
   if (g.shard.tp > 1)
     g.tp->all_reduce(ctx.logits.data, ctx.logits.numel(), DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
 }

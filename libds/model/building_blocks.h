@@ -21,7 +21,8 @@ struct LinearForward {
 // y [R,out] = activation(x [R,in] W + bias) + residual
 inline void linear_forward(const PassContext& ctx, TensorView y, TensorView x, TensorView weight,
                            const LinearForward& o) {
-  const MatmulParams params{.trans_b = o.orientation == Orientation::OutIn, .activation = o.activation};
+  const MatmulParams params{
+      .trans_b = o.orientation == Orientation::OutIn, .activation = o.activation, .rowwise = ctx.rowwise()};
   ctx.ops.matmul(y, x, weight, o.bias, o.preact, o.residual, params, ctx.stream);
 }
 
@@ -117,8 +118,8 @@ struct HeadCounts {
 // Declares what attend() and attend_backward() need beside their arguments; behind the layer's own temporaries.
 void plan_attention(LayerActs& acts, ActivationPlanner& planner, const Shard& shard, Mode mode, DType work, i64 B,
                     i64 T, const HeadCounts& heads);
-// Attention of the T new positions; when generating, over all positions so far, which the cache keeps (B = 1). Over the
-// tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is for attend_backward alone.
+// Attention of the T new positions; when generating, over all positions so far, which a cache for each sequence keeps.
+// Over the tokens of all ranks of sp (Shard::mode). lse [B,H,T] fp32 is for attend_backward alone.
 void attend(const PassContext& ctx, TensorView o, TensorView lse, const Heads& heads, const AttentionParams& params,
             const LayerActs& acts);
 void attend_backward(const PassContext& ctx, const Heads& gradients, TensorView dout, const Heads& heads, TensorView o,

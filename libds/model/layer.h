@@ -138,7 +138,7 @@ struct LayerActs {
   TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
 };
 
-// Keys and values of the positions so far, for generation: [B, capacity, G, D] each, work dtype.
+// Keys and values of the positions so far of one sequence, for generation: [1, capacity, G, D] each, work dtype.
 struct KvCache {
   TensorView k, v;
   i64 length = 0;  // positions that are in it
@@ -159,19 +159,22 @@ struct PassContext {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;                   // T: of this rank's part of the sequences
   TensorView ids{};                   // [R] int32
-  TensorView positions{};             // [T] int32
-  TensorView row_positions{};         // [R] int32: positions repeated B times
+  TensorView positions{};             // [T] int32: rows of the rope tables; [R] when generating
+  TensorView row_positions{};         // [R] int32: the position of each row in its sequence
   TensorView token_types{};           // [R] int32: segments, for models with Model::token_types
   TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
   TensorView targets{};               // [R] int32; not when generating
   TensorView losses{};                // [R] fp32, written by the head; not when generating
   TensorView logits{};  // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
                         // workspace [chunk,V] fp32
-  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
-  float loss_grad = 1;            // d(scaled total)/d(token loss)
-  RngKey dropout_key{};           // each use sets its own site
-  KvCache* cache = nullptr;       // Generate: of the present layer
-  Groups groups{};                // the ranks that share matrices and tokens
+  TensorView head_weight_grad{};       // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
+  float loss_grad = 1;                 // d(scaled total)/d(token loss)
+  RngKey dropout_key{};                // each use sets its own site
+  std::span<KvCache* const> caches{};  // Generate: of the present layer, by sequence
+  Groups groups{};                     // the ranks that share matrices and tokens
+
+  // Whether each row is to have the bits that it has alone: the next tokens of several sequences.
+  bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
 };
 
 // Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, where this

@@ -305,8 +305,10 @@ class LlamaBlock final : public Layer {
             heads_view(v, ctx.B, ctx.T, G_, D_, G_ * D_, 0)};
   }
   void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
-    ctx.ops.rope(h.q, h.q, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
-    ctx.ops.rope(h.k, h.k, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
+    for (TensorView x : {h.q, h.k}) {
+      if (ctx.mode == Mode::Generate) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has a position of its own
+      ctx.ops.rope(x, x, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
+    }
   }
 
   i64 C_, H_, G_, D_, F_;

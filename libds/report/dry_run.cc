@@ -23,26 +23,15 @@ void make_present(std::vector<model::LayerActs>& acts) {
   }
 }
 
-// The context of a pass; an engine's has its memory in the places of these views.
-model::PassContext context_of(const model::Model& model, const RunPlan& plan, const Stage& stage) {
-  const i64 C = model.hidden, R = plan.B * plan.T, rows = model.shard.padded_rows(R), V = model.vocab_share();
-  model::PassContext ctx{.ops = stage.ops, .stream = stage.stream, .B = plan.B, .T = plan.T};
-  ctx.ids = ctx.targets = ctx.row_positions = ctx.token_types = present(DType::I32, {R});
-  ctx.positions = present(DType::I32, {plan.T});
-  if (plan.rope_elems > 0)
-    ctx.rope_cos = ctx.rope_sin = present(DType::F32, {plan.sequence_length, plan.rope_elems / plan.sequence_length});
-  ctx.losses = present(DType::F32, {R});
-  ctx.logits = present(DType::F32, {std::max<i64>(plan.logits_chunk, 1), V});
-  ctx.head_weight_grad = present(DType::F32, {V, C});
-  ctx.groups = {.shard = model.shard,
-                .tp = &stage.tp,
-                .sp = &stage.sp,
-                .partial = present(plan.work, {rows, C}),
-                .sum = present(DType::F32, {rows / plan.mesh.tp, C}),
-                .gathered = present(plan.work, {rows, C}),
-                .stats = present(DType::F32, {3, plan.logits_chunk}),
-                .sequence_length = plan.sequence_length};
-  return ctx;
+// The memory of a training pass with a head.
+model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
+  model::PassSizes sizes = plan.pass.sizes;
+  if (sizes.B == 0) sizes = {.B = plan.B, .T = plan.T, .sequence_length = plan.sequence_length, .work = plan.work};
+  sizes.projects = sizes.gradients = true;
+  sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
+  model::PassMemory memory(model, sizes);
+  memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
+  return memory;
 }
 
 }  // namespace
@@ -55,9 +44,11 @@ std::vector<TensorView> views_of(std::span<const model::ParamRow> rows, DType dt
   return views;
 }
 
-void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& stage,
+void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t, Pass)> enter) {
-  const model::PassContext ctx = context_of(model, plan, stage);
+  const model::PassMemory memory = memory_of(model, plan);
+  const model::PassContext ctx =
+      model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
   const DType fresh = plan.grads.staged() ? DType::F32 : plan.wire;
@@ -85,7 +76,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& st
           enter(c, Pass::Recompute);
           if (at > 0 && acts[at - 1].stash.rank > 0 && plan.partition_inputs) {
             const AllGatherSegment all{nullptr, acts[at - 1].stash.bytes()};
-            stage.tp.all_gather({&all, 1}, "tp.all_gather");
+            walk.tp.all_gather({&all, 1}, "tp.all_gather");
           }
         }
         switch (call.kind) {

@@ -30,14 +30,14 @@ class CountingCommunicator final : public BaseCommunicator {
 enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
 inline constexpr size_t kPasses = 4;
 
-struct Stage {  // where the walk takes place
+struct Walk {  // where it takes place
   const OpTable& ops;
   Stream& stream;
   Communicator &tp, &sp;
 };
 // Runs the layer calls of one micro-batch of each chunk. Views have shapes, and data that must not be touched where an
 // engine's have data. `enter(chunk, pass)`: what follows is of this chunk (its place in RunPlan::chunks) and pass.
-void walk_layers(const model::Model& model, const RunPlan& plan, const Stage& stage,
+void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t chunk, Pass)> enter);
 
 // By "axis.collective", of one training step of one rank: tp, sp and pp, statistics left out. The largest are noted in

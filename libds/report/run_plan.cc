@@ -435,11 +435,20 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     streams += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
   plan.working_bytes = working;
-  const bool has_head = plan.projects() && plan.use != ConfigUse::Generate;
-  const i64 vocab = has_head ? model.vocab_share() : 0;
-  // Of the largest share: the ranks that share a vocabulary meet after every chunk.
-  plan.logits_chunk = has_head ? logits_chunk(R, model.largest_vocab_share(), device) : 0;
-  if (plan.use != ConfigUse::Generate) plan.rope_elems = model::rope_table_elems(config.model, plan.sequence_length);
+  if (plan.use != ConfigUse::Generate) {
+    model::PassSizes sizes{.B = plan.B,
+                           .T = plan.T,
+                           .sequence_length = plan.sequence_length,
+                           .micro_batches = plan.micro_batches,
+                           .rope_elems = model::rope_table_elems(config.model, plan.sequence_length),
+                           .projects = plan.projects(),
+                           .gradients = plan.trains(),
+                           .work = plan.work};
+    if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
+    // Of the largest share: the ranks that share a vocabulary meet after every chunk.
+    if (sizes.projects) sizes.logits_rows = logits_chunk(R, model.largest_vocab_share(), device);
+    plan.pass = model::PassMemory(model, sizes);
+  }
 
   const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
   const i64 shard = plan.layout.shard_elems();
@@ -458,12 +467,13 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Gathered) = gathered;
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
   tag(Tag::Host) = plan.kept.count * plan.host_bytes;
-  tag(Tag::Logits) = plan.logits_chunk * vocab * 4;
+  tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
   // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
   // the output projection, staged gradients; sums over the tensor-parallel group.
   plan.stream_slots = streams;
-  tag(Tag::Workspace) = plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64);
-  if (trains) tag(Tag::Workspace) += (vocab * C + zero::staging_elems(plan.grad_layout, plan.grads)) * 4;
+  tag(Tag::Workspace) =
+      plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + plan.pass.bytes(Tag::Workspace);
+  if (trains) tag(Tag::Workspace) += zero::staging_elems(plan.grad_layout, plan.grads) * 4;
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     if (group.needs_matrices()) {
@@ -481,15 +491,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
   plan.exchange_elems = trains ? exchange_elems(plan) : 0;
   tag(Tag::Workspace) += plan.exchange_elems * 4;
-  if (mesh.tp > 1 && plan.use != ConfigUse::Generate) {
-    const i64 rows = model.shard.padded_rows(R);
-    plan.tp_shared = {rows * C * work_bytes, rows * C * work_bytes};
-    tag(Tag::Workspace) += 2 * rows * C * work_bytes + rows / mesh.tp * C * 4 + 3 * plan.logits_chunk * 4;
-  }
-  // ids and targets of all micro-batches, positions, token types, losses, rotations; then the numbers of the step.
-  const i64 token_types = model.token_types > 0 ? R : 0;
-  tag(Tag::Data) = align_up((2 * plan.micro_batches * R + plan.T + 2 * R + token_types + 2 * plan.rope_elems) * 4, 8) +
-                   static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
+  if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
+  // Tokens and their like; the numbers of the step.
+  tag(Tag::Data) =
+      align_up(plan.pass.bytes(Tag::Data), 8) + static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.

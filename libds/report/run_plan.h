@@ -13,6 +13,7 @@
 #include "comm/communicator.h"
 #include "ds/config.h"
 #include "mesh/mesh.h"
+#include "model/pass_memory.h"
 #include "optim/optimizer.h"
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
@@ -76,8 +77,7 @@ struct RunPlan {
   zero::GatherPlan train_gathers;
   std::vector<zero::GatherPlan> eval_gathers;  // of each chunk's forward pass
   i64 gather_pool_elems = 0;                   // the most that one of them needs
-  i64 rope_elems = 0;                          // of the tables of cos and of sin, each
-  i64 logits_chunk = 0;                        // rows of the logits workspace
+  model::PassMemory pass;                      // of training and evaluation: shapes, without memory
   i64 temporary_bytes = 0;                     // shared by the layers
   i64 working_bytes = 0;                       // over all chunks
   i64 state_bytes = 0;     // of this rank's training state, copied to host memory to be saved or loaded

@@ -422,13 +422,9 @@ TEST(Generation, WritesWhatOneRankWrites) {
       Hooks hooks;
       hooks.at_end = [&](engine::Engine& engine) {
         std::vector<i32>& text = texts[static_cast<size_t>(engine.mesh().rank())];
-        const auto token = [&](i32 id) {
-          text.push_back(id);
-          return true;
-        };
-        const std::vector<i32> prompt{3, 5, 7, 9, 11}, one{4};
-        engine.generate(prompt, {.max_tokens = 12, .temperature = 0}, token);
-        engine.generate(one, {.max_tokens = 12, .temperature = 0.8, .top_k = 20, .seed = 3}, token);
+        text = text_of(engine, {3, 5, 7, 9, 11}, {.max_tokens = 12});
+        const Writing sampled{.max_tokens = 12, .sampling = {.temperature = 0.8, .top_k = 20, .seed = 3}};
+        for (const i32 id : text_of(engine, {4}, sampled)) text.push_back(id);
       };
       train_threads(config_of(model, l), l.ranks(), 8, 1, hooks);
       for (const auto& text : texts) EXPECT_EQ(text, texts[0]) << l.name();

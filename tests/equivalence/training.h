@@ -12,6 +12,7 @@
 
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "infer/writer.h"
 #include "report/planned.h"
 
 namespace ds::testing {
@@ -224,6 +225,20 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
   }
   for (std::thread& t : threads) t.join();
   if (error) std::rethrow_exception(error);
+}
+
+struct Writing {
+  i64 max_tokens = 8;
+  infer::Sampling sampling{.temperature = 0};
+};
+// What a model writes behind a prompt.
+inline std::vector<i32> text_of(engine::Engine& engine, std::vector<i32> prompt, const Writing& w) {
+  std::vector<i32> text;
+  infer::write(engine.stage(), {&prompt, 1}, {.max_tokens = w.max_tokens, .sampling = w.sampling}, [&](size_t, i32 id) {
+    text.push_back(id);
+    return true;
+  });
+  return text;
 }
 
 template <class T>

@@ -34,12 +34,7 @@ Seen look(Config c, int ranks, ConfigUse use) {
       });
     }
     for (size_t t = 0; t < counted.size(); ++t) counted[t] = engine.ledger().peak(static_cast<Tag>(t));
-    std::vector<i32> text;
-    const std::vector<i32> prompt{3, 5, 7};
-    engine.generate(prompt, {.max_tokens = 4, .temperature = 0}, [&](i32 id) {
-      text.push_back(id);
-      return true;
-    });
+    const std::vector<i32> text = text_of(engine, {3, 5, 7}, {.max_tokens = 4});
     const std::lock_guard lock(mutex);
     for (size_t t = 0; t < counted.size(); ++t)
       EXPECT_EQ(counted[t], engine.plan().memory[t])

@@ -62,11 +62,7 @@ TEST_P(ParallelProcesses, TrainEvaluateAndWriteAsThreadsDo) {
       const auto writes = [](std::vector<i32>& text) {
         Hooks hooks;
         hooks.at_end = [&text](engine::Engine& engine) {
-          std::vector<i32> own;
-          engine.generate(std::vector<i32>{3, 5, 7}, {.max_tokens = 8, .temperature = 0}, [&](i32 id) {
-            own.push_back(id);
-            return true;
-          });
+          const std::vector<i32> own = text_of(engine, {3, 5, 7}, {.max_tokens = 8});
           if (engine.mesh().rank() == 0) text = own;
         };
         return hooks;

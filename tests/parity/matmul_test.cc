@@ -174,6 +174,31 @@ TEST(Matmul, BitsDoNotDependOnThreads) {
   }
 }
 
+TEST(Matmul, RowwiseGivesEachRowTheBitsThatItHasAlone) {
+  constexpr i64 N = 150, K = 411;
+  for (const OpTable* ops : backends()) {
+    for (const i64 M : {2, 5, 33}) {
+      for_all_kinds([&](DType work, DType out, MatmulParams params) {
+        if (params.trans_a) return;
+        params.activation = Activation::GeluTanh;
+        params.rowwise = true;
+        ThreadPool pool(2);
+        Stream stream{&pool};
+        const Matrix a(work, M, K, 0, 1), b(work, params.trans_b ? N : K, params.trans_b ? K : N, 3, 2),
+            residual(out, M, N, 0, 5);
+        Matrix all(out, M, N, 0, 3), alone(out, M, N, 0, 4);
+        ops->matmul(all.view, a.view, b.view, {}, {}, residual.view, params, stream);
+        for (i64 r = 0; r < M; ++r)
+          ops->matmul(alone.view.rows(r, 1), a.view.rows(r, 1), b.view, {}, {}, residual.view.rows(r, 1), params,
+                      stream);
+        const Case t{.M = M, .N = N, .K = K, .work = work, .out = out, .params = params, .residual = true};
+        expect_same_bits(all.all, alone.all, std::string(ops->name) + " " + t.name());
+      });
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST(Matmul, NonFiniteValuesReachTheResult) {
   for (const OpTable* ops : backends()) {
     for (DType work : kWorkDTypes) {

@@ -168,7 +168,7 @@ TEST(CudaMatmulPlan, LargeSumsGoByRows) {
     EXPECT_EQ(step.rows % 128, 0);
     EXPECT_EQ(step.product.n, step.rows);
     EXPECT_EQ(step.finish.call.c.dim(0), step.rows);
-    const MatmulCall rest = rows_from(x, step.rows);
+    const MatmulCall rest = rows_from(x, step.rows, x.c.dim(0) - step.rows);
     EXPECT_EQ(rest.c.dim(0), M - step.rows);
     EXPECT_EQ(rest.c.data, x.c.as<bf16>() + step.rows * N);
     EXPECT_EQ(rest.a.data, x.a.as<bf16>() + step.rows * (trans_a ? 1 : C));

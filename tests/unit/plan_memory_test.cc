@@ -148,7 +148,7 @@ TEST(PlanLogits, ChunksAreThoseOfAllSharesOfAVocabulary) {
           for (int r = 0; r < t; ++r) {
             const MeshCoord coord{.tp = r};
             const model::Model model = model::make_model(c.model, s, report::shard_of(c, mesh, coord));
-            chunks.insert(report::make_run_plan(c, model, mesh, coord, device).logits_chunk);
+            chunks.insert(report::make_run_plan(c, model, mesh, coord, device).pass.sizes.logits_rows);
           }
           EXPECT_EQ(chunks.size(), 1u) << "vocabulary " << vocab << " tp " << t << " micro-batch " << micro;
         }

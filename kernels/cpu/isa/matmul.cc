@@ -159,47 +159,67 @@ void few_rows_along(const float* a, const T* b, i64 ld, i64 K, float* sums) noex
   }
 }
 
+// Rows that are multiplied at once: so many sums fit the registers.
+constexpr i64 kFewRows = 4;
 // Floats of a worker: the sums of a tile and the rows of A, whole or a block of k. `along`: as Source, of B.
-i64 few_rows_room(i64 rows, i64 K, bool along) noexcept { return rows * (kFewTile + (along ? K : kWords)) + kLanes; }
+i64 few_rows_room(i64 M, i64 K, bool along) noexcept {
+  return std::min(M, kFewRows) * (kFewTile + (along ? K : kWords)) + kLanes;
+}
 
+// sums [kRows, columns <= kFewTile] of rows from `row` on and columns from `begin` on; x: room for the rows of A.
 template <int kRows, class T>
-void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 N, const Epilogue& e, FinishFn done,
+void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 K, i64 row, i64 begin, i64 columns, float* sums,
+                       float* x) noexcept {
+  if (b.along) {
+    for (i64 r = 0; r < kRows; ++r) {
+      if (a.along) {
+        for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(row + r, k), n), n); });
+      } else {
+        for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(row + r, k));
+      }
+    }
+    i64 c = 0;
+    for (; c + 4 <= columns; c += 4) few_rows_along<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+    for (; c < columns; ++c) few_rows_along<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
+    return;
+  }
+  for (i64 k = 0; k == 0 || k < K; k += kWords) {
+    const i64 depth = std::min(kWords, K - k);
+    pack<Single>(x, kRows, a, row, kRows, k, depth);
+    constexpr int kVectors = 4;
+    i64 c = 0;
+    for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) {
+      few_rows_across<kRows, kVectors>(x, b.at(begin + c, k), b.ld, depth, sums + c, k == 0, AllLanes{});
+    }
+    for (; c < columns; c += kLanes) {
+      const T* p = b.at(begin + c, k);
+      if (c + kLanes <= columns) {
+        few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, AllLanes{});
+      } else {
+        few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, columns - c);
+      }
+    }
+  }
+}
+
+// A tile is some columns of all rows: of more rows than kFewRows, B is read from memory once and from the cache again.
+template <class T>
+void multiply_few_rows(const Source<T>& a, const Source<T>& b, i64 M, i64 K, i64 N, const Epilogue& e, FinishFn done,
                        ThreadPool& pool) noexcept {
   pool.parallel_for(ceil_div(N, kFewTile), [&](i64 tile, int worker) {
     const i64 begin = tile * kFewTile, columns = std::min(kFewTile, N - begin);
     float* const sums = static_cast<float*>(pool.scratch(worker));
-    float* const x = sums + kRows * kFewTile;
-    if (b.along) {
-      for (i64 r = 0; r < kRows; ++r) {
-        if (a.along) {
-          for_vectors(0, K, [&](i64 k, auto n) { store(x + r * K + k, load(a.at(r, k), n), n); });
-        } else {
-          for (i64 k = 0; k < K; ++k) x[r * K + k] = to_float(*a.at(r, k));
-        }
+    float* const x = sums + std::min(M, kFewRows) * kFewTile;
+    for (i64 row = 0; row < M; row += kFewRows) {
+      const i64 rows = std::min(kFewRows, M - row);
+      switch (rows) {
+        case 1: multiply_few_rows<1>(a, b, K, row, begin, columns, sums, x); break;
+        case 2: multiply_few_rows<2>(a, b, K, row, begin, columns, sums, x); break;
+        case 3: multiply_few_rows<3>(a, b, K, row, begin, columns, sums, x); break;
+        default: multiply_few_rows<kFewRows>(a, b, K, row, begin, columns, sums, x);
       }
-      i64 c = 0;
-      for (; c + 4 <= columns; c += 4) few_rows_along<kRows, 4>(x, b.at(begin + c, 0), b.ld, K, sums + c);
-      for (; c < columns; ++c) few_rows_along<kRows, 1>(x, b.at(begin + c, 0), b.ld, K, sums + c);
-    } else {
-      for (i64 k = 0; k == 0 || k < K; k += kWords) {
-        const i64 depth = std::min(kWords, K - k);
-        pack<Single>(x, kRows, a, 0, kRows, k, depth);
-        constexpr int kVectors = 4;
-        i64 c = 0;
-        for (; c + kVectors * kLanes <= columns; c += kVectors * kLanes) {
-          few_rows_across<kRows, kVectors>(x, b.at(begin + c, k), b.ld, depth, sums + c, k == 0, AllLanes{});
-        }
-        for (; c < columns; c += kLanes) {
-          const T* p = b.at(begin + c, k);
-          if (c + kLanes <= columns) {
-            few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, AllLanes{});
-          } else {
-            few_rows_across<kRows, 1>(x, p, b.ld, depth, sums + c, k == 0, columns - c);
-          }
-        }
-      }
+      done(e, sums, kFewTile, row, begin, rows, columns);
     }
-    done(e, sums, kFewTile, 0, begin, kRows, columns);
   });
 }
 
@@ -214,15 +234,15 @@ struct ProductOf<bf16> {
 };
 #endif
 
-// How a product is cut, and what a worker needs for its largest tile. Up to four rows have tiles of their own.
+// How a product is cut, and what a worker needs for its largest tile. A few rows have tiles of their own.
 struct Cut {
   Grid grid;
   size_t scratch_bytes;
 };
-constexpr i64 kFewRows = 4;
-Cut cut_of(DType work, i64 M, i64 N, i64 K, bool b_along, i64 threads) noexcept {
-  if (M <= kFewRows)
-    return {{1, ceil_div(N, kFewTile)}, static_cast<size_t>(few_rows_room(M, K, b_along)) * sizeof(float)};
+bool few_rows(i64 M, const MatmulParams& p) noexcept { return M <= kFewRows || p.rowwise; }
+Cut cut_of(DType work, i64 M, i64 N, i64 K, const MatmulParams& p, i64 threads) noexcept {
+  if (few_rows(M, p))
+    return {{1, ceil_div(N, kFewTile)}, static_cast<size_t>(few_rows_room(M, K, p.trans_b)) * sizeof(float)};
   Cut cut{choose_grid(M, N, threads), 0};
   const i64 panels_m = ceil_div(ceil_div(M, kMR), cut.grid.m), panels_n = ceil_div(ceil_div(N, kNR), cut.grid.n);
   with_work_type(work, [&]<class T>(T) {
@@ -246,17 +266,11 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
   const Epilogue e{c, bias, preact, residual, p.activation, p.accumulate};
   const FinishFn done = finish_for(c.dtype, a.dtype);
   ThreadPool& pool = *stream.pool;
-  const Cut cut = cut_of(a.dtype, M, N, K, p.trans_b, pool.num_threads());
+  const Cut cut = cut_of(a.dtype, M, N, K, p, pool.num_threads());
   pool.reserve_scratch(cut.scratch_bytes);
   with_work_type(a.dtype, [&]<class T>(T) {
     const Source<T> sa{a.as<T>(), a.stride[0], !p.trans_a}, sb{b.as<T>(), b.stride[0], p.trans_b};
-    switch (M) {
-      case 1: return multiply_few_rows<1>(sa, sb, K, N, e, done, pool);
-      case 2: return multiply_few_rows<2>(sa, sb, K, N, e, done, pool);
-      case 3: return multiply_few_rows<3>(sa, sb, K, N, e, done, pool);
-      case 4: return multiply_few_rows<4>(sa, sb, K, N, e, done, pool);
-      default: break;
-    }
+    if (few_rows(M, p)) return multiply_few_rows(sa, sb, M, K, N, e, done, pool);
     const Grid grid = cut.grid;
     pool.parallel_for(grid.m * grid.n, [&](i64 tile, int worker) {
       multiply_tile<typename ProductOf<T>::type>(sa, sb, K, part(tile % grid.m, grid.m, M, kMR),
@@ -270,7 +284,7 @@ void matmul_scratch(TensorView c, TensorView a, TensorView, TensorView, TensorVi
                     Stream& stream) noexcept {
   const i64 M = c.dim(0), N = c.dim(1), K = a.dim(p.trans_a ? 0 : 1);
   if (M == 0 || N == 0) return;
-  note_scratch(stream, cut_of(a.dtype, M, N, K, p.trans_b, metered_threads(stream)).scratch_bytes);
+  note_scratch(stream, cut_of(a.dtype, M, N, K, p, metered_threads(stream)).scratch_bytes);
 }
 
 }  // namespace ds::cpu::DS_ISA_NAMESPACE

@@ -6,10 +6,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "ds/config.h"
+#include "ds/prompts.h"
 #include "ds/ranks.h"
 
 namespace ds {
@@ -98,6 +100,13 @@ struct SamplingOptions {
   double temperature = 0.8;  // 0: the most likely token
   i64 top_k = 0;             // 0: all
   u32 seed = 0;
+  i64 at_once = 64;  // prompts under way at most
+};
+
+struct GenerateHooks {  // called on every rank
+  // Each new token and what it adds to the text (bytes: perhaps not whole UTF-8).
+  std::function<void(size_t prompt, i32 id, std::string_view text)> token;
+  std::function<void(size_t prompt)> ended = {};
 };
 
 // Owns everything of one rank's run. All member functions are collective over the job; an error on one rank aborts the
@@ -121,10 +130,8 @@ class DS_API TrainingRun {
   // Mean loss over the validation data (eval.batches batches). Throws Errc::Config without any, Errc::Numeric if it is
   // not finite.
   double evaluate();
-  // Continues `prompt` (bytes); token() gets each new token and its text (bytes: perhaps not whole UTF-8) on every
-  // rank.
-  void generate(const std::string& prompt, const SamplingOptions& options,
-                const std::function<void(i32 id, std::string_view text)>& token);
+  // Continues prompts (bytes). What is written for one does not depend on the others.
+  void generate(std::span<const Prompt> prompts, const SamplingOptions& options, const GenerateHooks& hooks);
 
   i64 step() const noexcept;
   const std::string& backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"

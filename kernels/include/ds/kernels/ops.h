@@ -40,6 +40,7 @@ struct MatmulParams {
   bool trans_b = false;     // b is stored [N,K] instead of [K,N]
   bool accumulate = false;  // c += instead of c =; then no bias, activation or residual
   Activation activation = Activation::None;
+  bool rowwise = false;  // each row of c has the bits that it has in a product of one row
 };
 
 // Where the matrices of scores of one call lie in those of all heads, queries and keys: what dropout counts by, so that

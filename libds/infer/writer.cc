@@ -1,0 +1,224 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "infer/writer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "model/models.h"
+
+namespace ds::infer {
+namespace {
+
+using model::Mode;
+
+// A sequence under way, and its keys and values.
+struct Sequence {
+  size_t prompt = 0;
+  i64 place = 0;              // among those that are under way at once
+  std::vector<i32> fresh;     // tokens that no pass has seen: the prompt, then the last one
+  i64 seen = 0, written = 0;  // tokens of both in the caches; tokens that were written
+  Buffer memory;
+  std::vector<model::KvCache> caches;  // by layer
+};
+
+class Writer {
+ public:
+  Writer(stage::Stage& stage, std::span<const std::vector<i32>> prompts, const WriteOptions& options)
+      : stage_(stage),
+        model_(stage.model()),
+        plan_(stage.plan()),
+        device_(stage.device()),
+        prompts_(prompts),
+        options_(options),
+        most_(std::clamp<i64>(options.at_once, 1, std::max<i64>(std::ssize(prompts), 1))) {
+    check_prompts();
+    take_memory();
+  }
+
+  void write(const std::function<bool(size_t, i32)>& token) {
+    for (size_t next = 0; next < prompts_.size() || !under_way_.empty();) {
+      // The prompts of free places, each in a pass of its own; then a token of each sequence.
+      if (next < prompts_.size() && std::ssize(under_way_) < most_) {
+        under_way_.push_back(begin(next++));
+        run({&under_way_.back(), 1}, token);
+      } else {
+        run(under_way_, token);
+      }
+      std::erase_if(under_way_, [](const std::unique_ptr<Sequence>& s) { return s->fresh.empty(); });
+    }
+  }
+
+ private:
+  i64 capacity(size_t prompt) const { return std::ssize(prompts_[prompt]) + options_.max_tokens; }
+
+  void check_prompts() {
+    for (size_t p = 0; p < prompts_.size(); ++p) {
+      const std::string which = prompts_.size() > 1 ? fmt::format("prompt {}", p + 1) : "the prompt";
+      DS_CHECK(!prompts_[p].empty(), Errc::Config, "{} is empty", which);
+      DS_CHECK(capacity(p) <= model_.max_positions || stage_.model_config().any_length(), Errc::Config,
+               "{} ({} tokens) and {} new tokens exceed the model's {} positions", which, prompts_[p].size(),
+               options_.max_tokens, model_.max_positions);
+      longest_ = std::max<i64>(longest_, std::ssize(prompts_[p]));
+      largest_ = std::max(largest_, capacity(p));
+    }
+  }
+
+  Buffer buffer(Tag tag, i64 bytes) { return device_buffer(device_, stage_.ledger(), tag, bytes); }
+
+  void take_memory() {
+    for (size_t c = 0; c < plan_.chunks.size(); ++c) {
+      for (const auto& [B, T] : {std::pair{i64{1}, longest_}, {most_, i64{1}}}) {
+        model::ActivationPlanner planner;
+        report::plan_acts(model_, plan_.chunks[c], plan_, planner, Mode::Generate, {B, T, B * T});
+        working_bytes_ = std::max(working_bytes_, planner.working_bytes());
+        temporary_bytes_ = std::max(temporary_bytes_, planner.temporary_bytes());
+      }
+    }
+    working_ = buffer(Tag::Activations, working_bytes_);
+    temporary_ = buffer(Tag::Workspace, temporary_bytes_);
+
+    // Rotations are those of the whole text, so that what is written depends neither on the length that the run trains
+    // at nor on other texts. (Hugging Face goes by the length so far and keeps keys rotated by what held when they were
+    // new.)
+    const ModelConfig& config = stage_.model_config();
+    rope_apart_ = config.rope.type == RopeType::Dynamic || config.rope.type == RopeType::LongRope;
+    const i64 rows = std::max(longest_, most_), rope_rows = largest_ * (rope_apart_ ? most_ : 1);
+    const i64 rope_width = model::rope_table_elems(config, largest_) / std::max<i64>(largest_, 1);
+    memory_ = model::PassMemory(model_, {.B = 1,
+                                         .T = rows,
+                                         .rope_rows = rope_width > 0 ? rope_rows : 0,
+                                         .rope_elems = rope_rows * rope_width,
+                                         .losses = false,
+                                         .logits_rows = most_,
+                                         .work = plan_.work});
+    memory_.for_each([&](Tag tag, TensorView& v) {
+      if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
+    });
+    if (memory_.rope_cos && !rope_apart_) upload_rotations(0, largest_);
+    if (plan_.mesh.pp > 1) message_ = buffer(Tag::Workspace, rows * model_.hidden * dtype_bytes(plan_.work));
+    logits_.resize(static_cast<size_t>(most_ * model_.vocab));
+  }
+
+  void upload_rotations(i64 first_row, i64 length) {
+    const model::RopeTables rope = model::make_rope_tables(stage_.model_config(), length);
+    const TensorView cos = memory_.rope_cos.rows(first_row, length), sin = memory_.rope_sin.rows(first_row, length);
+    device_.upload(cos.data, rope.cos.data(), cos.bytes());
+    device_.upload(sin.data, rope.sin.data(), sin.bytes());
+  }
+
+  std::unique_ptr<Sequence> begin(size_t prompt) {
+    auto s = std::make_unique<Sequence>();
+    s->prompt = prompt;
+    s->fresh = prompts_[prompt];
+    const auto taken = [&](const std::unique_ptr<Sequence>& other) { return other->place == s->place; };
+    while (std::ranges::any_of(under_way_, taken)) ++s->place;
+
+    const i64 kv_heads = std::max<i64>(model_.num_kv_heads / model_.shard.tp, 1), positions = capacity(prompt);
+    const TensorView part = TensorView::of(nullptr, plan_.work, {1, positions, kv_heads, model_.head_dim});
+    i64 parts = 0;
+    for (const report::ChunkPlan& c : plan_.chunks) {
+      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l)
+        parts += model_.layers[static_cast<size_t>(l)]->is_block() ? 2 : 0;
+    }
+    const i64 part_bytes = align_up(part.bytes(), 64);
+    s->memory = buffer(Tag::Activations, parts * part_bytes);
+    char* at = static_cast<char*>(s->memory.data());
+    s->caches.resize(model_.layers.size());
+    for (const report::ChunkPlan& c : plan_.chunks) {
+      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
+        if (!model_.layers[static_cast<size_t>(l)]->is_block()) continue;
+        model::KvCache& cache = s->caches[static_cast<size_t>(l)];
+        cache.k = cache.v = part;
+        cache.k.data = std::exchange(at, at + part_bytes);
+        cache.v.data = std::exchange(at, at + part_bytes);
+      }
+    }
+    if (memory_.rope_cos && rope_apart_) upload_rotations(s->place * largest_, positions);
+    return s;
+  }
+
+  // A pass over the fresh tokens of sequences, as many of each; then the next token of each.
+  void run(std::span<const std::unique_ptr<Sequence>> sequences, const std::function<bool(size_t, i32)>& token) {
+    const i64 B = std::ssize(sequences), T = std::ssize(sequences.front()->fresh), V = model_.vocab;
+    upload_tokens(sequences);
+    const TensorView logits = memory_.logits.rows(0, B);
+    if (model_.shard.tp > 1) device_.zero(logits.data, logits.bytes());  // the ranks' parts are added
+    run_layers(sequences, B, T);
+    stage_.mesh().pp().broadcast(logits.data, logits.bytes(), plan_.mesh.pp - 1, "pp.broadcast").wait();
+    device_.download(logits_.data(), logits.data, logits.bytes());
+    for (i64 b = 0; b < B; ++b) {
+      Sequence& s = *sequences[static_cast<size_t>(b)];
+      s.seen += T;
+      const std::span<const float> row(logits_.data() + b * V, static_cast<size_t>(V));
+      DS_CHECK(std::ranges::all_of(row, [](float y) { return std::isfinite(y); }), Errc::Numeric,
+               "the logits of token {} are not finite: weights or activations are beyond the range of {}", s.seen,
+               dtype_name(plan_.work));
+      const i32 id = sample(row, options_.sampling, s.seen, order_);
+      s.fresh.assign(1, id);
+      if (!token(s.prompt, id) || ++s.written == options_.max_tokens) s.fresh.clear();
+    }
+  }
+
+  void upload_tokens(std::span<const std::unique_ptr<Sequence>> sequences) {
+    ids_.clear(), rotations_.clear(), positions_.clear();
+    for (const auto& s : sequences) {
+      const i64 first = rope_apart_ ? s->place * largest_ : 0;
+      for (i64 t = 0; t < std::ssize(s->fresh); ++t) {
+        positions_.push_back(narrow<i32>(s->seen + t));
+        rotations_.push_back(narrow<i32>(first + s->seen + t));
+      }
+      ids_.insert(ids_.end(), s->fresh.begin(), s->fresh.end());
+    }
+    const i64 bytes = std::ssize(ids_) * 4;
+    device_.upload(memory_.ids.data, ids_.data(), bytes);
+    device_.upload(memory_.positions.data, rotations_.data(), bytes);
+    device_.upload(memory_.row_positions.data, positions_.data(), bytes);
+  }
+
+  void run_layers(std::span<const std::unique_ptr<Sequence>> sequences, i64 B, i64 T) {
+    model::PassContext ctx = stage_.context(memory_, {.mode = Mode::Generate, .B = B, .T = T});
+    std::vector<model::KvCache*> caches(sequences.size());
+    ctx.caches = caches;
+    for (size_t c = 0; c < plan_.chunks.size(); ++c) {
+      const report::ChunkPlan& chunk = plan_.chunks[c];
+      model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
+      const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
+      DS_ASSERT(planner.working_bytes() <= working_bytes_ && planner.temporary_bytes() <= temporary_bytes_);
+      TensorView x{};
+      if (!chunk.first) {
+        x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
+        stage_.mesh().activations().recv(x.data, x.bytes(), stage_.previous(), "pp.recv").wait();
+      }
+      x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
+        for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[static_cast<size_t>(l)];
+      });
+      if (!chunk.last) stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
+    }
+  }
+
+  stage::Stage& stage_;
+  const model::Model& model_;
+  const report::RunPlan& plan_;
+  Device& device_;
+  std::span<const std::vector<i32>> prompts_;
+  WriteOptions options_;
+  i64 most_, longest_ = 1, largest_ = 1;  // sequences at once; tokens of a prompt; positions of a sequence
+  bool rope_apart_ = false;               // rotations depend on a sequence's length
+  model::PassMemory memory_;
+  std::vector<Buffer> buffers_;
+  Buffer working_, temporary_, message_;
+  i64 working_bytes_ = 0, temporary_bytes_ = 0;
+  std::vector<std::unique_ptr<Sequence>> under_way_;
+  std::vector<float> logits_;
+  std::vector<i32> ids_, rotations_, positions_, order_;
+};
+
+}  // namespace
+
+void write(stage::Stage& stage, std::span<const std::vector<i32>> prompts, const WriteOptions& options,
+           const std::function<bool(size_t, i32)>& token) {
+  if (!prompts.empty()) Writer(stage, prompts, options).write(token);
+}
+
+}  // namespace ds::infer

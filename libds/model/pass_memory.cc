@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "model/pass_memory.h"
+
+namespace ds::model {
+
+PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
+  const i64 R = s.B * s.T, C = model.hidden, tp = model.shard.tp, rows = model.shard.padded_rows(R);
+  const auto view = [](DType dtype, std::initializer_list<i64> shape) { return TensorView::of(nullptr, dtype, shape); };
+  ids = view(DType::I32, {s.micro_batches * R});
+  positions = view(DType::I32, {s.losses ? s.T : R});
+  row_positions = view(DType::I32, {R});
+  if (s.losses) {
+    targets = ids;
+    if (model.token_types > 0) token_types = row_positions;
+    losses = view(DType::F32, {R});
+  }
+  if (s.rope_rows > 0) rope_cos = rope_sin = view(DType::F32, {s.rope_rows, s.rope_elems / s.rope_rows});
+  const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
+  if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
+  if (s.projects && s.gradients) head_weight_grad = view(DType::F32, {vocab, C});
+  if (tp == 1) return;
+  partial = gathered = view(s.work, {rows, C});
+  sum = view(DType::F32, {rows / tp, C});
+  if (s.losses) stats = view(DType::F32, {3, s.logits_rows});
+}
+
+i64 PassMemory::bytes(Tag tag) const {
+  i64 sum_of_tag = 0;
+  PassMemory copy = *this;
+  copy.for_each([&](Tag t, const TensorView& v) { sum_of_tag += t == tag && v.rank > 0 ? v.bytes() : 0; });
+  return sum_of_tag;
+}
+
+namespace {
+
+TensorView first_rows(const TensorView& v, i64 rows) { return v.rank > 0 ? v.rows(0, rows) : v; }
+
+}  // namespace
+
+PassContext make_context(const PassMemory& m, const Pass& pass, const Model& model, const OpTable& ops, Stream& stream,
+                         Communicator* tp, Communicator* sp) {
+  const i64 R = pass.B * pass.T;
+  const bool asks = pass.mode == Mode::Generate;
+  PassContext ctx{.ops = ops, .stream = stream, .mode = pass.mode, .B = pass.B, .T = pass.T};
+  ctx.ids = m.ids.rows(pass.micro * R, R);
+  ctx.positions = m.positions.rows(0, asks ? R : pass.T);
+  ctx.row_positions = m.row_positions.rows(0, R);
+  ctx.rope_cos = m.rope_cos;
+  ctx.rope_sin = m.rope_sin;
+  ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
+  Groups& g = ctx.groups;
+  // Text is written with all positions on each rank: what cuts sequences does nothing there.
+  g.shard = asks ? Shard{.tp = model.shard.tp, .tp_rank = model.shard.tp_rank} : model.shard;
+  g.tp = tp;
+  g.sp = sp;
+  g.sequence_length = asks ? pass.T : m.sizes.sequence_length;
+  const i64 rows = g.shard.padded_rows(R);
+  g.partial = first_rows(m.partial, rows);
+  g.gathered = first_rows(m.gathered, rows);
+  g.sum = first_rows(m.sum, rows / g.shard.tp);
+  g.stats = m.stats;
+  if (asks) return ctx;
+  ctx.targets = m.targets.rows(pass.micro * R, R);
+  ctx.token_types = m.token_types;
+  ctx.losses = m.losses;
+  ctx.head_weight_grad = m.head_weight_grad;
+  return ctx;
+}
+
+}  // namespace ds::model

@@ -1,0 +1,403 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "stage/stage.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "model/models.h"
+
+namespace ds::stage {
+
+using pipeline::Instr;
+using pipeline::LayerCall;
+using pipeline::Op;
+
+Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::ParamStore& params,
+             Mesh& mesh, MemoryLedger& ledger, Device& device)
+    : config_(config.model),
+      model_(model),
+      plan_(plan),
+      params_(params),
+      mesh_(mesh),
+      ledger_(ledger),
+      device_(device),
+      stream_(device.stream()),
+      graphs_on_(config.cuda.graphs),
+      memory_(plan.pass) {
+  temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
+  if (plan_.use != ConfigUse::Generate) make_pass_memory();
+  make_chunks();
+}
+
+Stage::~Stage() { drop_graphs(); }
+
+void Stage::make_pass_memory() {
+  // What peers write into lies in the memory of their communicator; the tokens and their like, in one piece.
+  char* at = static_cast<char*>(
+      memory_buffers_.emplace_back(device_buffer(device_, ledger_, Tag::Data, align_up(plan_.pass.bytes(Tag::Data), 8)))
+          .data());
+  memory_.for_each([&](Tag tag, TensorView& v) {
+    if (v.rank == 0) return;
+    if (tag == Tag::Data) {
+      v.data = std::exchange(at, at + v.bytes());
+    } else if (&v == &memory_.partial || &v == &memory_.gathered) {
+      v.data = memory_buffers_.emplace_back(mesh_.tp().allocate(ledger_, tag, v.bytes())).data();
+    } else {
+      v.data = memory_buffers_.emplace_back(device_buffer(device_, ledger_, tag, v.bytes())).data();
+    }
+  });
+  const model::PassSizes& sizes = memory_.sizes;
+  if (memory_.token_types)
+    device_.zero(memory_.token_types.data, memory_.token_types.bytes());  // packed text is one segment
+  if (memory_.rope_cos) {
+    const model::RopeTables rope = model::make_rope_tables(config_, sizes.rope_rows);
+    device_.upload(memory_.rope_cos.data, rope.cos.data(), memory_.rope_cos.bytes());
+    device_.upload(memory_.rope_sin.data, rope.sin.data(), memory_.rope_sin.bytes());
+  }
+  std::vector<i32> positions;
+  for (const model::TokenRange& range : model_.shard.tokens(sizes.sequence_length)) {
+    for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));
+  }
+  DS_ASSERT(std::ssize(positions) == sizes.T);
+  device_.upload(memory_.positions.data, positions.data(), memory_.positions.bytes());
+  for (i64 b = 0; b < sizes.B; ++b)
+    device_.upload(memory_.row_positions.as<i32>() + b * sizes.T, positions.data(), sizes.T * 4);
+  tokens_.resize(static_cast<size_t>(sizes.B * sizes.T));
+}
+
+void Stage::make_chunks() {
+  const i64 S = plan_.shape().stream_rows, C = model_.hidden;
+  host_ = Buffer(ledger_, Tag::Host, plan_.kept.count * plan_.host_bytes);
+  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_.kept.count * plan_.kept_bytes);
+  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
+  const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
+  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
+  outputs_sent_.resize(static_cast<size_t>(plan_.kept.count));
+  char *const kept = static_cast<char*>(kept_.data()), *const host = static_cast<char*>(host_.data());
+  char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
+  const auto streams = [&](i64 n) {
+    std::vector<TensorView> views;
+    for (i64 i = 0; i < n; ++i)
+      views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
+    return views;
+  };
+  for (const report::ChunkPlan& c : plan_.chunks) {
+    Chunk& chunk = chunks_.emplace_back();
+    if (!c.first) {
+      chunk.inputs = streams(c.input_slots);
+      chunk.grads_out = streams(c.grad_slots);
+    }
+    if (!c.last) chunk.grads_in = streams(c.grad_slots);
+    chunk.inputs_here.resize(static_cast<size_t>(c.input_slots));
+    chunk.grads_here.resize(static_cast<size_t>(c.grad_slots));
+    chunk.grads_sent.resize(static_cast<size_t>(c.grad_slots));
+    const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
+      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
+                                        .working = working + working_slot * c.working_bytes,
+                                        .temporary = temporary_.data(),
+                                        .host = host + kept_slot * plan_.host_bytes});
+      auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
+      DS_ASSERT(planner.kept_bytes() <= plan_.kept_bytes && planner.working_bytes() <= c.working_bytes &&
+                planner.temporary_bytes() <= plan_.temporary_bytes);
+      return acts;
+    };
+    // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
+    std::map<std::array<i64, 3>, size_t> known;
+    for (i64 micro = 0; plan_.trains() && micro < plan_.micro_batches; ++micro) {
+      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
+                working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
+                grad_slot = micro % c.grad_slots;
+      const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
+      chunk.views.push_back(found->second);
+      if (!is_new) continue;
+      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(grad_slot)];
+      chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
+      if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
+    }
+    if (!plan_.split_backward) chunk.backward = chunk.forward;
+    if (plan_.use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
+    if (plan_.split_backward) working += c.working_slots * c.working_bytes;
+  }
+}
+
+void Stage::load(i64 micro, std::span<const i32> ids, std::span<const i32> targets) {
+  upload_tokens(memory_.ids, micro, ids);
+  upload_tokens(memory_.targets, micro, targets);
+}
+
+void Stage::upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences) {
+  const model::PassSizes& s = memory_.sizes;
+  auto at = tokens_.begin();
+  for (i64 b = 0; b < s.B; ++b) {
+    for (const model::TokenRange& range : model_.shard.tokens(s.sequence_length))
+      at = std::copy_n(sequences.begin() + b * s.sequence_length + range.begin, range.count, at);
+  }
+  const TensorView part = to.rows(micro * s.B * s.T, s.B * s.T);
+  device_.upload(part.data, tokens_.data(), part.bytes());
+}
+
+model::RowViews Stage::param_views(const zero::ParamLease& lease, i64 layer) const {
+  const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
+  return {lease.rows(report::RunPlan::unit_of(layer)),
+          shared ? lease.rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
+}
+
+void Stage::drop_graphs() noexcept {
+  for (Device::Graph& graph : graphs_) {
+    if (graph != nullptr) device_.destroy_graph(std::exchange(graph, nullptr));
+  }
+}
+
+void Stage::enqueue_static(size_t key, FunctionRef<void()> body) {
+  if (!graphs_on_ || !warm_) return body();
+  if (device_.scratch_bytes() != graphs_scratch_) {
+    drop_graphs();
+    graphs_scratch_ = device_.scratch_bytes();
+  }
+  if (graphs_.size() <= key) graphs_.resize(key + 1);
+  if (graphs_[key] == nullptr) {
+    graphs_[key] = device_.record_graph(body);
+    DS_CHECK(graphs_[key] != nullptr, Errc::Config, "cuda.graphs: {} has none", device_.name());
+  }
+  device_.launch(graphs_[key]);
+}
+
+void Stage::begin_step() {
+  params_.begin(plan_.train_gathers);
+  posted_ = next_receive_ = 0;
+}
+
+void Stage::run(size_t at, const MicroBatch& micro, zero::GradStore& grads) {
+  const Instr& instr = plan_.schedule[at];
+  switch (instr.op) {
+    case Op::Load: break;
+    case Op::RecvActivation:
+    case Op::RecvGrad: post_receives(at + 1); break;
+    case Op::SendActivation:
+    case Op::SendGrad: send(instr); break;
+    case Op::Forward:
+    case Op::Backward:
+    case Op::BackwardInput:
+    case Op::BackwardWeight:
+      post_next_receive(at);
+      run_layers(instr, micro, grads);
+      break;
+  }
+}
+
+namespace {
+
+template <class T>
+T& slot_of(std::vector<T>& slots, i64 micro) {
+  return slots[static_cast<size_t>(micro) % slots.size()];
+}
+
+}  // namespace
+
+// The receives up to instruction `end` of the schedule, in order. Their slots are free: there is one more than
+// micro-batches under way.
+void Stage::post_receives(size_t end) {
+  for (; posted_ < end; ++posted_) {
+    const Instr& instr = plan_.schedule[posted_];
+    Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+    if (instr.op == Op::RecvActivation) {
+      receive_activation(instr);
+    } else if (instr.op == Op::RecvGrad) {
+      const TensorView dy = slot_of(chunk.grads_in, instr.micro);
+      slot_of(chunk.grads_here, instr.micro) = mesh_.gradients().recv(dy.data, dy.bytes(), next(), "pp.recv");
+    }
+  }
+}
+
+// Before layers run: the receive that comes next is posted, to go on beside them.
+void Stage::post_next_receive(size_t at) {
+  const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
+  next_receive_ = std::max(next_receive_, at);
+  while (next_receive_ < plan_.schedule.size() && !is_receive(plan_.schedule[next_receive_])) ++next_receive_;
+  if (next_receive_ < plan_.schedule.size()) post_receives(next_receive_ + 1);
+}
+
+void Stage::send(const Instr& instr) {
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  if (instr.op == Op::SendActivation) {
+    const TensorView y = acts_of(instr).back().output;
+    output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
+  } else {
+    const TensorView dx = slot_of(chunk.grads_out, instr.micro);
+    slot_of(chunk.grads_sent, instr.micro) = mesh_.gradients().send(dx.data, dx.bytes(), previous(), "pp.send");
+  }
+}
+
+const std::vector<model::LayerActs>& Stage::acts_of(const Instr& instr) const noexcept {
+  const Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const bool forward = instr.op == Op::Forward || instr.op == Op::SendActivation;
+  return (forward ? chunk.forward : chunk.backward)[chunk.views[static_cast<size_t>(instr.micro)]];
+}
+
+Ticket& Stage::output_sent(const Instr& instr) noexcept {
+  const i64 slot = plan_.kept.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
+  return outputs_sent_[static_cast<size_t>(slot)];
+}
+
+// What a chunk's first layer reads; it has come when this returns.
+TensorView Stage::input_of(const Instr& instr) {
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  if (chunk.inputs.empty()) return {};
+  slot_of(chunk.inputs_here, instr.micro).wait();
+  return slot_of(chunk.inputs, instr.micro);
+}
+
+void Stage::run_layers(const Instr& instr, const MicroBatch& micro, zero::GradStore& grads) {
+  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const model::PassSizes& s = memory_.sizes;
+  model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
+  ctx.dropout_key = micro.dropout_key;
+  ctx.loss_grad = micro.loss_grad;
+
+  // The memory that this overwrites has been sent.
+  if (instr.op == Op::Forward) output_sent(instr).wait();
+  if (instr.op == Op::Backward || instr.op == Op::BackwardInput) {
+    slot_of(chunk.grads_sent, instr.micro).wait();
+    slot_of(chunk.grads_here, instr.micro).wait();
+  }
+  const auto& calls = instr.op == Op::Forward          ? plan.forward
+                      : instr.op == Op::BackwardWeight ? plan.weight
+                                                       : plan.backward;
+  for (const LayerCall& call : calls) run_call(ctx, instr, call, micro, grads);
+}
+
+void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call, const MicroBatch& micro,
+                     zero::GradStore& grads) {
+  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const model::Layer& layer = *model_.layers[static_cast<size_t>(call.layer)];
+  const bool head = call.layer + 1 == std::ssize(model_.layers);
+  const size_t at = static_cast<size_t>(call.layer - plan.chunk.begin);
+  const auto& layers = acts_of(instr);
+  const model::LayerActs& acts = layers[at];
+  TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
+  if (at > 0 && layers[at - 1].stash && instr.op != Op::Forward) {
+    const model::LayerActs& before = layers[at - 1];
+    const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is computed again
+    if (begins) restore(before);
+    x = before.restored.rows(0, before.output.dim(0));
+  }
+  const auto dy = [&] {
+    if (head) return TensorView{};
+    return at + 1 < layers.size() ? layers[at + 1].input_grad : slot_of(chunk.grads_in, instr.micro);
+  };
+  const size_t key = ((static_cast<size_t>(instr.micro) * 3 + static_cast<size_t>(call.kind)) * 2 +
+                      (instr.op == Op::Forward ? 0 : 1)) *
+                         model_.layers.size() +
+                     static_cast<size_t>(call.layer);
+  switch (call.kind) {
+    case LayerCall::Kind::Forward: {
+      const zero::ParamLease lease = params_.acquire();
+      enqueue_static(key, [&] { layer.forward(ctx, param_views(lease, call.layer), x, acts); });
+      if (instr.op == Op::Forward && acts.stash) stash(acts);
+      break;
+    }
+    case LayerCall::Kind::BackwardInput: {
+      const zero::ParamLease lease = params_.acquire();
+      const auto body = [&] {
+        const model::RowViews params = param_views(lease, call.layer);
+        if (call.again) layer.recompute(ctx, params, x, acts, plan.chunk.keep_of(call.layer));
+        layer.backward_input(ctx, params, x, dy(), acts);
+      };
+      if (!head) {
+        enqueue_static(key, body);
+        break;
+      }
+      body();  // the loss has a scale of its own in every step
+      ctx.ops.sum(TensorView::of(micro.loss, DType::F64, {1}), memory_.losses, micro.per_token, stream_);
+      break;
+    }
+    case LayerCall::Kind::BackwardWeight: {
+      const i64 own = report::RunPlan::unit_of(call.layer),
+                shared = head ? plan_.head_use() : report::RunPlan::kSharedUnit;
+      const bool has_own = !layer.rows().empty(), has_shared = model_.tied() && (head || call.layer == 0);
+      const model::RowViews views{has_own ? grads.acquire(own) : std::span<const TensorView>(),
+                                  has_shared ? grads.acquire(shared)[0] : TensorView{}};
+      enqueue_static(key, [&] { layer.backward_weight(ctx, views, x, dy(), acts); });
+      if (has_own) grads.commit(own);  // may start the reduction of its bucket
+      if (has_shared) grads.commit(shared);
+      break;
+    }
+  }
+}
+
+void Stage::stash(const model::LayerActs& acts) {
+  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
+  const i64 count = std::clamp<i64>(acts.output.dim(0) - first, 0, slice);
+  if (count == 0) return;
+  const TensorView rows = acts.output.rows(first, count);
+  if (plan_.offload_inputs) {
+    device_.download(acts.stash.data, rows.data, rows.bytes());
+  } else {
+    device_.copy(acts.stash.data, rows.data, rows.bytes());
+  }
+}
+
+void Stage::restore(const model::LayerActs& acts) {
+  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
+  const TensorView rows = acts.restored.rows(first, slice);
+  if (plan_.offload_inputs) {
+    device_.upload(rows.data, acts.stash.data, rows.bytes());
+  } else {
+    device_.copy(rows.data, acts.stash.data, rows.bytes());
+  }
+  if (!plan_.partition_inputs) return;
+  const AllGatherSegment all{acts.restored.data, rows.bytes()};
+  mesh_.tp().all_gather({&all, 1}, "tp.all_gather").wait();
+}
+
+TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
+                          FunctionRef<void(i64)> before) {
+  params_.begin(plan_.eval_gathers[c]);
+  const pipeline::Chunk& chunk = plan_.chunks[c].chunk;
+  for (i64 l = chunk.begin; l < chunk.end; ++l) {
+    before(l);
+    const zero::ParamLease lease = params_.acquire();
+    const model::LayerActs& layer = acts[static_cast<size_t>(l - chunk.begin)];
+    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(lease, l), x, layer);
+    x = layer.output;
+  }
+  return x;
+}
+
+void Stage::evaluate(const Instr& instr) {
+  const size_t c = static_cast<size_t>(instr.chunk);
+  if (instr.op == Op::RecvActivation) receive_activation(instr);
+  if (instr.op == Op::SendActivation) {
+    const TensorView y = chunks_[c].eval.back().output;
+    sent_ = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
+  }
+  if (instr.op != Op::Forward) return;
+  sent_.wait();  // of the batch before: layers take turns in the memory of outputs
+  const model::PassSizes& s = memory_.sizes;
+  model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
+  forward(c, ctx, input_of(instr), chunks_[c].eval, [](i64) {});
+}
+
+void Stage::receive_activation(const Instr& instr) {
+  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
+  const TensorView x = chunk.inputs[slot];
+  chunk.inputs_here[slot] = mesh_.activations().recv(x.data, x.bytes(), previous(), "pp.recv");
+}
+
+void Stage::logits(TensorView out) {
+  const pipeline::Chunk& last = plan_.chunks.back().chunk;
+  params_.begin(plan_.eval_gathers.back());
+  for (i64 l = last.begin; l < last.end; ++l) {
+    const zero::ParamLease lease = params_.acquire();
+    if (l + 1 < last.end) continue;
+    const model::PassSizes& s = memory_.sizes;
+    model_.layers.back()->logits(context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T}),
+                                 param_views(lease, l), chunks_.back().eval.back(), out);
+  }
+}
+
+}  // namespace ds::stage

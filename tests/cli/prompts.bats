@@ -1,0 +1,71 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Files of prompts: each text has the bytes that its prompt gets alone.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+trained() {
+  ds-train cfg.json --out run --steps 3 --quiet
+}
+write() { ds-train cfg.json --resume run --max-tokens 20 --seed 7 "$@"; }
+field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv[1]] + "\0") for l in sys.stdin]' "$1"; }
+
+@test "prompts, a line each: in order, with the bytes of each alone, on any ranks" {
+  trained
+  printf 'The words\n A\nIt was in the year of\n\303\274ber\nz' >prompts
+  write --prompts prompts >all.jsonl
+  assert_equal "$(wc -l <all.jsonl)" 5
+  field prompt <all.jsonl | tr '\0' '\n' | cmp - <(cat prompts; echo)
+  while IFS= read -r prompt || [[ -n $prompt ]]; do
+    write --generate "$prompt" --json >one.json
+    python3 -c 'import json, sys; sys.stdout.write(json.load(sys.stdin)["text"] + "\0")' <one.json
+  done <prompts >alone
+  cmp <(field text <all.jsonl) alone
+  for batch in 1 2 5; do write --prompts prompts --batch "$batch" | cmp - all.jsonl; done
+  ds-launch -n 2 ds-train cfg.json --resume run --max-tokens 20 --seed 7 --prompts prompts | cmp - all.jsonl
+  write --prompts - <prompts | cmp - all.jsonl
+  write --prompts prompts --output file.jsonl
+  cmp file.jsonl all.jsonl
+}
+
+@test "prompts in JSON Lines keep what else is in their objects" {
+  trained
+  printf '{"id": 17, "prompt": "The words", "tags": ["a"]}\r\n\n{"prompt": "two\\nlines"}\n' >prompts.jsonl
+  run -0 --separate-stderr write --prompts prompts.jsonl
+  assert_equal "${#lines[@]}" 2
+  assert_regex "${lines[0]}" '^\{"schema":"ds-train/[0-9]+","id":17,"prompt":"The words","tags":\["a"\],"text":".*,"tokens":\['
+  assert_regex "${lines[1]}" '"prompt":"two\\nlines"'
+}
+
+@test "what is wrong with prompts is said before anything runs, with file and line" {
+  trained
+  printf '{"prompt": "a"}\n{"prompt": 3}\n' >bad.jsonl
+  run -2 write --prompts bad.jsonl
+  assert_output --partial 'bad.jsonl:2: a prompt is an object with the text "prompt"'
+  printf '{"prompt": "a"}\nplain\n' >bad.jsonl
+  run -2 write --prompts bad.jsonl
+  assert_output --partial 'bad.jsonl:2'
+  : >empty
+  run -2 write --prompts empty
+  assert_output --partial "empty: there are no prompts in it"
+  run -2 write --prompts none
+  assert_output --partial "none"
+  assert_output --partial "No such file"
+  printf 'a\n\nb\n' >blank
+  run -2 write --prompts blank
+  assert_output --partial "prompt 2 is empty"
+  { echo short; printf 'x%.0s' {1..60}; echo; } >long
+  run -2 write --prompts long
+  assert_output --partial "prompt 2 (60 tokens) and 20 new tokens exceed the model's 64 positions"
+  run -2 write --prompts long --generate x
+  run -2 write --prompts long --eval
+  run -2 ds-train cfg.json --resume run --batch 3
+  run -2 ds-train cfg.json --resume run --max-tokens 3
+  assert_output --partial "--generate or --prompts"
+  run -2 ds-launch -n 2 ds-train cfg.json --resume run --prompts -
+  assert_output --partial "only one of 2 ranks can read standard input"
+  run -2 write --prompts blank --out other
+  assert_output --partial -- "--out excludes --prompts"
+}

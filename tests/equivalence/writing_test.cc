@@ -1,0 +1,110 @@
+// SPDX-License-Identifier: Apache-2.0
+// Texts that a model writes side by side: each has the bytes that it has alone, whatever else is under way.
+
+#include "equivalence/layouts.h"
+
+namespace ds::testing {
+namespace writing_test {
+
+// Of unlike lengths; the second one has a single token.
+std::vector<std::vector<i32>> prompts() {
+  std::vector<std::vector<i32>> all;
+  for (const i32 length : {5, 1, 9, 3, 3, 12, 2}) {
+    std::vector<i32>& prompt = all.emplace_back();
+    for (i32 t = 0; t < length; ++t) prompt.push_back((7 * length + 5 * t + static_cast<i32>(all.size())) % 61);
+  }
+  return all;
+}
+
+using Texts = std::vector<std::vector<i32>>;
+
+// A text ends at the token `last`, too.
+Texts write(engine::Engine& engine, const std::vector<std::vector<i32>>& given, i64 at_once, const Writing& w,
+            i32 last) {
+  Texts texts(given.size());
+  infer::write(engine.stage(), given, {.max_tokens = w.max_tokens, .sampling = w.sampling, .at_once = at_once},
+               [&](size_t p, i32 id) {
+                 texts[p].push_back(id);
+                 return id != last;
+               });
+  return texts;
+}
+
+void expect_texts_as_alone(const ModelConfig& model, const Layout& l, DType work) {
+  Config c = config_of(model, l, 4);
+  c.bf16.enabled = work == DType::BF16;
+  c.fp16.enabled = work == DType::F16;
+  c.communication_data_type = work;
+  c.use = ConfigUse::Generate;
+  const std::string what = fmt::format("{} {} {}", family_name(model.family), l.name(), dtype_name(work));
+  with_engines(c, l.ranks(), [&](engine::Engine& engine) {
+    const auto given = prompts();
+    for (const double temperature : {0.0, 0.9}) {
+      const Writing w{.max_tokens = 11, .sampling = {.temperature = temperature, .seed = 5}};
+      Texts alone;
+      for (const auto& prompt : given) alone.push_back(write(engine, {prompt}, 1, w, -1)[0]);
+      const i32 last = alone[2][4];  // texts end at unlike places
+      for (auto& text : alone) {
+        if (const auto at = std::ranges::find(text, last); at != text.end()) text.erase(at + 1, text.end());
+      }
+      EXPECT_LE(alone[2].size(), 5u);
+      for (const i64 at_once : {1, 3, 6, 100})
+        EXPECT_EQ(write(engine, given, at_once, w, last), alone) << what << " " << temperature << " " << at_once;
+    }
+  });
+}
+
+TEST(Writing, EachTextIsThatOfItsPromptAlone) {
+  ModelConfig dynamic = of_four_heads(tiny_llama());
+  dynamic.rope = {.type = RopeType::Dynamic, .factor = 2, .original_max_positions = 12};
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama()), dynamic}) {
+    for (const DType work : {DType::F32, DType::BF16, DType::F16}) expect_texts_as_alone(model, {}, work);
+    for (const Layout& l : {Layout{.dp = 2, .stage = 3}, {.pp = 2}, {.tp = 2, .sequence = true}, {.sp = 2}})
+      expect_texts_as_alone(model, l, DType::F32);
+  }
+}
+
+TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
+  const ModelConfig model = of_four_heads(tiny_llama());
+  Config c = config_of(model, {}, 4);
+  c.use = ConfigUse::Generate;
+  const auto activations = [&](i64 at_once) {
+    i64 bytes = 0;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
+      bytes = engine.ledger().peak(Tag::Activations);
+      EXPECT_EQ(engine.ledger().peak(Tag::Params), engine.plan().memory[static_cast<size_t>(Tag::Params)]);
+    });
+    return bytes;
+  };
+  // With one at once the longest prompt's cache; with all, those of all: keys and values of each layer and position.
+  const auto cache = [&](i64 length) {
+    return model.layers * 2 * align_up((length + 11) * model.kv_heads * model.head_dim * 4, 64);
+  };
+  i64 all = 0;
+  for (const auto& prompt : prompts()) all += cache(std::ssize(prompt));
+  EXPECT_EQ(activations(100) - activations(1), all - cache(12));
+}
+
+TEST(Writing, RefusesPromptsByNumber) {
+  Config c = config_of(of_four_heads(tiny_gpt2()), {}, 4);
+  c.use = ConfigUse::Generate;
+  with_engines(c, 1, [&](engine::Engine& engine) {
+    const auto refusal = [&](std::vector<std::vector<i32>> given, i64 max_tokens) {
+      try {
+        write(engine, given, 2, {.max_tokens = max_tokens}, -1);
+      } catch (const Error& e) {
+        EXPECT_EQ(e.code(), Errc::Config);
+        return std::string(e.what());
+      }
+      return std::string();
+    };
+    EXPECT_EQ(refusal({{1}, {}}, 3), "prompt 2 is empty");
+    EXPECT_EQ(refusal({{}}, 3), "the prompt is empty");
+    EXPECT_EQ(refusal({{1}, {1, 2}}, 23), "prompt 2 (2 tokens) and 23 new tokens exceed the model's 24 positions");
+    EXPECT_EQ(refusal({}, 3), "");
+  });
+}
+
+}  // namespace writing_test
+}  // namespace ds::testing

@@ -1,0 +1,107 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "common/writing.h"
+
+#include <limits>
+
+namespace ds::tools {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+struct Written {
+  std::string text;
+  std::vector<i32> tokens;
+  bool ended = false;
+};
+
+void write_one(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
+  Written written;
+  run.generate(prompts, writing.sampling, {.token = [&](size_t, i32 id, std::string_view piece) {
+                 written.tokens.push_back(id);
+                 written.text += piece;
+                 if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey it
+               }});
+  if (!out.json()) return out.write("\n");
+  out.document({{"step", run.step()}, {"prompt", prompts[0].text}, {"text", written.text}, {"tokens", written.tokens}});
+}
+
+void write_all(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
+  std::vector<Written> written(prompts.size());
+  size_t next = 0;
+  const auto show = [&] {
+    for (; next < written.size() && written[next].ended; ++next) {
+      const Prompt& prompt = prompts[next];
+      Json line = prompt.fields.empty() ? Json{{"prompt", prompt.text}} : Json::parse(prompt.fields);
+      line["text"] = written[next].text;
+      line["tokens"] = written[next].tokens;
+      out.document(line, true);
+      written[next] = {.text = {}, .tokens = {}, .ended = true};
+    }
+  };
+  run.generate(prompts, writing.sampling,
+               {.token =
+                    [&](size_t p, i32 id, std::string_view piece) {
+                      written[p].tokens.push_back(id);
+                      written[p].text += piece;
+                    },
+                .ended =
+                    [&](size_t p) {
+                      written[p].ended = true;
+                      show();
+                    }});
+}
+
+}  // namespace
+
+void Writing::add_options(CLI::App& app, std::initializer_list<CLI::Option*> excluded) {
+  constexpr const char* kGroup = "Generating";
+  CLI::Option* generate =
+      app.add_option("--generate", prompt, "continue this text and stop")->type_name("PROMPT")->group(kGroup);
+  CLI::Option* prompts = app.add_option("--prompts", file,
+                                        "continue the texts of a file, a line each or JSON Lines, and stop; - reads "
+                                        "standard input")
+                             ->type_name("FILE")
+                             ->excludes(generate)
+                             ->group(kGroup);
+  for (CLI::Option* option : excluded) {
+    generate->excludes(option);
+    prompts->excludes(option);
+  }
+  constexpr i64 kMostTokens = std::numeric_limits<i32>::max();
+  std::vector<CLI::Option*> sampled = {
+      add_number(app, "--max-tokens", sampling.max_tokens, 1, kMostTokens, "tokens to write (default 200)")
+          ->type_name("N"),
+      add_number(app, "--temperature", sampling.temperature, 0, 1e6,
+                 "of the sampling; 0 takes the most likely token (default 0.8)")
+          ->type_name("T"),
+      add_number(app, "--top-k", sampling.top_k, 0, kMostTokens,
+                 "sample among the K most likely tokens; 0 among all (default 0)")
+          ->type_name("K"),
+      add_number(app, "--seed", sampling.seed, 0, std::numeric_limits<u32>::max(), "of the sampling (default 0)")
+          ->type_name("N")};
+  add_number(app, "--batch", sampling.at_once, 1, kMostTokens, "prompts of --prompts under way at once (default 64)")
+      ->type_name("N")
+      ->needs(prompts)
+      ->group(kGroup);
+  for (CLI::Option* option : sampled) option->group(kGroup);
+  app.callback([this, sampled] {
+    for (const CLI::Option* option : sampled) {
+      if (option->count() > 0 && !*this) throw CLI::RequiresError(option->get_name(), "--generate or --prompts");
+    }
+  });
+}
+
+std::vector<Prompt> Writing::read(const RankInfo& ranks) const {
+  if (prompt) return {{*prompt}};
+  if (file.empty()) return {};
+  if (file == "-" && ranks.world_size > 1)
+    throw Error(Errc::Config,
+                fmt::format("--prompts: only one of {} ranks can read standard input; name a file", ranks.world_size));
+  return read_prompts(file);
+}
+
+void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
+  writing.prompt ? write_one(run, writing, prompts, out) : write_all(run, writing, prompts, out);
+}
+
+}  // namespace ds::tools
