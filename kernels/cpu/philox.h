@@ -47,8 +47,11 @@ inline Vec top_24_bits(Words a) noexcept { return {_mm256_cvtepi32_ps(_mm256_srl
 
 #endif
 
-// RngKey::uniform of the elements 4*block .. 4*block + 2*kLanes - 1.
-inline VecPair uniforms(const RngKey& key, u64 block) noexcept {
+struct WordPair {
+  Words first, second;
+};
+// RngKey::bits of the elements 4*block .. 4*block + 2*kLanes - 1, 32 bits each.
+inline WordPair random_words(const RngKey& key, u64 block) noexcept {
   Words c0 = lane_blocks(block), c1 = high(c0), c2 = words(key.step), c3 = words(0);
   u32 key0 = key.seed, key1 = key.site;
   for (int round = 0; round < 10; ++round) {
@@ -62,8 +65,13 @@ inline VecPair uniforms(const RngKey& key, u64 block) noexcept {
     key1 += 0xBB67AE85u;
   }
   const Words c01 = join(c0, c1), c23 = join(c2, c3);
+  return {unpack_even(c01, c23), unpack_odd(c01, c23)};
+}
+// RngKey::uniform of the same.
+inline VecPair uniforms(const RngKey& key, u64 block) noexcept {
   const auto uniform = [](Words w) { return (top_24_bits(w) + broadcast(0.5f)) * broadcast(0x1p-24f); };
-  return {uniform(unpack_even(c01, c23)), uniform(unpack_odd(c01, c23))};
+  const WordPair w = random_words(key, block);
+  return {uniform(w.first), uniform(w.second)};
 }
 
 // What dropout multiplies elements first .. first + n - 1 by: 0 or 1/(1-p). `buffer` has room for keep_room(n) floats;

@@ -6,6 +6,7 @@
 
 #include "cuda/context.h"
 #include "cuda/vectors.h"
+#include "ds/kernels/state_codes.h"
 #include "update_rules.h"
 
 namespace ds::cuda {
@@ -17,7 +18,8 @@ constexpr int kEach = 4;  // elements of a thread at a time: 16 bytes of each fp
 using Constants = update_rules::Constants<float>;
 
 // CUDA 12.1 and later give a launch 32,764 bytes of parameters.
-static_assert(sizeof(UpdateBatch) + sizeof(Constants) + sizeof(void*) <= 32764, "the parameters of one launch");
+static_assert(sizeof(UpdateBatch) + sizeof(Constants) + sizeof(void*) + sizeof(RngKey) <= 32764,
+              "the parameters of one launch");
 
 DS_DEVICE void store_param(const UpdateSlot& slot, i64 i, float x) {
   switch (slot.param_dtype) {
@@ -55,7 +57,7 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
     float w[kEach], g[kEach], s[kStates + 1][kEach];
     load16(g, slot.grad + i);
     load16(w, slot.master + i);
-    for (int j = 0; j < kStates; ++j) load16(s[j], slot.states[j] + i);
+    for (int j = 0; j < kStates; ++j) load16(s[j], static_cast<const float*>(slot.states[j]) + i);
     for (int e = 0; e < kEach; ++e) {
       float gradient = g[e] * scale, of[kStates + 1];
       for (int j = 0; j < kStates; ++j) of[j] = s[j][e];
@@ -63,7 +65,7 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
       for (int j = 0; j < kStates; ++j) s[j][e] = of[j];
       g[e] = gradient;
     }
-    for (int j = 0; j < kStates; ++j) store16(slot.states[j] + i, s[j]);
+    for (int j = 0; j < kStates; ++j) store16(static_cast<float*>(slot.states[j]) + i, s[j]);
     if constexpr (Rule::kDirection) {
       store16(slot.grad + i, g);
     } else {
@@ -73,14 +75,119 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
   }
   for (i64 i = even + thread_index(); i < end; i += kThreads) {
     float w = slot.master[i], gradient = slot.grad[i] * scale, of[kStates + 1];
-    for (int j = 0; j < kStates; ++j) of[j] = slot.states[j][i];
+    for (int j = 0; j < kStates; ++j) of[j] = static_cast<const float*>(slot.states[j])[i];
     Rule::apply(w, gradient, of, slot.weight_decay, k);
-    for (int j = 0; j < kStates; ++j) slot.states[j][i] = of[j];
+    for (int j = 0; j < kStates; ++j) static_cast<float*>(slot.states[j])[i] = of[j];
     if constexpr (Rule::kDirection) {
       slot.grad[i] = gradient;
     } else {
       slot.master[i] = w;
       if (slot.param != nullptr) store_param(slot, i, w);
+    }
+  }
+}
+
+// Four elements of a state that is not fp32, `count` of them there.
+DS_DEVICE void decode(float (&x)[kEach], DType dtype, const void* state, const float* scale, i64 i, i64 count,
+                      bool wide) {
+  if (dtype == DType::BF16) {
+    const bf16* const p = static_cast<const bf16*>(state) + i;
+    DS_UNROLL for (int e = 0; e < kEach; ++e) x[e] = e < count ? load(p + e) : 0.0f;
+    return;
+  }
+  const u8* const p = static_cast<const u8*>(state) + i;
+  u32 word = 0;
+  if (wide && count >= kEach) {
+    word = *reinterpret_cast<const u32*>(p);
+  } else {
+    DS_UNROLL for (int e = 0; e < kEach; ++e) word |= e < count ? u32{p[e]} << 8 * e : 0;
+  }
+  const float unit = scale[i / kStateBlock];
+  DS_UNROLL for (int e = 0; e < kEach; ++e) x[e] = state_codes::decode(dtype, static_cast<u8>(word >> 8 * e), unit);
+}
+DS_DEVICE void encode(const float (&x)[kEach], DType dtype, void* state, state_codes::Scale scale, i64 i, i64 count,
+                      bool wide) {
+  u8* const p = static_cast<u8*>(state) + i;
+  u32 word = 0;
+  DS_UNROLL for (int e = 0; e < kEach; ++e) word |= u32{state_codes::encode(dtype, x[e], scale)} << 8 * e;
+  if (wide && count >= kEach) {
+    *reinterpret_cast<u32*>(p) = word;
+  } else {
+    DS_UNROLL for (int e = 0; e < kEach; ++e) {
+      if (e < count) p[e] = static_cast<u8>(word >> 8 * e);
+    }
+  }
+}
+
+// The same where states are not fp32. A warp has a block of 256 elements at a time, a thread two groups of four.
+template <class Rule>
+__global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict* verdict, const Constants k,
+                                      bool scaled, RngKey rng) {
+  constexpr int kStates = Rule::kStates, kGroups = kStateBlock / (kWarp * kEach);
+  static_assert(kUpdateChunk % kStateBlock == 0);
+  if (verdict->finite == 0) return;
+  const u32 chunk = block_index().x;
+  const int which = batch.slot_of(chunk), lane = thread_index() % kWarp;
+  const UpdateSlot& slot = batch.slots[which];
+  const float scale = scaled ? verdict->grad_scale : slot.factor != nullptr ? *slot.factor : 1.0f;
+  const i64 begin = i64{chunk - batch.first_chunk[which]} * kUpdateChunk;
+  const i64 end = begin + kUpdateChunk < slot.n ? begin + kUpdateChunk : slot.n;
+  rng.site = slot.site;
+  for (i64 at = begin + thread_index() / kWarp * kStateBlock; at < end; at += kThreads / kWarp * kStateBlock) {
+    float s[kStates + 1][kGroups][kEach];
+    u32 largest[kStates + 1] = {};
+    for (int h = 0; h < kGroups; ++h) {
+      const i64 i = at + (h * kWarp + lane) * kEach, count = end - i;
+      float w[kEach], g[kEach];
+      load_some(g, slot.grad + i, count, slot.wide);
+      load_some(w, slot.master + i, count, slot.wide);
+      for (int j = 0; j < kStates; ++j)
+        decode(s[j][h], slot.state_dtypes[j], slot.states[j], slot.scales[j], count > 0 ? i : at, count, slot.wide);
+      for (int e = 0; e < kEach; ++e) {
+        float gradient = g[e] * scale, of[kStates + 1];
+        for (int j = 0; j < kStates; ++j) of[j] = s[j][h][e];
+        Rule::apply(w[e], gradient, of, slot.weight_decay, k);
+        for (int j = 0; j < kStates; ++j) {
+          s[j][h][e] = e < count ? of[j] : 0.0f;
+          const u32 bits = std::bit_cast<u32>(s[j][h][e]) & 0x7FFFFFFFu;
+          largest[j] = bits > largest[j] ? bits : largest[j];
+        }
+        g[e] = gradient;
+      }
+      if constexpr (Rule::kDirection) {
+        store_some(slot.grad + i, g, count, slot.wide);
+      } else {
+        store_some(slot.master + i, w, count, slot.wide);
+        if (slot.param != nullptr && slot.wide && count >= kEach) {
+          store_params(slot, i, w);
+        } else if (slot.param != nullptr) {
+          for (int e = 0; e < kEach; ++e) {
+            if (e < count) store_param(slot, i + e, w[e]);
+          }
+        }
+      }
+    }
+    for (int j = 0; j < kStates; ++j) {
+      for (int mask = kWarp / 2; mask > 0; mask /= 2) {
+        const u32 other = warp_shuffle_xor(largest[j], mask);
+        largest[j] = other > largest[j] ? other : largest[j];
+      }
+      const state_codes::Scale of_block = state_codes::scale_of(largest[j]);
+      const bool coded = is_coded(slot.state_dtypes[j]);
+      if (coded && lane == 0) slot.scales[j][at / kStateBlock] = of_block.value;
+      for (int h = 0; h < kGroups; ++h) {
+        const i64 i = at + (h * kWarp + lane) * kEach, count = end - i;
+        if (count <= 0) continue;
+        if (coded) {
+          encode(s[j][h], slot.state_dtypes[j], slot.states[j], of_block, i, count, slot.wide);
+          continue;
+        }
+        const PhiloxBlock words = rng.block(static_cast<u64>(slot.first + i) / 4);
+        for (int e = 0; e < kEach; ++e) {
+          const u32 word = words[static_cast<size_t>(e)], random = j == 0 ? word >> 16 : word & 0xFFFFu;
+          if (e < count) static_cast<bf16*>(slot.states[j])[i + e] = round_stochastically(s[j][h][e], random);
+        }
+      }
     }
   }
 }
@@ -100,10 +207,16 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   Context& c = context(stream);
   const Constants k = update_rules::constants_of<float>(p, [](float x) { return x; });
   update_rules::with_rule(p.rule, [&]<class Rule>(Rule) {
-    while (!tensors.empty()) {
-      const UpdateBatch batch = next_update_batch(tensors);
-      launch(update_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k,
-             p.rule != UpdateRule::Descend);
+    const bool scaled = p.rule != UpdateRule::Descend;
+    for (std::span rest = tensors; !rest.empty();) {
+      const UpdateBatch batch = next_update_batch(rest);
+      launch(update_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k, scaled);
+      c.check(cudaGetLastError(), "update");
+    }
+    for (std::span rest = tensors; Rule::kStates > 0 && !rest.empty();) {
+      const UpdateBatch batch = next_update_batch(rest, true);
+      launch(update_decoded_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k,
+             scaled, p.rng);
       c.check(cudaGetLastError(), "update");
     }
   });

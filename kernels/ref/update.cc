@@ -1,8 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // The passes of optimizers in fp64, written from the papers and not from kernels/update_rules.h.
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
+#include "ds/kernels/state_codes.h"
 #include "ref/element.h"
 #include "ref/ref.h"
 
@@ -65,6 +68,63 @@ bool makes_direction(UpdateRule rule) noexcept {
          rule == UpdateRule::NesterovMuonDirection;
 }
 
+// The values of the codes of a state, by magnitude, and the nearest one of a number between 0 and 1, which is searched.
+struct Map {
+  explicit Map(DType t) : is_signed(t == DType::I8) {
+    const int bits = is_signed ? 7 : 8;
+    values = {0};
+    for (int decade = 0; decade < bits; ++decade) {
+      const double top = std::pow(10.0, decade + 1 - bits), width = 0.9 / std::pow(2.0, decade);
+      for (int cell = 0; cell < 1 << decade; ++cell) values.push_back(top * (0.1 + width * (cell + 0.5)));
+    }
+    values.back() = 1;
+  }
+  size_t nearest(double x) const {
+    const auto above = std::lower_bound(values.begin(), values.end(), x);
+    if (above == values.end()) return values.size() - 1;
+    const auto i = static_cast<size_t>(above - values.begin());
+    if (i == 0 || (i == 1 && !is_signed)) return i;  // what has no sign is zero only where it is
+    return values[i] - x <= x - values[i - 1] ? i : i - 1;
+  }
+  bool is_signed;
+  std::vector<double> values;
+};
+
+double get_state(const TensorView& v, i64 i) {
+  if (!is_coded(v.dtype)) return get(v, i);
+  static const Map with_sign(DType::I8), without(DType::U8);
+  const double scale = static_cast<double>(v.scale[i / kStateBlock]);
+  if (v.dtype == DType::U8) return without.values[v.as<u8>()[i]] * scale;
+  const int k = v.as<std::int8_t>()[i];
+  return (k < 0 ? -1 : 1) * with_sign.values[static_cast<size_t>(std::abs(k))] * scale;
+}
+
+// Elements [begin, end), which are a block of codes.
+void put_state(const TensorView& v, i64 begin, i64 end, const double* x, const UpdateTensor& t, const UpdateParams& p,
+               bool high_half) {
+  double largest = 0;
+  bool finite = true;
+  for (i64 i = begin; i < end; ++i) {
+    largest = std::max(largest, std::abs(x[i - begin]));
+    finite &= std::isfinite(static_cast<float>(x[i - begin]));
+  }
+  const float scale = !finite ? NAN : largest < 0x1p-100 ? 0 : static_cast<float>(largest);
+  if (is_coded(v.dtype)) v.scale[begin / kStateBlock] = scale;
+  const Map map(v.dtype);
+  for (i64 i = begin; i < end; ++i) {
+    const double value = x[i - begin];
+    if (v.dtype == DType::BF16) {
+      const u32 word = RngKey{p.rng.seed, t.site, p.rng.step}.bits(static_cast<u64>(t.first + i));
+      v.as<bf16>()[i] = round_stochastically(static_cast<float>(value), high_half ? word >> 16 : word & 0xFFFF);
+    } else if (!is_coded(v.dtype)) {
+      put(v, i, value);
+    } else {
+      const auto k = scale > 0 ? static_cast<int>(map.nearest(std::abs(value) / static_cast<double>(scale))) : 0;
+      v.as<u8>()[i] = static_cast<u8>(value < 0 ? -k : k);
+    }
+  }
+}
+
 }  // namespace
 
 void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, const UpdateParams& p,
@@ -72,12 +132,19 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   if (!verdict->finite) return;
   for (const UpdateTensor& t : tensors) {
     const float scale = p.rule != UpdateRule::Descend ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
-    for (i64 i = 0; i < t.master.numel(); ++i) {
-      Element e{get(t.master, i), get(t.grad, i) * static_cast<double>(scale), t.states[0] ? get(t.states[0], i) : 0,
-                t.states[1] ? get(t.states[1], i) : 0};
+    double states[2][kStateBlock] = {};
+    for (i64 i = 0, begin = 0; i < t.master.numel(); ++i) {
+      Element e{get(t.master, i), get(t.grad, i) * static_cast<double>(scale),
+                t.states[0] ? get_state(t.states[0], i) : 0, t.states[1] ? get_state(t.states[1], i) : 0};
       step(e, static_cast<double>(t.weight_decay), p);
-      if (t.states[0]) put(t.states[0], i, e.s0);
-      if (t.states[1]) put(t.states[1], i, e.s1);
+      states[0][i - begin] = e.s0;
+      states[1][i - begin] = e.s1;
+      if (i + 1 == t.master.numel() || i + 1 == begin + kStateBlock) {
+        for (int j = 0; j < 2; ++j) {
+          if (t.states[j]) put_state(t.states[j], begin, i + 1, states[j], t, p, j == 0);
+        }
+        begin = i + 1;
+      }
       if (makes_direction(p.rule)) {
         put(t.grad, i, e.g);
         continue;

@@ -20,6 +20,7 @@
 
 #include "comm/communicator.h"
 #include "ds/checkpoint.h"
+#include "ds/kernels/state_codes.h"
 #include "ds/state.h"
 #include "model/slice.h"
 
@@ -49,7 +50,15 @@ struct StatePiece {
   // is fp32), or does not want (load).
   PerState<void*> data;
   const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
+  // Of states that are not fp32 here; codes have their blocks from `begin` on. Files have all of them in fp32.
+  PerState<KeptAs> kept = {};
   float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
+  // Of a state of an optimizer, which is there.
+  TensorView state(State s) const noexcept {
+    TensorView v = TensorView::of(data[s], kept[s].dtype, {count});
+    v.scale = kept[s].scales;
+    return v;
+  }
 };
 
 // The optimizer of steps that name none; and what those name that train nothing.

@@ -61,9 +61,15 @@ void StepSave::write() {
     for (State s : kStates) contents.states[s] |= p.data[s] != nullptr;
   }
   contents.pieces = ranges;
-  contents.elements = [&](State s, size_t piece, i64 first, i64) {
+  std::vector<float> decoded;
+  contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
     DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
     const StatePiece& p = pieces_[piece];
+    if (is_optimizer_state(s) && p.kept[s].dtype != DType::F32) {
+      decoded.resize(static_cast<size_t>(count));
+      decode_state(decoded.data(), p.state(s), first, count);
+      return decoded.data();
+    }
     return static_cast<const char*>(p.data[s]) + first * dtype_bytes(manifest_.stored_dtype(s, p.param));
   };
   mine_ = write_rank_file(dir_, manifest_, comm_.rank(), contents);

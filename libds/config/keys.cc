@@ -15,12 +15,16 @@ inline constexpr std::array kEnumNames<OptimizerType> = {EnumName{"AdamW", u8(Op
                                                          EnumName{"Lamb", u8(OptimizerType::Lamb)},
                                                          EnumName{"Adagrad", u8(OptimizerType::Adagrad)},
                                                          EnumName{"Muon", u8(OptimizerType::Muon)},
+                                                         EnumName{"AdamW8bit", u8(OptimizerType::AdamW8bit)},
                                                          EnumName{"OneBitAdam"},
                                                          EnumName{"ZeroOneAdam"},
                                                          EnumName{"OneBitLamb"},
                                                          EnumName{"MuAdam"},
                                                          EnumName{"MuAdamW"},
                                                          EnumName{"MuSGD"}};
+template <>
+inline constexpr std::array kEnumNames<StateDtype> = {EnumName{"fp32", u8(StateDtype::F32)},
+                                                      EnumName{"bf16", u8(StateDtype::BF16)}};
 template <>
 inline constexpr std::array kEnumNames<MuonScale> = {EnumName{"original", u8(MuonScale::Original)},
                                                      EnumName{"match_rms_adamw", u8(MuonScale::MatchRmsAdamW)}};
@@ -146,6 +150,7 @@ constexpr Key kGroupKeys[] = {
     effect("weight_decay", slot_of<&U::weight_decay>, kRate),
     effect("bias_correction", slot_of<&U::bias_correction>),
     effect("adam_w_mode", slot_of<&U::adam_w_mode>),
+    effect("state_dtype", slot_of<&U::state_dtype>),
     effect("momentum", slot_of<&U::momentum>, kBelowOne),
     effect("dampening", slot_of<&U::dampening>, kShare),
     effect("nesterov", slot_of<&U::nesterov>),
@@ -176,6 +181,7 @@ constexpr Key kKeys[] = {
     effect("optimizer.params.weight_decay", slot_of<&C::optimizer, &OptimizerConfig::weight_decay>, kRate, kAuto),
     effect("optimizer.params.bias_correction", slot_of<&C::optimizer, &OptimizerConfig::bias_correction>),
     effect("optimizer.params.adam_w_mode", slot_of<&C::optimizer, &OptimizerConfig::adam_w_mode>),
+    effect("optimizer.params.state_dtype", slot_of<&C::optimizer, &OptimizerConfig::state_dtype>),
     effect("optimizer.params.momentum", slot_of<&C::optimizer, &OptimizerConfig::momentum>, kBelowOne),
     effect("optimizer.params.dampening", slot_of<&C::optimizer, &OptimizerConfig::dampening>, kShare),
     effect("optimizer.params.nesterov", slot_of<&C::optimizer, &OptimizerConfig::nesterov>),
@@ -218,7 +224,7 @@ constexpr Key kKeys[] = {
     not_yet("bf16.check_grad_overflow", "[true]", "a step with non-finite gradients is skipped"),
     not_yet("bf16.immediate_grad_update", "[false]"),
     not_yet("bf16.bf16_master_weights_and_grads", "[false]"),
-    not_yet("bf16.bf16_optimizer_states", "[false]"),
+    not_yet("bf16.bf16_optimizer_states", "[false]", "optimizer.params.state_dtype says what states are kept in"),
     alias("bfloat16", "bf16"),
     not_yet("data_types.grad_accum_dtype", R"(["fp32"])"),
     not_yet("data_types.param_dtype", "[null]", "fp16.enabled and bf16.enabled choose the type"),

@@ -12,19 +12,24 @@ struct Kind {
   std::string_view keys;  // words
   UpdateConfig defaults;
 };
-constexpr std::string_view kAdamKeys = "lr betas eps weight_decay bias_correction adam_w_mode";
+constexpr std::string_view kAdamKeys = "lr betas eps weight_decay bias_correction adam_w_mode state_dtype";
 const Kind kKinds[] = {
     {OptimizerType::AdamW, kAdamKeys, {.type = OptimizerType::AdamW}},
     {OptimizerType::Adam, kAdamKeys, {.type = OptimizerType::Adam}},
-    {OptimizerType::Sgd, "lr momentum dampening nesterov weight_decay", {.type = OptimizerType::Sgd}},
-    {OptimizerType::Lion, "lr betas weight_decay", {.type = OptimizerType::Lion, .lr = 1e-4, .beta2 = 0.99}},
+    {OptimizerType::Sgd, "lr momentum dampening nesterov weight_decay state_dtype", {.type = OptimizerType::Sgd}},
+    {OptimizerType::Lion,
+     "lr betas weight_decay state_dtype",
+     {.type = OptimizerType::Lion, .lr = 1e-4, .beta2 = 0.99}},
     {OptimizerType::Lamb,
      "lr betas eps weight_decay bias_correction min_coeff max_coeff",
      {.type = OptimizerType::Lamb}},
-    {OptimizerType::Adagrad, "lr eps weight_decay", {.type = OptimizerType::Adagrad, .lr = 1e-2, .eps = 1e-10f}},
+    {OptimizerType::Adagrad,
+     "lr eps weight_decay state_dtype",
+     {.type = OptimizerType::Adagrad, .lr = 1e-2, .eps = 1e-10f}},
     {OptimizerType::Muon,
      "lr muon_lr adam_lr momentum nesterov betas eps weight_decay adjust_lr_fn",
      {.type = OptimizerType::Muon, .lr = 0.02, .beta2 = 0.95, .eps = 1e-10f, .momentum = 0.95, .nesterov = true}},
+    {OptimizerType::AdamW8bit, "lr betas eps weight_decay bias_correction", {.type = OptimizerType::AdamW8bit}},
 };
 
 const Kind& kind_of(OptimizerType type) { return *std::ranges::find(kKinds, type, &Kind::type); }

@@ -14,6 +14,9 @@ namespace {
 
 constexpr i64 kIgnored = -100;
 
+// Of random numbers that states are rounded by: beside those of initial values and dropout.
+constexpr u32 kRoundingSites = 0x40000000u;
+
 }  // namespace
 
 Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device)
@@ -43,8 +46,8 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
 void Engine::make_buffers() {
   const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
   for (const State s : kStates) {
-    if (plan_.states.elems(s) > 0)
-      states_[s] = buffer(s == State::Master ? Tag::Master : Tag::Optimizer, plan_.states.elems(s) * 4);
+    if (plan_.states.bytes(s) > 0)
+      states_[s] = buffer(s == State::Master ? Tag::Master : Tag::Optimizer, plan_.states.bytes(s));
   }
 
   exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
@@ -76,10 +79,12 @@ void Engine::make_pieces() {
                      .master = view(st.exact(), DType::F32),
                      .states = {},
                      .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
-                     .weight_decay = row_of(piece.param).decay ? static_cast<float>(group.update.weight_decay) : 0.0f};
+                     .weight_decay = row_of(piece.param).decay ? static_cast<float>(group.update.weight_decay) : 0.0f,
+                     .site = kRoundingSites + narrow<u32>(piece.param),
+                     .first = piece.begin};
       size_t i = 0;
       for (const State s : kOptimizerStates) {
-        if (st[s] != nullptr) t.states[i++] = view(st[s], DType::F32);
+        if (st[s] != nullptr) t.states[i++] = st.view(s, piece.count);
       }
       return t;
     });
@@ -174,8 +179,12 @@ Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
   PieceState st;
   st[State::Param] = params_.element(s, piece.segment_offset);
   for (const State state : kStates) {
-    if (plan_.states.elems(state) > 0 && plan_.states.has(state, piece.param))
-      st[state] = states_[state].as<float>().data() + plan_.states.offset(state, piece);
+    if (plan_.states.bytes(state) == 0 || !plan_.states.has(state, piece.param)) continue;
+    char* const array = states_[state].as<char>().data();
+    st[state] = array + plan_.states.offset(state, piece);
+    st.kept[state].dtype = plan_.states.dtype(state, piece.param);
+    if (is_coded(st.kept[state].dtype))
+      st.kept[state].scales = reinterpret_cast<float*>(array + plan_.states.scales_offset(state, piece));
   }
   return st;
 }
@@ -189,7 +198,8 @@ HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memo
                        .begin = piece.begin,
                        .count = piece.count,
                        .data = st,
-                       .slice = slice.whole() ? nullptr : &slice});
+                       .slice = slice.whole() ? nullptr : &slice,
+                       .kept = st.kept});
   }
   if (engine.device().is_host() && memory == Memory::InPlace) return;
   memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().state_bytes);
@@ -197,7 +207,10 @@ HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memo
   const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };
   for (StatePiece& p : pieces_) {
     for (const State s : kStates) {
-      if (s != State::Param && p.data[s] != nullptr) p.data[s] = take(p.count * 4);
+      if (s == State::Param || p.data[s] == nullptr) continue;
+      const i64 bytes = p.count * dtype_bytes(p.kept[s].dtype);
+      p.data[s] = take(p.kept[s].dtype == DType::F32 ? bytes : align_up(bytes, 32));  // floats follow
+      if (p.kept[s].scales != nullptr) p.kept[s].scales = reinterpret_cast<float*>(take(state_blocks(p.count) * 4));
     }
   }
   for (StatePiece& p : pieces_)
@@ -211,7 +224,9 @@ namespace {
 template <class Move>
 void for_each_part(const StatePiece& host, const Engine::PieceState& device, i64 work_bytes, Move move) {
   for (const State s : kStates) {
-    if (host.data[s] != nullptr) move(host.data[s], device[s], host.count * (s == State::Param ? work_bytes : 4));
+    if (host.data[s] == nullptr) continue;
+    move(host.data[s], device[s], host.count * (s == State::Param ? work_bytes : dtype_bytes(host.kept[s].dtype)));
+    if (host.kept[s].scales != nullptr) move(host.kept[s].scales, device.kept[s].scales, state_blocks(host.count) * 4);
   }
 }
 
@@ -270,7 +285,9 @@ void Engine::set_weights(const ValueSource& values) {
       ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
     }
     for (const State s : kOptimizerStates) {
-      if (st[s] != nullptr) device_.zero(st[s], piece.count * 4);
+      if (st[s] == nullptr) continue;
+      device_.zero(st[s], st.view(s, piece.count).bytes());
+      if (st.kept[s].scales != nullptr) device_.zero(st.kept[s].scales, state_blocks(piece.count) * 4);
     }
   }
   params_.publish();
@@ -331,7 +348,12 @@ bool Engine::is_finite() {
       raise(largest[0], st[State::Param], plan_.work);
     }
     for (const State s : kOptimizerStates) {
-      if (st[s] != nullptr) raise(largest[1], st[s]);
+      if (st[s] == nullptr) continue;
+      if (st.kept[s].scales != nullptr) {  // which show what of their blocks is no number
+        ops_.max_abs(largest[1], TensorView::of(st.kept[s].scales, DType::F32, {state_blocks(piece.count)}), stream_);
+      } else {
+        raise(largest[1], st[s], st.kept[s].dtype);
+      }
     }
   }
   i64 both[2];

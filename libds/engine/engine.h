@@ -101,8 +101,14 @@ class Engine {
   const model::ParamRow& row_of(i64 param) const noexcept { return *param_rows_[static_cast<size_t>(param)]; }
 
   // What this rank holds of the state of one piece of a parameter, in device memory: Param in the work dtype, all else
-  // in fp32; null: what the parameter does not have.
+  // in fp32 or as `kept` says; null: what the parameter does not have.
   struct PieceState : PerState<void*> {
+    PerState<KeptAs> kept;
+    TensorView view(State s, i64 count) const noexcept {
+      TensorView v = TensorView::of((*this)[s], kept[s].dtype, {count});
+      v.scale = kept[s].scales;
+      return v;
+    }
     float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
     float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
   };

@@ -8,9 +8,10 @@
 namespace ds::engine {
 namespace {
 
-// Adam and AdamW differ in nothing that they keep.
+// Adam, AdamW and AdamW8bit differ in nothing that a step has of them: files have fp32.
 std::string keeper_name(OptimizerType type) {
-  return std::string(optimizer_name(type == OptimizerType::Adam ? OptimizerType::AdamW : type));
+  const bool is_adam = type == OptimizerType::Adam || type == OptimizerType::AdamW8bit;
+  return std::string(optimizer_name(is_adam ? OptimizerType::AdamW : type));
 }
 
 }  // namespace

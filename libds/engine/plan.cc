@@ -65,7 +65,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   const bool mpi = backend == CommBackend::Mpi || backend == CommBackend::Composed;
 
-  i64 bytes = 0, datasets = 0, largest = 0, of_params = 0;
+  i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
     if (!plan.counts(piece)) continue;
     const StateSet& states = plan.states.of_params()[static_cast<size_t>(piece.param)];
@@ -73,10 +73,13 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
     bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
     datasets += num_states + 1;
     largest = std::max(largest, piece.count * 4);
+    for (const State s : kOptimizerStates) {
+      if (states[s] && plan.states.dtype(s, piece.param) != DType::F32) decoded = std::max(decoded, piece.count * 4);
+    }
   }
   for (const StateSet& states : plan.states.of_params())
     of_params = std::max<i64>(of_params, std::count(states.values.begin(), states.values.end(), true));
-  const i64 save = rank_file_memory(bytes, datasets, largest);
+  const i64 save = rank_file_memory(bytes, datasets, largest) + std::min(decoded, kChecksumBlock);
   // Communicators are there already when the device is measured.
   i64 taken = plan.total_memory();
   for (size_t t = 0; t < own.size(); ++t) taken += t == static_cast<size_t>(Tag::Comm) ? 0 : own[t];

@@ -370,6 +370,12 @@ void TrainingRun::State::load_step() {
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
                               meta.isa, isa));
     }
+    if (engine->plan().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh->shape().tp)
+      log_message(
+          LogLevel::Warning,
+          fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of 8-bit states "
+                      "are others, and are encoded again",
+                      step_dir, meta.mesh->tp, mesh->shape().tp));
   }
 }
 

@@ -212,6 +212,7 @@ void Engine::update_params(double lr) {
                          .verdict = &scalars_->verdict,
                          .lr = lr * plan_.groups.groups[t.group].lr_ratio,
                          .step = progress_.optimizer_step + 1,
+                         .seed = static_cast<u32>(config_.seed),
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
                          .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
                          .matrices = t.matrices.get()});

@@ -17,8 +17,14 @@ double optimizer_bytes(const Config& config, const model::Model& model) {
   double bytes = 0;
   i64 number = 0;
   for (const model::ParamRow* row : model.params()) {
-    const StateSet states = groups.of(number++).states();
-    bytes += static_cast<double>(4 * row->whole_numel() * std::count(states.values.begin(), states.values.end(), true));
+    const optim::Group& group = groups.of(number++);
+    const StateSet states = group.states();
+    for (const State s : kOptimizerStates) {
+      if (!states[s]) continue;
+      const i64 n = row->whole_numel();
+      const DType t = group.state_dtype(s, n);
+      bytes += static_cast<double>(n * dtype_bytes(t) + (is_coded(t) ? 4 * state_blocks(n) : 0));
+    }
   }
   return bytes;
 }

@@ -15,7 +15,8 @@ namespace {
 const Kind& kind_of(OptimizerType type) noexcept {
   switch (type) {
     case OptimizerType::AdamW:
-    case OptimizerType::Adam: return kAdam;
+    case OptimizerType::Adam:
+    case OptimizerType::AdamW8bit: return kAdam;
     case OptimizerType::Sgd: return kSgd;
     case OptimizerType::Lion: return kLion;
     case OptimizerType::Lamb: return kLamb;
@@ -30,7 +31,9 @@ class OnePass final : public Optimizer {
   OnePass(const Kind& kind, const UpdateConfig& update, GroupTensors group)
       : kind_(kind), update_(update), group_(std::move(group)) {}
   void update(const UpdateContext& c) override {
-    c.ops.update(group_.tensors, c.verdict, kind_.pass(update_, c.lr, c.step), c.stream);
+    UpdateParams params = kind_.pass(update_, c.lr, c.step);
+    params.rng = {.seed = c.seed, .site = 0, .step = static_cast<u32>(c.step)};
+    c.ops.update(group_.tensors, c.verdict, params, c.stream);
   }
 
  private:
@@ -125,6 +128,12 @@ void split_muon(const model::Model& model, Groups& result, std::vector<std::stri
 }  // namespace
 
 StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
+
+DType Group::state_dtype(State s, i64 numel) const noexcept {
+  if (update.state_dtype == StateDtype::BF16) return DType::BF16;
+  if (update.type != OptimizerType::AdamW8bit || numel < kLeastCoded) return DType::F32;
+  return s == State::ExpAvg ? DType::I8 : DType::U8;
+}
 
 Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   Groups result;

@@ -28,6 +28,9 @@ struct Group {
   double lr_ratio = 1;  // to the optimizer's own rate, which the schedule moves
 
   StateSet states() const noexcept;  // of each of its parameters, the master not among them
+  // What a state of a parameter of so many elements, over all ranks, is kept in. AdamW8bit leaves small ones alone, as
+  // bitsandbytes does: they are not worth it, and norms and biases move by much.
+  DType state_dtype(State s, i64 numel) const noexcept;
   bool needs_matrices() const noexcept { return !frozen && update.type == OptimizerType::Muon; }
 };
 
@@ -48,6 +51,9 @@ Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 struct LargestMatrix {
   i64 elems = 0, side = 0;
 };
+
+// Parameters of fewer elements keep fp32 states under AdamW8bit.
+inline constexpr i64 kLeastCoded = 4096;
 
 // This rank's pieces of the parameters of a group; its tensors' states are those of Group::states(), in their order.
 struct GroupTensors {
@@ -80,6 +86,7 @@ struct UpdateContext {
   const GradVerdict* verdict;  // where the ops run
   double lr;                   // of the group
   i64 step;                    // the number of this update, from 1
+  u32 seed;                    // of what is rounded stochastically
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;

@@ -192,7 +192,9 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict*, const Upd
   i64 bytes = 0;
   for (const UpdateTensor& t : tensors) {
     bytes += t.grad.bytes() + 2 * t.master.bytes();
-    for (const TensorView& state : t.states) bytes += state ? 2 * state.bytes() : 0;
+    for (const TensorView& state : t.states) {
+      if (state) bytes += 2 * (state.bytes() + (is_coded(state.dtype) ? 4 * state_blocks(state.numel()) : 0));
+    }
     if (t.param && t.param.data != t.master.data) bytes += t.param.bytes();
   }
   count(stream, {rule_name(p.rule), DType::F32, 0, bytes});

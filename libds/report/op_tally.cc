@@ -159,14 +159,17 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     if (group.frozen) continue;
-    const StateSet states = group.states();
-    const auto num_states = std::count(states.values.begin(), states.values.end(), true);
     optim::GroupTensors tensors = plan.group_tensors(g, [&](const zero::Piece& piece) {
-      const TensorView state = view(DType::F32, piece.count);
-      return UpdateTensor{.param = view(plan.work, piece.count),
-                          .master = plan.work == DType::F32 ? state : view(DType::F32, piece.count, &elsewhere),
-                          .states = {num_states > 0 ? state : TensorView{}, num_states > 1 ? state : TensorView{}},
-                          .grad = state};
+      const TensorView exact = view(DType::F32, piece.count);
+      UpdateTensor t{.param = view(plan.work, piece.count),
+                     .master = plan.work == DType::F32 ? exact : view(DType::F32, piece.count, &elsewhere),
+                     .states = {},
+                     .grad = exact};
+      size_t i = 0;
+      for (const State s : kOptimizerStates) {
+        if (plan.states.has(s, piece.param)) t.states[i++] = view(plan.states.dtype(s, piece.param), piece.count);
+      }
+      return t;
     });
     if (tensors.num_params == 0) continue;
     CountedMatrices matrices(plan, g);
@@ -176,6 +179,7 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
                   .verdict = nullptr,
                   .lr = 0,
                   .step = 1,
+                  .seed = 0,
                   .reduce = [](TensorView, ReduceOp) {},
                   .zero = [](TensorView) {},
                   .matrices = &matrices});

@@ -343,17 +343,25 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                               .persistence_threshold = z.param_persistence_threshold,
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
-  plan.layout = zero::Layout::make(plan.rows, options);
   // Who only reads weights takes those of any optimizer.
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
-  for (const size_t group : plan.groups.of_params) {
+  std::vector<PerState<DType>> dtypes;
+  for (const model::ParamRow* row : model.params()) {
+    const optim::Group& group = plan.groups.of(std::ssize(states));
     StateSet& of = states.emplace_back();
+    PerState<DType>& kept = dtypes.emplace_back();
     if (!plan.trains()) continue;
-    of = plan.groups.groups[group].states();
+    of = group.states();
     of[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
+    for (const State s : kOptimizerStates) {
+      if (!of[s]) continue;
+      kept[s] = group.state_dtype(s, row->whole_numel());
+      if (is_coded(kept[s])) options.block = kStateBlock;
+    }
   }
-  plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states));
+  plan.layout = zero::Layout::make(plan.rows, options);
+  plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states), std::move(dtypes));
   options.here[RunPlan::kSharedUnit] = plan.embeds();
   options.here.push_back(plan.projects());
   plan.grad_layout = zero::Layout::make(plan.grad_rows, options);
@@ -460,10 +468,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
   tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) = fresh;
   tag(Tag::GradAccum) = accum;
-  tag(Tag::Master) = plan.states.elems(State::Master) * 4;
-  i64 state_elems = 0;
-  for (const State s : kOptimizerStates) state_elems += plan.states.elems(s);
-  tag(Tag::Optimizer) = state_elems * 4;
+  tag(Tag::Master) = plan.states.bytes(State::Master);
+  for (const State s : kOptimizerStates) tag(Tag::Optimizer) += plan.states.bytes(s);
   tag(Tag::Gathered) = gathered;
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
   tag(Tag::Host) = plan.kept.count * plan.host_bytes;
@@ -501,7 +507,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   if (device == DeviceKind::Cuda) {
     plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
   } else if (config.save.async && trains) {
-    plan.state_bytes = plan.states.owned_elems() * 4 + padded / P * work_bytes;
+    plan.state_bytes = plan.states.owned_bytes() + padded / P * work_bytes;
   }
   tag(Tag::Host) += plan.state_bytes;
 

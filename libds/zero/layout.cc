@@ -40,12 +40,12 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
       for (size_t r = 0; r < units[u].size(); ++r) {
         if (persistent[r] != want) continue;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
-        s.numel = align_up(s.numel, kRowAlignment);
+        s.numel = align_up(s.numel, options.row_alignment());
         layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
         s.numel += std::max(n, units[u][r].room);
         place.numel += n;
       }
-      s.slice = align_up(div_ceil(s.numel, P), kSliceAlignment);
+      s.slice = align_up(div_ceil(s.numel, P), options.slice_alignment());
       place.padded += s.slice * P;
       layout.shard_elems_ += s.slice * copies;
       layout.segments_.push_back(s);
@@ -98,7 +98,8 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}", options_.num_ranks, options_.stage, kSliceAlignment);
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}", options_.num_ranks, options_.stage,
+                     options_.slice_alignment());
 }
 
 }  // namespace ds::zero

@@ -6,7 +6,8 @@
 //
 // A unit (a layer, or the matrix that two layers share) is what is gathered and reduced as one. Its rows lie one after
 // the other in one or two segments, each at a multiple of 8 elements; a segment is padded to P * 128 elements and cut
-// in P equal slices, slice r owned by rank r:
+// in P equal slices, slice r owned by rank r (where states are kept in blocks, both are multiples of a block, so that
+// no block is cut):
 //
 //   unit buffer   | persistent rows .... pad | sharded rows ................................ pad |
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
@@ -17,6 +18,7 @@
 // there, so that a unit that stands on two stages is cut alike on both. Shard arrays (fp32 accumulators, masters,
 // moments) are the owned slices of all segments, one after the other; at stage 0 every rank keeps all slices.
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <vector>
@@ -46,6 +48,10 @@ struct LayoutOptions {
   i64 persistence_threshold = 0;        // stage 3: rows of at most so many elements stay whole
   i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
   std::vector<bool> here = {};          // by unit: whether this rank has it; empty: it has all
+  i64 block = 1;                        // elements of a row that stay together, from its first one on; a power of two
+
+  i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
+  i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
 };
 
 struct Segment {
@@ -108,7 +114,7 @@ class Layout {
     return {s.slice * rank, s.slice};
   }
   // Between the rows of a unit, in its buffer, the padding of its segments left out: where a row's length is no
-  // multiple of 8, or it has room for a longer one.
+  // multiple of what rows begin at, or it has room for a longer one.
   std::vector<Range> gaps_of(i64 unit) const;
   // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
   // in exactly one piece of one rank.

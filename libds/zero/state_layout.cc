@@ -6,19 +6,20 @@
 namespace ds::zero {
 namespace {
 
-constexpr i64 kAlignment = 8;  // elements: 16 bytes in 16 bit, as of rows
+constexpr i64 kAlignment = 32;  // bytes: of vectors, and what 8 elements of fp32 take, which rows begin at
 
 }  // namespace
 
-StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has)
-    : has_(std::move(has)), held_(has_.size()) {
+StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes)
+    : has_(std::move(has)), dtypes_(std::move(dtypes)), held_(has_.size()) {
   StateSet somewhere;
   for (const State s : kStates) everywhere_[s] = true;
   for (size_t p = 0; p < has_.size(); ++p) {
     if (layout.rows()[p].segment < 0) continue;
     for (const State s : kStates) {
-      everywhere_[s] &= has_[p][s];
+      everywhere_[s] &= has_[p][s] && dtypes_[p][s] == DType::F32;
       somewhere[s] |= has_[p][s];
+      DS_ASSERT(!has_[p][s] || !is_coded(dtypes_[p][s]) || layout.options().block % kStateBlock == 0);
     }
   }
   i64 slices = 0;
@@ -26,25 +27,28 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
   for (const State s : kStates) {
     if (s == State::Param || !somewhere[s]) continue;
     if (everywhere_[s]) {
-      elems_[s] = layout.shard_elems();
-      owned_elems_ += slices;
+      bytes_[s] = layout.shard_elems() * 4;
+      owned_bytes_ += slices * 4;
       continue;
     }
     const auto place = [&](const std::vector<Piece>& pieces, auto&& visit) {
       i64 at = 0;
       for (const Piece& piece : pieces) {
         if (!has_[static_cast<size_t>(piece.param)][s]) continue;
-        visit(piece, at);
-        at += align_up(piece.count, kAlignment);
+        const DType t = dtype(s, piece.param);
+        const i64 scales = at + align_up(piece.count * dtype_bytes(t), kAlignment);
+        visit(piece, at, scales);
+        at = scales + (is_coded(t) ? align_up(state_blocks(piece.count) * 4, kAlignment) : 0);
       }
       return at;
     };
-    elems_[s] = place(layout.held_pieces(rank), [&](const Piece& piece, i64 at) {
+    bytes_[s] = place(layout.held_pieces(rank), [&](const Piece& piece, i64 at, i64 scales) {
       Held& held = held_[static_cast<size_t>(piece.param)];
       held.begin = piece.begin;
       held.offsets[s] = at;
+      held.scales[s] = scales;
     });
-    owned_elems_ += place(layout.owned_pieces(rank), [](const Piece&, i64) {});
+    owned_bytes_ += place(layout.owned_pieces(rank), [](const Piece&, i64, i64) {});
   }
 }
 

@@ -1,12 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Where a rank keeps the states of its pieces of parameters: one array for each state, cut as Layout says. A state
-// that every parameter has lies as the layout's shard arrays do. Of one that only some have, piece follows piece, each
-// at a multiple of 8 elements. A pure function of the layout, the rank and what each parameter has.
+// that every parameter has in fp32 lies as the layout's shard arrays do. Of any other, piece follows piece, each at a
+// multiple of 32 bytes, and so are the scales of its codes behind it. A pure function of the layout, the rank and what
+// each parameter has.
 
 #include <span>
 #include <vector>
 
+#include "ds/kernels/state_codes.h"
 #include "ds/state.h"
 #include "zero/layout.h"
 
@@ -15,32 +17,40 @@ namespace ds::zero {
 class StateLayout {
  public:
   StateLayout() = default;
-  // has[p]: the states of parameter p, Master among them.
-  StateLayout(const Layout& layout, int rank, std::vector<StateSet> has);
+  // has[p]: the states of parameter p, Master among them; dtypes[p]: what they are kept as. Of codes the layout cuts no
+  // block.
+  StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes);
 
   bool has(State s, i64 param) const noexcept { return has_[static_cast<size_t>(param)][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }
-  // Elements of this rank's array; 0: there is none.
-  i64 elems(State s) const noexcept { return elems_[s]; }
-  // Where the state of a piece, held by this rank, lies in it; the parameter has it.
+  DType dtype(State s, i64 param) const noexcept { return dtypes_[static_cast<size_t>(param)][s]; }
+  // Of this rank's array; 0: there is none.
+  i64 bytes(State s) const noexcept { return bytes_[s]; }
+  // Where the state of a piece, held by this rank, lies in it, in bytes; the parameter has it.
   i64 offset(State s, const Piece& piece) const noexcept {
-    if (everywhere_[s]) return piece.shard_offset;
+    if (everywhere_[s]) return piece.shard_offset * 4;
     const Held& held = held_[static_cast<size_t>(piece.param)];
-    return held.offsets[s] + piece.begin - held.begin;
+    return held.offsets[s] + (piece.begin - held.begin) * dtype_bytes(dtype(s, piece.param));
   }
-  // Elements of all states, Master included, of the slices that one rank owns.
-  i64 owned_elems() const noexcept { return owned_elems_; }
+  // The same of the scales of codes.
+  i64 scales_offset(State s, const Piece& piece) const noexcept {
+    const Held& held = held_[static_cast<size_t>(piece.param)];
+    return held.scales[s] + (piece.begin - held.begin) / kStateBlock * 4;
+  }
+  // Of all states, Master included, of the slices that one rank owns.
+  i64 owned_bytes() const noexcept { return owned_bytes_; }
 
  private:
   struct Held {
     i64 begin = 0;  // of the only piece that a rank holds of a parameter
-    PerState<i64> offsets;
+    PerState<i64> offsets, scales;
   };
   std::vector<StateSet> has_;
-  StateSet everywhere_;
-  PerState<i64> elems_;
+  std::vector<PerState<DType>> dtypes_;
+  StateSet everywhere_;  // in fp32
+  PerState<i64> bytes_;
   std::vector<Held> held_;  // by parameter
-  i64 owned_elems_ = 0;
+  i64 owned_bytes_ = 0;
 };
 
 }  // namespace ds::zero

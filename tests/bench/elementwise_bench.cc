@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "ds/kernels/ops.h"
+#include "ds/kernels/state_codes.h"
 
 namespace ds {
 namespace {
@@ -83,6 +84,33 @@ void adamw(benchmark::State& state) {
           [&, tensor = UpdateTensor{param, master, {m, v}, grad, 0.01f}, verdict = GradVerdict{}](Stream& s) {
             ops().update({&tensor, 1}, &verdict, {.lr = 1e-4f}, s);
           });
+}
+
+// What the states are kept in beside fp32. "M/s": elements, which is what is to be compared.
+template <DType First, DType Second>
+void adamw_states(benchmark::State& state) {
+  Arena a;
+  const auto f32 = [&] { return a.take(DType::F32, {kElements}); };
+  const TensorView param = a.take(DType::BF16, {kElements}), master = f32(), grad = f32();
+  TensorView m = a.take(First, {kElements}), v = a.take(Second, {kElements});
+  if (is_coded(First)) {
+    m.scale = a.take(DType::F32, {state_blocks(kElements)}).as<float>();
+    v.scale = a.take(DType::F32, {state_blocks(kElements)}).as<float>();
+  }
+  std::vector<float> values(static_cast<size_t>(kElements));
+  for (i64 i = 0; i < kElements; ++i) {
+    const u32 random = RngKey{1, 2, 3}.bits(static_cast<u64>(i % 65536));
+    values[static_cast<size_t>(i)] = RngKey::uniform(random) * 1e-3f;
+    grad.as<float>()[i] = (RngKey::uniform(random) - 0.5f) * 1e-3f;
+  }
+  encode_state(m, values.data(), 0, kElements);
+  encode_state(v, values.data(), 0, kElements);
+  measure(state, 3 * master.bytes() + param.bytes() + 2 * m.bytes() + 2 * v.bytes(),
+          [&, tensor = UpdateTensor{param, master, {m, v}, grad, 0.01f}, verdict = GradVerdict{}](Stream& s) {
+            ops().update({&tensor, 1}, &verdict, {.lr = 1e-4f}, s);
+          });
+  state.counters["M/s"] =
+      benchmark::Counter(static_cast<double>(kElements) * 1e-6, benchmark::Counter::kIsIterationInvariantRate);
 }
 
 template <DType From, DType To>
@@ -214,6 +242,9 @@ DS_BENCH_THREADS(dispatch);
 DS_BENCH_THREADS(memcpy_tiles);
 DS_BENCH_THREADS(triad);
 DS_BENCH_THREADS(adamw);
+DS_BENCH_THREADS(adamw_states<F32, F32>);
+DS_BENCH_THREADS(adamw_states<DType::I8, DType::U8>);
+DS_BENCH_THREADS(adamw_states<BF16, BF16>);
 DS_BENCH_THREADS(cast<F32, BF16>);
 DS_BENCH_THREADS(cast<BF16, F32>);
 DS_BENCH_THREADS(fold_four<F32>);

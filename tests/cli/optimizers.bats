@@ -17,6 +17,8 @@ optimizers=(
   'Adagrad|"lr":0.02,"weight_decay":0.1|sum'
   'Muon|"lr":0.02,"adam_lr":3e-3,"weight_decay":0.1|exp_avg exp_avg_sq momentum_buffer'
   'Lamb|"lr":0.02,"weight_decay":0.1|exp_avg exp_avg_sq'
+  'AdamW8bit|"lr":3e-3,"weight_decay":0.1|exp_avg exp_avg_sq'
+  'AdamW|"lr":3e-3,"weight_decay":0.1,"state_dtype":"bf16"|exp_avg exp_avg_sq'
 )
 
 with_optimizer() { # type params
@@ -97,6 +99,54 @@ refused() { # config out what
   refused mlp.json run "has the state of AdamW (no state) there, and is updated by Lamb"
 }
 
+@test "AdamW and AdamW8bit go on from each other's steps, which hold fp32; others do not" {
+  with_optimizer AdamW8bit '"lr":3e-3' >coded.json
+  with_optimizer AdamW '"lr":3e-3,"state_dtype":"bf16"' >bf16.json
+  with_optimizer Lion '"lr":3e-4' >lion.json
+  ds-train coded.json --out run --quiet --steps 3
+  h5dump -H -d "/exp_avg/transformer.wte.weight@0" run/step-00000003/rank-00000.h5 | grep -q H5T_IEEE_F32LE
+  refused lion.json run "has the state of AdamW (exp_avg, exp_avg_sq) there, and is updated by Lion"
+  ds-train cfg.json --out run --quiet --steps 4 --resume latest
+  ds-train bf16.json --out run --quiet --steps 5 --resume latest
+  ds-train coded.json --out run --quiet --steps 6 --resume latest
+  # Each of its own kind where groups say so.
+  sed 's|"optimizer": .*|"optimizer": {"params": {"lr": 3e-3}, "param_groups": [{"params": "*mlp*", "type": "AdamW8bit"}]},|' cfg.json >some.json
+  ds-launch -n 2 ds-train some.json --out run --quiet --steps 8 --resume latest
+  ds-train some.json --out whole --quiet --steps 6
+  ds-train some.json --out half --quiet --steps 3
+  ds-launch -n 4 ds-train some.json --out half --quiet --steps 6 --resume latest --set zero_optimization.stage=3
+  assert_equal "$(losses half)" "$(losses whole)"
+}
+
+@test "a save in the background has the states of its step, whatever they are kept in" {
+  for params in '"lr":3e-3' '"lr":3e-3,"state_dtype":"bf16"'; do
+    type=AdamW8bit
+    [[ $params != *bf16* ]] || type=AdamW
+    with_optimizer $type "$params" | sed 's|"steps": 12|"steps": 6, "save": {"every": 3}|' >now.json
+    with_optimizer $type "$params" | sed 's|"steps": 12|"steps": 6, "save": {"every": 3, "async": true}|' >beside.json
+    rm -rf now beside
+    ds-launch -n 2 ds-train now.json --out now --quiet
+    ds-launch -n 2 ds-train beside.json --out beside --quiet
+    for step in 3 6; do
+      merged now/step-0000000$step now.safetensors
+      merged beside/step-0000000$step beside.safetensors
+      cmp now.safetensors beside.safetensors
+    done
+  done
+}
+
+@test "8-bit states at another tp_size are encoded again, and that is told once" {
+  with_optimizer AdamW8bit '"lr":3e-3' >coded.json
+  ds-launch -n 2 ds-train coded.json --out run --quiet --steps 2 --set tensor_parallel.tp_size=2
+  run ds-launch -n 2 ds-train coded.json --out run --steps 3 --resume latest --set tensor_parallel.tp_size=2
+  assert_success
+  refute_output --partial "encoded again"
+  run ds-launch -n 2 ds-train coded.json --out run --steps 4 --resume latest
+  assert_success
+  assert_equal "$(grep -c 'encoded again' <<<"$output")" 1
+  assert_output --partial "was made with tensor_parallel.tp_size 2, this run has 1"
+}
+
 @test "a step whose optimizer is forged is damaged; its configuration is not looked at" {
   with_optimizer Lion '"lr":3e-4' >lion.json
   ds-train lion.json --out run --quiet --steps 2
@@ -147,7 +197,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   with_optimizer Lion '"lr":1e-4,"eps":1e-8,"momentum":0.9' >bad.json
   run ds-train bad.json --check
   assert_failure 2
-  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad, Muon; the optimizer is Lion"
+  assert_output --partial "optimizer.params.eps: belongs to AdamW, Adam, Lamb, Adagrad, Muon, AdamW8bit; the optimizer is Lion"
   assert_output --partial "optimizer.params.momentum: belongs to SGD, Muon; the optimizer is Lion"
   sed 's|"optimizer": .*|"optimizer": {"param_groups": [{"lr": 1}, 3, {"params": "*", "tpye": "SGD", "betas": [1, 2]}]},|' cfg.json >bad.json
   run ds-train bad.json --check
@@ -190,7 +240,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
 }
 
 @test "what an optimizer keeps and sends is predicted" {
-  for type in SGD Lion Lamb Muon; do
+  for type in SGD Lion Lamb Muon AdamW8bit; do
     with_optimizer $type '"lr":1e-3' >o.json
     run ds-launch -n 4 ds-train o.json --out $type --steps 2 --set tensor_parallel.tp_size=2 --quiet
     assert_success
@@ -202,4 +252,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   with_optimizer SGD '"lr":1e-3' >o.json
   assert [ -n "$adamw" ]
   assert [ "$adamw" != "$(libds_gb)" ]
+  sgd=$(libds_gb)
+  with_optimizer AdamW8bit '"lr":1e-3' >o.json
+  awk -v a="$adamw" -v s="$sgd" -v c="$(libds_gb)" 'BEGIN { exit !(s < c && c - s < 0.5 * (a - s)) }'
 }

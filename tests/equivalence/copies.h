@@ -44,7 +44,14 @@ class Copies {
             }
           };
           for (const State s : kStates) {
-            if (piece.data[s] != nullptr) part(s, piece.data[s], s == State::Param ? work_bytes : 4);
+            if (piece.data[s] == nullptr) continue;
+            if (!is_optimizer_state(s)) {
+              part(s, piece.data[s], s == State::Param ? work_bytes : 4);
+              continue;
+            }
+            std::vector<float> values(static_cast<size_t>(piece.count));
+            decode_state(values.data(), piece.state(s), 0, piece.count);
+            part(s, values.data(), 4);
           }
           for (i64 i = 0; i < n; ++i) {
             i64& copies = param.known[static_cast<size_t>(global + i)];

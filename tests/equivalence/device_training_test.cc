@@ -65,10 +65,10 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
 }
 
 TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
-  for (const OptimizerType type :
-       {OptimizerType::Sgd, OptimizerType::Lion, OptimizerType::Adagrad, OptimizerType::Lamb, OptimizerType::Muon}) {
+  for (const OptimizerType type : {OptimizerType::Sgd, OptimizerType::Lion, OptimizerType::Adagrad, OptimizerType::Lamb,
+                                   OptimizerType::Muon, OptimizerType::AdamW8bit}) {
     const auto config = [&](int ranks, i64 stage) {
-      Config c = config_of(tiny_llama(), GetParam(), ranks, 2 / ranks, stage);
+      Config c = config_of(tiny_gpt2(), GetParam(), ranks, 2 / ranks, stage);
       c.optimizer.type = type;
       c.optimizer.momentum = 0.9;
       c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;

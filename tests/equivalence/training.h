@@ -179,7 +179,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
       const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + global);
       std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
       for (const State s : kOptimizerStates) {
-        if (st.data[s] != nullptr) std::copy_n(st.values(s) + local - st.begin, n, &trace.states[s][at]);
+        if (st.data[s] != nullptr) decode_state(&trace.states[s][at], st.state(s), local - st.begin, n);
       }
     });
   }

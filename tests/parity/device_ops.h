@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "ds/kernels/state_codes.h"
 #include "mesh/mesh.h"
 
 namespace ds::testing {
@@ -58,6 +59,7 @@ class RoundTrip {
     i64 last = 0;
     for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[static_cast<size_t>(d)];
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
+    reach(v.scale, state_blocks(v.numel()) * 4);
   }
   void reach(std::span<const TensorView> views) {
     for (const TensorView& v : views) reach(v);
@@ -100,6 +102,7 @@ class RoundTrip {
   }
   TensorView on_device(TensorView v) const {
     v.data = v.data == nullptr ? nullptr : on_device(static_cast<char*>(v.data));
+    v.scale = v.scale == nullptr ? nullptr : on_device(v.scale);
     return v;
   }
   UpdateTensor on_device(UpdateTensor t) const {

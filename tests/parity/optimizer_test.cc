@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // AdamW: the definition bit for bit, golden values, ref, aliasing.
 
+#include "ds/kernels/state_codes.h"
 #include "parity.h"
 
 namespace ds::testing {
@@ -235,6 +236,195 @@ TEST(Update, EveryRuleFollowsItsDefinition) {
         expect_same_bits(got.v, first->v, what + " second state");
         expect_same_bits(got.grad, first->grad, what + " gradient");
       }
+    }
+  }
+}
+
+// States that are not fp32, of a tensor, as they lie in memory.
+struct Kept {
+  Tensor first, second, first_scales, second_scales;
+  Kept(bool coded, i64 n)
+      : first(coded ? DType::I8 : DType::BF16, {n}),
+        second(coded ? DType::U8 : DType::BF16, {n}),
+        first_scales(DType::F32, {state_blocks(n)}),
+        second_scales(DType::F32, {state_blocks(n)}) {}
+  TensorView view(int j) const {
+    TensorView v = j == 0 ? first : second;
+    if (is_coded(v.dtype)) v.scale = (j == 0 ? first_scales : second_scales).view().as<float>();
+    return v;
+  }
+  std::vector<Tensor> all() const { return {first, second, first_scales, second_scales}; }
+};
+
+constexpr u32 kSite = 0x40000003u;
+constexpr i64 kFirst = 1024;
+
+// The rule on decoded states, whose results are encoded: every back end and number of threads has the bits of just
+// that, from the definitions of state_codes.h and what the rule is on fp32 states.
+TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
+  UpdateParams p = params(true);
+  p.rng = {.seed = 5, .site = 77, .step = 9};
+  for (const bool coded : {true, false}) {
+    for (const UpdateRule rule : kRules) {
+      const int states = num_states(rule);
+      if (states == 0) continue;
+      p.rule = rule;
+      for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
+        State start(DType::BF16, n);
+        if (rule == UpdateRule::Adagrad) {
+          for (i64 i = 0; i < n; ++i) start.m.set(i, std::abs(start.m.at(i)));
+        }
+        Kept kept(coded, n);
+        for (int j = 0; j < 2; ++j) encode_state(kept.view(j), (j == 0 ? start.m : start.v).view().as<float>(), 0, n);
+
+        // By the definition.
+        State want = start;
+        Kept want_kept = kept;
+        for (int j = 0; j < states; ++j)
+          decode_state((j == 0 ? want.m : want.v).view().as<float>(), kept.view(j), 0, n);
+        ThreadPool pool(1);
+        Stream one{.pool = &pool};
+        step(*backends().front(),
+             {want.param, want.master, {want.m, states > 1 ? TensorView(want.v) : TensorView{}}, want.grad, kDecay}, p,
+             one);
+        for (int j = 0; j < states; ++j) {
+          const float* const values = (j == 0 ? want.m : want.v).view().as<float>();
+          if (coded) {
+            encode_state(want_kept.view(j), values, 0, n);
+            continue;
+          }
+          for (i64 i = 0; i < n; ++i) {
+            const u32 word = RngKey{5, kSite, 9}.bits(static_cast<u64>(kFirst + i));
+            want_kept.view(j).as<bf16>()[i] = round_stochastically(values[i], j == 0 ? word >> 16 : word & 0xFFFF);
+          }
+        }
+
+        for (const OpTable* ops : backends()) {
+          const std::string what =
+              fmt::format("{} {} rule {} n {}", ops->name, coded ? "coded" : "bf16", static_cast<int>(rule), n);
+          expect_same_for_any_threads(
+              [&](Stream& s) {
+                State got = start;
+                Kept got_kept = kept;
+                step(*ops,
+                     {.param = got.param,
+                      .master = got.master,
+                      .states = {got_kept.view(0), states > 1 ? got_kept.view(1) : TensorView{}},
+                      .grad = got.grad,
+                      .weight_decay = kDecay,
+                      .site = kSite,
+                      .first = kFirst},
+                     p, s);
+                expect_same_bits(got.param, want.param, what + " param");
+                expect_same_bits(got.master, want.master, what + " master");
+                expect_same_bits(got.grad, want.grad, what + " gradient");
+                const auto all = got_kept.all(), all_wanted = want_kept.all();
+                for (size_t i = 0; i < all.size(); ++i)
+                  expect_same_bits(all[i], all_wanted[i], fmt::format("{} part {}", what, i));
+                return all;
+              },
+              what);
+        }
+      }
+    }
+  }
+}
+
+// Codes of ref are searched for in a list, in fp64: they differ by one at most, and where a number is in the middle of
+// two; after a hundred steps the weights are those of ref to what the codes can say.
+TEST(Update, OfCodedStatesFollowsRef) {
+  constexpr i64 n = 5003;
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    State got(DType::BF16, n), want(DType::F32, n);
+    Kept got_kept(true, n), want_kept(true, n);
+    UpdateParams p = params(true);
+    for (int j = 0; j < 2; ++j) {
+      encode_state(got_kept.view(j), (j == 0 ? got.m : got.v).view().as<float>(), 0, n);
+      encode_state(want_kept.view(j), (j == 0 ? got.m : got.v).view().as<float>(), 0, n);
+    }
+    for (int t = 1; t <= 100; ++t) {
+      for (State* state : {&got, &want}) state->grad.randomize(100 + static_cast<u32>(t), 64.0f);
+      p.bias1 = static_cast<float>(1 - std::pow(p.beta1, t));
+      p.bias2 = static_cast<float>(1 - std::pow(p.beta2, t));
+      step(*ops, {got.param, got.master, {got_kept.view(0), got_kept.view(1)}, got.grad, kDecay}, p, s);
+      step(ref_ops(), {want.param, want.master, {want_kept.view(0), want_kept.view(1)}, want.grad, kDecay}, p, s);
+      if (t > 1) continue;
+      expect_close(got.master, want.master, 2, std::string(ops->name) + " master after 1");
+      for (int j = 0; j < 2; ++j) {
+        i64 others = 0;
+        for (i64 i = 0; i < n; ++i) {
+          const auto code = [&](const Kept& kept) {
+            return j == 0 ? int{kept.first.view().as<std::int8_t>()[i]} : int{kept.second.view().as<u8>()[i]};
+          };
+          ASSERT_LE(std::abs(code(got_kept) - code(want_kept)), 1) << ops->name << " state " << j << " element " << i;
+          others += code(got_kept) != code(want_kept);
+        }
+        EXPECT_LE(others, n / 1000) << ops->name << " state " << j;
+      }
+      expect_close(got_kept.first_scales, want_kept.first_scales, 4, "first scales");
+      expect_close(got_kept.second_scales, want_kept.second_scales, 4, "second scales");
+    }
+    double off = 0;
+    for (i64 i = 0; i < n; ++i)
+      off = std::max(off, std::abs(static_cast<double>(got.master.at(i)) - static_cast<double>(want.master.at(i))));
+    EXPECT_LE(off, 2e-3) << ops->name;  // of a hundred steps of 3e-3
+  }
+}
+
+TEST(Update, LeavesStatesThatAreNotFp32AloneInASkippedStep) {
+  constexpr i64 n = 1000;
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  const GradVerdict skip{.finite = 0};
+  for (const OpTable* ops : backends()) {
+    for (const bool coded : {true, false}) {
+      State state(DType::BF16, n);
+      Kept kept(coded, n);
+      for (int j = 0; j < 2; ++j) encode_state(kept.view(j), (j == 0 ? state.m : state.v).view().as<float>(), 0, n);
+      const Kept before = kept;
+      const UpdateTensor tensor{state.param, state.master, {kept.view(0), kept.view(1)}, state.grad, kDecay};
+      ops->update({&tensor, 1}, &skip, params(true), s);
+      const auto all = kept.all(), all_before = before.all();
+      for (size_t i = 0; i < all.size(); ++i) expect_same_bits(all[i], all_before[i], std::string(ops->name));
+    }
+  }
+}
+
+// Tensors of all kinds in one call, in any order: each as if it were alone.
+TEST(Update, TakesTensorsOfAllKindsAtOnce) {
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  for (const OpTable* ops : backends()) {
+    std::vector<State> got, want;
+    std::vector<Kept> got_kept, want_kept;
+    constexpr i64 kSizes[] = {5, 300, 0, 1000, 17, 513, 256};
+    for (const i64 n : kSizes) {
+      for (auto* states : {&got, &want}) states->emplace_back(DType::BF16, n);
+      Kept& kept = got_kept.emplace_back(got.size() % 3 != 0, n);
+      for (int j = 0; j < 2; ++j)
+        encode_state(kept.view(j), (j == 0 ? got.back().m : got.back().v).view().as<float>(), 0, n);
+      want_kept.push_back(kept);
+    }
+    const auto tensor = [](State& state, const Kept& kept, size_t i) {
+      const bool fp32 = i % 2 == 0;
+      return UpdateTensor{state.param,
+                          state.master,
+                          {fp32 ? TensorView(state.m) : kept.view(0), fp32 ? TensorView(state.v) : kept.view(1)},
+                          state.grad,
+                          kDecay};
+    };
+    std::vector<UpdateTensor> tensors;
+    for (size_t i = 0; i < got.size(); ++i) {
+      tensors.push_back(tensor(got[i], got_kept[i], i));
+      step(*ops, tensor(want[i], want_kept[i], i), params(true), s);
+    }
+    ops->update(tensors, &kVerdict, params(true), s);
+    for (size_t i = 0; i < got.size(); ++i) {
+      expect_same_bits(got[i].master, want[i].master, fmt::format("{} tensor {}", ops->name, i));
+      expect_same_bits(got[i].v, want[i].v, fmt::format("{} state of tensor {}", ops->name, i));
+      expect_same_bits(got_kept[i].second, want_kept[i].second, fmt::format("{} codes of tensor {}", ops->name, i));
     }
   }
 }

@@ -88,7 +88,11 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "Adamm"})", kBad, "did you mean \"AdamW\"?"},
     {R"("optimizer": {"type": "FusedAdam"})", kBad, "not \"FusedAdam\"; did you mean \"Adam\"?"},
     {R"("optimizer": {"type": 3})", kBad,
-     "must be one of \"AdamW\", \"Adam\", \"SGD\", \"Lion\", \"Lamb\", \"Adagrad\", \"Muon\", not 3"},
+     "must be one of \"AdamW\", \"Adam\", \"SGD\", \"Lion\", \"Lamb\", \"Adagrad\", \"Muon\", "
+     "\"AdamW8bit\", not 3"},
+    {R"("optimizer": {"type": "AdamW8bit", "params": {"state_dtype": "bf16"}})", kBad,
+     "optimizer.params.state_dtype: belongs to AdamW, Adam, SGD, Lion, Adagrad; the optimizer is AdamW8bit"},
+    {R"("optimizer": {"params": {"state_dtype": "fp16"}})", kBad, "must be one of \"fp32\", \"bf16\", not \"fp16\""},
     {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
     {R"("zero_optimization": {"stage": true})", kBad, "not true"},

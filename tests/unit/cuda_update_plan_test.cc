@@ -54,6 +54,29 @@ TEST(UpdatePlan, NothingToDoIsNoBlock) {
   EXPECT_TRUE(rest.empty());
 }
 
+// Tensors whose states are not fp32 go into launches of their own; together all are taken, in order.
+TEST(UpdatePlan, KindsOfStatesAreApart) {
+  std::vector<UpdateTensor> tensors;
+  for (i64 i = 0; i < 200; ++i) {
+    UpdateTensor& t = tensors.emplace_back(tensor(i + 1, 0x100000 + 0x1000 * static_cast<size_t>(i)));
+    if (i % 4 == 1) t.states[0].dtype = DType::I8, t.states[1].dtype = DType::U8;
+    if (i % 4 == 2) t.states[0].dtype = t.states[1].dtype = DType::BF16;
+  }
+  for (const bool decoded : {false, true}) {
+    size_t next = 0;
+    i64 taken = 0;
+    for (std::span<const UpdateTensor> rest = tensors; !rest.empty();) {
+      const UpdateBatch batch = next_update_batch(rest, decoded);
+      for (int s = 0; s < batch.num_slots; ++s, ++next, ++taken) {
+        while ((tensors[next].states[0].dtype != DType::F32) != decoded) ++next;
+        ASSERT_EQ(batch.slots[s].master, tensors[next].master.data);
+        ASSERT_EQ(batch.slots[s].state_dtypes[1], tensors[next].states[1].dtype);
+      }
+    }
+    EXPECT_EQ(taken, 100);
+  }
+}
+
 TEST(UpdatePlan, FourElementsAtATimeNeedAlignedAddresses) {
   const auto wide = [](const UpdateTensor& t) {
     std::span<const UpdateTensor> rest(&t, 1);

@@ -205,6 +205,32 @@ TEST(Layout, IsThePicture) {
   }
 }
 
+// Where states are kept in blocks: every piece begins at a multiple of a block of its row, and only the end of a row
+// ends one that is short. Such a layout has a name of its own; others keep theirs.
+TEST(Layout, CutsNoBlock) {
+  for (const i64 stage : {0, 1, 3}) {
+    for (const int P : {1, 2, 3, 5}) {
+      const std::vector<Rows> units = {rows({1000, 3, 257}), rows({5003})};
+      LayoutOptions options{P, static_cast<int>(stage), 300, 1000};
+      const Layout plain = make(units, options);
+      options.block = 256;
+      const Layout layout = make(units, options);
+      EXPECT_EQ(layout.id(), fmt::format("unit-slices/v3 ranks={} stage={} align=256", P, stage));
+      EXPECT_EQ(plain.id(), fmt::format("unit-slices/v3 ranks={} stage={} align=128", P, stage));
+      std::vector<i64> covered(layout.rows().size(), 0);
+      for (int rank = 0; rank < P; ++rank) {
+        for (const Piece& p : layout.owned_pieces(rank)) {
+          const i64 numel = layout.rows()[static_cast<size_t>(p.param)].numel;
+          EXPECT_EQ(p.begin % 256, 0);
+          EXPECT_TRUE(p.count % 256 == 0 || p.begin + p.count == numel);
+          covered[static_cast<size_t>(p.param)] += p.count;
+        }
+      }
+      for (const RowPlace& row : layout.rows()) EXPECT_EQ(covered[static_cast<size_t>(row.param)], row.numel);
+    }
+  }
+}
+
 // The shares of a vocabulary differ by a row; what lies beside them must not.
 TEST(Layout, IsAlikeOnAllRanksOfATensorParallelGroup) {
   for (i64 threshold = 4000; threshold < 4300; threshold += 10) {

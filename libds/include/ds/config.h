@@ -32,7 +32,10 @@ enum class OptimizerType : u8 {
   Lamb,
   Adagrad,
   Muon,
+  AdamW8bit,
 };  // Adam is AdamW too unless adam_w_mode is false
+// What the states of optimizers are kept in that have a choice.
+enum class StateDtype : u8 { F32, BF16 };
 // What an orthogonalised update is multiplied by: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
 // gives it the root mean square of AdamW's (Moonlight).
 enum class MuonScale : u8 { Original, MatchRmsAdamW };
@@ -46,6 +49,7 @@ struct UpdateConfig {
   double weight_decay = 0;
   bool bias_correction = true;
   bool adam_w_mode = true;
+  StateDtype state_dtype = StateDtype::F32;
   double momentum = 0, dampening = 0;
   bool nesterov = false;
   double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms

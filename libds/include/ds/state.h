@@ -34,6 +34,12 @@ struct PerState {
 };
 using StateSet = PerState<bool>;
 
+// How a state is kept in memory: fp32, or as ds/kernels/state_codes.h says.
+struct KeptAs {
+  DType dtype = DType::F32;
+  float* scales = nullptr;  // of codes
+};
+
 constexpr StateSet state_set(std::initializer_list<State> states) noexcept {
   StateSet set;
   for (const State s : states) set[s] = true;

@@ -121,16 +121,21 @@ struct UpdateParams {
   double rest1 = -1;                  // the share of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
+  RngKey rng{};                // of bf16 states: its site is UpdateTensor::site
 };
 
 // One tensor of an optimizer step; all [N], contiguous.
 struct UpdateTensor {
-  TensorView param;      // work dtype, gets the rounded master; optional, may be master when that is fp32
-  TensorView master;     // fp32
-  TensorView states[2];  // fp32, as many as the rule has
-  TensorView grad;       // fp32; a rule that makes a direction overwrites it
+  TensorView param;   // work dtype, gets the rounded master; optional, may be master when that is fp32
+  TensorView master;  // fp32
+  // As many as the rule has: fp32; of AdamW and AdamL2 also bf16 both, or I8 and U8 codes (state_codes.h), whose blocks
+  // begin with the tensor. What is not fp32 is decoded, goes through the rule, and is encoded.
+  TensorView states[2];
+  TensorView grad;  // fp32; a rule that makes a direction overwrites it
   float weight_decay = 0;
   const float* factor = nullptr;  // where the op runs; of Descend; null: 1
+  u32 site = 0;                   // of bf16 states: what is rounded by element first + i of the site's random numbers
+  i64 first = 0;                  // a multiple of 4
 };
 
 // An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add

@@ -18,7 +18,7 @@ struct TensorView {
   int rank = 0;
   std::array<i64, kMaxRank> shape{};
   std::array<i64, kMaxRank> stride{};
-  const float* scale = nullptr;  // room for the scales of quantised types; null otherwise
+  float* scale = nullptr;  // of codes (state_codes.h); null otherwise
 
   static TensorView of(void* data, DType dtype, std::initializer_list<i64> shape) noexcept {
     TensorView v;
