@@ -14,12 +14,9 @@ namespace {
 
 constexpr i64 kIgnored = -100;
 
-// Of random numbers that states are rounded by: beside those of initial values and dropout.
-constexpr u32 kRoundingSites = 0x40000000u;
-
 }  // namespace
 
-Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device)
+Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const zero::MakeStates& states)
     : config_(config),
       mesh_(mesh),
       ledger_(ledger),
@@ -37,28 +34,62 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                                                              mesh.dp(), device, ledger, plan_.grads)
                             : std::nullopt),
       stage_(config_, model_, plan_, params_, mesh, ledger, device),
+      results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  make_buffers();
+  make_buffers(states);
   make_pieces();
+  if (plan_.trains()) make_optimizers();
 }
 
-void Engine::make_buffers() {
-  const auto buffer = [&](Tag tag, i64 bytes) { return device_buffer(device_, ledger_, tag, bytes); };
-  for (const State s : kStates) {
-    if (plan_.states.bytes(s) > 0)
-      states_[s] = buffer(s == State::Master ? Tag::Master : Tag::Optimizer, plan_.states.bytes(s));
+void Engine::make_buffers(const zero::MakeStates& states) {
+  const auto workspace = [&](i64 bytes) { return device_buffer(device_, ledger_, Tag::Workspace, bytes); };
+  held_ = plan_.layout.held_pieces(plan_.dp_rank());
+  zero::StateStore::Parts parts{
+      .layout = plan_.states,
+      .params = params_,
+      .gradient = [this](const zero::Piece& piece) { return gradient(piece.segment, piece.segment_offset); },
+      .device = device_,
+      .ledger = ledger_,
+      .num_held = std::ssize(held_)};
+  states_ = states ? states(std::move(parts)) : std::make_unique<zero::DeviceStates>(std::move(parts));
+  exchange_ = workspace(plan_.exchange_elems * 4);
+  optimizer_workspace_ = workspace(plan_.optimizer_workspace);
+  matrix_memory_ = workspace((plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
+  valid_tokens_.resize(static_cast<size_t>(plan_.micro_batches));
+}
+
+// What an optimizer asks of its parameters goes to where their states are.
+class Engine::Updates final : public optim::GroupStates {
+ public:
+  Updates(Engine& engine, report::GroupPieces pieces) : engine_(engine), pieces_(std::move(pieces)) {}
+  void update(const UpdateSpec& spec) override { engine_.states_->update(pieces_.held, spec, engine_.results_); }
+  void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
+    engine_.states_->for_each_master(pieces_.counted, [&](const zero::TilePiece& p, TensorView master) {
+      float* const direction = engine_.gradient(p.piece.segment, p.piece.segment_offset);
+      visit(p.index, master, TensorView::of(direction, DType::F32, {p.piece.count}));
+    });
   }
 
-  exchange_ = buffer(Tag::Workspace, plan_.exchange_elems * 4);
-  optimizer_workspace_ = buffer(Tag::Workspace, plan_.optimizer_workspace);
-  matrix_memory_ = buffer(Tag::Workspace, (plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
-  const i64 m = plan_.micro_batches;
-  results_.resize(sizeof(report::StepScalars) + static_cast<size_t>(m * mesh_.dp().size()) * sizeof(double));
-  data_ = buffer(Tag::Data, std::ssize(results_));
-  scalars_ = static_cast<report::StepScalars*>(data_.data());
-  micro_losses_ = reinterpret_cast<double*>(scalars_ + 1);
-  valid_tokens_.resize(static_cast<size_t>(m));
+ private:
+  Engine& engine_;
+  report::GroupPieces pieces_;
+};
+
+void Engine::make_optimizers() {
+  char* workspace = static_cast<char*>(optimizer_workspace_.data());
+  for (size_t g = 0; g < plan_.groups.groups.size(); ++g) {
+    const optim::Group& group = plan_.groups.groups[g];
+    if (group.frozen) continue;
+    report::GroupPieces pieces = plan_.pieces_of(g);
+    if (pieces.size.num_params == 0) continue;
+    Trained& t = trained_.emplace_back();
+    t.group = g;
+    t.optimizer = optim::make_optimizer(group, pieces.size, workspace);
+    workspace += optim::workspace_bytes(group, pieces.size);
+    t.states = std::make_unique<Updates>(*this, std::move(pieces));
+    if (group.needs_matrices()) t.matrices = make_matrices(g);
+  }
 }
 
 void Engine::make_pieces() {
@@ -67,33 +98,6 @@ void Engine::make_pieces() {
   }
   const int dp_rank = mesh_.dp().rank();
   DS_ASSERT(dp_rank == plan_.dp_rank());
-  held_ = plan_.layout.held_pieces(dp_rank);
-  char* workspace = static_cast<char*>(optimizer_workspace_.data());
-  for (size_t g = 0; plan_.trains() && g < plan_.groups.groups.size(); ++g) {
-    const optim::Group& group = plan_.groups.groups[g];
-    if (group.frozen) continue;
-    optim::GroupTensors tensors = plan_.group_tensors(g, [&](const zero::Piece& piece) {
-      const PieceState st = state(piece);
-      const auto view = [&](void* data, DType dtype) { return TensorView::of(data, dtype, {piece.count}); };
-      UpdateTensor t{.param = view(st[State::Param], plan_.work),
-                     .master = view(st.exact(), DType::F32),
-                     .states = {},
-                     .grad = view(gradient(piece.segment, piece.segment_offset), DType::F32),
-                     .weight_decay = row_of(piece.param).decay ? static_cast<float>(group.update.weight_decay) : 0.0f,
-                     .site = kRoundingSites + narrow<u32>(piece.param),
-                     .first = piece.begin};
-      size_t i = 0;
-      for (const State s : kOptimizerStates) {
-        if (st[s] != nullptr) t.states[i++] = st.view(s, piece.count);
-      }
-      return t;
-    });
-    if (tensors.num_params == 0) continue;
-    const i64 bytes = optim::workspace_bytes(group, tensors.num_params, tensors.largest);
-    trained_.push_back({g,
-                        optim::make_optimizer(group, std::move(tensors), std::exchange(workspace, workspace + bytes)),
-                        group.needs_matrices() ? make_matrices(g) : nullptr});
-  }
   using Parts = model::ParamRow::Parts;
   std::vector<ReplicaSum> group, copies;
   for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
@@ -174,80 +178,6 @@ Engine::~Engine() {
   mesh_.drain();
 }
 
-Engine::PieceState Engine::state(const zero::Piece& piece) const noexcept {
-  const zero::Segment& s = plan_.layout.segments()[static_cast<size_t>(piece.segment)];
-  PieceState st;
-  st[State::Param] = params_.element(s, piece.segment_offset);
-  for (const State state : kStates) {
-    if (plan_.states.bytes(state) == 0 || !plan_.states.has(state, piece.param)) continue;
-    char* const array = states_[state].as<char>().data();
-    st[state] = array + plan_.states.offset(state, piece);
-    st.kept[state].dtype = plan_.states.dtype(state, piece.param);
-    if (is_coded(st.kept[state].dtype))
-      st.kept[state].scales = reinterpret_cast<float*>(array + plan_.states.scales_offset(state, piece));
-  }
-  return st;
-}
-
-HostState::HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memory memory)
-    : engine_(engine), where_(std::move(pieces)) {
-  for (const zero::Piece& piece : where_) {
-    const Engine::PieceState st = engine.state(piece);
-    const model::ParamSlice& slice = engine.row_of(piece.param).slice;
-    pieces_.push_back({.param = piece.param,
-                       .begin = piece.begin,
-                       .count = piece.count,
-                       .data = st,
-                       .slice = slice.whole() ? nullptr : &slice,
-                       .kept = st.kept});
-  }
-  if (engine.device().is_host() && memory == Memory::InPlace) return;
-  memory_ = Buffer(engine.ledger(), Tag::Host, engine.plan().state_bytes);
-  char* at = static_cast<char*>(memory_.data());
-  const auto take = [&](i64 bytes) { return std::exchange(at, at + bytes); };
-  for (StatePiece& p : pieces_) {
-    for (const State s : kStates) {
-      if (s == State::Param || p.data[s] == nullptr) continue;
-      const i64 bytes = p.count * dtype_bytes(p.kept[s].dtype);
-      p.data[s] = take(p.kept[s].dtype == DType::F32 ? bytes : align_up(bytes, 32));  // floats follow
-      if (p.kept[s].scales != nullptr) p.kept[s].scales = reinterpret_cast<float*>(take(state_blocks(p.count) * 4));
-    }
-  }
-  for (StatePiece& p : pieces_)
-    p.data[State::Param] = take(p.count * dtype_bytes(engine.plan().work));  // two bytes each
-  DS_ASSERT(at <= static_cast<char*>(memory_.data()) + memory_.bytes());
-}
-
-namespace {
-
-// Calls move(host, device, bytes) for each part of a piece's state.
-template <class Move>
-void for_each_part(const StatePiece& host, const Engine::PieceState& device, i64 work_bytes, Move move) {
-  for (const State s : kStates) {
-    if (host.data[s] == nullptr) continue;
-    move(host.data[s], device[s], host.count * (s == State::Param ? work_bytes : dtype_bytes(host.kept[s].dtype)));
-    if (host.kept[s].scales != nullptr) move(host.kept[s].scales, device.kept[s].scales, state_blocks(host.count) * 4);
-  }
-}
-
-}  // namespace
-
-void HostState::download() {
-  if (!memory_) return;
-  for (size_t i = 0; i < where_.size(); ++i) {
-    for_each_part(pieces_[i], engine_.state(where_[i]), dtype_bytes(engine_.plan().work),
-                  [&](void* host, void* device, i64 bytes) { engine_.device().download(host, device, bytes); });
-  }
-}
-
-void HostState::upload() {
-  if (!memory_) return;
-  for (size_t i = 0; i < where_.size(); ++i) {
-    for_each_part(pieces_[i], engine_.state(where_[i]), dtype_bytes(engine_.plan().work),
-                  [&](void* host, void* device, i64 bytes) { engine_.device().upload(device, host, bytes); });
-  }
-}
-
 void Engine::init_values(i64 param, i64 begin, i64 count, float* out) const {
   model::init_values(row_of(param), param, static_cast<u32>(config_.seed), begin, count, out);
 }
@@ -259,16 +189,21 @@ void Engine::init_weights() {
 void Engine::set_weights(const ValueSource& values) {
   constexpr i64 kTile = 1 << 16;  // bounded memory, whatever the size of a parameter
   std::vector<float> tile(kTile);
-  for (const zero::Piece& piece : held_) {
-    const PieceState st = state(piece);
-    const model::ParamRow& row = row_of(piece.param);
+  for (const zero::Piece& whole : held_) {
+    const model::ParamRow& row = row_of(whole.param);
     const model::SliceMap map(row.slice, row.whole_shape());
-    for (i64 first = 0; first < piece.count; first += kTile) {
-      const i64 n = std::min(kTile, piece.count - first);
-      map.for_each_run(piece.begin + first, n, [&](i64 local, i64 global, i64 run) {
-        values(piece.param, global, run, tile.data() + local - piece.begin - first);
+    zero::for_each_part(whole, kTile, [&](const zero::Piece& piece) {
+      const zero::StateLease st = lease(piece);
+      const i64 n = piece.count;
+      map.for_each_run(piece.begin, n, [&](i64 local, i64 global, i64 run) {
+        values(piece.param, global, run, tile.data() + local - piece.begin);
       });
-      char* const param = static_cast<char*>(st[State::Param]) + first * dtype_bytes(plan_.work);
+      for (const State s : kOptimizerStates) {
+        if (st[s] == nullptr) continue;
+        device_.zero(st[s], st.view(s, n).bytes());
+        if (st.kept[s].scales != nullptr) device_.zero(st.kept[s].scales, state_blocks(n) * 4);
+      }
+      void* const param = st[State::Param];
       if (plan_.work != DType::F32 && st[State::Master] == nullptr) {  // nothing keeps them in fp32
         std::vector<u16> rounded;
         for (i64 i = 0; i < n; ++i) {
@@ -276,19 +211,14 @@ void Engine::set_weights(const ValueSource& values) {
           rounded.push_back(plan_.work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
         }
         device_.upload(param, rounded.data(), n * 2);
-        continue;
+        return;
       }
-      float* exact = st.exact() + first;
+      float* const exact = st.exact();
       device_.upload(exact, tile.data(), n * 4);
-      if (st[State::Master] == nullptr) continue;
+      if (st[State::Master] == nullptr) return;
       const TensorView rounded = TensorView::of(param, plan_.work, {n});
       ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
-    }
-    for (const State s : kOptimizerStates) {
-      if (st[s] == nullptr) continue;
-      device_.zero(st[s], st.view(s, piece.count).bytes());
-      if (st.kept[s].scales != nullptr) device_.zero(st.kept[s].scales, state_blocks(piece.count) * 4);
-    }
+    });
   }
   params_.publish();
   progress_ = {};
@@ -335,26 +265,28 @@ std::optional<double> Engine::evaluate(i64 batches,
 bool Engine::is_finite() {
   // Bits of magnitudes, which are in the order of their bits: of weights and of moments.
   TensorView largest[2];
-  for (size_t i = 0; i < 2; ++i) largest[i] = TensorView::of(&scalars_->sum.hi + i, DType::I64, {1});
+  for (size_t i = 0; i < 2; ++i) largest[i] = TensorView::of(&results_.scalars().sum.hi + i, DType::I64, {1});
   device_.zero(largest[0].data, 16);
-  for (const zero::Piece& piece : saved_) {
-    const PieceState st = state(piece);
-    const auto raise = [&](const TensorView& to, void* data, DType dtype = DType::F32) {
-      ops_.max_abs(to, TensorView::of(data, dtype, {piece.count}), stream_);
-    };
-    if (st[State::Master] != nullptr) {
-      raise(largest[0], st[State::Master]);
-    } else {
-      raise(largest[0], st[State::Param], plan_.work);
-    }
-    for (const State s : kOptimizerStates) {
-      if (st[s] == nullptr) continue;
-      if (st.kept[s].scales != nullptr) {  // which show what of their blocks is no number
-        ops_.max_abs(largest[1], TensorView::of(st.kept[s].scales, DType::F32, {state_blocks(piece.count)}), stream_);
+  for (const zero::Piece& whole : saved_) {
+    zero::for_each_part(whole, zero::StateStore::kLeaseElems, [&](const zero::Piece& piece) {
+      const zero::StateLease st = lease(piece, zero::LeaseTo::Read);
+      const auto raise = [&](const TensorView& to, void* data, DType dtype = DType::F32) {
+        ops_.max_abs(to, TensorView::of(data, dtype, {piece.count}), stream_);
+      };
+      if (st[State::Master] != nullptr) {
+        raise(largest[0], st[State::Master]);
       } else {
-        raise(largest[1], st[s], st.kept[s].dtype);
+        raise(largest[0], st[State::Param], plan_.work);
       }
-    }
+      for (const State s : kOptimizerStates) {
+        if (st[s] == nullptr) continue;
+        if (st.kept[s].scales != nullptr) {  // which show what of their blocks is no number
+          ops_.max_abs(largest[1], TensorView::of(st.kept[s].scales, DType::F32, {state_blocks(piece.count)}), stream_);
+        } else {
+          raise(largest[1], st[s], st.kept[s].dtype);
+        }
+      }
+    });
   }
   i64 both[2];
   device_.download(both, largest[0].data, 16);

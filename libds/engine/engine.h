@@ -4,11 +4,12 @@
 
 #include <exception>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <vector>
 
-#include "checkpoint/checkpoint.h"
 #include "device/device.h"
+#include "engine/step_results.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
 #include "optim/lr_schedule.h"
@@ -43,30 +44,12 @@ struct Progress {
   i64 consumed_samples = 0;
 };
 
-class Engine;
-
-// The state of some pieces as host memory: on the CPU that which the engine computes with, or a copy of what this rank
-// owns; beside a GPU a copy always. A copy is taken under Tag::Host for the object's life.
-class HostState {
- public:
-  enum class Memory { InPlace, Copy };
-  HostState(const Engine& engine, std::vector<zero::Piece> pieces, Memory memory = Memory::InPlace);
-  std::span<const StatePiece> pieces() const noexcept { return pieces_; }
-  void download();  // from the device
-  void upload();    // to the device
-
- private:
-  const Engine& engine_;
-  std::vector<zero::Piece> where_;
-  std::vector<StatePiece> pieces_;
-  Buffer memory_;
-};
-
 class Engine {
  public:
   // Collective over the mesh, whose shape is the configuration's. Takes all memory of the run; throws Errc::OutOfMemory
   // naming what it was for.
-  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device);
+  // `states`: the tier of masters and optimizer states; null: device memory.
+  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const zero::MakeStates& states = {});
   ~Engine();
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
@@ -100,19 +83,11 @@ class Engine {
   // The row of a parameter on this rank.
   const model::ParamRow& row_of(i64 param) const noexcept { return *param_rows_[static_cast<size_t>(param)]; }
 
-  // What this rank holds of the state of one piece of a parameter, in device memory: Param in the work dtype, all else
-  // in fp32 or as `kept` says; null: what the parameter does not have.
-  struct PieceState : PerState<void*> {
-    PerState<KeptAs> kept;
-    TensorView view(State s, i64 count) const noexcept {
-      TensorView v = TensorView::of((*this)[s], kept[s].dtype, {count});
-      v.scale = kept[s].scales;
-      return v;
-    }
-    float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
-    float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
-  };
-  PieceState state(const zero::Piece& piece) const noexcept;
+  // The state of a piece that this rank holds (StateStore::lease).
+  zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access = zero::LeaseTo::Write) {
+    return states_->lease(piece, access);
+  }
+  bool states_in_place() const noexcept { return states_->in_place(); }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
   void publish_params() { params_.publish(); }
 
@@ -137,14 +112,15 @@ class Engine {
     i64 elems = 0, copies = 1;
   };
 
-  void make_buffers();
+  void make_buffers(const zero::MakeStates& states);
   void make_pieces();
+  void make_optimizers();
 
   void load(const StepBatch& batch, i64 micro);
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
-  double fold_losses(std::span<const double> losses) const;
+  double fold_losses() const;
   void finish_gradients();
   void sum_shared();
   void sum_replicas(const ReplicaSum& sum);
@@ -167,19 +143,19 @@ class Engine {
   zero::ParamStore params_;
   std::optional<zero::GradStore> grads_;  // of who trains
   stage::Stage stage_;
-  PerState<Buffer> states_;  // as plan_.states says
-  Buffer optimizer_workspace_, matrix_memory_;
-  Buffer exchange_, data_;
-  report::StepScalars* scalars_ = nullptr;  // in data_, as what follows
-  double* micro_losses_ = nullptr;          // [ranks of dp, m]: our row is filled, then gathered; behind scalars_
+  std::unique_ptr<zero::StateStore> states_;
+  Buffer optimizer_workspace_, matrix_memory_, exchange_;
+  StepResults results_;
   std::vector<const model::ParamRow*> param_rows_;  // by parameter number
   std::vector<zero::Piece> held_, saved_;
   // One for each group of parameters that is trained and has some here, and which it is.
   struct Trained {
     size_t group;
     std::unique_ptr<optim::Optimizer> optimizer;
+    std::unique_ptr<optim::GroupStates> states;
     std::unique_ptr<optim::WholeMatrices> matrices;  // where the group needs them
   };
+  class Updates;
   class Matrices;
   std::unique_ptr<optim::WholeMatrices> make_matrices(size_t group);
   std::vector<Trained> trained_;
@@ -189,8 +165,7 @@ class Engine {
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
-  std::vector<i64> valid_tokens_;   // per micro-batch, of whole sequences
-  std::vector<std::byte> results_;  // the step's scalars and losses, read back
+  std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
 };

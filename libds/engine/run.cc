@@ -26,6 +26,7 @@
 #include "ds/units.h"
 #include "engine/connect.h"
 #include "engine/engine.h"
+#include "engine/host_state.h"
 #include "engine/param_table.h"
 #include "engine/plan.h"
 #include "engine/run_directory.h"

@@ -11,7 +11,7 @@
 
 #include "base/json.h"
 #include "checkpoint/async_save.h"
-#include "engine/engine.h"
+#include "engine/host_state.h"
 #include "engine/run_directory.h"
 
 namespace ds::engine {

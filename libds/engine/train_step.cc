@@ -13,7 +13,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
 
   count_valid_tokens(batch);
-  device_.zero(scalars_, narrow<i64>(results_.size()));
+  results_.begin();
   stage_.begin_step();
   for (size_t i = 0; i < plan_.schedule.size(); ++i) {
     const pipeline::Instr& instr = plan_.schedule[i];
@@ -31,11 +31,9 @@ StepReport Engine::train_step(const StepBatch& batch) {
   update_params(report.lr);
   params_.publish();
 
-  device_.download(results_.data(), scalars_, narrow<i64>(results_.size()));  // the one time that the host waits
+  const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   mesh_.dp().throw_if_failed();
-  const auto* scalars = reinterpret_cast<const report::StepScalars*>(results_.data());
-  const GradVerdict& verdict = scalars->verdict;
-  report.loss = fold_losses({reinterpret_cast<const double*>(scalars + 1), static_cast<size_t>(m * mesh_.dp().size())});
+  report.loss = fold_losses();
   report.grad_norm = verdict.norm;
   report.skipped = !verdict.finite;
   report.tokens = plan_.B * plan_.sequence_length * m * mesh_.data_size();
@@ -91,20 +89,21 @@ stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
   return {.dropout_key = {static_cast<u32>(config_.seed), 0, static_cast<u32>(global_micro(micro))},
           .loss_grad = static_cast<float>(per_token(micro) * scaler_.scale() * (grad_divisor() / num_means())),
           .per_token = per_token(micro),
-          .loss = micro_losses_ + mesh_.dp().rank() * plan_.micro_batches + micro};
+          .loss = results_.losses() + mesh_.dp().rank() * plan_.micro_batches + micro};
 }
 
 // All ranks learn all losses: those of dp from each other, the other stages from the last one.
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
-  const AllGatherSegment losses{micro_losses_, row_bytes};
+  const AllGatherSegment losses{results_.losses(), row_bytes};
   if (plan_.projects()) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
-  mesh_.pp().broadcast(micro_losses_, row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
+  mesh_.pp().broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
 }
 
 // The mean over all micro-batches of all ranks, folded in the order (micro-batch, rank): that of one rank with them
 // all. Ranks of sp have parts of the same means.
-double Engine::fold_losses(std::span<const double> losses) const {
+double Engine::fold_losses() const {
+  const std::span<const double> losses = results_.resolved_losses();
   const i64 m = plan_.micro_batches, P = mesh_.dp().size();
   double sum = 0;
   for (i64 j = 0; j < m; ++j) {
@@ -185,14 +184,15 @@ void Engine::sum_replicas(const ReplicaSum& sum) {
 // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
 // not depend on the layout.
 void Engine::judge_gradients() {
-  const TensorView max_abs = TensorView::of(&scalars_->max_abs, DType::I64, {1}),
-                   sum = TensorView::of(&scalars_->sum, DType::I64, {2});
+  report::StepScalars& numbers = results_.scalars();
+  const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
+                   sum = TensorView::of(&numbers.sum, DType::I64, {2});
   const auto over_the_world = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, true); };
   for (const TensorView& g : judged_) ops_.max_abs(max_abs, g, stream_);
   over_the_world(max_abs, ReduceOp::Max);
   for (const TensorView& g : judged_) ops_.sum_squares(sum, g, max_abs, stream_);
   over_the_world(sum, ReduceOp::Sum);
-  ops_.judge(&scalars_->verdict, max_abs, sum,
+  ops_.judge(&numbers.verdict, max_abs, sum,
              {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping}, stream_);
 }
 
@@ -209,14 +209,15 @@ void Engine::update_params(double lr) {
   for (const Trained& t : trained_) {
     t.optimizer->update({.ops = ops_,
                          .stream = stream_,
-                         .verdict = &scalars_->verdict,
                          .lr = lr * plan_.groups.groups[t.group].lr_ratio,
                          .step = progress_.optimizer_step + 1,
                          .seed = static_cast<u32>(config_.seed),
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
                          .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
+                         .states = *t.states,
                          .matrices = t.matrices.get()});
   }
+  states_->settle(results_);
 }
 
 }  // namespace ds::engine

@@ -14,31 +14,24 @@ namespace {
 
 class Lamb final : public Optimizer {
  public:
-  Lamb(const UpdateConfig& u, GroupTensors group, void* workspace) : u_(u), group_(std::move(group)) {
-    const i64 K = group_.num_params;
+  Lamb(const UpdateConfig& u, i64 num_params, void* workspace) : u_(u), num_params_(num_params) {
+    const i64 K = num_params;
     auto* const integers = static_cast<i64*>(workspace);
     largest_ = TensorView::of(integers, DType::I64, {2 * K});
     sums_ = TensorView::of(integers + 2 * K, DType::I64, {4 * K});
     factors_ = TensorView::of(integers + 6 * K, DType::F32, {K});
-    for (size_t i = 0; i < group_.tensors.size(); ++i) {
-      UpdateTensor along = group_.tensors[i];
-      along.states[0] = along.states[1] = {};
-      along.weight_decay = 0;  // it is in the direction
-      along.factor = factors_.as<float>() + group_.index[i];
-      along_.push_back(along);
-    }
   }
 
   void update(const UpdateContext& c) override {
-    UpdateParams p{.rule = UpdateRule::LambDirection, .beta1 = u_.beta1, .beta2 = u_.beta2, .eps = u_.eps};
-    c.ops.update(group_.tensors, c.verdict, p, c.stream);
+    c.states.update(
+        {.params = {.rule = UpdateRule::LambDirection, .beta1 = u_.beta1, .beta2 = u_.beta2, .eps = u_.eps}});
 
     c.zero(TensorView::of(largest_.data, DType::I64, {largest_.numel() + sums_.numel()}));
-    for_each_counted([&](const TensorView& x, const TensorView& largest, const TensorView&) {
+    for_each_counted(c, [&](const TensorView& x, const TensorView& largest, const TensorView&) {
       c.ops.max_abs(largest, x, c.stream);
     });
     c.reduce(largest_, ReduceOp::Max);
-    for_each_counted([&](const TensorView& x, const TensorView& largest, const TensorView& sum) {
+    for_each_counted(c, [&](const TensorView& x, const TensorView& largest, const TensorView& sum) {
       c.ops.sum_squares(sum, x, largest, c.stream);
     });
     c.reduce(sums_, ReduceOp::Sum);
@@ -48,27 +41,26 @@ class Lamb final : public Optimizer {
     const double t = static_cast<double>(c.step);
     const double correction =
         u_.bias_correction ? std::sqrt(1 - std::pow(u_.beta2, t)) / (1 - std::pow(u_.beta1, t)) : 1.0;
-    c.ops.update(along_, c.verdict, {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr * correction)},
-                 c.stream);
+    c.states.update({.params = {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr * correction)},
+                     .factors = factors_.as<float>(),
+                     .decay = false});  // it is in the direction
   }
 
  private:
   // Calls visit(values, largest [1], sum [2]) for each parameter and its direction.
   template <class Visit>
-  void for_each_counted(Visit&& visit) const {
-    const i64 K = group_.num_params;
-    for (const GroupTensors::Measured& t : group_.measured) {
+  void for_each_counted(const UpdateContext& c, Visit&& visit) const {
+    c.states.for_each_counted([&](i64 index, TensorView master, TensorView direction) {
       for (const i64 which : {0, 1}) {
-        const i64 at = which * K + t.index;
-        visit(which == 0 ? t.master : t.grad, TensorView::of(largest_.as<i64>() + at, DType::I64, {1}),
+        const i64 at = which * num_params_ + index;
+        visit(which == 0 ? master : direction, TensorView::of(largest_.as<i64>() + at, DType::I64, {1}),
               TensorView::of(sums_.as<i64>() + 2 * at, DType::I64, {2}));
       }
-    }
+    });
   }
 
   UpdateConfig u_;
-  GroupTensors group_;
-  std::vector<UpdateTensor> along_;
+  i64 num_params_;
   TensorView largest_, sums_, factors_;
 };
 
@@ -79,11 +71,11 @@ const Kind kLamb = {
         [](const UpdateConfig&) noexcept {
           return state_set({State::ExpAvg, State::ExpAvgSq});
         },
-    .make = [](const UpdateConfig& u, GroupTensors group, void* workspace) -> std::unique_ptr<Optimizer> {
-      return std::make_unique<Lamb>(u, std::move(group), workspace);
+    .make = [](const UpdateConfig& u, const GroupSize& size, void* workspace) -> std::unique_ptr<Optimizer> {
+      return std::make_unique<Lamb>(u, size.num_params, workspace);
     },
-    .workspace_bytes = [](i64 num_params, const LargestMatrix&) noexcept -> i64 {
-      return num_params * (6 * 8) + align_up(num_params * 4, 8);
+    .workspace_bytes = [](const GroupSize& size) noexcept -> i64 {
+      return size.num_params * (6 * 8) + align_up(size.num_params * 4, 8);
     },
     .reduced_bytes = [](i64 num_params) noexcept -> i64 { return num_params * (4 * 8); }};
 

@@ -19,26 +19,19 @@ constexpr i64 kNumbers = 1 + 2 + 1;  // 8 bytes each: largest, sum, factor
 
 class Muon final : public Optimizer {
  public:
-  Muon(const UpdateConfig& u, GroupTensors group, void* workspace) : u_(u), group_(std::move(group)) {
+  Muon(const UpdateConfig& u, const LargestMatrix& largest, void* workspace) : u_(u) {
     numbers_ = static_cast<i64*>(workspace);
     x_ = reinterpret_cast<float*>(numbers_ + kNumbers);
-    y_ = x_ + group_.largest.elems;
-    a_ = y_ + group_.largest.elems;
-    b_ = a_ + group_.largest.side * group_.largest.side;
-    for (const UpdateTensor& t : group_.tensors) {
-      UpdateTensor along = t;
-      along.states[0] = {};
-      along_.push_back(along);
-    }
+    y_ = x_ + largest.elems;
+    a_ = y_ + largest.elems;
+    b_ = a_ + largest.side * largest.side;
   }
 
   void update(const UpdateContext& c) override {
-    c.ops.update(
-        group_.tensors, c.verdict,
-        {.rule = u_.nesterov ? UpdateRule::NesterovMuonDirection : UpdateRule::MuonDirection, .beta1 = u_.momentum},
-        c.stream);
+    c.states.update({.params = {.rule = u_.nesterov ? UpdateRule::NesterovMuonDirection : UpdateRule::MuonDirection,
+                                .beta1 = u_.momentum}});
     c.matrices->for_each([&](TensorView whole) { orthogonalize(c, whole); });
-    c.ops.update(along_, c.verdict, {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr)}, c.stream);
+    c.states.update({.params = {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr)}});
   }
 
  private:
@@ -80,8 +73,6 @@ class Muon final : public Optimizer {
   }
 
   UpdateConfig u_;
-  GroupTensors group_;
-  std::vector<UpdateTensor> along_;
   i64* numbers_ = nullptr;
   float *x_ = nullptr, *y_ = nullptr, *a_ = nullptr, *b_ = nullptr;
 };
@@ -90,10 +81,11 @@ class Muon final : public Optimizer {
 
 const Kind kMuon = {
     .states = [](const UpdateConfig&) noexcept { return state_set({State::MomentumBuffer}); },
-    .make = [](const UpdateConfig& u, GroupTensors group, void* workspace) -> std::unique_ptr<Optimizer> {
-      return std::make_unique<Muon>(u, std::move(group), workspace);
+    .make = [](const UpdateConfig& u, const GroupSize& size, void* workspace) -> std::unique_ptr<Optimizer> {
+      return std::make_unique<Muon>(u, size.largest, workspace);
     },
-    .workspace_bytes = [](i64, const LargestMatrix& m) noexcept -> i64 {
+    .workspace_bytes = [](const GroupSize& size) noexcept -> i64 {
+      const LargestMatrix& m = size.largest;
       return kNumbers * 8 + align_up((2 * m.elems + 2 * m.side * m.side) * 4, 8);
     }};
 

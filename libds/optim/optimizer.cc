@@ -28,18 +28,16 @@ const Kind& kind_of(OptimizerType type) noexcept {
 
 class OnePass final : public Optimizer {
  public:
-  OnePass(const Kind& kind, const UpdateConfig& update, GroupTensors group)
-      : kind_(kind), update_(update), group_(std::move(group)) {}
+  OnePass(const Kind& kind, const UpdateConfig& update) : kind_(kind), update_(update) {}
   void update(const UpdateContext& c) override {
     UpdateParams params = kind_.pass(update_, c.lr, c.step);
     params.rng = {.seed = c.seed, .site = 0, .step = static_cast<u32>(c.step)};
-    c.ops.update(group_.tensors, c.verdict, params, c.stream);
+    c.states.update({.params = params});
   }
 
  private:
   const Kind& kind_;
   UpdateConfig update_;
-  GroupTensors group_;
 };
 
 // The names of each parameter: its own, and those that tied entries of checkpoints have.
@@ -148,10 +146,10 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   return result;
 }
 
-std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace) {
+std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace) {
   const Kind& kind = kind_of(group.update.type);
-  if (kind.pass != nullptr) return std::make_unique<OnePass>(kind, group.update, std::move(tensors));
-  return kind.make(group.update, std::move(tensors), workspace);
+  if (kind.pass != nullptr) return std::make_unique<OnePass>(kind, group.update);
+  return kind.make(group.update, size, workspace);
 }
 
 i64 reduced_bytes(const Group& group, i64 num_params) noexcept {
@@ -159,9 +157,9 @@ i64 reduced_bytes(const Group& group, i64 num_params) noexcept {
   return group.frozen || kind.reduced_bytes == nullptr ? 0 : kind.reduced_bytes(num_params);
 }
 
-i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept {
+i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept {
   const Kind& kind = kind_of(group.update.type);
-  return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(num_params, largest);
+  return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(size);
 }
 
 }  // namespace ds::optim

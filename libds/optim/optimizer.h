@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Optimizers: which states a parameter has, and which passes its update is made of. The arithmetic of a pass is a rule
-// of the op `update` (kernels/update_rules.h); what an optimizer does around it is a file here. None knows ranks, ZeRO
-// or files: they see this rank's pieces of parameters, and can sum integers over all pieces of the same parameters.
+// of the op `update` (kernels/update_rules.h); what an optimizer does around it is a file here. None knows ranks, ZeRO,
+// files or where states are: an update goes to the states, wherever they are kept, pass by pass; and integers can be
+// summed over all pieces of the same parameters.
 //
 // To add one: a rule (kernels/update_rules.h, its name in ops.h, its fp64 definition in kernels/ref/update.cc); a file
 // here and its line in kind.h and optimizer.cc; its type in ds/config.h, name in config/keys.cc, keys and defaults in
@@ -55,18 +56,23 @@ struct LargestMatrix {
 // Parameters of fewer elements keep fp32 states under AdamW8bit.
 inline constexpr i64 kLeastCoded = 4096;
 
-// This rank's pieces of the parameters of a group; its tensors' states are those of Group::states(), in their order.
-struct GroupTensors {
-  std::vector<UpdateTensor> tensors;
-  std::vector<i64> index;  // by tensor: of its parameter among the num_params of the group that its ranks have
+// What this rank has of a group: `num_params` parameters that the ranks of dp and tp have here, pieces or copies of
+// them.
+struct GroupSize {
   i64 num_params = 0;
   LargestMatrix largest;
-  // What this rank counts in sums over whole parameters: each element is one rank's.
-  struct Measured {
-    TensorView master, grad;
-    i64 index;
-  };
-  std::vector<Measured> measured;
+};
+
+// This rank's pieces of the parameters of a group, where their states are kept (zero/state_store).
+class GroupStates {
+ public:
+  virtual ~GroupStates() = default;
+  // A pass over all pieces; their states are those of Group::states(), in that order. Factors [num_params] are by the
+  // parameter's index in the group.
+  virtual void update(const UpdateSpec& spec) = 0;
+  // Calls visit(index of the parameter in the group, master, gradient or direction; [count] each) for what this rank
+  // counts in sums over whole parameters: each element is one rank's.
+  virtual void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) = 0;
 };
 
 // Matrices of a group that ranks have in pieces, each on the one rank that looks at it as a whole.
@@ -83,13 +89,13 @@ class WholeMatrices {
 struct UpdateContext {
   const OpTable& ops;
   Stream& stream;
-  const GradVerdict* verdict;  // where the ops run
-  double lr;                   // of the group
-  i64 step;                    // the number of this update, from 1
-  u32 seed;                    // of what is rounded stochastically
+  double lr;  // of the group
+  i64 step;   // the number of this update, from 1
+  u32 seed;   // of what is rounded stochastically
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
+  GroupStates& states;
   WholeMatrices* matrices;  // of the group, where Group::needs_matrices()
 };
 
@@ -101,9 +107,9 @@ class Optimizer {
 };
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
-std::unique_ptr<Optimizer> make_optimizer(const Group& group, GroupTensors tensors, void* workspace);
+std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
 // Of the largest of its reductions; 0: it makes none.
 i64 reduced_bytes(const Group& group, i64 num_params) noexcept;
-i64 workspace_bytes(const Group& group, i64 num_params, const LargestMatrix& largest) noexcept;
+i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;
 
 }  // namespace ds::optim

@@ -132,6 +132,41 @@ std::vector<i64> judged_runs(const RunPlan& plan) {
   return runs;
 }
 
+// Passes over pieces that have no memory.
+class CountedStates final : public optim::GroupStates {
+ public:
+  CountedStates(const RunPlan& plan, const GroupPieces& pieces, const OpTable& ops, Stream& stream)
+      : plan_(plan), pieces_(pieces), ops_(ops), stream_(stream) {}
+  void update(const UpdateSpec& spec) override {
+    zero::run_pass(
+        ops_, stream_, pieces_.held, spec, nullptr, [&](const zero::Piece& piece) { return tensor(piece); }, scratch_);
+  }
+  void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
+    for (const zero::TilePiece& p : pieces_.counted)
+      visit(p.index, view(DType::F32, p.piece.count), view(DType::F32, p.piece.count));
+  }
+
+ private:
+  UpdateTensor tensor(const zero::Piece& piece) const {
+    const TensorView exact = view(DType::F32, piece.count);
+    UpdateTensor t{.param = view(plan_.work, piece.count),
+                   .master = plan_.work == DType::F32 ? exact : view(DType::F32, piece.count, &elsewhere),
+                   .states = {},
+                   .grad = exact};
+    size_t i = 0;
+    for (const State s : kOptimizerStates) {
+      if (plan_.states.has(s, piece.param)) t.states[i++] = view(plan_.states.dtype(s, piece.param), piece.count);
+    }
+    return t;
+  }
+
+  const RunPlan& plan_;
+  const GroupPieces& pieces_;
+  const OpTable& ops_;
+  Stream& stream_;
+  std::vector<UpdateTensor> scratch_;
+};
+
 // Those that this rank looks at.
 class CountedMatrices final : public optim::WholeMatrices {
  public:
@@ -159,29 +194,19 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     if (group.frozen) continue;
-    optim::GroupTensors tensors = plan.group_tensors(g, [&](const zero::Piece& piece) {
-      const TensorView exact = view(DType::F32, piece.count);
-      UpdateTensor t{.param = view(plan.work, piece.count),
-                     .master = plan.work == DType::F32 ? exact : view(DType::F32, piece.count, &elsewhere),
-                     .states = {},
-                     .grad = exact};
-      size_t i = 0;
-      for (const State s : kOptimizerStates) {
-        if (plan.states.has(s, piece.param)) t.states[i++] = view(plan.states.dtype(s, piece.param), piece.count);
-      }
-      return t;
-    });
-    if (tensors.num_params == 0) continue;
+    const GroupPieces pieces = plan.pieces_of(g);
+    if (pieces.size.num_params == 0) continue;
+    CountedStates states(plan, pieces, ops, stream);
     CountedMatrices matrices(plan, g);
-    optim::make_optimizer(group, std::move(tensors), nullptr)
+    optim::make_optimizer(group, pieces.size, nullptr)
         ->update({.ops = ops,
                   .stream = stream,
-                  .verdict = nullptr,
                   .lr = 0,
                   .step = 1,
                   .seed = 0,
                   .reduce = [](TensorView, ReduceOp) {},
                   .zero = [](TensorView) {},
+                  .states = states,
                   .matrices = &matrices});
   }
 }

@@ -106,29 +106,28 @@ std::vector<i64> params_of(const RunPlan& plan, size_t group) {
 
 }  // namespace
 
-optim::GroupTensors RunPlan::group_tensors(size_t group,
-                                           FunctionRef<UpdateTensor(const zero::Piece&)> tensor_of) const {
-  optim::GroupTensors result;
-  std::vector<i64> index(groups.of_params.size(), -1);
-  std::vector<bool> counted;  // of copies over tp the first rank's
+GroupPieces RunPlan::pieces_of(size_t group) const {
+  constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
+  GroupPieces result;
+  std::vector<const model::ParamRow*> params;
   for (const auto& unit : rows) {
-    for (const model::ParamRow& row : unit) counted.push_back(row.counted);
+    for (const model::ParamRow& row : unit) params.push_back(&row);
   }
-  for (size_t p = 0; p < index.size(); ++p) {
-    if (groups.of_params[p] == group && layout.rows()[p].segment >= 0) index[p] = result.num_params++;
-  }
-  result.largest = largest_of(matrices[group]);
-  for (const zero::Piece& piece : layout.held_pieces(dp_rank())) {
-    if (index[static_cast<size_t>(piece.param)] < 0) continue;
-    result.tensors.push_back(tensor_of(piece));
-    result.index.push_back(index[static_cast<size_t>(piece.param)]);
-  }
-  for (const zero::Piece& piece : layout.owned_pieces(dp_rank())) {
-    const auto p = static_cast<size_t>(piece.param);
-    if (index[p] < 0 || !counted[p]) continue;
-    const UpdateTensor t = tensor_of(piece);
-    result.measured.push_back({t.master, t.grad, index[p]});
-  }
+  std::vector<i64> index(params.size(), -1);
+  for (const i64 p : params_of(*this, group)) index[static_cast<size_t>(p)] = result.size.num_params++;
+  result.size.largest = largest_of(matrices[group]);
+  const auto collect = [&](std::vector<zero::TilePiece>& to, const std::vector<zero::Piece>& pieces, bool all) {
+    for (const zero::Piece& piece : pieces) {
+      const auto p = static_cast<size_t>(piece.param);
+      if (index[p] < 0 || (!all && !params[p]->counted)) continue;  // of copies over tp the first rank's
+      to.push_back({.piece = piece,
+                    .index = index[p],
+                    .weight_decay = params[p]->decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
+                    .site = kRoundingSites + narrow<u32>(piece.param)});
+    }
+  };
+  collect(result.held, layout.held_pieces(dp_rank()), true);
+  collect(result.counted, layout.owned_pieces(dp_rank()), false);
   return result;
 }
 
@@ -490,9 +489,9 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     } else {
       plan.matrices.emplace_back();
     }
-    const i64 num_params = std::ssize(params_of(plan, g));
-    plan.optimizer_workspace += optim::workspace_bytes(group, num_params, largest_of(plan.matrices.back()));
-    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, num_params));
+    const optim::GroupSize size{std::ssize(params_of(plan, g)), largest_of(plan.matrices.back())};
+    plan.optimizer_workspace += optim::workspace_bytes(group, size);
+    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, size.num_params));
   }
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
   plan.exchange_elems = trains ? exchange_elems(plan) : 0;

@@ -23,6 +23,7 @@
 #include "zero/matrix_exchange.h"
 #include "zero/ownership.h"
 #include "zero/state_layout.h"
+#include "zero/state_store.h"
 
 namespace ds::report {
 
@@ -43,6 +44,13 @@ struct ChunkPlan {
 // What a pass runs over: B sequences of T tokens here, of which the residual stream has `stream_rows` rows here.
 struct PassShape {
   i64 B = 0, T = 0, stream_rows = 0;
+};
+
+// What a rank has of the parameters that are updated alike.
+struct GroupPieces {
+  optim::GroupSize size;
+  std::vector<zero::TilePiece> held;     // which it updates
+  std::vector<zero::TilePiece> counted;  // in sums over whole parameters: each element is one rank's
 };
 
 struct RunPlan {
@@ -108,8 +116,8 @@ struct RunPlan {
   i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
   // The same of each rank of dp, of which there may be a million: of Group and of Copies.
   std::vector<std::pair<i64, i64>> parts_of_ranks() const;
-  // The pieces that this rank holds of the parameters of a group; tensors(piece) has their addresses.
-  optim::GroupTensors group_tensors(size_t group, FunctionRef<UpdateTensor(const zero::Piece&)> tensor_of) const;
+  // What this rank has of the parameters of a group.
+  GroupPieces pieces_of(size_t group) const;
   // How many ranks of tp have the same copy of such rows; 1: there are none.
   i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.

@@ -1,67 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
 // Every optimizer keeps the promises of the README: no ZeRO stage, number of ranks or stage of a pipeline moves a bit,
-// and ranks of tp train as one up to rounding. A new optimizer is a row of kOptimizers.
+// and ranks of tp train as one up to rounding. A new optimizer is a row of kOptimizers (optimizers.h).
 
-#include "equivalence/layouts.h"
+#include "equivalence/optimizers.h"
 
 namespace ds::testing {
 namespace optimizer_test {
 
 constexpr i64 kSteps = 5;
 
-struct Case {
-  const char* name;
-  void (*choose)(OptimizerConfig&);
-  bool rounds_states = false;  // ranks of tp have blocks and random numbers of their own
-};
-
-ParamGroupConfig group(const UpdateConfig& update, std::vector<std::string> params) {
-  ParamGroupConfig g;
-  static_cast<UpdateConfig&>(g) = update;
-  g.params = std::move(params);
-  return g;
-}
-
-const Case kOptimizers[] = {
-    {"AdamW", [](OptimizerConfig&) {}},
-    {"AdamL2", [](OptimizerConfig& o) { o.type = OptimizerType::Adam, o.adam_w_mode = false; }},
-    {"Sgd", [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.lr = 0.05; }},
-    {"Momentum",
-     [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.momentum = 0.9, o.dampening = 0.1, o.lr = 0.02; }},
-    {"Nesterov",
-     [](OptimizerConfig& o) { o.type = OptimizerType::Sgd, o.momentum = 0.9, o.nesterov = true, o.lr = 0.02; }},
-    {"Lion", [](OptimizerConfig& o) { o.type = OptimizerType::Lion, o.beta2 = 0.99, o.lr = 1e-3; }},
-    {"Lamb", [](OptimizerConfig& o) { o.type = OptimizerType::Lamb, o.lr = 0.02; }},
-    {"Adagrad", [](OptimizerConfig& o) { o.type = OptimizerType::Adagrad, o.lr = 0.02; }},
-    {"Muon",
-     [](OptimizerConfig& o) {
-       o.type = OptimizerType::Muon, o.lr = o.muon_lr = 0.02, o.adam_lr = 3e-3;
-       o.momentum = 0.95, o.nesterov = true, o.beta2 = 0.95, o.eps = 1e-10f;
-     }},
-    {"Groups",
-     [](OptimizerConfig& o) {
-       UpdateConfig momentum = o, slow = o;
-       momentum.type = OptimizerType::Sgd;
-       momentum.momentum = 0.9;
-       slow.lr = o.lr / 4;
-       slow.weight_decay = 0;
-       o.groups = {group(momentum, {"*mlp*weight"}), group(slow, {"*"}), group(o, {"*attn*weight"})};
-       o.groups[2].frozen = true;
-       std::swap(o.groups[1], o.groups[2]);  // the first that matches has it
-     }},
-    {"AdamW8bit", [](OptimizerConfig& o) { o.type = OptimizerType::AdamW8bit; }, true},
-    {"Bf16States", [](OptimizerConfig& o) { o.state_dtype = StateDtype::BF16; }, true},
-    {"GroupsOfKinds",
-     [](OptimizerConfig& o) {
-       UpdateConfig coded = o, momentum = o;
-       coded.type = OptimizerType::AdamW8bit;
-       momentum.type = OptimizerType::Sgd, momentum.momentum = 0.9, momentum.state_dtype = StateDtype::BF16;
-       o.groups = {group(coded, {"*mlp*"}), group(momentum, {"*attn*"})};
-     },
-     true},
-};
-
-class Optimizers : public ::testing::TestWithParam<Case> {
+class Optimizers : public ::testing::TestWithParam<OptimizerCase> {
  protected:
   static Config config(const ModelConfig& model, const Layout& l, bool bf16 = false) {
     Config c = config_of(model, l, 4);
@@ -146,7 +94,7 @@ TEST(NarrowStates, AreUntouchedByASkippedStep) {
     const auto bytes_of = [](engine::Engine& engine) {
       std::vector<u8> bytes;
       for (const zero::Piece& piece : engine.held_pieces()) {
-        const auto state = engine.state(piece);
+        const auto state = engine.lease(piece);
         for (const State s : kOptimizerStates) {
           if (state[s] == nullptr) continue;
           const TensorView v = state.view(s, piece.count);
@@ -162,7 +110,7 @@ TEST(NarrowStates, AreUntouchedByASkippedStep) {
     const Hooks hooks = {
         .before_step =
             [&](engine::Engine& engine, i64 step) {
-              f16& weight = *static_cast<f16*>(engine.state(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
+              f16& weight = *static_cast<f16*>(engine.lease(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
               if (step == 2) weight = to_f16(INFINITY);
               before = bytes_of(engine);
             },
@@ -197,7 +145,7 @@ TEST(NarrowStates, ThatAreNoNumbersAreFound) {
       const Hooks hooks = {.at_end = [&](engine::Engine& engine) {
         EXPECT_TRUE(engine.is_finite());
         for (const zero::Piece& piece : engine.held_pieces()) {
-          const TensorView v = engine.state(piece).view(s, piece.count);
+          const TensorView v = engine.lease(piece).view(s, piece.count);
           if (v.dtype == DType::F32) continue;
           std::vector<float> values(static_cast<size_t>(piece.count), 1.0f);
           values.back() = std::numeric_limits<float>::quiet_NaN();
@@ -220,7 +168,7 @@ TEST(NarrowStates, ComeBackAsTheyWere) {
   const Hooks hooks = {.at_end = [&](engine::Engine& engine) {
     for (const zero::Piece& piece : engine.held_pieces()) {
       for (const State s : {State::ExpAvg, State::ExpAvgSq}) {
-        const TensorView v = engine.state(piece).view(s, piece.count);
+        const TensorView v = engine.lease(piece).view(s, piece.count);
         std::vector<float> values(static_cast<size_t>(piece.count));
         decode_state(values.data(), v, 0, piece.count);
         std::vector<u8> before(v.as<u8>(), v.as<u8>() + v.bytes());

@@ -353,7 +353,7 @@ TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
   constexpr i64 kTicks = std::size(kOverflows);
   float healthy = 0;
   const Hooks hooks = {.before_step = [&](engine::Engine& engine, i64 step) {
-    f16& weight = *static_cast<f16*>(engine.state(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
+    f16& weight = *static_cast<f16*>(engine.lease(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
     if (step > 0 && kOverflows[step - 1]) weight = to_f16(healthy);  // a skipped step publishes no weights
     healthy = to_float(weight);
     if (kOverflows[step]) weight = to_f16(INFINITY);

@@ -13,6 +13,7 @@
 
 #include "base/json.h"
 #include "engine/engine.h"
+#include "engine/host_state.h"
 #include "engine/weights.h"
 #include "formats/tensor_io.h"
 #include "model/models.h"

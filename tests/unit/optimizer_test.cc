@@ -178,6 +178,30 @@ const Case kCases[] = {
      1e-4},
 };
 
+// Whole parameters, in the memory of this test.
+class Here final : public GroupStates {
+ public:
+  Here(std::span<const UpdateTensor> params, const GradVerdict& verdict, Stream& stream)
+      : params_(params), verdict_(verdict), stream_(stream) {}
+  void update(const UpdateSpec& spec) override {
+    std::vector<UpdateTensor> tensors(params_.begin(), params_.end());
+    for (size_t k = 0; k < tensors.size(); ++k) {
+      if (spec.params.rule == UpdateRule::Descend) tensors[k].states[0] = tensors[k].states[1] = {};
+      if (spec.factors != nullptr) tensors[k].factor = spec.factors + k;
+      if (!spec.decay) tensors[k].weight_decay = 0;
+    }
+    cpu_ops()->update(tensors, &verdict_, spec.params, stream_);
+  }
+  void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
+    for (size_t k = 0; k < params_.size(); ++k) visit(static_cast<i64>(k), params_[k].master, params_[k].grad);
+  }
+
+ private:
+  std::span<const UpdateTensor> params_;
+  const GradVerdict& verdict_;
+  Stream& stream_;
+};
+
 class Defined : public ::testing::TestWithParam<Case> {};
 
 TEST_P(Defined, FollowItsDefinitionForAHundredSteps) {
@@ -197,21 +221,21 @@ TEST_P(Defined, FollowItsDefinitionForAHundredSteps) {
     }
   }
   const StateSet states = group.states();
-  GroupTensors tensors;
+  std::vector<UpdateTensor> tensors;
+  GroupSize size;
   std::vector<std::vector<u8>> kept;  // of states that are not fp32
   std::vector<std::vector<float>> scales;
-  tensors.num_params = std::ssize(params);
+  size.num_params = std::ssize(params);
   std::vector<TensorView> gradients;
   for (size_t k = 0; k < params.size(); ++k) {
     const i64 n = params[k].shape.numel();
     const auto view = [&](std::vector<float>& of) { return TensorView::of(of.data(), DType::F32, {n}); };
-    UpdateTensor& tensor =
-        tensors.tensors.emplace_back(UpdateTensor{.param = view(w[k]),
-                                                  .master = view(w[k]),
-                                                  .states = {},
-                                                  .grad = view(g[k]),
-                                                  .weight_decay = static_cast<float>(update.weight_decay),
-                                                  .site = static_cast<u32>(k)});
+    UpdateTensor& tensor = tensors.emplace_back(UpdateTensor{.param = view(w[k]),
+                                                             .master = view(w[k]),
+                                                             .states = {},
+                                                             .grad = view(g[k]),
+                                                             .weight_decay = static_cast<float>(update.weight_decay),
+                                                             .site = static_cast<u32>(k)});
     size_t number = 0;
     for (const State s : kOptimizerStates) {
       if (!states[s]) continue;
@@ -222,19 +246,17 @@ TEST_P(Defined, FollowItsDefinitionForAHundredSteps) {
         if (is_coded(t)) state.scale = scales.emplace_back(static_cast<size_t>(state_blocks(n))).data();
       }
     }
-    tensors.index.push_back(static_cast<i64>(k));
-    tensors.measured.push_back({view(w[k]), view(g[k]), static_cast<i64>(k)});
     gradients.push_back(TensorView::of(g[k].data(), DType::F32, {params[k].shape.rows, params[k].shape.cols}));
-    tensors.largest.elems = std::max(tensors.largest.elems, n);
-    tensors.largest.side = std::max(tensors.largest.side, std::min(params[k].shape.rows, params[k].shape.cols));
+    size.largest.elems = std::max(size.largest.elems, n);
+    size.largest.side = std::max(size.largest.side, std::min(params[k].shape.rows, params[k].shape.cols));
   }
-  std::vector<i64> workspace(
-      static_cast<size_t>(div_ceil(workspace_bytes(group, tensors.num_params, tensors.largest), 8)) + 1);
-  const auto optimizer = make_optimizer(group, std::move(tensors), workspace.data());
+  std::vector<i64> workspace(static_cast<size_t>(div_ceil(workspace_bytes(group, size), 8)) + 1);
+  const auto optimizer = make_optimizer(group, size, workspace.data());
   Matrices matrices(gradients);
   ThreadPool pool(2);
   Stream stream{.pool = &pool};
   const GradVerdict verdict{.grad_scale = 0.25f};
+  Here here(tensors, verdict, stream);
   for (i64 step = 1; step <= 100; ++step) {
     const double lr = update.lr * (step % 10 == 0 ? 0.5 : 1);
     for (size_t k = 0; k < params.size(); ++k) {
@@ -248,12 +270,12 @@ TEST_P(Defined, FollowItsDefinitionForAHundredSteps) {
     }
     optimizer->update({.ops = *cpu_ops(),
                        .stream = stream,
-                       .verdict = &verdict,
                        .lr = lr,
                        .step = step,
                        .seed = 1,
                        .reduce = [](TensorView, ReduceOp) {},
                        .zero = [](TensorView v) { std::memset(v.data, 0, static_cast<size_t>(v.bytes())); },
+                       .states = here,
                        .matrices = &matrices});
     if (step != 1 && step != 100) continue;
     const double bound = step == 1 ? std::min(tolerance / 4, 3e-5) : tolerance;  // states have rounded nothing yet

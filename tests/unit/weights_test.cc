@@ -75,14 +75,14 @@ class Weights : public ::testing::TestWithParam<Family> {
     write_safetensors(dir / "w.safetensors", file);
     load_weights(engine, dir / "w.safetensors");
   }
-  std::vector<float> values(i64 param) const {
+  std::vector<float> values(i64 param) {
     for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
-      const float* at = static_cast<const float*>(engine.state(piece)[State::Param]);
+      const float* at = static_cast<const float*>(engine.lease(piece)[State::Param]);
       if (piece.param == param) return {at, at + piece.count};
     }
     return {};
   }
-  void expect_loaded() const {
+  void expect_loaded() {
     for (size_t p = 0; p < names.size(); ++p)
       EXPECT_EQ(bytes_of(values(static_cast<i64>(p))), tensors.at(names[p]).data);
   }
@@ -227,8 +227,8 @@ TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   engine.init_weights();
   for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
     const std::string& name = names[static_cast<size_t>(piece.param)];
-    const auto* got = static_cast<const float*>(fresh.state(piece)[State::Param]);
-    const auto* random = static_cast<const float*>(engine.state(piece)[State::Param]);
+    const auto* got = static_cast<const float*>(fresh.lease(piece)[State::Param]);
+    const auto* random = static_cast<const float*>(engine.lease(piece)[State::Param]);
     const std::string loaded(reinterpret_cast<const char*>(got), static_cast<size_t>(piece.count) * 4);
     if (name.starts_with("cls.")) {
       EXPECT_TRUE(std::equal(got, got + piece.count, random)) << name;

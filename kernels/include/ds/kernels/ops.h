@@ -124,6 +124,13 @@ struct UpdateParams {
   RngKey rng{};                // of bf16 states: its site is UpdateTensor::site
 };
 
+// One pass of an optimizer over many tensors, wherever these are: plain data.
+struct UpdateSpec {
+  UpdateParams params;
+  const float* factors = nullptr;  // where the op runs, by parameter; of Descend; null: 1
+  bool decay = true;               // by the tensors' weight decay; else 0
+};
+
 // One tensor of an optimizer step; all [N], contiguous.
 struct UpdateTensor {
   TensorView param;   // work dtype, gets the rounded master; optional, may be master when that is fp32

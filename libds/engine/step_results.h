@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The numbers of a step that its host reads: they lie side by side on the device and come to the host in one download,
+// which is the one time in a step that the host waits.
+
+#include <vector>
+
+#include "device/device.h"
+#include "report/run_plan.h"
+#include "zero/state_store.h"
+
+namespace ds::engine {
+
+class StepResults final : public zero::VerdictHandle {
+ public:
+  // Losses [ranks, micro_batches] fp64: each rank fills its row, then they are gathered.
+  StepResults(Device& device, MemoryLedger& ledger, i64 micro_batches, i64 ranks)
+      : device_(device),
+        host_(sizeof(report::StepScalars) + static_cast<size_t>(micro_batches * ranks) * sizeof(double)),
+        memory_(device_buffer(device, ledger, Tag::Data, std::ssize(host_))) {}
+
+  // Before a step: all numbers are zero.
+  void begin() {
+    device_.zero(memory_.data(), memory_.bytes());
+    resolved_ = false;
+  }
+  // On the device.
+  report::StepScalars& scalars() const noexcept { return *static_cast<report::StepScalars*>(memory_.data()); }
+  double* losses() const noexcept { return reinterpret_cast<double*>(&scalars() + 1); }
+  const GradVerdict* on_device() const noexcept override { return &scalars().verdict; }
+
+  // On the host; all numbers are final when somebody asks.
+  const GradVerdict& resolve() override {
+    if (!resolved_) device_.download(host_.data(), memory_.data(), memory_.bytes());
+    resolved_ = true;
+    return reinterpret_cast<const report::StepScalars*>(host_.data())->verdict;
+  }
+  std::span<const double> resolved_losses() const noexcept {
+    return {reinterpret_cast<const double*>(host_.data() + sizeof(report::StepScalars)),
+            (host_.size() - sizeof(report::StepScalars)) / sizeof(double)};
+  }
+
+ private:
+  Device& device_;
+  std::vector<std::byte> host_;
+  Buffer memory_;
+  bool resolved_ = false;
+};
+
+}  // namespace ds::engine

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/state_store.h"
+
+namespace ds::zero {
+
+StateLease::~StateLease() {
+  if (store_ != nullptr) store_->end_lease(piece_, access_, *this);
+}
+
+void* StateStore::param(const Piece& piece) const noexcept { return parts_.params.element(piece); }
+
+UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st) const noexcept {
+  UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.params.work(), {piece.count}),
+                 .master = TensorView::of(st.exact(), DType::F32, {piece.count}),
+                 .states = {},
+                 .grad = TensorView::of(parts_.gradient(piece), DType::F32, {piece.count})};
+  size_t i = 0;
+  for (const State s : kOptimizerStates) {
+    if (st[s] != nullptr) t.states[i++] = st.view(s, piece.count);
+  }
+  return t;
+}
+
+void run_pass(const OpTable& ops, Stream& stream, Tile tile, const UpdateSpec& spec, const GradVerdict* verdict,
+              FunctionRef<UpdateTensor(const Piece&)> tensor, std::vector<UpdateTensor>& scratch) {
+  scratch.clear();
+  for (const TilePiece& p : tile) {
+    UpdateTensor t = tensor(p.piece);
+    if (spec.params.rule == UpdateRule::Descend) t.states[0] = t.states[1] = {};
+    t.factor = spec.factors == nullptr ? nullptr : spec.factors + p.index;
+    t.weight_decay = spec.decay ? p.weight_decay : 0;
+    t.site = p.site;
+    t.first = p.piece.begin;
+    scratch.push_back(t);
+  }
+  ops.update(scratch, verdict, spec.params, stream);
+}
+
+DeviceStates::DeviceStates(Parts parts) : StateStore(std::move(parts)) {
+  for (const State s : kStates) {
+    const i64 bytes = parts_.layout.bytes(s);
+    if (bytes == 0) continue;
+    arrays_[s] = device_buffer(parts_.device, parts_.ledger, s == State::Master ? Tag::Master : Tag::Optimizer, bytes);
+  }
+  tensors_.reserve(static_cast<size_t>(parts_.num_held));
+}
+
+PieceState DeviceStates::state(const Piece& piece) const noexcept {
+  PieceState st;
+  st[State::Param] = param(piece);
+  for (const State s : kStates) {
+    if (!arrays_[s] || !parts_.layout.has(s, piece.param)) continue;
+    char* const array = arrays_[s].as<char>().data();
+    st[s] = array + parts_.layout.offset(s, piece);
+    st.kept[s].dtype = parts_.layout.dtype(s, piece.param);
+    if (is_coded(st.kept[s].dtype))
+      st.kept[s].scales = reinterpret_cast<float*>(array + parts_.layout.scales_offset(s, piece));
+  }
+  return st;
+}
+
+void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) {
+  run_pass(
+      parts_.device.ops(), parts_.device.stream(), tile, spec, verdict.on_device(),
+      [&](const Piece& piece) { return tensor(piece, state(piece)); }, tensors_);
+}
+
+void DeviceStates::for_each_master(Tile tile, Visit visit) {
+  for (const TilePiece& p : tile) visit(p, TensorView::of(state(p.piece).exact(), DType::F32, {p.piece.count}));
+}
+
+StateLease DeviceStates::lease(const Piece& piece, LeaseTo access) { return {this, piece, access, state(piece)}; }
+
+}  // namespace ds::zero

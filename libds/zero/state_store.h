@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Masters and optimizer states of the pieces that a rank holds, in a tier: the memory where they are kept and where
+// their updates run. An update goes to the states: a pass over a tile is plain data, which a tier runs where it has
+// what the tile needs. No caller keeps an address from one call to the next.
+//
+//   tile      pieces that are updated together, in the order of the parameters, cut alike on all ranks; keyed by
+//             parameter and range, so that it means the same at another rank count
+//   lease     the state of a piece in device memory while somebody loads, saves, sets or looks at it
+//   version   passes write the next version of what they change; settle() keeps it, or the one before. A tier has one
+//             version, and nothing of it changes before the verdict is known to be finite (ops look at it themselves
+//             where they run); or two, and keeps either when it is known
+//
+// DeviceStates is the tier of device memory: one array for each state, one version, a call of the op for a pass. An
+// fp32 parameter is its own master: no tier moves that.
+
+#include <functional>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "device/device.h"
+#include "zero/param_store.h"
+#include "zero/state_layout.h"
+
+namespace ds::zero {
+
+// The verdict over a step's gradients, made on the device. Tiers of the device hand it on; a tier elsewhere resolves
+// it, which takes the place of the time that the host waits at the end of a step.
+class VerdictHandle {
+ public:
+  virtual ~VerdictHandle() = default;
+  virtual const GradVerdict* on_device() const noexcept = 0;
+  // On the host; waits for the device, once in a step.
+  virtual const GradVerdict& resolve() = 0;
+};
+
+struct TilePiece {
+  Piece piece;
+  i64 index = 0;           // of its parameter among those that are updated together
+  float weight_decay = 0;  // of its parameter
+  u32 site = 0;            // of the random numbers by which its states are rounded
+};
+using Tile = std::span<const TilePiece>;
+
+// What there is of a piece's state, in device memory: Param in the work dtype, all else in fp32 or as `kept` says;
+// null: what its parameter does not have.
+struct PieceState : PerState<void*> {
+  PerState<KeptAs> kept;
+  TensorView view(State s, i64 count) const noexcept {
+    TensorView v = TensorView::of((*this)[s], kept[s].dtype, {count});
+    v.scale = kept[s].scales;
+    return v;
+  }
+  float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
+  float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
+};
+
+enum class LeaseTo : u8 { Read, Write };  // Write: reads, too
+
+class StateStore;
+
+// Until it ends nothing else may be asked of its store. Move-only.
+class StateLease : public PieceState {
+ public:
+  StateLease(StateStore* store, const Piece& piece, LeaseTo access, const PieceState& state)
+      : PieceState(state), store_(store), piece_(piece), access_(access) {}
+  StateLease(StateLease&& other) noexcept
+      : PieceState(other), store_(std::exchange(other.store_, nullptr)), piece_(other.piece_), access_(other.access_) {}
+  StateLease& operator=(StateLease&&) = delete;
+  ~StateLease();
+
+ private:
+  StateStore* store_;
+  Piece piece_;
+  LeaseTo access_;
+};
+
+class StateStore {
+ public:
+  // What a tier works with, for its life. gradient(piece): the accumulator of its first element.
+  struct Parts {
+    const StateLayout& layout;
+    const ParamStore& params;
+    std::function<float*(const Piece&)> gradient;
+    Device& device;
+    MemoryLedger& ledger;
+    i64 num_held = 0;  // pieces of this rank: the most that a tile has
+  };
+
+  explicit StateStore(Parts parts) : parts_(std::move(parts)) {}
+  virtual ~StateStore() = default;
+
+  // Enqueues a pass over a tile: masters, states and parameters change as its rule says, and the gradients where the
+  // rule leaves directions in their place. If the verdict is not finite, nothing. Factors are by TilePiece::index.
+  virtual void update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) = 0;
+  // Calls visit(piece, its master [count] fp32) in order; what it enqueues reads the master as the passes so far have
+  // left it.
+  using Visit = FunctionRef<void(const TilePiece&, TensorView)>;
+  virtual void for_each_master(Tile tile, Visit visit) = 0;
+  // After the last pass of a step.
+  virtual void settle(VerdictHandle& verdict) = 0;
+
+  // The state of a piece of at most kLeaseElems elements; between steps. A lease that is not in place is a copy.
+  static constexpr i64 kLeaseElems = i64{1} << 20;
+  virtual StateLease lease(const Piece& piece, LeaseTo access) = 0;
+  // Whether leases, of any length, are the very memory in which states stay.
+  virtual bool in_place() const noexcept = 0;
+
+ protected:
+  friend class StateLease;
+  virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
+
+  void* param(const Piece& piece) const noexcept;
+  // What a pass sees of a piece whose state is there.
+  UpdateTensor tensor(const Piece& piece, const PieceState& state) const noexcept;
+
+  Parts parts_;
+};
+
+// Makes the tier of a run.
+using MakeStates = std::function<std::unique_ptr<StateStore>(StateStore::Parts)>;
+
+class DeviceStates final : public StateStore {
+ public:
+  explicit DeviceStates(Parts parts);
+  void update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) override;
+  void for_each_master(Tile tile, Visit visit) override;
+  void settle(VerdictHandle&) override {}
+  StateLease lease(const Piece& piece, LeaseTo access) override;
+  bool in_place() const noexcept override { return true; }
+
+ private:
+  void end_lease(const Piece&, LeaseTo, const PieceState&) noexcept override {}
+  PieceState state(const Piece& piece) const noexcept;
+
+  PerState<Buffer> arrays_;
+  std::vector<UpdateTensor> tensors_;  // scratch
+};
+
+// Calls visit(part) for the parts of a piece of at most `most` elements; a multiple of kStateBlock.
+template <class Visit>
+void for_each_part(const Piece& piece, i64 most, Visit&& visit) {
+  for (i64 first = 0; first < piece.count; first += most) {
+    Piece part = piece;
+    part.begin += first;
+    part.segment_offset += first;
+    part.shard_offset += first;
+    part.count = std::min(most, piece.count - first);
+    visit(part);
+  }
+}
+
+// A pass over pieces whose memory tensor(piece) names: what is left out of it, where its rule has no use for it, and
+// what of the tile comes in. For tiers and for predictions. `scratch` has room for the tile.
+void run_pass(const OpTable& ops, Stream& stream, Tile tile, const UpdateSpec& spec, const GradVerdict* verdict,
+              FunctionRef<UpdateTensor(const Piece&)> tensor, std::vector<UpdateTensor>& scratch);
+
+}  // namespace ds::zero
