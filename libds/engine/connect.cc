@@ -32,7 +32,7 @@ i64 shared_bytes(const Config& config, const MeshShape& shape) {
     const model::Model model =
         model::make_model(config.model, config.data.seq_length, report::shard_of(config, shape, coord));
     const report::RunPlan plan = report::make_run_plan(config, model, shape, coord);
-    raise(most, plan.shared);
+    raise(most, plan.dp().communicator_bytes(plan.trains()));
     raise(most_tp, plan.tp_shared);
   }
   return mesh_shm_bytes(shape, most, most_tp);

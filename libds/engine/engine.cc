@@ -16,44 +16,43 @@ constexpr i64 kIgnored = -100;
 
 }  // namespace
 
-Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const zero::MakeStates& states)
+Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const EngineParts& parts)
     : config_(config),
+      parts_(parts),
       mesh_(mesh),
       ledger_(ledger),
       device_(device),
       ops_(device.ops()),
       stream_(device.stream()),
-      model_(model::make_model(config.model, config.data.seq_length,
-                               report::shard_of(config, mesh.shape(), mesh.coord()))),
+      model_(make_model(mesh.coord())),
       plan_(report::make_run_plan(config_, model_, mesh.shape(), mesh.coord(), device.kind())),
-      params_(plan_.layout, plan_.rows, mesh.dp(), device, ledger,
-              {.work = plan_.work,
-               .allgather_bucket = config.zero.allgather_bucket_size,
-               .pool_elems = plan_.gather_pool_elems}),
-      grads_(plan_.trains() ? std::optional<zero::GradStore>(std::in_place, plan_.grad_layout, plan_.grad_rows,
-                                                             mesh.dp(), device, ledger, plan_.grads)
-                            : std::nullopt),
-      stage_(config_, model_, plan_, params_, mesh, ledger, device),
+      shards_(make_shards()),
+      stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  make_buffers(states);
+  make_buffers();
   make_pieces();
   if (plan_.trains()) make_optimizers();
 }
 
-void Engine::make_buffers(const zero::MakeStates& states) {
+model::Model Engine::make_model(const MeshCoord& coord) const {
+  if (parts_.model) return parts_.model(config_, mesh_.shape(), coord);
+  return model::make_model(config_.model, config_.data.seq_length, report::shard_of(config_, mesh_.shape(), coord));
+}
+
+zero::AllShards Engine::make_shards() {
+  DS_ASSERT(model_.splits == mesh_.splits());
+  zero::AllShards all;
+  for (const zero::ShardsPlan& plan : plan_.shards)
+    all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(),
+                                                 mesh_.group(all.size()), device_, ledger_, parts_.states));
+  return all;
+}
+
+void Engine::make_buffers() {
   const auto workspace = [&](i64 bytes) { return device_buffer(device_, ledger_, Tag::Workspace, bytes); };
-  held_ = plan_.layout.held_pieces(plan_.dp_rank());
-  zero::StateStore::Parts parts{
-      .layout = plan_.states,
-      .params = params_,
-      .gradient = [this](const zero::Piece& piece) { return gradient(piece.segment, piece.segment_offset); },
-      .device = device_,
-      .ledger = ledger_,
-      .num_held = std::ssize(held_)};
-  states_ = states ? states(std::move(parts)) : std::make_unique<zero::DeviceStates>(std::move(parts));
-  exchange_ = workspace(plan_.exchange_elems * 4);
+  if (plan_.trains()) combine_.emplace(plan_, shards_, mesh_, ledger_, device_);
   optimizer_workspace_ = workspace(plan_.optimizer_workspace);
   matrix_memory_ = workspace((plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
   valid_tokens_.resize(static_cast<size_t>(plan_.micro_batches));
@@ -63,12 +62,18 @@ void Engine::make_buffers(const zero::MakeStates& states) {
 class Engine::Updates final : public optim::GroupStates {
  public:
   Updates(Engine& engine, report::GroupPieces pieces) : engine_(engine), pieces_(std::move(pieces)) {}
-  void update(const UpdateSpec& spec) override { engine_.states_->update(pieces_.held, spec, engine_.results_); }
+  void update(const UpdateSpec& spec) override {
+    for (size_t g = 0; g < pieces_.of.size(); ++g) {
+      if (!pieces_.of[g].held.empty()) engine_.shards_[g]->states().update(pieces_.of[g].held, spec, engine_.results_);
+    }
+  }
   void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
-    engine_.states_->for_each_master(pieces_.counted, [&](const zero::TilePiece& p, TensorView master) {
-      float* const direction = engine_.gradient(p.piece.segment, p.piece.segment_offset);
-      visit(p.index, master, TensorView::of(direction, DType::F32, {p.piece.count}));
-    });
+    for (size_t g = 0; g < pieces_.of.size(); ++g) {
+      const auto with_direction = [&](const zero::TilePiece& p, TensorView master) {
+        visit(p.index, master, TensorView::of(engine_.gradient(p.piece), DType::F32, {p.piece.count}));
+      };
+      engine_.shards_[g]->states().for_each_master(pieces_.of[g].counted, with_direction);
+    }
   }
 
  private:
@@ -93,42 +98,24 @@ void Engine::make_optimizers() {
 }
 
 void Engine::make_pieces() {
-  for (const auto& unit : plan_.rows) {
-    for (const model::ParamRow& row : unit) param_rows_.push_back(&row);
-  }
-  const int dp_rank = mesh_.dp().rank();
-  DS_ASSERT(dp_rank == plan_.dp_rank());
-  using Parts = model::ParamRow::Parts;
-  std::vector<ReplicaSum> group, copies;
-  for (const zero::Piece& piece : plan_.layout.owned_pieces(dp_rank)) {
-    if (!plan_.trains()) {
-      if (plan_.counts(piece)) saved_.push_back(piece);
-      continue;
-    }
-    const model::ParamRow& row = row_of(piece.param);
-    const TensorView grad = TensorView::of(gradient(piece.segment, piece.segment_offset), DType::F32, {piece.count});
-    if (row.parts != Parts::None && plan_.mesh.tp > 1) {
-      std::vector<ReplicaSum>& sums = row.parts == Parts::Group ? group : copies;
-      for (i64 begin = 0; begin < piece.count; begin += sums.back().pieces.back().numel()) {
-        if (sums.empty() || sums.back().elems == plan_.kExchangeElems)
-          sums.push_back({.pieces = {}, .copies = row.parts == Parts::Group ? plan_.mesh.tp : row.copies});
-        const i64 n = std::min(piece.count - begin, plan_.kExchangeElems - sums.back().elems);
-        sums.back().pieces.push_back(TensorView::of(grad.as<float>() + begin, DType::F32, {n}));
-        sums.back().elems += n;
+  for (const auto& s : shards_) {
+    const zero::ShardsPlan& plan = s->plan();
+    const std::vector<zero::Piece> held = plan.layout.held_pieces(plan.rank);
+    held_.insert(held_.end(), held.begin(), held.end());
+    for (const zero::Piece& piece : plan.layout.owned_pieces(plan.rank)) {
+      if (!plan_.counts(piece)) continue;
+      saved_.push_back(piece);
+      if (!plan_.trains() || !plan_.judges(piece)) continue;
+      const TensorView grad = TensorView::of(gradient(piece), DType::F32, {piece.count});
+      // Neighbours are one call of the kernels.
+      if (!judged_.empty() && judged_.back().as<float>() + judged_.back().numel() == grad.as<float>()) {
+        judged_.back().shape[0] += piece.count;
+      } else {
+        judged_.push_back(grad);
       }
     }
-    if (!plan_.counts(piece)) continue;
-    saved_.push_back(piece);
-    if (!plan_.judges(piece)) continue;
-    // Neighbours are one call of the kernels.
-    if (!judged_.empty() && judged_.back().as<float>() + judged_.back().numel() == grad.as<float>()) {
-      judged_.back().shape[0] += piece.count;
-    } else {
-      judged_.push_back(grad);
-    }
   }
-  sums_ = std::move(group);
-  sums_.insert(sums_.end(), copies.begin(), copies.end());
+  for (auto* pieces : {&held_, &saved_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
 }
 
 class Engine::Matrices final : public optim::WholeMatrices {
@@ -142,8 +129,8 @@ class Engine::Matrices final : public optim::WholeMatrices {
   void for_each(FunctionRef<void(TensorView)> body) override {
     exchange_.for_each(
         [&](i64 param, i64 begin) {
-          const zero::RowPlace& row = engine_.plan_.layout.rows()[static_cast<size_t>(param)];
-          return engine_.gradient(row.segment, row.offset + begin);
+          const zero::RowPlace& row = engine_.plan_.dp().layout.rows()[static_cast<size_t>(param)];
+          return engine_.gradient({.param = param, .segment = row.segment, .segment_offset = row.offset + begin});
         },
         [&](void* to, const void* from, i64 bytes) { engine_.device_.copy(to, from, bytes); }, body);
   }
@@ -159,16 +146,11 @@ std::unique_ptr<optim::WholeMatrices> Engine::make_matrices(size_t group) {
   for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
     MeshCoord coord = plan_.coord;
     coord.tp = r;
-    const model::Model model =
-        model::make_model(config_.model, config_.data.seq_length, report::shard_of(config_, plan_.mesh, coord));
+    const model::Model model = make_model(coord);
     const std::vector<const model::ParamRow*> rows = model.params();
     for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(rows[static_cast<size_t>(places[i].param)]->slice);
   }
   return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
-}
-
-float* Engine::gradient(i64 segment, i64 first) const noexcept {
-  return grads_->element(plan_.grad_segment(segment), first);
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
@@ -220,7 +202,7 @@ void Engine::set_weights(const ValueSource& values) {
       ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
     });
   }
-  params_.publish();
+  publish_params();
   progress_ = {};
 }
 

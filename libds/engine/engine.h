@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "engine/combine.h"
 #include "engine/step_results.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
@@ -44,12 +45,18 @@ struct Progress {
   i64 consumed_samples = 0;
 };
 
+// What an engine may be given in place of what its configuration says.
+struct EngineParts {
+  std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
+  zero::MakeStates states = {};                                                // the tier of masters and states
+};
+
 class Engine {
  public:
   // Collective over the mesh, whose shape is the configuration's. Takes all memory of the run; throws Errc::OutOfMemory
   // naming what it was for.
-  // `states`: the tier of masters and optimizer states; null: device memory.
-  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const zero::MakeStates& states = {});
+  // `parts`: what stands for the usual ones.
+  Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const EngineParts& parts = {});
   ~Engine();
 
   // Sets parameters and masters from the configured seed; moments and counters to zero. Collective.
@@ -81,15 +88,17 @@ class Engine {
   const std::vector<zero::Piece>& saved_pieces() const noexcept { return saved_; }
   const std::vector<zero::Piece>& held_pieces() const noexcept { return held_; }
   // The row of a parameter on this rank.
-  const model::ParamRow& row_of(i64 param) const noexcept { return *param_rows_[static_cast<size_t>(param)]; }
+  const model::ParamRow& row_of(i64 param) const noexcept { return plan_.row_of(param); }
 
   // The state of a piece that this rank holds (StateStore::lease).
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access = zero::LeaseTo::Write) {
-    return states_->lease(piece, access);
+    return shards_of(piece).states().lease(piece, access);
   }
-  bool states_in_place() const noexcept { return states_->in_place(); }
+  bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
-  void publish_params() { params_.publish(); }
+  void publish_params() {
+    for (const auto& s : shards_) s->params().publish();
+  }
 
   const Config& config() const noexcept { return config_; }
   const report::RunPlan& plan() const noexcept { return plan_; }
@@ -100,21 +109,17 @@ class Engine {
   Device& device() const noexcept { return device_; }
   Progress& progress() noexcept { return progress_; }
   LossScaler& scaler() noexcept { return scaler_; }
-  // Gradients of the last finished step, as fp32 sums over micro-batches and ranks, still scaled and not yet divided by
-  // grad_divisor(): of element `first` of a segment of plan().layout; for tests.
-  float* gradient(i64 segment, i64 first) const noexcept;
+  // The gradient of a piece that this rank holds, in the last finished step, as an fp32 sum over micro-batches and
+  // ranks, still scaled and not yet divided by grad_divisor(); for tests.
+  float* gradient(const zero::Piece& piece) const noexcept { return shards_of(piece).gradient(piece); }
 
  private:
-  // Gradients of equal copies that are parts of a sum over tp, of groups of so many ranks side by side; as many as are
-  // exchanged at once.
-  struct ReplicaSum {
-    std::vector<TensorView> pieces;
-    i64 elems = 0, copies = 1;
-  };
-
-  void make_buffers(const zero::MakeStates& states);
+  model::Model make_model(const MeshCoord& coord) const;
+  zero::AllShards make_shards();
+  void make_buffers();
   void make_pieces();
   void make_optimizers();
+  zero::Shards& shards_of(const zero::Piece& piece) const noexcept { return *shards_[row_of(piece.param).group]; }
 
   void load(const StepBatch& batch, i64 micro);
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
@@ -122,8 +127,6 @@ class Engine {
   void share_losses();
   double fold_losses() const;
   void finish_gradients();
-  void sum_shared();
-  void sum_replicas(const ReplicaSum& sum);
   void judge_gradients();
   void update_params(double lr);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
@@ -133,6 +136,7 @@ class Engine {
   i64 global_micro(i64 micro) const noexcept;
 
   Config config_;
+  EngineParts parts_;
   Mesh& mesh_;
   MemoryLedger& ledger_;
   Device& device_;
@@ -140,13 +144,11 @@ class Engine {
   Stream& stream_;
   model::Model model_;
   report::RunPlan plan_;
-  zero::ParamStore params_;
-  std::optional<zero::GradStore> grads_;  // of who trains
+  zero::AllShards shards_;
   stage::Stage stage_;
-  std::unique_ptr<zero::StateStore> states_;
-  Buffer optimizer_workspace_, matrix_memory_, exchange_;
+  std::optional<Combine> combine_;  // of who trains
+  Buffer optimizer_workspace_, matrix_memory_;
   StepResults results_;
-  std::vector<const model::ParamRow*> param_rows_;  // by parameter number
   std::vector<zero::Piece> held_, saved_;
   // One for each group of parameters that is trained and has some here, and which it is.
   struct Trained {
@@ -160,8 +162,6 @@ class Engine {
   std::unique_ptr<optim::WholeMatrices> make_matrices(size_t group);
   std::vector<Trained> trained_;
   std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
-  std::vector<ReplicaSum> sums_;
-  std::vector<TensorView> shared_slices_;  // scratch
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;

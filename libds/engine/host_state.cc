@@ -29,10 +29,10 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
 }
 
 i64 HostState::place(char* memory) {
-  const zero::StateLayout& states = engine_.plan().states;
   i64 end = 0;
   const auto take = [&](i64 bytes) { return memory + std::exchange(end, end + bytes); };
   for (StatePiece& p : pieces_) {
+    const zero::StateLayout& states = engine_.plan().shards_of(p.param).states;
     for (const State s : kStates) {
       if (s == State::Param || states.bytes(s) == 0 || !states.has(s, p.param)) continue;
       const DType dtype = p.kept[s].dtype = states.dtype(s, p.param);

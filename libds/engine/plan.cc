@@ -66,18 +66,19 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const bool mpi = backend == CommBackend::Mpi || backend == CommBackend::Composed;
 
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
-  for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
+  const zero::ShardsPlan& shards = plan.dp();
+  for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
     if (!plan.counts(piece)) continue;
-    const StateSet& states = plan.states.of_params()[static_cast<size_t>(piece.param)];
+    const StateSet& states = shards.states.of_params()[static_cast<size_t>(piece.param)];
     const i64 num_states = std::count(states.values.begin(), states.values.end(), true);
     bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
     datasets += num_states + 1;
     largest = std::max(largest, piece.count * 4);
     for (const State s : kOptimizerStates) {
-      if (states[s] && plan.states.dtype(s, piece.param) != DType::F32) decoded = std::max(decoded, piece.count * 4);
+      if (states[s] && shards.states.dtype(s, piece.param) != DType::F32) decoded = std::max(decoded, piece.count * 4);
     }
   }
-  for (const StateSet& states : plan.states.of_params())
+  for (const StateSet& states : shards.states.of_params())
     of_params = std::max<i64>(of_params, std::count(states.values.begin(), states.values.end(), true));
   const i64 save = rank_file_memory(bytes, datasets, largest) + std::min(decoded, kChecksumBlock);
   // Communicators are there already when the device is measured.
@@ -86,8 +87,8 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const int threads = thread_count(config, {.local_world_size = ranks_per_node});
   const i64 start = probe::matmul_rate_bytes(probe::cpu_backend(), threads, plan.work) - taken;
   // Of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
-  const i64 params = std::ssize(plan.layout.rows()) * plan.mesh.pp,
-            cuts = std::ssize(plan.layout.segments()) * (plan.layout.num_ranks() - 1) * plan.mesh.pp;
+  const i64 params = std::ssize(shards.layout.rows()) * plan.mesh.pp,
+            cuts = std::ssize(shards.layout.segments()) * (shards.layout.num_ranks() - 1) * plan.mesh.pp;
   const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
   const i64 momentary = std::max(save, start);
   return {.own = mpi ? kProcessWithMpi : kProcess,
@@ -121,7 +122,7 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
                          [](const auto& layer) { return layer->is_block(); });
     });
     s.heads = attends ? config.model.heads / mesh.tp : 0;
-    s.num_params = planned.plan.layout.num_params();
+    s.num_params = planned.plan.dp().layout.num_params();
     s.memory_bytes = planned.plan.total_memory();
   }
   return stages;

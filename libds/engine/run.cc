@@ -371,7 +371,7 @@ void TrainingRun::State::load_step() {
                   fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
                               meta.isa, isa));
     }
-    if (engine->plan().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh->shape().tp)
+    if (engine->plan().dp().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh->shape().tp)
       log_message(
           LogLevel::Warning,
           fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of 8-bit states "
@@ -405,7 +405,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   CheckpointMeta meta;
   meta.step = progress.step;
   meta.work_dtype = engine->plan().work;
-  meta.layout_id = engine->plan().layout.id();
+  meta.layout_id = engine->plan().dp().layout.id();
   meta.zero_stage = narrow<int>(config.zero.stage);
   meta.mesh = mesh->shape();
   meta.consumed_samples = progress.consumed_samples;

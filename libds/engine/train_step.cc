@@ -20,16 +20,18 @@ StepReport Engine::train_step(const StepBatch& batch) {
     if (instr.op == pipeline::Op::Load) {
       load(batch, instr.micro);
     } else {
-      stage_.run(i, micro_batch(instr.micro), *grads_);
+      stage_.run(i, micro_batch(instr.micro));
     }
   }
-  finish_gradients();  // owned sums are final
+  for (const auto& s : shards_) s->grads().finish();
+  combine_->run();
+  for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
 
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   judge_gradients();
   update_params(report.lr);
-  params_.publish();
+  publish_params();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   mesh_.dp().throw_if_failed();
@@ -66,7 +68,7 @@ double Engine::num_means() const noexcept { return static_cast<double>(plan_.mic
 // "boundary": backward has divided by the micro-batches, as DeepSpeed's does, so that their sum can be sent in 16 bit.
 // "micro": each is sent for itself and undivided, and N ranks with m of them do what one rank does with N m.
 double Engine::grad_divisor() const noexcept {
-  return plan_.grads.reduce_each_micro ? num_means() : static_cast<double>(mesh_.data_size());
+  return plan_.reduce_each_micro ? num_means() : static_cast<double>(mesh_.data_size());
 }
 
 // "token": the mean over all micro-batches is then the mean over all valid tokens.
@@ -112,75 +114,6 @@ double Engine::fold_losses() const {
   return sum / num_means();
 }
 
-// The data-parallel sums, then those of what stands on several ranks beside them: each is a fold in rank order of fp32
-// slices that all its ranks cut alike, so copies stay equal bit for bit.
-void Engine::finish_gradients() {
-  grads_->finish();
-  sum_shared();
-  for (const ReplicaSum& sum : sums_) sum_replicas(sum);
-  grads_->gather(plan_.gathered_grads);
-}
-
-// The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
-void Engine::sum_shared() {
-  if (!model_.tied()) return;
-  const bool embeds = plan_.embeds(), projects = plan_.projects();
-  if (!embeds && !projects) return;
-  const zero::Layout& layout = plan_.grad_layout;
-  const auto slices = [&](i64 unit, auto&& visit) {
-    for (const zero::Segment& s : layout.segments_of(unit)) {
-      float* const mine = grads_->element(&s - layout.segments().data(), s.slice * mesh_.dp().rank());
-      visit(TensorView::of(mine, DType::F32, {s.slice}));
-    }
-  };
-  if (embeds && projects) {
-    std::vector<TensorView>& other = shared_slices_;
-    other.clear();
-    slices(plan_.head_use(), [&](TensorView slice) { other.push_back(slice); });
-    size_t i = 0;
-    slices(plan_.shared_grads(), [&](TensorView slice) { ops_.fold(slice, {&other[i++], 1}, true, stream_); });
-    return;
-  }
-  const int peer = embeds ? plan_.mesh.pp - 1 : 0;
-  slices(plan_.shared_grads(), [&](TensorView slice) {
-    plan_.for_each_exchange(slice.numel(), [&](i64 begin, i64 n) {
-      const TensorView mine = TensorView::of(slice.as<float>() + begin, DType::F32, {n});
-      const TensorView other = TensorView::of(exchange_.data(), DType::F32, {n});
-      Ticket sent = mesh_.gradients().send(mine.data, mine.bytes(), peer, "pp.send");
-      mesh_.gradients().recv(other.data, other.bytes(), peer, "pp.recv").wait();
-      sent.wait();
-      ops_.fold(mine, {&other, 1}, true, stream_);
-    });
-  });
-}
-
-void Engine::sum_replicas(const ReplicaSum& sum) {
-  Communicator& tp = mesh_.tp();
-  const i64 group = sum.copies, first = tp.rank() / group * group;
-  const auto part = [&](i64 rank) { return exchange_.as<float>().data() + rank * sum.elems; };
-  const bool all = group == tp.size();
-  float* at = part(all ? 0 : tp.rank());
-  for (const TensorView& piece : sum.pieces) {
-    device_.copy(at, piece.data, piece.bytes());
-    at += piece.numel();
-  }
-  if (all) {
-    tp.all_reduce(part(0), sum.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
-  } else {
-    const AllGatherSegment parts{part(0), sum.elems * 4};
-    tp.all_gather({&parts, 1}, "tp.all_gather").wait();
-    std::vector<TensorView>& sources = shared_slices_;
-    sources.clear();
-    for (i64 r = first; r < first + group; ++r) sources.push_back(TensorView::of(part(r), DType::F32, {sum.elems}));
-    ops_.fold(sources.front(), sources, false, stream_);
-  }
-  at = part(all ? 0 : first);
-  for (const TensorView& piece : sum.pieces) {
-    device_.copy(piece.data, at, piece.bytes());
-    at += piece.numel();
-  }
-}
-
 // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
 // not depend on the layout.
 void Engine::judge_gradients() {
@@ -217,7 +150,7 @@ void Engine::update_params(double lr) {
                          .states = *t.states,
                          .matrices = t.matrices.get()});
   }
-  states_->settle(results_);
+  for (const auto& s : shards_) s->states().settle(results_);
 }
 
 }  // namespace ds::engine

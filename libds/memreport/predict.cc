@@ -21,7 +21,7 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
   group.process_bytes = process.own;
   group.momentary_bytes = process.momentary_of(first ? 0 : 1);
   group.stage = plan.coord.pp;
-  group.num_params = plan.layout.num_params();
+  group.num_params = plan.dp().layout.num_params();
   group.device_bytes = plan.total_memory();
   for (size_t t = 0; t < plan.memory.size(); ++t) {
     const i64 bytes = plan.memory[t] + own[t];
@@ -43,15 +43,14 @@ bool same(const RankGroup& a, const RankGroup& b) {
 MeshCoord busiest(const report::RunPlan& plan) {
   MeshCoord most = plan.coord;
   if (plan.mesh.tp == 1) return most;
-  const i64 gathered = plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp;
-  const auto at_once = [](i64 elems) { return std::min(elems, report::RunPlan::kExchangeElems); };
-  const std::vector<std::pair<i64, i64>> parts = plan.parts_of_ranks();
+  const std::vector<report::RunPlan::SummedElems> summed = plan.summed_of_ranks();
   std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
   for (int dp = 0; dp < plan.mesh.dp; ++dp) {
     for (int sp = 0; sp < plan.mesh.sp; ++sp) {
       const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
-      const auto [group, copies] = parts[static_cast<size_t>(zero::shard_rank(plan.mesh, coord))];
-      const std::pair own = {std::max(at_once(group), at_once(copies) * gathered), group + copies};
+      std::pair<i64, i64> own = {0, 0};
+      for (const auto& [width, elems] : summed[static_cast<size_t>(zero::shard_rank(plan.mesh, coord))])
+        own = {std::max(own.first, plan.exchange_of(width, elems)), own.second + elems};
       if (own > largest) most = coord;
       largest = std::max(largest, own);
     }

@@ -93,10 +93,10 @@ class StageModel {
       backward += (c.backward_input + c.backward_weight) * micro_batches();
     }
     // Local sums of micro-batches are reduced beside the last one's backward pass.
-    double beside = plan_.grads.reduce_each_micro ? backward : backward / micro_batches();
+    double beside = plan_.reduce_each_micro ? backward : backward / micro_batches();
     if (gathers.calls > 0) beside = forward + backward;
     const double n = static_cast<double>(std::max<i64>(1, reductions.calls + gathers.calls));
-    const bool overlap = plan_.grads.overlap && machine_.hides_communication();
+    const bool overlap = plan_.dp().grads.overlap && machine_.hides_communication();
     time_.exposed = overlap ? std::max(beside + all / n, beside / n + all) - beside : all;
     time_.least_exposed = overlap ? std::max(0.0, reduce - forward - backward) : reduce;  // how much is gathered varies
     time_.hidden = std::max(0.0, all - time_.exposed);
@@ -105,8 +105,8 @@ class StageModel {
   // Stage 3's.
   CommCount gathers_of_passes() const {
     const i64 P = zero::num_shards(plan_.mesh);
-    CommCount gathers{.bytes = plan_.train_gathers.gathered_elems / P * (P - 1) * dtype_bytes(plan_.work)};
-    for (const zero::GatherStep& step : plan_.train_gathers.steps) gathers.calls += std::ssize(step.launch);
+    CommCount gathers{.bytes = plan_.dp().train_gathers.gathered_elems / P * (P - 1) * dtype_bytes(plan_.work)};
+    for (const zero::GatherStep& step : plan_.dp().train_gathers.steps) gathers.calls += std::ssize(step.launch);
     return gathers;
   }
 
@@ -116,7 +116,8 @@ class StageModel {
     const CommCount gathers = gathers_of_passes();
     publish.calls -= gathers.calls;
     publish.bytes -= gathers.bytes;
-    double& gathered = plan_.layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
+    double& gathered =
+        plan_.dp().layout.states().shard_optimizer ? time_.publish : time_.exposed;  // stage 0: gradients
     const double publication = sent("dp.all_gather", publish);
     gathered += publication;
     if (&gathered == &time_.exposed) time_.least_exposed += publication;

@@ -43,6 +43,26 @@ std::vector<int> pp_ranks(const MeshShape& s, const MeshCoord& c) {
   return ranks;
 }
 
+std::vector<int> split_ranks(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
+  DS_ASSERT(split.inner >= 1 && s.dp % split.inner == 0);
+  const bool inner = split.along == DpSplit::Along::Inner;
+  const auto fixed = [&](int dp) { return inner ? dp / split.inner : dp % split.inner; };
+  std::vector<int> ranks;
+  for (int dp = 0; dp < s.dp; ++dp) {
+    if (fixed(dp) != fixed(c.dp)) continue;
+    for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
+  }
+  return ranks;
+}
+
+int split_size(const MeshShape& s, const DpSplit& split) {
+  return (split.along == DpSplit::Along::Inner ? split.inner : s.dp / split.inner) * s.sp;
+}
+
+int split_rank(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
+  return (split.along == DpSplit::Along::Inner ? c.dp % split.inner : c.dp / split.inner) * s.sp + c.sp;
+}
+
 i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations) {
   const int world = s.world(), dp = s.dp * s.sp;
   const auto groups = [&](int size, std::span<const i64> allocations) {
@@ -78,8 +98,8 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
 }
 
 Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const CommOptions& options,
-           const OverDevice& over_device)
-    : shape_(shape), world_(std::move(world)), coord_(coord_of(shape, world_->rank())) {
+           const OverDevice& over_device, std::vector<DpSplit> splits)
+    : shape_(shape), splits_(std::move(splits)), world_(std::move(world)), coord_(coord_of(shape, world_->rank())) {
   try {
     DS_ASSERT(shape.world() == world_->size());
     CommOptions at_once = options, ahead = options;
@@ -92,6 +112,8 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
     activations_ = make_axis(pp, "activations", ahead, over_device);
     gradients_ = make_axis(pp, "gradients", ahead, over_device);
+    for (const DpSplit& split : splits_)
+      groups_.push_back(make_axis(split_ranks(shape_, split, coord_), split.name, options, over_device));
   } catch (const Error& e) {  // a rank that has not come to the same end yet must end with the same error
     world_->abort(e);
     throw;

@@ -41,6 +41,9 @@ std::vector<int> dp_ranks(const MeshShape&, const MeshCoord&);  // all (dp, sp),
 std::vector<int> tp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> sp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> pp_ranks(const MeshShape&, const MeshCoord&);
+std::vector<int> split_ranks(const MeshShape&, const DpSplit&, const MeshCoord&);  // all (those of dp, sp)
+int split_size(const MeshShape&, const DpSplit&);
+int split_rank(const MeshShape&, const DpSplit&, const MeshCoord&);  // a rank's number among split_ranks()
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
 // and each allocates these sizes from dp and from tp; with the channels of their messages.
@@ -60,9 +63,9 @@ class Mesh {
   using OverDevice = std::function<std::unique_ptr<Communicator>(Communicator& host, const CommOptions&)>;
 
   // Collective over the world. `options`: of dp; the other axes take its timeout, ops and device. Without `over_device`
-  // the axes are over host memory.
+  // the axes are over host memory. `splits` of dp make further groups.
   Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const CommOptions& options = {},
-       const OverDevice& over_device = {});
+       const OverDevice& over_device = {}, std::vector<DpSplit> splits = {});
   // Of one axis, dp, over host memory.
   explicit Mesh(std::unique_ptr<Communicator>&& world) : Mesh(std::move(world), {.dp = world->size()}) {}
 
@@ -77,6 +80,9 @@ class Mesh {
   Communicator& world() const noexcept { return *world_; }
   // The ranks that hold the same parameters, over which ZeRO shards them: all dp and sp.
   Communicator& dp() const noexcept { return *dp_; }
+  // The groups over which gradients may be reduced: 0 is dp(), then the splits in order.
+  Communicator& group(size_t i) const noexcept { return i == 0 ? *dp_ : *groups_[i - 1]; }
+  const std::vector<DpSplit>& splits() const noexcept { return splits_; }
   // Operations but send run inside the call: their results are needed at once.
   Communicator& tp() const noexcept { return *tp_; }
   Communicator& sp() const noexcept { return *sp_; }
@@ -110,11 +116,13 @@ class Mesh {
                           const OverDevice& over_device);
 
   MeshShape shape_;
+  std::vector<DpSplit> splits_;
   std::unique_ptr<Communicator> world_;
   MeshCoord coord_;
   std::vector<Axis> axes_;
   Communicator* alone_ = nullptr;  // serves all axes of size one
   Communicator *dp_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *activations_ = nullptr, *gradients_ = nullptr;
+  std::vector<Communicator*> groups_;  // of splits
 };
 
 }  // namespace ds

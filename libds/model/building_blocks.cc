@@ -36,14 +36,13 @@ void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, con
 void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
 
 ParamRow equal_row(ParamRow row, const Shard& shard) {
-  row.copies = shard.tp;
   row.counted = shard.tp_rank == 0;
   return row;
 }
 
 ParamRow whole_row(ParamRow row, const Shard& shard) {
   row = equal_row(std::move(row), shard);
-  row.parts = shard.sequence ? ParamRow::Parts::Group : ParamRow::Parts::None;
+  if (shard.sequence) row.also_summed = shard.tp;
   return row;
 }
 
@@ -73,10 +72,9 @@ ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused) {
 
 ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads) {
   if (heads >= shard.tp) return cut_row(std::move(row), shard, dim);
-  row.copies = div_exact(i64{shard.tp}, heads);
-  row.counted = shard.tp_rank % row.copies == 0;
-  row.parts = ParamRow::Parts::Copies;
-  const i64 size = div_exact(row.shape[static_cast<size_t>(dim)], heads), head = shard.tp_rank / row.copies;
+  row.also_summed = narrow<int>(div_exact(i64{shard.tp}, heads));
+  row.counted = shard.tp_rank % row.also_summed == 0;
+  const i64 size = div_exact(row.shape[static_cast<size_t>(dim)], heads), head = shard.tp_rank / row.also_summed;
   return cut(std::move(row), dim, {{head * size, (head + 1) * size}});
 }
 

@@ -14,6 +14,7 @@
 
 #include "base/check.h"
 #include "ds/kernels/ops.h"
+#include "ds/mesh.h"
 #include "model/shard.h"
 #include "model/slice.h"
 
@@ -31,10 +32,14 @@ struct ParamRow {
 
   std::vector<i64> whole = {};  // the shape of the whole parameter, where this rank has a slice of it
   ParamSlice slice = {};
-  // The gradients of equal copies are parts that add up over these ranks of the tensor-parallel group: each has seen
-  // other tokens or other heads. Else equal copies have equal gradients.
-  enum class Parts : u8 { None, Group, Copies } parts = Parts::None;
-  i64 copies = 1;       // ranks of the group that have the same elements, side by side
+  // Where its gradients are reduced and it is cut by ZeRO: over dp, or over group - 1 of Model::splits.
+  size_t group = 0;
+  // How many ranks of dp have the samples that its gradient sums, by which the sum is divided; 0: all. Whatever the
+  // group's size is.
+  i64 divisor = 0;
+  // Equal copies have equal gradients, but those whose gradients are parts, which add up over so many ranks side by
+  // side of the tensor-parallel group: each has seen other tokens or other heads.
+  int also_summed = 1;
   i64 room = 0;         // elements of the largest slice, so that rows lie alike on all ranks of the group
   bool counted = true;  // this rank is the first of them: its copy is saved, and its gradient is in the norm
 
@@ -232,6 +237,7 @@ struct Model {
       shared;             // tied embeddings: the matrix that layer 0 looks up and the head projects with; or none
   std::vector<Tie> ties;  // checkpoints name them, files of weights may repeat their values
   Shard shard;
+  std::vector<DpSplit> splits;  // groups other than dp that its rows are reduced over
   i64 vocab = 0, hidden = 0, max_positions = 0;
   bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
   i64 token_types = 0;  // 0: the model has none

@@ -92,7 +92,7 @@ class LlamaBlock final : public Layer {
       // One for all heads, of which each rank sees its own.
       const auto of_heads = [&](const std::string& n) {
         ParamRow r = whole_row(norm(n, D_), shard);
-        r.parts = ParamRow::Parts::Group;
+        r.also_summed = shard.tp;
         return r;
       };
       q_norm_ = add(of_heads(".self_attn.q_norm"));

@@ -51,7 +51,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
       model::make_context(memory, {.B = plan.B, .T = plan.T}, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
-  const DType fresh = plan.grads.staged() ? DType::F32 : plan.wire;
+  const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
   const auto shared_of = [&](DType dtype) {
     return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
   };
@@ -131,17 +131,15 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   // Behind the data-parallel sums: tied embeddings, and rows whose gradients are parts.
   if (plan.tied() && plan.embeds() != plan.projects()) {
     const int peer = plan.embeds() ? plan.mesh.pp - 1 : 0;
-    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
+    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads())) {
       RunPlan::for_each_exchange(s.slice, [&](i64, i64 n) {
         gradients.send(nullptr, n * 4, peer, "pp.send");
         gradients.recv(nullptr, n * 4, peer, "pp.recv");
       });
     }
   }
-  using Parts = model::ParamRow::Parts;
-  for (const Parts parts : {Parts::Group, Parts::Copies}) {
-    const bool all = parts == Parts::Group || plan.copies() == plan.mesh.tp;
-    RunPlan::for_each_exchange(plan.parts_elems(parts), [&](i64, i64 n) {
+  for (const auto& [width, elems] : plan.summed_elems()) {
+    RunPlan::for_each_exchange(elems, [&, all = width == plan.mesh.tp](i64, i64 n) {
       const AllGatherSegment segment{nullptr, n * 4};
       if (all) {
         tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");

@@ -51,16 +51,16 @@ void tally(OpTally& tally, i64 times, auto&& call) {
   if (times > 0) tally.add(once, times);
 }
 
-// GradStore::commit of all micro-batches, and the losses' sums.
-void tally_gradients(StepWork& work, const RunPlan& plan, const OpTable& ops) {
-  const zero::GradOptions& o = plan.grads;
+// GradStore::commit of all micro-batches.
+void tally_gradients(StepWork& work, const RunPlan& plan, const zero::ShardsPlan& shards, const OpTable& ops) {
+  const zero::GradOptions& o = shards.grads;
   const i64 m = plan.micro_batches;
   for (const std::vector<i64>& pass : o.passes) {
     for (const i64 unit : pass) {
       OpTally& gradients = work.chunks[chunk_of(plan, unit)].gradients;
-      const zero::UnitPlace& place = plan.grad_layout.units()[static_cast<size_t>(unit)];
+      const zero::UnitPlace& place = shards.grad_layout.units()[static_cast<size_t>(unit)];
       const TensorView fresh = view(plan.wire, place.padded), sum = view(DType::F32, place.padded);
-      for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
+      for (const zero::Segment& s : shards.grad_layout.segments_of(unit)) {
         const auto cast = [&](Stream& at) { ops.cast(view(plan.wire, s.numel), view(DType::F32, s.numel), at); };
         if (o.staged()) tally(gradients, m, cast);
       }
@@ -70,17 +70,20 @@ void tally_gradients(StepWork& work, const RunPlan& plan, const OpTable& ops) {
       tally(gradients, 1, [&](Stream& at) { ops.cast(fresh, sum, at); });
     }
   }
+}
+
+void tally_losses(StepWork& work, const RunPlan& plan, const OpTable& ops) {
   if (!plan.projects()) return;
-  tally(work.chunks.back().gradients, m,
+  tally(work.chunks.back().gradients, plan.micro_batches,
         [&](Stream& at) { ops.sum(view(DType::F64, 1), view(DType::F32, plan.B * plan.T), 1, at); });
 }
 
 // A fold of one view for each rank, of which there may be a million: they are alike.
-void tally_reductions(StepWork& work, const RunPlan& plan) {
-  const i64 times = plan.grads.reduce_each_micro ? plan.micro_batches : 1, ranks = plan.grad_layout.num_ranks();
-  for (const zero::Bucket& bucket : plan.buckets) {
+void tally_reductions(StepWork& work, const RunPlan& plan, const zero::ShardsPlan& shards) {
+  const i64 times = plan.reduce_each_micro ? plan.micro_batches : 1, ranks = shards.grad_layout.num_ranks();
+  for (const zero::Bucket& bucket : shards.buckets) {
     for (const i64 unit : bucket.units) {
-      for (const zero::Segment& s : plan.grad_layout.segments_of(unit)) {
+      for (const zero::Segment& s : shards.grad_layout.segments_of(unit)) {
         const TensorView source = view(plan.wire, s.slice), sum = view(DType::F32, s.slice);
         work.reductions.add(fold_of(sum, source, ranks, false));
         if (times > 1) work.reductions.add(fold_of(sum, source, ranks, true), times - 1);
@@ -89,10 +92,10 @@ void tally_reductions(StepWork& work, const RunPlan& plan) {
   }
 }
 
-// The tied matrix's two gradients, and those of which ranks of tp have parts.
-void tally_replicas(const model::Model& model, const RunPlan& plan, const OpTable& ops, Stream& stream) {
+// The tied matrix's two gradients, those of which ranks of tp have parts, those with a divisor of their own.
+void tally_combined(const model::Model& model, const RunPlan& plan, const OpTable& ops, Stream& stream) {
   if (model.tied() && (plan.embeds() || plan.projects())) {
-    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) {
+    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads())) {
       const bool here = plan.embeds() && plan.projects();  // both: nothing is exchanged
       const auto fold = [&](i64, i64 n) {
         const TensorView other = view(DType::F32, n);
@@ -101,30 +104,36 @@ void tally_replicas(const model::Model& model, const RunPlan& plan, const OpTabl
       here ? fold(0, s.slice) : RunPlan::for_each_exchange(s.slice, fold);
     }
   }
-  const i64 elems = plan.parts_elems(model::ParamRow::Parts::Copies);
-  const i64 copies = plan.copies();
-  if (elems == 0 || copies == plan.mesh.tp) return;  // all of the group: its communicator sums them
-  RunPlan::for_each_exchange(elems, [&](i64, i64 n) {
-    const std::vector<TensorView> parts(static_cast<size_t>(copies), view(DType::F32, n));
-    ops.fold(parts[0], parts, false, stream);
-  });
+  for (const auto& [width, elems] : plan.summed_elems()) {
+    if (width == plan.mesh.tp) continue;  // all of the group: its communicator sums them
+    RunPlan::for_each_exchange(elems, [&](i64, i64 n) {
+      const TensorView sum = view(DType::F32, n);
+      ops.fold(sum, std::vector<TensorView>(static_cast<size_t>(width), sum), false, stream);
+    });
+  }
+  for (const zero::ShardsPlan& s : plan.shards) {
+    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+      if (plan.divides_otherwise(piece.param))
+        ops.scaled_sum(view(DType::F32, piece.count), view(DType::F32, piece.count), 1, 0, nullptr, stream);
+    }
+  }
 }
 
 // Lengths of the runs of accumulated gradients that count in the norm: neighbours are one call.
-std::vector<i64> judged_runs(const RunPlan& plan) {
-  const zero::Layout& layout = plan.grad_layout;
-  const bool full = !layout.states().shard_optimizer || plan.grads.accumulates_locally();
+std::vector<i64> judged_runs(const RunPlan& plan, const zero::ShardsPlan& shards) {
+  const zero::Layout& layout = shards.grad_layout;
+  const bool full = !layout.states().shard_optimizer || shards.grads.accumulates_locally();
   std::vector<i64> bases;
   i64 base = 0;
   for (const zero::Segment& s : layout.segments()) {
-    bases.push_back(full ? base : s.shard_offset - s.slice * plan.dp_rank());
+    bases.push_back(full ? base : s.shard_offset - s.slice * shards.rank);
     base += s.slice * layout.num_ranks();
   }
   std::vector<i64> runs;
   i64 end = -1;
-  for (const zero::Piece& piece : plan.layout.owned_pieces(plan.dp_rank())) {
+  for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
     if (!plan.judges(piece)) continue;
-    const i64 begin = bases[static_cast<size_t>(plan.grad_segment(piece.segment))] + piece.segment_offset;
+    const i64 begin = bases[static_cast<size_t>(shards.grad_segment(piece.segment))] + piece.segment_offset;
     if (begin != end) runs.push_back(0);
     runs.back() += piece.count;
     end = begin + piece.count;
@@ -138,12 +147,17 @@ class CountedStates final : public optim::GroupStates {
   CountedStates(const RunPlan& plan, const GroupPieces& pieces, const OpTable& ops, Stream& stream)
       : plan_(plan), pieces_(pieces), ops_(ops), stream_(stream) {}
   void update(const UpdateSpec& spec) override {
-    zero::run_pass(
-        ops_, stream_, pieces_.held, spec, nullptr, [&](const zero::Piece& piece) { return tensor(piece); }, scratch_);
+    for (const GroupPieces::Tiles& tiles : pieces_.of) {
+      if (tiles.held.empty()) continue;
+      zero::run_pass(
+          ops_, stream_, tiles.held, spec, nullptr, [&](const zero::Piece& piece) { return tensor(piece); }, scratch_);
+    }
   }
   void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
-    for (const zero::TilePiece& p : pieces_.counted)
-      visit(p.index, view(DType::F32, p.piece.count), view(DType::F32, p.piece.count));
+    for (const GroupPieces::Tiles& tiles : pieces_.of) {
+      for (const zero::TilePiece& p : tiles.counted)
+        visit(p.index, view(DType::F32, p.piece.count), view(DType::F32, p.piece.count));
+    }
   }
 
  private:
@@ -154,8 +168,9 @@ class CountedStates final : public optim::GroupStates {
                    .states = {},
                    .grad = exact};
     size_t i = 0;
+    const zero::StateLayout& states = plan_.shards_of(piece.param).states;
     for (const State s : kOptimizerStates) {
-      if (plan_.states.has(s, piece.param)) t.states[i++] = view(plan_.states.dtype(s, piece.param), piece.count);
+      if (states.has(s, piece.param)) t.states[i++] = view(states.dtype(s, piece.param), piece.count);
     }
     return t;
   }
@@ -184,11 +199,13 @@ class CountedMatrices final : public optim::WholeMatrices {
 
 void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& plan, const OpTable& ops) {
   Stream stream{.native = &work.optimizer};
-  tally_replicas(model, plan, ops, stream);
+  tally_combined(model, plan, ops, stream);
   const TensorView result = view(DType::I64, 2);
-  for (const i64 n : judged_runs(plan)) {
-    ops.max_abs(result, view(DType::F32, n), stream);
-    ops.sum_squares(result, view(DType::F32, n), result, stream);
+  for (const zero::ShardsPlan& shards : plan.shards) {
+    for (const i64 n : judged_runs(plan, shards)) {
+      ops.max_abs(result, view(DType::F32, n), stream);
+      ops.sum_squares(result, view(DType::F32, n), result, stream);
+    }
   }
   ops.judge(nullptr, result, result, {}, stream);
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
@@ -255,8 +272,11 @@ StepWork tally_step(const model::Model& model, const RunPlan& plan) {
   work.chunks.resize(plan.chunks.size());
   const OpTable& ops = counting_ops();
   tally_layers(work, model, plan);
-  tally_gradients(work, plan, ops);
-  tally_reductions(work, plan);
+  for (const zero::ShardsPlan& shards : plan.shards) {
+    tally_gradients(work, plan, shards, ops);
+    tally_reductions(work, plan, shards);
+  }
+  tally_losses(work, plan, ops);
   tally_optimizer(work, model, plan, ops);
   return work;
 }

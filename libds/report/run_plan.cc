@@ -42,11 +42,13 @@ i64 padded_elems(const zero::Layout& layout) {
   return n;
 }
 
-// The units whose parameters a layer uses, and those of its gradients.
-zero::Access uses_of(const RunPlan& plan, i64 layer, i64 num_layers, i64 shared) {
+// The units of a group whose parameters a layer uses, and those of its gradients.
+zero::Access uses_of(const RunPlan& plan, size_t group, i64 layer, i64 num_layers, i64 shared) {
+  const auto in_group = [group](const model::ParamRow& row) { return row.group == group; };
   zero::Access units;
-  if (!plan.rows[static_cast<size_t>(RunPlan::unit_of(layer))].empty()) units.push_back(RunPlan::unit_of(layer));
-  if (plan.tied() && (layer == 0 || layer + 1 == num_layers)) units.push_back(shared);
+  if (std::ranges::any_of(plan.rows[static_cast<size_t>(RunPlan::unit_of(layer))], in_group))
+    units.push_back(RunPlan::unit_of(layer));
+  if (group == 0 && plan.tied() && (layer == 0 || layer + 1 == num_layers)) units.push_back(shared);
   return units;
 }
 
@@ -61,13 +63,14 @@ std::span<const LayerCall> calls_of(const ChunkPlan& chunk, Op op) {
   }
 }
 
-// Every use of parameters by a schedule, in order.
-std::vector<zero::Access> trace_of(const RunPlan& plan, std::span<const pipeline::Instr> schedule, i64 num_layers) {
+// Every use of a group's parameters by a schedule, in order; a call of a layer that has none is an empty one.
+std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<const pipeline::Instr> schedule,
+                                   i64 num_layers) {
   std::vector<zero::Access> trace;
   for (const pipeline::Instr& instr : schedule) {
     for (const LayerCall& call : calls_of(plan.chunks[static_cast<size_t>(instr.chunk)], instr.op)) {
       if (call.kind != LayerCall::Kind::BackwardWeight)
-        trace.push_back(uses_of(plan, call.layer, num_layers, RunPlan::kSharedUnit));
+        trace.push_back(uses_of(plan, group, call.layer, num_layers, RunPlan::kSharedUnit));
     }
   }
   return trace;
@@ -75,15 +78,13 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, std::span<const pipeline
 
 // The most that is received at once when gradients are summed behind the data-parallel sums.
 i64 exchange_elems(const RunPlan& plan) {
-  i64 shared = 0;
+  i64 elems = 0;
   if (plan.embeds() != plan.projects()) {
-    for (const zero::Segment& s : plan.grad_layout.segments_of(plan.shared_grads())) shared = std::max(shared, s.slice);
+    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
+      elems = std::max(elems, std::min(s.slice, RunPlan::kExchangeElems));
   }
-  using Parts = model::ParamRow::Parts;
-  const auto at_once = [](i64 elems) { return std::min(elems, RunPlan::kExchangeElems); };
-  // Copies of the whole group are summed where they are; of others every rank gets all.
-  const i64 copies = at_once(plan.parts_elems(Parts::Copies)) * (plan.copies() == plan.mesh.tp ? 1 : plan.mesh.tp);
-  return std::max({at_once(shared), at_once(plan.parts_elems(Parts::Group)), copies});
+  for (const auto& [width, summed] : plan.summed_elems()) elems = std::max(elems, plan.exchange_of(width, summed));
+  return elems;
 }
 
 optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
@@ -99,7 +100,8 @@ optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
 std::vector<i64> params_of(const RunPlan& plan, size_t group) {
   std::vector<i64> params;
   for (size_t p = 0; p < plan.groups.of_params.size(); ++p) {
-    if (plan.groups.of_params[p] == group && plan.layout.rows()[p].segment >= 0) params.push_back(narrow<i64>(p));
+    const i64 param = narrow<i64>(p);
+    if (plan.groups.of_params[p] == group && plan.shards_of(param).has_param(param)) params.push_back(param);
   }
   return params;
 }
@@ -109,25 +111,25 @@ std::vector<i64> params_of(const RunPlan& plan, size_t group) {
 GroupPieces RunPlan::pieces_of(size_t group) const {
   constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
   GroupPieces result;
-  std::vector<const model::ParamRow*> params;
-  for (const auto& unit : rows) {
-    for (const model::ParamRow& row : unit) params.push_back(&row);
-  }
   std::vector<i64> index(params.size(), -1);
   for (const i64 p : params_of(*this, group)) index[static_cast<size_t>(p)] = result.size.num_params++;
   result.size.largest = largest_of(matrices[group]);
   const auto collect = [&](std::vector<zero::TilePiece>& to, const std::vector<zero::Piece>& pieces, bool all) {
     for (const zero::Piece& piece : pieces) {
-      const auto p = static_cast<size_t>(piece.param);
-      if (index[p] < 0 || (!all && !params[p]->counted)) continue;  // of copies over tp the first rank's
+      const model::ParamRow& row = row_of(piece.param);
+      const i64 at = index[static_cast<size_t>(piece.param)];
+      if (at < 0 || (!all && !row.counted)) continue;  // of copies over tp the first rank's
       to.push_back({.piece = piece,
-                    .index = index[p],
-                    .weight_decay = params[p]->decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
+                    .index = at,
+                    .weight_decay = row.decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
                     .site = kRoundingSites + narrow<u32>(piece.param)});
     }
   };
-  collect(result.held, layout.held_pieces(dp_rank()), true);
-  collect(result.counted, layout.owned_pieces(dp_rank()), false);
+  for (const zero::ShardsPlan& s : shards) {
+    GroupPieces::Tiles& tiles = result.of.emplace_back();
+    collect(tiles.held, s.layout.held_pieces(s.rank), true);
+    collect(tiles.counted, s.layout.owned_pieces(s.rank), false);
+  }
   return result;
 }
 
@@ -223,57 +225,132 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   return acts;
 }
 
-i64 RunPlan::parts_elems(model::ParamRow::Parts parts, int dp_rank) const {
-  i64 elems = 0;
+RunPlan::SummedElems RunPlan::summed_elems() const {
+  SummedElems elems;
   if (mesh.tp == 1) return elems;
-  for (const zero::Piece& piece : layout.owned_pieces(dp_rank)) {
-    const i64 unit = layout.segments()[static_cast<size_t>(piece.segment)].unit;
-    const i64 row = piece.param - layout.units()[static_cast<size_t>(unit)].first_param;
-    if (rows[static_cast<size_t>(unit)][static_cast<size_t>(row)].parts == parts) elems += piece.count;
+  for (const zero::ShardsPlan& s : shards) {
+    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+      if (row_of(piece.param).also_summed > 1) elems[row_of(piece.param).also_summed] += piece.count;
+    }
   }
   return elems;
 }
 
-std::vector<std::pair<i64, i64>> RunPlan::parts_of_ranks() const {
-  using Parts = model::ParamRow::Parts;
-  std::vector<std::pair<i64, i64>> elems(static_cast<size_t>(layout.num_ranks()));
-  for (size_t u = 0; u < rows.size() && mesh.tp > 1; ++u) {
-    for (size_t r = 0; r < rows[u].size(); ++r) {
-      const Parts parts = rows[u][r].parts;
-      const zero::RowPlace& row = layout.rows()[static_cast<size_t>(layout.units()[u].first_param) + r];
-      if ((parts != Parts::Group && parts != Parts::Copies) || row.segment < 0) continue;
-      const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
-      for (i64 at = row.offset; at < end;) {
-        const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
-        auto& [group, copies] = elems[static_cast<size_t>(rank)];
-        (parts == Parts::Group ? group : copies) += next - at;
-        at = next;
+std::vector<RunPlan::SummedElems> RunPlan::summed_of_ranks() const {
+  const zero::Layout& layout = dp().layout;
+  std::vector<SummedElems> elems(static_cast<size_t>(layout.num_ranks()));
+  for (size_t p = 0; p < params.size() && mesh.tp > 1; ++p) {
+    const zero::RowPlace& row = layout.rows()[p];
+    if (params[p]->also_summed == 1 || row.segment < 0) continue;
+    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+    for (i64 at = row.offset; at < end;) {
+      const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
+      elems[static_cast<size_t>(rank)][params[p]->also_summed] += next - at;
+      at = next;
+    }
+  }
+  return elems;
+}
+
+namespace {
+
+// What the ranks of a group have of a model, and when they gather it.
+zero::ShardsPlan make_shards(const Config& config, const model::Model& model, const RunPlan& plan, size_t group,
+                             zero::LayoutOptions options, std::vector<StateSet> states,
+                             std::vector<PerState<DType>> dtypes) {
+  zero::ShardsPlan shards;
+  const ZeroConfig& z = config.zero;
+  const i64 num_layers = std::ssize(model.layers);
+  shards.rank = zero::shard_rank(plan.mesh, plan.coord);
+  options.num_ranks = zero::num_shards(plan.mesh);
+  if (group > 0) {
+    const DpSplit& split = model.splits[group - 1];
+    shards.axis = split.name;
+    shards.rank = split_rank(plan.mesh, split, plan.coord);
+    options.num_ranks = split_size(plan.mesh, split);
+  }
+  options.group = group;
+  shards.layout = zero::Layout::make(plan.rows, options);
+  shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes));
+  options.here[RunPlan::kSharedUnit] = plan.embeds();
+  options.here.push_back(plan.projects());
+  shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
+  shards.shared_grads = plan.shared_grads();
+  shards.allgather_bucket = z.allgather_bucket_size;
+
+  shards.grads = {.axis = shards.axis,
+                  .work = plan.work,
+                  .wire = plan.wire,
+                  .bucket_elems = z.reduce_bucket_size,
+                  .overlap = z.overlap_comm,
+                  .micro_batches = plan.micro_batches,
+                  .reduce_each_micro = plan.reduce_each_micro};
+  shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
+  for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
+    const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
+    for (const auto* calls : {&chunk.backward, &chunk.weight}) {
+      std::vector<i64> units;
+      for (const LayerCall& call : *calls) {
+        if (call.kind != LayerCall::Kind::BackwardWeight) continue;
+        const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
+        for (const i64 u : uses_of(plan, group, call.layer, num_layers, shared)) units.push_back(u);
       }
+      if (!units.empty()) shards.grads.passes.push_back(std::move(units));
     }
   }
-  return elems;
-}
+  shards.buckets = zero::plan_buckets(shards.grad_layout, shards.grads);
+  for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
+    if (u != plan.head_use() || plan.shared_grads() == u) shards.gathered_grads.push_back(u);
+  }
 
-i64 RunPlan::copies() const noexcept {
-  if (mesh.tp == 1) return 1;
-  for (const auto& unit : rows) {
-    for (const model::ParamRow& row : unit) {
-      if (row.parts == model::ParamRow::Parts::Copies) return row.copies;
+  std::vector<i64> gather_elems(plan.rows.size(), 0);
+  for (const zero::Segment& s : shards.layout.segments()) {
+    const i64 elems = s.slice * options.num_ranks;
+    shards.padded += elems;
+    if (!shards.layout.states().shard_params || s.persistent) {
+      shards.whole += elems;
+    } else {
+      gather_elems[static_cast<size_t>(s.unit)] += elems;
     }
   }
-  return 1;
+  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
+  // What is whole everywhere is not looked at use by use: a step may have any number of them.
+  const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
+  if (gathers_any && plan.trains()) {
+    shards.train_gathers = zero::plan_gathers(trace_of(plan, group, plan.schedule, num_layers), gather_elems, knobs);
+    shards.gather_pool_elems = shards.train_gathers.pool_elems;
+  }
+  for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
+    zero::GatherPlan& gathers = shards.eval_gathers.emplace_back();
+    if (!gathers_any) continue;
+    const pipeline::Instr forward{Op::Forward, 0, c};
+    gathers = zero::plan_gathers(trace_of(plan, group, {&forward, 1}, num_layers), gather_elems, knobs);
+    shards.gather_pool_elems = std::max(shards.gather_pool_elems, gathers.pool_elems);
+  }
+  return shards;
 }
 
-i64 RunPlan::grad_segment(i64 segment) const noexcept {
-  const i64 unit = layout.segments()[static_cast<size_t>(segment)].unit;
-  const i64 grad_unit = unit == kSharedUnit ? shared_grads() : unit;
-  return grad_layout.units()[static_cast<size_t>(grad_unit)].first_segment + segment -
-         layout.units()[static_cast<size_t>(unit)].first_segment;
+// What a group sends in a step.
+void count_traffic(RunPlan& plan, const zero::ShardsPlan& s) {
+  const i64 P = s.layout.num_ranks(), work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
+  const i64 reductions = plan.reduce_each_micro ? plan.micro_batches : 1;
+  const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };
+  // A bucket of which this rank has nothing is not sent.
+  const i64 buckets = std::ranges::count_if(s.buckets, [](const zero::Bucket& b) { return b.elems > 0; });
+  plan.traffic[s.axis + ".reduce_scatter"] = {reductions * buckets,
+                                              reductions * sent(padded_elems(s.grad_layout), wire_bytes)};
+  CommCount& gathers = plan.traffic[s.axis + ".all_gather"];
+  if (!s.layout.states().shard_optimizer) {
+    gathers = {1, sent(s.padded, 4)};  // the fp32 accumulators
+  } else {
+    gathers.bytes = sent(s.whole, work_bytes) + sent(s.train_gathers.gathered_elems, work_bytes);
+    for (const zero::GatherStep& step : s.train_gathers.steps) gathers.calls += narrow<i64>(step.launch.size());
+    gathers.calls += zero::num_publish_calls(s.layout, s.allgather_bucket);
+  }
+  for (const zero::Bucket& b : s.buckets) plan.largest_calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
 }
 
-bool RunPlan::counts(const zero::Piece& piece) const noexcept {
-  return zero::is_saved(rows, layout, piece, chunks.front().first);
-}
+}  // namespace
 
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device, std::vector<i64> cuts) {
@@ -334,19 +411,21 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 
   // Ownership.
   const ZeroConfig& z = config.zero;
-  const int P = zero::num_shards(mesh);
   std::vector<zero::LayerRange> layers;
   for (const ChunkPlan& c : plan.chunks) layers.push_back({c.chunk.begin, c.chunk.end});
-  zero::LayoutOptions options{.num_ranks = P,
-                              .stage = narrow<int>(z.stage),
+  zero::LayoutOptions options{.stage = narrow<int>(z.stage),
                               .persistence_threshold = z.param_persistence_threshold,
                               .model_persistence_threshold = z.model_persistence_threshold,
                               .here = zero::units_here(model, layers)};
+  plan.reduce_each_micro = config.reduce_order == ReduceOrder::Micro;
+  plan.params = model.params();
+  for (size_t i = 0; i < plan.params.size(); ++i)
+    plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds()));
   // Who only reads weights takes those of any optimizer.
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
-  for (const model::ParamRow* row : model.params()) {
+  for (const model::ParamRow* row : plan.params) {
     const optim::Group& group = plan.groups.of(std::ssize(states));
     StateSet& of = states.emplace_back();
     PerState<DType>& kept = dtypes.emplace_back();
@@ -359,61 +438,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
       if (is_coded(kept[s])) options.block = kStateBlock;
     }
   }
-  plan.layout = zero::Layout::make(plan.rows, options);
-  plan.states = zero::StateLayout(plan.layout, plan.dp_rank(), std::move(states), std::move(dtypes));
-  options.here[RunPlan::kSharedUnit] = plan.embeds();
-  options.here.push_back(plan.projects());
-  plan.grad_layout = zero::Layout::make(plan.grad_rows, options);
-
-  plan.grads = {.work = plan.work,
-                .wire = plan.wire,
-                .bucket_elems = z.reduce_bucket_size,
-                .overlap = z.overlap_comm,
-                .micro_batches = plan.micro_batches,
-                .reduce_each_micro = config.reduce_order == ReduceOrder::Micro};
-  plan.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
-  for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
-    const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
-    for (const auto* calls : {&chunk.backward, &chunk.weight}) {
-      std::vector<i64> units;
-      for (const LayerCall& call : *calls) {
-        if (call.kind != LayerCall::Kind::BackwardWeight) continue;
-        const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
-        for (const i64 u : uses_of(plan, call.layer, num_layers, shared)) units.push_back(u);
-      }
-      if (!units.empty()) plan.grads.passes.push_back(std::move(units));
-    }
-  }
-  plan.buckets = zero::plan_buckets(plan.grad_layout, plan.grads);
-
-  for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
-    if (u != plan.head_use() || plan.shared_grads() == u) plan.gathered_grads.push_back(u);
-  }
-
-  std::vector<i64> gather_elems(plan.rows.size(), 0);
-  i64 padded = 0, whole = 0;
-  for (const zero::Segment& s : plan.layout.segments()) {
-    padded += s.slice * P;
-    if (!plan.layout.states().shard_params || s.persistent) {
-      whole += s.slice * P;
-    } else {
-      gather_elems[static_cast<size_t>(s.unit)] += s.slice * P;
-    }
-  }
-  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
-  // What is whole everywhere is not looked at use by use: a step may have any number of them.
-  const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
-  if (gathers_any && plan.trains()) {
-    plan.train_gathers = zero::plan_gathers(trace_of(plan, plan.schedule, num_layers), gather_elems, knobs);
-    plan.gather_pool_elems = plan.train_gathers.pool_elems;
-  }
-  for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
-    zero::GatherPlan& gathers = plan.eval_gathers.emplace_back();
-    if (!gathers_any) continue;
-    const pipeline::Instr forward{Op::Forward, 0, c};
-    gathers = zero::plan_gathers(trace_of(plan, {&forward, 1}, num_layers), gather_elems, knobs);
-    plan.gather_pool_elems = std::max(plan.gather_pool_elems, gathers.pool_elems);
-  }
+  for (size_t g = 0; g <= model.splits.size(); ++g)
+    plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
 
   // Memory of the passes.
   const i64 R = plan.B * plan.T, S = plan.shape().stream_rows, C = model.hidden;
@@ -457,19 +483,22 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
     plan.pass = model::PassMemory(model, sizes);
   }
 
-  const i64 work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
-  const i64 shard = plan.layout.shard_elems();
+  const i64 work_bytes = dtype_bytes(plan.work);
   const bool trains = plan.trains();
-  const i64 fresh = trains ? zero::fresh_grad_elems(plan.grad_layout, plan.buckets, plan.grads) * wire_bytes : 0;
-  const i64 accum = trains ? zero::grad_accum_elems(plan.grad_layout, plan.grads) * 4 : 0;
-  const i64 gathered = plan.gather_pool_elems * work_bytes;
-  plan.shared = {whole * work_bytes, gathered, fresh, accum};
-  tag(Tag::Params) = (whole + (padded - whole) / P) * work_bytes;
-  tag(plan.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) = fresh;
-  tag(Tag::GradAccum) = accum;
-  tag(Tag::Master) = plan.states.bytes(State::Master);
-  for (const State s : kOptimizerStates) tag(Tag::Optimizer) += plan.states.bytes(s);
-  tag(Tag::Gathered) = gathered;
+  i64 shard = 0, owned = 0, staging = 0;
+  for (const zero::ShardsPlan& s : plan.shards) {
+    const i64 P = s.layout.num_ranks();
+    const std::vector<i64> of_communicator = s.communicator_bytes(trains);
+    tag(Tag::Params) += (s.whole + (s.padded - s.whole) / P) * work_bytes;
+    tag(Tag::Gathered) += of_communicator[1];
+    tag(s.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) += of_communicator[2];
+    tag(Tag::GradAccum) += of_communicator[3];
+    tag(Tag::Master) += s.states.bytes(State::Master);
+    for (const State state : kOptimizerStates) tag(Tag::Optimizer) += s.states.bytes(state);
+    if (trains) staging += zero::staging_elems(s.grad_layout, s.grads) * 4;
+    shard += s.layout.shard_elems();
+    owned += s.states.owned_bytes() + s.padded / P * work_bytes;
+  }
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
   tag(Tag::Host) = plan.kept.count * plan.host_bytes;
   tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
@@ -478,11 +507,16 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.stream_slots = streams;
   tag(Tag::Workspace) =
       plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + plan.pass.bytes(Tag::Workspace);
-  if (trains) tag(Tag::Workspace) += zero::staging_elems(plan.grad_layout, plan.grads) * 4;
+  tag(Tag::Workspace) += staging;
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     if (group.needs_matrices()) {
-      plan.matrices.push_back(zero::plan_matrices(plan.layout, plan.rows, params_of(plan, g)));
+      for (const i64 param : params_of(plan, g)) {
+        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
+                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
+                 plan.row_of(param).name, plan.shards_of(param).axis);
+      }
+      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, params_of(plan, g)));
       const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), mesh.tp);
       plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
       plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
@@ -498,35 +532,22 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Workspace) += plan.exchange_elems * 4;
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   // Tokens and their like; the numbers of the step.
-  tag(Tag::Data) =
-      align_up(plan.pass.bytes(Tag::Data), 8) + static_cast<i64>(sizeof(StepScalars)) + P * plan.micro_batches * 8;
+  tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) + static_cast<i64>(sizeof(StepScalars)) +
+                   zero::num_shards(mesh) * plan.micro_batches * 8;
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.
   if (device == DeviceKind::Cuda) {
     plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
   } else if (config.save.async && trains) {
-    plan.state_bytes = plan.states.owned_bytes() + padded / P * work_bytes;
+    plan.state_bytes = owned;
   }
   tag(Tag::Host) += plan.state_bytes;
 
-  const i64 reductions = plan.grads.reduce_each_micro ? plan.micro_batches : 1;
-  const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };
-  const i64 grad_padded = padded_elems(plan.grad_layout);
-  plan.traffic["dp.reduce_scatter"] = {reductions * narrow<i64>(plan.buckets.size()),
-                                       reductions * sent(grad_padded, wire_bytes)};
-  CommCount& gathers = plan.traffic["dp.all_gather"];
-  if (!plan.layout.states().shard_optimizer) {
-    gathers = {1, sent(padded, 4)};  // the fp32 accumulators
-  } else {
-    gathers.bytes = sent(whole, work_bytes) + sent(plan.train_gathers.gathered_elems, work_bytes);
-    for (const zero::GatherStep& step : plan.train_gathers.steps) gathers.calls += narrow<i64>(step.launch.size());
-    gathers.calls += zero::num_publish_calls(plan.layout, z.allgather_bucket_size);
-  }
+  for (const zero::ShardsPlan& shards : plan.shards) count_traffic(plan, shards);
   plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
   if (!trains) plan.traffic.clear();  // of training steps
   MeshCalls& calls = plan.largest_calls;
-  for (const zero::Bucket& b : plan.buckets) calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
   // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not
   // finite.
   constexpr i64 kNorm = 2 * 8, kEvaluation = 3 * 8;

@@ -17,13 +17,8 @@
 #include "optim/optimizer.h"
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
-#include "zero/gather_plan.h"
-#include "zero/grad_store.h"
-#include "zero/layout.h"
 #include "zero/matrix_exchange.h"
-#include "zero/ownership.h"
-#include "zero/state_layout.h"
-#include "zero/state_store.h"
+#include "zero/shards.h"
 
 namespace ds::report {
 
@@ -49,8 +44,11 @@ struct PassShape {
 // What a rank has of the parameters that are updated alike.
 struct GroupPieces {
   optim::GroupSize size;
-  std::vector<zero::TilePiece> held;     // which it updates
-  std::vector<zero::TilePiece> counted;  // in sums over whole parameters: each element is one rank's
+  struct Tiles {
+    std::vector<zero::TilePiece> held;     // which it updates
+    std::vector<zero::TilePiece> counted;  // in sums over whole parameters: each element is one rank's
+  };
+  std::vector<Tiles> of;  // by RunPlan::shards
 };
 
 struct RunPlan {
@@ -63,17 +61,15 @@ struct RunPlan {
   i64 sequence_length = 0;              // of all of them
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
-  zero::Layout layout;
+  std::vector<const model::ParamRow*> params;            // by number
+  std::vector<bool> saved;                               // by number: zero::is_saved
+  std::vector<zero::ShardsPlan> shards;                  // by ParamRow::group: of dp, of the model's splits of it
   optim::Groups groups;                                  // of parameters that are updated alike
-  zero::StateLayout states;                              // of masters and optimizers
   i64 optimizer_workspace = 0;                           // bytes
   i64 optimizer_reduction = 0;                           // bytes of the largest, over dp and tp
   std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
   zero::MatrixMemory matrix_memory;                      // of the largest
-  zero::GradOptions grads;
-  zero::Layout grad_layout;
-  std::vector<zero::Bucket> buckets;
-  std::vector<i64> gathered_grads;  // units whose gradients all ranks of dp have at stage 0
+  bool reduce_each_micro = false;                        // "micro" order
   bool split_backward = false;
   // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
   bool partition_inputs = false, offload_inputs = false;
@@ -82,23 +78,17 @@ struct RunPlan {
   // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and of the host.
   pipeline::KeptSlots kept;
   i64 kept_bytes = 0, host_bytes = 0;
-  zero::GatherPlan train_gathers;
-  std::vector<zero::GatherPlan> eval_gathers;  // of each chunk's forward pass
-  i64 gather_pool_elems = 0;                   // the most that one of them needs
-  model::PassMemory pass;                      // of training and evaluation: shapes, without memory
-  i64 temporary_bytes = 0;                     // shared by the layers
-  i64 working_bytes = 0;                       // over all chunks
-  i64 state_bytes = 0;     // of this rank's training state, copied to host memory to be saved or loaded
-  i64 stream_slots = 0;    // messages of the pipeline, [stream rows, hidden] each
-  i64 exchange_elems = 0;  // fp32, of sums of gradients over pipeline stages and the tensor-parallel group at once
-  i64 stream_shares = 1;   // ranks that share the rows of the residual stream
+  model::PassMemory pass;   // of training and evaluation: shapes, without memory
+  i64 temporary_bytes = 0;  // shared by the layers
+  i64 working_bytes = 0;    // over all chunks
+  i64 state_bytes = 0;      // of this rank's training state, copied to host memory to be saved or loaded
+  i64 stream_slots = 0;     // messages of the pipeline, [stream rows, hidden] each
+  i64 exchange_elems = 0;   // fp32, of sums of gradients over pipeline stages and the tensor-parallel group at once
+  i64 stream_shares = 1;    // ranks that share the rows of the residual stream
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
   TagBytes memory{};
-  // The part of it that each rank takes from the communicator of dp, allocation by allocation: its peers read it in
-  // place.
-  std::vector<i64> shared;
-  // The same of tp.
+  // The part of it that each rank takes from the communicator of tp, allocation by allocation.
   std::vector<i64> tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
@@ -108,20 +98,27 @@ struct RunPlan {
   bool trains() const noexcept { return ds::trains(use); }
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
-  int dp_rank() const noexcept { return zero::shard_rank(mesh, coord); }
-  // The segment of grad_layout that has the gradients of one of layout.
-  i64 grad_segment(i64 segment) const noexcept;
-  // Elements of the slices that a rank of dp owns (this one) of rows whose gradients are parts of a sum over tp.
-  i64 parts_elems(model::ParamRow::Parts parts, int dp_rank) const;
-  i64 parts_elems(model::ParamRow::Parts parts) const { return parts_elems(parts, dp_rank()); }
-  // The same of each rank of dp, of which there may be a million: of Group and of Copies.
-  std::vector<std::pair<i64, i64>> parts_of_ranks() const;
+  const zero::ShardsPlan& dp() const noexcept { return shards.front(); }
+  int dp_rank() const noexcept { return dp().rank; }
+  const model::ParamRow& row_of(i64 param) const noexcept { return *params[static_cast<size_t>(param)]; }
+  const zero::ShardsPlan& shards_of(i64 param) const noexcept { return shards[row_of(param).group]; }
+  // Elements of rows whose gradients are also summed over tp, in the slices that a rank owns; by how many ranks share
+  // a sum. Of this rank; and of each rank of dp, of which there may be a million.
+  using SummedElems = std::map<int, i64>;
+  SummedElems summed_elems() const;
+  std::vector<SummedElems> summed_of_ranks() const;
+  // Whether a parameter's gradients are divided by another number of ranks than most.
+  bool divides_otherwise(i64 param) const noexcept {
+    return row_of(param).divisor != 0 && row_of(param).divisor != mesh.dp;
+  }
+  // What an exchange of such sums holds: where not all ranks of tp share one, each rank gets all that is exchanged.
+  i64 exchange_of(int width, i64 elems) const noexcept {
+    return std::min(elems, kExchangeElems) * (width == mesh.tp ? 1 : mesh.tp);
+  }
   // What this rank has of the parameters of a group.
   GroupPieces pieces_of(size_t group) const;
-  // How many ranks of tp have the same copy of such rows; 1: there are none.
-  i64 copies() const noexcept;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
-  bool counts(const zero::Piece& piece) const noexcept;
+  bool counts(const zero::Piece& piece) const noexcept { return saved[static_cast<size_t>(piece.param)]; }
   // The same of what is trained: its gradient is in the norm.
   bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && !groups.frozen(piece.param); }
   // Sums of gradients over stages and over tp go in parts of so many elements, so that what they take is bounded.

@@ -13,12 +13,12 @@ using pipeline::Instr;
 using pipeline::LayerCall;
 using pipeline::Op;
 
-Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::ParamStore& params,
+Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
              Mesh& mesh, MemoryLedger& ledger, Device& device)
     : config_(config.model),
       model_(model),
       plan_(plan),
-      params_(params),
+      shards_(shards),
       mesh_(mesh),
       ledger_(ledger),
       device_(device),
@@ -137,10 +137,36 @@ void Stage::upload_tokens(const TensorView& to, i64 micro, std::span<const i32> 
   device_.upload(part.data, tokens_.data(), part.bytes());
 }
 
-model::RowViews Stage::param_views(const zero::ParamLease& lease, i64 layer) const {
+void Stage::begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan) {
+  for (const auto& s : shards_) s->params().begin(plan(s->plan()));
+}
+
+Stage::Leases Stage::acquire() {
+  Leases leases;
+  for (size_t g = 0; g < shards_.size(); ++g) leases[g].emplace(shards_[g]->params().acquire());
+  return leases;
+}
+
+// The rows of a unit, each where its group has it.
+template <class RowsOf>
+std::span<const TensorView> Stage::merge(std::span<const model::ParamRow> rows, std::vector<TensorView>& merged,
+                                         RowsOf&& rows_of) {
+  if (shards_.size() == 1 || rows.empty()) return rows_of(0);
+  merged.resize(rows.size());
+  for (size_t g = 0; g < shards_.size(); ++g) {
+    const std::span<const TensorView> of_group = rows_of(g);
+    for (size_t r = 0; r < of_group.size(); ++r) {
+      if (rows[r].group == g) merged[r] = of_group[r];
+    }
+  }
+  return merged;
+}
+
+model::RowViews Stage::param_views(const Leases& leases, i64 layer) {
   const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
-  return {lease.rows(report::RunPlan::unit_of(layer)),
-          shared ? lease.rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
+  const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
+  return {merge(model_.layers[static_cast<size_t>(layer)]->rows(), merged_params_, rows_of),
+          shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
 }
 
 void Stage::drop_graphs() noexcept {
@@ -164,11 +190,11 @@ void Stage::enqueue_static(size_t key, FunctionRef<void()> body) {
 }
 
 void Stage::begin_step() {
-  params_.begin(plan_.train_gathers);
+  begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.train_gathers; });
   posted_ = next_receive_ = 0;
 }
 
-void Stage::run(size_t at, const MicroBatch& micro, zero::GradStore& grads) {
+void Stage::run(size_t at, const MicroBatch& micro) {
   const Instr& instr = plan_.schedule[at];
   switch (instr.op) {
     case Op::Load: break;
@@ -181,7 +207,7 @@ void Stage::run(size_t at, const MicroBatch& micro, zero::GradStore& grads) {
     case Op::BackwardInput:
     case Op::BackwardWeight:
       post_next_receive(at);
-      run_layers(instr, micro, grads);
+      run_layers(instr, micro);
       break;
   }
 }
@@ -248,7 +274,7 @@ TensorView Stage::input_of(const Instr& instr) {
   return slot_of(chunk.inputs, instr.micro);
 }
 
-void Stage::run_layers(const Instr& instr, const MicroBatch& micro, zero::GradStore& grads) {
+void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
   Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
   const model::PassSizes& s = memory_.sizes;
@@ -265,11 +291,11 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro, zero::GradSt
   const auto& calls = instr.op == Op::Forward          ? plan.forward
                       : instr.op == Op::BackwardWeight ? plan.weight
                                                        : plan.backward;
-  for (const LayerCall& call : calls) run_call(ctx, instr, call, micro, grads);
+  for (const LayerCall& call : calls) run_call(ctx, instr, call, micro);
 }
 
-void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call, const MicroBatch& micro,
-                     zero::GradStore& grads) {
+void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
+                     const MicroBatch& micro) {
   const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
   Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
   const model::Layer& layer = *model_.layers[static_cast<size_t>(call.layer)];
@@ -294,15 +320,15 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
                      static_cast<size_t>(call.layer);
   switch (call.kind) {
     case LayerCall::Kind::Forward: {
-      const zero::ParamLease lease = params_.acquire();
-      enqueue_static(key, [&] { layer.forward(ctx, param_views(lease, call.layer), x, acts); });
+      const Leases leases = acquire();
+      enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer), x, acts); });
       if (instr.op == Op::Forward && acts.stash) stash(acts);
       break;
     }
     case LayerCall::Kind::BackwardInput: {
-      const zero::ParamLease lease = params_.acquire();
+      const Leases leases = acquire();
       const auto body = [&] {
-        const model::RowViews params = param_views(lease, call.layer);
+        const model::RowViews params = param_views(leases, call.layer);
         if (call.again) layer.recompute(ctx, params, x, acts, plan.chunk.keep_of(call.layer));
         layer.backward_input(ctx, params, x, dy(), acts);
       };
@@ -317,12 +343,17 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
     case LayerCall::Kind::BackwardWeight: {
       const i64 own = report::RunPlan::unit_of(call.layer),
                 shared = head ? plan_.head_use() : report::RunPlan::kSharedUnit;
-      const bool has_own = !layer.rows().empty(), has_shared = model_.tied() && (head || call.layer == 0);
-      const model::RowViews views{has_own ? grads.acquire(own) : std::span<const TensorView>(),
-                                  has_shared ? grads.acquire(shared)[0] : TensorView{}};
+      const bool has_shared = model_.tied() && (head || call.layer == 0);
+      const auto rows_of = [&](size_t g) {
+        return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
+      };
+      const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),
+                                  has_shared ? shards_[0]->grads().acquire(shared)[0] : TensorView{}};
       enqueue_static(key, [&] { layer.backward_weight(ctx, views, x, dy(), acts); });
-      if (has_own) grads.commit(own);  // may start the reduction of its bucket
-      if (has_shared) grads.commit(shared);
+      for (const auto& s : shards_) {
+        if (s->plan().has_grads(own)) s->grads().commit(own);  // may start the reduction of its bucket
+      }
+      if (has_shared) shards_[0]->grads().commit(shared);
       break;
     }
   }
@@ -355,13 +386,13 @@ void Stage::restore(const model::LayerActs& acts) {
 
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
                           FunctionRef<void(i64)> before) {
-  params_.begin(plan_.eval_gathers[c]);
+  begin_pass([c](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers[c]; });
   const pipeline::Chunk& chunk = plan_.chunks[c].chunk;
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     before(l);
-    const zero::ParamLease lease = params_.acquire();
+    const Leases leases = acquire();
     const model::LayerActs& layer = acts[static_cast<size_t>(l - chunk.begin)];
-    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(lease, l), x, layer);
+    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(leases, l), x, layer);
     x = layer.output;
   }
   return x;
@@ -390,13 +421,13 @@ void Stage::receive_activation(const Instr& instr) {
 
 void Stage::logits(TensorView out) {
   const pipeline::Chunk& last = plan_.chunks.back().chunk;
-  params_.begin(plan_.eval_gathers.back());
+  begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers.back(); });
   for (i64 l = last.begin; l < last.end; ++l) {
-    const zero::ParamLease lease = params_.acquire();
+    const Leases leases = acquire();
     if (l + 1 < last.end) continue;
     const model::PassSizes& s = memory_.sizes;
     model_.layers.back()->logits(context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T}),
-                                 param_views(lease, l), chunks_.back().eval.back(), out);
+                                 param_views(leases, l), chunks_.back().eval.back(), out);
   }
 }
 

@@ -3,15 +3,16 @@
 // Stage: the layers of one rank of a pipeline with their activations. It runs them, in training, in evaluation and when
 // text is written, and talks to the stages beside it. It knows neither what becomes of gradients nor optimizers.
 
+#include <array>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <vector>
 
 #include "mesh/mesh.h"
 #include "model/pass_memory.h"
 #include "report/run_plan.h"
-#include "zero/grad_store.h"
-#include "zero/param_store.h"
+#include "zero/shards.h"
 
 namespace ds::stage {
 
@@ -26,7 +27,7 @@ struct MicroBatch {
 class Stage {
  public:
   // Takes its memory by the plan. All that is given outlives it.
-  Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::ParamStore& params,
+  Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
         Mesh& mesh, MemoryLedger& ledger, Device& device);
   ~Stage();
 
@@ -35,7 +36,7 @@ class Stage {
 
   // A training step: run() for each instruction of the plan's schedule in order, but for Load.
   void begin_step();
-  void run(size_t instruction, const MicroBatch& micro, zero::GradStore& grads);
+  void run(size_t instruction, const MicroBatch& micro);
   // From then on, with graphs, what is the same in every step is launched as recorded.
   void end_step() noexcept { warm_ = true; }
 
@@ -80,7 +81,15 @@ class Stage {
   void make_pass_memory();
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
-  model::RowViews param_views(const zero::ParamLease& lease, i64 layer) const;
+  // Of all groups, for one call of a layer.
+  static constexpr size_t kMostGroups = 4;
+  using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
+  void begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan);
+  Leases acquire();
+  template <class RowsOf>
+  std::span<const TensorView> merge(std::span<const model::ParamRow> rows, std::vector<TensorView>& merged,
+                                    RowsOf&& rows_of);
+  model::RowViews param_views(const Leases& leases, i64 layer);
   // Enqueues `body`, which is the same in every step; with graphs it is recorded once and launched from then on.
   void enqueue_static(size_t key, FunctionRef<void()> body);
   void drop_graphs() noexcept;
@@ -88,9 +97,9 @@ class Stage {
   void post_receives(size_t end);
   void post_next_receive(size_t at);
   void send(const pipeline::Instr& instr);
-  void run_layers(const pipeline::Instr& instr, const MicroBatch& micro, zero::GradStore& grads);
+  void run_layers(const pipeline::Instr& instr, const MicroBatch& micro);
   void run_call(const model::PassContext& ctx, const pipeline::Instr& instr, const pipeline::LayerCall& call,
-                const MicroBatch& micro, zero::GradStore& grads);
+                const MicroBatch& micro);
   void receive_activation(const pipeline::Instr& instr);
   const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
@@ -101,7 +110,7 @@ class Stage {
   const ModelConfig& config_;
   const model::Model& model_;
   const report::RunPlan& plan_;
-  zero::ParamStore& params_;
+  zero::AllShards& shards_;
   Mesh& mesh_;
   MemoryLedger& ledger_;
   Device& device_;
@@ -111,8 +120,9 @@ class Stage {
   std::vector<Buffer> memory_buffers_;
   Buffer kept_, host_, working_, temporary_, streams_;
   std::vector<Chunk> chunks_;
-  std::vector<Ticket> outputs_sent_;   // by the slot of plan_.kept where they lie
-  size_t posted_ = 0;                  // instructions of the schedule whose receives are under way
+  std::vector<TensorView> merged_params_, merged_grads_;  // of a layer with rows of several groups
+  std::vector<Ticket> outputs_sent_;                      // by the slot of plan_.kept where they lie
+  size_t posted_ = 0;                                     // instructions of the schedule whose receives are under way
   size_t next_receive_ = 0;            // no receive stands between the present instruction and this one
   Ticket sent_;                        // of an evaluation's last activation
   std::vector<Device::Graph> graphs_;  // by pass, micro-batch and layer

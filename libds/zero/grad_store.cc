@@ -77,7 +77,14 @@ i64 staging_elems(const Layout& layout, const GradOptions& options) {
 
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                      Device& device, MemoryLedger& ledger, const GradOptions& options)
-    : layout_(layout), comm_(comm), device_(device), ops_(device.ops()), stream_(device.stream()), options_(options) {
+    : layout_(layout),
+      comm_(comm),
+      reduce_tag_(options.axis + ".reduce_scatter"),
+      gather_tag_(options.axis + ".all_gather"),
+      device_(device),
+      ops_(device.ops()),
+      stream_(device.stream()),
+      options_(options) {
   buckets_ = plan_buckets(layout, options);
   micro_.resize(buckets_.size());
   i64 staged = 0;
@@ -124,7 +131,10 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     std::vector<TensorView>& views = views_.emplace_back();
     for (size_t r = 0; r < rows[u].size(); ++r) {
       const RowPlace& place = layout.rows()[static_cast<size_t>(unit.first_param) + r];
-      if (place.segment < 0) continue;
+      if (place.segment < 0) {
+        views.emplace_back();
+        continue;
+      }
       const i64 at = layout.segments()[static_cast<size_t>(place.segment)].offset + place.offset;
       const DType dtype = options.staged() ? DType::F32 : options.wire;
       void* data = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data()) +
@@ -209,7 +219,7 @@ void GradStore::reduce(size_t bucket) {
   }
   if (segments_.empty()) return;
   const bool continues = options_.reduce_each_micro && micro_[bucket] > 0;
-  tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, "dp.reduce_scatter");
+  tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
 }
 
 void GradStore::finish() {
@@ -223,7 +233,7 @@ void GradStore::gather(std::span<const i64> wanted) {
     for (const Segment& s : layout_.segments_of(unit))
       gathered_.push_back({element(&s - layout_.segments().data(), 0), s.slice * 4});
   }
-  if (!gathered_.empty()) comm_.all_gather(gathered_, "dp.all_gather").wait();
+  if (!gathered_.empty()) comm_.all_gather(gathered_, gather_tag_).wait();
 }
 
 }  // namespace ds::zero

@@ -13,6 +13,7 @@
 // the layers stand: on one pipeline stage or on two.
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -27,6 +28,7 @@ struct Bucket {
   i64 elems = 0;  // padded
 };
 struct GradOptions {
+  std::string axis = "dp";                    // of the ranks: names what they send
   DType work = DType::F32;                    // dtype of the parameters
   DType wire = DType::F32;                    // dtype of fresh gradients and of the wire
   i64 bucket_elems = 0;                       // reduce_bucket_size
@@ -54,8 +56,8 @@ class GradStore {
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options);
 
-  // Where backward writes the gradients of `unit`: units come in the order of their pass, in every micro-batch. Waits
-  // until the memory is free. commit() ends the lease.
+  // Where backward writes the gradients of `unit`, by row (null: of another group): units come in the order of their
+  // pass, in every micro-batch. Waits until the memory is free. commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
   void commit(i64 unit);
 
@@ -75,6 +77,7 @@ class GradStore {
 
   const Layout& layout_;
   Communicator& comm_;
+  std::string reduce_tag_, gather_tag_;
   Device& device_;
   const OpTable& ops_;
   Stream& stream_;

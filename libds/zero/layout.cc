@@ -21,11 +21,16 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
   for (size_t u = 0; u < units.size(); ++u) {
     // In registration order, as DeepSpeed decides: small parameters persist until their total reaches the model's
     // threshold.
-    std::vector<bool> persistent(units[u].size(), false);
+    enum class Kept : u8 { Sharded, Persistent, Elsewhere };
+    std::vector<Kept> kept(units[u].size(), Kept::Sharded);
+    for (size_t r = 0; r < units[u].size(); ++r) {
+      if (units[u][r].group != options.group) kept[r] = Kept::Elsewhere;
+    }
     for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
+      if (kept[r] == Kept::Elsewhere) continue;
       const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // alike on all ranks of a tensor-parallel group
       if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
-        persistent[r] = true;
+        kept[r] = Kept::Persistent;
         persistent_total += n;
       }
     }
@@ -33,12 +38,14 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
     const bool here = options.here.empty() || options.here[u];
     for (size_t r = 0; r < units[u].size(); ++r)
       layout.rows_[static_cast<size_t>(param) + r].param = param + narrow<i64>(r);
-    for (const bool want : {true, false}) {
-      if (!here || std::find(persistent.begin(), persistent.end(), want) == persistent.end()) continue;
-      Segment s{
-          .unit = narrow<i64>(u), .persistent = want, .offset = place.padded, .shard_offset = layout.shard_elems_};
+    for (const Kept want : {Kept::Persistent, Kept::Sharded}) {
+      if (!here || std::ranges::find(kept, want) == kept.end()) continue;
+      Segment s{.unit = narrow<i64>(u),
+                .persistent = want == Kept::Persistent,
+                .offset = place.padded,
+                .shard_offset = layout.shard_elems_};
       for (size_t r = 0; r < units[u].size(); ++r) {
-        if (persistent[r] != want) continue;
+        if (kept[r] != want) continue;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
         s.numel = align_up(s.numel, options.row_alignment());
         layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};

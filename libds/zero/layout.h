@@ -14,9 +14,11 @@
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements: always whole on
 // every rank). Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket
-// sizes. A rank may have some of the units only (a pipeline stage): all keep their numbers, and are cut as if all were
-// there, so that a unit that stands on two stages is cut alike on both. Shard arrays (fp32 accumulators, masters,
-// moments) are the owned slices of all segments, one after the other; at stage 0 every rank keeps all slices.
+// sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the same numbers of units
+// and parameters: a layer has a unit in each layout. A rank may have some of the units only (a pipeline stage): all
+// keep their numbers, and are cut as if all were there, so that a unit that stands on two stages is cut alike on both.
+// Shard arrays (fp32 accumulators, masters, moments) are the owned slices of all segments, one after the other; at
+// stage 0 every rank keeps all slices.
 
 #include <algorithm>
 #include <span>
@@ -49,6 +51,7 @@ struct LayoutOptions {
   i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
   std::vector<bool> here = {};          // by unit: whether this rank has it; empty: it has all
   i64 block = 1;                        // elements of a row that stay together, from its first one on; a power of two
+  size_t group = 0;                     // rows of other groups (ParamRow::group) are not here
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
   i64 slice_alignment() const noexcept { return std::max(kSliceAlignment, block); }
@@ -65,7 +68,7 @@ struct Segment {
 
 struct RowPlace {
   i64 param = 0;     // number over the whole model
-  i64 segment = -1;  // of a unit that is not here
+  i64 segment = -1;  // of what is not here
   i64 offset = 0;    // in the segment
   i64 numel = 0;
 };

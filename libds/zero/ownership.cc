@@ -20,11 +20,8 @@ std::vector<bool> units_here(const model::Model& model, std::span<const LayerRan
   return here;
 }
 
-bool is_saved(std::span<const std::span<const model::ParamRow>> units, const Layout& layout, const Piece& piece,
-              bool has_first_layer) noexcept {
-  const i64 unit = layout.segments()[static_cast<size_t>(piece.segment)].unit;
-  const i64 row = piece.param - layout.units()[static_cast<size_t>(unit)].first_param;
-  return units[static_cast<size_t>(unit)][static_cast<size_t>(row)].counted && (unit != kSharedUnit || has_first_layer);
+bool is_saved(const model::Model& model, const model::ParamRow& row, i64 param, bool has_first_layer) noexcept {
+  return row.counted && (param >= std::ssize(model.shared) || has_first_layer);
 }
 
 std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shards, const MeshShape& mesh,
@@ -36,6 +33,7 @@ std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shard
   for (at.tp = 0; at.tp < mesh.tp; ++at.tp) {
     const model::Model& model = shards[static_cast<size_t>(at.tp)];
     const Units units = units_of(model);
+    const std::vector<const model::ParamRow*> rows = model.params();
     for (at.pp = 0; at.pp < mesh.pp; ++at.pp) {
       const auto stage = static_cast<size_t>(at.pp);
       const LayerRange layers{cuts[stage], cuts[stage + 1]};
@@ -44,7 +42,9 @@ std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shard
       for (at.dp = 0; at.dp < mesh.dp; ++at.dp) {
         for (at.sp = 0; at.sp < mesh.sp; ++at.sp) {
           std::vector<Piece> pieces = layout.owned_pieces(shard_rank(mesh, at));
-          std::erase_if(pieces, [&](const Piece& p) { return !is_saved(units, layout, p, layers.begin == 0); });
+          std::erase_if(pieces, [&](const Piece& p) {
+            return !is_saved(model, *rows[static_cast<size_t>(p.param)], p.param, layers.begin == 0);
+          });
           ranks[static_cast<size_t>(rank_at(mesh, at))] = std::move(pieces);
         }
       }

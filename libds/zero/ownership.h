@@ -35,10 +35,9 @@ constexpr int shard_rank(const MeshShape& mesh, const MeshCoord& coord) noexcept
   return coord.dp * mesh.sp + coord.sp;
 }
 
-// Whether the owner of a piece saves it, and counts its gradient: no rank before it has the same. `layout`: of `units`
-// of that rank's model; `has_first_layer`: the stage of that rank.
-bool is_saved(std::span<const std::span<const model::ParamRow>> units, const Layout& layout, const Piece& piece,
-              bool has_first_layer) noexcept;
+// Whether the owner of a piece of parameter number `param` saves it, and counts its gradient: no rank before it has the
+// same. `row`: of that rank's model; `has_first_layer`: the stage of that rank.
+bool is_saved(const model::Model& model, const model::ParamRow& row, i64 param, bool has_first_layer) noexcept;
 
 // By rank of the mesh, the pieces that it saves, in the order of parameters. Every element of every parameter is in one
 // of them. `shards`: the model of each rank of tp, in order; `cuts`: the first layer of each stage, and behind the last

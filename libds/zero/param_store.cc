@@ -13,7 +13,7 @@ std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept {
 
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                        Device& device, MemoryLedger& ledger, const Options& options)
-    : layout_(layout), comm_(comm), device_(device), options_(options) {
+    : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0;
   for (const Segment& s : layout.segments()) {
@@ -73,7 +73,7 @@ void ParamStore::launch(const GatherStep::Launch& l) {
     const i64 slice_bytes = s.slice * bytes;
     device_.copy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()), slice_bytes);
     const AllGatherSegment segment{base, slice_bytes};
-    arriving_[static_cast<size_t>(l.unit)] = comm_.all_gather({&segment, 1}, "dp.all_gather");
+    arriving_[static_cast<size_t>(l.unit)] = comm_.all_gather({&segment, 1}, gather_tag_);
     point_rows(s, base);
   }
 }
@@ -134,7 +134,7 @@ void ParamStore::publish() {
         published_.push_back({element(s, 0), s.slice * dtype_bytes(options_.work)});
       },
       [&] {
-        tickets_.push_back(comm_.all_gather(published_, "dp.all_gather"));
+        tickets_.push_back(comm_.all_gather(published_, gather_tag_));
         published_.clear();
       });
   for (Ticket& t : tickets_) t.wait();

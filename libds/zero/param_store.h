@@ -5,6 +5,7 @@
 // of its use.
 
 #include <span>
+#include <string>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -22,7 +23,7 @@ class ParamLease {
   ParamLease(ParamLease&& other) noexcept : store_(std::exchange(other.store_, nullptr)) {}
   ParamLease& operator=(ParamLease&&) = delete;
   ~ParamLease();
-  // The rows of a unit of this access, in order.
+  // The rows of a unit of this access, in order; null: those of another group.
   std::span<const TensorView> rows(i64 unit) const noexcept;
 
  private:
@@ -34,6 +35,7 @@ class ParamLease {
 class ParamStore {
  public:
   struct Options {
+    std::string axis = "dp";  // of the ranks: names what they send
     DType work = DType::F32;
     i64 allgather_bucket = 0;  // elements published in one all-gather
     i64 pool_elems = 0;        // the largest pool_elems of all plans that will be begun
@@ -66,6 +68,7 @@ class ParamStore {
 
   const Layout& layout_;
   Communicator& comm_;
+  std::string gather_tag_;
   Device& device_;
   Options options_;
   Buffer whole_, shards_, pool_;

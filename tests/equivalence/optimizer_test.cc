@@ -107,18 +107,18 @@ TEST(NarrowStates, AreUntouchedByASkippedStep) {
       return bytes;
     };
     i64 skipped = 0;
-    const Hooks hooks = {
-        .before_step =
-            [&](engine::Engine& engine, i64 step) {
-              f16& weight = *static_cast<f16*>(engine.lease(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
-              if (step == 2) weight = to_f16(INFINITY);
-              before = bytes_of(engine);
-            },
-        .after_step =
-            [&](engine::Engine& engine, i64 step) {
-              EXPECT_EQ(before == bytes_of(engine), step == 2) << step;
-              skipped += engine.progress().skipped_steps;
-            }};
+    const Hooks hooks = {.before_step =
+                             [&](engine::Engine& engine, i64 step) {
+                               f16& weight = *static_cast<f16*>(
+                                   engine.lease(engine.plan().dp().layout.owned_pieces(0)[0])[State::Param]);
+                               if (step == 2) weight = to_f16(INFINITY);
+                               before = bytes_of(engine);
+                             },
+                         .after_step =
+                             [&](engine::Engine& engine, i64 step) {
+                               EXPECT_EQ(before == bytes_of(engine), step == 2) << step;
+                               skipped += engine.progress().skipped_steps;
+                             }};
     Config c = tiny_config(tiny_gpt2(), 1, 1, 0);
     c.fp16.enabled = true;
     c.communication_data_type = DType::F16;

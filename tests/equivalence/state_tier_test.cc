@@ -5,14 +5,10 @@
 
 #include <gmock/gmock.h>
 
-#include <fstream>
-
 #include "checkpoint/step_writer.h"
-#include "ds/checkpoint.h"
-#include "engine/param_table.h"
+#include "equivalence/checkpoints.h"
 #include "equivalence/moved_states.h"
 #include "equivalence/optimizers.h"
-#include "temp_directory.h"
 
 namespace ds::testing {
 namespace state_tier_test {
@@ -20,7 +16,7 @@ namespace state_tier_test {
 constexpr i64 kSteps = 4;
 
 Hooks moved(int versions, Hooks hooks = {}) {
-  hooks.states = [versions](zero::StateStore::Parts parts) {
+  hooks.parts.states = [versions](zero::StateStore::Parts parts) {
     return std::make_unique<MovedStates>(std::move(parts), versions);
   };
   return hooks;
@@ -76,54 +72,6 @@ TEST_P(Tier, ASkippedStepIsForgotten) {
 INSTANTIATE_TEST_SUITE_P(All, Tier, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
-std::string bytes_of(const std::string& path) {
-  std::ifstream in(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(in), {}};
-}
-
-// Saves what the engine holds as a step of the directory.
-std::string save(engine::Engine& engine, const std::string& dir) {
-  const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
-  engine::HostState state(engine, engine.saved_pieces());
-  state.download();
-  const engine::Progress& progress = engine.progress();
-  CheckpointMeta meta;
-  meta.step = progress.step;
-  meta.optimizer_step = progress.optimizer_step;
-  meta.consumed_samples = progress.consumed_samples;
-  meta.work_dtype = engine.plan().work;
-  meta.layout_id = engine.plan().layout.id();
-  meta.mesh = engine.mesh().shape();
-  meta.zero_stage = narrow<int>(engine.config().zero.stage);
-  meta.optimizer = table.optimizer;
-  return save_checkpoint(dir, meta, table.params, state.pieces(), engine.mesh().world());
-}
-
-void load(engine::Engine& engine, const std::string& step) {
-  const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
-  engine::HostState state(engine, engine.held_pieces());
-  const CheckpointMeta meta =
-      load_checkpoint(step, engine.plan().work, table.params, state.pieces(), engine.mesh().world(), table.optimizers);
-  state.upload();
-  engine.publish_params();
-  engine.progress() = {meta.step, meta.optimizer_step, meta.skipped_steps, meta.consumed_samples};
-}
-
-struct Saved {
-  std::string step;
-  Trace trace;
-};
-
-Saved train_and_save(const Config& c, const Layout& l, const std::string& dir, Hooks hooks) {
-  Saved saved;
-  hooks.at_end = [&](engine::Engine& engine) {
-    const std::string step = save(engine, dir);
-    if (engine.mesh().rank() == 0) saved.step = step;
-  };
-  saved.trace = train_threads(c, l.ranks(), kSteps, 1, hooks);
-  return saved;
-}
-
 TEST(TierCheckpoints, AreThoseOfTheDevice) {
   for (const size_t which : {0, 6, 10}) {  // one pass, several passes, codes
     const OptimizerCase& optimizer = kOptimizers[which];
@@ -131,8 +79,8 @@ TEST(TierCheckpoints, AreThoseOfTheDevice) {
       const std::string what = fmt::format("{} {}", optimizer.name, dtype_name(work));
       const Layout two = {.dp = 2, .stage = 2}, other = {.dp = 4, .stage = 3};
       const TempDirectory dir;
-      const Saved device = train_and_save(config(two, optimizer, work), two, dir / "device", {});
-      const Saved away = train_and_save(config(two, optimizer, work), two, dir / "away", moved(2));
+      const Saved device = train_and_save(config(two, optimizer, work), two, kSteps, dir / "device");
+      const Saved away = train_and_save(config(two, optimizer, work), two, kSteps, dir / "away", moved(2));
       const auto merged = [&](const Saved& s, const std::string& name) {
         MergeOptions options;
         options.optimizer = true;
@@ -143,9 +91,8 @@ TEST(TierCheckpoints, AreThoseOfTheDevice) {
       EXPECT_EQ(merged(away, "away.safetensors"), merged(device, "device.safetensors")) << what;
 
       // On from the tier's checkpoint on the device, and from the device's in the tier, at another layout.
-      const auto resumed = [&](const Layout& l, const Saved& from, Hooks hooks) {
-        hooks.start = [&](engine::Engine& engine) { load(engine, from.step); };
-        return train_threads(config(l, optimizer, work), l.ranks(), kSteps, 1, hooks);
+      const auto resumed = [&](const Layout& l, const Saved& from, const Hooks& hooks) {
+        return resume(config(l, optimizer, work), l, kSteps, from.step, hooks);
       };
       const Trace want = resumed(two, device, {});
       expect_same_training(resumed(two, away, {}), want, what + ": on the device");

@@ -353,7 +353,7 @@ TEST(LossScale, StepsThatChangeItUnscaleWithTheScaleTheyUsed) {
   constexpr i64 kTicks = std::size(kOverflows);
   float healthy = 0;
   const Hooks hooks = {.before_step = [&](engine::Engine& engine, i64 step) {
-    f16& weight = *static_cast<f16*>(engine.lease(engine.plan().layout.owned_pieces(0)[0])[State::Param]);
+    f16& weight = *static_cast<f16*>(engine.lease(engine.plan().dp().layout.owned_pieces(0)[0])[State::Param]);
     if (step > 0 && kOverflows[step - 1]) weight = to_f16(healthy);  // a skipped step publishes no weights
     healthy = to_float(weight);
     if (kOverflows[step]) weight = to_f16(INFINITY);
@@ -408,12 +408,13 @@ TEST_P(InPlace, StagesOverlapAndBucketsChangeNoBit) {
       const report::RunPlan plan = report::make_run_plan(c, model, {.dp = P}, {});
       // A reduce-scatter exposes the P slices of its units, an all-gather one slice: a block is enough for either.
       for (const i64 block : {1, 2}) {
-        const i64 slice_bytes = plan.layout.units()[static_cast<size_t>(report::RunPlan::unit_of(block))].padded / P *
-                                dtype_bytes(plan.work);
+        const i64 slice_bytes = plan.dp().layout.units()[static_cast<size_t>(report::RunPlan::unit_of(block))].padded /
+                                P * dtype_bytes(plan.work);
         ASSERT_GT(slice_bytes, kDirectBytes);
         ASSERT_EQ(plan.wire, plan.work);
       }
-      ASSERT_EQ(plan.buckets.size(), bucket == 1 ? 4u : 2u);  // each layer, or [head, block 1] and [block 0, embedding]
+      ASSERT_EQ(plan.dp().buckets.size(),
+                bucket == 1 ? 4u : 2u);  // each layer, or [head, block 1] and [block 0, embedding]
       for (const bool overlap : {true, false}) {
         expect_same_training(train_threads(configure(P, 2, stage, bucket, overlap), P, 2), base,
                              fmt::format("stage {} bucket {} overlap {}", stage, bucket, overlap));

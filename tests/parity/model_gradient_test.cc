@@ -98,9 +98,10 @@ class Model {
   Values gradients() {
     loss();
     Values grads;
-    const zero::Layout& layout = engine_.engine.plan().layout;
+    const zero::Layout& layout = engine_.engine.plan().dp().layout;
     for (const zero::RowPlace& row : layout.rows()) {
-      const float* first = engine_.engine.gradient(row.segment, row.offset);
+      const float* first =
+          engine_.engine.gradient({.param = row.param, .segment = row.segment, .segment_offset = row.offset});
       grads.emplace_back(static_cast<size_t>(row.numel));
       engine_.device->download(grads.back().data(), first, row.numel * 4);
     }

@@ -176,9 +176,12 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   const float unscale = static_cast<float>(1 / r.loss_scale);
   for (const auto& unit : engine.plan().rows) {
     for (const model::ParamRow& row : unit) {
-      const zero::RowPlace& place = engine.plan().layout.rows()[static_cast<size_t>(param++)];
+      const zero::RowPlace& place = engine.plan().dp().layout.rows()[static_cast<size_t>(param++)];
       std::vector<float> grad(static_cast<size_t>(row.numel()));
-      device->download(grad.data(), engine.gradient(place.segment, place.offset), narrow<i64>(grad.size()) * 4);
+      device->download(
+          grad.data(),
+          engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}),
+          narrow<i64>(grad.size()) * 4);
       for (float& g : grad) g *= unscale;
       f.judge(dtype, "grad." + row.name, grad);
     }
@@ -212,7 +215,7 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
     }
     const double clipped = clip > 0 ? std::min(1.0, clip / (norm + 1e-6)) : 1.0, beta1 = config.optimizer.beta1,
                  beta2 = config.optimizer.beta2;
-    engine::HostState held(engine, engine.plan().layout.owned_pieces(0));
+    engine::HostState held(engine, engine.plan().dp().layout.owned_pieces(0));
     held.download();
     for (const StatePiece& piece : held.pieces()) {
       std::vector<float> grad(static_cast<size_t>(piece.count));

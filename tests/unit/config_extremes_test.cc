@@ -247,8 +247,8 @@ TEST(ConfigExtremes, APlanDoesNotGrowWithAccumulationWhereNothingIsGathered) {
         2, ConfigUse::Inspect);
     ASSERT_TRUE(r.ok()) << r.message();
     const report::Planned planned(r.config, {.dp = 2}, 0, DeviceKind::Cpu);
-    EXPECT_TRUE(planned.plan.train_gathers.accesses.empty());
-    EXPECT_TRUE(planned.plan.train_gathers.steps.empty());
+    EXPECT_TRUE(planned.plan.dp().train_gathers.accesses.empty());
+    EXPECT_TRUE(planned.plan.dp().train_gathers.steps.empty());
     EXPECT_EQ(planned.plan.micro_batches, 100000);
   }
 }

@@ -163,7 +163,7 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         const model::Model model = model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {}));
         const report::RunPlan plan = report::make_run_plan(c, model, mesh, {});
         i64 padded = 0, planned = 0;
-        for (const zero::UnitPlace& unit : plan.layout.units()) padded += unit.padded;
+        for (const zero::UnitPlace& unit : plan.dp().layout.units()) padded += unit.padded;
         for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
           planned += plan.memory[static_cast<size_t>(tag)];
         const bool sums_locally = stage < 2 && micro_batches > 1;

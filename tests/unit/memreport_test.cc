@@ -60,7 +60,7 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
         for (const Traffic& t : g.traffic) traffic[t.name] = t.bytes;
         for (const auto& [name, count] : planned.plan.traffic)
           agrees(traffic[name], count.bytes, fmt::format("{}.{}", g.ranks[0], name));
-        EXPECT_EQ(g.num_params, planned.plan.layout.num_params());
+        EXPECT_EQ(g.num_params, planned.plan.dp().layout.num_params());
         most = std::max(most, planned.plan.total_memory());
         host += device == DeviceKind::Cpu ? planned.plan.total_memory()
                                           : planned.plan.memory[static_cast<size_t>(Tag::Host)];

@@ -93,7 +93,7 @@ std::string save_engine(const std::string& dir, const ModelConfig& model, const 
         meta.step = 1;
         meta.mesh = c.mesh;
         meta.zero_stage = narrow<int>(c.stage);
-        meta.layout_id = engine.plan().layout.id();
+        meta.layout_id = engine.plan().dp().layout.id();
         meta.model_config_json = Json::parse(model_config_json(model)).dump();  // on one line, as it is read back
         const std::string saved = save_checkpoint(dir, meta, params, state.pieces(), mesh.world());
         if (rank == 0) step = saved;

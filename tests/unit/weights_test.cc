@@ -76,7 +76,7 @@ class Weights : public ::testing::TestWithParam<Family> {
     load_weights(engine, dir / "w.safetensors");
   }
   std::vector<float> values(i64 param) {
-    for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
+    for (const zero::Piece& piece : engine.plan().dp().layout.held_pieces(0)) {
       const float* at = static_cast<const float*>(engine.lease(piece)[State::Param]);
       if (piece.param == param) return {at, at + piece.count};
     }
@@ -225,7 +225,7 @@ TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   write_safetensors(dir / "w.safetensors", file);
   load_weights(fresh, dir / "w.safetensors");
   engine.init_weights();
-  for (const zero::Piece& piece : engine.plan().layout.held_pieces(0)) {
+  for (const zero::Piece& piece : engine.plan().dp().layout.held_pieces(0)) {
     const std::string& name = names[static_cast<size_t>(piece.param)];
     const auto* got = static_cast<const float*>(fresh.lease(piece)[State::Param]);
     const auto* random = static_cast<const float*>(engine.lease(piece)[State::Param]);

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "zero/shards.h"
+
+namespace ds::zero {
+
+std::vector<i64> ShardsPlan::communicator_bytes(bool trains) const {
+  const i64 work = dtype_bytes(grads.work);
+  return {whole * work, gather_pool_elems * work,
+          trains ? fresh_grad_elems(grad_layout, buckets, grads) * dtype_bytes(grads.wire) : 0,
+          trains ? grad_accum_elems(grad_layout, grads) * 4 : 0};
+}
+
+Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
+               MemoryLedger& ledger, const MakeStates& states)
+    : plan_(plan),
+      comm_(comm),
+      params_(plan.layout, rows, comm, device, ledger,
+              {.axis = plan.axis,
+               .work = plan.grads.work,
+               .allgather_bucket = plan.allgather_bucket,
+               .pool_elems = plan.gather_pool_elems}) {
+  DS_ASSERT(comm.size() == plan.layout.num_ranks() && comm.rank() == plan.rank);
+  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads);
+  StateStore::Parts parts{.layout = plan.states,
+                          .params = params_,
+                          .gradient = [this](const Piece& piece) { return gradient(piece); },
+                          .device = device,
+                          .ledger = ledger,
+                          .num_held = std::ssize(plan.layout.held_pieces(plan.rank))};
+  states_ = states ? states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));
+}
+
+}  // namespace ds::zero

@@ -1,0 +1,85 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Shards: what a rank has of the parameters that are reduced over one group of ranks: the group's layout, its
+// communicator, parameters, gradients, masters and optimizer states. A model has a group, dp, and more where some of
+// its rows are reduced over a split of it (Model::splits); a unit has its rows of each group in the Shards of that
+// group, under the same number.
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "zero/grad_store.h"
+#include "zero/ownership.h"
+#include "zero/param_store.h"
+#include "zero/state_store.h"
+
+namespace ds::zero {
+
+// All that is known of them before a run; pure.
+struct ShardsPlan {
+  std::string axis = "dp";  // the group's name
+  int rank = 0;             // of this rank in it
+  Layout layout;
+  StateLayout states;  // of masters and optimizers
+  GradOptions grads;
+  // Units of gradients are those of parameters, and once more the shared one, for its use by the head.
+  Layout grad_layout;
+  i64 shared_grads = kSharedUnit;  // the unit in which the gradient of the shared one is summed
+  std::vector<Bucket> buckets;
+  std::vector<i64> gathered_grads;  // units whose gradients all ranks have at stage 0
+  GatherPlan train_gathers;
+  std::vector<GatherPlan> eval_gathers;  // of each chunk's forward pass
+  i64 gather_pool_elems = 0;             // the most that one of them needs
+  i64 allgather_bucket = 0;
+  // Elements of all ranks together, with their padding; of them, those that every rank has whole.
+  i64 padded = 0, whole = 0;
+
+  // The segment of grad_layout that has the gradients of one of layout.
+  i64 grad_segment(i64 segment) const noexcept {
+    const i64 unit = layout.segments()[static_cast<size_t>(segment)].unit;
+    const i64 grad_unit = unit == kSharedUnit ? shared_grads : unit;
+    return grad_layout.units()[static_cast<size_t>(grad_unit)].first_segment + segment -
+           layout.units()[static_cast<size_t>(unit)].first_segment;
+  }
+  // Whether a unit has rows here.
+  bool has(i64 unit) const noexcept { return layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
+  bool has_grads(i64 unit) const noexcept { return grad_layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
+  bool has_param(i64 param) const noexcept { return layout.rows()[static_cast<size_t>(param)].segment >= 0; }
+  // What a rank takes from the group's communicator, allocation by allocation: its peers read it in place.
+  std::vector<i64> communicator_bytes(bool trains) const;
+};
+
+class Shards {
+ public:
+  using Rows = std::span<const std::span<const model::ParamRow>>;
+  // By unit, of parameters and of gradients. Collective over the group. `states`: the tier; null: device memory. Who
+  // does not train has no gradients, and no states.
+  Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
+         MemoryLedger& ledger, const MakeStates& states);
+  Shards(const Shards&) = delete;
+  Shards& operator=(const Shards&) = delete;
+
+  const ShardsPlan& plan() const noexcept { return plan_; }
+  Communicator& comm() const noexcept { return comm_; }
+  ParamStore& params() noexcept { return params_; }
+  GradStore& grads() noexcept { return *grads_; }  // of who trains
+  StateStore& states() noexcept { return *states_; }
+  // The accumulated gradient of the first element of a piece that this rank holds.
+  float* gradient(const Piece& piece) const noexcept {
+    return grads_->element(plan_.grad_segment(piece.segment), piece.segment_offset);
+  }
+
+ private:
+  const ShardsPlan& plan_;
+  Communicator& comm_;
+  ParamStore params_;
+  std::optional<GradStore> grads_;
+  std::unique_ptr<StateStore> states_;
+};
+
+// By ParamRow::group: of dp, then of the model's splits of it.
+using AllShards = std::vector<std::unique_ptr<Shards>>;
+
+}  // namespace ds::zero
