@@ -12,8 +12,6 @@
 namespace ds::engine {
 namespace {
 
-constexpr i64 kIgnored = -100;
-
 // Of random numbers that states are rounded by: beside those of initial values and dropout.
 constexpr u32 kRoundingSites = 0x40000000u;
 
@@ -311,7 +309,7 @@ std::optional<double> Engine::evaluate(i64 batches,
       stage_.load(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
       if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
-        sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnored);
+        sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     }
     for (const pipeline::Instr& instr :
          pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {

@@ -21,7 +21,7 @@
 namespace ds::engine {
 
 // All micro-batches of one step of one data-parallel rank: [m, B, T] each, int32; whole sequences, the same on all
-// ranks that share them. Targets of -100 do not count.
+// ranks that share them. Targets of kIgnoredTarget do not count.
 struct StepBatch {
   std::span<const i32> ids, targets;
 };

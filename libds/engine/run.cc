@@ -16,6 +16,7 @@
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/deepspeed.h"
+#include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
 #include "data/objective.h"
@@ -292,7 +293,7 @@ std::string TrainingRun::State::find_resumed() const {
   std::filesystem::directory_iterator entry(options.out_dir, failed), end;
   for (; !failed && entry != end; entry.increment(failed)) {
     const std::string name = entry->path().filename();
-    if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
+    if (name == kLatestName || name.starts_with(kStepPrefix)) return find_checkpoint(options.out_dir);
   }
   const bool none = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
   DS_CHECK(!failed || none, Errc::Io, "cannot list {}: {}", options.out_dir, system_reason(failed.value()));
