@@ -193,7 +193,8 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
-                               std::span<const ParamOptimizer> optimizers) {
+                               std::span<const ParamOptimizer> optimizers,
+                               const std::function<void(const CheckpointMeta&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
   together(comm, [&] {
@@ -209,6 +210,7 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     // The ranks share the files among them.
     for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
   });
+  if (accept) accept(reader->manifest().meta);
   together(comm, [&] {
     constexpr i64 kTile = 1 << 16;  // whole blocks of codes
     std::vector<float> tile;

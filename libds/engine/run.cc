@@ -355,10 +355,10 @@ void TrainingRun::State::load() {
 void TrainingRun::State::load_step() {
   engine::HostState state(*engine, engine->held_pieces());
   const CheckpointMeta meta =
-      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers);
+      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers,
+                      [this](const CheckpointMeta& there) { check_same_run(there); });
   state.upload();
   engine->publish_params();
-  check_same_run(meta);
   engine::Progress& progress = engine->progress();
   progress = {meta.step, meta.optimizer_step, meta.skipped_steps, meta.consumed_samples};
   const LossScalerState& s = meta.loss_scaler;
