@@ -14,14 +14,14 @@
 
 #include "base/limits.h"
 #include "base/thread.h"
+#include "base/variables.h"
 
 namespace ds {
 
 constexpr size_t kPieceBytes = size_t{4} << 20;
 
 TokenIds::TokenIds(const Tokenizer& tokenizer) : token_bytes_(tokenizer.vocab_size() <= 65536 ? 2 : 4) {
-  const char* given = std::getenv("TMPDIR");
-  directory_ = given != nullptr && *given != '\0' ? given : "/tmp";
+  directory_ = variables::temporary_directory();
   std::string path = directory_ + "/ds-tokens-XXXXXX";
   fd_ = ::mkostemp(path.data(), O_CLOEXEC);
   DS_CHECK(fd_ >= 0, Errc::Io, "cannot create a temporary file in {}, which TMPDIR can move: {}", directory_,
