@@ -62,15 +62,15 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
       if (ds::tools::verbose() && r.step % config.steps_per_print == 0) ds::tools::report_note(line);
       if (out.json()) {
         out.document({{"type", "step"},
-                      {"step", r.step},
-                      {"loss", r.loss},
-                      {"grad_norm", r.grad_norm},
-                      {"lr", r.lr},
-                      {"loss_scale", r.loss_scale},
-                      {"skipped", r.skipped},
-                      {"tokens_per_s", r.tokens_per_s},
-                      {"step_ms", r.step_ms},
-                      {"mfu", r.mfu}},
+                      {ds::step_field::kStep, r.step},
+                      {ds::step_field::kLoss, r.loss},
+                      {ds::step_field::kGradNorm, r.grad_norm},
+                      {ds::step_field::kLr, r.lr},
+                      {ds::step_field::kLossScale, r.loss_scale},
+                      {ds::step_field::kSkipped, r.skipped},
+                      {ds::step_field::kTokensPerS, r.tokens_per_s},
+                      {ds::step_field::kStepMs, r.step_ms},
+                      {ds::step_field::kMfu, r.mfu}},
                      true);
       }
     };

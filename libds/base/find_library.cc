@@ -5,18 +5,14 @@
 #include <link.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <filesystem>
+
+#include "base/variables.h"
 
 namespace ds {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string variable(const char* name) {
-  const char* value = std::getenv(name);
-  return value != nullptr ? value : "";
-}
 
 // The folders in `folder` whose names begin so, the latest version first.
 std::vector<fs::path> subfolders(const fs::path& folder, std::string_view prefix) {
@@ -42,11 +38,11 @@ std::string file_of(void* handle) {
 
 LibrarySurroundings LibrarySurroundings::of_this_process() {
   return {.root = "",
-          .path = variable("PATH"),
-          .cuda_home = variable("CUDA_HOME"),
-          .venv = variable("VIRTUAL_ENV"),
-          .conda = variable("CONDA_PREFIX"),
-          .home = variable("HOME")};
+          .path = variables::path(),
+          .cuda_home = variables::cuda_home(),
+          .venv = variables::python_venv(),
+          .conda = variables::conda_prefix(),
+          .home = variables::home()};
 }
 
 std::vector<std::string> library_folders(const LibrarySurroundings& s) {

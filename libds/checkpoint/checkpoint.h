@@ -13,6 +13,7 @@
 // Commit: written to DIR/.tmp-step-00000100-<id>, synced, read back, renamed. A crash at any point leaves the step
 // before.
 
+#include <functional>
 #include <optional>
 #include <span>
 #include <string>
@@ -129,9 +130,11 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 // error the pieces' contents are undefined. Throws Errc::Corrupt (a file is missing or damaged: named), Errc::Mismatch
 // (another model, or state that the checkpoint does not have), Errc::Io; the same error on all ranks.
 // `optimizers`: by entry of params, or empty; after the first update a parameter that is trained must have the states
-// of the same optimizer there, no less and no more.
+// of the same optimizer there, no less and no more. `accept` is called on every rank when all that has been checked,
+// and throws, on all of them, if the checkpoint is another one than the caller wants.
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
-                               std::span<const ParamOptimizer> optimizers = {});
+                               std::span<const ParamOptimizer> optimizers = {},
+                               const std::function<void(const CheckpointMeta&)>& accept = {});
 
 }  // namespace ds

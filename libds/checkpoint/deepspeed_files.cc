@@ -10,6 +10,7 @@
 
 #include "base/file.h"
 #include "checkpoint/deepspeed.h"
+#include "checkpoint/run_names.h"
 
 namespace ds {
 namespace {
@@ -95,7 +96,7 @@ std::optional<std::string> read_pointer(const std::string& dir, std::string_view
   return name;
 }
 
-constexpr std::string_view kPointers[] = {"latest", "latest_universal"};
+constexpr std::string_view kPointers[] = {kLatestName, kLatestUniversalName};
 
 }  // namespace
 

@@ -45,7 +45,7 @@ std::string newest_complete_step(const std::string& dir, i64 before) {
 
 // What is wrong with DIR/latest; nothing if it names a step, which is then in `step`.
 std::optional<std::string> read_latest(const std::string& dir, std::string& step) {
-  const std::string path = dir + "/latest";
+  const std::string path = fmt::format("{}/{}", dir, kLatestName);
   if (!fs::exists(fs::symlink_status(path))) return fmt::format("{} is missing", path);
   std::string name;
   try {
@@ -68,7 +68,7 @@ std::string latest_step(const std::string& dir) {
   const std::optional<std::string> problem = read_latest(dir, step);
   if (!problem) return step;
   step = newest_complete_step(dir, std::numeric_limits<i64>::max());
-  if (step.empty() && !fs::exists(dir + "/latest"))
+  if (step.empty() && !fs::exists(fmt::format("{}/{}", dir, kLatestName)))
     throw Error(Errc::Io, fmt::format("{}: no checkpoint in this directory", dir));
   DS_CHECK(!step.empty(), Errc::Corrupt, "{}; there is no complete step beside it", *problem);
   log_message(LogLevel::Warning, fmt::format("{}; taking the newest complete step, {}", *problem, step));
@@ -193,7 +193,8 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
-                               std::span<const ParamOptimizer> optimizers) {
+                               std::span<const ParamOptimizer> optimizers,
+                               const std::function<void(const CheckpointMeta&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
   together(comm, [&] {
@@ -209,6 +210,7 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     // The ranks share the files among them.
     for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
   });
+  if (accept) accept(reader->manifest().meta);
   together(comm, [&] {
     constexpr i64 kTile = 1 << 16;  // whole blocks of codes
     std::vector<float> tile;

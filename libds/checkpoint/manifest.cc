@@ -367,17 +367,6 @@ i64 first_element(const Manifest& m, const PieceRange& p) {
 }
 
 std::string rank_file_name(i64 rank) { return fmt::format("rank-{:05d}.h5", rank); }
-std::string step_name(i64 step) { return fmt::format("step-{:08d}", step); }
-
-std::optional<i64> parse_step_name(std::string_view name) {
-  if (!name.starts_with("step-") || name.size() < 13 || name.size() > 23) return std::nullopt;
-  i64 step = 0;
-  for (char c : name.substr(5)) {
-    if (c < '0' || c > '9') return std::nullopt;
-    step = step * 10 + (c - '0');
-  }
-  return step_name(step) == name ? std::optional(step) : std::nullopt;
-}
 
 std::string format_meta(const CheckpointMeta& meta) { return meta_to_json(meta).dump(); }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "checkpoint/checkpoint.h"
+#include "checkpoint/run_names.h"
 
 namespace ds {
 
@@ -54,9 +55,7 @@ i64 first_element(const Manifest&, const PieceRange&);
 
 inline constexpr std::string_view kManifestName = "manifest.json";
 inline constexpr std::string_view kViewName = "model.h5";
-std::string rank_file_name(i64 rank);                       // rank-00000.h5
-std::string step_name(i64 step);                            // step-00000100
-std::optional<i64> parse_step_name(std::string_view name);  // the inverse; nothing for any other name
+std::string rank_file_name(i64 rank);  // rank-00000.h5
 
 std::string format_manifest(const Manifest&);
 // Throws Errc::Corrupt (damaged, or contradicts itself; `path` is named), Errc::Unavailable (a newer version).

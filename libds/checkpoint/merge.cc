@@ -194,13 +194,6 @@ void check_not_source(const std::string& source, std::vector<std::string> files,
     DS_CHECK(!fs::equivalent(file, target, ignored), Errc::Config, "{}: is a file of the source {}", target, source);
 }
 
-void copy_out(std::span<const TensorSource* const> tensors, TensorSink& sink, const MergeOptions& o, i64 total) {
-  copy_tensors(tensors, sink, [&](i64 done) {
-    if (o.progress) o.progress(done, total);
-  });
-  sink.finish();
-}
-
 // Whole tensors do not depend on who held what, nor on the machine and the knobs of the run: nor does what stands
 // beside them.
 CheckpointMeta without_layout(CheckpointMeta meta) {
@@ -223,126 +216,196 @@ void count_files(const std::string& dir, MergeResult& result) {
   }
 }
 
+// What a merge writes to; a directory appears when it is committed.
+struct Output {
+  Output(const std::string& output, const MergeOptions& o)
+      : name(output), format(output_format(output, o)), is_stream(output == "-") {
+    check_options(format, output, o);
+    const bool to_directory = is_directory_output(format, o);
+    if (!to_directory && !is_stream) target = output_target(output);
+    if (to_directory) {
+      check_place(output);
+      directory.emplace(output);
+    }
+  }
+  bool is_file() const noexcept { return !is_stream && !directory; }
+
+  const std::string name;  // as given
+  const Format format;
+  const bool is_stream;
+  std::string target;  // of a file
+  std::optional<PendingDirectory> directory;
+};
+
+using Metadata = std::map<std::string, std::string>;
+
+class Merge {
+ public:
+  Merge(const std::string& source, const std::string& output, const MergeOptions& o)
+      : source_(source), o_(o), output_(output, o), tick_([this] { show(0); }) {
+    open();
+    check();
+  }
+
+  MergeResult run() {
+    // A disk gives more to two readers than to one.
+    const std::unique_ptr<StateSource> twin = state_->reopen();
+    const std::unique_ptr<TensorSource> twin_tensors = twin ? make_state_tensors(*twin, view_) : nullptr;
+    readers_ = {tensors_.get()};
+    if (twin) readers_.push_back(twin_tensors.get());
+
+    for (const TensorInfo& t : tensors_->list()) total_ += t.bytes();
+    const Metadata metadata = describe();
+    if (!output_.is_stream)
+      check_room(output_.directory ? output_.directory->path() : parent_directory(output_.target), total_);
+    write(metadata);
+    count_output(metadata);
+    if (output_.directory) output_.directory->commit();
+    warn_of_overflow({state_.get(), twin.get()}, output_.name);
+    if (o_.verify) verify_output();
+    return std::move(result_);
+  }
+
+ private:
+  void show(i64 done) const {
+    if (o_.progress) o_.progress(done, total_);
+  }
+
+  void open() {
+    state_ = open_state(source_, o_.tag);
+    if (output_.format == Format::Hf) config_ = model_config_of(*state_, o_.config);
+    const bool optimizer = o_.optimizer || (output_.format == Format::Checkpoint && state_->has_optimizer_state());
+    view_ = {.dtype = o_.dtype, .optimizer = optimizer, .only = o_.only};
+    tensors_ = make_state_tensors(*state_, view_);
+  }
+
+  void check() const {
+    if (output_.format == Format::Checkpoint) check_readable(*state_);
+    if (output_.format == Format::Hf) check_fit(*tensors_, config_);
+    if (output_.is_file()) check_not_source(source_, state_->files(), output_.target);
+    if (o_.verify) {
+      const std::vector<std::string> bad = state_->verify(tick_);
+      DS_CHECK(bad.empty(), Errc::Corrupt, "{}", first_lines(bad));
+    } else {
+      state_->check();
+    }
+  }
+
+  // Fills what the result tells of the source, and returns what the output says of itself.
+  Metadata describe() {
+    result_.source = state_->path();
+    result_.output = output_.name;
+    result_.format = kFormatNames[static_cast<size_t>(output_.format)];
+    result_.step = state_->meta().step;
+    result_.num_tensors = narrow<i64>(tensors_->list().size());
+    describe_parameters();
+    // transformers asks for the format; a file that a file is made of keeps what that said of itself.
+    Metadata metadata = state_->meta().metadata.value_or(Metadata{{"format", "pt"}});
+    if (output_.format == Format::Hf) metadata["format"] = "pt";
+    if (o_.optimizer) {
+      metadata[std::string(kMetaKey)] = format_meta(without_layout(state_->meta()));
+      if (const std::string optimizers = format_optimizers(state_->params()); !optimizers.empty())
+        metadata[std::string(kOptimizersKey)] = optimizers;
+    }
+    for (const ParamEntry& p : state_->params()) {
+      if (p.tied_to.empty() || tensors_->find(p.tied_to) == nullptr) continue;
+      metadata[p.name] = p.tied_to;
+      result_.tied.push_back(p.name);
+    }
+    return metadata;
+  }
+
+  void describe_parameters() {
+    std::optional<DType> dtype;
+    bool one_dtype = true;
+    for (const ParamEntry& p : state_->params()) {
+      const TensorInfo* t = p.tied_to.empty() ? tensors_->find(p.name) : nullptr;
+      if (t == nullptr) continue;
+      result_.num_parameters += t->numel();
+      one_dtype &= !is_float(t->dtype) || dtype.value_or(t->dtype) == t->dtype;
+      if (is_float(t->dtype)) dtype = t->dtype;
+    }
+    if (one_dtype) result_.dtype = dtype;
+  }
+
+  void write(const Metadata& metadata) {
+    const std::vector<TensorInfo>& list = tensors_->list();
+    if (output_.format == Format::Checkpoint) {
+      Manifest m;
+      write_sharded(*state_, output_.directory->path(), m, shard_whole(state_->params(), {.num_ranks = 1}),
+                    o_.progress);
+    } else if (output_.directory) {
+      const i64 shard = o_.max_shard_bytes > 0 ? o_.max_shard_bytes : kHfShardBytes;
+      copy_into(*create_sharded_sink(output_.directory->path(), shard, list, metadata));
+      if (output_.format == Format::Hf) add_model_files();
+    } else if (output_.is_stream) {
+      copy_into(*create_stream_sink(1, "standard output", list, metadata));
+    } else {
+      const FileFormat file = output_.format == Format::Hdf5 ? FileFormat::Hdf5 : FileFormat::Safetensors;
+      copy_into(*create_sink(output_.target, file, list, metadata, tick_));
+    }
+  }
+
+  void copy_into(TensorSink& sink) const {
+    copy_tensors(readers_, sink, [this](i64 done) { show(done); });
+    sink.finish();
+  }
+
+  // The files of a Hugging Face directory beside the weights.
+  void add_model_files() {
+    const std::string& dir = output_.directory->path();
+    const std::vector<std::string> places = tokenizer_places(source_, *state_, o_, output_.name);
+    result_.tokenizer = copy_tokenizer(places, dir);
+    copy_generation_config(model_places(source_, *state_), dir);
+    DS_CHECK(o_.tokenizer.empty() || !result_.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
+             o_.tokenizer);
+    if (result_.tokenizer.empty() && !places.empty())
+      log_message(LogLevel::Warning,
+                  fmt::format("{}: no files of a tokenizer in {}", output_.name, fmt::join(places, ", ")));
+    write_hf_config(dir, config_, result_.dtype);
+  }
+
+  void count_output(const Metadata& metadata) {
+    result_.num_files = 1;
+    if (output_.directory) {
+      count_files(output_.directory->path(), result_);
+    } else if (output_.is_stream) {
+      std::vector<i64> ignored;
+      result_.bytes = total_ + narrow<i64>(make_safetensors_header(tensors_->list(), metadata, &ignored).size());
+    } else {
+      result_.bytes = narrow<i64>(fs::file_size(output_.target));
+    }
+  }
+
+  void verify_output() {
+    total_ = 0;
+    if (output_.format == Format::Checkpoint) {
+      const std::unique_ptr<StateSource> written = open_state(output_.name);
+      compare(*tensors_, *make_state_tensors(*written, {.optimizer = view_.optimizer}), output_.name, tick_);
+    } else {
+      compare(*tensors_, *open_source(output_.name), output_.name, tick_);
+    }
+    result_.verified = true;
+  }
+
+  const std::string& source_;
+  const MergeOptions& o_;
+  Output output_;
+  const Tick tick_;
+  std::unique_ptr<StateSource> state_;
+  StateView view_;
+  std::unique_ptr<TensorSource> tensors_;
+  std::vector<const TensorSource*> readers_;
+  std::string config_;  // of a Hugging Face directory
+  i64 total_ = 0;       // bytes; 0 before it is known
+  MergeResult result_;
+};
+
 }  // namespace
 
 MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions& o) {
   const auto start = std::chrono::steady_clock::now();
-  const Format format = output_format(output, o);
-  check_options(format, output, o);
-  const bool to_directory = is_directory_output(format, o), to_stream = output == "-";
-  const std::string target = to_directory || to_stream ? output : output_target(output);
-  std::optional<PendingDirectory> directory;
-  if (to_directory) {
-    check_place(output);
-    directory.emplace(output);
-  }
-
-  const std::unique_ptr<StateSource> state = open_state(source, o.tag);
-  const std::string config = format == Format::Hf ? model_config_of(*state, o.config) : "";
-  const bool optimizer = o.optimizer || (format == Format::Checkpoint && state->has_optimizer_state());
-  const StateView view{.dtype = o.dtype, .optimizer = optimizer, .only = o.only};
-  const std::unique_ptr<TensorSource> tensors = make_state_tensors(*state, view);
-  if (format == Format::Checkpoint) check_readable(*state);
-  if (format == Format::Hf) check_fit(*tensors, config);
-  if (!to_directory && !to_stream) check_not_source(source, state->files(), target);
-  i64 total = 0;  // once it is known
-  const Tick tick = [&] {
-    if (o.progress) o.progress(0, total);
-  };
-  if (o.verify) {
-    const std::vector<std::string> bad = state->verify(tick);
-    DS_CHECK(bad.empty(), Errc::Corrupt, "{}", first_lines(bad));
-  } else {
-    state->check();
-  }
-
-  // A disk gives more to two readers than to one.
-  const std::unique_ptr<StateSource> twin = state->reopen();
-  std::unique_ptr<TensorSource> twin_tensors;
-  std::vector<const TensorSource*> views = {tensors.get()};
-  if (twin) {
-    twin_tensors = make_state_tensors(*twin, view);
-    views.push_back(twin_tensors.get());
-  }
-
-  MergeResult result;
-  // transformers asks for the format; a file that a file is made of keeps what that said of itself.
-  std::map<std::string, std::string> metadata =
-      state->meta().metadata.value_or(std::map<std::string, std::string>{{"format", "pt"}});
-  if (format == Format::Hf) metadata["format"] = "pt";
-  if (o.optimizer) {
-    metadata[std::string(kMetaKey)] = format_meta(without_layout(state->meta()));
-    if (const std::string optimizers = format_optimizers(state->params()); !optimizers.empty())
-      metadata[std::string(kOptimizersKey)] = optimizers;
-  }
-  for (const ParamEntry& p : state->params()) {
-    if (p.tied_to.empty() || tensors->find(p.tied_to) == nullptr) continue;
-    metadata[p.name] = p.tied_to;
-    result.tied.push_back(p.name);
-  }
-  std::optional<DType> dtype;
-  bool one_dtype = true;
-  for (const TensorInfo& t : tensors->list()) total += t.bytes();
-  for (const ParamEntry& p : state->params()) {
-    const TensorInfo* t = p.tied_to.empty() ? tensors->find(p.name) : nullptr;
-    if (t == nullptr) continue;
-    result.num_parameters += t->numel();
-    one_dtype &= !is_float(t->dtype) || dtype.value_or(t->dtype) == t->dtype;
-    if (is_float(t->dtype)) dtype = t->dtype;
-  }
-  if (one_dtype) result.dtype = dtype;
-
-  if (!to_stream) check_room(directory ? directory->path() : parent_directory(target), total);
-  result.num_files = 1;
-  if (format == Format::Checkpoint) {
-    Manifest m;
-    write_sharded(*state, directory->path(), m, shard_whole(state->params(), {.num_ranks = 1}), o.progress);
-  } else if (to_directory) {
-    const i64 shard = o.max_shard_bytes > 0 ? o.max_shard_bytes : kHfShardBytes;
-    copy_out(views, *create_sharded_sink(directory->path(), shard, tensors->list(), metadata), o, total);
-    if (format == Format::Hf) {
-      const std::vector<std::string> places = tokenizer_places(source, *state, o, output);
-      result.tokenizer = copy_tokenizer(places, directory->path());
-      copy_generation_config(model_places(source, *state), directory->path());
-      DS_CHECK(o.tokenizer.empty() || !result.tokenizer.empty(), Errc::Config, "{}: there are no files of a tokenizer",
-               o.tokenizer);
-      if (result.tokenizer.empty() && !places.empty())
-        log_message(LogLevel::Warning,
-                    fmt::format("{}: no files of a tokenizer in {}", output, fmt::join(places, ", ")));
-      write_hf_config(directory->path(), config, result.dtype);
-    }
-  } else if (to_stream) {
-    copy_out(views, *create_stream_sink(1, "standard output", tensors->list(), metadata), o, total);
-  } else {
-    const FileFormat file = format == Format::Hdf5 ? FileFormat::Hdf5 : FileFormat::Safetensors;
-    copy_out(views, *create_sink(target, file, tensors->list(), metadata, tick), o, total);
-  }
-  if (directory) {
-    count_files(directory->path(), result);
-    directory->commit();
-  } else if (to_stream) {
-    std::vector<i64> ignored;
-    result.bytes = total + narrow<i64>(make_safetensors_header(tensors->list(), metadata, &ignored).size());
-  } else {
-    result.bytes = narrow<i64>(fs::file_size(target));
-  }
-
-  warn_of_overflow({state.get(), twin.get()}, output);
-  if (o.verify) {
-    total = 0;
-    if (format == Format::Checkpoint) {
-      const std::unique_ptr<StateSource> written = open_state(output);
-      compare(*tensors, *make_state_tensors(*written, {.optimizer = optimizer}), output, tick);
-    } else {
-      compare(*tensors, *open_source(output), output, tick);
-    }
-  }
-  result.source = state->path();
-  result.output = output;
-  result.format = kFormatNames[static_cast<size_t>(format)];
-  result.step = state->meta().step;
-  result.num_tensors = narrow<i64>(tensors->list().size());
-  result.verified = o.verify;
+  MergeResult result = Merge(source, output, o).run();
   result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return result;
 }

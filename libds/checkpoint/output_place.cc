@@ -10,6 +10,7 @@
 #include "base/file.h"
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/run_names.h"
 #include "ds/checkpoint.h"
 
 namespace ds {
@@ -18,7 +19,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // What runs, and DeepSpeed's, keep beside their steps.
-constexpr std::array<std::string_view, 4> kOwnNames = {"latest", "latest_universal", "metrics.jsonl", "lock"};
+constexpr std::array<std::string_view, 4> kOwnNames = {kLatestName, kLatestUniversalName, kMetricsName, kLockName};
 
 // A saved step, or what a save that was cut off left of one; a tag of DeepSpeed's.
 bool is_step(const fs::path& dir) {
@@ -26,7 +27,8 @@ bool is_step(const fs::path& dir) {
     std::error_code ignored;
     return fs::exists(dir / name, ignored);
   };
-  return has(kManifestName) || (parse_step_name(dir.filename().string()) && (has(kViewName) || has("rank-00000.h5"))) ||
+  return has(kManifestName) ||
+         (parse_step_name(dir.filename().string()) && (has(kViewName) || has(rank_file_name(0)))) ||
          has("mp_rank_00_model_states.pt") || has("zero_pp_rank_0_mp_rank_00_model_states.pt");
 }
 
@@ -36,7 +38,7 @@ bool is_run(const fs::path& dir, const fs::path& name) {
   for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
     const fs::path entry = it->path().filename();
     if (entry == name) continue;
-    if (entry == "latest" || entry == "latest_universal" || parse_step_name(entry.string())) return true;
+    if (entry == kLatestName || entry == kLatestUniversalName || parse_step_name(entry.string())) return true;
   }
   return false;
 }

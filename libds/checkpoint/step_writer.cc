@@ -136,10 +136,11 @@ std::string unfinished_step(const std::string& dir, const Manifest& m) {
 }
 
 void clear_unfinished(const std::string& dir) {
+  const std::string unfinished = fmt::format(".tmp-{}", kStepPrefix), replaced = fmt::format(".{}.tmp-", kLatestName);
   std::error_code error;
   for (fs::directory_iterator it(dir, error), end; !error && it != end; it.increment(error)) {
     const std::string name = it->path().filename().string();
-    if (!name.starts_with(".tmp-step-") && !name.starts_with(".latest.tmp-")) continue;
+    if (!name.starts_with(unfinished) && !name.starts_with(replaced)) continue;
     std::error_code failed;
     fs::remove_all(it->path(), failed);
     DS_CHECK(!failed, Errc::Io, "cannot remove the unfinished {}: {}", it->path().string(), failed.message());
@@ -232,7 +233,7 @@ std::string commit_step(const std::string& dir, Manifest& m, const Tick& tick) {
   DS_CHECK(written.manifest().meta == m.meta, Errc::Corrupt, "{}: reads back differently", manifest);
 
   const std::string target = fmt::format("{}/{}", dir, step_name(m.meta.step));
-  const std::string latest = dir + "/latest", name = step_name(m.meta.step) + "\n";
+  const std::string latest = fmt::format("{}/{}", dir, kLatestName), name = step_name(m.meta.step) + "\n";
   const std::optional<std::string> before = read_if_there(latest);
   move_into_place(temp, target);
   try {

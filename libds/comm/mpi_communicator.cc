@@ -24,6 +24,7 @@
 
 #include "base/limits.h"
 #include "base/thread.h"
+#include "base/variables.h"
 #include "comm/async_communicator.h"
 #include "comm/ended_ranks.h"
 #include "comm/staging_size.h"
@@ -67,7 +68,7 @@ void check(int rc, std::string_view call) {
 // ranks that something else has started.
 void find_bundled_open_mpi() {
   Dl_info info{};
-  if (std::getenv("OPAL_PREFIX") != nullptr || dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) == 0) return;
+  if (variables::open_mpi_has_its_prefix() || dladdr(reinterpret_cast<void*>(&MPI_Init_thread), &info) == 0) return;
   std::error_code error;
   const std::filesystem::path lib = std::filesystem::weakly_canonical(info.dli_fname, error).parent_path();
   std::ifstream list(lib / "openmpi.env");
@@ -99,12 +100,8 @@ class Environment {
       // for threads before any has its own, so the first one there looks for all; not each of them, which would start
       // the square of their number for a moment. Of data it took up to 7.2 MiB beside the
       // stacks of its threads.
-      const auto number = [](const char* variable, int without) {
-        const char* value = std::getenv(variable);
-        return value != nullptr ? std::atoi(value) : without;
-      };
-      const bool first_here = number("OMPI_COMM_WORLD_LOCAL_RANK", 0) == 0;
-      const int ranks_here = std::clamp(number("OMPI_COMM_WORLD_LOCAL_SIZE", 1), 1, 4096);
+      const bool first_here = variables::mpi_local_rank(0) == 0;
+      const int ranks_here = std::clamp(variables::mpi_local_size(1), 1, 4096);
       require_limit(RLIMIT_AS, address_space_bytes() + (u64{200} << 20) + (u64{5} << 20) * static_cast<u64>(ranks_here),
                     "MPI");
       require_limit(RLIMIT_DATA, data_bytes() + (u64{8} << 20) + 3 * thread_stack_bytes(), "MPI");
@@ -142,9 +139,8 @@ class Environment {
       done->level = level;
       done->changed.notify_one();
     }).detach();
-    const char *job = std::getenv("DS_JOB"), *ranks = std::getenv("OMPI_COMM_WORLD_SIZE");
-    const std::string segment = job != nullptr ? std::string(kJobPrefix) + job : "";
-    const int size = ranks != nullptr ? std::atoi(ranks) : 0;
+    const std::string job = variables::job(), segment = job.empty() ? "" : std::string(kJobPrefix) + job;
+    const int size = variables::mpi_world_size(0);
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
     std::unique_lock lock(done->mutex);
     while (!done->changed.wait_for(lock, std::chrono::milliseconds(250), [&] { return done->is; })) {

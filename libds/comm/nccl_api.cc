@@ -4,19 +4,17 @@
 #include <dlfcn.h>
 #include <fmt/format.h>
 
-#include <cstdlib>
-
 #include "base/find_library.h"
+#include "base/variables.h"
 #include "ds/log.h"
 
 namespace ds::nccl {
 
 Api load() {
-  const char* named = std::getenv("DS_NCCL_LIBRARY");
-  if (named != nullptr && *named == '\0') named = nullptr;
+  const std::string named = variables::nccl_library();
   const std::vector<std::string> candidates =
-      named != nullptr ? std::vector<std::string>{named}
-                       : library_candidates("libnccl.so.2", library_folders(LibrarySurroundings::of_this_process()));
+      !named.empty() ? std::vector<std::string>{named}
+                     : library_candidates("libnccl.so.2", library_folders(LibrarySurroundings::of_this_process()));
   Api api{};
   int version = 0;
   // Why a library does not serve, or nothing: then `api` is of it.
@@ -49,7 +47,7 @@ Api load() {
   };
   const OpenedLibrary opened = open_library(candidates, refusal);  // never closed: it has threads of its own
   DS_CHECK(opened.handle != nullptr, Errc::Unavailable, "NCCL does not load: {}{}", opened.error,
-           named != nullptr ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
+           !named.empty() ? " (DS_NCCL_LIBRARY)" : "; install it, or name the file in DS_NCCL_LIBRARY");
   log_message(LogLevel::Verbose, fmt::format("NCCL {} from {}", version, opened.file));
   return api;
 }

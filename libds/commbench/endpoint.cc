@@ -13,6 +13,7 @@
 #include <set>
 
 #include "base/check.h"
+#include "base/variables.h"
 #include "ds/nearest.h"
 #include "probe/host.h"
 
@@ -116,9 +117,9 @@ void check_gpus(const std::string& backend, const RankInfo& ranks) {
   const int gpus = num_cuda_devices(why);
   DS_CHECK(gpus > 0, Errc::Unavailable, "backend {} talks between GPUs: {}", backend, why);
   // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know.
-  DS_CHECK(backend != "nccl" || ranks.local_world_size <= gpus || std::getenv("CUDA_VISIBLE_DEVICES") != nullptr,
-           Errc::Unavailable, "backend nccl wants a GPU for each rank: this node has {} ranks and {} GPU{}",
-           ranks.local_world_size, gpus, gpus == 1 ? "" : "s");
+  DS_CHECK(backend != "nccl" || ranks.local_world_size <= gpus || variables::gpus_are_chosen(), Errc::Unavailable,
+           "backend nccl wants a GPU for each rank: this node has {} ranks and {} GPU{}", ranks.local_world_size, gpus,
+           gpus == 1 ? "" : "s");
 }
 
 Communicator& Worlds::get(const std::string& name) {

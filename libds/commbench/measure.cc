@@ -11,7 +11,7 @@
 #include "commbench/check.h"
 #include "commbench/links.h"
 #include "commbench/overlap.h"
-#include "commbench/plan.h"
+#include "commbench/selection.h"
 #include "commbench/sizes.h"
 #include "commbench/statistics.h"
 #include "commbench/timing.h"
@@ -25,12 +25,16 @@ constexpr i64 kHugePage = i64{2} << 20;  // buffers have at least one: small pag
 // An endpoint with what measuring it needs.
 class Bench {
  public:
-  Bench(const Options& options, const Plan& plan, Endpoint& endpoint)
-      : options_(options), plan_(plan), endpoint_(endpoint), timer_(endpoint, options), checker_(endpoint, options) {
+  Bench(const Options& options, const Selection& selection, Endpoint& endpoint)
+      : options_(options),
+        selection_(selection),
+        endpoint_(endpoint),
+        timer_(endpoint, options),
+        checker_(endpoint, options) {
     const i64 largest = std::max(options.max_bytes, kHugePage);
     source_ = take(source_bytes(largest));
     target_ = take(target_bytes(largest, endpoint.world->size()));
-    if (std::ranges::any_of(plan.operations, &Operation::measures_overlap)) computation_.emplace(*endpoint.device);
+    if (std::ranges::any_of(selection.operations, &Operation::measures_overlap)) computation_.emplace(*endpoint.device);
   }
 
   ~Bench() { endpoint_.comm().drain(); }  // an exception may have left operations behind
@@ -50,13 +54,13 @@ class Bench {
     const int P = endpoint_.world->size();
     Row row{.op = std::string(o.name),
             .backend = endpoint_.backend,
-            .size = o.size(count, plan_.dtype, P),
+            .size = o.size(count, selection_.dtype, P),
             .count = count,
-            .type = o.has_data ? plan_.type : "none",
-            .redop = o.reduces ? plan_.reduction : "none",
+            .type = o.has_data ? selection_.type : "none",
+            .redop = o.reduces ? selection_.reduction : "none",
             .root = o.has_root ? options_.root : -1};
     for (const bool in_place : {false, true}) {
-      if (!o.has_form(in_place, plan_.dtype) || (options_.only_in_place && !in_place)) continue;
+      if (!o.has_form(in_place, selection_.dtype) || (options_.only_in_place && !in_place)) continue;
       const Task task = make_task(count, in_place);
       (in_place ? row.in_place : row.out_of_place) = time(o, task, row.size, result);
       if (o.measures_overlap) row.overlap = measure_overlap(endpoint_, timer_, *computation_, o, task);
@@ -78,12 +82,12 @@ class Bench {
             .device = *endpoint_.device,
             .source = source(),
             .target = target(),
-            .dtype = plan_.dtype,
-            .redop = plan_.redop,
+            .dtype = selection_.dtype,
+            .redop = selection_.redop,
             .root = options_.root,
             .count = count,
             .in_place = in_place,
-            .bucket_elems = slice_count(options_.bucket_bytes, dtype_bytes(plan_.dtype), endpoint_.world->size())};
+            .bucket_elems = slice_count(options_.bucket_bytes, dtype_bytes(selection_.dtype), endpoint_.world->size())};
   }
 
   Timing time(const Operation& o, const Task& task, i64 size, Result& result) {
@@ -105,7 +109,7 @@ class Bench {
   }
 
   const Options& options_;
-  const Plan& plan_;
+  const Selection& selection_;
   Endpoint& endpoint_;
   MemoryLedger ledger_;
   Buffer source_, target_;
@@ -147,13 +151,13 @@ double average_bus_bw(const std::vector<Row>& rows) {
 Result measure(const Options& options, std::span<Endpoint> endpoints, const Hooks& hooks) {
   Communicator& world = *endpoints.front().world;
   const int P = world.size();
-  const Plan plan = make_plan(options, P);
+  const Selection selection = select_operations(options, P);
   const auto tell = [&](const auto& hook, auto&&... args) {
     if (hook && world.rank() == 0) hook(args...);
   };
   Result result;
   result.start_time = now();
-  result.left_out = plan.left_out;
+  result.left_out = selection.left_out;
   result.ranks = gather_places(world, endpoints.front());
   for (const Endpoint& e : endpoints) {
     result.backends.push_back(e.backend);
@@ -162,13 +166,13 @@ Result measure(const Options& options, std::span<Endpoint> endpoints, const Hook
   }
   std::vector<std::unique_ptr<Bench>> benches;
   try {
-    for (Endpoint& e : endpoints) benches.push_back(std::make_unique<Bench>(options, plan, e));
+    for (Endpoint& e : endpoints) benches.push_back(std::make_unique<Bench>(options, selection, e));
     tell(hooks.on_start, result);
-    for (const Operation* o : plan.operations) {
-      for (const i64 count : plan.counts(*o, options, P)) {
+    for (const Operation* o : selection.operations) {
+      for (const i64 count : selection.counts(*o, options, P)) {
         for (const auto& bench : benches) {
           tell(hooks.on_progress,
-               fmt::format("{} {} {} bytes", bench->endpoint().backend, o->name, o->size(count, plan.dtype, P)));
+               fmt::format("{} {} {} bytes", bench->endpoint().backend, o->name, o->size(count, selection.dtype, P)));
           result.rows.push_back(bench->measure(*o, count, result));
           tell(hooks.on_row, result, result.rows.back());
         }

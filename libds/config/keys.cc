@@ -4,6 +4,8 @@
 // the code that obeys it.
 #include "config/keys.h"
 
+#include "config/parallel.h"
+
 namespace ds {
 
 template <>
@@ -444,5 +446,13 @@ constexpr Key kKeys[] = {
 
 std::span<const Key> config_keys() { return kKeys; }
 std::span<const Key> param_group_keys() { return kGroupKeys; }
+
+std::string_view schedule_name(PipelineSchedule schedule) noexcept {
+  return enum_name(kEnumNames<PipelineSchedule>, u8(schedule));
+}
+
+std::string_view granularity_name(CheckpointGranularity granularity) noexcept {
+  return enum_name(kEnumNames<CheckpointGranularity>, u8(granularity));
+}
 
 }  // namespace ds

@@ -89,11 +89,6 @@ bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things
 
 }  // namespace
 
-std::string_view schedule_name(PipelineSchedule schedule) noexcept {
-  constexpr std::array<std::string_view, 5> kNames = {"naive", "gpipe", "1f1b", "interleaved", "zb-h1"};
-  return kNames[static_cast<size_t>(schedule)];
-}
-
 std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
   const i64 p = c.stages, m = micro_batches;
   const std::string_view name = schedule_name(c.schedule);
@@ -114,11 +109,12 @@ std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
                      kStages, multiples(m, p));
 }
 
+std::string_view block_type(Family family) noexcept {
+  return family == Family::Gpt2 ? "Gpt2Block" : family == Family::Bert ? "BertBlock" : "LlamaBlock";
+}
+
 std::array<std::string_view, 3> layer_types(Family family) noexcept {
-  const std::string_view block = family == Family::Gpt2   ? "Gpt2Block"
-                                 : family == Family::Bert ? "BertBlock"
-                                                          : "LlamaBlock";
-  return {"Embedding", block, "Head"};
+  return {kEmbeddingType, block_type(family), kHeadType};
 }
 
 std::string stages_problem(const ModelConfig& m, i64 stages) {

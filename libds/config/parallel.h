@@ -13,13 +13,17 @@ namespace ds {
 
 class Reader;
 
-std::string_view schedule_name(PipelineSchedule) noexcept;  // as "pipeline.schedule" spells it: 1f1b
+// As "pipeline.schedule" and "activation_checkpointing.granularity" spell them: "1f1b", "layer".
+std::string_view schedule_name(PipelineSchedule) noexcept;
+std::string_view granularity_name(CheckpointGranularity) noexcept;
 
 // Empty if there is such a schedule; else a sentence that names the keys and what would work. The one place that knows.
 std::string schedule_problem(const PipelineConfig& pipeline, i64 micro_batches);
 
-// What pipeline.partition "type:REGEX" is matched with: the types of a model's embedding, blocks and head.
-std::array<std::string_view, 3> layer_types(Family family) noexcept;
+// Types of layers, which pipeline.partition "type:REGEX" is matched with: a model has an embedding, blocks and a head.
+inline constexpr std::string_view kEmbeddingType = "Embedding", kHeadType = "Head";
+std::string_view block_type(Family family) noexcept;
+std::array<std::string_view, 3> layer_types(Family family) noexcept;  // these, in the model's order
 
 // What a model has against being cut in `stages` parts of a pipeline, or shared by `tp` ranks: empty, or
 // a sentence that says what would work, and leaves it to the caller to name the key or option. The one place that

@@ -9,8 +9,6 @@
 namespace ds {
 namespace {
 
-constexpr i32 kNoTarget = -100;
-
 class NextToken final : public Objective {
  public:
   i64 stride(i64 seq_length) const noexcept override { return seq_length; }
@@ -54,7 +52,7 @@ class MaskedTokens final : public Objective {
     const auto special = [&](i32 id) { return id == mask_ || id == cls_ || id == sep_; };
     i64 left = std::ssize(text) - std::count_if(text.begin(), text.end(), special);  // positions still to be decided
     i64 wanted = std::min(left, std::max<i64>(std::llround(probability_ * static_cast<double>(left)), 1));
-    std::fill(targets.begin(), targets.end(), kNoTarget);
+    std::fill(targets.begin(), targets.end(), kIgnoredTarget);
     for (i64 t = 1; t + 1 < T; ++t) {
       i32& id = inputs[static_cast<size_t>(t)];
       if (special(id)) continue;

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // What a sample of T positions is: the tokens of the stream that it takes, and the inputs and targets made of them. A
-// target of -100 counts in no loss. Objectives are immutable and reentrant, and what they draw depends on the key
-// alone.
+// target of kIgnoredTarget counts in no loss. Objectives are immutable and reentrant, and what they draw depends on the
+// key alone.
 //
 //   next token          inputs t0 .. t(T-1), targets t1 .. tT: samples share one token with their neighbour
 //   masked tokens       [CLS] t0 .. t(T-3) [SEP], samples share nothing. Devlin et al., "BERT" (2018), 3.1: of the
 //                       positions that hold no special token, `probability` is chosen, rounded and at least one; a
 //                       chosen one becomes [MASK] with probability 0.8, a random token with 0.1, and stays with 0.1;
-//                       its target is what stood there, all others are -100
+//                       its target is what stood there, all others are kIgnoredTarget
 
 #include <memory>
 #include <span>

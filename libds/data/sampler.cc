@@ -79,7 +79,7 @@ i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std
   for (i64 row = 0; row < real; ++row) load_row(first + row, row, {seed_, kValidationSite, 0}, inputs, targets);
   const auto filled = static_cast<size_t>(real * shape_.seq_length);
   std::ranges::fill(inputs.subspan(filled), 0);
-  std::ranges::fill(targets.subspan(filled), -100);
+  std::ranges::fill(targets.subspan(filled), kIgnoredTarget);
   return real;
 }
 

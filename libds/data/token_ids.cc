@@ -14,14 +14,14 @@
 
 #include "base/limits.h"
 #include "base/thread.h"
+#include "base/variables.h"
 
 namespace ds {
 
-constexpr size_t kPieceBytes = size_t{4} << 20;
+constexpr size_t kStretchBytes = size_t{4} << 20;
 
 TokenIds::TokenIds(const Tokenizer& tokenizer) : token_bytes_(tokenizer.vocab_size() <= 65536 ? 2 : 4) {
-  const char* given = std::getenv("TMPDIR");
-  directory_ = given != nullptr && *given != '\0' ? given : "/tmp";
+  directory_ = variables::temporary_directory();
   std::string path = directory_ + "/ds-tokens-XXXXXX";
   fd_ = ::mkostemp(path.data(), O_CLOEXEC);
   DS_CHECK(fd_ >= 0, Errc::Io, "cannot create a temporary file in {}, which TMPDIR can move: {}", directory_,
@@ -36,35 +36,35 @@ TokenIds::~TokenIds() {
 
 size_t TokenIds::append(std::string_view text, size_t at, const Tokenizer& tokenizer, int num_threads,
                         const std::string& name) {
-  struct Piece {
+  struct Stretch {
     std::string_view text;
     std::vector<i32> ids;
     std::exception_ptr error;
   };
-  std::vector<Piece> pieces;
-  while (at < text.size() && std::ssize(pieces) < num_threads) {
-    const size_t end = text.size() - at <= kPieceBytes ? text.size() : tokenizer.cut_after(text, at + kPieceBytes);
-    pieces.push_back({text.substr(at, end - at), {}, nullptr});
+  std::vector<Stretch> stretches;
+  while (at < text.size() && std::ssize(stretches) < num_threads) {
+    const size_t end = text.size() - at <= kStretchBytes ? text.size() : tokenizer.cut_after(text, at + kStretchBytes);
+    stretches.push_back({text.substr(at, end - at), {}, nullptr});
     at = end;
   }
-  const auto encode = [&](Piece& piece) {
+  const auto encode = [&](Stretch& stretch) {
     try {
-      piece.ids.reserve(piece.text.size() / 3);
-      tokenizer.encode(piece.text, piece.ids);
+      stretch.ids.reserve(stretch.text.size() / 3);
+      tokenizer.encode(stretch.text, stretch.ids);
     } catch (...) {
-      piece.error = std::current_exception();
+      stretch.error = std::current_exception();
     }
   };
   {
     std::vector<std::jthread> threads;
-    for (size_t i = 1; i < pieces.size(); ++i)
-      threads.push_back(start_thread(fmt::format("thread {} of {} to tokenize {}", i + 1, pieces.size(), name),
-                                     [&, i] { encode(pieces[i]); }));
-    encode(pieces[0]);
+    for (size_t i = 1; i < stretches.size(); ++i)
+      threads.push_back(start_thread(fmt::format("thread {} of {} to tokenize {}", i + 1, stretches.size(), name),
+                                     [&, i] { encode(stretches[i]); }));
+    encode(stretches[0]);
   }
-  for (const Piece& piece : pieces) {
-    if (piece.error) std::rethrow_exception(piece.error);
-    write(piece.ids, name);
+  for (const Stretch& stretch : stretches) {
+    if (stretch.error) std::rethrow_exception(stretch.error);
+    write(stretch.ids, name);
   }
   return at;
 }

@@ -12,8 +12,8 @@ namespace ds {
 
 class TokenIds {
  public:
-  // Encodes in pieces of a few MiB with `num_threads` threads where the tokenizer knows places to cut, else in one.
-  // `name` names the text in messages; intact() is asked before each piece is read and may throw. Throws as
+  // Encodes in stretches of a few MiB with `num_threads` threads where the tokenizer knows places to cut, else in one.
+  // `name` names the text in messages; intact() is asked before each stretch is read and may throw. Throws as
   // Tokenizer::encode, and Errc::Io when TMPDIR is full.
   template <class Intact>
   TokenIds(std::string_view text, const Tokenizer& tokenizer, int num_threads, const std::string& name, Intact&& intact)
@@ -34,7 +34,7 @@ class TokenIds {
 
  private:
   explicit TokenIds(const Tokenizer& tokenizer);
-  // One round from text[at]: a piece per thread. Returns where the next one starts.
+  // One round from text[at]: a stretch per thread. Returns where the next one starts.
   size_t append(std::string_view text, size_t at, const Tokenizer&, int num_threads, const std::string& name);
   void write(std::span<const i32> ids, const std::string& name);
   void map(const std::string& name);

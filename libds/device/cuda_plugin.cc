@@ -6,10 +6,10 @@
 
 #include <dlfcn.h>
 
-#include <cstdlib>
 #include <filesystem>
 
 #include "base/find_library.h"
+#include "base/variables.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
 
@@ -69,9 +69,8 @@ struct Loaded {
 
 Loaded load() {
   std::string path;
-  const char* named = std::getenv("DS_CUDA_PLUGIN");
-  if (named != nullptr && *named == '\0') named = nullptr;
-  if (named != nullptr) {
+  const std::string named = variables::cuda_plugin();
+  if (!named.empty()) {
     path = std::filesystem::absolute(named);  // a bare name is a file here, not one to search for
   } else {
     Dl_info self{};
@@ -85,11 +84,11 @@ Loaded load() {
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored))
     return {nullptr,
-            named != nullptr ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
-                             : fmt::format("there is no {}: this libds was built without CUDA", path),
-            named != nullptr};
+            !named.empty() ? fmt::format("there is no {} (DS_CUDA_PLUGIN)", path)
+                           : fmt::format("there is no {}: this libds was built without CUDA", path),
+            !named.empty()};
   // The plug-in brings half a gigabyte of libraries: a machine without a driver is spared them.
-  if (named == nullptr && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
+  if (named.empty() && dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL) == nullptr)
     return {nullptr, "there is no NVIDIA driver on this machine"};
   std::string why;
   void* library = open_with_libraries(path, why);

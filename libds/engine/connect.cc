@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "base/json.h"
+#include "base/variables.h"
 #include "checkpoint/together.h"
 #include "device/product_choices.h"
 #include "ds/log.h"
@@ -165,7 +166,7 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
   const int gpus = num_cuda_devices(why);
   // Where nothing hides GPUs from a rank, what it sees is the node's; else only all ranks together know (connect_gpus).
   DS_CHECK(config.communication.backend != CommBackend::Nccl || ranks.local_world_size <= gpus ||
-               std::getenv("CUDA_VISIBLE_DEVICES") != nullptr,
+               variables::gpus_are_chosen(),
            Errc::Unavailable,
            "communication.backend \"nccl\" wants a GPU for each rank: this node has {} ranks and {} GPU{}",
            ranks.local_world_size, gpus, gpus == 1 ? "" : "s");

@@ -10,11 +10,6 @@
 #include <utility>
 
 namespace ds::engine {
-namespace {
-
-constexpr i64 kIgnored = -100;
-
-}  // namespace
 
 Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const EngineParts& parts)
     : config_(config),
@@ -223,7 +218,7 @@ std::optional<double> Engine::evaluate(i64 batches,
       stage_.load(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
       if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
-        sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnored);
+        sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     }
     for (const pipeline::Instr& instr :
          pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {

@@ -23,7 +23,7 @@
 namespace ds::engine {
 
 // All micro-batches of one step of one data-parallel rank: [m, B, T] each, int32; whole sequences, the same on all
-// ranks that share them. Targets of -100 do not count.
+// ranks that share them. Targets of kIgnoredTarget do not count.
 struct StepBatch {
   std::span<const i32> ids, targets;
 };
@@ -48,7 +48,7 @@ struct Progress {
 // What an engine may be given in place of what its configuration says.
 struct EngineParts {
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
-  zero::MakeStates states = {};                                                // the tier of masters and states
+  zero::MakeStates states = {};  // the tier of masters and states
 };
 
 class Engine {

@@ -16,6 +16,7 @@
 #include "base/json.h"
 #include "checkpoint/checkpoint.h"
 #include "checkpoint/deepspeed.h"
+#include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
 #include "data/objective.h"
@@ -293,7 +294,7 @@ std::string TrainingRun::State::find_resumed() const {
   std::filesystem::directory_iterator entry(options.out_dir, failed), end;
   for (; !failed && entry != end; entry.increment(failed)) {
     const std::string name = entry->path().filename();
-    if (name == "latest" || name.starts_with("step-")) return find_checkpoint(options.out_dir);
+    if (name == kLatestName || name.starts_with(kStepPrefix)) return find_checkpoint(options.out_dir);
   }
   const bool none = failed == std::errc::no_such_file_or_directory || failed == std::errc::not_a_directory;
   DS_CHECK(!failed || none, Errc::Io, "cannot list {}: {}", options.out_dir, system_reason(failed.value()));
@@ -355,10 +356,10 @@ void TrainingRun::State::load() {
 void TrainingRun::State::load_step() {
   engine::HostState state(*engine, engine->held_pieces());
   const CheckpointMeta meta =
-      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers);
+      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers,
+                      [this](const CheckpointMeta& there) { check_same_run(there); });
   state.upload();
   engine->publish_params();
-  check_same_run(meta);
   engine::Progress& progress = engine->progress();
   progress = {meta.step, meta.optimizer_step, meta.skipped_steps, meta.consumed_samples};
   const LossScalerState& s = meta.loss_scaler;

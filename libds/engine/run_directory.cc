@@ -19,9 +19,7 @@ namespace ds::engine {
 namespace fs = std::filesystem;
 namespace {
 
-constexpr const char* kLockName = "lock";
-
-bool is_step_name(const std::string& name) { return name.starts_with("step-"); }
+bool is_step_name(const std::string& name) { return name.starts_with(kStepPrefix); }
 
 struct Contents {
   bool empty = true;   // but for our own lock file, left by a run that was killed before its first step
@@ -35,7 +33,7 @@ Contents contents_of(const std::string& path) {
     const std::string name = it->path().filename();
     if (name == kLockName) continue;
     c.empty = false;
-    c.a_run |= name == "metrics.jsonl" || name == "latest" || is_step_name(name);
+    c.a_run |= name == kMetricsName || name == kLatestName || is_step_name(name);
     if (is_step_name(name)) c.newest = std::max(c.newest, name);  // numbers of one width
   }
   DS_CHECK(!error, Errc::Config, "cannot read the run directory {}: {}", path, error.message());
@@ -165,7 +163,8 @@ bool RunDirectory::cut_metrics(i64 step) {
   std::error_code error;
   for (fs::directory_iterator it(path_, error), end; !error && it != end; it.increment(error)) {
     std::error_code ignored;  // what a run left that was killed right here
-    if (it->path().filename().string().starts_with(".metrics.jsonl.tmp-")) fs::remove(it->path(), ignored);
+    if (it->path().filename().string().starts_with(fmt::format(".{}.tmp-", kMetricsName)))
+      fs::remove(it->path(), ignored);
   }
   if (!fs::exists(metrics_path(), error)) return false;
   DS_CHECK(fs::is_regular_file(metrics_path(), error), Errc::Io, "{} is not a regular file", metrics_path());

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "base/json.h"
+#include "checkpoint/run_names.h"
 
 namespace ds::engine {
 
@@ -39,7 +40,7 @@ class RunDirectory {
   void lock();
   bool holds_lock() const noexcept;
   void unlock() noexcept;  // removes the file; does nothing without the lock
-  std::string metrics_path() const { return path_ + "/metrics.jsonl"; }
+  std::string metrics_path() const { return path_ + "/" + kMetricsName; }
   std::string path_;
   int lock_fd_ = -1;
   int metrics_fd_ = -1;

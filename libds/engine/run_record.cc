@@ -87,18 +87,18 @@ Config with_absolute_paths(Config config) {
 
 Json step_line(const StepRecord& r) {
   return {{"type", "step"},
-          {"step", r.step},
-          {"loss", r.loss},
-          {"grad_norm", r.grad_norm},
-          {"lr", r.lr},
-          {"loss_scale", r.loss_scale},
-          {"skipped", r.skipped},
-          {"tokens", r.tokens},
-          {"tokens_per_s", r.tokens_per_s},
-          {"step_ms", r.step_ms},
-          {"mfu", r.mfu},
-          {"memory_bytes", r.memory_bytes},
-          {"comm_bytes", r.comm_bytes}};
+          {step_field::kStep, r.step},
+          {step_field::kLoss, r.loss},
+          {step_field::kGradNorm, r.grad_norm},
+          {step_field::kLr, r.lr},
+          {step_field::kLossScale, r.loss_scale},
+          {step_field::kSkipped, r.skipped},
+          {step_field::kTokens, r.tokens},
+          {step_field::kTokensPerS, r.tokens_per_s},
+          {step_field::kStepMs, r.step_ms},
+          {step_field::kMfu, r.mfu},
+          {step_field::kMemoryBytes, r.memory_bytes},
+          {step_field::kCommBytes, r.comm_bytes}};
 }
 
 report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {

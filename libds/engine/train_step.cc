@@ -53,7 +53,7 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   i64 total = 0;
   for (i64 m = 0; m < plan_.micro_batches; ++m) {
     const auto targets = batch.targets.subspan(static_cast<size_t>(m * rows), static_cast<size_t>(rows));
-    valid_tokens_[static_cast<size_t>(m)] = rows - std::count(targets.begin(), targets.end(), -100);
+    valid_tokens_[static_cast<size_t>(m)] = rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
     total += valid_tokens_[static_cast<size_t>(m)];
   }
   global_valid_tokens_ = total;

@@ -11,34 +11,34 @@
 namespace ds {
 namespace {
 
-constexpr i64 kPieceBytes = i64{8} << 20;
-constexpr size_t kPieces = 3;
+constexpr i64 kChunkBytes = i64{8} << 20;
+constexpr size_t kChunks = 3;
 
-struct Piece {
+struct Chunk {
   const TensorInfo* tensor = nullptr;
   i64 first = 0, count = 0;
   std::vector<char> data;
 };
 
-// A ring of pieces between one thread that fills and one that empties them.
+// A ring of chunks between one thread that fills and one that empties them.
 class Ring {
  public:
-  // The next piece to fill; nothing once the other side has gone.
-  Piece* begin_fill() {
+  // The next chunk to fill; nothing once the other side has gone.
+  Chunk* begin_fill() {
     std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return closed_ || filled_ - emptied_ < kPieces; });
-    return closed_ ? nullptr : &pieces_[filled_ % kPieces];
+    changed_.wait(lock, [&] { return closed_ || filled_ - emptied_ < kChunks; });
+    return closed_ ? nullptr : &chunks_[filled_ % kChunks];
   }
   void end_fill() {
     const std::lock_guard lock(mutex_);
     ++filled_;
     changed_.notify_all();
   }
-  // The next piece that is full; nothing when all have come. Throws what the filling side ended with.
-  Piece* begin_empty() {
+  // The next chunk that is full; nothing when all have come. Throws what the filling side ended with.
+  Chunk* begin_empty() {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, [&] { return filled_ > emptied_ || ended_; });
-    if (filled_ > emptied_) return &pieces_[emptied_ % kPieces];
+    if (filled_ > emptied_) return &chunks_[emptied_ % kChunks];
     if (error_) std::rethrow_exception(error_);
     return nullptr;
   }
@@ -60,7 +60,7 @@ class Ring {
   }
 
  private:
-  std::array<Piece, kPieces> pieces_;
+  std::array<Chunk, kChunks> chunks_;
   std::mutex mutex_;
   std::condition_variable changed_;
   size_t filled_ = 0, emptied_ = 0;
@@ -73,15 +73,15 @@ void read_all(const TensorSource& source, const std::vector<size_t>& order, size
               Ring& ring) {
   for (size_t k = first_tensor; k < order.size(); k += stride) {
     const TensorInfo& t = source.list()[order[k]];
-    const i64 size = dtype_bytes(t.dtype), step = kPieceBytes / size, n = t.numel();
+    const i64 size = dtype_bytes(t.dtype), step = kChunkBytes / size, n = t.numel();
     for (i64 first = 0; first < n; first += step) {
-      Piece* piece = ring.begin_fill();
-      if (piece == nullptr) return;
-      piece->tensor = &t;
-      piece->first = first;
-      piece->count = std::min(step, n - first);
-      piece->data.resize(static_cast<size_t>(piece->count * size));
-      source.read(t.name, first, piece->count, piece->data.data());
+      Chunk* chunk = ring.begin_fill();
+      if (chunk == nullptr) return;
+      chunk->tensor = &t;
+      chunk->first = first;
+      chunk->count = std::min(step, n - first);
+      chunk->data.resize(static_cast<size_t>(chunk->count * size));
+      source.read(t.name, first, chunk->count, chunk->data.data());
       ring.end_fill();
     }
   }
@@ -116,11 +116,11 @@ void copy_tensors(std::span<const TensorSource* const> sources, TensorSink& sink
   i64 bytes = 0;
   for (size_t k = 0; k < order.size(); ++k) {
     for (i64 left = sources[0]->list()[order[k]].numel(); left > 0;) {
-      Piece* piece = rings[k % R].begin_empty();
-      DS_ASSERT(piece != nullptr);
-      sink.write(piece->tensor->name, piece->first, piece->count, piece->data.data());
-      left -= piece->count;
-      bytes += narrow<i64>(piece->data.size());
+      Chunk* chunk = rings[k % R].begin_empty();
+      DS_ASSERT(chunk != nullptr);
+      sink.write(chunk->tensor->name, chunk->first, chunk->count, chunk->data.data());
+      left -= chunk->count;
+      bytes += narrow<i64>(chunk->data.size());
       rings[k % R].end_empty();
       if (progress) progress(bytes);
     }

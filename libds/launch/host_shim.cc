@@ -33,7 +33,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr i64 kSecond = 1'000'000'000;
 constexpr i64 kOrtedGrace = 2 * kSecond;  // for orted to leave after its last shim, for shims to leave after orted
 constexpr std::size_t kKeptText = 4096;   // of what an agent said last
 

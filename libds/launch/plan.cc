@@ -14,6 +14,7 @@
 #include "ds/log.h"
 #include "launch/host_shim.h"
 #include "launch/limits.h"
+#include "launch/mpirun.h"
 #include "launch/process.h"
 
 namespace ds {
@@ -25,37 +26,6 @@ namespace {
 constexpr int kMaxRanks = 4096;
 
 std::string number(i64 value) { return std::to_string(value); }
-
-// Open MPI's own settings: no binding, everything it writes inside our private folder, and time between its SIGTERM and
-// its SIGKILL: how a job ends is our affair. With hosts, one daemon for each, started from here by our own agent.
-std::vector<std::string> mpirun_command(const std::string& mpirun, const LaunchPlan& plan, bool oversubscribed,
-                                        const std::string& folder) {
-  const std::string own = own_executable().string();
-  std::vector<std::string> command = {mpirun, "-n", number(plan.ranks), "--oversubscribe", "--bind-to", "none"};
-  const auto setting = [&](const char* name, const std::string& value) {
-    command.insert(command.end(), {"--mca", name, value});
-  };
-  if (plan.hosts.empty()) {
-    setting("plm", "isolated");
-    setting("btl_vader_backing_directory", folder);
-    setting("shmem", "^posix");  // it tries itself with a segment that stays in /dev/shm if it is killed meanwhile
-    if (oversubscribed) setting("mpi_yield_when_idle", "1");
-  } else {
-    command[0] = "mpirun";  // by its path it would have a shell set paths on every host
-    command.insert(command.end(), {"--hostfile", folder + "/hosts", "--nolocal", "--map-by", "slot"});
-    setting("plm", "rsh");
-    setting("plm_rsh_agent", own + " --agent-shim");
-    setting("plm_rsh_no_tree_spawn", "1");
-    setting("plm_rsh_num_concurrent", number(static_cast<i64>(plan.hosts.size())));  // it refuses fewer
-    setting("orte_leave_session_attached", "1");
-    setting("opal_if_do_not_resolve", "1");
-  }
-  setting("orte_tmpdir_base", folder);
-  setting("ras", "^slurm,tm,loadleveler,gridengine,lsf,alps");
-  setting("odls_base_sigkill_timeout", "20");
-  command.insert(command.end(), {own, "--rank-shim", folder + "/socket"});
-  return command;
-}
 
 int total_slots(const std::vector<LaunchHost>& hosts) {
   i64 slots = 0;

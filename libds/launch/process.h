@@ -17,6 +17,7 @@
 
 namespace ds::launch {
 
+inline constexpr i64 kSecond = 1'000'000'000;
 i64 monotonic_ns() noexcept;
 std::string host_name();
 std::string signal_name(int signal);  // "SIGKILL"

@@ -131,10 +131,10 @@ BarChart merge_equal(BarChart chart) {
 Sums sums_of(const BarChart& chart) {
   Sums sums;
   size_t others = 0;
-  const auto add_all = [&](const std::vector<Segment>& segments, i64 count, i64 TagSum::*of_tag, i64& of_all) {
+  const auto add_all = [&](const std::vector<BarSegment>& segments, i64 count, i64 TagSum::*of_tag, i64& of_all) {
     i64 of_bar = 0;
     size_t place = 0;  // of a tag that is new, among the others: after the one before it in its bar
-    for (const Segment& s : segments) {
+    for (const BarSegment& s : segments) {
       of_bar = add(of_bar, s.bytes);
       if (s.bytes == 0) continue;
       auto at = std::find_if(sums.tags.begin(), sums.tags.end(), [&](const TagSum& t) { return t.look.tag == s.tag; });
@@ -164,13 +164,13 @@ const Look& look_of(const Sums& sums, const std::string& tag) {
   return at->look;
 }
 
-i64 total(const std::vector<Segment>& segments) {
+i64 total(const std::vector<BarSegment>& segments) {
   i64 sum = 0;
-  for (const Segment& s : segments) sum += s.bytes;
+  for (const BarSegment& s : segments) sum += s.bytes;
   return sum;
 }
 
-bool is_over(const BarChart& chart, const std::vector<Segment>& segments) {
+bool is_over(const BarChart& chart, const std::vector<BarSegment>& segments) {
   return chart.limit && total(segments) > *chart.limit;
 }
 

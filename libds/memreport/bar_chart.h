@@ -11,16 +11,16 @@
 
 namespace ds::memreport {
 
-struct Segment {
+struct BarSegment {
   std::string tag;  // as tag_name() has them; others get letters and colours of their own
   i64 bytes = 0;
-  bool operator==(const Segment&) const = default;
+  bool operator==(const BarSegment&) const = default;
 };
 
 struct Bar {
   std::string label;
-  std::vector<Segment> predicted = {};  // in stacking order
-  std::vector<Segment> measured = {};   // empty: nothing was counted
+  std::vector<BarSegment> predicted = {};  // in stacking order
+  std::vector<BarSegment> measured = {};   // empty: nothing was counted
   bool worst = false;
   i64 count = 1;  // equal bars that this one stands for
 };

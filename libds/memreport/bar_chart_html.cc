@@ -47,11 +47,11 @@ std::string number_cell(i64 bytes, bool over = false) {
 }
 
 // The numbers of one kind; a tag may stand in a bar more than once.
-std::string number_cells(const BarChart& chart, const std::vector<Segment>& segments, const Sums& sums) {
+std::string number_cells(const BarChart& chart, const std::vector<BarSegment>& segments, const Sums& sums) {
   std::string html = number_cell(total(segments), is_over(chart, segments));
   for (const TagSum& t : sums.tags) {
     i64 bytes = 0;
-    for (const Segment& s : segments) bytes += s.tag == t.look.tag ? s.bytes : 0;
+    for (const BarSegment& s : segments) bytes += s.tag == t.look.tag ? s.bytes : 0;
     html += number_cell(bytes);
   }
   return html;

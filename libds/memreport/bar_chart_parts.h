@@ -30,9 +30,9 @@ struct Sums {
 // Throws Errc::Corrupt for negative bytes and sums beyond 2^63.
 Sums sums_of(const BarChart&);
 const Look& look_of(const Sums&, const std::string& tag);  // of a tag that has bytes
-i64 total(const std::vector<Segment>&);                    // of bytes that sums_of() has seen
+i64 total(const std::vector<BarSegment>&);                 // of bytes that sums_of() has seen
 
-bool is_over(const BarChart&, const std::vector<Segment>&);
+bool is_over(const BarChart&, const std::vector<BarSegment>&);
 bool is_light(u32 rgb);  // black reads better on it than white
 
 // "12.5 %", "<0.1 %" for what would round to nothing, "-" of nothing.

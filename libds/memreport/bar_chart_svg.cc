@@ -34,7 +34,7 @@ struct Row {
   const Bar* bar;
   bool counted;
   double y;
-  const std::vector<Segment>& segments() const { return counted ? bar->measured : bar->predicted; }
+  const std::vector<BarSegment>& segments() const { return counted ? bar->measured : bar->predicted; }
 };
 
 struct Frame {
@@ -123,7 +123,7 @@ std::string boxes_svg(const Row& row, const Sums& sums, const Frame& frame) {
   std::string svg;
   const i64 all = total(row.segments());
   i64 bytes = 0;
-  for (const Segment& s : row.segments()) {
+  for (const BarSegment& s : row.segments()) {
     const double x = scaled(sums, bytes), width = hundredths(scaled(sums, bytes += s.bytes) - x);
     if (width <= 0) continue;
     const Look& look = look_of(sums, s.tag);

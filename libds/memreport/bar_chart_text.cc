@@ -71,7 +71,7 @@ Grid make_grid(const BarChart& chart, const Sums& sums, size_t width) {
 }
 
 // A segment has the cells between the roundings of where it begins and where it ends, so that errors do not add up.
-std::string cells_text(const std::vector<Segment>& segments, const Sums& sums, const Grid& grid, bool colour) {
+std::string cells_text(const std::vector<BarSegment>& segments, const Sums& sums, const Grid& grid, bool colour) {
   std::string text;
   size_t at = 0;
   const auto fill = [&](size_t end, const auto& piece) {
@@ -84,7 +84,7 @@ std::string cells_text(const std::vector<Segment>& segments, const Sums& sums, c
     at = end;
   };
   i64 bytes = 0;
-  for (const Segment& s : segments) {
+  for (const BarSegment& s : segments) {
     bytes += s.bytes;
     const size_t end = grid.cell_at(bytes);
     if (end > at) fill(end, [&](size_t n) { return painted(look_of(sums, s.tag), n, colour); });
@@ -97,7 +97,7 @@ std::string cells_text(const std::vector<Segment>& segments, const Sums& sums, c
 
 std::string row_text(const BarChart& chart, const Bar& bar, bool counted, const Sums& sums, const Grid& grid,
                      bool colour) {
-  const std::vector<Segment>& segments = counted ? bar.measured : bar.predicted;
+  const std::vector<BarSegment>& segments = counted ? bar.measured : bar.predicted;
   std::string text;
   if (grid.has_worst) text += bar.worst && !counted ? "* " : "  ";
   const std::string label = counted ? fmt::format("{:>{}}", kCounted, grid.label)
@@ -166,7 +166,7 @@ std::string not_drawn(const BarChart& chart, const Sums& sums, const Grid& grid)
     for (const Bar& bar : chart.bars) {
       for (const auto* segments : {&bar.predicted, &bar.measured}) {
         i64 bytes = 0;
-        for (const Segment& s : *segments) {
+        for (const BarSegment& s : *segments) {
           drawn = drawn || (s.tag == t.look.tag && grid.cell_at(bytes + s.bytes) > grid.cell_at(bytes));
           bytes += s.bytes;
         }

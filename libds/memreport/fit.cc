@@ -32,10 +32,6 @@ constexpr i64 kMostLayers = 2048;      // that are looked for: deeper models are
 constexpr i64 kMostChunks = 8;         // of a stage's layers
 constexpr size_t kMostCandidates = 4;  // for the largest model
 
-std::string_view name_of(CheckpointGranularity g) {
-  return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
-}
-
 std::vector<i64> divisors(i64 n, i64 most) {
   std::vector<i64> all;
   for (i64 d = 1; d <= std::min(n, most); ++d) {
@@ -122,7 +118,7 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
       {fmt::format("{}={}", kTrain, cut.batch), true, true},
       {fmt::format("{}={}", kMicro, cut.micro), false, true},
       {fmt::format("{}={}", kAccumulation, cut.accumulation), false, true},
-      {fmt::format("activation_checkpointing.granularity={}", name_of(recompute))},
+      {fmt::format("activation_checkpointing.granularity={}", granularity_name(recompute))},
       {fmt::format("reduce_order={}", f.stage >= 2 || source.deterministic ? "micro" : "boundary"), true}};
   // Its second name.
   if (source.tensor_parallel.autotp_size > 1) all.push_back({"tensor_parallel.autotp_size=1", true});

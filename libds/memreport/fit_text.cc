@@ -10,10 +10,6 @@
 namespace ds::memreport {
 namespace {
 
-std::string_view name_of(CheckpointGranularity g) {
-  return g == CheckpointGranularity::None ? "none" : g == CheckpointGranularity::Layer ? "layer" : "selective";
-}
-
 std::string schedule_of(const Arrangement& a) {
   if (a.mesh.pp == 1) return "-";
   std::string name(schedule_name(a.schedule));
@@ -24,7 +20,7 @@ std::string schedule_of(const Arrangement& a) {
 std::string row(const Arrangement& a) {
   return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12.5g} {:>6.1f}\n",
                      a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, schedule_of(a),
-                     name_of(a.recompute), a.sequence_parallel ? "yes" : "no", bytes_text(a.device_bytes),
+                     granularity_name(a.recompute), a.sequence_parallel ? "yes" : "no", bytes_text(a.device_bytes),
                      a.time.tokens_per_s, 100 * a.time.mfu);
 }
 
@@ -44,7 +40,7 @@ Json arrangement_json(const Arrangement& a) {
           {"accumulation", a.accumulation},
           {"schedule", schedule_name(a.schedule)},
           {"virtual_stages", a.virtual_stages},
-          {"checkpointing", name_of(a.recompute)},
+          {"checkpointing", granularity_name(a.recompute)},
           {"sequence_parallel", a.sequence_parallel},
           {"device_bytes", a.device_bytes},
           {"host_bytes", a.host_bytes},

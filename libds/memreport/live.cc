@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "engine/live_counters.h"
+#include "engine/run_record.h"
 
 namespace ds::memreport {
 namespace {
@@ -16,16 +17,6 @@ namespace {
 template <size_t N>
 std::string text_of(const std::array<char, N>& text) {
   return {text.begin(), std::ranges::find(text, '\0')};
-}
-
-std::vector<LiveTag> memory_of(const engine::LiveIdentity& identity, const engine::LiveRecord& record) {
-  std::vector<LiveTag> memory;
-  for (size_t t = 0; t < record.peak.size(); ++t) {
-    if (identity.predicted[t] != 0 || record.peak[t] != 0)
-      memory.push_back(
-          {std::string(tag_name(static_cast<Tag>(t))), identity.predicted[t], record.current[t], record.peak[t]});
-  }
-  return memory;
 }
 
 }  // namespace
@@ -56,7 +47,7 @@ LiveRank read_live(i64 pid) {
           .resident_bytes = r->resident_bytes,
           .base_bytes = who.base_bytes,
           .age_s = std::chrono::duration<double>(now - std::chrono::nanoseconds(r->updated_ns)).count(),
-          .memory = memory_of(who, *r)};
+          .memory = engine::memory_table(who.predicted, r->peak)};
 }
 
 std::vector<LiveRank> find_live() {

@@ -5,14 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "ds/train.h"
 #include "mesh/mesh.h"
 
 namespace ds::memreport {
-
-struct LiveTag {
-  std::string tag;                           // as in TagMemory
-  i64 predicted = 0, current = 0, peak = 0;  // bytes of this rank
-};
 
 struct LiveRank {
   i64 pid = 0;
@@ -27,7 +23,7 @@ struct LiveRank {
   i64 comm_bytes = 0;                                       // sent by this rank in it
   i64 resident_bytes = 0, base_bytes = 0;  // probe/resident.h: lately; before the engine took its memory
   double age_s = 0;                        // since the last step ended, or training began
-  std::vector<LiveTag> memory;             // tags with anything to say
+  std::vector<TagMemory> memory;           // tags with anything to say
 };
 
 // The rank with this pid. Throws Errc::Config if no such process of this machine trains, Errc::Io if it is another

@@ -17,7 +17,7 @@ namespace {
 MeasuredRank rank_of(const RankMemory& r) {
   MeasuredRank rank;
   rank.rank = r.rank;
-  for (const TagMemory& t : r.tags) rank.tags.push_back({t.tag, t.predicted, t.counted});
+  rank.tags = r.tags;
   rank.counted = r.counts_known;
   rank.resident_bytes = r.resident_bytes;
   rank.momentary_bytes = r.momentary_bytes;
@@ -28,21 +28,21 @@ MeasuredRank rank_of(const RankMemory& r) {
 MeasuredRank rank_of(const LiveRank& r) {
   MeasuredRank rank;
   rank.rank = r.rank;
-  for (const LiveTag& t : r.memory) rank.tags.push_back({t.tag, t.predicted, t.peak});
+  rank.tags = r.memory;
   rank.counted = true;
   rank.resident_bytes = r.resident_bytes;
   rank.base_bytes = r.base_bytes;
   return rank;
 }
 
-i64 sum(const MeasuredRank& r, i64 MeasuredTag::*what) {
+i64 sum(const MeasuredRank& r, i64 TagMemory::*what) {
   i64 bytes = 0;
-  for (const MeasuredTag& t : r.tags) bytes += t.*what;
+  for (const TagMemory& t : r.tags) bytes += t.*what;
   return bytes;
 }
 
 // What communicators between nodes, and all parts of a GPU's software, take for themselves is not foretold.
-bool is_predicted(const MeasuredTag& t) { return t.predicted > 0; }
+bool is_predicted(const TagMemory& t) { return t.predicted > 0; }
 
 std::string difference(i64 predicted, i64 counted) {
   if (predicted == counted) return "exact";
@@ -59,7 +59,7 @@ std::string rank_text(const MeasuredRank& r) {
     out += '\n';
   };
   i64 foretold = 0, met = 0;
-  for (const MeasuredTag& t : r.tags) {
+  for (const TagMemory& t : r.tags) {
     row(t.tag, t.predicted, t.counted);
     if (is_predicted(t)) {
       foretold += t.predicted;
@@ -67,8 +67,8 @@ std::string rank_text(const MeasuredRank& r) {
     }
   }
   row("what is predicted", foretold, met);
-  const i64 counted = sum(r, &MeasuredTag::counted);
-  row("total", sum(r, &MeasuredTag::predicted), counted);
+  const i64 counted = sum(r, &TagMemory::counted);
+  row("total", sum(r, &TagMemory::predicted), counted);
   if (r.resident_bytes > 0) {
     const i64 expected = r.base_bytes + counted;
     out += fmt::format("  {:<18} {:>14} {:>14} {:>14}\n", "resident", r.counted ? bytes_text(expected) : "",
@@ -82,7 +82,7 @@ std::string rank_text(const MeasuredRank& r) {
 
 const MeasuredRank* largest(const Measured& m) {
   const auto most = std::ranges::max_element(m.ranks, {}, [](const MeasuredRank& r) {  // of those with counts, if any
-    return std::pair(r.counted, sum(r, r.counted ? &MeasuredTag::counted : &MeasuredTag::predicted));
+    return std::pair(r.counted, sum(r, r.counted ? &TagMemory::counted : &TagMemory::predicted));
   });
   return most == m.ranks.end() ? nullptr : &*most;
 }
@@ -151,7 +151,7 @@ std::string json(const Measured& m) {
   Json ranks = Json::array();
   for (const MeasuredRank& r : m.ranks) {
     Json predicted = Json::object(), counted = Json::object();
-    for (const MeasuredTag& t : r.tags) {
+    for (const TagMemory& t : r.tags) {
       predicted[t.tag] = t.predicted;
       counted[t.tag] = t.counted;
     }

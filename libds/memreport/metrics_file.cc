@@ -14,6 +14,7 @@
 #include "base/content_kind.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "checkpoint/run_names.h"
 #include "device/memory.h"
 
 namespace ds::memreport {
@@ -95,7 +96,7 @@ size_t place_of(std::string_view tag) {
 
 using TagBytes = std::vector<std::pair<std::string, i64>>;
 
-std::vector<TagMemory> memory_table(const TagBytes& predicted, const TagBytes& counted) {
+std::vector<TagMemory> rows_of(const TagBytes& predicted, const TagBytes& counted) {
   std::vector<TagMemory> table;
   const auto row = [&](const std::string& tag) -> TagMemory& {
     const auto there = std::ranges::find(table, tag, &TagMemory::tag);
@@ -138,11 +139,11 @@ class Reader {
     const auto known = [&](int rank) -> RankMemory& { return ranks_[rank]; };
     for (const auto& [stage_ranks, predicted] : stages_) {
       for (const int r : stage_ranks) {
-        if (!file_.ended) known(r).tags = memory_table(predicted, r == 0 ? counted_ : TagBytes{});
+        if (!file_.ended) known(r).tags = rows_of(predicted, r == 0 ? counted_ : TagBytes{});
       }
     }
     if (!file_.ended && !counted_.empty()) {
-      if (known(0).tags.empty()) known(0).tags = memory_table({}, counted_);
+      if (known(0).tags.empty()) known(0).tags = rows_of({}, counted_);
       known(0).counts_known = true;
     }
     for (auto& [rank, memory] : ranks_) {
@@ -216,10 +217,11 @@ class Reader {
   }
 
   void take_step(const Fields& line) {
-    file_.last_step = line.count("step");
-    steps_.push_back({line.duration("step_ms"), line.number("mfu"), line.number("loss"), line.count("tokens")});
+    file_.last_step = line.count(step_field::kStep);
+    steps_.push_back({line.duration(step_field::kStepMs), line.number(step_field::kMfu), line.number(step_field::kLoss),
+                      line.count(step_field::kTokens)});
     if (steps_.size() > window_) steps_.pop_front();
-    counted_ = line.bytes_by_tag("memory_bytes");
+    counted_ = line.bytes_by_tag(step_field::kMemoryBytes);
   }
 
   void take_memory(const Fields& line) {
@@ -231,7 +233,7 @@ class Reader {
       const auto [there, added] = ranks_.try_emplace(narrow<int>(number));
       DS_CHECK(added, Errc::Corrupt, "{}: rank {} twice", where(), number);
       RankMemory& memory = there->second;
-      memory.tags = memory_table(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
+      memory.tags = rows_of(rank.bytes_by_tag("predicted_bytes"), rank.bytes_by_tag("counted_bytes"));
       memory.counts_known = true;
       memory.resident_bytes = rank.count("resident_bytes");
       memory.momentary_bytes = rank.count("momentary_bytes");
@@ -273,7 +275,7 @@ class Reader {
 
 MetricsFile read_metrics(const std::string& path, i64 window) {
   std::error_code ignored;
-  Reader reader(std::filesystem::is_directory(path, ignored) ? path + "/metrics.jsonl" : path, window);
+  Reader reader(std::filesystem::is_directory(path, ignored) ? path + "/" + kMetricsName : path, window);
   reader.read();
   return reader.finish();
 }

@@ -32,7 +32,7 @@ BarChart chart_of(const Measured& m, i64 limit) {
   BarChart chart{.title = fmt::format("memory of each rank, predicted and counted: {}", m.name)};
   for (const MeasuredRank& r : m.ranks) {
     Bar bar{.label = fmt::format("rank {}", r.rank)};
-    for (const MeasuredTag& t : r.tags) {
+    for (const TagMemory& t : r.tags) {
       if (t.predicted > 0) bar.predicted.push_back({t.tag, t.predicted});
       if (r.counted && t.counted > 0) bar.measured.push_back({t.tag, t.counted});
     }

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "config/parallel.h"
 #include "model/building_blocks.h"
 #include "model/models.h"
 
@@ -63,7 +64,7 @@ class BertEmbedding final : public BertLayer {
   }
   ParamRow words() const { return cut_vocabulary(matrix(".word_embeddings", V_, C_), shard_); }
 
-  std::string_view type() const noexcept override { return "Embedding"; }
+  std::string_view type() const noexcept override { return kEmbeddingType; }
 
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
     const i64 S = stream_rows(shard_, mode, B * T);
@@ -140,7 +141,7 @@ class BertBlock final : public BertLayer {
     norm(".output.LayerNorm", C_);
   }
 
-  std::string_view type() const noexcept override { return "BertBlock"; }
+  std::string_view type() const noexcept override { return block_type(Family::Bert); }
   bool is_block() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
@@ -329,7 +330,7 @@ class BertHead final : public BertLayer {
     norm(".transform.LayerNorm", C_);
   }
 
-  std::string_view type() const noexcept override { return "Head"; }
+  std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
 
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {

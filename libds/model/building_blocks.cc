@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/building_blocks.h"
 
+#include "config/parallel.h"
+
 namespace ds::model {
 
 i64 Model::num_params() const noexcept {
@@ -251,7 +253,7 @@ class Head final : public Layer {
           {.name = std::move(projection_name), .shape = {V_, C_}, .std = init_std, .decay = true}, shard));
   }
 
-  std::string_view type() const noexcept override { return "Head"; }
+  std::string_view type() const noexcept override { return kHeadType; }
   bool splits() const noexcept override { return false; }
 
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {

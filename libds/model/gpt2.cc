@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "config/parallel.h"
 #include "model/building_blocks.h"
 #include "model/models.h"
 
@@ -31,7 +32,7 @@ class Gpt2Embedding final : public Layer {
         shard);
   }
 
-  std::string_view type() const noexcept override { return "Embedding"; }
+  std::string_view type() const noexcept override { return kEmbeddingType; }
 
   LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const override {
     LayerActs a;
@@ -110,7 +111,7 @@ class Gpt2Block final : public Layer {
     row(".mlp.c_proj", c.intermediate);
   }
 
-  std::string_view type() const noexcept override { return "Gpt2Block"; }
+  std::string_view type() const noexcept override { return block_type(Family::Gpt2); }
   bool is_block() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {

@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "config/parallel.h"
 #include "model/building_blocks.h"
 #include "model/models.h"
 
@@ -24,7 +25,7 @@ class TokenEmbedding final : public Layer {
                           shard);
   }
 
-  std::string_view type() const noexcept override { return "Embedding"; }
+  std::string_view type() const noexcept override { return kEmbeddingType; }
   LayerActs plan(ActivationPlanner&, DType, i64, i64, Mode) const override { return {}; }
   void forward(const PassContext& ctx, RowViews params, TensorView, const LayerActs& acts) const override {
     embedding_forward(ctx, acts.output, tied_ ? params.shared : params.own[0], V_);
@@ -104,7 +105,7 @@ class LlamaBlock final : public Layer {
     down_ = row(".mlp.down_proj", c.intermediate, c.mlp_bias);
   }
 
-  std::string_view type() const noexcept override { return "LlamaBlock"; }
+  std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool is_block() const noexcept override { return true; }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {

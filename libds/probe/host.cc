@@ -11,7 +11,6 @@
 #include <charconv>
 #include <chrono>
 #include <cstdio>
-#include <cstdlib>
 #include <fstream>
 #include <limits>
 #include <mutex>
@@ -20,14 +19,15 @@
 #include <utility>
 #include <vector>
 
+#include "base/variables.h"
 #include "ds/log.h"
 #include "ds/nearest.h"
 
 namespace ds::probe {
 
 const OpTable& cpu_backend() {
-  const char* value = std::getenv("DS_ISA");
-  const std::string_view isa = value != nullptr && *value != '\0' ? value : "auto";
+  const std::string given = variables::isa();
+  const std::string_view isa = given.empty() ? "auto" : std::string_view(given);
   if (std::find(std::begin(kCpuIsas), std::end(kCpuIsas), isa) == std::end(kCpuIsas)) {
     const std::string_view meant = nearest(isa, kCpuIsas);
     throw Error(Errc::Config,
@@ -53,8 +53,7 @@ int core_share(int allowed, int online, int local_world_size) noexcept {
 
 int rank_threads(int local_world_size) {
   constexpr int kMost = 4096;
-  const char* text = std::getenv("OMP_NUM_THREADS");
-  if (text != nullptr && *text != '\0') {
+  if (const std::string text = variables::num_threads(); !text.empty()) {
     const std::string_view value(text);
     int threads = 0;
     const auto [end, error] = std::from_chars(value.begin(), value.end(), threads);

@@ -173,6 +173,23 @@ TEST(Checkpoint, PiecesWithoutASliceAreOfWholeParameters) {
   });
 }
 
+TEST(Checkpoint, OneThatTheCallerDoesNotWantFillsNothing) {
+  const TempDirectory dir;
+  const std::string step = save_sample(dir.path(), 7, DType::BF16, 2);
+  run_threads(2, {}, [&](Communicator& comm) {
+    RankState state(DType::BF16, owned_ranges(small_model(), comm.rank(), 2, 1));
+    const StatePiece& piece = state.pieces()[0];
+    const size_t bytes = static_cast<size_t>(piece.count) * 2;
+    const std::string before(static_cast<const char*>(piece.data[State::Param]), bytes);
+    const auto refuse = [](const CheckpointMeta& meta) {
+      throw Error(Errc::Mismatch, fmt::format("step {} is of another run", meta.step));
+    };
+    EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), state.pieces(), comm, {}, refuse), Errc::Mismatch,
+                 "step 7 is of another run");
+    EXPECT_EQ(std::memcmp(piece.data[State::Param], before.data(), bytes), 0);
+  });
+}
+
 // Everything but the bulk is looked at: names and shapes, and the structure of every file.
 TEST(Checkpoint, IsCheckedBeforeItIsLoaded) {
   const TempDirectory dir;

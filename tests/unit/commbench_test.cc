@@ -14,7 +14,7 @@
 #include "commbench/links.h"
 #include "commbench/measure.h"
 #include "commbench/overlap.h"
-#include "commbench/plan.h"
+#include "commbench/selection.h"
 #include "commbench/sizes.h"
 #include "commbench/statistics.h"
 
@@ -87,7 +87,8 @@ TEST(CommbenchSizes, RoundDownAsInNcclTests) {
   EXPECT_EQ(size_and_count("sendrecv", 1003, DType::F32, 2), std::pair(i64{1000}, i64{250}));
 
   const Options o{.ops = {"all_gather"}, .min_bytes = 8, .max_bytes = 128};
-  EXPECT_THAT(make_plan(o, 2).counts(operation("all_gather"), o, 2), ElementsAre(4, 8, 16));  // 8 and 16 leave nothing
+  EXPECT_THAT(select_operations(o, 2).counts(operation("all_gather"), o, 2),
+              ElementsAre(4, 8, 16));  // 8 and 16 leave nothing
 }
 
 TEST(CommbenchFactors, AreThoseOfNcclTests) {
@@ -488,10 +489,10 @@ TEST(CommbenchOptions, WhatMakesNoSenseIsRefusedInWords) {
 }
 
 TEST(CommbenchOptions, AllLeavesOutWhatCannotBeAndSaysWhy) {
-  const Plan plan = make_plan({.ops = {"all"}, .dtype = "int8"}, 1);
-  for (const Operation* o : plan.operations) EXPECT_FALSE(o->reduces || o->fewest_ranks > 1) << o->name;
-  EXPECT_THAT(plan.left_out, ::testing::Contains(HasSubstr("all_reduce does not offer sum of int8")));
-  EXPECT_THAT(plan.left_out, ::testing::Contains(HasSubstr("sendrecv needs 2 ranks")));
+  const Selection selection = select_operations({.ops = {"all"}, .dtype = "int8"}, 1);
+  for (const Operation* o : selection.operations) EXPECT_FALSE(o->reduces || o->fewest_ranks > 1) << o->name;
+  EXPECT_THAT(selection.left_out, ::testing::Contains(HasSubstr("all_reduce does not offer sum of int8")));
+  EXPECT_THAT(selection.left_out, ::testing::Contains(HasSubstr("sendrecv needs 2 ranks")));
 }
 
 // Text and documents of one result.

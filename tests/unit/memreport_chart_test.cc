@@ -264,7 +264,7 @@ TEST(BarCharts, HaveALetterAndAColourForEachTagOfTheLedger) {
   const auto rows = lines(text);
   std::set<char> letters;
   std::set<std::string> colours;
-  for (const Segment& s : chart.bars[0].predicted) {
+  for (const BarSegment& s : chart.bars[0].predicted) {
     // The legend in the terminal: "ESC[48;5;26;38;5;231mPESC[0m params".
     const auto row = std::find_if(rows.begin(), rows.end(), [&](const std::string& r) {
       return r.find("\x1b[0m " + s.tag + " ") != std::string::npos;
@@ -306,7 +306,7 @@ TEST(MergeEqual, MakesOneBarOfEqualNeighbours) {
 }
 
 TEST(MergeEqual, KeepsWhatDiffers) {
-  const std::vector<Segment> a = {{"params", 1}}, b = {{"params", 2}}, c = {{"grads", 1}};
+  const std::vector<BarSegment> a = {{"params", 1}}, b = {{"params", 2}}, c = {{"grads", 1}};
   const auto labels = [](std::vector<Bar> bars) {
     std::vector<std::string> result;
     for (const Bar& bar : merge_equal({.title = "", .bars = std::move(bars)}).bars)
@@ -329,8 +329,8 @@ TEST(MergeEqual, KeepsWhatDiffers) {
 
 TEST(BarCharts, RefuseBytesThatCannotBe) {
   constexpr i64 kMost = std::numeric_limits<i64>::max();
-  for (const std::vector<Segment>& segments :
-       {std::vector<Segment>{{"params", -1}}, {{"params", kMost}, {"grads", 1}}}) {
+  for (const std::vector<BarSegment>& segments :
+       {std::vector<BarSegment>{{"params", -1}}, {{"params", kMost}, {"grads", 1}}}) {
     const BarChart chart{.title = "t", .bars = {{.label = "a", .predicted = segments}}};
     EXPECT_THROW(bar_text(chart), Error);
     EXPECT_THROW(bar_svg(chart), Error);
@@ -405,7 +405,7 @@ BarChart random_chart(std::mt19937_64& random) {
   const auto upto = [&](i64 n) { return static_cast<i64>(random() % static_cast<u64>(n + 1)); };
   const std::array<const char*, 7> tags = {"params", "grads", "optimizer", "activations", "comm", "nvme", "tag \u65e5"};
   const auto segments = [&] {
-    std::vector<Segment> result;
+    std::vector<BarSegment> result;
     const i64 magnitude = upto(50);
     for (const char* tag : tags) {
       if (upto(2) > 0) result.push_back({tag, upto(2) == 0 ? 0 : upto(i64{1} << upto(magnitude))});
@@ -427,9 +427,9 @@ BarChart random_chart(std::mt19937_64& random) {
   return chart;
 }
 
-i64 sum_of(const std::vector<Segment>& segments) {
+i64 sum_of(const std::vector<BarSegment>& segments) {
   i64 sum = 0;
-  for (const Segment& s : segments) sum += s.bytes;
+  for (const BarSegment& s : segments) sum += s.bytes;
   return sum;
 }
 
@@ -440,8 +440,8 @@ i64 scale_of(const BarChart& chart) {
 }
 
 // Each row of segments as it is drawn, in order.
-std::vector<std::vector<Segment>> rows_of(const BarChart& chart) {
-  std::vector<std::vector<Segment>> rows;
+std::vector<std::vector<BarSegment>> rows_of(const BarChart& chart) {
+  std::vector<std::vector<BarSegment>> rows;
   for (const Bar& bar : chart.bars) {
     rows.push_back(bar.predicted);
     if (!bar.measured.empty()) rows.push_back(bar.measured);
@@ -497,7 +497,7 @@ TEST(BarText, HoldsForRandomCharts) {
       double used = 0;
       for (const char c : drawn) used += c != '|' && c != '.' && c != ' ' ? 1 : 0;
       ASSERT_NEAR(used, static_cast<double>(sum_of(rows[r])) / scale * n, 0.501) << line;
-      for (const Segment& s : rows[r]) {
+      for (const BarSegment& s : rows[r]) {
         const auto letter = letters.find(s.tag);
         if (letter == letters.end()) continue;
         const double have = static_cast<double>(count(drawn, std::string(1, letter->second)));

@@ -174,9 +174,8 @@ TEST(LiveCounters, AReaderGetsWhatWasWritten) {
     ASSERT_EQ(rank->memory.size(), 2U);  // foretold; counted
     EXPECT_EQ(rank->memory[0].tag, tag_name(Tag{0}));
     EXPECT_EQ(rank->memory[0].predicted, 5);
-    EXPECT_EQ(rank->memory[0].peak, 0);
-    EXPECT_EQ(rank->memory[1].current, 2);
-    EXPECT_EQ(rank->memory[1].peak, 8);
+    EXPECT_EQ(rank->memory[0].counted, 0);
+    EXPECT_EQ(rank->memory[1].counted, 8);
   }
   EXPECT_FALSE(exists(pid));
   EXPECT_ERROR(read_live(pid), Errc::Config, "no ds-train that trains");

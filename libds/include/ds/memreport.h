@@ -14,6 +14,7 @@
 
 #include "ds/config.h"
 #include "ds/mesh.h"
+#include "ds/train.h"
 
 namespace ds::memreport {
 
@@ -223,13 +224,9 @@ DS_API std::string plot_svg(const Prediction& prediction, i64 limit);
 DS_API std::string plot_html(const Prediction& prediction, i64 limit);
 
 // What a run has taken, beside what was foretold.
-struct MeasuredTag {
-  std::string tag;
-  i64 predicted = 0, counted = 0;  // bytes; counted: the peak
-};
 struct MeasuredRank {
   int rank = 0;
-  std::vector<MeasuredTag> tags;
+  std::vector<TagMemory> tags;
   bool counted = false;     // else only what is predicted is known
   i64 resident_bytes = 0;   // host memory of the process, its share of what is shared; 0: not known
   i64 momentary_bytes = 0;  // beside it for a moment, as while a checkpoint was written

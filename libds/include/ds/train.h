@@ -76,6 +76,14 @@ struct StepRecord {
   std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
 };
 
+// What its fields are called there, and in what ds-train --json prints.
+namespace step_field {
+inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
+                            *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
+                            *kTokensPerS = "tokens_per_s", *kStepMs = "step_ms", *kMfu = "mfu",
+                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes";
+}  // namespace step_field
+
 struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
                      // evaluations after each batch
   std::function<int()> stop_signal;  // not 0: stop, because of this signal

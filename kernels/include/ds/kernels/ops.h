@@ -69,8 +69,9 @@ struct AttentionParams {
   AttentionGrid grid{};
 };
 
+inline constexpr i32 kIgnoredTarget = -100;  // as a target: the row counts in no loss
 struct CrossEntropyParams {
-  i32 ignore_index = -100;
+  i32 ignore_index = kIgnoredTarget;
   float grad_scale = 1.0f;  // d(total)/d(token loss): loss scale / valid count, the same for every token
   i64 chunk_tokens = 0;     // rows of the logits workspace
 };

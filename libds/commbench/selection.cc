@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "commbench/plan.h"
+#include "commbench/selection.h"
 
 #include <algorithm>
 #include <array>
@@ -42,9 +42,9 @@ auto value_of(std::string_view what, std::string_view name, const T& table) {
 }
 
 // Why these ranks cannot run it as asked; empty: they can.
-std::string obstacle(const Operation& o, const Plan& plan, const Options& options, int ranks) {
+std::string obstacle(const Operation& o, const Selection& selection, const Options& options, int ranks) {
   if (ranks < o.fewest_ranks) return fmt::format("{} needs {} ranks", o.name, o.fewest_ranks);
-  if (!o.offers(plan.dtype, plan.redop)) {
+  if (!o.offers(selection.dtype, selection.redop)) {
     std::vector<std::string> offered;
     for (const auto& [redop_name, redop] : kReductions) {
       std::vector<std::string_view> types;
@@ -52,19 +52,21 @@ std::string obstacle(const Operation& o, const Plan& plan, const Options& option
         if (o.offers(dtype, redop)) types.push_back(name);
       if (!types.empty()) offered.push_back(fmt::format("{} of {}", redop_name, fmt::join(types, ", ")));
     }
-    return fmt::format("{} does not offer {} of {}; it offers {}", o.name, plan.reduction, plan.type,
+    return fmt::format("{} does not offer {} of {}; it offers {}", o.name, selection.reduction, selection.type,
                        fmt::join(offered, "; "));
   }
-  const bool folds = plan.dtype == DType::F32;
-  const bool combines = folds || plan.dtype == DType::F64 || plan.dtype == DType::I32 || plan.dtype == DType::I64;
+  const bool folds = selection.dtype == DType::F32;
+  const bool combines =
+      folds || selection.dtype == DType::F64 || selection.dtype == DType::I32 || selection.dtype == DType::I64;
   if (std::ranges::find(options.backends, "openmpi") != options.backends.end() && o.reduces &&
       !(o.has_slices ? folds : combines))
-    return fmt::format("Open MPI does not {} {}", o.has_slices ? "reduce-scatter" : "reduce", plan.type);
+    return fmt::format("Open MPI does not {} {}", o.has_slices ? "reduce-scatter" : "reduce", selection.type);
   if (options.backends.size() == 2 && o.measures_overlap)
     return fmt::format("{} is not compared: a line has no room for what it measures", o.name);
-  if (options.only_in_place && !o.has_form(true, plan.dtype))
-    return fmt::format("{} has no form in place{}", o.name, o.has_form(true, DType::F32) ? " in " + plan.type : "");
-  if (o.has_data && plan.counts(o, options, ranks).empty())
+  if (options.only_in_place && !o.has_form(true, selection.dtype))
+    return fmt::format("{} has no form in place{}", o.name,
+                       o.has_form(true, DType::F32) ? " in " + selection.type : "");
+  if (o.has_data && selection.counts(o, options, ranks).empty())
     return fmt::format("{}: {} bytes leave no {} for each of {} ranks", o.name, options.max_bytes,
                        o.has_slices ? "16 bytes" : "element", ranks);
   return "";
@@ -80,7 +82,7 @@ std::vector<std::string> operations() {
 
 std::vector<std::string> types() { return names_of(kTypes); }
 
-std::vector<i64> Plan::counts(const Operation& o, const Options& options, int ranks) const {
+std::vector<i64> Selection::counts(const Operation& o, const Options& options, int ranks) const {
   if (!o.has_data) return {0};
   std::vector<i64> counts;
   for (const i64 bytes : list_sizes(options)) {
@@ -90,13 +92,13 @@ std::vector<i64> Plan::counts(const Operation& o, const Options& options, int ra
   return counts;
 }
 
-Plan make_plan(const Options& o, int ranks) {
-  Plan plan{.operations = {},
-            .left_out = {},
-            .dtype = value_of("type", o.dtype, kTypes),
-            .redop = value_of("reduction", o.redop, kReductions),
-            .type = o.dtype,
-            .reduction = o.redop};
+Selection select_operations(const Options& o, int ranks) {
+  Selection selection{.operations = {},
+                      .left_out = {},
+                      .dtype = value_of("type", o.dtype, kTypes),
+                      .redop = value_of("reduction", o.redop, kReductions),
+                      .type = o.dtype,
+                      .reduction = o.redop};
   DS_CHECK(o.min_bytes >= 1 && o.min_bytes <= o.max_bytes, Errc::Config, "sizes from {} to {} bytes are none",
            o.min_bytes, o.max_bytes);
   DS_CHECK(o.step_bytes > 0 || o.factor >= 2, Errc::Config, "sizes that grow by a factor of {} do not grow", o.factor);
@@ -110,7 +112,7 @@ Plan make_plan(const Options& o, int ranks) {
   DS_CHECK(!o.ops.empty() || o.matrix || o.links, Errc::Config,
            "nothing to measure: name an operation, or ask for the matrix of pairs");
   DS_CHECK((!o.matrix && !o.links) || ranks >= 2, Errc::Config, "pairs need 2 ranks or more");
-  DS_CHECK(slice_count(o.bucket_bytes, dtype_bytes(plan.dtype), ranks) > 0, Errc::Config,
+  DS_CHECK(slice_count(o.bucket_bytes, dtype_bytes(selection.dtype), ranks) > 0, Errc::Config,
            "buckets of {} bytes leave no 16 bytes for each of {} ranks", o.bucket_bytes, ranks);
   for (const std::string& name : o.ops) {
     const bool all = name == "all";
@@ -118,19 +120,19 @@ Plan make_plan(const Options& o, int ranks) {
     for (const Operation& operation : operation_table()) {
       if (!all && operation.name != name) continue;
       known = true;
-      const std::string why = obstacle(operation, plan, o, ranks);
+      const std::string why = obstacle(operation, selection, o, ranks);
       DS_CHECK(why.empty() || all, Errc::Config, "{}", why);
-      why.empty() ? plan.operations.push_back(&operation) : plan.left_out.push_back(why);
+      why.empty() ? selection.operations.push_back(&operation) : selection.left_out.push_back(why);
     }
     if (!known) refuse("operation", name, operations());
   }
-  DS_CHECK(o.fault_rank < 0 || std::ranges::any_of(plan.operations, &Operation::has_data), Errc::Config,
+  DS_CHECK(o.fault_rank < 0 || std::ranges::any_of(selection.operations, &Operation::has_data), Errc::Config,
            "a fault needs an operation that moves elements");
-  return plan;
+  return selection;
 }
 
 void validate(const Options& o, const RankInfo& ranks) {
-  make_plan(o, ranks.world_size);
+  select_operations(o, ranks.world_size);
   DS_CHECK(o.backends.size() == 1 || o.backends.size() == 2, Errc::Config, "one backend is measured, or two compared");
   std::vector<std::string> resolved;
   for (const std::string& b : o.backends) {

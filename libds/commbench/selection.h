@@ -11,7 +11,7 @@
 
 namespace ds::commbench {
 
-struct Plan {
+struct Selection {
   std::vector<const Operation*> operations;
   std::vector<std::string> left_out;  // of "all"
   DType dtype;
@@ -23,6 +23,6 @@ struct Plan {
 };
 
 // Throws Errc::Config.
-Plan make_plan(const Options& options, int ranks);
+Selection select_operations(const Options& options, int ranks);
 
 }  // namespace ds::commbench
