@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a communicator comes to hold for itself (Communicator::staging_bytes), foretold from the calls that will go
+// What a communicator comes to hold for itself (Communicator::staging_bytes), predicted from the calls that will go
 // through it.
 
 #include <optional>

@@ -22,36 +22,33 @@ namespace ds::engine {
 namespace {
 
 // What the ranks of a run share, were they all on one node.
-i64 shared_bytes(const Config& config, const MeshShape& shape) {
+i64 shared_bytes(Plans& plans) {
   std::vector<i64> most, most_tp;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
   const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
     to.resize(std::max(to.size(), allocations.size()));
     for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);
   };
-  for (int pp = 0; pp < shape.pp; ++pp) {
-    const MeshCoord coord{.pp = pp};
-    const model::Model model =
-        model::make_model(config.model, config.data.seq_length, report::shard_of(config, shape, coord));
-    const report::RunPlan plan = report::make_run_plan(config, model, shape, coord);
+  for (int stage = 0; stage < plans.mesh().pp; ++stage) {
+    const report::RunPlan& plan = plans.of_stage(stage).plan;
     raise(most, plan.dp().communicator_bytes(plan.trains()));
     raise(most_tp, plan.tp_shared);
   }
-  return mesh_shm_bytes(shape, most, most_tp);
+  return mesh_shm_bytes(plans.mesh(), most, most_tp);
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
-bool fits_shared_memory(const Config& config, const RankInfo& ranks, const MeshShape& shape, SharedFile& told,
-                        std::string& why) {
-  const i64 needed = shared_bytes(config, shape);
-  const i64 free = shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, config.communication.timeout_s, told);
+bool fits_shared_memory(Plans& plans, const RankInfo& ranks, SharedFile& told, std::string& why) {
+  const i64 needed = shared_bytes(plans);
+  const i64 free =
+      shm_free_bytes(ranks.job, ranks.rank, ranks.world_size, plans.config().communication.timeout_s, told);
   why = fmt::format("{} ranks of this run share {} bytes of memory, and /dev/shm has {} bytes free", ranks.world_size,
                     needed, free);
   return needed <= free;
 }
 
 // Over host memory. told: of shm_free_bytes.
-std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& ranks, const MeshShape& shape,
-                                      bool with_gpu, SharedFile& told) {
+std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool with_gpu, SharedFile& told) {
+  const Config& config = plans.config();
   const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
@@ -68,7 +65,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
                ranks.local_world_size, ranks.world_size);
       DS_CHECK(!ranks.job.empty(), Errc::Config,
                "communication.backend \"shm\" needs a job name: start with ds-launch");
-      if (std::string why; !with_gpu && !fits_shared_memory(config, ranks, shape, told, why)) {
+      if (std::string why; !with_gpu && !fits_shared_memory(plans, ranks, told, why)) {
         DS_CHECK(!chosen, Errc::OutOfMemory, "communication.backend \"shm\": {}; enlarge it, or take \"mpi\"", why);
         if (ranks.rank == 0)
           log_message(LogLevel::Warning,
@@ -88,7 +85,7 @@ std::unique_ptr<Communicator> connect(const Config& config, const RankInfo& rank
   std::unique_ptr<Communicator> comm =
       backend == CommBackend::Composed
           ? make_composed_communicator(ranks.job, ranks.local_rank, ranks.local_world_size,
-                                       with_gpu ? 0 : div_ceil(shared_bytes(config, shape), nodes), options, !chosen)
+                                       with_gpu ? 0 : div_ceil(shared_bytes(plans), nodes), options, !chosen)
           : make_mpi_communicator(options);
   if (backend == CommBackend::Composed && comm->backend() == "mpi" && ranks.rank == 0 && ranks.local_world_size > 1)
     log_message(LogLevel::Warning,
@@ -214,9 +211,10 @@ void check_same_configuration(const Config& config, Communicator& world) {
 
 }  // namespace
 
-std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape) {
+std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device) {
+  const Config& config = plans.config();
   SharedFile told;
-  std::unique_ptr<Communicator> world = connect(config, ranks, shape, !device.is_host(), told);
+  std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told);
   const CommOptions options{
       .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
   Mesh::OverDevice over_device;
@@ -233,7 +231,8 @@ std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Dev
     world->abort(e);
     throw;
   }
-  return std::make_unique<Mesh>(std::move(world), shape, options, over_device);
+  return std::make_unique<Mesh>(std::move(world), plans.mesh(), options, over_device,
+                                plans.of(ranks.rank)->model.splits);
 }
 
 }  // namespace ds::engine

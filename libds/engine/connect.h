@@ -5,6 +5,7 @@
 
 #include "device/device.h"
 #include "ds/train.h"
+#include "engine/plan.h"
 #include "mesh/mesh.h"
 
 namespace ds::engine {
@@ -25,8 +26,8 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
 // How many ranks of the node take this one's GPU.
 int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept;
 
-// The world over host memory, and the axes of `shape`, which has all ranks, over the device's. Throws Errc::Config for
-// a backend that cannot serve these ranks. Collective.
-std::unique_ptr<Mesh> make_mesh(const Config& config, const RankInfo& ranks, Device& device, const MeshShape& shape);
+// The world over host memory, and the axes of the plans' mesh, which has all ranks, over the device's. Throws
+// Errc::Config for a backend that cannot serve these ranks. Collective.
+std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device);
 
 }  // namespace ds::engine

@@ -19,8 +19,11 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       device_(device),
       ops_(device.ops()),
       stream_(device.stream()),
-      model_(make_model(mesh.coord())),
-      plan_(report::make_run_plan(config_, model_, mesh.shape(), mesh.coord(), device.kind())),
+      planned_(parts.planned ? parts.planned
+                             : std::make_shared<report::Planned>(config_, make_model(mesh.coord()), mesh.shape(),
+                                                                 mesh.rank(), device.kind())),
+      model_(planned_->model),
+      plan_(planned_->plan),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),

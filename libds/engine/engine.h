@@ -16,7 +16,7 @@
 #include "optim/lr_schedule.h"
 #include "pipeline/schedule.h"
 #include "precision/loss_scaler.h"
-#include "report/run_plan.h"
+#include "report/planned.h"
 #include "stage/stage.h"
 #include "zero/param_store.h"
 
@@ -45,8 +45,9 @@ struct Progress {
   i64 consumed_samples = 0;
 };
 
-// What an engine may be given in place of what its configuration says.
+// What an engine may be given in place of what it makes of its configuration.
 struct EngineParts {
+  std::shared_ptr<const report::Planned> planned = {};  // this rank's plan, where it is known already
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
   zero::MakeStates states = {};  // the tier of masters and states
 };
@@ -142,8 +143,9 @@ class Engine {
   Device& device_;
   const OpTable& ops_;
   Stream& stream_;
-  model::Model model_;
-  report::RunPlan plan_;
+  std::shared_ptr<const report::Planned> planned_;
+  const model::Model& model_;
+  const report::RunPlan& plan_;
   zero::AllShards shards_;
   stage::Stage stage_;
   std::optional<Combine> combine_;  // of who trains

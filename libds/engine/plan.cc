@@ -21,8 +21,8 @@ report::PlanChart chart_of(const Config& config, int world_size) {
                           .timeline = pipeline::simulate(pipeline::make_schedules(schedule), {&costs, 1}),
                           .bubble_formula = {}};
   if (pipeline::formula_is_exact(schedule)) chart.bubble_formula = pipeline::bubble_formula(schedule, costs);
-  for (const StagePlan& s :
-       plan_stages(config, report::mesh_shape(config, world_size), resolve_device(config), world_size)) {
+  Plans plans(config, report::mesh_shape(config, world_size), resolve_device(config), world_size);
+  for (const StagePlan& s : plan_stages(plans)) {
     report::StageRow& row = chart.stages.emplace_back();
     row.ranks = s.ranks;
     for (const auto& [first, last] : s.layers) row.layers.push_back({first, last});
@@ -97,20 +97,31 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
 }
 
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node)
-    : Planned(config, mesh, rank, device) {
-  const report::TagBytes own = own_memory(config, model, plan, ranks_per_node);
-  process = process_bytes(config, plan, own, ranks_per_node);
-  for (size_t t = 0; t < own.size(); ++t) plan.memory[t] += own[t];
+    : Planned(config, mesh, rank, device),
+      own(own_memory(config, model, plan, ranks_per_node)),
+      process(process_bytes(config, plan, own, ranks_per_node)) {}
+
+std::shared_ptr<const WholePlan> Plans::of(int rank) {
+  std::shared_ptr<const WholePlan>& plan = plans_[rank];
+  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_);
+  return plan;
 }
 
-std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node) {
+std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage) {
+  std::vector<int> ranks;
+  for (int r = 0; r < mesh.world(); ++r) {
+    if (coord_of(mesh, r).pp == stage) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+std::vector<StagePlan> plan_stages(Plans& plans) {
+  const MeshShape& mesh = plans.mesh();
   std::vector<StagePlan> stages;
   for (int stage = 0; stage < mesh.pp; ++stage) {
     StagePlan& s = stages.emplace_back();
-    for (int r = 0; r < mesh.world(); ++r) {
-      if (coord_of(mesh, r).pp == stage) s.ranks.push_back(r);
-    }
-    const WholePlan planned(config, mesh, s.ranks.front(), device, ranks_per_node);
+    s.ranks = ranks_of_stage(mesh, stage);
+    const WholePlan& planned = plans.of_stage(stage);
     for (const report::ChunkPlan& c : planned.plan.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
@@ -121,17 +132,17 @@ std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, 
       return std::any_of(layers.begin() + c.chunk.begin, layers.begin() + c.chunk.end,
                          [](const auto& layer) { return layer->is_block(); });
     });
-    s.heads = attends ? config.model.heads / mesh.tp : 0;
+    s.heads = attends ? plans.config().model.heads / mesh.tp : 0;
     s.num_params = planned.plan.dp().layout.num_params();
-    s.memory_bytes = planned.plan.total_memory();
+    s.memory_bytes = planned.total_memory();
   }
   return stages;
 }
 
 double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(report::schedule_of(config)); }
 
-NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device,
-                      int ranks_per_node) {
+NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
+  const MeshShape& mesh = plans.mesh();
   // The ranks of one stage differ by a row of the vocabulary at most.
   std::map<int, std::pair<NodeBytes, ProcessBytes>> of_stage;
   NodeBytes sum;
@@ -140,9 +151,8 @@ NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, in
     if (!of_stage.contains(stage)) {
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share
-      const WholePlan planned(config, mesh, rank_at(mesh, coord), device, ranks_per_node);
-      of_stage[stage] = {{planned.plan.total_memory(), planned.plan.memory[static_cast<size_t>(Tag::Host)]},
-                         planned.process};
+      const WholePlan& planned = *plans.of(rank_at(mesh, coord));
+      of_stage[stage] = {{planned.total_memory(), planned.memory()[static_cast<size_t>(Tag::Host)]}, planned.process};
     }
     const auto& [bytes, process] = of_stage[stage];
     sum.device += bytes.device + process.own + process.momentary_of(r);

@@ -2,6 +2,10 @@
 #pragma once
 // A run's plan, of all its ranks.
 
+#include <map>
+#include <memory>
+#include <vector>
+
 #include "ds/train.h"
 #include "report/own_memory.h"
 #include "report/planned.h"
@@ -25,17 +29,41 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
 // A rank's plan with all that.
 struct WholePlan : report::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node);
+  report::TagBytes own;
   ProcessBytes process;
+  report::TagBytes memory() const noexcept { return report::sum_of(plan.memory, own); }
+  i64 total_memory() const noexcept { return plan.total_memory() + report::total_of(own); }
 };
 
+// The plans of a run's ranks, each made when somebody asks for it first: all that look at a run share them.
+class Plans {
+ public:
+  // `config` outlives it, and stays what it is.
+  Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node)
+      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node) {}
+  const Config& config() const noexcept { return config_; }
+  const MeshShape& mesh() const noexcept { return mesh_; }
+  DeviceKind device() const noexcept { return device_; }
+  std::shared_ptr<const WholePlan> of(int rank);
+  // Of its first rank, which stands for all: those of one stage differ by a row of the vocabulary at most.
+  const WholePlan& of_stage(int stage) { return *of(rank_at(mesh_, {.pp = stage})); }
+
+ private:
+  const Config& config_;
+  MeshShape mesh_;
+  DeviceKind device_;
+  int ranks_per_node_;
+  std::map<int, std::shared_ptr<const WholePlan>> plans_;
+};
+
+std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage);
 // Stage by stage, as RunPrediction has it.
-std::vector<StagePlan> plan_stages(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node);
+std::vector<StagePlan> plan_stages(Plans& plans);
 double bubble_fraction(const Config& config);
 // Bytes that the `count` ranks first, first + step, ... take at most, of the device and of host memory beside it.
 struct NodeBytes {
   i64 device = 0, host = 0;
 };
-NodeBytes plan_memory(const Config& config, const MeshShape& mesh, int first, int count, int step, DeviceKind device,
-                      int ranks_per_node);
+NodeBytes plan_memory(Plans& plans, int first, int count, int step);
 
 }  // namespace ds::engine

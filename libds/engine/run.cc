@@ -1,66 +1,40 @@
 // SPDX-License-Identifier: Apache-2.0
-// A run from the configuration to its last checkpoint: connects ranks, data, directory and engine, and loops over
-// steps.
+// A run before its first step: what it will take; its ranks, data, directory and engine; what it goes on from.
 
 #include <fmt/format.h>
 
-#include <chrono>
-#include <cmath>
-#include <exception>
 #include <filesystem>
-#include <limits>
-#include <optional>
 
-#include "base/as_error.h"
 #include "base/file.h"
-#include "base/json.h"
-#include "checkpoint/checkpoint.h"
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
 #include "data/objective.h"
-#include "data/text_stream.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
-#include "ds/train.h"
 #include "ds/units.h"
 #include "engine/connect.h"
-#include "engine/engine.h"
 #include "engine/host_state.h"
-#include "engine/param_table.h"
-#include "engine/plan.h"
-#include "engine/run_directory.h"
-#include "engine/run_record.h"
-#include "engine/saver.h"
+#include "engine/run_state.h"
 #include "engine/weights.h"
-#include "infer/writer.h"
 #include "probe/host.h"
 
 namespace ds {
 namespace {
 
-constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, before a run is given up
-
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
-
-}  // namespace
-
-namespace {
-
-RunPrediction predict_on(const Device& device, const Config& config, const RankInfo& ranks) {
-  const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
-  const engine::WholePlan planned(config, mesh, ranks.rank, device.kind(), ranks.local_world_size);
+RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankInfo& ranks) {
+  const Config& config = plans.config();
+  const engine::WholePlan& planned = *plans.of(ranks.rank);
   const model::Model& model = planned.model;
   const report::RunPlan& plan = planned.plan;
   RunPrediction p;
-  p.stages = engine::plan_stages(config, mesh, device.kind(), ranks.local_world_size);
+  p.stages = engine::plan_stages(plans);
   p.bubble_fraction = engine::bubble_fraction(config);
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
-  p.memory = engine::memory_table(plan.memory, {});
-  p.total_bytes = plan.total_memory();
+  p.memory = engine::memory_table(planned.memory(), {});
+  p.total_bytes = planned.total_memory();
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
@@ -74,16 +48,16 @@ RunPrediction predict_on(const Device& device, const Config& config, const RankI
   std::string ignored;
   const int places = device.is_host() ? 1 : num_cuda_devices(ignored);
   p.sharers = device.is_host() ? ranks.local_world_size : engine::ranks_on_gpu(ranks, places);
-  p.needed_bytes = engine::plan_memory(config, mesh, first + ranks.local_rank % places, p.sharers, places,
-                                       device.kind(), ranks.local_world_size)
-                       .device;
+  p.needed_bytes = engine::plan_memory(plans, first + ranks.local_rank % places, p.sharers, places).device;
   return p;
 }
 
 }  // namespace
 
 RunPrediction predict_run(const Config& config, const RankInfo& ranks) {
-  return predict_on(*engine::open_device(config, ranks), config, ranks);
+  const std::unique_ptr<Device> device = engine::open_device(config, ranks);
+  engine::Plans plans(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size);
+  return predict_on(*device, plans, ranks);
 }
 
 namespace {
@@ -103,77 +77,10 @@ std::string published_config(const Config& config) {
 
 }  // namespace
 
-struct TrainingRun::State {
-  Config config;
-  RankInfo ranks;
-  RunOptions options;
-  MemoryLedger ledger;
-  std::unique_ptr<Device> device;  // outlives what has memory of it
-  std::unique_ptr<Mesh> mesh;
-  std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
-  std::unique_ptr<BatchLoader> train_data, validation_data;
-  std::unique_ptr<engine::Engine> engine;
-  engine::ParamTable table;
-  std::unique_ptr<engine::Saver> saver;
-  std::unique_ptr<engine::RunRecord> record;
-  std::string backend;
-  std::string step_dir;           // to go on from; empty: from the start
-  std::string weights;            // to start from; empty: random ones
-  std::string model_json;         // config.json of what is saved
-  bool evaluated_before = false;  // the step that we go on from; on rank 0
-  bool lines_lost = false;        // of the metrics; said
-  double peak_flops = 0;          // of this rank, measured
-
-  bool is_root() const { return ranks.rank == 0; }
-  bool writes() const { return !options.out_dir.empty() && !options.read_only; }
-
-  void abort(const Error& e) {
-    if (!mesh) return;
-    mesh->abort(e);
-  }
-
-  // An error of one rank must not leave the others waiting.
-  template <class F>
-  auto collective(F&& body) {
-    try {
-      return body();
-    } catch (const std::exception& e) {
-      abort(as_error(e));
-      throw;
-    }
-  }
-
-  void open();
-  void open_data(i64 num_ranks);
-  void check_same_files();
-  std::string find_resumed() const;
-  std::string find_weights() const;
-  void load();
-  void load_step();
-  template <class F>
-  auto from_newest(F&& load);
-  void check_same_run(const CheckpointMeta&) const;
-  void take_directory();
-  CheckpointMeta meta() const;
-  // Nothing if any rank asks to stop.
-  std::optional<double> evaluate(const std::function<int()>& stop_signal);
-  void begin_record();
-  void end_record();
-  StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
-  void append(const Json& line);
-  // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
-  i64 agree(i64 mine) {
-    i64 both[] = {mine, saver && saver->busy()};
-    mesh->world().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
-    if (saver && both[1] == 0) saver->proceed();
-    return both[0];
-  }
-};
-
 namespace {
 
-void check_memory(const Device& device, const Config& config, const RankInfo& ranks) {
-  const RunPrediction p = predict_on(device, config, ranks);
+void check_memory(const Device& device, engine::Plans& plans, const RankInfo& ranks) {
+  const RunPrediction p = predict_on(device, plans, ranks);
   const bool on_cpu = device.is_host();
   if (p.needed_bytes > p.available_bytes) {
     std::string message =
@@ -186,10 +93,7 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
   }
   const probe::AvailableMemory node = probe::available_memory();
   const i64 host =
-      on_cpu ? 0
-             : engine::plan_memory(config, report::mesh_shape(config, ranks.world_size), ranks.rank - ranks.local_rank,
-                                   ranks.local_world_size, 1, device.kind(), ranks.local_world_size)
-                   .host;
+      on_cpu ? 0 : engine::plan_memory(plans, ranks.rank - ranks.local_rank, ranks.local_world_size, 1).host;
   DS_CHECK(host <= node.bytes, Errc::OutOfMemory,
            "the {} ranks of this node need {} of its memory beside their GPUs, for checkpoints and for inputs that "
            "layers keep there, and {} are there ({})",
@@ -200,8 +104,9 @@ void check_memory(const Device& device, const Config& config, const RankInfo& ra
 
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
-  check_memory(*device, config, ranks);
-  mesh = engine::make_mesh(config, ranks, *device, report::mesh_shape(config, ranks.world_size));
+  plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size);
+  check_memory(*device, *plans, ranks);
+  mesh = engine::make_mesh(*plans, ranks, *device);
   backend = mesh->dp().backend();
   if (is_root()) {
     std::string why;
@@ -218,11 +123,13 @@ void TrainingRun::State::open() {
   // Before anything else is there: the product that measures the device has memory of its own for its time.
   if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
-  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device);
+  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device,
+                                            engine::EngineParts{.planned = plans->of(ranks.rank)});
   table = engine::make_param_table(config, engine->model(), engine->plan());
   model_json = published_config(config);
   load();
   take_directory();
+  if (!directory) plans.reset();  // nobody asks any more: the engine has its own
 }
 
 // Last: a run that does not start leaves nothing behind.
@@ -434,59 +341,6 @@ void TrainingRun::State::append(const Json& line) {
   }
 }
 
-std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
-  // In batches of train_batch_size: the same samples whatever the number of ranks.
-  const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches,
-            m = config.batch.accumulation;
-  const i64 batches = wanted > 0 && wanted <= all / m ? wanted * m : all;
-  const i64 at_once = engine->batches_at_once();  // between them, ranks are not at the same one
-  return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
-    if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
-    validation_data->load_sequential(batch, mesh->data_rank(), ids, targets);
-    return true;
-  });
-}
-
-// The first line of a start, and the last one.
-void TrainingRun::State::begin_record() {
-  const i64 step = engine->progress().step;
-  record->show(*engine, ranks.job, options.out_dir, step);
-  if (directory) append(record->run_line(*engine, step, backend, model_json, peak_flops));
-}
-
-void TrainingRun::State::end_record() { append(record->memory_line(*engine, engine->progress().step)); }
-
-StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
-  const auto start = Clock::now();
-  const report::RunPlan& plan = engine->plan();
-  const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
-  mesh->reset_counts();
-  for (i64 j = 0; j < plan.micro_batches; ++j) {
-    const size_t at = static_cast<size_t>(j) * R;
-    train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
-                     std::span(targets).subspan(at, R));
-  }
-  const engine::StepReport r = engine->train_step({ids, targets});
-  const double s = seconds_since(start);
-  StepRecord taken{.step = r.step,
-                   .loss = r.loss,
-                   .grad_norm = r.grad_norm,
-                   .lr = r.lr,
-                   .loss_scale = r.loss_scale,
-                   .skipped = r.skipped,
-                   .tokens = r.tokens,
-                   .step_ms = s * 1e3,
-                   .tokens_per_s = static_cast<double>(r.tokens) / s};
-  const double flops =
-      engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
-  taken.mfu = flops / s / peak_flops;
-  const report::TagBytes counted = record->counted(ledger);
-  for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
-  for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
-  record->show_step(*engine, taken, counted);
-  return taken;
-}
-
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
   State s;
   s.config = config;
@@ -525,176 +379,5 @@ TrainingRun::~TrainingRun() = default;
 
 i64 TrainingRun::step() const noexcept { return state_->engine->progress().step; }
 const std::string& TrainingRun::backend() const noexcept { return state_->backend; }
-
-TrainResult TrainingRun::train(const TrainHooks& hooks) {
-  State& s = *state_;
-  return s.collective([&] {
-    const Config& config = s.config;
-    const report::RunPlan& plan = s.engine->plan();
-    DS_CHECK(s.train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
-    DS_CHECK(s.writes() || config.save.every == 0, Errc::Config,
-             "save.every is {} but there is no run directory: give --out DIR", config.save.every);
-    constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-    TrainResult result{.step = step(), .first_step = step() + 1, .loss = kNaN, .val_loss = kNaN};
-    std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
-    engine::Saver& saver = *s.saver;
-    i64 evaluated = -1;
-
-    const auto stop_signal = [&] { return hooks.stop_signal ? hooks.stop_signal() : 0; };
-    const auto evaluate = [&] {
-      if (!s.validation_data || evaluated == step()) return;
-      const std::optional<double> loss = s.evaluate(stop_signal);
-      if (!loss) return;  // a resumed run makes up for it
-      result.val_loss = *loss;
-      evaluated = step();
-      s.append({{"type", "eval"}, {"step", step()}, {"val_loss", result.val_loss}});
-      if (!std::isfinite(result.val_loss) && s.is_root())
-        log_message(LogLevel::Warning, fmt::format("the validation loss of step {} is not finite", step()));
-      if (hooks.on_eval && s.is_root()) hooks.on_eval(step(), result.val_loss);
-    };
-    // Weights or activations beyond the range of numbers: no smaller loss scale heals that. Such a state is not saved,
-    // so that the last checkpoint is from before it.
-    // A checkpoint, saved or resumed from, has proved itself when the next step's loss is finite; until then the older
-    // ones stay.
-    i64 lost = 0;  // steps in a row whose loss is not finite
-    const auto check_divergence = [&](bool diverged, std::string_view what, i64 since) {
-      if (!diverged) return;
-      saver.finish();
-      std::string rescue = "no checkpoint is from before that";
-      if (!saver.proven().empty()) rescue = fmt::format("go on from {}", saver.proven());
-      if (saver.proven() != saver.newest()) rescue += fmt::format(", for {} is already lost", saver.newest());
-      throw Error(Errc::Numeric,
-                  fmt::format("the run has diverged: {} not finite since step {}; {}; lower the learning rate or the "
-                              "gradient_clipping",
-                              what, since, rescue));
-    };
-    const auto save = [&](engine::Saver::When when) {
-      if (!saver.has(step())) {
-        check_divergence(lost > 0, "the loss is", step() - lost + 1);
-        check_divergence(!s.engine->is_finite(), "weights or moments are", step());
-      }
-      saver.save(s.meta(), when);
-    };
-    i64 skipped = 0;  // steps in a row
-    const auto warn_of_skipping = [&](bool again) {
-      skipped = again ? skipped + 1 : 0;
-      if (skipped == kLostSteps && config.fp16.enabled && config.fp16.loss_scale > 0 && s.is_root()) {
-        log_message(LogLevel::Warning,
-                    fmt::format("{} steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale {}",
-                                skipped, config.fp16.loss_scale));
-      }
-    };
-    const auto eval_due = [&] {
-      return step() >= config.steps || (config.eval.every > 0 && step() > 0 && step() % config.eval.every == 0);
-    };
-
-    i64 signal = 0;
-    // A run that was stopped at a step that wanted an evaluation left it to us.
-    const bool evaluate_first =
-        !s.step_dir.empty() && eval_due() && s.validation_data && s.agree(s.directory && !s.evaluated_before) != 0;
-    const bool has_work = step() < config.steps || evaluate_first;
-    if (has_work) s.begin_record();
-    if (!s.step_dir.empty()) {
-      if (has_work) s.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s.step_dir}});
-      if (evaluate_first) {
-        evaluate();
-      } else if (eval_due()) {
-        evaluated = step();
-      }
-      signal = s.agree(stop_signal());
-    }
-    if (step() >= config.steps && s.is_root())
-      log_message(LogLevel::Warning,
-                  fmt::format("{} is at step {} of {}: nothing to train", s.step_dir, step(), config.steps));
-    while (signal == 0 && step() < config.steps) {
-      const StepRecord r = s.take_step(ids, targets);
-      result.loss = r.loss;
-      result.tokens += r.tokens;
-      result.seconds += r.step_ms / 1e3;
-      s.append(engine::step_line(r));
-      if (hooks.on_step && s.is_root()) hooks.on_step(r, config.steps);
-      warn_of_skipping(r.skipped);
-      lost = std::isfinite(r.loss) ? 0 : lost + 1;
-      if (lost == 0) saver.prove(step());  // before the next one is saved
-      check_divergence(lost > kLostSteps, "the loss is", step() - lost + 1);
-      signal = s.agree(stop_signal());
-      // Saved before it is evaluated: an error in the validation data loses no work.
-      const bool last = step() == config.steps;
-      if (last) {
-        save(engine::Saver::When::AtTheEnd);
-      } else if (config.save.every > 0 && step() % config.save.every == 0 && lost == 0) {
-        save(engine::Saver::When::Now);
-      }
-      if (signal == 0 && eval_due()) {
-        evaluate();
-        signal = s.agree(stop_signal());
-      }
-    }
-    if (signal == 0 && step() >= result.first_step) saver.prove_last();
-    const bool complete = step() >= config.steps && (!s.validation_data || evaluated == step());
-    if (signal != 0 && !complete) {
-      save(engine::Saver::When::AtTheEnd);
-      s.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
-      result.stop_signal = narrow<int>(signal);
-    }
-    if (has_work) s.end_record();
-    result.step = step();
-    result.skipped_steps = s.engine->progress().skipped_steps;
-    result.checkpoint = s.writes() ? saver.newest() : "";
-    result.memory = engine::memory_table(s.record->predicted(*s.engine), s.record->counted(s.ledger));
-    return result;
-  });
-}
-
-double TrainingRun::evaluate() {
-  State& s = *state_;
-  return s.collective([&] {
-    DS_CHECK(s.validation_data != nullptr, Errc::Config,
-             "there is no validation data: set data.validation or data.split");
-    const double loss = s.evaluate({}).value();
-    DS_CHECK(std::isfinite(loss), Errc::Numeric, "the validation loss is not finite");
-    return loss;
-  });
-}
-
-void TrainingRun::generate(std::span<const Prompt> prompts, const SamplingOptions& o, const GenerateHooks& hooks) {
-  State& s = *state_;
-  s.collective([&] {
-    DS_CHECK(s.config.model.causal(), Errc::Unavailable,
-             "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
-             family_name(s.config.model.family));
-    const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
-    const std::optional<i32> bos = tokenizer->special(SpecialToken::Bos), eos = tokenizer->special(SpecialToken::Eos);
-    std::vector<std::vector<i32>> ids;
-    std::vector<TextStream> texts;
-    for (const Prompt& prompt : prompts) {
-      std::vector<i32>& of = ids.emplace_back();
-      if (tokenizer->adds_bos() && bos) of.push_back(*bos);
-      tokenizer->encode(prompt.text, of);
-      for (const i32 id : of)
-        DS_CHECK(id<s.config.model.vocab_size, Errc::Mismatch,
-                     "{} has the token {} ({}), which is outside the model's vocabulary of {}", prompts.size()> 1
-                     ? fmt::format("prompt {}", ids.size())
-                     : "the prompt",
-                 id, tokenizer->identity(), s.config.model.vocab_size);
-      texts.emplace_back(*tokenizer, of);
-    }
-    std::vector<i64> left(prompts.size(), o.max_tokens);
-    infer::write(s.engine->stage(), ids,
-                 {.max_tokens = o.max_tokens,
-                  .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
-                  .at_once = o.at_once},
-                 [&](size_t p, i32 id) {
-                   if (id != eos) {
-                     std::string text = texts[p].push(id);
-                     if (--left[p] == 0) text += texts[p].end();
-                     hooks.token(p, id, text);
-                   }
-                   const bool goes_on = id != eos && left[p] > 0;
-                   if (!goes_on && hooks.ended) hooks.ended(p);
-                   return goes_on;
-                 });
-  });
-}
 
 }  // namespace ds

@@ -45,19 +45,12 @@ report::TagBytes predicted_bytes(const model::Model& model, const report::RunPla
   return bytes;
 }
 
-// The first rank of a stage stands for all: those of one stage differ by a row of the vocabulary at most.
-Json stages_json(const Config& config, const Mesh& ranks_mesh, Device& device) {
-  const MeshShape& mesh = ranks_mesh.shape();
+Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
   Json stages = Json::array();
-  for (int stage = 0; stage < mesh.pp; ++stage) {
-    std::vector<int> ranks;
-    for (int r = 0; r < mesh.world(); ++r) {
-      if (coord_of(mesh, r).pp == stage) ranks.push_back(r);
-    }
-    const report::Planned planned(config, mesh, ranks.front(), device.kind());
-    stages.push_back(
-        {{"ranks", ranks},
-         {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, ranks_mesh, device))}});
+  for (int stage = 0; stage < plans.mesh().pp; ++stage) {
+    const report::Planned& planned = plans.of_stage(stage);
+    stages.push_back({{"ranks", ranks_of_stage(plans.mesh(), stage)},
+                      {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, mesh, device))}});
   }
   return stages;
 }
@@ -158,8 +151,8 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
   return r;
 }
 
-Json RunRecord::run_line(const Engine& engine, i64 step, std::string_view backend, const std::string& model_json,
-                         double peak_flops) const {
+Json RunRecord::run_line(const Engine& engine, Plans& plans, i64 step, std::string_view backend,
+                         const std::string& model_json, double peak_flops) const {
   const MeshShape& mesh = mesh_.shape();
   return {{"type", "run"},
           {"step", step},
@@ -172,7 +165,7 @@ Json RunRecord::run_line(const Engine& engine, i64 step, std::string_view backen
           {"host", launch::host_name()},
           {"start", utc_now()},
           {"peak_flops", peak_flops},
-          {"stages", stages_json(engine.config(), mesh_, device_)},
+          {"stages", stages_json(plans, mesh_, device_)},
           {"config", Json::parse(resolved_json(with_absolute_paths(engine.config())))},
           {"model", Json::parse(model_json)}};
 }

@@ -12,11 +12,12 @@
 #include "ds/train.h"
 #include "engine/engine.h"
 #include "engine/live_counters.h"
+#include "engine/plan.h"
 #include "probe/resident.h"
 
 namespace ds::engine {
 
-// The tags that are foretold or counted.
+// The tags that are predicted or counted.
 std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted);
 
 // As the manifest keeps a document, so that it reads back equal.
@@ -37,7 +38,7 @@ class RunRecord {
   // Peaks of this rank, with what kernels and communicators took for themselves. No operation is pending.
   report::TagBytes counted(const MemoryLedger& ledger) const;
 
-  // The same, foretold.
+  // The same, predicted.
   report::TagBytes predicted(const Engine& engine) const;
 
   // Shows this rank's counters from now on, `step` steps being taken. `directory`: of the run; empty: it keeps nothing.
@@ -46,9 +47,9 @@ class RunRecord {
   void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
 
   // What a start is about, its first line: `step` steps had been taken. model_json: the config.json of what is saved.
-  Json run_line(const Engine& engine, i64 step, std::string_view backend, const std::string& model_json,
+  Json run_line(const Engine& engine, Plans& plans, i64 step, std::string_view backend, const std::string& model_json,
                 double peak_flops) const;
-  // What each rank was foretold and took: the last line of a start. Collective; the same on all ranks.
+  // What each rank was predicted to take and took: the last line of a start. Collective; the same on all ranks.
   Json memory_line(const Engine& engine, i64 step);
 
  private:

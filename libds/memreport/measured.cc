@@ -41,7 +41,7 @@ i64 sum(const MeasuredRank& r, i64 TagMemory::*what) {
   return bytes;
 }
 
-// What communicators between nodes, and all parts of a GPU's software, take for themselves is not foretold.
+// What communicators between nodes, and all parts of a GPU's software, take for themselves is not predicted.
 bool is_predicted(const TagMemory& t) { return t.predicted > 0; }
 
 std::string difference(i64 predicted, i64 counted) {
@@ -58,15 +58,15 @@ std::string rank_text(const MeasuredRank& r) {
     if (r.counted) out += fmt::format(" {:>14} {:>14}", bytes_text(counted), difference(predicted, counted));
     out += '\n';
   };
-  i64 foretold = 0, met = 0;
+  i64 predicted = 0, met = 0;
   for (const TagMemory& t : r.tags) {
     row(t.tag, t.predicted, t.counted);
     if (is_predicted(t)) {
-      foretold += t.predicted;
+      predicted += t.predicted;
       met += t.counted;
     }
   }
-  row("what is predicted", foretold, met);
+  row("what is predicted", predicted, met);
   const i64 counted = sum(r, &TagMemory::counted);
   row("total", sum(r, &TagMemory::predicted), counted);
   if (r.resident_bytes > 0) {

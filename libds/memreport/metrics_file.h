@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// metrics.jsonl read back: what a run was, what each of its ranks was foretold and took, how fast it went. The lines
+// metrics.jsonl read back: what a run was, what each of its ranks was predicted and took, how fast it went. The lines
 // are engine/run_record's.
 
 #include <string>

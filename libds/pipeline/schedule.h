@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// A schedule is data: the instructions of one training step of one pipeline stage, executed by engine/train_step.cc and
-// by nothing else. Data parallelism alone is the schedule of one stage.
+// A schedule is data: the instructions of one training step of one pipeline stage, which Stage executes and predictions
+// read. Data parallelism alone is the schedule of one stage.
 //
 // The model is cut in stages * chunks blocks; stage i holds block c * stages + i as its chunk c. All kinds are one
 // shape: some forward passes to warm up, then one forward and one backward pass in turn, then the backward passes that

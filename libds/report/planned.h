@@ -14,6 +14,10 @@ struct Planned {
   model::Model model;
   RunPlan plan;
   Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device);
+  // Of another model than the configuration's.
+  Planned(const Config& config, model::Model&& model, const MeshShape& mesh, int rank, DeviceKind device);
+  Planned(const Planned&) = delete;  // the plan looks at the model
+  Planned& operator=(const Planned&) = delete;
 };
 
 }  // namespace ds::report

@@ -134,9 +134,7 @@ GroupPieces RunPlan::pieces_of(size_t group) const {
 }
 
 i64 RunPlan::total_memory() const noexcept {
-  i64 total = 0;
-  for (const i64 bytes : memory) total += bytes;
-  return device == DeviceKind::Cpu ? total : total - memory[static_cast<size_t>(Tag::Host)];
+  return total_of(memory) - (device == DeviceKind::Cpu ? 0 : memory[static_cast<size_t>(Tag::Host)]);
 }
 
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
@@ -350,44 +348,24 @@ void count_traffic(RunPlan& plan, const zero::ShardsPlan& s) {
   for (const zero::Bucket& b : s.buckets) plan.largest_calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
 }
 
-}  // namespace
-
-RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
-                      DeviceKind device, std::vector<i64> cuts) {
-  RunPlan plan;
-  plan.device = device;
-  plan.mesh = mesh;
-  plan.coord = coord;
-  plan.work = config.work_dtype();
-  plan.wire = config.communication_data_type;
-  plan.B = config.batch.micro;
-  plan.sequence_length = config.data.seq_length;
-  plan.T = plan.sequence_length / mesh.sp;
-  plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
-  plan.use = config.use;
-  // Evaluation keeps as many batches under way as a pipeline has use for.
-  plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
-  plan.rows = zero::units_of(model);
-  plan.grad_rows = plan.rows;
-  plan.grad_rows.emplace_back(model.shared);
-
-  // The stage: its instructions and its layers.
+// The stage: its instructions and its layers.
+void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, std::vector<i64> cuts) {
   const i64 num_layers = std::ssize(model.layers);
   const PipelineConfig& p = config.pipeline;
   const ActivationCheckpointingConfig& checkpoints = config.activation_checkpointing;
   if (checkpoints.granularity == CheckpointGranularity::Layer) {
     // A stream that is cut already has no more to cut; the memory of a CPU is host memory.
-    plan.partition_inputs = checkpoints.partition_activations && mesh.tp > 1 && !model.shard.sequence;
-    plan.offload_inputs = checkpoints.cpu_checkpointing && device == DeviceKind::Cuda;
+    plan.partition_inputs = checkpoints.partition_activations && plan.mesh.tp > 1 && !model.shard.sequence;
+    plan.offload_inputs = checkpoints.cpu_checkpointing && plan.device == DeviceKind::Cuda;
   }
   pipeline::ScheduleOptions schedule = schedule_of(config);
-  schedule.stage = coord.pp;
+  schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
   plan.schedule = pipeline::make_schedule(schedule);
   if (cuts.empty()) cuts = pipeline_cuts(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
-    const size_t block = static_cast<size_t>(pipeline::block_of(mesh.pp, coord.pp, c));
+    const size_t block = static_cast<size_t>(pipeline::block_of(plan.mesh.pp, plan.coord.pp, c));
     ChunkPlan chunk;
     chunk.chunk =
         pipeline::make_chunk(model, cuts[block], cuts[block + 1], checkpointing_of(config.activation_checkpointing));
@@ -408,8 +386,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   }
 
   plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
+}
 
-  // Ownership.
+// Who owns what, and which states there are.
+void plan_ownership(RunPlan& plan, const Config& config, const model::Model& model) {
   const ZeroConfig& z = config.zero;
   std::vector<zero::LayerRange> layers;
   for (const ChunkPlan& c : plan.chunks) layers.push_back({c.chunk.begin, c.chunk.end});
@@ -440,11 +420,10 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   }
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
+}
 
-  // Memory of the passes.
-  const i64 R = plan.B * plan.T, S = plan.shape().stream_rows, C = model.hidden;
-  const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
-  i64 working = 0, streams = 0;
+// What the passes of the layers need.
+void plan_passes(RunPlan& plan, const Config& config, const model::Model& model) {
   for (ChunkPlan& chunk : plan.chunks) {
     for (const Mode mode : {Mode::Train, Mode::Eval}) {
       // Text is written in memory of its own, whose size depends on the text.
@@ -462,12 +441,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
       chunk.grad_slots = 0;
     }
     if (plan.split_backward && plan.trains())
-      working += chunk.working_slots * chunk.working_bytes;
+      plan.working_bytes += chunk.working_slots * chunk.working_bytes;
     else
-      working = std::max(working, chunk.working_bytes);
-    streams += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
+      plan.working_bytes = std::max(plan.working_bytes, chunk.working_bytes);
+    plan.stream_slots += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
-  plan.working_bytes = working;
   if (plan.use != ConfigUse::Generate) {
     model::PassSizes sizes{.B = plan.B,
                            .T = plan.T,
@@ -479,10 +457,38 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
                            .work = plan.work};
     if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
     // Of the largest share: the ranks that share a vocabulary meet after every chunk.
-    if (sizes.projects) sizes.logits_rows = logits_chunk(R, model.largest_vocab_share(), device);
+    if (sizes.projects) sizes.logits_rows = logits_chunk(plan.B * plan.T, model.largest_vocab_share(), plan.device);
     plan.pass = model::PassMemory(model, sizes);
   }
+}
 
+// What updates need beside states.
+void plan_updates(RunPlan& plan) {
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
+    const optim::Group& group = plan.groups.groups[g];
+    if (group.needs_matrices()) {
+      for (const i64 param : params_of(plan, g)) {
+        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
+                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
+                 plan.row_of(param).name, plan.shards_of(param).axis);
+      }
+      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, params_of(plan, g)));
+      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), plan.mesh.tp);
+      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
+      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
+    } else {
+      plan.matrices.emplace_back();
+    }
+    const optim::GroupSize size{std::ssize(params_of(plan, g)), largest_of(plan.matrices.back())};
+    plan.optimizer_workspace += optim::workspace_bytes(group, size);
+    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, size.num_params));
+  }
+  plan.exchange_elems = plan.trains() ? exchange_elems(plan) : 0;
+}
+
+// saves_beside: a copy of what this rank owns is kept for saves in the background.
+void count_memory(RunPlan& plan, i64 hidden, bool saves_beside) {
+  const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   const bool trains = plan.trains();
   i64 shard = 0, owned = 0, staging = 0;
@@ -504,49 +510,30 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
   // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
   // the output projection, staged gradients; sums over the tensor-parallel group.
-  plan.stream_slots = streams;
-  tag(Tag::Workspace) =
-      plan.temporary_bytes + working + streams * align_up(S * C * work_bytes, 64) + plan.pass.bytes(Tag::Workspace);
+  tag(Tag::Workspace) = plan.temporary_bytes + plan.working_bytes +
+                        plan.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
+                        plan.pass.bytes(Tag::Workspace);
   tag(Tag::Workspace) += staging;
-  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
-    const optim::Group& group = plan.groups.groups[g];
-    if (group.needs_matrices()) {
-      for (const i64 param : params_of(plan, g)) {
-        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
-                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
-                 plan.row_of(param).name, plan.shards_of(param).axis);
-      }
-      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, params_of(plan, g)));
-      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), mesh.tp);
-      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
-      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
-    } else {
-      plan.matrices.emplace_back();
-    }
-    const optim::GroupSize size{std::ssize(params_of(plan, g)), largest_of(plan.matrices.back())};
-    plan.optimizer_workspace += optim::workspace_bytes(group, size);
-    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, size.num_params));
-  }
   tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
-  plan.exchange_elems = trains ? exchange_elems(plan) : 0;
   tag(Tag::Workspace) += plan.exchange_elems * 4;
-  if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   // Tokens and their like; the numbers of the step.
   tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) + static_cast<i64>(sizeof(StepScalars)) +
-                   zero::num_shards(mesh) * plan.micro_batches * 8;
+                   zero::num_shards(plan.mesh) * plan.micro_batches * 8;
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.
-  if (device == DeviceKind::Cuda) {
+  if (plan.device == DeviceKind::Cuda) {
     plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
-  } else if (config.save.async && trains) {
+  } else if (saves_beside && trains) {
     plan.state_bytes = owned;
   }
   tag(Tag::Host) += plan.state_bytes;
+}
 
+void count_step_traffic(RunPlan& plan, const Config& config, const model::Model& model) {
   for (const zero::ShardsPlan& shards : plan.shards) count_traffic(plan, shards);
   plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
-  if (!trains) plan.traffic.clear();  // of training steps
+  if (!plan.trains()) plan.traffic.clear();  // of training steps
   MeshCalls& calls = plan.largest_calls;
   // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not
   // finite.
@@ -554,6 +541,36 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   for (LargestCalls* c : {&calls.dp, &calls.tp}) c->add({.combined_bytes = plan.optimizer_reduction});
   for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kNorm});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
+}
+
+}  // namespace
+
+RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
+                      DeviceKind device, std::vector<i64> cuts) {
+  RunPlan plan;
+  plan.device = device;
+  plan.mesh = mesh;
+  plan.coord = coord;
+  plan.work = config.work_dtype();
+  plan.wire = config.communication_data_type;
+  plan.B = config.batch.micro;
+  plan.sequence_length = config.data.seq_length;
+  plan.T = plan.sequence_length / mesh.sp;
+  plan.stream_shares = model.shard.sequence ? mesh.tp : 1;
+  plan.use = config.use;
+  // Evaluation keeps as many batches under way as a pipeline has use for.
+  plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
+  plan.rows = zero::units_of(model);
+  plan.grad_rows = plan.rows;
+  plan.grad_rows.emplace_back(model.shared);
+
+  plan_stage(plan, config, model, std::move(cuts));
+  plan_ownership(plan, config, model);
+  plan_passes(plan, config, model);
+  plan_updates(plan);
+  count_memory(plan, model.hidden, config.save.async);
+  if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
+  count_step_traffic(plan, config, model);
   return plan;
 }
 

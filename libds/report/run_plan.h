@@ -23,6 +23,15 @@
 namespace ds::report {
 
 using TagBytes = std::array<i64, static_cast<size_t>(Tag::Count)>;
+constexpr TagBytes sum_of(TagBytes a, const TagBytes& b) noexcept {
+  for (size_t t = 0; t < a.size(); ++t) a[t] += b[t];
+  return a;
+}
+constexpr i64 total_of(const TagBytes& bytes) noexcept {
+  i64 total = 0;
+  for (const i64 n : bytes) total += n;
+  return total;
+}
 
 // A chunk of layers of this rank's pipeline stage, and the memory of its micro-batches.
 struct ChunkPlan {

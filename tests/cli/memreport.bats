@@ -62,7 +62,7 @@ JSON
   same_as_counted run p.json
 }
 
-@test "what a backend of several parts keeps is not foretold, on one node too" {
+@test "what a backend of several parts keeps is not predicted, on one node too" {
   run -0 ds-memreport cfg.json -n 2 --device cpu
   assert_line --regexp '^ +comm +2[.]'
   run -0 ds-memreport cfg.json -n 2 --device cpu --set communication.backend=shm+mpi

@@ -39,7 +39,7 @@ for tag, bytes in ranks[0]["predicted_bytes"].items():  # the loss of an evaluat
 PY
 }
 
-@test "the first line says what a run is, the last one what each rank was foretold and took" {
+@test "the first line says what a run is, the last one what each rank was predicted and took" {
   ds-train cfg.json --out alone --quiet
   check_record 1 alone
   for stage in 0 3; do

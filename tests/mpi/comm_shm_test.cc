@@ -232,9 +232,9 @@ TEST_F(CommShm, AMeshTakesTheSharedMemoryThatWasForetold) {
   EXPECT_EQ(segments.size(), 1u + 2 + 2 + 4 * allocations.size());
   i64 taken = 0;
   for (const auto& [inode, bytes] : segments) taken += bytes;
-  const i64 foretold = mesh_shm_bytes(shape, allocations, allocations);
-  EXPECT_LE(taken, foretold);
-  EXPECT_GE(taken, foretold - (i64{1} << 20));
+  const i64 predicted = mesh_shm_bytes(shape, allocations, allocations);
+  EXPECT_LE(taken, predicted);
+  EXPECT_GE(taken, predicted - (i64{1} << 20));
 }
 
 // Ranks 0 to 2 wait in groups in which nobody dies.

@@ -171,7 +171,7 @@ TEST(LiveCounters, AReaderGetsWhatWasWritten) {
     EXPECT_EQ(rank->base_bytes, 77);
     EXPECT_GE(rank->age_s, 0);
     EXPECT_LT(rank->age_s, 60);
-    ASSERT_EQ(rank->memory.size(), 2U);  // foretold; counted
+    ASSERT_EQ(rank->memory.size(), 2U);  // predicted; counted
     EXPECT_EQ(rank->memory[0].tag, tag_name(Tag{0}));
     EXPECT_EQ(rank->memory[0].predicted, 5);
     EXPECT_EQ(rank->memory[0].counted, 0);

@@ -54,16 +54,15 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
         };
         std::map<std::string, i64> memory, traffic;
         for (const TagBytes& t : g.memory) memory[t.tag] = t.bytes;
-        for (size_t t = 0; t < planned.plan.memory.size(); ++t)
-          agrees(memory[std::string(tag_name(static_cast<Tag>(t)))], planned.plan.memory[t],
+        for (size_t t = 0; t < planned.memory().size(); ++t)
+          agrees(memory[std::string(tag_name(static_cast<Tag>(t)))], planned.memory()[t],
                  fmt::format("{}.{}", g.ranks[0], tag_name(static_cast<Tag>(t))));
         for (const Traffic& t : g.traffic) traffic[t.name] = t.bytes;
         for (const auto& [name, count] : planned.plan.traffic)
           agrees(traffic[name], count.bytes, fmt::format("{}.{}", g.ranks[0], name));
         EXPECT_EQ(g.num_params, planned.plan.dp().layout.num_params());
-        most = std::max(most, planned.plan.total_memory());
-        host += device == DeviceKind::Cpu ? planned.plan.total_memory()
-                                          : planned.plan.memory[static_cast<size_t>(Tag::Host)];
+        most = std::max(most, planned.total_memory());
+        host += device == DeviceKind::Cpu ? planned.total_memory() : planned.memory()[static_cast<size_t>(Tag::Host)];
       }
     }
     EXPECT_EQ(times, std::vector<int>(times.size(), 1));

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a communicator comes to hold for itself, against what was foretold from its calls.
+// What a communicator comes to hold for itself, against what was predicted from its calls.
 
 #include "comm/staging_size.h"
 
@@ -34,7 +34,7 @@ void reduce_scatter(Communicator& comm, LargestCalls& calls, i64 elems, DType wi
   calls.add({.folded_bytes = elems * dtype_bytes(wire)});
 }
 
-void expect_foretold(const Communicator& comm, const LargestCalls& calls) {
+void expect_predicted(const Communicator& comm, const LargestCalls& calls) {
   EXPECT_EQ(comm.staging_bytes(), staging_size(comm.backend(), comm.size(), calls).value())
       << comm.backend() << " of " << comm.size();
 }
@@ -44,16 +44,16 @@ class StagingSize : public ::testing::TestWithParam<int> {};
 TEST_P(StagingSize, IsWhatWasForetoldAfterEachCall) {
   run_threads(GetParam(), {.timeout_s = 60}, [](Communicator& comm) {
     LargestCalls calls;
-    expect_foretold(comm, calls);
+    expect_predicted(comm, calls);
     for (const Sum& sum : {Sum{2, DType::I64, ReduceOp::Max}, Sum{1000, DType::F32, ReduceOp::Sum},
                            Sum{70000, DType::F32, ReduceOp::Sum}, Sum{70001, DType::F32, ReduceOp::Max},
                            Sum{333, DType::BF16, ReduceOp::Sum}, Sum{123457, DType::F16, ReduceOp::Sum}}) {
       all_reduce(comm, calls, sum);
-      expect_foretold(comm, calls);
+      expect_predicted(comm, calls);
     }
     for (const i64 elems : {i64{7}, i64{300000}}) {
       reduce_scatter(comm, calls, elems, DType::BF16);
-      expect_foretold(comm, calls);
+      expect_predicted(comm, calls);
     }
     if (comm.size() == 1) return;
     // Around the ring, twice: a channel is one.
@@ -64,7 +64,7 @@ TEST_P(StagingSize, IsWhatWasForetoldAfterEachCall) {
       comm.recv(in.data(), std::ssize(in), previous, "t").wait();
       sent.wait();
       calls.sent_to.insert(next);
-      expect_foretold(comm, calls);
+      expect_predicted(comm, calls);
     }
   });
 }

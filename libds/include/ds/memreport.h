@@ -223,7 +223,7 @@ DS_API std::string plot_text(const Prediction& prediction, i64 limit, int column
 DS_API std::string plot_svg(const Prediction& prediction, i64 limit);
 DS_API std::string plot_html(const Prediction& prediction, i64 limit);
 
-// What a run has taken, beside what was foretold.
+// What a run has taken, beside what was predicted.
 struct MeasuredRank {
   int rank = 0;
   std::vector<TagMemory> tags;

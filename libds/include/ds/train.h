@@ -121,10 +121,10 @@ struct GenerateHooks {  // called on every rank
 // others, which then throw the same code, naming it.
 class DS_API TrainingRun {
  public:
+  struct State;  // libds/engine/run_state.h
   // Checks memory first (Errc::OutOfMemory, by tag), then connects the ranks, opens the data, builds the engine, loads
-  // or initialises the weights, and last makes or takes over the directory: who fails before has written nothing.
-  // Throws Errc::Config (directory in use or not empty, data too short,
-  // ...).
+  // or initialises the weights, and last makes or takes over the directory: a run that fails before that has written
+  // nothing. Throws Errc::Config (directory in use or not empty, data too short, ...).
   TrainingRun(const Config& config, const RankInfo& ranks, const RunOptions& options);
   ~TrainingRun();
 
@@ -145,7 +145,6 @@ class DS_API TrainingRun {
   const std::string& backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"
 
  private:
-  struct State;
   std::unique_ptr<State> state_;
 };
 

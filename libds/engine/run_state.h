@@ -1,0 +1,92 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a run is made of: run.cc opens it, training.cc trains and evaluates, generate.cc writes text.
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/as_error.h"
+#include "base/json.h"
+#include "checkpoint/checkpoint.h"
+#include "data/objective.h"
+#include "ds/train.h"
+#include "engine/engine.h"
+#include "engine/param_table.h"
+#include "engine/plan.h"
+#include "engine/run_directory.h"
+#include "engine/run_record.h"
+#include "engine/saver.h"
+
+namespace ds {
+
+struct TrainingRun::State {
+  Config config;
+  RankInfo ranks;
+  RunOptions options;
+  MemoryLedger ledger;
+  std::unique_ptr<Device> device;  // outlives what has memory of it
+  std::unique_ptr<Mesh> mesh;
+  std::optional<engine::Plans> plans;               // until the run begins
+  std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
+  std::unique_ptr<BatchLoader> train_data, validation_data;
+  std::unique_ptr<engine::Engine> engine;
+  engine::ParamTable table;
+  std::unique_ptr<engine::Saver> saver;
+  std::unique_ptr<engine::RunRecord> record;
+  std::string backend;
+  std::string step_dir;           // to go on from; empty: from the start
+  std::string weights;            // to start from; empty: random ones
+  std::string model_json;         // config.json of what is saved
+  bool evaluated_before = false;  // the step that we go on from; on rank 0
+  bool lines_lost = false;        // of the metrics; said
+  double peak_flops = 0;          // of this rank, measured
+
+  bool is_root() const { return ranks.rank == 0; }
+  bool writes() const { return !options.out_dir.empty() && !options.read_only; }
+
+  void abort(const Error& e) {
+    if (!mesh) return;
+    mesh->abort(e);
+  }
+
+  // An error of one rank must not leave the others waiting.
+  template <class F>
+  auto collective(F&& body) {
+    try {
+      return body();
+    } catch (const std::exception& e) {
+      abort(as_error(e));
+      throw;
+    }
+  }
+
+  void open();
+  void open_data(i64 num_ranks);
+  void check_same_files();
+  std::string find_resumed() const;
+  std::string find_weights() const;
+  void load();
+  void load_step();
+  template <class F>
+  auto from_newest(F&& load);
+  void check_same_run(const CheckpointMeta&) const;
+  void take_directory();
+  CheckpointMeta meta() const;
+  // Nothing if any rank asks to stop.
+  std::optional<double> evaluate(const std::function<int()>& stop_signal);
+  void begin_record();
+  void end_record();
+  StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
+  void append(const Json& line);
+  // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
+  i64 agree(i64 mine) {
+    i64 both[] = {mine, saver && saver->busy()};
+    mesh->world().all_reduce(both, 2, DType::I64, ReduceOp::Max, "dp.stats").wait();
+    if (saver && both[1] == 0) saver->proceed();
+    return both[0];
+  }
+};
+
+}  // namespace ds

@@ -1,0 +1,248 @@
+// SPDX-License-Identifier: Apache-2.0
+// The loop over steps: what happens between them, and when a run is given up.
+
+#include <fmt/format.h>
+
+#include <chrono>
+#include <cmath>
+#include <limits>
+
+#include "ds/log.h"
+#include "engine/run_state.h"
+
+namespace ds {
+namespace {
+
+constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, before a run is given up
+
+using Clock = std::chrono::steady_clock;
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+}  // namespace
+
+std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& stop_signal) {
+  // In batches of train_batch_size: the same samples whatever the number of ranks.
+  const i64 all = validation_data->num_sequential_batches(), wanted = config.eval.batches,
+            m = config.batch.accumulation;
+  const i64 batches = wanted > 0 && wanted <= all / m ? wanted * m : all;
+  const i64 at_once = engine->batches_at_once();  // between them, ranks are not at the same one
+  return engine->evaluate(batches, [&](i64 batch, std::span<i32> ids, std::span<i32> targets) {
+    if (stop_signal && batch % at_once == 0 && agree(stop_signal()) != 0) return false;
+    validation_data->load_sequential(batch, mesh->data_rank(), ids, targets);
+    return true;
+  });
+}
+
+// The first line of a start, and the last one.
+void TrainingRun::State::begin_record() {
+  const i64 step = engine->progress().step;
+  record->show(*engine, ranks.job, options.out_dir, step);
+  if (directory) append(record->run_line(*engine, *plans, step, backend, model_json, peak_flops));
+  plans.reset();
+}
+
+void TrainingRun::State::end_record() { append(record->memory_line(*engine, engine->progress().step)); }
+
+StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
+  const auto start = Clock::now();
+  const report::RunPlan& plan = engine->plan();
+  const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
+  mesh->reset_counts();
+  for (i64 j = 0; j < plan.micro_batches; ++j) {
+    const size_t at = static_cast<size_t>(j) * R;
+    train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
+                     std::span(targets).subspan(at, R));
+  }
+  const engine::StepReport r = engine->train_step({ids, targets});
+  const double s = seconds_since(start);
+  StepRecord taken{.step = r.step,
+                   .loss = r.loss,
+                   .grad_norm = r.grad_norm,
+                   .lr = r.lr,
+                   .loss_scale = r.loss_scale,
+                   .skipped = r.skipped,
+                   .tokens = r.tokens,
+                   .step_ms = s * 1e3,
+                   .tokens_per_s = static_cast<double>(r.tokens) / s};
+  const double flops =
+      engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
+  taken.mfu = flops / s / peak_flops;
+  const report::TagBytes counted = record->counted(ledger);
+  for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
+  for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
+  record->show_step(*engine, taken, counted);
+  return taken;
+}
+
+namespace {
+
+// One call of TrainingRun::train().
+class Training {
+ public:
+  Training(TrainingRun::State& run, const TrainHooks& hooks)
+      : s_(run), config_(run.config), saver_(*run.saver), hooks_(hooks) {
+    result_.step = step();
+    result_.first_step = step() + 1;
+    result_.loss = result_.val_loss = std::numeric_limits<double>::quiet_NaN();
+  }
+
+  TrainResult run();
+
+ private:
+  i64 step() const noexcept { return s_.engine->progress().step; }
+  int stop_signal() const { return hooks_.stop_signal ? hooks_.stop_signal() : 0; }
+  bool evaluation_is_due() const {
+    return step() >= config_.steps || (config_.eval.every > 0 && step() > 0 && step() % config_.eval.every == 0);
+  }
+  void begin();
+  void take_step(std::vector<i32>& ids, std::vector<i32>& targets);
+  void end();
+  void evaluate();
+  void save(engine::Saver::When when);
+  void check_divergence(bool diverged, std::string_view what, i64 since);
+  void warn_of_skipping(bool again);
+
+  TrainingRun::State& s_;
+  const Config& config_;
+  engine::Saver& saver_;
+  const TrainHooks& hooks_;
+  TrainResult result_;
+  bool has_work_ = false;
+  i64 signal_ = 0;      // what all ranks agreed to stop for
+  i64 evaluated_ = -1;  // the step that was evaluated last
+  i64 lost_ = 0;        // steps in a row whose loss is not finite
+  i64 skipped_ = 0;     // steps in a row
+};
+
+void Training::evaluate() {
+  if (!s_.validation_data || evaluated_ == step()) return;
+  const std::optional<double> loss = s_.evaluate([this] { return stop_signal(); });
+  if (!loss) return;  // a resumed run makes up for it
+  result_.val_loss = *loss;
+  evaluated_ = step();
+  s_.append({{"type", "eval"}, {"step", step()}, {"val_loss", result_.val_loss}});
+  if (!std::isfinite(result_.val_loss) && s_.is_root())
+    log_message(LogLevel::Warning, fmt::format("the validation loss of step {} is not finite", step()));
+  if (hooks_.on_eval && s_.is_root()) hooks_.on_eval(step(), result_.val_loss);
+}
+
+// Weights or activations beyond the range of numbers: no smaller loss scale heals that. Such a state is not saved, so
+// that the last checkpoint is from before it. A checkpoint, saved or resumed from, has proved itself when the next
+// step's loss is finite; until then the older ones stay.
+void Training::check_divergence(bool diverged, std::string_view what, i64 since) {
+  if (!diverged) return;
+  saver_.finish();
+  std::string rescue = "no checkpoint is from before that";
+  if (!saver_.proven().empty()) rescue = fmt::format("go on from {}", saver_.proven());
+  if (saver_.proven() != saver_.newest()) rescue += fmt::format(", for {} is already lost", saver_.newest());
+  throw Error(Errc::Numeric,
+              fmt::format("the run has diverged: {} not finite since step {}; {}; lower the learning rate or the "
+                          "gradient_clipping",
+                          what, since, rescue));
+}
+
+void Training::save(engine::Saver::When when) {
+  if (!saver_.has(step())) {
+    check_divergence(lost_ > 0, "the loss is", step() - lost_ + 1);
+    check_divergence(!s_.engine->is_finite(), "weights or moments are", step());
+  }
+  saver_.save(s_.meta(), when);
+}
+
+void Training::warn_of_skipping(bool again) {
+  skipped_ = again ? skipped_ + 1 : 0;
+  if (skipped_ != kLostSteps || !config_.fp16.enabled || config_.fp16.loss_scale <= 0 || !s_.is_root()) return;
+  log_message(LogLevel::Warning,
+              fmt::format("{} steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale {}", skipped_,
+                          config_.fp16.loss_scale));
+}
+
+void Training::begin() {
+  // A run that was stopped at a step that wanted an evaluation left it to us.
+  const bool evaluate_first = !s_.step_dir.empty() && evaluation_is_due() && s_.validation_data &&
+                              s_.agree(s_.directory && !s_.evaluated_before) != 0;
+  has_work_ = step() < config_.steps || evaluate_first;
+  if (has_work_) s_.begin_record();
+  if (!s_.step_dir.empty()) {
+    if (has_work_) s_.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s_.step_dir}});
+    if (evaluate_first) {
+      evaluate();
+    } else if (evaluation_is_due()) {
+      evaluated_ = step();
+    }
+    signal_ = s_.agree(stop_signal());
+  }
+  if (step() >= config_.steps && s_.is_root())
+    log_message(LogLevel::Warning,
+                fmt::format("{} is at step {} of {}: nothing to train", s_.step_dir, step(), config_.steps));
+}
+
+void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
+  const StepRecord r = s_.take_step(ids, targets);
+  result_.loss = r.loss;
+  result_.tokens += r.tokens;
+  result_.seconds += r.step_ms / 1e3;
+  s_.append(engine::step_line(r));
+  if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);
+  warn_of_skipping(r.skipped);
+  lost_ = std::isfinite(r.loss) ? 0 : lost_ + 1;
+  if (lost_ == 0) saver_.prove(step());  // before the next one is saved
+  check_divergence(lost_ > kLostSteps, "the loss is", step() - lost_ + 1);
+  signal_ = s_.agree(stop_signal());
+  // Saved before it is evaluated: an error in the validation data loses no work.
+  if (step() == config_.steps) {
+    save(engine::Saver::When::AtTheEnd);
+  } else if (config_.save.every > 0 && step() % config_.save.every == 0 && lost_ == 0) {
+    save(engine::Saver::When::Now);
+  }
+  if (signal_ == 0 && evaluation_is_due()) {
+    evaluate();
+    signal_ = s_.agree(stop_signal());
+  }
+}
+
+void Training::end() {
+  if (signal_ == 0 && step() >= result_.first_step) saver_.prove_last();
+  const bool complete = step() >= config_.steps && (!s_.validation_data || evaluated_ == step());
+  if (signal_ != 0 && !complete) {
+    save(engine::Saver::When::AtTheEnd);
+    s_.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
+    result_.stop_signal = narrow<int>(signal_);
+  }
+  if (has_work_) s_.end_record();
+  result_.step = step();
+  result_.skipped_steps = s_.engine->progress().skipped_steps;
+  result_.checkpoint = s_.writes() ? saver_.newest() : "";
+  result_.memory = engine::memory_table(s_.record->predicted(*s_.engine), s_.record->counted(s_.ledger));
+}
+
+TrainResult Training::run() {
+  DS_CHECK(s_.train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
+  DS_CHECK(s_.writes() || config_.save.every == 0, Errc::Config,
+           "save.every is {} but there is no run directory: give --out DIR", config_.save.every);
+  const report::RunPlan& plan = s_.engine->plan();
+  std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
+  begin();
+  while (signal_ == 0 && step() < config_.steps) take_step(ids, targets);
+  end();
+  return std::move(result_);
+}
+
+}  // namespace
+
+TrainResult TrainingRun::train(const TrainHooks& hooks) {
+  return state_->collective([&] { return Training(*state_, hooks).run(); });
+}
+
+double TrainingRun::evaluate() {
+  State& s = *state_;
+  return s.collective([&] {
+    DS_CHECK(s.validation_data != nullptr, Errc::Config,
+             "there is no validation data: set data.validation or data.split");
+    const double loss = s.evaluate({}).value();
+    DS_CHECK(std::isfinite(loss), Errc::Numeric, "the validation loss is not finite");
+    return loss;
+  });
+}
+
+}  // namespace ds
