@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "engine/combine.h"
 
-#include <algorithm>
-
 namespace ds::engine {
 
 Combine::Combine(const report::RunPlan& plan, zero::AllShards& shards, Mesh& mesh, MemoryLedger& ledger, Device& device)
@@ -13,28 +11,14 @@ Combine::Combine(const report::RunPlan& plan, zero::AllShards& shards, Mesh& mes
       ops_(device.ops()),
       stream_(device.stream()),
       exchange_(device_buffer(device, ledger, Tag::Workspace, plan.exchange_elems * 4)) {
-  for (const auto& s : shards) {
-    for (const zero::Piece& piece : s->plan().layout.owned_pieces(s->plan().rank)) {
-      const model::ParamRow& row = plan.row_of(piece.param);
-      const TensorView gradient = TensorView::of(s->gradient(piece), DType::F32, {piece.count});
-      if (row.also_summed > 1) add_to_sum(gradient, row.also_summed);
-      if (plan.divides_otherwise(piece.param))
-        scaled_.push_back({gradient, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
-    }
+  const auto gradient = [&](const zero::Piece& piece) {
+    return TensorView::of(shards[plan.row_of(piece.param).group]->gradient(piece), DType::F32, {piece.count});
+  };
+  for (const report::CombinePlan::Exchange& e : plan.combine.exchanges) {
+    Sum& sum = sums_.emplace_back(Sum{.width = e.width, .pieces = {}, .elems = e.elems});
+    for (const zero::Piece& piece : e.pieces) sum.pieces.push_back(gradient(piece));
   }
-}
-
-void Combine::add_to_sum(const TensorView& gradient, int width) {
-  for (i64 begin = 0; begin < gradient.numel();) {
-    auto sum = std::ranges::find_if(sums_, [&](const Sum& s) {
-      return s.width == width && s.elems < report::RunPlan::kExchangeElems;  // the last one of its width
-    });
-    if (sum == sums_.end()) sum = sums_.insert(sum, {.width = width, .pieces = {}});
-    const i64 n = std::min(gradient.numel() - begin, report::RunPlan::kExchangeElems - sum->elems);
-    sum->pieces.push_back(TensorView::of(gradient.as<float>() + begin, DType::F32, {n}));
-    sum->elems += n;
-    begin += n;
-  }
+  for (const report::CombinePlan::Scaled& s : plan.combine.scaled) scaled_.push_back({gradient(s.piece), s.factor});
 }
 
 void Combine::run() {

@@ -20,8 +20,7 @@ class Combine {
   void run();
 
  private:
-  // Pieces of equal copies that are parts of a sum, over so many ranks of tp side by side; as many as are exchanged at
-  // once.
+  // As CombinePlan::Exchange.
   struct Sum {
     int width = 1;
     std::vector<TensorView> pieces;
@@ -32,7 +31,6 @@ class Combine {
     float factor;
   };
 
-  void add_to_sum(const TensorView& gradient, int width);
   void add_uses_of_shared();
   void exchange(const Sum& sum);
 

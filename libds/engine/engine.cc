@@ -101,18 +101,11 @@ void Engine::make_pieces() {
     const std::vector<zero::Piece> held = plan.layout.held_pieces(plan.rank);
     held_.insert(held_.end(), held.begin(), held.end());
     for (const zero::Piece& piece : plan.layout.owned_pieces(plan.rank)) {
-      if (!plan_.counts(piece)) continue;
-      saved_.push_back(piece);
-      if (!plan_.trains() || !plan_.judges(piece)) continue;
-      const TensorView grad = TensorView::of(gradient(piece), DType::F32, {piece.count});
-      // Neighbours are one call of the kernels.
-      if (!judged_.empty() && judged_.back().as<float>() + judged_.back().numel() == grad.as<float>()) {
-        judged_.back().shape[0] += piece.count;
-      } else {
-        judged_.push_back(grad);
-      }
+      if (plan_.counts(piece)) saved_.push_back(piece);
     }
   }
+  for (const zero::Piece& p : plan_.combine.judged)
+    judged_.push_back(TensorView::of(gradient(p), DType::F32, {p.count}));
   for (auto* pieces : {&held_, &saved_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
 }
 

@@ -138,15 +138,13 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
       });
     }
   }
-  for (const auto& [width, elems] : plan.summed_elems()) {
-    RunPlan::for_each_exchange(elems, [&, all = width == plan.mesh.tp](i64, i64 n) {
-      const AllGatherSegment segment{nullptr, n * 4};
-      if (all) {
-        tp.all_reduce(nullptr, n, DType::F32, ReduceOp::Sum, "tp.all_reduce");
-      } else {
-        tp.all_gather({&segment, 1}, "tp.all_gather");
-      }
-    });
+  for (const CombinePlan::Exchange& e : plan.combine.exchanges) {
+    const AllGatherSegment segment{nullptr, e.elems * 4};
+    if (e.width == plan.mesh.tp) {
+      tp.all_reduce(nullptr, e.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce");
+    } else {
+      tp.all_gather({&segment, 1}, "tp.all_gather");
+    }
   }
 
   CountingCommunicator dp(plan.dp_rank(), zero::num_shards(plan.mesh));

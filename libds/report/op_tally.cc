@@ -104,41 +104,15 @@ void tally_combined(const model::Model& model, const RunPlan& plan, const OpTabl
       here ? fold(0, s.slice) : RunPlan::for_each_exchange(s.slice, fold);
     }
   }
-  for (const auto& [width, elems] : plan.summed_elems()) {
-    if (width == plan.mesh.tp) continue;  // all of the group: its communicator sums them
-    RunPlan::for_each_exchange(elems, [&](i64, i64 n) {
-      const TensorView sum = view(DType::F32, n);
-      ops.fold(sum, std::vector<TensorView>(static_cast<size_t>(width), sum), false, stream);
-    });
+  for (const CombinePlan::Exchange& e : plan.combine.exchanges) {
+    if (e.width == plan.mesh.tp) continue;  // all of the group: its communicator sums them
+    const TensorView sum = view(DType::F32, e.elems);
+    ops.fold(sum, std::vector<TensorView>(static_cast<size_t>(e.width), sum), false, stream);
   }
-  for (const zero::ShardsPlan& s : plan.shards) {
-    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
-      if (plan.divides_otherwise(piece.param))
-        ops.scaled_sum(view(DType::F32, piece.count), view(DType::F32, piece.count), 1, 0, nullptr, stream);
-    }
+  for (const CombinePlan::Scaled& s : plan.combine.scaled) {
+    const TensorView gradient = view(DType::F32, s.piece.count);
+    ops.scaled_sum(gradient, gradient, s.factor, 0, nullptr, stream);
   }
-}
-
-// Lengths of the runs of accumulated gradients that count in the norm: neighbours are one call.
-std::vector<i64> judged_runs(const RunPlan& plan, const zero::ShardsPlan& shards) {
-  const zero::Layout& layout = shards.grad_layout;
-  const bool full = !layout.states().shard_optimizer || shards.grads.accumulates_locally();
-  std::vector<i64> bases;
-  i64 base = 0;
-  for (const zero::Segment& s : layout.segments()) {
-    bases.push_back(full ? base : s.shard_offset - s.slice * shards.rank);
-    base += s.slice * layout.num_ranks();
-  }
-  std::vector<i64> runs;
-  i64 end = -1;
-  for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
-    if (!plan.judges(piece)) continue;
-    const i64 begin = bases[static_cast<size_t>(shards.grad_segment(piece.segment))] + piece.segment_offset;
-    if (begin != end) runs.push_back(0);
-    runs.back() += piece.count;
-    end = begin + piece.count;
-  }
-  return runs;
 }
 
 // Passes over pieces that have no memory.
@@ -201,11 +175,9 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
   Stream stream{.native = &work.optimizer};
   tally_combined(model, plan, ops, stream);
   const TensorView result = view(DType::I64, 2);
-  for (const zero::ShardsPlan& shards : plan.shards) {
-    for (const i64 n : judged_runs(plan, shards)) {
-      ops.max_abs(result, view(DType::F32, n), stream);
-      ops.sum_squares(result, view(DType::F32, n), result, stream);
-    }
+  for (const zero::Piece& p : plan.combine.judged) {
+    ops.max_abs(result, view(DType::F32, p.count), stream);
+    ops.sum_squares(result, view(DType::F32, p.count), result, stream);
   }
   ops.judge(nullptr, result, result, {}, stream);
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {

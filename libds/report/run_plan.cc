@@ -83,7 +83,8 @@ i64 exchange_elems(const RunPlan& plan) {
     for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
       elems = std::max(elems, std::min(s.slice, RunPlan::kExchangeElems));
   }
-  for (const auto& [width, summed] : plan.summed_elems()) elems = std::max(elems, plan.exchange_of(width, summed));
+  for (const CombinePlan::Exchange& e : plan.combine.exchanges)
+    elems = std::max(elems, plan.exchange_of(e.width, e.elems));
   return elems;
 }
 
@@ -221,17 +222,6 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
     }
   }
   return acts;
-}
-
-RunPlan::SummedElems RunPlan::summed_elems() const {
-  SummedElems elems;
-  if (mesh.tp == 1) return elems;
-  for (const zero::ShardsPlan& s : shards) {
-    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
-      if (row_of(piece.param).also_summed > 1) elems[row_of(piece.param).also_summed] += piece.count;
-    }
-  }
-  return elems;
 }
 
 std::vector<RunPlan::SummedElems> RunPlan::summed_of_ranks() const {
@@ -422,6 +412,45 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
 }
 
+// Adds a piece to the exchanges of its width, of which the last has room.
+void add_to_exchanges(std::vector<CombinePlan::Exchange>& exchanges, const zero::Piece& whole, int width) {
+  for (i64 first = 0; first < whole.count;) {
+    auto last = std::ranges::find_if(exchanges, [&](const CombinePlan::Exchange& e) {
+      return e.width == width && e.elems < RunPlan::kExchangeElems;
+    });
+    if (last == exchanges.end()) last = exchanges.insert(last, {.width = width});
+    zero::Piece part = whole.part(first, std::min(whole.count - first, RunPlan::kExchangeElems - last->elems));
+    first += part.count;
+    last->elems += part.count;
+    last->pieces.push_back(part);
+  }
+}
+
+void plan_combine(RunPlan& plan) {
+  if (!plan.trains()) return;
+  for (const zero::ShardsPlan& s : plan.shards) {
+    const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
+    const auto place = [&](const zero::Piece& p) {
+      return bases[static_cast<size_t>(s.grad_segment(p.segment))] + p.segment_offset;
+    };
+    i64 end = -1;
+    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+      const model::ParamRow& row = plan.row_of(piece.param);
+      if (row.also_summed > 1) add_to_exchanges(plan.combine.exchanges, piece, row.also_summed);
+      if (row.divisor != 0 && row.divisor != plan.mesh.dp)
+        plan.combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
+      if (!plan.judges(piece)) continue;
+      // Neighbours are one call of the kernels.
+      if (place(piece) == end) {
+        plan.combine.judged.back().count += piece.count;
+      } else {
+        plan.combine.judged.push_back(piece);
+      }
+      end = place(piece) + piece.count;
+    }
+  }
+}
+
 // What the passes of the layers need.
 void plan_passes(RunPlan& plan, const Config& config, const model::Model& model) {
   for (ChunkPlan& chunk : plan.chunks) {
@@ -566,6 +595,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 
   plan_stage(plan, config, model, std::move(cuts));
   plan_ownership(plan, config, model);
+  plan_combine(plan);
   plan_passes(plan, config, model);
   plan_updates(plan);
   count_memory(plan, model.hidden, config.save.async);

@@ -60,6 +60,24 @@ struct GroupPieces {
   std::vector<Tiles> of;  // by RunPlan::shards
 };
 
+// What is done with gradients when each group has summed its own, but for the tied matrix: which of this rank's pieces
+// are summed over tp, which are divided otherwise, and which count in the norm.
+struct CombinePlan {
+  // Over `width` ranks of tp side by side; as much as is exchanged at once.
+  struct Exchange {
+    int width = 1;
+    i64 elems = 0;
+    std::vector<zero::Piece> pieces = {};
+  };
+  struct Scaled {
+    zero::Piece piece;
+    float factor;
+  };
+  std::vector<Exchange> exchanges;
+  std::vector<Scaled> scaled;
+  std::vector<zero::Piece> judged;  // of several parameters where their accumulators lie side by side
+};
+
 struct RunPlan {
   DeviceKind device = DeviceKind::Cpu;  // where it runs
   ConfigUse use = ConfigUse::Train;
@@ -70,9 +88,10 @@ struct RunPlan {
   i64 sequence_length = 0;              // of all of them
   // Units: Model::shared, then layer by layer; of gradients once more shared, for its use by the head.
   std::vector<std::span<const model::ParamRow>> rows, grad_rows;
-  std::vector<const model::ParamRow*> params;            // by number
-  std::vector<bool> saved;                               // by number: zero::is_saved
-  std::vector<zero::ShardsPlan> shards;                  // by ParamRow::group: of dp, of the model's splits of it
+  std::vector<const model::ParamRow*> params;  // by number
+  std::vector<bool> saved;                     // by number: zero::is_saved
+  std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: of dp, of the model's splits of it
+  CombinePlan combine;
   optim::Groups groups;                                  // of parameters that are updated alike
   i64 optimizer_workspace = 0;                           // bytes
   i64 optimizer_reduction = 0;                           // bytes of the largest, over dp and tp
@@ -111,15 +130,10 @@ struct RunPlan {
   int dp_rank() const noexcept { return dp().rank; }
   const model::ParamRow& row_of(i64 param) const noexcept { return *params[static_cast<size_t>(param)]; }
   const zero::ShardsPlan& shards_of(i64 param) const noexcept { return shards[row_of(param).group]; }
-  // Elements of rows whose gradients are also summed over tp, in the slices that a rank owns; by how many ranks share
-  // a sum. Of this rank; and of each rank of dp, of which there may be a million.
+  // Elements of rows whose gradients are also summed over tp, in the slices that each rank of dp owns, of which there
+  // may be a million; by how many ranks share a sum.
   using SummedElems = std::map<int, i64>;
-  SummedElems summed_elems() const;
   std::vector<SummedElems> summed_of_ranks() const;
-  // Whether a parameter's gradients are divided by another number of ranks than most.
-  bool divides_otherwise(i64 param) const noexcept {
-    return row_of(param).divisor != 0 && row_of(param).divisor != mesh.dp;
-  }
   // What an exchange of such sums holds: where not all ranks of tp share one, each rank gets all that is exchanged.
   i64 exchange_of(int width, i64 elems) const noexcept {
     return std::min(elems, kExchangeElems) * (width == mesh.tp ? 1 : mesh.tp);

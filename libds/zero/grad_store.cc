@@ -42,9 +42,27 @@ i64 slot_elems(std::span<const Bucket> buckets) {
 
 }  // namespace
 
+namespace {
+
+// Whether a rank has accumulators of all elements, or of the slices that it owns.
+bool accumulates_all(const Layout& layout, const GradOptions& options) {
+  return !layout.states().shard_optimizer || options.accumulates_locally();
+}
+
+}  // namespace
+
 i64 grad_accum_elems(const Layout& layout, const GradOptions& options) {
-  const bool full = !layout.states().shard_optimizer || options.accumulates_locally();
-  return full ? padded_elems(layout) : layout.shard_elems();
+  return accumulates_all(layout, options) ? padded_elems(layout) : layout.shard_elems();
+}
+
+std::vector<i64> grad_accum_bases(const Layout& layout, const GradOptions& options, int rank) {
+  std::vector<i64> bases;
+  i64 at = 0;
+  for (const Segment& s : layout.segments()) {
+    bases.push_back(accumulates_all(layout, options) ? at : s.shard_offset - s.slice * rank);
+    at += s.slice * layout.num_ranks();
+  }
+  return bases;
 }
 
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options) {
@@ -119,11 +137,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
   accum_ = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
-  i64 accum_at = 0;
-  for (const Segment& s : layout.segments()) {
-    accum_base_.push_back(full_accum() ? accum_at : s.shard_offset);
-    accum_at += s.slice * layout.num_ranks();
-  }
+  accum_base_ = grad_accum_bases(layout, options, comm.rank());
 
   for (size_t u = 0; u < rows.size(); ++u) {
     const UnitPlace& unit = layout.units()[u];
@@ -147,9 +161,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
 }
 
 float* GradStore::element(i64 segment, i64 first) const noexcept {
-  const i64 base = accum_base_[static_cast<size_t>(segment)];
-  const i64 held = full_accum() ? 0 : layout_.segments()[static_cast<size_t>(segment)].slice * comm_.rank();
-  return accum_.as<float>().data() + base + first - held;
+  return accum_.as<float>().data() + accum_base_[static_cast<size_t>(segment)] + first;
 }
 
 void GradStore::zero_gaps(i64 unit) {

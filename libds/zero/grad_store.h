@@ -46,6 +46,8 @@ struct GradOptions {
 // a second instruction, and units that are written together are in one.
 std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options);
 
+// The accumulators of one rank: where each segment begins in them, as if all of it were there; elements.
+std::vector<i64> grad_accum_bases(const Layout& layout, const GradOptions& options, int rank);
 // Elements of the fp32 accumulators of one rank, of the memory that fresh gradients need, and of the fp32 staging.
 i64 grad_accum_elems(const Layout& layout, const GradOptions& options);
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options);
@@ -73,7 +75,6 @@ class GradStore {
  private:
   void reduce(size_t bucket);
   void zero_gaps(i64 unit);
-  bool full_accum() const noexcept { return !layout_.states().shard_optimizer || options_.accumulates_locally(); }
 
   const Layout& layout_;
   Communicator& comm_;
@@ -90,7 +91,7 @@ class GradStore {
   std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_
   std::vector<std::vector<Layout::Range>> gaps_;  // per unit: Layout::gaps_of
   std::vector<i64> staging_base_;                 // per unit
-  std::vector<i64> accum_base_;                   // per segment, elements in accum_
+  std::vector<i64> accum_base_;                   // per segment: grad_accum_bases
   std::vector<std::vector<TensorView>> views_;
   std::vector<ReduceScatterSegment> segments_;  // scratch
   std::vector<AllGatherSegment> gathered_;      // scratch

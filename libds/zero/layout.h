@@ -87,6 +87,10 @@ struct Piece {
   i64 segment = 0;
   i64 segment_offset = 0;  // where the piece starts in its segment
   i64 shard_offset = 0;
+  // Its elements [first, first + n).
+  Piece part(i64 first, i64 n) const noexcept {
+    return {param, begin + first, n, segment, segment_offset + first, shard_offset + first};
+  }
 };
 
 class Layout {

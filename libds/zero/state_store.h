@@ -142,12 +142,7 @@ class DeviceStates final : public StateStore {
 template <class Visit>
 void for_each_part(const Piece& piece, i64 most, Visit&& visit) {
   for (i64 first = 0; first < piece.count; first += most) {
-    Piece part = piece;
-    part.begin += first;
-    part.segment_offset += first;
-    part.shard_offset += first;
-    part.count = std::min(most, piece.count - first);
-    visit(part);
+    visit(piece.part(first, std::min(most, piece.count - first)));
   }
 }
 
