@@ -121,7 +121,7 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
   for (int stage = 0; stage < mesh.pp; ++stage) {
     StagePlan& s = stages.emplace_back();
     s.ranks = ranks_of_stage(mesh, stage);
-    const WholePlan& planned = plans.of_stage(stage);
+    const WholePlan& planned = *plans.of(rank_at(mesh, plans.of_stage(stage).plan.fullest()));
     for (const report::ChunkPlan& c : planned.plan.chunks) {
       const auto& layers = planned.model.layers;
       s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
@@ -139,11 +139,16 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
   return stages;
 }
 
+bool trains_nothing(const report::RunPlan& plan) {
+  return plan.trains() &&
+         std::ranges::all_of(plan.groups.of_params, [&](size_t g) { return plan.groups.groups[g].frozen; });
+}
+
 double bubble_fraction(const Config& config) { return pipeline::bubble_fraction(report::schedule_of(config)); }
 
 NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
   const MeshShape& mesh = plans.mesh();
-  // The ranks of one stage differ by a row of the vocabulary at most.
+  // Of each stage the fullest rank stands for all.
   std::map<int, std::pair<NodeBytes, ProcessBytes>> of_stage;
   NodeBytes sum;
   for (int i = 0; i < count; ++i) {
@@ -151,7 +156,8 @@ NodeBytes plan_memory(Plans& plans, int first, int count, int step) {
     if (!of_stage.contains(stage)) {
       MeshCoord coord = coord_of(mesh, r);
       coord.tp = 0;  // which has the largest share
-      const WholePlan& planned = *plans.of(rank_at(mesh, coord));
+      const WholePlan& any = *plans.of(rank_at(mesh, coord));
+      const WholePlan& planned = *plans.of(rank_at(mesh, any.plan.fullest()));
       of_stage[stage] = {{planned.total_memory(), planned.memory()[static_cast<size_t>(Tag::Host)]}, planned.process};
     }
     const auto& [bytes, process] = of_stage[stage];

@@ -45,7 +45,7 @@ class Plans {
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
   std::shared_ptr<const WholePlan> of(int rank);
-  // Of its first rank, which stands for all: those of one stage differ by a row of the vocabulary at most.
+  // Of its first rank. Those of one stage differ by a row of the vocabulary, and in what RunPlan::fullest looks at.
   const WholePlan& of_stage(int stage) { return *of(rank_at(mesh_, {.pp = stage})); }
 
  private:
@@ -60,6 +60,8 @@ std::vector<int> ranks_of_stage(const MeshShape& mesh, int stage);
 // Stage by stage, as RunPrediction has it.
 std::vector<StagePlan> plan_stages(Plans& plans);
 double bubble_fraction(const Config& config);
+// All of its parameters are frozen.
+bool trains_nothing(const report::RunPlan& plan);
 // Bytes that the `count` ranks first, first + step, ... take at most, of the device and of host memory beside it.
 struct NodeBytes {
   i64 device = 0, host = 0;

@@ -123,13 +123,16 @@ void TrainingRun::State::open() {
   // Before anything else is there: the product that measures the device has memory of its own for its time.
   if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
+  if (is_root() && engine::trains_nothing(plans->of(ranks.rank)->plan))
+    log_message(LogLevel::Warning, "optimizer.param_groups: every parameter is frozen: the run trains nothing");
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device,
                                             engine::EngineParts{.planned = plans->of(ranks.rank)});
   table = engine::make_param_table(config, engine->model(), engine->plan());
   model_json = published_config(config);
   load();
   take_directory();
-  if (!directory) plans.reset();  // nobody asks any more: the engine has its own
+  if (directory) stages = engine::stages_json(*plans, *mesh, *device);
+  plans.reset();  // the engine has its own
 }
 
 // Last: a run that does not start leaves nothing behind.

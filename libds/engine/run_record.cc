@@ -45,16 +45,6 @@ report::TagBytes predicted_bytes(const model::Model& model, const report::RunPla
   return bytes;
 }
 
-Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
-  Json stages = Json::array();
-  for (int stage = 0; stage < plans.mesh().pp; ++stage) {
-    const report::Planned& planned = plans.of_stage(stage);
-    stages.push_back({{"ranks", ranks_of_stage(plans.mesh(), stage)},
-                      {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, mesh, device))}});
-  }
-  return stages;
-}
-
 }  // namespace
 
 std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const report::TagBytes& counted) {
@@ -76,6 +66,16 @@ Config with_absolute_paths(Config config) {
   complete(config.model_path);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;
+}
+
+Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
+  Json stages = Json::array();
+  for (int stage = 0; stage < plans.mesh().pp; ++stage) {
+    const report::Planned& planned = plans.of_stage(stage);
+    stages.push_back({{"ranks", ranks_of_stage(plans.mesh(), stage)},
+                      {"predicted_bytes", bytes_json(predicted_bytes(planned.model, planned.plan, mesh, device))}});
+  }
+  return stages;
 }
 
 Json step_line(const StepRecord& r) {
@@ -151,7 +151,7 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
   return r;
 }
 
-Json RunRecord::run_line(const Engine& engine, Plans& plans, i64 step, std::string_view backend,
+Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,
                          const std::string& model_json, double peak_flops) const {
   const MeshShape& mesh = mesh_.shape();
   return {{"type", "run"},
@@ -165,7 +165,7 @@ Json RunRecord::run_line(const Engine& engine, Plans& plans, i64 step, std::stri
           {"host", launch::host_name()},
           {"start", utc_now()},
           {"peak_flops", peak_flops},
-          {"stages", stages_json(plans, mesh_, device_)},
+          {"stages", stages},
           {"config", Json::parse(resolved_json(with_absolute_paths(engine.config())))},
           {"model", Json::parse(model_json)}};
 }

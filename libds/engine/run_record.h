@@ -26,6 +26,9 @@ std::string compact_json(const std::string& text);
 // What is saved is read from other working directories.
 Config with_absolute_paths(Config config);
 
+// What each stage of a run is predicted to take.
+Json stages_json(Plans& plans, const Mesh& mesh, Device& device);
+
 Json step_line(const StepRecord& record);
 
 // One rank's record of one run. Made when ranks are connected and data is open, just before the engine takes its
@@ -47,8 +50,9 @@ class RunRecord {
   void show_step(const Engine& engine, const StepRecord& step, const report::TagBytes& peak);
 
   // What a start is about, its first line: `step` steps had been taken. model_json: the config.json of what is saved.
-  Json run_line(const Engine& engine, Plans& plans, i64 step, std::string_view backend, const std::string& model_json,
-                double peak_flops) const;
+  // `stages`: stages_json().
+  Json run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,
+                const std::string& model_json, double peak_flops) const;
   // What each rank was predicted to take and took: the last line of a start. Collective; the same on all ranks.
   Json memory_line(const Engine& engine, i64 step);
 

@@ -28,7 +28,8 @@ struct TrainingRun::State {
   MemoryLedger ledger;
   std::unique_ptr<Device> device;  // outlives what has memory of it
   std::unique_ptr<Mesh> mesh;
-  std::optional<engine::Plans> plans;               // until the run begins
+  Json stages;                         // what those of the mesh were predicted to take, of a run that writes
+  std::optional<engine::Plans> plans;  // until the run begins
   std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
   std::unique_ptr<BatchLoader> train_data, validation_data;
   std::unique_ptr<engine::Engine> engine;

@@ -37,8 +37,7 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
 void TrainingRun::State::begin_record() {
   const i64 step = engine->progress().step;
   record->show(*engine, ranks.job, options.out_dir, step);
-  if (directory) append(record->run_line(*engine, *plans, step, backend, model_json, peak_flops));
-  plans.reset();
+  if (directory) append(record->run_line(*engine, stages, step, backend, model_json, peak_flops));
 }
 
 void TrainingRun::State::end_record() { append(record->memory_line(*engine, engine->progress().step)); }

@@ -31,14 +31,16 @@ std::vector<Prompt> read_prompts(const std::string& path) {
     throw Error(e.code(), fmt::format("{} {}", name, e.what()));
   }
   std::vector<Prompt> prompts;
-  const bool json = text.starts_with('{');
   std::string_view rest = text;
+  if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte-order mark
+  const size_t first = rest.find_first_not_of(" \t\r\n");
+  const bool json = first != std::string_view::npos && rest[first] == '{';
   for (i64 number = 1; !rest.empty(); ++number) {
     const size_t end = std::min(rest.find('\n'), rest.size());
     std::string_view line = rest.substr(0, end);
     rest.remove_prefix(std::min(end + 1, rest.size()));
     if (line.ends_with('\r')) line.remove_suffix(1);
-    if (json && line.empty()) continue;
+    if (json && line.find_first_not_of(" \t") == std::string_view::npos) continue;
     prompts.push_back(json ? parse_prompt(line, name, number) : Prompt{std::string(line), {}});
   }
   DS_CHECK(!prompts.empty(), Errc::Config, "{}: there are no prompts in it", name);

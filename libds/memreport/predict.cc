@@ -39,25 +39,6 @@ bool same(const RankGroup& a, const RankGroup& b) {
   return a.num_params == b.num_params && a.memory == b.memory && a.traffic == b.traffic;
 }
 
-// Of the ranks that share parameters, the one that owns most of those that tp's ranks sum among themselves.
-MeshCoord busiest(const report::RunPlan& plan) {
-  MeshCoord most = plan.coord;
-  if (plan.mesh.tp == 1) return most;
-  const std::vector<report::RunPlan::SummedElems> summed = plan.summed_of_ranks();
-  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
-  for (int dp = 0; dp < plan.mesh.dp; ++dp) {
-    for (int sp = 0; sp < plan.mesh.sp; ++sp) {
-      const MeshCoord coord{.dp = dp, .pp = plan.coord.pp, .tp = plan.coord.tp, .sp = sp};
-      std::pair<i64, i64> own = {0, 0};
-      for (const auto& [width, elems] : summed[static_cast<size_t>(zero::shard_rank(plan.mesh, coord))])
-        own = {std::max(own.first, plan.exchange_of(width, elems)), own.second + elems};
-      if (own > largest) most = coord;
-      largest = std::max(largest, own);
-    }
-  }
-  return most;
-}
-
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.
 std::vector<RankGroup> groups_of(const Config& config, const World& world, const MeshShape& mesh, int stage,
                                  DeviceKind device, const std::vector<i64>& cuts, Models& models) {
@@ -74,7 +55,7 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
               rows = model::vocab_begin(V, shard, tp + 1) - model::vocab_begin(V, shard, tp);
     if (std::exchange(share, rows) != rows) {
       const report::RunPlan any = models.plan(config, mesh, {.pp = stage, .tp = tp}, device, cuts);
-      const MeshCoord most = busiest(any);
+      const MeshCoord most = any.fullest();
       RankGroup group = most == any.coord ? group_at(any) : group_at(models.plan(config, mesh, most, device, cuts));
       if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
     }

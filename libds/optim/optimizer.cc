@@ -142,7 +142,7 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   std::vector<std::string> problems;
   match_groups(o, model, result, problems);
   split_muon(model, result, problems);
-  DS_CHECK(problems.empty(), Errc::Config, "{}", fmt::join(problems, "\n"));
+  DS_CHECK(problems.empty(), Errc::Config, "{}", fmt::join(problems, "\n  "));
   return result;
 }
 

@@ -180,6 +180,12 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
     ops.sum_squares(result, view(DType::F32, p.count), result, stream);
   }
   ops.judge(nullptr, result, result, {}, stream);
+  walk_updates(plan, ops, stream);
+}
+
+}  // namespace
+
+void walk_updates(const RunPlan& plan, const OpTable& ops, Stream& stream) {
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
     if (group.frozen) continue;
@@ -199,8 +205,6 @@ void tally_optimizer(StepWork& work, const model::Model& model, const RunPlan& p
                   .matrices = &matrices});
   }
 }
-
-}  // namespace
 
 std::map<std::string_view, OpTotal> OpTally::by_op() const {
   std::map<std::string_view, OpTotal> totals;

@@ -224,6 +224,28 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   return acts;
 }
 
+MeshCoord RunPlan::fullest() const {
+  const std::vector<i64> states = dp().states.bytes_of_ranks(dp().layout);
+  const std::vector<SummedElems> summed = mesh.tp > 1 ? summed_of_ranks() : std::vector<SummedElems>();
+  MeshCoord most = coord;
+  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
+  for (int d = 0; d < mesh.dp && !(states.empty() && summed.empty()); ++d) {
+    for (int s = 0; s < mesh.sp; ++s) {
+      const MeshCoord at{.dp = d, .pp = coord.pp, .tp = coord.tp, .sp = s};
+      const auto rank = static_cast<size_t>(zero::shard_rank(mesh, at));
+      std::pair<i64, i64> own = {0, 0};
+      if (!summed.empty()) {
+        for (const auto& [width, elems] : summed[rank])
+          own = {std::max(own.first, exchange_of(width, elems) * 4), own.second + elems};
+      }
+      if (!states.empty()) own.first += states[rank];
+      if (own > largest) most = at;
+      largest = std::max(largest, own);
+    }
+  }
+  return most;
+}
+
 std::vector<RunPlan::SummedElems> RunPlan::summed_of_ranks() const {
   const zero::Layout& layout = dp().layout;
   std::vector<SummedElems> elems(static_cast<size_t>(layout.num_ranks()));

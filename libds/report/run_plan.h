@@ -134,6 +134,9 @@ struct RunPlan {
   // may be a million; by how many ranks share a sum.
   using SummedElems = std::map<int, i64>;
   std::vector<SummedElems> summed_of_ranks() const;
+  // The rank of dp that holds most of what ranks of dp differ in: states that not every parameter has alike, sums over
+  // tp. All of them share this rank's stage and part of tp.
+  MeshCoord fullest() const;
   // What an exchange of such sums holds: where not all ranks of tp share one, each rank gets all that is exchanged.
   i64 exchange_of(int width, i64 elems) const noexcept {
     return std::min(elems, kExchangeElems) * (width == mesh.tp ? 1 : mesh.tp);

@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report/scratch.h"
 
+#include "report/op_tally.h"
+
 namespace ds::report {
 
-// Of what the engine calls beside layers (sums, norms, AdamW, communication) no op reserves any; layers evaluate with
-// ops that they train with.
+// Layers evaluate with ops that they train with. Of what the engine calls beside layers, the products of updates
+// reserve some; sums, norms and communication none.
 std::optional<i64> scratch_bytes(const model::Model& model, const RunPlan& plan, const OpTable& backend, int threads) {
   const OpTable* const ops = scratch_ops(backend.name);
   if (ops == nullptr) return std::nullopt;
@@ -12,6 +14,7 @@ std::optional<i64> scratch_bytes(const model::Model& model, const RunPlan& plan,
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
   walk_layers(model, plan, {*ops, stream, tp, sp}, [](size_t, Pass) {});
+  if (plan.trains()) walk_updates(plan, *ops, stream);
   return threads * meter.most;
 }
 

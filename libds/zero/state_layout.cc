@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/state_layout.h"
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace ds::zero {
@@ -50,6 +52,27 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
     });
     owned_bytes_ += place(layout.owned_pieces(rank), [](const Piece&, i64, i64) {});
   }
+}
+
+std::vector<i64> StateLayout::bytes_of_ranks(const Layout& layout) const {
+  std::vector<i64> bytes;
+  if (!layout.states().shard_optimizer) return bytes;
+  for (const RowPlace& row : layout.rows()) {
+    if (row.segment < 0) continue;
+    i64 width = 0;
+    for (const State s : kStates) {
+      if (bytes_[s] > 0 && !everywhere_[s] && has(s, row.param)) width += dtype_bytes(dtype(s, row.param));
+    }
+    if (width == 0) continue;
+    bytes.resize(static_cast<size_t>(layout.num_ranks()));
+    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+    for (i64 at = row.offset; at < end;) {
+      const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
+      bytes[static_cast<size_t>(rank)] += (next - at) * width;
+      at = next;
+    }
+  }
+  return bytes;
 }
 
 }  // namespace ds::zero

@@ -37,6 +37,9 @@ class StateLayout {
     const Held& held = held_[static_cast<size_t>(piece.param)];
     return held.scales[s] + (piece.begin - held.begin) / kStateBlock * 4;
   }
+  // Of each rank of the layout, the bytes of the states that not every parameter has in fp32, but for alignment; empty:
+  // ranks hold the same.
+  std::vector<i64> bytes_of_ranks(const Layout& layout) const;
   // Of all states, Master included, of the slices that one rank owns.
   i64 owned_bytes() const noexcept { return owned_bytes_; }
 

@@ -213,6 +213,7 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   assert_output --partial "optimizer.param_groups[2].params: all that it matches belongs to groups before it"
   assert_output --partial "optimizer.param_groups[3]: Muon has nothing to update"
   assert_output --partial "matches no parameter of the model; did you mean 'transformer.h.0.mlp.c_fc.weight'?"
+  refute_output --partial '\n'
 }
 
 @test "hyperparameters that would do nothing, or something else than they say, are told" {
@@ -246,6 +247,11 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
     assert_success
     awk '$2 ~ /^[0-9.]+$/ && $3 ~ /iB$/ && $2 $3 != $4 $5 { print "'$type'", $0; wrong = 1 } END { exit wrong }' <<<"$output"
   done
+  # Products of whole matrices are larger than those of a rank's share of a layer.
+  with_optimizer Muon '"lr":1e-3' | sed 's/"n_embd": 32/"n_embd": 96/; s/"seq_length": 32/"seq_length": 8/' >o.json
+  run ds-launch -n 2 ds-train o.json --out muon --steps 2 --set tensor_parallel.tp_size=2 --quiet
+  assert_success
+  awk '$2 ~ /^[0-9.]+$/ && $3 ~ /iB$/ && $2 $3 != $4 $5 { print "Muon", $0; wrong = 1 } END { exit wrong }' <<<"$output"
   libds_gb() { ds-memreport o.json -n 1 --dtype bf16 --explain | awk '/^>* *0  /{print $NF; exit}'; }
   with_optimizer AdamW '"lr":1e-3' >o.json
   adamw=$(libds_gb)
@@ -255,4 +261,30 @@ open("forged.safetensors", "wb").write(struct.pack("<Q", len(t)) + t + b[8 + n:]
   sgd=$(libds_gb)
   with_optimizer AdamW8bit '"lr":1e-3' >o.json
   awk -v a="$adamw" -v s="$sgd" -v c="$(libds_gb)" 'BEGIN { exit !(s < c && c - s < 0.5 * (a - s)) }'
+}
+
+# A unit is cut by position: one rank gets the parameters that keep moments, the other those that keep nothing.
+@test "where ranks hold unlike states the fullest is predicted" {
+  sed 's|"optimizer": .*|"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}, "param_groups": [{"params": ["*attn*", "*mlp.c_fc*", "*wte*", "*wpe*"], "type": "SGD"}]},|' cfg.json >o.json
+  ds-launch -n 2 ds-train o.json --out run --steps 1 --quiet >/dev/null
+  ds-memreport o.json -n 2 --device cpu --all-ranks --json >predicted.json
+  ds-launch -n 2 ds-train o.json --check --json >check.json
+  python3 - <<'END'
+import json
+ranks = [json.loads(line) for line in open("run/metrics.jsonl")][-1]["ranks"]
+counted = [r["counted_bytes"]["optimizer"] for r in ranks]
+assert max(counted) > 2 * min(counted), counted
+groups = json.load(open("predicted.json"))["groups"]
+most = max(t["bytes"] for g in groups for t in g["memory"] if t["tag"] == "optimizer")
+assert most == max(counted), (most, counted)
+needed = json.load(open("check.json"))["needed_bytes"]
+assert needed >= 2 * max(sum(r["counted_bytes"].values()) for r in ranks), needed
+END
+}
+
+@test "a run that trains nothing says so" {
+  sed 's|"optimizer": .*|"optimizer": {"type": "AdamW", "param_groups": [{"params": "*", "frozen": true}]},|' cfg.json >o.json
+  run -0 --separate-stderr ds-train o.json --out run --steps 1 --quiet
+  run -0 --separate-stderr ds-train o.json --out other --steps 1
+  assert_regex "$stderr" "every parameter is frozen: the run trains nothing"
 }

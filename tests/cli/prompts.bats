@@ -37,6 +37,10 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_equal "${#lines[@]}" 2
   assert_regex "${lines[0]}" '^\{"schema":"ds-train/[0-9]+","id":17,"prompt":"The words","tags":\["a"\],"text":".*,"tokens":\['
   assert_regex "${lines[1]}" '"prompt":"two\\nlines"'
+  printf '\357\273\277\n{"prompt": "The words"}\n' >marked.jsonl
+  run -0 --separate-stderr write --prompts marked.jsonl
+  assert_equal "${#lines[@]}" 1
+  assert_regex "${lines[0]}" '"prompt":"The words"'
 }
 
 @test "what is wrong with prompts is said before anything runs, with file and line" {
@@ -66,6 +70,9 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_output --partial "--generate or --prompts"
   run -2 ds-launch -n 2 ds-train cfg.json --resume run --prompts -
   assert_output --partial "only one of 2 ranks can read standard input"
+  mkfifo pipe
+  run -2 ds-launch -n 2 ds-train cfg.json --resume run --prompts pipe
+  assert_output --partial "2 ranks read it, and it can be read only once"
   run -2 write --prompts blank --out other
   assert_output --partial -- "--out excludes --prompts"
 }

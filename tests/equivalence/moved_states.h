@@ -7,6 +7,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cstring>
 #include <set>
 
@@ -17,8 +18,9 @@ namespace ds::testing {
 class MovedStates final : public zero::StateStore {
  public:
   // most: elements that come to the device at once; a multiple of kStateBlock.
-  MovedStates(Parts parts, int versions, i64 most = 512)
-      : StateStore(std::move(parts)), versions_(versions), most_(most) {
+  // used: counts what came to the device.
+  MovedStates(Parts parts, int versions, std::atomic<i64>& used, i64 most = 512)
+      : StateStore(std::move(parts)), versions_(versions), used_(used), most_(most) {
     for (const State s : kStates) {
       const i64 bytes = parts_.layout.bytes(s);
       if (bytes == 0) continue;
@@ -76,7 +78,6 @@ class MovedStates final : public zero::StateStore {
         written_[s][i] = false;
       }
     }
-    ++settled_;
   }
 
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override {
@@ -86,9 +87,6 @@ class MovedStates final : public zero::StateStore {
     return {this, piece, access, bring(piece)};
   }
   bool in_place() const noexcept override { return false; }
-
-  i64 settled() const noexcept { return settled_; }
-  i64 brought() const noexcept { return brought_; }
 
  private:
   static constexpr char kPoison = static_cast<char>(0xff);  // NaN in every floating-point type
@@ -143,7 +141,7 @@ class MovedStates final : public zero::StateStore {
   }
 
   zero::PieceState bring(const zero::Piece& piece) {
-    ++brought_;
+    ++used_;
     zero::PieceState st;
     st[State::Param] = param(piece);
     for (const State s : kStates) {
@@ -188,6 +186,7 @@ class MovedStates final : public zero::StateStore {
   }
 
   const int versions_;
+  std::atomic<i64>& used_;
   const i64 most_;
   MemoryLedger uncounted_;
   PerState<Buffer> away_;
@@ -197,7 +196,6 @@ class MovedStates final : public zero::StateStore {
   std::vector<zero::Piece> unpublished_;
   std::vector<UpdateTensor> scratch_;
   bool leased_ = false;
-  i64 settled_ = 0, brought_ = 0;
 };
 
 }  // namespace ds::testing

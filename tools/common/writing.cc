@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/writing.h"
 
+#include <filesystem>
 #include <limits>
 
 namespace ds::tools {
@@ -97,6 +98,11 @@ std::vector<Prompt> Writing::read(const RankInfo& ranks) const {
   if (file == "-" && ranks.world_size > 1)
     throw Error(Errc::Config,
                 fmt::format("--prompts: only one of {} ranks can read standard input; name a file", ranks.world_size));
+  std::error_code ignored;
+  if (ranks.world_size > 1 && std::filesystem::exists(file, ignored) && !std::filesystem::is_directory(file, ignored) &&
+      !std::filesystem::is_regular_file(file, ignored))
+    throw Error(Errc::Config, fmt::format("--prompts {}: {} ranks read it, and it can be read only once; name a file",
+                                          file, ranks.world_size));
   return read_prompts(file);
 }
 
