@@ -275,7 +275,7 @@ ranks = [json.loads(line) for line in open("run/metrics.jsonl")][-1]["ranks"]
 counted = [r["counted_bytes"]["optimizer"] for r in ranks]
 assert max(counted) > 2 * min(counted), counted
 groups = json.load(open("predicted.json"))["groups"]
-most = max(t["bytes"] for g in groups for t in g["memory"] if t["tag"] == "optimizer")
+most = max(g["memory_bytes"]["optimizer"] for g in groups)
 assert most == max(counted), (most, counted)
 needed = json.load(open("check.json"))["needed_bytes"]
 assert needed >= 2 * max(sum(r["counted_bytes"].values()) for r in ranks), needed

@@ -87,8 +87,8 @@ INSTANTIATE_TEST_SUITE_P(All, Tier, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
 TEST(TierCheckpoints, AreThoseOfTheDevice) {
-  for (const char* name : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
-    const OptimizerCase& optimizer = optimizer_named(name);
+  for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
+    const OptimizerCase& optimizer = optimizer_named(which);
     for (const DType work : {DType::F32, DType::BF16}) {
       const std::string what = fmt::format("{} {}", optimizer.name, dtype_name(work));
       const Layout two = {.dp = 2, .stage = 2}, other = {.dp = 4, .stage = 3};
