@@ -24,13 +24,17 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
   }
   if (in_place) return;
   const i64 bytes = place(nullptr);
+  DS_ASSERT(!engine.states_in_place() || bytes <= engine.plan().state_bytes);  // a plan knows no other tier
   memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes, engine.plan().state_bytes));
   place(static_cast<char*>(memory_.data()));
 }
 
 i64 HostState::place(char* memory) {
   i64 end = 0;
-  const auto take = [&](i64 bytes) { return memory + std::exchange(end, end + bytes); };
+  const auto take = [&](i64 bytes) -> char* {
+    const i64 at = std::exchange(end, end + bytes);
+    return memory == nullptr ? nullptr : memory + at;  // only counted
+  };
   for (StatePiece& p : pieces_) {
     const zero::StateLayout& states = engine_.plan().shards_of(p.param).states;
     for (const State s : kStates) {

@@ -25,6 +25,7 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       stream_(device.stream()),
       graphs_on_(config.cuda.graphs),
       memory_(plan.pass) {
+  DS_ASSERT(shards_.size() <= kMostGroups);
   temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
   if (plan_.use != ConfigUse::Generate) make_pass_memory();
   make_chunks();

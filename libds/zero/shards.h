@@ -43,8 +43,7 @@ struct ShardsPlan {
     return grad_layout.units()[static_cast<size_t>(grad_unit)].first_segment + segment -
            layout.units()[static_cast<size_t>(unit)].first_segment;
   }
-  // Whether a unit has rows here.
-  bool has(i64 unit) const noexcept { return layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
+  // Whether a unit has gradients here, and a parameter a place.
   bool has_grads(i64 unit) const noexcept { return grad_layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
   bool has_param(i64 param) const noexcept { return layout.rows()[static_cast<size_t>(param)].segment >= 0; }
   // What a rank takes from the group's communicator, allocation by allocation: its peers read it in place.
