@@ -30,7 +30,7 @@ i64 shared_bytes(Plans& plans) {
   };
   for (int stage = 0; stage < plans.mesh().pp; ++stage) {
     const report::RunPlan& plan = plans.of_stage(stage).plan;
-    raise(most, plan.dp().communicator_bytes(plan.trains()));
+    raise(most, plan.dp_shared);
     raise(most_tp, plan.tp_shared);
   }
   return mesh_shm_bytes(plans.mesh(), most, most_tp);

@@ -29,9 +29,8 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler) {
-  make_buffers();
+  if (plan_.trains()) make_update();
   make_pieces();
-  if (plan_.trains()) make_optimizers();
 }
 
 model::Model Engine::make_model(const MeshCoord& coord) const {
@@ -48,51 +47,17 @@ zero::AllShards Engine::make_shards() {
   return all;
 }
 
-void Engine::make_buffers() {
-  const auto workspace = [&](i64 bytes) { return device_buffer(device_, ledger_, Tag::Workspace, bytes); };
-  if (plan_.trains()) combine_.emplace(plan_, shards_, mesh_, ledger_, device_);
-  optimizer_workspace_ = workspace(plan_.optimizer_workspace);
-  matrix_memory_ = workspace((plan_.matrix_memory.whole + plan_.matrix_memory.slices) * 4);
+void Engine::make_update() {
+  const auto slices_of = [this](int tp_rank) {
+    MeshCoord coord = plan_.coord;
+    coord.tp = tp_rank;
+    const model::Model model = make_model(coord);
+    std::vector<model::ParamSlice> slices;
+    for (const model::ParamRow* row : model.params()) slices.push_back(row->slice);
+    return slices;
+  };
+  update_.emplace(plan_, shards_, update::Axes{mesh_.dp(), mesh_.tp(), mesh_.pp()}, device_, ledger_, slices_of);
   valid_tokens_.resize(static_cast<size_t>(plan_.micro_batches));
-}
-
-// What an optimizer asks of its parameters goes to where their states are.
-class Engine::Updates final : public optim::GroupStates {
- public:
-  Updates(Engine& engine, report::GroupPieces pieces) : engine_(engine), pieces_(std::move(pieces)) {}
-  void update(const UpdateSpec& spec) override {
-    for (size_t g = 0; g < pieces_.of.size(); ++g) {
-      if (!pieces_.of[g].held.empty()) engine_.shards_[g]->states().update(pieces_.of[g].held, spec, engine_.results_);
-    }
-  }
-  void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
-    for (size_t g = 0; g < pieces_.of.size(); ++g) {
-      const auto with_direction = [&](const zero::TilePiece& p, TensorView master) {
-        visit(p.index, master, TensorView::of(engine_.gradient(p.piece), DType::F32, {p.piece.count}));
-      };
-      engine_.shards_[g]->states().for_each_master(pieces_.of[g].counted, with_direction);
-    }
-  }
-
- private:
-  Engine& engine_;
-  report::GroupPieces pieces_;
-};
-
-void Engine::make_optimizers() {
-  char* workspace = static_cast<char*>(optimizer_workspace_.data());
-  for (size_t g = 0; g < plan_.groups.groups.size(); ++g) {
-    const optim::Group& group = plan_.groups.groups[g];
-    if (group.frozen) continue;
-    report::GroupPieces pieces = plan_.pieces_of(g);
-    if (pieces.size.num_params == 0) continue;
-    Trained& t = trained_.emplace_back();
-    t.group = g;
-    t.optimizer = optim::make_optimizer(group, pieces.size, workspace);
-    workspace += optim::workspace_bytes(group, pieces.size);
-    t.states = std::make_unique<Updates>(*this, std::move(pieces));
-    if (group.needs_matrices()) t.matrices = make_matrices(g);
-  }
 }
 
 void Engine::make_pieces() {
@@ -104,44 +69,7 @@ void Engine::make_pieces() {
       if (plan_.counts(piece)) saved_.push_back(piece);
     }
   }
-  for (const zero::Piece& p : plan_.combine.judged)
-    judged_.push_back(TensorView::of(gradient(p), DType::F32, {p.count}));
   for (auto* pieces : {&held_, &saved_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
-}
-
-class Engine::Matrices final : public optim::WholeMatrices {
- public:
-  Matrices(Engine& engine, std::span<const zero::MatrixPlace> places,
-           const std::vector<std::vector<model::ParamSlice>>& slices, float* memory)
-      : engine_(engine),
-        exchange_(places, slices, engine.mesh_.dp(), engine.mesh_.tp(), memory,
-                  memory + engine.plan_.matrix_memory.whole) {}
-
-  void for_each(FunctionRef<void(TensorView)> body) override {
-    exchange_.for_each(
-        [&](i64 param, i64 begin) {
-          const zero::RowPlace& row = engine_.plan_.dp().layout.rows()[static_cast<size_t>(param)];
-          return engine_.gradient({.param = param, .segment = row.segment, .segment_offset = row.offset + begin});
-        },
-        [&](void* to, const void* from, i64 bytes) { engine_.device_.copy(to, from, bytes); }, body);
-  }
-
- private:
-  Engine& engine_;
-  zero::MatrixExchange exchange_;
-};
-
-std::unique_ptr<optim::WholeMatrices> Engine::make_matrices(size_t group) {
-  const auto& places = plan_.matrices[group];
-  std::vector<std::vector<model::ParamSlice>> slices(places.size());
-  for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
-    MeshCoord coord = plan_.coord;
-    coord.tp = r;
-    const model::Model model = make_model(coord);
-    const std::vector<const model::ParamRow*> rows = model.params();
-    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(rows[static_cast<size_t>(places[i].param)]->slice);
-  }
-  return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the

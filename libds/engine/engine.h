@@ -9,8 +9,6 @@
 #include <vector>
 
 #include "device/device.h"
-#include "engine/combine.h"
-#include "engine/step_results.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
 #include "optim/lr_schedule.h"
@@ -18,6 +16,7 @@
 #include "precision/loss_scaler.h"
 #include "report/planned.h"
 #include "stage/stage.h"
+#include "update/update.h"
 #include "zero/param_store.h"
 
 namespace ds::engine {
@@ -117,9 +116,8 @@ class Engine {
  private:
   model::Model make_model(const MeshCoord& coord) const;
   zero::AllShards make_shards();
-  void make_buffers();
+  void make_update();
   void make_pieces();
-  void make_optimizers();
   zero::Shards& shards_of(const zero::Piece& piece) const noexcept { return *shards_[row_of(piece.param).group]; }
 
   void load(const StepBatch& batch, i64 micro);
@@ -127,10 +125,6 @@ class Engine {
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
   double fold_losses() const;
-  void finish_gradients();
-  void judge_gradients();
-  void update_params(double lr);
-  void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   double num_means() const noexcept;     // micro-batches of all ranks in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;
@@ -148,22 +142,9 @@ class Engine {
   const report::RunPlan& plan_;
   zero::AllShards shards_;
   stage::Stage stage_;
-  std::optional<Combine> combine_;  // of who trains
-  Buffer optimizer_workspace_, matrix_memory_;
-  StepResults results_;
+  std::optional<update::Update> update_;  // of who trains
+  update::StepResults results_;
   std::vector<zero::Piece> held_, saved_;
-  // One for each group of parameters that is trained and has some here, and which it is.
-  struct Trained {
-    size_t group;
-    std::unique_ptr<optim::Optimizer> optimizer;
-    std::unique_ptr<optim::GroupStates> states;
-    std::unique_ptr<optim::WholeMatrices> matrices;  // where the group needs them
-  };
-  class Updates;
-  class Matrices;
-  std::unique_ptr<optim::WholeMatrices> make_matrices(size_t group);
-  std::vector<Trained> trained_;
-  std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;

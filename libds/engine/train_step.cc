@@ -23,15 +23,14 @@ StepReport Engine::train_step(const StepBatch& batch) {
       stage_.run(i, micro_batch(instr.micro));
     }
   }
-  for (const auto& s : shards_) s->grads().finish();
-  combine_->run();
-  for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
+  update_->finish_gradients();
 
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
-  judge_gradients();
-  update_params(report.lr);
-  publish_params();
+  update_->judge(results_.scalars(), {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping});
+  update_->update({.lr = report.lr, .number = progress_.optimizer_step + 1, .seed = static_cast<u32>(config_.seed)},
+                  results_);
+  update_->publish();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   mesh_.dp().throw_if_failed();
@@ -98,7 +97,7 @@ stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {
 void Engine::share_losses() {
   const i64 row_bytes = plan_.micro_batches * static_cast<i64>(sizeof(double));
   const AllGatherSegment losses{results_.losses(), row_bytes};
-  if (plan_.projects()) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
+  if (plan_.projects) mesh_.dp().all_gather({&losses, 1}, "dp.stats").wait();
   mesh_.pp().broadcast(results_.losses(), row_bytes * mesh_.dp().size(), plan_.mesh.pp - 1, "pp.stats").wait();
 }
 
@@ -112,45 +111,6 @@ double Engine::fold_losses() const {
     for (i64 r = 0; r < P; ++r) sum += losses[static_cast<size_t>(r * m + j)];
   }
   return sum / num_means();
-}
-
-// One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
-// not depend on the layout.
-void Engine::judge_gradients() {
-  report::StepScalars& numbers = results_.scalars();
-  const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
-                   sum = TensorView::of(&numbers.sum, DType::I64, {2});
-  const auto over_the_world = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, true); };
-  for (const TensorView& g : judged_) ops_.max_abs(max_abs, g, stream_);
-  over_the_world(max_abs, ReduceOp::Max);
-  for (const TensorView& g : judged_) ops_.sum_squares(sum, g, max_abs, stream_);
-  over_the_world(sum, ReduceOp::Sum);
-  ops_.judge(&numbers.verdict, max_abs, sum,
-             {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping}, stream_);
-}
-
-// Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
-void Engine::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
-  for (Communicator* axis : {&mesh_.dp(), &mesh_.tp(), &mesh_.pp()}) {
-    if (axis == &mesh_.pp() && !stages) continue;
-    if (axis->size() > 1 || axis == &mesh_.dp()) axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
-  }
-}
-
-// Nothing happens on the devices if the verdict says so.
-void Engine::update_params(double lr) {
-  for (const Trained& t : trained_) {
-    t.optimizer->update({.ops = ops_,
-                         .stream = stream_,
-                         .lr = lr * plan_.groups.groups[t.group].lr_ratio,
-                         .step = progress_.optimizer_step + 1,
-                         .seed = static_cast<u32>(config_.seed),
-                         .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
-                         .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
-                         .states = *t.states,
-                         .matrices = t.matrices.get()});
-  }
-  for (const auto& s : shards_) s->states().settle(results_);
 }
 
 }  // namespace ds::engine

@@ -101,7 +101,6 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
 
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls) {
   CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
-  CountingCommunicator gradients(plan.coord.pp, plan.mesh.pp);
   if (plan.mesh.tp * plan.mesh.sp > 1) {  // else layers talk to nobody
     Stream stream;
     walk_layers(model, plan, {no_ops(), stream, tp, sp}, [](size_t, Pass) {});
@@ -112,7 +111,6 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
     for (const auto& [name, count] : c->counts())
       messages[name] = {plan.micro_batches * count.calls, plan.micro_batches * count.bytes};
   }
-  tp.reset_counts();
 
   const i64 stream_bytes = plan.shape().stream_rows * model.hidden * dtype_bytes(plan.work);
   const int next = (plan.coord.pp + 1) % plan.mesh.pp, previous = (plan.coord.pp + plan.mesh.pp - 1) % plan.mesh.pp;
@@ -128,43 +126,8 @@ std::map<std::string, CommCount> count_messages(const model::Model& model, const
   sends(pipeline::Op::SendGrad, previous, calls.gradients);
   if (const i64 n = times(pipeline::Op::RecvActivation) + times(pipeline::Op::RecvGrad); n > 0)
     messages["pp.recv"].calls += n;
-  // Behind the data-parallel sums: tied embeddings, and rows whose gradients are parts.
-  if (plan.tied() && plan.embeds() != plan.projects()) {
-    const int peer = plan.embeds() ? plan.mesh.pp - 1 : 0;
-    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads())) {
-      RunPlan::for_each_exchange(s.slice, [&](i64, i64 n) {
-        gradients.send(nullptr, n * 4, peer, "pp.send");
-        gradients.recv(nullptr, n * 4, peer, "pp.recv");
-      });
-    }
-  }
-  for (const CombinePlan::Exchange& e : plan.combine.exchanges) {
-    const AllGatherSegment segment{nullptr, e.elems * 4};
-    if (e.width == plan.mesh.tp) {
-      tp.all_reduce(nullptr, e.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce");
-    } else {
-      tp.all_gather({&segment, 1}, "tp.all_gather");
-    }
-  }
-
-  CountingCommunicator dp(plan.dp_rank(), zero::num_shards(plan.mesh));
-  for (const auto& places : plan.matrices) {
-    std::vector<std::vector<model::ParamSlice>> slices(places.size());
-    for (auto& of_ranks : slices) of_ranks.resize(static_cast<size_t>(plan.mesh.tp));
-    zero::MatrixExchange(places, slices, dp, tp, nullptr, nullptr)
-        .for_each([](i64, i64) -> float* { return nullptr; }, [](void*, const void*, i64) {}, [](TensorView) {});
-  }
-  calls.dp.add(dp.largest());
-
-  for (const CountingCommunicator* c : {&tp, &gradients, &dp}) {
-    for (const auto& [name, count] : c->counts()) {
-      messages[name].calls += count.calls;
-      messages[name].bytes += count.bytes;
-    }
-  }
   calls.tp.add(tp.largest());
   calls.sp.add(sp.largest());
-  calls.gradients.add(gradients.largest());
   return messages;
 }
 

@@ -3,28 +3,10 @@
 // A step's layer calls without memory: what they send and what they compute is found by running them, with ops that do
 // nothing or count and communicators that only count. So what is predicted is what they do.
 
-#include "comm/base_communicator.h"
+#include "report/counting_device.h"
 #include "report/run_plan.h"
 
 namespace ds::report {
-
-// A rank of a group that is not there: calls are counted and done.
-class CountingCommunicator final : public BaseCommunicator {
- public:
-  CountingCommunicator(int rank, int size) : BaseCommunicator("none", rank, size) {}
-  Buffer allocate(MemoryLedger&, Tag, i64) override { return {}; }
-  void throw_if_failed() const override {}
-  void abort(const Error&) noexcept override {}
-  i64 staging_bytes() const noexcept override { return 0; }
-  const LargestCalls& largest() const noexcept { return largest_; }
-
- private:
-  Ticket submit(Operation&& op) override {
-    largest_.add(op, size());
-    return {};
-  }
-  LargestCalls largest_;
-};
 
 // What a call is part of. Recompute: what a layer has not kept, between the forward and the backward pass.
 enum class Pass : u8 { Forward, Recompute, BackwardInput, BackwardWeight };
@@ -40,8 +22,8 @@ struct Walk {  // where it takes place
 void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t chunk, Pass)> enter);
 
-// By "axis.collective", of one training step of one rank: tp, sp and pp, statistics left out. The largest are noted in
-// `calls`.
+// What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
+// largest calls are noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);
 
 // The rows of a layer, or their gradients, as views of that data.

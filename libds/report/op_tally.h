@@ -88,9 +88,6 @@ struct StepWork {
   OpTally total(Pass pass) const;
 };
 
-// The ops of all groups' updates on this rank, over memory that nobody looks at.
-void walk_updates(const RunPlan& plan, const OpTable& ops, Stream& stream);
-
 // `model`: of which `plan` was made.
 StepWork tally_step(const model::Model& model, const RunPlan& plan);
 

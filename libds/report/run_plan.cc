@@ -4,10 +4,9 @@
 #include <algorithm>
 
 #include "model/models.h"
-#include "optim/optimizer.h"
 #include "pipeline/partition.h"
+#include "report/counted_update.h"
 #include "report/dry_run.h"
-#include "zero/param_store.h"
 
 namespace ds::report {
 namespace {
@@ -34,12 +33,6 @@ pipeline::Checkpointing checkpointing_of(const ActivationCheckpointingConfig& c)
     case CheckpointGranularity::Selective: return {model::Keep::AllButAttention};
   }
   return {};
-}
-
-i64 padded_elems(const zero::Layout& layout) {
-  i64 n = 0;
-  for (const zero::UnitPlace& u : layout.units()) n += u.padded;
-  return n;
 }
 
 // The units of a group whose parameters a layer uses, and those of its gradients.
@@ -76,63 +69,7 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<
   return trace;
 }
 
-// The most that is received at once when gradients are summed behind the data-parallel sums.
-i64 exchange_elems(const RunPlan& plan) {
-  i64 elems = 0;
-  if (plan.embeds() != plan.projects()) {
-    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
-      elems = std::max(elems, std::min(s.slice, RunPlan::kExchangeElems));
-  }
-  for (const CombinePlan::Exchange& e : plan.combine.exchanges)
-    elems = std::max(elems, plan.exchange_of(e.width, e.elems));
-  return elems;
-}
-
-optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
-  optim::LargestMatrix largest;
-  for (const zero::MatrixPlace& m : places) {
-    largest.elems = std::max(largest.elems, m.rows * m.cols);
-    largest.side = std::max(largest.side, std::min(m.rows, m.cols));
-  }
-  return largest;
-}
-
-// The parameters of a group that the ranks of dp and tp have here, pieces or copies of them.
-std::vector<i64> params_of(const RunPlan& plan, size_t group) {
-  std::vector<i64> params;
-  for (size_t p = 0; p < plan.groups.of_params.size(); ++p) {
-    const i64 param = narrow<i64>(p);
-    if (plan.groups.of_params[p] == group && plan.shards_of(param).has_param(param)) params.push_back(param);
-  }
-  return params;
-}
-
 }  // namespace
-
-GroupPieces RunPlan::pieces_of(size_t group) const {
-  constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
-  GroupPieces result;
-  std::vector<i64> index(params.size(), -1);
-  for (const i64 p : params_of(*this, group)) index[static_cast<size_t>(p)] = result.size.num_params++;
-  result.size.largest = largest_of(matrices[group]);
-  const auto collect = [&](std::vector<zero::TilePiece>& to, const std::vector<zero::Piece>& pieces, bool all) {
-    for (const zero::Piece& piece : pieces) {
-      const model::ParamRow& row = row_of(piece.param);
-      const i64 at = index[static_cast<size_t>(piece.param)];
-      if (at < 0 || (!all && !row.counted)) continue;  // of copies over tp the first rank's
-      to.push_back({.piece = piece,
-                    .index = at,
-                    .weight_decay = row.decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
-                    .site = kRoundingSites + narrow<u32>(piece.param)});
-    }
-  };
-  for (const zero::ShardsPlan& s : shards) {
-    GroupPieces::Tiles& tiles = result.of.emplace_back();
-    collect(tiles.held, s.layout.held_pieces(s.rank), true);
-    collect(tiles.counted, s.layout.owned_pieces(s.rank), false);
-  }
-  return result;
-}
 
 i64 RunPlan::total_memory() const noexcept {
   return total_of(memory) - (device == DeviceKind::Cpu ? 0 : memory[static_cast<size_t>(Tag::Host)]);
@@ -224,44 +161,6 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
   return acts;
 }
 
-MeshCoord RunPlan::fullest() const {
-  const std::vector<i64> states = dp().states.bytes_of_ranks(dp().layout);
-  const std::vector<SummedElems> summed = mesh.tp > 1 ? summed_of_ranks() : std::vector<SummedElems>();
-  MeshCoord most = coord;
-  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
-  for (int d = 0; d < mesh.dp && !(states.empty() && summed.empty()); ++d) {
-    for (int s = 0; s < mesh.sp; ++s) {
-      const MeshCoord at{.dp = d, .pp = coord.pp, .tp = coord.tp, .sp = s};
-      const auto rank = static_cast<size_t>(zero::shard_rank(mesh, at));
-      std::pair<i64, i64> own = {0, 0};
-      if (!summed.empty()) {
-        for (const auto& [width, elems] : summed[rank])
-          own = {std::max(own.first, exchange_of(width, elems) * 4), own.second + elems};
-      }
-      if (!states.empty()) own.first += states[rank];
-      if (own > largest) most = at;
-      largest = std::max(largest, own);
-    }
-  }
-  return most;
-}
-
-std::vector<RunPlan::SummedElems> RunPlan::summed_of_ranks() const {
-  const zero::Layout& layout = dp().layout;
-  std::vector<SummedElems> elems(static_cast<size_t>(layout.num_ranks()));
-  for (size_t p = 0; p < params.size() && mesh.tp > 1; ++p) {
-    const zero::RowPlace& row = layout.rows()[p];
-    if (params[p]->also_summed == 1 || row.segment < 0) continue;
-    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
-    for (i64 at = row.offset; at < end;) {
-      const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
-      elems[static_cast<size_t>(rank)][params[p]->also_summed] += next - at;
-      at = next;
-    }
-  }
-  return elems;
-}
-
 namespace {
 
 // What the ranks of a group have of a model, and when they gather it.
@@ -282,8 +181,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   options.group = group;
   shards.layout = zero::Layout::make(plan.rows, options);
   shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes));
-  options.here[RunPlan::kSharedUnit] = plan.embeds();
-  options.here.push_back(plan.projects());
+  options.here[RunPlan::kSharedUnit] = plan.embeds;
+  options.here.push_back(plan.projects);
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
@@ -340,26 +239,6 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   return shards;
 }
 
-// What a group sends in a step.
-void count_traffic(RunPlan& plan, const zero::ShardsPlan& s) {
-  const i64 P = s.layout.num_ranks(), work_bytes = dtype_bytes(plan.work), wire_bytes = dtype_bytes(plan.wire);
-  const i64 reductions = plan.reduce_each_micro ? plan.micro_batches : 1;
-  const auto sent = [P](i64 elems, i64 bytes) { return elems / P * (P - 1) * bytes; };
-  // A bucket of which this rank has nothing is not sent.
-  const i64 buckets = std::ranges::count_if(s.buckets, [](const zero::Bucket& b) { return b.elems > 0; });
-  plan.traffic[s.axis + ".reduce_scatter"] = {reductions * buckets,
-                                              reductions * sent(padded_elems(s.grad_layout), wire_bytes)};
-  CommCount& gathers = plan.traffic[s.axis + ".all_gather"];
-  if (!s.layout.states().shard_optimizer) {
-    gathers = {1, sent(s.padded, 4)};  // the fp32 accumulators
-  } else {
-    gathers.bytes = sent(s.whole, work_bytes) + sent(s.train_gathers.gathered_elems, work_bytes);
-    for (const zero::GatherStep& step : s.train_gathers.steps) gathers.calls += narrow<i64>(step.launch.size());
-    gathers.calls += zero::num_publish_calls(s.layout, s.allgather_bucket);
-  }
-  for (const zero::Bucket& b : s.buckets) plan.largest_calls.dp.add({.folded_bytes = b.elems / P * wire_bytes});
-}
-
 // The stage: its instructions and its layers.
 void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, std::vector<i64> cuts) {
   const i64 num_layers = std::ssize(model.layers);
@@ -397,6 +276,8 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
     plan.chunks.push_back(std::move(chunk));
   }
 
+  plan.embeds = plan.chunks.front().first;
+  plan.projects = plan.chunks.back().last;
   plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
 }
 
@@ -412,7 +293,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   plan.reduce_each_micro = config.reduce_order == ReduceOrder::Micro;
   plan.params = model.params();
   for (size_t i = 0; i < plan.params.size(); ++i)
-    plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds()));
+    plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds));
   // Who only reads weights takes those of any optimizer.
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
@@ -432,45 +313,6 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   }
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
-}
-
-// Adds a piece to the exchanges of its width, of which the last has room.
-void add_to_exchanges(std::vector<CombinePlan::Exchange>& exchanges, const zero::Piece& whole, int width) {
-  for (i64 first = 0; first < whole.count;) {
-    auto last = std::ranges::find_if(exchanges, [&](const CombinePlan::Exchange& e) {
-      return e.width == width && e.elems < RunPlan::kExchangeElems;
-    });
-    if (last == exchanges.end()) last = exchanges.insert(last, {.width = width});
-    zero::Piece part = whole.part(first, std::min(whole.count - first, RunPlan::kExchangeElems - last->elems));
-    first += part.count;
-    last->elems += part.count;
-    last->pieces.push_back(part);
-  }
-}
-
-void plan_combine(RunPlan& plan) {
-  if (!plan.trains()) return;
-  for (const zero::ShardsPlan& s : plan.shards) {
-    const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
-    const auto place = [&](const zero::Piece& p) {
-      return bases[static_cast<size_t>(s.grad_segment(p.segment))] + p.segment_offset;
-    };
-    i64 end = -1;
-    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
-      const model::ParamRow& row = plan.row_of(piece.param);
-      if (row.also_summed > 1) add_to_exchanges(plan.combine.exchanges, piece, row.also_summed);
-      if (row.divisor != 0 && row.divisor != plan.mesh.dp)
-        plan.combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
-      if (!plan.judges(piece)) continue;
-      // Neighbours are one call of the kernels.
-      if (place(piece) == end) {
-        plan.combine.judged.back().count += piece.count;
-      } else {
-        plan.combine.judged.push_back(piece);
-      }
-      end = place(piece) + piece.count;
-    }
-  }
 }
 
 // What the passes of the layers need.
@@ -503,7 +345,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                            .sequence_length = plan.sequence_length,
                            .micro_batches = plan.micro_batches,
                            .rope_elems = model::rope_table_elems(config.model, plan.sequence_length),
-                           .projects = plan.projects(),
+                           .projects = plan.projects,
                            .gradients = plan.trains(),
                            .work = plan.work};
     if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
@@ -513,84 +355,57 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
   }
 }
 
-// What updates need beside states.
-void plan_updates(RunPlan& plan) {
-  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
-    const optim::Group& group = plan.groups.groups[g];
-    if (group.needs_matrices()) {
-      for (const i64 param : params_of(plan, g)) {
-        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
-                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
-                 plan.row_of(param).name, plan.shards_of(param).axis);
-      }
-      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, params_of(plan, g)));
-      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), plan.mesh.tp);
-      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
-      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
-    } else {
-      plan.matrices.emplace_back();
-    }
-    const optim::GroupSize size{std::ssize(params_of(plan, g)), largest_of(plan.matrices.back())};
-    plan.optimizer_workspace += optim::workspace_bytes(group, size);
-    plan.optimizer_reduction = std::max(plan.optimizer_reduction, optim::reduced_bytes(group, size.num_params));
-  }
-  plan.exchange_elems = plan.trains() ? exchange_elems(plan) : 0;
-}
-
 // saves_beside: a copy of what this rank owns is kept for saves in the background.
-void count_memory(RunPlan& plan, i64 hidden, bool saves_beside) {
+void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool saves_beside) {
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
-  const bool trains = plan.trains();
-  i64 shard = 0, owned = 0, staging = 0;
+  for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
+  i64 shard = 0, owned = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
-    const i64 P = s.layout.num_ranks();
-    const std::vector<i64> of_communicator = s.communicator_bytes(trains);
-    tag(Tag::Params) += (s.whole + (s.padded - s.whole) / P) * work_bytes;
-    tag(Tag::Gathered) += of_communicator[1];
-    tag(s.layout.states().shard_grads ? Tag::Buckets : Tag::Grads) += of_communicator[2];
-    tag(Tag::GradAccum) += of_communicator[3];
-    tag(Tag::Master) += s.states.bytes(State::Master);
-    for (const State state : kOptimizerStates) tag(Tag::Optimizer) += s.states.bytes(state);
-    if (trains) staging += zero::staging_elems(s.grad_layout, s.grads) * 4;
     shard += s.layout.shard_elems();
-    owned += s.states.owned_bytes() + s.padded / P * work_bytes;
+    owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
   }
+  // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
+  // gradient of the output projection; sums over the tensor-parallel group.
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
   tag(Tag::Host) = plan.kept.count * plan.host_bytes;
   tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
-  // Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32 gradient of
-  // the output projection, staged gradients; sums over the tensor-parallel group.
-  tag(Tag::Workspace) = plan.temporary_bytes + plan.working_bytes +
-                        plan.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
-                        plan.pass.bytes(Tag::Workspace);
-  tag(Tag::Workspace) += staging;
-  tag(Tag::Workspace) += plan.optimizer_workspace + (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4;
-  tag(Tag::Workspace) += plan.exchange_elems * 4;
+  tag(Tag::Workspace) += plan.temporary_bytes + plan.working_bytes +
+                         plan.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
+                         plan.pass.bytes(Tag::Workspace);
   // Tokens and their like; the numbers of the step.
-  tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) + static_cast<i64>(sizeof(StepScalars)) +
-                   zero::num_shards(plan.mesh) * plan.micro_batches * 8;
+  tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) +
+                   update::StepResults::bytes(plan.micro_batches, zero::num_shards(plan.mesh));
 
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.
   if (plan.device == DeviceKind::Cuda) {
     plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
-  } else if (saves_beside && trains) {
+  } else if (saves_beside && plan.trains()) {
     plan.state_bytes = owned;
   }
   tag(Tag::Host) += plan.state_bytes;
 }
 
-void count_step_traffic(RunPlan& plan, const Config& config, const model::Model& model) {
-  for (const zero::ShardsPlan& shards : plan.shards) count_traffic(plan, shards);
-  plan.traffic.merge(count_messages(model, plan, plan.largest_calls));
-  if (!plan.trains()) plan.traffic.clear();  // of training steps
+void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model) {
   MeshCalls& calls = plan.largest_calls;
-  // Numbers that all ranks sum or compare: the gradients' norm; behind an evaluation loss, tokens and what is not
+  std::map<std::string, CommCount> of_layers = count_messages(model, plan, calls);
+  if (plan.trains()) {
+    update.run([](std::optional<size_t>, i64) {});
+    update.gather();
+    plan.traffic = update.traffic(calls);
+    for (const zero::ShardsPlan& s : plan.shards) {  // who has nothing of a group sends nothing in it
+      for (const char* collective : {".reduce_scatter", ".all_gather"}) plan.traffic.try_emplace(s.axis + collective);
+    }
+    for (const auto& [name, count] : of_layers) {
+      plan.traffic[name].calls += count.calls;
+      plan.traffic[name].bytes += count.bytes;
+    }
+  }
+  // Numbers that all ranks sum or compare: whether all is finite; behind an evaluation loss, tokens and what is not
   // finite.
-  constexpr i64 kNorm = 2 * 8, kEvaluation = 3 * 8;
-  for (LargestCalls* c : {&calls.dp, &calls.tp}) c->add({.combined_bytes = plan.optimizer_reduction});
-  for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kNorm});
+  constexpr i64 kFinite = 2 * 8, kEvaluation = 3 * 8;
+  for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kFinite});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
 }
 
@@ -617,12 +432,13 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
 
   plan_stage(plan, config, model, std::move(cuts));
   plan_ownership(plan, config, model);
-  plan_combine(plan);
+  if (plan.trains()) update::plan_update(plan);
   plan_passes(plan, config, model);
-  plan_updates(plan);
-  count_memory(plan, model.hidden, config.save.async);
+  CountedUpdate update(plan, no_ops());
+  count_memory(plan, update.ledger(), model.hidden, config.save.async);
+  plan.dp_shared = update.dp_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
-  count_step_traffic(plan, config, model);
+  count_traffic(plan, update, config, model);
   return plan;
 }
 

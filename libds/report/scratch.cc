@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "report/scratch.h"
 
-#include "report/op_tally.h"
+#include "report/counted_update.h"
 
 namespace ds::report {
 
@@ -14,7 +14,7 @@ std::optional<i64> scratch_bytes(const model::Model& model, const RunPlan& plan,
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
   walk_layers(model, plan, {*ops, stream, tp, sp}, [](size_t, Pass) {});
-  if (plan.trains()) walk_updates(plan, *ops, stream);
+  if (plan.trains()) CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {});
   return threads * meter.most;
 }
 

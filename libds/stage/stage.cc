@@ -352,9 +352,9 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
                                   has_shared ? shards_[0]->grads().acquire(shared)[0] : TensorView{}};
       enqueue_static(key, [&] { layer.backward_weight(ctx, views, x, dy(), acts); });
       for (const auto& s : shards_) {
-        if (s->plan().has_grads(own)) s->grads().commit(own);  // may start the reduction of its bucket
+        if (s->plan().has_grads(own)) s->grads().commit(own, instr.micro);  // may start the reduction of its bucket
       }
-      if (has_shared) shards_[0]->grads().commit(shared);
+      if (has_shared) shards_[0]->grads().commit(shared, instr.micro);
       break;
     }
   }

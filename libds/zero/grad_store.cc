@@ -104,7 +104,6 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
       stream_(device.stream()),
       options_(options) {
   buckets_ = plan_buckets(layout, options);
-  micro_.resize(buckets_.size());
   i64 staged = 0;
   staging_base_ = staging_bases(layout, options, staged);
 
@@ -191,9 +190,8 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
   return views_[static_cast<size_t>(unit)];
 }
 
-void GradStore::commit(i64 unit) {
+void GradStore::commit(i64 unit, i64 micro) {
   const size_t u = static_cast<size_t>(unit), bucket = static_cast<size_t>(unit_bucket_[u]);
-  i64& micro = micro_[bucket];
   const bool last_micro = micro + 1 == options_.micro_batches;
   if (options_.staged()) {
     for (const Segment& s : layout_.segments_of(unit)) {
@@ -215,11 +213,10 @@ void GradStore::commit(i64 unit) {
     if (last_micro) ops_.cast(fresh, sum, stream_);
   }
   if (unit != buckets_[bucket].units.back()) return;
-  if (options_.reduce_each_micro || last_micro) reduce(bucket);
-  micro = last_micro ? 0 : micro + 1;
+  if (options_.reduce_each_micro || last_micro) reduce(bucket, options_.reduce_each_micro && micro > 0);
 }
 
-void GradStore::reduce(size_t bucket) {
+void GradStore::reduce(size_t bucket, bool continues) {
   segments_.clear();
   const i64 bytes = dtype_bytes(options_.wire);
   for (const i64 unit : buckets_[bucket].units) {
@@ -230,7 +227,6 @@ void GradStore::reduce(size_t bucket) {
     }
   }
   if (segments_.empty()) return;
-  const bool continues = options_.reduce_each_micro && micro_[bucket] > 0;
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
 }
 

@@ -59,9 +59,9 @@ class GradStore {
             Device& device, MemoryLedger& ledger, const GradOptions& options);
 
   // Where backward writes the gradients of `unit`, by row (null: of another group): units come in the order of their
-  // pass, in every micro-batch. Waits until the memory is free. commit() ends the lease.
+  // pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit() ends the lease.
   std::span<const TensorView> acquire(i64 unit);
-  void commit(i64 unit);
+  void commit(i64 unit, i64 micro);
 
   // After the last micro-batch: waits for all reductions. What this rank owns is final, as far as these ranks go.
   void finish();
@@ -73,7 +73,7 @@ class GradStore {
   const Layout& layout() const noexcept { return layout_; }
 
  private:
-  void reduce(size_t bucket);
+  void reduce(size_t bucket, bool continues);
   void zero_gaps(i64 unit);
 
   const Layout& layout_;
@@ -95,7 +95,6 @@ class GradStore {
   std::vector<std::vector<TensorView>> views_;
   std::vector<ReduceScatterSegment> segments_;  // scratch
   std::vector<AllGatherSegment> gathered_;      // scratch
-  std::vector<i64> micro_;                      // per bucket: micro-batches that it has seen in this step
 };
 
 }  // namespace ds::zero

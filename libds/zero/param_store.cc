@@ -65,7 +65,7 @@ void ParamStore::begin(const GatherPlan& plan) {
   next_ = 0;
 }
 
-void ParamStore::launch(const GatherStep::Launch& l) {
+void ParamStore::gather(const GatherStep::Launch& l) {
   const i64 bytes = dtype_bytes(options_.work);
   for (const Segment& s : layout_.segments_of(l.unit)) {
     if (whole(s)) continue;
@@ -81,7 +81,7 @@ void ParamStore::launch(const GatherStep::Launch& l) {
 ParamLease ParamStore::acquire() {
   DS_ASSERT(plan_ != nullptr && (plan_->accesses.empty() || next_ < plan_->accesses.size()));
   if (plan_->accesses.empty()) return ParamLease(this);
-  for (const GatherStep::Launch& l : plan_->steps[next_].launch) launch(l);
+  for (const GatherStep::Launch& l : plan_->steps[next_].launch) gather(l);
   for (const i64 unit : plan_->accesses[next_]) arriving_[static_cast<size_t>(unit)].wait();
   return ParamLease(this);
 }
@@ -97,46 +97,23 @@ void ParamStore::end_access() noexcept {
   ++next_;
 }
 
-namespace {
-
-// Calls flush() between the groups of segments that are published together, add(segment) for each.
-template <class Add, class Flush>
-void for_each_publish_group(const Layout& layout, i64 bucket, Add add, Flush flush) {
-  if (!layout.states().shard_optimizer) return;
-  i64 elems = 0;
-  for (const Segment& s : layout.segments()) {
-    if (layout.states().shard_params && !s.persistent) continue;
-    const i64 n = s.slice * layout.num_ranks();
-    if (elems > 0 && elems + n > bucket) {
-      flush();
-      elems = 0;
-    }
-    add(s);
+void ParamStore::publish() {
+  if (!layout_.states().shard_optimizer) return;
+  tickets_.clear();
+  i64 elems = 0;  // of what is published together
+  const auto flush = [&] {
+    if (!published_.empty()) tickets_.push_back(comm_.all_gather(published_, gather_tag_));
+    published_.clear();
+    elems = 0;
+  };
+  for (const Segment& s : layout_.segments()) {
+    if (!whole(s)) continue;
+    const i64 n = s.slice * layout_.num_ranks();
+    if (elems + n > options_.allgather_bucket) flush();
+    published_.push_back({element(s, 0), s.slice * dtype_bytes(options_.work)});
     elems += n;
   }
-  if (elems > 0) flush();
-}
-
-}  // namespace
-
-i64 num_publish_calls(const Layout& layout, i64 allgather_bucket) {
-  i64 calls = 0;
-  for_each_publish_group(
-      layout, allgather_bucket, [](const Segment&) {}, [&] { ++calls; });
-  return calls;
-}
-
-void ParamStore::publish() {
-  tickets_.clear();
-  for_each_publish_group(
-      layout_, options_.allgather_bucket,
-      [&](const Segment& s) {
-        published_.push_back({element(s, 0), s.slice * dtype_bytes(options_.work)});
-      },
-      [&] {
-        tickets_.push_back(comm_.all_gather(published_, gather_tag_));
-        published_.clear();
-      });
+  flush();
   for (Ticket& t : tickets_) t.wait();
 }
 

@@ -48,6 +48,8 @@ class ParamStore {
   // stages 0 to 2, and of a rank that has everything whole.
   void begin(const GatherPlan& plan);
   ParamLease acquire();
+  // Starts to gather a unit into the pool: what acquire() does where the plan says so.
+  void gather(const GatherStep::Launch& launch);
 
   // Element `first` of a segment in this rank's memory; only elements that Layout::held() or a whole copy covers.
   void* element(const Segment& s, i64 first) const noexcept;
@@ -62,7 +64,6 @@ class ParamStore {
  private:
   friend class ParamLease;
   bool whole(const Segment& s) const noexcept { return !layout_.states().shard_params || s.persistent; }
-  void launch(const GatherStep::Launch& l);
   void point_rows(const Segment& s, void* base);
   void end_access() noexcept;
 
@@ -80,8 +81,5 @@ class ParamStore {
   const GatherPlan* plan_ = nullptr;
   size_t next_ = 0;
 };
-
-// All-gathers that publish() makes.
-i64 num_publish_calls(const Layout& layout, i64 allgather_bucket);
 
 }  // namespace ds::zero

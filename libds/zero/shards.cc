@@ -3,13 +3,6 @@
 
 namespace ds::zero {
 
-std::vector<i64> ShardsPlan::communicator_bytes(bool trains) const {
-  const i64 work = dtype_bytes(grads.work);
-  return {whole * work, gather_pool_elems * work,
-          trains ? fresh_grad_elems(grad_layout, buckets, grads) * dtype_bytes(grads.wire) : 0,
-          trains ? grad_accum_elems(grad_layout, grads) * 4 : 0};
-}
-
 Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
                MemoryLedger& ledger, const MakeStates& states)
     : plan_(plan),

@@ -46,8 +46,6 @@ struct ShardsPlan {
   // Whether a unit has gradients here, and a parameter a place.
   bool has_grads(i64 unit) const noexcept { return grad_layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
   bool has_param(i64 param) const noexcept { return layout.rows()[static_cast<size_t>(param)].segment >= 0; }
-  // What a rank takes from the group's communicator, allocation by allocation: its peers read it in place.
-  std::vector<i64> communicator_bytes(bool trains) const;
 };
 
 class Shards {

@@ -120,7 +120,7 @@ TEST(RunPlan, SumsOfAllRanksAreThoseOfEach) {
     for (int rank = 0; rank < dp; ++rank) {
       const report::RunPlan own = report::make_run_plan(c, model, mesh, {.dp = rank});
       report::RunPlan::SummedElems of_rank;
-      for (const report::CombinePlan::Exchange& e : own.combine.exchanges) of_rank[e.width] += e.elems;
+      for (const update::CombinePlan::Exchange& e : own.combine.exchanges) of_rank[e.width] += e.elems;
       EXPECT_EQ(summed[static_cast<size_t>(rank)], of_rank) << rank;
       for (const auto& [width, elems] : of_rank) total += elems;
     }

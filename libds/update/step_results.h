@@ -6,18 +6,28 @@
 #include <vector>
 
 #include "device/device.h"
-#include "report/run_plan.h"
 #include "zero/state_store.h"
 
-namespace ds::engine {
+namespace ds::update {
+
+// Each is 8-byte aligned.
+struct StepScalars {
+  i64 max_abs = 0;
+  ExactSum sum;
+  GradVerdict verdict;
+};
 
 class StepResults final : public zero::VerdictHandle {
  public:
   // Losses [ranks, micro_batches] fp64: each rank fills its row, then they are gathered.
   StepResults(Device& device, MemoryLedger& ledger, i64 micro_batches, i64 ranks)
       : device_(device),
-        host_(sizeof(report::StepScalars) + static_cast<size_t>(micro_batches * ranks) * sizeof(double)),
+        host_(static_cast<size_t>(bytes(micro_batches, ranks))),
         memory_(device_buffer(device, ledger, Tag::Data, std::ssize(host_))) {}
+
+  static constexpr i64 bytes(i64 micro_batches, i64 ranks) noexcept {
+    return static_cast<i64>(sizeof(StepScalars)) + micro_batches * ranks * static_cast<i64>(sizeof(double));
+  }
 
   // Before a step: all numbers are zero.
   void begin() {
@@ -25,7 +35,7 @@ class StepResults final : public zero::VerdictHandle {
     resolved_ = false;
   }
   // On the device.
-  report::StepScalars& scalars() const noexcept { return *static_cast<report::StepScalars*>(memory_.data()); }
+  StepScalars& scalars() const noexcept { return *static_cast<StepScalars*>(memory_.data()); }
   double* losses() const noexcept { return reinterpret_cast<double*>(&scalars() + 1); }
   const GradVerdict* on_device() const noexcept override { return &scalars().verdict; }
 
@@ -33,11 +43,11 @@ class StepResults final : public zero::VerdictHandle {
   const GradVerdict& resolve() override {
     if (!resolved_) device_.download(host_.data(), memory_.data(), memory_.bytes());
     resolved_ = true;
-    return reinterpret_cast<const report::StepScalars*>(host_.data())->verdict;
+    return reinterpret_cast<const StepScalars*>(host_.data())->verdict;
   }
   std::span<const double> resolved_losses() const noexcept {
-    return {reinterpret_cast<const double*>(host_.data() + sizeof(report::StepScalars)),
-            (host_.size() - sizeof(report::StepScalars)) / sizeof(double)};
+    return {reinterpret_cast<const double*>(host_.data() + sizeof(StepScalars)),
+            (host_.size() - sizeof(StepScalars)) / sizeof(double)};
   }
 
  private:
@@ -47,4 +57,4 @@ class StepResults final : public zero::VerdictHandle {
   bool resolved_ = false;
 };
 
-}  // namespace ds::engine
+}  // namespace ds::update

@@ -7,15 +7,19 @@
 #include <vector>
 
 #include "device/device.h"
-#include "mesh/mesh.h"
-#include "report/run_plan.h"
+#include "update/update_plan.h"
 
-namespace ds::engine {
+namespace ds::update {
+
+// Whom a rank talks to at the end of a step. dp: those with the same parameters; groups of it have their own.
+struct Axes {
+  Communicator &dp, &tp, &pp;
+};
 
 class Combine {
  public:
   // All outlive it.
-  Combine(const report::RunPlan& plan, zero::AllShards& shards, Mesh& mesh, MemoryLedger& ledger, Device& device);
+  Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger, Device& device);
   // When the groups' sums are final. Collective.
   void run();
 
@@ -34,9 +38,9 @@ class Combine {
   void add_uses_of_shared();
   void exchange(const Sum& sum);
 
-  const report::RunPlan& plan_;
+  const UpdatePlan& plan_;
   zero::Shards& dp_;
-  Mesh& mesh_;
+  Axes axes_;
   Device& device_;
   const OpTable& ops_;
   Stream& stream_;
@@ -46,4 +50,4 @@ class Combine {
   std::vector<TensorView> sources_;  // scratch
 };
 
-}  // namespace ds::engine
+}  // namespace ds::update

@@ -1,12 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/combine.h"
+#include "update/combine.h"
 
-namespace ds::engine {
+namespace ds::update {
 
-Combine::Combine(const report::RunPlan& plan, zero::AllShards& shards, Mesh& mesh, MemoryLedger& ledger, Device& device)
+Combine::Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger,
+                 Device& device)
     : plan_(plan),
       dp_(*shards.front()),
-      mesh_(mesh),
+      axes_(axes),
       device_(device),
       ops_(device.ops()),
       stream_(device.stream()),
@@ -14,11 +15,11 @@ Combine::Combine(const report::RunPlan& plan, zero::AllShards& shards, Mesh& mes
   const auto gradient = [&](const zero::Piece& piece) {
     return TensorView::of(shards[plan.row_of(piece.param).group]->gradient(piece), DType::F32, {piece.count});
   };
-  for (const report::CombinePlan::Exchange& e : plan.combine.exchanges) {
+  for (const CombinePlan::Exchange& e : plan.combine.exchanges) {
     Sum& sum = sums_.emplace_back(Sum{.width = e.width, .pieces = {}, .elems = e.elems});
     for (const zero::Piece& piece : e.pieces) sum.pieces.push_back(gradient(piece));
   }
-  for (const report::CombinePlan::Scaled& s : plan.combine.scaled) scaled_.push_back({gradient(s.piece), s.factor});
+  for (const CombinePlan::Scaled& s : plan.combine.scaled) scaled_.push_back({gradient(s.piece), s.factor});
 }
 
 void Combine::run() {
@@ -30,7 +31,7 @@ void Combine::run() {
 // The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
 void Combine::add_uses_of_shared() {
   if (!plan_.tied()) return;
-  const bool embeds = plan_.embeds(), projects = plan_.projects();
+  const bool embeds = plan_.embeds, projects = plan_.projects;
   if (!embeds && !projects) return;
   const zero::Layout& layout = plan_.dp().grad_layout;
   const auto slices = [&](i64 unit, auto&& visit) {
@@ -51,8 +52,8 @@ void Combine::add_uses_of_shared() {
     plan_.for_each_exchange(slice.numel(), [&](i64 begin, i64 n) {
       const TensorView mine = TensorView::of(slice.as<float>() + begin, DType::F32, {n});
       const TensorView other = TensorView::of(exchange_.data(), DType::F32, {n});
-      Ticket sent = mesh_.gradients().send(mine.data, mine.bytes(), peer, "pp.send");
-      mesh_.gradients().recv(other.data, other.bytes(), peer, "pp.recv").wait();
+      Ticket sent = axes_.pp.send(mine.data, mine.bytes(), peer, "pp.send");
+      axes_.pp.recv(other.data, other.bytes(), peer, "pp.recv").wait();
       sent.wait();
       ops_.fold(mine, {&other, 1}, true, stream_);
     });
@@ -60,7 +61,7 @@ void Combine::add_uses_of_shared() {
 }
 
 void Combine::exchange(const Sum& sum) {
-  Communicator& tp = mesh_.tp();
+  Communicator& tp = axes_.tp;
   const i64 first = tp.rank() / sum.width * sum.width;
   const auto part = [&](i64 rank) { return exchange_.as<float>().data() + rank * sum.elems; };
   const bool all = sum.width == tp.size();
@@ -86,4 +87,4 @@ void Combine::exchange(const Sum& sum) {
   }
 }
 
-}  // namespace ds::engine
+}  // namespace ds::update

@@ -1,0 +1,113 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "report/counted_update.h"
+
+#include <algorithm>
+
+namespace ds::report {
+namespace {
+
+// The verdict of nobody's gradients.
+class NoVerdict final : public zero::VerdictHandle {
+ public:
+  const GradVerdict* on_device() const noexcept override { return nullptr; }
+  const GradVerdict& resolve() override { return verdict_; }
+
+ private:
+  GradVerdict verdict_;
+};
+
+// The chunk whose backward pass commits the gradients of a unit.
+size_t chunk_of(const RunPlan& plan, i64 unit) {
+  if (unit == plan.head_use()) return plan.chunks.size() - 1;
+  for (size_t c = 0; c < plan.chunks.size(); ++c) {
+    if (unit < RunPlan::unit_of(plan.chunks[c].chunk.end)) return c;
+  }
+  return 0;
+}
+
+}  // namespace
+
+CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native,
+                             std::function<void(const Operation&, int size)> reduced)
+    : plan_(plan), device_(ops, native, memory_), tp_(plan.coord.tp, plan.mesh.tp), pp_(plan.coord.pp, plan.mesh.pp) {
+  for (const zero::ShardsPlan& s : plan.shards) {
+    groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &memory_, reduced));
+    shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
+                                                     device_, ledger_, zero::MakeStates{}));
+  }
+  if (!plan.trains()) return;
+  // Slices decide what is copied on a rank, and no more.
+  const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
+  update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_}, device_, ledger_, no_slices);
+}
+
+void CountedUpdate::run(Enter enter) {
+  const i64 m = plan_.micro_batches;
+  // The first micro-batch begins sums, and the last one ends them; all between them do the same.
+  const auto micro_batch = [&](i64 micro, i64 times) {
+    if (times <= 0) return;
+    for (const auto& s : shards_) {
+      for (const std::vector<i64>& pass : s->plan().grads.passes) {
+        if (pass.empty()) continue;
+        enter(chunk_of(plan_, pass.front()), times);
+        for (const i64 unit : pass) {
+          s->grads().acquire(unit);
+          s->grads().commit(unit, micro);
+        }
+      }
+    }
+    take_messages(times);
+  };
+  micro_batch(0, std::min<i64>(m, 1));
+  micro_batch(1, m - 2);
+  micro_batch(m - 1, m > 1 ? 1 : 0);
+
+  enter({}, 1);
+  NoVerdict verdict;
+  update::StepScalars& numbers = *static_cast<update::StepScalars*>(memory_.take(sizeof(update::StepScalars)));
+  update_->finish_gradients();
+  update_->judge(numbers, {});
+  update_->update({}, verdict);
+  update_->publish();
+  take_messages(1);
+}
+
+void CountedUpdate::gather() {
+  for (const auto& s : shards_) {
+    std::vector<i64> times(plan_.rows.size(), 0);
+    for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
+      for (const zero::GatherStep::Launch& launch : step.launch) ++times[static_cast<size_t>(launch.unit)];
+    }
+    std::map<i64, std::vector<i64>> units;  // by how often they are gathered
+    for (size_t u = 0; u < times.size(); ++u) {
+      if (times[u] > 0) units[times[u]].push_back(static_cast<i64>(u));
+    }
+    for (const auto& [n, alike] : units) {
+      for (const i64 unit : alike) s->params().gather({unit, 0});
+      take_messages(n);
+    }
+  }
+}
+
+void CountedUpdate::take_messages(i64 times) {
+  const auto take = [&](CountingCommunicator& axis) {
+    for (const auto& [name, count] : axis.counts()) {
+      if (name.ends_with(".stats")) continue;
+      traffic_[name].calls += times * count.calls;
+      traffic_[name].bytes += times * count.bytes;
+    }
+    axis.reset_counts();
+  };
+  for (const auto& group : groups_) take(*group);
+  take(tp_);
+  take(pp_);
+}
+
+std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
+  for (const auto& group : groups_) calls.dp.add(group->largest());
+  calls.tp.add(tp_.largest());
+  calls.gradients.add(pp_.largest());
+  return traffic_;
+}
+
+}  // namespace ds::report

@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a step does beside its layers, run without memory, kernels and other ranks: a rank's shards and the end of a
+// step (update/update) over a device and communicators that only count. What they take, send and compute is what an
+// engine's do.
+
+#include <memory>
+#include <optional>
+
+#include "report/counting_device.h"
+#include "report/run_plan.h"
+#include "update/update.h"
+
+namespace ds::report {
+
+class CountedUpdate {
+ public:
+  // native: Stream::native of what `ops` are called with. reduced: gets what the groups' communicators reduce. `plan`
+  // outlives it.
+  CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native = nullptr,
+                std::function<void(const Operation&, int size)> reduced = {});
+
+  // What parameters, gradients, states and updates take.
+  const MemoryLedger& ledger() const noexcept { return ledger_; }
+  const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
+
+  // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
+  // many times in a step.
+  using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
+  // All of a step, once for each micro-batch that does something else.
+  void run(Enter enter);
+  // Its gathers of parameters by plan.
+  void gather();
+
+  // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
+  std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
+
+ private:
+  // Adds what was sent since the last time, so many times.
+  void take_messages(i64 times);
+
+  const RunPlan& plan_;
+  NoMemory memory_;
+  MemoryLedger ledger_;
+  CountingDevice device_;
+  std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
+  CountingCommunicator tp_, pp_;
+  zero::AllShards shards_;
+  std::optional<update::Update> update_;  // of who trains
+  std::map<std::string, CommCount> traffic_;
+};
+
+}  // namespace ds::report

@@ -1,0 +1,139 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "update/update.h"
+
+namespace ds::update {
+
+// What an optimizer asks of its parameters goes to where their states are.
+class Update::States final : public optim::GroupStates {
+ public:
+  States(zero::AllShards& shards, GroupPieces pieces) : shards_(shards), pieces_(std::move(pieces)) {}
+  // Of passes of a step.
+  void set_verdict(zero::VerdictHandle& verdict) noexcept { verdict_ = &verdict; }
+  void update(const UpdateSpec& spec) override {
+    for (size_t g = 0; g < pieces_.of.size(); ++g) {
+      if (!pieces_.of[g].held.empty()) shards_[g]->states().update(pieces_.of[g].held, spec, *verdict_);
+    }
+  }
+  void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
+    for (size_t g = 0; g < pieces_.of.size(); ++g) {
+      const auto with_direction = [&](const zero::TilePiece& p, TensorView master) {
+        visit(p.index, master, TensorView::of(shards_[g]->gradient(p.piece), DType::F32, {p.piece.count}));
+      };
+      shards_[g]->states().for_each_master(pieces_.of[g].counted, with_direction);
+    }
+  }
+
+ private:
+  zero::AllShards& shards_;
+  GroupPieces pieces_;
+  zero::VerdictHandle* verdict_ = nullptr;
+};
+
+class Update::Matrices final : public optim::WholeMatrices {
+ public:
+  Matrices(Update& update, std::span<const zero::MatrixPlace> places,
+           const std::vector<std::vector<model::ParamSlice>>& slices, float* memory)
+      : update_(update),
+        exchange_(places, slices, update.axes_.dp, update.axes_.tp, memory, memory + update.plan_.matrix_memory.whole) {
+  }
+
+  void for_each(FunctionRef<void(TensorView)> body) override {
+    exchange_.for_each(
+        [&](i64 param, i64 begin) {
+          const zero::RowPlace& row = update_.plan_.dp().layout.rows()[static_cast<size_t>(param)];
+          return update_.gradient({.param = param, .segment = row.segment, .segment_offset = row.offset + begin});
+        },
+        [&](void* to, const void* from, i64 bytes) { update_.device_.copy(to, from, bytes); }, body);
+  }
+
+ private:
+  Update& update_;
+  zero::MatrixExchange exchange_;
+};
+
+Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, Device& device, MemoryLedger& ledger,
+               const SlicesOf& slices_of)
+    : plan_(plan),
+      shards_(shards),
+      axes_(axes),
+      device_(device),
+      combine_(plan, shards, axes, ledger, device),
+      workspace_(device_buffer(device, ledger, Tag::Workspace, plan.optimizer_workspace)),
+      matrix_memory_(
+          device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
+  for (const zero::Piece& p : plan.combine.judged)
+    judged_.push_back(TensorView::of(gradient(p), DType::F32, {p.count}));
+  char* workspace = static_cast<char*>(workspace_.data());
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
+    const optim::Group& group = plan.groups.groups[g];
+    if (group.frozen) continue;
+    GroupPieces pieces = plan.pieces_of(g);
+    if (pieces.size.num_params == 0) continue;
+    Trained& t = trained_.emplace_back();
+    t.group = g;
+    t.optimizer = optim::make_optimizer(group, pieces.size, workspace);
+    if (workspace != nullptr) workspace += optim::workspace_bytes(group, pieces.size);
+    t.states = std::make_unique<States>(shards, std::move(pieces));
+    if (group.needs_matrices()) t.matrices = make_matrices(g, slices_of);
+  }
+}
+
+Update::~Update() = default;
+
+std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const SlicesOf& slices_of) {
+  const std::vector<zero::MatrixPlace>& places = plan_.matrices[group];
+  std::vector<std::vector<model::ParamSlice>> slices(places.size());
+  for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
+    const std::vector<model::ParamSlice> of_rank = slices_of(r);
+    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(of_rank[static_cast<size_t>(places[i].param)]);
+  }
+  return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
+}
+
+void Update::finish_gradients() {
+  for (const auto& s : shards_) s->grads().finish();
+  combine_.run();
+  for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
+}
+
+void Update::judge(StepScalars& numbers, const JudgeParams& params) {
+  const OpTable& ops = device_.ops();
+  Stream& stream = device_.stream();
+  const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
+                   sum = TensorView::of(&numbers.sum, DType::I64, {2});
+  for (const TensorView& g : judged_) ops.max_abs(max_abs, g, stream);
+  over_model_ranks(max_abs, ReduceOp::Max, true);
+  for (const TensorView& g : judged_) ops.sum_squares(sum, g, max_abs, stream);
+  over_model_ranks(sum, ReduceOp::Sum, true);
+  ops.judge(&numbers.verdict, max_abs, sum, params, stream);
+}
+
+// Integers of all ranks that have parts of the same parameters; `stages`: of the other stages, too.
+void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
+  for (Communicator* axis : {&axes_.dp, &axes_.tp, &axes_.pp}) {
+    if (axis == &axes_.pp && !stages) continue;
+    if (axis->size() > 1 || axis == &axes_.dp) axis->all_reduce(x.data, x.numel(), DType::I64, op, "dp.stats").wait();
+  }
+}
+
+void Update::update(const Step& step, zero::VerdictHandle& verdict) {
+  for (const Trained& t : trained_) {
+    t.states->set_verdict(verdict);
+    t.optimizer->update({.ops = device_.ops(),
+                         .stream = device_.stream(),
+                         .lr = step.lr * plan_.groups.groups[t.group].lr_ratio,
+                         .step = step.number,
+                         .seed = step.seed,
+                         .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
+                         .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
+                         .states = *t.states,
+                         .matrices = t.matrices.get()});
+  }
+  for (const auto& s : shards_) s->states().settle(verdict);
+}
+
+void Update::publish() {
+  for (const auto& s : shards_) s->params().publish();
+}
+
+}  // namespace ds::update

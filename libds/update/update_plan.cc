@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "update/update_plan.h"
+
+#include <algorithm>
+
+namespace ds::update {
+namespace {
+
+// The most that is received at once when gradients are summed behind the data-parallel sums.
+i64 exchange_elems(const UpdatePlan& plan) {
+  i64 elems = 0;
+  if (plan.embeds != plan.projects) {
+    for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
+      elems = std::max(elems, std::min(s.slice, UpdatePlan::kExchangeElems));
+  }
+  for (const CombinePlan::Exchange& e : plan.combine.exchanges)
+    elems = std::max(elems, plan.exchange_of(e.width, e.elems));
+  return elems;
+}
+
+optim::LargestMatrix largest_of(std::span<const zero::MatrixPlace> places) {
+  optim::LargestMatrix largest;
+  for (const zero::MatrixPlace& m : places) {
+    largest.elems = std::max(largest.elems, m.rows * m.cols);
+    largest.side = std::max(largest.side, std::min(m.rows, m.cols));
+  }
+  return largest;
+}
+
+// Adds a piece to the exchanges of its width, of which the last has room.
+void add_to_exchanges(std::vector<CombinePlan::Exchange>& exchanges, const zero::Piece& whole, int width) {
+  for (i64 first = 0; first < whole.count;) {
+    auto last = std::ranges::find_if(exchanges, [&](const CombinePlan::Exchange& e) {
+      return e.width == width && e.elems < UpdatePlan::kExchangeElems;
+    });
+    if (last == exchanges.end()) last = exchanges.insert(last, {.width = width});
+    zero::Piece part = whole.part(first, std::min(whole.count - first, UpdatePlan::kExchangeElems - last->elems));
+    first += part.count;
+    last->elems += part.count;
+    last->pieces.push_back(part);
+  }
+}
+
+}  // namespace
+
+std::vector<i64> UpdatePlan::params_of(size_t group) const {
+  std::vector<i64> of_group;
+  for (size_t p = 0; p < groups.of_params.size(); ++p) {
+    const i64 param = narrow<i64>(p);
+    if (groups.of_params[p] == group && shards_of(param).has_param(param)) of_group.push_back(param);
+  }
+  return of_group;
+}
+
+GroupPieces UpdatePlan::pieces_of(size_t group) const {
+  constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
+  GroupPieces result;
+  std::vector<i64> index(params.size(), -1);
+  for (const i64 p : params_of(group)) index[static_cast<size_t>(p)] = result.size.num_params++;
+  result.size.largest = largest_of(matrices[group]);
+  const auto collect = [&](std::vector<zero::TilePiece>& to, const std::vector<zero::Piece>& pieces, bool all) {
+    for (const zero::Piece& piece : pieces) {
+      const model::ParamRow& row = row_of(piece.param);
+      const i64 at = index[static_cast<size_t>(piece.param)];
+      if (at < 0 || (!all && !row.counted)) continue;  // of copies over tp the first rank's
+      to.push_back({.piece = piece,
+                    .index = at,
+                    .weight_decay = row.decay ? static_cast<float>(groups.groups[group].update.weight_decay) : 0,
+                    .site = kRoundingSites + narrow<u32>(piece.param)});
+    }
+  };
+  for (const zero::ShardsPlan& s : shards) {
+    GroupPieces::Tiles& tiles = result.of.emplace_back();
+    collect(tiles.held, s.layout.held_pieces(s.rank), true);
+    collect(tiles.counted, s.layout.owned_pieces(s.rank), false);
+  }
+  return result;
+}
+
+MeshCoord UpdatePlan::fullest() const {
+  const std::vector<i64> states = dp().states.bytes_of_ranks(dp().layout);
+  const std::vector<SummedElems> summed = mesh.tp > 1 ? summed_of_ranks() : std::vector<SummedElems>();
+  MeshCoord most = coord;
+  std::pair<i64, i64> largest = {-1, -1};  // what is held, what is sent
+  for (int d = 0; d < mesh.dp && !(states.empty() && summed.empty()); ++d) {
+    for (int s = 0; s < mesh.sp; ++s) {
+      const MeshCoord at{.dp = d, .pp = coord.pp, .tp = coord.tp, .sp = s};
+      const auto rank = static_cast<size_t>(zero::shard_rank(mesh, at));
+      std::pair<i64, i64> own = {0, 0};
+      if (!summed.empty()) {
+        for (const auto& [width, elems] : summed[rank])
+          own = {std::max(own.first, exchange_of(width, elems) * 4), own.second + elems};
+      }
+      if (!states.empty()) own.first += states[rank];
+      if (own > largest) most = at;
+      largest = std::max(largest, own);
+    }
+  }
+  return most;
+}
+
+std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
+  const zero::Layout& layout = dp().layout;
+  std::vector<SummedElems> elems(static_cast<size_t>(layout.num_ranks()));
+  for (size_t p = 0; p < params.size() && mesh.tp > 1; ++p) {
+    const zero::RowPlace& row = layout.rows()[p];
+    if (params[p]->also_summed == 1 || row.segment < 0) continue;
+    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+    for (i64 at = row.offset; at < end;) {
+      const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
+      elems[static_cast<size_t>(rank)][params[p]->also_summed] += next - at;
+      at = next;
+    }
+  }
+  return elems;
+}
+
+namespace {
+
+void plan_combine(UpdatePlan& plan) {
+  for (const zero::ShardsPlan& s : plan.shards) {
+    const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
+    const auto place = [&](const zero::Piece& p) {
+      return bases[static_cast<size_t>(s.grad_segment(p.segment))] + p.segment_offset;
+    };
+    i64 end = -1;
+    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+      const model::ParamRow& row = plan.row_of(piece.param);
+      if (row.also_summed > 1) add_to_exchanges(plan.combine.exchanges, piece, row.also_summed);
+      if (row.divisor != 0 && row.divisor != plan.mesh.dp)
+        plan.combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
+      if (!plan.judges(piece)) continue;
+      // Neighbours are one call of the kernels.
+      if (place(piece) == end) {
+        plan.combine.judged.back().count += piece.count;
+      } else {
+        plan.combine.judged.push_back(piece);
+      }
+      end = place(piece) + piece.count;
+    }
+  }
+}
+
+void plan_optimizers(UpdatePlan& plan) {
+  for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
+    const optim::Group& group = plan.groups.groups[g];
+    if (group.needs_matrices()) {
+      for (const i64 param : plan.params_of(g)) {
+        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
+                 "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
+                 plan.row_of(param).name, plan.shards_of(param).axis);
+      }
+      plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, plan.params_of(g)));
+      const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), plan.mesh.tp);
+      plan.matrix_memory.whole = std::max(plan.matrix_memory.whole, memory.whole);
+      plan.matrix_memory.slices = std::max(plan.matrix_memory.slices, memory.slices);
+    } else {
+      plan.matrices.emplace_back();
+    }
+    const optim::GroupSize size{std::ssize(plan.params_of(g)), largest_of(plan.matrices.back())};
+    plan.optimizer_workspace += optim::workspace_bytes(group, size);
+  }
+}
+
+}  // namespace
+
+void plan_update(UpdatePlan& plan) {
+  plan_combine(plan);
+  plan_optimizers(plan);
+  plan.exchange_elems = exchange_elems(plan);
+}
+
+}  // namespace ds::update
