@@ -22,7 +22,7 @@ static Runs runs_of(const TensorView& y, const TensorView& x) noexcept {
   for (int d = 2; d >= 0; --d) {
     const i64 n = x.dim(d);
     if (n == 1) continue;
-    const i64 from = x.stride[static_cast<size_t>(d)] * width, to = y.stride[static_cast<size_t>(d)] * width;
+    const i64 from = x.stride[d] * width, to = y.stride[d] * width;
     if (outer == 3 && from == r.bytes && to == r.bytes) {
       r.bytes *= n;
     } else if (outer < 3 && from == r.from[outer] * r.size[outer] && to == r.to[outer] * r.size[outer]) {

@@ -156,7 +156,7 @@ class RankState {
     for (size_t r = 0; r < ranges_.size(); ++r) {
       const Range& range = ranges_[r];
       std::optional<model::SliceMap> map;
-      if (!range.slice.whole()) map.emplace(range.slice, params_[static_cast<size_t>(range.param)].shape);
+      if (!range.slice.whole()) map.emplace(range.slice, params_[range.param].shape);
       for (i64 i = 0; i < range.count; ++i) {
         const i64 local = range.begin + i;
         body(buffers_[r], range.param, map ? map->global_of(local) : local, static_cast<size_t>(i));

@@ -124,7 +124,7 @@ void exercise_reduction(Communicator& c, i64 n, ReduceOp op, int root, int salt)
       return x;
   };
   std::vector<T> data(static_cast<size_t>(n));
-  for (i64 i = 0; i < n; ++i) data[static_cast<size_t>(i)] = stored(input(c.rank(), i));
+  for (i64 i = 0; i < n; ++i) data[i] = stored(input(c.rank(), i));
   if (root < 0) {
     c.all_reduce(data.data(), n, dtype_of<T>, op, "t.all_reduce").wait();
   } else {
@@ -140,7 +140,7 @@ void exercise_reduction(Communicator& c, i64 n, ReduceOp op, int root, int salt)
     }
     if (root >= 0 && c.rank() != root) expected = input(c.rank(), i);
     const T bits = stored(expected);
-    require(std::memcmp(&bits, &data[static_cast<size_t>(i)], sizeof(T)) == 0,
+    require(std::memcmp(&bits, &data[i], sizeof(T)) == 0,
             fmt::format("{} of {} {}", root < 0 ? "all_reduce" : "reduce", n, dtype_name(dtype_of<T>)));
   }
 }
@@ -149,8 +149,7 @@ inline void exercise_broadcast(Communicator& c, i64 bytes, int root, int salt) {
   std::vector<u8> data(static_cast<size_t>(bytes));
   if (c.rank() == root) std::iota(data.begin(), data.end(), static_cast<u8>(root + salt));
   c.broadcast(data.data(), bytes, root, "t.broadcast").wait();
-  for (i64 i = 0; i < bytes; ++i)
-    require(data[static_cast<size_t>(i)] == static_cast<u8>(root + salt + i), "broadcast");
+  for (i64 i = 0; i < bytes; ++i) require(data[i] == static_cast<u8>(root + salt + i), "broadcast");
 }
 
 // Slices come from all ranks to the root, and go back from there.
@@ -159,10 +158,9 @@ inline void exercise_gather_and_scatter(Communicator& c, i64 slice, int root, in
   const bool at_root = c.rank() == root;
   std::vector<u8> own(static_cast<size_t>(slice)), all(static_cast<size_t>(at_root ? c.size() * slice : 0)),
       back(own.size());
-  for (i64 i = 0; i < slice; ++i) own[static_cast<size_t>(i)] = byte(c.rank(), i);
+  for (i64 i = 0; i < slice; ++i) own[i] = byte(c.rank(), i);
   c.gather(own.data(), at_root ? all.data() : nullptr, slice, root, "t.gather").wait();
-  for (i64 i = 0; i < std::ssize(all); ++i)
-    require(all[static_cast<size_t>(i)] == byte(static_cast<int>(i / slice), i % slice), "gather");
+  for (i64 i = 0; i < std::ssize(all); ++i) require(all[i] == byte(static_cast<int>(i / slice), i % slice), "gather");
   c.scatter(at_root ? all.data() : nullptr, back.data(), slice, root, "t.scatter").wait();
   require(back == own, "scatter");
 }
@@ -170,11 +168,11 @@ inline void exercise_gather_and_scatter(Communicator& c, i64 slice, int root, in
 inline void exercise_all_to_all(Communicator& c, i64 slice, int salt) {
   std::vector<u16> source(static_cast<size_t>(c.size() * slice)), target(source.size());
   for (i64 i = 0; i < std::ssize(source); ++i)
-    source[static_cast<size_t>(i)] = static_cast<u16>(salt + c.rank() * 257 + i / slice * 1009 + i % slice);
+    source[i] = static_cast<u16>(salt + c.rank() * 257 + i / slice * 1009 + i % slice);
   c.all_to_all(source.data(), target.data(), slice * 2, "t.all_to_all").wait();
   for (i64 i = 0; i < std::ssize(target); ++i) {
     const auto expected = static_cast<u16>(salt + i / slice * 257 + c.rank() * 1009 + i % slice);
-    require(target[static_cast<size_t>(i)] == expected, "all_to_all");
+    require(target[i] == expected, "all_to_all");
   }
 }
 
@@ -186,8 +184,7 @@ inline void exercise_ring(Communicator& c, i64 elems, int salt) {
   Ticket sent = c.send(out.data(), elems * 8, next, "t.send");
   c.recv(in.data(), elems * 8, previous, "t.recv").wait();
   sent.wait();
-  for (i64 i = 0; i < elems; ++i)
-    require(in[static_cast<size_t>(i)] == salt + previous * i64{1000} + i, "send and recv");
+  for (i64 i = 0; i < elems; ++i) require(in[i] == salt + previous * i64{1000} + i, "send and recv");
 }
 
 // Calls on private memory, of one staged round and of several, each queued together with one on shared memory behind

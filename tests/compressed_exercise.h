@@ -55,7 +55,7 @@ class Array {
   TensorView part(i64 begin, i64 count) const { return TensorView(*this).rows(begin, count); }
   void set(std::span<const float> x) {
     std::vector<u8> bytes(static_cast<size_t>(memory_.bytes()));
-    for (i64 i = 0; i < n_; ++i) store(bytes.data(), i, x[static_cast<size_t>(i)], dtype_);
+    for (i64 i = 0; i < n_; ++i) store(bytes.data(), i, x[i], dtype_);
     if (n_ > 0) device_.upload(memory_.data(), bytes.data(), memory_.bytes());
   }
   Floats get() const { return floats_of(device_, *this); }
@@ -88,7 +88,7 @@ inline void require_same(std::span<const float> got, std::span<const float> want
 // n numbers of a rank, as they are in `type`.
 inline Floats inputs(int rank, i64 n, DType type, int salt) {
   Floats x(static_cast<size_t>(n));
-  for (i64 i = 0; i < n; ++i) x[static_cast<size_t>(i)] = as_sent(value(rank, i, salt), type);
+  for (i64 i = 0; i < n; ++i) x[i] = as_sent(value(rank, i, salt), type);
   return x;
 }
 
@@ -143,7 +143,7 @@ class ReduceScatterOracle {
       for (i64 m = 0; m < M_; ++m) {  // of node m, for rank r, by its rank m*L + l
         Floats sum;
         for (i64 p = m * L_; p < (m + 1) * L_; ++p) {
-          const auto part = std::span(sources[static_cast<size_t>(p)]).subspan(static_cast<size_t>(r * n_), size());
+          const auto part = std::span(sources[p]).subspan(r * n_, size());
           add(sum, L_ > 1 ? oracle_.quantized(part, error(node_errors_, p, r), format_, feedback)
                           : Floats(part.begin(), part.end()));
         }
@@ -159,7 +159,7 @@ class ReduceScatterOracle {
   size_t size() const { return static_cast<size_t>(n_); }
   std::span<float> error(std::vector<Floats>& errors, i64 rank, i64 slice) {
     if (errors.empty()) return {};
-    return std::span(errors[static_cast<size_t>(rank)]).subspan(static_cast<size_t>(slice) * size(), size());
+    return std::span(errors[rank]).subspan(static_cast<size_t>(slice) * size(), size());
   }
   static void add(Floats& sum, const Floats& x) {
     if (sum.empty()) {
@@ -210,7 +210,7 @@ class OneBitOracle {
     }
     return result;
   }
-  const Floats& worker_error(i64 rank) const { return worker_[static_cast<size_t>(rank)]; }
+  const Floats& worker_error(i64 rank) const { return worker_[rank]; }
   const Floats& server_errors() const { return server_; }  // of all chunks
 
  private:
@@ -281,7 +281,7 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
     std::vector<Floats> sources;
     for (int q = 0; q < P; ++q) sources.push_back(inputs(q, P * n, type, salt + step));
     const Floats sums = oracle.run(sources, expected);
-    source.set(sources[static_cast<size_t>(rank)]);
+    source.set(sources[rank]);
     if (step == 1) errors.rescale(0.5f);
     const bool accumulate = step > 1;
     op.run(source, target, accumulate, "t.qgz", feedback ? &errors : nullptr);
@@ -360,7 +360,7 @@ inline void exercise_one_bit(const Ranks& ranks, i64 n, int salt) {
   for (int step = 0; step < kSteps; ++step) {
     std::vector<Floats> all;
     for (int q = 0; q < P; ++q) all.push_back(inputs(q, n, DType::F32, salt + step));
-    x.set(all[static_cast<size_t>(rank)]);
+    x.set(all[rank]);
     op.run(x, "t.one_bit");
     require_same(x.get(), oracle.run(all), fmt::format("1-bit all-reduce, step {}", step));
     require_same(Array::floats_of(ranks.device, op.worker_error()), oracle.worker_error(rank), "the worker's error");

@@ -30,14 +30,14 @@ inline std::vector<NamedAxis> axes_of(const Mesh& mesh) {
 
 // Who is in it: by numbers, and by what the members say.
 inline void require_members(Communicator& c, const std::vector<int>& ranks, int own) {
-  require(c.size() == std::ssize(ranks) && ranks[static_cast<size_t>(c.rank())] == own, "rank and size of an axis");
+  require(c.size() == std::ssize(ranks) && ranks[c.rank()] == own, "rank and size of an axis");
   std::vector<i64> numbers(ranks.size());
-  numbers[static_cast<size_t>(c.rank())] = own;
+  numbers[c.rank()] = own;
   const AllGatherSegment all{numbers.data(), 8};
   c.all_gather({&all, 1}, "t.members").wait();
   for (int q = 0; q < c.size(); ++q) {
-    require(numbers[static_cast<size_t>(q)] == ranks[static_cast<size_t>(q)], "members of an axis");
-    require(c.world_rank(q) == ranks[static_cast<size_t>(q)], "world_rank");
+    require(numbers[q] == ranks[q], "members of an axis");
+    require(c.world_rank(q) == ranks[q], "world_rank");
   }
 }
 
@@ -105,7 +105,7 @@ inline void exercise_pipeline(Mesh& mesh, i64 elems) {
   for (int m = 0; m < micros; ++m) {
     const float loss = sample(m) + static_cast<float>(s.pp) * added;
     const float expected = loss * static_cast<float>(1 << (s.pp - stage));
-    for (const float x : up[static_cast<size_t>(m)]) require(x == expected, "pipeline");
+    for (const float x : up[m]) require(x == expected, "pipeline");
   }
 }
 

@@ -131,7 +131,7 @@ inline bool has_whole_chunks(const TensorView& x) noexcept {
   const i64 chunk = 16 / dtype_bytes(x.dtype);
   if (reinterpret_cast<std::uintptr_t>(x.data) % 16 != 0 || x.dim(3) % chunk != 0) return false;
   for (int d = 0; d < 3; ++d) {
-    if (x.dim(d) > 1 && x.stride[static_cast<size_t>(d)] % chunk != 0) return false;
+    if (x.dim(d) > 1 && x.stride[d] % chunk != 0) return false;
   }
   return true;
 }

@@ -201,16 +201,16 @@ T& block_shared() {
 
 template <class T>
 T warp_shuffle_xor(T x, int mask) {
-  return sim::warp_exchange(x)[static_cast<size_t>((thread_index() % kWarp) ^ mask)];
+  return sim::warp_exchange(x)[(thread_index() % kWarp) ^ mask];
 }
 template <class T>
 T warp_shuffle(T x, int lane) {
-  return sim::warp_exchange(x)[static_cast<size_t>(lane % kWarp)];
+  return sim::warp_exchange(x)[lane % kWarp];
 }
 template <class T>
 T warp_shuffle_up(T x, int delta) {
   const int lane = thread_index() % kWarp;
-  return sim::warp_exchange(x)[static_cast<size_t>(lane >= delta ? lane - delta : lane)];
+  return sim::warp_exchange(x)[lane >= delta ? lane - delta : lane];
 }
 inline u32 warp_ballot(bool x) {
   const auto lanes = sim::warp_exchange(x);
@@ -240,8 +240,8 @@ void mma_16x8x16(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     const int row = lane / 4 + (e / 2) * 8, col = 2 * (lane % 4) + e % 2;
     float sum = 0;  // of the products of one instruction, then added: near enough to what the hardware does
     for (int k = 0; k < 16; ++k) {
-      const Fragments& fa = lanes[static_cast<size_t>(row % 8 * 4 + k % 8 / 2)];
-      const Fragments& fb = lanes[static_cast<size_t>(col * 4 + k % 8 / 2)];
+      const Fragments& fa = lanes[row % 8 * 4 + k % 8 / 2];
+      const Fragments& fb = lanes[col * 4 + k % 8 / 2];
       sum += half(fa.a[row / 8 + k / 8 * 2], k % 2) * half(fb.b[k / 8], k % 2);
     }
     d[e] += sum;

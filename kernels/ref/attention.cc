@@ -51,19 +51,19 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
     for (i64 j = 0; j < S; ++j) {
       const bool seen = visible(p, i, j, T, S);
       const double score = seen ? p.scale * dot(q, at(q, b, i, h), k, at(k, b, j, g), D) : -kInfinity;
-      weight[static_cast<size_t>(j)] = score;
+      weight[j] = score;
       top = std::max(top, score);
     }
     if (top == -kInfinity) top = 0;
     out.assign(static_cast<size_t>(D), 0);
     for (i64 j = 0; j < S; ++j) {
-      const double e = std::exp(weight[static_cast<size_t>(j)] - top);
+      const double e = std::exp(weight[j] - top);
       if (e == 0) continue;
       sum += e;
       const double w = e * keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-      for (i64 d = 0; d < D; ++d) out[static_cast<size_t>(d)] += w * get(v, at(v, b, j, g) + d);
+      for (i64 d = 0; d < D; ++d) out[d] += w * get(v, at(v, b, j, g) + d);
     }
-    for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[static_cast<size_t>(d)] / sum);
+    for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[d] / sum);
     put(lse, at_row(lse, b, h, i), sum == 0 ? kInfinity : top + std::log(sum));
   }
 }
@@ -89,18 +89,18 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
           const double mask = keep(p, static_cast<u64>(grid.row(b, h, i) + j));
           const double ds = p.scale * prob * (mask * dot(dout, doi, v, vj, D) - delta);
           for (i64 d = 0; d < D; ++d) {
-            gq[static_cast<size_t>(d)] += ds * get(k, kj + d);
-            gk[static_cast<size_t>(j * D + d)] += ds * get(q, qi + d);
-            gv[static_cast<size_t>(j * D + d)] += prob * mask * get(dout, doi + d);
+            gq[d] += ds * get(k, kj + d);
+            gk[j * D + d] += ds * get(q, qi + d);
+            gv[j * D + d] += prob * mask * get(dout, doi + d);
           }
         }
-        for (i64 d = 0; d < D; ++d) put(dq, at(dq, b, i, h) + d, gq[static_cast<size_t>(d)]);
+        for (i64 d = 0; d < D; ++d) put(dq, at(dq, b, i, h) + d, gq[d]);
       }
     }
     for (i64 j = 0; j < S; ++j) {
       for (i64 d = 0; d < D; ++d) {
-        put(dk, at(dk, b, j, g) + d, gk[static_cast<size_t>(j * D + d)]);
-        put(dv, at(dv, b, j, g) + d, gv[static_cast<size_t>(j * D + d)]);
+        put(dk, at(dk, b, j, g) + d, gk[j * D + d]);
+        put(dv, at(dv, b, j, g) + d, gv[j * D + d]);
       }
     }
   }

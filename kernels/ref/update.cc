@@ -96,7 +96,7 @@ double get_state(const TensorView& v, i64 i) {
   const double scale = static_cast<double>(v.scale[i / kStateBlock]);
   if (v.dtype == DType::U8) return without.values[v.as<u8>()[i]] * scale;
   const int k = v.as<std::int8_t>()[i];
-  return (k < 0 ? -1 : 1) * with_sign.values[static_cast<size_t>(std::abs(k))] * scale;
+  return (k < 0 ? -1 : 1) * with_sign.values[std::abs(k)] * scale;
 }
 
 // Elements [begin, end), which are a block of codes.

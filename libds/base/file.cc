@@ -363,7 +363,7 @@ void for_each_line(const File& file, i64 max_bytes, const std::function<void(std
   i64 number = 1;
   std::string block, text;
   for (i64 at = 0; at < size; at += std::ssize(block)) {
-    block.resize(static_cast<size_t>(std::min(kBlock, size - at)));
+    block.resize(std::min(kBlock, size - at));
     file.read_at(at, block.data(), std::ssize(block));
     for (size_t from = 0; from < block.size();) {
       const size_t end = block.find('\n', from);

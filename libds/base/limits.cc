@@ -63,7 +63,7 @@ int count_startable(int wanted) {
   ::pthread_attr_init(&attributes);
   ::pthread_attr_setstacksize(&attributes, kSmallStack);
   std::vector<pthread_t> threads;
-  threads.reserve(static_cast<size_t>(wanted));
+  threads.reserve(wanted);
   for (pthread_t thread{}; std::ssize(threads) < wanted && ::pthread_create(&thread, &attributes, wait, &over) == 0;)
     threads.push_back(thread);
   ::pthread_attr_destroy(&attributes);

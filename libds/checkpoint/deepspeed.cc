@@ -34,7 +34,7 @@ class DeepspeedReader final : public StateSource {
   void read_stored(State state, i64 param, i64 first, i64 count, char* out) override {
     const DType dtype = stored_dtype(state, param);
     const i64 size = dtype_bytes(dtype);
-    const auto& list = table_.segments[state][static_cast<size_t>(param)];
+    const auto& list = table_.segments[state][param];
     if (list.empty()) {
       std::memset(out, 0, static_cast<size_t>(count * size));
       return;
@@ -66,7 +66,7 @@ class DeepspeedReader final : public StateSource {
     if (stored == dtype) return file.read(*s.tensor, s.offset + first, count, out);
     for (i64 done = 0; done < count; done += kConvertElems) {
       const i64 n = std::min(kConvertElems, count - done);
-      buffer_.resize(static_cast<size_t>(n * dtype_bytes(stored)));
+      buffer_.resize(n * dtype_bytes(stored));
       file.read(*s.tensor, s.offset + first + done, n, buffer_.data());
       convert_elements(dtype, out + done * dtype_bytes(dtype), stored, buffer_.data(), n);
     }

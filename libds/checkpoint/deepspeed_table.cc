@@ -232,8 +232,8 @@ DeepspeedBuilder::Segments DeepspeedBuilder::frozen_chunks(const std::string& na
   const i64 num_ranks = narrow<i64>(model_.size()), chunk = div_ceil(elems, num_ranks);
   Segments result;
   for (const FlatPiece& p : chunked_pieces(0, elems, num_ranks, std::span(&chunk, 1))) {
-    const size_t f = model_[static_cast<size_t>(p.rank)];
-    const Value* v = look_up(fragments_[static_cast<size_t>(p.rank)], name);
+    const size_t f = model_[p.rank];
+    const Value* v = look_up(fragments_[p.rank], name);
     check(v != nullptr, Errc::Corrupt, f, "its part of '{}' is missing", name);
     const PickleTensor& t = tensor_of(*v, fmt::format("'{}'", name), f);
     check(numel(t) == chunk, Errc::Corrupt, f, "its part of '{}' has {} elements, {} are expected", name, numel(t),

@@ -114,12 +114,12 @@ void DeepspeedBuilder::place_partitions() {
   std::vector<RankState> ranks;
   std::optional<i64> step;
   for (i64 r = 0; r < num_ranks; ++r) {
-    const size_t f = optim_[static_cast<size_t>(r)];
+    const size_t f = optim_[r];
     const Value& optimizer = optimizer_of(f);
     check_rank(optimizer, f, num_ranks, chunked);
     const Value* base = optimizer.find(chunked ? "optimizer_state_dict" : "base_optimizer_state");
     ranks.push_back(read_rank(f, optimizer, base, chunked));
-    check(ranks[static_cast<size_t>(r)].master.size() == ranks[0].master.size(), Errc::Mismatch, f,
+    check(ranks[r].master.size() == ranks[0].master.size(), Errc::Mismatch, f,
           "{} groups, rank 0 has {}: the shard of another save", ranks.back().master.size(), ranks[0].master.size());
     const std::optional<i64> own = adam_step(optimizer, base, f);
     if (r == 0) step = own;
@@ -191,7 +191,7 @@ DeepspeedBuilder::RankState DeepspeedBuilder::read_rank(size_t f, const Value& o
 void DeepspeedBuilder::add_pieces(size_t param, const std::vector<FlatPiece>& pieces,
                                   const std::vector<RankState>& ranks) {
   for (const FlatPiece& p : pieces) {
-    const RankState& r = ranks[static_cast<size_t>(p.rank)];
+    const RankState& r = ranks[p.rank];
     const auto flat = static_cast<size_t>(p.flat);
     segments(State::Master, param).push_back({p.begin, p.count, r.file, r.master[flat], p.offset});
     for (size_t m = 0; m < 2; ++m) {
@@ -270,7 +270,7 @@ void DeepspeedBuilder::check_mappings(size_t g, const std::vector<i64>& partitio
   }
   std::vector<std::map<std::string_view, const FlatPiece*>> expected(optim_.size());
   for (size_t i = 0; i < pieces.size(); ++i) {
-    for (const FlatPiece& p : pieces[i]) expected[static_cast<size_t>(p.rank)][groups_[g][i].name] = &p;
+    for (const FlatPiece& p : pieces[i]) expected[p.rank][groups_[g][i].name] = &p;
   }
   for (size_t r = 0; r < optim_.size(); ++r) {
     const Value* mappings = optimizer_of(optim_[r]).find("param_slice_mappings");

@@ -88,7 +88,7 @@ std::vector<i64> match_params(const Manifest& m, const std::string& dir, const s
       differences.push_back(fmt::format("it has no '{}'", p.name));
       continue;
     }
-    const ParamEntry& s = m.params[static_cast<size_t>(it->second)];
+    const ParamEntry& s = m.params[it->second];
     if (s.shape != p.shape) {
       differences.push_back(fmt::format("'{}' has shape [{}] there and [{}] here", p.name, fmt::join(s.shape, ", "),
                                         fmt::join(p.shape, ", ")));
@@ -123,7 +123,7 @@ void check_optimizers(const Manifest& m, const std::string& dir, std::span<const
   std::string first;
   i64 others = 0;
   for (size_t i = 0; i < optimizers.size(); ++i) {
-    const ParamEntry& entry = m.params[static_cast<size_t>(index[i])];
+    const ParamEntry& entry = m.params[index[i]];
     const ParamOptimizer& here = optimizers[i];
     if (!here.trains) continue;
     StateSet there;
@@ -151,7 +151,7 @@ const model::ParamSlice& slice_of(const StatePiece& p) noexcept {
 void check_request(const Manifest& m, const std::string& dir, std::span<const StatePiece> pieces) {
   for (const StatePiece& p : pieces) {
     DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(m.params.size()));
-    const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
+    const ParamEntry& entry = m.params[p.param];
     DS_ASSERT(entry.tied_to.empty() && p.begin >= 0 && p.count >= 0 &&
               p.begin <= model::SliceMap(slice_of(p), entry.shape).numel() - p.count);
     for (const State s : kOptimizerStates) {
@@ -204,7 +204,7 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     check_optimizers(m, step_dir, index, optimizers);
     for (StatePiece& p : wanted) {
       DS_ASSERT(p.param >= 0 && p.param < narrow<i64>(index.size()));
-      p.param = index[static_cast<size_t>(p.param)];
+      p.param = index[p.param];
     }
     check_request(m, step_dir, wanted);
     // The ranks share the files among them.

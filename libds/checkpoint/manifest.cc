@@ -267,7 +267,7 @@ Manifest from_json(const Json& j) {
     const i64 file = whole_at(p, "file");
     DS_CHECK(file >= 0 && file < narrow<i64>(m.files.size()), Errc::Corrupt, "a piece in file {} of {}", file,
              m.files.size());
-    m.files[static_cast<size_t>(file)].pieces.push_back(piece_from_json(p));
+    m.files[file].pieces.push_back(piece_from_json(p));
   }
   DS_CHECK(version == version_of(m), Errc::Corrupt, "format version {}, but what it holds is of version {}", version,
            version_of(m));
@@ -322,7 +322,7 @@ void check_covered(const ParamEntry& entry, i64 numel, std::span<const Held> hel
     ranges.insert(ranges.end(), slice->ranges.begin(), slice->ranges.end());
   }
   std::sort(ranges.begin(), ranges.end());
-  const i64 size = entry.shape[static_cast<size_t>(dim)];
+  const i64 size = entry.shape[dim];
   ranges.emplace_back(size, size);
   i64 covered = 0;
   for (const auto& [from, to] : ranges) {
@@ -363,7 +363,7 @@ bool Manifest::has(State s) const noexcept {
 
 i64 first_element(const Manifest& m, const PieceRange& p) {
   if (p.slice.whole()) return p.begin;
-  return model::SliceMap(p.slice, m.params[static_cast<size_t>(p.param)].shape).global_of(p.begin);
+  return model::SliceMap(p.slice, m.params[p.param].shape).global_of(p.begin);
 }
 
 std::string rank_file_name(i64 rank) { return fmt::format("rank-{:05d}.h5", rank); }
@@ -490,20 +490,20 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
     for (const PieceRecord& p : file.pieces) {
       DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()), code, "{}: a piece of parameter {} of {}", path,
                p.param, m.params.size());
-      const i64 numel = numels[static_cast<size_t>(p.param)];
-      const std::string& name = m.params[static_cast<size_t>(p.param)].name;
-      const std::string problem = slice_problem(p.slice, m.params[static_cast<size_t>(p.param)].shape);
+      const i64 numel = numels[p.param];
+      const std::string& name = m.params[p.param].name;
+      const std::string problem = slice_problem(p.slice, m.params[p.param].shape);
       DS_CHECK(problem.empty() && p.slice.ranges.size() <= kMaxSliceRanges, code,
                "{}: rank {} holds a slice of '{}': {}", path, f, name,
                problem.empty() ? fmt::format("{} ranges", p.slice.ranges.size()) : problem);
-      const i64 limit = numel <= 0 ? numel : slice_numel(p.slice, m.params[static_cast<size_t>(p.param)].shape);
+      const i64 limit = numel <= 0 ? numel : slice_numel(p.slice, m.params[p.param].shape);
       DS_CHECK(p.begin >= 0 && p.count > 0 && p.begin <= limit - p.count, code,
                "{}: rank {} holds elements {} + {} of '{}', which {}", path, f, p.begin, p.count, name,
                limit < 0 ? "is tied" : fmt::format("has {}", limit));
       for (State s : kStates) {
         const auto& d = p.states[s];
         const std::string_view state = state_name(s);
-        const bool expected = has[s] && m.params[static_cast<size_t>(p.param)].may_have(s) &&
+        const bool expected = has[s] && m.params[p.param].may_have(s) &&
                               (s == State::Param || is_float(m.stored_dtype(State::Param, p.param)));
         DS_CHECK(d.has_value() == expected, code, "{}: '{}' {} {}, other pieces {}", path, name,
                  d.has_value() ? "has" : "lacks", state, d.has_value() ? "lack it" : "have it");
@@ -525,10 +525,10 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   });
   std::span<const Held> rest = held;
   for (i64 i = 0; i < narrow<i64>(numels.size()); ++i) {
-    const auto mine = rest.first(static_cast<size_t>(
-        std::find_if(rest.begin(), rest.end(), [&](const Held& h) { return h.piece->param != i; }) - rest.begin()));
+    const auto mine = rest.first(
+        std::find_if(rest.begin(), rest.end(), [&](const Held& h) { return h.piece->param != i; }) - rest.begin());
     rest = rest.subspan(mine.size());
-    check_covered(m.params[static_cast<size_t>(i)], numels[static_cast<size_t>(i)], mine, path, code);
+    check_covered(m.params[i], numels[i], mine, path, code);
   }
 }
 

@@ -46,7 +46,7 @@ struct Manifest {
 
   bool has(State) const noexcept;
   DType stored_dtype(State s, i64 param) const noexcept {
-    return s == State::Param ? params[static_cast<size_t>(param)].dtype.value_or(meta.work_dtype) : DType::F32;
+    return s == State::Param ? params[param].dtype.value_or(meta.work_dtype) : DType::F32;
   }
 };
 

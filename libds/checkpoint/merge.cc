@@ -43,7 +43,7 @@ void compare(const TensorSource& expected, const TensorSource& actual, const std
     for (i64 first = 0; first < n; first += step) {
       tick();
       const i64 count = std::min(step, n - first);
-      a.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
+      a.resize(count * dtype_bytes(t.dtype));
       b.resize(a.size());
       expected.read(t.name, first, count, a.data());
       actual.read(t.name, first, count, b.data());

@@ -70,7 +70,7 @@ u64 structure_checksum(const File& file, const Manifest& m, std::span<const Piec
 }
 
 std::string dataset_name(const Manifest& m, State s, const PieceRange& p) {
-  return fmt::format("{}/{}@{}", state_name(s), m.params[static_cast<size_t>(p.param)].name, first_element(m, p));
+  return fmt::format("{}/{}@{}", state_name(s), m.params[p.param].name, first_element(m, p));
 }
 
 namespace {
@@ -82,7 +82,7 @@ void read_block(const File& file, const Manifest& m, const PieceRecord& p, State
   const i64 at = d.offset + block * kChecksumBlock;
   const i64 bytes = block_bytes(p.count * dtype_bytes(m.stored_dtype(s, p.param)), block);
   read_bulk(file, at, out, bytes, pages);
-  DS_CHECK(checksum(out, bytes) == d.checksums[static_cast<size_t>(block)], Errc::Corrupt,
+  DS_CHECK(checksum(out, bytes) == d.checksums[block], Errc::Corrupt,
            "{}: checksum mismatch in /{} (bytes {} to {} of the file are damaged)", file.path(), dataset_name(m, s, p),
            at, at + bytes);
 }
@@ -130,9 +130,9 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
   for (State s : kStates) has_[s] = manifest_.has(s);
   files_.resize(manifest_.files.size());
   slices_.resize(manifest_.params.size());
-  std::vector<Piece> pieces;
+  std::vector<StoredPiece> pieces;
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
-    const FileRecord& f = manifest_.files[static_cast<size_t>(r)];
+    const FileRecord& f = manifest_.files[r];
     std::error_code error;
     const auto bytes = std::filesystem::file_size(file_path(r), error);
     if (error == std::errc::no_such_file_or_directory) check_is_there();
@@ -145,9 +145,9 @@ CheckpointReader::CheckpointReader(std::string step_dir, Manifest manifest)
       pieces.push_back({p.begin, p.begin + p.count, r, &p});
     }
   }
-  const auto key = [](const Piece& p) { return std::tie(p.record->param, p.record->slice, p.begin); };
-  std::sort(pieces.begin(), pieces.end(), [&](const Piece& a, const Piece& b) { return key(a) < key(b); });
-  for (const Piece& p : pieces) {
+  const auto key = [](const StoredPiece& p) { return std::tie(p.record->param, p.record->slice, p.begin); };
+  std::sort(pieces.begin(), pieces.end(), [&](const StoredPiece& a, const StoredPiece& b) { return key(a) < key(b); });
+  for (const StoredPiece& p : pieces) {
     const auto param = static_cast<size_t>(p.record->param);
     std::vector<Slice>& slices = slices_[param];
     if (slices.empty() || *slices.back().slice != p.record->slice)
@@ -163,7 +163,7 @@ void CheckpointReader::check_is_there() const {
 }
 
 const File& CheckpointReader::open(i64 rank) {
-  auto& slot = files_[static_cast<size_t>(rank)];
+  auto& slot = files_[rank];
   if (!slot) {
     if (num_open_ == max_open_) {
       for (auto& f : files_) f.reset();
@@ -175,11 +175,9 @@ const File& CheckpointReader::open(i64 rank) {
   return *slot;
 }
 
-void CheckpointReader::check_structure(i64 rank) {
-  check_structure_of(open(rank), manifest_, manifest_.files[static_cast<size_t>(rank)]);
-}
+void CheckpointReader::check_structure(i64 rank) { check_structure_of(open(rank), manifest_, manifest_.files[rank]); }
 
-CheckpointReader::Block& CheckpointReader::cached_block(const Piece& p, State s, i64 block) {
+CheckpointReader::Block& CheckpointReader::cached_block(const StoredPiece& p, State s, i64 block) {
   const auto is_it = [&](const Block& b) { return b.piece == p.record && b.state == s && b.block == block; };
   auto it = std::ranges::find_if(blocks_, is_it);
   if (it == blocks_.end()) {
@@ -187,7 +185,7 @@ CheckpointReader::Block& CheckpointReader::cached_block(const Piece& p, State s,
     if (it == blocks_.end() || (it->last_use != 0 && blocks_.size() < max_blocks_))
       it = blocks_.insert(blocks_.end(), Block{});
     it->piece = nullptr;
-    it->data.resize(static_cast<size_t>(kChecksumBlock));
+    it->data.resize(kChecksumBlock);
     read_block(open(p.file), manifest_, *p.record, s, block, it->data.data(), pages_);
     it->piece = p.record, it->state = s, it->block = block;
   }
@@ -196,8 +194,8 @@ CheckpointReader::Block& CheckpointReader::cached_block(const Piece& p, State s,
 }
 
 // Of elements [begin, end), which stand in this block, those that are wanted.
-void CheckpointReader::read_block_part(const Piece& p, const model::SliceMap& stored, State s, i64 block, i64 begin,
-                                       i64 end, const Wanted& wanted) {
+void CheckpointReader::read_block_part(const StoredPiece& p, const model::SliceMap& stored, State s, i64 block,
+                                       i64 begin, i64 end, const Wanted& wanted) {
   const i64 size = dtype_bytes(manifest_.stored_dtype(s, p.record->param)), elems = kChecksumBlock / size;
   const i64 block_begin = p.begin + block * elems, block_end = std::min(block_begin + elems, p.end);
   const i64 n = block_end - block_begin;
@@ -221,11 +219,11 @@ void CheckpointReader::read_block_part(const Piece& p, const model::SliceMap& st
   if (cached != nullptr && end == block_end) cached->last_use = 0;
 }
 
-void CheckpointReader::read_pieces(std::span<const Piece> pieces, const model::SliceMap& stored, State s,
+void CheckpointReader::read_pieces(std::span<const StoredPiece> pieces, const model::SliceMap& stored, State s,
                                    const Wanted& wanted) {
   const i64 from = wanted.map.global_of(wanted.first), to = wanted.map.global_of(wanted.first + wanted.count - 1) + 1;
   const auto [first, count] = stored.local_range(from, to - from);
-  auto p = std::ranges::upper_bound(pieces, first, {}, &Piece::end);
+  auto p = std::ranges::upper_bound(pieces, first, {}, &StoredPiece::end);
   for (; p != pieces.end() && p->begin < first + count; ++p) {
     const i64 elems = kChecksumBlock / dtype_bytes(manifest_.stored_dtype(s, p->record->param));
     const i64 last = std::min(p->end, first + count);
@@ -244,14 +242,14 @@ void CheckpointReader::read_stored(State state, i64 param, i64 first, i64 count,
 void CheckpointReader::read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
                                          char* out) {
   if (count == 0) return;
-  const std::vector<Slice>& slices = slices_[static_cast<size_t>(param)];
+  const std::vector<Slice>& slices = slices_[param];
   max_blocks_ = std::clamp<size_t>(slices.size(), 1, kMaxBlocks);
   const auto same = std::ranges::find_if(slices, [&](const Slice& s) { return *s.slice == slice; });
   if (same != slices.end()) {  // as it stands: the slice alone is all there is
     const model::SliceMap map({}, std::array{same->map.numel()});
     return read_pieces(same->pieces, map, state, {map, first, count, out});
   }
-  const model::SliceMap map(slice, manifest_.params[static_cast<size_t>(param)].shape);
+  const model::SliceMap map(slice, manifest_.params[param].shape);
   for (const Slice& s : slices) read_pieces(s.pieces, s.map, state, {map, first, count, out});
 }
 
@@ -262,7 +260,7 @@ void CheckpointReader::check() {
 std::vector<std::string> CheckpointReader::verify(const Tick& tick) {
   std::vector<std::string> bad;
   for (i64 r = 0; r < narrow<i64>(files_.size()); ++r) {
-    note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[static_cast<size_t>(r)], tick); });
+    note_damage(bad, [&] { verify_file(open(r), manifest_, manifest_.files[r], tick); });
   }
   note_damage(bad, [&] {
     const std::string path = fmt::format("{}/{}", dir_, kViewName);

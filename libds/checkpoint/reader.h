@@ -52,7 +52,7 @@ class CheckpointReader : public StateSource {
  private:
   CheckpointReader(std::string step_dir, Manifest manifest);
   void check_is_there() const;
-  struct Piece {
+  struct StoredPiece {
     i64 begin, end, file;
     const PieceRecord* record;
   };
@@ -60,7 +60,7 @@ class CheckpointReader : public StateSource {
   struct Slice {
     const model::ParamSlice* slice;
     model::SliceMap map;
-    std::vector<Piece> pieces;
+    std::vector<StoredPiece> pieces;
   };
   const File& open(i64 rank);
   void read_stored(State state, i64 param, i64 first, i64 count, char* out) override;
@@ -72,11 +72,11 @@ class CheckpointReader : public StateSource {
     i64 first, count;
     char* out;
   };
-  void read_pieces(std::span<const Piece> pieces, const model::SliceMap& stored, State, const Wanted& wanted);
-  void read_block_part(const Piece&, const model::SliceMap& stored, State, i64 block, i64 begin, i64 end,
+  void read_pieces(std::span<const StoredPiece> pieces, const model::SliceMap& stored, State, const Wanted& wanted);
+  void read_block_part(const StoredPiece&, const model::SliceMap& stored, State, i64 block, i64 begin, i64 end,
                        const Wanted& wanted);
   struct Block;
-  Block& cached_block(const Piece&, State, i64 block);
+  Block& cached_block(const StoredPiece&, State, i64 block);
 
   std::string dir_;
   Manifest manifest_;

@@ -64,8 +64,7 @@ Sharding shard_whole(const std::vector<ParamEntry>& params, const zero::LayoutOp
   Sharding sharding{layout.id(), options.stage, {.dp = options.num_ranks}, {}};
   for (int rank = 0; rank < options.num_ranks; ++rank) {
     auto& pieces = sharding.ranks.emplace_back();
-    for (const zero::Piece& p : layout.owned_pieces(rank))
-      pieces.push_back({param_of[static_cast<size_t>(p.param)], p.begin, p.count});
+    for (const zero::Piece& p : layout.owned_pieces(rank)) pieces.push_back({param_of[p.param], p.begin, p.count});
   }
   return sharding;
 }
@@ -94,7 +93,7 @@ void write_sharded(StateSource& state, const std::string& dir, Manifest& m, cons
   contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
     const PieceRange& p = contents.pieces[piece];
     const DType dtype = state.stored_dtype(s, p.param);
-    buffer.resize(static_cast<size_t>(count * dtype_bytes(dtype)));
+    buffer.resize(count * dtype_bytes(dtype));
     state.read(s, dtype, p.param, p.slice, p.begin + first, count, buffer.data());
     done += narrow<i64>(buffer.size());
     if (progress) progress(done, total);
@@ -205,7 +204,7 @@ CheckpointSummary describe_checkpoint(const std::string& dir, const std::string&
       for (const State s : kStates) {
         if (p.states[s]) rank.state_bytes[s] += p.count * dtype_bytes(m.stored_dtype(s, p.param));
       }
-      auto& param = summary.params[static_cast<size_t>(p.param)];
+      auto& param = summary.params[p.param];
       param.owners.push_back(
           {narrow<i64>(f), p.begin, p.count, slice_text(p.slice, param.shape), p.slice.dim, p.slice.ranges});
     }

@@ -56,7 +56,7 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
     const auto own = std::ranges::find(match.tensors, both.own);
     DS_CHECK(both.alias->shape == both.own->shape, Errc::Mismatch, "{}: {} and {} are tied, but have other shapes",
              state.path(), both.alias->name, both.own->name);
-    params_of[static_cast<size_t>(own - match.tensors.begin())].push_back(number_of(both.alias));
+    params_of[own - match.tensors.begin()].push_back(number_of(both.alias));
   }
 
   const std::vector<i64> cuts = pipeline::partition(partition, pipeline::layer_costs(whole), mesh.pp, "--partition");
@@ -68,12 +68,12 @@ Sharding shard_model(StateSource& state, const ModelConfig& config, const MeshSh
   std::vector<bool> is_cut(state.params().size(), false);
   int rank = 0;
   for (const std::vector<zero::Piece>& pieces : zero::saved_pieces(shards, mesh, cuts, options)) {
-    const std::vector<const model::ParamRow*> rows = shards[static_cast<size_t>(coord_of(mesh, rank++).tp)].params();
+    const std::vector<const model::ParamRow*> rows = shards[coord_of(mesh, rank++).tp].params();
     auto& mine = sharding.ranks.emplace_back();
     for (const zero::Piece& p : pieces) {
-      for (const i64 param : params_of[static_cast<size_t>(p.param)]) {
-        mine.push_back({param, p.begin, p.count, rows[static_cast<size_t>(p.param)]->slice});
-        is_cut[static_cast<size_t>(param)] = true;
+      for (const i64 param : params_of[p.param]) {
+        mine.push_back({param, p.begin, p.count, rows[p.param]->slice});
+        is_cut[param] = true;
       }
     }
   }

@@ -58,7 +58,7 @@ void StateSource::read(State state, DType dtype, i64 param, const model::ParamSl
   std::vector<char> buffer;
   for (i64 done = 0; done < count; done += kConvertElems) {
     const i64 n = std::min(kConvertElems, count - done);
-    buffer.resize(static_cast<size_t>(n * dtype_bytes(stored)));
+    buffer.resize(n * dtype_bytes(stored));
     read_some(first + done, n, buffer.data());
     char* const converted = target + done * dtype_bytes(dtype);
     convert_elements(dtype, converted, stored, buffer.data(), n);
@@ -70,7 +70,7 @@ void StateSource::read(State state, DType dtype, i64 param, const model::ParamSl
 
 void StateSource::read_stored_slice(State state, i64 param, const model::ParamSlice& slice, i64 first, i64 count,
                                     char* out) {
-  const model::SliceMap map(slice, params()[static_cast<size_t>(param)].shape);
+  const model::SliceMap map(slice, params()[param].shape);
   const i64 size = dtype_bytes(stored_dtype(state, param));
   std::vector<char> buffer;
   struct Tile {
@@ -80,7 +80,7 @@ void StateSource::read_stored_slice(State state, i64 param, const model::ParamSl
     const i64 wanted = t.local_end - t.local, between = t.global_end - t.global;
     char* const to = out + (t.local - first) * size;
     if (wanted == between) return read_stored(state, param, t.global, between, to);
-    buffer.resize(static_cast<size_t>(between * size));
+    buffer.resize(between * size);
     read_stored(state, param, t.global, between, buffer.data());
     map.for_each_run(t.local, wanted, [&](i64 local, i64 global, i64 n) {
       std::memcpy(out + (local - first) * size, buffer.data() + (global - t.global) * size,
@@ -116,7 +116,7 @@ void warn_of_overflow(std::initializer_list<const StateSource*> readers, const s
   std::string first;
   for (const StateSource* s : readers) {
     if (s == nullptr || s->overflow().elems == 0) continue;
-    if (elems == 0) first = s->params()[static_cast<size_t>(s->overflow().first_param)].name;
+    if (elems == 0) first = s->params()[s->overflow().first_param].name;
     elems += s->overflow().elems;
   }
   if (elems == 0) return;

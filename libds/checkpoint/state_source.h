@@ -32,12 +32,11 @@ class StateSource {
     return std::any_of(kOptimizerStates.begin(), kOptimizerStates.end(), [this](State s) { return has(s); });
   }
   DType stored_dtype(State s, i64 param) const noexcept {
-    return s == State::Param ? params()[static_cast<size_t>(param)].dtype.value_or(meta().work_dtype) : DType::F32;
+    return s == State::Param ? params()[param].dtype.value_or(meta().work_dtype) : DType::F32;
   }
 
   bool stores(State s, i64 param) const noexcept {
-    return has(s) && params()[static_cast<size_t>(param)].may_have(s) &&
-           (s == State::Param || is_float(stored_dtype(State::Param, param)));
+    return has(s) && params()[param].may_have(s) && (s == State::Param || is_float(stored_dtype(State::Param, param)));
   }
 
   // Elements [first, first + count) of an untied parameter's state, as `dtype`. Weights come from where they are exact:

@@ -66,7 +66,7 @@ void StepSave::write() {
     DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
     const StatePiece& p = pieces_[piece];
     if (is_optimizer_state(s) && p.kept[s].dtype != DType::F32) {
-      decoded.resize(static_cast<size_t>(count));
+      decoded.resize(count);
       decode_state(decoded.data(), p.state(s), first, count);
       return decoded.data();
     }

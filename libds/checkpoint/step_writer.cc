@@ -57,8 +57,8 @@ void write_view(const std::string& dir, Manifest& m, const Tick& tick) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     for (const PieceRecord& p : m.files[f].pieces) {
       const auto param = static_cast<size_t>(p.param);
-      views[view_of[param]].pieces.push_back({p.begin, p.count, rank_file_name(narrow<i64>(f)),
-                                              dataset_name(m, State::Param, p), p.slice.dim, p.slice.ranges});
+      views[view_of[param]].parts.push_back({p.begin, p.count, rank_file_name(narrow<i64>(f)),
+                                             dataset_name(m, State::Param, p), p.slice.dim, p.slice.ranges});
     }
   }
   const std::string path = fmt::format("{}/{}", dir, kViewName);
@@ -163,7 +163,7 @@ void abandon_step(const std::string& dir, const Manifest& m) noexcept {
 
 FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, const RankContents& contents) {
   const auto stored = [&](State s, i64 param) {
-    return contents.states[s] && m.params[static_cast<size_t>(param)].may_have(s) &&
+    return contents.states[s] && m.params[param].may_have(s) &&
            (s == State::Param || is_float(m.stored_dtype(State::Param, param)));
   };
   std::vector<Hdf5Dataset> datasets;
@@ -172,7 +172,7 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
     DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()) && p.count >= 0 && p.begin >= 0, Errc::Internal,
              "piece {} + {} of parameter {} of {}", p.begin, p.count, p.param, m.params.size());
     if (p.count == 0) continue;
-    const ParamEntry& entry = m.params[static_cast<size_t>(p.param)];
+    const ParamEntry& entry = m.params[p.param];
     DS_CHECK(p.slice.whole() || p.begin < model::SliceMap(p.slice, entry.shape).numel(), Errc::Internal,
              "piece {} + {} of a slice {} of '{}'", p.begin, p.count, slice_text(p.slice, entry.shape), entry.name);
     const i64 first = first_element(m, p);

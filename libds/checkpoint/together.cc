@@ -31,7 +31,7 @@ std::optional<Error> attempt(const std::function<void()>& work) noexcept {
 
 std::optional<Error> agree_on_outcome(Communicator& comm, const std::optional<Error>& error) {
   std::vector<Outcome> all(static_cast<size_t>(comm.size()));
-  Outcome& mine = all[static_cast<size_t>(comm.rank())];
+  Outcome& mine = all[comm.rank()];
   if (error) {
     mine.failed = 1;
     mine.code = error->code();

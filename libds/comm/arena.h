@@ -105,9 +105,7 @@ class Arena {
   int rank() const noexcept { return rank_; }
   int size() const noexcept { return size_; }
   Control& control() const noexcept { return *reinterpret_cast<Control*>(base_); }
-  RankSlot& slot(int rank) const noexcept {
-    return reinterpret_cast<RankSlot*>(base_ + slots_offset())[static_cast<size_t>(rank)];
-  }
+  RankSlot& slot(int rank) const noexcept { return reinterpret_cast<RankSlot*>(base_ + slots_offset())[rank]; }
   std::byte* staging(int rank, u32 half) const noexcept {
     return base_ + staging_offset(size_) + (2 * rank + static_cast<i64>(half)) * kStagingHalf;
   }

@@ -60,7 +60,7 @@ void combine_in_rank_order(std::byte* target, std::span<const std::byte* const> 
 
 i64 Exchange::length() const noexcept {
   i64 sum = 0;
-  for (const Segment& s : segments) sum += s.slice_bytes;
+  for (const OpSegment& s : segments) sum += s.slice_bytes;
   return sum;
 }
 
@@ -205,9 +205,9 @@ void AsyncCommunicator::execute(const Operation& op) {
   }
 }
 
-void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const Segment> segments, bool accumulate) {
+void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const OpSegment> segments, bool accumulate) {
   const i64 size = dtype_bytes(op.dtype);
-  exchange(op, {.sliced = true, .segments = segments}, [&](const Piece& p) {
+  exchange(op, {.sliced = true, .segments = segments}, [&](const SliceRange& p) {
     float* target = reinterpret_cast<float*>(p.segment->target) + p.offset / size;
     fold(target, p.sources, p.bytes / size, op.dtype, accumulate);
   });
@@ -216,9 +216,9 @@ void AsyncCommunicator::reduce_scatter_now(const Operation& op, std::span<const 
 void AsyncCommunicator::move_now(const Operation& op, const Exchange& which) {
   Exchange x = which;
   x.lands = true;
-  exchange(op, x, [&](const Piece& p) {
+  exchange(op, x, [&](const SliceRange& p) {
     for (int q = 0; q < size(); ++q) {
-      const std::byte* source = p.sources[static_cast<size_t>(q)];
+      const std::byte* source = p.sources[q];
       if (source == nullptr) continue;
       std::byte* target = x.landing(*p.segment, q) + p.offset;
       if (source != target) copy_bytes(target, source, p.bytes);
@@ -232,7 +232,7 @@ void AsyncCommunicator::all_reduce_now(const Operation& op) {
   std::byte* data = op.segments[0].target;
   const i64 total = op.segments[0].slice_bytes, slice = folded_slice_bytes(op, size());
   if (slice > 0) {
-    const Segment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
+    const OpSegment whole{data, data + rank() * slice, slice}, own{data + rank() * slice, data, slice};
     if (is_16_bit(op.dtype)) {
       reduce_scatter_rounded(op, whole);
     } else {
@@ -253,9 +253,9 @@ void AsyncCommunicator::reduce_now(const Operation& op) {
     const i64 slice = std::min(kReduceRound, total - done) / (size() * elem) * elem, elems = slice / elem;
     sums_.resize(std::max(sums_.size(), static_cast<size_t>(elems)));
     auto* const sums = reinterpret_cast<std::byte*>(sums_.data());
-    const Segment whole{data + done, sums, slice};
+    const OpSegment whole{data + done, sums, slice};
     reduce_scatter_now(op, {&whole, 1}, false);
-    Segment rounded{sums, data + done, slice};
+    OpSegment rounded{sums, data + done, slice};
     if (is_16_bit(op.dtype)) {
       scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(slice)));
       round_to(scratch_.data(), op.dtype, {sums_.data(), static_cast<size_t>(elems)});
@@ -273,10 +273,10 @@ void AsyncCommunicator::combine_now(const Operation& op, std::byte* data, i64 to
   for (i64 done = 0; done < total;) {
     const i64 block = std::min(kReductionBlock, total - done);
     std::byte* const target = data + done;
-    Segment segment{target, nullptr, block};
+    OpSegment segment{target, nullptr, block};
     if (consumes) {
       scratch_.resize(std::max(scratch_.size(), static_cast<size_t>(size() * block)));
-      for (int q = 0; q < size(); ++q) sources[static_cast<size_t>(q)] = scratch_.data() + q * block;
+      for (int q = 0; q < size(); ++q) sources[q] = scratch_.data() + q * block;
       segment.target = scratch_.data();
     }
     move_now(op, {.sliced = false, .segments = {&segment, 1}, .only_to = only_to});
@@ -301,8 +301,8 @@ void AsyncCommunicator::combine(const Operation& op, std::byte* target, std::spa
   combine_in_rank_order<f16>(target, sources, bytes, op.reduce);
 }
 
-void AsyncCommunicator::reduce_scatter_rounded(const Operation& op, const Segment& whole) {
-  exchange(op, {.sliced = true, .segments = {&whole, 1}}, [&](const Piece& p) {
+void AsyncCommunicator::reduce_scatter_rounded(const Operation& op, const OpSegment& whole) {
+  exchange(op, {.sliced = true, .segments = {&whole, 1}}, [&](const SliceRange& p) {
     fold_rounded(whole.target + p.offset, p.sources, p.bytes / dtype_bytes(op.dtype), op.dtype);
   });
 }

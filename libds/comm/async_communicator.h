@@ -19,7 +19,7 @@ namespace ds {
 // Which slices travel.
 struct Exchange {
   bool sliced;  // a source holds P slices, slice q is for rank q; else one slice for everyone
-  std::span<const Segment> segments;
+  std::span<const OpSegment> segments;
   // True: consuming means copying, what comes from rank q belongs at landing(q), and a backend may put it there itself.
   bool lands = false;
   int only_from = -1;  // the one rank that has a source
@@ -29,17 +29,17 @@ struct Exchange {
   bool to(int rank) const noexcept { return only_to < 0 || rank == only_to; }
   i64 length() const noexcept;
   // Of what is for rank `to`.
-  const std::byte* slice(const Segment& s, int to) const noexcept {
+  const std::byte* slice(const OpSegment& s, int to) const noexcept {
     return s.source + (sliced ? to * s.source_stride() : 0);
   }
-  std::byte* landing(const Segment& s, int from) const noexcept {
+  std::byte* landing(const OpSegment& s, int from) const noexcept {
     return s.target + (only_from < 0 ? from * s.target_stride() : 0);
   }
 };
 
 // Bytes [offset, offset + bytes) of one segment's slice, from every rank: sources[q], null where from(q) is false.
-struct Piece {
-  const Segment* segment;
+struct SliceRange {
+  const OpSegment* segment;
   i64 offset;
   i64 bytes;
   std::span<const std::byte* const> sources;
@@ -48,9 +48,9 @@ struct Piece {
 // Calls f(segment, offset, bytes, position) for the parts of the segments' concatenated slices that cover
 // [begin, begin + count); position counts from begin.
 template <class F>
-void for_each_part(std::span<const Segment> segments, i64 begin, i64 count, F&& f) {
+void for_each_part(std::span<const OpSegment> segments, i64 begin, i64 count, F&& f) {
   i64 start = 0;
-  for (const Segment& s : segments) {
+  for (const OpSegment& s : segments) {
     const i64 from = std::max(begin, start), to = std::min(begin + count, start + s.slice_bytes);
     if (from < to) f(s, from - start, to - from, from - begin);
     start += s.slice_bytes;
@@ -101,15 +101,15 @@ class AsyncCommunicator : public BaseCommunicator {
 
   // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for pieces that
   // together cover every slice that is for this rank. Returns when no peer reads this rank's source any more.
-  virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const Piece&)> consume) = 0;
+  virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const SliceRange&)> consume) = 0;
   // Nothing travels, but all ranks come.
   void meet_now(const Operation& op) { move_now(op, {.sliced = false, .segments = {}}); }
   // An exchange that lands.
   void move_now(const Operation&, const Exchange&);
   // Collective. target = the fold over ranks of our slice of each segment's source.
-  virtual void reduce_scatter_now(const Operation&, std::span<const Segment> segments, bool accumulate);
+  virtual void reduce_scatter_now(const Operation&, std::span<const OpSegment> segments, bool accumulate);
   // The same of one segment, rounded to the wire's type; the target may be our own slice.
-  virtual void reduce_scatter_rounded(const Operation&, const Segment&);
+  virtual void reduce_scatter_rounded(const Operation&, const OpSegment&);
   void fold(float* target, std::span<const std::byte* const> sources, i64 elems, DType wire, bool accumulate);
   // Rounded to the wire's type; target may be one of the sources.
   void fold_rounded(std::byte* target, std::span<const std::byte* const> sources, i64 elems, DType wire);
@@ -226,7 +226,7 @@ struct AsyncCommunicator::Part {
   void waits_elsewhere(int number) noexcept { c.waits_elsewhere(number); }
   void meet(const Operation& op) { c.meet_now(op); }
   void move(const Operation& op, const Exchange& x) { c.move_now(op, x); }
-  void reduce_scatter(const Operation& op, std::span<const Segment> segments, bool accumulate) {
+  void reduce_scatter(const Operation& op, std::span<const OpSegment> segments, bool accumulate) {
     c.reduce_scatter_now(op, segments, accumulate);
   }
   Ticket submit(Operation&& op) { return c.submit(std::move(op)); }

@@ -56,7 +56,7 @@ std::pmr::memory_resource* operation_memory() {
 
 i64 Operation::slice_bytes() const noexcept {
   i64 sum = 0;
-  for (const Segment& s : segments) sum += s.slice_bytes;
+  for (const OpSegment& s : segments) sum += s.slice_bytes;
   return sum;
 }
 
@@ -70,7 +70,7 @@ CallInfo BaseCommunicator::call_info(const Operation& op, u64 number) const noex
                 .dtype = op.dtype,
                 .reduce = op.reduce,
                 .accumulate = op.accumulate};
-  for (const Segment& s : op.segments) info.shape = (info.shape ^ static_cast<u64>(s.slice_bytes)) * 1099511628211u;
+  for (const OpSegment& s : op.segments) info.shape = (info.shape ^ static_cast<u64>(s.slice_bytes)) * 1099511628211u;
   op.tag.copy(info.tag.data(), info.tag.size() - 1);
   return info;
 }
@@ -111,7 +111,7 @@ void FailureLatch::throw_if_set() const {
 
 std::vector<int> world_ranks(const Communicator& c) {
   std::vector<int> ranks(static_cast<size_t>(c.size()));
-  for (int q = 0; q < c.size(); ++q) ranks[static_cast<size_t>(q)] = c.world_rank(q);
+  for (int q = 0; q < c.size(); ++q) ranks[q] = c.world_rank(q);
   return ranks;
 }
 

@@ -33,7 +33,7 @@ enum class OpKind : u8 {
 std::string_view op_name(OpKind) noexcept;
 
 // One part of an operation. Whether `source` and `target` hold one slice or one per rank is the Exchange's.
-struct Segment {
+struct OpSegment {
   const std::byte* source;
   std::byte* target;
   i64 slice_bytes;
@@ -59,7 +59,7 @@ struct Operation {
   bool accumulate = false;
   int peer = -1;  // the root, or the other side of send and recv
   int root = -1;  // of a collective, in the world
-  std::pmr::vector<Segment> segments{operation_memory()};
+  std::pmr::vector<OpSegment> segments{operation_memory()};
   std::pmr::string tag{operation_memory()};
   Buffer* buffer = nullptr;  // Allocate only, with ledger and memory_tag
   MemoryLedger* ledger = nullptr;
@@ -111,9 +111,7 @@ class BaseCommunicator : public Communicator {
   int rank() const noexcept final { return rank_; }
   int size() const noexcept final { return size_; }
   std::string_view backend() const noexcept final { return backend_; }
-  int world_rank(int rank) const noexcept final {
-    return members_.empty() ? rank : members_[static_cast<size_t>(rank)];
-  }
+  int world_rank(int rank) const noexcept final { return members_.empty() ? rank : members_[rank]; }
 
   // Over device memory there are none: an error.
   std::unique_ptr<Communicator> group(std::span<const int> members, std::string_view name, const CommOptions&) override;

@@ -136,7 +136,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
   }
 
   // Every call is checked in each lane, and then inside each node: so all ranks have made the same.
-  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)>) override {
+  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const SliceRange&)>) override {
     const i64 length = x.length();
     DS_ASSERT(x.lands || length == 0);
     if (length == 0) {
@@ -187,7 +187,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
                                : broadcasts ? OpKind::Broadcast
                                             : OpKind::AllGather,
                                root < 0 ? -1 : node_of(root));
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         if (!in_lane) return;
         if (gathers) {
           step.segments.push_back(
@@ -203,7 +203,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
     };
     const auto share = [&](i64 begin, i64 count) {
       segments_.clear();
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         if (broadcasts) return segments_.push_back({s.target + offset, s.target + offset, bytes});
         const i64 stride = s.target_stride();
         for (i64 m = 0; m < nodes_; ++m) {
@@ -248,7 +248,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
       await(swapped[half]);
       segments_.clear();
       Operation step = step_of(op, scatters ? OpKind::Scatter : OpKind::AllToAll, scatters ? node_of(root) : -1);
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         for (i64 m = 0; sorts && m < nodes_; ++m) {
           const std::byte* source = s.source == nullptr ? nullptr : s.source + m * ranks_ * s.source_stride() + offset;
           segments_.push_back(
@@ -266,54 +266,54 @@ class ComposedCommunicator final : public AsyncCommunicator {
     for (Ticket& t : swapped) await(t);
   }
 
-  void reduce_scatter_now(const Operation& op, std::span<const Segment> segments, bool accumulate) override {
+  void reduce_scatter_now(const Operation& op, std::span<const OpSegment> segments, bool accumulate) override {
     const i64 wire = dtype_bytes(op.dtype);
     if (!chains(op, segments)) {
-      return fold_here(op, segments, [&](const Segment& s, i64 offset, i64 bytes) {
+      return fold_here(op, segments, [&](const OpSegment& s, i64 offset, i64 bytes) {
         fold(reinterpret_cast<float*>(s.target) + offset / wire, sources_, bytes / wire, op.dtype, accumulate);
       });
     }
-    chain(op, segments, accumulate, [&](const Segment& s, i64 first, std::span<const float> sums) {
+    chain(op, segments, accumulate, [&](const OpSegment& s, i64 first, std::span<const float> sums) {
       std::memcpy(reinterpret_cast<float*>(s.target) + first, sums.data(), sums.size_bytes());
     });
   }
 
-  void reduce_scatter_rounded(const Operation& op, const Segment& whole) override {
+  void reduce_scatter_rounded(const Operation& op, const OpSegment& whole) override {
     if (!chains(op, {&whole, 1})) {
-      return fold_here(op, {&whole, 1}, [&](const Segment& s, i64 offset, i64 bytes) {
+      return fold_here(op, {&whole, 1}, [&](const OpSegment& s, i64 offset, i64 bytes) {
         fold_rounded(s.target + offset, sources_, bytes / dtype_bytes(op.dtype), op.dtype);
       });
     }
-    chain(op, {&whole, 1}, false, [&](const Segment& s, i64 first, std::span<const float> sums) {
+    chain(op, {&whole, 1}, false, [&](const OpSegment& s, i64 first, std::span<const float> sums) {
       round_to(s.target + first * dtype_bytes(op.dtype), op.dtype, sums);
     });
   }
 
   // Along the chain a link carries every sum once, in fp32; else the slices of all ranks of a node, without the latency
   // of a hop for each node.
-  bool chains(const Operation& op, std::span<const Segment> segments) const noexcept {
+  bool chains(const Operation& op, std::span<const OpSegment> segments) const noexcept {
     const i64 wire = dtype_bytes(op.dtype), length = Exchange{.sliced = true, .segments = segments}.length();
     return size() * length >= kLeastChain && 4 * nodes_ < i64{ranks_} * (nodes_ - 1) * wire;
   }
 
   // Every rank gets all slices that it owns the sum of, in rounds, and folds them: fold_part(segment, offset, bytes) of
   // sources_.
-  void fold_here(const Operation& op, std::span<const Segment> segments,
-                 FunctionRef<void(const Segment&, i64, i64)> fold_part) {
+  void fold_here(const Operation& op, std::span<const OpSegment> segments,
+                 FunctionRef<void(const OpSegment&, i64, i64)> fold_part) {
     const i64 P = size(), length = Exchange{.sliced = true, .segments = segments}.length();
     const i64 round = std::min(length, std::max<i64>(kFoldBytes / P / 64 * 64, 64));
-    sources_.resize(static_cast<size_t>(P));
+    sources_.resize(P);
     slices_.resize(std::max(slices_.size(), static_cast<size_t>(P * round)));
     i64 begin = 0;
     do {
       const i64 count = std::min(round, length - begin);
       parts_.clear();
-      for_each_part(segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         parts_.push_back({s.source + offset, slices_.data() + P * position, bytes, s.source_stride() - bytes, 0});
       });
       move_now(op, {.sliced = true, .segments = parts_});
-      for_each_part(segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
-        for (i64 q = 0; q < P; ++q) sources_[static_cast<size_t>(q)] = slices_.data() + P * position + q * bytes;
+      for_each_part(segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
+        for (i64 q = 0; q < P; ++q) sources_[q] = slices_.data() + P * position + q * bytes;
         fold_part(s, offset, bytes);
       });
       begin += round;
@@ -321,19 +321,19 @@ class ComposedCommunicator final : public AsyncCommunicator {
   }
 
   // deliver(segment, first element, sums): of our own slice.
-  void chain(const Operation& op, std::span<const Segment> segments, bool accumulate,
-             FunctionRef<void(const Segment&, i64, std::span<const float>)> deliver) {
+  void chain(const Operation& op, std::span<const OpSegment> segments, bool accumulate,
+             FunctionRef<void(const OpSegment&, i64, std::span<const float>)> deliver) {
     const bool first = node_ == 0, last = node_ == nodes_ - 1;
     const i64 wire = dtype_bytes(op.dtype);
     i64 length = 0;  // elements
-    for (const Segment& s : segments) length += s.slice_bytes / wire;
+    for (const OpSegment& s : segments) length += s.slice_bytes / wire;
     const i64 round = std::max<i64>(kChainBytes / 4 / nodes_ / 64 * 64, 64), num_rounds = div_ceil(length, round);
     const auto elems = [&](i64 r) { return std::min(round, length - r * round); };
     const auto bytes = [&](i64 r) { return elems(r) * 4; };
     const auto for_each = [&](i64 r, auto f) {  // f(segment, first element, elements, position)
       for_each_part(
           segments, r * round * wire, elems(r) * wire,
-          [&](const Segment& s, i64 offset, i64 n, i64 position) { f(s, offset / wire, n / wire, position / wire); });
+          [&](const OpSegment& s, i64 offset, i64 n, i64 position) { f(s, offset / wire, n / wire, position / wire); });
     };
     const auto at = [&](i64 r) -> Round& { return rounds_[static_cast<size_t>(r) % kDepth]; };
     const auto part = [](std::vector<float>& v, i64 index, i64 stride) { return v.data() + index * stride; };
@@ -344,7 +344,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
       Round& x = at(r);
       await(x.begins);
       x.begun.resize(std::max(x.begun.size(), static_cast<size_t>((first ? nodes_ : 1) * round)));
-      for_each(r, [&](const Segment& s, i64 from, i64 n, i64 position) {
+      for_each(r, [&](const OpSegment& s, i64 from, i64 n, i64 position) {
         std::memcpy(x.begun.data() + position, reinterpret_cast<const float*>(s.target) + from,
                     static_cast<size_t>(n) * 4);
       });
@@ -367,7 +367,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
       Round& x = at(r);
       await(x.back);
       const float* own = last ? part(x.sums, node_, elems(r)) : x.returned.data();
-      for_each(r, [&](const Segment& s, i64 from, i64 n, i64 position) {
+      for_each(r, [&](const OpSegment& s, i64 from, i64 n, i64 position) {
         deliver(s, from, {own + position, static_cast<size_t>(n)});
       });
     };
@@ -392,7 +392,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
         }
         segments_.clear();
         for (i64 m = 0; m < nodes_; ++m) {
-          for_each(r, [&](const Segment& s, i64 from, i64 n, i64 position) {
+          for_each(r, [&](const OpSegment& s, i64 from, i64 n, i64 position) {
             segments_.push_back({s.source + m * ranks_ * s.source_stride() + from * wire,
                                  reinterpret_cast<std::byte*>(part(x.sums, m, elems(r)) + position), n * wire,
                                  s.source_stride() - n * wire});
@@ -464,7 +464,7 @@ class ComposedCommunicator final : public AsyncCommunicator {
 
   std::unique_ptr<AsyncCommunicator> make_group(int rank, Membership membership, const CommOptions& options) override {
     const std::vector<int>& members = membership.ranks;
-    const auto node_of_member = [&](int i) { return node_of(members[static_cast<size_t>(i)]); };
+    const auto node_of_member = [&](int i) { return node_of(members[i]); };
     const int size = narrow<int>(std::ssize(members));
     int ranks = 1;
     while (ranks < size && node_of_member(ranks) == node_of_member(0)) ++ranks;
@@ -486,9 +486,9 @@ class ComposedCommunicator final : public AsyncCommunicator {
   ComposedCommunicator* const ground_ = nullptr;  // of a group
 
   // Before the parts, which may use them until they end.
-  std::vector<Segment> segments_;          // of the local part in a round
+  std::vector<OpSegment> segments_;        // of the local part in a round
   std::vector<std::byte> staging_;         // two halves
-  std::vector<Segment> parts_;             // of what fold_here() moves,
+  std::vector<OpSegment> parts_;           // of what fold_here() moves,
   std::vector<std::byte> slices_;          // where it arrives,
   std::vector<const std::byte*> sources_;  // and what it folds
   std::array<Round, kDepth> rounds_;
@@ -510,13 +510,13 @@ std::unique_ptr<Communicator> make_composed_communicator(std::string_view job, i
     i64 local_rank, local_size, needed, free;
   };
   std::vector<Place> places(static_cast<size_t>(net->size()));
-  places[static_cast<size_t>(net->rank())] = {
-      local_rank, local_size, std::max(shared_bytes, shm_needed_bytes(local_size, {})), shm_free_bytes_here()};
+  places[net->rank()] = {local_rank, local_size, std::max(shared_bytes, shm_needed_bytes(local_size, {})),
+                         shm_free_bytes_here()};
   const AllGatherSegment all{places.data(), sizeof(Place)};
   net->all_gather({&all, 1}, "nodes").wait();
   try {
     for (int r = 0; r < net->size(); ++r) {
-      const Place& its = places[static_cast<size_t>(r)];
+      const Place& its = places[r];
       const bool even = its.local_size == local_size && net->size() % local_size == 0;
       if (or_mpi && (!even || local_size == 1 || its.local_rank != r % local_size || its.needed > its.free)) return net;
       DS_CHECK(

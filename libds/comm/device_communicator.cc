@@ -35,14 +35,14 @@ class DeviceSelfCommunicator final : public BaseCommunicator {
   Ticket submit(Operation&& op) override {
     throw_if_failed();
     if (op.kind == OpKind::ReduceScatter) {
-      for (const Segment& s : op.segments) {
+      for (const OpSegment& s : op.segments) {
         const i64 elems = s.slice_bytes / dtype_bytes(op.dtype);
         const TensorView target = TensorView::of(s.target, DType::F32, {elems}),
                          source = TensorView::of(const_cast<std::byte*>(s.source), op.dtype, {elems});
         if (elems > 0) device_.ops().fold(target, {&source, 1}, op.accumulate, device_.stream());
       }
     } else if (op.kind == OpKind::AllToAll || op.kind == OpKind::Gather || op.kind == OpKind::Scatter) {
-      const Segment& s = op.segments[0];
+      const OpSegment& s = op.segments[0];
       if (s.source != s.target && s.slice_bytes > 0) device_.copy(s.target, s.source, s.slice_bytes);
     }
     return {};

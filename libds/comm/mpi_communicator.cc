@@ -253,7 +253,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     }
   };
 
-  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
+  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const SliceRange&)> consume) override {
     agree(op);
     const i64 length = x.length();
     const i64 round = x.lands ? kMaxMessage : mpi_fold_round(size());
@@ -262,13 +262,13 @@ class MpiCommunicator final : public AsyncCommunicator {
 
     for (i64 begin = 0; begin < length; begin += round) {
       const i64 count = std::min(round, length - begin);
-      const auto place = [&](const Segment& s, int from, i64 offset, i64 position) -> std::byte* {
+      const auto place = [&](const OpSegment& s, int from, i64 offset, i64 position) -> std::byte* {
         return x.lands ? x.landing(s, from) + offset : staging_.data() + from * stride + position;
       };
       requests_.clear();
       for (int step = 1; step < size(); ++step) {
         const int from = (rank() - step + size()) % size(), to = (rank() + step) % size();
-        for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+        for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
           if (x.from(from) && x.to(rank())) {
             check(MPI_Irecv(place(s, from, offset, position), narrow<int>(bytes), MPI_BYTE, world_rank(from),
                             tag(kSlice), slices_, requests_.add(from)),
@@ -283,11 +283,11 @@ class MpiCommunicator final : public AsyncCommunicator {
       }
       finish(requests_, op);
       if (!x.to(rank())) continue;
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         for (int q = 0; q < size(); ++q) {
-          sources_[static_cast<size_t>(q)] = !x.from(q)    ? nullptr
-                                             : q == rank() ? x.slice(s, rank()) + offset
-                                                           : place(s, q, offset, position);
+          sources_[q] = !x.from(q)    ? nullptr
+                        : q == rank() ? x.slice(s, rank()) + offset
+                                      : place(s, q, offset, position);
         }
         consume({.segment = &s, .offset = offset, .bytes = bytes, .sources = sources_});
       });
@@ -297,21 +297,20 @@ class MpiCommunicator final : public AsyncCommunicator {
   // Swaps CallInfos; afterwards all ranks are known to be in this call.
   void agree(const Operation& op) {
     throw_if_reported();
-    calls_now_.resize(static_cast<size_t>(size()));
-    calls_now_[static_cast<size_t>(rank())] = call_info(op, calls_++);
+    calls_now_.resize(size());
+    calls_now_[rank()] = call_info(op, calls_++);
     requests_.clear();
     for (int q = 0; q < size(); ++q) {
       if (q == rank()) continue;
-      check(MPI_Irecv(&calls_now_[static_cast<size_t>(q)], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall),
-                      slices_, requests_.add(q)),
+      check(MPI_Irecv(&calls_now_[q], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall), slices_, requests_.add(q)),
             "MPI_Irecv");
-      check(MPI_Isend(&calls_now_[static_cast<size_t>(rank())], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall),
-                      slices_, requests_.add(q)),
+      check(MPI_Isend(&calls_now_[rank()], sizeof(CallInfo), MPI_BYTE, world_rank(q), tag(kCall), slices_,
+                      requests_.add(q)),
             "MPI_Isend");
     }
     finish(requests_, op);
     for (int q = 1; q < size(); ++q) {
-      const CallInfo &first = calls_now_[0], &other = calls_now_[static_cast<size_t>(q)];
+      const CallInfo &first = calls_now_[0], &other = calls_now_[q];
       if (!other.agrees_with(first)) {
         fail(Errc::Comm, world_rank(q),
              fmt::format("calls do not match{}: rank {} calls {}, rank {} calls {}", of_group(), world_rank(0),
@@ -406,9 +405,9 @@ class MpiCommunicator final : public AsyncCommunicator {
         continue;
       }
       throw_if_reported();
-      const int peer = r.peers[static_cast<size_t>(
-          std::find_if(r.requests.begin(), r.requests.end(), [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -
-          r.requests.begin())];
+      const int peer = r.peers[std::find_if(r.requests.begin(), r.requests.end(),
+                                            [](MPI_Request q) { return q != MPI_REQUEST_NULL; }) -
+                               r.requests.begin()];
       told.communicator = this;
       tell_wait(world_rank(peer));
       const auto now = Clock::now();
@@ -472,8 +471,7 @@ class MpiCommunicator final : public AsyncCommunicator {
     std::vector<MPI_Request> requests(static_cast<size_t>(members.size()), MPI_REQUEST_NULL);
     for (int q = 0; q < members.size(); ++q) {
       if (q == members.rank()) continue;
-      MPI_Isend(&told_, sizeof told_, MPI_BYTE, members.world_rank(q), kControl, control_,
-                &requests[static_cast<size_t>(q)]);
+      MPI_Isend(&told_, sizeof told_, MPI_BYTE, members.world_rank(q), kControl, control_, &requests[q]);
     }
     const auto deadline = Clock::now() + kGrace;
     for (int all = 0; !all && Clock::now() < deadline; std::this_thread::yield())

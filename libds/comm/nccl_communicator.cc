@@ -172,7 +172,7 @@ class NcclCommunicator final : public BaseCommunicator {
  private:
   // One part of a segment's slices and where it lies in the staging.
   struct Part {
-    const Segment* segment;
+    const OpSegment* segment;
     i64 offset, bytes, position;
   };
 
@@ -325,7 +325,7 @@ class NcclCommunicator final : public BaseCommunicator {
   void* stream() { return device_.native(Queue::Comm); }
 
   // `result`: F32, or the wire's type, to which sums are rounded.
-  void reduce_scatter(std::span<const Segment> segments, DType wire, bool accumulate, DType result) {
+  void reduce_scatter(std::span<const OpSegment> segments, DType wire, bool accumulate, DType result) {
     const i64 slices = size() - 1 + (result == DType::F32 ? 0 : 4 / dtype_bytes(wire));  // in the staging
     const i64 room = kStagingBytes / std::max<i64>(slices, 1) / kAlignment * kAlignment;
     size_t at = 0;
@@ -333,7 +333,7 @@ class NcclCommunicator final : public BaseCommunicator {
       i64 used = 0;
       parts_.clear();
       while (at < segments.size() && used < room) {
-        const Segment& s = segments[at];
+        const OpSegment& s = segments[at];
         const i64 bytes = std::min(s.slice_bytes - offset, room - used);
         if (bytes > 0) parts_.push_back({&s, offset, bytes, used});
         used += align_up(bytes, kAlignment);
@@ -360,7 +360,7 @@ class NcclCommunicator final : public BaseCommunicator {
       for (int step = 1; step < size(); ++step) {
         const int to = (rank() + step) % size(), from = (rank() - step + size()) % size();
         for (const Part& p : parts_) {
-          const Segment& s = *p.segment;
+          const OpSegment& s = *p.segment;
           r = first(r, send_bytes(s.source + to * s.slice_bytes + p.offset, p.bytes, to));
           r = first(r, recv_bytes(received(from, p), p.bytes, from));
         }
@@ -368,9 +368,9 @@ class NcclCommunicator final : public BaseCommunicator {
       return r;
     });
     for (const Part& p : parts_) {
-      const Segment& s = *p.segment;
+      const OpSegment& s = *p.segment;
       for (int q = 0; q < size(); ++q) {
-        fold_sources_[static_cast<size_t>(q)] =
+        fold_sources_[q] =
             q == rank() ? const_cast<std::byte*>(s.source) + q * s.slice_bytes + p.offset : received(q, p);
       }
       const i64 elems = p.bytes / dtype_bytes(wire), first_elem = p.offset / dtype_bytes(wire);
@@ -397,10 +397,10 @@ class NcclCommunicator final : public BaseCommunicator {
                        device_.stream(Queue::Comm));
   }
 
-  void all_gather(std::span<const Segment> segments) {
+  void all_gather(std::span<const OpSegment> segments) {
     group([&] {
       nccl::Result r{};
-      for (const Segment& s : segments) {
+      for (const OpSegment& s : segments) {
         if (s.slice_bytes == 0) continue;
         r = first(r, api_.AllGather(s.source, s.target, count(s.slice_bytes), nccl::DataType::Uint8, comm_, stream()));
       }
@@ -409,7 +409,7 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void all_reduce_integers(const Operation& op) {
-    const Segment& s = op.segments[0];
+    const OpSegment& s = op.segments[0];
     const nccl::RedOp reduce = op.reduce == ReduceOp::Sum   ? nccl::RedOp::Sum
                                : op.reduce == ReduceOp::Max ? nccl::RedOp::Max
                                                             : nccl::RedOp::Min;
@@ -422,13 +422,13 @@ class NcclCommunicator final : public BaseCommunicator {
 
   // The bulk is reduce-scattered and gathered in place; a small sum, and what P does not divide, is gathered and folded
   // by everybody.
-  void all_reduce_sum(const Segment& whole, DType dtype) {
+  void all_reduce_sum(const OpSegment& whole, DType dtype) {
     const i64 elem = dtype_bytes(dtype);
     i64 done = 0;
     if (whole.slice_bytes > kGatherBytes) {
       const i64 slice = whole.slice_bytes / (size() * elem) * elem;
-      const Segment scattered{whole.target, whole.target + rank() * slice, slice};
-      const Segment gathered{whole.target + rank() * slice, whole.target, slice};
+      const OpSegment scattered{whole.target, whole.target + rank() * slice, slice};
+      const OpSegment gathered{whole.target + rank() * slice, whole.target, slice};
       reduce_scatter({&scattered, 1}, dtype, false, dtype);
       all_gather({&gathered, 1});
       done = slice * size();
@@ -438,7 +438,7 @@ class NcclCommunicator final : public BaseCommunicator {
     const i64 gathered_bytes = align_up(size() * rest, kAlignment), elems = rest / elem;
     std::byte *const staging = room(gathered_bytes + elems * 4), *const data = whole.target + done;
     group([&] { return api_.AllGather(data, staging, count(rest), nccl::DataType::Uint8, comm_, stream()); });
-    for (int q = 0; q < size(); ++q) fold_sources_[static_cast<size_t>(q)] = staging + q * rest;
+    for (int q = 0; q < size(); ++q) fold_sources_[q] = staging + q * rest;
     if (dtype == DType::F32) {
       fold(reinterpret_cast<float*>(data), dtype, elems, false);
     } else {
@@ -447,14 +447,14 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void broadcast(const Operation& op) {
-    const Segment& s = op.segments[0];
+    const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
     group([&] {
       return api_.Broadcast(s.target, s.target, count(s.slice_bytes), nccl::DataType::Uint8, op.peer, comm_, stream());
     });
   }
 
-  void all_to_all(const Segment& s) {
+  void all_to_all(const OpSegment& s) {
     if (s.slice_bytes == 0) return;
     group([&] {
       nccl::Result r{};
@@ -469,7 +469,7 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void gather(const Operation& op) {
-    const Segment& s = op.segments[0];
+    const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
     if (op.peer == rank()) copy_own(s.target + rank() * s.slice_bytes, s.source, s.slice_bytes);
     group([&] {
@@ -483,7 +483,7 @@ class NcclCommunicator final : public BaseCommunicator {
   }
 
   void scatter(const Operation& op) {
-    const Segment& s = op.segments[0];
+    const OpSegment& s = op.segments[0];
     if (s.slice_bytes == 0) return;
     if (op.peer == rank()) copy_own(s.target, s.source + rank() * s.slice_bytes, s.slice_bytes);
     group([&] {

@@ -66,14 +66,14 @@ class OpenMpiPeer final : public BaseCommunicator {
   Ticket submit(Operation&& op) override {
     throw_if_failed();
     if (op.kind == OpKind::Barrier) check(MPI_Barrier(comm_), "MPI_Barrier");
-    for (const Segment& s : op.segments) {
+    for (const OpSegment& s : op.segments) {
       if (op.kind == OpKind::Send || op.kind == OpKind::Recv) return message(op, s);
       collective(op, s);
     }
     return {};
   }
 
-  Ticket message(const Operation& op, const Segment& s) {
+  Ticket message(const Operation& op, const OpSegment& s) {
     auto request = std::allocate_shared<Request>(std::pmr::polymorphic_allocator<Request>(operation_memory()));
     const int bytes = count(s.slice_bytes);
     if (op.kind == OpKind::Send) {
@@ -88,7 +88,7 @@ class OpenMpiPeer final : public BaseCommunicator {
     return Ticket(std::move(request));
   }
 
-  void collective(const Operation& op, const Segment& s) {
+  void collective(const Operation& op, const OpSegment& s) {
     const int bytes = count(s.slice_bytes), elems = count(s.slice_bytes / dtype_bytes(op.dtype));
     const bool at_root = op.peer == rank();
     const void* const source = s.source;
@@ -125,7 +125,7 @@ class OpenMpiPeer final : public BaseCommunicator {
   }
 
   // Open MPI has no form whose result replaces this rank's slice of the source.
-  void reduce_scatter(const Operation& op, const Segment& s, int elems) {
+  void reduce_scatter(const Operation& op, const OpSegment& s, int elems) {
     DS_CHECK(op.dtype == DType::F32 && !op.accumulate, Errc::Config,
              "Open MPI reduce-scatters F32 into fresh sums only");
     const std::byte* const end = s.source + size() * s.slice_bytes;

@@ -114,7 +114,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   // In the ground, of a rank of the world: those of a node have consecutive numbers.
   int place(int number) const noexcept { return number - ground_.world_rank(0); }
 
-  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const Piece&)> consume) override {
+  void exchange(const Operation& op, const Exchange& x, FunctionRef<void(const SliceRange&)> consume) override {
     const Activity activity(*this, op.kind);
     throw_if_reported();
     const i64 length = x.length();
@@ -132,7 +132,7 @@ class SharedCommunicator final : public AsyncCommunicator {
       meet();
       check_calls(half);
       // Copied: a peer that is done with its last round says there already what its next call exposes.
-      for (int q = 0; q < size(); ++q) exposures_[static_cast<size_t>(q)] = slot(q).exposure[half];
+      for (int q = 0; q < size(); ++q) exposures_[q] = slot(q).exposure[half];
       const auto any = [&](Exposure e) {
         return std::find(exposures_.begin(), exposures_.end(), e) != exposures_.end();
       };
@@ -159,7 +159,7 @@ class SharedCommunicator final : public AsyncCommunicator {
     if (x.length() * copies < (spins_ > 0 ? kDirectBytes : kCrowdedDirectBytes)) return false;
     if (static_cast<i64>(x.segments.size() * sizeof(Arena::Address)) > Arena::kStagingHalf) return false;
     auto* table = reinterpret_cast<Arena::Address*>(arena_->staging(rank(), half));
-    for (const Segment& s : x.segments) {
+    for (const OpSegment& s : x.segments) {
       const auto address = arena_->locate(s.source, (copies - 1) * s.source_stride() + s.slice_bytes);
       if (!address) return false;
       *table++ = *address;
@@ -173,28 +173,28 @@ class SharedCommunicator final : public AsyncCommunicator {
     std::byte* staging = arena_->staging(rank(), half);
     for (int q = 0; q < (x.sliced ? size() : 1); ++q) {
       if (x.sliced && q == rank()) continue;
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         copy_bytes(staging + q * chunk + position, x.slice(s, q) + offset, bytes);
       });
     }
   }
 
   void read(const Exchange& x, i64 begin, i64 count, i64 chunk, u32 table_half,
-            FunctionRef<void(const Piece&)> consume) {
+            FunctionRef<void(const SliceRange&)> consume) {
     const i64 slice = x.sliced ? rank() : 0;
     const u32 half = meetings_ % 2;
     std::atomic<u32>& reading = slot(rank()).reading;
     reading.store(1, std::memory_order_seq_cst);  // before the look at the failure: see wait_for_readers
     try {
       throw_if_reported();
-      for_each_part(x.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+      for_each_part(x.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
         for (int q = 0; q < size(); ++q) {
-          const std::byte*& source = sources_[static_cast<size_t>(q)];
+          const std::byte*& source = sources_[q];
           if (!x.from(q)) {
             source = nullptr;
           } else if (q == rank()) {
             source = x.slice(s, rank()) + offset;
-          } else if (exposures_[static_cast<size_t>(q)] == Exposure::Direct) {
+          } else if (exposures_[q] == Exposure::Direct) {
             const auto* table = reinterpret_cast<const Arena::Address*>(arena_->staging(q, table_half));
             source = arena_->resolve(q, table[&s - x.segments.data()]) + slice * s.source_stride() + offset;
           } else {
@@ -355,7 +355,7 @@ class SharedCommunicator final : public AsyncCommunicator {
   // That this rank writes: memory of its own, as staging is.
   Channel& channel_to(int to) {
     Channel& channel = arena_->channel(rank(), to);
-    if (!std::exchange(sends_to_[static_cast<size_t>(to)], u8{1})) channels_.fetch_add(1, std::memory_order_relaxed);
+    if (!std::exchange(sends_to_[to], u8{1})) channels_.fetch_add(1, std::memory_order_relaxed);
     return channel;
   }
 

@@ -66,11 +66,11 @@ void throw_if_ended(const std::string& segment, int rank) {
 // The parts of a region begin on such a boundary.
 i64 region_alignment(i64 bytes) { return bytes >= kHugePage ? kHugePage : kPage; }
 
-class Segment {
+class SharedSegment {
  public:
-  Segment() = default;
-  static Segment create(const std::string& name, i64 bytes, i64 reserved_bytes, int size) {
-    Segment s(SharedFile::create(), name);
+  SharedSegment() = default;
+  static SharedSegment create(const std::string& name, i64 bytes, i64 reserved_bytes, int size) {
+    SharedSegment s(SharedFile::create(), name);
     DS_CHECK(ftruncate(s.fd(), bytes) == 0, Errc::OutOfMemory, "/dev/shm/{} cannot grow to {} bytes: {}", name, bytes,
              system_reason(errno));
     s.reserve(0, reserved_bytes, "a job's control segment");
@@ -81,8 +81,8 @@ class Segment {
   }
 
   // Waits until rank `creator` has made it.
-  static Segment open(const std::string& name, i64 bytes, int size, int creator, double timeout_s,
-                      FunctionRef<void()> look) {
+  static SharedSegment open(const std::string& name, i64 bytes, int size, int creator, double timeout_s,
+                            FunctionRef<void()> look) {
     const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_s);
     for (;; std::this_thread::sleep_for(std::chrono::milliseconds(2))) {
       look();
@@ -95,7 +95,7 @@ class Segment {
       if (!file) continue;
       DS_CHECK(file->size() >= bytes, Errc::Comm, "/dev/shm/{} has {} bytes where rank {} of {} ranks makes {}", name,
                file->size(), creator, size, bytes);
-      Segment s(std::move(*file), name);
+      SharedSegment s(std::move(*file), name);
       s.map(bytes);
       DS_CHECK(s.header()->magic == kMagic && s.header()->version == kVersion && s.header()->size == size, Errc::Comm,
                "/dev/shm/{} is not a segment of this version for {} ranks", name, size);
@@ -129,7 +129,7 @@ class Segment {
   void unlink() noexcept { file_.unlink(); }
 
  private:
-  Segment(SharedFile file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
+  SharedSegment(SharedFile file, std::string name) : file_(std::move(file)), name_(std::move(name)) {}
   int fd() const noexcept { return file_.descriptor(); }
   SegmentHeader* header() const noexcept { return reinterpret_cast<SegmentHeader*>(data()); }
   // At an address on a huge page boundary, so that the segment's huge pages can be mapped whole.
@@ -160,9 +160,9 @@ class ShmArena final : public Arena {
   ShmArena(std::string name, int rank, int size, int creator, double timeout_s, FunctionRef<void()> look)
       : Arena(rank, size), name_(std::move(name)), creator_(creator), timeout_s_(timeout_s) {
     if (rank == 0) {
-      segment_ = Segment::create(name_, total_bytes(size), staging_offset(size), size);
+      segment_ = SharedSegment::create(name_, total_bytes(size), staging_offset(size), size);
     } else {
-      segment_ = Segment::open(name_, total_bytes(size), size, creator, timeout_s, look);
+      segment_ = SharedSegment::open(name_, total_bytes(size), size, creator, timeout_s, look);
     }
     base_ = segment_.data();
     RankSlot& own = slot(rank);
@@ -203,9 +203,7 @@ class ShmArena final : public Arena {
     return std::nullopt;
   }
 
-  const std::byte* resolve(int rank, Address a) const override {
-    return regions_[static_cast<size_t>(a.region)]->part(rank) + a.offset;
-  }
+  const std::byte* resolve(int rank, Address a) const override { return regions_[a.region]->part(rank) + a.offset; }
 
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes, FunctionRef<void()> meet) override {
     if (bytes == 0) return {};
@@ -214,10 +212,10 @@ class ShmArena final : public Arena {
     region->stride = align_up(bytes, region->alignment);
     const std::string name = fmt::format("{}.{}", name_, regions_.size());
     const i64 total = region->alignment + size() * region->stride;
-    if (rank() == 0) region->segment = Segment::create(name, total, kPage, size());
+    if (rank() == 0) region->segment = SharedSegment::create(name, total, kPage, size());
     meet();
     const auto made = [] {};
-    if (rank() != 0) region->segment = Segment::open(name, total, size(), creator_, timeout_s_, made);
+    if (rank() != 0) region->segment = SharedSegment::open(name, total, size(), creator_, timeout_s_, made);
     // In huge pages as far as they are full: what nobody asked for is not taken.
     region->segment.reserve(region->offset(rank()), align_up(bytes, kPage), tag_name(tag));
     region->segment.collapse(region->offset(rank()), bytes / kHugePage * kHugePage);
@@ -248,7 +246,7 @@ class ShmArena final : public Arena {
   struct Region {
     i64 offset(int rank) const noexcept { return alignment + rank * stride; }
     std::byte* part(int rank) const noexcept { return segment.data() + offset(rank); }
-    Segment segment;
+    SharedSegment segment;
     i64 alignment = kPage;
     i64 stride = 0;
   };
@@ -263,7 +261,7 @@ class ShmArena final : public Arena {
   const std::string name_;
   const int creator_;
   const double timeout_s_;
-  Segment segment_;
+  SharedSegment segment_;
   std::vector<std::shared_ptr<const Region>> regions_;
   std::mutex mutex_;
   std::set<i64> reserved_channels_;

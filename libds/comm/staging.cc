@@ -79,7 +79,7 @@ void Staging::upload(void* to, const void* from, i64 bytes) {
 }
 
 std::byte* Staging::room(i64 bytes) {
-  if (bytes > narrow<i64>(memory_.size())) memory_.resize(static_cast<size_t>(bytes));
+  if (bytes > narrow<i64>(memory_.size())) memory_.resize(bytes);
   return memory_.data();
 }
 
@@ -91,7 +91,7 @@ void Staging::reduce_scatter(const Operation& op) {
   std::byte* const sums = host + P * round;
   for_each_round(length, round, [&](i64 begin, i64 count) {
     scattered_.clear();
-    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+    for_each_part(op.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
       std::byte* const part = host + P * position;
       float* const target = reinterpret_cast<float*>(sums + position / wire * 4);
       for (i64 q = 0; q < P; ++q) download(part + q * bytes, s.source + q * s.slice_bytes + offset, bytes);
@@ -99,7 +99,7 @@ void Staging::reduce_scatter(const Operation& op) {
       scattered_.push_back({part, target, bytes / wire});
     });
     world_.reduce_scatter(scattered_, op.dtype, op.accumulate, op.tag).wait();
-    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+    for_each_part(op.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
       upload(s.target + offset / wire * 4, sums + position / wire * 4, bytes / wire * 4);
     });
   });
@@ -111,13 +111,13 @@ void Staging::all_gather(const Operation& op) {
   std::byte* const host = room(P * round);
   for_each_round(length, round, [&](i64 begin, i64 count) {
     gathered_.clear();
-    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+    for_each_part(op.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
       std::byte* const part = host + P * position;
       download(part + own * bytes, s.source + offset, bytes);
       gathered_.push_back({part, bytes});
     });
     world_.all_gather(gathered_, op.tag).wait();
-    for_each_part(op.segments, begin, count, [&](const Segment& s, i64 offset, i64 bytes, i64 position) {
+    for_each_part(op.segments, begin, count, [&](const OpSegment& s, i64 offset, i64 bytes, i64 position) {
       for (i64 q = 0; q < P; ++q) {
         if (q == own) continue;
         upload(s.target + q * s.slice_bytes + offset, host + P * position + q * bytes, bytes);
@@ -158,7 +158,7 @@ void Staging::broadcast(const Operation& op) {
 
 void Staging::all_to_all(const Operation& op) {
   const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P / 2, 1), length);
-  const Segment& s = op.segments[0];
+  const OpSegment& s = op.segments[0];
   std::byte *const out = room(2 * P * round), *const in = out + P * round;
   for_each_round(length, round, [&](i64 begin, i64 count) {
     for (i64 q = 0; q < P; ++q) download(out + q * count, s.source + q * length + begin, count);
@@ -169,7 +169,7 @@ void Staging::all_to_all(const Operation& op) {
 
 void Staging::gather(const Operation& op) {
   const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P, 1), length);
-  const Segment& s = op.segments[0];
+  const OpSegment& s = op.segments[0];
   const bool at_root = op.peer == world_.rank();
   std::byte *const out = room((at_root ? P + 1 : 1) * round), *const in = out + round;
   for_each_round(length, round, [&](i64 begin, i64 count) {
@@ -181,7 +181,7 @@ void Staging::gather(const Operation& op) {
 
 void Staging::scatter(const Operation& op) {
   const i64 P = world_.size(), length = op.slice_bytes(), round = std::min(std::max<i64>(kChunk / P, 1), length);
-  const Segment& s = op.segments[0];
+  const OpSegment& s = op.segments[0];
   const bool at_root = op.peer == world_.rank();
   std::byte *const in = room((at_root ? P + 1 : 1) * round), *const out = in + round;
   for_each_round(length, round, [&](i64 begin, i64 count) {
@@ -208,7 +208,7 @@ Ticket Staging::recv(const Operation& op) {
   if (free == arrivals_.end()) free = arrivals_.insert(free, std::make_shared<Arrival>(device_));
   Arrival& arrival = **free;
   arrival.bytes = op.slice_bytes();
-  if (std::ssize(arrival.data) < arrival.bytes) arrival.data.resize(static_cast<size_t>(arrival.bytes));
+  if (std::ssize(arrival.data) < arrival.bytes) arrival.data.resize(arrival.bytes);
   arrival.target = op.segments[0].target;
   arrival.received = world_.recv(arrival.data.data(), arrival.bytes, op.peer, op.tag);
   arrival.before = last_arrival_;

@@ -92,7 +92,7 @@ Checker::Verdict Checker::check(const Operation& operation, const Task& task) {
     });
   }
   std::vector<FirstWrong> all(static_cast<size_t>(task.ranks()));
-  all[static_cast<size_t>(task.rank())] = own;
+  all[task.rank()] = own;
   const AllGatherSegment segment{all.data(), sizeof(FirstWrong)};
   endpoint_.world->all_gather({&segment, 1}, "bench").wait();
   Verdict verdict;

@@ -73,7 +73,7 @@ int numa_node() {
 
 void check_own_gpus(Communicator& world, const Device& device) {
   std::vector<u64> ids(static_cast<size_t>(world.size()));
-  ids[static_cast<size_t>(world.rank())] = device.id();
+  ids[world.rank()] = device.id();
   const AllGatherSegment all{ids.data(), sizeof(u64)};
   world.all_gather({&all, 1}, "bench").wait();
   const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();
@@ -178,7 +178,7 @@ std::vector<RankPlace> gather_places(Communicator& world, const Endpoint& endpoi
     std::memcpy(to.data(), from.data(), std::min(from.size(), to.size() - 1));
   };
   std::vector<Wire> all(static_cast<size_t>(world.size()));
-  Wire& own = all[static_cast<size_t>(world.rank())];
+  Wire& own = all[world.rank()];
   copy(own.host, host_name());
   copy(own.device, endpoint.device->name());
   copy(own.cpu, cpu_model());

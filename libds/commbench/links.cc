@@ -100,8 +100,7 @@ std::vector<Pair> measure_pairs(const Endpoint& e, const std::vector<RankPlace>&
   std::map<std::string_view, int> of_class;
   for (int i = 0; i < P; ++i) {
     for (int j = i + 1; j < P; ++j) {
-      const std::string_view link =
-          link_between(places[static_cast<size_t>(i)], places[static_cast<size_t>(j)], e.over_device != nullptr);
+      const std::string_view link = link_between(places[i], places[j], e.over_device != nullptr);
       if (!options.matrix && ++of_class[link] > kPairsPerClass) continue;
       pairs.push_back({.backend = e.backend, .from = i, .to = j, .link = std::string(link), .bytes = bytes});
     }

@@ -48,7 +48,7 @@ double Timer::in_a_row(const Operation& operation, const Task& task) const {
 
 std::vector<double> Timer::time_each(const std::function<void()>& body) const {
   std::vector<double> seconds;
-  seconds.reserve(static_cast<size_t>(options_.iterations));
+  seconds.reserve(options_.iterations);
   for (int i = 0; i < options_.iterations; ++i) {
     endpoint_.world->barrier("bench");
     const auto start = Clock::now();

@@ -54,14 +54,14 @@ class MaskedTokens final : public Objective {
     i64 wanted = std::min(left, std::max<i64>(std::llround(probability_ * static_cast<double>(left)), 1));
     std::fill(targets.begin(), targets.end(), kIgnoredTarget);
     for (i64 t = 1; t + 1 < T; ++t) {
-      i32& id = inputs[static_cast<size_t>(t)];
+      i32& id = inputs[t];
       if (special(id)) continue;
       const PhiloxBlock random = key.block(static_cast<u64>(sample * T + t));
       // Every choice of `wanted` positions is as likely as any other: Knuth, "The Art of Computer Programming", vol. 2,
       // 3.4.2, algorithm S.
       if (random[0] % static_cast<u64>(left--) >= static_cast<u64>(wanted)) continue;
       --wanted;
-      targets[static_cast<size_t>(t)] = id;
+      targets[t] = id;
       const u32 fate = random[1] % 10;
       if (fate < 8) id = mask_;
       if (fate == 8) id = static_cast<i32>(random[2] % static_cast<u64>(vocab_size));

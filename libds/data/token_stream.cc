@@ -188,12 +188,12 @@ void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
                                [](i64 p, const auto& f) { return p < f->first_token; }) -
               files_.begin() - 1;
   while (!out.empty()) {
-    const File& f = *files_[static_cast<size_t>(file++)];
+    const File& f = *files_[file++];
     const i64 begin = position - f.first_token;
     const i64 n = std::min<i64>(std::ssize(out), f.num_tokens() - begin);
     f.check_size();
-    f.read(begin, out.first(static_cast<size_t>(n)), vocab_size);
-    out = out.subspan(static_cast<size_t>(n));
+    f.read(begin, out.first(n), vocab_size);
+    out = out.subspan(n);
     position += n;
   }
 }

@@ -103,7 +103,7 @@ std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool 
 Mesh::OverDevice over_gpus(const Config& config, const RankInfo& ranks, Communicator& world, Device& device) {
   const CommBackend backend = config.communication.backend;
   std::vector<u64> ids(static_cast<size_t>(ranks.world_size));
-  ids[static_cast<size_t>(ranks.rank)] = device.id();
+  ids[ranks.rank] = device.id();
   const AllGatherSegment all{ids.data(), sizeof(u64)};
   world.all_gather({&all, 1}, "dp.stats").wait();
   const size_t gpus = std::set<u64>(ids.begin(), ids.end()).size();

@@ -5,7 +5,7 @@
 
 #include "device/device.h"
 #include "ds/train.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 #include "mesh/mesh.h"
 
 namespace ds::engine {

@@ -57,7 +57,7 @@ void Engine::make_update() {
     return slices;
   };
   update_.emplace(plan_, shards_, update::Axes{mesh_.dp(), mesh_.tp(), mesh_.pp()}, device_, ledger_, slices_of);
-  valid_tokens_.resize(static_cast<size_t>(plan_.micro_batches));
+  valid_tokens_.resize(plan_.micro_batches);
 }
 
 void Engine::make_pieces() {
@@ -108,7 +108,7 @@ void Engine::set_weights(const ValueSource& values) {
       if (plan_.work != DType::F32 && st[State::Master] == nullptr) {  // nothing keeps them in fp32
         std::vector<u16> rounded;
         for (i64 i = 0; i < n; ++i) {
-          const float x = tile[static_cast<size_t>(i)];
+          const float x = tile[i];
           rounded.push_back(plan_.work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
         }
         device_.upload(param, rounded.data(), n * 2);
@@ -147,7 +147,7 @@ std::optional<double> Engine::evaluate(i64 batches,
     for (const pipeline::Instr& instr :
          pipeline::make_eval_schedule(plan_.mesh.pp, plan_.coord.pp, n, narrow<int>(std::ssize(plan_.chunks)))) {
       stage_.evaluate(instr);
-      const bool has_losses = plan_.chunks[static_cast<size_t>(instr.chunk)].last && plan_.coord.tp == 0;
+      const bool has_losses = plan_.chunks[instr.chunk].last && plan_.coord.tp == 0;
       if (instr.op != pipeline::Op::Forward || !has_losses) continue;
       device_.download(losses.data(), stage_.losses().data, R * 4);
       for (const float loss : losses) {
@@ -204,7 +204,7 @@ void Engine::read_logits(std::vector<float>& out) {
   const report::ChunkPlan& last = plan_.chunks.back();
   if (!last.last || plan_.mesh.tp > 1 || plan_.mesh.sp > 1) return;
   const i64 R = plan_.B * plan_.T;
-  out.resize(static_cast<size_t>(R * model_.vocab));
+  out.resize(R * model_.vocab);
   const Buffer logits = device_buffer(device_, ledger_, Tag::Logits, R * model_.vocab * 4);
   stage_.logits(TensorView::of(logits.data(), DType::F32, {R, model_.vocab}));
   device_.download(out.data(), logits.data(), logits.bytes());

@@ -11,7 +11,7 @@
 
 #include "checkpoint/together.h"
 #include "ds/version.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 #include "launch/process.h"
 #include "report/own_memory.h"
 #include "report/planned.h"

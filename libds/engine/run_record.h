@@ -12,7 +12,7 @@
 #include "ds/train.h"
 #include "engine/engine.h"
 #include "engine/live_counters.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 #include "probe/resident.h"
 
 namespace ds::engine {

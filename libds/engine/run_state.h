@@ -14,7 +14,7 @@
 #include "ds/train.h"
 #include "engine/engine.h"
 #include "engine/param_table.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 #include "engine/run_directory.h"
 #include "engine/run_record.h"
 #include "engine/saver.h"

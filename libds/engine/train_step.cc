@@ -51,9 +51,9 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   const i64 rows = plan_.B * plan_.sequence_length;
   i64 total = 0;
   for (i64 m = 0; m < plan_.micro_batches; ++m) {
-    const auto targets = batch.targets.subspan(static_cast<size_t>(m * rows), static_cast<size_t>(rows));
-    valid_tokens_[static_cast<size_t>(m)] = rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
-    total += valid_tokens_[static_cast<size_t>(m)];
+    const auto targets = batch.targets.subspan(m * rows, rows);
+    valid_tokens_[m] = rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);
+    total += valid_tokens_[m];
   }
   global_valid_tokens_ = total;
   if (config_.loss_norm == LossNorm::Token) {
@@ -74,7 +74,7 @@ double Engine::grad_divisor() const noexcept {
 double Engine::per_token(i64 micro) const noexcept {
   if (config_.loss_norm == LossNorm::Token)
     return num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
-  return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[static_cast<size_t>(micro)], 1));
+  return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[micro], 1));
 }
 
 i64 Engine::global_micro(i64 micro) const noexcept {
@@ -108,7 +108,7 @@ double Engine::fold_losses() const {
   const i64 m = plan_.micro_batches, P = mesh_.dp().size();
   double sum = 0;
   for (i64 j = 0; j < m; ++j) {
-    for (i64 r = 0; r < P; ++r) sum += losses[static_cast<size_t>(r * m + j)];
+    for (i64 r = 0; r < P; ++r) sum += losses[r * m + j];
   }
   return sum / num_means();
 }

@@ -32,7 +32,7 @@ bool is_other_weights(std::string_view name) {
 // Elements [begin, begin + count) in fp32.
 void read_floats(const TensorSource& source, const TensorInfo& t, i64 begin, i64 count, std::vector<char>& raw,
                  float* out) {
-  raw.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
+  raw.resize(count * dtype_bytes(t.dtype));
   source.read(t.name, begin, count, raw.data());
   convert_elements(DType::F32, out, t.dtype, raw.data(), count);
 }
@@ -116,8 +116,8 @@ void load_weights(Engine& engine, const std::string& path) {
                                   fmt::join(found.anew, ", ")));
   std::vector<char> raw;
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    if (found.tensors[static_cast<size_t>(param)] == nullptr) return engine.init_values(param, begin, count, out);
-    const TensorInfo& t = *found.tensors[static_cast<size_t>(param)];
+    if (found.tensors[param] == nullptr) return engine.init_values(param, begin, count, out);
+    const TensorInfo& t = *found.tensors[param];
     read_floats(*found.source, t, begin, count, raw, out);
     const float* const bad = std::find_if_not(out, out + count, [](float x) { return std::isfinite(x); });
     DS_CHECK(bad == out + count, Errc::Numeric, "{}: element {} of {} is {} in fp32; no model computes with that",

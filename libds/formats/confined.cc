@@ -4,10 +4,8 @@
 #include "formats/confined.h"
 
 #include <fcntl.h>
-#include <linux/audit.h>
-#include <linux/filter.h>
-#include <linux/seccomp.h>
 #include <poll.h>
+#include <seccomp.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
@@ -21,6 +19,7 @@
 #include <csignal>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -36,37 +35,24 @@ enum Kind : char { kAnswer, kError, kNoMemory };
 
 constexpr size_t kMaxMessage = 4096;
 
-// A system call that the child may make; with `arg`, only if that argument has this value.
+// A system call that the child may make; with `arg`, only if the low half of that argument has this value.
 struct Rule {
   long call;
   int arg = -1;
   u32 value = 0;
 };
 
-// Lets the rules pass and refuses everything else, on x86-64, the only processor there is a libds for.
+// Lets the rules pass and refuses everything else; a call by another processor's numbers ends the process.
 bool install_filter(const std::vector<Rule>& rules) {
-  std::vector<sock_filter> program;
-  const auto add = [&](int code, u32 k, int if_true = 0, int if_false = 0) {
-    program.push_back({static_cast<u16>(code), static_cast<u8>(if_true), static_cast<u8>(if_false), k});
-  };
-  const auto load = [&](size_t offset) { add(BPF_LD | BPF_W | BPF_ABS, static_cast<u32>(offset)); };
-  const auto skip_unless = [&](u32 value, int skipped) { add(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skipped); };
-  const auto end = [&](u32 action) { add(BPF_RET | BPF_K, action); };
-  load(offsetof(seccomp_data, arch));
-  add(BPF_JMP | BPF_JEQ | BPF_K, AUDIT_ARCH_X86_64, 1, 0);
-  end(SECCOMP_RET_KILL_PROCESS);
+  const std::unique_ptr<void, void (*)(scmp_filter_ctx)> filter(::seccomp_init(SCMP_ACT_ERRNO(EPERM)),
+                                                                ::seccomp_release);
+  if (!filter || ::seccomp_attr_set(filter.get(), SCMP_FLTATR_ACT_BADARCH, SCMP_ACT_KILL_PROCESS) != 0) return false;
   for (const Rule& r : rules) {
-    load(offsetof(seccomp_data, nr));
-    skip_unless(static_cast<u32>(r.call), r.arg < 0 ? 1 : 3);
-    if (r.arg >= 0) {
-      load(offsetof(seccomp_data, args) + 8 * static_cast<size_t>(r.arg));  // its low half
-      skip_unless(r.value, 1);
-    }
-    end(SECCOMP_RET_ALLOW);
+    const scmp_arg_cmp arg{static_cast<unsigned>(std::max(r.arg, 0)), SCMP_CMP_MASKED_EQ, 0xffffffff, r.value};
+    if (::seccomp_rule_add_array(filter.get(), SCMP_ACT_ALLOW, static_cast<int>(r.call), r.arg < 0 ? 0 : 1, &arg) != 0)
+      return false;
   }
-  end(SECCOMP_RET_ERRNO | EPERM);
-  const sock_fprog filter{static_cast<unsigned short>(program.size()), program.data()};
-  return ::prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 && ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &filter) == 0;
+  return ::seccomp_load(filter.get()) == 0;  // which forbids new privileges, too
 }
 
 bool forbid_all_but_computing(int answers) {

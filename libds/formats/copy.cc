@@ -80,7 +80,7 @@ void read_all(const TensorSource& source, const std::vector<size_t>& order, size
       chunk->tensor = &t;
       chunk->first = first;
       chunk->count = std::min(step, n - first);
-      chunk->data.resize(static_cast<size_t>(chunk->count * size));
+      chunk->data.resize(chunk->count * size);
       source.read(t.name, first, chunk->count, chunk->data.data());
       ring.end_fill();
     }

@@ -121,7 +121,7 @@ struct Mapping {
 
 // What a piece shows: part of a first row, whole rows, part of a last row, where a row is all indices of the piece's
 // dim and the dims behind it. However many rows there are, these are a few boxes.
-std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Piece& piece) {
+std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Part& piece) {
   const auto dim = static_cast<size_t>(piece.dim);
   const std::vector<i64> outer(shape.begin(), shape.begin() + piece.dim);
   i64 inner = 1, width = 0;
@@ -237,7 +237,7 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
     const Id space = make_space(c, v.info.shape);
     const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
     without_times(c, creation);
-    for (const Hdf5View::Piece& piece : v.pieces) {
+    for (const Hdf5View::Part& piece : v.parts) {
       const std::vector<hsize_t> ones(v.info.shape.size(), 1);
       const Id source = make_space(c, {piece.count});
       hsize_t taken = 0;

@@ -38,14 +38,14 @@ std::vector<i64> create_hdf5(const File& file, const std::vector<Hdf5Dataset>& d
 
 // A dataset that shows, under one name and shape, elements which stand in one-dimensional datasets of other files.
 struct Hdf5View {
-  struct Piece {
+  struct Part {
     i64 begin, count;           // range of the flattened view, or of the part of it that `ranges` choose
     std::string file, dataset;  // file name relative to the view's directory
     int dim = 0;
     std::vector<std::pair<i64, i64>> ranges = {};  // of the indices of `dim`, ascending and disjoint; none: all
   };
   TensorInfo info;
-  std::vector<Piece> pieces;
+  std::vector<Part> parts;
 };
 // links: name -> name of the view that it stands for.
 void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& views,

@@ -189,7 +189,7 @@ class Walk {
     if (rank < 0) c_.fail("read the shape of /" + name);
     std::vector<i64> shape;
     for (int d = 0; d < rank; ++d) {
-      const hsize_t n = dims[static_cast<size_t>(d)];
+      const hsize_t n = dims[d];
       DS_CHECK(std::in_range<i64>(n), Errc::Corrupt, "{}: /{}: dim {} is {}", c_.path, name, d, n);
       shape.push_back(static_cast<i64>(n));
     }
@@ -209,7 +209,7 @@ class Walk {
     DS_CHECK(bytes <= kMaxCompactBytes, Errc::Corrupt, "{}: /{}: {} bytes in its header, which holds {}", c_.path, name,
              bytes, kMaxCompactBytes);
     const auto at = static_cast<i64>(table_.inlined.size());
-    table_.inlined.resize(static_cast<size_t>(at + bytes));
+    table_.inlined.resize(at + bytes);
     c_.ok(H5Dread(dataset, type, H5S_ALL, H5S_ALL, H5P_DEFAULT, table_.inlined.data() + at), "read /" + name);
     return -1 - at;
   }

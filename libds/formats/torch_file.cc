@@ -172,7 +172,7 @@ const char* TorchFile::storage_in_memory(const PickleTensor& t) const {
   if (entry.bytes > kMostBytes) return nullptr;
   if (storage_at_ != entry.offset) {
     storage_at_ = -1;
-    storage_.resize(static_cast<size_t>(entry.bytes));
+    storage_.resize(entry.bytes);
     file().read_at(entry.offset, storage_.data(), entry.bytes);
     storage_at_ = entry.offset;
   }
@@ -193,7 +193,7 @@ void TorchFile::read_run(const char* in_memory, i64 file_offset, i64 stride_byte
   std::vector<char> window;
   for (i64 done = 0; done < count; done += per_window) {
     const i64 n = std::min(per_window, count - done);
-    window.resize(static_cast<size_t>((n - 1) * stride_bytes + elem_bytes));
+    window.resize((n - 1) * stride_bytes + elem_bytes);
     file().read_at(file_offset + done * stride_bytes, window.data(), narrow<i64>(window.size()));
     for (i64 i = 0; i < n; ++i) {
       std::memcpy(out + (done + i) * out_stride_bytes, window.data() + i * stride_bytes,

@@ -9,21 +9,19 @@ namespace ds::infer {
 
 i32 sample(std::span<const float> logits, const Sampling& o, i64 position, std::vector<i32>& order) {
   const auto less = [&](i32 a, i32 b) {
-    const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
+    const float x = logits[a], y = logits[b];
     return x < y || (x == y && a > b);
   };
   order.resize(logits.size());
   std::iota(order.begin(), order.end(), 0);
   const auto top = std::max_element(order.begin(), order.end(), less);
   if (o.temperature == 0) return *top;
-  const double most = static_cast<double>(logits[static_cast<size_t>(*top)]);
-  const auto weight = [&](i32 id) {
-    return std::exp((static_cast<double>(logits[static_cast<size_t>(id)]) - most) / o.temperature);
-  };
+  const double most = static_cast<double>(logits[*top]);
+  const auto weight = [&](i32 id) { return std::exp((static_cast<double>(logits[id]) - most) / o.temperature); };
   if (o.top_k > 0 && o.top_k < std::ssize(order)) {
     std::nth_element(order.begin(), order.begin() + (o.top_k - 1), order.end(),
                      [&](i32 a, i32 b) { return less(b, a); });
-    order.resize(static_cast<size_t>(o.top_k));
+    order.resize(o.top_k);
     std::sort(order.begin(), order.end());  // the sum is one in the order of ids
   }
   double total = 0;

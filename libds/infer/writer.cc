@@ -97,7 +97,7 @@ class Writer {
     });
     if (memory_.rope_cos && !rope_apart_) upload_rotations(0, largest_);
     if (plan_.mesh.pp > 1) message_ = buffer(Tag::Workspace, rows * model_.hidden * dtype_bytes(plan_.work));
-    logits_.resize(static_cast<size_t>(most_ * model_.vocab));
+    logits_.resize(most_ * model_.vocab);
   }
 
   void upload_rotations(i64 first_row, i64 length) {
@@ -118,8 +118,7 @@ class Writer {
     const TensorView part = TensorView::of(nullptr, plan_.work, {1, positions, kv_heads, model_.head_dim});
     i64 parts = 0;
     for (const report::ChunkPlan& c : plan_.chunks) {
-      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l)
-        parts += model_.layers[static_cast<size_t>(l)]->is_block() ? 2 : 0;
+      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) parts += model_.layers[l]->is_block() ? 2 : 0;
     }
     const i64 part_bytes = align_up(part.bytes(), 64);
     s->memory = buffer(Tag::Activations, parts * part_bytes);
@@ -127,8 +126,8 @@ class Writer {
     s->caches.resize(model_.layers.size());
     for (const report::ChunkPlan& c : plan_.chunks) {
       for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
-        if (!model_.layers[static_cast<size_t>(l)]->is_block()) continue;
-        model::KvCache& cache = s->caches[static_cast<size_t>(l)];
+        if (!model_.layers[l]->is_block()) continue;
+        model::KvCache& cache = s->caches[l];
         cache.k = cache.v = part;
         cache.k.data = std::exchange(at, at + part_bytes);
         cache.v.data = std::exchange(at, at + part_bytes);
@@ -148,7 +147,7 @@ class Writer {
     stage_.mesh().pp().broadcast(logits.data, logits.bytes(), plan_.mesh.pp - 1, "pp.broadcast").wait();
     device_.download(logits_.data(), logits.data, logits.bytes());
     for (i64 b = 0; b < B; ++b) {
-      Sequence& s = *sequences[static_cast<size_t>(b)];
+      Sequence& s = *sequences[b];
       s.seen += T;
       const std::span<const float> row(logits_.data() + b * V, static_cast<size_t>(V));
       DS_CHECK(std::ranges::all_of(row, [](float y) { return std::isfinite(y); }), Errc::Numeric,
@@ -191,7 +190,7 @@ class Writer {
         stage_.mesh().activations().recv(x.data, x.bytes(), stage_.previous(), "pp.recv").wait();
       }
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
-        for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[static_cast<size_t>(l)];
+        for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
       if (!chunk.last) stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
     }

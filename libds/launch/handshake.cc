@@ -9,6 +9,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <sodium/crypto_shorthash.h>
 #include <sys/random.h>
 #include <sys/socket.h>
 
@@ -29,13 +30,6 @@ constexpr int kProofMs = 15'000;           // the launcher may be busy with many
 constexpr i64 kPatience = 20'000'000'000;  // ns; who says nothing is called again for so long
 constexpr u32 kLongestGreeting = 64;       // bytes
 constexpr std::string_view kSilence = "nobody speaks there";
-
-void sip_round(std::array<u64, 4>& v) {
-  v[0] += v[1], v[1] = std::rotl(v[1], 13) ^ v[0], v[0] = std::rotl(v[0], 32);
-  v[2] += v[3], v[3] = std::rotl(v[3], 16) ^ v[2];
-  v[0] += v[3], v[3] = std::rotl(v[3], 21) ^ v[0];
-  v[2] += v[1], v[1] = std::rotl(v[1], 17) ^ v[2], v[2] = std::rotl(v[2], 32);
-}
 
 struct Address {
   sockaddr_storage storage{};
@@ -97,22 +91,12 @@ std::string_view greet(Channel& channel, const Home& home) {
 }  // namespace
 
 u64 siphash(std::string_view key16, std::string_view message) {
-  DS_ASSERT(key16.size() == 16);
-  const auto word = [](std::string_view bytes) { return value_of<u64>(bytes.substr(0, 8)); };
-  const u64 k0 = word(key16), k1 = word(key16.substr(8));
-  std::array<u64, 4> v = {k0 ^ 0x736f6d6570736575, k1 ^ 0x646f72616e646f6d, k0 ^ 0x6c7967656e657261,
-                          k1 ^ 0x7465646279746573};
-  const auto take = [&](u64 m) {
-    v[3] ^= m;
-    sip_round(v), sip_round(v);
-    v[0] ^= m;
-  };
-  const u64 length = message.size();
-  for (; message.size() >= 8; message.remove_prefix(8)) take(word(message));
-  take(word(message) | length << 56);
-  v[2] ^= 0xff;
-  for (int round = 0; round < 4; ++round) sip_round(v);
-  return v[0] ^ v[1] ^ v[2] ^ v[3];
+  static_assert(crypto_shorthash_KEYBYTES == 16 && crypto_shorthash_BYTES == sizeof(u64));
+  DS_ASSERT(key16.size() == crypto_shorthash_KEYBYTES);
+  const auto bytes = [](std::string_view text) { return reinterpret_cast<const unsigned char*>(text.data()); };
+  std::array<unsigned char, crypto_shorthash_BYTES> hash{};
+  crypto_shorthash(hash.data(), bytes(message), message.size(), bytes(key16));
+  return std::bit_cast<u64>(hash);
 }
 
 std::vector<std::string> to_fields(const Home& home) {

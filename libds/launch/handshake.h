@@ -22,7 +22,7 @@
 
 namespace ds::launch {
 
-// SipHash-2-4 (Aumasson, Bernstein 2012), a keyed hash made to authenticate short messages.
+// SipHash-2-4 (Aumasson, Bernstein 2012), a keyed hash made to authenticate short messages: libsodium's.
 u64 siphash(std::string_view key16, std::string_view message);
 
 // Where the launcher listens, and what to say there.

@@ -100,7 +100,7 @@ class Stages {
         layers.push_back(cuts[block + 1] - cuts[block]);
         if (config.model.sliding_window == 0) continue;
         for (i64 l = std::max<i64>(cuts[block], 1); l < std::min(cuts[block + 1], config.model.layers + 1); ++l)
-          layers.push_back(config.model.sliding_layers[static_cast<size_t>(l - 1)]);
+          layers.push_back(config.model.sliding_layers[l - 1]);
       }
       auto at = works_.find(layers);
       if (at == works_.end()) {

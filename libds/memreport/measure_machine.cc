@@ -299,7 +299,7 @@ Machine measure_machine(const MeasureOptions& options, const MakeDevice& make) {
     try {
       together.arrive_and_wait();
       if (stopped) return;
-      Worker worker(*devices[static_cast<size_t>(r)], options.seconds_per_op);
+      Worker worker(*devices[r], options.seconds_per_op);
       for (size_t at = 0; at < sums.size(); ++at) {
         together.arrive_and_wait();
         const double s = worker.seconds_of(calls[at % calls.size()]);

@@ -19,7 +19,7 @@ BarChart chart_of(const Prediction& p, i64 limit) {
       if (p.device == "cpu" || t.tag != "host") bar.predicted.push_back({t.tag, t.bytes});
     }
     for (const int rank : g.ranks) {
-      Bar& of_rank = bars[static_cast<size_t>(rank)] = bar;
+      Bar& of_rank = bars[rank] = bar;
       of_rank.label = fmt::format("rank {}", rank);
     }
   }

@@ -5,7 +5,7 @@
 
 #include "base/check.h"
 #include "ds/memreport.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 #include "memreport/models.h"
 #include "model/building_blocks.h"
 #include "pipeline/simulate.h"
@@ -73,7 +73,7 @@ NodeBytes fullest_node(const Prediction& p) {
   const int ranks_per_node = p.world.ranks / p.world.nodes;
   for (const RankGroup& g : p.groups) {
     for (const int rank : g.ranks) {
-      i64& sum = bytes[static_cast<size_t>(rank / ranks_per_node)];
+      i64& sum = bytes[rank / ranks_per_node];
       const std::optional<i64> more = checked_add(sum, p.device == "cpu" ? g.device_bytes : g.host_bytes);
       DS_CHECK(more.has_value(), Errc::Config, "the {} ranks of a node need more than 2^63 bytes together",
                ranks_per_node);

@@ -43,7 +43,7 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
   const i64 T = h.k.dim(1);
   params.dropout = 0;
   for (i64 b = 0; b < ctx.B; ++b) {
-    KvCache& cache = *ctx.caches[static_cast<size_t>(b)];
+    KvCache& cache = *ctx.caches[b];
     ctx.ops.copy_heads(some_tokens(cache.k, cache.length, T), h.k.rows(b, 1), ctx.stream);
     ctx.ops.copy_heads(some_tokens(cache.v, cache.length, T), h.v.rows(b, 1), ctx.stream);
     cache.length += T;

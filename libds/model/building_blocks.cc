@@ -54,7 +54,7 @@ ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
   i64 n = 0;
   for (const auto& [begin, end] : ranges) n += end - begin;
   row.whole = row.shape;
-  row.shape[static_cast<size_t>(dim)] = n;
+  row.shape[dim] = n;
   row.slice = {dim, std::move(ranges)};
   return row;
 }
@@ -63,7 +63,7 @@ ParamRow cut(ParamRow row, int dim, std::vector<std::pair<i64, i64>> ranges) {
 
 ParamRow cut_row(ParamRow row, const Shard& shard, int dim, i64 fused) {
   if (shard.tp == 1) return row;
-  const i64 part = div_exact(row.shape[static_cast<size_t>(dim)], fused), share = div_exact(part, shard.tp);
+  const i64 part = div_exact(row.shape[dim], fused), share = div_exact(part, shard.tp);
   std::vector<std::pair<i64, i64>> ranges;
   for (i64 f = 0; f < fused; ++f) {
     const i64 begin = f * part + shard.tp_rank * share;
@@ -76,7 +76,7 @@ ParamRow cut_heads(ParamRow row, const Shard& shard, int dim, i64 heads) {
   if (heads >= shard.tp) return cut_row(std::move(row), shard, dim);
   row.also_summed = narrow<int>(div_exact(i64{shard.tp}, heads));
   row.counted = shard.tp_rank % row.also_summed == 0;
-  const i64 size = div_exact(row.shape[static_cast<size_t>(dim)], heads), head = shard.tp_rank / row.also_summed;
+  const i64 size = div_exact(row.shape[dim], heads), head = shard.tp_rank / row.also_summed;
   return cut(std::move(row), dim, {{head * size, (head + 1) * size}});
 }
 

@@ -29,7 +29,7 @@ Frequencies frequencies(const ModelConfig& c, i64 length) {
     theta *= std::pow(factor * s / M - (factor - 1), d / (d - 2));
   }
   Frequencies f;
-  f.inverse.resize(static_cast<size_t>(c.head_dim / 2));
+  f.inverse.resize(c.head_dim / 2);
   for (size_t k = 0; k < f.inverse.size(); ++k) f.inverse[k] = std::pow(theta, -2.0 * static_cast<double>(k) / d);
 
   switch (rope.type) {

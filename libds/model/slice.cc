@@ -17,7 +17,7 @@ std::string slice_problem(const ParamSlice& slice, std::span<const i64> shape) {
   if (slice.whole()) return {};
   if (slice.dim < 0 || std::cmp_greater_equal(slice.dim, shape.size()))
     return fmt::format("dim {} of {}", slice.dim, shape.size());
-  const i64 size = shape[static_cast<size_t>(slice.dim)];
+  const i64 size = shape[slice.dim];
   i64 end = 0;
   for (const auto& [from, to] : slice.ranges) {
     if (from < end || to <= from || to > size)

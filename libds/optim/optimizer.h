@@ -38,7 +38,7 @@ struct Group {
 struct Groups {
   std::vector<Group> groups;      // those of the configuration in order; the last one has the rest
   std::vector<size_t> of_params;  // by number of the parameter
-  const Group& of(i64 param) const noexcept { return groups[of_params[static_cast<size_t>(param)]]; }
+  const Group& of(i64 param) const noexcept { return groups[of_params[param]]; }
   bool frozen(i64 param) const noexcept { return of(param).frozen; }
   bool any_has(State s) const noexcept {
     return std::any_of(groups.begin(), groups.end(), [s](const Group& g) { return g.states()[s]; });

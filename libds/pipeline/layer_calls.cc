@@ -10,7 +10,7 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
   Chunk chunk{.begin = begin, .end = end};
   i64 grouped = 0;  // layers of the group so far
   for (i64 l = begin; l < end; ++l) {
-    chunk.keep.push_back(model.layers[static_cast<size_t>(l)]->is_block() ? checkpointing.keep : Keep::All);
+    chunk.keep.push_back(model.layers[l]->is_block() ? checkpointing.keep : Keep::All);
     const bool joins = chunk.keep.back() == Keep::Input && grouped > 0 && grouped < checkpointing.interval;
     chunk.continues.push_back(joins);
     grouped = chunk.keep.back() != Keep::Input ? 0 : joins ? grouped + 1 : 1;
@@ -35,7 +35,7 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
       for (; first < l; ++first) calls.push_back({Kind::Forward, first});
     }
     calls.push_back({Kind::BackwardInput, l, again});
-    if (!split || !model.layers[static_cast<size_t>(l)]->splits()) calls.push_back({Kind::BackwardWeight, l});
+    if (!split || !model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
   }
   return calls;
 }
@@ -43,7 +43,7 @@ std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& ch
 std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chunk) {
   std::vector<LayerCall> calls;
   for (i64 l = chunk.end; l-- > chunk.begin;) {
-    if (model.layers[static_cast<size_t>(l)]->splits()) calls.push_back({Kind::BackwardWeight, l});
+    if (model.layers[l]->splits()) calls.push_back({Kind::BackwardWeight, l});
   }
   return calls;
 }

@@ -28,10 +28,8 @@ struct Chunk {
   i64 begin = 0, end = 0;
   std::vector<model::Keep> keep = {};  // by layer
   std::vector<bool> continues = {};    // by layer: it is of the group of the layer before
-  model::Keep keep_of(i64 layer) const noexcept { return keep[static_cast<size_t>(layer - begin)]; }
-  bool continues_group(i64 layer) const noexcept {
-    return layer < end && continues[static_cast<size_t>(layer - begin)];
-  }
+  model::Keep keep_of(i64 layer) const noexcept { return keep[layer - begin]; }
+  bool continues_group(i64 layer) const noexcept { return layer < end && continues[layer - begin]; }
 };
 Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpointing& checkpointing);
 

@@ -25,7 +25,7 @@ std::optional<std::vector<i64>> cuts_within(std::span<const i64> before, int par
   const i64 items = narrow<i64>(before.size()) - 1;
   std::vector<i64> cuts = {0};
   for (i64 to_come = parts - 1; to_come >= 0; --to_come) {
-    const auto end = std::upper_bound(before.begin(), before.end(), before[static_cast<size_t>(cuts.back())] + most);
+    const auto end = std::upper_bound(before.begin(), before.end(), before[cuts.back()] + most);
     cuts.push_back(std::min<i64>(end - before.begin() - 1, items - to_come));
   }
   if (cuts.back() < items) return std::nullopt;

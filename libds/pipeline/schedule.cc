@@ -134,7 +134,7 @@ KeptSlots kept_slots(std::span<const Instr> schedule, i64 chunks, i64 micro_batc
   KeptSlots slots{.of = {static_cast<size_t>(chunks), std::vector<i64>(static_cast<size_t>(micro_batches), 0)}};
   std::set<i64> free = {0};
   for (const Instr& instr : schedule) {
-    i64& slot = slots.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
+    i64& slot = slots.of[instr.chunk][instr.micro];
     if (instr.op == Op::Forward) {
       if (free.empty()) free.insert(slots.count++);
       slot = free.extract(free.begin()).value();

@@ -86,7 +86,7 @@ class Simulation {
   }
 
   bool receive(std::vector<Channel>& channels, i64 from, i64 stage, const Instr& instr, i64 block) {
-    Channel& channel = channels[static_cast<size_t>(from)];
+    Channel& channel = channels[from];
     if (channel.taken.size() == channel.sent.size()) return false;
     const Message& message = channel.sent[channel.taken.size()];
     DS_CHECK(
@@ -95,21 +95,21 @@ class Simulation {
         "block {}",
         stage, op_name(instr.op), instr.micro, block, message.micro, message.block);
     const i64 sender_block = &channels == &grads_ ? block + 1 : block - 1;
-    double& now = now_[static_cast<size_t>(stage)];
+    double& now = now_[stage];
     now = std::max(now, message.ready) + costs(sender_block).send + delay();
     channel.taken.push_back(now);
     return true;
   }
 
   bool pass(i64 stage, const Instr& instr, double cost, const Channel& channel, bool sends) {
-    double& now = now_[static_cast<size_t>(stage)];
+    double& now = now_[stage];
     const i64 before = narrow<i64>(channel.sent.size()) - adversity_.send_buffers;  // this one's buffer was its
     if (sends && before >= 0) {
       if (before >= narrow<i64>(channel.taken.size())) return false;
-      now = std::max(now, channel.taken[static_cast<size_t>(before)]);
+      now = std::max(now, channel.taken[before]);
     }
     const double end = now + cost + delay();
-    timeline_.stages[static_cast<size_t>(stage)].push_back({instr, now, end});
+    timeline_.stages[stage].push_back({instr, now, end});
     timeline_.makespan = std::max(timeline_.makespan, end);
     now = end;
     return true;

@@ -76,7 +76,7 @@ void CountedUpdate::gather() {
   for (const auto& s : shards_) {
     std::vector<i64> times(plan_.rows.size(), 0);
     for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
-      for (const zero::GatherStep::Launch& launch : step.launch) ++times[static_cast<size_t>(launch.unit)];
+      for (const zero::GatherStep::Launch& launch : step.launch) ++times[launch.unit];
     }
     std::map<i64, std::vector<i64>> units;  // by how often they are gathered
     for (size_t u = 0; u < times.size(); ++u) {

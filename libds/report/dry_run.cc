@@ -64,7 +64,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
     for (const auto* calls : {&chunk.forward, &chunk.backward, &chunk.weight}) {
       for (const LayerCall& call : *calls) {
         const size_t at = static_cast<size_t>(call.layer - chunk.chunk.begin);
-        const model::Layer& layer = *model.layers[static_cast<size_t>(call.layer)];
+        const model::Layer& layer = *model.layers[call.layer];
         const model::LayerActs& a = acts[at];
         const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
         const std::vector<TensorView> own = views_of(layer.rows(), weight ? fresh : plan.work, &there);

@@ -52,7 +52,7 @@ void tally_update(StepWork& work, const RunPlan& plan) {
   };
   const auto reduced = [&](const Operation& op, int size) {
     if (op.kind != OpKind::ReduceScatter) return;
-    for (const Segment& s : op.segments) {
+    for (const OpSegment& s : op.segments) {
       const TensorView source = TensorView::of(nullptr, op.dtype, {s.slice_bytes / dtype_bytes(op.dtype)}),
                        sum = TensorView::of(nullptr, DType::F32, {source.numel()});
       work.reductions.add(fold_of(sum, source, size, op.accumulate), times);

@@ -212,7 +212,7 @@ struct Cell {
 // Columns [begin, end) of one stage.
 std::vector<Cell> draw(const std::vector<Span>& spans, const Grid& grid, i64 begin, i64 end) {
   std::vector<Cell> cells(static_cast<size_t>((end - begin) * grid.cell));
-  for (i64 c = begin; c < end; ++c) cells[static_cast<size_t>((c - begin) * grid.cell)].letter = '.';
+  for (i64 c = begin; c < end; ++c) cells[(c - begin) * grid.cell].letter = '.';
   for (const Span& s : spans) {
     const i64 from = std::llround(s.begin / grid.time), to = std::llround(s.end / grid.time);
     if (from >= end || to <= begin || from == to) continue;
@@ -222,8 +222,8 @@ std::vector<Cell> draw(const std::vector<Span>& spans, const Grid& grid, i64 beg
     const i64 size = (to - from) * grid.cell - grid.gap, offset = from * grid.cell;
     for (i64 at = std::max(from, begin) * grid.cell; at < std::min(to, end) * grid.cell; ++at) {
       const i64 k = at - offset;
-      const char letter = k < narrow<i64>(text.size()) ? text[static_cast<size_t>(k)] : k < size ? '-' : ' ';
-      cells[static_cast<size_t>(at - begin * grid.cell)] = {letter, static_cast<u8>(look)};
+      const char letter = k < narrow<i64>(text.size()) ? text[k] : k < size ? '-' : ' ';
+      cells[at - begin * grid.cell] = {letter, static_cast<u8>(look)};
     }
   }
   return cells;

@@ -39,8 +39,7 @@ pipeline::Checkpointing checkpointing_of(const ActivationCheckpointingConfig& c)
 zero::Access uses_of(const RunPlan& plan, size_t group, i64 layer, i64 num_layers, i64 shared) {
   const auto in_group = [group](const model::ParamRow& row) { return row.group == group; };
   zero::Access units;
-  if (std::ranges::any_of(plan.rows[static_cast<size_t>(RunPlan::unit_of(layer))], in_group))
-    units.push_back(RunPlan::unit_of(layer));
+  if (std::ranges::any_of(plan.rows[RunPlan::unit_of(layer)], in_group)) units.push_back(RunPlan::unit_of(layer));
   if (group == 0 && plan.tied() && (layer == 0 || layer + 1 == num_layers)) units.push_back(shared);
   return units;
 }
@@ -61,7 +60,7 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<
                                    i64 num_layers) {
   std::vector<zero::Access> trace;
   for (const pipeline::Instr& instr : schedule) {
-    for (const LayerCall& call : calls_of(plan.chunks[static_cast<size_t>(instr.chunk)], instr.op)) {
+    for (const LayerCall& call : calls_of(plan.chunks[instr.chunk], instr.op)) {
       if (call.kind != LayerCall::Kind::BackwardWeight)
         trace.push_back(uses_of(plan, group, call.layer, num_layers, RunPlan::kSharedUnit));
     }
@@ -196,7 +195,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
                   .reduce_each_micro = plan.reduce_each_micro};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
-    const ChunkPlan& chunk = plan.chunks[static_cast<size_t>(c)];
+    const ChunkPlan& chunk = plan.chunks[c];
     for (const auto* calls : {&chunk.backward, &chunk.weight}) {
       std::vector<i64> units;
       for (const LayerCall& call : *calls) {
@@ -219,7 +218,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
     if (!shards.layout.states().shard_params || s.persistent) {
       shards.whole += elems;
     } else {
-      gather_elems[static_cast<size_t>(s.unit)] += elems;
+      gather_elems[s.unit] += elems;
     }
   }
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};

@@ -64,7 +64,7 @@ void Stage::make_pass_memory() {
   device_.upload(memory_.positions.data, positions.data(), memory_.positions.bytes());
   for (i64 b = 0; b < sizes.B; ++b)
     device_.upload(memory_.row_positions.as<i32>() + b * sizes.T, positions.data(), sizes.T * 4);
-  tokens_.resize(static_cast<size_t>(sizes.B * sizes.T));
+  tokens_.resize(sizes.B * sizes.T);
 }
 
 void Stage::make_chunks() {
@@ -74,7 +74,7 @@ void Stage::make_chunks() {
   working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
   const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
   streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
-  outputs_sent_.resize(static_cast<size_t>(plan_.kept.count));
+  outputs_sent_.resize(plan_.kept.count);
   char *const kept = static_cast<char*>(kept_.data()), *const host = static_cast<char*>(host_.data());
   char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
   const auto streams = [&](i64 n) {
@@ -90,9 +90,9 @@ void Stage::make_chunks() {
       chunk.grads_out = streams(c.grad_slots);
     }
     if (!c.last) chunk.grads_in = streams(c.grad_slots);
-    chunk.inputs_here.resize(static_cast<size_t>(c.input_slots));
-    chunk.grads_here.resize(static_cast<size_t>(c.grad_slots));
-    chunk.grads_sent.resize(static_cast<size_t>(c.grad_slots));
+    chunk.inputs_here.resize(c.input_slots);
+    chunk.grads_here.resize(c.grad_slots);
+    chunk.grads_sent.resize(c.grad_slots);
     const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
       model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
@@ -106,13 +106,13 @@ void Stage::make_chunks() {
     // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
     std::map<std::array<i64, 3>, size_t> known;
     for (i64 micro = 0; plan_.trains() && micro < plan_.micro_batches; ++micro) {
-      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][static_cast<size_t>(micro)],
+      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][micro],
                 working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
                 grad_slot = micro % c.grad_slots;
       const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
       chunk.views.push_back(found->second);
       if (!is_new) continue;
-      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[static_cast<size_t>(grad_slot)];
+      const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[grad_slot];
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
       if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
@@ -166,7 +166,7 @@ std::span<const TensorView> Stage::merge(std::span<const model::ParamRow> rows, 
 model::RowViews Stage::param_views(const Leases& leases, i64 layer) {
   const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
   const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
-  return {merge(model_.layers[static_cast<size_t>(layer)]->rows(), merged_params_, rows_of),
+  return {merge(model_.layers[layer]->rows(), merged_params_, rows_of),
           shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
 }
 
@@ -227,7 +227,7 @@ T& slot_of(std::vector<T>& slots, i64 micro) {
 void Stage::post_receives(size_t end) {
   for (; posted_ < end; ++posted_) {
     const Instr& instr = plan_.schedule[posted_];
-    Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+    Chunk& chunk = chunks_[instr.chunk];
     if (instr.op == Op::RecvActivation) {
       receive_activation(instr);
     } else if (instr.op == Op::RecvGrad) {
@@ -246,7 +246,7 @@ void Stage::post_next_receive(size_t at) {
 }
 
 void Stage::send(const Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[instr.chunk];
   if (instr.op == Op::SendActivation) {
     const TensorView y = acts_of(instr).back().output;
     output_sent(instr) = mesh_.activations().send(y.data, y.bytes(), next(), "pp.send");
@@ -257,27 +257,27 @@ void Stage::send(const Instr& instr) {
 }
 
 const std::vector<model::LayerActs>& Stage::acts_of(const Instr& instr) const noexcept {
-  const Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const Chunk& chunk = chunks_[instr.chunk];
   const bool forward = instr.op == Op::Forward || instr.op == Op::SendActivation;
-  return (forward ? chunk.forward : chunk.backward)[chunk.views[static_cast<size_t>(instr.micro)]];
+  return (forward ? chunk.forward : chunk.backward)[chunk.views[instr.micro]];
 }
 
 Ticket& Stage::output_sent(const Instr& instr) noexcept {
-  const i64 slot = plan_.kept.of[static_cast<size_t>(instr.chunk)][static_cast<size_t>(instr.micro)];
-  return outputs_sent_[static_cast<size_t>(slot)];
+  const i64 slot = plan_.kept.of[instr.chunk][instr.micro];
+  return outputs_sent_[slot];
 }
 
 // What a chunk's first layer reads; it has come when this returns.
 TensorView Stage::input_of(const Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[instr.chunk];
   if (chunk.inputs.empty()) return {};
   slot_of(chunk.inputs_here, instr.micro).wait();
   return slot_of(chunk.inputs, instr.micro);
 }
 
 void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  const report::ChunkPlan& plan = plan_.chunks[instr.chunk];
+  Chunk& chunk = chunks_[instr.chunk];
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
   ctx.dropout_key = micro.dropout_key;
@@ -297,9 +297,9 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
 
 void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
                      const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_.chunks[static_cast<size_t>(instr.chunk)];
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
-  const model::Layer& layer = *model_.layers[static_cast<size_t>(call.layer)];
+  const report::ChunkPlan& plan = plan_.chunks[instr.chunk];
+  Chunk& chunk = chunks_[instr.chunk];
+  const model::Layer& layer = *model_.layers[call.layer];
   const bool head = call.layer + 1 == std::ssize(model_.layers);
   const size_t at = static_cast<size_t>(call.layer - plan.chunk.begin);
   const auto& layers = acts_of(instr);
@@ -392,8 +392,8 @@ TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     before(l);
     const Leases leases = acquire();
-    const model::LayerActs& layer = acts[static_cast<size_t>(l - chunk.begin)];
-    model_.layers[static_cast<size_t>(l)]->forward(ctx, param_views(leases, l), x, layer);
+    const model::LayerActs& layer = acts[l - chunk.begin];
+    model_.layers[l]->forward(ctx, param_views(leases, l), x, layer);
     x = layer.output;
   }
   return x;
@@ -414,7 +414,7 @@ void Stage::evaluate(const Instr& instr) {
 }
 
 void Stage::receive_activation(const Instr& instr) {
-  Chunk& chunk = chunks_[static_cast<size_t>(instr.chunk)];
+  Chunk& chunk = chunks_[instr.chunk];
   const size_t slot = static_cast<size_t>(instr.micro) % chunk.inputs.size();
   const TensorView x = chunk.inputs[slot];
   chunk.inputs_here[slot] = mesh_.activations().recv(x.data, x.bytes(), previous(), "pp.recv");

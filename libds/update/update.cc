@@ -40,7 +40,7 @@ class Update::Matrices final : public optim::WholeMatrices {
   void for_each(FunctionRef<void(TensorView)> body) override {
     exchange_.for_each(
         [&](i64 param, i64 begin) {
-          const zero::RowPlace& row = update_.plan_.dp().layout.rows()[static_cast<size_t>(param)];
+          const zero::RowPlace& row = update_.plan_.dp().layout.rows()[param];
           return update_.gradient({.param = param, .segment = row.segment, .segment_offset = row.offset + begin});
         },
         [&](void* to, const void* from, i64 bytes) { update_.device_.copy(to, from, bytes); }, body);
@@ -85,7 +85,7 @@ std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const Slic
   std::vector<std::vector<model::ParamSlice>> slices(places.size());
   for (int r = 0; r < plan_.mesh.tp && plan_.mesh.tp > 1; ++r) {
     const std::vector<model::ParamSlice> of_rank = slices_of(r);
-    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(of_rank[static_cast<size_t>(places[i].param)]);
+    for (size_t i = 0; i < places.size(); ++i) slices[i].push_back(of_rank[places[i].param]);
   }
   return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
 }

@@ -56,12 +56,12 @@ GroupPieces UpdatePlan::pieces_of(size_t group) const {
   constexpr u32 kRoundingSites = 0x40000000u;  // beside those of initial values and dropout
   GroupPieces result;
   std::vector<i64> index(params.size(), -1);
-  for (const i64 p : params_of(group)) index[static_cast<size_t>(p)] = result.size.num_params++;
+  for (const i64 p : params_of(group)) index[p] = result.size.num_params++;
   result.size.largest = largest_of(matrices[group]);
   const auto collect = [&](std::vector<zero::TilePiece>& to, const std::vector<zero::Piece>& pieces, bool all) {
     for (const zero::Piece& piece : pieces) {
       const model::ParamRow& row = row_of(piece.param);
-      const i64 at = index[static_cast<size_t>(piece.param)];
+      const i64 at = index[piece.param];
       if (at < 0 || (!all && !row.counted)) continue;  // of copies over tp the first rank's
       to.push_back({.piece = piece,
                     .index = at,
@@ -105,10 +105,10 @@ std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
   for (size_t p = 0; p < params.size() && mesh.tp > 1; ++p) {
     const zero::RowPlace& row = layout.rows()[p];
     if (params[p]->also_summed == 1 || row.segment < 0) continue;
-    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+    const i64 slice = layout.segments()[row.segment].slice, end = row.offset + row.numel;
     for (i64 at = row.offset; at < end;) {
       const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
-      elems[static_cast<size_t>(rank)][params[p]->also_summed] += next - at;
+      elems[rank][params[p]->also_summed] += next - at;
       at = next;
     }
   }
@@ -120,9 +120,7 @@ namespace {
 void plan_combine(UpdatePlan& plan) {
   for (const zero::ShardsPlan& s : plan.shards) {
     const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
-    const auto place = [&](const zero::Piece& p) {
-      return bases[static_cast<size_t>(s.grad_segment(p.segment))] + p.segment_offset;
-    };
+    const auto place = [&](const zero::Piece& p) { return bases[s.grad_segment(p.segment)] + p.segment_offset; };
     i64 end = -1;
     for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
       const model::ParamRow& row = plan.row_of(piece.param);

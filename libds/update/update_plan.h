@@ -60,7 +60,7 @@ struct UpdatePlan {
 
   const zero::ShardsPlan& dp() const noexcept { return shards.front(); }
   int dp_rank() const noexcept { return dp().rank; }
-  const model::ParamRow& row_of(i64 param) const noexcept { return *params[static_cast<size_t>(param)]; }
+  const model::ParamRow& row_of(i64 param) const noexcept { return *params[param]; }
   const zero::ShardsPlan& shards_of(i64 param) const noexcept { return shards[row_of(param).group]; }
   // Elements of rows whose gradients are also summed over tp, in the slices that each rank of dp owns, of which there
   // may be a million; by how many ranks share a sum.
@@ -77,7 +77,7 @@ struct UpdatePlan {
   std::vector<i64> params_of(size_t group) const;
   GroupPieces pieces_of(size_t group) const;
   // Whether this rank saves a parameter and counts its gradient: no rank before it has the same.
-  bool counts(const zero::Piece& piece) const noexcept { return saved[static_cast<size_t>(piece.param)]; }
+  bool counts(const zero::Piece& piece) const noexcept { return saved[piece.param]; }
   // The same of what is trained: its gradient is in the norm.
   bool judges(const zero::Piece& piece) const noexcept { return counts(piece) && !groups.frozen(piece.param); }
   // Sums of gradients over stages and over tp go in parts of so many elements, so that what they take is bounded.

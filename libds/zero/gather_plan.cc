@@ -53,7 +53,7 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
   plan.accesses = std::move(accesses);
   plan.steps.resize(plan.accesses.size());
   const size_t num_accesses = plan.accesses.size();
-  const auto elems = [&](i64 unit) { return unit_elems[static_cast<size_t>(unit)]; };
+  const auto elems = [&](i64 unit) { return unit_elems[unit]; };
 
   // Uses are numbered along the trace. used_before[a]: elements used by the accesses before a.
   struct Use {
@@ -71,8 +71,8 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
     }
   }
   for (i64 i = narrow<i64>(uses.size()); i-- > 0;) {
-    Use& use = uses[static_cast<size_t>(i)];
-    use.next = std::exchange(next_use[static_cast<size_t>(use.unit)], i);
+    Use& use = uses[i];
+    use.next = std::exchange(next_use[use.unit], i);
   }
 
   // Units that are not gathered stand in `wanted` under their next use; so a prefetch goes through them in the order of
@@ -80,39 +80,39 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
   std::vector<i64> offset(unit_elems.size(), kAbsent);  // in the pool
   std::set<i64> wanted;
   for (const i64 use : next_use) {
-    if (use != kNever && elems(uses[static_cast<size_t>(use)].unit) > 0) wanted.insert(use);
+    if (use != kNever && elems(uses[use].unit) > 0) wanted.insert(use);
   }
   i64 live_elems = 0;
   Pool pool;
   const auto launch = [&](GatherStep& step, i64 unit) {
-    wanted.erase(next_use[static_cast<size_t>(unit)]);
+    wanted.erase(next_use[unit]);
     live_elems += elems(unit);
     plan.gathered_elems += elems(unit);
     plan.peak_live_elems = std::max(plan.peak_live_elems, live_elems);
-    offset[static_cast<size_t>(unit)] = pool.take(elems(unit));
-    step.launch.push_back({unit, offset[static_cast<size_t>(unit)]});
+    offset[unit] = pool.take(elems(unit));
+    step.launch.push_back({unit, offset[unit]});
   };
 
   for (size_t a = 0; a < num_accesses; ++a) {
     GatherStep& step = plan.steps[a];
     for (const i64 unit : plan.accesses[a]) {
-      if (elems(unit) > 0 && offset[static_cast<size_t>(unit)] == kAbsent) launch(step, unit);
+      if (elems(unit) > 0 && offset[unit] == kAbsent) launch(step, unit);
     }
     for (i64 budget = knobs.prefetch_bucket; budget > 0 && !wanted.empty();) {
-      const i64 unit = uses[static_cast<size_t>(*wanted.begin())].unit;
+      const i64 unit = uses[*wanted.begin()].unit;
       if (live_elems + elems(unit) > knobs.max_live) break;  // what does not fit ends the prefetch
       // The last one may exceed the budget, as in DeepSpeed: a unit is a whole layer, often larger than the bucket.
       budget -= elems(unit);
       launch(step, unit);
     }
     for (const i64 unit : plan.accesses[a]) {
-      i64& next = next_use[static_cast<size_t>(unit)];
-      next = uses[static_cast<size_t>(next)].next;
-      i64& at = offset[static_cast<size_t>(unit)];
+      i64& next = next_use[unit];
+      next = uses[next].next;
+      i64& at = offset[unit];
       if (at == kAbsent) continue;
       if (next != kNever && live_elems <= knobs.max_live) {
         // Elements used from now on until the unit has been used again, that use included.
-        const i64 distance = used_before[uses[static_cast<size_t>(next)].access + 1] - used_before[a + 1];
+        const i64 distance = used_before[uses[next].access + 1] - used_before[a + 1];
         if (distance <= knobs.max_reuse_distance) continue;
       }
       step.release.push_back(unit);

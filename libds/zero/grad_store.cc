@@ -10,7 +10,7 @@ std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& option
   for (const std::vector<i64>& pass : options.passes) {
     bool first = true;
     for (const i64 unit : pass) {
-      const i64 n = layout.units()[static_cast<size_t>(unit)].padded;
+      const i64 n = layout.units()[unit].padded;
       const bool beside = std::ranges::find(options.beside, unit) != options.beside.end();
       if (std::exchange(first, false) || (!beside && buckets.back().elems + n > options.bucket_elems))
         buckets.emplace_back();
@@ -80,7 +80,7 @@ std::vector<i64> staging_bases(const Layout& layout, const GradOptions& options,
     i64& most = is_beside(narrow<i64>(u)) ? largest_beside : largest;
     most = std::max(most, layout.units()[u].padded);
   }
-  for (const i64 u : options.beside) bases[static_cast<size_t>(u)] = largest;
+  for (const i64 u : options.beside) bases[u] = largest;
   end = options.staged() ? largest + largest_beside : 0;
   return bases;
 }
@@ -119,9 +119,9 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     bucket_base_.push_back(at);
     size_t num_segments = 0;
     for (const i64 unit : buckets_[b].units) {
-      const UnitPlace& place = layout.units()[static_cast<size_t>(unit)];
-      unit_bucket_[static_cast<size_t>(unit)] = narrow<i64>(b);
-      unit_base_[static_cast<size_t>(unit)] = at;
+      const UnitPlace& place = layout.units()[unit];
+      unit_bucket_[unit] = narrow<i64>(b);
+      unit_base_[unit] = at;
       at += place.padded;
       num_segments += static_cast<size_t>(place.num_segments);
     }
@@ -148,7 +148,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
         views.emplace_back();
         continue;
       }
-      const i64 at = layout.segments()[static_cast<size_t>(place.segment)].offset + place.offset;
+      const i64 at = layout.segments()[place.segment].offset + place.offset;
       const DType dtype = options.staged() ? DType::F32 : options.wire;
       void* data = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data()) +
                    ((options.staged() ? staging_base_[u] : unit_base_[u]) + at) * dtype_bytes(dtype);
@@ -160,7 +160,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
 }
 
 float* GradStore::element(i64 segment, i64 first) const noexcept {
-  return accum_.as<float>().data() + accum_base_[static_cast<size_t>(segment)] + first;
+  return accum_.as<float>().data() + accum_base_[segment] + first;
 }
 
 void GradStore::zero_gaps(i64 unit) {
@@ -171,7 +171,7 @@ void GradStore::zero_gaps(i64 unit) {
 }
 
 std::span<const TensorView> GradStore::acquire(i64 unit) {
-  const size_t bucket = static_cast<size_t>(unit_bucket_[static_cast<size_t>(unit)]);
+  const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
     tickets_[slot_[bucket]].wait();
     if (layout_.states().shard_grads) {
@@ -179,15 +179,14 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
       for (const i64 u : buckets_[bucket].units) {
         zero_gaps(u);
         for (const Segment& s : layout_.segments_of(u)) {
-          const i64 at = unit_base_[static_cast<size_t>(u)] + s.offset + s.numel,
-                    pad = s.slice * layout_.num_ranks() - s.numel;
+          const i64 at = unit_base_[u] + s.offset + s.numel, pad = s.slice * layout_.num_ranks() - s.numel;
           device_.zero(static_cast<char*>(fresh_.data()) + at * dtype_bytes(options_.wire),
                        pad * dtype_bytes(options_.wire));
         }
       }
     }
   }
-  return views_[static_cast<size_t>(unit)];
+  return views_[unit];
 }
 
 void GradStore::commit(i64 unit, i64 micro) {
@@ -221,9 +220,8 @@ void GradStore::reduce(size_t bucket, bool continues) {
   const i64 bytes = dtype_bytes(options_.wire);
   for (const i64 unit : buckets_[bucket].units) {
     for (const Segment& s : layout_.segments_of(unit)) {
-      segments_.push_back(
-          {static_cast<char*>(fresh_.data()) + (unit_base_[static_cast<size_t>(unit)] + s.offset) * bytes,
-           element(&s - layout_.segments().data(), s.slice * comm_.rank()), s.slice});
+      segments_.push_back({static_cast<char*>(fresh_.data()) + (unit_base_[unit] + s.offset) * bytes,
+                           element(&s - layout_.segments().data(), s.slice * comm_.rank()), s.slice});
     }
   }
   if (segments_.empty()) return;

@@ -15,7 +15,7 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
 
   i64 num_rows = 0, persistent_total = 0;
   for (const auto& unit : units) num_rows += narrow<i64>(unit.size());
-  layout.rows_.resize(static_cast<size_t>(num_rows));
+  layout.rows_.resize(num_rows);
 
   i64 param = 0;
   for (size_t u = 0; u < units.size(); ++u) {
@@ -48,7 +48,7 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
         if (kept[r] != want) continue;
         const i64 n = units[u][r].numel(), number = param + narrow<i64>(r);
         s.numel = align_up(s.numel, options.row_alignment());
-        layout.rows_[static_cast<size_t>(number)] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
+        layout.rows_[number] = {number, narrow<i64>(layout.segments_.size()), s.numel, n};
         s.numel += std::max(n, units[u][r].room);
         place.numel += n;
       }
@@ -88,7 +88,7 @@ std::vector<Piece> Layout::pieces(int rank, bool whole) const {
   std::vector<Piece> result;
   for (const RowPlace& row : rows_) {
     if (row.segment < 0) continue;
-    const Segment& s = segments_[static_cast<size_t>(row.segment)];
+    const Segment& s = segments_[row.segment];
     const i64 first = whole ? 0 : s.slice * rank;
     const i64 last = whole ? s.slice * num_ranks() : first + s.slice;
     const i64 begin = std::max(row.offset, first), end = std::min(row.offset + row.numel, last);

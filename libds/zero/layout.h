@@ -104,8 +104,8 @@ class Layout {
   std::span<const UnitPlace> units() const noexcept { return units_; }
   std::span<const Segment> segments() const noexcept { return segments_; }
   std::span<const Segment> segments_of(i64 unit) const noexcept {
-    const UnitPlace& u = units_[static_cast<size_t>(unit)];
-    return std::span(segments_).subspan(static_cast<size_t>(u.first_segment), static_cast<size_t>(u.num_segments));
+    const UnitPlace& u = units_[unit];
+    return std::span(segments_).subspan(u.first_segment, u.num_segments);
   }
   std::span<const RowPlace> rows() const noexcept { return rows_; }  // indexed by param number
   i64 num_params() const noexcept { return num_elements_; }          // elements here, without padding

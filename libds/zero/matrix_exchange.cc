@@ -14,14 +14,14 @@ std::vector<MatrixPlace> plan_matrices(const Layout& layout, std::span<const std
   std::vector<MatrixPlace> places;
   const int P = layout.num_ranks();
   for (const i64 param : params) {
-    const RowPlace& at = layout.rows()[static_cast<size_t>(param)];
+    const RowPlace& at = layout.rows()[param];
     if (at.segment < 0) continue;
-    const model::ParamRow& row = *rows[static_cast<size_t>(param)];
+    const model::ParamRow& row = *rows[param];
     DS_ASSERT(row.whole_shape().size() == 2);
     MatrixPlace& place = places.emplace_back(MatrixPlace{
         .param = param, .rows = row.whole_shape()[0], .cols = row.whole_shape()[1], .slice_elems = row.numel()});
     if (!layout.states().shard_optimizer || P == 1) continue;
-    const i64 slice = layout.segments()[static_cast<size_t>(at.segment)].slice;
+    const i64 slice = layout.segments()[at.segment].slice;
     for (i64 begin = 0; begin < at.numel;) {
       const i64 rank = (at.offset + begin) / slice, end = std::min(at.numel, (rank + 1) * slice - at.offset);
       place.parts.push_back({narrow<int>(rank), begin, end - begin});
@@ -106,13 +106,13 @@ void MatrixExchange::change(size_t i, Elements elements, Copy copy, Body body) {
     tp_.all_gather({&all, 1}, "tp.all_gather").wait();
     for (int r = 0; r < tp_.size(); ++r) {
       const float* const from = gathered_ + r * place.slice_elems;
-      slices_[i][static_cast<size_t>(r)].for_each_run(
-          0, place.slice_elems, [&](i64 local, i64 global, i64 n) { copy(whole_ + global, from + local, n * 4); });
+      slices_[i][r].for_each_run(0, place.slice_elems,
+                                 [&](i64 local, i64 global, i64 n) { copy(whole_ + global, from + local, n * 4); });
     }
   }
   body(whole);
   if (sliced) {
-    slices_[i][static_cast<size_t>(tp_.rank())].for_each_run(
+    slices_[i][tp_.rank()].for_each_run(
         0, place.slice_elems, [&](i64 local, i64 global, i64 n) { copy(slice + local, whole_ + global, n * 4); });
   }
   if (here) {

@@ -14,7 +14,7 @@ std::vector<bool> units_here(const model::Model& model, std::span<const LayerRan
   const i64 num_layers = std::ssize(model.layers);
   std::vector<bool> here(static_cast<size_t>(unit_of(num_layers)), false);
   for (const LayerRange& range : layers) {
-    for (i64 l = range.begin; l < range.end; ++l) here[static_cast<size_t>(unit_of(l))] = true;
+    for (i64 l = range.begin; l < range.end; ++l) here[unit_of(l)] = true;
     if (range.begin == 0 || range.end == num_layers) here[kSharedUnit] = true;
   }
   return here;
@@ -31,7 +31,7 @@ std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shard
   options.num_ranks = num_shards(mesh);
   MeshCoord at;
   for (at.tp = 0; at.tp < mesh.tp; ++at.tp) {
-    const model::Model& model = shards[static_cast<size_t>(at.tp)];
+    const model::Model& model = shards[at.tp];
     const Units units = units_of(model);
     const std::vector<const model::ParamRow*> rows = model.params();
     for (at.pp = 0; at.pp < mesh.pp; ++at.pp) {
@@ -42,10 +42,9 @@ std::vector<std::vector<Piece>> saved_pieces(std::span<const model::Model> shard
       for (at.dp = 0; at.dp < mesh.dp; ++at.dp) {
         for (at.sp = 0; at.sp < mesh.sp; ++at.sp) {
           std::vector<Piece> pieces = layout.owned_pieces(shard_rank(mesh, at));
-          std::erase_if(pieces, [&](const Piece& p) {
-            return !is_saved(model, *rows[static_cast<size_t>(p.param)], p.param, layers.begin == 0);
-          });
-          ranks[static_cast<size_t>(rank_at(mesh, at))] = std::move(pieces);
+          std::erase_if(pieces,
+                        [&](const Piece& p) { return !is_saved(model, *rows[p.param], p.param, layers.begin == 0); });
+          ranks[rank_at(mesh, at)] = std::move(pieces);
         }
       }
     }

@@ -7,9 +7,7 @@ ParamLease::~ParamLease() {
   if (store_ != nullptr) store_->end_access();
 }
 
-std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept {
-  return store_->views_[static_cast<size_t>(unit)];
-}
+std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept { return store_->views_[unit]; }
 
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                        Device& device, MemoryLedger& ledger, const Options& options)
@@ -41,8 +39,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
 }
 
 void ParamStore::point_rows(const Segment& s, void* base) {
-  const UnitPlace& unit = layout_.units()[static_cast<size_t>(s.unit)];
-  std::vector<TensorView>& views = views_[static_cast<size_t>(s.unit)];
+  const UnitPlace& unit = layout_.units()[s.unit];
+  std::vector<TensorView>& views = views_[s.unit];
   const i64 segment = &s - layout_.segments().data();
   for (size_t r = 0; r < views.size(); ++r) {
     const RowPlace& row = layout_.rows()[static_cast<size_t>(unit.first_param) + r];
@@ -52,7 +50,7 @@ void ParamStore::point_rows(const Segment& s, void* base) {
 }
 
 void* ParamStore::element(const Segment& s, i64 first) const noexcept {
-  const i64 at = segment_offset_[static_cast<size_t>(&s - layout_.segments().data())];
+  const i64 at = segment_offset_[&s - layout_.segments().data()];
   const i64 bytes = dtype_bytes(options_.work);
   if (whole(s)) return static_cast<char*>(whole_.data()) + (at + first) * bytes;
   return static_cast<char*>(shards_.data()) + (at + first - s.slice * comm_.rank()) * bytes;
@@ -73,7 +71,7 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     const i64 slice_bytes = s.slice * bytes;
     device_.copy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()), slice_bytes);
     const AllGatherSegment segment{base, slice_bytes};
-    arriving_[static_cast<size_t>(l.unit)] = comm_.all_gather({&segment, 1}, gather_tag_);
+    arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
     point_rows(s, base);
   }
 }
@@ -82,7 +80,7 @@ ParamLease ParamStore::acquire() {
   DS_ASSERT(plan_ != nullptr && (plan_->accesses.empty() || next_ < plan_->accesses.size()));
   if (plan_->accesses.empty()) return ParamLease(this);
   for (const GatherStep::Launch& l : plan_->steps[next_].launch) gather(l);
-  for (const i64 unit : plan_->accesses[next_]) arriving_[static_cast<size_t>(unit)].wait();
+  for (const i64 unit : plan_->accesses[next_]) arriving_[unit].wait();
   return ParamLease(this);
 }
 

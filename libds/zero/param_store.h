@@ -54,7 +54,7 @@ class ParamStore {
   // Element `first` of a segment in this rank's memory; only elements that Layout::held() or a whole copy covers.
   void* element(const Segment& s, i64 first) const noexcept;
   void* element(const Piece& piece) const noexcept {
-    return element(layout_.segments()[static_cast<size_t>(piece.segment)], piece.segment_offset);
+    return element(layout_.segments()[piece.segment], piece.segment_offset);
   }
   DType work() const noexcept { return options_.work; }
 

@@ -38,14 +38,13 @@ struct ShardsPlan {
 
   // The segment of grad_layout that has the gradients of one of layout.
   i64 grad_segment(i64 segment) const noexcept {
-    const i64 unit = layout.segments()[static_cast<size_t>(segment)].unit;
+    const i64 unit = layout.segments()[segment].unit;
     const i64 grad_unit = unit == kSharedUnit ? shared_grads : unit;
-    return grad_layout.units()[static_cast<size_t>(grad_unit)].first_segment + segment -
-           layout.units()[static_cast<size_t>(unit)].first_segment;
+    return grad_layout.units()[grad_unit].first_segment + segment - layout.units()[unit].first_segment;
   }
   // Whether a unit has gradients here, and a parameter a place.
-  bool has_grads(i64 unit) const noexcept { return grad_layout.units()[static_cast<size_t>(unit)].num_segments > 0; }
-  bool has_param(i64 param) const noexcept { return layout.rows()[static_cast<size_t>(param)].segment >= 0; }
+  bool has_grads(i64 unit) const noexcept { return grad_layout.units()[unit].num_segments > 0; }
+  bool has_param(i64 param) const noexcept { return layout.rows()[param].segment >= 0; }
 };
 
 class Shards {

@@ -36,7 +36,7 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
     const auto place = [&](const std::vector<Piece>& pieces, auto&& visit) {
       i64 at = 0;
       for (const Piece& piece : pieces) {
-        if (!has_[static_cast<size_t>(piece.param)][s]) continue;
+        if (!has_[piece.param][s]) continue;
         const DType t = dtype(s, piece.param);
         const i64 scales = at + align_up(piece.count * dtype_bytes(t), kAlignment);
         visit(piece, at, scales);
@@ -45,7 +45,7 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
       return at;
     };
     bytes_[s] = place(layout.held_pieces(rank), [&](const Piece& piece, i64 at, i64 scales) {
-      Held& held = held_[static_cast<size_t>(piece.param)];
+      Held& held = held_[piece.param];
       held.begin = piece.begin;
       held.offsets[s] = at;
       held.scales[s] = scales;
@@ -64,11 +64,11 @@ std::vector<i64> StateLayout::bytes_of_ranks(const Layout& layout) const {
       if (bytes_[s] > 0 && !everywhere_[s] && has(s, row.param)) width += dtype_bytes(dtype(s, row.param));
     }
     if (width == 0) continue;
-    bytes.resize(static_cast<size_t>(layout.num_ranks()));
-    const i64 slice = layout.segments()[static_cast<size_t>(row.segment)].slice, end = row.offset + row.numel;
+    bytes.resize(layout.num_ranks());
+    const i64 slice = layout.segments()[row.segment].slice, end = row.offset + row.numel;
     for (i64 at = row.offset; at < end;) {
       const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
-      bytes[static_cast<size_t>(rank)] += (next - at) * width;
+      bytes[rank] += (next - at) * width;
       at = next;
     }
   }

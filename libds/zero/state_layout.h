@@ -21,20 +21,20 @@ class StateLayout {
   // block.
   StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes);
 
-  bool has(State s, i64 param) const noexcept { return has_[static_cast<size_t>(param)][s]; }
+  bool has(State s, i64 param) const noexcept { return has_[param][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }
-  DType dtype(State s, i64 param) const noexcept { return dtypes_[static_cast<size_t>(param)][s]; }
+  DType dtype(State s, i64 param) const noexcept { return dtypes_[param][s]; }
   // Of this rank's array; 0: there is none.
   i64 bytes(State s) const noexcept { return bytes_[s]; }
   // Where the state of a piece, held by this rank, lies in it, in bytes; the parameter has it.
   i64 offset(State s, const Piece& piece) const noexcept {
     if (everywhere_[s]) return piece.shard_offset * 4;
-    const Held& held = held_[static_cast<size_t>(piece.param)];
+    const Held& held = held_[piece.param];
     return held.offsets[s] + (piece.begin - held.begin) * dtype_bytes(dtype(s, piece.param));
   }
   // The same of the scales of codes.
   i64 scales_offset(State s, const Piece& piece) const noexcept {
-    const Held& held = held_[static_cast<size_t>(piece.param)];
+    const Held& held = held_[piece.param];
     return held.scales[s] + (piece.begin - held.begin) / kStateBlock * 4;
   }
   // Of each rank of the layout, the bytes of the states that not every parameter has in fp32, but for alignment; empty:

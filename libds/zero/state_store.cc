@@ -42,7 +42,7 @@ DeviceStates::DeviceStates(Parts parts) : StateStore(std::move(parts)) {
     if (bytes == 0) continue;
     arrays_[s] = device_buffer(parts_.device, parts_.ledger, s == State::Master ? Tag::Master : Tag::Optimizer, bytes);
   }
-  tensors_.reserve(static_cast<size_t>(parts_.num_held));
+  tensors_.reserve(parts_.num_held);
 }
 
 PieceState DeviceStates::state(const Piece& piece) const noexcept {

@@ -21,6 +21,9 @@ add_library(ds_sentencepiece INTERFACE)
 target_include_directories(ds_sentencepiece SYSTEM INTERFACE ${SENTENCEPIECE_INCLUDE_DIR})
 target_link_libraries(ds_sentencepiece INTERFACE ${SENTENCEPIECE_LIBRARY})
 
+pkg_check_modules(SODIUM REQUIRED IMPORTED_TARGET libsodium)    # SipHash, of the launcher's handshake
+pkg_check_modules(SECCOMP REQUIRED IMPORTED_TARGET libseccomp)  # what a process that parses foreign files may call
+
 # oneDNN's own package file fails without OpenCL headers, so it is found by hand.
 find_path(DNNL_INCLUDE_DIR oneapi/dnnl/dnnl.hpp REQUIRED)
 find_library(DNNL_LIBRARY dnnl REQUIRED)

@@ -81,11 +81,10 @@ class Arrangement {
     auto comms = make_thread_communicators(ranks, {.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
     for (auto& comm : comms) comm = transport ? transport(std::move(comm)) : std::move(comm);
     on_ranks(ranks, [&](int rank) {
-      Part& part = parts_[static_cast<size_t>(rank)];
+      Part& part = parts_[rank];
       part.device = make_cpu_device(*cpu_ops(), threads);
-      part.mesh =
-          std::make_unique<Mesh>(std::move(comms[static_cast<size_t>(rank)]), report::mesh_shape(config_, ranks),
-                                 CommOptions{.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
+      part.mesh = std::make_unique<Mesh>(std::move(comms[rank]), report::mesh_shape(config_, ranks),
+                                         CommOptions{.timeout_s = 3600, .progress_thread = config_.zero.overlap_comm});
       part.engine = std::make_unique<engine::Engine>(config_, *part.mesh, part.ledger, *part.device);
       part.engine->init_weights();
       const report::RunPlan& plan = part.engine->plan();
@@ -106,7 +105,7 @@ class Arrangement {
   // The ranks leave together.
   ~Arrangement() {
     on_ranks(num_ranks(), [&](int rank) {
-      Part& part = parts_[static_cast<size_t>(rank)];
+      Part& part = parts_[rank];
       part.engine.reset();
       part.mesh.reset();
     });
@@ -118,7 +117,7 @@ class Arrangement {
   void step(bool note = true) {
     const double cpu = cpu_now(), start = wall_now();
     on_ranks(num_ranks(), [&](int rank) {
-      Part& part = parts_[static_cast<size_t>(rank)];
+      Part& part = parts_[rank];
       try {
         part.mesh->reset_counts();
         const engine::StepReport report = part.engine->train_step({part.ids, part.targets});
@@ -137,8 +136,8 @@ class Arrangement {
   const Config& config() const noexcept { return config_; }
   int num_ranks() const noexcept { return static_cast<int>(parts_.size()); }
   const engine::StepReport& last() const noexcept { return last_; }
-  const engine::Engine& engine(int rank) const noexcept { return *parts_[static_cast<size_t>(rank)].engine; }
-  const MemoryLedger& ledger(int rank) const noexcept { return parts_[static_cast<size_t>(rank)].ledger; }
+  const engine::Engine& engine(int rank) const noexcept { return *parts_[rank].engine; }
+  const MemoryLedger& ledger(int rank) const noexcept { return parts_[rank].ledger; }
   double wall() const { return median(wall_); }
   double cpu() const { return median(cpu_); }
   // The median of its turns over those of another, turn by turn.

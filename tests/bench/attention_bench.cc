@@ -25,7 +25,7 @@ struct Tensor {
   std::vector<u8> bytes;
   TensorView view;
   Tensor(DType dtype, std::initializer_list<i64> shape) : view(TensorView::of(nullptr, dtype, shape)) {
-    bytes.resize(static_cast<size_t>(view.bytes()));
+    bytes.resize(view.bytes());
     view.data = bytes.data();
     for (i64 i = 0; i < view.numel(); ++i) {
       const float x = static_cast<float>(i * 7919 % 2003 - 1001) / 1001.0f;

@@ -95,7 +95,7 @@ class Arena {
       DS_ASSERT(dtype == F32 || dtype == BF16);
       std::vector<float> normal(kElems);
       model::init_values({.name = "", .shape = {kElems}, .std = 1}, 0, 1, 0, kElems, normal.data());
-      tile.resize(static_cast<size_t>(kElems * dtype_bytes(dtype)));
+      tile.resize(kElems * dtype_bytes(dtype));
       if (dtype == F32) std::memcpy(tile.data(), normal.data(), tile.size());
       for (size_t i = 0; dtype == BF16 && i < normal.size(); ++i)
         reinterpret_cast<bf16*>(tile.data())[i] = to_bf16(normal[i]);
@@ -175,7 +175,7 @@ class Bench {
     const i64 sets = small_ ? 2 : std::clamp<i64>((i64{512} << 20) / bytes + 1, 2, 64);
     std::vector<std::function<void()>> calls;
     for (i64 s = 0; s < sets; ++s) calls.push_back(make(arena));
-    return time([&](i64 i) { calls[static_cast<size_t>(i % sets)](); }, sets);
+    return time([&](i64 i) { calls[i % sets](); }, sets);
   }
   void memory_bound(const std::string& op, DType dtype, const std::string& shape, i64 bytes, const Make& make) {
     report(op, dtype, shape, rotated(bytes, make), static_cast<double>(bytes), copy_rate(), false);
@@ -509,7 +509,7 @@ void Bench::step(const std::string& path, const Config& config) {
   model::init_values({.name = "", .shape = {i64{1} << 20}, .std = 1}, 0, 1, 0, i64{1} << 20, normal.data());
   const std::vector<const model::ParamRow*> rows = engine.model().params();
   engine.set_weights([&](i64 param, i64 begin, i64 count, float* out) {
-    const model::ParamRow& row = *rows[static_cast<size_t>(param)];
+    const model::ParamRow& row = *rows[param];
     for (i64 i = 0; i < count; ++i) {
       out[i] = row.init == model::Init::Zeros  ? 0.0f
                : row.init == model::Init::Ones ? 1.0f

@@ -100,7 +100,7 @@ void adamw_states(benchmark::State& state) {
   std::vector<float> values(static_cast<size_t>(kElements));
   for (i64 i = 0; i < kElements; ++i) {
     const u32 random = RngKey{1, 2, 3}.bits(static_cast<u64>(i % 65536));
-    values[static_cast<size_t>(i)] = RngKey::uniform(random) * 1e-3f;
+    values[i] = RngKey::uniform(random) * 1e-3f;
     grad.as<float>()[i] = (RngKey::uniform(random) - 0.5f) * 1e-3f;
   }
   encode_state(m, values.data(), 0, kElements);

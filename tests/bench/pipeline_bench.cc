@@ -48,7 +48,7 @@ class TimedStage {
     const size_t n = static_cast<size_t>(options.chunks * options.micro_batches);
     for (auto* kind : {&inputs_, &outputs_, &grads_in_, &grads_out_}) {
       kind->resize(n);
-      for (Message& m : *kind) m.bytes.resize(static_cast<size_t>(kMessageBytes));
+      for (Message& m : *kind) m.bytes.resize(kMessageBytes);
     }
   }
 
@@ -85,7 +85,7 @@ class TimedStage {
   };
 
   Message& of(std::vector<Message>& kind, const Instr& instr) {
-    return kind[static_cast<size_t>(instr.chunk * options_.micro_batches + instr.micro)];
+    return kind[instr.chunk * options_.micro_batches + instr.micro];
   }
 
   void post_receives(size_t end) {
@@ -206,7 +206,7 @@ int timed(double unit_ms) {
         std::fflush(stdout);
       }
     }
-    on_ranks(p, [&](int rank) { meshes[static_cast<size_t>(rank)].reset(); });
+    on_ranks(p, [&](int rank) { meshes[rank].reset(); });
   }
   std::printf("\n* by simulation: fewer micro-batches than stages\noff by: median %.3f, at most %.3f\n", median(off),
               worst);

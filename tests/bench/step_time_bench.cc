@@ -157,9 +157,9 @@ memreport::StepTime predict(const Config& c, int ranks, const memreport::Machine
   std::vector<model::Model> models;
   std::vector<report::RunPlan> plans;
   std::vector<report::StepWork> works;
-  models.reserve(static_cast<size_t>(mesh.pp));
-  plans.reserve(static_cast<size_t>(mesh.pp));
-  works.reserve(static_cast<size_t>(mesh.pp));
+  models.reserve(mesh.pp);
+  plans.reserve(mesh.pp);
+  works.reserve(mesh.pp);
   std::vector<memreport::StageWork> stages;
   std::vector<std::vector<pipeline::Instr>> schedules;
   for (int p = 0; p < mesh.pp; ++p) {

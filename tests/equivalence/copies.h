@@ -26,7 +26,7 @@ class Copies {
       for (const StatePiece& piece : held.pieces()) {
         const model::ParamRow& row = engine.row_of(piece.param);
         Param& param = params_[piece.param];
-        param.known.resize(static_cast<size_t>(row.whole_numel()));
+        param.known.resize(row.whole_numel());
         const model::SliceMap map(row.slice, row.whole_shape());
         map.for_each_run(piece.begin, piece.count, [&](i64 local, i64 global, i64 n) {
           const i64 first = local - piece.begin;
@@ -36,7 +36,7 @@ class Copies {
             for (i64 i = 0; i < n; ++i) {
               char* const to = whole.data() + (global + i) * bytes;
               const char* const mine = static_cast<const char*>(from) + (first + i) * bytes;
-              if (!param.known[static_cast<size_t>(global + i)]) {
+              if (!param.known[global + i]) {
                 std::memcpy(to, mine, static_cast<size_t>(bytes));
               } else if (std::memcmp(to, mine, static_cast<size_t>(bytes)) != 0) {
                 ++param.different;
@@ -54,7 +54,7 @@ class Copies {
             part(s, values.data(), 4);
           }
           for (i64 i = 0; i < n; ++i) {
-            i64& copies = param.known[static_cast<size_t>(global + i)];
+            i64& copies = param.known[global + i];
             most_ = std::max(most_, ++copies);
           }
         });

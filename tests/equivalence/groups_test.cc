@@ -125,7 +125,7 @@ TEST(Groups, SplitsJoinTheRanksAlongOneFactor) {
       const MeshCoord c = coord_of(shape, rank);
       const std::vector<int> ranks = split_ranks(shape, split, c);
       EXPECT_EQ(std::ssize(ranks), split_size(shape, split));
-      EXPECT_EQ(ranks[static_cast<size_t>(split_rank(shape, split, c))], rank);
+      EXPECT_EQ(ranks[split_rank(shape, split, c)], rank);
     }
   }
 }

@@ -149,7 +149,7 @@ Trace train(const Config& config, int ranks, std::vector<std::unique_ptr<Communi
   std::vector<std::vector<i32>> texts(static_cast<size_t>(ranks));
   hooks.at_end = [&](engine::Engine& engine) {
     EXPECT_TRUE(engine.is_finite());
-    texts[static_cast<size_t>(engine.mesh().rank())] = text_of(engine, {3, 5, 7}, {.max_tokens = 2});
+    texts[engine.mesh().rank()] = text_of(engine, {3, 5, 7}, {.max_tokens = 2});
   };
   Trace t = train_threads(config, ranks, 3, 1, hooks, std::move(comms));
   for (const std::vector<i32>& text : texts) EXPECT_EQ(text, texts[0]);

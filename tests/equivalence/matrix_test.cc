@@ -157,7 +157,7 @@ using Picks = std::vector<int>;
 std::string name_of(const Picks& picks) {
   std::string name;
   for (size_t d = 0; d < picks.size(); ++d) {
-    const std::string& choice = dimensions()[d].choices[static_cast<size_t>(picks[d])].name;
+    const std::string& choice = dimensions()[d].choices[picks[d]].name;
     if (!choice.empty()) name += (name.empty() ? "" : "_") + choice;
   }
   return name;
@@ -165,7 +165,7 @@ std::string name_of(const Picks& picks) {
 
 Case case_of(const Picks& picks) {
   Case c;
-  for (size_t d = 0; d < picks.size(); ++d) dimensions()[d].choices[static_cast<size_t>(picks[d])].set(c);
+  for (size_t d = 0; d < picks.size(); ++d) dimensions()[d].choices[picks[d]].set(c);
   return c;
 }
 

@@ -421,7 +421,7 @@ TEST(Generation, WritesWhatOneRankWrites) {
       std::vector<std::vector<i32>> texts(static_cast<size_t>(l.ranks()));
       Hooks hooks;
       hooks.at_end = [&](engine::Engine& engine) {
-        std::vector<i32>& text = texts[static_cast<size_t>(engine.mesh().rank())];
+        std::vector<i32>& text = texts[engine.mesh().rank()];
         text = text_of(engine, {3, 5, 7, 9, 11}, {.max_tokens = 12});
         const Writing sampled{.max_tokens = 12, .sampling = {.temperature = 0.8, .top_k = 20, .seed = 3}};
         for (const i32 id : text_of(engine, {4}, sampled)) text.push_back(id);

@@ -131,7 +131,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
   for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
     values->reserve(static_cast<size_t>(steps));
-  trace.skipped.reserve(static_cast<size_t>(steps));
+  trace.skipped.reserve(steps);
   for (i64 step = engine.progress().step, end = step + steps; step < end; ++step) {
     for (i64 j = 0; j < m; ++j) {
       for (i64 b = 0; b < B; ++b) {
@@ -181,7 +181,7 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     const model::ParamRow& row = engine.row_of(st.param);
     const float* weights = st.values(st.data[State::Master] != nullptr ? State::Master : State::Param);
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
-      const size_t at = static_cast<size_t>(first[static_cast<size_t>(st.param)] + global);
+      const size_t at = static_cast<size_t>(first[st.param] + global);
       std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
       for (const State s : kOptimizerStates) {
         if (st.data[s] != nullptr) decode_state(&trace.states[s][at], st.state(s), local - st.begin, n);
@@ -276,7 +276,7 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
   for (std::thread& t : threads) t.join();
   if (error) std::rethrow_exception(error);
   for (int r = 0; r < ranks; ++r) {
-    Trace& t = traces[static_cast<size_t>(r)];
+    Trace& t = traces[r];
     EXPECT_TRUE(same_bits(t.losses, traces[0].losses)) << "rank " << r;
     EXPECT_TRUE(same_bits(t.norms, traces[0].norms)) << "rank " << r;
     EXPECT_EQ(t.scales, traces[0].scales) << "rank " << r;

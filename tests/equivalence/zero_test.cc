@@ -408,8 +408,8 @@ TEST_P(InPlace, StagesOverlapAndBucketsChangeNoBit) {
       const report::RunPlan plan = report::make_run_plan(c, model, {.dp = P}, {});
       // A reduce-scatter exposes the P slices of its units, an all-gather one slice: a block is enough for either.
       for (const i64 block : {1, 2}) {
-        const i64 slice_bytes = plan.dp().layout.units()[static_cast<size_t>(report::RunPlan::unit_of(block))].padded /
-                                P * dtype_bytes(plan.work);
+        const i64 slice_bytes =
+            plan.dp().layout.units()[report::RunPlan::unit_of(block)].padded / P * dtype_bytes(plan.work);
         ASSERT_GT(slice_bytes, kDirectBytes);
         ASSERT_EQ(plan.wire, plan.work);
       }

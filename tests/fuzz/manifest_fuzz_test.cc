@@ -72,12 +72,12 @@ void read_all(CheckpointReader& reader) {
     const DType dtype = reader.stored_dtype(State::Param, param);
     const auto read = [&](const model::ParamSlice& slice) {
       const i64 n = model::SliceMap(slice, entry.shape).numel();
-      out.resize(static_cast<size_t>(n * dtype_bytes(dtype)));
+      out.resize(n * dtype_bytes(dtype));
       reader.read(State::Param, dtype, param, slice, 0, n, out.data());
     };
     read({});
     for (int d = 0; std::cmp_less(d, entry.shape.size()); ++d) {
-      const i64 size = entry.shape[static_cast<size_t>(d)];
+      const i64 size = entry.shape[d];
       if (size > 2) read({d, {{0, 1}, {size - 1, size}}});
     }
   }

@@ -85,7 +85,7 @@ void read_everything(const TensorSource& source) {
     const i64 n = t.numel(), step = kEnough / dtype_bytes(t.dtype);
     for (const i64 first : {i64{0}, std::max<i64>(n - step, 0)}) {
       const i64 count = std::min(n - first, step);
-      out.resize(static_cast<size_t>(count * dtype_bytes(t.dtype)));
+      out.resize(count * dtype_bytes(t.dtype));
       source.read(t.name, first, count, out.data());
     }
   }
@@ -191,13 +191,13 @@ TEST_F(TorchFuzz, CheckpointsWithAMutatedFileAreRefusedOrSound) {
         const auto source = open_deepspeed(copy.path());
         std::vector<char> out;
         for (i64 p = 0; p < static_cast<i64>(source->params().size()); ++p) {
-          const ParamEntry& entry = source->params()[static_cast<size_t>(p)];
+          const ParamEntry& entry = source->params()[p];
           const i64 n = std::min<i64>(*checked_product(entry.shape), 1 << 14);
           if (!entry.tied_to.empty()) continue;
           for (const State s : kStates) {
             const DType dtype = source->stored_dtype(s, p);
             if (!source->has(s) || (s != State::Param && !is_float(source->stored_dtype(State::Param, p)))) continue;
-            out.resize(static_cast<size_t>(n * dtype_bytes(dtype)));
+            out.resize(n * dtype_bytes(dtype));
             source->read(s, dtype, p, 0, n, out.data());
           }
         }

@@ -80,12 +80,12 @@ class Ranks {
       close(pipes_[r]);
     }
   }
-  void signal(int rank, int number) { kill(pids_[static_cast<size_t>(rank)], number); }
+  void signal(int rank, int number) { kill(pids_[rank], number); }
   // Blocks until the rank has ended.
   std::string story(int rank) {
     std::string text;
     std::array<char, 512> part;
-    while (const ssize_t n = read(pipes_[static_cast<size_t>(rank)], part.data(), part.size())) {
+    while (const ssize_t n = read(pipes_[rank], part.data(), part.size())) {
       if (n < 0) break;
       text.append(part.data(), static_cast<size_t>(n));
     }

@@ -202,7 +202,7 @@ struct Inside {
 
 std::vector<int> everyone(const CommImpl& c) {
   std::vector<int> ranks(static_cast<size_t>(c.size));
-  for (int q = 0; q < c.size; ++q) ranks[static_cast<size_t>(q)] = q;
+  for (int q = 0; q < c.size; ++q) ranks[q] = q;
   return ranks;
 }
 

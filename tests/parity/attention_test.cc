@@ -282,8 +282,8 @@ TEST(Attention, StoresNoMatrixOfScores) {
 
 // Indices [begin, begin + count) of dim `d`.
 TensorView part(TensorView x, int d, i64 begin, i64 count) {
-  x.data = x.as<char>() + begin * x.stride[static_cast<size_t>(d)] * dtype_bytes(x.dtype);
-  x.shape[static_cast<size_t>(d)] = count;
+  x.data = x.as<char>() + begin * x.stride[d] * dtype_bytes(x.dtype);
+  x.shape[d] = count;
   return x;
 }
 
@@ -371,7 +371,7 @@ TEST(Attention, RefBackwardIsTheDerivativeOfRefForward) {
         Case{.T = 6, .S = 6, .H = 3, .G = 1, .D = 2, .window = 3, .dropout = 0.3f},
         Case{.T = 4, .S = 4, .H = 1, .G = 1, .D = 6, .causal = false}}) {
     const auto tensor = [](std::vector<double>& data, i64 b, i64 t, i64 h, i64 d) {
-      data.resize(static_cast<size_t>(b * t * h * d));
+      data.resize(b * t * h * d);
       return TensorView::of(data.data(), DType::F64, {b, t, h, d});
     };
     std::vector<double> data[9];

@@ -23,7 +23,7 @@ struct Heads {
     for (size_t d = 0; d < 4; ++d) view.shape[d] = shape[d];
     view.stride[3] = 1;
     for (size_t i = 3; i-- > 0;) {
-      view.stride[static_cast<size_t>(l.order[i])] = step;
+      view.stride[l.order[i]] = step;
       step *= shape[l.order[i]];
     }
     all = Tensor(dtype, {step + l.skip});

@@ -57,7 +57,7 @@ class RoundTrip {
   void reach(const TensorView& v) {
     if (v.numel() == 0) return;
     i64 last = 0;
-    for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[static_cast<size_t>(d)];
+    for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[d];
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
     reach(v.scale, state_blocks(v.numel()) * 4);
   }

@@ -176,7 +176,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
   const float unscale = static_cast<float>(1 / r.loss_scale);
   for (const auto& unit : engine.plan().rows) {
     for (const model::ParamRow& row : unit) {
-      const zero::RowPlace& place = engine.plan().dp().layout.rows()[static_cast<size_t>(param++)];
+      const zero::RowPlace& place = engine.plan().dp().layout.rows()[param++];
       std::vector<float> grad(static_cast<size_t>(row.numel()));
       device->download(
           grad.data(),
@@ -224,9 +224,9 @@ TEST_P(Models, MomentsOfOneStepAreThoseOfTheClippedGradient) {
         grad[i] = static_cast<float>(g / clipped);
         const double v = (1 - beta2) * g * g;
         ASSERT_NEAR(static_cast<double>(piece.values(State::ExpAvgSq)[i]), v, 1e-6 * v + 1e-37)
-            << names[static_cast<size_t>(piece.param)] << " " << i;
+            << names[piece.param] << " " << i;
       }
-      f.judge(dtype, names[static_cast<size_t>(piece.param)], grad);  // one rank: a piece is a whole parameter
+      f.judge(dtype, names[piece.param], grad);  // one rank: a piece is a whole parameter
     }
   }
 }

@@ -10,8 +10,8 @@ namespace ring_attention_test {
 
 // Indices [begin, begin + count) of dim `d`.
 TensorView part(TensorView x, int d, i64 begin, i64 count) {
-  x.data = x.as<char>() + begin * x.stride[static_cast<size_t>(d)] * dtype_bytes(x.dtype);
-  x.shape[static_cast<size_t>(d)] = count;
+  x.data = x.as<char>() + begin * x.stride[d] * dtype_bytes(x.dtype);
+  x.shape[d] = count;
   return x;
 }
 
@@ -379,8 +379,7 @@ TEST(RingAttention, BlocksOfRefMakeTheWhole) {
                                     s);
             for (size_t x = 0; x < 3; ++x) {
               const i64 begin = (x == 0 ? b.queries : b.keys).begin * (x == 0 ? H : G) * D;
-              for (i64 i = 0; i < parts[x].numel(); ++i)
-                sums[x][static_cast<size_t>(begin + i)] += parts[x].as<double>()[i];
+              for (i64 i = 0; i < parts[x].numel(); ++i) sums[x][begin + i] += parts[x].as<double>()[i];
             }
           }
           first = false;
@@ -393,7 +392,7 @@ TEST(RingAttention, BlocksOfRefMakeTheWhole) {
   const TensorView* const wholes[3] = {&dq, &dk, &dv};
   for (size_t x = 0; x < 3; ++x) {
     for (i64 i = 0; i < wholes[x]->numel(); ++i) {
-      ASSERT_NEAR(sums[x][static_cast<size_t>(i)], wholes[x]->as<double>()[i], 1e-13) << x << " " << i;
+      ASSERT_NEAR(sums[x][i], wholes[x]->as<double>()[i], 1e-13) << x << " " << i;
     }
   }
 }

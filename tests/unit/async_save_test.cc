@@ -165,7 +165,7 @@ TEST(Worker, DoesJobsInOrderAndAllOfThem) {
     for (int i = 100; i < 200; ++i) worker.post([&, i] { done.push_back(i); });
   }
   ASSERT_EQ(done.size(), 200u);
-  for (int i = 0; i < 200; ++i) EXPECT_EQ(done[static_cast<size_t>(i)], i);
+  for (int i = 0; i < 200; ++i) EXPECT_EQ(done[i], i);
 }
 
 }  // namespace async_save_test

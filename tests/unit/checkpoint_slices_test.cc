@@ -150,8 +150,7 @@ TEST(SlicedCheckpoint, DamageIsFoundAndNamed) {
     char& byte = bad.at(static_cast<size_t>(p.states[State::Param]->offset + (p.count - 1) * 2));
     byte = static_cast<char>(byte ^ 1);
     write_file(file, bad);
-    const std::string name =
-        fmt::format("/param/{}@{}", m.params[static_cast<size_t>(p.param)].name, first_element(m, p));
+    const std::string name = fmt::format("/param/{}@{}", m.params[p.param].name, first_element(m, p));
     const std::vector<std::string> found = CheckpointReader(step).verify({});
     ASSERT_EQ(found.size(), 1u);
     EXPECT_NE(found[0].find(file + ": checksum mismatch in " + name), std::string::npos) << found[0];
@@ -374,7 +373,7 @@ TEST(SlicedCheckpoint, WhoReadsInOrderReadsEachByteOnce) {
               }),
               1.02)
         << chunk;
-    for (i64 i = 0; i < n; ++i) ASSERT_EQ(out[static_cast<size_t>(i)], exp_avg_value(0, i)) << chunk;
+    for (i64 i = 0; i < n; ++i) ASSERT_EQ(out[i], exp_avg_value(0, i)) << chunk;
   }
   // Another slice of a dim, and the same slice: that alone is read.
   CheckpointReader reader(step);
@@ -408,7 +407,7 @@ TEST(SlicedCheckpoint, WriteShardedTakesSlices) {
       Sharding sharding{.layout_id = "test", .zero_stage = 2, .mesh = {.dp = ranks.size()}, .ranks = {}};
       for (int rank = 0; rank < ranks.size(); ++rank) {
         sharding.ranks.push_back(sliced_ranges(rank, ranks, 2));
-        for (PieceRange& p : sharding.ranks.back()) p.param = number[static_cast<size_t>(p.param)];
+        for (PieceRange& p : sharding.ranks.back()) p.param = number[p.param];
       }
       const std::string out = dir / "out";
       fs::remove_all(out);
@@ -447,8 +446,7 @@ TEST(SlicedCheckpoint, SlicesOfATensorFileAreReadInTiles) {
     const i64 before = number_of_calls();
     state->read(State::Param, DType::F32, 0, slice, 1, map.numel() - 1, out.data() + 1);
     EXPECT_LT(number_of_calls() - before, 50);
-    for (i64 i = 1; i < map.numel(); ++i)
-      ASSERT_EQ(out[static_cast<size_t>(i)], master_value(0, map.global_of(i))) << i;
+    for (i64 i = 1; i < map.numel(); ++i) ASSERT_EQ(out[i], master_value(0, map.global_of(i))) << i;
   }
 }
 

@@ -119,7 +119,7 @@ std::vector<std::string> messages_of(int nodes, int local_size, double timeout_s
       try {
         body(c);
       } catch (const Error& e) {
-        messages[static_cast<size_t>(c.rank())] = fmt::format("{} [{}]", e.what(), e.rank());
+        messages[c.rank()] = fmt::format("{} [{}]", e.what(), e.rank());
         throw;
       }
     });

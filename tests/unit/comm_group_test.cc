@@ -74,10 +74,10 @@ TEST(CommGroup, RanksAreInTheOrderGiven) {
     if (world.rank() == 0) return;
     const auto c = world.group(Ranks{3, 1, 2}, "turned", options());
     const std::array<int, 4> expected = {-1, 1, 2, 0};
-    EXPECT_EQ(c->rank(), expected[static_cast<size_t>(world.rank())]);
+    EXPECT_EQ(c->rank(), expected[world.rank()]);
     EXPECT_EQ(c->world_rank(0), 3);
     const std::array<float, 3> addend = {1e8f, 1.0f, -1e8f};  // any other order gives 1
-    float x = addend[static_cast<size_t>(c->rank())];
+    float x = addend[c->rank()];
     c->all_reduce(&x, 1, DType::F32, ReduceOp::Sum, "t").wait();
     EXPECT_EQ(x, 0.0f);
   });
@@ -189,7 +189,7 @@ TEST(CommGroupFailure, AnAbortEndsTheWaitsOfAllInOtherGroups) {
       }
       i64 x = 0;
       if (world.rank() == 5) grid.row->recv(&x, 8, 0, "from 4").wait();
-      waits_in[static_cast<size_t>(world.rank())]->barrier("t");
+      waits_in[world.rank()]->barrier("t");
     });
     EXPECT_EQ(e.code(), Errc::Io);
     EXPECT_EQ(e.rank(), 3);
@@ -369,7 +369,7 @@ TEST(CommGroupFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
     }
     while (ready < 4) std::this_thread::yield();
     std::this_thread::sleep_for(std::chrono::microseconds(500 * i));
-    worlds[static_cast<size_t>(i % 4)]->abort(Error(Errc::Comm, "now"));
+    worlds[i % 4]->abort(Error(Errc::Comm, "now"));
   }
 }
 

@@ -63,7 +63,7 @@ TEST(Comm, SumsFoldInRankOrder) {
   run_threads(3, options(), [](Communicator& c) {
     const std::array<float, 3> addend = {1e8f, 1.0f, -1e8f};  // any other order gives 1
     for (i64 n : {i64{3}, i64{30000}}) {                      // gathered and folded; reduce-scattered
-      std::vector<float> x(static_cast<size_t>(n), addend[static_cast<size_t>(c.rank())]);
+      std::vector<float> x(static_cast<size_t>(n), addend[c.rank()]);
       c.all_reduce(x.data(), n, DType::F32, ReduceOp::Sum, "t").wait();
       EXPECT_EQ(x.front(), 0.0f);
       EXPECT_EQ(x.back(), 0.0f);
@@ -200,7 +200,7 @@ TEST(Comm, MessagesOfAllSizesKeepTheirOrder) {
     }
     for (Ticket& t : tickets) t.wait();
     for (i32 i = 0; i < 60; ++i) {
-      for (const i32 x : messages[static_cast<size_t>(i)]) ASSERT_EQ(x, i);
+      for (const i32 x : messages[i]) ASSERT_EQ(x, i);
     }
   });
 }
@@ -388,7 +388,7 @@ TEST(CommFailure, DirectReadersLeaveBeforeTheOwnerIsTold) {
       });
     }
     std::this_thread::sleep_for(std::chrono::microseconds(500 * i));
-    communicators[static_cast<size_t>(i % 2)]->abort(Error(Errc::Comm, "now"));
+    communicators[i % 2]->abort(Error(Errc::Comm, "now"));
   }
 }
 

@@ -211,7 +211,7 @@ TEST_P(CommbenchPattern, SumsAreExactInAnyOrder) {
       const Pattern pattern{.ranks = P, .dtype = t, .reduced = true, .op = op, .salt = static_cast<u64>(P)};
       std::vector<std::vector<std::byte>> sent(static_cast<size_t>(P),
                                                std::vector<std::byte>(static_cast<size_t>(kElements * width)));
-      for (int q = 0; q < P; ++q) pattern.send(q, 17, sent[static_cast<size_t>(q)]);
+      for (int q = 0; q < P; ++q) pattern.send(q, 17, sent[q]);
       std::vector<std::byte> expected(static_cast<size_t>(kElements * width));
       pattern.reduce(17, t, expected);
       std::vector<size_t> order(static_cast<size_t>(P));
@@ -268,7 +268,7 @@ std::vector<Result> measure_over_threads(const Options& options, int ranks) {
   std::vector<Result> results(static_cast<size_t>(ranks));
   run_threads(ranks, {.timeout_s = 60}, [&](Communicator& c) {
     Endpoint e{.backend = "threads", .device = make_cpu_device(*cpu_ops(), 1), .world = &c, .over_device = nullptr};
-    results[static_cast<size_t>(c.rank())] = measure(options, {&e, 1}, {});
+    results[c.rank()] = measure(options, {&e, 1}, {});
   });
   return results;
 }

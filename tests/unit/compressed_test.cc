@@ -110,7 +110,7 @@ TEST(QuantizedReduceScatter, EachHopErrsByHalfAScalePerTerm) {
       Array source(r.device, DType::F32, P * n), target(r.device, DType::F32, n);
       source.set(test::inputs(rank, P * n, DType::F32, 5));
       op.run(source, target, false, "t");
-      sums[static_cast<size_t>(rank)] = target.get();
+      sums[rank] = target.get();
     });
     const double codes = bits == 4 ? 7 : 127;
     for (i64 r = 0; r < P; ++r) {
@@ -130,7 +130,7 @@ TEST(QuantizedReduceScatter, EachHopErrsByHalfAScalePerTerm) {
         for (i64 i = block; i < block + kBlock; ++i) {
           double exact = 0;
           for (int p = 0; p < P; ++p) exact += double{test::value(p, r * n + i, 5)};
-          EXPECT_LE(std::abs(double{sums[static_cast<size_t>(r)][static_cast<size_t>(i)]} - exact), bound * 1.00001);
+          EXPECT_LE(std::abs(double{sums[r][i]} - exact), bound * 1.00001);
         }
       }
     }
@@ -156,7 +156,7 @@ TEST(QuantizedReduceScatter, WhatIsNotFiniteShowsInItsBlock) {
         if (rank == 1) x[2 * n + 20] = bad;  // for rank 2, in its second block
         source.set(x);
         op.run(source, target, false, "t", &errors);
-        sums[static_cast<size_t>(rank)] = target.get();
+        sums[rank] = target.get();
         source.set(test::inputs(rank, 4 * n, DType::F16, 7));
         op.run(source, target, false, "t", &errors);
         for (const float after : target.get()) EXPECT_TRUE(std::isfinite(after)) << "the next step";
@@ -207,7 +207,7 @@ TEST(QuantizedAllGather, WhatIsNotFiniteShowsInItsBlockOnAllRanks) {
     op.finish(full);
     const Floats got = full.get();
     for (i64 i = 0; i < 3 * n; ++i)
-      EXPECT_EQ(std::isnan(got[static_cast<size_t>(i)]), i >= n && i < n + 16) << "rank " << r.rank() << " at " << i;
+      EXPECT_EQ(std::isnan(got[i]), i >= n && i < n + 16) << "rank " << r.rank() << " at " << i;
   });
 }
 
@@ -250,7 +250,7 @@ TEST(OneBit, TheSumOverStepsFollowsTheMeans) {
       if (r.rank() == 0) std::fill(sum.begin(), sum.end(), 0.0);
       for (int t = 0; t < steps; ++t) {
         Floats own(static_cast<size_t>(n));
-        for (i64 i = 0; i < n; ++i) own[static_cast<size_t>(i)] = input(r.rank(), i, t);
+        for (i64 i = 0; i < n; ++i) own[i] = input(r.rank(), i, t);
         x.set(own);
         op.run(x, "t");
         if (r.rank() != 0) continue;
@@ -270,7 +270,7 @@ TEST(OneBit, TheSumOverStepsFollowsTheMeans) {
       const auto at = static_cast<size_t>(i);
       double want = 0, left = double{server_errors[at]};
       for (int q = 0; q < P; ++q) {
-        left += double{worker[static_cast<size_t>(q)][at]} / P;
+        left += double{worker[q][at]} / P;
         for (int t = 0; t < steps; ++t) want += double{input(q, i, t)} / P;
       }
       EXPECT_NEAR(sum[at], want - left, 1e-5 * steps) << i;
@@ -298,8 +298,8 @@ class LeastSquares {
     std::vector<double> g(kUnknowns);
     for (i64 row = 0; row < kRows; ++row) {
       double residual = -b(rank, row);
-      for (i64 i = 0; i < kUnknowns; ++i) residual += a(rank, row, i) * double{x[static_cast<size_t>(i)]};
-      for (i64 i = 0; i < kUnknowns; ++i) g[static_cast<size_t>(i)] += a(rank, row, i) * residual;
+      for (i64 i = 0; i < kUnknowns; ++i) residual += a(rank, row, i) * double{x[i]};
+      for (i64 i = 0; i < kUnknowns; ++i) g[i] += a(rank, row, i) * residual;
     }
     return Floats(g.begin(), g.end());
   }

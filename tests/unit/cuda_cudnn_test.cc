@@ -252,7 +252,7 @@ class Evaluator {
   std::vector<double>& of(i64 uid) {
     std::vector<double>& x = values_[uid];
     const auto& dim = tensors_.at(uid).dim;
-    x.resize(static_cast<size_t>(dim[0] * dim[1] * dim[2] * dim[3]));
+    x.resize(dim[0] * dim[1] * dim[2] * dim[3]);
     return x;
   }
   bool has(i64 uid) const { return tensors_.contains(uid); }
@@ -284,7 +284,7 @@ class Evaluator {
       EXPECT_EQ(dim[d] % own[d], 0);
       index = index * own[d] + at[d] / (dim[d] / own[d]);
     }
-    return of(uid)[static_cast<size_t>(index)];
+    return of(uid)[index];
   }
 
   void step(const GraphNode& n) {
@@ -329,7 +329,7 @@ class Evaluator {
   double pointwise(const GraphNode& n, const At& at, const At& dim) {
     const double x = element(n.x, at, dim), b = n.b != 0 ? element(n.b, at, dim) : 0;
     switch (n.op) {
-      case GraphOp::Index: return static_cast<double>(at[static_cast<size_t>(n.axis)]);
+      case GraphOp::Index: return static_cast<double>(at[n.axis]);
       case GraphOp::Mul: return x * b;
       case GraphOp::Add: return x + b;
       case GraphOp::Sub: return x - b;

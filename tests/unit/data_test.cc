@@ -133,8 +133,8 @@ TEST(Permutation, IsABijectionForEverySize) {
     std::vector<bool> hit(static_cast<size_t>(n));
     for (i64 i = 0; i < n; ++i) {
       const i64 x = p(i);
-      ASSERT_TRUE(x >= 0 && x < n && !hit[static_cast<size_t>(x)]) << "n " << n << " index " << i << " gives " << x;
-      hit[static_cast<size_t>(x)] = true;
+      ASSERT_TRUE(x >= 0 && x < n && !hit[x]) << "n " << n << " index " << i << " gives " << x;
+      hit[x] = true;
     }
   }
 }
@@ -183,8 +183,8 @@ TEST_F(Data, SamplesShareOneTokenWithTheirNeighbour) {
   for (i64 k = 0; k < 3; ++k) {
     EXPECT_EQ(loader.load_sequential(k, 0, b.inputs, b.targets), 1);
     for (i64 t = 0; t < 10; ++t) {
-      EXPECT_EQ(b.inputs[static_cast<size_t>(t)], 10 * k + t);
-      EXPECT_EQ(b.targets[static_cast<size_t>(t)], 10 * k + t + 1);
+      EXPECT_EQ(b.inputs[t], 10 * k + t);
+      EXPECT_EQ(b.targets[t], 10 * k + t + 1);
     }
   }
   EXPECT_EQ(loader_of(open({write_counting_bin("b.bin", 30)}), {1, 1, 10}, 0, 65536).num_samples(), 2);
@@ -234,7 +234,7 @@ TEST_F(Data, EveryEpochHoldsEverySampleOnceInItsOwnOrder) {
   Batch b(5);
   for (i64 k = 0; k < 28; ++k) {
     loader.load(k, 0, 0, b.inputs, b.targets);
-    epochs[static_cast<size_t>(k / 7)].push_back(b.inputs[0] / 5);
+    epochs[k / 7].push_back(b.inputs[0] / 5);
   }
   EXPECT_NE(epochs[0], epochs[1]);
   for (const std::vector<i32>& e : epochs) EXPECT_THAT(e, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4, 5, 6));

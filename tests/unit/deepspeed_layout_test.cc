@@ -54,8 +54,7 @@ TEST(DeepSpeedLayout, PiecesFindWhatWasPutThere) {
       i64 next = 0;
       for (const FlatPiece& p : partitioned_pieces(offset, n, 0, partitions)) {
         EXPECT_EQ(p.begin, next);
-        for (i64 i = 0; i < p.count; ++i)
-          EXPECT_EQ(flat[static_cast<size_t>(p.rank * partition + p.offset + i)], offset + p.begin + i);
+        for (i64 i = 0; i < p.count; ++i) EXPECT_EQ(flat[p.rank * partition + p.offset + i], offset + p.begin + i);
         next += p.count;
       }
       EXPECT_EQ(next, n);
@@ -66,8 +65,7 @@ TEST(DeepSpeedLayout, PiecesFindWhatWasPutThere) {
     for (size_t s = 0; s < sizes.size(); ++s) {
       const i64 chunk = div_ceil(sizes[s], ranks);
       for (i64 r = 0; r < ranks; ++r) {
-        for (i64 i = 0; i < chunk; ++i)
-          own[static_cast<size_t>(r)].push_back(static_cast<i64>(s) * 1000 + r * chunk + i);
+        for (i64 i = 0; i < chunk; ++i) own[r].push_back(static_cast<i64>(s) * 1000 + r * chunk + i);
       }
     }
     const i64 length = static_cast<i64>(own[0].size());
@@ -79,8 +77,7 @@ TEST(DeepSpeedLayout, PiecesFindWhatWasPutThere) {
         EXPECT_EQ(p.begin, next);
         for (i64 i = 0; i < p.count; ++i) {
           const i64 at = (p.flat == 0 ? 0 : flats[0]) + p.offset + i;
-          EXPECT_EQ(own[static_cast<size_t>(p.rank)][static_cast<size_t>(at)],
-                    static_cast<i64>(s) * 1000 + p.begin + i);
+          EXPECT_EQ(own[p.rank][at], static_cast<i64>(s) * 1000 + p.begin + i);
         }
         next += p.count;
       }

@@ -46,7 +46,7 @@ class DeepSpeedFixture : public ::testing::TestWithParam<Case> {
   }
   // Every element of the state, read in pieces of `step`.
   std::vector<char> read(State state, DType dtype, i64 param, i64 step) const {
-    const i64 n = *checked_product(source_->params()[static_cast<size_t>(param)].shape);
+    const i64 n = *checked_product(source_->params()[param].shape);
     std::vector<char> out(static_cast<size_t>(n * dtype_bytes(dtype)));
     for (i64 first = 0; first < n; first += step) {
       source_->read(state, dtype, param, first, std::min(step, n - first), out.data() + first * dtype_bytes(dtype));
@@ -57,7 +57,7 @@ class DeepSpeedFixture : public ::testing::TestWithParam<Case> {
   void expect_equal(State state, DType dtype, i64 param, const std::string& key) const {
     const TensorInfo& t = expected_->at(key);
     ASSERT_EQ(t.dtype, dtype) << key;
-    ASSERT_EQ(t.shape, source_->params()[static_cast<size_t>(param)].shape) << key;
+    ASSERT_EQ(t.shape, source_->params()[param].shape) << key;
     std::vector<char> wanted(static_cast<size_t>(t.bytes()));
     expected_->read(key, 0, t.numel(), wanted.data());
     for (const i64 step : {i64{1} << 40, i64{5}}) EXPECT_EQ(read(state, dtype, param, step), wanted) << key;
@@ -65,7 +65,7 @@ class DeepSpeedFixture : public ::testing::TestWithParam<Case> {
   // The parameter whose elements `name` has.
   i64 owner(const std::string& name) const {
     const i64 i = find(name);
-    const std::string& tied = i < 0 ? name : source_->params()[static_cast<size_t>(i)].tied_to;
+    const std::string& tied = i < 0 ? name : source_->params()[i].tied_to;
     return tied.empty() ? i : find(tied);
   }
 
@@ -152,7 +152,7 @@ TEST_P(DeepSpeedFixture, MetaSaysWhereTheRunWas) {
   const bool fp16 = GetParam().work == DType::F16;
   EXPECT_EQ(m.loss_scaler.iteration, fp16 || unfused ? 4 : 0);
   EXPECT_EQ(m.loss_scaler.scale > 1, fp16);
-  const ParamEntry& head = source_->params()[static_cast<size_t>(find("head.weight"))];
+  const ParamEntry& head = source_->params()[find("head.weight")];
   EXPECT_EQ(head.tied_to, "embed.weight");
 }
 

@@ -130,9 +130,9 @@ TEST_P(DeviceComms, CountWhatAHostCommunicatorCounts) {
     return c.counts();
   };
   std::vector<std::map<std::string, CommCount>> host(static_cast<size_t>(ranks())), device(host.size());
-  run_threads(ranks(), {}, [&](Communicator& c) { host[static_cast<size_t>(c.rank())] = program(c); });
+  run_threads(ranks(), {}, [&](Communicator& c) { host[c.rank()] = program(c); });
   run_ranks(backend(), ranks(), 20, [&](Communicator& c, Communicator&) {
-    device[static_cast<size_t>(c.rank())] = program(c);
+    device[c.rank()] = program(c);
     c.reset_counts();
     EXPECT_TRUE(c.counts().empty());
   });

@@ -28,7 +28,7 @@ std::vector<Access> training_trace(i64 num_layers, bool tied, i64 micro_batches)
 }
 std::vector<Access> forward_trace(i64 num_layers, bool tied) {
   std::vector<Access> trace = training_trace(num_layers, tied, 1);
-  trace.resize(static_cast<size_t>(num_layers));
+  trace.resize(num_layers);
   return trace;
 }
 

@@ -355,7 +355,7 @@ TEST(Hdf5, ViewsCoverAnyRangeOfAnyShape) {
         for (i64 begin = 0, step = longest == 1000 ? n : 1; begin < n; begin += step, step = step % longest + 2) {
           const i64 count = std::min(step, n - begin), first = map.global_of(begin);
           const std::string dataset = fmt::format("p/{}@{}", name, first);
-          views.back().pieces.push_back({begin, count, "shard.h5", dataset, slice.dim, slice.ranges});
+          views.back().parts.push_back({begin, count, "shard.h5", dataset, slice.dim, slice.ranges});
           datasets.push_back({{dataset, DType::F32, {count}}, {{"begin", {}, {first}}}});
           for (i64 i = 0; i < count; ++i) values.push_back(static_cast<float>(map.global_of(begin + i)));
         }
@@ -384,7 +384,7 @@ print(len(f), bad, np.array_equal(f['alias'], f['v1']), f['v0'].is_virtual)
 // However many rows a slice has.
 TEST(Hdf5, TheViewOfAHugeSliceIsSmall) {
   const TempDirectory dir;
-  std::vector<Hdf5View::Piece> pieces;
+  std::vector<Hdf5View::Part> pieces;
   const i64 rows = 1 << 20, numel = rows * 3 * 256;
   for (i64 rank = 0; rank < 4; ++rank) {
     const auto part = [&](i64 first) { return std::pair(first + 256 * rank, first + 256 * (rank + 1)); };

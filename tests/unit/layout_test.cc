@@ -138,7 +138,7 @@ TEST(Layout, IsThePicture) {
           EXPECT_EQ(row.numel, units[u][r].numel());
           for (i64 i = 0; i < row.numel; ++i) {
             const i64 owner = (at + i) / s.slice, local = stage == 0 ? at + i : (at + i) % s.slice;
-            owned[static_cast<size_t>(owner)][1000 * row.param + i] = shard_elems + local;
+            owned[owner][1000 * row.param + i] = shard_elems + local;
           }
           at += std::max(row.numel, units[u][r].room);
           numel += row.numel;
@@ -189,7 +189,7 @@ TEST(Layout, IsThePicture) {
         std::map<i64, i64> got;
         for (const Piece& p : pieces) {
           EXPECT_GT(p.count, 0);
-          const RowPlace& row = layout.rows()[static_cast<size_t>(p.param)];
+          const RowPlace& row = layout.rows()[p.param];
           EXPECT_EQ(p.segment, row.segment);
           EXPECT_EQ(p.segment_offset, row.offset + p.begin);
           for (i64 i = 0; i < p.count; ++i) {
@@ -198,8 +198,8 @@ TEST(Layout, IsThePicture) {
         }
         EXPECT_EQ(got, want) << "rank " << rank;
       };
-      expect(layout.owned_pieces(rank), owned[static_cast<size_t>(rank)]);
-      expect(layout.held_pieces(rank), stage == 0 ? all : owned[static_cast<size_t>(rank)]);
+      expect(layout.owned_pieces(rank), owned[rank]);
+      expect(layout.held_pieces(rank), stage == 0 ? all : owned[rank]);
     }
     if (HasFailure()) return;
   }
@@ -220,13 +220,13 @@ TEST(Layout, CutsNoBlock) {
       std::vector<i64> covered(layout.rows().size(), 0);
       for (int rank = 0; rank < P; ++rank) {
         for (const Piece& p : layout.owned_pieces(rank)) {
-          const i64 numel = layout.rows()[static_cast<size_t>(p.param)].numel;
+          const i64 numel = layout.rows()[p.param].numel;
           EXPECT_EQ(p.begin % 256, 0);
           EXPECT_TRUE(p.count % 256 == 0 || p.begin + p.count == numel);
-          covered[static_cast<size_t>(p.param)] += p.count;
+          covered[p.param] += p.count;
         }
       }
-      for (const RowPlace& row : layout.rows()) EXPECT_EQ(covered[static_cast<size_t>(row.param)], row.numel);
+      for (const RowPlace& row : layout.rows()) EXPECT_EQ(covered[row.param], row.numel);
     }
   }
 }

@@ -8,7 +8,7 @@
 #include <numeric>
 
 #include "ds/memreport.h"
-#include "engine/plan.h"
+#include "engine/plans.h"
 
 namespace ds::memreport {
 namespace memreport_test {
@@ -43,7 +43,7 @@ TEST_P(EveryRank, HasWhatItsPlanSays) {
     i64 most = 0, host = 0;
     for (const RankGroup& g : p.groups) {
       for (const int rank : g.ranks) {
-        ++times[static_cast<size_t>(rank)];
+        ++times[rank];
         const engine::WholePlan planned(config, report::mesh_shape(config, ranks), rank, device, ranks);
         // Sums over tp of small parameters: the group has those of the rank with most.
         const auto agrees = [&](i64 of_group, i64 of_rank, const std::string& what) {

@@ -23,7 +23,7 @@ void expect_values(const TensorSource& source, const std::string& tensor, i64 pa
   std::vector<float> got(static_cast<size_t>(info.numel()));
   source.read(tensor, 0, info.numel(), raw.data());
   convert_elements(DType::F32, got.data(), info.dtype, raw.data(), info.numel());
-  for (i64 i = 0; i < info.numel(); ++i) ASSERT_EQ(got[static_cast<size_t>(i)], value(param, i)) << tensor << " " << i;
+  for (i64 i = 0; i < info.numel(); ++i) ASSERT_EQ(got[i], value(param, i)) << tensor << " " << i;
 }
 
 struct Case {
@@ -233,7 +233,7 @@ TEST(MergeCheckpoint, MemoryIsBounded) {
         for (i64 i = 0; i < n; ++i) slices.push_back({1, {{p.shape[1] / n * i, p.shape[1] / n * (i + 1)}}});
       std::vector<StatePiece> pieces;
       for (size_t i = 0; i < slices.size(); ++i) {
-        const i64 param = narrow<i64>(i) / n, count = *checked_product(params[static_cast<size_t>(param)].shape) / n;
+        const i64 param = narrow<i64>(i) / n, count = *checked_product(params[param].shape) / n;
         pieces.push_back({param, 0, count, {{data}}, step == 1 ? nullptr : &slices[i]});
       }
       save_checkpoint(dir.path(), sample_meta(step, DType::F32), params, pieces, comm);

@@ -214,7 +214,7 @@ TEST_P(Meshes, AnErrorOfOneRankIsThatOfAll) {
       },
       over_device());
   for (int r = 0; r < shape().world(); ++r) {
-    const auto& e = errors[static_cast<size_t>(r)];
+    const auto& e = errors[r];
     ASSERT_TRUE(e) << "rank " << r;
     EXPECT_EQ(e->code(), Errc::Io) << e->what();
     if (r == failing) continue;
@@ -232,9 +232,9 @@ TEST(Mesh, WhatCannotBeMadeEndsTheOthersToo) {
                                 : make_staged_communicator(host, options);
       });
   for (int r : {0, 1, 3}) {
-    ASSERT_TRUE(errors[static_cast<size_t>(r)]);
-    EXPECT_EQ(errors[static_cast<size_t>(r)]->rank(), 2);
-    EXPECT_THAT(errors[static_cast<size_t>(r)]->what(), HasSubstr("rank 2 gave up: no memory for an axis"));
+    ASSERT_TRUE(errors[r]);
+    EXPECT_EQ(errors[r]->rank(), 2);
+    EXPECT_THAT(errors[r]->what(), HasSubstr("rank 2 gave up: no memory for an axis"));
   }
 }
 

@@ -70,9 +70,9 @@ TEST_F(MaskedTokens, ASampleIsClsTextSepAndSharesNothing) {
     EXPECT_EQ(s.targets.back(), -100);
     i64 chosen = 0;
     for (i64 t = 1; t + 1 < T; ++t) {
-      const i32 own = static_cast<i32>(10 + k * (T - 2) + t - 1), target = s.targets[static_cast<size_t>(t)];
+      const i32 own = static_cast<i32>(10 + k * (T - 2) + t - 1), target = s.targets[t];
       if (target == -100) {
-        EXPECT_EQ(s.inputs[static_cast<size_t>(t)], own);
+        EXPECT_EQ(s.inputs[t], own);
       } else {
         EXPECT_EQ(target, own);
         ++chosen;

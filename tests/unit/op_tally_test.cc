@@ -121,7 +121,7 @@ TEST(RunPlan, SumsOfAllRanksAreThoseOfEach) {
       const report::RunPlan own = report::make_run_plan(c, model, mesh, {.dp = rank});
       report::RunPlan::SummedElems of_rank;
       for (const update::CombinePlan::Exchange& e : own.combine.exchanges) of_rank[e.width] += e.elems;
-      EXPECT_EQ(summed[static_cast<size_t>(rank)], of_rank) << rank;
+      EXPECT_EQ(summed[rank], of_rank) << rank;
       for (const auto& [width, elems] : of_rank) total += elems;
     }
     EXPECT_GT(total, 0);

@@ -39,8 +39,7 @@ Matrix times(const Matrix& a, Shape sa, bool ta, const Matrix& b, Shape sb, bool
   for (i64 i = 0; i < M; ++i)
     for (i64 j = 0; j < N; ++j)
       for (i64 k = 0; k < K; ++k)
-        c[static_cast<size_t>(i * N + j)] += a[static_cast<size_t>(ta ? k * sa.cols + i : i * sa.cols + k)] *
-                                             b[static_cast<size_t>(tb ? j * sb.cols + k : k * sb.cols + j)];
+        c[i * N + j] += a[ta ? k * sa.cols + i : i * sa.cols + k] * b[tb ? j * sb.cols + k : k * sb.cols + j];
   return c;
 }
 
@@ -51,8 +50,7 @@ Matrix orthogonal(Matrix u, Shape s) {
   const auto transposed = [](const Matrix& x, Shape from) {
     Matrix y(x.size());
     for (i64 i = 0; i < from.rows; ++i)
-      for (i64 j = 0; j < from.cols; ++j)
-        y[static_cast<size_t>(j * from.rows + i)] = x[static_cast<size_t>(i * from.cols + j)];
+      for (i64 j = 0; j < from.cols; ++j) y[j * from.rows + i] = x[i * from.cols + j];
     return y;
   };
   Matrix x = tall ? transposed(u, s) : u;
@@ -307,7 +305,7 @@ TEST(Muon, MakesUpdatesNearlyOrthogonal) {
   const Matrix o = orthogonal(u, s);
   const Matrix gram = times(o, s, true, o, s, false);
   double trace = 0;
-  for (i64 i = 0; i < s.cols; ++i) trace += gram[static_cast<size_t>(i * s.cols + i)];
+  for (i64 i = 0; i < s.cols; ++i) trace += gram[i * s.cols + i];
   EXPECT_GT(trace, 0.68 * 0.68 * 20);
   EXPECT_LT(trace, 1.16 * 1.16 * 20);
 }

@@ -22,7 +22,7 @@ i64 heaviest(std::span<const i64> weights, const Cuts& cuts) {
   i64 most = 0;
   for (size_t k = 0; k + 1 < cuts.size(); ++k) {
     i64 sum = 0;
-    for (i64 i = cuts[k]; i < cuts[k + 1]; ++i) sum += weights[static_cast<size_t>(i)];
+    for (i64 i = cuts[k]; i < cuts[k + 1]; ++i) sum += weights[i];
     most = std::max(most, sum);
   }
   return most;

@@ -78,7 +78,7 @@ void expect_activations(const Config& c, const MeshShape& mesh, double block, do
   for (int stage = 0; stage < mesh.pp; ++stage) {
     const double layers = static_cast<double>(kLayers / mesh.pp) * block + (stage == 0 ? stream : 0) +
                           (stage == mesh.pp - 1 ? stream : 0);
-    const double want = static_cast<double>(in_flight[static_cast<size_t>(stage)]) * layers;
+    const double want = static_cast<double>(in_flight[stage]) * layers;
     EXPECT_NEAR(static_cast<double>(memory(c, mesh, stage, Tag::Activations)) / want, 1, 0.05) << "stage " << stage;
   }
 }

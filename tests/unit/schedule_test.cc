@@ -203,7 +203,7 @@ TEST(Schedule, ChunksShareTheSlotsOfTheirActivations) {
       std::set<i64> taken;
       i64 most = 0;
       for (const Instr& i : instrs) {
-        const i64 slot = slots.of[static_cast<size_t>(i.chunk)][static_cast<size_t>(i.micro)];
+        const i64 slot = slots.of[i.chunk][i.micro];
         if (i.op == Op::Forward) {
           ASSERT_TRUE(taken.insert(slot).second);
           most = std::max(most, std::ssize(taken));

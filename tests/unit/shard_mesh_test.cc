@@ -70,7 +70,7 @@ std::string save_engine(const std::string& dir, const ModelConfig& model, const 
     threads.emplace_back([&, rank] {
       try {
         const auto device = make_cpu_device(*cpu_ops(), 1);
-        Mesh mesh(std::move(comms[static_cast<size_t>(rank)]), c.mesh, {.timeout_s = 60, .progress_thread = true});
+        Mesh mesh(std::move(comms[rank]), c.mesh, {.timeout_s = 60, .progress_thread = true});
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);
         engine.init_weights();

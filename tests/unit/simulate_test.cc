@@ -139,9 +139,9 @@ TEST(Simulate, CostsAreOfAllBlocksOrStagesOrOfEachBlock) {
     std::vector<double> result(4);
     const Timeline t = simulate(schedules, costs);
     for (int stage = 0; stage < 2; ++stage) {
-      for (const Span& s : t.stages[static_cast<size_t>(stage)]) {
+      for (const Span& s : t.stages[stage]) {
         if (s.instr.op != Op::Forward) continue;
-        result[static_cast<size_t>(block_of(2, stage, s.instr.chunk))] = s.end - s.begin;
+        result[block_of(2, stage, s.instr.chunk)] = s.end - s.begin;
       }
     }
     return result;

@@ -27,7 +27,7 @@ std::vector<i64> elements_of(const ParamSlice& slice, const Shape& shape) {
   for (i64 g = 0; g < numel_of(shape); ++g) {
     i64 inner = 1;
     for (size_t d = static_cast<size_t>(slice.dim) + 1; d < shape.size(); ++d) inner *= shape[d];
-    const i64 index = shape.empty() ? 0 : g / inner % shape[static_cast<size_t>(slice.dim)];
+    const i64 index = shape.empty() ? 0 : g / inner % shape[slice.dim];
     bool in = slice.whole();
     for (const auto& [from, to] : slice.ranges) in |= from <= index && index < to;
     if (in) elements.push_back(g);
@@ -43,7 +43,7 @@ void expect_map(const ParamSlice& slice, const Shape& shape) {
   const auto n = static_cast<i64>(want.size());
   ASSERT_EQ(map.numel(), n);
   EXPECT_EQ(numel_of(local_shape(slice, shape)), n);
-  for (i64 i = 0; i < n; ++i) ASSERT_EQ(map.global_of(i), want[static_cast<size_t>(i)]);
+  for (i64 i = 0; i < n; ++i) ASSERT_EQ(map.global_of(i), want[i]);
   const i64 whole = numel_of(shape);
   for (i64 g = 0; g <= whole; ++g) ASSERT_EQ(map.num_before(g), std::ranges::lower_bound(want, g) - want.begin()) << g;
   for (i64 begin = 0; begin <= n; ++begin) {
@@ -53,7 +53,7 @@ void expect_map(const ParamSlice& slice, const Shape& shape) {
         ASSERT_EQ(local, at);
         ASSERT_GT(length, 0);
         ASSERT_GT(global, end) << "two runs that are one";
-        for (i64 i = 0; i < length; ++i) ASSERT_EQ(global + i, want[static_cast<size_t>(local + i)]);
+        for (i64 i = 0; i < length; ++i) ASSERT_EQ(global + i, want[local + i]);
         at += length;
         end = global + length;
       });
@@ -83,7 +83,7 @@ TEST(Slice, RandomShapesAndRanges) {
     Shape shape(static_cast<size_t>(1 + below(4)));
     for (i64& d : shape) d = 1 + below(shape.size() > 2 ? 4 : 9);
     ParamSlice slice{static_cast<int>(below(static_cast<i64>(shape.size()))), {}};
-    const i64 size = shape[static_cast<size_t>(slice.dim)];
+    const i64 size = shape[slice.dim];
     for (i64 at = below(size + 1); at < size; at += below(3)) {
       const i64 end = at + 1 + below(size - at);
       slice.ranges.emplace_back(at, end);

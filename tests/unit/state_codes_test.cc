@@ -67,8 +67,7 @@ TEST(StateCodes, DecodedAndEncodedAgainAreTheSame) {
     for (const float scale : {1.0f, 0.1f, 3e-7f, 1e-12f, 0x1p-100f, 0x1.fffffep-100f, 1e30f, 0x1.fffffep127f}) {
       for (const int largest : {127, -127}) {
         Block b(t, 256);
-        for (int k = 0; k < 256; ++k)
-          b.codes[static_cast<size_t>(k)] = static_cast<u8>(k == 0x80 && t == DType::I8 ? 0 : k);
+        for (int k = 0; k < 256; ++k) b.codes[k] = static_cast<u8>(k == 0x80 && t == DType::I8 ? 0 : k);
         if (t == DType::I8) b.codes[127] = b.codes[129] = static_cast<u8>(largest);
         b.scales[0] = scale;
         const Block again = encoded(t, decoded(b));

@@ -65,7 +65,7 @@ TEST(StateLayout, OfSomeParametersHasTheirElementsAndNoOthers) {
         std::map<i64, i64> places;  // begin -> end
         i64 elems = 0;
         for (const Piece& p : layout.held_pieces(r)) {
-          EXPECT_EQ(states.has(s, p.param), has[static_cast<size_t>(p.param)][s]);
+          EXPECT_EQ(states.has(s, p.param), has[p.param][s]);
           if (!states.has(s, p.param)) continue;
           const i64 at = states.offset(s, p) / 4;
           EXPECT_EQ(states.offset(s, p) % 32, 0);
@@ -116,7 +116,7 @@ TEST(StateLayout, OfCodesHasTheirScalesToo) {
         std::map<i64, i64> places;
         for (const Piece& p : layout.held_pieces(r)) {
           const DType t = states.dtype(s, p.param);
-          EXPECT_EQ(t, dtypes[static_cast<size_t>(p.param)][s]);
+          EXPECT_EQ(t, dtypes[p.param][s]);
           EXPECT_EQ(p.begin % kStateBlock, 0);
           EXPECT_TRUE(places.emplace(states.offset(s, p), states.offset(s, p) + p.count * dtype_bytes(t)).second);
           if (!is_coded(t)) continue;

@@ -31,8 +31,7 @@ struct Predicted {
             .sp = narrow<int>(c.sequence_parallel_size)};
     for (int p = 0; p < mesh.pp; ++p)
       models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {.pp = p})));
-    for (int p = 0; p < mesh.pp; ++p)
-      plans.push_back(report::make_run_plan(c, models[static_cast<size_t>(p)], mesh, {.pp = p}));
+    for (int p = 0; p < mesh.pp; ++p) plans.push_back(report::make_run_plan(c, models[p], mesh, {.pp = p}));
     for (size_t p = 0; p < plans.size(); ++p) works.push_back(report::tally_step(models[p], plans[p]));
   }
   StepTime operator()(const Machine& machine, const Links* links = nullptr) const {

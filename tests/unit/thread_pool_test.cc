@@ -21,7 +21,7 @@ TEST(ThreadPool, RunsEveryTileOnce) {
       std::vector<int> hits(static_cast<size_t>(tiles));  // plain ints: one thread writes, the caller reads afterwards
       std::atomic<bool> bad_worker{false};
       pool.parallel_for(tiles, [&](i64 t, int worker) {
-        ++hits[static_cast<size_t>(t)];
+        ++hits[t];
         if (worker < 0 || worker >= threads) bad_worker = true;
       });
       for (int h : hits) ASSERT_EQ(h, 1) << threads << " threads, " << tiles << " tiles";
@@ -35,7 +35,7 @@ TEST(ThreadPool, ManyShortCallsSeeEachOthersResults) {
     ThreadPool pool(threads);
     std::vector<i64> value(5), want(5);
     for (i64 call = 0; call < 5000; ++call) {
-      pool.parallel_for(5, [&](i64 t, int) { value[static_cast<size_t>(t)] += t * call; });
+      pool.parallel_for(5, [&](i64 t, int) { value[t] += t * call; });
       for (size_t t = 0; t < 5; ++t) {  // by the caller, between calls
         want[t] = want[t] + static_cast<i64>(t) * call + 1;
         ++value[t];
@@ -64,7 +64,7 @@ TEST(ThreadPool, NestedCallsStayOnTheirWorker) {
     const auto self = std::this_thread::get_id();
     pool.parallel_for(10, [&](i64 inner, int inner_worker) {
       if (inner_worker != worker || std::this_thread::get_id() != self) moved = true;
-      sum[static_cast<size_t>(t)] += static_cast<int>(inner);
+      sum[t] += static_cast<int>(inner);
     });
   });
   for (int s : sum) EXPECT_EQ(s, 45);

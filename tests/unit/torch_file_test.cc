@@ -153,7 +153,7 @@ TEST_F(TorchArchive, StridesOverLargeStoragesAreFollowed) {
   source->read("t", kRows - 5, 2 * kRows, got.data());  // the last of the first row, the second, some of the third
   for (i64 i = 0; i < 2 * kRows; ++i) {
     const i64 at = kRows - 5 + i;
-    ASSERT_EQ(got[static_cast<size_t>(i)], static_cast<float>(at % kRows * kCols + at / kRows)) << i;
+    ASSERT_EQ(got[i], static_cast<float>(at % kRows * kCols + at / kRows)) << i;
   }
   source->read("far", 0, 6, got.data());
   EXPECT_EQ(std::vector<float>(got.begin(), got.begin() + 6),

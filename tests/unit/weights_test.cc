@@ -226,7 +226,7 @@ TEST_P(BertWeights, ANewHeadIsRandomAndTheRestIsLoaded) {
   load_weights(fresh, dir / "w.safetensors");
   engine.init_weights();
   for (const zero::Piece& piece : engine.plan().dp().layout.held_pieces(0)) {
-    const std::string& name = names[static_cast<size_t>(piece.param)];
+    const std::string& name = names[piece.param];
     const auto* got = static_cast<const float*>(fresh.lease(piece)[State::Param]);
     const auto* random = static_cast<const float*>(engine.lease(piece)[State::Param]);
     const std::string loaded(reinterpret_cast<const char*>(got), static_cast<size_t>(piece.count) * 4);

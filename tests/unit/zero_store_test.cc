@@ -120,7 +120,7 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
           // 0 is written beside 1: both are there at once.
           for (const std::vector<i64>& together : {std::vector<i64>{3}, {2}, {1, 0}}) {
             for (const i64 unit : together) {
-              const Rows& rows = units()[static_cast<size_t>(unit)];
+              const Rows& rows = units()[unit];
               const std::span<const TensorView> views = store.acquire(unit);
               ASSERT_EQ(views.size(), rows.size());
               for (size_t r = 0; r < rows.size(); ++r) {
@@ -143,19 +143,19 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
           const bool whole = c.stage == 0 && s.unit != 1;
           const i64 begin = whole ? 0 : s.slice * comm.rank(), end = whole ? s.slice * c.ranks : begin + s.slice;
           std::vector<float> want(static_cast<size_t>(s.slice * c.ranks), 0.0f);
-          const UnitPlace& unit = layout.units()[static_cast<size_t>(s.unit)];
-          for (size_t r = 0; r < units()[static_cast<size_t>(s.unit)].size(); ++r) {
+          const UnitPlace& unit = layout.units()[s.unit];
+          for (size_t r = 0; r < units()[s.unit].size(); ++r) {
             const RowPlace& row = layout.rows()[static_cast<size_t>(unit.first_param) + r];
-            if (&layout.segments()[static_cast<size_t>(row.segment)] != &s) continue;
+            if (&layout.segments()[row.segment] != &s) continue;
             for (i64 i = 0; i < row.numel; ++i) {
               for (int rank = 0; rank < c.ranks; ++rank) {
                 for (i64 micro = 0; micro < kMicros; ++micro)
-                  want[static_cast<size_t>(row.offset + i)] += value(rank, micro, step, s.unit, static_cast<i64>(r), i);
+                  want[row.offset + i] += value(rank, micro, step, s.unit, static_cast<i64>(r), i);
               }
             }
           }
           for (i64 at = begin; at < end; ++at)
-            ASSERT_EQ(*store.element(&s - layout.segments().data(), at), want[static_cast<size_t>(at)])
+            ASSERT_EQ(*store.element(&s - layout.segments().data(), at), want[at])
                 << "step " << step << " unit " << s.unit << " at " << at;
         }
       }
@@ -228,7 +228,7 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
           store.begin(plan);
           std::vector<bool> here(units().size(), false);
           for (size_t a = 0; a < accesses.size(); ++a) {
-            for (const auto& launch : plan.steps[a].launch) here[static_cast<size_t>(launch.unit)] = true;
+            for (const auto& launch : plan.steps[a].launch) here[launch.unit] = true;
             ParamLease first = store.acquire();
             const ParamLease lease = std::move(first);
             for (size_t u = 0; u < units().size(); ++u) {
@@ -236,7 +236,7 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
               ASSERT_EQ(rows.size(), units()[u].size());
               for (size_t r = 0; r < rows.size(); ++r) {
                 const RowPlace& row = layout.rows()[static_cast<size_t>(layout.units()[u].first_param) + r];
-                const Segment& s = layout.segments()[static_cast<size_t>(row.segment)];
+                const Segment& s = layout.segments()[row.segment];
                 ASSERT_EQ(rows[r].rank, narrow<int>(std::ssize(units()[u][r].shape)));
                 ASSERT_EQ(rows[r].numel(), row.numel);
                 const bool whole = stage < 3 || s.persistent;
@@ -246,7 +246,7 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
                   ASSERT_EQ(rows[r].as<float>()[i], static_cast<float>(key(layout, s, row.offset + i) + step));
               }
             }
-            for (const i64 unit : plan.steps[a].release) here[static_cast<size_t>(unit)] = false;
+            for (const i64 unit : plan.steps[a].release) here[unit] = false;
           }
         }
         comm.barrier("end");

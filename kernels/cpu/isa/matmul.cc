@@ -110,7 +110,7 @@ void multiply_tile(const Source<T>& a, const Source<T>& b, i64 K, Range m, Range
         const i64 rows = std::min(kMR, m.end - i);
         const float* b_panel = b_block;
         for (i64 j = jb; j < j_end; j += kNR, b_panel += kPitchB) {
-          micro_kernels<Product>[static_cast<size_t>(rows - 1)](words, a_panel, b_panel, block, k == 0);
+          micro_kernels<Product>[rows - 1](words, a_panel, b_panel, block, k == 0);
           if (k + kDepth >= K) done(e, block, kNR, i, j, rows, std::min(kNR, n.end - j));
           if (room.held) block += kSums;
         }

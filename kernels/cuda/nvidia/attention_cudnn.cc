@@ -375,7 +375,7 @@ std::vector<Offer> offers_of(const Descriptor& graph, const Target& target, cudn
   if (count > 0) {  // fewer come out: those that this device can run
     count = heuristics.get(CUDNN_ATTR_ENGINEHEUR_RESULTS, CUDNN_TYPE_BACKEND_DESCRIPTOR, count, pointers.data());
   }
-  offers.resize(static_cast<size_t>(count));
+  offers.resize(count);
   for (Offer& offer : offers) {
     Candidate& c = offer.candidate;
     const Descriptor engine(reason, CUDNN_BACKEND_ENGINE_DESCRIPTOR, "engine");

@@ -158,7 +158,7 @@ struct MatmulEngine::Impl {
       count = 0;
     }
     for (int i = 0; i < count; ++i) {
-      const auto& f = found[static_cast<size_t>(i)];
+      const auto& f = found[i];
       if (f.state == CUBLAS_STATUS_SUCCESS && f.workspaceSize <= workspace_bytes) plan.candidates.push_back(f.algo);
     }
     cublasLtMatmulPreferenceDestroy(preference);

@@ -89,7 +89,7 @@ void fiber_main(ctx::transfer_t from) {
   finish_switch(nullptr, &m.scheduler_stack, &m.scheduler_stack_bytes);
   m.scheduler = from.fctx;
   (*m.thread)();
-  Fiber& self = *m.fibers[static_cast<size_t>(m.current)];
+  Fiber& self = *m.fibers[m.current];
   self.finished = true;
   ++m.finished;
   start_switch(nullptr, m.scheduler_stack, m.scheduler_stack_bytes);
@@ -105,7 +105,7 @@ void Machine::switch_to(Fiber& fiber) {
 }
 
 void Machine::yield() {
-  Fiber& self = *fibers[static_cast<size_t>(current)];
+  Fiber& self = *fibers[current];
   const int me = current;
   start_switch(&self.fake_stack, scheduler_stack, scheduler_stack_bytes);
   const ctx::transfer_t from = ctx::jump_fcontext(scheduler, nullptr);
@@ -121,7 +121,7 @@ void Machine::run_block() {
   for (Warp& w : warps) w.arrived = 0;
   arrived = finished = 0;
   for (int i = 0; i < n; ++i) {
-    Fiber& f = *fibers[static_cast<size_t>(i)];
+    Fiber& f = *fibers[i];
     f.finished = false;
     f.copies.clear();
     f.groups = 0;
@@ -129,7 +129,7 @@ void Machine::run_block() {
   }
   // Every fiber runs until it has to wait. A round in which nothing moves is a deadlock.
   std::vector<int> order(static_cast<size_t>(n));
-  for (int i = 0; i < n; ++i) order[static_cast<size_t>(i)] = i;
+  for (int i = 0; i < n; ++i) order[i] = i;
   while (finished < n) {
     if (random != 0) {
       for (size_t i = order.size(); i > 1; --i) {
@@ -143,7 +143,7 @@ void Machine::run_block() {
     for (const Warp& w : warps) warp_turns += kLanes * w.turn + static_cast<u64>(w.arrived);
     const int came = arrived;
     for (const int i : order) {
-      Fiber& f = *fibers[static_cast<size_t>(i)];
+      Fiber& f = *fibers[i];
       if (f.finished) continue;
       current = i;
       switch_to(f);
@@ -189,18 +189,18 @@ const std::byte* warp_exchange_bytes(const void* mine, size_t bytes) {
 void copy_async(void* to, const void* from, size_t bytes) {
   if (reinterpret_cast<size_t>(to) % bytes != 0 || reinterpret_cast<size_t>(from) % bytes != 0)
     die("an asynchronous copy is not aligned");
-  Fiber& f = *machine().fibers[static_cast<size_t>(machine().current)];
+  Fiber& f = *machine().fibers[machine().current];
   f.copies.push_back({to, from, bytes, f.groups});
 }
 
 void copies_commit() {
   Machine& m = machine();
-  ++m.fibers[static_cast<size_t>(m.current)]->groups;
+  ++m.fibers[m.current]->groups;
 }
 
 void copies_wait(int pending) {
   Machine& m = machine();
-  Fiber& f = *m.fibers[static_cast<size_t>(m.current)];
+  Fiber& f = *m.fibers[m.current];
   std::erase_if(f.copies, [&](const Copy& c) {
     if (c.group >= f.groups - pending) return false;
     if (c.from == nullptr) {

@@ -124,7 +124,7 @@ void multiply(const LtProblem& p) {
   std::vector<float> b(static_cast<size_t>(p.n * p.k)), a(static_cast<size_t>(kStrip * p.k));
   for (i64 j = 0; j < p.n; ++j) {
     for (i64 k = 0; k < p.k; ++k) {
-      b[static_cast<size_t>(j * p.k + k)] = get(p.b, p.ab, p.trans_b ? j + k * p.ldb : k + j * p.ldb);
+      b[j * p.k + k] = get(p.b, p.ab, p.trans_b ? j + k * p.ldb : k + j * p.ldb);
     }
   }
   for (i64 strip = 0; strip < p.m; strip += kStrip) {
@@ -132,15 +132,14 @@ void multiply(const LtProblem& p) {
     for (i64 k = 0; k < p.k; ++k) {
       for (i64 i = 0; i < kStrip; ++i) {
         const i64 row = strip + i;
-        a[static_cast<size_t>(k * kStrip + i)] =
-            i < rows ? get(p.a, p.ab, p.trans_a ? k + row * p.lda : row + k * p.lda) : 0.0f;
+        a[k * kStrip + i] = i < rows ? get(p.a, p.ab, p.trans_a ? k + row * p.lda : row + k * p.lda) : 0.0f;
       }
     }
     for (i64 j = 0; j < p.n; ++j) {
       float sum[kStrip] = {};
       for (i64 k = 0; k < p.k; ++k) {
-        const float y = b[static_cast<size_t>(j * p.k + k)];
-        const float* const x = &a[static_cast<size_t>(k * kStrip)];
+        const float y = b[j * p.k + k];
+        const float* const x = &a[k * kStrip];
         for (i64 i = 0; i < kStrip; ++i) sum[i] += x[i] * y;
       }
       for (i64 i = 0; i < rows; ++i) {

@@ -107,8 +107,8 @@ class Bpe : public Model {
       read_characters(word, scratch.symbols);
     }
     merge(scratch);
-    for (i32 at = scratch.symbols.empty() ? -1 : 0; at >= 0; at = scratch.symbols[static_cast<size_t>(at)].next)
-      ids.push_back(scratch.symbols[static_cast<size_t>(at)].id);
+    for (i32 at = scratch.symbols.empty() ? -1 : 0; at >= 0; at = scratch.symbols[at].next)
+      ids.push_back(scratch.symbols[at].id);
     if (scratch.symbols.capacity() > kKept) scratch = {};
   }
 
@@ -237,8 +237,8 @@ class Bpe : public Model {
   void merge(Scratch& scratch) const {
     auto& [symbols, heap] = scratch;
     const auto consider = [&](i32 left) {
-      const Symbol& s = symbols[static_cast<size_t>(left)];
-      const Merges::Merge* m = merges_.find(s.id, symbols[static_cast<size_t>(s.next)].id);
+      const Symbol& s = symbols[left];
+      const Merges::Merge* m = merges_.find(s.id, symbols[s.next].id);
       if (m == nullptr) return false;
       heap.push_back({static_cast<u64>(m->rank) << 32 | static_cast<u32>(left), m->id});
       return true;
@@ -253,16 +253,16 @@ class Bpe : public Model {
       std::pop_heap(heap.begin(), heap.end(), std::greater<>());
       const Candidate top = heap.back();
       heap.pop_back();
-      Symbol& left = symbols[static_cast<size_t>(top.place())];
+      Symbol& left = symbols[top.place()];
       if (left.id < 0 || left.next < 0) continue;
-      Symbol& right = symbols[static_cast<size_t>(left.next)];
+      Symbol& right = symbols[left.next];
       // Neighbours may have changed since; the candidate holds if they still become what it says.
       const Merges::Merge* m = merges_.find(left.id, right.id);
       if (m == nullptr || m->id != top.id) continue;
       left.id = top.id;
       right.id = -1;
       left.next = right.next;
-      if (left.next >= 0) symbols[static_cast<size_t>(left.next)].prev = top.place();
+      if (left.next >= 0) symbols[left.next].prev = top.place();
       if (left.prev >= 0) sift(consider(left.prev));
       if (left.next >= 0) sift(consider(top.place()));
     }

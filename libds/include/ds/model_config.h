@@ -71,9 +71,7 @@ struct ModelConfig {
 
   i64 sliding_window = 0;            // keys seen by a query in the layers of sliding_layers; 0: none has a window
   std::vector<bool> sliding_layers;  // [layers], empty when sliding_window is 0
-  i64 window(i64 layer) const {
-    return sliding_window > 0 && sliding_layers[static_cast<size_t>(layer)] ? sliding_window : 0;
-  }
+  i64 window(i64 layer) const { return sliding_window > 0 && sliding_layers[layer] ? sliding_window : 0; }
 };
 
 // Reads config.json itself or the one in a directory. Missing keys take Hugging Face's defaults. Throws Errc::Config

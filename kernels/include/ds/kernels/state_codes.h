@@ -61,31 +61,30 @@ struct Map {
   static constexpr float kFromFirst = static_cast<float>(value(1) / 2);
   static constexpr Table units() noexcept {
     Table t{};
-    for (int e = 0; e < kBits; ++e) t[static_cast<size_t>(e)] = static_cast<float>(unit(e));
+    for (int e = 0; e < kBits; ++e) t[e] = static_cast<float>(unit(e));
     return t;
   }
   // y lies in cell floor(scale y + offset) of its decade. The first has one cell.
   static constexpr Table scales() noexcept {
     Table t{};
-    for (int e = 1; e < kBits; ++e) t[static_cast<size_t>(e)] = static_cast<float>((1 << e) / (0.9 * unit(e)));
+    for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((1 << e) / (0.9 * unit(e)));
     return t;
   }
   static constexpr Table offsets() noexcept {
     Table t{1};
-    for (int e = 1; e < kBits; ++e) t[static_cast<size_t>(e)] = static_cast<float>((1 << e) * (0.8 / 0.9));
+    for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((1 << e) * (0.8 / 0.9));
     return t;
   }
   // The largest code of a decade; the last one of all is apart.
   static constexpr Table ends() noexcept {
     Table t{};
-    for (int e = 0; e < kBits; ++e) t[static_cast<size_t>(e)] = static_cast<float>((2 << e) - (e + 1 < kBits ? 1 : 2));
+    for (int e = 0; e < kBits; ++e) t[e] = static_cast<float>((2 << e) - (e + 1 < kBits ? 1 : 2));
     return t;
   }
   // The middle between a decade and the one before it.
   static constexpr Table begins() noexcept {
     Table t{};
-    for (int e = 1; e < kBits; ++e)
-      t[static_cast<size_t>(e)] = static_cast<float>((value((1 << e) - 1) + value(1 << e)) / 2);
+    for (int e = 1; e < kBits; ++e) t[e] = static_cast<float>((value((1 << e) - 1) + value(1 << e)) / 2);
     return t;
   }
 };
@@ -97,7 +96,7 @@ struct OneLane {
   struct Table {
     DS_HOST_DEVICE float operator[](int e) const noexcept {  // the lowest three bits of e
       constexpr std::array<float, 8> table = values();
-      return table[static_cast<size_t>(e & 7)];
+      return table[e & 7];
     }
   };
   DS_HOST_DEVICE static constexpr float all(float x) noexcept { return x; }

@@ -24,18 +24,18 @@ struct TensorView {
     TensorView v;
     v.data = data;
     v.dtype = dtype;
-    for (i64 s : shape) v.shape[static_cast<size_t>(v.rank++)] = s;
+    for (i64 s : shape) v.shape[v.rank++] = s;
     i64 step = 1;
     for (int d = v.rank - 1; d >= 0; --d) {
-      v.stride[static_cast<size_t>(d)] = step;
-      step *= v.shape[static_cast<size_t>(d)];
+      v.stride[d] = step;
+      step *= v.shape[d];
     }
     return v;
   }
 
   explicit operator bool() const noexcept { return data != nullptr; }
 
-  i64 dim(int d) const noexcept { return shape[static_cast<size_t>(d)]; }
+  i64 dim(int d) const noexcept { return shape[d]; }
   i64 numel() const noexcept {
     i64 n = 1;
     for (int d = 0; d < rank; ++d) n *= dim(d);
@@ -45,7 +45,7 @@ struct TensorView {
   bool contiguous() const noexcept {
     i64 step = 1;
     for (int d = rank - 1; d >= 0; --d) {
-      if (dim(d) != 1 && stride[static_cast<size_t>(d)] != step) return false;
+      if (dim(d) != 1 && stride[d] != step) return false;
       step *= dim(d);
     }
     return true;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "engine/plan.h"
+#include "engine/plans.h"
 
 #include <algorithm>
 #include <map>
@@ -69,7 +69,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const zero::ShardsPlan& shards = plan.dp();
   for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
     if (!plan.counts(piece)) continue;
-    const StateSet& states = shards.states.of_params()[static_cast<size_t>(piece.param)];
+    const StateSet& states = shards.states.of_params()[piece.param];
     const i64 num_states = std::count(states.values.begin(), states.values.end(), true);
     bytes += piece.count * (num_states * 4 + dtype_bytes(plan.work));
     datasets += num_states + 1;
@@ -124,8 +124,7 @@ std::vector<StagePlan> plan_stages(Plans& plans) {
     const WholePlan& planned = *plans.of(rank_at(mesh, plans.of_stage(stage).plan.fullest()));
     for (const report::ChunkPlan& c : planned.plan.chunks) {
       const auto& layers = planned.model.layers;
-      s.layers.emplace_back(layers[static_cast<size_t>(c.chunk.begin)]->name(),
-                            layers[static_cast<size_t>(c.chunk.end) - 1]->name());
+      s.layers.emplace_back(layers[c.chunk.begin]->name(), layers[static_cast<size_t>(c.chunk.end) - 1]->name());
     }
     const bool attends = std::ranges::any_of(planned.plan.chunks, [&](const report::ChunkPlan& c) {
       const auto& layers = planned.model.layers;
