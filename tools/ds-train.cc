@@ -143,8 +143,12 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (o.writing) config.data.train.clear();
   const ds::RunOptions options{
       .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.writing};
+  // Before anything is waited for.
+  const std::vector<ds::Prompt> prompts = o.writing.read(ranks);
+  ds::WritingSizes writing;
+  if (o.writing) writing = ds::check_prompts(config, prompts, o.writing.sampling);
   if (o.check) {
-    ds::tools::print_prediction(config, ranks, out);
+    ds::tools::print_prediction(config, ranks, out, o.writing ? &writing : nullptr);
     ds::TrainingRun::check(config, ranks, options);
     if (picture) {
       picture->data(ds::plan_svg(config, ranks.world_size));
@@ -155,7 +159,6 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (training && o.out.empty() && ranks.rank == 0)
     ds::tools::report_warning("no --out: this run keeps neither checkpoints nor metrics");
 
-  const std::vector<ds::Prompt> prompts = o.writing.read(ranks);  // before anything is waited for
   ds::TrainingRun run(config, ranks, options);
   if (training) return train(run, config, out);
   if (o.eval) {

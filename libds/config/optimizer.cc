@@ -156,7 +156,8 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
       check_values(u, "", of_group);
     }
     if (group.params.empty() && !of_group.broken("params"))
-      of_group.error("params", "is missing: names of parameters, or patterns such as \"*.bias\"");
+      of_group.error("params", fmt::format("{}: names of parameters, or patterns such as \"*.bias\"",
+                                           of_group.given("params") ? "is empty" : "is missing"));
     if (of_group.given("lr") && o.lr == 0 && u.lr > 0)
       of_group.error("lr", "follows the schedule in proportion to optimizer.params.lr, which is 0");
     o.groups.push_back(std::move(group));

@@ -3,36 +3,30 @@
 
 #include <fmt/format.h>
 
-#include "config/model_config.h"
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
 #include "engine/run_state.h"
+#include "infer/prompts.h"
 #include "infer/writer.h"
 
 namespace ds {
 
+WritingSizes check_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
+  WritingSizes sizes{.max_tokens = o.max_tokens, .at_once = o.at_once};
+  const auto tokenizer = open_tokenizer(config.data.tokenizer);
+  for (const std::vector<i32>& ids : infer::encode_prompts(config.model, *tokenizer, prompts, o.max_tokens))
+    sizes.prompt_tokens.push_back(std::ssize(ids));
+  return sizes;
+}
+
 void TrainingRun::generate(std::span<const Prompt> prompts, const SamplingOptions& o, const GenerateHooks& hooks) {
   State& s = *state_;
   s.collective([&] {
-    DS_CHECK(s.config.model.causal(), Errc::Unavailable,
-             "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
-             family_name(s.config.model.family));
     const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
-    const std::optional<i32> bos = tokenizer->special(SpecialToken::Bos), eos = tokenizer->special(SpecialToken::Eos);
-    std::vector<std::vector<i32>> ids;
+    const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
+    const auto ids = infer::encode_prompts(s.config.model, *tokenizer, prompts, o.max_tokens);
     std::vector<TextStream> texts;
-    for (const Prompt& prompt : prompts) {
-      std::vector<i32>& of = ids.emplace_back();
-      if (tokenizer->adds_bos() && bos) of.push_back(*bos);
-      tokenizer->encode(prompt.text, of);
-      for (const i32 id : of)
-        DS_CHECK(id<s.config.model.vocab_size, Errc::Mismatch,
-                     "{} has the token {} ({}), which is outside the model's vocabulary of {}", prompts.size()> 1
-                     ? fmt::format("prompt {}", ids.size())
-                     : "the prompt",
-                 id, tokenizer->identity(), s.config.model.vocab_size);
-      texts.emplace_back(*tokenizer, of);
-    }
+    for (const std::vector<i32>& prompt : ids) texts.emplace_back(*tokenizer, prompt);
     std::vector<i64> left(prompts.size(), o.max_tokens);
     infer::write(s.engine->stage(), ids,
                  {.max_tokens = o.max_tokens,

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Files of prompts: texts, one in each line, or JSON Lines.
+// Files of prompts: texts, one in each line, or JSON Lines; and their tokens.
 
-#include "ds/prompts.h"
+#include "infer/prompts.h"
+
 #include "base/file.h"
 #include "base/json.h"
+#include "config/model_config.h"
 
 namespace ds {
 namespace {
@@ -16,7 +18,7 @@ Prompt parse_prompt(std::string_view line, const std::string& name, i64 number) 
   const auto text = root.is_object() ? root.find("prompt") : root.end();
   DS_CHECK(root.is_object() && text != root.end() && text->is_string(), Errc::Config,
            "{}: a prompt is an object with the text \"prompt\"", place);
-  return {text->get<std::string>(), root.dump()};
+  return {text->get<std::string>(), std::string(line), place};
 }
 
 }  // namespace
@@ -41,10 +43,44 @@ std::vector<Prompt> read_prompts(const std::string& path) {
     rest.remove_prefix(std::min(end + 1, rest.size()));
     if (line.ends_with('\r')) line.remove_suffix(1);
     if (json && line.find_first_not_of(" \t") == std::string_view::npos) continue;
-    prompts.push_back(json ? parse_prompt(line, name, number) : Prompt{std::string(line), {}});
+    prompts.push_back(json ? parse_prompt(line, name, number)
+                           : Prompt{std::string(line), {}, fmt::format("{}:{}", name, number)});
   }
   DS_CHECK(!prompts.empty(), Errc::Config, "{}: there are no prompts in it", name);
   return prompts;
 }
 
+namespace infer {
+
+std::vector<std::vector<i32>> encode_prompts(const ModelConfig& model, const Tokenizer& tokenizer,
+                                             std::span<const Prompt> prompts, i64 max_tokens) {
+  DS_CHECK(model.causal(), Errc::Unavailable,
+           "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
+           family_name(model.family));
+  const std::optional<i32> bos = tokenizer.special(SpecialToken::Bos);
+  std::vector<std::vector<i32>> ids;
+  std::vector<std::string> mistakes;
+  Errc code = Errc::Config;
+  for (const Prompt& prompt : prompts) {
+    std::vector<i32>& of = ids.emplace_back();
+    if (tokenizer.adds_bos() && bos) of.push_back(*bos);
+    tokenizer.encode(prompt.text, of);
+    const std::string which = prompt.place.empty() ? "the prompt" : prompt.place + ": the prompt";
+    const auto outside = std::ranges::find_if(of, [&](i32 id) { return id >= model.vocab_size; });
+    if (of.empty()) {
+      mistakes.push_back(which + " is empty");
+    } else if (outside != of.end()) {
+      mistakes.push_back(fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which,
+                                     *outside, tokenizer.identity(), model.vocab_size));
+      code = Errc::Mismatch;
+    } else if (std::ssize(of) + max_tokens > model.max_positions && !model.any_length()) {
+      mistakes.push_back(fmt::format("{} ({} tokens) and {} new tokens exceed the model's {} positions", which,
+                                     of.size(), max_tokens, model.max_positions));
+    }
+  }
+  if (!mistakes.empty()) throw Error(code, fmt::format("{}", fmt::join(mistakes, "\n  ")));
+  return ids;
+}
+
+}  // namespace infer
 }  // namespace ds

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <memory>
 
+#include "infer/writing_memory.h"
 #include "model/models.h"
 
 namespace ds::infer {
@@ -30,16 +31,17 @@ class Writer {
         plan_(stage.plan()),
         device_(stage.device()),
         prompts_(prompts),
-        options_(options),
-        most_(std::clamp<i64>(options.at_once, 1, std::max<i64>(std::ssize(prompts), 1))) {
-    check_prompts();
+        options_(options) {
+    std::vector<i64> lengths;
+    for (const std::vector<i32>& prompt : prompts) lengths.push_back(std::ssize(prompt));
+    plan_memory_ = plan_writing(stage.model_config(), model_, plan_, lengths, options.max_tokens, options.at_once);
     take_memory();
   }
 
   void write(const std::function<bool(size_t, i32)>& token) {
     for (size_t next = 0; next < prompts_.size() || !under_way_.empty();) {
       // The prompts of free places, each in a pass of its own; then a token of each sequence.
-      if (next < prompts_.size() && std::ssize(under_way_) < most_) {
+      if (next < prompts_.size() && std::ssize(under_way_) < plan_memory_.at_once) {
         under_way_.push_back(begin(next++));
         run({&under_way_.back(), 1}, token);
       } else {
@@ -52,52 +54,19 @@ class Writer {
  private:
   i64 capacity(size_t prompt) const { return std::ssize(prompts_[prompt]) + options_.max_tokens; }
 
-  void check_prompts() {
-    for (size_t p = 0; p < prompts_.size(); ++p) {
-      const std::string which = prompts_.size() > 1 ? fmt::format("prompt {}", p + 1) : "the prompt";
-      DS_CHECK(!prompts_[p].empty(), Errc::Config, "{} is empty", which);
-      DS_CHECK(capacity(p) <= model_.max_positions || stage_.model_config().any_length(), Errc::Config,
-               "{} ({} tokens) and {} new tokens exceed the model's {} positions", which, prompts_[p].size(),
-               options_.max_tokens, model_.max_positions);
-      longest_ = std::max<i64>(longest_, std::ssize(prompts_[p]));
-      largest_ = std::max(largest_, capacity(p));
-    }
-  }
-
   Buffer buffer(Tag tag, i64 bytes) { return device_buffer(device_, stage_.ledger(), tag, bytes); }
 
   void take_memory() {
-    for (size_t c = 0; c < plan_.chunks.size(); ++c) {
-      for (const auto& [B, T] : {std::pair{i64{1}, longest_}, {most_, i64{1}}}) {
-        model::ActivationPlanner planner;
-        report::plan_acts(model_, plan_.chunks[c], plan_, planner, Mode::Generate, {B, T, B * T});
-        working_bytes_ = std::max(working_bytes_, planner.working_bytes());
-        temporary_bytes_ = std::max(temporary_bytes_, planner.temporary_bytes());
-      }
-    }
-    working_ = buffer(Tag::Activations, working_bytes_);
-    temporary_ = buffer(Tag::Workspace, temporary_bytes_);
-
-    // Rotations are those of the whole text, so that what is written depends neither on the length that the run trains
-    // at nor on other texts. (Hugging Face goes by the length so far and keeps keys rotated by what held when they were
-    // new.)
-    const ModelConfig& config = stage_.model_config();
-    rope_apart_ = config.rope.type == RopeType::Dynamic || config.rope.type == RopeType::LongRope;
-    const i64 rows = std::max(longest_, most_), rope_rows = largest_ * (rope_apart_ ? most_ : 1);
-    const i64 rope_width = model::rope_table_elems(config, largest_) / std::max<i64>(largest_, 1);
-    memory_ = model::PassMemory(model_, {.B = 1,
-                                         .T = rows,
-                                         .rope_rows = rope_width > 0 ? rope_rows : 0,
-                                         .rope_elems = rope_rows * rope_width,
-                                         .losses = false,
-                                         .logits_rows = most_,
-                                         .work = plan_.work});
+    const WritingMemory& m = plan_memory_;
+    working_ = buffer(Tag::Activations, m.working_bytes);
+    temporary_ = buffer(Tag::Workspace, m.temporary_bytes);
+    message_ = buffer(Tag::Workspace, m.message_bytes);
+    memory_ = m.pass;
     memory_.for_each([&](Tag tag, TensorView& v) {
       if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
     });
-    if (memory_.rope_cos && !rope_apart_) upload_rotations(0, largest_);
-    if (plan_.mesh.pp > 1) message_ = buffer(Tag::Workspace, rows * model_.hidden * dtype_bytes(plan_.work));
-    logits_.resize(most_ * model_.vocab);
+    if (memory_.rope_cos && !m.rope_apart) upload_rotations(0, m.largest);
+    logits_.resize(m.at_once * model_.vocab);
   }
 
   void upload_rotations(i64 first_row, i64 length) {
@@ -114,14 +83,10 @@ class Writer {
     const auto taken = [&](const std::unique_ptr<Sequence>& other) { return other->place == s->place; };
     while (std::ranges::any_of(under_way_, taken)) ++s->place;
 
-    const i64 kv_heads = std::max<i64>(model_.num_kv_heads / model_.shard.tp, 1), positions = capacity(prompt);
-    const TensorView part = TensorView::of(nullptr, plan_.work, {1, positions, kv_heads, model_.head_dim});
-    i64 parts = 0;
-    for (const report::ChunkPlan& c : plan_.chunks) {
-      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) parts += model_.layers[l]->is_block() ? 2 : 0;
-    }
+    const i64 positions = capacity(prompt);
+    const TensorView part = plan_memory_.cache_part(positions);
     const i64 part_bytes = align_up(part.bytes(), 64);
-    s->memory = buffer(Tag::Activations, parts * part_bytes);
+    s->memory = buffer(Tag::Activations, plan_memory_.cache_bytes(positions));
     char* at = static_cast<char*>(s->memory.data());
     s->caches.resize(model_.layers.size());
     for (const report::ChunkPlan& c : plan_.chunks) {
@@ -133,7 +98,7 @@ class Writer {
         cache.v.data = std::exchange(at, at + part_bytes);
       }
     }
-    if (memory_.rope_cos && rope_apart_) upload_rotations(s->place * largest_, positions);
+    if (memory_.rope_cos && plan_memory_.rope_apart) upload_rotations(s->place * plan_memory_.largest, positions);
     return s;
   }
 
@@ -162,7 +127,7 @@ class Writer {
   void upload_tokens(std::span<const std::unique_ptr<Sequence>> sequences) {
     ids_.clear(), rotations_.clear(), positions_.clear();
     for (const auto& s : sequences) {
-      const i64 first = rope_apart_ ? s->place * largest_ : 0;
+      const i64 first = plan_memory_.rope_apart ? s->place * plan_memory_.largest : 0;
       for (i64 t = 0; t < std::ssize(s->fresh); ++t) {
         positions_.push_back(narrow<i32>(s->seen + t));
         rotations_.push_back(narrow<i32>(first + s->seen + t));
@@ -183,7 +148,8 @@ class Writer {
       const report::ChunkPlan& chunk = plan_.chunks[c];
       model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
       const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
-      DS_ASSERT(planner.working_bytes() <= working_bytes_ && planner.temporary_bytes() <= temporary_bytes_);
+      DS_ASSERT(planner.working_bytes() <= plan_memory_.working_bytes &&
+                planner.temporary_bytes() <= plan_memory_.temporary_bytes);
       TensorView x{};
       if (!chunk.first) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
@@ -202,12 +168,10 @@ class Writer {
   Device& device_;
   std::span<const std::vector<i32>> prompts_;
   WriteOptions options_;
-  i64 most_, longest_ = 1, largest_ = 1;  // sequences at once; tokens of a prompt; positions of a sequence
-  bool rope_apart_ = false;               // rotations depend on a sequence's length
+  WritingMemory plan_memory_;
   model::PassMemory memory_;
   std::vector<Buffer> buffers_;
   Buffer working_, temporary_, message_;
-  i64 working_bytes_ = 0, temporary_bytes_ = 0;
   std::vector<std::unique_ptr<Sequence>> under_way_;
   std::vector<float> logits_;
   std::vector<i32> ids_, rotations_, positions_, order_;

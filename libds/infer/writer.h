@@ -20,8 +20,8 @@ struct WriteOptions {
 };
 
 // Continues each prompt; calls token(prompt, id) as each token is known, and ends a sequence after one for which it
-// returns false. Collective: all ranks give the same arguments and answers. Throws Errc::Config for an empty prompt and
-// for one that is too long, Errc::Numeric where logits are not finite, Errc::OutOfMemory.
+// returns false. Collective: all ranks give the same arguments and answers. Prompts have a token, and the
+// model the positions (encode_prompts). Throws Errc::Numeric where logits are not finite, Errc::OutOfMemory.
 void write(stage::Stage& stage, std::span<const std::vector<i32>> prompts, const WriteOptions& options,
            const std::function<bool(size_t prompt, i32 id)>& token);
 

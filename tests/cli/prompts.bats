@@ -59,10 +59,14 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_output --partial "No such file"
   printf 'a\n\nb\n' >blank
   run -2 write --prompts blank
-  assert_output --partial "prompt 2 is empty"
+  assert_output --partial "blank:2: the prompt is empty"
   { echo short; printf 'x%.0s' {1..60}; echo; } >long
   run -2 write --prompts long
-  assert_output --partial "prompt 2 (60 tokens) and 20 new tokens exceed the model's 64 positions"
+  assert_output --partial "long:2: the prompt (60 tokens) and 20 new tokens exceed the model's 64 positions"
+  { cat long; echo; } >both  # all at once
+  run -2 write --prompts both --check
+  assert_output --partial "both:2: the prompt (60 tokens)"
+  assert_output --partial "both:3: the prompt is empty"
   run -2 write --prompts long --generate x
   run -2 write --prompts long --eval
   run -2 ds-train cfg.json --resume run --batch 3
@@ -75,4 +79,22 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_output --partial "2 ranks read it, and it can be read only once"
   run -2 write --prompts blank --out other
   assert_output --partial -- "--out excludes --prompts"
+}
+
+@test "--check counts what texts under way take" {
+  trained
+  activations() { ds-train cfg.json --resume run --check --json "$@" | python3 -c 'import json, sys; print(json.load(sys.stdin)["memory_bytes"]["activations"])'; }
+  for n in 1 2 3 4; do echo "text $n"; done >four
+  local one all
+  one=$(activations --prompts four --batch 1)
+  all=$(activations --prompts four)
+  assert [ "$one" -gt 0 ]
+  assert [ "$all" -gt $((2 * one)) ]
+}
+
+@test "numbers of an object come back as they were" {
+  trained
+  echo '{"prompt": "The", "id": 9223372036854775807, "more": 18446744073709551615}' >exact.jsonl
+  run -0 --separate-stderr write --prompts exact.jsonl
+  assert_output --partial '"id":9223372036854775807,"more":18446744073709551615'
 }

@@ -2,6 +2,8 @@
 // Texts that a model writes side by side: each has the bytes that it has alone, whatever else is under way.
 
 #include "equivalence/layouts.h"
+#include "infer/writer.h"
+#include "infer/writing_memory.h"
 
 namespace ds::testing {
 namespace writing_test {
@@ -73,7 +75,14 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
     with_engines(c, 1, [&](engine::Engine& engine) {
       write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
       bytes = engine.ledger().peak(Tag::Activations);
-      EXPECT_EQ(engine.ledger().peak(Tag::Params), engine.plan().memory[static_cast<size_t>(Tag::Params)]);
+      // As --check predicts it.
+      std::vector<i64> lengths;
+      for (const auto& prompt : prompts()) lengths.push_back(std::ssize(prompt));
+      const report::TagBytes text =
+          infer::plan_writing(c.model, engine.model(), engine.plan(), lengths, 11, at_once).bytes(lengths, 11);
+      for (size_t t = 0; t < text.size(); ++t)
+        EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
+            << tag_name(static_cast<Tag>(t)) << " " << at_once;
     });
     return bytes;
   };
@@ -84,26 +93,6 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   i64 all = 0;
   for (const auto& prompt : prompts()) all += cache(std::ssize(prompt));
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
-}
-
-TEST(Writing, RefusesPromptsByNumber) {
-  Config c = config_of(of_four_heads(tiny_gpt2()), {}, 4);
-  c.use = ConfigUse::Generate;
-  with_engines(c, 1, [&](engine::Engine& engine) {
-    const auto refusal = [&](std::vector<std::vector<i32>> given, i64 max_tokens) {
-      try {
-        write(engine, given, 2, {.max_tokens = max_tokens}, -1);
-      } catch (const Error& e) {
-        EXPECT_EQ(e.code(), Errc::Config);
-        return std::string(e.what());
-      }
-      return std::string();
-    };
-    EXPECT_EQ(refusal({{1}, {}}, 3), "prompt 2 is empty");
-    EXPECT_EQ(refusal({{}}, 3), "the prompt is empty");
-    EXPECT_EQ(refusal({{1}, {1, 2}}, 23), "prompt 2 (2 tokens) and 23 new tokens exceed the model's 24 positions");
-    EXPECT_EQ(refusal({}, 3), "");
-  });
 }
 
 }  // namespace writing_test

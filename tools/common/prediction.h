@@ -8,6 +8,7 @@
 namespace ds::tools {
 
 // The resolved configuration, the memory of each rank by tag and what it sends per step, as text or as one document.
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out);
+// `writing`: with the memory of what is written, or null.
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const WritingSizes* writing);
 
 }  // namespace ds::tools

@@ -30,6 +30,23 @@ struct StagePlan {
 };
 
 // What is known before a run starts.
+struct SamplingOptions {
+  i64 max_tokens = 200;
+  double temperature = 0.8;  // 0: the most likely token
+  i64 top_k = 0;             // 0: all
+  u32 seed = 0;
+  i64 at_once = 64;  // prompts under way at most
+};
+
+// What is to be written behind prompts.
+struct WritingSizes {
+  std::vector<i64> prompt_tokens = {};  // of each prompt
+  i64 max_tokens = 0, at_once = 1;      // as of SamplingOptions
+};
+// Opens the tokenizer. Throws Errc::Unavailable for a model that continues nothing; with a line for each prompt that
+// cannot be continued, Errc::Config (empty, too long) or Errc::Mismatch (a token outside the model's vocabulary).
+DS_API WritingSizes check_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o);
+
 struct RunPrediction {
   i64 num_params = 0;
   double flops_per_token = 0;     // forward + backward, full attention
@@ -48,8 +65,8 @@ struct RunPrediction {
   std::string limited_by;                 // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
-// configuration.
-DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks);
+// configuration. `writing`: what is written, at most.
+DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks, const WritingSizes* writing = nullptr);
 
 // The plan for people: which stage holds which layers on which ranks, and who does what when. `width`: columns, from 40
 // on; colour: ANSI escapes. The second as a picture that needs nothing else.
@@ -101,14 +118,6 @@ struct TrainResult {
   double seconds = 0;               // in steps
   std::string checkpoint{};         // the last one committed; empty: none
   std::vector<TagMemory> memory{};  // rank 0
-};
-
-struct SamplingOptions {
-  i64 max_tokens = 200;
-  double temperature = 0.8;  // 0: the most likely token
-  i64 top_k = 0;             // 0: all
-  u32 seed = 0;
-  i64 at_once = 64;  // prompts under way at most
 };
 
 struct GenerateHooks {  // called on every rank
