@@ -83,7 +83,7 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
 
 @test "--check counts what texts under way take" {
   trained
-  activations() { ds-train cfg.json --resume run --check --json "$@" | python3 -c 'import json, sys; print(json.load(sys.stdin)["memory_bytes"]["activations"])'; }
+  activations() { write --check --json "$@" | python3 -c 'import json, sys; print(json.load(sys.stdin)["memory_bytes"]["activations"])'; }
   for n in 1 2 3 4; do echo "text $n"; done >four
   local one all
   one=$(activations --prompts four --batch 1)
