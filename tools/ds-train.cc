@@ -141,14 +141,21 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (!loaded.ok()) return ds::exit_code(loaded.code());
   ds::Config config = loaded.config;
   if (o.writing) config.data.train.clear();
-  const ds::RunOptions options{
-      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.writing};
   // Before anything is waited for.
-  const std::vector<ds::Prompt> prompts = o.writing.read(ranks);
-  ds::WritingSizes writing;
-  if (o.writing) writing = ds::check_prompts(config, prompts, o.writing.sampling);
+  std::vector<ds::Prompt> prompts;
+  ds::EncodedPrompts encoded;
+  try {
+    prompts = o.writing.read(ranks);
+    if (o.writing) encoded = ds::encode_prompts(config, prompts, o.writing.sampling);
+  } catch (const ds::Error& e) {
+    if (ranks.rank == 0 || !ds::has_failed_within(ranks, 0, 3)) throw;
+    return ds::exit_code(e.code());
+  }
+  const ds::EncodedPrompts* const writing = o.writing ? &encoded : nullptr;
+  const ds::RunOptions options{
+      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.writing, .writing = writing};
   if (o.check) {
-    ds::tools::print_prediction(config, ranks, out, o.writing ? &writing : nullptr);
+    ds::tools::print_prediction(config, ranks, out, writing);
     ds::TrainingRun::check(config, ranks, options);
     if (picture) {
       picture->data(ds::plan_svg(config, ranks.world_size));
@@ -170,7 +177,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
     }
     return 0;
   }
-  ds::tools::write_text(run, o.writing, prompts, out);
+  ds::tools::write_text(run, o.writing, prompts, encoded, out);
   return 0;
 }
 

@@ -99,7 +99,7 @@ class AsyncCommunicator : public BaseCommunicator {
   // of a backend's destructor.
   void shut_down() noexcept;
 
-  // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for pieces that
+  // Collective. Checks that all ranks make the same call, then, on ranks that consume, calls `consume` for ranges that
   // together cover every slice that is for this rank. Returns when no peer reads this rank's source any more.
   virtual void exchange(const Operation&, const Exchange&, FunctionRef<void(const SliceRange&)> consume) = 0;
   // Nothing travels, but all ranks come.

@@ -28,7 +28,8 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
-      lr_(config.optimizer, config.scheduler) {
+      lr_(config.optimizer, config.scheduler),
+      valid_tokens_(static_cast<size_t>(plan_.micro_batches)) {
   if (plan_.trains()) make_update();
   make_pieces();
 }
@@ -43,7 +44,7 @@ zero::AllShards Engine::make_shards() {
   zero::AllShards all;
   for (const zero::ShardsPlan& plan : plan_.shards)
     all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(),
-                                                 mesh_.group(all.size()), device_, ledger_, parts_.states));
+                                                 mesh_.group(all.size()), device_, ledger_, parts_.tiers));
   return all;
 }
 
@@ -57,7 +58,6 @@ void Engine::make_update() {
     return slices;
   };
   update_.emplace(plan_, shards_, update::Axes{mesh_.dp(), mesh_.tp(), mesh_.pp()}, device_, ledger_, slices_of);
-  valid_tokens_.resize(plan_.micro_batches);
 }
 
 void Engine::make_pieces() {

@@ -48,7 +48,7 @@ struct Progress {
 struct EngineParts {
   std::shared_ptr<const report::Planned> planned = {};  // this rank's plan, where it is known already
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
-  zero::MakeStates states = {};  // the tier of masters and states
+  zero::Tiers tiers = {};
 };
 
 class Engine {
@@ -96,9 +96,7 @@ class Engine {
   }
   bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
-  void publish_params() {
-    for (const auto& s : shards_) s->params().publish();
-  }
+  void publish_params() { zero::publish(shards_); }
 
   const Config& config() const noexcept { return config_; }
   const report::RunPlan& plan() const noexcept { return plan_; }
@@ -111,7 +109,9 @@ class Engine {
   LossScaler& scaler() noexcept { return scaler_; }
   // The gradient of a piece that this rank holds, in the last finished step, as an fp32 sum over micro-batches and
   // ranks, still scaled and not yet divided by grad_divisor(); for tests.
-  float* gradient(const zero::Piece& piece) const noexcept { return shards_of(piece).gradient(piece); }
+  zero::TierLease gradient(const zero::Piece& piece) const {
+    return shards_of(piece).gradient(piece, zero::LeaseTo::Read);
+  }
 
  private:
   model::Model make_model(const MeshCoord& coord) const;

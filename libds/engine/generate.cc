@@ -11,24 +11,20 @@
 
 namespace ds {
 
-WritingSizes check_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
-  WritingSizes sizes{.max_tokens = o.max_tokens, .at_once = o.at_once};
-  const auto tokenizer = open_tokenizer(config.data.tokenizer);
-  for (const std::vector<i32>& ids : infer::encode_prompts(config.model, *tokenizer, prompts, o.max_tokens))
-    sizes.prompt_tokens.push_back(std::ssize(ids));
-  return sizes;
+EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
+  return {infer::tokens_of(config.model, *open_tokenizer(config.data.tokenizer), prompts, o.max_tokens), o};
 }
 
-void TrainingRun::generate(std::span<const Prompt> prompts, const SamplingOptions& o, const GenerateHooks& hooks) {
+void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& hooks) {
   State& s = *state_;
+  const SamplingOptions& o = prompts.sampling;
   s.collective([&] {
     const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
     const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
-    const auto ids = infer::encode_prompts(s.config.model, *tokenizer, prompts, o.max_tokens);
     std::vector<TextStream> texts;
-    for (const std::vector<i32>& prompt : ids) texts.emplace_back(*tokenizer, prompt);
-    std::vector<i64> left(prompts.size(), o.max_tokens);
-    infer::write(s.engine->stage(), ids,
+    for (const std::vector<i32>& prompt : prompts.ids) texts.emplace_back(*tokenizer, prompt);
+    std::vector<i64> left(prompts.ids.size(), o.max_tokens);
+    infer::write(s.engine->stage(), prompts.ids,
                  {.max_tokens = o.max_tokens,
                   .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
                   .at_once = o.at_once},

@@ -6,6 +6,7 @@
 
 #include "checkpoint/step_writer.h"
 #include "engine/connect.h"
+#include "infer/writing_memory.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
 #include "report/plan_chart.h"
@@ -96,14 +97,19 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
           .momentary_of_first = std::max(momentary, commit)};
 }
 
-WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node)
+WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
+                     const EncodedPrompts* writing)
     : Planned(config, mesh, rank, device),
       own(own_memory(config, model, plan, ranks_per_node)),
+      text(writing == nullptr ? report::TagBytes{}
+                              : infer::plan_writing(config.model, model, plan, writing->ids,
+                                                    writing->sampling.max_tokens, writing->sampling.at_once)
+                                    .bytes(writing->ids, writing->sampling.max_tokens)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {
   std::shared_ptr<const WholePlan>& plan = plans_[rank];
-  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_);
+  if (!plan) plan = std::make_shared<const WholePlan>(config_, mesh_, rank, device_, ranks_per_node_, writing_);
   return plan;
 }
 

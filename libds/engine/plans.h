@@ -28,19 +28,22 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
                            int ranks_per_node);
 // A rank's plan with all that.
 struct WholePlan : report::Planned {
-  WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node);
-  report::TagBytes own;
+  WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
+            const EncodedPrompts* writing);
+  report::TagBytes own;   // of kernels and communicators
+  report::TagBytes text;  // of what is written
   ProcessBytes process;
-  report::TagBytes memory() const noexcept { return report::sum_of(plan.memory, own); }
-  i64 total_memory() const noexcept { return plan.total_memory() + report::total_of(own); }
+  report::TagBytes memory() const noexcept { return report::sum_of(report::sum_of(plan.memory, own), text); }
+  i64 total_memory() const noexcept { return plan.total_memory() + report::total_of(own) + report::total_of(text); }
 };
 
 // The plans of a run's ranks, each made when somebody asks for it first: all that look at a run share them.
 class Plans {
  public:
-  // `config` outlives it, and stays what it is.
-  Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node)
-      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node) {}
+  // `config` outlives it, and stays what it is, as does `writing`, what is to be written, or null.
+  Plans(const Config& config, const MeshShape& mesh, DeviceKind device, int ranks_per_node,
+        const EncodedPrompts* writing = nullptr)
+      : config_(config), mesh_(mesh), device_(device), ranks_per_node_(ranks_per_node), writing_(writing) {}
   const Config& config() const noexcept { return config_; }
   const MeshShape& mesh() const noexcept { return mesh_; }
   DeviceKind device() const noexcept { return device_; }
@@ -53,6 +56,7 @@ class Plans {
   MeshShape mesh_;
   DeviceKind device_;
   int ranks_per_node_;
+  const EncodedPrompts* writing_;
   std::map<int, std::shared_ptr<const WholePlan>> plans_;
 };
 

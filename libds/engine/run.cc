@@ -18,7 +18,6 @@
 #include "engine/host_state.h"
 #include "engine/run_state.h"
 #include "engine/weights.h"
-#include "infer/writing_memory.h"
 #include "probe/host.h"
 
 namespace ds {
@@ -55,19 +54,11 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
 
 }  // namespace
 
-RunPrediction predict_run(const Config& config, const RankInfo& ranks, const WritingSizes* writing) {
+RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing) {
   const std::unique_ptr<Device> device = engine::open_device(config, ranks);
-  engine::Plans plans(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size);
-  RunPrediction p = predict_on(*device, plans, ranks);
-  if (writing == nullptr) return p;
-  const engine::WholePlan& planned = *plans.of(ranks.rank);
-  const report::TagBytes text = infer::plan_writing(config.model, planned.model, planned.plan, writing->prompt_tokens,
-                                                    writing->max_tokens, writing->at_once)
-                                    .bytes(writing->prompt_tokens, writing->max_tokens);
-  p.memory = engine::memory_table(report::sum_of(planned.memory(), text), {});
-  p.total_bytes += report::total_of(text);
-  p.needed_bytes += report::total_of(text) * p.sharers;
-  return p;
+  engine::Plans plans(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+                      writing);
+  return predict_on(*device, plans, ranks);
 }
 
 namespace {
@@ -114,7 +105,8 @@ void check_memory(const Device& device, engine::Plans& plans, const RankInfo& ra
 
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
-  plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size);
+  plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
+                options.writing);
   check_memory(*device, *plans, ranks);
   mesh = engine::make_mesh(*plans, ranks, *device);
   backend = mesh->dp().backend();

@@ -30,7 +30,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   update_->judge(results_.scalars(), {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping});
   update_->update({.lr = report.lr, .number = progress_.optimizer_step + 1, .seed = static_cast<u32>(config_.seed)},
                   results_);
-  update_->publish();
+  publish_params();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   mesh_.dp().throw_if_failed();

@@ -42,11 +42,11 @@ struct Rule {
   u32 value = 0;
 };
 
-// Lets the rules pass and refuses everything else; a call by another processor's numbers ends the process.
+// Lets the rules pass and refuses everything else; a call by another processor's numbers ends its thread.
 bool install_filter(const std::vector<Rule>& rules) {
   const std::unique_ptr<void, void (*)(scmp_filter_ctx)> filter(::seccomp_init(SCMP_ACT_ERRNO(EPERM)),
                                                                 ::seccomp_release);
-  if (!filter || ::seccomp_attr_set(filter.get(), SCMP_FLTATR_ACT_BADARCH, SCMP_ACT_KILL_PROCESS) != 0) return false;
+  if (!filter) return false;
   for (const Rule& r : rules) {
     const scmp_arg_cmp arg{static_cast<unsigned>(std::max(r.arg, 0)), SCMP_CMP_MASKED_EQ, 0xffffffff, r.value};
     if (::seccomp_rule_add_array(filter.get(), SCMP_ACT_ALLOW, static_cast<int>(r.call), r.arg < 0 ? 0 : 1, &arg) != 0)

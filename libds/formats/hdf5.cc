@@ -119,14 +119,14 @@ struct Mapping {
   i64 numel;
 };
 
-// What a piece shows: part of a first row, whole rows, part of a last row, where a row is all indices of the piece's
+// What a part shows: some of a first row, whole rows, part of a last row, where a row is all indices of the part's
 // dim and the dims behind it. However many rows there are, these are a few boxes.
-std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Part& piece) {
-  const auto dim = static_cast<size_t>(piece.dim);
-  const std::vector<i64> outer(shape.begin(), shape.begin() + piece.dim);
+std::vector<Mapping> map_part(const std::vector<i64>& shape, const Hdf5View::Part& part) {
+  const auto dim = static_cast<size_t>(part.dim);
+  const std::vector<i64> outer(shape.begin(), shape.begin() + part.dim);
   i64 inner = 1, width = 0;
   for (size_t d = dim + 1; d < shape.size(); ++d) inner *= shape[d];
-  const auto ranges = piece.ranges.empty() ? std::vector{std::pair<i64, i64>{0, shape[dim]}} : piece.ranges;
+  const auto ranges = part.ranges.empty() ? std::vector{std::pair<i64, i64>{0, shape[dim]}} : part.ranges;
   for (const auto& [from, to] : ranges) width += (to - from) * inner;
   Box whole{std::vector<hsize_t>(shape.size(), 0), {}};
   for (const i64 size : shape) whole.count.push_back(static_cast<hsize_t>(size));
@@ -150,27 +150,27 @@ std::vector<Mapping> map_piece(const std::vector<i64>& shape, const Hdf5View::Pa
       at += (to - from) * inner;
     }
   };
-  const i64 end = piece.begin + piece.count, first = piece.begin / width, last = end / width;
-  if (piece.begin % width != 0 && first == last) {
-    add_part(first, piece.begin % width, end % width);
+  const i64 end = part.begin + part.count, first = part.begin / width, last = end / width;
+  if (part.begin % width != 0 && first == last) {
+    add_part(first, part.begin % width, end % width);
     return mappings;
   }
-  if (piece.begin % width != 0) add_part(first, piece.begin % width, width);
+  if (part.begin % width != 0) add_part(first, part.begin % width, width);
   std::vector<Box> rows = {whole};
   if (dim > 0) {
     rows.clear();
-    cover(outer, 0, div_ceil(piece.begin, width), last, whole, rows);
-  } else if (div_ceil(piece.begin, width) == last) {
+    cover(outer, 0, div_ceil(part.begin, width), last, whole, rows);
+  } else if (div_ceil(part.begin, width) == last) {
     rows.clear();
   }
   for (const Box& box : rows) {
     Mapping& m = mappings.emplace_back();
     for (const auto& [from, to] : ranges) {
-      Box part = box;
-      part.start[dim] = static_cast<hsize_t>(from);
-      part.count[dim] = static_cast<hsize_t>(to - from);
-      m.numel += part.numel();
-      m.boxes.push_back(std::move(part));
+      Box chosen = box;
+      chosen.start[dim] = static_cast<hsize_t>(from);
+      chosen.count[dim] = static_cast<hsize_t>(to - from);
+      m.numel += chosen.numel();
+      m.boxes.push_back(std::move(chosen));
     }
   }
   if (end % width != 0) add_part(last, 0, end % width);
@@ -237,11 +237,11 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
     const Id space = make_space(c, v.info.shape);
     const Id creation = c.id(H5Pcreate(H5P_DATASET_CREATE), H5Pclose, "make a property list");
     without_times(c, creation);
-    for (const Hdf5View::Part& piece : v.parts) {
+    for (const Hdf5View::Part& part : v.parts) {
       const std::vector<hsize_t> ones(v.info.shape.size(), 1);
-      const Id source = make_space(c, {piece.count});
+      const Id source = make_space(c, {part.count});
       hsize_t taken = 0;
-      for (const Mapping& m : map_piece(v.info.shape, piece)) {
+      for (const Mapping& m : map_part(v.info.shape, part)) {
         H5S_seloper_t how = H5S_SELECT_SET;
         for (const Box& b : m.boxes) {
           c.ok(H5Sselect_hyperslab(space, how, b.start.data(), nullptr, ones.data(), b.count.data()),
@@ -251,7 +251,7 @@ void create_hdf5_views(const std::string& path, const std::vector<Hdf5View>& vie
         const auto elements = static_cast<hsize_t>(m.numel);
         c.ok(H5Sselect_hyperslab(source, H5S_SELECT_SET, &taken, nullptr, ones.data(), &elements),
              "select a part of a shard");
-        c.ok(H5Pset_virtual(creation, space, piece.file.c_str(), piece.dataset.c_str(), source), "map a shard");
+        c.ok(H5Pset_virtual(creation, space, part.file.c_str(), part.dataset.c_str(), source), "map a shard");
         taken += elements;
       }
     }

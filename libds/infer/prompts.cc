@@ -52,33 +52,41 @@ std::vector<Prompt> read_prompts(const std::string& path) {
 
 namespace infer {
 
-std::vector<std::vector<i32>> encode_prompts(const ModelConfig& model, const Tokenizer& tokenizer,
-                                             std::span<const Prompt> prompts, i64 max_tokens) {
+std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenizer& tokenizer,
+                                        std::span<const Prompt> prompts, i64 max_tokens) {
   DS_CHECK(model.causal(), Errc::Unavailable,
            "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
            family_name(model.family));
   const std::optional<i32> bos = tokenizer.special(SpecialToken::Bos);
   std::vector<std::vector<i32>> ids;
-  std::vector<std::string> mistakes;
+  constexpr i64 kShown = 20;
+  std::string mistakes;
+  i64 num_mistakes = 0;
   Errc code = Errc::Config;
+  const auto mistake = [&](std::string&& text) {
+    if (num_mistakes++ < kShown) mistakes += (mistakes.empty() ? "" : "\n  ") + text;
+  };
   for (const Prompt& prompt : prompts) {
     std::vector<i32>& of = ids.emplace_back();
     if (tokenizer.adds_bos() && bos) of.push_back(*bos);
     tokenizer.encode(prompt.text, of);
-    const std::string which = prompt.place.empty() ? "the prompt" : prompt.place + ": the prompt";
+    const std::string which = !prompt.place.empty() ? prompt.place + ": the prompt"
+                              : prompts.size() > 1  ? fmt::format("prompt {}", ids.size())
+                                                    : "the prompt";
     const auto outside = std::ranges::find_if(of, [&](i32 id) { return id >= model.vocab_size; });
     if (of.empty()) {
-      mistakes.push_back(which + " is empty");
+      mistake(which + " is empty");
     } else if (outside != of.end()) {
-      mistakes.push_back(fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which,
-                                     *outside, tokenizer.identity(), model.vocab_size));
+      mistake(fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which, *outside,
+                          tokenizer.identity(), model.vocab_size));
       code = Errc::Mismatch;
     } else if (std::ssize(of) + max_tokens > model.max_positions && !model.any_length()) {
-      mistakes.push_back(fmt::format("{} ({} tokens) and {} new tokens exceed the model's {} positions", which,
-                                     of.size(), max_tokens, model.max_positions));
+      mistake(fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions", which, of.size(),
+                          tokenizer.identity(), max_tokens, model.max_positions));
     }
   }
-  if (!mistakes.empty()) throw Error(code, fmt::format("{}", fmt::join(mistakes, "\n  ")));
+  if (num_mistakes > kShown) mistakes += fmt::format("\n  and {} more", num_mistakes - kShown);
+  if (num_mistakes > 0) throw Error(code, mistakes);
   return ids;
 }
 

@@ -9,9 +9,9 @@
 namespace ds::infer {
 
 // Of each prompt, with the mark of the text's beginning where the tokenizer adds one. Throws Errc::Unavailable for a
-// model that continues nothing; with a line for each prompt that cannot be continued by `max_tokens`, Errc::Config (it
-// is empty, or too long) or Errc::Mismatch (a token is outside the model's vocabulary).
-std::vector<std::vector<i32>> encode_prompts(const ModelConfig& model, const Tokenizer& tokenizer,
-                                             std::span<const Prompt> prompts, i64 max_tokens);
+// model that continues nothing; with a line for each of the first prompts that cannot be continued by `max_tokens`,
+// Errc::Config (it is empty, or too long) or Errc::Mismatch (a token is outside the model's vocabulary).
+std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenizer& tokenizer,
+                                        std::span<const Prompt> prompts, i64 max_tokens);
 
 }  // namespace ds::infer

@@ -32,9 +32,10 @@ class Writer {
         device_(stage.device()),
         prompts_(prompts),
         options_(options) {
-    std::vector<i64> lengths;
-    for (const std::vector<i32>& prompt : prompts) lengths.push_back(std::ssize(prompt));
-    plan_memory_ = plan_writing(stage.model_config(), model_, plan_, lengths, options.max_tokens, options.at_once);
+    const ModelConfig& config = stage.model_config();
+    for (size_t p = 0; p < prompts.size(); ++p)
+      DS_ASSERT(!prompts[p].empty() && (capacity(p) <= config.max_positions || config.any_length()));
+    plan_memory_ = plan_writing(config, model_, plan_, prompts, options.max_tokens, options.at_once);
     take_memory();
   }
 

@@ -21,7 +21,7 @@ struct WriteOptions {
 
 // Continues each prompt; calls token(prompt, id) as each token is known, and ends a sequence after one for which it
 // returns false. Collective: all ranks give the same arguments and answers. Prompts have a token, and the
-// model the positions (encode_prompts). Throws Errc::Numeric where logits are not finite, Errc::OutOfMemory.
+// model the positions (tokens_of). Throws Errc::Numeric where logits are not finite, Errc::OutOfMemory.
 void write(stage::Stage& stage, std::span<const std::vector<i32>> prompts, const WriteOptions& options,
            const std::function<bool(size_t prompt, i32 id)>& token);
 

@@ -12,13 +12,14 @@ TensorView WritingMemory::cache_part(i64 positions) const noexcept {
   return TensorView::of(nullptr, work, {1, positions, kv_heads, head_dim});
 }
 
-report::TagBytes WritingMemory::bytes(std::span<const i64> prompt_tokens, i64 max_tokens) const {
+report::TagBytes WritingMemory::bytes(std::span<const std::vector<i32>> prompts, i64 max_tokens) const {
   report::TagBytes sum{};
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
   tag(Tag::Activations) += working_bytes;
   tag(Tag::Workspace) += temporary_bytes + message_bytes;
-  std::vector<i64> longest_first(prompt_tokens.begin(), prompt_tokens.end());
+  std::vector<i64> longest_first;
+  for (const std::vector<i32>& prompt : prompts) longest_first.push_back(std::ssize(prompt));
   std::ranges::sort(longest_first, std::greater<>());
   for (i64 i = 0; i < std::min(at_once, std::ssize(longest_first)); ++i)
     tag(Tag::Activations) += cache_bytes(longest_first[i] + max_tokens);
@@ -26,12 +27,12 @@ report::TagBytes WritingMemory::bytes(std::span<const i64> prompt_tokens, i64 ma
 }
 
 WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
-                           std::span<const i64> prompt_tokens, i64 max_tokens, i64 at_once) {
-  WritingMemory w{.at_once = std::clamp<i64>(at_once, 1, std::max<i64>(std::ssize(prompt_tokens), 1)),
+                           std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once) {
+  WritingMemory w{.at_once = std::clamp<i64>(at_once, 1, std::max<i64>(std::ssize(prompts), 1)),
                   .work = plan.work,
                   .kv_heads = std::max<i64>(model.num_kv_heads / model.shard.tp, 1),
                   .head_dim = model.head_dim};
-  for (const i64 n : prompt_tokens) w.longest = std::max(w.longest, n);
+  for (const std::vector<i32>& prompt : prompts) w.longest = std::max<i64>(w.longest, std::ssize(prompt));
   w.largest = w.longest + max_tokens;
   for (const report::ChunkPlan& c : plan.chunks) {
     for (const auto& [B, T] : {std::pair{i64{1}, w.longest}, {w.at_once, i64{1}}}) {

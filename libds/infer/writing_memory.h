@@ -3,6 +3,7 @@
 // What writing text takes beside the weights: forward activations of the longest pass, and caches of keys and values.
 
 #include <span>
+#include <vector>
 
 #include "report/run_plan.h"
 
@@ -21,10 +22,10 @@ struct WritingMemory {
   i64 kv_heads = 0, head_dim = 0;
 
   // At most, with caches of the `at_once` longest of these sequences.
-  report::TagBytes bytes(std::span<const i64> prompt_tokens, i64 max_tokens) const;
+  report::TagBytes bytes(std::span<const std::vector<i32>> prompts, i64 max_tokens) const;
 };
 
 WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
-                           std::span<const i64> prompt_tokens, i64 max_tokens, i64 at_once);
+                           std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once);
 
 }  // namespace ds::infer

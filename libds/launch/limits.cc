@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The numbers are measured, of Open MPI 4.1.4 with the settings of launch/plan: the least with which ranks that do
-// nothing start and end.
+// The numbers are measured, of Open MPI 4.1.4 with the settings of launch/launch_plan: the least with which ranks that
+// do nothing start and end.
 
 #include "launch/limits.h"
 

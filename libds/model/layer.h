@@ -238,7 +238,7 @@ struct Model {
   std::vector<Tie> ties;  // checkpoints name them, files of weights may repeat their values
   Shard shard;
   std::vector<DpSplit> splits;  // groups other than dp that its rows are reduced over
-  i64 vocab = 0, hidden = 0, max_positions = 0;
+  i64 vocab = 0, hidden = 0;
   bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
   i64 token_types = 0;  // 0: the model has none
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;

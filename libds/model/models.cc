@@ -24,7 +24,6 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
   m.shard = shard;
   m.vocab = config.vocab_size;
   m.hidden = config.hidden;
-  m.max_positions = config.max_positions;
   m.num_heads = config.heads;
   m.num_kv_heads = config.kv_heads;
   m.head_dim = config.head_dim;

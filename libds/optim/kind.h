@@ -12,7 +12,6 @@ struct Kind {
   UpdateParams (*pass)(const UpdateConfig&, double lr, i64 step) noexcept = nullptr;
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, const GroupSize&, void* workspace) = nullptr;
   i64 (*workspace_bytes)(const GroupSize&) noexcept = nullptr;
-  i64 (*reduced_bytes)(i64 num_params) noexcept = nullptr;  // null: none
 };
 extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad, kMuon;
 

@@ -76,7 +76,6 @@ const Kind kLamb = {
     },
     .workspace_bytes = [](const GroupSize& size) noexcept -> i64 {
       return size.num_params * (6 * 8) + align_up(size.num_params * 4, 8);
-    },
-    .reduced_bytes = [](i64 num_params) noexcept -> i64 { return num_params * (4 * 8); }};
+    }};
 
 }  // namespace ds::optim

@@ -152,11 +152,6 @@ std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& s
   return kind.make(group.update, size, workspace);
 }
 
-i64 reduced_bytes(const Group& group, i64 num_params) noexcept {
-  const Kind& kind = kind_of(group.update.type);
-  return group.frozen || kind.reduced_bytes == nullptr ? 0 : kind.reduced_bytes(num_params);
-}
-
 i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept {
   const Kind& kind = kind_of(group.update.type);
   return group.frozen || kind.workspace_bytes == nullptr ? 0 : kind.workspace_bytes(size);

@@ -108,8 +108,6 @@ class Optimizer {
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
-// Of the largest of its reductions; 0: it makes none.
-i64 reduced_bytes(const Group& group, i64 num_params) noexcept;
 i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;
 
 }  // namespace ds::optim

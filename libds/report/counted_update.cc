@@ -33,7 +33,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &memory_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
-                                                     device_, ledger_, zero::MakeStates{}));
+                                                     device_, ledger_, zero::Tiers{}));
   }
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.
@@ -42,6 +42,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
 }
 
 void CountedUpdate::run(Enter enter) {
+  DS_ASSERT(plan_.trains());
   const i64 m = plan_.micro_batches;
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
   const auto micro_batch = [&](i64 micro, i64 times) {
@@ -68,7 +69,7 @@ void CountedUpdate::run(Enter enter) {
   update_->finish_gradients();
   update_->judge(numbers, {});
   update_->update({}, verdict);
-  update_->publish();
+  zero::publish(shards_);
   take_messages(1);
 }
 

@@ -27,7 +27,7 @@ class CountedUpdate {
   // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
   // many times in a step.
   using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
-  // All of a step, once for each micro-batch that does something else.
+  // All of a step of who trains, once for each micro-batch that does something else.
   void run(Enter enter);
   // Its gathers of parameters by plan.
   void gather();

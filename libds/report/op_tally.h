@@ -88,7 +88,7 @@ struct StepWork {
   OpTally total(Pass pass) const;
 };
 
-// `model`: of which `plan` was made.
+// `model`: of which `plan` was made, of a run that trains.
 StepWork tally_step(const model::Model& model, const RunPlan& plan);
 
 // Pairs (query, key) of one head that see each other; AttentionParams says which.

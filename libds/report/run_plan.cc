@@ -404,7 +404,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   // Numbers that all ranks sum or compare: whether all is finite; behind an evaluation loss, tokens and what is not
   // finite.
   constexpr i64 kFinite = 2 * 8, kEvaluation = 3 * 8;
-  for (LargestCalls* c : {&calls.world, &calls.dp, &calls.tp, &calls.gradients}) c->add({.combined_bytes = kFinite});
+  if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
 }
 

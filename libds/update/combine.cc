@@ -6,26 +6,21 @@ namespace ds::update {
 Combine::Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger,
                  Device& device)
     : plan_(plan),
-      dp_(*shards.front()),
+      shards_(shards),
       axes_(axes),
       device_(device),
       ops_(device.ops()),
       stream_(device.stream()),
-      exchange_(device_buffer(device, ledger, Tag::Workspace, plan.exchange_elems * 4)) {
-  const auto gradient = [&](const zero::Piece& piece) {
-    return TensorView::of(shards[plan.row_of(piece.param).group]->gradient(piece), DType::F32, {piece.count});
-  };
-  for (const CombinePlan::Exchange& e : plan.combine.exchanges) {
-    Sum& sum = sums_.emplace_back(Sum{.width = e.width, .pieces = {}, .elems = e.elems});
-    for (const zero::Piece& piece : e.pieces) sum.pieces.push_back(gradient(piece));
-  }
-  for (const CombinePlan::Scaled& s : plan.combine.scaled) scaled_.push_back({gradient(s.piece), s.factor});
-}
+      exchange_(device_buffer(device, ledger, Tag::Workspace, plan.exchange_elems * 4)) {}
 
 void Combine::run() {
   add_uses_of_shared();
-  for (const Sum& sum : sums_) exchange(sum);
-  for (const Scaled& s : scaled_) ops_.scaled_sum(s.gradient, s.gradient, s.factor, 0, nullptr, stream_);
+  for (const CombinePlan::Exchange& e : plan_.combine.exchanges) exchange(e);
+  for (const CombinePlan::Scaled& s : plan_.combine.scaled) {
+    const zero::TierLease lease = gradient(s.piece, zero::LeaseTo::Write);
+    const TensorView view = TensorView::of(lease.data(), DType::F32, {s.piece.count});
+    ops_.scaled_sum(view, view, s.factor, 0, nullptr, stream_);
+  }
 }
 
 // The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
@@ -33,57 +28,60 @@ void Combine::add_uses_of_shared() {
   if (!plan_.tied()) return;
   const bool embeds = plan_.embeds, projects = plan_.projects;
   if (!embeds && !projects) return;
+  zero::Shards& dp = *shards_.front();
   const zero::Layout& layout = plan_.dp().grad_layout;
-  const auto slices = [&](i64 unit, auto&& visit) {
-    for (const zero::Segment& s : layout.segments_of(unit)) {
-      float* const mine = dp_.grads().element(&s - layout.segments().data(), s.slice * plan_.dp_rank());
-      visit(TensorView::of(mine, DType::F32, {s.slice}));
-    }
+  const std::span<const zero::Segment> segments = layout.segments_of(plan_.shared_grads());
+  const auto slice = [&](const zero::Segment& s, i64 begin, i64 count, zero::LeaseTo access) {
+    return dp.grads().lease(&s - layout.segments().data(), s.slice * plan_.dp_rank() + begin, count, access);
   };
+  const auto view = [](const zero::TierLease& lease, i64 n) { return TensorView::of(lease.data(), DType::F32, {n}); };
   if (embeds && projects) {
-    sources_.clear();
-    slices(plan_.head_use(), [&](TensorView slice) { sources_.push_back(slice); });
-    size_t i = 0;
-    slices(plan_.shared_grads(), [&](TensorView slice) { ops_.fold(slice, {&sources_[i++], 1}, true, stream_); });
+    const std::span<const zero::Segment> of_head = layout.segments_of(plan_.head_use());
+    for (size_t i = 0; i < segments.size(); ++i) {
+      const i64 n = segments[i].slice;
+      const zero::TierLease mine = slice(segments[i], 0, n, zero::LeaseTo::Write),
+                            other = slice(of_head[i], 0, n, zero::LeaseTo::Read);
+      const TensorView source = view(other, n);
+      ops_.fold(view(mine, n), {&source, 1}, true, stream_);
+    }
     return;
   }
   const int peer = embeds ? plan_.mesh.pp - 1 : 0;
-  slices(plan_.shared_grads(), [&](TensorView slice) {
-    plan_.for_each_exchange(slice.numel(), [&](i64 begin, i64 n) {
-      const TensorView mine = TensorView::of(slice.as<float>() + begin, DType::F32, {n});
-      const TensorView other = TensorView::of(exchange_.data(), DType::F32, {n});
+  for (const zero::Segment& s : segments) {
+    UpdatePlan::for_each_exchange(s.slice, [&](i64 begin, i64 n) {
+      const zero::TierLease lease = slice(s, begin, n, zero::LeaseTo::Write);
+      const TensorView mine = view(lease, n), other = TensorView::of(exchange_.data(), DType::F32, {n});
       Ticket sent = axes_.pp.send(mine.data, mine.bytes(), peer, "pp.send");
       axes_.pp.recv(other.data, other.bytes(), peer, "pp.recv").wait();
       sent.wait();
       ops_.fold(mine, {&other, 1}, true, stream_);
     });
-  });
+  }
 }
 
-void Combine::exchange(const Sum& sum) {
+void Combine::exchange(const CombinePlan::Exchange& e) {
   Communicator& tp = axes_.tp;
-  const i64 first = tp.rank() / sum.width * sum.width;
-  const auto part = [&](i64 rank) { return exchange_.as<float>().data() + rank * sum.elems; };
-  const bool all = sum.width == tp.size();
+  const i64 first = tp.rank() / e.width * e.width;
+  const auto part = [&](i64 rank) { return exchange_.as<float>().data() + rank * e.elems; };
+  const bool all = e.width == tp.size();
   float* at = part(all ? 0 : tp.rank());
-  for (const TensorView& piece : sum.pieces) {
-    device_.copy(at, piece.data, piece.bytes());
-    at += piece.numel();
+  for (const zero::Piece& piece : e.pieces) {
+    device_.copy(at, gradient(piece, zero::LeaseTo::Read).data(), piece.count * 4);
+    at += piece.count;
   }
   if (all) {
-    tp.all_reduce(part(0), sum.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
+    tp.all_reduce(part(0), e.elems, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
   } else {
-    const AllGatherSegment parts{part(0), sum.elems * 4};
+    const AllGatherSegment parts{part(0), e.elems * 4};
     tp.all_gather({&parts, 1}, "tp.all_gather").wait();
     sources_.clear();
-    for (i64 r = first; r < first + sum.width; ++r)
-      sources_.push_back(TensorView::of(part(r), DType::F32, {sum.elems}));
+    for (i64 r = first; r < first + e.width; ++r) sources_.push_back(TensorView::of(part(r), DType::F32, {e.elems}));
     ops_.fold(sources_.front(), sources_, false, stream_);
   }
   at = part(all ? 0 : first);
-  for (const TensorView& piece : sum.pieces) {
-    device_.copy(piece.data, at, piece.bytes());
-    at += piece.numel();
+  for (const zero::Piece& piece : e.pieces) {
+    device_.copy(gradient(piece, zero::LeaseTo::Fill).data(), at, piece.count * 4);
+    at += piece.count;
   }
 }
 

@@ -24,29 +24,19 @@ class Combine {
   void run();
 
  private:
-  // As CombinePlan::Exchange.
-  struct Sum {
-    int width = 1;
-    std::vector<TensorView> pieces;
-    i64 elems = 0;
-  };
-  struct Scaled {
-    TensorView gradient;
-    float factor;
-  };
-
   void add_uses_of_shared();
-  void exchange(const Sum& sum);
+  void exchange(const CombinePlan::Exchange& e);
+  zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
+    return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
+  }
 
   const UpdatePlan& plan_;
-  zero::Shards& dp_;
+  zero::AllShards& shards_;
   Axes axes_;
   Device& device_;
   const OpTable& ops_;
   Stream& stream_;
   Buffer exchange_;
-  std::vector<Sum> sums_;
-  std::vector<Scaled> scaled_;
   std::vector<TensorView> sources_;  // scratch
 };
 

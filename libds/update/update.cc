@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "update/update.h"
 
+#include <algorithm>
+
 namespace ds::update {
 
 // What an optimizer asks of its parameters goes to where their states are.
@@ -17,7 +19,8 @@ class Update::States final : public optim::GroupStates {
   void for_each_counted(FunctionRef<void(i64, TensorView, TensorView)> visit) override {
     for (size_t g = 0; g < pieces_.of.size(); ++g) {
       const auto with_direction = [&](const zero::TilePiece& p, TensorView master) {
-        visit(p.index, master, TensorView::of(shards_[g]->gradient(p.piece), DType::F32, {p.piece.count}));
+        const zero::TierLease direction = shards_[g]->gradient(p.piece, zero::LeaseTo::Read);
+        visit(p.index, master, TensorView::of(direction.data(), DType::F32, {p.piece.count}));
       };
       shards_[g]->states().for_each_master(pieces_.of[g].counted, with_direction);
     }
@@ -35,20 +38,33 @@ class Update::Matrices final : public optim::WholeMatrices {
            const std::vector<std::vector<model::ParamSlice>>& slices, float* memory)
       : update_(update),
         exchange_(places, slices, update.axes_.dp, update.axes_.tp, memory, memory + update.plan_.matrix_memory.whole) {
+    const zero::ShardsPlan& dp = update_.plan_.dp();
+    for (const zero::Piece& piece : dp.layout.held_pieces(dp.rank)) {
+      if (std::ranges::find(places, piece.param, &zero::MatrixPlace::param) != places.end()) pieces_.push_back(piece);
+    }
+    std::ranges::sort(pieces_, {}, place_of);
+    leases_.reserve(pieces_.size());
   }
 
   void for_each(FunctionRef<void(TensorView)> body) override {
+    for (const zero::Piece& piece : pieces_) leases_.push_back(update_.gradient(piece, zero::LeaseTo::Write));
     exchange_.for_each(
         [&](i64 param, i64 begin) {
-          const zero::RowPlace& row = update_.plan_.dp().layout.rows()[param];
-          return update_.gradient({.param = param, .segment = row.segment, .segment_offset = row.offset + begin});
+          const auto after = std::ranges::upper_bound(pieces_, std::pair(param, begin), {}, place_of);
+          const i64 i = after - pieces_.begin() - 1;
+          return leases_[i].values() + (begin - pieces_[i].begin);
         },
         [&](void* to, const void* from, i64 bytes) { update_.device_.copy(to, from, bytes); }, body);
+    leases_.clear();
   }
 
  private:
+  static std::pair<i64, i64> place_of(const zero::Piece& p) { return {p.param, p.begin}; }
+
   Update& update_;
   zero::MatrixExchange exchange_;
+  std::vector<zero::Piece> pieces_;      // what this rank has of the matrices, by place
+  std::vector<zero::TierLease> leases_;  // of them, while they are exchanged
 };
 
 Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, Device& device, MemoryLedger& ledger,
@@ -61,8 +77,6 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
       workspace_(device_buffer(device, ledger, Tag::Workspace, plan.optimizer_workspace)),
       matrix_memory_(
           device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
-  for (const zero::Piece& p : plan.combine.judged)
-    judged_.push_back(TensorView::of(gradient(p), DType::F32, {p.count}));
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
@@ -101,9 +115,15 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   Stream& stream = device_.stream();
   const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
                    sum = TensorView::of(&numbers.sum, DType::I64, {2});
-  for (const TensorView& g : judged_) ops.max_abs(max_abs, g, stream);
+  const auto for_each_gradient = [&](auto&& visit) {
+    for (const zero::Piece& p : plan_.combine.judged) {
+      const zero::TierLease lease = gradient(p, zero::LeaseTo::Read);
+      visit(TensorView::of(lease.data(), DType::F32, {p.count}));
+    }
+  };
+  for_each_gradient([&](TensorView g) { ops.max_abs(max_abs, g, stream); });
   over_model_ranks(max_abs, ReduceOp::Max, true);
-  for (const TensorView& g : judged_) ops.sum_squares(sum, g, max_abs, stream);
+  for_each_gradient([&](TensorView g) { ops.sum_squares(sum, g, max_abs, stream); });
   over_model_ranks(sum, ReduceOp::Sum, true);
   ops.judge(&numbers.verdict, max_abs, sum, params, stream);
 }
@@ -130,10 +150,6 @@ void Update::update(const Step& step, zero::VerdictHandle& verdict) {
                          .matrices = t.matrices.get()});
   }
   for (const auto& s : shards_) s->states().settle(verdict);
-}
-
-void Update::publish() {
-  for (const auto& s : shards_) s->params().publish();
 }
 
 }  // namespace ds::update

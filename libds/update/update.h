@@ -18,7 +18,7 @@ class Update {
  public:
   // The slices, by number of the parameter, that a rank of tp has of all of them.
   using SlicesOf = std::function<std::vector<model::ParamSlice>(int tp_rank)>;
-  // Collective over the axes. Takes all memory of updates; all but `slices_of` outlive it.
+  // Takes all memory of updates; all but `slices_of` outlive it.
   Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, Device& device, MemoryLedger& ledger,
          const SlicesOf& slices_of);
   ~Update();
@@ -35,8 +35,6 @@ class Update {
   };
   // Nothing happens on the devices if the verdict says so.
   void update(const Step& step, zero::VerdictHandle& verdict);
-  // Other ranks get what they hold whole.
-  void publish();
 
  private:
   class States;
@@ -48,8 +46,8 @@ class Update {
     std::unique_ptr<States> states;
     std::unique_ptr<Matrices> matrices;  // where the group needs them
   };
-  float* gradient(const zero::Piece& piece) const noexcept {
-    return shards_[plan_.row_of(piece.param).group]->gradient(piece);
+  zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
+    return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
   }
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
@@ -60,7 +58,6 @@ class Update {
   Device& device_;
   Combine combine_;
   Buffer workspace_, matrix_memory_;
-  std::vector<TensorView> judged_;  // gradients that count in the norm, each once over all ranks
   std::vector<Trained> trained_;
 };
 

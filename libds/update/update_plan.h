@@ -3,6 +3,7 @@
 // What is known before a run of the end of a step: who owns which parameters and gradients, which of them are updated
 // alike, what is summed beside the groups' own sums, which matrices are brought together. Pure; RunPlan has it.
 
+#include <algorithm>
 #include <map>
 #include <span>
 #include <vector>

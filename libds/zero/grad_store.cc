@@ -55,11 +55,23 @@ i64 grad_accum_elems(const Layout& layout, const GradOptions& options) {
   return accumulates_all(layout, options) ? padded_elems(layout) : layout.shard_elems();
 }
 
+namespace {
+
+// Where each segment would begin, if all of it were there, in an array of the slices that a rank owns.
+std::vector<i64> owned_bases(const Layout& layout, int rank) {
+  std::vector<i64> bases;
+  for (const Segment& s : layout.segments()) bases.push_back(s.shard_offset - s.slice * rank);
+  return bases;
+}
+
+}  // namespace
+
 std::vector<i64> grad_accum_bases(const Layout& layout, const GradOptions& options, int rank) {
+  if (!accumulates_all(layout, options)) return owned_bases(layout, rank);
   std::vector<i64> bases;
   i64 at = 0;
   for (const Segment& s : layout.segments()) {
-    bases.push_back(accumulates_all(layout, options) ? at : s.shard_offset - s.slice * rank);
+    bases.push_back(at);
     at += s.slice * layout.num_ranks();
   }
   return bases;
@@ -94,7 +106,7 @@ i64 staging_elems(const Layout& layout, const GradOptions& options) {
 }
 
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                     Device& device, MemoryLedger& ledger, const GradOptions& options)
+                     Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier)
     : layout_(layout),
       comm_(comm),
       reduce_tag_(options.axis + ".reduce_scatter"),
@@ -129,15 +141,26 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     most_segments = std::max(most_segments, num_segments);
   }
   segments_.reserve(most_segments);
+  landing_.resize(slots);
+  for (std::vector<TierLease>& leases : landing_) leases.reserve(most_segments);
   gathered_.reserve(layout.segments().size());
 
   const Tag tag = layout.states().shard_grads ? Tag::Buckets : Tag::Grads;
   fresh_ = comm.allocate(ledger, tag, fresh_grad_elems(layout, buckets_, options) * dtype_bytes(options.wire));
-  // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
-  accum_ = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
+  sums_base_ = owned_base_ = grad_accum_bases(layout, options, comm.rank());
+  const bool elsewhere = tier && layout.states().shard_optimizer;
+  if (accumulates_all(layout, options) || !elsewhere) {
+    // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
+    Buffer memory = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
+    if (accumulates_all(layout, options)) sums_ = std::move(memory);
+    if (!elsewhere)
+      owned_ = sums_ ? std::make_unique<DeviceArray>(sums_.data()) : std::make_unique<DeviceArray>(std::move(memory));
+  }
+  if (elsewhere) {
+    owned_base_ = owned_bases(layout, comm.rank());
+    owned_ = tier(device, ledger, Tag::GradAccum, layout.shard_elems() * 4);
+  }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
-  accum_base_ = grad_accum_bases(layout, options, comm.rank());
-
   for (size_t u = 0; u < rows.size(); ++u) {
     const UnitPlace& unit = layout.units()[u];
     gaps_.push_back(layout.gaps_of(static_cast<i64>(u)));
@@ -159,8 +182,9 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   }
 }
 
-float* GradStore::element(i64 segment, i64 first) const noexcept {
-  return accum_.as<float>().data() + accum_base_[segment] + first;
+void GradStore::wait(size_t slot) {
+  tickets_[slot].wait();
+  landing_[slot].clear();
 }
 
 void GradStore::zero_gaps(i64 unit) {
@@ -173,7 +197,7 @@ void GradStore::zero_gaps(i64 unit) {
 std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
-    tickets_[slot_[bucket]].wait();
+    wait(slot_[bucket]);
     if (layout_.states().shard_grads) {
       // The slot held other units before: the padding between rows and segments must be zero, as in fresh memory.
       for (const i64 u : buckets_[bucket].units) {
@@ -207,9 +231,9 @@ void GradStore::commit(i64 unit, i64 micro) {
     const TensorView fresh = TensorView::of(
         static_cast<char*>(fresh_.data()) + unit_base_[u] * dtype_bytes(options_.wire), options_.wire, {place.padded});
     // Segments of a unit lie side by side in both arrays.
-    const TensorView sum = TensorView::of(element(place.first_segment, 0), DType::F32, {place.padded});
-    ops_.fold(sum, {&fresh, 1}, micro > 0, stream_);
-    if (last_micro) ops_.cast(fresh, sum, stream_);
+    const TensorView all = TensorView::of(sum(place.first_segment), DType::F32, {place.padded});
+    ops_.fold(all, {&fresh, 1}, micro > 0, stream_);
+    if (last_micro) ops_.cast(fresh, all, stream_);
   }
   if (unit != buckets_[bucket].units.back()) return;
   if (options_.reduce_each_micro || last_micro) reduce(bucket, options_.reduce_each_micro && micro > 0);
@@ -217,11 +241,14 @@ void GradStore::commit(i64 unit, i64 micro) {
 
 void GradStore::reduce(size_t bucket, bool continues) {
   segments_.clear();
+  std::vector<TierLease>& landing = landing_[slot_[bucket]];
   const i64 bytes = dtype_bytes(options_.wire);
   for (const i64 unit : buckets_[bucket].units) {
     for (const Segment& s : layout_.segments_of(unit)) {
+      landing.push_back(lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
+                              continues ? LeaseTo::Write : LeaseTo::Fill));
       segments_.push_back({static_cast<char*>(fresh_.data()) + (unit_base_[unit] + s.offset) * bytes,
-                           element(&s - layout_.segments().data(), s.slice * comm_.rank()), s.slice});
+                           landing.back().values(), s.slice});
     }
   }
   if (segments_.empty()) return;
@@ -229,7 +256,7 @@ void GradStore::reduce(size_t bucket, bool continues) {
 }
 
 void GradStore::finish() {
-  for (Ticket& t : tickets_) t.wait();
+  for (size_t slot = 0; slot < tickets_.size(); ++slot) wait(slot);
 }
 
 void GradStore::gather(std::span<const i64> wanted) {
@@ -237,7 +264,7 @@ void GradStore::gather(std::span<const i64> wanted) {
   gathered_.clear();
   for (const i64 unit : wanted) {
     for (const Segment& s : layout_.segments_of(unit))
-      gathered_.push_back({element(&s - layout_.segments().data(), 0), s.slice * 4});
+      gathered_.push_back({sum(&s - layout_.segments().data()), s.slice * 4});
   }
   if (!gathered_.empty()) comm_.all_gather(gathered_, gather_tag_).wait();
 }

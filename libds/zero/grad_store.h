@@ -19,6 +19,7 @@
 #include "comm/communicator.h"
 #include "device/device.h"
 #include "zero/layout.h"
+#include "zero/tier_array.h"
 
 namespace ds::zero {
 
@@ -55,8 +56,10 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 
 class GradStore {
  public:
+  // `tier`: where accumulators of the slices that this rank owns stay; empty: device memory. At stage 0, where each
+  // rank has all, they stay there.
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-            Device& device, MemoryLedger& ledger, const GradOptions& options);
+            Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {});
 
   // Where backward writes the gradients of `unit`, by row (null: of another group): units come in the order of their
   // pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit() ends the lease.
@@ -68,12 +71,16 @@ class GradStore {
   // At stage 0: all ranks get the owned slices of all, of the units in `wanted`.
   void gather(std::span<const i64> wanted);
 
-  // Where the fp32 accumulator lies of element `first` of a segment of the layout (owned slices; at stage 0 all).
-  float* element(i64 segment, i64 first) const noexcept;
+  // The fp32 accumulators of elements [first, first + count) of a segment of the layout (owned slices; at stage 0 all).
+  TierLease lease(i64 segment, i64 first, i64 count, LeaseTo access) const {
+    return owned_->lease((owned_base_[segment] + first) * 4, count * 4, access);
+  }
   const Layout& layout() const noexcept { return layout_; }
 
  private:
   void reduce(size_t bucket, bool continues);
+  void wait(size_t slot);
+  float* sum(i64 segment) const noexcept { return sums_.as<float>().data() + sums_base_[segment]; }
   void zero_gaps(i64 unit);
 
   const Layout& layout_;
@@ -84,14 +91,17 @@ class GradStore {
   Stream& stream_;
   GradOptions options_;
   std::vector<Bucket> buckets_;
-  Buffer fresh_, accum_, staging_;
-  std::vector<i64> bucket_base_;  // elements in fresh_
-  std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
+  Buffer fresh_, staging_;
+  Buffer sums_;                       // of all elements, where a rank sums its micro-batches, or has all
+  std::unique_ptr<TierArray> owned_;  // of what this rank owns; may be a part of them
+  std::vector<i64> bucket_base_;      // elements in fresh_
+  std::vector<size_t> slot_;          // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;
+  std::vector<std::vector<TierLease>> landing_;   // by ticket: what is being reduced
   std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_
   std::vector<std::vector<Layout::Range>> gaps_;  // per unit: Layout::gaps_of
   std::vector<i64> staging_base_;                 // per unit
-  std::vector<i64> accum_base_;                   // per segment: grad_accum_bases
+  std::vector<i64> sums_base_, owned_base_;       // per segment: grad_accum_bases
   std::vector<std::vector<TensorView>> views_;
   std::vector<ReduceScatterSegment> segments_;  // scratch
   std::vector<AllGatherSegment> gathered_;      // scratch

@@ -10,7 +10,7 @@ ParamLease::~ParamLease() {
 std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept { return store_->views_[unit]; }
 
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                       Device& device, MemoryLedger& ledger, const Options& options)
+                       Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier)
     : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0;
@@ -20,7 +20,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     used += whole(s) ? s.slice * P : s.slice;
   }
   whole_ = comm.allocate(ledger, Tag::Params, whole_elems * bytes);
-  shards_ = device_buffer(device, ledger, Tag::Params, shard_elems * bytes);
+  shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes)
+                 : std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, shard_elems * bytes));
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
 
   arriving_.resize(layout.units().size());
@@ -34,7 +35,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
     }
   }
   for (const Segment& s : layout.segments()) {
-    if (whole(s)) point_rows(s, element(s, 0));
+    if (whole(s)) point_rows(s, whole_segment(s));
   }
 }
 
@@ -49,11 +50,11 @@ void ParamStore::point_rows(const Segment& s, void* base) {
   }
 }
 
-void* ParamStore::element(const Segment& s, i64 first) const noexcept {
-  const i64 at = segment_offset_[&s - layout_.segments().data()];
+TierLease ParamStore::lease(const Segment& s, i64 first, i64 count, LeaseTo access) const {
   const i64 bytes = dtype_bytes(options_.work);
-  if (whole(s)) return static_cast<char*>(whole_.data()) + (at + first) * bytes;
-  return static_cast<char*>(shards_.data()) + (at + first - s.slice * comm_.rank()) * bytes;
+  if (whole(s)) return {nullptr, whole_segment(s) + first * bytes, 0, 0, access};
+  const i64 at = segment_offset_[&s - layout_.segments().data()] + first - s.slice * comm_.rank();
+  return shards_->lease(at * bytes, count * bytes, access);
 }
 
 void ParamStore::begin(const GatherPlan& plan) {
@@ -69,7 +70,8 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     if (whole(s)) continue;
     char* base = static_cast<char*>(pool_.data()) + l.offset * bytes;
     const i64 slice_bytes = s.slice * bytes;
-    device_.copy(base + comm_.rank() * slice_bytes, element(s, s.slice * comm_.rank()), slice_bytes);
+    const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
+    device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
     const AllGatherSegment segment{base, slice_bytes};
     arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
     point_rows(s, base);
@@ -108,7 +110,7 @@ void ParamStore::publish() {
     if (!whole(s)) continue;
     const i64 n = s.slice * layout_.num_ranks();
     if (elems + n > options_.allgather_bucket) flush();
-    published_.push_back({element(s, 0), s.slice * dtype_bytes(options_.work)});
+    published_.push_back({whole_segment(s), s.slice * dtype_bytes(options_.work)});
     elems += n;
   }
   flush();

@@ -12,6 +12,7 @@
 #include "device/device.h"
 #include "zero/gather_plan.h"
 #include "zero/layout.h"
+#include "zero/tier_array.h"
 
 namespace ds::zero {
 
@@ -40,9 +41,10 @@ class ParamStore {
     i64 allgather_bucket = 0;  // elements published in one all-gather
     i64 pool_elems = 0;        // the largest pool_elems of all plans that will be begun
   };
-  // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory.
+  // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. `tier`: where the slices of stage
+  // 3 stay; empty: device memory.
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-             Device& device, MemoryLedger& ledger, const Options& options);
+             Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {});
 
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without any gathers nothing: that of
   // stages 0 to 2, and of a rank that has everything whole.
@@ -51,11 +53,13 @@ class ParamStore {
   // Starts to gather a unit into the pool: what acquire() does where the plan says so.
   void gather(const GatherStep::Launch& launch);
 
-  // Element `first` of a segment in this rank's memory; only elements that Layout::held() or a whole copy covers.
-  void* element(const Segment& s, i64 first) const noexcept;
-  void* element(const Piece& piece) const noexcept {
-    return element(layout_.segments()[piece.segment], piece.segment_offset);
+  // Elements [first, first + count) of a segment in this rank's memory, of those that Layout::held() or a whole copy
+  // covers.
+  TierLease lease(const Segment& s, i64 first, i64 count, LeaseTo access) const;
+  TierLease lease(const Piece& piece, LeaseTo access) const {
+    return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
+  bool in_place() const noexcept { return shards_->in_place(); }
   DType work() const noexcept { return options_.work; }
 
   // Sends this rank's updated slices to all ranks that keep whole copies (nothing at stage 0).
@@ -65,6 +69,10 @@ class ParamStore {
   friend class ParamLease;
   bool whole(const Segment& s) const noexcept { return !layout_.states().shard_params || s.persistent; }
   void point_rows(const Segment& s, void* base);
+  char* whole_segment(const Segment& s) const noexcept {
+    return static_cast<char*>(whole_.data()) +
+           segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
+  }
   void end_access() noexcept;
 
   const Layout& layout_;
@@ -72,7 +80,8 @@ class ParamStore {
   std::string gather_tag_;
   Device& device_;
   Options options_;
-  Buffer whole_, shards_, pool_;
+  Buffer whole_, pool_;
+  std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
   std::vector<Ticket> arriving_;                // per unit

@@ -4,23 +4,24 @@
 namespace ds::zero {
 
 Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-               MemoryLedger& ledger, const MakeStates& states)
+               MemoryLedger& ledger, const Tiers& tiers)
     : plan_(plan),
       comm_(comm),
       params_(plan.layout, rows, comm, device, ledger,
               {.axis = plan.axis,
                .work = plan.grads.work,
                .allgather_bucket = plan.allgather_bucket,
-               .pool_elems = plan.gather_pool_elems}) {
+               .pool_elems = plan.gather_pool_elems},
+              tiers.params) {
   DS_ASSERT(comm.size() == plan.layout.num_ranks() && comm.rank() == plan.rank);
-  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads);
+  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads);
   StateStore::Parts parts{.layout = plan.states,
                           .params = params_,
-                          .gradient = [this](const Piece& piece) { return gradient(piece); },
+                          .gradient = [this](const Piece& piece) { return gradient(piece, LeaseTo::Write); },
                           .device = device,
                           .ledger = ledger,
                           .num_held = std::ssize(plan.layout.held_pieces(plan.rank))};
-  states_ = states ? states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));
+  states_ = tiers.states ? tiers.states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));
 }
 
 }  // namespace ds::zero

@@ -47,13 +47,19 @@ struct ShardsPlan {
   bool has_param(i64 param) const noexcept { return layout.rows()[param].segment >= 0; }
 };
 
+// Where a rank's masters and states, accumulated gradients and slices of parameters stay; empty: device memory.
+struct Tiers {
+  MakeStates states = {};
+  MakeArray grads = {}, params = {};
+};
+
 class Shards {
  public:
   using Rows = std::span<const std::span<const model::ParamRow>>;
-  // By unit, of parameters and of gradients. Collective over the group. `states`: the tier; null: device memory. Who
-  // does not train has no gradients, and no states.
+  // By unit, of parameters and of gradients. Collective over the group. Who does not train has no gradients, and no
+  // states.
   Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-         MemoryLedger& ledger, const MakeStates& states);
+         MemoryLedger& ledger, const Tiers& tiers);
   Shards(const Shards&) = delete;
   Shards& operator=(const Shards&) = delete;
 
@@ -62,9 +68,9 @@ class Shards {
   ParamStore& params() noexcept { return params_; }
   GradStore& grads() noexcept { return *grads_; }  // of who trains
   StateStore& states() noexcept { return *states_; }
-  // The accumulated gradient of the first element of a piece that this rank holds.
-  float* gradient(const Piece& piece) const noexcept {
-    return grads_->element(plan_.grad_segment(piece.segment), piece.segment_offset);
+  // The accumulated gradient of a piece that this rank holds.
+  TierLease gradient(const Piece& piece, LeaseTo access) const {
+    return grads_->lease(plan_.grad_segment(piece.segment), piece.segment_offset, piece.count, access);
   }
 
  private:
@@ -77,5 +83,10 @@ class Shards {
 
 // By ParamRow::group: of dp, then of the model's splits of it.
 using AllShards = std::vector<std::unique_ptr<Shards>>;
+
+// After pieces of this rank have changed: other ranks get what they hold whole. Collective.
+inline void publish(AllShards& all) {
+  for (const auto& shards : all) shards->params().publish();
+}
 
 }  // namespace ds::zero

@@ -7,13 +7,11 @@ StateLease::~StateLease() {
   if (store_ != nullptr) store_->end_lease(piece_, access_, *this);
 }
 
-void* StateStore::param(const Piece& piece) const noexcept { return parts_.params.element(piece); }
-
-UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st) const noexcept {
+UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st, float* gradient) const noexcept {
   UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.params.work(), {piece.count}),
                  .master = TensorView::of(st.exact(), DType::F32, {piece.count}),
                  .states = {},
-                 .grad = TensorView::of(parts_.gradient(piece), DType::F32, {piece.count})};
+                 .grad = TensorView::of(gradient, DType::F32, {piece.count})};
   size_t i = 0;
   for (const State s : kOptimizerStates) {
     if (st[s] != nullptr) t.states[i++] = st.view(s, piece.count);
@@ -43,11 +41,12 @@ DeviceStates::DeviceStates(Parts parts) : StateStore(std::move(parts)) {
     arrays_[s] = device_buffer(parts_.device, parts_.ledger, s == State::Master ? Tag::Master : Tag::Optimizer, bytes);
   }
   tensors_.reserve(parts_.num_held);
+  leases_.reserve(2 * parts_.num_held);
 }
 
-PieceState DeviceStates::state(const Piece& piece) const noexcept {
+PieceState DeviceStates::state(const Piece& piece, void* param) const noexcept {
   PieceState st;
-  st[State::Param] = param(piece);
+  st[State::Param] = param;
   for (const State s : kStates) {
     if (!arrays_[s] || !parts_.layout.has(s, piece.param)) continue;
     char* const array = arrays_[s].as<char>().data();
@@ -62,13 +61,25 @@ PieceState DeviceStates::state(const Piece& piece) const noexcept {
 void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) {
   run_pass(
       parts_.device.ops(), parts_.device.stream(), tile, spec, verdict.on_device(),
-      [&](const Piece& piece) { return tensor(piece, state(piece)); }, tensors_);
+      [&](const Piece& piece) {
+        void* const param = leases_.emplace_back(parts_.params.lease(piece, LeaseTo::Write)).data();
+        return tensor(piece, state(piece, param), leases_.emplace_back(parts_.gradient(piece)).values());
+      },
+      tensors_);
+  leases_.clear();
 }
 
 void DeviceStates::for_each_master(Tile tile, Visit visit) {
-  for (const TilePiece& p : tile) visit(p, TensorView::of(state(p.piece).exact(), DType::F32, {p.piece.count}));
+  for (const TilePiece& p : tile) {
+    const TierLease param = parts_.params.lease(p.piece, LeaseTo::Read);
+    visit(p, TensorView::of(state(p.piece, param.data()).exact(), DType::F32, {p.piece.count}));
+  }
 }
 
-StateLease DeviceStates::lease(const Piece& piece, LeaseTo access) { return {this, piece, access, state(piece)}; }
+StateLease DeviceStates::lease(const Piece& piece, LeaseTo access) {
+  TierLease param = parts_.params.lease(piece, access);
+  const PieceState st = state(piece, param.data());
+  return {this, piece, access, st, std::move(param)};
+}
 
 }  // namespace ds::zero

@@ -56,17 +56,20 @@ struct PieceState : PerState<void*> {
   float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
 };
 
-enum class LeaseTo : u8 { Read, Write };  // Write: reads, too
-
 class StateStore;
 
 // Until it ends nothing else may be asked of its store. Move-only.
 class StateLease : public PieceState {
  public:
-  StateLease(StateStore* store, const Piece& piece, LeaseTo access, const PieceState& state)
-      : PieceState(state), store_(store), piece_(piece), access_(access) {}
+  // `param`: of the state's parameters.
+  StateLease(StateStore* store, const Piece& piece, LeaseTo access, const PieceState& state, TierLease param)
+      : PieceState(state), store_(store), piece_(piece), access_(access), param_(std::move(param)) {}
   StateLease(StateLease&& other) noexcept
-      : PieceState(other), store_(std::exchange(other.store_, nullptr)), piece_(other.piece_), access_(other.access_) {}
+      : PieceState(other),
+        store_(std::exchange(other.store_, nullptr)),
+        piece_(other.piece_),
+        access_(other.access_),
+        param_(std::move(other.param_)) {}
   StateLease& operator=(StateLease&&) = delete;
   ~StateLease();
 
@@ -74,15 +77,16 @@ class StateLease : public PieceState {
   StateStore* store_;
   Piece piece_;
   LeaseTo access_;
+  TierLease param_;
 };
 
 class StateStore {
  public:
-  // What a tier works with, for its life. gradient(piece): the accumulator of its first element.
+  // What a tier works with, for its life. gradient(piece): its accumulators, to change.
   struct Parts {
     const StateLayout& layout;
     const ParamStore& params;
-    std::function<float*(const Piece&)> gradient;
+    std::function<TierLease(const Piece&)> gradient;
     Device& device;
     MemoryLedger& ledger;
     i64 num_held = 0;  // pieces of this rank: the most that a tile has
@@ -104,16 +108,15 @@ class StateStore {
   // The state of a piece of at most kLeaseElems elements; between steps. A lease that is not in place is a copy.
   static constexpr i64 kLeaseElems = i64{1} << 20;
   virtual StateLease lease(const Piece& piece, LeaseTo access) = 0;
-  // Whether leases, of any length, are the very memory in which states stay.
+  // Whether leases, of any length, are the very memory in which states and parameters stay.
   virtual bool in_place() const noexcept = 0;
 
  protected:
   friend class StateLease;
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
 
-  void* param(const Piece& piece) const noexcept;
-  // What a pass sees of a piece whose state is there.
-  UpdateTensor tensor(const Piece& piece, const PieceState& state) const noexcept;
+  // What a pass sees of a piece whose state and gradient are there.
+  UpdateTensor tensor(const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 
   Parts parts_;
 };
@@ -128,14 +131,15 @@ class DeviceStates final : public StateStore {
   void for_each_master(Tile tile, Visit visit) override;
   void settle(VerdictHandle&) override {}
   StateLease lease(const Piece& piece, LeaseTo access) override;
-  bool in_place() const noexcept override { return true; }
+  bool in_place() const noexcept override { return parts_.params.in_place(); }
 
  private:
   void end_lease(const Piece&, LeaseTo, const PieceState&) noexcept override {}
-  PieceState state(const Piece& piece) const noexcept;
+  PieceState state(const Piece& piece, void* param) const noexcept;
 
   PerState<Buffer> arrays_;
   std::vector<UpdateTensor> tensors_;  // scratch
+  std::vector<TierLease> leases_;      // of a pass
 };
 
 // Calls visit(part) for the parts of a piece of at most `most` elements; a multiple of kStateBlock.

@@ -62,10 +62,10 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert_output --partial "blank:2: the prompt is empty"
   { echo short; printf 'x%.0s' {1..60}; echo; } >long
   run -2 write --prompts long
-  assert_output --partial "long:2: the prompt (60 tokens) and 20 new tokens exceed the model's 64 positions"
+  assert_output --partial "long:2: the prompt (60 tokens by bytes) and 20 new tokens exceed the model's 64 positions"
   { cat long; echo; } >both  # all at once
   run -2 write --prompts both --check
-  assert_output --partial "both:2: the prompt (60 tokens)"
+  assert_output --partial "both:2: the prompt (60 tokens by bytes)"
   assert_output --partial "both:3: the prompt is empty"
   run -2 write --prompts long --generate x
   run -2 write --prompts long --eval

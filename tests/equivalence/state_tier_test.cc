@@ -15,11 +15,16 @@ namespace state_tier_test {
 
 constexpr i64 kSteps = 4;
 
-std::atomic<i64> used = 0;
+std::atomic<i64> used = 0, used_arrays = 0;
 
+// With two versions gradients and slices of parameters are away, too.
 Hooks moved(int versions, Hooks hooks = {}) {
-  hooks.parts.states = [versions](zero::StateStore::Parts parts) {
+  hooks.parts.tiers.states = [versions](zero::StateStore::Parts parts) {
     return std::make_unique<MovedStates>(std::move(parts), versions, used);
+  };
+  if (versions == 1) return hooks;
+  hooks.parts.tiers.grads = hooks.parts.tiers.params = [](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
+    return std::make_unique<MovedArray>(device, ledger, tag, bytes, used_arrays);
   };
   return hooks;
 }

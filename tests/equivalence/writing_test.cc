@@ -76,10 +76,8 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       write(engine, prompts(), at_once, {.max_tokens = 11}, -1);
       bytes = engine.ledger().peak(Tag::Activations);
       // As --check predicts it.
-      std::vector<i64> lengths;
-      for (const auto& prompt : prompts()) lengths.push_back(std::ssize(prompt));
       const report::TagBytes text =
-          infer::plan_writing(c.model, engine.model(), engine.plan(), lengths, 11, at_once).bytes(lengths, 11);
+          infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes(prompts(), 11);
       for (size_t t = 0; t < text.size(); ++t)
         EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
             << tag_name(static_cast<Tag>(t)) << " " << at_once;

@@ -101,7 +101,7 @@ class Model {
     const zero::Layout& layout = engine_.engine.plan().dp().layout;
     for (const zero::RowPlace& row : layout.rows()) {
       const float* first =
-          engine_.engine.gradient({.param = row.param, .segment = row.segment, .segment_offset = row.offset});
+          engine_.engine.gradient({.param = row.param, .segment = row.segment, .segment_offset = row.offset}).values();
       grads.emplace_back(static_cast<size_t>(row.numel));
       engine_.device->download(grads.back().data(), first, row.numel * 4);
     }

@@ -180,7 +180,7 @@ TEST_P(Models, LogitsLossAndEveryGradient) {
       std::vector<float> grad(static_cast<size_t>(row.numel()));
       device->download(
           grad.data(),
-          engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}),
+          engine.gradient({.param = place.param, .segment = place.segment, .segment_offset = place.offset}).data(),
           narrow<i64>(grad.size()) * 4);
       for (float& g : grad) g *= unscale;
       f.judge(dtype, "grad." + row.name, grad);

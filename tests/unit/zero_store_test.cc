@@ -155,7 +155,7 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
             }
           }
           for (i64 at = begin; at < end; ++at)
-            ASSERT_EQ(*store.element(&s - layout.segments().data(), at), want[at])
+            ASSERT_EQ(*store.lease(&s - layout.segments().data(), at, 1, LeaseTo::Read).values(), want[at])
                 << "step " << step << " unit " << s.unit << " at " << at;
         }
       }
@@ -220,7 +220,7 @@ TEST(ParamStore, HasAllThatALeaseNamesAndNothingElse) {
           for (const Segment& s : layout.segments()) {
             const auto [first, count] = layout.held(s, comm.rank());
             for (i64 at = first; at < first + count; ++at)
-              *static_cast<float*>(store.element(s, at)) = static_cast<float>(key(layout, s, at) + step);
+              *store.lease(s, at, 1, LeaseTo::Write).values() = static_cast<float>(key(layout, s, at) + step);
           }
           comm.reset_counts();
           store.publish();

@@ -5,7 +5,7 @@
 
 namespace ds::tools {
 
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const WritingSizes* writing) {
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing) {
   const RunPrediction p = predict_run(config, ranks, writing);
   if (p.needed_bytes > p.available_bytes && (ranks.rank == 0 || p.device == "cuda"))  // each rank may have its own GPU
     report_warning(fmt::format("a run here would be refused: rank {} finds that it needs {}, {} are there ({})",

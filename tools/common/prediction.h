@@ -9,6 +9,6 @@ namespace ds::tools {
 
 // The resolved configuration, the memory of each rank by tag and what it sends per step, as text or as one document.
 // `writing`: with the memory of what is written, or null.
-void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const WritingSizes* writing);
+void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
 
 }  // namespace ds::tools

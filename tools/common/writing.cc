@@ -15,9 +15,9 @@ struct Written {
   bool ended = false;
 };
 
-void write_one(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
+void write_one(TrainingRun& run, std::span<const Prompt> prompts, const EncodedPrompts& encoded, Output& out) {
   Written written;
-  run.generate(prompts, writing.sampling, {.token = [&](size_t, i32 id, std::string_view piece) {
+  run.generate(encoded, {.token = [&](size_t, i32 id, std::string_view piece) {
                  written.tokens.push_back(id);
                  written.text += piece;
                  if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey it
@@ -26,7 +26,7 @@ void write_one(TrainingRun& run, const Writing& writing, std::span<const Prompt>
   out.document({{"step", run.step()}, {"prompt", prompts[0].text}, {"text", written.text}, {"tokens", written.tokens}});
 }
 
-void write_all(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
+void write_all(TrainingRun& run, std::span<const Prompt> prompts, const EncodedPrompts& encoded, Output& out) {
   std::vector<Written> written(prompts.size());
   size_t next = 0;
   const auto show = [&] {
@@ -39,17 +39,16 @@ void write_all(TrainingRun& run, const Writing& writing, std::span<const Prompt>
       written[next] = {.text = {}, .tokens = {}, .ended = true};
     }
   };
-  run.generate(prompts, writing.sampling,
-               {.token =
-                    [&](size_t p, i32 id, std::string_view piece) {
-                      written[p].tokens.push_back(id);
-                      written[p].text += piece;
-                    },
-                .ended =
-                    [&](size_t p) {
-                      written[p].ended = true;
-                      show();
-                    }});
+  run.generate(encoded, {.token =
+                             [&](size_t p, i32 id, std::string_view piece) {
+                               written[p].tokens.push_back(id);
+                               written[p].text += piece;
+                             },
+                         .ended =
+                             [&](size_t p) {
+                               written[p].ended = true;
+                               show();
+                             }});
 }
 
 }  // namespace
@@ -106,8 +105,9 @@ std::vector<Prompt> Writing::read(const RankInfo& ranks) const {
   return read_prompts(file);
 }
 
-void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out) {
-  writing.prompt ? write_one(run, writing, prompts, out) : write_all(run, writing, prompts, out);
+void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts,
+                const EncodedPrompts& encoded, Output& out) {
+  writing.prompt ? write_one(run, prompts, encoded, out) : write_all(run, prompts, encoded, out);
 }
 
 }  // namespace ds::tools

@@ -24,6 +24,7 @@ struct Writing {
 };
 
 // Of --generate the text as its tokens come, or one document; of --prompts a line of JSON for each prompt, in order.
-void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts, Output& out);
+void write_text(TrainingRun& run, const Writing& writing, std::span<const Prompt> prompts,
+                const EncodedPrompts& encoded, Output& out);
 
 }  // namespace ds::tools

@@ -29,7 +29,6 @@ struct StagePlan {
   i64 heads = 0, num_params = 0, memory_bytes = 0;
 };
 
-// What is known before a run starts.
 struct SamplingOptions {
   i64 max_tokens = 200;
   double temperature = 0.8;  // 0: the most likely token
@@ -38,15 +37,17 @@ struct SamplingOptions {
   i64 at_once = 64;  // prompts under way at most
 };
 
-// What is to be written behind prompts.
-struct WritingSizes {
-  std::vector<i64> prompt_tokens = {};  // of each prompt
-  i64 max_tokens = 0, at_once = 1;      // as of SamplingOptions
+// Prompts as tokens, and how they are to be continued.
+struct EncodedPrompts {
+  std::vector<std::vector<i32>> ids = {};
+  SamplingOptions sampling = {};
 };
-// Opens the tokenizer. Throws Errc::Unavailable for a model that continues nothing; with a line for each prompt that
-// cannot be continued, Errc::Config (empty, too long) or Errc::Mismatch (a token outside the model's vocabulary).
-DS_API WritingSizes check_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o);
+// Opens the tokenizer. Throws Errc::Unavailable for a model that continues nothing; with a line for each of the first
+// prompts that cannot be continued, Errc::Config (empty, too long) or Errc::Mismatch (a token outside the model's
+// vocabulary).
+DS_API EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o);
 
+// What is known before a run starts.
 struct RunPrediction {
   i64 num_params = 0;
   double flops_per_token = 0;     // forward + backward, full attention
@@ -65,8 +66,8 @@ struct RunPrediction {
   std::string limited_by;                 // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
-// configuration. `writing`: what is written, at most.
-DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks, const WritingSizes* writing = nullptr);
+// configuration. `writing`: with the memory of what is written, at most.
+DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks, const EncodedPrompts* writing = nullptr);
 
 // The plan for people: which stage holds which layers on which ranks, and who does what when. `width`: columns, from 40
 // on; colour: ANSI escapes. The second as a picture that needs nothing else.
@@ -78,6 +79,7 @@ struct RunOptions {
   std::string resume;      // "": start; "latest": of out_dir; else a step or run directory
   std::string weights;     // initial weights: whatever open_weights() reads; empty: model.path's, or random ones
   bool read_only = false;  // for evaluation and generation: out_dir is only read, and random weights are an error
+  const EncodedPrompts* writing = nullptr;  // what is to be written, which outlives the run: its memory is checked, too
 };
 
 // One line of metrics.jsonl and of the progress display.
@@ -147,8 +149,8 @@ class DS_API TrainingRun {
   // Mean loss over the validation data (eval.batches batches). Throws Errc::Config without any, Errc::Numeric if it is
   // not finite.
   double evaluate();
-  // Continues prompts (bytes). What is written for one does not depend on the others.
-  void generate(std::span<const Prompt> prompts, const SamplingOptions& options, const GenerateHooks& hooks);
+  // Continues prompts. What is written for one does not depend on the others.
+  void generate(const EncodedPrompts& prompts, const GenerateHooks& hooks);
 
   i64 step() const noexcept;
   const std::string& backend() const noexcept;  // "self", "shm", "mpi", "shm+mpi", "staged", "nccl"
