@@ -29,7 +29,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
 // A rank's plan with all that.
 struct WholePlan : report::Planned {
   WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
-            const EncodedPrompts* writing);
+            const EncodedPrompts* writing = nullptr);
   report::TagBytes own;   // of kernels and communicators
   report::TagBytes text;  // of what is written
   ProcessBytes process;

@@ -31,9 +31,12 @@ Hooks moved(int versions, Hooks hooks = {}) {
 
 // That a tier is at work, and not the device's.
 Trace train_moved(const Config& c, const Layout& l, int versions, const Hooks& hooks = {}) {
-  const i64 before = used;
+  const i64 before = used, arrays_before = used_arrays;
   Trace t = train_threads(c, l.ranks(), kSteps, 1, moved(versions, hooks));
   EXPECT_GE(used - before, kSteps);
+  if (versions == 2 && l.stage > 0) {
+    EXPECT_GE(used_arrays - arrays_before, kSteps);
+  }
   return t;
 }
 
