@@ -131,8 +131,11 @@ void check_optimizers(const Manifest& m, const std::string& dir, std::span<const
     const std::string& name = entry.optimizer.empty() ? m.meta.optimizer : entry.optimizer;
     if (there == here.states && (there == StateSet{} || name == here.name)) continue;
     if (first.empty()) {
-      first = fmt::format("'{}' has the state of {} there, and is updated by {} here", entry.name,
-                          described(name, there), described(here.name, here.states));
+      first = there == StateSet{} && name == here.name
+                  ? fmt::format("'{}' has no state there (it was frozen, or {} kept none), and is updated by {} here",
+                                entry.name, name, described(here.name, here.states))
+                  : fmt::format("'{}' has the state of {} there, and is updated by {} here", entry.name,
+                                described(name, there), described(here.name, here.states));
     } else {
       ++others;
     }

@@ -138,10 +138,10 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
     Reader of_group(param_group_keys(), &u, text, path, diagnostics);
     of_group.read(groups[i]);
     UpdateConfig others = o;
-    if (u.type != o.type) {  // of another optimizer: its own defaults, and what both have
+    if (u.type != o.type) {  // of another optimizer: its own defaults, and what is given for both
       others = kind_of(u.type).defaults;
-      others.lr = o.lr;
-      others.weight_decay = o.weight_decay;
+      if (given("lr")) others.lr = o.lr;
+      if (given("weight_decay")) others.weight_decay = o.weight_decay;
     }
     const auto in_group = [&](std::string_view key) { return of_group.given(key); };
     fill(u, others, in_group);
@@ -169,7 +169,8 @@ Json param_groups_json(const OptimizerConfig& o) {
   for (ParamGroupConfig group : o.groups) {
     Json& row = groups.emplace_back(Json::object());
     for (const Key& key : param_group_keys()) {
-      if (!is_param(key) || (!group.frozen && optimizer_takes(group.type, key.path)))
+      const bool of_all = key.path == "params" || key.path == "frozen";
+      if (of_all || (!group.frozen && (key.path == "type" || optimizer_takes(group.type, key.path))))
         row[std::string(key.path)] = slot_json(key.slot(static_cast<UpdateConfig*>(&group)));
     }
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Texts behind prompts: between text and tokens, around infer/writer.
 
-#include <fmt/format.h>
+#include <map>
 
 #include "data/text_stream.h"
 #include "data/tokenizer.h"
@@ -21,22 +21,25 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
   s.collective([&] {
     const auto tokenizer = open_tokenizer(s.config.data.tokenizer);
     const std::optional<i32> eos = tokenizer->special(SpecialToken::Eos);
-    std::vector<TextStream> texts;
-    for (const std::vector<i32>& prompt : prompts.ids) texts.emplace_back(*tokenizer, prompt);
-    std::vector<i64> left(prompts.ids.size(), o.max_tokens);
+    struct Text {
+      TextStream stream;
+      i64 left;
+    };
+    std::map<size_t, Text> under_way;
     infer::write(s.engine->stage(), prompts.ids,
                  {.max_tokens = o.max_tokens,
                   .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
                   .at_once = o.at_once},
                  [&](size_t p, i32 id) {
+                   Text& text =
+                       under_way.try_emplace(p, TextStream(*tokenizer, prompts.ids[p]), o.max_tokens).first->second;
                    if (id != eos) {
-                     std::string text = texts[p].push(id);
-                     if (--left[p] == 0) text += texts[p].end();
-                     hooks.token(p, id, text);
+                     hooks.token(p, id, text.stream.push(id));
+                     if (--text.left > 0) return true;
                    }
-                   const bool goes_on = id != eos && left[p] > 0;
-                   if (!goes_on && hooks.ended) hooks.ended(p);
-                   return goes_on;
+                   hooks.ended(p, text.stream.end());
+                   under_way.erase(p);
+                   return false;
                  });
   });
 }

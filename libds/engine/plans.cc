@@ -65,6 +65,8 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   constexpr i64 kProcess = i64{3} << 20, kProcessWithMpi = i64{6} << 20;  // as ds-memreport(1) says
   const CommBackend backend = backend_of(config, plan, ranks_per_node);
   const bool mpi = backend == CommBackend::Mpi || backend == CommBackend::Composed;
+  const i64 process = mpi ? kProcessWithMpi : kProcess;
+  if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   const zero::ShardsPlan& shards = plan.dp();
@@ -92,9 +94,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
             cuts = std::ssize(shards.layout.segments()) * (shards.layout.num_ranks() - 1) * plan.mesh.pp;
   const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
   const i64 momentary = std::max(save, start);
-  return {.own = mpi ? kProcessWithMpi : kProcess,
-          .momentary = momentary,
-          .momentary_of_first = std::max(momentary, commit)};
+  return {.own = process, .momentary = momentary, .momentary_of_first = std::max(momentary, commit)};
 }
 
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,

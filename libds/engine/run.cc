@@ -296,14 +296,16 @@ void TrainingRun::State::load_step() {
 // A run goes on with the samples and the dropout that it began with.
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
   if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, step_dir);
-  if (train_data && !meta.data_json.empty())
+  if (train_data && !options.read_only && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
-  if (!train_data && config.model.causal() && !meta.data_json.empty()) {  // to write text
+  if ((options.read_only || !train_data) && config.model.causal() && !meta.data_json.empty()) {
     const std::string saved = parse_data_identity(meta.data_json).tokenizer;
-    const std::string now = open_tokenizer(config.data.tokenizer)->identity();
+    const std::string now =
+        train_data ? train_data->identity().tokenizer : open_tokenizer(config.data.tokenizer)->identity();
     DS_CHECK(saved.empty() || saved == now, Errc::Mismatch, "data.tokenizer is {}, but {} was trained with {}", now,
              step_dir, saved);
   }
+  if (options.read_only) return;  // which has neither dropout nor samples that go on
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
            "{} was made with seed {}, this run has {}", step_dir, *meta.seed, config.seed);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && is_root())

@@ -12,14 +12,48 @@ namespace {
 
 constexpr i64 kMostBytes = i64{1} << 30;
 
+// A mistake is told with the line of the file and the column.
 Prompt parse_prompt(std::string_view line, const std::string& name, i64 number) {
   const std::string place = fmt::format("{}:{}", name, number);
-  const Json root = parse_json(line, place, {.comments = false, .places = false}).root;
+  Json root;
+  try {
+    root = parse_json(line, place, {.comments = false, .places = false}).root;
+  } catch (const Error& e) {
+    const std::string_view message = e.what();
+    const std::string first_line = place + ":1:";
+    if (!message.starts_with(first_line)) throw;
+    throw Error(e.code(), fmt::format("{}:{}", place, message.substr(first_line.size())));
+  }
   const auto text = root.is_object() ? root.find("prompt") : root.end();
   DS_CHECK(root.is_object() && text != root.end() && text->is_string(), Errc::Config,
            "{}: a prompt is an object with the text \"prompt\"", place);
-  return {text->get<std::string>(), std::string(line), place};
+  Prompt prompt{text->get<std::string>(), {}, place};
+  bool ours = false;
+  for (const char* key : {"schema", "text", "tokens"}) ours |= root.erase(key) > 0;
+  const std::string rest = ours ? root.dump() : std::string();
+  std::string_view object = ours ? rest : line;
+  object.remove_prefix(object.find('{') + 1);
+  prompt.fields = object.substr(0, object.rfind('}'));
+  return prompt;
 }
+
+// The first so many mistakes are told, and how many there are.
+class Mistakes {
+ public:
+  void add(Errc code, std::string_view text) {
+    if (num_++ == 0) code_ = code;
+    if (num_ <= kShown) texts_ += fmt::format("{}{}", num_ == 1 ? "" : "\n  ", text);
+  }
+  void throw_if_any() const {
+    if (num_ > 0) throw Error(code_, num_ <= kShown ? texts_ : fmt::format("{}\n  and {} more", texts_, num_ - kShown));
+  }
+
+ private:
+  static constexpr i64 kShown = 20;
+  i64 num_ = 0;
+  Errc code_ = Errc::Config;
+  std::string texts_;
+};
 
 }  // namespace
 
@@ -33,6 +67,7 @@ std::vector<Prompt> read_prompts(const std::string& path) {
     throw Error(e.code(), fmt::format("{} {}", name, e.what()));
   }
   std::vector<Prompt> prompts;
+  Mistakes mistakes;
   std::string_view rest = text;
   if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte-order mark
   const size_t first = rest.find_first_not_of(" \t\r\n");
@@ -43,9 +78,14 @@ std::vector<Prompt> read_prompts(const std::string& path) {
     rest.remove_prefix(std::min(end + 1, rest.size()));
     if (line.ends_with('\r')) line.remove_suffix(1);
     if (json && line.find_first_not_of(" \t") == std::string_view::npos) continue;
-    prompts.push_back(json ? parse_prompt(line, name, number)
-                           : Prompt{std::string(line), {}, fmt::format("{}:{}", name, number)});
+    try {
+      prompts.push_back(json ? parse_prompt(line, name, number)
+                             : Prompt{std::string(line), {}, fmt::format("{}:{}", name, number)});
+    } catch (const Error& e) {
+      mistakes.add(e.code(), e.what());
+    }
   }
+  mistakes.throw_if_any();
   DS_CHECK(!prompts.empty(), Errc::Config, "{}: there are no prompts in it", name);
   return prompts;
 }
@@ -59,13 +99,7 @@ std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenize
            family_name(model.family));
   const std::optional<i32> bos = tokenizer.special(SpecialToken::Bos);
   std::vector<std::vector<i32>> ids;
-  constexpr i64 kShown = 20;
-  std::string mistakes;
-  i64 num_mistakes = 0;
-  Errc code = Errc::Config;
-  const auto mistake = [&](std::string&& text) {
-    if (num_mistakes++ < kShown) mistakes += (mistakes.empty() ? "" : "\n  ") + text;
-  };
+  Mistakes mistakes;
   for (const Prompt& prompt : prompts) {
     std::vector<i32>& of = ids.emplace_back();
     if (tokenizer.adds_bos() && bos) of.push_back(*bos);
@@ -75,18 +109,17 @@ std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenize
                                                     : "the prompt";
     const auto outside = std::ranges::find_if(of, [&](i32 id) { return id >= model.vocab_size; });
     if (of.empty()) {
-      mistake(which + " is empty");
+      mistakes.add(Errc::Config, which + " is empty");
     } else if (outside != of.end()) {
-      mistake(fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which, *outside,
-                          tokenizer.identity(), model.vocab_size));
-      code = Errc::Mismatch;
+      mistakes.add(Errc::Mismatch,
+                   fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which,
+                               *outside, tokenizer.identity(), model.vocab_size));
     } else if (std::ssize(of) + max_tokens > model.max_positions && !model.any_length()) {
-      mistake(fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions", which, of.size(),
-                          tokenizer.identity(), max_tokens, model.max_positions));
+      mistakes.add(Errc::Config, fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions",
+                                             which, of.size(), tokenizer.identity(), max_tokens, model.max_positions));
     }
   }
-  if (num_mistakes > kShown) mistakes += fmt::format("\n  and {} more", num_mistakes - kShown);
-  if (num_mistakes > 0) throw Error(code, mistakes);
+  mistakes.throw_if_any();
   return ids;
 }
 

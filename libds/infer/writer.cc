@@ -16,10 +16,9 @@ using model::Mode;
 // A sequence under way, and its keys and values.
 struct Sequence {
   size_t prompt = 0;
-  i64 place = 0;              // among those that are under way at once
-  std::vector<i32> fresh;     // tokens that no pass has seen: the prompt, then the last one
-  i64 seen = 0, written = 0;  // tokens of both in the caches; tokens that were written
-  Buffer memory;
+  i64 place = 0;                       // among those that are under way at once
+  std::vector<i32> fresh;              // tokens that no pass has seen: the prompt, then the last one
+  i64 seen = 0, written = 0;           // tokens of both in the caches; tokens that were written
   std::vector<model::KvCache> caches;  // by layer
 };
 
@@ -68,6 +67,7 @@ class Writer {
     });
     if (memory_.rope_cos && !m.rope_apart) upload_rotations(0, m.largest);
     logits_.resize(m.at_once * model_.vocab);
+    places_.resize(m.at_once);
   }
 
   void upload_rotations(i64 first_row, i64 length) {
@@ -87,8 +87,13 @@ class Writer {
     const i64 positions = capacity(prompt);
     const TensorView part = plan_memory_.cache_part(positions);
     const i64 part_bytes = align_up(part.bytes(), 64);
-    s->memory = buffer(Tag::Activations, plan_memory_.cache_bytes(positions));
-    char* at = static_cast<char*>(s->memory.data());
+    // Of sequences that have ended: whatever comes, places have no more than the longest sequences together.
+    Buffer& memory = places_[s->place];
+    if (memory.bytes() < plan_memory_.cache_bytes(positions)) {
+      memory = {};
+      memory = buffer(Tag::Activations, plan_memory_.cache_bytes(positions));
+    }
+    char* at = static_cast<char*>(memory.data());
     s->caches.resize(model_.layers.size());
     for (const report::ChunkPlan& c : plan_.chunks) {
       for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
@@ -171,7 +176,7 @@ class Writer {
   WriteOptions options_;
   WritingMemory plan_memory_;
   model::PassMemory memory_;
-  std::vector<Buffer> buffers_;
+  std::vector<Buffer> buffers_, places_;  // places: of caches
   Buffer working_, temporary_, message_;
   std::vector<std::unique_ptr<Sequence>> under_way_;
   std::vector<float> logits_;

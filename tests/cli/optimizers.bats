@@ -288,3 +288,16 @@ END
   run -0 --separate-stderr ds-train o.json --out other --steps 1
   assert_regex "$stderr" "every parameter is frozen: the run trains nothing"
 }
+
+@test "a run with a frozen group, and what is resolved of it, can be read again" {
+  groups='{"type":"AdamW","params":{"lr":1e-3},"param_groups":[{"params":"*ln_*","frozen":true},{"params":"*mlp*","type":"Lion"}]}'
+  ds-train cfg.json --set "optimizer=$groups" --out run --steps 1 --quiet
+  ds-memreport run
+  ds-train cfg.json --set "optimizer=$groups" --check --json | python3 -c 'import json, sys; json.dump(json.load(sys.stdin)["config"], open("again.json", "w"))'
+  ds-train again.json --check
+  # A group of another type has that type's defaults, but for what the optimizer is given.
+  python3 -c 'import json; g = json.load(open("again.json"))["optimizer"]["param_groups"]; assert "type" not in g[0] and g[1]["lr"] == 1e-3 and g[1]["weight_decay"] == 0, g'
+  # What was frozen has no state.
+  run -3 ds-train cfg.json --set 'optimizer={"type":"AdamW","params":{"lr":1e-3}}' --out run --resume latest --steps 2
+  assert_output --partial "has no state there (it was frozen"
+}

@@ -35,12 +35,12 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   printf '{"id": 17, "prompt": "The words", "tags": ["a"]}\r\n\n{"prompt": "two\\nlines"}\n' >prompts.jsonl
   run -0 --separate-stderr write --prompts prompts.jsonl
   assert_equal "${#lines[@]}" 2
-  assert_regex "${lines[0]}" '^\{"schema":"ds-train/[0-9]+","id":17,"prompt":"The words","tags":\["a"\],"text":".*,"tokens":\['
+  assert_regex "${lines[0]}" '^\{"schema":"ds-train/[0-9]+","id": 17, "prompt": "The words", "tags": \["a"\],"text":".*,"tokens":\['
   assert_regex "${lines[1]}" '"prompt":"two\\nlines"'
   printf '\357\273\277\n{"prompt": "The words"}\n' >marked.jsonl
   run -0 --separate-stderr write --prompts marked.jsonl
   assert_equal "${#lines[@]}" 1
-  assert_regex "${lines[0]}" '"prompt":"The words"'
+  assert_regex "${lines[0]}" '"prompt": "The words"'
 }
 
 @test "what is wrong with prompts is said before anything runs, with file and line" {
@@ -48,9 +48,10 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   printf '{"prompt": "a"}\n{"prompt": 3}\n' >bad.jsonl
   run -2 write --prompts bad.jsonl
   assert_output --partial 'bad.jsonl:2: a prompt is an object with the text "prompt"'
-  printf '{"prompt": "a"}\nplain\n' >bad.jsonl
+  printf '{"prompt": "a"}\nplain\n{"text": 1}\n' >bad.jsonl  # all at once
   run -2 write --prompts bad.jsonl
-  assert_output --partial 'bad.jsonl:2'
+  assert_output --partial 'bad.jsonl:2:1: '
+  assert_output --partial 'bad.jsonl:3: a prompt is an object'
   : >empty
   run -2 write --prompts empty
   assert_output --partial "empty: there are no prompts in it"
@@ -92,9 +93,22 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   assert [ "$all" -gt $((2 * one)) ]
 }
 
-@test "numbers of an object come back as they were" {
+@test "members of an object come back as they stood there, but for those of the result" {
   trained
-  echo '{"prompt": "The", "id": 9223372036854775807, "more": 18446744073709551615}' >exact.jsonl
-  run -0 --separate-stderr write --prompts exact.jsonl
-  assert_output --partial '"id":9223372036854775807,"more":18446744073709551615'
+  echo ' {"prompt": "The", "id": 12345678901234567890123, "f": 1.50e10, "schema": "x", "text": 1 } ' >own.jsonl
+  echo '{"id": 12345678901234567890123, "f": 1.50e10, "prompt": "The" }' >>own.jsonl
+  run -0 --separate-stderr write --prompts own.jsonl
+  assert_equal "${#lines[@]}" 2
+  assert_regex "${lines[0]}" '^\{"schema":"ds-train/1","prompt":"The","id":.*,"text":".*","tokens":\[.*\]\}$'
+  assert_regex "${lines[1]}" '^\{"schema":"ds-train/1","id": 12345678901234567890123, "f": 1.50e10, "prompt": "The" ,"text":".*","tokens":\[.*\]\}$'
+  python3 -c 'import json, sys; [json.loads(line) for line in sys.stdin]' <<<"$output"
+}
+
+@test "a run with another seed writes and evaluates: it goes on with no sample" {
+  trained
+  write --generate x
+  write --generate x --set seed=3
+  ds-train cfg.json --resume run --eval --set seed=3
+  run -3 ds-train cfg.json --out run --resume latest --steps 5 --set seed=3
+  assert_output --partial "seed"
 }

@@ -248,7 +248,7 @@ inline std::vector<i32> text_of(engine::Engine& engine, std::vector<i32> prompt,
 
 template <class T>
 bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
 // Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says. On `comms`, or on new

@@ -228,11 +228,21 @@ void Output::data(std::string_view bytes) {
   }
 }
 
-void Output::document(const nlohmann::ordered_json& fields, bool compact) {
+void Output::document(const nlohmann::ordered_json& fields, bool compact, std::string_view members) {
   nlohmann::ordered_json whole = {{"schema", fmt::format("{}/{}", tool_.name, tool_.schema)}};
-  whole.update(fields);
-  data(printable_json(whole.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace)) +
-       "\n");
+  const auto dump = [compact](const nlohmann::ordered_json& json) {
+    return json.dump(compact ? -1 : 2, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  };
+  std::string text;
+  if (members.empty()) {
+    whole.update(fields);
+    text = dump(whole);
+  } else {
+    const std::string begin = dump(whole), end = dump(fields);
+    text = fmt::format("{},{},{}", std::string_view(begin).substr(0, begin.size() - 1), members,
+                       std::string_view(end).substr(1));
+  }
+  data(printable_json(text) + "\n");
 }
 
 void Output::commit() {

@@ -84,7 +84,8 @@ class Output {
   // Bytes as they are: data for programs, and text of ours with colours.
   void data(std::string_view bytes);
   // One JSON document: `fields` with "schema" put first. Compact: on one line, for JSON Lines.
-  void document(const nlohmann::ordered_json& fields, bool compact = false);
+  // members: text of members that come first, "" or `"a": 1, "b": 2`.
+  void document(const nlohmann::ordered_json& fields, bool compact = false, std::string_view members = {});
   void commit();  // called by run_main
 
  private:

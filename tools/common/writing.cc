@@ -17,11 +17,16 @@ struct Written {
 
 void write_one(TrainingRun& run, std::span<const Prompt> prompts, const EncodedPrompts& encoded, Output& out) {
   Written written;
-  run.generate(encoded, {.token = [&](size_t, i32 id, std::string_view piece) {
-                 written.tokens.push_back(id);
-                 written.text += piece;
-                 if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey it
-               }});
+  const auto add = [&](std::string_view piece) {
+    written.text += piece;
+    if (!out.json()) out.to_terminal() ? out.write(piece) : out.data(piece);  // a terminal would obey it
+  };
+  run.generate(encoded, {.token =
+                             [&](size_t, i32 id, std::string_view piece) {
+                               written.tokens.push_back(id);
+                               add(piece);
+                             },
+                         .ended = [&](size_t, std::string_view rest) { add(rest); }});
   if (!out.json()) return out.write("\n");
   out.document({{"step", run.step()}, {"prompt", prompts[0].text}, {"text", written.text}, {"tokens", written.tokens}});
 }
@@ -32,10 +37,10 @@ void write_all(TrainingRun& run, std::span<const Prompt> prompts, const EncodedP
   const auto show = [&] {
     for (; next < written.size() && written[next].ended; ++next) {
       const Prompt& prompt = prompts[next];
-      Json line = prompt.fields.empty() ? Json{{"prompt", prompt.text}} : Json::parse(prompt.fields);
+      Json line = prompt.fields.empty() ? Json{{"prompt", prompt.text}} : Json::object();
       line["text"] = written[next].text;
       line["tokens"] = written[next].tokens;
-      out.document(line, true);
+      out.document(line, true, prompt.fields);
       written[next] = {.text = {}, .tokens = {}, .ended = true};
     }
   };
@@ -45,7 +50,8 @@ void write_all(TrainingRun& run, std::span<const Prompt> prompts, const EncodedP
                                written[p].text += piece;
                              },
                          .ended =
-                             [&](size_t p) {
+                             [&](size_t p, std::string_view rest) {
+                               written[p].text += rest;
                                written[p].ended = true;
                                show();
                              }});

@@ -10,9 +10,11 @@
 namespace ds {
 
 struct Prompt {
-  std::string text;         // bytes
-  std::string fields = {};  // of JSON Lines: the object that it came in
-  std::string place = {};   // "FILE:LINE" of a file's
+  std::string text;  // bytes
+  // Of JSON Lines: the members of the object that it came in, as they stood there but for "schema", "text" and
+  // "tokens", which the result has.
+  std::string fields = {};
+  std::string place = {};  // "FILE:LINE" of a file's
 };
 // A prompt in each line, or in each line an object with the text "prompt" where the file begins with one; "-" is
 // standard input. Throws Errc::Config, naming file and line.

@@ -125,7 +125,8 @@ struct TrainResult {
 struct GenerateHooks {  // called on every rank
   // Each new token and what it adds to the text (bytes: perhaps not whole UTF-8).
   std::function<void(size_t prompt, i32 id, std::string_view text)> token;
-  std::function<void(size_t prompt)> ended = {};
+  // A text has ended, with what it has still held back.
+  std::function<void(size_t prompt, std::string_view text)> ended;
 };
 
 // Owns everything of one rank's run. All member functions are collective over the job; an error on one rank aborts the
