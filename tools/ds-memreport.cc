@@ -182,9 +182,9 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
   const memreport::World world{source.ranks, a.nodes};
   const DeviceKind device = device_of(a, source.config.config);
   const std::optional<memreport::Hardware> hardware = hardware_of(a, source.ranks / a.nodes);
+  const Config config = tools::used(a, source.config.config);
   if (searches) return of_fit(a, source, world, device, hardware, files, out);
 
-  const Config& config = source.config.config;
   const memreport::Prediction p = memreport::predict(config, world, device);
   std::optional<memreport::StepTime> time;
   if (hardware) time = memreport::predict_time(config, world, device, *hardware);

@@ -274,3 +274,18 @@ assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
   diff "$kept/expected.jsonl" predicted.jsonl | cut -c1-4000 | head -4 >&2
   cmp "$kept/expected.jsonl" predicted.jsonl >&2
 }
+
+@test "--use says what an evaluation and a generation need, as ds-train --check does" {
+  memory() { python3 -c 'import json, sys; d = json.load(sys.stdin); print(json.dumps(d["memory_bytes"] if "memory_bytes" in d else d["groups"][0]["memory_bytes"], sort_keys=True))'; }
+  cat >small.json <<'END'
+{"model": {"type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 256, "n_positions": 64},
+ "data": {"train": "text", "validation": "text", "tokenizer": "bytes", "seq_length": 32}, "train_batch_size": 2, "steps": 1}
+END
+  for i in {1..200}; do echo "some words, and number $i"; done >text
+  ds-train small.json --out run --quiet
+  eval_memory=$(ds-memreport small.json --use eval --device cpu --json | memory)
+  assert_equal "$eval_memory" "$(ds-train small.json --eval --resume run --check --json | memory)"
+  refute [ "$eval_memory" = "$(ds-memreport small.json --device cpu --json | memory)" ]
+  run -2 ds-memreport small.json --use generate --explain
+  run -2 ds-memreport small.json --use nothing
+}

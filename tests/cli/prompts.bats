@@ -36,7 +36,7 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   run -0 --separate-stderr write --prompts prompts.jsonl
   assert_equal "${#lines[@]}" 2
   assert_regex "${lines[0]}" '^\{"schema":"ds-train/[0-9]+","id": 17, "prompt": "The words", "tags": \["a"\],"text":".*,"tokens":\['
-  assert_regex "${lines[1]}" '"prompt":"two\\nlines"'
+  assert_regex "${lines[1]}" '"prompt": "two\\nlines"'
   printf '\357\273\277\n{"prompt": "The words"}\n' >marked.jsonl
   run -0 --separate-stderr write --prompts marked.jsonl
   assert_equal "${#lines[@]}" 1

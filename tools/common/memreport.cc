@@ -45,6 +45,18 @@ void refuse_idle(const CLI::App& app, const std::string& what, std::span<const s
   }
 }
 
+Config used(const MemreportOptions& a, Config config) {
+  if (a.use.empty() || a.use == "train") return config;
+  const bool of_steps = !a.fit.empty() || a.explain || !a.machine.empty() || !a.gpu.empty() || a.peaks.flops > 0;
+  if (of_steps)
+    throw Error(Errc::Config,
+                fmt::format("--use {}: it takes no steps, whose time and whose formulas --fit, --explain, "
+                            "--machine, --gpu and --peak are for",
+                            a.use));
+  config.use = a.use == "eval" ? ConfigUse::Evaluate : ConfigUse::Generate;
+  return config;
+}
+
 DeviceKind device_of(const MemreportOptions& a, const Config& config) {
   if (a.device.empty()) return config.device == DeviceKind::Auto ? DeviceKind::Cuda : config.device;
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
@@ -97,6 +109,7 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   word("--dtype", a.dtype, {"fp32", "bf16", "fp16"}, "precision");
   word("--checkpointing", a.checkpointing, {"none", "layer", "selective"}, "activations that are computed again");
   word("--device", a.device, {"cpu", "cuda"}, "where it runs (default cuda, unless the configuration says)");
+  word("--use", a.use, {"train", "eval", "generate"}, "what the run does (default train)");
   app.add_option("--set", a.set, "any key: a.b=VALUE")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false)

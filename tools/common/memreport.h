@@ -18,7 +18,7 @@ struct MemreportOptions {
   // In place of the configuration's; 0, -1 and "": as it says.
   i64 tp = 0, pp = 0, sp = 0, micro = 0, accumulation = 0, batch = 0, seq = 0;
   int stage = -1;
-  std::string dtype, checkpointing, device;
+  std::string dtype, checkpointing, device, use;
   std::vector<std::string> set;
   // Times.
   std::string machine, gpu, links, measure;
@@ -43,6 +43,8 @@ void refuse_idle(const CLI::App& app, const std::string& what, std::span<const s
 
 // What options say of the configuration, as --set would say it.
 std::vector<std::string> overrides_of(const MemreportOptions& options);
+// The configuration, used as asked. Throws Errc::Config where that has no steps, of which other options speak.
+Config used(const MemreportOptions& options, Config config);
 DeviceKind device_of(const MemreportOptions& options, const Config& config);
 // How fast things are; nothing: not told.
 std::optional<memreport::Hardware> hardware_of(const MemreportOptions& options, int ranks_per_node);
