@@ -71,7 +71,7 @@ refused() { # config out what
   for made in cfg lion lamb momentum sgd; do
     for other in cfg lion lamb momentum sgd; do
       [[ $made != "$other" ]] || continue
-      refused $other.json $made "has the state of"
+      refused $other.json $made "and is updated by"
       refused $other.json $made-sharded "and is updated by"
     done
     ds-train $made.json --out $made-sharded --resume latest --quiet --steps 3

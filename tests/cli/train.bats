@@ -262,7 +262,7 @@ PY
   head -c 4000 /dev/zero >zeros.bin # tokens that the small vocabulary has
   tokens=(--set "data.train=zeros.bin" --set data.seq_length=16 --set steps=1)
   for path in model model/config.json; do
-    for use in --eval "--generate x"; do
+    for use in --eval "--generate A"; do
       # shellcheck disable=SC2086 # an option and its value
       run ds-train cfg.json --set "model={\"path\": \"$path\"}" "${tokens[@]}" $use
       assert_failure 2
@@ -401,7 +401,7 @@ with_shm() { # bytes, command: with a /dev/shm of that size
   )
   needs() { ds-train big.json "${one[@]}" --check "$@" --quiet --json | sed 's/.*"memory_bytes":{\([^}]*\)}.*/\1/'; }
   [[ $(needs) == *'"optimizer"'* ]]
-  for what in --eval "--generate The"; do
+  for what in --eval "--generate The --max-tokens 4"; do
     # shellcheck disable=SC2086
     [[ $(needs $what) == *'"params"'* ]]
     # shellcheck disable=SC2086
