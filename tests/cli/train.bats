@@ -262,7 +262,7 @@ PY
   head -c 4000 /dev/zero >zeros.bin # tokens that the small vocabulary has
   tokens=(--set "data.train=zeros.bin" --set data.seq_length=16 --set steps=1)
   for path in model model/config.json; do
-    for use in --eval "--generate A"; do
+    for use in --eval "--generate A --max-tokens 4"; do
       # shellcheck disable=SC2086 # an option and its value
       run ds-train cfg.json --set "model={\"path\": \"$path\"}" "${tokens[@]}" $use
       assert_failure 2
