@@ -11,7 +11,7 @@
 namespace ds {
 namespace {
 
-class CpuDevice final : public Device {
+class CpuDevice final : public SynchronousDevice {
  public:
   CpuDevice(const OpTable& ops, int num_threads) try : ops_(ops), pool_(num_threads), stream_{.pool = &pool_} {
   } catch (const std::system_error& e) {
@@ -23,7 +23,6 @@ class CpuDevice final : public Device {
   std::string_view name() const noexcept override { return ops_.name; }
   const OpTable& ops() const noexcept override { return ops_; }
   Stream& stream(Queue) noexcept override { return stream_; }
-  void* native(Queue) noexcept override { return nullptr; }
 
   void* allocate(i64 bytes) noexcept override {
     void* p = std::aligned_alloc(256, static_cast<size_t>(align_up(bytes, 256)));
@@ -47,17 +46,6 @@ class CpuDevice final : public Device {
                   static_cast<size_t>(std::min(kTile, bytes - at)));
     });
   }
-  void synchronize(Queue) override {}
-
-  Event make_event() override { return nullptr; }
-  void destroy(Event) noexcept override {}
-  void record(Event, Queue) override {}
-  void wait(Queue, Event) override {}
-  bool reached(Event) override { return true; }
-
-  Graph record_graph(FunctionRef<void()>) override { return nullptr; }
-  void launch(Graph) override {}
-  void destroy_graph(Graph) noexcept override {}
 
  private:
   const OpTable& ops_;

@@ -31,14 +31,16 @@ void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& h
                   .sampling = {.temperature = o.temperature, .top_k = o.top_k, .seed = o.seed},
                   .at_once = o.at_once},
                  [&](size_t p, i32 id) {
-                   Text& text =
-                       under_way.try_emplace(p, TextStream(*tokenizer, prompts.ids[p]), o.max_tokens).first->second;
+                   auto found = under_way.find(p);
+                   if (found == under_way.end())
+                     found = under_way.emplace(p, Text{TextStream(*tokenizer, prompts.ids[p]), o.max_tokens}).first;
+                   Text& text = found->second;
                    if (id != eos) {
                      hooks.token(p, id, text.stream.push(id));
                      if (--text.left > 0) return true;
                    }
                    hooks.ended(p, text.stream.end());
-                   under_way.erase(p);
+                   under_way.erase(found);
                    return false;
                  });
   });

@@ -104,7 +104,7 @@ WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, Devi
       text(writing == nullptr ? report::TagBytes{}
                               : infer::plan_writing(config.model, model, plan, writing->ids,
                                                     writing->sampling.max_tokens, writing->sampling.at_once)
-                                    .bytes(writing->ids, writing->sampling.max_tokens)),
+                                    .bytes()),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {

@@ -104,19 +104,21 @@ std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenize
     std::vector<i32>& of = ids.emplace_back();
     if (tokenizer.adds_bos() && bos) of.push_back(*bos);
     tokenizer.encode(prompt.text, of);
-    const std::string which = !prompt.place.empty() ? prompt.place + ": the prompt"
-                              : prompts.size() > 1  ? fmt::format("prompt {}", ids.size())
-                                                    : "the prompt";
+    const auto which = [&] {
+      if (!prompt.place.empty()) return prompt.place + ": the prompt";
+      return prompts.size() > 1 ? fmt::format("prompt {}", ids.size()) : std::string("the prompt");
+    };
     const auto outside = std::ranges::find_if(of, [&](i32 id) { return id >= model.vocab_size; });
     if (of.empty()) {
-      mistakes.add(Errc::Config, which + " is empty");
+      mistakes.add(Errc::Config, which() + " is empty");
     } else if (outside != of.end()) {
       mistakes.add(Errc::Mismatch,
-                   fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which,
+                   fmt::format("{} has the token {} ({}), which is outside the model's vocabulary of {}", which(),
                                *outside, tokenizer.identity(), model.vocab_size));
     } else if (std::ssize(of) + max_tokens > model.max_positions && !model.any_length()) {
-      mistakes.add(Errc::Config, fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions",
-                                             which, of.size(), tokenizer.identity(), max_tokens, model.max_positions));
+      mistakes.add(Errc::Config,
+                   fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions", which(),
+                               of.size(), tokenizer.identity(), max_tokens, model.max_positions));
     }
   }
   mistakes.throw_if_any();

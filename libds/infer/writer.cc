@@ -34,14 +34,14 @@ class Writer {
     const ModelConfig& config = stage.model_config();
     for (size_t p = 0; p < prompts.size(); ++p)
       DS_ASSERT(!prompts[p].empty() && (capacity(p) <= config.max_positions || config.any_length()));
-    plan_memory_ = plan_writing(config, model_, plan_, prompts, options.max_tokens, options.at_once);
+    planned_ = plan_writing(config, model_, plan_, prompts, options.max_tokens, options.at_once);
     take_memory();
   }
 
   void write(const std::function<bool(size_t, i32)>& token) {
     for (size_t next = 0; next < prompts_.size() || !under_way_.empty();) {
       // The prompts of free places, each in a pass of its own; then a token of each sequence.
-      if (next < prompts_.size() && std::ssize(under_way_) < plan_memory_.at_once) {
+      if (next < prompts_.size() && std::ssize(under_way_) < planned_.at_once) {
         under_way_.push_back(begin(next++));
         run({&under_way_.back(), 1}, token);
       } else {
@@ -57,7 +57,7 @@ class Writer {
   Buffer buffer(Tag tag, i64 bytes) { return device_buffer(device_, stage_.ledger(), tag, bytes); }
 
   void take_memory() {
-    const WritingMemory& m = plan_memory_;
+    const WritingMemory& m = planned_;
     working_ = buffer(Tag::Activations, m.working_bytes);
     temporary_ = buffer(Tag::Workspace, m.temporary_bytes);
     message_ = buffer(Tag::Workspace, m.message_bytes);
@@ -85,13 +85,13 @@ class Writer {
     while (std::ranges::any_of(under_way_, taken)) ++s->place;
 
     const i64 positions = capacity(prompt);
-    const TensorView part = plan_memory_.cache_part(positions);
+    const TensorView part = planned_.cache_part(positions);
     const i64 part_bytes = align_up(part.bytes(), 64);
     // Of sequences that have ended: whatever comes, places have no more than the longest sequences together.
     Buffer& memory = places_[s->place];
-    if (memory.bytes() < plan_memory_.cache_bytes(positions)) {
+    if (memory.bytes() < planned_.cache_bytes(positions)) {
       memory = {};
-      memory = buffer(Tag::Activations, plan_memory_.cache_bytes(positions));
+      memory = buffer(Tag::Activations, planned_.cache_bytes(positions));
     }
     char* at = static_cast<char*>(memory.data());
     s->caches.resize(model_.layers.size());
@@ -104,7 +104,7 @@ class Writer {
         cache.v.data = std::exchange(at, at + part_bytes);
       }
     }
-    if (memory_.rope_cos && plan_memory_.rope_apart) upload_rotations(s->place * plan_memory_.largest, positions);
+    if (memory_.rope_cos && planned_.rope_apart) upload_rotations(s->place * planned_.largest, positions);
     return s;
   }
 
@@ -133,7 +133,7 @@ class Writer {
   void upload_tokens(std::span<const std::unique_ptr<Sequence>> sequences) {
     ids_.clear(), rotations_.clear(), positions_.clear();
     for (const auto& s : sequences) {
-      const i64 first = plan_memory_.rope_apart ? s->place * plan_memory_.largest : 0;
+      const i64 first = planned_.rope_apart ? s->place * planned_.largest : 0;
       for (i64 t = 0; t < std::ssize(s->fresh); ++t) {
         positions_.push_back(narrow<i32>(s->seen + t));
         rotations_.push_back(narrow<i32>(first + s->seen + t));
@@ -154,8 +154,8 @@ class Writer {
       const report::ChunkPlan& chunk = plan_.chunks[c];
       model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
       const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
-      DS_ASSERT(planner.working_bytes() <= plan_memory_.working_bytes &&
-                planner.temporary_bytes() <= plan_memory_.temporary_bytes);
+      DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
+                planner.temporary_bytes() <= planned_.temporary_bytes);
       TensorView x{};
       if (!chunk.first) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
@@ -174,7 +174,7 @@ class Writer {
   Device& device_;
   std::span<const std::vector<i32>> prompts_;
   WriteOptions options_;
-  WritingMemory plan_memory_;
+  WritingMemory planned_;
   model::PassMemory memory_;
   std::vector<Buffer> buffers_, places_;  // places: of caches
   Buffer working_, temporary_, message_;

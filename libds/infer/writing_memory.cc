@@ -12,17 +12,12 @@ TensorView WritingMemory::cache_part(i64 positions) const noexcept {
   return TensorView::of(nullptr, work, {1, positions, kv_heads, head_dim});
 }
 
-report::TagBytes WritingMemory::bytes(std::span<const std::vector<i32>> prompts, i64 max_tokens) const {
+report::TagBytes WritingMemory::bytes() const {
   report::TagBytes sum{};
   const auto tag = [&](Tag t) -> i64& { return sum[static_cast<size_t>(t)]; };
   for (const Tag t : {Tag::Data, Tag::Logits, Tag::Workspace}) tag(t) = pass.bytes(t);
-  tag(Tag::Activations) += working_bytes;
+  tag(Tag::Activations) = working_bytes + caches_bytes;
   tag(Tag::Workspace) += temporary_bytes + message_bytes;
-  std::vector<i64> longest_first;
-  for (const std::vector<i32>& prompt : prompts) longest_first.push_back(std::ssize(prompt));
-  std::ranges::sort(longest_first, std::greater<>());
-  for (i64 i = 0; i < std::min(at_once, std::ssize(longest_first)); ++i)
-    tag(Tag::Activations) += cache_bytes(longest_first[i] + max_tokens);
   return sum;
 }
 
@@ -32,7 +27,10 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
                   .work = plan.work,
                   .kv_heads = std::max<i64>(model.num_kv_heads / model.shard.tp, 1),
                   .head_dim = model.head_dim};
-  for (const std::vector<i32>& prompt : prompts) w.longest = std::max<i64>(w.longest, std::ssize(prompt));
+  std::vector<i64> lengths;
+  for (const std::vector<i32>& prompt : prompts) lengths.push_back(std::ssize(prompt));
+  std::ranges::sort(lengths, std::greater<>());
+  w.longest = lengths.empty() ? 0 : lengths.front();
   w.largest = w.longest + max_tokens;
   for (const report::ChunkPlan& c : plan.chunks) {
     for (const auto& [B, T] : {std::pair{i64{1}, w.longest}, {w.at_once, i64{1}}}) {
@@ -43,6 +41,8 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
     }
     for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) w.cache_parts += model.layers[l]->is_block() ? 2 : 0;
   }
+  for (i64 i = 0; i < std::min(w.at_once, std::ssize(lengths)); ++i)
+    w.caches_bytes += w.cache_bytes(lengths[i] + max_tokens);
   // Rotations are those of the whole text, so that what is written depends neither on the length that the run trains at
   // nor on other texts. (Hugging Face goes by the length so far and keeps keys rotated by what held when they were
   // new.)

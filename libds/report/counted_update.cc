@@ -29,9 +29,12 @@ size_t chunk_of(const RunPlan& plan, i64 unit) {
 
 CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native,
                              std::function<void(const Operation&, int size)> reduced)
-    : plan_(plan), device_(ops, native, memory_), tp_(plan.coord.tp, plan.mesh.tp), pp_(plan.coord.pp, plan.mesh.pp) {
+    : plan_(plan),
+      device_(ops, native, addresses_),
+      tp_(plan.coord.tp, plan.mesh.tp),
+      pp_(plan.coord.pp, plan.mesh.pp) {
   for (const zero::ShardsPlan& s : plan.shards) {
-    groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &memory_, reduced));
+    groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
                                                      device_, ledger_, zero::Tiers{}));
   }
@@ -65,10 +68,10 @@ void CountedUpdate::run(Enter enter) {
 
   enter({}, 1);
   NoVerdict verdict;
-  update::StepScalars& numbers = *static_cast<update::StepScalars*>(memory_.take(sizeof(update::StepScalars)));
+  update::StepScalars& numbers = *static_cast<update::StepScalars*>(addresses_.take(sizeof(update::StepScalars)));
   update_->finish_gradients();
   update_->judge(numbers, {});
-  update_->update({}, verdict);
+  update_->update_params({}, verdict);
   zero::publish(shards_);
   take_messages(1);
 }

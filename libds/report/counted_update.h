@@ -40,7 +40,7 @@ class CountedUpdate {
   void take_messages(i64 times);
 
   const RunPlan& plan_;
-  NoMemory memory_;
+  Addresses addresses_;
   MemoryLedger ledger_;
   CountingDevice device_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards

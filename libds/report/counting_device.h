@@ -12,8 +12,8 @@
 
 namespace ds::report {
 
-// Addresses that nothing else has here.
-class NoMemory {
+// Memory that is addresses alone: no two allocations have one in common.
+class Addresses {
  public:
   void* take(i64 bytes) noexcept {
     void* const at = reinterpret_cast<void*>(next_);
@@ -25,17 +25,16 @@ class NoMemory {
   std::uintptr_t next_ = std::uintptr_t{1} << 48;
 };
 
-class CountingDevice final : public Device {
+class CountingDevice final : public SynchronousDevice {
  public:
-  CountingDevice(const OpTable& ops, void* native, NoMemory& memory)
-      : ops_(ops), stream_{.native = native}, memory_(memory) {}
+  CountingDevice(const OpTable& ops, void* native, Addresses& addresses)
+      : ops_(ops), stream_{.native = native}, addresses_(addresses) {}
   DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }  // its memory is not the process's
   u64 id() const noexcept override { return 0; }
   std::string_view name() const noexcept override { return "none"; }
   const OpTable& ops() const noexcept override { return ops_; }
   Stream& stream(Queue) noexcept override { return stream_; }
-  void* native(Queue) noexcept override { return nullptr; }
-  void* allocate(i64 bytes) noexcept override { return memory_.take(bytes); }
+  void* allocate(i64 bytes) noexcept override { return addresses_.take(bytes); }
   void release(void*) noexcept override {}
   DeviceMemory memory() const override { return {}; }
   i64 scratch_bytes() const noexcept override { return 0; }
@@ -43,33 +42,24 @@ class CountingDevice final : public Device {
   void zero(void*, i64) override {}
   void upload(void*, const void*, i64) override {}
   void download(void*, const void*, i64) override {}
-  void synchronize(Queue) override {}
-  Event make_event() override { return nullptr; }
-  void destroy(Event) noexcept override {}
-  void record(Event, Queue) override {}
-  void wait(Queue, Event) override {}
-  bool reached(Event) override { return true; }
-  Graph record_graph(FunctionRef<void()>) override { return nullptr; }
-  void launch(Graph) override {}
-  void destroy_graph(Graph) noexcept override {}
 
  private:
   const OpTable& ops_;
   Stream stream_;
-  NoMemory& memory_;
+  Addresses& addresses_;
 };
 
 // A rank of a group that is not there.
 class CountingCommunicator final : public BaseCommunicator {
  public:
-  // `memory`: of who allocates. `seen` gets each call, and of how many ranks it is.
-  CountingCommunicator(int rank, int size, NoMemory* memory = nullptr,
+  // `addresses`: of who allocates. `seen` gets each call, and of how many ranks it is.
+  CountingCommunicator(int rank, int size, Addresses* addresses = nullptr,
                        std::function<void(const Operation&, int size)> seen = {})
-      : BaseCommunicator("none", rank, size), memory_(memory), seen_(std::move(seen)) {}
+      : BaseCommunicator("none", rank, size), addresses_(addresses), seen_(std::move(seen)) {}
   Buffer allocate(MemoryLedger& ledger, Tag tag, i64 bytes) override {
-    DS_ASSERT(memory_ != nullptr);
+    DS_ASSERT(addresses_ != nullptr);
     allocations_.push_back(bytes);
-    return Buffer(ledger, tag, memory_->take(bytes), bytes, [] {});
+    return Buffer(ledger, tag, addresses_->take(bytes), bytes, [] {});
   }
   void throw_if_failed() const override {}
   void abort(const Error&) noexcept override {}
@@ -83,7 +73,7 @@ class CountingCommunicator final : public BaseCommunicator {
     if (seen_) seen_(op, size());
     return {};
   }
-  NoMemory* memory_;
+  Addresses* addresses_;
   std::function<void(const Operation&, int size)> seen_;
   std::vector<i64> allocations_;
   LargestCalls largest_;

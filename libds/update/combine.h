@@ -22,13 +22,14 @@ class Combine {
   Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger, Device& device);
   // When the groups' sums are final. Collective.
   void run();
+  // The accumulated gradient of a piece that this rank holds, of whichever group.
+  zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
+    return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
+  }
 
  private:
   void add_uses_of_shared();
   void exchange(const CombinePlan::Exchange& e);
-  zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
-    return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
-  }
 
   const UpdatePlan& plan_;
   zero::AllShards& shards_;

@@ -47,7 +47,7 @@ class Update::Matrices final : public optim::WholeMatrices {
   }
 
   void for_each(FunctionRef<void(TensorView)> body) override {
-    for (const zero::Piece& piece : pieces_) leases_.push_back(update_.gradient(piece, zero::LeaseTo::Write));
+    for (const zero::Piece& piece : pieces_) leases_.push_back(update_.combine_.gradient(piece, zero::LeaseTo::Write));
     exchange_.for_each(
         [&](i64 param, i64 begin) {
           const auto after = std::ranges::upper_bound(pieces_, std::pair(param, begin), {}, place_of);
@@ -117,7 +117,7 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
                    sum = TensorView::of(&numbers.sum, DType::I64, {2});
   const auto for_each_gradient = [&](auto&& visit) {
     for (const zero::Piece& p : plan_.combine.judged) {
-      const zero::TierLease lease = gradient(p, zero::LeaseTo::Read);
+      const zero::TierLease lease = combine_.gradient(p, zero::LeaseTo::Read);
       visit(TensorView::of(lease.data(), DType::F32, {p.count}));
     }
   };
@@ -136,7 +136,7 @@ void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
   }
 }
 
-void Update::update(const Step& step, zero::VerdictHandle& verdict) {
+void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
   for (const Trained& t : trained_) {
     t.states->set_verdict(verdict);
     t.optimizer->update({.ops = device_.ops(),

@@ -34,7 +34,7 @@ class Update {
     u32 seed = 0;    // of what is rounded stochastically
   };
   // Nothing happens on the devices if the verdict says so.
-  void update(const Step& step, zero::VerdictHandle& verdict);
+  void update_params(const Step& step, zero::VerdictHandle& verdict);
 
  private:
   class States;
@@ -46,9 +46,6 @@ class Update {
     std::unique_ptr<States> states;
     std::unique_ptr<Matrices> matrices;  // where the group needs them
   };
-  zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
-    return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
-  }
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
 

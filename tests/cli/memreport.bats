@@ -285,6 +285,7 @@ END
   ds-train small.json --out run --quiet
   eval_memory=$(ds-memreport small.json --use eval --device cpu --json | memory)
   assert_equal "$eval_memory" "$(ds-train small.json --eval --resume run --check --json | memory)"
+  ds-train small.json --eval --resume run --check --json | grep -q '"momentary_bytes": 0,'  # it saves nothing
   refute [ "$eval_memory" = "$(ds-memreport small.json --device cpu --json | memory)" ]
   run -2 ds-memreport small.json --use generate --explain
   run -2 ds-memreport small.json --use nothing

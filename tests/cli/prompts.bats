@@ -112,3 +112,30 @@ field() { python3 -c 'import json, sys; [sys.stdout.write(json.loads(l)[sys.argv
   run -3 ds-train cfg.json --out run --resume latest --steps 5 --set seed=3
   assert_output --partial "seed"
 }
+
+@test "a text is as its tokens are, also where it ends at the end token within a character" {
+  python3 - <<'END'
+import json, os
+b = [*range(33, 127), *range(161, 173), *range(174, 256)]
+rest = [x for x in range(256) if x not in b]
+names = dict(zip(b, map(chr, b))) | {x: chr(256 + i) for i, x in enumerate(rest)}
+os.mkdir("tok")
+json.dump({names[x]: x for x in range(256)} | {"<|endoftext|>": 256}, open("tok/vocab.json", "w"))
+open("tok/merges.txt", "w").write("#version: 0.2\n")
+json.dump({"tokenizer_class": "GPT2Tokenizer", **{f"{t}_token": "<|endoftext|>" for t in ("eos", "bos", "unk")}},
+          open("tok/tokenizer_config.json", "w"))
+END
+  set_keys=(--set model.vocab_size=257 --set data.tokenizer=tok)
+  ds-train cfg.json "${set_keys[@]}" --out ends --steps 1 --quiet
+  local ended=0
+  for seed in {1..16}; do
+    say() { ds-train cfg.json "${set_keys[@]}" --resume ends --generate abc --max-tokens 55 --temperature 3 --seed $seed "$@"; }
+    say >text
+    ended=$((ended + $(say --json | python3 -c '
+import json, sys
+tokens = json.load(sys.stdin)["tokens"]
+assert open("text", "rb").read() == bytes(tokens) + b"\n", tokens
+print(int(len(tokens) < 55))')))
+  done
+  assert [ $ended -gt 0 ]
+}

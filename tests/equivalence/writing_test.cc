@@ -77,7 +77,7 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
       bytes = engine.ledger().peak(Tag::Activations);
       // As --check predicts it.
       const report::TagBytes text =
-          infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes(prompts(), 11);
+          infer::plan_writing(c.model, engine.model(), engine.plan(), prompts(), 11, at_once).bytes();
       for (size_t t = 0; t < text.size(); ++t)
         EXPECT_EQ(engine.ledger().peak(static_cast<Tag>(t)), engine.plan().memory[t] + text[t])
             << tag_name(static_cast<Tag>(t)) << " " << at_once;
@@ -91,6 +91,21 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   i64 all = 0;
   for (const auto& prompt : prompts()) all += cache(std::ssize(prompt));
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
+}
+
+// A sequence that has ended leaves its place to the next: nothing is taken for each text.
+TEST(Writing, TakesNothingForEachText) {
+  Config c = config_of(of_four_heads(tiny_gpt2()), {}, 4);
+  c.use = ConfigUse::Generate;
+  const auto allocations = [&](i64 texts) {
+    i64 n = 0;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      write(engine, std::vector<std::vector<i32>>(static_cast<size_t>(texts), {1, 2, 3}), 3, {.max_tokens = 4}, -1);
+      n = engine.ledger().num_allocations();
+    });
+    return n;
+  };
+  EXPECT_EQ(allocations(100), allocations(3));
 }
 
 }  // namespace writing_test

@@ -167,9 +167,9 @@ TEST(GradStore, SumsOverRanksAndMicroBatches) {
 
 // All-gathers that publish() makes.
 i64 num_publish_calls(const Units& rows, const LayoutOptions& options, i64 bucket) {
-  report::NoMemory memory;
-  report::CountingDevice device(no_ops(), nullptr, memory);
-  report::CountingCommunicator comm(0, options.num_ranks, &memory);
+  report::Addresses addresses;
+  report::CountingDevice device(no_ops(), nullptr, addresses);
+  report::CountingCommunicator comm(0, options.num_ranks, &addresses);
   MemoryLedger ledger;
   const Layout layout = Layout::make(rows, options);
   ParamStore(layout, rows, comm, device, ledger, {.allgather_bucket = bucket}).publish();
