@@ -97,7 +97,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
                   {"seconds", result.seconds},
                   {"tokens_per_s", tokens_per_s},
                   {"checkpoint", result.checkpoint},
-                  {"memory", memory_json(result.memory)}},
+                  {"memory", memory_json(result.memory)},
+                  {"files", memory_json(result.files)}},
                  true);
     return 0;
   }
@@ -113,6 +114,13 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   out.print("\n\nmemory of rank 0       predicted           peak\n");
   for (const auto& m : result.memory)
     out.print("  {:<14} {:>15} {:>14}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
+  if (result.files.empty()) return 0;
+  for (const auto& m : result.files)
+    out.print("  {:<14} {:>15} {:>14} in a file\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
+  const ds::i64 steps = result.step - result.first_step + 1;
+  out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for ({})\n",
+            ds::bytes_text(result.offload.read_bytes / steps), ds::bytes_text(result.offload.written_bytes / steps),
+            result.offload.wait_ms / static_cast<double>(steps), result.offload_method);
   return 0;
 }
 

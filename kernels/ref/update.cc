@@ -63,11 +63,6 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
   }
 }
 
-bool makes_direction(UpdateRule rule) noexcept {
-  return rule == UpdateRule::LambDirection || rule == UpdateRule::MuonDirection ||
-         rule == UpdateRule::NesterovMuonDirection;
-}
-
 // The values of the codes of a state, by magnitude, and the nearest one of a number between 0 and 1, which is searched.
 struct Map {
   explicit Map(DType t) : is_signed(t == DType::I8) {

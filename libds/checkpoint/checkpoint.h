@@ -45,6 +45,8 @@ struct ParamEntry {
 // Elements [begin, begin + count) of a flattened parameter, or of a flattened slice of it, owned by this rank. Tied
 // entries have no pieces.
 struct StatePiece {
+  // Elements of what has no place in memory as a whole, that are there at once: no more than these.
+  static constexpr i64 kMostOpen = i64{1} << 19;
   i64 param;  // index into the parameter table
   i64 begin, count;
   // Param in the work dtype, all else in fp32. Null: state that the run does not have (save; Master when the work dtype
@@ -53,6 +55,10 @@ struct StatePiece {
   const model::ParamSlice* slice = nullptr;  // null: the whole parameter. Outlives the save or load
   // Of states that are not fp32 here; codes have their blocks from `begin` on. Files have all of them in fp32.
   PerState<KeptAs> kept = {};
+  // Where the state is nowhere in memory as a whole: brings elements [first, first + n) of it, until the next call or
+  // the end of all; the piece that is returned has them. `fill`: what was there is of no use, and what is put there is
+  // kept. `data` says with anything but null which states there are, and points nowhere.
+  std::function<StatePiece(i64 first, i64 n, bool fill)> open = {};
   float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
   // Of a state of an optimizer, which is there.
   TensorView state(State s) const noexcept {

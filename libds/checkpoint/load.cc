@@ -165,6 +165,31 @@ void check_request(const Manifest& m, const std::string& dir, std::span<const St
   }
 }
 
+// Reads a piece's state into its memory.
+void fill_piece(CheckpointReader& reader, DType work_dtype, const StatePiece& p) {
+  constexpr i64 kTile = 1 << 16;  // whole blocks of codes
+  std::vector<float> tile;
+  for (const State s : kStates) {
+    if (p.data[s] == nullptr) continue;
+    if (is_optimizer_state(s) && p.kept[s].dtype != DType::F32) {
+      tile.assign(static_cast<size_t>(std::min(kTile, p.count)), 0.0f);
+      for (i64 first = 0; first < p.count; first += kTile) {
+        const i64 n = std::min(kTile, p.count - first);
+        if (reader.stores(s, p.param))
+          reader.read(s, DType::F32, p.param, slice_of(p), p.begin + first, n, tile.data());
+        encode_state(p.state(s), tile.data(), first, n);
+      }
+      continue;
+    }
+    const DType dtype = s == State::Param ? work_dtype : DType::F32;
+    if (is_optimizer_state(s) && !reader.stores(s, p.param)) {  // before the first update they are zero
+      std::memset(p.data[s], 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
+    } else {
+      reader.read(s, dtype, p.param, slice_of(p), p.begin, p.count, p.data[s]);
+    }
+  }
+}
+
 }  // namespace
 
 std::string find_checkpoint(const std::string& dir, std::string_view which) {
@@ -215,27 +240,15 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
   });
   if (accept) accept(reader->manifest().meta);
   together(comm, [&] {
-    constexpr i64 kTile = 1 << 16;  // whole blocks of codes
-    std::vector<float> tile;
     for (const StatePiece& p : wanted) {
-      for (const State s : kStates) {
-        if (p.data[s] == nullptr) continue;
-        if (is_optimizer_state(s) && p.kept[s].dtype != DType::F32) {
-          tile.assign(static_cast<size_t>(std::min(kTile, p.count)), 0.0f);
-          for (i64 first = 0; first < p.count; first += kTile) {
-            const i64 n = std::min(kTile, p.count - first);
-            if (reader->stores(s, p.param))
-              reader->read(s, DType::F32, p.param, slice_of(p), p.begin + first, n, tile.data());
-            encode_state(p.state(s), tile.data(), first, n);
-          }
-          continue;
-        }
-        const DType dtype = s == State::Param ? work_dtype : DType::F32;
-        if (is_optimizer_state(s) && !reader->stores(s, p.param)) {  // before the first update they are zero
-          std::memset(p.data[s], 0, static_cast<size_t>(p.count * dtype_bytes(dtype)));
-        } else {
-          reader->read(s, dtype, p.param, slice_of(p), p.begin, p.count, p.data[s]);
-        }
+      if (!p.open) {
+        fill_piece(*reader, work_dtype, p);
+        continue;
+      }
+      for (i64 first = 0; first < p.count; first += StatePiece::kMostOpen) {
+        StatePiece here = p.open(first, std::min(StatePiece::kMostOpen, p.count - first), true);
+        here.param = p.param;  // of the manifest
+        fill_piece(*reader, work_dtype, here);
       }
     }
   });

@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "checkpoint/step_save.h"
 
+#include <algorithm>
+#include <cstring>
+
 #include "base/file.h"
 #include "checkpoint/together.h"
 
@@ -62,9 +65,25 @@ void StepSave::write() {
   }
   contents.pieces = ranges;
   std::vector<float> decoded;
+  std::vector<char> brought;
   contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
     DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
     const StatePiece& p = pieces_[piece];
+    if (p.open) {
+      const i64 width = dtype_bytes(manifest_.stored_dtype(s, p.param));
+      brought.resize(static_cast<size_t>(count * width));
+      for (i64 at = 0; at < count; at += StatePiece::kMostOpen) {
+        const i64 n = std::min(StatePiece::kMostOpen, count - at);
+        const StatePiece here = p.open(first + at, n, false);
+        char* const to = brought.data() + at * width;
+        if (is_optimizer_state(s) && here.kept[s].dtype != DType::F32) {
+          decode_state(reinterpret_cast<float*>(to), here.state(s), 0, n);
+        } else {
+          std::memcpy(to, here.data[s], static_cast<size_t>(n * width));
+        }
+      }
+      return brought.data();
+    }
     if (is_optimizer_state(s) && p.kept[s].dtype != DType::F32) {
       decoded.resize(count);
       decode_state(decoded.data(), p.state(s), first, count);

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "config/keys.h"
 #include "config/model_config.h"
+#include "config/offload.h"
 #include "config/optimizer.h"
 #include "config/parallel.h"
 #include "config/reader.h"
@@ -319,6 +320,12 @@ bool applies(const Config& c, std::string_view path) {
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
   if (path == "pipeline.schedule" || path == "pipeline.partition") return c.pipeline.stages > 1;
+  if (path.starts_with("zero_optimization.cpu_offload")) return false;  // resolved to other keys
+  if (path.starts_with("zero_optimization.offload_optimizer."))
+    return c.zero.offload_optimizer.device != OffloadDevice::None;
+  if (path.starts_with("aio."))
+    return c.zero.offload_optimizer.device == OffloadDevice::Nvme || c.zero.offload_param.device == OffloadDevice::Nvme;
+  if (path.starts_with("zero_optimization.offload_param.")) return c.zero.offload_param.device != OffloadDevice::None;
   if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
     return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
   if (!path.starts_with("scheduler.")) return true;
@@ -380,6 +387,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_optimizer(c.optimizer, text, r, result.diagnostics);
   resolve_scheduler(c, r);
   resolve_precision_and_zero(c, r);
+  resolve_offload(c, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));

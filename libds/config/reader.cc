@@ -542,7 +542,11 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
   i64 best_score = std::numeric_limits<i64>::max();
   const auto consider = [&](std::string_view candidate, std::string path, i64 penalty) {
     if (!resembles(name, candidate)) return;
-    const i64 score = 2 * edit_distance(name, candidate) + penalty;
+    // A name with a word left out at an end is the likeliest of all.
+    const bool whole_words =
+        candidate.ends_with(fmt::format("_{}", name)) || candidate.starts_with(fmt::format("{}_", name));
+    const i64 distance = edit_distance(name, candidate);
+    const i64 score = 2 * (whole_words ? std::min<i64>(distance, 2) : distance) + penalty;
     if (score >= best_score) return;
     best_score = score;
     best = std::move(path);

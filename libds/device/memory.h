@@ -22,6 +22,7 @@ enum class Tag : u8 {
   GradAccum,    // fp32 gradients: owner accumulators
   Master,       // fp32 master parameters
   Optimizer,    // fp32 moments
+  Offload,      // what is offloaded, while it is in memory to be worked with
   Buckets,      // gradients on their way (stages 2 and 3)
   Gathered,     // full parameters gathered for use (stage 3)
   Activations,  // kept for the backward pass
@@ -36,7 +37,7 @@ enum class Tag : u8 {
 
 constexpr std::string_view tag_name(Tag t) noexcept {
   constexpr std::array<std::string_view, static_cast<size_t>(Tag::Count)> names = {
-      "params",      "grads",  "grad_accum", "master", "optimizer", "buckets", "gathered",
+      "params",      "grads",  "grad_accum", "master", "optimizer", "offload", "buckets", "gathered",
       "activations", "logits", "workspace",  "comm",   "data",      "scratch", "host"};
   return names[static_cast<size_t>(t)];
 }

@@ -24,6 +24,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                                                                  mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
+      offload_(plan_.offload, offload::Offload::For::Run),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
@@ -42,9 +43,10 @@ model::Model Engine::make_model(const MeshCoord& coord) const {
 zero::AllShards Engine::make_shards() {
   DS_ASSERT(model_.splits == mesh_.splits());
   zero::AllShards all;
+  const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards)
     all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(),
-                                                 mesh_.group(all.size()), device_, ledger_, parts_.tiers));
+                                                 mesh_.group(all.size()), device_, ledger_, tiers));
   return all;
 }
 

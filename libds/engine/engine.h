@@ -103,6 +103,7 @@ class Engine {
   const model::Model& model() const noexcept { return model_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
+  const offload::Offload& offload() const noexcept { return offload_; }
   stage::Stage& stage() noexcept { return stage_; }
   Device& device() const noexcept { return device_; }
   Progress& progress() noexcept { return progress_; }
@@ -140,6 +141,7 @@ class Engine {
   std::shared_ptr<const report::Planned> planned_;
   const model::Model& model_;
   const report::RunPlan& plan_;
+  offload::Offload offload_;
   zero::AllShards shards_;
   stage::Stage stage_;
   std::optional<update::Update> update_;  // of who trains

@@ -8,7 +8,8 @@ namespace ds::engine {
 
 HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory memory)
     : engine_(engine), where_(std::move(pieces)) {
-  const bool in_place = engine.device().is_host() && engine.states_in_place() && memory == Memory::InPlace;
+  const bool in_place = engine.device().is_host() && engine.states_in_place() && memory != Memory::Copy;
+  const bool in_parts = engine.device().is_host() && !engine.states_in_place() && memory == Memory::InParts;
   for (const zero::Piece& piece : where_) {
     const model::ParamSlice& slice = engine.row_of(piece.param).slice;
     pieces_.push_back({.param = piece.param,
@@ -16,17 +17,42 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
                        .count = piece.count,
                        .data = {},
                        .slice = slice.whole() ? nullptr : &slice,
-                       .kept = {}});
+                       .kept = {},
+                       .open = {}});
+    if (in_parts) open_in_parts(pieces_.back(), piece);
     if (!in_place) continue;
     const zero::StateLease lease = engine.lease(piece, zero::LeaseTo::Read);
     pieces_.back().data = lease;
     pieces_.back().kept = lease.kept;
   }
-  if (in_place) return;
+  if (in_place || in_parts) return;
   const i64 bytes = place(nullptr);
   DS_ASSERT(!engine.states_in_place() || bytes <= engine.plan().state_bytes);  // a plan knows no other tier
   memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes, engine.plan().state_bytes));
   place(static_cast<char*>(memory_.data()));
+}
+
+void HostState::open_in_parts(StatePiece& p, const zero::Piece& piece) {
+  const zero::StateLayout& states = engine_.plan().shards_of(p.param).states;
+  p.data[State::Param] = this;
+  for (const State s : kStates) {
+    if (s == State::Param || states.bytes(s) == 0 || !states.has(s, p.param)) continue;
+    p.data[s] = this;
+    p.kept[s].dtype = states.dtype(s, p.param);
+  }
+  p.open = [this, piece, slice = p.slice](i64 first, i64 n, bool fill) {
+    static_assert(StatePiece::kMostOpen <= zero::StateStore::kLeaseElems && StatePiece::kMostOpen % kStateBlock == 0);
+    const zero::Piece part = piece.part(first, n);
+    part_.reset();
+    part_.emplace(engine_.lease(part, fill ? zero::LeaseTo::Fill : zero::LeaseTo::Read));
+    return StatePiece{.param = piece.param,
+                      .begin = part.begin,
+                      .count = n,
+                      .data = *part_,
+                      .slice = slice,
+                      .kept = part_->kept,
+                      .open = {}};
+  };
 }
 
 i64 HostState::place(char* memory) {
@@ -75,6 +101,7 @@ void HostState::download() {
 }
 
 void HostState::upload() {
+  part_.reset();
   if (!memory_) return;
   for_each_part(zero::LeaseTo::Write,
                 [&](void* host, void* device, i64 bytes) { engine_.device().upload(device, host, bytes); });

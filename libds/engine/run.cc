@@ -34,6 +34,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
   p.num_params = model.num_params();
   p.flops_per_token = model.flops_per_token(config.data.seq_length);
   p.memory = engine::memory_table(planned.memory(), {});
+  p.files = engine::memory_table(plan.files, {});
   p.total_bytes = planned.total_memory();
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
@@ -266,7 +267,7 @@ void TrainingRun::State::load() {
 }
 
 void TrainingRun::State::load_step() {
-  engine::HostState state(*engine, engine->held_pieces());
+  engine::HostState state(*engine, engine->held_pieces(), engine::HostState::Memory::InParts);
   const CheckpointMeta meta =
       load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers,
                       [this](const CheckpointMeta& there) { check_same_run(there); });

@@ -64,6 +64,8 @@ Config with_absolute_paths(Config config) {
   };
   for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
   complete(config.model_path);
+  complete(config.zero.offload_optimizer.nvme_path);
+  complete(config.zero.offload_param.nvme_path);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;
 }
@@ -79,19 +81,24 @@ Json stages_json(Plans& plans, const Mesh& mesh, Device& device) {
 }
 
 Json step_line(const StepRecord& r) {
-  return {{"type", "step"},
-          {step_field::kStep, r.step},
-          {step_field::kLoss, r.loss},
-          {step_field::kGradNorm, r.grad_norm},
-          {step_field::kLr, r.lr},
-          {step_field::kLossScale, r.loss_scale},
-          {step_field::kSkipped, r.skipped},
-          {step_field::kTokens, r.tokens},
-          {step_field::kTokensPerS, r.tokens_per_s},
-          {step_field::kStepMs, r.step_ms},
-          {step_field::kMfu, r.mfu},
-          {step_field::kMemoryBytes, r.memory_bytes},
-          {step_field::kCommBytes, r.comm_bytes}};
+  Json line = {{"type", "step"},
+               {step_field::kStep, r.step},
+               {step_field::kLoss, r.loss},
+               {step_field::kGradNorm, r.grad_norm},
+               {step_field::kLr, r.lr},
+               {step_field::kLossScale, r.loss_scale},
+               {step_field::kSkipped, r.skipped},
+               {step_field::kTokens, r.tokens},
+               {step_field::kTokensPerS, r.tokens_per_s},
+               {step_field::kStepMs, r.step_ms},
+               {step_field::kMfu, r.mfu},
+               {step_field::kMemoryBytes, r.memory_bytes},
+               {step_field::kCommBytes, r.comm_bytes}};
+  if (r.offload)
+    line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
+                                  {"written_bytes", r.offload->written_bytes},
+                                  {"wait_ms", r.offload->wait_ms}};
+  return line;
 }
 
 report::TagBytes RunRecord::counted(const MemoryLedger& ledger) const {

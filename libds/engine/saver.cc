@@ -38,7 +38,7 @@ void Saver::save(const CheckpointMeta& meta, When when) {
   started_ = Clock::now();
   if (background_) writer_cpu_before_ = background_->worker().cpu_seconds();
   std::optional<HostState> state;
-  if (!snapshot_) state.emplace(engine_, engine_.saved_pieces());
+  if (!snapshot_) state.emplace(engine_, engine_.saved_pieces(), HostState::Memory::InParts);
   HostState& saved = snapshot_ ? *snapshot_ : *state;
   saved.download();
   auto save = std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world());

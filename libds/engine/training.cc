@@ -52,6 +52,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
+  const offload::BlockFile::Counts before = engine->offload().moved();
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
@@ -69,6 +70,11 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   const report::TagBytes counted = record->counted(ledger);
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
+  if (engine->offload().has_files()) {
+    const offload::BlockFile::Counts now = engine->offload().moved();
+    taken.offload = {now.read_bytes - before.read_bytes, now.written_bytes - before.written_bytes,
+                     (now.waited_s - before.waited_s) * 1e3};
+  }
   record->show_step(*engine, taken, counted);
   return taken;
 }
@@ -181,6 +187,11 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   result_.loss = r.loss;
   result_.tokens += r.tokens;
   result_.seconds += r.step_ms / 1e3;
+  if (r.offload) {
+    result_.offload.read_bytes += r.offload->read_bytes;
+    result_.offload.written_bytes += r.offload->written_bytes;
+    result_.offload.wait_ms += r.offload->wait_ms;
+  }
   s_.append(engine::step_line(r));
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);
   warn_of_skipping(r.skipped);
@@ -213,6 +224,11 @@ void Training::end() {
   result_.skipped_steps = s_.engine->progress().skipped_steps;
   result_.checkpoint = s_.writes() ? saver_.newest() : "";
   result_.memory = engine::memory_table(s_.record->predicted(*s_.engine), s_.record->counted(s_.ledger));
+  const offload::Offload& offload = s_.engine->offload();
+  report::TagBytes in_files{};
+  for (size_t t = 0; t < in_files.size(); ++t) in_files[t] = offload.files().current(static_cast<Tag>(t));
+  result_.files = engine::memory_table(s_.engine->plan().files, in_files);
+  result_.offload_method = offload.method();
 }
 
 TrainResult Training::run() {

@@ -34,6 +34,7 @@ constexpr std::array<TagLook, static_cast<size_t>(Tag::Count)> kTagLooks = {{
     {Tag::GradAccum, 'g', 0x87afaf},
     {Tag::Master, 'M', 0xafaf00},
     {Tag::Optimizer, 'O', 0x5f5f00},
+    {Tag::Offload, 'o', 0xd78700},
     {Tag::Buckets, 'B', 0x00d7ff},
     {Tag::Gathered, 'T', 0x005f5f},
     {Tag::Activations, 'A', 0xffd787},
@@ -53,7 +54,7 @@ static_assert([] {
 
 // Of tags that are not in that list, by order of appearance; the last colour is for all further ones.
 constexpr std::array<u32, 4> kOtherColours = {0x875f87, 0xd7d700, 0xaf875f, 0x878787};
-constexpr std::string_view kOtherLetters = "NXVKEFIJQRUYZabcdefhijklmnopqrstuvwxyz0123456789";
+constexpr std::string_view kOtherLetters = "NXVKEFIJQRUYZabcdefhijklmnpqrstuvwxyz0123456789";
 
 i64 add(i64 a, i64 b) {
   i64 sum = 0;

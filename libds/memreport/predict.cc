@@ -26,6 +26,7 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
   for (size_t t = 0; t < plan.memory.size(); ++t) {
     const i64 bytes = plan.memory[t] + own[t];
     if (bytes > 0) group.memory.push_back({std::string(tag_name(static_cast<Tag>(t))), bytes});
+    if (plan.files[t] > 0) group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.files[t]});
     group.device_bytes += own[t];
   }
   group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
@@ -36,7 +37,7 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
 }
 
 bool same(const RankGroup& a, const RankGroup& b) {
-  return a.num_params == b.num_params && a.memory == b.memory && a.traffic == b.traffic;
+  return a.num_params == b.num_params && a.memory == b.memory && a.files == b.files && a.traffic == b.traffic;
 }
 
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.

@@ -51,6 +51,8 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
     text += fmt::format("  {:<20} {:>14} beside it; {} more for a moment at most\n", "process",
                         bytes_text(g.process_bytes), bytes_text(g.momentary_bytes));
   if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
+  for (const TagBytes& t : g.files)
+    text += fmt::format("  {:<20} {:>14} in a file of each rank\n", t.tag, bytes_text(t.bytes));
   return text;
 }
 
@@ -108,6 +110,10 @@ std::string json(const Prediction& p) {
                       {"process_bytes", g.process_bytes},
                       {"momentary_bytes", g.momentary_bytes},
                       {"comm_per_step", traffic}});
+    if (g.files.empty()) continue;
+    Json files = Json::object();
+    for (const TagBytes& t : g.files) files[t.tag] = t.bytes;
+    groups.back()["file_bytes"] = files;
   }
   return Json({{"world_size", p.world.ranks},
                {"nodes", p.world.nodes},

@@ -32,11 +32,12 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
     : plan_(plan),
       device_(ops, native, addresses_),
       tp_(plan.coord.tp, plan.mesh.tp),
-      pp_(plan.coord.pp, plan.mesh.pp) {
+      pp_(plan.coord.pp, plan.mesh.pp),
+      offload_(plan.offload, offload::Offload::For::Prediction) {
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
-                                                     device_, ledger_, zero::Tiers{}));
+                                                     device_, ledger_, offload_.tiers()));
   }
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.

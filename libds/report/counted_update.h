@@ -22,6 +22,8 @@ class CountedUpdate {
 
   // What parameters, gradients, states and updates take.
   const MemoryLedger& ledger() const noexcept { return ledger_; }
+  // And what is in files instead.
+  const MemoryLedger& files() const noexcept { return offload_.files(); }
   const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
 
   // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
@@ -45,6 +47,7 @@ class CountedUpdate {
   CountingDevice device_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
   CountingCommunicator tp_, pp_;
+  offload::Offload offload_;
   zero::AllShards shards_;
   std::optional<update::Update> update_;  // of who trains
   std::map<std::string, CommCount> traffic_;

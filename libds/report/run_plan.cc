@@ -359,15 +359,16 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
-  i64 shard = 0, owned = 0;
+  i64 shard = 0, owned = 0, states = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
     shard += s.layout.shard_elems();
+    for (const State state : kStates) states += plan.trains() ? s.states.bytes(state) : 0;
     owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
   }
   // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
   // gradient of the output projection; sums over the tensor-parallel group.
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
-  tag(Tag::Host) = plan.kept.count * plan.host_bytes;
+  tag(Tag::Host) += plan.kept.count * plan.host_bytes;
   tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
   tag(Tag::Workspace) += plan.temporary_bytes + plan.working_bytes +
                          plan.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
@@ -379,7 +380,7 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
   // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
   // CPU a save in the background has a copy of what this rank owns.
   if (plan.device == DeviceKind::Cuda) {
-    plan.state_bytes = tag(Tag::Master) + tag(Tag::Optimizer) + shard * work_bytes;
+    plan.state_bytes = states + shard * work_bytes;
   } else if (saves_beside && plan.trains()) {
     plan.state_bytes = owned;
   }
@@ -425,6 +426,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.use = config.use;
   // Evaluation keeps as many batches under way as a pipeline has use for.
   plan.micro_batches = plan.trains() || mesh.pp > 1 ? config.batch.accumulation : 1;
+  plan.offload = offload::settings_of(config, device);
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);
@@ -434,10 +436,11 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   if (plan.trains()) update::plan_update(plan);
   plan_passes(plan, config, model);
   CountedUpdate update(plan, no_ops());
-  count_memory(plan, update.ledger(), model.hidden, config.save.async);
+  for (size_t t = 0; t < plan.files.size(); ++t) plan.files[t] = update.files().current(static_cast<Tag>(t));
   plan.dp_shared = update.dp_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   count_traffic(plan, update, config, model);
+  count_memory(plan, update.ledger(), model.hidden, config.save.async);  // and of the step that was counted
   return plan;
 }
 

@@ -12,6 +12,7 @@
 
 #include "ds/config.h"
 #include "model/pass_memory.h"
+#include "offload/offload.h"
 #include "pipeline/layer_calls.h"
 #include "pipeline/schedule.h"
 #include "update/update_plan.h"
@@ -56,6 +57,7 @@ struct RunPlan : update::UpdatePlan {
   bool split_backward = false;
   // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
   bool partition_inputs = false, offload_inputs = false;
+  offload::Settings offload;
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
   // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and of the host.
@@ -70,6 +72,8 @@ struct RunPlan : update::UpdatePlan {
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
   TagBytes memory{};
+  // What it has in files beside that, by what is in them.
+  TagBytes files{};
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.

@@ -26,6 +26,11 @@ class Combine {
   zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
     return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
   }
+  // Elements of such a piece that are leased at once: all, where that is the memory in which they stay.
+  i64 most_leased(const zero::Piece& piece) const noexcept {
+    const zero::GradStore& grads = shards_[plan_.row_of(piece.param).group]->grads();
+    return grads.in_place() ? piece.count : std::min(grads.layout().largest_slice(), zero::StateStore::kLeaseElems);
+  }
 
  private:
   void add_uses_of_shared();

@@ -117,8 +117,10 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
                    sum = TensorView::of(&numbers.sum, DType::I64, {2});
   const auto for_each_gradient = [&](auto&& visit) {
     for (const zero::Piece& p : plan_.combine.judged) {
-      const zero::TierLease lease = combine_.gradient(p, zero::LeaseTo::Read);
-      visit(TensorView::of(lease.data(), DType::F32, {p.count}));
+      zero::for_each_part(p, combine_.most_leased(p), [&](const zero::Piece& part) {
+        const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Read);
+        visit(TensorView::of(lease.data(), DType::F32, {part.count}));
+      });
     }
   };
   for_each_gradient([&](TensorView g) { ops.max_abs(max_abs, g, stream); });

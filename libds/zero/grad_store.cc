@@ -158,7 +158,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   }
   if (elsewhere) {
     owned_base_ = owned_bases(layout, comm.rank());
-    owned_ = tier(device, ledger, Tag::GradAccum, layout.shard_elems() * 4);
+    owned_ = tier(device, ledger, Tag::GradAccum, layout.shard_elems() * 4, layout.largest_slice() * 4);
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   for (size_t u = 0; u < rows.size(); ++u) {
@@ -198,6 +198,12 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
     wait(slot_[bucket]);
+    if (options_.reduce_each_micro && !owned_->in_place()) {  // what is there already is added to
+      for (const i64 u : buckets_[bucket].units) {
+        for (const Segment& s : layout_.segments_of(u))
+          expect(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice);
+      }
+    }
     if (layout_.states().shard_grads) {
       // The slot held other units before: the padding between rows and segments must be zero, as in fresh memory.
       for (const i64 u : buckets_[bucket].units) {

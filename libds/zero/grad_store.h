@@ -75,6 +75,10 @@ class GradStore {
   TierLease lease(i64 segment, i64 first, i64 count, LeaseTo access) const {
     return owned_->lease((owned_base_[segment] + first) * 4, count * 4, access);
   }
+  void expect(i64 segment, i64 first, i64 count) const {
+    owned_->expect((owned_base_[segment] + first) * 4, count * 4);
+  }
+  bool in_place() const noexcept { return owned_->in_place(); }
   const Layout& layout() const noexcept { return layout_; }
 
  private:

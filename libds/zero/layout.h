@@ -112,6 +112,11 @@ class Layout {
 
   // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every segment.
   i64 shard_elems() const noexcept { return shard_elems_; }
+  i64 largest_slice() const noexcept {
+    i64 most = 0;
+    for (const Segment& s : segments_) most = std::max(most, s.slice);
+    return most;
+  }
   // What this rank's shard arrays hold of a segment: elements [first, first + count) of the segment.
   struct Range {
     i64 first, count;

@@ -13,14 +13,15 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
                        Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier)
     : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
-  i64 whole_elems = 0, shard_elems = 0;
+  i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
     i64& used = whole(s) ? whole_elems : shard_elems;
     segment_offset_.push_back(used);
     used += whole(s) ? s.slice * P : s.slice;
+    if (!whole(s)) most = std::max(most, s.slice);
   }
   whole_ = comm.allocate(ledger, Tag::Params, whole_elems * bytes);
-  shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes)
+  shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes, most * bytes)
                  : std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, shard_elems * bytes));
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
 
@@ -82,8 +83,23 @@ ParamLease ParamStore::acquire() {
   DS_ASSERT(plan_ != nullptr && (plan_->accesses.empty() || next_ < plan_->accesses.size()));
   if (plan_->accesses.empty()) return ParamLease(this);
   for (const GatherStep::Launch& l : plan_->steps[next_].launch) gather(l);
+  expect_launches();
   for (const i64 unit : plan_->accesses[next_]) arriving_[unit].wait();
   return ParamLease(this);
+}
+
+// What is gathered next, where its slices have to come.
+void ParamStore::expect_launches() {
+  if (in_place()) return;
+  const size_t end = std::min(next_ + 1 + kStepsAhead, plan_->steps.size());
+  for (size_t step = next_ + 1; step < end; ++step) {
+    for (const GatherStep::Launch& l : plan_->steps[step].launch) {
+      for (const Segment& s : layout_.segments_of(l.unit)) {
+        const i64 bytes = dtype_bytes(options_.work);
+        if (!whole(s)) shards_->expect(segment_offset_[&s - layout_.segments().data()] * bytes, s.slice * bytes);
+      }
+    }
+  }
 }
 
 void ParamStore::end_access() noexcept {

@@ -74,6 +74,8 @@ class ParamStore {
            segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
   }
   void end_access() noexcept;
+  static constexpr size_t kStepsAhead = 4;
+  void expect_launches();
 
   const Layout& layout_;
   Communicator& comm_;

@@ -17,10 +17,15 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, C
   if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads);
   StateStore::Parts parts{.layout = plan.states,
                           .params = params_,
-                          .gradient = [this](const Piece& piece) { return gradient(piece, LeaseTo::Write); },
+                          .gradient = [this](const Piece& piece, LeaseTo access) { return gradient(piece, access); },
+                          .expect_gradient =
+                              [this](const Piece& piece) {
+                                grads_->expect(plan_.grad_segment(piece.segment), piece.segment_offset, piece.count);
+                              },
+                          .gradients_in_place = !grads_ || grads_->in_place(),
                           .device = device,
                           .ledger = ledger,
-                          .num_held = std::ssize(plan.layout.held_pieces(plan.rank))};
+                          .held = plan.layout.held_pieces(plan.rank)};
   states_ = tiers.states ? tiers.states(std::move(parts)) : std::make_unique<DeviceStates>(std::move(parts));
 }
 

@@ -40,8 +40,8 @@ DeviceStates::DeviceStates(Parts parts) : StateStore(std::move(parts)) {
     if (bytes == 0) continue;
     arrays_[s] = device_buffer(parts_.device, parts_.ledger, s == State::Master ? Tag::Master : Tag::Optimizer, bytes);
   }
-  tensors_.reserve(parts_.num_held);
-  leases_.reserve(2 * parts_.num_held);
+  tensors_.reserve(parts_.held.size());
+  leases_.reserve(2 * parts_.held.size());
 }
 
 PieceState DeviceStates::state(const Piece& piece, void* param) const noexcept {
@@ -59,14 +59,25 @@ PieceState DeviceStates::state(const Piece& piece, void* param) const noexcept {
 }
 
 void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) {
-  run_pass(
-      parts_.device.ops(), parts_.device.stream(), tile, spec, verdict.on_device(),
-      [&](const Piece& piece) {
-        void* const param = leases_.emplace_back(parts_.params.lease(piece, LeaseTo::Write)).data();
-        return tensor(piece, state(piece, param), leases_.emplace_back(parts_.gradient(piece)).values());
-      },
-      tensors_);
-  leases_.clear();
+  const LeaseTo direction = makes_direction(spec.params.rule) ? LeaseTo::Write : LeaseTo::Read;
+  const auto run = [&](Tile pieces) {
+    run_pass(
+        parts_.device.ops(), parts_.device.stream(), pieces, spec, verdict.on_device(),
+        [&](const Piece& piece) {
+          void* const param = leases_.emplace_back(parts_.params.lease(piece, LeaseTo::Write)).data();
+          return tensor(piece, state(piece, param), leases_.emplace_back(parts_.gradient(piece, direction)).values());
+        },
+        tensors_);
+    leases_.clear();
+  };
+  if (all_at_once()) return run(tile);
+  for (const TilePiece& p : tile) {
+    for_each_part(p.piece, kLeaseElems, [&](const Piece& part) {
+      TilePiece here = p;
+      here.piece = part;
+      run({&here, 1});
+    });
+  }
 }
 
 void DeviceStates::for_each_master(Tile tile, Visit visit) {

@@ -82,14 +82,16 @@ class StateLease : public PieceState {
 
 class StateStore {
  public:
-  // What a tier works with, for its life. gradient(piece): its accumulators, to change.
+  // What a tier works with, for its life. gradient(piece): its accumulators.
   struct Parts {
     const StateLayout& layout;
     const ParamStore& params;
-    std::function<TierLease(const Piece&)> gradient;
+    std::function<TierLease(const Piece&, LeaseTo)> gradient;
+    std::function<void(const Piece&)> expect_gradient;  // that it will be asked for
+    bool gradients_in_place = true;
     Device& device;
     MemoryLedger& ledger;
-    i64 num_held = 0;  // pieces of this rank: the most that a tile has
+    std::vector<Piece> held;  // of this rank: the most that a tile has
   };
 
   explicit StateStore(Parts parts) : parts_(std::move(parts)) {}
@@ -115,6 +117,8 @@ class StateStore {
   friend class StateLease;
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
 
+  // Whether an update can have all gradients and parameters of a tile at once, or one part after the other.
+  bool all_at_once() const noexcept { return parts_.gradients_in_place && parts_.params.in_place(); }
   // What a pass sees of a piece whose state and gradient are there.
   UpdateTensor tensor(const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 

@@ -50,6 +50,8 @@ class TierArray {
   TierLease lease(i64 begin, i64 bytes, LeaseTo access) {
     return {this, open(begin, bytes, access), begin, bytes, access};
   }
+  // These bytes will be leased soon: they begin to come, where that takes time and there is room.
+  virtual void expect(i64 begin, i64 bytes) { static_cast<void>(begin), static_cast<void>(bytes); }
   // Whether leases are the very memory in which the array stays.
   virtual bool in_place() const noexcept = 0;
 
@@ -79,7 +81,8 @@ class DeviceArray final : public TierArray {
   char* data_;
 };
 
-// Makes an array of a rank of so many bytes in a tier, which begins as zeros.
-using MakeArray = std::function<std::unique_ptr<TierArray>(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes)>;
+// Makes an array of a rank of so many bytes in a tier, which begins as zeros. most: bytes of a lease.
+using MakeArray =
+    std::function<std::unique_ptr<TierArray>(Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most)>;
 
 }  // namespace ds::zero

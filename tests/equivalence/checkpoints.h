@@ -19,7 +19,7 @@ inline std::string bytes_of(const std::string& path) {
 // Saves what the engine holds as a step of the directory.
 inline std::string save_step(engine::Engine& engine, const std::string& dir) {
   const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
-  engine::HostState state(engine, engine.saved_pieces());
+  engine::HostState state(engine, engine.saved_pieces(), engine::HostState::Memory::InParts);
   state.download();
   const engine::Progress& progress = engine.progress();
   CheckpointMeta meta;
@@ -36,7 +36,7 @@ inline std::string save_step(engine::Engine& engine, const std::string& dir) {
 
 inline void load_step(engine::Engine& engine, const std::string& step) {
   const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
-  engine::HostState state(engine, engine.held_pieces());
+  engine::HostState state(engine, engine.held_pieces(), engine::HostState::Memory::InParts);
   const CheckpointMeta meta =
       load_checkpoint(step, engine.plan().work, table.params, state.pieces(), engine.mesh().world(), table.optimizers);
   state.upload();

@@ -6,6 +6,7 @@
 #include "equivalence/layouts.h"
 #include "parity/device_ops.h"
 #include "report/planned.h"
+#include "temp_directory.h"
 
 namespace ds::testing {
 namespace device_training_test {
@@ -77,6 +78,42 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
     const Trace want = train(config(1, 0), 1);
     for (const i64 stage : {0, 2, 3})
       expect_same_training(train(config(2, stage), 2), want, fmt::format("{} stage {}", static_cast<int>(type), stage));
+  }
+}
+
+// Updates on the host are those of the device, wherever the states are; and what that takes is what was predicted.
+TEST_P(DeviceTraining, OffloadChangesNoBit) {
+  const TempDirectory dir;
+  // Beside what a checkpoint would take.
+  const Hooks look = {.after_step = [](engine::Engine& engine, i64) {
+    EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
+              engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+  }};
+  const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio) {
+    Config o = c;
+    o.zero.sub_group_size = 2 * kStateBlock;
+    o.zero.offload_optimizer = {.device = where, .nvme_path = dir.path(), .ratio = ratio};
+    const Trace got = train(o, 2, look);
+    const std::string what = fmt::format("{} stage {} {} ratio {}", static_cast<int>(c.optimizer.type), c.zero.stage,
+                                         static_cast<int>(where), ratio);
+    expect_same_training(got, want, what);
+    for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
+      EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
+          << what << " " << tag_name(tag);
+  };
+  for (const OptimizerType type :
+       {OptimizerType::AdamW, OptimizerType::Sgd, OptimizerType::Lamb, OptimizerType::Muon, OptimizerType::AdamW8bit}) {
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, type == OptimizerType::AdamW ? 3 : 2);
+    c.optimizer.type = type;
+    c.optimizer.momentum = 0.9;
+    c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
+    c.gradient_clipping = 0.5;
+    const Trace want = train(c, 2);
+    expect_same(c, want, OffloadDevice::Cpu, 0.4);
+    expect_same(c, want, OffloadDevice::Nvme, 1);
+    if (type != OptimizerType::AdamW) continue;
+    expect_same(c, want, OffloadDevice::Cpu, 1);
+    expect_same(c, want, OffloadDevice::Nvme, 0.4);
   }
 }
 

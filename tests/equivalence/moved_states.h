@@ -37,7 +37,7 @@ class MovedStates final : public zero::StateStore {
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override {
     if (versions_ == 1 && !verdict.resolve().finite) return;  // nothing that came back would be kept
     for_each_tile(tile, [&](const zero::TilePiece& p) {
-      const PieceStateHere here(*this, p.piece, parts_.gradient(p.piece));
+      const PieceStateHere here(*this, p.piece, parts_.gradient(p.piece, zero::LeaseTo::Write));
       const bool ahead = versions_ == 2 && here.state[State::Master] != nullptr;
       if (ahead) guess(verdict);
       zero::run_pass(
@@ -111,7 +111,7 @@ class MovedStates final : public zero::StateStore {
   };
 
   void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& st) noexcept override {
-    if (access == zero::LeaseTo::Write) give_back(piece, st, false);
+    if (access != zero::LeaseTo::Read) give_back(piece, st, false);
     poison(piece.count);
     leased_ = false;
   }

@@ -23,9 +23,11 @@ Hooks moved(int versions, Hooks hooks = {}) {
     return std::make_unique<MovedStates>(std::move(parts), versions, used);
   };
   if (versions == 1) return hooks;
-  hooks.parts.tiers.grads = hooks.parts.tiers.params = [](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
-    return std::make_unique<MovedArray>(device, ledger, tag, bytes, used_arrays);
-  };
+  hooks.parts.tiers.grads =
+      hooks.parts.tiers.params = [](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
+        EXPECT_LE(most, bytes);
+        return std::make_unique<MovedArray>(device, ledger, tag, bytes, used_arrays);
+      };
   return hooks;
 }
 

@@ -14,6 +14,8 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
     using Json = nlohmann::ordered_json;
     Json tags = Json::object();
     for (const auto& m : p.memory) tags[m.tag] = m.predicted;
+    Json files = Json::object();
+    for (const auto& m : p.files) files[m.tag] = m.predicted;
     Json stages = Json::array();
     for (const StagePlan& s : p.stages) {
       stages.push_back({{"ranks", s.ranks},
@@ -28,6 +30,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
                   {"stages", stages},
                   {"bubble_fraction", p.bubble_fraction},
                   {"memory_bytes", tags},
+                  {"file_bytes", files},
                   {"total_bytes", p.total_bytes},
                   {"process_bytes", p.process_bytes},
                   {"momentary_bytes", p.momentary_bytes},
@@ -52,6 +55,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   out.print("  {:<12} {:>14}{}; {} are there ({})\n", "at most", bytes_text(p.needed_bytes),
             p.sharers > 1 ? fmt::format(" of {} ranks", p.sharers) : "", bytes_text(p.available_bytes), p.limited_by);
   if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
+  for (const auto& m : p.files) out.print("  {:<12} {:>14} in a file\n", m.tag, bytes_text(m.predicted));
   out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));

@@ -94,6 +94,25 @@ struct Bf16Config {
 };
 
 // Sizes in elements.
+// Where what a rank keeps stays between its uses: on the device; in host memory; in a file on a disk.
+enum class OffloadDevice : u8 { None, Cpu, Nvme };
+struct OffloadOptimizerConfig {  // masters and states of optimizers
+  OffloadDevice device = OffloadDevice::None;
+  std::string nvme_path{};     // a directory; with Nvme
+  i64 buffer_count = 4;        // Nvme: tiles that are in memory at a time
+  bool pipeline_read = true;   // Nvme: tiles are read ahead
+  bool pipeline_write = true;  // Nvme: tiles are written while others are updated
+  double ratio = 1;            // Nvme: the share of the tiles that is in the file; the others stay in memory
+  bool gradients = false;      // Nvme: fp32 sums of gradients are in a file, too
+  bool pin_memory = true;      // of GPUs: memory of the host that is copied from and to is locked
+};
+struct OffloadParamConfig {  // slices of parameters
+  OffloadDevice device = OffloadDevice::None;
+  std::string nvme_path{};  // a directory; with Nvme
+  i64 buffer_count = 5;     // Nvme: slices in memory beside that which is gathered
+  bool pin_memory = true;   // as above
+};
+
 struct ZeroConfig {
   i64 stage = 0;
   i64 reduce_bucket_size = 500'000'000;
@@ -104,6 +123,20 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
+  i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; no more than 2^20
+  OffloadOptimizerConfig offload_optimizer = {};
+  OffloadParamConfig offload_param = {};
+  bool cpu_offload = false, cpu_offload_param = false;  // old forms of device Cpu, resolved to it
+};
+
+// How files are read and written that have what is offloaded.
+enum class AioMethod : u8 { Auto, IoUring, Threads };  // Auto: io_uring where the kernel has it
+struct AioConfig {
+  AioMethod method = AioMethod::Auto;
+  i64 block_size = 1 << 20;      // bytes of a request to the system; a multiple of 4096
+  i64 queue_depth = 8;           // requests under way at a time
+  i64 intra_op_parallelism = 1;  // threads that read and write, where io_uring does not
+  bool checksum = false;         // what comes back is held to what went
 };
 
 // When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
@@ -198,6 +231,7 @@ struct Config {
   Fp16Config fp16;
   Bf16Config bf16;
   ZeroConfig zero;
+  AioConfig aio;
   PipelineConfig pipeline;
   TensorParallelConfig tensor_parallel;
   i64 sequence_parallel_size = 1;

@@ -6,6 +6,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -57,6 +58,7 @@ struct RunPrediction {
   i64 total_bytes = 0;            // of this rank
   // Beside it, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
+  std::vector<TagMemory> files;           // of this rank, of what is offloaded to NVMe
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
   i64 host_bytes = 0;                     // beside a GPU: of the node's memory, per rank; not in total_bytes
   std::string device;                     // "cpu", "cuda"
@@ -83,6 +85,12 @@ struct RunOptions {
 };
 
 // One line of metrics.jsonl and of the progress display.
+// Between a rank and the files of what it offloads.
+struct OffloadTraffic {
+  i64 read_bytes = 0, written_bytes = 0;
+  double wait_ms = 0;  // of the rank for them; the rest is hidden behind its work
+};
+
 struct StepRecord {
   i64 step = 0;
   double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
@@ -93,6 +101,7 @@ struct StepRecord {
   double mfu = 0;           // model FLOP/s of one rank over the rate of a large matrix product measured at the start
   std::map<std::string, i64> memory_bytes{};  // rank 0, by tag
   std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
+  std::optional<OffloadTraffic> offload{};    // of rank 0, where it has files
 };
 
 // What its fields are called there, and in what ds-train --json prints.
@@ -100,7 +109,7 @@ namespace step_field {
 inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
                             *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
                             *kTokensPerS = "tokens_per_s", *kStepMs = "step_ms", *kMfu = "mfu",
-                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes";
+                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes", *kOffload = "offload";
 }  // namespace step_field
 
 struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
@@ -120,6 +129,9 @@ struct TrainResult {
   double seconds = 0;               // in steps
   std::string checkpoint{};         // the last one committed; empty: none
   std::vector<TagMemory> memory{};  // rank 0
+  std::vector<TagMemory> files{};   // likewise, of what is offloaded to NVMe
+  OffloadTraffic offload{};         // of rank 0, in all steps
+  std::string offload_method{};     // how its files are read and written
 };
 
 struct GenerateHooks {  // called on every rank

@@ -125,6 +125,12 @@ struct UpdateParams {
   RngKey rng{};                // of bf16 states: its site is UpdateTensor::site
 };
 
+// Of a rule that leaves the master alone and a direction in the place of the gradient.
+constexpr bool makes_direction(UpdateRule rule) noexcept {
+  return rule == UpdateRule::LambDirection || rule == UpdateRule::MuonDirection ||
+         rule == UpdateRule::NesterovMuonDirection;
+}
+
 // One pass of an optimizer over many tensors, wherever these are: plain data.
 struct UpdateSpec {
   UpdateParams params;

@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/offload.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer.device",
+                           kParam = "zero_optimization.offload_param.device",
+                           kPath = "zero_optimization.offload_optimizer.nvme_path",
+                           kParamPath = "zero_optimization.offload_param.nvme_path",
+                           kGradients = "zero_optimization.offload_optimizer.gradients", kBlock = "aio.block_size",
+                           kRatio = "zero_optimization.offload_optimizer.ratio";
+
+void resolve_old_form(std::string_view key, bool& old, std::string_view device_key, OffloadDevice& device, Reader& r) {
+  if (!r.given(key) || r.broken(key)) return;
+  r.warning(key, fmt::format("is deprecated; write {} \"{}\"", device_key, old ? "cpu" : "none"));
+  if (old && r.given(device_key) && device != OffloadDevice::Cpu && !r.broken(device_key))
+    r.error(key, fmt::format("true contradicts {}, which is another one", device_key));
+  if (old) device = OffloadDevice::Cpu;
+  old = false;
+}
+
+}  // namespace
+
+void resolve_offload(Config& c, Reader& r) {
+  ZeroConfig& z = c.zero;
+  OffloadOptimizerConfig& o = z.offload_optimizer;
+  resolve_old_form("zero_optimization.cpu_offload", z.cpu_offload, kOptimizer, o.device, r);
+  resolve_old_form("zero_optimization.cpu_offload_param", z.cpu_offload_param, kParam, z.offload_param.device, r);
+  OffloadParamConfig& params = z.offload_param;
+  const bool nvme = o.device == OffloadDevice::Nvme, nvme_params = params.device == OffloadDevice::Nvme;
+  const bool knows_stage = !r.broken("zero_optimization.stage");
+  const auto need_path = [&](std::string_view key, const std::string& path, std::string_view device) {
+    if (path.empty() && !r.broken(key))
+      r.error(key, fmt::format("is missing: a directory for what is offloaded, with {} \"nvme\"", device));
+  };
+  if (nvme) need_path(kPath, o.nvme_path, kOptimizer);
+  if (nvme_params) need_path(kParamPath, params.nvme_path, kParam);
+  if (nvme && z.stage == 0 && knows_stage)
+    r.error(kOptimizer, "\"nvme\" needs ZeRO stage 1, 2 or 3: stage 0 has all states on every rank");
+  if (params.device != OffloadDevice::None && z.stage != 3 && knows_stage) {
+    const std::string why = fmt::format("ZeRO stage {} keeps whole parameters, and stage 3 slices", z.stage);
+    if (nvme_params)
+      r.error(kParam, why);
+    else
+      r.warning(kParam, "has no effect: " + why);
+  }
+  if ((nvme || nvme_params) && c.save.async && !r.broken("save.async"))
+    r.error("save.async",
+            fmt::format("copies the state to memory, out of which {} \"nvme\" takes it", nvme ? kOptimizer : kParam));
+  if (nvme && o.gradients) {
+    const auto needs_whole = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
+    if (needs_whole(c.optimizer) || std::ranges::any_of(c.optimizer.groups, needs_whole))
+      r.error(kGradients, "Muon looks at all gradients of its matrices at once: they stay in memory",
+              Errc::Unavailable);
+  }
+  if (c.aio.block_size % 4096 != 0 && !r.broken(kBlock))
+    r.error(kBlock, fmt::format("{} is no multiple of 4096, in which disks are read and written", c.aio.block_size));
+  const auto no_effect = [&](std::string_view key, std::string_view why) {
+    if (!r.given(key) || r.broken(key)) return false;
+    r.warning(key, fmt::format("has no effect: {}", why));
+    return true;
+  };
+  if (!nvme) {
+    const std::string why = fmt::format("{} is not \"nvme\"", kOptimizer);
+    no_effect(kPath, why);
+    if (o.gradients) no_effect(kGradients, why);
+  }
+  if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));
+  if (!nvme_params) no_effect(kParamPath, fmt::format("{} is not \"nvme\"", kParam));
+  if (nvme || nvme_params) return;
+  for (const std::string_view key : {std::string_view("aio.method"), kBlock, std::string_view("aio.queue_depth"),
+                                     std::string_view("aio.intra_op_parallelism"), std::string_view("aio.checksum")}) {
+    if (no_effect(key, "nothing is offloaded to NVMe")) break;
+  }
+}
+
+}  // namespace ds

@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the keys of offloading mean together.
+
+#include "config/reader.h"
+#include "ds/config.h"
+
+namespace ds {
+
+// Resolves old forms of the keys, and reports what contradicts each other or asks for nothing.
+void resolve_offload(Config& c, Reader& r);
+
+}  // namespace ds

@@ -1,0 +1,329 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/block_file.h"
+
+#include <fcntl.h>
+#include <liburing.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <filesystem>
+#include <mutex>
+#include <vector>
+
+#include "base/limits.h"
+#include "base/thread.h"
+#include "ds/units.h"
+
+namespace ds::offload {
+namespace {
+
+// Without a name; where the file system has no such files, its name goes at once.
+File make_file(const std::string& dir) {
+  std::error_code error;
+  const bool there = std::filesystem::is_directory(dir, error);
+  if (!there || ::access(dir.c_str(), W_OK | X_OK) != 0)
+    throw Error(Errc::Unavailable, fmt::format("{}: cannot keep offloaded states there: {}", dir,
+                                               there   ? system_reason(errno)
+                                               : error ? error.message()
+                                                       : "not a directory"));
+  const std::string path = dir + "/offload";
+  if (std::optional<File> file = File::create_unnamed(path)) return std::move(*file);
+  static std::atomic<int> number = 0;
+  const std::string name = fmt::format("{}/.ds-offload-{}-{}", dir, ::getpid(), number++);
+  File file = File::create(name);
+  ::unlink(name.c_str());
+  return file;
+}
+
+// All of it now: a disk that is full is told before the first step.
+void take_space(const File& file, const std::string& dir, i64 bytes) {
+  struct statvfs there;
+  const bool known = ::fstatvfs(file.descriptor(), &there) == 0;
+  const double free = known ? static_cast<double>(there.f_bavail) * static_cast<double>(there.f_frsize) : 0;
+  // Not to fill the disk first, before it is seen that it is too small.
+  const int failed =
+      known && free < static_cast<double>(bytes) ? ENOSPC : ::posix_fallocate(file.descriptor(), 0, bytes);
+  if (failed == 0) return;
+  const bool full = failed == ENOSPC || failed == EFBIG || failed == EDQUOT;
+  throw Error(
+      full ? Errc::Unavailable : Errc::Io,
+      fmt::format("{}: cannot take {} for offloaded states: {}{}", dir, bytes_text(bytes), system_reason(failed),
+                  known ? fmt::format(" ({} are free)", bytes_text(static_cast<i64>(free))) : ""));
+}
+
+}  // namespace
+
+// The requests, in blocks. What carries them out takes blocks and hands them back.
+class BlockFile::Worker {
+ public:
+  Worker(File file, std::string dir, const IoOptions& options)
+      : file_(std::move(file)), dir_(std::move(dir)), options_(options) {
+    const int flags = ::fcntl(file_.descriptor(), F_GETFL);
+    direct_ = ::fcntl(file_.descriptor(), F_SETFL, flags | O_DIRECT) == 0;
+  }
+  virtual ~Worker() = default;
+
+  Ticket start(bool write, char* memory, i64 at, i64 bytes) {
+    DS_ASSERT(bytes > 0 && at % kPage == 0 && bytes % kPage == 0 &&
+              reinterpret_cast<std::uintptr_t>(memory) % kPage == 0);
+    (write ? counts.written_bytes : counts.read_bytes) += bytes;
+    Ticket ticket = 0;
+    {
+      const std::lock_guard lock(mutex_);
+      if (free_.empty()) {
+        free_.push_back(narrow<Ticket>(std::ssize(requests_)));
+        requests_.emplace_back();
+      }
+      ticket = free_.back();
+      free_.pop_back();
+      Request& r = requests_[static_cast<size_t>(ticket)];
+      r = {.write = write, .blocks = div_ceil(bytes, options_.block_bytes)};
+      for (i64 first = 0; first < bytes; first += options_.block_bytes)
+        pending_.push_back({ticket, write, memory + first, at + first, std::min(options_.block_bytes, bytes - first)});
+    }
+    work_.notify_all();
+    return ticket;
+  }
+  bool done(Ticket ticket) const {
+    const std::lock_guard lock(mutex_);
+    return requests_[static_cast<size_t>(ticket)].blocks == 0;
+  }
+  void wait(Ticket ticket) {
+    std::unique_lock lock(mutex_);
+    const size_t i = static_cast<size_t>(ticket);
+    if (requests_[i].blocks > 0) {
+      const auto start = std::chrono::steady_clock::now();
+      done_.wait(lock, [&] { return requests_[i].blocks == 0; });
+      counts.waited_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    }
+    const Request r = requests_[i];
+    free_.push_back(ticket);
+    if (r.error == 0) return;
+    throw Error(Errc::Io, fmt::format("{}: cannot {} offloaded states: {}", dir_, r.write ? "write" : "read",
+                                      r.error == kShort ? "the file ends early" : system_reason(r.error)));
+  }
+
+  Counts counts;
+  std::string method;
+
+ protected:
+  struct Block {
+    Ticket ticket = 0;
+    bool write = false;
+    char* memory = nullptr;
+    i64 at = 0, bytes = 0;
+  };
+  static constexpr int kShort = -1;
+
+  void stop() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopped_ = true;
+    }
+    work_.notify_all();
+  }
+  // Waits for a block where `may_wait`; false: there is none.
+  bool take(Block& block, bool may_wait) {
+    std::unique_lock lock(mutex_);
+    if (may_wait) work_.wait(lock, [&] { return stopped_ || first_ < pending_.size(); });
+    if (first_ == pending_.size()) return false;
+    block = pending_[first_++];
+    if (first_ == pending_.size()) {
+      pending_.clear();
+      first_ = 0;
+    }
+    return true;
+  }
+  // What the system said of a block: how many bytes, or minus errno. False: the rest of it is still to be done.
+  bool finish(Block& block, i64 result) {
+    if (result == -EINTR || result == -EAGAIN) return false;
+    int error = result < 0 ? static_cast<int>(-result) : 0;
+    if (result >= 0 && result < block.bytes) {
+      const i64 whole = result / kPage * kPage;  // what comes next begins at a page again
+      block.memory += whole, block.at += whole, block.bytes -= whole;
+      if (whole > 0) return false;
+      error = block.write ? ENOSPC : kShort;
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      Request& r = requests_[static_cast<size_t>(block.ticket)];
+      if (r.error == 0) r.error = error;
+      if (--r.blocks > 0) return true;
+    }
+    done_.notify_all();
+    return true;
+  }
+
+  File file_;
+  const std::string dir_;
+  const IoOptions options_;
+  bool direct_ = false;
+
+ private:
+  struct Request {
+    bool write = false;
+    i64 blocks = 0;  // still to be done
+    int error = 0;
+  };
+  mutable std::mutex mutex_;
+  std::condition_variable work_, done_;
+  std::vector<Request> requests_;
+  std::vector<Ticket> free_;
+  std::vector<Block> pending_;
+  size_t first_ = 0;  // of pending_
+  bool stopped_ = false;
+};
+
+// One thread keeps as many blocks in the ring as its depth.
+class BlockFile::Ring final : public BlockFile::Worker {
+ public:
+  // Null: the kernel has none for us.
+  static std::unique_ptr<Worker> make(File& file, const std::string& dir, std::span<char> memory,
+                                      const IoOptions& options) {
+    io_uring ring;
+    if (::io_uring_queue_init(static_cast<unsigned>(options.depth), &ring, 0) != 0) return nullptr;
+    return std::make_unique<Ring>(std::move(file), dir, memory, options, ring);
+  }
+  Ring(File file, const std::string& dir, std::span<char> memory, const IoOptions& options, const io_uring& ring)
+      : Worker(std::move(file), dir, options),
+        ring_(ring),
+        memory_(memory),
+        slots_(static_cast<size_t>(options.depth)) {
+    const int fd = file_.descriptor();
+    has_file_ = ::io_uring_register_files(&ring_, &fd, 1) == 0;
+    constexpr size_t kMost = size_t{1} << 30;  // of what is registered as one
+    std::vector<iovec> parts;
+    for (size_t at = 0; at < memory.size(); at += kMost)
+      parts.push_back({memory.data() + at, std::min(kMost, memory.size() - at)});
+    has_memory_ = parts.size() == 1 &&
+                  ::io_uring_register_buffers(&ring_, parts.data(), static_cast<unsigned>(parts.size())) == 0;
+    for (i64 i = 0; i < options.depth; ++i) free_.push_back(i);
+    method = fmt::format("io_uring{}, {}", has_memory_ ? "" : " without registered memory",
+                         direct_ ? "direct" : "through the page cache");
+    thread_ = start_thread("a thread for offloaded states", [this] { run(); });
+  }
+  ~Ring() override {
+    stop();
+    thread_.join();
+    ::io_uring_queue_exit(&ring_);
+  }
+
+ private:
+  void run() {
+    i64 under_way = 0;
+    for (;;) {
+      Block block;
+      while (!free_.empty() && take(block, under_way == 0)) {
+        enqueue(block);
+        ++under_way;
+      }
+      if (under_way == 0) return;  // stopped, and all is done
+      int submitted = 0;
+      do {
+        submitted = ::io_uring_submit(&ring_);
+        if (submitted < 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the kernel has no memory now
+      } while (submitted < 0);
+      io_uring_cqe* cqe = nullptr;
+      if (::io_uring_wait_cqe(&ring_, &cqe) != 0) continue;
+      do {
+        const i64 slot = static_cast<i64>(::io_uring_cqe_get_data64(cqe));
+        const i64 result = cqe->res;
+        ::io_uring_cqe_seen(&ring_, cqe);
+        Block done = slots_[static_cast<size_t>(slot)];
+        free_.push_back(slot);
+        if (finish(done, result)) {
+          --under_way;
+        } else {
+          enqueue(done);
+        }
+      } while (::io_uring_peek_cqe(&ring_, &cqe) == 0);
+      ::io_uring_submit(&ring_);
+    }
+  }
+  void enqueue(const Block& b) {
+    io_uring_sqe* const sqe = ::io_uring_get_sqe(&ring_);  // as many as there are slots
+    DS_ASSERT(sqe != nullptr);
+    const i64 slot = free_.back();
+    free_.pop_back();
+    slots_[static_cast<size_t>(slot)] = b;
+    const int fd = has_file_ ? 0 : file_.descriptor();
+    const auto bytes = static_cast<unsigned>(b.bytes);
+    const auto at = static_cast<u64>(b.at);
+    const bool fixed =
+        has_memory_ && b.memory >= memory_.data() && b.memory + b.bytes <= memory_.data() + memory_.size();
+    if (b.write) {
+      fixed ? ::io_uring_prep_write_fixed(sqe, fd, b.memory, bytes, at, 0)
+            : ::io_uring_prep_write(sqe, fd, b.memory, bytes, at);
+    } else {
+      fixed ? ::io_uring_prep_read_fixed(sqe, fd, b.memory, bytes, at, 0)
+            : ::io_uring_prep_read(sqe, fd, b.memory, bytes, at);
+    }
+    if (has_file_) ::io_uring_sqe_set_flags(sqe, IOSQE_FIXED_FILE);
+    ::io_uring_sqe_set_data64(sqe, static_cast<u64>(slot));
+  }
+
+  io_uring ring_;
+  std::span<char> memory_;
+  std::vector<Block> slots_;
+  std::vector<i64> free_;  // of slots_
+  bool has_file_ = false, has_memory_ = false;
+  std::jthread thread_;
+};
+
+class BlockFile::Threads final : public BlockFile::Worker {
+ public:
+  Threads(File file, const std::string& dir, const IoOptions& options) : Worker(std::move(file), dir, options) {
+    method = fmt::format("{} thread{}, {}", options.threads, options.threads == 1 ? "" : "s",
+                         direct_ ? "direct" : "through the page cache");
+    try {
+      for (int i = 0; i < options.threads; ++i)
+        threads_.push_back(start_thread("a thread for offloaded states", [this] { run(); }));
+    } catch (...) {
+      stop();
+      throw;
+    }
+  }
+  ~Threads() override { stop(); }
+
+ private:
+  void run() {
+    Block block;
+    while (take(block, true)) {
+      i64 result = 0;
+      do {
+        const auto bytes = static_cast<size_t>(block.bytes);
+        result = block.write ? ::pwrite(file_.descriptor(), block.memory, bytes, block.at)
+                             : ::pread(file_.descriptor(), block.memory, bytes, block.at);
+        if (result < 0) result = -errno;
+      } while (!finish(block, result));
+    }
+  }
+  std::vector<std::jthread> threads_;
+};
+
+BlockFile::BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options) {
+  DS_ASSERT(options.block_bytes > 0 && options.block_bytes % kPage == 0 && options.depth > 0 && options.threads > 0);
+  File file = make_file(dir);
+  take_space(file, dir, bytes);
+  if (options.io_uring) worker_ = Ring::make(file, dir, memory, options);
+  if (!worker_) worker_ = std::make_unique<Threads>(std::move(file), dir, options);
+}
+
+BlockFile::~BlockFile() = default;
+
+BlockFile::Ticket BlockFile::read(void* to, i64 at, i64 bytes) {
+  return worker_->start(false, static_cast<char*>(to), at, bytes);
+}
+BlockFile::Ticket BlockFile::write(const void* from, i64 at, i64 bytes) {
+  return worker_->start(true, const_cast<char*>(static_cast<const char*>(from)), at, bytes);
+}
+bool BlockFile::done(Ticket ticket) const { return worker_->done(ticket); }
+void BlockFile::wait(Ticket ticket) { worker_->wait(ticket); }
+const BlockFile::Counts& BlockFile::counts() const noexcept { return worker_->counts; }
+const std::string& BlockFile::method() const noexcept { return worker_->method; }
+
+}  // namespace ds::offload

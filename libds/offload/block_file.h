@@ -1,0 +1,55 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A file of one process on a disk, for what does not fit in memory. Requests run in the background, cut in blocks, past
+// the page cache where the file system can: through io_uring, or, where the kernel refuses that, by threads that call
+// pread and pwrite. The file has no name: its space is free again when the process ends, however it ends.
+
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/file.h"
+
+namespace ds::offload {
+
+struct IoOptions {
+  i64 block_bytes = i64{1} << 20;  // of one call to the system; a multiple of BlockFile::kPage
+  int depth = 8;                   // blocks under way at a time
+  int threads = 1;                 // that call pread and pwrite
+  bool io_uring = true;            // else threads, whatever the kernel can
+};
+
+class BlockFile {
+ public:
+  static constexpr i64 kPage = PageBuffer::kPage;  // what places, sizes and memory are multiples of
+
+  // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
+  // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
+  BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
+  ~BlockFile();  // waits for all requests
+
+  // Starts a request; the memory stays until wait(). One thread at a time.
+  using Ticket = i32;
+  Ticket read(void* to, i64 at, i64 bytes);
+  Ticket write(const void* from, i64 at, i64 bytes);
+  // Whether wait() would not wait.
+  bool done(Ticket ticket) const;
+  // Once for each ticket. Throws Errc::Io naming the directory and the reason.
+  void wait(Ticket ticket);
+
+  struct Counts {
+    i64 read_bytes = 0, written_bytes = 0;
+    double waited_s = 0;  // in wait()
+  };
+  const Counts& counts() const noexcept;
+  // For people: "io_uring, direct", "4 threads, through the page cache".
+  const std::string& method() const noexcept;
+
+ private:
+  class Worker;
+  class Ring;
+  class Threads;
+  std::unique_ptr<Worker> worker_;
+};
+
+}  // namespace ds::offload

@@ -1,0 +1,157 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/chunk_memory.h"
+
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace ds::offload {
+
+namespace {
+
+u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
+
+}  // namespace
+
+HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger)
+    : layout_(layout),
+      on_device_(on_device),
+      first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
+      memory_(device_buffer(host, ledger, Tag::Host, layout.bytes() - layout.begin_of(on_device))) {}
+
+namespace {
+
+i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
+  return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);
+}
+
+}  // namespace
+
+i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
+  return layout.begin_of(options.resident);
+}
+
+i64 FileChunks::window_bytes(const ChunkLayout& layout, const Options& options) noexcept {
+  const i64 windows = num_windows(layout, options);
+  return windows == 0 ? 0 : layout.largest_bytes() * windows + ChunkLayout::kPage;
+}
+
+FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options)
+    : layout_(layout),
+      options_(options),
+      resident_bytes_(resident_bytes(layout, options)),
+      resident_(
+          device_buffer(host, ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag, resident_bytes_)),
+      memory_(device_buffer(host, ledger, options.tag, window_bytes(layout, options))),
+      windows_(static_cast<size_t>(num_windows(layout, options))),
+      written_(layout.chunks().size(), false),
+      checksums_(options.checksums ? layout.chunks().size() : 0) {
+  DS_ASSERT(options.windows > 0 && options.resident <= std::ssize(layout.chunks()));
+  base_ = reinterpret_cast<char*>(align_up(reinterpret_cast<i64>(memory_.data()), ChunkLayout::kPage));
+  const i64 bytes = file_bytes(layout, options);
+  if (bytes > 0)
+    file_ = std::make_unique<BlockFile>(
+        options.dir, bytes, std::span(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_))),
+        options.io);
+}
+
+FileChunks::~FileChunks() = default;
+
+char* FileChunks::memory(const Window& w) const noexcept {
+  return base_ + (&w - windows_.data()) * layout_.largest_bytes();
+}
+
+FileChunks::Window* FileChunks::holding(i64 chunk) noexcept {
+  const auto it = std::ranges::find(windows_, chunk, &Window::chunk);
+  return it == windows_.end() ? nullptr : &*it;
+}
+
+void FileChunks::settle(Window& w) {
+  if (!w.under_way) return;
+  const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
+  const bool came = std::exchange(w.coming, false);
+  file_->wait(ticket);
+  if (!came || !options_.checksums) return;
+  const i64 bytes = layout_.chunks()[w.chunk].bytes;
+  DS_CHECK(checksum(memory(w), bytes) == checksums_[w.chunk], Errc::Corrupt,
+           "{}: offloaded states came back from the file otherwise than they went ({} at {})", options_.dir, bytes,
+           layout_.chunks()[w.chunk].at);
+}
+
+// The window that was used longest ago, of those that are at rest; else of those whose chunks go.
+FileChunks::Window* FileChunks::room(bool wait) {
+  Window* best = nullptr;
+  for (Window& w : windows_) {
+    if (w.taken || w.coming || w.changed) continue;
+    if (w.under_way && file_->done(*w.under_way)) settle(w);
+    if (w.under_way && !wait) continue;
+    const auto rank = [](const Window& x) { return std::pair(x.under_way.has_value(), x.used); };
+    if (best == nullptr || rank(w) < rank(*best)) best = &w;
+  }
+  if (best == nullptr && wait) {  // all that are left come, for others than who asks
+    for (Window& w : windows_) {
+      if (!w.taken && !w.changed && (best == nullptr || w.used < best->used)) best = &w;
+    }
+  }
+  if (best != nullptr) settle(*best);
+  return best;
+}
+
+void FileChunks::bring(Window& w, i64 chunk) {
+  w.chunk = chunk;
+  w.used = ++uses_;
+  const Chunk& c = layout_.chunks()[chunk];
+  if (!written_[chunk]) {
+    std::memset(memory(w), 0, static_cast<size_t>(c.bytes));
+    return;
+  }
+  w.under_way = file_->read(memory(w), c.at - resident_bytes_, c.bytes);
+  w.coming = true;
+}
+
+void FileChunks::write_changed(i64 but) {
+  for (Window& w : windows_) {
+    if (!w.changed || w.taken || w.chunk == but) continue;
+    const Chunk& c = layout_.chunks()[w.chunk];
+    if (options_.checksums) checksums_[w.chunk] = checksum(memory(w), c.bytes);
+    w.under_way = file_->write(memory(w), c.at - resident_bytes_, c.bytes);
+    w.changed = false;
+    written_[w.chunk] = true;
+    if (!options_.write_behind) settle(w);
+  }
+}
+
+char* FileChunks::take(i64 chunk) {
+  if (layout_.chunks()[chunk].bytes == 0) return nullptr;
+  if (chunk < options_.resident) return resident_.as<char>().data() + layout_.chunks()[chunk].at;
+  write_changed(chunk);
+  Window* w = holding(chunk);
+  if (w == nullptr) {
+    w = room(true);
+    DS_ASSERT(w != nullptr);
+    bring(*w, chunk);
+  }
+  DS_ASSERT(!w->taken);
+  settle(*w);
+  w->taken = true;
+  w->used = ++uses_;
+  return memory(*w);
+}
+
+void FileChunks::give_back(i64 chunk, bool changed) {
+  if (chunk < options_.resident || layout_.chunks()[chunk].bytes == 0) return;
+  Window* const w = holding(chunk);
+  DS_ASSERT(w != nullptr && w->taken);
+  w->taken = false;
+  w->changed |= changed;
+}
+
+void FileChunks::expect(i64 chunk) {
+  if (!options_.read_ahead || chunk < options_.resident || layout_.chunks()[chunk].bytes == 0) return;
+  write_changed(chunk);
+  if (holding(chunk) != nullptr) return;
+  if (Window* const w = room(false)) bring(*w, chunk);
+}
+
+}  // namespace ds::offload

@@ -1,0 +1,108 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Where chunks of states are: in host memory, or in a file, of which some chunks are in memory at a time. Nobody keeps
+// an address of a chunk that it has given back.
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "device/device.h"
+#include "offload/block_file.h"
+#include "offload/chunk_layout.h"
+
+namespace ds::offload {
+
+class ChunkMemory {
+ public:
+  virtual ~ChunkMemory() = default;
+  // Whether a chunk's bytes are in memory of the device that trains, where that is not the host's.
+  virtual bool on_device(i64 chunk) const noexcept { return static_cast<void>(chunk), false; }
+  // A chunk's bytes, until it is given back; one at a time. Zeros at first.
+  virtual char* take(i64 chunk) = 0;
+  virtual void give_back(i64 chunk, bool changed) = 0;
+  // A chunk will be taken soon: it begins to come, where there is room.
+  virtual void expect(i64 chunk) = 0;
+  // How many chunks it is of use to expect.
+  virtual i64 most_expected() const noexcept = 0;
+};
+
+// All of them in memory of the host, but for the first ones, which are in that of the device.
+class HostChunks final : public ChunkMemory {
+ public:
+  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger);
+  bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
+  char* take(i64 chunk) override {
+    const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();
+    return at < first ? first_.as<char>().data() + at : memory_.as<char>().data() + (at - first);
+  }
+  void give_back(i64, bool) override {}
+  void expect(i64) override {}
+  i64 most_expected() const noexcept override { return 0; }
+
+ private:
+  const ChunkLayout& layout_;
+  const i64 on_device_;
+  Buffer first_, memory_;
+};
+
+// In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
+// is in a window still does not come again, and goes when another is asked for.
+class FileChunks final : public ChunkMemory {
+ public:
+  struct Options {
+    std::string dir;
+    IoOptions io;
+    Tag tag = Tag::Offload;  // of windows
+    i64 windows = 4;         // 1 or more
+    i64 resident = 0;        // of the first chunks, which have memory of their own and are never in the file
+    bool read_ahead = true;
+    bool write_behind = true;  // else a chunk is in the file when it is given back
+    bool checksums = false;    // a chunk that comes is held to what went
+  };
+  // What it takes of memory for chunks that stay, and for windows; and of the disk.
+  static i64 resident_bytes(const ChunkLayout& layout, const Options& options) noexcept;
+  static i64 window_bytes(const ChunkLayout& layout, const Options& options) noexcept;
+  static i64 file_bytes(const ChunkLayout& layout, const Options& options) noexcept {
+    return layout.bytes() - resident_bytes(layout, options);
+  }
+  FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options);
+  ~FileChunks() override;
+  char* take(i64 chunk) override;
+  void give_back(i64 chunk, bool changed) override;
+  void expect(i64 chunk) override;
+  i64 most_expected() const noexcept override {
+    return options_.read_ahead ? std::max<i64>(options_.windows - 2, 0) : 0;
+  }
+  const BlockFile* file() const noexcept { return file_.get(); }  // null: all chunks stay in memory
+
+ private:
+  struct Window {
+    i64 chunk = -1;
+    std::optional<BlockFile::Ticket> under_way;  // it comes, or goes
+    bool coming = false;
+    bool taken = false;
+    bool changed = false;  // and not in the file yet
+    i64 used = 0;          // when, in the order of calls
+  };
+  char* memory(const Window& w) const noexcept;
+  Window* holding(i64 chunk) noexcept;
+  // A window that nobody needs; null: all are taken, or busy and `wait` is not set.
+  Window* room(bool wait);
+  void settle(Window& w);  // waits for what is under way
+  void bring(Window& w, i64 chunk);
+  void write_changed(i64 but);  // what has changed and is not taken begins to go, but for one chunk
+
+  const ChunkLayout& layout_;
+  const Options options_;
+  const i64 resident_bytes_;
+  Buffer resident_, memory_;
+  char* base_ = nullptr;  // of the windows, at a page
+  std::vector<Window> windows_;
+  std::vector<bool> written_;  // by chunk: the file has it; else it is zeros
+  std::vector<u64> checksums_;
+  i64 uses_ = 0;
+  std::unique_ptr<BlockFile> file_;  // after the memory that its requests have
+};
+
+}  // namespace ds::offload

@@ -1,0 +1,237 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/chunked_states.h"
+
+#include <algorithm>
+
+namespace ds::offload {
+
+ChunkedStates::ChunkedStates(Parts parts, i64 most, const UpdateHost& host, const MakeChunks& make)
+    : StateStore(std::move(parts)),
+      chunks_(parts_.held, parts_.layout, most),
+      host_(host),
+      memory_(make(chunks_, parts_.device, parts_.ledger)) {
+  i64 states = 0, largest = 0, elems = 0;
+  for (const zero::Piece& piece : parts_.held)
+    lease_elems_ = std::max(lease_elems_, std::min(piece.count, kLeaseElems));
+  lease_elems_ = align_up(lease_elems_, kStateBlock);
+  place_bytes_ = lease_elems_ * 4 + state_blocks(lease_elems_) * 4;
+  for (const State s : kStates) states += chunks_.state_bytes()[s] > 0 ? 1 : 0;
+  for (const Chunk& c : chunks_.chunks()) {
+    largest = std::max(largest, c.num_parts);
+    elems = std::max(elems, c.elems);
+  }
+  place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, states * place_bytes_);
+  if (host.apart) {
+    gradients_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * 4);
+    params_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.params.work()));
+    factors_.reserve(parts_.layout.of_params().size());
+  }
+  items_.reserve(chunks_.parts().size());
+  tile_.reserve(static_cast<size_t>(largest));
+  tensors_.reserve(static_cast<size_t>(largest));
+  leases_.reserve(static_cast<size_t>(2 * largest));
+}
+
+zero::PieceState ChunkedStates::state(const ChunkPart& part, char* memory, void* param) const noexcept {
+  zero::PieceState st;
+  st[State::Param] = param;
+  for (const State s : kStates) {
+    if (s == State::Param || parts_.layout.bytes(s) == 0 || !parts_.layout.has(s, part.piece.param)) continue;
+    st[s] = memory + part.offsets[s];
+    st.kept[s].dtype = parts_.layout.dtype(s, part.piece.param);
+    if (is_coded(st.kept[s].dtype)) st.kept[s].scales = reinterpret_cast<float*>(memory + part.scales[s]);
+  }
+  return st;
+}
+
+void ChunkedStates::for_each_chunk(zero::Tile tile, bool backward, bool change,
+                                   FunctionRef<void(std::span<const Item>, i64, char*)> visit) {
+  throw_if_failed();
+  items_.clear();
+  for (const zero::TilePiece& p : tile)
+    chunks_.for_each_part(p.piece, [&](const ChunkPart& part) { items_.push_back({part, &p}); });
+  // The parameters of a kind follow each other in the chunks as they do in the tile.
+  std::ranges::stable_sort(items_, {}, [](const Item& i) { return i.part.chunk; });
+  const std::span<const Item> items = items_;
+  const auto chunk_at = [&](size_t i) { return items[i].part.chunk; };
+  // The next chunk of the tile, in the order of this pass, of items [begin, end).
+  size_t begin = backward ? items.size() : 0, end = begin;
+  const auto advance = [&](size_t& b, size_t& e) {
+    if (backward) {
+      if (b == 0) return false;
+      for (e = b; b > 0 && chunk_at(b - 1) == chunk_at(e - 1);) --b;
+    } else {
+      if (e == items.size()) return false;
+      for (b = e; e < items.size() && chunk_at(e) == chunk_at(b);) ++e;
+    }
+    return true;
+  };
+  while (advance(begin, end)) {
+    const i64 chunk = chunk_at(begin);
+    char* const memory = memory_->take(chunk);
+    size_t b = begin, e = end;
+    for (i64 ahead = 0; ahead < memory_->most_expected() && advance(b, e); ++ahead) memory_->expect(chunk_at(b));
+    visit(items.subspan(begin, end - begin), chunk, memory);
+    memory_->give_back(chunk, change);
+  }
+}
+
+zero::Tile ChunkedStates::tile_of(std::span<const Item> items) {
+  tile_.clear();
+  for (const Item& i : items) {
+    tile_.push_back(*i.of);
+    tile_.back().piece = i.part.piece;
+  }
+  return tile_;
+}
+
+void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, const UpdateSpec& spec,
+                                    zero::VerdictHandle& verdict) {
+  const bool directs = makes_direction(spec.params.rule);
+  // A rounded parameter is written as a whole; one that is its own master is read.
+  const zero::LeaseTo param_access = directs                              ? zero::LeaseTo::Read
+                                     : parts_.params.work() == DType::F32 ? zero::LeaseTo::Write
+                                                                          : zero::LeaseTo::Fill;
+  size_t next = 0;
+  zero::run_pass(
+      parts_.device.ops(), parts_.device.stream(), tile_of(items), spec, verdict.on_device(),
+      [&](const zero::Piece& piece) {
+        const ChunkPart& part = items[next++].part;
+        void* const param = leases_.emplace_back(parts_.params.lease(piece, param_access)).data();
+        zero::TierLease& gradient =
+            leases_.emplace_back(parts_.gradient(piece, directs ? zero::LeaseTo::Write : zero::LeaseTo::Read));
+        return tensor(piece, state(part, memory, param), gradient.values());
+      },
+      tensors_);
+  leases_.clear();
+}
+
+void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, const UpdateSpec& spec,
+                                   zero::VerdictHandle& verdict) {
+  Device& device = parts_.device;
+  const bool directs = makes_direction(spec.params.rule), own_master = parts_.params.work() == DType::F32;
+  const i64 width = dtype_bytes(parts_.params.work());
+  // Calls visit(piece, its gradient, its parameter), in memory of the host.
+  const auto for_each = [&](auto&& visit) {
+    i64 at = 0;
+    for (const Item& i : items) {
+      visit(i.part.piece, gradients_.as<float>().data() + at, params_.as<char>().data() + at * width);
+      at += i.part.piece.count;
+    }
+  };
+  for_each([&](const zero::Piece& p, float* gradient, char* param) {
+    device.download(gradient, parts_.gradient(p, zero::LeaseTo::Read).data(), p.count * 4);
+    if (own_master) device.download(param, parts_.params.lease(p, zero::LeaseTo::Read).data(), p.count * width);
+  });
+  UpdateSpec here = spec;
+  if (spec.factors != nullptr) {
+    i64 n = 0;
+    for (const Item& i : items) n = std::max(n, i.of->index + 1);
+    factors_.resize(static_cast<size_t>(n));
+    device.download(factors_.data(), spec.factors, n * 4);
+    here.factors = factors_.data();
+  }
+  size_t next = 0;
+  i64 at = 0;
+  zero::run_pass(
+      host_.device.ops(), host_.device.stream(), tile_of(items), here, &verdict.resolve(),
+      [&](const zero::Piece& piece) {
+        char* const param = params_.as<char>().data() + at * width;
+        float* const gradient = gradients_.as<float>().data() + at;
+        at += piece.count;
+        return tensor(piece, state(items[next++].part, memory, param), gradient);
+      },
+      tensors_);
+  for_each([&](const zero::Piece& p, const float* gradient, const char* param) {
+    if (directs) {
+      device.upload(parts_.gradient(p, zero::LeaseTo::Fill).data(), gradient, p.count * 4);
+    } else {
+      device.upload(parts_.params.lease(p, zero::LeaseTo::Fill).data(), param, p.count * width);
+    }
+  });
+}
+
+void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
+  if (!verdict.resolve().finite) return;
+  for_each_chunk(tile, backward_, true, [&](std::span<const Item> items, i64 chunk, char* memory) {
+    if (host_.apart && !memory_->on_device(chunk)) return update_on_host(items, memory, spec, verdict);
+    if (all_at_once()) return update_in_place(items, memory, spec, verdict);
+    for (size_t i = 0; i < items.size(); ++i) {
+      if (i + 1 < items.size()) parts_.expect_gradient(items[i + 1].part.piece);
+      update_in_place(items.subspan(i, 1), memory, spec, verdict);
+    }
+  });
+  if (memory_->most_expected() > 0) backward_ = !backward_;
+}
+
+void ChunkedStates::for_each_master(zero::Tile tile, Visit visit) {
+  for_each_chunk(tile, false, false, [&](std::span<const Item> items, i64 chunk, char* memory) {
+    for (const Item& i : items) {
+      zero::TilePiece p = *i.of;
+      p.piece = i.part.piece;
+      const zero::TierLease param = parts_.params.lease(p.piece, zero::LeaseTo::Read);
+      float* master = state(i.part, memory, param.data()).exact();
+      if (host_.apart && !memory_->on_device(chunk) && master != param.data()) {
+        parts_.device.upload(place_.data(), master, p.piece.count * 4);
+        master = place_.as<float>().data();
+      }
+      visit(p, TensorView::of(master, DType::F32, {p.piece.count}));
+    }
+  });
+}
+
+void ChunkedStates::move(const zero::Piece& piece, const zero::PieceState& place, Way way) {
+  chunks_.for_each_part(piece, [&](const ChunkPart& part) {
+    const i64 first = part.piece.begin - piece.begin, n = part.piece.count;
+    char* const memory = memory_->take(part.chunk);
+    const bool on_device = memory_->on_device(part.chunk);
+    const auto copy = [&](void* chunk, void* there, i64 bytes) {
+      Device& device = parts_.device;
+      if (way == Way::ToPlace) {
+        on_device ? device.copy(there, chunk, bytes) : device.upload(there, chunk, bytes);
+      } else {
+        on_device ? device.copy(chunk, there, bytes) : device.download(chunk, there, bytes);
+      }
+    };
+    for (const State s : kStates) {
+      if (s == State::Param || place[s] == nullptr) continue;
+      const i64 width = dtype_bytes(place.kept[s].dtype);
+      copy(memory + part.offsets[s], static_cast<char*>(place[s]) + first * width, n * width);
+      if (place.kept[s].scales != nullptr)
+        copy(memory + part.scales[s], place.kept[s].scales + first / kStateBlock, state_blocks(n) * 4);
+    }
+    memory_->give_back(part.chunk, way == Way::ToChunks);
+  });
+}
+
+zero::StateLease ChunkedStates::lease(const zero::Piece& piece, zero::LeaseTo access) {
+  DS_ASSERT(piece.count <= kLeaseElems);
+  throw_if_failed();
+  zero::TierLease param = parts_.params.lease(piece, access);
+  ChunkPart whole{.piece = piece};
+  i64 at = 0;
+  for (const State s : kStates) {
+    if (chunks_.state_bytes()[s] == 0) continue;
+    whole.offsets[s] = at;
+    whole.scales[s] = at + lease_elems_ * 4;
+    at += place_bytes_;
+  }
+  const zero::PieceState st = state(whole, place_.as<char>().data(), param.data());
+  if (access != zero::LeaseTo::Fill) move(piece, st, Way::ToPlace);
+  return {this, piece, access, st, std::move(param)};
+}
+
+void ChunkedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& st) noexcept {
+  if (access == zero::LeaseTo::Read) return;
+  try {
+    move(piece, st, Way::ToChunks);
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
+}
+
+void ChunkedStates::throw_if_failed() {
+  if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
+}
+
+}  // namespace ds::offload

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The tier of states that are kept away from the device, in chunks (chunk_layout.h): an update goes through the chunks
+// of its parameters one by one, while others come and go, and runs on the host. Where that has no device's memory,
+// gradients come to it, and parameters go back. One version: nothing is updated before the verdict is known.
+
+#include <exception>
+#include <functional>
+
+#include "offload/chunk_memory.h"
+#include "zero/state_store.h"
+
+namespace ds::offload {
+
+using MakeChunks =
+    std::function<std::unique_ptr<ChunkMemory>(const ChunkLayout& layout, Device& device, MemoryLedger& ledger)>;
+
+// The host as a place to compute: the device itself, where that is it.
+struct UpdateHost {
+  Device& device;
+  bool apart = false;  // from the device that trains
+};
+
+class ChunkedStates final : public zero::StateStore {
+ public:
+  // most: elements of a chunk.
+  ChunkedStates(Parts parts, i64 most, const UpdateHost& host, const MakeChunks& make);
+  void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
+  void for_each_master(zero::Tile tile, Visit visit) override;
+  void settle(zero::VerdictHandle&) override {}
+  zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
+  bool in_place() const noexcept override { return false; }
+
+ private:
+  void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& state) noexcept override;
+  // A part of a tile's piece.
+  struct Item {
+    ChunkPart part;
+    const zero::TilePiece* of = nullptr;
+  };
+  // An update of some parts of a chunk, where they are and on the host.
+  void update_in_place(std::span<const Item> items, char* memory, const UpdateSpec& spec, zero::VerdictHandle& verdict);
+  void update_on_host(std::span<const Item> items, char* memory, const UpdateSpec& spec, zero::VerdictHandle& verdict);
+  zero::Tile tile_of(std::span<const Item> items);
+  // Calls visit(items, chunk, its memory) for each chunk that has any of the tile; whether it changes them.
+  void for_each_chunk(zero::Tile tile, bool backward, bool change,
+                      FunctionRef<void(std::span<const Item>, i64, char*)> visit);
+  zero::PieceState state(const ChunkPart& part, char* memory, void* param) const noexcept;
+  void throw_if_failed();
+  // Between the chunks of a piece and its place on the device.
+  enum class Way : u8 { ToPlace, ToChunks };
+  void move(const zero::Piece& piece, const zero::PieceState& place, Way way);
+
+  const ChunkLayout chunks_;
+  const UpdateHost host_;
+  std::unique_ptr<ChunkMemory> memory_;
+  Buffer gradients_, params_;   // of a chunk, on a host that is apart
+  std::vector<float> factors_;  // likewise, of a pass
+  // Of a lease, for each state: its elements, and the scales of its blocks behind them.
+  i64 lease_elems_ = 0, place_bytes_ = 0;
+  Buffer place_;
+  bool backward_ = false;    // the next update begins with the chunks that the last one ended with
+  std::vector<Item> items_;  // scratch
+  std::vector<zero::TilePiece> tile_;
+  std::vector<UpdateTensor> tensors_;
+  std::vector<zero::TierLease> leases_;
+  std::exception_ptr failed_;  // a lease could not give back what it had: told when somebody asks next
+};
+
+}  // namespace ds::offload

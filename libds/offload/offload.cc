@@ -1,0 +1,133 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/offload.h"
+
+#include <algorithm>
+
+#include "probe/host.h"
+
+namespace ds::offload {
+namespace {
+
+constexpr i64 kMostTile = i64{1} << 20;  // elements
+
+// Chunks of a prediction: memory is counted, and nobody looks at it.
+class CountedChunks final : public ChunkMemory {
+ public:
+  CountedChunks(const ChunkLayout& layout, Device& device, MemoryLedger& ledger, const FileChunks::Options& options)
+      : resident_(device_buffer(device, ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag,
+                                FileChunks::resident_bytes(layout, options))),
+        windows_(device_buffer(device, ledger, options.tag, FileChunks::window_bytes(layout, options))) {}
+  char* take(i64) override { return static_cast<char*>(windows_.data()); }
+  void give_back(i64, bool) override {}
+  void expect(i64) override {}
+  i64 most_expected() const noexcept override { return 0; }
+
+ private:
+  Buffer resident_, windows_;
+};
+
+}  // namespace
+
+Settings settings_of(const Config& config, DeviceKind device) {
+  Settings s{.device = device, .params = config.zero.offload_param, .aio = config.aio};
+  if (trains(config.use)) s.states = config.zero.offload_optimizer;
+  DS_CHECK(device == DeviceKind::Cpu || s.params.device == OffloadDevice::None, Errc::Unavailable,
+           "zero_optimization.offload_param is not supported on GPUs yet; device \"cpu\" has it");
+  DS_CHECK(device == DeviceKind::Cpu || !s.states.gradients, Errc::Unavailable,
+           "zero_optimization.offload_optimizer.gradients is not supported on GPUs yet; device \"cpu\" has it");
+  s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kStateBlock, kMostTile);
+  s.threads = narrow<int>(config.threads);
+  return s;
+}
+
+// On the CPU, what is to be in its memory is there.
+Offload::Offload(const Settings& settings, For what) : settings_(settings), for_(what) {
+  const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = settings.device != DeviceKind::Cpu;
+  if (nvme || (apart && settings.states.device == OffloadDevice::Cpu)) {
+    if (apart && what == For::Run)
+      host_ = make_cpu_device(probe::cpu_backend(), settings.threads > 0 ? settings.threads : probe::rank_threads(1));
+    tiers_.states = [this, apart](zero::StateStore::Parts parts) {
+      Device& host = host_ ? *host_ : parts.device;
+      return std::make_unique<ChunkedStates>(
+          std::move(parts), settings_.tile, UpdateHost{host, apart},
+          [this, &host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
+            return make_chunks(layout, device, host, ledger);
+          });
+    };
+    // One that is added to or read, and one that goes.
+    if (nvme && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
+  }
+  if (settings.params.device == OffloadDevice::Nvme)
+    tiers_.params = make_array(settings.params.nvme_path, settings.params.buffer_count);
+}
+
+IoOptions Offload::io() const noexcept {
+  return {.block_bytes = settings_.aio.block_size,
+          .depth = static_cast<int>(settings_.aio.queue_depth),
+          .threads = static_cast<int>(settings_.aio.intra_op_parallelism),
+          .io_uring = settings_.aio.method != AioMethod::Threads};
+}
+
+void Offload::count_in_file(Tag tag, i64 bytes) {
+  if (bytes > 0) in_files_.emplace_back(files_, tag, this, bytes, [] {});
+}
+
+void Offload::keep(const BlockFile* file) {
+  if (file == nullptr) return;
+  DS_CHECK(settings_.aio.method != AioMethod::IoUring || file->method().starts_with("io_uring"), Errc::Unavailable,
+           "aio.method \"io_uring\": this kernel refuses it; \"threads\" works everywhere");
+  opened_.push_back(file);
+}
+
+std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Device& device, Device& host,
+                                                  MemoryLedger& ledger) {
+  const OffloadOptimizerConfig& c = settings_.states;
+  // As DeepSpeed's Twin-Flow divides its groups.
+  const i64 resident = static_cast<i64>((1 - c.ratio) * static_cast<double>(std::ssize(layout.chunks())));
+  if (c.device == OffloadDevice::Cpu) return std::make_unique<HostChunks>(layout, resident, device, host, ledger);
+  FileChunks::Options options{.dir = c.nvme_path,
+                              .io = io(),
+                              .tag = settings_.device == DeviceKind::Cpu ? Tag::Offload : Tag::Host,
+                              .windows = c.buffer_count,
+                              .resident = resident,
+                              .read_ahead = c.pipeline_read,
+                              .write_behind = c.pipeline_write,
+                              .checksums = settings_.aio.checksum};
+  PerState<i64> bytes = layout.state_bytes();
+  for (const Chunk& chunk : layout.chunks().first(static_cast<size_t>(options.resident))) {
+    for (const State s : kStates) bytes[s] -= chunk.state_bytes[s];
+  }
+  for (const State s : kStates) count_in_file(s == State::Master ? Tag::Master : Tag::Optimizer, bytes[s]);
+  if (for_ == For::Prediction) return std::make_unique<CountedChunks>(layout, host, ledger, options);
+  auto made = std::make_unique<FileChunks>(layout, host, ledger, options);
+  keep(made->file());
+  return made;
+}
+
+zero::MakeArray Offload::make_array(std::string dir, i64 beside) {
+  return [this, dir = std::move(dir), beside](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
+    FileArray::Options options{.dir = for_ == For::Prediction ? "" : dir,
+                               .io = io(),
+                               .beside = beside,
+                               .read_ahead = settings_.states.pipeline_read,
+                               .write_behind = settings_.states.pipeline_write};
+    count_in_file(tag, align_up(bytes, BlockFile::kPage));
+    auto made = std::make_unique<FileArray>(device, ledger, bytes, most, options);
+    keep(made->file());
+    return made;
+  };
+}
+
+BlockFile::Counts Offload::moved() const noexcept {
+  BlockFile::Counts sum;
+  for (const BlockFile* file : opened_) {
+    sum.read_bytes += file->counts().read_bytes;
+    sum.written_bytes += file->counts().written_bytes;
+    sum.waited_s += file->counts().waited_s;
+  }
+  return sum;
+}
+
+std::string Offload::method() const { return opened_.empty() ? std::string() : opened_.front()->method(); }
+
+}  // namespace ds::offload

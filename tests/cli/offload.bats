@@ -1,0 +1,129 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# What is offloaded changes no number: from the shell, with real processes and files; and ds-offload.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+nvme='{"device": "nvme", "nvme_path": "disk"}'
+
+setup() {
+  tiny_setup
+  mkdir disk
+  sed -i 's/"train_batch_size"/"bf16": {"enabled": true}, &/' cfg.json
+}
+
+@test "states, gradients and parameters in files: losses and merged states are those of memory" {
+  for stage in 1 2 3; do
+    rm -rf memory away half
+    ds-launch -n 2 ds-train cfg.json --out memory --quiet --set zero_optimization.stage=$stage
+    set -- --set zero_optimization.stage=$stage --set zero_optimization.sub_group_size=4096 \
+      --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.offload_optimizer.gradients=true
+    ((stage < 3)) || set -- "$@" --set "zero_optimization.offload_param=$nvme" --set aio.checksum=true
+    ds-launch -n 2 ds-train cfg.json --out away --quiet "$@"
+    assert_equal "$(losses away)" "$(losses memory)"
+    merged memory memory.safetensors
+    merged away away.safetensors
+    cmp memory.safetensors away.safetensors
+    # On from memory in files, of other ranks; and back.
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --steps 4 --set zero_optimization.stage=$stage
+    ds-launch -n 4 ds-train cfg.json --out half --quiet --steps 8 --resume latest "$@"
+    ds-train cfg.json --out half --quiet --resume latest
+    assert_equal "$(losses half)" "$(losses memory)"
+  done
+  assert_equal "$(ls -A disk)" ""
+}
+
+@test "what is in files is predicted, counted and shown, step by step" {
+  set -- --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.sub_group_size=4096
+  run -0 --separate-stderr ds-train cfg.json --check "$@"
+  assert_line --regexp '^  master +[0-9.]+ .iB in a file$'
+  run -0 --separate-stderr ds-memreport cfg.json "$@"
+  assert_line --regexp '^  optimizer +[0-9.]+ .iB in a file of each rank$'
+  run -0 --separate-stderr ds-train cfg.json --out away "$@"
+  assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for \(.+\)$'
+  python3 - away/metrics.jsonl <<'PYTHON'
+import json, sys
+lines = [json.loads(line) for line in open(sys.argv[1])]
+steps = [line for line in lines if line["type"] == "step"]
+assert len(steps) == 12
+for s in steps[1:]:
+    assert s["offload"]["read_bytes"] > 0 and s["offload"]["written_bytes"] > 0 and s["offload"]["wait_ms"] >= 0
+    assert "master" not in s["memory_bytes"] and "optimizer" not in s["memory_bytes"]
+PYTHON
+}
+
+@test "on a CPU, offload to the cpu asks for nothing" {
+  ds-train cfg.json --out plain --quiet
+  for section in '"offload_optimizer": {"device": "cpu", "pin_memory": true}, "sub_group_size": 1e9' \
+    '"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu", "pin_memory": "auto"}'; do
+    sed "s/\"zero_optimization\": {/&$section, /; s/\"stage\": 3, \(.*\)\"stage\": 2, /\"stage\": 3, \1/" cfg.json >cpu.json
+    rm -rf cpu
+    run -0 --separate-stderr ds-train cpu.json --out cpu
+    assert_equal "$stderr" ""
+    assert_equal "$(losses cpu)" "$(losses plain)"
+  done
+  rm -rf cpu
+  run -0 --separate-stderr ds-train cfg.json --out cpu --set zero_optimization.cpu_offload=true
+  assert_equal "$(grep -c warning <<<"$stderr")" 1
+  [[ $stderr == *'zero_optimization.cpu_offload: is deprecated; write zero_optimization.offload_optimizer.device "cpu"'* ]]
+  assert_equal "$(losses cpu)" "$(losses plain)"
+}
+
+refused() { # status text argument...
+  local status=$1 text=$2
+  shift 2
+  run "-$status" --separate-stderr ds-train cfg.json --out refused "$@"
+  [[ $stderr == *"$text"* ]] || fail "$stderr"
+  assert [ ! -e refused ]
+}
+
+@test "what cannot be offloaded is said before anything is written" {
+  refused 2 'offload_optimizer.nvme_path: is missing' --set zero_optimization.offload_optimizer.device=nvme
+  refused 2 'stage 0 has all states' --set zero_optimization.stage=0 --set "zero_optimization.offload_optimizer=$nvme"
+  refused 2 'ZeRO stage 2 keeps whole parameters' --set "zero_optimization.offload_param=$nvme"
+  refused 2 'save.async: copies the state' --set save.async=true --set "zero_optimization.offload_optimizer=$nvme"
+  refused 2 'no multiple of 4096' --set aio.block_size=5000 --set "zero_optimization.offload_optimizer=$nvme"
+  refused 2 'did you mean "nvme"' --set zero_optimization.offload_optimizer.device=nvm
+  refused 4 'No such file or directory' --set zero_optimization.offload_optimizer.device=nvme \
+    --set zero_optimization.offload_optimizer.nvme_path=nowhere
+  refused 4 'Muon looks at all gradients' --set optimizer.type=Muon --set "zero_optimization.offload_optimizer=$nvme" \
+    --set zero_optimization.offload_optimizer.gradients=true
+  refused 4 'super_offload' --set zero_optimization.offload_optimizer.super_offload=true
+}
+
+@test "a run that is killed leaves no file" {
+  ds-train cfg.json --out killed --quiet --set steps=100000 --set save.every=10 \
+    --set "zero_optimization.offload_optimizer=$nvme" --set "zero_optimization.stage=3" \
+    --set "zero_optimization.offload_param=$nvme" &
+  until_true 60 steps_at_least killed 30
+  ranks_here | xargs kill -9
+  wait || true
+  assert_equal "$(ls -A disk)" ""
+  ds-train cfg.json --out whole --quiet --set steps=40 --set zero_optimization.stage=3
+  ds-train cfg.json --out killed --quiet --resume latest --set steps=100000 --steps "$(($(losses killed | wc -l) + 20))" \
+    --set zero_optimization.stage=3
+  assert_equal "$(losses killed | head -40)" "$(losses whole)"
+}
+
+@test "ds-offload bench: files and updates, a section for configurations" {
+  run -0 --separate-stderr ds-offload bench --path disk --size 16MiB --block-size 64KiB,1MiB --queue-depth 1,4 --params 100000 --loops 1
+  assert_equal "$stderr" ""
+  assert_line --regexp '^method +block +depth +read GB/s +write GB/s$'
+  assert_equal "$(grep -c '^threads ' <<<"$output")" 4
+  assert_line --regexp '^  "aio": \{"method":"(io_uring|threads)","block_size":(65536|1048576),"(queue_depth|intra_op_parallelism)":[14]\}$'
+  assert_line --regexp '^AdamW +[0-9.e+]+ +30.00 +[0-9.]+ +[0-9]+ %$'
+  assert_line --regexp '^AdamW8bit +[0-9.e+]+ +18.06 '
+  sed "s/\"steps\"/$(grep '"aio"' <<<"$output" | tr -d '\n'), &/" cfg.json >tuned.json
+  ds-train tuned.json --quiet --steps 2 --out tuned --set "zero_optimization.offload_optimizer=$nvme"
+  assert_equal "$(ls -A disk)" ""
+  run -0 --separate-stderr ds-offload bench --path disk --size 16MiB --params 1000 --optimizer Lion --loops 1 --json
+  python3 -c 'import json, sys; d = json.load(sys.stdin); assert d["schema"] == "ds-offload/1" and d["files"] and d["updates"][0]["optimizer"] == "Lion"' <<<"$output"
+  for bad in "--block-size 5000" "--method aio" "--optimizer Muon" "--queue-depth 0" "--size 1"; do
+    # shellcheck disable=SC2086
+    run -2 --separate-stderr ds-offload bench --path disk --params 1000 $bad
+  done
+  run -4 --separate-stderr ds-offload bench --path nowhere --params 0
+  run -2 --separate-stderr ds-offload
+}

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// States that are offloaded to a file train with the bits of states in memory, whatever the file is read with and
+// however many tiles of it are in memory at a time; they are saved, loaded and merged alike, and what they take of
+// memory and of the disk is what was predicted.
+
+#include <gmock/gmock.h>
+
+#include "checkpoint/step_writer.h"
+#include "equivalence/checkpoints.h"
+#include "equivalence/optimizers.h"
+
+namespace ds::testing {
+namespace offload_test {
+
+constexpr i64 kSteps = 4;
+
+Config config(const Layout& l, const OptimizerCase& optimizer, DType work) {
+  Config c = config_of(of_four_heads(tiny_gpt2()), l, l.dp == 3 ? 6 : 4);
+  c.bf16.enabled = work == DType::BF16;
+  c.fp16.enabled = work == DType::F16;
+  c.fp16.initial_scale_power = 8;
+  c.communication_data_type = c.work_dtype();
+  c.gradient_clipping = 0.5;
+  optimizer.choose(c.optimizer);
+  return c;
+}
+
+const OptimizerCase& optimizer_named(std::string_view name) {
+  return *std::ranges::find(kOptimizers, name, [](const OptimizerCase& o) { return std::string_view(o.name); });
+}
+
+// With tiles so small that a model of a test has many of them.
+Config offloaded(Config c, const std::string& dir) {
+  c.zero.offload_optimizer = {.device = OffloadDevice::Nvme, .nvme_path = dir};
+  c.zero.sub_group_size = 2 * kStateBlock;
+  return c;
+}
+
+// Looks that a file is at work, of the size that is planned.
+Hooks with_file(Hooks hooks = {}) {
+  hooks.after_step = [](engine::Engine& engine, i64) {
+    const offload::BlockFile::Counts moved = engine.offload().moved();
+    i64 bytes = 0;
+    for (const Tag tag : {Tag::Master, Tag::Optimizer}) {
+      const i64 planned = engine.plan().files[static_cast<size_t>(tag)];
+      EXPECT_EQ(engine.offload().files().current(tag), planned) << tag_name(tag);
+      EXPECT_EQ(engine.ledger().current(Tag::Master), 0);
+      bytes += planned;
+    }
+    if (bytes > 0) {
+      EXPECT_GT(moved.written_bytes, 0);
+      EXPECT_GT(moved.read_bytes, 0);
+    }
+  };
+  return hooks;
+}
+
+class Offload : public ::testing::TestWithParam<OptimizerCase> {};
+
+TEST_P(Offload, ChangesNoBit) {
+  const TempDirectory dir;
+  for (const DType work : {DType::F32, DType::BF16}) {
+    for (const Layout& l : {Layout{.stage = 1},
+                            {.dp = 2, .stage = 2},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.dp = 3, .stage = 3},
+                            {.tp = 2, .stage = 1}}) {
+      const Config c = config(l, GetParam(), work);
+      const Trace want = train_threads(c, l.ranks(), kSteps);
+      const Trace got = train_threads(offloaded(c, dir.path()), l.ranks(), kSteps, 1, with_file());
+      expect_same_training(got, want, fmt::format("{} {}", l.name(), dtype_name(work)));
+    }
+  }
+}
+
+// Nor does a step that is skipped leave a trace.
+TEST_P(Offload, ASkippedStepIsForgotten) {
+  const TempDirectory dir;
+  const Config c = config({.stage = 2}, GetParam(), DType::F16);
+  f16 healthy{};
+  const Hooks overflow = {.before_step = [&](engine::Engine& engine, i64 step) {
+    zero::Piece one = engine.held_pieces().front();
+    one.count = std::min<i64>(one.count, zero::StateStore::kLeaseElems);
+    const zero::StateLease lease = engine.lease(one);
+    f16& weight = *static_cast<f16*>(lease[State::Param]);
+    if (step == 3) weight = healthy;
+    if (step == 2) healthy = std::exchange(weight, to_f16(INFINITY));
+  }};
+  const Trace want = train_threads(c, 1, kSteps, 1, overflow);
+  EXPECT_EQ(want.skipped, (std::vector<bool>{false, false, true, false}));
+  expect_same_training(train_threads(offloaded(c, dir.path()), 1, kSteps, 1, overflow), want, "nvme");
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Offload, ::testing::ValuesIn(kOptimizers),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+// Gradients and slices of parameters, with the states or without them.
+TEST(OffloadArrays, ChangeNoBit) {
+  const TempDirectory dir;
+  for (const OptimizerCase& optimizer : kOptimizers) {
+    const bool whole = std::string_view(optimizer.name) == "Muon";
+    for (const DType work : {DType::F32, DType::BF16}) {
+      for (const Layout& l : {Layout{.stage = 3},
+                              {.dp = 2, .stage = 3},
+                              {.dp = 2, .pp = 2, .stage = 3},
+                              {.dp = 2, .tp = 2, .stage = 3}}) {
+        const Config c = config(l, optimizer, work);
+        const Trace want = train_threads(c, l.ranks(), kSteps);
+        for (const bool states : {false, true}) {
+          Config o = c;
+          if (states) o = offloaded(c, dir.path());
+          o.zero.offload_optimizer.gradients = states && !whole;
+          o.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+          const Trace got = train_threads(o, l.ranks(), kSteps, 1, states ? with_file() : Hooks{});
+          expect_same_training(
+              got, want, fmt::format("{} {} {}{}", optimizer.name, l.name(), dtype_name(work), states ? " all" : ""));
+        }
+      }
+    }
+  }
+}
+
+// However it is read and written.
+TEST(OffloadWays, AllGiveTheSameBits) {
+  const TempDirectory dir;
+  for (const char* optimizer : {"AdamW", "Lamb"}) {
+    const Layout l{.dp = 2, .stage = 2};
+    const Config c = config(l, optimizer_named(optimizer), DType::BF16);
+    const Trace want = train_threads(c, l.ranks(), kSteps);
+    const auto expect_same = [&](const std::string& what, auto&& change) {
+      Config o = offloaded(c, dir.path());
+      change(o);
+      expect_same_training(train_threads(o, l.ranks(), kSteps), want, fmt::format("{}: {}", optimizer, what));
+    };
+    for (const i64 buffers : {1, 2, 3, 1000})
+      expect_same(fmt::format("{} buffers", buffers),
+                  [&](Config& o) { o.zero.offload_optimizer.buffer_count = buffers; });
+    expect_same("one tile", [](Config& o) { o.zero.sub_group_size = 1'000'000'000; });
+    expect_same("threads", [](Config& o) {
+      o.aio = {.method = AioMethod::Threads, .block_size = 4096, .intra_op_parallelism = 3};
+    });
+    expect_same("small blocks", [](Config& o) { o.aio = {.block_size = 4096, .queue_depth = 1, .checksum = true}; });
+    expect_same("nothing beside", [](Config& o) {
+      o.zero.offload_optimizer.pipeline_read = o.zero.offload_optimizer.pipeline_write = false;
+    });
+    for (const double ratio : {0.0, 0.3, 0.99})
+      expect_same(fmt::format("ratio {}", ratio), [&](Config& o) { o.zero.offload_optimizer.ratio = ratio; });
+  }
+}
+
+TEST(OffloadCheckpoints, AreThoseOfMemory) {
+  for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
+    const OptimizerCase& optimizer = optimizer_named(which);
+    for (const DType work : {DType::F32, DType::BF16}) {
+      const std::string what = fmt::format("{} {}", optimizer.name, dtype_name(work));
+      const Layout two = {.dp = 2, .stage = 2}, other = {.dp = 4, .stage = 3};
+      const TempDirectory dir;
+      const auto away = [&](const Layout& l) { return offloaded(config(l, optimizer, work), dir.path()); };
+      const Saved memory = train_and_save(config(two, optimizer, work), two, kSteps, dir / "memory");
+      const Saved nvme = train_and_save(away(two), two, kSteps, dir / "nvme");
+      const auto merged = [&](const Saved& s, const std::string& name) {
+        MergeOptions options;
+        options.optimizer = true;
+        (void)merge_checkpoint(s.step, dir / name, options);
+        return bytes_of(dir / name);
+      };
+      EXPECT_EQ(merged(nvme, "nvme.h5"), merged(memory, "memory.h5")) << what;
+
+      const Trace want = resume(config(two, optimizer, work), two, kSteps, memory.step);
+      expect_same_training(resume(config(two, optimizer, work), two, kSteps, nvme.step), want, what + ": in memory");
+      expect_same_training(resume(away(two), two, kSteps, memory.step), want, what + ": in a file");
+      expect_same_training(resume(away(other), other, kSteps, memory.step), want, what + ": in a file, elsewhere");
+    }
+  }
+}
+
+// A disk that is not there, or has no room, is said before the first step.
+TEST(OffloadWays, WhatCannotBeHadIsSaid) {
+  Config c = offloaded(config({.stage = 1}, kOptimizers[0], DType::BF16), "/nowhere/at/all");
+  try {
+    train_threads(c, 1, 1);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Unavailable);
+    EXPECT_THAT(e.what(), ::testing::HasSubstr("/nowhere/at/all"));
+  }
+}
+
+}  // namespace offload_test
+}  // namespace ds::testing

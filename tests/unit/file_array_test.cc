@@ -1,0 +1,147 @@
+// SPDX-License-Identifier: Apache-2.0
+// Arrays in files are what an array in memory would be, whatever is leased side by side and wherever leases begin; and
+// chunks of states have each element of each piece once.
+#include "offload/file_array.h"
+
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+#include "offload/chunk_layout.h"
+#include "temp_directory.h"
+
+namespace ds::offload {
+namespace file_array_test {
+
+using ds::testing::TempDirectory;
+using zero::LeaseTo;
+
+// Cuts of [0, size): what threads of an engine lease at the same time.
+TEST(FileArray, IsAnArray) {
+  const TempDirectory dir;
+  const auto device = make_cpu_device(*cpu_ops(), 1);
+  for (const bool ring : {true, false}) {
+    for (const i64 size : {i64{1}, i64{5000}, i64{300'001}}) {
+      for (const i64 beside : {0, 2}) {
+        const i64 most = size / 3 + 1;
+        MemoryLedger ledger;
+        FileArray array(*device, ledger, size, most,
+                        {.dir = dir.path(), .io = {.block_bytes = 8192, .io_uring = ring}, .beside = beside});
+        std::vector<char> want(static_cast<size_t>(size), 0);
+        std::mt19937 random(3);
+        size_t most_leases = 0;
+        for (int round = 0; round < 300; ++round) {
+          // Some parts of it that have nothing in common, in no order.
+          std::set<i64> cuts = {0, size};
+          for (int i = 0; i < 4; ++i) cuts.insert(static_cast<i64>(random() % static_cast<u64>(size)));
+          std::vector<std::pair<i64, i64>> parts;
+          for (auto it = cuts.begin(); std::next(it) != cuts.end(); ++it) {
+            if (*std::next(it) - *it <= most && random() % 4 != 0) parts.emplace_back(*it, *std::next(it) - *it);
+          }
+          std::shuffle(parts.begin(), parts.end(), random);
+          for (const auto& [begin, n] : parts) {
+            if (random() % 3 == 0) array.expect(begin, n);
+          }
+          struct Open {
+            i64 begin, n;
+            LeaseTo access;
+            zero::TierLease lease;
+          };
+          std::vector<Open> open;
+          for (const auto& [begin, n] : parts) {
+            const LeaseTo access = static_cast<LeaseTo>(random() % 3);
+            open.push_back({begin, n, access, array.lease(begin, n, access)});
+          }
+          most_leases = std::max(most_leases, open.size());
+          std::shuffle(open.begin(), open.end(), random);
+          for (Open& o : open) {
+            char* const data = static_cast<char*>(o.lease.data());
+            if (o.access != LeaseTo::Fill) {
+              ASSERT_EQ(std::memcmp(data, want.data() + o.begin, static_cast<size_t>(o.n)), 0) << "round " << round;
+            }
+            if (o.access == LeaseTo::Read) continue;
+            for (i64 i = 0; i < o.n; ++i) {
+              if (o.access == LeaseTo::Write && random() % 2 == 0) continue;
+              want[static_cast<size_t>(o.begin + i)] = data[i] = static_cast<char>(random());
+            }
+          }
+          while (!open.empty()) open.pop_back();
+        }
+        EXPECT_LE(ledger.peak(Tag::Offload),
+                  (static_cast<i64>(most_leases) + beside) * (align_up(most, 4096) + 2 * 4096));
+        const zero::TierLease nothing = array.lease(0, 0, LeaseTo::Write);
+      }
+    }
+  }
+}
+
+TEST(ChunkLayout, HasEachElementOnce) {
+  // Parameters of kinds that change places, in rows of a few units; of odd sizes.
+  std::vector<model::ParamRow> rows;
+  std::mt19937 random(5);
+  for (int i = 0; i < 40; ++i) {
+    model::ParamRow row;
+    row.shape = {1 + static_cast<i64>(random() % 3000)};
+    rows.push_back(row);
+  }
+  std::vector<std::span<const model::ParamRow>> units;
+  for (size_t u = 0; u < 4; ++u) units.push_back(std::span(rows).subspan(10 * u, 10));
+  for (const int ranks : {1, 3}) {
+    const zero::Layout layout = zero::Layout::make(units, {.num_ranks = ranks, .stage = 2, .block = kStateBlock});
+    std::vector<StateSet> has;
+    std::vector<PerState<DType>> dtypes;
+    for (size_t p = 0; p < rows.size(); ++p) {
+      const u64 kind = random() % 3;
+      has.push_back(kind == 0   ? state_set({State::Master})
+                    : kind == 1 ? state_set({State::Master, State::MomentumBuffer})
+                                : state_set({State::Master, State::ExpAvg, State::ExpAvgSq}));
+      dtypes.emplace_back();
+      dtypes.back()[State::ExpAvg] = DType::I8, dtypes.back()[State::ExpAvgSq] = DType::U8;
+    }
+    for (int rank = 0; rank < ranks; ++rank) {
+      const zero::StateLayout states(layout, rank, has, dtypes);
+      const std::vector<zero::Piece> held = layout.held_pieces(rank);
+      for (const i64 most : {kStateBlock, 4 * kStateBlock, i64{1} << 20}) {
+        const ChunkLayout chunks(held, states, most);
+        std::vector<char> taken(static_cast<size_t>(chunks.bytes()), 0);
+        i64 at = 0;
+        for (const Chunk& c : chunks.chunks()) {
+          EXPECT_EQ(c.at, at);
+          EXPECT_EQ(c.bytes % ChunkLayout::kPage, 0);
+          EXPECT_LE(c.elems, most);
+          at += c.bytes;
+        }
+        EXPECT_EQ(at, chunks.bytes());
+        for (const zero::Piece& piece : held) {
+          i64 next = piece.begin;
+          chunks.for_each_part(piece, [&](const ChunkPart& part) {
+            EXPECT_EQ(part.piece.begin, next);
+            EXPECT_EQ((part.piece.begin - piece.begin) % kStateBlock, 0);
+            next += part.piece.count;
+            for (const State s : kStates) {
+              if (!has[piece.param][s]) continue;
+              const DType t = dtypes[piece.param][s];
+              const auto take = [&](i64 from, i64 n) {
+                for (i64 i = 0; i < n; ++i) EXPECT_EQ(taken[chunks.chunks()[part.chunk].at + from + i]++, 0);
+                EXPECT_LE(from + n, chunks.chunks()[part.chunk].bytes);
+              };
+              take(part.offsets[s], part.piece.count * dtype_bytes(t));
+              if (is_coded(t)) take(part.scales[s], state_blocks(part.piece.count) * 4);
+            }
+          });
+          EXPECT_EQ(next, piece.begin + piece.count);
+          // A part of a piece lies where the piece has it.
+          if (piece.count < 2 * kStateBlock) continue;
+          const zero::Piece tail = piece.part(kStateBlock, piece.count - kStateBlock);
+          i64 seen = 0;
+          chunks.for_each_part(tail, [&](const ChunkPart& part) { seen += part.piece.count; });
+          EXPECT_EQ(seen, tail.count);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace file_array_test
+}  // namespace ds::offload
