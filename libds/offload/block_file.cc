@@ -202,7 +202,7 @@ class BlockFile::Ring final : public BlockFile::Worker {
     has_memory_ = parts.size() == 1 &&
                   ::io_uring_register_buffers(&ring_, parts.data(), static_cast<unsigned>(parts.size())) == 0;
     for (i64 i = 0; i < options.depth; ++i) free_.push_back(i);
-    method = fmt::format("io_uring{}, {}", has_memory_ ? "" : " without registered memory",
+    method = fmt::format("io_uring{}, {}", has_memory_ || memory.empty() ? "" : " without registered memory",
                          direct_ ? "direct" : "through the page cache");
     thread_ = start_thread("a thread for offloaded states", [this] { run(); });
   }

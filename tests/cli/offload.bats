@@ -107,6 +107,34 @@ refused() { # status text argument...
   assert_equal "$(losses killed | head -40)" "$(losses whole)"
 }
 
+# DS_SLOW=1: ten times.
+@test "a model whose state is more than the limit of memory trains and saves inside it" {
+  local layers=12 times=1
+  if [[ -n ${DS_SLOW-} ]]; then layers=110 times=10; fi
+  cat >big.json <<'JSON'
+{"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 512, "n_layer": 12, "n_head": 8},
+ "data": {"train": "text.txt", "seq_length": 64}, "bf16": {"enabled": true}, "train_batch_size": 1,
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "activation_checkpointing": {"granularity": "layer"},
+ "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000000,
+   "stage3_prefetch_bucket_size": 4000000, "stage3_max_live_parameters": 8000000, "stage3_max_reuse_distance": 0},
+ "steps": 2}
+JSON
+  sed -i "s/\"n_layer\": 12/\"n_layer\": $layers/" big.json
+  set -- --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.offload_optimizer.gradients=true \
+    --set "zero_optimization.offload_param=$nvme" --set zero_optimization.offload_param.buffer_count=2
+  limit=560000 # KiB, of which half is programs and libraries
+  state=$(ds-train big.json --check --json "$@" | python3 -c 'import json, sys; print(sum(json.load(sys.stdin)["file_bytes"].values()))')
+  assert [ "$state" -gt $((times * limit * 1024)) ]
+  (ulimit -v $limit && ds-train big.json --out inside --quiet "$@")
+  (ulimit -v $limit && run -4 ds-train big.json --out memory)
+  assert [ ! -e memory ]
+  ds-train big.json --out memory --quiet
+  assert_equal "$(losses inside)" "$(losses memory)"
+  merged inside inside.safetensors
+  merged memory memory.safetensors
+  cmp inside.safetensors memory.safetensors
+}
+
 @test "ds-offload bench: files and updates, a section for configurations" {
   run -0 --separate-stderr ds-offload bench --path disk --size 16MiB --block-size 64KiB,1MiB --queue-depth 1,4 --params 100000 --loops 1
   assert_equal "$stderr" ""
