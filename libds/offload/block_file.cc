@@ -146,7 +146,7 @@ class BlockFile::Worker {
       const i64 whole = result / kPage * kPage;  // what comes next begins at a page again
       block.memory += whole, block.at += whole, block.bytes -= whole;
       if (whole > 0) return false;
-      error = block.write ? ENOSPC : kShort;
+      error = result > 0 ? EIO : block.write ? ENOSPC : kShort;
     }
     {
       const std::lock_guard lock(mutex_);

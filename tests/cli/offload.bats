@@ -107,6 +107,53 @@ refused() { # status text argument...
   assert_equal "$(losses killed | head -40)" "$(losses whole)"
 }
 
+# A run whose N-th write to the disk goes wrong: mode, N, further settings; its status is in $status.
+run_broken() {
+  local mode=$1 at=$2
+  shift 2
+  head -c 64 /dev/zero >log
+  run --separate-stderr env LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" \
+    DS_CRASH_DIR="$(realpath disk)" DS_CRASH_AT="$at" DS_CRASH_MODE="$mode" DS_CRASH_ERRNO=5 DS_CRASH_RANK=0 \
+    ds-launch -n 2 ds-train cfg.json --quiet --set aio.method=threads --set aio.block_size=8192 \
+    --set zero_optimization.stage=3 --set "zero_optimization.offload_optimizer=$nvme" \
+    --set zero_optimization.offload_optimizer.buffer_count=1 --set zero_optimization.sub_group_size=4096 "$@"
+}
+
+@test "a disk that fails ends the run with an error, and the checkpoint before is whole" {
+  sed -i 's/"steps": 12/"steps": 12, "save": {"every": 2}/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet --set zero_optimization.stage=3
+  for mode in once sticky; do
+    for at in 10 40 300; do
+      rm -rf broken
+      run_broken $mode $at --out broken
+      assert_equal "$status" 1
+      [[ $stderr == *"disk: cannot write offloaded states: Input/output error"* ]] || fail "$stderr"
+      assert_equal "$(ls -A disk)" ""
+      ds-launch -n 2 ds-train cfg.json --out broken --quiet --resume latest --set zero_optimization.stage=3
+      assert_equal "$(losses broken)" "$(losses whole)"
+    done
+  done
+  # A write of half its bytes goes on where it ended.
+  for at in 10 41 300; do
+    rm -rf broken
+    run_broken short $at --out broken
+    assert_equal "$status" 0
+    grep -q ' short ' log
+    assert_equal "$(losses broken)" "$(losses whole)"
+  done
+}
+
+@test "a disk without room is told before the first step" {
+  [[ $(id -u) == 0 ]] || skip "needs root, to mount a small file system"
+  mkdir small
+  mount -t tmpfs -o size=64K tmpfs small || skip "cannot mount here"
+  local small='{"device": "nvme", "nvme_path": "small"}'
+  run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small"
+  [[ $stderr == *"small: cannot take 420.000 KiB for offloaded states: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
+  umount small
+  assert [ ! -e refused ]
+}
+
 # DS_SLOW=1: ten times.
 @test "a model whose state is more than the limit of memory trains and saves inside it" {
   local layers=12 times=1
