@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "ds/error.h"
+#include "ds/kernels/dtype.h"
 
 namespace ds::offload {
 
