@@ -173,7 +173,7 @@ reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[
   check 2 "n_head" cfg.json --set model.n_head=3
   check 2 "fp16" cfg.json --set fp16.enabled=true --set bf16.enabled=true
   check 2 "boundary" cfg.json --set reduce_order=boundary
-  check 4 "offload_optimizer" cfg.json --set zero_optimization.offload_optimizer.device=cpu
+  check 4 "super_offload" cfg.json --set zero_optimization.offload_optimizer.super_offload=true
   check 4 "OneBitAdam" cfg.json --set optimizer.type=OneBitAdam
   check 4 "nccl" cfg.json --set communication.backend=nccl
   check 4 "cuda" cfg.json --set device=cuda
