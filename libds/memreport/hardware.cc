@@ -72,6 +72,28 @@ Hardware Hardware::measure(int ranks, int threads) {
   return Hardware(std::make_shared<const State>(State{measure_machine({.ranks = ranks, .threads = threads}), {}}));
 }
 
+Hardware Hardware::with_disk(const std::string& file) const {
+  State s = *state_;
+  const std::string text = read_text_file(file, kMaxDocument, Errc::Config);
+  double best = 0;
+  try {
+    const Json document = Json::parse(text);
+    DS_CHECK(document.at("schema") == "ds-offload/1", Errc::Config, "{}: not a document of ds-offload bench", file);
+    for (const Json& row : document.at("files")) {
+      const double read = 1e9 * row.at("read_gb_per_s").get<double>(),
+                   write = 1e9 * row.at("write_gb_per_s").get<double>();
+      if (read <= 0 || write <= 0 || 1 / (1 / read + 1 / write) <= best) continue;
+      best = 1 / (1 / read + 1 / write);
+      s.machine.disk_read = read;
+      s.machine.disk_write = write;
+    }
+  } catch (const Json::exception&) {
+    throw Error(Errc::Config, fmt::format("{}: not a document of ds-offload bench --path DIR --json", file));
+  }
+  DS_CHECK(best > 0, Errc::Config, "{}: has no rates of a disk; ds-offload bench --path DIR measures one", file);
+  return Hardware(std::make_shared<const State>(std::move(s)));
+}
+
 std::string Hardware::json() const { return machine_json(state_->machine); }
 
 StepTime predict_time(const Config& config, const World& world, DeviceKind device, const Hardware& hardware) {
@@ -129,9 +151,10 @@ class Stages {
 StepTime extended(const StepTime& a, const StepTime& b, double times) {
   const auto at = [&](double of_a, double of_b) { return of_b + (of_b - of_a) * times; };
   StepTime t;
-  for (double StepTime::*field : {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s,
-                                  &StepTime::pipeline_s, &StepTime::communication_s, &StepTime::hidden_s,
-                                  &StepTime::optimizer_s, &StepTime::publish_s, &StepTime::cores_s, &StepTime::step_s})
+  for (double StepTime::*field :
+       {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s, &StepTime::pipeline_s,
+        &StepTime::communication_s, &StepTime::hidden_s, &StepTime::optimizer_s, &StepTime::publish_s,
+        &StepTime::files_s, &StepTime::cores_s, &StepTime::step_s})
     t.*field = at(a.*field, b.*field);
   for (const auto& [name, seconds] : b.messages_s) {
     const auto in_a = a.messages_s.find(name);
@@ -186,6 +209,7 @@ std::string text(const StepTime& t) {
   if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
   line("optimizer", t.optimizer_s, "");
   line("publication", t.publish_s, "  of parameters");
+  if (t.files_s > 0) line("files", t.files_s, "  of what is offloaded, exposed");
   if (t.cores_s > 0) line("waiting for cores", t.cores_s, "  the node has fewer than its ranks have threads");
   line("step", t.step_s, "");
   if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
@@ -197,22 +221,23 @@ std::string json(const StepTime& t) {
   Json ops = Json::object();
   for (const auto& [name, op] : t.ops)
     ops[name] = {{"calls", op.calls}, {"flops", op.flops}, {"bytes", op.bytes}, {"seconds", op.seconds}};
-  return Json({{"step_s", t.step_s},
-               {"pipeline_s", t.pipeline_s},
-               {"compute_s", t.compute_s},
-               {"recompute_s", t.recompute_s},
-               {"in_layer_communication_s", t.in_layer_communication_s},
-               {"communication_s", t.communication_s},
-               {"hidden_s", t.hidden_s},
-               {"optimizer_s", t.optimizer_s},
-               {"publish_s", t.publish_s},
-               {"cores_s", t.cores_s},
-               {"bubble_fraction", t.bubble_fraction},
-               {"tokens_per_s", t.tokens_per_s},
-               {"mfu", t.mfu},
-               {"messages_s", t.messages_s},
-               {"ops", ops}})
-      .dump();
+  Json document({{"step_s", t.step_s},
+                 {"pipeline_s", t.pipeline_s},
+                 {"compute_s", t.compute_s},
+                 {"recompute_s", t.recompute_s},
+                 {"in_layer_communication_s", t.in_layer_communication_s},
+                 {"communication_s", t.communication_s},
+                 {"hidden_s", t.hidden_s},
+                 {"optimizer_s", t.optimizer_s},
+                 {"publish_s", t.publish_s},
+                 {"cores_s", t.cores_s},
+                 {"bubble_fraction", t.bubble_fraction},
+                 {"tokens_per_s", t.tokens_per_s},
+                 {"mfu", t.mfu},
+                 {"messages_s", t.messages_s},
+                 {"ops", ops}});
+  if (t.files_s > 0) document["files_s"] = t.files_s;
+  return document.dump();
 }
 
 }  // namespace ds::memreport

@@ -53,6 +53,9 @@ struct Machine {
   // B/s in caches of ops that compute more than they move; others go by `memory`.
   OpRates bytes;
 
+  // B/s of a node's disk, past the page cache; 0: not known.
+  double disk_read = 0, disk_write = 0;
+
   // Of the ranks of a node, where they compute on its cores; 0 where they do not.
   double threads_per_core() const noexcept {
     return own_stream ? 0 : static_cast<double>(ranks_per_node) * threads / cores;

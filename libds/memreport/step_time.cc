@@ -17,6 +17,7 @@ struct StageTime {
   double exposed = 0, hidden = 0;
   double least_exposed = 0;  // with whichever cut of the layers, and calls
   double optimizer = 0, publish = 0;
+  double files = 0;  // exposed: of what is offloaded to files
   std::map<std::string, double> messages;
 
   double busy() const noexcept { return compute + in_layers; }
@@ -159,6 +160,20 @@ class StageModel {
 
 namespace {
 
+// States come and go beside their updates, gradients and parameters beside the passes; reads and writes take turns on a
+// disk that the ranks of a node share.
+double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
+  const auto seconds = [&](const offload::FileTraffic& f) {
+    if (f.read_bytes == 0 && f.written_bytes == 0) return 0.0;
+    DS_CHECK(machine.disk_read > 0 && machine.disk_write > 0, Errc::Config,
+             "the run has offloaded states in files, and the disk's rate is not known: give --disk FILE, which "
+             "ds-offload bench --json writes");
+    return machine.ranks_per_node * (static_cast<double>(f.read_bytes) / machine.disk_read +
+                                     static_cast<double>(f.written_bytes) / machine.disk_write);
+  };
+  return std::max(0.0, seconds(plan.state_files) - t.optimizer) + std::max(0.0, seconds(plan.array_files) - t.busy());
+}
+
 std::vector<StageTime> times_of(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,
                                 const Links* links) {
   DS_ASSERT(!stages.empty());
@@ -166,6 +181,7 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
   for (size_t s = 0; s < stages.size(); ++s) {
     const bool same = s > 0 && stages[s].plan == stages[s - 1].plan;
     times.push_back(same ? times.back() : StageModel(stages[s], model.hidden, machine, links).run());
+    if (!same) times.back().files = exposed_files(*stages[s].plan, times.back(), machine);
   }
   return times;
 }
@@ -173,7 +189,7 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
 StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
-  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s;
+  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {
     double work = 0;  // of a rank, in the mean
     for (const StageTime& t : times) work += (t.compute + t.optimizer) / static_cast<double>(times.size());
@@ -220,6 +236,7 @@ StepTime busy_step(const std::vector<StageTime>& times) {
     step.communication_s = std::max(step.communication_s, t.exposed);
     step.optimizer_s = std::max(step.optimizer_s, t.optimizer);
     step.publish_s = std::max(step.publish_s, t.publish);
+    step.files_s = std::max(step.files_s, t.files);
   }
   return step;
 }
@@ -254,6 +271,7 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
     any.communication_s += part * t.least_exposed;
     any.optimizer_s += part * t.optimizer;
     any.publish_s += part * t.publish;
+    any.files_s += part * t.files;
   }
   return {finished(busy_step(times), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};

@@ -53,6 +53,9 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
   if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
   for (const TagBytes& t : g.files)
     text += fmt::format("  {:<20} {:>14} in a file of each rank\n", t.tag, bytes_text(t.bytes));
+  if (!g.files.empty())
+    text += fmt::format("  {} read and {} written in a step\n", bytes_text(g.file_read_bytes),
+                        bytes_text(g.file_written_bytes));
   return text;
 }
 
@@ -114,6 +117,8 @@ std::string json(const Prediction& p) {
     Json files = Json::object();
     for (const TagBytes& t : g.files) files[t.tag] = t.bytes;
     groups.back()["file_bytes"] = files;
+    groups.back()["file_read_bytes"] = g.file_read_bytes;
+    groups.back()["file_written_bytes"] = g.file_written_bytes;
   }
   return Json({{"world_size", p.world.ranks},
                {"nodes", p.world.nodes},

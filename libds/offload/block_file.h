@@ -26,6 +26,8 @@ class BlockFile {
   // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
   // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
   BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
+  // Of a prediction: there is no file; requests are counted, and done.
+  BlockFile();
   ~BlockFile();  // waits for all requests
 
   // Starts a request; the memory stays until wait(). One thread at a time.
@@ -44,12 +46,14 @@ class BlockFile {
   const Counts& counts() const noexcept;
   // For people: "io_uring, direct", "4 threads, through the page cache".
   const std::string& method() const noexcept;
+  bool is_there() const noexcept { return worker_ != nullptr; }  // else nobody may look at what is read
 
  private:
   class Worker;
   class Ring;
   class Threads;
   std::unique_ptr<Worker> worker_;
+  Counts counted_;  // of a prediction
 };
 
 }  // namespace ds::offload

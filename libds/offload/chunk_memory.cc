@@ -46,11 +46,13 @@ FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& le
       memory_(device_buffer(host, ledger, options.tag, window_bytes(layout, options))),
       windows_(static_cast<size_t>(num_windows(layout, options))),
       written_(layout.chunks().size(), false),
-      checksums_(options.checksums ? layout.chunks().size() : 0) {
+      checksums_(options.checksums && !options.dir.empty() ? layout.chunks().size() : 0) {
   DS_ASSERT(options.windows > 0 && options.resident <= std::ssize(layout.chunks()));
   base_ = reinterpret_cast<char*>(align_up(reinterpret_cast<i64>(memory_.data()), ChunkLayout::kPage));
   const i64 bytes = file_bytes(layout, options);
-  if (bytes > 0)
+  if (options.dir.empty()) {
+    file_ = std::make_unique<BlockFile>();
+  } else if (bytes > 0)
     file_ = std::make_unique<BlockFile>(
         options.dir, bytes, std::span(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_))),
         options.io);
@@ -72,7 +74,7 @@ void FileChunks::settle(Window& w) {
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
   file_->wait(ticket);
-  if (!came || !options_.checksums) return;
+  if (!came || checksums_.empty()) return;
   const i64 bytes = layout_.chunks()[w.chunk].bytes;
   DS_CHECK(checksum(memory(w), bytes) == checksums_[w.chunk], Errc::Corrupt,
            "{}: offloaded states came back from the file otherwise than they went ({} at {})", options_.dir, bytes,
@@ -103,7 +105,7 @@ void FileChunks::bring(Window& w, i64 chunk) {
   w.used = ++uses_;
   const Chunk& c = layout_.chunks()[chunk];
   if (!written_[chunk]) {
-    std::memset(memory(w), 0, static_cast<size_t>(c.bytes));
+    if (file_->is_there()) std::memset(memory(w), 0, static_cast<size_t>(c.bytes));
     return;
   }
   w.under_way = file_->read(memory(w), c.at - resident_bytes_, c.bytes);
@@ -114,7 +116,7 @@ void FileChunks::write_changed(i64 but) {
   for (Window& w : windows_) {
     if (!w.changed || w.taken || w.chunk == but) continue;
     const Chunk& c = layout_.chunks()[w.chunk];
-    if (options_.checksums) checksums_[w.chunk] = checksum(memory(w), c.bytes);
+    if (!checksums_.empty()) checksums_[w.chunk] = checksum(memory(w), c.bytes);
     w.under_way = file_->write(memory(w), c.at - resident_bytes_, c.bytes);
     w.changed = false;
     written_[w.chunk] = true;

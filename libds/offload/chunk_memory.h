@@ -51,7 +51,7 @@ class HostChunks final : public ChunkMemory {
 class FileChunks final : public ChunkMemory {
  public:
   struct Options {
-    std::string dir;
+    std::string dir;  // empty: a prediction, in which memory and requests are counted, and nobody looks at them
     IoOptions io;
     Tag tag = Tag::Offload;  // of windows
     i64 windows = 4;         // 1 or more

@@ -19,8 +19,11 @@ FileArray::FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, 
       slot_bytes_(page_up(most) + kPage) {  // a lease begins and ends within a page
   slots_.reserve(64);
   while (std::ssize(slots_) < 1 + options.beside) add_slot();
-  if (bytes > 0 && !options.dir.empty())
+  if (options.dir.empty()) {
+    file_ = std::make_unique<BlockFile>();
+  } else if (bytes > 0) {
     file_ = std::make_unique<BlockFile>(options.dir, page_up(bytes), std::span<char>(), options.io);
+  }
 }
 
 FileArray::~FileArray() = default;
@@ -63,6 +66,7 @@ FileArray::Slot* FileArray::at_rest(bool may_wait) {
 
 // Pages that several leases write to are newer here than in the file.
 void FileArray::put_shared_pages(Slot& slot) const {
+  if (!file_->is_there()) return;
   for (auto it = shared_.lower_bound(slot.begin / kPage); it != shared_.end() && it->first * kPage < slot.end(); ++it)
     std::memcpy(slot.data + it->first * kPage - slot.begin, it->second->bytes, kPage);
 }
@@ -133,6 +137,7 @@ void FileArray::write_back(Slot& slot, i64 begin, i64 bytes, bool known) {
     s.is = Is::Free;
   }
   const auto share = [&](i64 number, bool all_known) {
+    if (!file_->is_there()) return;
     Page& page = shared_page(number, slot, all_known);
     const i64 from = std::max(begin, number * kPage), to = std::min(end, (number + 1) * kPage);
     std::memcpy(page.bytes + (from - number * kPage), slot.data + (from - slot.begin), static_cast<size_t>(to - from));

@@ -17,7 +17,7 @@ namespace ds::offload {
 class FileArray final : public zero::TierArray {
  public:
   struct Options {
-    std::string dir;  // empty: a prediction, in which memory is counted, and nobody looks at it
+    std::string dir;  // empty: a prediction, in which memory and requests are counted, and nobody looks at them
     IoOptions io = {};
     i64 beside = 2;  // buffers beside those that are leased at a time
     bool read_ahead = true, write_behind = true;
@@ -27,7 +27,7 @@ class FileArray final : public zero::TierArray {
   ~FileArray() override;
   bool in_place() const noexcept override { return false; }
   void expect(i64 begin, i64 bytes) override;
-  const BlockFile* file() const noexcept { return file_.get(); }  // null: a prediction, or nothing
+  const BlockFile* file() const noexcept { return file_.get(); }  // null: of no bytes
 
  private:
   static constexpr i64 kPage = BlockFile::kPage;

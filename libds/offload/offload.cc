@@ -10,22 +10,6 @@ namespace {
 
 constexpr i64 kMostTile = i64{1} << 20;  // elements
 
-// Chunks of a prediction: memory is counted, and nobody looks at it.
-class CountedChunks final : public ChunkMemory {
- public:
-  CountedChunks(const ChunkLayout& layout, Device& device, MemoryLedger& ledger, const FileChunks::Options& options)
-      : resident_(device_buffer(device, ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag,
-                                FileChunks::resident_bytes(layout, options))),
-        windows_(device_buffer(device, ledger, options.tag, FileChunks::window_bytes(layout, options))) {}
-  char* take(i64) override { return static_cast<char*>(windows_.data()); }
-  void give_back(i64, bool) override {}
-  void expect(i64) override {}
-  i64 most_expected() const noexcept override { return 0; }
-
- private:
-  Buffer resident_, windows_;
-};
-
 }  // namespace
 
 Settings settings_of(const Config& config, DeviceKind device) {
@@ -72,11 +56,11 @@ void Offload::count_in_file(Tag tag, i64 bytes) {
   if (bytes > 0) in_files_.emplace_back(files_, tag, this, bytes, [] {});
 }
 
-void Offload::keep(const BlockFile* file) {
+void Offload::keep(const BlockFile* file, std::vector<const BlockFile*>& files) {
   if (file == nullptr) return;
-  DS_CHECK(settings_.aio.method != AioMethod::IoUring || file->method().starts_with("io_uring"), Errc::Unavailable,
-           "aio.method \"io_uring\": this kernel refuses it; \"threads\" works everywhere");
-  opened_.push_back(file);
+  files.push_back(file);
+  DS_CHECK(!file->is_there() || settings_.aio.method != AioMethod::IoUring || file->method().starts_with("io_uring"),
+           Errc::Unavailable, "aio.method \"io_uring\": this kernel refuses it; \"threads\" works everywhere");
 }
 
 std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Device& device, Device& host,
@@ -85,7 +69,7 @@ std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Dev
   // As DeepSpeed's Twin-Flow divides its groups.
   const i64 resident = static_cast<i64>((1 - c.ratio) * static_cast<double>(std::ssize(layout.chunks())));
   if (c.device == OffloadDevice::Cpu) return std::make_unique<HostChunks>(layout, resident, device, host, ledger);
-  FileChunks::Options options{.dir = c.nvme_path,
+  FileChunks::Options options{.dir = for_ == For::Prediction ? "" : c.nvme_path,
                               .io = io(),
                               .tag = settings_.device == DeviceKind::Cpu ? Tag::Offload : Tag::Host,
                               .windows = c.buffer_count,
@@ -98,9 +82,8 @@ std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Dev
     for (const State s : kStates) bytes[s] -= chunk.state_bytes[s];
   }
   for (const State s : kStates) count_in_file(s == State::Master ? Tag::Master : Tag::Optimizer, bytes[s]);
-  if (for_ == For::Prediction) return std::make_unique<CountedChunks>(layout, host, ledger, options);
   auto made = std::make_unique<FileChunks>(layout, host, ledger, options);
-  keep(made->file());
+  keep(made->file(), of_states_);
   return made;
 }
 
@@ -113,21 +96,40 @@ zero::MakeArray Offload::make_array(std::string dir, i64 beside) {
                                .write_behind = settings_.states.pipeline_write};
     count_in_file(tag, align_up(bytes, BlockFile::kPage));
     auto made = std::make_unique<FileArray>(device, ledger, bytes, most, options);
-    keep(made->file());
+    keep(made->file(), of_arrays_);
     return made;
   };
 }
 
-BlockFile::Counts Offload::moved() const noexcept {
-  BlockFile::Counts sum;
-  for (const BlockFile* file : opened_) {
+namespace {
+
+void add(BlockFile::Counts& sum, const std::vector<const BlockFile*>& files) {
+  for (const BlockFile* file : files) {
     sum.read_bytes += file->counts().read_bytes;
     sum.written_bytes += file->counts().written_bytes;
     sum.waited_s += file->counts().waited_s;
   }
+}
+
+}  // namespace
+
+BlockFile::Counts Offload::moved_states() const noexcept {
+  BlockFile::Counts sum;
+  add(sum, of_states_);
   return sum;
 }
 
-std::string Offload::method() const { return opened_.empty() ? std::string() : opened_.front()->method(); }
+BlockFile::Counts Offload::moved() const noexcept {
+  BlockFile::Counts sum = moved_states();
+  add(sum, of_arrays_);
+  return sum;
+}
+
+std::string Offload::method() const {
+  for (const auto* files : {&of_states_, &of_arrays_}) {
+    if (!files->empty()) return files->front()->method();
+  }
+  return "";
+}
 
 }  // namespace ds::offload

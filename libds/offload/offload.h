@@ -23,6 +23,10 @@ struct Settings {
 // Throws Errc::Unavailable: what the device cannot do.
 Settings settings_of(const Config& config, DeviceKind device);
 
+struct FileTraffic {
+  i64 read_bytes = 0, written_bytes = 0;
+};
+
 class Offload {
  public:
   // A prediction takes the same memory, and makes no file.
@@ -36,6 +40,7 @@ class Offload {
   const MemoryLedger& files() const noexcept { return files_; }
   // Of all files, since the run began.
   BlockFile::Counts moved() const noexcept;
+  BlockFile::Counts moved_states() const noexcept;  // of them, of masters and states of optimizers
   bool has_files() const noexcept { return !method().empty(); }
   // How files are read and written; empty: there are none.
   std::string method() const;
@@ -46,7 +51,7 @@ class Offload {
                                            MemoryLedger& ledger);
   zero::MakeArray make_array(std::string dir, i64 beside);
   void count_in_file(Tag tag, i64 bytes);
-  void keep(const BlockFile* file);  // for moved() and method()
+  void keep(const BlockFile* file, std::vector<const BlockFile*>& files);
 
   const Settings settings_;
   const For for_;
@@ -54,7 +59,7 @@ class Offload {
   zero::Tiers tiers_;
   MemoryLedger files_;
   std::vector<Buffer> in_files_;  // counts of files_, without memory
-  std::vector<const BlockFile*> opened_;
+  std::vector<const BlockFile*> of_states_, of_arrays_;
 };
 
 }  // namespace ds::offload

@@ -51,6 +51,7 @@ void CountedUpdate::run(Enter enter) {
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
   const auto micro_batch = [&](i64 micro, i64 times) {
     if (times <= 0) return;
+    const offload::BlockFile::Counts before = offload_.moved();
     for (const auto& s : shards_) {
       for (const std::vector<i64>& pass : s->plan().grads.passes) {
         if (pass.empty()) continue;
@@ -62,6 +63,9 @@ void CountedUpdate::run(Enter enter) {
       }
     }
     take_messages(times);
+    const offload::BlockFile::Counts after = offload_.moved();
+    repeated_.read_bytes += (times - 1) * (after.read_bytes - before.read_bytes);
+    repeated_.written_bytes += (times - 1) * (after.written_bytes - before.written_bytes);
   };
   micro_batch(0, std::min<i64>(m, 1));
   micro_batch(1, m - 2);
@@ -77,8 +81,33 @@ void CountedUpdate::run(Enter enter) {
   take_messages(1);
 }
 
+void CountedUpdate::begin_again() {
+  traffic_.clear();
+  states_before_ = offload_.moved_states();
+  all_before_ = offload_.moved();
+  repeated_ = {};
+}
+
+std::pair<offload::FileTraffic, offload::FileTraffic> CountedUpdate::file_traffic() const noexcept {
+  const offload::BlockFile::Counts states = offload_.moved_states(), all = offload_.moved();
+  offload::FileTraffic of_states{states.read_bytes - states_before_.read_bytes,
+                                 states.written_bytes - states_before_.written_bytes};
+  const offload::FileTraffic of_all{all.read_bytes - all_before_.read_bytes,
+                                    all.written_bytes - all_before_.written_bytes};
+  return {of_states,
+          {of_all.read_bytes - of_states.read_bytes + repeated_.read_bytes,
+           of_all.written_bytes - of_states.written_bytes + repeated_.written_bytes}};
+}
+
 void CountedUpdate::gather() {
   for (const auto& s : shards_) {
+    if (!s->params().in_place()) {  // in their order, which decides what is in memory still
+      for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
+        for (const zero::GatherStep::Launch& launch : step.launch) s->params().gather(launch);
+      }
+      take_messages(1);
+      continue;
+    }
     std::vector<i64> times(plan_.rows.size(), 0);
     for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
       for (const zero::GatherStep::Launch& launch : step.launch) ++times[launch.unit];

@@ -2,6 +2,7 @@
 #include "report/run_plan.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "model/models.h"
 #include "pipeline/partition.h"
@@ -391,8 +392,16 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   MeshCalls& calls = plan.largest_calls;
   std::map<std::string, CommCount> of_layers = count_messages(model, plan, calls);
   if (plan.trains()) {
-    update.run([](std::optional<size_t>, i64) {});
-    update.gather();
+    const auto step = [&] {
+      update.gather();
+      update.run([](std::optional<size_t>, i64) {});
+    };
+    step();
+    if (total_of(plan.files) > 0) {  // the first step finds nothing in files
+      update.begin_again();
+      step();
+    }
+    std::tie(plan.state_files, plan.array_files) = update.file_traffic();
     plan.traffic = update.traffic(calls);
     for (const zero::ShardsPlan& s : plan.shards) {  // who has nothing of a group sends nothing in it
       for (const char* collective : {".reduce_scatter", ".all_gather"}) plan.traffic.try_emplace(s.axis + collective);

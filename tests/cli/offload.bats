@@ -41,6 +41,14 @@ setup() {
   assert_line --regexp '^  master +[0-9.]+ .iB in a file$'
   run -0 --separate-stderr ds-memreport cfg.json "$@"
   assert_line --regexp '^  optimizer +[0-9.]+ .iB in a file of each rank$'
+  assert_line --regexp '^  [0-9.]+ .iB read and [0-9.]+ .iB written in a step$'
+  ds-offload bench --path disk --size 16MiB --params 0 --loops 1 --block-size 1MiB --queue-depth 4 --json >disk.json
+  run -0 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12 --disk disk.json
+  assert_line --regexp '^  files +[0-9.]+ ms  of what is offloaded, exposed$'
+  run -2 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12
+  [[ $stderr == *"give --disk FILE"* ]]
+  run -2 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12 --disk cfg.json
+  [[ $stderr == *"cfg.json: not a document of ds-offload bench"* ]]
   run -0 --separate-stderr ds-train cfg.json --out away "$@"
   assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for \(.+\)$'
   python3 - away/metrics.jsonl <<'PYTHON'

@@ -148,6 +148,37 @@ TEST(OffloadWays, AllGiveTheSameBits) {
   }
 }
 
+// Where nothing runs beside, what is in memory still does not depend on the disk's speed: bytes are those predicted.
+TEST(OffloadWays, TrafficIsAsPredicted) {
+  const TempDirectory dir;
+  for (const char* optimizer : {"AdamW", "Lamb", "Groups"}) {
+    for (const Layout& l : {Layout{.stage = 2}, {.stage = 3}, {.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}}) {
+      for (const bool arrays : {false, true}) {
+        if (arrays && l.stage < 3) continue;
+        Config c = offloaded(config(l, optimizer_named(optimizer), DType::BF16), dir.path());
+        c.zero.offload_optimizer.pipeline_read = c.zero.offload_optimizer.pipeline_write = false;
+        c.zero.offload_optimizer.gradients = arrays;
+        if (arrays) c.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+        const Hooks count = {.after_step = [&](engine::Engine& engine, i64 step) {
+          thread_local offload::BlockFile::Counts before;
+          const offload::BlockFile::Counts now = engine.offload().moved();
+          const report::RunPlan& plan = engine.plan();
+          if (step == kSteps - 1) {
+            const std::string what = fmt::format("{} {} {}", optimizer, l.name(), arrays ? "arrays" : "states");
+            EXPECT_EQ(now.read_bytes - before.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes)
+                << what;
+            EXPECT_EQ(now.written_bytes - before.written_bytes,
+                      plan.state_files.written_bytes + plan.array_files.written_bytes)
+                << what;
+          }
+          before = now;
+        }};
+        train_threads(c, l.ranks(), kSteps, 1, count);
+      }
+    }
+  }
+}
+
 TEST(OffloadCheckpoints, AreThoseOfMemory) {
   for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
     const OptimizerCase& optimizer = optimizer_named(which);

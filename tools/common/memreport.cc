@@ -62,7 +62,9 @@ DeviceKind device_of(const MemreportOptions& a, const Config& config) {
   return a.device == "cpu" ? DeviceKind::Cpu : DeviceKind::Cuda;
 }
 
-std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ranks_per_node) {
+namespace {
+
+std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks_per_node) {
   if (!a.machine.empty()) return memreport::Hardware::read(a.machine, a.links);
   memreport::Hardware::Peaks peaks = a.gpu.empty() ? memreport::Hardware::Peaks() : memreport::Hardware::gpu(a.gpu);
   const auto take = [](double& to, double given) { to = given > 0 ? given : to; };
@@ -74,9 +76,16 @@ std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ra
     if (peaks.memory == 0) report_warning("without --bandwidth ops that only move bytes take no time");
     return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
   }
-  if (!a.links.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
+  if (!a.links.empty() || !a.disk.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
     throw Error(Errc::Config, "times need --machine, --gpu or --peak");
   return std::nullopt;
+}
+
+}  // namespace
+
+std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ranks_per_node) {
+  const std::optional<memreport::Hardware> rates = rates_of(a, ranks_per_node);
+  return rates && !a.disk.empty() ? rates->with_disk(a.disk) : rates;
 }
 
 void add_memreport_options(CLI::App& app, MemreportOptions& a) {
@@ -137,6 +146,7 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   rate("--link", a.peaks.link, "B/s that a rank sends inside its node");
   rate("--network", a.peaks.network, "B/s that a rank sends to other nodes");
   file("--links", a.links, "Times", "of ds-commbench --save: in place of --link and --network");
+  file("--disk", a.disk, "Times", "of ds-offload bench --json: where states are offloaded to NVMe");
   file("--measure", a.measure, "Times", "measure this machine's CPU at -n ranks, and write its rates");
   add_number(app, "--threads", a.threads, 1, 4096, "of each rank, for --measure (default 1)")
       ->type_name("N")

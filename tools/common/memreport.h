@@ -21,7 +21,7 @@ struct MemreportOptions {
   std::string dtype, checkpointing, device, use;
   std::vector<std::string> set;
   // Times.
-  std::string machine, gpu, links, measure;
+  std::string machine, gpu, links, disk, measure;
   memreport::Hardware::Peaks peaks;
   i64 threads = 1;
   // What fits.

@@ -57,6 +57,7 @@ struct RankGroup {
   i64 num_params = 0;      // that they compute with
   std::vector<TagBytes> memory;
   std::vector<TagBytes> files;  // of what is offloaded to NVMe
+  i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
   i64 device_bytes = 0;         // of the device: all tags, but beside a GPU "host"
   i64 host_bytes = 0;           // beside a GPU
   // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
@@ -108,9 +109,10 @@ struct StepTime {
   double hidden_s = 0;                  // of dp
   double optimizer_s = 0;
   double publish_s = 0;  // all-gathers of parameters
+  double files_s = 0;    // exposed: to and from files of what is offloaded
   // What ranks wait beyond that for cores that others of their node use, where their threads are more than its cores.
   double cores_s = 0;
-  double step_s = 0;  // pipeline + communication + optimizer + publish + cores
+  double step_s = 0;  // pipeline + communication + optimizer + publish + files + cores
   double tokens_per_s = 0;
   double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
   // By "axis.collective", all of it of that stage, hidden or not.
@@ -140,6 +142,10 @@ class DS_API Hardware {
   static Hardware of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links);
   // What the CPU of this machine does when so many ranks of so many threads work at once; some seconds.
   static Hardware measure(int ranks, int threads);
+
+  // The same with the disk of a file of the schema "ds-offload/1", as its section aio uses it. Throws Errc::Io,
+  // Errc::Config.
+  Hardware with_disk(const std::string& file) const;
 
   std::string json() const;  // "ds-machine/1"
 
