@@ -52,6 +52,8 @@ int bench(Arguments& a, Output& out) {
   a.files.bytes = tools::parse_bytes("--size", a.size);
   a.files.block_bytes.clear();
   for (const std::string& text : a.block_sizes) a.files.block_bytes.push_back(tools::parse_bytes("--block-size", text));
+  if (a.files.dir.empty() && a.updates.params == 0)
+    throw Error(Errc::Config, "there is nothing to time: --params 0 without --path");
   validate(a.files);
   validate(a.updates);
   tools::ProgressLine progress;

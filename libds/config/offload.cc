@@ -58,6 +58,9 @@ void resolve_offload(Config& c, Reader& r) {
       r.error(kGradients, "Muon looks at all gradients of its matrices at once: they stay in memory",
               Errc::Unavailable);
   }
+  if (nvme && o.gradients && c.reduce_order == ReduceOrder::Boundary && c.batch.accumulation > 1)
+    r.error(kGradients,
+            "a rank sums its own micro-batches of whole gradients in memory first: set reduce_order to \"micro\"");
   if (c.aio.block_size % 4096 != 0 && !r.broken(kBlock))
     r.error(kBlock, fmt::format("{} is no multiple of 4096, in which disks are read and written", c.aio.block_size));
   const auto no_effect = [&](std::string_view key, std::string_view why) {
@@ -67,7 +70,7 @@ void resolve_offload(Config& c, Reader& r) {
   };
   if (!nvme) {
     const std::string why = fmt::format("{} is not \"nvme\"", kOptimizer);
-    no_effect(kPath, why);
+    if (o.device == OffloadDevice::None) no_effect(kPath, why);
     if (o.gradients) no_effect(kGradients, why);
   }
   if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));

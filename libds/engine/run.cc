@@ -109,6 +109,8 @@ void TrainingRun::State::open() {
   plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
                 options.writing);
   check_memory(*device, *plans, ranks);
+  const report::RunPlan& own = plans->of(ranks.rank)->plan;
+  offload::check_places(own.offload, own.files, ranks.local_world_size);
   mesh = engine::make_mesh(*plans, ranks, *device);
   backend = mesh->dp().backend();
   if (is_root()) {
@@ -357,6 +359,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   const MeshShape mesh = report::mesh_shape(config, ranks.world_size);
   const report::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
+  offload::check_places(plan.offload, plan.files, ranks.local_world_size);
   s.open_data(plan.mesh.dp);
   s.step_dir = s.find_resumed();
   if (s.writes()) {

@@ -11,6 +11,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <filesystem>
+#include <limits>
 #include <mutex>
 #include <vector>
 
@@ -21,38 +22,51 @@
 namespace ds::offload {
 namespace {
 
-// Without a name; where the file system has no such files, its name goes at once.
-File make_file(const std::string& dir) {
-  std::error_code error;
-  const bool there = std::filesystem::is_directory(dir, error);
-  if (!there || ::access(dir.c_str(), W_OK | X_OK) != 0)
-    throw Error(Errc::Unavailable, fmt::format("{}: cannot keep offloaded states there: {}", dir,
-                                               there   ? system_reason(errno)
-                                               : error ? error.message()
-                                                       : "not a directory"));
-  const std::string path = dir + "/offload";
-  if (std::optional<File> file = File::create_unnamed(path)) return std::move(*file);
-  static std::atomic<int> number = 0;
-  const std::string name = fmt::format("{}/.ds-offload-{}-{}", dir, ::getpid(), number++);
-  File file = File::create(name);
-  ::unlink(name.c_str());
-  return file;
+[[noreturn]] void refuse(const std::string& dir, const std::string& why) {
+  throw Error(Errc::Unavailable, fmt::format("{}: cannot keep what is offloaded there: {}", dir, why));
 }
 
-// All of it now: a disk that is full is told before the first step.
-void take_space(const File& file, const std::string& dir, i64 bytes) {
+void check_directory(const std::string& dir) {
+  std::error_code error;
+  if (!std::filesystem::is_directory(dir, error)) refuse(dir, error ? error.message() : "not a directory");
+  if (::access(dir.c_str(), W_OK | X_OK) != 0) refuse(dir, system_reason(errno));
+}
+
+Error no_space(const std::string& dir, i64 bytes, double free) {
+  return Error(Errc::Unavailable,
+               fmt::format("{}: cannot take {} for what is offloaded: {} ({} are free)", dir, bytes_text(bytes),
+                           system_reason(ENOSPC), bytes_text(static_cast<i64>(free))));
+}
+
+// Bytes; infinite where that is not known.
+double free_bytes(const std::string& dir) {
   struct statvfs there;
-  const bool known = ::fstatvfs(file.descriptor(), &there) == 0;
-  const double free = known ? static_cast<double>(there.f_bavail) * static_cast<double>(there.f_frsize) : 0;
-  // Not to fill the disk first, before it is seen that it is too small.
-  const int failed =
-      known && free < static_cast<double>(bytes) ? ENOSPC : ::posix_fallocate(file.descriptor(), 0, bytes);
-  if (failed == 0) return;
-  const bool full = failed == ENOSPC || failed == EFBIG || failed == EDQUOT;
-  throw Error(
-      full ? Errc::Unavailable : Errc::Io,
-      fmt::format("{}: cannot take {} for offloaded states: {}{}", dir, bytes_text(bytes), system_reason(failed),
-                  known ? fmt::format(" ({} are free)", bytes_text(static_cast<i64>(free))) : ""));
+  if (::statvfs(dir.c_str(), &there) != 0) return std::numeric_limits<double>::infinity();
+  return static_cast<double>(there.f_bavail) * static_cast<double>(there.f_frsize);
+}
+
+// Without a name; where the file system has no such files, its name goes at once.
+File make_file(const std::string& dir) {
+  check_directory(dir);
+  if (std::optional<File> file = File::create_unnamed(dir + "/offload")) return std::move(*file);
+  static std::atomic<int> number = 0;
+  const std::string name = fmt::format("{}/.ds-offload-{}-{}", dir, ::getpid(), number++);
+  try {
+    File file = File::create(name);
+    ::unlink(name.c_str());
+    return file;
+  } catch (const Error& e) {
+    refuse(dir, e.what());
+  }
+}
+
+// All of it now: a disk that is full is told before the first step, and is not filled to see that it is too small.
+void take_space(const File& file, const std::string& dir, i64 bytes) {
+  BlockFile::check(dir, bytes);
+  const int failed = ::posix_fallocate(file.descriptor(), 0, bytes);
+  if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) throw no_space(dir, bytes, free_bytes(dir));
+  DS_CHECK(failed == 0, Errc::Io, "{}: cannot take {} for what is offloaded: {}", dir, bytes_text(bytes),
+           system_reason(failed));
 }
 
 }  // namespace
@@ -103,7 +117,7 @@ class BlockFile::Worker {
     const Request r = requests_[i];
     free_.push_back(ticket);
     if (r.error == 0) return;
-    throw Error(Errc::Io, fmt::format("{}: cannot {} offloaded states: {}", dir_, r.write ? "write" : "read",
+    throw Error(Errc::Io, fmt::format("{}: cannot {} what is offloaded: {}", dir_, r.write ? "write" : "read",
                                       r.error == kShort ? "the file ends early" : system_reason(r.error)));
   }
 
@@ -186,6 +200,14 @@ class BlockFile::Ring final : public BlockFile::Worker {
                                       const IoOptions& options) {
     io_uring ring;
     if (::io_uring_queue_init(static_cast<unsigned>(options.depth), &ring, 0) != 0) return nullptr;
+    // That it runs what it is given.
+    io_uring_cqe* done = nullptr;
+    ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
+    if (::io_uring_submit(&ring) != 1 || ::io_uring_wait_cqe(&ring, &done) != 0) {
+      ::io_uring_queue_exit(&ring);
+      return nullptr;
+    }
+    ::io_uring_cqe_seen(&ring, done);
     return std::make_unique<Ring>(std::move(file), dir, memory, options, ring);
   }
   Ring(File file, const std::string& dir, std::span<char> memory, const IoOptions& options, const io_uring& ring)
@@ -196,11 +218,8 @@ class BlockFile::Ring final : public BlockFile::Worker {
     const int fd = file_.descriptor();
     has_file_ = ::io_uring_register_files(&ring_, &fd, 1) == 0;
     constexpr size_t kMost = size_t{1} << 30;  // of what is registered as one
-    std::vector<iovec> parts;
-    for (size_t at = 0; at < memory.size(); at += kMost)
-      parts.push_back({memory.data() + at, std::min(kMost, memory.size() - at)});
-    has_memory_ = parts.size() == 1 &&
-                  ::io_uring_register_buffers(&ring_, parts.data(), static_cast<unsigned>(parts.size())) == 0;
+    const iovec all{memory.data(), memory.size()};
+    has_memory_ = !memory.empty() && memory.size() <= kMost && ::io_uring_register_buffers(&ring_, &all, 1) == 0;
     for (i64 i = 0; i < options.depth; ++i) free_.push_back(i);
     method = fmt::format("io_uring{}, {}", has_memory_ || memory.empty() ? "" : " without registered memory",
                          direct_ ? "direct" : "through the page cache");
@@ -311,6 +330,11 @@ BlockFile::BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, 
   take_space(file, dir, bytes);
   if (options.io_uring) worker_ = Ring::make(file, dir, memory, options);
   if (!worker_) worker_ = std::make_unique<Threads>(std::move(file), dir, options);
+}
+
+void BlockFile::check(const std::string& dir, i64 bytes) {
+  check_directory(dir);
+  if (const double free = free_bytes(dir); free < static_cast<double>(bytes)) throw no_space(dir, bytes, free);
 }
 
 BlockFile::BlockFile() = default;

@@ -26,6 +26,8 @@ class BlockFile {
   // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
   // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
   BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
+  // Throws what a file of so many bytes in that directory would, as far as that is known without making one.
+  static void check(const std::string& dir, i64 bytes);
   // Of a prediction: there is no file; requests are counted, and done.
   BlockFile();
   ~BlockFile();  // waits for all requests

@@ -73,12 +73,17 @@ void FileChunks::settle(Window& w) {
   if (!w.under_way) return;
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
-  file_->wait(ticket);
-  if (!came || checksums_.empty()) return;
-  const i64 bytes = layout_.chunks()[w.chunk].bytes;
-  DS_CHECK(checksum(memory(w), bytes) == checksums_[w.chunk], Errc::Corrupt,
-           "{}: offloaded states came back from the file otherwise than they went ({} at {})", options_.dir, bytes,
-           layout_.chunks()[w.chunk].at);
+  try {
+    file_->wait(ticket);
+    if (!came || checksums_.empty()) return;
+    const i64 bytes = layout_.chunks()[w.chunk].bytes;
+    DS_CHECK(checksum(memory(w), bytes) == checksums_[w.chunk], Errc::Corrupt,
+             "{}: offloaded states came back from the file otherwise than they went ({} bytes at {})", options_.dir,
+             bytes, layout_.chunks()[w.chunk].at);
+  } catch (...) {
+    failed_ = std::current_exception();
+    throw;
+  }
 }
 
 // The window that was used longest ago, of those that are at rest; else of those whose chunks go.
@@ -127,6 +132,7 @@ void FileChunks::write_changed(i64 but) {
 char* FileChunks::take(i64 chunk) {
   if (layout_.chunks()[chunk].bytes == 0) return nullptr;
   if (chunk < options_.resident) return resident_.as<char>().data() + layout_.chunks()[chunk].at;
+  if (failed_) std::rethrow_exception(failed_);
   write_changed(chunk);
   Window* w = holding(chunk);
   if (w == nullptr) {
@@ -151,8 +157,12 @@ void FileChunks::give_back(i64 chunk, bool changed) {
 
 void FileChunks::expect(i64 chunk) {
   if (!options_.read_ahead || chunk < options_.resident || layout_.chunks()[chunk].bytes == 0) return;
+  if (failed_) std::rethrow_exception(failed_);
   write_changed(chunk);
-  if (holding(chunk) != nullptr) return;
+  if (Window* const there = holding(chunk)) {
+    there->used = ++uses_;  // not to make room for others
+    return;
+  }
   if (Window* const w = room(false)) bring(*w, chunk);
 }
 

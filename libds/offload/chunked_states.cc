@@ -153,7 +153,8 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
 
 void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
   if (!verdict.resolve().finite) return;
-  for_each_chunk(tile, backward_, true, [&](std::span<const Item> items, i64 chunk, char* memory) {
+  bool& backward = backward_[tile.data()];
+  for_each_chunk(tile, backward, true, [&](std::span<const Item> items, i64 chunk, char* memory) {
     if (host_.apart && !memory_->on_device(chunk)) return update_on_host(items, memory, spec, verdict);
     if (all_at_once()) return update_in_place(items, memory, spec, verdict);
     for (size_t i = 0; i < items.size(); ++i) {
@@ -161,7 +162,7 @@ void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
       update_in_place(items.subspan(i, 1), memory, spec, verdict);
     }
   });
-  if (memory_->most_expected() > 0) backward_ = !backward_;
+  backward = !backward;
 }
 
 void ChunkedStates::for_each_master(zero::Tile tile, Visit visit) {
@@ -231,7 +232,7 @@ void ChunkedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, co
 }
 
 void ChunkedStates::throw_if_failed() {
-  if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
+  if (failed_) std::rethrow_exception(failed_);
 }
 
 }  // namespace ds::offload

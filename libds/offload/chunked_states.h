@@ -6,6 +6,7 @@
 
 #include <exception>
 #include <functional>
+#include <map>
 
 #include "offload/chunk_memory.h"
 #include "zero/state_store.h"
@@ -59,12 +60,13 @@ class ChunkedStates final : public zero::StateStore {
   // Of a lease, for each state: its elements, and the scales of its blocks behind them.
   i64 lease_elems_ = 0, place_bytes_ = 0;
   Buffer place_;
-  bool backward_ = false;    // the next update begins with the chunks that the last one ended with
+  // By tile: the next update begins with the chunks that the last one ended with.
+  std::map<const zero::TilePiece*, bool> backward_;
   std::vector<Item> items_;  // scratch
   std::vector<zero::TilePiece> tile_;
   std::vector<UpdateTensor> tensors_;
   std::vector<zero::TierLease> leases_;
-  std::exception_ptr failed_;  // a lease could not give back what it had: told when somebody asks next
+  std::exception_ptr failed_;  // a lease could not give back what it had: told to all who ask
 };
 
 }  // namespace ds::offload

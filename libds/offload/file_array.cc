@@ -2,6 +2,7 @@
 #include "offload/file_array.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 namespace ds::offload {
@@ -16,9 +17,12 @@ FileArray::FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, 
     : device_(device),
       ledger_(ledger),
       options_(options),
-      slot_bytes_(page_up(most) + kPage) {  // a lease begins and ends within a page
+      most_(most),
+      pages_(static_cast<size_t>(std::min(options.pages, page_up(bytes) / kPage))) {
   slots_.reserve(64);
-  while (std::ssize(slots_) < 1 + options.beside) add_slot();
+  page_memory_ = device_buffer(device, ledger, Tag::Offload, (std::ssize(pages_) + 1) * kPage);
+  page_data_ = reinterpret_cast<char*>(page_up(reinterpret_cast<i64>(page_memory_.data())));
+  for (i64 i = 0; i < 1 + options.beside && bytes > 0; ++i) add_slot(room_of(most));
   if (options.dir.empty()) {
     file_ = std::make_unique<BlockFile>();
   } else if (bytes > 0) {
@@ -28,10 +32,17 @@ FileArray::FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, 
 
 FileArray::~FileArray() = default;
 
-void FileArray::add_slot() {
+i64 FileArray::room_of(i64 bytes) noexcept {
+  const i64 room = page_up(bytes) + kPage;  // of pages that are touched
+  const i64 step = std::max(static_cast<i64>(std::bit_floor(static_cast<u64>(room))) / 8, kPage);
+  return align_up(room, step);
+}
+
+void FileArray::add_slot(i64 room) {
   Slot& slot = slots_.emplace_back();
-  slot.memory = device_buffer(device_, ledger_, Tag::Offload, slot_bytes_ + kPage);
+  slot.memory = device_buffer(device_, ledger_, Tag::Offload, room + kPage);
   slot.data = reinterpret_cast<char*>(page_up(reinterpret_cast<i64>(slot.memory.data())));
+  slot.room = room;
 }
 
 void FileArray::settle(Slot& slot) {
@@ -47,15 +58,33 @@ void FileArray::settle_going(i64 begin, i64 end) {
   }
 }
 
+void FileArray::forget(i64 begin, i64 end, const Slot* but) {
+  for (Slot& s : slots_) {
+    if (&s == but || s.is == Is::Free || s.is == Is::Leased || s.begin >= end || begin >= s.end()) continue;
+    settle(s);
+    s.is = Is::Free;
+  }
+}
+
+// Which sizes are leased, and so how many buffers there are, must not depend on the disk's speed: the smallest is
+// taken, whatever is in it.
+i64 FileArray::room_at_rest(i64 bytes) const noexcept {
+  i64 room = 0;
+  for (const Slot& s : slots_) {
+    if (s.is != Is::Leased && s.room >= room_of(bytes) && (room == 0 || s.room < room)) room = s.room;
+  }
+  return room;
+}
+
 // What was used longest ago, of what is at rest; else of what goes; else of what comes, for others than who asks.
-FileArray::Slot* FileArray::at_rest(bool may_wait) {
+FileArray::Slot* FileArray::at_rest(i64 room, bool may_wait) {
   Slot* best = nullptr;
   const auto rank = [](const Slot& s) {
     const int kind = s.is == Is::Free ? 0 : s.is == Is::Here ? 1 : s.is == Is::Going ? 2 : 3;
     return std::pair(kind, s.used);
   };
   for (Slot& s : slots_) {
-    if (s.is == Is::Leased) continue;
+    if (s.is == Is::Leased || s.room != room) continue;
     if (s.is == Is::Going && file_->done(s.ticket)) settle(s);
     if (!may_wait && (s.is == Is::Going || s.is == Is::Coming)) continue;
     if (best == nullptr || rank(s) < rank(*best)) best = &s;
@@ -64,88 +93,106 @@ FileArray::Slot* FileArray::at_rest(bool may_wait) {
   return best;
 }
 
-// Pages that several leases write to are newer here than in the file.
-void FileArray::put_shared_pages(Slot& slot) const {
+FileArray::Page* FileArray::find_page(i64 number) noexcept {
+  const auto it = std::ranges::find(pages_, number, &Page::number);
+  return it == pages_.end() ? nullptr : &*it;
+}
+
+// Pages in memory are newer than those of the file.
+void FileArray::put_pages(Slot& slot) {
   if (!file_->is_there()) return;
-  for (auto it = shared_.lower_bound(slot.begin / kPage); it != shared_.end() && it->first * kPage < slot.end(); ++it)
-    std::memcpy(slot.data + it->first * kPage - slot.begin, it->second->bytes, kPage);
+  for (const Page& page : pages_) {
+    const i64 at = page.number * kPage;
+    if (page.number >= 0 && at >= slot.begin && at < slot.end())
+      std::memcpy(slot.data + (at - slot.begin), bytes_of(page), kPage);
+  }
+}
+
+void FileArray::write_page(Page& page) {
+  forget(page.number * kPage, (page.number + 1) * kPage, nullptr);
+  file_->wait(file_->write(bytes_of(page), page.number * kPage, kPage));
+  page.number = -1;
 }
 
 void* FileArray::open(i64 begin, i64 bytes, zero::LeaseTo access) {
-  if (failed_) std::rethrow_exception(std::exchange(failed_, nullptr));
-  DS_ASSERT(page_up(bytes) + kPage <= slot_bytes_);
-  ++leased_;
-  while (std::ssize(slots_) < leased_ + options_.beside) add_slot();
-  const i64 first = page_down(begin), last = page_up(begin + bytes);
-  Slot* slot = nullptr;
-  for (Slot& s : slots_) {
-    if (s.is != Is::Free && s.is != Is::Leased && s.begin == first && s.end() == last) slot = &s;
-  }
-  if (slot != nullptr) {
-    settle(*slot);
-  } else {
-    slot = at_rest(true);
-    slot->is = Is::Free;
-    slot->begin = first, slot->bytes = last - first;
-    if (file_ && access != zero::LeaseTo::Fill && bytes > 0) {
-      settle_going(first, last);
-      file_->wait(file_->read(slot->data, first, last - first));
+  throw_if_failed();
+  try {
+    DS_ASSERT(bytes <= most_);
+    const i64 first = page_down(begin), last = page_up(begin + bytes);
+    i64 room = room_at_rest(bytes);
+    if (room == 0) add_slot(room = room_of(bytes));
+    Slot* slot = nullptr;
+    for (Slot& s : slots_) {
+      if (s.is != Is::Free && s.is != Is::Leased && s.current && s.begin == first && s.end() == last && s.room == room)
+        slot = &s;
     }
+    if (slot != nullptr) {
+      settle(*slot);
+    } else {
+      slot = at_rest(room, true);
+      slot->is = Is::Free;
+      slot->begin = first, slot->bytes = last - first;
+      if (file_ && access != zero::LeaseTo::Fill && bytes > 0) {
+        settle_going(first, last);
+        file_->wait(file_->read(slot->data, first, last - first));
+      }
+    }
+    if (file_) put_pages(*slot);
+    slot->is = Is::Leased;
+    slot->used = ++uses_;
+    return slot->data + (begin - first);
+  } catch (...) {
+    failed_ = std::current_exception();
+    throw;
   }
-  if (file_) put_shared_pages(*slot);
-  slot->is = Is::Leased;
-  slot->used = ++uses_;
-  return slot->data + (begin - first);
 }
 
 void FileArray::expect(i64 begin, i64 bytes) {
   if (!options_.read_ahead || bytes == 0 || !file_) return;
+  throw_if_failed();
   const i64 first = page_down(begin), last = page_up(begin + bytes);
   for (const Slot& s : slots_) {
     if (s.is != Is::Free && s.begin < last && first < s.end()) return;  // it is there, or changes still
   }
-  Slot* const slot = at_rest(false);
+  Slot* const slot = at_rest(room_at_rest(bytes), false);
   if (slot == nullptr) return;
   slot->begin = first, slot->bytes = last - first;
   slot->ticket = file_->read(slot->data, first, last - first);
   slot->is = Is::Coming;
+  slot->current = true;
   slot->used = ++uses_;
 }
 
-// `known`: what the slot has of the page outside of its lease is the file's.
-FileArray::Page& FileArray::shared_page(i64 number, const Slot& slot, bool known) {
-  std::unique_ptr<Page>& page = shared_[number];
-  if (page) return *page;
-  page = std::make_unique<Page>();
-  if (known) {
-    std::memcpy(page->bytes, slot.data + number * kPage - slot.begin, kPage);
-  } else {
-    alignas(kPage) char there[kPage];
-    file_->wait(file_->read(there, number * kPage, kPage));
-    std::memcpy(page->bytes, there, kPage);
+// Its content outside of what a lease has is that of the file: others may have written there since the lease began.
+FileArray::Page& FileArray::take_page(i64 number) {
+  Page* page = find_page(number);
+  if (page == nullptr) {
+    page = &*std::ranges::min_element(pages_, {}, [](const Page& p) { return std::pair(p.number >= 0, p.used); });
+    if (page->number >= 0) write_page(*page);
+    settle_going(number * kPage, (number + 1) * kPage);
+    file_->wait(file_->read(bytes_of(*page), number * kPage, kPage));
+    page->number = number;
   }
+  page->used = ++uses_;
   return *page;
 }
 
-void FileArray::write_back(Slot& slot, i64 begin, i64 bytes, bool known) {
+void FileArray::write_back(Slot& slot, i64 begin, i64 bytes) {
   const i64 end = begin + bytes, whole_begin = page_up(begin), whole_end = page_down(end);
-  // What others have of these bytes is old.
-  for (Slot& s : slots_) {
-    if (&s == &slot || s.is == Is::Free || s.is == Is::Leased || s.begin >= slot.end() || slot.begin >= s.end())
-      continue;
-    settle(s);
-    s.is = Is::Free;
-  }
-  const auto share = [&](i64 number, bool all_known) {
+  forget(slot.begin, slot.end(), &slot);
+  // What it has of a page that others write to, too.
+  const auto share = [&](i64 number) {
+    Page& page = take_page(number);
     if (!file_->is_there()) return;
-    Page& page = shared_page(number, slot, all_known);
     const i64 from = std::max(begin, number * kPage), to = std::min(end, (number + 1) * kPage);
-    std::memcpy(page.bytes + (from - number * kPage), slot.data + (from - slot.begin), static_cast<size_t>(to - from));
+    std::memcpy(bytes_of(page) + (from - number * kPage), slot.data + (from - slot.begin),
+                static_cast<size_t>(to - from));
   };
-  if (begin < whole_begin) share(begin / kPage, known);
-  if (whole_end < end && (begin >= whole_begin || end / kPage != begin / kPage)) share(end / kPage, known);
-  for (auto it = shared_.lower_bound(whole_begin / kPage); it != shared_.end() && it->first * kPage < whole_end; ++it)
-    share(it->first, true);
+  if (begin < whole_begin) share(begin / kPage);
+  if (whole_end < end && (begin >= whole_begin || end / kPage != begin / kPage)) share(end / kPage);
+  for (Page& page : pages_) {
+    if (page.number * kPage >= whole_begin && page.number * kPage < whole_end) page.number = -1;  // all of it is new
+  }
   slot.is = Is::Here;
   if (whole_begin >= whole_end) return;
   slot.ticket = file_->write(slot.data + (whole_begin - slot.begin), whole_begin, whole_end - whole_begin);
@@ -154,14 +201,16 @@ void FileArray::write_back(Slot& slot, i64 begin, i64 bytes, bool known) {
 }
 
 void FileArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) noexcept {
-  --leased_;
-  const auto it = std::ranges::find_if(
-      slots_, [&](const Slot& s) { return s.is == Is::Leased && s.data + (begin - s.begin) == data; });
+  // Buffers may lie as far from each other as what they hold: both must be right.
+  const auto it = std::ranges::find_if(slots_, [&](const Slot& s) {
+    return s.is == Is::Leased && s.begin == page_down(begin) && s.data + (begin - s.begin) == data;
+  });
   if (it == slots_.end()) std::terminate();
   it->is = Is::Here;
+  it->current = begin == it->begin && begin + bytes == it->end();
   if (access == zero::LeaseTo::Read || bytes == 0 || !file_) return;
   try {
-    write_back(*it, begin, bytes, access == zero::LeaseTo::Write);
+    write_back(*it, begin, bytes);
   } catch (...) {
     it->is = Is::Free;
     failed_ = std::current_exception();

@@ -1,10 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// An array of a rank in a file: accumulated gradients, slices of parameters. What is leased is in memory, in one of
-// some buffers; others have what was leased last, comes next, or goes.
+// An array of a rank in a file: accumulated gradients, slices of parameters. What is leased is in memory, in a buffer
+// of about its size; others have what was leased last, comes next, or goes.
 
 #include <exception>
-#include <map>
 #include <optional>
 #include <vector>
 
@@ -19,10 +18,12 @@ class FileArray final : public zero::TierArray {
   struct Options {
     std::string dir;  // empty: a prediction, in which memory and requests are counted, and nobody looks at them
     IoOptions io = {};
-    i64 beside = 2;  // buffers beside those that are leased at a time
+    i64 beside = 2;    // buffers of the largest size beside one that is leased
+    i64 pages = 1024;  // in memory, of which leases have written a part
     bool read_ahead = true, write_behind = true;
   };
-  // `most`: bytes of a lease. Buffers are taken as leases need them, in device memory that the host can use.
+  // `most`: bytes of a lease. Buffers are taken as leases need them, in device memory that the host can use. Once a
+  // request has failed, all that is asked fails.
   FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options);
   ~FileArray() override;
   bool in_place() const noexcept override { return false; }
@@ -36,36 +37,52 @@ class FileArray final : public zero::TierArray {
   struct Slot {
     Buffer memory;
     char* data = nullptr;  // at a page
+    i64 room = 0;          // bytes
     Is is = Is::Free;
     i64 begin = 0, bytes = 0;
     BlockFile::Ticket ticket = 0;  // of what comes or goes
     i64 used = 0;                  // when, in the order of calls
+    bool current = false;          // else others may have written to its first or last page meanwhile
     i64 end() const noexcept { return begin + bytes; }
   };
-  // A page that more than one lease writes to. Those stay in memory: of a page that goes, others may hold the rest.
+  // A page of which leases have written a part: it stays in memory for a while, as others write the rest.
   struct Page {
-    char bytes[kPage];
+    i64 number = -1;
+    i64 used = 0;
   };
 
   void* open(i64 begin, i64 bytes, zero::LeaseTo access) override;
   void close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) noexcept override;
-  // `known`: what the slot has of its pages outside of these bytes is the file's.
-  void write_back(Slot& slot, i64 begin, i64 bytes, bool known);
-  Slot* at_rest(bool may_wait);  // one that can be given another content
+  void write_back(Slot& slot, i64 begin, i64 bytes);
+  // One of this size that can be given another content; null: all are leased, or busy and `may_wait` is not set.
+  Slot* at_rest(i64 room, bool may_wait);
+  // Of the smallest buffer that is not leased and has room for so many bytes; 0: none has.
+  i64 room_at_rest(i64 bytes) const noexcept;
+  // The size of buffers for so many bytes, wherever they begin: an eighth more at most.
+  static i64 room_of(i64 bytes) noexcept;
   void settle(Slot& slot);
-  void settle_going(i64 begin, i64 end);  // what goes of these bytes
-  void add_slot();
-  void put_shared_pages(Slot& slot) const;
-  Page& shared_page(i64 number, const Slot& slot, bool known);
+  void settle_going(i64 begin, i64 end);             // what goes of these bytes
+  void forget(i64 begin, i64 end, const Slot* but);  // what has an old content of these bytes
+  void add_slot(i64 room);
+  char* bytes_of(const Page& page) const noexcept { return page_data_ + (&page - pages_.data()) * kPage; }
+  Page* find_page(i64 number) noexcept;
+  void put_pages(Slot& slot);
+  Page& take_page(i64 number);
+  void write_page(Page& page);
+  void throw_if_failed() const {
+    if (failed_) std::rethrow_exception(failed_);
+  }
 
   Device& device_;
   MemoryLedger& ledger_;
   const Options options_;
-  const i64 slot_bytes_;
+  const i64 most_;
   std::vector<Slot> slots_;
-  i64 leased_ = 0, uses_ = 0;
-  std::map<i64, std::unique_ptr<Page>> shared_;  // by number
-  std::exception_ptr failed_;        // a lease could not give back what it had: told when somebody asks next
+  i64 uses_ = 0;
+  Buffer page_memory_;
+  char* page_data_ = nullptr;  // at a page
+  std::vector<Page> pages_;
+  std::exception_ptr failed_;        // a lease could not give back what it had: told to all who ask
   std::unique_ptr<BlockFile> file_;  // after the memory that its requests have
 };
 

@@ -11,6 +11,7 @@
 #include "ds/kernels/thread_pool.h"
 #include "ds/nearest.h"
 #include "ds/offload.h"
+#include "ds/units.h"
 #include "offload/block_file.h"
 #include "optim/optimizer.h"
 #include "probe/host.h"
@@ -54,9 +55,16 @@ void go_through(BlockFile& file, std::span<char> memory, i64 file_bytes, i64 til
 void validate(const FileOptions& o) {
   constexpr i64 kPage = BlockFile::kPage;
   DS_CHECK(o.tile_bytes >= kPage && o.bytes >= o.tile_bytes, Errc::Config,
-           "a file of {} bytes is less than a tile, of {}", o.bytes, o.tile_bytes);
+           "--size {}: the file must be at least as large as a tile, {}", bytes_text(o.bytes),
+           bytes_text(o.tile_bytes));
   for (const i64 block : o.block_bytes)
-    DS_CHECK(block > 0 && block % kPage == 0, Errc::Config, "blocks of {} bytes are no multiple of {}", block, kPage);
+    DS_CHECK(block > 0 && block % kPage == 0 && block <= (i64{1} << 30), Errc::Config,
+             "blocks of {} bytes: they are multiples of {}, of at most 1 GiB", block, kPage);
+  for (const int depth : o.depths) {
+    const bool threads = std::ranges::find(o.methods, "threads") != o.methods.end();
+    DS_CHECK(depth > 0 && depth <= (threads ? 256 : 4096), Errc::Config, "a depth of {}: at most 4096, of threads 256",
+             depth);
+  }
   for (const std::string& method : o.methods)
     DS_CHECK(method == "io_uring" || method == "threads", Errc::Config, "'{}' is neither io_uring nor threads", method);
 }
@@ -91,6 +99,7 @@ std::vector<FileRow> measure_files(const FileOptions& o, const std::function<voi
       }
     }
   }
+  DS_CHECK(!rows.empty(), Errc::Unavailable, "this kernel refuses io_uring; --method threads works everywhere");
   return rows;
 }
 

@@ -8,7 +8,7 @@
 namespace ds::offload {
 namespace {
 
-constexpr i64 kMostTile = i64{1} << 20;  // elements
+constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elements
 
 }  // namespace
 
@@ -19,9 +19,19 @@ Settings settings_of(const Config& config, DeviceKind device) {
            "zero_optimization.offload_param is not supported on GPUs yet; device \"cpu\" has it");
   DS_CHECK(device == DeviceKind::Cpu || !s.states.gradients, Errc::Unavailable,
            "zero_optimization.offload_optimizer.gradients is not supported on GPUs yet; device \"cpu\" has it");
-  s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kStateBlock, kMostTile);
+  s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);
   s.threads = narrow<int>(config.threads);
   return s;
+}
+
+void check_places(const Settings& s, std::span<const i64> files, int ranks) {
+  const i64 params = files[static_cast<size_t>(Tag::Params)];
+  i64 others = 0;
+  for (const i64 bytes : files) others += bytes;
+  others -= params;
+  const bool one_place = s.states.nvme_path == s.params.nvme_path;
+  if (others > 0) BlockFile::check(s.states.nvme_path, ranks * (others + (one_place ? params : 0)));
+  if (params > 0) BlockFile::check(s.params.nvme_path, ranks * (params + (one_place ? others : 0)));
 }
 
 // On the CPU, what is to be in its memory is there.

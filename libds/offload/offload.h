@@ -23,6 +23,10 @@ struct Settings {
 // Throws Errc::Unavailable: what the device cannot do.
 Settings settings_of(const Config& config, DeviceKind device);
 
+// Throws Errc::Unavailable where the directories of a node are not there, or have no room for the files of all its
+// ranks; files: bytes of one of them, by what is in them.
+void check_places(const Settings& settings, std::span<const i64> files, int ranks);
+
 struct FileTraffic {
   i64 read_bytes = 0, written_bytes = 0;
 };

@@ -94,8 +94,11 @@ refused() { # status text argument...
   refused 2 'save.async: copies the state' --set save.async=true --set "zero_optimization.offload_optimizer=$nvme"
   refused 2 'no multiple of 4096' --set aio.block_size=5000 --set "zero_optimization.offload_optimizer=$nvme"
   refused 2 'did you mean "nvme"' --set zero_optimization.offload_optimizer.device=nvm
-  refused 4 'No such file or directory' --set zero_optimization.offload_optimizer.device=nvme \
-    --set zero_optimization.offload_optimizer.nvme_path=nowhere
+  for check in "" --check; do
+    # shellcheck disable=SC2086
+    refused 4 'No such file or directory' --set zero_optimization.offload_optimizer.device=nvme \
+      --set zero_optimization.offload_optimizer.nvme_path=nowhere $check
+  done
   refused 4 'Muon looks at all gradients' --set optimizer.type=Muon --set "zero_optimization.offload_optimizer=$nvme" \
     --set zero_optimization.offload_optimizer.gradients=true
   refused 4 'super_offload' --set zero_optimization.offload_optimizer.super_offload=true
@@ -135,7 +138,7 @@ run_broken() {
       rm -rf broken
       run_broken $mode $at --out broken
       assert_equal "$status" 1
-      [[ $stderr == *"disk: cannot write offloaded states: Input/output error"* ]] || fail "$stderr"
+      [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
       assert_equal "$(ls -A disk)" ""
       ds-launch -n 2 ds-train cfg.json --out broken --quiet --resume latest --set zero_optimization.stage=3
       assert_equal "$(losses broken)" "$(losses whole)"
@@ -157,7 +160,7 @@ run_broken() {
   mount -t tmpfs -o size=64K tmpfs small || skip "cannot mount here"
   local small='{"device": "nvme", "nvme_path": "small"}'
   run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small"
-  [[ $stderr == *"small: cannot take 420.000 KiB for offloaded states: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
+  [[ $stderr == *"small: cannot take 420.000 KiB for what is offloaded: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
   umount small
   assert [ ! -e refused ]
 }
@@ -203,7 +206,8 @@ JSON
   assert_equal "$(ls -A disk)" ""
   run -0 --separate-stderr ds-offload bench --path disk --size 16MiB --params 1000 --optimizer Lion --loops 1 --json
   python3 -c 'import json, sys; d = json.load(sys.stdin); assert d["schema"] == "ds-offload/1" and d["files"] and d["updates"][0]["optimizer"] == "Lion"' <<<"$output"
-  for bad in "--block-size 5000" "--method aio" "--optimizer Muon" "--queue-depth 0" "--size 1"; do
+  run -2 --separate-stderr ds-offload bench --params 0
+  for bad in "--method threads --queue-depth 512" "--block-size 2GiB" "--block-size 5000" "--method aio" "--optimizer Muon" "--queue-depth 0" "--size 1"; do
     # shellcheck disable=SC2086
     run -2 --separate-stderr ds-offload bench --path disk --params 1000 $bad
   done

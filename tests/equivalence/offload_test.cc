@@ -31,7 +31,7 @@ const OptimizerCase& optimizer_named(std::string_view name) {
 
 // With tiles so small that a model of a test has many of them.
 Config offloaded(Config c, const std::string& dir) {
-  c.zero.offload_optimizer = {.device = OffloadDevice::Nvme, .nvme_path = dir};
+  c.zero.offload_optimizer = {.device = OffloadDevice::Nvme, .nvme_path = dir, .buffer_count = 2};
   c.zero.sub_group_size = 2 * kStateBlock;
   return c;
 }
@@ -49,7 +49,10 @@ Hooks with_file(Hooks hooks = {}) {
     }
     if (bytes > 0) {
       EXPECT_GT(moved.written_bytes, 0);
-      EXPECT_GT(moved.read_bytes, 0);
+      // Not where all tiles can be in memory.
+      if (bytes > engine.plan().memory[static_cast<size_t>(Tag::Offload)]) {
+        EXPECT_GT(moved.read_bytes, 0);
+      }
     }
   };
   return hooks;

@@ -104,7 +104,7 @@ TEST(BlockFile, WhatFailsIsSaid) {
       FAIL() << file.method();
     } catch (const Error& e) {
       EXPECT_EQ(e.code(), Errc::Io);
-      EXPECT_EQ(std::string(e.what()), dir.path() + ": cannot read offloaded states: the file ends early");
+      EXPECT_EQ(std::string(e.what()), dir.path() + ": cannot read what is offloaded: the file ends early");
     }
     file.wait(file.read(memory.data, 0, 4 * kPage));
   }

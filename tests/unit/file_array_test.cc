@@ -4,11 +4,14 @@
 #include "offload/file_array.h"
 
 #include <gtest/gtest.h>
+#include <unistd.h>
 
+#include <filesystem>
 #include <random>
 #include <set>
 
 #include "offload/chunk_layout.h"
+#include "offload/chunk_memory.h"
 #include "temp_directory.h"
 
 namespace ds::offload {
@@ -23,14 +26,14 @@ TEST(FileArray, IsAnArray) {
   const auto device = make_cpu_device(*cpu_ops(), 1);
   for (const bool ring : {true, false}) {
     for (const i64 size : {i64{1}, i64{5000}, i64{300'001}}) {
-      for (const i64 beside : {0, 2}) {
+      for (const auto& [beside, pages] : {std::pair<i64, i64>{0, 1}, {2, 3}, {2, 1024}}) {
         const i64 most = size / 3 + 1;
         MemoryLedger ledger;
-        FileArray array(*device, ledger, size, most,
-                        {.dir = dir.path(), .io = {.block_bytes = 8192, .io_uring = ring}, .beside = beside});
+        FileArray array(
+            *device, ledger, size, most,
+            {.dir = dir.path(), .io = {.block_bytes = 8192, .io_uring = ring}, .beside = beside, .pages = pages});
         std::vector<char> want(static_cast<size_t>(size), 0);
         std::mt19937 random(3);
-        size_t most_leases = 0;
         for (int round = 0; round < 300; ++round) {
           // Some parts of it that have nothing in common, in no order.
           std::set<i64> cuts = {0, size};
@@ -53,7 +56,6 @@ TEST(FileArray, IsAnArray) {
             const LeaseTo access = static_cast<LeaseTo>(random() % 3);
             open.push_back({begin, n, access, array.lease(begin, n, access)});
           }
-          most_leases = std::max(most_leases, open.size());
           std::shuffle(open.begin(), open.end(), random);
           for (Open& o : open) {
             char* const data = static_cast<char*>(o.lease.data());
@@ -68,11 +70,109 @@ TEST(FileArray, IsAnArray) {
           }
           while (!open.empty()) open.pop_back();
         }
-        EXPECT_LE(ledger.peak(Tag::Offload),
-                  (static_cast<i64>(most_leases) + beside) * (align_up(most, 4096) + 2 * 4096));
         const zero::TierLease nothing = array.lease(0, 0, LeaseTo::Write);
       }
     }
+  }
+}
+
+// Memory side by side, in the order in which it is asked for.
+class Arena final : public SynchronousDevice {
+ public:
+  explicit Arena(i64 bytes) : memory_(static_cast<size_t>(bytes) + 4096) {
+    at_ = align_up(reinterpret_cast<i64>(memory_.data()), 4096);
+  }
+  DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }  // or its memory would not be asked for
+  u64 id() const noexcept override { return 0; }
+  std::string_view name() const noexcept override { return "arena"; }
+  const OpTable& ops() const noexcept override { return *cpu_ops(); }
+  Stream& stream(Queue) noexcept override { return stream_; }
+  void* allocate(i64 bytes) noexcept override {
+    return reinterpret_cast<void*>(std::exchange(at_, at_ + align_up(bytes, 256)));
+  }
+  void release(void*) noexcept override {}
+  DeviceMemory memory() const override { return {}; }
+  i64 scratch_bytes() const noexcept override { return 0; }
+  void copy(void*, const void*, i64, Queue) override {}
+  void zero(void*, i64) override {}
+  void upload(void*, const void*, i64) override {}
+  void download(void*, const void*, i64) override {}
+
+ private:
+  std::vector<char> memory_;
+  i64 at_;
+  Stream stream_;
+};
+
+// Buffers that lie as far from each other as what they hold are not taken for each other.
+TEST(FileArray, KnowsItsBuffersApart) {
+  const TempDirectory dir;
+  constexpr i64 kBytes = 7 * 4096, kApart = 9 * 4096;  // of a lease; of two buffers for it
+  Arena device(1 << 20);
+  MemoryLedger ledger;
+  FileArray array(device, ledger, 4 * kApart, kBytes, {.dir = dir.path(), .beside = 2});
+  const auto fill = [&](zero::TierLease& lease, char with) { std::memset(lease.data(), with, kBytes); };
+  for (int round = 0; round < 3; ++round) {
+    std::vector<zero::TierLease> open;
+    for (i64 i = 0; i < 3; ++i) open.push_back(array.lease(i * kApart, kBytes, LeaseTo::Fill));
+    if (round == 0) {
+      EXPECT_EQ(static_cast<char*>(open[1].data()) - static_cast<char*>(open[0].data()), kApart);
+    }
+    for (size_t i = 0; i < 3; ++i) fill(open[i], static_cast<char>(10 * round + static_cast<int>(i)));
+    open.pop_back();  // the last first
+    open.erase(open.begin() + 1);
+    const zero::TierLease other = array.lease(3 * kApart, kBytes, LeaseTo::Read);  // takes what is free
+    fill(open[0], static_cast<char>(10 * round));
+    open.clear();
+    for (i64 i = 0; i < 3; ++i) {
+      const zero::TierLease got = array.lease(i * kApart, kBytes, LeaseTo::Read);
+      EXPECT_EQ(*static_cast<char*>(got.data()), 10 * round + i);
+    }
+  }
+}
+
+// What reads of a file find below is gone.
+void lose(const std::string& dir) {
+  for (const auto& entry : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    const std::string path = std::filesystem::read_symlink(entry.path(), error).string();
+    if (error || !path.starts_with(dir)) continue;
+    ASSERT_EQ(::ftruncate(std::stoi(entry.path().filename()), 0), 0);
+  }
+}
+
+// Whoever went on after a failure would train on what happens to be in memory.
+TEST(FileArray, AFailureStays) {
+  const TempDirectory dir;
+  const auto device = make_cpu_device(*cpu_ops(), 1);
+  MemoryLedger ledger;
+  FileArray array(*device, ledger, 1 << 20, 4096, {.dir = dir.path(), .beside = 0, .pages = 1, .write_behind = false});
+  for (i64 i = 0; i < 8; ++i) array.lease(i * 4096, 4096, LeaseTo::Fill);
+  lose(dir.path());
+  for (int again = 0; again < 3; ++again) {
+    for (i64 i = 0; i < 2; ++i) EXPECT_THROW(array.lease(i * 4096, 4096, LeaseTo::Read), Error);
+  }
+}
+
+TEST(FileChunks, AFailureStays) {
+  const TempDirectory dir;
+  const auto device = make_cpu_device(*cpu_ops(), 1);
+  std::vector<model::ParamRow> rows(1);
+  rows[0].shape = {4 * kStateBlock};
+  const std::vector<std::span<const model::ParamRow>> units = {rows};
+  const zero::Layout layout = zero::Layout::make(units, {.num_ranks = 1, .stage = 2});
+  const zero::StateLayout states(layout, 0, {state_set({State::Master})}, std::vector<PerState<DType>>(1));
+  const ChunkLayout chunks(layout.held_pieces(0), states, kStateBlock);
+  ASSERT_EQ(chunks.chunks().size(), 4u);
+  MemoryLedger ledger;
+  FileChunks memory(chunks, *device, ledger, {.dir = dir.path(), .io = {}, .windows = 1, .checksums = true});
+  for (i64 c = 0; c < 4; ++c) {
+    std::memset(memory.take(c), static_cast<int>(c) + 1, 4096);
+    memory.give_back(c, true);
+  }
+  lose(dir.path());
+  for (int again = 0; again < 3; ++again) {
+    for (i64 c = 0; c < 2; ++c) EXPECT_THROW(memory.take(c), Error);
   }
 }
 

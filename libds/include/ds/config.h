@@ -104,13 +104,11 @@ struct OffloadOptimizerConfig {  // masters and states of optimizers
   bool pipeline_write = true;  // Nvme: tiles are written while others are updated
   double ratio = 1;            // Nvme: the share of the tiles that is in the file; the others stay in memory
   bool gradients = false;      // Nvme: fp32 sums of gradients are in a file, too
-  bool pin_memory = true;      // of GPUs: memory of the host that is copied from and to is locked
 };
 struct OffloadParamConfig {  // slices of parameters
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};  // a directory; with Nvme
   i64 buffer_count = 5;     // Nvme: slices in memory beside that which is gathered
-  bool pin_memory = true;   // as above
 };
 
 struct ZeroConfig {

@@ -56,10 +56,10 @@ struct RankGroup {
   int stage = 0;           // of the pipeline
   i64 num_params = 0;      // that they compute with
   std::vector<TagBytes> memory;
-  std::vector<TagBytes> files;  // of what is offloaded to NVMe
+  std::vector<TagBytes> files;                      // of what is offloaded to NVMe
   i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
-  i64 device_bytes = 0;         // of the device: all tags, but beside a GPU "host"
-  i64 host_bytes = 0;           // beside a GPU
+  i64 device_bytes = 0;                             // of the device: all tags, but beside a GPU "host"
+  i64 host_bytes = 0;                               // beside a GPU
   // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<Traffic> traffic;
