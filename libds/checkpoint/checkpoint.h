@@ -57,8 +57,10 @@ struct StatePiece {
   PerState<KeptAs> kept = {};
   // Where the state is nowhere in memory as a whole: brings elements [first, first + n) of it, until the next call or
   // the end of all; the piece that is returned has them. `fill`: what was there is of no use, and what is put there is
-  // kept. `data` says with anything but null which states there are, and points nowhere.
+  // kept. `data` is null then, and `opens` says which states there are.
   std::function<StatePiece(i64 first, i64 n, bool fill)> open = {};
+  StateSet opens = {};
+  bool has(State s) const noexcept { return data[s] != nullptr || opens[s]; }
   float* values(State s) const noexcept { return static_cast<float*>(data[s]); }
   // Of a state of an optimizer, which is there.
   TensorView state(State s) const noexcept {

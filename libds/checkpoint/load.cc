@@ -158,7 +158,7 @@ void check_request(const Manifest& m, const std::string& dir, std::span<const St
     DS_ASSERT(entry.tied_to.empty() && p.begin >= 0 && p.count >= 0 &&
               p.begin <= model::SliceMap(slice_of(p), entry.shape).numel() - p.count);
     for (const State s : kOptimizerStates) {
-      DS_CHECK(p.data[s] == nullptr || (m.has(s) && entry.may_have(s)) || m.meta.optimizer_step == 0, Errc::Mismatch,
+      DS_CHECK(!p.has(s) || (m.has(s) && entry.may_have(s)) || m.meta.optimizer_step == 0, Errc::Mismatch,
                "{}: holds no {}{}; it was saved without that optimizer state", dir, state_name(s),
                m.has(s) ? fmt::format(" of '{}'", entry.name) : "");
     }

@@ -61,7 +61,7 @@ void StepSave::write() {
   RankContents contents;
   for (const StatePiece& p : pieces_) {
     ranges.push_back({p.param, p.begin, p.count, p.slice == nullptr ? model::ParamSlice{} : *p.slice});
-    for (State s : kStates) contents.states[s] |= p.data[s] != nullptr;
+    for (State s : kStates) contents.states[s] |= p.has(s);
   }
   contents.pieces = ranges;
   std::vector<float> decoded;

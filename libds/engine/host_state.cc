@@ -34,10 +34,10 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
 
 void HostState::open_in_parts(StatePiece& p, const zero::Piece& piece) {
   const zero::StateLayout& states = engine_.plan().shards_of(p.param).states;
-  p.data[State::Param] = this;
+  p.opens[State::Param] = true;
   for (const State s : kStates) {
     if (s == State::Param || states.bytes(s) == 0 || !states.has(s, p.param)) continue;
-    p.data[s] = this;
+    p.opens[s] = true;
     p.kept[s].dtype = states.dtype(s, p.param);
   }
   p.open = [this, piece, slice = p.slice](i64 first, i64 n, bool fill) {

@@ -68,6 +68,8 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const i64 process = mpi ? kProcessWithMpi : kProcess;
   if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
+  // A save takes what is in files part by part.
+  const bool in_parts = std::ranges::any_of(plan.files, [](i64 n) { return n > 0; });
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   const zero::ShardsPlan& shards = plan.dp();
   for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {
@@ -78,7 +80,8 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
     datasets += num_states + 1;
     largest = std::max(largest, piece.count * 4);
     for (const State s : kOptimizerStates) {
-      if (states[s] && shards.states.dtype(s, piece.param) != DType::F32) decoded = std::max(decoded, piece.count * 4);
+      if (states[s] && (in_parts || shards.states.dtype(s, piece.param) != DType::F32))
+        decoded = std::max(decoded, piece.count * 4);
     }
   }
   for (const StateSet& states : shards.states.of_params())

@@ -132,6 +132,8 @@ void TrainingRun::State::open() {
     log_message(LogLevel::Warning, "optimizer.param_groups: every parameter is frozen: the run trains nothing");
   engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device,
                                             engine::EngineParts{.planned = plans->of(ranks.rank)});
+  if (const std::string caveat = engine->offload().caveat(); is_root() && !caveat.empty())
+    log_message(LogLevel::Warning, caveat);
   table = engine::make_param_table(config, engine->model(), engine->plan());
   model_json = published_config(config);
   load();

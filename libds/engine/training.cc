@@ -52,7 +52,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
-  const offload::BlockFile::Counts before = engine->offload().moved();
+  const offload::FileCounts before = engine->offload().moved();
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
@@ -71,9 +71,8 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
   if (engine->offload().has_files()) {
-    const offload::BlockFile::Counts now = engine->offload().moved();
-    taken.offload = {now.read_bytes - before.read_bytes, now.written_bytes - before.written_bytes,
-                     (now.waited_s - before.waited_s) * 1e3};
+    const offload::FileCounts moved = engine->offload().moved() - before;
+    taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3};
   }
   record->show_step(*engine, taken, counted);
   return taken;

@@ -121,8 +121,9 @@ class BlockFile::Worker {
                                       r.error == kShort ? "the file ends early" : system_reason(r.error)));
   }
 
-  Counts counts;
+  FileCounts counts;
   std::string method;
+  bool is_direct() const noexcept { return direct_; }
 
  protected:
   struct Block {
@@ -146,8 +147,8 @@ class BlockFile::Worker {
     if (may_wait) work_.wait(lock, [&] { return stopped_ || first_ < pending_.size(); });
     if (first_ == pending_.size()) return false;
     block = pending_[first_++];
-    if (first_ == pending_.size()) {
-      pending_.clear();
+    if (first_ == pending_.size() || first_ == kTaken) {
+      pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(first_));
       first_ = 0;
     }
     return true;
@@ -188,31 +189,46 @@ class BlockFile::Worker {
   std::vector<Request> requests_;
   std::vector<Ticket> free_;
   std::vector<Block> pending_;
-  size_t first_ = 0;  // of pending_
+  size_t first_ = 0;  // of pending_: those before it are taken
+  static constexpr size_t kTaken = 1024;
   bool stopped_ = false;
 };
 
-// One thread keeps as many blocks in the ring as its depth.
+// One thread has as many blocks in the ring as its depth: it hands them in when it begins to wait, and whenever one is
+// done.
 class BlockFile::Ring final : public BlockFile::Worker {
  public:
-  // Null: the kernel has none for us.
-  static std::unique_ptr<Worker> make(File& file, const std::string& dir, std::span<char> memory,
-                                      const IoOptions& options) {
-    io_uring ring;
-    if (::io_uring_queue_init(static_cast<unsigned>(options.depth), &ring, 0) != 0) return nullptr;
-    // That it runs what it is given.
-    io_uring_cqe* done = nullptr;
-    ::io_uring_prep_nop(::io_uring_get_sqe(&ring));
-    if (::io_uring_submit(&ring) != 1 || ::io_uring_wait_cqe(&ring, &done) != 0) {
-      ::io_uring_queue_exit(&ring);
+  struct Exit {
+    void operator()(io_uring* ring) const noexcept {
+      ::io_uring_queue_exit(ring);
+      delete ring;
+    }
+  };
+  using Handle = std::unique_ptr<io_uring, Exit>;
+  // Null: the kernel has none for us, for the reason in `why`.
+  static Handle open(int depth, std::string& why) {
+    auto made = std::make_unique<io_uring>();
+    if (const int failed = ::io_uring_queue_init(static_cast<unsigned>(depth), made.get(), 0); failed != 0) {
+      why = system_reason(-failed);
       return nullptr;
     }
-    ::io_uring_cqe_seen(&ring, done);
-    return std::make_unique<Ring>(std::move(file), dir, memory, options, ring);
+    Handle ring(made.release());
+    // That it runs what it is given.
+    io_uring_cqe* done = nullptr;
+    ::io_uring_prep_nop(::io_uring_get_sqe(ring.get()));
+    int failed = ::io_uring_submit(ring.get());
+    if (failed == 1) failed = ::io_uring_wait_cqe(ring.get(), &done);
+    if (failed != 0) {
+      why = system_reason(-failed);
+      return nullptr;
+    }
+    ::io_uring_cqe_seen(ring.get(), done);
+    return ring;
   }
-  Ring(File file, const std::string& dir, std::span<char> memory, const IoOptions& options, const io_uring& ring)
+  Ring(File file, const std::string& dir, std::span<char> memory, const IoOptions& options, Handle ring)
       : Worker(std::move(file), dir, options),
-        ring_(ring),
+        handle_(std::move(ring)),
+        ring_(*handle_),
         memory_(memory),
         slots_(static_cast<size_t>(options.depth)) {
     const int fd = file_.descriptor();
@@ -223,12 +239,11 @@ class BlockFile::Ring final : public BlockFile::Worker {
     for (i64 i = 0; i < options.depth; ++i) free_.push_back(i);
     method = fmt::format("io_uring{}, {}", has_memory_ || memory.empty() ? "" : " without registered memory",
                          direct_ ? "direct" : "through the page cache");
-    thread_ = start_thread("a thread for offloaded states", [this] { run(); });
+    thread_ = start_thread("a thread for what is offloaded", [this] { run(); });
   }
   ~Ring() override {
     stop();
     thread_.join();
-    ::io_uring_queue_exit(&ring_);
   }
 
  private:
@@ -285,7 +300,8 @@ class BlockFile::Ring final : public BlockFile::Worker {
     ::io_uring_sqe_set_data64(sqe, static_cast<u64>(slot));
   }
 
-  io_uring ring_;
+  Handle handle_;
+  io_uring& ring_;
   std::span<char> memory_;
   std::vector<Block> slots_;
   std::vector<i64> free_;  // of slots_
@@ -300,7 +316,7 @@ class BlockFile::Threads final : public BlockFile::Worker {
                          direct_ ? "direct" : "through the page cache");
     try {
       for (int i = 0; i < options.threads; ++i)
-        threads_.push_back(start_thread("a thread for offloaded states", [this] { run(); }));
+        threads_.push_back(start_thread("a thread for what is offloaded", [this] { run(); }));
     } catch (...) {
       stop();
       throw;
@@ -328,7 +344,10 @@ BlockFile::BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, 
   DS_ASSERT(options.block_bytes > 0 && options.block_bytes % kPage == 0 && options.depth > 0 && options.threads > 0);
   File file = make_file(dir);
   take_space(file, dir, bytes);
-  if (options.io_uring) worker_ = Ring::make(file, dir, memory, options);
+  if (options.io_uring) {
+    if (Ring::Handle ring = Ring::open(options.depth, refused_ring_))
+      worker_ = std::make_unique<Ring>(std::move(file), dir, memory, options, std::move(ring));
+  }
   if (!worker_) worker_ = std::make_unique<Threads>(std::move(file), dir, options);
 }
 
@@ -352,9 +371,22 @@ BlockFile::Ticket BlockFile::write(const void* from, i64 at, i64 bytes) {
 }
 bool BlockFile::done(Ticket ticket) const { return !is_there() || worker_->done(ticket); }
 void BlockFile::wait(Ticket ticket) {
-  if (is_there()) worker_->wait(ticket);
+  if (!is_there()) return;
+  try {
+    worker_->wait(ticket);
+  } catch (...) {
+    fail(std::current_exception());
+    throw;
+  }
 }
-const BlockFile::Counts& BlockFile::counts() const noexcept { return is_there() ? worker_->counts : counted_; }
+void BlockFile::fail(std::exception_ptr why) noexcept {
+  if (!failed_) failed_ = std::move(why);
+}
+void BlockFile::throw_if_failed() const {
+  if (failed_) std::rethrow_exception(failed_);
+}
+const FileCounts& BlockFile::counts() const noexcept { return is_there() ? worker_->counts : counted_; }
+bool BlockFile::is_direct() const noexcept { return !is_there() || worker_->is_direct(); }
 const std::string& BlockFile::method() const noexcept {
   static const std::string none;
   return is_there() ? worker_->method : none;

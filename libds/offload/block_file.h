@@ -4,6 +4,7 @@
 // the page cache where the file system can: through io_uring, or, where the kernel refuses that, by threads that call
 // pread and pwrite. The file has no name: its space is free again when the process ends, however it ends.
 
+#include <exception>
 #include <memory>
 #include <span>
 #include <string>
@@ -17,6 +18,21 @@ struct IoOptions {
   int depth = 8;                   // blocks under way at a time
   int threads = 1;                 // that call pread and pwrite
   bool io_uring = true;            // else threads, whatever the kernel can
+};
+
+// What has gone between memory and files.
+struct FileCounts {
+  i64 read_bytes = 0, written_bytes = 0;
+  double waited_s = 0;  // for them
+  friend FileCounts operator+(const FileCounts& a, const FileCounts& b) noexcept {
+    return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.waited_s + b.waited_s};
+  }
+  friend FileCounts operator-(const FileCounts& a, const FileCounts& b) noexcept {
+    return {a.read_bytes - b.read_bytes, a.written_bytes - b.written_bytes, a.waited_s - b.waited_s};
+  }
+  friend FileCounts operator*(i64 n, const FileCounts& a) noexcept {
+    return {n * a.read_bytes, n * a.written_bytes, static_cast<double>(n) * a.waited_s};
+  }
 };
 
 class BlockFile {
@@ -38,16 +54,19 @@ class BlockFile {
   Ticket write(const void* from, i64 at, i64 bytes);
   // Whether wait() would not wait.
   bool done(Ticket ticket) const;
-  // Once for each ticket. Throws Errc::Io naming the directory and the reason.
+  // Once for each ticket. Throws Errc::Io naming the directory and the reason. From then on the file has failed.
   void wait(Ticket ticket);
+  // What it holds is not known any more, for this reason; and throws that, if it is so. Whoever went on would work with
+  // what happens to be in memory.
+  void fail(std::exception_ptr why) noexcept;
+  void throw_if_failed() const;
 
-  struct Counts {
-    i64 read_bytes = 0, written_bytes = 0;
-    double waited_s = 0;  // in wait()
-  };
-  const Counts& counts() const noexcept;
+  const FileCounts& counts() const noexcept;
   // For people: "io_uring, direct", "4 threads, through the page cache".
   const std::string& method() const noexcept;
+  // Why the system refuses io_uring; empty: it does not, or was not asked.
+  const std::string& refused_ring() const noexcept { return refused_ring_; }
+  bool is_direct() const noexcept;
   bool is_there() const noexcept { return worker_ != nullptr; }  // else nobody may look at what is read
 
  private:
@@ -55,7 +74,9 @@ class BlockFile {
   class Ring;
   class Threads;
   std::unique_ptr<Worker> worker_;
-  Counts counted_;  // of a prediction
+  FileCounts counted_;  // of a prediction
+  std::string refused_ring_;
+  std::exception_ptr failed_;
 };
 
 }  // namespace ds::offload

@@ -11,6 +11,7 @@
 #include <span>
 #include <vector>
 
+#include "base/file.h"
 #include "zero/state_layout.h"
 
 namespace ds::offload {
@@ -31,16 +32,13 @@ struct Chunk {
 
 class ChunkLayout {
  public:
-  static constexpr i64 kPage = 4096;
+  static constexpr i64 kPage = PageBuffer::kPage;
 
   // held: all pieces of the rank. most: elements of a chunk, a multiple of kStateBlock.
   ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most);
 
   std::span<const Chunk> chunks() const noexcept { return chunks_; }
   std::span<const ChunkPart> parts() const noexcept { return parts_; }
-  std::span<const ChunkPart> parts_of(const Chunk& c) const noexcept {
-    return parts().subspan(static_cast<size_t>(c.first_part), static_cast<size_t>(c.num_parts));
-  }
   // Calls visit(part) for what the chunks have of a piece, or of a part of one.
   void for_each_part(const zero::Piece& piece, auto&& visit) const {
     const std::span<const ChunkPart> all = parts();

@@ -7,10 +7,13 @@
 #include <cstring>
 
 namespace ds::offload {
-
 namespace {
 
 u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
+
+i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
+  return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);
+}
 
 }  // namespace
 
@@ -19,14 +22,6 @@ HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device,
       on_device_(on_device),
       first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
       memory_(device_buffer(host, ledger, Tag::Host, layout.bytes() - layout.begin_of(on_device))) {}
-
-namespace {
-
-i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
-  return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);
-}
-
-}  // namespace
 
 i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
   return layout.begin_of(options.resident);
@@ -52,10 +47,11 @@ FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& le
   const i64 bytes = file_bytes(layout, options);
   if (options.dir.empty()) {
     file_ = std::make_unique<BlockFile>();
-  } else if (bytes > 0)
+  } else if (bytes > 0) {
     file_ = std::make_unique<BlockFile>(
         options.dir, bytes, std::span(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_))),
         options.io);
+  }
 }
 
 FileChunks::~FileChunks() = default;
@@ -73,17 +69,13 @@ void FileChunks::settle(Window& w) {
   if (!w.under_way) return;
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
-  try {
-    file_->wait(ticket);
-    if (!came || checksums_.empty()) return;
-    const i64 bytes = layout_.chunks()[w.chunk].bytes;
-    DS_CHECK(checksum(memory(w), bytes) == checksums_[w.chunk], Errc::Corrupt,
-             "{}: offloaded states came back from the file otherwise than they went ({} bytes at {})", options_.dir,
-             bytes, layout_.chunks()[w.chunk].at);
-  } catch (...) {
-    failed_ = std::current_exception();
-    throw;
-  }
+  file_->wait(ticket);
+  if (!came || checksums_.empty() || checksum(memory(w), layout_.chunks()[w.chunk].bytes) == checksums_[w.chunk])
+    return;
+  file_->fail(std::make_exception_ptr(
+      Error(Errc::Corrupt,
+            fmt::format("{}: offloaded states came back from the file otherwise than they went", options_.dir))));
+  file_->throw_if_failed();
 }
 
 // The window that was used longest ago, of those that are at rest; else of those whose chunks go.
@@ -132,7 +124,7 @@ void FileChunks::write_changed(i64 but) {
 char* FileChunks::take(i64 chunk) {
   if (layout_.chunks()[chunk].bytes == 0) return nullptr;
   if (chunk < options_.resident) return resident_.as<char>().data() + layout_.chunks()[chunk].at;
-  if (failed_) std::rethrow_exception(failed_);
+  file_->throw_if_failed();
   write_changed(chunk);
   Window* w = holding(chunk);
   if (w == nullptr) {
@@ -157,7 +149,7 @@ void FileChunks::give_back(i64 chunk, bool changed) {
 
 void FileChunks::expect(i64 chunk) {
   if (!options_.read_ahead || chunk < options_.resident || layout_.chunks()[chunk].bytes == 0) return;
-  if (failed_) std::rethrow_exception(failed_);
+  file_->throw_if_failed();
   write_changed(chunk);
   if (Window* const there = holding(chunk)) {
     there->used = ++uses_;  // not to make room for others

@@ -3,7 +3,6 @@
 // Where chunks of states are: in host memory, or in a file, of which some chunks are in memory at a time. Nobody keeps
 // an address of a chunk that it has given back.
 
-#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -103,7 +102,6 @@ class FileChunks final : public ChunkMemory {
   std::vector<bool> written_;  // by chunk: the file has it; else it is zeros
   std::vector<u64> checksums_;
   i64 uses_ = 0;
-  std::exception_ptr failed_;        // of a request: what chunks hold is not known, and all that is asked fails
   std::unique_ptr<BlockFile> file_;  // after the memory that its requests have
 };
 

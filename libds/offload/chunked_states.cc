@@ -46,7 +46,6 @@ zero::PieceState ChunkedStates::state(const ChunkPart& part, char* memory, void*
 
 void ChunkedStates::for_each_chunk(zero::Tile tile, bool backward, bool change,
                                    FunctionRef<void(std::span<const Item>, i64, char*)> visit) {
-  throw_if_failed();
   items_.clear();
   for (const zero::TilePiece& p : tile)
     chunks_.for_each_part(p.piece, [&](const ChunkPart& part) { items_.push_back({part, &p}); });
@@ -207,7 +206,6 @@ void ChunkedStates::move(const zero::Piece& piece, const zero::PieceState& place
 
 zero::StateLease ChunkedStates::lease(const zero::Piece& piece, zero::LeaseTo access) {
   DS_ASSERT(piece.count <= kLeaseElems);
-  throw_if_failed();
   zero::TierLease param = parts_.params.lease(piece, access);
   ChunkPart whole{.piece = piece};
   i64 at = 0;
@@ -226,13 +224,8 @@ void ChunkedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, co
   if (access == zero::LeaseTo::Read) return;
   try {
     move(piece, st, Way::ToChunks);
-  } catch (...) {
-    failed_ = std::current_exception();
+  } catch (const Error&) {  // of a file, which has failed for whoever asks next
   }
-}
-
-void ChunkedStates::throw_if_failed() {
-  if (failed_) std::rethrow_exception(failed_);
 }
 
 }  // namespace ds::offload

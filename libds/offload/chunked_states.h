@@ -4,7 +4,6 @@
 // of its parameters one by one, while others come and go, and runs on the host. Where that has no device's memory,
 // gradients come to it, and parameters go back. One version: nothing is updated before the verdict is known.
 
-#include <exception>
 #include <functional>
 #include <map>
 
@@ -47,7 +46,6 @@ class ChunkedStates final : public zero::StateStore {
   void for_each_chunk(zero::Tile tile, bool backward, bool change,
                       FunctionRef<void(std::span<const Item>, i64, char*)> visit);
   zero::PieceState state(const ChunkPart& part, char* memory, void* param) const noexcept;
-  void throw_if_failed();
   // Between the chunks of a piece and its place on the device.
   enum class Way : u8 { ToPlace, ToChunks };
   void move(const zero::Piece& piece, const zero::PieceState& place, Way way);
@@ -66,7 +64,6 @@ class ChunkedStates final : public zero::StateStore {
   std::vector<zero::TilePiece> tile_;
   std::vector<UpdateTensor> tensors_;
   std::vector<zero::TierLease> leases_;
-  std::exception_ptr failed_;  // a lease could not give back what it had: told to all who ask
 };
 
 }  // namespace ds::offload

@@ -115,41 +115,36 @@ void FileArray::write_page(Page& page) {
 }
 
 void* FileArray::open(i64 begin, i64 bytes, zero::LeaseTo access) {
-  throw_if_failed();
-  try {
-    DS_ASSERT(bytes <= most_);
-    const i64 first = page_down(begin), last = page_up(begin + bytes);
-    i64 room = room_at_rest(bytes);
-    if (room == 0) add_slot(room = room_of(bytes));
-    Slot* slot = nullptr;
-    for (Slot& s : slots_) {
-      if (s.is != Is::Free && s.is != Is::Leased && s.current && s.begin == first && s.end() == last && s.room == room)
-        slot = &s;
+  DS_ASSERT(bytes <= most_);
+  if (file_) file_->throw_if_failed();
+  const i64 first = page_down(begin), last = page_up(begin + bytes);
+  i64 room = room_at_rest(bytes);
+  if (room == 0) add_slot(room = room_of(bytes));
+  const auto holds = [&](const Slot& s) {
+    return s.is != Is::Free && s.is != Is::Leased && s.current && s.begin == first && s.end() == last && s.room == room;
+  };
+  const auto it = std::ranges::find_if(slots_, holds);
+  Slot* slot = it == slots_.end() ? nullptr : &*it;
+  if (slot != nullptr) {
+    settle(*slot);
+  } else {
+    slot = at_rest(room, true);
+    slot->is = Is::Free;
+    slot->begin = first, slot->bytes = last - first;
+    if (file_ && access != zero::LeaseTo::Fill && bytes > 0) {
+      settle_going(first, last);
+      file_->wait(file_->read(slot->data, first, last - first));
     }
-    if (slot != nullptr) {
-      settle(*slot);
-    } else {
-      slot = at_rest(room, true);
-      slot->is = Is::Free;
-      slot->begin = first, slot->bytes = last - first;
-      if (file_ && access != zero::LeaseTo::Fill && bytes > 0) {
-        settle_going(first, last);
-        file_->wait(file_->read(slot->data, first, last - first));
-      }
-    }
-    if (file_) put_pages(*slot);
-    slot->is = Is::Leased;
-    slot->used = ++uses_;
-    return slot->data + (begin - first);
-  } catch (...) {
-    failed_ = std::current_exception();
-    throw;
   }
+  if (file_) put_pages(*slot);
+  slot->is = Is::Leased;
+  slot->used = ++uses_;
+  return slot->data + (begin - first);
 }
 
 void FileArray::expect(i64 begin, i64 bytes) {
   if (!options_.read_ahead || bytes == 0 || !file_) return;
-  throw_if_failed();
+  file_->throw_if_failed();
   const i64 first = page_down(begin), last = page_up(begin + bytes);
   for (const Slot& s : slots_) {
     if (s.is != Is::Free && s.begin < last && first < s.end()) return;  // it is there, or changes still
@@ -205,7 +200,7 @@ void FileArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
   const auto it = std::ranges::find_if(slots_, [&](const Slot& s) {
     return s.is == Is::Leased && s.begin == page_down(begin) && s.data + (begin - s.begin) == data;
   });
-  if (it == slots_.end()) std::terminate();
+  if (it == slots_.end()) std::terminate();  // nobody's lease
   it->is = Is::Here;
   it->current = begin == it->begin && begin + bytes == it->end();
   if (access == zero::LeaseTo::Read || bytes == 0 || !file_) return;
@@ -213,7 +208,7 @@ void FileArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
     write_back(*it, begin, bytes);
   } catch (...) {
     it->is = Is::Free;
-    failed_ = std::current_exception();
+    file_->fail(std::current_exception());  // told to whoever asks next
   }
 }
 

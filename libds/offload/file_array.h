@@ -3,7 +3,6 @@
 // An array of a rank in a file: accumulated gradients, slices of parameters. What is leased is in memory, in a buffer
 // of about its size; others have what was leased last, comes next, or goes.
 
-#include <exception>
 #include <optional>
 #include <vector>
 
@@ -69,9 +68,6 @@ class FileArray final : public zero::TierArray {
   void put_pages(Slot& slot);
   Page& take_page(i64 number);
   void write_page(Page& page);
-  void throw_if_failed() const {
-    if (failed_) std::rethrow_exception(failed_);
-  }
 
   Device& device_;
   MemoryLedger& ledger_;
@@ -82,7 +78,6 @@ class FileArray final : public zero::TierArray {
   Buffer page_memory_;
   char* page_data_ = nullptr;  // at a page
   std::vector<Page> pages_;
-  std::exception_ptr failed_;        // a lease could not give back what it had: told to all who ask
   std::unique_ptr<BlockFile> file_;  // after the memory that its requests have
 };
 

@@ -69,8 +69,8 @@ void Offload::count_in_file(Tag tag, i64 bytes) {
 void Offload::keep(const BlockFile* file, std::vector<const BlockFile*>& files) {
   if (file == nullptr) return;
   files.push_back(file);
-  DS_CHECK(!file->is_there() || settings_.aio.method != AioMethod::IoUring || file->method().starts_with("io_uring"),
-           Errc::Unavailable, "aio.method \"io_uring\": this kernel refuses it; \"threads\" works everywhere");
+  DS_CHECK(settings_.aio.method != AioMethod::IoUring || file->refused_ring().empty(), Errc::Unavailable,
+           "aio.method \"io_uring\": the system refuses it: {}; \"threads\" works everywhere", file->refused_ring());
 }
 
 std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Device& device, Device& host,
@@ -113,33 +113,32 @@ zero::MakeArray Offload::make_array(std::string dir, i64 beside) {
 
 namespace {
 
-void add(BlockFile::Counts& sum, const std::vector<const BlockFile*>& files) {
-  for (const BlockFile* file : files) {
-    sum.read_bytes += file->counts().read_bytes;
-    sum.written_bytes += file->counts().written_bytes;
-    sum.waited_s += file->counts().waited_s;
-  }
+FileCounts sum_of(const std::vector<const BlockFile*>& files) {
+  FileCounts sum;
+  for (const BlockFile* file : files) sum = sum + file->counts();
+  return sum;
 }
 
 }  // namespace
 
-BlockFile::Counts Offload::moved_states() const noexcept {
-  BlockFile::Counts sum;
-  add(sum, of_states_);
-  return sum;
-}
+FileCounts Offload::moved_states() const noexcept { return sum_of(of_states_); }
+FileCounts Offload::moved() const noexcept { return sum_of(of_states_) + sum_of(of_arrays_); }
 
-BlockFile::Counts Offload::moved() const noexcept {
-  BlockFile::Counts sum = moved_states();
-  add(sum, of_arrays_);
-  return sum;
+const BlockFile* Offload::any_file() const noexcept {
+  return !of_states_.empty() ? of_states_.front() : !of_arrays_.empty() ? of_arrays_.front() : nullptr;
 }
 
 std::string Offload::method() const {
-  for (const auto* files : {&of_states_, &of_arrays_}) {
-    if (!files->empty()) return files->front()->method();
-  }
-  return "";
+  const BlockFile* const file = any_file();
+  return file == nullptr ? std::string() : file->method();
+}
+
+std::string Offload::caveat() const {
+  const BlockFile* const file = any_file();
+  if (file == nullptr || (file->refused_ring().empty() && file->is_direct())) return "";
+  return fmt::format("what is offloaded goes by {}{}{}", file->method(),
+                     file->refused_ring().empty() ? "" : fmt::format("; io_uring: {}", file->refused_ring()),
+                     file->is_direct() ? "" : "; the file system has no direct transfers");
 }
 
 }  // namespace ds::offload

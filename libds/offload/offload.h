@@ -27,10 +27,6 @@ Settings settings_of(const Config& config, DeviceKind device);
 // ranks; files: bytes of one of them, by what is in them.
 void check_places(const Settings& settings, std::span<const i64> files, int ranks);
 
-struct FileTraffic {
-  i64 read_bytes = 0, written_bytes = 0;
-};
-
 class Offload {
  public:
   // A prediction takes the same memory, and makes no file.
@@ -43,11 +39,13 @@ class Offload {
   // Bytes of files, by what is in them.
   const MemoryLedger& files() const noexcept { return files_; }
   // Of all files, since the run began.
-  BlockFile::Counts moved() const noexcept;
-  BlockFile::Counts moved_states() const noexcept;  // of them, of masters and states of optimizers
-  bool has_files() const noexcept { return !method().empty(); }
+  FileCounts moved() const noexcept;
+  FileCounts moved_states() const noexcept;  // of them, of masters and states of optimizers
+  bool has_files() const noexcept { return !of_states_.empty() || !of_arrays_.empty(); }
   // How files are read and written; empty: there are none.
   std::string method() const;
+  // What is slower than the configuration asks for, and why; empty: nothing.
+  std::string caveat() const;
 
  private:
   IoOptions io() const noexcept;
@@ -56,6 +54,7 @@ class Offload {
   zero::MakeArray make_array(std::string dir, i64 beside);
   void count_in_file(Tag tag, i64 bytes);
   void keep(const BlockFile* file, std::vector<const BlockFile*>& files);
+  const BlockFile* any_file() const noexcept;
 
   const Settings settings_;
   const For for_;

@@ -51,7 +51,7 @@ void CountedUpdate::run(Enter enter) {
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
   const auto micro_batch = [&](i64 micro, i64 times) {
     if (times <= 0) return;
-    const offload::BlockFile::Counts before = offload_.moved();
+    const offload::FileCounts before = offload_.moved();
     for (const auto& s : shards_) {
       for (const std::vector<i64>& pass : s->plan().grads.passes) {
         if (pass.empty()) continue;
@@ -63,9 +63,7 @@ void CountedUpdate::run(Enter enter) {
       }
     }
     take_messages(times);
-    const offload::BlockFile::Counts after = offload_.moved();
-    repeated_.read_bytes += (times - 1) * (after.read_bytes - before.read_bytes);
-    repeated_.written_bytes += (times - 1) * (after.written_bytes - before.written_bytes);
+    repeated_ = repeated_ + (times - 1) * (offload_.moved() - before);
   };
   micro_batch(0, std::min<i64>(m, 1));
   micro_batch(1, m - 2);
@@ -88,15 +86,9 @@ void CountedUpdate::begin_again() {
   repeated_ = {};
 }
 
-std::pair<offload::FileTraffic, offload::FileTraffic> CountedUpdate::file_traffic() const noexcept {
-  const offload::BlockFile::Counts states = offload_.moved_states(), all = offload_.moved();
-  offload::FileTraffic of_states{states.read_bytes - states_before_.read_bytes,
-                                 states.written_bytes - states_before_.written_bytes};
-  const offload::FileTraffic of_all{all.read_bytes - all_before_.read_bytes,
-                                    all.written_bytes - all_before_.written_bytes};
-  return {of_states,
-          {of_all.read_bytes - of_states.read_bytes + repeated_.read_bytes,
-           of_all.written_bytes - of_states.written_bytes + repeated_.written_bytes}};
+std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic() const noexcept {
+  const offload::FileCounts states = offload_.moved_states() - states_before_;
+  return {states, offload_.moved() - all_before_ - states + repeated_};
 }
 
 void CountedUpdate::gather() {

@@ -37,7 +37,7 @@ class CountedUpdate {
   // What has been counted so far was of a step before: files are as a step finds them now.
   void begin_again();
   // Of a step that has been run, to and from files: of states, and of arrays.
-  std::pair<offload::FileTraffic, offload::FileTraffic> file_traffic() const noexcept;
+  std::pair<offload::FileCounts, offload::FileCounts> file_traffic() const noexcept;
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
@@ -56,8 +56,8 @@ class CountedUpdate {
   zero::AllShards shards_;
   std::optional<update::Update> update_;  // of who trains
   std::map<std::string, CommCount> traffic_;
-  offload::BlockFile::Counts states_before_, all_before_;
-  offload::FileTraffic repeated_;  // by micro-batches that were run once for all
+  offload::FileCounts states_before_, all_before_;
+  offload::FileCounts repeated_;  // by micro-batches that were run once for all
 };
 
 }  // namespace ds::report

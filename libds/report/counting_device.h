@@ -25,7 +25,7 @@ class Addresses {
   std::uintptr_t next_ = std::uintptr_t{1} << 48;
 };
 
-class CountingDevice final : public SynchronousDevice {
+class CountingDevice : public SynchronousDevice {
  public:
   CountingDevice(const OpTable& ops, void* native, Addresses& addresses)
       : ops_(ops), stream_{.native = native}, addresses_(addresses) {}

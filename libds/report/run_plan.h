@@ -75,7 +75,7 @@ struct RunPlan : update::UpdatePlan {
   // What it has in files beside that, by what is in them.
   TagBytes files{};
   // What goes between it and them in a step like others: of states; of sums of gradients and slices of parameters.
-  offload::FileTraffic state_files, array_files;
+  offload::FileCounts state_files, array_files;
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.

@@ -26,6 +26,10 @@ setup() {
     merged memory memory.safetensors
     merged away away.safetensors
     cmp memory.safetensors away.safetensors
+    run -0 ds-launch -n 2 ds-train cfg.json --resume away --eval --quiet --set zero_optimization.stage=$stage
+    local loss=$output
+    run -0 ds-launch -n 2 ds-train cfg.json --resume away --eval --quiet "$@"
+    assert_equal "$output" "$loss"
     # On from memory in files, of other ranks; and back.
     ds-launch -n 2 ds-train cfg.json --out half --quiet --steps 4 --set zero_optimization.stage=$stage
     ds-launch -n 4 ds-train cfg.json --out half --quiet --steps 8 --resume latest "$@"

@@ -5,29 +5,12 @@
 
 #include <gmock/gmock.h>
 
-#include "checkpoint/step_writer.h"
-#include "equivalence/checkpoints.h"
-#include "equivalence/optimizers.h"
+#include "equivalence/tiers.h"
 
 namespace ds::testing {
 namespace offload_test {
 
-constexpr i64 kSteps = 4;
-
-Config config(const Layout& l, const OptimizerCase& optimizer, DType work) {
-  Config c = config_of(of_four_heads(tiny_gpt2()), l, l.dp == 3 ? 6 : 4);
-  c.bf16.enabled = work == DType::BF16;
-  c.fp16.enabled = work == DType::F16;
-  c.fp16.initial_scale_power = 8;
-  c.communication_data_type = c.work_dtype();
-  c.gradient_clipping = 0.5;
-  optimizer.choose(c.optimizer);
-  return c;
-}
-
-const OptimizerCase& optimizer_named(std::string_view name) {
-  return *std::ranges::find(kOptimizers, name, [](const OptimizerCase& o) { return std::string_view(o.name); });
-}
+constexpr i64 kSteps = kTierSteps;
 
 // With tiles so small that a model of a test has many of them.
 Config offloaded(Config c, const std::string& dir) {
@@ -39,7 +22,7 @@ Config offloaded(Config c, const std::string& dir) {
 // Looks that a file is at work, of the size that is planned.
 Hooks with_file(Hooks hooks = {}) {
   hooks.after_step = [](engine::Engine& engine, i64) {
-    const offload::BlockFile::Counts moved = engine.offload().moved();
+    const offload::FileCounts moved = engine.offload().moved();
     i64 bytes = 0;
     for (const Tag tag : {Tag::Master, Tag::Optimizer}) {
       const i64 planned = engine.plan().files[static_cast<size_t>(tag)];
@@ -68,7 +51,7 @@ TEST_P(Offload, ChangesNoBit) {
                             {.dp = 2, .pp = 2, .stage = 3},
                             {.dp = 3, .stage = 3},
                             {.tp = 2, .stage = 1}}) {
-      const Config c = config(l, GetParam(), work);
+      const Config c = tier_config(l, GetParam(), work);
       const Trace want = train_threads(c, l.ranks(), kSteps);
       const Trace got = train_threads(offloaded(c, dir.path()), l.ranks(), kSteps, 1, with_file());
       expect_same_training(got, want, fmt::format("{} {}", l.name(), dtype_name(work)));
@@ -79,18 +62,11 @@ TEST_P(Offload, ChangesNoBit) {
 // Nor does a step that is skipped leave a trace.
 TEST_P(Offload, ASkippedStepIsForgotten) {
   const TempDirectory dir;
-  const Config c = config({.stage = 2}, GetParam(), DType::F16);
+  const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);
   f16 healthy{};
-  const Hooks overflow = {.before_step = [&](engine::Engine& engine, i64 step) {
-    zero::Piece one = engine.held_pieces().front();
-    one.count = std::min<i64>(one.count, zero::StateStore::kLeaseElems);
-    const zero::StateLease lease = engine.lease(one);
-    f16& weight = *static_cast<f16*>(lease[State::Param]);
-    if (step == 3) weight = healthy;
-    if (step == 2) healthy = std::exchange(weight, to_f16(INFINITY));
-  }};
+  const Hooks overflow = with_a_skipped_step(healthy);
   const Trace want = train_threads(c, 1, kSteps, 1, overflow);
-  EXPECT_EQ(want.skipped, (std::vector<bool>{false, false, true, false}));
+  EXPECT_EQ(want.skipped, kTheThirdIsSkipped);
   expect_same_training(train_threads(offloaded(c, dir.path()), 1, kSteps, 1, overflow), want, "nvme");
 }
 
@@ -107,7 +83,7 @@ TEST(OffloadArrays, ChangeNoBit) {
                               {.dp = 2, .stage = 3},
                               {.dp = 2, .pp = 2, .stage = 3},
                               {.dp = 2, .tp = 2, .stage = 3}}) {
-        const Config c = config(l, optimizer, work);
+        const Config c = tier_config(l, optimizer, work);
         const Trace want = train_threads(c, l.ranks(), kSteps);
         for (const bool states : {false, true}) {
           Config o = c;
@@ -128,7 +104,7 @@ TEST(OffloadWays, AllGiveTheSameBits) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb"}) {
     const Layout l{.dp = 2, .stage = 2};
-    const Config c = config(l, optimizer_named(optimizer), DType::BF16);
+    const Config c = tier_config(l, optimizer_named(optimizer), DType::BF16);
     const Trace want = train_threads(c, l.ranks(), kSteps);
     const auto expect_same = [&](const std::string& what, auto&& change) {
       Config o = offloaded(c, dir.path());
@@ -158,13 +134,13 @@ TEST(OffloadWays, TrafficIsAsPredicted) {
     for (const Layout& l : {Layout{.stage = 2}, {.stage = 3}, {.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}}) {
       for (const bool arrays : {false, true}) {
         if (arrays && l.stage < 3) continue;
-        Config c = offloaded(config(l, optimizer_named(optimizer), DType::BF16), dir.path());
+        Config c = offloaded(tier_config(l, optimizer_named(optimizer), DType::BF16), dir.path());
         c.zero.offload_optimizer.pipeline_read = c.zero.offload_optimizer.pipeline_write = false;
         c.zero.offload_optimizer.gradients = arrays;
         if (arrays) c.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
         const Hooks count = {.after_step = [&](engine::Engine& engine, i64 step) {
-          thread_local offload::BlockFile::Counts before;
-          const offload::BlockFile::Counts now = engine.offload().moved();
+          thread_local offload::FileCounts before;
+          const offload::FileCounts now = engine.offload().moved();
           const report::RunPlan& plan = engine.plan();
           if (step == kSteps - 1) {
             const std::string what = fmt::format("{} {} {}", optimizer, l.name(), arrays ? "arrays" : "states");
@@ -183,34 +159,14 @@ TEST(OffloadWays, TrafficIsAsPredicted) {
 }
 
 TEST(OffloadCheckpoints, AreThoseOfMemory) {
-  for (const char* which : {"AdamW", "Lamb", "AdamW8bit"}) {  // one pass, several passes, codes
-    const OptimizerCase& optimizer = optimizer_named(which);
-    for (const DType work : {DType::F32, DType::BF16}) {
-      const std::string what = fmt::format("{} {}", optimizer.name, dtype_name(work));
-      const Layout two = {.dp = 2, .stage = 2}, other = {.dp = 4, .stage = 3};
-      const TempDirectory dir;
-      const auto away = [&](const Layout& l) { return offloaded(config(l, optimizer, work), dir.path()); };
-      const Saved memory = train_and_save(config(two, optimizer, work), two, kSteps, dir / "memory");
-      const Saved nvme = train_and_save(away(two), two, kSteps, dir / "nvme");
-      const auto merged = [&](const Saved& s, const std::string& name) {
-        MergeOptions options;
-        options.optimizer = true;
-        (void)merge_checkpoint(s.step, dir / name, options);
-        return bytes_of(dir / name);
-      };
-      EXPECT_EQ(merged(nvme, "nvme.h5"), merged(memory, "memory.h5")) << what;
-
-      const Trace want = resume(config(two, optimizer, work), two, kSteps, memory.step);
-      expect_same_training(resume(config(two, optimizer, work), two, kSteps, nvme.step), want, what + ": in memory");
-      expect_same_training(resume(away(two), two, kSteps, memory.step), want, what + ": in a file");
-      expect_same_training(resume(away(other), other, kSteps, memory.step), want, what + ": in a file, elsewhere");
-    }
-  }
+  const TempDirectory dir;
+  expect_the_checkpoints_of_memory(
+      {{.name = "a file", .config = [&](const Config& c) { return offloaded(c, dir.path()); }}});
 }
 
 // A disk that is not there, or has no room, is said before the first step.
 TEST(OffloadWays, WhatCannotBeHadIsSaid) {
-  Config c = offloaded(config({.stage = 1}, kOptimizers[0], DType::BF16), "/nowhere/at/all");
+  Config c = offloaded(tier_config({.stage = 1}, kOptimizers[0], DType::BF16), "/nowhere/at/all");
   try {
     train_threads(c, 1, 1);
     FAIL();

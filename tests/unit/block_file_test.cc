@@ -92,7 +92,7 @@ TEST(BlockFile, RequestsUnderWayEndWithIt) {
   }
 }
 
-// Past the end of the file there is nothing: as a disk that fails, and the file goes on.
+// Past the end of the file there is nothing: as a disk that fails. Then nothing of the file is trusted.
 TEST(BlockFile, WhatFailsIsSaid) {
   const TempDirectory dir;
   for (const IoOptions& way : ways()) {
@@ -106,7 +106,7 @@ TEST(BlockFile, WhatFailsIsSaid) {
       EXPECT_EQ(e.code(), Errc::Io);
       EXPECT_EQ(std::string(e.what()), dir.path() + ": cannot read what is offloaded: the file ends early");
     }
-    file.wait(file.read(memory.data, 0, 4 * kPage));
+    EXPECT_THROW(file.throw_if_failed(), Error);
   }
 }
 

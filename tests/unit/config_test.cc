@@ -7,10 +7,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <fstream>
 #include <limits>
 #include <set>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -19,25 +17,13 @@
 #include "config/reader.h"
 #include "cpu_time.h"
 #include "temp_directory.h"
+#include "unit/config_reading.h"
 
 namespace ds {
 namespace config_test {
 
 using ::testing::HasSubstr;
-
-ConfigResult parse(std::string_view text, int world = 1, const std::vector<std::string>& overrides = {},
-                   ConfigUse use = ConfigUse::Inspect) {
-  return parse_config(text, "cfg", overrides, world, use);
-}
-
-Config good(std::string_view text, int world = 1, const std::vector<std::string>& overrides = {}) {
-  const ConfigResult r = parse(text, world, overrides);
-  EXPECT_TRUE(r.ok()) << text << "\n" << r.message();
-  return r.config;
-}
-
-constexpr std::string_view kModel =
-    R"("model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2})";
+using namespace ds::testing;
 
 // ---- wrong configurations: text, code, and what the message must say
 // --------------------------------------------------
@@ -588,12 +574,6 @@ TEST(ConfigSet, MendsWhatItReplaces) {
 // ---- resolved_json
 // ------------------------------------------------------------------------------------------------------
 
-Json::json_pointer pointer_to(std::string_view path) {
-  std::string pointer = fmt::format("/{}", path);
-  std::replace(pointer.begin(), pointer.end(), '.', '/');
-  return Json::json_pointer(pointer);
-}
-
 TEST(ConfigResolved, RoundTripsEveryEffect) {
   const std::string texts[] = {
       R"({"train_batch_size": 12, "steps": 3})",
@@ -617,142 +597,8 @@ TEST(ConfigResolved, RoundTripsEveryEffect) {
   }
 }
 
-// Without old forms, which are resolved to others.
-std::vector<Key> effects() {
-  std::vector<Key> keys;
-  std::ranges::copy_if(config_keys(), std::back_inserter(keys), [](const Key& k) {
-    return k.kind == KeyKind::Effect && !k.path.starts_with("zero_optimization.cpu_offload");
-  });
-  return keys;
-}
-
-// A configuration that moves a key off its default.
-struct Moved {
-  explicit Moved(const Key& key) {
-    Config defaults;
-    const Slot slot = key.slot(&defaults);
-    if (std::holds_alternative<bool*>(slot)) {
-      value = !slot_json(slot).get<bool>();
-    } else if (std::holds_alternative<i64*>(slot)) {
-      value = key.path == "aio.block_size" ? 8192 : 3;
-    } else if (std::holds_alternative<double*>(slot) || std::holds_alternative<float*>(slot)) {
-      value = 0.375;
-    } else if (std::holds_alternative<BetasSlot>(slot)) {
-      value = {0.25, 0.375};
-    } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
-      for (const EnumName& n : e->names)
-        if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
-    } else {
-      value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
-    }
-    set.push_back(fmt::format("{}={}", key.path, value.dump()));
-    if (key.path.starts_with("train_") || key.path == "gradient_accumulation_steps") {
-      set.push_back("train_micro_batch_size_per_gpu=3");
-    } else {
-      set.push_back("train_batch_size=4");
-    }
-    if (key.path.starts_with("scheduler.params"))
-      set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
-    for (const std::string_view of_sgd : {"momentum", "dampening", "nesterov"}) {
-      if (key.path == fmt::format("optimizer.params.{}", of_sgd)) set.push_back("optimizer.type=SGD");
-    }
-    if (key.path.ends_with("nesterov")) set.push_back("optimizer.params.momentum=0.5");
-    for (const std::string_view of_muon : {"muon_lr", "adam_lr", "adjust_lr_fn"}) {
-      if (key.path == fmt::format("optimizer.params.{}", of_muon)) set.push_back("optimizer.type=Muon");
-    }
-    if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
-    const auto offload = [&](std::string_view what, std::string_view device, int stage) {
-      set.push_back(fmt::format("zero_optimization.stage={}", stage));
-      for (const auto& [name, text] : {std::pair("device", device), {"nvme_path", std::string_view("disk")}}) {
-        const std::string path = fmt::format("zero_optimization.{}.{}", what, name);
-        if (key.path != path && (device == "nvme" || name != std::string_view("nvme_path")))
-          set.push_back(fmt::format("{}={}", path, text));
-      }
-    };
-    if (key.path.starts_with("aio.")) offload("offload_optimizer", "nvme", 1);
-    for (const auto& [what, stage] : {std::pair("offload_optimizer", 1), {"offload_param", 3}}) {
-      if (key.path.starts_with(fmt::format("zero_optimization.{}.", what)))
-        offload(what, key.path.ends_with(".device") || key.path.ends_with(".nvme_path") ? "nvme" : "cpu", stage);
-    }
-    if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
-    if (key.path.starts_with("data.mlm."))
-      set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
-                       "num_attention_heads": 1, "intermediate_size": 2})");
-    for (const std::string_view degree :
-         {"pipeline.stages", "tensor_parallel.tp_size", "tensor_parallel.autotp_size", "sequence_parallel_size"}) {
-      if (key.path == degree) world = 3;
-    }
-    if (key.path == "pipeline.virtual_stages") {
-      world = 2;
-      for (const char* s : {"pipeline.stages=2", "pipeline.schedule=interleaved", "gradient_accumulation_steps=2"})
-        set.push_back(s);
-    }
-    if (key.path == "pipeline.schedule" || key.path == "pipeline.partition") {
-      world = 2;
-      set.push_back("pipeline.stages=2");
-    }
-    if (key.path == "sequence_parallel_mode") {
-      world = 2;
-      set.push_back("sequence_parallel_size=2");
-    }
-  }
-  bool sets(std::string_view path) const {
-    return std::ranges::any_of(set, [&](const std::string& s) { return s.starts_with(fmt::format("{}=", path)); });
-  }
-
-  Json value;
-  std::vector<std::string> set;
-  int world = 1;
-};
-
-// Moves every Effect key off its default through --set and expects it in resolved_json and back: a row whose slot is
-// wrong, or that the writer forgets, fails here.
-TEST(ConfigResolved, EveryRowOfTheTableIsLive) {
-  for (const Key& key : effects()) {
-    const Moved moved(key);
-    const Json resolved = Json::parse(resolved_json(good("{}", moved.world, moved.set)));
-    const Json::json_pointer at = pointer_to(key.path);
-    ASSERT_TRUE(resolved.contains(at)) << key.path;
-    const Json got = resolved.at(at);
-    EXPECT_EQ(got.is_array() && moved.value.is_string() ? got[0] : got, moved.value) << key.path;
-  }
-}
-
-TEST(ConfigResolved, OldFormsOfOffloadAreTheNewOnes) {
-  const ConfigResult r = parse(R"({"train_batch_size": 4, "zero_optimization": {"stage": 3, "cpu_offload": true,
-    "cpu_offload_params": true}})");
-  EXPECT_TRUE(r.ok());
-  EXPECT_EQ(r.diagnostics.size(), 2u);
-  EXPECT_EQ(r.config.zero.offload_optimizer.device, OffloadDevice::Cpu);
-  EXPECT_EQ(r.config.zero.offload_param.device, OffloadDevice::Cpu);
-  const ConfigResult again = parse(resolved_json(r.config));
-  EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
-}
-
-TEST(ConfigResolved, NoKeyIsListedTwiceAndEveryAliasLeadsSomewhere) {
-  std::set<std::string_view> paths;
-  for (const Key& k : config_keys()) EXPECT_TRUE(paths.insert(k.path).second) << k.path;
-  const auto is_target = [&](std::string_view name) {
-    return paths.contains(name) || std::any_of(paths.begin(), paths.end(), [&](std::string_view p) {
-             return p.starts_with(name) && p.size() > name.size() && p[name.size()] == '.';
-           });
-  };
-  for (const Key& k : config_keys()) {
-    if (k.kind == KeyKind::Alias || k.kind == KeyKind::Deprecated) {
-      EXPECT_TRUE(is_target(k.name)) << k.path;
-    } else if (k.kind == KeyKind::NotYet || k.kind == KeyKind::NotYetSection) {
-      EXPECT_TRUE(Json::parse(k.values).is_array()) << k.path;
-    }
-  }
-}
-
-// ---- files in the repository
 // ---- masked language modelling
 // ----------------------------------------------------------------------------------------------
-
-constexpr std::string_view kBert =
-    R"("model": {"type": "bert", "vocab_size": 259, "hidden_size": 32, "num_hidden_layers": 1,
-    "num_attention_heads": 2, "intermediate_size": 64}, "train_batch_size": 8)";
 
 ConfigResult parse_bert(std::string_view data, ConfigUse use = ConfigUse::Inspect) {
   return parse(fmt::format(R"({{{}, "data": {{{}}}}})", kBert, data), 1, {}, use);
@@ -796,166 +642,6 @@ TEST(MaskedModels, SayWhatIsMissingOrHasNoMeaning) {
   const ConfigResult generate = parse_bert("", ConfigUse::Generate);
   EXPECT_EQ(generate.code(), Errc::Unavailable);
   EXPECT_THAT(generate.message(), HasSubstr("cannot continue a prompt"));
-}
-
-// ----------------------------------------------------------------------------------------------
-
-std::string slurp(const std::string& path) {
-  std::ifstream in(path);
-  EXPECT_TRUE(in) << path;
-  std::stringstream s;
-  s << in.rdbuf();
-  return s.str();
-}
-
-TEST(ConfigFiles, TheAnnotatedExampleIsGood) {
-  const ConfigResult r = load_config(DS_TEST_DATA "/../../configs/tiny.json", {}, 2);
-  EXPECT_TRUE(r.diagnostics.empty()) << r.message();
-  EXPECT_EQ(r.config.batch.accumulation, 2);
-  EXPECT_EQ(r.config.model.layers, 2);
-  EXPECT_EQ(r.config.model.embd_dropout, 0);
-}
-
-// ds-config(5) writes a key that has an effect as ".It Sy KEY", and "default VALUE" or, where it depends on other keys,
-// "default: words" or "required".
-std::string manual_page() { return slurp(DS_TEST_DATA "/../../man/ds-config.5"); }
-
-std::string manual_entry(const std::string& page, std::string_view path) {
-  const size_t at = page.find(fmt::format("\n.It Sy {}\n", path));
-  if (at == page.npos) return {};
-  return page.substr(at, std::min(page.find("\n.It ", at + 1), page.find("\n.El", at)) - at);
-}
-
-std::string default_of(const Key& key) {
-  Config defaults;
-  return slot_json(key.slot(&defaults)).dump();
-}
-
-bool has_constant_default(const std::string& entry, const Key& key) {
-  return entry.find(fmt::format("default {}", default_of(key))) != entry.npos;
-}
-
-// Every other key stands somewhere on the page.
-TEST(ConfigFiles, TheManualPageHasEveryKeyWithItsDefault) {
-  const std::string page = manual_page();
-  const auto has_word = [&](std::string_view word) {
-    for (size_t at = page.find(word); at != page.npos; at = page.find(word, at + 1))
-      if (page[at - 1] == ' ' && std::string_view(" \n").find(page[at + word.size()]) != std::string_view::npos)
-        return true;
-    return false;
-  };
-  for (const Key& key : config_keys()) {
-    if (key.kind == KeyKind::Alias) continue;  // told in one sentence for all
-    EXPECT_TRUE(has_word(key.path)) << key.path;
-    if (key.kind != KeyKind::Effect) continue;
-    const std::string entry = manual_entry(page, key.path);
-    ASSERT_FALSE(entry.empty()) << key.path;
-    const bool derived = entry.find("default: ") != entry.npos || entry.find("required") != entry.npos;
-    EXPECT_NE(has_constant_default(entry, key), derived) << entry << "\nneeds: default " << default_of(key);
-  }
-  for (Family family : {Family::Gpt2, Family::Llama, Family::Qwen2, Family::Qwen3, Family::Bert})
-    for (const Key& key : model_keys(family, ModelSource::Inline))
-      if (key.kind == KeyKind::Effect) {
-        EXPECT_TRUE(has_word(key.path.substr(key.path.rfind('.') + 1))) << key.path;
-      }
-}
-
-// A default that the page gives as a value is what the reader takes where the key is left out, whatever else its
-// section says: writing it out changes nothing, and a mistake stays one.
-TEST(ConfigFiles, DefaultsOfTheManualPageAreWhatAbsentKeysMean) {
-  const std::string page = manual_page();
-  const auto section = [](const Key& key) { return key.path.substr(0, key.path.find('.')); };
-  const auto meaning = [](const Moved& moved, const std::vector<std::string>& set) {
-    const ConfigResult r = parse("{}", moved.world, set);
-    return r.ok() ? resolved_json(r.config) : "refused";
-  };
-  int pairs = 0;
-  for (const Key& key : effects()) {
-    if (!has_constant_default(manual_entry(page, key.path), key)) continue;
-    for (const Key& other : effects()) {
-      const Moved moved(other);
-      if (section(other) != section(key) || moved.sets(key.path)) continue;
-      std::vector<std::string> written = moved.set;
-      written.push_back(fmt::format("{}={}", key.path, default_of(key)));
-      const std::string absent = meaning(moved, moved.set);
-      if (Json::accept(absent) && !Json::parse(absent).contains(pointer_to(key.path))) continue;  // another choice's
-      EXPECT_EQ(absent, meaning(moved, written)) << key.path << " beside " << other.path;
-      ++pairs;
-    }
-  }
-  EXPECT_GT(pairs, 200);
-}
-
-// Defaults that depend on other keys: what the page says in words, for each of them.
-TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
-  const struct {
-    std::string_view key, words, config, value;  // no value: nothing is resolved
-  } cases[] = {
-      {"train_batch_size", "default: derived", R"("train_micro_batch_size_per_gpu": 3)", "6"},
-      {"train_micro_batch_size_per_gpu", "default: derived", R"("train_batch_size": 8)", "4"},
-      {"gradient_accumulation_steps", "default: derived",
-       R"("train_batch_size": 8, "train_micro_batch_size_per_gpu": 2)", "2"},
-      {"data.train", "required", "", ""},
-      {"data.validation", "default: the end of the training data", R"("data": {"train": "a"})", ""},
-      {"data.tokenizer", "default: the tokenizer\nthat lies beside", R"("data": {"train": "a"})", R"("bytes")"},
-      {"data.seq_length", "default: 1024 or the model's positions, whichever is less", "", "1024"},
-      {"data.seq_length", "default: 1024 or the model's positions, whichever is less", kModel, "64"},
-      {"data.mlm.mask_token", "default: the tokenizer's", kBert, ""},
-      {"data.mlm.cls_token", "default: as\n.Cm mask_token", kBert, ""},
-      {"data.mlm.sep_token", "default: as\n.Cm mask_token", kBert, ""},
-      {"data.seed", "default: the key\n.Cm seed", R"("seed": 7)", "7"},
-      {"steps", "required", "", ""},
-      {"reduce_order", "default: \"micro\" at ZeRO stages 2 and 3 and when deterministic, else \"boundary\"",
-       R"("zero_optimization": {"stage": 1})", R"("boundary")"},
-      {"reduce_order", "", R"("zero_optimization": {"stage": 2})", R"("micro")"},
-      {"reduce_order", "", R"("deterministic": true)", R"("micro")"},
-      {"optimizer.params.lr", "default: 0.001, of Lion 0.0001, of Adagrad 0.01, of Muon 0.02", "", "0.001"},
-      {"optimizer.params.lr", "", R"("optimizer": {"type": "Lion"})", "0.0001"},
-      {"optimizer.params.lr", "", R"("optimizer": {"type": "Adagrad"})", "0.01"},
-      {"optimizer.params.betas", "default: [0.9,0.999], of Lion [0.9,0.99], of Muon [0.9,0.95]", "", "[0.9,0.999]"},
-      {"optimizer.params.betas", "", R"("optimizer": {"type": "Lion"})", "[0.9,0.99]"},
-      {"optimizer.params.eps", "default: 1e-08, of Adagrad and Muon 1e-10", "", "1e-08"},
-      {"optimizer.params.eps", "", R"("optimizer": {"type": "Adagrad"})", "1e-10"},
-      {"optimizer.params.momentum", "default: 0.0, of Muon 0.95", R"("optimizer": {"type": "Muon"})", "0.95"},
-      {"optimizer.params.nesterov", "default: false, of Muon true", R"("optimizer": {"type": "Muon"})", "true"},
-      {"optimizer.params.muon_lr", "default: lr", R"("optimizer": {"type": "Muon", "params": {"lr": 0.25}})", "0.25"},
-      {"optimizer.params.adam_lr", "default: lr", R"("optimizer": {"type": "Muon"})", "0.02"},
-      {"scheduler.type", "default: none", "", ""},
-      {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
-       R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},
-      {"scheduler.params.total_num_steps", "default: the key\n.Cm steps",
-       R"("steps": 5000, "scheduler": {"type": "WarmupCosineLR"})", "5000"},
-      {"communication_data_type", "default: the type of the parameters", R"("bf16": {"enabled": true})", R"("bf16")"},
-      {"zero_optimization.overlap_comm", "default: true at stage 3, else false", R"("zero_optimization": {"stage": 2})",
-       "false"},
-      {"zero_optimization.overlap_comm", "", R"("zero_optimization": {"stage": 3})", "true"},
-      {"activation_checkpointing.granularity",
-       "default: \"layer\" where one of the three keys below asks for it, else \"none\"", "", R"("none")"},
-      {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"interval": 1})", R"("layer")"},
-      {"activation_checkpointing.interval", "default: 1 where another key asks for \"layer\"",
-       R"("activation_checkpointing": {"cpu_checkpointing": true})", "1"},
-      {"activation_checkpointing.interval", "", "", ""},
-      {"cuda.autotune_file", "default: none", "", ""},
-      {"zero_optimization.offload_optimizer.nvme_path", "default: none", "", ""},
-      {"zero_optimization.offload_param.nvme_path", "default: none", "", ""},
-  };
-  const std::string page = manual_page();
-  for (const auto& c : cases) {
-    EXPECT_THAT(manual_entry(page, c.key), HasSubstr(c.words));
-    const bool sized = c.config.find("train_") != c.config.npos;
-    const Config config = good(fmt::format("{{{}{}{}}}", c.config, sized || c.config.empty() ? "" : ", ",
-                                           sized ? "" : R"("train_batch_size": 2)"),
-                               2);
-    const Json resolved = Json::parse(resolved_json(config));
-    const Json::json_pointer at = pointer_to(c.key);
-    ASSERT_EQ(resolved.contains(at), !c.value.empty()) << c.key;
-    if (c.value.empty()) continue;
-    EXPECT_EQ(resolved.at(at), Json::parse(c.value)) << c.key;
-  }
-  for (const Key& key : effects()) {
-    if (has_constant_default(manual_entry(page, key.path), key)) continue;
-    EXPECT_TRUE(std::ranges::any_of(cases, [&](const auto& c) { return c.key == key.path; })) << key.path;
-  }
 }
 
 }  // namespace config_test

@@ -12,6 +12,7 @@
 
 #include "offload/chunk_layout.h"
 #include "offload/chunk_memory.h"
+#include "report/counting_device.h"
 #include "temp_directory.h"
 
 namespace ds::offload {
@@ -77,31 +78,19 @@ TEST(FileArray, IsAnArray) {
 }
 
 // Memory side by side, in the order in which it is asked for.
-class Arena final : public SynchronousDevice {
+class Arena final : public report::CountingDevice {
  public:
-  explicit Arena(i64 bytes) : memory_(static_cast<size_t>(bytes) + 4096) {
+  explicit Arena(i64 bytes) : CountingDevice(*cpu_ops(), nullptr, none_), memory_(static_cast<size_t>(bytes) + 4096) {
     at_ = align_up(reinterpret_cast<i64>(memory_.data()), 4096);
   }
-  DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }  // or its memory would not be asked for
-  u64 id() const noexcept override { return 0; }
-  std::string_view name() const noexcept override { return "arena"; }
-  const OpTable& ops() const noexcept override { return *cpu_ops(); }
-  Stream& stream(Queue) noexcept override { return stream_; }
   void* allocate(i64 bytes) noexcept override {
     return reinterpret_cast<void*>(std::exchange(at_, at_ + align_up(bytes, 256)));
   }
-  void release(void*) noexcept override {}
-  DeviceMemory memory() const override { return {}; }
-  i64 scratch_bytes() const noexcept override { return 0; }
-  void copy(void*, const void*, i64, Queue) override {}
-  void zero(void*, i64) override {}
-  void upload(void*, const void*, i64) override {}
-  void download(void*, const void*, i64) override {}
 
  private:
+  report::Addresses none_;
   std::vector<char> memory_;
   i64 at_;
-  Stream stream_;
 };
 
 // Buffers that lie as far from each other as what they hold are not taken for each other.
