@@ -92,16 +92,16 @@ int bench(Arguments& a, Output& out) {
     document["kernels"] = updates->kernels;
     document["threads"] = updates->threads;
     document["params"] = a.updates.params;
-    document["triad_gb_per_s"] = updates->triad_gbps;
+    document["memory_gb_per_s"] = updates->memory_gbps;
     document["updates"] = std::move(rows);
   } else if (updates) {
-    out.print("{}updates of {} parameters, {}, {} thread{}; STREAM triad {:.2f} GB/s\n", files.empty() ? "" : "\n",
+    out.print("{}updates of {} parameters, {}, {} thread{}; memory {:.2f} GB/s\n", files.empty() ? "" : "\n",
               a.updates.params, updates->kernels, updates->threads, updates->threads == 1 ? "" : "s",
-              updates->triad_gbps);
-    out.print("{:<10} {:>14} {:>8} {:>10} {:>9}\n", "optimizer", "parameters/s", "bytes", "GB/s", "of triad");
+              updates->memory_gbps);
+    out.print("{:<10} {:>14} {:>8} {:>10} {:>9}\n", "optimizer", "parameters/s", "bytes", "GB/s", "of memory");
     for (const offload::UpdateRow& r : updates->rows)
       out.print("{:<10} {:>14.4g} {:>8.2f} {:>10.2f} {:>8.0f} %\n", r.optimizer, r.params_per_s, r.bytes_per_param,
-                r.gbps, 100 * r.gbps / updates->triad_gbps);
+                r.gbps, 100 * r.gbps / updates->memory_gbps);
   }
   if (out.json()) out.document(document);
   return 0;

@@ -46,7 +46,7 @@ struct ParamEntry {
 // entries have no pieces.
 struct StatePiece {
   // Elements of what has no place in memory as a whole, that are there at once: no more than these.
-  static constexpr i64 kMostOpen = i64{1} << 19;
+  static constexpr i64 kMostOpen = i64{1} << 20;
   i64 param;  // index into the parameter table
   i64 begin, count;
   // Param in the work dtype, all else in fp32. Null: state that the run does not have (save; Master when the work dtype

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 
 #include "base/file.h"
 #include "checkpoint/together.h"
@@ -66,6 +67,9 @@ void StepSave::write() {
   contents.pieces = ranges;
   std::vector<float> decoded;
   std::vector<char> brought;
+  // What is open: other states of the same elements are asked for next.
+  StatePiece here;
+  std::tuple<size_t, i64, i64> open;
   contents.elements = [&](State s, size_t piece, i64 first, i64 count) -> const void* {
     DS_CHECK(!cancelled_, Errc::Interrupted, "the save of {} was given up", step_name(step()));
     const StatePiece& p = pieces_[piece];
@@ -74,7 +78,10 @@ void StepSave::write() {
       brought.resize(static_cast<size_t>(count * width));
       for (i64 at = 0; at < count; at += StatePiece::kMostOpen) {
         const i64 n = std::min(StatePiece::kMostOpen, count - at);
-        const StatePiece here = p.open(first + at, n, false);
+        if (const std::tuple wanted(piece, first + at, n); open != wanted) {
+          here = p.open(first + at, n, false);
+          open = wanted;
+        }
         char* const to = brought.data() + at * width;
         if (is_optimizer_state(s) && here.kept[s].dtype != DType::F32) {
           decode_state(reinterpret_cast<float*>(to), here.state(s), 0, n);

@@ -25,18 +25,28 @@ namespace fs = std::filesystem;
 // the texts and tables of a manifest take for a dataset. Measured.
 constexpr i64 kHdf5Bytes = 512 << 10, kDatasetBytes = 8 << 10, kViewBytes = 11 << 10, kManifestBytes = 3500;
 
-// Writes and hashes block by block: each block is in the processor's cache when it is written.
+// A state of a piece on its way to a file.
+struct Dataset {
+  State state;
+  i64 elem_bytes;
+  DatasetRecord* record;
+};
+
+// Writes and hashes block by block, the blocks of all states side by side: each is in the processor's cache when it is
+// written, and who brings elements from elsewhere brings them once for all states of one size.
 template <class Elements>
-DatasetRecord write_dataset(DirectWriter& writer, i64 offset, i64 count, i64 elem_bytes, Elements&& elements) {
-  DatasetRecord d{offset, {}};
-  const i64 step = kChecksumBlock / elem_bytes;
-  for (i64 first = 0; first < count; first += step) {
-    const i64 n = std::min(step, count - first);
-    const void* data = elements(first, n);
-    d.checksums.push_back(checksum(data, n * elem_bytes));
-    writer.write(offset + first * elem_bytes, data, n * elem_bytes);
+void write_piece(DirectWriter& writer, i64 count, std::span<const Dataset> datasets, Elements&& elements) {
+  bool more = true;
+  for (i64 block = 0; std::exchange(more, false); ++block) {
+    for (const Dataset& d : datasets) {
+      const i64 step = kChecksumBlock / d.elem_bytes, first = block * step, n = std::min(step, count - first);
+      if (n <= 0) continue;
+      const void* const data = elements(d.state, first, n);
+      d.record->checksums.push_back(checksum(data, n * d.elem_bytes));
+      writer.write(d.record->offset + first * d.elem_bytes, data, n * d.elem_bytes);
+      more |= first + n < count;
+    }
   }
-  return d;
 }
 
 void write_view(const std::string& dir, Manifest& m, const Tick& tick) {
@@ -193,16 +203,20 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
   const File file = File::open_write(path);
   std::optional<DirectWriter> writer(file);
   auto offset = offsets.begin();
+  std::vector<Dataset> of_piece;
   for (size_t i = 0; i < contents.pieces.size(); ++i) {
     const PieceRange& p = contents.pieces[i];
     if (p.count == 0) continue;
     PieceRecord& r = record.pieces.emplace_back(PieceRecord{p, {}});
     if (p.slice.whole()) r.slice = {};  // of whichever dim
+    of_piece.clear();
     for (State s : kStates) {
       if (!stored(s, p.param)) continue;
-      r.states[s] = write_dataset(*writer, *offset++, p.count, dtype_bytes(m.stored_dtype(s, p.param)),
-                                  [&](i64 first, i64 n) { return contents.elements(s, i, first, n); });
+      r.states[s] = DatasetRecord{*offset++, {}};
+      of_piece.push_back({s, dtype_bytes(m.stored_dtype(s, p.param)), &*r.states[s]});
     }
+    write_piece(*writer, p.count, of_piece,
+                [&](State s, i64 first, i64 n) { return contents.elements(s, i, first, n); });
   }
   writer->flush();
   writer.reset();  // its memory: reading back takes as much

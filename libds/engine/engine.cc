@@ -24,7 +24,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                                                                  mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
-      offload_(plan_.offload, offload::Offload::For::Run),
+      offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),

@@ -130,8 +130,9 @@ void TrainingRun::State::open() {
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
   if (is_root() && engine::trains_nothing(plans->of(ranks.rank)->plan))
     log_message(LogLevel::Warning, "optimizer.param_groups: every parameter is frozen: the run trains nothing");
-  engine = std::make_unique<engine::Engine>(config, *mesh, ledger, *device,
-                                            engine::EngineParts{.planned = plans->of(ranks.rank)});
+  engine = std::make_unique<engine::Engine>(
+      config, *mesh, ledger, *device,
+      engine::EngineParts{.planned = plans->of(ranks.rank), .host_threads = engine::thread_count(config, ranks)});
   if (const std::string caveat = engine->offload().caveat(); is_root() && !caveat.empty())
     log_message(LogLevel::Warning, caveat);
   table = engine::make_param_table(config, engine->model(), engine->plan());

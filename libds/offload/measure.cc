@@ -8,7 +8,6 @@
 
 #include "config/optimizer.h"
 #include "ds/kernels/state_codes.h"
-#include "ds/kernels/thread_pool.h"
 #include "ds/nearest.h"
 #include "ds/offload.h"
 #include "ds/units.h"
@@ -156,18 +155,13 @@ class OneParameter final : public optim::GroupStates {
   double bytes_ = 0;
 };
 
-// a = b + s c, McCalpin's STREAM.
-double triad_gbps(ThreadPool& pool, i64 n, int loops) {
+// a += b: what memory carries of three streams, none of which is read to be overwritten.
+double memory_gbps(Device& device, i64 n, int loops) {
   MemoryLedger ledger;
-  const Buffer memory(ledger, Tag::Workspace, 3 * n * 4);
-  float* const a = memory.as<float>().data();
-  float *const b = a + n, *const c = b + n;
-  constexpr i64 kTile = 1 << 16;
-  const double s = median_seconds(loops, [&] {
-    pool.parallel_for(div_ceil(n, kTile), [&](i64 tile, int) {
-      for (i64 i = tile * kTile, end = std::min(n, i + kTile); i < end; ++i) a[i] = b[i] + 3.0f * c[i];
-    });
-  });
+  const Buffer memory(ledger, Tag::Workspace, 2 * n * 4);
+  const TensorView a = TensorView::of(memory.data(), DType::F32, {n}),
+                   b = TensorView::of(memory.as<float>().data() + n, DType::F32, {n});
+  const double s = median_seconds(loops, [&] { device.ops().fold(a, {&b, 1}, true, device.stream()); });
   return 12.0 * static_cast<double>(n) / s / 1e9;
 }
 
@@ -199,7 +193,7 @@ UpdateResult measure_updates(const UpdateOptions& o, const std::function<void(co
   const OpTable& ops = probe::cpu_backend();
   UpdateResult result{.kernels = std::string(ops.name), .threads = o.threads > 0 ? o.threads : probe::num_cores()};
   const auto device = make_cpu_device(ops, result.threads);
-  result.triad_gbps = triad_gbps(*device->stream().pool, o.params, o.loops);
+  result.memory_gbps = memory_gbps(*device, o.params, o.loops);
   for (size_t i = 0; i < groups.size(); ++i) {
     OneParameter parameter(*device, groups[i], o.params);
     const optim::GroupSize size{.num_params = 1, .largest = {}};

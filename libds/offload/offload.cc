@@ -20,7 +20,6 @@ Settings settings_of(const Config& config, DeviceKind device) {
   DS_CHECK(device == DeviceKind::Cpu || !s.states.gradients, Errc::Unavailable,
            "zero_optimization.offload_optimizer.gradients is not supported on GPUs yet; device \"cpu\" has it");
   s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);
-  s.threads = narrow<int>(config.threads);
   return s;
 }
 
@@ -35,11 +34,11 @@ void check_places(const Settings& s, std::span<const i64> files, int ranks) {
 }
 
 // On the CPU, what is to be in its memory is there.
-Offload::Offload(const Settings& settings, For what) : settings_(settings), for_(what) {
+Offload::Offload(const Settings& settings, For what, int threads) : settings_(settings), for_(what) {
   const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = settings.device != DeviceKind::Cpu;
   if (nvme || (apart && settings.states.device == OffloadDevice::Cpu)) {
     if (apart && what == For::Run)
-      host_ = make_cpu_device(probe::cpu_backend(), settings.threads > 0 ? settings.threads : probe::rank_threads(1));
+      host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
     tiers_.states = [this, apart](zero::StateStore::Parts parts) {
       Device& host = host_ ? *host_ : parts.device;
       return std::make_unique<ChunkedStates>(

@@ -18,7 +18,6 @@ struct Settings {
   OffloadParamConfig params = {};
   i64 tile = 0;  // elements of a chunk of states
   AioConfig aio = {};
-  int threads = 0;  // of updates on a host that is not the device; 0: this rank's cores
 };
 // Throws Errc::Unavailable: what the device cannot do.
 Settings settings_of(const Config& config, DeviceKind device);
@@ -32,7 +31,8 @@ class Offload {
   // A prediction takes the same memory, and makes no file.
   enum class For : u8 { Run, Prediction };
   // Outlives the shards that its tiers are given to.
-  Offload(const Settings& settings, For what);
+  // threads: of updates on a host that is not the device; 0: those of the environment.
+  Offload(const Settings& settings, For what, int threads = 0);
   Offload(const Offload&) = delete;
 
   const zero::Tiers& tiers() const noexcept { return tiers_; }

@@ -158,6 +158,24 @@ TEST(OffloadWays, TrafficIsAsPredicted) {
   }
 }
 
+// The states of a part are brought together, and once more for the rounded parameter.
+TEST(OffloadCheckpoints, AreReadTwiceAtMost) {
+  const TempDirectory dir;
+  const Layout l{.dp = 2, .stage = 2};
+  Config c = offloaded(tier_config(l, optimizer_named("AdamW"), DType::BF16), dir.path());
+  c.zero.offload_optimizer.buffer_count = 1;
+  const Hooks save = {.at_end = [&](engine::Engine& engine) {
+    const i64 before = engine.offload().moved().read_bytes;
+    save_step(engine, dir / "saved");
+    const i64 in_files =
+        engine.offload().files().current(Tag::Master) + engine.offload().files().current(Tag::Optimizer);
+    const i64 read = engine.offload().moved().read_bytes - before;
+    EXPECT_GE(read, in_files / 2);
+    EXPECT_LE(read, 2 * in_files);
+  }};
+  train_threads(c, l.ranks(), 1, 1, save);
+}
+
 TEST(OffloadCheckpoints, AreThoseOfMemory) {
   const TempDirectory dir;
   expect_the_checkpoints_of_memory(

@@ -67,7 +67,7 @@ struct UpdateRow {
 struct UpdateResult {
   std::string kernels{};  // "avx512_bf16"
   int threads = 0;
-  double triad_gbps = 0;  // of STREAM's triad with these threads: 12 bytes an element
+  double memory_gbps = 0;  // of a += b with these threads: 12 bytes an element
   std::vector<UpdateRow> rows{};
 };
 
