@@ -228,6 +228,29 @@ CheckpointMeta meta_from_json(const Json& j) {
   return meta;
 }
 
+Json params_to_json(const std::vector<ParamEntry>& params) {
+  Json rows = Json::array();
+  for (const ParamEntry& p : params) {
+    rows.push_back({{"name", p.name}, {"shape", p.shape}});
+    if (!p.tied_to.empty()) rows.back()["tied_to"] = p.tied_to;
+    if (p.dtype) rows.back()["dtype"] = dtype_name(*p.dtype);
+    optimizer_to_json(p, rows.back());
+  }
+  return rows;
+}
+
+std::vector<ParamEntry> params_from_json(const Json& rows) {
+  std::vector<ParamEntry> params;
+  for (const Json& p : rows) {
+    params.push_back(
+        {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
+    for (const Json& dim : p.at("shape")) params.back().shape.push_back(whole(dim));
+    if (p.contains("dtype")) params.back().dtype = dtype_from(p.at("dtype").get<std::string>());
+    optimizer_from_json(p, params.back());
+  }
+  return params;
+}
+
 int version_of(const Manifest& m) noexcept {
   const auto any_piece = [&](auto&& is_new) {
     return std::ranges::any_of(m.files, [&](const FileRecord& f) { return std::ranges::any_of(f.pieces, is_new); });
@@ -251,13 +274,7 @@ Manifest from_json(const Json& j) {
   Manifest m;
   m.id = j.at("id").get<std::string>();
   m.meta = meta_from_json(j);
-  for (const Json& p : j.at("parameters")) {
-    m.params.push_back(
-        {p.at("name").get<std::string>(), {}, p.contains("tied_to") ? p.at("tied_to").get<std::string>() : ""});
-    for (const Json& dim : p.at("shape")) m.params.back().shape.push_back(whole(dim));
-    if (p.contains("dtype")) m.params.back().dtype = dtype_from(p.at("dtype").get<std::string>());
-    optimizer_from_json(p, m.params.back());
-  }
+  m.params = params_from_json(j.at("parameters"));
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
              f.at("name").dump().substr(0, 200));
@@ -382,6 +399,19 @@ CheckpointMeta parse_meta(std::string_view text, const std::string& path) {
   }
 }
 
+std::string format_params(const std::vector<ParamEntry>& params) { return params_to_json(params).dump(); }
+
+std::vector<ParamEntry> parse_params(std::string_view text, const std::string& path) {
+  const Json rows = parse_bounded(text, path);
+  try {
+    return params_from_json(rows);
+  } catch (const nlohmann::json::exception& e) {
+    throw Error(Errc::Corrupt, fmt::format("{}: not a table of parameters: {}", path, json_reason(e)));
+  } catch (const Error& e) {
+    throw Error(e.code() == Errc::Internal ? Errc::Corrupt : e.code(), fmt::format("{}: {}", path, e.what()));
+  }
+}
+
 std::string format_optimizers(const std::vector<ParamEntry>& params) {
   Json of = Json::object();
   for (const ParamEntry& p : params) {
@@ -407,15 +437,9 @@ void parse_optimizers(std::string_view text, const std::string& path, std::vecto
 }
 
 std::string format_manifest(const Manifest& m) {
-  Json states = Json::array(), params = Json::array(), files = Json::array(), pieces = Json::array();
+  Json states = Json::array(), files = Json::array(), pieces = Json::array();
   for (State s : kStates) {
     if (m.has(s)) states.push_back(state_name(s));
-  }
-  for (const ParamEntry& p : m.params) {
-    params.push_back({{"name", p.name}, {"shape", p.shape}});
-    if (!p.tied_to.empty()) params.back()["tied_to"] = p.tied_to;
-    if (p.dtype) params.back()["dtype"] = dtype_name(*p.dtype);
-    optimizer_to_json(p, params.back());
   }
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));
@@ -432,7 +456,7 @@ std::string format_manifest(const Manifest& m) {
       {"states", std::move(states)},
       {"checksum_block_bytes", kChecksumBlock},
       {"view", {{"name", kViewName}, {"bytes", m.view_bytes}, {"xxh3", hex(m.view_checksum)}}},
-      {"parameters", std::move(params)},
+      {"parameters", params_to_json(m.params)},
       {"files", std::move(files)},
       {"pieces", std::move(pieces)},
   });

@@ -68,6 +68,10 @@ void validate_manifest(const Manifest&, const std::string& path, Errc code);
 std::string format_meta(const CheckpointMeta&);
 CheckpointMeta parse_meta(std::string_view text, const std::string& path);
 
+// The table of parameters alone.
+std::string format_params(const std::vector<ParamEntry>& params);
+std::vector<ParamEntry> parse_params(std::string_view text, const std::string& path);
+
 // What the entries say of their optimizers, on one line; empty: nothing.
 std::string format_optimizers(const std::vector<ParamEntry>& params);
 // Sets it. Throws Errc::Corrupt, Errc::Unavailable (a state that is unknown here).

@@ -74,7 +74,8 @@ inline constexpr std::array kEnumNames<SaveFailure> = {EnumName{"stop", u8(SaveF
 template <>
 inline constexpr std::array kEnumNames<OffloadDevice> = {EnumName{"none", u8(OffloadDevice::None)},
                                                          EnumName{"cpu", u8(OffloadDevice::Cpu)},
-                                                         EnumName{"nvme", u8(OffloadDevice::Nvme)}};
+                                                         EnumName{"nvme", u8(OffloadDevice::Nvme)},
+                                                         EnumName{"server", u8(OffloadDevice::Server)}};
 template <>
 inline constexpr std::array kEnumNames<AioMethod> = {EnumName{"auto", u8(AioMethod::Auto)},
                                                      EnumName{"io_uring", u8(AioMethod::IoUring)},
@@ -301,6 +302,7 @@ constexpr Key kKeys[] = {
     not_yet("zero_optimization.legacy_stage1", "[false]"),
     effect("zero_optimization.offload_optimizer.device", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::device>, {}, kAuto),
     effect("zero_optimization.offload_optimizer.nvme_path", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::nvme_path>, {}, kAuto),
+    effect("zero_optimization.offload_optimizer.name", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::name>),
     effect("zero_optimization.offload_optimizer.buffer_count", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::buffer_count>, {1, 1 << 20}, kAuto),
     effect("zero_optimization.offload_optimizer.pipeline_read", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_read>, {}, kAuto),
     effect("zero_optimization.offload_optimizer.pipeline_write", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_write>, {}, kAuto),

@@ -13,7 +13,8 @@ constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer.dev
                            kPath = "zero_optimization.offload_optimizer.nvme_path",
                            kParamPath = "zero_optimization.offload_param.nvme_path",
                            kGradients = "zero_optimization.offload_optimizer.gradients", kBlock = "aio.block_size",
-                           kRatio = "zero_optimization.offload_optimizer.ratio";
+                           kRatio = "zero_optimization.offload_optimizer.ratio",
+                           kName = "zero_optimization.offload_optimizer.name";
 
 void resolve_old_form(std::string_view key, bool& old, std::string_view device_key, OffloadDevice& device, Reader& r) {
   if (!r.given(key) || r.broken(key)) return;
@@ -33,6 +34,7 @@ void resolve_offload(Config& c, Reader& r) {
   resolve_old_form("zero_optimization.cpu_offload_param", z.cpu_offload_param, kParam, z.offload_param.device, r);
   OffloadParamConfig& params = z.offload_param;
   const bool nvme = o.device == OffloadDevice::Nvme, nvme_params = params.device == OffloadDevice::Nvme;
+  const bool server = o.device == OffloadDevice::Server;
   const bool knows_stage = !r.broken("zero_optimization.stage");
   const auto need_path = [&](std::string_view key, const std::string& path, std::string_view device) {
     if (path.empty() && !r.broken(key))
@@ -40,8 +42,15 @@ void resolve_offload(Config& c, Reader& r) {
   };
   if (nvme) need_path(kPath, o.nvme_path, kOptimizer);
   if (nvme_params) need_path(kParamPath, params.nvme_path, kParam);
-  if (nvme && z.stage == 0 && knows_stage)
-    r.error(kOptimizer, "\"nvme\" needs ZeRO stage 1, 2 or 3: stage 0 has all states on every rank");
+  if ((nvme || server) && z.stage == 0 && knows_stage)
+    r.error(kOptimizer, fmt::format("\"{}\" needs ZeRO stage 1, 2 or 3: stage 0 has all states on every rank",
+                                    nvme ? "nvme" : "server"));
+  if (server && o.name.empty() && !r.broken(kName))
+    r.error(kName, fmt::format("is missing: which server, with {} \"server\" (ds-offload serve NAME)", kOptimizer));
+  if (server && o.ratio < 1 && !r.broken(kRatio))
+    r.error(kRatio, fmt::format("is for {} \"nvme\" and \"cpu\": a server has all states", kOptimizer));
+  if (params.device == OffloadDevice::Server)
+    r.error(kParam, "\"server\" is for states of optimizers; parameters stay in memory, or go to \"nvme\"");
   if (params.device != OffloadDevice::None && z.stage != 3 && knows_stage) {
     const std::string why = fmt::format("ZeRO stage {} keeps whole parameters, and stage 3 slices", z.stage);
     if (nvme_params)
@@ -49,9 +58,9 @@ void resolve_offload(Config& c, Reader& r) {
     else
       r.warning(kParam, "has no effect: " + why);
   }
-  if ((nvme || nvme_params) && c.save.async && !r.broken("save.async"))
-    r.error("save.async",
-            fmt::format("copies the state to memory, out of which {} \"nvme\" takes it", nvme ? kOptimizer : kParam));
+  if ((nvme || nvme_params || server) && c.save.async && !r.broken("save.async"))
+    r.error("save.async", fmt::format("copies the state to memory, out of which {} \"{}\" takes it",
+                                      nvme || server ? kOptimizer : kParam, server ? "server" : "nvme"));
   if (nvme && o.gradients) {
     const auto needs_whole = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
     if (needs_whole(c.optimizer) || std::ranges::any_of(c.optimizer.groups, needs_whole))
@@ -74,6 +83,7 @@ void resolve_offload(Config& c, Reader& r) {
     if (o.gradients) no_effect(kGradients, why);
   }
   if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));
+  if (!server) no_effect(kName, fmt::format("{} is not \"server\"", kOptimizer));
   if (!nvme_params) no_effect(kParamPath, fmt::format("{} is not \"nvme\"", kParam));
   if (nvme || nvme_params) return;
   for (const std::string_view key : {std::string_view("aio.method"), kBlock, std::string_view("aio.queue_depth"),

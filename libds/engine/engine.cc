@@ -9,6 +9,8 @@
 #include <numeric>
 #include <utility>
 
+#include "base/file.h"
+
 namespace ds::engine {
 
 Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& device, const EngineParts& parts)
@@ -24,7 +26,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                                                                  mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
-      offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads),
+      offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank()),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
@@ -33,6 +35,39 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       valid_tokens_(static_cast<size_t>(plan_.micro_batches)) {
   if (plan_.trains()) make_update();
   make_pieces();
+  offload_.attach();
+  if (server() != nullptr) server()->outcome = [this](const GradVerdict& verdict) { return served_outcome(verdict); };
+}
+
+// To a server of states; empty where the run has none.
+offload::ServerLink::Rank Engine::served_rank() {
+  if (plan_.offload.states.device != OffloadDevice::Server) return {};
+  std::string run = random_hex64();
+  mesh_.world().broadcast(run.data(), std::ssize(run), 0, "dp.stats").wait();
+  const MeshShape& m = mesh_.shape();
+  return {.rank = mesh_.rank(),
+          .ranks = mesh_.world_size(),
+          .run = run,
+          .layout = fmt::format("{} dp {} pp {} tp {} sp {}", plan_.dp().layout.id(), m.dp, m.pp, m.tp, m.sp)};
+}
+
+offload::ServedRecord Engine::served_record(const Progress& p, const LossScaler& scaler) const noexcept {
+  const LossScaler::State& s = scaler.state();
+  return {.step = p.step,
+          .optimizer_step = p.optimizer_step,
+          .skipped_steps = p.skipped_steps,
+          .consumed_samples = p.consumed_samples,
+          .scale = s.scale,
+          .scaler_iteration = s.iteration,
+          .last_overflow = s.last_overflow,
+          .hysteresis = s.hysteresis};
+}
+
+void Engine::go_on_from(const offload::ServedRecord& r) {
+  offload_.restore_params();
+  publish_params();
+  progress_ = {r.step, r.optimizer_step, r.skipped_steps, r.consumed_samples};
+  scaler_.restore({r.scale, r.scaler_iteration, r.last_overflow, r.hysteresis});
 }
 
 model::Model Engine::make_model(const MeshCoord& coord) const {

@@ -105,6 +105,10 @@ class Engine {
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   const offload::Offload& offload() const noexcept { return offload_; }
+  offload::ServerLink* server() const noexcept { return offload_.server(); }
+  // Of a run whose states a server has: what it keeps of the run beside them, as it is now; and goes on from that.
+  offload::ServedRecord served_record() const noexcept { return served_record(progress_, scaler_); }
+  void go_on_from(const offload::ServedRecord& record);
   stage::Stage& stage() noexcept { return stage_; }
   Device& device() const noexcept { return device_; }
   Progress& progress() noexcept { return progress_; }
@@ -117,6 +121,7 @@ class Engine {
 
  private:
   model::Model make_model(const MeshCoord& coord) const;
+  offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
   void make_pieces();
@@ -124,6 +129,10 @@ class Engine {
 
   void load(const StepBatch& batch, i64 micro);
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
+  void fill_in(StepReport& report, const GradVerdict& verdict) const;
+  Progress progress_after(const GradVerdict& verdict) const noexcept;
+  offload::ServedRecord served_record(const Progress& progress, const LossScaler& scaler) const noexcept;
+  offload::ServedRecord served_outcome(const GradVerdict& verdict) const;
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
   double fold_losses() const;
@@ -151,6 +160,7 @@ class Engine {
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;
+  StepReport* ending_ = nullptr;   // of the step, when its gradients are final
   std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;

@@ -7,6 +7,7 @@
 
 #include "base/file.h"
 #include "checkpoint/deepspeed.h"
+#include "checkpoint/manifest.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
@@ -17,6 +18,7 @@
 #include "engine/connect.h"
 #include "engine/host_state.h"
 #include "engine/run_state.h"
+#include "engine/served.h"
 #include "engine/weights.h"
 #include "probe/host.h"
 
@@ -110,6 +112,9 @@ void TrainingRun::State::open() {
                 options.writing);
   check_memory(*device, *plans, ranks);
   const report::RunPlan& own = plans->of(ranks.rank)->plan;
+  DS_CHECK(own.offload.states.device != OffloadDevice::Server || ranks.local_world_size == ranks.world_size,
+           Errc::Unavailable, "{} ranks of {} are on this node: a server has the states of a run on one node",
+           ranks.local_world_size, ranks.world_size);
   offload::check_places(own.offload, own.files, ranks.local_world_size);
   mesh = engine::make_mesh(*plans, ranks, *device);
   backend = mesh->dp().backend();
@@ -147,12 +152,17 @@ void TrainingRun::State::open() {
 void TrainingRun::State::take_directory() {
   if (writes() && is_root()) {
     directory = std::make_unique<engine::RunDirectory>(options.out_dir, options.resume, step_dir);
-    evaluated_before = directory->cut_metrics(engine->progress().step);
+    const engine::RunDirectory::Kept kept = directory->cut_metrics(engine->progress().step);
+    evaluated_before = kept.evaluated;
+    write_lost_line(kept.last_step);
   }
   mesh->world().barrier("dp.stats");  // nobody trains before the directory is ours
   saver = std::make_unique<engine::Saver>(*engine, writes() ? options.out_dir : "", directory.get(), table.params,
                                           [this](const Json& line) { append(line); });
-  if (!step_dir.empty()) saver->resumed_from(step_dir, engine->progress().step);
+  if (!step_dir.empty())
+    saver->resumed_from(
+        step_dir,
+        parse_step_name(std::filesystem::path(step_dir).filename().string()).value_or(engine->progress().step));
 }
 
 void TrainingRun::State::open_data(i64 num_ranks) {
@@ -218,7 +228,8 @@ std::string TrainingRun::State::find_resumed() const {
   DS_CHECK(!failed || none, Errc::Io, "cannot list {}: {}", options.out_dir, system_reason(failed.value()));
   DS_CHECK(!options.read_only, Errc::Config, "{} has no checkpoint", options.out_dir);
   // A first start of a command line that always says --resume latest: said, not silent.
-  if (is_root())
+  // A server may have a state, and says so.
+  if (is_root() && config.zero.offload_optimizer.device != OffloadDevice::Server)
     log_message(LogLevel::Warning, fmt::format("{} has no checkpoint yet: starting from step 0", options.out_dir));
   return "";
 }
@@ -260,22 +271,76 @@ auto TrainingRun::State::from_newest(F&& load) {
 }
 
 void TrainingRun::State::load() {
-  if (step_dir.empty()) {
-    if (weights.empty()) {
+  offload::ServerLink* const server = engine->server();
+  if (server == nullptr || !load_from_server(*server)) {
+    if (!step_dir.empty()) {
+      from_newest([&] { load_step(step_dir); });
+      from = step_dir;
+    } else if (weights.empty()) {
       engine->init_weights();
     } else {
       engine::load_weights(*engine, weights);
     }
-    return;
   }
-  from_newest([&] { load_step(); });
+  if (server != nullptr) publish_to_server(*server);
 }
 
-void TrainingRun::State::load_step() {
+// Whether the run goes on with the state that the server has: that of its last whole step. A step that was asked for by
+// its name takes its place.
+bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
+  using Has = offload::ServerLink::Has;
+  const auto& [has, there, text, dir] = server.found();
+  if (has == Has::Nothing) return false;
+  const std::string name = fmt::format("server '{}'", server.name());
+  if (!options.resume.empty() && options.resume != "latest") {
+    if (is_root())
+      log_message(LogLevel::Warning,
+                  fmt::format("the state of step {} that {} has gives way to {}", there.step, name, step_dir));
+    server.clear();
+    return false;
+  }
+  const std::optional<i64> saved = parse_step_name(std::filesystem::path(step_dir).filename().string());
+  DS_CHECK(!saved || *saved <= there.step, Errc::Mismatch,
+           "{} is newer than the state that {} has, which is of step {}: remove that (ds-offload rm {}), or say from "
+           "which step to go on with --resume {}",
+           step_dir, name, there.step, server.name(), step_dir);
+  check_same_run(parse_meta(text, name), name);
+  if (has == Has::Same) {
+    engine->go_on_from(there);
+  } else {
+    load_step(dir);
+  }
+  from = name;
+  if (is_root()) log_message(LogLevel::Info, fmt::format("going on from step {} of {}", there.step, name));
+  return true;
+}
+
+void TrainingRun::State::publish_to_server(offload::ServerLink& server) {
+  DS_CHECK(train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
+  const bool is_its = !from.empty() && from != step_dir;
+  engine::publish_states(*engine, is_its ? server.found().record : engine->served_record(), meta(), table.params);
+}
+
+// The line of the last step, where the run was ended between its commit with the server and the line.
+void TrainingRun::State::write_lost_line(i64 last_step) {
+  if (from.empty() || from == step_dir) return;
+  const offload::ServedRecord& r = engine->server()->found().record;
+  if (r.step == 0 || last_step != r.step - 1 || r.tokens == 0) return;
+  append({{"type", "step"},
+          {step_field::kStep, r.step},
+          {step_field::kLoss, r.loss},
+          {step_field::kGradNorm, r.grad_norm},
+          {step_field::kLr, r.lr},
+          {step_field::kLossScale, r.loss_scale},
+          {step_field::kSkipped, r.skipped != 0},
+          {step_field::kTokens, r.tokens}});
+}
+
+void TrainingRun::State::load_step(const std::string& dir) {
   engine::HostState state(*engine, engine->held_pieces(), engine::HostState::Memory::InParts);
   const CheckpointMeta meta =
-      load_checkpoint(step_dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers,
-                      [this](const CheckpointMeta& there) { check_same_run(there); });
+      load_checkpoint(dir, engine->plan().work, table.params, state.pieces(), mesh->world(), table.optimizers,
+                      [&](const CheckpointMeta& there) { check_same_run(there, dir); });
   state.upload();
   engine->publish_params();
   engine::Progress& progress = engine->progress();
@@ -286,22 +351,22 @@ void TrainingRun::State::load_step() {
   if (is_root()) {
     const std::string isa(device->name());
     if (meta.isa != isa && !meta.isa.empty()) {
-      log_message(LogLevel::Warning,
-                  fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", step_dir,
-                              meta.isa, isa));
+      log_message(
+          LogLevel::Warning,
+          fmt::format("{} was made with {}, this machine runs {}: results agree, bits may not", dir, meta.isa, isa));
     }
     if (engine->plan().dp().layout.options().block > 1 && meta.mesh && meta.mesh->tp != mesh->shape().tp)
       log_message(
           LogLevel::Warning,
           fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of 8-bit states "
                       "are others, and are encoded again",
-                      step_dir, meta.mesh->tp, mesh->shape().tp));
+                      dir, meta.mesh->tp, mesh->shape().tp));
   }
 }
 
 // A run goes on with the samples and the dropout that it began with.
-void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
-  if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, step_dir);
+void TrainingRun::State::check_same_run(const CheckpointMeta& meta, const std::string& source) const {
+  if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, source);
   if (train_data && !options.read_only && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
   if ((options.read_only || !train_data) && config.model.causal() && !meta.data_json.empty()) {
@@ -309,15 +374,15 @@ void TrainingRun::State::check_same_run(const CheckpointMeta& meta) const {
     const std::string now =
         train_data ? train_data->identity().tokenizer : open_tokenizer(config.data.tokenizer)->identity();
     DS_CHECK(saved.empty() || saved == now, Errc::Mismatch, "data.tokenizer is {}, but {} was trained with {}", now,
-             step_dir, saved);
+             source, saved);
   }
   if (options.read_only) return;  // which has neither dropout nor samples that go on
   DS_CHECK(meta.seed.value_or(static_cast<u32>(config.seed)) == static_cast<u32>(config.seed), Errc::Mismatch,
-           "{} was made with seed {}, this run has {}", step_dir, *meta.seed, config.seed);
+           "{} was made with seed {}, this run has {}", source, *meta.seed, config.seed);
   if (meta.step > 0 && (meta.data_json.empty() || !meta.seed) && is_root())
     log_message(LogLevel::Warning, fmt::format("{} was converted, and does not know the data and the seed of its run: "
                                                "going on with those of this configuration",
-                                               step_dir));
+                                               source));
 }
 
 CheckpointMeta TrainingRun::State::meta() const {
@@ -373,7 +438,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     const engine::ParamTable table = engine::make_param_table(config, model, plan);
     const CheckpointMeta meta =
         s.from_newest([&] { return check_checkpoint(s.step_dir, table.params, table.optimizers); });
-    s.check_same_run(meta);
+    s.check_same_run(meta, s.step_dir);
   } else if (const std::string weights = s.find_weights(); !weights.empty()) {
     engine::check_weights(model, weights, config.new_head);
   }

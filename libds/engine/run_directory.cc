@@ -159,20 +159,20 @@ void RunDirectory::unlock() noexcept {
   lock_fd_ = -1;
 }
 
-bool RunDirectory::cut_metrics(i64 step) {
+RunDirectory::Kept RunDirectory::cut_metrics(i64 step) {
   std::error_code error;
   for (fs::directory_iterator it(path_, error), end; !error && it != end; it.increment(error)) {
     std::error_code ignored;  // what a run left that was killed right here
     if (it->path().filename().string().starts_with(fmt::format(".{}.tmp-", kMetricsName)))
       fs::remove(it->path(), ignored);
   }
-  if (!fs::exists(metrics_path(), error)) return false;
+  if (!fs::exists(metrics_path(), error)) return {};
   DS_CHECK(fs::is_regular_file(metrics_path(), error), Errc::Io, "{} is not a regular file", metrics_path());
   constexpr i64 kMaxLine = i64{64} << 20;
   PendingFile kept(metrics_path());
   DirectWriter writer(kept.file());
   i64 bytes = 0;
-  bool evaluated = false;
+  Kept result;
   for_each_line(File::open_read(metrics_path()), kMaxLine, [&](std::string_view line, bool) {
     const Json parsed = Json::parse(line, nullptr, false);
     // A torn last line, or one without a step, goes: the resumed run starts with a whole file.
@@ -181,12 +181,14 @@ bool RunDirectory::cut_metrics(i64 step) {
       const std::string text = std::string(line) + "\n";
       writer.write(bytes, text.data(), std::ssize(text));
       bytes += std::ssize(text);
-      evaluated |= parsed.contains("type") && parsed["type"] == "eval" && parsed["step"] == step;
+      if (!parsed.contains("type")) return;
+      result.evaluated |= parsed["type"] == "eval" && parsed["step"] == step;
+      if (parsed["type"] == "step") result.last_step = parsed["step"].get<i64>();
     }
   });
   writer.flush();
   kept.commit();
-  return evaluated;
+  return result;
 }
 
 void RunDirectory::append_metrics(const Json& line) {

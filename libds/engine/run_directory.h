@@ -26,9 +26,12 @@ class RunDirectory {
   RunDirectory(const RunDirectory&) = delete;
   RunDirectory& operator=(const RunDirectory&) = delete;
 
-  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew. True if
-  // `step` was evaluated.
-  bool cut_metrics(i64 step);
+  // Keeps the lines of metrics.jsonl up to and including `step`: the resumed run writes the later ones anew.
+  struct Kept {
+    bool evaluated = false;  // `step` was
+    i64 last_step = 0;       // that has a line; 0: none
+  };
+  Kept cut_metrics(i64 step);
   // Appends one line, whole or not at all. Throws Errc::Io; what check_ours() throws.
   void append_metrics(const Json& line);
   // Throws Errc::Io if somebody has removed or replaced the directory: what is there now may be another run's.

@@ -38,6 +38,7 @@ struct TrainingRun::State {
   std::unique_ptr<engine::RunRecord> record;
   std::string backend;
   std::string step_dir;           // to go on from; empty: from the start
+  std::string from;               // what the run goes on from: that, or a server; empty: from the start
   std::string weights;            // to start from; empty: random ones
   std::string model_json;         // config.json of what is saved
   bool evaluated_before = false;  // the step that we go on from; on rank 0
@@ -69,10 +70,13 @@ struct TrainingRun::State {
   std::string find_resumed() const;
   std::string find_weights() const;
   void load();
-  void load_step();
+  void load_step(const std::string& dir);
+  bool load_from_server(offload::ServerLink& server);
+  void publish_to_server(offload::ServerLink& server);
+  void write_lost_line(i64 last_step);
   template <class F>
   auto from_newest(F&& load);
-  void check_same_run(const CheckpointMeta&) const;
+  void check_same_run(const CheckpointMeta& meta, const std::string& source) const;
   void take_directory();
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.

@@ -9,7 +9,6 @@ namespace ds::engine {
 
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
-  const i64 m = plan_.micro_batches;
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
 
   count_valid_tokens(batch);
@@ -27,23 +26,49 @@ StepReport Engine::train_step(const StepBatch& batch) {
 
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
+  ending_ = &report;
   update_->judge(results_.scalars(), {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping});
   update_->update_params(
       {.lr = report.lr, .number = progress_.optimizer_step + 1, .seed = static_cast<u32>(config_.seed)}, results_);
   publish_params();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
+  fill_in(report, verdict);
+  progress_ = progress_after(verdict);
+  stage_.end_step();
+  scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
+  return report;
+}
+
+void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
   mesh_.dp().throw_if_failed();
   report.loss = fold_losses();
   report.grad_norm = verdict.norm;
   report.skipped = !verdict.finite;
-  report.tokens = plan_.B * plan_.sequence_length * m * mesh_.data_size();
-  ++(verdict.finite ? progress_.optimizer_step : progress_.skipped_steps);
-  ++progress_.step;
-  progress_.consumed_samples += plan_.B * m * mesh_.data_size();
-  stage_.end_step();
-  scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
-  return report;
+  report.tokens = plan_.B * plan_.sequence_length * plan_.micro_batches * mesh_.data_size();
+}
+
+Progress Engine::progress_after(const GradVerdict& verdict) const noexcept {
+  Progress next = progress_;
+  ++(verdict.finite ? next.optimizer_step : next.skipped_steps);
+  ++next.step;
+  next.consumed_samples += plan_.B * plan_.micro_batches * mesh_.data_size();
+  return next;
+}
+
+// A server's record of the step that ends.
+offload::ServedRecord Engine::served_outcome(const GradVerdict& verdict) const {
+  StepReport& report = *ending_;
+  fill_in(report, verdict);
+  LossScaler scaler = scaler_;
+  try {
+    scaler.update(!verdict.finite);
+  } catch (const Error&) {  // it refuses to go on, as it will when the step has ended
+  }
+  offload::ServedRecord record = served_record(progress_after(verdict), scaler);
+  record.loss = report.loss, record.grad_norm = report.grad_norm, record.lr = report.lr;
+  record.loss_scale = report.loss_scale, record.tokens = report.tokens, record.skipped = report.skipped;
+  return record;
 }
 
 // The micro-batch's loss normalisation must be known before its backward pass. "token" needs the whole world's count.

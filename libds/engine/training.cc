@@ -70,7 +70,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   const report::TagBytes counted = record->counted(ledger);
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
-  if (engine->offload().has_files()) {
+  if (engine->offload().moves()) {
     const offload::FileCounts moved = engine->offload().moved() - before;
     taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3};
   }
@@ -99,6 +99,7 @@ class Training {
     return step() >= config_.steps || (config_.eval.every > 0 && step() > 0 && step() % config_.eval.every == 0);
   }
   void begin();
+  void save_what_was_due();
   void take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void end();
   void evaluate();
@@ -161,14 +162,25 @@ void Training::warn_of_skipping(bool again) {
                           config_.fp16.loss_scale));
 }
 
+// A run whose states a server has may have been ended between a step and its checkpoint.
+void Training::save_what_was_due() {
+  if (s_.from.empty() || s_.from == s_.step_dir || step() == 0) return;
+  if (step() == config_.steps) {
+    save(engine::Saver::When::AtTheEnd);
+  } else if (config_.save.every > 0 && step() % config_.save.every == 0) {
+    save(engine::Saver::When::Now);
+  }
+}
+
 void Training::begin() {
   // A run that was stopped at a step that wanted an evaluation left it to us.
-  const bool evaluate_first = !s_.step_dir.empty() && evaluation_is_due() && s_.validation_data &&
+  const bool evaluate_first = !s_.from.empty() && evaluation_is_due() && s_.validation_data &&
                               s_.agree(s_.directory && !s_.evaluated_before) != 0;
   has_work_ = step() < config_.steps || evaluate_first;
   if (has_work_) s_.begin_record();
-  if (!s_.step_dir.empty()) {
-    if (has_work_) s_.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s_.step_dir}});
+  save_what_was_due();
+  if (!s_.from.empty()) {
+    if (has_work_) s_.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s_.from}});
     if (evaluate_first) {
       evaluate();
     } else if (evaluation_is_due()) {
@@ -178,7 +190,7 @@ void Training::begin() {
   }
   if (step() >= config_.steps && s_.is_root())
     log_message(LogLevel::Warning,
-                fmt::format("{} is at step {} of {}: nothing to train", s_.step_dir, step(), config_.steps));
+                fmt::format("{} is at step {} of {}: nothing to train", s_.from, step(), config_.steps));
 }
 
 void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {

@@ -3,6 +3,7 @@
 
 #include <fcntl.h>
 #include <liburing.h>
+#include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
 
@@ -60,8 +61,24 @@ File make_file(const std::string& dir) {
   }
 }
 
+// For its owner alone.
+File open_named(const std::string& path, const std::string& dir) {
+  check_directory(dir);
+  if (std::error_code ignored; !std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
+    File file = File::create(path);
+    DS_CHECK(::fchmod(file.descriptor(), 0600) == 0, Errc::Io, "{}: {}", path, system_reason(errno));
+    return file;
+  }
+  File file = File::open_write(path);
+  struct stat st {};
+  DS_CHECK(::fstat(file.descriptor(), &st) == 0 && st.st_uid == ::geteuid() && (st.st_mode & 077) == 0, Errc::Io,
+           "{} belongs to another user or is open to others: refused", path);
+  return file;
+}
+
 // All of it now: a disk that is full is told before the first step, and is not filled to see that it is too small.
 void take_space(const File& file, const std::string& dir, i64 bytes) {
+  if (file.size() >= bytes) return;
   BlockFile::check(dir, bytes);
   const int failed = ::posix_fallocate(file.descriptor(), 0, bytes);
   if (failed == ENOSPC || failed == EFBIG || failed == EDQUOT) throw no_space(dir, bytes, free_bytes(dir));
@@ -341,8 +358,16 @@ class BlockFile::Threads final : public BlockFile::Worker {
 };
 
 BlockFile::BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options) {
+  open(make_file(dir), dir, bytes, memory, options);
+}
+
+BlockFile::BlockFile(const Named& named, i64 bytes, std::span<char> memory, const IoOptions& options) {
+  const std::string dir = parent_directory(named.path);
+  open(open_named(named.path, dir), dir, bytes, memory, options);
+}
+
+void BlockFile::open(File file, const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options) {
   DS_ASSERT(options.block_bytes > 0 && options.block_bytes % kPage == 0 && options.depth > 0 && options.threads > 0);
-  File file = make_file(dir);
   take_space(file, dir, bytes);
   if (options.io_uring) {
     if (Ring::Handle ring = Ring::open(options.depth, refused_ring_))

@@ -42,6 +42,11 @@ class BlockFile {
   // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
   // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
   BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
+  // One that keeps its name, for its owner alone, and is made if it is not there.
+  struct Named {
+    std::string path;
+  };
+  BlockFile(const Named& file, i64 bytes, std::span<char> memory, const IoOptions& options);
   // Throws what a file of so many bytes in that directory would, as far as that is known without making one.
   static void check(const std::string& dir, i64 bytes);
   // Of a prediction: there is no file; requests are counted, and done.
@@ -73,6 +78,7 @@ class BlockFile {
   class Worker;
   class Ring;
   class Threads;
+  void open(File file, const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
   std::unique_ptr<Worker> worker_;
   FileCounts counted_;  // of a prediction
   std::string refused_ring_;

@@ -18,10 +18,19 @@ struct Kind {
 
 }  // namespace
 
-ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most)
+ChunkLayout::ChunkLayout(std::span<const i64> chunk_bytes) {
+  for (const i64 bytes : chunk_bytes) {
+    chunks_.push_back({.at = bytes_, .bytes = bytes});
+    bytes_ += bytes;
+    largest_bytes_ = std::max(largest_bytes_, bytes);
+  }
+}
+
+ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most, Masters masters)
     : states_(&states), first_part_of_(states.of_params().size(), 0) {
   DS_ASSERT(most > 0 && most % kStateBlock == 0);
   const auto stored = [&](State s, i64 param) {
+    if (s == State::Master && masters == Masters::Always) return true;
     return s != State::Param && states.bytes(s) > 0 && states.has(s, param);
   };
   // Parameters of one kind follow each other, each kind in the order of the parameters.
@@ -31,7 +40,7 @@ ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLay
     Kind kind;
     for (const State s : kStates) {
       kind.has[s] = stored(s, piece.param);
-      if (kind.has[s]) kind.dtypes[s] = states.dtype(s, piece.param);
+      if (kind.has[s]) kind.dtypes[s] = s == State::Master ? DType::F32 : states.dtype(s, piece.param);
     }
     const size_t k = static_cast<size_t>(std::ranges::find(kinds, kind) - kinds.begin());
     if (k == kinds.size()) {

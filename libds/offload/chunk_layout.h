@@ -34,8 +34,13 @@ class ChunkLayout {
  public:
   static constexpr i64 kPage = PageBuffer::kPage;
 
+  // Whether there are masters of fp32 parameters, too, which are their own masters in memory.
+  enum class Masters : u8 { AsInMemory, Always };
   // held: all pieces of the rank. most: elements of a chunk, a multiple of kStateBlock.
-  ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most);
+  ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most,
+              Masters masters = Masters::AsInMemory);
+  // Of chunks of these sizes, multiples of kPage, of which nobody asks here what is in them.
+  explicit ChunkLayout(std::span<const i64> chunk_bytes);
 
   std::span<const Chunk> chunks() const noexcept { return chunks_; }
   std::span<const ChunkPart> parts() const noexcept { return parts_; }
@@ -63,7 +68,7 @@ class ChunkLayout {
   const PerState<i64>& state_bytes() const noexcept { return state_bytes_; }
 
  private:
-  const zero::StateLayout* states_;
+  const zero::StateLayout* states_ = nullptr;
   std::vector<Chunk> chunks_;
   std::vector<ChunkPart> parts_;       // chunk after chunk
   std::vector<size_t> first_part_of_;  // by parameter

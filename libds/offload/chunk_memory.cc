@@ -48,9 +48,10 @@ FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& le
   if (options.dir.empty()) {
     file_ = std::make_unique<BlockFile>();
   } else if (bytes > 0) {
-    file_ = std::make_unique<BlockFile>(
-        options.dir, bytes, std::span(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_))),
-        options.io);
+    const std::span windows(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_)));
+    file_ = options.file == nullptr
+                ? std::make_unique<BlockFile>(options.dir, bytes, windows, options.io)
+                : std::make_unique<BlockFile>(BlockFile::Named{*options.file}, options.file_bytes, windows, options.io);
   }
 }
 
@@ -70,6 +71,7 @@ void FileChunks::settle(Window& w) {
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
   file_->wait(ticket);
+  if (!came && options_.places != nullptr) options_.places->written(w.chunk);
   if (!came || checksums_.empty() || checksum(memory(w), layout_.chunks()[w.chunk].bytes) == checksums_[w.chunk])
     return;
   file_->fail(std::make_exception_ptr(
@@ -101,11 +103,11 @@ void FileChunks::bring(Window& w, i64 chunk) {
   w.chunk = chunk;
   w.used = ++uses_;
   const Chunk& c = layout_.chunks()[chunk];
-  if (!written_[chunk]) {
+  if (!is_written(chunk)) {
     if (file_->is_there()) std::memset(memory(w), 0, static_cast<size_t>(c.bytes));
     return;
   }
-  w.under_way = file_->read(memory(w), c.at - resident_bytes_, c.bytes);
+  w.under_way = file_->read(memory(w), place(chunk), c.bytes);
   w.coming = true;
 }
 
@@ -114,14 +116,15 @@ void FileChunks::write_changed(i64 but) {
     if (!w.changed || w.taken || w.chunk == but) continue;
     const Chunk& c = layout_.chunks()[w.chunk];
     if (!checksums_.empty()) checksums_[w.chunk] = checksum(memory(w), c.bytes);
-    w.under_way = file_->write(memory(w), c.at - resident_bytes_, c.bytes);
+    const i64 at = options_.places != nullptr ? options_.places->next_place(w.chunk) : place(w.chunk);
+    w.under_way = file_->write(memory(w), at, c.bytes);
     w.changed = false;
     written_[w.chunk] = true;
     if (!options_.write_behind) settle(w);
   }
 }
 
-char* FileChunks::take(i64 chunk) {
+char* FileChunks::take(i64 chunk, bool) {
   if (layout_.chunks()[chunk].bytes == 0) return nullptr;
   if (chunk < options_.resident) return resident_.as<char>().data() + layout_.chunks()[chunk].at;
   file_->throw_if_failed();
@@ -145,6 +148,12 @@ void FileChunks::give_back(i64 chunk, bool changed) {
   DS_ASSERT(w != nullptr && w->taken);
   w->taken = false;
   w->changed |= changed;
+}
+
+void FileChunks::flush() {
+  file_->throw_if_failed();
+  write_changed(-1);
+  for (Window& w : windows_) settle(w);
 }
 
 void FileChunks::expect(i64 chunk) {

@@ -18,8 +18,8 @@ class ChunkMemory {
   virtual ~ChunkMemory() = default;
   // Whether a chunk's bytes are in memory of the device that trains, where that is not the host's.
   virtual bool on_device(i64 chunk) const noexcept { return static_cast<void>(chunk), false; }
-  // A chunk's bytes, until it is given back; one at a time. Zeros at first.
-  virtual char* take(i64 chunk) = 0;
+  // A chunk's bytes, until it is given back; one at a time. Zeros at first. change: they will be changed.
+  virtual char* take(i64 chunk, bool change) = 0;
   virtual void give_back(i64 chunk, bool changed) = 0;
   // A chunk will be taken soon: it begins to come, where there is room.
   virtual void expect(i64 chunk) = 0;
@@ -32,7 +32,7 @@ class HostChunks final : public ChunkMemory {
  public:
   HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
-  char* take(i64 chunk) override {
+  char* take(i64 chunk, bool) override {
     const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();
     return at < first ? first_.as<char>().data() + at : memory_.as<char>().data() + (at - first);
   }
@@ -44,6 +44,17 @@ class HostChunks final : public ChunkMemory {
   const ChunkLayout& layout_;
   const i64 on_device_;
   Buffer first_, memory_;
+};
+
+// Where chunks are in a file that outlives who works with it: a chunk that has changed goes to another place than the
+// one that it came from, and is there from the moment on that all of it is written.
+class ChunkPlaces {
+ public:
+  virtual ~ChunkPlaces() = default;
+  virtual bool is_there(i64 chunk) const noexcept = 0;  // else it is zeros
+  virtual i64 place(i64 chunk) const noexcept = 0;
+  virtual i64 next_place(i64 chunk) = 0;
+  virtual void written(i64 chunk) noexcept = 0;
 };
 
 // In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
@@ -59,6 +70,10 @@ class FileChunks final : public ChunkMemory {
     bool read_ahead = true;
     bool write_behind = true;  // else a chunk is in the file when it is given back
     bool checksums = false;    // a chunk that comes is held to what went
+    // A file that has a name, and the places in it; null: one that is made, in the directory, and has none.
+    const std::string* file = nullptr;
+    ChunkPlaces* places = nullptr;
+    i64 file_bytes = 0;
   };
   // What it takes of memory for chunks that stay, and for windows; and of the disk.
   static i64 resident_bytes(const ChunkLayout& layout, const Options& options) noexcept;
@@ -68,13 +83,14 @@ class FileChunks final : public ChunkMemory {
   }
   FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options);
   ~FileChunks() override;
-  char* take(i64 chunk) override;
+  char* take(i64 chunk, bool change) override;
   void give_back(i64 chunk, bool changed) override;
   void expect(i64 chunk) override;
   i64 most_expected() const noexcept override {
     return options_.read_ahead ? std::max<i64>(options_.windows - 2, 0) : 0;
   }
   const BlockFile* file() const noexcept { return file_.get(); }  // null: all chunks stay in memory
+  void flush();                                                   // what has changed is in the file
 
  private:
   struct Window {
@@ -91,6 +107,12 @@ class FileChunks final : public ChunkMemory {
   Window* room(bool wait);
   void settle(Window& w);  // waits for what is under way
   void bring(Window& w, i64 chunk);
+  bool is_written(i64 chunk) const noexcept {
+    return options_.places != nullptr ? options_.places->is_there(chunk) : written_[chunk];
+  }
+  i64 place(i64 chunk) const noexcept {
+    return options_.places != nullptr ? options_.places->place(chunk) : layout_.chunks()[chunk].at - resident_bytes_;
+  }
   void write_changed(i64 but);  // what has changed and is not taken begins to go, but for one chunk
 
   const ChunkLayout& layout_;

@@ -67,7 +67,7 @@ void ChunkedStates::for_each_chunk(zero::Tile tile, bool backward, bool change,
   };
   while (advance(begin, end)) {
     const i64 chunk = chunk_at(begin);
-    char* const memory = memory_->take(chunk);
+    char* const memory = memory_->take(chunk, change);
     size_t b = begin, e = end;
     for (i64 ahead = 0; ahead < memory_->most_expected() && advance(b, e); ++ahead) memory_->expect(chunk_at(b));
     visit(items.subspan(begin, end - begin), chunk, memory);
@@ -183,7 +183,7 @@ void ChunkedStates::for_each_master(zero::Tile tile, Visit visit) {
 void ChunkedStates::move(const zero::Piece& piece, const zero::PieceState& place, Way way) {
   chunks_.for_each_part(piece, [&](const ChunkPart& part) {
     const i64 first = part.piece.begin - piece.begin, n = part.piece.count;
-    char* const memory = memory_->take(part.chunk);
+    char* const memory = memory_->take(part.chunk, way == Way::ToChunks);
     const bool on_device = memory_->on_device(part.chunk);
     const auto copy = [&](void* chunk, void* there, i64 bytes) {
       Device& device = parts_.device;

@@ -15,6 +15,12 @@ constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elemen
 Settings settings_of(const Config& config, DeviceKind device) {
   Settings s{.device = device, .params = config.zero.offload_param, .aio = config.aio};
   if (trains(config.use)) s.states = config.zero.offload_optimizer;
+  DS_CHECK(device == DeviceKind::Cpu || s.states.device != OffloadDevice::Server, Errc::Unavailable,
+           "zero_optimization.offload_optimizer.device \"server\" is not supported on GPUs yet; device \"cpu\" has it");
+  const auto several = [](const UpdateConfig& u) {
+    return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
+  };
+  s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
   DS_CHECK(device == DeviceKind::Cpu || s.params.device == OffloadDevice::None, Errc::Unavailable,
            "zero_optimization.offload_param is not supported on GPUs yet; device \"cpu\" has it");
   DS_CHECK(device == DeviceKind::Cpu || !s.states.gradients, Errc::Unavailable,
@@ -28,13 +34,22 @@ void check_places(const Settings& s, std::span<const i64> files, int ranks) {
   i64 others = 0;
   for (const i64 bytes : files) others += bytes;
   others -= params;
+  if (s.states.device == OffloadDevice::Server) {
+    ServerLink::check(s.states.name);
+    others = 0;
+  }
   const bool one_place = s.states.nvme_path == s.params.nvme_path;
   if (others > 0) BlockFile::check(s.states.nvme_path, ranks * (others + (one_place ? params : 0)));
   if (params > 0) BlockFile::check(s.params.nvme_path, ranks * (params + (one_place ? others : 0)));
 }
 
 // On the CPU, what is to be in its memory is there.
-Offload::Offload(const Settings& settings, For what, int threads) : settings_(settings), for_(what) {
+Offload::Offload(const Settings& settings, For what, int threads, const ServerLink::Rank& rank)
+    : settings_(settings), for_(what) {
+  if (settings.states.device == OffloadDevice::Server) {
+    if (what == For::Run) link_ = std::make_unique<ServerLink>(settings.states.name, rank);
+    make_served_tiers();
+  }
   const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = settings.device != DeviceKind::Cpu;
   if (nvme || (apart && settings.states.device == OffloadDevice::Cpu)) {
     if (apart && what == For::Run)
@@ -52,6 +67,26 @@ Offload::Offload(const Settings& settings, For what, int threads) : settings_(se
   }
   if (settings.params.device == OffloadDevice::Nvme)
     tiers_.params = make_array(settings.params.nvme_path, settings.params.buffer_count);
+}
+
+void Offload::make_served_tiers() {
+  tiers_.grads = [this](Device&, MemoryLedger& ledger, Tag tag, i64 bytes, i64) {
+    gradients_ = link_ ? &link_->new_segment(bytes) : nullptr;
+    return std::make_unique<SegmentArray>(ledger, tag, link_ ? (*gradients_)->data() : nullptr, bytes);
+  };
+  tiers_.states = [this](zero::StateStore::Parts parts) {
+    const std::optional<const Segment*> gradients = std::exchange(gradients_, std::nullopt);
+    auto made = std::make_unique<ServedStates>(std::move(parts),
+                                               ServedStates::Options{.most = settings_.tile,
+                                                                     .link = link_.get(),
+                                                                     .shares_gradients = gradients.has_value(),
+                                                                     .gradients = gradients.value_or(nullptr),
+                                                                     .counts = &by_server_});
+    for (const State s : kStates)
+      count_in_file(s == State::Master ? Tag::Master : Tag::Optimizer, made->state_bytes()[s]);
+    served_.push_back(made.get());
+    return made;
+  };
 }
 
 IoOptions Offload::io() const noexcept {
@@ -120,14 +155,15 @@ FileCounts sum_of(const std::vector<const BlockFile*>& files) {
 
 }  // namespace
 
-FileCounts Offload::moved_states() const noexcept { return sum_of(of_states_); }
-FileCounts Offload::moved() const noexcept { return sum_of(of_states_) + sum_of(of_arrays_); }
+FileCounts Offload::moved_states() const noexcept { return sum_of(of_states_) + by_server_; }
+FileCounts Offload::moved() const noexcept { return moved_states() + sum_of(of_arrays_); }
 
 const BlockFile* Offload::any_file() const noexcept {
   return !of_states_.empty() ? of_states_.front() : !of_arrays_.empty() ? of_arrays_.front() : nullptr;
 }
 
 std::string Offload::method() const {
+  if (link_) return fmt::format("server '{}'", link_->name());
   const BlockFile* const file = any_file();
   return file == nullptr ? std::string() : file->method();
 }

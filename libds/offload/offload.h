@@ -7,6 +7,7 @@
 #include "ds/config.h"
 #include "offload/chunked_states.h"
 #include "offload/file_array.h"
+#include "offload/served_states.h"
 #include "zero/shards.h"
 
 namespace ds::offload {
@@ -18,12 +19,13 @@ struct Settings {
   OffloadParamConfig params = {};
   i64 tile = 0;  // elements of a chunk of states
   AioConfig aio = {};
+  bool several_passes = false;  // of some optimizer, so that a server has two versions of states
 };
 // Throws Errc::Unavailable: what the device cannot do.
 Settings settings_of(const Config& config, DeviceKind device);
 
 // Throws Errc::Unavailable where the directories of a node are not there, or have no room for the files of all its
-// ranks; files: bytes of one of them, by what is in them.
+// ranks, or there is no such server; files: bytes of one of them, by what is in them.
 void check_places(const Settings& settings, std::span<const i64> files, int ranks);
 
 class Offload {
@@ -31,8 +33,8 @@ class Offload {
   // A prediction takes the same memory, and makes no file.
   enum class For : u8 { Run, Prediction };
   // Outlives the shards that its tiers are given to.
-  // threads: of updates on a host that is not the device; 0: those of the environment.
-  Offload(const Settings& settings, For what, int threads = 0);
+  // threads: of updates on a host that is not the device; 0: those of the environment. rank: of a run with a server.
+  Offload(const Settings& settings, For what, int threads = 0, const ServerLink::Rank& rank = {});
   Offload(const Offload&) = delete;
 
   const zero::Tiers& tiers() const noexcept { return tiers_; }
@@ -41,14 +43,24 @@ class Offload {
   // Of all files, since the run began.
   FileCounts moved() const noexcept;
   FileCounts moved_states() const noexcept;  // of them, of masters and states of optimizers
-  bool has_files() const noexcept { return !of_states_.empty() || !of_arrays_.empty(); }
-  // How files are read and written; empty: there are none.
+  bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty(); }
+  // How files are read and written, or who has what is not here; empty: nothing is away.
   std::string method() const;
   // What is slower than the configuration asks for, and why; empty: nothing.
   std::string caveat() const;
+  // Of a run whose states a server has, else null. attach(): when all shards are made; collective.
+  ServerLink* server() const noexcept { return link_.get(); }
+  void attach() {
+    if (link_) link_->attach(settings_.several_passes);
+  }
+  // This rank's parameters, from the masters that the server has.
+  void restore_params() {
+    for (ServedStates* states : served_) states->restore_params();
+  }
 
  private:
   IoOptions io() const noexcept;
+  void make_served_tiers();
   std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, Device& host,
                                            MemoryLedger& ledger);
   zero::MakeArray make_array(std::string dir, i64 beside);
@@ -63,6 +75,11 @@ class Offload {
   MemoryLedger files_;
   std::vector<Buffer> in_files_;  // counts of files_, without memory
   std::vector<const BlockFile*> of_states_, of_arrays_;
+  std::unique_ptr<ServerLink> link_;
+  std::vector<ServedStates*> served_;  // of the shards
+  // Of the shards that are being made: the memory of their gradients, which the server has, too; null in a prediction.
+  std::optional<const Segment*> gradients_;
+  FileCounts by_server_;
 };
 
 }  // namespace ds::offload

@@ -13,6 +13,8 @@
 #include "engine/connect.h"
 #include "engine/engine.h"
 #include "engine/host_state.h"
+#include "engine/param_table.h"
+#include "engine/served.h"
 #include "infer/writer.h"
 #include "report/planned.h"
 
@@ -126,6 +128,13 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   MemoryLedger ledger;
   engine::Engine engine(config, mesh, ledger, device, hooks.parts);
   hooks.start ? hooks.start(engine) : engine.init_weights();
+  if (engine.server() != nullptr) {
+    const engine::ParamTable table = engine::make_param_table(engine.config(), engine.model(), engine.plan());
+    CheckpointMeta meta;
+    meta.work_dtype = engine.plan().work;
+    meta.optimizer = table.optimizer;
+    engine::publish_states(engine, engine.served_record(), meta, table.params);
+  }
   mesh.reset_counts();
   const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.data_size();
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());

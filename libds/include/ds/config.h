@@ -94,11 +94,13 @@ struct Bf16Config {
 };
 
 // Sizes in elements.
-// Where what a rank keeps stays between its uses: on the device; in host memory; in a file on a disk.
-enum class OffloadDevice : u8 { None, Cpu, Nvme };
+// Where what a rank keeps stays between its uses: on the device; in host memory; in a file on a disk; with a server of
+// states (ds-offload serve), which runs the updates, too.
+enum class OffloadDevice : u8 { None, Cpu, Nvme, Server };
 struct OffloadOptimizerConfig {  // masters and states of optimizers
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};     // a directory; with Nvme
+  std::string name{};          // of the server; with Server
   i64 buffer_count = 4;        // Nvme: tiles that are in memory at a time
   bool pipeline_read = true;   // Nvme: tiles are read ahead
   bool pipeline_write = true;  // Nvme: tiles are written while others are updated

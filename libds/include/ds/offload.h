@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Tiers of offload measured: files as training reads and writes them, and updates of optimizers in host memory, beside
-// what that memory can carry. Bandwidths are in GB/s, 1e9 bytes.
+// what that memory can carry. Bandwidths are in GB/s, 1e9 bytes. And servers of states: a process that has masters and
+// states of optimizers for the ranks of a run on its machine, runs their updates, and outlives them.
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
+
 
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
@@ -76,5 +79,43 @@ DS_API void validate(const UpdateOptions& options);
 // Of one large parameter in bf16, with an fp32 master. Medians over the loops. Throws what validate() throws,
 // Errc::OutOfMemory.
 DS_API UpdateResult measure_updates(const UpdateOptions& options, const std::function<void(const UpdateRow&)>& on_row);
+
+// Of one server, which has a name; its states are in memory, or in a file on a disk.
+struct ServeOptions {
+  std::string name{};
+  std::string path{};  // directory of the disk; empty: memory (/dev/shm)
+  i64 capacity = 0;    // bytes that states may take; 0: what is there
+  int threads = 0;     // of updates; 0: the cores of this process
+  FileWay way{};       // of a disk
+};
+
+// Serves runs whose zero_optimization.offload_optimizer has device "server" and this name, until stop() says so, which
+// is asked now and then. The state of the last whole step outlives runs and servers, whatever kills them: the next
+// server of the name goes on with it. event(text): what happens, for people. Throws Errc::Config (no such name;
+// the states are elsewhere), Errc::Unavailable (there is a server of that name), Errc::Io, Errc::Corrupt.
+DS_API void serve(const ServeOptions& options, const std::function<void(const std::string&)>& event,
+                  const std::function<bool()>& stop);
+
+struct ServerInfo {
+  std::string name{}, path{};  // path: empty for memory
+  bool runs = false;           // else nobody serves it now
+  int pid = 0;
+  i64 ranks = 0;              // of the run that is attached
+  std::optional<i64> step{};  // nothing: it has no states yet
+  i64 bytes = 0;              // of its states
+  std::string problem{};      // that keeps its state from being read
+};
+// The servers of this user, by name.
+DS_API std::vector<ServerInfo> list_servers();
+
+// Ends a server and removes all that it has. Throws Errc::Unavailable: there is none, or a run is attached.
+DS_API void remove_server(const std::string& name);
+
+// Writes its state as a step of a run directory `dir`, as a run of one rank would have saved it; a run that is attached
+// waits meanwhile. The step directory. Throws Errc::Unavailable (there is none, or it has no states yet), Errc::Io.
+DS_API std::string dump_server(const std::string& name, const std::string& dir);
+
+// Reads all of its state; a line for each thing that is wrong with it.
+DS_API std::vector<std::string> verify_server(const std::string& name);
 
 }  // namespace ds::offload

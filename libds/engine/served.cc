@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "engine/served.h"
+
+#include "checkpoint/manifest.h"
+
+namespace ds::engine {
+
+void publish_states(Engine& engine, const offload::ServedRecord& record, const CheckpointMeta& meta,
+                    const std::vector<ParamEntry>& params) {
+  FileRecord mine;
+  for (const zero::Piece& piece : engine.saved_pieces())
+    mine.pieces.push_back({{piece.param, piece.begin, piece.count, engine.row_of(piece.param).slice}, {}});
+  engine.server()->publish(record, format_file_record(mine), format_meta(meta), format_params(params));
+}
+
+}  // namespace ds::engine

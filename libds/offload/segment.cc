@@ -1,0 +1,73 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "base/check.h"
+#include "base/limits.h"
+
+namespace ds::offload {
+namespace {
+
+struct Descriptor {
+  int fd;
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+};
+
+}  // namespace
+
+Segment::Segment(int fd, const std::string& path, i64 bytes) : path_(path), bytes_(bytes) {
+  if (bytes == 0) return;
+  void* const p = ::mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  DS_CHECK(p != MAP_FAILED, Errc::OutOfMemory, "cannot map {}: {}", path, system_reason(errno));
+  data_ = static_cast<char*>(p);
+}
+
+Segment Segment::create(const std::string& path, i64 bytes) {
+  const Descriptor file{::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600)};
+  DS_CHECK(file.fd >= 0, Errc::Io, "cannot create {}: {}", path, system_reason(errno));
+  try {
+    // Taken now: who touched a page that has no space would be killed.
+    const int failed = bytes == 0 ? 0 : ::posix_fallocate(file.fd, 0, bytes);
+    DS_CHECK(failed == 0, failed == ENOSPC ? Errc::Unavailable : Errc::Io, "cannot take {} bytes for {}: {}", bytes,
+             path, system_reason(failed));
+    return {file.fd, path, bytes};
+  } catch (...) {
+    ::unlink(path.c_str());
+    throw;
+  }
+}
+
+Segment Segment::open(const std::string& path, i64 bytes) {
+  const Descriptor file{::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK)};
+  DS_CHECK(file.fd >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
+  struct stat st {};
+  DS_CHECK(::fstat(file.fd, &st) == 0 && S_ISREG(st.st_mode) && st.st_uid == geteuid() && (st.st_mode & 077) == 0,
+           Errc::Io, "{} belongs to another user or is open to others: refused", path);
+  DS_CHECK(st.st_size == bytes, Errc::Corrupt, "{} has {} bytes, not {}", path, i64{st.st_size}, bytes);
+  return {file.fd, path, bytes};
+}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  std::swap(path_, other.path_);
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+Segment::~Segment() {
+  if (data_ != nullptr) ::munmap(data_, static_cast<size_t>(bytes_));
+}
+
+void Segment::remove() noexcept {
+  if (!path_.empty()) ::unlink(path_.c_str());
+}
+
+}  // namespace ds::offload

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Memory that processes of one user share: a file of a memory file system, mapped as a whole, with a name, so that it
+// outlives who made it. And an array of a rank in it.
+
+#include <string>
+
+#include "device/device.h"
+#include "zero/tier_array.h"
+
+namespace ds::offload {
+
+class Segment {
+ public:
+  Segment() = default;
+  // Makes the file, of zeros, for its owner alone, and takes its space. Throws Errc::Unavailable where the file system
+  // has none; Errc::Io.
+  static Segment create(const std::string& path, i64 bytes);
+  // One that is there. Throws Errc::Io (there is none, it is another user's or open to others), Errc::Corrupt (of
+  // another size).
+  static Segment open(const std::string& path, i64 bytes);
+  Segment(Segment&& other) noexcept { *this = std::move(other); }
+  Segment& operator=(Segment&& other) noexcept;
+  ~Segment();  // the file stays
+
+  const std::string& path() const noexcept { return path_; }
+  char* data() const noexcept { return data_; }
+  i64 bytes() const noexcept { return bytes_; }
+  bool contains(const void* p) const noexcept { return p >= data_ && p < data_ + bytes_; }
+  void remove() noexcept;  // the file's name
+
+ private:
+  Segment(int fd, const std::string& path, i64 bytes);  // takes the descriptor
+  std::string path_;
+  char* data_ = nullptr;
+  i64 bytes_ = 0;
+};
+
+class SegmentArray final : public zero::TierArray {
+ public:
+  // data: null in a prediction.
+  SegmentArray(MemoryLedger& ledger, Tag tag, char* data, i64 bytes) : memory_(ledger, tag, data, bytes, [] {}) {}
+  bool in_place() const noexcept override { return true; }
+
+ private:
+  void* open(i64 begin, i64, zero::LeaseTo) override {
+    return memory_.data() == nullptr ? nullptr : memory_.as<char>().data() + begin;
+  }
+  void close(void*, i64, i64, zero::LeaseTo) noexcept override {}
+
+  Buffer memory_;
+};
+
+}  // namespace ds::offload

@@ -1,0 +1,205 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/served_states.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace ds::offload {
+namespace {
+
+constexpr i64 kLine = 64;
+
+}  // namespace
+
+ServedStates::ServedStates(Parts parts, const Options& options)
+    : StateStore(std::move(parts)),
+      chunks_(parts_.held, parts_.layout, options.most, ChunkLayout::Masters::Always),
+      options_(options),
+      own_masters_(parts_.params.work() == DType::F32),
+      offset_of_(parts_.layout.of_params().size()) {
+  i64 elems = 0;
+  for (const zero::Piece& piece : parts_.held) {
+    lease_elems_ = std::max(lease_elems_, std::min(piece.count, kLeaseElems));
+    offset_of_[piece.param] = elems - piece.begin;
+    elems += align_up(piece.count, kLine);
+  }
+  lease_elems_ = align_up(lease_elems_, kStateBlock);
+  i64 bytes = 0;
+  for (const State s : kStates) {
+    places_[s] = -1;
+    if (chunks_.state_bytes()[s] == 0) continue;
+    places_[s] = bytes;
+    bytes += align_up(lease_elems_ * 4 + state_blocks(lease_elems_) * 4, kLine);
+  }
+  work_at_ = bytes;
+  bytes += elems * dtype_bytes(parts_.params.work());
+  gradients_at_ = bytes;
+  if (!options.shares_gradients) bytes += elems * 4;
+  if (options.link != nullptr) segment_ = &options.link->new_segment(bytes);
+  window_ = Buffer(parts_.ledger, Tag::Offload, segment_ == nullptr ? nullptr : segment_->data(), bytes, [] {});
+  if (options.link != nullptr) set_ = options.link->add(describe());
+}
+
+ServedSet ServedStates::describe() const {
+  ServedSet set{.work = parts_.params.work(), .elems = lease_elems_, .places = places_};
+  set.window = segment_->path();
+  set.window_bytes = segment_->bytes();
+  if (options_.gradients != nullptr) {
+    set.gradients = options_.gradients->path();
+    set.gradient_bytes = options_.gradients->bytes();
+  }
+  for (const Chunk& c : chunks_.chunks()) set.chunk_bytes.push_back(c.bytes);
+  for (const ChunkPart& part : chunks_.parts()) {
+    ServedPart& p = set.parts.emplace_back();
+    p.param = part.piece.param, p.begin = part.piece.begin, p.count = part.piece.count, p.chunk = part.chunk;
+    p.work = work_of(part.piece) - window();
+    if (options_.gradients != nullptr) {
+      const zero::TierLease lease = parts_.gradient(part.piece, zero::LeaseTo::Read);
+      DS_ASSERT(options_.gradients->contains(lease.data()));
+      p.gradient = static_cast<char*>(lease.data()) - options_.gradients->data();
+    } else {
+      p.gradient = reinterpret_cast<char*>(gradient_of(part.piece)) - window();
+    }
+    p.offsets = part.offsets;
+    p.scales = part.scales;
+    const StateSet has = stored(part.piece.param, false);
+    for (const State s : kStates)
+      p.dtypes[s] = !has[s] ? -1 : static_cast<i64>(s == State::Master ? DType::F32 : parts_.layout.dtype(s, p.param));
+  }
+  return set;
+}
+
+StateSet ServedStates::stored(i64 param, bool but_master) const noexcept {
+  StateSet set;
+  for (const State s : kOptimizerStates) set[s] = parts_.layout.bytes(s) > 0 && parts_.layout.has(s, param);
+  set[State::Master] = !but_master;
+  return set;
+}
+
+zero::PieceState ServedStates::window_state(i64 param) const noexcept {
+  zero::PieceState st;
+  const StateSet has = stored(param, own_masters_);
+  for (const State s : kStates) {
+    if (!has[s]) continue;
+    char* const at = window() + places_[s];
+    st[s] = at;
+    if (s == State::Master) continue;
+    st.kept[s].dtype = parts_.layout.dtype(s, param);
+    if (is_coded(st.kept[s].dtype)) st.kept[s].scales = reinterpret_cast<float*>(at + lease_elems_ * 4);
+  }
+  return st;
+}
+
+i64 ServedStates::tile_of(zero::Tile tile) {
+  const auto [it, is_new] = tiles_.try_emplace(tile.data(), 0);
+  if (!is_new) return it->second;
+  std::vector<ServedPiece> pieces;
+  for (const zero::TilePiece& p : tile)
+    pieces.push_back({p.piece.param, p.piece.begin, p.piece.count, p.index, p.weight_decay, p.site});
+  return it->second = options_.link->define_tile(set_, pieces);
+}
+
+void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
+  if (!verdict.resolve().finite) return;
+  const bool directs = makes_direction(spec.params.rule);
+  const auto for_each_gradient = [&](zero::LeaseTo access, auto&& visit) {
+    if (options_.shares_gradients) return;
+    for (const zero::TilePiece& p : tile) {
+      zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
+        visit(gradient_of(part), parts_.gradient(part, access).data(), part.count * 4);
+      });
+    }
+  };
+  i64 elems = 0, params = 0;
+  for (const zero::TilePiece& p : tile) {
+    elems += p.piece.count;
+    params = std::max(params, p.index + 1);
+  }
+  options_.counts->written_bytes += elems * 4;
+  if (!directs) changed_.push_back(tile);
+  if (options_.link == nullptr) return;
+  for_each_gradient(zero::LeaseTo::Read,
+                    [&](float* there, void* here, i64 bytes) { parts_.device.download(there, here, bytes); });
+  ServedRun run{
+      .set = set_, .tile = tile_of(tile), .params = spec.params, .verdict = verdict.resolve(), .decay = spec.decay};
+  if (spec.factors != nullptr) {
+    run.factors.resize(static_cast<size_t>(params));
+    parts_.device.download(run.factors.data(), spec.factors, params * 4);
+  }
+  options_.link->run(std::move(run));
+  if (!directs) return;
+  for_each_gradient(zero::LeaseTo::Fill,
+                    [&](float* there, void* here, i64 bytes) { parts_.device.upload(here, there, bytes); });
+}
+
+void ServedStates::settle(zero::VerdictHandle& verdict) {
+  if (options_.link == nullptr) return bring_params();
+  const double before = options_.link->waited_s();
+  options_.link->settle(verdict.resolve(), [this] { bring_params(); });
+  options_.counts->waited_s += options_.link->waited_s() - before;
+}
+
+void ServedStates::bring_params() {
+  for (const zero::Tile tile : changed_) {
+    for (const zero::TilePiece& p : tile) {
+      zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
+        const i64 bytes = part.count * dtype_bytes(parts_.params.work());
+        options_.counts->read_bytes += bytes;
+        if (options_.link != nullptr)
+          parts_.device.upload(parts_.params.lease(part, zero::LeaseTo::Fill).data(), work_of(part), bytes);
+      });
+    }
+  }
+  changed_.clear();
+}
+
+void ServedStates::for_each_master(zero::Tile tile, Visit visit) {
+  for (const zero::TilePiece& p : tile) {
+    zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
+      if (options_.link != nullptr)
+        options_.link->read(set_, part.param, part.begin, part.count, state_set({State::Master}));
+      zero::TilePiece here = p;
+      here.piece = part;
+      visit(here, TensorView::of(window() + places_[State::Master], DType::F32, {part.count}));
+    });
+  }
+}
+
+void ServedStates::restore_params() {
+  for (const zero::Piece& piece : parts_.held) {
+    zero::for_each_part(piece, kLeaseElems, [&](const zero::Piece& part) {
+      options_.link->read(set_, part.param, part.begin, part.count, state_set({State::Master}));
+      const TensorView master = TensorView::of(window() + places_[State::Master], DType::F32, {part.count});
+      const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
+      if (own_masters_) {
+        parts_.device.copy(param.data(), master.data, part.count * 4);
+      } else {
+        parts_.device.ops().cast(TensorView::of(param.data(), parts_.params.work(), {part.count}), master,
+                                 parts_.device.stream());
+      }
+    });
+  }
+}
+
+zero::StateLease ServedStates::lease(const zero::Piece& piece, zero::LeaseTo access) {
+  DS_ASSERT(piece.count <= kLeaseElems);
+  zero::TierLease param = parts_.params.lease(piece, access);
+  zero::PieceState st = window_state(piece.param);
+  st[State::Param] = param.data();
+  if (access != zero::LeaseTo::Fill)
+    options_.link->read(set_, piece.param, piece.begin, piece.count, stored(piece.param, own_masters_));
+  return {this, piece, access, st, std::move(param)};
+}
+
+void ServedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& st) noexcept {
+  if (access == zero::LeaseTo::Read) return;
+  if (own_masters_)
+    std::memcpy(window() + places_[State::Master], st[State::Param], static_cast<size_t>(piece.count * 4));
+  try {
+    options_.link->write(set_, piece.param, piece.begin, piece.count, stored(piece.param, false));
+  } catch (...) {  // for whoever asks next
+    options_.link->fail(std::current_exception());
+  }
+}
+
+}  // namespace ds::offload

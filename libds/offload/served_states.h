@@ -1,0 +1,66 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The tier of masters and states that another process owns, a server (libds/serve), which runs the updates: gradients
+// go to it, by memory that both have, and parameters come back. A step is the server's when all ranks have handed over
+// what it needs: from then on it is done, whoever dies. In fp32 the server has masters, too, which outlive parameters.
+
+#include <map>
+#include <optional>
+
+#include "offload/block_file.h"
+#include "offload/chunk_layout.h"
+#include "offload/server_link.h"
+#include "zero/state_store.h"
+
+namespace ds::offload {
+
+class ServedStates final : public zero::StateStore {
+ public:
+  struct Options {
+    i64 most = 0;                // elements of a chunk
+    ServerLink* link = nullptr;  // null: a prediction
+    bool shares_gradients = false;
+    const Segment* gradients = nullptr;  // where they are, if they are in memory that the server has
+    FileCounts* counts = nullptr;        // of gradients that go (written) and parameters that come (read)
+  };
+  ServedStates(Parts parts, const Options& options);
+  void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
+  void for_each_master(zero::Tile tile, Visit visit) override;
+  void settle(zero::VerdictHandle& verdict) override;
+  zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
+  bool in_place() const noexcept override { return false; }
+  // Bytes that the server has of it, by state.
+  const PerState<i64>& state_bytes() const noexcept { return chunks_.state_bytes(); }
+  // All parameters, from their masters. Then other ranks still have to get them.
+  void restore_params();
+
+ private:
+  void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& state) noexcept override;
+  char* window() const noexcept { return static_cast<char*>(window_.data()); }
+  // In the window.
+  char* work_of(const zero::Piece& piece) const noexcept {
+    return window() + work_at_ + (offset_of_[piece.param] + piece.begin) * dtype_bytes(parts_.params.work());
+  }
+  float* gradient_of(const zero::Piece& piece) const noexcept {
+    return reinterpret_cast<float*>(window() + gradients_at_) + offset_of_[piece.param] + piece.begin;
+  }
+  zero::PieceState window_state(i64 param) const noexcept;
+  StateSet stored(i64 param, bool but_master) const noexcept;
+  i64 tile_of(zero::Tile tile);
+  void bring_params();
+  ServedSet describe() const;
+
+  const ChunkLayout chunks_;
+  const Options options_;
+  bool own_masters_;  // which runs in memory do not have: fp32
+  PerState<i64> places_;
+  i64 lease_elems_ = 0, work_at_ = 0, gradients_at_ = 0;
+  std::vector<i64> offset_of_;  // by parameter: elements before its piece here, less the piece's begin
+  const Segment* segment_ = nullptr;
+  Buffer window_;
+  i64 set_ = 0;
+  std::map<const zero::TilePiece*, i64> tiles_;
+  std::vector<zero::Tile> changed_;  // in this step
+};
+
+}  // namespace ds::offload

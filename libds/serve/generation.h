@@ -1,0 +1,100 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The states of one run at one layout, as a server keeps them: files in a directory of their own.
+//
+//   NAME/lock               locked by the server, as long as it lives
+//   NAME/current            names the generation that is whole
+//   NAME/GENERATION/table   which chunk is in which slot, and the record of the last whole step (slots.h)
+//                   layout  how each rank's states are cut in chunks; who has what
+//                   run     what the run is: meta and parameters as checkpoints know them, pieces that each rank saves
+//                   states  a link to the slots, which are beside it, or on the disk of --path
+//                   pending a step that is decided, but perhaps not done; goes when it is
+//
+// A generation that is not current is of no use, and goes when a server starts or has another.
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/file.h"
+#include "serve/slots.h"
+
+namespace ds::serve {
+
+inline constexpr i64 kMostText = i64{1} << 30;  // bytes of layout, run, pending
+
+// A rank's states and how they are cut.
+struct RankLayout {
+  std::string identity{};  // of the layout
+  std::vector<offload::ServedSet> sets{};
+  // Without what another start of the run has otherwise: paths of segments.
+  std::string text() const;
+  static RankLayout parse(std::string_view text);
+};
+
+// What ds-offload dump needs to know of a run.
+struct RunTexts {
+  std::string meta{}, params{};
+  std::vector<std::string> pieces{};  // by rank
+};
+
+class Generation {
+ public:
+  struct Options {
+    std::string path{};  // directory of a disk; empty: slots are in memory
+    std::string name{};  // of the server, for the file there
+    i64 capacity = 0;    // bytes of slots; 0: what the file system has
+    i64 windows = 4;     // of a file
+    offload::IoOptions io{};
+  };
+  // A new one, in the server's directory; `taken`: bytes of the capacity that another has. Throws Errc::Unavailable:
+  // there is no room for it.
+  Generation(const std::string& directory, std::vector<RankLayout> ranks, bool two_versions, i64 taken,
+             const Options& options);
+  // One that is there.
+  Generation(const std::string& directory, const std::string& id, const Options& options);
+  Generation(const Generation&) = delete;
+  ~Generation();
+
+  const std::string& id() const noexcept { return id_; }
+  std::string file(std::string_view name) const { return fmt::format("{}/{}/{}", directory_, id_, name); }
+  const std::vector<RankLayout>& ranks() const noexcept { return ranks_; }
+  TableHeader& header() const noexcept { return slots_->header(); }
+  Slots& slots() noexcept { return *slots_; }
+  offload::ChunkMemory& memory() noexcept { return *memory_; }
+  i64 bytes() const noexcept { return header().slots * header().slot_bytes; }
+  // The number of a rank's chunk among all.
+  i64 chunk(i64 rank, i64 set, i64 chunk) const noexcept {
+    return first_[static_cast<size_t>(rank)][static_cast<size_t>(set)] + chunk;
+  }
+  // All that has changed is where the table says.
+  void flush();
+  bool is_in_memory() const noexcept { return file_ == nullptr; }
+
+  // Removes its files. It is of no use then.
+  void remove() noexcept;
+  // The same of any, and of what a generation that was never whole left.
+  static void remove(const std::string& directory, const std::string& id) noexcept;
+
+ private:
+  void number_chunks();
+  void open_memory(const std::string& states);
+
+  const std::string directory_, id_;
+  const Options options_;
+  std::vector<RankLayout> ranks_;
+  std::vector<i64> chunk_bytes_;
+  std::vector<std::vector<i64>> first_;
+  std::unique_ptr<Slots> slots_;
+  offload::Segment segment_;
+  MemoryLedger ledger_;
+  std::unique_ptr<Device> host_;  // of windows
+  std::unique_ptr<offload::ChunkLayout> layout_;
+  std::unique_ptr<offload::ChunkMemory> memory_;
+  offload::FileChunks* file_ = nullptr;
+};
+
+// The current generation of a server's directory; empty: there is none.
+std::string current_generation(const std::string& directory);
+
+}  // namespace ds::serve

@@ -1,0 +1,504 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "serve/server.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <filesystem>
+#include <nlohmann/json.hpp>
+
+#include "base/as_error.h"
+#include "base/limits.h"
+#include "ds/units.h"
+#include "offload/server_link.h"
+#include "probe/host.h"
+#include "serve/stored.h"
+
+namespace ds::serve {
+namespace {
+
+namespace fs = std::filesystem;
+using offload::Connection;
+using offload::Message;
+using offload::Packer;
+using offload::ServedRecord;
+using offload::Unpacker;
+using Json = nlohmann::ordered_json;
+
+constexpr i64 kLargestMessage = i64{1} << 30;
+
+void make_private(const std::string& directory) {
+  DS_CHECK(::mkdir(directory.c_str(), 0700) == 0 || errno == EEXIST, Errc::Io, "cannot make {}: {}", directory,
+           system_reason(errno));
+  offload::check_private(directory);
+}
+
+Generation::Options file_options(const offload::ServeOptions& o) {
+  Generation::Options files{.path = o.path.empty() ? "" : fs::absolute(o.path).lexically_normal().string(),
+                            .name = o.name,
+                            .capacity = o.capacity};
+  files.io.block_bytes = o.way.block_bytes;
+  files.io.depth = o.way.depth;
+  files.io.threads = o.way.method == "threads" ? o.way.depth : 1;
+  files.io.io_uring = o.way.method != "threads";
+  return files;
+}
+
+}  // namespace
+
+Server::Server(const offload::ServeOptions& options, Event event)
+    : options_(options), event_(std::move(event)), place_(options.name), files_(file_options(options)) {
+  device_ = make_cpu_device(probe::cpu_backend(), options.threads > 0 ? options.threads : probe::num_cores());
+  try {
+    take_name();
+    const std::string id = current_generation(place_.directory);
+    // What a server that was killed has left of others.
+    for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory)) {
+      const std::string name = entry.path().filename();
+      if (entry.is_directory() && name != id && name.size() == 16) Generation::remove(place_.directory, name);
+      if (name.starts_with("step-")) fs::remove_all(entry.path());
+    }
+    if (!id.empty()) {
+      const std::string at = states_directory(place_.directory, id);
+      DS_CHECK(at == files_.path, Errc::Config,
+               "the server '{}' has its states {}; serve it there, or remove it first: ds-offload rm {}", place_.name,
+               at.empty() ? "in memory (--shm)" : "in " + at, place_.name);
+      current_ = std::make_unique<Generation>(place_.directory, id, files_);
+      recover(*current_, *device_);
+    }
+    if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);
+    remove_old_segments();
+    listen();
+  } catch (...) {
+    if (lock_ >= 0) ::close(lock_);
+    throw;
+  }
+  event_(current_ ? fmt::format("goes on with the states of step {}, {}", current_->header().record.step,
+                                bytes_text(current_->bytes()))
+                  : "has no states yet");
+}
+
+Server::~Server() {
+  if (listener_ >= 0) {
+    ::close(listener_);
+    ::unlink(place_.socket().c_str());
+  }
+  // What one never had anything in needs no name.
+  const bool empty = !current_;
+  if (run_ && run_->coming) run_->coming->remove();
+  run_.reset();
+  current_.reset();
+  if (empty) {
+    std::error_code ignored;
+    remove_old_segments();
+    fs::remove_all(place_.directory, ignored);
+    ::rmdir(offload::ServerPlace::root().c_str());  // if it was the last
+  }
+  if (lock_ >= 0) ::close(lock_);
+}
+
+void Server::take_name() {
+  // One that ends may remove the root, when it was the last.
+  constexpr int kTries = 100;
+  for (int i = 0; i < kTries && !fs::exists(place_.directory); ++i) {
+    make_private(offload::ServerPlace::root());
+    ::mkdir(place_.directory.c_str(), 0700);
+  }
+  make_private(place_.directory);
+  const std::string path = place_.directory + "/lock";
+  lock_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+  DS_CHECK(lock_ >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
+  DS_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "there is a server '{}' already", place_.name);
+}
+
+void Server::listen() {
+  ::unlink(place_.socket().c_str());
+  listener_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
+  place_.socket().copy(address.sun_path, sizeof address.sun_path - 1);
+  constexpr int kWaiting = 4096;
+  DS_CHECK(listener_ >= 0 && ::bind(listener_, reinterpret_cast<const sockaddr*>(&address), sizeof address) == 0 &&
+               ::listen(listener_, kWaiting) == 0,
+           Errc::Io, "cannot listen at {}: {}", place_.socket(), system_reason(errno));
+}
+
+void Server::accept() {
+  for (;;) {
+    const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0) return;
+    Peer& peer = peers_.emplace_back(fd);
+    ucred who{};
+    socklen_t bytes = sizeof who;
+    if (::getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &who, &bytes) != 0 || who.uid != ::geteuid()) peer.gone = true;
+  }
+}
+
+void Server::run(const std::function<bool()>& stop) {
+  constexpr int kLook = 200;  // ms
+  while (!stop() && !stopped_) {
+    const bool held = std::ranges::any_of(peers_, &Peer::holds);
+    std::vector<pollfd> fds{{listener_, POLLIN, 0}};
+    std::vector<Peer*> of{nullptr};
+    for (Peer& p : peers_) {
+      // Whoever holds the files waits for nobody; ranks wait for it. Those that end are seen.
+      fds.push_back({p.connection.descriptor(), static_cast<short>(held && !p.holds ? POLLRDHUP : POLLIN), 0});
+      of.push_back(&p);
+    }
+    if (::poll(fds.data(), fds.size(), kLook) <= 0) continue;
+    // Those that have ended first: a run that starts anew may be there already.
+    for (size_t i = 1; i < fds.size(); ++i) {
+      if ((fds[i].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 && (fds[i].revents & POLLIN) == 0) of[i]->gone = true;
+      if ((fds[i].revents & POLLIN) != 0) receive(*of[i]);
+    }
+    drop_gone();
+    if ((fds[0].revents & POLLIN) != 0) accept();
+    drop_gone();
+  }
+}
+
+void Server::receive(Peer& peer) {
+  for (;;) {
+    char buffer[1 << 16];
+    const ssize_t n = ::recv(peer.connection.descriptor(), buffer, sizeof buffer, 0);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
+    if (n <= 0) {
+      peer.gone = true;
+      break;
+    }
+    peer.in.append(buffer, static_cast<size_t>(n));
+  }
+  while (!peer.gone && peer.in.size() >= sizeof(Connection::Header)) {
+    Connection::Header header{};
+    std::memcpy(&header, peer.in.data(), sizeof header);
+    if (header.bytes > kLargestMessage) peer.gone = true;
+    if (peer.gone || peer.in.size() < sizeof header + header.bytes) return;
+    Asked asked{header.kind, peer.in.substr(sizeof header, header.bytes)};
+    peer.in.erase(0, sizeof header + header.bytes);
+    handle(peer, std::move(asked));
+  }
+}
+
+void Server::answer(Peer& peer, std::string_view payload, Message kind) {
+  if (peer.gone) return;
+  const int fd = peer.connection.descriptor(), flags = ::fcntl(fd, F_GETFL);
+  ::fcntl(fd, F_SETFL, flags & ~O_NONBLOCK);
+  try {
+    peer.connection.send(kind, payload);
+  } catch (const Error&) {
+    peer.gone = true;
+  }
+  ::fcntl(fd, F_SETFL, flags);
+}
+
+void Server::refuse(Peer& peer, const Error& e) {
+  Packer out;
+  out.put(e.code());
+  out.put(std::string_view(e.what()));
+  answer(peer, out.text(), Message::Failed);
+}
+
+std::vector<Server::Peer*> Server::ranks() {
+  std::vector<Peer*> all;
+  for (Peer& p : peers_) {
+    if (p.rank >= 0) all.push_back(&p);
+  }
+  std::ranges::sort(all, {}, &Peer::rank);
+  return all;
+}
+
+void Server::handle(Peer& peer, Asked asked) {
+  try {
+    switch (asked.kind) {
+      case Message::Hello: return hello(peer, asked.payload);
+      case Message::Status: return status(peer);
+      case Message::Hold:
+        if (current_) current_->flush();
+        peer.holds = true;
+        return answer(peer, {});
+      case Message::Stop:
+        DS_CHECK(!run_, Errc::Unavailable, "a run is attached");
+        stopped_ = true;
+        return answer(peer, {});
+      default: break;
+    }
+    DS_CHECK(run_ && run_->attached && peer.rank >= 0 && !peer.asked, Errc::Corrupt, "a message out of turn");
+    Unpacker in(asked.payload);
+    switch (asked.kind) {
+      case Message::Read:
+      case Message::Write: {
+        const auto range = [&] {
+          Passes::Range r{};
+          in.get(r.set), in.get(r.param), in.get(r.begin), in.get(r.count), in.get(r.states);
+          return r;
+        }();
+        if (asked.kind == Message::Read) {
+          run_->passes->read(peer.rank, range);
+        } else {
+          run_->passes->write(peer.rank, range);
+        }
+        return answer(peer, {});
+      }
+      case Message::Tile: {
+        const i64 set = in.get<i64>();
+        std::vector<offload::ServedPiece> pieces;
+        in.get(pieces);
+        run_->passes->define_tile(peer.rank, set, std::move(pieces));
+        return answer(peer, {});
+      }
+      case Message::Run: {
+        DS_CHECK(generation().header().two_versions != 0, Errc::Corrupt, "a pass before its step is decided");
+        Passes::Run r{peer.rank, {}};
+        in.get(r.run);
+        generation().slots().begin_version(static_cast<u32>(generation().header().record.step + 1), false);
+        run_->passes->execute({&r, 1}, Passes::Params::Write);
+        return answer(peer, {});
+      }
+      case Message::Clear:
+      case Message::Publish:
+      case Message::Commit: peer.asked = std::move(asked); return together();
+      default: throw Error(Errc::Corrupt, "a message of an unknown kind");
+    }
+  } catch (const Error& e) {
+    if (e.code() == Errc::Io && peer.rank >= 0) throw;  // of what the states are in
+    refuse(peer, e);
+    if (peer.rank < 0) return;
+    peer.gone = true;  // and so the run ends
+    why_ = fmt::format("rank {}: {}", peer.rank, e.what());
+  }
+}
+
+void Server::together() {
+  const std::vector<Peer*> all = ranks();
+  if (std::ssize(all) < run_->ranks || !std::ranges::all_of(all, [](const Peer* p) { return p->asked.has_value(); }))
+    return;
+  const Message kind = all.front()->asked->kind;
+  DS_CHECK(std::ranges::all_of(all, [&](const Peer* p) { return p->asked->kind == kind; }), Errc::Corrupt,
+           "ranks ask for different things");
+  switch (kind) {
+    case Message::Hello: return attach();
+    case Message::Clear: clear(); break;
+    case Message::Publish: publish(); break;
+    default: commit(); break;
+  }
+  for (Peer* p : all) {
+    p->asked.reset();
+    answer(*p, {});
+  }
+}
+
+void Server::hello(Peer& peer, std::string_view payload) {
+  Unpacker in(payload);
+  const u32 version = in.get<u32>();
+  DS_CHECK(version == offload::kServedVersion, Errc::Unavailable, "it speaks version {}, and the run version {}",
+           offload::kServedVersion, version);
+  std::string run;
+  in.get(run);
+  const i64 rank = in.get<i64>(), ranks = in.get<i64>();
+  DS_CHECK(peer.rank < 0 && rank >= 0 && rank < ranks && ranks <= 99999, Errc::Corrupt, "rank {} of {}", rank, ranks);
+  DS_CHECK(!run_ || (run_->id == run && run_->ranks == ranks && !run_->attached && run_->layouts[rank].sets.empty()),
+           Errc::Unavailable, "another run is attached");
+  RankLayout layout;
+  in.get(layout.identity);
+  const bool two = in.get<bool>();
+  in.get(layout.sets);
+  DS_CHECK(!layout.sets.empty(), Errc::Corrupt, "a rank without states");
+  for (const offload::ServedSet& set : layout.sets) {
+    for (const std::string& path : {set.window, set.gradients}) {
+      DS_CHECK(path.empty() || (fs::path(path).parent_path() == place_.directory &&
+                                fs::path(path).filename().string().starts_with("mail.")),
+               Errc::Corrupt, "memory of a rank that is not here");
+    }
+  }
+  if (!run_)
+    run_.emplace(Run{.id = run, .ranks = ranks, .two_versions = two, .layouts = {}, .coming = {}, .passes = {}});
+  run_->layouts.resize(static_cast<size_t>(ranks));
+  run_->layouts[static_cast<size_t>(rank)] = std::move(layout);
+  peer.rank = rank;
+  peer.asked = Asked{Message::Hello, {}};
+  together();
+}
+
+void Server::new_generation(bool keep_current) {
+  run_->passes.reset();
+  run_->coming.reset();
+  const i64 taken = current_ && keep_current ? current_->bytes() : 0;
+  std::vector<RankLayout> bare = run_->layouts;
+  run_->coming = std::make_unique<Generation>(place_.directory, std::move(bare), run_->two_versions, taken, files_);
+  open_passes();
+}
+
+void Server::open_passes() {
+  run_->passes = std::make_unique<Passes>(generation(), run_->layouts, *device_);
+  generation().slots().begin_version(0, true);  // until it is published, or goes on
+}
+
+void Server::attach() {
+  offload::ServerLink::Found found;
+  if (current_) {
+    found.has = offload::ServerLink::Has::Same;
+    const std::vector<RankLayout>& there = current_->ranks();
+    if (there.size() != run_->layouts.size() || (current_->header().two_versions != 0) != run_->two_versions)
+      found.has = offload::ServerLink::Has::Other;
+    for (size_t r = 0; r < there.size() && found.has == offload::ServerLink::Has::Same; ++r) {
+      if (there[r].text() != run_->layouts[r].text()) found.has = offload::ServerLink::Has::Other;
+    }
+    found.record = current_->header().record;
+    found.meta = read_run(*current_).meta;
+  }
+  if (found.has == offload::ServerLink::Has::Other) found.step_dir = write_step(*current_);
+  if (found.has == offload::ServerLink::Has::Same) {
+    open_passes();
+  } else {
+    new_generation(true);
+  }
+  run_->attached = true;
+  Packer out;
+  out.put(found.has);
+  out.put(found.record);
+  out.put(found.meta);
+  out.put(found.step_dir);
+  for (Peer* p : ranks()) {
+    p->asked.reset();
+    answer(*p, out.text(), Message::Attached);
+  }
+  event_(fmt::format("a run of {} rank{} is attached{}", run_->ranks, run_->ranks == 1 ? "" : "s",
+                     found.has == offload::ServerLink::Has::Nothing ? ""
+                     : found.has == offload::ServerLink::Has::Same
+                         ? fmt::format(", and goes on from step {}", found.record.step)
+                         : fmt::format(", at another layout, and goes on from step {}", found.record.step)));
+}
+
+void Server::clear() {
+  run_->passes.reset();
+  if (current_) {
+    fs::remove(place_.directory + "/current");
+    current_->remove();
+    current_.reset();
+  }
+  new_generation(false);
+}
+
+std::string Server::write_step(Generation& g) {
+  g.flush();
+  step_dir_ = files_.path.empty() ? fmt::format("{}/step-{}", place_.directory, random_hex64())
+                                  : fmt::format("{}/ds-offload.{}.step-{}", files_.path, place_.name, random_hex64());
+  try {
+    return write_checkpoint(g, step_dir_);
+  } catch (...) {
+    std::error_code ignored;
+    fs::remove_all(step_dir_, ignored);
+    throw;
+  }
+}
+
+void Server::publish() {
+  Generation& g = generation();
+  g.flush();
+  RunTexts texts;
+  ServedRecord record;
+  for (Peer* p : ranks()) {
+    Unpacker in(p->asked->payload);
+    ServedRecord mine;
+    std::string pieces, meta, params;
+    in.get(mine), in.get(pieces), in.get(meta), in.get(params);
+    texts.pieces.push_back(std::move(pieces));
+    if (p->rank > 0) continue;
+    record = mine;
+    texts.meta = std::move(meta);
+    texts.params = std::move(params);
+  }
+  write_run(g, texts);
+  g.header().record = record;
+  g.header().published = 1;
+  if (run_->coming) {
+    replace_text_file(place_.directory + "/current", g.id());
+    if (current_) current_->remove();
+    current_ = std::move(run_->coming);
+  }
+  if (!step_dir_.empty()) fs::remove_all(std::exchange(step_dir_, {}));
+}
+
+void Server::commit() {
+  DS_CHECK(!run_->coming, Errc::Corrupt, "a step of states that are not whole");
+  Generation& g = *current_;
+  std::vector<Passes::Run> runs;
+  ServedRecord record;
+  for (Peer* p : ranks()) {
+    Unpacker in(p->asked->payload);
+    const ServedRecord mine = in.get<ServedRecord>();
+    if (p->rank == 0) record = mine;
+    const i64 n = in.get<i64>();
+    for (i64 i = 0; i < n; ++i) {
+      Passes::Run& r = runs.emplace_back();
+      r.rank = p->rank;
+      in.get(r.run);
+    }
+  }
+  const bool two = g.header().two_versions != 0;
+  if (two) g.flush();
+  const std::string pending = g.file("pending");
+  replace_text_file(pending, run_->passes->pending_text(record, runs));  // from here on the step is done, whoever dies
+  g.slots().begin_version(static_cast<u32>(record.step), true);
+  if (two) {
+    g.slots().keep(g.slots().ahead());
+  } else {
+    run_->passes->execute(runs, Passes::Params::Write);
+    g.flush();
+  }
+  g.header().record = record;
+  fs::remove(pending);
+}
+
+void Server::status(Peer& peer) {
+  Json j = {{"pid", ::getpid()}, {"ranks", run_ && run_->attached ? run_->ranks : 0}, {"capacity", options_.capacity}};
+  answer(peer, j.dump());
+}
+
+void Server::drop_gone() {
+  bool of_run = false;
+  for (const Peer& p : peers_) of_run |= p.gone && p.rank >= 0;
+  std::erase_if(peers_, [](const Peer& p) { return p.gone; });
+  if (of_run) end_run();
+}
+
+// When a rank has ended, the run has: what it has not committed is forgotten.
+void Server::end_run() {
+  const i64 step = run_->attached && current_ && !run_->coming ? current_->header().record.step : -1;
+  for (Peer& p : peers_) {
+    if (p.rank < 0) continue;
+    refuse(p, Error(Errc::Comm, why_.empty() ? "another rank of the run has ended" : why_));
+    p.gone = true;
+  }
+  std::erase_if(peers_, [](const Peer& p) { return p.gone; });
+  why_.clear();
+  run_->passes.reset();
+  if (run_->coming) run_->coming->remove();
+  run_.reset();
+  if (!step_dir_.empty()) fs::remove_all(std::exchange(step_dir_, {}));
+  if (current_) {  // its windows may have what is forgotten
+    const std::string id = current_->id();
+    current_.reset();
+    current_ = std::make_unique<Generation>(place_.directory, id, files_);
+  }
+  remove_old_segments();
+  event_(step < 0 ? "the run has ended" : fmt::format("the run has ended at step {}", step));
+}
+
+void Server::remove_old_segments() const {
+  // Others may be about to say who they are.
+  if (std::ranges::any_of(peers_, [](const Peer& p) { return p.rank < 0 && !p.holds; })) return;
+  std::error_code ignored;
+  for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory, ignored)) {
+    if (entry.path().filename().string().starts_with("mail.")) fs::remove(entry.path(), ignored);
+  }
+}
+
+}  // namespace ds::serve

@@ -1,0 +1,89 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A server of states: one thread that waits for what ranks and tools ask, and does it, one thing after the other.
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "ds/offload.h"
+#include "serve/passes.h"
+
+namespace ds::serve {
+
+class Server {
+ public:
+  using Event = std::function<void(const std::string&)>;
+  // Takes the name, and goes on with what a server of that name has left. Throws Errc::Unavailable: one is running.
+  Server(const offload::ServeOptions& options, Event event);
+  ~Server();  // the state stays
+  // Until stop() says so, or a tool does. Throws what ends it otherwise: Errc::Io of a disk.
+  void run(const std::function<bool()>& stop);
+
+ private:
+  struct Asked {
+    offload::Message kind;
+    std::string payload;
+  };
+  struct Peer {
+    explicit Peer(int fd) : connection(fd) {}
+    offload::Connection connection;
+    std::string in{};              // what has come of a message
+    i64 rank = -1;                 // of the run; -1: it has not said who it is
+    std::optional<Asked> asked{};  // what waits for the other ranks of the run
+    bool holds = false;            // a tool that reads files
+    bool gone = false;
+  };
+  // A run that is attached, or is about to be.
+  struct Run {
+    std::string id;
+    i64 ranks = 0;
+    bool two_versions = false;
+    std::vector<RankLayout> layouts;  // by rank, as they have come
+    bool attached = false;
+    std::unique_ptr<Generation> coming;  // made for it, not whole yet; else it goes on with the current one
+    std::unique_ptr<Passes> passes;
+  };
+
+  void take_name();
+  void listen();
+  void accept();
+  void receive(Peer& peer);
+  void handle(Peer& peer, Asked asked);
+  void answer(Peer& peer, std::string_view payload, offload::Message kind = offload::Message::Done);
+  void refuse(Peer& peer, const Error& e);
+  void drop_gone();
+  void end_run();
+  void remove_old_segments() const;
+
+  void hello(Peer& peer, std::string_view payload);
+  // When all ranks have asked for the same.
+  void together();
+  void attach();
+  void clear();
+  void publish();
+  void commit();
+  void status(Peer& peer);
+  Generation& generation() { return run_->coming ? *run_->coming : *current_; }
+  std::string write_step(Generation& g);
+  void new_generation(bool keep_current);
+  void open_passes();
+  std::vector<Peer*> ranks();
+
+  const offload::ServeOptions options_;
+  const Event event_;
+  const offload::ServerPlace place_;
+  const Generation::Options files_;
+  std::unique_ptr<Device> device_;
+  int lock_ = -1, listener_ = -1;
+  std::list<Peer> peers_;
+  std::unique_ptr<Generation> current_;
+  std::optional<Run> run_;
+  std::string why_;       // the run has failed
+  std::string step_dir_;  // of the current generation, for a run of another layout
+  bool stopped_ = false;
+};
+
+}  // namespace ds::serve

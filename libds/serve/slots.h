@@ -1,0 +1,95 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// Where the chunks of a server are: in slots of one size, in memory or in a file, by a table that outlives the process.
+// A chunk that changes gets another slot, and the table names that when all of it is there: whoever is killed, at any
+// moment, the table names whole chunks. Each has the number of the step that made it.
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "offload/chunk_memory.h"
+#include "offload/segment.h"
+#include "offload/served.h"
+
+namespace ds::serve {
+
+inline constexpr u32 kNoSlot = 0xFFFFFFFF;
+
+// The begin of the table's file; the entries follow.
+struct TableHeader {
+  char magic[8] = {'d', 's', 's', 'e', 'r', 'v', 'e', '1'};
+  u32 version = offload::kServedVersion;
+  u32 two_versions = 0;  // of states, so that a step of several passes is whole or not at all
+  i64 chunks = 0, slots = 0, slot_bytes = 0;
+  i64 published = 0;  // the states are those of the record
+  offload::ServedRecord record = {};
+};
+
+class Slots final : public offload::ChunkPlaces {
+ public:
+  static i64 table_bytes(i64 chunks) noexcept {
+    return static_cast<i64>(sizeof(TableHeader)) + chunks * static_cast<i64>(sizeof(u64));
+  }
+  // A table that is new has zeros for its entries. Throws Errc::Corrupt: one that names what cannot be.
+  Slots(offload::Segment table, const TableHeader& fresh);
+  static Slots open(const std::string& path);
+  Slots(Slots&&) = default;
+
+  TableHeader& header() const noexcept { return *reinterpret_cast<TableHeader*>(table_.data()); }
+
+  // Of the versions that are to come: the step, and whether they take the place of the ones before at once, or when
+  // they are kept.
+  void begin_version(u32 step, bool at_once) noexcept {
+    step_ = step;
+    at_once_ = at_once;
+  }
+  u32 version(i64 chunk) const noexcept { return static_cast<u32>(entry(chunk).load() >> 32); }
+  bool is_ahead(i64 chunk) const noexcept { return ahead_[chunk] != kNoSlot; }
+  u32 slot(i64 chunk) const noexcept {
+    return ahead_[chunk] != kNoSlot ? ahead_[chunk] : static_cast<u32>(entry(chunk).load()) - 1;
+  }
+  // What is not kept yet, as (chunk, slot).
+  using Flips = std::vector<std::pair<i64, i64>>;
+  Flips ahead() const;
+  void keep(const Flips& flips) noexcept;
+  void forget() noexcept;
+
+  bool is_there(i64 chunk) const noexcept override { return slot(chunk) != kNoSlot; }
+  i64 place(i64 chunk) const noexcept override { return i64{slot(chunk)} * header().slot_bytes; }
+  i64 next_place(i64 chunk) override;
+  void written(i64 chunk) noexcept override;
+
+ private:
+  // The step in the upper half, the slot and one more in the lower one; 0: the chunk is zeros.
+  std::atomic<u64>& entry(i64 chunk) const noexcept {
+    return reinterpret_cast<std::atomic<u64>*>(table_.data() + sizeof(TableHeader))[chunk];
+  }
+  void enter(i64 chunk, u32 slot) noexcept;
+
+  offload::Segment table_;
+  std::vector<u32> free_;  // the last one is taken first: it is in caches
+  std::vector<u32> ahead_, next_;
+  u32 step_ = 0;
+  bool at_once_ = true;
+};
+
+// All slots in memory.
+class SlotMemory final : public offload::ChunkMemory {
+ public:
+  // Both outlive it. chunk_bytes: by chunk.
+  SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes);
+  char* take(i64 chunk, bool change) override;
+  void give_back(i64 chunk, bool changed) override;
+  void expect(i64) override {}
+  i64 most_expected() const noexcept override { return 0; }
+
+ private:
+  Slots& slots_;
+  const offload::Segment& memory_;
+  const std::vector<i64>& bytes_;
+  std::vector<char> zeros_;
+  bool moved_ = false;  // what is taken
+};
+
+}  // namespace ds::serve

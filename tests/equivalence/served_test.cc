@@ -1,0 +1,160 @@
+// SPDX-License-Identifier: Apache-2.0
+// States that a server has train with the bits of states in memory; it runs their updates, and goes on with them when
+// the run ends, at the same layout and at others. It is the server that ds-offload runs, in a thread of its own.
+
+#include <gmock/gmock.h>
+
+#include <atomic>
+#include <filesystem>
+#include <list>
+#include <thread>
+
+#include "base/file.h"
+#include "ds/offload.h"
+#include "equivalence/tiers.h"
+
+namespace ds::testing {
+namespace served_test {
+
+constexpr i64 kSteps = kTierSteps;
+
+// Serves as long as it lives; leaves nothing behind.
+class Serving {
+ public:
+  explicit Serving(std::string path = {}, i64 capacity = 0) {
+    options_ = {.name = "test-" + random_hex64(), .path = std::move(path), .capacity = capacity};
+    start();
+  }
+  ~Serving() {
+    stop();
+    try {
+      offload::remove_server(options_.name);
+    } catch (const Error&) {  // nothing is left
+    }
+  }
+  void stop() {
+    stop_ = true;
+    if (thread_.joinable()) thread_.join();
+  }
+  void start() {
+    stop_ = false;
+    is_there_ = false;
+    thread_ = std::thread([this] {
+      try {
+        offload::serve(
+            options_, [&](const std::string&) { is_there_ = true; }, [this] { return stop_.load(); });
+      } catch (const std::exception& e) {
+        ADD_FAILURE() << e.what();
+        is_there_ = true;
+      }
+    });
+    while (!is_there_) std::this_thread::yield();
+  }
+  const std::string& name() const noexcept { return options_.name; }
+
+ private:
+  offload::ServeOptions options_;
+  std::atomic<bool> stop_ = false, is_there_ = false;
+  std::thread thread_;
+};
+
+Config served(Config c, const Serving& server) {
+  c.zero.offload_optimizer = {.device = OffloadDevice::Server, .name = server.name()};
+  c.zero.sub_group_size = 2 * kStateBlock;
+  return c;
+}
+
+class Served : public ::testing::TestWithParam<OptimizerCase> {};
+
+TEST_P(Served, ChangesNoBit) {
+  const TempDirectory dir;
+  for (const DType work : {DType::F32, DType::BF16}) {
+    for (const Layout& l : {Layout{.stage = 1},
+                            {.dp = 2, .stage = 2},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.dp = 3, .stage = 3},
+                            {.tp = 2, .stage = 1}}) {
+      const Config c = tier_config(l, GetParam(), work);
+      const Trace want = train_threads(c, l.ranks(), kSteps);
+      for (const bool disk : {false, true}) {
+        const Serving server(disk ? dir.path() : "");
+        expect_same_training(train_threads(served(c, server), l.ranks(), kSteps), want,
+                             fmt::format("{} {}{}", l.name(), dtype_name(work), disk ? " disk" : ""));
+      }
+    }
+  }
+}
+
+// Nor does a step that is skipped leave a trace.
+TEST_P(Served, ASkippedStepIsForgotten) {
+  const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);
+  f16 healthy{};
+  const Hooks overflow = with_a_skipped_step(healthy);
+  const Trace want = train_threads(c, 1, kSteps, 1, overflow);
+  EXPECT_EQ(want.skipped, kTheThirdIsSkipped);
+  const Serving server;
+  expect_same_training(train_threads(served(c, server), 1, kSteps, 1, overflow), want, "served");
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Served, ::testing::ValuesIn(kOptimizers),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+// Goes on with what the server has: as it is, or, cut otherwise, by the step that the server writes of it.
+Hooks going_on() {
+  return {.start = [](engine::Engine& engine) {
+    const offload::ServerLink::Found& found = engine.server()->found();
+    ASSERT_NE(found.has, offload::ServerLink::Has::Nothing);
+    if (found.has == offload::ServerLink::Has::Same)
+      engine.go_on_from(found.record);
+    else
+      load_step(engine, found.step_dir);
+  }};
+}
+
+// The run ends, in the midst of a step too, and starts anew: at the same layout, at others, with the same server or
+// another process in its place.
+TEST(ServedRuns, OutliveTheirTrainers) {
+  const TempDirectory dir;
+  for (const char* which : {"AdamW", "Lamb", "AdamW8bit", "Muon"}) {
+    for (const DType work : {DType::F32, DType::BF16}) {
+      for (const bool disk : {false, true}) {
+        const OptimizerCase& optimizer = optimizer_named(which);
+        const std::string what = fmt::format("{} {}{}", which, dtype_name(work), disk ? " disk" : "");
+        const Layout two = {.dp = 2, .stage = 2}, four = {.dp = 4, .stage = 3};
+        const Config c = tier_config(two, optimizer, work);
+        const Trace want = train_threads(c, 2, 2 * kSteps);
+        Serving server(disk ? dir.path() : "");
+        const Trace first = train_threads(served(c, server), 2, kSteps);
+        server.stop();
+        server.start();
+        const Trace second = train_threads(served(tier_config(four, optimizer, work), server), 4, 2, 1, going_on());
+        const Trace third = train_threads(served(tier_config(four, optimizer, work), server), 4, 1, 1, going_on());
+        const Trace fourth = train_threads(served(c, server), 2, 1, 1, going_on());
+        std::vector<double> losses = first.losses;
+        for (const Trace* t : {&second, &third, &fourth})
+          losses.insert(losses.end(), t->losses.begin(), t->losses.end());
+        EXPECT_EQ(losses, want.losses) << what;
+        EXPECT_EQ(fourth.states, want.states) << what;
+        EXPECT_THAT(offload::verify_server(server.name()), ::testing::IsEmpty()) << what;
+        // What the server writes is the state that the run has saved itself.
+        const std::string step = offload::dump_server(server.name(), dir / ("dump" + random_hex64()));
+        const Trace after = resume(c, two, 1, step);
+        const Trace there = train_threads(served(c, server), 2, 1, 1, going_on());
+        EXPECT_EQ(after.losses, there.losses) << what;
+        EXPECT_EQ(after.states, there.states) << what;
+      }
+    }
+  }
+  EXPECT_TRUE(std::ranges::none_of(std::filesystem::directory_iterator(dir.path()), [](const auto& entry) {
+    return entry.path().filename().string().starts_with("ds-offload.");
+  }));
+}
+
+TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
+  std::list<Serving> servers;  // a fresh one for each run
+  expect_the_checkpoints_of_memory(
+      {{.name = "a server", .config = [&](const Config& c) { return served(c, servers.emplace_back()); }}});
+}
+
+}  // namespace served_test
+}  // namespace ds::testing
