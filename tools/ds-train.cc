@@ -116,7 +116,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     out.print("  {:<14} {:>15} {:>14}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
   if (result.files.empty()) return 0;
   for (const auto& m : result.files)
-    out.print("  {:<14} {:>15} {:>14} in a file\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
+    out.print("  {:<14} {:>15} {:>14} {}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
+              ds::tools::place_of_offloaded(config));
   const ds::i64 steps = result.step - result.first_step + 1;
   out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for ({})\n",
             ds::bytes_text(result.offload.read_bytes / steps), ds::bytes_text(result.offload.written_bytes / steps),

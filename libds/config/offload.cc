@@ -80,7 +80,8 @@ void resolve_offload(Config& c, Reader& r) {
   if (!nvme) {
     const std::string why = fmt::format("{} is not \"nvme\"", kOptimizer);
     if (o.device == OffloadDevice::None) no_effect(kPath, why);
-    if (o.gradients) no_effect(kGradients, why);
+    if (o.gradients && o.device != OffloadDevice::Cpu)
+      no_effect(kGradients, fmt::format("{} is neither \"nvme\" nor \"cpu\"", kOptimizer));
   }
   if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));
   if (!server) no_effect(kName, fmt::format("{} is not \"server\"", kOptimizer));

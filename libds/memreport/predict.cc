@@ -29,6 +29,7 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
     if (plan.files[t] > 0) group.files.push_back({std::string(tag_name(static_cast<Tag>(t))), plan.files[t]});
     group.device_bytes += own[t];
   }
+  group.served = plan.offload.states.device == OffloadDevice::Server;
   group.file_read_bytes = plan.state_files.read_bytes + plan.array_files.read_bytes;
   group.file_written_bytes = plan.state_files.written_bytes + plan.array_files.written_bytes;
   group.host_bytes = plan.device == DeviceKind::Cpu ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];

@@ -163,6 +163,7 @@ namespace {
 // States come and go beside their updates, gradients and parameters beside the passes; reads and writes take turns on a
 // disk that the ranks of a node share.
 double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
+  if (plan.offload.states.device == OffloadDevice::Server) return 0;  // by memory that both have
   const auto seconds = [&](const offload::FileCounts& f) {
     if (f.read_bytes == 0 && f.written_bytes == 0) return 0.0;
     DS_CHECK(machine.disk_read > 0 && machine.disk_write > 0, Errc::Config,

@@ -52,7 +52,8 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
                         bytes_text(g.process_bytes), bytes_text(g.momentary_bytes));
   if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
   for (const TagBytes& t : g.files)
-    text += fmt::format("  {:<20} {:>14} in a file of each rank\n", t.tag, bytes_text(t.bytes));
+    text += fmt::format("  {:<20} {:>14} {}\n", t.tag, bytes_text(t.bytes),
+                        g.served ? "of each rank with the server" : "in a file of each rank");
   if (!g.files.empty())
     text += fmt::format("  {} read and {} written in a step\n", bytes_text(g.file_read_bytes),
                         bytes_text(g.file_written_bytes));

@@ -110,17 +110,25 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
   Device& device = parts_.device;
   const bool directs = makes_direction(spec.params.rule), own_master = parts_.params.work() == DType::F32;
   const i64 width = dtype_bytes(parts_.params.work());
-  // Calls visit(piece, its gradient, its parameter), in memory of the host.
+  // Calls visit(piece, its gradient, its parameter), in memory of the host: where they stay, or brought there.
+  struct Place {
+    void* data;
+    bool stays;
+  };
+  const auto place = [](void* there, char* here) { return there != nullptr ? Place{there, true} : Place{here, false}; };
   const auto for_each = [&](auto&& visit) {
     i64 at = 0;
     for (const Item& i : items) {
-      visit(i.part.piece, gradients_.as<float>().data() + at, params_.as<char>().data() + at * width);
-      at += i.part.piece.count;
+      const zero::Piece& p = i.part.piece;
+      visit(p, place(parts_.gradient_on_host(p), gradients_.as<char>().data() + at * 4),
+            place(parts_.params.on_host(p), params_.as<char>().data() + at * width));
+      at += p.count;
     }
   };
-  for_each([&](const zero::Piece& p, float* gradient, char* param) {
-    device.download(gradient, parts_.gradient(p, zero::LeaseTo::Read).data(), p.count * 4);
-    if (own_master) device.download(param, parts_.params.lease(p, zero::LeaseTo::Read).data(), p.count * width);
+  for_each([&](const zero::Piece& p, Place gradient, Place param) {
+    if (!gradient.stays) device.download(gradient.data, parts_.gradient(p, zero::LeaseTo::Read).data(), p.count * 4);
+    if (own_master && !param.stays)
+      device.download(param.data, parts_.params.lease(p, zero::LeaseTo::Read).data(), p.count * width);
   });
   UpdateSpec here = spec;
   if (spec.factors != nullptr) {
@@ -135,17 +143,17 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
   zero::run_pass(
       host_.device.ops(), host_.device.stream(), tile_of(items), here, &verdict.resolve(),
       [&](const zero::Piece& piece) {
-        char* const param = params_.as<char>().data() + at * width;
-        float* const gradient = gradients_.as<float>().data() + at;
+        const Place gradient = place(parts_.gradient_on_host(piece), gradients_.as<char>().data() + at * 4);
+        const Place param = place(parts_.params.on_host(piece), params_.as<char>().data() + at * width);
         at += piece.count;
-        return tensor(piece, state(items[next++].part, memory, param), gradient);
+        return tensor(piece, state(items[next++].part, memory, param.data), static_cast<float*>(gradient.data));
       },
       tensors_);
-  for_each([&](const zero::Piece& p, const float* gradient, const char* param) {
-    if (directs) {
-      device.upload(parts_.gradient(p, zero::LeaseTo::Fill).data(), gradient, p.count * 4);
-    } else {
-      device.upload(parts_.params.lease(p, zero::LeaseTo::Fill).data(), param, p.count * width);
+  for_each([&](const zero::Piece& p, Place gradient, Place param) {
+    if (directs && !gradient.stays) {
+      device.upload(parts_.gradient(p, zero::LeaseTo::Fill).data(), gradient.data, p.count * 4);
+    } else if (!directs && !param.stays) {
+      device.upload(parts_.params.lease(p, zero::LeaseTo::Fill).data(), param.data, p.count * width);
     }
   });
 }

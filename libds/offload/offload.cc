@@ -21,10 +21,16 @@ Settings settings_of(const Config& config, DeviceKind device) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
   s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
-  DS_CHECK(device == DeviceKind::Cpu || s.params.device == OffloadDevice::None, Errc::Unavailable,
-           "zero_optimization.offload_param is not supported on GPUs yet; device \"cpu\" has it");
-  DS_CHECK(device == DeviceKind::Cpu || !s.states.gradients, Errc::Unavailable,
-           "zero_optimization.offload_optimizer.gradients is not supported on GPUs yet; device \"cpu\" has it");
+  DS_CHECK(device == DeviceKind::Cpu || s.params.device != OffloadDevice::Nvme, Errc::Unavailable,
+           "zero_optimization.offload_param.device \"nvme\" is not supported on GPUs yet; \"cpu\" is");
+  if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
+  const auto any_is_muon = [&] {
+    const auto is = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
+    return is(config.optimizer) || std::ranges::any_of(config.optimizer.groups, is);
+  };
+  DS_CHECK(!s.states.gradients || !any_is_muon(), Errc::Unavailable,
+           "zero_optimization.offload_optimizer.gradients: Muon looks at all gradients of its matrices at once: they "
+           "stay in memory of the device");
   s.tile = std::clamp(config.zero.sub_group_size / kStateBlock * kStateBlock, kLeastTile, kMostTile);
   return s;
 }
@@ -51,9 +57,10 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
     make_served_tiers();
   }
   const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = settings.device != DeviceKind::Cpu;
-  if (nvme || (apart && settings.states.device == OffloadDevice::Cpu)) {
-    if (apart && what == For::Run)
-      host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
+  const bool states = nvme || (apart && settings.states.device == OffloadDevice::Cpu);
+  if (apart && what == For::Run && (states || settings.params.device != OffloadDevice::None))
+    host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
+  if (states) {
     tiers_.states = [this, apart](zero::StateStore::Parts parts) {
       Device& host = host_ ? *host_ : parts.device;
       return std::make_unique<ChunkedStates>(
@@ -63,10 +70,18 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
           });
     };
     // One that is added to or read, and one that goes.
-    if (nvme && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
+    if (nvme && !apart && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
   }
   if (settings.params.device == OffloadDevice::Nvme)
     tiers_.params = make_array(settings.params.nvme_path, settings.params.buffer_count);
+  if (apart && settings.params.device == OffloadDevice::Cpu) tiers_.params = make_host_array();
+  if (apart && settings.states.gradients) tiers_.grads = make_host_array();
+}
+
+zero::MakeArray Offload::make_host_array() {
+  return [this](Device& device, MemoryLedger& ledger, Tag, i64 bytes, i64 most) {
+    return std::make_unique<HostArray>(device, host_ ? *host_ : device, ledger, bytes, most);
+  };
 }
 
 void Offload::make_served_tiers() {

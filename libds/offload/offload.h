@@ -7,6 +7,7 @@
 #include "ds/config.h"
 #include "offload/chunked_states.h"
 #include "offload/file_array.h"
+#include "offload/host_array.h"
 #include "offload/served_states.h"
 #include "zero/shards.h"
 
@@ -61,6 +62,7 @@ class Offload {
  private:
   IoOptions io() const noexcept;
   void make_served_tiers();
+  zero::MakeArray make_host_array();
   std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, Device& host,
                                            MemoryLedger& ledger);
   zero::MakeArray make_array(std::string dir, i64 beside);

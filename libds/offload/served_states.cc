@@ -117,7 +117,7 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
   }
   options_.counts->written_bytes += elems * 4;
   if (!directs) changed_.push_back(tile);
-  if (options_.link == nullptr) return;
+  if (options_.link == nullptr) return count_update(tile, spec);
   for_each_gradient(zero::LeaseTo::Read,
                     [&](float* there, void* here, i64 bytes) { parts_.device.download(there, here, bytes); });
   ServedRun run{
@@ -130,6 +130,19 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
   if (!directs) return;
   for_each_gradient(zero::LeaseTo::Fill,
                     [&](float* there, void* here, i64 bytes) { parts_.device.upload(here, there, bytes); });
+}
+
+// What the server computes is a part of the step.
+void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
+  zero::run_pass(
+      parts_.device.ops(), parts_.device.stream(), tile, spec, nullptr,
+      [&](const zero::Piece& piece) {
+        zero::PieceState st = window_state(piece.param);
+        st[State::Param] = work_of(piece);
+        st[State::Master] = window() + places_[State::Master];
+        return tensor(piece, st, gradient_of(piece));
+      },
+      tensors_);
 }
 
 void ServedStates::settle(zero::VerdictHandle& verdict) {

@@ -48,6 +48,7 @@ class ServedStates final : public zero::StateStore {
   StateSet stored(i64 param, bool but_master) const noexcept;
   i64 tile_of(zero::Tile tile);
   void bring_params();
+  void count_update(zero::Tile tile, const UpdateSpec& spec);
   ServedSet describe() const;
 
   const ChunkLayout chunks_;
@@ -60,7 +61,8 @@ class ServedStates final : public zero::StateStore {
   Buffer window_;
   i64 set_ = 0;
   std::map<const zero::TilePiece*, i64> tiles_;
-  std::vector<zero::Tile> changed_;  // in this step
+  std::vector<zero::Tile> changed_;    // in this step
+  std::vector<UpdateTensor> tensors_;  // of a prediction
 };
 
 }  // namespace ds::offload

@@ -79,6 +79,10 @@ class GradStore {
     owned_->expect((owned_base_[segment] + first) * 4, count * 4);
   }
   bool in_place() const noexcept { return owned_->in_place(); }
+  // Where they stay, in host memory beside the device's; null: not there (TierArray::on_host).
+  float* on_host(i64 segment, i64 first) const noexcept {
+    return static_cast<float*>(owned_->on_host((owned_base_[segment] + first) * 4));
+  }
   const Layout& layout() const noexcept { return layout_; }
 
  private:

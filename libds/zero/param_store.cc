@@ -88,6 +88,13 @@ ParamLease ParamStore::acquire() {
   return ParamLease(this);
 }
 
+void* ParamStore::on_host(const Piece& piece) const noexcept {
+  const Segment& s = layout_.segments()[piece.segment];
+  if (whole(s)) return nullptr;
+  return shards_->on_host((segment_offset_[piece.segment] + piece.segment_offset - s.slice * comm_.rank()) *
+                          dtype_bytes(options_.work));
+}
+
 // What is gathered next, where its slices have to come.
 void ParamStore::expect_launches() {
   if (in_place()) return;

@@ -60,6 +60,8 @@ class ParamStore {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
   bool in_place() const noexcept { return shards_->in_place(); }
+  // Where a piece stays, in host memory beside the device's; null: not there (TierArray::on_host).
+  void* on_host(const Piece& piece) const noexcept;
   DType work() const noexcept { return options_.work; }
 
   // Sends this rank's updated slices to all ranks that keep whole copies (nothing at stage 0).

@@ -22,6 +22,10 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, C
                               [this](const Piece& piece) {
                                 grads_->expect(plan_.grad_segment(piece.segment), piece.segment_offset, piece.count);
                               },
+                          .gradient_on_host =
+                              [this](const Piece& piece) {
+                                return grads_->on_host(plan_.grad_segment(piece.segment), piece.segment_offset);
+                              },
                           .gradients_in_place = !grads_ || grads_->in_place(),
                           .device = device,
                           .ledger = ledger,

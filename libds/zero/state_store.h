@@ -88,6 +88,8 @@ class StateStore {
     const ParamStore& params;
     std::function<TierLease(const Piece&, LeaseTo)> gradient;
     std::function<void(const Piece&)> expect_gradient;  // that it will be asked for
+    std::function<float*(const Piece&)>
+        gradient_on_host;  // where it stays, in host memory beside the device's, or null
     bool gradients_in_place = true;
     Device& device;
     MemoryLedger& ledger;

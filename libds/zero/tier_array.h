@@ -54,6 +54,8 @@ class TierArray {
   virtual void expect(i64 begin, i64 bytes) { static_cast<void>(begin), static_cast<void>(bytes); }
   // Whether leases are the very memory in which the array stays.
   virtual bool in_place() const noexcept = 0;
+  // Where byte `begin` of it stays, in host memory that is not the device's; null: not in such. While nobody leases it.
+  virtual void* on_host(i64 begin) const noexcept { return static_cast<void>(begin), nullptr; }
 
  protected:
   friend class TierLease;

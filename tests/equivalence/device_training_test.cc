@@ -89,21 +89,28 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
     EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
               engine.plan().memory[static_cast<size_t>(Tag::Host)]);
   }};
-  const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio) {
+  const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio,
+                               bool gradients = false, OffloadDevice params = OffloadDevice::None) {
     Config o = c;
     o.zero.sub_group_size = 2 * kStateBlock;
-    o.zero.offload_optimizer = {.device = where, .nvme_path = dir.path(), .ratio = ratio};
+    o.zero.offload_optimizer = {.device = where, .nvme_path = dir.path(), .ratio = ratio, .gradients = gradients};
+    o.zero.offload_param.device = params;
     const Trace got = train(o, 2, look);
-    const std::string what = fmt::format("{} stage {} {} ratio {}", static_cast<int>(c.optimizer.type), c.zero.stage,
-                                         static_cast<int>(where), ratio);
+    const std::string what = fmt::format("{} stage {} {} ratio {}{}{}", static_cast<int>(c.optimizer.type),
+                                         c.zero.stage, static_cast<int>(where), ratio, gradients ? " gradients" : "",
+                                         params != OffloadDevice::None ? " parameters" : "");
     expect_same_training(got, want, what);
     for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
       EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
           << what << " " << tag_name(tag);
+    if (gradients) {
+      EXPECT_EQ(got.counted[static_cast<size_t>(Tag::GradAccum)], 0) << what;
+    }
   };
   for (const OptimizerType type :
        {OptimizerType::AdamW, OptimizerType::Sgd, OptimizerType::Lamb, OptimizerType::Muon, OptimizerType::AdamW8bit}) {
-    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, type == OptimizerType::AdamW ? 3 : 2);
+    const i64 stage = type == OptimizerType::AdamW || type == OptimizerType::Lamb ? 3 : 2;
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, stage);
     c.optimizer.type = type;
     c.optimizer.momentum = 0.9;
     c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
@@ -111,9 +118,14 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
     const Trace want = train(c, 2);
     expect_same(c, want, OffloadDevice::Cpu, 0.4);
     expect_same(c, want, OffloadDevice::Nvme, 1);
+    if (type != OptimizerType::Muon) expect_same(c, want, OffloadDevice::Cpu, 1, true);
+    if (stage < 3) continue;
+    expect_same(c, want, OffloadDevice::Cpu, 1, true, OffloadDevice::Cpu);
     if (type != OptimizerType::AdamW) continue;
     expect_same(c, want, OffloadDevice::Cpu, 1);
-    expect_same(c, want, OffloadDevice::Nvme, 0.4);
+    expect_same(c, want, OffloadDevice::Nvme, 0.4, true);
+    expect_same(c, want, OffloadDevice::None, 1, false, OffloadDevice::Cpu);
+    expect_same(c, want, OffloadDevice::Nvme, 0.4, false, OffloadDevice::Cpu);
   }
 }
 

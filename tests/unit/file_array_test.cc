@@ -157,12 +157,12 @@ TEST(FileChunks, AFailureStays) {
   MemoryLedger ledger;
   FileChunks memory(chunks, *device, ledger, {.dir = dir.path(), .io = {}, .windows = 1, .checksums = true});
   for (i64 c = 0; c < 4; ++c) {
-    std::memset(memory.take(c), static_cast<int>(c) + 1, 4096);
+    std::memset(memory.take(c, true), static_cast<int>(c) + 1, 4096);
     memory.give_back(c, true);
   }
   lose(dir.path());
   for (i64 c = 0; c < 2; ++c) {
-    for (int again = 0; again < 3; ++again) EXPECT_THROW(memory.take(c), Error);
+    for (int again = 0; again < 3; ++again) EXPECT_THROW(memory.take(c, true), Error);
   }
 }
 

@@ -11,4 +11,9 @@ namespace ds::tools {
 // `writing`: with the memory of what is written, or null.
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
 
+// Where what is offloaded stays, of which Config::zero says that it is not in memory.
+inline std::string_view place_of_offloaded(const Config& config) {
+  return config.zero.offload_optimizer.device == OffloadDevice::Server ? "with the server" : "in a file";
+}
+
 }  // namespace ds::tools

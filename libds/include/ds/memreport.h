@@ -57,6 +57,7 @@ struct RankGroup {
   i64 num_params = 0;      // that they compute with
   std::vector<TagBytes> memory;
   std::vector<TagBytes> files;                      // of what is offloaded to NVMe
+  bool served = false;                              // no: of what a server has
   i64 file_read_bytes = 0, file_written_bytes = 0;  // between a rank and them in a step
   i64 device_bytes = 0;                             // of the device: all tags, but beside a GPU "host"
   i64 host_bytes = 0;                               // beside a GPU

@@ -1,0 +1,222 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Servers of states, from the shell: a run goes on where it was, whoever was killed, with other ranks too; what a server
+# has is listed, written as a checkpoint and removed.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+setup() {
+  tiny_setup
+  mkdir disk
+  sed -i 's/"train_batch_size"/"bf16": {"enabled": true}, &/' cfg.json
+  name="bats-$$-$BATS_TEST_NUMBER"
+  served=(--set "zero_optimization.offload_optimizer={\"device\": \"server\", \"name\": \"$name\"}")
+}
+
+teardown() {
+  ranks_here | xargs -r kill -9
+  [[ -z ${server:-} ]] || kill -9 "$server" 2>/dev/null || true
+  "$DS_BIN/ds-offload" rm "$name" 2>/dev/null || true
+}
+
+place() { echo "/dev/shm/ds-offload.$(id -u)/$name"; }
+is_served() { ds-offload ls --json | grep -A1 "\"name\": \"$name\"" | grep -q '"runs": true'; }
+
+serve() { # where...
+  ds-offload serve "$name" "$@" 2>>server.log 3>&- &
+  server=$!
+  until_true 30 is_served
+}
+
+train() { # ranks argument...
+  local n=$1
+  shift
+  ds-launch -n "$n" ds-train cfg.json --out away --quiet --resume latest "${served[@]}" "$@"
+}
+
+@test "a run goes on from what its server has, with other ranks and stages, and has the bits of memory" {
+  for optimizer in AdamW Lamb; do
+    rm -rf memory away dumped
+    ds-launch -n 2 ds-train cfg.json --out memory --quiet --set optimizer.type=$optimizer
+    for where in --shm "--path disk"; do
+      rm -rf away
+      # shellcheck disable=SC2086
+      serve $where
+      train 2 --set optimizer.type=$optimizer --steps 4
+      rm -r away/step-* away/latest # nothing but the server knows the state
+      train 2 --set optimizer.type=$optimizer --steps 6
+      train 4 --set optimizer.type=$optimizer --set zero_optimization.stage=3 --steps 9
+      train 1 --set optimizer.type=$optimizer
+      assert_equal "$(losses away)" "$(losses memory)"
+      merged memory memory.safetensors
+      merged away away.safetensors
+      cmp memory.safetensors away.safetensors
+      run -0 ds-offload dump "$name" dumped
+      assert_output "dumped/step-00000012"
+      merged dumped dumped.safetensors
+      cmp memory.safetensors dumped.safetensors
+      run -0 h5dump -H dumped/step-00000012/model.h5
+      run -0 ds-offload verify "$name"
+      rm -r dumped
+      ds-offload rm "$name"
+      wait "$server"
+      assert [ ! -e "$(place)" ]
+      assert_equal "$(ls -A disk)" ""
+    done
+  done
+}
+
+@test "whoever is killed, a run that is started again has the losses of one that was not" {
+  sed -i 's/"steps": 12/"steps": 3000, "save": {"every": 500, "keep": 2}/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet
+  local where
+  for where in --shm "--path disk"; do
+    rm -rf away
+    # shellcheck disable=SC2086
+    serve $where
+    for victim in ranks server both ranks server both; do
+      ranks=$((1 + RANDOM % 2))
+      train $ranks --set zero_optimization.sub_group_size=4096 &
+      local job=$!
+      until_true 30 some_rank_here
+      sleep "0.$((RANDOM % 6))"
+      [[ $victim == server ]] || ranks_here | xargs -r kill -9
+      if [[ $victim != ranks ]]; then
+        kill -9 "$server"
+        wait "$server" || true
+      fi
+      wait $job || true
+      # shellcheck disable=SC2086
+      is_served || serve $where
+    done
+    train 2
+    assert_equal "$(losses away)" "$(losses whole)"
+    ds-offload rm "$name"
+    wait "$server" || true
+    assert [ ! -e "$(place)" ]
+    assert_equal "$(ls -A disk)" ""
+  done
+}
+
+@test "a run whose server is killed says so, and ends with status 1" {
+  serve --shm
+  sed -i 's/"steps": 12/"steps": 100000/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out away --quiet "${served[@]}" 2>err &
+  local job=$!
+  until_true 60 steps_at_least away 20
+  kill -9 "$server"
+  local status=0
+  wait $job || status=$?
+  assert_equal $status 1
+  grep -q "the server '$name' has ended; what it has is not lost" err
+  run -0 --separate-stderr ds-offload ls
+  assert_line --regexp "^$name +- +- +[0-9]+ +[0-9.]+ .iB +memory$"
+  # What is left can be used without a server.
+  run -0 ds-offload dump "$name" dumped
+  run -0 ds-offload verify "$name"
+  run -0 ds-offload rm "$name"
+  assert [ ! -e "$(place)" ]
+}
+
+refused() { # status text argument...
+  local status=$1 text=$2
+  shift 2
+  run "-$status" --separate-stderr ds-train cfg.json --out refused "$@"
+  [[ $stderr == *"$text"* ]] || fail "$stderr"
+  assert [ ! -e refused ]
+}
+
+@test "what cannot be served is said before anything is written" {
+  refused 2 'offload_optimizer.name: is missing' --set zero_optimization.offload_optimizer.device=server
+  refused 2 'stage 0 has all states' --set zero_optimization.stage=0 "${served[@]}"
+  refused 2 'save.async: copies the state' --set save.async=true "${served[@]}"
+  refused 2 'a server has all states' "${served[@]}" --set zero_optimization.offload_optimizer.ratio=0.5
+  refused 2 '"server" is for states of optimizers' --set zero_optimization.stage=3 \
+    --set zero_optimization.offload_param.device=server
+  refused 4 "there is no server '$name': start it with ds-offload serve $name" "${served[@]}"
+  refused 4 "there is no server '$name'" "${served[@]}" --check
+  refused 2 "cannot be the name of a server" --set 'zero_optimization.offload_optimizer={"device": "server", "name": "../x"}'
+  serve --shm --capacity 100KiB
+  refused 4 'its --capacity is 100.000 KiB' "${served[@]}"
+  run -4 --separate-stderr ds-offload serve "$name" --shm
+  [[ $stderr == *"there is a server '$name' already"* ]]
+  run -4 --separate-stderr ds-offload dump "$name" dumped
+  [[ $stderr == *"has no states yet"* ]]
+  ds-offload rm "$name"
+  wait "$server"
+  run -4 ds-offload rm "$name"
+  run -4 ds-offload verify "$name"
+  run -2 --separate-stderr ds-offload serve "$name"
+  [[ $stderr == *"either --shm or --path DIR"* ]]
+  run -2 ds-offload serve "$name" --shm --path disk
+  run -4 --separate-stderr ds-offload serve "$name" --path nowhere
+  [[ $stderr == *"nowhere"* ]]
+  assert [ ! -e "$(place)" ]
+}
+
+@test "another run than the server's is refused, and a checkpoint that is asked for takes its place" {
+  serve --shm
+  train 2 --steps 4
+  cp -r away saved
+  train 2 --steps 8
+  run -3 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}" --set seed=7
+  [[ $stderr == *"was made with seed"* ]]
+  run -3 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}" --set model.n_embd=64
+  assert [ ! -e other ]
+  # A second run at the same time.
+  sed 's/"steps": 12/"steps": 100000/' cfg.json >long.json
+  ds-launch -n 2 ds-train long.json --out away --resume latest --quiet "${served[@]}" &
+  until_true 60 steps_at_least away 20
+  run -4 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}"
+  [[ $stderr == *"another run is attached"* ]]
+  run -4 --separate-stderr ds-offload rm "$name"
+  [[ $stderr == *"a run is attached"* ]]
+  # A look at it does not end it.
+  run -0 ds-offload dump "$name" dumped
+  run -0 ds-offload verify "$name"
+  local seen
+  seen=$(losses away | wc -l)
+  until_true 60 steps_at_least away $((seen + 10))
+  ranks_here | xargs kill -9
+  wait %2 || true
+  # Back to the fourth step.
+  ds-train cfg.json --out memory --quiet
+  cp -r saved away4
+  run -0 --separate-stderr ds-train cfg.json --out away4 --resume saved/step-00000004 "${served[@]}"
+  [[ $stderr == *"gives way to"* ]]
+  assert_equal "$(losses away4)" "$(losses memory)"
+  # A server that is behind a checkpoint is not taken for the truth.
+  ds-train cfg.json --out away4 --resume latest --quiet --steps 14 --set steps=14
+  run -3 --separate-stderr ds-train cfg.json --out away4 --resume latest --quiet "${served[@]}" --set steps=14
+  [[ $stderr == *"is newer than the state that server '$name' has"* ]]
+}
+
+@test "what is not the user's own is refused" {
+  mkdir -p "/dev/shm/ds-offload.$(id -u)" && chmod 700 "/dev/shm/ds-offload.$(id -u)"
+  mkdir -m 755 "$(place)"
+  run -1 --separate-stderr ds-offload serve "$name" --shm
+  [[ $stderr == *"open to others: refused"* ]]
+  refused 1 "open to others: refused" "${served[@]}"
+  run -1 ds-offload rm "$name"
+  chmod 700 "$(place)"
+  # Leftovers of a server that never came to serve.
+  head -c 100 /dev/zero >"$(place)/socket"
+  head -c 100 /dev/zero >"$(place)/mail.1"
+  refused 4 "there is no server" "${served[@]}"
+  serve --shm
+  train 1 --steps 3
+  kill -9 "$server"
+  wait "$server" || true
+  # A table that is damaged.
+  table=$(echo "$(place)"/*/table)
+  printf '\xff\xff\xff\xff' | dd of="$table" bs=1 seek=16 conv=notrunc status=none
+  run -3 --separate-stderr ds-offload serve "$name" --shm
+  [[ $stderr == *"table"* ]]
+  run -3 ds-offload verify "$name"
+  run -0 --separate-stderr ds-offload ls
+  assert_line --partial "$name"
+  ds-offload rm "$name"
+  assert [ ! -e "$(place)" ]
+}
