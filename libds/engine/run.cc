@@ -304,7 +304,12 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
            "{} is newer than the state that {} has, which is of step {}: remove that (ds-offload rm {}), or say from "
            "which step to go on with --resume {}",
            step_dir, name, there.step, server.name(), step_dir);
-  check_same_run(parse_meta(text, name), name);
+  const CheckpointMeta meta_there = parse_meta(text, name);
+  check_same_run(meta_there, name);
+  DS_CHECK(meta_there.optimizer == table.optimizer || there.optimizer_step == 0, Errc::Mismatch,
+           "{} has the state of {}, and this run updates by {}: set the optimizer to what it was, or remove that state "
+           "(ds-offload rm {})",
+           name, meta_there.optimizer, table.optimizer, server.name());
   if (has == Has::Same) {
     engine->go_on_from(there);
   } else {

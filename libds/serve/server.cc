@@ -55,6 +55,7 @@ Generation::Options file_options(const offload::ServeOptions& o) {
 
 Server::Server(const offload::ServeOptions& options, Event event)
     : options_(options), event_(std::move(event)), place_(options.name), files_(file_options(options)) {
+  if (!files_.path.empty()) offload::BlockFile::check(files_.path, 0);
   device_ = make_cpu_device(probe::cpu_backend(), options.threads > 0 ? options.threads : probe::num_cores());
   try {
     take_name();

@@ -151,7 +151,7 @@ refused() { # status text argument...
   run -2 --separate-stderr ds-offload serve "$name"
   [[ $stderr == *"either --shm or --path DIR"* ]]
   run -2 ds-offload serve "$name" --shm --path disk
-  run -4 --separate-stderr ds-offload serve "$name" --path nowhere
+  run -4 --separate-stderr timeout 20 ds-offload serve "$name" --path nowhere
   [[ $stderr == *"nowhere"* ]]
   assert [ ! -e "$(place)" ]
 }
@@ -162,12 +162,16 @@ refused() { # status text argument...
   cp -r away saved
   train 2 --steps 8
   run -3 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}" --set seed=7
-  [[ $stderr == *"was made with seed"* ]]
+  [[ $stderr == *"data.seed is 7, but the run was started with 1234"* ]]
   run -3 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}" --set model.n_embd=64
+  [[ $stderr == *"server '$name': a checkpoint of another model"* ]]
+  run -3 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}" --set optimizer.type=Lion
+  [[ $stderr == *"server '$name' has the state of AdamW, and this run updates by Lion"* ]]
   assert [ ! -e other ]
   # A second run at the same time.
   sed 's/"steps": 12/"steps": 100000/' cfg.json >long.json
-  ds-launch -n 2 ds-train long.json --out away --resume latest --quiet "${served[@]}" &
+  ds-launch -n 2 ds-train long.json --out away --resume latest --quiet "${served[@]}" 3>&- &
+  local job=$!
   until_true 60 steps_at_least away 20
   run -4 --separate-stderr ds-train cfg.json --out other --quiet "${served[@]}"
   [[ $stderr == *"another run is attached"* ]]
@@ -180,11 +184,11 @@ refused() { # status text argument...
   seen=$(losses away | wc -l)
   until_true 60 steps_at_least away $((seen + 10))
   ranks_here | xargs kill -9
-  wait %2 || true
+  wait $job || true
   # Back to the fourth step.
   ds-train cfg.json --out memory --quiet
   cp -r saved away4
-  run -0 --separate-stderr ds-train cfg.json --out away4 --resume saved/step-00000004 "${served[@]}"
+  run -0 --separate-stderr ds-train cfg.json --out away4 --resume away4/step-00000004 "${served[@]}"
   [[ $stderr == *"gives way to"* ]]
   assert_equal "$(losses away4)" "$(losses memory)"
   # A server that is behind a checkpoint is not taken for the truth.
