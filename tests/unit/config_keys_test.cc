@@ -50,6 +50,7 @@ struct Moved {
     } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
       for (const EnumName& n : e->names)
         if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
+      if (key.path == "zero_optimization.offload_param.device") value = "nvme";  // "server" is for optimizers
     } else {
       value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
     }
@@ -71,16 +72,22 @@ struct Moved {
     if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
     const auto offload = [&](std::string_view what, std::string_view device, int stage) {
       set.push_back(fmt::format("zero_optimization.stage={}", stage));
-      for (const auto& [name, text] : {std::pair("device", device), {"nvme_path", std::string_view("disk")}}) {
+      const auto need = [&](std::string_view name, std::string_view text) {
         const std::string path = fmt::format("zero_optimization.{}.{}", what, name);
-        if (key.path != path && (device == "nvme" || name != std::string_view("nvme_path")))
-          set.push_back(fmt::format("{}={}", path, text));
-      }
+        if (key.path != path) set.push_back(fmt::format("{}={}", path, text));
+      };
+      need("device", device);
+      if (device == "nvme") need("nvme_path", "disk");
+      if (device == "server") need("name", "states");
     };
     if (key.path.starts_with("aio.")) offload("offload_optimizer", "nvme", 1);
     for (const auto& [what, stage] : {std::pair("offload_optimizer", 1), {"offload_param", 3}}) {
       if (key.path.starts_with(fmt::format("zero_optimization.{}.", what)))
-        offload(what, key.path.ends_with(".device") || key.path.ends_with(".nvme_path") ? "nvme" : "cpu", stage);
+        offload(what,
+                value == "server" || key.path.ends_with(".name")      ? "server"
+                : value == "nvme" || key.path.ends_with(".nvme_path") ? "nvme"
+                                                                      : "cpu",
+                stage);
     }
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
@@ -292,6 +299,7 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"cuda.autotune_file", "default: none", "", ""},
       {"zero_optimization.offload_optimizer.nvme_path", "default: none", "", ""},
       {"zero_optimization.offload_param.nvme_path", "default: none", "", ""},
+      {"zero_optimization.offload_optimizer.name", "default: none", "", ""},
   };
   const std::string page = manual_page();
   for (const auto& c : cases) {
