@@ -121,21 +121,23 @@ void resolve_scheduler(Config& c, Reader& r) {
     const bool params = std::ranges::any_of(
         config_keys(), [&](const Key& key) { return key.path.starts_with("scheduler.params.") && r.given(key.path); });
     if (params && !r.broken("scheduler.type"))
-      r.error("scheduler.type", "is missing: \"WarmupLR\" or \"WarmupCosineLR\"");
+      r.error("scheduler.type", "is missing: \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\"");
     return;
   }
-  const bool cosine = s.type == SchedulerType::WarmupCosineLR;
-  const auto belongs = [&](std::string_view key, bool to_cosine) {
+  const bool cosine = s.type == SchedulerType::WarmupCosineLR, decays = s.type == SchedulerType::WarmupDecayLR;
+  const auto belongs = [&](std::string_view key, bool belongs_here, std::string_view to) {
     const std::string path = fmt::format("scheduler.params.{}", key);
-    if (cosine != to_cosine && r.given(path))
-      r.error(path, fmt::format("belongs to {}; the scheduler is {}", to_cosine ? "WarmupCosineLR" : "WarmupLR",
-                                cosine ? "WarmupCosineLR" : "WarmupLR"));
+    if (!belongs_here && r.given(path))
+      r.error(path, fmt::format("belongs to {}; the scheduler is {}", to,
+                                cosine   ? "WarmupCosineLR"
+                                : decays ? "WarmupDecayLR"
+                                         : "WarmupLR"));
   };
-  belongs("warmup_min_lr", false);
-  belongs("warmup_max_lr", false);
-  belongs("total_num_steps", true);
-  belongs("warmup_min_ratio", true);
-  belongs("cos_min_ratio", true);
+  belongs("warmup_min_lr", !cosine, "WarmupLR and WarmupDecayLR");
+  belongs("warmup_max_lr", !cosine, "WarmupLR and WarmupDecayLR");
+  belongs("total_num_steps", cosine || decays, "WarmupDecayLR and WarmupCosineLR");
+  belongs("warmup_min_ratio", cosine, "WarmupCosineLR");
+  belongs("cos_min_ratio", cosine, "WarmupCosineLR");
   if (!r.given("scheduler.params.warmup_max_lr")) s.warmup_max_lr = c.optimizer.lr;
   if (!cosine && s.warmup_max_lr != c.optimizer.lr && c.optimizer.lr > 0) {
     const auto rises = [&](const std::string& path, double lr) {
@@ -333,6 +335,7 @@ bool applies(const Config& c, std::string_view path) {
   switch (c.scheduler.type) {
     case SchedulerType::Constant: return false;
     case SchedulerType::WarmupLR: return leaf != "total_num_steps" && !leaf.ends_with("ratio");
+    case SchedulerType::WarmupDecayLR: return !leaf.ends_with("ratio");
     case SchedulerType::WarmupCosineLR: return leaf != "warmup_min_lr" && leaf != "warmup_max_lr";
   }
   return true;

@@ -33,7 +33,7 @@ inline constexpr std::array kEnumNames<MuonScale> = {EnumName{"original", u8(Muo
 template <>
 inline constexpr std::array kEnumNames<SchedulerType> = {
     EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)}, EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
-    EnumName{"WarmupDecayLR"}, EnumName{"LRRangeTest"}, EnumName{"OneCycle"}};
+    EnumName{"WarmupDecayLR", u8(SchedulerType::WarmupDecayLR)}, EnumName{"LRRangeTest"}, EnumName{"OneCycle"}};
 template <>
 inline constexpr std::array kEnumNames<WarmupType> = {EnumName{"log", u8(WarmupType::Log)},
                                                       EnumName{"linear", u8(WarmupType::Linear)}};
@@ -111,6 +111,12 @@ constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {
 constexpr Key not_yet(std::string_view path, std::string_view values, std::string_view note = {}) {
   return {.path = path, .kind = KeyKind::NotYet, .values = values, .note = note};
 }
+// Of which no number depends on: what is not in `values` is a warning.
+constexpr Key harmless(std::string_view path, std::string_view values, std::string_view note) {
+  Key key = not_yet(path, values, note);
+  key.harmless = true;
+  return key;
+}
 constexpr Key not_yet_section(std::string_view path, std::string_view name, std::string_view values,
                               std::string_view members) {
   return {.path = path,
@@ -119,6 +125,13 @@ constexpr Key not_yet_section(std::string_view path, std::string_view name, std:
           .name = name,
           .values = values,
           .members = members};
+}
+constexpr Key harmless_section(std::string_view path, std::string_view name, std::string_view values,
+                               std::string_view members, std::string_view note) {
+  Key key = not_yet_section(path, name, values, members);
+  key.harmless = true;
+  key.note = note;
+  return key;
 }
 constexpr Key ignored(std::string_view path, std::string_view note) {
   return {.path = path, .kind = KeyKind::Ignored, .note = note};
@@ -228,8 +241,8 @@ constexpr Key kKeys[] = {
     effect("fp16.loss_scale_window", slot_of<&C::fp16, &Fp16Config::loss_scale_window>, kPositive),
     effect("fp16.hysteresis", slot_of<&C::fp16, &Fp16Config::hysteresis>, kPositive),
     effect("fp16.consecutive_hysteresis", slot_of<&C::fp16, &Fp16Config::consecutive_hysteresis>),
-    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, {.high = kFp32.high, .open_low = true, .fp32 = true}),
-    not_yet("fp16.auto_cast", "[false]"),
+    effect("fp16.min_loss_scale", slot_of<&C::fp16, &Fp16Config::min_loss_scale>, kFp32),
+    harmless("fp16.auto_cast", "[false]", "inputs are tokens, which nothing casts"),
     not_yet("fp16.fp16_master_weights_and_grads", "[false]"),
     effect("bf16.enabled", slot_of<&C::bf16, &Bf16Config::enabled>, {}, kAuto),
     not_yet("bf16.check_grad_overflow", "[true]", "a step with non-finite gradients is skipped"),
@@ -253,8 +266,8 @@ constexpr Key kKeys[] = {
 
     // ZeRO.
     effect("zero_optimization.stage", slot_of<&C::zero, &ZeroConfig::stage>, {0, 3}),
-    effect("zero_optimization.reduce_bucket_size", slot_of<&C::zero, &ZeroConfig::reduce_bucket_size>, kSomeLimit, kAuto),
-    effect("zero_optimization.allgather_bucket_size", slot_of<&C::zero, &ZeroConfig::allgather_bucket_size>, kSomeLimit, kAuto),
+    effect("zero_optimization.reduce_bucket_size", slot_of<&C::zero, &ZeroConfig::reduce_bucket_size>, kLimit, kAuto),
+    effect("zero_optimization.allgather_bucket_size", slot_of<&C::zero, &ZeroConfig::allgather_bucket_size>, kLimit, kAuto),
     effect("zero_optimization.overlap_comm", slot_of<&C::zero, &ZeroConfig::overlap_comm>, {}, kAuto),
     effect("zero_optimization.stage3_prefetch_bucket_size", slot_of<&C::zero, &ZeroConfig::prefetch_bucket_size>, kLimit, kAuto),
     effect("zero_optimization.stage3_param_persistence_threshold", slot_of<&C::zero, &ZeroConfig::param_persistence_threshold>, kLimit, kAuto),
@@ -266,9 +279,9 @@ constexpr Key kKeys[] = {
     alias("zero_optimization.model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold"),
     alias("zero_optimization.max_live_parameters", "zero_optimization.stage3_max_live_parameters"),
     alias("zero_optimization.max_reuse_distance", "zero_optimization.stage3_max_reuse_distance"),
-    not_yet("zero_optimization.contiguous_gradients", "[true]"),
-    not_yet("zero_optimization.reduce_scatter", "[true]"),
-    not_yet("zero_optimization.round_robin_gradients", "[false]"),
+    harmless("zero_optimization.contiguous_gradients", "[true]", "gradients always lie side by side in their buckets"),
+    harmless("zero_optimization.reduce_scatter", "[true]", "gradients are always reduced to their owners alone"),
+    harmless("zero_optimization.round_robin_gradients", "[false]", "the layout says who owns which gradient, and its owners do equal work"),
     not_yet("zero_optimization.load_from_fp32_weights", "[true]"),
     not_yet("zero_optimization.stage3_gather_16bit_weights_on_model_save", R"([false, true, "auto"])"),
     alias("zero_optimization.gather_16bit_weights_on_model_save", "zero_optimization.stage3_gather_16bit_weights_on_model_save"),
@@ -277,10 +290,10 @@ constexpr Key kKeys[] = {
     not_yet("zero_optimization.ignore_unused_parameters", "[true, false]"),
     ignored("zero_optimization.use_multi_rank_bucket_allreduce", "gradients are always reduced to their owners alone"),
     ignored("zero_optimization.allgather_partitions", "DeepSpeed itself does not read it"),
-    effect("zero_optimization.sub_group_size", slot_of<&C::zero, &ZeroConfig::sub_group_size>, kSomeLimit, kAuto),
+    effect("zero_optimization.sub_group_size", slot_of<&C::zero, &ZeroConfig::sub_group_size>, kLimit, kAuto),
     ignored("zero_optimization.memory_efficient_linear", "linear layers never keep a copy"),
     ignored("zero_optimization.override_module_apply", "there is no Python module to override"),
-    not_yet("zero_optimization.stage3_module_granularity_threshold", "[0]"),
+    harmless("zero_optimization.stage3_module_granularity_threshold", "[0]", "a layer is always gathered as one"),
     alias("zero_optimization.module_granularity_threshold", "zero_optimization.stage3_module_granularity_threshold"),
     not_yet("zero_optimization.stage3_use_all_reduce_for_fetch_params", "[false]"),
     alias("zero_optimization.use_all_reduce_for_fetch_params", "zero_optimization.stage3_use_all_reduce_for_fetch_params"),
@@ -332,14 +345,15 @@ constexpr Key kKeys[] = {
 
     // Reports.
     effect("steps_per_print", slot_of<&C::steps_per_print>, kSomeLimit, kAuto),
-    not_yet("wall_clock_breakdown", "[false]"),
+    harmless("wall_clock_breakdown", "[false]", "there is no such report yet; metrics.jsonl has the time of every step"),
     not_yet("memory_breakdown", "[false]", "metrics.jsonl has the memory of every step by tag"),
     not_yet("dump_state", "[false]", "ds-train --check prints the resolved configuration"),
     not_yet("log_level", "[null]"),
     not_yet("timers.throughput.enabled", "[true]", "metrics.jsonl has the throughput of every step"),
     not_yet("timers.throughput.synchronized", "[true]"),
-    not_yet_section("flops_profiler", "enabled", "[false]",
-                    "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file"),
+    harmless_section("flops_profiler", "enabled", "[false]",
+                     "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
+                     "there is no such report yet; metrics.jsonl has the model's FLOP/s of every step (mfu)"),
     // In DeepSpeed the section alone turns it on.
     {.path = "comms_logger", .kind = KeyKind::NotYetSection, .name = "enabled", .values = "[false]",
      .members = "enabled verbose prof_all debug prof_ops"},
@@ -364,6 +378,8 @@ constexpr Key kKeys[] = {
     effect("aio.intra_op_parallelism", slot_of<&C::aio, &AioConfig::intra_op_parallelism>, {1, 256}, kAuto),
     effect("aio.checksum", slot_of<&C::aio, &AioConfig::checksum>),
     ignored("aio.thread_count", "DeepSpeed itself does not read it; aio.intra_op_parallelism is meant"),
+    ignored("aio.verbose", "DeepSpeed itself does not read it"),
+    ignored("aio.num_threads", "DeepSpeed itself does not read it; aio.intra_op_parallelism is meant"),
     ignored("aio.single_submit", "requests are handed to the kernel as they come"),
     ignored("aio.overlap_events", "requests are always waited for while others run"),
     not_yet("aio.use_gds", "[false]"),
@@ -434,6 +450,13 @@ constexpr Key kKeys[] = {
                     "horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks "
                     "global_block_indices global_block_end_indices num_sliding_window_blocks"),
     not_yet_section("weight_quantization", "", "[]", "quantized_initialization post_init_quant"),
+    ignored("fp16.opt_level", "it is a key of amp; DeepSpeed itself does not read it here"),
+    ignored("fp16.fp16_scale_tolerance", "DeepSpeed itself does not read it"),
+    ignored("comms_config", "DeepSpeed itself does not read it; comms_logger is its section"),
+    ignored("monitor_config", "DeepSpeed itself does not read it; tensorboard, wandb, comet and csv_monitor are sections"),
+    refused("offload_optimizer", "stands in zero_optimization: write zero_optimization.offload_optimizer"),
+    refused("offload_param", "stands in zero_optimization: write zero_optimization.offload_param"),
+    refused("zero_optimization.aio", "stands at the top level: write aio beside zero_optimization"),
     ignored("dataloader_drop_last", "the stream of samples wraps around, so no batch is ragged"),
     ignored("disable_allgather", "DeepSpeed itself does not read it"),
     ignored("vocabulary_size", "DeepSpeed itself only warns about it; the model has its own"),

@@ -441,6 +441,8 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
     case KeyKind::NotYet: {
       const Json accepted = Json::parse(key.values);
       if (value.is_null() || std::find(accepted.begin(), accepted.end(), value) != accepted.end()) return;
+      if (key.harmless)
+        return report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
       std::string choices;
       for (const Json& v : accepted) choices += (choices.empty() ? "" : " or ") + v.dump();
       return report(Severity::Error, Errc::Unavailable, key.path, typed,
@@ -486,6 +488,11 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
     std::replace(pointer.begin(), pointer.end(), '.', '/');
     const Json at = value.value(Json::json_pointer(pointer), Json());
     if (at.is_null() ? key.takes_null : std::find(off.begin(), off.end(), at) != off.end()) continue;
+    if (key.harmless) {
+      report(Severity::Warning, Errc::Config, key.path, json_join(typed, name),
+             fmt::format("has no effect: {}", key.note));
+      continue;
+    }
     report(Severity::Error, Errc::Unavailable, key.path, json_join(typed, name),
            fmt::format("{} is not there yet (libds {}); {} turns it off", typed, DS_VERSION, off[0].dump()));
   }

@@ -25,6 +25,13 @@ double LrSchedule::lr_at(i64 t) const {
       const double done = t < 0 ? 0 : t < steps ? warmup(s.warmup_type, t, steps) : 1;
       return s.warmup_min_lr + (s.warmup_max_lr - s.warmup_min_lr) * done;
     }
+    case SchedulerType::WarmupDecayLR: {
+      const double decay = static_cast<double>(std::max<i64>(1, s.total_num_steps - steps));
+      const double share = t < 0       ? 0
+                           : t < steps ? warmup(s.warmup_type, t, steps)
+                                       : std::max(0.0, static_cast<double>(s.total_num_steps - t) / decay);
+      return s.warmup_min_lr + (s.warmup_max_lr - s.warmup_min_lr) * share;
+    }
     case SchedulerType::WarmupCosineLR: {
       if (t < 0) return 0;
       if (t < steps)

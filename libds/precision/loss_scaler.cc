@@ -9,6 +9,7 @@
 namespace ds {
 
 LossScaler::LossScaler(const Fp16Config& config) : config_(config), dynamic_(config.enabled && config.loss_scale == 0) {
+  config_.min_loss_scale = std::max(config_.min_loss_scale, 0x1p-126);  // the least with which gradients are numbers
   if (dynamic_) {
     state_.scale = std::ldexp(1.0, narrow<int>(config.initial_scale_power));
     state_.hysteresis = config.hysteresis;

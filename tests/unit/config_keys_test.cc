@@ -144,6 +144,26 @@ TEST(ConfigResolved, OldFormsOfOffloadAreTheNewOnes) {
   EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
 }
 
+// What asks for a report, or for another way to the same numbers, is a warning; what asks for neither is silent.
+TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
+  const ConfigResult r =
+      parse(R"({"train_batch_size": 4, "wall_clock_breakdown": true, "comms_config": {"verbose": true},
+    "flops_profiler": {"enabled": true, "profile_step": 3}, "fp16": {"auto_cast": true, "opt_level": "O1", "min_loss_scale": 0},
+    "aio": {"num_threads": 4}, "zero_optimization": {"stage": 2, "round_robin_gradients": true, "contiguous_gradients": false,
+    "reduce_scatter": false, "sub_group_size": 0, "reduce_bucket_size": 0, "allgather_bucket_size": 0,
+    "stage3_module_granularity_threshold": 9}})");
+  EXPECT_TRUE(r.ok()) << r.message();
+  for (const char* key :
+       {"wall_clock_breakdown", "comms_config", "flops_profiler.enabled", "fp16.auto_cast", "fp16.opt_level",
+        "aio.num_threads", "zero_optimization.round_robin_gradients", "zero_optimization.contiguous_gradients",
+        "zero_optimization.reduce_scatter", "zero_optimization.stage3_module_granularity_threshold"})
+    EXPECT_NE(r.message().find(std::string(key) + ": has no effect"), std::string::npos) << key;
+  EXPECT_EQ(std::ssize(r.diagnostics), 10) << r.message();
+  const ConfigResult silent = parse(R"({"train_batch_size": 4, "wall_clock_breakdown": false, "flops_profiler":
+    {"enabled": false}, "zero_optimization": {"round_robin_gradients": false, "contiguous_gradients": true}})");
+  EXPECT_TRUE(silent.diagnostics.empty()) << silent.message();
+}
+
 TEST(ConfigResolved, NoKeyIsListedTwiceAndEveryAliasLeadsSomewhere) {
   std::set<std::string_view> paths;
   for (const Key& k : config_keys()) EXPECT_TRUE(paths.insert(k.path).second) << k.path;

@@ -51,6 +51,23 @@ TEST(LrSchedule, WarmupStartsAtItsMinimum) {
   for (auto [t, want] : {Point{-1, .5}, {0, .5}, {5, 1.5}, {10, 2.5}}) EXPECT_DOUBLE_EQ(lr.lr_at(t), want) << t;
 }
 
+// DeepSpeed's WarmupDecayLR: max(0, (20 - t) / (20 - 10)) from the end of the warm-up on.
+TEST(LrSchedule, DecayMatchesGoldenValues) {
+  SchedulerConfig s = scheduler(SchedulerType::WarmupDecayLR, WarmupType::Linear);
+  const LrSchedule lr(base(7), s);
+  for (auto [t, want] :
+       {Point{-1, 0}, {0, 0}, {5, .5}, {9, .9}, {10, 1}, {11, .9}, {15, .5}, {19, .1}, {20, 0}, {99, 0}})
+    EXPECT_DOUBLE_EQ(lr.lr_at(t), want) << t;
+  s.warmup_min_lr = 0.5;
+  s.warmup_max_lr = 2.5;
+  s.warmup_type = WarmupType::Log;
+  const LrSchedule from_half(base(7), s);
+  for (auto [t, want] : {Point{-1, .5}, {0, .5}, {1, 1.10206}, {9, 2.5}, {10, 2.5}, {15, 1.5}, {20, .5}, {99, .5}})
+    EXPECT_NEAR(from_half.lr_at(t), want, 5e-6) << t;
+  s.total_num_steps = 5;  // before the warm-up ends
+  EXPECT_EQ(LrSchedule(base(7), s).lr_at(12), 0.5);
+}
+
 TEST(LrSchedule, CosineMatchesGoldenValuesAsRatioOfTheBase) {
   const LrSchedule lr(base(2), scheduler(SchedulerType::WarmupCosineLR, WarmupType::Linear));
   for (auto [t, want] :

@@ -66,15 +66,15 @@ struct OptimizerConfig : UpdateConfig {
   std::vector<ParamGroupConfig> groups;
 };
 
-enum class SchedulerType : u8 { Constant, WarmupLR, WarmupCosineLR };
+enum class SchedulerType : u8 { Constant, WarmupLR, WarmupDecayLR, WarmupCosineLR };
 enum class WarmupType : u8 { Log, Linear };
 struct SchedulerConfig {
   SchedulerType type = SchedulerType::Constant;
   WarmupType warmup_type = WarmupType::Log;
   i64 warmup_num_steps = 1000;
-  double warmup_min_lr = 0;     // WarmupLR
-  double warmup_max_lr = 0;     // WarmupLR; resolved to the optimizer's lr when not given
-  i64 total_num_steps = 0;      // WarmupCosineLR; resolved to `steps` when not given
+  double warmup_min_lr = 0;     // WarmupLR, WarmupDecayLR
+  double warmup_max_lr = 0;     // the same; resolved to the optimizer's lr when not given
+  i64 total_num_steps = 0;      // WarmupDecayLR, WarmupCosineLR; resolved to `steps` when not given
   double warmup_min_ratio = 0;  // WarmupCosineLR, ratios to the optimizer's lr
   double cos_min_ratio = 1e-4;
 };
