@@ -119,6 +119,10 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     out.print("  {:<14} {:>15} {:>14} {}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
               ds::tools::place_of_offloaded(config));
   const ds::i64 steps = result.step - result.first_step + 1;
+  if (result.offload.read_bytes == 0 && result.offload.written_bytes == 0) {
+    out.print("\noffload: all of it fits in its buffers, and nothing went to files ({})\n", result.offload_method);
+    return 0;
+  }
   out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for ({})\n",
             ds::bytes_text(result.offload.read_bytes / steps), ds::bytes_text(result.offload.written_bytes / steps),
             result.offload.wait_ms / static_cast<double>(steps), result.offload_method);

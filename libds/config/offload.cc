@@ -52,7 +52,8 @@ void resolve_offload(Config& c, Reader& r) {
   if (params.device == OffloadDevice::Server)
     r.error(kParam, "\"server\" is for states of optimizers; parameters stay in memory, or go to \"nvme\"");
   if (params.device != OffloadDevice::None && z.stage != 3 && knows_stage) {
-    const std::string why = fmt::format("ZeRO stage {} keeps whole parameters, and stage 3 slices", z.stage);
+    const std::string why =
+        fmt::format("ZeRO stage {} keeps whole parameters; slices, which go, are of stage 3", z.stage);
     if (nvme_params)
       r.error(kParam, why);
     else

@@ -45,8 +45,15 @@ void check_places(const Settings& s, std::span<const i64> files, int ranks) {
     others = 0;
   }
   const bool one_place = s.states.nvme_path == s.params.nvme_path;
-  if (others > 0) BlockFile::check(s.states.nvme_path, ranks * (others + (one_place ? params : 0)));
-  if (params > 0) BlockFile::check(s.params.nvme_path, ranks * (params + (one_place ? others : 0)));
+  const auto check = [ranks](std::string_view section, const std::string& path, i64 bytes) {
+    try {
+      BlockFile::check(path, ranks * bytes);
+    } catch (const Error& e) {
+      throw Error(e.code(), fmt::format("zero_optimization.{}.nvme_path: {}", section, e.what()));
+    }
+  };
+  if (others > 0) check("offload_optimizer", s.states.nvme_path, others + (one_place ? params : 0));
+  if (params > 0) check("offload_param", s.params.nvme_path, params + (one_place ? others : 0));
 }
 
 // On the CPU, what is to be in its memory is there.

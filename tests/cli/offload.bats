@@ -158,6 +158,16 @@ run_broken() {
   done
 }
 
+@test "too little memory may be locked: said, and the numbers are the same" {
+  if [[ $(id -u) != 0 ]] || ! setpriv --bounding-set -ipc_lock true 2>/dev/null; then skip "needs to give up a capability"; fi
+  ds-train cfg.json --out plain --quiet
+  run -0 bash -c 'ulimit -l 64; setpriv --bounding-set -ipc_lock ds-train cfg.json --out locked \
+    --set zero_optimization.offload_optimizer.device=nvme --set zero_optimization.offload_optimizer.nvme_path=disk \
+    --set zero_optimization.sub_group_size=4096'
+  [[ $output == *"without registered memory"* || $output == *" thread"* ]] || fail "$output"
+  assert_equal "$(losses locked)" "$(losses plain)"
+}
+
 @test "a disk without room is told before the first step" {
   [[ $(id -u) == 0 ]] || skip "needs root, to mount a small file system"
   mkdir small

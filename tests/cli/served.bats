@@ -224,3 +224,24 @@ refused() { # status text argument...
   ds-offload rm "$name"
   assert [ ! -e "$(place)" ]
 }
+
+@test "a full /dev/shm is told, and nothing is left in it" {
+  if [[ $(id -u) != 0 ]] || ! unshare -m true 2>/dev/null; then skip "needs to mount a small one"; fi
+  for size in 3M 12M; do # no room for what the trainer shares; none for the states
+    unshare -m bash -c "mount -t tmpfs -o size=$size none /dev/shm
+      ds-offload serve $name --shm 2>server.log 3>&- &
+      until ds-offload ls --json | grep -q '\"runs\": true'; do sleep 0.05; done
+      ds-train cfg.json --out full --quiet --set model.n_embd=256 --set zero_optimization.offload_optimizer.device=server \
+        --set zero_optimization.offload_optimizer.name=$name 2>err 3>&-
+      echo \$? >status
+      find /dev/shm -type f >left
+      ds-offload rm $name
+      wait
+      find /dev/shm -mindepth 1 >left2"
+    assert_equal "$(cat status)" 4
+    grep -q 'No space left on device' err || fail "$(cat err)"
+    assert_equal "$(sed 's|.*/||' left)" lock
+    assert_equal "$(cat left2)" ""
+    assert [ ! -e full ]
+  done
+}
