@@ -120,7 +120,7 @@ Generation::Generation(const std::string& directory, const std::string& id, cons
 void Generation::open_memory(const std::string& states) {
   if (states == file("slots")) {
     segment_ = offload::Segment::open(states, bytes());
-    memory_ = std::make_unique<SlotMemory>(*slots_, segment_, chunk_bytes_);
+    memory_ = std::make_unique<SlotMemory>(*slots_, segment_, chunk_bytes_, options_.pool);
     return;
   }
   host_ = make_cpu_device(probe::cpu_backend(), 1);

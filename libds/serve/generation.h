@@ -46,6 +46,7 @@ class Generation {
     i64 capacity = 0;    // bytes of slots; 0: what the file system has
     i64 windows = 4;     // of a file
     offload::IoOptions io{};
+    ThreadPool* pool = nullptr;  // that copies in memory; outlives it
   };
   // A new one, in the server's directory; `taken`: bytes of the capacity that another has. Throws Errc::Unavailable:
   // there is no room for it.

@@ -40,7 +40,7 @@ void make_private(const std::string& directory) {
   offload::check_private(directory);
 }
 
-Generation::Options file_options(const offload::ServeOptions& o) {
+Generation::Options file_options(const offload::ServeOptions& o, Device& device) {
   Generation::Options files{.path = o.path.empty() ? "" : fs::absolute(o.path).lexically_normal().string(),
                             .name = o.name,
                             .capacity = o.capacity};
@@ -48,15 +48,19 @@ Generation::Options file_options(const offload::ServeOptions& o) {
   files.io.depth = o.way.depth;
   files.io.threads = o.way.method == "threads" ? o.way.depth : 1;
   files.io.io_uring = o.way.method != "threads";
+  files.pool = device.stream().pool;
   return files;
 }
 
 }  // namespace
 
 Server::Server(const offload::ServeOptions& options, Event event)
-    : options_(options), event_(std::move(event)), place_(options.name), files_(file_options(options)) {
+    : options_(options),
+      event_(std::move(event)),
+      place_(options.name),
+      device_(make_cpu_device(probe::cpu_backend(), options.threads > 0 ? options.threads : probe::num_cores())),
+      files_(file_options(options, *device_)) {
   if (!files_.path.empty()) offload::BlockFile::check(files_.path, 0);
-  device_ = make_cpu_device(probe::cpu_backend(), options.threads > 0 ? options.threads : probe::num_cores());
   try {
     take_name();
     const std::string id = current_generation(place_.directory);

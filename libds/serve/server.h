@@ -75,8 +75,8 @@ class Server {
   const offload::ServeOptions options_;
   const Event event_;
   const offload::ServerPlace place_;
+  const std::unique_ptr<Device> device_;
   const Generation::Options files_;
-  std::unique_ptr<Device> device_;
   int lock_ = -1, listener_ = -1;
   std::list<Peer> peers_;
   std::unique_ptr<Generation> current_;

@@ -6,6 +6,7 @@
 #include <filesystem>
 
 #include "base/check.h"
+#include "ds/kernels/thread_pool.h"
 
 namespace ds::serve {
 
@@ -90,8 +91,13 @@ void Slots::written(i64 chunk) noexcept {
   if (const u32 before = std::exchange(ahead_[chunk], slot); before != kNoSlot) free_.push_back(before);
 }
 
-SlotMemory::SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes)
-    : slots_(slots), memory_(memory), bytes_(chunk_bytes), zeros_(static_cast<size_t>(slots.header().slot_bytes)) {}
+SlotMemory::SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes,
+                       ThreadPool* pool)
+    : slots_(slots),
+      memory_(memory),
+      bytes_(chunk_bytes),
+      pool_(pool),
+      zeros_(static_cast<size_t>(slots.header().slot_bytes)) {}
 
 char* SlotMemory::take(i64 chunk, bool change) {
   const bool is_there = slots_.is_there(chunk);
@@ -99,7 +105,17 @@ char* SlotMemory::take(i64 chunk, bool change) {
   moved_ = change && !slots_.is_ahead(chunk);
   if (!moved_) return now;
   char* const next = memory_.data() + slots_.next_place(chunk);
-  std::memcpy(next, now, static_cast<size_t>(bytes_[chunk]));
+  constexpr i64 kPart = 256 << 10;  // bytes
+  const i64 bytes = bytes_[chunk];
+  const auto copy = [&](i64 part, int) {
+    const i64 at = part * kPart;
+    std::memcpy(next + at, now + at, static_cast<size_t>(std::min(kPart, bytes - at)));
+  };
+  if (pool_ != nullptr) {
+    pool_->parallel_for(div_ceil(bytes, kPart), copy);
+  } else {
+    for (i64 part = 0; part < div_ceil(bytes, kPart); ++part) copy(part, 0);
+  }
   return next;
 }
 

@@ -77,8 +77,8 @@ class Slots final : public offload::ChunkPlaces {
 // All slots in memory.
 class SlotMemory final : public offload::ChunkMemory {
  public:
-  // Both outlive it. chunk_bytes: by chunk.
-  SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes);
+  // All outlive it. chunk_bytes: by chunk. pool: copies chunks that move; null: this thread does.
+  SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes, ThreadPool* pool);
   char* take(i64 chunk, bool change) override;
   void give_back(i64 chunk, bool changed) override;
   void expect(i64) override {}
@@ -88,6 +88,7 @@ class SlotMemory final : public offload::ChunkMemory {
   Slots& slots_;
   const offload::Segment& memory_;
   const std::vector<i64>& bytes_;
+  ThreadPool* pool_;
   std::vector<char> zeros_;
   bool moved_ = false;  // what is taken
 };
