@@ -7,11 +7,13 @@
 #include <atomic>
 #include <filesystem>
 #include <list>
+#include <random>
 #include <thread>
 
 #include "base/file.h"
 #include "ds/offload.h"
 #include "equivalence/tiers.h"
+#include "offload/served.h"
 
 namespace ds::testing {
 namespace served_test {
@@ -154,6 +156,47 @@ TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
   std::list<Serving> servers;  // a fresh one for each run
   expect_the_checkpoints_of_memory(
       {{.name = "a server", .config = [&](const Config& c) { return served(c, servers.emplace_back()); }}});
+}
+
+// Whatever comes over a connection, the server refuses it or closes it, and serves the next one.
+TEST(ServedRuns, GarbageOverAConnectionIsRefused) {
+  const Serving server;
+  const Layout two = {.dp = 2, .stage = 2};
+  const Config c = tier_config(two, optimizer_named("AdamW"), DType::BF16);
+  const Trace want = train_threads(c, 2, kSteps);
+  std::minstd_rand random(7);
+  const offload::ServerPlace place(server.name());
+  for (int round = 0; round < 300; ++round) {
+    const offload::Connection connection = offload::Connection::to(place);
+    const auto kind = static_cast<offload::Message>(random() % 16);
+    if (kind == offload::Message::Stop) continue;
+    std::string payload;
+    if (kind == offload::Message::Hello && round % 2 == 0) {  // nearly right
+      offload::Packer out;
+      out.put(offload::kServedVersion);
+      out.put(std::string("run"));
+      out.put(i64{0});
+      out.put(static_cast<i64>(random() % 3));
+      out.put(std::string("layout"));
+      out.put(random() % 2 == 0);
+      offload::ServedSet set{.elems = static_cast<i64>(random()), .chunk_bytes = {4096, -4096, 1}};
+      set.parts.resize(random() % 4);
+      for (offload::ServedPart& p : set.parts) p.count = static_cast<i64>(random()) << (random() % 40);
+      set.window = place.directory + "/mail.none";
+      out.put(std::vector<offload::ServedSet>{set});
+      payload = out.text();
+    }
+    const size_t more = random() % 200;
+    for (size_t i = 0; i < more; ++i) payload.push_back(static_cast<char>(random()));
+    if (random() % 4 == 0) payload.resize(payload.size() / 2);
+    try {
+      connection.send(kind, payload);
+      if (kind != offload::Message::Hello) (void)connection.receive();  // that waits for other ranks
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Comm) << e.what();
+    }
+  }
+  expect_same_training(train_threads(served(c, server), 2, kSteps), want, "after garbage");
 }
 
 }  // namespace served_test
