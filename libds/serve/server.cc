@@ -272,7 +272,6 @@ void Server::handle(Peer& peer, Asked asked) {
       default: throw Error(Errc::Corrupt, "a message of an unknown kind");
     }
   } catch (const Error& e) {
-    if (e.code() == Errc::Io && peer.rank >= 0) throw;  // of what the states are in
     refuse(peer, e);
     if (peer.rank < 0) return;
     peer.gone = true;  // and so the run ends
@@ -445,6 +444,7 @@ void Server::commit() {
       Passes::Run& r = runs.emplace_back();
       r.rank = p->rank;
       in.get(r.run);
+      DS_CHECK(r.run.factors.empty(), Errc::Corrupt, "a pass with factors waits for its step");  // it cannot be checked
     }
   }
   const bool two = g.header().two_versions != 0;
@@ -492,6 +492,7 @@ void Server::end_run() {
     const std::string id = current_->id();
     current_.reset();
     current_ = std::make_unique<Generation>(place_.directory, id, files_);
+    recover(*current_, *device_);  // a step that was decided, and failed: what fails again ends the server
   }
   remove_old_segments();
   event_(step < 0 ? "the run has ended" : fmt::format("the run has ended at step {}", step));
