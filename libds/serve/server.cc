@@ -476,7 +476,7 @@ void Server::drop_gone() {
 
 // When a rank has ended, the run has: what it has not committed is forgotten.
 void Server::end_run() {
-  const i64 step = run_->attached && current_ && !run_->coming ? current_->header().record.step : -1;
+  const bool trained = run_->attached && current_ && !run_->coming;
   for (Peer& p : peers_) {
     if (p.rank < 0) continue;
     refuse(p, Error(Errc::Comm, why_.empty() ? "another rank of the run has ended" : why_));
@@ -495,7 +495,7 @@ void Server::end_run() {
     recover(*current_, *device_);  // a step that was decided, and failed: what fails again ends the server
   }
   remove_old_segments();
-  event_(step < 0 ? "the run has ended" : fmt::format("the run has ended at step {}", step));
+  event_(trained ? fmt::format("the run has ended at step {}", current_->header().record.step) : "the run has ended");
 }
 
 void Server::remove_old_segments() const {
