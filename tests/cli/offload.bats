@@ -83,14 +83,6 @@ PYTHON
   assert_equal "$(losses cpu)" "$(losses plain)"
 }
 
-refused() { # status text argument...
-  local status=$1 text=$2
-  shift 2
-  run "-$status" --separate-stderr ds-train cfg.json --out refused "$@"
-  [[ $stderr == *"$text"* ]] || fail "$stderr"
-  assert [ ! -e refused ]
-}
-
 @test "what cannot be offloaded is said before anything is written" {
   refused 2 'offload_optimizer.nvme_path: is missing' --set zero_optimization.offload_optimizer.device=nvme
   refused 2 'stage 0 has all states' --set zero_optimization.stage=0 --set "zero_optimization.offload_optimizer=$nvme"

@@ -120,14 +120,6 @@ train() { # ranks argument...
   assert [ ! -e "$(place)" ]
 }
 
-refused() { # status text argument...
-  local status=$1 text=$2
-  shift 2
-  run "-$status" --separate-stderr ds-train cfg.json --out refused "$@"
-  [[ $stderr == *"$text"* ]] || fail "$stderr"
-  assert [ ! -e refused ]
-}
-
 @test "what cannot be served is said before anything is written" {
   refused 2 'offload_optimizer.name: is missing' --set zero_optimization.offload_optimizer.device=server
   refused 2 'stage 0 has all states' --set zero_optimization.stage=0 "${served[@]}"

@@ -45,4 +45,13 @@ ranks_here() {
 some_rank_here() { [[ -n $(ranks_here) ]]; }
 no_rank_here() { [[ -z $(ranks_here) ]]; }
 
+# What ds-train refuses before anything is written: status text argument...
+refused() {
+  local status=$1 text=$2
+  shift 2
+  run "-$status" --separate-stderr ds-train cfg.json --out refused "$@"
+  [[ $stderr == *"$text"* ]] || fail "$stderr"
+  assert [ ! -e refused ]
+}
+
 steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
