@@ -299,6 +299,10 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
     server.clear();
     return false;
   }
+  DS_CHECK(
+      options.weights.empty(), Errc::Config,
+      "--weights {}: {} has the state of step {}, with which the run would go on; remove it first (ds-offload rm {})",
+      options.weights, name, there.step, server.name());
   const std::optional<i64> saved = parse_step_name(std::filesystem::path(step_dir).filename().string());
   DS_CHECK(!saved || *saved <= there.step, Errc::Mismatch,
            "{} is newer than the state that {} has, which is of step {}: remove that (ds-offload rm {}), or say from "
@@ -322,8 +326,15 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
 
 void TrainingRun::State::publish_to_server(offload::ServerLink& server) {
   DS_CHECK(train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
-  const bool is_its = !from.empty() && from != step_dir;
-  engine::publish_states(*engine, is_its ? server.found().record : engine->served_record(), meta(), table.params);
+  // What is known of the last step is the server's; the loss scale is that of this run, which may have another dtype.
+  offload::ServedRecord now = engine->served_record();
+  if (!from.empty() && from != step_dir) {
+    const offload::ServedRecord own = now;
+    now = server.found().record;
+    now.scale = own.scale, now.scaler_iteration = own.scaler_iteration;
+    now.last_overflow = own.last_overflow, now.hysteresis = own.hysteresis;
+  }
+  engine::publish_states(*engine, now, meta(), table.params);
 }
 
 // The line of the last step, where the run was ended between its commit with the server and the line.

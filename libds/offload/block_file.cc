@@ -62,17 +62,21 @@ File make_file(const std::string& dir) {
 }
 
 // For its owner alone.
-File open_named(const std::string& path, const std::string& dir) {
+File open_named(const BlockFile::Named& named, const std::string& dir, i64 bytes) {
   check_directory(dir);
-  if (std::error_code ignored; !std::filesystem::exists(std::filesystem::symlink_status(path, ignored))) {
-    File file = File::create(path);
-    DS_CHECK(::fchmod(file.descriptor(), 0600) == 0, Errc::Io, "{}: {}", path, system_reason(errno));
+  if (named.is_new) {
+    File file = File::create(named.path);
+    DS_CHECK(::fchmod(file.descriptor(), 0600) == 0, Errc::Io, "{}: {}", named.path, system_reason(errno));
     return file;
   }
-  File file = File::open_write(path);
+  std::error_code ignored;
+  DS_CHECK(std::filesystem::exists(std::filesystem::symlink_status(named.path, ignored)), Errc::Corrupt,
+           "{} is gone: somebody has removed it", named.path);
+  File file = File::open_write(named.path);
   struct stat st {};
   DS_CHECK(::fstat(file.descriptor(), &st) == 0 && st.st_uid == ::geteuid() && (st.st_mode & 077) == 0, Errc::Io,
-           "{} belongs to another user or is open to others: refused", path);
+           "{} belongs to another user or is open to others: refused", named.path);
+  DS_CHECK(st.st_size == bytes, Errc::Corrupt, "{} has {} bytes, not {}", named.path, i64{st.st_size}, bytes);
   return file;
 }
 
@@ -363,7 +367,7 @@ BlockFile::BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, 
 
 BlockFile::BlockFile(const Named& named, i64 bytes, std::span<char> memory, const IoOptions& options) {
   const std::string dir = parent_directory(named.path);
-  open(open_named(named.path, dir), dir, bytes, memory, options);
+  open(open_named(named, dir, bytes), dir, bytes, memory, options);
 }
 
 void BlockFile::open(File file, const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options) {

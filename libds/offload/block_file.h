@@ -42,9 +42,10 @@ class BlockFile {
   // Takes `bytes` of the file system of directory `dir`. `memory` is where most requests read to and write from; it
   // outlives the file. Throws Errc::Unavailable (no such directory, no space, with what is there), Errc::Io.
   BlockFile(const std::string& dir, i64 bytes, std::span<char> memory, const IoOptions& options);
-  // One that keeps its name, for its owner alone, and is made if it is not there.
+  // One that keeps its name, for its owner alone: a new one, or one that is there, whole, else Errc::Corrupt.
   struct Named {
     std::string path;
+    bool is_new = false;
   };
   BlockFile(const Named& file, i64 bytes, std::span<char> memory, const IoOptions& options);
   // Throws what a file of so many bytes in that directory would, as far as that is known without making one.

@@ -49,9 +49,9 @@ FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& le
     file_ = std::make_unique<BlockFile>();
   } else if (bytes > 0) {
     const std::span windows(base_, static_cast<size_t>(layout.largest_bytes() * std::ssize(windows_)));
-    file_ = options.file == nullptr
-                ? std::make_unique<BlockFile>(options.dir, bytes, windows, options.io)
-                : std::make_unique<BlockFile>(BlockFile::Named{*options.file}, options.file_bytes, windows, options.io);
+    file_ = options.file == nullptr ? std::make_unique<BlockFile>(options.dir, bytes, windows, options.io)
+                                    : std::make_unique<BlockFile>(BlockFile::Named{*options.file, options.file_is_new},
+                                                                  options.file_bytes, windows, options.io);
   }
 }
 

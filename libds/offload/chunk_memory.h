@@ -72,6 +72,7 @@ class FileChunks final : public ChunkMemory {
     bool checksums = false;    // a chunk that comes is held to what went
     // A file that has a name, and the places in it; null: one that is made, in the directory, and has none.
     const std::string* file = nullptr;
+    bool file_is_new = false;
     ChunkPlaces* places = nullptr;
     i64 file_bytes = 0;
   };

@@ -2,6 +2,7 @@
 #include "offload/segment.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -9,6 +10,7 @@
 #include <cerrno>
 
 #include "base/check.h"
+#include "base/file.h"
 #include "base/limits.h"
 
 namespace ds::offload {
@@ -31,18 +33,24 @@ Segment::Segment(int fd, const std::string& path, i64 bytes) : path_(path), byte
 }
 
 Segment Segment::create(const std::string& path, i64 bytes) {
-  const Descriptor file{::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600)};
-  DS_CHECK(file.fd >= 0, Errc::Io, "cannot create {}: {}", path, system_reason(errno));
-  try {
-    // Taken now: who touched a page that has no space would be killed.
-    const int failed = bytes == 0 ? 0 : ::posix_fallocate(file.fd, 0, bytes);
-    DS_CHECK(failed == 0, failed == ENOSPC ? Errc::Unavailable : Errc::Io, "cannot take {} bytes for {}: {}", bytes,
-             path, system_reason(failed));
-    return {file.fd, path, bytes};
-  } catch (...) {
-    ::unlink(path.c_str());
-    throw;
-  }
+  Descriptor file{::open(parent_directory(path).c_str(), O_RDWR | O_TMPFILE | O_CLOEXEC, 0600)};
+  DS_CHECK(file.fd >= 0 && ::flock(file.fd, LOCK_EX | LOCK_NB) == 0, Errc::Io, "cannot create {}: {}", path,
+           system_reason(errno));
+  // Taken now: who touched a page that has no space would be killed.
+  const int failed = bytes == 0 ? 0 : ::posix_fallocate(file.fd, 0, bytes);
+  DS_CHECK(failed == 0, failed == ENOSPC ? Errc::Unavailable : Errc::Io, "cannot take {} bytes for {}: {}", bytes, path,
+           system_reason(failed));
+  Segment segment(file.fd, path, bytes);
+  const std::string opened = fmt::format("/proc/self/fd/{}", file.fd);
+  DS_CHECK(::linkat(AT_FDCWD, opened.c_str(), AT_FDCWD, path.c_str(), AT_SYMLINK_FOLLOW) == 0, Errc::Io,
+           "cannot create {}: {}", path, system_reason(errno));
+  segment.lock_ = std::exchange(file.fd, -1);
+  return segment;
+}
+
+void Segment::remove_abandoned(const std::string& path) noexcept {
+  const Descriptor file{::open(path.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK)};
+  if (file.fd >= 0 && ::flock(file.fd, LOCK_EX | LOCK_NB) == 0) ::unlink(path.c_str());
 }
 
 Segment Segment::open(const std::string& path, i64 bytes) {
@@ -59,11 +67,13 @@ Segment& Segment::operator=(Segment&& other) noexcept {
   std::swap(path_, other.path_);
   std::swap(data_, other.data_);
   std::swap(bytes_, other.bytes_);
+  std::swap(lock_, other.lock_);
   return *this;
 }
 
 Segment::~Segment() {
   if (data_ != nullptr) ::munmap(data_, static_cast<size_t>(bytes_));
+  if (lock_ >= 0) ::close(lock_);
 }
 
 void Segment::remove() noexcept {

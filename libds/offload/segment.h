@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // Memory that processes of one user share: a file of a memory file system, mapped as a whole, with a name, so that it
-// outlives who made it. And an array of a rank in it.
+// outlives who made it. Its maker has it locked (flock) before it has a name, and the system takes the lock back
+// however the maker ends: one that nobody has locked belongs to no living process. And an array of a rank in it.
 
 #include <string>
 
@@ -22,6 +23,8 @@ class Segment {
   Segment(Segment&& other) noexcept { *this = std::move(other); }
   Segment& operator=(Segment&& other) noexcept;
   ~Segment();  // the file stays
+  // Removes a file whose maker has ended.
+  static void remove_abandoned(const std::string& path) noexcept;
 
   const std::string& path() const noexcept { return path_; }
   char* data() const noexcept { return data_; }
@@ -30,10 +33,11 @@ class Segment {
   void remove() noexcept;  // the file's name
 
  private:
-  Segment(int fd, const std::string& path, i64 bytes);  // takes the descriptor
+  Segment(int fd, const std::string& path, i64 bytes);
   std::string path_;
   char* data_ = nullptr;
   i64 bytes_ = 0;
+  int lock_ = -1;  // of who made it
 };
 
 class SegmentArray final : public zero::TierArray {

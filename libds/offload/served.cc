@@ -118,6 +118,7 @@ void receive_all(int fd, char* data, size_t bytes) {
   while (bytes > 0) {
     const ssize_t n = ::recv(fd, data, bytes, 0);
     if (n < 0 && errno == EINTR) continue;
+    DS_CHECK(n >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK), Errc::Timeout, "the server does not answer");
     DS_CHECK(n > 0, Errc::Comm, "the connection of an offload server: {}",
              n == 0 ? std::string("the other end has closed it") : system_reason(errno));
     data += n;
@@ -131,6 +132,17 @@ void Connection::send(Message kind, std::string_view payload) const {
   const Header header{kind, narrow<u32>(payload.size())};
   send_all(fd_, reinterpret_cast<const char*>(&header), sizeof header);
   send_all(fd_, payload.data(), payload.size());
+}
+
+void Connection::limit_waiting(int seconds) const {
+  const timeval limit{.tv_sec = seconds, .tv_usec = 0};
+  (void)::setsockopt(fd_, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+}
+
+bool Connection::has_ended() const noexcept {
+  char ignored = 0;
+  const ssize_t n = ::recv(fd_, &ignored, 1, MSG_PEEK | MSG_DONTWAIT);
+  return n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR);
 }
 
 Connection::Received Connection::receive() const {

@@ -195,6 +195,10 @@ class Connection {
     std::string payload;
   };
   Received receive() const;
+  // From now on receive() throws Errc::Timeout when nothing comes for so long.
+  void limit_waiting(int seconds) const;
+  // Whether the other end has ended, as far as can be known without waiting.
+  bool has_ended() const noexcept;
   int descriptor() const noexcept { return fd_; }
 
   struct Header {

@@ -1,11 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "serve/generation.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
+#include <limits>
 
 #include "base/limits.h"
 #include "ds/units.h"
@@ -17,13 +23,83 @@ namespace {
 namespace fs = std::filesystem;
 
 std::string layout_text(const std::vector<RankLayout>& ranks) {
+  std::vector<std::string> texts;
+  for (const RankLayout& r : ranks) texts.push_back(r.text());
   offload::Packer out;
-  out.put(std::ssize(ranks));
-  for (const RankLayout& r : ranks) out.put(r.text());
+  out.put(texts);
   return out.text();
 }
 
 }  // namespace
+
+void write_sealed(const std::string& path, std::string text) {
+  const u64 sum = XXH3_64bits(text.data(), text.size());
+  text.append(reinterpret_cast<const char*>(&sum), sizeof sum);
+  replace_text_file(path, text);
+}
+
+std::string read_sealed(const std::string& path) {
+  DS_CHECK(fs::exists(path), Errc::Corrupt, "{} is missing", path);
+  std::string text = read_text_file(path, kMostText);
+  u64 sum = 0;
+  DS_CHECK(text.size() >= sizeof sum, Errc::Corrupt, "{}: truncated", path);
+  std::memcpy(&sum, text.data() + text.size() - sizeof sum, sizeof sum);
+  text.resize(text.size() - sizeof sum);
+  DS_CHECK(sum == XXH3_64bits(text.data(), text.size()), Errc::Corrupt, "{}: checksum mismatch: damaged", path);
+  return text;
+}
+
+// Who has waited for a lock may have that of a file that is gone, whose name another one has by now.
+std::optional<DirectoryLock> DirectoryLock::take(const std::string& directory) {
+  const std::string path = directory + "/lock";
+  for (;;) {
+    DirectoryLock lock(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    DS_CHECK(lock.fd_ >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
+    if (::flock(lock.fd_, LOCK_EX | LOCK_NB) != 0) return std::nullopt;
+    struct stat mine {
+    }, named{};
+    if (::fstat(lock.fd_, &mine) == 0 && ::stat(path.c_str(), &named) == 0 && mine.st_ino == named.st_ino &&
+        mine.st_dev == named.st_dev)
+      return lock;
+  }
+}
+
+DirectoryLock::~DirectoryLock() {
+  if (fd_ >= 0) ::close(fd_);
+}
+
+void RankLayout::check() const {
+  const auto inside = [](i64 at, i64 bytes, i64 all) { return at >= 0 && bytes >= 0 && at <= all - bytes; };
+  constexpr i64 kMost = i64{1} << 40;
+  for (const offload::ServedSet& set : sets) {
+    const bool shares = set.gradient_bytes > 0;
+    bool good = set.elems >= 0 && set.elems <= kMost && set.window_bytes >= 0 && set.gradient_bytes >= 0 &&
+                (set.work == DType::F32 || set.work == DType::BF16 || set.work == DType::F16);
+    for (const State s : kStates) {
+      const i64 bytes = set.places[s] < 0 ? 0 : set.elems * 4 + state_blocks(set.elems) * 4;
+      good = good && inside(std::max<i64>(set.places[s], 0), bytes, set.window_bytes);
+    }
+    for (const i64 bytes : set.chunk_bytes)
+      good = good && bytes >= 0 && bytes <= kMost && bytes % PageBuffer::kPage == 0;
+    DS_CHECK(good, Errc::Corrupt, "impossible sizes of a rank's memory");
+    for (const offload::ServedPart& p : set.parts) {
+      good = p.param >= 0 && p.begin >= 0 && p.begin <= kMost && p.count >= 0 && p.count <= kMost && p.chunk >= 0 &&
+             p.chunk < std::ssize(set.chunk_bytes) &&
+             inside(p.work, p.count * dtype_bytes(set.work), set.window_bytes) &&
+             inside(p.gradient, p.count * 4, shares ? set.gradient_bytes : set.window_bytes) &&
+             p.dtypes[State::Master] == static_cast<i64>(DType::F32);
+      for (const State s : kStates) {
+        if (!good || p.dtypes[s] < 0) continue;
+        const auto dtype = static_cast<DType>(p.dtypes[s]);
+        const bool known = dtype == DType::F32 || dtype == DType::BF16 || is_coded(dtype);
+        const i64 of = set.chunk_bytes[static_cast<size_t>(p.chunk)];
+        good = known && set.places[s] >= 0 && inside(p.offsets[s], p.count * dtype_bytes(dtype), of) &&
+               inside(p.scales[s], is_coded(dtype) ? state_blocks(p.count) * 4 : 0, of);
+      }
+      DS_CHECK(good, Errc::Corrupt, "a part of parameter {} lies outside of its memory", p.param);
+    }
+  }
+}
 
 std::string RankLayout::text() const {
   offload::Packer out;
@@ -45,19 +121,20 @@ RankLayout RankLayout::parse(std::string_view text) {
 std::string current_generation(const std::string& directory) {
   const std::string path = directory + "/current";
   if (!fs::exists(path)) return "";
-  std::string id = read_text_file(path, 64);
+  std::string id = read_sealed(path);
   DS_CHECK(id.size() == 16 && id.find_first_not_of("0123456789abcdef") == std::string::npos, Errc::Corrupt,
            "{}: names no generation", path);
+  DS_CHECK(fs::is_directory(fmt::format("{}/{}", directory, id)), Errc::Corrupt, "{} names {}, which is gone", path,
+           id);
   return id;
 }
 
 void Generation::number_chunks() {
+  for (const RankLayout& r : ranks_) r.check();
   for (const RankLayout& r : ranks_) {
     std::vector<i64>& first = first_.emplace_back();
     for (const offload::ServedSet& set : r.sets) {
       first.push_back(std::ssize(chunk_bytes_));
-      for (const i64 bytes : set.chunk_bytes)
-        DS_CHECK(bytes >= 0 && bytes % PageBuffer::kPage == 0, Errc::Corrupt, "a chunk of {} bytes", bytes);
       chunk_bytes_.insert(chunk_bytes_.end(), set.chunk_bytes.begin(), set.chunk_bytes.end());
     }
   }
@@ -76,15 +153,17 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
       .slots = (two_versions ? 2 * chunks : chunks) + beside,
       .slot_bytes = chunk_bytes_.empty() ? 0 : *std::ranges::max_element(chunk_bytes_),
   };
-  const i64 bytes = fresh.slots * fresh.slot_bytes;
+  const i64 bytes = checked_mul({fresh.slots, fresh.slot_bytes}).value_or(std::numeric_limits<i64>::max() / 2);
   DS_CHECK(options.capacity == 0 || taken + bytes <= options.capacity, Errc::Unavailable,
            "the states of this run take {}{}, and its --capacity is {}{}", bytes_text(bytes),
            two_versions ? ", in two versions, for an optimizer of several passes" : "", bytes_text(options.capacity),
-           taken == 0 ? "" : fmt::format(", of which {} are of the run's layout before", bytes_text(taken)));
+           taken == 0
+               ? ""
+               : fmt::format(", of which {} are taken by what it has until the run's is whole", bytes_text(taken)));
   const std::string dir = fmt::format("{}/{}", directory_, id_);
   DS_CHECK(::mkdir(dir.c_str(), 0700) == 0, Errc::Io, "cannot make {}: {}", dir, system_reason(errno));
   try {
-    replace_text_file(file("layout"), layout_text(ranks_));
+    write_sealed(file("layout"), layout_text(ranks_));
     const std::string states =
         options.path.empty() ? file("slots") : fmt::format("{}/ds-offload.{}.{}", options.path, options.name, id_);
     std::error_code error;
@@ -92,7 +171,7 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
     DS_CHECK(!error, Errc::Io, "cannot make {}: {}", file("states"), error.message());
     slots_ = std::make_unique<Slots>(offload::Segment::create(file("table"), Slots::table_bytes(chunks)), fresh);
     if (options.path.empty()) (void)offload::Segment::create(states, bytes);
-    open_memory(states);
+    open_memory(states, true);
   } catch (...) {
     remove();
     throw;
@@ -101,23 +180,25 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
 
 Generation::Generation(const std::string& directory, const std::string& id, const Options& options)
     : directory_(directory), id_(id), options_(options) {
-  const std::string text = read_text_file(file("layout"), kMostText);
-  offload::Unpacker in(text);
-  const i64 ranks = in.get<i64>();
-  DS_CHECK(ranks >= 0 && ranks <= std::ssize(text), Errc::Corrupt, "{}: {} ranks", file("layout"), ranks);
-  for (i64 r = 0; r < ranks; ++r) ranks_.push_back(RankLayout::parse(in.get<std::string>()));
-  number_chunks();
+  parse_file(file("layout"), [&](offload::Unpacker& in) {
+    std::vector<std::string> ranks;
+    in.get(ranks);
+    for (const std::string& text : ranks) ranks_.push_back(RankLayout::parse(text));
+    number_chunks();
+  });
   slots_ = std::make_unique<Slots>(Slots::open(file("table")));
   DS_CHECK(header().chunks == std::ssize(chunk_bytes_) &&
                std::ranges::all_of(chunk_bytes_, [&](i64 bytes) { return bytes <= header().slot_bytes; }),
            Errc::Corrupt, "{} does not fit {}", file("table"), file("layout"));
+  for (i64 c = 0; c < header().chunks && header().published != 0; ++c)
+    DS_CHECK(slots_->is_there(c), Errc::Corrupt, "{}: chunk {} is nowhere", file("table"), c);
   std::error_code error;
   const std::string states = fs::read_symlink(file("states"), error);
   DS_CHECK(!error, Errc::Corrupt, "{}: {}", file("states"), error.message());
-  open_memory(states);
+  open_memory(states, false);
 }
 
-void Generation::open_memory(const std::string& states) {
+void Generation::open_memory(const std::string& states, bool is_new) {
   if (states == file("slots")) {
     segment_ = offload::Segment::open(states, bytes());
     memory_ = std::make_unique<SlotMemory>(*slots_, segment_, chunk_bytes_, options_.pool);
@@ -131,10 +212,14 @@ void Generation::open_memory(const std::string& states) {
                                                                          .io = options_.io,
                                                                          .windows = std::max<i64>(options_.windows, 1),
                                                                          .file = &states,
+                                                                         .file_is_new = is_new,
                                                                          .places = slots_.get(),
                                                                          .file_bytes = bytes()});
   file_ = chunks.get();
   memory_ = std::move(chunks);
+  if (!options_.serves || bytes() == 0) return;
+  locked_ = File::open_write(states);
+  DS_CHECK(::flock(locked_->descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "another server has {}", states);
 }
 
 Generation::~Generation() = default;

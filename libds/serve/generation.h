@@ -13,6 +13,7 @@
 // A generation that is not current is of no use, and goes when a server starts or has another.
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,6 +23,36 @@
 namespace ds::serve {
 
 inline constexpr i64 kMostText = i64{1} << 30;  // bytes of layout, run, pending
+// Small files, with the checksum of their text behind it; one replaces another in one step. Throws Errc::Corrupt.
+void write_sealed(const std::string& path, std::string text);
+std::string read_sealed(const std::string& path);
+// What `read` says of a text, with the file's name.
+template <class Read>
+void parse_file(const std::string& path, Read&& read) {
+  const std::string text = read_sealed(path);
+  try {
+    offload::Unpacker in(text);
+    read(in);
+  } catch (const Error& e) {
+    throw Error(e.code(), fmt::format("{}: {}", path, e.what()));
+  }
+}
+
+// The lock of a server's directory, as long as it lives; nothing where another process has it. Throws Errc::Io.
+class DirectoryLock {
+ public:
+  static std::optional<DirectoryLock> take(const std::string& directory);
+  DirectoryLock(DirectoryLock&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  DirectoryLock& operator=(DirectoryLock&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~DirectoryLock();
+
+ private:
+  explicit DirectoryLock(int fd) : fd_(fd) {}
+  int fd_ = -1;
+};
 
 // A rank's states and how they are cut.
 struct RankLayout {
@@ -30,6 +61,8 @@ struct RankLayout {
   // Without what another start of the run has otherwise: paths of segments.
   std::string text() const;
   static RankLayout parse(std::string_view text);
+  // Throws Errc::Corrupt where a part lies outside of what it is in.
+  void check() const;
 };
 
 // What ds-offload dump needs to know of a run.
@@ -47,6 +80,7 @@ class Generation {
     i64 windows = 4;     // of a file
     offload::IoOptions io{};
     ThreadPool* pool = nullptr;  // that copies in memory; outlives it
+    bool serves = false;         // has a file on a disk for itself
   };
   // A new one, in the server's directory; `taken`: bytes of the capacity that another has. Throws Errc::Unavailable:
   // there is no room for it.
@@ -79,7 +113,7 @@ class Generation {
 
  private:
   void number_chunks();
-  void open_memory(const std::string& states);
+  void open_memory(const std::string& states, bool is_new);
 
   const std::string directory_, id_;
   const Options options_;
@@ -93,6 +127,7 @@ class Generation {
   std::unique_ptr<offload::ChunkLayout> layout_;
   std::unique_ptr<offload::ChunkMemory> memory_;
   offload::FileChunks* file_ = nullptr;
+  std::optional<File> locked_;  // the file on a disk
 };
 
 // The current generation of a server's directory; empty: there is none.

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <filesystem>
+#include <set>
 
 namespace ds::serve {
 
@@ -15,29 +16,14 @@ using offload::ServedSet;
 Passes::Passes(Generation& generation, const std::vector<RankLayout>& ranks, Device& device)
     : generation_(generation), device_(device), tiles_(ranks.size()) {
   for (const RankLayout& r : ranks) {
+    r.check();
     std::vector<Set>& sets = sets_.emplace_back();
     for (const ServedSet& cut : r.sets) {
       Set& set = sets.emplace_back();
       set.cut = &cut;
       set.window = offload::Segment::open(cut.window, cut.window_bytes);
       if (!cut.gradients.empty()) set.gradients = offload::Segment::open(cut.gradients, cut.gradient_bytes);
-      const i64 width = dtype_bytes(cut.work),
-                gradients = cut.gradients.empty() ? cut.window_bytes : cut.gradient_bytes;
-      for (size_t i = 0; i < cut.parts.size(); ++i) {
-        const ServedPart& p = cut.parts[i];
-        set.first_part.try_emplace(p.param, i);
-        const auto inside = [](i64 at, i64 bytes, i64 all) { return at >= 0 && bytes >= 0 && at <= all - bytes; };
-        bool good = p.count >= 0 && p.count <= (i64{1} << 40) && p.chunk >= 0 &&
-                    p.chunk < std::ssize(cut.chunk_bytes) && inside(p.work, p.count * width, cut.window_bytes) &&
-                    inside(p.gradient, p.count * 4, gradients);
-        for (const State s : kStates) {
-          if (!good || p.dtypes[s] < 0) continue;
-          const i64 of = cut.chunk_bytes[p.chunk];
-          good = inside(p.offsets[s], p.count * dtype_bytes(static_cast<DType>(p.dtypes[s])), of) &&
-                 inside(p.scales[s], is_coded(static_cast<DType>(p.dtypes[s])) ? state_blocks(p.count) * 4 : 0, of);
-        }
-        DS_CHECK(good, Errc::Corrupt, "a part of parameter {} lies outside of its memory", p.param);
-      }
+      for (size_t i = 0; i < cut.parts.size(); ++i) set.first_part.try_emplace(cut.parts[i].param, i);
     }
   }
 }
@@ -231,26 +217,42 @@ std::string Passes::pending_text(const offload::ServedRecord& record, std::span<
   return out.text();
 }
 
+namespace {
+
+// What names chunks and slots that can be, none twice, and none that another chunk has.
+Slots::Flips checked_flips(const std::vector<i64>& flips, Generation& generation) {
+  Slots::Flips all;
+  std::set<i64> chunks, slots;
+  bool good = flips.size() % 2 == 0;
+  for (size_t i = 0; good && i < flips.size(); i += 2) {
+    good = flips[i] >= 0 && flips[i] < generation.header().chunks && flips[i + 1] >= 0 &&
+           flips[i + 1] < generation.header().slots && chunks.insert(flips[i]).second &&
+           slots.insert(flips[i + 1]).second;
+    all.emplace_back(flips[i], flips[i + 1]);
+  }
+  for (i64 c = 0; good && c < generation.header().chunks; ++c) {
+    const i64 slot = generation.slots().slot(c);
+    good = !slots.contains(slot) || std::ranges::find(all, std::pair(c, slot)) != all.end();
+  }
+  DS_CHECK(good, Errc::Corrupt, "names chunks or slots that cannot be");
+  return all;
+}
+
+}  // namespace
+
 void recover(Generation& generation, Device& device) {
   const std::string path = generation.file("pending");
   if (!std::filesystem::exists(path)) return;
-  const std::string text = read_text_file(path, kMostText);
-  offload::Unpacker in(text);
-  const Pending kind = in.get<Pending>();
-  const auto record = in.get<offload::ServedRecord>();
-  generation.slots().begin_version(static_cast<u32>(record.step), true);
-  if (kind == Pending::Flips) {
-    std::vector<i64> flips;
-    in.get(flips);
-    Slots::Flips all;
-    for (size_t i = 0; i + 1 < flips.size(); i += 2) {
-      DS_CHECK(flips[i] >= 0 && flips[i] < generation.header().chunks && flips[i + 1] >= 0 &&
-                   flips[i + 1] < generation.header().slots,
-               Errc::Corrupt, "{}: names a chunk or a slot that is none", path);
-      all.emplace_back(flips[i], flips[i + 1]);
+  offload::ServedRecord record;
+  parse_file(path, [&](offload::Unpacker& in) {
+    const Pending kind = in.get<Pending>();
+    in.get(record);
+    generation.slots().begin_version(static_cast<u32>(record.step), true);
+    if (kind == Pending::Flips) {
+      std::vector<i64> flips;
+      in.get(flips);
+      return generation.slots().keep(checked_flips(flips, generation));
     }
-    generation.slots().keep(all);
-  } else {
     std::vector<RankLayout> ranks = generation.ranks();
     for (RankLayout& r : ranks) {
       for (ServedSet& set : r.sets) {
@@ -265,7 +267,7 @@ void recover(Generation& generation, Device& device) {
       Passes::Run& run = runs.emplace_back();
       in.get(run.rank);
       in.get(run.run);
-      DS_CHECK(run.rank >= 0 && run.rank < std::ssize(ranks), Errc::Corrupt, "{}: rank {}", path, run.rank);
+      DS_CHECK(run.rank >= 0 && run.rank < std::ssize(ranks), Errc::Corrupt, "rank {}", run.rank);
       const i64 set = in.get<i64>();
       std::vector<ServedPiece> pieces;
       in.get(pieces);
@@ -274,7 +276,7 @@ void recover(Generation& generation, Device& device) {
     // Nobody is there to read parameters: a trainer that comes makes its own of the masters.
     passes.execute(runs, Passes::Params::LeaveOut, static_cast<u32>(record.step));
     generation.flush();
-  }
+  });
   generation.header().record = record;
   std::filesystem::remove(path);
 }

@@ -32,7 +32,8 @@ using offload::ServedRecord;
 using offload::Unpacker;
 using Json = nlohmann::ordered_json;
 
-constexpr i64 kLargestMessage = i64{1} << 30;
+constexpr i64 kLargestMessage = i64{256} << 20;
+constexpr size_t kAtOnce = size_t{4} << 20;  // bytes of a peer that are read before others have their turn
 
 void make_private(const std::string& directory) {
   DS_CHECK(::mkdir(directory.c_str(), 0700) == 0 || errno == EEXIST, Errc::Io, "cannot make {}: {}", directory,
@@ -41,7 +42,8 @@ void make_private(const std::string& directory) {
 }
 
 Generation::Options file_options(const offload::ServeOptions& o, Device& device) {
-  Generation::Options files{.path = o.path.empty() ? "" : fs::absolute(o.path).lexically_normal().string(),
+  std::error_code ignored;
+  Generation::Options files{.path = o.path.empty() ? "" : fs::weakly_canonical(o.path, ignored).string(),
                             .name = o.name,
                             .capacity = o.capacity};
   files.io.block_bytes = o.way.block_bytes;
@@ -49,6 +51,7 @@ Generation::Options file_options(const offload::ServeOptions& o, Device& device)
   files.io.threads = o.way.method == "threads" ? o.way.depth : 1;
   files.io.io_uring = o.way.method != "threads";
   files.pool = device.stream().pool;
+  files.serves = true;
   return files;
 }
 
@@ -61,30 +64,25 @@ Server::Server(const offload::ServeOptions& options, Event event)
       device_(make_cpu_device(probe::cpu_backend(), options.threads > 0 ? options.threads : probe::num_cores())),
       files_(file_options(options, *device_)) {
   if (!files_.path.empty()) offload::BlockFile::check(files_.path, 0);
-  try {
-    take_name();
-    const std::string id = current_generation(place_.directory);
-    // What a server that was killed has left of others.
-    for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory)) {
-      const std::string name = entry.path().filename();
-      if (entry.is_directory() && name != id && name.size() == 16) Generation::remove(place_.directory, name);
-      if (name.starts_with("step-")) fs::remove_all(entry.path());
-    }
-    if (!id.empty()) {
-      const std::string at = states_directory(place_.directory, id);
-      DS_CHECK(at == files_.path, Errc::Config,
-               "the server '{}' has its states {}; serve it there, or remove it first: ds-offload rm {}", place_.name,
-               at.empty() ? "in memory (--shm)" : "in " + at, place_.name);
-      current_ = std::make_unique<Generation>(place_.directory, id, files_);
-      recover(*current_, *device_);
-    }
-    if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);
-    remove_old_segments();
-    listen();
-  } catch (...) {
-    if (lock_ >= 0) ::close(lock_);
-    throw;
+  take_name();
+  const std::string id = current_generation(place_.directory);
+  // What a server that was killed has left of others.
+  for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory)) {
+    const std::string name = entry.path().filename();
+    if (entry.is_directory() && name != id && name.size() == 16) Generation::remove(place_.directory, name);
+    if (name.starts_with("step-")) fs::remove_all(entry.path());
   }
+  if (!id.empty()) {
+    const std::string at = states_directory(place_.directory, id);
+    DS_CHECK(at == files_.path, Errc::Config,
+             "the server '{}' has its states {}; serve it there, or remove it first: ds-offload rm {}", place_.name,
+             at.empty() ? "in memory (--shm)" : "in " + at, place_.name);
+    current_ = std::make_unique<Generation>(place_.directory, id, files_);
+    recover(*current_, *device_);
+  }
+  if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);
+  remove_abandoned();
+  listen();
   event_(current_ ? fmt::format("goes on with the states of step {}, {}", current_->header().record.step,
                                 bytes_text(current_->bytes()))
                   : "has no states yet");
@@ -96,17 +94,17 @@ Server::~Server() {
     ::unlink(place_.socket().c_str());
   }
   // What one never had anything in needs no name.
-  const bool empty = !current_;
+  std::error_code unknown;
+  const bool empty = !fs::exists(place_.directory + "/current", unknown) && !unknown;
   if (run_ && run_->coming) run_->coming->remove();
   run_.reset();
   current_.reset();
   if (empty) {
     std::error_code ignored;
-    remove_old_segments();
+    remove_abandoned();
     fs::remove_all(place_.directory, ignored);
     ::rmdir(offload::ServerPlace::root().c_str());  // if it was the last
   }
-  if (lock_ >= 0) ::close(lock_);
 }
 
 void Server::take_name() {
@@ -117,10 +115,10 @@ void Server::take_name() {
     ::mkdir(place_.directory.c_str(), 0700);
   }
   make_private(place_.directory);
-  const std::string path = place_.directory + "/lock";
-  lock_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  DS_CHECK(lock_ >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
-  DS_CHECK(::flock(lock_, LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "there is a server '{}' already", place_.name);
+  lock_ = DirectoryLock::take(place_.directory);
+  DS_CHECK(lock_.has_value(), Errc::Unavailable,
+           "there is a server '{}' already, or a tool that looks at what one has left", place_.name);
+  make_private(place_.directory);
 }
 
 void Server::listen() {
@@ -148,12 +146,15 @@ void Server::accept() {
 void Server::run(const std::function<bool()>& stop) {
   constexpr int kLook = 200;  // ms
   while (!stop() && !stopped_) {
-    const bool held = std::ranges::any_of(peers_, &Peer::holds);
+    const bool held = is_held();
+    for (Peer& p : peers_) {
+      if (!held && p.deferred) handle(p, *std::exchange(p.deferred, std::nullopt));
+    }
     std::vector<pollfd> fds{{listener_, POLLIN, 0}};
     std::vector<Peer*> of{nullptr};
     for (Peer& p : peers_) {
       // Whoever holds the files waits for nobody; ranks wait for it. Those that end are seen.
-      fds.push_back({p.connection.descriptor(), static_cast<short>(held && !p.holds ? POLLRDHUP : POLLIN), 0});
+      fds.push_back({p.connection.descriptor(), static_cast<short>(held && p.rank >= 0 ? POLLRDHUP : POLLIN), 0});
       of.push_back(&p);
     }
     if (::poll(fds.data(), fds.size(), kLook) <= 0) continue;
@@ -164,12 +165,11 @@ void Server::run(const std::function<bool()>& stop) {
     }
     drop_gone();
     if ((fds[0].revents & POLLIN) != 0) accept();
-    drop_gone();
   }
 }
 
 void Server::receive(Peer& peer) {
-  for (;;) {
+  for (const size_t before = peer.in.size(); peer.in.size() < before + kAtOnce;) {
     char buffer[1 << 16];
     const ssize_t n = ::recv(peer.connection.descriptor(), buffer, sizeof buffer, 0);
     if (n < 0 && errno == EINTR) continue;
@@ -180,7 +180,7 @@ void Server::receive(Peer& peer) {
     }
     peer.in.append(buffer, static_cast<size_t>(n));
   }
-  while (!peer.gone && peer.in.size() >= sizeof(Connection::Header)) {
+  while (!peer.gone && !peer.deferred && peer.in.size() >= sizeof(Connection::Header)) {
     Connection::Header header{};
     std::memcpy(&header, peer.in.data(), sizeof header);
     if (header.bytes > kLargestMessage) peer.gone = true;
@@ -191,16 +191,14 @@ void Server::receive(Peer& peer) {
   }
 }
 
+// An answer is small, and nobody has more than one to come: who does not take it is not waited for.
 void Server::answer(Peer& peer, std::string_view payload, Message kind) {
   if (peer.gone) return;
-  const int fd = peer.connection.descriptor(), flags = ::fcntl(fd, F_GETFL);
-  ::fcntl(fd, F_SETFL, flags & ~O_NONBLOCK);
   try {
     peer.connection.send(kind, payload);
   } catch (const Error&) {
     peer.gone = true;
   }
-  ::fcntl(fd, F_SETFL, flags);
 }
 
 void Server::refuse(Peer& peer, const Error& e) {
@@ -222,7 +220,10 @@ std::vector<Server::Peer*> Server::ranks() {
 void Server::handle(Peer& peer, Asked asked) {
   try {
     switch (asked.kind) {
-      case Message::Hello: return hello(peer, asked.payload);
+      case Message::Hello:
+        if (!is_held()) return hello(peer, asked.payload);
+        peer.deferred = std::move(asked);
+        return;
       case Message::Status: return status(peer);
       case Message::Hold:
         if (current_) current_->flush();
@@ -275,7 +276,7 @@ void Server::handle(Peer& peer, Asked asked) {
     refuse(peer, e);
     if (peer.rank < 0) return;
     peer.gone = true;  // and so the run ends
-    why_ = fmt::format("rank {}: {}", peer.rank, e.what());
+    why_ = Error(e.code(), fmt::format("rank {}: {}", peer.rank, e.what()));
   }
 }
 
@@ -330,10 +331,12 @@ void Server::hello(Peer& peer, std::string_view payload) {
   together();
 }
 
-void Server::new_generation(bool keep_current) {
+// Beside the current one, which stays until this is whole.
+void Server::new_generation() {
   run_->passes.reset();
+  if (run_->coming) run_->coming->remove();
   run_->coming.reset();
-  const i64 taken = current_ && keep_current ? current_->bytes() : 0;
+  const i64 taken = current_ ? current_->bytes() : 0;
   std::vector<RankLayout> bare = run_->layouts;
   run_->coming = std::make_unique<Generation>(place_.directory, std::move(bare), run_->two_versions, taken, files_);
   open_passes();
@@ -361,7 +364,7 @@ void Server::attach() {
   if (found.has == offload::ServerLink::Has::Same) {
     open_passes();
   } else {
-    new_generation(true);
+    new_generation();
   }
   run_->attached = true;
   Packer out;
@@ -380,26 +383,21 @@ void Server::attach() {
                          : fmt::format(", at another layout, and goes on from step {}", found.record.step)));
 }
 
-void Server::clear() {
-  run_->passes.reset();
-  if (current_) {
-    fs::remove(place_.directory + "/current");
-    current_->remove();
-    current_.reset();
-  }
-  new_generation(false);
-}
+void Server::clear() { new_generation(); }
 
 std::string Server::write_step(Generation& g) {
   g.flush();
   step_dir_ = files_.path.empty() ? fmt::format("{}/step-{}", place_.directory, random_hex64())
                                   : fmt::format("{}/ds-offload.{}.step-{}", files_.path, place_.name, random_hex64());
   try {
-    return write_checkpoint(g, step_dir_);
-  } catch (...) {
+    return write_checkpoint(g, step_dir_, {});
+  } catch (const Error& e) {
     std::error_code ignored;
     fs::remove_all(step_dir_, ignored);
-    throw;
+    if (e.code() != Errc::Io) throw;
+    throw Error(
+        Errc::Unavailable,
+        fmt::format("the run is of another layout, and there is no place for a step of what there is: {}", e.what()));
   }
 }
 
@@ -423,7 +421,7 @@ void Server::publish() {
   g.header().record = record;
   g.header().published = 1;
   if (run_->coming) {
-    replace_text_file(place_.directory + "/current", g.id());
+    write_sealed(place_.directory + "/current", g.id());
     if (current_) current_->remove();
     current_ = std::move(run_->coming);
   }
@@ -450,7 +448,7 @@ void Server::commit() {
   const bool two = g.header().two_versions != 0;
   if (two) g.flush();
   const std::string pending = g.file("pending");
-  replace_text_file(pending, run_->passes->pending_text(record, runs));  // from here on the step is done, whoever dies
+  write_sealed(pending, run_->passes->pending_text(record, runs));  // from here on the step is done, whoever dies
   g.slots().begin_version(static_cast<u32>(record.step), true);
   if (two) {
     g.slots().keep(g.slots().ahead());
@@ -468,10 +466,17 @@ void Server::status(Peer& peer) {
 }
 
 void Server::drop_gone() {
-  bool of_run = false;
-  for (const Peer& p : peers_) of_run |= p.gone && p.rank >= 0;
+  bool any = false, of_run = false;
+  for (const Peer& p : peers_) {
+    any |= p.gone;
+    of_run |= p.gone && p.rank >= 0;
+  }
   std::erase_if(peers_, [](const Peer& p) { return p.gone; });
-  if (of_run) end_run();
+  if (of_run) {
+    end_run();
+  } else if (any) {
+    remove_abandoned();  // of a rank that never said who it was
+  }
 }
 
 // When a rank has ended, the run has: what it has not committed is forgotten.
@@ -479,11 +484,11 @@ void Server::end_run() {
   const bool trained = run_->attached && current_ && !run_->coming;
   for (Peer& p : peers_) {
     if (p.rank < 0) continue;
-    refuse(p, Error(Errc::Comm, why_.empty() ? "another rank of the run has ended" : why_));
+    refuse(p, why_.value_or(Error(Errc::Comm, "another rank of the run has ended")));
     p.gone = true;
   }
   std::erase_if(peers_, [](const Peer& p) { return p.gone; });
-  why_.clear();
+  why_.reset();
   run_->passes.reset();
   if (run_->coming) run_->coming->remove();
   run_.reset();
@@ -494,16 +499,15 @@ void Server::end_run() {
     current_ = std::make_unique<Generation>(place_.directory, id, files_);
     recover(*current_, *device_);  // a step that was decided, and failed: what fails again ends the server
   }
-  remove_old_segments();
+  remove_abandoned();
   event_(trained ? fmt::format("the run has ended at step {}", current_->header().record.step) : "the run has ended");
 }
 
-void Server::remove_old_segments() const {
-  // Others may be about to say who they are.
-  if (std::ranges::any_of(peers_, [](const Peer& p) { return p.rank < 0 && !p.holds; })) return;
+// Memory of ranks that have ended. What a step still needs has been used before.
+void Server::remove_abandoned() const {
   std::error_code ignored;
   for (const fs::directory_entry& entry : fs::directory_iterator(place_.directory, ignored)) {
-    if (entry.path().filename().string().starts_with("mail.")) fs::remove(entry.path(), ignored);
+    if (entry.path().filename().string().starts_with("mail.")) offload::Segment::remove_abandoned(entry.path());
   }
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 // A server of states: one thread that waits for what ranks and tools ask, and does it, one thing after the other.
 
+#include <algorithm>
 #include <functional>
 #include <list>
 #include <memory>
@@ -35,6 +36,7 @@ class Server {
     std::optional<Asked> asked{};  // what waits for the other ranks of the run
     bool holds = false;            // a tool that reads files
     bool gone = false;
+    std::optional<Asked> deferred{};  // until nobody holds the files
   };
   // A run that is attached, or is about to be.
   struct Run {
@@ -56,7 +58,8 @@ class Server {
   void refuse(Peer& peer, const Error& e);
   void drop_gone();
   void end_run();
-  void remove_old_segments() const;
+  void remove_abandoned() const;
+  bool is_held() const noexcept { return std::ranges::any_of(peers_, &Peer::holds); }
 
   void hello(Peer& peer, std::string_view payload);
   // When all ranks have asked for the same.
@@ -68,7 +71,7 @@ class Server {
   void status(Peer& peer);
   Generation& generation() { return run_->coming ? *run_->coming : *current_; }
   std::string write_step(Generation& g);
-  void new_generation(bool keep_current);
+  void new_generation();
   void open_passes();
   std::vector<Peer*> ranks();
 
@@ -77,12 +80,13 @@ class Server {
   const offload::ServerPlace place_;
   const std::unique_ptr<Device> device_;
   const Generation::Options files_;
-  int lock_ = -1, listener_ = -1;
+  std::optional<DirectoryLock> lock_;
+  int listener_ = -1;
   std::list<Peer> peers_;
   std::unique_ptr<Generation> current_;
   std::optional<Run> run_;
-  std::string why_;       // the run has failed
-  std::string step_dir_;  // of the current generation, for a run of another layout
+  std::optional<Error> why_;  // the run has failed
+  std::string step_dir_;      // of the current generation, for a run of another layout
   bool stopped_ = false;
 };
 

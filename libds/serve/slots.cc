@@ -23,7 +23,8 @@ Slots::Slots(offload::Segment table, const TableHeader& fresh) : table_(std::mov
   DS_CHECK(h.version == known.version, Errc::Unavailable, "{}: version {}, and version {} is known here", table_.path(),
            h.version, known.version);
   need(h.chunks >= 0 && h.chunks <= table_.bytes() && table_bytes(h.chunks) == table_.bytes(), "of another size");
-  need(h.slots >= h.chunks && h.slots < i64{kNoSlot} && h.slot_bytes >= 0, "impossible slots");
+  need(h.slots >= h.chunks && h.slots < i64{kNoSlot} && h.slot_bytes >= 0 && checked_mul({h.slots, h.slot_bytes}),
+       "impossible slots");
   ahead_.assign(static_cast<size_t>(h.chunks), kNoSlot);
   next_ = ahead_;
   std::vector<bool> used(static_cast<size_t>(h.slots), false);

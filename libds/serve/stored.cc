@@ -36,7 +36,9 @@ using offload::ServerPlace;
 // Brings parts of a rank's pieces into memory of its own, in fp32 or as they are kept.
 class PieceReader {
  public:
-  PieceReader(Generation& generation, i64 rank) : generation_(generation), rank_(rank) {
+  // after_read: when what is brought has been read.
+  PieceReader(Generation& generation, i64 rank, const std::function<void()>& after_read)
+      : generation_(generation), rank_(rank), after_read_(after_read) {
     const std::vector<ServedSet>& sets = generation.ranks()[static_cast<size_t>(rank)].sets;
     for (size_t s = 0; s < sets.size(); ++s) {
       for (const ServedPart& p : sets[s].parts) parts_[p.param].push_back({&p, static_cast<i64>(s)});
@@ -124,6 +126,7 @@ class PieceReader {
 
   Generation& generation_;
   const i64 rank_;
+  const std::function<void()>& after_read_;
   std::map<i64, std::vector<Part>> parts_;
   PerState<std::vector<char>> memory_;
 };
@@ -138,13 +141,33 @@ std::string states_directory(const std::string& directory, const std::string& id
   return states.parent_path() == fs::path(directory) / id ? "" : states.parent_path().string();
 }
 
-void remove_orphans(const std::string& path, const std::string& name, const std::string& current) {
+namespace {
+
+// "ds-offload.NAME." and an id, or "step-" and one: what a server makes on a disk. Nothing else is touched.
+std::optional<std::string> id_of(const std::string& file, const std::string& name) {
   const std::string prefix = fmt::format("ds-offload.{}.", name);
+  if (!file.starts_with(prefix)) return std::nullopt;
+  std::string id = file.substr(prefix.size());
+  if (id.starts_with("step-")) id.erase(0, 5);
+  if (id.size() != 16 || id.find_first_not_of("0123456789abcdef") != std::string::npos) return std::nullopt;
+  return id;
+}
+
+}  // namespace
+
+// A file that a server has, of whichever machine or container, is locked.
+void remove_orphans(const std::string& path, const std::string& name, const std::string& current) {
   std::error_code error;
   for (const fs::directory_entry& entry : fs::directory_iterator(path, error)) {
-    const std::string file = entry.path().filename();
-    if (file.starts_with(prefix) && file.find('.', prefix.size()) == std::string::npos && file != prefix + current)
+    const std::optional<std::string> id = id_of(entry.path().filename(), name);
+    if (!id || *id == current) continue;
+    if (entry.is_directory(error)) {
       fs::remove_all(entry.path(), error);
+      continue;
+    }
+    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK);
+    if (fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) == 0) fs::remove(entry.path(), error);
+    if (fd >= 0) ::close(fd);
   }
 }
 
@@ -153,20 +176,20 @@ void write_run(const Generation& g, const RunTexts& texts) {
   out.put(texts.meta);
   out.put(texts.params);
   out.put(texts.pieces);
-  replace_text_file(g.file("run"), out.text());
+  write_sealed(g.file("run"), out.text());
 }
 
 RunTexts read_run(const Generation& g) {
-  const std::string text = read_text_file(g.file("run"), kMostText);
-  offload::Unpacker in(text);
   RunTexts texts;
-  in.get(texts.meta);
-  in.get(texts.params);
-  in.get(texts.pieces);
+  parse_file(g.file("run"), [&](offload::Unpacker& in) {
+    in.get(texts.meta);
+    in.get(texts.params);
+    in.get(texts.pieces);
+  });
   return texts;
 }
 
-std::string write_checkpoint(Generation& g, const std::string& dir) {
+std::string write_checkpoint(Generation& g, const std::string& dir, const std::function<void()>& after_read) {
   const std::string path = g.file("run");
   const RunTexts texts = read_run(g);
   DS_CHECK(texts.pieces.size() == g.ranks().size(), Errc::Corrupt, "{} and {} are of different numbers of ranks", path,
@@ -187,7 +210,7 @@ std::string write_checkpoint(Generation& g, const std::string& dir) {
   for (const std::string& text : texts.pieces) records.push_back(parse_file_record(text));
   std::vector<StatePiece> pieces;
   for (size_t rank = 0; rank < records.size(); ++rank) {
-    readers.push_back(std::make_unique<PieceReader>(g, static_cast<i64>(rank)));
+    readers.push_back(std::make_unique<PieceReader>(g, static_cast<i64>(rank), after_read));
     for (const PieceRecord& p : records[rank].pieces) pieces.push_back(readers.back()->describe(p, meta.work_dtype));
   }
   std::ranges::stable_sort(pieces, {}, &StatePiece::param);
@@ -209,12 +232,17 @@ class Look {
     offload::check_private(place_.directory);
     try {
       server_.emplace(Connection::to(place_));
+      server_->limit_waiting(kPatience);
       server_->send(Message::Hold, {});
-      (void)server_->receive();
+      DS_CHECK(server_->receive().kind == Message::Done, Errc::Unavailable, "the server '{}' refuses to be looked at",
+               name);
     } catch (const Error& e) {
-      if (e.code() != Errc::Unavailable) throw;
-      server_.reset();
-      lock();
+      if (server_ && e.code() == Errc::Timeout)
+        throw Error(Errc::Timeout, fmt::format("the server '{}' does not answer", name));
+      if (server_ || e.code() != Errc::Unavailable) throw;
+      lock_ = DirectoryLock::take(place_.directory);
+      DS_CHECK(lock_.has_value(), Errc::Unavailable,
+               "the server '{}' is starting or ending, or another tool looks at what it has left", name);
     }
     const std::string id = current_generation(place_.directory);
     DS_CHECK(!id.empty(), Errc::Unavailable, "the server '{}' has no states yet", name);
@@ -223,42 +251,42 @@ class Look {
     const std::unique_ptr<Device> device = make_cpu_device(probe::cpu_backend(), probe::num_cores());
     recover(*generation_, *device);
   }
-  ~Look() {
-    if (lock_ >= 0) ::close(lock_);
-  }
   Look(const Look&) = delete;
   Generation& generation() noexcept { return *generation_; }
-
- private:
-  void lock() {
-    const std::string path = place_.directory + "/lock";
-    lock_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW);
-    DS_CHECK(lock_ >= 0 && ::flock(lock_, LOCK_EX | LOCK_NB) == 0, Errc::Unavailable,
-             "the server '{}' is starting or ending", place_.name);
+  // What has been read before this was of one step. Throws Errc::Comm where the server has ended.
+  void check() const {
+    DS_CHECK(!server_ || !server_->has_ended(), Errc::Comm,
+             "the server '{}' has ended meanwhile: what was read may be of two steps", place_.name);
   }
 
+ private:
+  static constexpr int kPatience = 600;  // seconds: it may be at a long step
   const ServerPlace place_;
   std::optional<Connection> server_;
-  int lock_ = -1;
+  std::optional<DirectoryLock> lock_;
   std::unique_ptr<Generation> generation_;
 };
 
 }  // namespace
 
 offload::ServerInfo look_at(const std::string& name) {
+  constexpr int kPatience = 3;  // seconds
   const ServerPlace place(name);
   offload::ServerInfo info{.name = name};
   try {
     offload::check_private(place.directory);
     try {
       const Connection c = Connection::to(place);
+      info.runs = true;
+      c.limit_waiting(kPatience);
       c.send(Message::Status, {});
       const auto j = nlohmann::json::parse(c.receive().payload);
-      info.runs = true;
       info.pid = j.at("pid").get<int>();
       info.ranks = j.at("ranks").get<i64>();
     } catch (const Error& e) {
-      if (e.code() != Errc::Unavailable && e.code() != Errc::Comm) throw;
+      if (e.code() == Errc::Timeout) info.problem = "it does not answer: it is at a long step, or stopped";
+      if (e.code() == Errc::Unavailable || e.code() == Errc::Comm) info.runs = false;
+      if (e.code() != Errc::Unavailable && e.code() != Errc::Comm && e.code() != Errc::Timeout) throw;
     }
     const std::string id = current_generation(place.directory);
     if (id.empty()) return info;
@@ -304,8 +332,10 @@ void remove_server(const std::string& name) {
            name);
   check_private(ServerPlace::root());
   check_private(place.directory);
+  constexpr int kPatience = 10;  // seconds
   try {
     const Connection c = Connection::to(place);
+    c.limit_waiting(kPatience);
     c.send(Message::Stop, {});
     const Connection::Received r = c.receive();
     if (r.kind == Message::Failed) {
@@ -314,34 +344,45 @@ void remove_server(const std::string& name) {
       throw Error(code, fmt::format("the server '{}': {}", name, in.get<std::string>()));
     }
   } catch (const Error& e) {  // there is none, or it has ended meanwhile
+    DS_CHECK(e.code() != Errc::Timeout, Errc::Timeout,
+             "the server '{}' does not answer: it is at a long step, or stopped", name);
     if (e.code() != Errc::Comm && !std::string_view(e.what()).starts_with("there is no server")) throw;
   }
-  const std::string path = place.directory + "/lock";
-  const int lock = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
-  constexpr int kTries = 1000;
-  int tries = 0;
-  while (lock >= 0 && ::flock(lock, LOCK_EX | LOCK_NB) != 0 && ++tries < kTries)
+  std::optional<serve::DirectoryLock> lock;
+  for (int tries = 0; tries < kPatience * 100 && fs::exists(place.directory, error); ++tries) {
+    if ((lock = serve::DirectoryLock::take(place.directory))) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  if (lock >= 0 && tries < kTries) {
-    for (const fs::directory_entry& entry : fs::directory_iterator(place.directory, error)) {
-      if (entry.is_directory(error)) serve::Generation::remove(place.directory, entry.path().filename());
-    }
-    fs::remove_all(place.directory, error);
-    ::rmdir(ServerPlace::root().c_str());  // if it was the last
   }
-  if (lock >= 0) ::close(lock);
-  DS_CHECK(tries < kTries, Errc::Unavailable, "the server '{}' does not end", name);
+  if (!lock) {
+    DS_CHECK(!fs::exists(place.directory, error), Errc::Unavailable,
+             "the server '{}' does not end, or a tool looks at what it has left", name);
+    return;
+  }
+  for (const fs::directory_entry& entry : fs::directory_iterator(place.directory, error)) {
+    if (!entry.is_directory(error)) continue;
+    const std::string id = entry.path().filename();
+    std::string at;
+    try {
+      at = serve::states_directory(place.directory, id);
+    } catch (const Error&) {  // of one that never came so far
+    }
+    serve::Generation::remove(place.directory, id);
+    if (!at.empty()) serve::remove_orphans(at, name, "");
+  }
+  fs::remove_all(place.directory, error);
+  ::rmdir(ServerPlace::root().c_str());  // if it was the last
 }
 
 std::string dump_server(const std::string& name, const std::string& dir) {
   serve::Look look(name);
-  return serve::write_checkpoint(look.generation(), dir);
+  return serve::write_checkpoint(look.generation(), dir, [&] { look.check(); });
 }
 
 std::vector<std::string> verify_server(const std::string& name) {
   serve::Look look(name);
   serve::Generation& g = look.generation();
   std::vector<std::string> problems;
+  (void)serve::read_run(g);
   for (size_t r = 0; r < g.ranks().size(); ++r) {
     const serve::RankLayout& rank = g.ranks()[r];
     for (size_t s = 0; s < rank.sets.size(); ++s) {
@@ -371,6 +412,7 @@ std::vector<std::string> verify_server(const std::string& name) {
       }
     }
   }
+  look.check();
   return problems;
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 // What a server has left in its directory, to be looked at and written as a checkpoint.
 
+#include <functional>
 #include <string>
 
 #include "serve/generation.h"
@@ -17,6 +18,7 @@ void write_run(const Generation& generation, const RunTexts& texts);
 RunTexts read_run(const Generation& generation);
 
 // Writes the states, which are whole, as a step of the run directory `dir`, of one rank. The step directory.
-std::string write_checkpoint(Generation& generation, const std::string& dir);
+// after_read: called when a part has been read; what it throws ends the work.
+std::string write_checkpoint(Generation& generation, const std::string& dir, const std::function<void()>& after_read);
 
 }  // namespace ds::serve
