@@ -217,6 +217,110 @@ train() { # ranks argument...
   assert [ ! -e "$(place)" ]
 }
 
+@test "a file of states that is gone or cut is told, and no other is made" {
+  serve --path disk/
+  train 2 --steps 4
+  for damage in cut gone; do
+    kill -9 "$server"
+    wait "$server" || true
+    file=$(echo disk/ds-offload.*)
+    cp "$file" kept
+    if [[ $damage == gone ]]; then rm "$file"; else truncate -s 4096 "$file"; fi
+    run -3 --separate-stderr ds-offload serve "$name" --path disk
+    [[ $stderr == *"$name"* ]]
+    run -3 ds-offload verify "$name"
+    run -3 ds-offload dump "$name" dumped
+    [[ $damage == cut ]] || assert_equal "$(ls disk)" ""
+    cp kept "$file"
+    chmod 600 "$file"
+    serve --path ./disk
+  done
+  train 2
+  ds-train cfg.json --out memory --quiet
+  assert_equal "$(losses away)" "$(losses memory)"
+}
+
+@test "what is not a server's is not touched on its disk" {
+  mkdir "disk/ds-offload.$name.backup"
+  touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"
+  touch "disk/ds-offload.$name.0123456789abcdef" # of a server that was killed
+  serve --path disk
+  train 1 --steps 2
+  run -0 ls disk
+  for kept in backup log 0123; do assert_line "ds-offload.$name.$kept"; done
+  assert_line "ds-offload.$name-b.0123456789abcdef"
+  refute_line "ds-offload.$name.0123456789abcdef"
+  ds-offload rm "$name"
+  assert_equal "$(ls disk | wc -l)" 4
+}
+
+@test "a checkpoint that cannot be loaded leaves the server what it has" {
+  serve --shm
+  train 2 --steps 4
+  cp -r away bad
+  train 2 --steps 8
+  printf x | dd of=bad/step-00000004/rank-00000.h5 bs=1 seek=20000 conv=notrunc status=none
+  run -3 ds-train cfg.json --out bad --resume bad/step-00000004 "${served[@]}"
+  run -0 ds-offload verify "$name"
+  train 2
+  ds-train cfg.json --out memory --quiet
+  assert_equal "$(losses away)" "$(losses memory)"
+  run -2 --separate-stderr ds-train cfg.json --out weights --weights memory "${served[@]}"
+  [[ $stderr == *"has the state of step 12"* ]]
+}
+
+@test "a server that is busy while a run ends and another begins serves that" {
+  serve --shm
+  sed -i 's/"steps": 12/"steps": 2000/' cfg.json
+  ds-train cfg.json --out whole --quiet
+  train 1 3>&- &
+  local job=$!
+  until_true 60 steps_at_least away 100
+  kill -STOP "$server"
+  ranks_here | xargs kill -9
+  wait $job || true
+  train 2 3>&- & # which has memory that it shares, and waits
+  job=$!
+  until_true 30 some_rank_here
+  sleep 0.5
+  kill -CONT "$server"
+  wait $job
+  assert_equal "$(losses away)" "$(losses whole)"
+  # A rank that is killed before it has said who it is leaves nothing.
+  kill -STOP "$server"
+  run -1 --separate-stderr timeout 20 ds-offload rm "$name"
+  [[ $stderr == *"does not answer"* ]]
+  run -0 timeout 20 ds-offload ls
+  assert_output --partial "does not answer"
+  ds-train cfg.json --out other --quiet "${served[@]}" --set steps=3000 3>&- &
+  job=$!
+  until_true 30 eval "ls $(place)/mail.* >/dev/null 2>&1"
+  kill -9 $job
+  wait $job || true
+  kill -CONT "$server"
+  until_true 30 eval "! ls $(place)/mail.* >/dev/null 2>&1"
+  is_served
+}
+
+@test "ranks of a run that is refused all end with the status of the reason" {
+  serve --shm --capacity 1KiB
+  for _ in 1 2 3; do
+    run -4 ds-launch -n 4 ds-train cfg.json --out refused --quiet "${served[@]}"
+    assert [ ! -e refused ]
+  done
+}
+
+@test "a run of another precision has the loss scale that it has from a checkpoint" {
+  serve --shm
+  half=(--set bf16.enabled=false --set fp16.enabled=true --set fp16.initial_scale_power=10)
+  ds-train cfg.json --out memory --quiet --steps 3
+  ds-train cfg.json --out memory --quiet --resume latest "${half[@]}"
+  train 1 --steps 3
+  train 1 "${half[@]}" --set steps=3
+  train 1 "${half[@]}"
+  assert_equal "$(losses away)" "$(losses memory)"
+}
+
 @test "a full /dev/shm is told, and nothing is left in it" {
   if [[ $(id -u) != 0 ]] || ! unshare -m true 2>/dev/null; then skip "needs to mount a small one"; fi
   for size in 3M 12M; do # no room for what the trainer shares; none for the states
