@@ -123,7 +123,7 @@ TEST_P(Serve, AStepThatIsDecidedIsDoneWhateverWasDoneOfIt) {
     {
       Passes passes(*g, ranks_, *device_);
       const Passes::Run all{0, run(passes.define_tile(0, 0, pieces_))};
-      replace_text_file(g->file("pending"), passes.pending_text(eighth(), {&all, 1}));
+      write_sealed(g->file("pending"), passes.pending_text(eighth(), {&all, 1}));
       g->slots().begin_version(8, true);
       if (done > 0) {
         const Passes::Run some{0, run(passes.define_tile(0, 0, first(done)))};
@@ -174,7 +174,7 @@ TEST_P(Serve, AStepThatIsNotDecidedIsForgotten) {
       const Passes::Run all{0, run(passes.define_tile(0, 0, pieces_))};
       for (int pass = 0; pass < 3; ++pass) passes.execute({&all, 1}, Passes::Params::Write);
       g->flush();
-      replace_text_file(g->file("pending"), passes.pending_text(eighth(), {}));
+      write_sealed(g->file("pending"), passes.pending_text(eighth(), {}));
       g->slots().begin_version(8, true);
       flips = g->slots().ahead();
       flips.resize(static_cast<size_t>(done));
