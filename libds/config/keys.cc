@@ -72,10 +72,9 @@ template <>
 inline constexpr std::array kEnumNames<SaveFailure> = {EnumName{"stop", u8(SaveFailure::Stop)},
                                                        EnumName{"continue", u8(SaveFailure::Continue)}};
 template <>
-inline constexpr std::array kEnumNames<OffloadDevice> = {EnumName{"none", u8(OffloadDevice::None)},
-                                                         EnumName{"cpu", u8(OffloadDevice::Cpu)},
-                                                         EnumName{"nvme", u8(OffloadDevice::Nvme)},
-                                                         EnumName{"server", u8(OffloadDevice::Server)}};
+inline constexpr std::array kEnumNames<OffloadDevice> = {
+    EnumName{"none", u8(OffloadDevice::None)}, EnumName{"cpu", u8(OffloadDevice::Cpu)},
+    EnumName{"nvme", u8(OffloadDevice::Nvme)}, EnumName{"server", u8(OffloadDevice::Server)}};
 template <>
 inline constexpr std::array kEnumNames<AioMethod> = {EnumName{"auto", u8(AioMethod::Auto)},
                                                      EnumName{"io_uring", u8(AioMethod::IoUring)},

@@ -9,7 +9,6 @@
 #include <string>
 #include <vector>
 
-
 #include "ds/error.h"
 #include "ds/kernels/dtype.h"
 
