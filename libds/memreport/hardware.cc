@@ -214,6 +214,8 @@ std::string text(const StepTime& t) {
   line("step", t.step_s, "");
   if (t.bubble_fraction > 0) out += fmt::format("  {:<20} {:>12.1f} %\n", "bubble", 100 * t.bubble_fraction);
   out += fmt::format("  {:<20} {:>12.6g}\n  {:<20} {:>12.1f} %\n", "tokens/s", t.tokens_per_s, "MFU", 100 * t.mfu);
+  if (t.lacks_offload)
+    out += "  without what is copied between the GPU and the host for what is offloaded, and updates there\n";
   return out;
 }
 
@@ -237,6 +239,7 @@ std::string json(const StepTime& t) {
                  {"messages_s", t.messages_s},
                  {"ops", ops}});
   if (t.files_s > 0) document["files_s"] = t.files_s;
+  if (t.lacks_offload) document["lacks_offload"] = true;
   return document.dump();
 }
 

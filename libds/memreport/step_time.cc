@@ -190,6 +190,8 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
 StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
+  step.lacks_offload = plan.device == DeviceKind::Cuda && (plan.offload.states.device != OffloadDevice::None ||
+                                                           plan.offload.params.device != OffloadDevice::None);
   step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {
     double work = 0;  // of a rank, in the mean

@@ -53,6 +53,13 @@ setup() {
   [[ $stderr == *"give --disk FILE"* ]]
   run -2 --separate-stderr ds-memreport cfg.json --device cpu "$@" --peak 1e9 --bandwidth 1e12 --disk cfg.json
   [[ $stderr == *"cfg.json: not a document of ds-offload bench"* ]]
+  # On a GPU what goes between it and the host is not in the time: that is said.
+  run -0 --separate-stderr ds-memreport cfg.json --device cuda --gpu h100 --set zero_optimization.offload_optimizer.device=cpu
+  assert_line --partial "without what is copied between the GPU and the host"
+  run -0 --separate-stderr ds-memreport cfg.json --device cpu --peak 1e9 --bandwidth 1e12 \
+    --set 'zero_optimization.offload_optimizer={"device": "server", "name": "any"}'
+  assert_line --regexp '^  optimizer +[0-9.]+ .iB of each rank with the server$'
+  refute_line --partial "without what is copied"
   run -0 --separate-stderr ds-train cfg.json --out away "$@"
   assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for \(.+\)$'
   python3 - away/metrics.jsonl <<'PYTHON'

@@ -111,6 +111,8 @@ struct StepTime {
   double optimizer_s = 0;
   double publish_s = 0;  // all-gathers of parameters
   double files_s = 0;    // exposed: to and from files of what is offloaded
+  // A GPU's, with something offloaded: what is copied between it and the host, and updates there, are not in it.
+  bool lacks_offload = false;
   // What ranks wait beyond that for cores that others of their node use, where their threads are more than its cores.
   double cores_s = 0;
   double step_s = 0;  // pipeline + communication + optimizer + publish + files + cores
