@@ -111,6 +111,7 @@ class PieceReader {
     }
     DS_CHECK(covered == here.count, Errc::Corrupt, "{}: elements of parameter {} are missing",
              generation_.file("layout"), here.param);
+    if (after_read_) after_read_();
     // The parameter is its master, rounded.
     const auto* const master = reinterpret_cast<const float*>(memory_[State::Master].data());
     char* const param = memory_[State::Param].data();

@@ -240,6 +240,27 @@ train() { # ranks argument...
   assert_equal "$(losses away)" "$(losses memory)"
 }
 
+@test "a dump whose server ends writes nothing, whatever step its next server is at" {
+  serve --shm
+  train 2 --steps 4
+  mkdir dumped
+  head -c 64 /dev/zero >log
+  env RANK=0 LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" \
+    DS_CRASH_DIR="$(realpath dumped)" DS_CRASH_AT=1 DS_CRASH_MODE=stop ds-offload dump "$name" dumped 2>err 3>&- &
+  local dump=$!
+  until_true 30 eval "[[ \$(ps -o state= -p $dump) == T ]]"
+  kill -9 "$server"
+  wait "$server" || true
+  serve --shm
+  train 2 --steps 7
+  kill -CONT $dump
+  local status=0
+  wait $dump || status=$?
+  assert_equal $status 1
+  grep -q "has ended meanwhile" err || fail "$(cat err)"
+  assert_equal "$(ls -A dumped)" ""
+}
+
 @test "what is not a server's is not touched on its disk" {
   mkdir "disk/ds-offload.$name.backup"
   touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"

@@ -7,7 +7,7 @@
 //   DS_CRASH_AT    N, from 1; 0: count only
 //   DS_CRASH_MODE  kill: die instead of the call; power: with all processes that share the log; once: the call fails;
 //                  sticky: it and all after it; full: it and all after it that write or create; short: it writes half
-//                  of its bytes, if it is a write of two or more
+//                  of its bytes, if it is a write of two or more; stop: the process stops before the call (SIGSTOP)
 //   DS_CRASH_ERRNO of calls that fail
 //   DS_CRASH_RANK  the rank ($RANK) that breaks; empty: all. "power" counts the calls of all
 //   DS_CRASH_LOG   one line per call that was done: "RANK N CALL inode size path [path]", with "refused" for the second
@@ -45,7 +45,7 @@ static char log_name[PATH_MAX - 32];
 static int log_fd = -1;
 static struct Shared* shared;
 static int at, error_number, ours;  // ours: this is a rank that breaks
-static enum { kKill, kPower, kOnce, kSticky, kFull, kShort } mode;
+static enum { kKill, kPower, kOnce, kSticky, kFull, kShort, kStop } mode;
 static int rank = -1;
 static atomic_int calls;
 
@@ -60,8 +60,8 @@ __attribute__((constructor)) static void start(void) {
   rank = atoi(getenv("RANK"));
   at = atoi(setting("DS_CRASH_AT"));
   error_number = atoi(setting("DS_CRASH_ERRNO"));
-  const char* names[] = {"kill", "power", "once", "sticky", "full", "short"};
-  for (int i = 0; i < 6; ++i) {
+  const char* names[] = {"kill", "power", "once", "sticky", "full", "short", "stop"};
+  for (int i = 0; i < (int)(sizeof names / sizeof *names); ++i) {
     if (strcmp(setting("DS_CRASH_MODE"), names[i]) == 0) mode = i;
   }
   const char* broken = setting("DS_CRASH_RANK");
@@ -124,6 +124,7 @@ static int arrive(const char* call, const char* path) {
   }
   if (!ours) return mine;
   if (mode == kKill && mine == at) kill(getpid(), SIGKILL);
+  if (mode == kStop && mine == at) kill(getpid(), SIGSTOP);
   const int takes_space = strcmp(call, "write") == 0 || strcmp(call, "create") == 0;
   if ((mode == kOnce && mine == at) || (mode == kSticky && mine >= at) ||
       (mode == kFull && mine >= at && takes_space)) {
