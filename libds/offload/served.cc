@@ -75,13 +75,9 @@ void check_private(const std::string& directory) {
            "{} is no directory, belongs to another user or is open to others: refused", directory);
 }
 
-Connection Connection::to(const ServerPlace& place) {
-  const auto none = [&] {
-    return Error(Errc::Unavailable,
-                 fmt::format("there is no server '{}': start it with ds-offload serve {}", place.name, place.name));
-  };
+std::optional<Connection> Connection::find(const ServerPlace& place) {
   struct stat st {};
-  if (::lstat(place.directory.c_str(), &st) != 0 && errno == ENOENT) throw none();
+  if (::lstat(place.directory.c_str(), &st) != 0 && errno == ENOENT) return std::nullopt;
   check_private(ServerPlace::root());
   check_private(place.directory);
   Connection c(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -93,9 +89,16 @@ Connection Connection::to(const ServerPlace& place) {
   do {
     failed = ::connect(c.fd_, reinterpret_cast<const sockaddr*>(&address), sizeof address);
   } while (failed != 0 && errno == EINTR);
-  if (failed != 0 && (errno == ENOENT || errno == ECONNREFUSED)) throw none();
+  if (failed != 0 && (errno == ENOENT || errno == ECONNREFUSED)) return std::nullopt;
   DS_CHECK(failed == 0, Errc::Io, "{}: {}", path, system_reason(errno));
   return c;
+}
+
+Connection Connection::to(const ServerPlace& place) {
+  std::optional<Connection> c = find(place);
+  DS_CHECK(c.has_value(), Errc::Unavailable, "there is no server '{}': start it with ds-offload serve {}", place.name,
+           place.name);
+  return std::move(*c);
 }
 
 Connection::~Connection() {
@@ -118,7 +121,8 @@ void receive_all(int fd, char* data, size_t bytes) {
   while (bytes > 0) {
     const ssize_t n = ::recv(fd, data, bytes, 0);
     if (n < 0 && errno == EINTR) continue;
-    DS_CHECK(n >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK), Errc::Timeout, "the server does not answer");
+    DS_CHECK(n >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK), Errc::Timeout,
+             "the server does not answer: it is at a long step, or stopped");
     DS_CHECK(n > 0, Errc::Comm, "the connection of an offload server: {}",
              n == 0 ? std::string("the other end has closed it") : system_reason(errno));
     data += n;

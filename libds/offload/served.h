@@ -12,6 +12,7 @@
 // A connection that ends is a rank that has ended. Both ends are of one user, one machine and one version of libds.
 
 #include <cstring>
+#include <optional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -178,7 +179,9 @@ void check_private(const std::string& directory);
 // An end of a connection. Move-only.
 class Connection {
  public:
-  // To the server of this place. Throws Errc::Unavailable (there is none), Errc::Io.
+  // To the server of this place; nothing: there is none. Throws Errc::Io.
+  static std::optional<Connection> find(const ServerPlace& place);
+  // The same; that there is none is Errc::Unavailable.
   static Connection to(const ServerPlace& place);
   explicit Connection(int fd) noexcept : fd_(fd) {}
   Connection(Connection&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}

@@ -54,6 +54,7 @@ std::optional<DirectoryLock> DirectoryLock::take(const std::string& directory) {
   const std::string path = directory + "/lock";
   for (;;) {
     DirectoryLock lock(::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
+    if (lock.fd_ < 0 && errno == ENOENT) return std::nullopt;
     DS_CHECK(lock.fd_ >= 0, Errc::Io, "cannot open {}: {}", path, system_reason(errno));
     if (::flock(lock.fd_, LOCK_EX | LOCK_NB) != 0) return std::nullopt;
     struct stat mine {

@@ -38,7 +38,8 @@ void parse_file(const std::string& path, Read&& read) {
   }
 }
 
-// The lock of a server's directory, as long as it lives; nothing where another process has it. Throws Errc::Io.
+// The lock of a server's directory, as long as it lives; nothing where another process has it, or the directory is
+// gone. Throws Errc::Io.
 class DirectoryLock {
  public:
   static std::optional<DirectoryLock> take(const std::string& directory);

@@ -108,17 +108,18 @@ Server::~Server() {
 }
 
 void Server::take_name() {
-  // One that ends may remove the root, when it was the last.
+  // One that ends may remove directory and root, when it was the last.
   constexpr int kTries = 100;
-  for (int i = 0; i < kTries && !fs::exists(place_.directory); ++i) {
+  bool is_there = false;
+  for (int i = 0; i < kTries && !lock_ && !is_there; ++i) {
     make_private(offload::ServerPlace::root());
-    ::mkdir(place_.directory.c_str(), 0700);
+    if (::mkdir(place_.directory.c_str(), 0700) != 0 && errno == ENOENT) continue;
+    make_private(place_.directory);
+    lock_ = DirectoryLock::take(place_.directory);
+    is_there = fs::exists(place_.directory);
   }
-  make_private(place_.directory);
-  lock_ = DirectoryLock::take(place_.directory);
   DS_CHECK(lock_.has_value(), Errc::Unavailable,
            "there is a server '{}' already, or a tool that looks at what one has left", place_.name);
-  make_private(place_.directory);
 }
 
 void Server::listen() {
@@ -161,7 +162,8 @@ void Server::run(const std::function<bool()>& stop) {
     // Those that have ended first: a run that starts anew may be there already.
     for (size_t i = 1; i < fds.size(); ++i) {
       if ((fds[i].revents & (POLLHUP | POLLRDHUP | POLLERR)) != 0 && (fds[i].revents & POLLIN) == 0) of[i]->gone = true;
-      if ((fds[i].revents & POLLIN) != 0) receive(*of[i]);
+      // Of those that were looked at together one may hold the files now.
+      if ((fds[i].revents & POLLIN) != 0 && (of[i]->rank < 0 || !is_held())) receive(*of[i]);
     }
     drop_gone();
     if ((fds[0].revents & POLLIN) != 0) accept();
@@ -461,8 +463,7 @@ void Server::commit() {
 }
 
 void Server::status(Peer& peer) {
-  Json j = {{"pid", ::getpid()}, {"ranks", run_ && run_->attached ? run_->ranks : 0}, {"capacity", options_.capacity}};
-  answer(peer, j.dump());
+  answer(peer, Json{{"pid", ::getpid()}, {"ranks", run_ && run_->attached ? run_->ranks : 0}}.dump());
 }
 
 void Server::drop_gone() {

@@ -73,12 +73,6 @@ void Slots::keep(const Flips& flips) noexcept {
   }
 }
 
-void Slots::forget() noexcept {
-  for (u32& slot : ahead_) {
-    if (slot != kNoSlot) free_.push_back(std::exchange(slot, kNoSlot));
-  }
-}
-
 i64 Slots::next_place(i64 chunk) {
   DS_ASSERT(!free_.empty() && next_[chunk] == kNoSlot);
   next_[chunk] = free_.back();

@@ -53,7 +53,6 @@ class Slots final : public offload::ChunkPlaces {
   using Flips = std::vector<std::pair<i64, i64>>;
   Flips ahead() const;
   void keep(const Flips& flips) noexcept;
-  void forget() noexcept;
 
   bool is_there(i64 chunk) const noexcept override { return slot(chunk) != kNoSlot; }
   i64 place(i64 chunk) const noexcept override { return i64{slot(chunk)} * header().slot_bytes; }

@@ -12,7 +12,6 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <set>
 #include <thread>
 
 #include "base/limits.h"
@@ -231,16 +230,13 @@ class Look {
              name);
     offload::check_private(ServerPlace::root());
     offload::check_private(place_.directory);
-    try {
-      server_.emplace(Connection::to(place_));
+    server_ = Connection::find(place_);
+    if (server_) {
       server_->limit_waiting(kPatience);
       server_->send(Message::Hold, {});
       DS_CHECK(server_->receive().kind == Message::Done, Errc::Unavailable, "the server '{}' refuses to be looked at",
                name);
-    } catch (const Error& e) {
-      if (server_ && e.code() == Errc::Timeout)
-        throw Error(Errc::Timeout, fmt::format("the server '{}' does not answer", name));
-      if (server_ || e.code() != Errc::Unavailable) throw;
+    } else {
       lock_ = DirectoryLock::take(place_.directory);
       DS_CHECK(lock_.has_value(), Errc::Unavailable,
                "the server '{}' is starting or ending, or another tool looks at what it has left", name);
@@ -272,22 +268,21 @@ class Look {
 
 offload::ServerInfo look_at(const std::string& name) {
   constexpr int kPatience = 3;  // seconds
-  const ServerPlace place(name);
   offload::ServerInfo info{.name = name};
   try {
+    const ServerPlace place(name);
     offload::check_private(place.directory);
-    try {
-      const Connection c = Connection::to(place);
-      info.runs = true;
-      c.limit_waiting(kPatience);
-      c.send(Message::Status, {});
-      const auto j = nlohmann::json::parse(c.receive().payload);
-      info.pid = j.at("pid").get<int>();
-      info.ranks = j.at("ranks").get<i64>();
-    } catch (const Error& e) {
-      if (e.code() == Errc::Timeout) info.problem = "it does not answer: it is at a long step, or stopped";
-      if (e.code() == Errc::Unavailable || e.code() == Errc::Comm) info.runs = false;
-      if (e.code() != Errc::Unavailable && e.code() != Errc::Comm && e.code() != Errc::Timeout) throw;
+    if (const std::optional<Connection> c = Connection::find(place)) {
+      try {
+        c->limit_waiting(kPatience);
+        c->send(Message::Status, {});
+        const auto j = nlohmann::json::parse(c->receive().payload);
+        info.pid = j.at("pid").get<int>();
+        info.ranks = j.at("ranks").get<i64>();
+        info.runs = true;
+      } catch (const Error& e) {  // Errc::Comm: it has ended meanwhile
+        if (e.code() != Errc::Comm) throw;
+      }
     }
     const std::string id = current_generation(place.directory);
     if (id.empty()) return info;
@@ -296,6 +291,7 @@ offload::ServerInfo look_at(const std::string& name) {
     info.step = slots.header().record.step;
     info.bytes = slots.header().slots * slots.header().slot_bytes;
   } catch (const Error& e) {
+    info.runs = e.code() == Errc::Timeout;
     info.problem = e.what();
   }
   return info;
@@ -334,20 +330,19 @@ void remove_server(const std::string& name) {
   check_private(ServerPlace::root());
   check_private(place.directory);
   constexpr int kPatience = 10;  // seconds
-  try {
-    const Connection c = Connection::to(place);
-    c.limit_waiting(kPatience);
-    c.send(Message::Stop, {});
-    const Connection::Received r = c.receive();
-    if (r.kind == Message::Failed) {
-      Unpacker in(r.payload);
-      const Errc code = in.get<Errc>();
-      throw Error(code, fmt::format("the server '{}': {}", name, in.get<std::string>()));
+  if (const std::optional<Connection> c = Connection::find(place)) {
+    try {
+      c->limit_waiting(kPatience);
+      c->send(Message::Stop, {});
+      const Connection::Received r = c->receive();
+      if (r.kind == Message::Failed) {
+        Unpacker in(r.payload);
+        const Errc code = in.get<Errc>();
+        throw Error(code, fmt::format("the server '{}': {}", name, in.get<std::string>()));
+      }
+    } catch (const Error& e) {  // Errc::Comm: it has ended meanwhile
+      if (e.code() != Errc::Comm) throw;
     }
-  } catch (const Error& e) {  // there is none, or it has ended meanwhile
-    DS_CHECK(e.code() != Errc::Timeout, Errc::Timeout,
-             "the server '{}' does not answer: it is at a long step, or stopped", name);
-    if (e.code() != Errc::Comm && !std::string_view(e.what()).starts_with("there is no server")) throw;
   }
   std::optional<serve::DirectoryLock> lock;
   for (int tries = 0; tries < kPatience * 100 && fs::exists(place.directory, error); ++tries) {
@@ -389,10 +384,6 @@ std::vector<std::string> verify_server(const std::string& name) {
     for (size_t s = 0; s < rank.sets.size(); ++s) {
       for (const ServedPart& p : rank.sets[s].parts) {
         const i64 chunk = g.chunk(static_cast<i64>(r), static_cast<i64>(s), p.chunk);
-        if (!g.slots().is_there(chunk)) {
-          problems.push_back(fmt::format("rank {}: chunk {} has never been written", r, p.chunk));
-          continue;
-        }
         const char* const bytes = g.memory().take(chunk, false);
         for (const State state : kStates) {
           if (p.dtypes[state] < 0) continue;
