@@ -261,6 +261,55 @@ train() { # ranks argument...
   assert_equal "$(ls -A dumped)" ""
 }
 
+@test "a step that comes with a tool's wish to hold the files waits for its end" {
+  serve --shm
+  sed -i 's/"steps": 12/"steps": 100000/' cfg.json
+  python3 - "$(place)" "$server" <<'PYTHON' 3>&-
+import glob, os, signal, socket, struct, subprocess, sys, time
+
+place, server = sys.argv[1], int(sys.argv[2])
+HOLD = 9
+
+
+def connected():
+    s = socket.socket(socket.AF_UNIX)
+    s.connect(place + "/socket")
+    return s
+
+
+def step():  # of the record in the table
+    with open(glob.glob(place + "/*/table")[0], "rb") as f:
+        return struct.unpack_from("q", f.read(56), 48)[0]
+
+
+tools = [connected() for _ in range(5)]  # before the ranks, so that theirs are looked at first
+run = subprocess.Popen(["ds-launch", "-n", "2", "ds-train", "cfg.json", "--out", "away", "--quiet", "--set",
+                        'zero_optimization.offload_optimizer={"device": "server", "name": "%s"}' % place.split("/")[-1]])
+while not glob.glob(place + "/*/table") or step() < 20:
+    time.sleep(0.01)
+for tool in tools:
+    while True:  # between two steps
+        os.kill(server, signal.SIGSTOP)
+        time.sleep(0.2)  # both ranks have asked
+        if not glob.glob(place + "/*/pending"):
+            break
+        os.kill(server, signal.SIGCONT)
+        time.sleep(0.01)
+    before = step()
+    tool.sendall(struct.pack("II", HOLD, 0))
+    os.kill(server, signal.SIGCONT)
+    tool.recv(8, socket.MSG_WAITALL)
+    time.sleep(0.2)
+    assert step() == before, (step(), before)
+    tool.close()
+    end = time.time() + 30
+    while step() < before + 5:
+        assert time.time() < end
+run.send_signal(signal.SIGTERM)
+assert run.wait() == 75
+PYTHON
+}
+
 @test "what is not a server's is not touched on its disk" {
   mkdir "disk/ds-offload.$name.backup"
   touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"

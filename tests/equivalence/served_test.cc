@@ -14,7 +14,6 @@
 #include "ds/offload.h"
 #include "equivalence/tiers.h"
 #include "offload/served.h"
-#include "serve/generation.h"
 
 namespace ds::testing {
 namespace served_test {
@@ -157,36 +156,6 @@ TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
   std::list<Serving> servers;  // a fresh one for each run
   expect_the_checkpoints_of_memory(
       {{.name = "a server", .config = [&](const Config& c) { return served(c, servers.emplace_back()); }}});
-}
-
-// Tools that have connected before the run: in the order of the server, theirs are the first messages.
-TEST(ServedRuns, NothingChangesWhileSomebodyHoldsTheFiles) {
-  const Serving server;
-  const offload::ServerPlace place(server.name());
-  const Layout two = {.dp = 2, .stage = 2};
-  const Config c = served(tier_config(two, optimizer_named("AdamW"), DType::BF16), server);
-  std::vector<offload::Connection> tools;
-  for (int i = 0; i < 40; ++i) tools.push_back(offload::Connection::to(place));
-  std::atomic<bool> trains = false;
-  const Hooks hooks = {.after_step = [&](engine::Engine&, i64) { trains = true; }};
-  constexpr i64 kLong = 400;
-  std::thread run([&] { train_threads(c, 2, kLong, 1, hooks); });
-  while (!trains) std::this_thread::yield();
-  const serve::Slots slots =
-      serve::Slots::open(fmt::format("{}/{}/table", place.directory, serve::current_generation(place.directory)));
-  i64 held = 0;
-  while (!tools.empty()) {
-    tools.back().send(offload::Message::Hold, {});
-    EXPECT_EQ(tools.back().receive().kind, offload::Message::Done);
-    const offload::ServedRecord before = slots.header().record;
-    std::this_thread::sleep_for(std::chrono::milliseconds(3));
-    EXPECT_EQ(slots.header().record.step, before.step);
-    held += before.step > 0 && before.step < kLong ? 1 : 0;
-    tools.pop_back();
-  }
-  run.join();
-  EXPECT_GT(held, 0);
-  EXPECT_EQ(slots.header().record.step, kLong);
 }
 
 // Whatever comes over a connection, the server refuses it or closes it, and serves the next one.
