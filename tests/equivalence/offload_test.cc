@@ -45,29 +45,15 @@ class Offload : public ::testing::TestWithParam<OptimizerCase> {};
 
 TEST_P(Offload, ChangesNoBit) {
   const TempDirectory dir;
-  for (const DType work : {DType::F32, DType::BF16}) {
-    for (const Layout& l : {Layout{.stage = 1},
-                            {.dp = 2, .stage = 2},
-                            {.dp = 2, .pp = 2, .stage = 3},
-                            {.dp = 3, .stage = 3},
-                            {.tp = 2, .stage = 1}}) {
-      const Config c = tier_config(l, GetParam(), work);
-      const Trace want = train_threads(c, l.ranks(), kSteps);
-      const Trace got = train_threads(offloaded(c, dir.path()), l.ranks(), kSteps, 1, with_file());
-      expect_same_training(got, want, fmt::format("{} {}", l.name(), dtype_name(work)));
-    }
-  }
+  expect_the_bits_of_memory(
+      GetParam(),
+      {{.name = "a file", .config = [&](const Config& c) { return offloaded(c, dir.path()); }, .hooks = with_file()}});
 }
 
-// Nor does a step that is skipped leave a trace.
 TEST_P(Offload, ASkippedStepIsForgotten) {
   const TempDirectory dir;
-  const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);
-  f16 healthy{};
-  const Hooks overflow = with_a_skipped_step(healthy);
-  const Trace want = train_threads(c, 1, kSteps, 1, overflow);
-  EXPECT_EQ(want.skipped, kTheThirdIsSkipped);
-  expect_same_training(train_threads(offloaded(c, dir.path()), 1, kSteps, 1, overflow), want, "nvme");
+  expect_a_skipped_step_is_forgotten(
+      GetParam(), {{.name = "a file", .config = [&](const Config& c) { return offloaded(c, dir.path()); }}});
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Offload, ::testing::ValuesIn(kOptimizers),

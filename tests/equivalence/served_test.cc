@@ -68,34 +68,21 @@ Config served(Config c, const Serving& server) {
 
 class Served : public ::testing::TestWithParam<OptimizerCase> {};
 
-TEST_P(Served, ChangesNoBit) {
-  const TempDirectory dir;
-  for (const DType work : {DType::F32, DType::BF16}) {
-    for (const Layout& l : {Layout{.stage = 1},
-                            {.dp = 2, .stage = 2},
-                            {.dp = 2, .pp = 2, .stage = 3},
-                            {.dp = 3, .stage = 3},
-                            {.tp = 2, .stage = 1}}) {
-      const Config c = tier_config(l, GetParam(), work);
-      const Trace want = train_threads(c, l.ranks(), kSteps);
-      for (const bool disk : {false, true}) {
-        const Serving server(disk ? dir.path() : "");
-        expect_same_training(train_threads(served(c, server), l.ranks(), kSteps), want,
-                             fmt::format("{} {}{}", l.name(), dtype_name(work), disk ? " disk" : ""));
-      }
-    }
-  }
+// A fresh server for each run, in memory or on a disk.
+TierRun at_servers(std::list<Serving>& servers, const std::string& path) {
+  return {.name = path.empty() ? "a server" : "a server on a disk",
+          .config = [&servers, path](const Config& c) { return served(c, servers.emplace_back(path)); }};
 }
 
-// Nor does a step that is skipped leave a trace.
+TEST_P(Served, ChangesNoBit) {
+  const TempDirectory dir;
+  std::list<Serving> servers;
+  expect_the_bits_of_memory(GetParam(), {at_servers(servers, ""), at_servers(servers, dir.path())});
+}
+
 TEST_P(Served, ASkippedStepIsForgotten) {
-  const Config c = tier_config({.stage = 2}, GetParam(), DType::F16);
-  f16 healthy{};
-  const Hooks overflow = with_a_skipped_step(healthy);
-  const Trace want = train_threads(c, 1, kSteps, 1, overflow);
-  EXPECT_EQ(want.skipped, kTheThirdIsSkipped);
-  const Serving server;
-  expect_same_training(train_threads(served(c, server), 1, kSteps, 1, overflow), want, "served");
+  std::list<Serving> servers;
+  expect_a_skipped_step_is_forgotten(GetParam(), {at_servers(servers, "")});
 }
 
 INSTANTIATE_TEST_SUITE_P(All, Served, ::testing::ValuesIn(kOptimizers),
@@ -153,9 +140,8 @@ TEST(ServedRuns, OutliveTheirTrainers) {
 }
 
 TEST(ServedRuns, CheckpointsAreThoseOfMemory) {
-  std::list<Serving> servers;  // a fresh one for each run
-  expect_the_checkpoints_of_memory(
-      {{.name = "a server", .config = [&](const Config& c) { return served(c, servers.emplace_back()); }}});
+  std::list<Serving> servers;
+  expect_the_checkpoints_of_memory({at_servers(servers, "")});
 }
 
 // Whatever comes over a connection, the server refuses it or closes it, and serves the next one.

@@ -48,6 +48,37 @@ struct TierRun {
   Hooks hooks = {};
 };
 
+// Runs in the tiers have the bits of runs in memory, at layouts of every stage that has tiers.
+inline void expect_the_bits_of_memory(const OptimizerCase& optimizer, const std::vector<TierRun>& tiers) {
+  for (const DType work : {DType::F32, DType::BF16}) {
+    for (const Layout& l : {Layout{.stage = 1},
+                            {.dp = 2, .stage = 2},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.dp = 3, .stage = 3},
+                            {.tp = 2, .stage = 1}}) {
+      const Config c = tier_config(l, optimizer, work);
+      const Trace want = train_threads(c, l.ranks(), kTierSteps);
+      for (const TierRun& t : tiers)
+        expect_same_training(train_threads(t.config(c), l.ranks(), kTierSteps, 1, t.hooks), want,
+                             fmt::format("{} {} {}", l.name(), dtype_name(work), t.name));
+    }
+  }
+}
+
+// A step that is skipped leaves no trace in a tier.
+inline void expect_a_skipped_step_is_forgotten(const OptimizerCase& optimizer, const std::vector<TierRun>& tiers) {
+  const Config c = tier_config({.stage = 2}, optimizer, DType::F16);
+  f16 healthy{};
+  const Hooks overflow = with_a_skipped_step(healthy);
+  const Trace want = train_threads(c, 1, kTierSteps, 1, overflow);
+  EXPECT_EQ(want.skipped, kTheThirdIsSkipped);
+  for (const TierRun& t : tiers) {
+    Hooks hooks = t.hooks;
+    hooks.before_step = overflow.before_step;
+    expect_same_training(train_threads(t.config(c), 1, kTierSteps, 1, hooks), want, t.name);
+  }
+}
+
 // What the last of the tiers saves is what memory saves; runs go on from the one's checkpoint in the other, at another
 // layout too, and merge to the same files.
 inline void expect_the_checkpoints_of_memory(const std::vector<TierRun>& tiers) {
