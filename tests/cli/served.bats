@@ -40,7 +40,7 @@ train() { # ranks argument...
   for optimizer in AdamW Lamb; do
     rm -rf memory away dumped
     ds-launch -n 2 ds-train cfg.json --out memory --quiet --set optimizer.type=$optimizer
-    for where in --shm "--path disk"; do
+    for where in --shm "--path disk" "--path disk --method threads --queue-depth 2 --block-size 64KiB --threads 1"; do
       rm -rf away
       # shellcheck disable=SC2086
       serve $where
