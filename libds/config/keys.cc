@@ -110,7 +110,7 @@ constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {
 constexpr Key not_yet(std::string_view path, std::string_view values, std::string_view note = {}) {
   return {.path = path, .kind = KeyKind::NotYet, .values = values, .note = note};
 }
-// Of which no number depends on: what is not in `values` is a warning.
+// No number depends on it: what is not in `values` is a warning.
 constexpr Key harmless(std::string_view path, std::string_view values, std::string_view note) {
   Key key = not_yet(path, values, note);
   key.harmless = true;

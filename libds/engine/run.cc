@@ -328,7 +328,7 @@ void TrainingRun::State::publish_to_server(offload::ServerLink& server) {
   DS_CHECK(train_data != nullptr, Errc::Config, "data.train: there is nothing to train on");
   // What is known of the last step is the server's; the loss scale is that of this run, which may have another dtype.
   offload::ServedRecord now = engine->served_record();
-  if (!from.empty() && from != step_dir) {
+  if (is_from_server()) {
     const offload::ServedRecord own = now;
     now = server.found().record;
     now.scale = own.scale, now.scaler_iteration = own.scaler_iteration;
@@ -339,7 +339,7 @@ void TrainingRun::State::publish_to_server(offload::ServerLink& server) {
 
 // The line of the last step, where the run was ended between its commit with the server and the line.
 void TrainingRun::State::write_lost_line(i64 last_step) {
-  if (from.empty() || from == step_dir) return;
+  if (!is_from_server()) return;
   const offload::ServedRecord& r = engine->server()->found().record;
   if (r.step == 0 || last_step != r.step - 1 || r.tokens == 0) return;
   append({{"type", "step"},
@@ -349,7 +349,8 @@ void TrainingRun::State::write_lost_line(i64 last_step) {
           {step_field::kLr, r.lr},
           {step_field::kLossScale, r.loss_scale},
           {step_field::kSkipped, r.skipped != 0},
-          {step_field::kTokens, r.tokens}});
+          {step_field::kTokens, r.tokens},
+          {step_field::kRecovered, true}});
 }
 
 void TrainingRun::State::load_step(const std::string& dir) {

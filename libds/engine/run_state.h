@@ -46,6 +46,7 @@ struct TrainingRun::State {
   double peak_flops = 0;          // of this rank, measured
 
   bool is_root() const { return ranks.rank == 0; }
+  bool is_from_server() const { return !from.empty() && from != step_dir; }
   bool writes() const { return !options.out_dir.empty() && !options.read_only; }
 
   void abort(const Error& e) {

@@ -164,7 +164,7 @@ void Training::warn_of_skipping(bool again) {
 
 // A run whose states a server has may have been ended between a step and its checkpoint.
 void Training::save_what_was_due() {
-  if (s_.from.empty() || s_.from == s_.step_dir || step() == 0) return;
+  if (!s_.is_from_server() || step() == 0) return;
   if (step() == config_.steps) {
     save(engine::Saver::When::AtTheEnd);
   } else if (config_.save.every > 0 && step() % config_.save.every == 0) {

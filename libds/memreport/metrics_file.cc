@@ -218,6 +218,7 @@ class Reader {
 
   void take_step(const Fields& line) {
     file_.last_step = line.count(step_field::kStep);
+    if (line.has(step_field::kRecovered)) return;  // nobody knows how long it took
     steps_.push_back({line.duration(step_field::kStepMs), line.number(step_field::kMfu), line.number(step_field::kLoss),
                       line.count(step_field::kTokens)});
     if (steps_.size() > window_) steps_.pop_front();

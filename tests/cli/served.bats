@@ -310,6 +310,27 @@ assert run.wait() == 75
 PYTHON
 }
 
+@test "a step whose line a killed run had not written yet has one when the run goes on" {
+  ds-train cfg.json --out memory --quiet
+  local recovered=0
+  for at in $(seq 4 13); do # changes to files of the run directory, one after the other: most are lines
+    rm -rf away
+    mkdir away
+    serve --shm
+    head -c 64 /dev/zero >log
+    run -137 env LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" \
+      DS_CRASH_DIR="$(realpath away)" DS_CRASH_AT="$at" DS_CRASH_MODE=kill \
+      ds-launch -n 1 ds-train cfg.json --out away --quiet "${served[@]}"
+    train 1
+    assert_equal "$(losses away)" "$(losses memory)"
+    ds-memreport away/metrics.jsonl >/dev/null
+    ((recovered += $(grep -c '"recovered":true' away/metrics.jsonl))) || true
+    ds-offload rm "$name"
+    wait "$server"
+  done
+  ((recovered >= 5)) || fail "$recovered lines"
+}
+
 @test "what is not a server's is not touched on its disk" {
   mkdir "disk/ds-offload.$name.backup"
   touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"

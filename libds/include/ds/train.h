@@ -109,7 +109,8 @@ namespace step_field {
 inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
                             *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
                             *kTokensPerS = "tokens_per_s", *kStepMs = "step_ms", *kMfu = "mfu",
-                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes", *kOffload = "offload";
+                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes", *kOffload = "offload",
+                            *kRecovered = "recovered";  // true: of a step whose line was lost; without times and memory
 }  // namespace step_field
 
 struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
