@@ -331,6 +331,39 @@ PYTHON
   ((recovered >= 5)) || fail "$recovered lines"
 }
 
+@test "a disk of a server that fails ends the run, or the server, and nothing is lost" {
+  ds-train cfg.json --out memory --quiet
+  small=(--set zero_optimization.sub_group_size=4096)
+  for mode in once sticky; do
+    for at in 10 40 80; do # while the states are filled; in a step, whose passes are done once more, or cannot be
+      rm -rf away
+      head -c 64 /dev/zero >log
+      RANK=0 LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" DS_CRASH_DIR="$(realpath disk)" \
+        DS_CRASH_AT=$at DS_CRASH_MODE=$mode DS_CRASH_ERRNO=5 \
+        ds-offload serve "$name" --path disk --method threads 2>server.log 3>&- &
+      server=$!
+      until_true 30 is_served
+      run -1 --separate-stderr ds-train cfg.json --out away --quiet "${served[@]}" "${small[@]}"
+      [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
+      kill "$server" 2>/dev/null || true
+      local status=0
+      wait "$server" || status=$?
+      if [[ $mode$at == once* || $at == 10 ]]; then
+        assert_equal $status 0
+      else
+        assert_equal $status 1
+        grep -q "error: .*Input/output error" server.log
+      fi
+      serve --path disk
+      train 1 "${small[@]}"
+      assert_equal "$(losses away)" "$(losses memory)"
+      ds-offload rm "$name"
+      wait "$server"
+      assert_equal "$(ls disk)" ""
+    done
+  done
+}
+
 @test "what is not a server's is not touched on its disk" {
   mkdir "disk/ds-offload.$name.backup"
   touch "disk/ds-offload.$name.log" "disk/ds-offload.$name.0123" "disk/ds-offload.$name-b.0123456789abcdef"
