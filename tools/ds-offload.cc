@@ -41,7 +41,7 @@ int list(Output& out) {
     if (out.json()) {
       rows.push_back({{"name", s.name},
                       {"runs", s.runs},
-                      {"pid", s.runs ? Json(s.pid) : Json()},
+                      {"pid", s.pid > 0 ? Json(s.pid) : Json()},
                       {"ranks", s.ranks},
                       {"step", s.step ? Json(*s.step) : Json()},
                       {"bytes", s.bytes},
@@ -49,7 +49,7 @@ int list(Output& out) {
       if (!s.problem.empty()) rows.back()["problem"] = s.problem;
       continue;
     }
-    out.print("{:<20} {:>8} {:>6} {:>10} {:>12}  {}\n", s.name, s.runs ? fmt::format("{}", s.pid) : "-",
+    out.print("{:<20} {:>8} {:>6} {:>10} {:>12}  {}\n", s.name, s.pid > 0 ? fmt::format("{}", s.pid) : "-",
               s.ranks > 0 ? fmt::format("{}", s.ranks) : "-", s.step ? fmt::format("{}", *s.step) : "-",
               s.step ? bytes_text(s.bytes) : "-",
               !s.problem.empty() ? s.problem
@@ -62,8 +62,16 @@ int list(Output& out) {
 }
 
 int remove(const std::vector<std::string>& names) {
-  for (const std::string& name : names) offload::remove_server(name);
-  return 0;
+  int status = 0;
+  for (const std::string& name : names) {
+    try {
+      offload::remove_server(name);
+    } catch (const Error& e) {  // the others go
+      tools::report_error(e.what());
+      if (status == 0) status = exit_code(e.code());
+    }
+  }
+  return status;
 }
 
 int dump(const std::string& name, const std::string& dir, Output& out) {

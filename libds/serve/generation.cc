@@ -225,6 +225,13 @@ void Generation::open_memory(const std::string& states, bool is_new) {
 
 Generation::~Generation() = default;
 
+std::string Generation::where() const {
+  const offload::BlockFile* const file = file_ == nullptr ? nullptr : file_->file();
+  if (file == nullptr) return "in memory";
+  return fmt::format("in a file ({}{}{})", file->method(),
+                     file->refused_ring().empty() ? "" : "; io_uring: ", file->refused_ring());
+}
+
 void Generation::flush() {
   if (file_ != nullptr && file_->file() != nullptr) file_->flush();
 }

@@ -105,7 +105,8 @@ class Generation {
   }
   // All that has changed is where the table says.
   void flush();
-  bool is_in_memory() const noexcept { return file_ == nullptr; }
+  // For people: "in memory", "in a file (io_uring, direct)".
+  std::string where() const;
 
   // Removes its files. It is of no use then.
   void remove() noexcept;

@@ -83,8 +83,8 @@ Server::Server(const offload::ServeOptions& options, Event event)
   if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);
   remove_abandoned();
   listen();
-  event_(current_ ? fmt::format("goes on with the states of step {}, {}", current_->header().record.step,
-                                bytes_text(current_->bytes()))
+  event_(current_ ? fmt::format("goes on with the states of step {}, {} {}", current_->header().record.step,
+                                bytes_text(current_->bytes()), current_->where())
                   : "has no states yet");
 }
 
@@ -378,7 +378,8 @@ void Server::attach() {
     p->asked.reset();
     answer(*p, out.text(), Message::Attached);
   }
-  event_(fmt::format("a run of {} rank{} is attached{}", run_->ranks, run_->ranks == 1 ? "" : "s",
+  event_(fmt::format("a run of {} rank{} is attached, {} {}{}", run_->ranks, run_->ranks == 1 ? "" : "s",
+                     bytes_text(generation().bytes()), generation().where(),
                      found.has == offload::ServerLink::Has::Nothing ? ""
                      : found.has == offload::ServerLink::Has::Same
                          ? fmt::format(", and goes on from step {}", found.record.step)

@@ -59,6 +59,11 @@ train() { # ranks argument...
       cmp memory.safetensors dumped.safetensors
       run -0 h5dump -H dumped/step-00000012/model.h5
       run -0 ds-offload verify "$name"
+      case $where in # how it is read and written is said
+        --shm) grep -q "is attached, .*iB in memory" server.log ;;
+        *threads*) grep -q "is attached, .*iB in a file (2 threads, " server.log ;;
+        *) grep -Eq "is attached, .*iB in a file \((io_uring|1 thread)" server.log ;;
+      esac
       rm -r dumped
       ds-offload rm "$name"
       wait "$server"
@@ -139,6 +144,11 @@ train() { # ranks argument...
   ds-offload rm "$name"
   wait "$server"
   run -4 ds-offload rm "$name"
+  serve --shm
+  run -4 --separate-stderr ds-offload rm "$name-no" "$name" "$name-none" # what is there goes
+  assert_equal "$(grep -c "there is no server" <<<"$stderr")" 2
+  wait "$server"
+  assert [ ! -e "$(place)" ]
   run -4 ds-offload verify "$name"
   run -2 --separate-stderr ds-offload serve "$name"
   [[ $stderr == *"either --shm or --path DIR"* ]]

@@ -98,11 +98,11 @@ DS_API void serve(const ServeOptions& options, const std::function<void(const st
 struct ServerInfo {
   std::string name{}, path{};  // path: empty for memory
   bool runs = false;           // else nobody serves it now
-  int pid = 0;
-  i64 ranks = 0;              // of the run that is attached
-  std::optional<i64> step{};  // nothing: it has no states yet
-  i64 bytes = 0;              // of its states
-  std::string problem{};      // that keeps its state from being read
+  int pid = 0;                 // 0: none, or it does not answer
+  i64 ranks = 0;               // of the run that is attached
+  std::optional<i64> step{};   // nothing: it has no states yet
+  i64 bytes = 0;               // of its states
+  std::string problem{};       // that keeps its state from being read
 };
 // The servers of this user, by name.
 DS_API std::vector<ServerInfo> list_servers();
