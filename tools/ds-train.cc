@@ -123,9 +123,11 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     out.print("\noffload: all of it fits in its buffers, and nothing went to files ({})\n", result.offload_method);
     return 0;
   }
-  out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for ({})\n",
+  const std::optional<double> hidden = result.offload.hidden();
+  out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for{} ({})\n",
             ds::bytes_text(result.offload.read_bytes / steps), ds::bytes_text(result.offload.written_bytes / steps),
-            result.offload.wait_ms / static_cast<double>(steps), result.offload_method);
+            result.offload.wait_ms / static_cast<double>(steps),
+            hidden ? fmt::format(", {:.0f} % hidden", 100 * *hidden) : "", result.offload_method);
   return 0;
 }
 

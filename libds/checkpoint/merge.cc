@@ -5,6 +5,7 @@
 #include <cstring>
 #include <filesystem>
 
+#include "base/clock.h"
 #include "base/json.h"
 #include "checkpoint/deepspeed_files.h"
 #include "checkpoint/hf_directory.h"
@@ -404,9 +405,9 @@ class Merge {
 }  // namespace
 
 MergeResult merge_checkpoint(const std::string& source, const std::string& output, const MergeOptions& o) {
-  const auto start = std::chrono::steady_clock::now();
+  const Clock::time_point start = Clock::now();
   MergeResult result = Merge(source, output, o).run();
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  result.seconds = seconds_since(start);
   return result;
 }
 

@@ -7,6 +7,7 @@
 #include <tuple>
 #include <unordered_set>
 
+#include "base/clock.h"
 #include "base/file.h"
 #include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
@@ -127,7 +128,7 @@ DType dtype_of_weights(const Manifest& m) {
 }  // namespace
 
 ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions& options) {
-  const auto start = std::chrono::steady_clock::now();
+  const Clock::time_point start = Clock::now();
   const MeshShape& mesh = options.mesh;
   constexpr i64 kMostRanks = 99999;  // names of their files have five digits
   const std::optional<i64> ranks = checked_product(std::vector<i64>{mesh.dp, mesh.pp, mesh.tp, mesh.sp});
@@ -174,7 +175,7 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
     result.num_parameters += *checked_product(p.shape);
   }
   for (const FileRecord& f : m.files) result.bytes += f.bytes;
-  result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  result.seconds = seconds_since(start);
   return result;
 }
 

@@ -6,12 +6,11 @@
 #include <map>
 
 #include "base/check.h"
+#include "base/clock.h"
 #include "commbench/statistics.h"
 
 namespace ds::commbench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 constexpr i64 kSmall = 8;          // bytes of a message whose time is the latency
 constexpr int kPairsPerClass = 4;  // that stand for all
@@ -73,7 +72,7 @@ class TwoRanks {
     const auto start = Clock::now();
     body();
     device_.synchronize();
-    return std::chrono::duration<double>(Clock::now() - start).count();
+    return seconds_since(start);
   }
 
   Communicator& comm_;

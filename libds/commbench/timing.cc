@@ -4,14 +4,12 @@
 #include <chrono>
 #include <limits>
 
+#include "base/clock.h"
+
 namespace ds::commbench {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr size_t kMostUnderWay = 1024;  // operations: a queue of any length would measure memory
-
-double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
@@ -43,7 +41,7 @@ double Timer::in_a_row(const Operation& operation, const Task& task) const {
     operation.issue(task, tickets);
   }
   finish(tickets);
-  return over_ranks(operation, {since(start) / options_.iterations}).front();
+  return over_ranks(operation, {seconds_since(start) / options_.iterations}).front();
 }
 
 std::vector<double> Timer::time_each(const std::function<void()>& body) const {
@@ -53,7 +51,7 @@ std::vector<double> Timer::time_each(const std::function<void()>& body) const {
     endpoint_.world->barrier("bench");
     const auto start = Clock::now();
     body();
-    seconds.push_back(since(start));
+    seconds.push_back(seconds_since(start));
   }
   return seconds;
 }

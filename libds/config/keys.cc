@@ -320,6 +320,8 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.offload_optimizer.pipeline_write", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::pipeline_write>, {}, kAuto),
     effect("zero_optimization.offload_optimizer.ratio", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::ratio>, kShare, kAuto),
     effect("zero_optimization.offload_optimizer.gradients", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::gradients>),
+    effect("zero_optimization.offload_optimizer.delayed_update", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update>),
+    effect("zero_optimization.offload_optimizer.delayed_update_start", slot_of<&C::zero, &ZeroConfig::offload_optimizer, &OffloadOptimizerConfig::delayed_update_start>, kPositive),
     not_yet("zero_optimization.offload_optimizer.pin_memory", R"([true, false, "auto", null])"),
     ignored("zero_optimization.offload_optimizer.pipeline", "pipeline_read and pipeline_write say it"),
     ignored("zero_optimization.offload_optimizer.fast_init", "states begin as zeros, which are not read"),

@@ -14,7 +14,13 @@ constexpr std::string_view kOptimizer = "zero_optimization.offload_optimizer.dev
                            kParamPath = "zero_optimization.offload_param.nvme_path",
                            kGradients = "zero_optimization.offload_optimizer.gradients", kBlock = "aio.block_size",
                            kRatio = "zero_optimization.offload_optimizer.ratio",
-                           kName = "zero_optimization.offload_optimizer.name";
+                           kName = "zero_optimization.offload_optimizer.name",
+                           kDelayed = "zero_optimization.offload_optimizer.delayed_update",
+                           kDelayedStart = "zero_optimization.offload_optimizer.delayed_update_start";
+
+bool any_optimizer(const Config& c, bool (*is)(const UpdateConfig&)) {
+  return is(c.optimizer) || std::ranges::any_of(c.optimizer.groups, is);
+}
 
 void resolve_old_form(std::string_view key, bool& old, std::string_view device_key, OffloadDevice& device, Reader& r) {
   if (!r.given(key) || r.broken(key)) return;
@@ -63,14 +69,25 @@ void resolve_offload(Config& c, Reader& r) {
     r.error("save.async", fmt::format("copies the state to memory, out of which {} \"{}\" takes it",
                                       nvme || server ? kOptimizer : kParam, server ? "server" : "nvme"));
   if (nvme && o.gradients) {
-    const auto needs_whole = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
-    if (needs_whole(c.optimizer) || std::ranges::any_of(c.optimizer.groups, needs_whole))
+    if (any_optimizer(c, [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; }))
       r.error(kGradients, "Muon looks at all gradients of its matrices at once: they stay in memory",
               Errc::Unavailable);
   }
   if (nvme && o.gradients && c.reduce_order == ReduceOrder::Boundary && c.batch.accumulation > 1)
     r.error(kGradients,
             "a rank sums its own micro-batches of whole gradients in memory first: set reduce_order to \"micro\"");
+  if (o.delayed_update && !r.broken(kDelayed)) {
+    if (server) {
+      r.error(kDelayed,
+              fmt::format("is not supported with {} \"server\" yet; \"cpu\" and \"nvme\" have it", kOptimizer),
+              Errc::Unavailable);
+    } else if (o.device == OffloadDevice::None && !r.broken(kOptimizer)) {
+      r.error(kDelayed, fmt::format("needs {} \"cpu\" or \"nvme\": the update runs on the host", kOptimizer));
+    }
+    if (any_optimizer(
+            c, [](const UpdateConfig& u) { return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon; }))
+      r.error(kDelayed, "updates of LAMB and Muon need sums over ranks, which belong to the step", Errc::Unavailable);
+  }
   if (c.aio.block_size % 4096 != 0 && !r.broken(kBlock))
     r.error(kBlock, fmt::format("{} is no multiple of 4096, in which disks are read and written", c.aio.block_size));
   const auto no_effect = [&](std::string_view key, std::string_view why) {
@@ -85,6 +102,7 @@ void resolve_offload(Config& c, Reader& r) {
       no_effect(kGradients, fmt::format("{} is neither \"nvme\" nor \"cpu\"", kOptimizer));
   }
   if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));
+  if (!o.delayed_update) no_effect(kDelayedStart, fmt::format("{} is false", kDelayed));
   if (!server) no_effect(kName, fmt::format("{} is not \"server\"", kOptimizer));
   if (!nvme_params) no_effect(kParamPath, fmt::format("{} is not \"nvme\"", kParam));
   if (nvme || nvme_params) return;

@@ -165,6 +165,7 @@ void Engine::set_weights(const ValueSource& values) {
 std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
+  finish_updates();
   const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.
@@ -200,7 +201,14 @@ std::optional<double> Engine::evaluate(i64 batches,
   return std::ldexp(static_cast<double>(sum[0]), -24) / static_cast<double>(std::max<i64>(sum[1], 1));
 }
 
+void Engine::finish_updates() {
+  if (!plan_.trains() || !shards_.front()->states().is_delayed()) return;
+  for (const auto& s : shards_) s->states().finish();
+  publish_params();
+}
+
 bool Engine::is_finite() {
+  finish_updates();
   // Bits of magnitudes, which are in the order of their bits: of weights and of moments.
   TensorView largest[2];
   for (size_t i = 0; i < 2; ++i) largest[i] = TensorView::of(&results_.scalars().sum.hi + i, DType::I64, {1});

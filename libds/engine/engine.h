@@ -82,6 +82,10 @@ class Engine {
   // nothing elsewhere. For tests.
   void read_logits(std::vector<float>& out);
 
+  // Updates that are put off to run beside the next step are done, and published; evaluate() and is_finite() begin with
+  // that, and so do those who look at states. Collective.
+  void finish_updates();
+
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();
 

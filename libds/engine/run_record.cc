@@ -94,10 +94,12 @@ Json step_line(const StepRecord& r) {
                {step_field::kMfu, r.mfu},
                {step_field::kMemoryBytes, r.memory_bytes},
                {step_field::kCommBytes, r.comm_bytes}};
-  if (r.offload)
-    line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
-                                  {"written_bytes", r.offload->written_bytes},
-                                  {"wait_ms", r.offload->wait_ms}};
+  if (r.offload) {
+    Json& moved = line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
+                                                {"written_bytes", r.offload->written_bytes},
+                                                {"wait_ms", r.offload->wait_ms}};
+    if (const std::optional<double> hidden = r.offload->hidden()) moved["hidden"] = *hidden;
+  }
   return line;
 }
 

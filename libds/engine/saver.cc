@@ -42,7 +42,7 @@ void Saver::save(const CheckpointMeta& meta, When when) {
   HostState& saved = snapshot_ ? *snapshot_ : *state;
   saved.download();
   auto save = std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world());
-  const auto stop_clock = [this] { stall_seconds_ = std::chrono::duration<double>(Clock::now() - started_).count(); };
+  const auto stop_clock = [this] { stall_seconds_ = seconds_since(started_); };
   if (background_ && when == When::Now) {
     background_->start(std::move(save));
     stop_clock();
@@ -67,7 +67,7 @@ void Saver::finish(OnFailure on_failure) {
   while (background_ && background_->pending()) {
     const Clock::time_point start = Clock::now();
     const auto ended = background_->proceed();
-    stall_seconds_ += std::chrono::duration<double>(Clock::now() - start).count();
+    stall_seconds_ += seconds_since(start);
     if (ended) settle(*ended, on_failure);
   }
 }
@@ -89,7 +89,7 @@ void Saver::settle(const StepSave& save, OnFailure on_failure) {
                 {"step", save.step()},
                 {"checkpoint", newest_},
                 {"stall_ms", stall_seconds_ * 1e3},
-                {"seconds", std::chrono::duration<double>(Clock::now() - started_).count()}};
+                {"seconds", seconds_since(started_)}};
   if (background_) saved["writer_cpu_s"] = background_->worker().cpu_seconds() - writer_cpu_before_;
   event_(saved);
   if (finite_step_ > newest_step_) prove(finite_step_);

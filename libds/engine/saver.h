@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/json.h"
 #include "checkpoint/async_save.h"
 #include "engine/host_state.h"
@@ -50,7 +51,6 @@ class Saver {
   const std::string& proven() const noexcept { return proven_; }
 
  private:
-  using Clock = std::chrono::steady_clock;
   enum class OnFailure { Throw, Warn };
   void finish(OnFailure on_failure);
   void settle(const StepSave& save, OnFailure on_failure);

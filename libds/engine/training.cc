@@ -7,6 +7,7 @@
 #include <cmath>
 #include <limits>
 
+#include "base/clock.h"
 #include "ds/log.h"
 #include "engine/run_state.h"
 
@@ -14,9 +15,6 @@ namespace ds {
 namespace {
 
 constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, before a run is given up
-
-using Clock = std::chrono::steady_clock;
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 }  // namespace
 
@@ -72,7 +70,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
   if (engine->offload().moves()) {
     const offload::FileCounts moved = engine->offload().moved() - before;
-    taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3};
+    taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3, moved.busy_s * 1e3};
   }
   record->show_step(*engine, taken, counted);
   return taken;
@@ -202,6 +200,7 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
     result_.offload.read_bytes += r.offload->read_bytes;
     result_.offload.written_bytes += r.offload->written_bytes;
     result_.offload.wait_ms += r.offload->wait_ms;
+    result_.offload.busy_ms += r.offload->busy_ms;
   }
   s_.append(engine::step_line(r));
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);

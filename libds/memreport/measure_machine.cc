@@ -12,6 +12,7 @@
 #include <mutex>
 #include <thread>
 
+#include "base/clock.h"
 #include "base/thread.h"
 #include "memreport/machine.h"
 #include "probe/host.h"
@@ -19,12 +20,8 @@
 namespace ds::memreport {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr i64 kMemoryBytes = i64{192} << 20;  // much more than caches hold
 constexpr double kSample = 2e-4;              // seconds; a sample is so many calls, for clocks and synchronisation
-
-double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // Cuts tensors from memory one after the other. What calls only read, and must have sense, lies at its end.
 class Cutter {

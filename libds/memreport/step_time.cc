@@ -172,7 +172,9 @@ double exposed_files(const report::RunPlan& plan, const StageTime& t, const Mach
     return machine.ranks_per_node * (static_cast<double>(f.read_bytes) / machine.disk_read +
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
-  return std::max(0.0, seconds(plan.state_files) - t.optimizer) + std::max(0.0, seconds(plan.array_files) - t.busy());
+  // A delayed update goes on beside the passes of the next step, too.
+  const double beside = t.optimizer + (plan.offload.states.delayed_update ? t.busy() : 0);
+  return std::max(0.0, seconds(plan.state_files) - beside) + std::max(0.0, seconds(plan.array_files) - t.busy());
 }
 
 std::vector<StageTime> times_of(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,

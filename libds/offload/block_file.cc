@@ -16,6 +16,7 @@
 #include <mutex>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/limits.h"
 #include "base/thread.h"
 #include "ds/units.h"
@@ -105,10 +106,11 @@ class BlockFile::Worker {
   Ticket start(bool write, char* memory, i64 at, i64 bytes) {
     DS_ASSERT(bytes > 0 && at % kPage == 0 && bytes % kPage == 0 &&
               reinterpret_cast<std::uintptr_t>(memory) % kPage == 0);
-    (write ? counts.written_bytes : counts.read_bytes) += bytes;
     Ticket ticket = 0;
     {
       const std::lock_guard lock(mutex_);
+      (write ? counts_.written_bytes : counts_.read_bytes) += bytes;
+      if (under_way_++ == 0) busy_since_ = Clock::now();
       if (free_.empty()) {
         free_.push_back(narrow<Ticket>(std::ssize(requests_)));
         requests_.emplace_back();
@@ -131,9 +133,9 @@ class BlockFile::Worker {
     std::unique_lock lock(mutex_);
     const size_t i = static_cast<size_t>(ticket);
     if (requests_[i].blocks > 0) {
-      const auto start = std::chrono::steady_clock::now();
+      const Clock::time_point start = Clock::now();
       done_.wait(lock, [&] { return requests_[i].blocks == 0; });
-      counts.waited_s += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      counts_.waited_s += seconds_since(start);
     }
     const Request r = requests_[i];
     free_.push_back(ticket);
@@ -142,7 +144,12 @@ class BlockFile::Worker {
                                       r.error == kShort ? "the file ends early" : system_reason(r.error)));
   }
 
-  FileCounts counts;
+  FileCounts counts() const {
+    const std::lock_guard lock(mutex_);
+    FileCounts now = counts_;
+    if (under_way_ > 0) now.busy_s += seconds_since(busy_since_);
+    return now;
+  }
   std::string method;
   bool is_direct() const noexcept { return direct_; }
 
@@ -189,6 +196,7 @@ class BlockFile::Worker {
       Request& r = requests_[static_cast<size_t>(block.ticket)];
       if (r.error == 0) r.error = error;
       if (--r.blocks > 0) return true;
+      if (--under_way_ == 0) counts_.busy_s += seconds_since(busy_since_);
     }
     done_.notify_all();
     return true;
@@ -206,6 +214,9 @@ class BlockFile::Worker {
     int error = 0;
   };
   mutable std::mutex mutex_;
+  FileCounts counts_;
+  i64 under_way_ = 0;  // requests
+  Clock::time_point busy_since_;
   std::condition_variable work_, done_;
   std::vector<Request> requests_;
   std::vector<Ticket> free_;
@@ -414,7 +425,7 @@ void BlockFile::fail(std::exception_ptr why) noexcept {
 void BlockFile::throw_if_failed() const {
   if (failed_) std::rethrow_exception(failed_);
 }
-const FileCounts& BlockFile::counts() const noexcept { return is_there() ? worker_->counts : counted_; }
+FileCounts BlockFile::counts() const noexcept { return is_there() ? worker_->counts() : counted_; }
 bool BlockFile::is_direct() const noexcept { return !is_there() || worker_->is_direct(); }
 const std::string& BlockFile::method() const noexcept {
   static const std::string none;

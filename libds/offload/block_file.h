@@ -24,14 +24,15 @@ struct IoOptions {
 struct FileCounts {
   i64 read_bytes = 0, written_bytes = 0;
   double waited_s = 0;  // for them
+  double busy_s = 0;    // in which some of them were under way
   friend FileCounts operator+(const FileCounts& a, const FileCounts& b) noexcept {
-    return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.waited_s + b.waited_s};
+    return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.waited_s + b.waited_s,
+            a.busy_s + b.busy_s};
   }
-  friend FileCounts operator-(const FileCounts& a, const FileCounts& b) noexcept {
-    return {a.read_bytes - b.read_bytes, a.written_bytes - b.written_bytes, a.waited_s - b.waited_s};
-  }
+  friend FileCounts operator-(const FileCounts& a, const FileCounts& b) noexcept { return a + (-1 * b); }
   friend FileCounts operator*(i64 n, const FileCounts& a) noexcept {
-    return {n * a.read_bytes, n * a.written_bytes, static_cast<double>(n) * a.waited_s};
+    const double times = static_cast<double>(n);
+    return {n * a.read_bytes, n * a.written_bytes, times * a.waited_s, times * a.busy_s};
   }
 };
 
@@ -67,7 +68,7 @@ class BlockFile {
   void fail(std::exception_ptr why) noexcept;
   void throw_if_failed() const;
 
-  const FileCounts& counts() const noexcept;
+  FileCounts counts() const noexcept;
   // For people: "io_uring, direct", "4 threads, through the page cache".
   const std::string& method() const noexcept;
   // Why the system refuses io_uring; empty: it does not, or was not asked.

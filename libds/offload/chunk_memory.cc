@@ -17,11 +17,12 @@ i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) n
 
 }  // namespace
 
-HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger)
+HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger,
+                       Tag tag)
     : layout_(layout),
       on_device_(on_device),
       first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
-      memory_(device_buffer(host, ledger, Tag::Host, layout.bytes() - layout.begin_of(on_device))) {}
+      memory_(device_buffer(host, ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
 
 i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
   return layout.begin_of(options.resident);

@@ -30,7 +30,8 @@ class ChunkMemory {
 // All of them in memory of the host, but for the first ones, which are in that of the device.
 class HostChunks final : public ChunkMemory {
  public:
-  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger);
+  // tag: of what is in memory of the host.
+  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger, Tag tag);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
   char* take(i64 chunk, bool) override {
     const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();

@@ -23,7 +23,7 @@ ChunkedStates::ChunkedStates(Parts parts, i64 most, const UpdateHost& host, cons
   place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, states * place_bytes_);
   if (host.apart) {
     gradients_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * 4);
-    params_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.params.work()));
+    params_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.work));
     factors_.reserve(parts_.layout.of_params().size());
   }
   items_.reserve(chunks_.parts().size());
@@ -88,17 +88,18 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
                                     zero::VerdictHandle& verdict) {
   const bool directs = makes_direction(spec.params.rule);
   // A rounded parameter is written as a whole; one that is its own master is read.
-  const zero::LeaseTo param_access = directs                              ? zero::LeaseTo::Read
-                                     : parts_.params.work() == DType::F32 ? zero::LeaseTo::Write
-                                                                          : zero::LeaseTo::Fill;
+  const zero::LeaseTo param_access = directs                     ? zero::LeaseTo::Read
+                                     : parts_.work == DType::F32 ? zero::LeaseTo::Write
+                                                                 : zero::LeaseTo::Fill;
+  Device& device = host_.apart ? parts_.device : host_.device;
   size_t next = 0;
   zero::run_pass(
-      parts_.device.ops(), parts_.device.stream(), tile_of(items), spec, verdict.on_device(),
+      device.ops(), device.stream(), tile_of(items), spec, verdict.on_device(),
       [&](const zero::Piece& piece) {
         const ChunkPart& part = items[next++].part;
         void* const param = leases_.emplace_back(parts_.params.lease(piece, param_access)).data();
         zero::TierLease& gradient =
-            leases_.emplace_back(parts_.gradient(piece, directs ? zero::LeaseTo::Write : zero::LeaseTo::Read));
+            leases_.emplace_back(parts_.gradients.lease(piece, directs ? zero::LeaseTo::Write : zero::LeaseTo::Read));
         return tensor(piece, state(part, memory, param), gradient.values());
       },
       tensors_);
@@ -108,8 +109,8 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
 void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, const UpdateSpec& spec,
                                    zero::VerdictHandle& verdict) {
   Device& device = parts_.device;
-  const bool directs = makes_direction(spec.params.rule), own_master = parts_.params.work() == DType::F32;
-  const i64 width = dtype_bytes(parts_.params.work());
+  const bool directs = makes_direction(spec.params.rule), own_master = parts_.work == DType::F32;
+  const i64 width = dtype_bytes(parts_.work);
   // Calls visit(piece, its gradient, its parameter), in memory of the host: where they stay, or brought there.
   struct Place {
     void* data;
@@ -120,13 +121,14 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
     i64 at = 0;
     for (const Item& i : items) {
       const zero::Piece& p = i.part.piece;
-      visit(p, place(parts_.gradient_on_host(p), gradients_.as<char>().data() + at * 4),
+      visit(p, place(parts_.gradients.on_host(p), gradients_.as<char>().data() + at * 4),
             place(parts_.params.on_host(p), params_.as<char>().data() + at * width));
       at += p.count;
     }
   };
   for_each([&](const zero::Piece& p, Place gradient, Place param) {
-    if (!gradient.stays) device.download(gradient.data, parts_.gradient(p, zero::LeaseTo::Read).data(), p.count * 4);
+    if (!gradient.stays)
+      device.download(gradient.data, parts_.gradients.lease(p, zero::LeaseTo::Read).data(), p.count * 4);
     if (own_master && !param.stays)
       device.download(param.data, parts_.params.lease(p, zero::LeaseTo::Read).data(), p.count * width);
   });
@@ -143,7 +145,7 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
   zero::run_pass(
       host_.device.ops(), host_.device.stream(), tile_of(items), here, &verdict.resolve(),
       [&](const zero::Piece& piece) {
-        const Place gradient = place(parts_.gradient_on_host(piece), gradients_.as<char>().data() + at * 4);
+        const Place gradient = place(parts_.gradients.on_host(piece), gradients_.as<char>().data() + at * 4);
         const Place param = place(parts_.params.on_host(piece), params_.as<char>().data() + at * width);
         at += piece.count;
         return tensor(piece, state(items[next++].part, memory, param.data), static_cast<float*>(gradient.data));
@@ -151,7 +153,7 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
       tensors_);
   for_each([&](const zero::Piece& p, Place gradient, Place param) {
     if (directs && !gradient.stays) {
-      device.upload(parts_.gradient(p, zero::LeaseTo::Fill).data(), gradient.data, p.count * 4);
+      device.upload(parts_.gradients.lease(p, zero::LeaseTo::Fill).data(), gradient.data, p.count * 4);
     } else if (!directs && !param.stays) {
       device.upload(parts_.params.lease(p, zero::LeaseTo::Fill).data(), param.data, p.count * width);
     }
@@ -165,7 +167,7 @@ void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
     if (host_.apart && !memory_->on_device(chunk)) return update_on_host(items, memory, spec, verdict);
     if (all_at_once()) return update_in_place(items, memory, spec, verdict);
     for (size_t i = 0; i < items.size(); ++i) {
-      if (i + 1 < items.size()) parts_.expect_gradient(items[i + 1].part.piece);
+      if (i + 1 < items.size()) parts_.gradients.expect(items[i + 1].part.piece);
       update_in_place(items.subspan(i, 1), memory, spec, verdict);
     }
   });

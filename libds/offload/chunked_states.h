@@ -27,7 +27,7 @@ class ChunkedStates final : public zero::StateStore {
   ChunkedStates(Parts parts, i64 most, const UpdateHost& host, const MakeChunks& make);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
   void for_each_master(zero::Tile tile, Visit visit) override;
-  void settle(zero::VerdictHandle&) override {}
+  void settle(zero::VerdictHandle&, i64) override {}
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
   bool in_place() const noexcept override { return false; }
 

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstring>
 
+#include "base/clock.h"
 #include "config/optimizer.h"
 #include "ds/kernels/state_codes.h"
 #include "ds/nearest.h"
@@ -18,13 +19,11 @@
 namespace ds::offload {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 template <class F>
 double seconds_of(F&& f) {
   const Clock::time_point start = Clock::now();
   f();
-  return std::chrono::duration<double>(Clock::now() - start).count();
+  return seconds_since(start);
 }
 
 template <class F>

@@ -20,6 +20,9 @@ Settings settings_of(const Config& config, DeviceKind device) {
   const auto several = [](const UpdateConfig& u) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
+  DS_CHECK(device == DeviceKind::Cpu || !s.states.delayed_update || s.states.ratio >= 1, Errc::Unavailable,
+           "zero_optimization.offload_optimizer.delayed_update: on a GPU, with ratio 1 alone: what the GPU updates "
+           "itself is not delayed");
   s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
   DS_CHECK(device == DeviceKind::Cpu || s.params.device != OffloadDevice::Nvme, Errc::Unavailable,
            "zero_optimization.offload_param.device \"nvme\" is not supported on GPUs yet; \"cpu\" is");
@@ -63,18 +66,14 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
     if (what == For::Run) link_ = std::make_unique<ServerLink>(settings.states.name, rank);
     make_served_tiers();
   }
-  const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = settings.device != DeviceKind::Cpu;
-  const bool states = nvme || (apart && settings.states.device == OffloadDevice::Cpu);
-  if (apart && what == For::Run && (states || settings.params.device != OffloadDevice::None))
+  const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = is_apart();
+  const bool delayed = settings.states.delayed_update;
+  const bool states = nvme || delayed || (apart && settings.states.device == OffloadDevice::Cpu);
+  if (what == For::Run && (delayed || (apart && (states || settings.params.device != OffloadDevice::None))))
     host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
   if (states) {
-    tiers_.states = [this, apart](zero::StateStore::Parts parts) {
-      Device& host = host_ ? *host_ : parts.device;
-      return std::make_unique<ChunkedStates>(
-          std::move(parts), settings_.tile, UpdateHost{host, apart},
-          [this, &host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
-            return make_chunks(layout, device, host, ledger);
-          });
+    tiers_.states = [this, delayed](zero::StateStore::Parts parts) {
+      return delayed ? make_delayed(std::move(parts)) : make_chunked(std::move(parts));
     };
     // One that is added to or read, and one that goes.
     if (nvme && !apart && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
@@ -85,9 +84,32 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
   if (apart && settings.states.gradients) tiers_.grads = make_host_array();
 }
 
+std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
+  Device& computes = host(parts.device);
+  return std::make_unique<ChunkedStates>(
+      std::move(parts), settings_.tile, UpdateHost{computes, is_apart()},
+      [this, &computes](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
+        return make_chunks(layout, device, computes, ledger);
+      });
+}
+
+std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts parts) {
+  const size_t file = of_states_.size();  // the tier's, where it has one
+  DelayedStates::Options options{
+      .host = host(parts.device),
+      .tag = host_tag(),
+      .from = settings_.states.delayed_update_start,
+      .beside = for_ == For::Run,
+      .moved = [this, file] { return file < of_states_.size() ? of_states_[file]->counts() : FileCounts{}; }};
+  auto made = std::make_unique<DelayedStates>(
+      std::move(parts), [this](zero::StateStore::Parts inner) { return make_chunked(std::move(inner)); }, options);
+  delayed_.push_back(made.get());
+  return made;
+}
+
 zero::MakeArray Offload::make_host_array() {
   return [this](Device& device, MemoryLedger& ledger, Tag, i64 bytes, i64 most) {
-    return std::make_unique<HostArray>(device, host_ ? *host_ : device, ledger, bytes, most);
+    return std::make_unique<HostArray>(device, host(device), ledger, bytes, most);
   };
 }
 
@@ -134,10 +156,11 @@ std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Dev
   const OffloadOptimizerConfig& c = settings_.states;
   // As DeepSpeed's Twin-Flow divides its groups.
   const i64 resident = static_cast<i64>((1 - c.ratio) * static_cast<double>(std::ssize(layout.chunks())));
-  if (c.device == OffloadDevice::Cpu) return std::make_unique<HostChunks>(layout, resident, device, host, ledger);
+  if (c.device == OffloadDevice::Cpu)
+    return std::make_unique<HostChunks>(layout, resident, device, host, ledger, host_tag());
   FileChunks::Options options{.dir = for_ == For::Prediction ? "" : c.nvme_path,
                               .io = io(),
-                              .tag = settings_.device == DeviceKind::Cpu ? Tag::Offload : Tag::Host,
+                              .tag = host_tag(),
                               .windows = c.buffer_count,
                               .resident = resident,
                               .read_ahead = c.pipeline_read,
@@ -177,7 +200,12 @@ FileCounts sum_of(const std::vector<const BlockFile*>& files) {
 
 }  // namespace
 
-FileCounts Offload::moved_states() const noexcept { return sum_of(of_states_) + by_server_; }
+// Of updates that run beside a step, what is known when they have ended.
+FileCounts Offload::moved_states() const noexcept {
+  FileCounts sum = delayed_.empty() ? sum_of(of_states_) + by_server_ : FileCounts{};
+  for (const DelayedStates* states : delayed_) sum = sum + states->moved();
+  return sum;
+}
 FileCounts Offload::moved() const noexcept { return moved_states() + sum_of(of_arrays_); }
 
 const BlockFile* Offload::any_file() const noexcept {

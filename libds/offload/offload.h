@@ -6,6 +6,7 @@
 
 #include "ds/config.h"
 #include "offload/chunked_states.h"
+#include "offload/delayed_states.h"
 #include "offload/file_array.h"
 #include "offload/host_array.h"
 #include "offload/served_states.h"
@@ -62,6 +63,12 @@ class Offload {
  private:
   IoOptions io() const noexcept;
   void make_served_tiers();
+  std::unique_ptr<zero::StateStore> make_chunked(zero::StateStore::Parts parts);
+  std::unique_ptr<zero::StateStore> make_delayed(zero::StateStore::Parts parts);
+  Device& host(Device& device) const noexcept { return host_ ? *host_ : device; }
+  bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
+  // Of what is in memory of the host for being offloaded.
+  Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }
   zero::MakeArray make_host_array();
   std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, Device& host,
                                            MemoryLedger& ledger);
@@ -72,11 +79,12 @@ class Offload {
 
   const Settings settings_;
   const For for_;
-  std::unique_ptr<Device> host_;  // of a run whose device is another
+  std::unique_ptr<Device> host_;  // of a run whose device is another, or busy while updates run
   zero::Tiers tiers_;
   MemoryLedger files_;
   std::vector<Buffer> in_files_;  // counts of files_, without memory
   std::vector<const BlockFile*> of_states_, of_arrays_;
+  std::vector<const DelayedStates*> delayed_;  // of the shards, where updates are delayed
   std::unique_ptr<ServerLink> link_;
   std::vector<ServedStates*> served_;  // of the shards
   // Of the shards that are being made: the memory of their gradients, which the server has, too; null in a prediction.

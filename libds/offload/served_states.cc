@@ -15,7 +15,7 @@ ServedStates::ServedStates(Parts parts, const Options& options)
     : StateStore(std::move(parts)),
       chunks_(parts_.held, parts_.layout, options.most, ChunkLayout::Masters::Always),
       options_(options),
-      own_masters_(parts_.params.work() == DType::F32),
+      own_masters_(parts_.work == DType::F32),
       offset_of_(parts_.layout.of_params().size()) {
   i64 elems = 0;
   for (const zero::Piece& piece : parts_.held) {
@@ -32,7 +32,7 @@ ServedStates::ServedStates(Parts parts, const Options& options)
     bytes += align_up(lease_elems_ * 4 + state_blocks(lease_elems_) * 4, kLine);
   }
   work_at_ = bytes;
-  bytes += elems * dtype_bytes(parts_.params.work());
+  bytes += elems * dtype_bytes(parts_.work);
   gradients_at_ = bytes;
   if (!options.shares_gradients) bytes += elems * 4;
   if (options.link != nullptr) segment_ = &options.link->new_segment(bytes);
@@ -41,7 +41,7 @@ ServedStates::ServedStates(Parts parts, const Options& options)
 }
 
 ServedSet ServedStates::describe() const {
-  ServedSet set{.work = parts_.params.work(), .elems = lease_elems_, .places = places_};
+  ServedSet set{.work = parts_.work, .elems = lease_elems_, .places = places_};
   set.window = segment_->path();
   set.window_bytes = segment_->bytes();
   if (options_.gradients != nullptr) {
@@ -54,7 +54,7 @@ ServedSet ServedStates::describe() const {
     p.param = part.piece.param, p.begin = part.piece.begin, p.count = part.piece.count, p.chunk = part.chunk;
     p.work = work_of(part.piece) - window();
     if (options_.gradients != nullptr) {
-      const zero::TierLease lease = parts_.gradient(part.piece, zero::LeaseTo::Read);
+      const zero::TierLease lease = parts_.gradients.lease(part.piece, zero::LeaseTo::Read);
       DS_ASSERT(options_.gradients->contains(lease.data()));
       p.gradient = static_cast<char*>(lease.data()) - options_.gradients->data();
     } else {
@@ -106,7 +106,7 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
     if (options_.shares_gradients) return;
     for (const zero::TilePiece& p : tile) {
       zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
-        visit(gradient_of(part), parts_.gradient(part, access).data(), part.count * 4);
+        visit(gradient_of(part), parts_.gradients.lease(part, access).data(), part.count * 4);
       });
     }
   };
@@ -145,7 +145,7 @@ void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
       tensors_);
 }
 
-void ServedStates::settle(zero::VerdictHandle& verdict) {
+void ServedStates::settle(zero::VerdictHandle& verdict, i64) {
   if (options_.link == nullptr) return bring_params();
   const double before = options_.link->waited_s();
   options_.link->settle(verdict.resolve(), [this] { bring_params(); });
@@ -156,7 +156,7 @@ void ServedStates::bring_params() {
   for (const zero::Tile tile : changed_) {
     for (const zero::TilePiece& p : tile) {
       zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
-        const i64 bytes = part.count * dtype_bytes(parts_.params.work());
+        const i64 bytes = part.count * dtype_bytes(parts_.work);
         options_.counts->read_bytes += bytes;
         if (options_.link != nullptr)
           parts_.device.upload(parts_.params.lease(part, zero::LeaseTo::Fill).data(), work_of(part), bytes);
@@ -187,7 +187,7 @@ void ServedStates::restore_params() {
       if (own_masters_) {
         parts_.device.copy(param.data(), master.data, part.count * 4);
       } else {
-        parts_.device.ops().cast(TensorView::of(param.data(), parts_.params.work(), {part.count}), master,
+        parts_.device.ops().cast(TensorView::of(param.data(), parts_.work, {part.count}), master,
                                  parts_.device.stream());
       }
     });

@@ -26,7 +26,7 @@ class ServedStates final : public zero::StateStore {
   ServedStates(Parts parts, const Options& options);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
   void for_each_master(zero::Tile tile, Visit visit) override;
-  void settle(zero::VerdictHandle& verdict) override;
+  void settle(zero::VerdictHandle& verdict, i64 number) override;
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
   bool in_place() const noexcept override { return false; }
   // Bytes that the server has of it, by state.
@@ -39,7 +39,7 @@ class ServedStates final : public zero::StateStore {
   char* window() const noexcept { return static_cast<char*>(window_.data()); }
   // In the window.
   char* work_of(const zero::Piece& piece) const noexcept {
-    return window() + work_at_ + (offset_of_[piece.param] + piece.begin) * dtype_bytes(parts_.params.work());
+    return window() + work_at_ + (offset_of_[piece.param] + piece.begin) * dtype_bytes(parts_.work);
   }
   float* gradient_of(const zero::Piece& piece) const noexcept {
     return reinterpret_cast<float*>(window() + gradients_at_) + offset_of_[piece.param] + piece.begin;

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <utility>
 
+#include "base/clock.h"
 #include "base/file.h"
 
 namespace ds::offload {
@@ -30,7 +31,7 @@ i64 ServerLink::add(ServedSet set) {
 
 std::string ServerLink::request(Message kind, std::string_view payload, Message reply) {
   if (failed_) std::rethrow_exception(failed_);
-  const auto start = std::chrono::steady_clock::now();
+  const Clock::time_point start = Clock::now();
   Connection::Received r{};
   try {
     try {
@@ -45,7 +46,7 @@ std::string ServerLink::request(Message kind, std::string_view payload, Message 
                                       place_.name, place_.name)));
     std::rethrow_exception(failed_);
   }
-  waited_s_ += std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  waited_s_ += seconds_since(start);
   if (r.kind == Message::Failed) {
     Unpacker in(r.payload);
     const Errc code = in.get<Errc>();

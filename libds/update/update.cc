@@ -151,7 +151,7 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
                          .states = *t.states,
                          .matrices = t.matrices.get()});
   }
-  for (const auto& s : shards_) s->states().settle(verdict);
+  for (const auto& s : shards_) s->states().settle(verdict, step.number);
 }
 
 }  // namespace ds::update

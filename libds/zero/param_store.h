@@ -11,8 +11,7 @@
 #include "comm/communicator.h"
 #include "device/device.h"
 #include "zero/gather_plan.h"
-#include "zero/layout.h"
-#include "zero/tier_array.h"
+#include "zero/piece_memory.h"
 
 namespace ds::zero {
 
@@ -33,7 +32,7 @@ class ParamLease {
   ParamStore* store_;
 };
 
-class ParamStore {
+class ParamStore final : public PieceMemory {
  public:
   struct Options {
     std::string axis = "dp";  // of the ranks: names what they send
@@ -56,13 +55,11 @@ class ParamStore {
   // Elements [first, first + count) of a segment in this rank's memory, of those that Layout::held() or a whole copy
   // covers.
   TierLease lease(const Segment& s, i64 first, i64 count, LeaseTo access) const;
-  TierLease lease(const Piece& piece, LeaseTo access) const {
+  TierLease lease(const Piece& piece, LeaseTo access) const override {
     return lease(layout_.segments()[piece.segment], piece.segment_offset, piece.count, access);
   }
-  bool in_place() const noexcept { return shards_->in_place(); }
-  // Where a piece stays, in host memory beside the device's; null: not there (TierArray::on_host).
-  void* on_host(const Piece& piece) const noexcept;
-  DType work() const noexcept { return options_.work; }
+  bool in_place() const noexcept override { return shards_->in_place(); }
+  void* on_host(const Piece& piece) const noexcept override;
 
   // Sends this rank's updated slices to all ranks that keep whole copies (nothing at stage 0).
   void publish();

@@ -17,16 +17,8 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, C
   if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads);
   StateStore::Parts parts{.layout = plan.states,
                           .params = params_,
-                          .gradient = [this](const Piece& piece, LeaseTo access) { return gradient(piece, access); },
-                          .expect_gradient =
-                              [this](const Piece& piece) {
-                                grads_->expect(plan_.grad_segment(piece.segment), piece.segment_offset, piece.count);
-                              },
-                          .gradient_on_host =
-                              [this](const Piece& piece) {
-                                return grads_->on_host(plan_.grad_segment(piece.segment), piece.segment_offset);
-                              },
-                          .gradients_in_place = !grads_ || grads_->in_place(),
+                          .gradients = gradients_,
+                          .work = plan.grads.work,
                           .device = device,
                           .ledger = ledger,
                           .held = plan.layout.held_pieces(plan.rank)};

@@ -69,15 +69,31 @@ class Shards {
   GradStore& grads() noexcept { return *grads_; }  // of who trains
   StateStore& states() noexcept { return *states_; }
   // The accumulated gradient of a piece that this rank holds.
-  TierLease gradient(const Piece& piece, LeaseTo access) const {
-    return grads_->lease(plan_.grad_segment(piece.segment), piece.segment_offset, piece.count, access);
-  }
+  TierLease gradient(const Piece& piece, LeaseTo access) const { return gradients_.lease(piece, access); }
 
  private:
+  class Gradients final : public PieceMemory {
+   public:
+    explicit Gradients(const Shards& shards) : shards_(shards) {}
+    TierLease lease(const Piece& p, LeaseTo access) const override {
+      return shards_.grads_->lease(segment(p), p.segment_offset, p.count, access);
+    }
+    void expect(const Piece& p) const override { shards_.grads_->expect(segment(p), p.segment_offset, p.count); }
+    bool in_place() const noexcept override { return !shards_.grads_ || shards_.grads_->in_place(); }
+    void* on_host(const Piece& p) const noexcept override {
+      return shards_.grads_->on_host(segment(p), p.segment_offset);
+    }
+
+   private:
+    i64 segment(const Piece& p) const noexcept { return shards_.plan_.grad_segment(p.segment); }
+    const Shards& shards_;
+  };
+
   const ShardsPlan& plan_;
   Communicator& comm_;
   ParamStore params_;
   std::optional<GradStore> grads_;
+  Gradients gradients_{*this};
   std::unique_ptr<StateStore> states_;
 };
 

@@ -8,7 +8,7 @@ StateLease::~StateLease() {
 }
 
 UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st, float* gradient) const noexcept {
-  UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.params.work(), {piece.count}),
+  UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.work, {piece.count}),
                  .master = TensorView::of(st.exact(), DType::F32, {piece.count}),
                  .states = {},
                  .grad = TensorView::of(gradient, DType::F32, {piece.count})};
@@ -65,7 +65,8 @@ void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verd
         parts_.device.ops(), parts_.device.stream(), pieces, spec, verdict.on_device(),
         [&](const Piece& piece) {
           void* const param = leases_.emplace_back(parts_.params.lease(piece, LeaseTo::Write)).data();
-          return tensor(piece, state(piece, param), leases_.emplace_back(parts_.gradient(piece, direction)).values());
+          return tensor(piece, state(piece, param),
+                        leases_.emplace_back(parts_.gradients.lease(piece, direction)).values());
         },
         tensors_);
     leases_.clear();

@@ -82,15 +82,12 @@ class StateLease : public PieceState {
 
 class StateStore {
  public:
-  // What a tier works with, for its life. gradient(piece): its accumulators.
+  // What a tier works with, for its life.
   struct Parts {
     const StateLayout& layout;
-    const ParamStore& params;
-    std::function<TierLease(const Piece&, LeaseTo)> gradient;
-    std::function<void(const Piece&)> expect_gradient;  // that it will be asked for
-    std::function<float*(const Piece&)>
-        gradient_on_host;  // where it stays, in host memory beside the device's, or null
-    bool gradients_in_place = true;
+    const PieceMemory& params;     // in the work dtype
+    const PieceMemory& gradients;  // fp32 sums
+    DType work = DType::F32;
     Device& device;
     MemoryLedger& ledger;
     std::vector<Piece> held;  // of this rank: the most that a tile has
@@ -106,8 +103,12 @@ class StateStore {
   // left it.
   using Visit = FunctionRef<void(const TilePiece&, TensorView)>;
   virtual void for_each_master(Tile tile, Visit visit) = 0;
-  // After the last pass of a step.
-  virtual void settle(VerdictHandle& verdict) = 0;
+  // After the last pass of a step. number: of its update, from 1.
+  virtual void settle(VerdictHandle& verdict, i64 number) = 0;
+  // Whether a step's update may be done later than settle() says, as on all ranks. After finish() masters, states and
+  // this rank's parameters are those of all steps so far; other ranks still have to get them.
+  virtual bool is_delayed() const noexcept { return false; }
+  virtual void finish() {}
 
   // The state of a piece of at most kLeaseElems elements; between steps. A lease that is not in place is a copy.
   static constexpr i64 kLeaseElems = i64{1} << 20;
@@ -120,7 +121,7 @@ class StateStore {
   virtual void end_lease(const Piece& piece, LeaseTo access, const PieceState& state) noexcept = 0;
 
   // Whether an update can have all gradients and parameters of a tile at once, or one part after the other.
-  bool all_at_once() const noexcept { return parts_.gradients_in_place && parts_.params.in_place(); }
+  bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.in_place(); }
   // What a pass sees of a piece whose state and gradient are there.
   UpdateTensor tensor(const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 
@@ -135,7 +136,7 @@ class DeviceStates final : public StateStore {
   explicit DeviceStates(Parts parts);
   void update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) override;
   void for_each_master(Tile tile, Visit visit) override;
-  void settle(VerdictHandle&) override {}
+  void settle(VerdictHandle&, i64) override {}
   StateLease lease(const Piece& piece, LeaseTo access) override;
   bool in_place() const noexcept override { return parts_.params.in_place(); }
 

@@ -61,7 +61,7 @@ setup() {
   assert_line --regexp '^  optimizer +[0-9.]+ .iB of each rank with the server$'
   refute_line --partial "without what is copied"
   run -0 --separate-stderr ds-train cfg.json --out away "$@"
-  assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for \(.+\)$'
+  assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for, [0-9]+ % hidden \(.+\)$'
   python3 - away/metrics.jsonl <<'PYTHON'
 import json, sys
 lines = [json.loads(line) for line in open(sys.argv[1])]
@@ -69,6 +69,7 @@ steps = [line for line in lines if line["type"] == "step"]
 assert len(steps) == 12
 for s in steps[1:]:
     assert s["offload"]["read_bytes"] > 0 and s["offload"]["written_bytes"] > 0 and s["offload"]["wait_ms"] >= 0
+    assert 0 <= s["offload"]["hidden"] <= 1
     assert "master" not in s["memory_bytes"] and "optimizer" not in s["memory_bytes"]
 PYTHON
 }
@@ -102,9 +103,38 @@ PYTHON
     refused 4 'No such file or directory' --set zero_optimization.offload_optimizer.device=nvme \
       --set zero_optimization.offload_optimizer.nvme_path=nowhere $check
   done
+  refused 2 'delayed_update: needs' --set zero_optimization.offload_optimizer.delayed_update=true
+  refused 4 'LAMB and Muon' --set optimizer.type=Lamb --set "zero_optimization.offload_optimizer=$nvme" \
+    --set zero_optimization.offload_optimizer.delayed_update=true
   refused 4 'Muon looks at all gradients' --set optimizer.type=Muon --set "zero_optimization.offload_optimizer=$nvme" \
     --set zero_optimization.offload_optimizer.gradients=true
   refused 4 'super_offload' --set zero_optimization.offload_optimizer.super_offload=true
+}
+
+@test "delayed updates: the same losses wherever states are, on any ranks, and after a kill" {
+  set -- --set save.every=5 --set zero_optimization.offload_optimizer.delayed_update=true \
+    --set zero_optimization.offload_optimizer.delayed_update_start=3
+  ds-train cfg.json --out plain --quiet --set save.every=5
+  ds-train cfg.json --out memory --quiet --set zero_optimization.offload_optimizer.device=cpu "$@"
+  assert_equal "$(losses memory | head -3)" "$(losses plain | head -3)" # the update of step 3 is the first that is late
+  [[ "$(losses memory | sed -n 4p)" != "$(losses plain | sed -n 4p)" ]]
+  set -- --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.sub_group_size=4096 "$@"
+  for ranks in 1 2 4; do
+    ds-launch -n "$ranks" ds-train cfg.json --out "file$ranks" --quiet --set zero_optimization.stage=$((ranks == 4 ? 3 : ranks)) "$@"
+    assert_equal "$(losses "file$ranks")" "$(losses memory)"
+  done
+  merged memory memory.safetensors
+  merged file4 file.safetensors
+  cmp memory.safetensors file.safetensors
+  ds-launch -n 2 ds-train cfg.json --out killed --quiet --set steps=100000 "$@" &
+  until_true 60 steps_at_least killed 17
+  ranks_here | xargs kill -9
+  wait || true
+  assert_equal "$(ls -A disk)" ""
+  steps=$(($(losses killed | wc -l) + 12))
+  ds-train cfg.json --out killed --quiet --resume latest --steps "$steps" --set steps=100000 "$@"
+  ds-train cfg.json --out whole --quiet --set steps="$steps" "$@"
+  assert_equal "$(losses killed | head -n $((steps - 1)))" "$(losses whole | head -n $((steps - 1)))"
 }
 
 @test "a run that is killed leaves no file" {

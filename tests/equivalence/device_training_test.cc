@@ -129,6 +129,33 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
   }
 }
 
+// Waited for after each step, updates are those of the device; late, they are the same wherever the states are.
+TEST_P(DeviceTraining, OffloadDelaysUpdates) {
+  const TempDirectory dir;
+  const Hooks finish = {.after_step = [](engine::Engine& engine, i64) { engine.finish_updates(); }};
+  for (const i64 stage : {1, 3}) {
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, stage);
+    if (stage == 1) c.optimizer.type = OptimizerType::AdamW8bit;
+    const Trace plain = train(c, 2);
+    c.zero.sub_group_size = 2 * kStateBlock;
+    c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true, .delayed_update_start = 2};
+    Config file = c, arrays = c;
+    file.zero.offload_optimizer.device = OffloadDevice::Nvme;
+    file.zero.offload_optimizer.nvme_path = dir.path();
+    arrays.zero.offload_optimizer.gradients = true;
+    if (stage == 3) arrays.zero.offload_param.device = OffloadDevice::Cpu;
+    const Trace late = train(c, 2);
+    EXPECT_NE(late.losses.back(), plain.losses.back());
+    for (const Config& o : {c, file, arrays}) {
+      expect_same_training(train(o, 2, finish), plain, fmt::format("stage {}: finished", stage));
+      const Trace got = train(o, 2);
+      expect_same_training(got, late, fmt::format("stage {}: late", stage));
+      for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
+        EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+    }
+  }
+}
+
 TEST_P(DeviceTraining, GraphsChangeNoBit) {
   for (const i64 stage : {0, 3}) {
     Config config = config_of(tiny_llama(), GetParam(), 1, 2, stage);

@@ -37,7 +37,7 @@ class MovedStates final : public zero::StateStore {
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override {
     if (versions_ == 1 && !verdict.resolve().finite) return;  // nothing that came back would be kept
     for_each_tile(tile, [&](const zero::TilePiece& p) {
-      const PieceStateHere here(*this, p.piece, parts_.gradient(p.piece, zero::LeaseTo::Write));
+      const PieceStateHere here(*this, p.piece, parts_.gradients.lease(p.piece, zero::LeaseTo::Write));
       const bool ahead = versions_ == 2 && here.state[State::Master] != nullptr;
       if (ahead) guess(verdict);
       zero::run_pass(
@@ -62,12 +62,12 @@ class MovedStates final : public zero::StateStore {
   }
 
   // The next version becomes the one that counts, or nobody ever sees it.
-  void settle(zero::VerdictHandle& verdict) override {
+  void settle(zero::VerdictHandle& verdict, i64) override {
     const bool keep = verdict.resolve().finite;
     for (const zero::Piece& piece : unpublished_) {
       if (!keep) break;
       const PieceStateHere here(*this, piece);
-      parts_.device.ops().cast(TensorView::of(here.state[State::Param], parts_.params.work(), {piece.count}),
+      parts_.device.ops().cast(TensorView::of(here.state[State::Param], parts_.work, {piece.count}),
                                TensorView::of(here.state.exact(), DType::F32, {piece.count}), parts_.device.stream());
     }
     unpublished_.clear();

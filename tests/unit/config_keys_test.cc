@@ -89,6 +89,8 @@ struct Moved {
                                                                       : "cpu",
                 stage);
     }
+    if (key.path.ends_with("delayed_update_start"))
+      set.push_back("zero_optimization.offload_optimizer.delayed_update=true");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,

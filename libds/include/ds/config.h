@@ -106,6 +106,9 @@ struct OffloadOptimizerConfig {  // masters and states of optimizers
   bool pipeline_write = true;  // Nvme: tiles are written while others are updated
   double ratio = 1;            // Nvme: the share of the tiles that is in the file; the others stay in memory
   bool gradients = false;      // Nvme: fp32 sums of gradients are in a file, too
+  // Cpu, Nvme: updates run beside the next step, from update number `start` on.
+  bool delayed_update = false;
+  i64 delayed_update_start = 40;
 };
 struct OffloadParamConfig {  // slices of parameters
   OffloadDevice device = OffloadDevice::None;

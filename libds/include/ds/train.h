@@ -88,7 +88,13 @@ struct RunOptions {
 // Between a rank and the files of what it offloads.
 struct OffloadTraffic {
   i64 read_bytes = 0, written_bytes = 0;
-  double wait_ms = 0;  // of the rank for them; the rest is hidden behind its work
+  double wait_ms = 0;  // of the rank for them
+  double busy_ms = 0;  // in which some of it was under way; 0: not known
+  // The share that was hidden behind the rank's work; nothing: not known.
+  std::optional<double> hidden() const noexcept {
+    if (busy_ms <= 0) return std::nullopt;
+    return wait_ms < busy_ms ? 1 - wait_ms / busy_ms : 0.0;
+  }
 };
 
 struct StepRecord {
