@@ -58,8 +58,11 @@ inline constexpr std::array kEnumNames<CommBackend> = {
     EnumName{"shm+mpi", u8(CommBackend::Composed)}, EnumName{"nccl", u8(CommBackend::Nccl)}};
 template <>
 inline constexpr std::array kEnumNames<PipelineSchedule> = {
-    EnumName{"naive", u8(PipelineSchedule::Naive)}, EnumName{"gpipe", u8(PipelineSchedule::GPipe)},
-    EnumName{"1f1b", u8(PipelineSchedule::OneFOneB)}, EnumName{"interleaved", u8(PipelineSchedule::Interleaved)},
+    EnumName{"naive", u8(PipelineSchedule::Naive)},
+    EnumName{"gpipe", u8(PipelineSchedule::GPipe)},
+    EnumName{"1f1b", u8(PipelineSchedule::OneFOneB)},
+    EnumName{"interleaved", u8(PipelineSchedule::Interleaved)},
+    EnumName{"breadth-first", u8(PipelineSchedule::BreadthFirst)},
     EnumName{"zb-h1", u8(PipelineSchedule::ZeroBubbleH1)}};
 template <>
 inline constexpr std::array kEnumNames<SequenceParallelMode> = {EnumName{"ulysses", u8(SequenceParallelMode::Ulysses)},

@@ -74,7 +74,7 @@ void check_planned(const Config& c, bool passes, Reader& r) {
     r.error(kStages,
             fmt::format("{} stages of {} layers are not planned: their product is at most {}", p, layers, kMost));
   if (!passes || r.broken(kAccumulation)) return;
-  if (p * v * m > kMost && p > 1)
+  if (p * v * m > kMost && p * v > 1)
     r.error(kAccumulation, fmt::format("{} micro-batches in {} stages{} are not planned: their product is at most {}",
                                        m, p, v > 1 ? fmt::format(" of {} parts", v) : "", kMost));
   else if (c.zero.stage == 3 && m * layers > kMost)
@@ -95,16 +95,23 @@ std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
   if (p < 1) return fmt::format("{} {}: there must be at least 1", kStages, p);
   if (m < 1) return fmt::format("{} {}: there must be at least 1", kAccumulation, m);
   if (c.virtual_stages < 1) return fmt::format("{} {}: there must be at least 1", kVirtual, c.virtual_stages);
-  if (c.schedule != PipelineSchedule::Interleaved) {
+  const bool interleaved = c.schedule == PipelineSchedule::Interleaved;
+  if (!interleaved && c.schedule != PipelineSchedule::BreadthFirst) {
     if (c.virtual_stages == 1) return {};
-    return fmt::format("{} {}: {} {} takes 1; \"interleaved\" takes more", kVirtual, c.virtual_stages, kSchedule, name);
+    return fmt::format("{} {}: {} {} takes 1; \"interleaved\" and \"breadth-first\" take more", kVirtual,
+                       c.virtual_stages, kSchedule, name);
   }
-  if (p < 2) return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kStages, p);
+  if (!interleaved && p > 1) {
+    return fmt::format("{} {}: {} is {}, it takes 1; \"interleaved\" has chunks of several", kSchedule, name, kStages,
+                       p);
+  }
+  if (interleaved && p < 2)
+    return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kStages, p);
   if (c.virtual_stages < 2) {
     return fmt::format("{} {}: {} is {}, it takes 2 or more; \"1f1b\" takes 1", kSchedule, name, kVirtual,
                        c.virtual_stages);
   }
-  if (m % p == 0) return {};
+  if (!interleaved || m % p == 0) return {};
   return fmt::format("{} {}: {} {} is no multiple of the {} {}; {} would do", kSchedule, name, kAccumulation, m, p,
                      kStages, multiples(m, p));
 }
@@ -200,10 +207,10 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
     }
   }
   if (const std::string why = partition_problem(c.pipeline.partition); !why.empty()) r.error(kPartition, why);
-  if (p == 1 && has_steps) {
+  if (p == 1 && has_steps && c.pipeline.schedule != PipelineSchedule::Interleaved &&
+      c.pipeline.schedule != PipelineSchedule::BreadthFirst) {
     for (const std::string_view key : {kSchedule, kPartition}) {
-      if (r.given(key) && !(key == kSchedule && c.pipeline.schedule == PipelineSchedule::Interleaved))
-        r.warning(key, fmt::format("has no effect: {} is 1", kStages));
+      if (r.given(key)) r.warning(key, fmt::format("has no effect: {} is 1", kStages));
     }
   }
   if (c.tensor_parallel.sequence_parallel && t == 1 && has_steps)

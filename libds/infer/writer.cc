@@ -150,21 +150,22 @@ class Writer {
     model::PassContext ctx = stage_.context(memory_, {.mode = Mode::Generate, .B = B, .T = T});
     std::vector<model::KvCache*> caches(sequences.size());
     ctx.caches = caches;
+    TensorView x{};
     for (size_t c = 0; c < plan_.chunks.size(); ++c) {
       const report::ChunkPlan& chunk = plan_.chunks[c];
       model::ActivationPlanner planner({.working = working_.data(), .temporary = temporary_.data()});
       const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
       DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
                 planner.temporary_bytes() <= planned_.temporary_bytes);
-      TensorView x{};
-      if (!chunk.first) {
+      if (!chunk.first && !plan_.hands_over) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
         stage_.mesh().activations().recv(x.data, x.bytes(), stage_.previous(), "pp.recv").wait();
       }
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
-      if (!chunk.last) stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
+      if (!chunk.last && !plan_.hands_over)
+        stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
     }
   }
 

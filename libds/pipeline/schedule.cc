@@ -13,10 +13,11 @@ struct Position {
 };
 
 // The k-th forward pass of a stage: micro-batches go in groups of as many as there are stages, each group through chunk
-// after chunk. The last group may be smaller. With one chunk this is micro-batch k.
+// after chunk. The last group may be smaller. With one chunk this is micro-batch k; breadth first, all are one group.
 Position forward_position(const ScheduleOptions& o, i64 k) {
-  const i64 per_group = i64{o.stages} * o.chunks, first = k / per_group * o.stages;
-  const i64 group = std::min<i64>(o.stages, o.micro_batches - first), at = k % per_group;
+  const i64 most = o.kind == ScheduleKind::BreadthFirst ? o.micro_batches : o.stages;
+  const i64 per_group = most * o.chunks, first = k / per_group * most;
+  const i64 group = std::min<i64>(most, o.micro_batches - first), at = k % per_group;
   return {first + at % group, at / group};
 }
 
@@ -26,7 +27,8 @@ i64 num_warmup(const ScheduleOptions& o, i64 passes) {
   const i64 later_stages = o.stages - o.stage - 1;
   switch (o.kind) {
     case ScheduleKind::Naive: return 0;
-    case ScheduleKind::GPipe: return passes;
+    case ScheduleKind::GPipe:
+    case ScheduleKind::BreadthFirst: return passes;
     case ScheduleKind::OneFOneB:
     case ScheduleKind::ZeroBubbleH1: return std::min(later_stages, passes);
     case ScheduleKind::Interleaved: return std::min(2 * later_stages + (o.chunks - 1) * i64{o.stages}, passes);
@@ -68,14 +70,14 @@ std::vector<Instr> with_transfers(const std::vector<Instr>& order, int stages, i
     const auto add = [&](bool needed, Op op) {
       if (needed) schedule.push_back({op, pass.micro, pass.chunk});
     };
-    const bool forward = pass.op == Op::Forward;
+    const bool forward = pass.op == Op::Forward, others = stages > 1;
     const bool input_grad = pass.op == Op::Backward || pass.op == Op::BackwardInput;
-    add(forward && (block == 0 || block == last), Op::Load);
-    add(forward && block > 0, Op::RecvActivation);
-    add(input_grad && block < last, Op::RecvGrad);
+    add(forward && (block == 0 || (block == last && others)), Op::Load);
+    add(forward && block > 0 && others, Op::RecvActivation);
+    add(input_grad && block < last && others, Op::RecvGrad);
     schedule.push_back(pass);
-    add(forward && block < last, Op::SendActivation);
-    add(input_grad && block > 0, Op::SendGrad);
+    add(forward && block < last && others, Op::SendActivation);
+    add(input_grad && block > 0 && others, Op::SendGrad);
   }
   return schedule;
 }
@@ -112,7 +114,7 @@ std::vector<Instr> make_schedule(const ScheduleOptions& options) {
 }
 
 std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, int chunks) {
-  DS_ASSERT(stage >= 0 && stage < stages && micro_batches >= 0 && chunks >= 1 && (chunks == 1 || stages > 1));
+  DS_ASSERT(stage >= 0 && stage < stages && micro_batches >= 0 && chunks >= 1);
   const ScheduleOptions o{.stages = stages, .stage = stage, .micro_batches = micro_batches, .chunks = chunks};
   std::vector<Instr> order;
   for (i64 k = 0; k < micro_batches * chunks; ++k) {

@@ -12,6 +12,8 @@
 //   Interleaved   1F1B over several chunks per stage (Narayanan et al. 2021, "Efficient large-scale ...", section 2.2)
 //   ZeroBubbleH1  1F1B whose backward passes are split in two (Qi et al. 2023, section 2.2): the gradient of the input,
 //                 which the previous stage waits for, at once; that of the weights stage micro-batches later
+//   BreadthFirst  on one stage: all micro-batches through a chunk before the next one, whose parameters are so gathered
+//                 once for all of them (Lamy-Poirier 2022, "Breadth-first pipeline parallelism")
 // In each, a chunk's micro-batches are added to its gradients in ascending order, so that the schedule does not
 // move a bit of them.
 
@@ -52,7 +54,7 @@ struct ScheduleOptions {
   ScheduleKind kind = ScheduleKind::OneFOneB;
   int stages = 1, stage = 0;
   i64 micro_batches = 1;
-  int chunks = 1;  // per stage; more than one for Interleaved only
+  int chunks = 1;  // per stage; more than one for Interleaved and BreadthFirst only
 };
 
 constexpr i64 block_of(int stages, int stage, i64 chunk) noexcept { return chunk * stages + stage; }
@@ -63,12 +65,13 @@ std::string why_not(const ScheduleOptions&);
 // One training step of one stage. Throws Errc::Config with why_not().
 //
 // Messages: activations and gradients travel on separate first-in-first-out channels, one per (source, destination,
-// kind); each stage sends to one stage and receives from one stage per kind. A receive blocks. A send does not; its
-// sender, one per kind, may wait until the receiver takes the message. One buffer per kind is enough for what is being
-// sent: if a pass waits until the message of the one before has been taken, there is no deadlock and no longer idling.
+// kind); each stage sends to one stage and receives from one stage per kind. Chunks of one stage alone send nothing:
+// the next one finds it where it lies. A receive blocks. A send does not; its sender, one per kind, may wait until the
+// receiver takes the message. One buffer per kind is enough for what is being sent: if a pass waits until the message
+// of the one before has been taken, there is no deadlock and no longer idling.
 std::vector<Instr> make_schedule(const ScheduleOptions&);
 
-// Forward passes alone, for evaluation; any number of micro-batches. More than one chunk takes more than one stage.
+// Forward passes alone, for evaluation; any number of micro-batches, on one stage each through all chunks in turn.
 std::vector<Instr> make_eval_schedule(int stages, int stage, i64 micro_batches, int chunks);
 
 // Memory of a chunk, in micro-batches. Lifetimes are first-in-first-out, so micro-batch k lives in slot k % size.

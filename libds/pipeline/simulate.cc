@@ -180,7 +180,8 @@ double idle_formula(const ScheduleOptions& o, const Costs& c) {
     case ScheduleKind::Naive: return other_stages * pass * static_cast<double>(o.micro_batches);
     case ScheduleKind::GPipe:
     case ScheduleKind::OneFOneB:
-    case ScheduleKind::Interleaved: return other_stages * pass;
+    case ScheduleKind::Interleaved:
+    case ScheduleKind::BreadthFirst: return other_stages * pass;
     case ScheduleKind::ZeroBubbleH1: return other_stages * (c.forward + c.backward_input - c.backward_weight);
   }
   return 0;

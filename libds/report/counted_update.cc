@@ -49,14 +49,14 @@ void CountedUpdate::run(Enter enter) {
   DS_ASSERT(plan_.trains());
   const i64 m = plan_.micro_batches;
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
-  const auto micro_batch = [&](i64 micro, i64 times) {
+  const auto in_passes = [&](i64 micro, i64 times, size_t first, size_t last) {
     if (times <= 0) return;
     const offload::FileCounts before = offload_.moved();
     for (const auto& s : shards_) {
-      for (const std::vector<i64>& pass : s->plan().grads.passes) {
-        if (pass.empty()) continue;
-        enter(chunk_of(plan_, pass.front()), times);
-        for (const i64 unit : pass) {
+      const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
+      for (size_t i = first; i < std::min(last, passes.size()); ++i) {
+        enter(chunk_of(plan_, passes[i].front()), times);
+        for (const i64 unit : passes[i]) {
           s->grads().acquire(unit);
           s->grads().commit(unit, micro);
         }
@@ -65,9 +65,15 @@ void CountedUpdate::run(Enter enter) {
     take_messages(times);
     repeated_ = repeated_ + (times - 1) * (offload_.moved() - before);
   };
-  micro_batch(0, std::min<i64>(m, 1));
-  micro_batch(1, m - 2);
-  micro_batch(m - 1, m > 1 ? 1 : 0);
+  const auto micro_batches = [&](size_t first, size_t last) {
+    in_passes(0, std::min<i64>(m, 1), first, last);
+    in_passes(1, m - 2, first, last);
+    in_passes(m - 1, m > 1 ? 1 : 0, first, last);
+  };
+  size_t passes = 0;
+  for (const auto& s : shards_) passes = std::max(passes, s->plan().grads.passes.size());
+  const bool pass_by_pass = plan_.hands_over;  // all micro-batches of a chunk before those of the next one
+  for (size_t i = 0; i < passes; i += pass_by_pass ? 1 : passes) micro_batches(i, pass_by_pass ? i + 1 : passes);
 
   enter({}, 1);
   NoVerdict verdict;

@@ -87,7 +87,7 @@ model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoo
 
 pipeline::ScheduleOptions schedule_of(const Config& config) {
   const PipelineConfig& p = config.pipeline;
-  return {.kind = p.stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
+  return {.kind = p.stages * p.virtual_stages > 1 ? p.schedule : PipelineSchedule::OneFOneB,
           .stages = narrow<int>(p.stages),
           .micro_batches = config.batch.accumulation,
           .chunks = narrow<int>(p.virtual_stages)};
@@ -253,6 +253,7 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
+  plan.hands_over = schedule.kind == PipelineSchedule::BreadthFirst;
   plan.schedule = pipeline::make_schedule(schedule);
   if (cuts.empty()) cuts = pipeline_cuts(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
@@ -271,8 +272,13 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
       chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
       chunk.working_slots = chunk.scratch_slots + stash.backward;
     }
-    chunk.input_slots = stash.forward + 1;
-    chunk.grad_slots = stash.backward + 1;
+    if (plan.hands_over) {
+      chunk.input_slots = 0;
+      chunk.grad_slots = plan.micro_batches;
+    } else {
+      chunk.input_slots = stash.forward + 1;
+      chunk.grad_slots = stash.backward + 1;
+    }
     plan.chunks.push_back(std::move(chunk));
   }
 
@@ -330,15 +336,20 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
     }
     if (!plan.trains()) {
       chunk.working_slots = 1;
-      chunk.input_slots = plan.use == ConfigUse::Generate ? 0 : 2;
+      chunk.input_slots = plan.use == ConfigUse::Generate || plan.hands_over ? 0 : 2;
       chunk.grad_slots = 0;
     }
     if (plan.split_backward && plan.trains())
       plan.working_bytes += chunk.working_slots * chunk.working_bytes;
     else
       plan.working_bytes = std::max(plan.working_bytes, chunk.working_bytes);
-    plan.stream_slots += (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
+    if (!plan.hands_over)
+      plan.stream_slots +=
+          (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
+  // Gradients between a chunk and the one behind it, and those of the chunk before.
+  if (plan.hands_over && plan.trains())
+    plan.stream_slots = std::min<i64>(2, std::ssize(plan.chunks) - 1) * plan.micro_batches;
   if (plan.use != ConfigUse::Generate) {
     model::PassSizes sizes{.B = plan.B,
                            .T = plan.T,

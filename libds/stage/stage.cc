@@ -83,13 +83,22 @@ void Stage::make_chunks() {
       views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
     return views;
   };
+  std::vector<TensorView> turns[2];  // of chunks that hand over
+  for (i64 i = 0; plan_.hands_over && i < std::min<i64>(2, plan_.stream_slots / plan_.micro_batches); ++i)
+    turns[i] = streams(plan_.micro_batches);
   for (const report::ChunkPlan& c : plan_.chunks) {
     Chunk& chunk = chunks_.emplace_back();
-    if (!c.first) {
-      chunk.inputs = streams(c.input_slots);
-      chunk.grads_out = streams(c.grad_slots);
+    if (plan_.hands_over) {
+      const size_t number = chunks_.size() - 1;
+      if (!c.first) chunk.grads_out = turns[(number - 1) % 2];
+      if (!c.last) chunk.grads_in = turns[number % 2];
+    } else {
+      if (!c.first) {
+        chunk.inputs = streams(c.input_slots);
+        chunk.grads_out = streams(c.grad_slots);
+      }
+      if (!c.last) chunk.grads_in = streams(c.grad_slots);
     }
-    if (!c.last) chunk.grads_in = streams(c.grad_slots);
     chunk.inputs_here.resize(c.input_slots);
     chunk.grads_here.resize(c.grad_slots);
     chunk.grads_sent.resize(c.grad_slots);
@@ -270,7 +279,11 @@ Ticket& Stage::output_sent(const Instr& instr) noexcept {
 // What a chunk's first layer reads; it has come when this returns.
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
-  if (chunk.inputs.empty()) return {};
+  if (plan_.chunks[instr.chunk].first) return {};
+  if (plan_.hands_over) {
+    const Chunk& before = chunks_[instr.chunk - 1];
+    return before.forward[before.views[instr.micro]].back().output;
+  }
   slot_of(chunk.inputs_here, instr.micro).wait();
   return slot_of(chunk.inputs, instr.micro);
 }
@@ -410,7 +423,8 @@ void Stage::evaluate(const Instr& instr) {
   sent_.wait();  // of the batch before: layers take turns in the memory of outputs
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
-  forward(c, ctx, input_of(instr), chunks_[c].eval, [](i64) {});
+  const TensorView x = plan_.hands_over && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
+  forward(c, ctx, x, chunks_[c].eval, [](i64) {});
 }
 
 void Stage::receive_activation(const Instr& instr) {

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step with states in memory, in a file, and with a server, in turns; and of attaching.
+"""The time of a training step with states in memory, in a file, late, and with a server, and with parameters in memory and
+in a file, micro-batches in turn or layers in turn; and of attaching.
 
 usage: offload_steps.py BUILD DIR [RANKS [STEPS [ROUNDS]]]
 
-BUILD: a build directory. DIR: a directory of the disk. Prints the median step of each tier, as a ratio to memory, the
-time that a step waits for what is offloaded, and how long a run takes from its start to its first step where the
-server has its state already.
+BUILD: a build directory. DIR: a directory of the disk. Prints the median step of each, as a ratio to memory, the time that
+a step waits for what is offloaded, the share that is hidden, what rank 0 reads in a step, and how long a run takes from
+its start to its first step where the server has its state already.
 """
 import json
 import os
@@ -32,27 +33,32 @@ CONFIG = {
 }
 
 
-def write_config(offload):
+def write_config(zero, pipeline=None):
     config = dict(CONFIG, steps=steps)
-    config["zero_optimization"] = dict(CONFIG["zero_optimization"], offload_optimizer=offload)
+    config["zero_optimization"] = dict(CONFIG["zero_optimization"], **zero)
+    if pipeline:
+        config["pipeline"] = pipeline
     with open("cfg.json", "w", encoding="utf-8") as f:
         json.dump(config, f)
 
 
-def run(out, offload):
-    write_config(offload)
+def run(out, zero, pipeline):
+    write_config(zero, pipeline)
     subprocess.run(["ds-launch", "-n", str(ranks), "ds-train", "cfg.json", "--out", out, "--quiet"], check=True,
                    stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in open(out + "/metrics.jsonl", encoding="utf-8")]
     taken = [line for line in lines if line["type"] == "step" and "step_ms" in line][1:]
-    waits = [line["offload"]["wait_ms"] for line in taken if "offload" in line]
-    return (statistics.median(line["step_ms"] for line in taken), statistics.median(waits) if waits else 0.0,
-            [line["loss"] for line in lines if line["type"] == "step"])
+    moved = [line["offload"] for line in taken if "offload" in line]
+    return {"ms": statistics.median(line["step_ms"] for line in taken),
+            "wait": statistics.median(m["wait_ms"] for m in moved) if moved else 0.0,
+            "hidden": statistics.median(m.get("hidden", 0) for m in moved) if moved else 0.0,
+            "read": statistics.median(m["read_bytes"] for m in moved) / 1e6 if moved else 0.0}, \
+        tuple(line["loss"] for line in lines if line["type"] == "step")
 
 
-def seconds_to_go_on(out, offload):
+def seconds_to_go_on(out, zero):
     """Of a run that has nothing left to train: it starts, takes the state over, and ends."""
-    write_config(offload)
+    write_config(zero)
     begin = time.time()
     subprocess.run(["ds-launch", "-n", str(ranks), "ds-train", "cfg.json", "--out", out, "--quiet", "--resume",
                     "latest"], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -72,37 +78,56 @@ class Server:
         self.process.wait()
 
 
+def states(**offload):
+    return {"offload_optimizer": offload}
+
+
+def parameters(device):
+    # Layers are not kept between their uses, as those of a model that is larger than its memory.
+    return {"stage": 3, "stage3_max_reuse_distance": 8_000_000, "stage3_prefetch_bucket_size": 8_000_000,
+            "offload_param": {"device": device, "nvme_path": disk} if device != "none" else {"device": "none"}}
+
+
 def main():
+    nvme = {"device": "nvme", "nvme_path": disk}
+    breadth = {"schedule": "breadth-first", "virtual_stages": CONFIG["model"]["n_layer"] + 2}
+    cases = {
+        "memory": (states(device="none"), None),
+        "nvme": (states(**nvme), None),
+        "nvme, delayed": (states(**nvme, delayed_update=True, delayed_update_start=1), None),
+        "server, memory": (states(device="server", name="bench"), None),
+        "server, disk": (states(device="server", name="bench"), None),
+        "parameters": (parameters("none"), None),
+        "parameters, breadth first": (parameters("none"), breadth),
+        "parameters, nvme": (parameters("nvme"), None),
+        "parameters, nvme, breadth first": (parameters("nvme"), breadth),
+    }
     with tempfile.TemporaryDirectory() as work:
         os.chdir(work)
         with open("text.txt", "w", encoding="utf-8") as f:
             f.write("The quick brown fox jumps over the lazy dog. " * 20000)
-        tiers = {
-            "memory": {"device": "none"},
-            "nvme": {"device": "nvme", "nvme_path": disk},
-            "server, memory": {"device": "server", "name": "bench"},
-            "server, disk": {"device": "server", "name": "bench"},
-        }
-        times, waits, starts, losses = ({t: [] for t in tiers}, {t: [] for t in tiers}, {t: [] for t in tiers}, set())
+        found, starts, losses = {c: [] for c in cases}, {c: [] for c in cases}, set()
         for r in range(rounds):
-            for tier, offload in tiers.items():
+            for case, (zero, pipeline) in cases.items():
                 server = None
-                if offload["device"] == "server":
-                    server = Server("bench", *(["--shm"] if tier == "server, memory" else ["--path", disk]))
-                ms, wait, loss = run(f"{tier}-{r}", offload)
-                losses.add(tuple(loss))
-                times[tier].append(ms)
-                waits[tier].append(wait)
-                starts[tier].append(seconds_to_go_on(f"{tier}-{r}", offload))
+                if case.startswith("server"):
+                    server = Server("bench", *(["--shm"] if case == "server, memory" else ["--path", disk]))
+                row, loss = run(f"{case}-{r}", zero, pipeline)
+                found[case].append(row)
+                if "delayed" not in case:
+                    losses.add(loss)
+                if server or case == "memory":
+                    starts[case].append(seconds_to_go_on(f"{case}-{r}", zero))
                 if server:
                     server.end()
         assert len(losses) == 1, "losses differ"
-        base = statistics.median(times["memory"])
-        print(f"{'states':<16} {'step ms':>9} {'ratio':>6} {'waits ms':>9} {'goes on s':>9}")
-        for tier in tiers:
-            ms = statistics.median(times[tier])
-            print(f"{tier:<16} {ms:>9.1f} {ms / base:>6.2f} {statistics.median(waits[tier]):>9.1f} "
-                  f"{statistics.median(starts[tier]):>9.2f}")
+        median = {c: {k: statistics.median(row[k] for row in found[c]) for k in found[c][0]} for c in cases}
+        print(f"{'':<32} {'step ms':>9} {'ratio':>6} {'waits ms':>9} {'hidden':>7} {'read MB':>8} {'goes on s':>9}")
+        for case, m in median.items():
+            base = median["parameters" if case.startswith("parameters") else "memory"]["ms"]
+            goes_on = f"{statistics.median(starts[case]):>9.2f}" if starts[case] else ""
+            print(f"{case:<32} {m['ms']:>9.1f} {m['ms'] / base:>6.2f} {m['wait']:>9.1f} {m['hidden']:>7.2f} "
+                  f"{m['read']:>8.1f} {goes_on}")
         print(f"{ranks} ranks, medians of {rounds} rounds of {steps} steps")
 
 

@@ -157,6 +157,9 @@ TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   c.pipeline.schedule = PipelineSchedule::Interleaved;
   c.pipeline.virtual_stages = 2;
   expect_no_allocation(c, 2, "pp2 interleaved");
+  c.pipeline.stages = 1;
+  c.pipeline.schedule = PipelineSchedule::BreadthFirst;
+  expect_no_allocation(c, 1, "breadth-first");
   c = config(2, 1, 1, 2);
   expect_no_allocation(c, 2, "sp2");
   c.sequence_parallel_mode = SequenceParallelMode::Ring;

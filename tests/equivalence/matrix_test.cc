@@ -126,6 +126,7 @@ const std::vector<Dimension>& dimensions() {
                        {"naive", [](Case& c) { c.layout.schedule = Kind::Naive; }},
                        {"gpipe", [](Case& c) { c.layout.schedule = Kind::GPipe; }},
                        {"interleaved", [](Case& c) { c.layout.schedule = Kind::Interleaved, c.layout.chunks = 2; }},
+                       {"breadth-first", [](Case& c) { c.layout.schedule = Kind::BreadthFirst, c.layout.chunks = 2; }},
                        {"zbh1", [](Case& c) { c.layout.schedule = Kind::ZeroBubbleH1; }}}},
       {"checkpointing", 3, {{"", nothing},
                             {"layer", [](Case& c) { c.layout.checkpoints = Granularity::Layer; }},

@@ -68,6 +68,7 @@ TEST(OffloadArrays, ChangeNoBit) {
       for (const Layout& l : {Layout{.stage = 3},
                               {.dp = 2, .stage = 3},
                               {.dp = 2, .pp = 2, .stage = 3},
+                              {.dp = 2, .schedule = Kind::BreadthFirst, .chunks = 3, .stage = 3},
                               {.dp = 2, .tp = 2, .stage = 3}}) {
         const Config c = tier_config(l, optimizer, work);
         const Trace want = train_threads(c, l.ranks(), kSteps);
@@ -117,7 +118,11 @@ TEST(OffloadWays, AllGiveTheSameBits) {
 TEST(OffloadWays, TrafficIsAsPredicted) {
   const TempDirectory dir;
   for (const char* optimizer : {"AdamW", "Lamb", "Groups"}) {
-    for (const Layout& l : {Layout{.stage = 2}, {.stage = 3}, {.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}}) {
+    for (const Layout& l : {Layout{.stage = 2},
+                            {.stage = 3},
+                            {.schedule = Kind::BreadthFirst, .chunks = 3, .stage = 3},
+                            {.dp = 2, .stage = 3},
+                            {.dp = 2, .pp = 2, .stage = 3}}) {
       for (const bool arrays : {false, true}) {
         if (arrays && l.stage < 3) continue;
         Config c = offloaded(tier_config(l, optimizer_named(optimizer), DType::BF16), dir.path());

@@ -63,6 +63,11 @@ TEST(Pipeline, StagesAndSchedulesChangeNoBit) {
                             {.pp = 2, .schedule = Kind::Interleaved, .chunks = 3},
                             {.pp = 2, .schedule = Kind::ZeroBubbleH1},
                             {.pp = 4, .schedule = Kind::ZeroBubbleH1},
+                            {.schedule = Kind::BreadthFirst, .chunks = 2},
+                            {.schedule = Kind::BreadthFirst, .chunks = 3, .stage = 3},
+                            {.schedule = Kind::BreadthFirst, .chunks = 6, .stage = 3},
+                            {.dp = 2, .schedule = Kind::BreadthFirst, .chunks = 3, .stage = 1},
+                            {.dp = 2, .schedule = Kind::BreadthFirst, .chunks = 6, .stage = 3},
                             {.pp = 2, .stage = 1},
                             {.pp = 2, .stage = 2},
                             {.pp = 2, .stage = 3},
@@ -79,6 +84,23 @@ TEST(Pipeline, StagesAndSchedulesChangeNoBit) {
       expect_planned(t, 6, l.name());
     }
   }
+}
+
+// Layers that are not kept between their uses are gathered once for each pass, and not for each micro-batch.
+TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
+  const auto gathered = [](const Layout& l, i64 micro_batches) {
+    Config c = config_of(gpt2_model(), l, micro_batches * l.dp);
+    c.zero.param_persistence_threshold = 0;
+    c.zero.max_reuse_distance = 40'000;  // two layers or so
+    const MeshShape mesh{.dp = l.dp};
+    const model::Model model = model::make_model(c.model, c.data.seq_length);
+    return report::make_run_plan(c, model, mesh, {}).shards.front().train_gathers.gathered_elems;
+  };
+  const Layout in_turn{.dp = 2, .stage = 3},
+      breadth_first{.dp = 2, .schedule = Kind::BreadthFirst, .chunks = gpt2_model().layers + 2, .stage = 3};
+  EXPECT_EQ(gathered(breadth_first, 8), gathered(breadth_first, 2));
+  EXPECT_GT(gathered(in_turn, 8), 3 * gathered(in_turn, 2));
+  EXPECT_GT(gathered(in_turn, 8), 3 * gathered(breadth_first, 8));
 }
 
 TEST(Checkpointing, ChangesNoBit) {
@@ -100,7 +122,9 @@ TEST(Checkpointing, ChangesNoBit) {
             {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective},
             {.pp = 4, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer},
             {.pp = 4, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Selective},
-            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .checkpoints = Granularity::Selective}}) {
+            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2, .checkpoints = Granularity::Selective},
+            {.schedule = Kind::BreadthFirst, .chunks = 3, .checkpoints = Granularity::Layer, .interval = 2},
+            {.schedule = Kind::BreadthFirst, .chunks = 6, .checkpoints = Granularity::Layer, .stage = 3}}) {
         expect_same_training(train(m, l, 4), base,
                              fmt::format("{} {} dropout {}", family_name(model.family), l.name(), dropout));
       }

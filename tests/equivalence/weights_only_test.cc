@@ -52,6 +52,8 @@ TEST(WeightsOnly, HaveATrainersBitsAndNoneOfItsMemory) {
                               {.dp = 2, .stage = 3},
                               {.pp = 2},
                               {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                              {.schedule = Kind::BreadthFirst, .chunks = 3},
+                              {.schedule = Kind::BreadthFirst, .chunks = 2, .stage = 3},
                               {.pp = 2, .schedule = Kind::ZeroBubbleH1, .stage = 3},
                               {.tp = 2, .sequence = true},
                               {.sp = 2},

@@ -172,10 +172,11 @@ TEST(PlanText, TakesCostsOfAnySize) {
 // Every pass has its box where there is room, and every line keeps to its width where there is none.
 TEST(PlanText, HoldsForAllSchedules) {
   for (const ScheduleKind kind : {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
-                                  ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1}) {
+                                  ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst}) {
+    const bool chunked = kind == ScheduleKind::Interleaved || kind == ScheduleKind::BreadthFirst;
     for (int p = 1; p <= 8; ++p) {
       for (i64 m = 1; m <= 32; ++m) {
-        const ScheduleOptions options{kind, p, 0, m, kind == ScheduleKind::Interleaved ? 2 : 1};
+        const ScheduleOptions options{kind, p, 0, m, chunked ? 2 : 1};
         if (!why_not(options).empty()) continue;
         const PlanChart c = with_table(chart(options), 2);
         const auto wide = lines(plan_text(c, {.width = 100'000}));

@@ -13,8 +13,8 @@ namespace schedule_test {
 
 using ::testing::HasSubstr;
 
-constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1};
+constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst};
 
 bool computes(Op op) {
   return op == Op::Forward || op == Op::Backward || op == Op::BackwardInput || op == Op::BackwardWeight;
@@ -81,6 +81,7 @@ TEST(Schedule, ComputesInTheOrderOfThePapers) {
             "F0a F1a F0b F1b F2a B0b F3a B1b F2b B0a F3b B1a B2b B3b B2a B3a");
   EXPECT_EQ(compute_text(schedule(Interleaved, 2, 1, 4, 2), true),
             "F0a F1a F0b B0b F1b B1b F2a B0a F3a B1a F2b B2b F3b B3b B2a B3a");
+  EXPECT_EQ(compute_text(schedule(BreadthFirst, 1, 0, 2, 3), true), "F0a F1a F0b F1b F0c F1c B0c B1c B0b B1b B0a B1a");
 }
 
 // DeepSpeed's TrainSchedule: tick by tick, forward and backward on alternate parities.
@@ -117,6 +118,9 @@ TEST(Schedule, TransfersAndLoadsStandAroundTheirPasses) {
   EXPECT_EQ(full_text(make_eval_schedule(2, 1, 1, 2)),
             "RecvActivation0 Forward0 SendActivation0 Load0 RecvActivation0 Forward0 ");
   EXPECT_EQ(compute_text(make_eval_schedule(2, 0, 3, 2), true), "F0a F1a F0b F1b F2a F2b");  // a group of one
+  EXPECT_EQ(full_text(make_eval_schedule(1, 0, 2, 2)), "Load0 Forward0 Forward0 Load1 Forward1 Forward1 ");
+  EXPECT_EQ(full_text(schedule(ScheduleKind::BreadthFirst, 1, 0, 1, 2)),
+            "Load0 Forward0 Forward0 Backward0 Backward0 ");
 }
 
 // Each chunk of each stage sees each micro-batch once per pass, gradients in ascending order, receives and sends where
@@ -131,12 +135,12 @@ TEST(Schedule, IsComplete) {
         const auto done = [&](Op op) { return next[{i.chunk, op}] > i.micro; };
         const i64 block = block_of(o.stages, o.stage, i.chunk);
         if (i.op == Op::Forward) {
-          ASSERT_EQ(done(Op::Load), block == 0 || block == last);
-          ASSERT_EQ(done(Op::RecvActivation), block > 0);
+          ASSERT_EQ(done(Op::Load), block == 0 || (block == last && o.stages > 1));
+          ASSERT_EQ(done(Op::RecvActivation), block > 0 && o.stages > 1);
         }
         if (i.op == Op::Backward || i.op == Op::BackwardInput) {
           ASSERT_TRUE(done(Op::Forward));
-          ASSERT_EQ(done(Op::RecvGrad), block < last);
+          ASSERT_EQ(done(Op::RecvGrad), block < last && o.stages > 1);
         }
         ASSERT_TRUE(i.op != Op::BackwardWeight || done(Op::BackwardInput));
         ASSERT_TRUE(i.op != Op::SendActivation || done(Op::Forward));
@@ -145,13 +149,13 @@ TEST(Schedule, IsComplete) {
       const bool split = o.kind == ScheduleKind::ZeroBubbleH1;
       for (i64 c = 0; c < o.chunks; ++c) {
         const i64 block = block_of(o.stages, o.stage, c), m = o.micro_batches;
-        ASSERT_EQ((next[{c, Op::Load}]), block == 0 || block == last ? m : 0);
+        ASSERT_EQ((next[{c, Op::Load}]), block == 0 || (block == last && o.stages > 1) ? m : 0);
         ASSERT_EQ((next[{c, Op::Forward}]), m);
         ASSERT_EQ((next[{c, Op::Backward}]), split ? 0 : m);
         ASSERT_EQ((next[{c, Op::BackwardInput}]), split ? m : 0);
         ASSERT_EQ((next[{c, Op::BackwardWeight}]), split ? m : 0);
-        ASSERT_EQ((next[{c, Op::SendActivation}]), block < last ? m : 0);
-        ASSERT_EQ((next[{c, Op::SendGrad}]), block > 0 ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendActivation}]), block < last && o.stages > 1 ? m : 0);
+        ASSERT_EQ((next[{c, Op::SendGrad}]), block > 0 && o.stages > 1 ? m : 0);
       }
     }
   });
@@ -228,7 +232,8 @@ TEST(Schedule, StashesAreThoseOfThePapers) {
       const StashSizes sizes = stash_sizes(instrs, 0);
       switch (o.kind) {
         case ScheduleKind::Naive: ASSERT_EQ(sizes.forward, 1); break;
-        case ScheduleKind::GPipe: ASSERT_EQ(sizes.forward, m); break;
+        case ScheduleKind::GPipe:
+        case ScheduleKind::BreadthFirst: ASSERT_EQ(sizes.forward, m); break;
         case ScheduleKind::OneFOneB: ASSERT_EQ(sizes.forward, std::min<i64>(p - o.stage, m)); break;
         case ScheduleKind::ZeroBubbleH1:
           ASSERT_EQ(sizes.forward, std::min<i64>(p, m));
@@ -260,6 +265,9 @@ TEST(Schedule, SaysWhyThereIsNone) {
   using enum ScheduleKind;
   EXPECT_EQ(why(Interleaved, 4, 8, 2), "");
   EXPECT_EQ(why(ZeroBubbleH1, 4, 3, 1), "");
+  EXPECT_EQ(why(BreadthFirst, 1, 3, 4), "");
+  EXPECT_THAT(why(BreadthFirst, 4, 3, 2), HasSubstr("pipeline.stages is 4, it takes 1"));
+  EXPECT_THAT(why(BreadthFirst, 1, 3, 1), HasSubstr("pipeline.virtual_stages is 1, it takes 2 or more"));
   EXPECT_THAT(why(Interleaved, 4, 6, 2), HasSubstr("gradient_accumulation_steps 6 is no multiple of the 4"));
   EXPECT_THAT(why(Interleaved, 4, 6, 2), HasSubstr("4 or 8 would do"));
   EXPECT_THAT(why(Interleaved, 4, 3, 2), HasSubstr("; 4 would do"));

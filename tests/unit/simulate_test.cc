@@ -12,8 +12,8 @@ namespace simulate_test {
 using ::testing::HasSubstr;
 using Schedules = std::vector<std::vector<Instr>>;
 
-constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive, ScheduleKind::GPipe, ScheduleKind::OneFOneB,
-                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1};
+constexpr ScheduleKind kKinds[] = {ScheduleKind::Naive,       ScheduleKind::GPipe,        ScheduleKind::OneFOneB,
+                                   ScheduleKind::Interleaved, ScheduleKind::ZeroBubbleH1, ScheduleKind::BreadthFirst};
 const std::vector<Costs> kUnit = {Costs{}};
 
 // Calls f with every legal schedule of up to 8 stages, 32 micro-batches and 4 chunks.
@@ -58,7 +58,7 @@ TEST(Simulate, NoScheduleWaitsForEverAndEachMessageIsTheExpectedOne) {
 
 TEST(Simulate, EvaluationEndsForAnyNumberOfMicroBatches) {
   for (int p = 1; p <= 8; ++p) {
-    for (int v = 1; v <= (p > 1 ? 4 : 1); ++v) {
+    for (int v = 1; v <= 4; ++v) {
       for (i64 m = 0; m <= 32; ++m) {
         Schedules schedules;
         for (int i = 0; i < p; ++i) schedules.push_back(make_eval_schedule(p, i, m, v));

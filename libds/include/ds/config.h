@@ -184,12 +184,12 @@ struct EvalConfig {
 };
 
 // The layers are cut over `stages`, of which each runs micro-batches that the one before has run.
-enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1 };
+enum class PipelineSchedule : u8 { Naive, GPipe, OneFOneB, Interleaved, ZeroBubbleH1, BreadthFirst };
 struct PipelineConfig {
   i64 stages = 1;
   PipelineSchedule schedule = PipelineSchedule::OneFOneB;
   std::string partition = "parameters";  // or "uniform", "memory", "type:REGEX": what the stages have equal shares of
-  i64 virtual_stages = 1;                // chunks of layers on each stage; 2 or more with Interleaved, else 1
+  i64 virtual_stages = 1;                // chunks of layers on each stage; more than 1 with Interleaved, BreadthFirst
 };
 
 // Each matrix is cut over tp_size ranks.
