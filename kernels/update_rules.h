@@ -37,27 +37,42 @@ Constants<V> constants_of(const UpdateParams& p, Splat splat) noexcept {
 
 DS_HOST_DEVICE inline float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
 
+// A step, before it is divided.
+template <class V>
+struct Quotient {
+  V above, below;
+};
+
 // Both moments take g in; returns the step that they make.
 template <class V>
-DS_HOST_DEVICE V step_of_moments(const V& g, V* s, const Constants<V>& k) {
+DS_HOST_DEVICE Quotient<V> step_of_moments(const V& g, V* s, const Constants<V>& k) {
   using std::sqrt;
   s[0] = k.beta1 * s[0] + k.rest1 * g;
   s[1] = k.beta2 * s[1] + k.rest2 * g * g;
-  return s[0] / k.bias1 / (sqrt(s[1] / k.bias2) + k.eps);
+  return {s[0] / k.bias1, sqrt(s[1] / k.bias2) + k.eps};
 }
 
 // Kingma, Ba: "Adam" (L2: the decay is a part of the gradient); Loshchilov, Hutter: "Decoupled Weight Decay
-// Regularization".
+// Regularization". It has two parts, between which a back end may do something else: what becomes of the states, and
+// what the step that they make does to the parameter.
 template <bool decoupled>
 struct Adam {
   static constexpr int kStates = 2;
   static constexpr bool kDirection = false;
   template <class V>
-  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
-    if constexpr (!decoupled) g = g + decay * w;
-    V update = step_of_moments(g, s, k);
+  DS_HOST_DEVICE static Quotient<V> change_states(const V& w, const V& g, V* s, V decay, const Constants<V>& k) {
+    if constexpr (decoupled) return step_of_moments(g, s, k);
+    return step_of_moments(g + decay * w, s, k);
+  }
+  template <class V>
+  DS_HOST_DEVICE static void change_parameter(V& w, const Quotient<V>& step, V decay, const Constants<V>& k) {
+    V update = step.above / step.below;
     if constexpr (decoupled) update = update + decay * w;
     w = w - k.lr * update;
+  }
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    change_parameter(w, change_states(w, g, s, decay, k), decay, k);
   }
 };
 
@@ -116,7 +131,8 @@ struct LambDirection {
   static constexpr bool kDirection = true;
   template <class V>
   DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
-    g = step_of_moments(g, s, k) + decay * w;
+    const Quotient<V> step = step_of_moments(g, s, k);
+    g = step.above / step.below + decay * w;
   }
 };
 

@@ -59,6 +59,10 @@ inline Vec load(const f16* p) noexcept {
 }
 inline void store(float* p, Vec a) noexcept { _mm512_storeu_ps(p, a.v); }
 inline __m256i to_bf16_bits(Vec a) noexcept {
+#if defined(__AVX512BF16__)
+  constexpr int kSubnormal = 0x20;  // for which the instruction gives zero
+  if (_mm512_fpclass_ps_mask(a.v, kSubnormal) == 0) return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a.v));
+#endif
   const __m512i u = _mm512_castps_si512(a.v);
   const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(_mm512_add_epi32(u, lsb), _mm512_set1_epi32(0x7FFF)), 16);

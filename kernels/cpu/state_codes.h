@@ -12,11 +12,20 @@
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 
+// Codes are decoded to two vectors at a time, and made of four.
+static_assert(kStateBlock % (4 * Vec::kLanes) == 0);
+
+// Of a magnitude.
+template <DType t>
+inline constexpr int kCodeBits = t == DType::I8 ? 7 : 8;
+
 #if defined(__AVX512F__)
 
 using Ints = __m512i;
 inline Ints bits_of(Vec x) noexcept { return _mm512_castps_si512(x.v); }
+inline Vec from_bits(Ints a) noexcept { return {_mm512_castsi512_ps(a)}; }
 inline Ints ints(int x) noexcept { return _mm512_set1_epi32(x); }
+inline Ints ints(const void* p) noexcept { return _mm512_loadu_si512(p); }
 inline Ints add(Ints a, Ints b) noexcept { return _mm512_add_epi32(a, b); }
 inline Ints both(Ints a, Ints b) noexcept { return _mm512_and_si512(a, b); }
 inline Ints larger(Ints a, Ints b) noexcept { return _mm512_max_epu32(a, b); }
@@ -24,48 +33,6 @@ inline u32 largest_of(Ints a) noexcept { return _mm512_reduce_max_epu32(a); }
 template <int n>
 inline Ints shift_right(Ints a) noexcept {
   return _mm512_srli_epi32(a, n);
-}
-inline Vec from_bits(Ints a) noexcept { return {_mm512_castsi512_ps(a)}; }
-// By octave 2^(i - 31): the decades that have begun before it, and where one begins inside of it, infinity if none
-// does.
-template <int kBits>
-struct Octaves {
-  float begin[32];
-  i32 before[32];
-  constexpr Octaves() noexcept : begin{}, before{} {
-    constexpr std::array<float, 8> begins = state_codes::Map<kBits>::begins();
-    double octave = 1.0 / (u32{1} << 31);
-    for (size_t i = 0; i < 32; ++i, octave *= 2) {
-      begin[i] = std::numeric_limits<float>::infinity();
-      for (size_t e = 1; e < kBits; ++e) {
-        const double b = static_cast<double>(begins[e]);
-        if (b <= octave) ++before[i];
-        if (b > octave && b < 2 * octave) begin[i] = begins[e];
-      }
-    }
-  }
-};
-// What is below the first octave is in the first decade; above 0 it is rare.
-template <int kBits>
-inline Ints decade_of(Vec y) noexcept {
-  static constexpr Octaves<kBits> octaves;
-  const auto floats = [](const float* p) { return _mm512_loadu_ps(p); };
-  const Ints octave = shift_right<23>(bits_of(max(y, broadcast(0x1p-31f))));  // the lowest five bits count
-  const Ints before =
-      _mm512_permutex2var_epi32(_mm512_loadu_si512(octaves.before), octave, _mm512_loadu_si512(octaves.before + 16));
-  const __m512 begin = _mm512_permutex2var_ps(floats(octaves.begin), octave, floats(octaves.begin + 16));
-  return _mm512_mask_add_epi32(before, _mm512_cmp_ps_mask(y.v, begin, _CMP_GE_OQ), before, ints(1));
-}
-inline Vec eight(const float* p) noexcept { return {_mm512_broadcast_f32x8(_mm256_loadu_ps(p))}; }
-inline Vec permute(Vec table, Ints e) noexcept { return {_mm512_permutexvar_ps(e, table.v)}; }
-template <DType t>
-inline Vec load_codes(const u8* p) noexcept {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return {_mm512_cvtepi32_ps(t == DType::I8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes))};
-}
-// Of what is before the point.
-inline void store_codes(u8* p, Vec k) noexcept {
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(_mm512_cvttps_epi32(k.v)));
 }
 inline void store_high_halves(bf16* p, Ints a) noexcept {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(shift_right<16>(a)));
@@ -75,10 +42,125 @@ inline Ints where_finite(Vec x, Ints a, Ints b) noexcept {
   return _mm512_mask_blend_epi32(_mm512_cmp_ps_mask(abs(x).v, _mm512_set1_ps(INFINITY), _CMP_LT_OQ), b, a);
 }
 
+// What codes with a sign say, by magnitude. The halves of these numbers are apart, for an instruction looks up more
+// words than numbers.
+struct SignedValues {
+  alignas(64) u16 low[128], high[128];
+  constexpr SignedValues() noexcept : low{}, high{} {
+    for (size_t k = 0; k < 128; ++k) {
+      const u32 bits = std::bit_cast<u32>(state_codes::decode(DType::I8, static_cast<u8>(k), 1));
+      low[k] = static_cast<u16>(bits);
+      high[k] = static_cast<u16>(bits >> 16);
+    }
+  }
+};
+inline VecPair decode_signed(const u8* codes, Vec scale) noexcept {
+  static constexpr SignedValues values;
+  // In the order that makes the unpacks below leave the numbers sorted.
+  const __m256i k = _mm256_permutevar8x32_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)),
+                                                _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  // No number becomes -128, which says what -127 does.
+  const Ints magnitude = _mm512_cvtepu8_epi16(_mm256_min_epu8(_mm256_abs_epi8(k), _mm256_set1_epi8(127)));
+  const __mmask32 from_64 = _mm512_test_epi16_mask(magnitude, _mm512_set1_epi16(64));
+  const auto look_up = [&](const u16* table) {
+    const auto of_64 = [&](const u16* p) { return _mm512_permutex2var_epi16(ints(p), magnitude, ints(p + 32)); };
+    return _mm512_mask_blend_epi16(from_64, of_64(table), of_64(table + 64));
+  };
+  const Ints sign = _mm512_set1_epi16(std::numeric_limits<short>::min());
+  const Ints low = look_up(values.low);
+  const Ints high = _mm512_ternarylogic_epi32(sign, _mm512_cvtepi8_epi16(k), look_up(values.high), 0xCA);
+  return {from_bits(_mm512_unpacklo_epi16(low, high)) * scale, from_bits(_mm512_unpackhi_epi16(low, high)) * scale};
+}
+
+// The unit of a decade, by the lowest four bits of the exponent of what lies in it; that of 1/2, as which zero is
+// looked up, is zero.
+struct Units {
+  alignas(64) float by_exponent[16];
+  constexpr Units() noexcept : by_exponent{} {
+    for (size_t e = 0; e < 8; ++e) by_exponent[(127 + e) % 16] = state_codes::Map<8>::units()[e];
+  }
+};
+// As the definition says it, where a table would be too long.
+inline Vec decode_unsigned(const u8* codes, Vec scale) noexcept {
+  static constexpr Units units;
+  const __m128i k = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  // The bits of 2^23 + k are those of 2^23 and those of k.
+  const Vec x =
+      from_bits(_mm512_or_si512(_mm512_cvtepu8_epi32(k), bits_of(broadcast(0x1p23f)))) - broadcast(0x1p23f - 0.5f);
+  const Vec fraction = from_bits(_mm512_ternarylogic_epi32(bits_of(x), ints(0x007FFFFF), ints(0x3F800000), 0xEA));
+  const Vec unit = {_mm512_permutexvar_ps(shift_right<23>(bits_of(x)), _mm512_load_ps(units.by_exponent))};
+  const Vec y = (broadcast(0.9f) * fraction - broadcast(0.8f)) * unit;
+  const __mmask16 not_last = _mm_cmpneq_epu8_mask(k, _mm_set1_epi8(-1));
+  return {_mm512_mask_mul_ps(scale.v, not_last, y.v, scale.v)};
+}
+template <DType t>
+inline VecPair decode_two(const u8* codes, Vec scale) noexcept {
+  if constexpr (t == DType::I8) return decode_signed(codes, scale);
+  return {decode_unsigned(codes, scale), decode_unsigned(codes + Vec::kLanes, scale)};
+}
+
+// Magnitudes lie in regions: what is coded as zero (with a sign), the decades, and what has the last code. In each the
+// code is min(scale y + offset, end) without what is behind the point. A pair of octaves is what has the same bits from
+// the 24th on; at most one region begins in it. The number to_next of a pair, added to the bits of what lies in it,
+// brings those of the new region, and no others, to the next pair: so the pair says the region, by the lowest four of
+// its bits. Pairs go from that of kLeast, before which no region begins but the first, to that of 1; the region that
+// begins in the last one stands where the pair before kLeast would.
+template <DType t>
+struct Regions {
+  static constexpr float kLeast = 0x1p-29f;
+  alignas(64) u32 to_next[16];
+  alignas(64) float scale[16], offset[16], end[16];
+  constexpr Regions() noexcept : to_next{}, scale{}, offset{}, end{} {
+    using Map = state_codes::Map<kCodeBits<t>>;
+    constexpr int kDecades = kCodeBits<t>;
+    int region = t == DType::I8 ? -1 : 0;  // a decade, or the one before them, or behind
+    for (u32 pair = std::bit_cast<u32>(kLeast) >> 24;; ++pair) {
+      const size_t i = pair % 16, e = region < 0 ? 0 : static_cast<size_t>(region);
+      if (region == kDecades) {
+        offset[i] = end[i] = Map::kLast;
+        return;
+      }
+      if (region >= 0) {
+        scale[i] = Map::scales()[e];
+        offset[i] = Map::offsets()[e];
+        end[i] = Map::ends()[e];
+      }
+      const u32 next = std::bit_cast<u32>(region < 0              ? Map::kFromFirst
+                                          : region + 1 < kDecades ? Map::begins()[e + 1]
+                                                                  : Map::kFromLast);
+      if (next >> 24 != pair) continue;
+      to_next[i] = ((pair + 1) << 24) - next;
+      ++region;
+    }
+  }
+};
+template <DType t>
+inline Ints encode_one(Vec x, Vec inverse) noexcept {
+  static constexpr Regions<t> regions;
+  const auto look_up = [](const auto& table, Ints index) { return _mm512_permutexvar_epi32(index, ints(table)); };
+  const Vec y = (t == DType::I8 ? abs(x) : x) * inverse;
+  const Ints bits = _mm512_max_epi32(bits_of(y), bits_of(broadcast(regions.kLeast)));
+  const Ints region = shift_right<24>(add(bits, look_up(regions.to_next, shift_right<24>(bits))));
+  const Vec k = from_bits(look_up(regions.scale, region)) * y + from_bits(look_up(regions.offset, region));
+  // Numbers above zero are in the order of their bits, for which there are more units than for floats.
+  const Vec limited = from_bits(_mm512_min_epi32(bits_of(k), look_up(regions.end, region)));
+  if constexpr (t == DType::I8) return _mm512_cvttps_epi32(copysign(limited, x).v);
+  // Only zero is coded as zero: what else is so small that its code is 1 has bits that are at least 1.
+  return _mm512_min_epi32(_mm512_cvttps_epi32(limited.v), bits_of(y));
+}
+template <DType t>
+inline void store_codes(u8* p, Ints a, Ints b, Ints c, Ints d) noexcept {
+  const Ints ab = _mm512_packs_epi32(a, b), cd = _mm512_packs_epi32(c, d);
+  const Ints bytes = t == DType::I8 ? _mm512_packs_epi16(ab, cd) : _mm512_packus_epi16(ab, cd);
+  const Ints order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+}
+
 #else
 
 using Ints = __m256i;
 inline Ints bits_of(Vec x) noexcept { return _mm256_castps_si256(x.v); }
+inline Vec from_bits(Ints a) noexcept { return {_mm256_castsi256_ps(a)}; }
 inline Ints ints(int x) noexcept { return _mm256_set1_epi32(x); }
 inline Ints add(Ints a, Ints b) noexcept { return _mm256_add_epi32(a, b); }
 inline Ints both(Ints a, Ints b) noexcept { return _mm256_and_si256(a, b); }
@@ -92,27 +174,6 @@ template <int n>
 inline Ints shift_right(Ints a) noexcept {
   return _mm256_srli_epi32(a, n);
 }
-inline Vec from_bits(Ints a) noexcept { return {_mm256_castsi256_ps(a)}; }
-template <int kBits>
-inline Ints decade_of(Vec y) noexcept {
-  constexpr std::array<float, 8> begins = state_codes::Map<kBits>::begins();
-  Ints e = ints(0);
-  for (size_t i = 1; i < kBits; ++i)  // true is -1
-    e = _mm256_sub_epi32(e, _mm256_castps_si256(_mm256_cmp_ps(y.v, _mm256_set1_ps(begins[i]), _CMP_GE_OQ)));
-  return e;
-}
-inline Vec eight(const float* p) noexcept { return {_mm256_loadu_ps(p)}; }
-inline Vec permute(Vec table, Ints e) noexcept { return {_mm256_permutevar8x32_ps(table.v, e)}; }
-template <DType t>
-inline Vec load_codes(const u8* p) noexcept {
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-  return {_mm256_cvtepi32_ps(t == DType::I8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes))};
-}
-inline void store_codes(u8* p, Vec k) noexcept {
-  const __m256i i = both(_mm256_cvttps_epi32(k.v), ints(0xFF));
-  const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
-  _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(words, words));
-}
 inline void store_high_halves(bf16* p, Ints a) noexcept {
   const __m256i w = shift_right<16>(a);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
@@ -122,17 +183,38 @@ inline Ints where_finite(Vec x, Ints a, Ints b) noexcept {
   return _mm256_blendv_epi8(b, a, _mm256_castps_si256(_mm256_cmp_ps(abs(x).v, _mm256_set1_ps(INFINITY), _CMP_LT_OQ)));
 }
 
-#endif
+// The upper half of a float's bits, which goes up by 128 with an octave, is nearly its logarithm. By that the decade is
+// guessed, or the one before it; whether the next one has begun is seen by where it does.
+template <int kBits>
+struct Decades {
+  using Map = state_codes::Map<kBits>;
+  static constexpr int kDecade = 425, kFactor = 65536 / kDecade;
+  static constexpr int kBase = static_cast<int>(std::bit_cast<u32>(Map::units()[0]) >> 16) - 2 * kDecade / 3;
+  alignas(32) float next[8];
+  constexpr Decades() noexcept : next{} {
+    for (size_t e = 0; e < 8; ++e)
+      next[e] = e + 1 < kBits ? Map::begins()[e + 1] : std::numeric_limits<float>::infinity();
+  }
+  static constexpr bool guesses_well() noexcept {
+    const auto guess = [](u32 bits) { return std::max(static_cast<int>(bits >> 16) - kBase, 0) * kFactor >> 16; };
+    for (int e = 1; e < kBits; ++e) {
+      const u32 begin = std::bit_cast<u32>(Map::begins()[static_cast<size_t>(e)]);
+      if (guess(begin) < e - 1 || guess(begin - 1) >= e) return false;
+    }
+    return guess(std::bit_cast<u32>(1.01f)) < kBits;
+  }
+};
 
+// What the definition calls: tables have as many numbers as vectors have.
 struct StateLanes {
   using Value = Vec;
   template <auto values>
   struct Table {
     Vec v = [] {
       constexpr std::array<float, 8> table = values();
-      return eight(table.data());
+      return load(table.data());
     }();
-    Vec operator[](Ints e) const noexcept { return permute(v, e); }
+    Vec operator[](Ints e) const noexcept { return {_mm256_permutevar8x32_ps(v.v, e)}; }
   };
   static Vec all(float x) noexcept { return broadcast(x); }
   static Mask less(Vec a, Vec b) noexcept { return DS_ISA_NAMESPACE::less(a, b); }
@@ -142,61 +224,51 @@ struct StateLanes {
   static Vec fraction(Vec x) noexcept { return from_bits(add(both(bits_of(x), ints(0x007FFFFF)), ints(0x3F800000))); }
   template <int kBits>
   static Ints decade(Vec y) noexcept {
-    return decade_of<kBits>(y);
+    static constexpr Decades<kBits> decades;
+    static_assert(decades.guesses_well());
+    const Ints above = _mm256_subs_epu16(shift_right<16>(bits_of(y)), ints(decades.kBase));
+    const Ints e = _mm256_mulhi_epu16(above, ints(decades.kFactor));
+    const Vec next = {_mm256_permutevar8x32_ps(_mm256_load_ps(decades.next), e)};
+    return _mm256_sub_epi32(e, _mm256_castps_si256(_mm256_cmp_ps(y.v, next.v, _CMP_GE_OQ)));  // true is -1
   }
 };
-
-// One block, or what there is of it: whole vectors of `values`, of which those behind n are zeros after decoding and
-// must be so before encoding.
 template <DType t>
-void decode_codes(float* values, const u8* codes, float scale, i64 n) noexcept {
-  const state_codes::Codes<t == DType::I8 ? 7 : 8, StateLanes> map;
-  const Vec unit = broadcast(scale);
-  const auto decode = [&](float* to, const u8* from) {
-    const Vec k = load_codes<t>(from);
-    if constexpr (t == DType::I8) {
-      store(to, copysign(map.decode(abs(k)), k) * unit);
-    } else {
-      store(to, map.decode(k) * unit);
-    }
+using LaneCodes = state_codes::Codes<kCodeBits<t>, StateLanes>;
+template <DType t>
+inline VecPair decode_two(const u8* codes, Vec scale) noexcept {
+  const LaneCodes<t> map;
+  const auto decode = [&](const u8* p) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    const Vec k = {_mm256_cvtepi32_ps(t == DType::I8 ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes))};
+    if constexpr (t == DType::I8) return copysign(map.decode(abs(k)), k) * scale;
+    return map.decode(k) * scale;
   };
-  i64 i = 0;
-  for (; i + Vec::kLanes <= n; i += Vec::kLanes) decode(values + i, codes + i);
-  if (i == n) return;
-  u8 rest[Vec::kLanes] = {};
-  std::memcpy(rest, codes + i, static_cast<size_t>(n - i));
-  decode(values + i, rest);
+  return {decode(codes), decode(codes + Vec::kLanes)};
+}
+template <DType t>
+inline Ints encode_one(Vec x, Vec inverse) noexcept {
+  const LaneCodes<t> map;
+  if constexpr (t == DType::I8) return _mm256_cvttps_epi32(copysign(map.encode(abs(x) * inverse), x).v);
+  return _mm256_cvttps_epi32(map.encode(x * inverse).v);
+}
+template <DType t>
+inline void store_codes(u8* p, Ints a, Ints b, Ints c, Ints d) noexcept {
+  const Ints ab = _mm256_packs_epi32(a, b), cd = _mm256_packs_epi32(c, d);
+  const Ints bytes = t == DType::I8 ? _mm256_packs_epi16(ab, cd) : _mm256_packus_epi16(ab, cd);
+  const Ints order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permutevar8x32_epi32(bytes, order));
 }
 
+#endif
+
 template <DType t>
-void encode_codes(u8* codes, float& scale, const float* values, i64 n) noexcept {
-  Ints largest = ints(0);
-  for (i64 i = 0; i < n; i += Vec::kLanes) largest = larger(largest, bits_of(abs(load(values + i))));
-  const state_codes::Scale s = state_codes::scale_of(largest_of(largest));
-  scale = s.value;
-  if (s.inverse == 0) {
-    std::memset(codes, 0, static_cast<size_t>(n));
-    return;
-  }
-  const state_codes::Codes<t == DType::I8 ? 7 : 8, StateLanes> map;
-  const Vec inverse = broadcast(s.inverse);
-  const auto encode = [&](u8* to, const float* from) {
-    const Vec x = load(from);
-    if constexpr (t == DType::I8) {
-      store_codes(to, copysign(map.encode(abs(x) * inverse), x));
-    } else {
-      store_codes(to, map.encode(x * inverse));
-    }
-  };
-  i64 i = 0;
-  for (; i + Vec::kLanes <= n; i += Vec::kLanes) encode(codes + i, values + i);
-  if (i == n) return;
-  u8 rest[Vec::kLanes];
-  encode(rest, values + i);
-  std::memcpy(codes + i, rest, static_cast<size_t>(n - i));
+inline void encode_four(u8* codes, const float* values, Vec inverse) noexcept {
+  const auto code = [=](i64 i) { return encode_one<t>(load(values + i * Vec::kLanes), inverse); };
+  store_codes<t>(codes, code(0), code(1), code(2), code(3));
 }
 
-// bf16 likewise: element i is rounded by 16 bits of random[i], which all words of a block need.
+// A block of bf16, or what there is of it: element i is rounded by 16 bits of random[i], which all words of a block
+// need.
 inline void decode_bf16(float* values, const bf16* from, i64 n) noexcept {
   for_vectors(0, n, [&](i64 i, auto lanes) { store(values + i, load(from + i, lanes)); });
 }
@@ -222,25 +294,6 @@ inline void put_random_words(u32* to, const RngKey& key, u64 first, i64 n) noexc
     const WordPair w = random_words(key, (first + static_cast<u64>(i)) / 4);
     std::memcpy(to + i, &w.first, sizeof w.first);
     std::memcpy(to + i + Vec::kLanes, &w.second, sizeof w.second);
-  }
-}
-
-// Elements [begin, begin + n) of a state: a block, or what there is of it.
-inline void decode_block(float* values, const TensorView& state, i64 begin, i64 n) noexcept {
-  u8* const codes = state.as<u8>() + begin;
-  switch (state.dtype) {
-    case DType::I8: return decode_codes<DType::I8>(values, codes, state.scale[begin / kStateBlock], n);
-    case DType::U8: return decode_codes<DType::U8>(values, codes, state.scale[begin / kStateBlock], n);
-    default: return decode_bf16(values, state.as<bf16>() + begin, n);
-  }
-}
-inline void encode_block(const TensorView& state, const float* values, i64 begin, i64 n, const u32* random,
-                         bool high_half) noexcept {
-  u8* const codes = state.as<u8>() + begin;
-  switch (state.dtype) {
-    case DType::I8: return encode_codes<DType::I8>(codes, state.scale[begin / kStateBlock], values, n);
-    case DType::U8: return encode_codes<DType::U8>(codes, state.scale[begin / kStateBlock], values, n);
-    default: return encode_bf16(state.as<bf16>() + begin, values, n, random, high_half);
   }
 }
 

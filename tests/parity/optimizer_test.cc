@@ -373,6 +373,66 @@ TEST(Update, OfCodedStatesFollowsRef) {
   }
 }
 
+// With betas of 0 states become the gradient and its square: numbers beside the middles of all codes, very small ones,
+// and blocks that are zeros or not finite have the codes of encode_state. With a rate of 0 subnormal parameters stay.
+TEST(Update, EncodesWhateverStatesMayBe) {
+  constexpr float inf = std::numeric_limits<float>::infinity();
+  std::vector<float> g;
+  const auto add = [&g](float x) {
+    if (g.size() % 256 == 0) g.push_back(1);  // the largest of its block
+    g.push_back(g.size() % 3 == 0 ? -x : x);
+  };
+  for (const DType t : {DType::I8, DType::U8}) {
+    for (int k = 0; k < (t == DType::I8 ? 127 : 255); ++k) {
+      const float low = state_codes::decode(t, static_cast<u8>(k), 1);
+      const float high = state_codes::decode(t, static_cast<u8>(k + 1), 1);
+      float x = t == DType::I8 ? (low + high) / 2 : std::sqrt((low + high) / 2);
+      for (int i = 0; i < 3; ++i) x = std::nextafter(x, 0.0f);
+      for (int i = 0; i < 7; ++i, x = std::nextafter(x, inf)) add(x);
+    }
+  }
+  for (int e = 0; e < 149; ++e) add(std::ldexp(1.5f, -e));
+  for (const float x : {0.0f, 0x1p-60f, 0x1p-110f, inf, std::numeric_limits<float>::quiet_NaN(), 0.5f}) {
+    g.resize((g.size() + 255) / 256 * 256);
+    for (int i = 0; i < 250; ++i) g.push_back(std::isfinite(x) ? x : 1);
+    g.push_back(x);
+  }
+  const i64 n = std::ssize(g);
+
+  State start(DType::BF16, n);
+  Kept kept(true, n), want(true, n);
+  std::vector<float> squares;
+  for (i64 i = 0; i < n; ++i) {
+    const float x = g[static_cast<size_t>(i)];
+    start.grad.view().as<float>()[i] = x * 64;  // kVerdict says 1/64
+    start.master.view().as<float>()[i] = std::ldexp(static_cast<float>(i % 300 - 150), -140);
+    squares.push_back(x * x);
+  }
+  encode_state(want.view(0), g.data(), 0, n);
+  encode_state(want.view(1), squares.data(), 0, n);
+  UpdateParams p = params(true);
+  p.beta1 = p.beta2 = 0;
+  p.lr = 0;
+  for (const OpTable* ops : backends()) {
+    const std::string what = std::string(ops->name);
+    expect_same_for_any_threads(
+        [&](Stream& s) {
+          State got = start;
+          Kept got_kept = kept;
+          step(*ops, {got.param, got.master, {got_kept.view(0), got_kept.view(1)}, got.grad, kDecay}, p, s);
+          const auto all = got_kept.all(), all_wanted = want.all();
+          for (size_t i = 0; i < all.size(); ++i) expect_same_bits(all[i], all_wanted[i], what);
+          for (i64 i = 0; i < n && std::isfinite(squares[static_cast<size_t>(i)]); ++i) {
+            const float w = start.master.view().as<float>()[i];
+            EXPECT_EQ(got.master.view().as<float>()[i], w) << what << i;
+            EXPECT_EQ(to_float(got.param.view().as<bf16>()[i]), to_float(to_bf16(w))) << what << i;
+          }
+          return all;
+        },
+        what);
+  }
+}
+
 TEST(Update, LeavesStatesThatAreNotFp32AloneInASkippedStep) {
   constexpr i64 n = 1000;
   ThreadPool pool(2);

@@ -94,7 +94,7 @@ struct OneLane {
   using Value = float;
   template <auto values>
   struct Table {
-    DS_HOST_DEVICE float operator[](int e) const noexcept {  // the lowest three bits of e
+    DS_HOST_DEVICE constexpr float operator[](int e) const noexcept {  // the lowest three bits of e
       constexpr std::array<float, 8> table = values();
       return table[e & 7];
     }
@@ -130,7 +130,7 @@ struct Codes {
   typename L::template Table<&M::offsets> offset;
   typename L::template Table<&M::ends> end;
 
-  DS_HOST_DEVICE Value decode(Value k) const noexcept {
+  DS_HOST_DEVICE constexpr Value decode(Value k) const noexcept {
     const Value x = k + L::all(0.5f);
     Value y = (L::all(0.9f) * L::fraction(x) - L::all(0.8f)) * unit[L::exponent(x)];
     y = L::select(L::less(k, L::all(M::kLast)), y, L::all(1));
@@ -158,7 +158,7 @@ DS_HOST_DEVICE inline Scale scale_of(u32 max_abs_bits) noexcept {
 }
 
 // One element.
-DS_HOST_DEVICE inline float decode(DType t, u8 code, float scale) noexcept {
+DS_HOST_DEVICE constexpr float decode(DType t, u8 code, float scale) noexcept {
   if (t == DType::U8) return Codes<8, OneLane>{}.decode(static_cast<float>(code)) * scale;
   const int k = static_cast<std::int8_t>(code);
   const float y = Codes<7, OneLane>{}.decode(static_cast<float>(k < 0 ? -k : k)) * scale;
