@@ -17,12 +17,13 @@ class FileArray final : public zero::TierArray {
   struct Options {
     std::string dir;  // empty: a prediction, in which memory and requests are counted, and nobody looks at them
     IoOptions io = {};
-    i64 beside = 2;    // buffers of the largest size beside one that is leased
-    i64 pages = 1024;  // in memory, of which leases have written a part
+    Tag tag = Tag::Offload;  // of buffers
+    i64 beside = 2;          // buffers of the largest size beside one that is leased
+    i64 pages = 1024;        // in memory, of which leases have written a part
     bool read_ahead = true, write_behind = true;
   };
-  // `most`: bytes of a lease. Buffers are taken as leases need them, in device memory that the host can use. Once a
-  // request has failed, all that is asked fails.
+  // `most`: bytes of a lease. Buffers are taken as leases need them, in memory of the device that the host can use.
+  // Once a request has failed, all that is asked fails.
   FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options);
   ~FileArray() override;
   bool in_place() const noexcept override { return false; }

@@ -18,8 +18,8 @@ i64 room_of(i64 bytes) noexcept {
 
 }  // namespace
 
-HostArray::HostArray(Device& device, Device& host, MemoryLedger& ledger, i64 bytes, i64 most)
-    : device_(device), ledger_(ledger), memory_(device_buffer(host, ledger, Tag::Host, bytes)) {
+HostArray::HostArray(Device& device, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger, i64 bytes, i64 most)
+    : device_(device), ledger_(ledger), there_(std::move(there)) {
   if (bytes > 0) add_slot(most);
 }
 
@@ -40,7 +40,10 @@ void* HostArray::open(i64 begin, i64 bytes, zero::LeaseTo access) {
     add_slot(bytes);
     best = &slots_.back();
   }
-  if (access != zero::LeaseTo::Fill) device_.upload(best->memory.data(), on_host(begin), bytes);
+  if (access != zero::LeaseTo::Fill) {
+    const zero::TierLease there = there_->lease(begin, bytes, zero::LeaseTo::Read);
+    device_.upload(best->memory.data(), there.data(), bytes);
+  }
   best->taken = true;
   return best->memory.data();
 }
@@ -50,7 +53,8 @@ void HostArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
   slot.taken = false;
   if (access == zero::LeaseTo::Read) return;
   try {
-    device_.download(on_host(begin), data, bytes);
+    const zero::TierLease there = there_->lease(begin, bytes, zero::LeaseTo::Fill);
+    device_.download(there.data(), data, bytes);
   } catch (const Error&) {
     failed_ = std::current_exception();
   }

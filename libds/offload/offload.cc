@@ -24,8 +24,6 @@ Settings settings_of(const Config& config, DeviceKind device) {
            "zero_optimization.offload_optimizer.delayed_update: on a GPU, with ratio 1 alone: what the GPU updates "
            "itself is not delayed");
   s.several_passes = several(config.optimizer) || std::ranges::any_of(config.optimizer.groups, several);
-  DS_CHECK(device == DeviceKind::Cpu || s.params.device != OffloadDevice::Nvme, Errc::Unavailable,
-           "zero_optimization.offload_param.device \"nvme\" is not supported on GPUs yet; \"cpu\" is");
   if (device == DeviceKind::Cpu && s.states.device != OffloadDevice::Nvme) s.states.gradients = false;
   const auto any_is_muon = [&] {
     const auto is = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
@@ -78,10 +76,16 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
     // One that is added to or read, and one that goes.
     if (nvme && !apart && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
   }
-  if (settings.params.device == OffloadDevice::Nvme)
+  const auto in_memory = [](Device& host, MemoryLedger& ledger, Tag, i64 bytes, i64) {
+    return std::make_unique<HostMemory>(device_buffer(host, ledger, Tag::Host, bytes));
+  };
+  if (settings.params.device == OffloadDevice::Nvme) {
     tiers_.params = make_array(settings.params.nvme_path, settings.params.buffer_count);
-  if (apart && settings.params.device == OffloadDevice::Cpu) tiers_.params = make_host_array();
-  if (apart && settings.states.gradients) tiers_.grads = make_host_array();
+    if (apart) tiers_.params = beside(std::move(tiers_.params));
+  } else if (apart && settings.params.device == OffloadDevice::Cpu) {
+    tiers_.params = beside(in_memory);
+  }
+  if (apart && settings.states.gradients) tiers_.grads = beside(in_memory);
 }
 
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
@@ -107,9 +111,9 @@ std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts 
   return made;
 }
 
-zero::MakeArray Offload::make_host_array() {
-  return [this](Device& device, MemoryLedger& ledger, Tag, i64 bytes, i64 most) {
-    return std::make_unique<HostArray>(device, host(device), ledger, bytes, most);
+zero::MakeArray Offload::beside(zero::MakeArray of_host) {
+  return [this, of_host = std::move(of_host)](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
+    return std::make_unique<HostArray>(device, of_host(host(device), ledger, tag, bytes, most), ledger, bytes, most);
   };
 }
 
@@ -180,6 +184,7 @@ zero::MakeArray Offload::make_array(std::string dir, i64 beside) {
   return [this, dir = std::move(dir), beside](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
     FileArray::Options options{.dir = for_ == For::Prediction ? "" : dir,
                                .io = io(),
+                               .tag = host_tag(),
                                .beside = beside,
                                .read_ahead = settings_.states.pipeline_read,
                                .write_behind = settings_.states.pipeline_write};

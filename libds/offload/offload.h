@@ -69,7 +69,8 @@ class Offload {
   bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   // Of what is in memory of the host for being offloaded.
   Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }
-  zero::MakeArray make_host_array();
+  // Arrays beside a GPU, which stay in such ones of the host.
+  zero::MakeArray beside(zero::MakeArray of_host);
   std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, Device& host,
                                            MemoryLedger& ledger);
   zero::MakeArray make_array(std::string dir, i64 beside);

@@ -94,11 +94,13 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
     Config o = c;
     o.zero.sub_group_size = 2 * kStateBlock;
     o.zero.offload_optimizer = {.device = where, .nvme_path = dir.path(), .ratio = ratio, .gradients = gradients};
-    o.zero.offload_param.device = params;
+    o.zero.offload_param = {.device = params, .nvme_path = dir.path()};
     const Trace got = train(o, 2, look);
     const std::string what = fmt::format("{} stage {} {} ratio {}{}{}", static_cast<int>(c.optimizer.type),
                                          c.zero.stage, static_cast<int>(where), ratio, gradients ? " gradients" : "",
-                                         params != OffloadDevice::None ? " parameters" : "");
+                                         params == OffloadDevice::None  ? ""
+                                         : params == OffloadDevice::Cpu ? " parameters"
+                                                                        : " parameters in files");
     expect_same_training(got, want, what);
     for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
       EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
@@ -126,6 +128,8 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
     expect_same(c, want, OffloadDevice::Nvme, 0.4, true);
     expect_same(c, want, OffloadDevice::None, 1, false, OffloadDevice::Cpu);
     expect_same(c, want, OffloadDevice::Nvme, 0.4, false, OffloadDevice::Cpu);
+    expect_same(c, want, OffloadDevice::None, 1, false, OffloadDevice::Nvme);
+    expect_same(c, want, OffloadDevice::Nvme, 0.4, true, OffloadDevice::Nvme);
   }
 }
 
@@ -143,7 +147,7 @@ TEST_P(DeviceTraining, OffloadDelaysUpdates) {
     file.zero.offload_optimizer.device = OffloadDevice::Nvme;
     file.zero.offload_optimizer.nvme_path = dir.path();
     arrays.zero.offload_optimizer.gradients = true;
-    if (stage == 3) arrays.zero.offload_param.device = OffloadDevice::Cpu;
+    if (stage == 3) arrays.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
     const Trace late = train(c, 2);
     EXPECT_NE(late.losses.back(), plain.losses.back());
     for (const Config& o : {c, file, arrays}) {
