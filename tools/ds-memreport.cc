@@ -143,6 +143,7 @@ int of_fit(const MemreportOptions& a, const memreport::Source& source, const mem
                                       .memory = bytes("--fit", a.fit),
                                       .host_memory = bytes("--node-memory", a.node_memory),
                                       .most = static_cast<size_t>(a.most),
+                                      .disk = hardware ? hardware->disk() : "",
                                       .on_progress = line.hook()};
   if (!hardware) throw Error(Errc::Config, "--fit ranks by time: give --machine, --gpu or --peak");
   const memreport::FitResult fit = memreport::fit(source, options, *hardware);

@@ -86,9 +86,10 @@ struct Frame {
   int stage = 0;
   bool sequence_parallel = false;
   Schedule schedule = {};
+  InFiles files = InFiles::AsItIs;
 };
 Frame frame_of(const Arrangement& a) {
-  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages}};
+  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages}, a.files};
 }
 
 // How many times a step's batch is cut.
@@ -105,9 +106,9 @@ struct Setting {
 constexpr std::string_view kTrain = "train_batch_size", kMicro = "train_micro_batch_size_per_gpu",
                            kAccumulation = "gradient_accumulation_steps";
 
-// All of them: where `source` says more about one of them than is meant here, that too.
-std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut,
-                                 CheckpointGranularity recompute) {
+// All of them: where `source` says more about one of them than is meant here, that too. disk: where files are.
+std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut, CheckpointGranularity recompute,
+                                 const std::string& disk) {
   std::vector<Setting> all = {
       {fmt::format("tensor_parallel.tp_size={}", f.tp)},
       {fmt::format("tensor_parallel.sequence_parallel={}", f.sequence_parallel)},
@@ -129,7 +130,13 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
     if (again.cpu_checkpointing) all.push_back({"activation_checkpointing.cpu_checkpointing=false", true});
   }
   const bool chunked = source.pipeline.virtual_stages > 1 || source.pipeline.schedule == PipelineSchedule::Interleaved;
-  if (f.pp > 1 || chunked) {
+  const auto in_files = [&](std::string_view what) {
+    all.push_back({fmt::format("zero_optimization.{}.device=nvme", what)});
+    all.push_back({fmt::format("zero_optimization.{}.nvme_path={}", what, Json(disk).dump()), true});
+  };
+  if (f.files != InFiles::AsItIs) in_files("offload_optimizer");
+  if (f.files == InFiles::StatesAndParams) in_files("offload_param");
+  if (f.pp > 1 || chunked || f.schedule != Schedule()) {
     all.push_back({fmt::format("pipeline.schedule={}", schedule_name(f.schedule.kind))});
     all.push_back({fmt::format("pipeline.virtual_stages={}", f.schedule.chunks), true});
   }
@@ -155,7 +162,7 @@ bool says(const Source& source, std::string_view key) {
 // The source on one rank that is all there is.
 ConfigResult read_unarranged(const Source& source) {
   const std::vector<Setting> settings =
-      settings_of(source.config.config, {}, {}, source.config.config.activation_checkpointing.granularity);
+      settings_of(source.config.config, {}, {}, source.config.config.activation_checkpointing.granularity, "");
   Keys keys;
   for (const Setting& s : settings) {
     if (!s.is_cut) keys.push_back(s.key);
@@ -184,7 +191,7 @@ class Search {
  private:
   std::vector<Frame> frames() const;
   Keys keys(const Frame& f, i64 micro, CheckpointGranularity recompute) const {
-    return keys_of(settings_of(source_.config.config, f, cut(f, micro), recompute));
+    return keys_of(settings_of(source_.config.config, f, cut(f, micro), recompute, options_.disk));
   }
   Cut cut(const Frame& f, i64 micro) const {
     const i64 dp = options_.world.ranks / (f.tp * f.pp * f.sp);
@@ -197,6 +204,12 @@ class Search {
   }
   // With neither memory nor time.
   Arrangement arrangement_of(const Config& config, Keys keys) const;
+  // Whether files are searched: the source has none of its own.
+  bool searches_files() const noexcept {
+    const ZeroConfig& z = source_.config.config.zero;
+    return !options_.disk.empty() && options_.device == DeviceKind::Cpu &&
+           z.offload_optimizer.device == OffloadDevice::None && z.offload_param.device == OffloadDevice::None;
+  }
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;
   // Of the stages that need most, nearly always; more than `enough` where it is that much.
@@ -281,6 +294,15 @@ std::vector<Frame> Search::frames() const {
             if (pp > 1 && own != Schedule()) all.push_back({tp, pp, sp, stage, rows, own});
           }
         }
+        for (const bool rows : {false, true}) {
+          if (!searches_files() || (rows && tp == 1)) continue;
+          for (const int stage : {1, 2, 3}) all.push_back({tp, pp, sp, stage, rows, {}, InFiles::States});
+          all.push_back({tp, pp, sp, 3, rows, {}, InFiles::StatesAndParams});
+          if (pp > 1) continue;
+          // Parameters are read once for all micro-batches then, whose activations are all kept.
+          const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, model.layers + 2};
+          all.push_back({tp, pp, sp, 3, rows, layer_by_layer, InFiles::StatesAndParams});
+        }
       }
     }
   }
@@ -297,6 +319,10 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
           .virtual_stages = config.pipeline.virtual_stages,
           .sequence_parallel = config.tensor_parallel.sequence_parallel,
           .recompute = config.activation_checkpointing.granularity,
+          .files = !searches_files()                                             ? InFiles::AsItIs
+                   : config.zero.offload_param.device == OffloadDevice::Nvme     ? InFiles::StatesAndParams
+                   : config.zero.offload_optimizer.device == OffloadDevice::Nvme ? InFiles::States
+                                                                                 : InFiles::AsItIs,
           .time = {}};
 }
 
@@ -376,6 +402,7 @@ void Search::try_frame(const Frame& f) {
   for (const i64 micro : divisors(batch_ / dp, kLargestMicro)) {
     const PipelineConfig pipeline{.stages = f.pp, .schedule = f.schedule.kind, .virtual_stages = f.schedule.chunks};
     if (!schedule_problem(pipeline, cut(f, micro).accumulation).empty()) continue;
+    if (f.schedule.kind == PipelineSchedule::BreadthFirst && cut(f, micro).accumulation == 1) continue;  // all the same
     std::optional<Found> a = try_one(f, micro, CheckpointGranularity::None);
     if (!a && read(keys(f, micro, CheckpointGranularity::Layer))) return;  // larger ones need more
     if (!a) continue;
@@ -475,7 +502,8 @@ std::optional<Arrangement> Search::nearest_to_present() {
                     {present.pipeline.schedule, present.pipeline.virtual_stages}};
   std::set<std::string> same = {fmt::format("pipeline.schedule={}", schedule_name(present.pipeline.schedule)),
                                 fmt::format("pipeline.virtual_stages={}", present.pipeline.virtual_stages)};
-  for (const Setting& s : settings_of(present, frame, {}, present.activation_checkpointing.granularity)) {
+  for (const Setting& s :
+       settings_of(present, frame, {}, present.activation_checkpointing.granularity, options_.disk)) {
     if (!s.is_cut) same.insert(s.key);
   }
   // Of the three sizes of a batch those that are not said follow.
@@ -498,7 +526,8 @@ std::optional<Arrangement> Search::nearest_to_present() {
       Change change{.keys = {}, .most_tokens_per_s = a.time.tokens_per_s};
       const Cut kept = kept_cut(a.mesh.dp);
       const bool keeps_batch = says_batch || kept.micro * kept.accumulation * a.mesh.dp == batch_;
-      for (const Setting& s : settings_of(present, frame_of(a), {batch_, a.micro, a.accumulation}, a.recompute)) {
+      const Cut cut{batch_, a.micro, a.accumulation};
+      for (const Setting& s : settings_of(present, frame_of(a), cut, a.recompute, options_.disk)) {
         const bool is_kept = s.key.starts_with(kTrain)   ? keeps_batch
                              : s.key.starts_with(kMicro) ? a.micro == kept.micro
                                                          : a.accumulation == kept.accumulation;

@@ -11,16 +11,23 @@ namespace ds::memreport {
 namespace {
 
 std::string schedule_of(const Arrangement& a) {
-  if (a.mesh.pp == 1) return "-";
+  if (a.mesh.pp == 1 && a.schedule != PipelineSchedule::BreadthFirst) return "-";
   std::string name(schedule_name(a.schedule));
   if (a.virtual_stages > 1) name += fmt::format(" {}", a.virtual_stages);
   return name;
 }
 
-std::string row(const Arrangement& a) {
-  return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12.5g} {:>6.1f}\n",
+std::string_view files_name(InFiles files) noexcept {
+  constexpr std::string_view names[] = {"-", "states", "all"};
+  return names[static_cast<size_t>(files)];
+}
+
+// files: with a column for what is in files.
+std::string row(const Arrangement& a, bool files) {
+  return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12.5g} {:>6.1f}\n",
                      a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, schedule_of(a),
-                     granularity_name(a.recompute), a.sequence_parallel ? "yes" : "no", bytes_text(a.device_bytes),
+                     granularity_name(a.recompute), a.sequence_parallel ? "yes" : "no",
+                     files ? fmt::format("{:<6} ", files_name(a.files)) : "", bytes_text(a.device_bytes),
                      a.time.tokens_per_s, 100 * a.time.mfu);
 }
 
@@ -31,24 +38,26 @@ std::string lines(const std::vector<std::string>& keys) {
 }
 
 Json arrangement_json(const Arrangement& a) {
-  return {{"tp", a.mesh.tp},
-          {"pp", a.mesh.pp},
-          {"sp", a.mesh.sp},
-          {"dp", a.mesh.dp},
-          {"stage", a.stage},
-          {"micro_batch", a.micro},
-          {"accumulation", a.accumulation},
-          {"schedule", schedule_name(a.schedule)},
-          {"virtual_stages", a.virtual_stages},
-          {"checkpointing", granularity_name(a.recompute)},
-          {"sequence_parallel", a.sequence_parallel},
-          {"device_bytes", a.device_bytes},
-          {"host_bytes", a.host_bytes},
-          {"tokens_per_s", a.time.tokens_per_s},
-          {"mfu", a.time.mfu},
-          {"step_s", a.time.step_s},
-          {"bubble_fraction", a.time.bubble_fraction},
-          {"keys", a.keys}};
+  Json json = {{"tp", a.mesh.tp},
+               {"pp", a.mesh.pp},
+               {"sp", a.mesh.sp},
+               {"dp", a.mesh.dp},
+               {"stage", a.stage},
+               {"micro_batch", a.micro},
+               {"accumulation", a.accumulation},
+               {"schedule", schedule_name(a.schedule)},
+               {"virtual_stages", a.virtual_stages},
+               {"checkpointing", granularity_name(a.recompute)},
+               {"sequence_parallel", a.sequence_parallel},
+               {"device_bytes", a.device_bytes},
+               {"host_bytes", a.host_bytes},
+               {"tokens_per_s", a.time.tokens_per_s},
+               {"mfu", a.time.mfu},
+               {"step_s", a.time.step_s},
+               {"bubble_fraction", a.time.bubble_fraction},
+               {"keys", a.keys}};
+  if (a.files != InFiles::AsItIs) json["files"] = files_name(a.files);
+  return json;
 }
 
 Json largest_json(const LargestModel& m) { return {{"layers", m.layers}, {"params", m.params}, {"keys", m.keys}}; }
@@ -56,28 +65,31 @@ Json largest_json(const LargestModel& m) { return {{"layers", m.layers}, {"param
 }  // namespace
 
 std::string text(const FitResult& r, const FitOptions& o) {
-  const std::string head = fmt::format(
-      "{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<13} {:<10} {:<4} {:>13} {:>12} {:>6}\n", "tp", "pp", "sp", "dp",
-      "stage", "micro", "accum", "schedule", "recompute", "rows", "memory", "tokens/s", "MFU %");
+  const bool files = !o.disk.empty();
+  const std::string head =
+      fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12} {:>6}\n", "tp", "pp",
+                  "sp", "dp", "stage", "micro", "accum", "schedule", "recompute", "rows", files ? "files  " : "",
+                  "memory", "tokens/s", "MFU %");
   std::string out = o.world.ranks == 1
                         ? fmt::format("{} of memory on one rank", bytes_text(o.memory))
                         : fmt::format("{} of memory on each of {} ranks of {} node{}", bytes_text(o.memory),
                                       o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s");
   out += fmt::format(": {} arrangement{} tried, {} fit\n\n", r.num_tried, r.num_tried == 1 ? "" : "s", r.num_fitting);
   if (r.present) {
-    out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present));
+    out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present, files));
   } else {
     out += "as it is: it cannot be\n";
     for (const std::string& why : r.why_not) out += fmt::format("  {}\n", printable(why));
   }
   if (r.nearest)
-    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest), lines(r.nearest->keys));
+    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest, files),
+                       lines(r.nearest->keys));
   if (r.fitting.empty()) {
     out += r.num_tried == 0 ? "\nnothing fits: neither the batch nor the model can be cut over so many ranks\n"
                             : "\nnothing fits: more ranks or more memory are needed\n";
   } else {
     out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
-    for (const Arrangement& a : r.fitting) out += row(a);
+    for (const Arrangement& a : r.fitting) out += row(a, files);
     const Arrangement& first = r.fitting.front();
     out += fmt::format("\nfor the first of them\n{}", lines(first.keys));
     out += fmt::format(

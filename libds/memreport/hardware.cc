@@ -87,12 +87,15 @@ Hardware Hardware::with_disk(const std::string& file) const {
       s.machine.disk_read = read;
       s.machine.disk_write = write;
     }
+    s.disk = document.value("path", "");
   } catch (const Json::exception&) {
     throw Error(Errc::Config, fmt::format("{}: not a document of ds-offload bench --path DIR --json", file));
   }
   DS_CHECK(best > 0, Errc::Config, "{}: has no rates of a disk; ds-offload bench --path DIR measures one", file);
   return Hardware(std::make_shared<const State>(std::move(s)));
 }
+
+const std::string& Hardware::disk() const noexcept { return state_->disk; }
 
 std::string Hardware::json() const { return machine_json(state_->machine); }
 

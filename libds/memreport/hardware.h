@@ -11,6 +11,7 @@ namespace ds::memreport {
 struct Hardware::State {
   Machine machine;
   std::optional<Links> links;
+  std::string disk = {};  // where it was measured
 };
 
 }  // namespace ds::memreport

@@ -203,6 +203,42 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
   [[ ! -e none.json ]]
 }
 
+@test "--fit puts into files of a measured disk what does not fit otherwise" {
+  mkdir disk
+  ds-offload bench --path disk --size 16MiB --params 0 --loops 1 --block-size 1MiB --queue-depth 4 --json >disk.json
+  local -a search=(cfg.json -n 2 --device cpu --peak 1e11 --bandwidth 1e10 --link 1e10 --set zero_optimization.sub_group_size=1024 --most 100000)
+  ds-memreport "${search[@]}" --fit 1GiB --disk disk.json --json --output with.json
+  python3 - <<'PY'
+import json
+found = json.load(open("with.json"))["fit"]["fitting"]
+assert {a.get("files") for a in found} == {None, "states", "all"}
+assert {a["schedule"] for a in found if a.get("files") == "all"} >= {"1f1b", "breadth-first"}
+speeds = [a["tokens_per_s"] for a in found]
+assert speeds == sorted(speeds, reverse=True)
+PY
+  local less=1073741824
+  while ds-memreport "${search[@]}" --fit "$less" --json --output without.json; do
+    less=$(python3 -c 'import json
+found = json.load(open("without.json"))["fit"]["fitting"]
+assert all("files" not in a for a in found)
+print(min((a["device_bytes"] for a in found), default=0) - 1)')
+    ((less > 0)) || break
+    local enough=$less
+  done
+  less=$enough
+  run -0 ds-memreport "${search[@]}" --fit "$less"
+  assert_line --partial "nothing fits"
+  ds-memreport "${search[@]}" --fit "$less" --disk disk.json --json --output f.json --write best.json
+  ds-launch -n 2 ds-train best.json --out run --steps 1 --quiet
+  ds-memreport best.json -n 2 --device cpu --json --output p.json
+  same_as_counted run p.json
+  python3 -c 'import json, sys
+best = json.load(open("f.json"))["fit"]["fitting"][0]; p = json.load(open("p.json"))
+assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"] <= int(sys.argv[1]), (best, p)' "$less"
+  run -0 ds-memreport "${search[@]}" --fit "$less" --disk disk.json
+  assert_line --regexp '^  --set zero_optimization.offload_optimizer.device=nvme$'
+}
+
 @test "--fit shows on a terminal what it looks at" {
   local -a search=("$DS_SOURCE/configs/gpu/gpt2-774m.json" -n 64 --batch 64 --gpu h100 --fit 80GiB --output fit.txt)
   run -0 env TERM=xterm script -qec "stty cols 100; $(printf '%q ' "$DS_BIN/ds-memreport" "${search[@]}")" /dev/null </dev/null

@@ -149,6 +149,8 @@ class DS_API Hardware {
   // The same with the disk of a file of the schema "ds-offload/1", as its section aio uses it. Throws Errc::Io,
   // Errc::Config.
   Hardware with_disk(const std::string& file) const;
+  // The directory that this was measured in; empty: no disk.
+  const std::string& disk() const noexcept;
 
   std::string json() const;  // "ds-machine/1"
 
@@ -166,6 +168,10 @@ DS_API std::string text(const StepTime& time);
 DS_API std::string json(const StepTime& time);
 
 // An arrangement of a run over its ranks.
+// What a search puts into files of a disk: nothing beside what the source has there; masters and states of optimizers;
+// slices of parameters as well.
+enum class InFiles : u8 { AsItIs, States, StatesAndParams };
+
 struct Arrangement {
   std::vector<std::string> keys;  // what it changes, as overrides of the source's
   MeshShape mesh;
@@ -175,6 +181,7 @@ struct Arrangement {
   i64 virtual_stages = 1;
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
+  InFiles files = InFiles::AsItIs;
   i64 device_bytes = 0;  // of the rank that needs most
   i64 host_bytes = 0;    // of the fullest node
   StepTime time;
@@ -186,6 +193,9 @@ struct FitOptions {
   i64 memory = 0;       // bytes that a rank has
   i64 host_memory = 0;  // bytes that a node has; 0: enough
   size_t most = 10;     // arrangements
+  // A directory: what is offloaded to files there is searched as well, on CPUs, with a disk of the hardware; else
+  // empty.
+  std::string disk = {};
   // What is being looked at, as a search of many ranks and layers may take a minute; by one thread at a time.
   std::function<void(std::string_view)> on_progress = {};
 };
