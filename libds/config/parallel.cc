@@ -219,6 +219,12 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
   if (c.activation_checkpointing.partition_activations && has_steps && (t == 1 || c.tensor_parallel.sequence_parallel))
     r.warning(kCut, t == 1 ? fmt::format("has no effect: {} is 1", kTp)
                            : fmt::format("has no effect: {} cuts what is kept already", kRows));
+  const bool breadth_first = p == 1 && c.pipeline.schedule == PipelineSchedule::BreadthFirst;
+  if (breadth_first && c.activation_checkpointing.partition_activations && has_steps && t > 1 &&
+      !c.tensor_parallel.sequence_parallel && c.activation_checkpointing.granularity == CheckpointGranularity::Layer)
+    r.error(kCut,
+            fmt::format("is not supported with {} \"breadth-first\": what is between chunks stays whole", kSchedule),
+            Errc::Unavailable);
   if (c.cuda.graphs && t * s > 1)
     r.error("cuda.graphs",
             "passes that talk to other ranks on the way are not recorded: tensor_parallel and "
@@ -230,6 +236,11 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
   if (const i64 interval = c.activation_checkpointing.interval; passes && interval > m.layers && r.given(kInterval))
     r.warning(kInterval,
               fmt::format("{} is more than the model's {} layers, which are one group then", interval, m.layers));
+  if (const i64 most = (m.layers + 2) / std::max<i64>(1, c.pipeline.virtual_stages),
+      interval = c.activation_checkpointing.interval;
+      has_steps && breadth_first && interval > std::max<i64>(1, most) && r.given(kInterval))
+    r.warning(kInterval, fmt::format("{} layers are no group in {} chunks of {} or so: groups end where chunks do",
+                                     interval, c.pipeline.virtual_stages, std::max<i64>(1, most)));
   if (p > 1 && c.pipeline.partition.starts_with(kType) && !r.broken(kPartition)) {
     const std::regex pattern = type_pattern(c.pipeline.partition);
     const auto types = layer_types(m.family);

@@ -50,7 +50,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
-  const offload::FileCounts before = engine->offload().moved();
+  // A delayed update that a save or an evaluation waited for belongs to the step behind it.
+  offload::FileCounts before = engine->offload().moved();
+  if (engine->offload().is_delayed()) before = before - engine->offload().moved_states() + moved_states;
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
@@ -70,6 +72,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
   if (engine->offload().moves()) {
     const offload::FileCounts moved = engine->offload().moved() - before;
+    moved_states = engine->offload().moved_states();
     taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3, moved.busy_s * 1e3};
   }
   record->show_step(*engine, taken, counted);
@@ -228,6 +231,12 @@ void Training::end() {
     save(engine::Saver::When::AtTheEnd);
     s_.append({{"type", "event"}, {"event", "stopped"}, {"step", step()}});
     result_.stop_signal = narrow<int>(signal_);
+  }
+  s_.engine->finish_updates();
+  if (const offload::Offload& o = s_.engine->offload(); o.is_delayed()) {
+    const offload::FileCounts last = o.moved_states() - s_.moved_states;
+    result_.offload.read_bytes += last.read_bytes;
+    result_.offload.written_bytes += last.written_bytes;
   }
   if (has_work_) s_.end_record();
   result_.step = step();

@@ -81,6 +81,9 @@ std::string numbers(const Row& row, const Subject& s) {
 
 std::string in_flight_text(const Subject& s, const PipelineShape& p) {
   const double layers = layers_in_flight(p);
+  if (s.pp == 1 && s.chunks > 1)
+    return fmt::format("Breadth first: all L = {} layers' activations are kept for all {} micro-batches.\n", p.layers,
+                       p.micro_batches);
   if (s.pp == 1) return fmt::format("All L = {} layers' activations are kept for one micro-batch.\n", p.layers);
   if (s.chunks > 1)
     return fmt::format(
@@ -151,7 +154,8 @@ std::string explain_zero(const Subject& s, double params) {
   }
   return text +
          "  The paper takes (N - 1)/N for 1, and one micro-batch per step. With m of them, libds sends 2Ψ at\n"
-         "  stages 0 and 1, unless deterministic, (m + 1)Ψ at stage 2 and 3mΨ at stage 3, times (N - 1)/N.\n";
+         "  stages 0 and 1, unless deterministic, (m + 1)Ψ at stage 2 and 3mΨ at stage 3, times (N - 1)/N;\n"
+         "  breadth first (m + 2)Ψ at stage 3.\n";
 }
 
 std::string explain_activations(const Subject& s) {

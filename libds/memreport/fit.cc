@@ -291,7 +291,8 @@ std::vector<Frame> Search::frames() const {
             // Of the schedules that keep stages busy 1F1B needs least: the others are looked at where it fits.
             all.push_back({tp, pp, sp, stage, rows});
             const Schedule own{present.schedule, present.virtual_stages};
-            if (pp > 1 && own != Schedule()) all.push_back({tp, pp, sp, stage, rows, own});
+            if (own != Schedule() && (pp > 1 || own.kind == PipelineSchedule::BreadthFirst))
+              all.push_back({tp, pp, sp, stage, rows, own});
           }
         }
         for (const bool rows : {false, true}) {

@@ -23,6 +23,7 @@ double share(bool cut, i64 ranks) {
 
 // Micro-batches of 1F1B whose activations the first stage holds at the same time.
 double micro_batches_in_flight(const PipelineShape& p) {
+  if (p.breadth_first()) return real(std::max<i64>(p.micro_batches, 1));
   return real(p.micro_batches > 0 ? std::min(p.micro_batches, p.stages) : p.stages);
 }
 
@@ -57,7 +58,7 @@ double layer_activations(const LayerShape& layer, i64 tp, bool sequence_parallel
 
 double layers_in_flight(const PipelineShape& p) {
   DS_ASSERT(p.stages >= 1 && p.chunks >= 1);
-  if (p.chunks > 1) return real(p.layers) * (1 + real(p.stages - 1) / real(p.stages * p.chunks));
+  if (p.chunks > 1 && !p.breadth_first()) return real(p.layers) * (1 + real(p.stages - 1) / real(p.stages * p.chunks));
   return real(p.layers) * micro_batches_in_flight(p) / real(p.stages);
 }
 

@@ -172,9 +172,10 @@ double exposed_files(const report::RunPlan& plan, const StageTime& t, const Mach
     return machine.ranks_per_node * (static_cast<double>(f.read_bytes) / machine.disk_read +
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
+  const double states = seconds(plan.state_files), arrays = seconds(plan.array_files);
   // A delayed update goes on beside the passes of the next step, too.
-  const double beside = t.optimizer + (plan.offload.states.delayed_update ? t.busy() : 0);
-  return std::max(0.0, seconds(plan.state_files) - beside) + std::max(0.0, seconds(plan.array_files) - t.busy());
+  if (plan.offload.states.delayed_update) return std::max(0.0, states + arrays - t.optimizer - t.busy());
+  return std::max(0.0, states - t.optimizer) + std::max(0.0, arrays - t.busy());
 }
 
 std::vector<StageTime> times_of(const model::Model& model, std::span<const StageWork> stages, const Machine& machine,

@@ -110,7 +110,7 @@ class BlockFile::Worker {
     {
       const std::lock_guard lock(mutex_);
       (write ? counts_.written_bytes : counts_.read_bytes) += bytes;
-      if (under_way_++ == 0) busy_since_ = Clock::now();
+      if (options_.busy != nullptr) options_.busy->begin();
       if (free_.empty()) {
         free_.push_back(narrow<Ticket>(std::ssize(requests_)));
         requests_.emplace_back();
@@ -146,9 +146,7 @@ class BlockFile::Worker {
 
   FileCounts counts() const {
     const std::lock_guard lock(mutex_);
-    FileCounts now = counts_;
-    if (under_way_ > 0) now.busy_s += seconds_since(busy_since_);
-    return now;
+    return counts_;
   }
   std::string method;
   bool is_direct() const noexcept { return direct_; }
@@ -196,7 +194,7 @@ class BlockFile::Worker {
       Request& r = requests_[static_cast<size_t>(block.ticket)];
       if (r.error == 0) r.error = error;
       if (--r.blocks > 0) return true;
-      if (--under_way_ == 0) counts_.busy_s += seconds_since(busy_since_);
+      if (options_.busy != nullptr) options_.busy->end();
     }
     done_.notify_all();
     return true;
@@ -215,8 +213,6 @@ class BlockFile::Worker {
   };
   mutable std::mutex mutex_;
   FileCounts counts_;
-  i64 under_way_ = 0;  // requests
-  Clock::time_point busy_since_;
   std::condition_variable work_, done_;
   std::vector<Request> requests_;
   std::vector<Ticket> free_;

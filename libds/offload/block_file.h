@@ -6,25 +6,60 @@
 
 #include <exception>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 
+#include "base/clock.h"
 #include "base/file.h"
 
 namespace ds::offload {
+
+// The time in which something is under way, of several that may be at once.
+class BusyTime {
+ public:
+  void begin() {
+    const std::lock_guard lock(mutex_);
+    if (under_way_++ == 0) since_ = Clock::now();
+  }
+  void end() {
+    const std::lock_guard lock(mutex_);
+    if (--under_way_ == 0) seconds_ += seconds_since(since_);
+  }
+  class Span {
+   public:
+    explicit Span(BusyTime* time) : time_(*time) { time_.begin(); }
+    Span(const Span&) = delete;
+    ~Span() { time_.end(); }
+
+   private:
+    BusyTime& time_;
+  };
+  double seconds() const {
+    const std::lock_guard lock(mutex_);
+    return seconds_ + (under_way_ > 0 ? seconds_since(since_) : 0);
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  i64 under_way_ = 0;
+  Clock::time_point since_;
+  double seconds_ = 0;
+};
 
 struct IoOptions {
   i64 block_bytes = i64{1} << 20;  // of one call to the system; a multiple of BlockFile::kPage
   int depth = 8;                   // blocks under way at a time
   int threads = 1;                 // that call pread and pwrite
   bool io_uring = true;            // else threads, whatever the kernel can
+  BusyTime* busy = nullptr;        // counts the time of requests
 };
 
 // What has gone between memory and files.
 struct FileCounts {
   i64 read_bytes = 0, written_bytes = 0;
   double waited_s = 0;  // for them
-  double busy_s = 0;    // in which some of them were under way
+  double busy_s = 0;    // in which some of them were under way; not of one file
   friend FileCounts operator+(const FileCounts& a, const FileCounts& b) noexcept {
     return {a.read_bytes + b.read_bytes, a.written_bytes + b.written_bytes, a.waited_s + b.waited_s,
             a.busy_s + b.busy_s};

@@ -2,8 +2,11 @@
 #include "offload/delayed_states.h"
 
 #include <algorithm>
+#include <cstring>
+#include <utility>
 
 #include "base/clock.h"
+#include "base/thread.h"
 
 namespace ds::offload {
 namespace {
@@ -45,10 +48,6 @@ DelayedStates::DelayedStates(Parts parts, const zero::MakeStates& make, const Op
                     .ledger = parts_.ledger,
                     .held = parts_.held})) {}
 
-DelayedStates::~DelayedStates() {
-  if (running_.valid()) running_.wait();
-}
-
 void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
   DS_ASSERT(!makes_direction(spec.params.rule) && spec.factors == nullptr);
   finish();  // the gradients' memory is free then
@@ -56,12 +55,18 @@ void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
   if (!verdict_.finite) return;
   passes_.push_back({tile, spec});
   for_each_part_of(tile, [&](const zero::Piece& part) {
-    const zero::TierLease gradient = parts_.gradients.lease(part, zero::LeaseTo::Read);
-    parts_.device.download(gradients_.on_host(part), gradient.data(), gradients_.bytes(part));
-    if (parts_.work != DType::F32) return;
-    const zero::TierLease master = parts_.params.lease(part, zero::LeaseTo::Read);
-    parts_.device.download(params_.on_host(part), master.data(), params_.bytes(part));
+    take(gradients_, parts_.gradients, part);
+    if (parts_.work == DType::F32) take(params_, parts_.params, part);
   });
+}
+
+// From where it stays with the host, or by the device.
+void DelayedStates::take(const Held& here, const zero::PieceMemory& from, const zero::Piece& part) {
+  if (const void* const there = from.on_host(part); there == nullptr) {
+    parts_.device.download(here.on_host(part), from.lease(part, zero::LeaseTo::Read).data(), here.bytes(part));
+  } else if (options_.beside) {
+    std::memcpy(here.on_host(part), there, static_cast<size_t>(here.bytes(part)));
+  }
 }
 
 void DelayedStates::settle(zero::VerdictHandle&, i64 number) {
@@ -69,36 +74,44 @@ void DelayedStates::settle(zero::VerdictHandle&, i64 number) {
   number_ = number;
   before_ = options_.moved();
   if (number < options_.from || !options_.beside) return finish();
-  running_ = std::async(std::launch::async, [this] { run(); });
+  running_ = start_thread("an update beside the next step", [this] { run(); });
 }
 
 void DelayedStates::run() {
-  const Clock::time_point start = Clock::now();
-  Resolved verdict(verdict_);
-  for (const Pass& pass : passes_) states_->update(pass.tile, pass.spec, verdict);
-  states_->settle(verdict, number_);
-  took_s_ = seconds_since(start);
+  const std::lock_guard turn(options_.shared.turn);
+  const BusyTime::Span busy(&options_.shared.busy);
+  try {
+    Resolved verdict(verdict_);
+    for (const Pass& pass : passes_) states_->update(pass.tile, pass.spec, verdict);
+    states_->settle(verdict, number_);
+  } catch (...) {
+    failed_ = std::current_exception();
+  }
 }
 
 void DelayedStates::finish() {
   if (number_ == 0) return;
-  const bool beside = running_.valid();
+  const bool beside = running_.joinable();
   const Clock::time_point start = Clock::now();
-  beside ? running_.get() : run();
-  FileCounts update = options_.moved() - before_;
-  if (beside) update.waited_s = seconds_since(start), update.busy_s = took_s_;
-  moved_ = moved_ + update;
-  hand_over();
-  passes_.clear();
+  beside ? running_.join() : run();
   number_ = 0;
+  const std::vector<Pass> passes = std::exchange(passes_, {});
+  if (failed_) std::rethrow_exception(std::exchange(failed_, {}));
+  FileCounts update = options_.moved() - before_;
+  if (beside) update.waited_s = seconds_since(start);
+  moved_ = moved_ + update;
+  for (const Pass& pass : passes) {
+    for_each_part_of(pass.tile, [&](const zero::Piece& part) { hand_over(part); });
+  }
 }
 
-void DelayedStates::hand_over() {
-  for (const Pass& pass : passes_) {
-    for_each_part_of(pass.tile, [&](const zero::Piece& part) {
-      const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
-      parts_.device.upload(param.data(), params_.on_host(part), params_.bytes(part));
-    });
+void DelayedStates::hand_over(const zero::Piece& part) {
+  void* const there = parts_.params.on_host(part);
+  if (there == nullptr) {
+    const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
+    parts_.device.upload(param.data(), params_.on_host(part), params_.bytes(part));
+  } else if (options_.beside) {
+    std::memcpy(there, params_.on_host(part), static_cast<size_t>(params_.bytes(part)));
   }
 }
 

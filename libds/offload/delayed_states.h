@@ -9,8 +9,10 @@
 // a copy of the gradients, and parameters that take the place of the old ones when the next step's gradients are
 // there. Updates of the first steps, of which the parameters change most, are not delayed.
 
-#include <future>
+#include <exception>
+#include <mutex>
 #include <optional>
+#include <thread>
 #include <vector>
 
 #include "offload/block_file.h"
@@ -20,8 +22,14 @@ namespace ds::offload {
 
 class DelayedStates final : public zero::StateStore {
  public:
+  // Of all shards of a rank.
+  struct Shared {
+    std::mutex turn;  // one of them computes on the host at a time
+    BusyTime& busy;
+  };
   struct Options {
     Device& host;  // where updates run, and their memory is
+    Shared& shared;
     Tag tag = Tag::Offload;
     i64 from = 1;        // the first update that is delayed
     bool beside = true;  // else, in a prediction, it runs in its turn
@@ -29,7 +37,6 @@ class DelayedStates final : public zero::StateStore {
   };
   // `make`: the tier itself; its updates are element by element, in one pass.
   DelayedStates(Parts parts, const zero::MakeStates& make, const Options& options);
-  ~DelayedStates() override;
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
   void for_each_master(zero::Tile tile, Visit visit) override;
   void settle(zero::VerdictHandle& verdict, i64 number) override;
@@ -37,8 +44,7 @@ class DelayedStates final : public zero::StateStore {
   void finish() override;
   zero::StateLease lease(const zero::Piece& piece, zero::LeaseTo access) override;
   bool in_place() const noexcept override { return false; }
-  // What the updates that have ended moved, the time that those took that ran beside a step, and for how much of it the
-  // step waited.
+  // What the updates that have ended moved, and how long others waited for them.
   const FileCounts& moved() const noexcept { return moved_; }
 
  private:
@@ -65,7 +71,8 @@ class DelayedStates final : public zero::StateStore {
     UpdateSpec spec;
   };
   void run();
-  void hand_over();
+  void take(const Held& here, const zero::PieceMemory& from, const zero::Piece& part);
+  void hand_over(const zero::Piece& part);
   void end_lease(const zero::Piece&, zero::LeaseTo, const zero::PieceState&) noexcept override { leased_.reset(); }
 
   const Options options_;
@@ -74,10 +81,10 @@ class DelayedStates final : public zero::StateStore {
   std::vector<Pass> passes_;  // of the update that is put off, or runs
   GradVerdict verdict_;       // over its gradients
   i64 number_ = 0;
-  std::future<void> running_;
-  double took_s_ = 0;          // the last update
   FileCounts before_, moved_;  // before the last update; of all that have ended
   std::optional<zero::StateLease> leased_;
+  std::exception_ptr failed_;  // of the update that runs
+  std::jthread running_;       // after what it works with
 };
 
 }  // namespace ds::offload

@@ -98,15 +98,17 @@ std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts 
 }
 
 std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts parts) {
-  const size_t file = of_states_.size();  // the tier's, where it has one
-  DelayedStates::Options options{
-      .host = host(parts.device),
-      .tag = host_tag(),
-      .from = settings_.states.delayed_update_start,
-      .beside = for_ == For::Run,
-      .moved = [this, file] { return file < of_states_.size() ? of_states_[file]->counts() : FileCounts{}; }};
+  const auto file = std::make_shared<const BlockFile*>(nullptr);  // the tier's, where it has one
+  DelayedStates::Options options{.host = host(parts.device),
+                                 .shared = delayed_shared_,
+                                 .tag = host_tag(),
+                                 .from = settings_.states.delayed_update_start,
+                                 .beside = for_ == For::Run,
+                                 .moved = [file] { return *file == nullptr ? FileCounts{} : (*file)->counts(); }};
+  const size_t before = of_states_.size();
   auto made = std::make_unique<DelayedStates>(
       std::move(parts), [this](zero::StateStore::Parts inner) { return make_chunked(std::move(inner)); }, options);
+  if (of_states_.size() > before) *file = of_states_.back();
   delayed_.push_back(made.get());
   return made;
 }
@@ -129,7 +131,8 @@ void Offload::make_served_tiers() {
                                                                      .link = link_.get(),
                                                                      .shares_gradients = gradients.has_value(),
                                                                      .gradients = gradients.value_or(nullptr),
-                                                                     .counts = &by_server_});
+                                                                     .counts = &by_server_,
+                                                                     .busy = &busy_});
     for (const State s : kStates)
       count_in_file(s == State::Master ? Tag::Master : Tag::Optimizer, made->state_bytes()[s]);
     served_.push_back(made.get());
@@ -137,11 +140,12 @@ void Offload::make_served_tiers() {
   };
 }
 
-IoOptions Offload::io() const noexcept {
+IoOptions Offload::io() noexcept {
   return {.block_bytes = settings_.aio.block_size,
           .depth = static_cast<int>(settings_.aio.queue_depth),
           .threads = static_cast<int>(settings_.aio.intra_op_parallelism),
-          .io_uring = settings_.aio.method != AioMethod::Threads};
+          .io_uring = settings_.aio.method != AioMethod::Threads,
+          .busy = &busy_};
 }
 
 void Offload::count_in_file(Tag tag, i64 bytes) {
@@ -211,7 +215,11 @@ FileCounts Offload::moved_states() const noexcept {
   for (const DelayedStates* states : delayed_) sum = sum + states->moved();
   return sum;
 }
-FileCounts Offload::moved() const noexcept { return moved_states() + sum_of(of_arrays_); }
+FileCounts Offload::moved() const noexcept {
+  FileCounts all = moved_states() + sum_of(of_arrays_);
+  all.busy_s = busy_.seconds();
+  return all;
+}
 
 const BlockFile* Offload::any_file() const noexcept {
   return !of_states_.empty() ? of_states_.front() : !of_arrays_.empty() ? of_arrays_.front() : nullptr;

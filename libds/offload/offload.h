@@ -45,6 +45,8 @@ class Offload {
   // Of all files, since the run began.
   FileCounts moved() const noexcept;
   FileCounts moved_states() const noexcept;  // of them, of masters and states of optimizers
+  // Whether updates may end outside of a step.
+  bool is_delayed() const noexcept { return !delayed_.empty(); }
   bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty(); }
   // How files are read and written, or who has what is not here; empty: nothing is away.
   std::string method() const;
@@ -61,7 +63,7 @@ class Offload {
   }
 
  private:
-  IoOptions io() const noexcept;
+  IoOptions io() noexcept;
   void make_served_tiers();
   std::unique_ptr<zero::StateStore> make_chunked(zero::StateStore::Parts parts);
   std::unique_ptr<zero::StateStore> make_delayed(zero::StateStore::Parts parts);
@@ -82,6 +84,8 @@ class Offload {
   const For for_;
   std::unique_ptr<Device> host_;  // of a run whose device is another, or busy while updates run
   zero::Tiers tiers_;
+  BusyTime busy_;
+  DelayedStates::Shared delayed_shared_{.turn = {}, .busy = busy_};
   MemoryLedger files_;
   std::vector<Buffer> in_files_;  // counts of files_, without memory
   std::vector<const BlockFile*> of_states_, of_arrays_;

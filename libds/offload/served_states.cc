@@ -148,6 +148,7 @@ void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
 void ServedStates::settle(zero::VerdictHandle& verdict, i64) {
   if (options_.link == nullptr) return bring_params();
   const double before = options_.link->waited_s();
+  const BusyTime::Span busy(options_.busy);
   options_.link->settle(verdict.resolve(), [this] { bring_params(); });
   options_.counts->waited_s += options_.link->waited_s() - before;
 }

@@ -22,6 +22,7 @@ class ServedStates final : public zero::StateStore {
     bool shares_gradients = false;
     const Segment* gradients = nullptr;  // where they are, if they are in memory that the server has
     FileCounts* counts = nullptr;        // of gradients that go (written) and parameters that come (read)
+    BusyTime* busy = nullptr;            // in which they do
   };
   ServedStates(Parts parts, const Options& options);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;

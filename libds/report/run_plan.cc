@@ -222,7 +222,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       gather_elems[s.unit] += elems;
     }
   }
-  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance};
+  // Breadth first, the next micro-batch goes through the same layer.
+  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance, plan.hands_over};
   // What is whole everywhere is not looked at use by use: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
   if (gathers_any && plan.trains()) {
@@ -250,6 +251,10 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
     plan.offload_inputs = checkpoints.cpu_checkpointing && plan.device == DeviceKind::Cuda;
   }
   pipeline::ScheduleOptions schedule = schedule_of(config);
+  DS_CHECK(
+      !plan.offload_inputs || schedule.kind != PipelineSchedule::BreadthFirst, Errc::Unavailable,
+      "activation_checkpointing.cpu_checkpointing: with pipeline.schedule \"breadth-first\" what is between chunks "
+      "stays on the device");
   schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;

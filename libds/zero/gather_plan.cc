@@ -110,6 +110,7 @@ GatherPlan plan_gathers(std::vector<Access> accesses, std::span<const i64> unit_
       next = uses[next].next;
       i64& at = offset[unit];
       if (at == kAbsent) continue;
+      if (knobs.keep_next && next != kNever && uses[next].access == a + 1) continue;
       if (next != kNever && live_elems <= knobs.max_live) {
         // Elements used from now on until the unit has been used again, that use included.
         const i64 distance = used_before[uses[next].access + 1] - used_before[a + 1];

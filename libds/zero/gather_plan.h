@@ -14,6 +14,7 @@ struct GatherKnobs {
   i64 prefetch_bucket = 50'000'000;        // stage3_prefetch_bucket_size: elements gathered ahead of use
   i64 max_live = 1'000'000'000;            // stage3_max_live_parameters: no prefetch, and no keeping, beyond this
   i64 max_reuse_distance = 1'000'000'000;  // stage3_max_reuse_distance: kept if used again within so many elements
+  bool keep_next = false;                  // what the next access uses stays, whatever these say
 };
 
 // One step of the trace: the units that are used together, each named once.

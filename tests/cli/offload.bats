@@ -123,6 +123,17 @@ PYTHON
     ds-launch -n "$ranks" ds-train cfg.json --out "file$ranks" --quiet --set zero_optimization.stage=$((ranks == 4 ? 3 : ranks)) "$@"
     assert_equal "$(losses "file$ranks")" "$(losses memory)"
   done
+  # What a save waits for is counted, too, in the step behind it.
+  ds-train cfg.json --out saves --quiet "$@" --set save.every=1 --set zero_optimization.offload_optimizer.pipeline_read=false
+  ds-train cfg.json --out late --quiet "$@" --set zero_optimization.offload_optimizer.pipeline_read=false
+  python3 - saves/metrics.jsonl late/metrics.jsonl <<'PYTHON'
+import json, sys
+steps = [[s for s in map(json.loads, open(f)) if s["type"] == "step"] for f in sys.argv[1:]]
+moved = [[s["offload"]["read_bytes"] + s["offload"]["written_bytes"] for s in run[5:]] for run in steps]
+assert min(moved[0]) >= min(moved[1]) > 0, moved  # a save leaves other tiles in memory
+for s in steps[0] + steps[1]:
+    assert s["offload"]["wait_ms"] <= s["step_ms"] and 0 <= s["offload"].get("hidden", 0) <= 1, s
+PYTHON
   merged memory memory.safetensors
   merged file4 file.safetensors
   cmp memory.safetensors file.safetensors

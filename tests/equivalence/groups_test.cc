@@ -156,6 +156,26 @@ TEST(Groups, TrainWithTheBitsOfOne) {
   }
 }
 
+// Updates of several groups run beside a step, one after the other.
+TEST(Groups, DelayTheirUpdates) {
+  const TempDirectory dir;
+  for (const Layout& l : {Layout{.dp = 4, .stage = 1}, {.dp = 4, .stage = 3}}) {
+    Config c = config(l, true);
+    const Arrangement a{kApart, false};
+    Hooks finish = with_experts(a);
+    finish.after_step = [](engine::Engine& engine, i64) { engine.finish_updates(); };
+    const Trace want = train_threads(c, l.ranks(), kSteps, 1, with_experts(a));
+    c.zero.sub_group_size = 4 * kStateBlock;
+    c.zero.offload_optimizer = {
+        .device = OffloadDevice::Nvme, .nvme_path = dir.path(), .delayed_update = true, .delayed_update_start = 1};
+    expect_same_training(train_threads(c, l.ranks(), kSteps, 1, finish), want, l.name());
+    Config memory = c;
+    memory.zero.offload_optimizer.device = OffloadDevice::Cpu;
+    expect_same_training(train_threads(c, l.ranks(), kSteps, 1, with_experts(a)),
+                         train_threads(memory, l.ranks(), kSteps, 1, with_experts(a)), l.name() + " late");
+  }
+}
+
 // Norms over whole parameters are those of all experts.
 TEST(Groups, TrainWithEveryOptimizer) {
   for (const OptimizerCase& optimizer : kOptimizers) {

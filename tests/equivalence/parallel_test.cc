@@ -88,10 +88,11 @@ TEST(Pipeline, StagesAndSchedulesChangeNoBit) {
 
 // Layers that are not kept between their uses are gathered once for each pass, and not for each micro-batch.
 TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
-  const auto gathered = [](const Layout& l, i64 micro_batches) {
+  const auto gathered = [](const Layout& l, i64 micro_batches, const std::function<void(Config&)>& change = {}) {
     Config c = config_of(gpt2_model(), l, micro_batches * l.dp);
     c.zero.param_persistence_threshold = 0;
     c.zero.max_reuse_distance = 40'000;  // two layers or so
+    if (change) change(c);
     const MeshShape mesh{.dp = l.dp};
     const model::Model model = model::make_model(c.model, c.data.seq_length);
     return report::make_run_plan(c, model, mesh, {}).shards.front().train_gathers.gathered_elems;
@@ -101,6 +102,13 @@ TEST(Pipeline, BreadthFirstGathersALayerOnceForAllMicroBatches) {
   EXPECT_EQ(gathered(breadth_first, 32), gathered(breadth_first, 8));
   EXPECT_GT(gathered(in_turn, 32), 3 * gathered(in_turn, 8));
   EXPECT_GT(gathered(in_turn, 8), 3 * gathered(breadth_first, 8));
+  // With a layer in each chunk, whatever the knobs say.
+  for (const i64 live : {0, 30'000, 1'000'000'000}) {
+    for (const i64 reuse : {0, 30'000, 1'000'000'000}) {
+      const auto change = [&](Config& c) { c.zero.max_live_parameters = live, c.zero.max_reuse_distance = reuse; };
+      EXPECT_LE(gathered(breadth_first, 32, change), 2 * gathered(breadth_first, 1, change)) << live << " " << reuse;
+    }
+  }
 }
 
 TEST(Checkpointing, ChangesNoBit) {
