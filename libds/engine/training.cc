@@ -50,9 +50,14 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
-  // A delayed update that a save or an evaluation waited for belongs to the step behind it.
+  // What a delayed update moved that a save or an evaluation waited for belongs to the step behind it; times are those
+  // of the step.
   offload::FileCounts before = engine->offload().moved();
-  if (engine->offload().is_delayed()) before = before - engine->offload().moved_states() + moved_states;
+  if (engine->offload().is_delayed()) {
+    const offload::FileCounts unrecorded = engine->offload().moved_states() - moved_states;
+    before.read_bytes -= unrecorded.read_bytes;
+    before.written_bytes -= unrecorded.written_bytes;
+  }
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
