@@ -28,7 +28,8 @@ int serve(offload::ServeOptions& o, bool memory, const std::string& capacity) {
   offload::serve(
       o, [&](const std::string& what) { tools::report_note(fmt::format("server '{}': {}", o.name, what)); },
       [] { return stop_signal != 0; });
-  tools::report_note(fmt::format("server '{}' has ended; what it has stays, until ds-offload rm {}", o.name, o.name));
+  tools::report_note(
+      fmt::format("server '{}' has ended; what it has is there until ds-offload rm {} removes it", o.name, o.name));
   return 0;
 }
 
