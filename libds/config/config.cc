@@ -321,7 +321,8 @@ bool applies(const Config& c, std::string_view path) {
     return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
-  if (path == "pipeline.schedule" || path == "pipeline.partition") return c.pipeline.stages > 1;
+  if (path == "pipeline.schedule" || path == "pipeline.partition")
+    return c.pipeline.stages * c.pipeline.virtual_stages > 1;
   if (path.starts_with("zero_optimization.cpu_offload")) return false;  // resolved to other keys
   if (path == "zero_optimization.offload_optimizer.delayed_update_start")
     return c.zero.offload_optimizer.delayed_update;

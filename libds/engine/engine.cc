@@ -112,6 +112,13 @@ void Engine::make_pieces() {
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
 // failure, which an exception that unwinds us may not have told yet.
 Engine::~Engine() {
+  // An update that runs beside a step works with what the members behind the shards have.
+  for (const auto& s : shards_) {
+    try {
+      if (plan_.trains()) s->states().finish();
+    } catch (...) {  // of an update that nobody will see
+    }
+  }
   if (std::uncaught_exceptions() > uncaught_at_birth_) mesh_.abort(Error(Errc::Comm, "the training step has failed"));
   mesh_.drain();
 }

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <filesystem>
 #include <functional>
 #include <limits>
 #include <mutex>
@@ -184,7 +185,12 @@ i64 batch_of(const Source& source) {
 class Search {
  public:
   Search(const Source& source, const FitOptions& options, const Hardware& hardware)
-      : source_(source), options_(options), hardware_(hardware), batch_(batch_of(source)) {}
+      : source_(source), options_(options), hardware_(hardware), batch_(batch_of(source)) {
+    std::error_code unknown;  // of another machine's disk, which may have any room
+    const std::filesystem::space_info space = std::filesystem::space(options.disk, unknown);
+    if (!options.disk.empty() && !unknown)
+      disk_free_ = static_cast<i64>(std::min<std::uintmax_t>(space.available, std::numeric_limits<i64>::max()));
+  }
 
   FitResult run();
 
@@ -254,6 +260,7 @@ class Search {
   const FitOptions& options_;
   const Hardware& hardware_;
   const i64 batch_;
+  i64 disk_free_ = std::numeric_limits<i64>::max();
   Models models_;
   std::mutex mutex_;
   bool present_fits_ = false;
@@ -285,7 +292,8 @@ std::vector<Frame> Search::frames() const {
         const i64 dp = ranks / (tp * sp * pp);
         if (batch_ % dp != 0) continue;
         for (int stage = 0; stage <= 3; ++stage) {
-          if (stage > 0 && dp * sp == 1) break;  // nothing to cut over
+          if (stage > 0 && dp * sp == 1 && !searches_files())
+            break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
             // Of the schedules that keep stages busy 1F1B needs least: the others are looked at where it fits.
@@ -363,6 +371,10 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
     const report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
     const report::TagBytes own = models.own_memory(config, options_.world, plan);
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
+    if (const i64 per_node = options_.world.ranks / options_.world.nodes;
+        enough < std::numeric_limits<i64>::max() && searches_files() &&
+        per_node * std::accumulate(plan.files.begin(), plan.files.end(), i64{0}) > disk_free_)
+      return std::numeric_limits<i64>::max();
     if (most > enough) break;
   }
   return most;
@@ -372,7 +384,12 @@ Search::Tried Search::look(const Frame& f, i64 micro, CheckpointGranularity reco
   ++tried_;
   Tried t{.keys = keys(f, micro, recompute), .config = {}};
   t.config = read(t.keys);
-  t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
+  try {
+    t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
+  } catch (const Error& e) {  // what a plan refuses on this device
+    if (e.code() != Errc::Unavailable) throw;
+    t.config.reset();
+  }
   return t;
 }
 
@@ -577,14 +594,20 @@ i64 Search::largest_micro(const Arrangement& best) {
   return low;
 }
 
+// Whether each layer is a chunk of its own, however many there are.
+bool is_layer_by_layer(const Config& c) {
+  return c.pipeline.stages == 1 && c.pipeline.virtual_stages == c.model.layers + 2;
+}
+
 Config with_layers(Config c, i64 layers) {
+  if (is_layer_by_layer(c)) c.pipeline.virtual_stages = layers + 2;
   c.model.layers = layers;
   if (c.model.sliding_window > 0) c.model.sliding_layers.resize(static_cast<size_t>(layers), c.model.sliding_layers[0]);
   return c;
 }
 
 LargestModel Search::largest_model(const Config& config, Keys keys) const {
-  const i64 step = config.pipeline.stages * config.pipeline.virtual_stages;
+  const i64 step = is_layer_by_layer(config) ? 1 : config.pipeline.stages * config.pipeline.virtual_stages;
   const auto may_fit = [&](i64 layers) {
     Models models;
     return device_bytes(with_layers(config, layers), models, options_.memory) <= options_.memory;
@@ -607,6 +630,10 @@ LargestModel Search::largest_model(const Config& config, Keys keys) const {
   if (!all_fits(low)) low = bisect(0, low, 1, all_fits).first;
   if (low == 0) return {};
   const Config largest = with_layers(config, low);
+  constexpr std::string_view kChunks = "pipeline.virtual_stages=";
+  for (std::string& key : keys) {
+    if (key.starts_with(kChunks)) key = fmt::format("{}{}", kChunks, largest.pipeline.virtual_stages);
+  }
   return {low, model::make_model(largest.model, largest.data.seq_length).num_params(), std::move(keys)};
 }
 
@@ -621,7 +648,8 @@ LargestModel Search::largest_of_all() {
   std::vector<Candidate> candidates;
   for (const Frame& f : frames()) {
     const bool cut = options_.world.ranks > f.tp * f.pp;
-    if (f.schedule != Schedule() || (cut && f.stage < 2)) continue;  // lower stages need more
+    const bool other = f.schedule != Schedule() && f.schedule.kind != PipelineSchedule::BreadthFirst;
+    if (other || (cut && f.stage < 2)) continue;  // lower stages need more
     Keys settings = keys(f, 1, CheckpointGranularity::Layer);
     std::optional<Config> config = read(settings);
     if (config) candidates.push_back({std::move(*config), std::move(settings)});
@@ -660,9 +688,14 @@ LargestModel Search::largest_of_all() {
 FitResult Search::run() {
   FitResult result;
   if (const Config& present = source_.config.config; source_.config.ok()) {
-    result.present = whole(present, {}, models_);
-    present_fits_ = result.present_fits = fits(*result.present);
-    result.present->time = time_of(present);
+    try {
+      result.present = whole(present, {}, models_);
+      present_fits_ = result.present_fits = fits(*result.present);
+      result.present->time = time_of(present);
+    } catch (const Error& e) {
+      if (e.code() != Errc::Unavailable) throw;
+      result.why_not.emplace_back(e.what());
+    }
   }
   for (const Diagnostic& d : source_.config.diagnostics) {
     if (d.severity == Severity::Error) result.why_not.push_back(fmt::format("{}: {}", d.key, d.message));

@@ -31,9 +31,17 @@ std::string row(const Arrangement& a, bool files) {
                      a.time.tokens_per_s, 100 * a.time.mfu);
 }
 
+// As a shell reads it.
+std::string quoted(const std::string& key) {
+  if (key.find_first_of(" \t\"'$`\\*?&;|<>()#~!") == std::string::npos) return key;
+  std::string out = "'";
+  for (const char c : key) out += c == '\'' ? std::string("'\\''") : std::string(1, c);
+  return out + "'";
+}
+
 std::string lines(const std::vector<std::string>& keys) {
   std::string out;
-  for (const std::string& key : keys) out += fmt::format("  --set {}\n", printable(key));
+  for (const std::string& key : keys) out += fmt::format("  --set {}\n", printable(quoted(key)));
   return out;
 }
 

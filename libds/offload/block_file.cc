@@ -110,7 +110,6 @@ class BlockFile::Worker {
     {
       const std::lock_guard lock(mutex_);
       (write ? counts_.written_bytes : counts_.read_bytes) += bytes;
-      if (options_.busy != nullptr) options_.busy->begin();
       if (free_.empty()) {
         free_.push_back(narrow<Ticket>(std::ssize(requests_)));
         requests_.emplace_back();
@@ -121,6 +120,7 @@ class BlockFile::Worker {
       r = {.write = write, .blocks = div_ceil(bytes, options_.block_bytes)};
       for (i64 first = 0; first < bytes; first += options_.block_bytes)
         pending_.push_back({ticket, write, memory + first, at + first, std::min(options_.block_bytes, bytes - first)});
+      if (options_.busy != nullptr) options_.busy->begin();
     }
     work_.notify_all();
     return ticket;

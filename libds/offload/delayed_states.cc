@@ -74,12 +74,14 @@ void DelayedStates::settle(zero::VerdictHandle&, i64 number) {
   number_ = number;
   before_ = options_.moved();
   if (number < options_.from || !options_.beside) return finish();
-  running_ = start_thread("an update beside the next step", [this] { run(); });
+  running_ = start_thread("an update beside the next step", [this] {
+    const BusyTime::Span busy(&options_.shared.busy);
+    run();
+  });
 }
 
 void DelayedStates::run() {
   const std::lock_guard turn(options_.shared.turn);
-  const BusyTime::Span busy(&options_.shared.busy);
   try {
     Resolved verdict(verdict_);
     for (const Pass& pass : passes_) states_->update(pass.tile, pass.spec, verdict);

@@ -35,7 +35,7 @@ class DelayedStates final : public zero::StateStore {
     bool beside = true;  // else, in a prediction, it runs in its turn
     std::function<FileCounts()> moved = {};
   };
-  // `make`: the tier itself; its updates are element by element, in one pass.
+  // `make`: the tier itself; its updates are element by element, in one pass. Their tiles are there until finish().
   DelayedStates(Parts parts, const zero::MakeStates& make, const Options& options);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
   void for_each_master(zero::Tile tile, Visit visit) override;

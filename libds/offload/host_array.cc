@@ -55,7 +55,7 @@ void HostArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
   try {
     const zero::TierLease there = there_->lease(begin, bytes, zero::LeaseTo::Fill);
     device_.download(there.data(), data, bytes);
-  } catch (const Error&) {
+  } catch (...) {
     failed_ = std::current_exception();
   }
 }

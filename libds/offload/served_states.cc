@@ -126,7 +126,7 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
     run.factors.resize(static_cast<size_t>(params));
     parts_.device.download(run.factors.data(), spec.factors, params * 4);
   }
-  options_.link->run(std::move(run));
+  await([&] { options_.link->run(std::move(run)); });
   if (!directs) return;
   for_each_gradient(zero::LeaseTo::Fill,
                     [&](float* there, void* here, i64 bytes) { parts_.device.upload(here, there, bytes); });
@@ -147,9 +147,14 @@ void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
 
 void ServedStates::settle(zero::VerdictHandle& verdict, i64) {
   if (options_.link == nullptr) return bring_params();
+  await([&] { options_.link->settle(verdict.resolve(), [this] { bring_params(); }); });
+}
+
+// What the server is asked for, and waited for.
+void ServedStates::await(FunctionRef<void()> ask) {
   const double before = options_.link->waited_s();
   const BusyTime::Span busy(options_.busy);
-  options_.link->settle(verdict.resolve(), [this] { bring_params(); });
+  ask();
   options_.counts->waited_s += options_.link->waited_s() - before;
 }
 

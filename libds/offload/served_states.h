@@ -48,6 +48,7 @@ class ServedStates final : public zero::StateStore {
   zero::PieceState window_state(i64 param) const noexcept;
   StateSet stored(i64 param, bool but_master) const noexcept;
   i64 tile_of(zero::Tile tile);
+  void await(FunctionRef<void()> ask);
   void bring_params();
   void count_update(zero::Tile tile, const UpdateSpec& spec);
   ServedSet describe() const;

@@ -195,6 +195,26 @@ TEST(DelayedUpdates, GoOnFromCheckpoints) {
   }
 }
 
+// An update that is under way when a run ends by an error is waited for: what it works with is there until then.
+TEST(DelayedUpdates, AreWaitedForWhenARunFails) {
+  const TempDirectory dir;
+  const Hooks fail = {.after_step = [](engine::Engine&, i64 step) {
+    if (step == 3) throw Error(Errc::Io, "no line can be written");
+  }};
+  for (int i = 0; i < 20; ++i) {
+    Config c =
+        delayed(tier_config({.stage = 1}, optimizer_named("AdamW"), DType::BF16), OffloadDevice::Nvme, dir.path());
+    c.zero.sub_group_size = 1024;
+    c.aio = {.method = AioMethod::Threads, .block_size = 4096, .queue_depth = 1};
+    try {
+      train_threads(c, 1, kSteps, 1, fail);
+      FAIL();
+    } catch (const Error& e) {
+      EXPECT_STREQ(e.what(), "no line can be written");
+    }
+  }
+}
+
 // With gradients and slices of parameters in files as well; what travels for an update is counted when it has ended.
 TEST(DelayedUpdates, MoveWhatIsPredicted) {
   const TempDirectory dir;

@@ -146,6 +146,18 @@ TEST(ConfigResolved, OldFormsOfOffloadAreTheNewOnes) {
   EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
 }
 
+// What decides the schedule of one stage is said where it has chunks.
+TEST(ConfigResolved, BreadthFirstIsReadBack) {
+  const ConfigResult r = parse(R"({"train_batch_size": 4,
+    "pipeline": {"schedule": "breadth-first", "virtual_stages": 2, "partition": "uniform"}})");
+  EXPECT_TRUE(r.ok());
+  const ConfigResult again = parse(resolved_json(r.config));
+  EXPECT_EQ(again.diagnostics.size(), 0u) << (again.diagnostics.empty() ? "" : to_string(again.diagnostics[0]));
+  EXPECT_EQ(again.config.pipeline.schedule, PipelineSchedule::BreadthFirst);
+  EXPECT_EQ(again.config.pipeline.virtual_stages, 2);
+  EXPECT_EQ(again.config.pipeline.partition, "uniform");
+}
+
 // What asks for a report, or for another way to the same numbers, is a warning; what asks for neither is silent.
 TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
   const ConfigResult r =

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "common/offload_bench.h"
 
+#include <filesystem>
 #include <optional>
 
 #include "common/copying.h"
@@ -66,7 +67,7 @@ int bench(BenchArguments& a, Output& out) {
                         {"direct", r.direct},
                         {"read_gb_per_s", r.read_gbps},
                         {"write_gb_per_s", r.write_gbps}});
-      document["path"] = a.files.dir;
+      document["path"] = std::filesystem::absolute(a.files.dir).lexically_normal();
       document["file_bytes"] = a.files.bytes;
       document["files"] = std::move(rows);
       document["aio"] = aio_section(best.way);
