@@ -108,6 +108,7 @@ class Engine {
   const model::Model& model() const noexcept { return model_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
+  offload::Offload& offload() noexcept { return offload_; }
   const offload::Offload& offload() const noexcept { return offload_; }
   offload::ServerLink* server() const noexcept { return offload_.server(); }
   // Of a run whose states a server has: what it keeps of the run beside them, as it is now; and goes on from that.

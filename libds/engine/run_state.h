@@ -72,7 +72,6 @@ struct TrainingRun::State {
   std::string find_weights() const;
   void load();
   void load_step(const std::string& dir);
-  offload::FileCounts moved_states{};  // by the updates of all steps that are recorded
   bool load_from_server(offload::ServerLink& server);
   void publish_to_server(offload::ServerLink& server);
   void write_lost_line(i64 last_step);

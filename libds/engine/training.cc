@@ -50,14 +50,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
-  // What a delayed update moved that a save or an evaluation waited for belongs to the step behind it; times are those
-  // of the step.
-  offload::FileCounts before = engine->offload().moved();
-  if (engine->offload().is_delayed()) {
-    const offload::FileCounts unrecorded = engine->offload().moved_states() - moved_states;
-    before.read_bytes -= unrecorded.read_bytes;
-    before.written_bytes -= unrecorded.written_bytes;
-  }
+  engine->offload().begin_step();
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
@@ -76,8 +69,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
   if (engine->offload().moves()) {
-    const offload::FileCounts moved = engine->offload().moved() - before;
-    moved_states = engine->offload().moved_states();
+    const offload::FileCounts moved = engine->offload().of_step();
     taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3, moved.busy_s * 1e3};
   }
   record->show_step(*engine, taken, counted);
@@ -238,11 +230,10 @@ void Training::end() {
     result_.stop_signal = narrow<int>(signal_);
   }
   s_.engine->finish_updates();
-  if (const offload::Offload& o = s_.engine->offload(); o.is_delayed()) {
-    const offload::FileCounts last = o.moved_states() - s_.moved_states;
-    result_.offload.read_bytes += last.read_bytes;
-    result_.offload.written_bytes += last.written_bytes;
-  }
+  s_.engine->offload().begin_step();
+  const offload::FileCounts last = s_.engine->offload().of_step();  // by an update behind the last step
+  result_.offload.read_bytes += last.read_bytes;
+  result_.offload.written_bytes += last.written_bytes;
   if (has_work_) s_.end_record();
   result_.step = step();
   result_.skipped_steps = s_.engine->progress().skipped_steps;

@@ -157,14 +157,14 @@ class Writer {
       const auto acts = report::plan_acts(model_, chunk, plan_, planner, Mode::Generate, {B, T, B * T});
       DS_ASSERT(planner.working_bytes() <= planned_.working_bytes &&
                 planner.temporary_bytes() <= planned_.temporary_bytes);
-      if (!chunk.first && !plan_.hands_over) {
+      if (!chunk.first && !plan_.breadth_first) {
         x = TensorView::of(message_.data(), plan_.work, {B * T, model_.hidden});
         stage_.mesh().activations().recv(x.data, x.bytes(), stage_.previous(), "pp.recv").wait();
       }
       x = stage_.forward(c, ctx, x, acts, [&](i64 l) {
         for (size_t b = 0; b < sequences.size(); ++b) caches[b] = &sequences[b]->caches[l];
       });
-      if (!chunk.last && !plan_.hands_over)
+      if (!chunk.last && !plan_.breadth_first)
         stage_.mesh().activations().send(x.data, x.bytes(), stage_.next(), "pp.send").wait();
     }
   }

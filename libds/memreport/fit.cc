@@ -218,7 +218,8 @@ class Search {
   }
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;
-  // Of the stages that need most, nearly always; more than `enough` where it is that much.
+  // Of the stages that need most, nearly always; more than `enough` where it is that much, or where the disk has no
+  // room for what they have in files.
   i64 device_bytes(Config config, Models& models, i64 enough) const;
   bool fits(const Arrangement& a) const {
     return a.device_bytes <= options_.memory && (options_.host_memory == 0 || a.host_bytes <= options_.host_memory);

@@ -97,14 +97,17 @@ void DelayedStates::finish() {
   const Clock::time_point start = Clock::now();
   beside ? running_.join() : run();
   number_ = 0;
-  const std::vector<Pass> passes = std::exchange(passes_, {});
-  if (failed_) std::rethrow_exception(std::exchange(failed_, {}));
+  if (failed_) {
+    passes_.clear();
+    std::rethrow_exception(std::exchange(failed_, {}));
+  }
   FileCounts update = options_.moved() - before_;
   if (beside) update.waited_s = seconds_since(start);
   moved_ = moved_ + update;
-  for (const Pass& pass : passes) {
+  for (const Pass& pass : passes_) {
     for_each_part_of(pass.tile, [&](const zero::Piece& part) { hand_over(part); });
   }
+  passes_.clear();
 }
 
 void DelayedStates::hand_over(const zero::Piece& part) {

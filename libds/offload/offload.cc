@@ -221,6 +221,19 @@ FileCounts Offload::moved() const noexcept {
   return all;
 }
 
+void Offload::begin_step() noexcept {
+  begin_ = moved();
+  if (delayed_.empty()) return;
+  const FileCounts between = moved_states() - recorded_;
+  begin_.read_bytes -= between.read_bytes;
+  begin_.written_bytes -= between.written_bytes;
+}
+
+FileCounts Offload::of_step() noexcept {
+  recorded_ = moved_states();
+  return moved() - begin_;
+}
+
 const BlockFile* Offload::any_file() const noexcept {
   return !of_states_.empty() ? of_states_.front() : !of_arrays_.empty() ? of_arrays_.front() : nullptr;
 }

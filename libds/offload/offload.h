@@ -45,8 +45,10 @@ class Offload {
   // Of all files, since the run began.
   FileCounts moved() const noexcept;
   FileCounts moved_states() const noexcept;  // of them, of masters and states of optimizers
-  // Whether updates may end outside of a step.
-  bool is_delayed() const noexcept { return !delayed_.empty(); }
+  // What a step moves: begin_step(), the step, of_step(). What a delayed update moved that was waited for between two
+  // steps belongs to the second; times are those of the step.
+  void begin_step() noexcept;
+  FileCounts of_step() noexcept;
   bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty(); }
   // How files are read and written, or who has what is not here; empty: nothing is away.
   std::string method() const;
@@ -95,6 +97,8 @@ class Offload {
   // Of the shards that are being made: the memory of their gradients, which the server has, too; null in a prediction.
   std::optional<const Segment*> gradients_;
   FileCounts by_server_;
+  FileCounts begin_;     // of the step
+  FileCounts recorded_;  // by updates, of the steps so far
 };
 
 }  // namespace ds::offload

@@ -72,8 +72,8 @@ void CountedUpdate::run(Enter enter) {
   };
   size_t passes = 0;
   for (const auto& s : shards_) passes = std::max(passes, s->plan().grads.passes.size());
-  const bool pass_by_pass = plan_.hands_over;  // all micro-batches of a chunk before those of the next one
-  for (size_t i = 0; i < passes; i += pass_by_pass ? 1 : passes) micro_batches(i, pass_by_pass ? i + 1 : passes);
+  const size_t at_once = plan_.breadth_first ? 1 : passes;
+  for (size_t i = 0; i < passes; i += at_once) micro_batches(i, i + at_once);
 
   enter({}, 1);
   NoVerdict verdict;

@@ -223,7 +223,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
     }
   }
   // Breadth first, the next micro-batch goes through the same layer.
-  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance, plan.hands_over};
+  const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance,
+                                plan.breadth_first};
   // What is whole everywhere is not looked at use by use: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
   if (gathers_any && plan.trains()) {
@@ -258,7 +259,7 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
-  plan.hands_over = schedule.kind == PipelineSchedule::BreadthFirst;
+  plan.breadth_first = schedule.kind == PipelineSchedule::BreadthFirst;
   plan.schedule = pipeline::make_schedule(schedule);
   if (cuts.empty()) cuts = pipeline_cuts(config, model);
   for (i64 c = 0; c < p.virtual_stages; ++c) {
@@ -277,7 +278,7 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
       chunk.scratch_slots = std::ranges::any_of(chunk.chunk.keep, [](auto k) { return k != model::Keep::All; }) ? 1 : 0;
       chunk.working_slots = chunk.scratch_slots + stash.backward;
     }
-    if (plan.hands_over) {
+    if (plan.breadth_first) {
       chunk.input_slots = 0;
       chunk.grad_slots = plan.micro_batches;
     } else {
@@ -341,19 +342,19 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
     }
     if (!plan.trains()) {
       chunk.working_slots = 1;
-      chunk.input_slots = plan.use == ConfigUse::Generate || plan.hands_over ? 0 : 2;
+      chunk.input_slots = plan.use == ConfigUse::Generate || plan.breadth_first ? 0 : 2;
       chunk.grad_slots = 0;
     }
     if (plan.split_backward && plan.trains())
       plan.working_bytes += chunk.working_slots * chunk.working_bytes;
     else
       plan.working_bytes = std::max(plan.working_bytes, chunk.working_bytes);
-    if (!plan.hands_over)
+    if (!plan.breadth_first)
       plan.stream_slots +=
           (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
   // Gradients between a chunk and the one behind it, and those of the chunk before.
-  if (plan.hands_over && plan.trains())
+  if (plan.breadth_first && plan.trains())
     plan.stream_slots = std::min<i64>(2, std::ssize(plan.chunks) - 1) * plan.micro_batches;
   if (plan.use != ConfigUse::Generate) {
     model::PassSizes sizes{.B = plan.B,

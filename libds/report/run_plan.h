@@ -55,7 +55,9 @@ struct RunPlan : update::UpdatePlan {
   i64 sequence_length = 0;              // of all of them
   bool reduce_each_micro = false;       // "micro" order
   bool split_backward = false;
-  bool hands_over = false;  // chunks of the only stage find what is between them where the other has left it
+  // All micro-batches go through a chunk of the only stage before the next one, which finds what is between them where
+  // it was left.
+  bool breadth_first = false;
   // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
   bool partition_inputs = false, offload_inputs = false;
   offload::Settings offload;

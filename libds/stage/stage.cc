@@ -83,12 +83,12 @@ void Stage::make_chunks() {
       views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
     return views;
   };
-  std::vector<TensorView> turns[2];  // of chunks that hand over
-  for (i64 i = 0; plan_.hands_over && i < std::min<i64>(2, plan_.stream_slots / plan_.micro_batches); ++i)
+  std::vector<TensorView> turns[2];  // breadth first: between a chunk and the next, and those before
+  for (i64 i = 0; plan_.breadth_first && i < std::min<i64>(2, plan_.stream_slots / plan_.micro_batches); ++i)
     turns[i] = streams(plan_.micro_batches);
   for (const report::ChunkPlan& c : plan_.chunks) {
     Chunk& chunk = chunks_.emplace_back();
-    if (plan_.hands_over) {
+    if (plan_.breadth_first) {
       const size_t number = chunks_.size() - 1;
       if (!c.first) chunk.grads_out = turns[(number - 1) % 2];
       if (!c.last) chunk.grads_in = turns[number % 2];
@@ -280,7 +280,7 @@ Ticket& Stage::output_sent(const Instr& instr) noexcept {
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
   if (plan_.chunks[instr.chunk].first) return {};
-  if (plan_.hands_over) {
+  if (plan_.breadth_first) {
     const Chunk& before = chunks_[instr.chunk - 1];
     return before.forward[before.views[instr.micro]].back().output;
   }
@@ -423,7 +423,7 @@ void Stage::evaluate(const Instr& instr) {
   sent_.wait();  // of the batch before: layers take turns in the memory of outputs
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
-  const TensorView x = plan_.hands_over && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
+  const TensorView x = plan_.breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
   forward(c, ctx, x, chunks_[c].eval, [](i64) {});
 }
 

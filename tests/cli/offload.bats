@@ -106,6 +106,12 @@ PYTHON
   refused 2 'delayed_update: needs' --set zero_optimization.offload_optimizer.delayed_update=true
   refused 4 'LAMB and Muon' --set optimizer.type=Lamb --set "zero_optimization.offload_optimizer=$nvme" \
     --set zero_optimization.offload_optimizer.delayed_update=true
+  run -4 --separate-stderr ds-memreport cfg.json --device cuda \
+    --set 'zero_optimization.offload_optimizer={"device": "cpu", "delayed_update": true, "ratio": 0.5}'
+  [[ $stderr == *"delayed_update: on a GPU, with ratio 1 alone"* ]]
+  run -4 --separate-stderr ds-memreport cfg.json --device cuda --set pipeline.schedule=breadth-first --set pipeline.virtual_stages=2 \
+    --set activation_checkpointing.granularity=layer --set activation_checkpointing.cpu_checkpointing=true
+  [[ $stderr == *"what is between chunks stays on the device"* ]]
   refused 4 'Muon looks at all gradients' --set optimizer.type=Muon --set "zero_optimization.offload_optimizer=$nvme" \
     --set zero_optimization.offload_optimizer.gradients=true
   refused 4 'super_offload' --set zero_optimization.offload_optimizer.super_offload=true

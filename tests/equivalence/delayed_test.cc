@@ -107,22 +107,12 @@ std::vector<OptimizerCase> optimizers() {
   return all;
 }
 
-void expect_predicted(const Trace& t, const std::string& what) {
-  for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
-    EXPECT_EQ(t.counted[static_cast<size_t>(tag)], t.predicted[static_cast<size_t>(tag)])
-        << what << " " << tag_name(tag);
-}
-
 class Delayed : public ::testing::TestWithParam<OptimizerCase> {};
 
 TEST_P(Delayed, IsItsRecurrence) {
   const TempDirectory dir;
   for (const DType work : {DType::F32, DType::BF16}) {
-    for (const Layout& l : {Layout{.stage = 1},
-                            {.dp = 2, .stage = 2},
-                            {.dp = 2, .pp = 2, .stage = 3},
-                            {.dp = 3, .stage = 3},
-                            {.tp = 2, .stage = 1}}) {
+    for (const Layout& l : kTierLayouts) {
       const Config c = tier_config(l, GetParam(), work), file = delayed(c, OffloadDevice::Nvme, dir.path());
       const Trace want = train_threads(c, l.ranks(), kSteps, 1, in_turn());
       const std::string what = fmt::format("{} {}", l.name(), dtype_name(work));
@@ -131,7 +121,6 @@ TEST_P(Delayed, IsItsRecurrence) {
       for (const bool memory : {false, true}) {
         const Trace got = train_threads(memory ? delayed(c, OffloadDevice::Cpu, "") : file, l.ranks(), kSteps);
         expect_same_training(got, want, what + (memory ? " memory" : " file"));
-        expect_predicted(got, what);
       }
     }
   }
@@ -225,20 +214,9 @@ TEST(DelayedUpdates, MoveWhatIsPredicted) {
     c.zero.offload_optimizer.pipeline_read = c.zero.offload_optimizer.pipeline_write = false;
     c.zero.offload_optimizer.gradients = arrays;
     if (arrays) c.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
-    const Hooks count = {.after_step = [&](engine::Engine& engine, i64 step) {
-      thread_local offload::FileCounts before;
-      const offload::FileCounts now = engine.offload().moved();
-      const report::RunPlan& plan = engine.plan();
-      if (step == kSteps - 1) {
-        EXPECT_EQ(now.read_bytes - before.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes);
-        EXPECT_EQ(now.written_bytes - before.written_bytes,
-                  plan.state_files.written_bytes + plan.array_files.written_bytes);
-      }
-      before = now;
-    }};
-    const Trace got = train_threads(c, l.ranks(), kSteps, 1, count);
-    expect_same_training(got, train_threads(memory, l.ranks(), kSteps, 1, in_turn()), arrays ? "arrays" : "states");
-    expect_predicted(got, arrays ? "arrays" : "states");
+    const std::string what = arrays ? "arrays" : "states";
+    expect_same_training(train_threads(c, l.ranks(), kSteps, 1, with_predicted_traffic(kSteps, what)),
+                         train_threads(memory, l.ranks(), kSteps, 1, in_turn()), what);
   }
 }
 

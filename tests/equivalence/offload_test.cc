@@ -129,21 +129,8 @@ TEST(OffloadWays, TrafficIsAsPredicted) {
         c.zero.offload_optimizer.pipeline_read = c.zero.offload_optimizer.pipeline_write = false;
         c.zero.offload_optimizer.gradients = arrays;
         if (arrays) c.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
-        const Hooks count = {.after_step = [&](engine::Engine& engine, i64 step) {
-          thread_local offload::FileCounts before;
-          const offload::FileCounts now = engine.offload().moved();
-          const report::RunPlan& plan = engine.plan();
-          if (step == kSteps - 1) {
-            const std::string what = fmt::format("{} {} {}", optimizer, l.name(), arrays ? "arrays" : "states");
-            EXPECT_EQ(now.read_bytes - before.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes)
-                << what;
-            EXPECT_EQ(now.written_bytes - before.written_bytes,
-                      plan.state_files.written_bytes + plan.array_files.written_bytes)
-                << what;
-          }
-          before = now;
-        }};
-        train_threads(c, l.ranks(), kSteps, 1, count);
+        const std::string what = fmt::format("{} {} {}", optimizer, l.name(), arrays ? "arrays" : "states");
+        train_threads(c, l.ranks(), kSteps, 1, with_predicted_traffic(kSteps, what));
       }
     }
   }

@@ -48,14 +48,30 @@ struct TierRun {
   Hooks hooks = {};
 };
 
-// Runs in the tiers have the bits of runs in memory, at layouts of every stage that has tiers.
+// Of every stage that has tiers.
+inline const std::vector<Layout> kTierLayouts = {
+    {.stage = 1}, {.dp = 2, .stage = 2}, {.dp = 2, .pp = 2, .stage = 3}, {.dp = 3, .stage = 3}, {.tp = 2, .stage = 1}};
+
+// That the last of so many steps moves to and from files what was predicted.
+inline Hooks with_predicted_traffic(i64 steps, const std::string& what) {
+  return {.after_step = [steps, what](engine::Engine& engine, i64 step) {
+    thread_local offload::FileCounts before;
+    const offload::FileCounts now = engine.offload().moved();
+    const report::RunPlan& plan = engine.plan();
+    if (step == steps - 1) {
+      EXPECT_EQ(now.read_bytes - before.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes) << what;
+      EXPECT_EQ(now.written_bytes - before.written_bytes,
+                plan.state_files.written_bytes + plan.array_files.written_bytes)
+          << what;
+    }
+    before = now;
+  }};
+}
+
+// Runs in the tiers have the bits of runs in memory.
 inline void expect_the_bits_of_memory(const OptimizerCase& optimizer, const std::vector<TierRun>& tiers) {
   for (const DType work : {DType::F32, DType::BF16}) {
-    for (const Layout& l : {Layout{.stage = 1},
-                            {.dp = 2, .stage = 2},
-                            {.dp = 2, .pp = 2, .stage = 3},
-                            {.dp = 3, .stage = 3},
-                            {.tp = 2, .stage = 1}}) {
+    for (const Layout& l : kTierLayouts) {
       const Config c = tier_config(l, optimizer, work);
       const Trace want = train_threads(c, l.ranks(), kTierSteps);
       for (const TierRun& t : tiers)
