@@ -176,6 +176,10 @@ void resolve_precision_and_zero(Config& c, Reader& r) {
                                               c.zero.stage)
                                 : std::string("\"deterministic\" sums in the order \"micro\""));
   if (every_micro) c.reduce_order = ReduceOrder::Micro;
+  constexpr std::string_view kTile = "zero_optimization.stage3_tile_size";
+  if (c.zero.tile_size > 0 && c.zero.stage != 3 && !r.any_broken({kTile, "zero_optimization.stage"}))
+    r.error(kTile, fmt::format("ZeRO stage {} keeps whole parameters; stage 3 gathers them, which tiles are for",
+                               c.zero.stage));
 }
 
 void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
@@ -289,6 +293,10 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
         "earlier run");
   if (!c.cuda.autotune && !c.cuda.autotune_file.empty())
     r.error("cuda.autotune_file", "has no effect without cuda.autotune");
+  if (c.cuda.graphs && c.zero.tile_size > 0)
+    r.error("cuda.graphs",
+            "with zero_optimization.stage3_tile_size a layer's products wait for their tiles, which no graph can",
+            Errc::Unavailable);
   if (c.cuda.graphs && (c.model.embd_dropout > 0 || c.model.resid_dropout > 0 || c.model.attn_dropout > 0))
     r.error("cuda.graphs",
             "dropout draws other numbers in every step, which a graph cannot: set the model's dropout to 0");

@@ -276,6 +276,8 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.stage3_model_persistence_threshold", slot_of<&C::zero, &ZeroConfig::model_persistence_threshold>, kLimit, kAuto),
     effect("zero_optimization.stage3_max_live_parameters", slot_of<&C::zero, &ZeroConfig::max_live_parameters>, kLimit, kAuto),
     effect("zero_optimization.stage3_max_reuse_distance", slot_of<&C::zero, &ZeroConfig::max_reuse_distance>, kLimit, kAuto),
+    effect("zero_optimization.stage3_tile_size", slot_of<&C::zero, &ZeroConfig::tile_size>, kLimit),
+    alias("zero_optimization.tile_size", "zero_optimization.stage3_tile_size"),
     alias("zero_optimization.prefetch_bucket_size", "zero_optimization.stage3_prefetch_bucket_size"),
     alias("zero_optimization.param_persistence_threshold", "zero_optimization.stage3_param_persistence_threshold"),
     alias("zero_optimization.model_persistence_threshold", "zero_optimization.stage3_model_persistence_threshold"),

@@ -93,7 +93,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   const int threads = thread_count(config, {.local_world_size = ranks_per_node});
   const i64 start = probe::matmul_rate_bytes(probe::cpu_backend(), threads, plan.work) - taken;
   // Of all stages, as if they were alike; a segment that is cut in slices cuts as many pieces less one.
-  const i64 params = std::ssize(shards.layout.rows()) * plan.mesh.pp,
+  const i64 params = std::max(std::ssize(shards.layout.rows()), std::ssize(shards.layout.places())) * plan.mesh.pp,
             cuts = std::ssize(shards.layout.segments()) * (shards.layout.num_ranks() - 1) * plan.mesh.pp;
   const i64 commit = commit_memory(params, (params + cuts) * plan.mesh.tp * (of_params + 1));
   const i64 momentary = std::max(save, start);

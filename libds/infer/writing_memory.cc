@@ -55,6 +55,7 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
                                      .rope_elems = rope_rows * rope_width,
                                      .losses = false,
                                      .logits_rows = w.at_once,
+                                     .tile_cols = plan.tile_cols(),
                                      .work = plan.work});
   if (plan.mesh.pp > 1) w.message_bytes = rows * model.hidden * dtype_bytes(plan.work);
   return w;

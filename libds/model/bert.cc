@@ -139,10 +139,21 @@ class BertBlock final : public BertLayer {
     column_linear(".intermediate.dense", C_, c.intermediate);
     row_linear(".output.dense", c.intermediate, C_);
     norm(".output.LayerNorm", C_);
+    allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Bert); }
   bool is_block() const noexcept override { return true; }
+  std::vector<size_t> products(Products which) const override {
+    switch (which) {
+      case Products::Forward:
+      case Products::Recompute: return {kQueryW, kKeyW, kValueW, kAttnW, kWideW, kNarrowW};
+      case Products::RecomputeAttention: return {kQueryW, kKeyW, kValueW};
+      case Products::BackwardInput:
+      case Products::BackwardWeight: break;
+    }
+    return {kNarrowW, kWideW, kAttnW, kQueryW, kKeyW, kValueW};
+  }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
     const i64 R = B * T, S = stream_rows(shard_, mode, R);
@@ -190,7 +201,7 @@ class BertBlock final : public BertLayer {
     const auto& g = a.gradients;
     const TensorView dwide = g[kDWide], dsum2 = g[kDSum2], dsum1 = g[kDSum1], dattn = a.temporary[0];
     const auto input = [&](Row w, TensorView out, TensorView d, TensorView onto = {}) {
-      linear_backward_input(ctx, out, d, p.own[w], Orientation::OutIn, onto);
+      linear_backward_input(ctx, out, d, p.matrix(w), Orientation::OutIn, onto);
     };
     ctx.ops.layernorm_bwd(dsum2, g[kDNorm2W], g[kDNorm2B], dy, {}, s[kSum2], p.own[kNorm2W], s[kMean2], s[kRstd2],
                           ctx.stream);
@@ -217,7 +228,7 @@ class BertBlock final : public BertLayer {
     const auto& g = a.gradients;
     const bool drops = dropout_.branches > 0;
     const auto weight = [&](Row w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.own[w], out.own[w + 1], d, in, Orientation::OutIn);
+      linear_backward_weight(ctx, out.matrix(w), out.own[w + 1], d, in, Orientation::OutIn);
     };
     weight(kNarrowW, all_rows(ctx, drops ? branch(a, kDNarrow) : g[kDSum2]), s[kActivated]);
     weight(kWideW, g[kDWide], all_rows(ctx, s[kMiddle]));
@@ -284,21 +295,21 @@ class BertBlock final : public BertLayer {
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     const TensorView all = all_rows(ctx, x);
-    linear_forward(ctx, s[kQ], all, p.own[kQueryW], {.bias = p.own[kQueryB]});
-    linear_forward(ctx, s[kK], all, p.own[kKeyW], {.bias = p.own[kKeyB]});
-    linear_forward(ctx, s[kV], all, p.own[kValueW], {.bias = p.own[kValueB]});
+    linear_forward(ctx, s[kQ], all, p.matrix(kQueryW), {.bias = p.own[kQueryB]});
+    linear_forward(ctx, s[kK], all, p.matrix(kKeyW), {.bias = p.own[kKeyB]});
+    linear_forward(ctx, s[kV], all, p.matrix(kValueW), {.bias = p.own[kValueB]});
     attend(ctx, heads(ctx, s[kAttn]), s[kLse], {heads(ctx, s[kQ]), heads(ctx, s[kK]), heads(ctx, s[kV])},
            dropout_.attention(ctx, attention_), a);
   }
   // From what the attention has seen on.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    row_parallel_forward(ctx, s[kSum1], s[kAttn], p.own[kAttnW],
+    row_parallel_forward(ctx, s[kSum1], s[kAttn], p.matrix(kAttnW),
                          dropout_.branch(ctx, {.bias = p.own[kAttnB], .residual = x}, 1));
     ctx.ops.layernorm_fwd(s[kMiddle], s[kMean1], s[kRstd1], s[kSum1], p.own[kNorm1W], p.own[kNorm1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kMiddle]), p.own[kWideW],
+    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kMiddle]), p.matrix(kWideW),
                    {.bias = p.own[kWideB], .activation = activation_, .preact = s[kPreact]});
-    row_parallel_forward(ctx, s[kSum2], s[kActivated], p.own[kNarrowW],
+    row_parallel_forward(ctx, s[kSum2], s[kActivated], p.matrix(kNarrowW),
                          dropout_.branch(ctx, {.bias = p.own[kNarrowB], .residual = s[kMiddle]}, 2));
     ctx.ops.layernorm_fwd(a.output, s[kMean2], s[kRstd2], s[kSum2], p.own[kNorm2W], p.own[kNorm2B], eps_, ctx.stream);
   }

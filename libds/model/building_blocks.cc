@@ -37,6 +37,74 @@ void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, con
 }
 void Layer::logits(const PassContext&, RowViews, const LayerActs&, TensorView) const { DS_ASSERT(false); }
 
+namespace {
+
+// Columns [first, first + n) of a matrix, if there is one.
+TensorView columns(TensorView v, i64 first, i64 n) {
+  if (!v) return v;
+  v.data = static_cast<char*>(v.data) + first * dtype_bytes(v.dtype);
+  v.shape[1] = n;
+  return v;
+}
+
+// [rows, columns] fp32: a[:, tile] b[tile], summed over the tiles of a matrix.
+TensorView sum_of_tiles(const PassContext& ctx, TensorView a, Matrix b, bool rowwise) {
+  const TensorView sum = TensorView::of(ctx.tile_sum.data, DType::F32, {a.dim(0), b.whole.dim(1)});
+  b.tiles->for_each(b.row, [&](i64 first, TensorView tile) {
+    ctx.ops.matmul(sum, columns(a, first, tile.dim(0)), tile, {}, {}, {}, {.accumulate = first > 0, .rowwise = rowwise},
+                   ctx.stream);
+  });
+  return sum;
+}
+
+}  // namespace
+
+void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o) {
+  const bool out_in = o.orientation == Orientation::OutIn;
+  const MatmulParams params{.trans_b = out_in, .activation = o.activation, .rowwise = ctx.rowwise()};
+  if (weight.is_whole()) return ctx.ops.matmul(y, x, weight.whole, o.bias, o.preact, o.residual, params, ctx.stream);
+  if (out_in) {
+    weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
+      const i64 n = tile.dim(0);
+      ctx.ops.matmul(columns(y, first, n), x, tile, o.bias ? o.bias.rows(first, n) : o.bias,
+                     columns(o.preact, first, n), columns(o.residual, first, n), params, ctx.stream);
+    });
+    return;
+  }
+  const TensorView sum = sum_of_tiles(ctx, x, weight, params.rowwise);
+  if (o.activation == Activation::None) return ctx.ops.bias_residual(y, sum, o.bias, o.residual, ctx.stream);
+  const TensorView preact = o.preact ? o.preact : y;
+  ctx.ops.bias_residual(preact, sum, o.bias, {}, ctx.stream);
+  ctx.ops.activation_fwd(y, preact, o.activation, ctx.stream);
+  if (o.residual) ctx.ops.add(y, y, o.residual, ctx.stream);
+}
+
+void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
+                           TensorView dx_residual) {
+  const MatmulParams params{.trans_b = orientation == Orientation::InOut};
+  if (weight.is_whole()) return ctx.ops.matmul(dx, dy, weight.whole, {}, {}, dx_residual, params, ctx.stream);
+  if (orientation == Orientation::OutIn)
+    return ctx.ops.bias_residual(dx, sum_of_tiles(ctx, dy, weight, false), {}, dx_residual, ctx.stream);
+  weight.tiles->for_each(weight.row, [&](i64 first, TensorView tile) {
+    const i64 n = tile.dim(0);
+    ctx.ops.matmul(columns(dx, first, n), dy, tile, {}, {}, columns(dx_residual, first, n), params, ctx.stream);
+  });
+}
+
+void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
+                            Orientation orientation) {
+  const auto [a, b] = orientation == Orientation::OutIn ? std::pair(dy, x) : std::pair(x, dy);
+  const auto product = [&](TensorView out, TensorView of_rows) {
+    ctx.ops.matmul(out, of_rows, b, {}, {}, {}, {.trans_a = true}, ctx.stream);
+  };
+  if (dw.is_whole()) {
+    product(dw.whole, a);
+  } else {
+    dw.tiles->for_each(dw.row, [&](i64 first, TensorView tile) { product(tile, columns(a, first, tile.dim(0))); });
+  }
+  if (db) ctx.ops.column_sum(db, dy, false, ctx.stream);
+}
+
 ParamRow equal_row(ParamRow row, const Shard& shard) {
   row.counted = shard.tp_rank == 0;
   return row;
@@ -137,7 +205,7 @@ void sum_partials(const PassContext& ctx, TensorView out, TensorView residual) {
   });
 }
 
-void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, TensorView weight, const RowParallel& o) {
+void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o) {
   const Groups& g = ctx.groups;
   if (g.shard.tp == 1) {
     linear_forward(

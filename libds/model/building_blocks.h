@@ -18,28 +18,17 @@ struct LinearForward {
   TensorView residual{};  // [R,out] added last, or none
 };
 
+// Products with a matrix in tiles give, tile by tile, columns of what they write; where a tile has some of the terms of
+// all columns, they are summed in fp32 in the order of the tiles (ctx.tile_sum), and rounded once.
+
 // y [R,out] = activation(x [R,in] W + bias) + residual
-inline void linear_forward(const PassContext& ctx, TensorView y, TensorView x, TensorView weight,
-                           const LinearForward& o) {
-  const MatmulParams params{
-      .trans_b = o.orientation == Orientation::OutIn, .activation = o.activation, .rowwise = ctx.rowwise()};
-  ctx.ops.matmul(y, x, weight, o.bias, o.preact, o.residual, params, ctx.stream);
-}
-
+void linear_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const LinearForward& o);
 // dx [R,in] = dy W + dx_residual, which may be dx: the gradients of several branches add up.
-inline void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, TensorView weight,
-                                  Orientation orientation, TensorView dx_residual = {}) {
-  const MatmulParams params{.trans_b = orientation == Orientation::InOut};
-  ctx.ops.matmul(dx, dy, weight, {}, {}, dx_residual, params, ctx.stream);
-}
-
+void linear_backward_input(const PassContext& ctx, TensorView dx, TensorView dy, Matrix weight, Orientation orientation,
+                           TensorView dx_residual = {});
 // dw = the weight's gradient in the weight's orientation, db = column sums of dy (not wanted when empty).
-inline void linear_backward_weight(const PassContext& ctx, TensorView dw, TensorView db, TensorView dy, TensorView x,
-                                   Orientation orientation) {
-  const bool out_in = orientation == Orientation::OutIn;
-  ctx.ops.matmul(dw, out_in ? dy : x, out_in ? x : dy, {}, {}, {}, {.trans_a = true}, ctx.stream);
-  if (db) ctx.ops.column_sum(db, dy, false, ctx.stream);
-}
+void linear_backward_weight(const PassContext& ctx, Matrix dw, TensorView db, TensorView dy, TensorView x,
+                            Orientation orientation);
 
 // Matrices over a tensor-parallel group. Column-parallel: each rank has some of the outputs, and its product is the
 // plain one of all rows; the gradients of the input are parts of a sum. Row-parallel: each rank has some of the inputs,
@@ -65,7 +54,7 @@ struct RowParallel {
   RngKey site{};
 };
 // y (a stream) = dropout(x [R, in of this rank] W + bias) + residual; without dropout, in a group of one, one product.
-void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, TensorView weight, const RowParallel& o);
+void row_parallel_forward(const PassContext& ctx, TensorView y, TensorView x, Matrix weight, const RowParallel& o);
 
 // y = dropout(x) with the masks of a whole batch on one rank; x: rows from `first_row` on of this rank's R.
 void dropout_rows(const PassContext& ctx, TensorView y, TensorView x, i64 first_row, float p, RngKey site);

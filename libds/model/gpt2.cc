@@ -109,10 +109,21 @@ class Gpt2Block final : public Layer {
     norm(".ln_2");
     column(".mlp.c_fc", c.intermediate, 1);
     row(".mlp.c_proj", c.intermediate);
+    allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Gpt2); }
   bool is_block() const noexcept override { return true; }
+  std::vector<size_t> products(Products which) const override {
+    switch (which) {
+      case Products::Forward: return {kAttnW, kProjW, kFcW, kMlpProjW};
+      case Products::Recompute: return {kAttnW, kProjW, kFcW};
+      case Products::RecomputeAttention: return {kAttnW};
+      case Products::BackwardInput:
+      case Products::BackwardWeight: break;
+    }
+    return {kMlpProjW, kFcW, kProjW, kAttnW};
+  }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
     const i64 R = B * T, S = stream_rows(shard_, mode, R);
@@ -139,7 +150,7 @@ class Gpt2Block final : public Layer {
     attention_forward(ctx, p, x, a);
     mlp_forward(ctx, p, x, a);
     row_parallel_forward(
-        ctx, a.output, a.saved[kActivated], p.own[kMlpProjW],
+        ctx, a.output, a.saved[kActivated], p.matrix(kMlpProjW),
         dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kMlpProjB], .residual = a.saved[kMiddle]}, 2));
   }
 
@@ -155,18 +166,18 @@ class Gpt2Block final : public Layer {
     const TensorView dwide = g[kDWide], dqkv = g[kDQkv], dmiddle = g[kDMiddle], dnarrow = a.temporary[0],
                      dattn = a.temporary[1];
     const TensorView dmlp = dropout_.branch_gradient(ctx, branch(a, kDMlp), dy, 2);
-    linear_backward_input(ctx, dwide, all_rows(ctx, dmlp), p.own[kMlpProjW], kConv);
+    linear_backward_input(ctx, dwide, all_rows(ctx, dmlp), p.matrix(kMlpProjW), kConv);
     ctx.ops.activation_bwd(dwide, dwide, s[kPreact], activation_, ctx.stream);
-    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dwide, p.own[kFcW], kConv);
+    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dwide, p.matrix(kFcW), kConv);
     sum_partials(ctx, dnarrow);
     ctx.ops.layernorm_bwd(dmiddle, g[kDLn2W], g[kDLn2B], dnarrow, dy, s[kMiddle], p.own[kLn2W], s[kMean2], s[kRstd2],
                           ctx.stream);
 
     const TensorView dproj = dropout_.branch_gradient(ctx, branch(a, kDProj), dmiddle, 1);
-    linear_backward_input(ctx, dattn, all_rows(ctx, dproj), p.own[kProjW], kConv);
+    linear_backward_input(ctx, dattn, all_rows(ctx, dproj), p.matrix(kProjW), kConv);
     attend_backward(ctx, heads(ctx, dqkv), flat(ctx, dattn), heads(ctx, s[kQkv]), flat(ctx, s[kAttn]), s[kLse],
                     dropout_.attention(ctx, attention_), a);
-    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dqkv, p.own[kAttnW], kConv);
+    linear_backward_input(ctx, partial_sum(ctx, dnarrow), dqkv, p.matrix(kAttnW), kConv);
     sum_partials(ctx, dnarrow);
     ctx.ops.layernorm_bwd(a.input_grad, g[kDLn1W], g[kDLn1B], dnarrow, dmiddle, x, p.own[kLn1W], s[kMean1], s[kRstd1],
                           ctx.stream);
@@ -178,7 +189,7 @@ class Gpt2Block final : public Layer {
     const auto& g = a.gradients;
     const bool drops = dropout_.branches > 0;
     const auto weight = [&](Row w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.own[w], out.own[w + 1], d, in, kConv);
+      linear_backward_weight(ctx, out.matrix(w), out.own[w + 1], d, in, kConv);
     };
     weight(kMlpProjW, all_rows(ctx, drops ? branch(a, kDMlp) : dy), s[kActivated]);
     weight(kFcW, g[kDWide], all_rows(ctx, s[kNorm2]));
@@ -210,17 +221,17 @@ class Gpt2Block final : public Layer {
   void attention_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
     ctx.ops.layernorm_fwd(s[kNorm1], s[kMean1], s[kRstd1], x, p.own[kLn1W], p.own[kLn1B], eps_, ctx.stream);
-    linear_forward(ctx, s[kQkv], all_rows(ctx, s[kNorm1]), p.own[kAttnW],
+    linear_forward(ctx, s[kQkv], all_rows(ctx, s[kNorm1]), p.matrix(kAttnW),
                    {.orientation = kConv, .bias = p.own[kAttnB]});
     attend(ctx, flat(ctx, s[kAttn]), s[kLse], heads(ctx, s[kQkv]), dropout_.attention(ctx, attention_), a);
   }
   // From what the attention has seen to what the last product reads.
   void mlp_forward(const PassContext& ctx, RowViews p, TensorView x, const LayerActs& a) const {
     const auto& s = a.saved;
-    row_parallel_forward(ctx, s[kMiddle], s[kAttn], p.own[kProjW],
+    row_parallel_forward(ctx, s[kMiddle], s[kAttn], p.matrix(kProjW),
                          dropout_.branch(ctx, {.orientation = kConv, .bias = p.own[kProjB], .residual = x}, 1));
     ctx.ops.layernorm_fwd(s[kNorm2], s[kMean2], s[kRstd2], s[kMiddle], p.own[kLn2W], p.own[kLn2B], eps_, ctx.stream);
-    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kNorm2]), p.own[kFcW],
+    linear_forward(ctx, s[kActivated], all_rows(ctx, s[kNorm2]), p.matrix(kFcW),
                    {.orientation = kConv, .bias = p.own[kFcB], .activation = activation_, .preact = s[kPreact]});
   }
 

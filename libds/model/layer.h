@@ -40,6 +40,7 @@ struct ParamRow {
   // Equal copies have equal gradients, but those whose gradients are parts, which add up over so many ranks side by
   // side of the tensor-parallel group: each has seen other tokens or other heads.
   int also_summed = 1;
+  bool tiles = false;   // products take it in blocks of its rows, where the layout has such (Layer::products)
   i64 room = 0;         // elements of the largest slice, so that rows lie alike on all ranks of the group
   bool counted = true;  // this rank is the first of them: its copy is saved, and its gradient is in the norm
 
@@ -170,8 +171,9 @@ struct PassContext {
   TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
   TensorView targets{};               // [R] int32; not when generating
   TensorView losses{};                // [R] fp32, written by the head; not when generating
-  TensorView logits{};  // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
-                        // workspace [chunk,V] fp32
+  TensorView logits{};    // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
+                          // workspace [chunk,V] fp32
+  TensorView tile_sum{};  // [R, most columns] fp32: a product over tiles, where there are such
   TensorView head_weight_grad{};       // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
   float loss_grad = 1;                 // d(scaled total)/d(token loss)
   RngKey dropout_key{};                // each use sets its own site
@@ -182,12 +184,37 @@ struct PassContext {
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }
 };
 
+// Matrices of which only some rows are there at a time.
+class Tiles {
+ public:
+  virtual ~Tiles() = default;
+  // Calls use(first, rows) for each block of rows of matrix `row`, in order: rows [first, first + n), which are there
+  // until it returns.
+  virtual void for_each(size_t row, FunctionRef<void(i64 first, TensorView rows)> use) = 0;
+};
+
+// A matrix that products read or write: as a whole, or, without data, in tiles.
+struct Matrix {
+  Matrix(TensorView all, Tiles* in_tiles = nullptr, size_t number = 0) : whole(all), tiles(in_tiles), row(number) {}
+  bool is_whole() const noexcept { return whole.data != nullptr || tiles == nullptr; }
+
+  TensorView whole;
+  Tiles* tiles;
+  size_t row;
+};
+
 // Parameters (or gradients) of one layer, in the order of its rows; `shared`: the row of Model::shared, where this
-// layer uses it.
+// layer uses it. `tiles`: of what has no data in `own`.
 struct RowViews {
   std::span<const TensorView> own;
   TensorView shared{};
+  Tiles* tiles = nullptr;
+
+  Matrix matrix(size_t row) const noexcept { return {own[row], tiles, row}; }
 };
+
+// What of a layer asks for its matrices.
+enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput, BackwardWeight };
 
 class Layer {
  public:
@@ -199,6 +226,8 @@ class Layer {
   virtual std::string_view type() const noexcept = 0;
   // Whether it is one of the equal layers in the middle, which can be computed again.
   virtual bool is_block() const noexcept { return false; }
+  // The rows that are matrices of its products, in the order in which these take them tile by tile.
+  virtual std::vector<size_t> products(Products) const { return {}; }
   // Whether its weight gradients can wait for a call of their own. The head's come with its loss.
   virtual bool splits() const noexcept { return true; }
 
@@ -220,6 +249,10 @@ class Layer {
 
  protected:
   explicit Layer(std::string name) : name_(std::move(name)) {}
+  // When all rows are there.
+  void allow_tiles() {
+    for (const size_t row : products(Products::Forward)) rows_[row].tiles = true;
+  }
   std::string name_;
   std::vector<ParamRow> rows_;
 };

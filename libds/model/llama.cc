@@ -103,10 +103,23 @@ class LlamaBlock final : public Layer {
     gate_ = column(".mlp.gate_proj", c.intermediate, c.mlp_bias, 0);
     up_ = column(".mlp.up_proj", c.intermediate, c.mlp_bias, 0);
     down_ = row(".mlp.down_proj", c.intermediate, c.mlp_bias);
+    allow_tiles();
   }
 
   std::string_view type() const noexcept override { return block_type(Family::Llama); }
   bool is_block() const noexcept override { return true; }
+  std::vector<size_t> products(Products which) const override {
+    const size_t q = q_.weight, k = k_.weight, v = v_.weight, o = o_.weight, gate = gate_.weight, up = up_.weight,
+                 down = down_.weight;
+    switch (which) {
+      case Products::Forward: return {q, k, v, o, gate, up, down};
+      case Products::Recompute: return {q, k, v, o, gate, up};
+      case Products::RecomputeAttention: return {q, k, v};
+      case Products::BackwardInput:
+      case Products::BackwardWeight: break;
+    }
+    return {down, gate, up, o, q, k, v};
+  }
 
   LayerActs plan(ActivationPlanner& p, DType work, i64 B, i64 T, Mode mode) const override {
     const i64 R = B * T, S = stream_rows(shard_, mode, R), Q = H_ * D_, K = G_ * D_;
@@ -157,7 +170,7 @@ class LlamaBlock final : public Layer {
     const auto& g = a.gradients;
     const TensorView dnorm = a.temporary[0], dattn = a.temporary[1];
     const auto input = [&](Projection w, TensorView out, TensorView d, TensorView onto = {}) {
-      linear_backward_input(ctx, out, d, p.own[w.weight], Orientation::OutIn, onto);
+      linear_backward_input(ctx, out, d, p.matrix(w.weight), Orientation::OutIn, onto);
     };
     input(down_, g[kDGate], all_rows(ctx, dy));
     ctx.ops.swiglu_bwd(g[kDGate], g[kDUp], g[kDGate], s[kGate], s[kUp], ctx.stream);
@@ -188,7 +201,7 @@ class LlamaBlock final : public Layer {
     const auto& s = a.saved;
     const auto& g = a.gradients;
     const auto weight = [&](Projection w, TensorView d, TensorView in) {
-      linear_backward_weight(ctx, out.own[w.weight], w.bias ? out.own[w.weight + 1] : TensorView{}, d, in,
+      linear_backward_weight(ctx, out.matrix(w.weight), w.bias ? out.own[w.weight + 1] : TensorView{}, d, in,
                              Orientation::OutIn);
     };
     weight(down_, all_rows(ctx, dy), s[kGated]);
@@ -275,11 +288,11 @@ class LlamaBlock final : public Layer {
   }
 
   static void project(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x) {
-    linear_forward(ctx, y, x, p.own[w.weight], {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}});
+    linear_forward(ctx, y, x, p.matrix(w.weight), {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}});
   }
   static void project_row(const PassContext& ctx, RowViews p, Projection w, TensorView y, TensorView x,
                           TensorView residual) {
-    row_parallel_forward(ctx, y, x, p.own[w.weight],
+    row_parallel_forward(ctx, y, x, p.matrix(w.weight),
                          {.bias = w.bias ? p.own[w.weight + 1] : TensorView{}, .residual = residual});
   }
   // RMSNorm of every head in place; the raw values are kept for the backward pass.

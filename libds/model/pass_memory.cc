@@ -18,6 +18,7 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
   if (s.logits_rows > 0) logits = view(DType::F32, {s.logits_rows, vocab});
   if (s.projects && s.gradients) head_weight_grad = view(DType::F32, {vocab, C});
+  if (s.tile_cols > 0) tile_sum = view(DType::F32, {R, s.tile_cols});
   if (tp == 1) return;
   partial = gathered = view(s.work, {rows, C});
   sum = view(DType::F32, {rows / tp, C});
@@ -47,6 +48,7 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.row_positions = m.row_positions.rows(0, R);
   ctx.rope_cos = m.rope_cos;
   ctx.rope_sin = m.rope_sin;
+  ctx.tile_sum = m.tile_sum;
   ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
   Groups& g = ctx.groups;
   // Text is written with all positions on each rank: what cuts sequences does nothing there.

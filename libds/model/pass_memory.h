@@ -19,6 +19,7 @@ struct PassSizes {
   bool projects = false;    // the output projection is here
   bool gradients = false;   // and its gradient is wanted
   i64 logits_rows = 0;      // that are there at once
+  i64 tile_cols = 0;        // columns of the widest matrix in tiles
   DType work = DType::F32;
 };
 
@@ -28,8 +29,8 @@ struct PassMemory {
   TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{};
   // Tag::Logits: [rows, V of this rank, or of all ranks where next tokens are asked for].
   TensorView logits{};
-  // Tag::Workspace: [V, C] fp32; Groups::partial, gathered, sum, stats.
-  TensorView head_weight_grad{}, partial{}, gathered{}, sum{}, stats{};
+  // Tag::Workspace: [V, C] fp32; [R, tile_cols] fp32; Groups::partial, gathered, sum, stats.
+  TensorView head_weight_grad{}, tile_sum{}, partial{}, gathered{}, sum{}, stats{};
 
   // The views, without memory behind them; what a pass does not need has rank 0.
   PassMemory() = default;
@@ -41,7 +42,7 @@ struct PassMemory {
     for (TensorView* v : {&ids, &targets, &positions, &row_positions, &token_types, &losses, &rope_cos, &rope_sin})
       visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
-    for (TensorView* v : {&head_weight_grad, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
+    for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
   }
   i64 bytes(Tag tag) const;
 };

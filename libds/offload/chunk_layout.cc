@@ -27,7 +27,7 @@ ChunkLayout::ChunkLayout(std::span<const i64> chunk_bytes) {
 }
 
 ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLayout& states, i64 most, Masters masters)
-    : states_(&states), first_part_of_(states.of_params().size(), 0) {
+    : states_(&states), first_part_of_(states.of_params().size(), kNoPart) {
   DS_ASSERT(most > 0 && most % kStateBlock == 0);
   const auto stored = [&](State s, i64 param) {
     if (s == State::Master && masters == Masters::Always) return true;
@@ -85,7 +85,9 @@ ChunkLayout::ChunkLayout(std::span<const zero::Piece> held, const zero::StateLay
           continue;
         }
         const i64 n = std::min(left, room);
-        if (first == 0) first_part_of_[static_cast<size_t>(piece.param)] = parts_.size();
+        // Of a parameter in tiles a rank has several pieces, one after the other.
+        size_t& first_part = first_part_of_[piece.param];
+        first_part = std::min(first_part, parts_.size());
         parts_.push_back({.piece = piece.part(first, n), .chunk = std::ssize(chunks_)});
         ++chunk.num_parts;
         chunk.elems += n;

@@ -8,6 +8,7 @@
 //
 // Each state begins at a page; codes have their scales behind them. A pure function.
 
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -68,6 +69,7 @@ class ChunkLayout {
   const PerState<i64>& state_bytes() const noexcept { return state_bytes_; }
 
  private:
+  static constexpr size_t kNoPart = std::numeric_limits<size_t>::max();
   const zero::StateLayout* states_ = nullptr;
   std::vector<Chunk> chunks_;
   std::vector<ChunkPart> parts_;       // chunk after chunk

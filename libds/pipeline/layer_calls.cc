@@ -48,4 +48,16 @@ std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chun
   return calls;
 }
 
+std::vector<model::Products> products_of(const Chunk& chunk, const LayerCall& call) {
+  using model::Products;
+  switch (call.kind) {
+    case LayerCall::Kind::Forward: return {Products::Forward};
+    case LayerCall::Kind::BackwardWeight: return {Products::BackwardWeight};
+    case LayerCall::Kind::BackwardInput: break;
+  }
+  if (!call.again) return {Products::BackwardInput};
+  return {chunk.keep_of(call.layer) == model::Keep::Input ? Products::Recompute : Products::RecomputeAttention,
+          Products::BackwardInput};
+}
+
 }  // namespace ds::pipeline

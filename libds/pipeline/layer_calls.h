@@ -36,6 +36,8 @@ Chunk make_chunk(const model::Model& model, i64 begin, i64 end, const Checkpoint
 std::vector<LayerCall> forward_calls(const Chunk& chunk);
 // Of Op::Backward; of Op::BackwardInput if `split`.
 std::vector<LayerCall> backward_calls(const model::Model& model, const Chunk& chunk, bool split);
+// What of a layer a call runs, in order.
+std::vector<model::Products> products_of(const Chunk& chunk, const LayerCall& call);
 // Of Op::BackwardWeight.
 std::vector<LayerCall> weight_calls(const model::Model& model, const Chunk& chunk);
 

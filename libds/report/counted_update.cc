@@ -56,10 +56,22 @@ void CountedUpdate::run(Enter enter) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
         enter(chunk_of(plan_, passes[i].front()), times);
+        // What has tiles is committed behind them.
+        constexpr i64 kNone = -1;
+        i64 open = kNone;
+        const auto close = [&] {
+          if (open != kNone) s->grads().commit(std::exchange(open, kNone), micro);
+        };
         for (const i64 unit : passes[i]) {
+          if (!s->plan().grad_layout.is_tile(unit)) close();
           s->grads().acquire(unit);
-          s->grads().commit(unit, micro);
+          if (std::ranges::binary_search(s->plan().grads.open, unit)) {
+            open = unit;
+          } else {
+            s->grads().commit(unit, micro);
+          }
         }
+        close();
       }
     }
     take_messages(times);
@@ -99,14 +111,13 @@ std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic(
 
 void CountedUpdate::gather() {
   for (const auto& s : shards_) {
-    if (!s->params().in_place()) {  // in their order, which decides what is in memory still
-      for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
-        for (const zero::GatherStep::Launch& launch : step.launch) s->params().gather(launch);
-      }
+    if (!s->params().in_place()) {  // in their order, and read ahead, which decides what is in memory still
+      s->params().begin(s->plan().train_gathers);
+      for (size_t access = 0; access < s->plan().train_gathers.accesses.size(); ++access) (void)s->params().acquire();
       take_messages(1);
       continue;
     }
-    std::vector<i64> times(plan_.rows.size(), 0);
+    std::vector<i64> times(s->plan().layout.units().size(), 0);
     for (const zero::GatherStep& step : s->plan().train_gathers.steps) {
       for (const zero::GatherStep::Launch& launch : step.launch) ++times[launch.unit];
     }

@@ -26,13 +26,33 @@ void make_present(std::vector<model::LayerActs>& acts) {
 // The memory of a training pass with a head.
 model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
   model::PassSizes sizes = plan.pass.sizes;
-  if (sizes.B == 0) sizes = {.B = plan.B, .T = plan.T, .sequence_length = plan.sequence_length, .work = plan.work};
+  if (sizes.B == 0)
+    sizes = {.B = plan.B,
+             .T = plan.T,
+             .sequence_length = plan.sequence_length,
+             .tile_cols = plan.tile_cols(),
+             .work = plan.work};
   sizes.projects = sizes.gradients = true;
   sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
   model::PassMemory memory(model, sizes);
   memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
   return memory;
 }
+
+// Matrices in tiles that are not there either.
+class AbsentTiles final : public model::Tiles {
+ public:
+  AbsentTiles(const RunPlan& plan, i64 layer, DType dtype) : plan_(plan), layer_(layer), dtype_(dtype) {}
+  void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
+    for (const zero::MatrixTile& tile : plan_.tiles_of(layer_, row))
+      use(tile.first, present(dtype_, {tile.rows, tile.cols}));
+  }
+
+ private:
+  const RunPlan& plan_;
+  i64 layer_;
+  DType dtype_;
+};
 
 }  // namespace
 
@@ -67,8 +87,13 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
         const model::Layer& layer = *model.layers[call.layer];
         const model::LayerActs& a = acts[at];
         const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
-        const std::vector<TensorView> own = views_of(layer.rows(), weight ? fresh : plan.work, &there);
-        const model::RowViews views{own, weight ? shared_grad : shared};
+        const DType dtype = weight ? fresh : plan.work;
+        std::vector<TensorView> own = views_of(layer.rows(), dtype, &there);
+        for (size_t r = 0; r < own.size(); ++r) {
+          if (!plan.tiles_of(call.layer, r).empty()) own[r].data = nullptr;
+        }
+        AbsentTiles tiles(plan, call.layer, dtype);
+        const model::RowViews views{own, weight ? shared_grad : shared, &tiles};
         const TensorView x = at > 0 ? acts[at - 1].output : stream, dy = stream;
         const bool again =
             calls == &chunk.backward && (call.again || call.kind == LayerCall::Kind::Forward);  // from a kept input

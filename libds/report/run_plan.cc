@@ -56,14 +56,26 @@ std::span<const LayerCall> calls_of(const ChunkPlan& chunk, Op op) {
   }
 }
 
-// Every use of a group's parameters by a schedule, in order; a call of a layer that has none is an empty one.
+// Every use of a group's parameters by a schedule, in order; a call of a layer that has none is an empty one. A call
+// begins with the layer's units, which stay while its products take tiles in turn.
 std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<const pipeline::Instr> schedule,
-                                   i64 num_layers) {
+                                   const model::Model& model) {
   std::vector<zero::Access> trace;
   for (const pipeline::Instr& instr : schedule) {
-    for (const LayerCall& call : calls_of(plan.chunks[instr.chunk], instr.op)) {
-      if (call.kind != LayerCall::Kind::BackwardWeight)
-        trace.push_back(uses_of(plan, group, call.layer, num_layers, RunPlan::kSharedUnit));
+    const ChunkPlan& chunk = plan.chunks[instr.chunk];
+    for (const LayerCall& call : calls_of(chunk, instr.op)) {
+      if (call.kind == LayerCall::Kind::BackwardWeight) continue;
+      const zero::Access own = uses_of(plan, group, call.layer, std::ssize(model.layers), RunPlan::kSharedUnit);
+      trace.push_back(own);
+      if (!plan.has_tiles()) continue;
+      for (const model::Products products : pipeline::products_of(chunk.chunk, call)) {
+        for (const size_t row : model.layers[call.layer]->products(products)) {
+          for (const zero::MatrixTile& tile : plan.tiles_of(call.layer, row)) {
+            zero::Access& access = trace.emplace_back(own);
+            if (plan.rows[RunPlan::unit_of(call.layer)][row].group == group) access.push_back(tile.unit);
+          }
+        }
+      }
     }
   }
   return trace;
@@ -73,6 +85,14 @@ std::vector<zero::Access> trace_of(const RunPlan& plan, size_t group, std::span<
 
 i64 RunPlan::total_memory() const noexcept {
   return total_of(memory) - (device == DeviceKind::Cpu ? 0 : memory[static_cast<size_t>(Tag::Host)]);
+}
+
+i64 RunPlan::tile_cols() const noexcept {
+  i64 cols = 0;
+  for (const zero::ShardsPlan& s : shards) {
+    for (const zero::MatrixTile& tile : s.layout.tiles()) cols = std::max(cols, tile.cols);
+  }
+  return cols;
 }
 
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
@@ -163,7 +183,7 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
 
 namespace {
 
-// What the ranks of a group have of a model, and when they gather it.
+// What the ranks of a group have of a model.
 zero::ShardsPlan make_shards(const Config& config, const model::Model& model, const RunPlan& plan, size_t group,
                              zero::LayoutOptions options, std::vector<StateSet> states,
                              std::vector<PerState<DType>> dtypes) {
@@ -203,42 +223,55 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
         if (call.kind != LayerCall::Kind::BackwardWeight) continue;
         const i64 shared = call.layer == 0 ? RunPlan::kSharedUnit : plan.head_use();
         for (const i64 u : uses_of(plan, group, call.layer, num_layers, shared)) units.push_back(u);
+        const i64 own = RunPlan::unit_of(call.layer), first = shards.layout.units()[own].first_param;
+        const size_t without_tiles = units.size();
+        for (const size_t row : model.layers[call.layer]->products(model::Products::BackwardWeight)) {
+          for (const zero::MatrixTile& tile : shards.grad_layout.tiles_of(first + static_cast<i64>(row)))
+            units.push_back(tile.unit);
+        }
+        if (units.size() > without_tiles) shards.grads.open.push_back(own);
       }
       if (!units.empty()) shards.grads.passes.push_back(std::move(units));
     }
   }
+  std::ranges::sort(shards.grads.open);
   shards.buckets = zero::plan_buckets(shards.grad_layout, shards.grads);
   for (i64 u = 0; u < std::ssize(plan.grad_rows); ++u) {
     if (u != plan.head_use() || plan.shared_grads() == u) shards.gathered_grads.push_back(u);
   }
 
-  std::vector<i64> gather_elems(plan.rows.size(), 0);
   for (const zero::Segment& s : shards.layout.segments()) {
     const i64 elems = s.slice * options.num_ranks;
     shards.padded += elems;
-    if (!shards.layout.states().shard_params || s.persistent) {
-      shards.whole += elems;
-    } else {
-      gather_elems[s.unit] += elems;
-    }
+    if (!shards.layout.states().shard_params || s.persistent) shards.whole += elems;
   }
-  // Breadth first, the next micro-batch goes through the same layer.
+  return shards;
+}
+
+// When they gather it.
+void plan_gathers(RunPlan& plan, const ZeroConfig& z, const model::Model& model, size_t group) {
+  zero::ShardsPlan& shards = plan.shards[group];
+  std::vector<i64> gather_elems(shards.layout.units().size(), 0);
+  for (const zero::Segment& s : shards.layout.segments()) {
+    if (shards.layout.states().shard_params && !s.persistent)
+      gather_elems[s.unit] += s.slice * shards.layout.num_ranks();
+  }
+  // Breadth first, the next micro-batch goes through the same layer; and what a layer has beside tiles stays meanwhile.
   const zero::GatherKnobs knobs{z.prefetch_bucket_size, z.max_live_parameters, z.max_reuse_distance,
-                                plan.breadth_first};
+                                plan.breadth_first || plan.has_tiles()};
   // What is whole everywhere is not looked at use by use: a step may have any number of them.
   const bool gathers_any = std::ranges::any_of(gather_elems, [](i64 n) { return n > 0; });
   if (gathers_any && plan.trains()) {
-    shards.train_gathers = zero::plan_gathers(trace_of(plan, group, plan.schedule, num_layers), gather_elems, knobs);
+    shards.train_gathers = zero::plan_gathers(trace_of(plan, group, plan.schedule, model), gather_elems, knobs);
     shards.gather_pool_elems = shards.train_gathers.pool_elems;
   }
   for (i64 c = 0; c < std::ssize(plan.chunks); ++c) {
     zero::GatherPlan& gathers = shards.eval_gathers.emplace_back();
     if (!gathers_any) continue;
     const pipeline::Instr forward{Op::Forward, 0, c};
-    gathers = zero::plan_gathers(trace_of(plan, group, {&forward, 1}, num_layers), gather_elems, knobs);
+    gathers = zero::plan_gathers(trace_of(plan, group, {&forward, 1}, model), gather_elems, knobs);
     shards.gather_pool_elems = std::max(shards.gather_pool_elems, gathers.pool_elems);
   }
-  return shards;
 }
 
 // The stage: its instructions and its layers.
@@ -301,7 +334,8 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   zero::LayoutOptions options{.stage = narrow<int>(z.stage),
                               .persistence_threshold = z.param_persistence_threshold,
                               .model_persistence_threshold = z.model_persistence_threshold,
-                              .here = zero::units_here(model, layers)};
+                              .here = zero::units_here(model, layers),
+                              .tile_elems = z.tile_size};
   plan.reduce_each_micro = config.reduce_order == ReduceOrder::Micro;
   plan.params = model.params();
   for (size_t i = 0; i < plan.params.size(); ++i)
@@ -325,6 +359,13 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   }
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
+  i64 tiles = 0;
+  for (const zero::ShardsPlan& s : plan.shards) tiles += std::ssize(s.layout.tiles());
+  constexpr i64 kMostTiles = 20'000'000;  // of a step: the order in which they come is kept in memory
+  DS_CHECK(tiles * plan.micro_batches <= kMostTiles, Errc::Config,
+           "zero_optimization.stage3_tile_size: {} makes {} tiles, for {} micro-batches; together at most {}",
+           z.tile_size, tiles, plan.micro_batches, kMostTiles);
+  for (size_t g = 0; g <= model.splits.size(); ++g) plan_gathers(plan, z, model, g);
 }
 
 // What the passes of the layers need.
@@ -364,6 +405,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                            .rope_elems = model::rope_table_elems(config.model, plan.sequence_length),
                            .projects = plan.projects,
                            .gradients = plan.trains(),
+                           .tile_cols = plan.tile_cols(),
                            .work = plan.work};
     if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
     // Of the largest share: the ranks that share a vocabulary meet after every chunk.

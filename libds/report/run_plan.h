@@ -87,6 +87,9 @@ struct RunPlan : update::UpdatePlan {
 
   // Else there are weights alone: neither gradients nor states, and memory of forward passes.
   bool trains() const noexcept { return ds::trains(use); }
+  // Columns of the widest matrix in tiles; 0: there are no tiles.
+  i64 tile_cols() const noexcept;
+  bool has_tiles() const noexcept { return tile_cols() > 0; }
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };

@@ -172,11 +172,49 @@ std::span<const TensorView> Stage::merge(std::span<const model::ParamRow> rows, 
   return merged;
 }
 
-model::RowViews Stage::param_views(const Leases& leases, i64 layer) {
+// A tile is one access more, with which the layer's own units stay.
+class Stage::ParamTiles final : public model::Tiles {
+ public:
+  ParamTiles(Stage& stage, Leases& leases, i64 layer) : stage_(stage), leases_(leases), layer_(layer) {}
+  void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
+    const size_t group = stage_.plan_.rows[report::RunPlan::unit_of(layer_)][row].group;
+    for (const zero::MatrixTile& tile : stage_.plan_.tiles_of(layer_, row)) {
+      for (auto& lease : leases_) lease.reset();
+      for (size_t g = 0; g < stage_.shards_.size(); ++g) leases_[g].emplace(stage_.shards_[g]->params().acquire());
+      const TensorView rows = leases_[group]->rows(tile.unit).front();
+      DS_ASSERT(rows.data != nullptr);  // else the layer's products come in another order than it says
+      use(tile.first, rows);
+    }
+  }
+
+ private:
+  Stage& stage_;
+  Leases& leases_;
+  i64 layer_;
+};
+
+class Stage::GradTiles final : public model::Tiles {
+ public:
+  GradTiles(Stage& stage, i64 layer, i64 micro) : stage_(stage), layer_(layer), micro_(micro) {}
+  void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
+    const size_t group = stage_.plan_.rows[report::RunPlan::unit_of(layer_)][row].group;
+    zero::GradStore& grads = stage_.shards_[group]->grads();
+    for (const zero::MatrixTile& tile : stage_.plan_.grad_tiles_of(layer_, row)) {
+      use(tile.first, grads.acquire(tile.unit).front());
+      grads.commit(tile.unit, micro_);
+    }
+  }
+
+ private:
+  Stage& stage_;
+  i64 layer_, micro_;
+};
+
+model::RowViews Stage::param_views(const Leases& leases, i64 layer, model::Tiles& tiles) {
   const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
   const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
   return {merge(model_.layers[layer]->rows(), merged_params_, rows_of),
-          shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}};
+          shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
 }
 
 void Stage::drop_graphs() noexcept {
@@ -334,15 +372,17 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
                      static_cast<size_t>(call.layer);
   switch (call.kind) {
     case LayerCall::Kind::Forward: {
-      const Leases leases = acquire();
-      enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer), x, acts); });
+      Leases leases = acquire();
+      ParamTiles tiles(*this, leases, call.layer);
+      enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
       if (instr.op == Op::Forward && acts.stash) stash(acts);
       break;
     }
     case LayerCall::Kind::BackwardInput: {
-      const Leases leases = acquire();
+      Leases leases = acquire();
+      ParamTiles tiles(*this, leases, call.layer);
       const auto body = [&] {
-        const model::RowViews params = param_views(leases, call.layer);
+        const model::RowViews params = param_views(leases, call.layer, tiles);
         if (call.again) layer.recompute(ctx, params, x, acts, plan.chunk.keep_of(call.layer));
         layer.backward_input(ctx, params, x, dy(), acts);
       };
@@ -361,8 +401,9 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       const auto rows_of = [&](size_t g) {
         return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
       };
+      GradTiles tiles(*this, call.layer, instr.micro);
       const model::RowViews views{merge(layer.rows(), merged_grads_, rows_of),
-                                  has_shared ? shards_[0]->grads().acquire(shared)[0] : TensorView{}};
+                                  has_shared ? shards_[0]->grads().acquire(shared)[0] : TensorView{}, &tiles};
       enqueue_static(key, [&] { layer.backward_weight(ctx, views, x, dy(), acts); });
       for (const auto& s : shards_) {
         if (s->plan().has_grads(own)) s->grads().commit(own, instr.micro);  // may start the reduction of its bucket
@@ -404,9 +445,10 @@ TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::
   const pipeline::Chunk& chunk = plan_.chunks[c].chunk;
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     before(l);
-    const Leases leases = acquire();
+    Leases leases = acquire();
+    ParamTiles tiles(*this, leases, l);
     const model::LayerActs& layer = acts[l - chunk.begin];
-    model_.layers[l]->forward(ctx, param_views(leases, l), x, layer);
+    model_.layers[l]->forward(ctx, param_views(leases, l, tiles), x, layer);
     x = layer.output;
   }
   return x;
@@ -438,11 +480,16 @@ void Stage::logits(TensorView out) {
   const pipeline::Chunk& last = plan_.chunks.back().chunk;
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers.back(); });
   for (i64 l = last.begin; l < last.end; ++l) {
-    const Leases leases = acquire();
-    if (l + 1 < last.end) continue;
+    Leases leases = acquire();
+    ParamTiles tiles(*this, leases, l);
+    if (l + 1 < last.end) {  // gone through for the accesses of the plan alone
+      for (const size_t row : model_.layers[l]->products(model::Products::Forward))
+        tiles.for_each(row, [](i64, TensorView) {});
+      continue;
+    }
     const model::PassSizes& s = memory_.sizes;
     model_.layers.back()->logits(context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T}),
-                                 param_views(leases, l), chunks_.back().eval.back(), out);
+                                 param_views(leases, l, tiles), chunks_.back().eval.back(), out);
   }
 }
 

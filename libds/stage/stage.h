@@ -86,10 +86,13 @@ class Stage {
   using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
   void begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan);
   Leases acquire();
+  // Brings tiles of a layer's parameters, in the order of the plan's accesses, or of its gradients.
+  class ParamTiles;
+  class GradTiles;
   template <class RowsOf>
   std::span<const TensorView> merge(std::span<const model::ParamRow> rows, std::vector<TensorView>& merged,
                                     RowsOf&& rows_of);
-  model::RowViews param_views(const Leases& leases, i64 layer);
+  model::RowViews param_views(const Leases& leases, i64 layer, model::Tiles& tiles);
   // Enqueues `body`, which is the same in every step; with graphs it is recorded once and launched from then on.
   void enqueue_static(size_t key, FunctionRef<void()> body);
   void drop_graphs() noexcept;

@@ -102,13 +102,14 @@ MeshCoord UpdatePlan::fullest() const {
 std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
   const zero::Layout& layout = dp().layout;
   std::vector<SummedElems> elems(static_cast<size_t>(layout.num_ranks()));
-  for (size_t p = 0; p < params.size() && mesh.tp > 1; ++p) {
-    const zero::RowPlace& row = layout.rows()[p];
-    if (params[p]->also_summed == 1 || row.segment < 0) continue;
+  if (mesh.tp == 1) return elems;
+  for (const zero::RowPlace& row : layout.places()) {
+    const int width = params[row.param]->also_summed;
+    if (width == 1) continue;
     const i64 slice = layout.segments()[row.segment].slice, end = row.offset + row.numel;
     for (i64 at = row.offset; at < end;) {
       const i64 rank = at / slice, next = std::min((rank + 1) * slice, end);
-      elems[rank][params[p]->also_summed] += next - at;
+      elems[rank][width] += next - at;
       at = next;
     }
   }
@@ -147,6 +148,9 @@ void plan_optimizers(UpdatePlan& plan) {
         DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
                  "optimizer: Muon needs {} whole, and it is reduced over {}: Muon works over dp alone",
                  plan.row_of(param).name, plan.shards_of(param).axis);
+        DS_CHECK(plan.dp().layout.tiles_of(param).empty(), Errc::Unavailable,
+                 "zero_optimization.stage3_tile_size: Muon needs {} whole: its matrices cannot be in tiles",
+                 plan.row_of(param).name);
       }
       plan.matrices.push_back(zero::plan_matrices(plan.dp().layout, plan.rows, plan.params_of(g)));
       const zero::MatrixMemory memory = zero::matrix_memory(plan.matrices.back(), plan.mesh.tp);

@@ -89,6 +89,16 @@ struct UpdatePlan {
   }
   static constexpr i64 kSharedUnit = zero::kSharedUnit;
   static constexpr i64 unit_of(i64 layer) noexcept { return zero::unit_of(layer); }
+  // A matrix that a layer's products have in tiles, if they do: by its place among the layer's rows; and its gradient.
+  std::span<const zero::MatrixTile> tiles_of(i64 layer, size_t row) const noexcept {
+    return shards[rows[unit_of(layer)][row].group].layout.tiles_of(param_of(layer, row));
+  }
+  std::span<const zero::MatrixTile> grad_tiles_of(i64 layer, size_t row) const noexcept {
+    return shards[rows[unit_of(layer)][row].group].grad_layout.tiles_of(param_of(layer, row));
+  }
+  i64 param_of(i64 layer, size_t row) const noexcept {
+    return dp().layout.units()[unit_of(layer)].first_param + static_cast<i64>(row);
+  }
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
   bool tied() const noexcept { return !rows[0].empty(); }
   // Where the gradient of shared is summed, on the stages that have it.

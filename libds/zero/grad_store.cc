@@ -12,8 +12,10 @@ std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& option
     for (const i64 unit : pass) {
       const i64 n = layout.units()[unit].padded;
       const bool beside = std::ranges::find(options.beside, unit) != options.beside.end();
-      if (std::exchange(first, false) || (!beside && buckets.back().elems + n > options.bucket_elems))
-        buckets.emplace_back();
+      const bool open = std::ranges::binary_search(options.open, unit);
+      if (std::exchange(first, false) || open || buckets.back().open ||
+          (!beside && buckets.back().elems + n > options.bucket_elems))
+        buckets.emplace_back().open = open;
       buckets.back().units.push_back(unit);
       buckets.back().elems += n;
     }
@@ -29,16 +31,31 @@ i64 padded_elems(const Layout& layout) {
   return n;
 }
 
-i64 num_slots(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options) {
-  const i64 n = narrow<i64>(buckets.size());
-  return layout.states().shard_grads ? std::min<i64>(n, options.overlap ? 2 : 1) : n;
-}
+// The memory in which buckets take turns: of those that are open while others come, and behind it two slots of others.
+class BucketSlots {
+ public:
+  BucketSlots(std::span<const Bucket> buckets, bool overlap) {
+    i64 num = 0;
+    for (const Bucket& b : buckets) {
+      i64& most = b.open ? open_elems_ : elems_;
+      most = std::max(most, b.elems);
+      (b.open ? num_open_ : num) += 1;
+    }
+    num_ = std::min<i64>(num, overlap ? 2 : 1);
+  }
+  i64 elems() const noexcept { return open_elems_ + num_ * elems_; }
+  size_t num() const noexcept { return static_cast<size_t>(num_ + std::min<i64>(num_open_, 1)); }
+  // The slot of the next bucket.
+  size_t next(const Bucket& b) noexcept {
+    return b.open ? static_cast<size_t>(num_) : static_cast<size_t>(taken_++ % num_);
+  }
+  i64 base(size_t slot) const noexcept {
+    return slot == static_cast<size_t>(num_) ? 0 : open_elems_ + static_cast<i64>(slot) * elems_;
+  }
 
-i64 slot_elems(std::span<const Bucket> buckets) {
-  i64 largest = 0;
-  for (const Bucket& b : buckets) largest = std::max(largest, b.elems);
-  return largest;
-}
+ private:
+  i64 elems_ = 0, open_elems_ = 0, num_ = 0, num_open_ = 0, taken_ = 0;
+};
 
 }  // namespace
 
@@ -78,21 +95,23 @@ std::vector<i64> grad_accum_bases(const Layout& layout, const GradOptions& optio
 }
 
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options) {
-  return layout.states().shard_grads ? num_slots(layout, buckets, options) * slot_elems(buckets) : padded_elems(layout);
+  return layout.states().shard_grads ? BucketSlots(buckets, options.overlap).elems() : padded_elems(layout);
 }
 
 namespace {
 
-// Where each unit is staged: one at a time, and those that are written beside another behind it.
+// Where each unit is staged: one at a time, and those that are written beside another behind it, as are tiles.
 std::vector<i64> staging_bases(const Layout& layout, const GradOptions& options, i64& end) {
   std::vector<i64> bases(layout.units().size(), 0);
   i64 largest = 0, largest_beside = 0;
-  const auto is_beside = [&](i64 u) { return std::ranges::find(options.beside, u) != options.beside.end(); };
+  const auto is_beside = [&](i64 u) {
+    return layout.is_tile(u) || std::ranges::find(options.beside, u) != options.beside.end();
+  };
   for (size_t u = 0; u < bases.size(); ++u) {
     i64& most = is_beside(narrow<i64>(u)) ? largest_beside : largest;
     most = std::max(most, layout.units()[u].padded);
   }
-  for (const i64 u : options.beside) bases[u] = largest;
+  for (size_t u = 0; u < bases.size(); ++u) bases[u] = is_beside(narrow<i64>(u)) ? largest : 0;
   end = options.staged() ? largest + largest_beside : 0;
   return bases;
 }
@@ -119,15 +138,16 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   i64 staged = 0;
   staging_base_ = staging_bases(layout, options, staged);
 
-  const size_t slots = static_cast<size_t>(num_slots(layout, buckets_, options));
-  tickets_.resize(slots);
+  const bool take_turns = layout.states().shard_grads;
+  BucketSlots slots(buckets_, options.overlap);
+  tickets_.resize(take_turns ? slots.num() : buckets_.size());
   unit_bucket_.resize(layout.units().size());
   unit_base_.resize(layout.units().size());
   i64 end = 0;
   size_t most_segments = 0;
   for (size_t b = 0; b < buckets_.size(); ++b) {
-    slot_.push_back(b % slots);
-    i64 at = layout.states().shard_grads ? static_cast<i64>(b % slots) * slot_elems(buckets_) : end;
+    slot_.push_back(take_turns ? slots.next(buckets_[b]) : b);
+    i64 at = take_turns ? slots.base(slot_.back()) : end;
     bucket_base_.push_back(at);
     size_t num_segments = 0;
     for (const i64 unit : buckets_[b].units) {
@@ -141,7 +161,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     most_segments = std::max(most_segments, num_segments);
   }
   segments_.reserve(most_segments);
-  landing_.resize(slots);
+  landing_.resize(tickets_.size());
   for (std::vector<TierLease>& leases : landing_) leases.reserve(most_segments);
   gathered_.reserve(layout.segments().size());
 
@@ -161,24 +181,31 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     owned_ = tier(device, ledger, Tag::GradAccum, layout.shard_elems() * 4, layout.largest_slice() * 4);
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
+  const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
+    const DType dtype = options.staged() ? DType::F32 : options.wire;
+    char* const memory = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data());
+    const i64 begin = (options.staged() ? staging_base_ : unit_base_)[u] + at;
+    return TensorView::of(memory + begin * dtype_bytes(dtype), dtype, shape);
+  };
   for (size_t u = 0; u < rows.size(); ++u) {
     const UnitPlace& unit = layout.units()[u];
     gaps_.push_back(layout.gaps_of(static_cast<i64>(u)));
     std::vector<TensorView>& views = views_.emplace_back();
     for (size_t r = 0; r < rows[u].size(); ++r) {
       const RowPlace& place = layout.rows()[static_cast<size_t>(unit.first_param) + r];
-      if (place.segment < 0) {
+      if (place.segment < 0 || layout.is_tile(layout.segments()[place.segment].unit)) {
         views.emplace_back();
         continue;
       }
-      const i64 at = layout.segments()[place.segment].offset + place.offset;
-      const DType dtype = options.staged() ? DType::F32 : options.wire;
-      void* data = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data()) +
-                   ((options.staged() ? staging_base_[u] : unit_base_[u]) + at) * dtype_bytes(dtype);
       const model::ParamRow& row = rows[u][r];
-      views.push_back(row.shape.size() == 2 ? TensorView::of(data, dtype, {row.shape[0], row.shape[1]})
-                                            : TensorView::of(data, dtype, {row.numel()}));
+      const i64 at = layout.segments()[place.segment].offset + place.offset;
+      views.push_back(row.shape.size() == 2 ? view_at(u, at, {row.shape[0], row.shape[1]})
+                                            : view_at(u, at, {row.numel()}));
     }
+  }
+  for (const MatrixTile& tile : layout.tiles()) {
+    gaps_.emplace_back();
+    views_.push_back({view_at(static_cast<size_t>(tile.unit), 0, {tile.rows, tile.cols})});
   }
 }
 

@@ -9,6 +9,9 @@
 //   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
 //   "boundary" order with accumulation: a full fp32 sum of this rank's micro-batches comes in between (Tag::GradAccum)
 //
+// A unit with matrices in tiles is leased while these, which are units of their own, come and go: it has memory beside
+// theirs.
+//
 // A matrix that two layers share has a unit for each use here, so that its gradient is the sum of two folds wherever
 // the layers stand: on one pipeline stage or on two.
 
@@ -26,14 +29,16 @@ namespace ds::zero {
 // The units reduced together, in the order of the backward pass.
 struct Bucket {
   std::vector<i64> units;
-  i64 elems = 0;  // padded
+  i64 elems = 0;      // padded
+  bool open = false;  // of one unit, which is committed behind others
 };
 struct GradOptions {
   std::string axis = "dp";                    // of the ranks: names what they send
   DType work = DType::F32;                    // dtype of the parameters
   DType wire = DType::F32;                    // dtype of fresh gradients and of the wire
   i64 bucket_elems = 0;                       // reduce_bucket_size
-  std::vector<std::vector<i64>> passes = {};  // the units that one instruction of a schedule commits, in that order
+  std::vector<std::vector<i64>> passes = {};  // the units that one instruction of a schedule acquires, in that order
+  std::vector<i64> open = {};                 // units that are committed behind those of their tiles, ascending
   std::vector<i64> beside = {};               // units whose gradients are written beside those of another unit
   bool overlap = true;                        // overlap_comm
   i64 micro_batches = 1;                      // per step
@@ -61,8 +66,9 @@ class GradStore {
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {});
 
-  // Where backward writes the gradients of `unit`, by row (null: of another group): units come in the order of their
-  // pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit() ends the lease.
+  // Where backward writes the gradients of `unit`, by row (null: of another group, or in tiles): units come in the
+  // order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit()
+  // ends the lease.
   std::span<const TensorView> acquire(i64 unit);
   void commit(i64 unit, i64 micro);
 

@@ -4,11 +4,24 @@
 #include <algorithm>
 
 namespace ds::zero {
+namespace {
+
+// Rows of a matrix in a tile of at most so many elements: of equal tiles, but for the last one. A tile begins where a
+// GPU's products want it, in the matrix and beside it, and cuts no block.
+i64 rows_of_tile(i64 rows, i64 cols, const LayoutOptions& options) {
+  i64 step = kRowAlignment;
+  while (step * cols % options.block != 0) step *= 2;
+  const i64 most = std::max(options.tile_elems / cols / step, i64{1}) * step;
+  return align_up(div_ceil(rows, div_ceil(rows, most)), step);
+}
+
+}  // namespace
 
 Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options) {
   DS_ASSERT(options.num_ranks >= 1 && options.stage >= 0 && options.stage <= 3);
   Layout layout;
   layout.options_ = options;
+  layout.num_units_ = std::ssize(units);
   const i64 P = options.num_ranks;
   const bool sharded_params = kZero[options.stage].shard_params;
   const i64 copies = kZero[options.stage].shard_optimizer ? 1 : P;
@@ -21,18 +34,24 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
   for (size_t u = 0; u < units.size(); ++u) {
     // In registration order, as DeepSpeed decides: small parameters persist until their total reaches the model's
     // threshold.
-    enum class Kept : u8 { Sharded, Persistent, Elsewhere };
+    enum class Kept : u8 { Sharded, Persistent, Tiled, Elsewhere };
     std::vector<Kept> kept(units[u].size(), Kept::Sharded);
     for (size_t r = 0; r < units[u].size(); ++r) {
       if (units[u][r].group != options.group) kept[r] = Kept::Elsewhere;
     }
+    i64 sharded = 0;
     for (size_t r = 0; r < units[u].size() && sharded_params; ++r) {
       if (kept[r] == Kept::Elsewhere) continue;
       const i64 n = std::max(units[u][r].numel(), units[u][r].room);  // alike on all ranks of a tensor-parallel group
       if (n <= options.persistence_threshold && persistent_total + n <= options.model_persistence_threshold) {
         kept[r] = Kept::Persistent;
         persistent_total += n;
+      } else {
+        sharded += n;
       }
+    }
+    for (size_t r = 0; r < units[u].size() && options.tile_elems > 0 && sharded > options.tile_elems; ++r) {
+      if (units[u][r].tiles && kept[r] == Kept::Sharded) kept[r] = Kept::Tiled;
     }
     UnitPlace place{.first_param = param, .first_segment = narrow<i64>(layout.segments_.size())};
     const bool here = options.here.empty() || options.here[u];
@@ -58,17 +77,48 @@ Layout Layout::make(std::span<const std::span<const model::ParamRow>> units, con
       layout.segments_.push_back(s);
     }
     place.num_segments = narrow<i64>(layout.segments_.size()) - place.first_segment;
+    for (size_t r = 0; r < units[u].size() && here; ++r) {
+      if (kept[r] != Kept::Tiled) continue;
+      const i64 rows = units[u][r].shape[0], cols = units[u][r].shape[1], most = rows_of_tile(rows, cols, options);
+      for (i64 first = 0; first < rows; first += most)
+        layout.tiles_.push_back({.param = param + narrow<i64>(r),
+                                 .unit = narrow<i64>(units.size() + layout.tiles_.size()),
+                                 .first = first,
+                                 .rows = std::min(most, rows - first),
+                                 .cols = cols});
+    }
     param += narrow<i64>(units[u].size());
     layout.num_elements_ += place.numel;
     layout.units_.push_back(place);
   }
+  for (const MatrixTile& tile : layout.tiles_) {
+    const i64 n = tile.rows * tile.cols, slice = align_up(div_ceil(n, P), options.slice_alignment());
+    const RowPlace at{tile.param, narrow<i64>(layout.segments_.size()), 0, n, tile.first * tile.cols};
+    if (tile.first == 0) layout.rows_[tile.param] = at;
+    layout.places_.push_back(at);
+    layout.units_.push_back(
+        {.first_param = tile.param, .first_segment = at.segment, .num_segments = 1, .padded = slice * P, .numel = n});
+    layout.segments_.push_back({.unit = tile.unit, .numel = n, .slice = slice, .shard_offset = layout.shard_elems_});
+    layout.shard_elems_ += slice * copies;
+    layout.num_elements_ += n;
+  }
+  for (const RowPlace& row : layout.rows_) {
+    if (row.segment >= 0 && layout.segments_[row.segment].unit < std::ssize(units)) layout.places_.push_back(row);
+  }
+  std::ranges::stable_sort(layout.places_, {}, &RowPlace::param);
   return layout;
+}
+
+std::span<const MatrixTile> Layout::tiles_of(i64 param) const noexcept {
+  const auto found = std::ranges::equal_range(tiles_, param, {}, &MatrixTile::param);
+  return {found.begin(), found.end()};
 }
 
 std::vector<Layout::Range> Layout::gaps_of(i64 unit) const {
   const size_t u = static_cast<size_t>(unit), first = static_cast<size_t>(units_[u].first_param),
-               last = u + 1 < units_.size() ? static_cast<size_t>(units_[u + 1].first_param) : rows_.size();
+               last = unit + 1 < num_units_ ? static_cast<size_t>(units_[u + 1].first_param) : rows_.size();
   std::vector<Range> gaps;
+  if (is_tile(unit)) return gaps;
   for (const Segment& s : segments_of(unit)) {
     i64 end = 0;
     const auto up_to = [&](i64 begin) {
@@ -86,16 +136,15 @@ std::vector<Layout::Range> Layout::gaps_of(i64 unit) const {
 
 std::vector<Piece> Layout::pieces(int rank, bool whole) const {
   std::vector<Piece> result;
-  for (const RowPlace& row : rows_) {
-    if (row.segment < 0) continue;
+  for (const RowPlace& row : places_) {
     const Segment& s = segments_[row.segment];
     const i64 first = whole ? 0 : s.slice * rank;
     const i64 last = whole ? s.slice * num_ranks() : first + s.slice;
     const i64 begin = std::max(row.offset, first), end = std::min(row.offset + row.numel, last);
     if (begin >= end) continue;
     const i64 held_first = states().shard_optimizer ? first : 0;
-    result.push_back(
-        {row.param, begin - row.offset, end - begin, row.segment, begin, s.shard_offset + begin - held_first});
+    result.push_back({row.param, row.begin + begin - row.offset, end - begin, row.segment, begin,
+                      s.shard_offset + begin - held_first});
   }
   return result;
 }
@@ -105,8 +154,9 @@ std::vector<Piece> Layout::owned_pieces(int rank) const { return pieces(rank, fa
 std::vector<Piece> Layout::held_pieces(int rank) const { return pieces(rank, !states().shard_optimizer); }
 
 std::string Layout::id() const {
-  return fmt::format("unit-slices/v3 ranks={} stage={} align={}", options_.num_ranks, options_.stage,
-                     options_.slice_alignment());
+  return fmt::format("unit-slices/v3 ranks={} stage={} align={}{}", options_.num_ranks, options_.stage,
+                     options_.slice_alignment(),
+                     tiles_.empty() ? std::string() : fmt::format(" tile={}", options_.tile_elems));
 }
 
 }  // namespace ds::zero

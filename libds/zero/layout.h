@@ -13,12 +13,15 @@
 //   slices        | 0    | 1    | .. | P-1   | 0             | 1             | .. | P-1          |
 //
 // Only stage 3 has persistent segments (rows of at most stage3_param_persistence_threshold elements: always whole on
-// every rank). Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket
-// sizes. Rows of a unit that are reduced over other ranks have a layout of their own, with the same numbers of units
-// and parameters: a layer has a unit in each layout. A rank may have some of the units only (a pipeline stage): all
-// keep their numbers, and are cut as if all were there, so that a unit that stands on two stages is cut alike on both.
-// Shard arrays (fp32 accumulators, masters, moments) are the owned slices of all segments, one after the other; at
-// stage 0 every rank keeps all slices.
+// every rank), and tiles: where a layer has more than stage3_tile_size elements, each of its matrices is cut in blocks
+// of at most so many, rows of it, and each block is a unit of its own behind those of the layers, so that neither the
+// layer nor a matrix is ever there as a whole (Rajbhandari et al., "ZeRO-Infinity", 2021: memory-centric tiling).
+// Elsewhere a unit is one segment. Ownership is the same in stages 0 to 2, and does not depend on bucket sizes. Rows of
+// a unit that are reduced over other ranks have a layout of their own, with the same numbers of units and parameters: a
+// layer has a unit in each layout. A rank may have some of the units only (a pipeline stage): all keep their numbers,
+// and are cut as if all were there, so that a unit that stands on two stages is cut alike on both. Shard arrays (fp32
+// accumulators, masters, moments) are the owned slices of all segments, one after the other; at stage 0 every rank
+// keeps all slices.
 
 #include <algorithm>
 #include <span>
@@ -51,6 +54,7 @@ struct LayoutOptions {
   i64 model_persistence_threshold = 0;  // stage 3: as long as their total does not exceed this
   std::vector<bool> here = {};          // by unit: whether this rank has it; empty: it has all
   i64 block = 1;                        // elements of a row that stay together, from its first one on; a power of two
+  i64 tile_elems = 0;                   // stage 3: of larger layers, elements of a tile (8 rows at least); 0: no tiles
   size_t group = 0;                     // rows of other groups (ParamRow::group) are not here
 
   i64 row_alignment() const noexcept { return std::max(kRowAlignment, block); }
@@ -66,11 +70,19 @@ struct Segment {
   i64 shard_offset = 0;  // of this segment in the shard arrays, elements
 };
 
+// Elements [begin, begin + numel) of a parameter's row: all of it, or a tile.
 struct RowPlace {
   i64 param = 0;     // number over the whole model
   i64 segment = -1;  // of what is not here
   i64 offset = 0;    // in the segment
   i64 numel = 0;
+  i64 begin = 0;
+};
+
+// Rows [first, first + rows) of a matrix, in a unit of their own.
+struct MatrixTile {
+  i64 param = 0, unit = 0;
+  i64 first = 0, rows = 0, cols = 0;
 };
 
 struct UnitPlace {
@@ -95,7 +107,7 @@ struct Piece {
 
 class Layout {
  public:
-  // units[u] = the rows of unit u, in the order of the model; perhaps none.
+  // units[u] = the rows of unit u, in the order of the model; perhaps none. Units of tiles follow.
   static Layout make(std::span<const std::span<const model::ParamRow>> units, const LayoutOptions& options);
 
   const LayoutOptions& options() const noexcept { return options_; }
@@ -107,8 +119,15 @@ class Layout {
     const UnitPlace& u = units_[unit];
     return std::span(segments_).subspan(u.first_segment, u.num_segments);
   }
-  std::span<const RowPlace> rows() const noexcept { return rows_; }  // indexed by param number
-  i64 num_params() const noexcept { return num_elements_; }          // elements here, without padding
+  // Indexed by param number; of a row in tiles the first one.
+  std::span<const RowPlace> rows() const noexcept { return rows_; }
+  // All of them, in the order of parameters.
+  std::span<const RowPlace> places() const noexcept { return places_; }
+  // In the order of parameters, and of the rows of each.
+  std::span<const MatrixTile> tiles() const noexcept { return tiles_; }
+  std::span<const MatrixTile> tiles_of(i64 param) const noexcept;
+  bool is_tile(i64 unit) const noexcept { return unit >= num_units_; }
+  i64 num_params() const noexcept { return num_elements_; }  // elements here, without padding
 
   // Elements of the shard arrays of one rank: all slices at stage 0, else one slice of every segment.
   i64 shard_elems() const noexcept { return shard_elems_; }
@@ -134,7 +153,7 @@ class Layout {
   // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
   std::vector<Piece> held_pieces(int rank) const;
 
-  // Names this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128".
+  // Names this layout in checkpoints, e.g. "unit-slices/v3 ranks=4 stage=3 align=128"; behind it " tile=65536".
   std::string id() const;
 
  private:
@@ -142,8 +161,9 @@ class Layout {
   LayoutOptions options_;
   std::vector<UnitPlace> units_;
   std::vector<Segment> segments_;
-  std::vector<RowPlace> rows_;
-  i64 shard_elems_ = 0, num_elements_ = 0;
+  std::vector<RowPlace> rows_, places_;
+  std::vector<MatrixTile> tiles_;
+  i64 shard_elems_ = 0, num_elements_ = 0, num_units_ = 0;  // num_units_: before those of tiles
 };
 
 }  // namespace ds::zero

@@ -35,6 +35,8 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
                                             : TensorView::of(nullptr, options.work, {row.numel()}));
     }
   }
+  for (const MatrixTile& t : layout.tiles())
+    views_.push_back({TensorView::of(nullptr, options.work, {t.rows, t.cols})});
   for (const Segment& s : layout.segments()) {
     if (whole(s)) point_rows(s, whole_segment(s));
   }
@@ -43,6 +45,10 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
 void ParamStore::point_rows(const Segment& s, void* base) {
   const UnitPlace& unit = layout_.units()[s.unit];
   std::vector<TensorView>& views = views_[s.unit];
+  if (layout_.is_tile(s.unit)) {
+    views.front().data = base;
+    return;
+  }
   const i64 segment = &s - layout_.segments().data();
   for (size_t r = 0; r < views.size(); ++r) {
     const RowPlace& row = layout_.rows()[static_cast<size_t>(unit.first_param) + r];

@@ -39,7 +39,8 @@ struct ShardsPlan {
   // The segment of grad_layout that has the gradients of one of layout.
   i64 grad_segment(i64 segment) const noexcept {
     const i64 unit = layout.segments()[segment].unit;
-    const i64 grad_unit = unit == kSharedUnit ? shared_grads : unit;
+    // Behind the units of parameters stands that of the head's use of the shared one.
+    const i64 grad_unit = unit == kSharedUnit ? shared_grads : unit + (layout.is_tile(unit) ? 1 : 0);
     return grad_layout.units()[grad_unit].first_segment + segment - layout.units()[unit].first_segment;
   }
   // Whether a unit has gradients here, and a parameter a place.

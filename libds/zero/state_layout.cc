@@ -13,7 +13,7 @@ constexpr i64 kAlignment = 32;  // bytes: of vectors, and what 8 elements of fp3
 }  // namespace
 
 StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes)
-    : has_(std::move(has)), dtypes_(std::move(dtypes)), held_(has_.size()) {
+    : has_(std::move(has)), dtypes_(std::move(dtypes)) {
   StateSet somewhere;
   for (const State s : kStates) everywhere_[s] = true;
   for (size_t p = 0; p < has_.size(); ++p) {
@@ -24,6 +24,12 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
       DS_ASSERT(!has_[p][s] || !is_coded(dtypes_[p][s]) || layout.options().block % kStateBlock == 0);
     }
   }
+  const std::vector<Piece> held = layout.held_pieces(rank), owned = layout.owned_pieces(rank);
+  for (const Piece& piece : held) {
+    first_held_.resize(static_cast<size_t>(piece.param) + 1, std::ssize(held_));
+    held_.push_back({.begin = piece.begin, .offsets = {}, .scales = {}});
+  }
+  first_held_.resize(has_.size() + 1, std::ssize(held_));
   i64 slices = 0;
   for (const Segment& s : layout.segments()) slices += s.slice;
   for (const State s : kStates) {
@@ -39,26 +45,23 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
         if (!has_[piece.param][s]) continue;
         const DType t = dtype(s, piece.param);
         const i64 scales = at + align_up(piece.count * dtype_bytes(t), kAlignment);
-        visit(piece, at, scales);
+        visit(&piece - pieces.data(), at, scales);
         at = scales + (is_coded(t) ? align_up(state_blocks(piece.count) * 4, kAlignment) : 0);
       }
       return at;
     };
-    bytes_[s] = place(layout.held_pieces(rank), [&](const Piece& piece, i64 at, i64 scales) {
-      Held& held = held_[piece.param];
-      held.begin = piece.begin;
-      held.offsets[s] = at;
-      held.scales[s] = scales;
+    bytes_[s] = place(held, [&](i64 piece, i64 at, i64 scales) {
+      held_[piece].offsets[s] = at;
+      held_[piece].scales[s] = scales;
     });
-    owned_bytes_ += place(layout.owned_pieces(rank), [](const Piece&, i64, i64) {});
+    owned_bytes_ += place(owned, [](i64, i64, i64) {});
   }
 }
 
 std::vector<i64> StateLayout::bytes_of_ranks(const Layout& layout) const {
   std::vector<i64> bytes;
   if (!layout.states().shard_optimizer) return bytes;
-  for (const RowPlace& row : layout.rows()) {
-    if (row.segment < 0) continue;
+  for (const RowPlace& row : layout.places()) {
     i64 width = 0;
     for (const State s : kStates) {
       if (bytes_[s] > 0 && !everywhere_[s] && has(s, row.param)) width += dtype_bytes(dtype(s, row.param));

@@ -5,6 +5,7 @@
 // multiple of 32 bytes, and so are the scales of its codes behind it. A pure function of the layout, the rank and what
 // each parameter has.
 
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -29,12 +30,12 @@ class StateLayout {
   // Where the state of a piece, held by this rank, lies in it, in bytes; the parameter has it.
   i64 offset(State s, const Piece& piece) const noexcept {
     if (everywhere_[s]) return piece.shard_offset * 4;
-    const Held& held = held_[piece.param];
+    const Held& held = held_of(piece);
     return held.offsets[s] + (piece.begin - held.begin) * dtype_bytes(dtype(s, piece.param));
   }
   // The same of the scales of codes.
   i64 scales_offset(State s, const Piece& piece) const noexcept {
-    const Held& held = held_[piece.param];
+    const Held& held = held_of(piece);
     return held.scales[s] + (piece.begin - held.begin) / kStateBlock * 4;
   }
   // Of each rank of the layout, the bytes of the states that not every parameter has in fp32, but for alignment; empty:
@@ -45,14 +46,19 @@ class StateLayout {
 
  private:
   struct Held {
-    i64 begin = 0;  // of the only piece that a rank holds of a parameter
+    i64 begin = 0;  // of a piece that a rank holds of a parameter: there are several of one in tiles
     PerState<i64> offsets, scales;
   };
+  const Held& held_of(const Piece& piece) const noexcept {
+    const auto first = held_.begin() + first_held_[piece.param], last = held_.begin() + first_held_[piece.param + 1];
+    return *std::prev(std::ranges::upper_bound(first, last, piece.begin, {}, &Held::begin));
+  }
   std::vector<StateSet> has_;
   std::vector<PerState<DType>> dtypes_;
   StateSet everywhere_;  // in fp32
   PerState<i64> bytes_;
-  std::vector<Held> held_;  // by parameter
+  std::vector<Held> held_;       // in the order of parameters
+  std::vector<i64> first_held_;  // by parameter, and behind the last one
   i64 owned_bytes_ = 0;
 };
 

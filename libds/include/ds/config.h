@@ -126,6 +126,7 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
+  i64 tile_size = 0;                   // stage 3: matrices of larger layers are in tiles of so many; 0: whole
   i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; no more than 2^20
   OffloadOptimizerConfig offload_optimizer = {};
   OffloadParamConfig offload_param = {};
