@@ -160,6 +160,22 @@ TEST_P(DeviceTraining, OffloadDelaysUpdates) {
   }
 }
 
+// In one orientation of matrices and in the other.
+TEST_P(DeviceTraining, TilesGiveTheSameBits) {
+  const ModelConfig model = of_four_heads(GetParam() == DType::F32 ? tiny_gpt2() : tiny_llama());
+  const auto in_tiles = [&](int ranks, i64 tile) {
+    Config c = config_of(model, GetParam(), ranks, 2 / ranks, 3);
+    c.zero.tile_size = tile;
+    return train(c, ranks);
+  };
+  const Trace whole = in_tiles(1, 0), tiles = in_tiles(1, 1200);
+  expect_same_training(in_tiles(2, 1200), tiles, "two ranks");
+  for (const Tag tag : {Tag::Params, Tag::Gathered, Tag::Buckets, Tag::Workspace})
+    EXPECT_EQ(tiles.counted[static_cast<size_t>(tag)], tiles.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  EXPECT_FALSE(same_bits(tiles.weights, whole.weights));
+  if (GetParam() == DType::F32) expect_close(tiles, whole, "whole");
+}
+
 TEST_P(DeviceTraining, GraphsChangeNoBit) {
   for (const i64 stage : {0, 3}) {
     Config config = config_of(tiny_llama(), GetParam(), 1, 2, stage);

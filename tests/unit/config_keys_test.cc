@@ -89,6 +89,7 @@ struct Moved {
                                                                       : "cpu",
                 stage);
     }
+    if (key.path.ends_with("stage3_tile_size")) set.push_back("zero_optimization.stage=3");
     if (key.path.ends_with("delayed_update_start"))
       set.push_back("zero_optimization.offload_optimizer.delayed_update=true");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");

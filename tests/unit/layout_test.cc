@@ -8,6 +8,7 @@
 #include <map>
 #include <numeric>
 #include <random>
+#include <set>
 
 namespace ds::zero {
 namespace layout_test {
@@ -227,6 +228,73 @@ TEST(Layout, CutsNoBlock) {
         }
       }
       for (const RowPlace& row : layout.rows()) EXPECT_EQ(covered[row.param], row.numel);
+    }
+  }
+}
+
+// In a layer of more than a tile, every matrix that may be in tiles is: each element is in one tile and owned once, a
+// tile is whole rows, has a unit of its own and is cut for all ranks; what else the layer has stays one unit.
+TEST(Layout, MatricesAreInTiles) {
+  for (const int P : {1, 2, 3}) {
+    for (const i64 block : {1, 256}) {
+      for (const i64 tile : {1, 1000, 4096, 1'000'000}) {
+        std::vector<Rows> units = {rows({333}), rows({40, 0, 0, 9000})};
+        units[1][1].shape = {100, 40}, units[1][1].tiles = true;
+        units[1][2].shape = {24, 96}, units[1][2].tiles = true;
+        LayoutOptions options{P, 3, 50, 1000};
+        options.block = block;
+        const Layout plain = make(units, options);
+        options.tile_elems = tile;
+        const Layout layout = make(units, options);
+        SCOPED_TRACE(fmt::format("{} ranks, block {}, tile {}", P, block, tile));
+        if (tile == 1'000'000) {
+          EXPECT_TRUE(layout.tiles().empty());
+          EXPECT_EQ(layout.id(), plain.id());
+          continue;
+        }
+        EXPECT_EQ(layout.id(), plain.id() + fmt::format(" tile={}", tile));
+        EXPECT_EQ(layout.num_params(), plain.num_params());
+        EXPECT_EQ(layout.units()[1].numel, 40 + 9000);
+        EXPECT_FALSE(layout.is_tile(1));
+        i64 unit = std::ssize(units);
+        for (const i64 param : {2, 3}) {
+          const i64 cols = param == 2 ? 40 : 96, num_rows = param == 2 ? 100 : 24;
+          i64 next = 0;
+          for (const MatrixTile& t : layout.tiles_of(param)) {
+            EXPECT_EQ(t.unit, unit++);
+            EXPECT_TRUE(layout.is_tile(t.unit));
+            EXPECT_EQ(t.first, next);
+            EXPECT_EQ(t.cols, cols);
+            EXPECT_EQ(t.first % 8, 0);
+            EXPECT_EQ(t.first * cols % block, 0);
+            EXPECT_TRUE(block > 1 || t.rows * cols <= std::max(tile, 8 * cols));
+            EXPECT_EQ(layout.units()[t.unit].numel, t.rows * cols);
+            ASSERT_EQ(layout.segments_of(t.unit).size(), 1);
+            EXPECT_EQ(layout.segments_of(t.unit)[0].slice * P, layout.units()[t.unit].padded);
+            EXPECT_TRUE(layout.gaps_of(t.unit).empty());
+            next += t.rows;
+          }
+          EXPECT_EQ(next, num_rows);
+        }
+        EXPECT_EQ(unit, std::ssize(layout.units()));
+        std::vector<std::vector<int>> owners = {std::vector<int>(333), std::vector<int>(40), std::vector<int>(4000),
+                                                std::vector<int>(24 * 96), std::vector<int>(9000)};
+        std::vector<std::set<i64>> places(static_cast<size_t>(P));
+        for (int rank = 0; rank < P; ++rank) {
+          i64 last = -1;
+          for (const Piece& p : layout.owned_pieces(rank)) {
+            EXPECT_GE(p.param, last);
+            last = p.param;
+            EXPECT_EQ(p.begin % block, 0);
+            for (i64 i = 0; i < p.count; ++i) {
+              ++owners[p.param][p.begin + i];
+              EXPECT_TRUE(places[rank].insert(p.shard_offset + i).second);
+              EXPECT_LT(p.shard_offset + i, layout.shard_elems());
+            }
+          }
+        }
+        for (const auto& row : owners) EXPECT_TRUE(std::ranges::all_of(row, [](int n) { return n == 1; }));
+      }
     }
   }
 }
