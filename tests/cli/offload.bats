@@ -253,6 +253,28 @@ JSON
   cmp inside.safetensors memory.safetensors
 }
 
+@test "a model whose one layer does not fit in the limit of memory trains in tiles inside it" {
+  cat >wide.json <<'JSON'
+{"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 64, "n_embd": 1536, "n_layer": 1, "n_head": 12},
+ "data": {"train": "text.txt", "seq_length": 32}, "bf16": {"enabled": true}, "train_batch_size": 2,
+ "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+ "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1,
+   "stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0},
+ "steps": 2}
+JSON
+  set -- --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.offload_optimizer.gradients=true \
+    --set "zero_optimization.offload_param=$nvme"
+  limit=560000 # KiB, of which half is programs and libraries
+  (ulimit -v $limit && run -4 ds-train wide.json --out whole "$@")
+  assert [ ! -e whole ]
+  (ulimit -v $limit && ds-train wide.json --out inside --quiet "$@" --set zero_optimization.stage3_tile_size=300000)
+  ds-launch -n 2 ds-train wide.json --out memory --quiet --set zero_optimization.stage3_tile_size=300000
+  assert_equal "$(losses inside)" "$(losses memory)"
+  merged inside inside.safetensors
+  merged memory memory.safetensors
+  cmp inside.safetensors memory.safetensors
+}
+
 @test "ds-offload bench: files and updates, a section for configurations" {
   run -0 --separate-stderr ds-offload bench --path disk --size 16MiB --block-size 64KiB,1MiB --queue-depth 1,4 --params 100000 --loops 1
   assert_equal "$stderr" ""
