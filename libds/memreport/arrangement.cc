@@ -18,7 +18,7 @@ ConfigResult read_arranged(const Source& source, const Keys& keys, int ranks) {
 }
 
 Frame frame_of(const Arrangement& a) {
-  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages}, a.files};
+  return {a.mesh.tp, a.mesh.pp, a.mesh.sp, a.stage, a.sequence_parallel, {a.schedule, a.virtual_stages}, a.offloaded};
 }
 
 std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut& cut, CheckpointGranularity recompute,
@@ -48,8 +48,19 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
     all.push_back({fmt::format("zero_optimization.{}.device=nvme", what)});
     all.push_back({fmt::format("zero_optimization.{}.nvme_path={}", what, Json(disk).dump()), true});
   };
-  if (f.files != InFiles::AsItIs) in_files("offload_optimizer");
-  if (f.files == InFiles::StatesAndParams) in_files("offload_param");
+  const auto to_host = [&](std::string_view what) {
+    all.push_back({fmt::format("zero_optimization.{}.device=cpu", what)});
+  };
+  switch (f.offloaded) {
+    case Offloaded::AsItIs: break;
+    case Offloaded::AllToFiles: in_files("offload_param"); [[fallthrough]];
+    case Offloaded::StatesToFiles: in_files("offload_optimizer"); break;
+    case Offloaded::AllToHost:
+      to_host("offload_param");
+      all.push_back({"zero_optimization.offload_optimizer.gradients=true"});
+      [[fallthrough]];
+    case Offloaded::StatesToHost: to_host("offload_optimizer"); break;
+  }
   if (f.pp > 1 || chunked || f.schedule != Schedule()) {
     all.push_back({fmt::format("pipeline.schedule={}", schedule_name(f.schedule.kind))});
     all.push_back({fmt::format("pipeline.virtual_stages={}", f.schedule.chunks), true});

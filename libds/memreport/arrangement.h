@@ -25,7 +25,7 @@ struct Frame {
   int stage = 0;
   bool sequence_parallel = false;
   Schedule schedule = {};
-  InFiles files = InFiles::AsItIs;
+  Offloaded offloaded = Offloaded::AsItIs;
 };
 Frame frame_of(const Arrangement& a);
 

@@ -95,10 +95,10 @@ class Search {
   }
   // With neither memory nor time.
   Arrangement arrangement_of(const Config& config, Keys keys) const;
-  // Whether files are searched: the source has none of its own.
-  bool searches_files() const noexcept {
+  // Whether what is offloaded is searched: the source offloads nothing itself.
+  bool searches_offload() const noexcept {
     const ZeroConfig& z = source_.config.config.zero;
-    return !options_.disk.empty() && options_.device == DeviceKind::Cpu &&
+    return !options_.disk.empty() && (options_.device == DeviceKind::Cpu || hardware_.state().machine.knows_host()) &&
            z.offload_optimizer.device == OffloadDevice::None && z.offload_param.device == OffloadDevice::None;
   }
   // With the memory of all stages and nodes.
@@ -178,7 +178,7 @@ std::vector<Frame> Search::frames() const {
         const i64 dp = ranks / (tp * sp * pp);
         if (batch_ % dp != 0) continue;
         for (int stage = 0; stage <= 3; ++stage) {
-          if (stage > 0 && dp * sp == 1 && !searches_files())
+          if (stage > 0 && dp * sp == 1 && !searches_offload())
             break;  // nothing to cut over, and nothing to compare with
           for (const bool rows : {false, true}) {
             if (rows && tp == 1) continue;
@@ -190,18 +190,31 @@ std::vector<Frame> Search::frames() const {
           }
         }
         for (const bool rows : {false, true}) {
-          if (!searches_files() || (rows && tp == 1)) continue;
-          for (const int stage : {1, 2, 3}) all.push_back({tp, pp, sp, stage, rows, {}, InFiles::States});
-          all.push_back({tp, pp, sp, 3, rows, {}, InFiles::StatesAndParams});
+          if (!searches_offload() || (rows && tp == 1)) continue;
+          for (const int stage : {1, 2, 3}) all.push_back({tp, pp, sp, stage, rows, {}, Offloaded::StatesToFiles});
+          all.push_back({tp, pp, sp, 3, rows, {}, Offloaded::AllToFiles});
+          if (options_.device == DeviceKind::Cuda) {
+            for (const int stage : {1, 2, 3}) all.push_back({tp, pp, sp, stage, rows, {}, Offloaded::StatesToHost});
+            all.push_back({tp, pp, sp, 3, rows, {}, Offloaded::AllToHost});
+          }
           if (pp > 1) continue;
           // Parameters are read once for all micro-batches then, whose activations are all kept.
           const Schedule layer_by_layer{PipelineSchedule::BreadthFirst, model.layers + 2};
-          all.push_back({tp, pp, sp, 3, rows, layer_by_layer, InFiles::StatesAndParams});
+          all.push_back({tp, pp, sp, 3, rows, layer_by_layer, Offloaded::AllToFiles});
         }
       }
     }
   }
   return all;
+}
+
+Offloaded offloaded_of(const ZeroConfig& z) noexcept {
+  const bool params = z.offload_param.device != OffloadDevice::None;
+  switch (z.offload_optimizer.device) {
+    case OffloadDevice::Nvme: return params ? Offloaded::AllToFiles : Offloaded::StatesToFiles;
+    case OffloadDevice::Cpu: return params ? Offloaded::AllToHost : Offloaded::StatesToHost;
+    default: return Offloaded::AsItIs;
+  }
 }
 
 Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
@@ -214,10 +227,7 @@ Arrangement Search::arrangement_of(const Config& config, Keys keys) const {
           .virtual_stages = config.pipeline.virtual_stages,
           .sequence_parallel = config.tensor_parallel.sequence_parallel,
           .recompute = config.activation_checkpointing.granularity,
-          .files = !searches_files()                                             ? InFiles::AsItIs
-                   : config.zero.offload_param.device == OffloadDevice::Nvme     ? InFiles::StatesAndParams
-                   : config.zero.offload_optimizer.device == OffloadDevice::Nvme ? InFiles::States
-                                                                                 : InFiles::AsItIs,
+          .offloaded = searches_offload() ? offloaded_of(config.zero) : Offloaded::AsItIs,
           .time = {}};
 }
 
@@ -258,7 +268,7 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
     const report::TagBytes own = models.own_memory(config, options_.world, plan);
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (const i64 per_node = options_.world.ranks / options_.world.nodes;
-        enough < std::numeric_limits<i64>::max() && searches_files() &&
+        enough < std::numeric_limits<i64>::max() && searches_offload() &&
         per_node * std::accumulate(plan.files.begin(), plan.files.end(), i64{0}) > disk_free_)
       return std::numeric_limits<i64>::max();
     if (most > enough) break;

@@ -17,17 +17,17 @@ std::string schedule_of(const Arrangement& a) {
   return name;
 }
 
-std::string_view files_name(InFiles files) noexcept {
-  constexpr std::string_view names[] = {"-", "states", "all"};
-  return names[static_cast<size_t>(files)];
+std::string_view offloaded_name(Offloaded what) noexcept {
+  constexpr std::string_view names[] = {"-", "states nvme", "all nvme", "states cpu", "all cpu"};
+  return names[static_cast<size_t>(what)];
 }
 
-// files: with a column for what is in files.
-std::string row(const Arrangement& a, bool files) {
+// offloads: with a column for what is offloaded.
+std::string row(const Arrangement& a, bool offloads) {
   return fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12.5g} {:>6.1f}\n",
                      a.mesh.tp, a.mesh.pp, a.mesh.sp, a.mesh.dp, a.stage, a.micro, a.accumulation, schedule_of(a),
                      granularity_name(a.recompute), a.sequence_parallel ? "yes" : "no",
-                     files ? fmt::format("{:<6} ", files_name(a.files)) : "", bytes_text(a.device_bytes),
+                     offloads ? fmt::format("{:<11} ", offloaded_name(a.offloaded)) : "", bytes_text(a.device_bytes),
                      a.time.tokens_per_s, 100 * a.time.mfu);
 }
 
@@ -64,7 +64,7 @@ Json arrangement_json(const Arrangement& a) {
                {"step_s", a.time.step_s},
                {"bubble_fraction", a.time.bubble_fraction},
                {"keys", a.keys}};
-  if (a.files != InFiles::AsItIs) json["files"] = files_name(a.files);
+  if (a.offloaded != Offloaded::AsItIs) json["offloaded"] = offloaded_name(a.offloaded);
   return json;
 }
 
@@ -73,31 +73,32 @@ Json largest_json(const LargestModel& m) { return {{"layers", m.layers}, {"param
 }  // namespace
 
 std::string text(const FitResult& r, const FitOptions& o) {
-  const bool files = !o.disk.empty();
+  const bool offloads = !o.disk.empty();
   const std::string head =
       fmt::format("{:>4} {:>4} {:>4} {:>5} {:>5} {:>6} {:>6}  {:<16} {:<10} {:<4} {}{:>13} {:>12} {:>6}\n", "tp", "pp",
-                  "sp", "dp", "stage", "micro", "accum", "schedule", "recompute", "rows", files ? "files  " : "",
-                  "memory", "tokens/s", "MFU %");
+                  "sp", "dp", "stage", "micro", "accum", "schedule", "recompute", "rows",
+                  offloads ? "offloaded   " : "", "memory", "tokens/s", "MFU %");
   std::string out = o.world.ranks == 1
                         ? fmt::format("{} of memory on one rank", bytes_text(o.memory))
                         : fmt::format("{} of memory on each of {} ranks of {} node{}", bytes_text(o.memory),
                                       o.world.ranks, o.world.nodes, o.world.nodes == 1 ? "" : "s");
   out += fmt::format(": {} arrangement{} tried, {} fit\n\n", r.num_tried, r.num_tried == 1 ? "" : "s", r.num_fitting);
   if (r.present) {
-    out += fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present, files));
+    out +=
+        fmt::format("as it is: it {}\n{}{}", r.present_fits ? "fits" : "does not fit", head, row(*r.present, offloads));
   } else {
     out += "as it is: it cannot be\n";
     for (const std::string& why : r.why_not) out += fmt::format("  {}\n", printable(why));
   }
   if (r.nearest)
-    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest, files),
+    out += fmt::format("\nwith the fewest changes it fits so\n{}{}{}", head, row(*r.nearest, offloads),
                        lines(r.nearest->keys));
   if (r.fitting.empty()) {
     out += r.num_tried == 0 ? "\nnothing fits: neither the batch nor the model can be cut over so many ranks\n"
                             : "\nnothing fits: more ranks or more memory are needed\n";
   } else {
     out += fmt::format("\nwhat fits, by predicted tokens/s\n{}", head);
-    for (const Arrangement& a : r.fitting) out += row(a, files);
+    for (const Arrangement& a : r.fitting) out += row(a, offloads);
     const Arrangement& first = r.fitting.front();
     out += fmt::format("\nfor the first of them\n{}", lines(first.keys));
     out += fmt::format(

@@ -6,6 +6,7 @@
 
 #include "base/file.h"
 #include "base/json.h"
+#include "config/optimizer.h"
 #include "memreport/models.h"
 #include "pipeline/simulate.h"
 #include "report/planned.h"
@@ -19,11 +20,12 @@ struct Gpu {
   const char* name;
   Hardware::Peaks peaks;
 };
-// NVIDIA's data sheets (SXM modules), and DGX systems: one network card of 200 or 400 Gbit/s for each GPU.
-constexpr Gpu kGpus[] = {{"a100", {312e12, 2.039e12, 300e9, 25e9}},
-                         {"h100", {989e12, 3.35e12, 450e9, 50e9}},
-                         {"h200", {989e12, 4.8e12, 450e9, 50e9}},
-                         {"b200", {2250e12, 8e12, 900e9, 50e9}}};
+// NVIDIA's data sheets (SXM modules; NVLink and PCI Express each way), and DGX systems: one network card of 200 or
+// 400 Gbit/s for each GPU.
+constexpr Gpu kGpus[] = {{"a100", {312e12, 2.039e12, 300e9, 25e9, 32e9}},
+                         {"h100", {989e12, 3.35e12, 450e9, 50e9, 64e9}},
+                         {"h200", {989e12, 4.8e12, 450e9, 50e9, 64e9}},
+                         {"b200", {2250e12, 8e12, 900e9, 50e9, 64e9}}};
 
 std::optional<Links> links_of(const std::string& file) {
   if (file.empty()) return std::nullopt;
@@ -52,6 +54,7 @@ Hardware Hardware::read(const std::string& machine, const std::string& links) {
 
 Hardware Hardware::of_peaks(const Peaks& peaks, int ranks_per_node, const std::string& links) {
   State s{machine_of_peaks(DType::BF16, peaks.flops, peaks.memory, ranks_per_node), links_of(links)};
+  s.machine.host_link = peaks.host;
   for (const DType t : {DType::F16, DType::F32}) {
     for (auto& [op, rates] : s.machine.flops) rates[t] = rates.at(DType::BF16);
   }
@@ -88,6 +91,10 @@ Hardware Hardware::with_disk(const std::string& file) const {
       s.machine.disk_write = write;
     }
     s.disk = document.value("path", "");
+    for (const Json& row : document.value("updates", Json::array())) {
+      const bool is_adamw = row.at("optimizer") == optimizer_name(OptimizerType::AdamW);
+      if (is_adamw || s.machine.host_updates == 0) s.machine.host_updates = 1e9 * row.at("gb_per_s").get<double>();
+    }
   } catch (const Json::exception&) {
     throw Error(Errc::Config, fmt::format("{}: not a document of ds-offload bench --path DIR --json", file));
   }
@@ -157,7 +164,7 @@ StepTime extended(const StepTime& a, const StepTime& b, double times) {
   for (double StepTime::*field :
        {&StepTime::compute_s, &StepTime::recompute_s, &StepTime::in_layer_communication_s, &StepTime::pipeline_s,
         &StepTime::communication_s, &StepTime::hidden_s, &StepTime::optimizer_s, &StepTime::publish_s,
-        &StepTime::files_s, &StepTime::cores_s, &StepTime::step_s})
+        &StepTime::files_s, &StepTime::copies_s, &StepTime::cores_s, &StepTime::step_s})
     t.*field = at(a.*field, b.*field);
   for (const auto& [name, seconds] : b.messages_s) {
     const auto in_a = a.messages_s.find(name);
@@ -212,6 +219,7 @@ std::string text(const StepTime& t) {
   if (t.hidden_s > 0) line("  hidden", t.hidden_s, "  behind the passes");
   line("optimizer", t.optimizer_s, "");
   line("publication", t.publish_s, "  of parameters");
+  if (t.copies_s > 0) line("copies", t.copies_s, "  of what is offloaded, between the GPU and its host");
   if (t.files_s > 0) line("files", t.files_s, "  of what is offloaded, exposed");
   if (t.cores_s > 0) line("waiting for cores", t.cores_s, "  the node has fewer than its ranks have threads");
   line("step", t.step_s, "");
@@ -242,6 +250,7 @@ std::string json(const StepTime& t) {
                  {"messages_s", t.messages_s},
                  {"ops", ops}});
   if (t.files_s > 0) document["files_s"] = t.files_s;
+  if (t.copies_s > 0) document["copies_s"] = t.copies_s;
   if (t.lacks_offload) document["lacks_offload"] = true;
   return document.dump();
 }

@@ -55,6 +55,9 @@ struct Machine {
 
   // B/s of a node's disk, past the page cache; 0: not known.
   double disk_read = 0, disk_write = 0;
+  // B/s each way between a GPU and its host, and of all updates of optimizers on a node's processors; 0: not known.
+  double host_link = 0, host_updates = 0;
+  bool knows_host() const noexcept { return host_link > 0 && host_updates > 0; }
 
   // Of the ranks of a node, where they compute on its cores; 0 where they do not.
   double threads_per_core() const noexcept {

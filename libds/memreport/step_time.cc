@@ -17,7 +17,8 @@ struct StageTime {
   double exposed = 0, hidden = 0;
   double least_exposed = 0;  // with whichever cut of the layers, and calls
   double optimizer = 0, publish = 0;
-  double files = 0;  // exposed: of what is offloaded to files
+  double on_host = 0;            // of updates there, beside a GPU
+  double files = 0, copies = 0;  // exposed: of what is offloaded
   std::map<std::string, double> messages;
 
   double busy() const noexcept { return compute + in_layers; }
@@ -160,6 +161,18 @@ class StageModel {
 
 namespace {
 
+// Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies, which nothing hides.
+void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::StepWork& work, const Machine& machine) {
+  if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
+  t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
+  t.copies = static_cast<double>(plan.copies.to_device + plan.copies.to_host) / machine.host_link;
+  if (plan.offload.states.delayed_update) {  // beside the passes of the next step
+    t.copies += std::max(0.0, t.on_host - t.busy());
+  } else {
+    t.optimizer += t.on_host;
+  }
+}
+
 // States come and go beside their updates, gradients and parameters beside the passes; reads and writes take turns on a
 // disk that the ranks of a node share.
 double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
@@ -173,6 +186,10 @@ double exposed_files(const report::RunPlan& plan, const StageTime& t, const Mach
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
   const double states = seconds(plan.state_files), arrays = seconds(plan.array_files);
+  if (plan.device == DeviceKind::Cuda) {
+    const double late = plan.offload.states.delayed_update ? t.busy() : 0;
+    return std::max(0.0, states - t.on_host - late) + std::max(0.0, arrays - t.busy());
+  }
   // A delayed update goes on beside the passes of the next step, too.
   if (plan.offload.states.delayed_update) return std::max(0.0, states + arrays - t.optimizer - t.busy());
   return std::max(0.0, states - t.optimizer) + std::max(0.0, arrays - t.busy());
@@ -185,7 +202,9 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
   for (size_t s = 0; s < stages.size(); ++s) {
     const bool same = s > 0 && stages[s].plan == stages[s - 1].plan;
     times.push_back(same ? times.back() : StageModel(stages[s], model.hidden, machine, links).run());
-    if (!same) times.back().files = exposed_files(*stages[s].plan, times.back(), machine);
+    if (same) continue;
+    offload_to_host(times.back(), *stages[s].plan, *stages[s].work, machine);
+    times.back().files = exposed_files(*stages[s].plan, times.back(), machine);
   }
   return times;
 }
@@ -193,9 +212,11 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
 StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
-  step.lacks_offload = plan.device == DeviceKind::Cuda && (plan.offload.states.device != OffloadDevice::None ||
-                                                           plan.offload.params.device != OffloadDevice::None);
-  step.step_s = step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s;
+  step.lacks_offload =
+      plan.device == DeviceKind::Cuda && !machine.knows_host() &&
+      (plan.offload.states.device != OffloadDevice::None || plan.offload.params.device != OffloadDevice::None);
+  step.step_s =
+      step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {
     double work = 0;  // of a rank, in the mean
     for (const StageTime& t : times) work += (t.compute + t.optimizer) / static_cast<double>(times.size());
@@ -243,6 +264,7 @@ StepTime busy_step(const std::vector<StageTime>& times) {
     step.optimizer_s = std::max(step.optimizer_s, t.optimizer);
     step.publish_s = std::max(step.publish_s, t.publish);
     step.files_s = std::max(step.files_s, t.files);
+    step.copies_s = std::max(step.copies_s, t.copies);
   }
   return step;
 }
@@ -278,6 +300,7 @@ LeastTime least_step(const model::Model& model, std::span<const StageWork> stage
     any.optimizer_s += part * t.optimizer;
     any.publish_s += part * t.publish;
     any.files_s += part * t.files;
+    any.copies_s += part * t.copies;
   }
   return {finished(busy_step(times), model, *stages[0].plan, machine, times),
           finished(std::move(any), model, *stages[0].plan, machine, times)};

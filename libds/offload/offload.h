@@ -37,6 +37,8 @@ class Offload {
   // Outlives the shards that its tiers are given to.
   // threads: of updates on a host that is not the device; 0: those of the environment. rank: of a run with a server.
   Offload(const Settings& settings, For what, int threads = 0, const ServerLink::Rank& rank = {});
+  // For a prediction; host: stands for a host that is not the device, and outlives this.
+  Offload(const Settings& settings, Device& host) : Offload(settings, For::Prediction) { predicted_host_ = &host; }
   Offload(const Offload&) = delete;
 
   const zero::Tiers& tiers() const noexcept { return tiers_; }
@@ -69,7 +71,9 @@ class Offload {
   void make_served_tiers();
   std::unique_ptr<zero::StateStore> make_chunked(zero::StateStore::Parts parts);
   std::unique_ptr<zero::StateStore> make_delayed(zero::StateStore::Parts parts);
-  Device& host(Device& device) const noexcept { return host_ ? *host_ : device; }
+  Device& host(Device& device) const noexcept {
+    return host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
+  }
   bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   // Of what is in memory of the host for being offloaded.
   Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }
@@ -85,6 +89,7 @@ class Offload {
   const Settings settings_;
   const For for_;
   std::unique_ptr<Device> host_;  // of a run whose device is another, or busy while updates run
+  Device* predicted_host_ = nullptr;
   zero::Tiers tiers_;
   BusyTime busy_;
   DelayedStates::Shared delayed_shared_{.turn = {}, .busy = busy_};

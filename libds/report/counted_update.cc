@@ -28,12 +28,13 @@ size_t chunk_of(const RunPlan& plan, i64 unit) {
 }  // namespace
 
 CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native,
-                             std::function<void(const Operation&, int size)> reduced)
+                             std::function<void(const Operation&, int size)> reduced, void* host_native)
     : plan_(plan),
       device_(ops, native, addresses_),
+      host_(ops, host_native, addresses_),
       tp_(plan.coord.tp, plan.mesh.tp),
       pp_(plan.coord.pp, plan.mesh.pp),
-      offload_(plan.offload, offload::Offload::For::Prediction) {
+      offload_(plan.offload, host_) {
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
@@ -52,6 +53,7 @@ void CountedUpdate::run(Enter enter) {
   const auto in_passes = [&](i64 micro, i64 times, size_t first, size_t last) {
     if (times <= 0) return;
     const offload::FileCounts before = offload_.moved();
+    const HostCopies copies_before = copied();
     for (const auto& s : shards_) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
@@ -76,6 +78,7 @@ void CountedUpdate::run(Enter enter) {
     }
     take_messages(times);
     repeated_ = repeated_ + (times - 1) * (offload_.moved() - before);
+    repeated_copies_ = repeated_copies_ + (times - 1) * (copied() - copies_before);
   };
   const auto micro_batches = [&](size_t first, size_t last) {
     in_passes(0, std::min<i64>(m, 1), first, last);
@@ -102,6 +105,8 @@ void CountedUpdate::begin_again() {
   states_before_ = offload_.moved_states();
   all_before_ = offload_.moved();
   repeated_ = {};
+  copies_before_ = copied();
+  repeated_copies_ = {};
 }
 
 std::pair<offload::FileCounts, offload::FileCounts> CountedUpdate::file_traffic() const noexcept {

@@ -15,10 +15,10 @@ namespace ds::report {
 
 class CountedUpdate {
  public:
-  // native: Stream::native of what `ops` are called with. reduced: gets what the groups' communicators reduce. `plan`
-  // outlives it.
+  // native: Stream::native of what `ops` are called with, host_native of those of a host beside a GPU. reduced: gets
+  // what the groups' communicators reduce. `plan` outlives it.
   CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native = nullptr,
-                std::function<void(const Operation&, int size)> reduced = {});
+                std::function<void(const Operation&, int size)> reduced = {}, void* host_native = nullptr);
 
   // What parameters, gradients, states and updates take.
   const MemoryLedger& ledger() const noexcept { return ledger_; }
@@ -38,6 +38,8 @@ class CountedUpdate {
   void begin_again();
   // Of a step that has been run, to and from files: of states, and of arrays.
   std::pair<offload::FileCounts, offload::FileCounts> file_traffic() const noexcept;
+  // The same, between a GPU and its host.
+  HostCopies copies() const noexcept { return copied() - copies_before_ + repeated_copies_; }
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
@@ -49,7 +51,7 @@ class CountedUpdate {
   const RunPlan& plan_;
   Addresses addresses_;
   MemoryLedger ledger_;
-  CountingDevice device_;
+  CountingDevice device_, host_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
   CountingCommunicator tp_, pp_;
   offload::Offload offload_;
@@ -57,7 +59,11 @@ class CountedUpdate {
   std::optional<update::Update> update_;  // of who trains
   std::map<std::string, CommCount> traffic_;
   offload::FileCounts states_before_, all_before_;
-  offload::FileCounts repeated_;  // by micro-batches that were run once for all
+  HostCopies copied() const noexcept { return {device_.uploaded_bytes(), device_.downloaded_bytes()}; }
+  HostCopies copies_before_;
+  // By micro-batches that were run once for all.
+  offload::FileCounts repeated_;
+  HostCopies repeated_copies_;
 };
 
 }  // namespace ds::report

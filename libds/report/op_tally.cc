@@ -58,7 +58,7 @@ void tally_update(StepWork& work, const RunPlan& plan) {
       work.reductions.add(fold_of(sum, source, size, op.accumulate), times);
     }
   };
-  CountedUpdate update(plan, counting_ops(), &once, reduced);
+  CountedUpdate update(plan, counting_ops(), &once, reduced, &work.host);
   update.run([&](std::optional<size_t> chunk, i64 n) {
     take();
     to = chunk ? &work.chunks[*chunk].gradients : &work.optimizer;

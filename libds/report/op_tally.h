@@ -81,6 +81,7 @@ struct StepWork {
   // reduce-scatter over several ranks have them in them.
   OpTally reductions;
   OpTally optimizer;  // sums of what stands on several ranks, the norm, AdamW
+  OpTally host;       // beside a GPU: updates of what is offloaded
 
   // Everything but the reductions: what the engine calls.
   OpTally total() const;

@@ -461,6 +461,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
       step();
     }
     std::tie(plan.state_files, plan.array_files) = update.file_traffic();
+    if (plan.device == DeviceKind::Cuda) plan.copies = update.copies();
     plan.traffic = update.traffic(calls);
     for (const zero::ShardsPlan& s : plan.shards) {  // who has nothing of a group sends nothing in it
       for (const char* collective : {".reduce_scatter", ".all_gather"}) plan.traffic.try_emplace(s.axis + collective);

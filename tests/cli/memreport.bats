@@ -211,8 +211,8 @@ assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"], (bes
   python3 - <<'PY'
 import json
 found = json.load(open("with.json"))["fit"]["fitting"]
-assert {a.get("files") for a in found} == {None, "states", "all"}
-assert {a["schedule"] for a in found if a.get("files") == "all"} >= {"1f1b", "breadth-first"}
+assert {a.get("offloaded") for a in found} == {None, "states nvme", "all nvme"}
+assert {a["schedule"] for a in found if a.get("offloaded") == "all nvme"} >= {"1f1b", "breadth-first"}
 speeds = [a["tokens_per_s"] for a in found]
 assert speeds == sorted(speeds, reverse=True)
 PY
@@ -220,7 +220,7 @@ PY
   while ds-memreport "${search[@]}" --fit "$less" --json --output without.json; do
     less=$(python3 -c 'import json
 found = json.load(open("without.json"))["fit"]["fitting"]
-assert all("files" not in a for a in found)
+assert all("offloaded" not in a for a in found)
 print(min((a["device_bytes"] for a in found), default=0) - 1)')
     ((less > 0)) || break
     local enough=$less
@@ -237,6 +237,26 @@ best = json.load(open("f.json"))["fit"]["fitting"][0]; p = json.load(open("p.jso
 assert max(g["device_bytes"] for g in p["groups"]) == best["device_bytes"] <= int(sys.argv[1]), (best, p)' "$less"
   run -0 ds-memreport "${search[@]}" --fit "$less" --disk disk.json
   assert_line --regexp '^  --set zero_optimization.offload_optimizer.device=nvme$'
+}
+
+@test "--fit for GPUs puts into host memory and files what they make room for" {
+  mkdir disk
+  ds-offload bench --path disk --size 16MiB --params 100000 --loops 1 --block-size 1MiB --queue-depth 4 --json >disk.json
+  local -a search=(cfg.json -n 2 --device cuda --set bf16.enabled=true --fit 1GiB --disk disk.json --json --most 100000)
+  ds-memreport "${search[@]}" --gpu h100 --output sheet.json
+  ds-memreport "${search[@]}" --peak 1e12 --bandwidth 1e12 --link 1e10 --host-link 1e10 --output rates.json
+  ds-memreport "${search[@]}" --peak 1e12 --bandwidth 1e12 --link 1e10 --output unknown.json
+  python3 - <<'PY'
+import json
+def found(name):
+    return json.load(open(name))["fit"]["fitting"]
+for name in "sheet.json", "rates.json":
+    assert {a.get("offloaded") for a in found(name)} == {None, "states nvme", "all nvme", "states cpu", "all cpu"}
+    host = [a for a in found(name) if a.get("offloaded") == "states cpu"]
+    assert all(a["host_bytes"] > 0 for a in host)
+assert all("offloaded" not in a for a in found("unknown.json"))
+PY
+  refuses 2 "times need --machine, --gpu or --peak" cfg.json --host-link 1e10
 }
 
 @test "--fit shows on a terminal what it looks at" {

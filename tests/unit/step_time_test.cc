@@ -24,14 +24,14 @@ struct Predicted {
   std::vector<report::RunPlan> plans;
   std::vector<report::StepWork> works;
 
-  explicit Predicted(const Config& c) {
+  explicit Predicted(const Config& c, DeviceKind device = DeviceKind::Cpu) {
     mesh = {.dp = narrow<int>(c.batch.train / (c.batch.micro * c.batch.accumulation)),
             .pp = narrow<int>(c.pipeline.stages),
             .tp = narrow<int>(c.tensor_parallel.tp_size),
             .sp = narrow<int>(c.sequence_parallel_size)};
     for (int p = 0; p < mesh.pp; ++p)
       models.push_back(model::make_model(c.model, c.data.seq_length, report::shard_of(c, mesh, {.pp = p})));
-    for (int p = 0; p < mesh.pp; ++p) plans.push_back(report::make_run_plan(c, models[p], mesh, {.pp = p}));
+    for (int p = 0; p < mesh.pp; ++p) plans.push_back(report::make_run_plan(c, models[p], mesh, {.pp = p}, device));
     for (size_t p = 0; p < plans.size(); ++p) works.push_back(report::tally_step(models[p], plans[p]));
   }
   StepTime operator()(const Machine& machine, const Links* links = nullptr) const {
@@ -192,6 +192,43 @@ TEST(StepTime, CommunicationHidesOnlyWhereNothingElseRuns) {
 
 // Ranks with more threads than their node has cores: all that they compute goes through the cores, and what is idle in
 // a pipeline's stage is another's time.
+// Beside a GPU: sums of gradients go to the host, in each micro-batch where they stay there, rounded parameters come
+// back, the ranks of a node share its processors, and late updates hide behind the passes.
+TEST(StepTime, OfAGpuKnowsItsHost) {
+  Config c = config_of(tiny_gpt2(), {.stage = 2}, 4);
+  c.bf16.enabled = true;
+  c.communication_data_type = DType::BF16;
+  const i64 elems = model::make_model(c.model, c.data.seq_length).num_params();
+  Machine gpu = memreport::machine_of_peaks(DType::BF16, 1e12, 1e12, 1);
+  const StepTime on_device = Predicted(c, DeviceKind::Cuda)(gpu);
+  EXPECT_EQ(on_device.copies_s, 0);
+
+  c.zero.offload_optimizer.device = OffloadDevice::Cpu;
+  const Predicted offloaded(c, DeviceKind::Cuda);
+  EXPECT_TRUE(offloaded(gpu).lacks_offload);
+  gpu.host_link = 1e8;
+  EXPECT_TRUE(offloaded(gpu).lacks_offload);
+  gpu.host_updates = 1e7;
+  EXPECT_EQ(offloaded.plans[0].copies.to_host, 4 * elems);
+  EXPECT_EQ(offloaded.plans[0].copies.to_device, 2 * elems);
+  const StepTime t = offloaded(gpu);
+  EXPECT_FALSE(t.lacks_offload);
+  EXPECT_DOUBLE_EQ(t.copies_s, static_cast<double>(6 * elems) / 1e8);
+  // Masters and moments are read and written, the gradient read, the parameter written.
+  EXPECT_NEAR(t.optimizer_s - on_device.optimizer_s, static_cast<double>(30 * elems) / 1e7, 1e-3 * t.optimizer_s);
+  EXPECT_NEAR(t.step_s, on_device.step_s + t.copies_s + t.optimizer_s - on_device.optimizer_s, 1e-9 * t.step_s);
+
+  c.zero.offload_optimizer.gradients = true;
+  const Predicted away(c, DeviceKind::Cuda);
+  EXPECT_GE(away.plans[0].copies.to_host, 4 * 4 * elems);    // written by each of four micro-batches
+  EXPECT_GE(away.plans[0].copies.to_device, 3 * 4 * elems);  // read by all but the first
+
+  c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true};
+  const StepTime late = Predicted(c, DeviceKind::Cuda)(gpu);
+  EXPECT_LT(late.optimizer_s, t.optimizer_s / 10);
+  EXPECT_NEAR(late.step_s, t.step_s - on_device.pipeline_s, 0.02 * t.step_s);
+}
+
 TEST(StepTime, RanksShareTheCoresOfTheirNode) {
   Config c = tiny_config(tiny_gpt2(), 2, 1, 2);
   const Links links = links_of(1e-6, 1e-9, 4);

@@ -72,11 +72,12 @@ std::optional<memreport::Hardware> rates_of(const MemreportOptions& a, int ranks
   take(peaks.memory, a.peaks.memory);
   take(peaks.link, a.peaks.link);
   take(peaks.network, a.peaks.network);
+  take(peaks.host, a.peaks.host);
   if (peaks.flops > 0) {
     if (peaks.memory == 0) report_warning("without --bandwidth ops that only move bytes take no time");
     return memreport::Hardware::of_peaks(peaks, ranks_per_node, a.links);
   }
-  if (!a.links.empty() || !a.disk.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0)
+  if (!a.links.empty() || !a.disk.empty() || peaks.memory > 0 || peaks.link > 0 || peaks.network > 0 || peaks.host > 0)
     throw Error(Errc::Config, "times need --machine, --gpu or --peak");
   return std::nullopt;
 }
@@ -145,6 +146,7 @@ void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   rate("--bandwidth", a.peaks.memory, "B/s of a rank's memory");
   rate("--link", a.peaks.link, "B/s that a rank sends inside its node");
   rate("--network", a.peaks.network, "B/s that a rank sends to other nodes");
+  rate("--host-link", a.peaks.host, "B/s of a GPU to its host, and back");
   file("--links", a.links, "Times", "of ds-commbench --save: in place of --link and --network");
   file("--disk", a.disk, "Times", "of ds-offload bench --json: where states are offloaded to NVMe");
   file("--measure", a.measure, "Times", "measure this machine's CPU at -n ranks, and write its rates");

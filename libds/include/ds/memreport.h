@@ -111,11 +111,13 @@ struct StepTime {
   double optimizer_s = 0;
   double publish_s = 0;  // all-gathers of parameters
   double files_s = 0;    // exposed: to and from files of what is offloaded
-  // A GPU's, with something offloaded: what is copied between it and the host, and updates there, are not in it.
+  double copies_s = 0;   // between a GPU and its host, of what is offloaded
+  // A GPU's, with something offloaded, where the rates of that are not known: what is copied between it and the host,
+  // and updates there, are not in it.
   bool lacks_offload = false;
   // What ranks wait beyond that for cores that others of their node use, where their threads are more than its cores.
   double cores_s = 0;
-  double step_s = 0;  // pipeline + communication + optimizer + publish + files + cores
+  double step_s = 0;  // pipeline + communication + optimizer + publish + files + copies + cores
   double tokens_per_s = 0;
   double mfu = 0;  // by Model::flops_per_token and Machine::matmul_flops, over all ranks
   // By "axis.collective", all of it of that stage, hidden or not.
@@ -132,9 +134,10 @@ class DS_API Hardware {
     double flops = 0;              // FLOP/s of a rank's large products
     double memory = 0;             // B/s of a rank; 0: bytes take no time
     double link = 0, network = 0;  // B/s of a rank each way: inside a node, between nodes; 0: not known
+    double host = 0;               // B/s of a GPU each way: to and from its host; 0: not known
   };
-  // Of one GPU of that name by its data sheet, with dense products in 16 bit, NVLink, and the network that its maker
-  // puts beside it; the names are gpus(). Throws Errc::Config for another.
+  // Of one GPU of that name by its data sheet, with dense products in 16 bit, NVLink, PCI Express, and the network that
+  // its maker puts beside it; the names are gpus(). Throws Errc::Config for another.
   static Peaks gpu(const std::string& name);
   static std::vector<std::string> gpus();
   // Files of the schemas "ds-machine/1", which measure() writes, and "ds-links/1", of ds-commbench --save; `links` may
@@ -146,8 +149,8 @@ class DS_API Hardware {
   // What the CPU of this machine does when so many ranks of so many threads work at once; some seconds.
   static Hardware measure(int ranks, int threads);
 
-  // The same with the disk of a file of the schema "ds-offload/1", as its section aio uses it. Throws Errc::Io,
-  // Errc::Config.
+  // The same with the disk of a file of the schema "ds-offload/1", as its section aio uses it, and with the updates of
+  // its host, if they are in it. Throws Errc::Io, Errc::Config.
   Hardware with_disk(const std::string& file) const;
   // The directory that this was measured in; empty: no disk.
   const std::string& disk() const noexcept;
@@ -168,9 +171,10 @@ DS_API std::string text(const StepTime& time);
 DS_API std::string json(const StepTime& time);
 
 // An arrangement of a run over its ranks.
-// What a search puts into files of a disk: nothing beside what the source has there; masters and states of optimizers;
-// slices of parameters as well.
-enum class InFiles : u8 { AsItIs, States, StatesAndParams };
+// What a search offloads: nothing beside what the source has offloaded; masters and states of optimizers, to files of a
+// disk; slices of parameters as well; beside a GPU, the states to host memory; that, and gradients and slices of
+// parameters.
+enum class Offloaded : u8 { AsItIs, StatesToFiles, AllToFiles, StatesToHost, AllToHost };
 
 struct Arrangement {
   std::vector<std::string> keys;  // what it changes, as overrides of the source's
@@ -181,7 +185,7 @@ struct Arrangement {
   i64 virtual_stages = 1;
   bool sequence_parallel = false;  // Megatron's
   CheckpointGranularity recompute = CheckpointGranularity::None;
-  InFiles files = InFiles::AsItIs;
+  Offloaded offloaded = Offloaded::AsItIs;
   i64 device_bytes = 0;  // of the rank that needs most
   i64 host_bytes = 0;    // of the fullest node
   StepTime time;
@@ -193,8 +197,8 @@ struct FitOptions {
   i64 memory = 0;       // bytes that a rank has
   i64 host_memory = 0;  // bytes that a node has; 0: enough
   size_t most = 10;     // arrangements
-  // A directory: what is offloaded to files there is searched as well, on CPUs, with a disk of the hardware; else
-  // empty.
+  // A directory: what is offloaded to files there is searched as well, with a disk of the hardware, and beside GPUs
+  // what is offloaded to host memory, where the hardware has the rates for that; else empty.
   std::string disk = {};
   // What is being looked at, as a search of many ranks and layers may take a minute; by one thread at a time.
   std::function<void(std::string_view)> on_progress = {};
