@@ -15,8 +15,6 @@ constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elemen
 Settings settings_of(const Config& config, DeviceKind device) {
   Settings s{.device = device, .params = config.zero.offload_param, .aio = config.aio};
   if (trains(config.use)) s.states = config.zero.offload_optimizer;
-  DS_CHECK(device == DeviceKind::Cpu || s.states.device != OffloadDevice::Server, Errc::Unavailable,
-           "zero_optimization.offload_optimizer.device \"server\" is not supported on GPUs yet; device \"cpu\" has it");
   const auto several = [](const UpdateConfig& u) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
@@ -85,7 +83,7 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
   } else if (apart && settings.params.device == OffloadDevice::Cpu) {
     tiers_.params = beside(in_memory);
   }
-  if (apart && settings.states.gradients) tiers_.grads = beside(in_memory);
+  if (apart && settings.states.gradients && !tiers_.grads) tiers_.grads = beside(in_memory);
 }
 
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
@@ -120,14 +118,25 @@ zero::MakeArray Offload::beside(zero::MakeArray of_host) {
 }
 
 void Offload::make_served_tiers() {
-  tiers_.grads = [this](Device&, MemoryLedger& ledger, Tag tag, i64 bytes, i64) {
+  const auto in_segment = [this](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
     gradients_ = link_ ? &link_->new_segment(bytes) : nullptr;
-    return std::make_unique<SegmentArray>(ledger, tag, link_ ? (*gradients_)->data() : nullptr, bytes);
+    return segment_buffer(*gradients_, device, ledger, tag, bytes);
   };
+  if (!is_apart()) {
+    tiers_.grads = [in_segment](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64) {
+      return std::make_unique<zero::DeviceArray>(in_segment(device, ledger, tag, bytes));
+    };
+  } else if (settings_.states.gradients) {
+    tiers_.grads = beside([in_segment](Device& host, MemoryLedger& ledger, Tag, i64 bytes, i64) {
+      return std::make_unique<HostMemory>(in_segment(host, ledger, Tag::Host, bytes));
+    });
+  }
   tiers_.states = [this](zero::StateStore::Parts parts) {
     const std::optional<const Segment*> gradients = std::exchange(gradients_, std::nullopt);
     auto made = std::make_unique<ServedStates>(std::move(parts),
                                                ServedStates::Options{.most = settings_.tile,
+                                                                     .apart = is_apart(),
+                                                                     .tag = host_tag(),
                                                                      .link = link_.get(),
                                                                      .shares_gradients = gradients.has_value(),
                                                                      .gradients = gradients.value_or(nullptr),

@@ -80,4 +80,9 @@ void Segment::remove() noexcept {
   if (!path_.empty()) ::unlink(path_.c_str());
 }
 
+Buffer segment_buffer(const Segment* segment, Device& device, MemoryLedger& ledger, Tag tag, i64 bytes) {
+  if (segment == nullptr) return device_buffer(device, ledger, tag, bytes);
+  return Buffer(ledger, tag, segment->data(), bytes, [] {});
+}
+
 }  // namespace ds::offload

@@ -105,6 +105,55 @@ train() { # ranks argument...
   done
 }
 
+@test "beside a GPU (the simulator): killed and gone on with, a run has the losses of one that was not" {
+  sim=$DS_BIN/../lib/libds_cuda_sim.so
+  [[ -e $sim ]] || skip "this build has no CUDA"
+  export DS_CUDA_PLUGIN=$sim
+  sed -i 's/"steps": 12/"device": "cuda", "steps": 60/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet
+  merged whole whole.safetensors
+  ds-launch -n 2 ds-train cfg.json --out begun --quiet --steps 30
+  local stage gradients
+  for stage in 2 3; do
+    gradients=$([[ $stage == 3 ]] && echo true || echo false)
+    rm -rf away
+    serve --shm
+    local -a more=(--set zero_optimization.stage=$stage --set zero_optimization.offload_optimizer.gradients="$gradients")
+    [[ $stage == 2 ]] || more+=(--set zero_optimization.offload_param.device=cpu)
+    for victim in ranks server both; do
+      local before
+      before=$(losses away 2>/dev/null | wc -l)
+      train 2 "${more[@]}" &
+      local job=$!
+      until_true 60 steps_at_least away $((before + 4))
+      [[ $victim == server ]] || ranks_here | xargs -r kill -9
+      if [[ $victim != ranks ]]; then
+        kill -9 "$server"
+        wait "$server" || true
+      fi
+      wait $job || true
+      is_served || serve --shm
+    done
+    train 2 "${more[@]}"
+    assert_equal "$(losses away)" "$(losses whole)"
+    merged away away.safetensors
+    cmp whole.safetensors away.safetensors
+    # A checkpoint of a run without a server, and one of it.
+    rm -rf half
+    cp -r begun half
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --resume half/step-00000030 "${served[@]}" "${more[@]}"
+    assert_equal "$(losses half)" "$(losses whole)"
+    merged half half.safetensors
+    cmp whole.safetensors half.safetensors
+    # The state is the server's, whatever the device: a CPU has it as well.
+    rm -r away/step-* away/latest
+    train 1 --set device=cpu --set steps=62 --steps 62
+    run -0 ds-offload verify "$name"
+    ds-offload rm "$name"
+    wait "$server" || true
+  done
+}
+
 @test "a run whose server is killed says so, and ends with status 1" {
   serve --shm
   sed -i 's/"steps": 12/"steps": 100000/' cfg.json

@@ -4,6 +4,7 @@
 // the same bits; tensor and sequence parallelism and the CPU the same losses but for rounding.
 
 #include "equivalence/layouts.h"
+#include "equivalence/serving.h"
 #include "parity/device_ops.h"
 #include "report/planned.h"
 #include "temp_directory.h"
@@ -24,7 +25,7 @@ Config config_of(const ModelConfig& model, DType work, int ranks, i64 accumulati
 constexpr i64 kSteps = 4;
 
 // Every rank has a device of its own, which are one GPU; they talk through host memory.
-Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
+Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps = kSteps) {
   auto worlds = make_thread_communicators(ranks, {.timeout_s = 120});
   std::vector<Trace> traces(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
@@ -39,7 +40,7 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
         if (!device->is_host()) over_device = over_one_gpu;
         Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
                   over_device);
-        traces[at] = train_on(*device, mesh, config, kSteps, hooks);
+        traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
         if (!error) error = std::current_exception();
@@ -156,6 +157,87 @@ TEST_P(DeviceTraining, OffloadDelaysUpdates) {
       expect_same_training(got, late, fmt::format("stage {}: late", stage));
       for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
         EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+    }
+  }
+}
+
+// A server updates as the device does, wherever gradients and parameters stay, and a run goes on with what it has.
+TEST_P(DeviceTraining, ServersChangeNoBit) {
+  if (test_device() == nullptr) GTEST_SKIP() << "served_test has those of the CPU";
+  const TempDirectory dir;
+  const auto expect_same = [&](const Config& c, int ranks, const Trace& want, bool gradients = false,
+                               OffloadDevice params = OffloadDevice::None) {
+    const std::string what = fmt::format("{} stage {} ranks {}{}{}", static_cast<int>(c.optimizer.type), c.zero.stage,
+                                         ranks, gradients ? " gradients" : "",
+                                         params == OffloadDevice::None  ? ""
+                                         : params == OffloadDevice::Cpu ? " parameters"
+                                                                        : " parameters in files");
+    Serving server;
+    Config o = served(c, server);
+    o.zero.offload_optimizer.gradients = gradients;
+    o.zero.offload_param = {.device = params, .nvme_path = dir.path()};
+    for (const bool second : {false, true}) {
+      const i64 first = second ? kSteps / 2 : 0;
+      Hooks hooks;
+      if (second) {
+        hooks.start = [](engine::Engine& engine) {
+          ASSERT_EQ(engine.server()->found().has, offload::ServerLink::Has::Same);
+          engine.go_on_from(engine.server()->found().record);
+        };
+      }
+      hooks.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); };
+      hooks.after_step = [&](engine::Engine& engine, i64 step) {
+        const report::RunPlan& plan = engine.plan();
+        EXPECT_EQ(engine.ledger().peak(Tag::Host) + plan.state_bytes, plan.memory[static_cast<size_t>(Tag::Host)])
+            << what;
+        if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
+        const offload::FileCounts moved = engine.offload().of_step();
+        EXPECT_EQ(moved.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes) << what;
+        EXPECT_EQ(moved.written_bytes, plan.state_files.written_bytes + plan.array_files.written_bytes) << what;
+      };
+      const Trace got = train(o, ranks, hooks, kSteps / 2);
+      const auto half = [&](auto&& all) { return std::vector(all.begin() + first, all.begin() + first + kSteps / 2); };
+      EXPECT_EQ(got.losses, half(want.losses)) << what;
+      EXPECT_TRUE(same_bits(got.norms, half(want.norms))) << what;
+      EXPECT_EQ(got.scales, half(want.scales)) << what;
+      EXPECT_EQ(got.skipped, half(want.skipped)) << what;
+      if (second) {
+        EXPECT_EQ(got.eval_loss, want.eval_loss) << what;
+        EXPECT_EQ(got.weights, want.weights) << what;
+        EXPECT_EQ(got.states, want.states) << what;
+      }
+      for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
+        EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
+            << what << " " << tag_name(tag);
+      for (const Tag tag : {Tag::Master, Tag::Optimizer}) EXPECT_EQ(got.counted[static_cast<size_t>(tag)], 0) << what;
+      if (gradients) {
+        EXPECT_EQ(got.counted[static_cast<size_t>(Tag::GradAccum)], 0) << what;
+      }
+    }
+  };
+  for (const OptimizerType type :
+       {OptimizerType::AdamW, OptimizerType::Sgd, OptimizerType::Lamb, OptimizerType::Muon, OptimizerType::AdamW8bit}) {
+    const bool all = type == OptimizerType::AdamW || type == OptimizerType::Lamb;
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, all ? 3 : 2);
+    c.optimizer.type = type;
+    c.optimizer.momentum = 0.9;
+    c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
+    c.gradient_clipping = 0.5;
+    if (type == OptimizerType::AdamW) {  // in fp16 the first steps are skipped
+      c.fp16.initial_scale_power = 19;
+      c.fp16.hysteresis = 1;
+    }
+    const Trace want = train(c, 2);
+    EXPECT_EQ(want.skipped.front(), GetParam() == DType::F16 && type == OptimizerType::AdamW);
+    EXPECT_FALSE(want.skipped.back());
+    expect_same(c, 2, want);
+    if (type != OptimizerType::Muon) expect_same(c, 2, want, true);
+    if (all) expect_same(c, 2, want, true, OffloadDevice::Cpu);
+    if (type != OptimizerType::AdamW) continue;
+    expect_same(c, 2, want, false, OffloadDevice::Nvme);
+    for (const auto& [ranks, stage] : {std::pair(1, 1), {4, 3}}) {
+      Config o = config_of(tiny_gpt2(), GetParam(), ranks, 4 / ranks, stage);
+      expect_same(o, ranks, train(o, ranks), ranks == 4);
     }
   }
 }
