@@ -17,12 +17,12 @@ i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) n
 
 }  // namespace
 
-HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger,
-                       Tag tag)
+HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host,
+                       MemoryLedger& ledger, Tag tag)
     : layout_(layout),
       on_device_(on_device),
       first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
-      memory_(device_buffer(host, ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
+      memory_(host.take(ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
 
 i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
   return layout.begin_of(options.resident);
@@ -33,13 +33,12 @@ i64 FileChunks::window_bytes(const ChunkLayout& layout, const Options& options) 
   return windows == 0 ? 0 : layout.largest_bytes() * windows + ChunkLayout::kPage;
 }
 
-FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options)
+FileChunks::FileChunks(const ChunkLayout& layout, const HostPlace& host, MemoryLedger& ledger, const Options& options)
     : layout_(layout),
       options_(options),
       resident_bytes_(resident_bytes(layout, options)),
-      resident_(
-          device_buffer(host, ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag, resident_bytes_)),
-      memory_(device_buffer(host, ledger, options.tag, window_bytes(layout, options))),
+      resident_(host.take(ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag, resident_bytes_)),
+      memory_(host.take(ledger, options.tag, window_bytes(layout, options))),
       windows_(static_cast<size_t>(num_windows(layout, options))),
       written_(layout.chunks().size(), false),
       checksums_(options.checksums && !options.dir.empty() ? layout.chunks().size() : 0) {

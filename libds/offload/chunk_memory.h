@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
-#include "device/device.h"
 #include "offload/block_file.h"
 #include "offload/chunk_layout.h"
+#include "offload/host_place.h"
 
 namespace ds::offload {
 
@@ -31,7 +31,8 @@ class ChunkMemory {
 class HostChunks final : public ChunkMemory {
  public:
   // tag: of what is in memory of the host.
-  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger, Tag tag);
+  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host, MemoryLedger& ledger,
+             Tag tag);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
   char* take(i64 chunk, bool) override {
     const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();
@@ -83,7 +84,7 @@ class FileChunks final : public ChunkMemory {
   static i64 file_bytes(const ChunkLayout& layout, const Options& options) noexcept {
     return layout.bytes() - resident_bytes(layout, options);
   }
-  FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options);
+  FileChunks(const ChunkLayout& layout, const HostPlace& host, MemoryLedger& ledger, const Options& options);
   ~FileChunks() override;
   char* take(i64 chunk, bool change) override;
   void give_back(i64 chunk, bool changed) override;

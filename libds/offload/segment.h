@@ -6,7 +6,7 @@
 
 #include <string>
 
-#include "device/device.h"
+#include "offload/host_place.h"
 
 namespace ds::offload {
 
@@ -39,7 +39,7 @@ class Segment {
   int lock_ = -1;  // of who made it
 };
 
-// Its memory; null, in a prediction: as much of the device's.
-Buffer segment_buffer(const Segment* segment, Device& device, MemoryLedger& ledger, Tag tag, i64 bytes);
+// Its memory; null, in a prediction: as much of the place's.
+Buffer segment_buffer(const Segment* segment, const HostPlace& place, MemoryLedger& ledger, Tag tag, i64 bytes);
 
 }  // namespace ds::offload

@@ -36,7 +36,7 @@ ServedStates::ServedStates(Parts parts, const Options& options)
   gradients_at_ = bytes;
   if (!options.shares_gradients) bytes += elems * 4;
   if (options.link != nullptr) segment_ = &options.link->new_segment(bytes);
-  window_ = segment_buffer(segment_, parts_.device, parts_.ledger, options.tag, bytes);
+  window_ = segment_buffer(segment_, options.host, parts_.ledger, options.tag, bytes);
   if (options.apart) place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, work_at_);
   if (options.link != nullptr) set_ = options.link->add(describe());
 }

@@ -19,8 +19,9 @@ namespace ds::offload {
 class ServedStates final : public zero::StateStore {
  public:
   struct Options {
+    HostPlace host;              // of the memory that both have
     i64 most = 0;                // elements of a chunk
-    bool apart = false;          // the memory that both have is not the device's
+    bool apart = false;          // that is not the device's
     Tag tag = Tag::Offload;      // of it
     ServerLink* link = nullptr;  // null: a prediction
     bool shares_gradients = false;

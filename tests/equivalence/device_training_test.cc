@@ -3,6 +3,11 @@
 // share the device, stages of a pipeline, activation checkpointing, graphs, skipped steps and checkpoints' state give
 // the same bits; tensor and sequence parallelism and the CPU the same losses but for rounding.
 
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+
+#include <cstdlib>
+
 #include "equivalence/layouts.h"
 #include "equivalence/serving.h"
 #include "parity/device_ops.h"
@@ -239,6 +244,103 @@ TEST_P(DeviceTraining, ServersChangeNoBit) {
       Config o = config_of(tiny_gpt2(), GetParam(), ranks, 4 / ranks, stage);
       expect_same(o, ranks, train(o, ranks), ranks == 4);
     }
+  }
+}
+
+// What the simulator counts of page-locked memory; nothing on a GPU.
+size_t simulated(const char* count) {
+  void* const plugin = ::dlopen(std::getenv("DS_CUDA_PLUGIN"), RTLD_NOW | RTLD_NOLOAD);
+  auto* const read = plugin == nullptr ? nullptr : reinterpret_cast<size_t (*)()>(::dlsym(plugin, count));
+  if (plugin != nullptr) ::dlclose(plugin);
+  return read == nullptr ? 0 : read();
+}
+bool is_simulated() {
+  return test_device() != nullptr && std::getenv("DS_CUDA_PLUGIN") != nullptr &&
+         test_device()->name() == std::string_view("simulated device");
+}
+
+// The same bits and the memory that is predicted, with copies straight from and to memory that is locked as long as it
+// is there.
+TEST_P(DeviceTraining, PinnedMemoryChangesNoBit) {
+  if (!is_simulated()) GTEST_SKIP() << "the simulator counts what is locked";
+  const TempDirectory dir;
+  Serving server;
+  Config plain = config_of(tiny_gpt2(), GetParam(), 2, 1, 3);
+  plain.gradient_clipping = 0.5;
+  plain.zero.sub_group_size = 2 * kStateBlock;
+  Config memory = plain, file = plain, at_server = served(plain, server), late = plain;
+  memory.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .ratio = 0.4, .gradients = true};
+  memory.zero.offload_param = {.device = OffloadDevice::Cpu};
+  file.zero.offload_optimizer = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+  file.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+  at_server.zero.offload_optimizer.gradients = true;
+  late.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true, .delayed_update_start = 2};
+  const Trace want = train(plain, 2), want_late = train(late, 2);
+  for (Config* c : {&memory, &file, &at_server, &late}) {
+    c->zero.offload_optimizer.pin_memory = c->zero.offload_param.pin_memory = true;
+    const std::string what = fmt::format("{}", c == &memory ? "memory"
+                                               : c == &file ? "file"
+                                               : c == &late ? "late"
+                                                            : "server");
+    const size_t before = simulated("ds_sim_copied_registered");
+    const Hooks look = {.after_step = [&](engine::Engine& engine, i64) {
+      EXPECT_GE(simulated("ds_sim_registered"), static_cast<size_t>(engine.ledger().peak(Tag::Host))) << what;
+      EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
+                engine.plan().memory[static_cast<size_t>(Tag::Host)])
+          << what;
+    }};
+    expect_same_training(train(*c, 2, look), c == &late ? want_late : want, what);
+    EXPECT_GT(simulated("ds_sim_copied_registered"), before) << what;
+    EXPECT_EQ(simulated("ds_sim_registered"), 0u) << what;
+  }
+}
+
+TEST(DevicePinnedMemory, WhatTheSystemDoesNotLockIsSaid) {
+  if (!is_simulated()) GTEST_SKIP() << "the simulator has a limit";
+  const TempDirectory dir;
+  ASSERT_EQ(::setenv("DS_SIM_LOCKED_BYTES", "20480", 1), 0);
+  for (const bool params : {false, true}) {
+    Config c = config_of(tiny_gpt2(), DType::BF16, 1, 1, 3);
+    c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .pin_memory = !params};
+    c.zero.offload_param = {.device = OffloadDevice::Cpu, .pin_memory = params};
+    try {
+      train(c, 1);
+      ADD_FAILURE();
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Unavailable) << e.what();
+      EXPECT_THAT(e.what(),
+                  ::testing::HasSubstr(params ? "zero_optimization.offload_param.pin_memory: the system"
+                                              : "zero_optimization.offload_optimizer.pin_memory: the system"));
+    }
+    EXPECT_EQ(simulated("ds_sim_registered"), 0u);
+  }
+  ::unsetenv("DS_SIM_LOCKED_BYTES");
+}
+
+// Of a range that is pinned, copies of any part are direct; of what lies across its end, they are as ever.
+TEST(DevicePinnedMemory, CopiesOfAnyPartArrive) {
+  const auto device = make_test_device(1);
+  constexpr i64 kBytes = i64{3} << 20, kPinned = kBytes / 2 / 4096 * 4096;
+  MemoryLedger ledger;
+  const Buffer there = device_buffer(*device, ledger, Tag::Workspace, kBytes);
+  std::unique_ptr<char, decltype(&std::free)> memory(static_cast<char*>(std::aligned_alloc(4096, kBytes)), &std::free);
+  char* const here = memory.get();
+  for (int again = 0; again < 2; ++again) {
+    ASSERT_EQ(device->pin(here, kPinned), "");
+    if (!device->is_host()) {
+      EXPECT_NE(device->pin(here + 4096, 4096), "") << "twice";
+    }
+    for (const auto& [begin, bytes] : {std::pair<i64, i64>{0, kBytes}, {0, kPinned}, {4097, 100}, {kPinned - 7, 14}}) {
+      for (i64 i = 0; i < kBytes; ++i) here[i] = static_cast<char>(i * 7 + begin + again);
+      device->zero(there.data(), kBytes);
+      device->upload(there.as<char>().data() + begin, here + begin, bytes);
+      std::memset(here + begin, 0, static_cast<size_t>(bytes));  // at once
+      device->download(here + begin, there.as<char>().data() + begin, bytes);
+      i64 wrong = 0;
+      for (i64 i = 0; i < kBytes; ++i) wrong += here[i] != static_cast<char>(i * 7 + begin + again) ? 1 : 0;
+      EXPECT_EQ(wrong, 0) << begin << " " << bytes;
+    }
+    device->unpin(here);
   }
 }
 
