@@ -9,13 +9,13 @@
 namespace ds::offload {
 namespace {
 
-u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
-
 i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
   return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);
 }
 
 }  // namespace
+
+u64 chunk_checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
 
 HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host,
                        MemoryLedger& ledger, Tag tag)
@@ -71,9 +71,18 @@ void FileChunks::settle(Window& w) {
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
   file_->wait(ticket);
-  if (!came && options_.places != nullptr) options_.places->written(w.chunk);
-  if (!came || checksums_.empty() || checksum(memory(w), layout_.chunks()[w.chunk].bytes) == checksums_[w.chunk])
+  if (!came) {
+    if (options_.places != nullptr) options_.places->written(w.chunk);
     return;
+  }
+  const i64 chunk = w.chunk, bytes = layout_.chunks()[chunk].bytes;
+  if (options_.places != nullptr) {
+    w.chunk = -1;  // of a damaged one, nothing is here
+    if (options_.places->has_checksums()) options_.places->check(chunk, memory(w), bytes, *options_.file);
+    w.chunk = chunk;
+    return;
+  }
+  if (checksums_.empty() || chunk_checksum(memory(w), bytes) == checksums_[chunk]) return;
   file_->fail(std::make_exception_ptr(
       Error(Errc::Corrupt,
             fmt::format("{}: offloaded states came back from the file otherwise than they went", options_.dir))));
@@ -115,8 +124,10 @@ void FileChunks::write_changed(i64 but) {
   for (Window& w : windows_) {
     if (!w.changed || w.taken || w.chunk == but) continue;
     const Chunk& c = layout_.chunks()[w.chunk];
-    if (!checksums_.empty()) checksums_[w.chunk] = checksum(memory(w), c.bytes);
+    if (!checksums_.empty()) checksums_[w.chunk] = chunk_checksum(memory(w), c.bytes);
     const i64 at = options_.places != nullptr ? options_.places->next_place(w.chunk) : place(w.chunk);
+    if (options_.places != nullptr && options_.places->has_checksums())
+      options_.places->set_next_checksum(w.chunk, chunk_checksum(memory(w), c.bytes));
     w.under_way = file_->write(memory(w), at, c.bytes);
     w.changed = false;
     written_[w.chunk] = true;

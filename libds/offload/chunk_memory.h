@@ -57,7 +57,15 @@ class ChunkPlaces {
   virtual i64 place(i64 chunk) const noexcept = 0;
   virtual i64 next_place(i64 chunk) = 0;
   virtual void written(i64 chunk) noexcept = 0;
+  // Where checksums are kept: of what goes to next_place(); and what has come from place() is held to its own. check()
+  // throws Errc::Corrupt, naming `file`.
+  virtual bool has_checksums() const noexcept { return false; }
+  virtual void set_next_checksum(i64 chunk, u64 sum) noexcept { static_cast<void>(chunk), static_cast<void>(sum); }
+  virtual void check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
+    static_cast<void>(chunk), static_cast<void>(data), static_cast<void>(bytes), static_cast<void>(file);
+  }
 };
+u64 chunk_checksum(const char* data, i64 bytes) noexcept;
 
 // In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
 // is in a window still does not come again, and goes when another is asked for.

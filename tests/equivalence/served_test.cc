@@ -63,7 +63,7 @@ TEST(ServedRuns, OutliveTheirTrainers) {
         const Layout two = {.dp = 2, .stage = 2}, four = {.dp = 4, .stage = 3};
         const Config c = tier_config(two, optimizer, work);
         const Trace want = train_threads(c, 2, 2 * kSteps);
-        Serving server(disk ? dir.path() : "");
+        Serving server(disk ? dir.path() : "", work == DType::BF16);
         const Trace first = train_threads(served(c, server), 2, kSteps);
         server.stop();
         server.start();

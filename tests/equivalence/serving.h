@@ -17,8 +17,8 @@ namespace ds::testing {
 // Serves as long as it lives; leaves nothing behind.
 class Serving {
  public:
-  explicit Serving(std::string path = {}, i64 capacity = 0) {
-    options_ = {.name = "test-" + random_hex64(), .path = std::move(path), .capacity = capacity};
+  explicit Serving(std::string path = {}, bool checksum = false) {
+    options_ = {.name = "test-" + random_hex64(), .path = std::move(path), .checksum = checksum};
     start();
   }
   ~Serving() {
