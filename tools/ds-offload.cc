@@ -124,6 +124,7 @@ int main(int argc, char** argv) {
         serving->add_option("--path", server.path, "keep the states in a file in this directory")->type_name("DIR");
         serving->add_option("--capacity", capacity, "bytes that states may take (default: what is there)")
             ->type_name("SIZE");
+        serving->add_flag("--checksum", server.checksum, "hold what is read of the states to what was written");
         tools::add_number(*serving, "--threads", server.threads, 1, 4096, "of updates (default: the cores)")
             ->type_name("N");
         serving->add_option("--method", server.way.method, "of a disk: io_uring or threads (default io_uring)")

@@ -98,8 +98,8 @@ void resolve_offload(Config& c, Reader& r) {
   if (!nvme) {
     const std::string why = fmt::format("{} is not \"nvme\"", kOptimizer);
     if (o.device == OffloadDevice::None) no_effect(kPath, why);
-    if (o.gradients && o.device != OffloadDevice::Cpu)
-      no_effect(kGradients, fmt::format("{} is neither \"nvme\" nor \"cpu\"", kOptimizer));
+    if (o.gradients && o.device == OffloadDevice::None)
+      no_effect(kGradients, fmt::format("{} is \"none\"", kOptimizer));
   }
   if (o.device == OffloadDevice::None) no_effect(kRatio, fmt::format("{} is \"none\"", kOptimizer));
   if (!o.delayed_update) no_effect(kDelayedStart, fmt::format("{} is false", kDelayed));

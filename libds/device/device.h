@@ -63,6 +63,10 @@ class Device {
   // To host memory, after all that is enqueued on Compute; it is there when the call returns.
   virtual void download(void* to, const void* from, i64 bytes) = 0;
   virtual void synchronize(Queue queue = Queue::Compute) = 0;
+  // Page-locks memory of the host, of whole pages: what is uploaded from it and downloaded to it takes no way in
+  // between. Until unpin(), which comes before the memory goes. Where the system refuses, what it says; else nothing.
+  virtual std::string pin(void* p, i64 bytes) = 0;
+  virtual void unpin(void* p) noexcept = 0;
 
   virtual Event make_event() = 0;
   virtual void destroy(Event event) noexcept = 0;
@@ -84,6 +88,8 @@ class SynchronousDevice : public Device {
  public:
   void* native(Queue) noexcept override { return nullptr; }
   void synchronize(Queue) override {}
+  std::string pin(void*, i64) override { return {}; }
+  void unpin(void*) noexcept override {}
   Event make_event() override { return nullptr; }
   void destroy(Event) noexcept override {}
   void record(Event, Queue) override {}

@@ -9,20 +9,20 @@
 namespace ds::offload {
 namespace {
 
-u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
-
 i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
   return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);
 }
 
 }  // namespace
 
-HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger,
-                       Tag tag)
+u64 chunk_checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
+
+HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host,
+                       MemoryLedger& ledger, Tag tag)
     : layout_(layout),
       on_device_(on_device),
       first_(device_buffer(device, ledger, Tag::Optimizer, layout.begin_of(on_device))),
-      memory_(device_buffer(host, ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
+      memory_(host.take(ledger, tag, layout.bytes() - layout.begin_of(on_device))) {}
 
 i64 FileChunks::resident_bytes(const ChunkLayout& layout, const Options& options) noexcept {
   return layout.begin_of(options.resident);
@@ -33,13 +33,12 @@ i64 FileChunks::window_bytes(const ChunkLayout& layout, const Options& options) 
   return windows == 0 ? 0 : layout.largest_bytes() * windows + ChunkLayout::kPage;
 }
 
-FileChunks::FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options)
+FileChunks::FileChunks(const ChunkLayout& layout, const HostPlace& host, MemoryLedger& ledger, const Options& options)
     : layout_(layout),
       options_(options),
       resident_bytes_(resident_bytes(layout, options)),
-      resident_(
-          device_buffer(host, ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag, resident_bytes_)),
-      memory_(device_buffer(host, ledger, options.tag, window_bytes(layout, options))),
+      resident_(host.take(ledger, options.tag == Tag::Offload ? Tag::Optimizer : options.tag, resident_bytes_)),
+      memory_(host.take(ledger, options.tag, window_bytes(layout, options))),
       windows_(static_cast<size_t>(num_windows(layout, options))),
       written_(layout.chunks().size(), false),
       checksums_(options.checksums && !options.dir.empty() ? layout.chunks().size() : 0) {
@@ -72,9 +71,18 @@ void FileChunks::settle(Window& w) {
   const BlockFile::Ticket ticket = *std::exchange(w.under_way, std::nullopt);
   const bool came = std::exchange(w.coming, false);
   file_->wait(ticket);
-  if (!came && options_.places != nullptr) options_.places->written(w.chunk);
-  if (!came || checksums_.empty() || checksum(memory(w), layout_.chunks()[w.chunk].bytes) == checksums_[w.chunk])
+  if (!came) {
+    if (options_.places != nullptr) options_.places->written(w.chunk);
     return;
+  }
+  const i64 chunk = w.chunk, bytes = layout_.chunks()[chunk].bytes;
+  if (options_.places != nullptr) {
+    w.chunk = -1;  // of a damaged one, nothing is here
+    if (options_.places->has_checksums()) options_.places->check(chunk, memory(w), bytes, *options_.file);
+    w.chunk = chunk;
+    return;
+  }
+  if (checksums_.empty() || chunk_checksum(memory(w), bytes) == checksums_[chunk]) return;
   file_->fail(std::make_exception_ptr(
       Error(Errc::Corrupt,
             fmt::format("{}: offloaded states came back from the file otherwise than they went", options_.dir))));
@@ -116,8 +124,10 @@ void FileChunks::write_changed(i64 but) {
   for (Window& w : windows_) {
     if (!w.changed || w.taken || w.chunk == but) continue;
     const Chunk& c = layout_.chunks()[w.chunk];
-    if (!checksums_.empty()) checksums_[w.chunk] = checksum(memory(w), c.bytes);
+    if (!checksums_.empty()) checksums_[w.chunk] = chunk_checksum(memory(w), c.bytes);
     const i64 at = options_.places != nullptr ? options_.places->next_place(w.chunk) : place(w.chunk);
+    if (options_.places != nullptr && options_.places->has_checksums())
+      options_.places->set_next_checksum(w.chunk, chunk_checksum(memory(w), c.bytes));
     w.under_way = file_->write(memory(w), at, c.bytes);
     w.changed = false;
     written_[w.chunk] = true;

@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
-#include "device/device.h"
 #include "offload/block_file.h"
 #include "offload/chunk_layout.h"
+#include "offload/host_place.h"
 
 namespace ds::offload {
 
@@ -31,7 +31,8 @@ class ChunkMemory {
 class HostChunks final : public ChunkMemory {
  public:
   // tag: of what is in memory of the host.
-  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, Device& host, MemoryLedger& ledger, Tag tag);
+  HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host, MemoryLedger& ledger,
+             Tag tag);
   bool on_device(i64 chunk) const noexcept override { return chunk < on_device_; }
   char* take(i64 chunk, bool) override {
     const i64 at = layout_.chunks()[chunk].at, first = first_.bytes();
@@ -56,7 +57,15 @@ class ChunkPlaces {
   virtual i64 place(i64 chunk) const noexcept = 0;
   virtual i64 next_place(i64 chunk) = 0;
   virtual void written(i64 chunk) noexcept = 0;
+  // Where checksums are kept: of what goes to next_place(); and what has come from place() is held to its own. check()
+  // throws Errc::Corrupt, naming `file`.
+  virtual bool has_checksums() const noexcept { return false; }
+  virtual void set_next_checksum(i64 chunk, u64 sum) noexcept { static_cast<void>(chunk), static_cast<void>(sum); }
+  virtual void check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
+    static_cast<void>(chunk), static_cast<void>(data), static_cast<void>(bytes), static_cast<void>(file);
+  }
 };
+u64 chunk_checksum(const char* data, i64 bytes) noexcept;
 
 // In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
 // is in a window still does not come again, and goes when another is asked for.
@@ -83,7 +92,7 @@ class FileChunks final : public ChunkMemory {
   static i64 file_bytes(const ChunkLayout& layout, const Options& options) noexcept {
     return layout.bytes() - resident_bytes(layout, options);
   }
-  FileChunks(const ChunkLayout& layout, Device& host, MemoryLedger& ledger, const Options& options);
+  FileChunks(const ChunkLayout& layout, const HostPlace& host, MemoryLedger& ledger, const Options& options);
   ~FileChunks() override;
   char* take(i64 chunk, bool change) override;
   void give_back(i64 chunk, bool changed) override;

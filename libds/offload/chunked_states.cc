@@ -22,8 +22,8 @@ ChunkedStates::ChunkedStates(Parts parts, i64 most, const UpdateHost& host, cons
   }
   place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, states * place_bytes_);
   if (host.apart) {
-    gradients_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * 4);
-    params_ = device_buffer(host.device, parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.work));
+    gradients_ = host.place.take(parts_.ledger, Tag::Host, elems * 4);
+    params_ = host.place.take(parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.work));
     factors_.reserve(parts_.layout.of_params().size());
   }
   items_.reserve(chunks_.parts().size());
@@ -91,7 +91,7 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
   const zero::LeaseTo param_access = directs                     ? zero::LeaseTo::Read
                                      : parts_.work == DType::F32 ? zero::LeaseTo::Write
                                                                  : zero::LeaseTo::Fill;
-  Device& device = host_.apart ? parts_.device : host_.device;
+  Device& device = host_.apart ? parts_.device : host_.device();
   size_t next = 0;
   zero::run_pass(
       device.ops(), device.stream(), tile_of(items), spec, verdict.on_device(),
@@ -143,7 +143,7 @@ void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, co
   size_t next = 0;
   i64 at = 0;
   zero::run_pass(
-      host_.device.ops(), host_.device.stream(), tile_of(items), here, &verdict.resolve(),
+      host_.device().ops(), host_.device().stream(), tile_of(items), here, &verdict.resolve(),
       [&](const zero::Piece& piece) {
         const Place gradient = place(parts_.gradients.on_host(piece), gradients_.as<char>().data() + at * 4);
         const Place param = place(parts_.params.on_host(piece), params_.as<char>().data() + at * width);

@@ -17,8 +17,9 @@ using MakeChunks =
 
 // The host as a place to compute: the device itself, where that is it.
 struct UpdateHost {
-  Device& device;
+  HostPlace place;
   bool apart = false;  // from the device that trains
+  Device& device() const noexcept { return place.device(); }
 };
 
 class ChunkedStates final : public zero::StateStore {

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "offload/block_file.h"
+#include "offload/host_place.h"
 #include "zero/state_store.h"
 
 namespace ds::offload {
@@ -28,7 +29,7 @@ class DelayedStates final : public zero::StateStore {
     BusyTime& busy;
   };
   struct Options {
-    Device& host;  // where updates run, and their memory is
+    HostPlace host;  // of what updates work with
     Shared& shared;
     Tag tag = Tag::Offload;
     i64 from = 1;        // the first update that is delayed
@@ -51,8 +52,8 @@ class DelayedStates final : public zero::StateStore {
   // Memory on the host, as large as what the rank holds.
   class Held final : public zero::PieceMemory {
    public:
-    Held(Device& host, MemoryLedger& ledger, Tag tag, i64 elems, DType dtype)
-        : width_(dtype_bytes(dtype)), memory_(device_buffer(host, ledger, tag, elems * width_)) {}
+    Held(const HostPlace& host, MemoryLedger& ledger, Tag tag, i64 elems, DType dtype)
+        : width_(dtype_bytes(dtype)), memory_(host.take(ledger, tag, elems * width_)) {}
     zero::TierLease lease(const zero::Piece& piece, zero::LeaseTo access) const override {
       return {nullptr, on_host(piece), 0, 0, access};
     }

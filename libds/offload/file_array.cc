@@ -13,14 +13,14 @@ constexpr i64 page_up(i64 at) noexcept { return align_up(at, BlockFile::kPage); 
 
 }  // namespace
 
-FileArray::FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options)
-    : device_(device),
+FileArray::FileArray(const HostPlace& host, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options)
+    : host_(host),
       ledger_(ledger),
       options_(options),
       most_(most),
       pages_(static_cast<size_t>(std::min(options.pages, page_up(bytes) / kPage))) {
   slots_.reserve(64);
-  page_memory_ = device_buffer(device, ledger, options.tag, (std::ssize(pages_) + 1) * kPage);
+  page_memory_ = host.take(ledger, options.tag, (std::ssize(pages_) + 1) * kPage);
   page_data_ = reinterpret_cast<char*>(page_up(reinterpret_cast<i64>(page_memory_.data())));
   for (i64 i = 0; i < 1 + options.beside && bytes > 0; ++i) add_slot(room_of(most));
   if (options.dir.empty()) {
@@ -40,7 +40,7 @@ i64 FileArray::room_of(i64 bytes) noexcept {
 
 void FileArray::add_slot(i64 room) {
   Slot& slot = slots_.emplace_back();
-  slot.memory = device_buffer(device_, ledger_, options_.tag, room + kPage);
+  slot.memory = host_.take(ledger_, options_.tag, room + kPage);
   slot.data = reinterpret_cast<char*>(page_up(reinterpret_cast<i64>(slot.memory.data())));
   slot.room = room;
 }

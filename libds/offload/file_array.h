@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "device/device.h"
 #include "offload/block_file.h"
+#include "offload/host_place.h"
 #include "zero/tier_array.h"
 
 namespace ds::offload {
@@ -22,9 +22,9 @@ class FileArray final : public zero::TierArray {
     i64 pages = 1024;        // in memory, of which leases have written a part
     bool read_ahead = true, write_behind = true;
   };
-  // `most`: bytes of a lease. Buffers are taken as leases need them, in memory of the device that the host can use.
+  // `most`: bytes of a lease. Buffers are taken as leases need them, in memory of the host.
   // Once a request has failed, all that is asked fails.
-  FileArray(Device& device, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options);
+  FileArray(const HostPlace& host, MemoryLedger& ledger, i64 bytes, i64 most, const Options& options);
   ~FileArray() override;
   bool in_place() const noexcept override { return false; }
   void expect(i64 begin, i64 bytes) override;
@@ -70,7 +70,7 @@ class FileArray final : public zero::TierArray {
   Page& take_page(i64 number);
   void write_page(Page& page);
 
-  Device& device_;
+  const HostPlace host_;
   MemoryLedger& ledger_;
   const Options options_;
   const i64 most_;

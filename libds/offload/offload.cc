@@ -15,8 +15,6 @@ constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elemen
 Settings settings_of(const Config& config, DeviceKind device) {
   Settings s{.device = device, .params = config.zero.offload_param, .aio = config.aio};
   if (trains(config.use)) s.states = config.zero.offload_optimizer;
-  DS_CHECK(device == DeviceKind::Cpu || s.states.device != OffloadDevice::Server, Errc::Unavailable,
-           "zero_optimization.offload_optimizer.device \"server\" is not supported on GPUs yet; device \"cpu\" has it");
   const auto several = [](const UpdateConfig& u) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
@@ -76,30 +74,38 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
     // One that is added to or read, and one that goes.
     if (nvme && !apart && settings.states.gradients) tiers_.grads = make_array(settings.states.nvme_path, 2);
   }
-  const auto in_memory = [](Device& host, MemoryLedger& ledger, Tag, i64 bytes, i64) {
-    return std::make_unique<HostMemory>(device_buffer(host, ledger, Tag::Host, bytes));
+  const auto in_memory = [](const HostPlace& host, MemoryLedger& ledger, Tag, i64 bytes, i64) {
+    return std::make_unique<HostMemory>(host.take(ledger, Tag::Host, bytes));
   };
   if (settings.params.device == OffloadDevice::Nvme) {
-    tiers_.params = make_array(settings.params.nvme_path, settings.params.buffer_count);
-    if (apart) tiers_.params = beside(std::move(tiers_.params));
+    MakeOnHost in_files = make_array(settings.params.nvme_path, settings.params.buffer_count);
+    tiers_.params = apart ? beside(std::move(in_files), Section::Param) : zero::MakeArray(std::move(in_files));
   } else if (apart && settings.params.device == OffloadDevice::Cpu) {
-    tiers_.params = beside(in_memory);
+    tiers_.params = beside(in_memory, Section::Param);
   }
-  if (apart && settings.states.gradients) tiers_.grads = beside(in_memory);
+  if (apart && settings.states.gradients && !tiers_.grads) tiers_.grads = beside(in_memory, Section::Optimizer);
+}
+
+HostPlace Offload::place(Device& device, Section section) const noexcept {
+  Device& host = host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
+  const bool pinned = section == Section::Optimizer ? settings_.states.pin_memory : settings_.params.pin_memory;
+  if (!pinned || !is_apart() || for_ == For::Prediction) return host;
+  return {host, device,
+          section == Section::Optimizer ? "zero_optimization.offload_optimizer.pin_memory"
+                                        : "zero_optimization.offload_param.pin_memory"};
 }
 
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
-  Device& computes = host(parts.device);
-  return std::make_unique<ChunkedStates>(
-      std::move(parts), settings_.tile, UpdateHost{computes, is_apart()},
-      [this, &computes](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
-        return make_chunks(layout, device, computes, ledger);
-      });
+  const HostPlace host = place(parts.device, Section::Optimizer);
+  return std::make_unique<ChunkedStates>(std::move(parts), settings_.tile, UpdateHost{host, is_apart()},
+                                         [this, host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
+                                           return make_chunks(layout, device, host, ledger);
+                                         });
 }
 
 std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts parts) {
   const auto file = std::make_shared<const BlockFile*>(nullptr);  // the tier's, where it has one
-  DelayedStates::Options options{.host = host(parts.device),
+  DelayedStates::Options options{.host = place(parts.device, Section::Optimizer),
                                  .shared = delayed_shared_,
                                  .tag = host_tag(),
                                  .from = settings_.states.delayed_update_start,
@@ -113,21 +119,37 @@ std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts 
   return made;
 }
 
-zero::MakeArray Offload::beside(zero::MakeArray of_host) {
-  return [this, of_host = std::move(of_host)](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
-    return std::make_unique<HostArray>(device, of_host(host(device), ledger, tag, bytes, most), ledger, bytes, most);
+zero::MakeArray Offload::beside(MakeOnHost of_host, Section section) {
+  return [this, section, of_host = std::move(of_host)](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes,
+                                                       i64 most) {
+    return std::make_unique<HostArray>(device, of_host(place(device, section), ledger, tag, bytes, most), ledger, bytes,
+                                       most);
   };
 }
 
 void Offload::make_served_tiers() {
-  tiers_.grads = [this](Device&, MemoryLedger& ledger, Tag tag, i64 bytes, i64) {
+  const auto in_segment = [this](const HostPlace& host, MemoryLedger& ledger, Tag tag, i64 bytes) {
     gradients_ = link_ ? &link_->new_segment(bytes) : nullptr;
-    return std::make_unique<SegmentArray>(ledger, tag, link_ ? (*gradients_)->data() : nullptr, bytes);
+    return segment_buffer(*gradients_, host, ledger, tag, bytes);
   };
+  if (!is_apart()) {
+    tiers_.grads = [in_segment](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64) {
+      return std::make_unique<zero::DeviceArray>(in_segment(device, ledger, tag, bytes));
+    };
+  } else if (settings_.states.gradients) {
+    tiers_.grads =
+        beside([in_segment](const HostPlace& host, MemoryLedger& ledger, Tag, i64 bytes,
+                            i64) { return std::make_unique<HostMemory>(in_segment(host, ledger, Tag::Host, bytes)); },
+               Section::Optimizer);
+  }
   tiers_.states = [this](zero::StateStore::Parts parts) {
     const std::optional<const Segment*> gradients = std::exchange(gradients_, std::nullopt);
+    const HostPlace host = place(parts.device, Section::Optimizer);
     auto made = std::make_unique<ServedStates>(std::move(parts),
-                                               ServedStates::Options{.most = settings_.tile,
+                                               ServedStates::Options{.host = host,
+                                                                     .most = settings_.tile,
+                                                                     .apart = is_apart(),
+                                                                     .tag = host_tag(),
                                                                      .link = link_.get(),
                                                                      .shares_gradients = gradients.has_value(),
                                                                      .gradients = gradients.value_or(nullptr),
@@ -159,7 +181,7 @@ void Offload::keep(const BlockFile* file, std::vector<const BlockFile*>& files) 
            "aio.method \"io_uring\": the system refuses it: {}; \"threads\" works everywhere", file->refused_ring());
 }
 
-std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Device& device, Device& host,
+std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Device& device, const HostPlace& host,
                                                   MemoryLedger& ledger) {
   const OffloadOptimizerConfig& c = settings_.states;
   // As DeepSpeed's Twin-Flow divides its groups.
@@ -184,19 +206,20 @@ std::unique_ptr<ChunkMemory> Offload::make_chunks(const ChunkLayout& layout, Dev
   return made;
 }
 
-zero::MakeArray Offload::make_array(std::string dir, i64 beside) {
-  return [this, dir = std::move(dir), beside](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
-    FileArray::Options options{.dir = for_ == For::Prediction ? "" : dir,
-                               .io = io(),
-                               .tag = host_tag(),
-                               .beside = beside,
-                               .read_ahead = settings_.states.pipeline_read,
-                               .write_behind = settings_.states.pipeline_write};
-    count_in_file(tag, align_up(bytes, BlockFile::kPage));
-    auto made = std::make_unique<FileArray>(device, ledger, bytes, most, options);
-    keep(made->file(), of_arrays_);
-    return made;
-  };
+Offload::MakeOnHost Offload::make_array(std::string dir, i64 beside) {
+  return
+      [this, dir = std::move(dir), beside](const HostPlace& host, MemoryLedger& ledger, Tag tag, i64 bytes, i64 most) {
+        FileArray::Options options{.dir = for_ == For::Prediction ? "" : dir,
+                                   .io = io(),
+                                   .tag = host_tag(),
+                                   .beside = beside,
+                                   .read_ahead = settings_.states.pipeline_read,
+                                   .write_behind = settings_.states.pipeline_write};
+        count_in_file(tag, align_up(bytes, BlockFile::kPage));
+        auto made = std::make_unique<FileArray>(host, ledger, bytes, most, options);
+        keep(made->file(), of_arrays_);
+        return made;
+      };
 }
 
 namespace {

@@ -71,17 +71,19 @@ class Offload {
   void make_served_tiers();
   std::unique_ptr<zero::StateStore> make_chunked(zero::StateStore::Parts parts);
   std::unique_ptr<zero::StateStore> make_delayed(zero::StateStore::Parts parts);
-  Device& host(Device& device) const noexcept {
-    return host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
-  }
+  // Of what stays with the host beside a device; page-locked where its section asks for it.
+  enum class Section : u8 { Optimizer, Param };
+  HostPlace place(Device& device, Section section) const noexcept;
   bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   // Of what is in memory of the host for being offloaded.
   Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }
   // Arrays beside a GPU, which stay in such ones of the host.
-  zero::MakeArray beside(zero::MakeArray of_host);
-  std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, Device& host,
+  using MakeOnHost = std::function<std::unique_ptr<zero::TierArray>(const HostPlace& host, MemoryLedger& ledger,
+                                                                    Tag tag, i64 bytes, i64 most)>;
+  zero::MakeArray beside(MakeOnHost of_host, Section section);
+  std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, const HostPlace& host,
                                            MemoryLedger& ledger);
-  zero::MakeArray make_array(std::string dir, i64 beside);
+  MakeOnHost make_array(std::string dir, i64 beside);
   void count_in_file(Tag tag, i64 bytes);
   void keep(const BlockFile* file, std::vector<const BlockFile*>& files);
   const BlockFile* any_file() const noexcept;

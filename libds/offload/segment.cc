@@ -80,4 +80,8 @@ void Segment::remove() noexcept {
   if (!path_.empty()) ::unlink(path_.c_str());
 }
 
+Buffer segment_buffer(const Segment* segment, const HostPlace& place, MemoryLedger& ledger, Tag tag, i64 bytes) {
+  return segment == nullptr ? place.take(ledger, tag, bytes) : place.hold(ledger, tag, segment->data(), bytes);
+}
+
 }  // namespace ds::offload

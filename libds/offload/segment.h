@@ -2,12 +2,11 @@
 #pragma once
 // Memory that processes of one user share: a file of a memory file system, mapped as a whole, with a name, so that it
 // outlives who made it. Its maker has it locked (flock) before it has a name, and the system takes the lock back
-// however the maker ends: one that nobody has locked belongs to no living process. And an array of a rank in it.
+// however the maker ends: one that nobody has locked belongs to no living process.
 
 #include <string>
 
-#include "device/device.h"
-#include "zero/tier_array.h"
+#include "offload/host_place.h"
 
 namespace ds::offload {
 
@@ -40,19 +39,7 @@ class Segment {
   int lock_ = -1;  // of who made it
 };
 
-class SegmentArray final : public zero::TierArray {
- public:
-  // data: null in a prediction.
-  SegmentArray(MemoryLedger& ledger, Tag tag, char* data, i64 bytes) : memory_(ledger, tag, data, bytes, [] {}) {}
-  bool in_place() const noexcept override { return true; }
-
- private:
-  void* open(i64 begin, i64, zero::LeaseTo) override {
-    return memory_.data() == nullptr ? nullptr : memory_.as<char>().data() + begin;
-  }
-  void close(void*, i64, i64, zero::LeaseTo) noexcept override {}
-
-  Buffer memory_;
-};
+// Its memory; null, in a prediction: as much of the place's.
+Buffer segment_buffer(const Segment* segment, const HostPlace& place, MemoryLedger& ledger, Tag tag, i64 bytes);
 
 }  // namespace ds::offload

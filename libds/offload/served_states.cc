@@ -15,14 +15,13 @@ ServedStates::ServedStates(Parts parts, const Options& options)
     : StateStore(std::move(parts)),
       chunks_(parts_.held, parts_.layout, options.most, ChunkLayout::Masters::Always),
       options_(options),
-      own_masters_(parts_.work == DType::F32),
-      offset_of_(parts_.layout.of_params().size()) {
+      own_masters_(parts_.work == DType::F32) {
   i64 elems = 0;
   for (const zero::Piece& piece : parts_.held) {
     lease_elems_ = std::max(lease_elems_, std::min(piece.count, kLeaseElems));
-    offset_of_[piece.param] = elems - piece.begin;
-    elems += align_up(piece.count, kLine);
+    elems = std::max(elems, piece.shard_offset + piece.count);
   }
+  elems = align_up(elems, kLine);
   lease_elems_ = align_up(lease_elems_, kStateBlock);
   i64 bytes = 0;
   for (const State s : kStates) {
@@ -36,7 +35,8 @@ ServedStates::ServedStates(Parts parts, const Options& options)
   gradients_at_ = bytes;
   if (!options.shares_gradients) bytes += elems * 4;
   if (options.link != nullptr) segment_ = &options.link->new_segment(bytes);
-  window_ = Buffer(parts_.ledger, Tag::Offload, segment_ == nullptr ? nullptr : segment_->data(), bytes, [] {});
+  window_ = segment_buffer(segment_, options.host, parts_.ledger, options.tag, bytes);
+  if (options.apart) place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, work_at_);
   if (options.link != nullptr) set_ = options.link->add(describe());
 }
 
@@ -54,9 +54,10 @@ ServedSet ServedStates::describe() const {
     p.param = part.piece.param, p.begin = part.piece.begin, p.count = part.piece.count, p.chunk = part.chunk;
     p.work = work_of(part.piece) - window();
     if (options_.gradients != nullptr) {
-      const zero::TierLease lease = parts_.gradients.lease(part.piece, zero::LeaseTo::Read);
-      DS_ASSERT(options_.gradients->contains(lease.data()));
-      p.gradient = static_cast<char*>(lease.data()) - options_.gradients->data();
+      const void* const there = options_.apart ? parts_.gradients.on_host(part.piece)
+                                               : parts_.gradients.lease(part.piece, zero::LeaseTo::Read).data();
+      DS_ASSERT(options_.gradients->contains(there));
+      p.gradient = static_cast<const char*>(there) - options_.gradients->data();
     } else {
       p.gradient = reinterpret_cast<char*>(gradient_of(part.piece)) - window();
     }
@@ -76,18 +77,34 @@ StateSet ServedStates::stored(i64 param, bool but_master) const noexcept {
   return set;
 }
 
-zero::PieceState ServedStates::window_state(i64 param) const noexcept {
+zero::PieceState ServedStates::leased_state(i64 param) const noexcept {
   zero::PieceState st;
   const StateSet has = stored(param, own_masters_);
   for (const State s : kStates) {
     if (!has[s]) continue;
-    char* const at = window() + places_[s];
+    char* const at = places() + places_[s];
     st[s] = at;
     if (s == State::Master) continue;
     st.kept[s].dtype = parts_.layout.dtype(s, param);
     if (is_coded(st.kept[s].dtype)) st.kept[s].scales = reinterpret_cast<float*>(at + lease_elems_ * 4);
   }
   return st;
+}
+
+void ServedStates::for_each_place(const zero::Piece& piece, const StateSet& states,
+                                  FunctionRef<void(i64, i64)> visit) const {
+  for (const State s : kStates) {
+    if (!states[s]) continue;
+    const DType dtype = s == State::Master ? DType::F32 : parts_.layout.dtype(s, piece.param);
+    visit(places_[s], piece.count * dtype_bytes(dtype));
+    if (is_coded(dtype)) visit(places_[s] + lease_elems_ * 4, state_blocks(piece.count) * 4);
+  }
+}
+
+void ServedStates::read(const zero::Piece& piece, const StateSet& states) {
+  options_.link->read(set_, piece.param, piece.begin, piece.count, states);
+  if (!options_.apart) return;
+  for_each_place(piece, states, [&](i64 at, i64 bytes) { parts_.device.upload(places() + at, window() + at, bytes); });
 }
 
 i64 ServedStates::tile_of(zero::Tile tile) {
@@ -135,11 +152,11 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
 // What the server computes is a part of the step.
 void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
   zero::run_pass(
-      parts_.device.ops(), parts_.device.stream(), tile, spec, nullptr,
+      options_.host.device().ops(), options_.host.device().stream(), tile, spec, nullptr,
       [&](const zero::Piece& piece) {
-        zero::PieceState st = window_state(piece.param);
+        zero::PieceState st = leased_state(piece.param);
         st[State::Param] = work_of(piece);
-        st[State::Master] = window() + places_[State::Master];
+        st[State::Master] = places() + places_[State::Master];
         return tensor(piece, st, gradient_of(piece));
       },
       tensors_);
@@ -164,8 +181,12 @@ void ServedStates::bring_params() {
       zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
         const i64 bytes = part.count * dtype_bytes(parts_.work);
         options_.counts->read_bytes += bytes;
-        if (options_.link != nullptr)
+        void* const there = parts_.params.on_host(part);
+        if (there == nullptr) {
           parts_.device.upload(parts_.params.lease(part, zero::LeaseTo::Fill).data(), work_of(part), bytes);
+        } else if (options_.link != nullptr) {
+          std::memcpy(there, work_of(part), static_cast<size_t>(bytes));
+        }
       });
     }
   }
@@ -175,11 +196,10 @@ void ServedStates::bring_params() {
 void ServedStates::for_each_master(zero::Tile tile, Visit visit) {
   for (const zero::TilePiece& p : tile) {
     zero::for_each_part(p.piece, kLeaseElems, [&](const zero::Piece& part) {
-      if (options_.link != nullptr)
-        options_.link->read(set_, part.param, part.begin, part.count, state_set({State::Master}));
+      if (options_.link != nullptr) read(part, state_set({State::Master}));
       zero::TilePiece here = p;
       here.piece = part;
-      visit(here, TensorView::of(window() + places_[State::Master], DType::F32, {part.count}));
+      visit(here, TensorView::of(places() + places_[State::Master], DType::F32, {part.count}));
     });
   }
 }
@@ -187,8 +207,8 @@ void ServedStates::for_each_master(zero::Tile tile, Visit visit) {
 void ServedStates::restore_params() {
   for (const zero::Piece& piece : parts_.held) {
     zero::for_each_part(piece, kLeaseElems, [&](const zero::Piece& part) {
-      options_.link->read(set_, part.param, part.begin, part.count, state_set({State::Master}));
-      const TensorView master = TensorView::of(window() + places_[State::Master], DType::F32, {part.count});
+      read(part, state_set({State::Master}));
+      const TensorView master = TensorView::of(places() + places_[State::Master], DType::F32, {part.count});
       const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
       if (own_masters_) {
         parts_.device.copy(param.data(), master.data, part.count * 4);
@@ -203,18 +223,20 @@ void ServedStates::restore_params() {
 zero::StateLease ServedStates::lease(const zero::Piece& piece, zero::LeaseTo access) {
   DS_ASSERT(piece.count <= kLeaseElems);
   zero::TierLease param = parts_.params.lease(piece, access);
-  zero::PieceState st = window_state(piece.param);
+  zero::PieceState st = leased_state(piece.param);
   st[State::Param] = param.data();
-  if (access != zero::LeaseTo::Fill)
-    options_.link->read(set_, piece.param, piece.begin, piece.count, stored(piece.param, own_masters_));
+  if (access != zero::LeaseTo::Fill) read(piece, stored(piece.param, own_masters_));
   return {this, piece, access, st, std::move(param)};
 }
 
 void ServedStates::end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& st) noexcept {
   if (access == zero::LeaseTo::Read) return;
-  if (own_masters_)
-    std::memcpy(window() + places_[State::Master], st[State::Param], static_cast<size_t>(piece.count * 4));
   try {
+    if (own_masters_) parts_.device.download(window() + places_[State::Master], st[State::Param], piece.count * 4);
+    if (options_.apart) {
+      for_each_place(piece, stored(piece.param, own_masters_),
+                     [&](i64 at, i64 bytes) { parts_.device.download(window() + at, places() + at, bytes); });
+    }
     options_.link->write(set_, piece.param, piece.begin, piece.count, stored(piece.param, false));
   } catch (...) {  // for whoever asks next
     options_.link->fail(std::current_exception());

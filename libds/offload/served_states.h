@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
 // The tier of masters and states that another process owns, a server (libds/serve), which runs the updates: gradients
-// go to it, by memory that both have, and parameters come back. A step is the server's when all ranks have handed over
-// what it needs: from then on it is done, whoever dies. In fp32 the server has masters, too, which outlive parameters.
+// go to it, by memory that both have, and parameters come back. On a GPU gradients and parameters are copied to and
+// from that memory, and leases are copies in memory of the device. A step is the server's when all ranks have handed
+// over what it needs: from then on it is done, whoever dies. In fp32 the server has masters, too, which outlive
+// parameters.
 
 #include <map>
 #include <optional>
@@ -17,7 +19,10 @@ namespace ds::offload {
 class ServedStates final : public zero::StateStore {
  public:
   struct Options {
+    HostPlace host;              // of the memory that both have
     i64 most = 0;                // elements of a chunk
+    bool apart = false;          // that is not the device's
+    Tag tag = Tag::Offload;      // of it
     ServerLink* link = nullptr;  // null: a prediction
     bool shares_gradients = false;
     const Segment* gradients = nullptr;  // where they are, if they are in memory that the server has
@@ -38,15 +43,20 @@ class ServedStates final : public zero::StateStore {
  private:
   void end_lease(const zero::Piece& piece, zero::LeaseTo access, const zero::PieceState& state) noexcept override;
   char* window() const noexcept { return static_cast<char*>(window_.data()); }
-  // In the window.
+  // Of leases, as the device sees them.
+  char* places() const noexcept { return options_.apart ? static_cast<char*>(place_.data()) : window(); }
+  // In the window, where it has the shard arrays of the layout.
   char* work_of(const zero::Piece& piece) const noexcept {
-    return window() + work_at_ + (offset_of_[piece.param] + piece.begin) * dtype_bytes(parts_.work);
+    return window() + work_at_ + piece.shard_offset * dtype_bytes(parts_.work);
   }
   float* gradient_of(const zero::Piece& piece) const noexcept {
-    return reinterpret_cast<float*>(window() + gradients_at_) + offset_of_[piece.param] + piece.begin;
+    return reinterpret_cast<float*>(window() + gradients_at_) + piece.shard_offset;
   }
-  zero::PieceState window_state(i64 param) const noexcept;
+  zero::PieceState leased_state(i64 param) const noexcept;
   StateSet stored(i64 param, bool but_master) const noexcept;
+  // Calls visit(place, bytes) for what a lease of a piece has of these states, and of their blocks' scales.
+  void for_each_place(const zero::Piece& piece, const StateSet& states, FunctionRef<void(i64, i64)> visit) const;
+  void read(const zero::Piece& piece, const StateSet& states);  // to the places
   i64 tile_of(zero::Tile tile);
   void await(FunctionRef<void()> ask);
   void bring_params();
@@ -58,9 +68,9 @@ class ServedStates final : public zero::StateStore {
   bool own_masters_;  // which runs in memory do not have: fp32
   PerState<i64> places_;
   i64 lease_elems_ = 0, work_at_ = 0, gradients_at_ = 0;
-  std::vector<i64> offset_of_;  // by parameter: elements before its piece here, less the piece's begin
   const Segment* segment_ = nullptr;
   Buffer window_;
+  Buffer place_;  // of leases, beside a window that is apart
   i64 set_ = 0;
   std::map<const zero::TilePiece*, i64> tiles_;
   std::vector<zero::Tile> changed_;    // in this step

@@ -153,6 +153,7 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
       .chunks = chunks,
       .slots = (two_versions ? 2 * chunks : chunks) + beside,
       .slot_bytes = chunk_bytes_.empty() ? 0 : *std::ranges::max_element(chunk_bytes_),
+      .checksums = options.checksums ? 1 : 0,
   };
   const i64 bytes = checked_mul({fresh.slots, fresh.slot_bytes}).value_or(std::numeric_limits<i64>::max() / 2);
   DS_CHECK(options.capacity == 0 || taken + bytes <= options.capacity, Errc::Unavailable,
@@ -165,14 +166,14 @@ Generation::Generation(const std::string& directory, std::vector<RankLayout> ran
   DS_CHECK(::mkdir(dir.c_str(), 0700) == 0, Errc::Io, "cannot make {}: {}", dir, system_reason(errno));
   try {
     write_sealed(file("layout"), layout_text(ranks_));
-    const std::string states =
+    states_ =
         options.path.empty() ? file("slots") : fmt::format("{}/ds-offload.{}.{}", options.path, options.name, id_);
     std::error_code error;
-    fs::create_symlink(states, file("states"), error);
+    fs::create_symlink(states_, file("states"), error);
     DS_CHECK(!error, Errc::Io, "cannot make {}: {}", file("states"), error.message());
-    slots_ = std::make_unique<Slots>(offload::Segment::create(file("table"), Slots::table_bytes(chunks)), fresh);
-    if (options.path.empty()) (void)offload::Segment::create(states, bytes);
-    open_memory(states, true);
+    slots_ = std::make_unique<Slots>(offload::Segment::create(file("table"), Slots::table_bytes(fresh)), fresh);
+    if (options.path.empty()) (void)offload::Segment::create(states_, bytes);
+    open_memory(true);
   } catch (...) {
     remove();
     throw;
@@ -194,14 +195,14 @@ Generation::Generation(const std::string& directory, const std::string& id, cons
   for (i64 c = 0; c < header().chunks && header().published != 0; ++c)
     DS_CHECK(slots_->is_there(c), Errc::Corrupt, "{}: chunk {} is nowhere", file("table"), c);
   std::error_code error;
-  const std::string states = fs::read_symlink(file("states"), error);
+  states_ = fs::read_symlink(file("states"), error);
   DS_CHECK(!error, Errc::Corrupt, "{}: {}", file("states"), error.message());
-  open_memory(states, false);
+  open_memory(false);
 }
 
-void Generation::open_memory(const std::string& states, bool is_new) {
-  if (states == file("slots")) {
-    segment_ = offload::Segment::open(states, bytes());
+void Generation::open_memory(bool is_new) {
+  if (states_ == file("slots")) {
+    segment_ = offload::Segment::open(states_, bytes());
     memory_ = std::make_unique<SlotMemory>(*slots_, segment_, chunk_bytes_, options_.pool);
     return;
   }
@@ -209,18 +210,18 @@ void Generation::open_memory(const std::string& states, bool is_new) {
   layout_ = std::make_unique<offload::ChunkLayout>(chunk_bytes_);
   auto chunks =
       std::make_unique<offload::FileChunks>(*layout_, *host_, ledger_,
-                                            offload::FileChunks::Options{.dir = parent_directory(states),
+                                            offload::FileChunks::Options{.dir = parent_directory(states_),
                                                                          .io = options_.io,
                                                                          .windows = std::max<i64>(options_.windows, 1),
-                                                                         .file = &states,
+                                                                         .file = &states_,
                                                                          .file_is_new = is_new,
                                                                          .places = slots_.get(),
                                                                          .file_bytes = bytes()});
   file_ = chunks.get();
   memory_ = std::move(chunks);
   if (!options_.serves || bytes() == 0) return;
-  locked_ = File::open_write(states);
-  DS_CHECK(::flock(locked_->descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "another server has {}", states);
+  locked_ = File::open_write(states_);
+  DS_CHECK(::flock(locked_->descriptor(), LOCK_EX | LOCK_NB) == 0, Errc::Unavailable, "another server has {}", states_);
 }
 
 Generation::~Generation() = default;

@@ -82,6 +82,7 @@ class Generation {
     offload::IoOptions io{};
     ThreadPool* pool = nullptr;  // that copies in memory; outlives it
     bool serves = false;         // has a file on a disk for itself
+    bool checksums = false;      // of a new one's chunks
   };
   // A new one, in the server's directory; `taken`: bytes of the capacity that another has. Throws Errc::Unavailable:
   // there is no room for it.
@@ -115,10 +116,11 @@ class Generation {
 
  private:
   void number_chunks();
-  void open_memory(const std::string& states, bool is_new);
+  void open_memory(bool is_new);
 
   const std::string directory_, id_;
   const Options options_;
+  std::string states_;  // the file of slots
   std::vector<RankLayout> ranks_;
   std::vector<i64> chunk_bytes_;
   std::vector<std::vector<i64>> first_;

@@ -52,6 +52,7 @@ Generation::Options file_options(const offload::ServeOptions& o, Device& device)
   files.io.io_uring = o.way.method != "threads";
   files.pool = device.stream().pool;
   files.serves = true;
+  files.checksums = o.checksum;
   return files;
 }
 
@@ -78,6 +79,11 @@ Server::Server(const offload::ServeOptions& options, Event event)
              "the server '{}' has its states {}; serve it there, or remove it first: ds-offload rm {}", place_.name,
              at.empty() ? "in memory (--shm)" : "in " + at, place_.name);
     current_ = std::make_unique<Generation>(place_.directory, id, files_);
+    const bool has_checksums = current_->header().checksums != 0;
+    DS_CHECK(
+        has_checksums == files_.checksums, Errc::Config,
+        "the server '{}' has its states {} checksums; serve it {} --checksum, or remove it first: ds-offload rm {}",
+        place_.name, has_checksums ? "with" : "without", has_checksums ? "with" : "without", place_.name);
     recover(*current_, *device_);
   }
   if (!files_.path.empty()) remove_orphans(files_.path, place_.name, id);

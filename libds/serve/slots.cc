@@ -20,11 +20,14 @@ Slots::Slots(offload::Segment table, const TableHeader& fresh) : table_(std::mov
     DS_CHECK(good, Errc::Corrupt, "{}: {}", table_.path(), what);
   };
   need(std::ranges::equal(h.magic, known.magic), "not a table of a server of states");
-  DS_CHECK(h.version == known.version, Errc::Unavailable, "{}: version {}, and version {} is known here", table_.path(),
-           h.version, known.version);
-  need(h.chunks >= 0 && h.chunks <= table_.bytes() && table_bytes(h.chunks) == table_.bytes(), "of another size");
-  need(h.slots >= h.chunks && h.slots < i64{kNoSlot} && h.slot_bytes >= 0 && checked_mul({h.slots, h.slot_bytes}),
+  DS_CHECK(h.version == known.version, Errc::Unavailable,
+           "{}: version {}, and version {} is known here: dump it with the ds-offload that made it, or remove it "
+           "(ds-offload rm)",
+           table_.path(), h.version, known.version);
+  need(h.chunks >= 0 && h.slots >= h.chunks && h.slots < i64{kNoSlot} && h.slot_bytes >= 0 &&
+           checked_mul({h.slots, h.slot_bytes}),
        "impossible slots");
+  need((h.checksums == 0 || h.checksums == 1) && table_bytes(h) == table_.bytes(), "of another size");
   ahead_.assign(static_cast<size_t>(h.chunks), kNoSlot);
   next_ = ahead_;
   std::vector<bool> used(static_cast<size_t>(h.slots), false);
@@ -86,6 +89,16 @@ void Slots::written(i64 chunk) noexcept {
   if (const u32 before = std::exchange(ahead_[chunk], slot); before != kNoSlot) free_.push_back(before);
 }
 
+void Slots::set_next_checksum(i64 chunk, u64 sum) noexcept {
+  this->sum(next_[chunk] != kNoSlot ? next_[chunk] : ahead_[chunk]) = sum;
+}
+
+void Slots::check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
+  if (!has_checksums() || !is_there(chunk)) return;
+  DS_CHECK(offload::chunk_checksum(data, bytes) == sum(slot(chunk)), Errc::Corrupt,
+           "{}: chunk {}, in slot {}, is not as it was written: damaged", file, chunk, slot(chunk));
+}
+
 SlotMemory::SlotMemory(Slots& slots, const offload::Segment& memory, const std::vector<i64>& chunk_bytes,
                        ThreadPool* pool)
     : slots_(slots),
@@ -97,7 +110,10 @@ SlotMemory::SlotMemory(Slots& slots, const offload::Segment& memory, const std::
 char* SlotMemory::take(i64 chunk, bool change) {
   const bool is_there = slots_.is_there(chunk);
   char* const now = is_there ? memory_.data() + slots_.place(chunk) : zeros_.data();
+  if (change || chunk != checked_) slots_.check(chunk, now, bytes_[chunk], memory_.path());
+  checked_ = chunk;
   moved_ = change && !slots_.is_ahead(chunk);
+  taken_ = now;
   if (!moved_) return now;
   char* const next = memory_.data() + slots_.next_place(chunk);
   constexpr i64 kPart = 256 << 10;  // bytes
@@ -111,11 +127,13 @@ char* SlotMemory::take(i64 chunk, bool change) {
   } else {
     for (i64 part = 0; part < div_ceil(bytes, kPart); ++part) copy(part, 0);
   }
-  return next;
+  return taken_ = next;
 }
 
 void SlotMemory::give_back(i64 chunk, bool changed) {
   DS_ASSERT(changed || !moved_);
+  if (changed && slots_.has_checksums())
+    slots_.set_next_checksum(chunk, offload::chunk_checksum(taken_, bytes_[chunk]));
   if (std::exchange(moved_, false)) slots_.written(chunk);
 }
 

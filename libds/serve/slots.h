@@ -15,21 +15,24 @@
 namespace ds::serve {
 
 inline constexpr u32 kNoSlot = 0xFFFFFFFF;
+inline constexpr u32 kTableVersion = 2;
 
-// The begin of the table's file; the entries follow.
+// The begin of the table's file; the entries of chunks follow, and, where they are kept, the checksums of slots.
 struct TableHeader {
   char magic[8] = {'d', 's', 's', 'e', 'r', 'v', 'e', '1'};
-  u32 version = offload::kServedVersion;
+  u32 version = kTableVersion;
   u32 two_versions = 0;  // of states, so that a step of several passes is whole or not at all
   i64 chunks = 0, slots = 0, slot_bytes = 0;
   i64 published = 0;  // the states are those of the record
   offload::ServedRecord record = {};
+  i64 checksums = 0;  // are kept: 1
 };
 
 class Slots final : public offload::ChunkPlaces {
  public:
-  static i64 table_bytes(i64 chunks) noexcept {
-    return static_cast<i64>(sizeof(TableHeader)) + chunks * static_cast<i64>(sizeof(u64));
+  static i64 table_bytes(const TableHeader& h) noexcept {
+    return static_cast<i64>(sizeof(TableHeader)) +
+           (h.chunks + (h.checksums != 0 ? h.slots : 0)) * static_cast<i64>(sizeof(u64));
   }
   // A table that is new has zeros for its entries. Throws Errc::Corrupt: one that names what cannot be.
   Slots(offload::Segment table, const TableHeader& fresh);
@@ -58,8 +61,15 @@ class Slots final : public offload::ChunkPlaces {
   i64 place(i64 chunk) const noexcept override { return i64{slot(chunk)} * header().slot_bytes; }
   i64 next_place(i64 chunk) override;
   void written(i64 chunk) noexcept override;
+  // A slot has its checksum before the table names it, so that who names a slot names both.
+  bool has_checksums() const noexcept override { return header().checksums != 0; }
+  void set_next_checksum(i64 chunk, u64 sum) noexcept override;
+  void check(i64 chunk, const char* data, i64 bytes, const std::string& file) const override;
 
  private:
+  u64& sum(u32 slot) const noexcept {
+    return reinterpret_cast<u64*>(table_.data() + sizeof(TableHeader))[header().chunks + i64{slot}];
+  }
   // The step in the upper half, the slot and one more in the lower one; 0: the chunk is zeros.
   std::atomic<u64>& entry(i64 chunk) const noexcept {
     return reinterpret_cast<std::atomic<u64>*>(table_.data() + sizeof(TableHeader))[chunk];
@@ -89,7 +99,9 @@ class SlotMemory final : public offload::ChunkMemory {
   const std::vector<i64>& bytes_;
   ThreadPool* pool_;
   std::vector<char> zeros_;
+  char* taken_ = nullptr;
   bool moved_ = false;  // what is taken
+  i64 checked_ = -1;    // the last chunk that was: parts of it are read one after the other
 };
 
 }  // namespace ds::serve

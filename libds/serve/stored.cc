@@ -382,9 +382,19 @@ std::vector<std::string> verify_server(const std::string& name) {
   for (size_t r = 0; r < g.ranks().size(); ++r) {
     const serve::RankLayout& rank = g.ranks()[r];
     for (size_t s = 0; s < rank.sets.size(); ++s) {
+      i64 damaged = -1;  // parts of a chunk follow each other
       for (const ServedPart& p : rank.sets[s].parts) {
         const i64 chunk = g.chunk(static_cast<i64>(r), static_cast<i64>(s), p.chunk);
-        const char* const bytes = g.memory().take(chunk, false);
+        if (chunk == damaged) continue;
+        const char* bytes = nullptr;
+        try {
+          bytes = g.memory().take(chunk, false);
+        } catch (const Error& e) {
+          if (e.code() != Errc::Corrupt) throw;
+          problems.push_back(fmt::format("rank {}: {}", r, e.what()));
+          damaged = chunk;
+          continue;
+        }
         for (const State state : kStates) {
           if (p.dtypes[state] < 0) continue;
           const auto dtype = static_cast<DType>(p.dtypes[state]);

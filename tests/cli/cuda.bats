@@ -97,6 +97,19 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
   [[ $stderr == *"tuned:"*"is no line of GPU, library, product and algorithm"* && ! -e d ]]
 }
 
+@test "memory of the host that the system does not lock is said, with the key; what it locks changes no loss" {
+  need_sim
+  on_sim ds-train cfg.json --out plain --quiet --set device=cuda
+  for section in offload_optimizer offload_param; do
+    pinned=(--set device=cuda --set zero_optimization.stage=3
+      --set "zero_optimization.$section={\"device\": \"cpu\", \"pin_memory\": true}")
+    DS_SIM_LOCKED_BYTES=8192 run -4 --separate-stderr on_sim ds-train cfg.json --out run "${pinned[@]}"
+    [[ $stderr == *"zero_optimization.$section.pin_memory: the system does not lock "*"set the key to false"* ]] || fail "$stderr"
+    run -0 --separate-stderr on_sim ds-train cfg.json --out "$section" --quiet "${pinned[@]}"
+    diff <(losses plain) <(losses "$section")
+  done
+}
+
 @test "what is wrong with a device is said before anything is written" {
   need_sim
   DS_SIM_DEVICES=0 run -4 --separate-stderr on_sim ds-train cfg.json --out run --set device=cuda

@@ -77,7 +77,7 @@ train() { # ranks argument...
   sed -i 's/"steps": 12/"steps": 3000, "save": {"every": 500, "keep": 2}/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out whole --quiet
   local where
-  for where in --shm "--path disk"; do
+  for where in "--shm --checksum" "--path disk --checksum"; do
     rm -rf away
     # shellcheck disable=SC2086
     serve $where
@@ -102,6 +102,56 @@ train() { # ranks argument...
     wait "$server" || true
     assert [ ! -e "$(place)" ]
     assert_equal "$(ls -A disk)" ""
+  done
+}
+
+@test "beside a GPU (the simulator): killed and gone on with, a run has the losses of one that was not" {
+  sim=$DS_BIN/../lib/libds_cuda_sim.so
+  [[ -e $sim ]] || skip "this build has no CUDA"
+  export DS_CUDA_PLUGIN=$sim
+  sed -i 's/"steps": 12/"device": "cuda", "steps": 60/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet
+  merged whole whole.safetensors
+  ds-launch -n 2 ds-train cfg.json --out begun --quiet --steps 30
+  local stage gradients
+  for stage in 2 3; do
+    gradients=$([[ $stage == 3 ]] && echo true || echo false)
+    rm -rf away
+    serve --shm
+    local -a more=(--set zero_optimization.stage=$stage --set zero_optimization.offload_optimizer.gradients="$gradients")
+    [[ $stage == 2 ]] || more+=(--set 'zero_optimization.offload_param={"device": "cpu", "pin_memory": true}'
+      --set zero_optimization.offload_optimizer.pin_memory=true)
+    for victim in ranks server both; do
+      local before
+      before=$(losses away 2>/dev/null | wc -l)
+      train 2 "${more[@]}" &
+      local job=$!
+      until_true 60 steps_at_least away $((before + 4))
+      [[ $victim == server ]] || ranks_here | xargs -r kill -9
+      if [[ $victim != ranks ]]; then
+        kill -9 "$server"
+        wait "$server" || true
+      fi
+      wait $job || true
+      is_served || serve --shm
+    done
+    train 2 "${more[@]}"
+    assert_equal "$(losses away)" "$(losses whole)"
+    merged away away.safetensors
+    cmp whole.safetensors away.safetensors
+    # A checkpoint of a run without a server, and one of it.
+    rm -rf half
+    cp -r begun half
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --resume half/step-00000030 "${served[@]}" "${more[@]}"
+    assert_equal "$(losses half)" "$(losses whole)"
+    merged half half.safetensors
+    cmp whole.safetensors half.safetensors
+    # The state is the server's, whatever the device: a CPU has it as well.
+    rm -r away/step-* away/latest
+    train 1 --set device=cpu --set steps=62 --steps 62
+    run -0 ds-offload verify "$name"
+    ds-offload rm "$name"
+    wait "$server" || true
   done
 }
 
@@ -197,6 +247,76 @@ train() { # ranks argument...
   ds-train cfg.json --out away4 --resume latest --quiet --steps 14 --set steps=14
   run -3 --separate-stderr ds-train cfg.json --out away4 --resume latest --quiet "${served[@]}" --set steps=14
   [[ $stderr == *"is newer than the state that server '$name' has"* ]]
+}
+
+@test "a byte of the states that is not as it was written is said by who reads it, with --checksum" {
+  ds-train cfg.json --out memory --quiet
+  local where
+  for where in --shm "--path disk"; do
+    for optimizer in AdamW Lamb; do
+      rm -rf away
+      # shellcheck disable=SC2086
+      serve $where --checksum
+      train 2 --set optimizer.type=$optimizer --steps 6
+      run -0 ds-offload verify "$name"
+      kill -9 "$server"
+      wait "$server" || true
+      # Without it, what has checksums is not served, nor the other way round.
+      # shellcheck disable=SC2086
+      run -2 --separate-stderr ds-offload serve "$name" $where
+      [[ $stderr == *"has its states with checksums; serve it with --checksum"* ]] || fail "$stderr"
+      # A byte of each chunk's slot, of whichever is named.
+      file=$(readlink -f "$(echo "$(place)"/*/states)")
+      cp "$file" kept
+      python3 - "$file" "$(echo "$(place)"/*/table)" <<'PYTHON'
+import struct, sys
+with open(sys.argv[2], "rb") as f:
+    table = f.read()
+chunks, slots, slot_bytes = struct.unpack_from("qqq", table, 16)
+header = len(table) - 8 * (chunks + slots)
+entry = struct.unpack_from("Q", table, header)[0]
+at = ((entry & 0xffffffff) - 1) * slot_bytes + 100
+with open(sys.argv[1], "r+b") as f:
+    f.seek(at)
+    byte = f.read(1)[0]
+    f.seek(at)
+    f.write(bytes([byte ^ 1]))
+PYTHON
+      run -3 --separate-stderr ds-offload verify "$name"
+      [[ $stderr == *"server '$name': rank 0: $file: chunk 0, in slot "*"is not as it was written: damaged"* ]] || fail "$stderr"
+      assert_equal "$(grep -c . <<<"$stderr")" 1
+      run -3 --separate-stderr ds-offload dump "$name" dumped
+      [[ $stderr == *"$file: chunk 0, in slot "* ]] || fail "$stderr"
+      # shellcheck disable=SC2086
+      serve $where --checksum
+      for ranks in 2 1; do # at the same layout, and at another
+        run -3 --separate-stderr train $ranks --set optimizer.type=$optimizer
+        [[ $stderr == *"the server '$name': "*"$file: chunk 0, in slot "*": damaged"* ]] || fail "$stderr"
+      done
+      is_served
+      kill "$server"
+      wait "$server"
+      cat kept >"$file"
+      # shellcheck disable=SC2086
+      serve $where --checksum
+      train 2 --set optimizer.type=$optimizer
+      [[ $optimizer == Lamb ]] || assert_equal "$(losses away)" "$(losses memory)"
+      ds-offload rm "$name"
+      wait "$server"
+    done
+  done
+}
+
+@test "a table of another version is refused, and can be removed" {
+  serve --shm
+  train 1 --steps 3
+  kill -9 "$server"
+  wait "$server" || true
+  printf '\x01' | dd of="$(echo "$(place)"/*/table)" bs=1 seek=8 conv=notrunc status=none
+  run -4 --separate-stderr ds-offload serve "$name" --shm
+  [[ $stderr == *"table: version 1, and version 2 is known here: dump it with the ds-offload that made it"* ]]
+  ds-offload rm "$name"
+  assert [ ! -e "$(place)" ]
 }
 
 @test "what is not the user's own is refused" {

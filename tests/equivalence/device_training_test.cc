@@ -3,7 +3,13 @@
 // share the device, stages of a pipeline, activation checkpointing, graphs, skipped steps and checkpoints' state give
 // the same bits; tensor and sequence parallelism and the CPU the same losses but for rounding.
 
+#include <dlfcn.h>
+#include <gmock/gmock.h>
+
+#include <cstdlib>
+
 #include "equivalence/layouts.h"
+#include "equivalence/serving.h"
 #include "parity/device_ops.h"
 #include "report/planned.h"
 #include "temp_directory.h"
@@ -24,7 +30,7 @@ Config config_of(const ModelConfig& model, DType work, int ranks, i64 accumulati
 constexpr i64 kSteps = 4;
 
 // Every rank has a device of its own, which are one GPU; they talk through host memory.
-Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
+Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps = kSteps) {
   auto worlds = make_thread_communicators(ranks, {.timeout_s = 120});
   std::vector<Trace> traces(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
@@ -39,7 +45,7 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}) {
         if (!device->is_host()) over_device = over_one_gpu;
         Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
                   over_device);
-        traces[at] = train_on(*device, mesh, config, kSteps, hooks);
+        traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
         if (!error) error = std::current_exception();
@@ -174,6 +180,184 @@ TEST_P(DeviceTraining, TilesGiveTheSameBits) {
     EXPECT_EQ(tiles.counted[static_cast<size_t>(tag)], tiles.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
   EXPECT_FALSE(same_bits(tiles.weights, whole.weights));
   if (GetParam() == DType::F32) expect_close(tiles, whole, "whole");
+}
+
+// A server updates as the device does, wherever gradients and parameters stay, and a run goes on with what it has.
+TEST_P(DeviceTraining, ServersChangeNoBit) {
+  if (test_device() == nullptr) GTEST_SKIP() << "served_test has those of the CPU";
+  const TempDirectory dir;
+  const auto expect_same = [&](const Config& c, int ranks, const Trace& want, bool gradients = false,
+                               OffloadDevice params = OffloadDevice::None) {
+    const std::string what = fmt::format("{} stage {} ranks {}{}{}", static_cast<int>(c.optimizer.type), c.zero.stage,
+                                         ranks, gradients ? " gradients" : "",
+                                         params == OffloadDevice::None  ? ""
+                                         : params == OffloadDevice::Cpu ? " parameters"
+                                                                        : " parameters in files");
+    Serving server;
+    Config o = served(c, server);
+    o.zero.offload_optimizer.gradients = gradients;
+    o.zero.offload_param = {.device = params, .nvme_path = dir.path()};
+    for (const bool second : {false, true}) {
+      const i64 first = second ? kSteps / 2 : 0;
+      Hooks hooks;
+      if (second) {
+        hooks.start = [](engine::Engine& engine) {
+          ASSERT_EQ(engine.server()->found().has, offload::ServerLink::Has::Same);
+          engine.go_on_from(engine.server()->found().record);
+        };
+      }
+      hooks.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); };
+      hooks.after_step = [&](engine::Engine& engine, i64 step) {
+        const report::RunPlan& plan = engine.plan();
+        EXPECT_EQ(engine.ledger().peak(Tag::Host) + plan.state_bytes, plan.memory[static_cast<size_t>(Tag::Host)])
+            << what;
+        if (want.skipped[step] || step == first) return;  // what was in buffers is not what it is in the steps behind
+        const offload::FileCounts moved = engine.offload().of_step();
+        EXPECT_EQ(moved.read_bytes, plan.state_files.read_bytes + plan.array_files.read_bytes) << what;
+        EXPECT_EQ(moved.written_bytes, plan.state_files.written_bytes + plan.array_files.written_bytes) << what;
+      };
+      const Trace got = train(o, ranks, hooks, kSteps / 2);
+      const auto half = [&](auto&& all) { return std::vector(all.begin() + first, all.begin() + first + kSteps / 2); };
+      EXPECT_EQ(got.losses, half(want.losses)) << what;
+      EXPECT_TRUE(same_bits(got.norms, half(want.norms))) << what;
+      EXPECT_EQ(got.scales, half(want.scales)) << what;
+      EXPECT_EQ(got.skipped, half(want.skipped)) << what;
+      if (second) {
+        EXPECT_EQ(got.eval_loss, want.eval_loss) << what;
+        EXPECT_EQ(got.weights, want.weights) << what;
+        EXPECT_EQ(got.states, want.states) << what;
+      }
+      for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Offload})
+        EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)])
+            << what << " " << tag_name(tag);
+      for (const Tag tag : {Tag::Master, Tag::Optimizer}) EXPECT_EQ(got.counted[static_cast<size_t>(tag)], 0) << what;
+      if (gradients) {
+        EXPECT_EQ(got.counted[static_cast<size_t>(Tag::GradAccum)], 0) << what;
+      }
+    }
+  };
+  for (const OptimizerType type :
+       {OptimizerType::AdamW, OptimizerType::Sgd, OptimizerType::Lamb, OptimizerType::Muon, OptimizerType::AdamW8bit}) {
+    const bool all = type == OptimizerType::AdamW || type == OptimizerType::Lamb;
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, all ? 3 : 2);
+    c.optimizer.type = type;
+    c.optimizer.momentum = 0.9;
+    c.optimizer.muon_lr = c.optimizer.adam_lr = c.optimizer.lr;
+    c.gradient_clipping = 0.5;
+    if (type == OptimizerType::AdamW) {  // in fp16 the first steps are skipped
+      c.fp16.initial_scale_power = 19;
+      c.fp16.hysteresis = 1;
+    }
+    const Trace want = train(c, 2);
+    EXPECT_EQ(want.skipped.front(), GetParam() == DType::F16 && type == OptimizerType::AdamW);
+    EXPECT_FALSE(want.skipped.back());
+    expect_same(c, 2, want);
+    if (type != OptimizerType::Muon) expect_same(c, 2, want, true);
+    if (all) expect_same(c, 2, want, true, OffloadDevice::Cpu);
+    if (type != OptimizerType::AdamW) continue;
+    expect_same(c, 2, want, false, OffloadDevice::Nvme);
+    for (const auto& [ranks, stage] : {std::pair(1, 1), {4, 3}}) {
+      Config o = config_of(tiny_gpt2(), GetParam(), ranks, 4 / ranks, stage);
+      expect_same(o, ranks, train(o, ranks), ranks == 4);
+    }
+  }
+}
+
+// What the simulator counts of page-locked memory; nothing on a GPU.
+size_t simulated(const char* count) {
+  void* const plugin = ::dlopen(std::getenv("DS_CUDA_PLUGIN"), RTLD_NOW | RTLD_NOLOAD);
+  auto* const read = plugin == nullptr ? nullptr : reinterpret_cast<size_t (*)()>(::dlsym(plugin, count));
+  if (plugin != nullptr) ::dlclose(plugin);
+  return read == nullptr ? 0 : read();
+}
+bool is_simulated() {
+  return test_device() != nullptr && std::getenv("DS_CUDA_PLUGIN") != nullptr &&
+         test_device()->name() == std::string_view("simulated device");
+}
+
+// The same bits and the memory that is predicted, with copies straight from and to memory that is locked as long as it
+// is there.
+TEST_P(DeviceTraining, PinnedMemoryChangesNoBit) {
+  if (!is_simulated()) GTEST_SKIP() << "the simulator counts what is locked";
+  const TempDirectory dir;
+  Serving server;
+  Config plain = config_of(tiny_gpt2(), GetParam(), 2, 1, 3);
+  plain.gradient_clipping = 0.5;
+  plain.zero.sub_group_size = 2 * kStateBlock;
+  Config memory = plain, file = plain, at_server = served(plain, server), late = plain;
+  memory.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .ratio = 0.4, .gradients = true};
+  memory.zero.offload_param = {.device = OffloadDevice::Cpu};
+  file.zero.offload_optimizer = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+  file.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+  at_server.zero.offload_optimizer.gradients = true;
+  late.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .delayed_update = true, .delayed_update_start = 2};
+  const Trace want = train(plain, 2), want_late = train(late, 2);
+  for (Config* c : {&memory, &file, &at_server, &late}) {
+    c->zero.offload_optimizer.pin_memory = c->zero.offload_param.pin_memory = true;
+    const std::string what = fmt::format("{}", c == &memory ? "memory"
+                                               : c == &file ? "file"
+                                               : c == &late ? "late"
+                                                            : "server");
+    const size_t before = simulated("ds_sim_copied_registered");
+    const Hooks look = {.after_step = [&](engine::Engine& engine, i64) {
+      EXPECT_GE(simulated("ds_sim_registered"), static_cast<size_t>(engine.ledger().peak(Tag::Host))) << what;
+      EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
+                engine.plan().memory[static_cast<size_t>(Tag::Host)])
+          << what;
+    }};
+    expect_same_training(train(*c, 2, look), c == &late ? want_late : want, what);
+    EXPECT_GT(simulated("ds_sim_copied_registered"), before) << what;
+    EXPECT_EQ(simulated("ds_sim_registered"), 0u) << what;
+  }
+}
+
+TEST(DevicePinnedMemory, WhatTheSystemDoesNotLockIsSaid) {
+  if (!is_simulated()) GTEST_SKIP() << "the simulator has a limit";
+  const TempDirectory dir;
+  ASSERT_EQ(::setenv("DS_SIM_LOCKED_BYTES", "20480", 1), 0);
+  for (const bool params : {false, true}) {
+    Config c = config_of(tiny_gpt2(), DType::BF16, 1, 1, 3);
+    c.zero.offload_optimizer = {.device = OffloadDevice::Cpu, .pin_memory = !params};
+    c.zero.offload_param = {.device = OffloadDevice::Cpu, .pin_memory = params};
+    try {
+      train(c, 1);
+      ADD_FAILURE();
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), Errc::Unavailable) << e.what();
+      EXPECT_THAT(e.what(),
+                  ::testing::HasSubstr(params ? "zero_optimization.offload_param.pin_memory: the system"
+                                              : "zero_optimization.offload_optimizer.pin_memory: the system"));
+    }
+    EXPECT_EQ(simulated("ds_sim_registered"), 0u);
+  }
+  ::unsetenv("DS_SIM_LOCKED_BYTES");
+}
+
+// Of a range that is pinned, copies of any part are direct; of what lies across its end, they are as ever.
+TEST(DevicePinnedMemory, CopiesOfAnyPartArrive) {
+  const auto device = make_test_device(1);
+  constexpr i64 kBytes = i64{3} << 20, kPinned = kBytes / 2 / 4096 * 4096;
+  MemoryLedger ledger;
+  const Buffer there = device_buffer(*device, ledger, Tag::Workspace, kBytes);
+  std::unique_ptr<char, decltype(&std::free)> memory(static_cast<char*>(std::aligned_alloc(4096, kBytes)), &std::free);
+  char* const here = memory.get();
+  for (int again = 0; again < 2; ++again) {
+    ASSERT_EQ(device->pin(here, kPinned), "");
+    if (!device->is_host()) {
+      EXPECT_NE(device->pin(here + 4096, 4096), "") << "twice";
+    }
+    for (const auto& [begin, bytes] : {std::pair<i64, i64>{0, kBytes}, {0, kPinned}, {4097, 100}, {kPinned - 7, 14}}) {
+      for (i64 i = 0; i < kBytes; ++i) here[i] = static_cast<char>(i * 7 + begin + again);
+      device->zero(there.data(), kBytes);
+      device->upload(there.as<char>().data() + begin, here + begin, bytes);
+      std::memset(here + begin, 0, static_cast<size_t>(bytes));  // at once
+      device->download(here + begin, there.as<char>().data() + begin, bytes);
+      i64 wrong = 0;
+      for (i64 i = 0; i < kBytes; ++i) wrong += here[i] != static_cast<char>(i * 7 + begin + again) ? 1 : 0;
+      EXPECT_EQ(wrong, 0) << begin << " " << bytes;
+    }
+    device->unpin(here);
+  }
 }
 
 TEST_P(DeviceTraining, GraphsChangeNoBit) {

@@ -4,14 +4,11 @@
 
 #include <gmock/gmock.h>
 
-#include <atomic>
 #include <filesystem>
 #include <list>
 #include <random>
-#include <thread>
 
-#include "base/file.h"
-#include "ds/offload.h"
+#include "equivalence/serving.h"
 #include "equivalence/tiers.h"
 #include "offload/served.h"
 
@@ -19,52 +16,6 @@ namespace ds::testing {
 namespace served_test {
 
 constexpr i64 kSteps = kTierSteps;
-
-// Serves as long as it lives; leaves nothing behind.
-class Serving {
- public:
-  explicit Serving(std::string path = {}, i64 capacity = 0) {
-    options_ = {.name = "test-" + random_hex64(), .path = std::move(path), .capacity = capacity};
-    start();
-  }
-  ~Serving() {
-    stop();
-    try {
-      offload::remove_server(options_.name);
-    } catch (const Error&) {  // nothing is left
-    }
-  }
-  void stop() {
-    stop_ = true;
-    if (thread_.joinable()) thread_.join();
-  }
-  void start() {
-    stop_ = false;
-    is_there_ = false;
-    thread_ = std::thread([this] {
-      try {
-        offload::serve(
-            options_, [&](const std::string&) { is_there_ = true; }, [this] { return stop_.load(); });
-      } catch (const std::exception& e) {
-        ADD_FAILURE() << e.what();
-        is_there_ = true;
-      }
-    });
-    while (!is_there_) std::this_thread::yield();
-  }
-  const std::string& name() const noexcept { return options_.name; }
-
- private:
-  offload::ServeOptions options_;
-  std::atomic<bool> stop_ = false, is_there_ = false;
-  std::thread thread_;
-};
-
-Config served(Config c, const Serving& server) {
-  c.zero.offload_optimizer = {.device = OffloadDevice::Server, .name = server.name()};
-  c.zero.sub_group_size = 2 * kStateBlock;
-  return c;
-}
 
 class Served : public ::testing::TestWithParam<OptimizerCase> {};
 
@@ -112,7 +63,7 @@ TEST(ServedRuns, OutliveTheirTrainers) {
         const Layout two = {.dp = 2, .stage = 2}, four = {.dp = 4, .stage = 3};
         const Config c = tier_config(two, optimizer, work);
         const Trace want = train_threads(c, 2, 2 * kSteps);
-        Serving server(disk ? dir.path() : "");
+        Serving server(disk ? dir.path() : "", work == DType::BF16);
         const Trace first = train_threads(served(c, server), 2, kSteps);
         server.stop();
         server.start();

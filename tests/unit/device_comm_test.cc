@@ -390,6 +390,8 @@ class SlowDevice final : public Device {
   void upload(void* to, const void* from, i64 bytes) override { cpu_->upload(to, from, bytes); }
   void download(void* to, const void* from, i64 bytes) override { cpu_->download(to, from, bytes); }
   void synchronize(Queue) override {}
+  std::string pin(void*, i64) override { return {}; }
+  void unpin(void*) noexcept override {}
   // Events know their queue, so that only what is on Comm hangs; each is made and destroyed once.
   Event make_event() override {
     ++events;

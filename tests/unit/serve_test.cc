@@ -2,8 +2,10 @@
 // A server that ends in the midst of a step: whatever it has done of it, the next one makes the step whole, or, where
 // it was not decided, forgets it.
 
+#include <fcntl.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <bit>
 #include <filesystem>
@@ -23,11 +25,12 @@ using offload::ServedSet;
 constexpr i64 kPage = 4096, kElems = 64, kChunks = 5, kParts = 2;  // elements of a part; parts of a chunk
 
 // A rank of a parameter for each part, under Adam's states, with gradients; and a server's directory, on a disk or not.
-class Serve : public ::testing::TestWithParam<bool> {
+class Serve : public ::testing::TestWithParam<std::tuple<bool, bool>> {
  protected:
   Serve() : device_(make_cpu_device(probe::cpu_backend(), 1)) {
     options_.name = "test";
-    if (GetParam()) options_.path = disk_.path();
+    if (std::get<0>(GetParam())) options_.path = disk_.path();
+    options_.checksums = std::get<1>(GetParam());
     ServedSet set{.elems = kElems, .chunk_bytes = std::vector<i64>(kChunks, kPage)};
     i64 at = 0;
     for (const State s : kStates) {
@@ -216,10 +219,11 @@ TEST_P(Serve, WhatIsDamagedIsSaid) {
   other[8] = 99;  // the version
   refused("table", other, Errc::Unavailable);
   other = table;
-  std::memcpy(other.data() + other.size() - 8, other.data() + other.size() - 16, 8);  // two chunks in a slot
+  char* const entry = other.data() + sizeof(TableHeader);
+  std::memcpy(entry, entry + 8, 8);  // two chunks in a slot
   refused("table", other, Errc::Corrupt);
   other = table;
-  std::memset(other.data() + other.size() - 8, 0x7f, 8);  // a slot that is none
+  std::memset(other.data() + sizeof(TableHeader), 0x7f, 8);  // a slot that is none
   refused("table", other, Errc::Corrupt);
   // A message of a rank that asks for what is not its.
   Passes passes(*g, ranks_, *device_);
@@ -230,6 +234,48 @@ TEST_P(Serve, WhatIsDamagedIsSaid) {
   EXPECT_THROW(passes.define_tile(0, 0, {{.param = 3, .begin = 1, .count = kElems}}), Error);
   const Passes::Run none{0, run(17)};
   EXPECT_THROW(passes.execute({&none, 1}, Passes::Params::Write), Error);
+}
+
+// Of a chunk that is damaged, nobody gets anything, and others are as before; without checksums nobody knows.
+TEST_P(Serve, AByteThatIsNotAsItWasWrittenIsSaid) {
+  for (const bool two_versions : {false, true}) {
+    std::unique_ptr<Generation> g = fresh(two_versions);
+    const std::string states = std::filesystem::read_symlink(g->file("states"));
+    const i64 at = g->slots().place(2) + 3 * kElems * 4 + 5;  // of the fifth and sixth part
+    g = reopened(std::move(g));
+    {
+      const int fd = ::open(states.c_str(), O_RDWR | O_CLOEXEC);
+      char byte = 0;
+      ASSERT_EQ(::pread(fd, &byte, 1, at), 1);
+      byte = static_cast<char>(byte ^ 4);
+      ASSERT_EQ(::pwrite(fd, &byte, 1, at), 1);
+      ::close(fd);
+    }
+    Passes passes(*g, ranks_, *device_);
+    g->slots().begin_version(8, !two_versions);
+    const Passes::Run all{0, run(passes.define_tile(0, 0, pieces_))};
+    const StateSet master = state_set({State::Master});
+    if (!options_.checksums) {
+      EXPECT_NO_THROW(passes.read(0, {0, 4, 0, kElems, master}));
+      continue;
+    }
+    const auto refused = [&](auto&& body) {
+      try {
+        body();
+        ADD_FAILURE();
+      } catch (const Error& e) {
+        EXPECT_EQ(e.code(), Errc::Corrupt);
+        EXPECT_THAT(e.what(), ::testing::HasSubstr(states + ": chunk 2, in slot "));
+      }
+    };
+    for (int again = 0; again < 2; ++again) {
+      refused([&] { passes.read(0, {0, 4, 0, kElems, master}); });
+      refused([&] { passes.read(0, {0, 5, 0, kElems, master}); });
+      refused([&] { passes.write(0, {0, 4, 0, kElems, master}); });
+      refused([&] { passes.execute({&all, 1}, Passes::Params::Write); });
+      for (const i64 param : {3, 6}) EXPECT_NO_THROW(passes.read(0, {0, param, 0, kElems, master}));
+    }
+  }
 }
 
 TEST_P(Serve, ThereIsRoomOrItIsSaid) {
@@ -247,8 +293,10 @@ TEST_P(Serve, ThereIsRoomOrItIsSaid) {
   EXPECT_TRUE(std::filesystem::is_empty(disk_.path()));
 }
 
-INSTANTIATE_TEST_SUITE_P(Places, Serve, ::testing::Bool(),
-                         [](const auto& test) { return std::string(test.param ? "disk" : "memory"); });
+INSTANTIATE_TEST_SUITE_P(Places, Serve, ::testing::Combine(::testing::Bool(), ::testing::Bool()), [](const auto& test) {
+  return fmt::format("{}{}", std::get<0>(test.param) ? "disk" : "memory",
+                     std::get<1>(test.param) ? "_with_checksums" : "");
+});
 
 }  // namespace serve_test
 }  // namespace ds::serve

@@ -5,9 +5,13 @@
 #include "cuda/sim/fibers.h"
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -32,7 +36,23 @@ SimEvent& event_of(cudaEvent_t e) { return *reinterpret_cast<SimEvent*>(e); }
 
 std::atomic<size_t> used{0};
 constexpr size_t kTotal = size_t{4} << 30;
-constexpr size_t kAlignment = 256;
+constexpr size_t kAlignment = 256, kPage = 4096;
+
+// Memory of the host that is page-locked, by its begin.
+struct Locked {
+  std::mutex mutex;
+  std::map<const char*, size_t> ranges;
+  size_t bytes = 0;
+  std::atomic<size_t> copied{0};  // from and to it
+
+  bool has(const void* p, size_t size) {
+    const std::lock_guard lock(mutex);
+    const auto after = ranges.upper_bound(static_cast<const char*>(p));
+    return after != ranges.begin() &&
+           static_cast<const char*>(p) + size <= std::prev(after)->first + std::prev(after)->second;
+  }
+};
+Locked locked;
 
 }  // namespace
 
@@ -113,7 +133,43 @@ cudaError_t cudaFreeHost(void* p) {
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+// Stricter than CUDA: whole pages, none of them twice; and what was not registered ends the process, for callers of
+// cudaHostUnregister look at no error.
+cudaError_t cudaHostRegister(void* p, size_t bytes, unsigned) {
+  char* const begin = static_cast<char*>(p);
+  if (p == nullptr || bytes == 0 || reinterpret_cast<size_t>(p) % kPage != 0 || bytes % kPage != 0)
+    return failed(cudaErrorInvalidValue);
+  const std::lock_guard lock(locked.mutex);
+  const auto behind = locked.ranges.lower_bound(begin);
+  const bool next = behind != locked.ranges.end() && behind->first < begin + bytes;
+  const bool before = behind != locked.ranges.begin() && std::prev(behind)->first + std::prev(behind)->second > begin;
+  if (next || before) return failed(cudaErrorHostMemoryAlreadyRegistered);
+  const char* limit = std::getenv("DS_SIM_LOCKED_BYTES");
+  if (limit != nullptr && locked.bytes + bytes > std::strtoull(limit, nullptr, 10))
+    return failed(cudaErrorMemoryAllocation);
+  locked.ranges[begin] = bytes;
+  locked.bytes += bytes;
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* p) {
+  const std::lock_guard lock(locked.mutex);
+  const auto it = locked.ranges.find(static_cast<char*>(p));
+  if (it == locked.ranges.end()) {
+    std::fputs("simulator: cudaHostUnregister of memory that is not registered\n", stderr);
+    std::abort();
+  }
+  locked.bytes -= it->second;
+  locked.ranges.erase(it);
+  return cudaSuccess;
+}
+
+// For tests: bytes that went between the device and registered memory, and bytes that are registered.
+__attribute__((visibility("default"))) size_t ds_sim_copied_registered() { return locked.copied; }
+__attribute__((visibility("default"))) size_t ds_sim_registered() { return locked.bytes; }
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
+  if (kind == cudaMemcpyHostToDevice && locked.has(from, bytes)) locked.copied += bytes;
+  if (kind == cudaMemcpyDeviceToHost && locked.has(to, bytes)) locked.copied += bytes;
   enqueue([=] { std::memmove(to, from, bytes); });
   return cudaSuccess;
 }

@@ -5,6 +5,9 @@
 
 #include <array>
 #include <cstring>
+#include <functional>
+#include <iterator>
+#include <map>
 
 #include "cuda/context.h"
 #include "device/cuda_plugin.h"
@@ -43,6 +46,7 @@ class CudaDevice final : public Device {
       call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
       half.free = make_event();
     }
+    copied_ = make_event();
     contexts_.front()->cudnn_attention();  // says at once what is wrong with DS_ATTENTION or with cuDNN
     check();
   }
@@ -55,6 +59,7 @@ class CudaDevice final : public Device {
       if (half.memory != nullptr) cudaFreeHost(half.memory);
       if (half.free != nullptr) destroy(half.free);
     }
+    if (copied_ != nullptr) destroy(copied_);
   }
 
   DeviceKind kind() const noexcept override { return DeviceKind::Cuda; }
@@ -106,8 +111,10 @@ class CudaDevice final : public Device {
     call(cudaMemsetAsync(p, 0, static_cast<size_t>(bytes), cuda_stream(Queue::Compute)), "filling with zeros");
   }
 
+  // Who uploads may use the memory anew at once, so that even a copy from pinned memory is waited for.
   void upload(void* to, const void* from, i64 bytes) override {
     bind();
+    if (is_pinned(from, bytes)) return copy_pinned(to, from, bytes, cudaMemcpyHostToDevice, "an upload");
     for (i64 at = 0; at < bytes; at += kStagingHalf) {
       const i64 n = std::min(kStagingHalf, bytes - at);
       const Half& half = next_half();
@@ -120,6 +127,10 @@ class CudaDevice final : public Device {
   }
   void download(void* to, const void* from, i64 bytes) override {
     bind();
+    if (is_pinned(to, bytes)) {
+      copy_pinned(to, from, bytes, cudaMemcpyDeviceToHost, "a download");
+      return check();
+    }
     // One half arrives while the other is copied away.
     const Half* arriving = nullptr;
     i64 arriving_at = 0, arriving_bytes = 0;
@@ -147,6 +158,22 @@ class CudaDevice final : public Device {
     bind();
     call(cudaStreamSynchronize(cuda_stream(q)), "waiting for the GPU");
     check();
+  }
+
+  std::string pin(void* p, i64 bytes) override {
+    bind();
+    const cudaError_t e = cudaHostRegister(p, static_cast<size_t>(bytes), cudaHostRegisterPortable);
+    if (e != cudaSuccess) {
+      cudaGetLastError();  // it is not sticky, and the caller says it
+      return cudaGetErrorString(e);
+    }
+    pinned_[static_cast<char*>(p)] = bytes;
+    return {};
+  }
+  void unpin(void* p) noexcept override {
+    bind();
+    pinned_.erase(static_cast<char*>(p));
+    cudaHostUnregister(p);
   }
 
   Event make_event() override {
@@ -241,6 +268,19 @@ class CudaDevice final : public Device {
       fail(name_, c->where(), c->error(), c->error_code());
     }
   }
+  bool is_pinned(const void* p, i64 bytes) const noexcept {
+    const char* const at = static_cast<const char*>(p);
+    const auto after = pinned_.upper_bound(at);
+    if (after == pinned_.begin()) return false;
+    const auto& [begin, size] = *std::prev(after);
+    return at + bytes <= begin + size;
+  }
+  void copy_pinned(void* to, const void* from, i64 bytes, cudaMemcpyKind kind, const char* what) {
+    if (bytes == 0) return;
+    call(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, cuda_stream(Queue::Compute)), what);
+    record(copied_, Queue::Compute);
+    call(cudaEventSynchronize(static_cast<cudaEvent_t>(copied_)), what);
+  }
   const Half& next_half() {
     const Half& half = staging_[next_++ % staging_.size()];
     call(cudaEventSynchronize(static_cast<cudaEvent_t>(half.free)), "waiting for a transfer");
@@ -254,6 +294,8 @@ class CudaDevice final : public Device {
   std::array<Stream, 2> streams_;
   std::array<Half, 2> staging_;
   size_t next_ = 0;
+  std::map<const char*, i64, std::less<>> pinned_;  // bytes of what is pinned, by its begin
+  Event copied_ = nullptr;                          // recorded behind the last copy of pinned memory
 };
 
 int count(const char** why, bool* broken) noexcept {

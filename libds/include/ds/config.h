@@ -109,11 +109,13 @@ struct OffloadOptimizerConfig {  // masters and states of optimizers
   // Cpu, Nvme: updates run beside the next step, from update number `start` on.
   bool delayed_update = false;
   i64 delayed_update_start = 40;
+  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
 };
 struct OffloadParamConfig {  // slices of parameters
   OffloadDevice device = OffloadDevice::None;
   std::string nvme_path{};  // a directory; with Nvme
   i64 buffer_count = 5;     // Nvme: slices in memory beside that which is gathered
+  bool pin_memory = false;  // beside a GPU: what stays with the host is page-locked
 };
 
 struct ZeroConfig {

@@ -82,10 +82,11 @@ DS_API UpdateResult measure_updates(const UpdateOptions& options, const std::fun
 // Of one server, which has a name; its states are in memory, or in a file on a disk.
 struct ServeOptions {
   std::string name{};
-  std::string path{};  // directory of the disk; empty: memory (/dev/shm)
-  i64 capacity = 0;    // bytes that states may take; 0: what is there
-  int threads = 0;     // of updates; 0: the cores of this process
-  FileWay way{};       // of a disk
+  std::string path{};     // directory of the disk; empty: memory (/dev/shm)
+  i64 capacity = 0;       // bytes that states may take; 0: what is there
+  int threads = 0;        // of updates; 0: the cores of this process
+  FileWay way{};          // of a disk
+  bool checksum = false;  // chunks of states are held to what was written
 };
 
 // Serves runs whose zero_optimization.offload_optimizer has device "server" and this name, until stop() says so, which

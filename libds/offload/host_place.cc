@@ -1,0 +1,53 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "offload/host_place.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+
+#include "base/check.h"
+#include "base/limits.h"
+#include "ds/units.h"
+
+namespace ds::offload {
+namespace {
+
+constexpr i64 kPageBytes = 4096;
+
+}  // namespace
+
+void HostPlace::pin(void* data, i64 bytes) const {
+  const std::string why = pinned_for_->pin(data, bytes);
+  DS_CHECK(why.empty(), Errc::Unavailable,
+           "{}: the system does not lock {} of its memory for {}: {}; set the key to false, or raise what may be "
+           "locked (ulimit -l, and the memory of the container)",
+           key_, bytes_text(bytes), pinned_for_->name(), why);
+}
+
+// Of whole pages, none of which other memory has a part of.
+Buffer HostPlace::take(MemoryLedger& ledger, Tag tag, i64 bytes) const {
+  if (pinned_for_ == nullptr || bytes == 0) return device_buffer(*host_, ledger, tag, bytes);
+  const auto room = static_cast<size_t>(align_up(bytes, kPageBytes));
+  void* const p = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  DS_CHECK(p != MAP_FAILED, Errc::OutOfMemory, "no memory for {} bytes of {}: {}", bytes, tag_name(tag),
+           system_reason(errno));
+  ::madvise(p, room, MADV_HUGEPAGE);
+  try {
+    pin(p, static_cast<i64>(room));
+  } catch (...) {
+    ::munmap(p, room);
+    throw;
+  }
+  return Buffer(ledger, tag, p, bytes, [device = pinned_for_, p, room] {
+    device->unpin(p);
+    ::munmap(p, room);
+  });
+}
+
+Buffer HostPlace::hold(MemoryLedger& ledger, Tag tag, void* data, i64 bytes) const {
+  if (pinned_for_ == nullptr || bytes == 0) return Buffer(ledger, tag, data, bytes, [] {});
+  pin(data, align_up(bytes, kPageBytes));
+  return Buffer(ledger, tag, data, bytes, [device = pinned_for_, data] { device->unpin(data); });
+}
+
+}  // namespace ds::offload
