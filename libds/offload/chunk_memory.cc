@@ -1,15 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "offload/chunk_memory.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 
 namespace ds::offload {
 namespace {
-
-u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
 
 i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) noexcept {
   return std::min(options.windows, std::ssize(layout.chunks()) - options.resident);

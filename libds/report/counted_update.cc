@@ -39,6 +39,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
                                                      device_, ledger_, offload_.tiers()));
   }
+  inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.
   const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
@@ -119,6 +120,11 @@ void CountedUpdate::gather() {
       take_messages(n);
     }
   }
+}
+
+void CountedUpdate::use_inputs() {
+  for (const offload::PartUse& use : plan_.inputs.uses)
+    inputs_->lease(use.at, plan_.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
 }
 
 void CountedUpdate::take_messages(i64 times) {

@@ -58,14 +58,15 @@ struct RunPlan : update::UpdatePlan {
   // All micro-batches go through a chunk of the only stage before the next one, which finds what is between them where
   // it was left.
   bool breadth_first = false;
-  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
+  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept away from the device's memory.
   bool partition_inputs = false, offload_inputs = false;
+  offload::OrderedUses inputs;  // of the latter, all that a step does with them
   offload::Settings offload;
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
-  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and of the host.
+  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and away from it.
   pipeline::KeptSlots kept;
-  i64 kept_bytes = 0, host_bytes = 0;
+  i64 kept_bytes = 0, away_bytes = 0;
   model::PassMemory pass;   // of training and evaluation: shapes, without memory
   i64 temporary_bytes = 0;  // shared by the layers
   i64 working_bytes = 0;    // over all chunks
