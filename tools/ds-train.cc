@@ -117,7 +117,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   if (result.files.empty()) return 0;
   for (const auto& m : result.files)
     out.print("  {:<14} {:>15} {:>14} {}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
-              ds::tools::place_of_offloaded(config));
+              ds::tools::place_of_offloaded(config, m.tag));
   const ds::i64 steps = result.step - result.first_step + 1;
   if (result.offload.read_bytes == 0 && result.offload.written_bytes == 0) {
     out.print("\noffload: all of it fits in its buffers, and nothing went to files ({})\n", result.offload_method);

@@ -337,8 +337,10 @@ bool applies(const Config& c, std::string_view path) {
   if (path.starts_with("zero_optimization.offload_optimizer."))
     return c.zero.offload_optimizer.device != OffloadDevice::None;
   if (path.starts_with("aio."))
-    return c.zero.offload_optimizer.device == OffloadDevice::Nvme || c.zero.offload_param.device == OffloadDevice::Nvme;
+    return c.zero.offload_optimizer.device == OffloadDevice::Nvme ||
+           c.zero.offload_param.device == OffloadDevice::Nvme || !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("zero_optimization.offload_param.")) return c.zero.offload_param.device != OffloadDevice::None;
+  if (path == "activation_checkpointing.buffer_count") return !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
     return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
   if (!path.starts_with("scheduler.")) return true;

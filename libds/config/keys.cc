@@ -374,6 +374,8 @@ constexpr Key kKeys[] = {
     effect("activation_checkpointing.interval", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::interval>),
     effect("activation_checkpointing.partition_activations", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::partition_activations>),
     effect("activation_checkpointing.cpu_checkpointing", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::cpu_checkpointing>),
+    effect("activation_checkpointing.nvme_path", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::nvme_path>, {}, kAuto),
+    effect("activation_checkpointing.buffer_count", slot_of<&C::activation_checkpointing, &ActivationCheckpointingConfig::buffer_count>, {1, 1 << 20}),
     ignored("activation_checkpointing.contiguous_memory_optimization", "activations are always planned ahead, without holes"),
     ignored("activation_checkpointing.synchronize_checkpoint_boundary", "it measures; numbers do not depend on it"),
     not_yet("activation_checkpointing.profile", "[false]"),

@@ -105,7 +105,7 @@ void resolve_offload(Config& c, Reader& r) {
   if (!o.delayed_update) no_effect(kDelayedStart, fmt::format("{} is false", kDelayed));
   if (!server) no_effect(kName, fmt::format("{} is not \"server\"", kOptimizer));
   if (!nvme_params) no_effect(kParamPath, fmt::format("{} is not \"nvme\"", kParam));
-  if (nvme || nvme_params) return;
+  if (nvme || nvme_params || !c.activation_checkpointing.nvme_path.empty()) return;
   for (const std::string_view key : {std::string_view("aio.method"), kBlock, std::string_view("aio.queue_depth"),
                                      std::string_view("aio.intra_op_parallelism"), std::string_view("aio.checksum")}) {
     if (no_effect(key, "nothing is offloaded to NVMe")) break;

@@ -23,6 +23,8 @@ constexpr std::string_view kStages = "pipeline.stages", kSchedule = "pipeline.sc
                            kInterval = "activation_checkpointing.interval",
                            kCut = "activation_checkpointing.partition_activations",
                            kOffload = "activation_checkpointing.cpu_checkpointing",
+                           kPath = "activation_checkpointing.nvme_path",
+                           kBuffers = "activation_checkpointing.buffer_count",
                            kAccumulation = "gradient_accumulation_steps";
 
 // "1, 2 or 4"
@@ -158,7 +160,9 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
   if (c.pipeline.partition == "best") c.pipeline.partition = "parameters";
   ActivationCheckpointingConfig& a = c.activation_checkpointing;
   using Granularity = CheckpointGranularity;
-  const bool layers = a.partition_activations || a.cpu_checkpointing || (r.given(kInterval) && a.interval > 0);
+  const bool in_file = !a.nvme_path.empty();
+  const bool layers =
+      a.partition_activations || a.cpu_checkpointing || in_file || (r.given(kInterval) && a.interval > 0);
   if (!r.given(kGranularity) && layers) a.granularity = Granularity::Layer;
   if (a.interval == 0) {
     if (a.granularity == Granularity::Layer)
@@ -166,9 +170,16 @@ i64 resolve_parallel(Config& c, i64 world, ConfigUse use, Reader& r) {
     a.interval = 1;
   }
   if (layers && a.granularity != Granularity::Layer && !r.broken(kGranularity)) {
-    const std::string_view key = a.partition_activations ? kCut : a.cpu_checkpointing ? kOffload : kInterval;
+    const std::string_view key = a.partition_activations ? kCut
+                                 : a.cpu_checkpointing   ? kOffload
+                                 : in_file               ? kPath
+                                                         : kInterval;
     r.error(key, fmt::format("is about inputs of layers, which {} \"layer\" keeps", kGranularity));
   }
+  if (in_file && a.cpu_checkpointing)
+    r.error(kPath, fmt::format("excludes {}: what is kept is in a file, or in host memory", kOffload));
+  if (!in_file && r.given(kBuffers) && !r.broken(kBuffers))
+    r.warning(kBuffers, fmt::format("has no effect: there is no {}", kPath));
 
   if (r.any_broken({kStages, kVirtual, kTp, kAutoTp, kSp})) return 1;
   const i64 p = c.pipeline.stages, t = c.tensor_parallel.tp_size, s = c.sequence_parallel_size;

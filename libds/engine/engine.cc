@@ -28,7 +28,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank()),
       shards_(make_shards()),
-      stage_(config_, model_, plan_, shards_, mesh, ledger, device),
+      stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler),

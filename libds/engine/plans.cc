@@ -69,7 +69,7 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   if (!plan.trains()) return {.own = process};  // it saves nothing, and measures no rate
 
   // A save takes what is in files part by part.
-  const bool in_parts = std::ranges::any_of(plan.files, [](i64 n) { return n > 0; });
+  const bool in_parts = report::total_of(plan.files) > plan.files[static_cast<size_t>(Tag::Activations)];
   i64 bytes = 0, datasets = 0, largest = 0, decoded = 0, of_params = 0;
   const zero::ShardsPlan& shards = plan.dp();
   for (const zero::Piece& piece : shards.layout.owned_pieces(shards.rank)) {

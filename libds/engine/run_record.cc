@@ -66,6 +66,7 @@ Config with_absolute_paths(Config config) {
   complete(config.model_path);
   complete(config.zero.offload_optimizer.nvme_path);
   complete(config.zero.offload_param.nvme_path);
+  complete(config.activation_checkpointing.nvme_path);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;
 }

@@ -42,6 +42,7 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
     if (again.interval != 1) all.push_back({"activation_checkpointing.interval=1", true});
     if (again.partition_activations) all.push_back({"activation_checkpointing.partition_activations=false", true});
     if (again.cpu_checkpointing) all.push_back({"activation_checkpointing.cpu_checkpointing=false", true});
+    if (!again.nvme_path.empty()) all.push_back({"activation_checkpointing.nvme_path=auto", true});
   }
   const bool chunked = source.pipeline.virtual_stages > 1 || source.pipeline.schedule == PipelineSchedule::Interleaved;
   const auto in_files = [&](std::string_view what) {

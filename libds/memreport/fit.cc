@@ -99,7 +99,8 @@ class Search {
   bool searches_offload() const noexcept {
     const ZeroConfig& z = source_.config.config.zero;
     return !options_.disk.empty() && (options_.device == DeviceKind::Cpu || hardware_.state().machine.knows_host()) &&
-           z.offload_optimizer.device == OffloadDevice::None && z.offload_param.device == OffloadDevice::None;
+           z.offload_optimizer.device == OffloadDevice::None && z.offload_param.device == OffloadDevice::None &&
+           source_.config.config.activation_checkpointing.nvme_path.empty();
   }
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;

@@ -173,19 +173,19 @@ void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::St
   }
 }
 
-// States come and go beside their updates, gradients and parameters beside the passes; reads and writes take turns on a
-// disk that the ranks of a node share.
+// States come and go beside their updates, gradients, parameters and inputs of layers beside the passes; reads and
+// writes take turns on a disk that the ranks of a node share.
 double exposed_files(const report::RunPlan& plan, const StageTime& t, const Machine& machine) {
-  if (plan.offload.states.device == OffloadDevice::Server) return 0;  // by memory that both have
   const auto seconds = [&](const offload::FileCounts& f) {
     if (f.read_bytes == 0 && f.written_bytes == 0) return 0.0;
     DS_CHECK(machine.disk_read > 0 && machine.disk_write > 0, Errc::Config,
-             "the run has offloaded states in files, and the disk's rate is not known: give --disk FILE, which "
+             "the run has what is offloaded in files, and the disk's rate is not known: give --disk FILE, which "
              "ds-offload bench --json writes");
     return machine.ranks_per_node * (static_cast<double>(f.read_bytes) / machine.disk_read +
                                      static_cast<double>(f.written_bytes) / machine.disk_write);
   };
-  const double states = seconds(plan.state_files), arrays = seconds(plan.array_files);
+  const bool served = plan.offload.states.device == OffloadDevice::Server;  // by memory that both have
+  const double states = served ? 0.0 : seconds(plan.state_files), arrays = seconds(plan.array_files);
   if (plan.device == DeviceKind::Cuda) {
     const double late = plan.offload.states.delayed_update ? t.busy() : 0;
     return std::max(0.0, states - t.on_host - late) + std::max(0.0, arrays - t.busy());
@@ -212,9 +212,9 @@ std::vector<StageTime> times_of(const model::Model& model, std::span<const Stage
 // A step whose parts are known, but for what all stages wait for together and what they share; with what follows.
 StepTime finished(StepTime step, const model::Model& model, const report::RunPlan& plan, const Machine& machine,
                   const std::vector<StageTime>& times) {
-  step.lacks_offload =
-      plan.device == DeviceKind::Cuda && !machine.knows_host() &&
-      (plan.offload.states.device != OffloadDevice::None || plan.offload.params.device != OffloadDevice::None);
+  step.lacks_offload = plan.device == DeviceKind::Cuda && !machine.knows_host() &&
+                       (plan.offload.states.device != OffloadDevice::None ||
+                        plan.offload.params.device != OffloadDevice::None || plan.offload_inputs);
   step.step_s =
       step.pipeline_s + step.communication_s + step.optimizer_s + step.publish_s + step.files_s + step.copies_s;
   if (const double sharing = machine.threads_per_core(); sharing > 1) {

@@ -53,7 +53,8 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
   if (g.host_bytes > 0) text += fmt::format("  {:<20} {:>14} beside the GPU\n", "host", bytes_text(g.host_bytes));
   for (const TagBytes& t : g.files)
     text += fmt::format("  {:<20} {:>14} {}\n", t.tag, bytes_text(t.bytes),
-                        g.served ? "of each rank with the server" : "in a file of each rank");
+                        g.served && t.tag != "params" && t.tag != "activations" ? "of each rank with the server"
+                                                                                : "in a file of each rank");
   if (!g.files.empty())
     text += fmt::format("  {} read and {} written in a step\n", bytes_text(g.file_read_bytes),
                         bytes_text(g.file_written_bytes));

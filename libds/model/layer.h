@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "base/check.h"
+#include "base/file.h"
 #include "ds/kernels/ops.h"
 #include "ds/mesh.h"
 #include "model/shard.h"
@@ -64,14 +65,18 @@ enum class Keep : u8 {
 
 // Hands out activation memory. The same calls run again and again: once counting (no memory behind the views), then
 // with the memory that the count asked for; so the sizes that are predicted are the sizes that are used.
-//   kept       lives from the forward pass of the micro-batch to its weight gradients; `host`: the same in host memory
+//   kept       lives from the forward pass of the micro-batch to its weight gradients; `away`: the same in an array
+//   that
+//              is not in the device's memory, of which a place is all that is known
 //   working    from the input gradients of a layer to its weight gradients; and, where the layer does not keep it, what
 //              is computed again before them. Layers that run one after the other share it.
 //   temporary  lives within one call; all layers share it
 class ActivationPlanner {
  public:
+  static constexpr i64 kAwayPage = PageBuffer::kPage;
   struct Memory {
-    void *kept = nullptr, *working = nullptr, *temporary = nullptr, *host = nullptr;
+    void *kept = nullptr, *working = nullptr, *temporary = nullptr;
+    i64 away = 0;  // where it begins
   };
   ActivationPlanner() = default;
   explicit ActivationPlanner(const Memory& memory) : memory_(memory) {}
@@ -104,9 +109,8 @@ class ActivationPlanner {
   TensorView kept(DType dtype, std::initializer_list<i64> shape) {
     return take(memory_.kept, kept_used_, dtype, shape);
   }
-  TensorView host(DType dtype, std::initializer_list<i64> shape) {
-    return take(memory_.host, host_used_, dtype, shape);
-  }
+  // Bytes from the array's begin, whole pages.
+  i64 away(i64 bytes) { return memory_.away + std::exchange(away_used_, away_used_ + align_up(bytes, kAwayPage)); }
   TensorView working(DType dtype, std::initializer_list<i64> shape) {
     const TensorView v = take(memory_.working, working_used_, dtype, shape);
     working_peak_ = std::max(working_peak_, working_used_);
@@ -114,7 +118,7 @@ class ActivationPlanner {
   }
 
   i64 kept_bytes() const noexcept { return kept_used_; }
-  i64 host_bytes() const noexcept { return host_used_; }
+  i64 away_bytes() const noexcept { return away_used_; }
   i64 working_bytes() const noexcept { return working_peak_; }
   i64 temporary_bytes() const noexcept { return temporary_peak_; }
 
@@ -127,7 +131,7 @@ class ActivationPlanner {
   }
   Memory memory_;
   Keep keep_ = Keep::All;
-  i64 kept_used_ = 0, host_used_ = 0, working_used_ = 0, working_peak_ = 0, pinned_ = 0, temporary_used_ = 0,
+  i64 kept_used_ = 0, away_used_ = 0, working_used_ = 0, working_peak_ = 0, pinned_ = 0, temporary_used_ = 0,
       temporary_peak_ = 0;
 };
 
@@ -139,8 +143,9 @@ struct LayerActs {
   std::vector<TensorView> exchange;  // of attend() over several ranks
   TensorView output;                 // [R,C], placed by who runs the layers
   // Where the output is an input that is kept elsewhere until layers are computed again from it: this rank's rows of
-  // it, in host memory or here; and [padded R,C] to have it back.
+  // it, here or, without memory, away from the device at `stash_at`; and [padded R,C] to have it back.
   TensorView stash{}, restored{};
+  i64 stash_at = 0;
   TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
 };
 

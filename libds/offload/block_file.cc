@@ -6,6 +6,7 @@
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <unistd.h>
+#include <xxhash.h>
 
 #include <atomic>
 #include <cerrno>
@@ -92,6 +93,8 @@ void take_space(const File& file, const std::string& dir, i64 bytes) {
 }
 
 }  // namespace
+
+u64 checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
 
 // The requests, in blocks. What carries them out takes blocks and hands them back.
 class BlockFile::Worker {

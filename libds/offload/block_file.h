@@ -71,6 +71,9 @@ struct FileCounts {
   }
 };
 
+// Of what goes, to which what comes back is held.
+u64 checksum(const char* data, i64 bytes) noexcept;
+
 class BlockFile {
  public:
   static constexpr i64 kPage = PageBuffer::kPage;  // what places, sizes and memory are multiples of

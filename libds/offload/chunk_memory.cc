@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "offload/chunk_memory.h"
 
-#include <xxhash.h>
-
 #include <algorithm>
 #include <cstring>
 

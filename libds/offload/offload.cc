@@ -15,6 +15,15 @@ constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elemen
 Settings settings_of(const Config& config, DeviceKind device) {
   Settings s{.device = device, .params = config.zero.offload_param, .aio = config.aio};
   if (trains(config.use)) s.states = config.zero.offload_optimizer;
+  const ActivationCheckpointingConfig& inputs = config.activation_checkpointing;
+  if (trains(config.use) && inputs.granularity == CheckpointGranularity::Layer) {
+    // The memory of a CPU is host memory.
+    s.inputs = !inputs.nvme_path.empty()                               ? OffloadDevice::Nvme
+               : inputs.cpu_checkpointing && device != DeviceKind::Cpu ? OffloadDevice::Cpu
+                                                                       : OffloadDevice::None;
+    s.inputs_path = inputs.nvme_path;
+    s.input_buffers = inputs.buffer_count;
+  }
   const auto several = [](const UpdateConfig& u) {
     return u.type == OptimizerType::Lamb || u.type == OptimizerType::Muon;
   };
@@ -35,24 +44,31 @@ Settings settings_of(const Config& config, DeviceKind device) {
 }
 
 void check_places(const Settings& s, std::span<const i64> files, int ranks) {
-  const i64 params = files[static_cast<size_t>(Tag::Params)];
-  i64 others = 0;
-  for (const i64 bytes : files) others += bytes;
-  others -= params;
+  struct Place {
+    std::string_view key;
+    const std::string& path;
+    i64 bytes = 0;
+  };
+  Place states{"zero_optimization.offload_optimizer.nvme_path", s.states.nvme_path},
+      params{"zero_optimization.offload_param.nvme_path", s.params.nvme_path, files[static_cast<size_t>(Tag::Params)]},
+      inputs{"activation_checkpointing.nvme_path", s.inputs_path, files[static_cast<size_t>(Tag::Activations)]};
   if (s.states.device == OffloadDevice::Server) {
     ServerLink::check(s.states.name);
-    others = 0;
+  } else {
+    for (const i64 bytes : files) states.bytes += bytes;
+    states.bytes -= params.bytes + inputs.bytes;
   }
-  const bool one_place = s.states.nvme_path == s.params.nvme_path;
-  const auto check = [ranks](std::string_view section, const std::string& path, i64 bytes) {
+  const Place all[] = {states, params, inputs};
+  for (const Place& place : all) {
+    if (place.bytes == 0) continue;
+    i64 there = 0;  // of all that has the same directory
+    for (const Place& other : all) there += other.path == place.path ? other.bytes : 0;
     try {
-      BlockFile::check(path, ranks * bytes);
+      BlockFile::check(place.path, ranks * there);
     } catch (const Error& e) {
-      throw Error(e.code(), fmt::format("zero_optimization.{}.nvme_path: {}", section, e.what()));
+      throw Error(e.code(), fmt::format("{}: {}", place.key, e.what()));
     }
-  };
-  if (others > 0) check("offload_optimizer", s.states.nvme_path, others + (one_place ? params : 0));
-  if (params > 0) check("offload_param", s.params.nvme_path, params + (one_place ? others : 0));
+  }
 }
 
 // On the CPU, what is to be in its memory is there.
@@ -65,7 +81,8 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
   const bool nvme = settings.states.device == OffloadDevice::Nvme, apart = is_apart();
   const bool delayed = settings.states.delayed_update;
   const bool states = nvme || delayed || (apart && settings.states.device == OffloadDevice::Cpu);
-  if (what == For::Run && (delayed || (apart && (states || settings.params.device != OffloadDevice::None))))
+  const bool any = states || settings.params.device != OffloadDevice::None || settings.inputs != OffloadDevice::None;
+  if (what == For::Run && (delayed || (apart && any)))
     host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
   if (states) {
     tiers_.states = [this, delayed](zero::StateStore::Parts parts) {
@@ -87,7 +104,7 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
 }
 
 HostPlace Offload::place(Device& device, Section section) const noexcept {
-  Device& host = host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
+  Device& host = this->host(device);
   const bool pinned = section == Section::Optimizer ? settings_.states.pin_memory : settings_.params.pin_memory;
   if (!pinned || !is_apart() || for_ == For::Prediction) return host;
   return {host, device,
@@ -220,6 +237,22 @@ Offload::MakeOnHost Offload::make_array(std::string dir, i64 beside) {
         keep(made->file(), of_arrays_);
         return made;
       };
+}
+
+std::unique_ptr<zero::TierArray> Offload::make_inputs(const OrderedUses& inputs, Device& device, MemoryLedger& ledger) {
+  if (inputs.bytes == 0) return nullptr;
+  if (settings_.inputs == OffloadDevice::Cpu)
+    return std::make_unique<HostMemory>(device_buffer(host(device), ledger, host_tag(), inputs.bytes));
+  count_in_file(Tag::Activations, inputs.bytes);
+  auto made =
+      std::make_unique<OrderedFile>(host(device), ledger, inputs,
+                                    OrderedFile::Options{.dir = for_ == For::Prediction ? "" : settings_.inputs_path,
+                                                         .io = io(),
+                                                         .tag = host_tag(),
+                                                         .buffers = settings_.input_buffers,
+                                                         .checksums = settings_.aio.checksum});
+  keep(made->file(), of_arrays_);
+  return made;
 }
 
 namespace {

@@ -9,6 +9,7 @@
 #include "offload/delayed_states.h"
 #include "offload/file_array.h"
 #include "offload/host_array.h"
+#include "offload/ordered_file.h"
 #include "offload/served_states.h"
 #include "zero/shards.h"
 
@@ -19,6 +20,10 @@ struct Settings {
   DeviceKind device = DeviceKind::Cpu;  // where the run computes
   OffloadOptimizerConfig states = {};   // device None where a run has none
   OffloadParamConfig params = {};
+  // Where inputs of layers are kept until these are computed again; Nvme: the directory, and parts in memory.
+  OffloadDevice inputs = OffloadDevice::None;
+  std::string inputs_path{};
+  i64 input_buffers = 0;
   i64 tile = 0;  // elements of a chunk of states
   AioConfig aio = {};
   bool several_passes = false;  // of some optimizer, so that a server has two versions of states
@@ -42,6 +47,9 @@ class Offload {
   Offload(const Offload&) = delete;
 
   const zero::Tiers& tiers() const noexcept { return tiers_; }
+  // Where inputs of layers that are computed again are kept, for a device whose memory they are not to take; null:
+  // there are none.
+  std::unique_ptr<zero::TierArray> make_inputs(const OrderedUses& inputs, Device& device, MemoryLedger& ledger);
   // Bytes of files, by what is in them.
   const MemoryLedger& files() const noexcept { return files_; }
   // Of all files, since the run began.
@@ -74,6 +82,9 @@ class Offload {
   // Of what stays with the host beside a device; page-locked where its section asks for it.
   enum class Section : u8 { Optimizer, Param };
   HostPlace place(Device& device, Section section) const noexcept;
+  Device& host(Device& device) const noexcept {
+    return host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
+  }
   bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   // Of what is in memory of the host for being offloaded.
   Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }

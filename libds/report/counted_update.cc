@@ -40,6 +40,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
                                                      device_, ledger_, offload_.tiers()));
   }
+  inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.
   const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
@@ -134,6 +135,17 @@ void CountedUpdate::gather() {
       for (const i64 unit : alike) s->params().gather({unit, 0});
       take_messages(n);
     }
+  }
+}
+
+void CountedUpdate::use_inputs() {
+  const i64 bytes = plan_.inputs.part_bytes;
+  for (const offload::PartUse& use : plan_.inputs.uses) {
+    const zero::TierLease there = inputs_->lease(use.at, bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
+    if (use.write)
+      device_.download(there.data(), nullptr, bytes);
+    else
+      device_.upload(nullptr, there.data(), bytes);
   }
 }
 

@@ -20,7 +20,7 @@ class CountedUpdate {
   CountedUpdate(const RunPlan& plan, const OpTable& ops, void* native = nullptr,
                 std::function<void(const Operation&, int size)> reduced = {}, void* host_native = nullptr);
 
-  // What parameters, gradients, states and updates take.
+  // What parameters, gradients, states, updates and inputs of layers that are kept away from the device take.
   const MemoryLedger& ledger() const noexcept { return ledger_; }
   // And what is in files instead.
   const MemoryLedger& files() const noexcept { return offload_.files(); }
@@ -31,8 +31,9 @@ class CountedUpdate {
   using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
   // All of a step of who trains, once for each micro-batch that does something else.
   void run(Enter enter);
-  // Its gathers of parameters by plan.
+  // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device.
   void gather();
+  void use_inputs();
 
   // What has been counted so far was of a step before: files are as a step finds them now.
   void begin_again();
@@ -56,6 +57,7 @@ class CountedUpdate {
   CountingCommunicator tp_, pp_;
   offload::Offload offload_;
   zero::AllShards shards_;
+  std::unique_ptr<zero::TierArray> inputs_;
   std::optional<update::Update> update_;  // of who trains
   std::map<std::string, CommCount> traffic_;
   offload::FileCounts states_before_, all_before_;

@@ -164,8 +164,9 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
           l + 1 < chunk.end && chunk.keep_of(l + 1) == model::Keep::Input && !chunk.continues_group(l + 1);
       if (input && elsewhere) {
         a.output = turns[at % 2];
-        a.stash = plan.offload_inputs ? planner.host(plan.work, {rows / shares, C})
+        a.stash = plan.offload_inputs ? TensorView::of(nullptr, plan.work, {rows / shares, C})
                                       : planner.kept(plan.work, {rows / shares, C});
+        if (plan.offload_inputs) a.stash_at = planner.away(a.stash.bytes());
       } else {
         a.output = stream(!chunk.continues_group(l + 1));
       }
@@ -280,15 +281,15 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   const PipelineConfig& p = config.pipeline;
   const ActivationCheckpointingConfig& checkpoints = config.activation_checkpointing;
   if (checkpoints.granularity == CheckpointGranularity::Layer) {
-    // A stream that is cut already has no more to cut; the memory of a CPU is host memory.
+    // A stream that is cut already has no more to cut.
     plan.partition_inputs = checkpoints.partition_activations && plan.mesh.tp > 1 && !model.shard.sequence;
-    plan.offload_inputs = checkpoints.cpu_checkpointing && plan.device == DeviceKind::Cuda;
+    plan.offload_inputs = plan.offload.inputs != OffloadDevice::None;
   }
   pipeline::ScheduleOptions schedule = schedule_of(config);
-  DS_CHECK(
-      !plan.offload_inputs || schedule.kind != PipelineSchedule::BreadthFirst, Errc::Unavailable,
-      "activation_checkpointing.cpu_checkpointing: with pipeline.schedule \"breadth-first\" what is between chunks "
-      "stays on the device");
+  DS_CHECK(!plan.offload_inputs || schedule.kind != PipelineSchedule::BreadthFirst, Errc::Unavailable,
+           "activation_checkpointing.{}: with pipeline.schedule \"breadth-first\" what is between chunks stays on the "
+           "device",
+           plan.offload.inputs == OffloadDevice::Nvme ? "nvme_path" : "cpu_checkpointing");
   schedule.stage = plan.coord.pp;
   schedule.micro_batches = plan.micro_batches;
   plan.split_backward = schedule.kind == PipelineSchedule::ZeroBubbleH1;
@@ -368,6 +369,29 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   for (size_t g = 0; g <= model.splits.size(); ++g) plan_gathers(plan, z, model, g);
 }
 
+// What a step does with inputs that are kept away from the device: Stage::run_call in short.
+void plan_inputs(RunPlan& plan, const model::Model& model) {
+  std::vector<std::vector<model::LayerActs>> acts;  // by chunk, in the first slot
+  for (const ChunkPlan& chunk : plan.chunks) {
+    model::ActivationPlanner planner;
+    acts.push_back(plan_acts(model, chunk, plan, planner, Mode::Train, plan.shape()));
+  }
+  plan.inputs.bytes = plan.kept.count * plan.away_bytes;
+  for (const pipeline::Instr& instr : plan.schedule) {
+    const ChunkPlan& chunk = plan.chunks[instr.chunk];
+    for (const LayerCall& call : calls_of(chunk, instr.op)) {
+      const bool write = instr.op == Op::Forward, reads = call.kind == LayerCall::Kind::Forward || call.again;
+      const i64 layer = call.layer - chunk.chunk.begin - (write ? 0 : 1);  // whose output it is
+      if (layer < 0 || (!write && !reads)) continue;
+      const model::LayerActs& a = acts[instr.chunk][layer];
+      if (a.stash.rank == 0) continue;
+      plan.inputs.part_bytes = align_up(a.stash.bytes(), offload::BlockFile::kPage);
+      const i64 slot = plan.kept.of[instr.chunk][instr.micro];
+      plan.inputs.uses.push_back({slot * plan.away_bytes + a.stash_at, write});
+    }
+  }
+}
+
 // What the passes of the layers need.
 void plan_passes(RunPlan& plan, const Config& config, const model::Model& model) {
   for (ChunkPlan& chunk : plan.chunks) {
@@ -377,7 +401,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
       model::ActivationPlanner planner;
       plan_acts(model, chunk, plan, planner, mode, plan.shape());
       plan.kept_bytes = std::max(plan.kept_bytes, planner.kept_bytes());
-      plan.host_bytes = std::max(plan.host_bytes, planner.host_bytes());
+      plan.away_bytes = std::max(plan.away_bytes, planner.away_bytes());
       chunk.working_bytes = std::max(chunk.working_bytes, planner.working_bytes());
       plan.temporary_bytes = std::max(plan.temporary_bytes, planner.temporary_bytes());
     }
@@ -394,6 +418,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
       plan.stream_slots +=
           (chunk.first ? 0 : chunk.input_slots + chunk.grad_slots) + (chunk.last ? 0 : chunk.grad_slots);
   }
+  if (plan.offload_inputs && plan.trains()) plan_inputs(plan, model);
   // Gradients between a chunk and the one behind it, and those of the chunk before.
   if (plan.breadth_first && plan.trains())
     plan.stream_slots = std::min<i64>(2, std::ssize(plan.chunks) - 1) * plan.micro_batches;
@@ -428,7 +453,6 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
   // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
   // gradient of the output projection; sums over the tensor-parallel group.
   tag(Tag::Activations) = plan.kept.count * plan.kept_bytes;
-  tag(Tag::Host) += plan.kept.count * plan.host_bytes;
   tag(Tag::Logits) = plan.pass.bytes(Tag::Logits);
   tag(Tag::Workspace) += plan.temporary_bytes + plan.working_bytes +
                          plan.stream_slots * align_up(plan.shape().stream_rows * hidden * work_bytes, 64) +
@@ -453,6 +477,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   if (plan.trains()) {
     const auto step = [&] {
       update.gather();
+      update.use_inputs();
       update.run([](std::optional<size_t>, i64) {});
     };
     step();

@@ -70,14 +70,15 @@ struct RunPlan : update::UpdatePlan {
   // All micro-batches go through a chunk of the only stage before the next one, which finds what is between them where
   // it was left.
   bool breadth_first = false;
-  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept in host memory.
+  // Inputs of layers that are computed again: cut over the tensor-parallel ranks; kept away from the device's memory.
   bool partition_inputs = false, offload_inputs = false;
+  offload::OrderedUses inputs;  // of the latter, all that a step does with them
   offload::Settings offload;
   std::vector<pipeline::Instr> schedule;
   std::vector<ChunkPlan> chunks;
-  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and of the host.
+  // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and away from it.
   pipeline::KeptSlots kept;
-  i64 kept_bytes = 0, host_bytes = 0;
+  i64 kept_bytes = 0, away_bytes = 0;
   model::PassMemory pass;   // of training and evaluation: shapes, without memory
   i64 temporary_bytes = 0;  // shared by the layers
   i64 working_bytes = 0;    // over all chunks
@@ -91,7 +92,7 @@ struct RunPlan : update::UpdatePlan {
   TagBytes files{};
   // What goes between it and them in a step like others: of states; of sums of gradients and slices of parameters.
   offload::FileCounts state_files, array_files;
-  HostCopies copies;  // of what is offloaded, activations left out
+  HostCopies copies;  // of what is offloaded
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.

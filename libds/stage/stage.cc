@@ -14,7 +14,7 @@ using pipeline::LayerCall;
 using pipeline::Op;
 
 Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
-             Mesh& mesh, MemoryLedger& ledger, Device& device)
+             Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs)
     : config_(config.model),
       model_(model),
       plan_(plan),
@@ -24,7 +24,8 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       device_(device),
       stream_(device.stream()),
       graphs_on_(config.cuda.graphs),
-      memory_(plan.pass) {
+      memory_(plan.pass),
+      inputs_(std::move(inputs)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
   temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
   if (plan_.use != ConfigUse::Generate) make_pass_memory();
@@ -69,13 +70,12 @@ void Stage::make_pass_memory() {
 
 void Stage::make_chunks() {
   const i64 S = plan_.shape().stream_rows, C = model_.hidden;
-  host_ = Buffer(ledger_, Tag::Host, plan_.kept.count * plan_.host_bytes);
   kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_.kept.count * plan_.kept_bytes);
   working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
   const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
   streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
   outputs_sent_.resize(plan_.kept.count);
-  char *const kept = static_cast<char*>(kept_.data()), *const host = static_cast<char*>(host_.data());
+  char* const kept = static_cast<char*>(kept_.data());
   char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
   const auto streams = [&](i64 n) {
     std::vector<TensorView> views;
@@ -106,7 +106,7 @@ void Stage::make_chunks() {
       model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
                                         .temporary = temporary_.data(),
-                                        .host = host + kept_slot * plan_.host_bytes});
+                                        .away = kept_slot * plan_.away_bytes});
       auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
       DS_ASSERT(planner.kept_bytes() <= plan_.kept_bytes && planner.working_bytes() <= c.working_bytes &&
                 planner.temporary_bytes() <= plan_.temporary_bytes);
@@ -356,7 +356,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
   const auto& layers = acts_of(instr);
   const model::LayerActs& acts = layers[at];
   TensorView x = at > 0 ? layers[at - 1].output : input_of(instr);
-  if (at > 0 && layers[at - 1].stash && instr.op != Op::Forward) {
+  if (at > 0 && layers[at - 1].stash.rank > 0 && instr.op != Op::Forward) {
     const model::LayerActs& before = layers[at - 1];
     const bool begins = call.kind == LayerCall::Kind::Forward || call.again;  // the group is computed again
     if (begins) restore(before);
@@ -375,7 +375,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
       Leases leases = acquire();
       ParamTiles tiles(*this, leases, call.layer);
       enqueue_static(key, [&] { layer.forward(ctx, param_views(leases, call.layer, tiles), x, acts); });
-      if (instr.op == Op::Forward && acts.stash) stash(acts);
+      if (instr.op == Op::Forward && acts.stash.rank > 0) stash(acts);
       break;
     }
     case LayerCall::Kind::BackwardInput: {
@@ -414,14 +414,18 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
   }
 }
 
+zero::TierLease Stage::stashed(const model::LayerActs& acts, zero::LeaseTo access) {
+  return inputs_->lease(acts.stash_at, plan_.inputs.part_bytes, access);
+}
+
 void Stage::stash(const model::LayerActs& acts) {
   const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
   const i64 count = std::clamp<i64>(acts.output.dim(0) - first, 0, slice);
-  if (count == 0) return;
-  const TensorView rows = acts.output.rows(first, count);
+  const TensorView rows = count > 0 ? acts.output.rows(first, count) : TensorView{};
   if (plan_.offload_inputs) {
-    device_.download(acts.stash.data, rows.data, rows.bytes());
-  } else {
+    const zero::TierLease there = stashed(acts, zero::LeaseTo::Fill);
+    if (rows) device_.download(there.data(), rows.data, rows.bytes());
+  } else if (rows) {
     device_.copy(acts.stash.data, rows.data, rows.bytes());
   }
 }
@@ -430,7 +434,8 @@ void Stage::restore(const model::LayerActs& acts) {
   const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
   const TensorView rows = acts.restored.rows(first, slice);
   if (plan_.offload_inputs) {
-    device_.upload(rows.data, acts.stash.data, rows.bytes());
+    const zero::TierLease there = stashed(acts, zero::LeaseTo::Read);
+    device_.upload(rows.data, there.data(), rows.bytes());
   } else {
     device_.copy(rows.data, acts.stash.data, rows.bytes());
   }

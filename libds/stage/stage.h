@@ -26,9 +26,9 @@ struct MicroBatch {
 
 class Stage {
  public:
-  // Takes its memory by the plan. All that is given outlives it.
+  // Takes its memory by the plan. All that is given outlives it. inputs: where RunPlan::inputs are, if there are any.
   Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
-        Mesh& mesh, MemoryLedger& ledger, Device& device);
+        Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
   // This rank's part of the tokens of a micro-batch: B whole sequences each.
@@ -107,6 +107,7 @@ class Stage {
   const std::vector<model::LayerActs>& acts_of(const pipeline::Instr& instr) const noexcept;
   Ticket& output_sent(const pipeline::Instr& instr) noexcept;
   TensorView input_of(const pipeline::Instr& instr);
+  zero::TierLease stashed(const model::LayerActs& acts, zero::LeaseTo access);
   void stash(const model::LayerActs& acts);    // what plan().partition_inputs and offload_inputs keep of an output
   void restore(const model::LayerActs& acts);  // acts.restored = the output
 
@@ -121,7 +122,8 @@ class Stage {
   bool graphs_on_;
   model::PassMemory memory_;
   std::vector<Buffer> memory_buffers_;
-  Buffer kept_, host_, working_, temporary_, streams_;
+  std::unique_ptr<zero::TierArray> inputs_;
+  Buffer kept_, working_, temporary_, streams_;
   std::vector<Chunk> chunks_;
   std::vector<TensorView> merged_params_, merged_grads_;  // of a layer with rows of several groups
   std::vector<Ticket> outputs_sent_;                      // by the slot of plan_.kept where they lie

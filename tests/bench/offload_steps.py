@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The time of a training step with states in memory, in a file, late, and with a server, and with parameters in memory and
-in a file, micro-batches in turn or layers in turn; and of attaching.
+"""The time of a training step with states in memory, in a file, late, and with a server; with parameters in memory and in
+a file, micro-batches in turn or layers in turn; with inputs of layers that are computed again in memory and in a file; and of
+attaching.
 
 usage: offload_steps.py BUILD DIR [RANKS [STEPS [ROUNDS]]]
 
@@ -33,17 +34,16 @@ CONFIG = {
 }
 
 
-def write_config(zero, pipeline=None):
+def write_config(zero, sections=None):
     config = dict(CONFIG, steps=steps)
     config["zero_optimization"] = dict(CONFIG["zero_optimization"], **zero)
-    if pipeline:
-        config["pipeline"] = pipeline
+    config.update(sections or {})
     with open("cfg.json", "w", encoding="utf-8") as f:
         json.dump(config, f)
 
 
-def run(out, zero, pipeline):
-    write_config(zero, pipeline)
+def run(out, zero, sections):
+    write_config(zero, sections)
     subprocess.run(["ds-launch", "-n", str(ranks), "ds-train", "cfg.json", "--out", out, "--quiet"], check=True,
                    stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in open(out + "/metrics.jsonl", encoding="utf-8")]
@@ -90,7 +90,9 @@ def parameters(device):
 
 def main():
     nvme = {"device": "nvme", "nvme_path": disk}
-    breadth = {"schedule": "breadth-first", "virtual_stages": CONFIG["model"]["n_layer"] + 2}
+    breadth = {"pipeline": {"schedule": "breadth-first", "virtual_stages": CONFIG["model"]["n_layer"] + 2}}
+    inputs, inputs_nvme = ({"activation_checkpointing": dict(granularity="layer", **where)}
+                           for where in ({}, {"nvme_path": disk}))
     cases = {
         "memory": (states(device="none"), None),
         "nvme": (states(**nvme), None),
@@ -101,6 +103,8 @@ def main():
         "parameters, breadth first": (parameters("none"), breadth),
         "parameters, nvme": (parameters("nvme"), None),
         "parameters, nvme, breadth first": (parameters("nvme"), breadth),
+        "inputs": (states(device="none"), inputs),
+        "inputs, nvme": (states(device="none"), inputs_nvme),
     }
     with tempfile.TemporaryDirectory() as work:
         os.chdir(work)
@@ -108,11 +112,11 @@ def main():
             f.write("The quick brown fox jumps over the lazy dog. " * 20000)
         found, starts, losses = {c: [] for c in cases}, {c: [] for c in cases}, set()
         for r in range(rounds):
-            for case, (zero, pipeline) in cases.items():
+            for case, (zero, sections) in cases.items():
                 server = None
                 if case.startswith("server"):
                     server = Server("bench", *(["--shm"] if case == "server, memory" else ["--path", disk]))
-                row, loss = run(f"{case}-{r}", zero, pipeline)
+                row, loss = run(f"{case}-{r}", zero, sections)
                 found[case].append(row)
                 if "delayed" not in case:
                     losses.add(loss)
@@ -124,7 +128,7 @@ def main():
         median = {c: {k: statistics.median(row[k] for row in found[c]) for k in found[c][0]} for c in cases}
         print(f"{'':<32} {'step ms':>9} {'ratio':>6} {'waits ms':>9} {'hidden':>7} {'read MB':>8} {'goes on s':>9}")
         for case, m in median.items():
-            base = median["parameters" if case.startswith("parameters") else "memory"]["ms"]
+            base = median[case.split(",")[0] if case.startswith(("parameters", "inputs")) else "memory"]["ms"]
             goes_on = f"{statistics.median(starts[case]):>9.2f}" if starts[case] else ""
             print(f"{case:<32} {m['ms']:>9.1f} {m['ms'] / base:>6.2f} {m['wait']:>9.1f} {m['hidden']:>7.2f} "
                   f"{m['read']:>8.1f} {goes_on}")

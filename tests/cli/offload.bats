@@ -176,17 +176,18 @@ run_broken() {
   run --separate-stderr env LD_PRELOAD="$DS_BIN/../lib/libds_crash_shim.so" DS_CRASH_LOG="$PWD/log" \
     DS_CRASH_DIR="$(realpath disk)" DS_CRASH_AT="$at" DS_CRASH_MODE="$mode" DS_CRASH_ERRNO=5 DS_CRASH_RANK=0 \
     ds-launch -n 2 ds-train cfg.json --quiet --set aio.method=threads --set aio.block_size=8192 \
-    --set zero_optimization.stage=3 --set "zero_optimization.offload_optimizer=$nvme" \
-    --set zero_optimization.offload_optimizer.buffer_count=1 --set zero_optimization.sub_group_size=4096 "$@"
+    --set zero_optimization.stage=3 "$@"
 }
 
 @test "a disk that fails ends the run with an error, and the checkpoint before is whole" {
   sed -i 's/"steps": 12/"steps": 12, "save": {"every": 2}/' cfg.json
+  set -- --set "zero_optimization.offload_optimizer=$nvme" --set zero_optimization.offload_optimizer.buffer_count=1 \
+    --set zero_optimization.sub_group_size=4096
   ds-launch -n 2 ds-train cfg.json --out whole --quiet --set zero_optimization.stage=3
   for mode in once sticky; do
     for at in 10 40 300; do
       rm -rf broken
-      run_broken $mode $at --out broken
+      run_broken $mode $at --out broken "$@"
       assert_equal "$status" 1
       [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
       assert_equal "$(ls -A disk)" ""
@@ -197,11 +198,87 @@ run_broken() {
   # A write of half its bytes goes on where it ended.
   for at in 10 41 300; do
     rm -rf broken
-    run_broken short $at --out broken
+    run_broken short $at --out broken "$@"
     assert_equal "$status" 0
     grep -q ' short ' log
     assert_equal "$(losses broken)" "$(losses whole)"
   done
+}
+
+@test "inputs of layers in a file: the same losses, and what goes is predicted, counted and shown" {
+  ds-train cfg.json --out memory --quiet
+  set -- --set activation_checkpointing.nvme_path=disk --set activation_checkpointing.buffer_count=1
+  run -0 --separate-stderr ds-train cfg.json --check "$@"
+  assert_line --regexp '^    "granularity": "layer",$'
+  assert_line --regexp '^  activations +[0-9.]+ .iB in a file$'
+  run -0 --separate-stderr ds-train cfg.json --out away "$@"
+  assert_equal "$(losses away)" "$(losses memory)"
+  assert_line --regexp '^  activations +([0-9.]+ .iB) +\1 in a file$'
+  assert_line --regexp '^offload: [0-9.]+ .iB read and [0-9.]+ .iB written a step, [0-9.]+ ms waited for, [0-9]+ % hidden \(.+\)$'
+  run -0 --separate-stderr ds-memreport cfg.json "$@" --json
+  python3 - away/metrics.jsonl "$output" <<'PYTHON'
+import json, sys
+group = json.loads(sys.argv[2])["groups"][0]
+assert group["file_bytes"]["activations"] > 0, group
+for s in map(json.loads, open(sys.argv[1])):
+    if s["type"] != "step":
+        continue
+    assert s["offload"]["read_bytes"] == s["offload"]["written_bytes"] == group["file_read_bytes"] > 0, (s, group)
+    assert group["file_written_bytes"] == group["file_read_bytes"] and 0 <= s["offload"]["hidden"] <= 1
+PYTHON
+  # On ranks of every kind; and what fits in the buffers does not go.
+  ds-launch -n 2 ds-train cfg.json --out tp --quiet --set tensor_parallel.tp_size=2
+  ds-launch -n 2 ds-train cfg.json --out cut --quiet --set tensor_parallel.tp_size=2 "$@" \
+    --set activation_checkpointing.partition_activations=true
+  assert_equal "$(losses cut)" "$(losses tp)"
+  ds-launch -n 2 ds-train cfg.json --out pp --quiet --set pipeline.stages=2 "$@"
+  assert_equal "$(losses pp)" "$(losses memory)"
+  run -0 --separate-stderr ds-train cfg.json --out fits "$@" --set activation_checkpointing.buffer_count=100
+  assert_line --partial "all of it fits in its buffers"
+  assert_equal "$(ls -A disk)" ""
+  refused 2 'nvme_path: excludes activation_checkpointing.cpu_checkpointing' "$@" \
+    --set activation_checkpointing.cpu_checkpointing=true
+  refused 2 'nvme_path: is about inputs of layers' "$@" --set activation_checkpointing.granularity=selective
+  refused 4 'activation_checkpointing.nvme_path: with pipeline.schedule "breadth-first"' "$@" \
+    --set pipeline.schedule=breadth-first --set pipeline.virtual_stages=2
+  for check in "" --check; do
+    # shellcheck disable=SC2086
+    refused 4 'activation_checkpointing.nvme_path: nowhere: cannot keep what is offloaded there: No such file' \
+      --set activation_checkpointing.nvme_path=nowhere $check
+  done
+}
+
+@test "inputs of layers and a disk that fails: an error that names it, and no rank waits" {
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet --set zero_optimization.stage=3 \
+    --set train_micro_batch_size_per_gpu=4
+  set -- --set activation_checkpointing.nvme_path=disk --set activation_checkpointing.buffer_count=1
+  for mode in once sticky; do
+    rm -rf broken
+    run_broken $mode 5 --out broken "$@"
+    assert_equal "$status" 1
+    [[ $stderr == *"disk: cannot write what is offloaded: Input/output error"* ]] || fail "$stderr"
+    assert_equal "$(ls -A disk)" ""
+  done
+  # A write of half its bytes, two pages here, goes on where it ended.
+  rm -rf broken
+  run_broken short 5 --out broken "$@" --set train_micro_batch_size_per_gpu=4
+  assert_equal "$status" 0
+  grep -q ' short ' log
+  assert_equal "$(losses broken)" "$(losses whole)"
+}
+
+@test "inputs of layers that are more than the limit of memory leaves wait in a file" {
+  cat >long.json <<'JSON'
+{"model": {"type": "gpt2", "vocab_size": 256, "n_positions": 128, "n_embd": 32, "n_layer": 150, "n_head": 1},
+ "data": {"train": "text.txt", "seq_length": 128}, "bf16": {"enabled": true}, "train_batch_size": 256,
+ "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "activation_checkpointing": {"granularity": "layer"}, "steps": 1}
+JSON
+  limit=450000 # KiB, of which half is programs and libraries
+  (ulimit -v $limit && ds-train long.json --out inside --quiet --set activation_checkpointing.nvme_path=disk)
+  (ulimit -v $limit && run -4 ds-train long.json --out memory)
+  assert [ ! -e memory ]
+  ds-train long.json --out memory --quiet
+  assert_equal "$(losses inside)" "$(losses memory)"
 }
 
 @test "too little memory may be locked: said, and the numbers are the same" {
@@ -221,6 +298,11 @@ run_broken() {
   local small='{"device": "nvme", "nvme_path": "small"}'
   run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small"
   [[ $stderr == *"small: cannot take 420.000 KiB for what is offloaded: No space left on device (64.000 KiB are free)"* ]] || fail "$stderr"
+  # The sum of all that is there.
+  mount -o remount,size=424K small
+  run -4 --separate-stderr ds-train cfg.json --out refused --set "zero_optimization.offload_optimizer=$small" \
+    --set activation_checkpointing.nvme_path=small
+  [[ $stderr == *"small: cannot take 4"*" KiB for what is offloaded: No space left on device (424.000 KiB are free)"* ]] || fail "$stderr"
   umount small
   assert [ ! -e refused ]
 }

@@ -477,6 +477,30 @@ TEST_P(DeviceParallel, CheckpointingChangesNoBit) {
   expect_same_training(train(config_of(GetParam(), l, true), 2), whole, l.name());
 }
 
+TEST_P(DeviceParallel, InputsInAFileChangeNoBit) {
+  const TempDirectory dir;
+  // Beside what a checkpoint would take.
+  const Hooks look = {.after_step = [](engine::Engine& engine, i64) {
+    EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
+              engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+    EXPECT_GT(engine.offload().moved().read_bytes, 0);
+  }};
+  for (Layout l : {Layout{}, {.interval = 2, .stage = 3}, {.pp = 2, .schedule = Kind::ZeroBubbleH1}, {.tp = 2}}) {
+    l.checkpoints = Granularity::Layer;
+    l.partition = l.tp > 1;
+    Config c = config_of(GetParam(), l);
+    c.model.layers = 6;
+    Config whole = c;
+    whole.activation_checkpointing = {};
+    c.activation_checkpointing.nvme_path = dir.path();
+    c.activation_checkpointing.buffer_count = 1;
+    const Trace got = train(c, l.ranks(), look);
+    expect_same_training(got, train(whole, l.ranks()), l.name());
+    for (const Tag tag : {Tag::Activations, Tag::Params, Tag::GradAccum, Tag::Offload})
+      EXPECT_EQ(got.counted[static_cast<size_t>(tag)], got.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  }
+}
+
 TEST_P(DeviceParallel, GraphsOfStagesChangeNoBit) {
   for (const Layout& l :
        {Layout{.pp = 2}, {.pp = 2, .schedule = Kind::ZeroBubbleH1, .checkpoints = Granularity::Layer, .stage = 3}}) {

@@ -374,6 +374,12 @@ TEST_P(Matrix, TrainsAsOneRank) {
     if (step == kSteps - 1) expect_planned_traffic(engine.mesh().counts(), engine.plan().traffic, kSteps, name);
   };
   const Trace got = train_threads(config_of(a), l.ranks(), kSteps, 1, hooks);
+  if (l.checkpoints == Granularity::Layer) {  // wherever what is kept waits; what stays in buffers does not go
+    Config in_file = config_of(a);
+    in_file.activation_checkpointing.nvme_path = ::testing::TempDir();
+    in_file.activation_checkpointing.buffer_count = 1;
+    expect_same_training(train_threads(in_file, l.ranks(), kSteps, 1, hooks), got, name + " in a file");
+  }
   const Trace& want = one_ranks_training(config_of_one_rank(a));
   EXPECT_LT(want.losses.back(), want.losses.front());
   EXPECT_GT(want.norms.front(), 0.5);  // it is clipped

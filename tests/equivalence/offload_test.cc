@@ -136,6 +136,90 @@ TEST(OffloadWays, TrafficIsAsPredicted) {
   }
 }
 
+// Inputs of layers that are computed again.
+Config with_inputs_in_a_file(Config c, const std::string& dir, i64 buffers) {
+  c.activation_checkpointing.granularity = Granularity::Layer;
+  c.activation_checkpointing.nvme_path = dir;
+  c.activation_checkpointing.buffer_count = buffers;
+  return c;
+}
+
+// Whatever ranks share layers, sequences and what is kept; in memory and in traffic it is what was predicted.
+TEST(OffloadInputs, ChangeNoBit) {
+  const TempDirectory dir;
+  for (ModelConfig model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    model.layers = 6;
+    model.attn_dropout = 0.2f;
+    if (!model.rotary()) model.resid_dropout = model.embd_dropout = 0.2f;
+    for (const Layout& l : {Layout{},
+                            {.dp = 2, .interval = 2, .stage = 1},
+                            {.dp = 2, .stage = 3},
+                            {.pp = 2, .stage = 2},
+                            {.pp = 2, .schedule = Kind::GPipe, .interval = 2},
+                            {.pp = 2, .schedule = Kind::Interleaved, .chunks = 2},
+                            {.pp = 2, .schedule = Kind::ZeroBubbleH1},
+                            {.tp = 2},
+                            {.tp = 2, .interval = 3, .partition = true},
+                            {.tp = 2, .sequence = true, .stage = 1},
+                            {.pp = 2, .tp = 2, .partition = true},
+                            {.sp = 2, .stage = 3}}) {
+      Config c = config_of(model, l);
+      c.bf16.enabled = l.stage == 2;
+      c.communication_data_type = c.work_dtype();
+      Config all = c;
+      all.activation_checkpointing = {};
+      const Trace want = train_threads(all, l.ranks(), kSteps);
+      for (const i64 buffers : {1, 3}) {
+        const std::string what = fmt::format("{} {} {} buffers", family_name(model.family), l.name(), buffers);
+        Hooks hooks = with_predicted_traffic(kSteps, what);
+        hooks.at_end = [&](engine::Engine& engine) {
+          const report::RunPlan& plan = engine.plan();
+          const i64 bytes = plan.files[static_cast<size_t>(Tag::Activations)];
+          EXPECT_EQ(engine.offload().files().current(Tag::Activations), bytes) << what;
+          EXPECT_EQ(bytes, plan.inputs.bytes) << what;
+          EXPECT_GE(bytes, plan.inputs.part_bytes) << what;
+          if (buffers == 1 && l.interval < 3) {
+            EXPECT_GT(plan.array_files.read_bytes, 0) << what;
+          }
+        };
+        const Trace got = train_threads(with_inputs_in_a_file(c, dir.path(), buffers), l.ranks(), kSteps, 1, hooks);
+        expect_same_training(got, want, what);
+        expect_planned(got, kSteps, what);
+        EXPECT_LT(got.counted[static_cast<size_t>(Tag::Activations)],
+                  want.counted[static_cast<size_t>(Tag::Activations)]);
+      }
+    }
+  }
+}
+
+// With all else that can be.
+TEST(OffloadInputs, GoBesideOthers) {
+  const TempDirectory dir;
+  for (const Layout& l : {Layout{.dp = 2, .stage = 3}, {.dp = 2, .pp = 2, .stage = 3}}) {
+    const Config c = tier_config(l, optimizer_named("AdamW"), DType::BF16);
+    Config o = with_inputs_in_a_file(offloaded(c, dir.path()), dir.path(), 1);
+    o.zero.offload_optimizer.gradients = true;
+    o.zero.offload_optimizer.pipeline_read = o.zero.offload_optimizer.pipeline_write = false;
+    o.zero.offload_param = {.device = OffloadDevice::Nvme, .nvme_path = dir.path()};
+    o.aio.checksum = true;
+    const Trace got = train_threads(o, l.ranks(), kSteps, 1, with_predicted_traffic(kSteps, l.name()));
+    expect_same_training(got, train_threads(c, l.ranks(), kSteps), l.name());
+    expect_planned(got, kSteps, l.name());
+  }
+}
+
+TEST(OffloadInputs, BreadthFirstIsRefused) {
+  const Layout l{.schedule = Kind::BreadthFirst, .chunks = 3, .stage = 3};
+  const Config c = tier_config(l, optimizer_named("AdamW"), DType::BF16);
+  try {
+    train_threads(with_inputs_in_a_file(c, "/tmp", 4), 1, 1);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Unavailable);
+    EXPECT_THAT(e.what(), ::testing::HasSubstr("activation_checkpointing.nvme_path: with pipeline.schedule"));
+  }
+}
+
 // The states of a part are brought together, and once more for the rounded parameter.
 TEST(OffloadCheckpoints, AreReadTwiceAtMost) {
   const TempDirectory dir;

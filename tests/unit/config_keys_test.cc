@@ -92,6 +92,7 @@ struct Moved {
     if (key.path.ends_with("stage3_tile_size")) set.push_back("zero_optimization.stage=3");
     if (key.path.ends_with("delayed_update_start"))
       set.push_back("zero_optimization.offload_optimizer.delayed_update=true");
+    if (key.path == "activation_checkpointing.buffer_count") set.push_back("activation_checkpointing.nvme_path=disk");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
@@ -329,11 +330,14 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
        "false"},
       {"zero_optimization.overlap_comm", "", R"("zero_optimization": {"stage": 3})", "true"},
       {"activation_checkpointing.granularity",
-       "default: \"layer\" where one of the three keys below asks for it, else \"none\"", "", R"("none")"},
+       "default: \"layer\" where one of the four keys below asks for it, else \"none\"", "", R"("none")"},
       {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"interval": 1})", R"("layer")"},
       {"activation_checkpointing.interval", "default: 1 where another key asks for \"layer\"",
        R"("activation_checkpointing": {"cpu_checkpointing": true})", "1"},
       {"activation_checkpointing.interval", "", "", ""},
+      {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"nvme_path": "disk"})",
+       R"("layer")"},
+      {"activation_checkpointing.nvme_path", "default: none", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
       {"zero_optimization.offload_optimizer.nvme_path", "default: none", "", ""},
       {"zero_optimization.offload_param.nvme_path", "default: none", "", ""},

@@ -56,7 +56,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
             p.sharers > 1 ? fmt::format(" of {} ranks", p.sharers) : "", bytes_text(p.available_bytes), p.limited_by);
   if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
   for (const auto& m : p.files)
-    out.print("  {:<12} {:>14} {}\n", m.tag, bytes_text(m.predicted), place_of_offloaded(config));
+    out.print("  {:<12} {:>14} {}\n", m.tag, bytes_text(m.predicted), place_of_offloaded(config, m.tag));
   out.print("\nsent per rank and step\n");
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));

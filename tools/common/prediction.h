@@ -11,9 +11,10 @@ namespace ds::tools {
 // `writing`: with the memory of what is written, or null.
 void print_prediction(const Config& config, const RankInfo& ranks, Output& out, const EncodedPrompts* writing);
 
-// Where what is offloaded stays, of which Config::zero says that it is not in memory.
-inline std::string_view place_of_offloaded(const Config& config) {
-  return config.zero.offload_optimizer.device == OffloadDevice::Server ? "with the server" : "in a file";
+// Where what is offloaded stays, by the tag of memory that it does not take.
+inline std::string_view place_of_offloaded(const Config& config, std::string_view tag) {
+  const bool served = config.zero.offload_optimizer.device == OffloadDevice::Server;
+  return served && tag != "params" && tag != "activations" ? "with the server" : "in a file";
 }
 
 }  // namespace ds::tools

@@ -211,6 +211,8 @@ struct ActivationCheckpointingConfig {
   i64 interval = 1;                    // Layer: the input of every so many layers is kept, the rest computed again
   bool partition_activations = false;  // what is kept is cut over the tensor-parallel ranks
   bool cpu_checkpointing = false;      // what is kept is kept in host memory
+  std::string nvme_path{};             // a directory: what is kept is kept in a file there
+  i64 buffer_count = 4;                // of what is in the file, inputs that are in memory at a time
 };
 
 enum class SaveFailure : u8 { Stop, Continue };
