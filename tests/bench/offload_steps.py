@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """The time of a training step with states in memory, in a file, late, and with a server; with parameters in memory and in
-a file, micro-batches in turn or layers in turn; with inputs of layers that are computed again in memory and in a file; and of
+a file, micro-batches in turn, layers in turn or in tiles; with inputs of layers that are computed again in memory and in a file; and of
 attaching.
 
 usage: offload_steps.py BUILD DIR [RANKS [STEPS [ROUNDS]]]
@@ -103,6 +103,8 @@ def main():
         "parameters, breadth first": (parameters("none"), breadth),
         "parameters, nvme": (parameters("nvme"), None),
         "parameters, nvme, breadth first": (parameters("nvme"), breadth),
+        "parameters, tiles": (dict(parameters("none"), stage3_tile_size=600_000), None),
+        "parameters, nvme, tiles": (dict(parameters("nvme"), stage3_tile_size=600_000), None),
         "inputs": (states(device="none"), inputs),
         "inputs, nvme": (states(device="none"), inputs_nvme),
     }
@@ -110,7 +112,7 @@ def main():
         os.chdir(work)
         with open("text.txt", "w", encoding="utf-8") as f:
             f.write("The quick brown fox jumps over the lazy dog. " * 20000)
-        found, starts, losses = {c: [] for c in cases}, {c: [] for c in cases}, set()
+        found, starts, losses, of_tiles = {c: [] for c in cases}, {c: [] for c in cases}, set(), set()
         for r in range(rounds):
             for case, (zero, sections) in cases.items():
                 server = None
@@ -119,12 +121,12 @@ def main():
                 row, loss = run(f"{case}-{r}", zero, sections)
                 found[case].append(row)
                 if "delayed" not in case:
-                    losses.add(loss)
+                    (of_tiles if "tiles" in case else losses).add(loss)
                 if server or case == "memory":
                     starts[case].append(seconds_to_go_on(f"{case}-{r}", zero))
                 if server:
                     server.end()
-        assert len(losses) == 1, "losses differ"
+        assert len(losses) == len(of_tiles) == 1, "losses differ"
         median = {c: {k: statistics.median(row[k] for row in found[c]) for k in found[c][0]} for c in cases}
         print(f"{'':<32} {'step ms':>9} {'ratio':>6} {'waits ms':>9} {'hidden':>7} {'read MB':>8} {'goes on s':>9}")
         for case, m in median.items():
