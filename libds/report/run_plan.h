@@ -103,7 +103,9 @@ struct RunPlan : update::UpdatePlan {
   bool trains() const noexcept { return ds::trains(use); }
   // Columns of the widest matrix in tiles; 0: there are no tiles.
   i64 tile_cols() const noexcept;
-  bool has_tiles() const noexcept { return tile_cols() > 0; }
+  bool has_tiles() const noexcept {
+    return std::ranges::any_of(shards, [](const zero::ShardsPlan& s) { return !s.layout.tiles().empty(); });
+  }
   i64 total_memory() const noexcept;  // of the device
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
