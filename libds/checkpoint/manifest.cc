@@ -192,6 +192,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
   if (const auto& mesh = meta.mesh)
     j["mesh"] = {{"dp", mesh->dp}, {"pp", mesh->pp}, {"tp", mesh->tp}, {"sp", mesh->sp}};
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
+  if (!meta.history.empty()) j["history"] = meta.history;
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -215,6 +216,7 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.skipped_steps = counter_at(j, "skipped_steps");
   meta.optimizer_step = counter_at(j, "optimizer_step");
   if (j.contains("optimizer")) meta.optimizer = optimizer_from(j.at("optimizer"));
+  if (j.contains("history")) meta.history = j.at("history").get<std::string>();
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));

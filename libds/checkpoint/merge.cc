@@ -198,7 +198,7 @@ void check_not_source(const std::string& source, std::vector<std::string> files,
 // Whole tensors do not depend on who held what, nor on the machine and the knobs of the run: nor does what stands
 // beside them.
 CheckpointMeta without_layout(CheckpointMeta meta) {
-  for (std::string* part : {&meta.layout_id, &meta.isa, &meta.config_json}) part->clear();
+  for (std::string* part : {&meta.layout_id, &meta.history, &meta.isa, &meta.config_json}) part->clear();
   meta.mesh.reset();
   meta.metadata.reset();  // the file says that itself
   meta.world_size = 1;

@@ -24,7 +24,10 @@ bool any_optimizer(const Config& c, bool (*is)(const UpdateConfig&)) {
 
 void resolve_old_form(std::string_view key, bool& old, std::string_view device_key, OffloadDevice& device, Reader& r) {
   if (!r.given(key) || r.broken(key)) return;
-  r.warning(key, fmt::format("is deprecated; write {} \"{}\"", device_key, old ? "cpu" : "none"));
+  if (old || !r.given(device_key))
+    r.warning(key, fmt::format("is deprecated; write {} \"{}\"", device_key, old ? "cpu" : "none"));
+  else
+    r.warning(key, fmt::format("is deprecated; {} says it", device_key));
   if (old && r.given(device_key) && device != OffloadDevice::Cpu && !r.broken(device_key))
     r.error(key, fmt::format("true contradicts {}, which is another one", device_key));
   if (old) device = OffloadDevice::Cpu;

@@ -8,6 +8,7 @@
 #include "base/file.h"
 #include "checkpoint/deepspeed.h"
 #include "checkpoint/manifest.h"
+#include "checkpoint/reader.h"
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
@@ -282,7 +283,13 @@ void TrainingRun::State::load() {
       engine::load_weights(*engine, weights);
     }
   }
-  if (server != nullptr) publish_to_server(*server);
+  if (server == nullptr) return;
+  if (!is_from_server()) {
+    const std::optional<i64> began = parse_step_name(std::filesystem::path(from).filename().string());
+    history =
+        fmt::format("{}@{}", gather_text(mesh->world(), random_hex64()).front(), began ? std::to_string(*began) : "");
+  }
+  publish_to_server(*server);
 }
 
 // Whether the run goes on with the state that the server has: that of its last whole step. A step that was asked for by
@@ -310,6 +317,15 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
            step_dir, name, there.step, server.name(), step_dir);
   const CheckpointMeta meta_there = parse_meta(text, name);
   check_same_run(meta_there, name);
+  // A step that was trained meanwhile without the server is another continuation of what both began from.
+  if (saved) {
+    const std::string of_step = CheckpointReader(step_dir).meta().history;
+    DS_CHECK(of_step == meta_there.history || meta_there.history.ends_with(fmt::format("@{}", *saved)), Errc::Mismatch,
+             "{} is not of the run whose state {} has: remove that state (ds-offload rm {}), or say from which step to "
+             "go on with --resume {}",
+             step_dir, name, server.name(), step_dir);
+  }
+  history = meta_there.history;
   DS_CHECK(meta_there.optimizer == table.optimizer || there.optimizer_step == 0, Errc::Mismatch,
            "{} has the state of {}, and this run updates by {}: set the optimizer to what it was, or remove that state "
            "(ds-offload rm {})",
@@ -320,7 +336,10 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
     load_step(dir);
   }
   from = name;
-  if (is_root()) log_message(LogLevel::Info, fmt::format("going on from step {} of {}", there.step, name));
+  // Who did not ask to go on may have meant a new run.
+  if (is_root())
+    log_message(options.resume.empty() ? LogLevel::Warning : LogLevel::Info,
+                fmt::format("going on from step {} of {}", there.step, name));
   return true;
 }
 
@@ -417,6 +436,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.skipped_steps = progress.skipped_steps;
   meta.optimizer_step = progress.optimizer_step;
   meta.optimizer = table.optimizer;
+  meta.history = history;
   meta.isa = device->name();
   meta.config_json = engine::compact_json(resolved_json(engine::with_absolute_paths(config)));
   meta.model_config_json = model_json;

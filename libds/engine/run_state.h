@@ -38,6 +38,7 @@ struct TrainingRun::State {
   std::unique_ptr<engine::RunRecord> record;
   std::string backend;
   std::string step_dir;           // to go on from; empty: from the start
+  std::string history;            // CheckpointMeta::history; empty: no server has the states
   std::string from;               // what the run goes on from: that, or a server; empty: from the start
   std::string weights;            // to start from; empty: random ones
   std::string model_json;         // config.json of what is saved

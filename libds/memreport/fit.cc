@@ -255,9 +255,12 @@ Arrangement Search::whole(const Config& config, Keys keys, Models& models) const
 i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   const MeshShape mesh = report::mesh_shape(config, options_.world.ranks);
   const std::vector<i64> cuts = models.cuts(config, mesh);
-  // So many micro-batches have all that a schedule has under way at once; what more of them need is their tokens and
-  // losses.
-  const i64 more = config.batch.accumulation - 4 * config.pipeline.stages * config.pipeline.virtual_stages;
+  // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them
+  // need is their tokens and losses.
+  const PipelineSchedule schedule = report::schedule_of(config).kind;
+  const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst;
+  const i64 more =
+      has_all ? 0 : config.batch.accumulation - 4 * config.pipeline.stages * config.pipeline.virtual_stages;
   i64 most = 0, tokens = 0;
   if (more > 0) {
     config.batch.accumulation -= more;
@@ -557,7 +560,10 @@ LargestModel Search::largest_of_all() {
       return static_cast<double>(device_bytes(with_layers(c.config, layers), models, std::numeric_limits<i64>::max()));
     };
     const double at_few = bytes(few), of_layer = (bytes(more) - at_few) / static_cast<double>(more - few);
-    c.layers = static_cast<double>(few) + (static_cast<double>(options_.memory) - at_few) / of_layer;
+    // What is gathered at a time may be less of a deeper model.
+    c.layers = of_layer > 0 ? static_cast<double>(few) + (static_cast<double>(options_.memory) - at_few) / of_layer
+               : at_few <= static_cast<double>(options_.memory) ? static_cast<double>(kMostLayers)
+                                                                : 0.0;
     c.layers = std::clamp(c.layers, 0.0, static_cast<double>(kMostLayers));
   };
   const auto keep_best = [&](size_t most) {

@@ -166,11 +166,8 @@ void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::St
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;
   t.copies = static_cast<double>(plan.copies.to_device + plan.copies.to_host) / machine.host_link;
-  if (plan.offload.states.delayed_update) {  // beside the passes of the next step
-    t.copies += std::max(0.0, t.on_host - t.busy());
-  } else {
-    t.optimizer += t.on_host;
-  }
+  // A delayed update goes on beside the passes of the next step.
+  t.optimizer += plan.offload.states.delayed_update ? std::max(0.0, t.on_host - t.busy()) : t.on_host;
 }
 
 // States come and go beside their updates, gradients, parameters and inputs of layers beside the passes; reads and
@@ -187,8 +184,9 @@ double exposed_files(const report::RunPlan& plan, const StageTime& t, const Mach
   const bool served = plan.offload.states.device == OffloadDevice::Server;  // by memory that both have
   const double states = served ? 0.0 : seconds(plan.state_files), arrays = seconds(plan.array_files);
   if (plan.device == DeviceKind::Cuda) {
-    const double late = plan.offload.states.delayed_update ? t.busy() : 0;
-    return std::max(0.0, states - t.on_host - late) + std::max(0.0, arrays - t.busy());
+    if (plan.offload.states.delayed_update)  // and its transfers beside it; arrays beside the same passes
+      return std::max(0.0, std::max(states, t.on_host) + arrays - t.busy()) - std::max(0.0, t.on_host - t.busy());
+    return std::max(0.0, states - t.on_host) + std::max(0.0, arrays - t.busy());
   }
   // A delayed update goes on beside the passes of the next step, too.
   if (plan.offload.states.delayed_update) return std::max(0.0, states + arrays - t.optimizer - t.busy());

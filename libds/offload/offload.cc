@@ -1,12 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "offload/offload.h"
 
+#include <sys/stat.h>
+
 #include <algorithm>
 
 #include "probe/host.h"
 
 namespace ds::offload {
 namespace {
+
+bool is_one_file_system(const std::string& a, const std::string& b) noexcept {
+  struct stat of_a {
+  }, of_b{};
+  if (a == b) return true;
+  return ::stat(a.c_str(), &of_a) == 0 && ::stat(b.c_str(), &of_b) == 0 && of_a.st_dev == of_b.st_dev;
+}
 
 constexpr i64 kLeastTile = 4 * kStateBlock, kMostTile = i64{1} << 20;  // elements
 
@@ -61,8 +70,8 @@ void check_places(const Settings& s, std::span<const i64> files, int ranks) {
   const Place all[] = {states, params, inputs};
   for (const Place& place : all) {
     if (place.bytes == 0) continue;
-    i64 there = 0;  // of all that has the same directory
-    for (const Place& other : all) there += other.path == place.path ? other.bytes : 0;
+    i64 there = 0;  // of all that has the same file system
+    for (const Place& other : all) there += is_one_file_system(other.path, place.path) ? other.bytes : 0;
     try {
       BlockFile::check(place.path, ranks * there);
     } catch (const Error& e) {

@@ -169,10 +169,10 @@ void ServedStates::settle(zero::VerdictHandle& verdict, i64) {
 
 // What the server is asked for, and waited for.
 void ServedStates::await(FunctionRef<void()> ask) {
-  const double before = options_.link->waited_s();
+  const Clock::time_point begin = Clock::now();
   const BusyTime::Span busy(options_.busy);
   ask();
-  options_.counts->waited_s += options_.link->waited_s() - before;
+  options_.counts->waited_s += seconds_since(begin);
 }
 
 void ServedStates::bring_params() {

@@ -16,6 +16,7 @@
 
 #include "base/as_error.h"
 #include "base/limits.h"
+#include "ds/log.h"
 #include "ds/units.h"
 #include "offload/server_link.h"
 #include "probe/host.h"
@@ -95,6 +96,7 @@ Server::Server(const offload::ServeOptions& options, Event event)
 }
 
 Server::~Server() {
+  if (spare_ >= 0) ::close(spare_);
   if (listener_ >= 0) {
     ::close(listener_);
     ::unlink(place_.socket().c_str());
@@ -130,6 +132,7 @@ void Server::take_name() {
 
 void Server::listen() {
   ::unlink(place_.socket().c_str());
+  spare_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
   listener_ = ::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   sockaddr_un address{.sun_family = AF_UNIX, .sun_path = {}};
   place_.socket().copy(address.sun_path, sizeof address.sun_path - 1);
@@ -141,7 +144,18 @@ void Server::listen() {
 
 void Server::accept() {
   for (;;) {
-    const int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
+      // Who waits is told so, by the end of its connection, for which the descriptor that is kept is given up a moment.
+      log_message(LogLevel::Warning, fmt::format("a connection is refused: {}", system_reason(errno)));
+      ::close(std::exchange(spare_, -1));
+      fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+      const bool took = fd >= 0;
+      if (took) ::close(fd);
+      spare_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
+      if (took) continue;
+      return;
+    }
     if (fd < 0) return;
     Peer& peer = peers_.emplace_back(fd);
     ucred who{};

@@ -82,6 +82,7 @@ class Server {
   const Generation::Options files_;
   std::optional<DirectoryLock> lock_;
   int listener_ = -1;
+  int spare_ = -1;  // a descriptor for who is refused when there is no other
   std::list<Peer> peers_;
   std::unique_ptr<Generation> current_;
   std::optional<Run> run_;

@@ -160,6 +160,32 @@ train() { # ranks argument...
   done
 }
 
+@test "a state is not taken over steps that were trained without its server" {
+  serve --shm
+  train 1 --steps 6
+  train 1 --steps 8
+  # From another directory, where nothing is: said.
+  run -0 --separate-stderr ds-train cfg.json --out other --steps 9 "${served[@]}"
+  [[ $stderr == *"going on from step 8 of server '$name'"* ]]
+  ds-train cfg.json --out away --resume latest --steps 10 --quiet
+  run -3 --separate-stderr ds-train cfg.json --out away --resume latest --steps 12 "${served[@]}"
+  [[ $stderr == *"step-00000010 is "*"server '$name'"*"ds-offload rm $name"*"--resume "* ]]
+  # It takes its place where it is asked to.
+  ds-train cfg.json --out away --resume away/step-00000010 --steps 11 "${served[@]}" --quiet
+  train 1
+  ds-train cfg.json --out whole --quiet
+  assert_equal "$(losses away)" "$(losses whole)"
+}
+
+@test "a server without descriptors refuses, and nobody waits for it" {
+  (ulimit -n 12 && exec ds-offload serve "$name" --shm) 2>server.log 3>&- &
+  server=$!
+  until_true 30 is_served
+  run -1 timeout 60 ds-launch -n 6 ds-train cfg.json --out away --quiet --set train_batch_size=12 "${served[@]}"
+  grep -q "a connection is refused: Too many open files" server.log
+  ds-offload ls
+}
+
 @test "a run whose server is killed says so, and ends with status 1" {
   serve --shm
   sed -i 's/"steps": 12/"steps": 100000/' cfg.json
