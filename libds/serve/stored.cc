@@ -224,7 +224,8 @@ namespace {
 // where there is none, none comes.
 class Look {
  public:
-  explicit Look(const std::string& name) : place_(name) {
+  // problems: gets why a step that was decided cannot be done; null: that is thrown.
+  explicit Look(const std::string& name, std::vector<std::string>* problems = nullptr) : place_(name) {
     std::error_code ignored;
     DS_CHECK(fs::exists(place_.directory, ignored), Errc::Unavailable, "there is no server '{}', nor what one has left",
              name);
@@ -246,7 +247,12 @@ class Look {
     generation_ = std::make_unique<Generation>(place_.directory, id, Generation::Options{});
     if (server_) return;
     const std::unique_ptr<Device> device = make_cpu_device(probe::cpu_backend(), probe::num_cores());
-    recover(*generation_, *device);
+    try {
+      recover(*generation_, *device);
+    } catch (const Error& e) {
+      if (problems == nullptr || e.code() != Errc::Corrupt) throw;
+      problems->push_back(fmt::format("the last step was decided, and cannot be done: {}", e.what()));
+    }
   }
   Look(const Look&) = delete;
   Generation& generation() noexcept { return *generation_; }
@@ -375,9 +381,9 @@ std::string dump_server(const std::string& name, const std::string& dir) {
 }
 
 std::vector<std::string> verify_server(const std::string& name) {
-  serve::Look look(name);
-  serve::Generation& g = look.generation();
   std::vector<std::string> problems;
+  serve::Look look(name, &problems);
+  serve::Generation& g = look.generation();
   (void)serve::read_run(g);
   for (size_t r = 0; r < g.ranks().size(); ++r) {
     const serve::RankLayout& rank = g.ranks()[r];

@@ -338,6 +338,32 @@ PYTHON
   done
 }
 
+@test "what a step finds damaged ends run and server, and is listed" {
+  serve --shm --checksum
+  train 1 --steps 1000000 2>train.log &
+  local job=$!
+  until_true 30 test -s away/metrics.jsonl
+  sleep 0.5
+  python3 - "$(readlink -f "$(echo "$(place)"/*/states)")" "$(echo "$(place)"/*/table)" <<'PYTHON'
+import struct, sys
+slot_bytes = struct.unpack_from("qqq", open(sys.argv[2], "rb").read(), 16)[2]
+with open(sys.argv[1], "r+b") as f:
+    end = f.seek(0, 2)
+    for at in range(100, end, slot_bytes):
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+PYTHON
+  run -3 wait $job
+  grep -q "damaged" train.log
+  wait "$server" || true
+  run -3 --separate-stderr ds-offload verify "$name"
+  [[ $stderr == *"the last step was decided, and cannot be done: "* ]] || fail "$stderr"
+  ds-offload rm "$name"
+  assert [ ! -e "$(place)" ]
+}
+
 @test "a table of another version is refused, and can be removed" {
   serve --shm
   train 1 --steps 3
