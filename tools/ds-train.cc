@@ -114,20 +114,27 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   out.print("\n\nmemory of rank 0       predicted           peak\n");
   for (const auto& m : result.memory)
     out.print("  {:<14} {:>15} {:>14}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted));
-  if (result.files.empty()) return 0;
   for (const auto& m : result.files)
     out.print("  {:<14} {:>15} {:>14} {}\n", m.tag, ds::bytes_text(m.predicted), ds::bytes_text(m.counted),
               ds::tools::place_of_offloaded(config, m.tag));
+  const ds::OffloadTraffic& moved = result.offload;
   const ds::i64 steps = result.step - result.first_step + 1;
-  if (result.offload.read_bytes == 0 && result.offload.written_bytes == 0) {
-    out.print("\noffload: all of it fits in its buffers, and nothing went to files ({})\n", result.offload_method);
+  if (moved.to_host_bytes)
+    out.print("\noffload: {} to the host and {} to the GPU a step\n", ds::bytes_text(*moved.to_host_bytes / steps),
+              ds::bytes_text(moved.to_device_bytes.value_or(0) / steps));
+  if (result.files.empty()) return 0;
+  const bool served = config.zero.offload_optimizer.device == ds::OffloadDevice::Server;
+  if (moved.read_bytes == 0 && moved.written_bytes == 0) {
+    out.print("\noffload: {} ({})\n",
+              served ? "no step was taken" : "all of it fits in its buffers, and nothing went to files",
+              result.offload_method);
     return 0;
   }
-  const std::optional<double> hidden = result.offload.hidden();
+  const std::optional<double> hidden = moved.hidden();
   out.print("\noffload: {} read and {} written a step, {:.1f} ms waited for{} ({})\n",
-            ds::bytes_text(result.offload.read_bytes / steps), ds::bytes_text(result.offload.written_bytes / steps),
-            result.offload.wait_ms / static_cast<double>(steps),
-            hidden ? fmt::format(", {:.0f} % hidden", 100 * *hidden) : "", result.offload_method);
+            ds::bytes_text(moved.read_bytes / steps), ds::bytes_text(moved.written_bytes / steps),
+            moved.wait_ms / static_cast<double>(steps), hidden ? fmt::format(", {:.0f} % hidden", 100 * *hidden) : "",
+            result.offload_method);
   return 0;
 }
 

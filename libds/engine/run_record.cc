@@ -100,6 +100,8 @@ Json step_line(const StepRecord& r) {
                                                 {"written_bytes", r.offload->written_bytes},
                                                 {"wait_ms", r.offload->wait_ms}};
     if (const std::optional<double> hidden = r.offload->hidden()) moved["hidden"] = *hidden;
+    if (r.offload->to_host_bytes) moved["to_host_bytes"] = *r.offload->to_host_bytes;
+    if (r.offload->to_device_bytes) moved["to_device_bytes"] = *r.offload->to_device_bytes;
   }
   return line;
 }

@@ -70,7 +70,14 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
   if (engine->offload().moves()) {
     const offload::FileCounts moved = engine->offload().of_step();
-    taken.offload = {moved.read_bytes, moved.written_bytes, moved.waited_s * 1e3, moved.busy_s * 1e3};
+    taken.offload = {.read_bytes = moved.read_bytes,
+                     .written_bytes = moved.written_bytes,
+                     .wait_ms = moved.waited_s * 1e3,
+                     .busy_ms = moved.busy_s * 1e3};
+    if (engine->offload().is_beside_gpu()) {
+      const offload::HostCopies copies = engine->offload().copies_of_step();
+      taken.offload->to_host_bytes = copies.to_host, taken.offload->to_device_bytes = copies.to_device;
+    }
   }
   record->show_step(*engine, taken, counted);
   return taken;
@@ -201,6 +208,11 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
     result_.offload.written_bytes += r.offload->written_bytes;
     result_.offload.wait_ms += r.offload->wait_ms;
     result_.offload.busy_ms += r.offload->busy_ms;
+    const auto add = [](std::optional<i64>& sum, const std::optional<i64>& more) {
+      if (more) sum = sum.value_or(0) + *more;
+    };
+    add(result_.offload.to_host_bytes, r.offload->to_host_bytes);
+    add(result_.offload.to_device_bytes, r.offload->to_device_bytes);
   }
   s_.append(engine::step_line(r));
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);

@@ -108,7 +108,7 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
 
 void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, const UpdateSpec& spec,
                                    zero::VerdictHandle& verdict) {
-  Device& device = parts_.device;
+  const HostLink device(parts_.device, host_.copies);
   const bool directs = makes_direction(spec.params.rule), own_master = parts_.work == DType::F32;
   const i64 width = dtype_bytes(parts_.work);
   // Calls visit(piece, its gradient, its parameter), in memory of the host: where they stay, or brought there.

@@ -8,6 +8,7 @@
 #include <map>
 
 #include "offload/chunk_memory.h"
+#include "offload/host_copies.h"
 #include "zero/state_store.h"
 
 namespace ds::offload {
@@ -18,7 +19,8 @@ using MakeChunks =
 // The host as a place to compute: the device itself, where that is it.
 struct UpdateHost {
   HostPlace place;
-  bool apart = false;  // from the device that trains
+  bool apart = false;            // from the device that trains
+  HostCopies* copies = nullptr;  // then counts those of updates
   Device& device() const noexcept { return place.device(); }
 };
 

@@ -63,7 +63,8 @@ void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
 // From where it stays with the host, or by the device.
 void DelayedStates::take(const Held& here, const zero::PieceMemory& from, const zero::Piece& part) {
   if (const void* const there = from.on_host(part); there == nullptr) {
-    parts_.device.download(here.on_host(part), from.lease(part, zero::LeaseTo::Read).data(), here.bytes(part));
+    HostLink(parts_.device, options_.copies)
+        .download(here.on_host(part), from.lease(part, zero::LeaseTo::Read).data(), here.bytes(part));
   } else if (options_.beside) {
     std::memcpy(here.on_host(part), there, static_cast<size_t>(here.bytes(part)));
   }
@@ -114,7 +115,7 @@ void DelayedStates::hand_over(const zero::Piece& part) {
   void* const there = parts_.params.on_host(part);
   if (there == nullptr) {
     const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
-    parts_.device.upload(param.data(), params_.on_host(part), params_.bytes(part));
+    HostLink(parts_.device, options_.copies).upload(param.data(), params_.on_host(part), params_.bytes(part));
   } else if (options_.beside) {
     std::memcpy(there, params_.on_host(part), static_cast<size_t>(params_.bytes(part)));
   }

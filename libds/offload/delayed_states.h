@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "offload/block_file.h"
+#include "offload/host_copies.h"
 #include "offload/host_place.h"
 #include "zero/state_store.h"
 
@@ -32,8 +33,9 @@ class DelayedStates final : public zero::StateStore {
     HostPlace host;  // of what updates work with
     Shared& shared;
     Tag tag = Tag::Offload;
-    i64 from = 1;        // the first update that is delayed
-    bool beside = true;  // else, in a prediction, it runs in its turn
+    HostCopies* copies = nullptr;  // counts what goes between a GPU and the host
+    i64 from = 1;                  // the first update that is delayed
+    bool beside = true;            // else, in a prediction, it runs in its turn
     std::function<FileCounts()> moved = {};
   };
   // `make`: the tier itself; its updates are element by element, in one pass. Their tiles are there until finish().

@@ -18,8 +18,9 @@ i64 room_of(i64 bytes) noexcept {
 
 }  // namespace
 
-HostArray::HostArray(Device& device, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger, i64 bytes, i64 most)
-    : device_(device), ledger_(ledger), there_(std::move(there)) {
+HostArray::HostArray(Device& device, HostCopies* copies, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger,
+                     i64 bytes, i64 most)
+    : device_(device), link_(device, copies), ledger_(ledger), there_(std::move(there)) {
   if (bytes > 0) add_slot(most);
 }
 
@@ -42,7 +43,7 @@ void* HostArray::open(i64 begin, i64 bytes, zero::LeaseTo access) {
   }
   if (access != zero::LeaseTo::Fill) {
     const zero::TierLease there = there_->lease(begin, bytes, zero::LeaseTo::Read);
-    device_.upload(best->memory.data(), there.data(), bytes);
+    link_.upload(best->memory.data(), there.data(), bytes);
   }
   best->taken = true;
   return best->memory.data();
@@ -54,7 +55,7 @@ void HostArray::close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) no
   if (access == zero::LeaseTo::Read) return;
   try {
     const zero::TierLease there = there_->lease(begin, bytes, zero::LeaseTo::Fill);
-    device_.download(there.data(), data, bytes);
+    link_.download(there.data(), data, bytes);
   } catch (...) {
     failed_ = std::current_exception();
   }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "offload/host_copies.h"
 #include "zero/tier_array.h"
 
 namespace ds::offload {
@@ -28,7 +29,8 @@ class HostArray final : public zero::TierArray {
  public:
   // `there`: where it stays, whose leases are in memory of the host; most: bytes of a lease. There is a buffer for one
   // lease from the start; more are taken as leases need them.
-  HostArray(Device& device, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger, i64 bytes, i64 most);
+  HostArray(Device& device, HostCopies* copies, std::unique_ptr<zero::TierArray> there, MemoryLedger& ledger, i64 bytes,
+            i64 most);
   bool in_place() const noexcept override { return false; }
   void expect(i64 begin, i64 bytes) override { there_->expect(begin, bytes); }
   void* on_host(i64 begin) const noexcept override { return there_->on_host(begin); }
@@ -43,6 +45,7 @@ class HostArray final : public zero::TierArray {
   void close(void* data, i64 begin, i64 bytes, zero::LeaseTo access) noexcept override;
 
   Device& device_;
+  const HostLink link_;
   MemoryLedger& ledger_;
   std::unique_ptr<zero::TierArray> there_;
   std::vector<Slot> slots_;

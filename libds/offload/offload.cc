@@ -91,6 +91,7 @@ Offload::Offload(const Settings& settings, For what, int threads, const ServerLi
   const bool delayed = settings.states.delayed_update;
   const bool states = nvme || delayed || (apart && settings.states.device == OffloadDevice::Cpu);
   const bool any = states || settings.params.device != OffloadDevice::None || settings.inputs != OffloadDevice::None;
+  offloads_to_host_ = apart && any;
   if (what == For::Run && (delayed || (apart && any)))
     host_ = make_cpu_device(probe::cpu_backend(), threads > 0 ? threads : probe::rank_threads(1));
   if (states) {
@@ -123,7 +124,8 @@ HostPlace Offload::place(Device& device, Section section) const noexcept {
 
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
   const HostPlace host = place(parts.device, Section::Optimizer);
-  return std::make_unique<ChunkedStates>(std::move(parts), settings_.tile, UpdateHost{host, is_apart()},
+  return std::make_unique<ChunkedStates>(std::move(parts), settings_.tile,
+                                         UpdateHost{host, is_apart(), counted_copies()},
                                          [this, host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
                                            return make_chunks(layout, device, host, ledger);
                                          });
@@ -134,6 +136,7 @@ std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts 
   DelayedStates::Options options{.host = place(parts.device, Section::Optimizer),
                                  .shared = delayed_shared_,
                                  .tag = host_tag(),
+                                 .copies = counted_copies(),
                                  .from = settings_.states.delayed_update_start,
                                  .beside = for_ == For::Run,
                                  .moved = [file] { return *file == nullptr ? FileCounts{} : (*file)->counts(); }};
@@ -148,8 +151,8 @@ std::unique_ptr<zero::StateStore> Offload::make_delayed(zero::StateStore::Parts 
 zero::MakeArray Offload::beside(MakeOnHost of_host, Section section) {
   return [this, section, of_host = std::move(of_host)](Device& device, MemoryLedger& ledger, Tag tag, i64 bytes,
                                                        i64 most) {
-    return std::make_unique<HostArray>(device, of_host(place(device, section), ledger, tag, bytes, most), ledger, bytes,
-                                       most);
+    return std::make_unique<HostArray>(device, counted_copies(),
+                                       of_host(place(device, section), ledger, tag, bytes, most), ledger, bytes, most);
   };
 }
 
@@ -180,7 +183,8 @@ void Offload::make_served_tiers() {
                                                                      .shares_gradients = gradients.has_value(),
                                                                      .gradients = gradients.value_or(nullptr),
                                                                      .counts = &by_server_,
-                                                                     .busy = &busy_});
+                                                                     .busy = &busy_,
+                                                                     .copies = counted_copies()});
     for (const State s : kStates)
       count_in_file(s == State::Master ? Tag::Master : Tag::Optimizer, made->state_bytes()[s]);
     served_.push_back(made.get());
@@ -248,10 +252,35 @@ Offload::MakeOnHost Offload::make_array(std::string dir, i64 beside) {
       };
 }
 
+namespace {
+
+// An array of the host whose leases are copied from and to a GPU as they are, one at a time.
+class CountedArray final : public zero::TierArray {
+ public:
+  CountedArray(std::unique_ptr<zero::TierArray> there, HostCopies& copies)
+      : there_(std::move(there)), copies_(copies) {}
+  bool in_place() const noexcept override { return there_->in_place(); }
+
+ private:
+  void* open(i64 begin, i64 bytes, zero::LeaseTo access) override {
+    (access == zero::LeaseTo::Fill ? copies_.to_host : copies_.to_device) += bytes;
+    lease_ = there_->lease(begin, bytes, access);
+    return lease_.data();
+  }
+  void close(void*, i64, i64, zero::LeaseTo) noexcept override { lease_ = {}; }
+
+  std::unique_ptr<zero::TierArray> there_;
+  zero::TierLease lease_;
+  HostCopies& copies_;
+};
+
+}  // namespace
+
 std::unique_ptr<zero::TierArray> Offload::make_inputs(const OrderedUses& inputs, Device& device, MemoryLedger& ledger) {
   if (inputs.bytes == 0) return nullptr;
   if (settings_.inputs == OffloadDevice::Cpu)
-    return std::make_unique<HostMemory>(device_buffer(host(device), ledger, host_tag(), inputs.bytes));
+    return std::make_unique<CountedArray>(
+        std::make_unique<HostMemory>(device_buffer(host(device), ledger, host_tag(), inputs.bytes)), copies_);
   count_in_file(Tag::Activations, inputs.bytes);
   auto made =
       std::make_unique<OrderedFile>(host(device), ledger, inputs,
@@ -261,7 +290,8 @@ std::unique_ptr<zero::TierArray> Offload::make_inputs(const OrderedUses& inputs,
                                                          .buffers = settings_.input_buffers,
                                                          .checksums = settings_.aio.checksum});
   keep(made->file(), of_arrays_);
-  return made;
+  if (!is_apart()) return made;
+  return std::make_unique<CountedArray>(std::move(made), copies_);
 }
 
 namespace {
@@ -288,6 +318,7 @@ FileCounts Offload::moved() const noexcept {
 
 void Offload::begin_step() noexcept {
   begin_ = moved();
+  copies_begin_ = copies_;
   if (delayed_.empty()) return;
   const FileCounts between = moved_states() - recorded_;
   begin_.read_bytes -= between.read_bytes;

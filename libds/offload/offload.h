@@ -59,7 +59,11 @@ class Offload {
   // steps belongs to the second; times are those of the step.
   void begin_step() noexcept;
   FileCounts of_step() noexcept;
-  bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty(); }
+  // Between a GPU and its host since the run began, and in this step.
+  HostCopies copies() const noexcept { return copies_; }
+  HostCopies copies_of_step() const noexcept { return copies_ - copies_begin_; }
+  bool is_beside_gpu() const noexcept { return is_apart(); }
+  bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty() || offloads_to_host_; }
   // How files are read and written, or who has what is not here; empty: nothing is away.
   std::string method() const;
   // What is slower than the configuration asks for, and why; empty: nothing.
@@ -115,8 +119,11 @@ class Offload {
   // Of the shards that are being made: the memory of their gradients, which the server has, too; null in a prediction.
   std::optional<const Segment*> gradients_;
   FileCounts by_server_;
-  FileCounts begin_;     // of the step
-  FileCounts recorded_;  // by updates, of the steps so far
+  HostCopies* counted_copies() noexcept { return is_apart() ? &copies_ : nullptr; }
+  HostCopies copies_, copies_begin_;
+  bool offloads_to_host_ = false;  // beside a GPU
+  FileCounts begin_;               // of the step
+  FileCounts recorded_;            // by updates, of the steps so far
 };
 
 }  // namespace ds::offload

@@ -133,6 +133,8 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
     params = std::max(params, p.index + 1);
   }
   options_.counts->written_bytes += elems * 4;
+  if (options_.copies != nullptr && !options_.shares_gradients)
+    *options_.copies = *options_.copies + HostCopies{directs ? elems * 4 : 0, elems * 4};
   if (!directs) changed_.push_back(tile);
   if (options_.link == nullptr) return count_update(tile, spec);
   for_each_gradient(zero::LeaseTo::Read,
@@ -183,7 +185,8 @@ void ServedStates::bring_params() {
         options_.counts->read_bytes += bytes;
         void* const there = parts_.params.on_host(part);
         if (there == nullptr) {
-          parts_.device.upload(parts_.params.lease(part, zero::LeaseTo::Fill).data(), work_of(part), bytes);
+          HostLink(parts_.device, options_.copies)
+              .upload(parts_.params.lease(part, zero::LeaseTo::Fill).data(), work_of(part), bytes);
         } else if (options_.link != nullptr) {
           std::memcpy(there, work_of(part), static_cast<size_t>(bytes));
         }

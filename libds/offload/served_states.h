@@ -11,6 +11,7 @@
 
 #include "offload/block_file.h"
 #include "offload/chunk_layout.h"
+#include "offload/host_copies.h"
 #include "offload/server_link.h"
 #include "zero/state_store.h"
 
@@ -28,6 +29,7 @@ class ServedStates final : public zero::StateStore {
     const Segment* gradients = nullptr;  // where they are, if they are in memory that the server has
     FileCounts* counts = nullptr;        // of gradients that go (written) and parameters that come (read)
     BusyTime* busy = nullptr;            // in which they do
+    HostCopies* copies = nullptr;        // of them, those between a GPU and the host
   };
   ServedStates(Parts parts, const Options& options);
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;

@@ -54,7 +54,7 @@ void CountedUpdate::run(Enter enter) {
   const auto in_passes = [&](i64 micro, i64 times, size_t first, size_t last) {
     if (times <= 0) return;
     const offload::FileCounts before = offload_.moved();
-    const HostCopies copies_before = copied();
+    const offload::HostCopies copies_before = offload_.copies();
     for (const auto& s : shards_) {
       const std::vector<std::vector<i64>>& passes = s->plan().grads.passes;
       for (size_t i = first; i < std::min(last, passes.size()); ++i) {
@@ -79,7 +79,7 @@ void CountedUpdate::run(Enter enter) {
     }
     take_messages(times);
     repeated_ = repeated_ + (times - 1) * (offload_.moved() - before);
-    repeated_copies_ = repeated_copies_ + (times - 1) * (copied() - copies_before);
+    repeated_copies_ = repeated_copies_ + (times - 1) * (offload_.copies() - copies_before);
   };
   const auto micro_batches = [&](size_t first, size_t last) {
     in_passes(0, std::min<i64>(m, 1), first, last);
@@ -106,7 +106,7 @@ void CountedUpdate::begin_again() {
   states_before_ = offload_.moved_states();
   all_before_ = offload_.moved();
   repeated_ = {};
-  copies_before_ = copied();
+  copies_before_ = offload_.copies();
   repeated_copies_ = {};
 }
 
@@ -139,14 +139,8 @@ void CountedUpdate::gather() {
 }
 
 void CountedUpdate::use_inputs() {
-  const i64 bytes = plan_.inputs.part_bytes;
-  for (const offload::PartUse& use : plan_.inputs.uses) {
-    const zero::TierLease there = inputs_->lease(use.at, bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
-    if (use.write)
-      device_.download(there.data(), nullptr, bytes);
-    else
-      device_.upload(nullptr, there.data(), bytes);
-  }
+  for (const offload::PartUse& use : plan_.inputs.uses)
+    inputs_->lease(use.at, plan_.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
 }
 
 void CountedUpdate::take_messages(i64 times) {

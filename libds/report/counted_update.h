@@ -40,7 +40,7 @@ class CountedUpdate {
   // Of a step that has been run, to and from files: of states, and of arrays.
   std::pair<offload::FileCounts, offload::FileCounts> file_traffic() const noexcept;
   // The same, between a GPU and its host.
-  HostCopies copies() const noexcept { return copied() - copies_before_ + repeated_copies_; }
+  offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
@@ -61,11 +61,10 @@ class CountedUpdate {
   std::optional<update::Update> update_;  // of who trains
   std::map<std::string, CommCount> traffic_;
   offload::FileCounts states_before_, all_before_;
-  HostCopies copied() const noexcept { return {device_.uploaded_bytes(), device_.downloaded_bytes()}; }
-  HostCopies copies_before_;
+  offload::HostCopies copies_before_;
   // By micro-batches that were run once for all.
   offload::FileCounts repeated_;
-  HostCopies repeated_copies_;
+  offload::HostCopies repeated_copies_;
 };
 
 }  // namespace ds::report

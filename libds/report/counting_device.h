@@ -40,13 +40,10 @@ class CountingDevice : public SynchronousDevice {
   i64 scratch_bytes() const noexcept override { return 0; }
   void copy(void*, const void*, i64, Queue) override {}
   void zero(void*, i64) override {}
-  void upload(void*, const void*, i64 bytes) override { uploaded_ += bytes; }
-  void download(void*, const void*, i64 bytes) override { downloaded_ += bytes; }
-  i64 uploaded_bytes() const noexcept { return uploaded_; }
-  i64 downloaded_bytes() const noexcept { return downloaded_; }
+  void upload(void*, const void*, i64) override {}
+  void download(void*, const void*, i64) override {}
 
  private:
-  i64 uploaded_ = 0, downloaded_ = 0;
   const OpTable& ops_;
   Stream stream_;
   Addresses& addresses_;

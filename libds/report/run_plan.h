@@ -47,18 +47,6 @@ struct PassShape {
   i64 B = 0, T = 0, stream_rows = 0;
 };
 
-// What goes between a GPU and its host in a step, bytes.
-struct HostCopies {
-  i64 to_device = 0, to_host = 0;
-  friend HostCopies operator+(const HostCopies& a, const HostCopies& b) noexcept {
-    return {a.to_device + b.to_device, a.to_host + b.to_host};
-  }
-  friend HostCopies operator-(const HostCopies& a, const HostCopies& b) noexcept {
-    return {a.to_device - b.to_device, a.to_host - b.to_host};
-  }
-  friend HostCopies operator*(i64 n, const HostCopies& a) noexcept { return {n * a.to_device, n * a.to_host}; }
-};
-
 struct RunPlan : update::UpdatePlan {
   DeviceKind device = DeviceKind::Cpu;  // where it runs
   ConfigUse use = ConfigUse::Train;
@@ -92,7 +80,7 @@ struct RunPlan : update::UpdatePlan {
   TagBytes files{};
   // What goes between it and them in a step like others: of states; of sums of gradients and slices of parameters.
   offload::FileCounts state_files, array_files;
-  HostCopies copies;  // of what is offloaded
+  offload::HostCopies copies;  // between a GPU and its host, of what is offloaded
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.

@@ -91,10 +91,16 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
 TEST_P(DeviceTraining, OffloadChangesNoBit) {
   const TempDirectory dir;
   // Beside what a checkpoint would take.
-  const Hooks look = {.after_step = [](engine::Engine& engine, i64) {
-    EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
-              engine.plan().memory[static_cast<size_t>(Tag::Host)]);
-  }};
+  const Hooks look = {.before_step = [](engine::Engine& engine, i64) { engine.offload().begin_step(); },
+                      .after_step =
+                          [](engine::Engine& engine, i64) {
+                            EXPECT_EQ(engine.ledger().peak(Tag::Host) + engine.plan().state_bytes,
+                                      engine.plan().memory[static_cast<size_t>(Tag::Host)]);
+                            if (engine.device().is_host()) return;
+                            const offload::HostCopies copies = engine.offload().copies_of_step();
+                            EXPECT_EQ(copies.to_host, engine.plan().copies.to_host);
+                            EXPECT_EQ(copies.to_device, engine.plan().copies.to_device);
+                          }};
   const auto expect_same = [&](const Config& c, const Trace& want, OffloadDevice where, double ratio,
                                bool gradients = false, OffloadDevice params = OffloadDevice::None) {
     Config o = c;

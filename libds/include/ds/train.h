@@ -85,9 +85,10 @@ struct RunOptions {
 };
 
 // One line of metrics.jsonl and of the progress display.
-// Between a rank and the files of what it offloads.
+// Between a rank and the files of what it offloads, or a server; and between a GPU and its host.
 struct OffloadTraffic {
   i64 read_bytes = 0, written_bytes = 0;
+  std::optional<i64> to_host_bytes{}, to_device_bytes{};
   double wait_ms = 0;  // of the rank for them
   double busy_ms = 0;  // in which some of it was under way; 0: not known
   // The share that was hidden behind the rank's work; nothing: not known.

@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What goes between a GPU and its host for what is offloaded, bytes.
+
+#include "device/device.h"
+
+namespace ds::offload {
+
+struct HostCopies {
+  i64 to_device = 0, to_host = 0;
+  friend HostCopies operator+(const HostCopies& a, const HostCopies& b) noexcept {
+    return {a.to_device + b.to_device, a.to_host + b.to_host};
+  }
+  friend HostCopies operator-(const HostCopies& a, const HostCopies& b) noexcept {
+    return {a.to_device - b.to_device, a.to_host - b.to_host};
+  }
+  friend HostCopies operator*(i64 n, const HostCopies& a) noexcept { return {n * a.to_device, n * a.to_host}; }
+};
+
+// A device's copies from and to its host, counted; null: not, where the device is the host.
+class HostLink {
+ public:
+  HostLink(Device& device, HostCopies* counts) noexcept : device_(&device), counts_(counts) {}
+  void upload(void* to, const void* from, i64 bytes) const {
+    if (counts_ != nullptr) counts_->to_device += bytes;
+    device_->upload(to, from, bytes);
+  }
+  void download(void* to, const void* from, i64 bytes) const {
+    if (counts_ != nullptr) counts_->to_host += bytes;
+    device_->download(to, from, bytes);
+  }
+
+ private:
+  Device* device_;
+  HostCopies* counts_;
+};
+
+}  // namespace ds::offload
