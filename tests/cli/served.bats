@@ -114,10 +114,10 @@ train() { # ranks argument...
   sim=$DS_BIN/../lib/libds_cuda_sim.so
   [[ -e $sim ]] || skip "this build has no CUDA"
   export DS_CUDA_PLUGIN=$sim
-  sed -i 's/"steps": 12/"device": "cuda", "steps": 60/' cfg.json
+  sed -i 's/"steps": 12/"device": "cuda", "steps": 24/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out whole --quiet
   merged whole whole.safetensors
-  ds-launch -n 2 ds-train cfg.json --out begun --quiet --steps 30
+  ds-launch -n 2 ds-train cfg.json --out begun --quiet --steps 12
   local stage gradients
   for stage in 2 3; do
     gradients=$([[ $stage == 3 ]] && echo true || echo false)
@@ -147,13 +147,13 @@ train() { # ranks argument...
     # A checkpoint of a run without a server, and one of it.
     rm -rf half
     cp -r begun half
-    ds-launch -n 2 ds-train cfg.json --out half --quiet --resume half/step-00000030 "${served[@]}" "${more[@]}"
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --resume half/step-00000012 "${served[@]}" "${more[@]}"
     assert_equal "$(losses half)" "$(losses whole)"
     merged half half.safetensors
     cmp whole.safetensors half.safetensors
     # The state is the server's, whatever the device: a CPU has it as well.
     rm -r away/step-* away/latest
-    train 1 --set device=cpu --set steps=62 --steps 62
+    train 1 --set device=cpu --set steps=26 --steps 26
     run -0 ds-offload verify "$name"
     ds-offload rm "$name"
     wait "$server" || true
