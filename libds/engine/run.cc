@@ -319,7 +319,13 @@ bool TrainingRun::State::load_from_server(offload::ServerLink& server) {
   check_same_run(meta_there, name);
   // A step that was trained meanwhile without the server is another continuation of what both began from.
   if (saved) {
-    const std::string of_step = CheckpointReader(step_dir).meta().history;
+    std::string of_step = meta_there.history;
+    try {
+      of_step = CheckpointReader(step_dir).meta().history;
+    } catch (const Error& e) {
+      if (e.code() != Errc::Corrupt) throw;
+      if (is_root()) log_message(LogLevel::Warning, fmt::format("{}; going on with the state of {}", e.what(), name));
+    }
     DS_CHECK(of_step == meta_there.history || meta_there.history.ends_with(fmt::format("@{}", *saved)), Errc::Mismatch,
              "{} is not of the run whose state {} has: remove that state (ds-offload rm {}), or say from which step to "
              "go on with --resume {}",

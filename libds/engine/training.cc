@@ -74,7 +74,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                      .written_bytes = moved.written_bytes,
                      .wait_ms = moved.waited_s * 1e3,
                      .busy_ms = moved.busy_s * 1e3};
-    if (engine->offload().is_beside_gpu()) {
+    if (engine->offload().is_apart()) {
       const offload::HostCopies copies = engine->offload().copies_of_step();
       taken.offload->to_host_bytes = copies.to_host, taken.offload->to_device_bytes = copies.to_device;
     }

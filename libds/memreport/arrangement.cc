@@ -37,6 +37,7 @@ std::vector<Setting> settings_of(const Config& source, const Frame& f, const Cut
       {fmt::format("reduce_order={}", f.stage >= 2 || source.deterministic ? "micro" : "boundary"), true}};
   // Its second name.
   if (source.tensor_parallel.autotp_size > 1) all.push_back({"tensor_parallel.autotp_size=1", true});
+  if (source.zero.tile_size > 0 && f.stage != 3) all.push_back({"zero_optimization.stage3_tile_size=0", true});
   const ActivationCheckpointingConfig& again = source.activation_checkpointing;
   if (recompute != CheckpointGranularity::Layer) {
     if (again.interval != 1) all.push_back({"activation_checkpointing.interval=1", true});

@@ -104,8 +104,8 @@ class Search {
   }
   // With the memory of all stages and nodes.
   Arrangement whole(const Config& config, Keys keys, Models& models) const;
-  // Of the stages that need most, nearly always; more than `enough` where it is that much, or where the disk has no
-  // room for what they have in files.
+  // Of the stages that need most, nearly always; more than `enough` where it is that much, where the disk has no room
+  // for what they have in files, and where there is no such plan on this device.
   i64 device_bytes(Config config, Models& models, i64 enough) const;
   bool fits(const Arrangement& a) const {
     return a.device_bytes <= options_.memory && (options_.host_memory == 0 || a.host_bytes <= options_.host_memory);
@@ -258,7 +258,8 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   // So many micro-batches have all that a schedule has under way at once, unless it has all of them; what more of them
   // need is their tokens and losses.
   const PipelineSchedule schedule = report::schedule_of(config).kind;
-  const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst;
+  const bool has_all = schedule == PipelineSchedule::GPipe || schedule == PipelineSchedule::BreadthFirst ||
+                       config.zero.tile_size > 0;  // whose number in a step is limited
   const i64 more =
       has_all ? 0 : config.batch.accumulation - 4 * config.pipeline.stages * config.pipeline.virtual_stages;
   i64 most = 0, tokens = 0;
@@ -268,7 +269,14 @@ i64 Search::device_bytes(Config config, Models& models, i64 enough) const {
   }
   // The ends have the vocabulary, and the first stages the most micro-batches under way.
   for (const int stage : std::set{0, std::min(1, mesh.pp - 1), mesh.pp - 1}) {
-    const report::RunPlan plan = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
+    std::optional<report::RunPlan> planned;
+    try {
+      planned = models.plan(config, mesh, {.pp = stage}, options_.device, cuts);
+    } catch (const Error& e) {
+      if (e.code() != Errc::Unavailable) throw;
+      return std::numeric_limits<i64>::max();
+    }
+    const report::RunPlan& plan = *planned;
     const report::TagBytes own = models.own_memory(config, options_.world, plan);
     most = std::max(most, std::accumulate(own.begin(), own.end(), plan.total_memory() + tokens));
     if (const i64 per_node = options_.world.ranks / options_.world.nodes;
@@ -284,12 +292,7 @@ Search::Tried Search::look(const Frame& f, i64 micro, CheckpointGranularity reco
   ++tried_;
   Tried t{.keys = keys(f, micro, recompute), .config = {}};
   t.config = read(t.keys);
-  try {
-    t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
-  } catch (const Error& e) {  // what a plan refuses on this device
-    if (e.code() != Errc::Unavailable) throw;
-    t.config.reset();
-  }
+  t.fits = t.config && device_bytes(*t.config, models_, options_.memory) <= options_.memory;
   return t;
 }
 

@@ -13,8 +13,6 @@ i64 num_windows(const ChunkLayout& layout, const FileChunks::Options& options) n
 
 }  // namespace
 
-u64 chunk_checksum(const char* data, i64 bytes) noexcept { return XXH3_64bits(data, static_cast<size_t>(bytes)); }
-
 HostChunks::HostChunks(const ChunkLayout& layout, i64 on_device, Device& device, const HostPlace& host,
                        MemoryLedger& ledger, Tag tag)
     : layout_(layout),
@@ -80,7 +78,7 @@ void FileChunks::settle(Window& w) {
     w.chunk = chunk;
     return;
   }
-  if (checksums_.empty() || chunk_checksum(memory(w), bytes) == checksums_[chunk]) return;
+  if (checksums_.empty() || checksum(memory(w), bytes) == checksums_[chunk]) return;
   file_->fail(std::make_exception_ptr(
       Error(Errc::Corrupt,
             fmt::format("{}: offloaded states came back from the file otherwise than they went", options_.dir))));
@@ -122,10 +120,10 @@ void FileChunks::write_changed(i64 but) {
   for (Window& w : windows_) {
     if (!w.changed || w.taken || w.chunk == but) continue;
     const Chunk& c = layout_.chunks()[w.chunk];
-    if (!checksums_.empty()) checksums_[w.chunk] = chunk_checksum(memory(w), c.bytes);
+    if (!checksums_.empty()) checksums_[w.chunk] = checksum(memory(w), c.bytes);
     const i64 at = options_.places != nullptr ? options_.places->next_place(w.chunk) : place(w.chunk);
     if (options_.places != nullptr && options_.places->has_checksums())
-      options_.places->set_next_checksum(w.chunk, chunk_checksum(memory(w), c.bytes));
+      options_.places->set_next_checksum(w.chunk, checksum(memory(w), c.bytes));
     w.under_way = file_->write(memory(w), at, c.bytes);
     w.changed = false;
     written_[w.chunk] = true;

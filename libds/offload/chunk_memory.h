@@ -65,7 +65,6 @@ class ChunkPlaces {
     static_cast<void>(chunk), static_cast<void>(data), static_cast<void>(bytes), static_cast<void>(file);
   }
 };
-u64 chunk_checksum(const char* data, i64 bytes) noexcept;
 
 // In a file, and `windows` of them in memory: one that is worked with, others that come and go meanwhile. A chunk that
 // is in a window still does not come again, and goes when another is asked for.

@@ -6,16 +6,11 @@
 #include <cerrno>
 
 #include "base/check.h"
+#include "base/file.h"
 #include "base/limits.h"
 #include "ds/units.h"
 
 namespace ds::offload {
-namespace {
-
-constexpr i64 kPageBytes = 4096;
-
-}  // namespace
-
 void HostPlace::pin(void* data, i64 bytes) const {
   const std::string why = pinned_for_->pin(data, bytes);
   DS_CHECK(why.empty(), Errc::Unavailable,
@@ -27,7 +22,7 @@ void HostPlace::pin(void* data, i64 bytes) const {
 // Of whole pages, none of which other memory has a part of.
 Buffer HostPlace::take(MemoryLedger& ledger, Tag tag, i64 bytes) const {
   if (pinned_for_ == nullptr || bytes == 0) return device_buffer(*host_, ledger, tag, bytes);
-  const auto room = static_cast<size_t>(align_up(bytes, kPageBytes));
+  const auto room = static_cast<size_t>(align_up(bytes, PageBuffer::kPage));
   void* const p = ::mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   DS_CHECK(p != MAP_FAILED, Errc::OutOfMemory, "no memory for {} bytes of {}: {}", bytes, tag_name(tag),
            system_reason(errno));
@@ -46,7 +41,7 @@ Buffer HostPlace::take(MemoryLedger& ledger, Tag tag, i64 bytes) const {
 
 Buffer HostPlace::hold(MemoryLedger& ledger, Tag tag, void* data, i64 bytes) const {
   if (pinned_for_ == nullptr || bytes == 0) return Buffer(ledger, tag, data, bytes, [] {});
-  pin(data, align_up(bytes, kPageBytes));
+  pin(data, align_up(bytes, PageBuffer::kPage));
   return Buffer(ledger, tag, data, bytes, [device = pinned_for_, data] { device->unpin(data); });
 }
 

@@ -11,8 +11,8 @@ namespace ds::offload {
 namespace {
 
 bool is_one_file_system(const std::string& a, const std::string& b) noexcept {
-  struct stat of_a {
-  }, of_b{};
+  struct stat of_a = {};
+  struct stat of_b = {};
   if (a == b) return true;
   return ::stat(a.c_str(), &of_a) == 0 && ::stat(b.c_str(), &of_b) == 0 && of_a.st_dev == of_b.st_dev;
 }

@@ -62,7 +62,8 @@ class Offload {
   // Between a GPU and its host since the run began, and in this step.
   HostCopies copies() const noexcept { return copies_; }
   HostCopies copies_of_step() const noexcept { return copies_ - copies_begin_; }
-  bool is_beside_gpu() const noexcept { return is_apart(); }
+  // Whether the host is another than the device.
+  bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   bool moves() const noexcept { return link_ || !of_states_.empty() || !of_arrays_.empty() || offloads_to_host_; }
   // How files are read and written, or who has what is not here; empty: nothing is away.
   std::string method() const;
@@ -89,7 +90,6 @@ class Offload {
   Device& host(Device& device) const noexcept {
     return host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
   }
-  bool is_apart() const noexcept { return settings_.device != DeviceKind::Cpu; }
   // Of what is in memory of the host for being offloaded.
   Tag host_tag() const noexcept { return is_apart() ? Tag::Host : Tag::Offload; }
   // Arrays beside a GPU, which stay in such ones of the host.
@@ -99,6 +99,7 @@ class Offload {
   std::unique_ptr<ChunkMemory> make_chunks(const ChunkLayout& layout, Device& device, const HostPlace& host,
                                            MemoryLedger& ledger);
   MakeOnHost make_array(std::string dir, i64 beside);
+  HostCopies* counted_copies() noexcept { return is_apart() ? &copies_ : nullptr; }
   void count_in_file(Tag tag, i64 bytes);
   void keep(const BlockFile* file, std::vector<const BlockFile*>& files);
   const BlockFile* any_file() const noexcept;
@@ -119,7 +120,6 @@ class Offload {
   // Of the shards that are being made: the memory of their gradients, which the server has, too; null in a prediction.
   std::optional<const Segment*> gradients_;
   FileCounts by_server_;
-  HostCopies* counted_copies() noexcept { return is_apart() ? &copies_ : nullptr; }
   HostCopies copies_, copies_begin_;
   bool offloads_to_host_ = false;  // beside a GPU
   FileCounts begin_;               // of the step

@@ -363,7 +363,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   i64 tiles = 0;
   for (const zero::ShardsPlan& s : plan.shards) tiles += std::ssize(s.layout.tiles());
   constexpr i64 kMostTiles = 500'000;  // of a step: the order in which they come is kept, some hundred bytes for each
-  DS_CHECK(tiles * plan.micro_batches <= kMostTiles, Errc::Config,
+  DS_CHECK(tiles * plan.micro_batches <= kMostTiles, Errc::Unavailable,
            "zero_optimization.stage3_tile_size: {} makes {} tiles, for {} micro-batches; together at most {}",
            z.tile_size, tiles, plan.micro_batches, kMostTiles);
   for (size_t g = 0; g <= model.splits.size(); ++g) plan_gathers(plan, z, model, g);

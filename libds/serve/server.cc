@@ -11,8 +11,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <thread>
 
 #include "base/as_error.h"
 #include "base/limits.h"
@@ -147,14 +149,18 @@ void Server::accept() {
     int fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0 && (errno == EMFILE || errno == ENFILE)) {
       // Who waits is told so, by the end of its connection, for which the descriptor that is kept is given up a moment.
-      log_message(LogLevel::Warning, fmt::format("a connection is refused: {}", system_reason(errno)));
-      ::close(std::exchange(spare_, -1));
+      const std::string why = system_reason(errno);
+      if (spare_ >= 0) ::close(std::exchange(spare_, -1));
       fd = ::accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
       const bool took = fd >= 0;
       if (took) ::close(fd);
       spare_ = ::open("/dev/null", O_RDONLY | O_CLOEXEC);
-      if (took) continue;
-      return;
+      if (!took) {  // others took the descriptor meanwhile: it waits on, and is not asked for at once
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+        return;
+      }
+      log_message(LogLevel::Warning, fmt::format("a connection is refused: {}", why));
+      continue;
     }
     if (fd < 0) return;
     Peer& peer = peers_.emplace_back(fd);

@@ -95,7 +95,7 @@ void Slots::set_next_checksum(i64 chunk, u64 sum) noexcept {
 
 void Slots::check(i64 chunk, const char* data, i64 bytes, const std::string& file) const {
   if (!has_checksums() || !is_there(chunk)) return;
-  DS_CHECK(offload::chunk_checksum(data, bytes) == sum(slot(chunk)), Errc::Corrupt,
+  DS_CHECK(offload::checksum(data, bytes) == sum(slot(chunk)), Errc::Corrupt,
            "{}: chunk {}, in slot {}, is not as it was written: damaged", file, chunk, slot(chunk));
 }
 
@@ -132,8 +132,7 @@ char* SlotMemory::take(i64 chunk, bool change) {
 
 void SlotMemory::give_back(i64 chunk, bool changed) {
   DS_ASSERT(changed || !moved_);
-  if (changed && slots_.has_checksums())
-    slots_.set_next_checksum(chunk, offload::chunk_checksum(taken_, bytes_[chunk]));
+  if (changed && slots_.has_checksums()) slots_.set_next_checksum(chunk, offload::checksum(taken_, bytes_[chunk]));
   if (std::exchange(moved_, false)) slots_.written(chunk);
 }
 

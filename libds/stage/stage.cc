@@ -153,8 +153,13 @@ void Stage::begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPla
 
 Stage::Leases Stage::acquire() {
   Leases leases;
-  for (size_t g = 0; g < shards_.size(); ++g) leases[g].emplace(shards_[g]->params().acquire());
+  acquire(leases);
   return leases;
+}
+
+void Stage::acquire(Leases& leases) {
+  for (auto& lease : leases) lease.reset();
+  for (size_t g = 0; g < shards_.size(); ++g) leases[g].emplace(shards_[g]->params().acquire());
 }
 
 // The rows of a unit, each where its group has it.
@@ -179,8 +184,7 @@ class Stage::ParamTiles final : public model::Tiles {
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
     const size_t group = stage_.plan_.rows[report::RunPlan::unit_of(layer_)][row].group;
     for (const zero::MatrixTile& tile : stage_.plan_.tiles_of(layer_, row)) {
-      for (auto& lease : leases_) lease.reset();
-      for (size_t g = 0; g < stage_.shards_.size(); ++g) leases_[g].emplace(stage_.shards_[g]->params().acquire());
+      stage_.acquire(leases_);
       const TensorView rows = leases_[group]->rows(tile.unit).front();
       DS_ASSERT(rows.data != nullptr);  // else the layer's products come in another order than it says
       use(tile.first, rows);

@@ -86,6 +86,7 @@ class Stage {
   using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
   void begin_pass(FunctionRef<const zero::GatherPlan&(const zero::ShardsPlan&)> plan);
   Leases acquire();
+  void acquire(Leases& leases);  // the next access, in the place of the one that ends
   // Brings tiles of a layer's parameters, in the order of the plan's accesses, or of its gradients.
   class ParamTiles;
   class GradTiles;
