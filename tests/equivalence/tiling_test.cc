@@ -245,6 +245,20 @@ TEST(Tiling, WhoReadsWeightsHasThemInTiles) {
   }
 }
 
+TEST(Tiling, AStepHasNoMoreTilesThanAPlanHasRoomFor) {
+  Config c = config_for(gpt2(), {.stage = 3});
+  c.zero.tile_size = 1;
+  c.batch.accumulation = 1 << 20;
+  const model::Model m = model::make_model(c.model, c.data.seq_length);
+  try {
+    (void)report::make_run_plan(c, m, {}, {});
+    FAIL() << "it has a plan";
+  } catch (const Error& e) {
+    EXPECT_EQ(e.code(), Errc::Unavailable);
+    EXPECT_NE(std::string(e.what()).find("at most 500000"), std::string::npos) << e.what();
+  }
+}
+
 TEST(Tiling, MuonHasItsMatricesWhole) {
   Config c = in_tiles(config_for(gpt2(), {.stage = 3}));
   optimizer_named("Muon").choose(c.optimizer);
