@@ -1,6 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // The matrix product: steps of a plan, and the kernel for what the product itself cannot do.
 
+#include <array>
+#include <span>
+
 #include "cuda/matmul.h"
 #include "cuda/ops.h"
 
@@ -80,9 +83,15 @@ void matmul(TensorView c, TensorView a, TensorView b, TensorView bias, TensorVie
             const MatmulParams& p, Stream& stream) noexcept {
   const i64 M = c.dim(0);
   if (M == 0 || c.dim(1) == 0) return;
+  const MatmulCall all{c, a, b, bias, preact, residual, p};
+  std::array<MatmulCall, 2> parts;
+  if (const int count = split_ragged(all, parts); count > 0) {
+    for (const MatmulCall& x : std::span(parts).first(static_cast<size_t>(count)))
+      matmul(x.c, x.a, x.b, x.bias, x.preact, x.residual, x.params, stream);
+    return;
+  }
   Context& ctx = context(stream);
   MatmulEngine& engine = ctx.matmul();
-  const MatmulCall all{c, a, b, bias, preact, residual, p};
   for (i64 begin = 0; begin < M;) {
     const MatmulCall rest = rows_from(all, begin, p.rowwise ? 1 : M - begin);
     MatmulStep step = plan_matmul(rest, /*fuse=*/true);

@@ -64,6 +64,11 @@ struct MatmulStep {
 
 // The call for rows [begin, begin + rows) of c.
 MatmulCall rows_from(const MatmulCall& call, i64 begin, i64 rows) noexcept;
+// The library's fast algorithms want what lies side by side in memory to be a multiple of 8 elements, and not only the
+// distance of rows: a vocabulary of 50257 took four times the time of one of 50304 (tests/bench/results/h200). A
+// product with such a large dimension is two, of which one has a multiple of 8. Those of 16-bit operands; returns how
+// many there are in `parts`, to be computed in that order, 0 where it stays whole.
+int split_ragged(const MatmulCall& call, std::array<MatmulCall, 2>& parts) noexcept;
 // M, N > 0. With `fuse` as much as possible happens inside the product; without, the product is a bare fp32 one.
 MatmulStep plan_matmul(const MatmulCall& call, bool fuse) noexcept;
 

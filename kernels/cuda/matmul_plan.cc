@@ -12,6 +12,7 @@ namespace {
 
 constexpr i64 kSumsBytes = i64{32} << 20;  // of fp32 sums between a product and its finish: they stay in the L2 cache
 constexpr i64 kRowUnit = 128;
+constexpr i64 kUnit = 8, kLarge = 1024;  // of dimensions that are split
 
 constexpr i64 align_up(i64 n, i64 unit) noexcept { return (n + unit - 1) / unit * unit; }
 
@@ -33,6 +34,14 @@ bool fits_one_product(const MatmulCall& x) noexcept {
 
 bool nothing_but_sums(const MatmulCall& x) noexcept {
   return !x.bias && !x.preact && !x.residual && !x.params.accumulate && x.params.activation == Activation::None;
+}
+
+// Columns [begin, begin + n) of a matrix, or elements of a vector.
+TensorView columns(TensorView v, i64 begin, i64 n) noexcept {
+  if (!v) return v;
+  v.data = static_cast<char*>(v.data) + begin * dtype_bytes(v.dtype);
+  v.shape[v.rank - 1] = n;
+  return v;
 }
 
 }  // namespace
@@ -73,6 +82,46 @@ MatmulCall rows_from(const MatmulCall& x, i64 begin, i64 rows) noexcept {
   if (x.preact) y.preact = x.preact.rows(begin, rows);
   if (x.residual) y.residual = x.residual.rows(begin, rows);
   return y;
+}
+
+int split_ragged(const MatmulCall& x, std::array<MatmulCall, 2>& parts) noexcept {
+  const bool trans_a = x.params.trans_a, trans_b = x.params.trans_b;
+  const i64 M = x.c.dim(0), N = x.c.dim(1), K = x.a.dim(trans_a ? 0 : 1);
+  const auto ragged = [](i64 n) { return n % kUnit != 0 && n > kLarge; };
+  const auto even = [](const TensorView& v) { return !v || leading(v) % kUnit == 0; };
+  if (x.a.dtype == DType::F32 || x.params.rowwise) return 0;
+  if (ragged(N) && even(x.c) && even(x.preact) && even(x.residual) && (trans_b || even(x.b))) {
+    const auto part = [&](i64 begin, i64 n) {
+      MatmulCall y = x;
+      for (TensorView* v : {&y.c, &y.preact, &y.residual, &y.bias}) *v = columns(*v, begin, n);
+      y.b = trans_b ? x.b.rows(begin, n) : columns(x.b, begin, n);
+      return y;
+    };
+    const i64 body = N / kUnit * kUnit;
+    parts = {part(0, body), part(body, N - body)};
+    return 2;
+  }
+  if (ragged(M) && trans_a && even(x.a)) {
+    const i64 body = M / kUnit * kUnit;
+    parts = {rows_from(x, 0, body), rows_from(x, body, M - body)};
+    return 2;
+  }
+  // Sums over k in two parts, the few terms first: they are rounded once more, where c is of 16 bits, and no other is.
+  const bool bare = !x.bias && !x.preact && !x.residual && x.params.activation == Activation::None &&
+                    (!x.params.accumulate || x.c.dtype == DType::F32);
+  if (ragged(K) && bare && (trans_a || even(x.a)) && (!trans_b || even(x.b)) && (!trans_a || trans_b)) {
+    const auto part = [&](i64 begin, i64 n) {
+      MatmulCall y = x;
+      y.a = trans_a ? x.a.rows(begin, n) : columns(x.a, begin, n);
+      y.b = trans_b ? columns(x.b, begin, n) : x.b.rows(begin, n);
+      return y;
+    };
+    const i64 body = K / kUnit * kUnit;
+    parts = {part(body, K - body), part(0, body)};
+    parts[1].params.accumulate = true;
+    return 2;
+  }
+  return 0;
 }
 
 MatmulStep plan_matmul(const MatmulCall& x, bool fuse) noexcept {

@@ -4,9 +4,10 @@
 // is the process's and whose calls are done when they return, and CUDA (libds_cuda.so, opened at run time), whose calls
 // are enqueued. Code that is written for the second is right for the first.
 //
-// Order. A device has two streams. What is enqueued on one runs in order; an Event orders one behind a point of the
-// other. Ops, copies and fills go to Compute unless a call says otherwise. Failures of enqueued work are thrown by
-// download() and synchronize(). One thread at a time uses a device.
+// Order. A device has three streams. What is enqueued on one runs in order; an Event orders one behind a point of
+// another. Ops, copies and fills go to Compute unless a call says otherwise; on Copies there are only those from and to
+// the host that start_upload() and start_download() begin. Failures of enqueued work are thrown by download() and
+// synchronize(). One thread at a time uses a device.
 
 #include <functional>
 #include <memory>
@@ -21,7 +22,7 @@ namespace ds {
 
 class ProductChoices;  // device/product_choices.h
 
-enum class Queue : u8 { Compute, Comm };
+enum class Queue : u8 { Compute, Comm, Copies };
 
 struct DeviceMemory {
   i64 free = 0, total = 0;  // bytes
@@ -62,6 +63,10 @@ class Device {
   virtual void upload(void* to, const void* from, i64 bytes) = 0;
   // To host memory, after all that is enqueued on Compute; it is there when the call returns.
   virtual void download(void* to, const void* from, i64 bytes) = 0;
+  // The same on Copies, beside what is computed: enqueued where the host's memory is pinned, and then that stays as it
+  // is until the copy has ended; else done, behind all that is on Compute and Copies, when the call returns.
+  virtual void start_upload(void* to, const void* from, i64 bytes) = 0;
+  virtual void start_download(void* to, const void* from, i64 bytes) = 0;
   virtual void synchronize(Queue queue = Queue::Compute) = 0;
   // Page-locks memory of the host, of whole pages: what is uploaded from it and downloaded to it takes no way in
   // between. Until unpin(), which comes before the memory goes. Where the system refuses, what it says; else nothing.
@@ -72,6 +77,7 @@ class Device {
   virtual void destroy(Event event) noexcept = 0;
   virtual void record(Event event, Queue queue) = 0;
   virtual void wait(Queue queue, Event event) = 0;  // what comes next on the queue waits for the event's last record
+  virtual void await(Event event) = 0;              // the host does
   virtual bool reached(Event event) = 0;            // by the device; asked by any thread
 
   // CUDA graphs: what `body` enqueues is recorded instead of run; launching does it all at once, on Compute. Only ops,
@@ -87,6 +93,8 @@ class Device {
 class SynchronousDevice : public Device {
  public:
   void* native(Queue) noexcept override { return nullptr; }
+  void start_upload(void* to, const void* from, i64 bytes) override { upload(to, from, bytes); }
+  void start_download(void* to, const void* from, i64 bytes) override { download(to, from, bytes); }
   void synchronize(Queue) override {}
   std::string pin(void*, i64) override { return {}; }
   void unpin(void*) noexcept override {}
@@ -94,6 +102,7 @@ class SynchronousDevice : public Device {
   void destroy(Event) noexcept override {}
   void record(Event, Queue) override {}
   void wait(Queue, Event) override {}
+  void await(Event) override {}
   bool reached(Event) override { return true; }
   Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}

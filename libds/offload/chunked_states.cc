@@ -2,6 +2,7 @@
 #include "offload/chunked_states.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace ds::offload {
 
@@ -22,14 +23,33 @@ ChunkedStates::ChunkedStates(Parts parts, i64 most, const UpdateHost& host, cons
   }
   place_ = device_buffer(parts_.device, parts_.ledger, Tag::Offload, states * place_bytes_);
   if (host.apart) {
-    gradients_ = host.place.take(parts_.ledger, Tag::Host, elems * 4);
-    params_ = host.place.take(parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.work));
+    for (Desk& desk : desks_) {
+      desk.gradients = host.staging.take(parts_.ledger, Tag::Host, elems * 4);
+      desk.params = host.staging.take(parts_.ledger, Tag::Host, elems * dtype_bytes(parts_.work));
+      desk.came = parts_.device.make_event();
+      desk.went = parts_.device.make_event();
+    }
+    ready_ = parts_.device.make_event();
     factors_.reserve(parts_.layout.of_params().size());
   }
   items_.reserve(chunks_.parts().size());
   tile_.reserve(static_cast<size_t>(largest));
   tensors_.reserve(static_cast<size_t>(largest));
+  places_.reserve(host.apart ? static_cast<size_t>(largest) : 0);
   leases_.reserve(static_cast<size_t>(2 * largest));
+}
+
+ChunkedStates::~ChunkedStates() {
+  if (!host_.apart) return;
+  try {
+    parts_.device.synchronize(Queue::Copies);
+  } catch (...) {  // of the device, which says it to whoever asks next
+  }
+  for (const Desk& desk : desks_) {
+    parts_.device.destroy(desk.came);
+    parts_.device.destroy(desk.went);
+  }
+  parts_.device.destroy(ready_);
 }
 
 zero::PieceState ChunkedStates::state(const ChunkPart& part, char* memory, void* param) const noexcept {
@@ -45,7 +65,7 @@ zero::PieceState ChunkedStates::state(const ChunkPart& part, char* memory, void*
 }
 
 void ChunkedStates::for_each_chunk(zero::Tile tile, bool backward, bool change,
-                                   FunctionRef<void(std::span<const Item>, i64, char*)> visit) {
+                                   FunctionRef<void(std::span<const Item>, std::span<const Item>, i64, char*)> visit) {
   items_.clear();
   for (const zero::TilePiece& p : tile)
     chunks_.for_each_part(p.piece, [&](const ChunkPart& part) { items_.push_back({part, &p}); });
@@ -70,7 +90,9 @@ void ChunkedStates::for_each_chunk(zero::Tile tile, bool backward, bool change,
     char* const memory = memory_->take(chunk, change);
     size_t b = begin, e = end;
     for (i64 ahead = 0; ahead < memory_->most_expected() && advance(b, e); ++ahead) memory_->expect(chunk_at(b));
-    visit(items.subspan(begin, end - begin), chunk, memory);
+    b = begin, e = end;
+    const std::span next = advance(b, e) ? items.subspan(b, e - b) : std::span<const Item>();
+    visit(items.subspan(begin, end - begin), next, chunk, memory);
     memory_->give_back(chunk, change);
   }
 }
@@ -106,76 +128,121 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
   leases_.clear();
 }
 
-void ChunkedStates::update_on_host(std::span<const Item> items, char* memory, const UpdateSpec& spec,
-                                   zero::VerdictHandle& verdict) {
-  const HostLink device(parts_.device, host_.copies);
-  const bool directs = makes_direction(spec.params.rule), own_master = parts_.work == DType::F32;
-  const i64 width = dtype_bytes(parts_.work);
-  // Calls visit(piece, its gradient, its parameter), in memory of the host: where they stay, or brought there.
-  struct Place {
-    void* data;
-    bool stays;
-  };
+std::span<const ChunkedStates::Places> ChunkedStates::places_of(const Desk& desk, std::span<const Item> items) {
   const auto place = [](void* there, char* here) { return there != nullptr ? Place{there, true} : Place{here, false}; };
-  const auto for_each = [&](auto&& visit) {
-    i64 at = 0;
-    for (const Item& i : items) {
-      const zero::Piece& p = i.part.piece;
-      visit(p, place(parts_.gradients.on_host(p), gradients_.as<char>().data() + at * 4),
-            place(parts_.params.on_host(p), params_.as<char>().data() + at * width));
-      at += p.count;
+  places_.clear();
+  i64 at = 0;
+  for (const Item& i : items) {
+    const zero::Piece& p = i.part.piece;
+    places_.push_back({place(parts_.gradients.on_host(p), desk.gradients.as<char>().data() + at * 4),
+                       place(parts_.params.on_host(p), desk.params.as<char>().data() + at * dtype_bytes(parts_.work))});
+    at += p.count;
+  }
+  return places_;
+}
+
+// Beside what is computed where what is copied stays in the device's memory; else it is there when the call returns.
+// A delayed update runs while another thread uses the device: all that it works with stays with the host, and the
+// device is not asked.
+void ChunkedStates::bring(Desk& desk, std::span<const Item> items, bool with_params) {
+  const HostLink link(parts_.device, host_.copies);
+  Device& device = parts_.device;
+  desk.chunk = items.front().part.chunk;
+  bool begun = false;
+  const auto copy = [&](const zero::PieceMemory& from, const zero::Piece& p, const Place& to, i64 bytes) {
+    if (to.stays) return;
+    if (!std::exchange(begun, true)) {
+      device.await(desk.went);
+      device.record(ready_, Queue::Compute);
+      device.wait(Queue::Copies, ready_);
     }
+    const zero::TierLease lease = from.lease(p, zero::LeaseTo::Read);
+    from.in_place() ? link.start_download(to.data, lease.data(), bytes) : link.download(to.data, lease.data(), bytes);
   };
-  for_each([&](const zero::Piece& p, Place gradient, Place param) {
-    if (!gradient.stays)
-      device.download(gradient.data, parts_.gradients.lease(p, zero::LeaseTo::Read).data(), p.count * 4);
-    if (own_master && !param.stays)
-      device.download(param.data, parts_.params.lease(p, zero::LeaseTo::Read).data(), p.count * width);
-  });
+  const std::span<const Places> places = places_of(desk, items);
+  for (size_t i = 0; i < items.size(); ++i) {
+    const zero::Piece& p = items[i].part.piece;
+    copy(parts_.gradients, p, places[i].gradient, p.count * 4);
+    if (with_params) copy(parts_.params, p, places[i].param, p.count * dtype_bytes(parts_.work));
+  }
+  if (begun) device.record(desk.came, Queue::Copies);
+}
+
+void ChunkedStates::update_on_host(Desk& desk, std::span<const Item> items, char* memory, const UpdateSpec& spec,
+                                   zero::VerdictHandle& verdict) {
+  const HostLink link(parts_.device, host_.copies);
+  Device& device = parts_.device;
+  const bool directs = makes_direction(spec.params.rule);
+  const i64 width = dtype_bytes(parts_.work);
+  const std::span<const Places> places = places_of(desk, items);
+  const auto stays = [](const Places& x) { return x.gradient.stays && x.param.stays; };
+  if (!std::ranges::all_of(places, stays)) {
+    device.await(desk.came);
+    device.await(desk.went);  // what it had before
+  }
   UpdateSpec here = spec;
   if (spec.factors != nullptr) {
     i64 n = 0;
     for (const Item& i : items) n = std::max(n, i.of->index + 1);
     factors_.resize(static_cast<size_t>(n));
-    device.download(factors_.data(), spec.factors, n * 4);
+    link.download(factors_.data(), spec.factors, n * 4);
     here.factors = factors_.data();
   }
   size_t next = 0;
-  i64 at = 0;
   zero::run_pass(
       host_.device().ops(), host_.device().stream(), tile_of(items), here, &verdict.resolve(),
       [&](const zero::Piece& piece) {
-        const Place gradient = place(parts_.gradients.on_host(piece), gradients_.as<char>().data() + at * 4);
-        const Place param = place(parts_.params.on_host(piece), params_.as<char>().data() + at * width);
-        at += piece.count;
-        return tensor(piece, state(items[next++].part, memory, param.data), static_cast<float*>(gradient.data));
+        const Places& at = places[next];
+        return tensor(piece, state(items[next++].part, memory, at.param.data), static_cast<float*>(at.gradient.data));
       },
       tensors_);
-  for_each([&](const zero::Piece& p, Place gradient, Place param) {
-    if (directs && !gradient.stays) {
-      device.upload(parts_.gradients.lease(p, zero::LeaseTo::Fill).data(), gradient.data, p.count * 4);
-    } else if (!directs && !param.stays) {
-      device.upload(parts_.params.lease(p, zero::LeaseTo::Fill).data(), param.data, p.count * width);
-    }
-  });
+  bool begun = false;
+  const auto copy = [&](const zero::PieceMemory& to, const zero::Piece& p, const Place& from, i64 bytes) {
+    if (from.stays) return;
+    const zero::TierLease lease = to.lease(p, zero::LeaseTo::Fill);
+    if (!to.in_place()) return link.upload(lease.data(), from.data, bytes);
+    link.start_upload(lease.data(), from.data, bytes);
+    begun = true;
+  };
+  for (size_t i = 0; i < items.size(); ++i) {
+    const zero::Piece& p = items[i].part.piece;
+    directs ? copy(parts_.gradients, p, places[i].gradient, p.count * 4)
+            : copy(parts_.params, p, places[i].param, p.count * width);
+  }
+  if (begun) {
+    device.record(desk.went, Queue::Copies);
+    device.wait(Queue::Compute, desk.went);
+  }
+}
+
+void ChunkedStates::update_apart(std::span<const Item> items, std::span<const Item> next, i64 chunk, char* memory,
+                                 const UpdateSpec& spec, zero::VerdictHandle& verdict) {
+  const bool own_master = parts_.work == DType::F32;
+  const size_t at = desks_[1].chunk == chunk ? 1 : 0;
+  Desk &desk = desks_[at], &other = desks_[1 - at];
+  if (desk.chunk != chunk) bring(desk, items, own_master);
+  if (!next.empty() && !memory_->on_device(next.front().part.chunk)) bring(other, next, own_master);
+  update_on_host(desk, items, memory, spec, verdict);
 }
 
 void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
   if (!verdict.resolve().finite) return;
   bool& backward = backward_[tile.data()];
-  for_each_chunk(tile, backward, true, [&](std::span<const Item> items, i64 chunk, char* memory) {
-    if (host_.apart && !memory_->on_device(chunk)) return update_on_host(items, memory, spec, verdict);
+  for (Desk& desk : desks_) desk.chunk.reset();
+  const auto visit = [&](std::span<const Item> items, std::span<const Item> next, i64 chunk, char* memory) {
+    if (host_.apart && !memory_->on_device(chunk)) return update_apart(items, next, chunk, memory, spec, verdict);
     if (all_at_once()) return update_in_place(items, memory, spec, verdict);
     for (size_t i = 0; i < items.size(); ++i) {
       if (i + 1 < items.size()) parts_.gradients.expect(items[i + 1].part.piece);
       update_in_place(items.subspan(i, 1), memory, spec, verdict);
     }
-  });
+  };
+  for_each_chunk(tile, backward, true, visit);
   backward = !backward;
 }
 
 void ChunkedStates::for_each_master(zero::Tile tile, Visit visit) {
-  for_each_chunk(tile, false, false, [&](std::span<const Item> items, i64 chunk, char* memory) {
+  for_each_chunk(tile, false, false, [&](std::span<const Item> items, std::span<const Item>, i64 chunk, char* memory) {
     for (const Item& i : items) {
       zero::TilePiece p = *i.of;
       p.piece = i.part.piece;

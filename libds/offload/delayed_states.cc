@@ -46,7 +46,10 @@ DelayedStates::DelayedStates(Parts parts, const zero::MakeStates& make, const Op
                     .work = parts_.work,
                     .device = parts_.device,
                     .ledger = parts_.ledger,
-                    .held = parts_.held})) {}
+                    .held = parts_.held})),
+      ready_(parts_.device.make_event()) {}
+
+DelayedStates::~DelayedStates() { parts_.device.destroy(ready_); }
 
 void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) {
   DS_ASSERT(!makes_direction(spec.params.rule) && spec.factors == nullptr);
@@ -54,17 +57,27 @@ void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
   verdict_ = verdict.resolve();
   if (!verdict_.finite) return;
   passes_.push_back({tile, spec});
+  begin_copies();
   for_each_part_of(tile, [&](const zero::Piece& part) {
     take(gradients_, parts_.gradients, part);
     if (parts_.work == DType::F32) take(params_, parts_.params, part);
   });
+  parts_.device.synchronize(Queue::Copies);
+}
+
+// What is copied next comes behind what has been computed.
+void DelayedStates::begin_copies() {
+  parts_.device.record(ready_, Queue::Compute);
+  parts_.device.wait(Queue::Copies, ready_);
 }
 
 // From where it stays with the host, or by the device.
 void DelayedStates::take(const Held& here, const zero::PieceMemory& from, const zero::Piece& part) {
   if (const void* const there = from.on_host(part); there == nullptr) {
-    HostLink(parts_.device, options_.copies)
-        .download(here.on_host(part), from.lease(part, zero::LeaseTo::Read).data(), here.bytes(part));
+    const HostLink link(parts_.device, options_.copies);
+    const zero::TierLease lease = from.lease(part, zero::LeaseTo::Read);
+    from.in_place() ? link.start_download(here.on_host(part), lease.data(), here.bytes(part))
+                    : link.download(here.on_host(part), lease.data(), here.bytes(part));
   } else if (options_.beside) {
     std::memcpy(here.on_host(part), there, static_cast<size_t>(here.bytes(part)));
   }
@@ -105,17 +118,21 @@ void DelayedStates::finish() {
   FileCounts update = options_.moved() - before_;
   if (beside) update.waited_s = seconds_since(start);
   moved_ = moved_ + update;
+  begin_copies();
   for (const Pass& pass : passes_) {
     for_each_part_of(pass.tile, [&](const zero::Piece& part) { hand_over(part); });
   }
+  parts_.device.synchronize(Queue::Copies);
   passes_.clear();
 }
 
 void DelayedStates::hand_over(const zero::Piece& part) {
   void* const there = parts_.params.on_host(part);
   if (there == nullptr) {
+    const HostLink link(parts_.device, options_.copies);
     const zero::TierLease param = parts_.params.lease(part, zero::LeaseTo::Fill);
-    HostLink(parts_.device, options_.copies).upload(param.data(), params_.on_host(part), params_.bytes(part));
+    parts_.params.in_place() ? link.start_upload(param.data(), params_.on_host(part), params_.bytes(part))
+                             : link.upload(param.data(), params_.on_host(part), params_.bytes(part));
   } else if (options_.beside) {
     std::memcpy(there, params_.on_host(part), static_cast<size_t>(params_.bytes(part)));
   }

@@ -40,6 +40,7 @@ class DelayedStates final : public zero::StateStore {
   };
   // `make`: the tier itself; its updates are element by element, in one pass. Their tiles are there until finish().
   DelayedStates(Parts parts, const zero::MakeStates& make, const Options& options);
+  ~DelayedStates() override;
   void update(zero::Tile tile, const UpdateSpec& spec, zero::VerdictHandle& verdict) override;
   void for_each_master(zero::Tile tile, Visit visit) override;
   void settle(zero::VerdictHandle& verdict, i64 number) override;
@@ -74,6 +75,7 @@ class DelayedStates final : public zero::StateStore {
     UpdateSpec spec;
   };
   void run();
+  void begin_copies();
   void take(const Held& here, const zero::PieceMemory& from, const zero::Piece& part);
   void hand_over(const zero::Piece& part);
   void end_lease(const zero::Piece&, zero::LeaseTo, const zero::PieceState&) noexcept override { leased_.reset(); }
@@ -81,6 +83,7 @@ class DelayedStates final : public zero::StateStore {
   const Options options_;
   Held gradients_, params_;
   std::unique_ptr<zero::StateStore> states_;
+  const Device::Event ready_;
   std::vector<Pass> passes_;  // of the update that is put off, or runs
   GradVerdict verdict_;       // over its gradients
   i64 number_ = 0;

@@ -30,6 +30,16 @@ class HostLink {
     device_->download(to, from, bytes);
   }
 
+  // On Queue::Copies.
+  void start_upload(void* to, const void* from, i64 bytes) const {
+    if (counts_ != nullptr) counts_->to_device += bytes;
+    device_->start_upload(to, from, bytes);
+  }
+  void start_download(void* to, const void* from, i64 bytes) const {
+    if (counts_ != nullptr) counts_->to_host += bytes;
+    device_->start_download(to, from, bytes);
+  }
+
  private:
   Device* device_;
   HostCopies* counts_;

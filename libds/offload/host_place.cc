@@ -14,9 +14,10 @@ namespace ds::offload {
 void HostPlace::pin(void* data, i64 bytes) const {
   const std::string why = pinned_for_->pin(data, bytes);
   DS_CHECK(why.empty(), Errc::Unavailable,
-           "{}: the system does not lock {} of its memory for {}: {}; set the key to false, or raise what may be "
-           "locked (ulimit -l, and the memory of the container)",
-           key_, bytes_text(bytes), pinned_for_->name(), why);
+           "{}: the system does not lock {} of its memory for {}: {}; {}raise what may be locked (ulimit -l, and the "
+           "memory of the container)",
+           key_, bytes_text(bytes), pinned_for_->name(), why,
+           key_.ends_with("pin_memory") ? "set the key to false, or " : "");
 }
 
 // Of whole pages, none of which other memory has a part of.

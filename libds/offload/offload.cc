@@ -122,10 +122,17 @@ HostPlace Offload::place(Device& device, Section section) const noexcept {
                                         : "zero_optimization.offload_param.pin_memory"};
 }
 
+// A few tiles are page-locked whatever a configuration says: it is what a copy passes through.
+HostPlace Offload::staging(Device& device) const noexcept {
+  Device& host = this->host(device);
+  if (!is_apart() || for_ == For::Prediction) return host;
+  return {host, device, "zero_optimization.offload_optimizer"};
+}
+
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
   const HostPlace host = place(parts.device, Section::Optimizer);
   return std::make_unique<ChunkedStates>(std::move(parts), settings_.tile,
-                                         UpdateHost{host, is_apart(), counted_copies()},
+                                         UpdateHost{host, staging(parts.device), is_apart(), counted_copies()},
                                          [this, host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
                                            return make_chunks(layout, device, host, ledger);
                                          });

@@ -87,6 +87,7 @@ class Offload {
   // Of what stays with the host beside a device; page-locked where its section asks for it.
   enum class Section : u8 { Optimizer, Param };
   HostPlace place(Device& device, Section section) const noexcept;
+  HostPlace staging(Device& device) const noexcept;
   Device& host(Device& device) const noexcept {
     return host_ ? *host_ : is_apart() && predicted_host_ != nullptr ? *predicted_host_ : device;
   }

@@ -137,6 +137,7 @@ void ServedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdict
     *options_.copies = *options_.copies + HostCopies{directs ? elems * 4 : 0, elems * 4};
   if (!directs) changed_.push_back(tile);
   if (options_.link == nullptr) return count_update(tile, spec);
+  if (options_.shares_gradients) parts_.device.synchronize(Queue::Copies);  // they are there for the server
   for_each_gradient(zero::LeaseTo::Read,
                     [&](float* there, void* here, i64 bytes) { parts_.device.download(there, here, bytes); });
   ServedRun run{

@@ -444,11 +444,16 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
-  i64 shard = 0, owned = 0, states = 0;
+  i64 owned = 0, part = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
-    shard += s.layout.shard_elems();
-    for (const State state : kStates) states += plan.trains() ? s.states.bytes(state) : 0;
     owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
+    const i64 elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
+    i64 bytes = elems * work_bytes;
+    for (const State state : kStates) {
+      if (state != State::Param && plan.trains() && s.states.bytes(state) > 0)
+        bytes += align_up(elems * 4, 32) + state_blocks(elems) * 4;
+    }
+    part = std::max(part, bytes);
   }
   // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
   // gradient of the output projection; sums over the tensor-parallel group.
@@ -461,14 +466,11 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
   tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) +
                    update::StepResults::bytes(plan.micro_batches, zero::num_shards(plan.mesh));
 
-  // Checkpoints. Beside a GPU, while one is saved or loaded: what the shard arrays hold, and as many parameters. On the
-  // CPU a save in the background has a copy of what this rank owns.
-  if (plan.device == DeviceKind::Cuda) {
-    plan.state_bytes = states + shard * work_bytes;
-  } else if (saves_beside && plan.trains()) {
-    plan.state_bytes = owned;
-  }
-  tag(Tag::Host) += plan.state_bytes;
+  // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
+  // where that is waited for, through a part of the host's memory.
+  if (saves_beside && plan.trains()) plan.state_bytes = owned;
+  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part;
+  tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
 
 void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model) {

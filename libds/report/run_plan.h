@@ -67,12 +67,13 @@ struct RunPlan : update::UpdatePlan {
   // What lives as long as a micro-batch's activations, and the bytes of one such slot, of the device and away from it.
   pipeline::KeptSlots kept;
   i64 kept_bytes = 0, away_bytes = 0;
-  model::PassMemory pass;   // of training and evaluation: shapes, without memory
-  i64 temporary_bytes = 0;  // shared by the layers
-  i64 working_bytes = 0;    // over all chunks
-  i64 state_bytes = 0;      // of this rank's training state, copied to host memory to be saved or loaded
-  i64 stream_slots = 0;     // messages of the pipeline, [stream rows, hidden] each
-  i64 stream_shares = 1;    // ranks that share the rows of the residual stream
+  model::PassMemory pass;    // of training and evaluation: shapes, without memory
+  i64 temporary_bytes = 0;   // shared by the layers
+  i64 working_bytes = 0;     // over all chunks
+  i64 state_bytes = 0;       // of what this rank owns, copied to host memory to be saved in the background
+  i64 state_part_bytes = 0;  // of a part of its state, in host memory beside a GPU while it is saved or loaded
+  i64 stream_slots = 0;      // messages of the pipeline, [stream rows, hidden] each
+  i64 stream_shares = 1;     // ranks that share the rows of the residual stream
 
   // What one rank allocates, by tag. Worker scratch inside kernels and the library's own small objects come on top.
   TagBytes memory{};

@@ -115,6 +115,30 @@ TEST(Matmul, AgreesWithTheOracleForAllShapes) {
   }
 }
 
+// The CUDA backend makes two products of one with a large dimension that is no multiple of 8, where rows have a
+// distance that is one.
+TEST(Matmul, LargeRaggedDimensions) {
+  for (DType work : kWorkDTypes) {
+    for (DType out : {DType::F32, work}) {
+      check(
+          {.M = 6, .N = 1028, .K = 40, .work = work, .out = out, .params = {.trans_b = true}, .bias = true, .gap = 4});
+      check({.M = 6,
+             .N = 1028,
+             .K = 33,
+             .work = work,
+             .out = out,
+             .params = {.trans_b = true, .activation = Activation::GeluTanh},
+             .preact = true,
+             .gap = 4});
+      check({.M = 1028, .N = 24, .K = 16, .work = work, .out = out, .params = {.trans_a = true}, .gap = 4});
+      check({.M = 5, .N = 16, .K = 1028, .work = work, .out = out, .gap = 4});
+      check({.M = 5, .N = 16, .K = 1028, .work = work, .out = out, .params = {.accumulate = true}, .gap = 4});
+      check({.M = 5, .N = 16, .K = 1028, .work = work, .out = out, .residual = true, .gap = 4});
+      if (work == DType::F32) break;
+    }
+  }
+}
+
 TEST(Matmul, EpiloguesAreAppliedOnceAndRoundedOnce) {
   for (i64 M : {3, 20}) {
     for (i64 K : {40, 900}) {

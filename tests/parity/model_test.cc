@@ -85,11 +85,13 @@ struct Fixture {
     }
     const Json& torch = errors.at(name).at(std::string(dtype_name(t)));
     // Tensor cores round probabilities, which PyTorch keeps in fp32 on the fixtures' CPU. Where every query sees all
-    // keys all gradients have a part in that, and the largest of a few errors may be a third one.
-    const double times = testing::test_device() != nullptr && !config.causal() ? 3 : 2;
+    // keys all gradients have a part in that, and the largest of a few errors may be a third one. So it is for the bias
+    // of keys that are rotated: what it adds to all scores of a query cancels, and what is left are such roundings.
+    const bool cancels = name.ends_with("k_proj.bias");
+    const double times = testing::test_device() != nullptr && (!config.causal() || cancels) ? 3 : 2;
     EXPECT_LE(max_error, times * torch.at("max_abs").get<double>() + 1e-6 * scale)
         << name << " " << dtype_name(t) << ": max abs";
-    EXPECT_LE(std::sqrt(sum_error), (2 * torch.at("rel_l2").get<double>() + 1e-6) * std::sqrt(sum))
+    EXPECT_LE(std::sqrt(sum_error), ((cancels ? times : 2) * torch.at("rel_l2").get<double>() + 1e-6) * std::sqrt(sum))
         << name << " " << dtype_name(t) << ": relative L2";
   }
   // The global norm of the reference's gradients.

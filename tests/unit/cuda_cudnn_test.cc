@@ -13,6 +13,7 @@
 #include <random>
 
 #include "cuda/attention_cudnn.h"
+#include "temp_directory.h"
 
 namespace ds::cuda::cudnn {
 namespace cuda_cudnn_test {
@@ -68,6 +69,19 @@ TEST(CudaCudnn, NoneIsTakenBesideThePartsOfAnOldOne) {
     std::_Exit(says && choice.file.empty() ? 0 : 1);
   };
   EXPECT_EXIT(chooses_none(), ::testing::ExitedWithCode(0), "");  // in a process of its own: the parts stay
+}
+
+// One whose name says that it is too old is not asked, opens nothing, and the next is tried.
+TEST(CudaCudnn, AnOldOneByItsNameIsPassedOver) {
+  if (const char* why = library_error(); why != nullptr && std::string_view(why) == "this build has no cuDNN")
+    GTEST_SKIP() << why;
+  const testing::TempDirectory dir;
+  const std::string link = dir.path() + "/libcudnn.so.9", none = "/nowhere/libcudnn.so.9";
+  std::filesystem::copy_file(DS_TEST_OLD_CUDNN_IN_PARTS, dir.path() + "/libcudnn.so.9.14.2");
+  std::filesystem::create_symlink("libcudnn.so.9.14.2", link);
+  EXPECT_EQ(choose_library(std::vector<std::string>{link, none}).error,
+            link + " is version 91402, and attention needs at least 91600; " + none +
+                ": cannot open shared object file: No such file or directory");
 }
 
 // Without a GPU the real library makes no handle: attention is for our kernels, said once, and the context is sound.

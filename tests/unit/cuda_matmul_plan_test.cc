@@ -176,6 +176,57 @@ TEST(CudaMatmulPlan, LargeSumsGoByRows) {
   }
 }
 
+// A vocabulary of 50257: rows of logits lie 50264 apart, and each of its products is two.
+TEST(CudaMatmulPlan, LargeRaggedDimensionsAreSplit) {
+  constexpr i64 V = 50257, kBody = 50256, kStride = 50264;
+  std::array<MatmulCall, 2> parts;
+  const TensorView h = matrix(R, C), weight = matrix(V, C), dweight = matrix(V, C, DType::F32), dh = matrix(R, C),
+                   bias = vector(V);
+  TensorView z = matrix(R, V, DType::F32), dz = matrix(R, V);
+  z.stride[0] = kStride, dz.stride[0] = 2 * kStride;
+  const auto at = [](const TensorView& v, i64 elements) {
+    return static_cast<char*>(v.data) + elements * dtype_bytes(v.dtype);
+  };
+
+  MatmulCall x = call(z, h, weight, {.trans_b = true});
+  x.bias = bias;
+  ASSERT_EQ(split_ragged(x, parts), 2);
+  EXPECT_EQ(parts[0].c.dim(1), kBody);
+  EXPECT_EQ(parts[0].b.dim(0), kBody);
+  EXPECT_EQ(parts[0].c.stride[0], kStride);
+  EXPECT_EQ(parts[1].c.dim(1), 1);
+  EXPECT_EQ(parts[1].c.data, at(z, kBody));
+  EXPECT_EQ(parts[1].b.data, at(weight, kBody * C));
+  EXPECT_EQ(parts[1].bias.data, at(bias, kBody));
+  EXPECT_EQ(parts[1].bias.dim(0), 1);
+  EXPECT_EQ(parts[1].a.data, h.data);
+
+  ASSERT_EQ(split_ragged(call(dh, dz, weight), parts), 2);  // the few terms first, and the others added
+  EXPECT_EQ(parts[0].a.data, at(dz, kBody));
+  EXPECT_EQ(parts[0].a.dim(1), 1);
+  EXPECT_EQ(parts[0].b.data, at(weight, kBody * C));
+  EXPECT_FALSE(parts[0].params.accumulate);
+  EXPECT_EQ(parts[1].a.dim(1), kBody);
+  EXPECT_EQ(parts[1].b.dim(0), kBody);
+  EXPECT_TRUE(parts[1].params.accumulate);
+
+  ASSERT_EQ(split_ragged(call(dweight, dz, h, {.trans_a = true, .accumulate = true}), parts), 2);
+  EXPECT_EQ(parts[0].c.dim(0), kBody);
+  EXPECT_EQ(parts[0].a.dim(1), kBody);
+  EXPECT_EQ(parts[1].c.data, at(dweight, kBody * C));
+  EXPECT_EQ(parts[1].a.data, at(dz, kBody));
+  EXPECT_TRUE(parts[1].params.accumulate);
+
+  // Whole: rows that are no multiple apart, few columns, fp32, rows that are to be as they are alone, what would be
+  // rounded twice, and a dimension along which nothing is contiguous.
+  EXPECT_EQ(split_ragged(call(matrix(R, V, DType::F32), h, weight, {.trans_b = true}), parts), 0);
+  EXPECT_EQ(split_ragged(call(matrix(R, 1001, DType::F32), h, matrix(1001, C), {.trans_b = true}), parts), 0);
+  EXPECT_EQ(split_ragged(call(z, matrix(R, C, DType::F32), matrix(V, C, DType::F32), {.trans_b = true}), parts), 0);
+  EXPECT_EQ(split_ragged(call(z, h, weight, {.trans_b = true, .rowwise = true}), parts), 0);
+  EXPECT_EQ(split_ragged(call(dh, dz, weight, {.accumulate = true}), parts), 0);
+  EXPECT_EQ(split_ragged(call(matrix(C, F, DType::F32), matrix(V, C), matrix(V, F), {.trans_a = true}), parts), 0);
+}
+
 TEST(CudaMatmulPlan, Edges) {
   // An empty sum asks nothing of the library.
   const MatmulStep empty = plan_matmul(call(matrix(R, C), matrix(R, 0), matrix(0, C)), true);

@@ -389,6 +389,8 @@ class SlowDevice final : public Device {
   void zero(void* p, i64 bytes) override { cpu_->zero(p, bytes); }
   void upload(void* to, const void* from, i64 bytes) override { cpu_->upload(to, from, bytes); }
   void download(void* to, const void* from, i64 bytes) override { cpu_->download(to, from, bytes); }
+  void start_upload(void* to, const void* from, i64 bytes) override { cpu_->upload(to, from, bytes); }
+  void start_download(void* to, const void* from, i64 bytes) override { cpu_->download(to, from, bytes); }
   void synchronize(Queue) override {}
   std::string pin(void*, i64) override { return {}; }
   void unpin(void*) noexcept override {}
@@ -403,6 +405,7 @@ class SlowDevice final : public Device {
   }
   void record(Event e, Queue queue) override { *static_cast<Queue*>(e) = queue; }
   void wait(Queue queue, Event) override { ++waits[static_cast<size_t>(queue)]; }
+  void await(Event) override {}
   bool reached(Event e) override { return !stuck || *static_cast<Queue*>(e) == Queue::Compute; }
   Graph record_graph(FunctionRef<void()>) override { return nullptr; }
   void launch(Graph) override {}

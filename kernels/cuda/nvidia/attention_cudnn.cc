@@ -11,8 +11,11 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
+#include <filesystem>
 #include <limits>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <unordered_map>
@@ -54,7 +57,11 @@ struct Library {
       if (so != nullptr) {
         const link_map* map = nullptr;
         file = dlinfo(so, RTLD_DI_LINKMAP, &map) == 0 && map != nullptr ? map->l_name : candidate;
-        resolve(so);
+        if (const size_t named = version_in_name(file); named > 0 && named < kOldest) {
+          error = too_old(named);  // and has opened no parts
+        } else {
+          resolve(so);
+        }
         if (error.empty()) return;
         dlclose(so);
       }
@@ -99,10 +106,19 @@ struct Library {
     find(get, "cudnnBackendGetAttribute");
     find(finalize, "cudnnBackendFinalize");
     find(execute, "cudnnBackendExecute");
-    if (error.empty() && version() < kOldest) {
-      error = file + " is version " + std::to_string(version()) + ", and attention needs at least " +
-              std::to_string(kOldest);
-    }
+    if (error.empty() && version() < kOldest) error = too_old(version());
+  }
+  std::string too_old(size_t v) const {
+    return file + " is version " + std::to_string(v) + ", and attention needs at least " + std::to_string(kOldest);
+  }
+  // As a distribution names the file behind the link, libcudnn.so.9.14.0; 0: it does not.
+  static size_t version_in_name(const std::string& file) {
+    std::error_code error;
+    const std::string name = std::filesystem::canonical(file, error).filename().string();
+    size_t major = 0, minor = 0, patch = 0;
+    return std::sscanf(name.c_str(), "libcudnn.so.%zu.%zu.%zu", &major, &minor, &patch) == 3
+               ? major * 10000 + minor * 100 + patch
+               : 0;
   }
 };
 

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 // The part of the CUDA runtime that we call, for a device that is host memory: everything is done when the call
-// returns. Null pointers and wrong sizes crash here as they would there. For tests only.
+// returns, but for copies between the device and page-locked memory, which are done as late as what waits for them
+// allows: who reads their target or changes their source too early, gets it wrong. Null pointers and wrong sizes crash
+// here as they would on a GPU. For tests only.
 
 #include "cuda/sim/fibers.h"
 
@@ -8,6 +10,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <iterator>
 #include <map>
 #include <memory>
@@ -28,9 +31,42 @@ cudaError_t failed(cudaError_t e) {
   return e;
 }
 
+// What of it has not been done yet.
+class SimStream {
+ public:
+  void add(std::function<void()> work) {
+    const std::lock_guard lock(mutex_);
+    waiting_.push_back(std::move(work));
+    ++asked_;
+  }
+  unsigned long long asked() {
+    const std::lock_guard lock(mutex_);
+    return asked_;
+  }
+  // Does what was asked of it before that point.
+  void do_until(unsigned long long point) {
+    const std::lock_guard lock(mutex_);
+    for (; done_ < point; ++done_) {
+      waiting_.front()();
+      waiting_.pop_front();
+    }
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<std::function<void()>> waiting_;
+  unsigned long long asked_ = 0, done_ = 0;
+};
+SimStream* stream_of(cudaStream_t s) { return reinterpret_cast<SimStream*>(s); }
+
 // The first to ask for an event after it was recorded is told to come again, as a GPU that is behind would.
 struct SimEvent {
   std::atomic<bool> ahead{false};
+  SimStream* stream = nullptr;  // it is a point of this one
+  unsigned long long point = 0;
+  void happen() const {
+    if (stream != nullptr) stream->do_until(point);
+  }
 };
 SimEvent& event_of(cudaEvent_t e) { return *reinterpret_cast<SimEvent*>(e); }
 
@@ -167,10 +203,16 @@ cudaError_t cudaHostUnregister(void* p) {
 __attribute__((visibility("default"))) size_t ds_sim_copied_registered() { return locked.copied; }
 __attribute__((visibility("default"))) size_t ds_sim_registered() { return locked.bytes; }
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t) {
-  if (kind == cudaMemcpyHostToDevice && locked.has(from, bytes)) locked.copied += bytes;
-  if (kind == cudaMemcpyDeviceToHost && locked.has(to, bytes)) locked.copied += bytes;
-  enqueue([=] { std::memmove(to, from, bytes); });
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+  const bool is_locked = (kind == cudaMemcpyHostToDevice && locked.has(from, bytes)) ||
+                         (kind == cudaMemcpyDeviceToHost && locked.has(to, bytes));
+  if (is_locked) locked.copied += bytes;
+  const auto copy = [=] { std::memmove(to, from, bytes); };
+  if (is_locked && !recorded && stream != nullptr) {
+    stream_of(stream)->add(copy);
+  } else {
+    enqueue(copy);
+  }
   return cudaSuccess;
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
@@ -212,18 +254,24 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t executable, cudaStream_t) {
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned) {
-  *s = reinterpret_cast<cudaStream_t>(new char);
+  *s = reinterpret_cast<cudaStream_t>(new SimStream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
-  delete reinterpret_cast<char*>(s);
+  delete stream_of(s);
   return cudaSuccess;
 }
-cudaError_t cudaStreamSynchronize(cudaStream_t) {
-  return recorded ? failed(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+  if (recorded) return failed(cudaErrorStreamCaptureUnsupported);
+  if (s != nullptr) stream_of(s)->do_until(stream_of(s)->asked());
+  return cudaSuccess;
 }
 cudaError_t cudaStreamQuery(cudaStream_t) { return cudaSuccess; }
-cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+// What comes next on that stream may be done at once, and so what it waits for is done before.
+cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
+  if (event_of(e).stream != stream_of(s)) event_of(e).happen();
+  return cudaSuccess;
+}
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
   *e = reinterpret_cast<cudaEvent_t>(new SimEvent);
   return cudaSuccess;
@@ -232,15 +280,20 @@ cudaError_t cudaEventDestroy(cudaEvent_t e) {
   delete &event_of(e);
   return cudaSuccess;
 }
-cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t) {
+cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
   event_of(e).ahead = true;
+  event_of(e).stream = stream_of(s);
+  if (s != nullptr) event_of(e).point = stream_of(s)->asked();
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t e) {
-  return event_of(e).ahead.exchange(false) ? failed(cudaErrorNotReady) : cudaSuccess;
+  if (event_of(e).ahead.exchange(false)) return failed(cudaErrorNotReady);
+  event_of(e).happen();
+  return cudaSuccess;
 }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
   event_of(e).ahead = false;
+  event_of(e).happen();
   return cudaSuccess;
 }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }

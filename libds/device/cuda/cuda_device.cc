@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Device on the CUDA runtime: one GPU, two streams. Part of libds_cuda.so.
+// Device on the CUDA runtime: one GPU, three streams. Part of libds_cuda.so.
 
 #include <cuda_runtime_api.h>
 
@@ -42,6 +42,7 @@ class CudaDevice final : public Device {
                                                                           .warn = options.warn});
       streams_[q].native = contexts_[q].get();
     }
+    call(cudaStreamCreateWithFlags(&copies_, cudaStreamNonBlocking), "making a stream");
     for (Half& half : staging_) {
       call(cudaHostAlloc(&half.memory, static_cast<size_t>(kStagingHalf), cudaHostAllocDefault), "pinned memory");
       half.free = make_event();
@@ -55,6 +56,10 @@ class CudaDevice final : public Device {
     bind();
     for (const auto& c : contexts_)
       if (c != nullptr) cudaStreamSynchronize(c->stream());
+    if (copies_ != nullptr) {
+      cudaStreamSynchronize(copies_);
+      cudaStreamDestroy(copies_);
+    }
     for (Half& half : staging_) {
       if (half.memory != nullptr) cudaFreeHost(half.memory);
       if (half.free != nullptr) destroy(half.free);
@@ -154,6 +159,12 @@ class CudaDevice final : public Device {
     take();
     check();
   }
+  void start_upload(void* to, const void* from, i64 bytes) override {
+    start_copy(to, from, bytes, from, cudaMemcpyHostToDevice, "an upload");
+  }
+  void start_download(void* to, const void* from, i64 bytes) override {
+    start_copy(to, from, bytes, to, cudaMemcpyDeviceToHost, "a download");
+  }
   void synchronize(Queue q) override {
     bind();
     call(cudaStreamSynchronize(cuda_stream(q)), "waiting for the GPU");
@@ -193,6 +204,11 @@ class CudaDevice final : public Device {
   void wait(Queue q, Event e) override {
     bind();
     call(cudaStreamWaitEvent(cuda_stream(q), static_cast<cudaEvent_t>(e), 0), "waiting for an event");
+  }
+  void await(Event e) override {
+    bind();
+    call(cudaEventSynchronize(static_cast<cudaEvent_t>(e)), "waiting for an event");
+    check();
   }
   bool reached(Event e) override {
     bind();  // any thread asks, and a call would make a context on the GPU that is current there
@@ -250,7 +266,9 @@ class CudaDevice final : public Device {
 
   // The runtime's current device belongs to the thread.
   void bind() const noexcept { cudaSetDevice(index_); }
-  cudaStream_t cuda_stream(Queue q) const noexcept { return contexts_[static_cast<size_t>(q)]->stream(); }
+  cudaStream_t cuda_stream(Queue q) const noexcept {
+    return q == Queue::Copies ? copies_ : contexts_[static_cast<size_t>(q)]->stream();
+  }
   void call(cudaError_t e, const char* where) const {
     if (e != cudaSuccess) fail(name_, where, cudaGetErrorString(e), e);
   }
@@ -281,6 +299,17 @@ class CudaDevice final : public Device {
     record(copied_, Queue::Compute);
     call(cudaEventSynchronize(static_cast<cudaEvent_t>(copied_)), what);
   }
+  void start_copy(void* to, const void* from, i64 bytes, const void* of_host, cudaMemcpyKind kind, const char* what) {
+    if (bytes == 0) return;
+    bind();
+    if (is_pinned(of_host, bytes))
+      return call(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), kind, copies_), what);
+    call(cudaStreamSynchronize(copies_), what);
+    kind == cudaMemcpyHostToDevice ? upload(to, from, bytes) : download(to, from, bytes);
+    // Behind an upload from staging memory, too, what is on Copies comes.
+    record(copied_, Queue::Compute);
+    wait(Queue::Copies, copied_);
+  }
   const Half& next_half() {
     const Half& half = staging_[next_++ % staging_.size()];
     call(cudaEventSynchronize(static_cast<cudaEvent_t>(half.free)), "waiting for a transfer");
@@ -290,8 +319,9 @@ class CudaDevice final : public Device {
   int index_;
   u64 id_ = 0;
   std::string name_ = "CUDA device";
-  std::array<std::unique_ptr<cuda::Context>, 2> contexts_;
+  std::array<std::unique_ptr<cuda::Context>, 2> contexts_;  // of Compute and Comm
   std::array<Stream, 2> streams_;
+  cudaStream_t copies_ = nullptr;
   std::array<Half, 2> staging_;
   size_t next_ = 0;
   std::map<const char*, i64, std::less<>> pinned_;  // bytes of what is pinned, by its begin
