@@ -141,6 +141,12 @@ std::span<const ChunkedStates::Places> ChunkedStates::places_of(const Desk& desk
   return places_;
 }
 
+// What is copied next comes behind what has been computed.
+void ChunkedStates::follow_compute() {
+  parts_.device.record(ready_, Queue::Compute);
+  parts_.device.wait(Queue::Copies, ready_);
+}
+
 // Beside what is computed where what is copied stays in the device's memory; else it is there when the call returns.
 // A delayed update runs while another thread uses the device: all that it works with stays with the host, and the
 // device is not asked.
@@ -151,11 +157,7 @@ void ChunkedStates::bring(Desk& desk, std::span<const Item> items, bool with_par
   bool begun = false;
   const auto copy = [&](const zero::PieceMemory& from, const zero::Piece& p, const Place& to, i64 bytes) {
     if (to.stays) return;
-    if (!std::exchange(begun, true)) {
-      device.await(desk.went);
-      device.record(ready_, Queue::Compute);
-      device.wait(Queue::Copies, ready_);
-    }
+    if (!std::exchange(begun, true)) follow_compute();
     const zero::TierLease lease = from.lease(p, zero::LeaseTo::Read);
     from.in_place() ? link.start_download(to.data, lease.data(), bytes) : link.download(to.data, lease.data(), bytes);
   };
@@ -201,8 +203,8 @@ void ChunkedStates::update_on_host(Desk& desk, std::span<const Item> items, char
     if (from.stays) return;
     const zero::TierLease lease = to.lease(p, zero::LeaseTo::Fill);
     if (!to.in_place()) return link.upload(lease.data(), from.data, bytes);
+    if (!std::exchange(begun, true)) follow_compute();
     link.start_upload(lease.data(), from.data, bytes);
-    begun = true;
   };
   for (size_t i = 0; i < items.size(); ++i) {
     const zero::Piece& p = items[i].part.piece;

@@ -62,6 +62,7 @@ class ChunkedStates final : public zero::StateStore {
                     const UpdateSpec& spec, zero::VerdictHandle& verdict);
   // Their gradients, and parameters that are their own masters, begin to come.
   void bring(Desk& desk, std::span<const Item> items, bool with_params);
+  void follow_compute();
   // A piece's gradient and parameter in memory of the host: where they stay, or on the desk.
   struct Place {
     void* data;
