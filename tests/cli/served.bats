@@ -347,6 +347,8 @@ PYTHON
   train 1 --steps 1000000 2>train.log &
   local job=$!
   until_true 30 test -s away/metrics.jsonl
+  # Between two steps, so that neither slot of a chunk is written behind its change, before it is read.
+  ranks_here | xargs kill -STOP
   sleep 0.5
   python3 - "$(readlink -f "$(echo "$(place)"/*/states)")" "$(echo "$(place)"/*/table)" <<'PYTHON'
 import struct, sys
@@ -359,6 +361,7 @@ with open(sys.argv[1], "r+b") as f:
         f.seek(at)
         f.write(bytes([byte ^ 1]))
 PYTHON
+  ranks_here | xargs kill -CONT
   local code=0
   wait $job || code=$?
   [[ $code == 3 ]] && grep -q "damaged" train.log || fail "$code: $(<train.log)"
