@@ -74,6 +74,13 @@ struct AttentionBlocks {
 
   constexpr bool sparse() const noexcept { return block != 0; }
   DS_HOST_DEVICE constexpr i64 words() const noexcept { return (count + 63) / 64; }
+  // The words of block `query` of queries, of head `head` of the model.
+  DS_HOST_DEVICE constexpr const u64* keys_of(i64 head, i64 query) const noexcept {
+    return keys + ((layouts == 1 ? 0 : head) * count + query) * words();
+  }
+  DS_HOST_DEVICE constexpr const u64* queries_of(i64 head, i64 key) const noexcept {
+    return queries + ((layouts == 1 ? 0 : head) * count + key) * words();
+  }
 };
 
 struct AttentionParams {
