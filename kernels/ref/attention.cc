@@ -27,9 +27,13 @@ double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexce
   return sum;
 }
 
-bool visible(const AttentionParams& p, i64 i, i64 j, i64 T, i64 S) noexcept {
+bool visible(const AttentionParams& p, i64 h, i64 i, i64 j, i64 T, i64 S) noexcept {
   const i64 position = i + S - T;
-  return (!p.causal || j <= position) && (p.window <= 0 || j > position - p.window);
+  if ((p.causal && j > position) || (p.window > 0 && j <= position - p.window)) return false;
+  const AttentionBlocks& b = p.blocks;
+  if (!b.sparse()) return true;
+  const i64 key = (b.key0 + j) / b.block;
+  return (b.keys_of(p.grid.head0 + h, (b.query0 + i) / b.block)[key / 64] >> (key % 64) & 1) != 0;
 }
 
 // What dropout multiplies the probability of (b, h, i, j) by: 0 or 1/(1-p).
@@ -49,7 +53,7 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
     const i64 b = row / (H * T), h = row / T % H, i = row % T, g = h / (H / G);
     double top = -kInfinity, sum = 0;
     for (i64 j = 0; j < S; ++j) {
-      const bool seen = visible(p, i, j, T, S);
+      const bool seen = visible(p, h, i, j, T, S);
       const double score = seen ? p.scale * dot(q, at(q, b, i, h), k, at(k, b, j, g), D) : -kInfinity;
       weight[j] = score;
       top = std::max(top, score);
@@ -83,7 +87,7 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
         const double delta = dot(dout, doi, o, at(o, b, i, h), D);
         gq.assign(gq.size(), 0);
         for (i64 j = 0; j < S; ++j) {
-          if (!visible(p, i, j, T, S)) continue;
+          if (!visible(p, h, i, j, T, S)) continue;
           const i64 kj = at(k, b, j, g), vj = at(v, b, j, g);
           const double prob = std::exp(p.scale * dot(q, qi, k, kj, D) - get(lse, at_row(lse, b, h, i)));
           const double mask = keep(p, static_cast<u64>(grid.row(b, h, i) + j));

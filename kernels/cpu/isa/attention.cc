@@ -9,7 +9,12 @@
 // Backward: a tile is (batch, group, chunk of rows, chunk of keys). The n x n chunks run as a Latin square: in phase f
 // row chunk i meets key chunk (f - i) mod n, so no two tiles of a phase share a sum, and every sum grows in the order
 // of the phases. n is 1 where batch x groups alone feed the threads.
+//
+// Of a block-sparse layout only the blocks of keys come into a tile that its rows meet, side by side: columns of a tile
+// are keys of blocks in ascending order (Pack). With all blocks there these are the tiles, and the bits, of no layout.
 
+#include <array>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -26,6 +31,8 @@ constexpr i64 kTargetTiles = 48;
 // Rows and keys are prefetched this many ahead: they lie too far apart for the hardware to follow.
 constexpr i64 kAhead = 16;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr i64 kUnit = 64;            // keys of a unit of a layout, at most
+constexpr i64 kMaxUnits = 256 / 16;  // of a tile
 
 struct Range {
   i64 begin, end;
@@ -63,6 +70,7 @@ struct Problem {
   // The keys that row r sees, and those that any of a range of rows sees.
   Range keys_of(i64 row) const noexcept { return keys_of(Range{row, row + 1}); }
   Range keys_of(Range rows) const noexcept {
+    if (rows.empty()) return {0, 0};
     const i64 first = rows.begin / R + S - T, last = (rows.end - 1) / R + S - T;
     return {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
   }
@@ -90,7 +98,166 @@ struct Problem {
   u64 element(i64 b, i64 g, i64 row, i64 key) const noexcept {
     return static_cast<u64>(grid.row(b, g * R + row % R, row / R) + key);
   }
+
+  // Of a layout. A tile takes its keys in units: blocks, or parts of these.
+  bool sparse() const noexcept { return p.blocks.sparse(); }
+  i64 unit() const noexcept { return std::min(p.blocks.block, kUnit); }
+  bool heads_differ() const noexcept { return p.blocks.layouts != 1 && R > 1; }
+  i64 query_block(i64 row) const noexcept { return (p.blocks.query0 + row / R) / p.blocks.block; }
+  i64 key_block(i64 key) const noexcept { return (p.blocks.key0 + key) / p.blocks.block; }
+  // The end of the rows that are of one block of queries with this one.
+  i64 block_end(i64 row) const noexcept { return ((query_block(row) + 1) * p.blocks.block - p.blocks.query0) * R; }
+  // Word `word` of the bits of a block of queries: of one head of group g, and of any.
+  u64 bits(i64 g, i64 head, i64 query, i64 word) const noexcept {
+    return p.blocks.keys_of(p.grid.head0 + g * R + head, query)[word];
+  }
+  u64 bits(i64 g, i64 query, i64 word) const noexcept {
+    u64 any = bits(g, 0, query, word);
+    for (i64 head = 1; heads_differ() && head < R; ++head) any |= bits(g, head, query, word);
+    return any;
+  }
 };
+
+// The keys of a tile, as its columns: side by side in the sequence, or in units of a layout, each side by side.
+struct Pack {
+  Range columns;                          // of a tile, or of a part of it
+  i64 unit = 0;                           // columns of each unit but the last, which may have fewer; 0: there is one
+  std::array<i64, kMaxUnits> first = {};  // the key of each unit's first column
+
+  i64 size() const noexcept { return columns.size(); }
+  i64 unit_of(i64 column) const noexcept { return unit == 0 ? 0 : column / unit; }
+  i64 key(i64 column) const noexcept { return unit == 0 ? first[0] + column : first[column / unit] + column % unit; }
+  Range keys(Range c) const noexcept { return {key(c.begin), key(c.end - 1) + 1}; }  // and what lies between them
+  // Of some columns, those of a range of keys.
+  Range columns_of(Range keys, Range some) const noexcept {
+    if (unit == 0) return intersect({keys.begin - first[0], keys.end - first[0]}, some);
+    const auto before = [&](i64 key) {
+      i64 column = some.begin / unit * unit;
+      while (column < some.end && first[column / unit] + unit <= key) column += unit;
+      if (column < some.end) column += std::max<i64>(0, key - first[column / unit]);
+      return std::clamp(column, some.begin, some.end);
+    };
+    return {before(keys.begin), before(keys.end)};
+  }
+  Pack part(Range c) const noexcept {
+    Pack some = *this;
+    some.columns = c;
+    return some;
+  }
+  // f(columns) for the parts of a range of columns whose keys are side by side, of one unit.
+  template <class F>
+  void for_units(Range c, F&& f) const noexcept {
+    if (unit == 0) return f(c);
+    for (Range run = c; run.begin < c.end; run.begin = run.end) {
+      run.end = std::min(c.end, (run.begin / unit + 1) * unit);
+      f(run);
+    }
+  }
+};
+
+// The keys that a range of rows meets, of a range that begins where a tile may: tile after tile of `room` keys.
+class Met {
+ public:
+  Met(const Problem& a, i64 g, Range rows, Range keys, i64 room) noexcept : a_(a), g_(g), room_(room) {
+    const Range seen = intersect(keys, a.keys_of(rows));
+    if (seen.empty()) return;
+    next_ = keys.begin + (seen.begin - keys.begin) / room * room;
+    end_ = seen.end;
+    limit_ = keys.end;
+    if (a.sparse()) queries_ = {a.query_block(rows.begin), a.query_block(rows.end - 1) + 1};
+  }
+  bool next(Pack& pack) noexcept {
+    if (!a_.sparse()) {
+      if (next_ >= end_) return false;
+      pack = {.columns = {0, std::min(limit_ - next_, room_)}, .first = {next_}};
+      next_ += room_;
+      return true;
+    }
+    pack.columns = {0, 0};
+    pack.unit = a_.unit();
+    while (next_ < end_ && pack.columns.end < room_) {
+      const i64 block = a_.key_block(next_), ahead = blocks_to_next(block);
+      if (ahead > 0) {
+        next_ = (block + ahead) * a_.p.blocks.block - a_.p.blocks.key0;
+        continue;
+      }
+      pack.first[pack.columns.end / pack.unit] = next_;
+      pack.columns.end += std::min(pack.unit, limit_ - next_);
+      next_ += pack.unit;
+    }
+    return !pack.columns.empty();
+  }
+
+ private:
+  // 0 where a block is met; else how many to go on by.
+  i64 blocks_to_next(i64 block) noexcept {
+    if (block / 64 != word_) {
+      word_ = block / 64;
+      bits_ = 0;
+      for (i64 query = queries_.begin; query < queries_.end; ++query) bits_ |= a_.bits(g_, query, word_);
+    }
+    const u64 rest = bits_ >> (block % 64);
+    return rest == 0 ? 64 - block % 64 : std::countr_zero(rest);
+  }
+
+  const Problem& a_;
+  i64 g_, room_, next_ = 0, end_ = 0, limit_ = 0;
+  Range queries_ = {0, 0};
+  i64 word_ = -1;
+  u64 bits_ = 0;
+};
+
+// What a range of rows meets of a tile: f(rows, units) for rows that meet the same units of a layout. Without one,
+// once for all.
+template <class F>
+void for_same_units(const Problem& a, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
+  if (!a.sparse()) return f(rows, u32{1});
+  const i64 first = pack.unit_of(pack.columns.begin), last = pack.unit_of(pack.columns.end - 1);
+  const auto units_of = [&](i64 row) {
+    const i64 query = a.query_block(row);
+    u32 units = 0;
+    for (i64 u = first; u <= last; ++u) {
+      const i64 block = a.key_block(pack.first[u]);
+      units |= static_cast<u32>(a.bits(g, query, block / 64) >> (block % 64) & 1) << u;
+    }
+    return units;
+  };
+  Range same = {rows.begin, rows.begin};
+  u32 units = 0;
+  while (same.end < rows.end) {
+    const u32 more = units_of(same.end);
+    if (more != units && !same.empty()) {
+      if (units != 0) f(same, units);
+      same.begin = same.end;
+    }
+    units = more;
+    same.end = std::min(rows.end, a.block_end(same.end));
+  }
+  if (units != 0) f(same, units);
+}
+
+// f(columns) for the columns of the units of a set that lie side by side in the tile.
+template <class F>
+void for_columns(const Pack& pack, u32 units, F&& f) noexcept {
+  if (pack.unit == 0) return f(pack.columns);
+  while (units != 0) {
+    const int begin = std::countr_zero(units), end = begin + std::countr_one(units >> begin);
+    f(intersect(pack.columns, {begin * pack.unit, end * pack.unit}));
+    units = end < 32 ? units >> end << end : 0;
+  }
+}
+
+// The columns of a tile that head `head` of a group does not meet, where its heads have layouts of their own, become
+// `value`.
+void hide_others(float* row, const Problem& a, i64 g, i64 at, const Pack& pack, Range columns, float value) noexcept {
+  if (!a.sparse() || !a.heads_differ()) return;
+  pack.for_units(columns, [&](Range c) {
+    const i64 block = a.key_block(pack.key(c.begin));
+    if ((a.bits(g, at % a.R, a.query_block(at), block / 64) >> (block % 64) & 1) == 0) {
+      std::fill_n(row + c.begin - columns.begin, c.size(), value);
+    }
+  });
+}
 
 // Hands out pieces of a worker's scratch; with no memory it only counts.
 class Arena {
@@ -150,29 +317,47 @@ void load_rows(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, R
   }
 }
 
-// Keys `keys` of a key-like tensor as an fp32 tile, with zero rows up to a multiple of the lanes.
+// The keys of a whole pack, of a key-like tensor, as an fp32 tile, with zero rows up to a multiple of the lanes.
 template <class E>
-void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range keys) noexcept {
-  for (i64 j = keys.begin; j < keys.end; ++j) {
-    const E* const from = x.as<E>() + Problem::key_offset(x, b, g, j);
-    prefetch(x.as<E>() + Problem::key_offset(x, b, g, std::min(j + kAhead, a.S - 1)), a.D);
-    load_row(to + (j - keys.begin) * a.ld, from, a.D, broadcast(1.0f));
-  }
-  for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
+void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, const Pack& pack) noexcept {
+  const i64 n = pack.columns.end;
+  pack.for_units(pack.columns, [&](Range c) {
+    const i64 key = pack.key(c.begin);
+    // What lies behind a unit is fetched with it, or when its own turn comes.
+    for (i64 j = c.begin; j < c.end; ++j) {
+      const i64 ahead = pack.unit == 0 ? std::min(key + j + kAhead, a.S - 1) : pack.key(std::min(j + kAhead, n - 1));
+      prefetch(x.as<E>() + Problem::key_offset(x, b, g, ahead), a.D);
+      load_row(to + j * a.ld, x.as<E>() + Problem::key_offset(x, b, g, key + j - c.begin), a.D, broadcast(1.0f));
+    }
+  });
+  for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
 }
 
-// The visible part of a block of scores: f(rows, keys) once for a dense block, else for each strip of rows with the
-// keys that any row of the strip sees, their begin rounded down to whole vectors of the block.
+// The visible part of a block of scores: f(rows, columns) once for what is dense, else for each strip of rows with the
+// columns that any row of the strip sees, their begin rounded down to whole vectors.
 template <class F>
-void for_visible(const Problem& a, Range rows, Range keys, F&& f) noexcept {
-  if (a.dense(rows, keys)) return f(rows, keys);
-  for (i64 r = rows.begin; r < rows.end; r += kStrip) {
-    const Range strip = {r, std::min(rows.end, r + kStrip)};
-    Range seen = intersect(a.keys_of(strip), keys);
-    if (seen.empty()) continue;
-    seen.begin -= (seen.begin - keys.begin) % Vec::kLanes;
-    f(strip, seen);
-  }
+void for_visible(const Problem& a, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
+  for_same_units(a, g, rows, pack, [&](Range same, u32 units) {
+    for_columns(pack, units, [&](Range c) {
+      if (a.dense(same, pack.keys(c))) return f(same, c);
+      for (i64 r = same.begin; r < same.end; r += kStrip) {
+        const Range strip = {r, std::min(same.end, r + kStrip)};
+        Range seen = pack.columns_of(a.keys_of(strip), c);
+        if (seen.empty()) continue;
+        seen.begin -= (seen.begin - c.begin) % Vec::kLanes;
+        f(strip, seen);
+      }
+    });
+  });
+}
+
+// What dropout multiplies the probabilities of a row in some columns by: f(columns, factors) for each run of keys.
+template <class F>
+void for_factors(float* buffer, const Problem& a, i64 b, i64 g, i64 row, const Pack& pack, Range columns,
+                 F&& f) noexcept {
+  pack.for_units(columns, [&](Range c) {
+    f(c, keep_factors(buffer, a.p.rng, a.p.dropout, a.element(b, g, row, pack.key(c.begin)), c.size()));
+  });
 }
 
 // Accumulators of the forward pass for a range of rows.
@@ -187,12 +372,13 @@ struct Partial {
 };
 
 // One row of scores becomes weights e^(score - top); returns the factor for what the row has accumulated before.
-float softmax_step(float* score, i64 n, bool whole, i64 key, Range seen, float& top, float& sum) noexcept {
+// `seen`: what the row sees of the n columns, unless it is `whole`.
+float softmax_step(float* score, i64 n, bool whole, Range seen, float& top, float& sum) noexcept {
   Vec high = broadcast(-kInfinity);
   for (i64 j = 0; j < n; j += Vec::kLanes) {
     Vec s = load(score + j);
     if (!whole) {
-      s = outside(s, key + j, seen, broadcast(-kInfinity));
+      s = outside(s, j, seen, broadcast(-kInfinity));
       store(score + j, s);
     }
     high = max(high, s);
@@ -245,45 +431,46 @@ struct Forward {
     std::fill_n(part.top, rows.size(), -kInfinity);
     fill_zero(part.sum, rows.size());
     load_rows<E>(tile.q, q, a, b, g, rows, a.p.scale);
-    const Range seen = intersect(keys, a.keys_of(rows));
-    for (i64 j = seen.begin / kKeys * kKeys; j < seen.end; j += kKeys) {
-      const Range block = {j, std::min(keys.end, j + kKeys)};
-      load_keys<E>(tile.k, k, a, b, g, block);
-      load_keys<E>(tile.v, v, a, b, g, block);
-      transpose(tile.kt, kKeys, tile.k, a.ld, round_up(block.size(), Vec::kLanes), round_up(a.D, 8));
+    Pack pack;
+    for (Met met(a, g, rows, keys, kKeys); met.next(pack);) {
+      load_keys<E>(tile.k, k, a, b, g, pack);
+      load_keys<E>(tile.v, v, a, b, g, pack);
+      transpose(tile.kt, kKeys, tile.k, a.ld, round_up(pack.size(), Vec::kLanes), round_up(a.D, 8));
       for (i64 r = rows.begin; r < rows.end; r += kRows) {
-        attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, block, rows.begin);
+        attend(part, tile, b, g, {r, std::min(rows.end, r + kRows)}, pack, rows.begin);
       }
     }
   }
 
   // A block of keys, converted, meets a block of rows of the tile that begins at row `origin`.
-  void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, Range keys, i64 origin) const noexcept {
-    const auto score = [&](Range r, Range j) {
-      return tile.score + (r.begin - rows.begin) * kKeys + j.begin - keys.begin;
-    };
-    for_visible(a, rows, keys, [&](Range r, Range j) {
-      tile_product<Order::Rows>(score(r, j), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld,
-                                tile.kt + j.begin - keys.begin, kKeys, r.size(), round_up(j.size(), Vec::kLanes), a.D,
-                                false);
+  void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack,
+              i64 origin) const noexcept {
+    const auto score = [&](Range r, Range c) { return tile.score + (r.begin - rows.begin) * kKeys + c.begin; };
+    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+      tile_product<Order::Rows>(score(r, c), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld, tile.kt + c.begin, kKeys,
+                                r.size(), round_up(c.size(), Vec::kLanes), a.D, false);
     });
-    for_visible(a, rows, keys, [&](Range r, Range j) {
+    for_visible(a, g, rows, pack, [&](Range r, Range c) {
       for (i64 row = r.begin; row < r.end; ++row) {
-        const Range seen = intersect(a.keys_of(row), j);
-        const bool whole = seen.begin <= j.begin && seen.end >= j.end && j.size() % Vec::kLanes == 0;
-        float* const s = score({row, row + 1}, j);
+        const Range seen = pack.columns_of(a.keys_of(row), c);
+        const bool whole = seen.begin <= c.begin && seen.end >= c.end && c.size() % Vec::kLanes == 0;
+        float* const s = score({row, row + 1}, c);
         const i64 at = row - origin;
-        const float kept = softmax_step(s, j.size(), whole, j.begin, seen, part.top[at], part.sum[at]);
+        hide_others(s, a, g, row, pack, c, -kInfinity);
+        const float kept =
+            softmax_step(s, c.size(), whole, {seen.begin - c.begin, seen.end - c.begin}, part.top[at], part.sum[at]);
         if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
         if (a.p.dropout > 0) {
-          const float* keep = keep_factors(tile.keep, a.p.rng, a.p.dropout, a.element(b, g, row, j.begin), j.size());
-          for (i64 x = 0; x < j.size(); x += Vec::kLanes) store(s + x, load(s + x) * load(keep + x));
+          for_factors(tile.keep, a, b, g, row, pack, c, [&](Range run, const float* keep) {
+            float* const w = s + run.begin - c.begin;
+            for (i64 x = 0; x < run.size(); x += Vec::kLanes) store(w + x, load(w + x) * load(keep + x));
+          });
         }
       }
     });
-    for_visible(a, rows, keys, [&](Range r, Range j) {
-      tile_product<Order::Rows>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, j), kKeys,
-                                tile.v + (j.begin - keys.begin) * a.ld, a.ld, r.size(), a.width, j.size(), true);
+    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+      tile_product<Order::Rows>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, c), kKeys, tile.v + c.begin * a.ld,
+                                a.ld, r.size(), a.width, c.size(), true);
     });
   }
 
@@ -388,28 +575,49 @@ struct Backward {
 
   // Adds what `rows` and `keys` of (b, g) do to each other's gradients.
   void accumulate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    if (a.sparse()) return accumulate_sparse(sums, tile, b, g, rows, keys);
     for (i64 first = keys.begin; first < keys.end; first += kKeysPacked) {
       const Range packed = {first, std::min(keys.end, first + kKeysPacked)};
       const Range seen = intersect(rows, a.rows_of(packed));
       if (seen.empty()) continue;
-      load_transposed(tile.vt, tile.k, v, b, g, packed);
-      load_transposed(tile.kt, tile.k, k, b, g, packed);
+      const Pack pack = {.columns = {0, packed.size()}, .first = {first}};
+      load_transposed(tile.vt, tile.k, v, b, g, pack);
+      load_transposed(tile.kt, tile.k, k, b, g, pack);
       for (i64 r = rows.begin + (seen.begin - rows.begin) / kRows * kRows; r < seen.end; r += kRows) {
         const Range block = {r, std::min(rows.end, r + kRows)};
         load_block(tile, b, g, block);
-        for (i64 j = packed.begin; j < packed.end; j += kKeys) {
-          const Range block_keys = {j, std::min(packed.end, j + kKeys)};
-          if (intersect(block, a.rows_of(block_keys)).empty()) continue;
-          differentiate(sums, tile, b, g, block, block_keys, packed.begin);
+        for (i64 c = 0; c < pack.size(); c += kKeys) {
+          const Range columns = {c, std::min(pack.size(), c + kKeys)};
+          if (intersect(block, a.rows_of(pack.keys(columns))).empty()) continue;
+          differentiate(sums, tile, b, g, block, pack.part(columns));
+        }
+      }
+    }
+  }
+
+  // Each block of rows gathers the keys that it meets. Every sum grows in the same order.
+  void accumulate_sparse(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
+    for (i64 r = rows.begin; r < rows.end; r += kRows) {
+      const Range block = {r, std::min(rows.end, r + kRows)};
+      bool loaded = false;
+      Pack pack;
+      for (Met met(a, g, block, keys, kKeysPacked); met.next(pack);) {
+        if (!loaded) load_block(tile, b, g, block);
+        loaded = true;
+        load_transposed(tile.vt, tile.k, v, b, g, pack);
+        load_transposed(tile.kt, tile.k, k, b, g, pack);
+        for (i64 c = 0; c < pack.size(); c += kKeys) {
+          differentiate(sums, tile, b, g, block, pack.part({c, std::min(pack.size(), c + kKeys)}));
         }
       }
     }
   }
 
   // Keys as a tile, and transposed block by block.
-  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 b, i64 g, Range keys) const noexcept {
-    load_keys<E>(plain, x, a, b, g, keys);
-    const i64 padded = round_up(keys.size(), Vec::kLanes);
+  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 b, i64 g,
+                       const Pack& pack) const noexcept {
+    load_keys<E>(plain, x, a, b, g, pack);
+    const i64 padded = round_up(pack.size(), Vec::kLanes);
     for (i64 j = 0; j < padded; j += kKeys) {
       transpose(transposed + j * a.width, kKeys, plain + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
     }
@@ -429,63 +637,98 @@ struct Backward {
     }
   }
 
-  // A block of rows meets a block of the packed keys, which begin at key `origin`.
-  void differentiate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys,
-                     i64 origin) const noexcept {
-    const i64 kt_at = (keys.begin - origin) * a.width;
-    const float* const k_block = tile.k + (keys.begin - origin) * a.ld;
-    for_visible(a, rows, keys, [&](Range r, Range j) {
-      const i64 at = (r.begin - rows.begin) * kKeys + j.begin - keys.begin, row = (r.begin - rows.begin) * a.ld;
-      const i64 lanes = round_up(j.size(), Vec::kLanes), column = kt_at + j.begin - keys.begin;
-      tile_product<Order::Rows>(tile.prob + at, kKeys, tile.q + row, a.ld, tile.kt + column, kKeys, r.size(), lanes,
-                                a.D, false);
-      tile_product<Order::Rows>(tile.dscore + at, kKeys, tile.dout + row, a.ld, tile.vt + column, kKeys, r.size(),
-                                lanes, a.D, false);
-    });
-    const bool whole = keys.size() % Vec::kLanes == 0 && a.dense(rows, keys);
-    for (i64 r = rows.begin; r < rows.end; ++r) softmax_backward(tile, b, g, r, rows, keys, whole);
-
-    for_visible(a, rows, keys, [&](Range r, Range j) {
-      tile_product<Order::Rows>(sums.dq + r.begin * a.ld, a.ld,
-                                tile.dscore + (r.begin - rows.begin) * kKeys + j.begin - keys.begin, kKeys,
-                                k_block + (j.begin - keys.begin) * a.ld, a.ld, r.size(), a.width, j.size(), true);
-    });
-    const auto add_columns = [&](Range j) {
-      const Range r = intersect(rows, a.rows_of(j));
-      const i64 at = (r.begin - rows.begin) * kKeys + j.begin - keys.begin, row = (r.begin - rows.begin) * a.ld;
-      if (r.empty()) return;
-      tile_product<Order::Columns>(sums.dv + j.begin * a.ld, a.ld, tile.prob + at, kKeys, tile.dout + row, a.ld,
-                                   j.size(), a.width, r.size(), true);
-      tile_product<Order::Columns>(sums.dk + j.begin * a.ld, a.ld, tile.dscore + at, kKeys, tile.q + row, a.ld,
-                                   j.size(), a.width, r.size(), true);
+  // A block of rows meets at most kKeys of the packed keys.
+  void differentiate(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack) const noexcept {
+    const i64 origin = pack.columns.begin;
+    const auto score = [&](float* matrix, Range r, Range c) {
+      return matrix + (r.begin - rows.begin) * kKeys + c.begin - origin;
     };
-    if (a.dense(rows, keys)) return add_columns(keys);
-    for (i64 j = keys.begin; j < keys.end; j += kStrip) add_columns({j, std::min(keys.end, j + kStrip)});
+    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+      const i64 row = (r.begin - rows.begin) * a.ld, column = origin * a.width + c.begin - origin;
+      const i64 lanes = round_up(c.size(), Vec::kLanes);
+      tile_product<Order::Rows>(score(tile.prob, r, c), kKeys, tile.q + row, a.ld, tile.kt + column, kKeys, r.size(),
+                                lanes, a.D, false);
+      tile_product<Order::Rows>(score(tile.dscore, r, c), kKeys, tile.dout + row, a.ld, tile.vt + column, kKeys,
+                                r.size(), lanes, a.D, false);
+    });
+    // Whole units, so that what no product has written becomes zero.
+    for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
+      for_columns(pack, units, [&](Range c) {
+        const bool whole = c.size() % Vec::kLanes == 0 && a.dense(r, pack.keys(c));
+        for (i64 row = r.begin; row < r.end; ++row) {
+          softmax_backward(tile, row - rows.begin, b, g, row, score(tile.prob, {row, row}, c),
+                           score(tile.dscore, {row, row}, c), pack, c, whole);
+        }
+      });
+    });
+    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+      tile_product<Order::Rows>(sums.dq + r.begin * a.ld, a.ld, score(tile.dscore, r, c), kKeys,
+                                tile.k + c.begin * a.ld, a.ld, r.size(), a.width, c.size(), true);
+    });
+    for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
+      for_columns(pack, units, [&](Range columns) {
+        const bool dense = a.dense(r, pack.keys(columns));
+        const auto add = [&](Range seen, Range c) {
+          if (seen.empty()) return;
+          const i64 key = pack.key(c.begin) * a.ld, row = (seen.begin - rows.begin) * a.ld;
+          tile_product<Order::Columns>(sums.dv + key, a.ld, score(tile.prob, seen, c), kKeys, tile.dout + row, a.ld,
+                                       c.size(), a.width, seen.size(), true);
+          tile_product<Order::Columns>(sums.dk + key, a.ld, score(tile.dscore, seen, c), kKeys, tile.q + row, a.ld,
+                                       c.size(), a.width, seen.size(), true);
+        };
+        for_key_runs(pack, columns, [&](Range c) {
+          if (dense) return add(r, c);
+          for (i64 j = c.begin; j < c.end; j += kStrip) {
+            const Range strip = {j, std::min(c.end, j + kStrip)};
+            add(intersect(r, a.rows_of(pack.keys(strip))), strip);
+          }
+        });
+      });
+    });
   }
 
-  // A row of scores and one of dL/d(dropped probability) become the dropped probabilities and dL/d(score).
-  void softmax_backward(const Tiles& tile, i64 b, i64 g, i64 row, Range rows, Range keys, bool whole) const noexcept {
-    const i64 at = row - rows.begin;
-    float* const prob = tile.prob + at * kKeys;
-    float* const dscore = tile.dscore + at * kKeys;
-    const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
-    const Range seen = a.keys_of(row);
-    const float* keep = nullptr;
-    if (a.p.dropout > 0) {
-      keep = keep_factors(tile.keep, a.p.rng, a.p.dropout, a.element(b, g, row, keys.begin), keys.size());
-    }
-    for (i64 j = 0; j < keys.size(); j += Vec::kLanes) {
-      Vec p = exp_weight(load(prob + j) - log_sum);
-      const Vec factor = keep != nullptr ? load(keep + j) : broadcast(1.0f);
-      Vec ds = p * (load(dscore + j) * factor - delta);
-      p = p * factor;
-      if (!whole) {
-        p = outside(p, keys.begin + j, seen, zero());
-        ds = outside(ds, keys.begin + j, seen, zero());
+  // f(columns) for the parts of a range of columns whose keys are side by side, of several units too.
+  template <class F>
+  static void for_key_runs(const Pack& pack, Range columns, F&& f) noexcept {
+    Range run = {columns.begin, columns.begin};
+    pack.for_units(columns, [&](Range c) {
+      if (!run.empty() && pack.key(c.begin) != pack.key(run.end - 1) + 1) {
+        f(run);
+        run.begin = c.begin;
       }
-      store(prob + j, p);
-      store(dscore + j, ds);
+      run.end = c.end;
+    });
+    f(run);
+  }
+
+  // A row of scores and one of dL/d(dropped probability), of some columns, become the dropped probabilities and
+  // dL/d(score).
+  void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob, float* dscore, const Pack& pack,
+                        Range columns, bool whole) const noexcept {
+    const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
+    const Range seen = pack.columns_of(a.keys_of(row), columns);
+    const auto differentiate = [&](Range c, const float* keep) {
+      for (i64 j = c.begin; j < c.end; j += Vec::kLanes) {
+        const i64 x = j - columns.begin;
+        Vec p = exp_weight(load(prob + x) - log_sum);
+        const Vec factor = keep != nullptr ? load(keep + j - c.begin) : broadcast(1.0f);
+        Vec ds = p * (load(dscore + x) * factor - delta);
+        p = p * factor;
+        if (!whole) {
+          p = outside(p, j, seen, zero());
+          ds = outside(ds, j, seen, zero());
+        }
+        store(prob + x, p);
+        store(dscore + x, ds);
+      }
+    };
+    if (a.p.dropout > 0) {
+      for_factors(tile.keep, a, b, g, row, pack, columns, differentiate);
+    } else {
+      differentiate(columns, nullptr);
     }
+    hide_others(prob, a, g, row, pack, columns, 0);
+    hide_others(dscore, a, g, row, pack, columns, 0);
   }
 
   void store_sums(const Sums& sums, i64 b, i64 g, Range rows, Range keys) const noexcept {

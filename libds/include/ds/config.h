@@ -205,6 +205,27 @@ struct TensorParallelConfig {
 // How the ranks of sequence_parallel_size, each with a part of every sequence, attend to all of it.
 enum class SequenceParallelMode : u8 { Ulysses, Ring };
 
+// Which blocks of keys a block of queries attends to: DeepSpeed's kinds, under its names, and a file of the user's own.
+// None: there is no layout.
+enum class SparseAttentionMode : u8 { None, Dense, Fixed, Variable, BigBird, BSLongformer, Local, Layout };
+struct SparseAttentionConfig {  // counts and indices are of blocks
+  SparseAttentionMode mode = SparseAttentionMode::None;
+  i64 block = 16;                          // tokens: 16, 32, 64 or 128
+  bool different_layout_per_head = false;  // else all heads have that of the first
+  bool unidirectional = false;             // resolved: as the model, when `attention` is not given
+  i64 num_local_blocks = 4;                // Fixed: of a window
+  i64 num_global_blocks = 1;               // Fixed: of a window, a divisor of num_local_blocks; BigBird: the first ones
+  bool horizontal_global_attention = false;     // Fixed, Variable, bidirectional: global blocks see all, too
+  i64 num_different_global_patterns = 1;        // Fixed: heads take turns in where a window's global blocks are
+  i64 num_random_blocks = 0;                    // Variable; BigBird, where 1 is the default: of each row
+  std::vector<i64> local_window_blocks = {4};   // Variable: sizes of windows in turn, the last one repeats
+  std::vector<i64> global_block_indices = {0};  // Variable, BSLongformer
+  std::vector<i64> global_block_end_indices{};  // the same: empty, or where the block range of each index ends
+  i64 num_sliding_window_blocks = 3;            // BigBird, BSLongformer, Local: odd
+  std::string layout{};                         // Layout: a file, HDF5 or JSON, of [heads or 1, blocks, blocks]
+  bool operator==(const SparseAttentionConfig&) const = default;
+};
+
 enum class CheckpointGranularity : u8 { None, Layer, Selective };
 struct ActivationCheckpointingConfig {
   CheckpointGranularity granularity = CheckpointGranularity::None;  // Selective: the attention alone
@@ -245,6 +266,7 @@ struct Config {
   i64 sequence_parallel_size = 1;
   SequenceParallelMode sequence_parallel_mode = SequenceParallelMode::Ulysses;
   ActivationCheckpointingConfig activation_checkpointing;
+  SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                    // 0: off
   DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic

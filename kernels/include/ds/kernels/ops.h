@@ -60,6 +60,29 @@ struct AttentionGrid {
   }
 };
 
+// Which blocks of keys each block of queries meets, as bits: a block-sparse layout. A key is visible where its block is
+// met and nothing else in AttentionParams hides it. Blocks count from the beginning of the sequence. The arrays lie in
+// the memory of the device that runs the op.
+struct AttentionBlocks {
+  i64 block = 0;                 // tokens of a block: 16, 32, 64 or 128; 0: there is no layout, and every key is met
+  i64 count = 0;                 // blocks of queries, and of keys; with all blocks those of a call lie below it
+  i64 layouts = 0;               // 1: of all heads; else one of each head of the model, head grid.head0 + h of q
+  const u64* keys = nullptr;     // [layouts, count, words()]: bit j % 64 of word j / 64 of row i: block i meets keys j
+  const u64* queries = nullptr;  // the same transposed: row j, bit i. Of attention_bwd alone
+  i64 query0 = 0, key0 = 0;      // the places in the sequence of a call's first query and first key; key0, and in
+                                 // attention_bwd query0, are multiples of the block
+
+  constexpr bool sparse() const noexcept { return block != 0; }
+  DS_HOST_DEVICE constexpr i64 words() const noexcept { return (count + 63) / 64; }
+  // The words of block `query` of queries, of head `head` of the model.
+  DS_HOST_DEVICE constexpr const u64* keys_of(i64 head, i64 query) const noexcept {
+    return keys + ((layouts == 1 ? 0 : head) * count + query) * words();
+  }
+  DS_HOST_DEVICE constexpr const u64* queries_of(i64 head, i64 key) const noexcept {
+    return queries + ((layouts == 1 ? 0 : head) * count + key) * words();
+  }
+};
+
 struct AttentionParams {
   float scale = 1.0f;    // multiplies QK^T
   bool causal = true;    // bottom-right aligned: key j visible to query i iff j <= i + S - T
@@ -67,6 +90,7 @@ struct AttentionParams {
   float dropout = 0.0f;  // on probabilities: element grid.row(b, h, i) + j of `rng`
   RngKey rng{};
   AttentionGrid grid{};
+  AttentionBlocks blocks{};
 };
 
 inline constexpr i32 kIgnoredTarget = -100;  // as a target: the row counts in no loss
