@@ -72,7 +72,7 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
 
 model::Model Engine::make_model(const MeshCoord& coord) const {
   if (parts_.model) return parts_.model(config_, mesh_.shape(), coord);
-  return model::make_model(config_.model, config_.data.seq_length, report::shard_of(config_, mesh_.shape(), coord));
+  return model::make_model(config_, report::shard_of(config_, mesh_.shape(), coord));
 }
 
 zero::AllShards Engine::make_shards() {

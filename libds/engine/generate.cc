@@ -12,7 +12,9 @@
 namespace ds {
 
 EncodedPrompts encode_prompts(const Config& config, std::span<const Prompt> prompts, const SamplingOptions& o) {
-  return {infer::tokens_of(config.model, *open_tokenizer(config.data.tokenizer), prompts, o.max_tokens), o};
+  return {infer::tokens_of(config.model, *open_tokenizer(config.data.tokenizer), prompts, o.max_tokens,
+                           config.sparse_attention.mode == SparseAttentionMode::None ? 0 : config.data.seq_length),
+          o};
 }
 
 void TrainingRun::generate(const EncodedPrompts& prompts, const GenerateHooks& hooks) {

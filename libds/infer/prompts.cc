@@ -93,7 +93,7 @@ std::vector<Prompt> read_prompts(const std::string& path) {
 namespace infer {
 
 std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenizer& tokenizer,
-                                        std::span<const Prompt> prompts, i64 max_tokens) {
+                                        std::span<const Prompt> prompts, i64 max_tokens, i64 layout_tokens) {
   DS_CHECK(model.causal(), Errc::Unavailable,
            "a model of type \"{}\" sees the whole text and fills in masks: it cannot continue a prompt",
            family_name(model.family));
@@ -119,6 +119,10 @@ std::vector<std::vector<i32>> tokens_of(const ModelConfig& model, const Tokenize
       mistakes.add(Errc::Config,
                    fmt::format("{} ({} tokens by {}) and {} new tokens exceed the model's {} positions", which(),
                                of.size(), tokenizer.identity(), max_tokens, model.max_positions));
+    } else if (layout_tokens > 0 && std::ssize(of) + max_tokens > layout_tokens) {
+      mistakes.add(Errc::Config, fmt::format("{} ({} tokens by {}) and {} new tokens exceed the {} tokens "
+                                             "(data.seq_length) that sparse_attention has a layout of",
+                                             which(), of.size(), tokenizer.identity(), max_tokens, layout_tokens));
     }
   }
   mistakes.throw_if_any();

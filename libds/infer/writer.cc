@@ -65,6 +65,7 @@ class Writer {
     memory_.for_each([&](Tag tag, TensorView& v) {
       if (v.rank > 0) v.data = buffers_.emplace_back(buffer(tag, v.bytes())).data();
     });
+    model::upload_layout(memory_, model_, device_);
     if (memory_.rope_cos && !m.rope_apart) upload_rotations(0, m.largest);
     logits_.resize(m.at_once * model_.vocab);
     places_.resize(m.at_once);

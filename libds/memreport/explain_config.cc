@@ -45,7 +45,7 @@ std::string explain(const Config& config, const World& world) {
   const MeshShape mesh = report::mesh_shape(config, world.ranks);
   const bool learned = !m.rotary();
   Subject s;
-  const model::Model model = model::make_model(m, config.data.seq_length);
+  const model::Model model = model::make_model(config);
   s.params = static_cast<double>(model.num_params());
   s.state_bytes = optimizer_bytes(config, model) / s.params;
   s.model = {.layers = m.layers,

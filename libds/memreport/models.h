@@ -23,7 +23,7 @@ class Models {
     const model::Shard s = report::shard_of(config, mesh, coord);
     const std::lock_guard lock(mutex_);
     auto& model = models_[{s.tp, s.tp_rank, s.sequence, s.sp, s.sp_rank, s.mode}];
-    if (!model) model = std::make_unique<model::Model>(model::make_model(config.model, config.data.seq_length, s));
+    if (!model) model = std::make_unique<model::Model>(model::make_model(config, s));
     return *model;
   }
   // `cuts`: of these configuration and mesh.

@@ -17,9 +17,10 @@ namespace {
 
 i64 kv_share(i64 kv_heads, int P) { return std::max<i64>(kv_heads / P, 1); }
 
-// The parameters of some of a rank's heads: dropout is drawn for the heads of the whole model.
+// The parameters of some of a rank's heads: dropout is drawn for the heads of the whole model, and a layout is of them.
 AttentionParams of_heads(const PassContext& ctx, AttentionParams params, i64 heads, i64 first) {
   const Shard& shard = ctx.groups.shard;
+  params.blocks = ctx.blocks;
   params.grid.heads = heads * shard.tp;
   params.grid.head0 = heads * shard.tp_rank + first;
   return params;
@@ -41,11 +42,13 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
 // Sequence after sequence: they have seen unlike many tokens, and each has the bits that it has alone.
 void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
   const i64 T = h.k.dim(1);
+  params = of_heads(ctx, params, h.q.dim(2), 0);
   params.dropout = 0;
   for (i64 b = 0; b < ctx.B; ++b) {
     KvCache& cache = *ctx.caches[b];
     ctx.ops.copy_heads(some_tokens(cache.k, cache.length, T), h.k.rows(b, 1), ctx.stream);
     ctx.ops.copy_heads(some_tokens(cache.v, cache.length, T), h.v.rows(b, 1), ctx.stream);
+    params.blocks.query0 = cache.length;
     cache.length += T;
     ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), some_tokens(cache.k, 0, cache.length),
                           some_tokens(cache.v, 0, cache.length), params, ctx.stream);
@@ -225,6 +228,8 @@ struct Ring {
         p.grid.rows = p.grid.cols = 2 * P * T;
         p.grid.row0 = query * T;
         p.grid.col0 = keys * T;
+        p.blocks.query0 = query * T;
+        p.blocks.key0 = keys * T;
         pair(i, j, p);
       }
     }

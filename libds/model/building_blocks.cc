@@ -2,6 +2,7 @@
 #include "model/building_blocks.h"
 
 #include "config/parallel.h"
+#include "model/attention_pattern.h"
 
 namespace ds::model {
 
@@ -29,7 +30,13 @@ i64 Model::num_matmul_params() const noexcept {
 
 double Model::flops_per_token(i64 T) const noexcept {
   const double blocks = static_cast<double>(layers.size()) - 2;
-  return 6.0 * static_cast<double>(num_matmul_params()) + 12.0 * blocks * static_cast<double>(num_heads * head_dim * T);
+  double met = 1;
+  if (layout != nullptr) {
+    const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
+    met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
+  }
+  return 6.0 * static_cast<double>(num_matmul_params()) +
+         12.0 * blocks * met * static_cast<double>(num_heads * head_dim * T);
 }
 
 void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {

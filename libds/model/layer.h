@@ -21,6 +21,8 @@
 
 namespace ds::model {
 
+class AttentionLayout;
+
 enum class Init : u8 { Normal, Zeros, Ones };
 
 // One parameter, under its Hugging Face name, in Hugging Face's shape and orientation.
@@ -182,6 +184,7 @@ struct PassContext {
   TensorView head_weight_grad{};       // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
   float loss_grad = 1;                 // d(scaled total)/d(token loss)
   RngKey dropout_key{};                // each use sets its own site
+  AttentionBlocks blocks{};            // of Model::layout: of whole sequences, from their beginning
   std::span<KvCache* const> caches{};  // Generate: of the present layer, by sequence
   Groups groups{};                     // the ranks that share matrices and tokens
 
@@ -280,6 +283,7 @@ struct Model {
   bool causal = true;   // each position predicts the next token; else it sees the whole sequence and fills in masks
   i64 token_types = 0;  // 0: the model has none
   i64 num_heads = 0, num_kv_heads = 0, head_dim = 0;
+  std::shared_ptr<const AttentionLayout> layout;  // of the attention of all layers; null: every block is met
 
   bool tied() const noexcept { return !shared.empty(); }
   i64 vocab_share() const noexcept;  // rows of the output projection on this rank
@@ -296,7 +300,8 @@ struct Model {
   i64 num_params() const noexcept;  // elements, of the whole model
   // Parameters that take part in matrix products (the head's projection included, embedding look-ups not).
   i64 num_matmul_params() const noexcept;
-  // Forward + backward: 6 N_matmul + 12 L (H D) T, full attention (PaLM's convention).
+  // Forward + backward: 6 N_matmul + 12 L (H D) T, full attention (PaLM's convention); with a layout the share of the
+  // blocks that it has.
   double flops_per_token(i64 T) const noexcept;
 };
 

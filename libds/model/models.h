@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "ds/model_config.h"
+#include "ds/config.h"
 #include "model/layer.h"
 
 namespace ds::model {
@@ -12,6 +12,8 @@ namespace ds::model {
 // seq_length: the longest sequence of the run. Throws Errc::Config if the model has fewer positions. shard: the part of
 // it that a rank computes; check_shard must have nothing against it.
 Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard = {});
+// That of a run, with the layout of its attention (make_attention_layout, and what it throws).
+Model make_model(const Config& config, const Shard& shard = {});
 
 Model make_gpt2(const ModelConfig& config, const Shard& shard);
 // Llama, Qwen2, Qwen3: one family that differs in biases, head norms and RoPE scaling.

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/pass_memory.h"
 
+#include "model/attention_pattern.h"
+
 namespace ds::model {
 
 PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
@@ -13,6 +15,10 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
     targets = ids;
     if (model.token_types > 0) token_types = row_positions;
     losses = view(DType::F32, {R});
+  }
+  if (model.layout != nullptr) {
+    layout_keys = view(DType::I32, {2 * std::ssize(model.layout->keys())});
+    if (s.gradients) layout_queries = layout_keys;
   }
   if (s.rope_rows > 0) rope_cos = rope_sin = view(DType::F32, {s.rope_rows, s.rope_elems / s.rope_rows});
   const i64 vocab = s.losses ? model.vocab_share() : model.vocab;
@@ -38,6 +44,11 @@ TensorView first_rows(const TensorView& v, i64 rows) { return v.rank > 0 ? v.row
 
 }  // namespace
 
+void upload_layout(const PassMemory& m, const Model& model, Device& device) {
+  if (m.layout_keys) device.upload(m.layout_keys.data, model.layout->keys().data(), m.layout_keys.bytes());
+  if (m.layout_queries) device.upload(m.layout_queries.data, model.layout->queries().data(), m.layout_queries.bytes());
+}
+
 PassContext make_context(const PassMemory& m, const Pass& pass, const Model& model, const OpTable& ops, Stream& stream,
                          Communicator* tp, Communicator* sp) {
   const i64 R = pass.B * pass.T;
@@ -49,6 +60,13 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.rope_cos = m.rope_cos;
   ctx.rope_sin = m.rope_sin;
   ctx.tile_sum = m.tile_sum;
+  if (const AttentionLayout* const layout = model.layout.get(); layout != nullptr) {
+    ctx.blocks = {.block = layout->block(),
+                  .count = layout->count(),
+                  .layouts = layout->layouts(),
+                  .keys = static_cast<const u64*>(m.layout_keys.data),
+                  .queries = static_cast<const u64*>(m.layout_queries.data)};
+  }
   ctx.logits = asks ? first_rows(m.logits, pass.B) : m.logits;
   Groups& g = ctx.groups;
   // Text is written with all positions on each rank: what cuts sequences does nothing there.

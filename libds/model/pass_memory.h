@@ -26,7 +26,9 @@ struct PassSizes {
 struct PassMemory {
   PassSizes sizes;
   // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rows, D/2] each.
-  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{};
+  // The bits of a layout, and the same transposed, in words of 32.
+  TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{},
+      layout_keys{}, layout_queries{};
   // Tag::Logits: [rows, V of this rank, or of all ranks where next tokens are asked for].
   TensorView logits{};
   // Tag::Workspace: [V, C] fp32; [R, tile_cols] fp32; Groups::partial, gathered, sum, stats.
@@ -39,7 +41,8 @@ struct PassMemory {
   // Calls visit(tag, view) for each, always in the same order.
   template <class F>
   void for_each(F&& visit) {
-    for (TensorView* v : {&ids, &targets, &positions, &row_positions, &token_types, &losses, &rope_cos, &rope_sin})
+    for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,
+                          &losses, &rope_cos, &rope_sin})
       visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
     for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);
@@ -52,6 +55,9 @@ struct Pass {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0, micro = 0;
 };
+// Fills the memory of a layout.
+void upload_layout(const PassMemory& memory, const Model& model, Device& device);
+
 PassContext make_context(const PassMemory& memory, const Pass& pass, const Model& model, const OpTable& ops,
                          Stream& stream, Communicator* tp, Communicator* sp);
 

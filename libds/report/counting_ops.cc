@@ -2,6 +2,7 @@
 // The op table that counts: by each op's contract (kernels/ops.h), what it must compute, read and write.
 
 #include <algorithm>
+#include <bit>
 
 #include "report/op_tally.h"
 
@@ -84,7 +85,7 @@ void embedding_bwd(TensorView dtable, TensorView dy, TensorView ids, i64, bool a
 }
 
 i64 attention_flops(const TensorView& q, const TensorView& k, const AttentionParams& p, i64 per_pair) noexcept {
-  return per_pair * q.dim(3) * q.dim(0) * q.dim(2) * visible_pairs(q.dim(1), k.dim(1), p.causal, p.window);
+  return per_pair * q.dim(3) * q.dim(0) * visible_pairs(q.dim(2), q.dim(1), k.dim(1), p);
 }
 std::array<i64, 3> attention_shape(const TensorView& q, const TensorView& k) noexcept {
   return {q.dim(0) * q.dim(2), q.dim(1), k.dim(1)};
@@ -250,6 +251,56 @@ i64 visible_pairs(i64 queries, i64 keys, bool causal, i64 window) noexcept {
   const i64 before = keys - queries;
   const i64 ends = causal ? triangle(keys) - triangle(before) : queries * keys;
   return window > 0 ? ends - (triangle(keys - window) - triangle(before - window)) : ends;
+}
+
+namespace {
+
+// Of keys [begin, end) of the sequence, those in blocks of this row of a layout.
+i64 keys_there(const u64* bits, i64 block, i64 begin, i64 end) noexcept {
+  if (begin >= end) return 0;
+  const auto has = [&](i64 b) { return static_cast<i64>(bits[b / 64] >> (b % 64) & 1); };
+  const i64 first = begin / block, last = (end - 1) / block;
+  if (first == last) return has(first) * (end - begin);
+  i64 whole = 0;
+  for (i64 b = first + 1; b < last;) {
+    const i64 n = std::min(64 - b % 64, last - b);
+    const u64 some = bits[b / 64] >> (b % 64);
+    whole += std::popcount(n == 64 ? some : some & ((u64{1} << n) - 1));
+    b += n;
+  }
+  return has(first) * ((first + 1) * block - begin) + whole * block + has(last) * (end - last * block);
+}
+
+i64 pairs_of_layout(const AttentionBlocks& blocks, i64 head, i64 T, i64 S, bool causal, i64 window) noexcept {
+  const i64 block = blocks.block, key0 = blocks.key0;
+  const auto begin_of = [&](i64 i) { return key0 + (window > 0 ? std::max<i64>(0, i + S - T - window + 1) : 0); };
+  const auto end_of = [&](i64 i) { return key0 + (causal ? std::clamp<i64>(i + S - T + 1, 0, S) : S); };
+  i64 pairs = 0;
+  for (i64 i = 0; i < T;) {
+    const i64 query = (blocks.query0 + i) / block, next = std::min(T, (query + 1) * block - blocks.query0);
+    const u64* const bits = blocks.keys_of(head, query);
+    // What all rows of the block see is counted once.
+    const i64 begin = begin_of(next - 1), end = end_of(i);
+    if (begin < end) {
+      pairs += (next - i) * keys_there(bits, block, begin, end);
+      for (; i < next; ++i)
+        pairs += keys_there(bits, block, begin_of(i), begin) + keys_there(bits, block, end, end_of(i));
+    } else {
+      for (; i < next; ++i) pairs += keys_there(bits, block, begin_of(i), end_of(i));
+    }
+  }
+  return pairs;
+}
+
+}  // namespace
+
+i64 visible_pairs(i64 heads, i64 queries, i64 keys, const AttentionParams& p) noexcept {
+  if (!p.blocks.sparse()) return heads * visible_pairs(queries, keys, p.causal, p.window);
+  if (p.blocks.layouts == 1) return heads * pairs_of_layout(p.blocks, 0, queries, keys, p.causal, p.window);
+  i64 pairs = 0;
+  for (i64 h = 0; h < heads; ++h)
+    pairs += pairs_of_layout(p.blocks, p.grid.head0 + h, queries, keys, p.causal, p.window);
+  return pairs;
 }
 
 }  // namespace ds::report

@@ -36,6 +36,8 @@ model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
   sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
   model::PassMemory memory(model, sizes);
   memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
+  // Who counts operations reads a layout.
+  if (model.layout != nullptr) memory.layout_keys.data = const_cast<u64*>(model.layout->keys().data());
   return memory;
 }
 

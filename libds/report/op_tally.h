@@ -94,5 +94,7 @@ StepWork tally_step(const model::Model& model, const RunPlan& plan);
 
 // Pairs (query, key) of one head that see each other; AttentionParams says which.
 i64 visible_pairs(i64 queries, i64 keys, bool causal, i64 window) noexcept;
+// Of all heads of a call, with its layout.
+i64 visible_pairs(i64 heads, i64 queries, i64 keys, const AttentionParams&) noexcept;
 
 }  // namespace ds::report

@@ -15,9 +15,7 @@ MeshShape mesh_shape(const Config& config, int world_size) {
 }
 
 Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
-    : Planned(config,
-              model::make_model(config.model, config.data.seq_length, shard_of(config, mesh, coord_of(mesh, rank))),
-              mesh, rank, device) {}
+    : Planned(config, model::make_model(config, shard_of(config, mesh, coord_of(mesh, rank))), mesh, rank, device) {}
 
 Planned::Planned(const Config& config, model::Model&& given, const MeshShape& mesh, int rank, DeviceKind device)
     : model(std::move(given)), plan(make_run_plan(config, model, mesh, coord_of(mesh, rank), device)) {}

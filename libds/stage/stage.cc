@@ -52,6 +52,7 @@ void Stage::make_pass_memory() {
   const model::PassSizes& sizes = memory_.sizes;
   if (memory_.token_types)
     device_.zero(memory_.token_types.data, memory_.token_types.bytes());  // packed text is one segment
+  model::upload_layout(memory_, model_, device_);
   if (memory_.rope_cos) {
     const model::RopeTables rope = model::make_rope_tables(config_, sizes.rope_rows);
     device_.upload(memory_.rope_cos.data, rope.cos.data(), memory_.rope_cos.bytes());

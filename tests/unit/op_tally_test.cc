@@ -77,6 +77,45 @@ TEST(OpTally, VisiblePairsAreThoseCountedOneByOne) {
   }
 }
 
+TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
+  const RngKey coin{.seed = 3, .site = 1, .step = 0};
+  constexpr i64 kBlock = 16, kCount = 70, kHeads = 3, kWords = 2;
+  std::vector<u64> bits(static_cast<size_t>(kHeads * kCount * kWords));
+  for (size_t i = 0; i < bits.size(); ++i) bits[i] = u64{coin.bits(2 * i)} << 32 | coin.bits(2 * i + 1);
+  const auto has = [&](i64 head, i64 query, i64 key) {
+    return (bits[static_cast<size_t>((head * kCount + query) * kWords + key / 64)] >> (key % 64) & 1) != 0;
+  };
+  for (const auto& [T, S, query0, key0] : {std::array<i64, 4>{1100, 1100, 0, 0},
+                                           {1, 900, 899, 0},
+                                           {50, 333, 283, 0},
+                                           {160, 160, 320, 160},
+                                           {200, 90, 64, 32}}) {
+    for (const bool causal : {false, true}) {
+      for (const i64 window : {0, 1, 40, 300}) {
+        for (const i64 layouts : {i64{1}, kHeads}) {
+          AttentionParams p{.causal = causal, .window = window, .grid = {.head0 = 1}};
+          p.blocks = {.block = kBlock,
+                      .count = kCount,
+                      .layouts = layouts,
+                      .keys = bits.data(),
+                      .query0 = query0,
+                      .key0 = key0};
+          i64 pairs = 0;
+          for (i64 h = 0; h < 2; ++h) {
+            for (i64 i = 0; i < T; ++i) {
+              for (i64 j = 0; j < S; ++j) {
+                const bool near = (!causal || j <= i + S - T) && (window == 0 || j > i + S - T - window);
+                pairs += near && has(layouts == 1 ? 0 : 1 + h, (query0 + i) / kBlock, (key0 + j) / kBlock) ? 1 : 0;
+              }
+            }
+          }
+          EXPECT_EQ(report::visible_pairs(2, T, S, p), pairs) << T << " " << S << " " << causal << " " << window;
+        }
+      }
+    }
+  }
+}
+
 // The folds of a reduce-scatter have a source for each rank: counted at once, they are what the op itself counts.
 TEST(OpTally, FoldsOfManyRanksAreCountedAtOnce) {
   float there = 0;
