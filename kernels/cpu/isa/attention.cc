@@ -545,8 +545,6 @@ struct Forward {
     for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       tile_product<Order::Rows>(score(r, c), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld, tile.kt + c.begin, kKeys,
                                 r.size(), round_up(c.size(), Vec::kLanes), a.D, false);
-    });
-    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       for (i64 row = r.begin; row < r.end; ++row) {
         const Seen seen = seen_of(a, b, row, pack, c);
         const bool whole = seen.near.begin <= c.begin && seen.near.end >= c.end && c.size() % Vec::kLanes == 0;
@@ -563,8 +561,6 @@ struct Forward {
           });
         }
       }
-    });
-    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       tile_product<Order::Rows>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, c), kKeys, tile.v + c.begin * a.ld,
                                 a.ld, r.size(), a.width, c.size(), true);
     });
