@@ -154,6 +154,14 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
     if (takes(s.mode, key) && !r.broken(key) && count > blocks)
       r.error(key, fmt::format("{} blocks are too many: {}", count, sequence));
   }
+  if (const i64 sp = c.sequence_parallel_size; sp > 1 && c.sequence_parallel_mode == SequenceParallelMode::Ring) {
+    const i64 chunk = c.data.seq_length / (2 * sp);
+    if (chunk % s.block != 0)
+      r.error(kSparseBlock,
+              fmt::format("blocks of {} tokens do not meet in ring attention, which cuts a sequence of {} "
+                          "into chunks of {}; sequence_parallel_mode \"ulysses\" has no chunks",
+                          s.block, c.data.seq_length, chunk));
+  }
   if (!r.any_broken({kIndices, kEndIndices})) {
     for (const i64 index : s.global_block_indices) {
       if (index >= blocks) {

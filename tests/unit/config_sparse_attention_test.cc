@@ -61,6 +61,18 @@ TEST(ConfigSparseAttention, DefaultsAreDeepSpeedsAndFollowMode) {
   EXPECT_EQ(resolved(R"({"mode": "variable", "global_block_end_indices": null})"), variable);
 }
 
+// 512 tokens over four ranks: eight chunks of 64.
+TEST(ConfigSparseAttention, BlocksMeetInRings) {
+  for (const auto& [mode, block, fits] : {std::tuple{"ring", 64, true}, {"ring", 128, false}, {"ulysses", 128, true}}) {
+    const ConfigResult r = with(fmt::format(R"({{"block": {}}})", block),
+                                fmt::format(R"("sequence_parallel_size": 4, "sequence_parallel_mode": "{}")", mode));
+    const bool told = std::ranges::any_of(r.diagnostics, [](const Diagnostic& d) {
+      return d.key == "sparse_attention.block" && d.message.find("do not meet in ring attention") != std::string::npos;
+    });
+    EXPECT_EQ(told, !fits) << mode << " " << block;
+  }
+}
+
 TEST(ConfigSparseAttention, TheDirectionIsTheModels) {
   for (const char* mode : {"fixed", "variable", "bigbird", "bslongformer", "local", "dense"}) {
     const std::string section = fmt::format(R"({{"mode": "{}"}})", mode);
