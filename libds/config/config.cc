@@ -274,6 +274,9 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   if (!r.given("data.seed")) d.seed = c.seed;
   if (!r.given("data.seq_length")) d.seq_length = has_model ? std::min<i64>(1024, c.model.max_positions) : 1024;
   if (has_model) check_objective(c, r);
+  if (has_model && d.document_token >= c.model.vocab_size && !r.broken("data.document_token"))
+    r.error("data.document_token",
+            fmt::format("{} is outside the model's vocabulary of {}", d.document_token, c.model.vocab_size));
   if (!has_model || r.broken("data.seq_length")) return;
   if (d.seq_length > c.model.max_positions && !c.model.any_length())
     r.error("data.seq_length",
@@ -329,6 +332,7 @@ bool applies(const Config& c, std::string_view path) {
   if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
     return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
   if (path.starts_with("data.mlm.")) return !c.model.causal();
+  if (path == "data.document_token") return c.data.document_token >= 0;
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
   if (path == "pipeline.schedule" || path == "pipeline.partition")
     return c.pipeline.stages * c.pipeline.virtual_stages > 1;

@@ -517,6 +517,7 @@ constexpr Key kKeys[] = {
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>, {}, kAuto),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
+    effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken),
     effect("data.mlm.probability", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::probability>, kOpenShare),
     effect("data.mlm.mask_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::mask_token>, kToken),
     effect("data.mlm.cls_token", slot_of<&C::data, &DataConfig::mlm, &MlmConfig::cls_token>, kToken),

@@ -185,6 +185,7 @@ std::optional<double> Engine::evaluate(i64 batches,
     for (i64 b = 0; b < n; ++b) {
       if (!next(first + b, ids, targets)) return std::nullopt;
       stage_.load(b, ids, targets);
+      stage_.load_documents(b, ids, targets);
       // Ranks of tp have the same losses; those of sp others of the same samples.
       if (plan_.chunks.back().last && plan_.coord.tp == 0 && plan_.coord.sp == 0)
         sum[1] += rows - std::count(targets.begin(), targets.end(), kIgnoredTarget);

@@ -132,7 +132,7 @@ class Engine {
   void make_pieces();
   zero::Shards& shards_of(const zero::Piece& piece) const noexcept { return *shards_[row_of(piece.param).group]; }
 
-  void load(const StepBatch& batch, i64 micro);
+  std::span<const i32> part_of(std::span<const i32> tokens, i64 micro) const noexcept;  // of a step's micro-batches
   stage::MicroBatch micro_batch(i64 micro) const noexcept;
   void fill_in(StepReport& report, const GradVerdict& verdict) const;
   Progress progress_after(const GradVerdict& verdict) const noexcept;

@@ -14,10 +14,12 @@ StepReport Engine::train_step(const StepBatch& batch) {
   count_valid_tokens(batch);
   results_.begin();
   stage_.begin_step();
+  for (i64 micro = 0; micro < plan_.micro_batches; ++micro)
+    stage_.load_documents(micro, part_of(batch.ids, micro), part_of(batch.targets, micro));
   for (size_t i = 0; i < plan_.schedule.size(); ++i) {
     const pipeline::Instr& instr = plan_.schedule[i];
     if (instr.op == pipeline::Op::Load) {
-      load(batch, instr.micro);
+      stage_.load(instr.micro, part_of(batch.ids, instr.micro), part_of(batch.targets, instr.micro));
     } else {
       stage_.run(i, micro_batch(instr.micro));
     }
@@ -106,9 +108,9 @@ i64 Engine::global_micro(i64 micro) const noexcept {
   return (progress_.step * plan_.micro_batches + micro) * mesh_.data_size() + mesh_.data_rank();
 }
 
-void Engine::load(const StepBatch& batch, i64 micro) {
-  const size_t rows = static_cast<size_t>(plan_.B * plan_.sequence_length), at = static_cast<size_t>(micro) * rows;
-  stage_.load(micro, batch.ids.subspan(at, rows), batch.targets.subspan(at, rows));
+std::span<const i32> Engine::part_of(std::span<const i32> tokens, i64 micro) const noexcept {
+  const size_t rows = static_cast<size_t>(plan_.B * plan_.sequence_length);
+  return tokens.subspan(static_cast<size_t>(micro) * rows, rows);
 }
 
 stage::MicroBatch Engine::micro_batch(i64 micro) const noexcept {

@@ -21,6 +21,7 @@ i64 kv_share(i64 kv_heads, int P) { return std::max<i64>(kv_heads / P, 1); }
 AttentionParams of_heads(const PassContext& ctx, AttentionParams params, i64 heads, i64 first) {
   const Shard& shard = ctx.groups.shard;
   params.blocks = ctx.blocks;
+  if (ctx.documents) params.documents = ctx.documents.as<i32>(), params.positions = ctx.groups.sequence_length;
   params.grid.heads = heads * shard.tp;
   params.grid.head0 = heads * shard.tp_rank + first;
   return params;

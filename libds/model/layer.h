@@ -172,7 +172,7 @@ struct PassContext {
   Mode mode = Mode::Train;
   i64 B = 0, T = 0;                   // T: of this rank's part of the sequences
   TensorView ids{};                   // [R] int32
-  TensorView positions{};             // [T] int32: rows of the rope tables; [R] when generating
+  TensorView positions{};             // [T] int32: rows of the rope tables; [R] when generating, and of documents
   TensorView row_positions{};         // [R] int32: the position of each row in its sequence
   TensorView token_types{};           // [R] int32: segments, for models with Model::token_types
   TensorView rope_cos{}, rope_sin{};  // of positions from 0 on, for the sequences of this pass; none for GPT-2
@@ -185,6 +185,7 @@ struct PassContext {
   float loss_grad = 1;                 // d(scaled total)/d(token loss)
   RngKey dropout_key{};                // each use sets its own site
   AttentionBlocks blocks{};            // of Model::layout: of whole sequences, from their beginning
+  TensorView documents{};              // [2, B, sequence length] int32: AttentionParams::documents; or none
   std::span<KvCache* const> caches{};  // Generate: of the present layer, by sequence
   Groups groups{};                     // the ranks that share matrices and tokens
 

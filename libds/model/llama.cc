@@ -320,7 +320,7 @@ class LlamaBlock final : public Layer {
   }
   void rotate(const PassContext& ctx, const Heads& h, bool inverse) const {
     for (TensorView x : {h.q, h.k}) {
-      if (ctx.mode == Mode::Generate) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has a position of its own
+      if (ctx.positions.dim(0) != ctx.T) x.shape[0] = 1, x.shape[1] = ctx.B * ctx.T;  // each row has one of its own
       ctx.ops.rope(x, x, ctx.rope_cos, ctx.rope_sin, ctx.positions, inverse, ctx.stream);
     }
   }

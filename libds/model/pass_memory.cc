@@ -11,9 +11,13 @@ PassMemory::PassMemory(const Model& model, const PassSizes& s) : sizes(s) {
   ids = view(DType::I32, {s.micro_batches * R});
   positions = view(DType::I32, {s.losses ? s.T : R});
   row_positions = view(DType::I32, {R});
+  if (s.documents) {
+    row_positions = ids;
+    documents = view(DType::I32, {s.micro_batches * 2 * s.B * s.sequence_length});
+  }
   if (s.losses) {
     targets = ids;
-    if (model.token_types > 0) token_types = row_positions;
+    if (model.token_types > 0) token_types = view(DType::I32, {R});
     losses = view(DType::F32, {R});
   }
   if (model.layout != nullptr) {
@@ -57,6 +61,11 @@ PassContext make_context(const PassMemory& m, const Pass& pass, const Model& mod
   ctx.ids = m.ids.rows(pass.micro * R, R);
   ctx.positions = m.positions.rows(0, asks ? R : pass.T);
   ctx.row_positions = m.row_positions.rows(0, R);
+  if (m.documents) {
+    ctx.positions = ctx.row_positions = m.row_positions.rows(pass.micro * R, R);
+    const i64 n = 2 * pass.B * m.sizes.sequence_length;
+    ctx.documents = m.documents.rows(pass.micro * n, n);
+  }
   ctx.rope_cos = m.rope_cos;
   ctx.rope_sin = m.rope_sin;
   ctx.tile_sum = m.tile_sum;

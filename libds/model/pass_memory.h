@@ -20,15 +20,17 @@ struct PassSizes {
   bool gradients = false;   // and its gradient is wanted
   i64 logits_rows = 0;      // that are there at once
   i64 tile_cols = 0;        // columns of the widest matrix in tiles
+  bool documents = false;   // sequences are of several, which attention keeps apart
   DType work = DType::F32;
 };
 
 struct PassMemory {
   PassSizes sizes;
-  // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rows, D/2] each.
-  // The bits of a layout, and the same transposed, in words of 32.
+  // Tag::Data: [micro-batches * R], [T], [R], [R], [R]; [rows, D/2] each. With documents row_positions are of all
+  // micro-batches, and documents [micro-batches, 2, B, sequence length] as AttentionParams has them. The bits of a
+  // layout, and the same transposed, in words of 32.
   TensorView ids{}, targets{}, positions{}, row_positions{}, token_types{}, losses{}, rope_cos{}, rope_sin{},
-      layout_keys{}, layout_queries{};
+      layout_keys{}, layout_queries{}, documents{};
   // Tag::Logits: [rows, V of this rank, or of all ranks where next tokens are asked for].
   TensorView logits{};
   // Tag::Workspace: [V, C] fp32; [R, tile_cols] fp32; Groups::partial, gathered, sum, stats.
@@ -42,7 +44,7 @@ struct PassMemory {
   template <class F>
   void for_each(F&& visit) {
     for (TensorView* v : {&layout_keys, &layout_queries, &ids, &targets, &positions, &row_positions, &token_types,
-                          &losses, &rope_cos, &rope_sin})
+                          &losses, &rope_cos, &rope_sin, &documents})
       visit(Tag::Data, *v);
     visit(Tag::Logits, logits);
     for (TensorView* v : {&head_weight_grad, &tile_sum, &partial, &gathered, &sum, &stats}) visit(Tag::Workspace, *v);

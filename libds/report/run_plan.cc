@@ -431,6 +431,7 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
                            .projects = plan.projects,
                            .gradients = plan.trains(),
                            .tile_cols = plan.tile_cols(),
+                           .documents = config.data.document_token >= 0,
                            .work = plan.work};
     if (sizes.rope_elems > 0) sizes.rope_rows = plan.sequence_length;
     // Of the largest share: the ranks that share a vocabulary meet after every chunk.

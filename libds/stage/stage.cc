@@ -25,7 +25,8 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       stream_(device.stream()),
       graphs_on_(config.cuda.graphs),
       memory_(plan.pass),
-      inputs_(std::move(inputs)) {
+      inputs_(std::move(inputs)),
+      document_token_(config.data.document_token) {
   DS_ASSERT(shards_.size() <= kMostGroups);
   temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
   if (plan_.use != ConfigUse::Generate) make_pass_memory();
@@ -64,9 +65,13 @@ void Stage::make_pass_memory() {
   }
   DS_ASSERT(std::ssize(positions) == sizes.T);
   device_.upload(memory_.positions.data, positions.data(), memory_.positions.bytes());
-  for (i64 b = 0; b < sizes.B; ++b)
+  for (i64 b = 0; b < sizes.B && !memory_.documents; ++b)
     device_.upload(memory_.row_positions.as<i32>() + b * sizes.T, positions.data(), sizes.T * 4);
   tokens_.resize(sizes.B * sizes.T);
+  if (memory_.documents) {
+    documents_.resize(2 * sizes.B * sizes.sequence_length);
+    document_positions_.resize(sizes.B * sizes.sequence_length);
+  }
 }
 
 void Stage::make_chunks() {
@@ -135,6 +140,29 @@ void Stage::make_chunks() {
 void Stage::load(i64 micro, std::span<const i32> ids, std::span<const i32> targets) {
   upload_tokens(memory_.ids, micro, ids);
   upload_tokens(memory_.targets, micro, targets);
+}
+
+void Stage::load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets) {
+  if (!memory_.documents) return;
+  const i64 T = memory_.sizes.sequence_length, B = memory_.sizes.B;
+  // What a mask stands for is in the targets.
+  const auto token = [&](size_t at) { return !model_.causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at]; };
+  for (i64 first = 0; first < B * T; first += T) {
+    for (i64 begin = 0; begin < T;) {
+      i64 end = begin + 1;
+      while (end < T && token(static_cast<size_t>(first + end - 1)) != document_token_) ++end;
+      for (i64 t = begin; t < end; ++t) {
+        const size_t at = static_cast<size_t>(first + t);
+        documents_[at] = static_cast<i32>(begin);
+        documents_[static_cast<size_t>(B * T) + at] = static_cast<i32>(end);
+        document_positions_[at] = static_cast<i32>(t - begin);
+      }
+      begin = end;
+    }
+  }
+  const TensorView part = memory_.documents.rows(micro * 2 * B * T, 2 * B * T);
+  device_.upload(part.data, documents_.data(), part.bytes());
+  upload_tokens(memory_.row_positions, micro, document_positions_);
 }
 
 void Stage::upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences) {

@@ -33,6 +33,8 @@ class Stage {
 
   // This rank's part of the tokens of a micro-batch: B whole sequences each.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
+  // Where documents of the same micro-batch begin and end, which every stage needs; nothing where sequences have none.
+  void load_documents(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
 
   // A training step: run() for each instruction of the plan's schedule in order, but for Load.
   void begin_step();
@@ -135,6 +137,8 @@ class Stage {
   i64 graphs_scratch_ = 0;             // of the device when they were recorded: their ops point into it
   bool warm_ = false;                  // a step has been taken: its ops have taken their scratch and chosen algorithms
   std::vector<i32> tokens_;            // of a micro-batch, on their way to the device
+  i64 document_token_;
+  std::vector<i32> documents_, document_positions_;  // likewise
 };
 
 }  // namespace ds::stage

@@ -119,5 +119,75 @@ TEST(SparseAttention, TextIsThatOfWholePasses) {
   }
 }
 
+// Documents. Every sixth token or so ends one.
+Config with_documents(Config c) {
+  c.data.document_token = 7;
+  return c;
+}
+
+// A document gives what it gives alone, wherever it stands in a sample.
+TEST(Documents, SeeThemselvesAlone) {
+  for (const ModelConfig& model : kModels) {
+    Config c = with_documents(config_with(model, {}, Mode::None));
+    c.batch.train = 2;
+    c.batch.accumulation = 1;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      constexpr i64 kFirst = 37, kSecond = kLength - kFirst;
+      const i64 V = model.vocab_size;
+      const RngKey key{.seed = 8, .site = 2, .step = 0};
+      // Sample 0: one document and then another; sample 1: the other first.
+      const auto other = [&](i64 t) { return static_cast<i32>(8 + key.bits(static_cast<u64>(t)) % 40); };
+      const auto fill = [&](i64, std::span<i32> ids, std::span<i32> targets) {
+        for (i64 t = 0; t < kFirst; ++t)
+          ids[static_cast<size_t>(t)] = static_cast<i32>(t == kFirst - 1 ? 7 : 20 + t % 9);
+        for (i64 t = 0; t < kSecond; ++t)
+          ids[static_cast<size_t>(kFirst + t)] = ids[static_cast<size_t>(kLength + t)] =
+              t == kSecond - 1 ? 7 : other(t);
+        for (i64 t = 0; t < kFirst; ++t) ids[static_cast<size_t>(kLength + kSecond + t)] = static_cast<i32>(20 + t % 9);
+        std::ranges::fill(targets, 1);
+        if (!model.causal()) std::ranges::fill(targets, kIgnoredTarget), targets[0] = 1;
+        return true;
+      };
+      ASSERT_TRUE(engine.evaluate(1, fill));
+      std::vector<float> logits;
+      engine.read_logits(logits);
+      double difference = 0, norm = 0;
+      for (i64 t = 0; t < kSecond; ++t) {
+        for (i64 v = 0; v < V; ++v) {
+          const double a = logits[static_cast<size_t>((kFirst + t) * V + v)];
+          const double b = logits[static_cast<size_t>((kLength + t) * V + v)];
+          difference += (a - b) * (a - b);
+          norm += a * a;
+        }
+      }
+      EXPECT_LT(std::sqrt(difference / norm), 1e-5) << family_name(model.family);
+    });
+  }
+}
+
+TEST(Documents, RanksAndWhatIsKeptChangeNoBit) {
+  for (const ModelConfig& model : kModels) {
+    for (const Mode mode : {Mode::None, Mode::Fixed}) {
+      const auto run = [&](const Layout& l) {
+        return train_threads(with_documents(config_with(model, l, mode)), l.ranks(), kSteps);
+      };
+      const Trace want = run({});
+      EXPECT_NE(want.losses[0], train(model, {}, mode).losses[0]);
+      for (const Layout& l : {Layout{.dp = 2, .stage = 3},
+                              {.pp = 2, .stage = 1},
+                              {.pp = 3, .schedule = Kind::ZeroBubbleH1},
+                              {.checkpoints = Granularity::Layer},
+                              {.checkpoints = Granularity::Selective}}) {
+        const Trace got = run(l);
+        expect_same_training(got, want, std::string(family_name(model.family)) + " " + l.name());
+        expect_planned(got, kSteps, l.name());
+      }
+      for (const Layout& l :
+           {Layout{.tp = 2, .sequence = true}, {.sp = 2}, {.sp = 4, .mode = SequenceParallelMode::Ring}})
+        expect_close(run(l), want, std::string(family_name(model.family)) + " " + l.name());
+    }
+  }
+}
+
 }  // namespace sparse_attention_test
 }  // namespace ds::testing

@@ -178,6 +178,8 @@ struct DataConfig {
   DataFormat format = DataFormat::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
   i64 seed = 0;        // resolved to Config::seed when not given
+  // The token that ends a document: tokens attend to those of their own, and positions begin anew. -1: a sample is one.
+  i64 document_token = -1;
   MlmConfig mlm;
 };
 
