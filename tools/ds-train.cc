@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 
+#include "common/pictures.h"
 #include "common/prediction.h"
 #include "common/progress.h"
 #include "common/ranks.h"
@@ -26,7 +27,8 @@ using ds::tools::Output;
 using Json = nlohmann::ordered_json;
 
 struct Options {
-  std::string config, out, resume, weights, plan;
+  std::string config, out, resume, weights;
+  ds::tools::Pictures pictures;
   std::vector<std::string> set;
   ds::i64 steps = 0;  // 0: as the configuration says
   ds::tools::Writing writing;
@@ -138,9 +140,8 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
   return 0;
 }
 
-int run(const Options& o, const CLI::App& app, Output& out) {
-  std::optional<Output> picture;
-  if (!o.plan.empty()) check_report(app, picture.emplace(out.tool(), o.plan, false, "--plan"));
+int run(Options& o, const CLI::App& app, Output& out) {
+  o.pictures.open(app, out.tool());
   const ds::RankInfo ranks = ds::tools::ranks_of_environment();
   const bool training = !o.eval && !o.writing && !o.check;
   if ((o.eval || o.writing) && !o.out.empty() && o.resume != "latest")
@@ -179,10 +180,7 @@ int run(const Options& o, const CLI::App& app, Output& out) {
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out, writing);
     ds::TrainingRun::check(config, ranks, options);
-    if (picture) {
-      picture->data(ds::plan_svg(config, ranks.world_size));
-      picture->commit();
-    }
+    o.pictures.write(config, ranks.world_size);
     return 0;
   }
   if (training && o.out.empty() && ranks.rank == 0)
@@ -238,9 +236,7 @@ int main(int argc, char** argv) {
             ->allow_extra_args(false);
         CLI::Option* check =
             app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
-        app.add_option("--plan", o.plan, "with --check: write the plan of the pipeline as a picture (SVG)")
-            ->type_name("FILE")
-            ->needs(check);
+        o.pictures.add_options(app, check);
         CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(steps);
         o.writing.add_options(app, {eval, steps});
         return [&](Output& out) { return run(o, app, out); };

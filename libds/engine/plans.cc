@@ -9,6 +9,7 @@
 #include "infer/writing_memory.h"
 #include "pipeline/simulate.h"
 #include "probe/host.h"
+#include "report/pattern_chart.h"
 #include "report/plan_chart.h"
 
 namespace ds::engine {
@@ -182,6 +183,9 @@ namespace ds {
 std::string plan_text(const Config& config, int world_size, int width, bool colour) {
   return report::plan_text(engine::chart_of(config, world_size), {.width = width, .colour = colour});
 }
+
+std::string pattern_text(const Config& config, int width) { return report::pattern_text(config, {.width = width}); }
+std::string pattern_svg(const Config& config) { return report::pattern_svg(config); }
 
 std::string plan_svg(const Config& config, int world_size) {
   return report::plan_svg(engine::chart_of(config, world_size));

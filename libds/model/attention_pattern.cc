@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstring>
+#include <mutex>
 
 #include "base/check.h"
 #include "base/file.h"
@@ -341,6 +342,74 @@ AttentionLayout make_attention_layout(const SparseAttentionConfig& c, i64 heads,
   for (i64 head = 0; head < layouts; ++head)
     fill_rows(c, local, head, seed, keys.data() + static_cast<size_t>(head * of_head));
   return AttentionLayout(c.block, count, layouts, std::move(keys));
+}
+
+AttentionPattern::AttentionPattern(std::shared_ptr<const AttentionLayout> layout, i64 block, i64 tokens, bool causal,
+                                   i64 window)
+    : layout_(std::move(layout)), block_(block), tokens_(tokens), window_(window), causal_(causal) {
+  DS_ASSERT(layout_ == nullptr || (layout_->block() == block && layout_->count() == count()));
+}
+
+std::optional<AttentionPattern::Met> AttentionPattern::met(i64 head, i64 query, i64 key, i64 named) const noexcept {
+  if (layout_ != nullptr && !layout_->has(layout_->layouts() == 1 ? 0 : head, query, key)) return std::nullopt;
+  const Tokens q = tokens_of(query), k = tokens_of(key);
+  if (causal_ && k.first > q.last) return std::nullopt;
+  if (window_ > 0 && k.last <= q.first - window_) return std::nullopt;
+  return Met{named, (!causal_ || k.last <= q.first) && (window_ == 0 || k.first > q.last - window_)};
+}
+
+std::vector<AttentionPattern::Met> AttentionPattern::keys_of(i64 head, i64 query) const {
+  std::vector<Met> all;
+  for (i64 key = 0; key < count(); ++key) {
+    if (const std::optional<Met> m = met(head, query, key, key)) all.push_back(*m);
+  }
+  return all;
+}
+
+std::vector<AttentionPattern::Met> AttentionPattern::queries_of(i64 head, i64 key) const {
+  std::vector<Met> all;
+  for (i64 query = 0; query < count(); ++query) {
+    if (const std::optional<Met> m = met(head, query, key, query)) all.push_back(*m);
+  }
+  return all;
+}
+
+double AttentionPattern::share(i64 head) const {
+  i64 pairs = 0;
+  for (i64 query = 0; query < count(); ++query) {
+    const Tokens q = tokens_of(query);
+    for (const Met& m : keys_of(head, query)) {
+      const Tokens k = tokens_of(m.block);
+      if (m.whole) {
+        pairs += (q.last - q.first + 1) * (k.last - k.first + 1);
+        continue;
+      }
+      for (i64 i = q.first; i <= q.last; ++i) {
+        const i64 begin = window_ > 0 ? std::max(k.first, i - window_ + 1) : k.first;
+        pairs += std::max<i64>(0, (causal_ ? std::min(k.last, i) : k.last) + 1 - begin);
+      }
+    }
+  }
+  return static_cast<double>(pairs) / (static_cast<double>(tokens_) * static_cast<double>(tokens_));
+}
+
+// One is kept: parts of one model follow each other.
+std::shared_ptr<const AttentionLayout> attention_layout_of(const Config& config) {
+  static std::mutex mutex;
+  static SparseAttentionConfig known;
+  static std::array<i64, 3> shape;
+  static std::weak_ptr<const AttentionLayout> last;
+  const SparseAttentionConfig& wanted = config.sparse_attention;
+  const std::array<i64, 3> of = {config.model.heads, config.data.seq_length, config.seed};
+  const std::lock_guard lock(mutex);
+  std::shared_ptr<const AttentionLayout> layout = last.lock();
+  // What a file says may have changed.
+  if (layout == nullptr || wanted != known || of != shape || wanted.mode == SparseAttentionMode::Layout) {
+    layout =
+        std::make_shared<const AttentionLayout>(make_attention_layout(wanted, of[0], of[1], static_cast<u64>(of[2])));
+    known = wanted, shape = of, last = layout;
+  }
+  return layout;
 }
 
 }  // namespace ds::model

@@ -6,6 +6,9 @@
 // A layout is a pure function of its configuration, the number of heads and blocks, and a seed: it does not depend on
 // ranks. It is independent of the element-wise masks (causal, sliding window) that an attention has besides.
 
+#include <algorithm>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -46,5 +49,38 @@ class AttentionLayout {
 // than 0 and 1, or has a row without a key (of those that a causal mask leaves, where the configuration is
 // unidirectional). Errc::Io: a file that cannot be read. Besides what formats/ has against an HDF5 file.
 AttentionLayout make_attention_layout(const SparseAttentionConfig&, i64 heads, i64 tokens, u64 seed);
+// That of a run, which the parts of its model share.
+std::shared_ptr<const AttentionLayout> attention_layout_of(const Config&);
+
+// All that an attention hides by place: a layout, a causal mask and a sliding window, block by block.
+class AttentionPattern {
+ public:
+  // Without a layout every block is met, and `block` is a choice of who looks. window 0: none.
+  AttentionPattern(std::shared_ptr<const AttentionLayout> layout, i64 block, i64 tokens, bool causal, i64 window);
+
+  i64 block() const noexcept { return block_; }
+  i64 count() const noexcept { return (tokens_ + block_ - 1) / block_; }
+  // A block that is met: does every query of the one see every key of the other, or do some see some?
+  struct Met {
+    i64 block = 0;
+    bool whole = false;
+    bool operator==(const Met&) const = default;
+  };
+  std::vector<Met> keys_of(i64 head, i64 query) const;   // of a block of queries, ascending
+  std::vector<Met> queries_of(i64 head, i64 key) const;  // of a block of keys, ascending
+  double share(i64 head) const;                          // of all pairs of tokens, those that see each other
+
+ private:
+  struct Tokens {
+    i64 first, last;
+  };
+  Tokens tokens_of(i64 block) const noexcept { return {block * block_, std::min(tokens_, (block + 1) * block_) - 1}; }
+  // Nothing where no query sees a key.
+  std::optional<Met> met(i64 head, i64 query, i64 key, i64 named) const noexcept;
+
+  std::shared_ptr<const AttentionLayout> layout_;
+  i64 block_, tokens_, window_;
+  bool causal_;
+};
 
 }  // namespace ds::model

@@ -1,9 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/models.h"
 
-#include <array>
-#include <mutex>
-
 #include "model/attention_pattern.h"
 
 namespace ds::model {
@@ -18,25 +15,6 @@ Model make_family(const ModelConfig& config, const Shard& shard) {
     case Family::Bert: return make_bert(config, shard);
   }
   throw Error(Errc::Internal, "no such family of models");
-}
-
-// The layout of a run, which the parts of its model share.
-std::shared_ptr<const AttentionLayout> layout_of(const Config& config) {
-  static std::mutex mutex;
-  static SparseAttentionConfig known;
-  static std::array<i64, 3> shape;
-  static std::weak_ptr<const AttentionLayout> last;
-  const SparseAttentionConfig& wanted = config.sparse_attention;
-  const std::array<i64, 3> of = {config.model.heads, config.data.seq_length, config.seed};
-  const std::lock_guard lock(mutex);
-  std::shared_ptr<const AttentionLayout> layout = last.lock();
-  // What a file says may have changed.
-  if (layout == nullptr || wanted != known || of != shape || wanted.mode == SparseAttentionMode::Layout) {
-    layout =
-        std::make_shared<const AttentionLayout>(make_attention_layout(wanted, of[0], of[1], static_cast<u64>(of[2])));
-    known = wanted, shape = of, last = layout;
-  }
-  return layout;
 }
 
 }  // namespace
@@ -58,7 +36,7 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
 
 Model make_model(const Config& config, const Shard& shard) {
   Model m = make_model(config.model, config.data.seq_length, shard);
-  if (config.sparse_attention.mode != SparseAttentionMode::None) m.layout = layout_of(config);
+  if (config.sparse_attention.mode != SparseAttentionMode::None) m.layout = attention_layout_of(config);
   return m;
 }
 

@@ -62,6 +62,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   }
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
+  if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
 }
 
 }  // namespace ds::tools

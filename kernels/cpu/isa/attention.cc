@@ -401,16 +401,16 @@ void for_seen(const Problem& a, i64 b, Range rows, const Pack& pack, Range run, 
   if (!seen.empty()) f(whole(seen));
 }
 
-// The visible part of a block of scores: f(rows, columns) once for what is dense, else for each strip of rows with the
-// columns that any row of the strip sees, their begin rounded down to whole vectors.
+// The visible part of a block of scores: f(rows, columns, true) once for what is dense, else f(strip, columns, false) for
+// each strip of rows with the columns that any row of it sees, their begin rounded down to whole vectors.
 template <class F>
 void for_visible(const Problem& a, i64 b, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
   for_same_units(a, g, rows, pack, [&](Range same, u32 units) {
     for_columns(pack, units, [&](Range c) {
-      if (a.dense(b, same, pack.keys(c))) return f(same, c);
+      if (a.dense(b, same, pack.keys(c))) return f(same, c, true);
       for (i64 r = same.begin; r < same.end; r += kStrip) {
         const Range strip = {r, std::min(same.end, r + kStrip)};
-        for_seen(a, b, strip, pack, c, [&](Range seen) { f(strip, seen); });
+        for_seen(a, b, strip, pack, c, [&](Range seen) { f(strip, seen, false); });
       }
     });
   });
@@ -542,11 +542,11 @@ struct Forward {
   void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack,
               i64 origin) const noexcept {
     const auto score = [&](Range r, Range c) { return tile.score + (r.begin - rows.begin) * kKeys + c.begin; };
-    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool dense) {
       tile_product<Order::Rows>(score(r, c), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld, tile.kt + c.begin, kKeys,
                                 r.size(), round_up(c.size(), Vec::kLanes), a.D, false);
       for (i64 row = r.begin; row < r.end; ++row) {
-        const Seen seen = seen_of(a, b, row, pack, c);
+        const Seen seen = dense ? Seen{c, {0, 0}} : seen_of(a, b, row, pack, c);
         const bool whole = seen.near.begin <= c.begin && seen.near.end >= c.end && c.size() % Vec::kLanes == 0;
         float* const s = score({row, row + 1}, c);
         const i64 at = row - origin;
@@ -735,7 +735,7 @@ struct Backward {
     const auto score = [&](float* matrix, Range r, Range c) {
       return matrix + (r.begin - rows.begin) * kKeys + c.begin - origin;
     };
-    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool) {
       const i64 row = (r.begin - rows.begin) * a.ld, column = origin * a.width + c.begin - origin;
       const i64 lanes = round_up(c.size(), Vec::kLanes);
       tile_product<Order::Rows>(score(tile.prob, r, c), kKeys, tile.q + row, a.ld, tile.kt + column, kKeys, r.size(),
@@ -753,7 +753,7 @@ struct Backward {
         }
       });
     });
-    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c, bool) {
       tile_product<Order::Rows>(sums.dq + r.begin * a.ld, a.ld, score(tile.dscore, r, c), kKeys,
                                 tile.k + c.begin * a.ld, a.ld, r.size(), a.width, c.size(), true);
     });
@@ -798,7 +798,7 @@ struct Backward {
   void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob, float* dscore, const Pack& pack,
                         Range columns, bool whole) const noexcept {
     const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
-    const Seen seen = seen_of(a, b, row, pack, columns);
+    const Seen seen = whole ? Seen{columns, {0, 0}} : seen_of(a, b, row, pack, columns);
     float slope[kKeys];
     to_scores(prob, slope, a, g, row, pack, columns);
     const auto differentiate = [&](Range c, const float* keep) {

@@ -76,6 +76,11 @@ DS_API RunPrediction predict_run(const Config& config, const RankInfo& ranks, co
 DS_API std::string plan_text(const Config& config, int world_size, int width, bool colour);
 DS_API std::string plan_svg(const Config& config, int world_size);
 
+// Which keys each query attends to, by blocks of data.seq_length tokens; as text that of the first head where heads
+// differ, as a picture those of all. Errc::Config, Errc::Io: of a file that has the layout.
+DS_API std::string pattern_text(const Config& config, int width);
+DS_API std::string pattern_svg(const Config& config);
+
 struct RunOptions {
   std::string out_dir;     // run directory; empty: nothing is written
   std::string resume;      // "": start; "latest": of out_dir; else a step or run directory

@@ -1,0 +1,47 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The pictures that ds-train --check writes.
+
+#include <deque>
+
+#include "common/tool.h"
+#include "ds/train.h"
+
+namespace ds::tools {
+
+class Pictures {
+ public:
+  void add_options(CLI::App& app, CLI::Option* check) {
+    add(app, check, "--plan", "write the plan of the pipeline as a picture (SVG)", plan_svg);
+    add(app, check, "--pattern", "write who attends to what as a picture (SVG)",
+        [](const Config& config, int) { return pattern_svg(config); });
+  }
+  // Before anything is computed: files that cannot be written are refused.
+  void open(const CLI::App& app, std::string_view tool) {
+    for (Picture& p : pictures_) {
+      if (!p.name.empty()) check_report(app, p.file.emplace(tool, p.name, false, p.option));
+    }
+  }
+  void write(const Config& config, int world_size) {
+    for (Picture& p : pictures_) {
+      if (!p.file) continue;
+      p.file->data(p.draw(config, world_size));
+      p.file->commit();
+    }
+  }
+
+ private:
+  struct Picture {
+    std::string option, name;
+    std::string (*draw)(const Config&, int world_size);
+    std::optional<Output> file = {};
+  };
+  void add(CLI::App& app, CLI::Option* check, const char* option, const std::string& what,
+           std::string (*draw)(const Config&, int)) {
+    Picture& p = pictures_.emplace_back(Picture{option, "", draw});
+    app.add_option(option, p.name, "with --check: " + what)->type_name("FILE")->needs(check);
+  }
+  std::deque<Picture> pictures_;  // what options refer to stays where it is
+};
+
+}  // namespace ds::tools
