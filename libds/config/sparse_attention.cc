@@ -151,7 +151,7 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
   for (const auto& [key, count] : {std::pair{kRandomBlocks, s.num_random_blocks},
                                    {kGlobalBlocks, s.num_global_blocks},
                                    {kSliding, s.num_sliding_window_blocks}}) {
-    if (takes(s.mode, key) && !r.broken(key) && count > blocks)
+    if (takes(s.mode, key) && r.given(key) && !r.broken(key) && count > blocks)  // a default fits any length
       r.error(key, fmt::format("{} blocks are too many: {}", count, sequence));
   }
   if (const i64 sp = c.sequence_parallel_size; sp > 1 && c.sequence_parallel_mode == SequenceParallelMode::Ring) {
