@@ -17,7 +17,7 @@ class Pictures {
         [](const Config& config, int) { return pattern_svg(config); });
   }
   // Before anything is computed: files that cannot be written are refused.
-  void open(const CLI::App& app, std::string_view tool) {
+  void open(const CLI::App& app, const ToolInfo& tool) {
     for (Picture& p : pictures_) {
       if (!p.name.empty()) check_report(app, p.file.emplace(tool, p.name, false, p.option));
     }
