@@ -115,7 +115,6 @@ struct Layout {
     const int unit = 1 << unit_shift(step);
     return {(met0 + seen.begin / step * step) / unit, (met0 + seen.end + unit - 1) / unit};
   }
-  DS_HOST_DEVICE constexpr int token_of(int unit, int step) const { return (unit << unit_shift(step)) - met0; }
 
  private:
   DS_HOST_DEVICE static constexpr int log2(int x) {

@@ -144,8 +144,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
     steps.make(n + 2);
     DS_NO_UNROLL
     for (int part = 0; part < Plan::kStep; part += Plan::kPart) {
-      const auto slots = steps.template slots<kN / 2>(n, part / 16);
-      const auto needed = slots.needed(warp_rows, warp_blocks);
+      const auto needed = steps.template needed<kN / 2>(n, part / 16, warp_rows, warp_blocks);
       if (!needed.any()) continue;
       const E* const q = shared.met[n % 2][0] + part * kD;
       const E* const dout = shared.met[n % 2][1] + part * kD;
@@ -159,7 +158,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
         DS_UNROLL
         for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
       }
-      if (!slots.whole(needed, warp_blocks, [&](Range rows) { return mask.all_visible(rows, warp_keys); })) {
+      const auto visible = [&](Range rows) { return mask.all_visible(rows, warp_keys); };
+      if (!steps.template whole<kN / 2>(needed, n, part / 16, warp_blocks, visible)) {
         DS_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int key = warp_key + lane / 4 + 8 * half, block = steps.own_block(key);
@@ -167,8 +167,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& x = prob[0][i / 2][half * 2 + i % 2];
-            const int row = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            x = slots.met_by(i / 4, block) && seen.has(row) ? x : 0.0f;
+            const int row = steps.first(n, part / 16 + i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            x = steps.met_by(n, part / 16 + i / 4, block) && seen.has(row) ? x : 0.0f;
           }
         }
       }
@@ -268,8 +268,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
   for (int n = 0; steps.has(n); ++n) {
     if (steps.has(n + 1)) load_step(n + 1);
     steps.make(n + 2);
-    const auto slots = steps.template slots<kN / 2>(n);
-    const auto needed = slots.needed(warp_keys, warp_blocks);
+    const auto needed = steps.template needed<kN / 2>(n, 0, warp_keys, warp_blocks);
     if (needed.any()) {
       float prob[1][kN][4], ds[1][kN][4];
       clear(prob[0]);
@@ -295,7 +294,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
           ds[0][i][e] = w * (ds[0][i][e] - row_stats[e / 2].y);
         }
       }
-      if (!slots.whole(needed, warp_blocks, [&](Range keys) { return mask.all_visible(warp_rows, keys); })) {
+      const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
+      if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
         DS_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
@@ -303,8 +303,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& x = ds[0][i / 2][half * 2 + i % 2];
-            const int key = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            x = slots.met_by(i / 4, block) && seen.has(key) ? x : 0.0f;
+            const int key = steps.first(n, i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            x = steps.met_by(n, i / 4, block) && seen.has(key) ? x : 0.0f;
           }
         }
       }

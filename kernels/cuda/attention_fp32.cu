@@ -174,7 +174,6 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     load_rows<kRows, kD>(shared.v, p.v(b, g), from, mask.S, p.D);
     steps.make(n + 2);
     sync_block();
-    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR];
     products<kR, kRows, kD>(s, shared.q, shared.k);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
@@ -187,7 +186,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
       float high = top[r];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {
-        const bool visible = slots.met_by(c, block) && seen.has(slots.first(c) + thread_x());
+        const bool visible = steps.met_by(n, c, block) && seen.has(steps.first(n, c) + thread_x());
         s[r][c] = visible ? s[r][c] * p.scale2 : -kInfinity;
         high = fmaxf(high, s[r][c]);
       }
@@ -251,7 +250,6 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     load_rows<kRows, kD>(shared.met[1], a.dout(b, h), from, mask.T, p.D);
     steps.make(n + 2);
     sync_block();
-    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR], grad[kR][kR];
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
@@ -260,13 +258,13 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     });
     DS_UNROLL
     for (int c = 0; c < kR; ++c) {
-      const int i = slots.first(c) + thread_x();
+      const int i = steps.first(n, c) + thread_x();
       float2 stats = make_float2(0.0f, 0.0f);
       if (!kSparse || i < a.stats_rows) stats = a.stats[head * a.stats_rows + i];
       DS_UNROLL
       for (int r = 0; r < kR; ++r) {
         const int key = first + thread_y() + kSide * r;
-        const bool seen = slots.met_by(c, steps.own_block(key)) && mask.rows_of_key(key).has(i);
+        const bool seen = steps.met_by(n, c, steps.own_block(key)) && mask.rows_of_key(key).has(i);
         const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
         const int y = thread_y() + kSide * r, x = thread_x() + kSide * c;
@@ -305,7 +303,6 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
     load_rows<kRows, kD>(shared.met[1], p.v(b, g), from, mask.S, p.D);
     steps.make(n + 2);
     sync_block();
-    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR], grad[kR][kR];
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
@@ -322,7 +319,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
         const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
         const int x = thread_x() + kSide * c;
-        const bool visible = slots.met_by(c, block) && seen.has(slots.first(c) + thread_x());
+        const bool visible = steps.met_by(n, c, block) && seen.has(steps.first(n, c) + thread_x());
         shared.ds[y][x] = visible ? w * (grad[r][c] * z - stats.y) : 0.0f;
       }
     }

@@ -118,8 +118,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   for (int n = 0; steps.has(n); ++n) {
     if (steps.has(n + 1)) load_step(n + 1);
     steps.make(n + 2);
-    const auto slots = steps.template slots<kN / 2>(n);
-    const auto needed = slots.needed(warp_keys, warp_blocks);
+    const auto needed = steps.template needed<kN / 2>(n, 0, warp_keys, warp_blocks);
     if (needed.any()) {
       float s[kM][kN][4];
       DS_UNROLL
@@ -133,7 +132,8 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
           for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
         }
       }
-      if (!slots.whole(needed, warp_blocks, [&](Range keys) { return mask.all_visible(warp_rows, keys); })) {
+      const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
+      if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
         DS_UNROLL
         for (int half = 0; half < 2 * kM; ++half) {
           const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
@@ -141,8 +141,8 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& score = s[half / 2][i / 2][half % 2 * 2 + i % 2];
-            const int key = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            score = slots.met_by(i / 4, block) && seen.has(key) ? score : -kInfinity;
+            const int key = steps.first(n, i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            score = steps.met_by(n, i / 4, block) && seen.has(key) ? score : -kInfinity;
           }
         }
       }

@@ -32,9 +32,12 @@ struct Unit {
   static constexpr int kNone = 1 << 30;  // beyond all tokens
 };
 struct Search {
-  const u64* bits;  // of the first own block, in the layout of the first head
+  const u64* bits;       // of the first own block, in the layout of the first head
+  i64 words, next_head;  // of the layout: those who search read it here, where it takes no register of other threads
   int own_blocks, heads;
-  Range units;  // that may be met
+  Range units;                  // that may be met
+  int unit_shift, parts_shift;  // a unit has 2^unit_shift tokens, a block 2^parts_shift units
+  int met0;
   // How far it has come: `found` units, or places that stay empty; in head `head` it has looked at all words of 32
   // units before `next` but those of the last 32 whose bits are set in `filled`, which are not empty.
   int found, head, next;
@@ -67,30 +70,20 @@ class Steps {
   // The first token of a slot of step n.
   DS_DEVICE int first(int n, int slot) const { return token_of(n) + 16 * slot; }
 
-  // kCount slots of a step.
+  // Of the slots [slot, slot + kCount) of step n: which does a warp need that sees the tokens `seen` and whose own
+  // blocks are `own`? Does all of the warp meet all of them? `visible`: does the mask hide none of some tokens from the
+  // warp?
   template <int kCount>
-  class Slots {
-   public:
-    DS_DEVICE explicit Slots(int first) : first_(first) {}
-    DS_DEVICE int first(int slot) const { return first_ + 16 * slot; }
-    DS_DEVICE constexpr bool met_by(int /*slot*/, int /*own_block*/) const { return true; }
-    // Which of them does a warp need that sees the tokens `seen` and whose own blocks are `own`?
-    DS_DEVICE AllSlots needed(Range seen, u32 /*own*/) const { return {!intersect(seen, tokens()).empty()}; }
-    // Does all of the warp meet all of them? `visible`: does the mask hide none of some tokens from the warp?
-    template <class Visible>
-    DS_DEVICE bool whole(AllSlots, u32 /*own*/, Visible&& visible) const {
-      return visible(tokens());
-    }
-
-   private:
-    DS_DEVICE Range tokens() const { return {first_, first_ + 16 * kCount}; }
-    int first_;
-  };
-  // Slots [first, first + kCount) of step n.
-  template <int kCount>
-  DS_DEVICE Slots<kCount> slots(int n, int first = 0) const {
-    return Slots<kCount>(this->first(n, first));
+  DS_DEVICE AllSlots needed(int n, int slot, Range seen, u32 /*own*/) const {
+    return {!intersect(seen, tokens<kCount>(n, slot)).empty()};
   }
+  template <int kCount, class Visible>
+  DS_DEVICE bool whole(AllSlots /*needed*/, int n, int slot, u32 /*own*/, Visible&& visible) const {
+    return visible(tokens<kCount>(n, slot));
+  }
+  // Does an own block meet a slot of step n?
+  DS_DEVICE constexpr bool met_by(int /*n*/, int /*slot*/, int /*own_block*/) const { return true; }
+
   // Step n of a head as a tile, with zeros for tokens from `limit` on.
   template <int kD, int kThreads, class E>
   DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
@@ -102,6 +95,10 @@ class Steps {
   DS_DEVICE constexpr u32 own_blocks(Range) const { return 0; }
 
  private:
+  template <int kCount>
+  DS_DEVICE Range tokens(int n, int slot) const {
+    return {first(n, slot), first(n, slot) + 16 * kCount};
+  }
   DS_DEVICE int token_of(int n) const { return met_.tile(kGroup ? n % met_.count : n) * kStep; }
 
   Visits met_;
@@ -122,9 +119,14 @@ class Steps<true, kStep, kGroup> {
       if (thread_index() == 0) {
         const Range units = layout_.units(meeting_.seen, kStep);
         shared_.search = {.bits = layout_.bits_of(meeting_.head, meeting_.own.begin),
+                          .words = layout_.words,
+                          .next_head = layout_.next_head,
                           .own_blocks = meeting_.own.empty() ? 0 : own_block(meeting_.own.end - 1) + 1,
                           .heads = meeting_.heads,
                           .units = units,
+                          .unit_shift = layout_.unit_shift(kStep),
+                          .parts_shift = layout_.shift - layout_.unit_shift(kStep),
+                          .met0 = layout_.met0,
                           .found = 0,
                           .head = 0,
                           .next = units.begin / kWarp,
@@ -145,38 +147,26 @@ class Steps<true, kStep, kGroup> {
   DS_DEVICE int first(int n, int slot) const { return unit(n, slot).first; }
 
   template <int kCount>
-  class Slots {
-   public:
-    DS_DEVICE int first(int slot) const { return slots_[slot].first; }
-    DS_DEVICE bool met_by(int slot, int own_block) const { return (slots_[slot].own >> own_block & 1) != 0; }
-    DS_DEVICE SomeSlots<kCount> needed(Range seen, u32 own) const {
-      u32 bits = 0;
-      DS_UNROLL
-      for (int i = 0; i < kCount; ++i) {
-        bits |= (slots_[i].own & own) != 0 && !intersect(seen, tokens(i)).empty() ? 1u << i : 0u;
-      }
-      return {bits};
-    }
-    template <class Visible>
-    DS_DEVICE bool whole(SomeSlots<kCount> needed, u32 own, Visible&& visible) const {
-      bool all = needed.all();
-      DS_UNROLL
-      for (int i = 0; i < kCount; ++i) all = all && (slots_[i].own & own) == own && visible(tokens(i));
-      return all;
-    }
-
-   private:
-    friend class Steps;
-    DS_DEVICE Range tokens(int slot) const { return {slots_[slot].first, slots_[slot].first + 16}; }
-    Unit slots_[kCount];
-  };
-  template <int kCount>
-  DS_DEVICE Slots<kCount> slots(int n, int first = 0) const {
-    Slots<kCount> slots;
+  DS_DEVICE SomeSlots<kCount> needed(int n, int slot, Range seen, u32 own) const {
+    u32 bits = 0;
     DS_UNROLL
-    for (int i = 0; i < kCount; ++i) slots.slots_[i] = unit(n, first + i);
-    return slots;
+    for (int i = 0; i < kCount; ++i) {
+      const Unit u = unit(n, slot + i);
+      bits |= (u.own & own) != 0 && !intersect(seen, {u.first, u.first + 16}).empty() ? 1u << i : 0u;
+    }
+    return {bits};
   }
+  template <int kCount, class Visible>
+  DS_DEVICE bool whole(SomeSlots<kCount> needed, int n, int slot, u32 own, Visible&& visible) const {
+    bool all = needed.all();
+    DS_UNROLL
+    for (int i = 0; i < kCount; ++i) {
+      const Unit u = unit(n, slot + i);
+      all = all && (u.own & own) == own && visible({u.first, u.first + 16});
+    }
+    return all;
+  }
+  DS_DEVICE bool met_by(int n, int slot, int own_block) const { return (unit(n, slot).own >> own_block & 1) != 0; }
 
   template <int kD, int kThreads, class E>
   DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
@@ -201,26 +191,32 @@ class Steps<true, kStep, kGroup> {
 
   // By the first warp: all units of step n.
   DS_DEVICE void make_units(int n) {
-    const int lane = thread_index() % kWarp;
-    const int per_step = kStep >> layout_.unit_shift(kStep), wanted = (n + 1) * per_step;
     Search s = shared_.search;
+    const int lane = thread_index() % kWarp;
+    const int per_step = kStep >> s.unit_shift, wanted = (n + 1) * per_step;
     while (s.found < wanted) {
       if (s.filled != 0) {
         const int word = s.next - kWarp + std::countr_zero(s.filled), at = kWarp * word + lane;
         s.filled &= s.filled - 1;
+        // A lane reads what one own block meets, and keeps who meets one unit.
+        const u32 mine = lane < s.own_blocks ? word_of(s, lane, word) : 0;
         u32 own = 0;
-        for (int i = 0; i < s.own_blocks; ++i) own |= (word_of(s, i, word) >> (lane >> parts_shift()) & 1u) << i;
+        DS_UNROLL_BY(2)
+        for (int i = 0; i < s.own_blocks; ++i) {
+          own |= (warp_shuffle(mine, i) >> (lane >> s.parts_shift) & 1u) << i;
+        }
         if (!s.units.has(at)) own = 0;
         const u32 there = warp_ballot(own != 0);
         if (own != 0) {
           const int place = s.found + std::popcount(there & ((1u << lane) - 1));
-          shared_.units[place & (Found::kRing - 1)] = {layout_.token_of(at, kStep), static_cast<u16>(own),
+          shared_.units[place & (Found::kRing - 1)] = {(at << s.unit_shift) - s.met0, static_cast<u16>(own),
                                                        static_cast<u16>(s.head)};
         }
         s.found += std::popcount(there);
       } else if (s.head < s.heads && kWarp * s.next < s.units.end) {
         u32 any = 0;
         if (kWarp * (s.next + lane) < s.units.end) {
+          DS_UNROLL_BY(2)
           for (int i = 0; i < s.own_blocks; ++i) any |= word_of(s, i, s.next + lane);
         }
         s.filled = warp_ballot(any != 0);
@@ -234,15 +230,18 @@ class Steps<true, kStep, kGroup> {
       }
     }
     sync_warp();  // all have read
-    if (lane == 0) shared_.search = s;
+    if (lane == 0) {
+      shared_.search.found = s.found;
+      shared_.search.head = s.head;
+      shared_.search.next = s.next;
+      shared_.search.filled = s.filled;
+    }
   }
 
-  // A block has 2^parts_shift() units.
-  DS_DEVICE int parts_shift() const { return layout_.shift - layout_.unit_shift(kStep); }
   // Which of the units 32*word, ... does own block i meet? Of each block one bit.
-  DS_DEVICE u32 word_of(const Search& s, int i, int word) const {
-    const int blocks = kWarp >> parts_shift(), at = word * blocks;
-    const u64 bits = s.bits[s.head * layout_.next_head + i * layout_.words + at / 64];
+  static DS_DEVICE u32 word_of(const Search& s, int i, int word) {
+    const int blocks = kWarp >> s.parts_shift, at = word * blocks;
+    const u64 bits = s.bits[s.head * s.next_head + i * s.words + at / 64];
     return static_cast<u32>(bits >> (at % 64)) & (~0u >> (kWarp - blocks));
   }
 

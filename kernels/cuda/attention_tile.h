@@ -173,11 +173,21 @@ DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, int l
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
   if (x.whole_chunks) {
+    // Where a pass is whole rows, a thread keeps its chunk, and its slot is known by the pass.
+    constexpr bool kStraight = kThreads % kChunks == 0;
+    constexpr int kPass = kThreads / kChunks, kDown = kPass < 16 ? kPass : 16;  // rows
+    static_assert(!kStraight || 16 % kDown == 0);
+    const unsigned thread = static_cast<unsigned>(thread_index());
     DS_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      const int i = thread_index() + pass * kThreads, row = i / kChunks, chunk = i % kChunks;
-      const int from = first(row / 16) + row % 16;
-      copy_async_16(tile + swizzled<kD>(row, chunk), x.data + from * x.token + chunk * 8,
+      const unsigned i = thread + static_cast<unsigned>(pass * kThreads);
+      int slot = static_cast<int>(i / kChunks / 16), down = static_cast<int>(i / kChunks % 16);
+      if constexpr (kStraight) {
+        slot = pass * kPass / 16 + static_cast<int>(kPass > 16 ? thread / kChunks / 16 : 0u);
+        down = pass * kPass % 16 + static_cast<int>(thread / kChunks % kDown);
+      }
+      const int chunk = static_cast<int>(kStraight ? thread % kChunks : i % kChunks), from = first(slot) + down;
+      copy_async_16(tile + swizzled<kD>(16 * slot + down, chunk), x.data + from * x.token + chunk * 8,
                     from < limit && chunk * 8 < D);
     }
     return;

@@ -96,6 +96,50 @@ TEST(CudaAttentionPlan, FullyMaskedTilesAreSkipped) {
   EXPECT_EQ(visits(Mask::of(9, 0, {}).keys_of_rows({0, 9}), 64).count, 0);
 }
 
+TEST(CudaAttentionPlan, UnitsOfALayoutAreThoseOfTheStepsWithoutOne) {
+  for (i64 block : {16, 32, 64, 128}) {
+    for (int step : {32, 64}) {
+      for (i64 at : {i64{0}, 3 * block}) {
+        AttentionParams p;
+        p.blocks = {.block = block, .count = 100, .layouts = 1, .query0 = 5, .key0 = at};
+        const Layout layout = Layout::of(p, false);
+        const int unit = 1 << layout.unit_shift(step);
+        EXPECT_EQ(unit, std::min<i64>(block, step));
+        for (const Range seen : {Range{0, 1}, Range{0, 64}, Range{70, 71}, Range{100, 333}}) {
+          const Range units = layout.units(seen, step);
+          EXPECT_EQ(units.begin * unit - layout.met0, visits(seen, step).first * step);
+          EXPECT_GE(units.end * unit - layout.met0, seen.end);
+          EXPECT_LT((units.end - 1) * unit - layout.met0, seen.end);
+        }
+        EXPECT_TRUE(layout.units({}, step).empty());
+      }
+    }
+  }
+}
+
+TEST(CudaAttentionPlan, LayoutsAreReadFromBothSides) {
+  static u64 keys[4 * 70 * 2], queries[4 * 70 * 2];
+  AttentionParams p;
+  p.grid.head0 = 1;
+  p.blocks = {.block = 32, .count = 70, .layouts = 4, .keys = keys, .queries = queries, .query0 = 40, .key0 = 96};
+  const Layout rows = Layout::of(p, false), columns = Layout::of(p, true);
+  EXPECT_EQ(rows.bits_of(0, 0), keys + 70 * 2 + 1 * 2);
+  EXPECT_EQ(rows.bits_of(2, 24), keys + 3 * 70 * 2 + 2 * 2);
+  EXPECT_EQ(rows.block_begin(23), 32);
+  EXPECT_EQ(rows.block_begin(24), 64);
+  EXPECT_EQ(rows.met0, 96);
+  EXPECT_EQ(columns.bits_of(0, 64), queries + 70 * 2 + 5 * 2);
+  EXPECT_EQ(columns.met0, 40);
+  p.blocks.layouts = 1;
+  EXPECT_EQ(Layout::of(p, false).bits_of(2, 0), keys + 1 * 2) << "heads share it";
+  EXPECT_TRUE(has_known_block(p));
+  for (i64 block : {8, 24, 256}) {
+    p.blocks.block = block;
+    EXPECT_FALSE(has_known_block(p)) << block;
+  }
+  EXPECT_TRUE(has_known_block({}));
+}
+
 TEST(CudaAttentionPlan, EveryTileOfEveryHeadIsWorkedOnOnceLongestFirst) {
   for (bool last_first : {false, true}) {
     std::set<std::pair<int, int>> seen;
