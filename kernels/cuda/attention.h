@@ -67,7 +67,7 @@ struct Mask {
   }
 };
 
-// The tiles that a tile meets, in order. All kernels ask here, so that a block-sparse layout is a list in this place.
+// The tiles that a tile meets, in order: those that the mask leaves. With a layout: attention_steps.h.
 struct Visits {
   int first = 0, count = 0;
 
@@ -78,6 +78,52 @@ DS_HOST_DEVICE constexpr Visits visits(Range seen, int step) {
   const int first = seen.begin / step;
   return {first, (seen.end + step - 1) / step - first};
 }
+
+// A block-sparse layout (AttentionBlocks) as those see it who own tokens of one side and meet those of the other. What
+// is met comes in units: a block, or as much of it as a step holds. Units are counted from the beginning of the
+// sequence.
+struct Layout {
+  const u64* bits = nullptr;  // of own blocks, in the layout of the call's first head
+  i64 words = 0;              // of an own block
+  i64 next_head = 0;          // words from one head's layout to the next one's
+  int shift = 0;              // a block has 2^shift tokens
+  int own0 = 0, met0 = 0;     // places of the call's first tokens
+
+  static constexpr Layout of(const AttentionParams& p, bool keys_own) {
+    const AttentionBlocks& b = p.blocks;
+    if (!b.sparse()) return {};
+    const i64 next_head = b.layouts == 1 ? 0 : b.count * b.words();
+    const u64* const bits = keys_own ? b.queries : b.keys;
+    return {.bits = bits == nullptr ? bits : bits + p.grid.head0 * next_head,
+            .words = b.words(),
+            .next_head = next_head,
+            .shift = log2(static_cast<int>(b.block)),
+            .own0 = static_cast<int>(keys_own ? b.key0 : b.query0),
+            .met0 = static_cast<int>(keys_own ? b.query0 : b.key0)};
+  }
+
+  // Of the block of an own token: where it begins, counted from the beginning of the sequence; its bits.
+  DS_HOST_DEVICE constexpr int block_begin(int own) const { return (own0 + own) >> shift << shift; }
+  DS_HOST_DEVICE constexpr const u64* bits_of(int head, int own) const {
+    return bits + head * next_head + ((own0 + own) >> shift) * words;
+  }
+  // A unit has 2^unit_shift tokens.
+  DS_HOST_DEVICE constexpr int unit_shift(int step) const { return shift < log2(step) ? shift : log2(step); }
+  // The units of those steps without a layout that hold some of the tokens `seen`, up to the last of these.
+  DS_HOST_DEVICE constexpr Range units(Range seen, int step) const {
+    if (seen.empty()) return {};
+    const int unit = 1 << unit_shift(step);
+    return {(met0 + seen.begin / step * step) / unit, (met0 + seen.end + unit - 1) / unit};
+  }
+  DS_HOST_DEVICE constexpr int token_of(int unit, int step) const { return (unit << unit_shift(step)) - met0; }
+
+ private:
+  DS_HOST_DEVICE static constexpr int log2(int x) {
+    int n = 0;
+    while (x >> (n + 1) != 0) ++n;
+    return n;
+  }
+};
 
 // Which tile of which head a block works on. Tiles that meet most start first (the last rows and the first keys, when
 // causal), and heads are neighbours, because those of a group share keys and values.
@@ -124,6 +170,12 @@ DS_HOST_DEVICE constexpr int swizzle_of(int row) {
 template <int kD>
 DS_HOST_DEVICE constexpr int swizzled(int row, int chunk) {
   return row * kD + ((chunk ^ swizzle_of<kD>(row)) << 3);
+}
+
+// Does attention come without a layout, or with one of blocks that the kernels know?
+inline bool has_known_block(const AttentionParams& p) noexcept {
+  const i64 block = p.blocks.block;
+  return block == 0 || block == 16 || block == 32 || block == 64 || block == 128;
 }
 
 // Can the vectors of x be read and written 16 bytes at a time?

@@ -6,7 +6,7 @@
 //   dv = (P Z)^T dO,  dS = P * (dO V^T * Z - delta),  dk = scale dS^T Q,  dq = scale dS K.
 // The first of these kernels computes scores transposed, so that both have their left operands in registers.
 
-#include "cuda/attention_tile.h"
+#include "cuda/attention_steps.h"
 
 namespace ds::cuda {
 namespace attention {
@@ -45,10 +45,13 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   stats[(b * H + h) * rows + i] = i < T ? make_float2(lse(b, h)[i] * kLog2E, sum) : make_float2(kInfinity, 0.0f);
 }
 
-template <class E, int kD>
-struct alignas(128) BackwardShared {
+template <bool kSparse, int kD>
+using BackwardSteps = Steps<kSparse, BackwardPlan<kD>::kStep, true>;
+
+template <class E, int kD, bool kSparse>
+struct BackwardShared : BackwardSteps<kSparse, kD>::Shared {
   using Plan = BackwardPlan<kD>;
-  E own[2][Plan::kOwn * kD];  // keys and values; queries and output gradients
+  alignas(128) E own[2][Plan::kOwn * kD];  // keys and values; queries and output gradients
   E met[2][2][Plan::kStep * kD];
   float2 stats[2][Plan::kStep];
 };
@@ -87,40 +90,43 @@ class OwnFragments {
   u32 held_[2][kCount][4];
 };
 
-template <class E, int kD>
+template <class E, int kD, bool kSparse>
 __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(BackwardArgs<E> a) {
   using Plan = BackwardPlan<kD>;
   constexpr int kN = Plan::kPart / 8, kThreads = Plan::kThreads, kC = Plan::kColumns / 8;
-  auto& shared = block_shared<BackwardShared<E, kD>>();
+  auto& shared = block_shared<BackwardShared<E, kD, kSparse>>();
   const Problem<E>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.S + Plan::kOwn - 1) / Plan::kOwn, p.B * p.G, false);
   const int b = work.head / p.G, g = work.head % p.G;
   const int column = static_cast<int>(block_index().y) * Plan::kColumns;
   const int block_key = work.tile * Plan::kOwn;
-  const Visits met = visits(mask.rows_of_keys({block_key, block_key + Plan::kOwn}), Plan::kStep);
+  const Range block_keys = intersect({block_key, block_key + Plan::kOwn}, {0, mask.S});
+  BackwardSteps<kSparse, kD> steps(
+      shared, a.keys, {.own = block_keys, .seen = mask.rows_of_keys(block_keys), .head = g * p.R, .heads = p.R});
+  steps.start();
 
   // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
   const int lane = thread_index() % kWarp, warp = warp_shuffle(thread_index() / kWarp, 0);
   const int warp_key = block_key + warp * 16;
   const Range warp_keys = {warp_key, warp_key + 16};
   const Range warp_rows = mask.rows_of_keys(warp_keys);
+  const u32 warp_blocks = steps.own_blocks(warp_keys);
   E* const own[2] = {shared.own[0] + warp * 16 * kD, shared.own[1] + warp * 16 * kD};
   OwnFragments<E, kD> fragments(own[0], own[1]);
 
-  // Step n: tile n % met.count of head n / met.count of the group.
-  const int steps = met.count * p.R;
   const auto load_step = [&](int n) {
-    const int row = met.tile(n % met.count) * Plan::kStep, h = g * p.R + n / met.count;
-    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][0], p.q(b, h), row, mask.T, p.D);
-    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][1], a.dout(b, h), row, mask.T, p.D);
+    const int h = g * p.R + steps.head(n);
+    steps.template load<kD, kThreads>(shared.met[n % 2][0], p.q(b, h), n, mask.T, p.D);
+    steps.template load<kD, kThreads>(shared.met[n % 2][1], a.dout(b, h), n, mask.T, p.D);
     if (thread_index() < Plan::kStep / 2) {
-      const i64 at = (static_cast<i64>(b) * p.H + h) * a.stats_rows + row + 2 * thread_index();
-      copy_async_16(shared.stats[n % 2] + 2 * thread_index(), a.stats + at, true);
+      const int row = steps.first(n, thread_index() / 8) + 2 * thread_index() % 16;
+      const i64 at = (static_cast<i64>(b) * p.H + h) * a.stats_rows + row;
+      copy_async_16(shared.stats[n % 2] + 2 * thread_index(), a.stats + at, !kSparse || row < a.stats_rows);
     }
     copies_commit();
   };
-  if (steps > 0) {
+  if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.k(b, g), block_key, mask.S, p.D);
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], p.v(b, g), block_key, mask.S, p.D);
     load_step(0);
@@ -133,40 +139,45 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   clear(dk[0]);
   clear(dv[0]);
   DS_NO_UNROLL
-  for (int n = 0; n < steps; ++n) {
-    if (n + 1 < steps) load_step(n + 1);
+  for (int n = 0; steps.has(n); ++n) {
+    if (steps.has(n + 1)) load_step(n + 1);
+    steps.make(n + 2);
     DS_NO_UNROLL
     for (int part = 0; part < Plan::kStep; part += Plan::kPart) {
-      const int row = met.tile(n % met.count) * Plan::kStep + part;
-      const Range rows = {row, row + Plan::kPart};
-      if (intersect(warp_rows, rows).empty()) continue;
+      const auto slots = steps.template slots<kN / 2>(n, part / 16);
+      const auto needed = slots.needed(warp_rows, warp_blocks);
+      if (!needed.any()) continue;
       const E* const q = shared.met[n % 2][0] + part * kD;
       const E* const dout = shared.met[n % 2][1] + part * kD;
       const float2* const stats = shared.stats[n % 2] + part + lane % 4 * 2;
       float prob[1][kN][4];
       clear(prob[0]);
       multiply_transposed<kD, Plan::kHold>(
-          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, q);
+          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, q, needed);
       DS_UNROLL
       for (int i = 0; i < kN; ++i) {
         DS_UNROLL
         for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
       }
-      if (!mask.all_visible(rows, warp_keys)) {
+      if (!slots.whole(needed, warp_blocks, [&](Range rows) { return mask.all_visible(rows, warp_keys); })) {
         DS_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const Range seen = mask.rows_of_key(warp_key + lane / 4 + 8 * half);
+          const int key = warp_key + lane / 4 + 8 * half, block = steps.own_block(key);
+          const Range seen = mask.rows_of_key(key);
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& x = prob[0][i / 2][half * 2 + i % 2];
-            x = seen.has(row + i / 2 * 8 + lane % 4 * 2 + i % 2) ? x : 0.0f;
+            const int row = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            x = slots.met_by(i / 4, block) && seen.has(row) ? x : 0.0f;
           }
         }
       }
       u32 bits = 0;
       u32 left[1][kN / 2][4];
       if (p.dropout.on) {
-        bits = kept_by_key<kN>(p.dropout, p.dropout.element(b, g * p.R + n / met.count, row, warp_key));
+        bits = kept_by_slot<false, kN / 2>(p.dropout, needed, [&](int slot) {
+          return p.dropout.element(b, g * p.R + steps.head(n), steps.first(n, part / 16 + slot), warp_key);
+        });
         const auto weight = [&](int i, int e) {
           return (bits >> (4 * i + e) & 1u) != 0 ? prob[0][i][e] * p.dropout.factor : 0.0f;
         };
@@ -178,12 +189,12 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       } else {
         pack<E>(left[0], prob[0]);
       }
-      multiply<kD>(dv, left, dout, column / 8);
+      multiply<kD>(dv, left, dout, column / 8, needed);
 
       float ds[1][kN][4];
       clear(ds[0]);
       multiply_transposed<kD, Plan::kHold>(
-          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, dout);
+          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, dout, needed);
       if (p.dropout.on) {
         DS_UNROLL
         for (int i = 0; i < 4 * kN; ++i) {
@@ -197,7 +208,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
         for (int e = 0; e < 4; ++e) ds[0][i][e] = prob[0][i][e] * (ds[0][i][e] - stats[8 * i + e % 2].y);
       }
       pack<E>(left[0], ds[0]);
-      multiply<kD>(dk, left, q, column / 8);
+      multiply<kD>(dk, left, q, column / 8, needed);
     }
     copies_wait<0>();
     sync_block();
@@ -211,35 +222,38 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   store_rows<kD>(own[1], dv[0], a.dv(b, g), warp_key, mask.S, column, p.D);
 }
 
-template <class E, int kD>
+template <class E, int kD, bool kSparse>
 __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(BackwardArgs<E> a) {
   using Plan = BackwardPlan<kD>;
   constexpr int kN = Plan::kStep / 8, kThreads = Plan::kThreads;
-  auto& shared = block_shared<BackwardShared<E, kD>>();
+  auto& shared = block_shared<BackwardShared<E, kD, kSparse>>();
   const Problem<E>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
   const int block_row = work.tile * Plan::kOwn;
   const Head<const E> k = p.k(b, g), v = p.v(b, g);
-  const Visits met = visits(mask.keys_of_rows({block_row, block_row + Plan::kOwn}), Plan::kStep);
+  const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
+  Steps<kSparse, Plan::kStep> steps(shared, a.queries,
+                                    {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
+  steps.start();
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16;
   const Range warp_rows = {warp_row, warp_row + 16};
   const Range warp_keys = mask.keys_of_rows(warp_rows);
+  const u32 warp_blocks = steps.own_blocks(warp_rows);
   E* const own[2] = {shared.own[0] + warp * 16 * kD, shared.own[1] + warp * 16 * kD};
   OwnFragments<E, kD> fragments(own[0], own[1]);
   const float2* const stats = a.stats + work.head * a.stats_rows + warp_row + lane / 4;
   const float2 row_stats[2] = {stats[0], stats[8]};
 
   const auto load_step = [&](int n) {
-    const int key = met.tile(n) * Plan::kStep;
-    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][0], k, key, mask.S, p.D);
-    load_tile<kD, Plan::kStep, kThreads>(shared.met[n % 2][1], v, key, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.met[n % 2][0], k, n, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.met[n % 2][1], v, n, mask.S, p.D);
     copies_commit();
   };
-  if (met.count > 0) {
+  if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[0], p.q(b, h), block_row, mask.T, p.D);
     load_tile<kD, Plan::kOwn, kThreads>(shared.own[1], a.dout(b, h), block_row, mask.T, p.D);
     load_step(0);
@@ -251,20 +265,22 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
   float dq[1][kD / 8][4];
   clear(dq[0]);
   DS_NO_UNROLL
-  for (int n = 0; n < met.count; ++n) {
-    if (n + 1 < met.count) load_step(n + 1);
-    const int key = met.tile(n) * Plan::kStep;
-    const Range keys = {key, key + Plan::kStep};
-    if (!intersect(warp_keys, keys).empty()) {
+  for (int n = 0; steps.has(n); ++n) {
+    if (steps.has(n + 1)) load_step(n + 1);
+    steps.make(n + 2);
+    const auto slots = steps.template slots<kN / 2>(n);
+    const auto needed = slots.needed(warp_keys, warp_blocks);
+    if (needed.any()) {
       float prob[1][kN][4], ds[1][kN][4];
       clear(prob[0]);
       multiply_transposed<kD, Plan::kHold>(
-          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, shared.met[n % 2][0]);
+          prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, shared.met[n % 2][0], needed);
       clear(ds[0]);
       multiply_transposed<kD, Plan::kHold>(
-          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, shared.met[n % 2][1]);
+          ds, [&](int, int i, u32(&f)[4]) { fragments.template get<1>(i, f); }, shared.met[n % 2][1], needed);
       if (p.dropout.on) {
-        const u32 bits = kept_by_row<kN>(p.dropout, p.dropout.element(b, h, warp_row, key));
+        const u32 bits = kept_by_slot<true, kN / 2>(
+            p.dropout, needed, [&](int slot) { return p.dropout.element(b, h, warp_row, steps.first(n, slot)); });
         DS_UNROLL
         for (int i = 0; i < 4 * kN; ++i) {
           float& x = ds[0][i / 4][i % 4];
@@ -279,20 +295,22 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
           ds[0][i][e] = w * (ds[0][i][e] - row_stats[e / 2].y);
         }
       }
-      if (!mask.all_visible(warp_rows, keys)) {
+      if (!slots.whole(needed, warp_blocks, [&](Range keys) { return mask.all_visible(warp_rows, keys); })) {
         DS_UNROLL
         for (int half = 0; half < 2; ++half) {
-          const Range seen = mask.keys_of_row(warp_row + lane / 4 + 8 * half);
+          const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
+          const Range seen = mask.keys_of_row(row);
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& x = ds[0][i / 2][half * 2 + i % 2];
-            x = seen.has(key + i / 2 * 8 + lane % 4 * 2 + i % 2) ? x : 0.0f;
+            const int key = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            x = slots.met_by(i / 4, block) && seen.has(key) ? x : 0.0f;
           }
         }
       }
       u32 left[1][kN / 2][4];
       pack<E>(left[0], ds[0]);
-      multiply<kD>(dq, left, shared.met[n % 2][0]);
+      multiply<kD>(dq, left, shared.met[n % 2][0], 0, needed);
     }
     copies_wait<0>();
     sync_block();
@@ -316,8 +334,12 @@ void backward(const BackwardArgs<E>& a, cudaStream_t stream) noexcept {
     dim3 keys = grid_of(num_tiles(p.mask.S, Plan::kOwn), i64{p.B} * p.G);
     keys.y = kD / Plan::kColumns;
     const dim3 queries = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
-    launch(backward_keys<E, kD>, {keys, Plan::kThreads, sizeof(BackwardShared<E, kD>)}, stream, a);
-    launch(backward_queries<E, kD>, {queries, Plan::kThreads, sizeof(BackwardShared<E, kD>)}, stream, a);
+    with_sparse(a.sparse, [&](auto sparse) {
+      constexpr bool kSparse = decltype(sparse)::value;
+      constexpr size_t kBytes = sizeof(BackwardShared<E, kD, kSparse>);
+      launch(backward_keys<E, kD, kSparse>, {keys, Plan::kThreads, kBytes}, stream, a);
+      launch(backward_queries<E, kD, kSparse>, {queries, Plan::kThreads, kBytes}, stream, a);
+    });
   });
 }
 
@@ -329,6 +351,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_bwd");
+  if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_bwd");
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), rows = padded_rows(T);
   auto* const stats = static_cast<float2*>(c.scratch(static_cast<size_t>(B * H * rows) * sizeof(float2)));
   if (stats == nullptr && B * H * rows > 0) return;  // reported by scratch
@@ -342,7 +365,10 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
                                   .dk = Heads<E>::of(dk),
                                   .dv = Heads<E>::of(dv),
                                   .stats = stats,
-                                  .stats_rows = rows};
+                                  .stats_rows = rows,
+                                  .sparse = p.blocks.sparse(),
+                                  .queries = Layout::of(p, false),
+                                  .keys = Layout::of(p, true)};
     backward(args, c.stream());
   };
   switch (q.dtype) {

@@ -4,7 +4,7 @@
 // block owns, and columns x, x + 16, ... of scores and results. Weights go to other columns' threads through shared
 // memory: those of a row are lanes of one warp.
 
-#include "cuda/attention_tile.h"
+#include "cuda/attention_steps.h"
 
 namespace ds::cuda::attention {
 namespace {
@@ -21,28 +21,32 @@ struct Plan {
 template <int kRows, int kColumns>
 using Tile = float[kRows][kColumns + 4];
 
-template <int kD>
-struct alignas(128) ForwardShared {
-  Tile<Plan<kD>::kRows, kD> q, k, v;
+template <bool kSparse, int kD, bool kGroup>
+using StepsOf = Steps<kSparse, Plan<kD>::kRows, kGroup>;
+
+template <int kD, bool kSparse>
+struct ForwardShared : StepsOf<kSparse, kD, false>::Shared {
+  alignas(128) Tile<Plan<kD>::kRows, kD> q, k, v;
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight;
 };
-template <int kD>
-struct alignas(128) BackwardShared {
-  Tile<Plan<kD>::kRows, kD> own[2], met[2];
+template <int kD, bool kSparse>
+struct BackwardShared : StepsOf<kSparse, kD, true>::Shared {
+  alignas(128) Tile<Plan<kD>::kRows, kD> own[2], met[2];
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
 };
 
 DS_DEVICE int thread_x() { return thread_index() % kSide; }
 DS_DEVICE int thread_y() { return thread_index() / kSide; }
 
-template <int kRows, int kColumns>
-DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, int first, int limit, int D) {
+// Rows [first(i), first(i) + 16) of a head become rows 16*i, ... of the tile.
+template <int kRows, int kColumns, class First>
+DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, int limit, int D) {
   DS_NO_UNROLL
   for (int i = thread_index(); i < kRows * kColumns / 4; i += kThreads) {
     const int row = i / (kColumns / 4), d = i % (kColumns / 4) * 4;
     float part[4] = {0, 0, 0, 0};
-    if (first + row < limit) {
-      const float* const from = x.data + (first + row) * x.token + d;
+    if (const int token = first(row / kSide) + row % kSide; token < limit) {
+      const float* const from = x.data + token * x.token + d;
       if (x.whole_chunks) {
         if (d < D) load16(part, from);
       } else {
@@ -52,6 +56,12 @@ DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x
     }
     store16(&tile[row][d], part);
   }
+}
+
+template <int kRows, int kColumns>
+DS_DEVICE void load_own(Tile<kRows, kColumns>& tile, const Head<const float>& x, int first, int limit, int D) {
+  load_rows<kRows, kColumns>(
+      tile, x, [&](int i) { return first + kSide * i; }, limit, D);
 }
 
 template <int kR, int kC>
@@ -139,40 +149,46 @@ DS_DEVICE void store_results(const float (&x)[kR][kC], const Head<float>& to, in
   }
 }
 
-template <int kD>
+template <int kD, bool kSparse>
 __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR;
-  auto& shared = block_shared<ForwardShared<kD>>();
+  auto& shared = block_shared<ForwardShared<kD, kSparse>>();
   const Problem<float>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
   float* const lse = a.lse(b, h);
-  const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
-  load_rows<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
+  const Range rows = intersect({first, first + kRows}, {0, mask.T});
+  StepsOf<kSparse, kD, false> steps(shared, a.layout, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
+  steps.start();
+  load_own<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
 
   float x[kR][Plan<kD>::kC], top[kR], sum[kR];
   clear(x);
   DS_UNROLL
   for (int r = 0; r < kR; ++r) top[r] = -kInfinity, sum[r] = 0;
-  for (int n = 0; n < met.count; ++n) {
-    const int key = met.tile(n) * kRows;
+  for (int n = 0; steps.has(n); ++n) {
+    const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
-    load_rows<kRows, kD>(shared.k, p.k(b, g), key, mask.S, p.D);
-    load_rows<kRows, kD>(shared.v, p.v(b, g), key, mask.S, p.D);
+    load_rows<kRows, kD>(shared.k, p.k(b, g), from, mask.S, p.D);
+    load_rows<kRows, kD>(shared.v, p.v(b, g), from, mask.S, p.D);
+    steps.make(n + 2);
     sync_block();
+    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR];
     products<kR, kRows, kD>(s, shared.q, shared.k);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      return p.dropout.element(b, h, first + thread_y() + kSide * r, key + thread_x() + kSide * c);
+      return p.dropout.element(b, h, first + thread_y() + kSide * r, steps.first(n, c) + thread_x());
     });
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
-      const Range seen = mask.keys_of_row(first + thread_y() + kSide * r);
+      const int row = first + thread_y() + kSide * r, block = steps.own_block(row);
+      const Range seen = mask.keys_of_row(row);
       float high = top[r];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {
-        s[r][c] = seen.has(key + thread_x() + kSide * c) ? s[r][c] * p.scale2 : -kInfinity;
+        const bool visible = slots.met_by(c, block) && seen.has(slots.first(c) + thread_x());
+        s[r][c] = visible ? s[r][c] * p.scale2 : -kInfinity;
         high = fmaxf(high, s[r][c]);
       }
       DS_UNROLL
@@ -208,41 +224,49 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   store_results(x, a.o(b, h), first, mask.T, p.D, 1.0f);
 }
 
-template <int kD>
+template <int kD, bool kSparse>
 __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
-  auto& shared = block_shared<BackwardShared<kD>>();
+  auto& shared = block_shared<BackwardShared<kD, kSparse>>();
   const Problem<float>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.S + kRows - 1) / kRows, p.B * p.G, false);
   const int b = work.head / p.G, g = work.head % p.G, first = work.tile * kRows;
-  const Visits met = visits(mask.rows_of_keys({first, first + kRows}), kRows);
-  load_rows<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
-  load_rows<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
+  const Range keys = intersect({first, first + kRows}, {0, mask.S});
+  StepsOf<kSparse, kD, true> steps(shared, a.keys,
+                                   {.own = keys, .seen = mask.rows_of_keys(keys), .head = g * p.R, .heads = p.R});
+  steps.start();
+  load_own<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
+  load_own<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
 
   float dk[kR][kC], dv[kR][kC];
   clear(dk);
   clear(dv);
-  for (int n = 0; n < met.count * p.R; ++n) {
-    const int row = met.tile(n % met.count) * kRows, h = g * p.R + n / met.count;
+  for (int n = 0; steps.has(n); ++n) {
+    const int h = g * p.R + steps.head(n);
     const i64 head = static_cast<i64>(b) * p.H + h;
+    const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
-    load_rows<kRows, kD>(shared.met[0], p.q(b, h), row, mask.T, p.D);
-    load_rows<kRows, kD>(shared.met[1], a.dout(b, h), row, mask.T, p.D);
+    load_rows<kRows, kD>(shared.met[0], p.q(b, h), from, mask.T, p.D);
+    load_rows<kRows, kD>(shared.met[1], a.dout(b, h), from, mask.T, p.D);
+    steps.make(n + 2);
     sync_block();
+    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR], grad[kR][kR];
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      return p.dropout.element(b, h, row + thread_x() + kSide * c, first + thread_y() + kSide * r);
+      return p.dropout.element(b, h, steps.first(n, c) + thread_x(), first + thread_y() + kSide * r);
     });
     DS_UNROLL
     for (int c = 0; c < kR; ++c) {
-      const int i = row + thread_x() + kSide * c;
-      const float2 stats = a.stats[head * a.stats_rows + i];
+      const int i = slots.first(c) + thread_x();
+      float2 stats = make_float2(0.0f, 0.0f);
+      if (!kSparse || i < a.stats_rows) stats = a.stats[head * a.stats_rows + i];
       DS_UNROLL
       for (int r = 0; r < kR; ++r) {
-        const bool seen = mask.rows_of_key(first + thread_y() + kSide * r).has(i);
+        const int key = first + thread_y() + kSide * r;
+        const bool seen = slots.met_by(c, steps.own_block(key)) && mask.rows_of_key(key).has(i);
         const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
         const int y = thread_y() + kSide * r, x = thread_x() + kSide * c;
@@ -258,35 +282,39 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
   store_results(dv, a.dv(b, g), first, mask.S, p.D, 1.0f);
 }
 
-template <int kD>
+template <int kD, bool kSparse>
 __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
-  auto& shared = block_shared<BackwardShared<kD>>();
+  auto& shared = block_shared<BackwardShared<kD, kSparse>>();
   const Problem<float>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
-  const Visits met = visits(mask.keys_of_rows({first, first + kRows}), kRows);
-  load_rows<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
-  load_rows<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
+  const Range rows = intersect({first, first + kRows}, {0, mask.T});
+  StepsOf<kSparse, kD, false> steps(shared, a.queries, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
+  steps.start();
+  load_own<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
+  load_own<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
 
   float dq[kR][kC];
   clear(dq);
-  for (int n = 0; n < met.count; ++n) {
-    const int key = met.tile(n) * kRows;
+  for (int n = 0; steps.has(n); ++n) {
+    const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
-    load_rows<kRows, kD>(shared.met[0], p.k(b, g), key, mask.S, p.D);
-    load_rows<kRows, kD>(shared.met[1], p.v(b, g), key, mask.S, p.D);
+    load_rows<kRows, kD>(shared.met[0], p.k(b, g), from, mask.S, p.D);
+    load_rows<kRows, kD>(shared.met[1], p.v(b, g), from, mask.S, p.D);
+    steps.make(n + 2);
     sync_block();
+    const auto slots = steps.template slots<kR>(n);
     float s[kR][kR], grad[kR][kR];
     products<kR, kRows, kD>(s, shared.own[0], shared.met[0]);
     products<kR, kRows, kD>(grad, shared.own[1], shared.met[1]);
     const u32 bits = kept_bits<kR>(p.dropout, [&](int r, int c) {
-      return p.dropout.element(b, h, first + thread_y() + kSide * r, key + thread_x() + kSide * c);
+      return p.dropout.element(b, h, first + thread_y() + kSide * r, steps.first(n, c) + thread_x());
     });
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
-      const int y = thread_y() + kSide * r;
+      const int y = thread_y() + kSide * r, block = steps.own_block(first + y);
       const Range seen = mask.keys_of_row(first + y);
       const float2 stats = a.stats[work.head * a.stats_rows + first + y];
       DS_UNROLL
@@ -294,7 +322,8 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
         const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
         const int x = thread_x() + kSide * c;
-        shared.ds[y][x] = seen.has(key + x) ? w * (grad[r][c] * z - stats.y) : 0.0f;
+        const bool visible = slots.met_by(c, block) && seen.has(slots.first(c) + thread_x());
+        shared.ds[y][x] = visible ? w * (grad[r][c] * z - stats.y) : 0.0f;
       }
     }
     sync_warp();
@@ -310,7 +339,10 @@ void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept {
     constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
     const Problem<float>& p = a.problem;
     const dim3 grid = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
-    launch(forward<kD>, {grid, kThreads, sizeof(ForwardShared<kD>)}, stream, a);
+    with_sparse(a.sparse, [&](auto sparse) {
+      constexpr bool kSparse = decltype(sparse)::value;
+      launch(forward<kD, kSparse>, {grid, kThreads, sizeof(ForwardShared<kD, kSparse>)}, stream, a);
+    });
   });
 }
 
@@ -320,8 +352,12 @@ void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept {
     const Problem<float>& p = a.problem;
     const dim3 keys = grid_of(num_tiles(p.mask.S, kRows), i64{p.B} * p.G);
     const dim3 queries = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
-    launch(backward_keys<kD>, {keys, kThreads, sizeof(BackwardShared<kD>)}, stream, a);
-    launch(backward_queries<kD>, {queries, kThreads, sizeof(BackwardShared<kD>)}, stream, a);
+    with_sparse(a.sparse, [&](auto sparse) {
+      constexpr bool kSparse = decltype(sparse)::value;
+      constexpr size_t kBytes = sizeof(BackwardShared<kD, kSparse>);
+      launch(backward_keys<kD, kSparse>, {keys, kThreads, kBytes}, stream, a);
+      launch(backward_queries<kD, kSparse>, {queries, kThreads, kBytes}, stream, a);
+    });
   });
 }
 

@@ -4,16 +4,19 @@
 // computed. Scores never leave registers: the accumulators of Q K^T, exponentiated in base 2 against the running
 // maximum of their row, are the left operand of P V. Dropout takes probabilities out of P V, not out of the row's sum.
 
-#include "cuda/attention_tile.h"
+#include "cuda/attention_steps.h"
 
 namespace ds::cuda {
 namespace attention {
 namespace {
 
-template <class E, int kD>
-struct alignas(128) ForwardShared {
+template <bool kSparse, int kD>
+using ForwardSteps = Steps<kSparse, ForwardPlan<kD>::kStep>;
+
+template <class E, int kD, bool kSparse>
+struct ForwardShared : ForwardSteps<kSparse, kD>::Shared {
   using Plan = ForwardPlan<kD>;
-  E q[Plan::kOwn * kD];
+  alignas(128) E q[Plan::kOwn * kD];
   E k[2][Plan::kStep * kD], v[2][Plan::kStep * kD];
 };
 
@@ -53,36 +56,39 @@ DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][
   }
 }
 
-template <class E, int kD>
+template <class E, int kD, bool kSparse>
 __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs<E> a) {
   using Plan = ForwardPlan<kD>;
   constexpr int kM = Plan::kRowTiles, kN = Plan::kStep / 8, kThreads = Plan::kThreads;
-  auto& shared = block_shared<ForwardShared<E, kD>>();
+  auto& shared = block_shared<ForwardShared<E, kD, kSparse>>();
   const Problem<E>& p = a.problem;
   const Mask& mask = p.mask;
   const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
   const int block_row = work.tile * Plan::kOwn;
   const Head<const E> k = p.k(b, g), v = p.v(b, g);
-  const Visits met = visits(mask.keys_of_rows({block_row, block_row + Plan::kOwn}), Plan::kStep);
+  const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
+  ForwardSteps<kSparse, kD> steps(shared, a.layout,
+                                  {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
+  steps.start();
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
   float* const lse = a.lse(b, h);
   const Range warp_rows = {warp_row, warp_row + 16 * kM};
   const Range warp_keys = mask.keys_of_rows(warp_rows);
+  const u32 warp_blocks = steps.own_blocks(warp_rows);
   E* const own = shared.q + warp * 16 * kM * kD;
   const auto own_blocks = Blocks<kD, E>::template of<false>(own);
 
   const auto load_step = [&](int n) {
-    const int key = met.tile(n) * Plan::kStep;
-    load_tile<kD, Plan::kStep, kThreads>(shared.k[n % 2], k, key, mask.S, p.D);
-    load_tile<kD, Plan::kStep, kThreads>(shared.v[n % 2], v, key, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.k[n % 2], k, n, mask.S, p.D);
+    steps.template load<kD, kThreads>(shared.v[n % 2], v, n, mask.S, p.D);
     copies_commit();
   };
   constexpr int kHeld = Plan::kHold ? kD / 16 : 1;
   u32 held[kM][kHeld][4];
-  if (met.count > 0) {
+  if (steps.has(0)) {
     load_tile<kD, Plan::kOwn, kThreads>(shared.q, p.q(b, h), block_row, mask.T, p.D);
     load_step(0);
     copies_wait<0>();
@@ -109,15 +115,16 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   DS_UNROLL
   for (int m = 0; m < kM; ++m) clear(x[m]);
   DS_NO_UNROLL
-  for (int n = 0; n < met.count; ++n) {
-    if (n + 1 < met.count) load_step(n + 1);
-    const int key = met.tile(n) * Plan::kStep;
-    const Range keys = {key, key + Plan::kStep};
-    if (!intersect(warp_keys, keys).empty()) {
+  for (int n = 0; steps.has(n); ++n) {
+    if (steps.has(n + 1)) load_step(n + 1);
+    steps.make(n + 2);
+    const auto slots = steps.template slots<kN / 2>(n);
+    const auto needed = slots.needed(warp_keys, warp_blocks);
+    if (needed.any()) {
       float s[kM][kN][4];
       DS_UNROLL
       for (int m = 0; m < kM; ++m) clear(s[m]);
-      multiply_transposed<kD, Plan::kHold>(s, query, shared.k[n % 2]);
+      multiply_transposed<kD, Plan::kHold>(s, query, shared.k[n % 2], needed);
       DS_UNROLL
       for (int m = 0; m < kM; ++m) {
         DS_UNROLL
@@ -126,14 +133,16 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
           for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
         }
       }
-      if (!mask.all_visible(warp_rows, keys)) {
+      if (!slots.whole(needed, warp_blocks, [&](Range keys) { return mask.all_visible(warp_rows, keys); })) {
         DS_UNROLL
         for (int half = 0; half < 2 * kM; ++half) {
-          const Range seen = mask.keys_of_row(warp_row + lane / 4 + 8 * half);
+          const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
+          const Range seen = mask.keys_of_row(row);
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& score = s[half / 2][i / 2][half % 2 * 2 + i % 2];
-            score = seen.has(key + i / 2 * 8 + lane % 4 * 2 + i % 2) ? score : -kInfinity;
+            const int key = slots.first(i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
+            score = slots.met_by(i / 4, block) && seen.has(key) ? score : -kInfinity;
           }
         }
       }
@@ -142,13 +151,15 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       for (int m = 0; m < kM; ++m) {
         softmax_step(rows[m], s[m], x[m]);
         if (p.dropout.on) {
-          const u32 bits = kept_by_row<kN>(p.dropout, p.dropout.element(b, h, warp_row + 16 * m, key));
+          const u32 bits = kept_by_slot<true, kN / 2>(p.dropout, needed, [&](int slot) {
+            return p.dropout.element(b, h, warp_row + 16 * m, steps.first(n, slot));
+          });
           DS_UNROLL
           for (int i = 0; i < 4 * kN; ++i) s[m][i / 4][i % 4] = (bits >> i & 1u) != 0 ? s[m][i / 4][i % 4] : 0.0f;
         }
         pack<E>(weights[m], s[m]);
       }
-      multiply<kD>(x, weights, shared.v[n % 2]);
+      multiply<kD>(x, weights, shared.v[n % 2], 0, needed);
     }
     copies_wait<0>();
     sync_block();
@@ -184,7 +195,10 @@ void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
     using Plan = ForwardPlan<kD>;
     const Problem<E>& p = a.problem;
     const dim3 grid = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
-    launch(forward<E, kD>, {grid, Plan::kThreads, sizeof(ForwardShared<E, kD>)}, stream, a);
+    with_sparse(a.sparse, [&](auto sparse) {
+      constexpr bool kSparse = decltype(sparse)::value;
+      launch(forward<E, kD, kSparse>, {grid, Plan::kThreads, sizeof(ForwardShared<E, kD, kSparse>)}, stream, a);
+    });
   });
 }
 
@@ -196,8 +210,10 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   using namespace attention;
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
+  if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_fwd");
   const auto args = [&]<class E>(E) {
-    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse)};
+    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), p.blocks.sparse(),
+                          Layout::of(p, false)};
   };
   switch (q.dtype) {
     case DType::F32: forward_fp32(args(float{}), c.stream()); break;

@@ -83,6 +83,8 @@ struct ForwardArgs {
   Problem<E> problem;
   Heads<E> o;
   Statistics<float> lse;
+  bool sparse;
+  Layout layout;
 };
 // stats [B, H, padded rows]: {lse * log2(e), rowsum(dO * O)}, {inf, 0} for the padding.
 template <class E>
@@ -92,6 +94,8 @@ struct BackwardArgs {
   Heads<E> dq, dk, dv;
   const float2* stats;
   i64 stats_rows;
+  bool sparse;
+  Layout queries, keys;  // by who owns
 };
 
 template <class E>
@@ -120,6 +124,20 @@ void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept;
 inline dim3 grid_of(i64 tiles, i64 heads) noexcept { return dim3(static_cast<unsigned>(tiles * heads)); }
 inline i64 num_tiles(i64 n, i64 size) noexcept { return (n + size - 1) / size; }
 
+// Eight elements of a row from column d on, one by one; zeros if the row is `limit` or more, and from column D on.
+template <class E>
+DS_DEVICE void copy_elements(E* to, const Head<const E>& x, int row, int limit, int d, int D) {
+  u32 words[4];
+  DS_UNROLL
+  for (int w = 0; w < 4; ++w, d += 2) {
+    const E* const from = x.data + row * x.token + d;
+    const u32 low = row < limit && d < D ? from[0].bits : 0u;
+    const u32 high = row < limit && d + 1 < D ? from[1].bits : 0u;
+    words[w] = low | high << 16;
+  }
+  *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+}
+
 // Rows [first, first + kRows) of a head as a tile; zeros from row `limit` and from column D on. It has arrived after
 // copies_wait and a barrier.
 template <int kD, int kRows, int kThreads, class E>
@@ -146,16 +164,28 @@ DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, 
   DS_NO_UNROLL
   for (int i = thread_index(); i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    u32 words[4];
+    copy_elements(tile + swizzled<kD>(row, chunk), x, first + row, limit, chunk * 8, D);
+  }
+}
+// The same of rows that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile.
+template <int kD, int kRows, int kThreads, class E, class First>
+DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, int limit, int D) {
+  constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
+  static_assert(kRows * kChunks % kThreads == 0);
+  if (x.whole_chunks) {
     DS_UNROLL
-    for (int w = 0; w < 4; ++w) {
-      const int d = chunk * 8 + 2 * w;
-      const E* const from = x.data + (first + row) * x.token + d;
-      const u32 low = first + row < limit && d < D ? from[0].bits : 0u;
-      const u32 high = first + row < limit && d + 1 < D ? from[1].bits : 0u;
-      words[w] = low | high << 16;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int i = thread_index() + pass * kThreads, row = i / kChunks, chunk = i % kChunks;
+      const int from = first(row / 16) + row % 16;
+      copy_async_16(tile + swizzled<kD>(row, chunk), x.data + from * x.token + chunk * 8,
+                    from < limit && chunk * 8 < D);
     }
-    *reinterpret_cast<uint4*>(tile + swizzled<kD>(row, chunk)) = make_uint4(words[0], words[1], words[2], words[3]);
+    return;
+  }
+  DS_NO_UNROLL
+  for (int i = thread_index(); i < kRows * kChunks; i += kThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    copy_elements(tile + swizzled<kD>(row, chunk), x, first(row / 16) + row % 16, limit, chunk * 8, D);
   }
 }
 
@@ -180,12 +210,50 @@ class Blocks {
   int flip_;
 };
 
+// The slots of 16 tokens of a step that a warp needs.
+struct AllSlots {
+  bool some = true;
+
+  DS_DEVICE bool any() const { return some; }
+  DS_DEVICE constexpr bool all() const { return true; }
+  DS_DEVICE constexpr bool has(int) const { return true; }
+};
+template <int kCount>
+struct SomeSlots {
+  u32 bits;
+
+  DS_DEVICE bool any() const { return bits != 0; }
+  DS_DEVICE bool all() const { return bits == (1u << kCount) - 1; }
+  DS_DEVICE bool has(int slot) const { return (bits >> slot & 1u) != 0; }
+};
+
 // x += a b^T: `left(m, k, fragment)` gives fragments [16, 16] of a, row tile m, columns 16*k; b is a tile [8*kN, kD].
 // kHeld: the fragments are registers, so k must be a constant; else a few turns at a time leave more registers.
-template <int kD, bool kHeld, int kM, int kN, class E, class Left>
-DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* b) {
+// Slots of b that are not needed are left out.
+template <int kD, bool kHeld, int kM, int kN, class E, class Left, class Slots = AllSlots>
+DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* b, const Slots& slots = {}) {
   const auto blocks = Blocks<kD, E>::template of<true>(b);
   [[maybe_unused]] constexpr int kUnroll = kHeld ? kD / 16 : 4;
+  if (!slots.all()) {
+    DS_UNROLL
+    for (int n = 0; n < kN; n += 2) {
+      if (!slots.has(n / 2)) continue;
+      DS_UNROLL_BY(kUnroll)
+      for (int k = 0; k < kD / 16; ++k) {
+        u32 r[4];
+        load_matrices(r, blocks.at(8 * n, k));
+        const u32 b0[2] = {r[0], r[1]}, b1[2] = {r[2], r[3]};
+        DS_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          u32 a[4];
+          left(m, k, a);
+          mma_16x8x16<E>(x[m][n], a, b0);
+          mma_16x8x16<E>(x[m][n + 1], a, b1);
+        }
+      }
+    }
+    return;
+  }
   DS_UNROLL_BY(kUnroll)
   for (int k = 0; k < kD / 16; ++k) {
     u32 a[kM][4];
@@ -205,12 +273,15 @@ DS_DEVICE void multiply_transposed(float (&x)[kM][kN][4], Left&& left, const E* 
   }
 }
 
-// x += a b: a [16, 16*kK] packed; b a tile [16*kK, kD], of which columns [8*first, 8*(first + kN)).
-template <int kD, int kM, int kN, int kK, class E>
-DS_DEVICE void multiply(float (&x)[kM][kN][4], const u32 (&a)[kM][kK][4], const E* b, int first = 0) {
+// x += a b: a [16, 16*kK] packed; b a tile [16*kK, kD], of which columns [8*first, 8*(first + kN)). a is zero for slots
+// that are not needed.
+template <int kD, int kM, int kN, int kK, class E, class Slots = AllSlots>
+DS_DEVICE void multiply(float (&x)[kM][kN][4], const u32 (&a)[kM][kK][4], const E* b, int first = 0,
+                        const Slots& slots = {}) {
   const auto blocks = Blocks<kD, E>::template of<false>(b);
   DS_UNROLL
   for (int k = 0; k < kK; ++k) {
+    if (!slots.has(k)) continue;
     DS_UNROLL
     for (int n = 0; n < kN; n += 2) {
       u32 r[4];
@@ -301,6 +372,21 @@ DS_DEVICE u32 kept_by_key(const Dropout& d, u64 first) {  // accumulators [16 ke
   return bits;
 }
 
+// The same for a step in slots of 16 tokens, of which `first(slot)` is the number of the warp's first row and the
+// slot's first key (or of the slot's first row and the warp's first key).
+template <bool kByRow, int kSlots, class Slots, class First>
+DS_DEVICE u32 kept_by_slot(const Dropout& d, const Slots& slots, First&& first) {
+  if constexpr (std::is_same_v<Slots, AllSlots>) {
+    return kByRow ? kept_by_row<2 * kSlots>(d, first(0)) : kept_by_key<2 * kSlots>(d, first(0));
+  }
+  u32 bits = 0;
+  DS_NO_UNROLL
+  for (int i = 0; i < kSlots; ++i) {
+    if (slots.has(i)) bits |= (kByRow ? kept_by_row<2>(d, first(i)) : kept_by_key<2>(d, first(i))) << (8 * i);
+  }
+  return bits;
+}
+
 // Writes a warp's accumulators [16, 8*kN] as rows [row, row + 16) below `limit` of `to`, columns from `column` below D.
 // `tile`: 16 rows of a tile that no one else uses; 16 bytes leave at a time.
 template <int kD, int kN, class E>
@@ -344,6 +430,12 @@ void with_head_dim(i64 D, F&& f) noexcept {
     if (D <= kFirst) return f(std::integral_constant<int, kFirst>());
     with_head_dim<kRest...>(D, f);
   }
+}
+
+template <class F>
+void with_sparse(bool sparse, F&& f) noexcept {
+  if (sparse) return f(std::true_type());
+  f(std::false_type());
 }
 
 }  // namespace ds::cuda::attention

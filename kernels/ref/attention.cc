@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention as the formulas say: one row of probabilities at a time, no tiles.
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -27,14 +28,42 @@ double dot(const TensorView& x, i64 i, const TensorView& y, i64 j, i64 n) noexce
   return sum;
 }
 
-bool visible(const AttentionParams& p, i64 h, i64 i, i64 j, i64 T, i64 S) noexcept {
-  const i64 position = i + S - T;
-  if ((p.causal && j > position) || (p.window > 0 && j <= position - p.window)) return false;
-  const AttentionBlocks& b = p.blocks;
-  if (!b.sparse()) return true;
-  const i64 key = (b.key0 + j) / b.block;
-  return (b.keys_of(p.grid.head0 + h, (b.query0 + i) / b.block)[key / 64] >> (key % 64) & 1) != 0;
-}
+// One of the calls of an attention: what its rows see, and what becomes of their scores.
+struct Scores {
+  const AttentionParams& p;
+  i64 B, T, S;
+
+  bool visible(i64 b, i64 h, i64 i, i64 j) const noexcept {
+    const i64 position = i + S - T, query = p.blocks.query0 + i, key = p.blocks.key0 + j;
+    i64 first = 0;  // of the document
+    if (p.documents != nullptr) {
+      first = p.documents[b * p.positions + query];
+      if (key < first || key >= p.documents[(B + b) * p.positions + query]) return false;
+    }
+    if (p.causal && j > position) return false;
+    if (p.window > 0 && j <= position - p.window && key - first >= p.sinks) return false;
+    const AttentionBlocks& blocks = p.blocks;
+    if (!blocks.sparse()) return true;
+    const i64 met = key / blocks.block;
+    return (blocks.keys_of(p.grid.head0 + h, query / blocks.block)[met / 64] >> (met % 64) & 1) != 0;
+  }
+  // Of a product, its score, and the derivative of that by the scaled product.
+  struct Score {
+    double value, slope;
+  };
+  Score of(double product, i64 h, i64 i, i64 j) const noexcept {
+    Score s{p.scale * product, 1};
+    if (p.softcap > 0) {
+      const double cap = p.softcap, t = std::tanh(s.value / cap);
+      s = {cap * t, 1 - t * t};
+    }
+    if (p.bias != nullptr) {
+      const i64 distance = p.blocks.key0 + j - (p.blocks.query0 + i);
+      s.value += p.bias[(p.grid.head0 + h) * (2 * p.reach + 1) + std::clamp(distance, -p.reach, p.reach) + p.reach];
+    }
+    return s;
+  }
+};
 
 // What dropout multiplies the probability of (b, h, i, j) by: 0 or 1/(1-p).
 double keep(const AttentionParams& p, u64 element) noexcept {
@@ -48,13 +77,14 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
                    Stream&) noexcept {
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2);
   const AttentionGrid grid = p.grid.of(H, T, S);
+  const Scores scores{p, B, T, S};
   std::vector<double> weight(static_cast<size_t>(S)), out(static_cast<size_t>(D));
   for (i64 row = 0; row < B * H * T; ++row) {
     const i64 b = row / (H * T), h = row / T % H, i = row % T, g = h / (H / G);
     double top = -kInfinity, sum = 0;
     for (i64 j = 0; j < S; ++j) {
-      const bool seen = visible(p, h, i, j, T, S);
-      const double score = seen ? p.scale * dot(q, at(q, b, i, h), k, at(k, b, j, g), D) : -kInfinity;
+      const bool seen = scores.visible(b, h, i, j);
+      const double score = seen ? scores.of(dot(q, at(q, b, i, h), k, at(k, b, j, g), D), h, i, j).value : -kInfinity;
       weight[j] = score;
       top = std::max(top, score);
     }
@@ -76,6 +106,7 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
                    TensorView v, TensorView o, TensorView lse, const AttentionParams& p, Stream&) noexcept {
   const i64 B = q.dim(0), T = q.dim(1), H = q.dim(2), D = q.dim(3), S = k.dim(1), G = k.dim(2), R = H / G;
   const AttentionGrid grid = p.grid.of(H, T, S);
+  const Scores scores{p, B, T, S};
   std::vector<double> gq(static_cast<size_t>(D)), gk(static_cast<size_t>(S * D)), gv(static_cast<size_t>(S * D));
   for (i64 group = 0; group < B * G; ++group) {
     const i64 b = group / G, g = group % G;
@@ -87,11 +118,12 @@ void attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dout,
         const double delta = dot(dout, doi, o, at(o, b, i, h), D);
         gq.assign(gq.size(), 0);
         for (i64 j = 0; j < S; ++j) {
-          if (!visible(p, h, i, j, T, S)) continue;
+          if (!scores.visible(b, h, i, j)) continue;
           const i64 kj = at(k, b, j, g), vj = at(v, b, j, g);
-          const double prob = std::exp(p.scale * dot(q, qi, k, kj, D) - get(lse, at_row(lse, b, h, i)));
+          const Scores::Score score = scores.of(dot(q, qi, k, kj, D), h, i, j);
+          const double prob = std::exp(score.value - get(lse, at_row(lse, b, h, i)));
           const double mask = keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-          const double ds = p.scale * prob * (mask * dot(dout, doi, v, vj, D) - delta);
+          const double ds = p.scale * score.slope * prob * (mask * dot(dout, doi, v, vj, D) - delta);
           for (i64 d = 0; d < D; ++d) {
             gq[d] += ds * get(k, kj + d);
             gk[j * D + d] += ds * get(q, qi + d);

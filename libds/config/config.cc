@@ -16,6 +16,7 @@
 #include "config/optimizer.h"
 #include "config/parallel.h"
 #include "config/reader.h"
+#include "config/sparse_attention.h"
 
 namespace ds {
 namespace {
@@ -340,6 +341,8 @@ bool applies(const Config& c, std::string_view path) {
     return c.zero.offload_optimizer.device == OffloadDevice::Nvme ||
            c.zero.offload_param.device == OffloadDevice::Nvme || !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("zero_optimization.offload_param.")) return c.zero.offload_param.device != OffloadDevice::None;
+  if (constexpr std::string_view kSparse = "sparse_attention."; path.starts_with(kSparse))
+    return sparse_attention_takes(c.sparse_attention.mode, path.substr(kSparse.size()));
   if (path == "activation_checkpointing.buffer_count") return !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
     return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
@@ -408,6 +411,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
   resolve_data(c, model_is_sound, r);
+  resolve_sparse_attention(c, text, model_is_sound, r);
   check_size(c, model_is_sound, r);
   check_parallel(c, model_is_sound, use, r);
   check_run(c, world_size, use, text, r);
@@ -434,6 +438,7 @@ std::string resolved_json(const Config& config) {
     if (key.kind != KeyKind::Effect || !applies(c, key.path)) continue;
     const Slot slot = key.slot(&c);
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
+    if (const auto* list = std::get_if<std::vector<i64>*>(&slot); list && (*list)->empty()) continue;
     // What was neither given nor derived has no value to write.
     if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
     if (const auto* s = std::get_if<std::string*>(&slot); s && (*s)->empty()) continue;

@@ -5,6 +5,7 @@
 #include "config/keys.h"
 
 #include "config/parallel.h"
+#include "config/sparse_attention.h"
 
 namespace ds {
 
@@ -68,6 +69,16 @@ template <>
 inline constexpr std::array kEnumNames<SequenceParallelMode> = {EnumName{"ulysses", u8(SequenceParallelMode::Ulysses)},
                                                                 EnumName{"ring", u8(SequenceParallelMode::Ring)}};
 template <>
+inline constexpr std::array kEnumNames<SparseAttentionMode> = {
+    EnumName{"none", u8(SparseAttentionMode::None)},
+    EnumName{"dense", u8(SparseAttentionMode::Dense)},
+    EnumName{"fixed", u8(SparseAttentionMode::Fixed)},
+    EnumName{"variable", u8(SparseAttentionMode::Variable)},
+    EnumName{"bigbird", u8(SparseAttentionMode::BigBird)},
+    EnumName{"bslongformer", u8(SparseAttentionMode::BSLongformer)},
+    EnumName{"local", u8(SparseAttentionMode::Local)},
+    EnumName{"layout", u8(SparseAttentionMode::Layout)}};
+template <>
 inline constexpr std::array kEnumNames<CheckpointGranularity> = {
     EnumName{"none", u8(CheckpointGranularity::None)}, EnumName{"layer", u8(CheckpointGranularity::Layer)},
     EnumName{"selective", u8(CheckpointGranularity::Selective)}};
@@ -90,6 +101,7 @@ inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFo
 namespace {
 
 using C = Config;
+using S = SparseAttentionConfig;
 constexpr Range kPositive = {1, kMostCount};
 constexpr Range kBatch = {1, kMostBatch};
 constexpr Range kDegree = {0, 1 << 20};  // of parallelism: 0 is none
@@ -158,6 +170,12 @@ Slot betas_of_optimizer(void* root) {
 Slot betas_of_update(void* root) {
   auto* const u = static_cast<UpdateConfig*>(root);
   return BetasSlot{&u->beta1, &u->beta2};
+}
+// A boolean under two names.
+Slot direction_of_attention(void* root) {
+  static constexpr std::array kNames = {EnumName{"bidirectional", u8(false)}, EnumName{"unidirectional", u8(true)}};
+  static_assert(sizeof(bool) == 1);
+  return EnumSlot{reinterpret_cast<u8*>(&static_cast<Config*>(root)->sparse_attention.unidirectional), kNames};
 }
 template <auto member>
 Slot slot_of_group(void* root) {
@@ -380,6 +398,20 @@ constexpr Key kKeys[] = {
     ignored("activation_checkpointing.synchronize_checkpoint_boundary", "it measures; numbers do not depend on it"),
     not_yet("activation_checkpointing.profile", "[false]"),
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
+    effect("sparse_attention.mode", slot_of<&C::sparse_attention, &S::mode>),
+    effect("sparse_attention.block", slot_of<&C::sparse_attention, &S::block>, kPositive),
+    effect("sparse_attention.different_layout_per_head", slot_of<&C::sparse_attention, &S::different_layout_per_head>),
+    effect("sparse_attention.attention", direction_of_attention),
+    effect("sparse_attention.num_local_blocks", slot_of<&C::sparse_attention, &S::num_local_blocks>, kPositive),
+    effect("sparse_attention.num_global_blocks", slot_of<&C::sparse_attention, &S::num_global_blocks>, kPositive),
+    effect("sparse_attention.horizontal_global_attention", slot_of<&C::sparse_attention, &S::horizontal_global_attention>),
+    effect("sparse_attention.num_different_global_patterns", slot_of<&C::sparse_attention, &S::num_different_global_patterns>, kPositive),
+    effect("sparse_attention.num_random_blocks", slot_of<&C::sparse_attention, &S::num_random_blocks>),
+    effect("sparse_attention.local_window_blocks", slot_of<&C::sparse_attention, &S::local_window_blocks>, kPositive),
+    effect("sparse_attention.global_block_indices", slot_of<&C::sparse_attention, &S::global_block_indices>),
+    {.path = "sparse_attention.global_block_end_indices", .slot = slot_of<&C::sparse_attention, &S::global_block_end_indices>, .takes_null = true},
+    effect("sparse_attention.num_sliding_window_blocks", slot_of<&C::sparse_attention, &S::num_sliding_window_blocks>, kPositive),
+    effect("sparse_attention.layout", slot_of<&C::sparse_attention, &S::layout>),
     effect("aio.method", slot_of<&C::aio, &AioConfig::method>),
     effect("aio.block_size", slot_of<&C::aio, &AioConfig::block_size>, {4096, 1 << 30}, kAuto),
     effect("aio.queue_depth", slot_of<&C::aio, &AioConfig::queue_depth>, {1, 4096}, kAuto),
@@ -453,10 +485,6 @@ constexpr Key kKeys[] = {
     not_yet_section("compression_training", "", "[]",
                     "layer_reduction weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
                     "channel_pruning"),
-    not_yet_section("sparse_attention", "", "[]",
-                    "mode block different_layout_per_head num_local_blocks num_global_blocks attention "
-                    "horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks "
-                    "global_block_indices global_block_end_indices num_sliding_window_blocks"),
     not_yet_section("weight_quantization", "", "[]", "quantized_initialization post_init_quant"),
     ignored("fp16.opt_level", "it is a key of amp; DeepSpeed itself does not read it here"),
     ignored("fp16.fp16_scale_tolerance", "DeepSpeed itself does not read it"),
@@ -510,6 +538,10 @@ std::span<const Key> param_group_keys() { return kGroupKeys; }
 
 std::string_view schedule_name(PipelineSchedule schedule) noexcept {
   return enum_name(kEnumNames<PipelineSchedule>, u8(schedule));
+}
+
+std::string_view sparse_attention_name(SparseAttentionMode mode) noexcept {
+  return enum_name(kEnumNames<SparseAttentionMode>, u8(mode));
 }
 
 std::string_view granularity_name(CheckpointGranularity granularity) noexcept {

@@ -33,7 +33,7 @@ struct BetasSlot {  // a JSON array of two
 
 // Where a value goes, and by that its type. A vector of strings also takes one string.
 using Slot = std::variant<bool*, i64*, double*, float*, std::string*, EnumSlot, BetasSlot, std::vector<std::string>*,
-                          std::vector<float>*>;
+                          std::vector<float>*, std::vector<i64>*>;
 
 inline constexpr i64 kMostBatch = i64{1} << 31;    // samples of a step
 inline constexpr i64 kMostAccumulation = 100'000;  // a step is planned micro-batch by micro-batch

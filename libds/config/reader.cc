@@ -153,6 +153,17 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
                    }
                    *at = std::move(numbers);
                    return std::nullopt;
+                 },
+                 [&](std::vector<i64>* at) -> std::optional<std::string> {
+                   if (!v.is_array()) return expected;
+                   std::vector<i64> numbers;
+                   for (const Json& x : v) {
+                     const std::optional<i64> n = as_integer(x);
+                     if (!n || !in_range(static_cast<double>(*n), of_integers(range))) return expected;
+                     numbers.push_back(*n);
+                   }
+                   *at = std::move(numbers);
+                   return std::nullopt;
                  }},
       slot);
 }
@@ -185,7 +196,7 @@ std::vector<std::variant<std::string, size_t>> parse_path(std::string_view path)
 }  // namespace
 
 std::string type_text(const Slot& slot, const Range& range) {
-  const bool integer = std::holds_alternative<i64*>(slot);
+  const bool integer = std::holds_alternative<i64*>(slot) || std::holds_alternative<std::vector<i64>*>(slot);
   const std::string bounds = range_text(integer ? of_integers(range) : range);
   const auto bounded = [&](std::string_view type) {
     return bounds.empty() ? std::string(type) : fmt::format("{}, {}", type, bounds);
@@ -203,7 +214,8 @@ std::string type_text(const Slot& slot, const Range& range) {
                  },
                  [&](BetasSlot) { return fmt::format("an array of two numbers, {}", bounds); },
                  [&](std::vector<std::string>*) -> std::string { return "a string or an array of strings"; },
-                 [&](std::vector<float>*) { return fmt::format("an array of numbers, {}", bounds); }},
+                 [&](std::vector<float>*) { return fmt::format("an array of numbers, {}", bounds); },
+                 [&](std::vector<i64>*) { return fmt::format("an array of integers, {}", bounds); }},
       slot);
 }
 

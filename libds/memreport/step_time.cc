@@ -161,7 +161,8 @@ class StageModel {
 
 namespace {
 
-// Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies, which nothing hides.
+// Updates on the processors of the host beside a GPU, which the ranks of a node share, and copies. Those of page-locked
+// memory run beside the rest, but what of them is hidden depends on the order of a step: none of it is counted on.
 void offload_to_host(StageTime& t, const report::RunPlan& plan, const report::StepWork& work, const Machine& machine) {
   if (plan.device == DeviceKind::Cpu || !machine.knows_host()) return;
   t.on_host = machine.ranks_per_node * work.host.total().bytes / machine.host_updates;

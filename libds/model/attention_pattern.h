@@ -16,7 +16,8 @@ namespace ds::model {
 // Bits of [layouts, count, count], and the same transposed, as AttentionBlocks has them.
 class AttentionLayout {
  public:
-  AttentionLayout(i64 block, i64 count, i64 layouts);
+  AttentionLayout(i64 block, i64 count, i64 layouts);  // no block meets another
+  AttentionLayout(i64 block, i64 count, i64 layouts, std::vector<u64> keys);
 
   i64 block() const noexcept { return block_; }      // tokens
   i64 count() const noexcept { return count_; }      // blocks of queries, and of keys
@@ -38,10 +39,12 @@ class AttentionLayout {
   std::vector<u64> keys_, queries_;
 };
 
-// The layout of `tokens` tokens, of which the last block may have fewer than the others. Requires a configuration that
-// was checked (check_sparse_attention), mode other than None. Errc::Config: a row without a key (of those that a
-// causal mask leaves, where the configuration is unidirectional); a file that is not a layout of these heads and blocks
-// or has other entries than 0 and 1. Errc::Io: a file that cannot be read.
+// The layout of `tokens` tokens, of which the last block may have fewer than the others: of each head where the
+// configuration says different_layout_per_head or a file has so many, else one of all. Requires a configuration that
+// was resolved (config/sparse_attention), mode other than None; of counts that are beyond the blocks of this sequence
+// there are as many as it has. Errc::Config: a file that is not a layout of these heads and blocks, has other entries
+// than 0 and 1, or has a row without a key (of those that a causal mask leaves, where the configuration is
+// unidirectional). Errc::Io: a file that cannot be read. Besides what formats/ has against an HDF5 file.
 AttentionLayout make_attention_layout(const SparseAttentionConfig&, i64 heads, i64 tokens, u64 seed);
 
 }  // namespace ds::model

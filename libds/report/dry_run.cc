@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "model/attention_pattern.h"
+
 namespace ds::report {
 namespace {
 

@@ -483,7 +483,8 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
       update.run([](std::optional<size_t>, i64) {});
     };
     step();
-    if (total_of(plan.files) > 0) {  // the first step finds nothing in files
+    // The first step finds nothing in files, and no memory on the device of what is with the host.
+    if (total_of(plan.files) > 0 || update.copies().to_device > 0) {
       update.begin_again();
       step();
     }

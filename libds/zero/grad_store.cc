@@ -135,6 +135,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
       stream_(device.stream()),
       options_(options) {
   buckets_ = plan_buckets(layout, options);
+  summed_.assign(buckets_.size(), false);
   i64 staged = 0;
   staging_base_ = staging_bases(layout, options, staged);
 
@@ -225,7 +226,7 @@ std::span<const TensorView> GradStore::acquire(i64 unit) {
   const size_t bucket = static_cast<size_t>(unit_bucket_[unit]);
   if (unit == buckets_[bucket].units.front()) {
     wait(slot_[bucket]);
-    if (options_.reduce_each_micro && !owned_->in_place()) {  // what is there already is added to
+    if (summed_[bucket] && !owned_->in_place()) {  // what is there already is added to
       for (const i64 u : buckets_[bucket].units) {
         for (const Segment& s : layout_.segments_of(u))
           expect(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice);
@@ -284,12 +285,14 @@ void GradStore::reduce(size_t bucket, bool continues) {
                            landing.back().values(), s.slice});
     }
   }
+  summed_[bucket] = options_.reduce_each_micro;
   if (segments_.empty()) return;
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
 }
 
 void GradStore::finish() {
   for (size_t slot = 0; slot < tickets_.size(); ++slot) wait(slot);
+  summed_.assign(buckets_.size(), false);
 }
 
 void GradStore::gather(std::span<const i64> wanted) {

@@ -108,6 +108,7 @@ class GradStore {
   Buffer fresh_, staging_;
   Buffer sums_;                       // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;  // of what this rank owns; may be a part of them
+  std::vector<bool> summed_;          // by bucket: a micro-batch of this step is in its sums
   std::vector<i64> bucket_base_;      // elements in fresh_
   std::vector<size_t> slot_;          // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;

@@ -14,7 +14,7 @@ using HasBlock = std::function<bool(i64 layout, i64 query, i64 key)>;
 
 // Bits of a layout and their transpose.
 struct Layout {
-  Layout(i64 block, i64 count, i64 layouts, const HasBlock& has) : block(block), count(count), layouts(layouts) {
+  Layout(i64 tokens, i64 n, i64 heads, const HasBlock& has) : block(tokens), count(n), layouts(heads) {
     const i64 words = AttentionBlocks{.block = block, .count = count}.words();
     keys.resize(static_cast<size_t>(layouts * count * words));
     queries.resize(keys.size());
@@ -59,6 +59,35 @@ struct Case {
   DType dtype = DType::F32;
   AttentionGrid grid{};
   i64 query0 = 0, key0 = 0;
+  float softcap = 0;
+  i64 sinks = 0, reach = -1;  // -1: there is no bias
+  bool documents = false;
+
+  // What the further terms point to.
+  std::vector<float> bias_table() const {
+    const RngKey key{.seed = 11, .site = 4, .step = 0};
+    std::vector<float> table(reach < 0 ? 0 : static_cast<size_t>(std::max(H, grid.heads) * (2 * reach + 1)));
+    for (size_t i = 0; i < table.size(); ++i) table[i] = 2 * RngKey::uniform(key.bits(i)) - 1;
+    return table;
+  }
+  i64 positions() const { return std::max(query0 + T, key0 + S); }
+  // Documents of 1 to 60 tokens, other ones in each sample.
+  std::vector<i32> document_table() const {
+    if (!documents) return {};
+    std::vector<i32> table(static_cast<size_t>(2 * B * positions()));
+    for (i64 b = 0; b < B; ++b) {
+      const RngKey key{.seed = 12, .site = 4, .step = static_cast<u32>(b)};
+      for (i64 begin = 0, n = 0; begin < positions(); ++n) {
+        const i64 end = std::min(positions(), begin + 1 + key.bits(static_cast<u64>(n)) % 60);
+        for (i64 t = begin; t < end; ++t) {
+          table[static_cast<size_t>(b * positions() + t)] = static_cast<i32>(begin);
+          table[static_cast<size_t>((B + b) * positions() + t)] = static_cast<i32>(end);
+        }
+        begin = end;
+      }
+    }
+    return table;
+  }
 
   AttentionParams params(const Layout* layout) const {
     return {.scale = 1.0f / std::sqrt(static_cast<float>(D)),
@@ -74,7 +103,8 @@ struct Case {
     std::string s(dtype_name(dtype));
     for (i64 x : {B, T, S, H, G, D, query0, key0}) s += " " + std::to_string(x);
     return s + (causal ? " causal" : "") + " window " + std::to_string(window) + " dropout " + std::to_string(dropout) +
-           " block " + std::to_string(block);
+           " block " + std::to_string(block) + " softcap " + std::to_string(softcap) + " sinks " +
+           std::to_string(sinks) + " reach " + std::to_string(reach) + (documents ? " documents" : "");
   }
 };
 
@@ -96,10 +126,18 @@ Results run(const OpTable& ops, const Case& c, const Inputs& in, const Layout* l
   ThreadPool pool(threads);
   Stream stream{.pool = &pool};
   Results r{in.q, Tensor(DType::F32, {c.B, c.H, c.T}), in.q, in.k, in.v};
-  ops.attention_fwd(r.o, r.lse, in.q, in.k, in.v, c.params(layout), stream);
+  const std::vector<float> bias = c.bias_table();
+  const std::vector<i32> documents = c.document_table();
+  AttentionParams p = c.params(layout);
+  p.softcap = c.softcap;
+  p.sinks = c.sinks;
+  if (!bias.empty()) p.bias = bias.data(), p.reach = c.reach;
+  if (!documents.empty()) p.documents = documents.data(), p.positions = c.positions();
+  if (layout == nullptr) p.blocks.query0 = c.query0, p.blocks.key0 = c.key0;
+  ops.attention_fwd(r.o, r.lse, in.q, in.k, in.v, p, stream);
   const Results& from = forward != nullptr ? *forward : r;
   if (c.query0 % (layout != nullptr ? layout->block : 1) == 0) {
-    ops.attention_bwd(r.dq, r.dk, r.dv, in.dout, in.q, in.k, in.v, from.o, from.lse, c.params(layout), stream);
+    ops.attention_bwd(r.dq, r.dk, r.dv, in.dout, in.q, in.k, in.v, from.o, from.lse, p, stream);
   }
   return r;
 }
@@ -111,19 +149,22 @@ void expect_same(const Results& a, const Results& b, const std::string& what) {
   expect_same_bits(a.dv, b.dv, what + " dv");
 }
 
+// block 0: no layout.
 void expect_agrees_with_ref(const Case& c, i64 block, const HasBlock& has, bool layout_per_head = false) {
-  const Layout layout(block, c.num_blocks(block), layout_per_head ? std::max(c.H, c.grid.heads) : 1, has);
+  const Layout some(std::max<i64>(block, 16), c.num_blocks(std::max<i64>(block, 16)),
+                    layout_per_head ? std::max(c.H, c.grid.heads) : 1, has);
+  const Layout* const layout = block > 0 ? &some : nullptr;
   const Inputs in(c);
-  const Results want = run(ref_ops(), c, in, &layout);
+  const Results want = run(ref_ops(), c, in, layout);
   const double slack = c.dtype == DType::F32 ? 250 : test_device() != nullptr ? 8 : 2.2;
   // Rows see unlike numbers of keys: the size of the terms that cancel is that of rows with few.
   const double term = 1.0 / 8;
   for (const OpTable* ops : backends()) {
     const std::string what = std::string(ops->name) + ": " + c.name(block);
-    const Results got = run(*ops, c, in, &layout, &want);
+    const Results got = run(*ops, c, in, layout, &want);
     expect_close(got.o, want.o, slack, what + " o");
     expect_close(got.lse, want.lse, 30, what + " lse", 1);
-    if (c.query0 % block != 0) continue;
+    if (block > 0 && c.query0 % block != 0) continue;
     expect_close(got.dq, want.dq, slack, what + " dq", term);
     expect_close(got.dk, want.dk, slack, what + " dk", term);
     expect_close(got.dv, want.dv, slack, what + " dv", term);
@@ -131,8 +172,6 @@ void expect_agrees_with_ref(const Case& c, i64 block, const HasBlock& has, bool 
 }
 
 TEST(BlockSparse, RefIsDenseAttentionUnderTheMask) {
-  ThreadPool pool(1);
-  Stream stream{.pool = &pool};
   u32 seed = 0;
   for (const Case& c : {Case{.B = 2, .T = 37, .S = 37, .H = 4, .G = 2, .D = 6},
                         Case{.T = 70, .S = 53, .H = 2, .G = 1, .D = 4, .causal = false},
@@ -177,7 +216,8 @@ TEST(BlockSparse, RefIsDenseAttentionUnderTheMask) {
       }
       for (i64 d = 0; d < c.D; ++d) {
         ASSERT_NEAR(at(got.o, b, i, h, d), out[d], 1e-5) << c.name(16);
-        if (c.query0 % 16 == 0) ASSERT_NEAR(at(got.dq, b, i, h, d), dq[d], 1e-5) << c.name(16);
+        if (c.query0 % 16 != 0) continue;
+        ASSERT_NEAR(at(got.dq, b, i, h, d), dq[d], 1e-5) << c.name(16);
       }
       const float lse = got.lse.at((b * c.H + h) * c.T + i);
       if (sum == 0) {
@@ -249,6 +289,106 @@ TEST(BlockSparse, AgreesWithRefInPlacesOfASequence) {
   expect_agrees_with_ref({.T = 2, .S = 2100, .H = 4, .G = 2, .D = 32, .query0 = 2098}, 16, random_blocks(5, 0.1f));
 }
 
+// Soft caps, biases by relative position, sinks and documents: alone, together, and with layouts.
+TEST(BlockSparse, FurtherTermsAgreeWithRef) {
+  u32 n = 0;
+  for (i64 block : {0, 16, 64}) {
+    for (DType dtype : kWorkDTypes) {
+      for (u32 terms = 1; terms < 16; ++terms) {
+        const bool softcap = (terms & 1) != 0, bias = (terms & 2) != 0, sinks = (terms & 4) != 0;
+        expect_agrees_with_ref({.B = 2,
+                                .T = n % 2 == 0 ? 150 : 333,
+                                .S = n % 2 == 0 ? 150 : 333,
+                                .H = 4,
+                                .G = n % 3 == 0 ? 2 : 4,
+                                .D = n % 5 == 0 ? 40 : 32,
+                                .causal = sinks || n % 4 != 1,
+                                .window = sinks        ? 45
+                                          : n % 5 == 0 ? 70
+                                                       : 0,
+                                .dropout = n % 7 == 0 ? 0.3f : 0.0f,
+                                .dtype = dtype,
+                                .softcap = softcap ? 1.5f : 0.0f,
+                                .sinks = sinks ? 3 : 0,
+                                .reach = bias ? (n % 2 == 0 ? 20 : 500) : -1,
+                                .documents = (terms & 8) != 0},
+                               block, random_blocks(n, 0.5f), n % 2 == 0);
+        if (HasFatalFailure()) return;
+        ++n;
+      }
+    }
+  }
+  // A part of a sequence: a chunk of a ring, and decoding.
+  for (const auto& [T, query0, key0] : {std::array<i64, 3>{64, 192, 64}, {3, 250, 0}}) {
+    for (i64 sinks : {0, 5}) {
+      expect_agrees_with_ref({.T = T,
+                              .S = query0 + T - key0,
+                              .H = 4,
+                              .G = 2,
+                              .D = 32,
+                              .window = 80,
+                              .query0 = query0,
+                              .key0 = key0,
+                              .sinks = sinks,
+                              .reach = 100,
+                              .documents = sinks == 0},
+                             sinks == 0 ? 16 : 0, random_blocks(7, 0.5f));
+    }
+  }
+}
+
+// In fp64 from end to end.
+TEST(BlockSparse, RefBackwardOfFurtherTermsIsTheDerivative) {
+  const Case c{.B = 2,
+               .T = 9,
+               .S = 9,
+               .H = 2,
+               .G = 1,
+               .D = 4,
+               .window = 3,
+               .softcap = 0.8f,
+               .sinks = 2,
+               .reach = 4,
+               .documents = true};
+  ThreadPool pool(1);
+  Stream stream{.pool = &pool};
+  const std::vector<float> bias = c.bias_table();
+  const std::vector<i32> documents = c.document_table();
+  AttentionParams p = c.params(nullptr);
+  p.softcap = c.softcap, p.sinks = c.sinks, p.bias = bias.data(), p.reach = c.reach;
+  p.documents = documents.data(), p.positions = c.positions();
+  std::vector<double> data[9];
+  const auto tensor = [&](size_t i, i64 heads) {
+    data[i].resize(static_cast<size_t>(c.B * c.T * heads * c.D));
+    const Tensor noise = Tensor(DType::F32, {static_cast<i64>(data[i].size())}).randomize(static_cast<u32>(i + 1));
+    for (size_t x = 0; x < data[i].size(); ++x) data[i][x] = static_cast<double>(noise.at(static_cast<i64>(x)));
+    return TensorView::of(data[i].data(), DType::F64, {c.B, c.T, heads, c.D});
+  };
+  const TensorView q = tensor(0, c.H), k = tensor(1, c.G), v = tensor(2, c.G), dq = tensor(3, c.H), dk = tensor(4, c.G),
+                   dv = tensor(5, c.G), o = tensor(6, c.H), w = tensor(7, c.H);
+  data[8].resize(static_cast<size_t>(c.B * c.H * c.T));
+  const TensorView lse = TensorView::of(data[8].data(), DType::F64, {c.B, c.H, c.T});
+  const auto loss = [&] {
+    ref_ops().attention_fwd(o, lse, q, k, v, p, stream);
+    double sum = 0;
+    for (size_t i = 0; i < data[6].size(); ++i) sum += data[6][i] * data[7][i];
+    return sum;
+  };
+  loss();
+  ref_ops().attention_bwd(dq, dk, dv, w, q, k, v, o, lse, p, stream);
+  for (size_t x = 0; x < 3; ++x) {
+    for (size_t i = 0; i < data[x].size(); ++i) {
+      const double at = data[x][i], step = 1e-6;
+      data[x][i] = at + step;
+      const double up = loss();
+      data[x][i] = at - step;
+      const double down = loss();
+      data[x][i] = at;
+      ASSERT_NEAR((up - down) / (2 * step), data[3 + x][i], 1e-8) << "input " << x << " element " << i;
+    }
+  }
+}
+
 TEST(BlockSparse, AllBlocksAreTheBitsOfNoLayout) {
   u32 n = 0;
   for (i64 block : {16, 32, 64, 128}) {
@@ -284,7 +424,7 @@ TEST(BlockSparse, ResultsDoNotDependOnThreads) {
     const Inputs in(c);
     for (const OpTable* ops : backends()) {
       const Results want = run(*ops, c, in, &layout, nullptr, 1);
-      for (int threads : {2, 3, 5}) expect_same(run(*ops, c, in, &layout, nullptr, threads), want, ops->name);
+      for (int threads : {2, 3, 5}) expect_same(run(*ops, c, in, &layout, nullptr, threads), want, std::string(ops->name));
     }
   }
 }

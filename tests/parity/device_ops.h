@@ -73,6 +73,11 @@ class RoundTrip {
   void reach(const float* factor) {
     if (factor != nullptr) reach(factor, sizeof *factor, false);
   }
+  void reach(const AttentionParams& p) {
+    const i64 bytes = p.blocks.layouts * p.blocks.count * p.blocks.words() * i64{sizeof(u64)};
+    reach(p.blocks.keys, bytes, false);
+    reach(p.blocks.queries, bytes, false);
+  }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
   void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
   template <class Other>
@@ -109,6 +114,11 @@ class RoundTrip {
     for (TensorView* v : {&t.param, &t.master, &t.states[0], &t.states[1], &t.grad}) *v = on_device(*v);
     if (t.factor != nullptr) t.factor = on_device(t.factor);
     return t;
+  }
+  AttentionParams on_device(AttentionParams p) const {
+    if (p.blocks.keys != nullptr) p.blocks.keys = on_device(p.blocks.keys);
+    if (p.blocks.queries != nullptr) p.blocks.queries = on_device(p.blocks.queries);
+    return p;
   }
   // Arguments as the device's op gets them; `keep` holds what spans point to.
   template <class T>

@@ -86,6 +86,10 @@ std::vector<Number> all_numbers() {
     if (key.path.starts_with("fp16.")) settings.push_back("fp16.enabled=true");
     if (key.path.starts_with("zero_optimization.")) settings.push_back("zero_optimization.stage=3");
     if (key.path.starts_with("data.mlm.")) settings[0] = kBert;
+    if (key.path.starts_with("sparse_attention.")) {
+      const bool sliding = key.path.ends_with("random_blocks") || key.path.ends_with("window_blocks");
+      settings.push_back(sliding ? "sparse_attention.mode=bigbird" : "sparse_attention.mode=fixed");
+    }
     add(key, &config, "", settings);
   }
   struct Root {  // as large as any root of model keys

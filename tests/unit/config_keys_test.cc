@@ -42,11 +42,16 @@ struct Moved {
     if (std::holds_alternative<bool*>(slot)) {
       value = !slot_json(slot).get<bool>();
     } else if (std::holds_alternative<i64*>(slot)) {
-      value = key.path == "aio.block_size" ? 8192 : 3;
+      value = key.path == "aio.block_size"                               ? 8192
+              : key.path == "sparse_attention.block"                     ? 32
+              : key.path == "sparse_attention.num_sliding_window_blocks" ? 5
+                                                                         : 3;
     } else if (std::holds_alternative<double*>(slot) || std::holds_alternative<float*>(slot)) {
       value = 0.375;
     } else if (std::holds_alternative<BetasSlot>(slot)) {
       value = {0.25, 0.375};
+    } else if (std::holds_alternative<std::vector<i64>*>(slot)) {
+      value = Json::array({3});
     } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
       for (const EnumName& n : e->names)
         if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
@@ -93,6 +98,23 @@ struct Moved {
     if (key.path.ends_with("delayed_update_start"))
       set.push_back("zero_optimization.offload_optimizer.delayed_update=true");
     if (key.path == "activation_checkpointing.buffer_count") set.push_back("activation_checkpointing.nvme_path=disk");
+    if (constexpr std::string_view kSparse = "sparse_attention."; key.path.starts_with(kSparse)) {
+      const struct {
+        std::string_view key, needs;
+      } needs[] = {{"mode", "layout=file"},
+                   {"layout", "mode=layout"},
+                   {"num_global_blocks", "num_local_blocks=6"},
+                   {"horizontal_global_attention", "attention=bidirectional"},
+                   {"num_different_global_patterns", "different_layout_per_head=true"},
+                   {"num_random_blocks", "mode=variable"},
+                   {"local_window_blocks", "mode=variable"},
+                   {"global_block_indices", "mode=variable"},
+                   {"global_block_end_indices", "mode=variable"},
+                   {"num_sliding_window_blocks", "mode=local"}};
+      for (const auto& n : needs) {
+        if (key.path.substr(kSparse.size()) == n.key) set.push_back(fmt::format("{}{}", kSparse, n.needs));
+      }
+    }
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
@@ -338,6 +360,20 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"activation_checkpointing.granularity", "", R"("activation_checkpointing": {"nvme_path": "disk"})",
        R"("layer")"},
       {"activation_checkpointing.nvme_path", "default: none", "", ""},
+      {"sparse_attention.mode", "default: \"fixed\" where the section is\nthere", "", ""},
+      {"sparse_attention.mode", "", R"("sparse_attention": {"block": 32})", R"("fixed")"},
+      {"sparse_attention.mode", "", R"("sparse_attention": {})", R"("fixed")"},
+      {"sparse_attention.attention", "default: \"unidirectional\" where the model is causal, else \"bidirectional\"",
+       R"("sparse_attention": {"mode": "fixed"})", R"("unidirectional")"},
+      {"sparse_attention.attention", "",
+       R"("sparse_attention": {"mode": "fixed"}, "train_batch_size": 8, "model": {"type": "bert", "vocab_size": 259,
+       "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64})",
+       R"("bidirectional")"},
+      {"sparse_attention.num_random_blocks", "default: 1 with mode \"bigbird\"",
+       R"("sparse_attention": {"mode": "bigbird"})", "1"},
+      {"sparse_attention.num_random_blocks", "", R"("sparse_attention": {"mode": "variable"})", "0"},
+      {"sparse_attention.global_block_end_indices", "default: none", R"("sparse_attention": {"mode": "variable"})", ""},
+      {"sparse_attention.layout", "default: none", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
       {"zero_optimization.offload_optimizer.nvme_path", "default: none", "", ""},
       {"zero_optimization.offload_param.nvme_path", "default: none", "", ""},

@@ -272,7 +272,6 @@ const Wrong kWrong[] = {
      "activation_checkpointing.buffer_count: must be an integer"},
     {R"("activation_checkpointing": {"granularity": "layers"})", kBad, "\"layer\""},
     {R"("cuda": {"graphs": true}, "device": "cuda", "tensor_parallel": {"tp_size": 2})", kLater, "exclude graphs", 2},
-    {R"("sparse_attention": {"mode": "fixed"})", kLater, "sparse_attention is not there yet"},
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.

@@ -168,6 +168,9 @@ TEST(CudaCudnn, ServesWhatNvidiasTableHas) {
     c.params.window = 64;
     EXPECT_EQ(refused(c), "window");
     c = call_of({}, backward);
+    c.params.blocks.block = 64;
+    EXPECT_EQ(refused(c), "sparse layout");
+    c = call_of({}, backward);
     c.k.data = c.k.as<char>() + 2;
     EXPECT_EQ(refused(c), "alignment");
     c = call_of({}, backward);

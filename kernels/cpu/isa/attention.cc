@@ -67,22 +67,51 @@ struct Problem {
         grid(params.grid.of(H, T, S)) {}
 
   i64 rows() const noexcept { return T * R; }
-  // The keys that row r sees, and those that any of a range of rows sees.
-  Range keys_of(i64 row) const noexcept { return keys_of(Range{row, row + 1}); }
-  Range keys_of(Range rows) const noexcept {
+  // Where the document of a query or key begins and ends, in keys and in queries of the call.
+  i64 document_begin(i64 b, i64 place) const noexcept { return p.documents[b * p.positions + place]; }
+  i64 document_end(i64 b, i64 place) const noexcept { return p.documents[(B + b) * p.positions + place]; }
+  i64 query_place(i64 row) const noexcept { return p.blocks.query0 + row / R; }
+
+  // The keys that row r sees, and those that any of a range of rows sees, but for sinks.
+  Range keys_of(i64 b, i64 row) const noexcept { return keys_of(b, Range{row, row + 1}); }
+  Range keys_of(i64 b, Range rows) const noexcept {
     if (rows.empty()) return {0, 0};
     const i64 first = rows.begin / R + S - T, last = (rows.end - 1) / R + S - T;
-    return {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
+    Range seen = {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
+    if (p.documents == nullptr) return seen;
+    return intersect(seen, {document_begin(b, query_place(rows.begin)) - p.blocks.key0,
+                            document_end(b, query_place(rows.end - 1)) - p.blocks.key0});
+  }
+  bool has_sinks() const noexcept { return p.sinks > 0 && p.window > 0; }
+  // The sinks that a row sees, and those that any of a range of rows sees, with what lies between them.
+  Range sinks_of(i64 b, i64 row) const noexcept { return sinks_of(b, Range{row, row + 1}); }
+  Range sinks_of(i64 b, Range rows) const noexcept {
+    if (!has_sinks() || rows.empty()) return {0, 0};
+    const i64 last = (rows.end - 1) / R + S - T, end = p.causal ? std::min(S, last + 1) : S;
+    const auto begin = [&](i64 row) {
+      return (p.documents != nullptr ? document_begin(b, query_place(row)) : 0) - p.blocks.key0;
+    };
+    return intersect({begin(rows.begin), begin(rows.end - 1) + p.sinks}, {0, end});
   }
   // Does every row of a range see every key of a range?
-  bool dense(Range rows, Range keys) const noexcept {
-    return keys_of(rows.end - 1).begin <= keys.begin && keys_of(rows.begin).end >= keys.end;
+  bool dense(i64 b, Range rows, Range keys) const noexcept {
+    return keys_of(b, rows.end - 1).begin <= keys.begin && keys_of(b, rows.begin).end >= keys.end;
   }
-  // The rows that see any of a range of keys.
-  Range rows_of(Range keys) const noexcept {
-    const i64 first = p.causal ? std::max<i64>(0, keys.begin - (S - T)) : 0;
-    const i64 last = p.window > 0 ? std::min(T, keys.end - 1 + p.window - (S - T)) : T;
-    return {first * R, last * R};
+  // The rows that see any of a range of keys, with what lies between them.
+  Range rows_of(i64 b, Range keys) const noexcept {
+    const i64 before = S - T, first_key = p.blocks.key0 + keys.begin, last_key = p.blocks.key0 + keys.end - 1;
+    Range seen = {p.causal ? std::max<i64>(0, keys.begin - before) : 0, T};
+    if (p.window > 0) {
+      // The first key is a sink, or a document with its own begins among them.
+      const i64 document = p.documents != nullptr ? document_begin(b, last_key) : 0;
+      const bool sink = has_sinks() && first_key < document + p.sinks;
+      if (!sink) seen.end = std::min(T, keys.end - 1 + p.window - before);
+    }
+    if (p.documents != nullptr) {
+      seen = intersect(seen,
+                       {document_begin(b, first_key) - p.blocks.query0, document_end(b, last_key) - p.blocks.query0});
+    }
+    return {seen.begin * R, seen.end * R};
   }
   // Where row r of (b, g) starts in a [B,T,H,D] view, and key j in a [B,S,G,D] view.
   i64 row_offset(const TensorView& x, i64 b, i64 g, i64 row) const noexcept {
@@ -158,8 +187,11 @@ struct Pack {
 // The keys that a range of rows meets, of a range that begins where a tile may: tile after tile of `room` keys.
 class Met {
  public:
-  Met(const Problem& a, i64 g, Range rows, Range keys, i64 room) noexcept : a_(a), g_(g), room_(room) {
-    const Range seen = intersect(keys, a.keys_of(rows));
+  Met(const Problem& a, i64 b, i64 g, Range rows, Range keys, i64 room) noexcept
+      : a_(a), b_(b), g_(g), room_(room), rows_(rows) {
+    Range seen = intersect(keys, a.keys_of(b, rows));
+    if (const Range sinks = intersect(keys, a.sinks_of(b, rows)); !sinks.empty())
+      seen = seen.empty() ? sinks : Range{std::min(seen.begin, sinks.begin), std::max(seen.end, sinks.end)};
     if (seen.empty()) return;
     next_ = keys.begin + (seen.begin - keys.begin) / room * room;
     end_ = seen.end;
@@ -168,6 +200,7 @@ class Met {
   }
   bool next(Pack& pack) noexcept {
     if (!a_.sparse()) {
+      while (next_ < end_ && nobody_sees({next_, std::min(limit_, next_ + room_)})) next_ += room_;
       if (next_ >= end_) return false;
       pack = {.columns = {0, std::min(limit_ - next_, room_)}, .first = {next_}};
       next_ += room_;
@@ -181,14 +214,20 @@ class Met {
         next_ = (block + ahead) * a_.p.blocks.block - a_.p.blocks.key0;
         continue;
       }
-      pack.first[pack.columns.end / pack.unit] = next_;
-      pack.columns.end += std::min(pack.unit, limit_ - next_);
+      const Range keys = {next_, std::min(limit_, next_ + pack.unit)};
       next_ += pack.unit;
+      if (nobody_sees(keys)) continue;
+      pack.first[pack.columns.end / pack.unit] = keys.begin;
+      pack.columns.end += keys.size();
     }
     return !pack.columns.empty();
   }
 
  private:
+  // Keys between sinks and windows, or between documents' sinks.
+  bool nobody_sees(Range keys) const noexcept {
+    return a_.has_sinks() && intersect(rows_, a_.rows_of(b_, keys)).empty();
+  }
   // 0 where a block is met; else how many to go on by.
   i64 blocks_to_next(i64 block) noexcept {
     if (block / 64 != word_) {
@@ -201,7 +240,9 @@ class Met {
   }
 
   const Problem& a_;
-  i64 g_, room_, next_ = 0, end_ = 0, limit_ = 0;
+  i64 b_, g_, room_;
+  Range rows_;
+  i64 next_ = 0, end_ = 0, limit_ = 0;
   Range queries_ = {0, 0};
   i64 word_ = -1;
   u64 bits_ = 0;
@@ -302,10 +343,19 @@ Vec exp_weight(Vec x) noexcept {
   return select(less(x, least), zero(), exp_bounded(max(least, x)));
 }
 
-// The lanes of keys j .. j+kLanes-1 outside `seen` become `other`.
-Vec outside(Vec x, i64 j, Range seen, Vec other) noexcept {
+// What a row sees of columns: two ranges, of which the second, of sinks, may be empty.
+struct Seen {
+  Range near, sinks;
+  Seen minus(i64 n) const noexcept { return {{near.begin - n, near.end - n}, {sinks.begin - n, sinks.end - n}}; }
+};
+
+// The lanes of columns j .. j+kLanes-1 that are not seen become `other`.
+Vec outside(Vec x, i64 j, const Seen& seen, Vec other) noexcept {
   const auto lanes_below = [j](i64 limit) { return first(std::clamp<i64>(limit - j, 0, Vec::kLanes)); };
-  return select(lanes_below(seen.begin), other, select(lanes_below(seen.end), x, other));
+  const auto within = [&](Range r, Vec rest) {
+    return select(lanes_below(r.begin), rest, select(lanes_below(r.end), x, rest));
+  };
+  return within(seen.near, seen.sinks.empty() ? other : within(seen.sinks, other));
 }
 
 // Rows `rows` of a query-like tensor as an fp32 tile.
@@ -333,22 +383,68 @@ void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, c
   for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
 }
 
+// f(columns) for the columns of a run that any of a range of rows sees, their begin rounded down to whole vectors.
+template <class F>
+void for_seen(const Problem& a, i64 b, Range rows, const Pack& pack, Range run, F&& f) noexcept {
+  const auto whole = [&](Range c) {
+    c.begin -= (c.begin - run.begin) % Vec::kLanes;
+    return c;
+  };
+  Range seen = pack.columns_of(a.keys_of(b, rows), run);
+  if (const Range sinks = pack.columns_of(a.sinks_of(b, rows), run); !sinks.empty()) {
+    if (seen.empty() || whole(seen).begin > sinks.end) {
+      f(whole(sinks));
+    } else {
+      seen = {std::min(seen.begin, sinks.begin), std::max(seen.end, sinks.end)};
+    }
+  }
+  if (!seen.empty()) f(whole(seen));
+}
+
 // The visible part of a block of scores: f(rows, columns) once for what is dense, else for each strip of rows with the
 // columns that any row of the strip sees, their begin rounded down to whole vectors.
 template <class F>
-void for_visible(const Problem& a, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
+void for_visible(const Problem& a, i64 b, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
   for_same_units(a, g, rows, pack, [&](Range same, u32 units) {
     for_columns(pack, units, [&](Range c) {
-      if (a.dense(same, pack.keys(c))) return f(same, c);
+      if (a.dense(b, same, pack.keys(c))) return f(same, c);
       for (i64 r = same.begin; r < same.end; r += kStrip) {
         const Range strip = {r, std::min(same.end, r + kStrip)};
-        Range seen = pack.columns_of(a.keys_of(strip), c);
-        if (seen.empty()) continue;
-        seen.begin -= (seen.begin - c.begin) % Vec::kLanes;
-        f(strip, seen);
+        for_seen(a, b, strip, pack, c, [&](Range seen) { f(strip, seen); });
       }
     });
   });
+}
+
+// Products, scaled, of a row and some columns become scores where these are more than that. With `slope` the
+// derivatives go there.
+void to_scores(float* row, float* slope, const Problem& a, i64 g, i64 at, const Pack& pack, Range columns) noexcept {
+  if (a.p.softcap > 0) {
+    const Vec cap = broadcast(a.p.softcap), twice = broadcast(2.0f / a.p.softcap), one = broadcast(1.0f);
+    for (i64 j = 0; j < columns.size(); j += Vec::kLanes) {
+      // tanh x = 1 - 2 / (1 + e^2x); e^2x is inf or 0 where tanh is 1 or -1.
+      const Vec x = min(max(load(row + j) * twice, broadcast(-80.0f)), broadcast(80.0f));
+      const Vec t = one - broadcast(2.0f) / (one + exp(x));
+      store(row + j, cap * t);
+      if (slope != nullptr) store(slope + j, one - t * t);
+    }
+  }
+  if (a.p.bias == nullptr) return;
+  const i64 reach = a.p.reach, query = a.query_place(at);
+  const float* const bias = a.p.bias + (a.p.grid.head0 + g * a.R + at % a.R) * (2 * reach + 1) + reach;
+  pack.for_units(columns, [&](Range c) {
+    const i64 first = a.p.blocks.key0 + pack.key(c.begin) - query;
+    float* const score = row + c.begin - columns.begin;
+    i64 j = 0;
+    for (; j + Vec::kLanes <= c.size() && first + j >= -reach && first + j + Vec::kLanes - 1 <= reach; j += Vec::kLanes)
+      store(score + j, load(score + j) + load(bias + first + j));
+    for (; j < c.size(); ++j) score[j] += bias[std::clamp(first + j, -reach, reach)];
+  });
+}
+
+Seen seen_of(const Problem& a, i64 b, i64 row, const Pack& pack, Range columns) noexcept {
+  return {pack.columns_of(a.keys_of(b, row), columns),
+          a.has_sinks() ? pack.columns_of(a.sinks_of(b, row), columns) : Range{0, 0}};
 }
 
 // What dropout multiplies the probabilities of a row in some columns by: f(columns, factors) for each run of keys.
@@ -373,7 +469,7 @@ struct Partial {
 
 // One row of scores becomes weights e^(score - top); returns the factor for what the row has accumulated before.
 // `seen`: what the row sees of the n columns, unless it is `whole`.
-float softmax_step(float* score, i64 n, bool whole, Range seen, float& top, float& sum) noexcept {
+float softmax_step(float* score, i64 n, bool whole, const Seen& seen, float& top, float& sum) noexcept {
   Vec high = broadcast(-kInfinity);
   for (i64 j = 0; j < n; j += Vec::kLanes) {
     Vec s = load(score + j);
@@ -432,7 +528,7 @@ struct Forward {
     fill_zero(part.sum, rows.size());
     load_rows<E>(tile.q, q, a, b, g, rows, a.p.scale);
     Pack pack;
-    for (Met met(a, g, rows, keys, kKeys); met.next(pack);) {
+    for (Met met(a, b, g, rows, keys, kKeys); met.next(pack);) {
       load_keys<E>(tile.k, k, a, b, g, pack);
       load_keys<E>(tile.v, v, a, b, g, pack);
       transpose(tile.kt, kKeys, tile.k, a.ld, round_up(pack.size(), Vec::kLanes), round_up(a.D, 8));
@@ -446,19 +542,17 @@ struct Forward {
   void attend(const Partial& part, const Tiles& tile, i64 b, i64 g, Range rows, const Pack& pack,
               i64 origin) const noexcept {
     const auto score = [&](Range r, Range c) { return tile.score + (r.begin - rows.begin) * kKeys + c.begin; };
-    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       tile_product<Order::Rows>(score(r, c), kKeys, tile.q + (r.begin - origin) * a.ld, a.ld, tile.kt + c.begin, kKeys,
                                 r.size(), round_up(c.size(), Vec::kLanes), a.D, false);
-    });
-    for_visible(a, g, rows, pack, [&](Range r, Range c) {
       for (i64 row = r.begin; row < r.end; ++row) {
-        const Range seen = pack.columns_of(a.keys_of(row), c);
-        const bool whole = seen.begin <= c.begin && seen.end >= c.end && c.size() % Vec::kLanes == 0;
+        const Seen seen = seen_of(a, b, row, pack, c);
+        const bool whole = seen.near.begin <= c.begin && seen.near.end >= c.end && c.size() % Vec::kLanes == 0;
         float* const s = score({row, row + 1}, c);
         const i64 at = row - origin;
+        to_scores(s, nullptr, a, g, row, pack, c);
         hide_others(s, a, g, row, pack, c, -kInfinity);
-        const float kept =
-            softmax_step(s, c.size(), whole, {seen.begin - c.begin, seen.end - c.begin}, part.top[at], part.sum[at]);
+        const float kept = softmax_step(s, c.size(), whole, seen.minus(c.begin), part.top[at], part.sum[at]);
         if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
         if (a.p.dropout > 0) {
           for_factors(tile.keep, a, b, g, row, pack, c, [&](Range run, const float* keep) {
@@ -467,8 +561,6 @@ struct Forward {
           });
         }
       }
-    });
-    for_visible(a, g, rows, pack, [&](Range r, Range c) {
       tile_product<Order::Rows>(part.out + (r.begin - origin) * a.ld, a.ld, score(r, c), kKeys, tile.v + c.begin * a.ld,
                                 a.ld, r.size(), a.width, c.size(), true);
     });
@@ -578,7 +670,7 @@ struct Backward {
     if (a.sparse()) return accumulate_sparse(sums, tile, b, g, rows, keys);
     for (i64 first = keys.begin; first < keys.end; first += kKeysPacked) {
       const Range packed = {first, std::min(keys.end, first + kKeysPacked)};
-      const Range seen = intersect(rows, a.rows_of(packed));
+      const Range seen = intersect(rows, a.rows_of(b, packed));
       if (seen.empty()) continue;
       const Pack pack = {.columns = {0, packed.size()}, .first = {first}};
       load_transposed(tile.vt, tile.k, v, b, g, pack);
@@ -588,7 +680,7 @@ struct Backward {
         load_block(tile, b, g, block);
         for (i64 c = 0; c < pack.size(); c += kKeys) {
           const Range columns = {c, std::min(pack.size(), c + kKeys)};
-          if (intersect(block, a.rows_of(pack.keys(columns))).empty()) continue;
+          if (intersect(block, a.rows_of(b, pack.keys(columns))).empty()) continue;
           differentiate(sums, tile, b, g, block, pack.part(columns));
         }
       }
@@ -601,7 +693,7 @@ struct Backward {
       const Range block = {r, std::min(rows.end, r + kRows)};
       bool loaded = false;
       Pack pack;
-      for (Met met(a, g, block, keys, kKeysPacked); met.next(pack);) {
+      for (Met met(a, b, g, block, keys, kKeysPacked); met.next(pack);) {
         if (!loaded) load_block(tile, b, g, block);
         loaded = true;
         load_transposed(tile.vt, tile.k, v, b, g, pack);
@@ -643,7 +735,7 @@ struct Backward {
     const auto score = [&](float* matrix, Range r, Range c) {
       return matrix + (r.begin - rows.begin) * kKeys + c.begin - origin;
     };
-    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       const i64 row = (r.begin - rows.begin) * a.ld, column = origin * a.width + c.begin - origin;
       const i64 lanes = round_up(c.size(), Vec::kLanes);
       tile_product<Order::Rows>(score(tile.prob, r, c), kKeys, tile.q + row, a.ld, tile.kt + column, kKeys, r.size(),
@@ -654,20 +746,20 @@ struct Backward {
     // Whole units, so that what no product has written becomes zero.
     for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
       for_columns(pack, units, [&](Range c) {
-        const bool whole = c.size() % Vec::kLanes == 0 && a.dense(r, pack.keys(c));
+        const bool whole = c.size() % Vec::kLanes == 0 && a.dense(b, r, pack.keys(c));
         for (i64 row = r.begin; row < r.end; ++row) {
           softmax_backward(tile, row - rows.begin, b, g, row, score(tile.prob, {row, row}, c),
                            score(tile.dscore, {row, row}, c), pack, c, whole);
         }
       });
     });
-    for_visible(a, g, rows, pack, [&](Range r, Range c) {
+    for_visible(a, b, g, rows, pack, [&](Range r, Range c) {
       tile_product<Order::Rows>(sums.dq + r.begin * a.ld, a.ld, score(tile.dscore, r, c), kKeys,
                                 tile.k + c.begin * a.ld, a.ld, r.size(), a.width, c.size(), true);
     });
     for_same_units(a, g, rows, pack, [&](Range r, u32 units) {
       for_columns(pack, units, [&](Range columns) {
-        const bool dense = a.dense(r, pack.keys(columns));
+        const bool dense = a.dense(b, r, pack.keys(columns));
         const auto add = [&](Range seen, Range c) {
           if (seen.empty()) return;
           const i64 key = pack.key(c.begin) * a.ld, row = (seen.begin - rows.begin) * a.ld;
@@ -680,7 +772,7 @@ struct Backward {
           if (dense) return add(r, c);
           for (i64 j = c.begin; j < c.end; j += kStrip) {
             const Range strip = {j, std::min(c.end, j + kStrip)};
-            add(intersect(r, a.rows_of(pack.keys(strip))), strip);
+            add(intersect(r, a.rows_of(b, pack.keys(strip))), strip);
           }
         });
       });
@@ -706,7 +798,9 @@ struct Backward {
   void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob, float* dscore, const Pack& pack,
                         Range columns, bool whole) const noexcept {
     const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
-    const Range seen = pack.columns_of(a.keys_of(row), columns);
+    const Seen seen = seen_of(a, b, row, pack, columns);
+    float slope[kKeys];
+    to_scores(prob, slope, a, g, row, pack, columns);
     const auto differentiate = [&](Range c, const float* keep) {
       for (i64 j = c.begin; j < c.end; j += Vec::kLanes) {
         const i64 x = j - columns.begin;
@@ -714,6 +808,7 @@ struct Backward {
         const Vec factor = keep != nullptr ? load(keep + j - c.begin) : broadcast(1.0f);
         Vec ds = p * (load(dscore + x) * factor - delta);
         p = p * factor;
+        if (a.p.softcap > 0) ds = ds * load(slope + x);
         if (!whole) {
           p = outside(p, j, seen, zero());
           ds = outside(ds, j, seen, zero());

@@ -91,6 +91,18 @@ struct AttentionParams {
   RngKey rng{};
   AttentionGrid grid{};
   AttentionBlocks blocks{};
+
+  // Further terms of scores and masks. A query's or key's place in its sequence is blocks.query0 + i, blocks.key0 + j.
+  float softcap = 0.0f;  // > 0: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2)
+  // Then bias[h, place of the key - place of the query + reach], of the nearer end beyond, is added; h as in layouts.
+  // ALiBi (Press et al., 2022) and other biases by relative position are such tables.
+  const float* bias = nullptr;  // [heads of the model, 2 * reach + 1], on the device
+  i64 reach = 0;
+  i64 sinks =
+      0;  // with a window: the first keys of a sequence, or document, that are visible besides (Xiao et al., 2024)
+  // Keys of other documents are hidden: where the document of each place begins, and where it ends.
+  const i32* documents = nullptr;  // [2, B, positions], on the device; ascending
+  i64 positions = 0;
 };
 
 // Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of a

@@ -1,0 +1,255 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// The steps in which a thread block meets the other side, kStep tokens at a time, in slots of 16. Without a layout a
+// step is a tile of neighbours, and the steps are all tiles that the mask leaves. With a block-sparse layout a step is
+// gathered out of units, a block or as much of it as a step holds: those that some block of the own tile meets, in
+// ascending order, and zeros where there are no more. So the cost is that of the blocks that are there; and where all
+// are there, the steps, and with them the bits of results, are those without a layout.
+//
+// Units are found on the way, two steps ahead, by the first warp: it looks at the bits of the own tile's blocks, 32
+// units at a time, or 32 times as many where there are none. What it finds lies in a ring in shared memory, whose size
+// does not depend on that of the layout.
+
+#include <bit>
+
+#include "cuda/attention_tile.h"
+
+namespace ds::cuda::attention {
+
+// What a thread block owns and meets: the tokens `own`, all of which exist, see the tokens `seen` of the other side, in
+// each of `heads` heads of the call, from `head` on and one after the other.
+struct Meeting {
+  Range own, seen;
+  int head = 0, heads = 1;
+};
+
+// What is found by a layout. `search` is the first warp's.
+struct Unit {
+  int first;  // token; kNone: there is no unit
+  u16 own;    // the own blocks that meet it, as bits
+  u16 head;   // of the group
+
+  static constexpr int kNone = 1 << 30;  // beyond all tokens
+};
+struct Search {
+  const u64* bits;  // of the first own block, in the layout of the first head
+  int own_blocks, heads;
+  Range units;  // that may be met
+  // How far it has come: `found` units, or places that stay empty; in head `head` it has looked at all words of 32
+  // units before `next` but those of the last 32 whose bits are set in `filled`, which are not empty.
+  int found, head, next;
+  u32 filled;
+};
+struct Nothing {};
+struct Found {
+  static constexpr int kRing = 64;  // three steps of at most four units, and 32 units more
+  Unit units[kRing];
+  Search search;
+};
+
+// Without a layout. kGroup: there may be more heads than one.
+template <bool kSparse, int kStep, bool kGroup = false>
+class Steps {
+ public:
+  using Shared = Nothing;
+
+  DS_DEVICE Steps(Shared&, const Layout&, const Meeting& m)
+      : met_(visits(m.seen, kStep)), count_(kGroup ? met_.count * m.heads : met_.count) {}
+  // By all threads, before all else.
+  DS_DEVICE void start() {}
+  // Is there a step n? It, its slots and its head are known for the first two steps, and for those that were made
+  // before the last barrier.
+  DS_DEVICE bool has(int n) const { return n < count_; }
+  // By all threads, for one step after the other, of which no one reads more than the two before.
+  DS_DEVICE void make(int) {}
+  DS_DEVICE int head(int n) const { return kGroup ? n / met_.count : 0; }
+
+  // The first token of a slot of step n.
+  DS_DEVICE int first(int n, int slot) const { return token_of(n) + 16 * slot; }
+
+  // kCount slots of a step.
+  template <int kCount>
+  class Slots {
+   public:
+    DS_DEVICE explicit Slots(int first) : first_(first) {}
+    DS_DEVICE int first(int slot) const { return first_ + 16 * slot; }
+    DS_DEVICE constexpr bool met_by(int /*slot*/, int /*own_block*/) const { return true; }
+    // Which of them does a warp need that sees the tokens `seen` and whose own blocks are `own`?
+    DS_DEVICE AllSlots needed(Range seen, u32 /*own*/) const { return {!intersect(seen, tokens()).empty()}; }
+    // Does all of the warp meet all of them? `visible`: does the mask hide none of some tokens from the warp?
+    template <class Visible>
+    DS_DEVICE bool whole(AllSlots, u32 /*own*/, Visible&& visible) const {
+      return visible(tokens());
+    }
+
+   private:
+    DS_DEVICE Range tokens() const { return {first_, first_ + 16 * kCount}; }
+    int first_;
+  };
+  // Slots [first, first + kCount) of step n.
+  template <int kCount>
+  DS_DEVICE Slots<kCount> slots(int n, int first = 0) const {
+    return Slots<kCount>(this->first(n, first));
+  }
+  // Step n of a head as a tile, with zeros for tokens from `limit` on.
+  template <int kD, int kThreads, class E>
+  DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
+    load_tile<kD, kStep, kThreads>(tile, x, token_of(n), limit, D);
+  }
+
+  // Which of the own blocks a token belongs to; those of some tokens, as bits.
+  DS_DEVICE constexpr int own_block(int) const { return 0; }
+  DS_DEVICE constexpr u32 own_blocks(Range) const { return 0; }
+
+ private:
+  DS_DEVICE int token_of(int n) const { return met_.tile(kGroup ? n % met_.count : n) * kStep; }
+
+  Visits met_;
+  int count_;
+};
+
+// By a layout.
+template <int kStep, bool kGroup>
+class Steps<true, kStep, kGroup> {
+ public:
+  using Shared = Found;
+
+  DS_DEVICE Steps(Shared& shared, const Layout& layout, const Meeting& m)
+      : shared_(shared), layout_(layout), meeting_(m), own_at_(layout.own0 - layout.block_begin(m.own.begin)) {}
+
+  DS_DEVICE void start() {
+    if (thread_index() < kWarp) {
+      if (thread_index() == 0) {
+        const Range units = layout_.units(meeting_.seen, kStep);
+        shared_.search = {.bits = layout_.bits_of(meeting_.head, meeting_.own.begin),
+                          .own_blocks = meeting_.own.empty() ? 0 : own_block(meeting_.own.end - 1) + 1,
+                          .heads = meeting_.heads,
+                          .units = units,
+                          .found = 0,
+                          .head = 0,
+                          .next = units.begin / kWarp,
+                          .filled = 0};
+      }
+      sync_warp();
+      make_units(0);
+      sync_warp();
+      make_units(1);
+    }
+    sync_block();
+  }
+  DS_DEVICE bool has(int n) const { return unit(n, 0).first != Unit::kNone; }
+  DS_DEVICE void make(int n) {
+    if (thread_index() < kWarp) make_units(n);
+  }
+  DS_DEVICE int head(int n) const { return unit(n, 0).head; }
+  DS_DEVICE int first(int n, int slot) const { return unit(n, slot).first; }
+
+  template <int kCount>
+  class Slots {
+   public:
+    DS_DEVICE int first(int slot) const { return slots_[slot].first; }
+    DS_DEVICE bool met_by(int slot, int own_block) const { return (slots_[slot].own >> own_block & 1) != 0; }
+    DS_DEVICE SomeSlots<kCount> needed(Range seen, u32 own) const {
+      u32 bits = 0;
+      DS_UNROLL
+      for (int i = 0; i < kCount; ++i) {
+        bits |= (slots_[i].own & own) != 0 && !intersect(seen, tokens(i)).empty() ? 1u << i : 0u;
+      }
+      return {bits};
+    }
+    template <class Visible>
+    DS_DEVICE bool whole(SomeSlots<kCount> needed, u32 own, Visible&& visible) const {
+      bool all = needed.all();
+      DS_UNROLL
+      for (int i = 0; i < kCount; ++i) all = all && (slots_[i].own & own) == own && visible(tokens(i));
+      return all;
+    }
+
+   private:
+    friend class Steps;
+    DS_DEVICE Range tokens(int slot) const { return {slots_[slot].first, slots_[slot].first + 16}; }
+    Unit slots_[kCount];
+  };
+  template <int kCount>
+  DS_DEVICE Slots<kCount> slots(int n, int first = 0) const {
+    Slots<kCount> slots;
+    DS_UNROLL
+    for (int i = 0; i < kCount; ++i) slots.slots_[i] = unit(n, first + i);
+    return slots;
+  }
+
+  template <int kD, int kThreads, class E>
+  DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
+    gather_tile<kD, kStep, kThreads>(
+        tile, x, [&](int slot) { return first(n, slot); }, limit, D);
+  }
+
+  DS_DEVICE int own_block(int token) const { return (own_at_ + token) >> layout_.shift; }
+  DS_DEVICE u32 own_blocks(Range tokens) const {
+    if (tokens.end > meeting_.own.end) tokens.end = meeting_.own.end;
+    return tokens.empty() ? 0 : (2u << own_block(tokens.end - 1)) - (1u << own_block(tokens.begin));
+  }
+
+ private:
+  // The unit of a slot of step n, from the slot on.
+  DS_DEVICE Unit unit(int n, int slot) const {
+    const int shift = layout_.unit_shift(kStep) - 4, at = n * (kStep / 16) + slot;  // in slots
+    Unit u = shared_.units[(at >> shift) & (Found::kRing - 1)];
+    u.first += (at & ((1 << shift) - 1)) * 16;
+    return u;
+  }
+
+  // By the first warp: all units of step n.
+  DS_DEVICE void make_units(int n) {
+    const int lane = thread_index() % kWarp;
+    const int per_step = kStep >> layout_.unit_shift(kStep), wanted = (n + 1) * per_step;
+    Search s = shared_.search;
+    while (s.found < wanted) {
+      if (s.filled != 0) {
+        const int word = s.next - kWarp + std::countr_zero(s.filled), at = kWarp * word + lane;
+        s.filled &= s.filled - 1;
+        u32 own = 0;
+        for (int i = 0; i < s.own_blocks; ++i) own |= (word_of(s, i, word) >> (lane >> parts_shift()) & 1u) << i;
+        if (!s.units.has(at)) own = 0;
+        const u32 there = warp_ballot(own != 0);
+        if (own != 0) {
+          const int place = s.found + std::popcount(there & ((1u << lane) - 1));
+          shared_.units[place & (Found::kRing - 1)] = {layout_.token_of(at, kStep), static_cast<u16>(own),
+                                                       static_cast<u16>(s.head)};
+        }
+        s.found += std::popcount(there);
+      } else if (s.head < s.heads && kWarp * s.next < s.units.end) {
+        u32 any = 0;
+        if (kWarp * (s.next + lane) < s.units.end) {
+          for (int i = 0; i < s.own_blocks; ++i) any |= word_of(s, i, s.next + lane);
+        }
+        s.filled = warp_ballot(any != 0);
+        s.next += kWarp;
+      } else {  // the rest of a head's last step; after the last head, a step that is not there
+        const int end = s.head < s.heads ? (s.found + per_step - 1) / per_step * per_step : wanted;
+        for (int i = s.found + lane; i < end; i += kWarp) shared_.units[i & (Found::kRing - 1)] = {Unit::kNone, 0, 0};
+        s.found = end;
+        s.head += s.head < s.heads;
+        s.next = s.units.begin / kWarp;
+      }
+    }
+    sync_warp();  // all have read
+    if (lane == 0) shared_.search = s;
+  }
+
+  // A block has 2^parts_shift() units.
+  DS_DEVICE int parts_shift() const { return layout_.shift - layout_.unit_shift(kStep); }
+  // Which of the units 32*word, ... does own block i meet? Of each block one bit.
+  DS_DEVICE u32 word_of(const Search& s, int i, int word) const {
+    const int blocks = kWarp >> parts_shift(), at = word * blocks;
+    const u64 bits = s.bits[s.head * layout_.next_head + i * layout_.words + at / 64];
+    return static_cast<u32>(bits >> (at % 64)) & (~0u >> (kWarp - blocks));
+  }
+
+  Shared& shared_;
+  const Layout& layout_;
+  const Meeting meeting_;
+  int own_at_;
+};
+
+}  // namespace ds::cuda::attention
