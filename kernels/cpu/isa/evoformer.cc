@@ -25,6 +25,7 @@ namespace {
 // Enough tiles to feed and balance the threads of a rank; a constant, so that results depend on shapes only.
 constexpr i64 kEvoformerTiles = 48;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct Span {
   i64 begin, end;
@@ -82,10 +83,19 @@ i64 pair_offset(const TensorView& x, i64 b, i64 h, i64 i) noexcept {
 }
 i64 lse_offset(const TensorView& x, i64 m, i64 h, i64 t) noexcept { return m * x.stride[0] + h * x.stride[1] + t; }
 
-// e^x for x <= 0; what is below 2^-126 is 0, so no subnormal arises. NaN passes.
+// Scores are kept times log2(e), so that weights are powers of two. 2^x for x <= 0 within 2 ulp; what is below 2^-126
+// is 0, so no subnormal arises. NaN passes.
 Vec weight_of(Vec x) noexcept {
-  const Vec least = broadcast(-87.0f);
-  return select(less(x, least), zero(), exp_bounded(max(least, x)));
+  const Vec least = broadcast(-126.0f), bounded = max(least, x), n = round(bounded), r = bounded - n;
+  // Cephes' exp2f for |r| <= 1/2.
+  Vec p = broadcast(1.535336188319500e-4f);
+  p = fma(p, r, broadcast(1.339887440266574e-3f));
+  p = fma(p, r, broadcast(9.618437357674640e-3f));
+  p = fma(p, r, broadcast(5.550332471162809e-2f));
+  p = fma(p, r, broadcast(2.402264791363012e-1f));
+  p = fma(p, r, broadcast(6.931472028550421e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  return select(less(x, least), zero(), scale_exp2(p, n));
 }
 
 // Calls f with the first element of a bias of fp32 or of dtype E, or with a null pointer.
@@ -95,8 +105,8 @@ void with_bias(const TensorView& bias, F&& f) noexcept {
   f(static_cast<const E*>(bias.data));
 }
 
-// What each key of a sequence adds to its scores: bias1 less its largest. -inf behind the last key, up to whole
-// vectors.
+// What each key of a sequence adds to its scores: bias1 less its largest, times log2(e). -inf behind the last key, up
+// to whole vectors.
 template <class E>
 void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noexcept {
   std::fill_n(mask, a.padded, kMasked);
@@ -110,7 +120,9 @@ void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noex
     });
     const float base = reduce_max(most);
     if (base == kMasked) return;
-    for (i64 j = 0; j < a.padded; j += Vec::kLanes) store(mask + j, load(mask + j) - broadcast(base));
+    for (i64 j = 0; j < a.padded; j += Vec::kLanes) {
+      store(mask + j, (load(mask + j) - broadcast(base)) * broadcast(kLog2E));
+    }
   });
 }
 
@@ -132,7 +144,7 @@ void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Spa
 
 template <class E>
 struct Forward {
-  static constexpr i64 kKeys = 128, kRows = 48;  // of a block of scores
+  static constexpr i64 kKeys = 256, kRows = 24;  // of a block of scores
   // Rows that share the converted keys, with their sums: half of an L2 cache at most.
   static constexpr i64 kTileBytes = 320 * 1024;
 
@@ -154,60 +166,61 @@ struct Forward {
             .sum = pieces.take(tile_rows)};
   }
 
-  // A row of n products becomes weights e^(score - top); returns the factor for what the row has accumulated before.
+  // A row of n products becomes weights 2^(score - top); returns the factor for what the row has accumulated before, of
+  // which there is nothing in the first block of keys.
   template <class F>
-  static float softmax_step(float* score, i64 n, const float* mask, const F* bias, float& top, float& sum) noexcept {
+  static float softmax_step(float* score, i64 n, const float* mask, const F* bias, bool first, float& top,
+                            float& sum) noexcept {
     Vec high = broadcast(kMasked);
     for_vectors(0, n, [&](i64 j, auto lanes) {
       Vec s = load(score + j) + load(mask + j);
-      if (bias != nullptr) s = s + load(bias + j, lanes);
+      if (bias != nullptr) s = fma(load(bias + j, lanes), broadcast(kLog2E), s);
       store(score + j, s);
       high = max(high, s);
     });
-    const float new_top = std::max(top, reduce_max(high));
-    // While nothing but -inf has been seen, all weights are e^-inf = 0.
-    const Vec base = broadcast(new_top == kMasked ? 0.0f : new_top);
+    const float before = first ? kMasked : top;
+    top = std::max(before, reduce_max(high));
+    // While nothing but -inf has been seen, all weights are 2^-inf = 0.
+    const Vec base = broadcast(top == kMasked ? 0.0f : top);
     Vec total = zero();
     for (i64 j = 0; j < n; j += Vec::kLanes) {
       const Vec w = weight_of(load(score + j) - base);
       store(score + j, w);
       total = total + w;
     }
-    float keep = 1.0f;
-    if (new_top != top) {
-      float lanes[Vec::kLanes];
-      store(lanes, weight_of(broadcast(top) - base));
-      keep = lanes[0];
+    if (first) {
+      sum = reduce_add(total);
+      return 1.0f;
     }
+    float lanes[Vec::kLanes];
+    store(lanes, weight_of(broadcast(before) - base));
+    const float keep = before == top ? 1.0f : lanes[0];
     sum = sum * keep + reduce_add(total);
-    top = new_top;
     return keep;
   }
 
   // A block of converted keys meets a block of rows, which begins at row `at` of the tile.
   void attend(const Tiles& tile, i64 b, i64 h, Span rows, Span keys, i64 at) const noexcept {
+    const bool first = keys.begin == 0;
     tile_product<Order::Rows>(tile.score, kKeys, tile.q + at * a.ld, a.ld, tile.kt, kKeys, rows.size(),
                               round_up(keys.size(), Vec::kLanes), a.D, false);
     with_bias<E>(bias2, [&](const auto* bias) {
       for (i64 r = 0; r < rows.size(); ++r) {
         const auto* const row =
             bias == nullptr ? nullptr : bias + pair_offset(bias2, b, h, rows.begin + r) + keys.begin;
-        const float kept = softmax_step(tile.score + r * kKeys, keys.size(), tile.mask + keys.begin, row,
+        const float kept = softmax_step(tile.score + r * kKeys, keys.size(), tile.mask + keys.begin, row, first,
                                         tile.top[at + r], tile.sum[at + r]);
         float* const out = tile.out + (at + r) * a.ld;
         if (kept != 1.0f) load_row(out, out, a.width, broadcast(kept));
       }
     });
     tile_product<Order::Rows>(tile.out + at * a.ld, a.ld, tile.score, kKeys, tile.v, a.ld, rows.size(), a.width,
-                              keys.size(), true);
+                              keys.size(), !first);
   }
 
   void attend_tile(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
-    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale);
-    for (i64 r = 0; r < rows.size(); ++r) fill_zero(tile.out + r * a.ld, a.width);
-    std::fill_n(tile.top, rows.size(), kMasked);
-    fill_zero(tile.sum, rows.size());
+    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
     for (i64 j = 0; j < a.T; j += kKeys) {
       const Span keys = {j, std::min(a.T, j + kKeys)};
       load_keys<E>(tile.k, k, a, m, h, keys);
@@ -221,7 +234,7 @@ struct Forward {
       const float sum = tile.sum[r];
       store_row(o.as<E>() + offset(o, m, rows.begin + r, h), tile.out + r * a.ld, a.D,
                 broadcast(sum == 0 ? 0.0f : 1.0f / sum));
-      lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)] = sum == 0 ? -kMasked : tile.top[r] + std::log(sum);
+      lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)] = sum == 0 ? -kMasked : tile.top[r] * kLn2 + std::log(sum);
     }
   }
 
@@ -254,11 +267,11 @@ struct Forward {
 
 template <class E>
 struct Backward {
-  static constexpr i64 kKeys = 64, kRows = 96;  // of a block of scores
-  static constexpr i64 kKeysPacked = 256;       // keys that share the converted rows
-  static constexpr i64 kMaxChunks = 8;
-  static constexpr i64 kSharedFloats = i64{1}
-                                       << 20;  // sums that wait for the end of a round, unless C sequences have more
+  static constexpr i64 kKeys = 64, kRows = 96;           // of a block of scores
+  static constexpr i64 kKeysPacked = 256;                // keys that share the converted rows
+  static constexpr i64 kMaxChunks = 8, kMinChunk = 128;  // every chunk reads the queries again
+  // Sums that wait for the end of a round take as many floats, unless those of C sequences are more.
+  static constexpr i64 kSharedFloats = i64{1} << 18;
 
   Shape a;
   TensorView dq, dk, dv, dbias1, dbias2, dout, q, k, v, o, lse, bias1, bias2;
@@ -291,9 +304,9 @@ struct Backward {
     }
   }
 
-  // Queries (scaled), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
+  // Queries (as scores want them), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
   void load_block(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
-    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale);
+    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
     load_tokens<E>(tile.dout, dout, a, m, h, rows, 1.0f);
     for (i64 r = 0; r < rows.size(); ++r) {
       const E* const out = o.as<E>() + offset(o, m, rows.begin + r, h);
@@ -301,18 +314,31 @@ struct Backward {
       Vec sum = zero();
       for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
       tile.delta[r] = reduce_add(sum);
-      tile.lse[r] = lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)];
+      tile.lse[r] = lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)] * kLog2E;
     }
+  }
+
+  // The block of rows that comes after this one; m < 0: none. What it reads is fetched beside the work on this one.
+  struct Next {
+    i64 m;
+    Span rows;
+  };
+  void fetch(const Next& next, i64 which, i64 h, i64 row) const noexcept {
+    if (next.m < 0 || row >= next.rows.size() || which > 2) return;
+    const TensorView& x = which == 0 ? q : which == 1 ? dout : o;
+    const E* const from = x.as<E>() + offset(x, next.m, next.rows.begin + row, h);
+    constexpr i64 kLine = 64 / sizeof(E);
+    for (i64 d = 0; d < a.D; d += kLine) _mm_prefetch(reinterpret_cast<const char*>(from + d), _MM_HINT_T1);
   }
 
   // Products of rows and keys, and dL/d(probability), become probabilities and dL/d(score), which is added to the sums
   // of both biases. `columns`: [keys], of the sequence and head, or null.
-  template <class F>
-  void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Span rows, Span keys,
-                            float* columns) const noexcept {
-    float* const sums = dbias2 ? dbias2.as<float>() + pair_offset(dbias2, b, h, rows.begin) + keys.begin : nullptr;
-    const i64 bias_row = bias == nullptr ? 0 : bias2.stride[2], sum_row = dbias2 ? dbias2.stride[2] : 0;
-    if (bias != nullptr) bias += pair_offset(bias2, b, h, rows.begin) + keys.begin;
+  template <bool kBias, bool kSums, class F>
+  void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Span rows, Span keys, float* columns,
+                            const Next& next) const noexcept {
+    float* const sums = kSums ? dbias2.as<float>() + pair_offset(dbias2, b, h, rows.begin) + keys.begin : nullptr;
+    const i64 bias_row = kBias ? bias2.stride[2] : 0, sum_row = kSums ? dbias2.stride[2] : 0;
+    if (kBias) bias += pair_offset(bias2, b, h, rows.begin) + keys.begin;
     for_vectors(0, keys.size(), [&](i64 j, auto lanes) {
       const Vec mask = load(tile.mask + keys.begin + j);
       Vec total = zero();
@@ -320,30 +346,40 @@ struct Backward {
         float* const prob = tile.prob + r * kKeys + j;
         float* const dscore = tile.dscore + r * kKeys + j;
         Vec s = load(prob) + mask;
-        if (bias != nullptr) s = s + load(bias + r * bias_row + j, lanes);
+        if constexpr (kBias) s = fma(load(bias + r * bias_row + j, lanes), broadcast(kLog2E), s);
         const Vec p = weight_of(s - broadcast(tile.lse[r]));
         const Vec ds = p * (load(dscore) - broadcast(tile.delta[r]));
         store(prob, p);
         store(dscore, ds);
         total = total + ds;
-        if (sums != nullptr) {
+        if constexpr (kSums) {
           float* const sum = sums + r * sum_row + j;
           store(sum, load(sum, lanes) + ds, lanes);
         }
+        fetch(next, j / Vec::kLanes, h, r);
       }
       if (columns != nullptr) store(columns + j, load(columns + j, lanes) + total, lanes);
     });
   }
 
   // A block of rows meets at most kKeys of the packed keys, from `at` on.
-  void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Span rows, Span keys,
-                     i64 at) const noexcept {
+  void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Span rows, Span keys, i64 at,
+                     const Next& next) const noexcept {
     const i64 lanes = round_up(keys.size(), Vec::kLanes);
     tile_product<Order::Rows>(tile.prob, kKeys, tile.q, a.ld, tile.kt + at * a.width, kKeys, rows.size(), lanes, a.D,
                               false);
     tile_product<Order::Rows>(tile.dscore, kKeys, tile.dout, a.ld, tile.vt + at * a.width, kKeys, rows.size(), lanes,
                               a.D, false);
-    with_bias<E>(bias2, [&](const auto* bias) { differentiate_scores(tile, bias, b, h, rows, keys, columns); });
+    with_bias<E>(bias2, [&](const auto* bias) {
+      const auto run = [&]<bool kBias, bool kSums>() {
+        differentiate_scores<kBias, kSums>(tile, bias, b, h, rows, keys, columns, next);
+      };
+      if (dbias2) {
+        bias != nullptr ? run.template operator()<true, true>() : run.template operator()<false, true>();
+      } else {
+        bias != nullptr ? run.template operator()<true, false>() : run.template operator()<false, false>();
+      }
+    });
     tile_product<Order::Rows>(dq_sum + rows.begin * a.width, a.width, tile.dscore, kKeys, tile.k + at * a.ld, a.ld,
                               rows.size(), a.width, keys.size(), true);
     const bool add = rows.begin > 0;
@@ -353,8 +389,10 @@ struct Backward {
                                  rows.size(), add);
   }
 
-  // All rows of a sequence meet a chunk of its keys. `columns`: [T], or null.
-  void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 h, Span chunk) const noexcept {
+  // All rows of a sequence meet a chunk of its keys. `columns`: [T], or null; next_m: the sequence that comes after it,
+  // or negative.
+  void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 next_m, i64 h,
+                  Span chunk) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
     for (i64 first = chunk.begin; first < chunk.end; first += kKeysPacked) {
       const Span packed = {first, std::min(chunk.end, first + kKeysPacked)};
@@ -363,13 +401,16 @@ struct Backward {
       for (i64 r = 0; r < a.T; r += kRows) {
         const Span rows = {r, std::min(a.T, r + kRows)};
         load_block(tile, m, h, rows);
+        const bool last = rows.end == a.T;
+        const Next next = {last && packed.end == chunk.end ? next_m : m,
+                           last ? Span{0, std::min(a.T, kRows)} : Span{rows.end, std::min(a.T, rows.end + kRows)}};
         for (i64 j = packed.begin; j < packed.end; j += kKeys) {
           differentiate(tile, dq_sum, columns == nullptr ? nullptr : columns + j, m / a.N, h, rows,
-                        {j, std::min(packed.end, j + kKeys)}, j - first);
+                        {j, std::min(packed.end, j + kKeys)}, j - first, j == packed.begin ? next : Next{-1, {0, 0}});
         }
       }
       for (i64 j = packed.begin; j < packed.end; ++j) {
-        store_row(dk.as<E>() + offset(dk, m, j, h), tile.dk + (j - first) * a.ld, a.D, broadcast(1.0f));
+        store_row(dk.as<E>() + offset(dk, m, j, h), tile.dk + (j - first) * a.ld, a.D, broadcast(kLn2));
         store_row(dv.as<E>() + offset(dv, m, j, h), tile.dv + (j - first) * a.ld, a.D, broadcast(1.0f));
       }
     }
@@ -385,7 +426,7 @@ struct Backward {
   static Cut cut_of(const Shape& a, bool with_dbias1) noexcept {
     if (a.empty()) return {};
     const i64 heads = a.B * a.H, wanted = ceil_div(kEvoformerTiles / 2, heads);  // half: every chunk costs a phase
-    const i64 chunks = std::max<i64>(1, std::min({wanted, ceil_div(a.T, kKeys), a.N, kMaxChunks}));
+    const i64 chunks = std::max<i64>(1, std::min({wanted, ceil_div(a.T, kMinChunk), a.N, kMaxChunks}));
     const i64 dq_floats = chunks > 1 ? a.T * a.width : 0;
     const i64 floats = dq_floats + (with_dbias1 ? a.padded : 0);
     const i64 fit = floats == 0 ? a.N : kSharedFloats / (chunks * heads * floats);
@@ -419,7 +460,7 @@ struct Backward {
             // In every phase each part of the sequences has one tile of a head: the first clears, the last stores.
             if (phase == 0) fill_zero(dq_sum, a.T * a.width);
             if (columns != nullptr) fill_zero(columns + keys.begin, keys.size());
-            accumulate(tile, dq_sum, columns, m, h, keys);
+            accumulate(tile, dq_sum, columns, m, n + 1 < part.end ? m + 1 : -1, h, keys);
             if (phase < C - 1) continue;
             for (i64 i = 0; i < a.T; ++i) {
               store_row(dq.as<E>() + offset(dq, m, i, h), dq_sum + i * a.width, a.D, broadcast(a.scale));
