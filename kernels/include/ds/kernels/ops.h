@@ -105,8 +105,8 @@ struct AttentionParams {
   i64 positions = 0;
 };
 
-// Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of a
-// pair representation, and a bias of pairs is shared by all N.
+// Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of
+// a pair representation, and a bias of pairs is shared by all N.
 struct EvoformerParams {
   float scale = 1.0f;  // multiplies QK^T
   i64 num_seq = 1;     // N; the first dim of q is B*N
