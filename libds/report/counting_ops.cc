@@ -106,6 +106,20 @@ void attention_merge(TensorView o, TensorView lse, TensorView o_part, TensorView
                  bytes_of({o, lse, o_part, lse_part}) + bytes_if(!first, o) + bytes_if(!first, lse)});
 }
 
+i64 evoformer_flops(const TensorView& q, i64 per_pair) noexcept { return per_pair * q.numel() * q.dim(1); }
+std::array<i64, 3> evoformer_shape(const TensorView& q) noexcept { return {q.dim(0) * q.dim(2), q.dim(1), q.dim(1)}; }
+void evoformer_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, TensorView bias1,
+                             TensorView bias2, const EvoformerParams&, Stream& stream) noexcept {
+  count(stream, {"evoformer_attention_fwd", q.dtype, evoformer_flops(q, 4), bytes_of({o, lse, q, k, v, bias1, bias2}),
+                 evoformer_shape(q)});
+}
+void evoformer_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dbias1, TensorView dbias2,
+                             TensorView dout, TensorView q, TensorView k, TensorView v, TensorView o, TensorView lse,
+                             TensorView bias1, TensorView bias2, const EvoformerParams&, Stream& stream) noexcept {
+  count(stream, {"evoformer_attention_bwd", q.dtype, evoformer_flops(q, 10),
+                 bytes_of({dq, dk, dv, dbias1, dbias2, dout, q, k, v, o, lse, bias1, bias2}), evoformer_shape(q)});
+}
+
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                           TensorView weight, TensorView bias, TensorView targets, TensorView,
                           const CrossEntropyParams& p, Stream& stream) noexcept {
@@ -218,6 +232,8 @@ constexpr OpTable kCountingOps = {.name = "counting",
                                   .attention_fwd = attention_fwd,
                                   .attention_bwd = attention_bwd,
                                   .attention_merge = attention_merge,
+                                  .evoformer_attention_fwd = evoformer_attention_fwd,
+                                  .evoformer_attention_bwd = evoformer_attention_bwd,
                                   .linear_cross_entropy = linear_cross_entropy,
                                   .vocab_max = vocab_max,
                                   .vocab_sums = vocab_sums,

@@ -181,6 +181,8 @@ inline const OpTable* device_ops() {
       .attention_fwd = DeviceOp<&OpTable::attention_fwd>::run,
       .attention_bwd = DeviceOp<&OpTable::attention_bwd>::run,
       .attention_merge = DeviceOp<&OpTable::attention_merge>::run,
+      .evoformer_attention_fwd = DeviceOp<&OpTable::evoformer_attention_fwd>::run,
+      .evoformer_attention_bwd = DeviceOp<&OpTable::evoformer_attention_bwd>::run,
       .linear_cross_entropy = DeviceOp<&OpTable::linear_cross_entropy>::run,
       .vocab_max = DeviceOp<&OpTable::vocab_max>::run,
       .vocab_sums = DeviceOp<&OpTable::vocab_sums>::run,

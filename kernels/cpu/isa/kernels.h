@@ -29,6 +29,12 @@ void attention_fwd_scratch(TensorView o, TensorView lse, TensorView q, TensorVie
                            const AttentionParams&, Stream&) noexcept;
 void attention_bwd_scratch(TensorView dq, TensorView dk, TensorView dv, TensorView dout, TensorView q, TensorView k,
                            TensorView v, TensorView o, TensorView lse, const AttentionParams&, Stream&) noexcept;
+void evoformer_attention_fwd_scratch(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v,
+                                     TensorView bias1, TensorView bias2, const EvoformerParams&, Stream&) noexcept;
+void evoformer_attention_bwd_scratch(TensorView dq, TensorView dk, TensorView dv, TensorView dbias1, TensorView dbias2,
+                                     TensorView dout, TensorView q, TensorView k, TensorView v, TensorView o,
+                                     TensorView lse, TensorView bias1, TensorView bias2, const EvoformerParams&,
+                                     Stream&) noexcept;
 void linear_cross_entropy_scratch(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
                                   TensorView weight, TensorView bias, TensorView targets, TensorView logits,
                                   const CrossEntropyParams&, Stream&) noexcept;

@@ -21,6 +21,8 @@ void set_scratch_ops(OpTable& ops) noexcept {
   ops.embedding_bwd = embedding_bwd_scratch;
   ops.attention_fwd = attention_fwd_scratch;
   ops.attention_bwd = attention_bwd_scratch;
+  ops.evoformer_attention_fwd = evoformer_attention_fwd_scratch;
+  ops.evoformer_attention_bwd = evoformer_attention_bwd_scratch;
   ops.linear_cross_entropy = linear_cross_entropy_scratch;
 }
 

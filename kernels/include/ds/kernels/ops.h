@@ -105,6 +105,13 @@ struct AttentionParams {
   i64 positions = 0;
 };
 
+// Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of
+// a pair representation, and a bias of pairs is shared by all N.
+struct EvoformerParams {
+  float scale = 1.0f;  // multiplies QK^T
+  i64 num_seq = 1;     // N; the first dim of q is B*N
+};
+
 inline constexpr i32 kIgnoredTarget = -100;  // as a target: the row counts in no loss
 struct CrossEntropyParams {
   i32 ignore_index = kIgnoredTarget;
@@ -344,6 +351,25 @@ struct OpTable {
   // with lse = +inf. A row without keys in the block (lse_part = +inf) stays as it is. The order of blocks fixes the bits.
   void (*attention_merge)(TensorView o, TensorView lse, TensorView o_part, TensorView lse_part, bool first,
                           Stream&) noexcept;
+
+  // Attention with the two biases of an Evoformer block: row-wise of an MSA with the bias of pairs, and around the starting
+  // or the ending node of a triangle (Jumper et al.: "Highly accurate protein structure prediction with AlphaFold", 2021,
+  // supplementary algorithms 7, 13 and 14; DeepSpeed4Science's EvoformerAttention). Nothing of the size N x T x T is stored.
+  //   S = scale QK^T + bias1 + bias2, P = softmax over keys, O = P V, for each sequence n of each b and each head
+  //   q, k, v, o, and dq, dk, dv, dout   [B*N,T,H,D] strided, b*N + n in the first dim
+  //   lse     [B*N,H,T] fp32, strided: log-sum-exp of S less the largest bias1 of (b,n), so that a mask of -1e9 over all
+  //           keys, beside which fp32 has no room for scores, leaves their softmax as it is
+  //   bias1   [B*N,T] strided rows, of keys: published as [B,N,1,1,T]; optional. A mask: 0, and -1e9 or -inf
+  //   bias2   [B,H,T,T] strided, of query and key: published as [B,1,H,T,T]; optional
+  //           Biases are of the work dtype or fp32, each for itself. A row where all of S is -inf gives o = 0, lse = +inf.
+  //   dbias1, dbias2   fp32, the shapes of the biases, overwritten, optional: over heads and queries, and over n, summed in
+  //           fp32 in an order that the shapes fix. Each may be wanted without its bias, as of one that is 0.
+  void (*evoformer_attention_fwd)(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, TensorView bias1,
+                                  TensorView bias2, const EvoformerParams&, Stream&) noexcept;
+  // Uses o, lse of the forward pass.
+  void (*evoformer_attention_bwd)(TensorView dq, TensorView dk, TensorView dv, TensorView dbias1, TensorView dbias2,
+                                  TensorView dout, TensorView q, TensorView k, TensorView v, TensorView o, TensorView lse,
+                                  TensorView bias1, TensorView bias2, const EvoformerParams&, Stream&) noexcept;
 
   // Linear layer and softmax cross-entropy, chunked over tokens so that the full logits never exist.
   //   h [T,C], weight [V,C], bias [V] (optional) work dtype; targets [T] int32; losses [T] fp32 (0 where ignored); logits:

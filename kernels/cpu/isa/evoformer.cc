@@ -1,0 +1,520 @@
+// SPDX-License-Identifier: Apache-2.0
+// The attention of an Evoformer by blocks of queries and keys in fp32 tiles of worker scratch, as flash attention does
+// it (attention.cc): nothing of the size N x T x T is stored. A row of bias2 is read where it lies, for all n:
+// neighbouring tiles are the sequences of one head and one range of queries, so that it stays in the caches.
+//
+// Forward: a tile is (batch, head, range of queries, sequence). Keys are the outer loop, so a converted block serves
+// all rows of the tile.
+//
+// Backward: a worker owns a chunk of keys of (batch, head), and goes over sequences in their order. So the sum over n
+// that is dbias2 grows where it lies, dk and dv of a sequence are done at once, and only dq is a sum over several
+// workers. Its order is fixed by a Latin square: in phase f key chunk i meets chunk (f - i) mod C of the sequences, of
+// which there are as many. Sequences come in rounds, so that the sums of dq which wait for the other keys do not grow
+// with N.
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/isa/kernels.h"
+#include "cpu/loops.h"
+#include "cpu/tile.h"
+
+namespace ds::cpu::DS_ISA_NAMESPACE {
+namespace {
+
+// Enough tiles to feed and balance the threads of a rank; a constant, so that results depend on shapes only.
+constexpr i64 kEvoformerTiles = 48;
+constexpr float kMasked = -std::numeric_limits<float>::infinity();
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+struct Span {
+  i64 begin, end;
+  i64 size() const noexcept { return end - begin; }
+};
+// Part `index` of `count` of [0, n), cut at multiples of `unit`.
+Span cut(i64 n, i64 unit, i64 index, i64 count) noexcept {
+  const i64 units = ceil_div(n, unit);
+  return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
+}
+
+// Hands out pieces of a worker's scratch; with no memory it only counts.
+class Pieces {
+ public:
+  explicit Pieces(void* memory) noexcept : memory_(static_cast<float*>(memory)) {}
+  float* take(i64 n) noexcept {
+    float* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += round_up(n, 16);
+    return piece;
+  }
+  i64 bytes() const noexcept { return used_ * i64{sizeof(float)}; }
+
+ private:
+  float* memory_;
+  i64 used_ = 0;
+};
+
+struct Shape {
+  i64 M, N, B, T, H, D;
+  i64 width;   // D in whole vectors
+  i64 ld;      // row stride of tiles: a little more, so that rows do not fall into the same cache sets
+  i64 padded;  // T in whole vectors
+  float scale;
+
+  Shape(const TensorView& q, const EvoformerParams& p) noexcept
+      : M(q.dim(0)),
+        N(p.num_seq),
+        B(M / N),
+        T(q.dim(1)),
+        H(q.dim(2)),
+        D(q.dim(3)),
+        width(round_up(D, Vec::kLanes)),
+        ld(width + 16),
+        padded(round_up(T, Vec::kLanes)),
+        scale(p.scale) {}
+  bool empty() const noexcept { return M * T * H * D == 0; }
+};
+
+// Where the vector of (sequence, token, head) starts, or the row of (batch, head, query) of bias2.
+i64 offset(const TensorView& x, i64 m, i64 t, i64 h) noexcept {
+  return m * x.stride[0] + t * x.stride[1] + h * x.stride[2];
+}
+i64 pair_offset(const TensorView& x, i64 b, i64 h, i64 i) noexcept {
+  return b * x.stride[0] + h * x.stride[1] + i * x.stride[2];
+}
+i64 lse_offset(const TensorView& x, i64 m, i64 h, i64 t) noexcept { return m * x.stride[0] + h * x.stride[1] + t; }
+
+// Scores are kept times log2(e), so that weights are powers of two. 2^x for x <= 0 within 2 ulp; what is below 2^-126
+// is 0, so no subnormal arises. NaN passes.
+Vec weight_of(Vec x) noexcept {
+  const Vec least = broadcast(-126.0f), bounded = max(least, x), n = round(bounded), r = bounded - n;
+  // Cephes' exp2f for |r| <= 1/2.
+  Vec p = broadcast(1.535336188319500e-4f);
+  p = fma(p, r, broadcast(1.339887440266574e-3f));
+  p = fma(p, r, broadcast(9.618437357674640e-3f));
+  p = fma(p, r, broadcast(5.550332471162809e-2f));
+  p = fma(p, r, broadcast(2.402264791363012e-1f));
+  p = fma(p, r, broadcast(6.931472028550421e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  return select(less(x, least), zero(), scale_exp2(p, n));
+}
+
+// Calls f with the first element of a bias of fp32 or of dtype E, or with a null pointer.
+template <class E, class F>
+void with_bias(const TensorView& bias, F&& f) noexcept {
+  if (!bias || bias.dtype == DType::F32) return f(static_cast<const float*>(bias.data));
+  f(static_cast<const E*>(bias.data));
+}
+
+// What each key of a sequence adds to its scores: bias1 less its largest, times log2(e). -inf behind the last key, up
+// to whole vectors.
+template <class E>
+void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noexcept {
+  std::fill_n(mask, a.padded, kMasked);
+  if (!bias1) return fill_zero(mask, a.T);
+  with_bias<E>(bias1, [&](const auto* bias) {
+    const auto* const row = bias + m * bias1.stride[0];
+    Vec most = broadcast(kMasked);
+    for_vectors(0, a.T, [&](i64 j, auto n) {
+      store(mask + j, load(row + j, n), n);
+      most = max(most, load(mask + j));
+    });
+    const float base = reduce_max(most);
+    if (base == kMasked) return;
+    for (i64 j = 0; j < a.padded; j += Vec::kLanes) {
+      store(mask + j, (load(mask + j) - broadcast(base)) * broadcast(kLog2E));
+    }
+  });
+}
+
+// Tokens of (sequence, head) as an fp32 tile.
+template <class E>
+void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Span tokens, float scale) noexcept {
+  constexpr i64 kAhead = 16;  // they lie too far apart for the hardware to follow
+  for (i64 t = tokens.begin; t < tokens.end; ++t) {
+    prefetch(x.as<E>() + offset(x, m, std::min(t + kAhead, a.T - 1), h), a.D);
+    load_row(to + (t - tokens.begin) * a.ld, x.as<E>() + offset(x, m, t, h), a.D, broadcast(scale));
+  }
+}
+// With rows of zeros up to a multiple of the lanes.
+template <class E>
+void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Span keys) noexcept {
+  load_tokens<E>(to, x, a, m, h, keys, 1.0f);
+  for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
+}
+
+template <class E>
+struct Forward {
+  static constexpr i64 kKeys = 256, kRows = 24;  // of a block of scores
+  // Rows that share the converted keys, with their sums: half of an L2 cache at most.
+  static constexpr i64 kTileBytes = 320 * 1024;
+
+  Shape a;
+  TensorView o, lse, q, k, v, bias1, bias2;
+
+  struct Tiles {
+    float *mask, *q, *k, *kt, *v, *score, *out, *top, *sum;
+  };
+  static Tiles carve(Pieces& pieces, const Shape& a, i64 tile_rows) noexcept {
+    return {.mask = pieces.take(a.padded),
+            .q = pieces.take(tile_rows * a.ld),
+            .k = pieces.take(kKeys * a.ld),
+            .kt = pieces.take(kKeys * a.width),
+            .v = pieces.take(kKeys * a.ld),
+            .score = pieces.take(kRows * kKeys),
+            .out = pieces.take(tile_rows * a.ld),
+            .top = pieces.take(tile_rows),
+            .sum = pieces.take(tile_rows)};
+  }
+
+  // A row of n products becomes weights 2^(score - top); returns the factor for what the row has accumulated before, of
+  // which there is nothing in the first block of keys.
+  template <class F>
+  static float softmax_step(float* score, i64 n, const float* mask, const F* bias, bool first, float& top,
+                            float& sum) noexcept {
+    Vec high = broadcast(kMasked);
+    for_vectors(0, n, [&](i64 j, auto lanes) {
+      Vec s = load(score + j) + load(mask + j);
+      if (bias != nullptr) s = fma(load(bias + j, lanes), broadcast(kLog2E), s);
+      store(score + j, s);
+      high = max(high, s);
+    });
+    const float before = first ? kMasked : top;
+    top = std::max(before, reduce_max(high));
+    // While nothing but -inf has been seen, all weights are 2^-inf = 0.
+    const Vec base = broadcast(top == kMasked ? 0.0f : top);
+    Vec total = zero();
+    for (i64 j = 0; j < n; j += Vec::kLanes) {
+      const Vec w = weight_of(load(score + j) - base);
+      store(score + j, w);
+      total = total + w;
+    }
+    if (first) {
+      sum = reduce_add(total);
+      return 1.0f;
+    }
+    float lanes[Vec::kLanes];
+    store(lanes, weight_of(broadcast(before) - base));
+    const float keep = before == top ? 1.0f : lanes[0];
+    sum = sum * keep + reduce_add(total);
+    return keep;
+  }
+
+  // A block of converted keys meets a block of rows, which begins at row `at` of the tile.
+  void attend(const Tiles& tile, i64 b, i64 h, Span rows, Span keys, i64 at) const noexcept {
+    const bool first = keys.begin == 0;
+    tile_product<Order::Rows>(tile.score, kKeys, tile.q + at * a.ld, a.ld, tile.kt, kKeys, rows.size(),
+                              round_up(keys.size(), Vec::kLanes), a.D, false);
+    with_bias<E>(bias2, [&](const auto* bias) {
+      for (i64 r = 0; r < rows.size(); ++r) {
+        const auto* const row =
+            bias == nullptr ? nullptr : bias + pair_offset(bias2, b, h, rows.begin + r) + keys.begin;
+        const float kept = softmax_step(tile.score + r * kKeys, keys.size(), tile.mask + keys.begin, row, first,
+                                        tile.top[at + r], tile.sum[at + r]);
+        float* const out = tile.out + (at + r) * a.ld;
+        if (kept != 1.0f) load_row(out, out, a.width, broadcast(kept));
+      }
+    });
+    tile_product<Order::Rows>(tile.out + at * a.ld, a.ld, tile.score, kKeys, tile.v, a.ld, rows.size(), a.width,
+                              keys.size(), !first);
+  }
+
+  void attend_tile(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
+    load_mask<E>(tile.mask, bias1, a, m);
+    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
+    for (i64 j = 0; j < a.T; j += kKeys) {
+      const Span keys = {j, std::min(a.T, j + kKeys)};
+      load_keys<E>(tile.k, k, a, m, h, keys);
+      load_keys<E>(tile.v, v, a, m, h, keys);
+      transpose(tile.kt, kKeys, tile.k, a.ld, round_up(keys.size(), Vec::kLanes), round_up(a.D, 8));
+      for (i64 r = rows.begin; r < rows.end; r += kRows) {
+        attend(tile, m / a.N, h, {r, std::min(rows.end, r + kRows)}, keys, r - rows.begin);
+      }
+    }
+    for (i64 r = 0; r < rows.size(); ++r) {
+      const float sum = tile.sum[r];
+      store_row(o.as<E>() + offset(o, m, rows.begin + r, h), tile.out + r * a.ld, a.D,
+                broadcast(sum == 0 ? 0.0f : 1.0f / sum));
+      lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)] = sum == 0 ? -kMasked : tile.top[r] * kLn2 + std::log(sum);
+    }
+  }
+
+  struct Cut {
+    i64 tile_rows, row_tiles, bytes;
+  };
+  static Cut cut_of(const Shape& a) noexcept {
+    if (a.empty()) return {};
+    const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
+    const i64 wanted = round_up(ceil_div(a.T * a.M * a.H, kEvoformerTiles), kRows);
+    const i64 tile_rows = std::clamp(std::min(wanted, round_up(a.T, kRows)), kRows, max_rows);
+    Pieces pieces(nullptr);
+    carve(pieces, a, tile_rows);
+    return {tile_rows, ceil_div(a.T, tile_rows), pieces.bytes()};
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    const Cut size = cut_of(a);
+    if (size.row_tiles == 0) return;
+    pool.reserve_scratch(static_cast<size_t>(size.bytes));
+    pool.parallel_for(a.M * a.H * size.row_tiles, [&](i64 t, int worker) {
+      Pieces pieces(pool.scratch(worker));
+      const Tiles tile = carve(pieces, a, size.tile_rows);
+      const i64 n = t % a.N, part = t / a.N % size.row_tiles, h = t / (a.N * size.row_tiles) % a.H;
+      const i64 b = t / (a.N * size.row_tiles * a.H);
+      attend_tile(tile, b * a.N + n, h, cut(a.T, kStrip, part, size.row_tiles));
+    });
+  }
+};
+
+template <class E>
+struct Backward {
+  static constexpr i64 kKeys = 64, kRows = 96;           // of a block of scores
+  static constexpr i64 kKeysPacked = 256;                // keys that share the converted rows
+  static constexpr i64 kMaxChunks = 8, kMinChunk = 128;  // every chunk reads the queries again
+  // Sums that wait for the end of a round take as many floats, unless those of C sequences are more.
+  static constexpr i64 kSharedFloats = i64{1} << 18;
+
+  Shape a;
+  TensorView dq, dk, dv, dbias1, dbias2, dout, q, k, v, o, lse, bias1, bias2;
+
+  struct Tiles {
+    float *mask, *k, *kt, *vt, *q, *dout, *prob, *dscore, *dk, *dv, *lse, *delta, *dq;
+  };
+  static Tiles carve(Pieces& pieces, const Shape& a, bool with_dq) noexcept {
+    return {.mask = pieces.take(a.padded),
+            .k = pieces.take(kKeysPacked * a.ld),
+            .kt = pieces.take(kKeysPacked * a.width),
+            .vt = pieces.take(kKeysPacked * a.width),
+            .q = pieces.take(kRows * a.ld),
+            .dout = pieces.take(kRows * a.ld),
+            .prob = pieces.take(kRows * kKeys),
+            .dscore = pieces.take(kRows * kKeys),
+            .dk = pieces.take(kKeysPacked * a.ld),
+            .dv = pieces.take(kKeysPacked * a.ld),
+            .lse = pieces.take(kRows),
+            .delta = pieces.take(kRows),
+            .dq = with_dq ? pieces.take(a.T * a.width) : nullptr};
+  }
+
+  // Keys as a tile, and transposed block by block.
+  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 m, i64 h, Span keys) const noexcept {
+    load_keys<E>(plain, x, a, m, h, keys);
+    const i64 padded = round_up(keys.size(), Vec::kLanes);
+    for (i64 j = 0; j < padded; j += kKeys) {
+      transpose(transposed + j * a.width, kKeys, plain + j * a.ld, a.ld, std::min(kKeys, padded - j), round_up(a.D, 8));
+    }
+  }
+
+  // Queries (as scores want them), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
+  void load_block(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
+    load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
+    load_tokens<E>(tile.dout, dout, a, m, h, rows, 1.0f);
+    for (i64 r = 0; r < rows.size(); ++r) {
+      const E* const out = o.as<E>() + offset(o, m, rows.begin + r, h);
+      const float* const grad = tile.dout + r * a.ld;
+      Vec sum = zero();
+      for_vectors(0, a.D, [&](i64 d, auto n) { sum = fma(load(grad + d, n), load(out + d, n), sum); });
+      tile.delta[r] = reduce_add(sum);
+      tile.lse[r] = lse.as<float>()[lse_offset(lse, m, h, rows.begin + r)] * kLog2E;
+    }
+  }
+
+  // The block of rows that comes after this one; m < 0: none. What it reads is fetched beside the work on this one.
+  struct Next {
+    i64 m;
+    Span rows;
+  };
+  void fetch(const Next& next, i64 which, i64 h, i64 row) const noexcept {
+    if (next.m < 0 || row >= next.rows.size() || which > 2) return;
+    const TensorView& x = which == 0 ? q : which == 1 ? dout : o;
+    const E* const from = x.as<E>() + offset(x, next.m, next.rows.begin + row, h);
+    constexpr i64 kLine = 64 / sizeof(E);
+    for (i64 d = 0; d < a.D; d += kLine) _mm_prefetch(reinterpret_cast<const char*>(from + d), _MM_HINT_T1);
+  }
+
+  // Products of rows and keys, and dL/d(probability), become probabilities and dL/d(score), which is added to the sums
+  // of both biases. `columns`: [keys], of the sequence and head, or null.
+  template <bool kBias, bool kSums, class F>
+  void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Span rows, Span keys, float* columns,
+                            const Next& next) const noexcept {
+    float* const sums = kSums ? dbias2.as<float>() + pair_offset(dbias2, b, h, rows.begin) + keys.begin : nullptr;
+    const i64 bias_row = kBias ? bias2.stride[2] : 0, sum_row = kSums ? dbias2.stride[2] : 0;
+    if (kBias) bias += pair_offset(bias2, b, h, rows.begin) + keys.begin;
+    for_vectors(0, keys.size(), [&](i64 j, auto lanes) {
+      const Vec mask = load(tile.mask + keys.begin + j);
+      Vec total = zero();
+      for (i64 r = 0; r < rows.size(); ++r) {
+        float* const prob = tile.prob + r * kKeys + j;
+        float* const dscore = tile.dscore + r * kKeys + j;
+        Vec s = load(prob) + mask;
+        if constexpr (kBias) s = fma(load(bias + r * bias_row + j, lanes), broadcast(kLog2E), s);
+        const Vec p = weight_of(s - broadcast(tile.lse[r]));
+        const Vec ds = p * (load(dscore) - broadcast(tile.delta[r]));
+        store(prob, p);
+        store(dscore, ds);
+        total = total + ds;
+        if constexpr (kSums) {
+          float* const sum = sums + r * sum_row + j;
+          store(sum, load(sum, lanes) + ds, lanes);
+        }
+        fetch(next, j / Vec::kLanes, h, r);
+      }
+      if (columns != nullptr) store(columns + j, load(columns + j, lanes) + total, lanes);
+    });
+  }
+
+  // A block of rows meets at most kKeys of the packed keys, from `at` on.
+  void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Span rows, Span keys, i64 at,
+                     const Next& next) const noexcept {
+    const i64 lanes = round_up(keys.size(), Vec::kLanes);
+    tile_product<Order::Rows>(tile.prob, kKeys, tile.q, a.ld, tile.kt + at * a.width, kKeys, rows.size(), lanes, a.D,
+                              false);
+    tile_product<Order::Rows>(tile.dscore, kKeys, tile.dout, a.ld, tile.vt + at * a.width, kKeys, rows.size(), lanes,
+                              a.D, false);
+    with_bias<E>(bias2, [&](const auto* bias) {
+      const auto run = [&]<bool kBias, bool kSums>() {
+        differentiate_scores<kBias, kSums>(tile, bias, b, h, rows, keys, columns, next);
+      };
+      if (dbias2) {
+        bias != nullptr ? run.template operator()<true, true>() : run.template operator()<false, true>();
+      } else {
+        bias != nullptr ? run.template operator()<true, false>() : run.template operator()<false, false>();
+      }
+    });
+    tile_product<Order::Rows>(dq_sum + rows.begin * a.width, a.width, tile.dscore, kKeys, tile.k + at * a.ld, a.ld,
+                              rows.size(), a.width, keys.size(), true);
+    const bool add = rows.begin > 0;
+    tile_product<Order::Columns>(tile.dv + at * a.ld, a.ld, tile.prob, kKeys, tile.dout, a.ld, keys.size(), a.width,
+                                 rows.size(), add);
+    tile_product<Order::Columns>(tile.dk + at * a.ld, a.ld, tile.dscore, kKeys, tile.q, a.ld, keys.size(), a.width,
+                                 rows.size(), add);
+  }
+
+  // All rows of a sequence meet a chunk of its keys. `columns`: [T], or null; next_m: the sequence that comes after it,
+  // or negative.
+  void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 next_m, i64 h,
+                  Span chunk) const noexcept {
+    load_mask<E>(tile.mask, bias1, a, m);
+    for (i64 first = chunk.begin; first < chunk.end; first += kKeysPacked) {
+      const Span packed = {first, std::min(chunk.end, first + kKeysPacked)};
+      load_transposed(tile.vt, tile.k, v, m, h, packed);
+      load_transposed(tile.kt, tile.k, k, m, h, packed);
+      for (i64 r = 0; r < a.T; r += kRows) {
+        const Span rows = {r, std::min(a.T, r + kRows)};
+        load_block(tile, m, h, rows);
+        const bool last = rows.end == a.T;
+        const Next next = {last && packed.end == chunk.end ? next_m : m,
+                           last ? Span{0, std::min(a.T, kRows)} : Span{rows.end, std::min(a.T, rows.end + kRows)}};
+        for (i64 j = packed.begin; j < packed.end; j += kKeys) {
+          differentiate(tile, dq_sum, columns == nullptr ? nullptr : columns + j, m / a.N, h, rows,
+                        {j, std::min(packed.end, j + kKeys)}, j - first, j == packed.begin ? next : Next{-1, {0, 0}});
+        }
+      }
+      for (i64 j = packed.begin; j < packed.end; ++j) {
+        store_row(dk.as<E>() + offset(dk, m, j, h), tile.dk + (j - first) * a.ld, a.D, broadcast(kLn2));
+        store_row(dv.as<E>() + offset(dv, m, j, h), tile.dv + (j - first) * a.ld, a.D, broadcast(1.0f));
+      }
+    }
+  }
+
+  // Of a sequence that belongs to the round, in memory that all workers share: dq of each (b, h), where keys are in
+  // several chunks, and the sums over queries that become dbias1.
+  struct Cut {
+    i64 chunks, round;      // C; sequences of a round
+    i64 dq_floats, floats;  // of one (b, h) and sequence
+    i64 shared_bytes, bytes;
+  };
+  static Cut cut_of(const Shape& a, bool with_dbias1) noexcept {
+    if (a.empty()) return {};
+    const i64 heads = a.B * a.H, wanted = ceil_div(kEvoformerTiles / 2, heads);  // half: every chunk costs a phase
+    const i64 chunks = std::max<i64>(1, std::min({wanted, ceil_div(a.T, kMinChunk), a.N, kMaxChunks}));
+    const i64 dq_floats = chunks > 1 ? a.T * a.width : 0;
+    const i64 floats = dq_floats + (with_dbias1 ? a.padded : 0);
+    const i64 fit = floats == 0 ? a.N : kSharedFloats / (chunks * heads * floats);
+    const i64 round = chunks * std::clamp(fit, i64{1}, ceil_div(a.N, chunks));
+    Pieces own(nullptr), shared(nullptr);
+    carve(own, a, chunks == 1);
+    shared.take(round * heads * floats);
+    return {chunks, round, dq_floats, floats, shared.bytes(), shared.bytes() + own.bytes()};
+  }
+
+  void run(ThreadPool& pool) const noexcept {
+    if (a.empty()) return;
+    const Cut size = cut_of(a, static_cast<bool>(dbias1));
+    const i64 C = size.chunks, heads = a.B * a.H;
+    auto* const shared = static_cast<float*>(pool.reserve_scratch(static_cast<size_t>(size.bytes)));
+    for (i64 first = 0; first < a.N; first += size.round) {
+      const i64 round = std::min(size.round, a.N - first);
+      for (i64 phase = 0; phase < C; ++phase) {
+        pool.parallel_for(heads * C, [&](i64 t, int worker) {
+          const i64 head = t / C, b = head / a.H, h = head % a.H;
+          const Span keys = cut(a.T, kKeys, t % C, C), part = cut(round, 1, (phase + C - t % C) % C, C);
+          void* const mine = pool.scratch(worker);
+          Pieces pieces(mine == shared ? shared + size.shared_bytes / i64{sizeof(float)} : mine);
+          const Tiles tile = carve(pieces, a, C == 1);
+          if (first == 0 && phase == 0) clear_pairs(b, h, keys);
+          for (i64 n = part.begin; n < part.end; ++n) {
+            const i64 m = b * a.N + first + n;
+            float* const sums = shared + (n * heads + head) * size.floats;
+            float* const dq_sum = C == 1 ? tile.dq : sums;
+            float* const columns = dbias1 ? sums + size.dq_floats : nullptr;
+            // In every phase each part of the sequences has one tile of a head: the first clears, the last stores.
+            if (phase == 0) fill_zero(dq_sum, a.T * a.width);
+            if (columns != nullptr) fill_zero(columns + keys.begin, keys.size());
+            accumulate(tile, dq_sum, columns, m, n + 1 < part.end ? m + 1 : -1, h, keys);
+            if (phase < C - 1) continue;
+            for (i64 i = 0; i < a.T; ++i) {
+              store_row(dq.as<E>() + offset(dq, m, i, h), dq_sum + i * a.width, a.D, broadcast(a.scale));
+            }
+          }
+        });
+      }
+      if (!dbias1) continue;
+      pool.parallel_for(a.B * round, [&](i64 t, int) {
+        const i64 b = t / round, n = t % round;
+        const float* const sums = shared + (n * heads + b * a.H) * size.floats + size.dq_floats;
+        float* const to = dbias1.as<float>() + (b * a.N + first + n) * dbias1.stride[0];
+        for_vectors(0, a.T, [&](i64 j, auto lanes) {
+          Vec sum = load(sums + j, lanes);
+          for (i64 h = 1; h < a.H; ++h) sum = sum + load(sums + h * size.floats + j, lanes);
+          store(to + j, sum, lanes);
+        });
+      });
+    }
+  }
+
+  void clear_pairs(i64 b, i64 h, Span keys) const noexcept {
+    for (i64 i = 0; dbias2 && i < a.T; ++i) {
+      fill_zero(dbias2.as<float>() + pair_offset(dbias2, b, h, i) + keys.begin, keys.size());
+    }
+  }
+};
+
+}  // namespace
+
+void evoformer_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, TensorView v, TensorView bias1,
+                             TensorView bias2, const EvoformerParams& p, Stream& stream) noexcept {
+  with_work_type(q.dtype,
+                 [&]<class E>(E) { Forward<E>{Shape(q, p), o, lse, q, k, v, bias1, bias2}.run(*stream.pool); });
+}
+
+void evoformer_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView dbias1, TensorView dbias2,
+                             TensorView dout, TensorView q, TensorView k, TensorView v, TensorView o, TensorView lse,
+                             TensorView bias1, TensorView bias2, const EvoformerParams& p, Stream& stream) noexcept {
+  with_work_type(q.dtype, [&]<class E>(E) {
+    Backward<E>{Shape(q, p), dq, dk, dv, dbias1, dbias2, dout, q, k, v, o, lse, bias1, bias2}.run(*stream.pool);
+  });
+}
+
+// Tiles are fp32 for every dtype.
+void evoformer_attention_fwd_scratch(TensorView, TensorView, TensorView q, TensorView, TensorView, TensorView,
+                                     TensorView, const EvoformerParams& p, Stream& stream) noexcept {
+  note_scratch(stream, static_cast<size_t>(Forward<float>::cut_of(Shape(q, p)).bytes));
+}
+
+void evoformer_attention_bwd_scratch(TensorView, TensorView, TensorView, TensorView dbias1, TensorView, TensorView,
+                                     TensorView q, TensorView, TensorView, TensorView, TensorView, TensorView,
+                                     TensorView, const EvoformerParams& p, Stream& stream) noexcept {
+  note_scratch(stream, static_cast<size_t>(Backward<float>::cut_of(Shape(q, p), static_cast<bool>(dbias1)).bytes));
+}
+
+}  // namespace ds::cpu::DS_ISA_NAMESPACE
