@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Attention over block-sparse layouts: ref against a dense softmax with an explicit mask in fp64, every CPU against ref
-// over blocks, layouts, dtypes, head dims, lengths, groups, masks, dropout and places in a sequence; all blocks against
-// no layout, bit for bit; and that no layout is passed over.
+// What a call of attention may ask for beyond a causal mask and a window: layouts of blocks, soft caps, biases by
+// relative position, sinks and documents. ref against a dense softmax with an explicit mask and against finite
+// differences in fp64; every CPU against ref, alone and together; threads; and that no layout is passed over.
+// sparse_attention_test has more of layouts, on every device.
 
 #include <functional>
 
 #include "parity/parity.h"
 
 namespace ds::testing {
-namespace block_sparse_test {
+namespace attention_terms_test {
 
 using HasBlock = std::function<bool(i64 layout, i64 query, i64 key)>;
 
@@ -49,7 +50,6 @@ HasBlock random_blocks(u32 seed, float share, bool rows_have_keys = true) {
     return RngKey::uniform(coin.bits(static_cast<u64>((layout << 40) + (query << 20) + key))) < share;
   };
 }
-bool all_blocks(i64, i64, i64) { return true; }
 
 struct Case {
   i64 B = 1, T = 100, S = 100, H = 2, G = 2, D = 64;
@@ -171,7 +171,7 @@ void expect_agrees_with_ref(const Case& c, i64 block, const HasBlock& has, bool 
   }
 }
 
-TEST(BlockSparse, RefIsDenseAttentionUnderTheMask) {
+TEST(AttentionTerms, RefIsDenseAttentionUnderTheMask) {
   u32 seed = 0;
   for (const Case& c : {Case{.B = 2, .T = 37, .S = 37, .H = 4, .G = 2, .D = 6},
                         Case{.T = 70, .S = 53, .H = 2, .G = 1, .D = 4, .causal = false},
@@ -233,33 +233,8 @@ TEST(BlockSparse, RefIsDenseAttentionUnderTheMask) {
   }
 }
 
-TEST(BlockSparse, AgreesWithRef) {
-  u32 n = 0;
-  for (i64 block : {16, 32, 64, 128}) {
-    for (i64 D : {2, 16, 34, 64, 80, 128, 256}) {
-      for (DType dtype : kWorkDTypes) {
-        const i64 G = 1 + n % 2, R = 1 + n / 2 % 2;
-        const i64 T = std::array{i64{100}, i64{129}, i64{257}, i64{64}, i64{330}}[n % 5];
-        expect_agrees_with_ref({.B = 1 + n % 4 / 3,
-                                .T = T,
-                                .S = T,
-                                .H = R * G,
-                                .G = G,
-                                .D = D,
-                                .causal = n % 3 != 0,
-                                .window = n % 7 == 0 ? 50 : 0,
-                                .dropout = n % 4 == 0 ? 0.3f : 0.0f,
-                                .dtype = dtype},
-                               block, random_blocks(n, n % 2 == 0 ? 0.2f : 0.6f), n % 3 == 1);
-        if (HasFatalFailure()) return;
-        ++n;
-      }
-    }
-  }
-}
-
 // Lengths that differ, rows without keys, and calls that are a part of a longer sequence.
-TEST(BlockSparse, AgreesWithRefInPlacesOfASequence) {
+TEST(AttentionTerms, AgreesWithRefInPlacesOfASequence) {
   u32 n = 0;
   for (i64 block : {16, 64, 128}) {
     for (DType dtype : kWorkDTypes) {
@@ -290,7 +265,7 @@ TEST(BlockSparse, AgreesWithRefInPlacesOfASequence) {
 }
 
 // Soft caps, biases by relative position, sinks and documents: alone, together, and with layouts.
-TEST(BlockSparse, FurtherTermsAgreeWithRef) {
+TEST(AttentionTerms, FurtherTermsAgreeWithRef) {
   u32 n = 0;
   for (i64 block : {0, 16, 64}) {
     for (DType dtype : kWorkDTypes) {
@@ -338,7 +313,7 @@ TEST(BlockSparse, FurtherTermsAgreeWithRef) {
 }
 
 // In fp64 from end to end.
-TEST(BlockSparse, RefBackwardOfFurtherTermsIsTheDerivative) {
+TEST(AttentionTerms, RefBackwardOfFurtherTermsIsTheDerivative) {
   const Case c{.B = 2,
                .T = 9,
                .S = 9,
@@ -389,48 +364,21 @@ TEST(BlockSparse, RefBackwardOfFurtherTermsIsTheDerivative) {
   }
 }
 
-TEST(BlockSparse, AllBlocksAreTheBitsOfNoLayout) {
-  u32 n = 0;
-  for (i64 block : {16, 32, 64, 128}) {
-    for (DType dtype : kWorkDTypes) {
-      for (i64 T : {33, 128, 300, 700}) {
-        const Case c{.T = T,
-                     .S = T,
-                     .H = 4,
-                     .G = 2,
-                     .D = n % 2 == 0 ? 64 : 40,
-                     .causal = n % 3 != 0,
-                     .window = n % 5 == 0 ? 90 : 0,
-                     .dropout = n % 4 == 0 ? 0.3f : 0.0f,
-                     .dtype = dtype};
-        const Inputs in(c);
-        for (i64 layouts : {i64{1}, c.H}) {
-          const Layout layout(block, c.num_blocks(block), layouts, all_blocks);
-          for (const OpTable* ops : backends()) {
-            expect_same(run(*ops, c, in, &layout), run(*ops, c, in, nullptr), std::string(ops->name) + c.name(block));
-            if (HasFatalFailure()) return;
-          }
-        }
-        ++n;
-      }
-    }
-  }
-}
-
-TEST(BlockSparse, ResultsDoNotDependOnThreads) {
+TEST(AttentionTerms, ResultsDoNotDependOnThreads) {
   for (const Case& c : {Case{.B = 2, .T = 300, .S = 300, .H = 6, .G = 2, .D = 34},
                         Case{.T = 700, .S = 700, .H = 1, .G = 1, .D = 16, .dropout = 0.3f, .dtype = DType::BF16}}) {
     const Layout layout(16, c.num_blocks(16), c.H, random_blocks(3, 0.3f));
     const Inputs in(c);
     for (const OpTable* ops : backends()) {
       const Results want = run(*ops, c, in, &layout, nullptr, 1);
-      for (int threads : {2, 3, 5}) expect_same(run(*ops, c, in, &layout, nullptr, threads), want, std::string(ops->name));
+      for (int threads : {2, 3, 5})
+        expect_same(run(*ops, c, in, &layout, nullptr, threads), want, std::string(ops->name));
     }
   }
 }
 
 // A back end that passes a layout over gives what dense attention gives.
-TEST(BlockSparse, NoLayoutIsPassedOver) {
+TEST(AttentionTerms, NoLayoutIsPassedOver) {
   for (i64 D : {16, 32, 64, 80, 96, 128, 160, 192, 256}) {
     for (i64 block : {16, 32, 64, 128}) {
       for (DType dtype : kWorkDTypes) {
@@ -452,5 +400,5 @@ TEST(BlockSparse, NoLayoutIsPassedOver) {
   }
 }
 
-}  // namespace block_sparse_test
+}  // namespace attention_terms_test
 }  // namespace ds::testing
