@@ -80,6 +80,9 @@ int main(int argc, char** argv) {
             ->type_name("FILE");
         app.add_option("--tokenizer", options.tokenizer, "hf: directory of the tokenizer's files to copy along")
             ->type_name("DIR");
+        ds::tools::add_number(app, "--positions", options.positions, 1, ds::kMostPositions,
+                              "hf: repeat a learned position embedding to N rows")
+            ->type_name("N");
         app.add_flag("--verify", options.verify, "check every checksum before, compare the output after");
         return [&](ds::tools::Output& out) {
           options.dtype = parse_dtype(dtype);

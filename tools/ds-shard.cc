@@ -165,9 +165,12 @@ int main(int argc, char** argv) {
                                              "type:REGEX")
                                   ->type_name("HOW"));
         of_sharding.push_back(app.add_option("--config", options.config,
-                                             "with --tp or --pp, the model's config.json, or the directory that has "
-                                             "it (default: the source's)")
+                                             "with --tp, --pp or --positions, the model's config.json, or the "
+                                             "directory that has it (default: the source's)")
                                   ->type_name("FILE"));
+        of_sharding.push_back(ds::tools::add_number(app, "--positions", options.positions, 1, ds::kMostPositions,
+                                                    "repeat a learned position embedding to N rows")
+                                  ->type_name("N"));
         app.add_option("--tag", options.tag, "the step of SRC to take (default: the latest)")->type_name("STEP");
         return [&, show_command, of_sharding](ds::tools::Output& out) {
           if (show_command->parsed()) {

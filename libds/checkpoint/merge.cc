@@ -8,6 +8,7 @@
 #include "base/clock.h"
 #include "base/json.h"
 #include "checkpoint/deepspeed_files.h"
+#include "checkpoint/extend_positions.h"
 #include "checkpoint/hf_directory.h"
 #include "checkpoint/match_weights.h"
 #include "checkpoint/output_place.h"
@@ -81,6 +82,7 @@ void check_options(Format format, const std::string& output, const MergeOptions&
   if (format != Format::Hf) {
     excludes(!o.config.empty(), "config");
     excludes(!o.tokenizer.empty(), "tokenizer");
+    excludes(o.positions != 0, "positions; a checkpoint with more of them is what ds-shard writes");
   } else {
     excludes(o.optimizer, "optimizer state: transformers does not read it");
     excludes(!o.only.empty(), "selection of parameters: the model would lack the others");
@@ -274,7 +276,9 @@ class Merge {
 
   void open() {
     state_ = open_state(source_, o_.tag);
-    if (output_.format == Format::Hf) config_ = model_config_of(*state_, o_.config);
+    const bool is_extended = o_.positions != 0;
+    if (is_extended) state_ = extend_positions(std::move(state_), o_.positions, o_.config);
+    if (output_.format == Format::Hf) config_ = model_config_of(*state_, is_extended ? "" : o_.config);
     const bool optimizer = o_.optimizer || (output_.format == Format::Checkpoint && state_->has_optimizer_state());
     view_ = {.dtype = o_.dtype, .optimizer = optimizer, .only = o_.only};
     tensors_ = make_state_tensors(*state_, view_);

@@ -9,6 +9,7 @@
 
 #include "base/clock.h"
 #include "base/file.h"
+#include "checkpoint/extend_positions.h"
 #include "checkpoint/output_place.h"
 #include "checkpoint/reader.h"
 #include "checkpoint/shard.h"
@@ -136,15 +137,18 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
            "--dp {} x --pp {} x --tp {} x --sp {} are more than {} ranks", mesh.dp, mesh.pp, mesh.tp, mesh.sp,
            kMostRanks);
   const bool by_names = mesh.tp == 1 && mesh.pp == 1;
-  DS_CHECK(options.config.empty() || !by_names, Errc::Config, "--config is for --tp and --pp, which cut by it");
+  const bool is_extended = options.positions != 0;
+  DS_CHECK(options.config.empty() || !by_names || is_extended, Errc::Config,
+           "--config is for --tp and --pp, which cut by it, and for --positions");
   DS_CHECK(options.partition == ShardOptions().partition || mesh.pp > 1, Errc::Config,
            "--partition is for --pp, whose stages it makes");
   DS_CHECK(options.stage >= 0 && options.stage <= 3, Errc::Config, "ZeRO stage {}", options.stage);
   check_place(dir);
   PendingDirectory target(dir);
-  const std::unique_ptr<StateSource> state = open_state(source, options.tag);
+  std::unique_ptr<StateSource> state = open_state(source, options.tag);
   state->check();
   check_readable(*state);
+  if (is_extended) state = extend_positions(std::move(state), options.positions, options.config);
   std::vector<std::string_view> names;
   for (const ParamEntry& p : state->params()) names.push_back(p.name);
   check_hdf5_names(names, state->path());
@@ -154,9 +158,9 @@ ShardResult shard_checkpoint(const std::string& source, const std::string& dir, 
                                    .stage = options.stage,
                                    .persistence_threshold = defaults.param_persistence_threshold,
                                    .model_persistence_threshold = defaults.model_persistence_threshold};
-  Sharding sharding = by_names
-                          ? shard_whole(state->params(), layout)
-                          : shard_model(*state, model_to_cut(*state, options.config), mesh, options.partition, layout);
+  const std::string named = is_extended ? "" : options.config;  // an extended state knows its own
+  Sharding sharding = by_names ? shard_whole(state->params(), layout)
+                               : shard_model(*state, model_to_cut(*state, named), mesh, options.partition, layout);
   sharding.mesh = mesh;
   write_sharded(*state, target.path(), m, sharding, options.progress);
   target.commit();

@@ -346,7 +346,7 @@ PY
   refuses 2 "--pp: 9 parts are more than the 4 layers (embedding and head among them); at most 4 stages have" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 9
   refuses 2 "--partition: \"Mamba\" matches no layer" "$DS_SOURCE/tests/golden/gpt2" -o out --pp 2 --partition type:Mamba
   refuses 2 "--partition is for --pp" "$DS_SOURCE/tests/golden/gpt2" -o out --tp 2 --partition uniform
-  refuses 2 "--config is for --tp and --pp" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
+  refuses 2 "--config is for --tp and --pp, which cut by it, and for --positions" run -o out --dp 2 --config "$DS_SOURCE/tests/golden/gpt2"
   refuses 2 "are more than 99999 ranks" "$DS_SOURCE/tests/golden/gpt2" -o out --dp 99999 --tp 2
   refuses 2 "--pp" run -o out --pp 0
   refuses 4 "names no architecture; --dp and --sp cut any" run -o out --tp 2
@@ -385,4 +385,147 @@ JSON
   run -4 --separate-stderr ds-train cfg.json --set 'model={"path": "model"}' --out out
   [[ $stderr == *"its weights are in a checkpoint; name model with --weights, too"* ]]
   [ ! -e out ]
+}
+
+# Ids that the small vocabularies of the stored models have, as nanoGPT writes them.
+token_file() {
+  /usr/bin/python3 - <<'PY'
+import struct
+open("tokens.bin", "wb").write(b"".join(struct.pack("<H", 4 + i * i // 7 % 37) for i in range(6000)))
+PY
+}
+
+# Loss and norm of each step of a few, of MODEL at a length: trains MODEL LENGTH OUT ARGUMENTS...
+trains() {
+  local model=$1 length=$2 out=$3
+  shift 3
+  cat >"$out.json" <<JSON
+{
+  "model": {"path": "$model"}, "data": {"train": "tokens.bin", "seq_length": $length},
+  "train_batch_size": 2, "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5,
+  "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}}, "steps": 4, "device": "cpu", "threads": 1
+}
+JSON
+  [[ $model != *bert* ]] || set -- --set 'data.mlm={"mask_token": 1, "cls_token": 2, "sep_token": 3}' "$@"
+  ds-train "$out.json" --out "$out" --quiet "$@" >"$out.log"
+  grep '"type":"step"' "$out/metrics.jsonl" | grep -o '"\(step\|loss\|grad_norm\)":[^,}]*'
+}
+
+@test "positions are repeated for longer sequences: rows, config.json, and nothing else" {
+  local model name positions degrees
+  while read -r model name positions; do
+    cp -r "$DS_SOURCE/tests/golden/$model" "$model"
+    echo '{"model_max_length": 7}' >"$model/tokenizer_config.json"
+    /usr/bin/python3 - "$model" <<'PY' # as old files say it
+import json, sys
+path = f"{sys.argv[1]}/config.json"
+config = json.load(open(path))
+if "n_positions" in config:
+    config["n_ctx"] = config["n_positions"]
+json.dump(config, open(path, "w"))
+PY
+    ds-ckpt-merge "$model" -o "same-$model" --format hf --quiet
+    ds-ckpt-merge "$model" -o "long-$model" --format hf --positions "$positions" --verify --quiet
+    cmp "$model/tokenizer_config.json" "long-$model/tokenizer_config.json"
+    for degrees in "--dp 1" "--dp 3 --stage 3" "--tp ${name##*:} --pp 2"; do
+      # shellcheck disable=SC2086 # several options
+      ds-shard "$model" -o out --positions "$positions" $degrees --quiet
+      ds-ckpt-merge out -o back --format hf --verify --quiet
+      cmp "long-$model/model.safetensors" back/model.safetensors
+      cmp "long-$model/config.json" back/config.json
+      rm -r out back
+    done
+    /usr/bin/python3 - "$model" "${name%:*}" "$positions" <<'PY'
+import json, struct, sys
+model, name, positions = sys.argv[1], sys.argv[2], int(sys.argv[3])
+def tensors(path):
+    data = open(path, "rb").read()
+    end = 8 + struct.unpack("<Q", data[:8])[0]
+    header = json.loads(data[8:end])
+    header.pop("__metadata__")
+    return {k: (t["dtype"], t["shape"], data[end + t["data_offsets"][0]:end + t["data_offsets"][1]]) for k, t in header.items()}
+old, new = tensors(f"same-{model}/model.safetensors"), tensors(f"long-{model}/model.safetensors")
+dtype, (rows, width), data = old.pop(name)
+size = len(data) // rows
+want = b"".join(data[r % rows * size:][:size] for r in range(positions))
+assert new.pop(name) == (dtype, [positions, width], want)
+assert old == new and len(old) > 20
+old, new = (json.load(open(f"{d}-{model}/config.json")) for d in ("same", "long"))
+for key in {"gpt2": ("n_positions", "n_ctx"), "bert": ("max_position_embeddings",)}[model]:
+    assert old[key] == rows
+    old[key] = positions
+assert list(old.items()) == list(new.items())
+PY
+  done <<<$'gpt2 transformer.wpe.weight:3 101\nbert bert.embeddings.position_embeddings.weight:2 96'
+}
+
+@test "a model with repeated positions trains at the old length as before, and at longer ones" {
+  local model length
+  token_file
+  while read -r model length; do
+    cp -r "$DS_SOURCE/tests/golden/$model" "$model"
+    ds-ckpt-merge "$model" -o "long-$model" --format hf --positions $((4 * length)) --quiet
+    trains "$model" "$length" old >want
+    [ "$(grep -c loss want)" -eq 4 ]
+    diff want <(trains "long-$model" "$length" same)
+    ds-shard "$model" -o sharded --positions $((4 * length)) --dp 2 --stage 3 --quiet
+    diff <(trains "long-$model" $((4 * length)) long) <(trains "long-$model" $((4 * length)) long2 --weights sharded)
+    grep '"type":"step"' long/metrics.jsonl | sed 's/.*"loss":\([^,]*\),.*/\1/' |
+      awk 'NR == 1 { first = $1 } END { exit !(NR == 4 && $1 < first) }'
+    run -2 ds-train long.json --set 'model={"path": "'"$model"'"}' --check # the original is not that long
+    rm -r old same long long2 sharded
+  done <<<$'gpt2 40\nbert 24'
+}
+
+@test "a run goes on with repeated positions: its states are theirs" {
+  token_file
+  cp -r "$DS_SOURCE/tests/golden/gpt2" gpt2
+  trains gpt2 40 whole | tail -n 6 >want
+  trains gpt2 40 half --steps 2 >half.steps
+  ds-shard half -o long --positions 90 --quiet
+  ds-shard gpt2 -o weights --positions 90 --quiet
+  ds-ckpt-merge weights -o long-gpt2 --format hf --quiet
+  diff want <(trains long-gpt2 40 again --resume long)
+}
+
+@test "masks of the old length are left out" {
+  /usr/bin/python3 - <<'PY'
+import json, struct
+rows, data = {}, b""
+for name, shape, n in [("wpe.weight", [4, 3], 12), ("h.0.attn.bias", [1, 1, 4, 4], 16), ("h.0.attn.c_attn.bias", [5], 5)]:
+    rows[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + 4 * n]}
+    data += struct.pack(f"<{n}f", *range(n))
+header = json.dumps(rows).encode()
+open("model.safetensors", "wb").write(struct.pack("<Q", len(header)) + header + data)
+json.dump({"model_type": "gpt2", "n_positions": 4}, open("config.json", "w"))
+PY
+  run -0 --separate-stderr ds-shard . -o out --positions 6
+  [[ $stderr == *"left out, as made of the old length alone:"*"h.0.attn.bias"* ]]
+  run -0 ds-shard show --parameters out
+  [[ $output == *"wpe.weight  fp32  [6,3]"* && $output == *"h.0.attn.c_attn.bias"* && $output != *"h.0.attn.bias"* ]]
+  run -0 --separate-stderr ds-shard . -o equal --positions 4
+  [ -z "$stderr" ]
+  run -0 ds-shard show --parameters equal
+  [[ $output == *"wpe.weight  fp32  [4,3]"* && $output == *"h.0.attn.bias"* ]]
+}
+
+@test "positions that cannot be had" {
+  local golden=$DS_SOURCE/tests/golden
+  refuses 2 "--positions 39 is fewer than the 40 that the model has" "$golden/gpt2" -o out --positions 39
+  for bad in 0 -1 many 16777217 1.5; do refuses 2 "--positions" "$golden/gpt2" -o out --positions "$bad"; done
+  for model in llama qwen2 qwen3; do
+    refuses 2 "a model of type \"$model\" has none" "$golden/$model" -o out --positions 4096
+  done
+  refuses 2 "show takes a directory" show run --positions 9
+  cp "$golden/gpt2/model.safetensors" alone.safetensors
+  refuses 2 "alone.safetensors: does not know the model's config.json: name one with --config" alone.safetensors -o out --positions 64
+  refuses 3 "bert.embeddings.position_embeddings.weight is missing" alone.safetensors -o out --positions 64 --config "$golden/bert"
+  refuses 3 "transformer.wpe.weight has 40 rows, but n_positions of config.json is 24" \
+    alone.safetensors -o out --positions 64 --config "$golden/gpt2-untied"
+  echo '{"model_type": "roberta"}' >config.json
+  refuses 4 "not of \"roberta\"" alone.safetensors -o out --positions 64 --config .
+  refuses 1 "/proc/out" "$golden/gpt2" -o /proc/out --positions 64
+  ds-shard alone.safetensors -o out --positions 64 --config "$golden/gpt2" --quiet
+  run -2 --separate-stderr ds-ckpt-merge run -o x.safetensors --positions 64
+  [[ $stderr == *"format safetensors takes no positions"* ]]
 }

@@ -28,6 +28,9 @@ DS_API std::string find_checkpoint(const std::string& dir, std::string_view whic
 // it throws ends the work.
 using CopyProgress = std::function<void(i64 done, i64 total)>;
 
+// The longest sequence that a model's config.json may say.
+inline constexpr i64 kMostPositions = i64{1} << 24;
+
 struct MergeOptions {
   std::string format = {};          // "safetensors", "hdf5", "hf", "checkpoint", or empty: by the suffix of the output
   std::string tag = {};             // which step of a directory of several; empty: the latest
@@ -39,6 +42,7 @@ struct MergeOptions {
   i64 max_shard_bytes = 0;     // of tensors in one file of a directory; 0: "hf" 5e9, "safetensors" one file
   std::string config = {};     // "hf": config.json, or a directory that has it; empty: the source's
   std::string tokenizer = {};  // "hf": directory with the tokenizer's files; empty: those that the source knows of
+  i64 positions = 0;           // "hf": as of ShardOptions
   CopyProgress progress = {};
 };
 
@@ -70,8 +74,10 @@ struct ShardOptions {
   std::string tag = {};                  // as above
   MeshShape mesh = {};                   // dp x pp x tp x sp ranks; ZeRO shards over dp x sp
   int stage = 0;                         // ZeRO stage
-  std::string config = {};               // for pp and tp: config.json, or a directory that has it; empty: the source's
+  std::string config = {};               // for pp, tp, positions: config.json, or a directory that has it; empty: the
+                                         // source's
   std::string partition = "parameters";  // for pp: "parameters", "uniform" or "type:REGEX"
+  i64 positions = 0;  // rows of the learned position embedding, which is repeated to them; 0: as many as there are
   CopyProgress progress = {};
 };
 
@@ -90,8 +96,8 @@ struct ShardResult {
 // Writes the state that `source` holds, as merge_checkpoint reads it, as a run directory of the ranks of a mesh: what a
 // run at that layout would have saved. Any state goes over dp and sp; for tp and pp it must be that of a model of the
 // zoo. `dir` does not exist or is empty. Read back and verified before it is committed; after an error nothing is left.
-// Memory as of merge_checkpoint. Throws as that; Errc::Config (degrees that do not fit the model), Errc::Unavailable
-// (not a model that is known), Errc::Mismatch (not the parameters of the model).
+// Memory as of merge_checkpoint. Throws as that; Errc::Config (degrees or positions that do not fit the model),
+// Errc::Unavailable (not a model that is known), Errc::Mismatch (not the parameters of the model).
 DS_API ShardResult shard_checkpoint(const std::string& source, const std::string& dir, const ShardOptions&);
 
 // Who owns what in a saved step of ours.
