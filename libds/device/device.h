@@ -43,7 +43,7 @@ class Device {
   virtual u64 id() const noexcept = 0;
   virtual std::string_view name() const noexcept = 0;  // for people: "cpu.avx512", "NVIDIA H100 80GB HBM3"
   virtual const OpTable& ops() const noexcept = 0;
-  virtual Stream& stream(Queue queue = Queue::Compute) noexcept = 0;
+  virtual Stream& stream(Queue queue = Queue::Compute) noexcept = 0;  // of Copies there is none: it runs no ops
   // The cudaStream_t of a queue; null on the CPU.
   virtual void* native(Queue queue) noexcept = 0;
   // Host code may read and write its memory, and every call is done when it returns.

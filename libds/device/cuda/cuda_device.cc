@@ -71,10 +71,7 @@ class CudaDevice final : public Device {
   u64 id() const noexcept override { return id_; }
   std::string_view name() const noexcept override { return name_; }
   const OpTable& ops() const noexcept override { return cuda::ops(); }
-  Stream& stream(Queue q) noexcept override {
-    DS_ASSERT(q != Queue::Copies);  // runs no ops
-    return streams_[static_cast<size_t>(q)];
-  }
+  Stream& stream(Queue q) noexcept override { return streams_[static_cast<size_t>(q)]; }
   void* native(Queue q) noexcept override { return cuda_stream(q); }
 
   void* allocate(i64 bytes) noexcept override {
