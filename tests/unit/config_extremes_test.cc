@@ -89,6 +89,7 @@ std::vector<Number> all_numbers() {
     if (key.path.starts_with("sparse_attention.")) {
       const bool sliding = key.path.ends_with("random_blocks") || key.path.ends_with("window_blocks");
       settings.push_back(sliding ? "sparse_attention.mode=bigbird" : "sparse_attention.mode=fixed");
+      if (sliding) settings.emplace_back("sparse_attention.num_sliding_window_blocks=1");  // sequences have one block
     }
     add(key, &config, "", settings);
   }
