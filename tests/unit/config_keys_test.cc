@@ -343,6 +343,7 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"optimizer.params.muon_lr", "default: lr", R"("optimizer": {"type": "Muon", "params": {"lr": 0.25}})", "0.25"},
       {"optimizer.params.adam_lr", "default: lr", R"("optimizer": {"type": "Muon"})", "0.02"},
       {"scheduler.type", "default: none", "", ""},
+      {"data.document_token", "default: none, and a sample is one text", "", ""},
       {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
        R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},
       {"scheduler.params.total_num_steps", "default: the key\n.Cm steps",
