@@ -401,8 +401,8 @@ void for_seen(const Problem& a, i64 b, Range rows, const Pack& pack, Range run, 
   if (!seen.empty()) f(whole(seen));
 }
 
-// The visible part of a block of scores: f(rows, columns, true) once for what is dense, else f(strip, columns, false) for
-// each strip of rows with the columns that any row of it sees, their begin rounded down to whole vectors.
+// The visible part of a block of scores: f(rows, columns, true) once for what is dense, else f(strip, columns, false)
+// for each strip of rows with the columns that any row of it sees, their begin rounded down to whole vectors.
 template <class F>
 void for_visible(const Problem& a, i64 b, i64 g, Range rows, const Pack& pack, F&& f) noexcept {
   for_same_units(a, g, rows, pack, [&](Range same, u32 units) {
