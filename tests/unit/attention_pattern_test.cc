@@ -361,5 +361,49 @@ TEST(AttentionLayoutFile, ARowHasAKeyThatItsModelSees) {
   EXPECT_ERROR(make(c, 2, 3), Errc::Config, "upper.json: head 1, block row 1: no key at or before it");
 }
 
+// Block by block, and share, against every pair of tokens.
+TEST(AttentionPattern, IsWhatPairsOfTokensSee) {
+  SparseAttentionConfig config;
+  config.mode = SparseAttentionMode::Fixed;
+  config.different_layout_per_head = true;
+  config.num_different_global_patterns = 2;
+  for (const i64 tokens : {1, 16, 100, 130}) {
+    for (const bool causal : {false, true}) {
+      for (const i64 window : {0, 1, 16, 40}) {
+        for (const bool sparse : {false, true}) {
+          config.unidirectional = causal;
+          const auto layout =
+              sparse ? std::make_shared<const AttentionLayout>(make_attention_layout(config, 3, tokens, 1)) : nullptr;
+          const AttentionPattern pattern(layout, 16, tokens, causal, window);
+          const auto sees = [&](i64 i, i64 j) {
+            return (!causal || j <= i) && (window == 0 || j > i - window) &&
+                   (!sparse || layout->has(1, i / 16, j / 16));
+          };
+          i64 pairs = 0;
+          std::vector<std::vector<AttentionPattern::Met>> queries(static_cast<size_t>(pattern.count()));
+          for (i64 a = 0; a < pattern.count(); ++a) {
+            std::vector<AttentionPattern::Met> want;
+            for (i64 b = 0; b < pattern.count(); ++b) {
+              i64 seen = 0, all = 0;
+              for (i64 i = 16 * a; i < std::min(tokens, 16 * a + 16); ++i) {
+                for (i64 j = 16 * b; j < std::min(tokens, 16 * b + 16); ++j, ++all) seen += sees(i, j) ? 1 : 0;
+              }
+              pairs += seen;
+              if (seen == 0) continue;
+              want.push_back({b, seen == all});
+              queries[static_cast<size_t>(b)].push_back({a, seen == all});
+            }
+            EXPECT_EQ(pattern.keys_of(1, a), want) << tokens << " " << causal << " " << window << " block " << a;
+          }
+          for (i64 b = 0; b < pattern.count(); ++b) {
+            EXPECT_EQ(pattern.queries_of(1, b), queries[static_cast<size_t>(b)]) << tokens << " " << window;
+          }
+          EXPECT_DOUBLE_EQ(pattern.share(1), static_cast<double>(pairs) / static_cast<double>(tokens * tokens));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace attention_pattern_test
 }  // namespace ds::model
