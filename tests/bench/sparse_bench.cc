@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Block-sparse attention beside dense attention in one run: sparse_bench [--threads N] [--lengths A,B] [--save DIR].
+// Block-sparse attention beside dense attention in one run: sparse_bench [--threads N] [--lengths A,B] [--only LAYOUT]
+// [--save DIR].
 //
 // Forward and backward of 4 heads of 64 in fp32 and bf16, causal. For each layout: the share of the blocks of causal
 // attention that it has, its time as a share of the dense time, and one by the other: 1.0 is a cost in proportion. Then
@@ -103,11 +104,12 @@ void save(const std::string& folder, const std::string& name, i64 T, const model
 
 int main(int argc, char** argv) {
   std::vector<i64> lengths = {4096, 16384, 32768};
-  std::string folder;
+  std::string folder, only;
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string key = argv[i], value = argv[i + 1];
     if (key == "--threads") threads = std::stoi(value);
     if (key == "--save") folder = value;
+    if (key == "--only") only = value;
     if (key != "--lengths") continue;
     lengths.clear();
     std::stringstream list(value);
@@ -136,6 +138,7 @@ int main(int argc, char** argv) {
       std::printf("%-7lld %-5s %-11s %9.1f %9.1f\n", static_cast<long long>(T), type.c_str(), "dense", 1e3 * dense_fwd,
                   1e3 * dense_bwd);
       for (const Kind& kind : kinds()) {
+        if (!only.empty() && only != kind.name) continue;
         const auto build = [&] { return model::make_attention_layout(kind.config, kHeads, T, 1234); };
         const model::AttentionLayout layout = build();
         const double built = seconds(build);
