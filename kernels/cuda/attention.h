@@ -9,6 +9,7 @@
 // tensor core's loads take at once, lie in all 32 banks.
 
 #include <algorithm>
+#include <limits>
 
 #include "ds/kernels/ops.h"
 
@@ -22,6 +23,20 @@ struct Range {
 };
 DS_HOST_DEVICE constexpr Range intersect(Range a, Range b) {
   return {a.begin > b.begin ? a.begin : b.begin, a.end < b.end ? a.end : b.end};
+}
+DS_HOST_DEVICE constexpr bool meets(Range a, Range b) { return !intersect(a, b).empty(); }
+
+// What one or more tokens see of the other side: `all` but what is `hidden`, the keys between sinks and window.
+struct Seen {
+  Range all, hidden;
+
+  constexpr Seen() = default;
+  DS_HOST_DEVICE constexpr Seen(Range some, Range none = {}) : all(some), hidden(none) {}
+  DS_HOST_DEVICE constexpr bool has(int x) const { return all.has(x) && !hidden.has(x); }
+};
+DS_HOST_DEVICE constexpr bool meets(const Seen& a, Range b) {
+  const Range both = intersect(a.all, b);
+  return !both.empty() && (both.begin < a.hidden.begin || both.end > a.hidden.end);
 }
 
 // Key j is visible to query i iff (not causal or j <= i + S - T) and (no window or j > i + S - T - window).
@@ -67,6 +82,75 @@ struct Mask {
   }
 };
 
+// Where in their sequences the tokens of a call are, and whom sinks and documents there let see whom.
+struct Places {
+  const i32* documents = nullptr;  // AttentionParams::documents
+  i64 positions = 0, samples = 0;
+  int query0 = 0, key0 = 0;
+  int sinks = 0;  // 0 also where there is no window
+
+  static constexpr Places of(i64 B, const Mask& mask, const AttentionParams& p) {
+    return {.documents = p.documents,
+            .positions = p.positions,
+            .samples = B,
+            .query0 = static_cast<int>(p.blocks.query0),
+            .key0 = static_cast<int>(p.blocks.key0),
+            .sinks = mask.window == 0 ? 0 : static_cast<int>(std::min(p.sinks, i64{1} << 30))};
+  }
+  // The places of the document of a place; the sequence where there are no documents.
+  DS_HOST_DEVICE constexpr Range document(int b, int place) const {
+    if (documents == nullptr) return {0, std::numeric_limits<int>::max()};
+    const i32* const at = documents + b * positions + place;
+    return {at[0], at[samples * positions]};
+  }
+};
+
+// The mask of a sample, with its sinks and documents.
+struct SampleMask : Mask {
+  const Places& places;
+  int b;
+
+  DS_HOST_DEVICE constexpr SampleMask(const Mask& mask, const Places& p, int sample)
+      : Mask(mask), places(p), b(sample) {}
+
+  DS_HOST_DEVICE constexpr Seen keys_of_row(int i) const { return keys_of_rows({i, i + 1}); }
+  DS_HOST_DEVICE constexpr Range rows_of_key(int j) const { return rows_of_keys({j, j + 1}); }
+  // Whoever is in these ranges sees, or is seen by, somebody of the other side, or lies between two who do.
+  DS_HOST_DEVICE constexpr Seen keys_of_rows(Range rows) const {
+    rows.end = rows.end < T ? rows.end : T;
+    if (rows.empty()) return {};
+    const Range first = keys_of_document(rows.begin), last = keys_of_document(rows.end - 1);
+    const Range seen = intersect(Mask::keys_of_rows(rows), {first.begin, last.end});
+    if (places.sinks == 0) return seen;
+    // Of the first row's document. Those of later ones begin within the rows, so keys hidden from all lie before them.
+    const bool one = first.begin == last.begin;
+    return {{first.begin > 0 ? first.begin : 0, seen.end},
+            {first.begin + places.sinks, one || seen.begin < first.end ? seen.begin : first.end}};
+  }
+  DS_HOST_DEVICE constexpr Range rows_of_keys(Range keys) const {
+    keys.end = keys.end < S ? keys.end : S;
+    if (keys.empty()) return {};
+    const int first = places.key0 + keys.begin, last = places.key0 + keys.end - 1;
+    const Range document = places.document(b, last);
+    Range seen = Mask::rows_of_keys(keys);
+    // Is one of the keys a sink of the last one's document? Then all rows of that which are not before it see it.
+    if (places.sinks > 0 && first - document.begin < places.sinks) seen.end = T;
+    return intersect(seen, {places.document(b, first).begin - places.query0, document.end - places.query0});
+  }
+  // False also where they do because the keys are sinks.
+  DS_HOST_DEVICE constexpr bool all_visible(Range rows, Range keys) const {
+    if (!Mask::all_visible(rows, keys)) return false;
+    const int last = (rows.end < T ? rows.end : T) - 1;
+    return keys_of_document(rows.begin).end >= keys.end && keys_of_document(last).begin <= keys.begin;
+  }
+
+ private:
+  DS_HOST_DEVICE constexpr Range keys_of_document(int row) const {
+    const Range document = places.document(b, places.query0 + row);
+    return {document.begin - places.key0, document.end - places.key0};
+  }
+};
+
 // The tiles that a tile meets, in order: those that the mask leaves. With a layout: attention_steps.h.
 struct Visits {
   int first = 0, count = 0;
@@ -81,9 +165,9 @@ DS_HOST_DEVICE constexpr Visits visits(Range seen, int step) {
 
 // A block-sparse layout (AttentionBlocks) as those see it who own tokens of one side and meet those of the other. What
 // is met comes in units: a block, or as much of it as a step holds. Units are counted from the beginning of the
-// sequence.
+// sequence; where there is no layout, from the call's first token, and all blocks, of 128 tokens, meet.
 struct Layout {
-  const u64* bits = nullptr;  // of own blocks, in the layout of the call's first head
+  const u64* bits = nullptr;  // of own blocks, in the layout of the call's first head; null: there is no layout
   i64 words = 0;              // of an own block
   i64 next_head = 0;          // words from one head's layout to the next one's
   int shift = 0;              // a block has 2^shift tokens
@@ -91,7 +175,7 @@ struct Layout {
 
   static constexpr Layout of(const AttentionParams& p, bool keys_own) {
     const AttentionBlocks& b = p.blocks;
-    if (!b.sparse()) return {};
+    if (!b.sparse()) return {.shift = 7};
     const i64 next_head = b.layouts == 1 ? 0 : b.count * b.words();
     const u64* const bits = keys_own ? b.queries : b.keys;
     return {.bits = bits == nullptr ? bits : bits + p.grid.head0 * next_head,
@@ -114,6 +198,13 @@ struct Layout {
     if (seen.empty()) return {};
     const int unit = 1 << unit_shift(step);
     return {(met0 + seen.begin / step * step) / unit, (met0 + seen.end + unit - 1) / unit};
+  }
+  // Those of the steps without a layout that hold nothing but tokens of a range.
+  DS_HOST_DEVICE constexpr Range units_within(Range tokens, int step) const {
+    const int first = tokens.begin > 0 ? (tokens.begin + step - 1) / step : 0, end = tokens.end / step;
+    if (first >= end) return {};
+    const int unit = 1 << unit_shift(step);
+    return {(met0 + first * step) / unit, (met0 + end * step) / unit};
   }
 
  private:
@@ -175,6 +266,12 @@ DS_HOST_DEVICE constexpr int swizzled(int row, int chunk) {
 inline bool has_known_block(const AttentionParams& p) noexcept {
   const i64 block = p.blocks.block;
   return block == 0 || block == 16 || block == 32 || block == 64 || block == 128;
+}
+
+// Does a call ask for more than the plain kernels have: a layout, or further terms of scores and masks?
+inline bool is_general(const AttentionParams& p) noexcept {
+  return p.blocks.sparse() || p.softcap > 0 || p.bias != nullptr || p.documents != nullptr ||
+         (p.sinks > 0 && p.window > 0);
 }
 
 // Can the vectors of x be read and written 16 bytes at a time?

@@ -45,11 +45,11 @@ __global__ void __launch_bounds__(kStatisticsThreads)
   stats[(b * H + h) * rows + i] = i < T ? make_float2(lse(b, h)[i] * kLog2E, sum) : make_float2(kInfinity, 0.0f);
 }
 
-template <bool kSparse, int kD>
-using BackwardSteps = Steps<kSparse, BackwardPlan<kD>::kStep, true>;
+template <bool kGeneral, int kD>
+using BackwardSteps = Steps<kGeneral, BackwardPlan<kD>::kStep, true>;
 
-template <class E, int kD, bool kSparse>
-struct BackwardShared : BackwardSteps<kSparse, kD>::Shared {
+template <class E, int kD, bool kGeneral>
+struct BackwardShared : BackwardSteps<kGeneral, kD>::Shared {
   using Plan = BackwardPlan<kD>;
   alignas(128) E own[2][Plan::kOwn * kD];  // keys and values; queries and output gradients
   E met[2][2][Plan::kStep * kD];
@@ -90,19 +90,19 @@ class OwnFragments {
   u32 held_[2][kCount][4];
 };
 
-template <class E, int kD, bool kSparse>
+template <class E, int kD, bool kGeneral>
 __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(BackwardArgs<E> a) {
   using Plan = BackwardPlan<kD>;
   constexpr int kN = Plan::kPart / 8, kThreads = Plan::kThreads, kC = Plan::kColumns / 8;
-  auto& shared = block_shared<BackwardShared<E, kD, kSparse>>();
+  auto& shared = block_shared<BackwardShared<E, kD, kGeneral>>();
   const Problem<E>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.S + Plan::kOwn - 1) / Plan::kOwn, p.B * p.G, false);
+  const Work work = work_of(block_index().x, (p.mask.S + Plan::kOwn - 1) / Plan::kOwn, p.B * p.G, false);
   const int b = work.head / p.G, g = work.head % p.G;
   const int column = static_cast<int>(block_index().y) * Plan::kColumns;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   const int block_key = work.tile * Plan::kOwn;
   const Range block_keys = intersect({block_key, block_key + Plan::kOwn}, {0, mask.S});
-  BackwardSteps<kSparse, kD> steps(
+  BackwardSteps<kGeneral, kD> steps(
       shared, a.keys, {.own = block_keys, .seen = mask.rows_of_keys(block_keys), .head = g * p.R, .heads = p.R});
   steps.start();
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
     if (thread_index() < Plan::kStep / 2) {
       const int row = steps.first(n, thread_index() / 8) + 2 * thread_index() % 16;
       const i64 at = (static_cast<i64>(b) * p.H + h) * a.stats_rows + row;
-      copy_async_16(shared.stats[n % 2] + 2 * thread_index(), a.stats + at, !kSparse || row < a.stats_rows);
+      copy_async_16(shared.stats[n % 2] + 2 * thread_index(), a.stats + at, !kGeneral || row < a.stats_rows);
     }
     copies_commit();
   };
@@ -153,10 +153,24 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       clear(prob[0]);
       multiply_transposed<kD, Plan::kHold>(
           prob, [&](int, int i, u32(&f)[4]) { fragments.template get<0>(i, f); }, q, needed);
-      DS_UNROLL
-      for (int i = 0; i < kN; ++i) {
+      [[maybe_unused]] float slope[kGeneral ? kN : 1][4];
+      if (kGeneral && p.terms.any()) {
+        const int base = p.terms.distance0 + warp_key + lane / 4 - lane % 4 * 2;
+        make_scores(
+            prob[0], p, p.terms.bias_of(g * p.R + steps.head(n)),
+            [&](int i, int e) { return base - steps.first(n, part / 16 + i / 2) - i % 2 * 8 - e % 2 + e / 2 * 8; },
+            [&](int i, int e, float x) { slope[i][e] = x; });
         DS_UNROLL
-        for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
+        for (int i = 0; i < kN; ++i) {
+          DS_UNROLL
+          for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] - stats[8 * i + e % 2].x);
+        }
+      } else {
+        DS_UNROLL
+        for (int i = 0; i < kN; ++i) {
+          DS_UNROLL
+          for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
+        }
       }
       const auto visible = [&](Range rows) { return mask.all_visible(rows, warp_keys); };
       if (!steps.template whole<kN / 2>(needed, n, part / 16, warp_blocks, visible)) {
@@ -190,6 +204,10 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
         pack<E>(left[0], prob[0]);
       }
       multiply<kD>(dv, left, dout, column / 8, needed);
+      if (kGeneral && p.terms.capped()) {  // from here on prob is for ds alone
+        DS_UNROLL
+        for (int i = 0; i < 4 * kN; ++i) prob[0][i / 4][i % 4] *= slope[kGeneral ? i / 4 : 0][i % 4];
+      }
 
       float ds[1][kN][4];
       clear(ds[0]);
@@ -222,26 +240,26 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   store_rows<kD>(own[1], dv[0], a.dv(b, g), warp_key, mask.S, column, p.D);
 }
 
-template <class E, int kD, bool kSparse>
+template <class E, int kD, bool kGeneral>
 __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(BackwardArgs<E> a) {
   using Plan = BackwardPlan<kD>;
   constexpr int kN = Plan::kStep / 8, kThreads = Plan::kThreads;
-  auto& shared = block_shared<BackwardShared<E, kD, kSparse>>();
+  auto& shared = block_shared<BackwardShared<E, kD, kGeneral>>();
   const Problem<E>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
+  const Work work = work_of(block_index().x, (p.mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, p.mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   const int block_row = work.tile * Plan::kOwn;
   const Head<const E> k = p.k(b, g), v = p.v(b, g);
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
-  Steps<kSparse, Plan::kStep> steps(shared, a.queries,
-                                    {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
+  Steps<kGeneral, Plan::kStep> steps(shared, a.queries,
+                                     {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
   steps.start();
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16;
   const Range warp_rows = {warp_row, warp_row + 16};
-  const Range warp_keys = mask.keys_of_rows(warp_rows);
+  const auto warp_keys = mask.keys_of_rows(warp_rows);
   const u32 warp_blocks = steps.own_blocks(warp_rows);
   E* const own[2] = {shared.own[0] + warp * 16 * kD, shared.own[1] + warp * 16 * kD};
   OwnFragments<E, kD> fragments(own[0], own[1]);
@@ -286,12 +304,27 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
           x = (bits >> i & 1u) != 0 ? x * p.dropout.factor : 0.0f;
         }
       }
-      DS_UNROLL
-      for (int i = 0; i < kN; ++i) {
+      if (kGeneral && p.terms.any()) {
         DS_UNROLL
-        for (int e = 0; e < 4; ++e) {
-          const float w = fast_exp2(prob[0][i][e] * p.scale2 - row_stats[e / 2].x);
-          ds[0][i][e] = w * (ds[0][i][e] - row_stats[e / 2].y);
+        for (int i = 0; i < 4 * kN; ++i) ds[0][i / 4][i % 4] -= row_stats[i % 4 / 2].y;
+        const int base = p.terms.distance0 + lane % 4 * 2 - (warp_row + lane / 4);
+        make_scores(
+            prob[0], p, p.terms.bias_of(h),
+            [&](int i, int e) { return base + steps.first(n, i / 2) + i % 2 * 8 + e % 2 - e / 2 * 8; },
+            [&](int i, int e, float x) { ds[0][i][e] *= x; });
+        DS_UNROLL
+        for (int i = 0; i < kN; ++i) {
+          DS_UNROLL
+          for (int e = 0; e < 4; ++e) ds[0][i][e] *= fast_exp2(prob[0][i][e] - row_stats[e / 2].x);
+        }
+      } else {
+        DS_UNROLL
+        for (int i = 0; i < kN; ++i) {
+          DS_UNROLL
+          for (int e = 0; e < 4; ++e) {
+            const float w = fast_exp2(prob[0][i][e] * p.scale2 - row_stats[e / 2].x);
+            ds[0][i][e] = w * (ds[0][i][e] - row_stats[e / 2].y);
+          }
         }
       }
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
@@ -299,7 +332,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
         DS_UNROLL
         for (int half = 0; half < 2; ++half) {
           const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
-          const Range seen = mask.keys_of_row(row);
+          const auto seen = mask.keys_of_row(row);
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& x = ds[0][i / 2][half * 2 + i % 2];
@@ -334,11 +367,11 @@ void backward(const BackwardArgs<E>& a, cudaStream_t stream) noexcept {
     dim3 keys = grid_of(num_tiles(p.mask.S, Plan::kOwn), i64{p.B} * p.G);
     keys.y = kD / Plan::kColumns;
     const dim3 queries = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
-    with_sparse(a.sparse, [&](auto sparse) {
-      constexpr bool kSparse = decltype(sparse)::value;
-      constexpr size_t kBytes = sizeof(BackwardShared<E, kD, kSparse>);
-      launch(backward_keys<E, kD, kSparse>, {keys, Plan::kThreads, kBytes}, stream, a);
-      launch(backward_queries<E, kD, kSparse>, {queries, Plan::kThreads, kBytes}, stream, a);
+    with_general(a.general, [&](auto general) {
+      constexpr bool kGeneral = decltype(general)::value;
+      constexpr size_t kBytes = sizeof(BackwardShared<E, kD, kGeneral>);
+      launch(backward_keys<E, kD, kGeneral>, {keys, Plan::kThreads, kBytes}, stream, a);
+      launch(backward_queries<E, kD, kGeneral>, {queries, Plan::kThreads, kBytes}, stream, a);
     });
   });
 }
@@ -366,7 +399,7 @@ void own_attention_bwd(TensorView dq, TensorView dk, TensorView dv, TensorView d
                                   .dv = Heads<E>::of(dv),
                                   .stats = stats,
                                   .stats_rows = rows,
-                                  .sparse = p.blocks.sparse(),
+                                  .general = is_general(p),
                                   .queries = Layout::of(p, false),
                                   .keys = Layout::of(p, true)};
     backward(args, c.stream());

@@ -45,7 +45,8 @@ AttentionShape shape_of(const AttentionCall& call) noexcept;
 //   16-bit floats; D a multiple of 8, at most 128; compute capability 8 or 9: what NVIDIA's table of cuDNN's attention
 //   has for Ampere and Hopper, backward included. (On later ones a deterministic backward pass needs knobs.)
 //   causal: T <= S, where every row sees a key. Its mask is ours, bottom-right aligned.
-//   no dropout: the random numbers are ours; no window; no block-sparse layout.
+//   no dropout: the random numbers are ours; no window, so no sinks; no block-sparse layout, soft cap, bias by relative
+//   position or documents.
 //   T > 1: decoding is for our kernels, a plan for every length of the cache would cost more than it saves.
 //   tensors aligned to 16 bytes, rows and heads too; statistics contiguous.
 //   backward: one group of heads at least within kMostScoreBytes.

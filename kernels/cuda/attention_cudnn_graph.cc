@@ -232,6 +232,9 @@ const char* refusal(const AttentionCall& call, int compute_capability_major) noe
   if (call.params.dropout > 0) return "dropout";
   if (call.params.window > 0) return "window";
   if (call.params.blocks.sparse()) return "sparse layout";
+  if (call.params.softcap > 0) return "soft cap";
+  if (call.params.bias != nullptr) return "bias by relative position";
+  if (call.params.documents != nullptr) return "documents";
   if (s.B == 0 || s.H == 0 || s.S == 0 || s.T <= 1) return "lengths";
   if (s.causal && s.T > s.S) return "rows without keys";
   const auto whole = [](const TensorView& x) { return attention::has_whole_chunks(x); };

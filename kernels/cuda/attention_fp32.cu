@@ -21,16 +21,16 @@ struct Plan {
 template <int kRows, int kColumns>
 using Tile = float[kRows][kColumns + 4];
 
-template <bool kSparse, int kD, bool kGroup>
-using StepsOf = Steps<kSparse, Plan<kD>::kRows, kGroup>;
+template <bool kGeneral, int kD, bool kGroup>
+using StepsOf = Steps<kGeneral, Plan<kD>::kRows, kGroup>;
 
-template <int kD, bool kSparse>
-struct ForwardShared : StepsOf<kSparse, kD, false>::Shared {
+template <int kD, bool kGeneral>
+struct ForwardShared : StepsOf<kGeneral, kD, false>::Shared {
   alignas(128) Tile<Plan<kD>::kRows, kD> q, k, v;
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight;
 };
-template <int kD, bool kSparse>
-struct BackwardShared : StepsOf<kSparse, kD, true>::Shared {
+template <int kD, bool kGeneral>
+struct BackwardShared : StepsOf<kGeneral, kD, true>::Shared {
   alignas(128) Tile<Plan<kD>::kRows, kD> own[2], met[2];
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
 };
@@ -135,6 +135,18 @@ DS_DEVICE u32 kept_bits(const Dropout& d, Element&& element) {
   return bits;
 }
 
+// Of a product, times log2(e), and its slope; `distance` from the query's token of the call to the key's.
+template <bool kGeneral>
+DS_DEVICE Capped score_of(const Problem<float>& p, int h, float product, int distance) {
+  if (!kGeneral || !p.terms.any()) return {product * p.scale2, 1.0f};
+  Capped score = {product * p.scale2, 1.0f};
+  if (p.terms.capped()) score = capped(p.terms, product);
+  if (const float* const bias = p.terms.bias_of(h); bias != nullptr) {
+    score.value += kLog2E * bias[p.terms.within_reach(p.terms.distance0 + distance)];
+  }
+  return score;
+}
+
 template <int kR, int kC>
 DS_DEVICE void store_results(const float (&x)[kR][kC], const Head<float>& to, int first, int limit, int D,
                              float scale) {
@@ -149,17 +161,17 @@ DS_DEVICE void store_results(const float (&x)[kR][kC], const Head<float>& to, in
   }
 }
 
-template <int kD, bool kSparse>
+template <int kD, bool kGeneral>
 __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR;
-  auto& shared = block_shared<ForwardShared<kD, kSparse>>();
+  auto& shared = block_shared<ForwardShared<kD, kGeneral>>();
   const Problem<float>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
+  const Work work = work_of(block_index().x, (p.mask.T + kRows - 1) / kRows, p.B * p.H, p.mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   float* const lse = a.lse(b, h);
   const Range rows = intersect({first, first + kRows}, {0, mask.T});
-  StepsOf<kSparse, kD, false> steps(shared, a.layout, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
+  StepsOf<kGeneral, kD, false> steps(shared, a.layout, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
   steps.start();
   load_own<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
 
@@ -182,12 +194,13 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
       const int row = first + thread_y() + kSide * r, block = steps.own_block(row);
-      const Range seen = mask.keys_of_row(row);
+      const auto seen = mask.keys_of_row(row);
       float high = top[r];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {
-        const bool visible = steps.met_by(n, c, block) && seen.has(steps.first(n, c) + thread_x());
-        s[r][c] = visible ? s[r][c] * p.scale2 : -kInfinity;
+        const int key = steps.first(n, c) + thread_x();
+        const bool visible = steps.met_by(n, c, block) && seen.has(key);
+        s[r][c] = visible ? score_of<kGeneral>(p, h, s[r][c], key - row).value : -kInfinity;
         high = fmaxf(high, s[r][c]);
       }
       DS_UNROLL
@@ -223,17 +236,17 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   store_results(x, a.o(b, h), first, mask.T, p.D, 1.0f);
 }
 
-template <int kD, bool kSparse>
+template <int kD, bool kGeneral>
 __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
-  auto& shared = block_shared<BackwardShared<kD, kSparse>>();
+  auto& shared = block_shared<BackwardShared<kD, kGeneral>>();
   const Problem<float>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.S + kRows - 1) / kRows, p.B * p.G, false);
+  const Work work = work_of(block_index().x, (p.mask.S + kRows - 1) / kRows, p.B * p.G, false);
   const int b = work.head / p.G, g = work.head % p.G, first = work.tile * kRows;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   const Range keys = intersect({first, first + kRows}, {0, mask.S});
-  StepsOf<kSparse, kD, true> steps(shared, a.keys,
-                                   {.own = keys, .seen = mask.rows_of_keys(keys), .head = g * p.R, .heads = p.R});
+  StepsOf<kGeneral, kD, true> steps(shared, a.keys,
+                                    {.own = keys, .seen = mask.rows_of_keys(keys), .head = g * p.R, .heads = p.R});
   steps.start();
   load_own<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
   load_own<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
@@ -260,16 +273,17 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
     for (int c = 0; c < kR; ++c) {
       const int i = steps.first(n, c) + thread_x();
       float2 stats = make_float2(0.0f, 0.0f);
-      if (!kSparse || i < a.stats_rows) stats = a.stats[head * a.stats_rows + i];
+      if (!kGeneral || i < a.stats_rows) stats = a.stats[head * a.stats_rows + i];
       DS_UNROLL
       for (int r = 0; r < kR; ++r) {
         const int key = first + thread_y() + kSide * r;
         const bool seen = steps.met_by(n, c, steps.own_block(key)) && mask.rows_of_key(key).has(i);
-        const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
+        const Capped score = score_of<kGeneral>(p, h, s[r][c], key - i);
+        const float w = fast_exp2(score.value - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
         const int y = thread_y() + kSide * r, x = thread_x() + kSide * c;
         shared.weight[y][x] = seen ? w * z : 0.0f;
-        shared.ds[y][x] = seen ? w * (grad[r][c] * z - stats.y) : 0.0f;
+        shared.ds[y][x] = seen ? w * (grad[r][c] * z - stats.y) * score.slope : 0.0f;
       }
     }
     sync_warp();
@@ -280,16 +294,16 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
   store_results(dv, a.dv(b, g), first, mask.S, p.D, 1.0f);
 }
 
-template <int kD, bool kSparse>
+template <int kD, bool kGeneral>
 __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float> a) {
   constexpr int kRows = Plan<kD>::kRows, kR = Plan<kD>::kR, kC = Plan<kD>::kC;
-  auto& shared = block_shared<BackwardShared<kD, kSparse>>();
+  auto& shared = block_shared<BackwardShared<kD, kGeneral>>();
   const Problem<float>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.T + kRows - 1) / kRows, p.B * p.H, mask.causal);
+  const Work work = work_of(block_index().x, (p.mask.T + kRows - 1) / kRows, p.B * p.H, p.mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R, first = work.tile * kRows;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   const Range rows = intersect({first, first + kRows}, {0, mask.T});
-  StepsOf<kSparse, kD, false> steps(shared, a.queries, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
+  StepsOf<kGeneral, kD, false> steps(shared, a.queries, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
   steps.start();
   load_own<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
   load_own<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
@@ -312,15 +326,16 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
       const int y = thread_y() + kSide * r, block = steps.own_block(first + y);
-      const Range seen = mask.keys_of_row(first + y);
+      const auto seen = mask.keys_of_row(first + y);
       const float2 stats = a.stats[work.head * a.stats_rows + first + y];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {
-        const float w = fast_exp2(s[r][c] * p.scale2 - stats.x);
+        const int x = thread_x() + kSide * c, key = steps.first(n, c) + thread_x();
+        const Capped score = score_of<kGeneral>(p, h, s[r][c], key - (first + y));
+        const float w = fast_exp2(score.value - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
-        const int x = thread_x() + kSide * c;
-        const bool visible = steps.met_by(n, c, block) && seen.has(steps.first(n, c) + thread_x());
-        shared.ds[y][x] = visible ? w * (grad[r][c] * z - stats.y) : 0.0f;
+        const bool visible = steps.met_by(n, c, block) && seen.has(key);
+        shared.ds[y][x] = visible ? w * (grad[r][c] * z - stats.y) * score.slope : 0.0f;
       }
     }
     sync_warp();
@@ -336,9 +351,9 @@ void forward_fp32(const ForwardArgs<float>& a, cudaStream_t stream) noexcept {
     constexpr int kD = decltype(dim)::value, kRows = Plan<kD>::kRows;
     const Problem<float>& p = a.problem;
     const dim3 grid = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
-    with_sparse(a.sparse, [&](auto sparse) {
-      constexpr bool kSparse = decltype(sparse)::value;
-      launch(forward<kD, kSparse>, {grid, kThreads, sizeof(ForwardShared<kD, kSparse>)}, stream, a);
+    with_general(a.general, [&](auto general) {
+      constexpr bool kGeneral = decltype(general)::value;
+      launch(forward<kD, kGeneral>, {grid, kThreads, sizeof(ForwardShared<kD, kGeneral>)}, stream, a);
     });
   });
 }
@@ -349,11 +364,11 @@ void backward_fp32(const BackwardArgs<float>& a, cudaStream_t stream) noexcept {
     const Problem<float>& p = a.problem;
     const dim3 keys = grid_of(num_tiles(p.mask.S, kRows), i64{p.B} * p.G);
     const dim3 queries = grid_of(num_tiles(p.mask.T, kRows), i64{p.B} * p.H);
-    with_sparse(a.sparse, [&](auto sparse) {
-      constexpr bool kSparse = decltype(sparse)::value;
-      constexpr size_t kBytes = sizeof(BackwardShared<kD, kSparse>);
-      launch(backward_keys<kD, kSparse>, {keys, kThreads, kBytes}, stream, a);
-      launch(backward_queries<kD, kSparse>, {queries, kThreads, kBytes}, stream, a);
+    with_general(a.general, [&](auto general) {
+      constexpr bool kGeneral = decltype(general)::value;
+      constexpr size_t kBytes = sizeof(BackwardShared<kD, kGeneral>);
+      launch(backward_keys<kD, kGeneral>, {keys, kThreads, kBytes}, stream, a);
+      launch(backward_queries<kD, kGeneral>, {queries, kThreads, kBytes}, stream, a);
     });
   });
 }

@@ -10,11 +10,11 @@ namespace ds::cuda {
 namespace attention {
 namespace {
 
-template <bool kSparse, int kD>
-using ForwardSteps = Steps<kSparse, ForwardPlan<kD>::kStep>;
+template <bool kGeneral, int kD>
+using ForwardSteps = Steps<kGeneral, ForwardPlan<kD>::kStep>;
 
-template <class E, int kD, bool kSparse>
-struct ForwardShared : ForwardSteps<kSparse, kD>::Shared {
+template <class E, int kD, bool kGeneral>
+struct ForwardShared : ForwardSteps<kGeneral, kD>::Shared {
   using Plan = ForwardPlan<kD>;
   alignas(128) E q[Plan::kOwn * kD];
   E k[2][Plan::kStep * kD], v[2][Plan::kStep * kD];
@@ -56,27 +56,27 @@ DS_DEVICE void softmax_step(Rows& rows, float (&s)[kN][4], float (&x)[kColumns][
   }
 }
 
-template <class E, int kD, bool kSparse>
+template <class E, int kD, bool kGeneral>
 __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs<E> a) {
   using Plan = ForwardPlan<kD>;
   constexpr int kM = Plan::kRowTiles, kN = Plan::kStep / 8, kThreads = Plan::kThreads;
-  auto& shared = block_shared<ForwardShared<E, kD, kSparse>>();
+  auto& shared = block_shared<ForwardShared<E, kD, kGeneral>>();
   const Problem<E>& p = a.problem;
-  const Mask& mask = p.mask;
-  const Work work = work_of(block_index().x, (mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, mask.causal);
+  const Work work = work_of(block_index().x, (p.mask.T + Plan::kOwn - 1) / Plan::kOwn, p.B * p.H, p.mask.causal);
   const int b = work.head / p.H, h = work.head % p.H, g = h / p.R;
+  decltype(auto) mask = mask_of<kGeneral>(p, b);
   const int block_row = work.tile * Plan::kOwn;
   const Head<const E> k = p.k(b, g), v = p.v(b, g);
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
-  ForwardSteps<kSparse, kD> steps(shared, a.layout,
-                                  {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
+  ForwardSteps<kGeneral, kD> steps(shared, a.layout,
+                                   {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
   steps.start();
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
   float* const lse = a.lse(b, h);
   const Range warp_rows = {warp_row, warp_row + 16 * kM};
-  const Range warp_keys = mask.keys_of_rows(warp_rows);
+  const auto warp_keys = mask.keys_of_rows(warp_rows);
   const u32 warp_blocks = steps.own_blocks(warp_rows);
   E* const own = shared.q + warp * 16 * kM * kD;
   const auto own_blocks = Blocks<kD, E>::template of<false>(own);
@@ -124,12 +124,23 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       DS_UNROLL
       for (int m = 0; m < kM; ++m) clear(s[m]);
       multiply_transposed<kD, Plan::kHold>(s, query, shared.k[n % 2], needed);
-      DS_UNROLL
-      for (int m = 0; m < kM; ++m) {
+      if (kGeneral && p.terms.any()) {
         DS_UNROLL
-        for (int i = 0; i < kN; ++i) {
+        for (int m = 0; m < kM; ++m) {
+          const int row = warp_row + 16 * m + lane / 4, base = p.terms.distance0 + lane % 4 * 2 - row;
+          make_scores(
+              s[m], p, p.terms.bias_of(h),
+              [&](int i, int e) { return base + steps.first(n, i / 2) + i % 2 * 8 + e % 2 - e / 2 * 8; },
+              [](int, int, float) {});
+        }
+      } else {
+        DS_UNROLL
+        for (int m = 0; m < kM; ++m) {
           DS_UNROLL
-          for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
+          for (int i = 0; i < kN; ++i) {
+            DS_UNROLL
+            for (int e = 0; e < 4; ++e) s[m][i][e] *= p.scale2;
+          }
         }
       }
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
@@ -137,7 +148,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
         DS_UNROLL
         for (int half = 0; half < 2 * kM; ++half) {
           const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
-          const Range seen = mask.keys_of_row(row);
+          const auto seen = mask.keys_of_row(row);
           DS_UNROLL
           for (int i = 0; i < 2 * kN; ++i) {
             float& score = s[half / 2][i / 2][half % 2 * 2 + i % 2];
@@ -195,9 +206,9 @@ void forward_16(const ForwardArgs<E>& a, cudaStream_t stream) noexcept {
     using Plan = ForwardPlan<kD>;
     const Problem<E>& p = a.problem;
     const dim3 grid = grid_of(num_tiles(p.mask.T, Plan::kOwn), i64{p.B} * p.H);
-    with_sparse(a.sparse, [&](auto sparse) {
-      constexpr bool kSparse = decltype(sparse)::value;
-      launch(forward<E, kD, kSparse>, {grid, Plan::kThreads, sizeof(ForwardShared<E, kD, kSparse>)}, stream, a);
+    with_general(a.general, [&](auto general) {
+      constexpr bool kGeneral = decltype(general)::value;
+      launch(forward<E, kD, kGeneral>, {grid, Plan::kThreads, sizeof(ForwardShared<E, kD, kGeneral>)}, stream, a);
     });
   });
 }
@@ -212,7 +223,7 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
   if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_fwd");
   const auto args = [&]<class E>(E) {
-    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), p.blocks.sparse(),
+    return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), is_general(p),
                           Layout::of(p, false)};
   };
   switch (q.dtype) {

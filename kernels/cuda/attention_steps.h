@@ -4,7 +4,9 @@
 // step is a tile of neighbours, and the steps are all tiles that the mask leaves. With a block-sparse layout a step is
 // gathered out of units, a block or as much of it as a step holds: those that some block of the own tile meets, in
 // ascending order, and zeros where there are no more. So the cost is that of the blocks that are there; and where all
-// are there, the steps, and with them the bits of results, are those without a layout.
+// are there, the steps, and with them the bits of results, are those without a layout. Steps that hold nothing but keys
+// between sinks and window are left out. The kernels for this know all further terms of AttentionParams besides; calls
+// that ask for such terms and have no layout take a full one.
 //
 // Units are found on the way, two steps ahead, by the first warp: it looks at the bits of the own tile's blocks, 32
 // units at a time, or 32 times as many where there are none. What it finds lies in a ring in shared memory, whose size
@@ -19,7 +21,8 @@ namespace ds::cuda::attention {
 // What a thread block owns and meets: the tokens `own`, all of which exist, see the tokens `seen` of the other side, in
 // each of `heads` heads of the call, from `head` on and one after the other.
 struct Meeting {
-  Range own, seen;
+  Range own;
+  Seen seen;
   int head = 0, heads = 1;
 };
 
@@ -35,7 +38,7 @@ struct Search {
   const u64* bits;       // of the first own block, in the layout of the first head
   i64 words, next_head;  // of the layout: those who search read it here, where it takes no register of other threads
   int own_blocks, heads;
-  Range units;                  // that may be met
+  Range units, hidden;          // that may be met; of these, those that are not
   int unit_shift, parts_shift;  // a unit has 2^unit_shift tokens, a block 2^parts_shift units
   int met0;
   // How far it has come: `found` units, or places that stay empty; in head `head` it has looked at all words of 32
@@ -57,7 +60,7 @@ class Steps {
   using Shared = Nothing;
 
   DS_DEVICE Steps(Shared&, const Layout&, const Meeting& m)
-      : met_(visits(m.seen, kStep)), count_(kGroup ? met_.count * m.heads : met_.count) {}
+      : met_(visits(m.seen.all, kStep)), count_(kGroup ? met_.count * m.heads : met_.count) {}
   // By all threads, before all else.
   DS_DEVICE void start() {}
   // Is there a step n? It, its slots and its head are known for the first two steps, and for those that were made
@@ -75,7 +78,7 @@ class Steps {
   // warp?
   template <int kCount>
   DS_DEVICE AllSlots needed(int n, int slot, Range seen, u32 /*own*/) const {
-    return {!intersect(seen, tokens<kCount>(n, slot)).empty()};
+    return {meets(seen, tokens<kCount>(n, slot))};
   }
   template <int kCount, class Visible>
   DS_DEVICE bool whole(AllSlots /*needed*/, int n, int slot, u32 /*own*/, Visible&& visible) const {
@@ -117,13 +120,14 @@ class Steps<true, kStep, kGroup> {
   DS_DEVICE void start() {
     if (thread_index() < kWarp) {
       if (thread_index() == 0) {
-        const Range units = layout_.units(meeting_.seen, kStep);
+        const Range units = layout_.units(meeting_.seen.all, kStep);
         shared_.search = {.bits = layout_.bits_of(meeting_.head, meeting_.own.begin),
                           .words = layout_.words,
                           .next_head = layout_.next_head,
                           .own_blocks = meeting_.own.empty() ? 0 : own_block(meeting_.own.end - 1) + 1,
                           .heads = meeting_.heads,
                           .units = units,
+                          .hidden = layout_.units_within(meeting_.seen.hidden, kStep),
                           .unit_shift = layout_.unit_shift(kStep),
                           .parts_shift = layout_.shift - layout_.unit_shift(kStep),
                           .met0 = layout_.met0,
@@ -147,12 +151,12 @@ class Steps<true, kStep, kGroup> {
   DS_DEVICE int first(int n, int slot) const { return unit(n, slot).first; }
 
   template <int kCount>
-  DS_DEVICE SomeSlots<kCount> needed(int n, int slot, Range seen, u32 own) const {
+  DS_DEVICE SomeSlots<kCount> needed(int n, int slot, const Seen& seen, u32 own) const {
     u32 bits = 0;
     DS_UNROLL
     for (int i = 0; i < kCount; ++i) {
       const Unit u = unit(n, slot + i);
-      bits |= (u.own & own) != 0 && !intersect(seen, {u.first, u.first + 16}).empty() ? 1u << i : 0u;
+      bits |= (u.own & own) != 0 && meets(seen, {u.first, u.first + 16}) ? 1u << i : 0u;
     }
     return {bits};
   }
@@ -205,7 +209,7 @@ class Steps<true, kStep, kGroup> {
         for (int i = 0; i < s.own_blocks; ++i) {
           own |= (warp_shuffle(mine, i) >> (lane >> s.parts_shift) & 1u) << i;
         }
-        if (!s.units.has(at)) own = 0;
+        if (!s.units.has(at) || s.hidden.has(at)) own = 0;
         const u32 there = warp_ballot(own != 0);
         if (own != 0) {
           const int place = s.found + std::popcount(there & ((1u << lane) - 1));
@@ -215,7 +219,8 @@ class Steps<true, kStep, kGroup> {
         s.found += std::popcount(there);
       } else if (s.head < s.heads && kWarp * s.next < s.units.end) {
         u32 any = 0;
-        if (kWarp * (s.next + lane) < s.units.end) {
+        const int first = kWarp * (s.next + lane);
+        if (first < s.units.end && (first < s.hidden.begin || first + kWarp > s.hidden.end)) {
           DS_UNROLL_BY(2)
           for (int i = 0; i < s.own_blocks; ++i) any |= word_of(s, i, s.next + lane);
         }
@@ -241,7 +246,7 @@ class Steps<true, kStep, kGroup> {
   // Which of the units 32*word, ... does own block i meet? Of each block one bit.
   static DS_DEVICE u32 word_of(const Search& s, int i, int word) {
     const int blocks = kWarp >> s.parts_shift, at = word * blocks;
-    const u64 bits = s.bits[s.head * s.next_head + i * s.words + at / 64];
+    const u64 bits = s.bits != nullptr ? s.bits[s.head * s.next_head + i * s.words + at / 64] : ~u64{0};
     return static_cast<u32>(bits >> (at % 64)) & (~0u >> (kWarp - blocks));
   }
 

@@ -70,6 +70,34 @@ struct Dropout {
   DS_DEVICE u64 element(int b, int h, int i, int j) const { return static_cast<u64>(grid.row(b, h, i) + j); }
 };
 
+// What becomes of scores beyond their scale.
+struct Terms {
+  float cap_scale = 0;          // scale / softcap
+  float cap2 = 0;               // softcap, times log2(e); 0: there is none
+  const float* bias = nullptr;  // of the call's first head at distance 0
+  i64 next_head = 0;
+  int reach = 0;
+  int distance0 = 0;  // the place of the first key less that of the first query
+
+  static Terms of(const AttentionParams& p) noexcept {
+    const bool capped = p.softcap > 0, biased = p.bias != nullptr;
+    const i64 row = 2 * p.reach + 1;
+    return {.cap_scale = capped ? p.scale / p.softcap : 0.0f,
+            .cap2 = capped ? p.softcap * kLog2E : 0.0f,
+            .bias = biased ? p.bias + p.grid.head0 * row + p.reach : nullptr,
+            .next_head = row,
+            .reach = static_cast<int>(std::min(p.reach, i64{1} << 30)),
+            .distance0 = static_cast<int>(p.blocks.key0 - p.blocks.query0)};
+  }
+  DS_DEVICE bool capped() const { return cap2 > 0; }
+  DS_DEVICE bool any() const { return cap2 > 0 || bias != nullptr; }
+  // The biases of a head, by distances from -reach to reach.
+  DS_DEVICE const float* bias_of(int head) const { return bias == nullptr ? nullptr : bias + head * next_head; }
+  DS_DEVICE int within_reach(int distance) const {
+    return distance < -reach ? -reach : distance > reach ? reach : distance;
+  }
+};
+
 template <class E>
 struct Problem {
   Heads<const E> q, k, v;
@@ -77,13 +105,37 @@ struct Problem {
   int B, H, G, R, D;    // R = H / G
   float scale, scale2;  // of the scores; the same times log2(e)
   Dropout dropout;
+  // Of the general kernels alone.
+  Terms terms;
+  Places places;
 };
+
+// The mask of a sample: that of the call, where there is no more to it.
+template <bool kGeneral, class E>
+DS_DEVICE decltype(auto) mask_of(const Problem<E>& p, [[maybe_unused]] int b) {
+  if constexpr (kGeneral) {
+    return SampleMask(p.mask, p.places, b);
+  } else {
+    return static_cast<const Mask&>(p.mask);
+  }
+}
+
+// Of a product under a soft cap: its score times log2(e), and the derivative of the score by the scaled product.
+struct Capped {
+  float value, slope;
+};
+DS_DEVICE Capped capped(const Terms& t, float product) {
+  const float x = product * t.cap_scale, e = fast_exp2(-2 * kLog2E * std::fabs(x)), r = fast_rcp(1 + e);
+  const float tanh = (1 - e) * r;  // of |x|; its error is that of 1, which is what counts beside the cap
+  return {t.cap2 * (x < 0 ? -tanh : tanh), 4 * e * r * r};
+}
+
 template <class E>
 struct ForwardArgs {
   Problem<E> problem;
   Heads<E> o;
   Statistics<float> lse;
-  bool sparse;
+  bool general;
   Layout layout;
 };
 // stats [B, H, padded rows]: {lse * log2(e), rowsum(dO * O)}, {inf, 0} for the padding.
@@ -94,7 +146,7 @@ struct BackwardArgs {
   Heads<E> dq, dk, dv;
   const float2* stats;
   i64 stats_rows;
-  bool sparse;
+  bool general;
   Layout queries, keys;  // by who owns
 };
 
@@ -102,10 +154,11 @@ template <class E>
 Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView& v,
                       const AttentionParams& p) noexcept {
   const int B = static_cast<int>(q.dim(0)), H = static_cast<int>(q.dim(2)), G = static_cast<int>(k.dim(2));
+  const Mask mask = Mask::of(q.dim(1), k.dim(1), p);
   return {.q = Heads<const E>::of(q),
           .k = Heads<const E>::of(k),
           .v = Heads<const E>::of(v),
-          .mask = Mask::of(q.dim(1), k.dim(1), p),
+          .mask = mask,
           .B = B,
           .H = H,
           .G = G,
@@ -113,7 +166,9 @@ Problem<E> problem_of(const TensorView& q, const TensorView& k, const TensorView
           .D = static_cast<int>(q.dim(3)),
           .scale = p.scale,
           .scale2 = p.scale * kLog2E,
-          .dropout = Dropout::of(p, H, q.dim(1), k.dim(1))};
+          .dropout = Dropout::of(p, H, q.dim(1), k.dim(1)),
+          .terms = Terms::of(p),
+          .places = Places::of(B, mask, p)};
 }
 
 // fp32: attention_fp32.cu.
@@ -325,6 +380,36 @@ DS_DEVICE void clear(float (&x)[kN][4]) {
   }
 }
 
+// A warp's products become scores times log2(e), where there are further terms: distance(n, e) is the distance of
+// element e of accumulator n, slope(n, e, x) takes the derivative under a soft cap.
+template <int kN, class E, class Distance, class Slope>
+DS_DEVICE void make_scores(float (&s)[kN][4], const Problem<E>& p, const float* bias, Distance&& distance,
+                           Slope&& slope) {
+  if (p.terms.capped()) {
+    DS_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      DS_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const Capped c = capped(p.terms, s[n][e]);
+        s[n][e] = c.value;
+        slope(n, e, c.slope);
+      }
+    }
+  } else {
+    DS_UNROLL
+    for (int n = 0; n < kN; ++n) {
+      DS_UNROLL
+      for (int e = 0; e < 4; ++e) s[n][e] *= p.scale2;
+    }
+  }
+  if (bias == nullptr) return;
+  DS_UNROLL
+  for (int n = 0; n < kN; ++n) {
+    DS_UNROLL
+    for (int e = 0; e < 4; ++e) s[n][e] += kLog2E * bias[p.terms.within_reach(distance(n, e))];
+  }
+}
+
 // Is element `element` kept? Bit i of four: elements 4*block + i.
 DS_DEVICE u32 kept4(const Dropout& d, u64 block) {
   const PhiloxBlock r = d.key.block(block);
@@ -443,8 +528,8 @@ void with_head_dim(i64 D, F&& f) noexcept {
 }
 
 template <class F>
-void with_sparse(bool sparse, F&& f) noexcept {
-  if (sparse) return f(std::true_type());
+void with_general(bool general, F&& f) noexcept {
+  if (general) return f(std::true_type());
   f(std::false_type());
 }
 

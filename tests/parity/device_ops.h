@@ -60,6 +60,7 @@ class RoundTrip {
     for (int d = 0; d < v.rank; ++d) last += (v.dim(d) - 1) * v.stride[d];
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
     reach(v.scale, state_blocks(v.numel()) * 4);
+    if (v.rank == 4 && samples_ == 0) samples_ = v.dim(0), heads_ = v.dim(2);
   }
   void reach(std::span<const TensorView> views) {
     for (const TensorView& v : views) reach(v);
@@ -77,6 +78,8 @@ class RoundTrip {
     const i64 bytes = p.blocks.layouts * p.blocks.count * p.blocks.words() * i64{sizeof(u64)};
     reach(p.blocks.keys, bytes, false);
     reach(p.blocks.queries, bytes, false);
+    reach(p.bias, std::max(heads_, p.grid.heads) * (2 * p.reach + 1) * i64{sizeof(float)}, false);
+    reach(p.documents, 2 * samples_ * p.positions * i64{sizeof(i32)}, false);
   }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
   void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
@@ -118,6 +121,8 @@ class RoundTrip {
   AttentionParams on_device(AttentionParams p) const {
     if (p.blocks.keys != nullptr) p.blocks.keys = on_device(p.blocks.keys);
     if (p.blocks.queries != nullptr) p.blocks.queries = on_device(p.blocks.queries);
+    if (p.bias != nullptr) p.bias = on_device(p.bias);
+    if (p.documents != nullptr) p.documents = on_device(p.documents);
     return p;
   }
   // Arguments as the device's op gets them; `keep` holds what spans point to.
@@ -142,6 +147,7 @@ class RoundTrip {
   };
   Device& device_;
   std::vector<Range> ranges_;
+  i64 samples_ = 0, heads_ = 0;  // of the first tensor [B,T,H,D]: queries, where AttentionParams come
 };
 
 template <auto member>

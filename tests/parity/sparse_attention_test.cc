@@ -268,10 +268,6 @@ double differing(const Tensor& a, const Tensor& b) {
 
 class SparseAttention : public ::testing::Test {
  protected:
-  void SetUp() override {
-    if (test_device() == nullptr) GTEST_SKIP() << "layouts are not for the kernels of CPUs yet";
-  }
-
   // With `hiding`, dense attention must be something else: whoever ignores the layout fails.
   static void expect_agrees(const Case& c, const Layout& layout, bool hiding, bool backward = true) {
     const Inputs in(c);
