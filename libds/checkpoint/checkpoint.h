@@ -102,10 +102,11 @@ struct CheckpointMeta {
   // Of a run whose states a server had: one word for all that is trained without a break, "@", and the number of the
   // step that it began from, if any.
   std::string history = {};
-  std::string isa;                // instruction set that the bits were made with
-  std::string data_json;          // identity of the training data; empty or a JSON document
-  std::string config_json;        // the resolved configuration; empty or a JSON document
-  std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
+  std::string isa;                  // instruction set that the bits were made with
+  std::string data_json;            // identity of the training data; empty or a JSON document
+  std::string attention_json = {};  // what attention hides beside the model's own masks; empty or a JSON document
+  std::string config_json;          // the resolved configuration; empty or a JSON document
+  std::string model_config_json;    // Hugging Face's config.json; empty or a JSON document
   // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
   std::optional<std::map<std::string, std::string>> metadata;
   bool operator==(const CheckpointMeta&) const = default;

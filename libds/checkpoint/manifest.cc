@@ -193,6 +193,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
     j["mesh"] = {{"dp", mesh->dp}, {"pp", mesh->pp}, {"tp", mesh->tp}, {"sp", mesh->sp}};
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (!meta.history.empty()) j["history"] = meta.history;
+  if (!meta.attention_json.empty()) j["attention"] = embed(meta.attention_json, "attention");
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -217,6 +218,7 @@ CheckpointMeta meta_from_json(const Json& j) {
   meta.optimizer_step = counter_at(j, "optimizer_step");
   if (j.contains("optimizer")) meta.optimizer = optimizer_from(j.at("optimizer"));
   if (j.contains("history")) meta.history = j.at("history").get<std::string>();
+  if (j.contains("attention")) meta.attention_json = extract(j.at("attention"));
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));

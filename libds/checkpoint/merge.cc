@@ -368,6 +368,9 @@ class Merge {
       log_message(LogLevel::Warning,
                   fmt::format("{}: no files of a tokenizer in {}", output_.name, fmt::join(places, ", ")));
     write_hf_config(dir, config_, result_.dtype);
+    if (!state_->meta().attention_json.empty())
+      log_message(LogLevel::Warning, fmt::format("{}: a config.json does not say what the run's attention hid: {}",
+                                                 output_.name, state_->meta().attention_json));
   }
 
   void count_output(const Metadata& metadata) {

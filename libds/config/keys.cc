@@ -399,7 +399,7 @@ constexpr Key kKeys[] = {
     not_yet("activation_checkpointing.profile", "[false]"),
     ignored("activation_checkpointing.number_checkpoints", "it sizes contiguous_memory_optimization only"),
     effect("sparse_attention.mode", slot_of<&C::sparse_attention, &S::mode>),
-    effect("sparse_attention.block", slot_of<&C::sparse_attention, &S::block>, kPositive),
+    effect("sparse_attention.block", slot_of<&C::sparse_attention, &S::block>, {16, 128}),
     effect("sparse_attention.different_layout_per_head", slot_of<&C::sparse_attention, &S::different_layout_per_head>),
     effect("sparse_attention.attention", direction_of_attention),
     effect("sparse_attention.num_local_blocks", slot_of<&C::sparse_attention, &S::num_local_blocks>, kPositive),

@@ -409,6 +409,15 @@ void TrainingRun::State::load_step(const std::string& dir) {
 // A run goes on with the samples and the dropout that it began with.
 void TrainingRun::State::check_same_run(const CheckpointMeta& meta, const std::string& source) const {
   if (!meta.model_config_json.empty()) check_same_model(Json::parse(meta.model_config_json), config.model, source);
+  // A step that another program made says nothing of it.
+  if (const std::string now = engine::attention_identity(config); meta.seed || !meta.attention_json.empty()) {
+    const auto said = [](const std::string& what) {
+      return what.empty() ? "no sparse_attention and no documents" : what;
+    };
+    DS_CHECK(meta.attention_json == now, Errc::Mismatch,
+             "{}: a checkpoint of another attention: {} there and {} here; --weights takes its weights alone", source,
+             said(meta.attention_json), said(now));
+  }
   if (train_data && !options.read_only && !meta.data_json.empty())
     check_same_data(parse_data_identity(meta.data_json), train_data->identity());
   if ((options.read_only || !train_data) && config.model.causal() && !meta.data_json.empty()) {
@@ -444,6 +453,7 @@ CheckpointMeta TrainingRun::State::meta() const {
   meta.optimizer = table.optimizer;
   meta.history = history;
   meta.isa = device->name();
+  meta.attention_json = engine::attention_identity(config);
   meta.config_json = engine::compact_json(resolved_json(engine::with_absolute_paths(config)));
   meta.model_config_json = model_json;
   meta.data_json = engine::compact_json(data_identity_json(train_data->identity()));

@@ -3,6 +3,7 @@
 
 #include <fmt/chrono.h>
 #include <fmt/format.h>
+#include <xxhash.h>
 
 #include <algorithm>
 #include <chrono>
@@ -13,6 +14,7 @@
 #include "ds/version.h"
 #include "engine/plans.h"
 #include "launch/process.h"
+#include "model/attention_pattern.h"
 #include "report/own_memory.h"
 #include "report/planned.h"
 
@@ -58,12 +60,29 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 
 std::string compact_json(const std::string& text) { return Json::parse(text).dump(); }
 
+std::string attention_identity(const Config& config) {
+  Json identity = Json::object();
+  const SparseAttentionConfig& sparse = config.sparse_attention;
+  if (sparse.mode != SparseAttentionMode::None) {
+    Json section = Json::parse(resolved_json(config)).at("sparse_attention");
+    if (sparse.mode == SparseAttentionMode::Layout) {  // whatever the file is called
+      const std::vector<u64>& bits = model::attention_layout_of(config)->keys();
+      section["layout"] = fmt::format("{:016x}", XXH3_64bits(bits.data(), bits.size() * sizeof(u64)));
+    }
+    if (sparse.num_random_blocks > 0) section["seed"] = config.seed;
+    identity["sparse_attention"] = std::move(section);
+  }
+  if (config.data.document_token >= 0) identity["data.document_token"] = config.data.document_token;
+  return identity.empty() ? "" : identity.dump();
+}
+
 Config with_absolute_paths(Config config) {
   const auto complete = [](std::string& path) {
     if (!path.empty()) path = std::filesystem::absolute(path).lexically_normal();
   };
   for (auto* files : {&config.data.train, &config.data.validation}) std::ranges::for_each(*files, complete);
   complete(config.model_path);
+  complete(config.sparse_attention.layout);
   complete(config.zero.offload_optimizer.nvme_path);
   complete(config.zero.offload_param.nvme_path);
   complete(config.activation_checkpointing.nvme_path);

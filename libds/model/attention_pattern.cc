@@ -350,6 +350,25 @@ AttentionPattern::AttentionPattern(std::shared_ptr<const AttentionLayout> layout
   DS_ASSERT(layout_ == nullptr || (layout_->block() == block && layout_->count() == count()));
 }
 
+namespace {
+
+// f(block) for each of the blocks [begin, end) that is there; bits null: all are.
+template <class F>
+void for_each_there(const u64* bits, i64 begin, i64 end, F&& f) {
+  for (i64 block = begin; block < end;) {
+    const u64 rest = bits == nullptr ? 1 : bits[block / 64] >> (block % 64);
+    if (rest == 0) {
+      block += 64 - block % 64;
+      continue;
+    }
+    block += std::countr_zero(rest);
+    if (block >= end) return;
+    f(block++);
+  }
+}
+
+}  // namespace
+
 std::optional<AttentionPattern::Met> AttentionPattern::met(i64 head, i64 query, i64 key, i64 named) const noexcept {
   if (layout_ != nullptr && !layout_->has(layout_->layouts() == 1 ? 0 : head, query, key)) return std::nullopt;
   const Tokens q = tokens_of(query), k = tokens_of(key);
@@ -359,19 +378,37 @@ std::optional<AttentionPattern::Met> AttentionPattern::met(i64 head, i64 query, 
 }
 
 std::vector<AttentionPattern::Met> AttentionPattern::keys_of(i64 head, i64 query) const {
+  const Tokens q = tokens_of(query);
+  const i64 begin = window_ > 0 ? std::max<i64>(0, q.first - window_ + 1) / block_ : 0;
   std::vector<Met> all;
-  for (i64 key = 0; key < count(); ++key) {
-    if (const std::optional<Met> m = met(head, query, key, key)) all.push_back(*m);
-  }
+  for_each_there(layout_ == nullptr ? nullptr : layout_->keys_of(layout_->layouts() == 1 ? 0 : head, query), begin,
+                 causal_ ? query + 1 : count(), [&](i64 key) {
+                   if (const std::optional<Met> m = met(head, query, key, key)) all.push_back(*m);
+                 });
   return all;
 }
 
 std::vector<AttentionPattern::Met> AttentionPattern::queries_of(i64 head, i64 key) const {
   std::vector<Met> all;
-  for (i64 query = 0; query < count(); ++query) {
-    if (const std::optional<Met> m = met(head, query, key, query)) all.push_back(*m);
-  }
+  for_each_there(layout_ == nullptr ? nullptr : layout_->queries_of(layout_->layouts() == 1 ? 0 : head, key),
+                 causal_ ? key : 0, count(), [&](i64 query) {
+                   if (const std::optional<Met> m = met(head, query, key, query)) all.push_back(*m);
+                 });
   return all;
+}
+
+void AttentionPattern::check_rows() const {
+  for (i64 head = 0; layout_ != nullptr && window_ > 0 && head < layout_->layouts(); ++head) {
+    for (i64 i = 0; i < tokens_; ++i) {
+      i64 key = std::max<i64>(0, i - window_ + 1) / block_;
+      while (key <= i / block_ && !layout_->has(head, i / block_, key)) ++key;
+      DS_CHECK(
+          key <= i / block_, Errc::Config,
+          "sparse_attention: token {} sees no key in head {}: its layout has no block within the sliding window of "
+          "{}",
+          i, head, window_);
+    }
+  }
 }
 
 double AttentionPattern::share(i64 head) const {

@@ -32,6 +32,8 @@ class AttentionLayout {
   void set(i64 layout, i64 query, i64 key) noexcept;
   // Blocks that are there, of those that a causal mask leaves where `causal`: of all layouts.
   i64 present(bool causal) const noexcept;
+  const u64* keys_of(i64 layout, i64 query) const noexcept { return &keys_[row(layout, query)]; }
+  const u64* queries_of(i64 layout, i64 key) const noexcept { return &queries_[row(layout, key)]; }
   const std::vector<u64>& keys() const noexcept { return keys_; }        // [layouts, count, words()]
   const std::vector<u64>& queries() const noexcept { return queries_; }  // the same transposed
 
@@ -69,6 +71,8 @@ class AttentionPattern {
   std::vector<Met> keys_of(i64 head, i64 query) const;   // of a block of queries, ascending
   std::vector<Met> queries_of(i64 head, i64 key) const;  // of a block of keys, ascending
   double share(i64 head) const;                          // of all pairs of tokens, those that see each other
+  // Errc::Config: a token that sees no key, where a layout meets a sliding window of a causal attention.
+  void check_rows() const;
 
  private:
   struct Tokens {

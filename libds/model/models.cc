@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "model/models.h"
 
+#include <set>
+
 #include "model/attention_pattern.h"
 
 namespace ds::model {
@@ -36,7 +38,12 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
 
 Model make_model(const Config& config, const Shard& shard) {
   Model m = make_model(config.model, config.data.seq_length, shard);
-  if (config.sparse_attention.mode != SparseAttentionMode::None) m.layout = attention_layout_of(config);
+  if (config.sparse_attention.mode == SparseAttentionMode::None) return m;
+  m.layout = attention_layout_of(config);
+  std::set<i64> windows;
+  for (i64 l = 0; l < config.model.layers && m.causal; ++l) windows.insert(config.model.window(l));
+  for (const i64 window : windows)
+    AttentionPattern(m.layout, m.layout->block(), config.data.seq_length, true, window).check_rows();
   return m;
 }
 

@@ -31,15 +31,17 @@ Cells cells_of(const PatternPanel& panel, i64 most) {
   Cells cells;
   cells.blocks = (p.count() + most - 1) / most;
   cells.count = (p.count() + cells.blocks - 1) / cells.blocks;
-  std::vector<i64> area(static_cast<size_t>(cells.count * cells.count));
-  cells.share.resize(area.size());
+  cells.share.resize(static_cast<size_t>(cells.count * cells.count));
   for (i64 i = 0; i < p.count(); ++i) {
     const i64 row = i / cells.blocks * cells.count;
-    for (i64 j = 0; j < p.count(); ++j) ++area[static_cast<size_t>(row + j / cells.blocks)];
     for (const AttentionPattern::Met& met : p.keys_of(panel.head, i))
       cells.share[static_cast<size_t>(row + met.block / cells.blocks)] += met.whole ? 1 : 0.5;
   }
-  for (size_t c = 0; c < area.size(); ++c) cells.share[c] /= static_cast<double>(area[c]);
+  const auto side = [&](size_t cell) {
+    return static_cast<double>(std::min(cells.blocks, p.count() - static_cast<i64>(cell) * cells.blocks));
+  };
+  const size_t n = static_cast<size_t>(cells.count);
+  for (size_t c = 0; c < cells.share.size(); ++c) cells.share[c] /= side(c / n) * side(c % n);
   return cells;
 }
 
@@ -99,7 +101,9 @@ std::string pattern_text(const Config& config, const TextStyle& style) {
   const Cells cells = cells_of(panel, std::clamp<i64>((style.width - 2) / 2, 8, 32));
   std::string text = fmt::format("attention of {}: {:.3g} of all pairs, {}{}\n", panel.title,
                                  panel.pattern.share(panel.head), cell_name(panel, cells),
-                                 panels.size() > 1 ? fmt::format("; {} other patterns", panels.size() - 1) : "");
+                                 panels.size() > 2   ? fmt::format("; {} other patterns", panels.size() - 1)
+                                 : panels.size() > 1 ? "; 1 other pattern"
+                                                     : "");
   for (i64 i = 0; i < cells.count; ++i) {
     std::string line = "  ";
     for (i64 j = 0; j < cells.count; ++j) {

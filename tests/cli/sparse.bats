@@ -30,6 +30,40 @@ setup() {
   [[ $stderr == *"exceed the "*"positions"* ]] || fail "$stderr"
 }
 
+@test "a checkpoint of another attention is refused, but for its weights" {
+  ds-train cfg.json --out one --quiet "${sparse[@]}" --steps 4
+  local -a other
+  for other in none "sparse_attention.mode=local" "data.document_token=32"; do
+    local -a with=("${sparse[@]}")
+    [[ $other != none ]] || with=()
+    [[ $other == none ]] || with+=(--set "$other")
+    refused 3 'a checkpoint of another attention' --resume one "${with[@]}"
+    run -3 ds-train cfg.json "${with[@]}" --resume one --eval
+  done
+  ds-train cfg.json --out two --quiet --weights one --steps 2
+  run -0 --separate-stderr ds-ckpt-merge one -o hf --format hf --quiet
+  [[ $stderr == *"does not say what the run's attention hid"* ]] || fail "$stderr"
+  # A file of a layout is known by what is in it, and found from anywhere.
+  python3 -c 'import json; json.dump([[[int(j <= i) for j in range(8)] for i in range(8)]], open("mine.json", "w"))'
+  mine=(--set 'sparse_attention={"mode": "layout", "layout": "mine.json"}')
+  ds-train cfg.json --out own --quiet "${mine[@]}" --steps 2
+  mkdir sub
+  (cd sub && ds-memreport ../own --device cpu >/dev/null)
+  python3 -c 'import json; json.dump([[[int(j == i) for j in range(8)] for i in range(8)]], open("mine.json", "w"))'
+  refused 3 'a checkpoint of another attention' --resume own "${mine[@]}"
+}
+
+@test "a query that sees no key within its window is refused" {
+  cat >qwen.json <<'JSON'
+{"model": {"type": "qwen2", "vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+  "intermediate_size": 64, "max_position_embeddings": 128, "use_sliding_window": true, "sliding_window": 16,
+  "max_window_layers": 0}, "data": {"train": "text.txt", "seq_length": 128}, "train_batch_size": 2, "steps": 2}
+JSON
+  python3 -c 'import json; json.dump([[[int(j == 0) for j in range(8)] for i in range(8)]], open("first.json", "w"))'
+  run -2 --separate-stderr ds-train qwen.json --check --set 'sparse_attention={"mode": "layout", "layout": "first.json"}'
+  [[ $stderr == *"token 31 sees no key in head 0"* ]] || fail "$stderr"
+}
+
 @test "a text that is longer than its layout is refused" {
   ds-launch -n 1 ds-train cfg.json --out one --quiet "${sparse[@]}" --set data.seq_length=64 --steps 1
   run -2 --separate-stderr ds-train cfg.json "${sparse[@]}" --set data.seq_length=64 --resume one --generate 'Apache' \
