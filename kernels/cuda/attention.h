@@ -75,6 +75,7 @@ struct Mask {
     if (keys.empty()) return {};
     return {rows_of_key(keys.begin).begin, rows_of_key(keys.end - 1).end};
   }
+  DS_HOST_DEVICE constexpr bool has_sinks() const { return false; }
   // Do all of these rows (those below T) see all of these keys, and do the keys exist?
   DS_HOST_DEVICE constexpr bool all_visible(Range rows, Range keys) const {
     const int last = (rows.end < T ? rows.end : T) - 1;
@@ -115,6 +116,7 @@ struct SampleMask : Mask {
 
   DS_HOST_DEVICE constexpr Seen keys_of_row(int i) const { return keys_of_rows({i, i + 1}); }
   DS_HOST_DEVICE constexpr Range rows_of_key(int j) const { return rows_of_keys({j, j + 1}); }
+  DS_HOST_DEVICE constexpr bool has_sinks() const { return places.sinks > 0; }
   // Whoever is in these ranges sees, or is seen by, somebody of the other side, or lies between two who do.
   DS_HOST_DEVICE constexpr Seen keys_of_rows(Range rows) const {
     rows.end = rows.end < T ? rows.end : T;

@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   const Range block_keys = intersect({block_key, block_key + Plan::kOwn}, {0, mask.S});
   BackwardSteps<kGeneral, kD> steps(
       shared, a.keys, {.own = block_keys, .seen = mask.rows_of_keys(block_keys), .head = g * p.R, .heads = p.R});
-  steps.start();
+  const auto see = [&](int key) { return mask.rows_of_key(key); };
+  steps.start(see);
 
   // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
   const int lane = thread_index() % kWarp, warp = warp_shuffle(thread_index() / kWarp, 0);
@@ -174,17 +175,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
       }
       const auto visible = [&](Range rows) { return mask.all_visible(rows, warp_keys); };
       if (!steps.template whole<kN / 2>(needed, n, part / 16, warp_blocks, visible)) {
-        DS_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const int key = warp_key + lane / 4 + 8 * half, block = steps.own_block(key);
-          const Range seen = mask.rows_of_key(key);
-          DS_UNROLL
-          for (int i = 0; i < 2 * kN; ++i) {
-            float& x = prob[0][i / 2][half * 2 + i % 2];
-            const int row = steps.first(n, part / 16 + i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            x = steps.met_by(n, part / 16 + i / 4, block) && seen.has(row) ? x : 0.0f;
-          }
-        }
+        hide(prob, steps, n, part / 16, warp_key, see, false, 0.0f);
       }
       u32 bits = 0;
       u32 left[1][kN / 2][4];
@@ -254,7 +245,8 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
   Steps<kGeneral, Plan::kStep> steps(shared, a.queries,
                                      {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
-  steps.start();
+  const auto see = [&](int row) { return mask.keys_of_row(row); };
+  steps.start(see);
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16;
@@ -329,17 +321,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
       }
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
       if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
-        DS_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
-          const auto seen = mask.keys_of_row(row);
-          DS_UNROLL
-          for (int i = 0; i < 2 * kN; ++i) {
-            float& x = ds[0][i / 2][half * 2 + i % 2];
-            const int key = steps.first(n, i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            x = steps.met_by(n, i / 4, block) && seen.has(key) ? x : 0.0f;
-          }
-        }
+        hide(ds, steps, n, 0, warp_row, see, mask.has_sinks(), 0.0f);
       }
       u32 left[1][kN / 2][4];
       pack<E>(left[0], ds[0]);

@@ -70,7 +70,8 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
   ForwardSteps<kGeneral, kD> steps(shared, a.layout,
                                    {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
-  steps.start();
+  const auto see = [&](int row) { return mask.keys_of_row(row); };
+  steps.start(see);
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
@@ -145,17 +146,7 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
       }
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
       if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
-        DS_UNROLL
-        for (int half = 0; half < 2 * kM; ++half) {
-          const int row = warp_row + lane / 4 + 8 * half, block = steps.own_block(row);
-          const auto seen = mask.keys_of_row(row);
-          DS_UNROLL
-          for (int i = 0; i < 2 * kN; ++i) {
-            float& score = s[half / 2][i / 2][half % 2 * 2 + i % 2];
-            const int key = steps.first(n, i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2;
-            score = steps.met_by(n, i / 4, block) && seen.has(key) ? score : -kInfinity;
-          }
-        }
+        hide(s, steps, n, 0, warp_row, see, mask.has_sinks(), -kInfinity);
       }
       u32 weights[kM][kN / 2][4];
       DS_UNROLL

@@ -157,6 +157,8 @@ void expect_agrees_with_ref(const Case& c, i64 block, const HasBlock& has, bool 
   const Inputs in(c);
   const Results want = run(ref_ops(), c, in, layout);
   const double slack = c.dtype == DType::F32 ? 250 : test_device() != nullptr ? 8 : 2.2;
+  // The first keys are seen by all rows, and their dv is a sum of as many probabilities, which tensor cores round.
+  const double rounded_sums = c.dtype != DType::F32 && test_device() != nullptr ? 1.5 : 1;
   // Rows see unlike numbers of keys: the size of the terms that cancel is that of rows with few.
   const double term = 1.0 / 8;
   for (const OpTable* ops : backends()) {
@@ -167,7 +169,7 @@ void expect_agrees_with_ref(const Case& c, i64 block, const HasBlock& has, bool 
     if (block > 0 && c.query0 % block != 0) continue;
     expect_close(got.dq, want.dq, slack, what + " dq", term);
     expect_close(got.dk, want.dk, slack, what + " dk", term);
-    expect_close(got.dv, want.dv, slack, what + " dv", term);
+    expect_close(got.dv, want.dv, rounded_sums * slack, what + " dv", term);
   }
 }
 
@@ -267,15 +269,17 @@ TEST(AttentionTerms, AgreesWithRefInPlacesOfASequence) {
 // Soft caps, biases by relative position, sinks and documents: alone, together, and with layouts.
 TEST(AttentionTerms, FurtherTermsAgreeWithRef) {
   u32 n = 0;
+  const bool simulated = test_device() != nullptr;  // perhaps, and then slow
+  const i64 H = simulated ? 2 : 4, longer = simulated ? 260 : 333;
   for (i64 block : {0, 16, 64}) {
     for (DType dtype : kWorkDTypes) {
       for (u32 terms = 1; terms < 16; ++terms) {
         const bool softcap = (terms & 1) != 0, bias = (terms & 2) != 0, sinks = (terms & 4) != 0;
         expect_agrees_with_ref({.B = 2,
-                                .T = n % 2 == 0 ? 150 : 333,
-                                .S = n % 2 == 0 ? 150 : 333,
-                                .H = 4,
-                                .G = n % 3 == 0 ? 2 : 4,
+                                .T = n % 2 == 0 ? 150 : longer,
+                                .S = n % 2 == 0 ? 150 : longer,
+                                .H = H,
+                                .G = n % 3 == 0 ? H / 2 : H,
                                 .D = n % 5 == 0 ? 40 : 32,
                                 .causal = sinks || n % 4 != 1,
                                 .window = sinks        ? 45
@@ -291,6 +295,43 @@ TEST(AttentionTerms, FurtherTermsAgreeWithRef) {
         if (HasFatalFailure()) return;
         ++n;
       }
+    }
+  }
+  // All together, in wider heads.
+  for (i64 D : {64, 72, 128, 160, 256}) {
+    for (DType dtype : kWorkDTypes) {
+      expect_agrees_with_ref({.T = 150,
+                              .S = 150,
+                              .H = 2,
+                              .G = 1,
+                              .D = D,
+                              .window = 20,
+                              .dropout = n % 2 == 0 ? 0.3f : 0.0f,
+                              .dtype = dtype,
+                              .softcap = 1.5f,
+                              .sinks = 3,
+                              .reach = 20,
+                              .documents = n % 3 != 0},
+                             n % 4 == 0 ? 32 : 0, random_blocks(n, 0.5f));
+      if (HasFatalFailure()) return;
+      ++n;
+    }
+  }
+  // Sinks far from the windows, with whole tiles in between.
+  for (DType dtype : kWorkDTypes) {
+    for (i64 block : {0, 16, 128}) {
+      expect_agrees_with_ref({.T = 420,
+                              .S = 420,
+                              .H = 2,
+                              .G = 1,
+                              .D = 32,
+                              .window = 40,
+                              .dtype = dtype,
+                              .sinks = 5,
+                              .documents = n % 2 == 0},
+                             block, random_blocks(n, 0.5f));
+      if (HasFatalFailure()) return;
+      ++n;
     }
   }
   // A part of a sequence: a chunk of a ring, and decoding.
@@ -388,12 +429,18 @@ TEST(AttentionTerms, NoLayoutIsPassedOver) {
         const Layout layout(block, 3, 1, [](i64, i64 query, i64 key) { return key > 0 || query == 0; });
         for (const OpTable* ops : backends()) {
           const Results some = run(*ops, c, in, &layout), all = run(*ops, c, in, nullptr);
-          const i64 last = c.T * D - 1;
-          EXPECT_NE(some.o.at(last), all.o.at(last)) << ops->name << " " << c.name(block);
-          EXPECT_NE(some.lse.at(c.T - 1), all.lse.at(c.T - 1)) << ops->name << " " << c.name(block);
-          EXPECT_NE(some.dq.at(last), all.dq.at(last)) << ops->name << " " << c.name(block);
-          EXPECT_NE(some.dk.at(0), all.dk.at(0)) << ops->name << " " << c.name(block);
-          EXPECT_NE(some.dv.at(0), all.dv.at(0)) << ops->name << " " << c.name(block);
+          const auto differ = [](const Tensor& x, const Tensor& y, i64 first, i64 n) {
+            bool any = false;
+            for (i64 i = first; i < first + n; ++i) any |= x.at(i) != y.at(i);
+            return any;
+          };
+          const std::string what = std::string(ops->name) + " " + c.name(block);
+          const i64 last = (c.T - 1) * D;
+          EXPECT_TRUE(differ(some.o, all.o, last, D)) << what;
+          EXPECT_TRUE(differ(some.lse, all.lse, c.T - 1, 1)) << what;
+          EXPECT_TRUE(differ(some.dq, all.dq, last, D)) << what;
+          EXPECT_TRUE(differ(some.dk, all.dk, 0, D)) << what;
+          EXPECT_TRUE(differ(some.dv, all.dv, 0, D)) << what;
         }
       }
     }
