@@ -2,7 +2,7 @@
 // Block-sparse attention beside dense attention in one run: sparse_bench [--threads N] [--lengths A,B] [--only LAYOUT]
 // [--save DIR].
 //
-// Forward and backward of 4 heads of 64 in fp32 and bf16, causal. For each layout: the share of the blocks of causal
+// Forward and backward of 8 heads of 64 in fp32 and bf16, causal. For each layout: the share of the blocks of causal
 // attention that it has, its time as a share of the dense time, and one by the other: 1.0 is a cost in proportion. Then
 // what the layout itself takes to build. --save writes each layout, for sparse_peers.py, which times PyTorch with it.
 
@@ -23,7 +23,7 @@ namespace {
 
 using namespace ds;
 
-constexpr i64 kHeads = 4, kDim = 64;
+constexpr i64 kHeads = 8, kDim = 64;
 
 struct Tensor {
   std::vector<u8> bytes;

@@ -11,7 +11,7 @@ import time
 
 import torch
 
-HEADS, DIM = 4, 64
+HEADS, DIM = 8, 64
 
 
 def layout_of(path):
