@@ -73,7 +73,7 @@ JSON
 
 @test "--check draws the pattern, and --pattern writes a picture of it" {
   run -0 ds-train cfg.json --check "${sparse[@]}" --pattern pattern.svg
-  assert_line "attention of head 0: 0.316 of all pairs, blocks of 16 tokens; 1 other patterns"
+  assert_line "attention of head 0: 0.316 of all pairs, blocks of 16 tokens; 1 other pattern"
   assert_line --regexp '^  --$'
   grep -q '^<svg ' pattern.svg
   assert_equal "$(grep -c '<text y="12">' pattern.svg)" 2
