@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
   const Range block_keys = intersect({block_key, block_key + Plan::kOwn}, {0, mask.S});
   BackwardSteps<kGeneral, kD> steps(
       shared, a.keys, {.own = block_keys, .seen = mask.rows_of_keys(block_keys), .head = g * p.R, .heads = p.R});
-  const auto see = [&](int key) { return mask.rows_of_key(key); };
-  steps.start(see);
+  steps.start();
 
   // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
   const int lane = thread_index() % kWarp, warp = warp_shuffle(thread_index() / kWarp, 0);
@@ -173,9 +172,10 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_keys(Back
           for (int e = 0; e < 4; ++e) prob[0][i][e] = fast_exp2(prob[0][i][e] * p.scale2 - stats[8 * i + e % 2].x);
         }
       }
+      const auto see = [&](int key) { return mask.rows_of_key(key); };
       const auto visible = [&](Range rows) { return mask.all_visible(rows, warp_keys); };
       if (!steps.template whole<kN / 2>(needed, n, part / 16, warp_blocks, visible)) {
-        hide(prob, steps, n, part / 16, warp_key, see, false, 0.0f);
+        hide(prob[0], steps, n, part / 16, warp_key, see, false, 0.0f);
       }
       u32 bits = 0;
       u32 left[1][kN / 2][4];
@@ -245,8 +245,7 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
   Steps<kGeneral, Plan::kStep> steps(shared, a.queries,
                                      {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
-  const auto see = [&](int row) { return mask.keys_of_row(row); };
-  steps.start(see);
+  steps.start();
 
   const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
   const int warp_row = block_row + warp * 16;
@@ -319,9 +318,10 @@ __global__ void __launch_bounds__(BackwardPlan<kD>::kThreads) backward_queries(B
           }
         }
       }
+      const auto see = [&](int row) { return mask.keys_of_row(row); };
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
       if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
-        hide(ds, steps, n, 0, warp_row, see, mask.has_sinks(), 0.0f);
+        hide(ds[0], steps, n, 0, warp_row, see, mask.has_sinks(), 0.0f);
       }
       u32 left[1][kN / 2][4];
       pack<E>(left[0], ds[0]);

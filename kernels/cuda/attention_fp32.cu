@@ -172,8 +172,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   float* const lse = a.lse(b, h);
   const Range rows = intersect({first, first + kRows}, {0, mask.T});
   StepsOf<kGeneral, kD, false> steps(shared, a.layout, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
-  const auto see = [&](int row) { return mask.keys_of_row(row); };
-  steps.start(see);
+  steps.start();
   load_own<kRows, kD>(shared.q, p.q(b, h), first, mask.T, p.D);
 
   float x[kR][Plan<kD>::kC], top[kR], sum[kR];
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
       const int row = first + thread_y() + kSide * r, block = steps.own_block(row);
-      const auto seen = steps.seen(row, see);
+      const auto seen = mask.keys_of_row(row);
       float high = top[r];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {
@@ -248,8 +247,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
   const Range keys = intersect({first, first + kRows}, {0, mask.S});
   StepsOf<kGeneral, kD, true> steps(shared, a.keys,
                                     {.own = keys, .seen = mask.rows_of_keys(keys), .head = g * p.R, .heads = p.R});
-  const auto see = [&](int key) { return mask.rows_of_key(key); };
-  steps.start(see);
+  steps.start();
   load_own<kRows, kD>(shared.own[0], p.k(b, g), first, mask.S, p.D);
   load_own<kRows, kD>(shared.own[1], p.v(b, g), first, mask.S, p.D);
 
@@ -279,7 +277,7 @@ __global__ void __launch_bounds__(kThreads) backward_keys(BackwardArgs<float> a)
       DS_UNROLL
       for (int r = 0; r < kR; ++r) {
         const int key = first + thread_y() + kSide * r;
-        const bool seen = steps.met_by(n, c, steps.own_block(key)) && steps.seen(key, see).has(i);
+        const bool seen = steps.met_by(n, c, steps.own_block(key)) && mask.rows_of_key(key).has(i);
         const Capped score = score_of<kGeneral>(p, h, s[r][c], key - i);
         const float w = fast_exp2(score.value - stats.x);
         const float z = !p.dropout.on ? 1.0f : (bits >> (kR * r + c) & 1u) != 0 ? p.dropout.factor : 0.0f;
@@ -306,8 +304,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
   decltype(auto) mask = mask_of<kGeneral>(p, b);
   const Range rows = intersect({first, first + kRows}, {0, mask.T});
   StepsOf<kGeneral, kD, false> steps(shared, a.queries, {.own = rows, .seen = mask.keys_of_rows(rows), .head = h});
-  const auto see = [&](int row) { return mask.keys_of_row(row); };
-  steps.start(see);
+  steps.start();
   load_own<kRows, kD>(shared.own[0], p.q(b, h), first, mask.T, p.D);
   load_own<kRows, kD>(shared.own[1], a.dout(b, h), first, mask.T, p.D);
 
@@ -329,7 +326,7 @@ __global__ void __launch_bounds__(kThreads) backward_queries(BackwardArgs<float>
     DS_UNROLL
     for (int r = 0; r < kR; ++r) {
       const int y = thread_y() + kSide * r, block = steps.own_block(first + y);
-      const auto seen = steps.seen(first + y, see);
+      const auto seen = mask.keys_of_row(first + y);
       const float2 stats = a.stats[work.head * a.stats_rows + first + y];
       DS_UNROLL
       for (int c = 0; c < kR; ++c) {

@@ -70,10 +70,11 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
   const Range block_rows = intersect({block_row, block_row + Plan::kOwn}, {0, mask.T});
   ForwardSteps<kGeneral, kD> steps(shared, a.layout,
                                    {.own = block_rows, .seen = mask.keys_of_rows(block_rows), .head = h});
-  const auto see = [&](int row) { return mask.keys_of_row(row); };
-  steps.start(see);
+  steps.start();
 
-  const int lane = thread_index() % kWarp, warp = thread_index() / kWarp;
+  // The shuffle tells the compiler that this is one number for the warp, in a register for the warp.
+  const int lane = thread_index() % kWarp;
+  const int warp = kGeneral ? warp_shuffle(thread_index() / kWarp, 0) : thread_index() / kWarp;
   const int warp_row = block_row + warp * 16 * kM;
   float* const lse = a.lse(b, h);
   const Range warp_rows = {warp_row, warp_row + 16 * kM};
@@ -144,9 +145,13 @@ __global__ void __launch_bounds__(ForwardPlan<kD>::kThreads) forward(ForwardArgs
           }
         }
       }
+      const auto see = [&](int row) { return mask.keys_of_row(row); };
       const auto visible = [&](Range keys) { return mask.all_visible(warp_rows, keys); };
       if (!steps.template whole<kN / 2>(needed, n, 0, warp_blocks, visible)) {
-        hide(s, steps, n, 0, warp_row, see, mask.has_sinks(), -kInfinity);
+        DS_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          hide(s[m], steps, n, 0, warp_row + 16 * m, see, mask.has_sinks(), -kInfinity);
+        }
       }
       u32 weights[kM][kN / 2][4];
       DS_UNROLL

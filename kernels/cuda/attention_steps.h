@@ -49,10 +49,8 @@ struct Search {
 struct Nothing {};
 struct Found {
   static constexpr int kRing = 64;  // three steps of at most four units, and 32 units more
-  static constexpr int kMostOwn = 128;
   Unit units[kRing];
   Search search;
-  Seen seen[kMostOwn];  // by the own tokens
 };
 
 // Without a layout. kGroup: there may be more heads than one.
@@ -63,13 +61,9 @@ class Steps {
 
   DS_DEVICE Steps(Shared&, const Layout&, const Meeting& m)
       : met_(visits(m.seen.all, kStep)), count_(kGroup ? met_.count * m.heads : met_.count) {}
-  // By all threads, before all else. see(token): what an own token sees.
-  template <class See>
-  DS_DEVICE void start(See&&) {}
-  template <class See>
-  DS_DEVICE Seen seen(int token, See&& see) const {
-    return see(token);
-  }
+  // By all threads, before all else.
+  DS_DEVICE void start() {}
+  DS_DEVICE void pause() const {}
   // Is there a step n? It, its slots and its head are known for the first two steps, and for those that were made
   // before the last barrier.
   DS_DEVICE bool has(int n) const { return n < count_; }
@@ -124,11 +118,7 @@ class Steps<true, kStep, kGroup> {
   DS_DEVICE Steps(Shared& shared, const Layout& layout, const Meeting& m)
       : shared_(shared), layout_(layout), meeting_(m), own_at_(layout.own0 - layout.block_begin(m.own.begin)) {}
 
-  template <class See>
-  DS_DEVICE void start(See&& see) {
-    for (int i = thread_index(); i < Found::kMostOwn; i += block_size()) {
-      shared_.seen[i] = see(meeting_.own.begin + i);
-    }
+  DS_DEVICE void start() {
     if (thread_index() < kWarp) {
       if (thread_index() == 0) {
         const Range units = layout_.units(meeting_.seen.all, kStep);
@@ -154,10 +144,8 @@ class Steps<true, kStep, kGroup> {
     }
     sync_block();
   }
-  template <class See>
-  DS_DEVICE const Seen& seen(int token, See&&) const {
-    return shared_.seen[token - meeting_.own.begin];
-  }
+  // Keeps the compiler from reading ahead what there are no registers for.
+  DS_DEVICE void pause() const { sync_warp(); }
   DS_DEVICE bool has(int n) const { return unit(n, 0).first != Unit::kNone; }
   DS_DEVICE void make(int n) {
     if (thread_index() < kWarp) make_units(n);
@@ -271,33 +259,35 @@ class Steps<true, kStep, kGroup> {
   int own_at_;
 };
 
-// Of a warp's accumulators, kM x 16 own tokens from `own` on with those from a slot of step n on, become `none` those
-// whose tokens do not see each other. gaps: may there be hidden ones among what an own token sees?
-template <int kM, int kN, class SomeSteps, class See>
-DS_DEVICE void hide(float (&x)[kM][kN][4], const SomeSteps& steps, int n, int slot, int own, See&& see, bool gaps,
+// Of a warp's accumulators, 16 own tokens from `own` on with those from a slot of step n on, become `none` those whose
+// tokens do not see each other. see(token): what an own token sees; gaps: may there be hidden ones in that?
+template <int kN, class SomeSteps, class See>
+DS_DEVICE void hide(float (&x)[kN][4], const SomeSteps& steps, int n, int slot, int own, See&& see, bool gaps,
                     float none) {
   const int lane = thread_index() % kWarp;
   const auto token = [&](int i) { return steps.first(n, slot + i / 4) + i / 2 % 2 * 8 + lane % 4 * 2 + i % 2; };
   DS_UNROLL
-  for (int half = 0; half < 2 * kM; ++half) {
+  for (int half = 0; half < 2; ++half) {
     const int mine = own + lane / 4 + 8 * half, block = steps.own_block(mine);
-    const Range seen = steps.seen(mine, see).all;
+    const Range seen = Seen(see(mine)).all;
     DS_UNROLL
     for (int i = 0; i < 2 * kN; ++i) {
-      float& y = x[half / 2][i / 2][half % 2 * 2 + i % 2];
+      float& y = x[i / 2][half * 2 + i % 2];
       y = steps.met_by(n, slot + i / 4, block) && seen.has(token(i)) ? y : none;
     }
   }
-  if (!gaps) return;  // else a second time, which takes fewer registers than both at once
-  DS_UNROLL
-  for (int half = 0; half < 2 * kM; ++half) {
-    const Range hidden = steps.seen(own + lane / 4 + 8 * half, see).hidden;
+  if (gaps) {  // a second time, which takes fewer registers than both at once
     DS_UNROLL
-    for (int i = 0; i < 2 * kN; ++i) {
-      float& y = x[half / 2][i / 2][half % 2 * 2 + i % 2];
-      y = hidden.has(token(i)) ? none : y;
+    for (int half = 0; half < 2; ++half) {
+      const Range hidden = Seen(see(own + lane / 4 + 8 * half)).hidden;
+      DS_UNROLL
+      for (int i = 0; i < 2 * kN; ++i) {
+        float& y = x[i / 2][half * 2 + i % 2];
+        y = hidden.has(token(i)) ? none : y;
+      }
     }
   }
+  steps.pause();
 }
 
 }  // namespace ds::cuda::attention
