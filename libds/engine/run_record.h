@@ -23,7 +23,8 @@ std::vector<TagMemory> memory_table(const report::TagBytes& predicted, const rep
 // As the manifest keeps a document, so that it reads back equal.
 std::string compact_json(const std::string& text);
 
-// What the attention of a run hides beside the masks of its model, as checkpoints keep it; empty where it hides nothing.
+// What the attention of a run hides beside the masks of its model, as checkpoints keep it; empty where it hides
+// nothing.
 std::string attention_identity(const Config& config);
 
 // What is saved is read from other working directories.

@@ -75,12 +75,12 @@ def main():
                 def visible(b, h, i, j):
                     return layout[0 if one else h, i // block, j // block] & (j <= i)
 
-                met = create_block_mask(visible, 1, None if one else HEADS, tokens, tokens, device="cpu",
-                                        BLOCK_SIZE=max(block, 128) if block > 128 else 128)
+                met = create_block_mask(visible, 1, None if one else HEADS, tokens, tokens, device="cpu")
                 compiled = torch.compile(flex_attention)
                 with torch.no_grad():
-                    compiled(q, k, v, block_mask=met)
-                    flex = seconds(lambda: compiled(q, k, v, block_mask=met))
+                    plain = [x.detach() for x in (q, k, v)]
+                    compiled(*plain, block_mask=met)
+                    flex = seconds(lambda: compiled(*plain, block_mask=met))
             except Exception as e:  # noqa: BLE001: what a version cannot do is told
                 print(f"  flex_attention: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
         print(f"{name[:-4]:<18} {1e3 * fwd:>12.1f} {1e3 * bwd:>12.1f} {1e3 * flex:>12.1f}", flush=True)
