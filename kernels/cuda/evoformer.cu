@@ -9,6 +9,7 @@
 
 #include "cuda/attention_tile.h"
 #include "cuda/ops.h"
+#include "cuda/square_tile.h"
 
 namespace ds::cuda {
 namespace evoformer {
@@ -24,17 +25,17 @@ using attention::num_tiles;
 using attention::Statistics;
 using attention::with_head_dim;
 
-constexpr int kSide = 16, kThreads = kSide * kSide, kWarps = kThreads / kWarp;
+using square::add_products;
+using square::clear;
+using square::kSide;
+using square::kThreads;
+using square::Plan;
+using square::products;
+using square::thread_x;
+using square::thread_y;
+using square::Tile;
 
-template <int kD>
-struct Plan {
-  static constexpr int kRows = kD <= 64 ? 64 : 32;  // of both tiles
-  static constexpr int kR = kRows / kSide, kC = kD / kSide;
-};
-
-// Four floats of padding keep rows in different banks and aligned.
-template <int kRows, int kColumns>
-using Tile = float[kRows][kColumns + 4];
+constexpr int kWarps = kThreads / kWarp;
 
 template <int kD>
 struct alignas(128) ForwardShared {
@@ -108,9 +109,6 @@ struct BackwardArgs {
   }
 };
 
-DS_DEVICE int thread_x() { return thread_index() % kSide; }
-DS_DEVICE int thread_y() { return thread_index() / kSide; }
-
 template <int kRows, int kColumns, class E>
 DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const E>& x, int first, int limit, int D) {
   constexpr int kEach = kPack<E>, kParts = kColumns / kEach;
@@ -133,68 +131,6 @@ DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const E>& x, in
     for (int e = 0; e < kEach; e += 4) {
       const float four[4] = {part[e], part[e + 1], part[e + 2], part[e + 3]};
       store16(&tile[row][d + e], four);
-    }
-  }
-}
-
-template <int kR, int kC>
-DS_DEVICE void clear(float (&x)[kR][kC]) {
-  DS_UNROLL
-  for (int r = 0; r < kR; ++r) {
-    DS_UNROLL
-    for (int c = 0; c < kC; ++c) x[r][c] = 0;
-  }
-}
-
-// s = a b^T. Sums of 32 columns are added up: in ds the products of a row and its delta may nearly cancel.
-template <int kR, int kRows, int kColumns>
-DS_DEVICE void products(float (&s)[kR][kR], const Tile<kRows, kColumns>& a, const Tile<kRows, kColumns>& b) {
-  clear(s);
-  DS_NO_UNROLL
-  for (int first = 0; first < kColumns; first += 32) {
-    float part[kR][kR];
-    clear(part);
-    DS_UNROLL_BY(4)
-    for (int d = first; d < first + 32; d += 4) {
-      float as[kR][4], bs[kR][4];
-      DS_UNROLL
-      for (int r = 0; r < kR; ++r) {
-        load16(as[r], &a[thread_y() + kSide * r][d]);
-        load16(bs[r], &b[thread_x() + kSide * r][d]);
-      }
-      DS_UNROLL
-      for (int e = 0; e < 4; ++e) {
-        DS_UNROLL
-        for (int r = 0; r < kR; ++r) {
-          DS_UNROLL
-          for (int c = 0; c < kR; ++c) part[r][c] += as[r][e] * bs[c][e];
-        }
-      }
-    }
-    DS_UNROLL
-    for (int r = 0; r < kR; ++r) {
-      DS_UNROLL
-      for (int c = 0; c < kR; ++c) s[r][c] += part[r][c];
-    }
-  }
-}
-
-// x += weight b.
-template <int kR, int kC, int kRows, int kColumns>
-DS_DEVICE void add_products(float (&x)[kR][kC], const Tile<kRows, kRows>& weight, const Tile<kRows, kColumns>& b) {
-  DS_NO_UNROLL
-  for (int j = 0; j < kRows; j += 4) {
-    float w[kR][4];
-    DS_UNROLL
-    for (int r = 0; r < kR; ++r) load16(w[r], &weight[thread_y() + kSide * r][j]);
-    DS_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      DS_UNROLL
-      for (int c = 0; c < kC; ++c) {
-        const float y = b[j + e][thread_x() + kSide * c];
-        DS_UNROLL
-        for (int r = 0; r < kR; ++r) x[r][c] += w[r][e] * y;
-      }
     }
   }
 }

@@ -16,29 +16,15 @@
 #include <string>
 #include <vector>
 
-#include "ds/kernels/ops.h"
+#include "bench_tensor.h"
 #include "model/attention_pattern.h"
 
 namespace {
 
 using namespace ds;
+using bench::Tensor;
 
 constexpr i64 kHeads = 8, kDim = 64;
-
-struct Tensor {
-  std::vector<u8> bytes;
-  TensorView view;
-  Tensor(DType dtype, std::initializer_list<i64> shape) : view(TensorView::of(nullptr, dtype, shape)) {
-    bytes.resize(view.bytes());
-    view.data = bytes.data();
-    for (i64 i = 0; i < view.numel(); ++i) {
-      const float x = static_cast<float>(i * 7919 % 2003 - 1001) / 1001.0f;
-      dtype == DType::F32 ? void(view.as<float>()[i] = x) : void(view.as<bf16>()[i] = to_bf16(x));
-    }
-  }
-  Tensor(const Tensor&) = delete;
-  Tensor& operator=(const Tensor&) = delete;
-};
 
 int threads = 2;
 
