@@ -161,7 +161,10 @@ double matmul_rate(Device& device, DType work) {
 }
 
 i64 matmul_rate_bytes(const OpTable& cpu, int threads, DType work) noexcept {
-  const i64 bytes = 3 * kCpuRows * kCpuRows * dtype_bytes(work);
+  // What oneDNN generates for a product, and its own pages that this reads (12 MiB with AMX).
+  constexpr i64 kOneDnnBytes = i64{10} << 20;
+  const bool by_onednn = work == DType::BF16 && (cpu.name == "cpu.amx" || cpu.name == "cpu.onednn");
+  const i64 bytes = 3 * kCpuRows * kCpuRows * dtype_bytes(work) + (by_onednn ? kOneDnnBytes : 0);
   const OpTable* const ops = scratch_ops(cpu.name);
   if (ops == nullptr) return bytes;
   ScratchMeter meter{.threads = threads};

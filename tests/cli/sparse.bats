@@ -41,7 +41,7 @@ setup() {
     run -3 ds-train cfg.json "${with[@]}" --resume one --eval
   done
   ds-train cfg.json --out two --quiet --weights one --steps 2
-  run -0 --separate-stderr ds-ckpt-merge one -o hf --format hf --quiet
+  run -0 --separate-stderr ds-ckpt-merge one -o hf --format hf
   [[ $stderr == *"does not say what the run's attention hid"* ]] || fail "$stderr"
   # A file of a layout is known by what is in it, and found from anywhere.
   python3 -c 'import json; json.dump([[[int(j <= i) for j in range(8)] for i in range(8)]], open("mine.json", "w"))'
