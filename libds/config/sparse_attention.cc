@@ -172,7 +172,7 @@ void check_length(const Config& c, bool model_is_sound, Reader& r) {
   }
   const i64 layouts =
       model_is_sound && (s.different_layout_per_head || s.mode == Mode::Layout) ? std::max<i64>(1, c.model.heads) : 1;
-  constexpr double kMostBytes = 0x1p33;
+  constexpr double kMostBytes = 0x1p30;
   const double bytes = static_cast<double>(layouts) * static_cast<double>(blocks) * static_cast<double>(blocks) / 4;
   if (bytes > kMostBytes)
     r.error(kSparseBlock,
