@@ -104,7 +104,10 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
 void linear_cross_entropy_scratch_by(MatmulFn product, TensorView, TensorView dh, TensorView dweight, TensorView,
                                      TensorView h, TensorView weight, TensorView bias, TensorView, TensorView logits,
                                      const CrossEntropyParams& p, Stream& stream) noexcept {
-  in_chunks(product, nullptr, dh, dweight, {}, h, weight, bias, logits, p, stream, [](TensorView, i64) {});
+  // Chunks are alike, but for the first, which adds to nothing, and the last, which may be shorter.
+  const i64 T = h.dim(0), chunk = p.chunk_tokens, rows = T > 3 * chunk ? 2 * chunk + T % chunk : T;
+  in_chunks(product, nullptr, dh ? dh.rows(0, rows) : dh, dweight, {}, h.rows(0, rows), weight, bias, logits, p, stream,
+            [](TensorView, i64) {});
 }
 
 void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, TensorView dbias, TensorView h,
