@@ -63,7 +63,8 @@ std::string compact_json(const std::string& text) { return Json::parse(text).dum
 std::string attention_identity(const Config& config) {
   Json identity = Json::object();
   const SparseAttentionConfig& sparse = config.sparse_attention;
-  if (sparse.mode != SparseAttentionMode::None) {
+  // All blocks are no layout, to the bit.
+  if (sparse.mode != SparseAttentionMode::None && sparse.mode != SparseAttentionMode::Dense) {
     Json section = Json::parse(resolved_json(config)).at("sparse_attention");
     if (sparse.mode == SparseAttentionMode::Layout) {  // whatever the file is called
       const std::vector<u64>& bits = model::attention_layout_of(config)->keys();

@@ -283,13 +283,6 @@ class LayoutFile {
 
 }  // namespace
 
-AttentionLayout::AttentionLayout(i64 block, i64 count, i64 layouts)
-    : block_(block),
-      count_(count),
-      layouts_(layouts),
-      keys_(static_cast<size_t>(layouts * count * words())),
-      queries_(keys_.size()) {}
-
 AttentionLayout::AttentionLayout(i64 block, i64 count, i64 layouts, std::vector<u64> keys)
     : block_(block), count_(count), layouts_(layouts), keys_(std::move(keys)), queries_(keys_.size()) {
   DS_ASSERT(std::ssize(keys_) == layouts * count * words());
@@ -308,11 +301,6 @@ AttentionLayout::AttentionLayout(i64 block, i64 count, i64 layouts, std::vector<
       }
     }
   }
-}
-
-void AttentionLayout::set(i64 layout, i64 query, i64 key) noexcept {
-  RowBits{keys_.data() + row(layout, query)}.set(key);
-  RowBits{queries_.data() + row(layout, key)}.set(query);
 }
 
 i64 AttentionLayout::present(bool causal) const noexcept {

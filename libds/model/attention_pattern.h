@@ -19,7 +19,6 @@ namespace ds::model {
 // Bits of [layouts, count, count], and the same transposed, as AttentionBlocks has them.
 class AttentionLayout {
  public:
-  AttentionLayout(i64 block, i64 count, i64 layouts);  // no block meets another
   AttentionLayout(i64 block, i64 count, i64 layouts, std::vector<u64> keys);
 
   i64 block() const noexcept { return block_; }      // tokens
@@ -29,7 +28,6 @@ class AttentionLayout {
   bool has(i64 layout, i64 query, i64 key) const noexcept {
     return (keys_[row(layout, query) + static_cast<size_t>(key / 64)] >> (key % 64) & 1) != 0;
   }
-  void set(i64 layout, i64 query, i64 key) noexcept;
   // Blocks that are there, of those that a causal mask leaves where `causal`: of all layouts.
   i64 present(bool causal) const noexcept;
   const u64* keys_of(i64 layout, i64 query) const noexcept { return &keys_[row(layout, query)]; }

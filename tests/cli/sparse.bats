@@ -41,6 +41,9 @@ setup() {
     run -3 ds-train cfg.json "${with[@]}" --resume one --eval
   done
   ds-train cfg.json --out two --quiet --weights one --steps 2
+  # All blocks are no layout.
+  ds-train cfg.json --out all --quiet --steps 2
+  ds-train cfg.json --out all --quiet --resume latest --steps 4 --set sparse_attention.mode=dense
   run -0 --separate-stderr ds-ckpt-merge one -o hf --format hf
   [[ $stderr == *"does not say what the run's attention hid"* ]] || fail "$stderr"
   # A file of a layout is known by what is in it, and found from anywhere.

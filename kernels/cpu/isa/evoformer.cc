@@ -16,8 +16,8 @@
 #include <limits>
 
 #include "cpu/isa/kernels.h"
+#include "cpu/isa/tiling.h"
 #include "cpu/loops.h"
-#include "cpu/tile.h"
 
 namespace ds::cpu::DS_ISA_NAMESPACE {
 namespace {
@@ -26,32 +26,6 @@ namespace {
 constexpr i64 kEvoformerTiles = 48;
 constexpr float kMasked = -std::numeric_limits<float>::infinity();
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
-struct Span {
-  i64 begin, end;
-  i64 size() const noexcept { return end - begin; }
-};
-// Part `index` of `count` of [0, n), cut at multiples of `unit`.
-Span cut(i64 n, i64 unit, i64 index, i64 count) noexcept {
-  const i64 units = ceil_div(n, unit);
-  return {std::min(n, units * index / count * unit), std::min(n, units * (index + 1) / count * unit)};
-}
-
-// Hands out pieces of a worker's scratch; with no memory it only counts.
-class Pieces {
- public:
-  explicit Pieces(void* memory) noexcept : memory_(static_cast<float*>(memory)) {}
-  float* take(i64 n) noexcept {
-    float* piece = memory_ == nullptr ? nullptr : memory_ + used_;
-    used_ += round_up(n, 16);
-    return piece;
-  }
-  i64 bytes() const noexcept { return used_ * i64{sizeof(float)}; }
-
- private:
-  float* memory_;
-  i64 used_ = 0;
-};
 
 struct Shape {
   i64 M, N, B, T, H, D;
@@ -128,7 +102,7 @@ void load_mask(float* mask, const TensorView& bias1, const Shape& a, i64 m) noex
 
 // Tokens of (sequence, head) as an fp32 tile.
 template <class E>
-void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Span tokens, float scale) noexcept {
+void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range tokens, float scale) noexcept {
   constexpr i64 kAhead = 16;  // they lie too far apart for the hardware to follow
   for (i64 t = tokens.begin; t < tokens.end; ++t) {
     prefetch(x.as<E>() + offset(x, m, std::min(t + kAhead, a.T - 1), h), a.D);
@@ -137,7 +111,7 @@ void load_tokens(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, S
 }
 // With rows of zeros up to a multiple of the lanes.
 template <class E>
-void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Span keys) noexcept {
+void load_keys(float* to, const TensorView& x, const Shape& a, i64 m, i64 h, Range keys) noexcept {
   load_tokens<E>(to, x, a, m, h, keys, 1.0f);
   for (i64 j = keys.size(); j < round_up(keys.size(), Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
 }
@@ -154,7 +128,7 @@ struct Forward {
   struct Tiles {
     float *mask, *q, *k, *kt, *v, *score, *out, *top, *sum;
   };
-  static Tiles carve(Pieces& pieces, const Shape& a, i64 tile_rows) noexcept {
+  static Tiles carve(Arena& pieces, const Shape& a, i64 tile_rows) noexcept {
     return {.mask = pieces.take(a.padded),
             .q = pieces.take(tile_rows * a.ld),
             .k = pieces.take(kKeys * a.ld),
@@ -200,7 +174,7 @@ struct Forward {
   }
 
   // A block of converted keys meets a block of rows, which begins at row `at` of the tile.
-  void attend(const Tiles& tile, i64 b, i64 h, Span rows, Span keys, i64 at) const noexcept {
+  void attend(const Tiles& tile, i64 b, i64 h, Range rows, Range keys, i64 at) const noexcept {
     const bool first = keys.begin == 0;
     tile_product<Order::Rows>(tile.score, kKeys, tile.q + at * a.ld, a.ld, tile.kt, kKeys, rows.size(),
                               round_up(keys.size(), Vec::kLanes), a.D, false);
@@ -218,11 +192,11 @@ struct Forward {
                               keys.size(), !first);
   }
 
-  void attend_tile(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
+  void attend_tile(const Tiles& tile, i64 m, i64 h, Range rows) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
     load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
     for (i64 j = 0; j < a.T; j += kKeys) {
-      const Span keys = {j, std::min(a.T, j + kKeys)};
+      const Range keys = {j, std::min(a.T, j + kKeys)};
       load_keys<E>(tile.k, k, a, m, h, keys);
       load_keys<E>(tile.v, v, a, m, h, keys);
       transpose(tile.kt, kKeys, tile.k, a.ld, round_up(keys.size(), Vec::kLanes), round_up(a.D, 8));
@@ -246,7 +220,7 @@ struct Forward {
     const i64 max_rows = std::max(kRows, kTileBytes / (2 * a.ld * i64{sizeof(float)}) / kRows * kRows);
     const i64 wanted = round_up(ceil_div(a.T * a.M * a.H, kEvoformerTiles), kRows);
     const i64 tile_rows = std::clamp(std::min(wanted, round_up(a.T, kRows)), kRows, max_rows);
-    Pieces pieces(nullptr);
+    Arena pieces(nullptr);
     carve(pieces, a, tile_rows);
     return {tile_rows, ceil_div(a.T, tile_rows), pieces.bytes()};
   }
@@ -256,11 +230,11 @@ struct Forward {
     if (size.row_tiles == 0) return;
     pool.reserve_scratch(static_cast<size_t>(size.bytes));
     pool.parallel_for(a.M * a.H * size.row_tiles, [&](i64 t, int worker) {
-      Pieces pieces(pool.scratch(worker));
+      Arena pieces(pool.scratch(worker));
       const Tiles tile = carve(pieces, a, size.tile_rows);
       const i64 n = t % a.N, part = t / a.N % size.row_tiles, h = t / (a.N * size.row_tiles) % a.H;
       const i64 b = t / (a.N * size.row_tiles * a.H);
-      attend_tile(tile, b * a.N + n, h, cut(a.T, kStrip, part, size.row_tiles));
+      attend_tile(tile, b * a.N + n, h, part_of(a.T, kStrip, part, size.row_tiles));
     });
   }
 };
@@ -279,7 +253,7 @@ struct Backward {
   struct Tiles {
     float *mask, *k, *kt, *vt, *q, *dout, *prob, *dscore, *dk, *dv, *lse, *delta, *dq;
   };
-  static Tiles carve(Pieces& pieces, const Shape& a, bool with_dq) noexcept {
+  static Tiles carve(Arena& pieces, const Shape& a, bool with_dq) noexcept {
     return {.mask = pieces.take(a.padded),
             .k = pieces.take(kKeysPacked * a.ld),
             .kt = pieces.take(kKeysPacked * a.width),
@@ -296,7 +270,7 @@ struct Backward {
   }
 
   // Keys as a tile, and transposed block by block.
-  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 m, i64 h, Span keys) const noexcept {
+  void load_transposed(float* transposed, float* plain, const TensorView& x, i64 m, i64 h, Range keys) const noexcept {
     load_keys<E>(plain, x, a, m, h, keys);
     const i64 padded = round_up(keys.size(), Vec::kLanes);
     for (i64 j = 0; j < padded; j += kKeys) {
@@ -305,7 +279,7 @@ struct Backward {
   }
 
   // Queries (as scores want them), output gradients, D = rowsum(dO * O) and the log-sum-exps of a block of rows.
-  void load_block(const Tiles& tile, i64 m, i64 h, Span rows) const noexcept {
+  void load_block(const Tiles& tile, i64 m, i64 h, Range rows) const noexcept {
     load_tokens<E>(tile.q, q, a, m, h, rows, a.scale * kLog2E);
     load_tokens<E>(tile.dout, dout, a, m, h, rows, 1.0f);
     for (i64 r = 0; r < rows.size(); ++r) {
@@ -321,7 +295,7 @@ struct Backward {
   // The block of rows that comes after this one; m < 0: none. What it reads is fetched beside the work on this one.
   struct Next {
     i64 m;
-    Span rows;
+    Range rows;
   };
   void fetch(const Next& next, i64 which, i64 h, i64 row) const noexcept {
     if (next.m < 0 || row >= next.rows.size() || which > 2) return;
@@ -334,7 +308,7 @@ struct Backward {
   // Products of rows and keys, and dL/d(probability), become probabilities and dL/d(score), which is added to the sums
   // of both biases. `columns`: [keys], of the sequence and head, or null.
   template <bool kBias, bool kSums, class F>
-  void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Span rows, Span keys, float* columns,
+  void differentiate_scores(const Tiles& tile, const F* bias, i64 b, i64 h, Range rows, Range keys, float* columns,
                             const Next& next) const noexcept {
     float* const sums = kSums ? dbias2.as<float>() + pair_offset(dbias2, b, h, rows.begin) + keys.begin : nullptr;
     const i64 bias_row = kBias ? bias2.stride[2] : 0, sum_row = kSums ? dbias2.stride[2] : 0;
@@ -363,7 +337,7 @@ struct Backward {
   }
 
   // A block of rows meets at most kKeys of the packed keys, from `at` on.
-  void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Span rows, Span keys, i64 at,
+  void differentiate(const Tiles& tile, float* dq_sum, float* columns, i64 b, i64 h, Range rows, Range keys, i64 at,
                      const Next& next) const noexcept {
     const i64 lanes = round_up(keys.size(), Vec::kLanes);
     tile_product<Order::Rows>(tile.prob, kKeys, tile.q, a.ld, tile.kt + at * a.width, kKeys, rows.size(), lanes, a.D,
@@ -392,18 +366,18 @@ struct Backward {
   // All rows of a sequence meet a chunk of its keys. `columns`: [T], or null; next_m: the sequence that comes after it,
   // or negative.
   void accumulate(const Tiles& tile, float* dq_sum, float* columns, i64 m, i64 next_m, i64 h,
-                  Span chunk) const noexcept {
+                  Range chunk) const noexcept {
     load_mask<E>(tile.mask, bias1, a, m);
     for (i64 first = chunk.begin; first < chunk.end; first += kKeysPacked) {
-      const Span packed = {first, std::min(chunk.end, first + kKeysPacked)};
+      const Range packed = {first, std::min(chunk.end, first + kKeysPacked)};
       load_transposed(tile.vt, tile.k, v, m, h, packed);
       load_transposed(tile.kt, tile.k, k, m, h, packed);
       for (i64 r = 0; r < a.T; r += kRows) {
-        const Span rows = {r, std::min(a.T, r + kRows)};
+        const Range rows = {r, std::min(a.T, r + kRows)};
         load_block(tile, m, h, rows);
         const bool last = rows.end == a.T;
         const Next next = {last && packed.end == chunk.end ? next_m : m,
-                           last ? Span{0, std::min(a.T, kRows)} : Span{rows.end, std::min(a.T, rows.end + kRows)}};
+                           last ? Range{0, std::min(a.T, kRows)} : Range{rows.end, std::min(a.T, rows.end + kRows)}};
         for (i64 j = packed.begin; j < packed.end; j += kKeys) {
           differentiate(tile, dq_sum, columns == nullptr ? nullptr : columns + j, m / a.N, h, rows,
                         {j, std::min(packed.end, j + kKeys)}, j - first, j == packed.begin ? next : Next{-1, {0, 0}});
@@ -431,7 +405,7 @@ struct Backward {
     const i64 floats = dq_floats + (with_dbias1 ? a.padded : 0);
     const i64 fit = floats == 0 ? a.N : kSharedFloats / (chunks * heads * floats);
     const i64 round = chunks * std::clamp(fit, i64{1}, ceil_div(a.N, chunks));
-    Pieces own(nullptr), shared(nullptr);
+    Arena own(nullptr), shared(nullptr);
     carve(own, a, chunks == 1);
     shared.take(round * heads * floats);
     return {chunks, round, dq_floats, floats, shared.bytes(), shared.bytes() + own.bytes()};
@@ -447,9 +421,9 @@ struct Backward {
       for (i64 phase = 0; phase < C; ++phase) {
         pool.parallel_for(heads * C, [&](i64 t, int worker) {
           const i64 head = t / C, b = head / a.H, h = head % a.H;
-          const Span keys = cut(a.T, kKeys, t % C, C), part = cut(round, 1, (phase + C - t % C) % C, C);
+          const Range keys = part_of(a.T, kKeys, t % C, C), part = part_of(round, 1, (phase + C - t % C) % C, C);
           void* const mine = pool.scratch(worker);
-          Pieces pieces(mine == shared ? shared + size.shared_bytes / i64{sizeof(float)} : mine);
+          Arena pieces(mine == shared ? shared + size.shared_bytes / i64{sizeof(float)} : mine);
           const Tiles tile = carve(pieces, a, C == 1);
           if (first == 0 && phase == 0) clear_pairs(b, h, keys);
           for (i64 n = part.begin; n < part.end; ++n) {
@@ -482,7 +456,7 @@ struct Backward {
     }
   }
 
-  void clear_pairs(i64 b, i64 h, Span keys) const noexcept {
+  void clear_pairs(i64 b, i64 h, Range keys) const noexcept {
     for (i64 i = 0; dbias2 && i < a.T; ++i) {
       fill_zero(dbias2.as<float>() + pair_offset(dbias2, b, h, i) + keys.begin, keys.size());
     }
