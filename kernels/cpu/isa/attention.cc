@@ -53,7 +53,7 @@ Vec exp_weight(Vec x) noexcept {
 }
 
 // The lanes of columns j .. j+kLanes-1 that are not seen become `other`.
-Vec outside(Vec x, i64 j, const Seen& seen, Vec other) noexcept {
+[[gnu::always_inline]] inline Vec outside(Vec x, i64 j, const Seen& seen, Vec other) noexcept {
   const auto lanes_below = [j](i64 limit) { return first(std::clamp<i64>(limit - j, 0, Vec::kLanes)); };
   const auto within = [&](Range r, Vec rest) {
     return select(lanes_below(r.begin), rest, select(lanes_below(r.end), x, rest));
@@ -206,8 +206,8 @@ struct Forward {
         const bool whole = seen.near.begin <= c.begin && seen.near.end >= c.end && c.size() % Vec::kLanes == 0;
         float* const s = score({row, row + 1}, c);
         const i64 at = row - origin;
-        to_scores(s, nullptr, a, g, row, pack, c);
-        hide_others(s, a, g, row, pack, c, -kInfinity);
+        if (a.has_terms()) to_scores(s, nullptr, a, g, row, pack, c);
+        if (a.heads_differ()) hide_others(s, a, g, row, pack, c, -kInfinity);
         const float kept = softmax_step(s, c.size(), whole, seen.minus(c.begin), part.top[at], part.sum[at]);
         if (kept != 1.0f) load_row(part.out + at * a.ld, part.out + at * a.ld, a.width, broadcast(kept));
         if (a.p.dropout > 0) {
@@ -456,7 +456,7 @@ struct Backward {
     const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
     const Seen seen = whole ? Seen{columns, {0, 0}} : seen_of(a, b, row, pack, columns);
     float slope[kKeys];
-    to_scores(prob, slope, a, g, row, pack, columns);
+    if (a.has_terms()) to_scores(prob, slope, a, g, row, pack, columns);
     const auto differentiate = [&](Range c, const float* keep) {
       for (i64 j = c.begin; j < c.end; j += Vec::kLanes) {
         const i64 x = j - columns.begin;
@@ -478,6 +478,7 @@ struct Backward {
     } else {
       differentiate(columns, nullptr);
     }
+    if (!a.heads_differ()) return;
     hide_others(prob, a, g, row, pack, columns, 0);
     hide_others(dscore, a, g, row, pack, columns, 0);
   }

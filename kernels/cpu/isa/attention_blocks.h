@@ -101,10 +101,12 @@ struct Problem {
     return static_cast<u64>(grid.row(b, g * R + row % R, row / R) + key);
   }
 
+  // Whether a score is more than a scaled product.
+  bool has_terms() const noexcept { return p.softcap > 0 || p.bias != nullptr; }
   // Of a layout. A tile takes its keys in units: blocks, or parts of these.
   bool sparse() const noexcept { return p.blocks.sparse(); }
   i64 unit() const noexcept { return std::min(p.blocks.block, kUnit); }
-  bool heads_differ() const noexcept { return p.blocks.layouts != 1 && R > 1; }
+  bool heads_differ() const noexcept { return sparse() && p.blocks.layouts != 1 && R > 1; }
   i64 query_block(i64 row) const noexcept { return (p.blocks.query0 + row / R) / p.blocks.block; }
   i64 key_block(i64 key) const noexcept { return (p.blocks.key0 + key) / p.blocks.block; }
   // The end of the rows that are of one block of queries with this one.
@@ -265,7 +267,6 @@ void for_columns(const Pack& pack, u32 units, F&& f) noexcept {
 // `value`.
 inline void hide_others(float* row, const Problem& a, i64 g, i64 at, const Pack& pack, Range columns,
                         float value) noexcept {
-  if (!a.sparse() || !a.heads_differ()) return;
   pack.for_units(columns, [&](Range c) {
     const i64 block = a.key_block(pack.key(c.begin));
     if ((a.bits(g, at % a.R, a.query_block(at), block / 64) >> (block % 64) & 1) == 0) {
