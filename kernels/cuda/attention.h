@@ -174,10 +174,14 @@ struct Layout {
   i64 next_head = 0;          // words from one head's layout to the next one's
   int shift = 0;              // a block has 2^shift tokens
   int own0 = 0, met0 = 0;     // places of the call's first tokens
+  const i32* pages = nullptr;  // AttentionParams::pages, of what is met
+  int page_shift = 0;          // a page has 2^page_shift tokens
 
   static constexpr Layout of(const AttentionParams& p, bool keys_own) {
     const AttentionBlocks& b = p.blocks;
-    if (!b.sparse()) return {.shift = 7};
+    const i32* const pages = keys_own ? nullptr : p.pages;
+    const int page_shift = pages == nullptr ? 0 : log2(static_cast<int>(p.page));
+    if (!b.sparse()) return {.shift = 7, .pages = pages, .page_shift = page_shift};
     const i64 next_head = b.layouts == 1 ? 0 : b.count * b.words();
     const u64* const bits = keys_own ? b.queries : b.keys;
     return {.bits = bits == nullptr ? bits : bits + p.grid.head0 * next_head,
@@ -185,7 +189,12 @@ struct Layout {
             .next_head = next_head,
             .shift = log2(static_cast<int>(b.block)),
             .own0 = static_cast<int>(keys_own ? b.key0 : b.query0),
-            .met0 = static_cast<int>(keys_own ? b.query0 : b.key0)};
+            .met0 = static_cast<int>(keys_own ? b.query0 : b.key0),
+            .pages = pages,
+            .page_shift = page_shift};
+  }
+  DS_HOST_DEVICE constexpr int row_of(int token) const {
+    return pages == nullptr ? token : (pages[token >> page_shift] << page_shift) + token % (1 << page_shift);
   }
 
   // Of the block of an own token: where it begins, counted from the beginning of the sequence; its bits.
@@ -269,11 +278,16 @@ inline bool has_known_block(const AttentionParams& p) noexcept {
   const i64 block = p.blocks.block;
   return block == 0 || block == 16 || block == 32 || block == 64 || block == 128;
 }
+// The same of keys in pages.
+inline bool has_known_page(const AttentionParams& p) noexcept {
+  const bool known = p.page == 16 || p.page == 32 || p.page == 64 || p.page == 128;
+  return p.pages == nullptr || (known && p.page >= (p.blocks.sparse() ? p.blocks.block : 64));
+}
 
-// Does a call ask for more than the plain kernels have: a layout, or further terms of scores and masks?
+// Does a call ask for more than the plain kernels have: a layout, pages, or further terms of scores and masks?
 inline bool is_general(const AttentionParams& p) noexcept {
   return p.blocks.sparse() || p.softcap > 0 || p.bias != nullptr || p.documents != nullptr ||
-         (p.sinks > 0 && p.window > 0);
+         (p.sinks > 0 && p.window > 0) || p.pages != nullptr;
 }
 
 // Can the vectors of x be read and written 16 bytes at a time?

@@ -232,6 +232,7 @@ const char* refusal(const AttentionCall& call, int compute_capability_major) noe
   if (call.params.dropout > 0) return "dropout";
   if (call.params.window > 0) return "window";
   if (call.params.blocks.sparse()) return "sparse layout";
+  if (call.params.pages != nullptr) return "pages";
   if (call.params.softcap > 0) return "soft cap";
   if (call.params.bias != nullptr) return "bias by relative position";
   if (call.params.documents != nullptr) return "documents";

@@ -33,15 +33,17 @@ struct BackwardShared : StepsOf<kGeneral, kD, true>::Shared {
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
 };
 
-// Rows [first(i), first(i) + 16) of a head become rows 16*i, ... of the tile.
-template <int kRows, int kColumns, class First>
-DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, int limit, int D) {
+// Tokens [first(i), first(i) + 16), which lie side by side from row row_of(first(i)) of a head on, become rows 16*i, ...
+// of the tile.
+template <int kRows, int kColumns, class First, class RowOf>
+DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, RowOf&& row_of,
+                         int limit, int D) {
   DS_NO_UNROLL
   for (int i = thread_index(); i < kRows * kColumns / 4; i += kThreads) {
     const int row = i / (kColumns / 4), d = i % (kColumns / 4) * 4;
     float part[4] = {0, 0, 0, 0};
-    if (const int token = first(row / kSide) + row % kSide; token < limit) {
-      const float* const from = x.data + token * x.token + d;
+    if (const int token = first(row / kSide), down = row % kSide; token + down < limit) {
+      const float* const from = x.data + (row_of(token) + down) * x.token + d;
       if (x.whole_chunks) {
         if (d < D) load16(part, from);
       } else {
@@ -51,6 +53,12 @@ DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x
     }
     store16(&tile[row][d], part);
   }
+}
+
+template <int kRows, int kColumns, class First>
+DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, int limit, int D) {
+  load_rows<kRows, kColumns>(
+      tile, x, first, [](int token) { return token; }, limit, D);
 }
 
 template <int kRows, int kColumns>
@@ -115,8 +123,9 @@ __global__ void __launch_bounds__(kThreads) forward(ForwardArgs<float> a) {
   for (int n = 0; steps.has(n); ++n) {
     const auto from = [&](int slot) { return steps.first(n, slot); };
     sync_block();
-    load_rows<kRows, kD>(shared.k, p.k(b, g), from, mask.S, p.D);
-    load_rows<kRows, kD>(shared.v, p.v(b, g), from, mask.S, p.D);
+    const auto row_of = [&](int token) { return steps.row_of(token); };
+    load_rows<kRows, kD>(shared.k, p.k(b, g), from, row_of, mask.S, p.D);
+    load_rows<kRows, kD>(shared.v, p.v(b, g), from, row_of, mask.S, p.D);
     steps.make(n + 2);
     sync_block();
     float s[kR][kR];

@@ -93,6 +93,7 @@ class Steps {
   DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
     load_tile<kD, kStep, kThreads>(tile, x, token_of(n), limit, D);
   }
+  DS_DEVICE constexpr int row_of(int token) const { return token; }
 
   // Which of the own blocks a token belongs to; those of some tokens, as bits.
   DS_DEVICE constexpr int own_block(int) const { return 0; }
@@ -178,8 +179,10 @@ class Steps<true, kStep, kGroup> {
   template <int kD, int kThreads, class E>
   DS_DEVICE void load(E* tile, const Head<const E>& x, int n, int limit, int D) const {
     gather_tile<kD, kStep, kThreads>(
-        tile, x, [&](int slot) { return first(n, slot); }, limit, D);
+        tile, x, [&](int slot) { return first(n, slot); }, [&](int token) { return row_of(token); }, limit, D);
   }
+  // Where a token that is met lies in its head, and with it those of its slot.
+  DS_DEVICE int row_of(int token) const { return token < Unit::kNone ? layout_.row_of(token) : token; }
 
   DS_DEVICE int own_block(int token) const { return (own_at_ + token) >> layout_.shift; }
   DS_DEVICE u32 own_blocks(Range tokens) const {

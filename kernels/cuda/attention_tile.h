@@ -222,9 +222,10 @@ DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, 
     copy_elements(tile + swizzled<kD>(row, chunk), x, first + row, limit, chunk * 8, D);
   }
 }
-// The same of rows that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile.
-template <int kD, int kRows, int kThreads, class E, class First>
-DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, int limit, int D) {
+// The same of tokens that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile. They lie side by
+// side from row row_of(first(i)) of the head on.
+template <int kD, int kRows, int kThreads, class E, class First, class RowOf>
+DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, RowOf&& row_of, int limit, int D) {
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;
   static_assert(kRows * kChunks % kThreads == 0);
   if (x.whole_chunks) {
@@ -241,16 +242,17 @@ DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, int l
         slot = pass * kPass / 16 + static_cast<int>(kPass > 16 ? thread / kChunks / 16 : 0u);
         down = pass * kPass % 16 + static_cast<int>(thread / kChunks % kDown);
       }
-      const int chunk = static_cast<int>(kStraight ? thread % kChunks : i % kChunks), from = first(slot) + down;
-      copy_async_16(tile + swizzled<kD>(16 * slot + down, chunk), x.data + from * x.token + chunk * 8,
-                    from < limit && chunk * 8 < D);
+      const int chunk = static_cast<int>(kStraight ? thread % kChunks : i % kChunks), token = first(slot);
+      copy_async_16(tile + swizzled<kD>(16 * slot + down, chunk), x.data + (row_of(token) + down) * x.token + chunk * 8,
+                    token + down < limit && chunk * 8 < D);
     }
     return;
   }
   DS_NO_UNROLL
   for (int i = thread_index(); i < kRows * kChunks; i += kThreads) {
     const int row = i / kChunks, chunk = i % kChunks;
-    copy_elements(tile + swizzled<kD>(row, chunk), x, first(row / 16) + row % 16, limit, chunk * 8, D);
+    const int token = first(row / 16), down = row % 16, at = row_of(token);
+    copy_elements(tile + swizzled<kD>(row, chunk), x, at + down, at + limit - token, chunk * 8, D);
   }
 }
 

@@ -84,7 +84,8 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
     double top = -kInfinity, sum = 0;
     for (i64 j = 0; j < S; ++j) {
       const bool seen = scores.visible(b, h, i, j);
-      const double score = seen ? scores.of(dot(q, at(q, b, i, h), k, at(k, b, j, g), D), h, i, j).value : -kInfinity;
+      const double score =
+          seen ? scores.of(dot(q, at(q, b, i, h), k, at(k, b, p.key_row(j), g), D), h, i, j).value : -kInfinity;
       weight[j] = score;
       top = std::max(top, score);
     }
@@ -95,7 +96,7 @@ void attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k, Ten
       if (e == 0) continue;
       sum += e;
       const double w = e * keep(p, static_cast<u64>(grid.row(b, h, i) + j));
-      for (i64 d = 0; d < D; ++d) out[d] += w * get(v, at(v, b, j, g) + d);
+      for (i64 d = 0; d < D; ++d) out[d] += w * get(v, at(v, b, p.key_row(j), g) + d);
     }
     for (i64 d = 0; d < D; ++d) put(o, at(o, b, i, h) + d, sum == 0 ? 0 : out[d] / sum);
     put(lse, at_row(lse, b, h, i), sum == 0 ? kInfinity : top + std::log(sum));

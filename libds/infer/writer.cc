@@ -19,6 +19,7 @@ struct Sequence {
   i64 place = 0;                       // among those that are under way at once
   std::vector<i32> fresh;              // tokens that no pass has seen: the prompt, then the last one
   i64 seen = 0, written = 0;           // tokens of both in the caches; tokens that were written
+  std::vector<LayerCaches> kept;
   std::vector<model::KvCache> caches;  // by layer
 };
 
@@ -85,28 +86,42 @@ class Writer {
     const auto taken = [&](const std::unique_ptr<Sequence>& other) { return other->place == s->place; };
     while (std::ranges::any_of(under_way_, taken)) ++s->place;
 
-    const i64 positions = capacity(prompt);
-    const TensorView part = planned_.cache_part(positions);
-    const i64 part_bytes = align_up(part.bytes(), 64);
-    // Of sequences that have ended: whatever comes, places have no more than the longest sequences together.
+    s->kept = planned_.plan_caches(std::ssize(prompts_[prompt]));
+    const i64 bytes = planned_.bytes_of(s->kept);
+    // Of sequences that have ended: whatever comes, places have no more than the largest caches together.
     Buffer& memory = places_[s->place];
-    if (memory.bytes() < planned_.cache_bytes(positions)) {
+    if (memory.bytes() < bytes) {
       memory = {};
-      memory = buffer(Tag::Activations, planned_.cache_bytes(positions));
+      memory = buffer(Tag::Activations, bytes);
     }
-    char* at = static_cast<char*>(memory.data());
-    s->caches.resize(model_.layers.size());
-    for (const report::ChunkPlan& c : plan_.chunks) {
-      for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
-        if (!model_.layers[l]->is_block()) continue;
-        model::KvCache& cache = s->caches[l];
-        cache.k = cache.v = part;
+    lay_out(*s, static_cast<char*>(memory.data()));
+    if (memory_.rope_cos && planned_.rope_apart) upload_rotations(s->place * planned_.largest, capacity(prompt));
+    return s;
+  }
+
+  // The caches of a sequence: of each kind of layers the pages, then keys and values of one after the other.
+  void lay_out(Sequence& s, char* at) {
+    s.caches.resize(model_.layers.size());
+    for (const LayerCaches& of : s.kept) {
+      const KeptKeys& keys = of.keys;
+      const TensorView part = planned_.cache_part(keys);
+      const i64 part_bytes = align_up(part.bytes(), 64);
+      const i32* pages = nullptr;
+      if (keys.page() > 0) {
+        // What is not kept, nobody sees; but kernels read it, multiply by 0, and so must find numbers.
+        std::vector<i32> places = keys.places();
+        std::ranges::replace(places, -1, 0);
+        device_.upload(at, places.data(), std::ssize(places) * 4);
+        pages = reinterpret_cast<const i32*>(std::exchange(at, at + WritingMemory::pages_bytes(keys)));
+        device_.zero(at, std::ssize(of.layers) * 2 * part_bytes);
+      }
+      for (const i64 l : of.layers) {
+        model::KvCache& cache = s.caches[l];
+        cache = {.k = part, .v = part, .page = keys.page(), .places = keys.places(), .pages = pages};
         cache.k.data = std::exchange(at, at + part_bytes);
         cache.v.data = std::exchange(at, at + part_bytes);
       }
     }
-    if (memory_.rope_cos && planned_.rope_apart) upload_rotations(s->place * planned_.largest, positions);
-    return s;
   }
 
   // A pass over the fresh tokens of sequences, as many of each; then the next token of each.

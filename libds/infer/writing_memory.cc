@@ -8,8 +8,22 @@
 
 namespace ds::infer {
 
-TensorView WritingMemory::cache_part(i64 positions) const noexcept {
-  return TensorView::of(nullptr, work, {1, positions, kv_heads, head_dim});
+std::vector<LayerCaches> WritingMemory::plan_caches(i64 prompt) const {
+  std::vector<LayerCaches> caches;
+  for (const auto& [window, of_window] : layers)
+    caches.push_back({KeptKeys(layout.get(), head0, heads, window, prompt, prompt + max_tokens), of_window});
+  return caches;
+}
+
+TensorView WritingMemory::cache_part(const KeptKeys& keys) const noexcept {
+  return TensorView::of(nullptr, work, {1, keys.rows(), kv_heads, head_dim});
+}
+
+i64 WritingMemory::bytes_of(const std::vector<LayerCaches>& caches) const noexcept {
+  i64 sum = 0;
+  for (const LayerCaches& c : caches)
+    sum += pages_bytes(c.keys) + std::ssize(c.layers) * 2 * align_up(cache_part(c.keys).bytes(), 64);
+  return sum;
 }
 
 report::TagBytes WritingMemory::bytes() const {
@@ -26,7 +40,11 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
   WritingMemory w{.at_once = std::clamp<i64>(at_once, 1, std::max<i64>(std::ssize(prompts), 1)),
                   .work = plan.work,
                   .kv_heads = std::max<i64>(model.num_kv_heads / model.shard.tp, 1),
-                  .head_dim = model.head_dim};
+                  .head_dim = model.head_dim,
+                  .max_tokens = max_tokens,
+                  .heads = model.num_heads / model.shard.tp,
+                  .head0 = model.num_heads / model.shard.tp * model.shard.tp_rank,
+                  .layout = model.layout};
   std::vector<i64> lengths;
   for (const std::vector<i32>& prompt : prompts) lengths.push_back(std::ssize(prompt));
   std::ranges::sort(lengths, std::greater<>());
@@ -39,10 +57,19 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
       w.working_bytes = std::max(w.working_bytes, planner.working_bytes());
       w.temporary_bytes = std::max(w.temporary_bytes, planner.temporary_bytes());
     }
-    for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) w.cache_parts += model.layers[l]->is_block() ? 2 : 0;
+    for (i64 l = c.chunk.begin; l < c.chunk.end; ++l) {
+      if (model.layers[l]->is_block()) w.layers[config.window(l - 1)].push_back(l);  // layer 0 embeds
+    }
   }
-  for (i64 i = 0; i < std::min(w.at_once, std::ssize(lengths)); ++i)
-    w.caches_bytes += w.cache_bytes(lengths[i] + max_tokens);
+  std::map<i64, i64> bytes;  // of the cache behind a prompt of so many tokens
+  std::vector<i64> caches;
+  for (const i64 length : lengths) {
+    const auto [found, is_new] = bytes.try_emplace(length);
+    if (is_new) found->second = w.bytes_of(w.plan_caches(length));
+    caches.push_back(found->second);
+  }
+  std::ranges::sort(caches, std::greater<>());
+  for (i64 i = 0; i < std::min(w.at_once, std::ssize(caches)); ++i) w.caches_bytes += caches[i];
   // Rotations are those of the whole text, so that what is written depends neither on the length that the run trains at
   // nor on other texts. (Hugging Face goes by the length so far and keeps keys rotated by what held when they were
   // new.)

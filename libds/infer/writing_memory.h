@@ -2,12 +2,21 @@
 #pragma once
 // What writing text takes beside the weights: forward activations of the longest pass, and caches of keys and values.
 
+#include <map>
+#include <memory>
 #include <span>
 #include <vector>
 
+#include "infer/kept_keys.h"
 #include "report/run_plan.h"
 
 namespace ds::infer {
+
+// What layers of a rank keep of a sequence: those whose attention has one window keep the same.
+struct LayerCaches {
+  KeptKeys keys;
+  std::vector<i64> layers;
+};
 
 struct WritingMemory {
   i64 at_once = 1;               // sequences under way
@@ -15,14 +24,19 @@ struct WritingMemory {
   bool rope_apart = false;       // rotations go by the length of a sequence
   DType work = DType::F32;
   i64 kv_heads = 0, head_dim = 0;  // of a cache
-  i64 cache_parts = 0;             // keys and values of this rank's blocks
+  i64 max_tokens = 0;              // behind a prompt
+  i64 heads = 0, head0 = 0;        // of queries
+  std::map<i64, std::vector<i64>> layers = {};             // this rank's blocks, by their window
+  std::shared_ptr<const model::AttentionLayout> layout = {};  // of all
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
-  i64 caches_bytes = 0;  // of as many of the longest sequences as are under way
+  i64 caches_bytes = 0;  // of as many of the sequences with the largest caches as are under way
   model::PassMemory pass = {};
 
-  // A part of a sequence's cache, [1, positions, heads, head dim], without memory; and all of them.
-  TensorView cache_part(i64 positions) const noexcept;
-  i64 cache_bytes(i64 positions) const noexcept { return cache_parts * align_up(cache_part(positions).bytes(), 64); }
+  std::vector<LayerCaches> plan_caches(i64 prompt) const;  // of a sequence with a prompt of so many tokens
+  // Keys, or values, of a layer: [1, rows, heads, head dim], without memory.
+  TensorView cache_part(const KeptKeys&) const noexcept;
+  static i64 pages_bytes(const KeptKeys& keys) noexcept { return align_up(std::ssize(keys.places()) * 4, 64); }
+  i64 bytes_of(const std::vector<LayerCaches>&) const noexcept;
   report::TagBytes bytes() const;  // at most
 };
 

@@ -40,19 +40,41 @@ TensorView some_tokens(TensorView x, i64 first, i64 count) {
   return x;
 }
 
-// Sequence after sequence: they have seen unlike many tokens, and each has the bits that it has alone.
+// Keys or values [1,T,G,D] of the positions from cache.length on go to where their pages are, if they are kept.
+void keep(const PassContext& ctx, TensorView to, const KvCache& cache, TensorView fresh) {
+  const i64 T = fresh.dim(1);
+  if (cache.page == 0) return ctx.ops.copy_heads(some_tokens(to, cache.length, T), fresh, ctx.stream);
+  for (i64 t = 0; t < T;) {
+    const i64 at = cache.length + t, n = std::min(T - t, cache.page - at % cache.page);
+    if (const i64 place = cache.places[at / cache.page]; place >= 0) {
+      ctx.ops.copy_heads(some_tokens(to, place * cache.page + at % cache.page, n), some_tokens(fresh, t, n),
+                         ctx.stream);
+    }
+    t += n;
+  }
+}
+
+// Sequence after sequence: they have seen unlike many tokens, and each has the bits that it has alone. The first tokens
+// meet each other, those that follow, one by one, what is kept.
 void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const Heads& h, AttentionParams params) {
   const i64 T = h.k.dim(1);
   params = of_heads(ctx, params, h.q.dim(2), 0);
   params.dropout = 0;
   for (i64 b = 0; b < ctx.B; ++b) {
     KvCache& cache = *ctx.caches[b];
-    ctx.ops.copy_heads(some_tokens(cache.k, cache.length, T), h.k.rows(b, 1), ctx.stream);
-    ctx.ops.copy_heads(some_tokens(cache.v, cache.length, T), h.v.rows(b, 1), ctx.stream);
+    const bool first = cache.length == 0;
+    DS_ASSERT(first || T == 1);
+    keep(ctx, cache.k, cache, h.k.rows(b, 1));
+    keep(ctx, cache.v, cache, h.v.rows(b, 1));
     params.blocks.query0 = cache.length;
+    params.pages = first ? nullptr : cache.pages;
+    params.page = cache.page;
     cache.length += T;
-    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), some_tokens(cache.k, 0, cache.length),
-                          some_tokens(cache.v, 0, cache.length), params, ctx.stream);
+    const auto so_far = [&](TensorView kept, TensorView fresh) {
+      return first ? fresh.rows(b, 1) : some_tokens(kept, 0, cache.length);
+    };
+    ctx.ops.attention_fwd(o.rows(b, 1), lse.rows(b, 1), h.q.rows(b, 1), so_far(cache.k, h.k), so_far(cache.v, h.v),
+                          params, ctx.stream);
   }
 }
 

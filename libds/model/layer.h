@@ -151,10 +151,15 @@ struct LayerActs {
   TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
 };
 
-// Keys and values of the positions so far of one sequence, for generation: [1, capacity, G, D] each, work dtype.
+// Keys and values of the positions so far of one sequence, for generation: [1, rows, G, D] each, work dtype. Without
+// pages row t is position t. Else only what is seen later is kept: page i of `page` positions, of which many may share
+// rows one after the other, lies from row places[i] * page on, or nowhere (-1).
 struct KvCache {
   TensorView k, v;
-  i64 length = 0;  // positions that are in it
+  i64 length = 0;  // positions so far
+  i64 page = 0;
+  std::span<const i32> places{};
+  const i32* pages = nullptr;  // the same on the device, as AttentionParams::pages
 };
 
 enum class Mode : u8 { Train, Eval, Generate };

@@ -3,7 +3,9 @@
 // same bits whatever the ranks, stages and what is kept, and the same to the rounding where sums are cut; what is
 // written with caches is what whole passes give; memory and messages are as planned.
 
+#include "config/sparse_attention.h"
 #include "equivalence/layouts.h"
+#include "infer/writing_memory.h"
 
 namespace ds::testing {
 namespace sparse_attention_test {
@@ -102,13 +104,20 @@ TEST(SparseAttention, CutHeadsAndSequencesAreTheSameToTheRounding) {
 // A cache, and a prompt, at any length: each new token sees what it sees in a whole pass.
 TEST(SparseAttention, TextIsThatOfWholePasses) {
   for (const ModelConfig& model : {kModels[0], kModels[1]}) {
-    for (const int tp : {1, 2}) {
-      Config c = config_with(model, {.tp = tp}, Mode::Fixed);
+    for (const auto& [tp, mode] : {std::pair{1, Mode::Fixed}, {2, Mode::Fixed}, {1, Mode::Local}, {2, Mode::BigBird}}) {
+      Config c = config_with(model, {.tp = tp}, mode);
       c.use = ConfigUse::Generate;
       with_engines(c, tp, [&](engine::Engine& engine) {
         std::vector<i32> prompt(20), unused(20);
         fill_sample(3, model.vocab_size, prompt, unused);
         const std::vector<i32> text = text_of(engine, prompt, {.max_tokens = 60});
+        // Not all of its 80 tokens are kept, unless some head meets each; and what is, is what was predicted.
+        const std::vector<std::vector<i32>> prompts = {prompt};
+        const auto memory = infer::plan_writing(model, engine.model(), engine.plan(), prompts, 60, 1);
+        const auto activations = static_cast<size_t>(Tag::Activations);
+        EXPECT_EQ(memory.plan_caches(20)[0].keys.rows() < 80, mode != Mode::Fixed) << sparse_attention_name(mode);
+        EXPECT_EQ(engine.ledger().peak(Tag::Activations),
+                  engine.plan().memory[activations] + memory.bytes()[activations]);
         for (const size_t n : {size_t{1}, size_t{11}, size_t{30}, size_t{59}}) {
           std::vector<i32> longer = prompt;
           longer.insert(longer.end(), text.begin(), text.begin() + static_cast<std::ptrdiff_t>(n));

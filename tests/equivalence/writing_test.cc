@@ -93,6 +93,42 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
 }
 
+// Layers whose attention has a window keep what is in it; the others keep all. Each new token sees what it sees in a whole
+// pass.
+TEST(Writing, KeepsWhatWindowsSee) {
+  ModelConfig model = of_four_heads(tiny_llama());
+  model.max_positions = 400;
+  model.sliding_window = 20;
+  model.sliding_layers.assign(static_cast<size_t>(model.layers), true);
+  model.sliding_layers[0] = false;
+  for (const DType work : {DType::F32, DType::BF16}) {
+    Config c = config_of(model, {}, 4);
+    c.data.seq_length = 400;
+    c.bf16.enabled = work == DType::BF16;
+    c.communication_data_type = work;
+    c.use = ConfigUse::Generate;
+    with_engines(c, 1, [&](engine::Engine& engine) {
+      const std::vector<std::vector<i32>> given = {std::vector<i32>(150, 5), {1, 2, 3}};
+      const Texts texts = write(engine, given, 2, {.max_tokens = 200}, -1);
+      const auto plan = infer::plan_writing(c.model, engine.model(), engine.plan(), given, 200, 2);
+      const auto caches = plan.plan_caches(150);
+      ASSERT_EQ(caches.size(), 2u);
+      EXPECT_EQ(caches[0].keys.rows(), 350);
+      EXPECT_EQ(caches[1].keys.rows(), 2 * 64);
+      const auto activations = static_cast<size_t>(Tag::Activations);
+      EXPECT_EQ(engine.ledger().peak(Tag::Activations),
+                engine.plan().memory[activations] + plan.bytes()[activations]);
+      for (size_t p = 0; p < given.size(); ++p) {
+        for (const size_t n : {size_t{1}, size_t{63}, size_t{120}, size_t{199}}) {
+          std::vector<i32> longer = given[p];
+          longer.insert(longer.end(), texts[p].begin(), texts[p].begin() + static_cast<std::ptrdiff_t>(n));
+          EXPECT_EQ(write(engine, {longer}, 1, {.max_tokens = 1}, -1)[0], std::vector{texts[p][n]}) << p << " " << n;
+        }
+      }
+    });
+  }
+}
+
 // A sequence that has ended leaves its place to the next: nothing is taken for each text.
 TEST(Writing, TakesNothingForEachText) {
   Config c = config_of(of_four_heads(tiny_gpt2()), {}, 4);

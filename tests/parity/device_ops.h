@@ -61,6 +61,7 @@ class RoundTrip {
     reach(v.data, (last + 1) * dtype_bytes(v.dtype));
     reach(v.scale, state_blocks(v.numel()) * 4);
     if (v.rank == 4 && samples_ == 0) samples_ = v.dim(0), heads_ = v.dim(2);
+    if (v.rank == 4) tokens_ = std::max(tokens_, v.dim(1));
   }
   void reach(std::span<const TensorView> views) {
     for (const TensorView& v : views) reach(v);
@@ -80,6 +81,7 @@ class RoundTrip {
     reach(p.blocks.queries, bytes, false);
     reach(p.bias, std::max(heads_, p.grid.heads) * (2 * p.reach + 1) * i64{sizeof(float)}, false);
     reach(p.documents, 2 * samples_ * p.positions * i64{sizeof(i32)}, false);
+    if (p.pages != nullptr) reach(p.pages, (tokens_ + p.page - 1) / p.page * i64{sizeof(i32)}, false);
   }
   void reach(GradVerdict* v) { reach(v, sizeof *v); }
   void reach(const GradVerdict* v) { reach(v, sizeof *v, false); }
@@ -123,6 +125,7 @@ class RoundTrip {
     if (p.blocks.queries != nullptr) p.blocks.queries = on_device(p.blocks.queries);
     if (p.bias != nullptr) p.bias = on_device(p.bias);
     if (p.documents != nullptr) p.documents = on_device(p.documents);
+    if (p.pages != nullptr) p.pages = on_device(p.pages);
     return p;
   }
   // Arguments as the device's op gets them; `keep` holds what spans point to.
@@ -148,6 +151,7 @@ class RoundTrip {
   Device& device_;
   std::vector<Range> ranges_;
   i64 samples_ = 0, heads_ = 0;  // of the first tensor [B,T,H,D]: queries, where AttentionParams come
+  i64 tokens_ = 0;               // of the longest one, keys where these are in pages
 };
 
 template <auto member>

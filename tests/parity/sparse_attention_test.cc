@@ -457,6 +457,79 @@ TEST_F(SparseAttention, ALayoutOfNothingGivesNothing) {
   }
 }
 
+// Keys in pages: the bits of keys side by side, wherever pages are, and whatever is where nobody looks.
+TEST_F(SparseAttention, PagesChangeNoBit) {
+  i64 n = 0;
+  for (i64 D : {32, 64, 80, 128, 160, 256}) {
+    for (i64 block : {0, 16, 32, 64, 128}) {  // 0: no layout
+      for (DType dtype : kWorkDTypes) {
+        const i64 S = 290 + 7 * n, page = block == 0 ? 64 : block;
+        const Case c = {.T = 1 + n % 2 * 2,
+                        .S = S,
+                        .H = 4,
+                        .G = 2,
+                        .D = D,
+                        .block = page,
+                        .causal = n % 5 != 4,
+                        .window = n % 3 == 0 ? 130 : 0,
+                        .dtype = dtype,
+                        .per_head = n % 2 == 0,
+                        .query0 = S - (1 + n % 2 * 2),
+                        .density = 0.5};
+        const Layout layout = random_layout(c);
+        const Inputs in(c);
+        const i64 pages = (S + page - 1) / page;
+        const auto seen = [&](i64 p) {
+          for (i64 j = p * page; j < std::min(S, (p + 1) * page); ++j) {
+            for (i64 i = 0; i < c.T; ++i) {
+              for (i64 h = 0; h < c.H; ++h) {
+                if (in_mask(c, i, j) && (block == 0 || layout.has(h, i, j))) return true;
+              }
+            }
+          }
+          return false;
+        };
+        // Pages that are seen, backwards, and the last one, which is not full; the others are in the place of one of them.
+        std::vector<i32> places(static_cast<size_t>(pages), 0);
+        i32 used = 0;
+        for (i64 p = pages - 2; p >= 0; --p) {
+          if (seen(p)) places[p] = used++;
+        }
+        if (seen(pages - 1)) places[pages - 1] = used++;
+        Heads k(dtype, 1, pages * page, c.G, D), v(k);  // S rows of which a device is given, whatever is in them
+        for (Heads* x : {&k, &v}) x->all.randomize(77);
+        for (i64 j = 0; j < S; ++j) {
+          if (!seen(j / page)) continue;
+          for (i64 g = 0; g < c.G; ++g) {
+            const i64 to = k.at(0, places[j / page] * page + j % page, g), from = in.k.at(0, j, g);
+            for (i64 d = 0; d < D; ++d) {
+              k.all.set(to + d, in.k.all.at(from + d));
+              v.all.set(to + d, in.v.all.at(from + d));
+            }
+          }
+        }
+        for (const OpTable* ops : backends()) {
+          const Results want = run(*ops, c, in, block == 0 ? nullptr : &layout, nullptr, false);
+          ThreadPool pool(2);
+          Stream stream{.pool = &pool};
+          AttentionParams p = params_of(c, block == 0 ? nullptr : &layout, false);
+          p.pages = places.data();
+          p.page = page;
+          Heads o(dtype, 1, c.T, c.H, D);
+          Tensor lse(DType::F32, {1, c.H, c.T});
+          TensorView keys = k.view(), values = v.view();
+          keys.shape[1] = values.shape[1] = S;
+          ops->attention_fwd(o.view(), lse, in.q.view(), keys, values, p, stream);
+          expect_same_bits(o.packed(), want.o, std::string(ops->name) + ": " + c.name() + " o");
+          expect_same_bits(lse, want.lse, std::string(ops->name) + ": " + c.name() + " lse");
+        }
+        if (HasFailure()) return;
+        ++n;
+      }
+    }
+  }
+}
+
 // Parts of the queries and keys, with the statistics of the whole: gradients add up.
 TEST_F(SparseAttention, GradientsOfPartsAddUp) {
   for (DType dtype : kWorkDTypes) {

@@ -79,8 +79,8 @@ void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, c
     // What lies behind a unit is fetched with it, or when its own turn comes.
     for (i64 j = c.begin; j < c.end; ++j) {
       const i64 ahead = pack.unit == 0 ? std::min(key + j + kAhead, a.S - 1) : pack.key(std::min(j + kAhead, n - 1));
-      prefetch(x.as<E>() + Problem::key_offset(x, b, g, ahead), a.D);
-      load_row(to + j * a.ld, x.as<E>() + Problem::key_offset(x, b, g, key + j - c.begin), a.D, broadcast(1.0f));
+      prefetch(x.as<E>() + a.key_offset(x, b, g, ahead), a.D);
+      load_row(to + j * a.ld, x.as<E>() + a.key_offset(x, b, g, key + j - c.begin), a.D, broadcast(1.0f));
     }
   });
   for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
@@ -488,8 +488,8 @@ struct Backward {
       store_row(dq.as<E>() + a.row_offset(dq, b, g, r), sums.dq + r * a.ld, a.D, broadcast(a.p.scale));
     }
     for (i64 j = keys.begin; j < keys.end; ++j) {
-      store_row(dk.as<E>() + Problem::key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(1.0f));
-      store_row(dv.as<E>() + Problem::key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dk.as<E>() + a.key_offset(dk, b, g, j), sums.dk + j * a.ld, a.D, broadcast(1.0f));
+      store_row(dv.as<E>() + a.key_offset(dv, b, g, j), sums.dv + j * a.ld, a.D, broadcast(1.0f));
     }
   }
 

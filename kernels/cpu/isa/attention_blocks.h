@@ -90,8 +90,8 @@ struct Problem {
   i64 row_offset(const TensorView& x, i64 b, i64 g, i64 row) const noexcept {
     return b * x.stride[0] + row / R * x.stride[1] + (g * R + row % R) * x.stride[2];
   }
-  static i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) noexcept {
-    return b * x.stride[0] + key * x.stride[1] + g * x.stride[2];
+  i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) const noexcept {
+    return b * x.stride[0] + p.key_row(key) * x.stride[1] + g * x.stride[2];
   }
   // Where the statistics of row r are in a [B,H,T] view.
   i64 lse_offset(const TensorView& lse, i64 b, i64 g, i64 row) const noexcept {

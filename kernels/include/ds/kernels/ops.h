@@ -103,6 +103,16 @@ struct AttentionParams {
   // Keys of other documents are hidden: where the document of each place begins, and where it ends.
   const i32* documents = nullptr;  // [2, B, positions], on the device; ascending
   i64 positions = 0;
+
+  // Of attention_fwd of one sequence, from its first key on: keys and values in pages (Kwon et al., "Efficient Memory
+  // Management for Large Language Model Serving with PagedAttention", 2023). Key j is row key_row(j) of k and v, whose
+  // dim 1 is S nevertheless. A page whose keys no query of the call sees may be any one, of numbers.
+  const i32* pages = nullptr;  // [ceil(S / page)], on the device
+  i64 page = 0;                // keys: 16, 32, 64 or 128, at least those of a block of the layout or, without one, 64
+
+  DS_HOST_DEVICE constexpr i64 key_row(i64 j) const noexcept {
+    return pages == nullptr ? j : pages[j / page] * page + j % page;
+  }
 };
 
 // Of the attention of an Evoformer: T residues attend to each other in each of N sequences of an alignment, or rows of
