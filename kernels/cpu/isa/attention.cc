@@ -293,6 +293,7 @@ template <class E>
 struct Backward {
   static constexpr i64 kKeys = 64, kRows = 96;  // of a block of scores
   static constexpr i64 kKeysPacked = 256;       // keys that share the converted rows
+  static constexpr i64 kRowsPacked = 4 * kRows;  // of a layout: rows that share the converted keys
   static constexpr i64 kMaxChunks = 8;
 
   Problem a;
@@ -343,22 +344,32 @@ struct Backward {
     }
   }
 
-  // Each block of rows gathers the keys that it meets. Every sum grows in the same order.
+  // Some blocks of rows at a time gather the keys that any of them meets. Every sum grows in the same order.
   void accumulate_sparse(const Sums& sums, const Tiles& tile, i64 b, i64 g, Range rows, Range keys) const noexcept {
-    for (i64 r = rows.begin; r < rows.end; r += kRows) {
-      const Range block = {r, std::min(rows.end, r + kRows)};
-      bool loaded = false;
+    for (i64 first = rows.begin; first < rows.end; first += kRowsPacked) {
+      const Range some = {first, std::min(rows.end, first + kRowsPacked)};
       Pack pack;
-      for (Met met(a, b, g, block, keys, kKeysPacked); met.next(pack);) {
-        if (!loaded) load_block(tile, b, g, block);
-        loaded = true;
+      for (Met met(a, b, g, some, keys, kKeysPacked); met.next(pack);) {
         load_transposed(tile.vt, tile.k, v, b, g, pack);
         load_transposed(tile.kt, tile.k, k, b, g, pack);
-        for (i64 c = 0; c < pack.size(); c += kKeys) {
-          differentiate(sums, tile, b, g, block, pack.part({c, std::min(pack.size(), c + kKeys)}));
+        for (i64 r = some.begin; r < some.end; r += kRows) {
+          const Range block = {r, std::min(some.end, r + kRows)};
+          bool loaded = false;
+          for (i64 c = 0; c < pack.size(); c += kKeys) {
+            const Pack part = pack.part({c, std::min(pack.size(), c + kKeys)});
+            if (!meets(b, g, block, part)) continue;
+            if (!loaded) load_block(tile, b, g, block);
+            loaded = true;
+            differentiate(sums, tile, b, g, block, part);
+          }
         }
       }
     }
+  }
+  bool meets(i64 b, i64 g, Range rows, const Pack& pack) const noexcept {
+    bool any = false;
+    for_visible(a, b, g, rows, pack, [&](Range, Range, bool) { any = true; });
+    return any;
   }
 
   // Keys as a tile, and transposed block by block.
