@@ -169,11 +169,11 @@ DS_HOST_DEVICE constexpr Visits visits(Range seen, int step) {
 // is met comes in units: a block, or as much of it as a step holds. Units are counted from the beginning of the
 // sequence; where there is no layout, from the call's first token, and all blocks, of 128 tokens, meet.
 struct Layout {
-  const u64* bits = nullptr;  // of own blocks, in the layout of the call's first head; null: there is no layout
-  i64 words = 0;              // of an own block
-  i64 next_head = 0;          // words from one head's layout to the next one's
-  int shift = 0;              // a block has 2^shift tokens
-  int own0 = 0, met0 = 0;     // places of the call's first tokens
+  const u64* bits = nullptr;   // of own blocks, in the layout of the call's first head; null: there is no layout
+  i64 words = 0;               // of an own block
+  i64 next_head = 0;           // words from one head's layout to the next one's
+  int shift = 0;               // a block has 2^shift tokens
+  int own0 = 0, met0 = 0;      // places of the call's first tokens
   const i32* pages = nullptr;  // AttentionParams::pages, of what is met
   int page_shift = 0;          // a page has 2^page_shift tokens
 

@@ -33,8 +33,8 @@ struct BackwardShared : StepsOf<kGeneral, kD, true>::Shared {
   Tile<Plan<kD>::kRows, Plan<kD>::kRows> weight, ds;
 };
 
-// Tokens [first(i), first(i) + 16), which lie side by side from row row_of(first(i)) of a head on, become rows 16*i, ...
-// of the tile.
+// Tokens [first(i), first(i) + 16), which lie side by side from row row_of(first(i)) of a head on, become rows 16*i,
+// ... of the tile.
 template <int kRows, int kColumns, class First, class RowOf>
 DS_DEVICE void load_rows(Tile<kRows, kColumns>& tile, const Head<const float>& x, First&& first, RowOf&& row_of,
                          int limit, int D) {

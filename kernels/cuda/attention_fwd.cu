@@ -218,7 +218,8 @@ void own_attention_fwd(TensorView o, TensorView lse, TensorView q, TensorView k,
   Context& c = context(stream);
   if (q.dim(3) > 256) return c.fail("head dim above 256", "attention_fwd");
   if (!has_known_block(p)) return c.fail("blocks of other than 16, 32, 64 or 128 tokens", "attention_fwd");
-  if (!has_known_page(p)) return c.fail("pages of other than 16, 32, 64 or 128 keys, or less than a block", "attention_fwd");
+  if (!has_known_page(p))
+    return c.fail("pages of other than 16, 32, 64 or 128 keys, or less than a block", "attention_fwd");
   const auto args = [&]<class E>(E) {
     return ForwardArgs<E>{problem_of<E>(q, k, v, p), Heads<E>::of(o), Statistics<float>::of(lse), is_general(p),
                           Layout::of(p, false)};

@@ -222,8 +222,8 @@ DS_DEVICE void load_tile(E* tile, const Head<const E>& x, int first, int limit, 
     copy_elements(tile + swizzled<kD>(row, chunk), x, first + row, limit, chunk * 8, D);
   }
 }
-// The same of tokens that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile. They lie side by
-// side from row row_of(first(i)) of the head on.
+// The same of tokens that come 16 at a time: [first(i), first(i) + 16) become rows 16*i, ... of the tile. They lie side
+// by side from row row_of(first(i)) of the head on.
 template <int kD, int kRows, int kThreads, class E, class First, class RowOf>
 DS_DEVICE void gather_tile(E* tile, const Head<const E>& x, First&& first, RowOf&& row_of, int limit, int D) {
   constexpr int kChunks = kD / 8, kPasses = kRows * kChunks / kThreads;

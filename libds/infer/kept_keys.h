@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which keys and values of a text are kept, and where: those that a token behind the prompt sees when it is written. All of
-// it is known beforehand, for attention goes by place: when a page of keys is new and which token sees it last. A page whose
-// last reader has been written leaves its place to the next new one.
+// Which keys and values of a text are kept, and where: those that a token behind the prompt sees when it is written.
+// All of it is known beforehand, for attention goes by place: when a page of keys is new and which token sees it last.
+// A page whose last reader has been written leaves its place to the next new one.
 
 #include <vector>
 
@@ -12,9 +12,9 @@ namespace ds::infer {
 
 class KeptKeys {
  public:
-  // Of attention with a sliding window (0: none) and a layout (null: none), of heads [head, head + heads) of that; causal.
-  // The text has a prompt and `positions` tokens at most. Without layout and window, and where it saves no memory, all is
-  // kept, and there are no pages.
+  // Of attention with a sliding window (0: none) and a layout (null: none), of heads [head, head + heads) of that;
+  // causal. The text has a prompt and `positions` tokens at most. Without layout and window, and where it saves no
+  // memory, all is kept, and there are no pages.
   KeptKeys(const model::AttentionLayout* layout, i64 head, i64 heads, i64 window, i64 prompt, i64 positions);
 
   i64 rows() const noexcept { return rows_; }  // of keys, and of values, that there is room for

@@ -16,9 +16,9 @@ using model::Mode;
 // A sequence under way, and its keys and values.
 struct Sequence {
   size_t prompt = 0;
-  i64 place = 0;                       // among those that are under way at once
-  std::vector<i32> fresh;              // tokens that no pass has seen: the prompt, then the last one
-  i64 seen = 0, written = 0;           // tokens of both in the caches; tokens that were written
+  i64 place = 0;              // among those that are under way at once
+  std::vector<i32> fresh;     // tokens that no pass has seen: the prompt, then the last one
+  i64 seen = 0, written = 0;  // tokens of both in the caches; tokens that were written
   std::vector<LayerCaches> kept;
   std::vector<model::KvCache> caches;  // by layer
 };

@@ -23,10 +23,10 @@ struct WritingMemory {
   i64 longest = 0, largest = 0;  // tokens of a prompt; positions of a sequence
   bool rope_apart = false;       // rotations go by the length of a sequence
   DType work = DType::F32;
-  i64 kv_heads = 0, head_dim = 0;  // of a cache
-  i64 max_tokens = 0;              // behind a prompt
-  i64 heads = 0, head0 = 0;        // of queries
-  std::map<i64, std::vector<i64>> layers = {};             // this rank's blocks, by their window
+  i64 kv_heads = 0, head_dim = 0;                             // of a cache
+  i64 max_tokens = 0;                                         // behind a prompt
+  i64 heads = 0, head0 = 0;                                   // of queries
+  std::map<i64, std::vector<i64>> layers = {};                // this rank's blocks, by their window
   std::shared_ptr<const model::AttentionLayout> layout = {};  // of all
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
   i64 caches_bytes = 0;  // of as many of the sequences with the largest caches as are under way

@@ -93,8 +93,8 @@ TEST(Writing, TakesWeightsCachesAndOneForwardPass) {
   EXPECT_EQ(activations(100) - activations(1), all - cache(12));
 }
 
-// Layers whose attention has a window keep what is in it; the others keep all. Each new token sees what it sees in a whole
-// pass.
+// Layers whose attention has a window keep what is in it; the others keep all. Each new token sees what it sees in a
+// whole pass.
 TEST(Writing, KeepsWhatWindowsSee) {
   ModelConfig model = of_four_heads(tiny_llama());
   model.max_positions = 400;
@@ -116,8 +116,7 @@ TEST(Writing, KeepsWhatWindowsSee) {
       EXPECT_EQ(caches[0].keys.rows(), 350);
       EXPECT_EQ(caches[1].keys.rows(), 2 * 64);
       const auto activations = static_cast<size_t>(Tag::Activations);
-      EXPECT_EQ(engine.ledger().peak(Tag::Activations),
-                engine.plan().memory[activations] + plan.bytes()[activations]);
+      EXPECT_EQ(engine.ledger().peak(Tag::Activations), engine.plan().memory[activations] + plan.bytes()[activations]);
       for (size_t p = 0; p < given.size(); ++p) {
         for (const size_t n : {size_t{1}, size_t{63}, size_t{120}, size_t{199}}) {
           std::vector<i32> longer = given[p];

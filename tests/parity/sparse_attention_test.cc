@@ -489,7 +489,8 @@ TEST_F(SparseAttention, PagesChangeNoBit) {
           }
           return false;
         };
-        // Pages that are seen, backwards, and the last one, which is not full; the others are in the place of one of them.
+        // Pages that are seen, backwards, and the last one, which is not full; the others are in the place of one of
+        // them.
         std::vector<i32> places(static_cast<size_t>(pages), 0);
         i32 used = 0;
         for (i64 p = pages - 2; p >= 0; --p) {

@@ -92,7 +92,8 @@ TEST(KeptKeys, AreThoseThatALaterTokenSees) {
     if (n % 3 == 0 || n % 4 == 0) c.window = draw(1, 150);
     expect_keeps_what_is_seen(c);
     if (HasFatalFailure() || HasFailure()) FAIL() << n;
-    with_pages += KeptKeys(c.layout ? &*c.layout : nullptr, c.head, c.heads, c.window, c.prompt, c.positions).page() > 0;
+    with_pages +=
+        KeptKeys(c.layout ? &*c.layout : nullptr, c.head, c.heads, c.window, c.prompt, c.positions).page() > 0;
   }
   EXPECT_GT(with_pages, 50);
 }

@@ -291,8 +291,8 @@ struct Forward {
 
 template <class E>
 struct Backward {
-  static constexpr i64 kKeys = 64, kRows = 96;  // of a block of scores
-  static constexpr i64 kKeysPacked = 256;       // keys that share the converted rows
+  static constexpr i64 kKeys = 64, kRows = 96;   // of a block of scores
+  static constexpr i64 kKeysPacked = 256;        // keys that share the converted rows
   static constexpr i64 kRowsPacked = 4 * kRows;  // of a layout: rows that share the converted keys
   static constexpr i64 kMaxChunks = 8;
 
