@@ -94,8 +94,8 @@ struct Places {
     return {.documents = p.documents,
             .positions = p.positions,
             .samples = B,
-            .query0 = static_cast<int>(p.blocks.query0),
-            .key0 = static_cast<int>(p.blocks.key0),
+            .query0 = static_cast<int>(p.grid.row0),
+            .key0 = static_cast<int>(p.grid.col0),
             .sinks = mask.window == 0 ? 0 : static_cast<int>(std::min(p.sinks, i64{1} << 30))};
   }
   // The places of the document of a place; the sequence where there are no documents.
@@ -188,8 +188,8 @@ struct Layout {
             .words = b.words(),
             .next_head = next_head,
             .shift = log2(static_cast<int>(b.block)),
-            .own0 = static_cast<int>(keys_own ? b.key0 : b.query0),
-            .met0 = static_cast<int>(keys_own ? b.query0 : b.key0),
+            .own0 = static_cast<int>(keys_own ? p.grid.col0 : p.grid.row0),
+            .met0 = static_cast<int>(keys_own ? p.grid.row0 : p.grid.col0),
             .pages = pages,
             .page_shift = page_shift};
   }

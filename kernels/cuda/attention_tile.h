@@ -87,7 +87,7 @@ struct Terms {
             .bias = biased ? p.bias + p.grid.head0 * row + p.reach : nullptr,
             .next_head = row,
             .reach = static_cast<int>(std::min(p.reach, i64{1} << 30)),
-            .distance0 = static_cast<int>(p.blocks.key0 - p.blocks.query0)};
+            .distance0 = static_cast<int>(p.grid.col0 - p.grid.row0)};
   }
   DS_DEVICE bool capped() const { return cap2 > 0; }
   DS_DEVICE bool any() const { return cap2 > 0 || bias != nullptr; }

@@ -34,7 +34,7 @@ struct Scores {
   i64 B, T, S;
 
   bool visible(i64 b, i64 h, i64 i, i64 j) const noexcept {
-    const i64 position = i + S - T, query = p.blocks.query0 + i, key = p.blocks.key0 + j;
+    const i64 position = i + S - T, query = p.grid.row0 + i, key = p.grid.col0 + j;
     i64 first = 0;  // of the document
     if (p.documents != nullptr) {
       first = p.documents[b * p.positions + query];
@@ -58,7 +58,7 @@ struct Scores {
       s = {cap * t, 1 - t * t};
     }
     if (p.bias != nullptr) {
-      const i64 distance = p.blocks.key0 + j - (p.blocks.query0 + i);
+      const i64 distance = p.grid.col0 + j - (p.grid.row0 + i);
       s.value += p.bias[(p.grid.head0 + h) * (2 * p.reach + 1) + std::clamp(distance, -p.reach, p.reach) + p.reach];
     }
     return s;

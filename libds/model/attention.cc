@@ -66,7 +66,7 @@ void attend_cached(const PassContext& ctx, TensorView o, TensorView lse, const H
     DS_ASSERT(first || T == 1);
     keep(ctx, cache.k, cache, h.k.rows(b, 1));
     keep(ctx, cache.v, cache, h.v.rows(b, 1));
-    params.blocks.query0 = cache.length;
+    params.grid.row0 = cache.length;
     params.pages = first ? nullptr : cache.pages;
     params.page = cache.page;
     cache.length += T;
@@ -251,8 +251,6 @@ struct Ring {
         p.grid.rows = p.grid.cols = 2 * P * T;
         p.grid.row0 = query * T;
         p.grid.col0 = keys * T;
-        p.blocks.query0 = query * T;
-        p.blocks.key0 = keys * T;
         pair(i, j, p);
       }
     }

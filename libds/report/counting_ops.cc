@@ -287,13 +287,14 @@ i64 keys_there(const u64* bits, i64 block, i64 begin, i64 end) noexcept {
   return has(first) * ((first + 1) * block - begin) + whole * block + has(last) * (end - last * block);
 }
 
-i64 pairs_of_layout(const AttentionBlocks& blocks, i64 head, i64 T, i64 S, bool causal, i64 window) noexcept {
-  const i64 block = blocks.block, key0 = blocks.key0;
+i64 pairs_of_layout(const AttentionParams& p, i64 head, i64 T, i64 S) noexcept {
+  const AttentionBlocks& blocks = p.blocks;
+  const i64 block = blocks.block, key0 = p.grid.col0, window = p.window;
   const auto begin_of = [&](i64 i) { return key0 + (window > 0 ? std::max<i64>(0, i + S - T - window + 1) : 0); };
-  const auto end_of = [&](i64 i) { return key0 + (causal ? std::clamp<i64>(i + S - T + 1, 0, S) : S); };
+  const auto end_of = [&](i64 i) { return key0 + (p.causal ? std::clamp<i64>(i + S - T + 1, 0, S) : S); };
   i64 pairs = 0;
   for (i64 i = 0; i < T;) {
-    const i64 query = (blocks.query0 + i) / block, next = std::min(T, (query + 1) * block - blocks.query0);
+    const i64 query = (p.grid.row0 + i) / block, next = std::min(T, (query + 1) * block - p.grid.row0);
     const u64* const bits = blocks.keys_of(head, query);
     // What all rows of the block see is counted once.
     const i64 begin = begin_of(next - 1), end = end_of(i);
@@ -312,10 +313,9 @@ i64 pairs_of_layout(const AttentionBlocks& blocks, i64 head, i64 T, i64 S, bool 
 
 i64 visible_pairs(i64 heads, i64 queries, i64 keys, const AttentionParams& p) noexcept {
   if (!p.blocks.sparse()) return heads * visible_pairs(queries, keys, p.causal, p.window);
-  if (p.blocks.layouts == 1) return heads * pairs_of_layout(p.blocks, 0, queries, keys, p.causal, p.window);
+  if (p.blocks.layouts == 1) return heads * pairs_of_layout(p, 0, queries, keys);
   i64 pairs = 0;
-  for (i64 h = 0; h < heads; ++h)
-    pairs += pairs_of_layout(p.blocks, p.grid.head0 + h, queries, keys, p.causal, p.window);
+  for (i64 h = 0; h < heads; ++h) pairs += pairs_of_layout(p, p.grid.head0 + h, queries, keys);
   return pairs;
 }
 

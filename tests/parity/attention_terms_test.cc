@@ -29,14 +29,8 @@ struct Layout {
       }
     }
   }
-  AttentionBlocks blocks(i64 query0 = 0, i64 key0 = 0) const {
-    return {.block = block,
-            .count = count,
-            .layouts = layouts,
-            .keys = keys.data(),
-            .queries = queries.data(),
-            .query0 = query0,
-            .key0 = key0};
+  AttentionBlocks blocks() const {
+    return {.block = block, .count = count, .layouts = layouts, .keys = keys.data(), .queries = queries.data()};
   }
   i64 block, count, layouts;
   std::vector<u64> keys, queries;
@@ -90,13 +84,15 @@ struct Case {
   }
 
   AttentionParams params(const Layout* layout) const {
+    AttentionGrid at = grid;
+    at.row0 = query0, at.col0 = key0;
     return {.scale = 1.0f / std::sqrt(static_cast<float>(D)),
             .causal = causal,
             .window = window,
             .dropout = dropout,
             .rng = {.seed = 5, .site = 2, .step = 1},
-            .grid = grid,
-            .blocks = layout != nullptr ? layout->blocks(query0, key0) : AttentionBlocks{}};
+            .grid = at,
+            .blocks = layout != nullptr ? layout->blocks() : AttentionBlocks{}};
   }
   i64 num_blocks(i64 block) const { return (std::max(query0 + T, key0 + S) + block - 1) / block; }
   std::string name(i64 block) const {
@@ -133,7 +129,6 @@ Results run(const OpTable& ops, const Case& c, const Inputs& in, const Layout* l
   p.sinks = c.sinks;
   if (!bias.empty()) p.bias = bias.data(), p.reach = c.reach;
   if (!documents.empty()) p.documents = documents.data(), p.positions = c.positions();
-  if (layout == nullptr) p.blocks.query0 = c.query0, p.blocks.key0 = c.key0;
   ops.attention_fwd(r.o, r.lse, in.q, in.k, in.v, p, stream);
   const Results& from = forward != nullptr ? *forward : r;
   if (c.query0 % (layout != nullptr ? layout->block : 1) == 0) {

@@ -68,9 +68,7 @@ class Layout {
             .count = case_.count(),
             .layouts = case_.layouts(),
             .keys = keys_.data(),
-            .queries = backward ? queries_.data() : nullptr,
-            .query0 = case_.query0,
-            .key0 = case_.key0};
+            .queries = backward ? queries_.data() : nullptr};
   }
 
  private:
@@ -101,7 +99,7 @@ AttentionParams params_of(const Case& c, const Layout* layout, bool backward = t
           .window = c.window,
           .dropout = c.dropout,
           .rng = {.seed = 5, .site = 2, .step = 1},
-          .grid = {.heads = c.model_heads, .head0 = c.head0},
+          .grid = {.heads = c.model_heads, .head0 = c.head0, .row0 = c.query0, .col0 = c.key0},
           .blocks = layout != nullptr ? layout->blocks(backward) : AttentionBlocks{}};
 }
 
@@ -554,8 +552,8 @@ TEST_F(SparseAttention, GradientsOfPartsAddUp) {
       for (const auto& [row, rows] : {std::pair<i64, i64>{0, 48}, {48, 82}}) {
         for (const auto& [key, keys] : {std::pair<i64, i64>{0, 80}, {80, 70}}) {
           AttentionParams p = params_of(c, &layout);
-          p.blocks.query0 = row;
-          p.blocks.key0 = key;
+          p.grid.row0 = row;
+          p.grid.col0 = key;
           Heads dq(dtype, c.B, rows, c.H, c.D), dk(dtype, c.B, keys, c.G, c.D), dv(dk);
           Tensor lse(DType::F32, {c.B, c.H, rows});
           for (i64 i = 0; i < lse.numel(); ++i) lse.set(i, want.lse.at(i / rows * c.T + row + i % rows));

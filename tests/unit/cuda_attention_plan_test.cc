@@ -101,7 +101,8 @@ TEST(CudaAttentionPlan, UnitsOfALayoutAreThoseOfTheStepsWithoutOne) {
     for (int step : {32, 64}) {
       for (i64 at : {i64{0}, 3 * block}) {
         AttentionParams p;
-        p.blocks = {.block = block, .count = 100, .layouts = 1, .query0 = 5, .key0 = at};
+        p.blocks = {.block = block, .count = 100, .layouts = 1};
+        p.grid.row0 = 5, p.grid.col0 = at;
         const Layout layout = Layout::of(p, false);
         const int unit = 1 << layout.unit_shift(step);
         EXPECT_EQ(unit, std::min<i64>(block, step));
@@ -121,7 +122,8 @@ TEST(CudaAttentionPlan, LayoutsAreReadFromBothSides) {
   static u64 keys[4 * 70 * 2], queries[4 * 70 * 2];
   AttentionParams p;
   p.grid.head0 = 1;
-  p.blocks = {.block = 32, .count = 70, .layouts = 4, .keys = keys, .queries = queries, .query0 = 40, .key0 = 96};
+  p.blocks = {.block = 32, .count = 70, .layouts = 4, .keys = keys, .queries = queries};
+  p.grid.row0 = 40, p.grid.col0 = 96;
   const Layout rows = Layout::of(p, false), columns = Layout::of(p, true);
   EXPECT_EQ(rows.bits_of(0, 0), keys + 70 * 2 + 1 * 2);
   EXPECT_EQ(rows.bits_of(2, 24), keys + 3 * 70 * 2 + 2 * 2);

@@ -19,10 +19,10 @@ struct Sample {
   std::vector<i32> documents;  // of two samples
 
   Sample(i64 queries, i64 keys, i64 key0, bool has_documents) : T(queries), S(keys) {
-    p.blocks.key0 = key0;
-    p.blocks.query0 = std::max<i64>(0, key0 + S - T);
+    p.grid.col0 = key0;
+    p.grid.row0 = std::max<i64>(0, key0 + S - T);
     if (!has_documents) return;
-    p.positions = std::max(p.blocks.query0 + T, key0 + S);
+    p.positions = std::max(p.grid.row0 + T, key0 + S);
     documents.resize(static_cast<size_t>(4 * p.positions));
     for (i64 b = 0; b < 2; ++b) {
       for (i64 begin = 0, n = 0; begin < p.positions; ++n) {
@@ -38,8 +38,8 @@ struct Sample {
   }
   bool visible(i64 b, i64 i, i64 j) const {
     if (i < 0 || i >= T || j < 0 || j >= S) return false;
-    const i64 position = i + S - T, key = p.blocks.key0 + j;
-    const i32* const at = p.documents == nullptr ? nullptr : p.documents + b * p.positions + p.blocks.query0 + i;
+    const i64 position = i + S - T, key = p.grid.col0 + j;
+    const i32* const at = p.documents == nullptr ? nullptr : p.documents + b * p.positions + p.grid.row0 + i;
     const i64 first = at == nullptr ? 0 : at[0];
     if (at != nullptr && (key < first || key >= at[2 * p.positions])) return false;
     if (p.causal && j > position) return false;
@@ -143,7 +143,8 @@ TEST(CudaAttentionTerms, StepsBetweenSinksAndWindowAreLeftOut) {
   EXPECT_TRUE(meets(seen, {0, 16}));
   EXPECT_TRUE(meets(seen, {832, 848}));
   // Of a layout: those of the very same steps, in its units.
-  p.blocks = {.block = 16, .count = 100, .layouts = 1, .query0 = 48, .key0 = 48};
+  p.blocks = {.block = 16, .count = 100, .layouts = 1};
+  p.grid.row0 = p.grid.col0 = 48;
   EXPECT_EQ(Layout::of(p, false).units_within(seen.hidden, 64).begin, (48 + 64) / 16);
   EXPECT_EQ(Layout::of(p, false).units_within(seen.hidden, 64).end, (48 + 832) / 16);
   EXPECT_TRUE(none.units_within({}, 64).empty());

@@ -93,13 +93,8 @@ TEST(OpTally, VisiblePairsOfALayoutAreThoseCountedOneByOne) {
     for (const bool causal : {false, true}) {
       for (const i64 window : {0, 1, 40, 300}) {
         for (const i64 layouts : {i64{1}, kHeads}) {
-          AttentionParams p{.causal = causal, .window = window, .grid = {.head0 = 1}};
-          p.blocks = {.block = kBlock,
-                      .count = kCount,
-                      .layouts = layouts,
-                      .keys = bits.data(),
-                      .query0 = query0,
-                      .key0 = key0};
+          AttentionParams p{.causal = causal, .window = window, .grid = {.head0 = 1, .row0 = query0, .col0 = key0}};
+          p.blocks = {.block = kBlock, .count = kCount, .layouts = layouts, .keys = bits.data()};
           i64 pairs = 0;
           for (i64 h = 0; h < 2; ++h) {
             for (i64 i = 0; i < T; ++i) {

@@ -103,7 +103,7 @@ void to_scores(float* row, float* slope, const Problem& a, i64 g, i64 at, const 
   const i64 reach = a.p.reach, query = a.query_place(at);
   const float* const bias = a.p.bias + (a.p.grid.head0 + g * a.R + at % a.R) * (2 * reach + 1) + reach;
   pack.for_units(columns, [&](Range c) {
-    const i64 first = a.p.blocks.key0 + pack.key(c.begin) - query;
+    const i64 first = a.p.grid.col0 + pack.key(c.begin) - query;
     float* const score = row + c.begin - columns.begin;
     i64 j = 0;
     for (; j + Vec::kLanes <= c.size() && first + j >= -reach && first + j + Vec::kLanes - 1 <= reach; j += Vec::kLanes)

@@ -43,7 +43,7 @@ struct Problem {
   // Where the document of a query or key begins and ends, in keys and in queries of the call.
   i64 document_begin(i64 b, i64 place) const noexcept { return p.documents[b * p.positions + place]; }
   i64 document_end(i64 b, i64 place) const noexcept { return p.documents[(B + b) * p.positions + place]; }
-  i64 query_place(i64 row) const noexcept { return p.blocks.query0 + row / R; }
+  i64 query_place(i64 row) const noexcept { return p.grid.row0 + row / R; }
 
   // The keys that row r sees, and those that any of a range of rows sees, but for sinks.
   Range keys_of(i64 b, i64 row) const noexcept { return keys_of(b, Range{row, row + 1}); }
@@ -52,8 +52,8 @@ struct Problem {
     const i64 first = rows.begin / R + S - T, last = (rows.end - 1) / R + S - T;
     Range seen = {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
     if (p.documents == nullptr) return seen;
-    return intersect(seen, {document_begin(b, query_place(rows.begin)) - p.blocks.key0,
-                            document_end(b, query_place(rows.end - 1)) - p.blocks.key0});
+    return intersect(seen, {document_begin(b, query_place(rows.begin)) - p.grid.col0,
+                            document_end(b, query_place(rows.end - 1)) - p.grid.col0});
   }
   bool has_sinks() const noexcept { return p.sinks > 0 && p.window > 0; }
   // The sinks that a row sees, and those that any of a range of rows sees, with what lies between them.
@@ -62,7 +62,7 @@ struct Problem {
     if (!has_sinks() || rows.empty()) return {0, 0};
     const i64 last = (rows.end - 1) / R + S - T, end = p.causal ? std::min(S, last + 1) : S;
     const auto begin = [&](i64 row) {
-      return (p.documents != nullptr ? document_begin(b, query_place(row)) : 0) - p.blocks.key0;
+      return (p.documents != nullptr ? document_begin(b, query_place(row)) : 0) - p.grid.col0;
     };
     return intersect({begin(rows.begin), begin(rows.end - 1) + p.sinks}, {0, end});
   }
@@ -72,7 +72,7 @@ struct Problem {
   }
   // The rows that see any of a range of keys, with what lies between them.
   Range rows_of(i64 b, Range keys) const noexcept {
-    const i64 before = S - T, first_key = p.blocks.key0 + keys.begin, last_key = p.blocks.key0 + keys.end - 1;
+    const i64 before = S - T, first_key = p.grid.col0 + keys.begin, last_key = p.grid.col0 + keys.end - 1;
     Range seen = {p.causal ? std::max<i64>(0, keys.begin - before) : 0, T};
     if (p.window > 0) {
       // The first key is a sink, or a document with its own begins among them.
@@ -81,8 +81,7 @@ struct Problem {
       if (!sink) seen.end = std::min(T, keys.end - 1 + p.window - before);
     }
     if (p.documents != nullptr) {
-      seen = intersect(seen,
-                       {document_begin(b, first_key) - p.blocks.query0, document_end(b, last_key) - p.blocks.query0});
+      seen = intersect(seen, {document_begin(b, first_key) - p.grid.row0, document_end(b, last_key) - p.grid.row0});
     }
     return {seen.begin * R, seen.end * R};
   }
@@ -107,10 +106,10 @@ struct Problem {
   bool sparse() const noexcept { return p.blocks.sparse(); }
   i64 unit() const noexcept { return std::min(p.blocks.block, kUnit); }
   bool heads_differ() const noexcept { return sparse() && p.blocks.layouts != 1 && R > 1; }
-  i64 query_block(i64 row) const noexcept { return (p.blocks.query0 + row / R) / p.blocks.block; }
-  i64 key_block(i64 key) const noexcept { return (p.blocks.key0 + key) / p.blocks.block; }
+  i64 query_block(i64 row) const noexcept { return (p.grid.row0 + row / R) / p.blocks.block; }
+  i64 key_block(i64 key) const noexcept { return (p.grid.col0 + key) / p.blocks.block; }
   // The end of the rows that are of one block of queries with this one.
-  i64 block_end(i64 row) const noexcept { return ((query_block(row) + 1) * p.blocks.block - p.blocks.query0) * R; }
+  i64 block_end(i64 row) const noexcept { return ((query_block(row) + 1) * p.blocks.block - p.grid.row0) * R; }
   // Word `word` of the bits of a block of queries: of one head of group g, and of any.
   u64 bits(i64 g, i64 head, i64 query, i64 word) const noexcept {
     return p.blocks.keys_of(p.grid.head0 + g * R + head, query)[word];
@@ -186,7 +185,7 @@ class Met {
     while (next_ < end_ && pack.columns.end < room_) {
       const i64 block = a_.key_block(next_), ahead = blocks_to_next(block);
       if (ahead > 0) {
-        next_ = (block + ahead) * a_.p.blocks.block - a_.p.blocks.key0;
+        next_ = (block + ahead) * a_.p.blocks.block - a_.p.grid.col0;
         continue;
       }
       const Range keys = {next_, std::min(limit_, next_ + pack.unit)};

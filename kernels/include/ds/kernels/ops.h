@@ -43,8 +43,9 @@ struct MatmulParams {
   bool rowwise = false;  // each row of c has the bits that it has in a product of one row
 };
 
-// Where the matrices of scores of one call lie in those of all heads, queries and keys: what dropout counts by, so that
-// its masks do not depend on which rank has which of them. 0 for a size: the call has all.
+// Where the matrices of scores of one call lie in those of all heads, queries and keys of a sequence: what dropout
+// counts by, so that its masks do not depend on which rank has which of them, and what layouts, biases and documents go
+// by. 0 for a size: the call has all. With a layout col0, and in attention_bwd row0, are multiples of its block.
 struct AttentionGrid {
   i64 heads = 0, head0 = 0;  // of q
   i64 rows = 0, row0 = 0;    // queries
@@ -69,8 +70,6 @@ struct AttentionBlocks {
   i64 layouts = 0;               // 1: of all heads; else one of each head of the model, head grid.head0 + h of q
   const u64* keys = nullptr;     // [layouts, count, words()]: bit j % 64 of word j / 64 of row i: block i meets keys j
   const u64* queries = nullptr;  // the same transposed: row j, bit i. Of attention_bwd alone
-  i64 query0 = 0, key0 = 0;      // the places in the sequence of a call's first query and first key; key0, and in
-                                 // attention_bwd query0, are multiples of the block
 
   constexpr bool sparse() const noexcept { return block != 0; }
   DS_HOST_DEVICE constexpr i64 words() const noexcept { return (count + 63) / 64; }
@@ -92,7 +91,7 @@ struct AttentionParams {
   AttentionGrid grid{};
   AttentionBlocks blocks{};
 
-  // Further terms of scores and masks. A query's or key's place in its sequence is blocks.query0 + i, blocks.key0 + j.
+  // Further terms of scores and masks. A query's or key's place in its sequence is grid.row0 + i, grid.col0 + j.
   float softcap = 0.0f;  // > 0: a scaled score s becomes softcap * tanh(s / softcap) (Gemma 2)
   // Then bias[h, place of the key - place of the query + reach], of the nearer end beyond, is added; h as in layouts.
   // ALiBi (Press et al., 2022) and other biases by relative position are such tables.
