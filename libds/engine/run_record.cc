@@ -67,7 +67,8 @@ std::string attention_identity(const Config& config) {
   if (sparse.mode != SparseAttentionMode::None && sparse.mode != SparseAttentionMode::Dense) {
     Json section = Json::parse(resolved_json(config)).at("sparse_attention");
     if (sparse.mode == SparseAttentionMode::Layout) {  // whatever the file is called
-      const std::vector<u64>& bits = model::attention_layout_of(config)->keys();
+      const std::shared_ptr<const model::AttentionLayout> layout = model::attention_layout_of(config);
+      const std::vector<u64>& bits = layout->keys();
       section["layout"] = fmt::format("{:016x}", XXH3_64bits(bits.data(), bits.size() * sizeof(u64)));
     }
     if (sparse.num_random_blocks > 0) section["seed"] = config.seed;

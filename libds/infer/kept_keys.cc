@@ -36,7 +36,7 @@ KeptKeys::KeptKeys(const model::AttentionLayout* layout, i64 head, i64 heads, i6
   const i64 page = layout != nullptr ? layout->block() : kPage, count = (positions + page - 1) / page;
   // The last token that sees any key of a page.
   const auto last_reader = [&](i64 p) {
-    i64 last = positions - 1;
+    i64 last = positions - 2;
     if (window > 0) last = std::min(last, std::min(positions, (p + 1) * page) - 1 + window - 1);
     if (layout == nullptr) return last;
     return std::min(last, (last_query_block(*layout, head, heads, p, last / page + 1) + 1) * page - 1);

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Which keys and values of a text are kept, and where: those that a token behind the prompt sees when it is written.
-// All of it is known beforehand, for attention goes by place: when a page of keys is new and which token sees it last.
-// A page whose last reader has been written leaves its place to the next new one.
+// Which keys and values of a text are kept, and where: those that a token behind the prompt sees. All of it is known
+// beforehand, for attention goes by place: when a page of keys is new and which token sees it last. A page that its
+// last reader has seen leaves its place to the next new one. A text's last token is written, and sees nothing.
 
 #include <vector>
 

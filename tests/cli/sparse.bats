@@ -52,6 +52,8 @@ setup() {
   ds-train cfg.json --out own --quiet "${mine[@]}" --steps 2
   mkdir sub
   (cd sub && ds-memreport ../own --device cpu >/dev/null)
+  ds-train cfg.json --out own --quiet "${mine[@]}" --resume latest --steps 3
+  run -0 ds-train cfg.json "${mine[@]}" --resume own --eval
   python3 -c 'import json; json.dump([[[int(j == i) for j in range(8)] for i in range(8)]], open("mine.json", "w"))'
   refused 3 'a checkpoint of another attention' --resume own "${mine[@]}"
 }

@@ -31,7 +31,7 @@ struct Case {
   }
   // Does a token from `first` on see a page?
   bool seen_from(i64 first, i64 p) const {
-    for (i64 query = first; query < positions; ++query) {
+    for (i64 query = first; query < positions - 1; ++query) {
       for (i64 key = p * page(); key < std::min(positions, (p + 1) * page()); ++key) {
         if (sees(query, key)) return true;
       }
@@ -44,7 +44,7 @@ void expect_keeps_what_is_seen(const Case& c) {
   const KeptKeys kept(c.layout ? &*c.layout : nullptr, c.head, c.heads, c.window, c.prompt, c.positions);
   const i64 count = (c.positions + c.page() - 1) / c.page();
   i64 most = 0;
-  for (i64 query = c.prompt; query < c.positions; ++query) {
+  for (i64 query = c.prompt; query < c.positions - 1; ++query) {
     std::vector<bool> taken(static_cast<size_t>(count));
     i64 now = 0;
     for (i64 p = 0; p * c.page() <= query; ++p) {
@@ -103,6 +103,8 @@ TEST(KeptKeys, AreAllWhereAllIsSeen) {
   EXPECT_EQ(all.rows(), 1000);
   EXPECT_EQ(all.page(), 0);
   EXPECT_EQ(wide.page(), 0);
+  // One token is written, and sees nothing.
+  EXPECT_EQ(KeptKeys(nullptr, 0, 1, 100, 999, 1000).rows(), 0);
   const KeptKeys narrow(nullptr, 0, 1, 100, 10, 1'000'000);
   EXPECT_EQ(narrow.rows(), 3 * 64);
   EXPECT_EQ(narrow.page(), 64);
