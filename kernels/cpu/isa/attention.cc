@@ -465,6 +465,14 @@ struct Backward {
   void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob, float* dscore, const Pack& pack,
                         Range columns, bool whole) const noexcept {
     const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
+    if (whole && a.p.dropout <= 0 && !a.has_terms() && !a.heads_differ()) {
+      for (i64 x = 0; x < columns.size(); x += Vec::kLanes) {
+        const Vec p = exp_weight(load(prob + x) - log_sum);
+        store(dscore + x, p * (load(dscore + x) - delta));
+        store(prob + x, p);
+      }
+      return;
+    }
     const Seen seen = whole ? Seen{columns, {0, 0}} : seen_of(a, b, row, pack, columns);
     float slope[kKeys];
     if (a.has_terms()) to_scores(prob, slope, a, g, row, pack, columns);
