@@ -27,7 +27,7 @@ struct WritingMemory {
   i64 max_tokens = 0;                                         // behind a prompt
   i64 heads = 0, head0 = 0;                                   // of queries
   std::map<i64, std::vector<i64>> layers = {};                // this rank's blocks, by their window
-  std::shared_ptr<const model::AttentionLayout> layout = {};  // of all
+  std::shared_ptr<const model::AttentionLayout> layout = {};  // of all layers
   i64 working_bytes = 0, temporary_bytes = 0, message_bytes = 0;
   i64 caches_bytes = 0;  // of as many of the sequences with the largest caches as are under way
   model::PassMemory pass = {};
