@@ -101,14 +101,30 @@ ProcessBytes process_bytes(const Config& config, const report::RunPlan& plan, co
   return {.own = process, .momentary = momentary, .momentary_of_first = std::max(momentary, commit)};
 }
 
+namespace {
+
+// What is written, and the scratch of kernels that write it.
+report::TagBytes text_memory(const Config& config, const report::Planned& planned, int ranks_per_node,
+                             const EncodedPrompts& writing) {
+  const infer::WritingMemory memory = infer::plan_writing(config.model, planned.model, planned.plan, writing.ids,
+                                                          writing.sampling.max_tokens, writing.sampling.at_once);
+  report::TagBytes bytes = memory.bytes();
+  if (planned.plan.device == DeviceKind::Cpu) {
+    bytes[static_cast<size_t>(Tag::Scratch)] =
+        infer::writing_scratch(planned.model, planned.plan, memory, writing.ids, probe::cpu_backend(),
+                               thread_count(config, {.local_world_size = ranks_per_node}))
+            .value_or(0);
+  }
+  return bytes;
+}
+
+}  // namespace
+
 WholePlan::WholePlan(const Config& config, const MeshShape& mesh, int rank, DeviceKind device, int ranks_per_node,
                      const EncodedPrompts* writing)
     : Planned(config, mesh, rank, device),
       own(own_memory(config, model, plan, ranks_per_node)),
-      text(writing == nullptr ? report::TagBytes{}
-                              : infer::plan_writing(config.model, model, plan, writing->ids,
-                                                    writing->sampling.max_tokens, writing->sampling.at_once)
-                                    .bytes()),
+      text(writing == nullptr ? report::TagBytes{} : text_memory(config, *this, ranks_per_node, *writing)),
       process(process_bytes(config, plan, own, ranks_per_node)) {}
 
 std::shared_ptr<const WholePlan> Plans::of(int rank) {

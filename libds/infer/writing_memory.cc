@@ -3,8 +3,10 @@
 
 #include <algorithm>
 #include <functional>
+#include <set>
 
 #include "model/models.h"
+#include "report/dry_run.h"
 
 namespace ds::infer {
 
@@ -86,6 +88,51 @@ WritingMemory plan_writing(const ModelConfig& config, const model::Model& model,
                                      .work = plan.work});
   if (plan.mesh.pp > 1) w.message_bytes = rows * model.hidden * dtype_bytes(plan.work);
   return w;
+}
+
+// A pass for each length of a prompt, and for each number of sequences that may be under way; behind the longest text,
+// for the parts of keys that a token meets grow with their number. Blocks of one window are alike.
+std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
+                                   std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads) {
+  const OpTable* const ops = scratch_ops(backend.name);
+  if (ops == nullptr) return std::nullopt;
+  report::CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
+  ScratchMeter meter{.threads = threads};
+  Stream stream{.native = &meter};
+
+  std::vector<const LayerCaches*> of_layer(model.layers.size());
+  const std::vector<LayerCaches> kept = writing.plan_caches(writing.longest);
+  std::set<i64> repeated;
+  for (const LayerCaches& c : kept) {
+    for (const i64 l : c.layers) of_layer[l] = &c;
+    repeated.insert(c.layers.begin() + 1, c.layers.end());
+  }
+  std::byte there{};  // nobody looks at it
+  const auto walk = [&](i64 B, i64 T, i64 seen) {
+    std::vector<model::KvCache> caches(B);
+    std::vector<model::KvCache*> of_sequences;
+    for (model::KvCache& c : caches) of_sequences.push_back(&c);
+    report::walk_forward(model, plan, writing.pass, {.mode = model::Mode::Generate, .B = B, .T = T},
+                         {*ops, stream, tp, sp}, [&](i64 l, model::PassContext& ctx) {
+                           if (repeated.contains(l)) return false;
+                           if (of_layer[l] == nullptr) return true;
+                           const KeptKeys& keys = of_layer[l]->keys;
+                           TensorView part = writing.cache_part(keys);
+                           part.data = &there;
+                           for (model::KvCache& c : caches)
+                             c = {.k = part, .v = part, .length = seen, .page = keys.page(), .places = keys.places()};
+                           ctx.caches = of_sequences;
+                           return true;
+                         });
+  };
+  std::set<i64> lengths;
+  for (const std::vector<i32>& prompt : prompts) lengths.insert(std::ssize(prompt));
+  for (const i64 length : lengths) walk(1, length, 0);
+  // The last token of a text is not read.
+  if (writing.max_tokens > 1) {
+    for (i64 b = 1; b <= writing.at_once; ++b) walk(b, 1, writing.largest - 2);
+  }
+  return threads * meter.most;
 }
 
 }  // namespace ds::infer

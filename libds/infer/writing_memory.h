@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -43,5 +44,10 @@ struct WritingMemory {
 // Of texts behind these prompts, with `max_tokens` new tokens each.
 WritingMemory plan_writing(const ModelConfig& config, const model::Model& model, const report::RunPlan& plan,
                            std::span<const std::vector<i32>> prompts, i64 max_tokens, i64 at_once);
+
+// Worker scratch of writing them, as report::scratch_bytes: a device that has done nothing else holds as much at most,
+// and exactly that where each number of sequences up to at_once was under way (tests/equivalence/writing_test.cc).
+std::optional<i64> writing_scratch(const model::Model& model, const report::RunPlan& plan, const WritingMemory& writing,
+                                   std::span<const std::vector<i32>> prompts, const OpTable& backend, int threads);
 
 }  // namespace ds::infer

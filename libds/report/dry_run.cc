@@ -25,6 +25,12 @@ void make_present(std::vector<model::LayerActs>& acts) {
   }
 }
 
+void make_present(model::PassMemory& memory, const model::Model& model) {
+  memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
+  // Who counts operations reads a layout.
+  if (model.layout != nullptr) memory.layout_keys.data = const_cast<u64*>(model.layout->keys().data());
+}
+
 // The memory of a training pass with a head.
 model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
   model::PassSizes sizes = plan.pass.sizes;
@@ -37,9 +43,7 @@ model::PassMemory memory_of(const model::Model& model, const RunPlan& plan) {
   sizes.projects = sizes.gradients = true;
   sizes.logits_rows = std::max<i64>(sizes.logits_rows, 1);
   model::PassMemory memory(model, sizes);
-  memory.for_each([](Tag, TensorView& v) { v.data = v.rank > 0 ? &there : nullptr; });
-  // Who counts operations reads a layout.
-  if (model.layout != nullptr) memory.layout_keys.data = const_cast<u64*>(model.layout->keys().data());
+  make_present(memory, model);
   return memory;
 }
 
@@ -57,6 +61,20 @@ class AbsentTiles final : public model::Tiles {
   i64 layer_;
   DType dtype_;
 };
+
+// The rows of a layer, but for those that are in tiles.
+std::vector<TensorView> whole_rows(const model::Model& model, const RunPlan& plan, i64 layer, DType dtype) {
+  std::vector<TensorView> rows = views_of(model.layers[layer]->rows(), dtype, &there);
+  for (size_t r = 0; r < rows.size(); ++r) {
+    if (!plan.tiles_of(layer, r).empty()) rows[r].data = nullptr;
+  }
+  return rows;
+}
+
+// A matrix that several layers have, in this dtype.
+TensorView shared_rows(const RunPlan& plan, DType dtype) {
+  return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
+}
 
 }  // namespace
 
@@ -76,10 +94,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
   const TensorView stream = present(plan.work, {plan.shape().stream_rows, model.hidden});
   // Gradients are written in the dtype that travels, or in fp32 before they are rounded to it.
   const DType fresh = plan.dp().grads.staged() ? DType::F32 : plan.wire;
-  const auto shared_of = [&](DType dtype) {
-    return plan.tied() ? views_of(plan.rows[0], dtype, &there)[0] : TensorView{};
-  };
-  const TensorView shared = shared_of(plan.work), shared_grad = shared_of(fresh);
+  const TensorView shared = shared_rows(plan, plan.work), shared_grad = shared_rows(plan, fresh);
   for (size_t c = 0; c < plan.chunks.size(); ++c) {
     const ChunkPlan& chunk = plan.chunks[c];
     model::ActivationPlanner planner;
@@ -92,10 +107,7 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
         const model::LayerActs& a = acts[at];
         const bool weight = call.kind == LayerCall::Kind::BackwardWeight;
         const DType dtype = weight ? fresh : plan.work;
-        std::vector<TensorView> own = views_of(layer.rows(), dtype, &there);
-        for (size_t r = 0; r < own.size(); ++r) {
-          if (!plan.tiles_of(call.layer, r).empty()) own[r].data = nullptr;
-        }
+        std::vector<TensorView> own = whole_rows(model, plan, call.layer, dtype);
         AbsentTiles tiles(plan, call.layer, dtype);
         const model::RowViews views{own, weight ? shared_grad : shared, &tiles};
         const TensorView x = at > 0 ? acts[at - 1].output : stream, dy = stream;
@@ -124,6 +136,26 @@ void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& wal
             break;
         }
       }
+    }
+  }
+}
+
+void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
+                  const Walk& walk, FunctionRef<bool(i64, model::PassContext&)> before) {
+  make_present(memory, model);
+  model::PassContext ctx = model::make_context(memory, pass, model, walk.ops, walk.stream, &walk.tp, &walk.sp);
+  const i64 stream_rows = pass.mode == Mode::Generate ? pass.B * pass.T : plan.shape().stream_rows;
+  const TensorView stream = present(plan.work, {stream_rows, model.hidden}), shared = shared_rows(plan, plan.work);
+  for (const ChunkPlan& chunk : plan.chunks) {
+    model::ActivationPlanner planner;
+    auto acts = plan_acts(model, chunk, plan, planner, pass.mode, {pass.B, pass.T, stream_rows});
+    make_present(acts);
+    for (i64 l = chunk.chunk.begin; l < chunk.chunk.end; ++l) {
+      if (!before(l, ctx)) continue;
+      std::vector<TensorView> own = whole_rows(model, plan, l, plan.work);
+      AbsentTiles tiles(plan, l, plan.work);
+      const i64 at = l - chunk.chunk.begin;
+      model.layers[l]->forward(ctx, {own, shared, &tiles}, at > 0 ? acts[at - 1].output : stream, acts[at]);
     }
   }
 }

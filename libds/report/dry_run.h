@@ -22,6 +22,11 @@ struct Walk {  // where it takes place
 void walk_layers(const model::Model& model, const RunPlan& plan, const Walk& walk,
                  FunctionRef<void(size_t chunk, Pass)> enter);
 
+// One forward pass of another mode than training through the layers of each chunk, over `memory`, whose views need no
+// data. `before(layer, context)` is called before each layer, which is left out where it returns false.
+void walk_forward(const model::Model& model, const RunPlan& plan, model::PassMemory memory, const model::Pass& pass,
+                  const Walk& walk, FunctionRef<bool(i64 layer, model::PassContext&)> before);
+
 // What the layers and the pipeline of one rank send in one training step, by "axis.collective": of tp, sp and pp. The
 // largest calls are noted in `calls`.
 std::map<std::string, CommCount> count_messages(const model::Model& model, const RunPlan& plan, MeshCalls& calls);

@@ -13,8 +13,14 @@ std::optional<i64> scratch_bytes(const model::Model& model, const RunPlan& plan,
   CountingCommunicator tp(plan.coord.tp, plan.mesh.tp), sp(plan.coord.sp, plan.mesh.sp);
   ScratchMeter meter{.threads = threads};
   Stream stream{.native = &meter};
-  walk_layers(model, plan, {*ops, stream, tp, sp}, [](size_t, Pass) {});
-  if (plan.trains()) CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {});
+  const Walk walk{*ops, stream, tp, sp};
+  if (plan.trains()) {
+    walk_layers(model, plan, walk, [](size_t, Pass) {});
+    CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {});
+  } else if (plan.use != ConfigUse::Generate) {
+    walk_forward(model, plan, plan.pass, {.mode = model::Mode::Eval, .B = plan.B, .T = plan.T}, walk,
+                 [](i64, model::PassContext&) { return true; });
+  }
   return threads * meter.most;
 }
 

@@ -217,7 +217,8 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
 }
 
 // Calls body on each rank's engine, with random weights, over threads.
-inline void with_engines(const Config& config, int ranks, const std::function<void(engine::Engine&)>& body) {
+inline void with_engines(const Config& config, int ranks, const std::function<void(engine::Engine&)>& body,
+                         const OpTable& ops = *cpu_ops(), int num_threads = 1) {
   std::vector<std::unique_ptr<Communicator>> worlds = make_thread_communicators(ranks, {.timeout_s = 60});
   std::vector<std::thread> threads;
   std::mutex mutex;
@@ -225,7 +226,7 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
   for (auto& world : worlds) {
     threads.emplace_back([&, &mine = world] {
       try {
-        const auto device = make_cpu_device(*cpu_ops(), 1);
+        const auto device = make_cpu_device(ops, num_threads);
         Mesh mesh(std::move(mine), report::mesh_shape(config, ranks), {.timeout_s = 60});
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);

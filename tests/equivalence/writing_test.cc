@@ -4,6 +4,7 @@
 #include "equivalence/layouts.h"
 #include "infer/writer.h"
 #include "infer/writing_memory.h"
+#include "report/scratch.h"
 
 namespace ds::testing {
 namespace writing_test {
@@ -125,6 +126,53 @@ TEST(Writing, KeepsWhatWindowsSee) {
         }
       }
     });
+  }
+}
+
+// Neither the length that the run trains at nor that of other texts is asked for: 13 tokens here.
+TEST(Writing, TakesTheScratchOfItsTexts) {
+  ModelConfig gpt2 = of_four_heads(tiny_gpt2()), windows = of_four_heads(tiny_llama());
+  gpt2.max_positions = windows.max_positions = 1800;
+  windows.sliding_window = 20;
+  windows.sliding_layers.assign(static_cast<size_t>(windows.layers), true);
+  windows.sliding_layers[0] = false;
+  const auto expect = [](const Config& c, int ranks, const OpTable& ops, int threads, const Texts& given, i64 tokens,
+                         i64 at_once, bool exact) {
+    const auto body = [&](engine::Engine& engine) {
+      write(engine, given, at_once, {.max_tokens = tokens}, -1);
+      const auto writing = infer::plan_writing(c.model, engine.model(), engine.plan(), given, tokens, at_once);
+      const auto said = infer::writing_scratch(engine.model(), engine.plan(), writing, given, ops, threads);
+      ASSERT_TRUE(said.has_value());
+      const i64 held = engine.device().scratch_bytes();
+      EXPECT_LE(held, *said);
+      EXPECT_GE(held, exact ? *said : 1);
+      EXPECT_EQ(report::scratch_bytes(engine.model(), engine.plan(), ops, threads), 0);
+    };
+    with_engines(c, ranks, body, ops, threads);
+  };
+  for (const char* isa : {"avx2", "avx512", "avx512_bf16", "onednn", "amx"}) {
+    const OpTable* const ops = cpu_ops(isa);
+    if (ops == nullptr) continue;
+    for (const ModelConfig& model : {gpt2, windows}) {
+      for (const DType work : {DType::F32, DType::BF16}) {
+        for (const int threads : {1, 3}) {
+          for (const Layout& l : {Layout{}, Layout{.pp = 2}, Layout{.tp = 2}}) {
+            SCOPED_TRACE(fmt::format("{} {} {} {} threads {}", isa, family_name(model.family), dtype_name(work),
+                                     threads, l.name()));
+            Config c = config_of(model, l, 4);
+            c.bf16.enabled = work == DType::BF16;
+            c.communication_data_type = work;
+            c.use = ConfigUse::Generate;
+            expect(c, l.ranks(), *ops, threads, prompts(), 1, 1, true);
+            expect(c, l.ranks(), *ops, threads, prompts(), 11, 1, true);
+            expect(c, l.ranks(), *ops, threads, prompts(), 11, 5, false);
+            if (l.ranks() > 1) continue;
+            // A token meets the keys of a long text in parts.
+            expect(c, 1, *ops, threads, {std::vector<i32>(1530, 5), {1, 2, 3}}, 20, 2, true);
+          }
+        }
+      }
+    }
   }
 }
 

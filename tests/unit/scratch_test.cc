@@ -243,6 +243,29 @@ TEST_P(Scratch, IsWhatEveryRankOfAMeshHolds) {
   }
 }
 
+TEST_P(Scratch, IsWhatAnEvaluationHolds) {
+  for (const ModelConfig& config : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const Layout& l : {Layout{}, Layout{.pp = 2}, Layout{.tp = 2}, Layout{.sp = 2}}) {
+      for (const int threads : {1, 2}) {
+        Config c = config_of(config, l);
+        c.bf16.enabled = threads == 2;
+        c.use = ConfigUse::Evaluate;
+        SCOPED_TRACE(fmt::format("{} {} {} threads", family_name(config.family), l.name(), threads));
+        const auto body = [&](engine::Engine& engine) {
+          engine.evaluate(2, [](i64, std::span<i32> ids, std::span<i32> targets) {
+            std::ranges::fill(ids, 3);
+            std::ranges::fill(targets, 3);
+            return true;
+          });
+          EXPECT_EQ(engine.device().scratch_bytes(),
+                    report::scratch_bytes(engine.model(), engine.plan(), *GetParam(), threads));
+        };
+        with_engines(c, l.ranks(), body, *GetParam(), threads);
+      }
+    }
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(Backends, Scratch, ::testing::ValuesIn(simd_backends()), name_of);
 
 // Products of many tiles, whose number follows the threads, and several chunks of tokens.
