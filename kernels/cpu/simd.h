@@ -190,7 +190,7 @@ inline float reduce_max(Vec a) noexcept {
 #endif
 
 // e^x within 2 ulp for x in [-104, 89]; subnormal results are right. NaN gives NaN.
-inline Vec exp_bounded(Vec x) noexcept {
+[[gnu::always_inline]] inline Vec exp_bounded(Vec x) noexcept {
   // Cody-Waite reduction x = n ln2 + r, |r| <= ln2/2, then a degree-6 polynomial (Cephes expf coefficients).
   const Vec n = round(x * broadcast(1.44269504088896341f));
   Vec r = fma(n, broadcast(-0.693359375f), x);

@@ -47,7 +47,7 @@ class CallScratch {
 };
 
 // e^x for x <= 0; what is below 2^-126 is 0, so no subnormal arises. NaN passes.
-Vec exp_weight(Vec x) noexcept {
+[[gnu::always_inline]] inline Vec exp_weight(Vec x) noexcept {
   const Vec least = broadcast(-87.0f);
   return select(less(x, least), zero(), exp_bounded(max(least, x)));
 }
@@ -55,7 +55,7 @@ Vec exp_weight(Vec x) noexcept {
 // The lanes of columns j .. j+kLanes-1 that are not seen become `other`.
 [[gnu::always_inline]] inline Vec outside(Vec x, i64 j, const Seen& seen, Vec other) noexcept {
   const auto lanes_below = [j](i64 limit) { return first(std::clamp<i64>(limit - j, 0, Vec::kLanes)); };
-  const auto within = [&](Range r, Vec rest) {
+  const auto within = [&](Range r, Vec rest) __attribute__((always_inline)) {
     return select(lanes_below(r.begin), rest, select(lanes_below(r.end), x, rest));
   };
   return within(seen.near, seen.sinks.empty() ? other : within(seen.sinks, other));
@@ -64,26 +64,28 @@ Vec exp_weight(Vec x) noexcept {
 // Rows `rows` of a query-like tensor as an fp32 tile.
 template <class E>
 void load_rows(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, Range rows, float scale) noexcept {
-  for (i64 r = rows.begin; r < rows.end; ++r) {
-    prefetch(x.as<E>() + a.row_offset(x, b, g, std::min(r + kAhead, a.rows() - 1)), a.D);
-    load_row(to + (r - rows.begin) * a.ld, x.as<E>() + a.row_offset(x, b, g, r), a.D, broadcast(scale));
+  const i64 D = a.D, ld = a.ld, last = a.rows() - 1;
+  const auto row = [&x, &a, b, g](i64 r) { return x.as<E>() + a.row_offset(x, b, g, r); };
+  for (i64 r = rows.begin; r < rows.end; ++r, to += ld) {
+    prefetch(row(std::min(r + kAhead, last)), D);
+    load_row(to, row(r), D, broadcast(scale));
   }
 }
 
 // The keys of a whole pack, of a key-like tensor, as an fp32 tile, with zero rows up to a multiple of the lanes.
 template <class E>
 void load_keys(float* to, const TensorView& x, const Problem& a, i64 b, i64 g, const Pack& pack) noexcept {
-  const i64 n = pack.columns.end;
+  const i64 D = a.D, ld = a.ld, n = pack.columns.end, last = a.S - 1;
+  const auto row = [&x, &a, b, g](i64 key) { return x.as<E>() + a.key_offset(x, b, g, key); };
   pack.for_units(pack.columns, [&](Range c) {
-    const i64 key = pack.key(c.begin);
+    const i64 key = pack.key(c.begin) - c.begin;
     // What lies behind a unit is fetched with it, or when its own turn comes.
     for (i64 j = c.begin; j < c.end; ++j) {
-      const i64 ahead = pack.unit == 0 ? std::min(key + j + kAhead, a.S - 1) : pack.key(std::min(j + kAhead, n - 1));
-      prefetch(x.as<E>() + a.key_offset(x, b, g, ahead), a.D);
-      load_row(to + j * a.ld, x.as<E>() + a.key_offset(x, b, g, key + j - c.begin), a.D, broadcast(1.0f));
+      prefetch(row(pack.unit == 0 ? std::min(key + j + kAhead, last) : pack.key(std::min(j + kAhead, n - 1))), D);
+      load_row(to + j * ld, row(key + j), D, broadcast(1.0f));
     }
   });
-  for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * a.ld, a.width);
+  for (i64 j = n; j < round_up(n, Vec::kLanes); ++j) fill_zero(to + j * ld, a.width);
 }
 
 // Products, scaled, of a row and some columns become scores where these are more than that. With `slope` the
@@ -101,7 +103,7 @@ void to_scores(float* row, float* slope, const Problem& a, i64 g, i64 at, const 
   }
   if (a.p.bias == nullptr) return;
   const i64 reach = a.p.reach, query = a.query_place(at);
-  const float* const bias = a.p.bias + (a.p.grid.head0 + g * a.R + at % a.R) * (2 * reach + 1) + reach;
+  const float* const bias = a.p.bias + (a.p.grid.head0 + g * a.R + a.head_of(at)) * (2 * reach + 1) + reach;
   pack.for_units(columns, [&](Range c) {
     const i64 first = a.p.grid.col0 + pack.key(c.begin) - query;
     float* const score = row + c.begin - columns.begin;
@@ -462,18 +464,29 @@ struct Backward {
 
   // A row of scores and one of dL/d(dropped probability), of some columns, become the dropped probabilities and
   // dL/d(score).
-  void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob, float* dscore, const Pack& pack,
-                        Range columns, bool whole) const noexcept {
+  [[gnu::always_inline]] void softmax_backward(const Tiles& tile, i64 at, i64 b, i64 g, i64 row, float* prob,
+                                               float* dscore, const Pack& pack, Range columns,
+                                               bool whole) const noexcept {
     const Vec log_sum = broadcast(tile.lse[at]), delta = broadcast(tile.delta[at]);
-    if (whole && a.p.dropout <= 0 && !a.has_terms() && !a.heads_differ()) {
-      for (i64 x = 0; x < columns.size(); x += Vec::kLanes) {
-        const Vec p = exp_weight(load(prob + x) - log_sum);
-        store(dscore + x, p * (load(dscore + x) - delta));
+    const Seen seen = whole ? Seen{columns, {0, 0}} : seen_of(a, b, row, pack, columns);
+    if (a.p.dropout <= 0 && !a.has_terms() && !a.heads_differ() && seen.sinks.empty()) {
+      for (i64 j = columns.begin; j < columns.end; j += Vec::kLanes) {
+        const i64 x = j - columns.begin;
+        if (j >= seen.near.end || j + Vec::kLanes <= seen.near.begin) {
+          store(prob + x, zero());
+          store(dscore + x, zero());
+          continue;
+        }
+        Vec p = exp_weight(load(prob + x) - log_sum), ds = p * (load(dscore + x) - delta);
+        if (j < seen.near.begin || j + Vec::kLanes > seen.near.end) {
+          p = outside(p, j, seen, zero());
+          ds = outside(ds, j, seen, zero());
+        }
         store(prob + x, p);
+        store(dscore + x, ds);
       }
       return;
     }
-    const Seen seen = whole ? Seen{columns, {0, 0}} : seen_of(a, b, row, pack, columns);
     float slope[kKeys];
     if (a.has_terms()) to_scores(prob, slope, a, g, row, pack, columns);
     const auto differentiate = [&](Range c, const float* keep) {

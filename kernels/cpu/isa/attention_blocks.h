@@ -43,13 +43,16 @@ struct Problem {
   // Where the document of a query or key begins and ends, in keys and in queries of the call.
   i64 document_begin(i64 b, i64 place) const noexcept { return p.documents[b * p.positions + place]; }
   i64 document_end(i64 b, i64 place) const noexcept { return p.documents[(B + b) * p.positions + place]; }
-  i64 query_place(i64 row) const noexcept { return p.grid.row0 + row / R; }
+  // The query of a row, and its head in the group. Most groups have one head, and divisions are slow.
+  i64 query_of(i64 row) const noexcept { return R == 1 ? row : row / R; }
+  i64 head_of(i64 row) const noexcept { return R == 1 ? 0 : row % R; }
+  i64 query_place(i64 row) const noexcept { return p.grid.row0 + query_of(row); }
 
   // The keys that row r sees, and those that any of a range of rows sees, but for sinks.
   Range keys_of(i64 b, i64 row) const noexcept { return keys_of(b, Range{row, row + 1}); }
-  Range keys_of(i64 b, Range rows) const noexcept {
+  [[gnu::always_inline]] Range keys_of(i64 b, Range rows) const noexcept {
     if (rows.empty()) return {0, 0};
-    const i64 first = rows.begin / R + S - T, last = (rows.end - 1) / R + S - T;
+    const i64 first = query_of(rows.begin) + S - T, last = query_of(rows.end - 1) + S - T;
     Range seen = {p.window > 0 ? std::max<i64>(0, first - p.window + 1) : 0, p.causal ? std::min(S, last + 1) : S};
     if (p.documents == nullptr) return seen;
     return intersect(seen, {document_begin(b, query_place(rows.begin)) - p.grid.col0,
@@ -60,7 +63,7 @@ struct Problem {
   Range sinks_of(i64 b, i64 row) const noexcept { return sinks_of(b, Range{row, row + 1}); }
   Range sinks_of(i64 b, Range rows) const noexcept {
     if (!has_sinks() || rows.empty()) return {0, 0};
-    const i64 last = (rows.end - 1) / R + S - T, end = p.causal ? std::min(S, last + 1) : S;
+    const i64 last = query_of(rows.end - 1) + S - T, end = p.causal ? std::min(S, last + 1) : S;
     const auto begin = [&](i64 row) {
       return (p.documents != nullptr ? document_begin(b, query_place(row)) : 0) - p.grid.col0;
     };
@@ -87,17 +90,17 @@ struct Problem {
   }
   // Where row r of (b, g) starts in a [B,T,H,D] view, and key j in a [B,S,G,D] view.
   i64 row_offset(const TensorView& x, i64 b, i64 g, i64 row) const noexcept {
-    return b * x.stride[0] + row / R * x.stride[1] + (g * R + row % R) * x.stride[2];
+    return b * x.stride[0] + query_of(row) * x.stride[1] + (g * R + head_of(row)) * x.stride[2];
   }
   i64 key_offset(const TensorView& x, i64 b, i64 g, i64 key) const noexcept {
     return b * x.stride[0] + p.key_row(key) * x.stride[1] + g * x.stride[2];
   }
   // Where the statistics of row r are in a [B,H,T] view.
   i64 lse_offset(const TensorView& lse, i64 b, i64 g, i64 row) const noexcept {
-    return b * lse.stride[0] + (g * R + row % R) * lse.stride[1] + row / R;
+    return b * lse.stride[0] + (g * R + head_of(row)) * lse.stride[1] + query_of(row);
   }
   u64 element(i64 b, i64 g, i64 row, i64 key) const noexcept {
-    return static_cast<u64>(grid.row(b, g * R + row % R, row / R) + key);
+    return static_cast<u64>(grid.row(b, g * R + head_of(row), query_of(row)) + key);
   }
 
   // Whether a score is more than a scaled product.
@@ -106,7 +109,7 @@ struct Problem {
   bool sparse() const noexcept { return p.blocks.sparse(); }
   i64 unit() const noexcept { return std::min(p.blocks.block, kUnit); }
   bool heads_differ() const noexcept { return sparse() && p.blocks.layouts != 1 && R > 1; }
-  i64 query_block(i64 row) const noexcept { return (p.grid.row0 + row / R) / p.blocks.block; }
+  i64 query_block(i64 row) const noexcept { return query_place(row) / p.blocks.block; }
   i64 key_block(i64 key) const noexcept { return (p.grid.col0 + key) / p.blocks.block; }
   // The end of the rows that are of one block of queries with this one.
   i64 block_end(i64 row) const noexcept { return ((query_block(row) + 1) * p.blocks.block - p.grid.row0) * R; }
@@ -268,7 +271,7 @@ inline void hide_others(float* row, const Problem& a, i64 g, i64 at, const Pack&
                         float value) noexcept {
   pack.for_units(columns, [&](Range c) {
     const i64 block = a.key_block(pack.key(c.begin));
-    if ((a.bits(g, at % a.R, a.query_block(at), block / 64) >> (block % 64) & 1) == 0) {
+    if ((a.bits(g, a.head_of(at), a.query_block(at), block / 64) >> (block % 64) & 1) == 0) {
       std::fill_n(row + c.begin - columns.begin, c.size(), value);
     }
   });
@@ -313,7 +316,7 @@ struct Seen {
   Seen minus(i64 n) const noexcept { return {{near.begin - n, near.end - n}, {sinks.begin - n, sinks.end - n}}; }
 };
 
-inline Seen seen_of(const Problem& a, i64 b, i64 row, const Pack& pack, Range columns) noexcept {
+[[gnu::always_inline]] inline Seen seen_of(const Problem& a, i64 b, i64 row, const Pack& pack, Range columns) noexcept {
   return {pack.columns_of(a.keys_of(b, row), columns),
           a.has_sinks() ? pack.columns_of(a.sinks_of(b, row), columns) : Range{0, 0}};
 }
