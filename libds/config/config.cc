@@ -16,6 +16,7 @@
 #include "config/optimizer.h"
 #include "config/parallel.h"
 #include "config/reader.h"
+#include "config/scheduler.h"
 #include "config/sparse_attention.h"
 
 namespace ds {
@@ -113,56 +114,6 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
     beyond(r.given(kAccumulation) ? kAccumulation : kTrain,
            fmt::format("moves in {} micro-batches", c.batch.accumulation), of_a_pass * passes / kTiB, "TiB",
            kMost / kTiB);
-}
-
-void resolve_scheduler(Config& c, Reader& r) {
-  SchedulerConfig& s = c.scheduler;
-  if (!r.given("scheduler.type")) {
-    s.type = SchedulerType::Constant;
-    const bool params = std::ranges::any_of(
-        config_keys(), [&](const Key& key) { return key.path.starts_with("scheduler.params.") && r.given(key.path); });
-    if (params && !r.broken("scheduler.type"))
-      r.error("scheduler.type", "is missing: \"WarmupLR\", \"WarmupDecayLR\" or \"WarmupCosineLR\"");
-    return;
-  }
-  const bool cosine = s.type == SchedulerType::WarmupCosineLR, decays = s.type == SchedulerType::WarmupDecayLR;
-  const auto belongs = [&](std::string_view key, bool belongs_here, std::string_view to) {
-    const std::string path = fmt::format("scheduler.params.{}", key);
-    if (!belongs_here && r.given(path))
-      r.error(path, fmt::format("belongs to {}; the scheduler is {}", to,
-                                cosine   ? "WarmupCosineLR"
-                                : decays ? "WarmupDecayLR"
-                                         : "WarmupLR"));
-  };
-  belongs("warmup_min_lr", !cosine, "WarmupLR and WarmupDecayLR");
-  belongs("warmup_max_lr", !cosine, "WarmupLR and WarmupDecayLR");
-  belongs("total_num_steps", cosine || decays, "WarmupDecayLR and WarmupCosineLR");
-  belongs("warmup_min_ratio", cosine, "WarmupCosineLR");
-  belongs("cos_min_ratio", cosine, "WarmupCosineLR");
-  if (!r.given("scheduler.params.warmup_max_lr")) s.warmup_max_lr = c.optimizer.lr;
-  if (!cosine && s.warmup_max_lr != c.optimizer.lr && c.optimizer.lr > 0) {
-    const auto rises = [&](const std::string& path, double lr) {
-      if (lr != c.optimizer.lr)
-        r.warning(path,
-                  fmt::format("rises to {:.6g}: it follows the schedule in proportion to optimizer.params.lr, which "
-                              "is {:.6g}, and warmup_max_lr is {:.6g}",
-                              lr / c.optimizer.lr * s.warmup_max_lr, c.optimizer.lr, s.warmup_max_lr));
-    };
-    const auto rates = [&](const UpdateConfig& u, const std::string& prefix) {
-      if (u.type != OptimizerType::Muon) return rises(prefix + "lr", u.lr);
-      rises(prefix + "muon_lr", u.muon_lr);
-      rises(prefix + "adam_lr", u.adam_lr);
-    };
-    rates(c.optimizer, "optimizer.params.");
-    for (size_t g = 0; g < c.optimizer.groups.size(); ++g) {
-      if (!c.optimizer.groups[g].frozen) rates(c.optimizer.groups[g], fmt::format("optimizer.param_groups[{}].", g));
-    }
-  }
-  if (!r.given("scheduler.params.total_num_steps")) s.total_num_steps = c.steps;
-  if (cosine && s.total_num_steps > 0 && s.total_num_steps < s.warmup_num_steps &&
-      !r.any_broken({"steps", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"}))
-    r.warning("scheduler.params.warmup_num_steps",
-              fmt::format("{} warm-up steps do not fit into {} steps", s.warmup_num_steps, s.total_num_steps));
 }
 
 void resolve_precision_and_zero(Config& c, Reader& r) {
@@ -350,13 +301,11 @@ bool applies(const Config& c, std::string_view path) {
   if (path == "activation_checkpointing.buffer_count") return !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
     return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
-  if (!path.starts_with("scheduler.")) return true;
-  const std::string_view leaf = path.substr(path.rfind('.') + 1);
-  switch (c.scheduler.type) {
-    case SchedulerType::Constant: return false;
-    case SchedulerType::WarmupLR: return leaf != "total_num_steps" && !leaf.ends_with("ratio");
-    case SchedulerType::WarmupDecayLR: return !leaf.ends_with("ratio");
-    case SchedulerType::WarmupCosineLR: return leaf != "warmup_min_lr" && leaf != "warmup_max_lr";
+  if (path == "scheduler.type") return c.scheduler.type != SchedulerType::Constant;
+  if (constexpr std::string_view kParams = "scheduler.params."; path.starts_with(kParams)) {
+    const std::string_view param = path.substr(kParams.size());
+    const bool momentum = param.ends_with("_mom") || param == "decay_mom_rate";
+    return scheduler_takes(c.scheduler.type, param) && (!momentum || c.scheduler.cycle_momentum);
   }
   return true;
 }

@@ -5,6 +5,7 @@
 #include "config/keys.h"
 
 #include "config/parallel.h"
+#include "config/scheduler.h"
 #include "config/sparse_attention.h"
 
 namespace ds {
@@ -32,9 +33,20 @@ template <>
 inline constexpr std::array kEnumNames<MuonScale> = {EnumName{"original", u8(MuonScale::Original)},
                                                      EnumName{"match_rms_adamw", u8(MuonScale::MatchRmsAdamW)}};
 template <>
-inline constexpr std::array kEnumNames<SchedulerType> = {
-    EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)}, EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
-    EnumName{"WarmupDecayLR", u8(SchedulerType::WarmupDecayLR)}, EnumName{"LRRangeTest"}, EnumName{"OneCycle"}};
+inline constexpr std::array kEnumNames<SchedulerType> = {EnumName{"WarmupLR", u8(SchedulerType::WarmupLR)},
+                                                         EnumName{"WarmupCosineLR", u8(SchedulerType::WarmupCosineLR)},
+                                                         EnumName{"WarmupDecayLR", u8(SchedulerType::WarmupDecayLR)},
+                                                         EnumName{"LRRangeTest", u8(SchedulerType::LRRangeTest)},
+                                                         EnumName{"OneCycle", u8(SchedulerType::OneCycle)},
+                                                         EnumName{"Linear", u8(SchedulerType::Linear)},
+                                                         EnumName{"Cosine", u8(SchedulerType::Cosine)},
+                                                         EnumName{"CosineRestarts", u8(SchedulerType::CosineRestarts)},
+                                                         EnumName{"WSD", u8(SchedulerType::Wsd)},
+                                                         EnumName{"InverseSqrt", u8(SchedulerType::InverseSqrt)}};
+template <>
+inline constexpr std::array kEnumNames<DecayType> = {EnumName{"linear", u8(DecayType::Linear)},
+                                                     EnumName{"cosine", u8(DecayType::Cosine)},
+                                                     EnumName{"1-sqrt", u8(DecayType::OneMinusSqrt)}};
 template <>
 inline constexpr std::array kEnumNames<WarmupType> = {EnumName{"log", u8(WarmupType::Log)},
                                                       EnumName{"linear", u8(WarmupType::Linear)}};
@@ -113,6 +125,7 @@ constexpr Range kSeconds = {.high = 1e9, .open_low = true};  // as nanoseconds t
 constexpr Range kRate = {.high = 3e38, .fp32 = true};
 constexpr Range kShare = {0, 1};
 constexpr Range kOpenShare = {0, 1, /*open_low=*/true};
+constexpr Range kStairs = {0, 1 << 20};  // times a number of steps it is an integer
 constexpr Range kToken = {0, 1 << 24};
 constexpr Range kFp32 = {.high = 1e38, .fp32 = true};  // what the numbers of a step can hold
 constexpr Range kBelowOne = {0, 1, false, /*open_high=*/true};
@@ -252,6 +265,27 @@ constexpr Key kKeys[] = {
     effect("scheduler.params.total_num_steps", slot_of<&C::scheduler, &SchedulerConfig::total_num_steps>, kPositive, kAuto),
     effect("scheduler.params.warmup_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::warmup_min_ratio>, kShare),
     effect("scheduler.params.cos_min_ratio", slot_of<&C::scheduler, &SchedulerConfig::cos_min_ratio>, kShare),
+    effect("scheduler.params.lr_range_test_min_lr", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_min_lr>, kRate),
+    effect("scheduler.params.lr_range_test_step_size", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_size>, kPositive),
+    effect("scheduler.params.lr_range_test_step_rate", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_step_rate>, kRate),
+    effect("scheduler.params.lr_range_test_staircase", slot_of<&C::scheduler, &SchedulerConfig::lr_range_test_staircase>),
+    effect("scheduler.params.cycle_min_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_lr>, kRate, kAuto),
+    effect("scheduler.params.cycle_max_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_lr>, kRate, kAuto),
+    effect("scheduler.params.cycle_first_step_size", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_step_size>, kPositive),
+    {.path = "scheduler.params.cycle_second_step_size", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_step_size>, .range = kPositive, .takes_null = true},
+    effect("scheduler.params.cycle_first_stair_count", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_stair_count>, kStairs),
+    {.path = "scheduler.params.cycle_second_stair_count", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_stair_count>, .range = kStairs, .takes_null = true},
+    effect("scheduler.params.decay_lr_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_lr_rate>, kRate),
+    effect("scheduler.params.decay_step_size", slot_of<&C::scheduler, &SchedulerConfig::decay_step_size>),
+    effect("scheduler.params.cycle_momentum", slot_of<&C::scheduler, &SchedulerConfig::cycle_momentum>),
+    effect("scheduler.params.cycle_min_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_mom>, kBelowOne),
+    effect("scheduler.params.cycle_max_mom", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_mom>, kBelowOne),
+    effect("scheduler.params.decay_mom_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_mom_rate>, kRate),
+    effect("scheduler.params.min_lr_ratio", slot_of<&C::scheduler, &SchedulerConfig::min_lr_ratio>, kShare),
+    effect("scheduler.params.num_cycles", slot_of<&C::scheduler, &SchedulerConfig::num_cycles>, kPositive),
+    effect("scheduler.params.decay_num_steps", slot_of<&C::scheduler, &SchedulerConfig::decay_num_steps>),
+    effect("scheduler.params.decay_type", slot_of<&C::scheduler, &SchedulerConfig::decay_type>),
+    effect("scheduler.params.timescale", slot_of<&C::scheduler, &SchedulerConfig::timescale>, kPositive),
     not_yet("scheduler.params.last_batch_iteration", "[-1]", "a checkpoint restores it"),
 
     // Precision.
@@ -540,6 +574,9 @@ std::span<const Key> param_group_keys() { return kGroupKeys; }
 std::string_view schedule_name(PipelineSchedule schedule) noexcept {
   return enum_name(kEnumNames<PipelineSchedule>, u8(schedule));
 }
+
+std::span<const EnumName> scheduler_names() noexcept { return kEnumNames<SchedulerType>; }
+std::string_view scheduler_name(SchedulerType type) noexcept { return enum_name(scheduler_names(), u8(type)); }
 
 std::string_view sparse_attention_name(SparseAttentionMode mode) noexcept {
   return enum_name(kEnumNames<SparseAttentionMode>, u8(mode));

@@ -30,8 +30,11 @@ StepReport Engine::train_step(const StepBatch& batch) {
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
   update_->judge(results_.scalars(), {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping});
-  update_->update_params(
-      {.lr = report.lr, .number = progress_.optimizer_step + 1, .seed = static_cast<u32>(config_.seed)}, results_);
+  update_->update_params({.lr = report.lr,
+                          .number = progress_.optimizer_step + 1,
+                          .seed = static_cast<u32>(config_.seed),
+                          .betas = lr_.betas_at(progress_.optimizer_step - 1)},
+                         results_);
   publish_params();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits

@@ -19,6 +19,7 @@
 #include "ds/config.h"
 #include "ds/state.h"
 #include "model/layer.h"
+#include "optim/lr_schedule.h"
 
 namespace ds::optim {
 
@@ -89,14 +90,20 @@ class WholeMatrices {
 struct UpdateContext {
   const OpTable& ops;
   Stream& stream;
-  double lr;  // of the group
-  i64 step;   // the number of this update, from 1
-  u32 seed;   // of what is rounded stochastically
+  double lr;                        // of the group
+  i64 step;                         // the number of this update, from 1
+  u32 seed;                         // of what is rounded stochastically
+  std::optional<Betas> betas = {};  // instead of those of a group that has such
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
   GroupStates& states;
   WholeMatrices* matrices;  // of the group, where Group::needs_matrices()
+
+  UpdateConfig at_this_step(UpdateConfig update) const noexcept {
+    if (betas) update.beta1 = betas->first, update.beta2 = betas->second;
+    return update;
+  }
 };
 
 class Optimizer {

@@ -29,9 +29,10 @@ class Update {
   // not depend on the layout.
   void judge(StepScalars& numbers, const JudgeParams& params);
   struct Step {
-    double lr = 0;   // before the groups' ratios
-    i64 number = 1;  // of the update
-    u32 seed = 0;    // of what is rounded stochastically
+    double lr = 0;                    // before the groups' ratios
+    i64 number = 1;                   // of the update
+    u32 seed = 0;                     // of what is rounded stochastically
+    std::optional<Betas> betas = {};  // instead of the groups' own
   };
   // Nothing happens on the devices if the verdict says so.
   void update_params(const Step& step, zero::VerdictHandle& verdict);

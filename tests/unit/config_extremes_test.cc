@@ -11,6 +11,7 @@
 
 #include "config/keys.h"
 #include "config/model_config.h"
+#include "config/scheduler.h"
 #include "ds/memreport.h"
 #include "optim/lr_schedule.h"
 #include "report/planned.h"
@@ -81,8 +82,15 @@ std::vector<Number> all_numbers() {
     std::vector<std::string> settings = {kGpt2};
     if (key.path.starts_with("optimizer."))
       settings.insert(settings.end(), {"optimizer.type=AdamW", "optimizer.params.betas=[0.9,0.99]"});
-    if (key.path.starts_with("scheduler."))
-      settings.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    if (constexpr std::string_view kParams = "scheduler.params."; key.path.starts_with(kParams)) {
+      for (const EnumName& type : scheduler_names()) {
+        if (!scheduler_takes(SchedulerType(type.value), key.path.substr(kParams.size()))) continue;
+        settings.push_back(fmt::format("scheduler.type={}", type.name));
+        if (SchedulerType(type.value) == SchedulerType::OneCycle)
+          settings.insert(settings.end(), {"scheduler.params.cycle_min_lr=0.5", "scheduler.params.cycle_max_lr=0.5"});
+        break;
+      }
+    }
     if (key.path.starts_with("fp16.")) settings.push_back("fp16.enabled=true");
     if (key.path.starts_with("zero_optimization.")) settings.push_back("zero_optimization.stage=3");
     if (key.path.starts_with("data.mlm.")) settings[0] = kBert;

@@ -11,6 +11,7 @@
 
 #include "config/model_config.h"
 #include "config/reader.h"
+#include "config/scheduler.h"
 #include "unit/config_reading.h"
 
 namespace ds {
@@ -65,8 +66,18 @@ struct Moved {
     } else {
       set.push_back("train_batch_size=4");
     }
-    if (key.path.starts_with("scheduler.params"))
-      set.push_back(key.path.ends_with("_lr") ? "scheduler.type=WarmupLR" : "scheduler.type=WarmupCosineLR");
+    if (constexpr std::string_view kParams = "scheduler.params."; key.path.starts_with(kParams)) {
+      const std::string_view param = key.path.substr(kParams.size());
+      for (const EnumName& type : scheduler_names()) {
+        if (!scheduler_takes(SchedulerType(type.value), param)) continue;
+        set.push_back(fmt::format("scheduler.type={}", type.name));
+        break;
+      }
+      for (const char* needed : {"cycle_min_lr", "cycle_max_lr"}) {
+        if (scheduler_takes(SchedulerType::OneCycle, param) && param != needed)
+          set.push_back(fmt::format("scheduler.params.{}=0.5", needed));
+      }
+    }
     for (const std::string_view of_sgd : {"momentum", "dampening", "nesterov"}) {
       if (key.path == fmt::format("optimizer.params.{}", of_sgd)) set.push_back("optimizer.type=SGD");
     }
@@ -348,6 +359,20 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
        R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},
       {"scheduler.params.total_num_steps", "default: the key\n.Cm steps",
        R"("steps": 5000, "scheduler": {"type": "WarmupCosineLR"})", "5000"},
+      {"scheduler.params.cycle_min_lr", "required", "", ""},
+      {"scheduler.params.cycle_max_lr", "required", "", ""},
+      {"scheduler.params.cycle_second_step_size", "default: the first half's",
+       R"("scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1,
+          "cycle_first_step_size": 7}})",
+       "7"},
+      {"scheduler.params.cycle_second_stair_count", "default: the first half's",
+       R"("scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1,
+          "cycle_first_stair_count": 7}})",
+       "7"},
+      {"scheduler.params.decay_num_steps", "default: a tenth of all", R"("steps": 5000, "scheduler": {"type": "WSD"})",
+       "500"},
+      {"scheduler.params.timescale", "default: as many as warm up",
+       R"("scheduler": {"type": "InverseSqrt", "params": {"warmup_num_steps": 7}})", "7"},
       {"communication_data_type", "default: the type of the parameters", R"("bf16": {"enabled": true})", R"("bf16")"},
       {"zero_optimization.overlap_comm", "default: true at stage 3, else false", R"("zero_optimization": {"stage": 2})",
        "false"},

@@ -4,10 +4,89 @@
 
 #include <gtest/gtest.h>
 
+#include <fstream>
+#include <sstream>
 #include <utility>
+
+#include "base/json.h"
 
 namespace ds {
 namespace lr_schedule_test {
+
+OptimizerConfig base(double lr) {
+  OptimizerConfig o;
+  o.lr = lr;
+  return o;
+}
+
+std::string golden() {
+  std::ifstream file(DS_TEST_DATA "/schedules.json");
+  std::stringstream text;
+  text << file.rdbuf();
+  return text.str();
+}
+
+// DeepSpeed's own classes and transformers' own functions, over ten thousand steps.
+TEST(LrSchedule, IsThatOfTheOriginals) {
+  const Json cases = Json::parse(golden());
+  ASSERT_GT(cases.size(), 50u);
+  for (const Json& c : cases) {
+    SCOPED_TRACE(c.at("scheduler").dump());
+    const Json text = {{"optimizer", {{"type", "AdamW"}, {"params", {{"lr", c.at("lr")}}}}},
+                       {"scheduler", c.at("scheduler")}};
+    const ConfigResult read = parse_config(text.dump(), "schedules.json", {}, 1, ConfigUse::Inspect);
+    for (const Diagnostic& d : read.diagnostics) EXPECT_FALSE(d.key.starts_with("scheduler")) << to_string(d);
+    const LrSchedule schedule(read.config.optimizer, read.config.scheduler);
+    const bool moves = c.contains("beta_at");
+    double lr_sum = 0, beta_sum = 0;
+    for (i64 n = 0; n < 10000; ++n) {
+      const double weight = static_cast<double>(n % 97 + 1);
+      lr_sum += weight * schedule.lr_at(n - 1);
+      const std::optional<Betas> betas = schedule.betas_at(n - 1);
+      ASSERT_EQ(betas.has_value(), moves);
+      if (moves) beta_sum += weight * betas->first;
+    }
+    // What a rate is divided by is rounded once in a cosine of 10000 steps.
+    const double least = 1e-15 * c.at("lr").get<double>();
+    for (const Json& point : c.at("lr_at")) {
+      const double want = point.at(1).get<double>();
+      EXPECT_NEAR(schedule.lr_at(point.at(0).get<i64>() - 1), want, 1e-12 * want + least) << point.dump();
+    }
+    EXPECT_NEAR(lr_sum / c.at("lr_sum").get<double>(), 1, 1e-12);
+    if (!moves) continue;
+    for (const Json& point : c.at("beta_at"))
+      EXPECT_NEAR(schedule.betas_at(point.at(0).get<i64>() - 1)->first, point.at(1).get<double>(), 1e-14);
+    EXPECT_EQ(schedule.betas_at(4)->second, c.at("beta2").get<double>());
+    EXPECT_NEAR(beta_sum / c.at("beta_sum").get<double>(), 1, 1e-12);
+  }
+}
+
+// A warm-up of no steps, one step in all, ends before the beginning.
+TEST(LrSchedule, FieldsOwnAtTheirEdges) {
+  using T = SchedulerType;
+  for (const T type : {T::Linear, T::Cosine, T::CosineRestarts, T::Wsd, T::InverseSqrt}) {
+    SchedulerConfig s;
+    s.type = type;
+    s.warmup_num_steps = 0;
+    s.total_num_steps = 4;
+    s.decay_num_steps = 2;
+    s.min_lr_ratio = 0.25;
+    s.timescale = 1;
+    const LrSchedule lr(base(2), s);
+    EXPECT_EQ(lr.lr_at(-1), 2) << static_cast<int>(type);
+    if (type == T::InverseSqrt) {
+      EXPECT_EQ(lr.lr_at(14), 0.5);
+      continue;
+    }
+    for (const i64 t : {3, 4, 5, 1000}) EXPECT_EQ(lr.lr_at(t), 0.5) << static_cast<int>(type) << " " << t;
+    s.total_num_steps = s.decay_num_steps = 1;
+    EXPECT_EQ(LrSchedule(base(2), s).lr_at(0), 0.5) << static_cast<int>(type);
+    s.total_num_steps = s.decay_num_steps = 0;
+    EXPECT_EQ(LrSchedule(base(2), s).lr_at(0), 0.5) << static_cast<int>(type);
+    s.warmup_num_steps = 10;  // longer than the run
+    EXPECT_EQ(LrSchedule(base(2), s).lr_at(4), 1) << static_cast<int>(type);
+  }
+}
 
 using Point = std::pair<i64, double>;
 
@@ -19,12 +98,6 @@ SchedulerConfig scheduler(SchedulerType type, WarmupType warmup) {
   s.warmup_max_lr = 1;
   s.total_num_steps = 20;
   return s;
-}
-
-OptimizerConfig base(double lr) {
-  OptimizerConfig o;
-  o.lr = lr;
-  return o;
 }
 
 TEST(LrSchedule, ConstantWithoutScheduler) {

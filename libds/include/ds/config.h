@@ -66,17 +66,54 @@ struct OptimizerConfig : UpdateConfig {
   std::vector<ParamGroupConfig> groups;
 };
 
-enum class SchedulerType : u8 { Constant, WarmupLR, WarmupDecayLR, WarmupCosineLR };
+// DeepSpeed's schedules under its names; and the field's: a linear warm-up from 0, and then what the name says.
+enum class SchedulerType : u8 {
+  Constant,
+  WarmupLR,
+  WarmupDecayLR,
+  WarmupCosineLR,
+  LRRangeTest,
+  OneCycle,
+  Linear,
+  Cosine,
+  CosineRestarts,
+  Wsd,  // warm-up, stable, decay
+  InverseSqrt,
+};
 enum class WarmupType : u8 { Log, Linear };
+enum class DecayType : u8 { Linear, Cosine, OneMinusSqrt };
+// Which members a schedule has: config/scheduler.
 struct SchedulerConfig {
   SchedulerType type = SchedulerType::Constant;
   WarmupType warmup_type = WarmupType::Log;
   i64 warmup_num_steps = 1000;
-  double warmup_min_lr = 0;     // WarmupLR, WarmupDecayLR
-  double warmup_max_lr = 0;     // the same; resolved to the optimizer's lr when not given
-  i64 total_num_steps = 0;      // WarmupDecayLR, WarmupCosineLR; resolved to `steps` when not given
-  double warmup_min_ratio = 0;  // WarmupCosineLR, ratios to the optimizer's lr
+  double warmup_min_lr = 0;
+  double warmup_max_lr = 0;     // resolved to the optimizer's lr when not given
+  i64 total_num_steps = 0;      // resolved to `steps` when not given
+  double warmup_min_ratio = 0;  // ratios to the optimizer's lr
   double cos_min_ratio = 1e-4;
+  // LRRangeTest: min_lr (1 + step_rate t / step_size).
+  double lr_range_test_min_lr = 1e-3;
+  i64 lr_range_test_step_size = 2000;
+  double lr_range_test_step_rate = 1;
+  bool lr_range_test_staircase = false;
+  // OneCycle: up in the first steps, down in the second ones, then decay; momentum the other way round.
+  double cycle_min_lr = 0, cycle_max_lr = 0;
+  i64 cycle_first_step_size = 2000;
+  i64 cycle_second_step_size = 0;    // resolved to the first when not given
+  i64 cycle_first_stair_count = 0;   // 0: without stairs
+  i64 cycle_second_stair_count = 0;  // resolved to the first when not given
+  double decay_lr_rate = 0;
+  i64 decay_step_size = 0;  // 0: no decay
+  bool cycle_momentum = true;
+  double cycle_min_mom = 0.8, cycle_max_mom = 0.9;
+  double decay_mom_rate = 0;
+  // The field's.
+  double min_lr_ratio = 0;  // where it ends
+  i64 num_cycles = 1;       // CosineRestarts
+  i64 decay_num_steps = 0;  // Wsd: the last ones; resolved to a tenth of total_num_steps when not given
+  DecayType decay_type = DecayType::Linear;
+  i64 timescale = 0;  // InverseSqrt; resolved to warmup_num_steps when not given
 };
 
 struct Fp16Config {
