@@ -116,7 +116,21 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
            kMost / kTiB);
 }
 
+// Whoever leaves the precision to "auto" wants one of 16 bits, and gets the same on every machine: bf16, which has no
+// loss scale that could go wrong, unless it is off.
+void resolve_auto_precision(Config& c, Reader& r) {
+  constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled";
+  if (c.fp16.enabled || c.bf16.enabled || r.any_broken({kFp16, kBf16})) return;
+  const bool bf16 = !r.given(kBf16);
+  const std::string_view key = r.automatic(kBf16) ? kBf16 : kFp16;
+  if (!r.automatic(key)) return;
+  (bf16 ? c.bf16.enabled : c.fp16.enabled) = true;
+  r.warning(key, fmt::format("\"auto\" is {}: the run has {} parameters, and masters in fp32; true or false chooses",
+                             bf16 ? "bf16" : "fp16, for bf16.enabled is false", bf16 ? "bf16" : "fp16"));
+}
+
 void resolve_precision_and_zero(Config& c, Reader& r) {
+  resolve_auto_precision(c, r);
   if (c.fp16.enabled && c.bf16.enabled) r.error("bf16.enabled", "fp16 and bf16 exclude each other");
   if (!r.given("communication_data_type")) c.communication_data_type = c.work_dtype();
   if (!r.given("zero_optimization.overlap_comm")) c.zero.overlap_comm = c.zero.stage == 3;
@@ -128,6 +142,9 @@ void resolve_precision_and_zero(Config& c, Reader& r) {
                                               c.zero.stage)
                                 : std::string("\"deterministic\" sums in the order \"micro\""));
   if (every_micro) c.reduce_order = ReduceOrder::Micro;
+  if (c.gradient_reduce == GradientReduce::Sum && c.loss_norm == LossNorm::Token)
+    r.error("gradient_allreduce_op",
+            "\"sum\" adds the means of ranks, and loss_norm \"token\" has one mean of all tokens");
   constexpr std::string_view kTile = "zero_optimization.stage3_tile_size";
   if (c.zero.tile_size > 0 && c.zero.stage != 3 && !r.any_broken({kTile, "zero_optimization.stage"}))
     r.error(kTile, fmt::format("ZeRO stage {} keeps whole parameters; stage 3 gathers them, which tiles are for",
@@ -345,6 +362,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   ConfigText text(content, name, diagnostics);
   if (has_error(diagnostics)) return result;  // what would follow from an empty object is noise
   for (const std::string& o : overrides) text.set(o, diagnostics);
+  text.modernize(diagnostics);
 
   c.use = use;
   Reader r(config_keys(), &c, text, "", diagnostics);

@@ -10,6 +10,7 @@
 
 #include "base/content_kind.h"
 #include "base/file.h"
+#include "base/relaxed_json.h"
 #include "ds/nearest.h"
 
 namespace ds {
@@ -82,6 +83,38 @@ std::optional<i64> as_integer(const Json& v) {
 
 // DeepSpeed takes the names of optimizers and types in any case.
 bool same_name(std::string_view a, std::string_view b) { return a.size() == b.size() && edit_distance(a, b) == 0; }
+
+// The sections that DeepSpeed reads with pydantic, which takes a number or a truth value in other forms too, and from
+// which it drops what is "auto".
+bool is_lax(std::string_view path) {
+  constexpr std::string_view kSections[] = {"zero_optimization", "fp16",        "bf16",         "aio",
+                                            "tensorboard",       "csv_monitor", "comms_logger", "flops_profiler"};
+  return std::ranges::find(kSections, path.substr(0, path.find('.'))) != std::end(kSections);
+}
+
+// What such a section takes for a truth value or a number; nothing if `v` is none, or needs no reading.
+std::optional<Json> lax_value(const Slot& slot, const Json& v) {
+  if (std::holds_alternative<bool*>(slot)) {
+    if (v == 0 || v == 1) return Json(v == 1);
+    if (!v.is_string()) return std::nullopt;
+    for (const auto& [word, value] : {std::pair{"true", true},
+                                      {"yes", true},
+                                      {"on", true},
+                                      {"1", true},
+                                      {"false", false},
+                                      {"no", false},
+                                      {"off", false},
+                                      {"0", false}}) {
+      if (same_name(word, v.get_ref<const std::string&>())) return Json(value);
+    }
+    return std::nullopt;
+  }
+  const bool number = std::holds_alternative<i64*>(slot) || std::holds_alternative<double*>(slot) ||
+                      std::holds_alternative<float*>(slot);
+  if (!number || !v.is_string()) return std::nullopt;
+  const Json read = Json::parse(v.get_ref<const std::string&>(), nullptr, false);
+  return read.is_number() ? std::optional(read) : std::nullopt;
+}
 
 // Stores v; or returns what it must be.
 std::optional<std::string> assign(const Slot& slot, const Range& range, const Json& v) {
@@ -258,7 +291,7 @@ ConfigText::ConfigText(std::string_view text, std::string name, std::vector<Diag
     return !kind.empty();
   };
   try {
-    JsonDocument document = parse_json(text, name);
+    JsonDocument document = parse_relaxed_json(text, name);
     for (const auto& [path, place] : document.places) origins_[path] = {name, place};
     if (is_another(document.root)) return;
     if (document.root.is_object()) {
@@ -329,6 +362,17 @@ void ConfigText::set(const std::string& argument, std::vector<Diagnostic>& diagn
   origins_[walked] = {source, {}};
 }
 
+void ConfigText::modernize(std::vector<Diagnostic>& diagnostics) {
+  constexpr std::string_view kZero = "zero_optimization";
+  const auto it = root_.find(kZero);
+  if (it == root_.end() || !it->is_boolean()) return;
+  const int stage = it->get<bool>() ? 1 : 0;
+  Diagnostic d = at(kZero, Errc::Config, fmt::format("deprecated; write {{\"stage\": {}}}", stage));
+  d.severity = Severity::Warning;
+  diagnostics.push_back(std::move(d));
+  *it = {{"stage", stage}};
+}
+
 Diagnostic ConfigText::at(std::string_view path, Errc code, std::string message) const {
   std::string_view p = path;
   auto it = origins_.find(p);
@@ -347,12 +391,27 @@ Diagnostic ConfigText::at(std::string_view path, Errc code, std::string message)
 
 void Reader::read(const Json& object) {
   read_object(object, prefix_, "");
+  report_without_effect();
   for (const auto& [severity, rest] :
        {std::pair{Severity::Error, unknown_errors_}, std::pair{Severity::Warning, unknown_warnings_}}) {
     if (rest.keys > 0)
       report(severity, Errc::Config, rest.first, rest.first,
              rest.keys == 1 ? "unknown key" : fmt::format("unknown key, and so are {} more", rest.keys - 1));
   }
+}
+
+void Reader::report_without_effect() {
+  if (without_effect_.empty()) return;
+  const auto& [first, note] = without_effect_.front();
+  if (without_effect_.size() == 1)
+    return report(Severity::Warning, Errc::Config, first, first, fmt::format("has no effect: {}", note));
+  constexpr size_t kMost = 8;  // names of one line
+  std::string others;
+  for (size_t i = 1; i < std::min(without_effect_.size(), kMost); ++i)
+    others += fmt::format("{}{}", i == 1 ? "" : ", ", without_effect_[i].first);
+  if (without_effect_.size() > kMost) others += fmt::format(" and {} more", without_effect_.size() - kMost);
+  report(Severity::Warning, Errc::Config, first, first,
+         fmt::format("has no effect here, nor have: {}; ds-config(5) says why", others));
 }
 
 bool Reader::any_broken(std::initializer_list<std::string_view> paths) const {
@@ -453,8 +512,8 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
     case KeyKind::NotYet: {
       const Json accepted = Json::parse(key.values);
       if (value.is_null() || std::find(accepted.begin(), accepted.end(), value) != accepted.end()) return;
-      if (key.harmless)
-        return report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
+      if (value == "auto" && is_lax(key.path)) return;
+      if (key.harmless) return no_effect(typed, key.note);
       std::string choices;
       for (const Json& v : accepted) choices += (choices.empty() ? "" : " or ") + v.dump();
       return report(Severity::Error, Errc::Unavailable, key.path, typed,
@@ -463,9 +522,12 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
     }
     case KeyKind::NotYetSection:
     case KeyKind::IgnoredSection: return read_section(key, value, typed);
-    case KeyKind::Ignored:
-      return report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
-    case KeyKind::Refused: return report(Severity::Error, Errc::Config, key.path, typed, std::string(key.note));
+    case KeyKind::Ignored: return no_effect(typed, key.note);
+    case KeyKind::Refused:
+      broken_.emplace(key.path);
+      if (refusals_.insert(key.note).second)
+        report(Severity::Error, Errc::Config, key.path, typed, std::string(key.note));
+      return;
     case KeyKind::Subtable:
     case KeyKind::Silent:
     case KeyKind::Alias:
@@ -488,8 +550,7 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
                                  : fmt::format("unknown key; did you mean {}?", json_member(typed, meant)));
   }
   if (key.kind == KeyKind::IgnoredSection) {
-    report(Severity::Warning, Errc::Config, key.path, typed, fmt::format("has no effect: {}", key.note));
-    return;
+    return no_effect(typed, key.note);
   }
   if (key.name.empty())
     return report(Severity::Error, Errc::Unavailable, key.path, typed,
@@ -501,8 +562,7 @@ void Reader::read_section(const Key& key, const Json& value, const std::string& 
     const Json at = value.value(Json::json_pointer(pointer), Json());
     if (at.is_null() ? key.takes_null : std::find(off.begin(), off.end(), at) != off.end()) continue;
     if (key.harmless) {
-      report(Severity::Warning, Errc::Config, key.path, json_join(typed, name),
-             fmt::format("has no effect: {}", key.note));
+      no_effect(json_join(typed, name), key.note);
       continue;
     }
     report(Severity::Error, Errc::Unavailable, key.path, json_join(typed, name),
@@ -515,11 +575,19 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
     report(Severity::Error, code, key.path, typed, std::move(message));
   };
   if (value.is_null() && key.takes_null) return;
-  if (key.takes_auto && value == "auto") {
+  if ((key.takes_auto || is_lax(key.path)) && value == "auto") {
     automatic_.emplace(key.path);
     return;
   }
   const Slot slot = key.slot(root_);
+  if (const std::optional<Json> read = is_lax(key.path) ? lax_value(slot, value) : std::nullopt) {
+    if (!assign(slot, key.range, *read)) {
+      report(Severity::Warning, Errc::Config, key.path, typed,
+             fmt::format("{} is read as {}", show(value), read->dump()));
+      given_.emplace(key.path);
+      return;
+    }
+  }
   if (const auto* e = std::get_if<EnumSlot>(&slot); e && value.is_string()) {
     const std::string& typed_name = value.get_ref<const std::string&>();
     std::vector<std::string_view> names;
@@ -591,6 +659,8 @@ void Reader::unknown(std::string_view name, const std::string& parent, const std
     }
   }
   const std::string typed = json_member(parent, name);
+  if (parent.empty() && name.starts_with('_'))
+    return report_unknown(Severity::Warning, typed, "a remark, passed over: its name begins with '_'");
   if (best.empty() && passed_over && weighed)
     return report_unknown(Severity::Warning, typed, "unknown key, passed over: no model of this type has it");
   report_unknown(

@@ -25,6 +25,9 @@ class ConfigText {
   // "a.b[0].c=v"; appends a diagnostic when the path leads nowhere.
   void set(const std::string& argument, std::vector<Diagnostic>& diagnostics);
 
+  // Rewrites forms that DeepSpeed had before: zero_optimization true is stage 1.
+  void modernize(std::vector<Diagnostic>& diagnostics);
+
   const Json& root() const noexcept { return root_; }
   Diagnostic at(std::string_view path, Errc code, std::string message) const;
 
@@ -75,6 +78,12 @@ class Reader {
   // `object` names an optimizer or schedule that is not there yet: its params have names that no table knows.
   bool has_later_type(const Json& object, const std::string& path) const;
   void report(Severity severity, Errc code, std::string_view path, const std::string& typed, std::string message);
+  // `typed` changes nothing here, as `note` says: one line for all such keys, at the end.
+  void no_effect(const std::string& typed, std::string_view note) { without_effect_.emplace_back(typed, note); }
+  void report_without_effect();
+
+  std::vector<std::pair<std::string, std::string_view>> without_effect_;
+  std::set<std::string_view> refusals_;  // that have been told, one line for all keys that they are about
 
   struct NotTold {
     std::string first;

@@ -29,7 +29,9 @@ StepReport Engine::train_step(const StepBatch& batch) {
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
-  update_->judge(results_.scalars(), {.divisor = scaler_.scale() * grad_divisor(), .clip = config_.gradient_clipping});
+  const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.data_size() : 1;
+  update_->judge(results_.scalars(),
+                 {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping});
   update_->update_params({.lr = report.lr,
                           .number = progress_.optimizer_step + 1,
                           .seed = static_cast<u32>(config_.seed),

@@ -52,9 +52,11 @@ double LrSchedule::lr_at(i64 t) const {
       return base_lr_ * (s.cos_min_ratio + (1 - s.cos_min_ratio) * half_cosine(done));
     }
     case SchedulerType::LRRangeTest: {
+      constexpr double kMost = 3e38;  // as fp32 it is still a number
       const double intervals = ratio(t + 1, s.lr_range_test_step_size);
-      return s.lr_range_test_min_lr *
-             (1 + s.lr_range_test_step_rate * (s.lr_range_test_staircase ? std::floor(intervals) : intervals));
+      return std::min(
+          kMost, s.lr_range_test_min_lr *
+                     (1 + s.lr_range_test_step_rate * (s.lr_range_test_staircase ? std::floor(intervals) : intervals)));
     }
     case SchedulerType::OneCycle: {
       const i64 cycle = s.cycle_first_step_size + s.cycle_second_step_size;

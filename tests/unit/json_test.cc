@@ -8,6 +8,7 @@
 #include <array>
 #include <string>
 
+#include "base/relaxed_json.h"
 #include "cpu_time.h"
 #include "ds/nearest.h"
 #include "temp_directory.h"
@@ -28,6 +29,77 @@ TEST(Json, ReadsCommentsByteOrderMarkAndCrlf) {
   const JsonDocument d =
       parse_json("\xEF\xBB\xBF// head\r\n{\"a\": /* , */ [1, 2.5, \"x\"],\r\n \"b\": null} // tail", "f");
   EXPECT_EQ(d.root.dump(), R"({"a":[1,2.5,"x"],"b":null})");
+}
+
+TEST(RelaxedJson, ReadsWhatHjsonHas) {
+  for (const auto& [text, json] : {
+           std::pair{"{}", "{}"},
+           {"# a comment, 'with' \"quotes\" {\n{}# end", "{}"},
+           {"{a: 1, b_2: [1, 2,], }", R"({"a":1,"b_2":[1,2]})"},
+           {"{\n  a: true, # why, not\n  // , }\n  'b': 'x',\n /* , */ }", R"({"a":true,"b":"x"})"},
+           {R"({"a": '# no "comment", // here',})", R"({"a":"# no \"comment\", // here"})"},
+           {R"({'it\'s': 'a\\b\n'})", R"({"it's":"a\\b\n"})"},
+           {R"({"#": "a,}", "b": "\",]",})", R"({"#":"a,}","b":"\",]"})"},
+           {"{null: null, true: [true, {false: false}]}", R"({"null":null,"true":[true,{"false":false}]})"},
+           {"\xEF\xBB\xBF{a: 1}", R"({"a":1})"},
+           {"[{a: 1,}, {b: 2},]", R"([{"a":1},{"b":2}])"},
+           {"{a.b-c: 1, $d: 2}", R"({"a.b-c":1,"$d":2})"},
+           {"{ key /* : */ : # :\n 1 }", R"({"key":1})"},
+       }) {
+    EXPECT_EQ(parse_relaxed_json(text, "f").root.dump(), json) << text;
+  }
+}
+
+TEST(RelaxedJson, RefusesWhatHidesMistakes) {
+  const auto failure = [](std::string_view text) -> std::string {
+    try {
+      return parse_relaxed_json(text, "f").root.dump();
+    } catch (const JsonError& e) {
+      return e.what();
+    }
+  };
+  for (const auto& [text, message] : {
+           std::pair{"{a: b}", "f:1:5: 'b' is not JSON"},
+           {"{a: 1\n b: 2}", "f:2:2: "},
+           {"{a: 1,, b: 2}", "f:1:7: "},
+           {"{,}", "f:1:2: "},
+           {"[,]", "f:1:2: "},
+           {"{a:,}", "f:1:4: "},
+           {"{a: 1, 'b: 2}", "f:1:8: strings are in double quotes"},
+           {"{a: 1, a: 2}", "f:1:8: the key \"a\" is there twice"},
+           {"{'x': 1, b: [c]}", "f:1:14: 'c' is not JSON"},
+           {"a: 1", "f:1:1: 'a' is not JSON"},
+           {"{a: 'say \"x\"', b: zz}", "f:1:20: 'zz' is not JSON"},
+           {"{a: 1} #\n x", "f:2:2: "},
+           {"{a: /* open", "f:1:"},
+           {"#", "f:1:1: there is no JSON here"},
+           {"'", "f:1:1: strings are in double quotes"},
+       }) {
+    EXPECT_TRUE(failure(text).starts_with(message)) << text << " gave " << failure(text);
+  }
+}
+
+TEST(RelaxedJson, KnowsPlacesOfTheTextAsItStands) {
+  const JsonDocument d = parse_relaxed_json("{ aa: 'it\\'s \"so\"', bb: [1, {cc: 2}],\n  dd: # x\n 3, 'ee': 4 }", "f");
+  const auto at = [&](std::string_view path) {
+    const JsonPlace p = d.places.at(std::string(path));
+    return std::pair(p.line, p.column);
+  };
+  using P = std::pair<i64, i64>;
+  EXPECT_EQ(at("aa"), (P{1, 3}));
+  EXPECT_EQ(at("bb"), (P{1, 23}));
+  EXPECT_EQ(at("bb[0]"), (P{1, 28}));
+  EXPECT_EQ(at("bb[1].cc"), (P{1, 32}));
+  EXPECT_EQ(at("dd"), (P{2, 3}));
+  EXPECT_EQ(at("ee"), (P{3, 5}));
+}
+
+TEST(RelaxedJson, TakesTimeInProportion) {
+  std::string text = "{a: [";
+  for (int i = 0; i < 200'000; ++i) text += "'x',";
+  text += "],}";
+  EXPECT_LT(testing::cpu_seconds_of([&] { EXPECT_EQ(parse_relaxed_json(text, "f").root.at("a").size(), 200'000u); }),
+            5);
 }
 
 TEST(Json, KeepsTheOrderOfMembers) { EXPECT_EQ(parse_json(R"({"z":1,"a":2})", "f").root.dump(), R"({"z":1,"a":2})"); }

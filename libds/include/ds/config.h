@@ -185,6 +185,7 @@ struct AioConfig {
 // When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
+enum class GradientReduce : u8 { Mean, Sum };  // over the data-parallel ranks
 enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 
@@ -310,6 +311,7 @@ struct Config {
   DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
+  GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: with LossNorm::Micro
   bool deterministic = false;
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1
