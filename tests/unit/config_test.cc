@@ -82,7 +82,14 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"stage": 4})", kBad, "must be an integer, 0 to 3, not 4"},
     {R"("zero_optimization": {"stage": 1.5})", kBad, "not 1.5"},
     {R"("zero_optimization": {"stage": true})", kBad, "not true"},
-    {R"("zero_optimization": {"stage": "auto"})", kBad, "\"auto\" has no meaning here"},
+    {R"("scheduler": {"type": "WSD", "params": {"decay_num_steps": "auto"}})", kBad, "\"auto\" has no meaning here"},
+    {R"("zero_optimization": "on")", kBad, "zero_optimization: must be an object, not \"on\""},
+    {R"("fp16": {"enabled": 2})", kBad, "fp16.enabled: must be true or false, not 2"},
+    {R"("fp16": {"hysteresis": "two"})", kBad, "fp16.hysteresis: must be an integer, at least 1"},
+    {R"("train_micro_batch_size_per_gpu": "2")", kBad, "write 2 without quotes"},
+    {R"("bf16": {"enabled": true, "loss_scale": 0, "hysteresis": 2})", kBad, "bf16.loss_scale: bf16 has no loss scale"},
+    {R"("gradient_allreduce_op": "sum", "loss_norm": "token")", kBad, "gradient_allreduce_op: \"sum\" adds"},
+    {R"("data": {"_comment": "x"})", kBad, "data._comment: unknown key"},
     {R"("zero_optimization": {"stage3_prefetch_bucket_size": -1})", kBad, "0 to 9223372036854775807, not -1"},
     {R"("zero_optimization": {"reduce_bucket_size": 1e19})", kBad, "not 1e+19"},
     {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
@@ -126,7 +133,7 @@ const Wrong kWrong[] = {
     {R"("scheduler": {"type": "WSD", "params": {"num_cycles": 2}})", kBad,
      "belongs to CosineRestarts; the scheduler is WSD"},
     {R"("scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 1,
-        "decay_step_size": 1, "decay_mom_rate": 0.5}})",
+        "decay_step_size": 1, "decay_mom_rate": 0.5}}, "steps": 100)",
      kBad, "decay_mom_rate: lets the momentum grow to"},
     {R"("scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_max_mom": 1}})", kBad,
      "cycle_max_mom"},
@@ -467,7 +474,63 @@ TEST(Config, TakesADeepSpeedConfigurationAsItIs) {
     "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "wall_clock_breakdown": false})",
                                2);
   EXPECT_TRUE(r.ok()) << r.message();
-  EXPECT_TRUE(r.diagnostics.empty());
+  ASSERT_EQ(r.diagnostics.size(), 1u);
+  EXPECT_EQ(to_string(r.diagnostics[0]),
+            "cfg:4:14: bf16.enabled: \"auto\" is bf16: the run has bf16 parameters, and masters in fp32; true or false "
+            "chooses");
+  EXPECT_TRUE(r.config.bf16.enabled);
+}
+
+// The same on every machine, and never without a word.
+TEST(Config, AutoPrecisionIsSaid) {
+  const struct {
+    const char* text;
+    DType work;
+    size_t words;
+  } cases[] = {{R"("fp16": {"enabled": "auto"})", DType::BF16, 1},
+               {R"("bf16": {"enabled": "auto"})", DType::BF16, 1},
+               {R"("bf16": {"enabled": false}, "fp16": {"enabled": "auto"})", DType::F16, 1},
+               {R"("fp16": {"enabled": false}, "bf16": {"enabled": "auto"})", DType::BF16, 1},
+               {R"("fp16": {"enabled": true}, "bf16": {"enabled": "auto"})", DType::F16, 0},
+               {R"("fp16": {"enabled": "auto"}, "bf16": {"enabled": true})", DType::BF16, 0},
+               {R"("fp16": {"loss_scale": "auto"})", DType::F32, 0},
+               {R"("bf16": {})", DType::F32, 0}};
+  for (const auto& c : cases) {
+    const ConfigResult r = parse(fmt::format("{{\"train_batch_size\": 1, {}}}", c.text));
+    EXPECT_EQ(r.config.work_dtype(), c.work) << c.text;
+    EXPECT_EQ(r.diagnostics.size(), c.words) << c.text;
+    EXPECT_EQ(parse(resolved_json(r.config)).config.work_dtype(), c.work) << c.text;
+  }
+}
+
+// What pydantic takes for DeepSpeed; and forms that it had before.
+TEST(Config, SectionsOfPydanticAreReadAsTheyReadThem) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "_comment": {"of": ["mine"]}, "zero_optimization": {
+      "stage": "2", "overlap_comm": 1, "reduce_bucket_size": "5e8", "sub_group_size": "auto", "cpu_offload": "auto"},
+      "fp16": {"enabled": "True", "loss_scale": "0"}, "scheduler": {"type": null}, "optimizer": {"type": null}})");
+  EXPECT_TRUE(r.ok()) << r.message();
+  EXPECT_EQ(r.config.zero.stage, 2);
+  EXPECT_TRUE(r.config.zero.overlap_comm);
+  EXPECT_EQ(r.config.zero.reduce_bucket_size, 500'000'000);
+  EXPECT_TRUE(r.config.fp16.enabled);
+  ASSERT_EQ(r.diagnostics.size(), 6u);
+  EXPECT_EQ(to_string(r.diagnostics[0]), "cfg:1:25: _comment: a remark, passed over: its name begins with '_'");
+  EXPECT_EQ(to_string(r.diagnostics[1]), "cfg:2:7: zero_optimization.stage: \"2\" is read as 2");
+  for (const auto& [text, stage] : {std::pair{"true", 1}, {"false", 0}}) {
+    const ConfigResult old = parse(fmt::format(R"({{"train_batch_size": 1, "zero_optimization": {}}})", text));
+    EXPECT_TRUE(old.ok()) << old.message();
+    EXPECT_EQ(old.config.zero.stage, stage);
+    ASSERT_EQ(old.diagnostics.size(), 1u);
+    EXPECT_EQ(to_string(old.diagnostics[0]),
+              fmt::format("cfg:1:24: zero_optimization: deprecated; write {{\"stage\": {}}}", stage));
+  }
+}
+
+TEST(Config, OneLineSaysThatBf16HasNoLossScale) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "bf16": {"enabled": true, "loss_scale": 0,
+      "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2, "min_loss_scale": 1}})");
+  EXPECT_FALSE(r.ok());
+  EXPECT_EQ(r.diagnostics.size(), 1u) << r.message();
 }
 
 TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
@@ -562,7 +625,7 @@ TEST(Config, DeprecatedAndIgnoredKeysWarn) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "zero_optimization": {"allgather_partitions": true,
       "stage3_gather_fp16_weights_on_model_save": true}, "aio": {"block_size": 1048576}, "disable_allgather": false})");
   EXPECT_TRUE(r.ok()) << r.message();
-  EXPECT_EQ(r.diagnostics.size(), 4u);
+  EXPECT_EQ(r.diagnostics.size(), 3u);  // one for both that have no effect
   for (const Diagnostic& d : r.diagnostics) EXPECT_EQ(d.severity, Severity::Warning);
 }
 

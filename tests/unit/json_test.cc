@@ -69,7 +69,7 @@ TEST(RelaxedJson, RefusesWhatHidesMistakes) {
            {"{a: 1, a: 2}", "f:1:8: the key \"a\" is there twice"},
            {"{'x': 1, b: [c]}", "f:1:14: 'c' is not JSON"},
            {"a: 1", "f:1:1: 'a' is not JSON"},
-           {"{a: 'say \"x\"', b: zz}", "f:1:20: 'zz' is not JSON"},
+           {"{a: 'say \"x\"', b: zz}", "f:1:19: 'zz' is not JSON"},
            {"{a: 1} #\n x", "f:2:2: "},
            {"{a: /* open", "f:1:"},
            {"#", "f:1:1: there is no JSON here"},
@@ -87,9 +87,9 @@ TEST(RelaxedJson, KnowsPlacesOfTheTextAsItStands) {
   };
   using P = std::pair<i64, i64>;
   EXPECT_EQ(at("aa"), (P{1, 3}));
-  EXPECT_EQ(at("bb"), (P{1, 23}));
-  EXPECT_EQ(at("bb[0]"), (P{1, 28}));
-  EXPECT_EQ(at("bb[1].cc"), (P{1, 32}));
+  EXPECT_EQ(at("bb"), (P{1, 21}));
+  EXPECT_EQ(at("bb[0]"), (P{1, 26}));
+  EXPECT_EQ(at("bb[1].cc"), (P{1, 30}));
   EXPECT_EQ(at("dd"), (P{2, 3}));
   EXPECT_EQ(at("ee"), (P{3, 5}));
 }
