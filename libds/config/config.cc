@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "config/data_format.h"
 #include "config/keys.h"
 #include "config/model_config.h"
 #include "config/offload.h"
@@ -176,10 +177,9 @@ void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Dia
     if (d.line == 0 && d.key.empty()) d = text.at("model.path", d.code, to_string(d));  // no such file
 }
 
-bool is_text(const DataConfig& d) {
-  return d.format == DataFormat::Text ||
-         (d.format == DataFormat::Auto &&
-          std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return !f.ends_with(".bin"); }));
+bool trains_on_text(const DataConfig& d) {
+  if (d.format != DataFormat::Auto) return is_text(d.format);
+  return std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return is_text(data_format_of(f)); });
 }
 
 // What a model that is not causal needs to be trained, and what has no meaning for one that is.
@@ -226,7 +226,7 @@ void resolve_tokenizer(Config& c, Reader& r) {
   const auto has = [&](const char* name) { return fs::exists(directory / name, ignored); };
   if (has("tokenizer.json") || (has("vocab.json") && has("merges.txt")) || has("vocab.txt") || has("tokenizer.model"))
     d.tokenizer = directory.string();
-  else if (is_text(d) && !d.train.empty())
+  else if (trains_on_text(d) && !d.train.empty())
     r.warning("data.tokenizer", fmt::format("{} has no tokenizer: text is read as bytes", directory.string()));
 }
 
@@ -249,7 +249,7 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   if (d.seq_length > c.model.max_positions && !c.model.any_length())
     r.error("data.seq_length",
             fmt::format("{} is beyond the model's {} positions", d.seq_length, c.model.max_positions));
-  if (d.tokenizer == "bytes" && c.model.vocab_size < 256 && !d.train.empty() && is_text(d))
+  if (d.tokenizer == "bytes" && c.model.vocab_size < 256 && !d.train.empty() && trains_on_text(d))
     r.error("model", fmt::format("the vocabulary of {} does not cover the 256 bytes of the text", c.model.vocab_size));
 }
 

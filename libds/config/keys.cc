@@ -109,9 +109,11 @@ inline constexpr std::array kEnumNames<AioMethod> = {EnumName{"auto", u8(AioMeth
                                                      EnumName{"io_uring", u8(AioMethod::IoUring)},
                                                      EnumName{"threads", u8(AioMethod::Threads)}};
 template <>
-inline constexpr std::array kEnumNames<DataFormat> = {EnumName{"auto", u8(DataFormat::Auto)},
-                                                      EnumName{"text", u8(DataFormat::Text)},
-                                                      EnumName{"bin", u8(DataFormat::Bin)}};
+inline constexpr std::array kEnumNames<DataFormat> = {
+    EnumName{"auto", u8(DataFormat::Auto)},         EnumName{"text", u8(DataFormat::Text)},
+    EnumName{"bin", u8(DataFormat::Bin)},           EnumName{"llmc", u8(DataFormat::Llmc)},
+    EnumName{"megatron", u8(DataFormat::Megatron)}, EnumName{"hdf5", u8(DataFormat::Hdf5)},
+    EnumName{"jsonl", u8(DataFormat::Jsonl)}};
 
 namespace {
 

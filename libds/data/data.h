@@ -23,7 +23,7 @@ class Objective;
 struct FileFingerprint {
   std::string name;  // for messages only: files may move
   i64 bytes = 0;
-  u64 hash = 0;  // XXH3 of the first and the last MiB
+  u64 hash = 0;  // XXH3 of the first and the last MiB, and of how the file is read where that is not plain
 };
 
 // All that the order and content of training samples depend on; a checkpoint keeps it.
@@ -42,35 +42,40 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now);
 std::string data_identity_json(const DataIdentity&);
 DataIdentity parse_data_identity(const std::string& json);
 
-// A read-only view of token files as one stream of ids; copies share the files. Files are mapped: tokens cost address
-// space, not memory; for text that is not read as bytes see token_ids.h.
+struct TokenFile;
+
+// A read-only view of data files as one stream of ids; copies share the files. Files are mapped: tokens cost address
+// space, not memory; for what a tokenizer reads see token_ids.h.
 class TokenStream {
  public:
-  // Bin: uint16, little-endian, no header (nanoGPT). Text: encoded by `tokenizer`, "bytes" or a path as of
-  // open_tokenizer, each file by itself. Auto: Bin for names in ".bin", else Text. Throws Errc::Config (cannot be
-  // opened, not a file, formats mixed), Errc::Io, Errc::Corrupt (empty, half a token at the end), and as open_tokenizer
-  // and Tokenizer::encode do.
+  // A format for all files, or Auto: of each by its name, what lies beside it, and llm.c's by its first bytes
+  // (config/data_format.h); token files of several kinds may be mixed, and so may text and JSONL. Text is encoded by
+  // `tokenizer`, "bytes" or a path as of open_tokenizer, each file by itself, with `num_threads`. Behind each text of a
+  // JSONL file comes `document_token`, or where that is negative the tokenizer's end of text, if it has one. Throws
+  // Errc::Config (cannot be opened, not a file, nothing in it, text mixed with tokens, no dataset of that name),
+  // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Unavailable (numbers that are no integers, and what else
+  // is known and not read), and as open_tokenizer and Tokenizer::encode do.
   TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer = "bytes",
-              int num_threads = 1);
+              int num_threads = 1, i64 document_token = -1);
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
   // Shrinks the view to its tokens [begin, end).
   void narrow_to(i64 begin, i64 end) noexcept;
 
-  // out = tokens [position, position + out.size()). Throws Errc::Mismatch for an id >= vocab_size, naming file and
-  // position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
+  // out = tokens [position, position + out.size()). Throws Errc::Mismatch for an id that is negative or >= vocab_size,
+  // naming file and position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
   void read(i64 position, std::span<i32> out, i64 vocab_size) const;
 
   // Reads all tokens once, unless none can be wrong, and throws as read() does.
   void check(i64 vocab_size) const;
 
+  // Of every file that was read, the index of another too.
   std::vector<FileFingerprint> fingerprints() const;
   // As DataIdentity holds it.
   const std::string& tokenizer() const noexcept { return tokenizer_; }
 
  private:
-  struct File;
-  std::vector<std::shared_ptr<const File>> files_;
+  std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
   i64 begin_ = 0, end_ = 0;
 };

@@ -12,14 +12,15 @@ namespace ds {
 
 void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   DS_CHECK(saved.files.size() == now.files.size(), Errc::Mismatch,
-           "data.train names {} files, but the run was started with {}", now.files.size(), saved.files.size());
+           "data.train has {} files, but the run was started with {}", now.files.size(), saved.files.size());
   for (size_t i = 0; i < saved.files.size(); ++i) {
     const FileFingerprint &s = saved.files[i], &n = now.files[i];
     DS_CHECK(s.bytes == n.bytes, Errc::Mismatch,
              "data file '{}' has {} bytes, but the run was started with {} bytes of '{}'", n.name, n.bytes, s.bytes,
              s.name);
     DS_CHECK(s.hash == n.hash, Errc::Mismatch,
-             "data file '{}' has other content than '{}' had when the run was started", n.name, s.name);
+             "data file '{}' has other content than '{}' had when the run was started, or is read in another way",
+             n.name, s.name);
   }
   DS_CHECK(saved.tokenizer == now.tokenizer || saved.tokenizer.empty() || now.tokenizer.empty(), Errc::Mismatch,
            "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);

@@ -10,7 +10,7 @@
 #include <cstdlib>
 #include <exception>
 #include <thread>
-#include <vector>
+#include <utility>
 
 #include "base/limits.h"
 #include "base/thread.h"
@@ -18,9 +18,11 @@
 
 namespace ds {
 
-constexpr size_t kStretchBytes = size_t{4} << 20;
-
-TokenIds::TokenIds(const Tokenizer& tokenizer) : token_bytes_(tokenizer.vocab_size() <= 65536 ? 2 : 4) {
+TokenIds::TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id)
+    : tokenizer_(tokenizer),
+      num_threads_(num_threads),
+      name_(std::move(name)),
+      token_bytes_(std::max(tokenizer.vocab_size(), largest_id + 1) <= 65536 ? 2 : 4) {
   directory_ = variables::temporary_directory();
   std::string path = directory_ + "/ds-tokens-XXXXXX";
   fd_ = ::mkostemp(path.data(), O_CLOEXEC);
@@ -34,42 +36,47 @@ TokenIds::~TokenIds() {
   ::close(fd_);
 }
 
-size_t TokenIds::append(std::string_view text, size_t at, const Tokenizer& tokenizer, int num_threads,
-                        const std::string& name) {
-  struct Stretch {
-    std::string_view text;
+size_t TokenIds::add_stretches(std::string_view text, size_t at) {
+  std::vector<std::string_view> stretches;
+  while (at < text.size() && std::ssize(stretches) < num_threads_) {
+    const size_t end = text.size() - at <= kStretchBytes ? text.size() : tokenizer_.cut_after(text, at + kStretchBytes);
+    stretches.push_back(text.substr(at, end - at));
+    at = end;
+  }
+  add_parts(stretches.size(), [&](size_t i, std::vector<i32>& ids) {
+    ids.reserve(stretches[i].size() / 3);
+    tokenizer_.encode(stretches[i], ids);
+  });
+  return at;
+}
+
+void TokenIds::add_parts(size_t num_parts, const std::function<void(size_t, std::vector<i32>&)>& encode) {
+  struct Part {
     std::vector<i32> ids;
     std::exception_ptr error;
   };
-  std::vector<Stretch> stretches;
-  while (at < text.size() && std::ssize(stretches) < num_threads) {
-    const size_t end = text.size() - at <= kStretchBytes ? text.size() : tokenizer.cut_after(text, at + kStretchBytes);
-    stretches.push_back({text.substr(at, end - at), {}, nullptr});
-    at = end;
-  }
-  const auto encode = [&](Stretch& stretch) {
+  std::vector<Part> parts(num_parts);
+  const auto run = [&](size_t i) {
     try {
-      stretch.ids.reserve(stretch.text.size() / 3);
-      tokenizer.encode(stretch.text, stretch.ids);
+      encode(i, parts[i].ids);
     } catch (...) {
-      stretch.error = std::current_exception();
+      parts[i].error = std::current_exception();
     }
   };
   {
     std::vector<std::jthread> threads;
-    for (size_t i = 1; i < stretches.size(); ++i)
-      threads.push_back(start_thread(fmt::format("thread {} of {} to tokenize {}", i + 1, stretches.size(), name),
-                                     [&, i] { encode(stretches[i]); }));
-    encode(stretches[0]);
+    for (size_t i = 1; i < parts.size(); ++i)
+      threads.push_back(start_thread(fmt::format("thread {} of {} to tokenize {}", i + 1, parts.size(), name_),
+                                     [&run, i] { run(i); }));
+    if (!parts.empty()) run(0);
   }
-  for (const Stretch& stretch : stretches) {
-    if (stretch.error) std::rethrow_exception(stretch.error);
-    write(stretch.ids, name);
+  for (const Part& part : parts) {
+    if (part.error) std::rethrow_exception(part.error);
+    write(part.ids);
   }
-  return at;
 }
 
-void TokenIds::write(std::span<const i32> ids, const std::string& name) {
+void TokenIds::write(std::span<const i32> ids) {
   std::vector<u16> narrow_ids;
   const void* data = ids.data();
   if (token_bytes_ == 2) {
@@ -82,16 +89,16 @@ void TokenIds::write(std::span<const i32> ids, const std::string& name) {
                                num_tokens_ * token_bytes_ + done);
     if (n < 0 && errno == EINTR) continue;
     DS_CHECK(n > 0, Errc::Io, "cannot write the tokens of '{}' to a temporary file in {}, which TMPDIR can move: {}",
-             name, directory_, system_reason(errno));
+             name_, directory_, system_reason(errno));
     done += n;
   }
   num_tokens_ += std::ssize(ids);
 }
 
-void TokenIds::map(const std::string& name) {
+void TokenIds::map() {
   if (num_tokens_ == 0) return;
   void* map = ::mmap(nullptr, static_cast<size_t>(num_tokens_ * token_bytes_), PROT_READ, MAP_SHARED, fd_, 0);
-  DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name, system_reason(errno));
+  DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map the tokens of '{}': {}", name_, system_reason(errno));
   data_ = static_cast<const u8*>(map);
 }
 

@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// The ids of a text, encoded once and mapped, in a temporary file without a name in TMPDIR (or /tmp): they cost disk, 2
+// The ids of texts, encoded once and mapped, in a temporary file without a name in TMPDIR (or /tmp): they cost disk, 2
 // or 4 bytes a token, and address space, but no memory, and are gone when the process is.
 
+#include <functional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "data/tokenizer.h"
 
@@ -12,33 +15,42 @@ namespace ds {
 
 class TokenIds {
  public:
-  // Encodes in stretches of a few MiB with `num_threads` threads where the tokenizer knows places to cut, else in one.
-  // `name` names the text in messages; intact() is asked before each stretch is read and may throw. Throws as
-  // Tokenizer::encode, and Errc::Io when TMPDIR is full.
-  template <class Intact>
-  TokenIds(std::string_view text, const Tokenizer& tokenizer, int num_threads, const std::string& name, Intact&& intact)
-      : TokenIds(tokenizer) {
-    for (size_t at = 0; at < text.size();) {
-      intact();
-      at = append(text, at, tokenizer, num_threads, name);
-    }
-    map(name);
-  }
+  static constexpr size_t kStretchBytes = size_t{4} << 20;  // of text that a thread encodes at a time
+
+  // `name` names the texts in messages; ids are those of the tokenizer, and at most `largest_id` besides. Throws
+  // Errc::Io, as all that writes does when TMPDIR is full.
+  TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id = 0);
   ~TokenIds();
   TokenIds(const TokenIds&) = delete;
   TokenIds& operator=(const TokenIds&) = delete;
 
+  // Appends the ids of a text, encoded in stretches by several threads where the tokenizer knows places to cut, else in
+  // one. intact() is asked before each stretch is read and may throw. Throws as Tokenizer::encode.
+  template <class Intact>
+  void add_text(std::string_view text, Intact&& intact) {
+    for (size_t at = 0; at < text.size();) {
+      intact();
+      at = add_stretches(text, at);
+    }
+  }
+  // Appends what encode(part, ids) gives for part 0, 1, .., num_parts - 1, each in a thread of its own.
+  void add_parts(size_t num_parts, const std::function<void(size_t part, std::vector<i32>& ids)>& encode);
+  // No more is to come: the ids can be read.
+  void map();
+
+  int num_threads() const noexcept { return num_threads_; }
   i64 num_tokens() const noexcept { return num_tokens_; }
   i64 token_bytes() const noexcept { return token_bytes_; }  // 2 or 4, unsigned
   const u8* data() const noexcept { return data_; }
 
  private:
-  explicit TokenIds(const Tokenizer& tokenizer);
   // One round from text[at]: a stretch per thread. Returns where the next one starts.
-  size_t append(std::string_view text, size_t at, const Tokenizer&, int num_threads, const std::string& name);
-  void write(std::span<const i32> ids, const std::string& name);
-  void map(const std::string& name);
+  size_t add_stretches(std::string_view text, size_t at);
+  void write(std::span<const i32> ids);
 
+  const Tokenizer& tokenizer_;
+  int num_threads_;
+  std::string name_;
   int fd_ = -1;
   std::string directory_;
   i64 token_bytes_, num_tokens_ = 0;

@@ -201,7 +201,9 @@ struct CudaConfig {
   std::string autotune_file;  // choices are kept here, and taken from here; empty: nowhere
 };
 
-enum class DataFormat : u8 { Auto, Text, Bin };  // Bin: nanoGPT's uint16 tokens
+// Text and Jsonl are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's, Megatron-LM's, datasets
+// of HDF5.
+enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl };
 // Masked language modelling: what trains a model that is not causal. Ids of -1 are the tokenizer's.
 struct MlmConfig {
   double probability = 0.15;  // of a position to be predicted

@@ -1,0 +1,29 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What a data file is, by its name and by what lies beside it.
+
+#include <string>
+
+#include "ds/config.h"
+
+namespace ds {
+
+// Never Auto. Bin where the name says ".bin": only the content tells nanoGPT's files from llm.c's.
+DataFormat data_format_of(const std::string& file);
+
+// Whether a tokenizer reads it: Text and Jsonl.
+constexpr bool is_text(DataFormat format) noexcept { return format == DataFormat::Text || format == DataFormat::Jsonl; }
+
+// FILE.h5:/path/to/dataset in its two parts; the second is empty where none is named.
+struct Hdf5DataName {
+  std::string file, dataset;  // the dataset without its first slash
+};
+Hdf5DataName split_hdf5_name(const std::string& name);
+
+// The two files of Megatron-LM behind PREFIX, PREFIX.bin or PREFIX.idx.
+struct MegatronNames {
+  std::string bin, idx;
+};
+MegatronNames megatron_names(const std::string& name);
+
+}  // namespace ds

@@ -1,0 +1,168 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "data/token_file.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "base/check.h"
+#include "base/limits.h"
+
+namespace ds {
+
+static_assert(std::endian::native == std::endian::little, "token files are little-endian");
+
+namespace {
+
+// Calls with a zero of the C++ type.
+template <class F>
+auto with_type(DType type, F&& f) {
+  switch (type) {
+    case DType::U8: return f(u8{});
+    case DType::I8: return f(std::int8_t{});
+    case DType::U16: return f(u16{});
+    case DType::I16: return f(std::int16_t{});
+    case DType::U32: return f(u32{});
+    case DType::I32: return f(i32{});
+    case DType::U64: return f(u64{});
+    case DType::I64: return f(i64{});
+    default: throw Error(Errc::Internal, fmt::format("tokens of {}", dtype_name(type)));
+  }
+}
+
+template <class Token>
+Token load(const u8* from) noexcept {
+  Token token;
+  std::memcpy(&token, from, sizeof token);
+  return token;
+}
+
+template <class Token>
+bool in_vocabulary(Token smallest, Token largest, i64 vocab_size) noexcept {
+  return !std::cmp_less(smallest, 0) && std::cmp_less(largest, vocab_size);
+}
+
+}  // namespace
+
+MappedFile::MappedFile(const std::string& path) : path_(path) {
+  fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a pipe would wait for its writer
+  DS_CHECK(fd_ >= 0, Errc::Config, "cannot open data file '{}': {}", path, system_reason(errno));
+  try {
+    struct stat status {};
+    DS_CHECK(::fstat(fd_, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path, system_reason(errno));
+    DS_CHECK(S_ISREG(status.st_mode), Errc::Config, "data file '{}' is not a regular file", path);
+    bytes_ = status.st_size;
+    DS_CHECK(bytes_ > 0, Errc::Config, "data file '{}' is empty", path);
+    void* map = ::mmap(nullptr, static_cast<size_t>(bytes_), PROT_READ, MAP_SHARED, fd_, 0);
+    DS_CHECK(map != MAP_FAILED, Errc::Io, "cannot map data file '{}': {}", path, system_reason(errno));
+    data_ = static_cast<const u8*>(map);
+  } catch (...) {
+    ::close(fd_);
+    throw;
+  }
+}
+
+MappedFile::~MappedFile() {
+  ::munmap(const_cast<u8*>(data_), static_cast<size_t>(bytes_));
+  ::close(fd_);
+}
+
+void MappedFile::check_size() const {
+  struct stat status {};
+  DS_CHECK(::fstat(fd_, &status) == 0, Errc::Io, "cannot read data file '{}': {}", path_, system_reason(errno));
+  DS_CHECK(status.st_size >= bytes_, Errc::Corrupt, "data file '{}' shrank from {} to {} bytes while in use", path_,
+           bytes_, static_cast<i64>(status.st_size));
+}
+
+FileFingerprint MappedFile::fingerprint() const {
+  constexpr i64 kEnd = i64{1} << 20;
+  check_size();
+  const i64 n = std::min(bytes_, kEnd);
+  const XXH64_hash_t head = XXH3_64bits(data_, static_cast<size_t>(n));
+  return {path_, bytes_, XXH3_64bits_withSeed(data_ + (bytes_ - n), static_cast<size_t>(n), head)};
+}
+
+void TokenFile::view_ids() {
+  DS_CHECK(ids->num_tokens() > 0, Errc::Config, "data file '{}': its text has no tokens", name);
+  view = {ids->data(), ids->token_bytes() == 2 ? DType::U16 : DType::U32, ids->num_tokens()};
+}
+
+void TokenFile::read(i64 begin, std::span<i32> out, i64 vocab_size) const {
+  mapped.front()->check_size();
+  const i64 bad = with_type(view.type, [&]<class Token>(Token) -> i64 {
+    const u8* from = view.data + begin * static_cast<i64>(sizeof(Token));
+    Token smallest = 0, largest = 0;
+    for (size_t i = 0; i < out.size(); ++i) {
+      const Token token = load<Token>(from + sizeof(Token) * i);
+      smallest = std::min(smallest, token);
+      largest = std::max(largest, token);
+      out[i] = static_cast<i32>(token);
+    }
+    if (in_vocabulary(smallest, largest, vocab_size)) [[likely]]
+      return -1;
+    i64 i = 0;
+    for (Token token = load<Token>(from); in_vocabulary(token, token, vocab_size); token = load<Token>(from)) {
+      ++i;
+      from += sizeof(Token);
+    }
+    return i;
+  });
+  if (bad >= 0) refuse(begin + bad, vocab_size);
+}
+
+void TokenFile::check(i64 begin, i64 end, i64 vocab_size) const {
+  constexpr i64 kChunk = i64{1} << 20;
+  with_type(view.type, [&]<class Token>(Token) {
+    if (std::is_unsigned_v<Token> && std::cmp_less(std::numeric_limits<Token>::max(), vocab_size)) return;
+    for (i64 at = begin; at < end; at += kChunk) {
+      mapped.front()->check_size();
+      const i64 n = std::min(kChunk, end - at);
+      const u8* from = view.data + at * static_cast<i64>(sizeof(Token));
+      Token smallest = 0, largest = 0;
+      for (i64 i = 0; i < n; ++i) {
+        const Token token = load<Token>(from + static_cast<i64>(sizeof(Token)) * i);
+        smallest = std::min(smallest, token);
+        largest = std::max(largest, token);
+      }
+      if (in_vocabulary(smallest, largest, vocab_size)) [[likely]]
+        continue;
+      for (i64 i = 0; i < n; ++i) {
+        const Token token = load<Token>(from + static_cast<i64>(sizeof(Token)) * i);
+        if (!in_vocabulary(token, token, vocab_size)) refuse(at + i, vocab_size);
+      }
+    }
+  });
+}
+
+void TokenFile::refuse(i64 position, i64 vocab_size) const {
+  const u8* at = view.data + position * dtype_bytes(view.type);
+  const auto [token, is_negative] = with_type(view.type, [&]<class Token>(Token) {
+    const Token t = load<Token>(at);
+    return std::pair(fmt::to_string(t), std::cmp_less(t, 0));
+  });
+  const std::string why =
+      is_negative ? "is negative" : fmt::format("is outside the model's vocabulary of {}", vocab_size);
+  if (ids)
+    throw Error(Errc::Mismatch, fmt::format("data file '{}': its token {} has the id {} by data.tokenizer, which {}",
+                                            name, position, token, why));
+  const u8* first = copied.empty() ? mapped.front()->data() : view.data;
+  throw Error(Errc::Mismatch, fmt::format("data file '{}': token {} at position {} (byte {}) {}", name, token, position,
+                                          at - first, why));
+}
+
+std::vector<FileFingerprint> TokenFile::fingerprints() const {
+  std::vector<FileFingerprint> all;
+  for (const auto& file : mapped) all.push_back(file->fingerprint());
+  if (!reading.empty()) all.front().hash = XXH3_64bits_withSeed(reading.data(), reading.size(), all.front().hash);
+  return all;
+}
+
+}  // namespace ds

@@ -1,0 +1,72 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ds-train on the data files of others: the same tokens give the same losses, whatever holds them; resuming, refusals.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+# One stream of tokens (the bytes of the text) in every format.
+setup() {
+  tiny_setup
+  python3 - <<'PY'
+import json, struct
+text = open("text.txt", "rb").read()[:9000].decode().encode("ascii", "replace")
+open("cut.txt", "wb").write(text)
+u16 = b"".join(struct.pack("<H", c) for c in text)
+open("nano.bin", "wb").write(u16)
+open("llmc.bin", "wb").write(struct.pack("<256i", 20240520, 1, len(text), *[0] * 253) + u16)
+open("meg.bin", "wb").write(b"".join(struct.pack("<i", c) for c in text))
+cuts = [0, 1000, 1001, 5000, len(text)]
+lengths = [b - a for a, b in zip(cuts, cuts[1:])]
+open("meg.idx", "wb").write(b"MMIDIDX\0\0" + struct.pack("<QBQQ", 1, 4, 4, 3) + struct.pack("<4i", *lengths) +
+                            struct.pack("<4q", *[4 * c for c in cuts[:-1]]) + struct.pack("<3q", 0, 1, 4))
+with open("lines.jsonl", "w") as f:
+    for begin in range(0, len(text), 700):
+        f.write(json.dumps({"id": begin, "text": text[begin : begin + 700].decode()}) + "\n")
+PY
+}
+
+# The tensors of a run, without the header that tells of its data.
+tensors() {
+  merged "$1" "$1.safetensors" >/dev/null
+  python3 -c 'import struct, sys
+f = open(sys.argv[1], "rb")
+f.seek(struct.unpack("<Q", f.read(8))[0], 1)
+sys.stdout.buffer.write(f.read())' "$1.safetensors"
+}
+
+@test "the same tokens train alike, whatever file holds them, and resume bit for bit" {
+  ds-train cfg.json --out want --quiet --set data.train=cut.txt
+  tensors want >want.tensors
+  for file in nano.bin llmc.bin meg meg.idx lines.jsonl; do
+    rm -rf got
+    ds-launch -n 2 ds-train cfg.json --out got --quiet --set data.train=$file --steps 5
+    ds-train cfg.json --out got --quiet --set data.train=$file --resume latest
+    diff <(losses want) <(losses got)
+    tensors got >got.tensors
+    cmp want.tensors got.tensors
+  done
+  run -3 ds-train cfg.json --out got --quiet --set data.train=nano.bin --steps 14 --resume latest # was lines.jsonl
+}
+
+@test "a run goes on with the same index and the same reading only" {
+  ds-train cfg.json --out run --quiet --set data.train=meg --steps 2
+  run -3 ds-train cfg.json --out run --set data.train=meg.bin --set data.format=bin --resume latest
+  assert_output --partial "data.train has 1 files, but the run was started with 2"
+  printf '\2' | dd of=meg.idx bs=1 seek=$((34 + 4 * 12 + 8)) conv=notrunc status=none # documents of 2 and 2 sequences
+  run -3 ds-train cfg.json --out run --set data.train=meg --resume latest
+  assert_output --partial "meg.idx' has other content"
+}
+
+@test "what is wrong with a data file is told before the run" {
+  head -c 1500 llmc.bin >short.bin
+  refused 3 "short.bin' begins with llm.c's magic number" --set data.train=short.bin
+  printf '\377\377\377\377' | dd of=meg.idx bs=1 seek=38 conv=notrunc status=none
+  refused 3 "index 'meg.idx': sequence 1 has -1 tokens" --set data.train=meg
+  printf '{"text": "good"}\n{"txt": "bad"}\n' >bad.jsonl
+  refused 3 "bad.jsonl:2: the object has no member \"text\"" --set data.train=bad.jsonl
+  refused 2 "mix tokens and text" --set data.train='["nano.bin", "lines.jsonl"]'
+  refused 2 "has several datasets" --set data.train="$DS_SOURCE/tests/golden/data/several.h5"
+  refused 4 "h5repack" --set data.train="$DS_SOURCE/tests/golden/data/chunked.h5"
+}
