@@ -43,23 +43,100 @@ setup() {
   assert_equal "$(cat "$BATS_TEST_TMPDIR/text")" mine
 }
 
-@test "plot-loss draws a falling curve" {
+# The metrics of a run of 8 steps: DIRECTORY, what its losses have behind the point.
+metrics() {
+  mkdir -p "$1"
   for step in 1 2 3 4 5 6 7 8; do
-    echo "{\"type\":\"step\",\"step\":$step,\"loss\":$((9 - step)).5,\"grad_norm\":1e-3}"
-  done >"$BATS_TEST_TMPDIR/metrics.jsonl"
-  echo '{"type":"eval","step":8,"val_loss":2.5}' >>"$BATS_TEST_TMPDIR/metrics.jsonl"
-  run -0 "$DS_SOURCE/scripts/plot-loss" "$BATS_TEST_TMPDIR/metrics.jsonl"
-  assert_line --index 0 --regexp '^ +8\.500 \|o$'
-  assert_line --index 17 --regexp '^ +1\.500 \| {71}o$'
-  assert_line --index 15 --regexp '^ +2\.324 \|.* x$'
-  assert_output --partial 'training loss 8.500 -> 1.500; validation loss 2.500 -> 2.500'
+    echo "{\"type\":\"step\",\"step\":$step,\"loss\":$((9 - step)).$2,\"grad_norm\":null,\"lr\":${step}e-4,\"tokens_per_s\":100$step.5}"
+  done >"$1/metrics.jsonl"
+  echo '{"type":"eval","step":8,"val_loss":2.5}' >>"$1/metrics.jsonl"
 }
 
-@test "plot-loss refuses what it cannot draw" {
-  echo '{"type":"event"}' >"$BATS_TEST_TMPDIR/metrics.jsonl"
-  run -1 "$DS_SOURCE/scripts/plot-loss" "$BATS_TEST_TMPDIR/metrics.jsonl"
-  assert_output --partial 'no steps in'
-  run -2 "$DS_SOURCE/scripts/plot-loss"
+@test "plot draws a falling curve" {
+  metrics "$BATS_TEST_TMPDIR" 5
+  for run in "$BATS_TEST_TMPDIR/metrics.jsonl" "$BATS_TEST_TMPDIR"; do
+    run -0 "$DS_SOURCE/scripts/plot" "$run"
+    assert_line --index 0 --regexp '^ +8\.500 \|o$'
+    assert_line --index 17 --regexp '^ +1\.500 \| {71}o$'
+    assert_line --index 15 --regexp '^ +2\.324 \|.* x$'
+    assert_line --index 20 'training loss 8.500 -> 1.500; validation loss 2.500 -> 2.500'
+    assert_equal "${#lines[@]}" 21
+  done
+}
+
+@test "plot draws several runs and other curves" {
+  cd "$BATS_TEST_TMPDIR"
+  metrics one 5
+  metrics two 25
+  run -0 "$DS_SOURCE/scripts/plot" one two --what loss,lr
+  assert_line --index 0 --regexp '^ +8\.500 \|a$'
+  assert_line --index 17 --regexp '^ +1\.250 \| {71}b$'
+  assert_line 'a: training loss 8.500 -> 1.500; validation loss 2.500 -> 2.500'
+  assert_line 'b: training loss 8.250 -> 1.250; validation loss 2.500 -> 2.500'
+  assert_line 'b: lr 0.0001 -> 0.0008'
+  assert_line --index $((${#lines[@]} - 1)) 'b = two'
+  run -1 "$DS_SOURCE/scripts/plot" --what grad_norm one
+  assert_output 'plot: no grad_norm to draw'
+}
+
+@test "plot refuses what it cannot draw" {
+  cd "$BATS_TEST_TMPDIR"
+  metrics good 5
+  echo '{"type":"event"}' >metrics.jsonl
+  run -1 "$DS_SOURCE/scripts/plot" good metrics.jsonl
+  assert_output 'plot: no steps in metrics.jsonl'
+  : >empty.jsonl
+  run -1 "$DS_SOURCE/scripts/plot" empty.jsonl good
+  assert_output 'plot: no steps in empty.jsonl'
+  run -2 "$DS_SOURCE/scripts/plot"
+  assert_output --partial 'usage: scripts/plot'
+  run -0 "$DS_SOURCE/scripts/plot" --help
+  assert_output --partial 'usage: scripts/plot'
+  run -2 "$DS_SOURCE/scripts/plot" good none
+  assert_output 'plot: none: no such file'
+  run -2 "$DS_SOURCE/scripts/plot" --what speed good
+  assert_output --partial "no curve 'speed'"
+  run -2 "$DS_SOURCE/scripts/plot" --colour good
+  assert_output --partial "no option '--colour'"
+  run -2 "$DS_SOURCE/scripts/plot" -o loss.pdf good
+  assert_output --partial 'pictures are .svg or .png'
+  run -2 "$DS_SOURCE/scripts/plot" good -o
+  assert_output --partial '-o needs a value'
+}
+
+# The program's words are looked at, for it is no package that tests need; where it is there, it draws.
+@test "plot has gnuplot draw pictures" {
+  cd "$BATS_TEST_TMPDIR"
+  metrics one 5
+  metrics "it's two" 25
+  mkdir bin
+  cat >bin/gnuplot <<'SH'
+#!/bin/sh
+cat >words
+sed -n "s/^set output '\(.*\)'$/\1/p" words >name
+echo picture >"$(cat name)"
+SH
+  chmod +x bin/gnuplot
+  PATH=$PWD/bin:$PATH run -0 "$DS_SOURCE/scripts/plot" -o curves.svg one "it's two"
+  assert_output ''
+  assert_equal "$(cat curves.svg)" picture
+  assert [ -z "$(find . -name '.plot-*')" ]
+  run cat words
+  assert_line --partial 'set terminal svg size 900,900' # there is no norm to draw
+  assert_line --partial "\$loss_0 using 1:2 with lines lc 1 title 'one', \$val_loss_0 using 1:2 with points"
+  assert_line --partial "\$loss_1 using 1:2 with lines lc 2 title 'it''s two'"
+  assert_line '8 0.00080000000000000004'
+  printf '#!/bin/sh\ncat >/dev/null\nexit 3\n' >bin/gnuplot
+  PATH=$PWD/bin:$PATH run -1 "$DS_SOURCE/scripts/plot" -o curves.png one
+  assert_output 'plot: gnuplot has failed'
+  assert [ ! -e curves.png -a -z "$(find . -name '.plot-*')" ]
+  if command -v gnuplot >/dev/null; then
+    run -0 "$DS_SOURCE/scripts/plot" -o curves.svg one "it's two"
+    grep -q '</svg>' curves.svg
+  else
+    run -4 "$DS_SOURCE/scripts/plot" -o curves.svg one
+    assert_output --partial 'curves.svg: pictures need gnuplot'
+  fi
 }
 
 @test "the configurations of the repository are valid" {
