@@ -79,6 +79,7 @@ int train(ds::TrainingRun& run, const ds::Config& config, Output& out) {
     hooks.on_eval = [&](ds::i64 step, double loss) {
       if (out.json()) out.document({{"type", "eval"}, {"step", step}, {"val_loss", loss}}, true);
     };
+    hooks.on_report = ds::tools::report_note;
     result = run.train(hooks);
   }
   if (result.stop_signal != 0) {

@@ -8,6 +8,7 @@
 #include <exception>
 
 #include "base/as_error.h"
+#include "base/clock.h"
 #include "base/thread.h"
 #include "comm/copy_bytes.h"
 #include "comm/staging_size.h"
@@ -127,6 +128,7 @@ AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int siz
       of_group_(membership.name.empty() ? "" : fmt::format(" of group \"{}\"", membership.name)),
       timeout_s_(options.timeout_s),
       progress_thread_(options.progress_thread),
+      times_calls_(options.time_calls),
       ops_(table_of(options)),
       uncaught_at_birth_(std::uncaught_exceptions()),
       fold_sources_(static_cast<size_t>(size)),
@@ -159,6 +161,7 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
     settle(failure);
     op.failure = world_.failure_.get();
   };
+  const Clock::time_point start = times_calls_ ? Clock::now() : Clock::time_point();
   try {
     throw_if_failed();
     if (!at_once) {
@@ -166,6 +169,7 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
     } else if (!transmit_at_once(op, op.peer)) {
       return false;
     }
+    if (times_calls_) count_time(op.tag, seconds_since(start));
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {

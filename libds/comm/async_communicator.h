@@ -196,6 +196,7 @@ class AsyncCommunicator : public BaseCommunicator {
   const std::string of_group_;
   const double timeout_s_;
   const bool progress_thread_;
+  const bool times_calls_;
   const OpTable& ops_;
   const int uncaught_at_birth_;
 

@@ -132,6 +132,11 @@ Operation BaseCommunicator::make_operation(OpKind kind, std::string_view tag, i6
   return op;
 }
 
+void BaseCommunicator::count_time(std::string_view tag, double seconds) {
+  const std::lock_guard lock(mutex_);
+  if (const auto count = counts_.find(tag); count != counts_.end()) count->second.seconds += seconds;
+}
+
 Ticket BaseCommunicator::reduce_scatter(std::span<const ReduceScatterSegment> segments, DType wire, bool accumulate,
                                         std::string_view tag) {
   DS_ASSERT(wire == DType::F32 || wire == DType::BF16 || wire == DType::F16);

@@ -140,6 +140,7 @@ class BaseCommunicator : public Communicator {
 
   // Carries the operation out, or sees to it; throws what has failed before.
   virtual Ticket submit(Operation&& operation) = 0;
+  void count_time(std::string_view tag, double seconds);
   // Counts the call.
   Operation make_operation(OpKind kind, std::string_view tag, i64 sent_bytes);
   CallInfo call_info(const Operation&, u64 number) const noexcept;

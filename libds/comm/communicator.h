@@ -84,6 +84,8 @@ class Ticket {
 struct CommCount {
   i64 calls = 0;
   i64 bytes = 0;  // sent by this rank
+  // For which they were under way, with the time that peers let wait; 0: not known (CommOptions::time_calls).
+  double seconds = 0;
 };
 
 struct CommOptions;
@@ -164,6 +166,7 @@ class Communicator {
 struct CommOptions {
   double timeout_s = 300;        // a peer absent for longer is an error
   bool progress_thread = true;   // false: operations but send run inside the call (overlap_comm off)
+  bool time_calls = false;       // of communicators over host memory: the others do not know when theirs end
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
   Device* device = nullptr;      // of the three communicators over device memory
 };

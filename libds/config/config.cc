@@ -290,6 +290,20 @@ void check_run(const Config& c, i64 world, ConfigUse use, const ConfigText& text
   demand("model", text.root().contains("model"), "{\"path\": ...}, or {\"type\": ...} with sizes");
 }
 
+// In DeepSpeed the section alone turns on what logs communication; we let it say that it is off.
+void resolve_monitors(Config& c, const ConfigText& text, Reader& r) {
+  if (const auto section = text.root().find("comms_logger");
+      section != text.root().end() && section->is_object() && !r.given("comms_logger.enabled"))
+    c.comms_logger.enabled = true;
+  if (c.comms_logger.enabled && !c.comms_logger.prof_all && c.comms_logger.prof_ops.empty() &&
+      !r.any_broken({"comms_logger.prof_all", "comms_logger.prof_ops"}))
+    r.error("comms_logger.prof_ops", "names no operation, and comms_logger.prof_all is false");
+  if (c.flops_profiler.enabled && c.steps > 0 && c.flops_profiler.profile_step > c.steps &&
+      !r.any_broken({"steps", "flops_profiler.profile_step"}))
+    r.warning("flops_profiler.profile_step",
+              fmt::format("the run has {} steps: step {} is not reported", c.steps, c.flops_profiler.profile_step));
+}
+
 bool has_error(std::span<const Diagnostic> diagnostics) {
   return std::any_of(diagnostics.begin(), diagnostics.end(),
                      [](const Diagnostic& d) { return d.severity == Severity::Error; });
@@ -315,6 +329,13 @@ bool applies(const Config& c, std::string_view path) {
   if (path.starts_with("zero_optimization.offload_param.")) return c.zero.offload_param.device != OffloadDevice::None;
   if (constexpr std::string_view kSparse = "sparse_attention."; path.starts_with(kSparse))
     return sparse_attention_takes(c.sparse_attention.mode, path.substr(kSparse.size()));
+  if (!path.ends_with(".enabled")) {
+    if (path.starts_with("tensorboard.")) return c.tensorboard.enabled;
+    if (path.starts_with("csv_monitor.")) return c.csv_monitor.enabled;
+    if (path.starts_with("comms_logger.")) return c.comms_logger.enabled;
+    if (path.starts_with("flops_profiler.")) return c.flops_profiler.enabled;
+  }
+  if (path.starts_with("prometheus.")) return !c.prometheus.file.empty();
   if (path == "activation_checkpointing.buffer_count") return !c.activation_checkpointing.nvme_path.empty();
   if (path.starts_with("activation_checkpointing.") && !path.ends_with("granularity"))
     return c.activation_checkpointing.granularity == CheckpointGranularity::Layer;
@@ -386,6 +407,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   check_size(c, model_is_sound, r);
   check_parallel(c, model_is_sound, use, r);
   check_run(c, world_size, use, text, r);
+  resolve_monitors(c, text, r);
   return result;
 }
 

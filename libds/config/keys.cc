@@ -140,6 +140,12 @@ constexpr bool kAuto = true;  // "auto" is taken; so is null
 constexpr Key effect(std::string_view path, Slot (*slot)(void*), Range range = {}, bool automatic = false) {
   return {.path = path, .slot = slot, .range = range, .takes_auto = automatic, .takes_null = automatic};
 }
+// A place where something is written; what DeepSpeed has for none is none.
+constexpr Key place(std::string_view path, Slot (*slot)(void*)) {
+  Key key = effect(path, slot, {}, kAuto);
+  key.takes_empty = true;
+  return key;
+}
 constexpr Key not_yet(std::string_view path, std::string_view values, std::string_view note = {}) {
   return {.path = path, .kind = KeyKind::NotYet, .values = values, .note = note};
 }
@@ -323,7 +329,7 @@ constexpr Key kKeys[] = {
 
     // Reduction of gradients.
     effect("communication_data_type", slot_of<&C::communication_data_type>, {}, kAuto),
-    not_yet("seq_parallel_communication_data_type", R"(["fp32"])"),
+    harmless("seq_parallel_communication_data_type", R"(["fp32"])", "gradients of all ranks are summed together, and communication_data_type says in what they travel"),
     harmless("prescale_gradients", "[false]", "gradients are summed in fp32, and the mean is taken once, after the sum"),
     harmless("gradient_predivide_factor", "[1]", "gradients are summed in fp32, and the mean is taken once, after the sum"),
     effect("gradient_allreduce_op", slot_of<&C::gradient_reduce>),
@@ -414,20 +420,32 @@ constexpr Key kKeys[] = {
 
     // Reports.
     effect("steps_per_print", slot_of<&C::steps_per_print>, kSomeLimit, kAuto),
-    harmless("wall_clock_breakdown", "[false]", "there is no such report yet; metrics.jsonl has the time of every step"),
+    effect("wall_clock_breakdown", slot_of<&C::wall_clock_breakdown>, {}, kAuto),
     harmless("memory_breakdown", "[false]", "metrics.jsonl has the memory of every step by tag"),
     harmless("dump_state", "[false]", "ds-train --check prints the resolved configuration"),
     harmless("log_level", "[null]", "messages have no levels"),
     harmless("timers.throughput.enabled", "[true]", "metrics.jsonl has the throughput of every step"),
     harmless("timers.throughput.synchronized", "[true]", "a step ends when its numbers are known"),
-    harmless_section("flops_profiler", "enabled", "[false]",
-                     "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-                     "there is no such report yet; metrics.jsonl has the model's FLOP/s of every step (mfu)"),
-    // In DeepSpeed the section alone turns it on.
-    {.path = "comms_logger", .kind = KeyKind::NotYetSection, .name = "enabled", .values = "[false]",
-     .members = "enabled verbose prof_all debug prof_ops"},
-    not_yet_section("tensorboard", "enabled", "[false]", "enabled output_path job_name"),
-    not_yet_section("csv_monitor", "enabled", "[false]", "enabled output_path job_name"),
+    effect("flops_profiler.enabled", slot_of<&C::flops_profiler, &FlopsProfilerConfig::enabled>),
+    effect("flops_profiler.profile_step", slot_of<&C::flops_profiler, &FlopsProfilerConfig::profile_step>, kPositive),
+    effect("flops_profiler.detailed", slot_of<&C::flops_profiler, &FlopsProfilerConfig::detailed>),
+    place("flops_profiler.output_file", slot_of<&C::flops_profiler, &FlopsProfilerConfig::output_file>),
+    harmless("flops_profiler.module_depth", "[-1]", "the report is by operation and pass, whatever layers they are of"),
+    harmless("flops_profiler.top_modules", "[1]", "the report is by operation and pass, whatever layers they are of"),
+    harmless("flops_profiler.recompute_fwd_factor", "[0]", "what is computed again is counted, not estimated"),
+    effect("comms_logger.enabled", slot_of<&C::comms_logger, &CommsLoggerConfig::enabled>),
+    effect("comms_logger.verbose", slot_of<&C::comms_logger, &CommsLoggerConfig::verbose>),
+    effect("comms_logger.prof_all", slot_of<&C::comms_logger, &CommsLoggerConfig::prof_all>),
+    effect("comms_logger.prof_ops", slot_of<&C::comms_logger, &CommsLoggerConfig::prof_ops>),
+    harmless("comms_logger.debug", "[false]", "operations are always named by who calls them: dp, tp, sp, pp"),
+    effect("tensorboard.enabled", slot_of<&C::tensorboard, &MonitorConfig::enabled>),
+    place("tensorboard.output_path", slot_of<&C::tensorboard, &MonitorConfig::output_path>),
+    effect("tensorboard.job_name", slot_of<&C::tensorboard, &MonitorConfig::job_name>),
+    effect("csv_monitor.enabled", slot_of<&C::csv_monitor, &MonitorConfig::enabled>),
+    place("csv_monitor.output_path", slot_of<&C::csv_monitor, &MonitorConfig::output_path>),
+    effect("csv_monitor.job_name", slot_of<&C::csv_monitor, &MonitorConfig::job_name>),
+    effect("prometheus.file", slot_of<&C::prometheus, &PrometheusConfig::file>),
+    effect("prometheus.job_name", slot_of<&C::prometheus, &PrometheusConfig::job_name>),
     harmless_section("wandb", "enabled", "[false]", "enabled group team project",
                      "only its own Python library writes its files; metrics.jsonl has the same numbers"),
     harmless_section("comet", "enabled", "[false]",

@@ -67,6 +67,7 @@ struct Key {
   Range range = {};
   bool takes_auto = false;        // "auto" leaves the default
   bool takes_null = false;        // null leaves the default
+  bool takes_empty = false;       // likewise ""
   bool harmless = false;          // NotYet, NotYetSection: what does not pass is a warning, for no number depends on it
   std::string_view name = {};     // Alias, Deprecated: the target path; NotYetSection: the switch
   std::string_view values = {};   // JSON array

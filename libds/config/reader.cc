@@ -574,7 +574,7 @@ void Reader::store(const Key& key, const Json& value, const std::string& typed) 
   const auto fail = [&](std::string message, Errc code = Errc::Config) {
     report(Severity::Error, code, key.path, typed, std::move(message));
   };
-  if (value.is_null() && key.takes_null) return;
+  if ((value.is_null() && key.takes_null) || (value == "" && key.takes_empty)) return;
   if ((key.takes_auto || is_lax(key.path)) && value == "auto") {
     automatic_.emplace(key.path);
     return;

@@ -49,7 +49,9 @@ bool fits_shared_memory(Plans& plans, const RankInfo& ranks, SharedFile& told, s
 // Over host memory. told: of shm_free_bytes.
 std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool with_gpu, SharedFile& told) {
   const Config& config = plans.config();
-  const CommOptions options{.timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm};
+  const CommOptions options{.timeout_s = config.communication.timeout_s,
+                            .progress_thread = config.zero.overlap_comm,
+                            .time_calls = config.comms_logger.enabled};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
   const bool chosen = backend != CommBackend::Auto;
@@ -215,8 +217,10 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
   const Config& config = plans.config();
   SharedFile told;
   std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told);
-  const CommOptions options{
-      .timeout_s = config.communication.timeout_s, .progress_thread = config.zero.overlap_comm, .device = &device};
+  const CommOptions options{.timeout_s = config.communication.timeout_s,
+                            .progress_thread = config.zero.overlap_comm,
+                            .time_calls = config.comms_logger.enabled,
+                            .device = &device};
   Mesh::OverDevice over_device;
   try {
     i64 gpus = device.is_host() ? 0 : 1;

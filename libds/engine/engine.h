@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "device/device.h"
+#include "ds/step_record.h"
 #include "mesh/mesh.h"
 #include "model/models.h"
 #include "optim/lr_schedule.h"
@@ -28,13 +29,14 @@ struct StepBatch {
 };
 
 struct StepReport {
-  i64 step = 0;           // from 1
-  double loss = 0;        // mean over micro-batches and ranks ("token": over valid tokens)
-  double grad_norm = 0;   // global, unscaled, before clipping; infinite or NaN when skipped
-  double lr = 0;          // of this step's update
-  double loss_scale = 1;  // used by this step
-  bool skipped = false;   // non-finite gradients: nothing was changed
-  i64 tokens = 0;         // over all ranks
+  i64 step = 0;                        // from 1
+  double loss = 0;                     // mean over micro-batches and ranks ("token": over valid tokens)
+  double grad_norm = 0;                // global, unscaled, before clipping; infinite or NaN when skipped
+  double lr = 0;                       // of this step's update
+  double loss_scale = 1;               // used by this step
+  bool skipped = false;                // non-finite gradients: nothing was changed
+  i64 tokens = 0;                      // over all ranks
+  std::optional<PhaseTimes> phases{};  // if time_phases() asks for them
 };
 
 struct Progress {
@@ -69,6 +71,8 @@ class Engine {
   void set_weights(const ValueSource& values);
 
   StepReport train_step(const StepBatch& batch);
+  // Whether the steps from now on time their phases, at whose borders the host then waits for the device.
+  void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
 
   // Mean loss over `batches` micro-batches per rank; NaN if one token's is not finite. next() fills ids and targets
   // [B,T], or says false, alike on all ranks: then nothing is returned. Collective.
@@ -169,6 +173,7 @@ class Engine {
   std::vector<i64> valid_tokens_;  // per micro-batch, of whole sequences
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
+  bool times_phases_ = false;
 };
 
 }  // namespace ds::engine

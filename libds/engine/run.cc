@@ -131,6 +131,7 @@ void TrainingRun::State::open() {
   step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
+  if (trains(config.use) && is_root()) monitor::Monitors::check(config, options.out_dir);
   // Before anything else is there: the product that measures the device has memory of its own for its time.
   if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
@@ -464,12 +465,26 @@ CheckpointMeta TrainingRun::State::meta() const {
 void TrainingRun::State::append(const Json& line) {
   if (!directory) return;
   directory->check_ours();
+  tell([&] { directory->append_metrics(line); }, lines_lost);
+}
+
+void TrainingRun::State::tell(const std::function<void()>& write, bool& said) {
   try {
-    directory->append_metrics(line);
+    write();
   } catch (const Error& e) {
     if (config.save.on_error == SaveFailure::Stop) throw;
-    if (!std::exchange(lines_lost, true)) log_message(LogLevel::Warning, e.what());
+    if (!std::exchange(said, true)) log_message(LogLevel::Warning, e.what());
   }
+}
+
+void TrainingRun::State::record_step(const StepRecord& taken) {
+  append(engine::step_line(taken));
+  tell([&] { monitors.step(taken); }, monitors_lost);
+}
+
+void TrainingRun::State::record_validation(i64 step, double loss) {
+  append({{"type", "eval"}, {"step", step}, {"val_loss", loss}});
+  tell([&] { monitors.validation(step, loss); }, monitors_lost);
 }
 
 void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOptions& options) {
@@ -487,6 +502,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     engine::RunDirectory::check_free(options.out_dir);
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
+  if (trains(config.use)) monitor::Monitors::check(config, options.out_dir);
   if (!s.step_dir.empty()) {
     const engine::ParamTable table = engine::make_param_table(config, model, plan);
     const CheckpointMeta meta =

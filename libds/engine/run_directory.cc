@@ -116,10 +116,7 @@ RunDirectory::RunDirectory(std::string path, const std::string& resume, const st
   }
 }
 
-RunDirectory::~RunDirectory() {
-  if (metrics_fd_ >= 0) close(metrics_fd_);
-  unlock();
-}
+RunDirectory::~RunDirectory() { unlock(); }
 
 void RunDirectory::lock() {
   const std::string name = path_ + "/" + kLockName;
@@ -193,25 +190,8 @@ RunDirectory::Kept RunDirectory::cut_metrics(i64 step) {
 
 void RunDirectory::append_metrics(const Json& line) {
   check_ours();
-  if (metrics_fd_ < 0) {
-    metrics_fd_ = open(metrics_path().c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0644);
-    DS_CHECK(metrics_fd_ >= 0, Errc::Io, "cannot open {}: {}", metrics_path(), system_reason(errno));
-  }
-  const std::string text = line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n";
-  const off_t end = lseek(metrics_fd_, 0, SEEK_END);
-  for (size_t done = 0; done < text.size();) {
-    const ssize_t n = write(metrics_fd_, text.data() + done, text.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n > 0) {
-      done += static_cast<size_t>(n);
-      continue;
-    }
-    const int error = n == 0 ? ENOSPC : errno;
-    // What is there of the line would join with the next one.
-    const bool cut = done == 0 || ftruncate(metrics_fd_, end) == 0;
-    throw Error(Errc::Io, fmt::format("cannot write {}: {}{}", metrics_path(), system_reason(error),
-                                      cut ? "" : "; its last line is torn"));
-  }
+  if (!metrics_) metrics_.emplace(metrics_path());
+  metrics_->append(line.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
 }  // namespace ds::engine

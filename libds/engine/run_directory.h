@@ -3,8 +3,10 @@
 // The run directory as rank 0 owns it: one run at a time (a lock that dies with the process), metrics.jsonl,
 // config.json.
 
+#include <optional>
 #include <string>
 
+#include "base/appended_file.h"
 #include "base/json.h"
 #include "checkpoint/run_names.h"
 
@@ -46,7 +48,7 @@ class RunDirectory {
   std::string metrics_path() const { return path_ + "/" + kMetricsName; }
   std::string path_;
   int lock_fd_ = -1;
-  int metrics_fd_ = -1;
+  std::optional<AppendedFile> metrics_;
 };
 
 }  // namespace ds::engine

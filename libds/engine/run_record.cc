@@ -88,6 +88,9 @@ Config with_absolute_paths(Config config) {
   complete(config.zero.offload_optimizer.nvme_path);
   complete(config.zero.offload_param.nvme_path);
   complete(config.activation_checkpointing.nvme_path);
+  for (std::string* file : {&config.tensorboard.output_path, &config.csv_monitor.output_path, &config.prometheus.file,
+                            &config.flops_profiler.output_file})
+    complete(*file);
   if (config.data.tokenizer != "bytes") complete(config.data.tokenizer);
   return config;
 }
@@ -116,6 +119,11 @@ Json step_line(const StepRecord& r) {
                {step_field::kMfu, r.mfu},
                {step_field::kMemoryBytes, r.memory_bytes},
                {step_field::kCommBytes, r.comm_bytes}};
+  if (r.phases)
+    line[step_field::kPhaseMs] = {{"forward", r.phases->forward_ms},
+                                  {"backward", r.phases->backward_ms},
+                                  {"reduce", r.phases->reduce_ms},
+                                  {"step", r.phases->update_ms}};
   if (r.offload) {
     Json& moved = line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
                                                 {"written_bytes", r.offload->written_bytes},

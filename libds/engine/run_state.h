@@ -18,6 +18,7 @@
 #include "engine/run_directory.h"
 #include "engine/run_record.h"
 #include "engine/saver.h"
+#include "monitor/monitor.h"
 
 namespace ds {
 
@@ -43,7 +44,9 @@ struct TrainingRun::State {
   std::string weights;            // to start from; empty: random ones
   std::string model_json;         // config.json of what is saved
   bool evaluated_before = false;  // the step that we go on from; on rank 0
+  monitor::Monitors monitors;     // rank 0 of a run that trains
   bool lines_lost = false;        // of the metrics; said
+  bool monitors_lost = false;     // likewise
   double peak_flops = 0;          // of this rank, measured
 
   bool is_root() const { return ranks.rank == 0; }
@@ -83,10 +86,15 @@ struct TrainingRun::State {
   CheckpointMeta meta() const;
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
-  void begin_record();
+  void begin_record(const TrainHooks& hooks);
   void end_record();
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line);
+  // A step's or an evaluation's line, and what the monitors make of it.
+  void record_step(const StepRecord& taken);
+  void record_validation(i64 step, double loss);
+  // Writes what the run tells of itself. What fails is thrown or, if the run goes on without it, said once.
+  void tell(const std::function<void()>& write, bool& said);
   // The largest of all ranks' numbers. On the way a pending save goes on, when no rank is busy with its part of it.
   i64 agree(i64 mine) {
     i64 both[] = {mine, saver && saver->busy()};

@@ -3,13 +3,57 @@
 
 #include <algorithm>
 
+#include "base/clock.h"
 #include "engine/engine.h"
 
 namespace ds::engine {
+namespace {
+
+using Phase = double PhaseTimes::*;
+
+// Which phase an instruction belongs to; messages to that whose result they bring or carry on.
+Phase phase_of(pipeline::Op op) noexcept {
+  switch (op) {
+    case pipeline::Op::Load:
+    case pipeline::Op::RecvActivation:
+    case pipeline::Op::Forward:
+    case pipeline::Op::SendActivation: return &PhaseTimes::forward_ms;
+    case pipeline::Op::RecvGrad:
+    case pipeline::Op::Backward:
+    case pipeline::Op::BackwardInput:
+    case pipeline::Op::BackwardWeight:
+    case pipeline::Op::SendGrad: break;
+  }
+  return &PhaseTimes::backward_ms;
+}
+
+// Times what lies between borders; nothing where it is not wanted.
+class PhaseMeter {
+ public:
+  PhaseMeter(std::optional<PhaseTimes>& times, bool wanted, Device& device) : times_(times), device_(device) {
+    if (wanted) times_.emplace();
+  }
+  // What came since the last border belongs to `phase`.
+  void end(Phase phase) {
+    if (!times_) return;
+    device_.synchronize();
+    const Clock::time_point now = Clock::now();
+    (*times_).*phase += std::chrono::duration<double, std::milli>(now - start_).count();
+    start_ = now;
+  }
+
+ private:
+  std::optional<PhaseTimes>& times_;
+  Device& device_;
+  Clock::time_point start_ = Clock::now();
+};
+
+}  // namespace
 
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
+  PhaseMeter meter(report.phases, times_phases_, device_);
 
   count_valid_tokens(batch);
   results_.begin();
@@ -23,8 +67,10 @@ StepReport Engine::train_step(const StepBatch& batch) {
     } else {
       stage_.run(i, micro_batch(instr.micro));
     }
+    meter.end(phase_of(instr.op));
   }
   update_->finish_gradients();
+  meter.end(&PhaseTimes::reduce_ms);
 
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
@@ -40,6 +86,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   publish_params();
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
+  meter.end(&PhaseTimes::update_ms);
   fill_in(report, verdict);
   progress_ = progress_after(verdict);
   stage_.end_step();

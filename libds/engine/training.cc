@@ -32,13 +32,25 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
 }
 
 // The first line of a start, and the last one.
-void TrainingRun::State::begin_record() {
+void TrainingRun::State::begin_record(const TrainHooks& hooks) {
   const i64 step = engine->progress().step;
   record->show(*engine, ranks.job, options.out_dir, step);
   if (directory) append(record->run_line(*engine, stages, step, backend, model_json, peak_flops));
+  if (!is_root()) return;
+  monitors = {config,
+              {.directory = options.out_dir,
+               .world_size = ranks.world_size,
+               .step = step,
+               .num_params = engine->model().num_params(),
+               .work = [this] { return report::tally_step(engine->model(), engine->plan()); },
+               .tell = hooks.on_report}};
 }
 
-void TrainingRun::State::end_record() { append(record->memory_line(*engine, engine->progress().step)); }
+void TrainingRun::State::end_record() {
+  append(record->memory_line(*engine, engine->progress().step));
+  tell([this] { monitors.end(); }, monitors_lost);
+  monitors = {};
+}
 
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
@@ -51,6 +63,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                      std::span(targets).subspan(at, R));
   }
   engine->offload().begin_step();
+  engine->time_phases(monitor::Monitors::wants_phases(config, engine->progress().step + 1));
   const engine::StepReport r = engine->train_step({ids, targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
@@ -60,14 +73,21 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .loss_scale = r.loss_scale,
                    .skipped = r.skipped,
                    .tokens = r.tokens,
+                   .samples = engine->progress().consumed_samples,
                    .step_ms = s * 1e3,
-                   .tokens_per_s = static_cast<double>(r.tokens) / s};
+                   .tokens_per_s = static_cast<double>(r.tokens) / s,
+                   .phases = r.phases};
   const double flops =
       engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
   taken.mfu = flops / s / peak_flops;
   const report::TagBytes counted = record->counted(ledger);
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;
-  for (const auto& [name, count] : mesh->counts()) taken.comm_bytes[name] = count.bytes;
+  for (const auto& [name, count] : mesh->counts()) {
+    taken.comm_bytes[name] = count.bytes;
+    if (!config.comms_logger.enabled) continue;
+    taken.comm_calls[name] = count.calls;
+    if (count.seconds > 0) taken.comm_ms[name] = count.seconds * 1e3;
+  }
   if (engine->offload().moves()) {
     const offload::FileCounts moved = engine->offload().of_step();
     taken.offload = {.read_bytes = moved.read_bytes,
@@ -130,7 +150,7 @@ void Training::evaluate() {
   if (!loss) return;  // a resumed run makes up for it
   result_.val_loss = *loss;
   evaluated_ = step();
-  s_.append({{"type", "eval"}, {"step", step()}, {"val_loss", result_.val_loss}});
+  s_.record_validation(step(), result_.val_loss);
   if (!std::isfinite(result_.val_loss) && s_.is_root())
     log_message(LogLevel::Warning, fmt::format("the validation loss of step {} is not finite", step()));
   if (hooks_.on_eval && s_.is_root()) hooks_.on_eval(step(), result_.val_loss);
@@ -182,7 +202,7 @@ void Training::begin() {
   const bool evaluate_first = !s_.from.empty() && evaluation_is_due() && s_.validation_data &&
                               s_.agree(s_.directory && !s_.evaluated_before) != 0;
   has_work_ = step() < config_.steps || evaluate_first;
-  if (has_work_) s_.begin_record();
+  if (has_work_) s_.begin_record(hooks_);
   save_what_was_due();
   if (!s_.from.empty()) {
     if (has_work_) s_.append({{"type", "event"}, {"event", "resumed"}, {"step", step()}, {"from", s_.from}});
@@ -214,7 +234,7 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
     add(result_.offload.to_host_bytes, r.offload->to_host_bytes);
     add(result_.offload.to_device_bytes, r.offload->to_device_bytes);
   }
-  s_.append(engine::step_line(r));
+  s_.record_step(r);
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);
   warn_of_skipping(r.skipped);
   lost_ = std::isfinite(r.loss) ? 0 : lost_ + 1;

@@ -138,6 +138,7 @@ std::map<std::string, CommCount> Mesh::counts() const {
     for (const auto& [tag, count] : axis.top().counts()) {
       counts[tag].calls += count.calls;
       counts[tag].bytes += count.bytes;
+      counts[tag].seconds += count.seconds;
     }
   }
   return counts;

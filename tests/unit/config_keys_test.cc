@@ -131,6 +131,12 @@ struct Moved {
       }
     }
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
+    for (const std::string_view monitor : {"tensorboard", "csv_monitor", "comms_logger", "flops_profiler"}) {
+      const std::string enabled = fmt::format("{}.enabled", monitor);
+      if (key.path.starts_with(fmt::format("{}.", monitor)) && key.path != enabled) set.push_back(enabled + "=true");
+    }
+    if (key.path == "comms_logger.prof_all") set.push_back("comms_logger.prof_ops=all_gather");
+    if (key.path == "prometheus.job_name") set.push_back("prometheus.file=text");
     if (key.path.starts_with("data.mlm."))
       set.push_back(R"(model={"type": "bert", "vocab_size": 9, "hidden_size": 2, "num_hidden_layers": 1,
                        "num_attention_heads": 1, "intermediate_size": 2})");
@@ -199,9 +205,9 @@ TEST(ConfigResolved, BreadthFirstIsReadBack) {
 
 // What asks for a report, or for another way to the same numbers, is a warning; what asks for neither is silent.
 TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
-  const ConfigResult r =
-      parse(R"({"train_batch_size": 4, "wall_clock_breakdown": true, "comms_config": {"verbose": true},
-    "flops_profiler": {"enabled": true, "profile_step": 3}, "fp16": {"auto_cast": true, "opt_level": "O1", "min_loss_scale": 0},
+  const ConfigResult r = parse(
+      R"({"train_batch_size": 4, "comms_logger": {"enabled": false, "debug": true}, "comms_config": {"verbose": true},
+    "flops_profiler": {"enabled": true, "profile_step": 3, "top_modules": 3}, "fp16": {"auto_cast": true, "opt_level": "O1", "min_loss_scale": 0},
     "aio": {"num_threads": 4}, "zero_optimization": {"stage": 2, "round_robin_gradients": true, "contiguous_gradients": false,
     "reduce_scatter": false, "sub_group_size": 0, "reduce_bucket_size": 0, "allgather_bucket_size": 0,
     "stage3_module_granularity_threshold": 9}})");
@@ -212,8 +218,8 @@ TEST(ConfigResolved, WhatNoNumberDependsOnIsAWarning) {
   EXPECT_EQ(r.diagnostics[0].severity, Severity::Warning);
   for (const char* name : {"has no effect here, nor have: ", "and 2 more; ds-config(5) says why", "comms_config"})
     EXPECT_THAT(line, HasSubstr(name));
-  const ConfigResult silent = parse(R"({"train_batch_size": 4, "wall_clock_breakdown": false, "flops_profiler":
-    {"enabled": false}, "zero_optimization": {"round_robin_gradients": false, "contiguous_gradients": true}})");
+  const ConfigResult silent = parse(R"({"train_batch_size": 4, "comms_logger": {"debug": false}, "flops_profiler":
+    {"top_modules": 1, "module_depth": -1, "recompute_fwd_factor": 0.0}, "zero_optimization": {"round_robin_gradients": false, "contiguous_gradients": true}})");
   EXPECT_TRUE(silent.diagnostics.empty()) << silent.message();
 }
 
@@ -467,6 +473,13 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"sparse_attention.global_block_end_indices", "default: none", R"("sparse_attention": {"mode": "variable"})", ""},
       {"sparse_attention.layout", "default: none", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
+      {"tensorboard.output_path", "default: the directory tensorboard in the run directory", "", ""},
+      {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},
+      {"prometheus.file", "default: none", "", ""},
+      {"flops_profiler.output_file", "default: none", R"("flops_profiler": {"enabled": true})", ""},
+      {"comms_logger.enabled", "default: true where the section is there", "", "false"},
+      {"comms_logger.enabled", "", R"("comms_logger": {})", "true"},
+      {"comms_logger.enabled", "", R"("comms_logger": {"enabled": false, "verbose": true})", "false"},
       {"zero_optimization.offload_optimizer.nvme_path", "default: none", "", ""},
       {"zero_optimization.offload_param.nvme_path", "default: none", "", ""},
       {"zero_optimization.offload_optimizer.name", "default: none", "", ""},

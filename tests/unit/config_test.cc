@@ -93,7 +93,7 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"stage3_prefetch_bucket_size": -1})", kBad, "0 to 9223372036854775807, not -1"},
     {R"("zero_optimization": {"reduce_bucket_size": 1e19})", kBad, "not 1e+19"},
     {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
-    {R"("zero_optimization": 3)", kBad, "zero_optimization: must be an object, not true"},
+    {R"("zero_optimization": 3)", kBad, "zero_optimization: must be an object, not 3"},
     {R"("zero_optimization": {"overlap_comm": 1})", kBad, "must be true or false, not 1"},
     {R"("fp16": {"enabled": "true"})", kBad, "write true without quotes"},
     {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
@@ -253,8 +253,11 @@ const Wrong kWrong[] = {
     {R"("tensor_parallel": {"tp": {"tp_size": 2}})", kBad, "2 does not divide the 3 ranks that there are; with 2 or 4",
      3},
     {R"("tensor_parallel": {"tp_overlap_comm": true})", kLater, "tp_overlap_comm"},
-    {R"("comms_logger": {"verbose": true})", kLater, "comms_logger.enabled: comms_logger is not there yet"},
-    {R"("comms_logger": {})", kLater, "false turns it off"},
+    {R"("comms_logger": {"prof_all": false})", kBad, "comms_logger.prof_ops: names no operation"},
+    {R"("tensorboard": {"enabled": true, "output": "x"})", kBad, "did you mean tensorboard.output_path?"},
+    {R"("csv_monitor": {"job_name": ""})", kBad, "csv_monitor.job_name: must be a string"},
+    {R"("wandb": {"enabled": true})", kLater, "wandb"},
+    {R"("flops_profiler": {"profile_step": 0})", kBad, "flops_profiler.profile_step: must be an integer"},
     {R"("pipeline": {"stages": 2}, "tensor_parallel": {"tp_size": 3}, "sequence_parallel_size": 2)", kBad,
      "pipeline.stages 2 x tensor_parallel.tp_size 3 x sequence_parallel_size 2 = 12 does not divide the 8 ranks that",
      8},
@@ -321,7 +324,7 @@ TEST(Config, NotJsonIsOneMistakeWithItsPlace) {
 TEST(Config, AllMistakesAreReportedAtOnce) {
   const ConfigResult r = parse(
       "{\n  \"stepz\": 1,\n  \"seed\": -1,\n  \"zero_optimization\": {\"stage\": 9},\n"
-      "  \"wall_clock_breakdown\": true\n}",
+      "  \"wall_clock_breakdown\": 1\n}",
       1, {"threads=x"}, ConfigUse::Train);
   std::set<std::string> keys;
   for (const Diagnostic& d : r.diagnostics) keys.insert(d.key);
@@ -538,6 +541,19 @@ TEST(Config, IntegersMayBeWrittenAsDeepSpeedsDocumentsDo) {
       good(R"({"train_batch_size": 1, "zero_optimization": {"reduce_bucket_size": 2e8, "prefetch_bucket_size": 5.0}})");
   EXPECT_EQ(c.zero.reduce_bucket_size, 200000000);
   EXPECT_EQ(c.zero.prefetch_bucket_size, 5);
+}
+
+// As DeepSpeed's documents and its own defaults have them.
+TEST(Config, MonitorsOfDeepSpeedPass) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1,
+    "tensorboard": {"enabled": true, "output_path": "output/ds_logs/", "job_name": "train_bert"},
+    "csv_monitor": {"enabled": false, "output_path": "", "job_name": "DeepSpeedJobName"}, "wandb": {"enabled": false},
+    "comms_logger": {"enabled": true, "verbose": false, "prof_all": true, "debug": false, "prof_ops": []},
+    "flops_profiler": {"enabled": true, "profile_step": 1, "module_depth": -1, "top_modules": 1, "detailed": true,
+      "output_file": null, "recompute_fwd_factor": 0.0}, "wall_clock_breakdown": true})");
+  EXPECT_TRUE(r.diagnostics.empty()) << to_string(r.diagnostics.at(0));
+  EXPECT_EQ(r.config.tensorboard.output_path, "output/ds_logs/");
+  EXPECT_TRUE(parse(R"({"train_batch_size": 1, "tensorboard": null, "csv_monitor": {}, "comms_logger": null})").ok());
 }
 
 TEST(Config, WhatAsksForNothingPasses) {

@@ -286,6 +286,29 @@ struct SaveConfig {
   SaveFailure on_error = SaveFailure::Stop;  // what the run does when a save fails before its end
 };
 
+// A directory where a monitor of DeepSpeed's writes: output_path/job_name.
+struct MonitorConfig {
+  bool enabled = false;
+  std::string output_path{};  // empty: the directory of the monitor's name in the run directory
+  std::string job_name = "DeepSpeedJobName";
+};
+struct PrometheusConfig {
+  std::string file{};  // replaced at every printed step; empty: none
+  std::string job_name = "DeepSpeedJobName";
+};
+struct CommsLoggerConfig {
+  bool enabled = false;                 // resolved: true where the section is there and does not say
+  bool verbose = false;                 // at every printed step, too
+  bool prof_all = true;                 // all operations, else those of prof_ops
+  std::vector<std::string> prof_ops{};  // "dp.all_gather", or "all_gather" of all axes
+};
+struct FlopsProfilerConfig {
+  bool enabled = false;
+  i64 profile_step = 1;
+  bool detailed = true;       // with the operations one by one
+  std::string output_file{};  // empty: the report is printed
+};
+
 // What the configuration is for, which decides what it cannot do without: Train needs model, data.train, steps and
 // batch sizes, Evaluate no steps, Generate the model alone. Generate has no batch, so that batch sizes, which have to
 // fit the number of ranks, are not looked at: it resolves one sample per rank. Inspect takes what is there.
@@ -328,6 +351,11 @@ struct Config {
   DataConfig data;
   EvalConfig eval;
   SaveConfig save;
+  MonitorConfig tensorboard, csv_monitor;
+  PrometheusConfig prometheus;
+  CommsLoggerConfig comms_logger;
+  FlopsProfilerConfig flops_profiler;
+  bool wall_clock_breakdown = false;
 
   // Ranks of one copy of the model that see the same samples.
   i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }

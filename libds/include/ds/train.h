@@ -14,6 +14,7 @@
 #include "ds/config.h"
 #include "ds/prompts.h"
 #include "ds/ranks.h"
+#include "ds/step_record.h"
 
 namespace ds {
 
@@ -89,47 +90,13 @@ struct RunOptions {
   const EncodedPrompts* writing = nullptr;  // what is to be written, which outlives the run: its memory is checked, too
 };
 
-// One line of metrics.jsonl and of the progress display.
-// Between a rank and the files of what it offloads, or a server; and between a GPU and its host.
-struct OffloadTraffic {
-  i64 read_bytes = 0, written_bytes = 0;
-  std::optional<i64> to_host_bytes{}, to_device_bytes{};
-  double wait_ms = 0;  // of the rank for them
-  double busy_ms = 0;  // in which some of it was under way; 0: not known
-  // The share that was hidden behind the rank's work; nothing: not known.
-  std::optional<double> hidden() const noexcept {
-    if (busy_ms <= 0) return std::nullopt;
-    return wait_ms < busy_ms ? 1 - wait_ms / busy_ms : 0.0;
-  }
-};
-
-struct StepRecord {
-  i64 step = 0;
-  double loss = 0, grad_norm = 0, lr = 0, loss_scale = 1;
-  bool skipped = false;
-  i64 tokens = 0;  // of this step, all ranks
-  double step_ms = 0;
-  double tokens_per_s = 0;  // all ranks
-  double mfu = 0;           // model FLOP/s of one rank over the rate of a large matrix product measured at the start
-  std::map<std::string, i64> memory_bytes{};  // rank 0, by tag
-  std::map<std::string, i64> comm_bytes{};    // sent by rank 0 in this step
-  std::optional<OffloadTraffic> offload{};    // of rank 0, where it has files
-};
-
-// What its fields are called there, and in what ds-train --json prints.
-namespace step_field {
-inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
-                            *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
-                            *kTokensPerS = "tokens_per_s", *kStepMs = "step_ms", *kMfu = "mfu",
-                            *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes", *kOffload = "offload",
-                            *kRecovered = "recovered";  // true: of a step whose line was lost; without times and memory
-}  // namespace step_field
-
 struct TrainHooks {  // all optional; called on rank 0 only, but stop_signal on every rank: after each step, and in
                      // evaluations after each batch
   std::function<int()> stop_signal;  // not 0: stop, because of this signal
   std::function<void(const StepRecord&, i64 total_steps)> on_step;
   std::function<void(i64 step, double val_loss)> on_eval;
+  // What the configuration asks to be told of the run: wall_clock_breakdown, comms_logger, flops_profiler.
+  std::function<void(std::string_view text)> on_report;
 };
 
 struct TrainResult {

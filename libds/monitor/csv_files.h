@@ -1,0 +1,17 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// DeepSpeed's csv_monitor: a file for each tag, with a line for each number.
+
+#include <memory>
+#include <string>
+
+#include "monitor/monitor.h"
+
+namespace ds::monitor {
+
+// Adds to the files in `directory`, which exists, or makes them: TAG.csv with "/" and blanks as "_", the header
+// "step,LAST" (the last part of the tag), lines that end as those of Python's csv do. A file has one header, whatever
+// number of runs write it.
+std::unique_ptr<Monitor> make_csv_files(const std::string& directory, bool has_loss_scale);
+
+}  // namespace ds::monitor

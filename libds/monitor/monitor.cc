@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "monitor/monitor.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <exception>
+#include <filesystem>
+
+#include "base/file.h"
+#include "ds/limits.h"
+#include "monitor/comms_log.h"
+#include "monitor/csv_files.h"
+#include "monitor/event_file.h"
+#include "monitor/flops_report.h"
+#include "monitor/phase_log.h"
+#include "monitor/prometheus_file.h"
+
+namespace ds::monitor {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::string_view kTensorboard = "tensorboard", kCsv = "csv_monitor", kPrometheus = "prometheus.file",
+                           kFlops = "flops_profiler.output_file";
+
+std::string directory_of(const MonitorConfig& config, std::string_view name, const std::string& run_directory) {
+  DS_CHECK(!config.output_path.empty() || !run_directory.empty(), Errc::Config,
+           "{}.output_path: is missing, and there is no run directory: give it, or --out DIR", name);
+  const fs::path above = config.output_path.empty() ? fs::path(run_directory) / name : fs::path(config.output_path);
+  return (above / config.job_name).string();
+}
+
+// What is there of `directory` is one, and takes what is missing.
+void check_directory(const std::string& directory, std::string_view key, bool may_be_missing) {
+  std::error_code error;
+  fs::path there = fs::absolute(directory).lexically_normal();
+  while (may_be_missing && !fs::exists(there, error) && there.has_relative_path()) there = there.parent_path();
+  const bool is_directory = fs::is_directory(there, error);
+  DS_CHECK(is_directory && access(there.c_str(), W_OK | X_OK) == 0, Errc::Config, "{}: cannot write in {}: {}", key,
+           directory,
+           is_directory ? system_reason(errno)
+                        : fmt::format("{} {}", there.string(),
+                                      fs::exists(there, error) ? "is not a directory" : "does not exist"));
+}
+
+void check_file(const std::string& file, std::string_view key) {
+  std::error_code error;
+  DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
+  check_directory(parent_directory(file), key, false);
+}
+
+std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
+
+std::string make_directory(const MonitorConfig& config, std::string_view name, const std::string& run_directory) {
+  std::string directory = directory_of(config, name, run_directory);
+  std::error_code error;
+  fs::create_directories(directory, error);
+  DS_CHECK(!error, Errc::Config, "{}: cannot create {}: {}", key_of(name), directory, error.message());
+  return directory;
+}
+
+}  // namespace
+
+void Monitors::check(const Config& config, const std::string& run_directory) {
+  const auto check_monitor = [&](const MonitorConfig& monitor, std::string_view name) {
+    if (monitor.enabled) check_directory(directory_of(monitor, name, run_directory), key_of(name), true);
+  };
+  check_monitor(config.tensorboard, kTensorboard);
+  check_monitor(config.csv_monitor, kCsv);
+  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus);
+  const FlopsProfilerConfig& flops = config.flops_profiler;
+  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops);
+}
+
+bool Monitors::wants_phases(const Config& config, i64 step) noexcept {
+  return config.wall_clock_breakdown || (config.flops_profiler.enabled && config.flops_profiler.profile_step == step);
+}
+
+Monitors::Monitors(const Config& config, const Run& run) {
+  const bool has_scale = config.fp16.enabled;
+  if (config.tensorboard.enabled)
+    all_.push_back(make_event_file(make_directory(config.tensorboard, kTensorboard, run.directory), has_scale));
+  if (config.csv_monitor.enabled)
+    all_.push_back(make_csv_files(make_directory(config.csv_monitor, kCsv, run.directory), has_scale));
+  if (!config.prometheus.file.empty()) all_.push_back(make_prometheus_file(config.prometheus, config.steps_per_print));
+  if (config.wall_clock_breakdown) all_.push_back(make_phase_log(config.steps_per_print, run.tell));
+  if (config.comms_logger.enabled)
+    all_.push_back(make_comms_log(config.comms_logger, config.steps_per_print, run.tell));
+  if (config.flops_profiler.enabled) all_.push_back(make_flops_report(config, run));
+}
+
+void Monitors::for_each(const std::function<void(Monitor&)>& call) {
+  std::exception_ptr first;
+  for (const std::unique_ptr<Monitor>& monitor : all_) {
+    try {
+      call(*monitor);
+    } catch (const Error&) {
+      if (!first) first = std::current_exception();
+    }
+  }
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace ds::monitor

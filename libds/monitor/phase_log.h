@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// wall_clock_breakdown: where the time of steps goes, as a line at every printed step.
+
+#include <functional>
+#include <memory>
+#include <string_view>
+
+#include "monitor/monitor.h"
+
+namespace ds::monitor {
+
+// Means over the steps since the last line.
+std::unique_ptr<Monitor> make_phase_log(i64 steps_per_print, std::function<void(std::string_view)> tell);
+
+}  // namespace ds::monitor

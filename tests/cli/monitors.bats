@@ -1,0 +1,157 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# What a configuration asks to be told of a run: TensorBoard's event files, DeepSpeed's CSV files, Prometheus's text file,
+# and the reports of phases, messages and operations.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+all_on() {
+  sed -i 's/"steps": 12/"steps": 12, "steps_per_print": 3, "eval": {"every": 4}, "save": {"every": 4},\
+  "tensorboard": {"enabled": true}, "csv_monitor": {"enabled": true, "output_path": "csv", "job_name": "tiny"},\
+  "prometheus": {"file": "tiny.prom", "job_name": "tiny"}, "wall_clock_breakdown": true,\
+  "comms_logger": {"verbose": false}, "flops_profiler": {"enabled": true, "profile_step": 2, "output_file": "flops.txt"}/' cfg.json
+}
+
+# Holds the files of run, csv and tiny.prom to run/metrics.jsonl: number of event files.
+check_files() {
+  /usr/bin/python3 - "$1" <<'PY'
+import csv, glob, json, struct, sys
+lines = [json.loads(l) for l in open("run/metrics.jsonl")]
+steps = [l for l in lines if l["type"] == "step"]
+evals = [l for l in lines if l["type"] == "eval"]
+assert [l["step"] for l in steps] == list(range(1, 13)) and [l["step"] for l in evals] == [4, 8, 12]
+
+def varint(data, at):
+    value = shift = 0
+    while True:
+        value |= (data[at] & 0x7F) << shift
+        shift, at = shift + 7, at + 1
+        if data[at - 1] < 0x80:
+            return value, at
+
+def fields(data):
+    at, out = 0, {}
+    while at < len(data):
+        key, at = varint(data, at)
+        size = {1: 8, 5: 4}.get(key & 7)
+        if size is None:
+            value, at = varint(data, at)
+            if key & 7 == 2:
+                value, at = data[at : at + value], at + value
+        else:
+            value, at = struct.unpack({8: "<d", 4: "<f"}[size], data[at : at + size])[0], at + size
+        out[key >> 3] = value
+    return out
+
+curves = {}
+files = sorted(glob.glob("run/tensorboard/DeepSpeedJobName/events.out.tfevents.*"))
+assert len(files) == int(sys.argv[1]), files
+for name in files:
+    data, at, first = open(name, "rb").read(), 0, True
+    while at < len(data):
+        size = struct.unpack("<Q", data[at : at + 8])[0]
+        event = fields(data[at + 12 : at + 12 + size])
+        at += 16 + size
+        assert (event.get(3) == b"brain.Event:2") == first
+        if not first:
+            value = fields(fields(event[5])[1])
+            curves.setdefault(value[1].decode(), {})[event.get(2, 0)] = value[2]
+        first = False
+
+def near(a, b):
+    return abs(a - b) <= 1e-6 * abs(b)
+
+def check(tag, expected):
+    assert curves[tag].keys() == expected.keys(), (tag, curves[tag], expected)
+    assert all(near(curves[tag][s], v) for s, v in expected.items()), (tag, curves[tag], expected)
+    with open("csv/tiny/" + tag.replace("/", "_") + ".csv", newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["step", tag.split("/")[-1]] and ["step", header[1]] not in rows
+    assert {int(s): float(v) for s, v in rows} == expected and len(rows) == len(expected), (tag, rows)
+
+check("Train/Samples/train_loss", {8 * l["step"]: l["loss"] for l in steps})
+check("Train/Samples/lr", {8 * l["step"]: l["lr"] for l in steps})
+check("Train/Samples/elapsed_time_ms_forward", {8 * l["step"]: l["phase_ms"]["forward"] for l in steps})
+check("train/loss", {l["step"]: l["loss"] for l in steps})
+check("train/grad_norm", {l["step"]: l["grad_norm"] for l in steps})
+check("train/tokens_per_s", {l["step"]: l["tokens_per_s"] for l in steps})
+check("train/mfu", {l["step"]: l["mfu"] for l in steps})
+check("validation/loss", {l["step"]: l["val_loss"] for l in evals})
+for name, value in (("memory", "memory_bytes"), ("comm", "comm_bytes")):
+    for tag in steps[0][value]:
+        check(f"{name}/{tag}", {l["step"]: l[value][tag] for l in steps if tag in l[value]})
+assert "Train/Samples/loss_scale" not in curves
+for l in steps:
+    assert l["phase_ms"]["forward"] > 0 and l["phase_ms"]["backward"] > 0 and l["phase_ms"]["step"] > 0, l
+    assert sum(l["phase_ms"].values()) <= l["step_ms"], l
+prometheus = dict(l.rsplit(" ", 1) for l in open("tiny.prom") if not l.startswith("#"))
+assert prometheus['ds_train_steps_total{job="tiny"}'].strip() == "12"
+assert near(float(prometheus['ds_train_loss{job="tiny"}']), steps[-1]["loss"])
+assert near(float(prometheus['ds_train_validation_loss{job="tiny"}']), evals[-1]["val_loss"])
+PY
+}
+
+@test "all monitors tell what metrics.jsonl has, also of a run that goes on" {
+  ds-launch -n 2 ds-train cfg.json --out plain --quiet
+  all_on
+  ds-launch -n 2 ds-train cfg.json --out run --steps 8 2>told
+  grep -q '^ds_train_steps_total{job="tiny"} 8$' tiny.prom
+  run grep -c 'time (ms) | forward: [0-9.]* | backward: [0-9.]* | reduce: [0-9.]* | step: [0-9.]* | all: [0-9.]*$' told
+  assert_output 2
+  run cat told
+  assert_output --partial 'step 6: time (ms)'
+  assert_output --partial 'communication of rank 0 in steps 1 to 8'
+  assert_output --regexp 'dp.reduce_scatter +[1-9][0-9]* +[0-9.]+ .iB +[0-9.]+ +[0-9.]+'
+  run cat flops.txt
+  assert_output --regexp '^work of rank 0 of 2 in step 2: [0-9]+ parameters in the model, 256 tokens of all ranks'
+  assert_output --regexp 'forward +[0-9]+ +[0-9.]+ MFLOP'
+  assert_output --regexp 'matmul +[0-9]+ +[0-9.]+ MFLOP'
+  ds-train cfg.json --out run --resume latest 2>told
+  run cat told
+  assert_output --partial 'flops_profiler.profile_step: step 2 was taken before this start: it is not reported'
+  assert_output --partial 'communication of rank 0 in steps 9 to 12'
+  check_files 2
+  # They change no bit.
+  assert_equal "$(losses run)" "$(losses plain)"
+}
+
+@test "a run that asks for no monitor has no file of theirs and takes no times" {
+  ds-train cfg.json --out run --quiet --set steps=2
+  assert_equal "$(cd run && ls)" "$(printf 'latest\nmetrics.jsonl\nstep-00000002')"
+  run ! grep -q phase_ms run/metrics.jsonl
+}
+
+@test "comms_logger takes the operations that it is told" {
+  sed -i 's/"steps": 12/"steps": 4, "comms_logger": {"prof_all": false, "prof_ops": ["all_gather", "tp.all_reduce"]}/' cfg.json
+  run -0 --separate-stderr ds-launch -n 2 ds-train cfg.json --out run
+  [[ $stderr == *'dp.all_gather '* && $stderr != *'dp.reduce_scatter'* ]] || fail "$stderr"
+  [[ $stderr == *"comms_logger.prof_ops: rank 0 had no operation 'tp.all_reduce'"* ]] || fail "$stderr"
+}
+
+@test "what monitors cannot write is refused before anything is written" {
+  touch file
+  refused 2 'tensorboard.output_path: cannot write in file/' --set tensorboard.enabled=true --set tensorboard.output_path=file
+  refused 2 'csv_monitor.output_path: cannot write in file/' --set csv_monitor.enabled=true --set csv_monitor.output_path=file
+  refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom
+  refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom --check
+  run -2 --separate-stderr ds-train cfg.json --set csv_monitor.enabled=true
+  [[ $stderr == *'csv_monitor.output_path: is missing, and there is no run directory'* ]] || fail "$stderr"
+}
+
+# metrics.jsonl is written first, and has the step that a monitor could not take.
+@test "a monitor that fails later ends the run as save.on_error says, and loses no line" {
+  [[ -e /dev/full ]] || skip 'there is no /dev/full'
+  mkdir -p csv/DeepSpeedJobName
+  ln -s /dev/full csv/DeepSpeedJobName/train_mfu.csv
+  monitored() { ds-train cfg.json --out "$@" --set csv_monitor.enabled=true --set csv_monitor.output_path=csv; }
+  run -1 --separate-stderr monitored stopped
+  [[ $stderr == *'cannot write csv/DeepSpeedJobName/train_mfu.csv: No space left on device'* ]] || fail "$stderr"
+  assert_equal "$(losses stopped | wc -l)" 1
+  run -0 --separate-stderr monitored goes-on --set save.on_error=continue
+  assert_equal "$(grep -c 'train_mfu.csv: No space left' <<<"$stderr")" 1
+  assert_equal "$(losses goes-on | wc -l)" 12
+  # The header, and both runs' lines: of the first its only step.
+  assert_equal "$(wc -l <csv/DeepSpeedJobName/train_loss.csv)" 14
+}
