@@ -185,7 +185,7 @@ struct AioConfig {
 // When gradients are summed over ranks: once per step, or with every micro-batch (ARCHITECTURE.md, "Order of sums").
 enum class ReduceOrder : u8 { Boundary, Micro };
 enum class LossNorm : u8 { Micro, Token };
-enum class GradientReduce : u8 { Mean, Sum };  // over the data-parallel ranks
+enum class GradientReduce : u8 { Mean, Sum };    // over the data-parallel ranks
 enum class DeviceKind : u8 { Auto, Cpu, Cuda };  // Auto: CUDA where a GPU is there
 enum class CommBackend : u8 { Auto, Self, Shm, Mpi, Composed, Nccl };
 

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many real DeepSpeed configurations are read as they are.
 
-    scripts/census [--ds-train BIN] [--train N] DIR|REPOSITORY.git...
+    tests/bench/census.py [--ds-train BIN] [--train N] DIR|REPOSITORY.git...
 
 Looks for JSON files that are configurations of DeepSpeed in directories and in bare git repositories (their HEAD), each
 content once, and asks ds-train --check for each of them what it says, with a model and a text set beside it. Prints what
