@@ -27,15 +27,36 @@ struct RowShared {
 
 DS_DEVICE float exp_of(float x) { return fast_exp2(x * 1.4426950409f); }
 
-// dz = grad_scale * (e^(z - top)/sum - onehot(own)), own being the place of the target, anywhere outside for none. dz
-// may begin where z begins: a tile is read by all threads before one of them writes it, and what it becomes lies below
-// everything that is still to be read.
+// What a loss is but for its target.
+struct LossTerms {
+  float grad_scale, smoothing, z_loss;
+  float each;  // of an id: smoothing over all of them
+};
+
+LossTerms terms_of(const CrossEntropyParams& p, i64 vocab) noexcept {
+  return {.grad_scale = p.grad_scale,
+          .smoothing = p.label_smoothing,
+          .z_loss = p.z_loss,
+          .each = p.label_smoothing == 0 ? 0 : p.label_smoothing / static_cast<float>(vocab)};
+}
+
+DS_DEVICE float loss_of(float sum, float at_target, float top, const LossTerms& t) {
+  const float log_sum = std::log(sum), loss = log_sum - at_target;
+  return t.z_loss == 0 ? loss : loss + t.z_loss * (top + log_sum) * (top + log_sum);
+}
+
+// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - each), own being the place of
+// the target, anywhere outside for none. dz may begin where z begins: a tile is read by all threads before one of them
+// writes it, and what it becomes lies below everything that is still to be read.
 template <class E, bool kAligned>
-DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum, i64 own, float at_target,
-                              float grad_scale) {
+DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum, i64 own, const LossTerms& t) {
   constexpr i64 kStep = kBlock * 8;
   const i64 first = thread_index() * 8;
-  const float scale = grad_scale / sum, at_own = grad_scale * (exp_of(at_target) / sum - 1.0f);
+  const float of_softmax = t.z_loss == 0 ? 1.0f : 1 + 2 * t.z_loss * (top + std::log(sum));
+  const float scale = t.grad_scale * of_softmax / sum, less = t.grad_scale * t.each;
+  // Before any thread has passed the first barrier: read while it is still a logit.
+  const float mine = own >= 0 && own < V ? exp_of(z[own] - top) : 0;
+  const float at_own = t.grad_scale * (of_softmax * mine / sum - (1 - t.smoothing) - t.each);
   for (i64 tile = 0; tile < V; tile += kTile) {
     float x[kPacks][8];
     for (int i = 0; i < kPacks; ++i) {
@@ -45,7 +66,7 @@ DS_DEVICE void write_gradient(E* dz, const float* z, i64 V, float top, float sum
     sync_block();
     for (int i = 0; i < kPacks; ++i) {
       const i64 j = tile + first + i * kStep;
-      for (int e = 0; e < 8; ++e) x[i][e] = j + e == own ? at_own : exp_of(x[i][e] - top) * scale;
+      for (int e = 0; e < 8; ++e) x[i][e] = j + e == own ? at_own : exp_of(x[i][e] - top) * scale - less;
       store_some(dz + j, x[i], V - j, kAligned);
     }
   }
@@ -62,12 +83,37 @@ struct RowArgs {
   const i32* targets;
   float* losses;
   i32 ignore_index;
-  float grad_scale;
+  LossTerms terms;
   bool gradient;
 };
 
-// losses[row] = -log softmax(z)[target], and with `gradient` z becomes grad_scale * (softmax(z) - onehot(target)) of
-// type E from the same address on.
+// The sum over the block, the same for all threads; `part`: memory of its warps, which nobody reads before a barrier.
+DS_DEVICE float block_sum(float x, float* part) {
+  x = warp_sum(x);
+  if (thread_index() % kWarp == 0) part[thread_index() / kWarp] = x;
+  sync_block();
+  float sum = 0;
+  for (int w = 0; w < kWarps; ++w) sum += part[w];
+  return sum;
+}
+
+// A thread's share of the sum of z - top over a row.
+template <bool kAligned>
+DS_DEVICE float total_share(const float* z, i64 V, float top) {
+  float total = 0;
+  for (i64 tile = thread_index() * 8; tile < V; tile += kTile) {
+    for (int i = 0; i < kPacks; ++i) {
+      const i64 j = tile + i * kBlock * 8;
+      float x[8], part = 0;
+      load_some(x, z + j, V - j, kAligned, top);
+      for (int e = 0; e < 8; ++e) part += x[e] - top;
+      total += part;
+    }
+  }
+  return total;
+}
+
+// losses[row], and with `gradient` z becomes its gradient of type E from the same address on.
 template <class E, bool kAligned>
 __global__ void softmax_row_kernel(RowArgs p) {
   RowShared& shared = block_shared<RowShared>();
@@ -112,11 +158,17 @@ __global__ void softmax_row_kernel(RowArgs p) {
   float row_sum = 0;
   for (int w = 0; w < kWarps; ++w) row_sum += shared.sum[w];
   if (row_top == kLowest) row_sum = std::numeric_limits<float>::quiet_NaN();  // no finite logit: inf - inf
-  const float at_target = z[target];
-  if (thread_index() == 0) p.losses[row] = (row_top - at_target) + std::log(row_sum);
+  const LossTerms& terms = p.terms;
+  float at_target = z[target] - row_top;
+  if (terms.smoothing > 0) {
+    sync_block();  // the shared sums have been read
+    const float all = block_sum(total_share<kAligned>(z, p.V, row_top), shared.sum);
+    at_target = (1 - terms.smoothing) * at_target + terms.each * all;
+  }
+  if (thread_index() == 0) p.losses[row] = loss_of(row_sum, at_target, row_top, terms);
   if (!p.gradient) return;
 
-  write_gradient<E, kAligned>(dz, z, p.V, row_top, row_sum, target, at_target - row_top, p.grad_scale);
+  write_gradient<E, kAligned>(dz, z, p.V, row_top, row_sum, target, terms);
 }
 
 // ---- a vocabulary in parts ----
@@ -162,6 +214,7 @@ struct PartArgs {
   i64 first_id;
   float *sum, *at_target;
   i32 ignore_index;
+  LossTerms terms;
 };
 
 template <bool kAligned>
@@ -179,15 +232,16 @@ __global__ void vocab_sums_kernel(PartArgs p) {
     for (int e = 0; e < 8; ++e) part += exp_of(x[e] - top);
     sum += part;
   });
-  sum = warp_sum(sum);
-  if (thread_index() % kWarp == 0) shared.part[thread_index() / kWarp] = sum;
-  sync_block();
-  if (thread_index() != 0) return;
-  sum = 0;
-  for (int w = 0; w < kWarps; ++w) sum += shared.part[w];
+  sum = block_sum(sum, shared.part);
   const i64 own = target - p.first_id;
+  float hit = ignored || own < 0 || own >= p.V ? 0 : z[own] - top;
+  if (p.terms.smoothing > 0 && !ignored) {
+    sync_block();  // the shared sums have been read
+    hit = (1 - p.terms.smoothing) * hit + p.terms.each * block_sum(total_share<kAligned>(z, p.V, top), shared.part);
+  }
+  if (thread_index() != 0) return;
   p.sum[row] = sum;
-  p.at_target[row] = ignored || own < 0 || own >= p.V ? 0 : z[own] - top;
+  p.at_target[row] = hit;
 }
 
 template <class E>
@@ -196,7 +250,6 @@ struct GradArgs {
   E* dz;          // null: not wanted
   i64 dz_stride;
   PartArgs part;
-  float grad_scale;
 };
 
 template <class E, bool kAligned>
@@ -205,20 +258,20 @@ __global__ void vocab_grad_kernel(GradArgs<E> a) {
   const i64 row = block_index().x;
   const i32 target = p.targets[row];
   const bool ignored = target == p.ignore_index;
-  const float sum = p.sum[row], at_target = p.at_target[row];
-  if (thread_index() == 0 && a.losses != nullptr) a.losses[row] = ignored ? 0 : std::log(sum) - at_target;
+  const float sum = p.sum[row], top = p.max[row];
+  if (thread_index() == 0 && a.losses != nullptr)
+    a.losses[row] = ignored ? 0 : loss_of(sum, p.at_target[row], top, p.terms);
   if (a.dz == nullptr) return;
   E* const dz = a.dz + row * a.dz_stride;
   if (ignored) {
     write_zeros<E, kAligned>(dz, p.V);
   } else {
-    write_gradient<E, kAligned>(dz, p.z + row * p.stride, p.V, p.max[row], sum, target - p.first_id, at_target,
-                                a.grad_scale);
+    write_gradient<E, kAligned>(dz, p.z + row * p.stride, p.V, top, sum, target - p.first_id, p.terms);
   }
 }
 
 PartArgs part_of(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                 i32 ignore_index) noexcept {
+                 const CrossEntropyParams& p) noexcept {
   return {.z = z.as<float>(),
           .stride = z.stride[0],
           .V = z.dim(1),
@@ -227,7 +280,8 @@ PartArgs part_of(TensorView sum, TensorView at_target, TensorView z, TensorView 
           .first_id = first_id,
           .sum = sum.as<float>(),
           .at_target = at_target.as<float>(),
-          .ignore_index = ignore_index};
+          .ignore_index = p.ignore_index,
+          .terms = terms_of(p, p.vocab)};
 }
 
 Launch one_block_per_row(i64 rows, size_t shared_bytes) noexcept {
@@ -270,7 +324,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
                        .targets = targets.as<i32>() + begin,
                        .losses = losses.as<float>() + begin,
                        .ignore_index = p.ignore_index,
-                       .grad_scale = p.grad_scale,
+                       .terms = terms_of(p, V),
                        .gradient = dh || dweight || dbias};
     const Launch grid = one_block_per_row(rows, sizeof(RowShared));
     with_work_type(h.dtype, [&]<class E>(E) {
@@ -300,12 +354,12 @@ void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
 }
 
 void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                i32 ignore_index, Stream& stream) noexcept {
+                const CrossEntropyParams& p, Stream& stream) noexcept {
   Context& c = context(stream);
   const Launch grid = one_block_per_row(z.dim(0), sizeof(PartShared));
   const bool aligned = aligned_rows(z.as<float>(), z.stride[0], z.dim(0));
   launch(aligned ? vocab_sums_kernel<true> : vocab_sums_kernel<false>, grid, c.stream(),
-         part_of(sum, at_target, z, max, targets, first_id, ignore_index));
+         part_of(sum, at_target, z, max, targets, first_id, p));
   c.check(cudaGetLastError(), "vocab_sums");
 }
 
@@ -317,8 +371,7 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
     const GradArgs<E> args{.losses = losses.as<float>(),
                            .dz = dz.as<E>(),
                            .dz_stride = dz.stride[0],
-                           .part = part_of(sum, at_target, z, max, targets, first_id, p.ignore_index),
-                           .grad_scale = p.grad_scale};
+                           .part = part_of(sum, at_target, z, max, targets, first_id, p)};
     const bool aligned = aligned_rows(z.as<float>(), z.stride[0], R) && aligned_rows(dz.as<E>(), dz.stride[0], R);
     launch(aligned ? vocab_grad_kernel<E, true> : vocab_grad_kernel<E, false>, one_block_per_row(R, 0), c.stream(),
            args);

@@ -15,6 +15,7 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
                           TensorView weight, TensorView bias, TensorView targets, TensorView,
                           const CrossEntropyParams& p, Stream&) noexcept {
   const i64 T = h.dim(0), C = h.dim(1), V = weight.dim(0);
+  const double smoothing = static_cast<double>(p.label_smoothing), each = smoothing / static_cast<double>(V);
   const auto z = std::make_unique<double[]>(static_cast<size_t>(V));
   const auto dw = std::make_unique<double[]>(static_cast<size_t>(dweight ? V * C : 0));
   const auto db = std::make_unique<double[]>(static_cast<size_t>(dbias ? V : 0));
@@ -27,10 +28,14 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
       for (i64 c = 0; c < C; ++c) z[v] += get(h, t * C + c) * get(weight, v * C + c);
       top = std::max(top, z[v]);
     }
-    for (i64 v = 0; v < V; ++v) sum += std::exp(z[v] - top);
-    put(losses, t, ignored ? 0 : top + std::log(sum) - z[target]);
+    double all = 0;
+    for (i64 v = 0; v < V; ++v) sum += std::exp(z[v] - top), all += z[v];
+    const double lse = top + std::log(sum), z_loss = static_cast<double>(p.z_loss);
+    put(losses, t, ignored ? 0 : lse - (1 - smoothing) * z[target] - each * all + z_loss * lse * lse);
     for (i64 v = 0; v < V; ++v) {
-      z[v] = ignored ? 0 : static_cast<double>(p.grad_scale) * (std::exp(z[v] - top) / sum - (v == target ? 1 : 0));
+      const double hit = (v == target ? 1 - smoothing : 0) + each;
+      z[v] =
+          ignored ? 0 : static_cast<double>(p.grad_scale) * ((1 + 2 * z_loss * lse) * std::exp(z[v] - top) / sum - hit);
       if (dbias) db[v] += z[v];
     }
     for (i64 c = 0; c < C; ++c) {
@@ -59,15 +64,21 @@ void vocab_max(TensorView max, TensorView z, Stream&) noexcept {
 }
 
 void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                i32 ignore_index, Stream&) noexcept {
+                const CrossEntropyParams& p, Stream&) noexcept {
+  const double smoothing = static_cast<double>(p.label_smoothing);
   for (i64 r = 0; r < z.dim(0); ++r) {
     const i64 target = targets.as<i32>()[r], own = target - first_id;
-    const bool ignored = target == ignore_index;
-    double total = 0;
-    for (i64 v = 0; v < z.dim(1); ++v) total += std::exp(get(z, r * z.stride[0] + v) - get(max, r));
+    const bool ignored = target == p.ignore_index;
+    double total = 0, all = 0;
+    for (i64 v = 0; v < z.dim(1); ++v) {
+      const double x = get(z, r * z.stride[0] + v) - get(max, r);
+      total += std::exp(x), all += x;
+    }
     const bool here = own >= 0 && own < z.dim(1);
+    double hit = here ? (1 - smoothing) * (get(z, r * z.stride[0] + own) - get(max, r)) : 0;
+    if (smoothing > 0) hit += smoothing / static_cast<double>(p.vocab) * all;
     put(sum, r, ignored ? 0 : total);
-    put(at_target, r, ignored || !here ? 0 : get(z, r * z.stride[0] + own) - get(max, r));
+    put(at_target, r, ignored ? 0 : hit);
   }
 }
 
@@ -76,11 +87,15 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
   for (i64 r = 0; r < z.dim(0); ++r) {
     const i64 target = targets.as<i32>()[r];
     const bool ignored = target == p.ignore_index;
-    if (losses) put(losses, r, ignored ? 0 : std::log(get(sum, r)) - get(at_target, r));
+    const double log_sum = std::log(get(sum, r)), lse = get(max, r) + log_sum, z_loss = static_cast<double>(p.z_loss);
+    const double smoothing = static_cast<double>(p.label_smoothing);
+    if (losses) put(losses, r, ignored ? 0 : log_sum - get(at_target, r) + z_loss * lse * lse);
     for (i64 v = 0; dz && v < z.dim(1); ++v) {
       const double prob = std::exp(get(z, r * z.stride[0] + v) - get(max, r)) / get(sum, r);
-      const double hit = first_id + v == target ? 1 : 0;
-      put(dz, r * dz.stride[0] + v, ignored ? 0 : static_cast<double>(p.grad_scale) * (prob - hit));
+      const double hit =
+          (first_id + v == target ? 1 - smoothing : 0) + (smoothing > 0 ? smoothing / static_cast<double>(p.vocab) : 0);
+      put(dz, r * dz.stride[0] + v,
+          ignored ? 0 : static_cast<double>(p.grad_scale) * ((1 + 2 * z_loss * lse) * prob - hit));
     }
   }
 }

@@ -595,6 +595,8 @@ constexpr Key kKeys[] = {
     effect("deterministic", slot_of<&C::deterministic>),
     effect("reduce_order", slot_of<&C::reduce_order>),
     effect("loss_norm", slot_of<&C::loss_norm>),
+    effect("label_smoothing", slot_of<&C::label_smoothing>, kBelowOne),
+    effect("z_loss", slot_of<&C::z_loss>, kRate),
     effect("communication.backend", slot_of<&C::communication, &CommunicationConfig::backend>),
     effect("communication.timeout_s", slot_of<&C::communication, &CommunicationConfig::timeout_s>, kSeconds),
     effect("data.train", slot_of<&C::data, &DataConfig::train>),

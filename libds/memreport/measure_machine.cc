@@ -150,7 +150,7 @@ std::vector<Call> passes(DType t) {
   });
   add("vocab_sums", [](const OpTable& ops, Stream& s, auto, auto f32, const Cutter& cut) {
     const TensorView z = f32(kRows * kWidth).reshaped({kRows, kWidth}), max = f32(kRows);
-    ops.vocab_sums(f32(kRows), f32(kRows), z, max, cut.ids(), 0, kIgnoredTarget, s);
+    ops.vocab_sums(f32(kRows), f32(kRows), z, max, cut.ids(), 0, {}, s);
   });
   add("vocab_grad", [](const OpTable& ops, Stream& s, auto rows, auto f32, const Cutter& cut) {
     const TensorView dz = rows(), z = f32(kRows * kWidth).reshaped({kRows, kWidth}), sum = f32(kRows);

@@ -271,9 +271,14 @@ void embedding_backward(const PassContext& ctx, TensorView dtable, TensorView dy
 void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss& o) {
   const Groups& g = ctx.groups;
   const i64 chunk = ctx.logits.dim(0);
+  const CrossEntropyParams params{.grad_scale = ctx.loss_grad,
+                                  .chunk_tokens = chunk,
+                                  .label_smoothing = ctx.label_smoothing,
+                                  .z_loss = ctx.z_loss,
+                                  .vocab = o.vocab};
   if (g.shard.tp == 1) {
     return ctx.ops.linear_cross_entropy(ctx.losses, o.dh, o.dweight, o.dbias, h, o.weight, o.bias, ctx.targets,
-                                        ctx.logits, {.grad_scale = ctx.loss_grad, .chunk_tokens = chunk}, ctx.stream);
+                                        ctx.logits, params, ctx.stream);
   }
   const TensorView all = all_rows(ctx, h);
   const i64 R = all.dim(0), V = o.weight.dim(0), first_id = vocab_begin(o.vocab, g.shard, g.shard.tp_rank);
@@ -285,8 +290,7 @@ void projection_loss(const PassContext& ctx, TensorView h, const ProjectionLoss&
     ctx.ops.matmul(z, all.rows(begin, rows), o.weight, o.bias, {}, {}, {.trans_b = true}, ctx.stream);
     ctx.ops.vocab_max(max, z, ctx.stream);
     g.tp->all_reduce(max.data, rows, DType::F32, ReduceOp::Max, "tp.all_reduce").wait();
-    const CrossEntropyParams params{.grad_scale = ctx.loss_grad};
-    ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params.ignore_index, ctx.stream);
+    ctx.ops.vocab_sums(sum, at_target, z, max, targets, first_id, params, ctx.stream);
     g.tp->all_reduce(sum.data, 2 * rows, DType::F32, ReduceOp::Sum, "tp.all_reduce").wait();
     const TensorView dz = o.dh ? gradient_rows(z, all.dtype) : TensorView{};
     ctx.ops.vocab_grad(ctx.losses.rows(begin, rows), dz, z, sum, at_target, max, targets, first_id, params, ctx.stream);

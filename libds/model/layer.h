@@ -186,13 +186,14 @@ struct PassContext {
   TensorView logits{};    // Generate: [B,V] fp32 of the last position, written by the head; otherwise the head's
                           // workspace [chunk,V] fp32
   TensorView tile_sum{};  // [R, most columns] fp32: a product over tiles, where there are such
-  TensorView head_weight_grad{};       // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
-  float loss_grad = 1;                 // d(scaled total)/d(token loss)
-  RngKey dropout_key{};                // each use sets its own site
-  AttentionBlocks blocks{};            // of Model::layout: of whole sequences, from their beginning
-  TensorView documents{};              // [2, B, sequence length] int32: AttentionParams::documents; or none
-  std::span<KvCache* const> caches{};  // Generate: of the present layer, by sequence
-  Groups groups{};                     // the ranks that share matrices and tokens
+  TensorView head_weight_grad{};  // Train: [V,C] fp32, the gradient of the output projection of this micro-batch
+  float loss_grad = 1;            // d(scaled total)/d(token loss)
+  float label_smoothing = 0, z_loss = 0;  // as CrossEntropyParams has them; Train
+  RngKey dropout_key{};                   // each use sets its own site
+  AttentionBlocks blocks{};               // of Model::layout: of whole sequences, from their beginning
+  TensorView documents{};                 // [2, B, sequence length] int32: AttentionParams::documents; or none
+  std::span<KvCache* const> caches{};     // Generate: of the present layer, by sequence
+  Groups groups{};                        // the ranks that share matrices and tokens
 
   // Whether each row is to have the bits that it has alone: the next tokens of several sequences.
   bool rowwise() const noexcept { return mode == Mode::Generate && T == 1; }

@@ -141,8 +141,8 @@ void linear_cross_entropy(TensorView losses, TensorView dh, TensorView dweight, 
 void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
   count(stream, {"vocab_max", z.dtype, 0, bytes_of({max, z})});
 }
-void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64, i32,
-                Stream& stream) noexcept {
+void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64,
+                const CrossEntropyParams&, Stream& stream) noexcept {
   count(stream, {"vocab_sums", z.dtype, 0, bytes_of({sum, at_target, z, max, targets})});
 }
 void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,

@@ -26,7 +26,9 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       graphs_on_(config.cuda.graphs),
       memory_(plan.pass),
       inputs_(std::move(inputs)),
-      document_token_(config.data.document_token) {
+      document_token_(config.data.document_token),
+      label_smoothing_(static_cast<float>(config.label_smoothing)),
+      z_loss_(static_cast<float>(config.z_loss)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
   temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
   if (plan_.use != ConfigUse::Generate) make_pass_memory();
@@ -366,6 +368,8 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
   ctx.dropout_key = micro.dropout_key;
   ctx.loss_grad = micro.loss_grad;
+  ctx.label_smoothing = label_smoothing_;
+  ctx.z_loss = z_loss_;
 
   // The memory that this overwrites has been sent.
   if (instr.op == Op::Forward) output_sent(instr).wait();

@@ -138,6 +138,7 @@ class Stage {
   bool warm_ = false;                  // a step has been taken: its ops have taken their scratch and chosen algorithms
   std::vector<i32> tokens_;            // of a micro-batch, on their way to the device
   i64 document_token_;
+  float label_smoothing_, z_loss_;                   // of training
   std::vector<i32> documents_, document_positions_;  // likewise
 };
 

@@ -16,10 +16,11 @@ struct Case {
   bool dh = true, dweight = true;
   float grad_scale = 1.0f;
   bool bias = false;  // and its gradient
+  float label_smoothing = 0, z_loss = 0;
 
   std::string name() const {
     return std::to_string(T) + "x" + std::to_string(C) + "x" + std::to_string(V) + " " + std::string(dtype_name(work)) +
-           " chunk " + std::to_string(chunk) + (bias ? " with bias" : "");
+           " chunk " + std::to_string(chunk) + (bias ? " with bias" : "") + (label_smoothing > 0 ? " smoothed" : "");
   }
 };
 
@@ -44,7 +45,11 @@ Result run(const OpTable& ops, const Case& t, int threads) {
   Result r{Tensor(DType::F32, {t.T}), Tensor(t.work, {t.T, t.C}), Tensor(DType::F32, {t.V, t.C}),
            Tensor(DType::F32, {t.V})};
   const TensorView none{};
-  const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = t.grad_scale, .chunk_tokens = t.chunk};
+  const CrossEntropyParams params{.ignore_index = kIgnore,
+                                  .grad_scale = t.grad_scale,
+                                  .chunk_tokens = t.chunk,
+                                  .label_smoothing = t.label_smoothing,
+                                  .z_loss = t.z_loss};
   ops.linear_cross_entropy(r.losses, t.dh ? r.dh.view() : none, t.dweight ? r.dweight.view() : none,
                            t.bias ? r.dbias.view() : none, h, weight, t.bias ? bias.view() : none,
                            targets_for(t.T, t.V), logits, params, stream);
@@ -58,6 +63,8 @@ TEST(CrossEntropy, AgreesWithTheOracle) {
       for (const bool bias : {false, true}) {
         Case t{.T = s[0], .C = s[1], .V = s[2], .work = work, .grad_scale = 1.0f / static_cast<float>(s[0])};
         t.bias = bias;
+        if (s[2] % 3 == 0) t.label_smoothing = 0.1f;
+        if (s[2] % 2 == 1) t.z_loss = 0.01f;
         const Result want = run(ref_ops(), t, 1);
         for (const OpTable* ops : backends()) {
           for (i64 chunk : {i64{1}, i64{4}, t.T, t.T + 3}) {
@@ -83,6 +90,7 @@ TEST(CrossEntropy, BitsDoNotDependOnThreadsOrOnWhatElseIsWanted) {
   for (const OpTable* ops : backends()) {
     for (DType work : kWorkDTypes) {
       Case t{.T = 40, .C = 65, .V = 333, .work = work, .chunk = 33, .grad_scale = 0.1f, .bias = true};
+      if (work != DType::F16) t.label_smoothing = 0.2f, t.z_loss = 1e-3f;
       const Result one = run(*ops, t, 1);
       for (int threads : {2, 3, 5}) {
         const Result got = run(*ops, t, threads);
@@ -124,6 +132,30 @@ TEST(CrossEntropy, LargeLogitsNeitherOverflowNorLoseTheLoss) {
   }
 }
 
+// As torch.nn.functional.cross_entropy(label_smoothing=0.2) has it, and PaLM's term added to it.
+TEST(CrossEntropy, LabelSmoothingAndZLossAreTheirDefinitions) {
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    ThreadPool pool(1);
+    Stream stream{&pool};
+    Tensor h(DType::F32, {1, 4}), weight(DType::F32, {4, 4}), targets(DType::I32, {1}), logits(DType::F32, {1, 4}),
+        losses(DType::F32, {1}), dh(DType::F32, {1, 4});
+    weight.fill(0);
+    for (i64 i = 0; i < 4; ++i) weight.set(i * 5, 1), h.set(i, std::array{1.0f, -2.0f, 3.0f, 0.5f}[i]);
+    targets.fill(0);
+    const auto loss = [&](float smoothing, float z_loss) {
+      ops->linear_cross_entropy(losses, dh, {}, {}, h, weight, {}, targets, logits,
+                                {.chunk_tokens = 1, .label_smoothing = smoothing, .z_loss = z_loss}, stream);
+      return losses.at(0);
+    };
+    EXPECT_NEAR(loss(0.2f, 0), 2.277253f, 1e-5) << ops->name;
+    EXPECT_NEAR(loss(0.2f, 0.01f), 2.379798f, 1e-5) << ops->name;
+    const float want[] = {-0.7323658f, -0.0441433f, 0.8192055f, 0.0213487f};
+    for (i64 i = 0; i < 4; ++i) EXPECT_NEAR(dh.at(i), want[i], 1e-5) << ops->name;
+  }
+}
+
 TEST(CrossEntropy, GradientsOfTheOracleMatchFiniteDifferences) {
   constexpr i64 T = 5, C = 7, V = 11;
   ThreadPool pool(1);
@@ -133,7 +165,7 @@ TEST(CrossEntropy, GradientsOfTheOracleMatchFiniteDifferences) {
   weight.randomize(2);
   bias.randomize(3);
   const Tensor targets = targets_for(T, V);
-  const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.25f};
+  CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.25f};
   const auto loss = [&] {
     ref_ops().linear_cross_entropy(losses.view, {}, {}, {}, h.view, weight.view, bias.view, targets, {}, params,
                                    stream);
@@ -141,11 +173,14 @@ TEST(CrossEntropy, GradientsOfTheOracleMatchFiniteDifferences) {
     for (double x : losses.value) sum += 0.25 * x;
     return sum;
   };
-  ref_ops().linear_cross_entropy(losses.view, dh.view, dweight.view, dbias.view, h.view, weight.view, bias.view,
-                                 targets, {}, params, stream);
-  expect_gradient(h, dh, loss, "dh");
-  expect_gradient(weight, dweight, loss, "dweight");
-  expect_gradient(bias, dbias, loss, "dbias");
+  for (const bool terms : {false, true}) {
+    if (terms) params.label_smoothing = 0.3f, params.z_loss = 0.05f;
+    ref_ops().linear_cross_entropy(losses.view, dh.view, dweight.view, dbias.view, h.view, weight.view, bias.view,
+                                   targets, {}, params, stream);
+    expect_gradient(h, dh, loss, "dh");
+    expect_gradient(weight, dweight, loss, "dweight");
+    expect_gradient(bias, dbias, loss, "dbias");
+  }
 }
 
 TEST(CrossEntropy, GradientsOfTheBackendsMatchTheirOwnDirectionalDerivative) {

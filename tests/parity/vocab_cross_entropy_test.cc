@@ -52,14 +52,15 @@ TEST(VocabCrossEntropy, EveryOpAgreesWithTheOracle) {
       Tensor targets = targets_for(R, first + 2 * V);
       for (i64 r = 0; r < R; r += 4) targets.set(r, static_cast<float>(first + r % V));  // some are surely here
       const Logits z(R, V, gap);
-      const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.3f};
+      CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.3f};
+      if (gap > 0) params.label_smoothing = 0.1f, params.z_loss = 1e-2f, params.vocab = first + 2 * V;
       ThreadPool one(1);
       Stream alone{&one};
       // Numbers of other parts, so that this one's are not all there is.
       Numbers want(R), given(R);
       ref_ops().vocab_max(want.max, z.view, alone);
       for (i64 r = 0; r < R; ++r) given.max.set(r, want.max.at(r) + static_cast<float>(r % 2));
-      ref_ops().vocab_sums(want.sum, want.at_target, z.view, given.max, targets, first, kIgnore, alone);
+      ref_ops().vocab_sums(want.sum, want.at_target, z.view, given.max, targets, first, params, alone);
       for (i64 r = 0; r < R; ++r) {
         given.sum.set(r, want.sum.at(r) * 1.25f);
         const i64 own = targets.view().as<i32>()[r] - first;
@@ -77,7 +78,7 @@ TEST(VocabCrossEntropy, EveryOpAgreesWithTheOracle) {
               Logits in_place = z;
               Tensor beside(work, {R, V}), dense(work, {R, V});
               ops->vocab_max(got.max, in_place.view, s);
-              ops->vocab_sums(got.sum, got.at_target, in_place.view, given.max, targets, first, kIgnore, s);
+              ops->vocab_sums(got.sum, got.at_target, in_place.view, given.max, targets, first, params, s);
               ops->vocab_grad(got.losses, {}, in_place.view, given.sum, given.at_target, given.max, targets, first,
                               params, s);
               expect_same_bits(in_place.all, z.all, what + ": logits are read only");
@@ -116,9 +117,15 @@ struct Case {
   DType work;
   i64 chunk;
   bool bias = true;
-  i64 pad = 0;  // between rows of logits
+  i64 pad = 0;         // between rows of logits
+  bool terms = false;  // label smoothing and z-loss
 
   i64 V() const { return cuts.back(); }
+  CrossEntropyParams params() const {
+    CrossEntropyParams p{.ignore_index = kIgnore, .grad_scale = 0.1f, .vocab = V()};
+    if (terms) p.label_smoothing = 0.1f, p.z_loss = 1e-2f;
+    return p;
+  }
   std::string name() const {
     return std::to_string(T) + "x" + std::to_string(C) + "x" + std::to_string(V()) + " in " +
            std::to_string(cuts.size() - 1) + " " + std::string(dtype_name(work));
@@ -136,7 +143,6 @@ struct Inputs {
     bias.randomize(3, 0.25f);
   }
 };
-constexpr CrossEntropyParams kParams{.ignore_index = kIgnore, .grad_scale = 0.1f};
 
 // What the ranks do, one after the other, with host loops for the reductions. dh of several ranks is summed in fp32 and
 // rounded once.
@@ -163,7 +169,7 @@ Result in_parts(const OpTable& ops, const Case& c, const Inputs& in, Stream& s) 
     }
     for (size_t rank = 0; rank < ranks; ++rank) {
       Numbers own(rows);
-      ops.vocab_sums(own.sum, own.at_target, z[rank].view, all.max, targets, c.cuts[rank], kIgnore, s);
+      ops.vocab_sums(own.sum, own.at_target, z[rank].view, all.max, targets, c.cuts[rank], c.params(), s);
       for (i64 t = 0; t < rows; ++t) {
         all.sum.set(t, all.sum.at(t) + own.sum.at(t));
         all.at_target.set(t, all.at_target.at(t) + own.at_target.at(t));
@@ -174,7 +180,7 @@ Result in_parts(const OpTable& ops, const Case& c, const Inputs& in, Stream& s) 
       const i64 first = c.cuts[rank], count = c.cuts[rank + 1] - first;
       const TensorView dz = gradient_rows(z[rank].view, c.work);
       ops.vocab_grad(r.losses.view().rows(begin, rows), dz, z[rank].view, all.sum, all.at_target, all.max, targets,
-                     first, kParams, s);
+                     first, c.params(), s);
       const TensorView weight = in.weight.view().rows(first, count);
       if (ranks == 1) {
         ops.matmul(r.dh.view().rows(begin, rows), dz, weight, {}, {}, {}, {}, s);
@@ -193,7 +199,7 @@ Result whole(const OpTable& ops, const Case& c, const Inputs& in, Stream& s) {
   Result r{Tensor(DType::F32, {c.T}), Tensor(c.work, {c.T, c.C}), Tensor(DType::F32, {c.V(), c.C}),
            Tensor(DType::F32, {c.V()})};
   Tensor logits(DType::F32, {c.chunk, c.V()});
-  CrossEntropyParams params = kParams;
+  CrossEntropyParams params = c.params();
   params.chunk_tokens = c.chunk;
   ops.linear_cross_entropy(r.losses, r.dh, r.dweight, r.dbias, in.h, in.weight, c.bias ? in.bias.view() : TensorView{},
                            in.targets, logits, params, s);
@@ -207,7 +213,7 @@ TEST(VocabCrossEntropy, OnePartIsLinearCrossEntropy) {
     for (DType work : kWorkDTypes) {
       for (const bool bias : {false, true}) {
         for (const Case& c : {Case{21, 17, {0, 1030}, work, 8, bias}, Case{40, 65, {0, 333}, work, 33, bias},
-                              Case{9, 8, {0, 5}, work, 9, bias}}) {
+                              Case{9, 8, {0, 5}, work, 9, bias}, Case{21, 17, {0, 1030}, work, 8, bias, 0, true}}) {
           const Inputs in(c);
           const Result want = whole(*ops, c, in, s), got = in_parts(*ops, c, in, s);
           const std::string what = std::string(ops->name) + " " + c.name();
@@ -234,8 +240,8 @@ TEST(VocabCrossEntropy, PartsMakeTheWhole) {
   for (const OpTable* ops : backends()) {
     for (DType work : kWorkDTypes) {
       for (const Case& c :
-           {Case{21, 17, {0, 300, 1030}, work, 8}, Case{40, 65, {0, 1, 130, 200, 333}, work, 33, true, 3},
-            Case{9, 8, {0, 3, 5}, work, 9, false, 8}}) {
+           {Case{21, 17, {0, 300, 1030}, work, 8}, Case{21, 17, {0, 300, 1030}, work, 8, true, 0, true},
+            Case{40, 65, {0, 1, 130, 200, 333}, work, 33, true, 3}, Case{9, 8, {0, 3, 5}, work, 9, false, 8}}) {
         const Inputs in(c);
         const std::string what = std::string(ops->name) + " " + c.name();
         ThreadPool pool(2);
@@ -277,7 +283,7 @@ TEST(VocabCrossEntropy, LogitsOfMinusInfinityCountForNothingAndNaNsForTheirRow) 
     EXPECT_EQ(max.at(1), 2.0f) << ops->name;
     EXPECT_EQ(max.at(2), 1.0f) << ops->name;
     max.set(0, 5.0f), max.set(1, 3.0f);
-    ops->vocab_sums(sum, at_target, z, max, targets, 0, kIgnore, s);
+    ops->vocab_sums(sum, at_target, z, max, targets, 0, {.ignore_index = kIgnore}, s);
     EXPECT_EQ(sum.at(0), 0.0f) << ops->name;
     EXPECT_NEAR(sum.at(1), std::exp(-1.0), 1e-6) << ops->name;
     EXPECT_TRUE(std::isnan(sum.at(2))) << ops->name;
@@ -304,17 +310,18 @@ TEST(VocabCrossEntropy, RefGradientMatchesFiniteDifferences) {
     v.shape[1] = end - first;
     return v;
   };
+  const CrossEntropyParams params{
+      .ignore_index = kIgnore, .grad_scale = 0.25f, .label_smoothing = 0.3f, .z_loss = 0.05f, .vocab = V};
   const auto forward = [&] {
     ref_ops().vocab_max(max.view, z.view, s);
     std::fill(sum.value.begin(), sum.value.end(), 0.0);
     std::fill(at_target.value.begin(), at_target.value.end(), 0.0);
     Doubles own_sum({R}), own_at({R});
     for (const auto& [first, end] : {std::pair<i64, i64>{0, kCut}, {kCut, V}}) {
-      ref_ops().vocab_sums(own_sum.view, own_at.view, part(z, first, end), max.view, targets, first, kIgnore, s);
+      ref_ops().vocab_sums(own_sum.view, own_at.view, part(z, first, end), max.view, targets, first, params, s);
       for (size_t r = 0; r < R; ++r) sum.value[r] += own_sum.value[r], at_target.value[r] += own_at.value[r];
     }
   };
-  const CrossEntropyParams params{.ignore_index = kIgnore, .grad_scale = 0.25f};
   forward();
   for (const auto& [first, end] : {std::pair<i64, i64>{0, kCut}, {kCut, V}}) {
     ref_ops().vocab_grad({}, part(dz, first, end), part(z, first, end), sum.view, at_target.view, max.view, targets,

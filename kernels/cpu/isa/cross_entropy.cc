@@ -40,16 +40,43 @@ float row_sum(const float* z, i64 V, float top) noexcept {
   return reduce_add(total + partial);
 }
 
-float row_loss(float sum, float at_target) noexcept { return std::log(sum) - at_target; }
+// The sum of z - top, as row_sum.
+float row_total(const float* z, i64 V, float top) noexcept {
+  Vec total = zero(), partial = zero();
+  i64 count = 0;
+  for_vectors(0, V, [&](i64 j, auto n) {
+    Vec x = load(z + j, n) - broadcast(top);
+    if constexpr (!std::is_same_v<decltype(n), AllLanes>) x = select(first(n), x, zero());
+    partial = partial + x;
+    if (++count % 64 == 0) total = total + partial, partial = zero();
+  });
+  return reduce_add(total + partial);
+}
 
-// dz = grad_scale * (e^(z - top)/sum - onehot(own)); own: the place of the target, anywhere outside for none. dz may be
+// What a part of a row adds to at_target; own: the place of the target, anywhere outside for none.
+float row_hit(const float* z, i64 V, float top, i64 own, float smoothing, i64 vocab) noexcept {
+  const float hit = own >= 0 && own < V ? z[own] - top : 0;
+  if (smoothing == 0) return hit;
+  return (1 - smoothing) * hit + smoothing / static_cast<float>(vocab) * row_total(z, V, top);
+}
+
+float row_loss(float sum, float at_target, float top, float z_loss) noexcept {
+  const float log_sum = std::log(sum), loss = log_sum - at_target;
+  return z_loss == 0 ? loss : loss + z_loss * (top + log_sum) * (top + log_sum);
+}
+
+// dz = grad_scale * ((1 + 2 z_loss lse) e^(z - top)/sum - (1 - smoothing) onehot(own) - smoothing/vocab). dz may be
 // memory of z from the same address on: an element is written after it has been read, as T is no wider than float.
 template <class T>
-void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, float at_target,
-                  float grad_scale) noexcept {
-  const Vec scale = broadcast(grad_scale / sum);
-  for_vectors(0, V, [&](i64 j, auto n) { store(dz + j, exp(load(z + j, n) - broadcast(top)) * scale, n); });
-  if (own >= 0 && own < V) dz[own] = from_float<T>(grad_scale * (std::exp(at_target) / sum - 1.0f));
+void row_gradient(T* dz, const float* z, i64 V, float top, float sum, i64 own, i64 vocab,
+                  const CrossEntropyParams& p) noexcept {
+  const float of_softmax = p.z_loss == 0 ? 1.0f : 1 + 2 * p.z_loss * (top + std::log(sum));
+  const float each = p.label_smoothing / static_cast<float>(vocab);
+  const bool here = own >= 0 && own < V;
+  const float at_own = here ? std::exp(z[own] - top) : 0;
+  const Vec scale = broadcast(p.grad_scale * of_softmax / sum), less = broadcast(p.grad_scale * each);
+  for_vectors(0, V, [&](i64 j, auto n) { store(dz + j, exp(load(z + j, n) - broadcast(top)) * scale - less, n); });
+  if (here) dz[own] = from_float<T>(p.grad_scale * (of_softmax * at_own / sum - (1 - p.label_smoothing) - each));
 }
 
 // The op, chunk by chunk: products, the rows' losses and gradients (softmax(z, begin)) between them, sums of columns.
@@ -92,9 +119,9 @@ void linear_cross_entropy_by(MatmulFn product, TensorView losses, TensorView dh,
           if (gradient) std::fill_n(reinterpret_cast<E*>(row), V, E{});
           return;
         }
-        const float top = row_max(row, V), sum = row_sum(row, V, top), at_target = row[target] - top;
-        loss = row_loss(sum, at_target);
-        if (gradient) row_gradient(reinterpret_cast<E*>(row), row, V, top, sum, target, at_target, p.grad_scale);
+        const float top = row_max(row, V), sum = row_sum(row, V, top);
+        loss = row_loss(sum, row_hit(row, V, top, target, p.label_smoothing, V), top, p.z_loss);
+        if (gradient) row_gradient(reinterpret_cast<E*>(row), row, V, top, sum, target, V, p);
       });
     });
   };
@@ -129,15 +156,15 @@ void vocab_max(TensorView max, TensorView z, Stream& stream) noexcept {
 }
 
 void vocab_sums(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                i32 ignore_index, Stream& stream) noexcept {
+                const CrossEntropyParams& p, Stream& stream) noexcept {
   stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
     const float* const row = z.as<float>() + r * z.stride[0];
     const i32 target = targets.as<i32>()[r];
     const i64 own = target - first_id, V = z.dim(1);
     const float top = max.as<float>()[r];
-    const bool ignored = target == ignore_index, here = own >= 0 && own < V;
+    const bool ignored = target == p.ignore_index;
     sum.as<float>()[r] = ignored ? 0 : row_sum(row, V, top);
-    at_target.as<float>()[r] = ignored || !here ? 0 : row[own] - top;
+    at_target.as<float>()[r] = ignored ? 0 : row_hit(row, V, top, own, p.label_smoothing, p.vocab);
   });
 }
 
@@ -147,15 +174,15 @@ void vocab_grad(TensorView losses, TensorView dz, TensorView z, TensorView sum, 
     stream.pool->parallel_for(z.dim(0), [&](i64 r, int) {
       const i32 target = targets.as<i32>()[r];
       const bool ignored = target == p.ignore_index;
-      const float total = sum.as<float>()[r], hit = at_target.as<float>()[r];
-      if (losses) losses.as<float>()[r] = ignored ? 0 : row_loss(total, hit);
+      const float total = sum.as<float>()[r], top = max.as<float>()[r];
+      if (losses) losses.as<float>()[r] = ignored ? 0 : row_loss(total, at_target.as<float>()[r], top, p.z_loss);
       if (!dz) return;
       E* const to = dz.as<E>() + r * dz.stride[0];
       if (ignored) {
         std::fill_n(to, z.dim(1), E{});
       } else {
-        row_gradient(to, z.as<float>() + r * z.stride[0], z.dim(1), max.as<float>()[r], total, target - first_id, hit,
-                     p.grad_scale);
+        row_gradient(to, z.as<float>() + r * z.stride[0], z.dim(1), top, total, target - first_id,
+                     p.label_smoothing == 0 ? 1 : p.vocab, p);
       }
     });
   });

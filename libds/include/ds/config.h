@@ -337,6 +337,9 @@ struct Config {
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
   GradientReduce gradient_reduce = GradientReduce::Mean;  // Sum: with LossNorm::Micro
+  // Of training; evaluations have the plain loss.
+  double label_smoothing = 0;  // the share of a target that all ids have alike
+  double z_loss = 0;           // times the square of the logarithm of a softmax's denominator
   bool deterministic = false;
   i64 steps = 0;    // optimizer steps of the run
   i64 seed = 1234;  // 0 .. 2^32 - 1

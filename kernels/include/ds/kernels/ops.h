@@ -126,6 +126,11 @@ struct CrossEntropyParams {
   i32 ignore_index = kIgnoredTarget;
   float grad_scale = 1.0f;  // d(total)/d(token loss): loss scale / valid count, the same for every token
   i64 chunk_tokens = 0;     // rows of the logits workspace
+  // The share of a target that all ids have alike: loss = lse - (1 - s) z[target] - s mean z, with lse = ln of the sum
+  // of e^z (Szegedy et al., "Rethinking the Inception Architecture", 2015; torch.nn.CrossEntropyLoss).
+  float label_smoothing = 0;
+  float z_loss = 0;  // adds z_loss lse^2 (Chowdhery et al., "PaLM", 2022)
+  i64 vocab = 0;     // of a vocabulary in parts: ids of all of them
 };
 
 // Rows of dtype `work` that begin where the rows of z begin: what vocab_grad makes of them in place.
@@ -395,13 +400,14 @@ struct OpTable {
   // that is all, losses and dz are those of linear_cross_entropy, on the CPU bit for bit.
   //   vocab_max   max = the largest logit of a row, -inf of none; a NaN is passed over, and reaches the sum.
   //   vocab_sums  with the maximum over all parts: sum = sum of e^(z - max); at_target = z[target] - max where this part
-  //               has the target, else 0. Both 0 where the target is ignore_index.
-  //   vocab_grad  with both summed over all parts: losses = ln(sum) - at_target, dz = grad_scale * (e^(z - max)/sum -
-  //               onehot(target)), both 0 where ignored. dz [R,V] work dtype, strided rows: gradient_rows(z), which takes
+  //               has the target, else 0, and with label_smoothing s (1 - s) times that + s/vocab * sum of (z - max). Both 0
+  //               where the target is ignore_index.
+  //   vocab_grad  with both summed over all parts: losses = ln(sum) - at_target + z_loss lse^2, dz = grad_scale *
+  //               ((1 + 2 z_loss lse) e^(z - max)/sum - (1 - s) onehot(target) - s/vocab), both 0 where ignored. dz [R,V] work dtype, strided rows: gradient_rows(z), which takes
   //               the place of z, or other memory. Losses or dz optional.
   void (*vocab_max)(TensorView max, TensorView z, Stream&) noexcept;
   void (*vocab_sums)(TensorView sum, TensorView at_target, TensorView z, TensorView max, TensorView targets, i64 first_id,
-                     i32 ignore_index, Stream&) noexcept;
+                     const CrossEntropyParams&, Stream&) noexcept;
   void (*vocab_grad)(TensorView losses, TensorView dz, TensorView z, TensorView sum, TensorView at_target, TensorView max,
                      TensorView targets, i64 first_id, const CrossEntropyParams&, Stream&) noexcept;
 
