@@ -66,6 +66,12 @@ class TokenStream {
   // naming file and position, and Errc::Corrupt for a file that has shrunk since it was opened. Allocates: no.
   void read(i64 position, std::span<i32> out, i64 vocab_size) const;
 
+  // The same, with kIgnoredTarget for tokens that are not to be predicted: prompts, and what others than the assistant
+  // say.
+  void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
+  // Whether there may be such tokens.
+  bool has_marks() const noexcept;
+
   // Reads all tokens once, unless none can be wrong, and throws as read() does.
   void check(i64 vocab_size) const;
 
@@ -75,6 +81,10 @@ class TokenStream {
   const std::string& tokenizer() const noexcept { return tokenizer_; }
 
  private:
+  // Calls part(file, position in it, part of out) for the files that tokens [position, position + out.size()) lie in.
+  template <class Part>
+  void for_each_part(i64 position, std::span<i32> out, Part&& part) const;
+
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
   i64 begin_ = 0, end_ = 0;

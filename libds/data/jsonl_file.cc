@@ -1,11 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Lines of JSON, each an object with a text. A line is read by events, so that what is not asked for costs no memory,
-// and no line is longer than kMostLineBytes; texts wait until there is enough for all threads, no longer.
+// Lines of JSON, each an object with a text, a prompt and its completion, or messages. A line is read by events, so
+// that what is not asked for costs no memory, and no line is longer than kMostLineBytes; texts wait until there is
+// enough for all threads, no longer.
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <utility>
 
 #include "base/check.h"
 #include "base/content_kind.h"
@@ -28,15 +31,49 @@ struct LinePlace {
   }
 };
 
-// Takes the member "text" out of the events of one line.
+// What a line is trained on, in pieces that are encoded each for itself.
+struct Segment {
+  std::string text;
+  bool is_target;  // its tokens are to be predicted
+};
+
+// Which members make a line's segments. All lines of a file are of one form.
+enum class LineForm : u8 { Text, Prompt, Messages };
+
+struct Line {
+  LineForm form = LineForm::Text;
+  std::vector<Segment> segments;
+
+  void append(std::string_view text, bool is_target) {
+    if (segments.empty() || segments.back().is_target != is_target) segments.push_back({"", is_target});
+    segments.back().text += text;
+  }
+};
+
+// Takes the members that are known out of the events of one line.
 class LineHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
-  LineHandler(std::string_view line, LinePlace place) : line_(line), place_(place) {}
+  LineHandler(std::string_view text, LinePlace place) : text_(text), place_(place) {}
 
-  std::string take_text() {
-    nlohmann::json::sax_parse(line_.data(), line_.data() + line_.size(), this);
-    if (!text_) place_.refuse("the object has no member \"text\"");
-    return std::move(*text_);
+  Line take() {
+    nlohmann::json::sax_parse(text_.data(), text_.data() + text_.size(), this);
+    Line line;
+    if (members_[kText].is_given) {
+      line.form = LineForm::Text;
+      line.segments.push_back({take_string(members_[kText]), true});
+    } else if (has_messages_) {
+      line = std::move(messages_);
+      line.form = LineForm::Messages;
+      if (!wrong_message_.empty()) place_.refuse(wrong_message_);
+      if (line.segments.empty()) place_.refuse("its member \"messages\" is empty");
+    } else if (members_[kPrompt].is_given || members_[kCompletion].is_given) {
+      line.form = LineForm::Prompt;
+      line.segments.push_back({take_string(members_[kPrompt]), false});
+      line.segments.push_back({take_string(members_[kCompletion]), true});
+    } else {
+      place_.refuse("the object has no member \"text\", nor \"prompt\" and \"completion\", nor \"messages\"");
+    }
+    return line;
   }
 
   bool null() override { return other("null"); }
@@ -46,24 +83,51 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   bool number_float(double, const std::string&) override { return other("a number"); }
   bool binary(nlohmann::json::binary_t&) override { return false; }  // not in text
   bool string(std::string& value) override {
-    if (!is_text_) return other("a string");
-    text_ = std::move(value);
-    is_text_ = false;
+    if (target_ == nullptr) return other("a string");
+    target_->text = std::move(value);
+    target_ = nullptr;
     return true;
   }
   bool key(std::string& name) override {
-    is_text_ = depth_ == 1 && name == "text";
-    if (is_text_ && text_) place_.refuse("the key \"text\" is there twice");
+    target_ = nullptr;
+    if (depth_ == 1 && name == "messages") {
+      if (has_messages_) refuse_twice(name);
+      has_messages_ = is_messages_next_ = true;
+    } else if (depth_ == 1) {
+      expect(name, kText, kCompletion);
+    } else if (depth_ == 3 && is_in_messages_) {
+      expect(name, kRole, kContent);
+    }
     return true;
   }
-  bool start_object(size_t) override { return open("an object"); }
-  bool start_array(size_t) override { return open("an array"); }
-  bool end_object() override { return --depth_, true; }
-  bool end_array() override { return --depth_, true; }
+  bool start_object(size_t) override {
+    if (depth_ == 2 && is_in_messages_)
+      members_[kRole] = members_[kContent] = {};
+    else if (depth_ > 0)
+      other("an object");
+    return open();
+  }
+  bool start_array(size_t) override {
+    if (is_messages_next_) {
+      is_in_messages_ = true;
+      is_messages_next_ = false;
+    } else {
+      other("an array");
+    }
+    return open();
+  }
+  bool end_object() override {
+    if (--depth_ == 2 && is_in_messages_) add_message();
+    return true;
+  }
+  bool end_array() override {
+    if (--depth_ == 1) is_in_messages_ = false;
+    return true;
+  }
   bool parse_error(size_t at, const std::string& token, const nlohmann::detail::exception& e) override {
     if (e.id == 406) place_.refuse("a number does not fit a double");  // and may be as long as the line
     try {
-      refuse_json(line_, place_.path, Errc::Corrupt, at, token, e);
+      refuse_json(text_, place_.path, Errc::Corrupt, at, token, e);
     } catch (const JsonError& error) {
       throw Error(Errc::Corrupt,
                   fmt::format("{}:{}:{}: {}", place_.path, place_.line, error.place().column, error.message()));
@@ -71,37 +135,117 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   }
 
  private:
+  // A string, or what stands where one belongs: told when it turns out to be needed.
+  struct Member {
+    bool is_given = false;
+    std::string text{};
+    std::string_view instead{};
+  };
+  enum Name : u8 { kText, kPrompt, kCompletion, kRole, kContent };
+  static constexpr std::array<std::string_view, 5> kNames = {"text", "prompt", "completion", "role", "content"};
+
+  [[noreturn]] void refuse_twice(std::string_view name) const {
+    place_.refuse(fmt::format("the key \"{}\" is there twice", name));
+  }
+
+  // The value that comes belongs to a member that is known, if its name is one of these.
+  void expect(std::string_view name, Name first, Name last) {
+    for (size_t i = first; i <= last; ++i) {
+      if (kNames[i] != name) continue;
+      target_ = &members_[i];
+      if (std::exchange(target_->is_given, true)) refuse_twice(name);
+    }
+  }
+
+  // Why a member cannot be taken; empty: it can.
+  std::string wrong(Name name) const {
+    const Member& member = members_[name];
+    if (!member.is_given) return fmt::format("the object has no member \"{}\"", kNames[name]);
+    if (member.instead.empty()) return "";
+    return fmt::format("its member \"{}\" is {}, where a string belongs", kNames[name], member.instead);
+  }
+  std::string take_string(Member& member) {
+    const std::string why = wrong(static_cast<Name>(&member - members_.data()));
+    if (!why.empty()) place_.refuse(why);
+    return std::move(member.text);
+  }
+
+  // ChatML: what the assistant says is predicted, with the token that ends it.
+  void add_message() {
+    ++num_messages_;
+    if (!wrong_message_.empty()) return;
+    for (const Name name : {kRole, kContent}) {
+      const std::string why = wrong(name);
+      if (!why.empty()) return refuse_message(why);
+    }
+    const std::string &role = members_[kRole].text, &content = members_[kContent].text;
+    if (role.empty() || role.find_first_of("\n<>|") != role.npos)
+      return refuse_message("its member \"role\" is no name of a role");
+    const bool is_target = role == "assistant";
+    messages_.append(fmt::format("<|im_start|>{}\n", role), false);
+    messages_.append(content, is_target);
+    messages_.append("<|im_end|>", is_target);
+    messages_.append("\n", false);
+  }
+  void refuse_message(const std::string& why) {
+    wrong_message_ = fmt::format("message {}: {}", num_messages_, why);
+    messages_.segments.clear();
+  }
+
   bool other(std::string_view what) {
     if (depth_ == 0) place_.refuse(fmt::format("is {}, where each line is an object", what));
-    if (is_text_) place_.refuse(fmt::format("its member \"text\" is {}, where a string belongs", what));
+    if (is_messages_next_ && wrong_message_.empty())
+      wrong_message_ = fmt::format("its member \"messages\" is {}, where an array belongs", what);
+    if (depth_ == 2 && is_in_messages_) {
+      ++num_messages_;
+      if (wrong_message_.empty()) refuse_message(fmt::format("is {}, where an object belongs", what));
+    }
+    if (target_ != nullptr) target_->instead = what;
+    target_ = nullptr;
+    is_messages_next_ = false;
     return true;
   }
-  bool open(std::string_view what) {
-    if (depth_ > 0 || what != "an object") other(what);
+  bool open() {
     if (++depth_ > kMaxDepth) place_.refuse(fmt::format("nested deeper than {} levels", kMaxDepth));
     return true;
   }
 
-  std::string_view line_;
+  std::string_view text_;
   LinePlace place_;
-  std::optional<std::string> text_;
+  std::array<Member, 5> members_;
+  Member* target_ = nullptr;  // what the value that comes belongs to
   int depth_ = 0;
-  bool is_text_ = false;  // the value that comes is that of "text"
+  bool has_messages_ = false, is_messages_next_ = false, is_in_messages_ = false;
+  i64 num_messages_ = 0;
+  Line messages_{};
+  std::string wrong_message_;
 };
 
 struct Document {
-  std::string text;
+  std::vector<Segment> segments;
   i64 line;
+
+  size_t bytes() const noexcept {
+    size_t sum = sizeof *this;  // many texts may be empty
+    for (const Segment& s : segments) sum += sizeof s + s.text.size();
+    return sum;
+  }
+};
+
+// The token behind a document.
+struct DocumentEnd {
+  std::optional<i32> token;
+  bool is_target = true;
 };
 
 // Documents that wait for each other, and become ids by several threads.
 class Documents {
  public:
-  Documents(TokenIds& ids, const Tokenizer& tokenizer, std::optional<i32> end, const std::string& path)
+  Documents(TokenIds& ids, const Tokenizer& tokenizer, DocumentEnd end, const std::string& path)
       : ids_(ids), tokenizer_(tokenizer), end_(end), path_(path) {}
 
   void add(Document document) {
-    bytes_ += document.text.size();
+    bytes_ += document.bytes();
     waiting_.push_back(std::move(document));
     if (bytes_ >= TokenIds::kStretchBytes * static_cast<size_t>(ids_.num_threads())) encode();
   }
@@ -115,7 +259,7 @@ class Documents {
         begins.push_back(i);
         ++part;
       }
-      bytes += waiting_[i].text.size();
+      bytes += waiting_[i].bytes();
     }
     begins.push_back(waiting_.size());
     ids_.add_parts(part, [&](size_t i, std::vector<i32>& ids) {
@@ -127,17 +271,24 @@ class Documents {
 
  private:
   void encode(const Document& document, std::vector<i32>& ids) const {
-    try {
-      tokenizer_.encode(document.text, ids);
-    } catch (const Error& e) {
-      LinePlace{path_, document.line}.refuse(e.what(), e.code());
+    for (const Segment& segment : document.segments) {
+      const size_t begin = ids.size();
+      try {
+        tokenizer_.encode(segment.text, ids);
+      } catch (const Error& e) {
+        LinePlace{path_, document.line}.refuse(e.what(), e.code());
+      }
+      if (!segment.is_target) std::for_each(ids.begin() + static_cast<i64>(begin), ids.end(), mark);
     }
-    if (end_) ids.push_back(*end_);
+    if (!end_.token) return;
+    ids.push_back(*end_.token);
+    if (!end_.is_target) mark(ids.back());
   }
+  static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
   TokenIds& ids_;
   const Tokenizer& tokenizer_;
-  std::optional<i32> end_;
+  DocumentEnd end_;
   const std::string& path_;
   std::vector<Document> waiting_;
   size_t bytes_ = 0;
@@ -145,32 +296,69 @@ class Documents {
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
 
+// Calls body(text, line) for each line that is not blank, until it gives false.
+template <class Body>
+void for_each_line(const MappedFile& file, Body&& body) {
+  std::string_view left = file.text();
+  for (i64 line = 1; !left.empty(); ++line) {
+    file.check_size();
+    const size_t size = std::min(left.substr(0, kMostLineBytes + 1).find('\n'), left.size());
+    if (size > kMostLineBytes)
+      LinePlace{file.path(), line}.refuse(fmt::format("longer than {} MiB", kMostLineBytes >> 20));
+    const std::string_view text = left.substr(0, size);
+    if (!is_blank(text) && !body(text, line)) return;
+    left.remove_prefix(std::min(size + 1, left.size()));
+  }
+}
+
+// That of the first line that has one.
+LineForm form_of(const MappedFile& file) {
+  if (const std::string_view kind = kind_of_content(file.text()); !kind.empty())
+    LinePlace{file.path(), 1}.refuse(fmt::format("this is {}, not a line of JSON", kind));
+  LineForm form = LineForm::Text;
+  for_each_line(file, [&](std::string_view text, i64 line) {
+    form = LineHandler(text, {file.path(), line}).take().form;
+    return false;
+  });
+  return form;
+}
+
+std::string_view form_name(LineForm form) {
+  switch (form) {
+    case LineForm::Text: return "a text";
+    case LineForm::Prompt: return "a prompt and its completion";
+    case LineForm::Messages: return "messages";
+  }
+  return "?";
+}
+
 }  // namespace
 
 std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEncoding& encoding) {
   auto file = std::make_unique<TokenFile>();
   file->name = path;
   const MappedFile& mapped = file->map(path);
+  mapped.check_size();
+  const LineForm form = form_of(mapped);
   const std::unique_ptr<Tokenizer> bytes = encoding.tokenizer == nullptr ? open_tokenizer("bytes") : nullptr;
   const Tokenizer& tokenizer = bytes ? *bytes : *encoding.tokenizer;
-  std::optional<i32> end = tokenizer.special(SpecialToken::Eos);
-  if (encoding.document_token >= 0) end = narrow<i32>(encoding.document_token);
-  file->reading = end ? fmt::format("JSONL, {} behind each text", *end) : "JSONL";
-  file->ids = std::make_unique<TokenIds>(tokenizer, encoding.num_threads, path, end.value_or(0));
+  // A conversation has an end of its own.
+  DocumentEnd end{.token = std::nullopt, .is_target = form != LineForm::Messages};
+  if (form != LineForm::Messages) end.token = tokenizer.special(SpecialToken::Eos);
+  if (encoding.document_token >= 0) end.token = narrow<i32>(encoding.document_token);
+  file->reading = fmt::format("JSONL, {} in a line", form_name(form));
+  if (end.token) file->reading += fmt::format(", {} behind each", *end.token);
+  file->ids = std::make_unique<TokenIds>(tokenizer, encoding.num_threads, path, end.token.value_or(0),
+                                         form == LineForm::Text ? TokenMarks::None : TokenMarks::Some);
   Documents documents(*file->ids, tokenizer, end, path);
-
-  mapped.check_size();
-  if (const std::string_view kind = kind_of_content(mapped.text()); !kind.empty())
-    LinePlace{path, 1}.refuse(fmt::format("this is {}, not a line of JSON", kind));
-  std::string_view left = mapped.text();
-  for (i64 line = 1; !left.empty(); ++line) {
-    mapped.check_size();
-    const size_t size = std::min(left.substr(0, kMostLineBytes + 1).find('\n'), left.size());
-    if (size > kMostLineBytes) LinePlace{path, line}.refuse(fmt::format("longer than {} MiB", kMostLineBytes >> 20));
-    const std::string_view text = left.substr(0, size);
-    if (!is_blank(text)) documents.add({LineHandler(text, {path, line}).take_text(), line});
-    left.remove_prefix(std::min(size + 1, left.size()));
-  }
+  for_each_line(mapped, [&](std::string_view text, i64 line) {
+    Line read = LineHandler(text, {path, line}).take();
+    if (read.form != form)
+      LinePlace{path, line}.refuse(
+          fmt::format("has {}, and the first line {}: all of a file are alike", form_name(read.form), form_name(form)));
+    documents.add({std::move(read.segments), line});
+    return true;
+  });
   documents.encode();
   file->ids->map();
   file->view_ids();

@@ -18,9 +18,9 @@ class NextToken final : public Objective {
                    std::span<i32> targets) const override {
     const i64 T = std::ssize(inputs), begin = sample * T;
     stream.read(begin, inputs, vocab_size);
-    std::copy(inputs.begin() + 1, inputs.end(), targets.begin());
-    stream.read(begin + T, targets.last(1), vocab_size);
+    stream.read_targets(begin + 1, targets, vocab_size);
   }
+  bool heeds_marks() const noexcept override { return true; }
 
   const std::string& description() const noexcept override { return description_; }
 

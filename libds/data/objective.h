@@ -4,7 +4,8 @@
 // target of kIgnoredTarget counts in no loss. Objectives are immutable and reentrant, and what they draw depends on the
 // key alone.
 //
-//   next token          inputs t0 .. t(T-1), targets t1 .. tT: samples share one token with their neighbour
+//   next token          inputs t0 .. t(T-1), targets t1 .. tT, of which those that the stream marks as no target do not
+//                       count: samples share one token with their neighbour
 //   masked tokens       [CLS] t0 .. t(T-3) [SEP], samples share nothing. Devlin et al., "BERT" (2018), 3.1: of the
 //                       positions that hold no special token, `probability` is chosen, rounded and at least one; a
 //                       chosen one becomes [MASK] with probability 0.8, a random token with 0.1, and stays with 0.1;
@@ -36,6 +37,9 @@ class Objective {
   // as TokenStream::read. Allocates: no.
   virtual void make_sample(const TokenStream& stream, i64 sample, RngKey key, i64 vocab_size, std::span<i32> inputs,
                            std::span<i32> targets) const = 0;
+
+  // Whether tokens that are no target (TokenStream::read_targets) are none of its targets.
+  virtual bool heeds_marks() const noexcept { return false; }
 
   // All that samples depend on beside the stream and the seed, in words: part of DataIdentity.
   virtual const std::string& description() const noexcept = 0;

@@ -38,12 +38,23 @@ auto with_type(DType type, F&& f) {
   }
 }
 
+// Reads the tokens of a view, without their marks.
 template <class Token>
-Token load(const u8* from) noexcept {
-  Token token;
-  std::memcpy(&token, from, sizeof token);
-  return token;
-}
+class Reader {
+ public:
+  explicit Reader(const TokenView& view)
+      : data_(view.data),
+        bits_(static_cast<Token>(view.has_marks ? ~static_cast<u64>(0) >> 33 : ~static_cast<u64>(0))) {}
+  Token operator[](i64 i) const noexcept {
+    Token token;
+    std::memcpy(&token, data_ + i * static_cast<i64>(sizeof token), sizeof token);
+    return static_cast<Token>(token & bits_);
+  }
+
+ private:
+  const u8* data_;
+  Token bits_;
+};
 
 template <class Token>
 bool in_vocabulary(Token smallest, Token largest, i64 vocab_size) noexcept {
@@ -92,52 +103,57 @@ FileFingerprint MappedFile::fingerprint() const {
 
 void TokenFile::view_ids() {
   DS_CHECK(ids->num_tokens() > 0, Errc::Config, "data file '{}': its text has no tokens", name);
-  view = {ids->data(), ids->token_bytes() == 2 ? DType::U16 : DType::U32, ids->num_tokens()};
+  view = {ids->data(), ids->token_bytes() == 2 ? DType::U16 : DType::U32, ids->num_tokens(), ids->has_marks()};
 }
 
 void TokenFile::read(i64 begin, std::span<i32> out, i64 vocab_size) const {
   mapped.front()->check_size();
-  const i64 bad = with_type(view.type, [&]<class Token>(Token) -> i64 {
-    const u8* from = view.data + begin * static_cast<i64>(sizeof(Token));
+  with_type(view.type, [&]<class Token>(Token) {
+    const Reader<Token> tokens(view);
     Token smallest = 0, largest = 0;
-    for (size_t i = 0; i < out.size(); ++i) {
-      const Token token = load<Token>(from + sizeof(Token) * i);
+    for (i64 i = 0; i < std::ssize(out); ++i) {
+      const Token token = tokens[begin + i];
       smallest = std::min(smallest, token);
       largest = std::max(largest, token);
-      out[i] = static_cast<i32>(token);
+      out[static_cast<size_t>(i)] = static_cast<i32>(token);
     }
     if (in_vocabulary(smallest, largest, vocab_size)) [[likely]]
-      return -1;
-    i64 i = 0;
-    for (Token token = load<Token>(from); in_vocabulary(token, token, vocab_size); token = load<Token>(from)) {
-      ++i;
-      from += sizeof(Token);
-    }
-    return i;
+      return;
+    i64 bad = begin;
+    while (in_vocabulary(tokens[bad], tokens[bad], vocab_size)) ++bad;
+    refuse(bad, vocab_size);
   });
-  if (bad >= 0) refuse(begin + bad, vocab_size);
+}
+
+void TokenFile::read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const {
+  read(begin, out, vocab_size);
+  if (!view.has_marks) return;
+  for (i64 i = 0; i < std::ssize(out); ++i) {
+    i32 marked = 0;
+    std::memcpy(&marked, view.data + 4 * (begin + i), sizeof marked);
+    if ((marked & TokenIds::kNoTarget) != 0) out[static_cast<size_t>(i)] = kIgnoredTarget;
+  }
 }
 
 void TokenFile::check(i64 begin, i64 end, i64 vocab_size) const {
   constexpr i64 kChunk = i64{1} << 20;
   with_type(view.type, [&]<class Token>(Token) {
     if (std::is_unsigned_v<Token> && std::cmp_less(std::numeric_limits<Token>::max(), vocab_size)) return;
+    const Reader<Token> tokens(view);
     for (i64 at = begin; at < end; at += kChunk) {
       mapped.front()->check_size();
-      const i64 n = std::min(kChunk, end - at);
-      const u8* from = view.data + at * static_cast<i64>(sizeof(Token));
+      const i64 chunk_end = std::min(at + kChunk, end);
       Token smallest = 0, largest = 0;
-      for (i64 i = 0; i < n; ++i) {
-        const Token token = load<Token>(from + static_cast<i64>(sizeof(Token)) * i);
+      for (i64 i = at; i < chunk_end; ++i) {
+        const Token token = tokens[i];
         smallest = std::min(smallest, token);
         largest = std::max(largest, token);
       }
       if (in_vocabulary(smallest, largest, vocab_size)) [[likely]]
         continue;
-      for (i64 i = 0; i < n; ++i) {
-        const Token token = load<Token>(from + static_cast<i64>(sizeof(Token)) * i);
-        if (!in_vocabulary(token, token, vocab_size)) refuse(at + i, vocab_size);
-      }
+      i64 bad = at;
+      while (in_vocabulary(tokens[bad], tokens[bad], vocab_size)) ++bad;
+      refuse(bad, vocab_size);
     }
   });
 }
@@ -145,7 +161,7 @@ void TokenFile::check(i64 begin, i64 end, i64 vocab_size) const {
 void TokenFile::refuse(i64 position, i64 vocab_size) const {
   const u8* at = view.data + position * dtype_bytes(view.type);
   const auto [token, is_negative] = with_type(view.type, [&]<class Token>(Token) {
-    const Token t = load<Token>(at);
+    const Token t = Reader<Token>(view)[position];
     return std::pair(fmt::to_string(t), std::cmp_less(t, 0));
   });
   const std::string why =

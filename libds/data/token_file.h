@@ -53,6 +53,7 @@ struct TokenView {
   const u8* data = nullptr;  // need not be aligned
   DType type = DType::U8;
   i64 count = 0;
+  bool has_marks = false;  // U32 whose highest bit says that the token is no target (TokenIds::kNoTarget)
 };
 
 struct TokenFile {
@@ -71,6 +72,8 @@ struct TokenFile {
 
   // out = tokens [begin, begin + out.size()). Throws as TokenStream::read.
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const;
+  // The same, with kIgnoredTarget for tokens that are no target. Throws as TokenStream::read.
+  void read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const;
   // Tokens [begin, end) are in the vocabulary: throws as read().
   void check(i64 begin, i64 end, i64 vocab_size) const;
   std::vector<FileFingerprint> fingerprints() const;

@@ -18,11 +18,12 @@
 
 namespace ds {
 
-TokenIds::TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id)
+TokenIds::TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id, TokenMarks marks)
     : tokenizer_(tokenizer),
       num_threads_(num_threads),
       name_(std::move(name)),
-      token_bytes_(std::max(tokenizer.vocab_size(), largest_id + 1) <= 65536 ? 2 : 4) {
+      marks_(marks),
+      token_bytes_(marks == TokenMarks::None && std::max(tokenizer.vocab_size(), largest_id + 1) <= 65536 ? 2 : 4) {
   directory_ = variables::temporary_directory();
   std::string path = directory_ + "/ds-tokens-XXXXXX";
   fd_ = ::mkostemp(path.data(), O_CLOEXEC);

@@ -4,6 +4,7 @@
 // or 4 bytes a token, and address space, but no memory, and are gone when the process is.
 
 #include <functional>
+#include <limits>
 #include <span>
 #include <string>
 #include <string_view>
@@ -13,13 +14,18 @@
 
 namespace ds {
 
+// Whether ids say of themselves that they are no target (kNoTarget): all have 4 bytes then.
+enum class TokenMarks : u8 { None, Some };
+
 class TokenIds {
  public:
-  static constexpr size_t kStretchBytes = size_t{4} << 20;  // of text that a thread encodes at a time
+  static constexpr i32 kNoTarget = std::numeric_limits<i32>::min();  // the highest bit of an id
+  static constexpr size_t kStretchBytes = size_t{4} << 20;           // of text that a thread encodes at a time
 
   // `name` names the texts in messages; ids are those of the tokenizer, and at most `largest_id` besides. Throws
   // Errc::Io, as all that writes does when TMPDIR is full.
-  TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id = 0);
+  TokenIds(const Tokenizer& tokenizer, int num_threads, std::string name, i64 largest_id = 0,
+           TokenMarks marks = TokenMarks::None);
   ~TokenIds();
   TokenIds(const TokenIds&) = delete;
   TokenIds& operator=(const TokenIds&) = delete;
@@ -39,6 +45,7 @@ class TokenIds {
   void map();
 
   int num_threads() const noexcept { return num_threads_; }
+  bool has_marks() const noexcept { return marks_ == TokenMarks::Some; }
   i64 num_tokens() const noexcept { return num_tokens_; }
   i64 token_bytes() const noexcept { return token_bytes_; }  // 2 or 4, unsigned
   const u8* data() const noexcept { return data_; }
@@ -51,6 +58,7 @@ class TokenIds {
   const Tokenizer& tokenizer_;
   int num_threads_;
   std::string name_;
+  TokenMarks marks_;
   int fd_ = -1;
   std::string directory_;
   i64 token_bytes_, num_tokens_ = 0;

@@ -43,6 +43,13 @@ std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format,
   throw Error(Errc::Internal, fmt::format("data file '{}' has no format", path));
 }
 
+void check_marks(const TokenStream& stream, const Objective& objective, const std::string& first_file) {
+  DS_CHECK(!stream.has_marks() || objective.heeds_marks(), Errc::Unavailable,
+           "the data (from '{}') have prompts or messages, of which completions alone are to be predicted: for that a "
+           "model is to predict the next token",
+           first_file);
+}
+
 void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objective& objective, const char* part,
                           const std::string& first_file, const char* advice) {
   const i64 needed = objective.extent(seq_length);
@@ -78,7 +85,8 @@ void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
   begin_ += begin;
 }
 
-void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
+template <class Part>
+void TokenStream::for_each_part(i64 position, std::span<i32> out, Part&& part) const {
   position += begin_;
   DS_ASSERT(position >= begin_ && position + std::ssize(out) <= end_);
   auto file = std::upper_bound(files_.begin(), files_.end(), position,
@@ -88,10 +96,25 @@ void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
     const TokenFile& f = *files_[file++];
     const i64 begin = position - f.first_token;
     const i64 n = std::min<i64>(std::ssize(out), f.view.count - begin);
-    f.read(begin, out.first(n), vocab_size);
+    part(f, begin, out.first(n));
     out = out.subspan(n);
     position += n;
   }
+}
+
+void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
+  for_each_part(position, out,
+                [&](const TokenFile& file, i64 begin, std::span<i32> part) { file.read(begin, part, vocab_size); });
+}
+
+void TokenStream::read_targets(i64 position, std::span<i32> out, i64 vocab_size) const {
+  for_each_part(position, out, [&](const TokenFile& file, i64 begin, std::span<i32> part) {
+    file.read_targets(begin, part, vocab_size);
+  });
+}
+
+bool TokenStream::has_marks() const noexcept {
+  return std::ranges::any_of(files_, [](const auto& file) { return file->view.has_marks; });
 }
 
 void TokenStream::check(i64 vocab_size) const {
@@ -111,9 +134,11 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
   DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
   Dataset data{TokenStream(config.train, config.format, config.tokenizer, num_threads, config.document_token),
                std::nullopt};
+  check_marks(data.train, objective, config.train.front());
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
     data.validation.emplace(config.validation, config.format, config.tokenizer, num_threads, config.document_token);
+    check_marks(*data.validation, objective, config.validation.front());
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");
   } else if (config.split > 0) {

@@ -70,3 +70,24 @@ sys.stdout.buffer.write(f.read())' "$1.safetensors"
   refused 2 "has several datasets" --set data.train="$DS_SOURCE/tests/golden/data/several.h5"
   refused 4 "h5repack" --set data.train="$DS_SOURCE/tests/golden/data/chunked.h5"
 }
+
+@test "conversations train, and resume bit for bit" {
+  python3 - <<'PY'
+import json
+with open("chat.jsonl", "w") as f:
+    for i in range(200):
+        f.write(json.dumps({"messages": [{"role": "user", "content": f"{i} + 1 = ?"},
+                                         {"role": "assistant", "content": str(i + 1)}]}) + "\n")
+PY
+  for data in '"train": "chat.jsonl"'; do
+    sed "s/\"train\": \"text.txt\"/$data/" cfg.json >own.json
+    rm -rf whole parts
+    ds-train own.json --out whole --quiet
+    ds-launch -n 2 ds-train own.json --out parts --quiet --steps 5
+    ds-train own.json --out parts --quiet --resume latest
+    diff <(losses whole) <(losses parts)
+    merged whole whole.safetensors
+    merged parts parts.safetensors
+    cmp whole.safetensors parts.safetensors
+  done
+}

@@ -153,17 +153,51 @@ TEST(TokenFilesFuzz, MutatedHdf5FilesAreRefusedOrSound) {
   EXPECT_GT(counts.refused, 10);
 }
 
+struct Tokens {
+  std::vector<i32> ids, targets;
+  void append(const std::string& text, bool is_target) {
+    for (const char c : text) {
+      ids.push_back(static_cast<u8>(c));
+      targets.push_back(is_target ? ids.back() : kIgnoredTarget);
+    }
+  }
+};
+
 // What a parser of whole documents makes of the lines; nothing: one of them is wrong.
-std::optional<std::string> texts_of(const std::string& lines) {
-  std::string all;
+std::optional<Tokens> tokens_of(const std::string& lines) {
+  Tokens all;
+  std::string form;
   for (size_t at = 0; at < lines.size();) {
     const size_t end = std::min(lines.find('\n', at), lines.size());
     const std::string line = lines.substr(at, end - at);
     at = end + 1;
     if (line.find_first_not_of(" \t\r") == line.npos) continue;
     const auto json = nlohmann::json::parse(line, nullptr, false);
-    if (!json.is_object() || !json.contains("text") || !json.at("text").is_string()) return std::nullopt;
-    all += json.at("text").get<std::string>();
+    if (!json.is_object()) return std::nullopt;
+    const auto is_string = [](const nlohmann::json& object, const char* key) {
+      return object.is_object() && object.contains(key) && object.at(key).is_string();
+    };
+    const std::string own = json.contains("text") ? "text" : json.contains("messages") ? "messages" : "prompt";
+    if (!form.empty() && form != own) return std::nullopt;
+    form = own;
+    if (form == "text") {
+      if (!is_string(json, "text")) return std::nullopt;
+      all.append(json.at("text"), true);
+    } else if (form == "prompt") {
+      if (!is_string(json, "prompt") || !is_string(json, "completion")) return std::nullopt;
+      all.append(json.at("prompt"), false);
+      all.append(json.at("completion"), true);
+    } else {
+      const nlohmann::json& messages = json.at("messages");
+      if (!messages.is_array() || messages.empty()) return std::nullopt;
+      for (const nlohmann::json& message : messages) {
+        if (!is_string(message, "role") || !is_string(message, "content")) return std::nullopt;
+        const std::string role = message.at("role");
+        all.append("<|im_start|>" + role + "\n", false);
+        all.append(message.at("content").get<std::string>() + "<|im_end|>", role == "assistant");
+        all.append("\n", false);
+      }
+    }
   }
   return all;
 }
@@ -193,10 +227,18 @@ TEST(TokenFilesFuzz, MutatedLinesAreRefusedOrReadAsByAParserOfDocuments) {
                                  "\"text\":\"y\","};
   const testing::TempDirectory dir;
   std::mt19937 rng(20240523);
-  const std::string good = golden("texts.jsonl");
+  const std::string seeds[] = {
+      golden("texts.jsonl"),
+      R"({"prompt":"a","completion":"b"})"
+      "\n"
+      R"({"completion":"\u00e9","n":[1,{"prompt":2}],"prompt":""})"
+      "\n",
+      R"({"messages":[{"role":"user","content":"a"},{"content":"b","role":"assistant","n":[{}]}]})"
+      "\n"
+      R"({"n":{"messages":[]},"messages":[{"role":"assistant","content":"c"},{"role":"tool","content":""}]})"};
   Counts counts;
   for (int i = 0; i < testing::rounds(1500) && !HasFatalFailure(); ++i) {
-    std::string lines = good;
+    std::string lines = seeds[i % 3];
     for (size_t edits = 1 + below(rng, 3); edits > 0 && !lines.empty(); --edits) {
       const size_t at = below(rng, lines.size());
       switch (below(rng, 5)) {
@@ -208,20 +250,22 @@ TEST(TokenFilesFuzz, MutatedLinesAreRefusedOrReadAsByAParserOfDocuments) {
       }
     }
     write_file(dir / "x.jsonl", lines);
-    const std::optional<std::string> want = texts_of(lines);
+    const std::optional<Tokens> want = tokens_of(lines);
     try {
       const auto file = open_jsonl_file(dir / "x.jsonl", {.tokenizer = nullptr, .num_threads = 1 + i % 2});
       std::vector<i32> ids(static_cast<size_t>(file->view.count));
       file->read(0, ids, 256);
       ASSERT_TRUE(want) << lines;
-      ASSERT_EQ(std::string(ids.begin(), ids.end()), *want) << lines;
+      ASSERT_EQ(ids, want->ids) << lines;
+      file->read_targets(0, ids, 256);
+      ASSERT_EQ(ids, want->targets) << lines;
       ++counts.accepted;
     } catch (const Error& e) {
       ASSERT_TRUE(e.code() == Errc::Corrupt || e.code() == Errc::Config) << e.what();
       const std::string why = e.what();
       const bool is_ours = why.find("twice") != why.npos || why.find("binary data") != why.npos ||
                            why.find("UTF-16") != why.npos || why.find("no tokens") != why.npos ||
-                           why.find("is empty") != why.npos;
+                           why.find("name of a role") != why.npos || why.find("is empty") != why.npos;
       ASSERT_TRUE(!want || is_ours) << why << "\n" << lines;
       ++counts.refused;
     }

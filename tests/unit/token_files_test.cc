@@ -451,6 +451,101 @@ TEST(JsonlFile, TheTokenizersEndOfTextComesBehindEachText) {
   }
 }
 
+// What is to be predicted of the whole stream, and '.' for what is not.
+std::string targets_of(const TokenStream& stream) {
+  std::vector<i32> ids(static_cast<size_t>(stream.num_tokens()));
+  stream.read_targets(0, ids, kAnyId);
+  std::ranges::replace(ids, kIgnoredTarget, '.');
+  return text_of(ids);
+}
+
+TEST(JsonlFile, OfPromptsTheCompletionsAreTargets) {
+  const TempDirectory dir;
+  write_file(dir / "a.jsonl", R"({"prompt": "2+2=", "completion": "4", "id": 1})"
+                              "\n\n"
+                              R"({"completion": "yes", "prompt": ""})"
+                              "\n"
+                              R"({"prompt": "more", "completion": ""})");
+  const TokenStream plain = open({dir / "a.jsonl"});
+  EXPECT_TRUE(plain.has_marks());
+  EXPECT_EQ(text_of(read_all(plain)), "2+2=4yesmore");
+  EXPECT_EQ(targets_of(plain), "....4yes....");
+  plain.check(128);
+  const TokenStream ended = open({dir / "a.jsonl"}, DataFormat::Auto, '|');
+  EXPECT_EQ(text_of(read_all(ended)), "2+2=4|yes|more|");
+  EXPECT_EQ(targets_of(ended), "....4|yes|....|");
+}
+
+TEST(JsonlFile, OfMessagesWhatTheAssistantSaysIsTheTarget) {
+  const TempDirectory dir;
+  write_file(
+      dir / "a.jsonl",
+      R"({"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi", "id": [{}]},)"
+      R"( {"content": "Hello!", "role": "assistant"}, {"role": "user", "content": ""},)"
+      R"( {"role": "assistant", "content": "Bye"}], "n": {"messages": 1}})"
+      "\n"
+      R"({"messages": [{"role": "assistant", "content": "ok"}]})");
+  const std::string first =
+      "<|im_start|>system\nBe "
+      "brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello!<|im_end|>\n"
+      "<|im_start|>user\n<|im_end|>\n<|im_start|>assistant\nBye<|im_end|>\n";
+  const std::string second = "<|im_start|>assistant\nok<|im_end|>\n";
+  const TokenStream stream = open({dir / "a.jsonl"});
+  EXPECT_EQ(text_of(read_all(stream)), first + second);
+  std::string want(first.size() + second.size(), '.');
+  for (const std::string part : {"Hello!<|im_end|>", "Bye<|im_end|>", "ok<|im_end|>"})
+    want.replace((first + second).find(part), part.size(), part);
+  EXPECT_EQ(targets_of(stream), want);
+  const TokenStream ended = open({dir / "a.jsonl"}, DataFormat::Auto, 300);
+  EXPECT_EQ(ended.num_tokens(), stream.num_tokens() + 2);
+  EXPECT_EQ(read(ended, std::ssize(first), 1).front(), 300);
+  std::vector<i32> target(1);
+  ended.read_targets(std::ssize(first), target, 301);
+  EXPECT_EQ(target.front(), kIgnoredTarget);
+  expect_error(Errc::Mismatch, HasSubstr("has the id 300 by data.tokenizer"), [&] { ended.check(300); });
+}
+
+// The tokens of a tokenizer that knows the marks of ChatML; the sample is shifted by one, as always.
+TEST(JsonlFile, SamplesHaveTheTargetsOfTheirTokens) {
+  const TempDirectory dir;
+  write_file(dir / "a.jsonl",
+             R"({"messages": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]})");
+  const auto tokenizer = open_tokenizer(test_data("tokenizers/qwen2"));
+  const std::vector<std::pair<std::string, bool>> parts = {
+      {"<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n", false}, {"So.<|im_end|>", true}, {"\n", false}};
+  std::vector<i32> ids, targets;
+  for (const auto& [text, is_target] : parts) {
+    tokenizer->encode(text, ids);
+    for (size_t i = targets.size(); i < ids.size(); ++i) targets.push_back(is_target ? ids[i] : kIgnoredTarget);
+  }
+  const TokenStream stream = open({dir / "a.jsonl"}, DataFormat::Auto, -1, test_data("tokenizers/qwen2"));
+  EXPECT_EQ(read_all(stream), ids);
+  const i64 T = stream.num_tokens() - 1;
+  const BatchLoader loader(stream, {1, 1, T}, 1, kAnyId, next_token());
+  std::vector<i32> sample_inputs(static_cast<size_t>(T)), sample_targets(sample_inputs);
+  loader.load_sequential(0, 0, sample_inputs, sample_targets);
+  EXPECT_EQ(sample_inputs, std::vector<i32>(ids.begin(), ids.end() - 1));
+  EXPECT_EQ(sample_targets, std::vector<i32>(targets.begin() + 1, targets.end()));
+  std::vector<i32> end;
+  tokenizer->encode("<|im_end|>", end);
+  ASSERT_EQ(end.size(), 1u);
+  EXPECT_EQ(std::ranges::count(sample_targets, end[0]), 1);
+  EXPECT_EQ(std::ranges::count(sample_inputs, end[0]), 2);
+}
+
+TEST(JsonlFile, MaskingDoesNotTakePromptsAndMessages) {
+  const TempDirectory dir;
+  DataConfig config;
+  config.train = {dir / "a.jsonl"};
+  config.seq_length = 4;
+  config.split = 0;
+  write_file(config.train[0], R"({"prompt": "a question", "completion": "an answer"})");
+  EXPECT_EQ(open_dataset(config, *next_token()).train.num_tokens(), 19);
+  const auto masks = masked_tokens({.probability = 0.15, .mask_token = 1, .cls_token = 2, .sep_token = 3});
+  expect_error(Errc::Unavailable, AllOf(HasSubstr("a.jsonl"), HasSubstr("predict the next token")),
+               [&] { open_dataset(config, *masks); });
+}
+
 TEST(JsonlFile, AnyNumberOfThreadsGivesTheSameTokens) {
   const TempDirectory dir;
   std::ofstream file(dir / "a.jsonl", std::ios::binary);
@@ -502,6 +597,24 @@ TEST(JsonlFile, BadLinesAreNamed) {
   refused("{\"text\":\"a\",\"n\":1e999}", "does not fit a double");
   refused("{\"text\":\"a\",\"n\":" + std::string(200, '[') + std::string(200, ']') + "}", "deeper than 100 levels");
   refused("{\"text\":\"a\",\"n\":" + std::string(1 << 20, '['), "deeper than 100 levels");
+  refused(R"({"prompt":"a"})", "no member \"completion\"");
+  refused(R"({"completion":"a"})", "no member \"prompt\"");
+  refused(R"({"prompt":["a"],"completion":"a"})", "\"prompt\" is an array");
+  refused(R"({"prompt":"a","prompt":"b","completion":"a"})", "the key \"prompt\" is there twice");
+  refused(R"({"prompt":"a","completion":"a"})", "a prompt and its completion, and the first line a text");
+  refused(R"({"messages":"a"})", "\"messages\" is a string, where an array belongs");
+  refused(R"({"messages":{}})", "\"messages\" is an object");
+  refused(R"({"messages":[]})", "\"messages\" is empty");
+  refused(R"({"messages":[],"messages":[]})", "the key \"messages\" is there twice");
+  refused(R"({"messages":[1]})", "message 1: is a number, where an object belongs");
+  refused(R"({"messages":[[{"role":"user","content":"a"}]]})", "message 1: is an array");
+  refused(R"({"messages":[{"role":"user","content":"a"},{"role":"user"}]})", "message 2: the object has no member");
+  refused(R"({"messages":[{"role":"user","content":null}]})", "message 1: its member \"content\" is null");
+  refused(R"({"messages":[{"role":"user","content":[{"type":"text"}]}]})", "\"content\" is an array");
+  refused(R"({"messages":[{"role":"user","role":"user","content":"a"}]})", "the key \"role\" is there twice");
+  refused(R"({"messages":[{"role":"","content":"a"}]})", "no name of a role");
+  refused(R"({"messages":[{"role":"a\nb","content":"a"}]})", "no name of a role");
+  refused(R"({"messages":[{"role":"user","content":"a"}]})", "has messages, and the first line a text");
   write_file(dir / "x.jsonl", "\n \n");
   expect_error(Errc::Config, HasSubstr("no tokens"), [&] { open({dir / "x.jsonl"}); });
   write_file(dir / "x.jsonl", "{\"text\":\"\"}");
