@@ -237,6 +237,12 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
   if (r.given("data.train") && d.train.empty()) r.error("data.train", "names no file");
   if (!d.validation.empty() && r.given("data.split"))
     r.warning("data.split", "has no effect: validation files are given");
+  if (!d.weights.empty()) {
+    if (!d.train.empty() && d.weights.size() != d.train.size() && !r.broken("data.train"))
+      r.error("data.weights", fmt::format("has {} numbers, and data.train {} files", d.weights.size(), d.train.size()));
+    if (d.validation.empty() && d.split > 0 && !r.broken("data.split") && !r.broken("data.validation"))
+      r.error("data.weights", "weighs whole files: give data.validation, or set data.split to 0");
+  }
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;
@@ -432,6 +438,7 @@ std::string resolved_json(const Config& config) {
     const Slot slot = key.slot(&c);
     if (const auto* list = std::get_if<std::vector<std::string>*>(&slot); list && (*list)->empty()) continue;
     if (const auto* list = std::get_if<std::vector<i64>*>(&slot); list && (*list)->empty()) continue;
+    if (const auto* list = std::get_if<std::vector<float>*>(&slot); list && (*list)->empty()) continue;
     // What was neither given nor derived has no value to write.
     if (const auto* n = std::get_if<i64*>(&slot); n && static_cast<double>(**n) < key.range.low) continue;
     if (const auto* s = std::get_if<std::string*>(&slot); s && (*s)->empty()) continue;

@@ -120,6 +120,7 @@ namespace {
 using C = Config;
 using S = SparseAttentionConfig;
 constexpr Range kPositive = {1, kMostCount};
+constexpr Range kWeight = {0, 1000, true};
 constexpr Range kBatch = {1, kMostBatch};
 constexpr Range kDegree = {0, 1 << 20};  // of parallelism: 0 is none
 constexpr Range kLimit = {0, 0x1p63};    // only compared or divided by: "never" and "no limit" are sys.maxsize there
@@ -602,6 +603,7 @@ constexpr Key kKeys[] = {
     effect("data.train", slot_of<&C::data, &DataConfig::train>),
     effect("data.validation", slot_of<&C::data, &DataConfig::validation>),
     effect("data.split", slot_of<&C::data, &DataConfig::split>, kBelowOne),
+    effect("data.weights", slot_of<&C::data, &DataConfig::weights>, kWeight),
     effect("data.tokenizer", slot_of<&C::data, &DataConfig::tokenizer>, {}, kAuto),
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),

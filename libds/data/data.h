@@ -34,6 +34,7 @@ struct DataIdentity {
   i64 seq_length = 0;
   i64 seed = 0;
   std::string objective = "next token";
+  std::vector<float> weights = {};  // of the files; empty: they are one stream
 };
 // Throws Errc::Mismatch, naming the file or the key, unless a run that started with `saved` can go on with `now`.
 void check_same_data(const DataIdentity& saved, const DataIdentity& now);
@@ -59,6 +60,9 @@ class TokenStream {
               int num_threads = 1, i64 document_token = -1);
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
+  i64 num_files() const noexcept { return std::ssize(files_); }
+  // The view of all tokens of one file.
+  TokenStream of_file(i64 index) const;
   // Shrinks the view to its tokens [begin, end).
   void narrow_to(i64 begin, i64 end) noexcept;
 
@@ -126,9 +130,13 @@ class BatchLoader {
  public:
   // Requires: at least one sample in `stream`. Checks every token of it, so that a bad one is found before hours of
   // training.
-  BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>);
+  // With `weights`, one for each file of the stream, a sample lies in one file, and file i with n samples gives
+  // round(weights[i] * n), at least one, of every epoch: the next of a sequence that is a permutation of its n samples,
+  // then another of them, and so on. Requires: at least one sample in each.
+  BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size, std::shared_ptr<const Objective>,
+              std::vector<float> weights = {});
 
-  i64 num_samples() const noexcept { return num_samples_; }
+  i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
   DataIdentity identity() const;
 
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions
@@ -145,14 +153,24 @@ class BatchLoader {
   i64 load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
  private:
-  void load_row(i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
+  // What samples are cut from: the stream, or with weights each of its files.
+  struct Part {
+    TokenStream stream;
+    i64 num_samples;
+    i64 in_epoch;  // samples of it in an epoch, which have the numbers from `first` on
+    i64 first;
+  };
+  const Part& part_of(i64 number) const noexcept;
+  void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
 
   TokenStream stream_;
   BatchShape shape_;
   u32 seed_;
   i64 vocab_size_;
   std::shared_ptr<const Objective> objective_;
-  i64 num_samples_;
+  std::vector<float> weights_;
+  std::vector<Part> parts_;
+  i64 num_samples_ = 0;
 };
 
 }  // namespace ds

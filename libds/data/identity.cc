@@ -24,6 +24,8 @@ void check_same_data(const DataIdentity& saved, const DataIdentity& now) {
   }
   DS_CHECK(saved.tokenizer == now.tokenizer || saved.tokenizer.empty() || now.tokenizer.empty(), Errc::Mismatch,
            "data.tokenizer is {}, but the run was started with {}", now.tokenizer, saved.tokenizer);
+  DS_CHECK(saved.weights == now.weights, Errc::Mismatch, "data.weights is [{}], but the run was started with [{}]",
+           fmt::join(now.weights, ", "), fmt::join(saved.weights, ", "));
   DS_CHECK(saved.seq_length == now.seq_length, Errc::Mismatch, "data.seq_length is {}, but the run was started with {}",
            now.seq_length, saved.seq_length);
   DS_CHECK(saved.seed == now.seed, Errc::Mismatch, "data.seed is {}, but the run was started with {}", now.seed,
@@ -40,13 +42,14 @@ std::string data_identity_json(const DataIdentity& identity) {
   nlohmann::ordered_json files = nlohmann::ordered_json::array();
   for (const FileFingerprint& f : identity.files)
     files.push_back({{"name", f.name}, {"bytes", f.bytes}, {"xxh3", fmt::format("{:016x}", f.hash)}});
-  return nlohmann::ordered_json{{"files", files},
-                                {"tokenizer", identity.tokenizer},
-                                {"num_samples", identity.num_samples},
-                                {"seq_length", identity.seq_length},
-                                {"seed", identity.seed},
-                                {"objective", identity.objective}}
-      .dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+  nlohmann::ordered_json json{{"files", files},
+                              {"tokenizer", identity.tokenizer},
+                              {"num_samples", identity.num_samples},
+                              {"seq_length", identity.seq_length},
+                              {"seed", identity.seed},
+                              {"objective", identity.objective}};
+  if (!identity.weights.empty()) json["weights"] = identity.weights;
+  return json.dump(-1, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
 DataIdentity parse_data_identity(const std::string& json) {
@@ -67,6 +70,7 @@ DataIdentity parse_data_identity(const std::string& json) {
     j.at("seq_length").get_to(identity.seq_length);
     j.at("seed").get_to(identity.seed);
     if (j.contains("objective")) j.at("objective").get_to(identity.objective);  // the first version had no other
+    if (j.contains("weights")) j.at("weights").get_to(identity.weights);
     return identity;
   } catch (const nlohmann::json::exception& e) {
     throw Error(Errc::Corrupt,

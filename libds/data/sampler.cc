@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <utility>
 
 #include "base/check.h"
@@ -38,34 +39,57 @@ i64 Permutation::operator()(i64 index) const noexcept {
 }
 
 BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 vocab_size,
-                         std::shared_ptr<const Objective> objective)
+                         std::shared_ptr<const Objective> objective, std::vector<float> weights)
     : stream_(std::move(stream)),
       shape_(shape),
       seed_(seed),
       vocab_size_(vocab_size),
       objective_(std::move(objective)),
-      num_samples_(objective_->num_samples(stream_.num_tokens(), shape.seq_length)) {
-  DS_ASSERT(num_samples_ > 0);
+      weights_(std::move(weights)) {
+  const auto add = [&](TokenStream part, double weight) {
+    const i64 n = objective_->num_samples(part.num_tokens(), shape_.seq_length);
+    DS_ASSERT(n > 0);
+    const i64 in_epoch = std::max<i64>(std::llround(weight * static_cast<double>(n)), 1);
+    parts_.push_back({std::move(part), n, in_epoch, num_samples_});
+    num_samples_ += in_epoch;
+  };
+  DS_ASSERT(weights_.empty() || std::ssize(weights_) == stream_.num_files());
+  if (weights_.empty()) add(stream_, 1);
+  for (size_t i = 0; i < weights_.size(); ++i) add(stream_.of_file(static_cast<i64>(i)), weights_[i]);
   stream_.check(vocab_size);
 }
 
 DataIdentity BatchLoader::identity() const {
-  return {stream_.fingerprints(), stream_.tokenizer(),     num_samples_,
-          shape_.seq_length,      static_cast<i64>(seed_), objective_->description()};
+  return {stream_.fingerprints(),  stream_.tokenizer(),       num_samples_, shape_.seq_length,
+          static_cast<i64>(seed_), objective_->description(), weights_};
 }
 
-void BatchLoader::load_row(i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const {
+const BatchLoader::Part& BatchLoader::part_of(i64 number) const noexcept {
+  return *(std::ranges::upper_bound(parts_, number, {}, &Part::first) - 1);
+}
+
+void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs,
+                           std::span<i32> targets) const {
   const auto at = static_cast<size_t>(row * shape_.seq_length), n = static_cast<size_t>(shape_.seq_length);
-  objective_->make_sample(stream_, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
+  objective_->make_sample(part.stream, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
 }
 
 void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
   const i64 first = consumed + (micro_batch * shape_.num_ranks + rank) * shape_.micro;
   for (i64 row = 0; row < shape_.micro; ++row) {
-    const i64 position = first + row;
-    const u32 epoch = static_cast<u32>(position / num_samples_);
-    const Permutation order(num_samples_, seed_, epoch);
-    load_row(order(position % num_samples_), row, {seed_, kTrainingSite, epoch}, inputs, targets);
+    const i64 position = first + row, epoch = position / num_samples_;
+    const i64 number = Permutation(num_samples_, seed_, static_cast<u32>(epoch))(position % num_samples_);
+    const Part& part = part_of(number);
+    if (weights_.empty()) {
+      load_row(part, number, row, {seed_, kTrainingSite, static_cast<u32>(epoch)}, inputs, targets);
+      continue;
+    }
+    // The samples of a file follow each other through all epochs, round by round.
+    const i64 drawn = epoch * part.in_epoch + number - part.first;
+    const u32 round = static_cast<u32>(drawn / part.num_samples);
+    const u32 seed = seed_ + 1 + static_cast<u32>(&part - parts_.data());
+    const i64 sample = Permutation(part.num_samples, seed, round)(drawn % part.num_samples);
+    load_row(part, sample, row, {seed, kTrainingSite, round}, inputs, targets);
   }
 }
 
@@ -76,7 +100,10 @@ i64 BatchLoader::num_sequential_batches() const noexcept {
 i64 BatchLoader::load_sequential(i64 batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
   const i64 first = (batch * shape_.num_ranks + rank) * shape_.micro;
   const i64 real = std::clamp<i64>(num_samples_ - first, 0, shape_.micro);
-  for (i64 row = 0; row < real; ++row) load_row(first + row, row, {seed_, kValidationSite, 0}, inputs, targets);
+  for (i64 row = 0; row < real; ++row) {
+    const Part& part = part_of(first + row);
+    load_row(part, (first + row - part.first) % part.num_samples, row, {seed_, kValidationSite, 0}, inputs, targets);
+  }
   const auto filled = static_cast<size_t>(real * shape_.seq_length);
   std::ranges::fill(inputs.subspan(filled), 0);
   std::ranges::fill(targets.subspan(filled), kIgnoredTarget);

@@ -80,6 +80,14 @@ TokenStream::TokenStream(std::span<const std::string> files, DataFormat format, 
   }
 }
 
+TokenStream TokenStream::of_file(i64 index) const {
+  TokenStream one = *this;
+  const TokenFile& file = *files_[static_cast<size_t>(index)];
+  one.begin_ = file.first_token;
+  one.end_ = file.first_token + file.view.count;
+  return one;
+}
+
 void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
   end_ = begin_ + end;
   begin_ += begin;
@@ -152,6 +160,12 @@ Dataset open_dataset(const DataConfig& config, const Objective& objective, int n
   }
   check_holds_a_sample(data.train, config.seq_length, objective, "training", config.train.front(),
                        "give more text or a smaller data.seq_length");
+  DS_CHECK(config.weights.empty() || config.weights.size() == config.train.size(), Errc::Config,
+           "data.weights has {} numbers, and data.train {} files", config.weights.size(), config.train.size());
+  for (i64 i = 0; i < std::ssize(config.weights); ++i)
+    check_holds_a_sample(data.train.of_file(i), config.seq_length, objective, "training",
+                         config.train[static_cast<size_t>(i)],
+                         "with data.weights each file has one; leave this one out or choose a smaller data.seq_length");
   return data;
 }
 

@@ -179,7 +179,8 @@ void TrainingRun::State::open_data(i64 num_ranks) {
   Dataset data = open_dataset(config.data, *objective, engine::thread_count(config, ranks));
   const BatchShape shape{config.batch.micro, num_ranks, config.data.seq_length};
   const u32 seed = static_cast<u32>(config.data.seed);
-  train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective);
+  train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective,
+                                             config.data.weights);
   if (data.validation) {
     validation_data =
         std::make_unique<BatchLoader>(std::move(*data.validation), shape, seed, config.model.vocab_size, objective);

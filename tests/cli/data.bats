@@ -71,7 +71,7 @@ sys.stdout.buffer.write(f.read())' "$1.safetensors"
   refused 4 "h5repack" --set data.train="$DS_SOURCE/tests/golden/data/chunked.h5"
 }
 
-@test "conversations train, and resume bit for bit" {
+@test "conversations and weighted files train, and resume bit for bit" {
   python3 - <<'PY'
 import json
 with open("chat.jsonl", "w") as f:
@@ -79,7 +79,7 @@ with open("chat.jsonl", "w") as f:
         f.write(json.dumps({"messages": [{"role": "user", "content": f"{i} + 1 = ?"},
                                          {"role": "assistant", "content": str(i + 1)}]}) + "\n")
 PY
-  for data in '"train": "chat.jsonl"'; do
+  for data in '"train": "chat.jsonl"' '"train": ["nano.bin", "meg"], "weights": [0.3, 2], "split": 0'; do
     sed "s/\"train\": \"text.txt\"/$data/" cfg.json >own.json
     rm -rf whole parts
     ds-train own.json --out whole --quiet
@@ -90,4 +90,7 @@ PY
     merged parts parts.safetensors
     cmp whole.safetensors parts.safetensors
   done
+  run -3 ds-train own.json --out parts --resume latest --set data.weights='[1, 2]'
+  assert_output --partial "data.weights is [1, 2], but the run was started with [0.3, 2]"
+  refused 2 "give data.validation, or set data.split to 0" --set data.weights='[2]'
 }

@@ -57,6 +57,8 @@ struct Moved {
       value = {0.25, 0.375};
     } else if (std::holds_alternative<std::vector<i64>*>(slot)) {
       value = Json::array({3});
+    } else if (std::holds_alternative<std::vector<float>*>(slot)) {
+      value = Json::array({0.375});
     } else if (const auto* e = std::get_if<EnumSlot>(&slot)) {
       for (const EnumName& n : e->names)
         if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
@@ -108,6 +110,10 @@ struct Moved {
                 : value == "nvme" || key.path.ends_with(".nvme_path") ? "nvme"
                                                                       : "cpu",
                 stage);
+    }
+    if (key.path == "data.weights") {
+      set.push_back("data.train=text");
+      set.push_back("data.split=0");
     }
     if (key.path.ends_with("stage3_tile_size")) set.push_back("zero_optimization.stage=3");
     if (key.path.ends_with("delayed_update_start"))
@@ -427,6 +433,7 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"optimizer.params.adam_lr", "default: lr", R"("optimizer": {"type": "Muon"})", "0.02"},
       {"scheduler.type", "default: none", "", ""},
       {"data.document_token", "default: none, and a sample is one text", "", ""},
+      {"data.weights", "default: none, and the files are one stream", "", ""},
       {"scheduler.params.warmup_max_lr", "default: the optimizer's lr",
        R"("optimizer": {"params": {"lr": 0.25}}, "scheduler": {"type": "WarmupLR"})", "0.25"},
       {"scheduler.params.total_num_steps", "default: the key\n.Cm steps",

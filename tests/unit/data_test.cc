@@ -9,6 +9,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <map>
 #include <numeric>
 
 namespace ds {
@@ -238,6 +239,103 @@ TEST_F(Data, EveryEpochHoldsEverySampleOnceInItsOwnOrder) {
   }
   EXPECT_NE(epochs[0], epochs[1]);
   for (const std::vector<i32>& e : epochs) EXPECT_THAT(e, ::testing::UnorderedElementsAre(0, 1, 2, 3, 4, 5, 6));
+}
+
+// The first tokens of the samples at positions [begin, end), by a loader of any shape.
+std::vector<i32> firsts_of(const BatchLoader& loader, BatchShape shape, i64 begin, i64 end) {
+  std::vector<i32> firsts;
+  Batch b(shape.micro * shape.seq_length);
+  for (i64 at = begin; at < end; at += shape.micro * shape.num_ranks) {
+    for (i64 rank = 0; rank < shape.num_ranks; ++rank) {
+      loader.load(at, 0, rank, b.inputs, b.targets);
+      for (i64 row = 0; row < shape.micro; ++row) firsts.push_back(b.inputs[row * shape.seq_length]);
+    }
+  }
+  return firsts;
+}
+
+// Files of 12, 8 and 4 samples of 5 tokens, whose first tokens are 1000 times the file and the number of the sample.
+class WeightedData : public Data {
+ protected:
+  WeightedData() {
+    for (i64 file = 0; file < 3; ++file) {
+      std::vector<u16> tokens;
+      for (i64 i = 0; i < 5 * kSamples[file] + 1; ++i) tokens.push_back(static_cast<u16>(1000 * (file + 1) + i / 5));
+      files_.push_back(write_bin(std::to_string(file) + ".bin", tokens));
+    }
+  }
+  BatchLoader loader(const std::vector<float>& weights, BatchShape shape = {1, 1, 5}, u32 seed = 7) const {
+    return BatchLoader(open(files_), shape, seed, 65536, next_token(), weights);
+  }
+  static constexpr i64 kSamples[] = {12, 8, 4};
+  std::vector<std::string> files_;
+};
+
+TEST_F(WeightedData, EachFileComesAsOftenAsItsWeightSays) {
+  const std::vector<float> weights = {0.25f, 1, 2.5f};
+  const BatchLoader l = loader(weights);
+  EXPECT_EQ(l.num_samples(), 3 + 8 + 10);
+  std::map<i32, int> times, in_first;
+  constexpr int kEpochs = 8;
+  for (i64 epoch = 0; epoch < kEpochs; ++epoch) {
+    std::map<i32, int> of_file;
+    const std::vector<i32> firsts = firsts_of(l, {1, 1, 5}, 21 * epoch, 21 * (epoch + 1));
+    for (const i32 first : firsts) {
+      ++times[first];
+      ++of_file[first / 1000];
+      if (epoch == 0) ++in_first[first];
+    }
+    EXPECT_THAT(of_file, ::testing::ElementsAre(std::pair(1, 3), std::pair(2, 8), std::pair(3, 10)));
+    EXPECT_FALSE(std::ranges::is_sorted(firsts));
+  }
+  // Over epochs whose draws are whole rounds every sample of a file comes equally often.
+  EXPECT_EQ(times.size(), 24u);
+  for (const auto& [first, n] : times) EXPECT_EQ(n, kEpochs * weights[first / 1000 - 1]) << first;
+  // And within one they differ by one at most.
+  for (const auto& [first, n] : in_first)
+    EXPECT_LE(std::abs(static_cast<float>(n) - weights[first / 1000 - 1]), 1) << first;
+}
+
+TEST_F(WeightedData, SamplesLieInOneFileAndResumeAtAnyShape) {
+  const std::vector<float> weights = {1, 0.5f, 3};
+  const std::vector<i32> whole = firsts_of(loader(weights), {1, 1, 5}, 0, 240);
+  std::vector<i32> parts = firsts_of(loader(weights, {2, 3, 5}), {2, 3, 5}, 0, 60);
+  const std::vector<i32> rest = firsts_of(loader(weights, {4, 1, 5}), {4, 1, 5}, 60, 240);
+  parts.insert(parts.end(), rest.begin(), rest.end());
+  EXPECT_EQ(parts, whole);
+  EXPECT_NE(firsts_of(loader(weights, {1, 1, 5}, 8), {1, 1, 5}, 0, 240), whole);
+  const BatchLoader l = loader(weights);
+  Batch b(5);
+  for (i64 k = 0; k < l.num_samples(); ++k) {
+    l.load(k, 0, 0, b.inputs, b.targets);
+    EXPECT_EQ(b.inputs.front() / 1000, b.targets.back() / 1000);
+  }
+  EXPECT_EQ(loader({0.001f, 0.001f, 1}).num_samples(), 1 + 1 + 4);
+}
+
+TEST_F(WeightedData, AreAPartOfTheIdentity) {
+  const DataIdentity saved = loader({0.1f, 1, 2}).identity();
+  check_same_data(parse_data_identity(data_identity_json(saved)), loader({0.1f, 1, 2}).identity());
+  expect_error(Errc::Mismatch, HasSubstr("data.weights is [1, 1, 1], but the run was started with [0.1, 1, 2]"), [&] {
+    check_same_data(saved, loader({1, 1, 1}).identity());
+  });
+  expect_error(Errc::Mismatch, HasSubstr("data.weights is []"), [&] { check_same_data(saved, loader({}).identity()); });
+  EXPECT_EQ(data_identity_json(loader({}).identity()).find("weights"), std::string::npos);
+}
+
+TEST_F(WeightedData, EachFileNeedsASample) {
+  DataConfig config;
+  config.train = files_;
+  config.split = 0;
+  config.weights = {1, 1, 1};
+  config.seq_length = 20;
+  EXPECT_EQ(open_dataset(config, *next_token()).train.num_tokens(), 123);
+  config.seq_length = 21;
+  expect_error(Errc::Config, AllOf(HasSubstr("2.bin"), HasSubstr("needs 22"), HasSubstr("data.weights")),
+               [&] { open_dataset(config, *next_token()); });
+  config.weights = {1, 1};
+  expect_error(Errc::Config, HasSubstr("data.weights has 2 numbers, and data.train 3 files"),
+               [&] { open_dataset(config, *next_token()); });
 }
 
 TEST_F(Data, BatchLargerThanTheDataWraps) {

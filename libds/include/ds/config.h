@@ -214,6 +214,8 @@ struct DataConfig {
   std::vector<std::string> train;       // relative to the working directory
   std::vector<std::string> validation;  // empty: the last `split` of the training data
   double split = 0.05;
+  // How often each sample of a file of `train` comes in an epoch, one for each; empty: the files are one stream.
+  std::vector<float> weights;
   std::string tokenizer = "bytes";  // or a path; resolved to model.path's when not given and it has one
   DataFormat format = DataFormat::Auto;
   i64 seq_length = 0;  // resolved: min(1024, the model's positions) when not given
