@@ -65,6 +65,63 @@ TEST_P(Optimizers, RanksThatShareLayersTrainAsOne) {
 INSTANTIATE_TEST_SUITE_P(All, Optimizers, ::testing::ValuesIn(kOptimizers),
                          [](const auto& test) { return std::string(test.param.name); });
 
+// Momentum that OneCycle holds where betas could have it: the same training, whatever uses betas.
+TEST(OneCycle, MovesTheBetasOfEveryOptimizerThatHasThem) {
+  for (const OptimizerType type : {OptimizerType::AdamW, OptimizerType::Lion, OptimizerType::Lamb}) {
+    Config given = config_of(of_four_heads(tiny_gpt2()), {}, 4);
+    given.optimizer.type = type;
+    given.optimizer.lr = 1e-3;
+    Config cycled = given;
+    given.optimizer.beta1 = 0.5, given.optimizer.beta2 = 0.99;
+    cycled.scheduler.type = SchedulerType::OneCycle;
+    cycled.scheduler.cycle_min_lr = cycled.scheduler.cycle_max_lr = 1e-3;
+    cycled.scheduler.cycle_min_mom = cycled.scheduler.cycle_max_mom = 0.5;
+    cycled.scheduler.cycle_first_step_size = cycled.scheduler.cycle_second_step_size = 2;
+    expect_same_training(train_threads(cycled, 1, kSteps), train_threads(given, 1, kSteps),
+                         std::to_string(static_cast<int>(type)));
+    cycled.scheduler.cycle_max_mom = 0.9;  // and it does move
+    EXPECT_NE(train_threads(cycled, 1, kSteps).weights, train_threads(given, 1, kSteps).weights);
+  }
+}
+
+// Smoothed targets and z-loss: no layout moves a bit but tp, and evaluations have the plain loss.
+TEST(TermsOfTheLoss, TrainAlikeEverywhere) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    const auto train = [&](const Layout& l, double smoothing, double z_loss) {
+      Config c = config_of(model, l, 4);
+      c.label_smoothing = smoothing, c.z_loss = z_loss;
+      return train_threads(c, l.ranks(), kSteps);
+    };
+    const Trace one = train({}, 0.1, 1e-3), plain = train({}, 0, 0);
+    ASSERT_LT(one.losses.back(), one.losses.front());
+    EXPECT_GT(one.losses[0], plain.losses[0]);
+    EXPECT_NE(one.weights, plain.weights);
+    for (const Layout& l : {Layout{.stage = 3}, {.dp = 2, .stage = 2}, {.pp = 2}, {.sp = 2}}) {
+      const Trace t = train(l, 0.1, 1e-3);
+      if (l.sp > 1) {
+        expect_close(t, one, l.name());
+      } else {
+        expect_same_training(t, one, l.name());
+      }
+    }
+    for (const Layout& l : {Layout{.tp = 2}, {.dp = 2, .tp = 2, .stage = 2}})
+      expect_close(train(l, 0.1, 1e-3), one, l.name());
+  }
+}
+
+// The sum of gradients over ranks is so many times their mean.
+TEST(GradientReduce, ASumIsSoManyTimesTheMean) {
+  for (const i64 stage : {0, 3}) {
+    Config c = config_of(of_four_heads(tiny_gpt2()), {.dp = 2, .stage = stage}, 4);
+    c.gradient_clipping = 0;
+    const Trace mean = train_threads(c, 2, 1);
+    c.gradient_reduce = GradientReduce::Sum;
+    const Trace sum = train_threads(c, 2, 1);
+    EXPECT_EQ(sum.losses, mean.losses);
+    EXPECT_EQ(sum.norms[0], 2 * mean.norms[0]);
+  }
+}
+
 // Bytes of the states of optimizers on one rank.
 i64 state_bytes(void (*choose)(OptimizerConfig&), const Layout& l, const ModelConfig& model) {
   Config c = config_of(model, l, 4);
