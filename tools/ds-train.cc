@@ -27,7 +27,7 @@ using ds::tools::Output;
 using Json = nlohmann::ordered_json;
 
 struct Options {
-  std::string config, out, resume, weights;
+  std::string config, out, resume, weights, trace;
   ds::tools::Pictures pictures;
   std::vector<std::string> set;
   ds::i64 steps = 0;  // 0: as the configuration says
@@ -176,8 +176,9 @@ int run(Options& o, const CLI::App& app, Output& out) {
     return ds::exit_code(e.code());
   }
   const ds::EncodedPrompts* const writing = o.writing ? &encoded : nullptr;
-  const ds::RunOptions options{
-      .out_dir = o.out, .resume = o.resume, .weights = o.weights, .read_only = o.eval || o.writing, .writing = writing};
+  ds::RunOptions options{.out_dir = o.out, .resume = o.resume, .weights = o.weights, .trace = o.trace};
+  options.read_only = o.eval || o.writing;
+  options.writing = writing;
   if (o.check) {
     ds::tools::print_prediction(config, ranks, out, writing);
     ds::TrainingRun::check(config, ranks, options);
@@ -237,9 +238,12 @@ int main(int argc, char** argv) {
             ->allow_extra_args(false);
         CLI::Option* check =
             app.add_flag("--check", o.check, "validate, print the resolved configuration and the prediction, and stop");
+        CLI::Option* trace = app.add_option("--trace", o.trace, "what ranks do in the first 5 steps, for Perfetto");
+        trace->type_name("FILE")->excludes(check);
         o.pictures.add_options(app, check);
-        CLI::Option* eval = app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(steps);
-        o.writing.add_options(app, {eval, steps});
+        CLI::Option* eval =
+            app.add_flag("--eval", o.eval, "print the validation loss and stop")->excludes(steps)->excludes(trace);
+        o.writing.add_options(app, {eval, steps, trace});
         return [&](Output& out) { return run(o, app, out); };
       });
 }

@@ -10,6 +10,7 @@
 #include "base/as_error.h"
 #include "base/clock.h"
 #include "base/thread.h"
+#include "base/trace.h"
 #include "comm/copy_bytes.h"
 #include "comm/staging_size.h"
 
@@ -129,6 +130,7 @@ AsyncCommunicator::AsyncCommunicator(std::string_view backend, int rank, int siz
       timeout_s_(options.timeout_s),
       progress_thread_(options.progress_thread),
       times_calls_(options.time_calls),
+      trace_(options.trace),
       ops_(table_of(options)),
       uncaught_at_birth_(std::uncaught_exceptions()),
       fold_sources_(static_cast<size_t>(size)),
@@ -161,7 +163,8 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
     settle(failure);
     op.failure = world_.failure_.get();
   };
-  const Clock::time_point start = times_calls_ ? Clock::now() : Clock::time_point();
+  const bool timed = times_calls_ || trace_ != nullptr;
+  const Clock::time_point start = timed ? Clock::now() : Clock::time_point();
   try {
     throw_if_failed();
     if (!at_once) {
@@ -170,6 +173,9 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
       return false;
     }
     if (times_calls_) count_time(op.tag, seconds_since(start));
+    if (trace_ != nullptr && trace_->is_on())
+      trace_->add(fmt::format("{}{}", op.kind == OpKind::Send ? "sends" : "messages", of_group_), op.tag, start,
+                  Clock::now());
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {

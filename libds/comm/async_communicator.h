@@ -197,6 +197,7 @@ class AsyncCommunicator : public BaseCommunicator {
   const double timeout_s_;
   const bool progress_thread_;
   const bool times_calls_;
+  Trace* const trace_;
   const OpTable& ops_;
   const int uncaught_at_birth_;
 

@@ -46,6 +46,8 @@
 
 namespace ds {
 
+class Trace;  // base/trace.h
+
 enum class ReduceOp : u8 { Sum, Max, Min };
 
 // One contiguous piece of a reduce-scatter. source holds P slices of `slice_elems` elements; the fold over ranks of
@@ -167,6 +169,7 @@ struct CommOptions {
   double timeout_s = 300;        // a peer absent for longer is an error
   bool progress_thread = true;   // false: operations but send run inside the call (overlap_comm off)
   bool time_calls = false;       // of communicators over host memory: the others do not know when theirs end
+  Trace* trace = nullptr;        // likewise; gets their operations
   const OpTable* ops = nullptr;  // for folds; null: cpu_ops()
   Device* device = nullptr;      // of the three communicators over device memory
 };

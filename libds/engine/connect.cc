@@ -47,11 +47,13 @@ bool fits_shared_memory(Plans& plans, const RankInfo& ranks, SharedFile& told, s
 }
 
 // Over host memory. told: of shm_free_bytes.
-std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool with_gpu, SharedFile& told) {
+std::unique_ptr<Communicator> connect(Plans& plans, const RankInfo& ranks, bool with_gpu, SharedFile& told,
+                                      Trace* trace) {
   const Config& config = plans.config();
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
-                            .time_calls = config.comms_logger.enabled};
+                            .time_calls = config.comms_logger.enabled,
+                            .trace = trace};
   CommBackend backend = config.communication.backend;
   if (with_gpu) backend = CommBackend::Auto;  // the configuration speaks of the device's memory
   const bool chosen = backend != CommBackend::Auto;
@@ -213,13 +215,14 @@ void check_same_configuration(const Config& config, Communicator& world) {
 
 }  // namespace
 
-std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device) {
+std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device, Trace* trace) {
   const Config& config = plans.config();
   SharedFile told;
-  std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told);
+  std::unique_ptr<Communicator> world = connect(plans, ranks, !device.is_host(), told, trace);
   const CommOptions options{.timeout_s = config.communication.timeout_s,
                             .progress_thread = config.zero.overlap_comm,
                             .time_calls = config.comms_logger.enabled,
+                            .trace = trace,
                             .device = &device};
   Mesh::OverDevice over_device;
   try {

@@ -27,7 +27,7 @@ std::unique_ptr<Device> open_device(const Config& config, const RankInfo& ranks)
 int ranks_on_gpu(const RankInfo& ranks, int gpus) noexcept;
 
 // The world over host memory, and the axes of the plans' mesh, which has all ranks, over the device's. Throws
-// Errc::Config for a backend that cannot serve these ranks. Collective.
-std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device);
+// Errc::Config for a backend that cannot serve these ranks. Collective. `trace` gets what they do, and outlives them.
+std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& device, Trace* trace = nullptr);
 
 }  // namespace ds::engine

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/trace.h"
 #include "device/device.h"
 #include "ds/step_record.h"
 #include "mesh/mesh.h"
@@ -73,6 +74,8 @@ class Engine {
   StepReport train_step(const StepBatch& batch);
   // Whether the steps from now on time their phases, at whose borders the host then waits for the device.
   void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
+  // Gets what the steps from now on do, and outlives them; null: nobody does.
+  void trace_to(Trace* trace) noexcept { trace_ = trace; }
 
   // Mean loss over `batches` micro-batches per rank; NaN if one token's is not finite. next() fills ids and targets
   // [B,T], or says false, alike on all ranks: then nothing is returned. Collective.
@@ -174,6 +177,7 @@ class Engine {
   const int uncaught_at_birth_ = std::uncaught_exceptions();
   i64 global_valid_tokens_ = 0;
   bool times_phases_ = false;
+  Trace* trace_ = nullptr;
 };
 
 }  // namespace ds::engine

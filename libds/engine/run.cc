@@ -117,7 +117,11 @@ void TrainingRun::State::open() {
            Errc::Unavailable, "{} ranks of {} are on this node: a server has the states of a run on one node",
            ranks.local_world_size, ranks.world_size);
   offload::check_places(own.offload, own.files, ranks.local_world_size);
-  mesh = engine::make_mesh(*plans, ranks, *device);
+  if (!options.trace.empty()) {
+    trace = std::make_unique<Trace>();
+    if (is_root()) monitor::check_file(options.trace, "--trace");
+  }
+  mesh = engine::make_mesh(*plans, ranks, *device, trace.get());
   backend = mesh->dp().backend();
   if (is_root()) {
     std::string why;

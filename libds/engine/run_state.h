@@ -9,6 +9,7 @@
 
 #include "base/as_error.h"
 #include "base/json.h"
+#include "base/trace.h"
 #include "checkpoint/checkpoint.h"
 #include "data/objective.h"
 #include "ds/train.h"
@@ -27,6 +28,7 @@ struct TrainingRun::State {
   RankInfo ranks;
   RunOptions options;
   MemoryLedger ledger;
+  std::unique_ptr<Trace> trace;    // of the first steps, if it is asked for; outlives who adds to it
   std::unique_ptr<Device> device;  // outlives what has memory of it
   std::unique_ptr<Mesh> mesh;
   Json stages;                         // what those of the mesh were predicted to take, of a run that writes
@@ -88,6 +90,8 @@ struct TrainingRun::State {
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
   void begin_record(const TrainHooks& hooks);
   void end_record();
+  // Rank 0 writes what all ranks have traced, once. Collective.
+  void write_trace();
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line);
   // A step's or an evaluation's line, and what the monitors make of it.

@@ -30,21 +30,24 @@ Phase phase_of(pipeline::Op op) noexcept {
 // Times what lies between borders; nothing where it is not wanted.
 class PhaseMeter {
  public:
-  PhaseMeter(std::optional<PhaseTimes>& times, bool wanted, Device& device) : times_(times), device_(device) {
+  PhaseMeter(std::optional<PhaseTimes>& times, bool wanted, Device& device, Trace* trace)
+      : times_(times), device_(device), trace_(trace) {
     if (wanted) times_.emplace();
   }
-  // What came since the last border belongs to `phase`.
-  void end(Phase phase) {
-    if (!times_) return;
-    device_.synchronize();
+  // What came since the last border belongs to `phase`, and is what `name` says.
+  void end(Phase phase, std::string_view name, i64 micro = -1) {
+    if (!times_ && trace_ == nullptr) return;
+    if (times_) device_.synchronize();
     const Clock::time_point now = Clock::now();
-    (*times_).*phase += std::chrono::duration<double, std::milli>(now - start_).count();
+    if (times_) (*times_).*phase += std::chrono::duration<double, std::milli>(now - start_).count();
+    if (trace_ != nullptr) trace_->add("step", name, start_, now, micro);
     start_ = now;
   }
 
  private:
   std::optional<PhaseTimes>& times_;
   Device& device_;
+  Trace* const trace_;
   Clock::time_point start_ = Clock::now();
 };
 
@@ -53,7 +56,7 @@ class PhaseMeter {
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
-  PhaseMeter meter(report.phases, times_phases_, device_);
+  PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
   count_valid_tokens(batch);
   results_.begin();
@@ -67,10 +70,10 @@ StepReport Engine::train_step(const StepBatch& batch) {
     } else {
       stage_.run(i, micro_batch(instr.micro));
     }
-    meter.end(phase_of(instr.op));
+    meter.end(phase_of(instr.op), pipeline::op_name(instr.op), instr.micro);
   }
   update_->finish_gradients();
-  meter.end(&PhaseTimes::reduce_ms);
+  meter.end(&PhaseTimes::reduce_ms, "finish gradients");
 
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
@@ -78,15 +81,18 @@ StepReport Engine::train_step(const StepBatch& batch) {
   const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.data_size() : 1;
   update_->judge(results_.scalars(),
                  {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping});
+  meter.end(&PhaseTimes::update_ms, "judge");
   update_->update_params({.lr = report.lr,
                           .number = progress_.optimizer_step + 1,
                           .seed = static_cast<u32>(config_.seed),
                           .betas = lr_.betas_at(progress_.optimizer_step - 1)},
                          results_);
+  meter.end(&PhaseTimes::update_ms, "update");
   publish_params();
+  meter.end(&PhaseTimes::update_ms, "publish");
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
-  meter.end(&PhaseTimes::update_ms);
+  meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
   progress_ = progress_after(verdict);
   stage_.end_step();

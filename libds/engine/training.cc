@@ -8,13 +8,17 @@
 #include <limits>
 
 #include "base/clock.h"
+#include "base/file.h"
+#include "checkpoint/together.h"
 #include "ds/log.h"
 #include "engine/run_state.h"
+#include "monitor/trace_file.h"
 
 namespace ds {
 namespace {
 
-constexpr i64 kLostSteps = 10;  // in a row with a loss that is not finite, before a run is given up
+constexpr i64 kTracedSteps = 5;  // of a start, at most
+constexpr i64 kLostSteps = 10;   // in a row with a loss that is not finite, before a run is given up
 
 }  // namespace
 
@@ -52,8 +56,17 @@ void TrainingRun::State::end_record() {
   monitors = {};
 }
 
+void TrainingRun::State::write_trace() {
+  if (!trace || !trace->is_on()) return;
+  trace->stop();
+  engine->trace_to(nullptr);
+  const std::vector<std::string> ranks_spans = gather_text(mesh->world(), monitor::spans_text(trace->spans()));
+  if (is_root()) tell([&] { replace_text_file(options.trace, monitor::trace_text(ranks_spans)); }, monitors_lost);
+}
+
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
+  const TraceSpan whole(trace.get(), "steps", "step", engine->progress().step + 1);
   const report::RunPlan& plan = engine->plan();
   const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
   mesh->reset_counts();
@@ -146,6 +159,7 @@ class Training {
 
 void Training::evaluate() {
   if (!s_.validation_data || evaluated_ == step()) return;
+  const TraceSpan span(s_.trace.get(), "steps", "evaluate", step());
   const std::optional<double> loss = s_.evaluate([this] { return stop_signal(); });
   if (!loss) return;  // a resumed run makes up for it
   result_.val_loss = *loss;
@@ -172,6 +186,7 @@ void Training::check_divergence(bool diverged, std::string_view what, i64 since)
 }
 
 void Training::save(engine::Saver::When when) {
+  const TraceSpan span(s_.trace.get(), "steps", "save", step());
   if (!saver_.has(step())) {
     check_divergence(lost_ > 0, "the loss is", step() - lost_ + 1);
     check_divergence(!s_.engine->is_finite(), "weights or moments are", step());
@@ -266,6 +281,7 @@ void Training::end() {
   const offload::FileCounts last = s_.engine->offload().of_step();  // by an update behind the last step
   result_.offload.read_bytes += last.read_bytes;
   result_.offload.written_bytes += last.written_bytes;
+  s_.write_trace();
   if (has_work_) s_.end_record();
   result_.step = step();
   result_.skipped_steps = s_.engine->progress().skipped_steps;
@@ -285,7 +301,12 @@ TrainResult Training::run() {
   const report::RunPlan& plan = s_.engine->plan();
   std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
   begin();
-  while (signal_ == 0 && step() < config_.steps) take_step(ids, targets);
+  if (s_.trace) s_.trace->start();
+  s_.engine->trace_to(s_.trace.get());
+  while (signal_ == 0 && step() < config_.steps) {
+    take_step(ids, targets);
+    if (step() - result_.first_step + 1 == kTracedSteps) s_.write_trace();
+  }
   end();
   return std::move(result_);
 }

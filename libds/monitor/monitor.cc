@@ -45,12 +45,6 @@ void check_directory(const std::string& directory, std::string_view key, bool ma
                                       fs::exists(there, error) ? "is not a directory" : "does not exist"));
 }
 
-void check_file(const std::string& file, std::string_view key) {
-  std::error_code error;
-  DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
-  check_directory(parent_directory(file), key, false);
-}
-
 std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
 
 std::string make_directory(const MonitorConfig& config, std::string_view name, const std::string& run_directory) {
@@ -62,6 +56,12 @@ std::string make_directory(const MonitorConfig& config, std::string_view name, c
 }
 
 }  // namespace
+
+void check_file(const std::string& file, std::string_view key) {
+  std::error_code error;
+  DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
+  check_directory(parent_directory(file), key, false);
+}
 
 void Monitors::check(const Config& config, const std::string& run_directory) {
   const auto check_monitor = [&](const MonitorConfig& monitor, std::string_view name) {

@@ -34,6 +34,9 @@ struct Run {
   std::function<void(std::string_view)> tell{};
 };
 
+// Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written.
+void check_file(const std::string& file, std::string_view key);
+
 class Monitors {
  public:
   // Throws Errc::Config, naming the key, if something cannot be written where the configuration says. Touches nothing.

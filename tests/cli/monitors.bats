@@ -155,3 +155,47 @@ PY
   # The header, and both runs' lines: of the first its only step.
   assert_equal "$(wc -l <csv/DeepSpeedJobName/train_loss.csv)" 14
 }
+
+@test "a trace has the first steps of all ranks, and changes no bit" {
+  ds-launch -n 4 ds-train cfg.json --out plain --quiet --set pipeline.stages=2
+  ds-launch -n 4 ds-train cfg.json --out run --quiet --set pipeline.stages=2 --trace trace.json
+  assert_equal "$(losses run)" "$(losses plain)"
+  /usr/bin/python3 - <<'PY'
+import collections, json
+events = json.load(open("trace.json"))["traceEvents"]
+tracks = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+spans = collections.defaultdict(list)
+for e in events:
+    if e["ph"] == "X":
+        assert e["ts"] >= 0 and e["dur"] >= 0, e
+        spans[e["pid"], tracks[e["pid"], e["tid"]]].append(e)
+assert {rank for rank, _ in spans} == {0, 1, 2, 3}
+for rank in range(4):
+    steps = [e for e in spans[rank, "steps"] if e["name"] == "step"]
+    assert [e["args"]["number"] for e in steps] == [1, 2, 3, 4, 5], steps
+    names = collections.Counter(e["name"] for e in spans[rank, "step"])
+    # Two ranks of dp have 8 samples in two micro-batches of 2.
+    for name, count in {"Forward": 10, "Backward": 10, "finish gradients": 5, "judge": 5, "update": 5, "publish": 5, "verdict": 5}.items():
+        assert names[name] == count, (rank, names)
+    assert any(name == "dp.reduce_scatter" for track in tracks.values() for name in [e["name"] for e in spans[rank, track]]), rank
+for track, all in spans.items():  # beside each other, or in each other
+    open_until = []
+    for e in sorted(all, key=lambda e: (e["ts"], -e["dur"])):
+        while open_until and open_until[-1] <= e["ts"] + 0.002:
+            open_until.pop()
+        end = e["ts"] + e["dur"]
+        assert not open_until or end <= open_until[-1] + 0.002, (track, e)
+        open_until.append(end)
+PY
+}
+
+@test "a trace is of a run that trains, in a place that takes it" {
+  ds-train cfg.json --quiet --steps 2 --trace short.json
+  assert_equal "$(grep -o '"name":"step"' short.json | wc -l)" 3 # two steps, and the track of what is in them
+  refused 2 '--trace: cannot write in none' --trace none/trace.json
+  for option in --check --eval '--generate=x'; do
+    run -2 --separate-stderr ds-train cfg.json --trace trace.json "$option"
+    [[ $stderr == *"--trace"* ]] || fail "$stderr"
+  done
+  assert [ ! -e trace.json ]
+}

@@ -13,12 +13,14 @@
 #include <sstream>
 
 #include "base/appended_file.h"
+#include "base/json.h"
 #include "monitor/comms_log.h"
 #include "monitor/csv_files.h"
 #include "monitor/event_file.h"
 #include "monitor/flops_report.h"
 #include "monitor/phase_log.h"
 #include "monitor/prometheus_file.h"
+#include "monitor/trace_file.h"
 #include "temp_directory.h"
 
 namespace ds::monitor {
@@ -334,6 +336,31 @@ TEST(FlopsReport, IsWrittenAtItsStep) {
   report->step(r);
   ASSERT_EQ(told.size(), 1u);
   EXPECT_EQ(told[0] + "\n", text.substr(0, text.find("\n  forward:\n") + 1));
+}
+
+TEST(TraceFile, HasAProcessForEachRankAndAThreadForEachTrack) {
+  Trace trace;
+  const Clock::time_point begin = Clock::now(), end = begin + std::chrono::microseconds(250);
+  trace.add("step", "early", begin, end);
+  trace.start();
+  trace.add("step", "forward", begin, end, 1);
+  trace.add("messages", "dp.all_gather", begin + std::chrono::microseconds(50), end);
+  trace.stop();
+  { const TraceSpan late(&trace, "step", "late"); }
+  { const TraceSpan none(nullptr, "step", "none"); }
+  const std::vector<Trace::Span> spans = trace.spans();
+  ASSERT_EQ(spans.size(), 2u);
+  const std::string texts[] = {spans_text(spans), spans_text(std::span(spans).subspan(1))};
+  const Json file = Json::parse(trace_text(texts));
+  EXPECT_EQ(file["traceEvents"].dump(),
+            R"([{"ph":"M","name":"process_name","pid":0,"tid":0,"args":{"name":"rank 0"}},)"
+            R"({"ph":"M","name":"thread_name","pid":0,"tid":0,"args":{"name":"step"}},)"
+            R"({"ph":"X","name":"forward","pid":0,"tid":0,"ts":0.0,"dur":250.0,"args":{"number":1}},)"
+            R"({"ph":"M","name":"thread_name","pid":0,"tid":1,"args":{"name":"messages"}},)"
+            R"({"ph":"X","name":"dp.all_gather","pid":0,"tid":1,"ts":50.0,"dur":200.0},)"
+            R"({"ph":"M","name":"process_name","pid":1,"tid":0,"args":{"name":"rank 1"}},)"
+            R"({"ph":"M","name":"thread_name","pid":1,"tid":0,"args":{"name":"messages"}},)"
+            R"({"ph":"X","name":"dp.all_gather","pid":1,"tid":0,"ts":50.0,"dur":200.0}])");
 }
 
 TEST(Monitors, AreThoseThatTheConfigurationAsksFor) {

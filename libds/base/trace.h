@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the threads of a rank did, and when, while somebody wants to know.
+
+#include <atomic>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "ds/kernels/dtype.h"
+
+namespace ds {
+
+class Trace {
+ public:
+  struct Span {
+    std::string track;  // spans of one track lie beside each other, or in each other
+    std::string name;
+    i64 begin_ns, end_ns;  // since 1970, by this host's clock
+    i64 number;            // of the micro-batch or the step; -1: of none
+  };
+
+  // By any thread. Nothing happens before start() and behind stop().
+  void add(std::string_view track, std::string_view name, Clock::time_point begin, Clock::time_point end,
+           i64 number = -1);
+  bool is_on() const noexcept { return on_.load(std::memory_order_relaxed); }
+  void start() noexcept { on_.store(true, std::memory_order_relaxed); }
+  void stop() noexcept { on_.store(false, std::memory_order_relaxed); }
+  std::vector<Span> spans() const;
+
+ private:
+  // What turns the clock of durations into that of the calendar.
+  const i64 offset_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                             std::chrono::system_clock::now().time_since_epoch() - Clock::now().time_since_epoch())
+                             .count();
+  std::atomic<bool> on_ = false;
+  mutable std::mutex mutex_;
+  std::vector<Span> spans_;
+};
+
+// A span from its making to its end; without a trace nothing.
+class TraceSpan {
+ public:
+  TraceSpan(Trace* trace, std::string_view track, std::string_view name, i64 number = -1)
+      : trace_(trace), track_(track), name_(name), number_(number) {}
+  ~TraceSpan() {
+    if (trace_ != nullptr) trace_->add(track_, name_, begin_, Clock::now(), number_);
+  }
+  TraceSpan(const TraceSpan&) = delete;
+  TraceSpan& operator=(const TraceSpan&) = delete;
+
+ private:
+  Trace* const trace_;
+  const std::string_view track_, name_;
+  const i64 number_;
+  const Clock::time_point begin_ = Clock::now();
+};
+
+}  // namespace ds

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "monitor/trace_file.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <map>
+
+#include "base/json.h"
+
+namespace ds::monitor {
+
+std::string spans_text(std::span<const Trace::Span> spans) {
+  Json all = Json::array();
+  for (const Trace::Span& s : spans) all.push_back({s.track, s.name, s.begin_ns, s.end_ns, s.number});
+  return all.dump();
+}
+
+std::string trace_text(std::span<const std::string> of_ranks) {
+  std::vector<Json> ranks;
+  i64 first = std::numeric_limits<i64>::max();
+  for (const std::string& text : of_ranks) {
+    for (const Json& span : ranks.emplace_back(Json::parse(text))) first = std::min(first, span[2].get<i64>());
+  }
+  Json events = Json::array();
+  const auto name = [&](const char* what, size_t rank, size_t track, const std::string& text) {
+    events.push_back({{"ph", "M"}, {"name", what}, {"pid", rank}, {"tid", track}, {"args", {{"name", text}}}});
+  };
+  const auto microseconds = [](i64 ns) { return static_cast<double>(ns) / 1e3; };
+  for (size_t rank = 0; rank < ranks.size(); ++rank) {
+    name("process_name", rank, 0, fmt::format("rank {}", rank));
+    std::map<std::string, size_t> tracks;
+    for (const Json& span : ranks[rank]) {
+      const auto [track, is_new] = tracks.try_emplace(span[0].get<std::string>(), tracks.size());
+      if (is_new) name("thread_name", rank, track->second, track->first);
+      const i64 begin = span[2].get<i64>(), end = span[3].get<i64>(), number = span[4].get<i64>();
+      Json event = {{"ph", "X"},
+                    {"name", span[1]},
+                    {"pid", rank},
+                    {"tid", track->second},
+                    {"ts", microseconds(begin - first)},
+                    {"dur", microseconds(end - begin)}};
+      if (number >= 0) event["args"] = {{"number", number}};
+      events.push_back(std::move(event));
+    }
+  }
+  return Json({{"displayTimeUnit", "ms"}, {"traceEvents", std::move(events)}}).dump() + "\n";
+}
+
+}  // namespace ds::monitor
