@@ -68,8 +68,10 @@ losses() { grep '"type":"step"' "$1/metrics.jsonl" | grep -o '"loss":[^,]*'; }
 @test "a run on the simulator: stages and ranks give the same losses, a CPU run goes on from its checkpoint" {
   need_sim
   on_sim ds-train cfg.json --out a --quiet --set device=cuda
-  on_sim ds-train cfg.json --out b --quiet --set device=cuda --set zero_optimization.stage=3 --set cuda.graphs=true
+  on_sim ds-train cfg.json --out b --quiet --set device=cuda --set zero_optimization.stage=3 --set cuda.graphs=true \
+    --set wall_clock_breakdown=true
   diff <(losses a) <(losses b)
+  grep -q '"phase_ms":{"forward":[1-9]' b/metrics.jsonl
   on_sim ds-launch -n 2 ds-train cfg.json --out c --set device=cuda 2>err
   grep 'share 1 GPU' err
   diff <(losses a) <(losses c)
