@@ -94,7 +94,7 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"reduce_bucket_size": 1e19})", kBad, "not 1e+19"},
     {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
     {R"("zero_optimization": 3)", kBad, "zero_optimization: must be an object, not 3"},
-    {R"("zero_optimization": {"overlap_comm": 1})", kBad, "must be true or false, not 1"},
+    {R"("zero_optimization": {"overlap_comm": 2})", kBad, "must be true or false, not 2"},
     {R"("fp16": {"enabled": "true"})", kBad, "write true without quotes"},
     {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
     {R"("fp16": {"loss_scale": 1e308})", kBad, "0 to 1e+38, not 1e+308"},
