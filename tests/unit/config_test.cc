@@ -95,7 +95,7 @@ const Wrong kWrong[] = {
     {R"("zero_optimization": {"reduce_bucket_size": 99999999999999999999})", kBad, "must be an integer"},
     {R"("zero_optimization": 3)", kBad, "zero_optimization: must be an object, not 3"},
     {R"("zero_optimization": {"overlap_comm": 2})", kBad, "must be true or false, not 2"},
-    {R"("fp16": {"enabled": "true"})", kBad, "write true without quotes"},
+    {R"("deterministic": "true")", kBad, "write true without quotes"},
     {R"("fp16": {"loss_scale": -1})", kBad, "fp16.loss_scale"},
     {R"("fp16": {"loss_scale": 1e308})", kBad, "0 to 1e+38, not 1e+308"},
     {R"("fp16": {"min_loss_scale": 1e39})", kBad, "fp16.min_loss_scale"},
