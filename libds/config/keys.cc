@@ -380,6 +380,8 @@ constexpr Key kKeys[] = {
     not_yet("zero_optimization.zero_quantized_nontrainable_weights", "[false]"),
     not_yet("zero_optimization.zero_quantized_gradients", "[false]"),
     not_yet_section("zero_optimization.zeropp_loco_param", "", "[]", "err_beta reset_T"),
+    harmless("zero_optimization.compute_grad_norm", "[true]", "a step always needs to know whether its gradients are finite"),
+    harmless("zero_optimization.parameter_alignment", "[false]", "the layout says where parameters lie"),
     not_yet("zero_optimization.mics_shard_size", "[-1]"),
     not_yet("zero_optimization.mics_hierarchical_params_gather", "[false]"),
     harmless("zero_optimization.pipeline_loading_checkpoint", "[false]", "each rank reads its own part of a checkpoint"),
@@ -412,7 +414,7 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.cpu_offload_param", slot_of<&C::zero, &ZeroConfig::cpu_offload_param>, {}, kAuto),
     alias("zero_optimization.cpu_offload_params", "zero_optimization.cpu_offload_param"),
     ignored("zero_optimization.cpu_offload_use_pin_memory", "pin_memory of offload_optimizer and offload_param says it"),
-    not_yet_section("zero_optimization.leaf_module", "", "[]", "classes names name_suffixes"),
+    ignored_section("zero_optimization.leaf_module", "classes names name_suffixes", "a layer is always gathered as one"),
     not_yet_section("zero_optimization.zenflow", "", "[]",
                     "topk_ratio select_strategy select_interval update_interval overlap_step offload auto_ratio "
                     "full_warm_up_rounds pt_reserved_cores_perc steps_per_epoch"),
@@ -540,7 +542,7 @@ constexpr Key kKeys[] = {
                     "deepcompile free_activation free_activation_threshold offload_activation offload_opt_states "
                     "offload_parameters double_buffer symmetric_memory debug_log sync_before_reduce sync_after_reduce "
                     "sync_before_allgather sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes "
-                    "enabled disable backend kwargs offload_activation_pin_memory"),
+                    "enabled disable backend kwargs offload_activation_pin_memory autoep_non_moe"),
     harmless("graph_harvesting", "[false]", "cuda.graphs records the passes through layers"),
     harmless_section("hybrid_engine", "enabled", "[false]",
                      "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
@@ -573,6 +575,8 @@ constexpr Key kKeys[] = {
     ignored("fp16_opt_level", "it is a key of amp; DeepSpeed itself does not read it here"),
     ignored("tensor_parallel.tp.mpu", "ranks are placed by the mesh"),
     ignored("tensor_parallel.tp.tp_group", "ranks are placed by the mesh"),
+    ignored("tensor_parallel.vocab_parallel_lm_head", "the head is always cut with the other matrices"),
+    ignored("tensor_parallel.vocab_parallel_ce_backend", "there is one way to the loss of a vocabulary in parts"),
     ignored("tensor_parallel.kernel_inject", "there is one set of kernels"),
     alias("tensor_parallel.tensor_parallel.tp_size", "tensor_parallel.tp_size"),
     ignored("comms_config", "DeepSpeed itself does not read it; comms_logger is its section"),
