@@ -291,7 +291,7 @@ const Wrong kWrong[] = {
     {R"("save": {"on_error": "retry"})", kBad, "save.on_error"},
     {R"("model": {"type": "mixtral"})", kLater, "\"mixtral\""},
     // Both: the mistake decides.
-    {R"("dump_state": true, "stepz": 3)", kBad, "dump_state"},
+    {R"("sparse_gradients": true, "stepz": 3)", kBad, "sparse_gradients"},
 };
 
 TEST(Config, EveryMistakeIsRefusedWithItsCodeAndWords) {
