@@ -317,6 +317,8 @@ bool has_error(std::span<const Diagnostic> diagnostics) {
 
 // A key that belongs to what has been chosen, or to nothing that is.
 bool applies(const Config& c, std::string_view path) {
+  if (path == "optimizer.params.betas" && c.scheduler.cycle_momentum && c.scheduler.type == SchedulerType::OneCycle)
+    return false;  // the schedule has them
   if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
     return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
   if (path.starts_with("data.mlm.")) return !c.model.causal();

@@ -27,6 +27,12 @@ Hdf5DataName split_hdf5_name(const std::string& name) {
     const size_t colon = at + suffix.size();
     return {name.substr(0, colon), name.substr(colon + 2)};
   }
+  // A file of another name, of which data.format says what it is.
+  std::error_code ignored;
+  const size_t at = name.rfind(":/");
+  if (at != name.npos && !std::filesystem::exists(name, ignored) &&
+      std::filesystem::exists(name.substr(0, at), ignored))
+    return {name.substr(0, at), name.substr(at + 2)};
   return {name, ""};
 }
 

@@ -284,7 +284,7 @@ constexpr Key kKeys[] = {
     effect("scheduler.params.cycle_min_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_min_lr>, kRate, kAuto),
     effect("scheduler.params.cycle_max_lr", slot_of<&C::scheduler, &SchedulerConfig::cycle_max_lr>, kRate, kAuto),
     effect("scheduler.params.cycle_first_step_size", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_step_size>, kPositive),
-    {.path = "scheduler.params.cycle_second_step_size", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_step_size>, .range = kPositive, .takes_null = true},
+    {.path = "scheduler.params.cycle_second_step_size", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_step_size>, .takes_null = true},
     effect("scheduler.params.cycle_first_stair_count", slot_of<&C::scheduler, &SchedulerConfig::cycle_first_stair_count>, kStairs),
     {.path = "scheduler.params.cycle_second_stair_count", .slot = slot_of<&C::scheduler, &SchedulerConfig::cycle_second_stair_count>, .range = kStairs, .takes_null = true},
     effect("scheduler.params.decay_lr_rate", slot_of<&C::scheduler, &SchedulerConfig::decay_lr_rate>, kRate),

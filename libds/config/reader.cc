@@ -116,6 +116,17 @@ std::optional<Json> lax_value(const Slot& slot, const Json& v) {
   return read.is_number() ? std::optional(read) : std::nullopt;
 }
 
+// Whether such a section takes `v` for one of these values.
+bool is_lax_one_of(const Json& v, const Json& values) {
+  bool truth = false;
+  i64 number = 0;
+  for (const Json& value : values) {
+    if (value.is_boolean() && lax_value(Slot(&truth), v) == value) return true;
+    if (value.is_number() && lax_value(Slot(&number), v) == value) return true;
+  }
+  return false;
+}
+
 // Stores v; or returns what it must be.
 std::optional<std::string> assign(const Slot& slot, const Range& range, const Json& v) {
   const std::string expected = type_text(slot, range);
@@ -512,7 +523,7 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
     case KeyKind::NotYet: {
       const Json accepted = Json::parse(key.values);
       if (value.is_null() || std::find(accepted.begin(), accepted.end(), value) != accepted.end()) return;
-      if (value == "auto" && is_lax(key.path)) return;
+      if (is_lax(key.path) && (value == "auto" || is_lax_one_of(value, accepted))) return;
       if (key.harmless) return no_effect(typed, key.note);
       std::string choices;
       for (const Json& v : accepted) choices += (choices.empty() ? "" : " or ") + v.dump();

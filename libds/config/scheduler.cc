@@ -118,6 +118,12 @@ void resolve_cycle(Config& c, Reader& r) {
     r.warning("optimizer.params.betas",
               "has no effect: OneCycle moves the first one, and the second is 0.99, as in DeepSpeed; "
               "scheduler.params.cycle_momentum false leaves both alone");
+  for (size_t g = 0; g < c.optimizer.groups.size(); ++g) {
+    const ParamGroupConfig& group = c.optimizer.groups[g];
+    if (!group.frozen && has_betas(group.type) && group.type == c.optimizer.type &&
+        (group.beta1 != c.optimizer.beta1 || group.beta2 != c.optimizer.beta2))
+      r.warning(fmt::format("optimizer.param_groups[{}].betas", g), "has no effect: OneCycle moves them");
+  }
   const i64 cycle = s.cycle_first_step_size + s.cycle_second_step_size;
   if (s.decay_mom_rate <= 0 || s.decay_step_size == 0 || c.steps <= cycle) return;
   const double last = s.cycle_max_mom * (1 + s.decay_mom_rate * static_cast<double>(c.steps - cycle) /

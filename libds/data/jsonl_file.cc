@@ -351,14 +351,18 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
   file->ids = std::make_unique<TokenIds>(tokenizer, encoding.num_threads, path, end.token.value_or(0),
                                          form == LineForm::Text ? TokenMarks::None : TokenMarks::Some);
   Documents documents(*file->ids, tokenizer, end, path);
+  bool is_learnt = form == LineForm::Text || (end.token && end.is_target);
   for_each_line(mapped, [&](std::string_view text, i64 line) {
     Line read = LineHandler(text, {path, line}).take();
     if (read.form != form)
       LinePlace{path, line}.refuse(
           fmt::format("has {}, and the first line {}: all of a file are alike", form_name(read.form), form_name(form)));
+    for (const Segment& s : read.segments) is_learnt |= s.is_target && !s.text.empty();
     documents.add({std::move(read.segments), line});
     return true;
   });
+  DS_CHECK(is_learnt, Errc::Config, "data file '{}': nothing of it is learnt: {}", path,
+           form == LineForm::Messages ? "no message has the role \"assistant\"" : "all completions are empty");
   documents.encode();
   file->ids->map();
   file->view_ids();

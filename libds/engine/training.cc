@@ -61,7 +61,8 @@ void TrainingRun::State::write_trace() {
   trace->stop();
   engine->trace_to(nullptr);
   const std::vector<std::string> ranks_spans = gather_text(mesh->world(), monitor::spans_text(trace->spans()));
-  if (is_root()) tell([&] { replace_text_file(options.trace, monitor::trace_text(ranks_spans)); }, monitors_lost);
+  if (is_root())
+    tell([&] { replace_text_file(follow_links(options.trace), monitor::trace_text(ranks_spans)); }, monitors_lost);
 }
 
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {

@@ -21,14 +21,14 @@ class FlopsReport final : public Monitor {
       log_message(LogLevel::Warning,
                   fmt::format("flops_profiler.profile_step: step {} was taken before this start: it is not reported",
                               config_.profile_step));
-    if (!config_.output_file.empty()) const PendingFile tried(config_.output_file);
+    if (!config_.output_file.empty()) const PendingFile tried(follow_links(config_.output_file));
   }
 
   void step(const StepRecord& record) override {
     if (record.step != config_.profile_step) return;
     const std::string text = flops_text(record, run_.work(), run_.num_params, run_.world_size, config_.detailed);
     if (!config_.output_file.empty()) {
-      replace_text_file(config_.output_file, text);
+      replace_text_file(follow_links(config_.output_file), text);
     } else if (run_.tell) {
       run_.tell(std::string_view(text).substr(0, text.size() - 1));
     }

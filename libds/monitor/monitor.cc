@@ -57,10 +57,16 @@ std::string make_directory(const MonitorConfig& config, std::string_view name, c
 
 }  // namespace
 
-void check_file(const std::string& file, std::string_view key) {
+void check_file(const std::string& file, std::string_view key, const DataConfig& data) {
   std::error_code error;
   DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
-  check_directory(parent_directory(file), key, false);
+  DS_CHECK(!fs::exists(file, error) || fs::is_regular_file(file, error), Errc::Config, "{}: {} is not a regular file",
+           key, file);
+  for (const auto* files : {&data.train, &data.validation}) {
+    for (const std::string& input : *files)
+      DS_CHECK(!fs::equivalent(file, input, error), Errc::Config, "{}: {} is a data file of this run", key, file);
+  }
+  check_directory(parent_directory(follow_links(file)), key, false);
 }
 
 void Monitors::check(const Config& config, const std::string& run_directory) {
@@ -69,9 +75,9 @@ void Monitors::check(const Config& config, const std::string& run_directory) {
   };
   check_monitor(config.tensorboard, kTensorboard);
   check_monitor(config.csv_monitor, kCsv);
-  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus);
+  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config.data);
   const FlopsProfilerConfig& flops = config.flops_profiler;
-  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops);
+  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config.data);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {

@@ -34,8 +34,9 @@ struct Run {
   std::function<void(std::string_view)> tell{};
 };
 
-// Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written.
-void check_file(const std::string& file, std::string_view key);
+// Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written; if
+// something is there that is no regular file, or is data of the run.
+void check_file(const std::string& file, std::string_view key, const DataConfig& data);
 
 class Monitors {
  public:

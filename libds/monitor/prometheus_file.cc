@@ -58,7 +58,8 @@ class Text {
 class PrometheusFile final : public Monitor {
  public:
   PrometheusFile(const PrometheusConfig& config, i64 steps_per_print) : config_(config), every_(steps_per_print) {
-    const PendingFile tried(config.file);  // a directory that takes no file is known before the first step
+    const PendingFile tried(
+        follow_links(config.file));  // a directory that takes no file is known before the first step
   }
 
   void step(const StepRecord& record) override {
@@ -77,8 +78,8 @@ class PrometheusFile final : public Monitor {
  private:
   void write() {
     const auto now = std::chrono::system_clock::now().time_since_epoch();
-    replace_text_file(config_.file, prometheus_text(*last_, validation_loss_, config_.job_name,
-                                                    std::chrono::duration<double>(now).count()));
+    replace_text_file(follow_links(config_.file), prometheus_text(*last_, validation_loss_, config_.job_name,
+                                                                  std::chrono::duration<double>(now).count()));
     is_written_ = true;
   }
 

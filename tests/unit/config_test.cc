@@ -505,10 +505,28 @@ TEST(Config, AutoPrecisionIsSaid) {
   }
 }
 
+// What a schedule has is not written again, so that what is resolved is read back without a word.
+TEST(Config, AResolvedOneCycleIsReadBack) {
+  for (const char* type : {"AdamW", "Lion", "Lamb"}) {
+    const ConfigResult r = parse(fmt::format(R"({{"train_batch_size": 1, "optimizer": {{"type": "{}"}}, "scheduler":
+        {{"type": "OneCycle", "params": {{"cycle_min_lr": 0.1, "cycle_max_lr": 1, "cycle_second_step_size": 0}}}}}})",
+                                             type));
+    EXPECT_TRUE(r.diagnostics.empty()) << r.message();
+    const ConfigResult again = parse(resolved_json(r.config));
+    EXPECT_TRUE(again.diagnostics.empty()) << to_string(again.diagnostics[0]);
+  }
+  const ConfigResult group = parse(R"({"train_batch_size": 1, "scheduler": {"type": "OneCycle", "params":
+      {"cycle_min_lr": 0.1, "cycle_max_lr": 1}}, "optimizer": {"type": "AdamW", "param_groups":
+      [{"params": "*", "betas": [0.5, 0.6]}]}})");
+  ASSERT_EQ(group.diagnostics.size(), 1u);
+  EXPECT_THAT(to_string(group.diagnostics[0]), HasSubstr("optimizer.param_groups[0].betas: has no effect"));
+}
+
 // What pydantic takes for DeepSpeed; and forms that it had before.
 TEST(Config, SectionsOfPydanticAreReadAsTheyReadThem) {
   const ConfigResult r = parse(R"({"train_batch_size": 1, "_comment": {"of": ["mine"]}, "zero_optimization": {
-      "stage": "2", "overlap_comm": 1, "reduce_bucket_size": "5e8", "sub_group_size": "auto", "cpu_offload": "auto"},
+      "stage": "2", "overlap_comm": 1, "load_from_fp32_weights": "true", "zero_hpz_partition_size": "1",
+      "zero_quantized_weights": 0, "legacy_stage1": "no", "contiguous_gradients": 1, "reduce_bucket_size": "5e8", "sub_group_size": "auto", "cpu_offload": "auto"},
       "fp16": {"enabled": "True", "loss_scale": "0"}, "scheduler": {"type": null}, "optimizer": {"type": null}})");
   EXPECT_TRUE(r.ok()) << r.message();
   EXPECT_EQ(r.config.zero.stage, 2);
