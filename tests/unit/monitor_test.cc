@@ -402,6 +402,15 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   EXPECT_ERROR(Monitors(config, {}), Errc::Io, "none");
   config.prometheus.file = dir.path();
   EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a directory");
+  for (const char* device : {"/dev/full", "/dev/null"}) {
+    config.prometheus.file = device;
+    EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is not a regular file");
+  }
+  write_file(dir / "book.txt", "text");
+  std::filesystem::create_symlink("book.txt", std::string(dir / "link"));
+  config.data.train = {dir / "book.txt"};
+  config.prometheus.file = dir / "link";
+  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a data file of this run");
   config = {};
   config.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
   EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");

@@ -7,6 +7,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <filesystem>
 #include <functional>
 
 #include "config/data_format.h"
@@ -506,6 +507,31 @@ TEST(JsonlFile, OfMessagesWhatTheAssistantSaysIsTheTarget) {
 }
 
 // The tokens of a tokenizer that knows the marks of ChatML; the sample is shifted by one, as always.
+// Roles of another program, or none that answers: a run would learn nothing, and its loss be 0.
+TEST(JsonlFile, DataOfWhichNothingIsLearntAreRefused) {
+  const TempDirectory dir;
+  write_file(dir / "a.jsonl", R"({"messages": [{"role": "user", "content": "a"}, {"role": "model", "content": "b"}]})"
+                              "\n");
+  expect_error(Errc::Config, AllOf(HasSubstr("a.jsonl"), HasSubstr("no message has the role \"assistant\"")),
+               [&] { open({dir / "a.jsonl"}); });
+  write_file(dir / "b.jsonl", R"({"prompt": "a", "completion": ""})"
+                              "\n");
+  expect_error(Errc::Config, HasSubstr("all completions are empty"), [&] { open({dir / "b.jsonl"}); });
+}
+
+TEST(TextFile, TablesOfOtherProgramsAreNoText) {
+  const TempDirectory dir;
+  write_file(dir / "a.parquet", "PAR1 and more");
+  expect_error(Errc::Unavailable, AllOf(HasSubstr("a.parquet"), HasSubstr("is Parquet")),
+               [&] { open({dir / "a.parquet"}); });
+}
+
+TEST(Hdf5File, MayHaveAnyName) {
+  const TempDirectory dir;
+  std::filesystem::copy(golden("several.h5"), dir / "tokens");
+  EXPECT_EQ(open({dir / "tokens:/i8"}, DataFormat::Hdf5).num_tokens(), open({golden("several.h5:/i8")}).num_tokens());
+}
+
 TEST(JsonlFile, SamplesHaveTheTargetsOfTheirTokens) {
   const TempDirectory dir;
   write_file(dir / "a.jsonl",
