@@ -87,8 +87,8 @@ bool same_name(std::string_view a, std::string_view b) { return a.size() == b.si
 // The sections that DeepSpeed reads with pydantic, which takes a number or a truth value in other forms too, and from
 // which it drops what is "auto".
 bool is_lax(std::string_view path) {
-  constexpr std::string_view kSections[] = {"zero_optimization", "fp16",        "bf16",         "aio",
-                                            "tensorboard",       "csv_monitor", "comms_logger", "flops_profiler"};
+  constexpr std::string_view kSections[] = {"zero_optimization", "fp16",        "bf16",         "tensor_parallel",
+                                            "tensorboard",       "csv_monitor", "comms_logger", "timers"};
   return std::ranges::find(kSections, path.substr(0, path.find('.'))) != std::end(kSections);
 }
 

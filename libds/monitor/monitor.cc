@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "base/file.h"
+#include "config/data_format.h"
 #include "ds/limits.h"
 #include "monitor/comms_log.h"
 #include "monitor/csv_files.h"
@@ -63,8 +64,11 @@ void check_file(const std::string& file, std::string_view key, const DataConfig&
   DS_CHECK(!fs::exists(file, error) || fs::is_regular_file(file, error), Errc::Config, "{}: {} is not a regular file",
            key, file);
   for (const auto* files : {&data.train, &data.validation}) {
-    for (const std::string& input : *files)
-      DS_CHECK(!fs::equivalent(file, input, error), Errc::Config, "{}: {} is a data file of this run", key, file);
+    for (const std::string& input : *files) {
+      const MegatronNames megatron = megatron_names(input);
+      for (const std::string& name : {input, split_hdf5_name(input).file, megatron.bin, megatron.idx})
+        DS_CHECK(!fs::equivalent(file, name, error), Errc::Config, "{}: {} is a data file of this run", key, file);
+    }
   }
   check_directory(parent_directory(follow_links(file)), key, false);
 }

@@ -411,6 +411,12 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   config.data.train = {dir / "book.txt"};
   config.prometheus.file = dir / "link";
   EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a data file of this run");
+  for (const char* name : {"tokens.h5", "tokens.idx"}) {
+    write_file(dir / name, "data");
+    config.data.train = {dir / (std::string_view(name).ends_with("h5") ? "tokens.h5:/ids" : "tokens")};
+    config.prometheus.file = dir / name;
+    EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a data file of this run");
+  }
   config = {};
   config.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
   EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");
