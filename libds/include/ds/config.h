@@ -124,10 +124,14 @@ struct Fp16Config {
   i64 hysteresis = 2;
   bool consecutive_hysteresis = false;
   double min_loss_scale = 1;
+  bool fp16_master_weights_and_grads = false;  // masters and sums of gradients are fp16, too
 };
 
 struct Bf16Config {
   bool enabled = false;
+  bool bf16_master_weights_and_grads = false;  // masters and sums of gradients are bf16, too
+  bool bf16_optimizer_states = false;          // and states of optimizers
+  bool stochastic_rounding = false;            // of updated parameters that have no master
 };
 
 // Sizes in elements.
@@ -201,9 +205,18 @@ struct CudaConfig {
   std::string autotune_file;  // choices are kept here, and taken from here; empty: nowhere
 };
 
-// Text and Jsonl are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's, Megatron-LM's, datasets
-// of HDF5.
-enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl };
+// Text, Jsonl, Parquet and Arrow are for a tokenizer, the others hold tokens: nanoGPT's uint16 (Bin), llm.c's,
+// Megatron-LM's, datasets of HDF5.
+enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
+// How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
+enum class DataPacking : u8 { None, BestFit };
+// What a message of a conversation becomes, by who says it: text in which "{content}" stands for what is said. Empty:
+// nobody of that role may speak.
+struct ChatTemplateConfig {
+  std::string begin{};  // before the first message
+  std::string system{}, user{}, assistant{}, tool{};
+  bool operator==(const ChatTemplateConfig&) const = default;
+};
 // Masked language modelling: what trains a model that is not causal. Ids of -1 are the tokenizer's.
 struct MlmConfig {
   double probability = 0.15;  // of a position to be predicted
@@ -222,7 +235,31 @@ struct DataConfig {
   i64 seed = 0;        // resolved to Config::seed when not given
   // The token that ends a document: tokens attend to those of their own, and positions begin anew. -1: a sample is one.
   i64 document_token = -1;
+  DataPacking packing = DataPacking::None;
+  ChatTemplateConfig chat_template;  // all empty: ChatML's form
   MlmConfig mlm;
+};
+
+// Sequences that grow: the first `difficulty` tokens of every sample, which the schedule makes longer.
+enum class CurriculumSchedule : u8 { FixedLinear, FixedRoot, FixedDiscrete };
+struct CurriculumConfig {
+  bool enabled = false;
+  i64 min_difficulty = 1, max_difficulty = 0;  // tokens
+  CurriculumSchedule schedule = CurriculumSchedule::FixedLinear;
+  i64 total_curriculum_step = 0;  // FixedLinear, FixedRoot: steps until the longest
+  i64 difficulty_step = 8;        // FixedLinear, FixedRoot: lengths are multiples of it
+  i64 root_degree = 1;            // FixedRoot
+  std::vector<i64> difficulty{};  // FixedDiscrete: the lengths,
+  std::vector<i64> max_step{};    // and the last step of each but the last
+};
+// Random layerwise token dropping: of every sample, some layers see a random part of the tokens, which grows.
+struct RandomLtdConfig {
+  bool enabled = false;
+  std::vector<i64> layers{};  // which
+  i64 min_value = 0;          // tokens at the first step
+  i64 max_value = 0;          // and at the end
+  i64 require_steps = 0;      // steps until then
+  i64 seq_per_step = 8;       // numbers of tokens are multiples of it
 };
 
 struct EvalConfig {
@@ -335,6 +372,7 @@ struct Config {
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                    // 0: off
+  DType grad_accum_dtype = DType::F32;               // of sums of gradients; data_types.grad_accum_dtype
   DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
@@ -354,6 +392,8 @@ struct Config {
   bool new_head = false;   // model.new_head: what initial weights lack of the last layer begins at random
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
+  CurriculumConfig curriculum;
+  RandomLtdConfig random_ltd;
   EvalConfig eval;
   SaveConfig save;
   MonitorConfig tensorboard, csv_monitor;

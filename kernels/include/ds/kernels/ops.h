@@ -179,7 +179,8 @@ struct UpdateParams {
   double rest1 = -1;                  // the share of the gradient in the momentum; negative: 1 - beta1
   float lr = 0, eps = 1e-8f;
   float bias1 = 1, bias2 = 1;  // 1 - beta^t, 1 when bias correction is off
-  RngKey rng{};                // of bf16 states: its site is UpdateTensor::site
+  RngKey rng{};                // of what is rounded stochastically: its site is UpdateTensor::site
+  bool stochastic = false;     // masters in bf16 are, too
 };
 
 // Of a rule that leaves the master alone and a direction in the place of the gradient.
@@ -197,16 +198,18 @@ struct UpdateSpec {
 
 // One tensor of an optimizer step; all [N], contiguous.
 struct UpdateTensor {
-  TensorView param;   // work dtype, gets the rounded master; optional, may be master when that is fp32
-  TensorView master;  // fp32
+  TensorView param;   // work dtype, gets the rounded master; optional, may be master
+  TensorView master;  // fp32; or param itself, which is decoded, goes through the rule, and is rounded
   // As many as the rule has: fp32; of AdamW and AdamL2 also bf16 both, or I8 and U8 codes (state_codes.h), whose blocks
   // begin with the tensor. What is not fp32 is decoded, goes through the rule, and is encoded.
   TensorView states[2];
   TensorView grad;  // fp32; a rule that makes a direction overwrites it
   float weight_decay = 0;
   const float* factor = nullptr;  // where the op runs; of Descend; null: 1
-  u32 site = 0;                   // of bf16 states: what is rounded by element first + i of the site's random numbers
-  i64 first = 0;                  // a multiple of 4
+  // Element i is rounded stochastically by number first + i of this site, of which bf16 states take a half each; a
+  // master by the upper half of that of kMasterSite beside it.
+  u32 site = 0;
+  i64 first = 0;  // a multiple of 4
 };
 
 // An exact, order-independent sum of squares: integers in units of 2^-50 * 2^(2*exponent). hi*2^32 + lo; both parts add

@@ -28,6 +28,7 @@
 namespace ds {
 
 inline constexpr i64 kStateBlock = 256;
+inline constexpr u32 kMasterSite = 0x10000000u;  // UpdateTensor::site
 
 constexpr i64 state_blocks(i64 n) noexcept { return (n + kStateBlock - 1) / kStateBlock; }
 constexpr bool is_coded(DType t) noexcept { return t == DType::I8 || t == DType::U8; }
