@@ -21,24 +21,39 @@ using Constants = update_rules::Constants<float>;
 static_assert(sizeof(UpdateBatch) + sizeof(Constants) + sizeof(void*) + sizeof(RngKey) <= 32764,
               "the parameters of one launch");
 
-DS_DEVICE void store_param(const UpdateSlot& slot, i64 i, float x) {
-  switch (slot.param_dtype) {
-    case DType::BF16: store(static_cast<bf16*>(slot.param) + i, x); break;
-    case DType::F16: store(static_cast<f16*>(slot.param) + i, x); break;
-    default: store(static_cast<float*>(slot.param) + i, x);
+// Element i of an array of a work dtype, and four of them.
+DS_DEVICE void store_as(void* array, DType dtype, i64 i, float x) {
+  switch (dtype) {
+    case DType::BF16: store(static_cast<bf16*>(array) + i, x); break;
+    case DType::F16: store(static_cast<f16*>(array) + i, x); break;
+    default: store(static_cast<float*>(array) + i, x);
   }
 }
-DS_DEVICE void store_params(const UpdateSlot& slot, i64 i, const float (&x)[kEach]) {
-  switch (slot.param_dtype) {
+DS_DEVICE void store_four(void* array, DType dtype, i64 i, const float (&x)[kEach]) {
+  switch (dtype) {
     case DType::BF16:
-      *reinterpret_cast<uint2*>(static_cast<bf16*>(slot.param) + i) =
+      *reinterpret_cast<uint2*>(static_cast<bf16*>(array) + i) =
           make_uint2(pack2<bf16>(x[0], x[1]), pack2<bf16>(x[2], x[3]));
       break;
     case DType::F16:
-      *reinterpret_cast<uint2*>(static_cast<f16*>(slot.param) + i) =
+      *reinterpret_cast<uint2*>(static_cast<f16*>(array) + i) =
           make_uint2(pack2<f16>(x[0], x[1]), pack2<f16>(x[2], x[3]));
       break;
-    default: store16(static_cast<float*>(slot.param) + i, x);
+    default: store16(static_cast<float*>(array) + i, x);
+  }
+}
+// The same of `count` that are there.
+DS_DEVICE void store_some_as(void* array, DType dtype, i64 i, const float (&x)[kEach], i64 count, bool wide) {
+  if (wide && count >= kEach) return store_four(array, dtype, i, x);
+  DS_UNROLL for (int e = 0; e < kEach; ++e) {
+    if (e < count) store_as(array, dtype, i + e, x[e]);
+  }
+}
+DS_DEVICE float load_as(const void* array, DType dtype, i64 i) {
+  switch (dtype) {
+    case DType::BF16: return load(static_cast<const bf16*>(array) + i);
+    case DType::F16: return load(static_cast<const f16*>(array) + i);
+    default: return static_cast<const float*>(array)[i];
   }
 }
 
@@ -56,7 +71,7 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
   for (i64 i = begin + thread_index() * kEach; i < even; i += kThreads * kEach) {
     float w[kEach], g[kEach], s[kStates + 1][kEach];
     load16(g, slot.grad + i);
-    load16(w, slot.master + i);
+    load16(w, static_cast<const float*>(slot.master) + i);
     for (int j = 0; j < kStates; ++j) load16(s[j], static_cast<const float*>(slot.states[j]) + i);
     for (int e = 0; e < kEach; ++e) {
       float gradient = g[e] * scale, of[kStates + 1];
@@ -69,30 +84,29 @@ __global__ void update_kernel(const UpdateBatch batch, const GradVerdict* verdic
     if constexpr (Rule::kDirection) {
       store16(slot.grad + i, g);
     } else {
-      store16(slot.master + i, w);
-      if (slot.param != nullptr) store_params(slot, i, w);
+      store16(static_cast<float*>(slot.master) + i, w);
+      if (slot.param != nullptr) store_four(slot.param, slot.param_dtype, i, w);
     }
   }
   for (i64 i = even + thread_index(); i < end; i += kThreads) {
-    float w = slot.master[i], gradient = slot.grad[i] * scale, of[kStates + 1];
+    float w = static_cast<const float*>(slot.master)[i], gradient = slot.grad[i] * scale, of[kStates + 1];
     for (int j = 0; j < kStates; ++j) of[j] = static_cast<const float*>(slot.states[j])[i];
     Rule::apply(w, gradient, of, slot.weight_decay, k);
     for (int j = 0; j < kStates; ++j) static_cast<float*>(slot.states[j])[i] = of[j];
     if constexpr (Rule::kDirection) {
       slot.grad[i] = gradient;
     } else {
-      slot.master[i] = w;
-      if (slot.param != nullptr) store_param(slot, i, w);
+      static_cast<float*>(slot.master)[i] = w;
+      if (slot.param != nullptr) store_as(slot.param, slot.param_dtype, i, w);
     }
   }
 }
 
-// Four elements of a state that is not fp32, `count` of them there.
+// Four elements of a state, `count` of them there.
 DS_DEVICE void decode(float (&x)[kEach], DType dtype, const void* state, const float* scale, i64 i, i64 count,
                       bool wide) {
-  if (dtype == DType::BF16) {
-    const bf16* const p = static_cast<const bf16*>(state) + i;
-    DS_UNROLL for (int e = 0; e < kEach; ++e) x[e] = e < count ? load(p + e) : 0.0f;
+  if (!is_coded(dtype)) {
+    DS_UNROLL for (int e = 0; e < kEach; ++e) x[e] = e < count ? load_as(state, dtype, i + e) : 0.0f;
     return;
   }
   const u8* const p = static_cast<const u8*>(state) + i;
@@ -119,10 +133,25 @@ DS_DEVICE void encode(const float (&x)[kEach], DType dtype, void* state, state_c
   }
 }
 
-// The same where states are not fp32. A warp has a block of 256 elements at a time, a thread two groups of four.
+// The bits by which elements i .. i + 3 of a tensor are rounded stochastically: half a word each.
+DS_DEVICE void random_halves(u32 (&x)[kEach], const RngKey& key, i64 i, bool high) {
+  const PhiloxBlock words = key.block(static_cast<u64>(i) / 4);
+  DS_UNROLL for (int e = 0; e < kEach; ++e) {
+    const u32 word = words[static_cast<size_t>(e)];
+    x[e] = high ? word >> 16 : word & 0xFFFFu;
+  }
+}
+DS_DEVICE void round_some(bf16* p, const float (&x)[kEach], const u32 (&random)[kEach], i64 count) {
+  DS_UNROLL for (int e = 0; e < kEach; ++e) {
+    if (e < count) p[e] = round_stochastically(x[e], random[e]);
+  }
+}
+
+// The same where states, or masters, are not fp32. A warp has a block of 256 elements at a time, a thread two groups of
+// four.
 template <class Rule>
 __global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict* verdict, const Constants k,
-                                      bool scaled, RngKey rng) {
+                                      bool scaled, RngKey rng, bool stochastic) {
   constexpr int kStates = Rule::kStates, kGroups = kStateBlock / (kWarp * kEach);
   static_assert(kUpdateChunk % kStateBlock == 0);
   if (verdict->finite == 0) return;
@@ -140,7 +169,8 @@ __global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict
       const i64 i = at + (h * kWarp + lane) * kEach, count = end - i;
       float w[kEach], g[kEach];
       load_some(g, slot.grad + i, count, slot.wide);
-      load_some(w, slot.master + i, count, slot.wide);
+      DS_UNROLL for (int e = 0; e < kEach; ++e) w[e] =
+          e < count ? load_as(slot.master, slot.master_dtype, i + e) : 0.0f;
       for (int j = 0; j < kStates; ++j)
         decode(s[j][h], slot.state_dtypes[j], slot.states[j], slot.scales[j], count > 0 ? i : at, count, slot.wide);
       for (int e = 0; e < kEach; ++e) {
@@ -157,14 +187,14 @@ __global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict
       if constexpr (Rule::kDirection) {
         store_some(slot.grad + i, g, count, slot.wide);
       } else {
-        store_some(slot.master + i, w, count, slot.wide);
-        if (slot.param != nullptr && slot.wide && count >= kEach) {
-          store_params(slot, i, w);
-        } else if (slot.param != nullptr) {
-          for (int e = 0; e < kEach; ++e) {
-            if (e < count) store_param(slot, i + e, w[e]);
-          }
+        if (stochastic && slot.master_dtype == DType::BF16) {
+          u32 random[kEach];
+          random_halves(random, {rng.seed, slot.site + kMasterSite, rng.step}, slot.first + i, true);
+          round_some(static_cast<bf16*>(slot.master) + i, w, random, count);
+        } else {
+          store_some_as(slot.master, slot.master_dtype, i, w, count, slot.wide);
         }
+        if (slot.param != nullptr) store_some_as(slot.param, slot.param_dtype, i, w, count, slot.wide);
       }
     }
     for (int j = 0; j < kStates; ++j) {
@@ -182,11 +212,13 @@ __global__ void update_decoded_kernel(const UpdateBatch batch, const GradVerdict
           encode(s[j][h], slot.state_dtypes[j], slot.states[j], of_block, i, count, slot.wide);
           continue;
         }
-        const PhiloxBlock words = rng.block(static_cast<u64>(slot.first + i) / 4);
-        for (int e = 0; e < kEach; ++e) {
-          const u32 word = words[static_cast<size_t>(e)], random = j == 0 ? word >> 16 : word & 0xFFFFu;
-          if (e < count) static_cast<bf16*>(slot.states[j])[i + e] = round_stochastically(s[j][h][e], random);
+        if (slot.state_dtypes[j] != DType::BF16) {
+          store_some_as(slot.states[j], slot.state_dtypes[j], i, s[j][h], count, slot.wide);
+          continue;
         }
+        u32 random[kEach];
+        random_halves(random, rng, slot.first + i, j == 0);
+        round_some(static_cast<bf16*>(slot.states[j]) + i, s[j][h], random, count);
       }
     }
   }
@@ -213,10 +245,10 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
       launch(update_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k, scaled);
       c.check(cudaGetLastError(), "update");
     }
-    for (std::span rest = tensors; Rule::kStates > 0 && !rest.empty();) {
+    for (std::span rest = tensors; !rest.empty();) {
       const UpdateBatch batch = next_update_batch(rest, true);
       launch(update_decoded_kernel<Rule>, {dim3(batch.num_chunks()), kThreads, 0}, c.stream(), batch, verdict, k,
-             scaled, p.rng);
+             scaled, p.rng, p.stochastic);
       c.check(cudaGetLastError(), "update");
     }
   });

@@ -15,7 +15,7 @@ inline constexpr i64 kUpdateChunk = 16384;
 
 struct UpdateSlot {
   void* param;  // null: not wanted
-  float* master;
+  void* master;
   void* states[2];
   float* scales[2];  // of codes
   float* grad;
@@ -24,7 +24,7 @@ struct UpdateSlot {
   i64 first;
   u32 site;
   float weight_decay;
-  DType param_dtype;
+  DType param_dtype, master_dtype;
   DType state_dtypes[2];
   bool wide;  // all addresses allow four elements at a time
 };
@@ -48,7 +48,7 @@ struct UpdateBatch {
 };
 
 // Takes tensors from the front of `rest` until a launch is full or none is left; skips empty ones, and those whose
-// states are not fp32, or are, as `decoded` has it.
+// states or master are not fp32, or all are, as `decoded` has it.
 inline UpdateBatch next_update_batch(std::span<const UpdateTensor>& rest, bool decoded = false) noexcept {
   constexpr i64 kMaxChunks = 0x7FFFFFFF;  // of a grid
   UpdateBatch batch{};
@@ -56,15 +56,15 @@ inline UpdateBatch next_update_batch(std::span<const UpdateTensor>& rest, bool d
     const UpdateTensor& t = rest.front();
     const i64 n = t.master.numel(), chunks = (n + kUpdateChunk - 1) / kUpdateChunk;
     if (i64{batch.num_chunks()} + chunks > kMaxChunks && batch.num_slots > 0) break;
-    if (n > 0 && (t.states[0].dtype != DType::F32) == decoded) {
+    if (n > 0 && (t.states[0].dtype != DType::F32 || t.master.dtype != DType::F32) == decoded) {
       const auto aligned = [](const void* p, size_t bytes) { return reinterpret_cast<size_t>(p) % bytes == 0; };
       void* const param = t.param.data == t.master.data ? nullptr : t.param.data;
-      bool wide = aligned(t.master.data, 16) && aligned(t.grad.data, 16) &&
-                  aligned(param, static_cast<size_t>(4 * dtype_bytes(t.param.dtype)));
+      bool wide = aligned(t.master.data, static_cast<size_t>(4 * dtype_bytes(t.master.dtype))) &&
+                  aligned(t.grad.data, 16) && aligned(param, static_cast<size_t>(4 * dtype_bytes(t.param.dtype)));
       for (const TensorView& state : t.states)
         wide = wide && aligned(state.data, static_cast<size_t>(4 * dtype_bytes(state.dtype)));
       batch.slots[batch.num_slots] = {param,
-                                      t.master.as<float>(),
+                                      t.master.data,
                                       {t.states[0].data, t.states[1].data},
                                       {t.states[0].scale, t.states[1].scale},
                                       t.grad.as<float>(),
@@ -74,6 +74,7 @@ inline UpdateBatch next_update_batch(std::span<const UpdateTensor>& rest, bool d
                                       t.site,
                                       t.weight_decay,
                                       t.param.dtype,
+                                      t.master.dtype,
                                       {t.states[0].dtype, t.states[1].dtype},
                                       wide};
       batch.first_chunk[batch.num_slots + 1] = batch.first_chunk[batch.num_slots] + static_cast<u32>(chunks);

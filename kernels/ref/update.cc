@@ -144,8 +144,13 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
         put(t.grad, i, e.g);
         continue;
       }
-      put(t.master, i, e.w);
-      if (t.param) put(t.param, i, get(t.master, i));
+      if (p.stochastic && t.master.dtype == DType::BF16) {
+        const u32 word = RngKey{p.rng.seed, t.site + kMasterSite, p.rng.step}.bits(static_cast<u64>(t.first + i));
+        t.master.as<bf16>()[i] = round_stochastically(static_cast<float>(e.w), word >> 16);
+      } else {
+        put(t.master, i, e.w);
+      }
+      if (t.param && t.param.data != t.master.data) put(t.param, i, get(t.master, i));
     }
   }
 }

@@ -16,6 +16,7 @@
 #include "config/offload.h"
 #include "config/optimizer.h"
 #include "config/parallel.h"
+#include "config/precision.h"
 #include "config/reader.h"
 #include "config/scheduler.h"
 #include "config/sparse_attention.h"
@@ -117,23 +118,7 @@ void check_size(const Config& c, bool model_is_sound, Reader& r) {
            kMost / kTiB);
 }
 
-// Whoever leaves the precision to "auto" wants one of 16 bits, and gets the same on every machine: bf16, which has no
-// loss scale that could go wrong, unless it is off.
-void resolve_auto_precision(Config& c, Reader& r) {
-  constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled";
-  if (c.fp16.enabled || c.bf16.enabled || r.any_broken({kFp16, kBf16})) return;
-  const bool bf16 = !r.given(kBf16);
-  const std::string_view key = r.automatic(kBf16) ? kBf16 : kFp16;
-  if (!r.automatic(key)) return;
-  (bf16 ? c.bf16.enabled : c.fp16.enabled) = true;
-  r.warning(key, fmt::format("\"auto\" is {}: the run has {} parameters, and masters in fp32; true or false chooses",
-                             bf16 ? "bf16" : "fp16, for bf16.enabled is false", bf16 ? "bf16" : "fp16"));
-}
-
-void resolve_precision_and_zero(Config& c, Reader& r) {
-  resolve_auto_precision(c, r);
-  if (c.fp16.enabled && c.bf16.enabled) r.error("bf16.enabled", "fp16 and bf16 exclude each other");
-  if (!r.given("communication_data_type")) c.communication_data_type = c.work_dtype();
+void resolve_zero(Config& c, Reader& r) {
   if (!r.given("zero_optimization.overlap_comm")) c.zero.overlap_comm = c.zero.stage == 3;
   const bool every_micro = c.zero.stage >= 2 || c.deterministic;
   if (every_micro && r.given("reduce_order") && c.reduce_order == ReduceOrder::Boundary)
@@ -321,6 +306,7 @@ bool applies(const Config& c, std::string_view path) {
     return false;  // the schedule has them
   if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
     return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
+  if (!precision_takes(c, path)) return false;
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "data.document_token") return c.data.document_token >= 0;
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
@@ -405,8 +391,10 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   }
   resolve_optimizer(c.optimizer, text, r, result.diagnostics);
   resolve_scheduler(c, r);
-  resolve_precision_and_zero(c, r);
+  resolve_precision(c, r);
+  resolve_zero(c, r);
   resolve_offload(c, r);
+  check_precision(c, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));

@@ -148,21 +148,19 @@ void Engine::set_weights(const ValueSource& values) {
         device_.zero(st[s], st.view(s, n).bytes());
         if (st.kept[s].scales != nullptr) device_.zero(st.kept[s].scales, state_blocks(n) * 4);
       }
-      void* const param = st[State::Param];
-      if (plan_.work != DType::F32 && st[State::Master] == nullptr) {  // nothing keeps them in fp32
+      const TensorView master = st.master(plan_.work, n);
+      if (master.dtype != DType::F32) {  // nothing keeps them in fp32
         std::vector<u16> rounded;
         for (i64 i = 0; i < n; ++i) {
           const float x = tile[i];
           rounded.push_back(plan_.work == DType::BF16 ? std::bit_cast<u16>(to_bf16(x)) : std::bit_cast<u16>(to_f16(x)));
         }
-        device_.upload(param, rounded.data(), n * 2);
+        device_.upload(master.data, rounded.data(), n * 2);
         return;
       }
-      float* const exact = st.exact();
-      device_.upload(exact, tile.data(), n * 4);
+      device_.upload(master.data, tile.data(), n * 4);
       if (st[State::Master] == nullptr) return;
-      const TensorView rounded = TensorView::of(param, plan_.work, {n});
-      ops_.cast(rounded, TensorView::of(exact, DType::F32, {n}), stream_);
+      ops_.cast(TensorView::of(st[State::Param], plan_.work, {n}), master, stream_);
     });
   }
   publish_params();

@@ -144,7 +144,8 @@ class Training {
   void evaluate();
   void save(engine::Saver::When when);
   void check_divergence(bool diverged, std::string_view what, i64 since);
-  void warn_of_skipping(bool again);
+  StepRecord next_step(std::vector<i32>& ids, std::vector<i32>& targets);
+  void tell_of_skipping(const StepRecord& r);
 
   TrainingRun::State& s_;
   const Config& config_;
@@ -195,8 +196,15 @@ void Training::save(engine::Saver::When when) {
   saver_.save(s_.meta(), when);
 }
 
-void Training::warn_of_skipping(bool again) {
-  skipped_ = again ? skipped_ + 1 : 0;
+void Training::tell_of_skipping(const StepRecord& r) {
+  skipped_ = r.skipped ? skipped_ + 1 : 0;
+  if (r.skipped)
+    s_.append({{"type", "event"},
+               {"event", "skipped"},
+               {"step", r.step},
+               {"loss_scale", r.loss_scale},
+               {"next_loss_scale", s_.engine->scaler().scale()},
+               {"skipped_steps", s_.engine->progress().skipped_steps}});
   if (skipped_ != kLostSteps || !config_.fp16.enabled || config_.fp16.loss_scale <= 0 || !s_.is_root()) return;
   log_message(LogLevel::Warning,
               fmt::format("{} steps in a row were skipped: gradients overflow fp16 at fp16.loss_scale {}", skipped_,
@@ -234,8 +242,25 @@ void Training::begin() {
                 fmt::format("{} is at step {} of {}: nothing to train", s_.from, step(), config_.steps));
 }
 
+// A loss scale at its floor ends the run with an error, when the step has been counted.
+StepRecord Training::next_step(std::vector<i32>& ids, std::vector<i32>& targets) {
+  const i64 skipped_before = s_.engine->progress().skipped_steps;
+  try {
+    return s_.take_step(ids, targets);
+  } catch (const Error& e) {
+    const engine::Progress& p = s_.engine->progress();
+    if (e.code() == Errc::Numeric && p.skipped_steps > skipped_before)
+      s_.append({{"type", "event"},
+                 {"event", "loss_scale_floor"},
+                 {"step", p.step},
+                 {"loss_scale", s_.engine->scaler().scale()},
+                 {"skipped_steps", p.skipped_steps}});
+    throw;
+  }
+}
+
 void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
-  const StepRecord r = s_.take_step(ids, targets);
+  const StepRecord r = next_step(ids, targets);
   result_.loss = r.loss;
   result_.tokens += r.tokens;
   result_.seconds += r.step_ms / 1e3;
@@ -252,7 +277,7 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   }
   s_.record_step(r);
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);
-  warn_of_skipping(r.skipped);
+  tell_of_skipping(r);
   lost_ = std::isfinite(r.loss) ? 0 : lost_ + 1;
   if (lost_ == 0) saver_.prove(step());  // before the next one is saved
   check_divergence(lost_ > kLostSteps, "the loss is", step() - lost_ + 1);

@@ -38,7 +38,7 @@ char mark(bool own) { return own ? '>' : ' '; }
 
 double engine_total(const Subject& s, double psi, int stage) {
   const bool sums_locally = stage < 2 && s.micro_batches > 1;  // reduce_order "boundary", the default there
-  return model_states(psi, stage, s.dp, engine_state_bytes(stage, sums_locally, s.state_bytes)).total();
+  return model_states(psi, stage, s.dp, engine_state_bytes(stage, sums_locally, s.bytes)).total();
 }
 
 struct Cut {
@@ -140,12 +140,14 @@ std::string explain_zero(const Subject& s, double params) {
     text += fmt::format("{} {:<5}  {:<16}  {:<28}  {:>12}  {:>10}  {:>12}\n", mark(stage == s.stage), stage,
                         formulas[i], with_numbers[i], gb(bytes), zero_paper_gb(bytes), gb(engine_total(s, psi, stage)));
   }
-  text +=
-      "libds counts otherwise: it sums gradients in fp32 (4 more bytes, cut like the optimizer, whole at\n"
+  text += fmt::format(
+      "libds counts otherwise: it sums gradients in {} ({:.0f} more bytes, cut like the optimizer, whole at\n"
       "stage 1 when a rank sums several micro-batches first), and from stage 2 on 16-bit gradients lie in\n"
-      "buckets alone, which come on top. The prediction from a config counts as libds does.\n";
-  text += fmt::format("In fp32 (4Ψ + 4Ψ + {:.3g}Ψ) a rank has {} GB at stage {}.\n", s.state_bytes,
-                      gb(model_states(psi, s.stage, s.dp, {4, 4, s.state_bytes}).total()), s.stage);
+      "buckets alone, which come on top. The prediction from a config counts as libds does.\n",
+      s.bytes.sum < 4 ? "16 bits" : "fp32", s.bytes.sum);
+  if (s.bytes.master == 0) text += "Parameters are their own masters here, in 16 bits.\n";
+  text += fmt::format("In fp32 (4Ψ + 4Ψ + {:.3g}Ψ) a rank has {} GB at stage {}.\n", s.bytes.states,
+                      gb(model_states(psi, s.stage, s.dp, {4, 4, s.bytes.states}).total()), s.stage);
   for (const int stage : {2, 3}) {
     const double elems = zero_volume_elems(psi, stage);
     text += fmt::format("{} Sent per step at {}: {}Ψ = {} elements, {} GB in 16 bit.\n",

@@ -19,7 +19,7 @@ struct Subject {
   i64 dp = 1, tp = 1, pp = 1, chunks = 1;
   bool sequence_parallel = false;  // Megatron's, of the rows between the matrices
   int stage = 0;                   // of ZeRO
-  double state_bytes = 8;          // of the optimizer, per parameter: Adam's
+  EngineBytes bytes{};             // of a parameter
   CheckpointGranularity recompute = CheckpointGranularity::None;
   i64 layers_per_checkpoint = 1;
 

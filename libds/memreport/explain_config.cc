@@ -47,7 +47,9 @@ std::string explain(const Config& config, const World& world) {
   Subject s;
   const model::Model model = model::make_model(config);
   s.params = static_cast<double>(model.num_params());
-  s.state_bytes = optimizer_bytes(config, model) / s.params;
+  s.bytes = {.master = config.work_dtype() != DType::F32 && config.own_masters() ? 0.0 : 4.0,
+             .sum = static_cast<double>(dtype_bytes(config.grad_accum_dtype)),
+             .states = optimizer_bytes(config, model) / s.params};
   s.model = {.layers = m.layers,
              .hidden = m.hidden,
              .heads = m.heads,

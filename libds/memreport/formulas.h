@@ -22,10 +22,16 @@ struct StateBytes {
 inline constexpr StateBytes kMixedAdam{2, 2, 12};  // the paper's: K = 12 is fp32 master, momentum and variance
 inline constexpr StateBytes kFp32Adam{4, 4, 8};    // fp32 parameters are their own masters
 
-// What libds keeps in 16-bit training beside buckets and gathered parameters: gradients are summed in fp32, on the
-// owned slices; whole where a rank sums its micro-batches first (reduce_order "boundary", more than one of them). From
-// stage 2 on, 16-bit gradients exist in buckets only.
-StateBytes engine_state_bytes(int stage, bool sums_locally, double state_bytes = 8);
+// What libds keeps of a parameter in 16-bit training beside the parameter itself; the defaults are Adam's in fp32.
+struct EngineBytes {
+  double master = 4;  // 0: it is its own
+  double sum = 4;     // of its gradients
+  double states = 8;  // of the optimizer
+};
+// The same by stage, beside buckets and gathered parameters: gradients are summed on the owned slices; whole where a
+// rank sums its micro-batches first (reduce_order "boundary", more than one of them). From stage 2 on, 16-bit gradients
+// exist in buckets only.
+StateBytes engine_state_bytes(int stage, bool sums_locally, const EngineBytes& bytes = {});
 
 struct ModelStates {
   double params = 0, grads = 0, optimizer = 0;  // bytes of one rank

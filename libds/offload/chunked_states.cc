@@ -110,9 +110,9 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
                                     zero::VerdictHandle& verdict) {
   const bool directs = makes_direction(spec.params.rule);
   // A rounded parameter is written as a whole; one that is its own master is read.
-  const zero::LeaseTo param_access = directs                     ? zero::LeaseTo::Read
-                                     : parts_.work == DType::F32 ? zero::LeaseTo::Write
-                                                                 : zero::LeaseTo::Fill;
+  const zero::LeaseTo param_access = directs                       ? zero::LeaseTo::Read
+                                     : parts_.layout.own_masters() ? zero::LeaseTo::Write
+                                                                   : zero::LeaseTo::Fill;
   Device& device = host_.apart ? parts_.device : host_.device();
   size_t next = 0;
   zero::run_pass(
@@ -219,7 +219,7 @@ void ChunkedStates::update_on_host(Desk& desk, std::span<const Item> items, char
 
 void ChunkedStates::update_apart(std::span<const Item> items, std::span<const Item> next, i64 chunk, char* memory,
                                  const UpdateSpec& spec, zero::VerdictHandle& verdict) {
-  const bool own_master = parts_.work == DType::F32;
+  const bool own_master = parts_.layout.own_masters();
   const size_t at = desks_[1].chunk == chunk ? 1 : 0;
   Desk &desk = desks_[at], &other = desks_[1 - at];
   if (desk.chunk != chunk) bring(desk, items, own_master);
@@ -249,12 +249,12 @@ void ChunkedStates::for_each_master(zero::Tile tile, Visit visit) {
       zero::TilePiece p = *i.of;
       p.piece = i.part.piece;
       const zero::TierLease param = parts_.params.lease(p.piece, zero::LeaseTo::Read);
-      float* master = state(i.part, memory, param.data()).exact();
-      if (host_.apart && !memory_->on_device(chunk) && master != param.data()) {
-        parts_.device.upload(place_.data(), master, p.piece.count * 4);
-        master = place_.as<float>().data();
+      TensorView master = state(i.part, memory, param.data()).master(parts_.work, p.piece.count);
+      if (host_.apart && !memory_->on_device(chunk) && master.data != param.data()) {
+        parts_.device.upload(place_.data(), master.data, master.bytes());
+        master.data = place_.data();
       }
-      visit(p, TensorView::of(master, DType::F32, {p.piece.count}));
+      visit(p, master);
     }
   });
 }

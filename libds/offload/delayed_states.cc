@@ -60,7 +60,7 @@ void DelayedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
   begin_copies();
   for_each_part_of(tile, [&](const zero::Piece& part) {
     take(gradients_, parts_.gradients, part);
-    if (parts_.work == DType::F32) take(params_, parts_.params, part);
+    if (parts_.layout.own_masters()) take(params_, parts_.params, part);
   });
   parts_.device.synchronize(Queue::Copies);
 }

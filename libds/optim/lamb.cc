@@ -24,7 +24,8 @@ class Lamb final : public Optimizer {
 
   void update(const UpdateContext& c) override {
     const UpdateConfig u = c.at_this_step(u_);
-    c.states.update({.params = {.rule = UpdateRule::LambDirection, .beta1 = u.beta1, .beta2 = u.beta2, .eps = u.eps}});
+    c.states.update(
+        {.params = c.pass({.rule = UpdateRule::LambDirection, .beta1 = u.beta1, .beta2 = u.beta2, .eps = u.eps})});
 
     c.zero(TensorView::of(largest_.data, DType::I64, {largest_.numel() + sums_.numel()}));
     for_each_counted(c, [&](const TensorView& x, const TensorView& largest, const TensorView&) {
@@ -41,7 +42,7 @@ class Lamb final : public Optimizer {
     const double t = static_cast<double>(c.step);
     const double correction =
         u.bias_correction ? std::sqrt(1 - std::pow(u.beta2, t)) / (1 - std::pow(u.beta1, t)) : 1.0;
-    c.states.update({.params = {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr * correction)},
+    c.states.update({.params = c.pass({.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr * correction)}),
                      .factors = factors_.as<float>(),
                      .decay = false});  // it is in the direction
   }

@@ -28,10 +28,11 @@ class Muon final : public Optimizer {
   }
 
   void update(const UpdateContext& c) override {
-    c.states.update({.params = {.rule = u_.nesterov ? UpdateRule::NesterovMuonDirection : UpdateRule::MuonDirection,
-                                .beta1 = u_.momentum}});
+    c.states.update(
+        {.params = c.pass({.rule = u_.nesterov ? UpdateRule::NesterovMuonDirection : UpdateRule::MuonDirection,
+                           .beta1 = u_.momentum})});
     c.matrices->for_each([&](TensorView whole) { orthogonalize(c, whole); });
-    c.states.update({.params = {.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr)}});
+    c.states.update({.params = c.pass({.rule = UpdateRule::Descend, .lr = static_cast<float>(c.lr)})});
   }
 
  private:

@@ -30,9 +30,7 @@ class OnePass final : public Optimizer {
  public:
   OnePass(const Kind& kind, const UpdateConfig& update) : kind_(kind), update_(update) {}
   void update(const UpdateContext& c) override {
-    UpdateParams params = kind_.pass(c.at_this_step(update_), c.lr, c.step);
-    params.rng = {.seed = c.seed, .site = 0, .step = static_cast<u32>(c.step)};
-    c.states.update({.params = params});
+    c.states.update({.params = c.pass(kind_.pass(c.at_this_step(update_), c.lr, c.step))});
   }
 
  private:

@@ -93,6 +93,7 @@ struct UpdateContext {
   double lr;                        // of the group
   i64 step;                         // the number of this update, from 1
   u32 seed;                         // of what is rounded stochastically
+  bool stochastic_masters = false;  // parameters that are their own masters in bf16 are
   std::optional<Betas> betas = {};  // instead of those of a group that has such
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
@@ -100,6 +101,12 @@ struct UpdateContext {
   GroupStates& states;
   WholeMatrices* matrices;  // of the group, where Group::needs_matrices()
 
+  // A pass: what it has in common with all others of this update, and the rule's own.
+  UpdateParams pass(UpdateParams of_rule) const noexcept {
+    of_rule.rng = {.seed = seed, .site = 0, .step = static_cast<u32>(step)};
+    of_rule.stochastic = stochastic_masters;
+    return of_rule;
+  }
   UpdateConfig at_this_step(UpdateConfig update) const noexcept {
     if (betas) update.beta1 = betas->first, update.beta2 = betas->second;
     return update;

@@ -211,6 +211,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.grads = {.axis = shards.axis,
                   .work = plan.work,
                   .wire = plan.wire,
+                  .sums = config.grad_accum_dtype,
                   .bucket_elems = z.reduce_bucket_size,
                   .overlap = z.overlap_comm,
                   .micro_batches = plan.micro_batches,
@@ -342,6 +343,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   for (size_t i = 0; i < plan.params.size(); ++i)
     plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds));
   // Who only reads weights takes those of any optimizer.
+  plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
@@ -351,7 +353,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
     PerState<DType>& kept = dtypes.emplace_back();
     if (!plan.trains()) continue;
     of = group.states();
-    of[State::Master] = plan.work != DType::F32;  // fp32 parameters are their own masters
+    of[State::Master] = !config.own_masters();
     for (const State s : kOptimizerStates) {
       if (!of[s]) continue;
       kept[s] = group.state_dtype(s, row->whole_numel());

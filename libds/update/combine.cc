@@ -17,9 +17,11 @@ void Combine::run() {
   add_uses_of_shared();
   for (const CombinePlan::Exchange& e : plan_.combine.exchanges) exchange(e);
   for (const CombinePlan::Scaled& s : plan_.combine.scaled) {
-    const zero::TierLease lease = gradient(s.piece, zero::LeaseTo::Write);
-    const TensorView view = TensorView::of(lease.data(), DType::F32, {s.piece.count});
-    ops_.scaled_sum(view, view, s.factor, 0, nullptr, stream_);
+    zero::for_each_part(s.piece, most_leased(s.piece), [&](const zero::Piece& part) {
+      const zero::TierLease lease = gradient(part, zero::LeaseTo::Write);
+      const TensorView view = TensorView::of(lease.data(), DType::F32, {part.count});
+      ops_.scaled_sum(view, view, s.factor, 0, nullptr, stream_);
+    });
   }
 }
 
@@ -38,11 +40,14 @@ void Combine::add_uses_of_shared() {
   if (embeds && projects) {
     const std::span<const zero::Segment> of_head = layout.segments_of(plan_.head_use());
     for (size_t i = 0; i < segments.size(); ++i) {
-      const i64 n = segments[i].slice;
-      const zero::TierLease mine = slice(segments[i], 0, n, zero::LeaseTo::Write),
-                            other = slice(of_head[i], 0, n, zero::LeaseTo::Read);
-      const TensorView source = view(other, n);
-      ops_.fold(view(mine, n), {&source, 1}, true, stream_);
+      const i64 all = segments[i].slice, most = dp.grads().in_place() ? all : UpdatePlan::kExchangeElems;
+      for (i64 begin = 0; begin < all; begin += most) {
+        const i64 n = std::min(most, all - begin);
+        const zero::TierLease mine = slice(segments[i], begin, n, zero::LeaseTo::Write),
+                              other = slice(of_head[i], begin, n, zero::LeaseTo::Read);
+        const TensorView source = view(other, n);
+        ops_.fold(view(mine, n), {&source, 1}, true, stream_);
+      }
     }
     return;
   }

@@ -146,6 +146,7 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
                          .lr = step.lr * plan_.groups.groups[t.group].lr_ratio,
                          .step = step.number,
                          .seed = step.seed,
+                         .stochastic_masters = plan_.stochastic_masters,
                          .betas = step.betas,
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
                          .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },

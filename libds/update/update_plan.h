@@ -54,6 +54,7 @@ struct UpdatePlan {
   std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: of dp, of the model's splits of it
   CombinePlan combine;
   optim::Groups groups;                                  // of parameters that are updated alike
+  bool stochastic_masters = false;                       // optim::UpdateContext
   i64 optimizer_workspace = 0;                           // bytes
   std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
   zero::MatrixMemory matrix_memory;                      // of the largest

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "zero/rounded_array.h"
+
 namespace ds::zero {
 
 std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& options) {
@@ -131,6 +133,7 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
       reduce_tag_(options.axis + ".reduce_scatter"),
       gather_tag_(options.axis + ".all_gather"),
       device_(device),
+      ledger_(ledger),
       ops_(device.ops()),
       stream_(device.stream()),
       options_(options) {
@@ -166,20 +169,23 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   for (std::vector<TierLease>& leases : landing_) leases.reserve(most_segments);
   gathered_.reserve(layout.segments().size());
 
+  const i64 width = dtype_bytes(options.sums);
   const Tag tag = layout.states().shard_grads ? Tag::Buckets : Tag::Grads;
   fresh_ = comm.allocate(ledger, tag, fresh_grad_elems(layout, buckets_, options) * dtype_bytes(options.wire));
   sums_base_ = owned_base_ = grad_accum_bases(layout, options, comm.rank());
   const bool elsewhere = tier && layout.states().shard_optimizer;
   if (accumulates_all(layout, options) || !elsewhere) {
     // Gathered from other ranks at stage 0, so that it lies in the communicator's memory.
-    Buffer memory = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * 4);
+    Buffer memory = comm.allocate(ledger, Tag::GradAccum, grad_accum_elems(layout, options) * width);
     if (accumulates_all(layout, options)) sums_ = std::move(memory);
-    if (!elsewhere)
-      owned_ = sums_ ? std::make_unique<DeviceArray>(sums_.data()) : std::make_unique<DeviceArray>(std::move(memory));
+    std::unique_ptr<TierArray> array =
+        as_fp32(sums_ ? std::make_unique<DeviceArray>(sums_.data()) : std::make_unique<DeviceArray>(std::move(memory)));
+    (elsewhere ? sums_array_ : owned_) = std::move(array);
   }
   if (elsewhere) {
     owned_base_ = owned_bases(layout, comm.rank());
-    owned_ = tier(device, ledger, Tag::GradAccum, layout.shard_elems() * 4, layout.largest_slice() * 4);
+    owned_ =
+        as_fp32(tier(device, ledger, Tag::GradAccum, layout.shard_elems() * width, layout.largest_slice() * width));
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
@@ -208,6 +214,11 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
     gaps_.emplace_back();
     views_.push_back({view_at(static_cast<size_t>(tile.unit), 0, {tile.rows, tile.cols})});
   }
+}
+
+std::unique_ptr<TierArray> GradStore::as_fp32(std::unique_ptr<TierArray> kept) const {
+  if (options_.sums == DType::F32) return kept;
+  return std::make_unique<RoundedArray>(device_, ledger_, std::move(kept), options_.sums);
 }
 
 void GradStore::wait(size_t slot) {
@@ -265,7 +276,9 @@ void GradStore::commit(i64 unit, i64 micro) {
     const TensorView fresh = TensorView::of(
         static_cast<char*>(fresh_.data()) + unit_base_[u] * dtype_bytes(options_.wire), options_.wire, {place.padded});
     // Segments of a unit lie side by side in both arrays.
-    const TensorView all = TensorView::of(sum(place.first_segment), DType::F32, {place.padded});
+    const TierLease lease =
+        sums().lease(sums_base_[place.first_segment] * 4, place.padded * 4, micro > 0 ? LeaseTo::Write : LeaseTo::Fill);
+    const TensorView all = TensorView::of(lease.data(), DType::F32, {place.padded});
     ops_.fold(all, {&fresh, 1}, micro > 0, stream_);
     if (last_micro) ops_.cast(fresh, all, stream_);
   }
@@ -298,9 +311,12 @@ void GradStore::finish() {
 void GradStore::gather(std::span<const i64> wanted) {
   if (layout_.states().shard_optimizer) return;
   gathered_.clear();
+  const i64 width = dtype_bytes(options_.sums);
   for (const i64 unit : wanted) {
-    for (const Segment& s : layout_.segments_of(unit))
-      gathered_.push_back({sum(&s - layout_.segments().data()), s.slice * 4});
+    for (const Segment& s : layout_.segments_of(unit)) {
+      char* const begin = sums_.as<char>().data() + sums_base_[&s - layout_.segments().data()] * width;
+      gathered_.push_back({begin, s.slice * width});
+    }
   }
   if (!gathered_.empty()) comm_.all_gather(gathered_, gather_tag_).wait();
 }

@@ -3,7 +3,8 @@
 // Gradients of one rank. Backward overwrites a fresh gradient of a unit, rounded once to the wire dtype (kernels write
 // the work dtype and fp32; for any other wire the unit is staged in fp32); commit() hands it over; units of a bucket
 // are reduced together while earlier layers compute. What remains is fp32: the fold over (micro-batch, rank) of the
-// owned slices (at stage 0, after finish(), of all slices). One mechanism for all stages:
+// owned slices (at stage 0, after finish(), of all slices); or it is seen as fp32 and kept in 16 bits, to which a sum
+// is rounded with each micro-batch (zero/rounded_array). One mechanism for all stages:
 //
 //   stage 0, 1   every bucket has its own memory (the full gradients, Tag::Grads)
 //   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
@@ -36,6 +37,7 @@ struct GradOptions {
   std::string axis = "dp";                    // of the ranks: names what they send
   DType work = DType::F32;                    // dtype of the parameters
   DType wire = DType::F32;                    // dtype of fresh gradients and of the wire
+  DType sums = DType::F32;                    // dtype in which sums are kept
   i64 bucket_elems = 0;                       // reduce_bucket_size
   std::vector<std::vector<i64>> passes = {};  // the units that one instruction of a schedule acquires, in that order
   std::vector<i64> open = {};                 // units that are committed behind those of their tiles, ascending
@@ -54,7 +56,7 @@ std::vector<Bucket> plan_buckets(const Layout& layout, const GradOptions& option
 
 // The accumulators of one rank: where each segment begins in them, as if all of it were there; elements.
 std::vector<i64> grad_accum_bases(const Layout& layout, const GradOptions& options, int rank);
-// Elements of the fp32 accumulators of one rank, of the memory that fresh gradients need, and of the fp32 staging.
+// Elements of the accumulators of one rank, of the memory that fresh gradients need, and of the fp32 staging.
 i64 grad_accum_elems(const Layout& layout, const GradOptions& options);
 i64 fresh_grad_elems(const Layout& layout, std::span<const Bucket> buckets, const GradOptions& options);
 i64 staging_elems(const Layout& layout, const GradOptions& options);
@@ -94,23 +96,27 @@ class GradStore {
  private:
   void reduce(size_t bucket, bool continues);
   void wait(size_t slot);
-  float* sum(i64 segment) const noexcept { return sums_.as<float>().data() + sums_base_[segment]; }
+  // The array of all sums, where a rank has such.
+  TierArray& sums() const noexcept { return sums_array_ ? *sums_array_ : *owned_; }
+  std::unique_ptr<TierArray> as_fp32(std::unique_ptr<TierArray> kept) const;
   void zero_gaps(i64 unit);
 
   const Layout& layout_;
   Communicator& comm_;
   std::string reduce_tag_, gather_tag_;
   Device& device_;
+  MemoryLedger& ledger_;
   const OpTable& ops_;
   Stream& stream_;
   GradOptions options_;
   std::vector<Bucket> buckets_;
   Buffer fresh_, staging_;
-  Buffer sums_;                       // of all elements, where a rank sums its micro-batches, or has all
-  std::unique_ptr<TierArray> owned_;  // of what this rank owns; may be a part of them
-  std::vector<bool> summed_;          // by bucket: a micro-batch of this step is in its sums
-  std::vector<i64> bucket_base_;      // elements in fresh_
-  std::vector<size_t> slot_;          // which tickets_ entry guards the bucket's memory
+  Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
+  std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them
+  std::unique_ptr<TierArray> sums_array_;  // of all elements, where it is another one
+  std::vector<bool> summed_;               // by bucket: a micro-batch of this step is in its sums
+  std::vector<i64> bucket_base_;           // elements in fresh_
+  std::vector<size_t> slot_;               // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;
   std::vector<std::vector<TierLease>> landing_;   // by ticket: what is being reduced
   std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_

@@ -24,6 +24,7 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
       DS_ASSERT(!has_[p][s] || !is_coded(dtypes_[p][s]) || layout.options().block % kStateBlock == 0);
     }
   }
+  own_masters_ = !somewhere[State::Master];
   const std::vector<Piece> held = layout.held_pieces(rank), owned = layout.owned_pieces(rank);
   for (const Piece& piece : held) {
     first_held_.resize(static_cast<size_t>(piece.param) + 1, std::ssize(held_));

@@ -25,6 +25,8 @@ class StateLayout {
   bool has(State s, i64 param) const noexcept { return has_[param][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }
   DType dtype(State s, i64 param) const noexcept { return dtypes_[param][s]; }
+  // Whether parameters are their own masters, in the work dtype: then none has State::Master.
+  bool own_masters() const noexcept { return own_masters_; }
   // Of this rank's array; 0: there is none.
   i64 bytes(State s) const noexcept { return bytes_[s]; }
   // Where the state of a piece, held by this rank, lies in it, in bytes; the parameter has it.
@@ -56,6 +58,7 @@ class StateLayout {
   std::vector<StateSet> has_;
   std::vector<PerState<DType>> dtypes_;
   StateSet everywhere_;  // in fp32
+  bool own_masters_ = true;
   PerState<i64> bytes_;
   std::vector<Held> held_;       // in the order of parameters
   std::vector<i64> first_held_;  // by parameter, and behind the last one

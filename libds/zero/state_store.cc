@@ -9,7 +9,7 @@ StateLease::~StateLease() {
 
 UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st, float* gradient) const noexcept {
   UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.work, {piece.count}),
-                 .master = TensorView::of(st.exact(), DType::F32, {piece.count}),
+                 .master = st.master(parts_.work, piece.count),
                  .states = {},
                  .grad = TensorView::of(gradient, DType::F32, {piece.count})};
   size_t i = 0;
@@ -84,7 +84,7 @@ void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verd
 void DeviceStates::for_each_master(Tile tile, Visit visit) {
   for (const TilePiece& p : tile) {
     const TierLease param = parts_.params.lease(p.piece, LeaseTo::Read);
-    visit(p, TensorView::of(state(p.piece, param.data()).exact(), DType::F32, {p.piece.count}));
+    visit(p, state(p.piece, param.data()).master(parts_.work, p.piece.count));
   }
 }
 

@@ -11,8 +11,9 @@
 //             version, and nothing of it changes before the verdict is known to be finite (ops look at it themselves
 //             where they run); or two, and keeps either when it is known
 //
-// DeviceStates is the tier of device memory: one array for each state, one version, a call of the op for a pass. An
-// fp32 parameter is its own master: no tier moves that.
+// DeviceStates is the tier of device memory: one array for each state, one version, a call of the op for a pass. A
+// parameter that is its own master (in fp32, or in 16 bits where the configuration says so) has no State::Master: no
+// tier moves that.
 
 #include <functional>
 #include <memory>
@@ -53,7 +54,12 @@ struct PieceState : PerState<void*> {
     return v;
   }
   float* values(State s) const noexcept { return static_cast<float*>((*this)[s]); }
-  float* exact() const noexcept { return values((*this)[State::Master] != nullptr ? State::Master : State::Param); }
+  // In fp32; or the parameter, in the work dtype, where it is its own.
+  TensorView master(DType work, i64 count) const noexcept {
+    void* const master = (*this)[State::Master];
+    return master != nullptr ? TensorView::of(master, DType::F32, {count})
+                             : TensorView::of((*this)[State::Param], work, {count});
+  }
 };
 
 class StateStore;
@@ -99,8 +105,8 @@ class StateStore {
   // Enqueues a pass over a tile: masters, states and parameters change as its rule says, and the gradients where the
   // rule leaves directions in their place. If the verdict is not finite, nothing. Factors are by TilePiece::index.
   virtual void update(Tile tile, const UpdateSpec& spec, VerdictHandle& verdict) = 0;
-  // Calls visit(piece, its master [count] fp32) in order; what it enqueues reads the master as the passes so far have
-  // left it.
+  // Calls visit(piece, its master [count], in fp32 or the work dtype) in order; what it enqueues reads the master as
+  // the passes so far have left it.
   using Visit = FunctionRef<void(const TilePiece&, TensorView)>;
   virtual void for_each_master(Tile tile, Visit visit) = 0;
   // After the last pass of a step. number: of its update, from 1.

@@ -337,6 +337,18 @@ END
   assert_equal "$(losses run | wc -l)" 3
 }
 
+@test "skipped steps, and a loss scale at its floor, are events" {
+  local low=(--set fp16.enabled=true --set fp16.initial_scale_power=34 --set fp16.hysteresis=1)
+  ds-train cfg.json --out r --quiet --steps 3 "${low[@]}"
+  grep -qF '"event":"skipped","step":1,"loss_scale":17179869184.0,"next_loss_scale":8589934592.0,"skipped_steps":1}' \
+    r/metrics.jsonl
+  grep -qF '"event":"skipped","step":2,"loss_scale":8589934592.0,"next_loss_scale":4294967296.0,"skipped_steps":2}' \
+    r/metrics.jsonl
+  run -1 ds-train cfg.json --out f --quiet --steps 9 "${low[@]}" --set fp16.min_loss_scale=4294967296
+  assert_equal "$(grep -c '"event":"skipped"' f/metrics.jsonl)" 2
+  grep -qF '"event":"loss_scale_floor","step":3,"loss_scale":4294967296.0,"skipped_steps":3}' f/metrics.jsonl
+}
+
 @test "steps that a static loss scale makes useless are said" {
   run ds-train cfg.json --set 'fp16={"enabled": true, "loss_scale": 1e9}'
   assert_success

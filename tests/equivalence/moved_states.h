@@ -57,7 +57,7 @@ class MovedStates final : public zero::StateStore {
   void for_each_master(zero::Tile tile, Visit visit) override {
     for_each_tile(tile, [&](const zero::TilePiece& p) {
       const PieceStateHere here(*this, p.piece);
-      visit(p, TensorView::of(here.state.exact(), DType::F32, {p.piece.count}));
+      visit(p, here.state.master(parts_.work, p.piece.count));
     });
   }
 
@@ -68,7 +68,7 @@ class MovedStates final : public zero::StateStore {
       if (!keep) break;
       const PieceStateHere here(*this, piece);
       parts_.device.ops().cast(TensorView::of(here.state[State::Param], parts_.work, {piece.count}),
-                               TensorView::of(here.state.exact(), DType::F32, {piece.count}), parts_.device.stream());
+                               here.state.master(parts_.work, piece.count), parts_.device.stream());
     }
     unpublished_.clear();
     for (const State s : kStates) {

@@ -48,6 +48,38 @@ TEST_P(Optimizers, NoLayoutMovesABit) {
   }
 }
 
+// Parameters that are their own masters, with sums in 16 bits: every rank's sums are rounded with each micro-batch, so
+// layouts of the same data-parallel ranks are alike, whatever their ZeRO stage, their stages of a pipeline and the tier
+// of their states.
+TEST_P(Optimizers, NoLayoutMovesABitWithoutMasters) {
+  if (std::string_view(GetParam().name).starts_with("Muon")) return;  // the configuration refuses it
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const bool stochastic : {false, true}) {
+      for (const int dp : {1, 2}) {
+        const auto without_masters = [&](const Layout& l) {
+          Config c = config(model, l, true);
+          c.bf16.bf16_master_weights_and_grads = true;
+          c.bf16.stochastic_rounding = stochastic;
+          c.grad_accum_dtype = DType::BF16;
+          c.reduce_order = ReduceOrder::Micro;
+          const Trace t = train_threads(c, l.ranks(), kSteps);
+          expect_planned(t, kSteps, l.name());
+          return t;
+        };
+        const Trace one = without_masters({.dp = dp});
+        ASSERT_LT(one.losses.back(), one.losses.front());
+        ASSERT_TRUE(std::isfinite(one.losses.back()));
+        EXPECT_EQ(one.counted[static_cast<size_t>(Tag::Master)], 0);
+        for (const Layout& l : {Layout{.dp = dp, .stage = 1},
+                                {.dp = dp, .stage = 2},
+                                {.dp = dp, .stage = 3},
+                                {.dp = dp, .pp = 2, .stage = 1}})
+          expect_same_training(without_masters(l), one, fmt::format("{} stochastic {}", l.name(), stochastic));
+      }
+    }
+  }
+}
+
 TEST_P(Optimizers, RanksThatShareLayersTrainAsOne) {
   for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     const Trace one = train(model, {});
@@ -142,6 +174,40 @@ TEST(NarrowStates, TakeTheBytesThatTheyAreSaidToTake) {
     EXPECT_GT(static_cast<double>(coded), 0.254 * static_cast<double>(exact)) << l.name();
     EXPECT_NEAR(static_cast<double>(bf16), 0.5 * static_cast<double>(exact), 0.02 * static_cast<double>(exact))
         << l.name();
+  }
+}
+
+// Sums in 16 bits alone, and masters, too: half the bytes, and none; "boundary" and "micro", every stage of ZeRO.
+TEST(OwnMasters, TakeTheBytesThatTheyAreSaidToTake) {
+  const auto bytes = [](const Trace& t, Tag tag) { return t.counted[static_cast<size_t>(tag)]; };
+  for (const i64 stage : {0, 1, 2, 3}) {
+    for (const ReduceOrder order : {ReduceOrder::Boundary, ReduceOrder::Micro}) {
+      if (stage >= 2 && order == ReduceOrder::Boundary) continue;
+      for (const DType work : {DType::BF16, DType::F16}) {
+        const auto train = [&](bool sums, bool masters) {
+          Config c = config_of(of_four_heads(tiny_gpt2()), {.dp = 2, .stage = stage}, 4);
+          (work == DType::BF16 ? c.bf16.enabled : c.fp16.enabled) = true;
+          c.fp16.initial_scale_power = 8;
+          c.communication_data_type = work;
+          c.reduce_order = order;
+          if (sums) c.grad_accum_dtype = work;
+          (work == DType::BF16 ? c.bf16.bf16_master_weights_and_grads : c.fp16.fp16_master_weights_and_grads) = masters;
+          const Trace t = train_threads(c, 2, kSteps);
+          expect_planned(t, kSteps, fmt::format("stage {} sums {} masters {}", stage, sums, masters));
+          EXPECT_LT(t.losses.back(), t.losses.front());
+          return t;
+        };
+        const Trace exact = train(false, false), sums = train(true, false), none = train(true, true);
+        EXPECT_EQ(2 * bytes(sums, Tag::GradAccum), bytes(exact, Tag::GradAccum));
+        EXPECT_EQ(bytes(sums, Tag::Master), bytes(exact, Tag::Master));
+        EXPECT_EQ(bytes(none, Tag::GradAccum), bytes(sums, Tag::GradAccum));
+        EXPECT_EQ(bytes(none, Tag::Master), 0);
+        EXPECT_EQ(bytes(none, Tag::Optimizer), bytes(exact, Tag::Optimizer));
+        EXPECT_NE(sums.weights, exact.weights);
+        EXPECT_NEAR(sums.losses.back(), exact.losses.back(), 0.02);
+        EXPECT_NEAR(none.losses.back(), exact.losses.back(), 0.1);
+      }
+    }
   }
 }
 

@@ -55,6 +55,19 @@ TEST_P(Tier, ChangesNoBit) {
   }
 }
 
+// The same of parameters that are their own masters in 16 bits, where no tier has a master.
+TEST_P(Tier, ChangesNoBitWithoutMasters) {
+  if (std::string_view(GetParam().name) == "Muon") return;  // the configuration refuses it
+  for (const Layout& l : {Layout{}, {.dp = 2, .stage = 0}, {.dp = 2, .pp = 2, .stage = 3}}) {
+    Config c = tier_config(l, GetParam(), DType::BF16);
+    c.bf16.bf16_master_weights_and_grads = c.bf16.stochastic_rounding = true;
+    c.grad_accum_dtype = DType::BF16;
+    const Trace device = train_threads(c, l.ranks(), kSteps);
+    for (const int versions : {1, 2})
+      expect_same_training(train_moved(c, l, versions), device, fmt::format("{} versions {}", l.name(), versions));
+  }
+}
+
 // A step that is skipped leaves no trace in any tier: what its passes wrote is never seen.
 TEST_P(Tier, ASkippedStepIsForgotten) {
   const Config c = tier_config({}, GetParam(), DType::F16);

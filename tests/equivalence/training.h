@@ -15,6 +15,7 @@
 #include "engine/host_state.h"
 #include "engine/param_table.h"
 #include "engine/served.h"
+#include "formats/tensor_io.h"
 #include "infer/writer.h"
 #include "report/planned.h"
 
@@ -188,10 +189,12 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
   held.download();
   for (const StatePiece& st : held.pieces()) {
     const model::ParamRow& row = engine.row_of(st.param);
-    const float* weights = st.values(st.data[State::Master] != nullptr ? State::Master : State::Param);
+    const bool own_master = st.data[State::Master] == nullptr;
+    const DType dtype = own_master ? engine.plan().work : DType::F32;
+    const auto* const weights = static_cast<const char*>(st.data[own_master ? State::Param : State::Master]);
     model::SliceMap(row.slice, row.whole_shape()).for_each_run(st.begin, st.count, [&](i64 local, i64 global, i64 n) {
       const size_t at = static_cast<size_t>(first[st.param] + global);
-      std::copy_n(weights + local - st.begin, n, &trace.weights[at]);
+      convert_elements(DType::F32, &trace.weights[at], dtype, weights + (local - st.begin) * dtype_bytes(dtype), n);
       for (const State s : kOptimizerStates) {
         if (st.data[s] != nullptr) decode_state(&trace.states[s][at], st.state(s), local - st.begin, n);
       }

@@ -330,6 +330,117 @@ TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
   }
 }
 
+// A parameter of 16 bits that is its own master is decoded, goes through the rule as an fp32 master does, and is
+// rounded: to the nearest, or stochastically in bf16; whatever its states are kept in.
+TEST(Update, OfAParameterThatIsItsOwnMasterIsTheRuleBetweenDecodingAndRounding) {
+  enum class States { F32, BF16, Coded };
+  const struct {
+    DType dtype;
+    bool stochastic;
+  } kinds[] = {{DType::BF16, false}, {DType::BF16, true}, {DType::F16, false}};
+  UpdateParams p = params(true);
+  p.rng = {.seed = 5, .site = 77, .step = 9};
+  for (const auto& kind : kinds) {
+    for (const States kept_as : {States::F32, States::BF16, States::Coded}) {
+      for (const UpdateRule rule : kRules) {
+        const int states = num_states(rule);
+        p.rule = rule;
+        for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
+          State start(kind.dtype, n);
+          for (i64 i = 0; i < n; ++i) {
+            start.param.set(i, start.master.at(i));
+            start.master.set(i, start.param.at(i));
+            if (rule == UpdateRule::Adagrad) start.m.set(i, std::abs(start.m.at(i)));
+          }
+          Kept kept(kept_as == States::Coded, n);
+          for (int j = 0; j < 2; ++j) encode_state(kept.view(j), (j == 0 ? start.m : start.v).view().as<float>(), 0, n);
+          const auto tensor = [&](State& state, Kept& narrow, bool own) {
+            UpdateTensor t{.param = own ? TensorView(state.param) : TensorView{},
+                           .master = own ? state.param : state.master,
+                           .states = {},
+                           .grad = state.grad,
+                           .weight_decay = kDecay,
+                           .site = kSite,
+                           .first = kFirst};
+            for (int j = 0; j < states; ++j)
+              t.states[j] = kept_as != States::F32 ? narrow.view(j) : TensorView(j == 0 ? state.m : state.v);
+            return t;
+          };
+
+          // By the definition.
+          State want = start;
+          Kept want_kept = kept;
+          p.stochastic = false;
+          ThreadPool pool(1);
+          Stream one{.pool = &pool};
+          step(*backends().front(), tensor(want, want_kept, false), p, one);
+          for (i64 i = 0; i < n && !makes_direction(rule); ++i) {
+            want.param.set(i, want.master.at(i));
+            if (!kind.stochastic) continue;
+            const u32 word = RngKey{5, kSite + kMasterSite, 9}.bits(static_cast<u64>(kFirst + i));
+            want.param.view().as<bf16>()[i] = round_stochastically(want.master.at(i), word >> 16);
+          }
+
+          p.stochastic = kind.stochastic;
+          for (const OpTable* ops : backends()) {
+            const std::string what = fmt::format("{} {} {} states {} rule {} n {}", ops->name, dtype_name(kind.dtype),
+                                                 kind.stochastic, static_cast<int>(kept_as), static_cast<int>(rule), n);
+            expect_same_for_any_threads(
+                [&](Stream& s) {
+                  State got = start;
+                  Kept got_kept = kept;
+                  step(*ops, tensor(got, got_kept, true), p, s);
+                  expect_same_bits(got.param, want.param, what + " param");
+                  expect_same_bits(got.grad, want.grad, what + " gradient");
+                  std::vector<Tensor> all = got_kept.all(), all_wanted = want_kept.all();
+                  for (const auto& [mine, oracle] : {std::pair(got.m, want.m), {got.v, want.v}}) {
+                    all.push_back(mine);
+                    all_wanted.push_back(oracle);
+                  }
+                  for (size_t i = 0; i < all.size(); ++i)
+                    expect_same_bits(all[i], all_wanted[i], fmt::format("{} part {}", what, i));
+                  return all;
+                },
+                what);
+          }
+        }
+      }
+    }
+  }
+}
+
+// A thousand updates of a 64th of what bf16 can say beside 1: to the nearest nothing moves, and stochastically the mean
+// moves as it should.
+TEST(Update, StochasticRoundingKeepsTheMean) {
+  constexpr i64 n = 4096;
+  constexpr int kSteps = 1000;
+  ThreadPool pool(2);
+  Stream s{.pool = &pool};
+  std::vector<const OpTable*> tables = backends();
+  tables.push_back(&ref_ops());
+  for (const OpTable* ops : tables) {
+    for (const bool stochastic : {false, true}) {
+      Tensor param(DType::BF16, {n}), grad(DType::F32, {n});
+      for (i64 i = 0; i < n; ++i) {
+        param.set(i, 1);
+        grad.set(i, -1);
+      }
+      const GradVerdict verdict{.grad_scale = 1};
+      UpdateParams p{.rule = UpdateRule::Sgd, .lr = 0x1p-13f, .rng = {.seed = 3, .site = 0, .step = 0}};
+      p.stochastic = stochastic;
+      for (int t = 1; t <= kSteps; ++t) {
+        p.rng.step = static_cast<u32>(t);
+        const UpdateTensor tensor{.param = param, .master = param, .states = {}, .grad = grad, .site = kSite};
+        ops->update({&tensor, 1}, &verdict, p, s);
+      }
+      double mean = 0;
+      for (i64 i = 0; i < n; ++i) mean += static_cast<double>(param.at(i)) / n;
+      const double wanted = stochastic ? 1 + kSteps * 0x1p-13 : 1;
+      EXPECT_NEAR(mean, wanted, stochastic ? 2e-3 : 0) << ops->name;
+    }
+  }
+}
+
 // Codes of ref are searched for in a list, in fp64: they differ by one at most, and where a number is in the middle of
 // two; after a hundred steps the weights are those of ref to what the codes can say.
 TEST(Update, OfCodedStatesFollowsRef) {

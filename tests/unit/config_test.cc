@@ -243,7 +243,28 @@ const Wrong kWrong[] = {
     {R"("optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}})", kLater,
      "\"OneBitAdam\" is not there yet"},
     {R"("optimizer": {"type": "onebitlamb"})", kLater, "\"onebitlamb\" is not there yet"},
-    {R"("data_types": {"grad_accum_dtype": "bf16"})", kLater, "\"fp32\" is accepted"},
+    {R"("data_types": {"grad_accum_dtype": "bf16"})", kBad,
+     "data_types.grad_accum_dtype: \"bf16\": sums are in fp32, or in the type of the parameters, fp32"},
+    {R"("fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"})", kBad, "of the parameters, fp16"},
+    {R"("bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32")",
+     kBad, "communication_data_type: \"fp32\": sums that are kept in bf16 travel in it, too"},
+    {R"("bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "data_types": {"grad_accum_dtype": "fp32"})",
+     kBad, "\"fp32\" contradicts bf16.bf16_master_weights_and_grads, which keeps sums in bf16"},
+    {R"("bf16": {"enabled": true, "stochastic_rounding": true})", kBad,
+     "bf16.stochastic_rounding: is of parameters that have no master in fp32, which "
+     "bf16.bf16_master_weights_and_grads"},
+    {R"("bf16": {"enabled": true, "bf16_optimizer_states": true}, "optimizer": {"params": {"state_dtype": "fp32"}})",
+     kBad, "bf16.bf16_optimizer_states: contradicts optimizer.params.state_dtype"},
+    {R"("bf16": {"enabled": true, "bf16_optimizer_states": true}, "optimizer": {"type": "Lamb"})", kLater,
+     "the states of Lamb are not kept in bf16"},
+    {R"("bf16": {"enabled": true, "bf16_optimizer_states": true}, "optimizer": {"params": {"lr": 0.1},
+        "param_groups": [{"params": ["*"], "type": "AdamW8bit"}]})",
+     kLater, "the states of AdamW8bit are not kept in bf16"},
+    {R"("bf16": {"enabled": true, "bf16_master_weights_and_grads": true}, "optimizer": {"type": "Muon"})", kLater,
+     "bf16.bf16_master_weights_and_grads: Muon makes whole matrices"},
+    {R"("fp16": {"enabled": true, "fp16_master_weights_and_grads": true}, "zero_optimization": {"stage": 2,
+        "offload_optimizer": {"device": "server", "name": "a"}})",
+     kLater, "fp16.fp16_master_weights_and_grads: a server of states has fp32 masters"},
     {R"("flops_profiler": {"enabled": true, "profile_steps": 3})", kBad, "did you mean flops_profiler.profile_step?"},
     {R"("offload_optimizer": {"device": "cpu"})", kBad, "write zero_optimization.offload_optimizer"},
     {R"("zero_optimization": {"aio": {"block_size": 4096}})", kBad, "write aio beside zero_optimization"},
@@ -506,6 +527,32 @@ TEST(Config, AutoPrecisionIsSaid) {
 }
 
 // What a schedule has is not written again, so that what is resolved is read back without a word.
+// What follows from keeping no masters, and what says so where it has no effect.
+TEST(Config, WithoutMastersSumsAreInTheTypeOfTheParameters) {
+  Config c = good(R"({"train_batch_size": 6, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
+    "bf16_optimizer_states": true, "stochastic_rounding": true}})");
+  EXPECT_TRUE(c.own_masters());
+  EXPECT_EQ(c.grad_accum_dtype, DType::BF16);
+  EXPECT_EQ(c.optimizer.state_dtype, StateDtype::BF16);
+  EXPECT_TRUE(c.bf16.stochastic_rounding);
+  c = good(R"({"train_batch_size": 6, "fp16": {"enabled": true, "fp16_master_weights_and_grads": true}})");
+  EXPECT_TRUE(c.own_masters());
+  EXPECT_EQ(c.grad_accum_dtype, DType::F16);
+  c = good(R"({"train_batch_size": 6, "bf16": {"enabled": true}, "data_types": {"grad_accum_dtype": "bf16"}})");
+  EXPECT_FALSE(c.own_masters());
+  EXPECT_EQ(c.grad_accum_dtype, DType::BF16);
+  EXPECT_TRUE(good(R"({"train_batch_size": 6})").own_masters());  // fp32
+  for (const char* const key : {"bf16_master_weights_and_grads", "bf16_optimizer_states", "stochastic_rounding"}) {
+    const ConfigResult r =
+        parse(fmt::format(R"({{"train_batch_size": 6, "bf16": {{"enabled": false, "{}": true}}}})", key), 1);
+    ASSERT_TRUE(r.ok()) << r.message();
+    ASSERT_EQ(r.diagnostics.size(), 1u) << key;
+    EXPECT_EQ(r.diagnostics[0].key, fmt::format("bf16.{}", key));
+    EXPECT_THAT(r.diagnostics[0].message, HasSubstr("has no effect: bf16.enabled is not true"));
+    EXPECT_EQ(r.config.grad_accum_dtype, DType::F32);
+  }
+}
+
 TEST(Config, AResolvedOneCycleIsReadBack) {
   for (const char* type : {"AdamW", "Lion", "Lamb"}) {
     const ConfigResult r = parse(fmt::format(R"({{"train_batch_size": 1, "optimizer": {{"type": "{}"}}, "scheduler":
@@ -715,6 +762,9 @@ TEST(ConfigSet, MendsWhatItReplaces) {
 TEST(ConfigResolved, RoundTripsEveryEffect) {
   const std::string texts[] = {
       R"({"train_batch_size": 12, "steps": 3})",
+      R"({"train_batch_size": 12, "steps": 3, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true,
+        "bf16_optimizer_states": true, "stochastic_rounding": true}})",
+      R"({"train_batch_size": 12, "steps": 3, "fp16": {"enabled": true}, "data_types": {"grad_accum_dtype": "fp16"}})",
       "{" + std::string(kModel) +
           R"(, "train_batch_size": 12, "fp16": {"enabled": true, "hysteresis": 3}, "reduce_order": "micro",
         "optimizer": {"type": "Adam", "params": {"lr": 0.1, "betas": [0.5, 0.25], "adam_w_mode": false}}, "steps": 9,

@@ -142,7 +142,7 @@ TEST(ZeroFormula, RefusesWhatIsNoStageAndNoRank) {
 TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
   for (const int dp : {1, 2, 3}) {
     for (int stage = 0; stage <= 3; ++stage) {
-      for (const i64 micro_batches : {1, 3}) {
+      for (const auto& [micro_batches, narrow] : {std::pair{1, false}, {3, false}, {1, true}, {3, true}}) {
         Config c;
         c.model.hidden = 48;
         c.model.layers = 3;
@@ -155,6 +155,8 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         c.data.seq_length = 32;
         c.bf16.enabled = true;
         c.communication_data_type = DType::BF16;
+        c.bf16.bf16_master_weights_and_grads = narrow;
+        if (narrow) c.grad_accum_dtype = DType::BF16;
         c.reduce_order = stage >= 2 ? ReduceOrder::Micro : ReduceOrder::Boundary;
         c.zero.stage = stage;
         c.zero.param_persistence_threshold = 0;
@@ -167,10 +169,11 @@ TEST(ZeroFormula, EngineStatesAreThoseOfTheRunPlan) {
         for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
           planned += plan.memory[static_cast<size_t>(tag)];
         const bool sums_locally = stage < 2 && micro_batches > 1;
-        EXPECT_NEAR(
-            model_states(static_cast<double>(padded), stage, dp, engine_state_bytes(stage, sums_locally)).total(),
-            static_cast<double>(planned), 1e-6)
-            << "dp " << dp << " stage " << stage << " micro-batches " << micro_batches;
+        const EngineBytes bytes = narrow ? EngineBytes{.master = 0, .sum = 2} : EngineBytes{};
+        EXPECT_NEAR(model_states(static_cast<double>(padded), stage, dp, engine_state_bytes(stage, sums_locally, bytes))
+                        .total(),
+                    static_cast<double>(planned), 1e-6)
+            << "dp " << dp << " stage " << stage << " micro-batches " << micro_batches << " narrow " << narrow;
       }
     }
   }

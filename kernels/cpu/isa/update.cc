@@ -177,21 +177,68 @@ void pass_of_floats(i64 begin, i64 end, const UpdateTensor& t, const Step<Rule, 
     encode_bf16(t.states[j].as<bf16>() + begin, values[j], end - begin, random, j == 0);
 }
 
+// Elements [at, at + n), of which there is no more than a block where states are not fp32.
+template <class Rule, class T>
+void pass_of_block(i64 at, i64 n, const UpdateTensor& t, const Step<Rule, T>& step, const RngKey& rng) noexcept {
+  if (Rule::kStates == 0 || !is_coded(t.states[0].dtype)) {
+    pass_of_floats(at, at + n, t, step, rng);
+  } else if (n == kStateBlock) {
+    pass_of_codes(at, t, step);
+  } else {
+    pass_of_last_codes(at, n, t, step);
+  }
+}
+
 template <class Rule, class T>
 void run(const UpdateTensor& t, float grad_scale, const UpdateParams& p, Stream& stream) noexcept {
   const Step<Rule, T> step(t, broadcast(grad_scale),
                            update_rules::constants_of<Vec>(p, [](float x) { return broadcast(x); }));
   for_tiles(stream, t.master.numel(), [&](i64 begin, i64 end) {
     const i64 at_once = Rule::kStates == 0 || t.states[0].dtype == DType::F32 ? end - begin : kStateBlock;
-    for (i64 at = begin; at < end; at += at_once) {
-      const i64 n = std::min(at_once, end - at);
-      if (Rule::kStates == 0 || !is_coded(t.states[0].dtype)) {
-        pass_of_floats(at, at + n, t, step, p.rng);
-      } else if (n == kStateBlock) {
-        pass_of_codes(at, t, step);
-      } else {
-        pass_of_last_codes(at, n, t, step);
+    for (i64 at = begin; at < end; at += at_once) pass_of_block(at, std::min(at_once, end - at), t, step, p.rng);
+  });
+}
+
+// Elements [at, at + n) of a tensor, from the begin of a block on, with `master` for its own.
+UpdateTensor block_of(const UpdateTensor& t, i64 at, i64 n, float* master) noexcept {
+  UpdateTensor block = t;
+  const auto from = [&](TensorView& v) {
+    if (!v) return;
+    float* const scale = v.scale;
+    v = TensorView::of(v.as<char>() + at * dtype_bytes(v.dtype), v.dtype, {n});
+    v.scale = scale == nullptr ? nullptr : scale + at / kStateBlock;
+  };
+  from(block.grad);
+  for (TensorView& state : block.states) from(state);
+  block.param = {};
+  block.master = TensorView::of(master, DType::F32, {n});
+  block.first += at;
+  return block;
+}
+
+// Parameters that are their own masters in 16 bits are decoded block by block to the nearest cache, where the pass is
+// that of an fp32 master, and rounded.
+template <class Rule, class T>
+void run_own_masters(const UpdateTensor& t, float grad_scale, const UpdateParams& p, Stream& stream) noexcept {
+  const auto constants = update_rules::constants_of<Vec>(p, [](float x) { return broadcast(x); });
+  T* const param = t.master.as<T>();
+  for_tiles(stream, t.master.numel(), [&](i64 begin, i64 end) {
+    alignas(64) float master[kStateBlock] = {};
+    alignas(64) u32 random[kStateBlock];
+    for (i64 at = begin; at < end; at += kStateBlock) {
+      const i64 n = std::min(kStateBlock, end - at);
+      for_vectors(0, n, [&](i64 i, auto lanes) { store(master + i, load(param + at + i, lanes), lanes); });
+      const UpdateTensor block = block_of(t, at, n, master);
+      pass_of_block(0, n, block, Step<Rule, float>(block, broadcast(grad_scale), constants), p.rng);
+      if constexpr (Rule::kDirection) continue;
+      if constexpr (std::is_same_v<T, bf16>) {
+        if (p.stochastic) {
+          put_random_words(random, {p.rng.seed, t.site + kMasterSite, p.rng.step}, static_cast<u64>(t.first + at), n);
+          encode_bf16(param + at, master, n, random, true);
+          continue;
+        }
       }
+      for_vectors(0, n, [&](i64 i, auto lanes) { store(param + at + i, load(master + i, lanes), lanes); });
     }
   });
 }
@@ -204,7 +251,11 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
   update_rules::with_rule(p.rule, [&]<class Rule>(Rule) {
     for (const UpdateTensor& t : tensors) {
       const float scale = p.rule != UpdateRule::Descend ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
-      with_work_type(t.param ? t.param.dtype : DType::F32, [&]<class T>(T) { run<Rule, T>(t, scale, p, stream); });
+      with_work_type(t.param ? t.param.dtype : t.master.dtype, [&]<class T>(T) {
+        if constexpr (std::is_same_v<T, float>) return run<Rule, T>(t, scale, p, stream);
+        t.master.dtype == DType::F32 ? run<Rule, T>(t, scale, p, stream)
+                                     : run_own_masters<Rule, T>(t, scale, p, stream);
+      });
     }
   });
 }

@@ -372,7 +372,7 @@ struct Config {
   ActivationCheckpointingConfig activation_checkpointing;
   SparseAttentionConfig sparse_attention;
   double gradient_clipping = 1.0;                    // 0: off
-  DType grad_accum_dtype = DType::F32;               // of sums of gradients; data_types.grad_accum_dtype
+  DType grad_accum_dtype = DType::F32;               // of sums of gradients (data_types): fp32, or the work type
   DType communication_data_type = DType::F32;        // of gradients on the wire; follows the work type when not given
   ReduceOrder reduce_order = ReduceOrder::Boundary;  // Micro at stages 2 and 3 and when deterministic
   LossNorm loss_norm = LossNorm::Micro;
@@ -404,7 +404,12 @@ struct Config {
 
   // Ranks of one copy of the model that see the same samples.
   i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
-  DType work_dtype() const { return fp16.enabled ? DType::F16 : bf16.enabled ? DType::BF16 : DType::F32; }
+  // Whether parameters are their own masters: those of fp32, and those that have no more than their 16 bits.
+  bool own_masters() const noexcept {
+    return work_dtype() == DType::F32 || (fp16.enabled && fp16.fp16_master_weights_and_grads) ||
+           (bf16.enabled && bf16.bf16_master_weights_and_grads);
+  }
+  DType work_dtype() const noexcept { return fp16.enabled ? DType::F16 : bf16.enabled ? DType::BF16 : DType::F32; }
 };
 
 enum class Severity : u8 { Warning, Error };

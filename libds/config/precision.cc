@@ -1,0 +1,106 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/precision.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "config/optimizer.h"
+
+namespace ds {
+namespace {
+
+constexpr std::string_view kFp16 = "fp16.enabled", kBf16 = "bf16.enabled",
+                           kFp16Masters = "fp16.fp16_master_weights_and_grads",
+                           kBf16Masters = "bf16.bf16_master_weights_and_grads",
+                           kBf16States = "bf16.bf16_optimizer_states", kStochastic = "bf16.stochastic_rounding",
+                           kSums = "data_types.grad_accum_dtype", kWire = "communication_data_type",
+                           kStateDtype = "state_dtype";
+
+std::string_view dtype_text(DType t) { return t == DType::F16 ? "fp16" : t == DType::BF16 ? "bf16" : "fp32"; }
+
+// Whoever leaves the precision to "auto" wants one of 16 bits, and gets the same on every machine: bf16, which has no
+// loss scale that could go wrong, unless it is off.
+void resolve_auto(Config& c, Reader& r) {
+  if (c.fp16.enabled || c.bf16.enabled || r.any_broken({kFp16, kBf16})) return;
+  const bool bf16 = !r.given(kBf16);
+  const std::string_view key = r.automatic(kBf16) ? kBf16 : kFp16;
+  if (!r.automatic(key)) return;
+  (bf16 ? c.bf16.enabled : c.fp16.enabled) = true;
+  r.warning(key, fmt::format("\"auto\" is {}: the run has {} parameters, and masters in fp32; true or false chooses",
+                             bf16 ? "bf16" : "fp16, for bf16.enabled is false", bf16 ? "bf16" : "fp16"));
+}
+
+// bf16 for the states of all optimizers that have a choice; the others cannot.
+void resolve_states(Config& c, Reader& r) {
+  if (!c.bf16.enabled || !c.bf16.bf16_optimizer_states) return;
+  const auto resolve = [&](UpdateConfig& u, bool frozen) {
+    if (frozen) return;
+    if (optimizer_takes(u.type, kStateDtype)) {
+      u.state_dtype = StateDtype::BF16;
+    } else {
+      r.error(kBf16States, fmt::format("the states of {} are not kept in bf16", optimizer_name(u.type)),
+              Errc::Unavailable);
+    }
+  };
+  if (r.given("optimizer.params.state_dtype") && c.optimizer.state_dtype == StateDtype::F32)
+    r.error(kBf16States, "contradicts optimizer.params.state_dtype, which is \"fp32\"");
+  resolve(c.optimizer, false);
+  for (ParamGroupConfig& group : c.optimizer.groups) resolve(group, group.frozen);
+}
+
+}  // namespace
+
+bool precision_takes(const Config& c, std::string_view path) {
+  if (path == kFp16Masters) return c.fp16.enabled;
+  if (path == kBf16Masters || path == kBf16States) return c.bf16.enabled;
+  if (path == kStochastic) return c.bf16.enabled && c.bf16.bf16_master_weights_and_grads;
+  return true;
+}
+
+void resolve_precision(Config& c, Reader& r) {
+  resolve_auto(c, r);
+  if (c.fp16.enabled && c.bf16.enabled) r.error(kBf16, "fp16 and bf16 exclude each other");
+  if (!r.given(kWire)) c.communication_data_type = c.work_dtype();
+  resolve_states(c, r);
+  const struct {
+    std::string_view key, of;
+    bool wanted, enabled;
+  } rows[] = {{kFp16Masters, kFp16, c.fp16.fp16_master_weights_and_grads, c.fp16.enabled},
+              {kBf16Masters, kBf16, c.bf16.bf16_master_weights_and_grads, c.bf16.enabled},
+              {kBf16States, kBf16, c.bf16.bf16_optimizer_states, c.bf16.enabled},
+              {kStochastic, kBf16, c.bf16.stochastic_rounding, c.bf16.enabled}};
+  for (const auto& row : rows) {
+    if (row.wanted && !row.enabled) r.warning(row.key, fmt::format("has no effect: {} is not true", row.of));
+  }
+  const bool narrow = c.own_masters() && c.work_dtype() != DType::F32;
+  if (c.bf16.stochastic_rounding && c.bf16.enabled && !narrow)
+    r.error(kStochastic, fmt::format("is of parameters that have no master in fp32, which {} makes", kBf16Masters));
+  if (!c.bf16.enabled || !narrow) c.bf16.stochastic_rounding = false;
+  if (!narrow) return;
+  const std::string_view key = c.fp16.enabled ? kFp16Masters : kBf16Masters;
+  if (r.given(kSums) && c.grad_accum_dtype != c.work_dtype() && !r.broken(kSums))
+    r.error(kSums, fmt::format("\"{}\" contradicts {}, which keeps sums in {}", dtype_text(c.grad_accum_dtype), key,
+                               dtype_text(c.work_dtype())));
+  c.grad_accum_dtype = c.work_dtype();
+}
+
+void check_precision(const Config& c, Reader& r) {
+  const DType sums = c.grad_accum_dtype;
+  if (sums == DType::F32 || r.broken(kSums)) return;
+  const bool masters = c.own_masters();
+  const std::string_view key = !masters ? kSums : c.fp16.enabled ? kFp16Masters : kBf16Masters;
+  if (sums != c.work_dtype())
+    return r.error(kSums, fmt::format("\"{}\": sums are in fp32, or in the type of the parameters, {}",
+                                      dtype_text(sums), dtype_text(c.work_dtype())));
+  if (c.communication_data_type != sums && !r.broken(kWire))
+    r.error(kWire, fmt::format("\"{}\": sums that are kept in {} travel in it, too",
+                               dtype_text(c.communication_data_type), dtype_text(sums)));
+  if (c.zero.offload_optimizer.device == OffloadDevice::Server)
+    r.error(key, "a server of states has fp32 masters, and takes sums in fp32", Errc::Unavailable);
+  const auto is_muon = [](const UpdateConfig& u) { return u.type == OptimizerType::Muon; };
+  if (is_muon(c.optimizer) || std::ranges::any_of(c.optimizer.groups, is_muon))
+    r.error(key, "Muon makes whole matrices of sums in fp32", Errc::Unavailable);
+}
+
+}  // namespace ds

@@ -1,0 +1,21 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// What the keys about number types mean together: fp16, bf16, data_types, communication_data_type.
+
+#include <string_view>
+
+#include "config/reader.h"
+
+namespace ds {
+
+// Whether a key of those has an effect with what is enabled.
+bool precision_takes(const Config& config, std::string_view path);
+
+// Chooses the work type, and what follows from it where nothing is said. config.optimizer and zero_optimization.stage
+// are resolved.
+void resolve_precision(Config& config, Reader& r);
+
+// What optimizers and tiers cannot do in 16 bits. The whole of config but data is resolved.
+void check_precision(const Config& config, Reader& r);
+
+}  // namespace ds
