@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "base/check.h"
+#include "config/curriculum.h"
 #include "config/data_format.h"
 #include "config/keys.h"
 #include "config/model_config.h"
@@ -307,6 +308,8 @@ bool applies(const Config& c, std::string_view path) {
   if (constexpr std::string_view kParams = "optimizer.params."; path.starts_with(kParams))
     return optimizer_takes(c.optimizer.type, path.substr(kParams.size()));
   if (!precision_takes(c, path)) return false;
+  if (constexpr std::string_view kCurriculum = "curriculum_learning."; path.starts_with(kCurriculum))
+    return curriculum_takes(c.curriculum, path.substr(kCurriculum.size()));
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "data.document_token") return c.data.document_token >= 0;
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
@@ -402,6 +405,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_sparse_attention(c, text, model_is_sound, r);
   check_size(c, model_is_sound, r);
   check_parallel(c, model_is_sound, use, r);
+  check_curriculum(c, use, r);
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);
   return result;

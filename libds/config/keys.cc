@@ -109,6 +109,11 @@ inline constexpr std::array kEnumNames<AioMethod> = {EnumName{"auto", u8(AioMeth
                                                      EnumName{"io_uring", u8(AioMethod::IoUring)},
                                                      EnumName{"threads", u8(AioMethod::Threads)}};
 template <>
+inline constexpr std::array kEnumNames<CurriculumSchedule> = {
+    EnumName{"fixed_linear", u8(CurriculumSchedule::FixedLinear)},
+    EnumName{"fixed_root", u8(CurriculumSchedule::FixedRoot)},
+    EnumName{"fixed_discrete", u8(CurriculumSchedule::FixedDiscrete)}, EnumName{"custom"}};
+template <>
 inline constexpr std::array kEnumNames<DataFormat> = {
     EnumName{"auto", u8(DataFormat::Auto)},         EnumName{"text", u8(DataFormat::Text)},
     EnumName{"bin", u8(DataFormat::Bin)},           EnumName{"llmc", u8(DataFormat::Llmc)},
@@ -553,8 +558,16 @@ constexpr Key kKeys[] = {
     harmless_section("eigenvalue", "enabled", "[false]",
                      "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num model_name",
                      "only compression_training asks for it"),
-    not_yet_section("curriculum_learning", "enabled", "[false]",
-                    "enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config"),
+    effect("curriculum_learning.enabled", slot_of<&C::curriculum, &CurriculumConfig::enabled>),
+    not_yet("curriculum_learning.curriculum_type", R"(["seqlen"])", "lengths of sequences are what grows"),
+    effect("curriculum_learning.min_difficulty", slot_of<&C::curriculum, &CurriculumConfig::min_difficulty>, {1, 1 << 24}),
+    effect("curriculum_learning.max_difficulty", slot_of<&C::curriculum, &CurriculumConfig::max_difficulty>, {1, 1 << 24}),
+    effect("curriculum_learning.schedule_type", slot_of<&C::curriculum, &CurriculumConfig::schedule>),
+    effect("curriculum_learning.schedule_config.total_curriculum_step", slot_of<&C::curriculum, &CurriculumConfig::total_curriculum_step>, kPositive),
+    effect("curriculum_learning.schedule_config.difficulty_step", slot_of<&C::curriculum, &CurriculumConfig::difficulty_step>, {1, 1 << 24}),
+    effect("curriculum_learning.schedule_config.root_degree", slot_of<&C::curriculum, &CurriculumConfig::root_degree>, {1, 100}),
+    effect("curriculum_learning.schedule_config.difficulty", slot_of<&C::curriculum, &CurriculumConfig::difficulty>, {1, 1 << 24}),
+    effect("curriculum_learning.schedule_config.max_step", slot_of<&C::curriculum, &CurriculumConfig::max_step>, kPositive),
     not_yet_section("data_efficiency", "enabled", "[false]", "enabled seed data_sampling data_routing"),
     not_yet_section("compression_training",
                     "layer_reduction.enabled weight_quantization.shared_parameters.enabled "

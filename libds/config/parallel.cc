@@ -89,6 +89,12 @@ void check_planned(const Config& c, bool passes, Reader& r) {
 
 bool share(i64 things, i64 ranks) { return things % ranks == 0 || ranks % things == 0; }
 
+// In how many parts sequences are cut.
+i64 cuts_of(const Config& c) {
+  const i64 s = c.sequence_parallel_size;
+  return c.sequence_parallel_mode == SequenceParallelMode::Ring && s > 1 ? 2 * s : s;
+}
+
 }  // namespace
 
 std::string schedule_problem(const PipelineConfig& c, i64 micro_batches) {
@@ -132,6 +138,19 @@ std::string stages_problem(const ModelConfig& m, i64 stages) {
       "{} parts are more than the {} layers (embedding and head among them); at most {} stages have a "
       "layer each",
       stages, m.layers + 2, m.layers + 2);
+}
+
+std::string length_problem(const Config& c, i64 length) {
+  const i64 s = c.sequence_parallel_size, t = c.tensor_parallel.tp_size, cuts = cuts_of(c);
+  if (length % cuts != 0)
+    return fmt::format("{} tokens cannot be cut in {} parts ({} {}{}); {} would do", length, cuts, kSp, s,
+                       cuts > s ? ", two chunks on each rank" : "", multiples(length, cuts));
+  const i64 rows = c.batch.micro * (length / s);
+  if (!c.tensor_parallel.sequence_parallel || rows % t == 0 || c.batch.micro <= 0) return {};
+  return fmt::format(
+      "the {} rows of a micro-batch (train_micro_batch_size_per_gpu {} x {} tokens) cannot be cut in {} parts; {} rows "
+      "would do",
+      rows, c.batch.micro, length / s, t, multiples(rows, t));
 }
 
 std::string tp_problem(const ModelConfig& m, i64 tp) {
@@ -295,17 +314,8 @@ void check_parallel(const Config& c, bool model_is_sound, ConfigUse use, Reader&
                           any_of(degrees(heads, fits_sp)), kMode));
   }
   if (!passes || r.any_broken({kTp, kSp, "data.seq_length"})) return;
-  const i64 cuts = ring && s > 1 ? 2 * s : s;
-  if (c.data.seq_length % cuts != 0) {
-    r.error("data.seq_length",
-            fmt::format("{} tokens cannot be cut in {} parts ({} {}{}); {} would do", c.data.seq_length, cuts, kSp, s,
-                        cuts > s ? ", two chunks on each rank" : "", multiples(c.data.seq_length, cuts)));
-  } else if (const i64 rows = c.batch.micro * (c.data.seq_length / s);
-             c.tensor_parallel.sequence_parallel && rows % t != 0 && c.batch.micro > 0) {
-    r.error(kRows, fmt::format("the {} rows of a micro-batch (train_micro_batch_size_per_gpu {} x {} tokens) cannot be "
-                               "cut in {} parts; {} rows would do",
-                               rows, c.batch.micro, c.data.seq_length / s, t, multiples(rows, t)));
-  }
+  if (const std::string why = length_problem(c, c.data.seq_length); !why.empty())
+    r.error(c.data.seq_length % cuts_of(c) != 0 ? std::string_view("data.seq_length") : kRows, why);
 }
 
 }  // namespace ds

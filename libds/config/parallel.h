@@ -30,6 +30,8 @@ std::array<std::string_view, 3> layer_types(Family family) noexcept;  // these, 
 // knows.
 std::string stages_problem(const ModelConfig& model, i64 stages);
 std::string tp_problem(const ModelConfig& model, i64 tp);
+// The same of sequences of so many tokens, by how these and their rows are cut.
+std::string length_problem(const Config& config, i64 length);
 
 // Fills in defaults; returns the data-parallel ranks of `world`, 1 where they do not fit it.
 // For what does not train, an arrangement that does not fit them is left aside with a warning.

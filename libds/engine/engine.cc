@@ -22,13 +22,14 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       ops_(device.ops()),
       stream_(device.stream()),
       planned_(parts.planned ? parts.planned
-                             : std::make_shared<report::Planned>(config_, make_model(mesh.coord()), mesh.shape(),
-                                                                 mesh.rank(), device.kind())),
+                             : std::make_shared<report::Planned>(config_, make_model(config_, mesh.coord()),
+                                                                 mesh.shape(), mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank()),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
+      step_length_(plan_.sequence_length),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
       lr_(config.optimizer, config.scheduler),
@@ -70,9 +71,25 @@ void Engine::go_on_from(const offload::ServedRecord& r) {
   scaler_.restore({r.scale, r.scaler_iteration, r.last_overflow, r.hysteresis});
 }
 
-model::Model Engine::make_model(const MeshCoord& coord) const {
-  if (parts_.model) return parts_.model(config_, mesh_.shape(), coord);
-  return model::make_model(config_, report::shard_of(config_, mesh_.shape(), coord));
+model::Model Engine::make_model(const Config& config, const MeshCoord& coord) const {
+  if (parts_.model) return parts_.model(config, mesh_.shape(), coord);
+  return model::make_model(config, report::shard_of(config, mesh_.shape(), coord));
+}
+
+// Lays the stage out for such sequences.
+void Engine::shape_to(i64 length) {
+  if (stage_.plan().sequence_length == length) return;
+  if (length == plan_.sequence_length) return stage_.reshape(model_, plan_);
+  if (!shorter_ || shorter_->plan.sequence_length != length) {
+    Config config = config_;
+    config.data.seq_length = length;
+    auto shorter = std::make_unique<Shorter>(make_model(config, plan_.coord), report::RunPlan());
+    shorter->plan = report::plan_of_length(plan_, config, shorter->model);
+    stage_.reshape(shorter->model, shorter->plan);
+    shorter_ = std::move(shorter);
+  } else {
+    stage_.reshape(shorter_->model, shorter_->plan);
+  }
 }
 
 zero::AllShards Engine::make_shards() {
@@ -89,7 +106,7 @@ void Engine::make_update() {
   const auto slices_of = [this](int tp_rank) {
     MeshCoord coord = plan_.coord;
     coord.tp = tp_rank;
-    const model::Model model = make_model(coord);
+    const model::Model model = make_model(config_, coord);
     std::vector<model::ParamSlice> slices;
     for (const model::ParamRow* row : model.params()) slices.push_back(row->slice);
     return slices;
@@ -171,6 +188,7 @@ std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
   finish_updates();
+  shape_to(plan_.sequence_length);
   const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.

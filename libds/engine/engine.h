@@ -71,6 +71,9 @@ class Engine {
   using ValueSource = std::function<void(i64 param, i64 begin, i64 count, float* out)>;
   void set_weights(const ValueSource& values);
 
+  // Steps from now on are over sequences of so many tokens, no more than the plan's, which evaluations have.
+  void train_at(i64 sequence_length) noexcept { step_length_ = sequence_length; }
+
   StepReport train_step(const StepBatch& batch);
   // Whether the steps from now on time their phases, at whose borders the host then waits for the device.
   void time_phases(bool wanted) noexcept { times_phases_ = wanted; }
@@ -132,7 +135,8 @@ class Engine {
   }
 
  private:
-  model::Model make_model(const MeshCoord& coord) const;
+  model::Model make_model(const Config& config, const MeshCoord& coord) const;
+  void shape_to(i64 sequence_length);
   offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
@@ -166,6 +170,12 @@ class Engine {
   offload::Offload offload_;
   zero::AllShards shards_;
   stage::Stage stage_;
+  struct Shorter {
+    model::Model model;
+    report::RunPlan plan;
+  };
+  std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
+  i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;
   std::vector<zero::Piece> held_, saved_;

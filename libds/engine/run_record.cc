@@ -119,6 +119,7 @@ Json step_line(const StepRecord& r) {
                {step_field::kMfu, r.mfu},
                {step_field::kMemoryBytes, r.memory_bytes},
                {step_field::kCommBytes, r.comm_bytes}};
+  if (r.seq_length) line[step_field::kSeqLength] = *r.seq_length;
   if (r.phases)
     line[step_field::kPhaseMs] = {{"forward", r.phases->forward_ms},
                                   {"backward", r.phases->backward_ms},

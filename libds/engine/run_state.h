@@ -92,6 +92,7 @@ struct TrainingRun::State {
   void end_record();
   // Rank 0 writes what all ranks have traced, once. Collective.
   void write_trace();
+  i64 length_of_step(i64 step) const;
   StepRecord take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void append(const Json& line);
   // A step's or an evaluation's line, and what the monitors make of it.

@@ -55,6 +55,7 @@ class PhaseMeter {
 
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
+  shape_to(step_length_);
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
@@ -105,7 +106,7 @@ void Engine::fill_in(StepReport& report, const GradVerdict& verdict) const {
   report.loss = fold_losses();
   report.grad_norm = verdict.norm;
   report.skipped = !verdict.finite;
-  report.tokens = plan_.B * plan_.sequence_length * plan_.micro_batches * mesh_.data_size();
+  report.tokens = plan_.B * step_length_ * plan_.micro_batches * mesh_.data_size();
 }
 
 Progress Engine::progress_after(const GradVerdict& verdict) const noexcept {
@@ -133,7 +134,7 @@ offload::ServedRecord Engine::served_outcome(const GradVerdict& verdict) const {
 
 // The micro-batch's loss normalisation must be known before its backward pass. "token" needs the whole world's count.
 void Engine::count_valid_tokens(const StepBatch& batch) {
-  const i64 rows = plan_.B * plan_.sequence_length;
+  const i64 rows = plan_.B * step_length_;
   i64 total = 0;
   for (i64 m = 0; m < plan_.micro_batches; ++m) {
     const auto targets = batch.targets.subspan(m * rows, rows);
@@ -167,7 +168,7 @@ i64 Engine::global_micro(i64 micro) const noexcept {
 }
 
 std::span<const i32> Engine::part_of(std::span<const i32> tokens, i64 micro) const noexcept {
-  const size_t rows = static_cast<size_t>(plan_.B * plan_.sequence_length);
+  const size_t rows = static_cast<size_t>(plan_.B * step_length_);
   return tokens.subspan(static_cast<size_t>(micro) * rows, rows);
 }
 

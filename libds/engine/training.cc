@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "checkpoint/together.h"
+#include "config/curriculum.h"
 #include "ds/log.h"
 #include "engine/run_state.h"
 #include "monitor/trace_file.h"
@@ -46,7 +47,7 @@ void TrainingRun::State::begin_record(const TrainHooks& hooks) {
                .world_size = ranks.world_size,
                .step = step,
                .num_params = engine->model().num_params(),
-               .work = [this] { return report::tally_step(engine->model(), engine->plan()); },
+               .work = [this] { return report::tally_step(engine->stage().model(), engine->stage().plan()); },
                .tell = hooks.on_report}};
 }
 
@@ -65,6 +66,12 @@ void TrainingRun::State::write_trace() {
     tell([&] { replace_text_file(follow_links(options.trace), monitor::trace_text(ranks_spans)); }, monitors_lost);
 }
 
+// Tokens of the samples of a step.
+i64 TrainingRun::State::length_of_step(i64 step) const {
+  const i64 whole = engine->plan().sequence_length;
+  return config.curriculum.enabled ? std::min(whole, curriculum_length(config.curriculum, step)) : whole;
+}
+
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
   const TraceSpan whole(trace.get(), "steps", "step", engine->progress().step + 1);
@@ -76,9 +83,18 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
+  const i64 length = length_of_step(engine->progress().step + 1);
+  engine->train_at(length);
+  const i64 samples = plan.micro_batches * plan.B;
+  for (std::vector<i32>* tokens : {&ids, &targets}) {  // the first of each sample
+    for (i64 i = 1; i < samples && length < plan.sequence_length; ++i)
+      std::copy_n(tokens->begin() + i * plan.sequence_length, length, tokens->begin() + i * length);
+  }
+  const std::span<const i32> all_ids = std::span(ids).first(static_cast<size_t>(samples * length)),
+                             all_targets = std::span(targets).first(all_ids.size());
   engine->offload().begin_step();
   engine->time_phases(monitor::Monitors::wants_phases(config, engine->progress().step + 1));
-  const engine::StepReport r = engine->train_step({ids, targets});
+  const engine::StepReport r = engine->train_step({all_ids, all_targets});
   const double s = seconds_since(start);
   StepRecord taken{.step = r.step,
                    .loss = r.loss,
@@ -91,8 +107,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .step_ms = s * 1e3,
                    .tokens_per_s = static_cast<double>(r.tokens) / s,
                    .phases = r.phases};
+  if (config.curriculum.enabled) taken.seq_length = length;
   const double flops =
-      engine->model().flops_per_token(plan.sequence_length) * static_cast<double>(r.tokens) / mesh->world_size();
+      engine->stage().model().flops_per_token(length) * static_cast<double>(r.tokens) / mesh->world_size();
   taken.mfu = flops / s / peak_flops;
   const report::TagBytes counted = record->counted(ledger);
   for (const TagMemory& row : engine::memory_table(plan.memory, counted)) taken.memory_bytes[row.tag] = row.counted;

@@ -544,4 +544,14 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   return plan;
 }
 
+RunPlan plan_of_length(const RunPlan& whole, const Config& config, const model::Model& model) {
+  RunPlan plan = whole;
+  plan.sequence_length = config.data.seq_length;
+  plan.T = plan.sequence_length / plan.mesh.sp;
+  plan.kept_bytes = plan.away_bytes = plan.temporary_bytes = plan.working_bytes = plan.stream_slots = 0;
+  for (ChunkPlan& chunk : plan.chunks) chunk.working_bytes = 0;
+  plan_passes(plan, config, model);
+  return plan;
+}
+
 }  // namespace ds::report

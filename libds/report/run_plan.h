@@ -113,6 +113,10 @@ std::vector<i64> pipeline_cuts(const Config& config, const model::Model& model);
 RunPlan make_run_plan(const Config& config, const model::Model& model, const MeshShape& mesh, const MeshCoord& coord,
                       DeviceKind device = DeviceKind::Cpu, std::vector<i64> cuts = {});
 
+// The same run with shorter sequences: what passes are made of is planned anew for `model`, of config.data.seq_length;
+// all else is that of `plan`, what is predicted, too, which has more.
+RunPlan plan_of_length(const RunPlan& plan, const Config& config, const model::Model& model);
+
 // The activations of a chunk for one micro-batch in this memory; the same calls that counted it. input_grad: of its
 // first layer, which the stage before waits for.
 std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPlan& chunk, const RunPlan& plan,

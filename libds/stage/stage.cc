@@ -16,8 +16,8 @@ using pipeline::Op;
 Stage::Stage(const Config& config, const model::Model& model, const report::RunPlan& plan, zero::AllShards& shards,
              Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs)
     : config_(config.model),
-      model_(model),
-      plan_(plan),
+      model_(&model),
+      plan_(&plan),
       shards_(shards),
       mesh_(mesh),
       ledger_(ledger),
@@ -30,39 +30,77 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
       label_smoothing_(static_cast<float>(config.label_smoothing)),
       z_loss_(static_cast<float>(config.z_loss)) {
   DS_ASSERT(shards_.size() <= kMostGroups);
-  temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.temporary_bytes);
-  if (plan_.use != ConfigUse::Generate) make_pass_memory();
+  temporary_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->temporary_bytes);
+  if (plan_->use != ConfigUse::Generate) take_pass_memory();
+  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_->kept.count * plan_->kept_bytes);
+  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->working_bytes);
+  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_->stream_slots * stream_bytes());
+  outputs_sent_.resize(plan_->kept.count);
+  if (plan_->use != ConfigUse::Generate) fill_pass_memory();
   make_chunks();
 }
 
 Stage::~Stage() { drop_graphs(); }
 
-void Stage::make_pass_memory() {
-  // What peers write into lies in the memory of their communicator; the tokens and their like, in one piece.
-  char* at = static_cast<char*>(
-      memory_buffers_.emplace_back(device_buffer(device_, ledger_, Tag::Data, align_up(plan_.pass.bytes(Tag::Data), 8)))
-          .data());
+void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
+  DS_ASSERT(plan.use != ConfigUse::Generate && inputs_ == nullptr && plan.chunks.size() == chunks_.size());
+  // What has been sent of the last step goes out of memory that is laid out anew.
+  for (Ticket& sent : outputs_sent_) sent.wait();
+  for (Chunk& chunk : chunks_) {
+    for (Ticket& sent : chunk.grads_sent) sent.wait();
+  }
+  sent_.wait();
+  drop_graphs();
+  warm_ = false;
+  model_ = &model;
+  plan_ = &plan;
+  memory_ = plan.pass;
+  fill_pass_memory();
+  chunks_.clear();
+  make_chunks();
+}
+
+i64 Stage::stream_bytes() const noexcept {
+  return align_up(plan_->shape().stream_rows * model_->hidden * dtype_bytes(plan_->work), 64);
+}
+
+// What peers write into lies in the memory of their communicator; the tokens and their like, in one piece.
+void Stage::take_pass_memory() {
+  memory_buffers_.push_back(device_buffer(device_, ledger_, Tag::Data, align_up(plan_->pass.bytes(Tag::Data), 8)));
+  memory_.for_each([&](Tag tag, TensorView& v) {
+    if (v.rank == 0 || tag == Tag::Data) return;
+    const bool of_peers = &v == &memory_.partial || &v == &memory_.gathered;
+    memory_buffers_.push_back(of_peers ? mesh_.tp().allocate(ledger_, tag, v.bytes())
+                                       : device_buffer(device_, ledger_, tag, v.bytes()));
+  });
+}
+
+void Stage::fill_pass_memory() {
+  size_t next = 1;
+  i64 of_data = 0;
   memory_.for_each([&](Tag tag, TensorView& v) {
     if (v.rank == 0) return;
     if (tag == Tag::Data) {
-      v.data = std::exchange(at, at + v.bytes());
-    } else if (&v == &memory_.partial || &v == &memory_.gathered) {
-      v.data = memory_buffers_.emplace_back(mesh_.tp().allocate(ledger_, tag, v.bytes())).data();
+      v.data = memory_buffers_.front().as<char>().data() + of_data;
+      of_data += v.bytes();
     } else {
-      v.data = memory_buffers_.emplace_back(device_buffer(device_, ledger_, tag, v.bytes())).data();
+      const Buffer& buffer = memory_buffers_[next++];
+      DS_ASSERT(v.bytes() <= buffer.bytes());
+      v.data = buffer.data();
     }
   });
+  DS_ASSERT(next == memory_buffers_.size() && of_data <= memory_buffers_.front().bytes());
   const model::PassSizes& sizes = memory_.sizes;
   if (memory_.token_types)
     device_.zero(memory_.token_types.data, memory_.token_types.bytes());  // packed text is one segment
-  model::upload_layout(memory_, model_, device_);
+  model::upload_layout(memory_, *model_, device_);
   if (memory_.rope_cos) {
     const model::RopeTables rope = model::make_rope_tables(config_, sizes.rope_rows);
     device_.upload(memory_.rope_cos.data, rope.cos.data(), memory_.rope_cos.bytes());
     device_.upload(memory_.rope_sin.data, rope.sin.data(), memory_.rope_sin.bytes());
   }
   std::vector<i32> positions;
-  for (const model::TokenRange& range : model_.shard.tokens(sizes.sequence_length)) {
+  for (const model::TokenRange& range : model_->shard.tokens(sizes.sequence_length)) {
     for (i64 t = 0; t < range.count; ++t) positions.push_back(static_cast<i32>(range.begin + t));
   }
   DS_ASSERT(std::ssize(positions) == sizes.T);
@@ -77,26 +115,23 @@ void Stage::make_pass_memory() {
 }
 
 void Stage::make_chunks() {
-  const i64 S = plan_.shape().stream_rows, C = model_.hidden;
-  kept_ = device_buffer(device_, ledger_, Tag::Activations, plan_.kept.count * plan_.kept_bytes);
-  working_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.working_bytes);
-  const i64 stream_bytes = align_up(S * C * dtype_bytes(plan_.work), 64);
-  streams_ = device_buffer(device_, ledger_, Tag::Workspace, plan_.stream_slots * stream_bytes);
-  outputs_sent_.resize(plan_.kept.count);
+  const i64 S = plan_->shape().stream_rows, C = model_->hidden, bytes = stream_bytes();
+  DS_ASSERT(plan_->kept.count * plan_->kept_bytes <= kept_.bytes() && plan_->working_bytes <= working_.bytes() &&
+            plan_->temporary_bytes <= temporary_.bytes() && plan_->stream_slots * bytes <= streams_.bytes());
   char* const kept = static_cast<char*>(kept_.data());
   char *working = static_cast<char*>(working_.data()), *stream = static_cast<char*>(streams_.data());
   const auto streams = [&](i64 n) {
     std::vector<TensorView> views;
     for (i64 i = 0; i < n; ++i)
-      views.push_back(TensorView::of(std::exchange(stream, stream + stream_bytes), plan_.work, {S, C}));
+      views.push_back(TensorView::of(std::exchange(stream, stream + bytes), plan_->work, {S, C}));
     return views;
   };
   std::vector<TensorView> turns[2];  // breadth first: between a chunk and the next, and those before
-  for (i64 i = 0; plan_.breadth_first && i < std::min<i64>(2, plan_.stream_slots / plan_.micro_batches); ++i)
-    turns[i] = streams(plan_.micro_batches);
-  for (const report::ChunkPlan& c : plan_.chunks) {
+  for (i64 i = 0; plan_->breadth_first && i < std::min<i64>(2, plan_->stream_slots / plan_->micro_batches); ++i)
+    turns[i] = streams(plan_->micro_batches);
+  for (const report::ChunkPlan& c : plan_->chunks) {
     Chunk& chunk = chunks_.emplace_back();
-    if (plan_.breadth_first) {
+    if (plan_->breadth_first) {
       const size_t number = chunks_.size() - 1;
       if (!c.first) chunk.grads_out = turns[(number - 1) % 2];
       if (!c.last) chunk.grads_in = turns[number % 2];
@@ -111,19 +146,19 @@ void Stage::make_chunks() {
     chunk.grads_here.resize(c.grad_slots);
     chunk.grads_sent.resize(c.grad_slots);
     const auto plan = [&](model::Mode mode, i64 kept_slot, i64 working_slot, TensorView input_grad) {
-      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_.kept_bytes,
+      model::ActivationPlanner planner({.kept = kept + kept_slot * plan_->kept_bytes,
                                         .working = working + working_slot * c.working_bytes,
                                         .temporary = temporary_.data(),
-                                        .away = kept_slot * plan_.away_bytes});
-      auto acts = report::plan_acts(model_, c, plan_, planner, mode, plan_.shape(), input_grad);
-      DS_ASSERT(planner.kept_bytes() <= plan_.kept_bytes && planner.working_bytes() <= c.working_bytes &&
-                planner.temporary_bytes() <= plan_.temporary_bytes);
+                                        .away = kept_slot * plan_->away_bytes});
+      auto acts = report::plan_acts(*model_, c, *plan_, planner, mode, plan_->shape(), input_grad);
+      DS_ASSERT(planner.kept_bytes() <= plan_->kept_bytes && planner.working_bytes() <= c.working_bytes &&
+                planner.temporary_bytes() <= plan_->temporary_bytes);
       return acts;
     };
     // The memory of a micro-batch is that of its slots, and many micro-batches have the same.
     std::map<std::array<i64, 3>, size_t> known;
-    for (i64 micro = 0; plan_.trains() && micro < plan_.micro_batches; ++micro) {
-      const i64 kept_slot = plan_.kept.of[chunks_.size() - 1][micro],
+    for (i64 micro = 0; plan_->trains() && micro < plan_->micro_batches; ++micro) {
+      const i64 kept_slot = plan_->kept.of[chunks_.size() - 1][micro],
                 working_slot = c.scratch_slots + micro % (c.working_slots - c.scratch_slots),
                 grad_slot = micro % c.grad_slots;
       const auto [found, is_new] = known.try_emplace({kept_slot, working_slot, grad_slot}, known.size());
@@ -131,11 +166,11 @@ void Stage::make_chunks() {
       if (!is_new) continue;
       const TensorView grad_out = c.first ? TensorView{} : chunk.grads_out[grad_slot];
       chunk.forward.push_back(plan(model::Mode::Train, kept_slot, 0, grad_out));
-      if (plan_.split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
+      if (plan_->split_backward) chunk.backward.push_back(plan(model::Mode::Train, kept_slot, working_slot, grad_out));
     }
-    if (!plan_.split_backward) chunk.backward = chunk.forward;
-    if (plan_.use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
-    if (plan_.split_backward) working += c.working_slots * c.working_bytes;
+    if (!plan_->split_backward) chunk.backward = chunk.forward;
+    if (plan_->use != ConfigUse::Generate) chunk.eval = plan(model::Mode::Eval, 0, 0, {});
+    if (plan_->split_backward) working += c.working_slots * c.working_bytes;
   }
 }
 
@@ -148,7 +183,9 @@ void Stage::load_documents(i64 micro, std::span<const i32> ids, std::span<const 
   if (!memory_.documents) return;
   const i64 T = memory_.sizes.sequence_length, B = memory_.sizes.B;
   // What a mask stands for is in the targets.
-  const auto token = [&](size_t at) { return !model_.causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at]; };
+  const auto token = [&](size_t at) {
+    return !model_->causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at];
+  };
   for (i64 first = 0; first < B * T; first += T) {
     for (i64 begin = 0; begin < T;) {
       i64 end = begin + 1;
@@ -171,7 +208,7 @@ void Stage::upload_tokens(const TensorView& to, i64 micro, std::span<const i32> 
   const model::PassSizes& s = memory_.sizes;
   auto at = tokens_.begin();
   for (i64 b = 0; b < s.B; ++b) {
-    for (const model::TokenRange& range : model_.shard.tokens(s.sequence_length))
+    for (const model::TokenRange& range : model_->shard.tokens(s.sequence_length))
       at = std::copy_n(sequences.begin() + b * s.sequence_length + range.begin, range.count, at);
   }
   const TensorView part = to.rows(micro * s.B * s.T, s.B * s.T);
@@ -213,8 +250,8 @@ class Stage::ParamTiles final : public model::Tiles {
  public:
   ParamTiles(Stage& stage, Leases& leases, i64 layer) : stage_(stage), leases_(leases), layer_(layer) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_.rows[report::RunPlan::unit_of(layer_)][row].group;
-    for (const zero::MatrixTile& tile : stage_.plan_.tiles_of(layer_, row)) {
+    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
+    for (const zero::MatrixTile& tile : stage_.plan_->tiles_of(layer_, row)) {
       stage_.acquire(leases_);
       const TensorView rows = leases_[group]->rows(tile.unit).front();
       DS_ASSERT(rows.data != nullptr);  // else the layer's products come in another order than it says
@@ -232,9 +269,9 @@ class Stage::GradTiles final : public model::Tiles {
  public:
   GradTiles(Stage& stage, i64 layer, i64 micro) : stage_(stage), layer_(layer), micro_(micro) {}
   void for_each(size_t row, FunctionRef<void(i64, TensorView)> use) override {
-    const size_t group = stage_.plan_.rows[report::RunPlan::unit_of(layer_)][row].group;
+    const size_t group = stage_.plan_->rows[report::RunPlan::unit_of(layer_)][row].group;
     zero::GradStore& grads = stage_.shards_[group]->grads();
-    for (const zero::MatrixTile& tile : stage_.plan_.grad_tiles_of(layer_, row)) {
+    for (const zero::MatrixTile& tile : stage_.plan_->grad_tiles_of(layer_, row)) {
       use(tile.first, grads.acquire(tile.unit).front());
       grads.commit(tile.unit, micro_);
     }
@@ -246,9 +283,9 @@ class Stage::GradTiles final : public model::Tiles {
 };
 
 model::RowViews Stage::param_views(const Leases& leases, i64 layer, model::Tiles& tiles) {
-  const bool shared = model_.tied() && (layer == 0 || layer + 1 == std::ssize(model_.layers));
+  const bool shared = model_->tied() && (layer == 0 || layer + 1 == std::ssize(model_->layers));
   const auto rows_of = [&](size_t g) { return leases[g]->rows(report::RunPlan::unit_of(layer)); };
-  return {merge(model_.layers[layer]->rows(), merged_params_, rows_of),
+  return {merge(model_->layers[layer]->rows(), merged_params_, rows_of),
           shared ? leases[0]->rows(report::RunPlan::kSharedUnit)[0] : TensorView{}, &tiles};
 }
 
@@ -278,7 +315,7 @@ void Stage::begin_step() {
 }
 
 void Stage::run(size_t at, const MicroBatch& micro) {
-  const Instr& instr = plan_.schedule[at];
+  const Instr& instr = plan_->schedule[at];
   switch (instr.op) {
     case Op::Load: break;
     case Op::RecvActivation:
@@ -308,7 +345,7 @@ T& slot_of(std::vector<T>& slots, i64 micro) {
 // micro-batches under way.
 void Stage::post_receives(size_t end) {
   for (; posted_ < end; ++posted_) {
-    const Instr& instr = plan_.schedule[posted_];
+    const Instr& instr = plan_->schedule[posted_];
     Chunk& chunk = chunks_[instr.chunk];
     if (instr.op == Op::RecvActivation) {
       receive_activation(instr);
@@ -323,8 +360,8 @@ void Stage::post_receives(size_t end) {
 void Stage::post_next_receive(size_t at) {
   const auto is_receive = [](const Instr& i) { return i.op == Op::RecvActivation || i.op == Op::RecvGrad; };
   next_receive_ = std::max(next_receive_, at);
-  while (next_receive_ < plan_.schedule.size() && !is_receive(plan_.schedule[next_receive_])) ++next_receive_;
-  if (next_receive_ < plan_.schedule.size()) post_receives(next_receive_ + 1);
+  while (next_receive_ < plan_->schedule.size() && !is_receive(plan_->schedule[next_receive_])) ++next_receive_;
+  if (next_receive_ < plan_->schedule.size()) post_receives(next_receive_ + 1);
 }
 
 void Stage::send(const Instr& instr) {
@@ -345,15 +382,15 @@ const std::vector<model::LayerActs>& Stage::acts_of(const Instr& instr) const no
 }
 
 Ticket& Stage::output_sent(const Instr& instr) noexcept {
-  const i64 slot = plan_.kept.of[instr.chunk][instr.micro];
+  const i64 slot = plan_->kept.of[instr.chunk][instr.micro];
   return outputs_sent_[slot];
 }
 
 // What a chunk's first layer reads; it has come when this returns.
 TensorView Stage::input_of(const Instr& instr) {
   Chunk& chunk = chunks_[instr.chunk];
-  if (plan_.chunks[instr.chunk].first) return {};
-  if (plan_.breadth_first) {
+  if (plan_->chunks[instr.chunk].first) return {};
+  if (plan_->breadth_first) {
     const Chunk& before = chunks_[instr.chunk - 1];
     return before.forward[before.views[instr.micro]].back().output;
   }
@@ -362,7 +399,7 @@ TensorView Stage::input_of(const Instr& instr) {
 }
 
 void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_.chunks[instr.chunk];
+  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Train, .B = s.B, .T = s.T, .micro = instr.micro});
@@ -385,10 +422,10 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
 
 void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const LayerCall& call,
                      const MicroBatch& micro) {
-  const report::ChunkPlan& plan = plan_.chunks[instr.chunk];
+  const report::ChunkPlan& plan = plan_->chunks[instr.chunk];
   Chunk& chunk = chunks_[instr.chunk];
-  const model::Layer& layer = *model_.layers[call.layer];
-  const bool head = call.layer + 1 == std::ssize(model_.layers);
+  const model::Layer& layer = *model_->layers[call.layer];
+  const bool head = call.layer + 1 == std::ssize(model_->layers);
   const size_t at = static_cast<size_t>(call.layer - plan.chunk.begin);
   const auto& layers = acts_of(instr);
   const model::LayerActs& acts = layers[at];
@@ -405,7 +442,7 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
   };
   const size_t key = ((static_cast<size_t>(instr.micro) * 3 + static_cast<size_t>(call.kind)) * 2 +
                       (instr.op == Op::Forward ? 0 : 1)) *
-                         model_.layers.size() +
+                         model_->layers.size() +
                      static_cast<size_t>(call.layer);
   switch (call.kind) {
     case LayerCall::Kind::Forward: {
@@ -433,8 +470,8 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
     }
     case LayerCall::Kind::BackwardWeight: {
       const i64 own = report::RunPlan::unit_of(call.layer),
-                shared = head ? plan_.head_use() : report::RunPlan::kSharedUnit;
-      const bool has_shared = model_.tied() && (head || call.layer == 0);
+                shared = head ? plan_->head_use() : report::RunPlan::kSharedUnit;
+      const bool has_shared = model_->tied() && (head || call.layer == 0);
       const auto rows_of = [&](size_t g) {
         return shards_[g]->plan().has_grads(own) ? shards_[g]->grads().acquire(own) : std::span<const TensorView>();
       };
@@ -452,14 +489,14 @@ void Stage::run_call(const model::PassContext& ctx, const Instr& instr, const La
 }
 
 zero::TierLease Stage::stashed(const model::LayerActs& acts, zero::LeaseTo access) {
-  return inputs_->lease(acts.stash_at, plan_.inputs.part_bytes, access);
+  return inputs_->lease(acts.stash_at, plan_->inputs.part_bytes, access);
 }
 
 void Stage::stash(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
+  const i64 slice = acts.stash.dim(0), first = plan_->partition_inputs ? plan_->coord.tp * slice : 0;
   const i64 count = std::clamp<i64>(acts.output.dim(0) - first, 0, slice);
   const TensorView rows = count > 0 ? acts.output.rows(first, count) : TensorView{};
-  if (plan_.offload_inputs) {
+  if (plan_->offload_inputs) {
     const zero::TierLease there = stashed(acts, zero::LeaseTo::Fill);
     if (rows) device_.download(there.data(), rows.data, rows.bytes());
   } else if (rows) {
@@ -468,15 +505,15 @@ void Stage::stash(const model::LayerActs& acts) {
 }
 
 void Stage::restore(const model::LayerActs& acts) {
-  const i64 slice = acts.stash.dim(0), first = plan_.partition_inputs ? plan_.coord.tp * slice : 0;
+  const i64 slice = acts.stash.dim(0), first = plan_->partition_inputs ? plan_->coord.tp * slice : 0;
   const TensorView rows = acts.restored.rows(first, slice);
-  if (plan_.offload_inputs) {
+  if (plan_->offload_inputs) {
     const zero::TierLease there = stashed(acts, zero::LeaseTo::Read);
     device_.upload(rows.data, there.data(), rows.bytes());
   } else {
     device_.copy(rows.data, acts.stash.data, rows.bytes());
   }
-  if (!plan_.partition_inputs) return;
+  if (!plan_->partition_inputs) return;
   const AllGatherSegment all{acts.restored.data, rows.bytes()};
   mesh_.tp().all_gather({&all, 1}, "tp.all_gather").wait();
 }
@@ -484,13 +521,13 @@ void Stage::restore(const model::LayerActs& acts) {
 TensorView Stage::forward(size_t c, model::PassContext& ctx, TensorView x, std::span<const model::LayerActs> acts,
                           FunctionRef<void(i64)> before) {
   begin_pass([c](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers[c]; });
-  const pipeline::Chunk& chunk = plan_.chunks[c].chunk;
+  const pipeline::Chunk& chunk = plan_->chunks[c].chunk;
   for (i64 l = chunk.begin; l < chunk.end; ++l) {
     before(l);
     Leases leases = acquire();
     ParamTiles tiles(*this, leases, l);
     const model::LayerActs& layer = acts[l - chunk.begin];
-    model_.layers[l]->forward(ctx, param_views(leases, l, tiles), x, layer);
+    model_->layers[l]->forward(ctx, param_views(leases, l, tiles), x, layer);
     x = layer.output;
   }
   return x;
@@ -507,7 +544,7 @@ void Stage::evaluate(const Instr& instr) {
   sent_.wait();  // of the batch before: layers take turns in the memory of outputs
   const model::PassSizes& s = memory_.sizes;
   model::PassContext ctx = context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T, .micro = instr.micro});
-  const TensorView x = plan_.breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
+  const TensorView x = plan_->breadth_first && c > 0 ? chunks_[c - 1].eval.back().output : input_of(instr);
   forward(c, ctx, x, chunks_[c].eval, [](i64) {});
 }
 
@@ -519,19 +556,19 @@ void Stage::receive_activation(const Instr& instr) {
 }
 
 void Stage::logits(TensorView out) {
-  const pipeline::Chunk& last = plan_.chunks.back().chunk;
+  const pipeline::Chunk& last = plan_->chunks.back().chunk;
   begin_pass([](const zero::ShardsPlan& s) -> const zero::GatherPlan& { return s.eval_gathers.back(); });
   for (i64 l = last.begin; l < last.end; ++l) {
     Leases leases = acquire();
     ParamTiles tiles(*this, leases, l);
     if (l + 1 < last.end) {  // gone through for the accesses of the plan alone
-      for (const size_t row : model_.layers[l]->products(model::Products::Forward))
+      for (const size_t row : model_->layers[l]->products(model::Products::Forward))
         tiles.for_each(row, [](i64, TensorView) {});
       continue;
     }
     const model::PassSizes& s = memory_.sizes;
-    model_.layers.back()->logits(context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T}),
-                                 param_views(leases, l, tiles), chunks_.back().eval.back(), out);
+    model_->layers.back()->logits(context(memory_, {.mode = model::Mode::Eval, .B = s.B, .T = s.T}),
+                                  param_views(leases, l, tiles), chunks_.back().eval.back(), out);
   }
 }
 

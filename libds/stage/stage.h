@@ -31,6 +31,11 @@ class Stage {
         Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
+  // Between steps: from now on passes are over sequences of another length. The plan is report::plan_of_length() of the
+  // one by which memory was taken, which has the longest, or that one; `model` is of its length. Both outlive it.
+  // Takes no memory. Not with inputs that are kept away from the device.
+  void reshape(const model::Model& model, const report::RunPlan& plan);
+
   // This rank's part of the tokens of a micro-batch: B whole sequences each.
   void load(i64 micro, std::span<const i32> ids, std::span<const i32> targets);
   // Where documents of the same micro-batch begin and end, which every stage needs; nothing where sequences have none.
@@ -56,17 +61,17 @@ class Stage {
                      FunctionRef<void(i64 layer)> before);
 
   model::PassContext context(const model::PassMemory& memory, const model::Pass& pass) const {
-    return model::make_context(memory, pass, model_, device_.ops(), stream_, &mesh_.tp(), &mesh_.sp());
+    return model::make_context(memory, pass, *model_, device_.ops(), stream_, &mesh_.tp(), &mesh_.sp());
   }
 
   const ModelConfig& model_config() const noexcept { return config_; }
-  const model::Model& model() const noexcept { return model_; }
-  const report::RunPlan& plan() const noexcept { return plan_; }
+  const model::Model& model() const noexcept { return *model_; }
+  const report::RunPlan& plan() const noexcept { return *plan_; }
   Mesh& mesh() const noexcept { return mesh_; }
   MemoryLedger& ledger() const noexcept { return ledger_; }
   Device& device() const noexcept { return device_; }
-  int next() const noexcept { return (plan_.coord.pp + 1) % plan_.mesh.pp; }
-  int previous() const noexcept { return (plan_.coord.pp + plan_.mesh.pp - 1) % plan_.mesh.pp; }
+  int next() const noexcept { return (plan_->coord.pp + 1) % plan_->mesh.pp; }
+  int previous() const noexcept { return (plan_->coord.pp + plan_->mesh.pp - 1) % plan_->mesh.pp; }
 
  private:
   // A chunk of layers, and its memory for the micro-batches that are under way.
@@ -80,7 +85,9 @@ class Stage {
     std::vector<Ticket> grads_sent;
   };
 
-  void make_pass_memory();
+  void take_pass_memory();
+  void fill_pass_memory();
+  i64 stream_bytes() const noexcept;  // of a message of the pipeline
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
   // Of all groups, for one call of a layer.
@@ -115,8 +122,8 @@ class Stage {
   void restore(const model::LayerActs& acts);  // acts.restored = the output
 
   const ModelConfig& config_;
-  const model::Model& model_;
-  const report::RunPlan& plan_;
+  const model::Model* model_;
+  const report::RunPlan* plan_;
   zero::AllShards& shards_;
   Mesh& mesh_;
   MemoryLedger& ledger_;

@@ -118,6 +118,7 @@ struct Hooks {
   std::vector<DpSplit> splits = {};                 // of the mesh
   bool same_logits = true;                          // all ranks of dp compute with the same parameters
   std::function<void(engine::Engine&)> start = {};  // instead of random weights
+  std::function<i64(i64 step)> length = {};         // tokens of the samples of step s, fewer than the configuration's
   // Called on every rank before and after step s (from 0), and when all else is done; may poison the engine.
   std::function<void(engine::Engine&, i64 step)> before_step = {}, after_step = {};
   std::function<void(engine::Engine&)> at_end = {};
@@ -143,15 +144,18 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     values->reserve(static_cast<size_t>(steps));
   trace.skipped.reserve(steps);
   for (i64 step = engine.progress().step, end = step + steps; step < end; ++step) {
+    const i64 length = hooks.length ? hooks.length(step) : T;
+    engine.train_at(length);
     for (i64 j = 0; j < m; ++j) {
       for (i64 b = 0; b < B; ++b) {
         const i64 sample = ((step * m + j) * P + mesh.data_rank()) * B + b;
-        const size_t at = static_cast<size_t>((j * B + b) * T), n = static_cast<size_t>(T);
+        const size_t at = static_cast<size_t>((j * B + b) * length), n = static_cast<size_t>(length);
         fill_sample(sample, config.model.vocab_size, std::span(ids).subspan(at, n), std::span(targets).subspan(at, n));
       }
     }
     if (hooks.before_step) hooks.before_step(engine, step);
-    const engine::StepReport r = engine.train_step({ids, targets});
+    const size_t all = static_cast<size_t>(m * B * length);
+    const engine::StepReport r = engine.train_step({std::span(ids).first(all), std::span(targets).first(all)});
     trace.losses.push_back(r.loss);
     trace.norms.push_back(r.grad_norm);
     trace.scales.push_back(r.loss_scale);

@@ -136,6 +136,22 @@ struct Moved {
         if (key.path.substr(kSparse.size()) == n.key) set.push_back(fmt::format("{}{}", kSparse, n.needs));
       }
     }
+    if (constexpr std::string_view kCurriculum = "curriculum_learning."; key.path.starts_with(kCurriculum)) {
+      const bool lists = key.path.ends_with(".difficulty") || key.path.ends_with(".max_step");
+      const struct {
+        std::string_view key, value;
+      } needs[] = {{"enabled", "true"},
+                   {"schedule_type", lists                                ? "fixed_discrete"
+                                     : key.path.ends_with(".root_degree") ? "fixed_root"
+                                                                          : "fixed_linear"},
+                   {"max_difficulty", "64"},
+                   {"schedule_config.total_curriculum_step", "100"},
+                   {"schedule_config.difficulty", key.path.ends_with(".max_step") ? "[8, 16]" : "[8]"}};
+      for (const auto& n : needs) {
+        if (key.path.substr(kCurriculum.size()) != n.key)
+          set.push_back(fmt::format("{}{}={}", kCurriculum, n.key, n.value));
+      }
+    }
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
@@ -498,6 +514,10 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"sparse_attention.num_random_blocks", "", R"("sparse_attention": {"mode": "variable"})", "0"},
       {"sparse_attention.global_block_end_indices", "default: none", R"("sparse_attention": {"mode": "variable"})", ""},
       {"sparse_attention.layout", "default: none", "", ""},
+      {"curriculum_learning.max_difficulty", "required", "", ""},
+      {"curriculum_learning.schedule_config.total_curriculum_step", "required", "", ""},
+      {"curriculum_learning.schedule_config.difficulty", "required", "", ""},
+      {"curriculum_learning.schedule_config.max_step", "required", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
       {"tensorboard.output_path", "default: the directory tensorboard in the run directory", "", ""},
       {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},

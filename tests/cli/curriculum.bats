@@ -1,0 +1,47 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# Sequences that grow, from the shell: metrics say how long they are, a resumed run goes on with the same bits, no
+# arrangement of ranks moves one.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+grows='{"enabled": true, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 32,
+  "schedule_type": "fixed_linear", "schedule_config": {"total_curriculum_step": 8, "difficulty_step": 8}}'
+
+lengths() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"seq_length":\([0-9]*\).*/\1/' | tr '\n' ' '; }
+tokens() { grep '"type":"step"' "$1/metrics.jsonl" | sed 's/.*"tokens":\([0-9]*\).*/\1/' | tr '\n' ' '; }
+
+@test "sequences grow by the schedule, and their tokens are counted" {
+  ds-train cfg.json --out r --quiet --steps 10 --set curriculum_learning="$grows" --set eval.every=4
+  assert_equal "$(lengths r)" "8 8 16 16 16 24 24 32 32 32 "
+  assert_equal "$(tokens r)" "64 64 128 128 128 192 192 256 256 256 "
+  ds-train cfg.json --out whole --quiet --steps 2
+  run grep -c '"type":"step".*seq_length' whole/metrics.jsonl
+  assert_output 0
+}
+
+@test "a run that grows is resumed bit for bit, with other ranks, and evaluations move nothing" {
+  ds-launch -n 2 ds-train cfg.json --out whole --quiet --steps 10 --set curriculum_learning="$grows"
+  for more in '-n 2 zero_optimization.stage=3' '-n 4 zero_optimization.stage=1' '-n 2 pipeline.stages=2' '-n 1 eval.every=3'; do
+    read -r n ranks set <<<"$more"
+    rm -rf half
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --steps 5 --set curriculum_learning="$grows" --set eval.every=2
+    ds-launch "$n" "$ranks" ds-train cfg.json --out half --quiet --steps 10 --resume latest \
+      --set curriculum_learning="$grows" --set "$set"
+    assert_equal "$(losses half)" "$(losses whole)"
+    assert_equal "$(lengths half)" "$(lengths whole)"
+  done
+  merged whole whole.safetensors
+  merged half half.safetensors
+  cmp whole.safetensors half.safetensors
+}
+
+@test "what does not fit, or is not there, is refused before anything is written" {
+  refused 2 'curriculum_learning.schedule_config.total_curriculum_step: is missing' --set curriculum_learning.enabled=true \
+    --set curriculum_learning.schedule_type=fixed_linear
+  refused 4 '"custom" is not there yet' --set curriculum_learning="$grows" --set curriculum_learning.schedule_type=custom
+  refused 4 'curriculum_learning.enabled: a layout of sparse attention' --set curriculum_learning="$grows" \
+    --set sparse_attention.mode=local
+}
