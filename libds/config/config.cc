@@ -168,6 +168,31 @@ bool trains_on_text(const DataConfig& d) {
   return std::any_of(d.train.begin(), d.train.end(), [](const std::string& f) { return is_text(data_format_of(f)); });
 }
 
+// In the form of a role what is said stands once.
+void check_chat_template(const ChatTemplateConfig& t, Reader& r) {
+  if (t == ChatTemplateConfig{}) return;
+  const struct {
+    std::string_view key;
+    const std::string& text;
+    bool has_content;
+  } rows[] = {{"data.chat_template.begin", t.begin, false},
+              {"data.chat_template.system", t.system, true},
+              {"data.chat_template.user", t.user, true},
+              {"data.chat_template.assistant", t.assistant, true},
+              {"data.chat_template.tool", t.tool, true}};
+  for (const auto& row : rows) {
+    if (row.text.empty() || r.broken(row.key)) continue;
+    const size_t first = row.text.find(kChatContent);
+    if (!row.has_content && first != row.text.npos) {
+      r.error(row.key, fmt::format("has {}: it stands before the first message", kChatContent));
+    } else if (row.has_content && (first == row.text.npos || row.text.find(kChatContent, first + 1) != row.text.npos)) {
+      r.error(row.key, fmt::format("must have {} once, where what is said belongs", kChatContent));
+    }
+  }
+  if (t.assistant.empty() && !r.broken("data.chat_template.assistant"))
+    r.error("data.chat_template.assistant", "is missing: what the assistant says is what is learnt");
+}
+
 // What a model that is not causal needs to be trained, and what has no meaning for one that is.
 void check_objective(const Config& c, Reader& r) {
   const DataConfig& d = c.data;
@@ -229,6 +254,7 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
     if (d.validation.empty() && d.split > 0 && !r.broken("data.split") && !r.broken("data.validation"))
       r.error("data.weights", "weighs whole files: give data.validation, or set data.split to 0");
   }
+  check_chat_template(d.chat_template, r);
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;

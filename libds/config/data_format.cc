@@ -12,7 +12,9 @@ DataFormat data_format_of(const std::string& file) {
   };
   const std::string hdf5 = split_hdf5_name(file).file;
   if (hdf5.ends_with(".h5") || hdf5.ends_with(".hdf5")) return DataFormat::Hdf5;
-  if (file.ends_with(".jsonl")) return DataFormat::Jsonl;
+  for (const char* const suffix : {".jsonl", ".ndjson", ".json"}) {
+    if (file.ends_with(suffix)) return DataFormat::Jsonl;
+  }
   const MegatronNames megatron = megatron_names(file);
   if (file == megatron.idx) return DataFormat::Megatron;
   if (file == megatron.bin) return exists(megatron.idx) ? DataFormat::Megatron : DataFormat::Bin;

@@ -52,12 +52,13 @@ class TokenStream {
   // A format for all files, or Auto: of each by its name, what lies beside it, and llm.c's by its first bytes
   // (config/data_format.h); token files of several kinds may be mixed, and so may text and JSONL. Text is encoded by
   // `tokenizer`, "bytes" or a path as of open_tokenizer, each file by itself, with `num_threads`. Behind each text of a
-  // JSONL file comes `document_token`, or where that is negative the tokenizer's end of text, if it has one. Throws
+  // JSONL file comes `document_token`, or where that is negative the tokenizer's end of text, if it has one;
+  // messages take the form of `chat_template`, which needs some. Throws
   // Errc::Config (cannot be opened, not a file, nothing in it, text mixed with tokens, no dataset of that name),
   // Errc::Io, Errc::Corrupt (file and what is wrong), Errc::Unavailable (numbers that are no integers, and what else
   // is known and not read), and as open_tokenizer and Tokenizer::encode do.
   TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer = "bytes",
-              int num_threads = 1, i64 document_token = -1);
+              int num_threads = 1, i64 document_token = -1, const ChatTemplateConfig& chat_template = {});
 
   i64 num_tokens() const noexcept { return end_ - begin_; }
   i64 num_files() const noexcept { return std::ssize(files_); }

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <cstring>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -13,6 +14,7 @@
 #include "base/check.h"
 #include "base/content_kind.h"
 #include "base/json.h"
+#include "data/chat_template.h"
 #include "data/token_file.h"
 
 namespace ds {
@@ -50,13 +52,52 @@ struct Line {
   }
 };
 
+// Whether it is a number as JSON writes them, and no double holds it.
+bool is_beyond_double(std::string_view word) {
+  if (word.find_first_not_of("+-.0123456789eE") != word.npos) return false;
+  double value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  return error == std::errc::result_out_of_range && end == word.data() + word.size();
+}
+
+// The same with 0 for what JSON has no number for and many writers put down nevertheless: NaN, Infinity, and what is
+// beyond a double. Blanks fill up, so that all stands where it did.
+std::string with_plain_numbers(std::string_view text) {
+  std::string plain(text);
+  bool in_string = false;
+  for (size_t i = 0; i < plain.size(); ++i) {
+    const char c = plain[i];
+    if (in_string && c == '\\') {
+      ++i;
+    } else if (c == '"') {
+      in_string = !in_string;
+    } else if (!in_string && (c == '-' || c == 'N' || c == 'I' || (c >= '0' && c <= '9'))) {
+      const size_t end = std::min(plain.find_first_of(",]} \t\r\n", i), plain.size());
+      const std::string_view word = std::string_view(plain).substr(i, end - i);
+      const bool is_name = word == "NaN" || word == "Infinity" || word == "-Infinity";
+      if (is_name || is_beyond_double(word)) {
+        std::fill(plain.begin() + static_cast<i64>(i), plain.begin() + static_cast<i64>(end), ' ');
+        plain[i] = '0';
+      }
+      i = end - 1;
+    }
+  }
+  return plain;
+}
+
 // Takes the members that are known out of the events of one line.
 class LineHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
-  LineHandler(std::string_view text, LinePlace place) : text_(text), place_(place) {}
+  LineHandler(std::string_view text, LinePlace place, const ChatTemplate& chat)
+      : text_(text), place_(place), chat_(chat) {}
 
   Line take() {
-    nlohmann::json::sax_parse(text_.data(), text_.data() + text_.size(), this);
+    if (!nlohmann::json::sax_parse(text_.data(), text_.data() + text_.size(), this)) {
+      // Whoever wrote the line may not have kept to JSON's numbers.
+      const std::string plain = with_plain_numbers(text_);
+      if (plain != text_) return LineHandler(plain, place_, chat_).take();
+      refuse_error();
+    }
     Line line;
     if (members_[kText].is_given) {
       line.form = LineForm::Text;
@@ -125,16 +166,17 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     return true;
   }
   bool parse_error(size_t at, const std::string& token, const nlohmann::detail::exception& e) override {
-    if (e.id == 406) place_.refuse("a number does not fit a double");  // and may be as long as the line
     try {
       refuse_json(text_, place_.path, Errc::Corrupt, at, token, e);
     } catch (const JsonError& error) {
-      throw Error(Errc::Corrupt,
-                  fmt::format("{}:{}:{}: {}", place_.path, place_.line, error.place().column, error.message()));
+      error_ = fmt::format("{}:{}:{}: {}", place_.path, place_.line, error.place().column, error.message());
     }
+    return false;
   }
 
  private:
+  [[noreturn]] void refuse_error() const { throw Error(Errc::Corrupt, error_); }
+
   // A string, or what stands where one belongs: told when it turns out to be needed.
   struct Member {
     bool is_given = false;
@@ -170,7 +212,7 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     return std::move(member.text);
   }
 
-  // ChatML: what the assistant says is predicted, with the token that ends it.
+  // What the assistant says is predicted, with what ends it.
   void add_message() {
     ++num_messages_;
     if (!wrong_message_.empty()) return;
@@ -181,11 +223,13 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     const std::string &role = members_[kRole].text, &content = members_[kContent].text;
     if (role.empty() || role.find_first_of("\n<>|") != role.npos)
       return refuse_message("its member \"role\" is no name of a role");
-    const bool is_target = role == "assistant";
-    messages_.append(fmt::format("<|im_start|>{}\n", role), false);
-    messages_.append(content, is_target);
-    messages_.append("<|im_end|>", is_target);
-    messages_.append("\n", false);
+    const std::optional<ChatTemplate::Form> form = chat_.form(role);
+    if (!form) return refuse_message(fmt::format("data.chat_template has no form of the role \"{}\"", role));
+    if (num_messages_ == 1) messages_.append(chat_.begin(), false);
+    messages_.append(form->before, false);
+    messages_.append(content, form->is_learnt);
+    messages_.append(form->end, form->is_learnt);
+    messages_.append(form->after, false);
   }
   void refuse_message(const std::string& why) {
     wrong_message_ = fmt::format("message {}: {}", num_messages_, why);
@@ -212,6 +256,8 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
 
   std::string_view text_;
   LinePlace place_;
+  const ChatTemplate& chat_;
+  std::string error_;
   std::array<Member, 5> members_;
   Member* target_ = nullptr;  // what the value that comes belongs to
   int depth_ = 0;
@@ -312,12 +358,12 @@ void for_each_line(const MappedFile& file, Body&& body) {
 }
 
 // That of the first line that has one.
-LineForm form_of(const MappedFile& file) {
+LineForm form_of(const MappedFile& file, const ChatTemplate& chat) {
   if (const std::string_view kind = kind_of_content(file.text()); !kind.empty())
     LinePlace{file.path(), 1}.refuse(fmt::format("this is {}, not a line of JSON", kind));
   LineForm form = LineForm::Text;
   for_each_line(file, [&](std::string_view text, i64 line) {
-    form = LineHandler(text, {file.path(), line}).take().form;
+    form = LineHandler(text, {file.path(), line}, chat).take().form;
     return false;
   });
   return form;
@@ -339,7 +385,8 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
   file->name = path;
   const MappedFile& mapped = file->map(path);
   mapped.check_size();
-  const LineForm form = form_of(mapped);
+  const ChatTemplate chat(encoding.chat_template);
+  const LineForm form = form_of(mapped, chat);
   const std::unique_ptr<Tokenizer> bytes = encoding.tokenizer == nullptr ? open_tokenizer("bytes") : nullptr;
   const Tokenizer& tokenizer = bytes ? *bytes : *encoding.tokenizer;
   // A conversation has an end of its own.
@@ -348,12 +395,14 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
   if (encoding.document_token >= 0) end.token = narrow<i32>(encoding.document_token);
   file->reading = fmt::format("JSONL, {} in a line", form_name(form));
   if (end.token) file->reading += fmt::format(", {} behind each", *end.token);
+  file->has_messages = form == LineForm::Messages;
+  if (file->has_messages && !chat.is_chatml()) file->reading += fmt::format(", as {}", chat.description());
   file->ids = std::make_unique<TokenIds>(tokenizer, encoding.num_threads, path, end.token.value_or(0),
                                          form == LineForm::Text ? TokenMarks::None : TokenMarks::Some);
   Documents documents(*file->ids, tokenizer, end, path);
   bool is_learnt = form == LineForm::Text || (end.token && end.is_target);
   for_each_line(mapped, [&](std::string_view text, i64 line) {
-    Line read = LineHandler(text, {path, line}).take();
+    Line read = LineHandler(text, {path, line}, chat).take();
     if (read.form != form)
       LinePlace{path, line}.refuse(
           fmt::format("has {}, and the first line {}: all of a file are alike", form_name(read.form), form_name(form)));

@@ -64,6 +64,7 @@ struct TokenFile {
   std::string reading;            // what it depends on besides, in words: part of the first file's fingerprint
   std::string copied;             // the ids, where the file has them in a form that cannot be viewed
   std::unique_ptr<TokenIds> ids;  // or where a tokenizer has made them
+  bool has_messages = false;      // conversations, which have a template
   i64 first_token = 0;            // position in the stream
 
   const MappedFile& map(const std::string& path) { return *mapped.emplace_back(new MappedFile(path)); }
@@ -87,6 +88,7 @@ struct TextEncoding {
   const Tokenizer* tokenizer;  // null: a token per byte
   int num_threads = 1;
   i64 document_token = -1;  // data.document_token; -1: not set
+  ChatTemplateConfig chat_template{};
 };
 
 // Each throws as the constructor of TokenStream does.

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "config/data_format.h"
+#include "data/chat_template.h"
 #include "data/objective.h"
 #include "data/token_file.h"
 
@@ -63,7 +64,7 @@ void check_holds_a_sample(const TokenStream& stream, i64 seq_length, const Objec
 }  // namespace
 
 TokenStream::TokenStream(std::span<const std::string> files, DataFormat format, const std::string& tokenizer,
-                         int num_threads, i64 document_token) {
+                         int num_threads, i64 document_token, const ChatTemplateConfig& chat_template) {
   const std::vector<DataFormat> formats = resolve_formats(files, format);
   std::unique_ptr<Tokenizer> encoder;
   if (std::ranges::any_of(formats, is_text)) {
@@ -73,13 +74,16 @@ TokenStream::TokenStream(std::span<const std::string> files, DataFormat format, 
       tokenizer_ = encoder->identity();
     }
   }
-  const TextEncoding encoding{encoder.get(), num_threads, document_token};
+  const TextEncoding encoding{encoder.get(), num_threads, document_token, chat_template};
   for (size_t i = 0; i < files.size(); ++i) {
     std::shared_ptr<TokenFile> file = open_file(files[i], formats[i], encoding);
     file->first_token = end_;
     end_ += file->view.count;
     files_.push_back(std::move(file));
   }
+  DS_CHECK(ChatTemplate(chat_template).is_chatml() ||
+               std::ranges::any_of(files_, [](const auto& file) { return file->has_messages; }),
+           Errc::Config, "data.chat_template: no data file has messages (from '{}')", files.front());
 }
 
 TokenStream TokenStream::of_file(i64 index) const {
@@ -142,12 +146,15 @@ std::vector<FileFingerprint> TokenStream::fingerprints() const {
 
 Dataset open_dataset(const DataConfig& config, const Objective& objective, int num_threads) {
   DS_CHECK(!config.train.empty(), Errc::Config, "data.train names no file");
-  Dataset data{TokenStream(config.train, config.format, config.tokenizer, num_threads, config.document_token),
-               std::nullopt};
+  const auto open = [&](const std::vector<std::string>& files) {
+    return TokenStream(files, config.format, config.tokenizer, num_threads, config.document_token,
+                       config.chat_template);
+  };
+  Dataset data{open(config.train), std::nullopt};
   check_marks(data.train, objective, config.train.front());
   const i64 total = data.train.num_tokens();
   if (!config.validation.empty()) {
-    data.validation.emplace(config.validation, config.format, config.tokenizer, num_threads, config.document_token);
+    data.validation.emplace(open(config.validation));
     check_marks(*data.validation, objective, config.validation.front());
     check_holds_a_sample(*data.validation, config.seq_length, objective, "validation", config.validation.front(),
                          "give more text or a smaller data.seq_length");

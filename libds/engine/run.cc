@@ -119,7 +119,7 @@ void TrainingRun::State::open() {
   offload::check_places(own.offload, own.files, ranks.local_world_size);
   if (!options.trace.empty()) {
     trace = std::make_unique<Trace>();
-    if (is_root()) monitor::check_file(options.trace, "--trace", plans->config().data);
+    if (is_root()) monitor::check_file(options.trace, "--trace", plans->config(), options.out_dir);
   }
   mesh = engine::make_mesh(*plans, ranks, *device, trace.get());
   backend = mesh->dp().backend();

@@ -9,6 +9,7 @@
 #include <filesystem>
 
 #include "base/file.h"
+#include "checkpoint/run_names.h"
 #include "config/data_format.h"
 #include "ds/limits.h"
 #include "monitor/comms_log.h"
@@ -58,12 +59,27 @@ std::string make_directory(const MonitorConfig& config, std::string_view name, c
 
 }  // namespace
 
-void check_file(const std::string& file, std::string_view key, const DataConfig& data) {
+void check_file(const std::string& file, std::string_view key, const Config& config, const std::string& run_directory) {
   std::error_code error;
   DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
   DS_CHECK(!fs::exists(file, error) || fs::is_regular_file(file, error), Errc::Config, "{}: {} is not a regular file",
            key, file);
-  for (const auto* files : {&data.train, &data.validation}) {
+  const auto place_of = [&](const std::string& path) {
+    return fs::weakly_canonical(fs::absolute(follow_links(path)), error);
+  };
+  const fs::path place = place_of(file);
+  if (!run_directory.empty()) {
+    const fs::path inside = place.lexically_relative(place_of(run_directory));
+    const std::string name = inside.empty() ? "" : inside.begin()->string();
+    const bool is_own = name == kMetricsName || name == kLockName || name == kLatestName || parse_step_name(name);
+    DS_CHECK(!is_own, Errc::Config, "{}: {} is a file that the run writes itself", key, file);
+  }
+  for (const auto& [other, of_key] :
+       {std::pair(config.prometheus.file, kPrometheus), {config.flops_profiler.output_file, kFlops}}) {
+    DS_CHECK(other.empty() || of_key == key || place_of(other) != place, Errc::Config, "{}: {} is the file of {}, too",
+             key, file, of_key);
+  }
+  for (const auto* files : {&config.data.train, &config.data.validation}) {
     for (const std::string& input : *files) {
       const MegatronNames megatron = megatron_names(input);
       for (const std::string& name : {input, split_hdf5_name(input).file, megatron.bin, megatron.idx})
@@ -79,9 +95,9 @@ void Monitors::check(const Config& config, const std::string& run_directory) {
   };
   check_monitor(config.tensorboard, kTensorboard);
   check_monitor(config.csv_monitor, kCsv);
-  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config.data);
+  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config, run_directory);
   const FlopsProfilerConfig& flops = config.flops_profiler;
-  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config.data);
+  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config, run_directory);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {

@@ -35,8 +35,9 @@ struct Run {
 };
 
 // Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written; if
-// something is there that is no regular file, or is data of the run.
-void check_file(const std::string& file, std::string_view key, const DataConfig& data);
+// something is there that is no regular file, or is data of the run; if the run writes it itself, or for another key.
+// `run_directory`: empty where the run has none.
+void check_file(const std::string& file, std::string_view key, const Config& config, const std::string& run_directory);
 
 class Monitors {
  public:

@@ -94,3 +94,20 @@ PY
   assert_output --partial "data.weights is [1, 2], but the run was started with [0.3, 2]"
   refused 2 "give data.validation, or set data.split to 0" --set data.weights='[2]'
 }
+
+@test "conversations in a form that the configuration spells out: trained, resumed with the same alone" {
+  for i in {1..40}; do
+    printf '{"messages": [{"role": "user", "content": "What is %d + 1?"}, {"role": "assistant", "content": "%d."}], "score": NaN}\n' \
+      "$i" "$((i + 1))"
+  done >chat.ndjson
+  local form=(--set 'data.train="chat.ndjson"' --set 'data.chat_template.user="[INST] {content} [/INST]"'
+    --set 'data.chat_template.assistant=" {content} </s>"')
+  ds-train cfg.json --out r --quiet --steps 3 "${form[@]}"
+  ds-train cfg.json --out r --quiet --steps 5 --resume latest "${form[@]}"
+  assert_equal "$(losses r | wc -l)" 5
+  run -3 --separate-stderr ds-train cfg.json --out r --quiet --steps 6 --resume latest "${form[@]}" \
+    --set 'data.chat_template.assistant="{content}</s>"'
+  [[ $stderr == *chat.ndjson* ]] || fail "$stderr"
+  refused 2 'data.chat_template.assistant: must have {content} once' --set data.chat_template.assistant=x
+  refused 2 'data.chat_template: no data file has messages' --set 'data.chat_template.assistant="{content}"'
+}

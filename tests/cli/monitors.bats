@@ -136,6 +136,11 @@ PY
   refused 2 'csv_monitor.output_path: cannot write in file/' --set csv_monitor.enabled=true --set csv_monitor.output_path=file
   refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom
   refused 2 'prometheus.file: cannot write in none' --set prometheus.file=none/tiny.prom --check
+  refused 2 'prometheus.file: refused/metrics.jsonl is a file that the run writes itself' \
+    --set prometheus.file=refused/metrics.jsonl
+  refused 2 'prometheus.file: ./refused/step-00000002/x is a file that the run' --set prometheus.file=./refused/step-00000002/x
+  refused 2 'prometheus.file: here is the file of flops_profiler.output_file, too' --set prometheus.file=here \
+    --set flops_profiler.enabled=true --set flops_profiler.output_file="$PWD/here"
   run -2 --separate-stderr ds-train cfg.json --set csv_monitor.enabled=true
   [[ $stderr == *'csv_monitor.output_path: is missing, and there is no run directory'* ]] || fail "$stderr"
 }
@@ -193,6 +198,7 @@ PY
   ds-train cfg.json --quiet --steps 2 --trace short.json
   assert_equal "$(grep -o '"name":"step"' short.json | wc -l)" 3 # two steps, and the track of what is in them
   refused 2 '--trace: cannot write in none' --trace none/trace.json
+  refused 2 '--trace: refused/latest is a file that the run writes itself' --trace refused/latest
   for option in --check --eval '--generate=x'; do
     run -2 --separate-stderr ds-train cfg.json --trace trace.json "$option"
     [[ $stderr == *"--trace"* ]] || fail "$stderr"

@@ -64,7 +64,11 @@ struct Moved {
         if (n.value != EnumName::kLater && n.name != slot_json(slot)) value = enum_name(e->names, n.value);
       if (key.path == "zero_optimization.offload_param.device") value = "nvme";  // "server" is for optimizers
     } else {
-      value = key.path == "data.tokenizer" ? "bytes" : key.path == "pipeline.partition" ? "uniform" : "text";
+      const bool is_form = key.path.starts_with("data.chat_template.") && !key.path.ends_with(".begin");
+      value = key.path == "data.tokenizer"       ? "bytes"
+              : key.path == "pipeline.partition" ? "uniform"
+              : is_form                          ? "a {content} b"
+                                                 : "text";
     }
     set.push_back(fmt::format("{}={}", key.path, value.dump()));
     if (key.path.starts_with("train_") || key.path == "gradient_accumulation_steps") {
@@ -152,6 +156,8 @@ struct Moved {
           set.push_back(fmt::format("{}{}={}", kCurriculum, n.key, n.value));
       }
     }
+    if (key.path.starts_with("data.chat_template.") && key.path != "data.chat_template.assistant")
+      set.push_back("data.chat_template.assistant=a {content}");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
@@ -518,6 +524,11 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"curriculum_learning.schedule_config.total_curriculum_step", "required", "", ""},
       {"curriculum_learning.schedule_config.difficulty", "required", "", ""},
       {"curriculum_learning.schedule_config.max_step", "required", "", ""},
+      {"data.chat_template.begin", "default: none", "", ""},
+      {"data.chat_template.system", "default: none", "", ""},
+      {"data.chat_template.user", "default: none", "", ""},
+      {"data.chat_template.assistant", "default: none", "", ""},
+      {"data.chat_template.tool", "default: none", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
       {"tensorboard.output_path", "default: the directory tensorboard in the run directory", "", ""},
       {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},

@@ -506,6 +506,87 @@ TEST(JsonlFile, OfMessagesWhatTheAssistantSaysIsTheTarget) {
   expect_error(Errc::Mismatch, HasSubstr("has the id 300 by data.tokenizer"), [&] { ended.check(300); });
 }
 
+TokenStream open_chat(const std::string& file, const ChatTemplateConfig& chat) {
+  return TokenStream(std::span(&file, 1), DataFormat::Auto, "bytes", 1, -1, chat);
+}
+
+// Llama 2's form, and one with a begin of its own: what the assistant says is learnt with what ends it, but for blanks.
+TEST(JsonlFile, OfMessagesATemplateMakesTheForm) {
+  const TempDirectory dir;
+  write_file(dir / "a.jsonl",
+             R"({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes?"}]})"
+             "\n");
+  const ChatTemplateConfig llama{
+      .begin = "", .system = "", .user = "<s>[INST] {content} [/INST]", .assistant = " {content} </s>", .tool = ""};
+  const TokenStream stream = open_chat(dir / "a.jsonl", llama);
+  EXPECT_EQ(text_of(read_all(stream)), "<s>[INST] Hi [/INST] Yes? </s>");
+  EXPECT_EQ(targets_of(stream), ".....................Yes? </s>");
+  const ChatTemplateConfig zephyr{.begin = "BEGIN\n",
+                                  .system = "<|system|>\n{content}</s>\n",
+                                  .user = "<|user|>\n{content}</s>\n",
+                                  .assistant = "<|assistant|>\n{content}</s>\n",
+                                  .tool = ""};
+  const TokenStream other = open_chat(dir / "a.jsonl", zephyr);
+  EXPECT_EQ(text_of(read_all(other)), "BEGIN\n<|user|>\nHi</s>\n<|assistant|>\nYes?</s>\n");
+  EXPECT_EQ(targets_of(other), std::string(36, '.') + "Yes?</s>" + ".");
+  // ChatML, spelt out, is ChatML.
+  const ChatTemplateConfig chatml{.begin = "",
+                                  .system = "",
+                                  .user = "<|im_start|>user\n{content}<|im_end|>\n",
+                                  .assistant = "<|im_start|>assistant\n{content}<|im_end|>\n",
+                                  .tool = ""};
+  const TokenStream spelt = open_chat(dir / "a.jsonl", chatml), usual = open({dir / "a.jsonl"});
+  EXPECT_EQ(read_all(spelt), read_all(usual));
+  EXPECT_EQ(targets_of(spelt), targets_of(usual));
+  // A run goes on with the template that it began with.
+  EXPECT_NE(stream.fingerprints().front().hash, other.fingerprints().front().hash);
+  EXPECT_EQ(stream.fingerprints().front().hash, open_chat(dir / "a.jsonl", llama).fingerprints().front().hash);
+
+  write_file(dir / "b.jsonl",
+             "\n"
+             R"({"messages": [{"role": "system", "content": "a"}]})"
+             "\n");
+  expect_error(Errc::Corrupt, AllOf(HasSubstr("b.jsonl:2: message 1: "), HasSubstr("no form of the role \"system\"")),
+               [&] { open_chat(dir / "b.jsonl", llama); });
+  write_file(dir / "c.jsonl", R"({"text": "a"})"
+                              "\n");
+  expect_error(Errc::Config, HasSubstr("data.chat_template: no data file has messages"),
+               [&] { open_chat(dir / "c.jsonl", llama); });
+}
+
+// What JSON has no number for, where nobody reads it; where somebody does it is not a string.
+TEST(JsonlFile, NumbersThatJsonDoesNotHaveAreNobodysConcern) {
+  const TempDirectory dir;
+  write_file(dir / "a.jsonl",
+             R"({"score": NaN, "text": "a NaN 1e999 \" NaN", "p": [-Infinity, {"q": Infinity}, 1e999, -1E+400, 2.5]})"
+             "\n"
+             R"({"n": 123456789, "text": "b", "m": 1e-400})"
+             "\n");
+  EXPECT_EQ(text_of(read_all(open({dir / "a.jsonl"}))), "a NaN 1e999 \" NaNb");
+  for (const char* const line : {R"({"text": NaN})", R"({"text": -Infinity})", R"({"text": 1e999})"}) {
+    write_file(dir / "b.jsonl", line);
+    expect_error(Errc::Corrupt, HasSubstr("b.jsonl:1: its member \"text\" is a number, where a string belongs"),
+                 [&] { open({dir / "b.jsonl"}); });
+  }
+  for (const char* const line :
+       {R"({"text": "a", "n": nan})", R"({"text": "a", "n": NaNs})", R"({"text": "a", "n": +1})",
+        R"({"text": "a", "n": 1e999e})", R"(NaN)", R"({"n": 1e999, "text": "a)"}) {
+    write_file(dir / "b.jsonl", line);
+    expect_error(Errc::Corrupt, HasSubstr("b.jsonl:1"), [&] { open({dir / "b.jsonl"}); });
+  }
+}
+
+TEST(JsonlFile, HasSeveralNames) {
+  const TempDirectory dir;
+  for (const char* const name : {"a.jsonl", "a.ndjson", "a.json"}) {
+    write_file(dir / name, R"({"text": "abc"})");
+    EXPECT_EQ(text_of(read_all(open({dir / name}))), "abc") << name;
+  }
+  write_file(dir / "list.json", "[{\"text\": \"abc\"}]");
+  expect_error(Errc::Corrupt, HasSubstr("list.json:1: is an array, where each line is an object"),
+               [&] { open({dir / "list.json"}); });
+}
+
 // The tokens of a tokenizer that knows the marks of ChatML; the sample is shifted by one, as always.
 // Roles of another program, or none that answers: a run would learn nothing, and its loss be 0.
 TEST(JsonlFile, DataOfWhichNothingIsLearntAreRefused) {
@@ -620,7 +701,6 @@ TEST(JsonlFile, BadLinesAreNamed) {
   refused("{\"a\xc3\":1,\"text\":\"a\"}", "UTF-8");
   refused("{\"text\":\"a\",}", "a comma before '}'");
   refused("{\"text\":\"a\tb\"}", "control character");
-  refused("{\"text\":\"a\",\"n\":1e999}", "does not fit a double");
   refused("{\"text\":\"a\",\"n\":" + std::string(200, '[') + std::string(200, ']') + "}", "deeper than 100 levels");
   refused("{\"text\":\"a\",\"n\":" + std::string(1 << 20, '['), "deeper than 100 levels");
   refused(R"({"prompt":"a"})", "no member \"completion\"");

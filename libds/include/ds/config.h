@@ -210,8 +210,9 @@ struct CudaConfig {
 enum class DataFormat : u8 { Auto, Text, Bin, Llmc, Megatron, Hdf5, Jsonl, Parquet, Arrow };
 // How samples are cut: None, the stream of tokens every seq_length; BestFit, whole documents, as many as fit.
 enum class DataPacking : u8 { None, BestFit };
-// What a message of a conversation becomes, by who says it: text in which "{content}" stands for what is said. Empty:
+// What a message of a conversation becomes, by who says it: text in which kChatContent stands for what is said. Empty:
 // nobody of that role may speak.
+inline constexpr std::string_view kChatContent = "{content}";
 struct ChatTemplateConfig {
   std::string begin{};  // before the first message
   std::string system{}, user{}, assistant{}, tool{};
