@@ -255,6 +255,12 @@ void resolve_data(Config& c, bool model_is_sound, Reader& r) {
       r.error("data.weights", "weighs whole files: give data.validation, or set data.split to 0");
   }
   check_chat_template(d.chat_template, r);
+  if (d.packing != DataPacking::None && !r.broken("data.packing")) {
+    if (d.document_token < 0 && !r.broken("data.document_token"))
+      r.error("data.packing", "needs data.document_token, which says where documents end, and keeps them apart");
+    if (has_model && !c.model.causal())
+      r.error("data.packing", "is of models that predict the next token", Errc::Unavailable);
+  }
   if (c.eval.every > 0 && d.validation.empty() && d.split == 0)
     r.error("eval.every", "there is nothing to evaluate on: data.split is 0 and data.validation is empty");
   if (!r.given("data.seed")) d.seed = c.seed;

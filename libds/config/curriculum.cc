@@ -126,6 +126,12 @@ void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
     return r.error(fmt::format("{}enabled", kSection),
                    "inputs of layers that are kept away from the device are of sequences of one length",
                    Errc::Unavailable);
+  if (config.data.packing != DataPacking::None)
+    return r.error(
+        fmt::format("{}enabled", kSection),
+        "cuts samples behind their first tokens, and would never see the last documents that data.packing put "
+        "into them",
+        Errc::Unavailable);
   const bool discrete = c.schedule == Schedule::FixedDiscrete;
   if (discrete ? !check_discrete(c, r) : !check_growing(c, r)) return;
   if (r.broken("data.seq_length")) return;

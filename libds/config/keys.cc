@@ -109,6 +109,9 @@ inline constexpr std::array kEnumNames<AioMethod> = {EnumName{"auto", u8(AioMeth
                                                      EnumName{"io_uring", u8(AioMethod::IoUring)},
                                                      EnumName{"threads", u8(AioMethod::Threads)}};
 template <>
+inline constexpr std::array kEnumNames<DataPacking> = {EnumName{"none", u8(DataPacking::None)},
+                                                       EnumName{"best_fit", u8(DataPacking::BestFit)}};
+template <>
 inline constexpr std::array kEnumNames<CurriculumSchedule> = {
     EnumName{"fixed_linear", u8(CurriculumSchedule::FixedLinear)},
     EnumName{"fixed_root", u8(CurriculumSchedule::FixedRoot)},
@@ -626,6 +629,7 @@ constexpr Key kKeys[] = {
     effect("data.format", slot_of<&C::data, &DataConfig::format>),
     effect("data.seq_length", slot_of<&C::data, &DataConfig::seq_length>, {1, 1 << 24}),
     effect("data.document_token", slot_of<&C::data, &DataConfig::document_token>, kToken),
+    effect("data.packing", slot_of<&C::data, &DataConfig::packing>),
     effect("data.chat_template.begin", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::begin>),
     effect("data.chat_template.system", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::system>),
     effect("data.chat_template.user", slot_of<&C::data, &DataConfig::chat_template, &ChatTemplateConfig::user>),

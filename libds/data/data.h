@@ -125,6 +125,8 @@ struct BatchShape {
   i64 seq_length = 0;
 };
 
+class Packing;
+
 // Cuts batches out of a stream. Stateless but for its inputs: the state of a run is the number of samples consumed,
 // which grows by micro * num_ranks * accumulation with every step, skipped steps too.
 class BatchLoader {
@@ -160,6 +162,7 @@ class BatchLoader {
     i64 num_samples;
     i64 in_epoch;  // samples of it in an epoch, which have the numbers from `first` on
     i64 first;
+    std::shared_ptr<const Packing> packing;  // null: samples follow each other
   };
   const Part& part_of(i64 number) const noexcept;
   void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;

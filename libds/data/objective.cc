@@ -9,7 +9,7 @@
 namespace ds {
 namespace {
 
-class NextToken final : public Objective {
+class NextToken : public Objective {
  public:
   i64 stride(i64 seq_length) const noexcept override { return seq_length; }
   i64 extent(i64 seq_length) const noexcept override { return seq_length + 1; }
@@ -26,6 +26,20 @@ class NextToken final : public Objective {
 
  private:
   std::string description_ = "next token";
+};
+
+class NextTokenOfDocuments final : public NextToken {
+ public:
+  explicit NextTokenOfDocuments(i64 document_token)
+      : document_token_(document_token),
+        description_(fmt::format("next token, documents that end with {} packed by best fit", document_token)) {}
+  i64 extent(i64) const noexcept override { return 2; }  // the shortest document
+  i64 packs_documents_of() const noexcept override { return document_token_; }
+  const std::string& description() const noexcept override { return description_; }
+
+ private:
+  i64 document_token_;
+  std::string description_;
 };
 
 class MaskedTokens final : public Objective {
@@ -79,11 +93,15 @@ class MaskedTokens final : public Objective {
 }  // namespace
 
 std::unique_ptr<Objective> next_token() { return std::make_unique<NextToken>(); }
+std::unique_ptr<Objective> next_token_of_documents(i64 document_token) {
+  return std::make_unique<NextTokenOfDocuments>(document_token);
+}
 std::unique_ptr<Objective> masked_tokens(const MlmConfig& mlm) { return std::make_unique<MaskedTokens>(mlm); }
 
 std::unique_ptr<Objective> make_objective(const ModelConfig& model, const DataConfig& data,
                                           const Tokenizer* tokenizer) {
-  if (model.causal()) return next_token();
+  if (model.causal())
+    return data.packing == DataPacking::None ? next_token() : next_token_of_documents(data.document_token);
   MlmConfig mlm = data.mlm;
   const auto resolve = [&](i64& id, SpecialToken token, std::string_view name) {
     if (id < 0 && tokenizer != nullptr) id = tokenizer->special(token).value_or(-1);

@@ -8,6 +8,7 @@
 
 #include "base/check.h"
 #include "data/objective.h"
+#include "data/packing.h"
 #include "ds/kernels/philox.h"
 
 namespace ds {
@@ -47,10 +48,13 @@ BatchLoader::BatchLoader(TokenStream stream, BatchShape shape, u32 seed, i64 voc
       objective_(std::move(objective)),
       weights_(std::move(weights)) {
   const auto add = [&](TokenStream part, double weight) {
-    const i64 n = objective_->num_samples(part.num_tokens(), shape_.seq_length);
+    std::shared_ptr<const Packing> packing;
+    if (const i64 token = objective_->packs_documents_of(); token >= 0)
+      packing = std::make_shared<Packing>(part, shape_.seq_length, narrow<i32>(token), vocab_size_);
+    const i64 n = packing ? packing->num_samples() : objective_->num_samples(part.num_tokens(), shape_.seq_length);
     DS_ASSERT(n > 0);
     const i64 in_epoch = std::max<i64>(std::llround(weight * static_cast<double>(n)), 1);
-    parts_.push_back({std::move(part), n, in_epoch, num_samples_});
+    parts_.push_back({std::move(part), n, in_epoch, num_samples_, std::move(packing)});
     num_samples_ += in_epoch;
   };
   DS_ASSERT(weights_.empty() || std::ssize(weights_) == stream_.num_files());
@@ -71,7 +75,11 @@ const BatchLoader::Part& BatchLoader::part_of(i64 number) const noexcept {
 void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs,
                            std::span<i32> targets) const {
   const auto at = static_cast<size_t>(row * shape_.seq_length), n = static_cast<size_t>(shape_.seq_length);
-  objective_->make_sample(part.stream, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
+  if (part.packing) {
+    part.packing->make_sample(part.stream, sample, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
+  } else {
+    objective_->make_sample(part.stream, sample, key, vocab_size_, inputs.subspan(at, n), targets.subspan(at, n));
+  }
 }
 
 void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {

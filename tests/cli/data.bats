@@ -111,3 +111,15 @@ PY
   refused 2 'data.chat_template.assistant: must have {content} once' --set data.chat_template.assistant=x
   refused 2 'data.chat_template: no data file has messages' --set 'data.chat_template.assistant="{content}"'
 }
+
+@test "samples of whole documents train alike on any ranks, and resume bit for bit" {
+  for i in {1..60}; do printf '{"text": "%s"}\n' "$(head -c $((i * 7 % 90 + 3)) text.txt | tr -d '"\\\n' | tr '\t' ' ')"; done >documents.jsonl
+  local packed=(--set data.train=documents.jsonl --set data.document_token=0 --set data.packing=best_fit --set data.split=0.2)
+  ds-train cfg.json --out one --quiet --steps 8 "${packed[@]}"
+  ds-launch -n 2 ds-train cfg.json --out two --quiet --steps 4 "${packed[@]}"
+  ds-launch -n 4 ds-train cfg.json --out two --quiet --steps 8 --resume latest "${packed[@]}" --set zero_optimization.stage=3
+  assert_equal "$(losses two)" "$(losses one)"
+  run -3 --separate-stderr ds-train cfg.json --out one --quiet --steps 9 --resume latest "${packed[@]}" --set data.packing=none
+  [[ $stderr == *"packed by best fit"* ]] || fail "$stderr"
+  refused 2 'data.packing: needs data.document_token' --set data.packing=best_fit
+}

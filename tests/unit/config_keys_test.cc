@@ -158,6 +158,7 @@ struct Moved {
     }
     if (key.path.starts_with("data.chat_template.") && key.path != "data.chat_template.assistant")
       set.push_back("data.chat_template.assistant=a {content}");
+    if (key.path == "data.packing") set.push_back("data.document_token=7");
     if (key.path == "cuda.autotune_file") set.push_back("cuda.autotune=true");
     if (key.path.starts_with("fp16.fp16_")) set.push_back("fp16.enabled=true");
     if (key.path.starts_with("bf16.bf16_") || key.path == "bf16.stochastic_rounding" ||
