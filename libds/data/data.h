@@ -140,6 +140,7 @@ class BatchLoader {
               std::vector<float> weights = {});
 
   i64 num_samples() const noexcept { return num_samples_; }  // of an epoch
+  const BatchShape& shape() const noexcept { return shape_; }
   DataIdentity identity() const;
 
   // Micro-batch `micro_batch` of `rank` in the step that starts at `consumed`: the samples at positions

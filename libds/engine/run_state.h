@@ -12,6 +12,7 @@
 #include "base/trace.h"
 #include "checkpoint/checkpoint.h"
 #include "data/objective.h"
+#include "data/read_ahead.h"
 #include "ds/train.h"
 #include "engine/engine.h"
 #include "engine/param_table.h"
@@ -35,6 +36,7 @@ struct TrainingRun::State {
   std::optional<engine::Plans> plans;  // until the run begins
   std::unique_ptr<engine::RunDirectory> directory;  // rank 0 of a run that writes
   std::unique_ptr<BatchLoader> train_data, validation_data;
+  std::unique_ptr<ReadAhead> read_ahead;  // of train_data, while the run trains
   std::unique_ptr<engine::Engine> engine;
   engine::ParamTable table;
   std::unique_ptr<engine::Saver> saver;

@@ -83,6 +83,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
     train_data->load(engine->progress().consumed_samples, j, mesh->data_rank(), std::span(ids).subspan(at, R),
                      std::span(targets).subspan(at, R));
   }
+  const i64 step_samples = plan.B * plan.micro_batches * mesh->data_size();
+  if (engine->progress().step + 1 < config.steps)
+    read_ahead->expect(engine->progress().consumed_samples + step_samples);
   const i64 length = length_of_step(engine->progress().step + 1);
   engine->train_at(length);
   const i64 samples = plan.micro_batches * plan.B;
@@ -344,12 +347,15 @@ TrainResult Training::run() {
   const report::RunPlan& plan = s_.engine->plan();
   std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
   begin();
+  s_.read_ahead =
+      std::make_unique<ReadAhead>(*s_.train_data, s_.train_data->shape(), plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();
   s_.engine->trace_to(s_.trace.get());
   while (signal_ == 0 && step() < config_.steps) {
     take_step(ids, targets);
     if (step() - result_.first_step + 1 == kTracedSteps) s_.write_trace();
   }
+  s_.read_ahead.reset();
   end();
   return std::move(result_);
 }
