@@ -15,6 +15,8 @@ DataFormat data_format_of(const std::string& file) {
   for (const char* const suffix : {".jsonl", ".ndjson", ".json"}) {
     if (file.ends_with(suffix)) return DataFormat::Jsonl;
   }
+  if (file.ends_with(".parquet")) return DataFormat::Parquet;
+  if (file.ends_with(".arrow") || file.ends_with(".feather")) return DataFormat::Arrow;
   const MegatronNames megatron = megatron_names(file);
   if (file == megatron.idx) return DataFormat::Megatron;
   if (file == megatron.bin) return exists(megatron.idx) ? DataFormat::Megatron : DataFormat::Bin;

@@ -11,8 +11,11 @@ namespace ds {
 // Never Auto. Bin where the name says ".bin": only the content tells nanoGPT's files from llm.c's.
 DataFormat data_format_of(const std::string& file);
 
-// Whether a tokenizer reads it: Text and Jsonl.
-constexpr bool is_text(DataFormat format) noexcept { return format == DataFormat::Text || format == DataFormat::Jsonl; }
+// Whether a tokenizer reads it.
+constexpr bool is_text(DataFormat format) noexcept {
+  return format == DataFormat::Text || format == DataFormat::Jsonl || format == DataFormat::Parquet ||
+         format == DataFormat::Arrow;
+}
 
 // FILE.h5:/path/to/dataset in its two parts; the second is empty where none is named.
 struct Hdf5DataName {

@@ -121,7 +121,8 @@ inline constexpr std::array kEnumNames<DataFormat> = {
     EnumName{"auto", u8(DataFormat::Auto)},         EnumName{"text", u8(DataFormat::Text)},
     EnumName{"bin", u8(DataFormat::Bin)},           EnumName{"llmc", u8(DataFormat::Llmc)},
     EnumName{"megatron", u8(DataFormat::Megatron)}, EnumName{"hdf5", u8(DataFormat::Hdf5)},
-    EnumName{"jsonl", u8(DataFormat::Jsonl)}};
+    EnumName{"jsonl", u8(DataFormat::Jsonl)},       EnumName{"parquet", u8(DataFormat::Parquet)},
+    EnumName{"arrow", u8(DataFormat::Arrow)}};
 
 namespace {
 

@@ -14,8 +14,7 @@
 #include "base/check.h"
 #include "base/content_kind.h"
 #include "base/json.h"
-#include "data/chat_template.h"
-#include "data/token_file.h"
+#include "data/records.h"
 
 namespace ds {
 namespace {
@@ -33,34 +32,28 @@ struct LinePlace {
   }
 };
 
-// What a line is trained on, in pieces that are encoded each for itself.
-struct Segment {
-  std::string text;
-  bool is_target;  // its tokens are to be predicted
-};
-
-// Which members make a line's segments. All lines of a file are of one form.
-enum class LineForm : u8 { Text, Prompt, Messages };
-
-struct Line {
-  LineForm form = LineForm::Text;
-  std::vector<Segment> segments;
-
-  void append(std::string_view text, bool is_target) {
-    if (segments.empty() || segments.back().is_target != is_target) segments.push_back({"", is_target});
-    segments.back().text += text;
-  }
-};
-
 // Whether it is a number as JSON writes them, and no double holds it.
 bool is_beyond_double(std::string_view word) {
-  if (word.find_first_not_of("+-.0123456789eE") != word.npos) return false;
+  size_t at = word.starts_with('-') ? 1 : 0;
+  const auto digits = [&] {
+    const size_t begin = at;
+    while (at < word.size() && word[at] >= '0' && word[at] <= '9') ++at;
+    return at - begin;
+  };
+  const bool zero = at < word.size() && word[at] == '0';
+  if (const size_t n = digits(); n == 0 || (zero && n > 1)) return false;
+  if (at < word.size() && word[at] == '.' && (++at, digits() == 0)) return false;
+  if (at < word.size() && (word[at] == 'e' || word[at] == 'E')) {
+    ++at;
+    if (at < word.size() && (word[at] == '+' || word[at] == '-')) ++at;
+    if (digits() == 0) return false;
+  }
   double value = 0;
-  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
-  return error == std::errc::result_out_of_range && end == word.data() + word.size();
+  return at == word.size() &&
+         std::from_chars(word.data(), word.data() + at, value).ec == std::errc::result_out_of_range;
 }
 
-// The same with 0 for what JSON has no number for and many writers put down nevertheless: NaN, Infinity, and what is
+// A line with 0 for what JSON has no number for and many writers put down nevertheless: NaN, Infinity, and what is
 // beyond a double. Blanks fill up, so that all stands where it did.
 std::string with_plain_numbers(std::string_view text) {
   std::string plain(text);
@@ -89,32 +82,26 @@ std::string with_plain_numbers(std::string_view text) {
 class LineHandler : public nlohmann::json_sax<nlohmann::json> {
  public:
   LineHandler(std::string_view text, LinePlace place, const ChatTemplate& chat)
-      : text_(text), place_(place), chat_(chat) {}
+      : text_(text), place_(place), chat_(chat), messages_(chat) {}
 
-  Line take() {
+  Record take() {
     if (!nlohmann::json::sax_parse(text_.data(), text_.data() + text_.size(), this)) {
       // Whoever wrote the line may not have kept to JSON's numbers.
       const std::string plain = with_plain_numbers(text_);
       if (plain != text_) return LineHandler(plain, place_, chat_).take();
       refuse_error();
     }
-    Line line;
-    if (members_[kText].is_given) {
-      line.form = LineForm::Text;
-      line.segments.push_back({take_string(members_[kText]), true});
-    } else if (has_messages_) {
-      line = std::move(messages_);
-      line.form = LineForm::Messages;
+    if (members_[kText].is_given) return Record::of_text(take_string(members_[kText]));
+    if (has_messages_) {
       if (!wrong_message_.empty()) place_.refuse(wrong_message_);
-      if (line.segments.empty()) place_.refuse("its member \"messages\" is empty");
-    } else if (members_[kPrompt].is_given || members_[kCompletion].is_given) {
-      line.form = LineForm::Prompt;
-      line.segments.push_back({take_string(members_[kPrompt]), false});
-      line.segments.push_back({take_string(members_[kCompletion]), true});
-    } else {
-      place_.refuse("the object has no member \"text\", nor \"prompt\" and \"completion\", nor \"messages\"");
+      if (num_messages_ == 0) place_.refuse("its member \"messages\" is empty");
+      return messages_.take();
     }
-    return line;
+    if (members_[kPrompt].is_given || members_[kCompletion].is_given) {
+      std::string prompt = take_string(members_[kPrompt]);
+      return Record::of_prompt(std::move(prompt), take_string(members_[kCompletion]));
+    }
+    place_.refuse("the object has no member \"text\", nor \"prompt\" and \"completion\", nor \"messages\"");
   }
 
   bool null() override { return other("null"); }
@@ -212,7 +199,6 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
     return std::move(member.text);
   }
 
-  // What the assistant says is predicted, with what ends it.
   void add_message() {
     ++num_messages_;
     if (!wrong_message_.empty()) return;
@@ -220,21 +206,10 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
       const std::string why = wrong(name);
       if (!why.empty()) return refuse_message(why);
     }
-    const std::string &role = members_[kRole].text, &content = members_[kContent].text;
-    if (role.empty() || role.find_first_of("\n<>|") != role.npos)
-      return refuse_message("its member \"role\" is no name of a role");
-    const std::optional<ChatTemplate::Form> form = chat_.form(role);
-    if (!form) return refuse_message(fmt::format("data.chat_template has no form of the role \"{}\"", role));
-    if (num_messages_ == 1) messages_.append(chat_.begin(), false);
-    messages_.append(form->before, false);
-    messages_.append(content, form->is_learnt);
-    messages_.append(form->end, form->is_learnt);
-    messages_.append(form->after, false);
+    const std::string why = messages_.add(members_[kRole].text, members_[kContent].text);
+    if (!why.empty()) refuse_message(why);
   }
-  void refuse_message(const std::string& why) {
-    wrong_message_ = fmt::format("message {}: {}", num_messages_, why);
-    messages_.segments.clear();
-  }
+  void refuse_message(const std::string& why) { wrong_message_ = fmt::format("message {}: {}", num_messages_, why); }
 
   bool other(std::string_view what) {
     if (depth_ == 0) place_.refuse(fmt::format("is {}, where each line is an object", what));
@@ -263,81 +238,8 @@ class LineHandler : public nlohmann::json_sax<nlohmann::json> {
   int depth_ = 0;
   bool has_messages_ = false, is_messages_next_ = false, is_in_messages_ = false;
   i64 num_messages_ = 0;
-  Line messages_{};
+  Conversation messages_;
   std::string wrong_message_;
-};
-
-struct Document {
-  std::vector<Segment> segments;
-  i64 line;
-
-  size_t bytes() const noexcept {
-    size_t sum = sizeof *this;  // many texts may be empty
-    for (const Segment& s : segments) sum += sizeof s + s.text.size();
-    return sum;
-  }
-};
-
-// The token behind a document.
-struct DocumentEnd {
-  std::optional<i32> token;
-  bool is_target = true;
-};
-
-// Documents that wait for each other, and become ids by several threads.
-class Documents {
- public:
-  Documents(TokenIds& ids, const Tokenizer& tokenizer, DocumentEnd end, const std::string& path)
-      : ids_(ids), tokenizer_(tokenizer), end_(end), path_(path) {}
-
-  void add(Document document) {
-    bytes_ += document.bytes();
-    waiting_.push_back(std::move(document));
-    if (bytes_ >= TokenIds::kStretchBytes * static_cast<size_t>(ids_.num_threads())) encode();
-  }
-
-  // All that wait, cut into parts of about equal size.
-  void encode() {
-    std::vector<size_t> begins;
-    size_t part = 0, bytes = 0;
-    for (size_t i = 0; i < waiting_.size(); ++i) {
-      if (bytes >= part * (bytes_ / static_cast<size_t>(ids_.num_threads()) + 1)) {
-        begins.push_back(i);
-        ++part;
-      }
-      bytes += waiting_[i].bytes();
-    }
-    begins.push_back(waiting_.size());
-    ids_.add_parts(part, [&](size_t i, std::vector<i32>& ids) {
-      for (size_t d = begins[i]; d < begins[i + 1]; ++d) encode(waiting_[d], ids);
-    });
-    waiting_.clear();
-    bytes_ = 0;
-  }
-
- private:
-  void encode(const Document& document, std::vector<i32>& ids) const {
-    for (const Segment& segment : document.segments) {
-      const size_t begin = ids.size();
-      try {
-        tokenizer_.encode(segment.text, ids);
-      } catch (const Error& e) {
-        LinePlace{path_, document.line}.refuse(e.what(), e.code());
-      }
-      if (!segment.is_target) std::for_each(ids.begin() + static_cast<i64>(begin), ids.end(), mark);
-    }
-    if (!end_.token) return;
-    ids.push_back(*end_.token);
-    if (!end_.is_target) mark(ids.back());
-  }
-  static void mark(i32& id) { id |= TokenIds::kNoTarget; }
-
-  TokenIds& ids_;
-  const Tokenizer& tokenizer_;
-  DocumentEnd end_;
-  const std::string& path_;
-  std::vector<Document> waiting_;
-  size_t bytes_ = 0;
 };
 
 bool is_blank(std::string_view line) { return line.find_first_not_of(" \t\r") == line.npos; }
@@ -358,24 +260,15 @@ void for_each_line(const MappedFile& file, Body&& body) {
 }
 
 // That of the first line that has one.
-LineForm form_of(const MappedFile& file, const ChatTemplate& chat) {
+RecordForm form_of(const MappedFile& file, const ChatTemplate& chat) {
   if (const std::string_view kind = kind_of_content(file.text()); !kind.empty())
     LinePlace{file.path(), 1}.refuse(fmt::format("this is {}, not a line of JSON", kind));
-  LineForm form = LineForm::Text;
+  RecordForm form = RecordForm::Text;
   for_each_line(file, [&](std::string_view text, i64 line) {
     form = LineHandler(text, {file.path(), line}, chat).take().form;
     return false;
   });
   return form;
-}
-
-std::string_view form_name(LineForm form) {
-  switch (form) {
-    case LineForm::Text: return "a text";
-    case LineForm::Prompt: return "a prompt and its completion";
-    case LineForm::Messages: return "messages";
-  }
-  return "?";
 }
 
 }  // namespace
@@ -386,35 +279,18 @@ std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEn
   const MappedFile& mapped = file->map(path);
   mapped.check_size();
   const ChatTemplate chat(encoding.chat_template);
-  const LineForm form = form_of(mapped, chat);
-  const std::unique_ptr<Tokenizer> bytes = encoding.tokenizer == nullptr ? open_tokenizer("bytes") : nullptr;
-  const Tokenizer& tokenizer = bytes ? *bytes : *encoding.tokenizer;
-  // A conversation has an end of its own.
-  DocumentEnd end{.token = std::nullopt, .is_target = form != LineForm::Messages};
-  if (form != LineForm::Messages) end.token = tokenizer.special(SpecialToken::Eos);
-  if (encoding.document_token >= 0) end.token = narrow<i32>(encoding.document_token);
-  file->reading = fmt::format("JSONL, {} in a line", form_name(form));
-  if (end.token) file->reading += fmt::format(", {} behind each", *end.token);
-  file->has_messages = form == LineForm::Messages;
-  if (file->has_messages && !chat.is_chatml()) file->reading += fmt::format(", as {}", chat.description());
-  file->ids = std::make_unique<TokenIds>(tokenizer, encoding.num_threads, path, end.token.value_or(0),
-                                         form == LineForm::Text ? TokenMarks::None : TokenMarks::Some);
-  Documents documents(*file->ids, tokenizer, end, path);
-  bool is_learnt = form == LineForm::Text || (end.token && end.is_target);
+  const RecordForm form = form_of(mapped, chat);
+  RecordIds ids(*file, encoding, form, fmt::format("JSONL, {} in a line", form_name(form)),
+                [&path](i64 line) { return fmt::format("{}:{}", path, line); });
   for_each_line(mapped, [&](std::string_view text, i64 line) {
-    Line read = LineHandler(text, {path, line}, chat).take();
+    Record read = LineHandler(text, {path, line}, chat).take();
     if (read.form != form)
       LinePlace{path, line}.refuse(
           fmt::format("has {}, and the first line {}: all of a file are alike", form_name(read.form), form_name(form)));
-    for (const Segment& s : read.segments) is_learnt |= s.is_target && !s.text.empty();
-    documents.add({std::move(read.segments), line});
+    ids.add(std::move(read), line);
     return true;
   });
-  DS_CHECK(is_learnt, Errc::Config, "data file '{}': nothing of it is learnt: {}", path,
-           form == LineForm::Messages ? "no message has the role \"assistant\"" : "all completions are empty");
-  documents.encode();
-  file->ids->map();
-  file->view_ids();
+  ids.finish();
   return file;
 }
 

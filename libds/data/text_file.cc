@@ -13,7 +13,7 @@ std::unique_ptr<TokenFile> open_text_file(const std::string& path, const TextEnc
   const MappedFile& text = file->map(path);
   for (const auto& [magic, what] : {std::pair{"PAR1", "Parquet"}, {"ARROW1", "Arrow"}}) {
     DS_CHECK(!text.text().starts_with(magic), Errc::Unavailable,
-             "data file '{}' is {}, which is not read yet: convert it to JSONL", path, what);
+             "data file '{}' is {}, and its name does not say so: set data.format", path, what);
   }
   if (encoding.tokenizer == nullptr) {
     file->view = {text.data(), DType::U8, text.bytes()};

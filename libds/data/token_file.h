@@ -94,6 +94,9 @@ struct TextEncoding {
 // Each throws as the constructor of TokenStream does.
 std::unique_ptr<TokenFile> open_text_file(const std::string& path, const TextEncoding&);
 std::unique_ptr<TokenFile> open_jsonl_file(const std::string& path, const TextEncoding&);
+// Apache Arrow's files and streams, and Parquet: tables whose columns are what the members of JSONL are.
+// Errc::Unavailable where the build has no Arrow.
+std::unique_ptr<TokenFile> open_arrow_file(const std::string& path, DataFormat format, const TextEncoding&);
 // uint16 and no header, as nanoGPT writes them.
 std::unique_ptr<TokenFile> open_bin_file(const std::string& path);
 // Karpathy, "llm.c", dev/data: 256 int32 (magic number, version, number of tokens, zeros) and the tokens, uint16 of

@@ -33,9 +33,9 @@ std::vector<DataFormat> resolve_formats(std::span<const std::string> files, Data
 
 std::unique_ptr<TokenFile> open_file(const std::string& path, DataFormat format, const TextEncoding& encoding) {
   switch (format) {
-    case DataFormat::Parquet:
-    case DataFormat::Arrow:
     case DataFormat::Auto: break;
+    case DataFormat::Parquet:
+    case DataFormat::Arrow: return open_arrow_file(path, format, encoding);
     case DataFormat::Text: return open_text_file(path, encoding);
     case DataFormat::Bin: return open_bin_file(path);
     case DataFormat::Llmc: return open_llmc_file(path);

@@ -33,6 +33,32 @@ target_include_directories(ds_dnnl SYSTEM INTERFACE ${DNNL_INCLUDE_DIR})
 # gomp: oneDNN runs on OpenMP threads, and omp_set_num_threads is how each of our threads keeps it to itself.
 target_link_libraries(ds_dnnl INTERFACE ${DNNL_LIBRARY} gomp)
 
+# Apache Arrow, of which Debian has no package. Found nothing: DS_ARROW is OFF from here on, and the tools say so when asked.
+if(NOT DS_ARROW STREQUAL "OFF")
+  add_library(ds_arrow INTERFACE)
+  if(DS_ARROW_ROOT)
+    file(GLOB DS_ARROW_LIBRARIES ${DS_ARROW_ROOT}/libarrow.so* ${DS_ARROW_ROOT}/libparquet.so* ${DS_ARROW_ROOT}/lib/libarrow.so
+      ${DS_ARROW_ROOT}/lib/libparquet.so)
+    target_include_directories(ds_arrow SYSTEM INTERFACE ${DS_ARROW_ROOT}/include)
+    target_link_libraries(ds_arrow INTERFACE ${DS_ARROW_LIBRARIES})
+  else()
+    find_package(Arrow QUIET)
+    find_package(Parquet QUIET)
+    if(TARGET Arrow::arrow_shared AND TARGET Parquet::parquet_shared)
+      set(DS_ARROW_LIBRARIES Arrow::arrow_shared Parquet::parquet_shared)
+      target_link_libraries(ds_arrow INTERFACE ${DS_ARROW_LIBRARIES})
+    endif()
+  endif()
+  if(DS_ARROW_LIBRARIES)
+    set(DS_ARROW ON)
+    target_compile_definitions(ds_arrow INTERFACE DS_ARROW)
+  elseif(DS_ARROW STREQUAL "ON")
+    message(FATAL_ERROR "DS_ARROW is ON, but there is no Apache Arrow: name its place in DS_ARROW_ROOT")
+  else()
+    set(DS_ARROW OFF)
+  endif()
+endif()
+
 # CUDA: the compiler and the headers. Found nothing: DS_CUDA is OFF from here on, and the tools say so when asked.
 if(NOT DS_CUDA STREQUAL "OFF")
   include(CheckLanguage)

@@ -7,11 +7,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <iterator>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <random>
+#include <regex>
 
 #include "fuzz/rounds.h"
 #include "temp_directory.h"
@@ -164,6 +166,24 @@ struct Tokens {
 };
 
 // What a parser of whole documents makes of the lines; nothing: one of them is wrong.
+// With 0 for numbers that no double holds, and for those that JSON has no word for, outside of strings.
+std::string with_doubles(const std::string& line) {
+  static const std::regex kPart(
+      R"rx("(?:\\.|[^"\\])*"?|-?Infinity(?=[,\]} \t\r]|$)|NaN(?=[,\]} \t\r]|$)|[-+.0-9eE]+)rx");
+  static const std::regex kNumber(R"rx(-?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?)rx");
+  std::string out;
+  auto end = line.cbegin();
+  for (std::sregex_iterator it(line.begin(), line.end(), kPart), last; it != last; ++it) {
+    const std::string part = it->str();
+    const bool is_word = part == "NaN" || part.ends_with("Infinity");
+    const bool is_huge = std::regex_match(part, kNumber) && std::isinf(std::strtod(part.c_str(), nullptr));
+    out.append(end, it->prefix().second);
+    out += is_word || is_huge ? "0" : part;
+    end = (*it)[0].second;
+  }
+  return out.append(end, line.cend());
+}
+
 std::optional<Tokens> tokens_of(const std::string& lines) {
   Tokens all;
   std::string form;
@@ -172,7 +192,8 @@ std::optional<Tokens> tokens_of(const std::string& lines) {
     const std::string line = lines.substr(at, end - at);
     at = end + 1;
     if (line.find_first_not_of(" \t\r") == line.npos) continue;
-    const auto json = nlohmann::json::parse(line, nullptr, false);
+    auto json = nlohmann::json::parse(line, nullptr, false);
+    if (json.is_discarded()) json = nlohmann::json::parse(with_doubles(line), nullptr, false);
     if (!json.is_object()) return std::nullopt;
     const auto is_string = [](const nlohmann::json& object, const char* key) {
       return object.is_object() && object.contains(key) && object.at(key).is_string();
@@ -265,7 +286,8 @@ TEST(TokenFilesFuzz, MutatedLinesAreRefusedOrReadAsByAParserOfDocuments) {
       const std::string why = e.what();
       const bool is_ours = why.find("twice") != why.npos || why.find("binary data") != why.npos ||
                            why.find("UTF-16") != why.npos || why.find("no tokens") != why.npos ||
-                           why.find("name of a role") != why.npos || why.find("is empty") != why.npos;
+                           why.find("name of a role") != why.npos || why.find("is empty") != why.npos ||
+                           why.find("nothing of it is learnt") != why.npos;
       ASSERT_TRUE(!want || is_ours) << why << "\n" << lines;
       ++counts.refused;
     }

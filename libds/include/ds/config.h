@@ -253,16 +253,6 @@ struct CurriculumConfig {
   std::vector<i64> difficulty{};  // FixedDiscrete: the lengths,
   std::vector<i64> max_step{};    // and the last step of each but the last
 };
-// Random layerwise token dropping: of every sample, some layers see a random part of the tokens, which grows.
-struct RandomLtdConfig {
-  bool enabled = false;
-  std::vector<i64> layers{};  // which
-  i64 min_value = 0;          // tokens at the first step
-  i64 max_value = 0;          // and at the end
-  i64 require_steps = 0;      // steps until then
-  i64 seq_per_step = 8;       // numbers of tokens are multiples of it
-};
-
 struct EvalConfig {
   i64 every = 0;     // steps between validation losses; 0: only after the last step
   i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
@@ -394,7 +384,6 @@ struct Config {
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
   CurriculumConfig curriculum;
-  RandomLtdConfig random_ltd;
   EvalConfig eval;
   SaveConfig save;
   MonitorConfig tensorboard, csv_monitor;
