@@ -35,9 +35,14 @@ constexpr i64 kMostRecordBytes = i64{64} << 20;  // as of a line of JSONL
 constexpr i64 kMostBytes = i64{2} << 30;         // that a file makes the library allocate at a time
 constexpr i64 kBatchRows = 1024;
 
-// The library's memory, as much as kMostBytes of it.
+// The library's memory, as much as kMostBytes of it. It is never destroyed, for threads of the library give memory back
+// when nobody waits for them any more.
 class BoundedPool final : public arrow::MemoryPool {
  public:
+  static BoundedPool& instance() {
+    static auto* const pool = new BoundedPool;
+    return *pool;
+  }
   arrow::Status Allocate(i64 size, i64 alignment, u8** out) override {
     ARROW_RETURN_NOT_OK(has_room(size));
     return pool_->Allocate(size, alignment, out);
@@ -58,8 +63,7 @@ class BoundedPool final : public arrow::MemoryPool {
     if (bytes <= kMostBytes - pool_->bytes_allocated()) return arrow::Status::OK();
     return arrow::Status::OutOfMemory("it asks for more than ", kMostBytes >> 20, " MiB at a time");
   }
-  std::unique_ptr<arrow::MemoryPool> own_ = arrow::MemoryPool::CreateDefault();
-  arrow::MemoryPool* pool_ = own_.get();
+  arrow::MemoryPool* const pool_ = arrow::default_memory_pool();
 };
 
 class ArrowFile {
@@ -161,7 +165,7 @@ class ArrowFile {
 
   std::string path_;
   std::string_view kind_;
-  BoundedPool pool_;
+  BoundedPool& pool_ = BoundedPool::instance();
   std::unique_ptr<parquet::arrow::FileReader> parquet_;
   std::shared_ptr<arrow::RecordBatchReader> batches_;
   std::shared_ptr<arrow::Schema> schema_;
