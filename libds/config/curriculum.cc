@@ -87,7 +87,7 @@ i64 curriculum_length(const CurriculumConfig& c, i64 step) {
   return std::min(std::max(whole - whole % step_size, least), c.max_difficulty);
 }
 
-std::vector<i64> curriculum_lengths(const CurriculumConfig& c) {
+std::vector<i64> curriculum_lengths(const CurriculumConfig& c, i64 most) {
   std::vector<i64> lengths;
   if (c.schedule == Schedule::FixedDiscrete) {
     lengths = c.difficulty;
@@ -95,7 +95,7 @@ std::vector<i64> curriculum_lengths(const CurriculumConfig& c) {
     lengths.erase(std::unique(lengths.begin(), lengths.end()), lengths.end());
     return lengths;
   }
-  for (i64 length = curriculum_length(c, 1); length < c.max_difficulty; length += c.difficulty_step) {
+  for (i64 length = curriculum_length(c, 1); length < std::min(c.max_difficulty, most); length += c.difficulty_step) {
     const i64 step = first_step_of(c, length);
     if (step > 0 && curriculum_length(c, step) == length) lengths.push_back(length);
   }
@@ -136,10 +136,13 @@ void check_curriculum(const Config& config, ConfigUse use, Reader& r) {
   if (discrete ? !check_discrete(c, r) : !check_growing(c, r)) return;
   if (r.broken("data.seq_length")) return;
   const i64 whole = config.data.seq_length;
-  const std::vector<i64> lengths = curriculum_lengths(c);
-  if (lengths.back() > whole)
+  const i64 longest = discrete ? std::ranges::max(c.difficulty) : c.max_difficulty;
+  if (longest > whole)
     r.warning(discrete ? kLengths : kMax,
-              fmt::format("{} is beyond data.seq_length {}: samples are whole from there on", lengths.back(), whole));
+              fmt::format("{} is beyond data.seq_length {}: samples are whole from there on", longest, whole));
+  // What cuts sequences has to cut each of them.
+  if (config.sequence_parallel_size == 1 && !config.tensor_parallel.sequence_parallel) return;
+  const std::vector<i64> lengths = curriculum_lengths(c, whole);
   for (const i64 length : lengths) {
     if (length >= whole) break;
     const std::string why = length_problem(config, length);

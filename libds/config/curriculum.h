@@ -15,8 +15,8 @@ namespace ds {
 //   FixedDiscrete            difficulty[i] of the first i with step <= max_step[i], behind them the last one
 i64 curriculum_length(const CurriculumConfig& config, i64 step);
 
-// Every length that a run comes to, ascending.
-std::vector<i64> curriculum_lengths(const CurriculumConfig& config);
+// Every length below `most` that a run comes to, ascending, and the longest of all.
+std::vector<i64> curriculum_lengths(const CurriculumConfig& config, i64 most);
 
 // Whether a key of the section means anything with what the others say.
 bool curriculum_takes(const CurriculumConfig& config, std::string_view key);

@@ -208,14 +208,17 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
 
-  shards.grads = {.axis = shards.axis,
-                  .work = plan.work,
-                  .wire = plan.wire,
-                  .sums = config.grad_accum_dtype,
-                  .bucket_elems = z.reduce_bucket_size,
-                  .overlap = z.overlap_comm,
-                  .micro_batches = plan.micro_batches,
-                  .reduce_each_micro = plan.reduce_each_micro};
+  shards.grads = {
+      .axis = shards.axis,
+      .work = plan.work,
+      .wire = plan.wire,
+      .sums = config.grad_accum_dtype,
+      // Of sums in 16 bits a bucket's are there in fp32 while it is reduced.
+      .bucket_elems = std::min(z.reduce_bucket_size,
+                               config.grad_accum_dtype == DType::F32 ? z.reduce_bucket_size : zero::kMostNarrowBucket),
+      .overlap = z.overlap_comm,
+      .micro_batches = plan.micro_batches,
+      .reduce_each_micro = plan.reduce_each_micro};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[c];

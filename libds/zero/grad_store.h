@@ -33,6 +33,9 @@ struct Bucket {
   i64 elems = 0;      // padded
   bool open = false;  // of one unit, which is committed behind others
 };
+// Elements of a bucket whose sums are kept in 16 bits, unless a unit alone has more.
+inline constexpr i64 kMostNarrowBucket = i64{1} << 22;
+
 struct GradOptions {
   std::string axis = "dp";                    // of the ranks: names what they send
   DType work = DType::F32;                    // dtype of the parameters

@@ -46,7 +46,7 @@ TEST(Curriculum, IsThatOfTheOriginal) {
     for (const Json& point : c.at("length_at"))
       EXPECT_EQ(curriculum_length(curriculum, point.at(0).get<i64>()), point.at(1).get<i64>()) << point.dump();
     // The lengths that are checked before a run are those that it comes to.
-    const std::vector<i64> lengths = curriculum_lengths(curriculum);
+    const std::vector<i64> lengths = curriculum_lengths(curriculum, 1 << 24);
     EXPECT_TRUE(std::ranges::is_sorted(lengths));
     for (const i64 length : seen) EXPECT_TRUE(std::ranges::binary_search(lengths, length)) << length;
     const i64 last = curriculum.total_curriculum_step;
@@ -116,6 +116,12 @@ TEST(Curriculum, LengthsThatDoNotFitAreFoundBeforeTheRun) {
   EXPECT_THAT(message(std::string(kBert), 1), HasSubstr("end with [SEP]"));
   EXPECT_THAT(message(model + R"(, "activation_checkpointing": {"cpu_checkpointing": true})", 1),
               HasSubstr("one length"));
+  // Of the lengths that there could be, those of samples alone are looked at.
+  CurriculumConfig many;
+  many.max_difficulty = 1 << 24;
+  many.difficulty_step = 1;
+  many.total_curriculum_step = kMostCount;
+  EXPECT_EQ(curriculum_lengths(many, 9), (std::vector<i64>{1, 2, 3, 4, 5, 6, 7, 8, 1 << 24}));
   // Longer than samples are: whole samples.
   const ConfigResult r = read(linear(), 32);
   ASSERT_TRUE(r.ok()) << r.message();
