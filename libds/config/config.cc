@@ -18,6 +18,7 @@
 #include "config/optimizer.h"
 #include "config/parallel.h"
 #include "config/precision.h"
+#include "config/random_ltd.h"
 #include "config/reader.h"
 #include "config/scheduler.h"
 #include "config/sparse_attention.h"
@@ -342,6 +343,7 @@ bool applies(const Config& c, std::string_view path) {
   if (!precision_takes(c, path)) return false;
   if (constexpr std::string_view kCurriculum = "curriculum_learning."; path.starts_with(kCurriculum))
     return curriculum_takes(c.curriculum, path.substr(kCurriculum.size()));
+  if (path.starts_with("data_efficiency.")) return random_ltd_takes(c.random_ltd, path);
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "data.document_token") return c.data.document_token >= 0;
   if (path == "sequence_parallel_mode") return c.sequence_parallel_size > 1;
@@ -438,6 +440,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   check_size(c, model_is_sound, r);
   check_parallel(c, model_is_sound, use, r);
   check_curriculum(c, use, r);
+  resolve_random_ltd(c, model_is_sound, r);
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);
   return result;

@@ -166,19 +166,20 @@ constexpr Key harmless(std::string_view path, std::string_view values, std::stri
   return key;
 }
 constexpr Key not_yet_section(std::string_view path, std::string_view name, std::string_view values,
-                              std::string_view members) {
-  return {.path = path,
+                              std::string_view members, std::string_view note = {}) {
+  Key key{.path = path,
           .kind = KeyKind::NotYetSection,
           .takes_null = true,
           .name = name,
           .values = values,
           .members = members};
+  key.note = note;
+  return key;
 }
 constexpr Key harmless_section(std::string_view path, std::string_view name, std::string_view values,
                                std::string_view members, std::string_view note) {
-  Key key = not_yet_section(path, name, values, members);
+  Key key = not_yet_section(path, name, values, members, note);
   key.harmless = true;
-  key.note = note;
   return key;
 }
 constexpr Key ignored(std::string_view path, std::string_view note) {
@@ -572,7 +573,28 @@ constexpr Key kKeys[] = {
     effect("curriculum_learning.schedule_config.root_degree", slot_of<&C::curriculum, &CurriculumConfig::root_degree>, {1, 100}),
     effect("curriculum_learning.schedule_config.difficulty", slot_of<&C::curriculum, &CurriculumConfig::difficulty>, {1, 1 << 24}),
     effect("curriculum_learning.schedule_config.max_step", slot_of<&C::curriculum, &CurriculumConfig::max_step>, kPositive),
-    not_yet_section("data_efficiency", "enabled", "[false]", "enabled seed data_sampling data_routing"),
+    effect("data_efficiency.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::data_efficiency>),
+    ignored("data_efficiency.seed", "which tokens a layer keeps follows from seed"),
+    not_yet_section("data_efficiency.data_sampling", "enabled", "[false]",
+                    "enabled num_epochs num_workers pin_memory curriculum_learning dynamic_batching",
+                    "curriculum_learning has sequences that grow"),
+    effect("data_efficiency.data_routing.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::data_routing>),
+    effect("data_efficiency.data_routing.random_ltd.enabled", slot_of<&C::random_ltd, &RandomLtdConfig::enabled>),
+    effect("data_efficiency.data_routing.random_ltd.total_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::total_layer_num>, kPositive),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_num", slot_of<&C::random_ltd, &RandomLtdConfig::random_ltd_layer_num>, kPositive),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_layer_id", slot_of<&C::random_ltd, &RandomLtdConfig::layers>, {0, kMostCount}),
+    ignored("data_efficiency.data_routing.random_ltd.model_mask_name", "layers have their masks by the model"),
+    ignored("data_efficiency.data_routing.random_ltd.model_type", "the model says itself whether it is causal"),
+    ignored("data_efficiency.data_routing.random_ltd.hidden_state_order", "there is one order of a layer's rows"),
+    ignored("data_efficiency.data_routing.random_ltd.micro_batch_size", "DeepSpeed sets it itself"),
+    ignored("data_efficiency.data_routing.random_ltd.global_batch_size", "DeepSpeed sets it itself"),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value", slot_of<&C::random_ltd, &RandomLtdConfig::min_value>, {1, 1 << 24}),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.max_value", slot_of<&C::random_ltd, &RandomLtdConfig::max_value>, {1, 1 << 24}),
+    not_yet("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_type", R"(["fixed_linear"])", "DeepSpeed has no other"),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps", slot_of<&C::random_ltd, &RandomLtdConfig::require_steps>, kPositive),
+    effect("data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step", slot_of<&C::random_ltd, &RandomLtdConfig::seq_per_step>, {1, 1 << 24}),
+    not_yet_section("data_efficiency.data_routing.random_ltd.layer_token_lr_schedule", "enabled", "[false]",
+                    "enabled total_layer_tokens warmup_type warmup_layer_tokens", "DeepSpeed does not have it either"),
     not_yet_section("compression_training",
                     "layer_reduction.enabled weight_quantization.shared_parameters.enabled "
                     "activation_quantization.shared_parameters.enabled sparse_pruning.shared_parameters.enabled "

@@ -29,6 +29,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
       offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank()),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
+      laid_out_{plan_.sequence_length, 0},
       step_length_(plan_.sequence_length),
       results_(device, ledger, plan_.micro_batches, mesh.dp().size()),
       scaler_(config.fp16),
@@ -76,14 +77,17 @@ model::Model Engine::make_model(const Config& config, const MeshCoord& coord) co
   return model::make_model(config, report::shard_of(config, mesh_.shape(), coord));
 }
 
-// Lays the stage out for such sequences.
-void Engine::shape_to(i64 length) {
-  if (stage_.plan().sequence_length == length) return;
-  if (length == plan_.sequence_length) return stage_.reshape(model_, plan_);
-  if (!shorter_ || shorter_->plan.sequence_length != length) {
+// Lays the stage out for such sequences, of which some layers see `kept` tokens (0: all).
+void Engine::shape_to(i64 length, i64 kept) {
+  if (kept >= length) kept = 0;
+  const PassLengths wanted{length, kept};
+  if (std::exchange(laid_out_, wanted) == wanted) return;
+  if (wanted == PassLengths{plan_.sequence_length, 0}) return stage_.reshape(model_, plan_);
+  if (!shorter_ || shorter_->lengths != wanted) {
     Config config = config_;
     config.data.seq_length = length;
-    auto shorter = std::make_unique<Shorter>(make_model(config, plan_.coord), report::RunPlan());
+    config.random_ltd.kept = kept;
+    auto shorter = std::make_unique<Shorter>(wanted, make_model(config, plan_.coord), report::RunPlan());
     shorter->plan = report::plan_of_length(plan_, config, shorter->model);
     stage_.reshape(shorter->model, shorter->plan);
     shorter_ = std::move(shorter);
@@ -188,7 +192,7 @@ std::optional<double> Engine::evaluate(i64 batches,
                                        const std::function<bool(i64, std::span<i32>, std::span<i32>)>& next) {
   DS_ASSERT(plan_.use != ConfigUse::Generate);
   finish_updates();
-  shape_to(plan_.sequence_length);
+  shape_to(plan_.sequence_length, 0);
   const i64 R = plan_.B * plan_.T, rows = plan_.B * plan_.sequence_length;
   // Integers, so that the mean does not depend on how the samples lie on ranks: losses in units of 2^-24, tokens that
   // count, losses that are not finite.

@@ -37,6 +37,7 @@ struct StepReport {
   double loss_scale = 1;               // used by this step
   bool skipped = false;                // non-finite gradients: nothing was changed
   i64 tokens = 0;                      // over all ranks
+  std::optional<i64> layer_tokens{};   // of a sample, that layers see which drop some (random-LTD)
   std::optional<PhaseTimes> phases{};  // if time_phases() asks for them
 };
 
@@ -136,7 +137,7 @@ class Engine {
 
  private:
   model::Model make_model(const Config& config, const MeshCoord& coord) const;
-  void shape_to(i64 sequence_length);
+  void shape_to(i64 sequence_length, i64 kept);
   offload::ServerLink::Rank served_rank();
   zero::AllShards make_shards();
   void make_update();
@@ -170,11 +171,17 @@ class Engine {
   offload::Offload offload_;
   zero::AllShards shards_;
   stage::Stage stage_;
+  struct PassLengths {
+    i64 sequence = 0, kept = 0;
+    bool operator==(const PassLengths&) const = default;
+  };
   struct Shorter {
+    PassLengths lengths;
     model::Model model;
     report::RunPlan plan;
   };
   std::unique_ptr<Shorter> shorter_;      // than the plan's, of the last such steps
+  PassLengths laid_out_;                  // by what the stage is laid out
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;

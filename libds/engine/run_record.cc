@@ -120,6 +120,7 @@ Json step_line(const StepRecord& r) {
                {step_field::kMemoryBytes, r.memory_bytes},
                {step_field::kCommBytes, r.comm_bytes}};
   if (r.seq_length) line[step_field::kSeqLength] = *r.seq_length;
+  if (r.layer_tokens) line[step_field::kLayerTokens] = *r.layer_tokens;
   if (r.phases)
     line[step_field::kPhaseMs] = {{"forward", r.phases->forward_ms},
                                   {"backward", r.phases->backward_ms},

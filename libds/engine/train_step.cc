@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "base/clock.h"
+#include "config/random_ltd.h"
 #include "engine/engine.h"
 
 namespace ds::engine {
@@ -55,8 +56,10 @@ class PhaseMeter {
 
 StepReport Engine::train_step(const StepBatch& batch) {
   DS_ASSERT(plan_.trains());
-  shape_to(step_length_);
+  const i64 kept = config_.random_ltd.on() ? random_ltd_kept(config_.random_ltd, progress_.step + 1) : 0;
+  shape_to(step_length_, kept);
   StepReport report{.step = progress_.step + 1, .loss_scale = scaler_.scale()};
+  if (config_.random_ltd.on()) report.layer_tokens = std::min(kept, step_length_);
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
   count_valid_tokens(batch);

@@ -20,23 +20,35 @@ i64 Model::vocab_share() const noexcept {
   return vocab_begin(vocab, shard, shard.tp_rank + 1) - vocab_begin(vocab, shard, shard.tp_rank);
 }
 
+namespace {
+
+i64 matrix_elems(const Layer& layer) noexcept {
+  i64 n = 0;
+  for (const ParamRow& r : layer.rows()) n += r.shape.size() > 1 ? r.whole_numel() : 0;
+  return n;
+}
+
+}  // namespace
+
 i64 Model::num_matmul_params() const noexcept {
   i64 n = tied() ? vocab * hidden : 0;
-  for (size_t l = 1; l < layers.size(); ++l) {
-    for (const ParamRow& r : layers[l]->rows()) n += r.shape.size() > 1 ? r.whole_numel() : 0;
-  }
+  for (size_t l = 1; l < layers.size(); ++l) n += matrix_elems(*layers[l]);
   return n;
 }
 
 double Model::flops_per_token(i64 T) const noexcept {
-  const double blocks = static_cast<double>(layers.size()) - 2;
   double met = 1;
   if (layout != nullptr) {
     const i64 n = layout->count(), all = layout->layouts() * (causal ? n * (n + 1) / 2 : n * n);
     met = static_cast<double>(layout->present(causal)) / static_cast<double>(all);
   }
-  return 6.0 * static_cast<double>(num_matmul_params()) +
-         12.0 * blocks * met * static_cast<double>(num_heads * head_dim * T);
+  double multiplied = static_cast<double>(tied() ? vocab * hidden : 0), attended = 0;
+  for (size_t l = 1; l < layers.size(); ++l) {
+    const double tokens = static_cast<double>(layers[l]->tokens(T)), share = tokens / static_cast<double>(T);
+    multiplied += share * static_cast<double>(matrix_elems(*layers[l]));
+    if (l + 1 < layers.size()) attended += share * tokens;
+  }
+  return 6.0 * multiplied + 12.0 * attended * met * static_cast<double>(num_heads * head_dim);
 }
 
 void Layer::recompute(const PassContext& ctx, RowViews params, TensorView x, const LayerActs& acts, Keep) const {

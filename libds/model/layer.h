@@ -119,6 +119,15 @@ class ActivationPlanner {
     return v;
   }
 
+  // What comes next lies behind what `other`, which began as this one was, has handed out, too.
+  void cover(const ActivationPlanner& other) noexcept {
+    kept_used_ = std::max(kept_used_, other.kept_used_);
+    away_used_ = std::max(away_used_, other.away_used_);
+    working_used_ = std::max(working_used_, other.working_used_);
+    working_peak_ = std::max(working_peak_, other.working_peak_);
+    temporary_peak_ = std::max(temporary_peak_, other.temporary_peak_);
+  }
+
   i64 kept_bytes() const noexcept { return kept_used_; }
   i64 away_bytes() const noexcept { return away_used_; }
   i64 working_bytes() const noexcept { return working_peak_; }
@@ -149,6 +158,9 @@ struct LayerActs {
   TensorView stash{}, restored{};
   i64 stash_at = 0;
   TensorView input_grad;  // [R,C], likewise; none for the first layer of the model
+  // What the host draws for a micro-batch before its forward pass, int32 (Layer::draw); or none.
+  TensorView drawn{};
+  std::vector<LayerActs> inner;  // one, of a layer around another
 };
 
 // Keys and values of the positions so far of one sequence, for generation: [1, rows, G, D] each, work dtype. Without
@@ -228,6 +240,13 @@ struct RowViews {
   Matrix matrix(size_t row) const noexcept { return {own[row], tiles, row}; }
 };
 
+// What a layer may draw by. With documents of each token where its own begins and ends, and its position in it.
+struct DrawKey {
+  RngKey rng{};
+  i64 B = 0, T = 0;
+  std::span<const i32> documents{}, positions{};  // [2, B, T], [B, T]; or none
+};
+
 // What of a layer asks for its matrices.
 enum class Products : u8 { Forward, Recompute, RecomputeAttention, BackwardInput, BackwardWeight };
 
@@ -245,6 +264,11 @@ class Layer {
   virtual std::vector<size_t> products(Products) const { return {}; }
   // Whether its weight gradients can wait for a call of their own. The head's come with its loss.
   virtual bool splits() const noexcept { return true; }
+
+  // Of T tokens of a sample, those that it computes in training; the others pass it by.
+  virtual i64 tokens(i64 T) const noexcept { return T; }
+  // Fills acts.drawn for a micro-batch of the same sizes that they were planned for.
+  virtual void draw(const DrawKey&, std::span<i32>) const {}
 
   // Declares the activations for micro-batches of B x T tokens, but for output and input_grad.
   virtual LayerActs plan(ActivationPlanner& planner, DType work, i64 B, i64 T, Mode mode) const = 0;

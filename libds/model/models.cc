@@ -4,6 +4,7 @@
 #include <set>
 
 #include "model/attention_pattern.h"
+#include "model/token_dropping.h"
 
 namespace ds::model {
 namespace {
@@ -38,6 +39,16 @@ Model make_model(const ModelConfig& config, i64 seq_length, const Shard& shard) 
 
 Model make_model(const Config& config, const Shard& shard) {
   Model m = make_model(config.model, config.data.seq_length, shard);
+  if (const RandomLtdConfig& ltd = config.random_ltd; ltd.on() && trains(config.use)) {
+    for (const i64 block : ltd.layers) {
+      std::unique_ptr<Layer>& layer = m.layers.at(static_cast<size_t>(block + 1));
+      layer = drop_tokens(std::move(layer), {.number = block + 1,
+                                             .hidden = m.hidden,
+                                             .kept = ltd.kept > 0 ? ltd.kept : config.data.seq_length,
+                                             .most = ltd.max_value,
+                                             .documents = config.data.document_token >= 0});
+    }
+  }
   if (config.sparse_attention.mode == SparseAttentionMode::None) return m;
   m.layout = attention_layout_of(config);
   std::set<i64> windows;

@@ -43,7 +43,8 @@ Stage::Stage(const Config& config, const model::Model& model, const report::RunP
 Stage::~Stage() { drop_graphs(); }
 
 void Stage::reshape(const model::Model& model, const report::RunPlan& plan) {
-  DS_ASSERT(plan.use != ConfigUse::Generate && inputs_ == nullptr && plan.chunks.size() == chunks_.size());
+  DS_ASSERT(plan.use != ConfigUse::Generate && plan.chunks.size() == chunks_.size());
+  DS_ASSERT(inputs_ == nullptr || plan.inputs.bytes == plan_->inputs.bytes);
   // What has been sent of the last step goes out of memory that is laid out anew.
   for (Ticket& sent : outputs_sent_) sent.wait();
   for (Chunk& chunk : chunks_) {
@@ -109,8 +110,8 @@ void Stage::fill_pass_memory() {
     device_.upload(memory_.row_positions.as<i32>() + b * sizes.T, positions.data(), sizes.T * 4);
   tokens_.resize(sizes.B * sizes.T);
   if (memory_.documents) {
-    documents_.resize(2 * sizes.B * sizes.sequence_length);
-    document_positions_.resize(sizes.B * sizes.sequence_length);
+    documents_.resize(2 * sizes.micro_batches * sizes.B * sizes.sequence_length);
+    document_positions_.resize(sizes.micro_batches * sizes.B * sizes.sequence_length);
   }
 }
 
@@ -186,22 +187,49 @@ void Stage::load_documents(i64 micro, std::span<const i32> ids, std::span<const 
   const auto token = [&](size_t at) {
     return !model_->causal && targets[at] != kIgnoredTarget ? targets[at] : ids[at];
   };
+  const DocumentSpans of = documents_of(micro);
   for (i64 first = 0; first < B * T; first += T) {
     for (i64 begin = 0; begin < T;) {
       i64 end = begin + 1;
       while (end < T && token(static_cast<size_t>(first + end - 1)) != document_token_) ++end;
       for (i64 t = begin; t < end; ++t) {
         const size_t at = static_cast<size_t>(first + t);
-        documents_[at] = static_cast<i32>(begin);
-        documents_[static_cast<size_t>(B * T) + at] = static_cast<i32>(end);
-        document_positions_[at] = static_cast<i32>(t - begin);
+        of.borders[at] = static_cast<i32>(begin);
+        of.borders[static_cast<size_t>(B * T) + at] = static_cast<i32>(end);
+        of.positions[at] = static_cast<i32>(t - begin);
       }
       begin = end;
     }
   }
   const TensorView part = memory_.documents.rows(micro * 2 * B * T, 2 * B * T);
-  device_.upload(part.data, documents_.data(), part.bytes());
-  upload_tokens(memory_.row_positions, micro, document_positions_);
+  device_.upload(part.data, of.borders.data(), part.bytes());
+  upload_tokens(memory_.row_positions, micro, of.positions);
+}
+
+Stage::DocumentSpans Stage::documents_of(i64 micro) noexcept {
+  if (!memory_.documents) return {};
+  const size_t n = static_cast<size_t>(memory_.sizes.B * memory_.sizes.sequence_length),
+               at = static_cast<size_t>(micro) * n;
+  return {std::span(documents_).subspan(2 * at, 2 * n), std::span(document_positions_).subspan(at, n)};
+}
+
+void Stage::draw(const Instr& instr, const MicroBatch& micro) {
+  const std::vector<model::LayerActs>& acts = acts_of(instr);
+  const model::PassSizes& s = memory_.sizes;
+  const i64 begin = plan_->chunks[instr.chunk].chunk.begin;
+  for (size_t l = 0; l < acts.size(); ++l) {
+    const TensorView to = acts[l].drawn;
+    if (to.rank == 0) continue;
+    const DocumentSpans documents = documents_of(instr.micro);
+    drawn_.resize(static_cast<size_t>(to.numel()));
+    model_->layers[begin + static_cast<i64>(l)]->draw({.rng = micro.dropout_key,
+                                                       .B = s.B,
+                                                       .T = s.T,
+                                                       .documents = documents.borders,
+                                                       .positions = documents.positions},
+                                                      drawn_);
+    device_.upload(to.data, drawn_.data(), to.bytes());
+  }
 }
 
 void Stage::upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences) {
@@ -409,7 +437,10 @@ void Stage::run_layers(const Instr& instr, const MicroBatch& micro) {
   ctx.z_loss = z_loss_;
 
   // The memory that this overwrites has been sent.
-  if (instr.op == Op::Forward) output_sent(instr).wait();
+  if (instr.op == Op::Forward) {
+    output_sent(instr).wait();
+    draw(instr, micro);
+  }
   if (instr.op == Op::Backward || instr.op == Op::BackwardInput) {
     slot_of(chunk.grads_sent, instr.micro).wait();
     slot_of(chunk.grads_here, instr.micro).wait();

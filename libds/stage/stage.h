@@ -31,9 +31,10 @@ class Stage {
         Mesh& mesh, MemoryLedger& ledger, Device& device, std::unique_ptr<zero::TierArray> inputs);
   ~Stage();
 
-  // Between steps: from now on passes are over sequences of another length. The plan is report::plan_of_length() of the
-  // one by which memory was taken, which has the longest, or that one; `model` is of its length. Both outlive it.
-  // Takes no memory. Not with inputs that are kept away from the device.
+  // Between steps: from now on passes are over sequences of another length, or layers see other numbers of their
+  // tokens. The plan is report::plan_of_length() of the one by which memory was taken, which has the longest, or that
+  // one; `model` is of its length. Both outlive it. Takes no memory. Of another length not with inputs that are kept
+  // away from the device.
   void reshape(const model::Model& model, const report::RunPlan& plan);
 
   // This rank's part of the tokens of a micro-batch: B whole sequences each.
@@ -90,6 +91,12 @@ class Stage {
   i64 stream_bytes() const noexcept;  // of a message of the pipeline
   void make_chunks();
   void upload_tokens(const TensorView& to, i64 micro, std::span<const i32> sequences);
+  // What load_documents() has found of a micro-batch: [2, B, sequence length] and [B, sequence length]; or nothing.
+  struct DocumentSpans {
+    std::span<i32> borders{}, positions{};
+  };
+  DocumentSpans documents_of(i64 micro) noexcept;
+  void draw(const pipeline::Instr& instr, const MicroBatch& micro);  // what its layers draw, before their forward pass
   // Of all groups, for one call of a layer.
   static constexpr size_t kMostGroups = 4;
   using Leases = std::array<std::optional<zero::ParamLease>, kMostGroups>;
@@ -146,7 +153,8 @@ class Stage {
   std::vector<i32> tokens_;            // of a micro-batch, on their way to the device
   i64 document_token_;
   float label_smoothing_, z_loss_;                   // of training
-  std::vector<i32> documents_, document_positions_;  // likewise
+  std::vector<i32> documents_, document_positions_;  // of all micro-batches
+  std::vector<i32> drawn_;                           // on its way to the device
 };
 
 }  // namespace ds::stage

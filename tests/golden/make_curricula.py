@@ -1,13 +1,15 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""Lengths of sequences that DeepSpeed's curricula come to, for tests/unit/curriculum_test.cc.
+"""Lengths of sequences that DeepSpeed's curricula come to, for tests/unit/curriculum_test.cc, and numbers of tokens that
+its random-LTD keeps, for random_ltd_test.cc.
 
     tests/golden/make_curricula.py DATA_PIPELINE    # deepspeed/runtime/data_pipeline; a second
 
-Of deepspeed curriculum_scheduler.py and its constants are loaded alone. curricula.json holds a case a line:
+Of deepspeed the schedulers and their constants are loaded alone. curricula.json holds a case a line:
   curriculum  the section curriculum_learning of a configuration
   length_at   [step, tokens] of some steps, from 1
   length_sum  the sum over the first 10000 steps n of (n mod 97 + 1) times the tokens, so that none is left out
+random_ltd.json likewise: the numbers of the schedule, kept_at, and `sum`, of n times the tokens kept in step n.
 """
 
 import importlib.util
@@ -17,7 +19,7 @@ import random
 import sys
 import types
 
-OUT = pathlib.Path(__file__).parent / "curricula.json"
+HERE = pathlib.Path(__file__).parent
 STEPS = 10000
 
 
@@ -26,14 +28,19 @@ def load(folder):
     utils.logger = types.SimpleNamespace(warning=lambda *_: None, info=lambda *_: None)
     pipeline = types.ModuleType("data_pipeline")
     pipeline.__path__ = [folder]
-    sys.modules.update({"deepspeed": package, "deepspeed.utils": utils, "data_pipeline": pipeline})
-    for name in ("constants", "curriculum_scheduler"):
-        path = pathlib.Path(folder) / f"{name}.py"
+    routing = types.ModuleType("data_pipeline.data_routing")
+    routing.__path__ = [f"{folder}/data_routing"]
+    sys.modules.update({"deepspeed": package, "deepspeed.utils": utils, "data_pipeline": pipeline,
+                        "data_pipeline.data_routing": routing})
+    modules = []
+    for name in ("constants", "curriculum_scheduler", "data_routing.scheduler"):
+        path = pathlib.Path(folder) / f"{name.replace('.', '/')}.py"
         spec = importlib.util.spec_from_file_location(f"data_pipeline.{name}", path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-    return module
+        modules.append(module)
+    return modules[1:]
 
 
 def configurations():
@@ -52,9 +59,35 @@ def configurations():
                "schedule_config": {"difficulty": lengths, "max_step": steps}}
 
 
+def write(name, cases):
+    (HERE / name).write_text("[\n" + ",\n".join(json.dumps(case) for case in cases) + "\n]\n")
+
+
+def random_ltd(scheduler):
+    draw, cases = random.Random(6), []
+    for low, high, steps, per_step in ((128, 1024, 500, 16), (128, 1024, 20000, 16), (5, 16, 5, 1), (100, 1000, 777, 48),
+                                       (64, 64, 10, 8), (7, 4095, 9999, 3), (256, 2048, 3000, 256)):
+        s = scheduler.RandomLTDScheduler({
+            "total_layer_num": 4, "random_ltd_layer_num": 2, "global_batch_size": 8,
+            "layer_token_lr_schedule": {"enabled": False},
+            "random_ltd_schedule": {"min_value": low, "max_value": high, "schedule_type": "fixed_linear",
+                                    "schedule_config": {"require_steps": steps, "seq_per_step": per_step}}})
+        told = {1, 2, 3, STEPS} | {draw.randint(1, STEPS) for _ in range(30)}
+        at, total = [], 0
+        for n in range(1, STEPS + 1):  # the engine's first step is its number 0
+            s.update_seq(n - 1)
+            total += n * s.get_current_seq()
+            if n in told:
+                at.append([n, s.get_current_seq()])
+        cases.append({"min_value": low, "max_value": high, "require_steps": steps, "seq_per_step": per_step,
+                      "kept_at": at, "sum": total})
+    write("random_ltd.json", cases)
+
+
 def main():
-    scheduler = load(sys.argv[1])
-    draw, lines = random.Random(5), []
+    scheduler, routing = load(sys.argv[1])
+    random_ltd(routing)
+    draw, cases = random.Random(5), []
     for config in configurations():
         s = scheduler.CurriculumScheduler(dict(config, schedule_config=dict(config["schedule_config"])))
         kept = {1, 2, 3, STEPS} | {draw.randint(1, STEPS) for _ in range(30)}
@@ -64,8 +97,8 @@ def main():
             total += (n % 97 + 1) * length
             if n in kept:
                 at.append([n, length])
-        lines.append(json.dumps({"curriculum": config, "length_at": at, "length_sum": total}))
-    OUT.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+        cases.append({"curriculum": config, "length_at": at, "length_sum": total})
+    write("curricula.json", cases)
 
 
 main()

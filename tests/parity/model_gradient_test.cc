@@ -66,8 +66,9 @@ std::vector<float> noise(i64 n, size_t param, u32 site) {
 class Model {
  public:
   // Looks up the first `num_ids` ids, all of them, and has targets of the whole vocabulary.
-  explicit Model(const ModelConfig& model) : Model(model, model.vocab_size) {}
-  Model(const ModelConfig& model, i64 num_ids) : engine_(config(model)) {
+  explicit Model(const ModelConfig& model, i64 kept = 0) : Model(model, model.vocab_size, kept) {}
+  // Of each sample all layers but the first see `kept` tokens; 0: all.
+  Model(const ModelConfig& model, i64 num_ids, i64 kept) : engine_(config(model, kept)) {
     for (i64 i = 0; i < kTokens; ++i) {
       ids_.push_back(static_cast<i32>((i * 7919 + 3) % num_ids));
       targets_.push_back(i % 5 == 2 ? -100 : static_cast<i32>((i * 104729 + 1) % model.vocab_size));
@@ -110,9 +111,13 @@ class Model {
 
  private:
   static constexpr i64 kBatch = 3, kLength = 13, kTokens = kBatch * kLength;
-  static Config config(const ModelConfig& model) {
+  static Config config(const ModelConfig& model, i64 kept) {
     Config c;
     c.model = model;
+    RandomLtdConfig& ltd = c.random_ltd;
+    ltd.data_efficiency = ltd.data_routing = ltd.enabled = kept > 0;
+    ltd.min_value = kept, ltd.max_value = kLength, ltd.require_steps = 1'000'000, ltd.seq_per_step = 1;
+    for (i64 l = 1; l < model.layers; ++l) ltd.layers.push_back(l);
     c.batch = {.train = kBatch, .micro = kBatch, .accumulation = 1};
     c.data.seq_length = kLength;
     c.seed = 5;
@@ -135,6 +140,7 @@ class Model {
 struct GradientCase {
   const char* name;
   ModelConfig config;
+  i64 kept = 0;
 };
 
 std::vector<GradientCase> gradient_cases() {
@@ -146,6 +152,8 @@ std::vector<GradientCase> gradient_cases() {
   };
   ModelConfig untied = with_dropout(gpt2(), 0.3f, 0.3f, 0.3f);
   untied.tie_embeddings = false;
+  ModelConfig unwindowed = qwen3();
+  unwindowed.sliding_window = 0, unwindowed.sliding_layers = {};
   return {{"gpt2", gpt2()},
           {"gpt2_embd", with_dropout(gpt2(), 0.3f, 0, 0)},
           {"gpt2_resid", with_dropout(gpt2(), 0, 0.3f, 0)},
@@ -155,14 +163,17 @@ std::vector<GradientCase> gradient_cases() {
           {"bert", bert()},
           {"bert_all", with_dropout(bert(), 0.3f, 0.3f, 0.3f)},
           {"qwen3", qwen3()},
-          {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)}};
+          {"qwen3_attn", with_dropout(qwen3(), 0, 0, 0.3f)},
+          {"gpt2_all_dropping", with_dropout(gpt2(), 0.3f, 0.3f, 0.3f), 8},
+          {"bert_dropping", bert(), 9},
+          {"qwen3_dropping", unwindowed, 9}};
 }
 
 class ModelGradients : public ::testing::TestWithParam<GradientCase> {};
 
 TEST_P(ModelGradients, AreTheDirectionalDerivativeForEveryParameter) {
-  const auto& [name, config] = GetParam();
-  Model model(config);
+  const auto& [name, config, kept] = GetParam();
+  Model model(config, kept);
   const Values grads = model.gradients();
   const auto norm_of = [&](size_t p) {
     double sum = 0;
@@ -200,12 +211,12 @@ INSTANTIATE_TEST_SUITE_P(Models, ModelGradients, ::testing::ValuesIn(gradient_ca
 TEST(ModelGradient, LookUpsOfThePaddingTokenGiveNone) {
   const ModelConfig unpadded = bert();
   const i64 C = unpadded.hidden, unused = unpadded.vocab_size - 1;
-  Model whole(unpadded, unused);
+  Model whole(unpadded, unused, 0);
   const Values want = whole.gradients();
   for (const i64 padding : {i64{0}, i64{7}, unused}) {
     ModelConfig config = bert();
     config.pad_token_id = padding;
-    Model padded(config, unused);
+    Model padded(config, unused, 0);
     const Values got = padded.gradients();
     ASSERT_EQ(got.size(), want.size());
     for (size_t p = 0; p < got.size(); ++p) {

@@ -156,6 +156,21 @@ struct Moved {
           set.push_back(fmt::format("{}{}={}", kCurriculum, n.key, n.value));
       }
     }
+    if (constexpr std::string_view kLtd = "data_efficiency.data_routing.random_ltd."; key.path.starts_with(kLtd)) {
+      const struct {
+        std::string_view key, value;
+      } needs[] = {{"enabled", "true"},
+                   {"random_ltd_schedule.min_value", "2"},
+                   {"random_ltd_schedule.max_value", "8"},
+                   {"random_ltd_schedule.schedule_config.require_steps", "100"},
+                   {"random_ltd_schedule.schedule_config.seq_per_step", key.path.ends_with("min_value") ? "3" : "2"}};
+      for (const auto& n : needs) {
+        if (key.path.substr(kLtd.size()) != n.key) set.push_back(fmt::format("{}{}={}", kLtd, n.key, n.value));
+      }
+      if (key.path.ends_with("seq_per_step")) set.push_back(fmt::format("{}random_ltd_schedule.min_value=3", kLtd));
+      set.push_back("data_efficiency.data_routing.enabled=true");
+    }
+    if (key.path.starts_with("data_efficiency.data_routing.")) set.push_back("data_efficiency.enabled=true");
     if (key.path.starts_with("data.chat_template.") && key.path != "data.chat_template.assistant")
       set.push_back("data.chat_template.assistant=a {content}");
     if (key.path == "data.packing") set.push_back("data.document_token=7");
@@ -530,6 +545,14 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"data.chat_template.user", "default: none", "", ""},
       {"data.chat_template.assistant", "default: none", "", ""},
       {"data.chat_template.tool", "default: none", "", ""},
+      {"data_efficiency.data_routing.random_ltd.total_layer_num", "default: the layers of the model", "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_layer_num", "default: the length of the next one", "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_layer_id", "default: all layers but the first and the last",
+       "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value", "required", "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_schedule.max_value", "required", "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.require_steps", "required", "", ""},
+      {"data_efficiency.data_routing.random_ltd.random_ltd_schedule.schedule_config.seq_per_step", "required", "", ""},
       {"cuda.autotune_file", "default: none", "", ""},
       {"tensorboard.output_path", "default: the directory tensorboard in the run directory", "", ""},
       {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},

@@ -253,6 +253,20 @@ struct CurriculumConfig {
   std::vector<i64> difficulty{};  // FixedDiscrete: the lengths,
   std::vector<i64> max_step{};    // and the last step of each but the last
 };
+// Layers that see a random part of each sample's tokens, which grows (random-LTD): DeepSpeed's section
+// data_efficiency.data_routing.random_ltd.
+struct RandomLtdConfig {
+  bool data_efficiency = false, data_routing = false, enabled = false;  // of the three sections
+  i64 total_layer_num = 0;                                              // of the model; 0: not said
+  i64 random_ltd_layer_num = 0;                                         // length of the list; 0: not said
+  std::vector<i64> layers{};         // of the model's blocks, from 0; resolved: ascending
+  i64 min_value = 0, max_value = 0;  // tokens
+  i64 require_steps = 0;             // until max_value
+  i64 seq_per_step = 0;              // numbers of tokens are multiples of it
+  i64 kept = 0;                      // no key: tokens of each sample in a step; 0: all of them
+
+  bool on() const noexcept { return data_efficiency && data_routing && enabled; }
+};
 struct EvalConfig {
   i64 every = 0;     // steps between validation losses; 0: only after the last step
   i64 batches = 16;  // micro-batches per rank and evaluation; 0: the whole validation set
@@ -384,6 +398,7 @@ struct Config {
   ModelConfig model;       // read from model.path or inline; layers == 0 when neither is given
   DataConfig data;
   CurriculumConfig curriculum;
+  RandomLtdConfig random_ltd;
   EvalConfig eval;
   SaveConfig save;
   MonitorConfig tensorboard, csv_monitor;

@@ -47,6 +47,7 @@ struct StepRecord {
   std::map<std::string, double> comm_ms{};    // under way, where times are asked for and known
   std::optional<PhaseTimes> phases{};         // where they are asked for
   std::optional<i64> seq_length{};            // tokens of a sample, where it grows
+  std::optional<i64> layer_tokens{};          // of them, those that layers see which drop some (random-LTD)
   std::optional<OffloadTraffic> offload{};    // of rank 0, where it has files
 };
 
@@ -54,9 +55,9 @@ struct StepRecord {
 namespace step_field {
 inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad_norm", *kLr = "lr",
                             *kLossScale = "loss_scale", *kSkipped = "skipped", *kTokens = "tokens",
-                            *kSeqLength = "seq_length", *kTokensPerS = "tokens_per_s", *kStepMs = "step_ms",
-                            *kMfu = "mfu", *kMemoryBytes = "memory_bytes", *kCommBytes = "comm_bytes",
-                            *kOffload = "offload", *kPhaseMs = "phase_ms",
+                            *kSeqLength = "seq_length", *kLayerTokens = "layer_tokens", *kTokensPerS = "tokens_per_s",
+                            *kStepMs = "step_ms", *kMfu = "mfu", *kMemoryBytes = "memory_bytes",
+                            *kCommBytes = "comm_bytes", *kOffload = "offload", *kPhaseMs = "phase_ms",
                             *kRecovered = "recovered";  // true: of a step whose line was lost; without times and memory
 }  // namespace step_field
 
