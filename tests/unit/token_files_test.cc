@@ -4,12 +4,14 @@
 
 #include "data/token_file.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <filesystem>
 #include <functional>
 
+#include "base/json.h"
 #include "config/data_format.h"
 #include "data/objective.h"
 #include "formats/hdf5.h"
@@ -739,6 +741,19 @@ TEST(JsonlFile, LinesHaveABoundedLength) {
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
   write_sparse(dir / "x.jsonl", "\n" + start + std::string(5000, 'x'), i64{1} << 30, "\"}\n");
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
+}
+
+// datasets reads, transformers encodes, trl's collator masks: tests/golden/make_masks.py.
+TEST(TokenFiles, WhatIsLearntOfRecordsIsWhatOthersLearn) {
+  const Json expected = Json::parse(testing::read_file(golden("masks.json")));
+  for (const char* kind : {"text", "prompt", "messages"}) {
+    const TokenStream stream = open({golden(fmt::format("masks-{}.jsonl", kind))}, DataFormat::Auto,
+                                    expected.at("document_token").get<i64>(), test_data("tokenizers/qwen2"));
+    EXPECT_EQ(read_all(stream), expected.at(kind).at(0).get<std::vector<i32>>()) << kind;
+    std::vector<i32> targets(static_cast<size_t>(stream.num_tokens()));
+    stream.read_targets(0, targets, kAnyId);
+    EXPECT_EQ(targets, expected.at(kind).at(1).get<std::vector<i32>>()) << kind;
+  }
 }
 
 }  // namespace token_files_test
