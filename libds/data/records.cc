@@ -2,6 +2,7 @@
 #include "data/records.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "base/check.h"
 
@@ -29,12 +30,13 @@ std::string Conversation::add(std::string_view role, std::string_view content) {
 }
 
 RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm form, std::string_view kind,
-                     std::function<std::string(i64)> place)
+                     std::function<std::string(i64)> place, std::function<Record(std::string_view, i64)> parse)
     : file_(file),
       bytes_(encoding.tokenizer == nullptr ? open_tokenizer("bytes") : nullptr),
       tokenizer_(bytes_ ? *bytes_ : *encoding.tokenizer),
       form_(form),
       place_(std::move(place)),
+      parse_(std::move(parse)),
       end_is_target_(form != RecordForm::Messages) {
   // A conversation has an end of its own.
   if (form != RecordForm::Messages) end_ = tokenizer_.special(SpecialToken::Eos);
@@ -51,16 +53,21 @@ RecordIds::RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm f
 
 void RecordIds::add(Record record, i64 number) {
   DS_ASSERT(record.form == form_);
-  for (const Segment& s : record.segments) is_learnt_ |= s.is_target && !s.text.empty();
-  waiting_.push_back({std::move(record.segments), number});
+  wait({{}, std::move(record.segments), number});
+}
+
+void RecordIds::add_line(std::string_view line, i64 number) { wait({line, {}, number}); }
+
+void RecordIds::wait(Waiting record) {
+  waiting_.push_back(std::move(record));
   waiting_bytes_ += waiting_.back().bytes();
   if (waiting_bytes_ >= TokenIds::kStretchBytes * static_cast<size_t>(file_.ids->num_threads())) encode();
 }
 
 void RecordIds::finish() {
+  encode();
   DS_CHECK(is_learnt_, Errc::Config, "data file '{}': nothing of it is learnt: {}", file_.name,
            form_ == RecordForm::Messages ? "no message has the role \"assistant\"" : "all completions are empty");
-  encode();
   file_.ids->map();
   file_.view_ids();
 }
@@ -77,15 +84,26 @@ void RecordIds::encode() {
     bytes += waiting_[i].bytes();
   }
   begins.push_back(waiting_.size());
+  std::atomic<bool> is_learnt = is_learnt_;
   file_.ids->add_parts(part, [&](size_t i, std::vector<i32>& ids) {
-    for (size_t r = begins[i]; r < begins[i + 1]; ++r) encode(waiting_[r], ids);
+    bool of_part = false;
+    for (size_t r = begins[i]; r < begins[i + 1]; ++r) of_part |= encode(waiting_[r], ids);
+    if (of_part) is_learnt = true;
   });
+  is_learnt_ = is_learnt;
   waiting_.clear();
   waiting_bytes_ = 0;
 }
 
-void RecordIds::encode(const Waiting& record, std::vector<i32>& ids) const {
-  for (const Segment& segment : record.segments) {
+bool RecordIds::encode(const Waiting& record, std::vector<i32>& ids) const {
+  Record parsed;
+  if (record.line.data() != nullptr) {
+    parsed = parse_(record.line, record.number);
+    DS_ASSERT(parsed.form == form_);
+  }
+  bool is_learnt = false;
+  for (const Segment& segment : record.line.data() != nullptr ? parsed.segments : record.segments) {
+    is_learnt |= segment.is_target && !segment.text.empty();
     const size_t begin = ids.size();
     try {
       tokenizer_.encode(segment.text, ids);
@@ -94,9 +112,11 @@ void RecordIds::encode(const Waiting& record, std::vector<i32>& ids) const {
     }
     if (!segment.is_target) std::for_each(ids.begin() + static_cast<i64>(begin), ids.end(), mark);
   }
-  if (!end_) return;
-  ids.push_back(*end_);
-  if (!end_is_target_) mark(ids.back());
+  if (end_) {
+    ids.push_back(*end_);
+    if (!end_is_target_) mark(ids.back());
+  }
+  return is_learnt;
 }
 
 }  // namespace ds

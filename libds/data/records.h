@@ -54,26 +54,31 @@ class Conversation {
 class RecordIds {
  public:
   // `kind`: of the file, for its fingerprint ("JSONL, %s in a line", where %s is the form). `place`: what messages say
-  // of a record by its number: "a.jsonl:7".
+  // of a record by its number: "a.jsonl:7". `parse`: makes a record of a line, in one of the threads.
   RecordIds(TokenFile& file, const TextEncoding& encoding, RecordForm form, std::string_view kind,
-            std::function<std::string(i64)> place);
-  // All are of the file's form.
+            std::function<std::string(i64)> place, std::function<Record(std::string_view, i64)> parse = {});
+  // All are of the file's form. A line stays where it is until finish().
   void add(Record record, i64 number);
-  // No more is to come: the file is to be read. Throws Errc::Config where nothing of it is learnt.
+  void add_line(std::string_view line, i64 number);
+  // Encodes all that wait. Throws what `parse` and the tokenizer do, of the first record that they refuse.
+  void encode();
+  // No more is to come: the file is to be read. Throws likewise, and Errc::Config where nothing of it is learnt.
   void finish();
 
  private:
   struct Waiting {
-    std::vector<Segment> segments;
+    std::string_view line;
+    std::vector<Segment> segments;  // where there is no line
     i64 number;
     size_t bytes() const noexcept {
-      size_t sum = sizeof *this;  // many texts may be empty
+      size_t sum = sizeof *this + line.size();  // many texts may be empty
       for (const Segment& s : segments) sum += sizeof s + s.text.size();
       return sum;
     }
   };
-  void encode();
-  void encode(const Waiting& record, std::vector<i32>& ids) const;
+  void wait(Waiting record);
+  // Returns whether something of it is learnt.
+  bool encode(const Waiting& record, std::vector<i32>& ids) const;
   static void mark(i32& id) { id |= TokenIds::kNoTarget; }
 
   TokenFile& file_;
@@ -81,6 +86,7 @@ class RecordIds {
   const Tokenizer& tokenizer_;
   RecordForm form_;
   std::function<std::string(i64)> place_;
+  std::function<Record(std::string_view, i64)> parse_;
   std::optional<i32> end_;  // the token behind a record
   bool end_is_target_, is_learnt_;
   std::vector<Waiting> waiting_;

@@ -23,6 +23,7 @@ target_link_libraries(ds_sentencepiece INTERFACE ${SENTENCEPIECE_LIBRARY})
 
 pkg_check_modules(SODIUM REQUIRED IMPORTED_TARGET libsodium)    # SipHash, of the launcher's handshake
 pkg_check_modules(URING REQUIRED IMPORTED_TARGET liburing)      # files of what is offloaded
+pkg_check_modules(SIMDJSON REQUIRED IMPORTED_TARGET simdjson)   # lines of JSONL
 pkg_check_modules(SECCOMP REQUIRED IMPORTED_TARGET libseccomp)  # what a process that parses foreign files may call
 
 # oneDNN's own package file fails without OpenCL headers, so it is found by hand.

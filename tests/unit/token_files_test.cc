@@ -10,6 +10,8 @@
 
 #include <filesystem>
 #include <functional>
+#include <optional>
+#include <random>
 
 #include "base/json.h"
 #include "config/data_format.h"
@@ -741,6 +743,76 @@ TEST(JsonlFile, LinesHaveABoundedLength) {
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
   write_sparse(dir / "x.jsonl", "\n" + start + std::string(5000, 'x'), i64{1} << 30, "\"}\n");
   expect_error(Errc::Corrupt, HasSubstr("x.jsonl:2: longer than 64 MiB"), [&] { open({dir / "x.jsonl"}); });
+}
+
+// A line is read by simdjson, or, where that has nothing to say, such as of a NaN, by nlohmann's parser: both give the
+// same tokens and refuse the same lines, also of mutated ones.
+TEST(TokenFiles, BothParsersReadALineAlike) {
+  const TempDirectory dir;
+  std::vector<std::string> lines = {
+      R"({"text": "a \"b\" \\ \/ \b\f\n\r\t \u00e9 \ud83d\ude00 é"})",
+      R"({"text": "\ud83d"})",
+      R"({"text": "\u0000"})",
+      R"({"text": "a", "text": "b"})",
+      R"({"a": {"text": 1, "b": [[], {}, [null, true, false]]}, "text": "c"})",
+      R"({"text": "a", "n": [0, -0, 1.5e3, 18446744073709551615, -9223372036854775808, 123456789012345678901234567890]})",
+      R"({"prompt": "a", "completion": "b"})",
+      R"({"prompt": "a", "completion": 7})",
+      R"({"prompt": "a"})",
+      R"({"text": null})",
+      R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": {}}]})",
+      R"({"messages": [{"role": "user", "content": []}]})",
+      R"({"messages": {}})",
+      R"({"messages": [1]})",
+      "{}",
+      R"({"text": "a"} )",
+      R"({"text": "a"} x)",
+      R"({"text": "a",})",
+      "{\"text\": \"a\tb\"}",
+      "{\"text\": \"\xff\"}",
+      R"({"text": "a", "n": 01})"};
+  std::string deep = R"({"text": "a", "d": )";
+  for (int i = 0; i < 101; ++i) deep += '[';
+  lines.push_back(deep + std::string(101, ']') + "}");
+  std::mt19937 random(11);
+  const size_t fixed = lines.size();
+  constexpr std::string_view kBytes = "{}[]\",:\\ntu0e-.\xc3\xa9 ";
+  for (int i = 0; i < 3000; ++i) {
+    std::string line = lines[random() % fixed];
+    for (size_t n = 1 + random() % 3; n > 0 && line.size() > 1; --n) {
+      const size_t at = 1 + random() % (line.size() - 1);
+      const char byte = kBytes[random() % kBytes.size()];
+      switch (random() % 3) {
+        case 0: line[at] = byte; break;
+        case 1: line.insert(line.begin() + static_cast<i64>(at), byte); break;
+        default: line.erase(line.begin() + static_cast<i64>(at)); break;
+      }
+    }
+    lines.push_back(line);
+  }
+  int read_well = 0, refused = 0;
+  const auto outcome = [&](const std::string& line) -> std::optional<std::vector<i32>> {
+    write_file(dir / "a.jsonl", line + "\n");
+    try {
+      const TokenStream stream = open({dir / "a.jsonl"});
+      std::vector<i32> tokens = read_all(stream), targets(tokens.size());
+      stream.read_targets(0, targets, kAnyId);
+      tokens.insert(tokens.end(), targets.begin(), targets.end());
+      return tokens;
+    } catch (const Error&) {
+      return std::nullopt;
+    }
+  };
+  for (const std::string& line : lines) {
+    if (!line.starts_with('{')) continue;
+    const bool empty = line.find_first_not_of(" \t\r", 1) == line.find('}');
+    const auto plain = outcome(line),
+               other = outcome(fmt::format("{{\"~\": NaN{}{}", empty ? "" : ",", line.substr(1)));
+    EXPECT_EQ(plain, other) << line;
+    ++(plain ? read_well : refused);
+  }
+  EXPECT_GT(read_well, 100);
+  EXPECT_GT(refused, 300);
 }
 
 // datasets reads, transformers encodes, trl's collator masks: tests/golden/make_masks.py.
