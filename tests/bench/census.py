@@ -59,7 +59,10 @@ def configurations(roots):
 
 
 def overrides(text, book, directory):
-    values = [f"model={json.dumps(MODEL)}", f"data.train={book}", "data.seq_length=16", "steps=3"]
+    # One that names layers is of a model with so many.
+    layers = re.search(r'"total_layer_num"\s*:\s*(\d+)', text)
+    model = dict(MODEL, n_layer=int(layers[1])) if layers else MODEL
+    values = [f"model={json.dumps(model)}", f"data.train={book}", "data.seq_length=16", "steps=3"]
     for key, value in (("train_micro_batch_size_per_gpu", 1), ("gradient_accumulation_steps", 1)):
         if re.search(rf'"{key}"\s*:\s*"auto"', text):
             values.append(f"{key}={value}")
@@ -80,6 +83,7 @@ def main():
     parser.add_argument("--ds-train", default="build/ci/bin/ds-train")
     parser.add_argument("--train", type=int, default=0, metavar="N", help="also train N steps with what is accepted")
     options = parser.parse_args()
+    options.ds_train = os.path.abspath(options.ds_train)  # runs have a directory of their own
 
     results, reasons, failed, templates = collections.Counter(), collections.defaultdict(list), [], 0
     with tempfile.TemporaryDirectory() as directory:
