@@ -240,9 +240,13 @@ END
   assert_equal "$(marked results)" ''
 }
 
+# Parts each of whose steps fails, hangs or is cut off. DS_SLOW=1: all.
+faulty_parts() { echo alive ${DS_SLOW:+why rest}; }
+
 @test "a step that fails or hangs, whichever it is: those around it run, and the archive has all of it" {
   stand_ins
-  local kind of faulty pids=() parts=(alive why rest) # steps of the others differ by their arguments alone
+  local kind of faulty pids=() parts
+  read -ra parts <<<"$(faulty_parts)" # steps of the others differ by their arguments alone
   for kind in fail hang; do # every third step at once, then those behind them
     for of in 0 1 2; do
       faulty=$(steps_of "${parts[@]}" | awk -v of=$of -v kind=$kind 'NR % 3 == of { print $1 ":" kind }' | xargs)
@@ -289,7 +293,8 @@ END
 
 @test "cut off at whichever step: the archive has what came before, says what did not run, and can be continued" {
   stand_ins
-  local before=0 all parts=(alive why rest)
+  local before=0 all parts
+  read -ra parts <<<"$(faulty_parts)"
   all=$(steps_of "${parts[@]}" | wc -l)
   while read -r part step _; do
     DS_GPU_CHECK_DRY=1 DS_GPU_CHECK_FAULT=$step:kill \
