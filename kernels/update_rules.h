@@ -125,6 +125,43 @@ struct Adagrad {
   }
 };
 
+// Tang et al.: "1-bit Adam", when the second moment no longer changes: along a momentum that has been averaged already.
+// What never had a gradient moves by its decay alone: a sign cannot say 0, and would be divided by eps.
+struct FrozenAdam {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V&, V* s, V decay, const Constants<V>& k) {
+    using std::sqrt;
+    const V step = sign(s[1]) * s[0] / k.bias1;
+    w = w - k.lr * (step / (sqrt(s[1] / k.bias2) + k.eps) + decay * w);
+  }
+};
+
+// Lu et al.: "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam": by how much a rank's own
+// steps have moved the parameter since all had the same one, s[0], in the units of a momentum; and what becomes of it
+// by the ranks' mean of that, with the momentum that would have done it in steps whose rates add up to lr.
+struct ZeroOneDelta {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
+    using std::sqrt;
+    g = sign(s[1]) * (s[0] - w) * (sqrt(s[1]) + k.eps);
+  }
+};
+struct ZeroOneSync {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
+    using std::sqrt;
+    const V moves = sign(s[1]), mean = moves * g;
+    w = moves * s[0] + (w - moves * w) - mean / (sqrt(s[1]) + k.eps);  // to the bit where it moves: of no rank's w
+    s[0] = mean / k.lr;
+  }
+};
+
 // You et al.: "Large Batch Optimization for Deep Learning", up to the ratio of the norms.
 struct LambDirection {
   static constexpr int kStates = 2;
@@ -169,6 +206,9 @@ void with_rule(UpdateRule rule, F&& f) noexcept {
     case UpdateRule::LambDirection: return f(LambDirection{});
     case UpdateRule::MuonDirection: return f(MuonDirection<false>{});
     case UpdateRule::NesterovMuonDirection: return f(MuonDirection<true>{});
+    case UpdateRule::FrozenAdam: return f(FrozenAdam{});
+    case UpdateRule::ZeroOneDelta: return f(ZeroOneDelta{});
+    case UpdateRule::ZeroOneSync: return f(ZeroOneSync{});
     case UpdateRule::Descend: return f(Descend{});
   }
 }

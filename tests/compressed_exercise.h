@@ -352,7 +352,7 @@ inline void exercise_one_bit(const Ranks& ranks, i64 n, int salt) {
   MemoryLedger ledger;
   OneBitAllReduce op(*c, ranks.device, ledger, Tag::Optimizer, n);
   const i64 taken = ledger.num_allocations(), chunk = (n + 8 * P - 1) / (8 * P) * 8;
-  require(op.chunk_elems() == chunk, "the size of a chunk");
+  require(op.slice_elems() == chunk, "the size of a slice");
   OneBitOracle oracle(P, n);
   Array x(ranks.device, DType::F32, n);
   c->reset_counts();

@@ -54,6 +54,18 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
       e.s0 += e.g * e.g;
       e.w -= lr * e.g / (std::sqrt(e.s0) + eps);
       break;
+    case UpdateRule::FrozenAdam: {
+      const double old = e.w;
+      if (e.s1 > 0)
+        e.w -= lr * e.s0 / static_cast<double>(p.bias1) / (std::sqrt(e.s1 / static_cast<double>(p.bias2)) + eps);
+      e.w -= lr * decay * old;
+      break;
+    }
+    case UpdateRule::ZeroOneDelta: e.g = e.s1 > 0 ? (e.s0 - e.w) * (std::sqrt(e.s1) + eps) : 0; break;
+    case UpdateRule::ZeroOneSync:
+      if (e.s1 > 0) e.w = e.s0 - e.g / (std::sqrt(e.s1) + eps);
+      e.s0 = e.s1 > 0 ? e.g / lr : 0;
+      break;
     case UpdateRule::LambDirection: e.g = moments() + decay * e.w; break;
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection:
@@ -126,7 +138,7 @@ void update(std::span<const UpdateTensor> tensors, const GradVerdict* verdict, c
             Stream&) noexcept {
   if (!verdict->finite) return;
   for (const UpdateTensor& t : tensors) {
-    const float scale = p.rule != UpdateRule::Descend ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
+    const float scale = !takes_no_gradient(p.rule) ? verdict->grad_scale : t.factor != nullptr ? *t.factor : 1.0f;
     double states[2][kStateBlock] = {};
     for (i64 i = 0, begin = 0; i < t.master.numel(); ++i) {
       Element e{get(t.master, i), get(t.grad, i) * static_cast<double>(scale),

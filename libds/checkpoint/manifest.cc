@@ -80,6 +80,19 @@ Json piece_to_json(const PieceRecord& p) {
   return j;
 }
 
+// Their values are read at once.
+std::vector<OwnRecord> own_from_json(const Json& rows) {
+  std::vector<OwnRecord> own;
+  for (const Json& row : rows)
+    own.push_back({row.at("name").get<std::string>(), counter_at(row, "offset"), counter_at(row, "count")});
+  return own;
+}
+Json own_to_json(const std::vector<OwnRecord>& own) {
+  Json rows = Json::array();
+  for (const OwnRecord& o : own) rows.push_back({{"name", o.name}, {"offset", o.offset}, {"count", o.count}});
+  return rows;
+}
+
 model::ParamSlice slice_from_json(const Json& j) {
   model::ParamSlice slice{narrow<int>(whole_at(j, "dim")), {}};
   for (const Json& range : j.at("ranges")) {
@@ -282,7 +295,8 @@ Manifest from_json(const Json& j) {
   for (const Json& f : j.at("files")) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
              f.at("name").dump().substr(0, 200));
-    m.files.push_back({whole_at(f, "bytes"), parse_hex(f.at("structure").get<std::string>()), {}});
+    m.files.push_back({whole_at(f, "bytes"), parse_hex(f.at("structure").get<std::string>()), {}, {}});
+    if (f.contains("own")) m.files.back().own = own_from_json(f.at("own"));
   }
   for (const Json& p : j.at("pieces")) {
     const i64 file = whole_at(p, "file");
@@ -448,6 +462,7 @@ std::string format_manifest(const Manifest& m) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));
     files.push_back({{"name", name}, {"bytes", m.files[f].bytes}, {"structure", hex(m.files[f].structure)}});
+    if (!m.files[f].own.empty()) files.back()["own"] = own_to_json(m.files[f].own);
     for (const PieceRecord& p : m.files[f].pieces) {
       Json row = {{"file", f}};
       row.update(piece_to_json(p));
@@ -515,6 +530,9 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     const FileRecord& file = m.files[f];
     DS_CHECK(file.bytes >= 0, code, "{}: {} has {} bytes", path, rank_file_name(narrow<i64>(f)), file.bytes);
+    for (const OwnRecord& o : file.own)
+      DS_CHECK(is_hdf5_name(o.name) && o.offset <= file.bytes && o.count <= (file.bytes - o.offset) / 4, code,
+               "{}: '{}' is not inside {}", path, o.name.substr(0, 64), rank_file_name(narrow<i64>(f)));
     for (const PieceRecord& p : file.pieces) {
       DS_CHECK(p.param >= 0 && p.param < narrow<i64>(m.params.size()), code, "{}: a piece of parameter {} of {}", path,
                p.param, m.params.size());
@@ -563,13 +581,16 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
 std::string format_file_record(const FileRecord& f) {
   Json pieces = Json::array();
   for (const PieceRecord& p : f.pieces) pieces.push_back(piece_to_json(p));
-  return Json{{"bytes", f.bytes}, {"structure", hex(f.structure)}, {"pieces", std::move(pieces)}}.dump();
+  Json j = {{"bytes", f.bytes}, {"structure", hex(f.structure)}, {"pieces", std::move(pieces)}};
+  if (!f.own.empty()) j["own"] = own_to_json(f.own);
+  return j.dump();
 }
 
 FileRecord parse_file_record(std::string_view text) {
   const Json j = Json::parse(text);
-  FileRecord f{whole_at(j, "bytes"), parse_hex(j.at("structure").get<std::string>()), {}};
+  FileRecord f{whole_at(j, "bytes"), parse_hex(j.at("structure").get<std::string>()), {}, {}};
   for (const Json& p : j.at("pieces")) f.pieces.push_back(piece_from_json(p));
+  if (j.contains("own")) f.own = own_from_json(j.at("own"));
   return f;
 }
 

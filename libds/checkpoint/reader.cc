@@ -177,6 +177,15 @@ const File& CheckpointReader::open(i64 rank) {
 
 void CheckpointReader::check_structure(i64 rank) { check_structure_of(open(rank), manifest_, manifest_.files[rank]); }
 
+bool CheckpointReader::read_own(i64 rank, std::string_view name, std::span<float> out) {
+  const std::vector<OwnRecord>& own = manifest_.files[rank].own;
+  const auto record = std::ranges::find(own, name, &OwnRecord::name);
+  if (record == own.end() || record->count != std::ssize(out)) return false;
+  check_structure(rank);
+  open(rank).read_at(record->offset, out.data(), record->count * 4);
+  return true;
+}
+
 CheckpointReader::Block& CheckpointReader::cached_block(const StoredPiece& p, State s, i64 block) {
   const auto is_it = [&](const Block& b) { return b.piece == p.record && b.state == s && b.block == block; };
   auto it = std::ranges::find_if(blocks_, is_it);

@@ -432,6 +432,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_zero(c, r);
   resolve_offload(c, r);
   check_precision(c, r);
+  check_one_bit(c, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));

@@ -32,6 +32,12 @@ const Kind kKinds[] = {
     {OptimizerType::Muon,
      "lr muon_lr adam_lr momentum nesterov betas eps weight_decay adjust_lr_fn",
      {.type = OptimizerType::Muon, .lr = 0.02, .beta2 = 0.95, .eps = 1e-10f, .momentum = 0.95, .nesterov = true}},
+    {OptimizerType::OneBitAdam,
+     "lr betas eps weight_decay bias_correction freeze_step",
+     {.type = OptimizerType::OneBitAdam, .bias_correction = false}},
+    {OptimizerType::ZeroOneAdam,
+     "lr betas eps weight_decay bias_correction var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
+     {.type = OptimizerType::ZeroOneAdam, .bias_correction = false}},
     {OptimizerType::AdamW8bit, "lr betas eps weight_decay bias_correction", {.type = OptimizerType::AdamW8bit}},
 };
 
@@ -56,6 +62,8 @@ void fill(UpdateConfig& u, UpdateConfig others, Given&& given) {
       **single = *std::get<float*>(from);
     } else if (const auto* choice = std::get_if<EnumSlot>(&to)) {
       *choice->value = *std::get<EnumSlot>(from).value;
+    } else if (const auto* count = std::get_if<i64*>(&to)) {
+      **count = *std::get<i64*>(from);
     } else {
       *std::get<bool*>(to) = *std::get<bool*>(from);
     }
@@ -165,6 +173,77 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
       of_group.error("lr", "follows the schedule in proportion to optimizer.params.lr, which is 0");
     o.groups.push_back(std::move(group));
   }
+}
+
+namespace {
+
+bool averages_by_signs(const UpdateConfig& u) noexcept {
+  return u.type == OptimizerType::OneBitAdam || u.type == OptimizerType::ZeroOneAdam;
+}
+
+// Whether the ranks sum gradients in the same updates.
+bool same_schedule(const UpdateConfig& a, const UpdateConfig& b) noexcept {
+  return a.type == b.type && a.freeze_step == b.freeze_step && a.var_freeze_step == b.var_freeze_step &&
+         a.var_update_scaler == b.var_update_scaler && a.local_step_scaler == b.local_step_scaler &&
+         a.local_step_clipper == b.local_step_clipper;
+}
+
+}  // namespace
+
+void check_one_bit(const Config& c, Reader& r) {
+  constexpr std::string_view kType = "optimizer.type", kGroups = "optimizer.param_groups";
+  std::vector<const UpdateConfig*> trained = {&c.optimizer};
+  for (const ParamGroupConfig& g : c.optimizer.groups) {
+    if (!g.frozen) trained.push_back(&g);
+  }
+  const auto found = std::ranges::find_if(trained, [](const UpdateConfig* u) { return averages_by_signs(*u); });
+  if (found == trained.end()) return;
+  const UpdateConfig& u = **found;
+  const std::string_view name = optimizer_name(u.type);
+  const bool zero_one = u.type == OptimizerType::ZeroOneAdam;
+  if (std::ranges::any_of(trained, [&](const UpdateConfig* other) { return !same_schedule(u, *other); }))
+    return r.error(kGroups,
+                   fmt::format("{} leaves gradients on their ranks in some updates: it updates all parameters or "
+                               "none, with the same {}",
+                               name, zero_one ? "intervals" : "freeze_step"));
+  if (c.zero.stage > (zero_one ? 0 : 1) && !r.broken("zero_optimization.stage")) {
+    if (c.zero.stage > 1)
+      r.error(kType,
+              fmt::format("{} needs each rank's own gradients whole, which ZeRO stage {} reduces to slices while "
+                          "they are made: zero_optimization.stage 0{}",
+                          name, c.zero.stage, zero_one ? "" : " or 1"));
+    else
+      r.error(kType,
+              fmt::format("behind var_freeze_step each rank of {} takes steps of its own with all parameters, and "
+                          "needs all masters and states, which is zero_optimization.stage 0",
+                          name));
+  }
+  if (c.zero.offload_optimizer.device != OffloadDevice::None)
+    r.error("zero_optimization.offload_optimizer.device",
+            fmt::format("{} has the momentum of all parameters on every rank, beside what it sends: states stay there",
+                        name),
+            Errc::Unavailable);
+  if (zero_one && c.own_masters() && c.work_dtype() != DType::F32)
+    r.error(kType,
+            fmt::format("{} keeps what each rank's own steps made of parameters, in fp32: it needs masters", name),
+            Errc::Unavailable);
+  if (zero_one && c.grad_accum_dtype != DType::F32)
+    r.error("data_types.grad_accum_dtype", fmt::format("{} averages sums of gradients in fp32", name),
+            Errc::Unavailable);
+  for (const UpdateConfig* other : trained) {
+    if (zero_one && other->bias_correction) {
+      r.error("optimizer.params.bias_correction", fmt::format("{} has none", name));
+      break;
+    }
+  }
+  const i64 last = zero_one ? 0 : u.freeze_step;
+  if (c.gradient_clipping > 0 && c.steps > last && r.given("gradient_clipping"))
+    r.warning("gradient_clipping",
+              zero_one
+                  ? std::string("is of updates with an exact mean of gradients: in others no rank knows their norm")
+                  : fmt::format("ends with freeze_step {}: behind it gradients are not summed, and no rank knows "
+                                "their norm",
+                                u.freeze_step));
 }
 
 Json param_groups_json(const OptimizerConfig& o) {

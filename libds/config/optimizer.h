@@ -16,6 +16,9 @@ bool optimizer_takes(OptimizerType type, std::string_view key);
 void resolve_optimizer(OptimizerConfig& optimizer, const ConfigText& text, Reader& r,
                        std::vector<Diagnostic>& diagnostics);
 
+// What 1-bit and 0/1 Adam ask of the rest: ZeRO stage 0 (or 1), states on the device, the same updates everywhere.
+void check_one_bit(const Config& config, Reader& r);
+
 // optimizer.param_groups, resolved: each group with all that it has.
 Json param_groups_json(const OptimizerConfig& optimizer);
 

@@ -30,15 +30,16 @@ struct StepBatch {
 };
 
 struct StepReport {
-  i64 step = 0;                        // from 1
-  double loss = 0;                     // mean over micro-batches and ranks ("token": over valid tokens)
-  double grad_norm = 0;                // global, unscaled, before clipping; infinite or NaN when skipped
-  double lr = 0;                       // of this step's update
-  double loss_scale = 1;               // used by this step
-  bool skipped = false;                // non-finite gradients: nothing was changed
-  i64 tokens = 0;                      // over all ranks
-  std::optional<i64> layer_tokens{};   // of a sample, that layers see which drop some (random-LTD)
-  std::optional<PhaseTimes> phases{};  // if time_phases() asks for them
+  i64 step = 0;                                      // from 1
+  double loss = 0;                                   // mean over micro-batches and ranks ("token": over valid tokens)
+  double grad_norm = 0;                              // global, unscaled, before clipping; infinite or NaN when skipped
+  double lr = 0;                                     // of this step's update
+  double loss_scale = 1;                             // used by this step
+  bool skipped = false;                              // non-finite gradients: nothing was changed
+  i64 tokens = 0;                                    // over all ranks
+  std::optional<update::Update::SignNorms> signs{};  // where ranks average by signs
+  std::optional<i64> layer_tokens{};                 // of a sample, that layers see which drop some (random-LTD)
+  std::optional<PhaseTimes> phases{};                // if time_phases() asks for them
 };
 
 struct Progress {
@@ -111,8 +112,18 @@ class Engine {
     return shards_of(piece).states().lease(piece, access);
   }
   bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
+  // What this rank has beside states, of the device, that the same layout alone can go on from: by names, fp32; nothing
+  // where the last update left none.
+  update::SignAverage::Own own_arrays() {
+    return update_ ? update_->own(progress_.optimizer_step) : update::SignAverage::Own();
+  }
+  // After all of them were set from outside.
+  void own_arrays_were_set() { update_->own_was_set(progress_.optimizer_step); }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
-  void publish_params() { zero::publish(shards_); }
+  void publish_params() {
+    zero::publish(shards_);
+    if (update_) update_->states_were_set();
+  }
 
   const Config& config() const noexcept { return config_; }
   const report::RunPlan& plan() const noexcept { return plan_; }

@@ -8,9 +8,10 @@
 namespace ds::engine {
 namespace {
 
-// Adam, AdamW and AdamW8bit differ in nothing that a step has of them: files have fp32.
+// Adam, AdamW, AdamW8bit, 1-bit and 0/1 Adam differ in nothing that a step has of them: files have fp32.
 std::string keeper_name(OptimizerType type) {
-  const bool is_adam = type == OptimizerType::Adam || type == OptimizerType::AdamW8bit;
+  const bool is_adam = type == OptimizerType::Adam || type == OptimizerType::AdamW8bit ||
+                       type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam;
   return std::string(optimizer_name(is_adam ? OptimizerType::AdamW : type));
 }
 

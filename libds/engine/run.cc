@@ -396,6 +396,7 @@ void TrainingRun::State::load_step(const std::string& dir) {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
+  load_own(dir, meta);
   if (is_root()) {
     const std::string isa(device->name());
     if (meta.isa != isa && !meta.isa.empty()) {
@@ -409,6 +410,32 @@ void TrainingRun::State::load_step(const std::string& dir) {
           fmt::format("{} was made with tensor_parallel.tp_size {}, this run has {}: the blocks of 8-bit states "
                       "are others, and are encoded again",
                       dir, meta.mesh->tp, mesh->shape().tp));
+  }
+}
+
+// What ranks of the same layout kept beside states; others begin without, which is said.
+void TrainingRun::State::load_own(const std::string& dir, const CheckpointMeta& meta) {
+  const auto arrays = engine->own_arrays();
+  if (arrays.empty()) return;
+  i64 found = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0;
+  std::vector<float> copy;
+  together(mesh->world(), [&] {
+    CheckpointReader reader(dir);
+    for (const auto& [name, view] : arrays) {
+      if (found == 0) break;
+      copy.resize(static_cast<size_t>(view.numel()));
+      if (!reader.read_own(ranks.rank, name, copy)) found = 0;
+      if (found == 1) device->upload(view.data, copy.data(), view.bytes());
+    }
+  });
+  mesh->world().all_reduce(&found, 1, DType::I64, ReduceOp::Min, "dp.stats").wait();
+  if (found == 1) return engine->own_arrays_were_set();
+  engine->publish_params();  // which forgets what some have read
+  if (is_root()) {
+    log_message(LogLevel::Warning,
+                fmt::format("{} was made by another layout of ranks, or with another optimizer: what signs "
+                            "had lost there is lost",
+                            dir));
   }
 }
 

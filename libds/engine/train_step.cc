@@ -2,6 +2,7 @@
 // One training step, top to bottom: the only place that orders work.
 
 #include <algorithm>
+#include <cmath>
 
 #include "base/clock.h"
 #include "config/random_ltd.h"
@@ -63,6 +64,8 @@ StepReport Engine::train_step(const StepBatch& batch) {
   PhaseMeter meter(report.phases, times_phases_, device_, trace_);
 
   count_valid_tokens(batch);
+  const i64 update_number = progress_.optimizer_step + 1;
+  update_->begin(update_number);
   results_.begin();
   stage_.begin_step();
   for (i64 micro = 0; micro < plan_.micro_batches; ++micro)
@@ -83,21 +86,28 @@ StepReport Engine::train_step(const StepBatch& batch) {
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
   const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.data_size() : 1;
-  update_->judge(results_.scalars(),
-                 {.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping});
+  JudgeParams judge{.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping};
+  const bool apart = update_->keeps_gradients_apart(update_number);
+  if (apart) {  // each rank's gradient is to be that of the mean, and no norm is that of all
+    judge.divisor /= static_cast<double>(mesh_.dp().size());
+    judge.clip = 0;
+  }
+  update_->judge(results_.scalars(), judge);
   meter.end(&PhaseTimes::update_ms, "judge");
   update_->update_params({.lr = report.lr,
-                          .number = progress_.optimizer_step + 1,
+                          .number = update_number,
                           .seed = static_cast<u32>(config_.seed),
                           .betas = lr_.betas_at(progress_.optimizer_step - 1)},
                          results_);
   meter.end(&PhaseTimes::update_ms, "update");
-  publish_params();
+  zero::publish(shards_);
   meter.end(&PhaseTimes::update_ms, "publish");
 
   const GradVerdict& verdict = results_.resolve();  // the one time that the host waits
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
+  if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
+  if (apart && verdict.finite) report.signs = update_->sign_norms(results_.scalars());
   progress_ = progress_after(verdict);
   stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right

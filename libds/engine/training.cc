@@ -111,6 +111,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .tokens_per_s = static_cast<double>(r.tokens) / s,
                    .phases = r.phases};
   taken.layer_tokens = r.layer_tokens;
+  if (r.signs) taken.compression = {r.signs->momentum, r.signs->worker_error, r.signs->server_error};
   if (config.curriculum.enabled) taken.seq_length = length;
   const double flops =
       engine->stage().model().flops_per_token(length) * static_cast<double>(r.tokens) / mesh->world_size();

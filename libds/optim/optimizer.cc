@@ -22,6 +22,8 @@ const Kind& kind_of(OptimizerType type) noexcept {
     case OptimizerType::Lamb: return kLamb;
     case OptimizerType::Adagrad: return kAdagrad;
     case OptimizerType::Muon: return kMuon;
+    case OptimizerType::OneBitAdam: return kOneBitAdam;
+    case OptimizerType::ZeroOneAdam: return kZeroOneAdam;
   }
   return kAdam;
 }
@@ -124,6 +126,20 @@ void split_muon(const model::Model& model, Groups& result, std::vector<std::stri
 }  // namespace
 
 StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
+
+bool Group::keeps_gradients_apart(i64 step) const noexcept {
+  if (steps_apart()) return zero_one_step(update, step) != ZeroOneStep::Refresh;
+  return averages_by_signs() && step > update.freeze_step;
+}
+
+bool Group::has_lost_signs(i64 step) const noexcept {
+  return steps_apart() ? step > std::min(update.var_update_scaler, update.var_freeze_step)
+                       : keeps_gradients_apart(step);
+}
+
+bool Group::is_apart_behind(i64 step) const noexcept {
+  return steps_apart() && zero_one_step(update, step) == ZeroOneStep::Local;
+}
 
 DType Group::state_dtype(State s, i64 numel) const noexcept {
   if (update.state_dtype == StateDtype::BF16) return DType::BF16;

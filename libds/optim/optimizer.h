@@ -34,6 +34,16 @@ struct Group {
   // bitsandbytes does: they are not worth it, and norms and biases move by much.
   DType state_dtype(State s, i64 numel) const noexcept;
   bool needs_matrices() const noexcept { return !frozen && update.type == OptimizerType::Muon; }
+  // Whether ranks average something of it by signs, and whether gradients are not summed in the update of that number.
+  bool averages_by_signs() const noexcept {
+    return !frozen && (update.type == OptimizerType::OneBitAdam || steps_apart());
+  }
+  bool keeps_gradients_apart(i64 step) const noexcept;
+  // Behind that update: whether signs have lost something, and whether ranks have parameters of their own.
+  bool has_lost_signs(i64 step) const noexcept;
+  bool is_apart_behind(i64 step) const noexcept;
+  // Whether ranks may take steps of their own.
+  bool steps_apart() const noexcept { return !frozen && update.type == OptimizerType::ZeroOneAdam; }
 };
 
 struct Groups {
@@ -86,6 +96,24 @@ class WholeMatrices {
   virtual void for_each(FunctionRef<void(TensorView)> body) = 0;
 };
 
+// What ranks of dp average by signs (comm/one_bit), in updates whose gradients they have not summed: of all parameters
+// of a group, whole on every rank. m is State::ExpAvg, g this rank's gradient, unscaled and finite. Collective.
+class SignAverage {
+ public:
+  virtual ~SignAverage() = default;
+  virtual void take_gradient(double keep, double share) = 0;       // m = keep m + share g
+  virtual void take_mean_gradient(double keep, double share) = 0;  // m = keep m + share mean(g)
+  virtual void average_momentum() = 0;                             // m = mean(m)
+  virtual void average_directions() = 0;                           // what a pass left in the place of g = its mean
+  // Of who lets ranks take steps of their own (Group::steps_apart): parameters that all ranks have in common.
+  virtual void remember_parameters() = 0;
+  virtual void recall_parameters() = 0;  // m = those
+  virtual bool remembers() const noexcept = 0;
+  virtual double& rates() noexcept = 0;  // of the steps since then, for whoever counts them
+  // What signs have lost so far is of something else.
+  virtual void forget_errors() = 0;
+};
+
 // What an update works with. The ops are those of a run, or they count.
 struct UpdateContext {
   const OpTable& ops;
@@ -99,7 +127,8 @@ struct UpdateContext {
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
   GroupStates& states;
-  WholeMatrices* matrices;  // of the group, where Group::needs_matrices()
+  WholeMatrices* matrices;         // of the group, where Group::needs_matrices()
+  SignAverage* average = nullptr;  // of the group, where Group::averages_by_signs()
 
   // A pass: what it has in common with all others of this update, and the rule's own.
   UpdateParams pass(UpdateParams of_rule) const noexcept {
@@ -121,6 +150,15 @@ class Optimizer {
 };
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.
+// What 0/1 Adam does in the update of that number: a pure function of its parameters.
+enum class ZeroOneStep : u8 {
+  Refresh,  // gradients are summed, and change both moments
+  Signs,    // their mean by signs changes the momentum
+  Local,    // each rank steps for itself
+  Sync,     // and then all have the mean of what that made of parameters
+};
+ZeroOneStep zero_one_step(const UpdateConfig& update, i64 step) noexcept;
+
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
 i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;
 

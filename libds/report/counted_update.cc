@@ -47,8 +47,9 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
   update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_}, device_, ledger_, no_slices);
 }
 
-void CountedUpdate::run(Enter enter) {
+void CountedUpdate::run(Enter enter, i64 number) {
   DS_ASSERT(plan_.trains());
+  update_->begin(number);
   const i64 m = plan_.micro_batches;
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.
   const auto in_passes = [&](i64 micro, i64 times, size_t first, size_t last) {
@@ -96,9 +97,21 @@ void CountedUpdate::run(Enter enter) {
   update::StepScalars& numbers = *static_cast<update::StepScalars*>(addresses_.take(sizeof(update::StepScalars)));
   update_->finish_gradients();
   update_->judge(numbers, {});
-  update_->update_params({}, verdict);
+  update_->update_params({.lr = 1, .number = number}, verdict);
   zero::publish(shards_);
   take_messages(1);
+}
+
+i64 CountedUpdate::own_bytes() {
+  i64 most = 0;
+  if (!update_) return most;
+  // Between means of parameters there is more than behind them.
+  for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
+    i64 bytes = 0;
+    for (const auto& [name, values] : update_->own(number)) bytes += values.bytes();
+    most = std::max(most, bytes);
+  }
+  return most;
 }
 
 void CountedUpdate::begin_again() {

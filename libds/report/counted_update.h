@@ -29,8 +29,8 @@ class CountedUpdate {
   // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
   // many times in a step.
   using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
-  // All of a step of who trains, once for each micro-batch that does something else.
-  void run(Enter enter);
+  // All of a step of who trains, once for each micro-batch that does something else; `number`: of its update.
+  void run(Enter enter, i64 number);
   // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device.
   void gather();
   void use_inputs();
@@ -41,6 +41,9 @@ class CountedUpdate {
   std::pair<offload::FileCounts, offload::FileCounts> file_traffic() const noexcept;
   // The same, between a GPU and its host.
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
+
+  // Bytes of what a rank saves beside states for a layout like its own.
+  i64 own_bytes();
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;

@@ -59,11 +59,13 @@ void tally_update(StepWork& work, const RunPlan& plan) {
     }
   };
   CountedUpdate update(plan, counting_ops(), &once, reduced, &work.host);
-  update.run([&](std::optional<size_t> chunk, i64 n) {
-    take();
-    to = chunk ? &work.chunks[*chunk].gradients : &work.optimizer;
-    times = n;
-  });
+  update.run(
+      [&](std::optional<size_t> chunk, i64 n) {
+        take();
+        to = chunk ? &work.chunks[*chunk].gradients : &work.optimizer;
+        times = n;
+      },
+      plan.update_number);
   take();
 }
 

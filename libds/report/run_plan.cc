@@ -201,7 +201,9 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   }
   options.group = group;
   shards.layout = zero::Layout::make(plan.rows, options);
-  shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes));
+  const bool averages = std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs);
+  shards.states = zero::StateLayout(shards.layout, shards.rank, std::move(states), std::move(dtypes),
+                                    averages ? state_set({State::ExpAvg}) : StateSet{});
   options.here[RunPlan::kSharedUnit] = plan.embeds;
   options.here.push_back(plan.projects);
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
@@ -218,7 +220,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
                                config.grad_accum_dtype == DType::F32 ? z.reduce_bucket_size : zero::kMostNarrowBucket),
       .overlap = z.overlap_comm,
       .micro_batches = plan.micro_batches,
-      .reduce_each_micro = plan.reduce_each_micro};
+      .reduce_each_micro = plan.reduce_each_micro,
+      .keeps_own = averages};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[c];
@@ -445,8 +448,9 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
   }
 }
 
-// saves_beside: a copy of what this rank owns is kept for saves in the background.
-void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool saves_beside) {
+// own_bytes: of what a rank saves beside states. saves_beside: a copy of what this rank owns is kept for saves in the
+// background.
+void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 own_bytes, i64 hidden, bool saves_beside) {
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
@@ -474,8 +478,8 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 hidden, bool sa
 
   // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
   // where that is waited for, through a part of the host's memory.
-  if (saves_beside && plan.trains()) plan.state_bytes = owned;
-  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part;
+  if (saves_beside && plan.trains()) plan.state_bytes = owned + own_bytes;
+  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + own_bytes;
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
 
@@ -486,7 +490,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
     const auto step = [&] {
       update.gather();
       update.use_inputs();
-      update.run([](std::optional<size_t>, i64) {});
+      update.run([](std::optional<size_t>, i64) {}, plan.update_number);
     };
     step();
     // The first step finds nothing in files, and no memory on the device of what is with the host.
@@ -533,6 +537,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.rows = zero::units_of(model);
   plan.grad_rows = plan.rows;
   plan.grad_rows.emplace_back(model.shared);
+  plan.update_number = std::max<i64>(config.steps, 1);
 
   plan_stage(plan, config, model, std::move(cuts));
   plan_ownership(plan, config, model);
@@ -543,7 +548,8 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.dp_shared = update.dp_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   count_traffic(plan, update, config, model);
-  count_memory(plan, update.ledger(), model.hidden, config.save.async);  // and of the step that was counted
+  count_memory(plan, update.ledger(), update.own_bytes(), model.hidden,
+               config.save.async);  // and of the step that was counted
   return plan;
 }
 

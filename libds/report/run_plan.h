@@ -54,6 +54,7 @@ struct RunPlan : update::UpdatePlan {
   i64 B = 0, T = 0, micro_batches = 0;  // of one rank; T of its part of the sequences
   i64 sequence_length = 0;              // of all of them
   bool reduce_each_micro = false;       // "micro" order
+  i64 update_number = 1;                // of the step that is counted, the last one
   bool split_backward = false;
   // All micro-batches go through a chunk of the only stage before the next one, which finds what is between them where
   // it was left.

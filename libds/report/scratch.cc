@@ -16,7 +16,9 @@ std::optional<i64> scratch_bytes(const model::Model& model, const RunPlan& plan,
   const Walk walk{*ops, stream, tp, sp};
   if (plan.trains()) {
     walk_layers(model, plan, walk, [](size_t, Pass) {});
-    CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {});
+    CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {}, 1);
+    if (plan.keeps_gradients_apart(plan.update_number))
+      CountedUpdate(plan, *ops, &meter).run([](std::optional<size_t>, i64) {}, plan.update_number);
   } else if (plan.use != ConfigUse::Generate) {
     walk_forward(model, plan, plan.pass, {.mode = model::Mode::Eval, .B = plan.B, .T = plan.T}, walk,
                  [](i64, model::PassContext&) { return true; });

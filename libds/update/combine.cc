@@ -13,10 +13,11 @@ Combine::Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& ax
       stream_(device.stream()),
       exchange_(device_buffer(device, ledger, Tag::Workspace, plan.exchange_elems * 4)) {}
 
-void Combine::run() {
-  add_uses_of_shared();
-  for (const CombinePlan::Exchange& e : plan_.combine.exchanges) exchange(e);
-  for (const CombinePlan::Scaled& s : plan_.combine.scaled) {
+void Combine::run(bool own) {
+  const CombinePlan& combine = own ? plan_.combine_own : plan_.combine;
+  add_uses_of_shared(own);
+  for (const CombinePlan::Exchange& e : combine.exchanges) exchange(e);
+  for (const CombinePlan::Scaled& s : combine.scaled) {
     zero::for_each_part(s.piece, most_leased(s.piece), [&](const zero::Piece& part) {
       const zero::TierLease lease = gradient(part, zero::LeaseTo::Write);
       const TensorView view = TensorView::of(lease.data(), DType::F32, {part.count});
@@ -26,21 +27,24 @@ void Combine::run() {
 }
 
 // The gradient of tied embeddings: that of the look-up and that of the projection, from two stages or from one.
-void Combine::add_uses_of_shared() {
+void Combine::add_uses_of_shared(bool own) {
   if (!plan_.tied()) return;
   const bool embeds = plan_.embeds, projects = plan_.projects;
   if (!embeds && !projects) return;
   zero::Shards& dp = *shards_.front();
   const zero::Layout& layout = plan_.dp().grad_layout;
   const std::span<const zero::Segment> segments = layout.segments_of(plan_.shared_grads());
+  // Of a segment what this rank owns, or all.
+  const i64 slices = own ? layout.num_ranks() : 1;
   const auto slice = [&](const zero::Segment& s, i64 begin, i64 count, zero::LeaseTo access) {
-    return dp.grads().lease(&s - layout.segments().data(), s.slice * plan_.dp_rank() + begin, count, access);
+    return dp.grads().lease(&s - layout.segments().data(), (own ? 0 : s.slice * plan_.dp_rank()) + begin, count,
+                            access);
   };
   const auto view = [](const zero::TierLease& lease, i64 n) { return TensorView::of(lease.data(), DType::F32, {n}); };
   if (embeds && projects) {
     const std::span<const zero::Segment> of_head = layout.segments_of(plan_.head_use());
     for (size_t i = 0; i < segments.size(); ++i) {
-      const i64 all = segments[i].slice, most = dp.grads().in_place() ? all : UpdatePlan::kExchangeElems;
+      const i64 all = segments[i].slice * slices, most = dp.grads().in_place() ? all : UpdatePlan::kExchangeElems;
       for (i64 begin = 0; begin < all; begin += most) {
         const i64 n = std::min(most, all - begin);
         const zero::TierLease mine = slice(segments[i], begin, n, zero::LeaseTo::Write),
@@ -53,7 +57,7 @@ void Combine::add_uses_of_shared() {
   }
   const int peer = embeds ? plan_.mesh.pp - 1 : 0;
   for (const zero::Segment& s : segments) {
-    UpdatePlan::for_each_exchange(s.slice, [&](i64 begin, i64 n) {
+    UpdatePlan::for_each_exchange(s.slice * slices, [&](i64 begin, i64 n) {
       const zero::TierLease lease = slice(s, begin, n, zero::LeaseTo::Write);
       const TensorView mine = view(lease, n), other = TensorView::of(exchange_.data(), DType::F32, {n});
       Ticket sent = axes_.pp.send(mine.data, mine.bytes(), peer, "pp.send");

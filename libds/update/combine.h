@@ -20,8 +20,8 @@ class Combine {
  public:
   // All outlive it.
   Combine(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes, MemoryLedger& ledger, Device& device);
-  // When the groups' sums are final. Collective.
-  void run();
+  // When the groups' sums are final; or `own`: each rank's, of which it has all. Collective.
+  void run(bool own = false);
   // The accumulated gradient of a piece that this rank holds, of whichever group.
   zero::TierLease gradient(const zero::Piece& piece, zero::LeaseTo access) const {
     return shards_[plan_.row_of(piece.param).group]->gradient(piece, access);
@@ -33,7 +33,7 @@ class Combine {
   }
 
  private:
-  void add_uses_of_shared();
+  void add_uses_of_shared(bool own);
   void exchange(const CombinePlan::Exchange& e);
 
   const UpdatePlan& plan_;

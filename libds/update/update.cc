@@ -2,6 +2,8 @@
 #include "update/update.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 namespace ds::update {
 
@@ -89,6 +91,8 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
     if (workspace != nullptr) workspace += optim::workspace_bytes(group, pieces.size);
     t.states = std::make_unique<States>(shards, std::move(pieces));
     if (group.needs_matrices()) t.matrices = make_matrices(g, slices_of);
+    if (group.averages_by_signs())
+      t.average = std::make_unique<SignAverage>(plan, g, shards, combine_, axes.dp, device, ledger);
   }
 }
 
@@ -104,9 +108,15 @@ std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const Slic
   return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
 }
 
+void Update::begin(i64 number) {
+  apart_ = keeps_gradients_apart(number);
+  for (const auto& s : shards_) s->grads().reduce_over_ranks(!apart_);
+}
+
 void Update::finish_gradients() {
   for (const auto& s : shards_) s->grads().finish();
-  combine_.run();
+  combine_.run(apart_);
+  if (apart_) return;
   for (const auto& s : shards_) s->grads().gather(s->plan().gathered_grads);
 }
 
@@ -116,7 +126,7 @@ void Update::judge(StepScalars& numbers, const JudgeParams& params) {
   const TensorView max_abs = TensorView::of(&numbers.max_abs, DType::I64, {1}),
                    sum = TensorView::of(&numbers.sum, DType::I64, {2});
   const auto for_each_gradient = [&](auto&& visit) {
-    for (const zero::Piece& p : plan_.combine.judged) {
+    for (const zero::Piece& p : (apart_ ? plan_.combine_own : plan_.combine).judged) {
       zero::for_each_part(p, combine_.most_leased(p), [&](const zero::Piece& part) {
         const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Read);
         visit(TensorView::of(lease.data(), DType::F32, {part.count}));
@@ -139,8 +149,14 @@ void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
 }
 
 void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
+  DS_ASSERT(apart_ == keeps_gradients_apart(step.number));
+  const bool send = !apart_ || verdict.resolve().finite;
+  if (apart_ && send) make_momentum_whole();
+  momentum_is_whole_ = apart_ && (send || momentum_is_whole_);
   for (const Trained& t : trained_) {
+    if (!send) break;
     t.states->set_verdict(verdict);
+    if (t.average) t.average->set_verdict(verdict);
     t.optimizer->update({.ops = device_.ops(),
                          .stream = device_.stream(),
                          .lr = step.lr * plan_.groups.groups[t.group].lr_ratio,
@@ -151,9 +167,85 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
                          .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
                          .states = *t.states,
-                         .matrices = t.matrices.get()});
+                         .matrices = t.matrices.get(),
+                         .average = t.average.get()});
   }
   for (const auto& s : shards_) s->states().settle(verdict, step.number);
+}
+
+// Ranks that have updated their slices alone get those of others.
+void Update::make_momentum_whole() {
+  const zero::ShardsPlan& dp = plan_.dp();
+  if (momentum_is_whole_ || !dp.layout.states().shard_optimizer) return;
+  const TensorView all = shards_.front()->states().whole(State::ExpAvg);
+  std::vector<AllGatherSegment> segments;
+  i64 at = 0;
+  for (const zero::Segment& s : dp.layout.segments()) {
+    segments.push_back({all.as<float>() + at, s.slice * 4});
+    at += s.slice * dp.layout.num_ranks();
+  }
+  axes_.dp.all_gather(segments, "dp.all_gather").wait();
+}
+
+void Update::states_were_set() {
+  momentum_is_whole_ = false;
+  for (const Trained& t : trained_) {
+    if (t.average) t.average->forget();
+  }
+}
+
+SignAverage::Own Update::own(i64 number) {
+  SignAverage::Own all;
+  for (const Trained& t : trained_) {
+    const optim::Group& group = plan_.groups.groups[t.group];
+    if (!t.average || !group.has_lost_signs(number)) continue;
+    for (auto& [name, values] : t.average->own(group.is_apart_behind(number)))
+      all.emplace_back(fmt::format("{}@{}", name, t.group), values);
+  }
+  return all;
+}
+
+void Update::own_was_set(i64 number) {
+  for (const Trained& t : trained_) {
+    if (t.average) t.average->own_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
+  }
+}
+
+// Of what ranks have, side by side: integers, whose sums no layout moves. `for_each` calls what it is given with it.
+double Update::norm_of(StepScalars& scratch, FunctionRef<void(FunctionRef<void(TensorView)>)> for_each) {
+  const OpTable& ops = device_.ops();
+  const TensorView max_abs = TensorView::of(&scratch.max_abs, DType::I64, {1}),
+                   sum = TensorView::of(&scratch.sum, DType::I64, {2});
+  device_.zero(&scratch, sizeof(StepScalars));
+  for_each([&](TensorView x) { ops.max_abs(max_abs, x, device_.stream()); });
+  over_model_ranks(max_abs, ReduceOp::Max, true);
+  for_each([&](TensorView x) { ops.sum_squares(sum, x, max_abs, device_.stream()); });
+  over_model_ranks(sum, ReduceOp::Sum, true);
+  StepScalars numbers;
+  device_.download(&numbers, &scratch, sizeof numbers);
+  const u32 bits = static_cast<u32>(numbers.max_abs);
+  if (bits >= 0x7F800000u) return std::numeric_limits<double>::quiet_NaN();
+  return std::sqrt(numbers.sum.value(ExactSum::exponent_of(bits)));
+}
+
+Update::SignNorms Update::sign_norms(StepScalars& scratch) {
+  const auto of_ranks = [&](auto&& visit_group) {
+    return norm_of(scratch, [&](FunctionRef<void(TensorView)> visit) {
+      for (const Trained& t : trained_) {
+        if (t.average) visit_group(*t.average, visit);
+      }
+    });
+  };
+  const auto momentum = [](SignAverage& a, FunctionRef<void(TensorView)> visit) {
+    for (const zero::Piece& piece : a.pieces()) visit(a.momentum(piece));
+  };
+  const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
+  if (axes_.dp.size() == 1) return {.momentum = of_ranks(momentum)};
+  return {
+      .momentum = of_ranks(momentum) / ranks,
+      .worker_error =
+          of_ranks([](SignAverage& a, FunctionRef<void(TensorView)> visit) { visit(a.worker_error()); }) / ranks,
+      .server_error = of_ranks([](SignAverage& a, FunctionRef<void(TensorView)> visit) { visit(a.server_error()); })};
 }
 
 }  // namespace ds::update

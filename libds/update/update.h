@@ -7,9 +7,12 @@
 
 #include <functional>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "update/combine.h"
+#include "update/sign_average.h"
 #include "update/step_results.h"
 
 namespace ds::update {
@@ -23,10 +26,13 @@ class Update {
          const SlicesOf& slices_of);
   ~Update();
 
-  // What this rank owns of the gradients is final when it returns.
+  // Before gradients of the update of that number: whether ranks of dp will have their own ones, whole.
+  bool keeps_gradients_apart(i64 number) const noexcept { return plan_.keeps_gradients_apart(number); }
+  void begin(i64 number);
+  // What this rank owns of the gradients, or has of its own, is final when it returns.
   void finish_gradients();
   // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
-  // not depend on the layout.
+  // not depend on the layout. Where ranks have gradients of their own, it is that of all of them side by side.
   void judge(StepScalars& numbers, const JudgeParams& params);
   struct Step {
     double lr = 0;                    // before the groups' ratios
@@ -34,8 +40,23 @@ class Update {
     u32 seed = 0;                     // of what is rounded stochastically
     std::optional<Betas> betas = {};  // instead of the groups' own
   };
-  // Nothing happens on the devices if the verdict says so.
+  // Nothing happens on the devices if the verdict says so. What ranks average is known to be finite: the host waits for
+  // the verdict first.
   void update_params(const Step& step, zero::VerdictHandle& verdict);
+
+  // What this rank has of its own behind the update of that number (SignAverage::own), of all groups; and after it was
+  // set.
+  SignAverage::Own own(i64 number);
+  void own_was_set(i64 number);
+  // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
+  void states_were_set();
+  // Euclidean, over all parameters and ranks of all axes, after an update that averaged by signs. Collective.
+  struct SignNorms {
+    double momentum = 0;      // root mean square over ranks of dp, which may differ in it
+    double worker_error = 0;  // likewise, of what the signs of each have lost
+    double server_error = 0;  // of what the signs of the means have lost
+  };
+  SignNorms sign_norms(StepScalars& scratch);
 
  private:
   class States;
@@ -45,10 +66,13 @@ class Update {
     size_t group;
     std::unique_ptr<optim::Optimizer> optimizer;
     std::unique_ptr<States> states;
-    std::unique_ptr<Matrices> matrices;  // where the group needs them
+    std::unique_ptr<Matrices> matrices;    // where the group needs them
+    std::unique_ptr<SignAverage> average;  // where ranks average by signs
   };
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
+  void make_momentum_whole();
+  double norm_of(StepScalars& scratch, FunctionRef<void(FunctionRef<void(TensorView)>)> for_each);
 
   const UpdatePlan& plan_;
   zero::AllShards& shards_;
@@ -57,6 +81,8 @@ class Update {
   Combine combine_;
   Buffer workspace_, matrix_memory_;
   std::vector<Trained> trained_;
+  bool apart_ = false;              // of this step: ranks have gradients of their own
+  bool momentum_is_whole_ = false;  // every rank has what its owners have
 };
 
 }  // namespace ds::update

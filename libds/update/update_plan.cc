@@ -10,11 +10,13 @@ namespace {
 i64 exchange_elems(const UpdatePlan& plan) {
   i64 elems = 0;
   if (plan.embeds != plan.projects) {
+    const i64 slices = plan.dp().grads.keeps_own ? plan.dp().layout.num_ranks() : 1;
     for (const zero::Segment& s : plan.dp().grad_layout.segments_of(plan.shared_grads()))
-      elems = std::max(elems, std::min(s.slice, UpdatePlan::kExchangeElems));
+      elems = std::max(elems, std::min(s.slice * slices, UpdatePlan::kExchangeElems));
   }
-  for (const CombinePlan::Exchange& e : plan.combine.exchanges)
-    elems = std::max(elems, plan.exchange_of(e.width, e.elems));
+  for (const auto* exchanges : {&plan.combine.exchanges, &plan.combine_own.exchanges}) {
+    for (const CombinePlan::Exchange& e : *exchanges) elems = std::max(elems, plan.exchange_of(e.width, e.elems));
+  }
   return elems;
 }
 
@@ -118,31 +120,39 @@ std::vector<UpdatePlan::SummedElems> UpdatePlan::summed_of_ranks() const {
 
 namespace {
 
-void plan_combine(UpdatePlan& plan) {
+CombinePlan combine_plan(const UpdatePlan& plan, bool own) {
+  CombinePlan combine;
   for (const zero::ShardsPlan& s : plan.shards) {
     const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
     const auto place = [&](const zero::Piece& p) { return bases[s.grad_segment(p.segment)] + p.segment_offset; };
     i64 end = -1;
-    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+    for (const zero::Piece& piece : own ? s.layout.whole_pieces() : s.layout.owned_pieces(s.rank)) {
       const model::ParamRow& row = plan.row_of(piece.param);
-      if (row.also_summed > 1) add_to_exchanges(plan.combine.exchanges, piece, row.also_summed);
+      if (row.also_summed > 1) add_to_exchanges(combine.exchanges, piece, row.also_summed);
       if (row.divisor != 0 && row.divisor != plan.mesh.dp)
-        plan.combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
+        combine.scaled.push_back({piece, static_cast<float>(plan.mesh.dp) / static_cast<float>(row.divisor)});
       if (!plan.judges(piece)) continue;
       // Neighbours are one call of the kernels.
       if (place(piece) == end) {
-        plan.combine.judged.back().count += piece.count;
+        combine.judged.back().count += piece.count;
       } else {
-        plan.combine.judged.push_back(piece);
+        combine.judged.push_back(piece);
       }
       end = place(piece) + piece.count;
     }
   }
+  return combine;
 }
 
 void plan_optimizers(UpdatePlan& plan) {
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
+    if (group.averages_by_signs()) {
+      for (const i64 param : plan.params_of(g))
+        DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
+                 "optimizer: ranks of dp average {} by signs, and it is reduced over {}", plan.row_of(param).name,
+                 plan.shards_of(param).axis);
+    }
     if (group.needs_matrices()) {
       for (const i64 param : plan.params_of(g)) {
         DS_CHECK(plan.row_of(param).group == 0, Errc::Config,
@@ -167,7 +177,8 @@ void plan_optimizers(UpdatePlan& plan) {
 }  // namespace
 
 void plan_update(UpdatePlan& plan) {
-  plan_combine(plan);
+  plan.combine = combine_plan(plan, false);
+  if (plan.dp().grads.keeps_own) plan.combine_own = combine_plan(plan, true);
   plan_optimizers(plan);
   plan.exchange_elems = exchange_elems(plan);
 }

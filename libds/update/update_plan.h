@@ -53,6 +53,7 @@ struct UpdatePlan {
   std::vector<bool> saved;                     // by number: zero::is_saved
   std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: of dp, of the model's splits of it
   CombinePlan combine;
+  CombinePlan combine_own;                               // of gradients that ranks of dp have not summed, whole
   optim::Groups groups;                                  // of parameters that are updated alike
   bool stochastic_masters = false;                       // optim::UpdateContext
   i64 optimizer_workspace = 0;                           // bytes
@@ -102,6 +103,11 @@ struct UpdatePlan {
   }
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
   bool tied() const noexcept { return !rows[0].empty(); }
+  // Whether the ranks of dp leave their gradients apart in the update of that number: the optimizer averages what it
+  // makes of them. Then these are whole on every rank.
+  bool keeps_gradients_apart(i64 step) const noexcept {
+    return std::ranges::any_of(groups.groups, [&](const optim::Group& g) { return g.keeps_gradients_apart(step); });
+  }
   // Where the gradient of shared is summed, on the stages that have it.
   i64 shared_grads() const noexcept { return embeds ? kSharedUnit : head_use(); }
 };

@@ -65,7 +65,7 @@ namespace {
 
 // Whether a rank has accumulators of all elements, or of the slices that it owns.
 bool accumulates_all(const Layout& layout, const GradOptions& options) {
-  return !layout.states().shard_optimizer || options.accumulates_locally();
+  return !layout.states().shard_optimizer || options.accumulates_locally() || options.keeps_own;
 }
 
 }  // namespace
@@ -271,19 +271,24 @@ void GradStore::commit(i64 unit, i64 micro) {
     }
     zero_gaps(unit);  // others' gradients were staged there
   }
-  const UnitPlace& place = layout_.units()[u];
-  if (options_.accumulates_locally() && place.num_segments > 0) {
-    const TensorView fresh = TensorView::of(
-        static_cast<char*>(fresh_.data()) + unit_base_[u] * dtype_bytes(options_.wire), options_.wire, {place.padded});
-    // Segments of a unit lie side by side in both arrays.
-    const TierLease lease =
-        sums().lease(sums_base_[place.first_segment] * 4, place.padded * 4, micro > 0 ? LeaseTo::Write : LeaseTo::Fill);
-    const TensorView all = TensorView::of(lease.data(), DType::F32, {place.padded});
-    ops_.fold(all, {&fresh, 1}, micro > 0, stream_);
-    if (last_micro) ops_.cast(fresh, all, stream_);
-  }
+  if (!reduces_) return accumulate(unit, micro > 0, false);
+  if (options_.accumulates_locally()) accumulate(unit, micro > 0, last_micro);
   if (unit != buckets_[bucket].units.back()) return;
   if (options_.reduce_each_micro || last_micro) reduce(bucket, options_.reduce_each_micro && micro > 0);
+}
+
+// Adds the fresh gradient of a unit to this rank's own sum; `back`: which takes its place then, rounded.
+void GradStore::accumulate(i64 unit, bool continues, bool back) {
+  const UnitPlace& place = layout_.units()[unit];
+  if (place.num_segments == 0) return;
+  const TensorView fresh = TensorView::of(
+      static_cast<char*>(fresh_.data()) + unit_base_[unit] * dtype_bytes(options_.wire), options_.wire, {place.padded});
+  // Segments of a unit lie side by side in both arrays.
+  const TierLease lease =
+      sums().lease(sums_base_[place.first_segment] * 4, place.padded * 4, continues ? LeaseTo::Write : LeaseTo::Fill);
+  const TensorView all = TensorView::of(lease.data(), DType::F32, {place.padded});
+  ops_.fold(all, {&fresh, 1}, continues, stream_);
+  if (back) ops_.cast(fresh, all, stream_);
 }
 
 void GradStore::reduce(size_t bucket, bool continues) {

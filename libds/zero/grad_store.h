@@ -9,6 +9,7 @@
 //   stage 0, 1   every bucket has its own memory (the full gradients, Tag::Grads)
 //   stage 2, 3   buckets take turns in two slots (one without overlap; Tag::Buckets)
 //   "boundary" order with accumulation: a full fp32 sum of this rank's micro-batches comes in between (Tag::GradAccum)
+//   keeps_own: all sums have room, for steps in which nothing is reduced and each rank keeps what is its own
 //
 // A unit with matrices in tiles is leased while these, which are units of their own, come and go: it has memory beside
 // theirs.
@@ -48,6 +49,7 @@ struct GradOptions {
   bool overlap = true;                        // overlap_comm
   i64 micro_batches = 1;                      // per step
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
+  bool keeps_own = false;                     // stage 0, 1: steps may leave the gradients of ranks apart
 
   bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
@@ -71,6 +73,10 @@ class GradStore {
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {});
 
+  // Whether the gradients of the steps from now on are reduced, or each rank has its own sums, of all elements
+  // (options.keeps_own). Between steps.
+  void reduce_over_ranks(bool wanted) noexcept { reduces_ = wanted; }
+
   // Where backward writes the gradients of `unit`, by row (null: of another group, or in tiles): units come in the
   // order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit()
   // ends the lease.
@@ -89,6 +95,8 @@ class GradStore {
   void expect(i64 segment, i64 first, i64 count) const {
     owned_->expect((owned_base_[segment] + first) * 4, count * 4);
   }
+  // All sums of this rank, where they are in fp32 in place, by grad_accum_bases; of who keeps its own.
+  TensorView own_sums() const noexcept { return TensorView::of(sums_.data(), DType::F32, {sums_.bytes() / 4}); }
   bool in_place() const noexcept { return owned_->in_place(); }
   // Where they stay, in host memory beside the device's; null: not there (TierArray::on_host).
   float* on_host(i64 segment, i64 first) const noexcept {
@@ -97,6 +105,7 @@ class GradStore {
   const Layout& layout() const noexcept { return layout_; }
 
  private:
+  void accumulate(i64 unit, bool continues, bool back);
   void reduce(size_t bucket, bool continues);
   void wait(size_t slot);
   // The array of all sums, where a rank has such.
@@ -117,9 +126,10 @@ class GradStore {
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them
   std::unique_ptr<TierArray> sums_array_;  // of all elements, where it is another one
-  std::vector<bool> summed_;               // by bucket: a micro-batch of this step is in its sums
-  std::vector<i64> bucket_base_;           // elements in fresh_
-  std::vector<size_t> slot_;               // which tickets_ entry guards the bucket's memory
+  bool reduces_ = true;
+  std::vector<bool> summed_;      // by bucket: a micro-batch of this step is in its sums
+  std::vector<i64> bucket_base_;  // elements in fresh_
+  std::vector<size_t> slot_;      // which tickets_ entry guards the bucket's memory
   std::vector<Ticket> tickets_;
   std::vector<std::vector<TierLease>> landing_;   // by ticket: what is being reduced
   std::vector<i64> unit_bucket_, unit_base_;      // per unit; base in fresh_

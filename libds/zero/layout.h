@@ -150,6 +150,8 @@ class Layout {
   // The pieces of parameters in slice `rank` of every segment (padding left out). Every element of every parameter is
   // in exactly one piece of one rank.
   std::vector<Piece> owned_pieces(int rank) const;
+  // All pieces, cut nowhere; their shard_offset means nothing.
+  std::vector<Piece> whole_pieces() const { return pieces(0, true); }
   // The pieces that this rank's shard arrays hold: all of them at stage 0, else the owned ones.
   std::vector<Piece> held_pieces(int rank) const;
 

@@ -12,8 +12,9 @@ constexpr i64 kAlignment = 32;  // bytes: of vectors, and what 8 elements of fp3
 
 }  // namespace
 
-StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes)
-    : has_(std::move(has)), dtypes_(std::move(dtypes)) {
+StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
+                         StateSet whole)
+    : has_(std::move(has)), dtypes_(std::move(dtypes)), whole_(whole) {
   StateSet somewhere;
   for (const State s : kStates) everywhere_[s] = true;
   for (size_t p = 0; p < has_.size(); ++p) {
@@ -32,9 +33,17 @@ StateLayout::StateLayout(const Layout& layout, int rank, std::vector<StateSet> h
   }
   first_held_.resize(has_.size() + 1, std::ssize(held_));
   i64 slices = 0;
-  for (const Segment& s : layout.segments()) slices += s.slice;
+  for (const Segment& s : layout.segments()) {
+    whole_bases_.push_back(slices * layout.num_ranks());
+    slices += s.slice;
+  }
   for (const State s : kStates) {
     if (s == State::Param || !somewhere[s]) continue;
+    if (whole_[s]) {
+      bytes_[s] = slices * layout.num_ranks() * 4;
+      owned_bytes_ += slices * 4;
+      continue;
+    }
     if (everywhere_[s]) {
       bytes_[s] = layout.shard_elems() * 4;
       owned_bytes_ += slices * 4;
@@ -65,7 +74,8 @@ std::vector<i64> StateLayout::bytes_of_ranks(const Layout& layout) const {
   for (const RowPlace& row : layout.places()) {
     i64 width = 0;
     for (const State s : kStates) {
-      if (bytes_[s] > 0 && !everywhere_[s] && has(s, row.param)) width += dtype_bytes(dtype(s, row.param));
+      if (bytes_[s] > 0 && !everywhere_[s] && !whole_[s] && has(s, row.param))
+        width += dtype_bytes(dtype(s, row.param));
     }
     if (width == 0) continue;
     bytes.resize(layout.num_ranks());

@@ -2,8 +2,9 @@
 #pragma once
 // Where a rank keeps the states of its pieces of parameters: one array for each state, cut as Layout says. A state
 // that every parameter has in fp32 lies as the layout's shard arrays do. Of any other, piece follows piece, each at a
-// multiple of 32 bytes, and so are the scales of its codes behind it. A pure function of the layout, the rank and what
-// each parameter has.
+// multiple of 32 bytes, and so are the scales of its codes behind it. A state that every rank has whole (the momentum
+// of 1-bit Adam) lies as all slices of all segments do. A pure function of the layout, the rank and what each parameter
+// has.
 
 #include <algorithm>
 #include <span>
@@ -19,8 +20,9 @@ class StateLayout {
  public:
   StateLayout() = default;
   // has[p]: the states of parameter p, Master among them; dtypes[p]: what they are kept as. Of codes the layout cuts no
-  // block.
-  StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes);
+  // block. whole: those in fp32 that every rank has of all parameters, whoever owns them.
+  StateLayout(const Layout& layout, int rank, std::vector<StateSet> has, std::vector<PerState<DType>> dtypes,
+              StateSet whole = {});
 
   bool has(State s, i64 param) const noexcept { return has_[param][s]; }
   const std::vector<StateSet>& of_params() const noexcept { return has_; }
@@ -29,8 +31,11 @@ class StateLayout {
   bool own_masters() const noexcept { return own_masters_; }
   // Of this rank's array; 0: there is none.
   i64 bytes(State s) const noexcept { return bytes_[s]; }
-  // Where the state of a piece, held by this rank, lies in it, in bytes; the parameter has it.
+  bool is_whole(State s) const noexcept { return whole_[s]; }
+  // Where the state of a piece, held by this rank (or by any, if it is whole), lies in it, in bytes; the parameter has
+  // it.
   i64 offset(State s, const Piece& piece) const noexcept {
+    if (whole_[s]) return (whole_bases_[piece.segment] + piece.segment_offset) * 4;
     if (everywhere_[s]) return piece.shard_offset * 4;
     const Held& held = held_of(piece);
     return held.offsets[s] + (piece.begin - held.begin) * dtype_bytes(dtype(s, piece.param));
@@ -58,6 +63,8 @@ class StateLayout {
   std::vector<StateSet> has_;
   std::vector<PerState<DType>> dtypes_;
   StateSet everywhere_;  // in fp32
+  StateSet whole_;
+  std::vector<i64> whole_bases_;  // by segment, elements
   bool own_masters_ = true;
   PerState<i64> bytes_;
   std::vector<Held> held_;       // in the order of parameters

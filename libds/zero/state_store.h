@@ -121,6 +121,8 @@ class StateStore {
   virtual StateLease lease(const Piece& piece, LeaseTo access) = 0;
   // Whether leases, of any length, are the very memory in which states and parameters stay.
   virtual bool in_place() const noexcept = 0;
+  // All of a state that every rank has whole (StateLayout::is_whole), of the device; empty: this tier has no such.
+  virtual TensorView whole(State) const noexcept { return {}; }
 
  protected:
   friend class StateLease;
@@ -145,6 +147,9 @@ class DeviceStates final : public StateStore {
   void settle(VerdictHandle&, i64) override {}
   StateLease lease(const Piece& piece, LeaseTo access) override;
   bool in_place() const noexcept override { return parts_.params.in_place(); }
+  TensorView whole(State s) const noexcept override {
+    return TensorView::of(arrays_[s].data(), DType::F32, {arrays_[s].bytes() / 4});
+  }
 
  private:
   void end_lease(const Piece&, LeaseTo, const PieceState&) noexcept override {}

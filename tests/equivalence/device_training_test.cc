@@ -87,6 +87,27 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
   }
 }
 
+// 1-bit and 0/1 Adam: ranks of a device average by signs, in the memory that is predicted.
+TEST_P(DeviceTraining, RanksAverageBySigns) {
+  const auto train_by = [&](OptimizerType type, i64 stage) {
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, stage);
+    c.optimizer.type = type;
+    c.optimizer.bias_correction = false;
+    c.optimizer.freeze_step = 3;
+    c.optimizer.var_freeze_step = 4, c.optimizer.var_update_scaler = 1;
+    c.optimizer.local_step_scaler = 2, c.optimizer.local_step_clipper = 2;
+    c.steps = 10;
+    const Trace t = train(c, 2, {.same_logits = false}, c.steps);
+    EXPECT_TRUE(std::isfinite(t.losses.back()));
+    for (const Tag tag : {Tag::Params, Tag::Grads, Tag::GradAccum, Tag::Master, Tag::Optimizer})
+      EXPECT_EQ(t.counted[static_cast<size_t>(tag)], t.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+    EXPECT_GT(t.sent.at("dp.one_bit").bytes, 0);
+    return t;
+  };
+  expect_same_training(train_by(OptimizerType::OneBitAdam, 1), train_by(OptimizerType::OneBitAdam, 0), "1-bit Adam");
+  train_by(OptimizerType::ZeroOneAdam, 0);
+}
+
 // Of the host's memory, for saving and loading.
 i64 saves(const report::RunPlan& plan) { return plan.state_bytes + plan.state_part_bytes; }
 

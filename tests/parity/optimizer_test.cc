@@ -160,7 +160,8 @@ constexpr UpdateRule kRules[] = {UpdateRule::AdamW,         UpdateRule::AdamL2,
                                  UpdateRule::Nesterov,      UpdateRule::Lion,
                                  UpdateRule::Adagrad,       UpdateRule::LambDirection,
                                  UpdateRule::MuonDirection, UpdateRule::NesterovMuonDirection,
-                                 UpdateRule::Descend};
+                                 UpdateRule::FrozenAdam,    UpdateRule::ZeroOneDelta,
+                                 UpdateRule::ZeroOneSync,   UpdateRule::Descend};
 
 int num_states(UpdateRule rule) {
   switch (rule) {
@@ -168,6 +169,9 @@ int num_states(UpdateRule rule) {
     case UpdateRule::Descend: return 0;
     case UpdateRule::AdamW:
     case UpdateRule::AdamL2:
+    case UpdateRule::FrozenAdam:
+    case UpdateRule::ZeroOneDelta:
+    case UpdateRule::ZeroOneSync:
     case UpdateRule::LambDirection: return 2;
     default: return 1;
   }

@@ -33,6 +33,8 @@ enum class OptimizerType : u8 {
   Adagrad,
   Muon,
   AdamW8bit,
+  OneBitAdam,
+  ZeroOneAdam,
 };  // Adam is AdamW too unless adam_w_mode is false
 // What the states of optimizers are kept in that have a choice.
 enum class StateDtype : u8 { F32, BF16 };
@@ -55,6 +57,10 @@ struct UpdateConfig {
   double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
   double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them
   MuonScale muon_scale = MuonScale::Original;
+  i64 freeze_step = 100'000;  // of 1-bit Adam: the last update with an exact mean of gradients
+  // Of 0/1 Adam: the last update with a second moment that changes; refreshes of it, and then steps, at whose number
+  // the interval between two doubles; and the longest between means of parameters.
+  i64 var_freeze_step = 100'000, var_update_scaler = 16, local_step_scaler = 32'678, local_step_clipper = 16;
   bool operator==(const UpdateConfig&) const = default;
 };
 // The parameters that these patterns (of shells, over whole names) match and no group before them does.

@@ -23,6 +23,13 @@ struct OffloadTraffic {
   }
 };
 
+// Euclidean norms over all parameters, where ranks average by signs (1-bit and 0/1 Adam).
+struct CompressionNorms {
+  double momentum = 0;
+  double worker_error = 0;  // root mean square over ranks of what the signs of each have lost, and add to the next step
+  double server_error = 0;  // what the signs of the means have lost
+};
+
 // Of rank 0 in one step, by the host's clock, which waits for the device at each border.
 struct PhaseTimes {
   double forward_ms = 0;   // with what is read and received for it
@@ -48,7 +55,8 @@ struct StepRecord {
   std::optional<PhaseTimes> phases{};         // where they are asked for
   std::optional<i64> seq_length{};            // tokens of a sample, where it grows
   std::optional<i64> layer_tokens{};          // of them, those that layers see which drop some (random-LTD)
-  std::optional<OffloadTraffic> offload{};    // of rank 0, where it has files
+  std::optional<CompressionNorms> compression{};
+  std::optional<OffloadTraffic> offload{};  // of rank 0, where it has files
 };
 
 // What its fields are called there, and in what ds-train --json prints.
@@ -58,6 +66,7 @@ inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad
                             *kSeqLength = "seq_length", *kLayerTokens = "layer_tokens", *kTokensPerS = "tokens_per_s",
                             *kStepMs = "step_ms", *kMfu = "mfu", *kMemoryBytes = "memory_bytes",
                             *kCommBytes = "comm_bytes", *kOffload = "offload", *kPhaseMs = "phase_ms",
+                            *kCompression = "compression",
                             *kRecovered = "recovered";  // true: of a step whose line was lost; without times and memory
 }  // namespace step_field
 

@@ -152,13 +152,19 @@ enum class UpdateRule : u8 {
   LambDirection,
   MuonDirection,
   NesterovMuonDirection,
+  FrozenAdam,
+  ZeroOneDelta,
+  ZeroOneSync,
   Descend,
 };
 
 constexpr std::string_view rule_name(UpdateRule rule) noexcept {
   switch (rule) {
     case UpdateRule::AdamW:
-    case UpdateRule::AdamL2: return "adamw";
+    case UpdateRule::AdamL2:
+    case UpdateRule::FrozenAdam:
+    case UpdateRule::ZeroOneDelta:
+    case UpdateRule::ZeroOneSync: return "adamw";
     case UpdateRule::Sgd:
     case UpdateRule::Momentum:
     case UpdateRule::Nesterov: return "sgd";
@@ -185,8 +191,13 @@ struct UpdateParams {
 
 // Of a rule that leaves the master alone and a direction in the place of the gradient.
 constexpr bool makes_direction(UpdateRule rule) noexcept {
-  return rule == UpdateRule::LambDirection || rule == UpdateRule::MuonDirection ||
+  return rule == UpdateRule::LambDirection || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::MuonDirection ||
          rule == UpdateRule::NesterovMuonDirection;
+}
+
+// Of a rule whose gradient is none: nothing unscales or clips it.
+constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
+  return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync;
 }
 
 // One pass of an optimizer over many tensors, wherever these are: plain data.

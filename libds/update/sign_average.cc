@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "update/sign_average.h"
+
+#include <algorithm>
+
+namespace ds::update {
+namespace {
+
+constexpr std::string_view kTag = "dp.one_bit";
+
+std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
+  const zero::ShardsPlan& dp = plan.dp();
+  const std::vector<i64> params = plan.params_of(group);
+  std::vector<OneBitAllReduce::Part> parts;
+  for (int r = 0; r < dp.layout.num_ranks(); ++r) {
+    for (const zero::Piece& piece : dp.layout.owned_pieces(r)) {
+      const auto at = std::ranges::lower_bound(params, piece.param);
+      if (at == params.end() || *at != piece.param) continue;
+      parts.push_back({.slice = r,
+                       .scale = at - params.begin(),
+                       .at = dp.states.offset(State::ExpAvg, piece) / 4,
+                       .count = piece.count});
+    }
+  }
+  return parts;
+}
+
+// In the sums of gradients of a rank that has them whole.
+std::vector<i64> places_in_gradients(const UpdatePlan& plan, size_t group) {
+  const zero::ShardsPlan& dp = plan.dp();
+  const std::vector<i64> bases = zero::grad_accum_bases(dp.grad_layout, dp.grads, dp.rank);
+  std::vector<i64> places;
+  for (int r = 0; r < dp.layout.num_ranks(); ++r) {
+    for (const zero::Piece& piece : dp.layout.owned_pieces(r)) {
+      if (plan.groups.of_params[piece.param] == group)
+        places.push_back(bases[dp.grad_segment(piece.segment)] + piece.segment_offset);
+    }
+  }
+  return places;
+}
+
+std::vector<zero::Piece> pieces_of(const UpdatePlan& plan, size_t group) {
+  std::vector<zero::Piece> pieces = plan.dp().layout.whole_pieces();
+  std::erase_if(pieces, [&](const zero::Piece& p) { return plan.groups.of_params[p.param] != group; });
+  return pieces;
+}
+
+i64 elems_of(std::span<const zero::Piece> pieces) noexcept {
+  i64 n = 0;
+  for (const zero::Piece& p : pieces) n += p.count;
+  return n;
+}
+
+}  // namespace
+
+SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine,
+                         Communicator& dp, Device& device, MemoryLedger& ledger)
+    : plan_(plan),
+      shards_(shards),
+      combine_(combine),
+      device_(device),
+      pieces_(pieces_of(plan, group)),
+      in_gradients_(places_in_gradients(plan, group)) {
+  if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
+  if (!plan.groups.groups[group].steps_apart()) return;
+  common_ = device_buffer(device, ledger, Tag::Optimizer, elems_of(pieces_) * 4);
+  kept_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
+}
+
+void SignAverage::for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit) {
+  for (const zero::Piece& whole : pieces_) {
+    zero::for_each_part(whole, combine_.most_leased(whole), [&](const zero::Piece& part) {
+      const zero::TierLease gradient = combine_.gradient(part, zero::LeaseTo::Write);
+      visit(part, TensorView::of(gradient.data(), DType::F32, {part.count}));
+    });
+  }
+}
+
+void SignAverage::take_gradient(double keep, double share) {
+  const GradVerdict* const verdict = verdict_->on_device();
+  for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
+    device_.ops().scaled_sum(momentum(part), gradient, static_cast<float>(keep), static_cast<float>(share),
+                             verdict == nullptr ? nullptr : &verdict->grad_scale, device_.stream());
+  });
+}
+
+void SignAverage::take_mean_gradient(double keep, double share) {
+  const GradVerdict* const verdict = verdict_->on_device();
+  for_each_gradient([&](const zero::Piece&, TensorView gradient) {
+    device_.ops().scaled_sum(gradient, gradient, 0, 1, verdict == nullptr ? nullptr : &verdict->grad_scale,
+                             device_.stream());
+  });
+  average_directions();
+  for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
+    device_.ops().scaled_sum(momentum(part), gradient, static_cast<float>(keep), static_cast<float>(share), nullptr,
+                             device_.stream());
+  });
+}
+
+void SignAverage::average_momentum() {
+  if (one_bit_) one_bit_->run(all(), kTag);
+}
+
+void SignAverage::average_directions() {
+  if (one_bit_) one_bit_->run(shards_.front()->grads().own_sums(), kTag, in_gradients_);
+}
+
+void SignAverage::remember_parameters() {
+  i64 at = 0;
+  for (const zero::Piece& piece : pieces_) {
+    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Read);
+    device_.copy(common_.as<float>().data() + at, lease.master(plan_.dp().grads.work, piece.count).data,
+                 piece.count * 4);
+    at += piece.count;
+  }
+  remembers_ = true;
+  rates_ = 0;
+}
+
+void SignAverage::recall_parameters() {
+  i64 at = 0;
+  for (const zero::Piece& piece : pieces_) {
+    device_.copy(momentum(piece).data, common_.as<float>().data() + at, piece.count * 4);
+    at += piece.count;
+  }
+}
+
+void SignAverage::forget_errors() {
+  if (one_bit_) one_bit_->reset();
+}
+
+void SignAverage::forget() {
+  forget_errors();
+  remembers_ = false;
+  rates_ = 0;
+}
+
+SignAverage::Own SignAverage::own(bool steps_apart) {
+  Own own;
+  if (!one_bit_) return own;
+  own.emplace_back("worker_error", one_bit_->worker_error());
+  own.emplace_back("server_error", one_bit_->server_error());
+  if (!steps_apart) return own;
+  const float rates = static_cast<float>(rates_);
+  device_.upload(kept_rates_.data(), &rates, 4);
+  own.emplace_back("rates", TensorView::of(kept_rates_.data(), DType::F32, {1}));
+  own.emplace_back("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
+  for (const zero::Piece& piece : pieces_) {
+    const std::string& name = plan_.row_of(piece.param).name;
+    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
+    own.emplace_back("parameter/" + name, lease.master(plan_.dp().grads.work, piece.count));
+    own.emplace_back("momentum/" + name, momentum(piece));
+  }
+  return own;
+}
+
+void SignAverage::own_was_set(bool steps_apart) {
+  if (!one_bit_ || !steps_apart) return;
+  float rates = 0;
+  device_.download(&rates, kept_rates_.data(), 4);
+  rates_ = double{rates};
+  remembers_ = true;
+  for (const zero::Piece& piece : pieces_) {
+    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
+    if (lease[State::Master] == nullptr) continue;
+    device_.ops().cast(TensorView::of(lease[State::Param], plan_.dp().grads.work, {piece.count}),
+                       TensorView::of(lease[State::Master], DType::F32, {piece.count}), device_.stream());
+  }
+}
+
+}  // namespace ds::update

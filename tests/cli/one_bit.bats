@@ -1,0 +1,145 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# 1-bit Adam from the shell: what its signs have lost goes into checkpoints and comes back; what does not fit is refused.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+setup() {
+  tiny_setup
+  one_bit '"freeze_step": 4' '"stage": 0'
+}
+
+one_bit() { # params zero
+  sed -i "s|\"optimizer\": .*|\"optimizer\": {\"type\": \"OneBitAdam\", \"params\": {\"lr\": 5e-4, \"betas\": [0.9, 0.9], $1}},|;
+    s|\"zero_optimization\": .*|\"zero_optimization\": {$2},|" cfg.json
+}
+
+@test "a run resumes bit for bit at the same layout, and says that another one begins without what was lost" {
+  for stage in 0 1; do
+    for more in save.async=false save.async=true bf16.enabled=true; do
+      rm -rf whole half other
+        set -- --set zero_optimization.stage=$stage --set $more
+      ds-launch -n 2 ds-train cfg.json --out whole --quiet "$@"
+      ds-launch -n 2 ds-train cfg.json --out half --quiet --steps 7 "$@"
+      cp -r half other
+      run --separate-stderr ds-launch -n 2 ds-train cfg.json --out half --resume latest "$@"
+      assert_success
+      [[ $stderr != *"signs had lost"* ]]
+      assert_equal "$(losses half)" "$(losses whole)"
+      merged whole whole.safetensors
+      merged half half.safetensors
+      cmp whole.safetensors half.safetensors
+      run --separate-stderr ds-launch -n 4 ds-train cfg.json --out other --resume latest "$@"
+      assert_success
+      [[ $stderr == *"other/step-00000007 was made by another layout of ranks"*"what signs had lost there is lost"* ]]
+      assert_equal "$(losses other | head -8)" "$(losses whole | head -8)" # the loss before the first such update
+      ds-ckpt-merge half --verify --quiet -o again.safetensors
+    done
+  done
+  h5dump -H whole/step-00000012/rank-00001.h5 | grep -A3 'DATASET "worker_error@0"' | grep -q H5T_IEEE_F32LE
+  # Before the freeze nothing has been lost.
+  ds-train cfg.json --out early --steps 4 --quiet
+  run ! grep -q '"own"' early/step-00000004/manifest.json
+}
+
+@test "damage to what was lost is found, and a step with less of it is one of another optimizer" {
+  ds-launch -n 2 ds-train cfg.json --out run --steps 6 --quiet
+  local offset
+  offset=$(grep -o 'worker_error@0","offset":[0-9]*' run/step-00000006/manifest.json | head -1 | grep -o '[0-9]*$')
+  printf '\x55' | dd of=run/step-00000006/rank-00000.h5 bs=1 seek=$((offset + 5)) conv=notrunc status=none
+  run -3 ds-launch -n 2 ds-train cfg.json --out run --resume run/step-00000006
+  assert_output --partial "rank-00000.h5: damaged"
+  run -3 ds-ckpt-merge run --verify -o merged.safetensors
+  assert_output --partial "rank-00000.h5: damaged"
+}
+
+@test "AdamW may warm up what 1-bit Adam goes on with, and the other way round" {
+  sed 's|"OneBitAdam"|"AdamW"|; s|"freeze_step": 4|"bias_correction": false|' cfg.json >adamw.json
+  ds-launch -n 2 ds-train adamw.json --out run --quiet --steps 6
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out run --steps 9 --resume latest
+  assert_success
+  [[ $stderr == *"or with another optimizer"* ]] || fail "$stderr"
+  ds-launch -n 2 ds-train adamw.json --out run --quiet --resume latest
+  assert_equal "$(losses run | wc -l)" 12
+}
+
+@test "metrics have what signs have lost and what was sent, which --check predicts" {
+  ds-launch -n 2 ds-train cfg.json --out run --quiet
+  run grep '"step":4,' run/metrics.jsonl
+  refute_output --partial compression
+  run grep '"type":"step","step":5,' run/metrics.jsonl
+  assert_output --regexp '"compression":\{"momentum":0\.[0-9]+,"worker_error":0\.[0-9]+,"server_error":0\.[0-9]+\}'
+  local sent
+  sent=$(grep -o '"dp.one_bit":[0-9]*' run/metrics.jsonl | sort -u | cut -d: -f2)
+  run ds-launch -n 2 ds-train cfg.json --check --json
+  assert_success
+  assert_output --partial "\"dp.one_bit\": $sent"
+}
+
+@test "what 1-bit Adam cannot be with is refused with the reason" {
+  refused 2 "OneBitAdam needs each rank's own gradients whole" --set zero_optimization.stage=2
+  refused 2 "zero_optimization.stage 0 or 1" --set zero_optimization.stage=3
+  refused 4 "states stay there" --set zero_optimization.stage=1 --set zero_optimization.offload_optimizer.device=cpu
+  refused 2 "must be an integer, 1 to" --set optimizer.params.freeze_step=0
+  refused 2 "it updates all parameters or none, with the same freeze_step" \
+    --set 'optimizer.param_groups=[{"params": "*mlp*", "type": "AdamW"}]'
+  refused 2 "it updates all parameters or none, with the same freeze_step" \
+    --set 'optimizer.param_groups=[{"params": "*mlp*", "freeze_step": 9}]'
+  refused 2 "belongs to OneBitAdam; the optimizer is AdamW" --set optimizer.type=AdamW
+  run --separate-stderr ds-train cfg.json --out clipped --set gradient_clipping=1
+  assert_success
+  [[ $stderr == *"gradient_clipping"*"ends with freeze_step 4"* ]]
+  # Frozen parameters and rates of their own are groups like others.
+  ds-launch -n 2 ds-train cfg.json --out groups --quiet \
+    --set 'optimizer.param_groups=[{"params": "*mlp*", "lr": 1e-3}, {"params": "*wpe*", "frozen": true}]'
+}
+
+zero_one() { # stage is 0; intervals are short
+  sed -i "s|\"optimizer\": .*|\"optimizer\": {\"type\": \"ZeroOneAdam\", \"params\": {\"lr\": 2e-4, \"betas\": [0.9, 0.9], \"var_freeze_step\": 6, \"var_update_scaler\": 2, \"local_step_scaler\": 2, \"local_step_clipper\": 4}},|" cfg.json
+}
+
+@test "0/1 Adam resumes bit for bit, also between two means of parameters" {
+  zero_one
+  for more in save.async=false bf16.enabled=true save.async=true; do
+    rm -rf whole
+    set -- --set $more
+    ds-launch -n 2 ds-train cfg.json --out whole --quiet --steps 20 "$@"
+    merged whole whole.safetensors
+    for at in 5 8 11 13 17; do
+      rm -rf half
+      ds-launch -n 2 ds-train cfg.json --out half --quiet --steps $at "$@"
+      run --separate-stderr ds-launch -n 2 ds-train cfg.json --out half --steps 20 --resume latest "$@"
+      assert_success
+      [[ $stderr != *"signs had lost"* ]]
+      assert_equal "$(losses half)" "$(losses whole)"
+      merged half half.safetensors
+      cmp whole.safetensors half.safetensors
+    done
+  done
+  grep -q 'common_parameters@0' half/step-00000017/manifest.json
+  # One rank has nothing to send.
+  ds-train cfg.json --out alone --steps 20 --quiet
+  run ! grep -q dp.one_bit alone/metrics.jsonl
+  refused 2 "which is zero_optimization.stage 0" --set zero_optimization.stage=1
+  refused 2 "ZeroOneAdam has none" --set optimizer.params.bias_correction=true
+  refused 4 "it needs masters" --set bf16.enabled=true --set bf16.bf16_master_weights_and_grads=true
+  refused 4 "averages sums of gradients in fp32" --set bf16.enabled=true --set data_types.grad_accum_dtype=bf16
+}
+
+@test "a rank that is killed while signs travel is named" {
+  sed -i 's/"steps": .*/"steps": 1000000/; s/"freeze_step": 4/"freeze_step": 1/; s/"train_batch_size": 8/"train_batch_size": 6/; s/5e-4/1e-6/' cfg.json
+  local transport
+  for transport in shm mpi; do
+    rm -rf run
+    ds-launch -n 3 ds-train cfg.json --out run --quiet --set communication.backend=$transport 2>err.txt &
+    local launcher=$! status=0
+    until_true 60 steps_at_least run 20
+    kill -9 "$(ranks_here | tail -1)"
+    wait $launcher || status=$?
+    assert [ $status -ne 0 ]
+    grep -qE 'rank [0-2] .* was killed by signal 9' err.txt || fail "$(cat err.txt)"
+    until_true 60 no_rank_here
+  done
+}
