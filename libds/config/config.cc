@@ -139,6 +139,21 @@ void resolve_zero(Config& c, Reader& r) {
                                c.zero.stage));
 }
 
+// ZeRO++ changes how stage 3 gathers. replicas: of data parallelism.
+void check_zeropp(const Config& c, i64 replicas, Reader& r) {
+  constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
+                             kCodes = "zero_optimization.zero_quantized_weights";
+  if (c.zero.stage != 3 && !r.broken(kStage)) {
+    const std::string why =
+        fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage);
+    if (c.zero.hpz_partition_size > 1) r.error(kNear, why);
+    if (c.zero.quantized_weights) r.error(kCodes, why);
+    return;
+  }
+  if (c.zero.hpz_partition_size > 1 && replicas > 0 && replicas % c.zero.hpz_partition_size != 0 && !r.broken(kNear))
+    r.error(kNear, fmt::format("{} does not divide the {} data-parallel ranks", c.zero.hpz_partition_size, replicas));
+}
+
 void resolve_model(Config& c, const ConfigText& text, Reader& r, std::vector<Diagnostic>& diagnostics) {
   const auto it = text.root().find("model");
   if (it == text.root().end()) return;
@@ -433,6 +448,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_offload(c, r);
   check_precision(c, r);
   check_one_bit(c, r);
+  if (trains(use)) check_zeropp(c, replicas, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));

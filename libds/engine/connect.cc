@@ -33,7 +33,7 @@ i64 shared_bytes(Plans& plans) {
     raise(most, plan.dp_shared);
     raise(most_tp, plan.tp_shared);
   }
-  return mesh_shm_bytes(plans.mesh(), most, most_tp);
+  return mesh_shm_bytes(plans.mesh(), most, most_tp, report::second_shards(plans.config()));
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.
@@ -239,7 +239,7 @@ std::unique_ptr<Mesh> make_mesh(Plans& plans, const RankInfo& ranks, Device& dev
     throw;
   }
   return std::make_unique<Mesh>(std::move(world), plans.mesh(), options, over_device,
-                                plans.of(ranks.rank)->model.splits);
+                                report::mesh_splits(config, plans.of(ranks.rank)->model.splits));
 }
 
 }  // namespace ds::engine

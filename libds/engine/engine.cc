@@ -97,12 +97,14 @@ void Engine::shape_to(i64 length, i64 kept) {
 }
 
 zero::AllShards Engine::make_shards() {
-  DS_ASSERT(model_.splits == mesh_.splits());
+  DS_ASSERT(report::mesh_splits(config_, model_.splits) == mesh_.splits());
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
-  for (const zero::ShardsPlan& plan : plan_.shards)
+  for (const zero::ShardsPlan& plan : plan_.shards) {
+    Communicator* const near = plan.near.inner > 1 ? &mesh_.group(mesh_.splits().size()) : nullptr;
     all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(),
-                                                 mesh_.group(all.size()), device_, ledger_, tiers));
+                                                 mesh_.group(all.size()), device_, ledger_, tiers, near));
+  }
   return all;
 }
 

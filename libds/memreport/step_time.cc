@@ -2,6 +2,7 @@
 #include "memreport/step_time.h"
 
 #include <algorithm>
+#include <set>
 
 #include "pipeline/simulate.h"
 
@@ -47,11 +48,15 @@ class StageModel {
   // Of messages under "axis.collective".
   double seconds(const std::string& name, const CommCount& count) {
     const size_t dot = name.find('.');
-    const Group group = group_of(plan_.mesh, name.substr(0, dot), machine_.ranks_per_node);
+    MeshShape mesh = plan_.mesh;
+    std::string_view axis = std::string_view(name).substr(0, dot), collective = std::string_view(name).substr(dot + 1);
+    if (axis == "hpz") axis = "dp", mesh.dp = plan_.dp().near.inner;  // ranks of dp side by side
+    if (collective == "one_bit") collective = "all_gather";           // and as much before it
+    const Group group = group_of(mesh, axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
     DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", name,
              group.ranks);
-    return message_seconds(*links_, std::string_view(name).substr(dot + 1), group, count);
+    return message_seconds(*links_, collective, group, count);
   }
   double sent(const std::string& name, const CommCount& count) {
     const double s = seconds(name, count);
@@ -88,7 +93,10 @@ class StageModel {
     // One rank's sums are its own gradients, folded all the same.
     const double reduce = P > 1 ? sent("dp.reduce_scatter", reductions) : machine_.seconds(work_.reductions);
     const CommCount gathers = gathers_of_passes();
-    const double gather = sent("dp.all_gather", gathers), all = reduce + gather;
+    double gather = sent("dp.all_gather", gathers);
+    if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
+      gather += sent(near->first, near->second);
+    const double all = reduce + gather;
     double forward = 0, backward = 0;
     for (const pipeline::Costs& c : time_.chunks) {
       forward += c.forward * micro_batches();
@@ -106,9 +114,17 @@ class StageModel {
 
   // Stage 3's.
   CommCount gathers_of_passes() const {
+    CommCount gathers;
+    if (!plan_.dp().layout.states().shard_params) return gathers;
+    // The rest is publication of what is whole.
     const i64 P = zero::num_shards(plan_.mesh);
-    CommCount gathers{.bytes = plan_.dp().train_gathers.gathered_elems / P * (P - 1) * dtype_bytes(plan_.work)};
-    for (const zero::GatherStep& step : plan_.dp().train_gathers.steps) gathers.calls += std::ssize(step.launch);
+    gathers.bytes = plan_.traffic.at("dp.all_gather").bytes - plan_.dp().whole / P * (P - 1) * dtype_bytes(plan_.work);
+    std::set<i64> units;  // of second shards each comes once from all
+    for (const zero::GatherStep& step : plan_.dp().train_gathers.steps) {
+      gathers.calls += std::ssize(step.launch);
+      for (const zero::GatherStep::Launch& launch : step.launch) units.insert(launch.unit);
+    }
+    if (plan_.dp().near.inner > 1) gathers.calls = std::ssize(units);
     return gathers;
   }
 
@@ -143,7 +159,8 @@ class StageModel {
     rest["pp.send"].calls -= streams.calls;
     rest["pp.send"].bytes -= streams.bytes;
     for (const auto& [name, count] : rest) {
-      if (!name.starts_with("dp.")) time_.exposed += sent(name, count);
+      if (name == "hpz.all_gather") continue;  // counted with the other gathers
+      if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
     }
     // The verdict: two small sums over each axis.
     for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});

@@ -63,7 +63,8 @@ int split_rank(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
   return (split.along == DpSplit::Along::Inner ? c.dp % split.inner : c.dp / split.inner) * s.sp + c.sp;
 }
 
-i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations) {
+i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
+                   int near) {
   const int world = s.world(), dp = s.dp * s.sp;
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
@@ -71,7 +72,8 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   // Activations and gradients go around the stages, gradients of tied embeddings between the first and the last; keys
   // and values around the parts of a sequence.
   const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
-  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels;
+  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels +
+                     (near > 1 ? groups(near * s.sp, {}) : 0);
   if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
@@ -92,6 +94,7 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.world(), world);
   add(s.tp, calls.tp);
   add(s.sp, calls.sp);
+  if (calls.near_ranks > 1) add(calls.near_ranks, calls.near);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
   return sum;

@@ -46,12 +46,15 @@ int split_size(const MeshShape&, const DpSplit&);
 int split_rank(const MeshShape&, const DpSplit&, const MeshCoord&);  // a rank's number among split_ranks()
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
-// and each allocates these sizes from dp and from tp; with the channels of their messages.
-i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations);
+// and each allocates these sizes from dp and from tp; with the channels of their messages. near: of dp, that share
+// second shards.
+i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
+                   int near = 1);
 
 // The largest calls of a rank over the world and over each axis; over the stages, of each of their communicators.
 struct MeshCalls {
-  LargestCalls world, dp, tp, sp, activations, gradients;
+  LargestCalls world, dp, tp, sp, activations, gradients, near;
+  int near_ranks = 1;
 };
 // What the communicators of a rank come to hold by these (Mesh::staging_bytes), over host memory. Nothing: not known
 // (staging_size).

@@ -35,10 +35,14 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
       tp_(plan.coord.tp, plan.mesh.tp),
       pp_(plan.coord.pp, plan.mesh.pp),
       offload_(plan.offload, host_) {
+  if (const DpSplit& near = plan.dp().near; near.inner > 1)
+    near_ = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, near, plan.coord), split_size(plan.mesh, near),
+                                                   &addresses_);
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
-                                                     device_, ledger_, offload_.tiers()));
+                                                     device_, ledger_, offload_.tiers(),
+                                                     s.near.inner > 1 ? near_.get() : nullptr));
   }
   inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
   if (!plan.trains()) return;
@@ -146,7 +150,11 @@ void CountedUpdate::gather() {
     }
     for (const auto& [n, alike] : units) {
       for (const i64 unit : alike) s->params().gather({unit, 0});
-      take_messages(n);
+      take_messages(near_ ? 1 : n);
+      if (!near_) continue;
+      for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
+      for (const i64 unit : alike) s->params().gather({unit, 0});
+      take_messages(n - 1);
     }
   }
 }
@@ -168,10 +176,12 @@ void CountedUpdate::take_messages(i64 times) {
   for (const auto& group : groups_) take(*group);
   take(tp_);
   take(pp_);
+  if (near_) take(*near_);
 }
 
 std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
   for (const auto& group : groups_) calls.dp.add(group->largest());
+  if (near_) calls.near.add(near_->largest()), calls.near_ranks = near_->size();
   calls.tp.add(tp_.largest());
   calls.gradients.add(pp_.largest());
   return traffic_;

@@ -58,6 +58,7 @@ class CountedUpdate {
   CountingDevice device_, host_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
   CountingCommunicator tp_, pp_;
+  std::unique_ptr<CountingCommunicator> near_;  // where there are second shards
   offload::Offload offload_;
   zero::AllShards shards_;
   std::unique_ptr<zero::TierArray> inputs_;

@@ -14,6 +14,12 @@ MeshShape mesh_shape(const Config& config, int world_size) {
           .sp = narrow<int>(config.sequence_parallel_size)};
 }
 
+std::vector<DpSplit> mesh_splits(const Config& config, std::vector<DpSplit> splits) {
+  if (const int inner = second_shards(config); inner > 1)
+    splits.push_back({.name = "hpz", .inner = inner, .along = DpSplit::Along::Inner});
+  return splits;
+}
+
 Planned::Planned(const Config& config, const MeshShape& mesh, int rank, DeviceKind device)
     : Planned(config, model::make_model(config, shard_of(config, mesh, coord_of(mesh, rank))), mesh, rank, device) {}
 

@@ -95,6 +95,10 @@ i64 RunPlan::tile_cols() const noexcept {
   return cols;
 }
 
+int second_shards(const Config& config) {
+  return ds::trains(config.use) && config.zero.stage == 3 ? narrow<int>(config.zero.hpz_partition_size) : 1;
+}
+
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
   return {.tp = mesh.tp,
           .tp_rank = coord.tp,
@@ -209,6 +213,9 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
+  shards.coded = z.stage == 3 && z.quantized_weights;
+  if (const int near = second_shards(config); near > 1 && group == 0)
+    shards.near = {.name = "hpz", .inner = near, .along = DpSplit::Along::Inner};
 
   shards.grads = {
       .axis = shards.axis,

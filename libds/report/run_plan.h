@@ -100,6 +100,9 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
+// Ranks of dp that share second shards; 1: there are none. Who does not train gathers a unit once.
+int second_shards(const Config& config);
+
 // The part of the model that a rank of the mesh computes.
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);
 

@@ -2,6 +2,14 @@
 #include "zero/param_store.h"
 
 namespace ds::zero {
+namespace {
+
+constexpr std::string_view kNearTag = "hpz.all_gather";
+
+// Of blocks of 256 elements: rows whose sizes differ share no more than one.
+constexpr CodeFormat kCodes{.bits = 8, .block = 256};
+
+}  // namespace
 
 ParamLease::~ParamLease() {
   if (store_ != nullptr) store_->end_access();
@@ -10,8 +18,14 @@ ParamLease::~ParamLease() {
 std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept { return store_->views_[unit]; }
 
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                       Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier)
-    : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
+                       Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier,
+                       Communicator* near)
+    : layout_(layout),
+      comm_(comm),
+      gather_tag_(options.axis + ".all_gather"),
+      device_(device),
+      options_(options),
+      near_(near) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
@@ -24,6 +38,18 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes, most * bytes)
                  : std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, shard_elems * bytes));
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
+  if (options.coded)
+    wire_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems + options.pool_elems / kScaleShare);
+  if (near != nullptr) {
+    i64 elems = 0;
+    for (const Segment& s : layout.segments()) {
+      second_offset_.push_back(elems);
+      if (!whole(s)) elems += div_exact(s.slice * P, near->size());
+    }
+    second_ = device_buffer(device, ledger, Tag::Params, elems * bytes);
+  }
+  arriving_at_.assign(layout.units().size(), -1);
+  kept_.assign(layout.units().size(), false);
 
   arriving_.resize(layout.units().size());
   published_.reserve(layout.segments().size());
@@ -77,12 +103,50 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     if (whole(s)) continue;
     char* base = static_cast<char*>(pool_.data()) + l.offset * bytes;
     const i64 slice_bytes = s.slice * bytes;
-    const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
-    device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
-    const AllGatherSegment segment{base, slice_bytes};
-    arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
     point_rows(s, base);
+    if (kept_[l.unit]) {
+      const i64 part = s.slice * comm_.size() / near_->size() * bytes;
+      device_.copy(base + near_->rank() * part, second(s), part);
+      const AllGatherSegment segment{base, part};
+      arriving_[l.unit] = near_->all_gather({&segment, 1}, kNearTag);
+      continue;
+    }
+    const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
+    if (options_.coded) {
+      const CodedSlice coded{kCodes, s.slice};
+      device_.ops().quantize(coded.codes(wire(l.offset), comm_.rank(), 1),
+                             coded.scales(wire(l.offset), comm_.rank(), 1),
+                             TensorView::of(own.data(), options_.work, {1, s.slice}), {}, kCodes, {}, device_.stream());
+      const AllGatherSegment segment{wire(l.offset), coded.bytes()};
+      arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
+    } else {
+      device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
+      const AllGatherSegment segment{base, slice_bytes};
+      arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
+    }
+    arriving_at_[l.unit] = l.offset;
   }
+}
+
+void ParamStore::arrive(i64 unit) {
+  arriving_[unit].wait();
+  const i64 offset = std::exchange(arriving_at_[unit], -1);
+  if (offset < 0) return;
+  for (const Segment& s : layout_.segments_of(unit)) {
+    if (whole(s)) continue;
+    const i64 P = comm_.size(), bytes = dtype_bytes(options_.work);
+    char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
+    if (options_.coded) {
+      const CodedSlice coded{kCodes, s.slice};
+      device_.ops().dequantize(TensorView::of(base, options_.work, {P, s.slice}), coded.codes(wire(offset), 0, P),
+                               coded.scales(wire(offset), 0, P), kCodes, device_.stream());
+    }
+    if (near_ != nullptr) {
+      const i64 part = s.slice * P / near_->size() * bytes;
+      device_.copy(second(s), base + near_->rank() * part, part);
+    }
+  }
+  kept_[unit] = near_ != nullptr;
 }
 
 ParamLease ParamStore::acquire() {
@@ -90,7 +154,7 @@ ParamLease ParamStore::acquire() {
   if (plan_->accesses.empty()) return ParamLease(this);
   for (const GatherStep::Launch& l : plan_->steps[next_].launch) gather(l);
   expect_launches();
-  for (const i64 unit : plan_->accesses[next_]) arriving_[unit].wait();
+  for (const i64 unit : plan_->accesses[next_]) arrive(unit);
   return ParamLease(this);
 }
 
@@ -127,6 +191,7 @@ void ParamStore::end_access() noexcept {
 }
 
 void ParamStore::publish() {
+  kept_.assign(kept_.size(), false);  // parameters have changed
   if (!layout_.states().shard_optimizer) return;
   tickets_.clear();
   i64 elems = 0;  // of what is published together

@@ -2,12 +2,15 @@
 #pragma once
 // The work-dtype parameters of one rank, at every ZeRO stage behind the same leases. Stages 0 to 2 keep them whole;
 // stage 3 keeps this rank's slices (and the persistent segments whole) and gathers a unit when the plan says so, ahead
-// of its use.
+// of its use. ZeRO++ (Wang et al., 2023) may change how: slices travel as codes (qwZ: all ranks, the owner too, then
+// use what these say; slices stay exact), and the first gather after an update leaves a second shard with the ranks of
+// a group, out of which they gather until the next update (hpZ: the same bits).
 
 #include <span>
 #include <string>
 #include <vector>
 
+#include "comm/coded_slice.h"
 #include "comm/communicator.h"
 #include "device/device.h"
 #include "zero/gather_plan.h"
@@ -39,11 +42,14 @@ class ParamStore final : public PieceMemory {
     DType work = DType::F32;
     i64 allgather_bucket = 0;  // elements published in one all-gather
     i64 pool_elems = 0;        // the largest pool_elems of all plans that will be begun
+    bool coded = false;        // slices travel in 8 bits (stage 3)
   };
   // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. `tier`: where the slices of stage
   // 3 stay; empty: device memory.
+  // `near`: of whom a second shard is kept, a part of the ranks; null: of nobody.
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-             Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {});
+             Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {},
+             Communicator* near = nullptr);
 
   // Starts a pass over plan.accesses; every acquire() is the next access. A plan without any gathers nothing: that of
   // stages 0 to 2, and of a rank that has everything whole.
@@ -51,6 +57,8 @@ class ParamStore final : public PieceMemory {
   ParamLease acquire();
   // Starts to gather a unit into the pool: what acquire() does where the plan says so.
   void gather(const GatherStep::Launch& launch);
+  // Waits until a unit that was gathered is there; behind it on the device it is.
+  void arrive(i64 unit);
 
   // Elements [first, first + count) of a segment in this rank's memory, of those that Layout::held() or a whole copy
   // covers.
@@ -73,6 +81,12 @@ class ParamStore final : public PieceMemory {
            segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
   }
   void end_access() noexcept;
+  char* second(const Segment& s) const noexcept {
+    return second_.as<char>().data() + second_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
+  }
+  char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + offset + offset / kScaleShare; }
+  // What codes of an element take, beside a byte: 1/32 of it, for no slice is shorter than 128 elements.
+  static constexpr i64 kScaleShare = kSliceAlignment / 4;
   static constexpr size_t kStepsAhead = 4;
   void expect_launches();
 
@@ -81,11 +95,17 @@ class ParamStore final : public PieceMemory {
   std::string gather_tag_;
   Device& device_;
   Options options_;
+  Communicator* const near_;
   Buffer whole_, pool_;
+  Buffer wire_;    // codes on their way, as the pool is cut
+  Buffer second_;  // our part of second shards, segment after segment
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
   std::vector<Ticket> arriving_;                // per unit
+  std::vector<i64> arriving_at_;                // per unit, its place in the pool while codes are on their way; else -1
+  std::vector<bool> kept_;                      // per unit: there is a second shard
+  std::vector<i64> second_offset_;              // per segment, elements
   std::vector<AllGatherSegment> published_;     // scratch of publish()
   std::vector<Ticket> tickets_;
   const GatherPlan* plan_ = nullptr;

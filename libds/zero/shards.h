@@ -33,6 +33,8 @@ struct ShardsPlan {
   std::vector<GatherPlan> eval_gathers;  // of each chunk's forward pass
   i64 gather_pool_elems = 0;             // the most that one of them needs
   i64 allgather_bucket = 0;
+  bool coded = false;  // what is gathered travels in 8 bits
+  DpSplit near = {};   // whose ranks share second shards, if there are more than one
   // Elements of all ranks together, with their padding; of them, those that every rank has whole.
   i64 padded = 0, whole = 0;
 
@@ -58,9 +60,9 @@ class Shards {
  public:
   using Rows = std::span<const std::span<const model::ParamRow>>;
   // By unit, of parameters and of gradients. Collective over the group. Who does not train has no gradients, and no
-  // states.
+  // states. near: the ranks of plan.near.
   Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-         MemoryLedger& ledger, const Tiers& tiers);
+         MemoryLedger& ledger, const Tiers& tiers, Communicator* near = nullptr);
   Shards(const Shards&) = delete;
   Shards& operator=(const Shards&) = delete;
 

@@ -219,7 +219,7 @@ inline Trace train_rank(std::unique_ptr<Communicator> world, const Config& confi
   const auto device = make_cpu_device(ops, num_threads);
   const int size = world->size();
   const CommOptions options{.timeout_s = 60, .progress_thread = config.zero.overlap_comm};
-  Mesh mesh(std::move(world), report::mesh_shape(config, size), options, {}, hooks.splits);
+  Mesh mesh(std::move(world), report::mesh_shape(config, size), options, {}, report::mesh_splits(config, hooks.splits));
   return train_on(*device, mesh, config, steps, hooks);
 }
 
@@ -234,7 +234,8 @@ inline void with_engines(const Config& config, int ranks, const std::function<vo
     threads.emplace_back([&, &mine = world] {
       try {
         const auto device = make_cpu_device(ops, num_threads);
-        Mesh mesh(std::move(mine), report::mesh_shape(config, ranks), {.timeout_s = 60});
+        Mesh mesh(std::move(mine), report::mesh_shape(config, ranks), {.timeout_s = 60}, {},
+                  report::mesh_splits(config, {}));
         MemoryLedger ledger;
         engine::Engine engine(config, mesh, ledger, *device);
         engine.init_weights();

@@ -1,0 +1,51 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# ZeRO++ from the shell: second shards move no bit, coded weights resume bit for bit, what does not fit is refused.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+setup() {
+  tiny_setup
+  sed -i 's/"stage": 2/"stage": 3/' cfg.json
+}
+
+near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_quantized_weights'
+
+@test "second shards move no bit, and checkpoints go from run to run" {
+  ds-launch -n 4 ds-train cfg.json --out plain --quiet
+  ds-launch -n 4 ds-train cfg.json --out near --quiet --set $near=2
+  assert_equal "$(losses near)" "$(losses plain)"
+  merged plain plain.safetensors
+  merged near near.safetensors
+  cmp plain.safetensors near.safetensors
+  ds-launch -n 4 ds-train cfg.json --out half --quiet --steps 5 --set $near=4
+  ds-launch -n 2 ds-train cfg.json --out half --quiet --resume latest --set $near=2
+  assert_equal "$(losses half)" "$(losses plain)"
+  run ds-launch -n 4 ds-train cfg.json --check --json --set $near=2
+  assert_success
+  local sent
+  sent=$(grep -o '"hpz.all_gather":[0-9]*' near/metrics.jsonl | sort -u | cut -d: -f2)
+  assert_output --partial "\"hpz.all_gather\": $sent"
+}
+
+@test "coded weights train, resume bit for bit, and are saved exactly" {
+  for more in bf16.enabled=false bf16.enabled=true; do
+    rm -rf whole half
+    ds-launch -n 2 ds-train cfg.json --out whole --quiet --set $codes=true --set $more
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --set $codes=true --set $more --steps 5
+    ds-launch -n 2 ds-train cfg.json --out half --quiet --set $codes=true --set $more --resume latest --set $near=2
+    assert_equal "$(losses half)" "$(losses whole)"
+    merged whole whole.safetensors
+    merged half half.safetensors
+    cmp whole.safetensors half.safetensors
+  done
+}
+
+@test "what ZeRO++ cannot be with is refused" {
+  refused 2 "does not divide the 1 data-parallel ranks" --set $near=2
+  refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $codes=true
+  refused 2 "ZeRO stage 0 keeps whole parameters" --set zero_optimization.stage=0 --set $near=2
+  refused 2 "must be an integer, 1 to" --set $near=0
+}

@@ -1,0 +1,98 @@
+// SPDX-License-Identifier: Apache-2.0
+// ZeRO++ at stage 3: second shards within groups of ranks (hpZ) move no bit and take what they send from the whole
+// group; weights that travel as codes (qwZ) train nearly as well, with the same bits whatever else is chosen beside it;
+// and memory and messages are what is predicted.
+
+#include "equivalence/layouts.h"
+
+namespace ds::testing {
+namespace zeropp_test {
+
+Config stage3(const ModelConfig& model, const Layout& l, i64 micro_batches = 8) {
+  Config c = config_of(model, l, micro_batches);
+  c.zero.stage = 3;
+  return c;
+}
+
+Trace train(const Config& c, const Layout& l, i64 steps = 4) { return train_threads(c, l.ranks(), steps); }
+
+i64 sent(const Trace& t, const std::string& name) {
+  const auto found = t.sent.find(name);
+  return found == t.sent.end() ? 0 : found->second.bytes;
+}
+
+TEST(SecondShards, MoveNoBit) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const Layout& l : {Layout{.dp = 4, .stage = 3},
+                            {.dp = 2, .pp = 2, .stage = 3},
+                            {.dp = 2, .tp = 2, .stage = 3},
+                            {.dp = 2, .sp = 2, .stage = 3},
+                            {.dp = 4, .checkpoints = Granularity::Layer, .stage = 3}}) {
+      for (const bool tiles : {false, true}) {
+        Config c = stage3(model, l);
+        c.bf16.enabled = true;
+        c.communication_data_type = DType::BF16;
+        if (tiles) c.zero.tile_size = 1500;
+        const Trace want = train(c, l);
+        for (int near = 2; near <= l.dp; near *= 2) {
+          c.zero.hpz_partition_size = near;
+          const Trace t = train(c, l);
+          const std::string what = fmt::format("{} hpz {} tiles {}", l.name(), near, tiles);
+          expect_same_training(t, want, what);
+          expect_planned(t, 4, what);
+          // Whoever gathers a unit a second time gets it from those near.
+          EXPECT_LT(sent(t, "dp.all_gather"), sent(want, "dp.all_gather")) << what;
+          EXPECT_GT(sent(t, "hpz.all_gather"), 0) << what;
+        }
+      }
+    }
+  }
+}
+
+// Each unit comes once in a step from all ranks, whatever the micro-batches.
+TEST(SecondShards, AreUsedUntilTheNextUpdate) {
+  const Layout l{.dp = 4, .stage = 3};
+  Config c = stage3(of_four_heads(tiny_llama()), l, 16);
+  c.zero.hpz_partition_size = 2;
+  const Trace many = train(c, l);
+  c = stage3(of_four_heads(tiny_llama()), l, 4);
+  const Trace once = train(c, l);
+  EXPECT_EQ(2 * sent(many, "dp.all_gather"), sent(once, "dp.all_gather"));  // forward, and not backward
+}
+
+TEST(CodedWeights, TrainNearlyAsWell) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const bool bf16 : {false, true}) {
+      const Layout l{.dp = 4, .stage = 3};
+      Config c = stage3(model, l);
+      c.zero.param_persistence_threshold = 1000;  // vectors stay whole
+      c.bf16.enabled = bf16;
+      c.communication_data_type = c.work_dtype();
+      const Trace exact = train(c, l, 20);
+      c.zero.quantized_weights = true;
+      const Trace t = train(c, l, 20);
+      expect_planned(t, 20, "qwZ");
+      EXPECT_NE(t.losses, exact.losses);
+      for (size_t i = 0; i < t.losses.size(); ++i)
+        EXPECT_NEAR(t.losses[i], exact.losses[i], 0.02 * exact.losses[i]) << i;
+      // A byte for each element, and four for each block of 256, or of what is left of a slice.
+      EXPECT_LT(static_cast<double>(sent(t, "dp.all_gather")),
+                static_cast<double>(sent(exact, "dp.all_gather")) * (bf16 ? 0.6 : 0.4));
+      // Plans of gathers, buckets and second shards move nothing.
+      Config other = c;
+      other.zero.prefetch_bucket_size = 0;
+      other.zero.max_live_parameters = 0;
+      other.zero.overlap_comm = false;
+      expect_same_training(train(other, l, 20), t, "without prefetch");
+      other = c;
+      other.zero.hpz_partition_size = 2;
+      const Trace both = train(other, l, 20);
+      expect_same_training(both, t, "with second shards");
+      expect_planned(both, 20, "both");
+      EXPECT_LT(sent(both, "dp.all_gather"), sent(t, "dp.all_gather"));
+    }
+  }
+}
+
+}  // namespace zeropp_test
+}  // namespace ds::testing
