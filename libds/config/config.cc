@@ -142,14 +142,22 @@ void resolve_zero(Config& c, Reader& r) {
 // ZeRO++ changes how stage 3 gathers. replicas: of data parallelism.
 void check_zeropp(const Config& c, i64 replicas, Reader& r) {
   constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
-                             kCodes = "zero_optimization.zero_quantized_weights";
+                             kCodes = "zero_optimization.zero_quantized_weights",
+                             kGradients = "zero_optimization.zero_quantized_gradients";
   if (c.zero.stage != 3 && !r.broken(kStage)) {
     const std::string why =
         fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage);
     if (c.zero.hpz_partition_size > 1) r.error(kNear, why);
     if (c.zero.quantized_weights) r.error(kCodes, why);
+    if (c.zero.quantized_gradients)
+      r.error(kGradients, fmt::format("is of stage 3, and this is ZeRO stage {}", c.zero.stage));
     return;
   }
+  if (c.zero.quantized_gradients && c.sequence_parallel_size > 1)
+    r.error(kGradients, "is not supported with sequence_parallel_size yet", Errc::Unavailable);
+  if (c.zero.quantized_gradients && c.grad_accum_dtype != DType::F32)
+    r.error(kGradients, "sums what codes say in fp32: data_types.grad_accum_dtype cannot be in 16 bits",
+            Errc::Unavailable);
   if (c.zero.hpz_partition_size > 1 && replicas > 0 && replicas % c.zero.hpz_partition_size != 0 && !r.broken(kNear))
     r.error(kNear, fmt::format("{} does not divide the {} data-parallel ranks", c.zero.hpz_partition_size, replicas));
 }

@@ -401,7 +401,7 @@ constexpr Key kKeys[] = {
     effect("zero_optimization.zero_hpz_partition_size", slot_of<&C::zero, &ZeroConfig::hpz_partition_size>, {1, kDegree.high}),
     effect("zero_optimization.zero_quantized_weights", slot_of<&C::zero, &ZeroConfig::quantized_weights>),
     not_yet("zero_optimization.zero_quantized_nontrainable_weights", "[false]"),
-    not_yet("zero_optimization.zero_quantized_gradients", "[false]"),
+    effect("zero_optimization.zero_quantized_gradients", slot_of<&C::zero, &ZeroConfig::quantized_gradients>),
     not_yet_section("zero_optimization.zeropp_loco_param", "", "[]", "err_beta reset_T"),
     harmless("zero_optimization.compute_grad_norm", "[true]", "a step always needs to know whether its gradients are finite"),
     harmless("zero_optimization.parameter_alignment", "[false]", "the layout says where parameters lie"),

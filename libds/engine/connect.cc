@@ -33,7 +33,8 @@ i64 shared_bytes(Plans& plans) {
     raise(most, plan.dp_shared);
     raise(most_tp, plan.tp_shared);
   }
-  return mesh_shm_bytes(plans.mesh(), most, most_tp, report::second_shards(plans.config()));
+  return mesh_shm_bytes(plans.mesh(), most, most_tp, report::zeropp_splits(plans.config()),
+                        plans.of_stage(0).plan.zeropp_shared);
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.

@@ -101,9 +101,9 @@ zero::AllShards Engine::make_shards() {
   zero::AllShards all;
   const zero::Tiers& tiers = parts_.tiers.states || parts_.tiers.params ? parts_.tiers : offload_.tiers();
   for (const zero::ShardsPlan& plan : plan_.shards) {
-    Communicator* const near = plan.near.inner > 1 ? &mesh_.group(mesh_.splits().size()) : nullptr;
-    all.push_back(std::make_unique<zero::Shards>(plan, plan_.rows, plan_.grad_rows, plan_.trains(),
-                                                 mesh_.group(all.size()), device_, ledger_, tiers, near));
+    all.push_back(std::make_unique<zero::Shards>(
+        plan, plan_.rows, plan_.grad_rows, plan_.trains(), mesh_.group(all.size()), device_, ledger_, tiers,
+        plan.zeropp.empty() ? nullptr : mesh_.split("near"), plan.zeropp.empty() ? nullptr : mesh_.split("across")));
   }
   return all;
 }

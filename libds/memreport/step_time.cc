@@ -50,8 +50,9 @@ class StageModel {
     const size_t dot = name.find('.');
     MeshShape mesh = plan_.mesh;
     std::string_view axis = std::string_view(name).substr(0, dot), collective = std::string_view(name).substr(dot + 1);
-    if (axis == "hpz") axis = "dp", mesh.dp = plan_.dp().near.inner;  // ranks of dp side by side
-    if (collective == "one_bit") collective = "all_gather";           // and as much before it
+    if (axis == "hpz") axis = "dp", mesh.dp = near_ranks();  // ranks of dp side by side
+    if (axis == "qgz") axis = "dp";                          // the slower of its two hops, with what both send
+    if (collective == "one_bit") collective = "all_gather";  // and as much before it
     const Group group = group_of(mesh, axis, machine_.ranks_per_node);
     if (group.ranks == 1 || count.calls == 0) return 0;
     DS_CHECK(links_ != nullptr, Errc::Config, "links: {} over {} ranks, and nothing is known of links", name,
@@ -96,6 +97,8 @@ class StageModel {
     double gather = sent("dp.all_gather", gathers);
     if (const auto near = plan_.traffic.find("hpz.all_gather"); near != plan_.traffic.end())
       gather += sent(near->first, near->second);
+    if (const auto coded = plan_.traffic.find("qgz.all_to_all"); coded != plan_.traffic.end())
+      gather += sent(coded->first, coded->second);
     const double all = reduce + gather;
     double forward = 0, backward = 0;
     for (const pipeline::Costs& c : time_.chunks) {
@@ -112,6 +115,12 @@ class StageModel {
     time_.hidden = std::max(0.0, all - time_.exposed);
   }
 
+  int near_ranks() const noexcept {
+    for (const DpSplit& split : plan_.dp().zeropp) {
+      if (split.name == "near") return split.inner;
+    }
+    return 1;
+  }
   // Stage 3's.
   CommCount gathers_of_passes() const {
     CommCount gathers;
@@ -124,7 +133,7 @@ class StageModel {
       gathers.calls += std::ssize(step.launch);
       for (const zero::GatherStep::Launch& launch : step.launch) units.insert(launch.unit);
     }
-    if (plan_.dp().near.inner > 1) gathers.calls = std::ssize(units);
+    if (near_ranks() > 1) gathers.calls = std::ssize(units);
     return gathers;
   }
 
@@ -159,7 +168,7 @@ class StageModel {
     rest["pp.send"].calls -= streams.calls;
     rest["pp.send"].bytes -= streams.bytes;
     for (const auto& [name, count] : rest) {
-      if (name == "hpz.all_gather") continue;  // counted with the other gathers
+      if (name == "hpz.all_gather" || name == "qgz.all_to_all") continue;  // counted with other gathers and reductions
       if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
     }
     // The verdict: two small sums over each axis.

@@ -64,7 +64,7 @@ int split_rank(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
 }
 
 i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
-                   int near) {
+                   std::span<const DpSplit> splits, std::span<const std::vector<i64>> split_allocations) {
   const int world = s.world(), dp = s.dp * s.sp;
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
@@ -72,8 +72,8 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   // Activations and gradients go around the stages, gradients of tied embeddings between the first and the last; keys
   // and values around the parts of a sequence.
   const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
-  const i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels +
-                     (near > 1 ? groups(near * s.sp, {}) : 0);
+  i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels;
+  for (size_t i = 0; i < splits.size(); ++i) others += groups(split_size(s, splits[i]), split_allocations[i]);
   if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
 }
@@ -95,6 +95,7 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.tp, calls.tp);
   add(s.sp, calls.sp);
   if (calls.near_ranks > 1) add(calls.near_ranks, calls.near);
+  if (calls.across_ranks > 1) add(calls.across_ranks, calls.across);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
   return sum;
@@ -121,6 +122,13 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     world_->abort(e);
     throw;
   }
+}
+
+Communicator* Mesh::split(std::string_view name) const noexcept {
+  for (size_t i = 0; i < splits_.size(); ++i) {
+    if (splits_[i].name == name) return groups_[i];
+  }
+  return nullptr;
 }
 
 Communicator* Mesh::make_axis(const std::vector<int>& ranks, std::string_view name, const CommOptions& options,

@@ -46,15 +46,15 @@ int split_size(const MeshShape&, const DpSplit&);
 int split_rank(const MeshShape&, const DpSplit&, const MeshCoord&);  // a rank's number among split_ranks()
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
-// and each allocates these sizes from dp and from tp; with the channels of their messages. near: of dp, that share
-// second shards.
+// and each allocates these sizes from dp and from tp; with the channels of their messages; and, by split of dp, from
+// those.
 i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
-                   int near = 1);
+                   std::span<const DpSplit> splits = {}, std::span<const std::vector<i64>> split_allocations = {});
 
 // The largest calls of a rank over the world and over each axis; over the stages, of each of their communicators.
 struct MeshCalls {
-  LargestCalls world, dp, tp, sp, activations, gradients, near;
-  int near_ranks = 1;
+  LargestCalls world, dp, tp, sp, activations, gradients, near, across;
+  int near_ranks = 1, across_ranks = 1;  // of splits of dp (ZeRO++)
 };
 // What the communicators of a rank come to hold by these (Mesh::staging_bytes), over host memory. Nothing: not known
 // (staging_size).
@@ -86,6 +86,8 @@ class Mesh {
   // The groups over which gradients may be reduced: 0 is dp(), then the splits in order.
   Communicator& group(size_t i) const noexcept { return i == 0 ? *dp_ : *groups_[i - 1]; }
   const std::vector<DpSplit>& splits() const noexcept { return splits_; }
+  // That of a split by its name; null: there is no such.
+  Communicator* split(std::string_view name) const noexcept;
   // Operations but send run inside the call: their results are needed at once.
   Communicator& tp() const noexcept { return *tp_; }
   Communicator& sp() const noexcept { return *sp_; }

@@ -35,14 +35,14 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
       tp_(plan.coord.tp, plan.mesh.tp),
       pp_(plan.coord.pp, plan.mesh.pp),
       offload_(plan.offload, host_) {
-  if (const DpSplit& near = plan.dp().near; near.inner > 1)
-    near_ = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, near, plan.coord), split_size(plan.mesh, near),
-                                                   &addresses_);
+  for (const DpSplit& split : plan.dp().zeropp)
+    zeropp_[split.name] = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, split, plan.coord),
+                                                                 split_size(plan.mesh, split), &addresses_);
   for (const zero::ShardsPlan& s : plan.shards) {
     groups_.push_back(std::make_unique<CountingCommunicator>(s.rank, s.layout.num_ranks(), &addresses_, reduced));
     shards_.push_back(std::make_unique<zero::Shards>(s, plan.rows, plan.grad_rows, plan.trains(), *groups_.back(),
-                                                     device_, ledger_, offload_.tiers(),
-                                                     s.near.inner > 1 ? near_.get() : nullptr));
+                                                     device_, ledger_, offload_.tiers(), split(s, "near"),
+                                                     split(s, "across")));
   }
   inputs_ = offload_.make_inputs(plan.inputs, device_, ledger_);
   if (!plan.trains()) return;
@@ -150,8 +150,9 @@ void CountedUpdate::gather() {
     }
     for (const auto& [n, alike] : units) {
       for (const i64 unit : alike) s->params().gather({unit, 0});
-      take_messages(near_ ? 1 : n);
-      if (!near_) continue;
+      const bool second = split(s->plan(), "near") != nullptr;
+      take_messages(second ? 1 : n);
+      if (!second) continue;
       for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
       for (const i64 unit : alike) s->params().gather({unit, 0});
       take_messages(n - 1);
@@ -162,6 +163,17 @@ void CountedUpdate::gather() {
 void CountedUpdate::use_inputs() {
   for (const offload::PartUse& use : plan_.inputs.uses)
     inputs_->lease(use.at, plan_.inputs.part_bytes, use.write ? zero::LeaseTo::Fill : zero::LeaseTo::Read);
+}
+
+CountingCommunicator* CountedUpdate::split(const zero::ShardsPlan& s, const std::string& name) const {
+  const auto found = s.zeropp.empty() ? zeropp_.end() : zeropp_.find(name);
+  return found == zeropp_.end() ? nullptr : found->second.get();
+}
+
+std::vector<std::vector<i64>> CountedUpdate::zeropp_allocations() const {
+  std::vector<std::vector<i64>> allocations;
+  for (const DpSplit& s : plan_.dp().zeropp) allocations.push_back(zeropp_.at(s.name)->allocations());
+  return allocations;
 }
 
 void CountedUpdate::take_messages(i64 times) {
@@ -176,12 +188,15 @@ void CountedUpdate::take_messages(i64 times) {
   for (const auto& group : groups_) take(*group);
   take(tp_);
   take(pp_);
-  if (near_) take(*near_);
+  for (const auto& [name, group] : zeropp_) take(*group);
 }
 
 std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
   for (const auto& group : groups_) calls.dp.add(group->largest());
-  if (near_) calls.near.add(near_->largest()), calls.near_ranks = near_->size();
+  for (const auto& [name, group] : zeropp_) {
+    (name == "near" ? calls.near : calls.across).add(group->largest());
+    (name == "near" ? calls.near_ranks : calls.across_ranks) = group->size();
+  }
   calls.tp.add(tp_.largest());
   calls.gradients.add(pp_.largest());
   return traffic_;

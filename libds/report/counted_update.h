@@ -25,6 +25,7 @@ class CountedUpdate {
   // And what is in files instead.
   const MemoryLedger& files() const noexcept { return offload_.files(); }
   const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
+  std::vector<std::vector<i64>> zeropp_allocations() const;
 
   // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
   // many times in a step.
@@ -49,6 +50,7 @@ class CountedUpdate {
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;
 
  private:
+  CountingCommunicator* split(const zero::ShardsPlan& s, const std::string& name) const;
   // Adds what was sent since the last time, so many times.
   void take_messages(i64 times);
 
@@ -58,7 +60,7 @@ class CountedUpdate {
   CountingDevice device_, host_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
   CountingCommunicator tp_, pp_;
-  std::unique_ptr<CountingCommunicator> near_;  // where there are second shards
+  std::map<std::string, std::unique_ptr<CountingCommunicator>> zeropp_;  // by zeropp_splits
   offload::Offload offload_;
   zero::AllShards shards_;
   std::unique_ptr<zero::TierArray> inputs_;

@@ -15,8 +15,7 @@ MeshShape mesh_shape(const Config& config, int world_size) {
 }
 
 std::vector<DpSplit> mesh_splits(const Config& config, std::vector<DpSplit> splits) {
-  if (const int inner = second_shards(config); inner > 1)
-    splits.push_back({.name = "hpz", .inner = inner, .along = DpSplit::Along::Inner});
+  for (const DpSplit& split : zeropp_splits(config)) splits.push_back(split);
   return splits;
 }
 

@@ -95,8 +95,14 @@ i64 RunPlan::tile_cols() const noexcept {
   return cols;
 }
 
-int second_shards(const Config& config) {
-  return ds::trains(config.use) && config.zero.stage == 3 ? narrow<int>(config.zero.hpz_partition_size) : 1;
+std::vector<DpSplit> zeropp_splits(const Config& config) {
+  std::vector<DpSplit> splits;
+  if (!ds::trains(config.use) || config.zero.stage != 3) return splits;
+  const int inner = narrow<int>(config.zero.hpz_partition_size);
+  if (inner > 1) splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
+  if (config.zero.quantized_gradients)
+    splits.push_back({.name = "across", .inner = inner, .along = DpSplit::Along::Outer});
+  return splits;
 }
 
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord) {
@@ -214,8 +220,7 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
   shards.coded = z.stage == 3 && z.quantized_weights;
-  if (const int near = second_shards(config); near > 1 && group == 0)
-    shards.near = {.name = "hpz", .inner = near, .along = DpSplit::Along::Inner};
+  if (group == 0) shards.zeropp = zeropp_splits(config);
 
   shards.grads = {
       .axis = shards.axis,
@@ -228,7 +233,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .overlap = z.overlap_comm,
       .micro_batches = plan.micro_batches,
       .reduce_each_micro = plan.reduce_each_micro,
-      .keeps_own = averages};
+      .keeps_own = averages,
+      .coded = z.stage == 3 && z.quantized_gradients && group == 0};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[c];
@@ -553,6 +559,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   CountedUpdate update(plan, no_ops());
   for (size_t t = 0; t < plan.files.size(); ++t) plan.files[t] = update.files().current(static_cast<Tag>(t));
   plan.dp_shared = update.dp_allocations();
+  plan.zeropp_shared = update.zeropp_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   count_traffic(plan, update, config, model);
   count_memory(plan, update.ledger(), update.own_bytes(), model.hidden,

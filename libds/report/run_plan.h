@@ -85,6 +85,7 @@ struct RunPlan : update::UpdatePlan {
   offload::HostCopies copies;  // between a GPU and its host, of what is offloaded
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
+  std::vector<std::vector<i64>> zeropp_shared;  // likewise, by zeropp_splits
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
   MeshCalls largest_calls;  // statistics too
@@ -100,8 +101,9 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
-// Ranks of dp that share second shards; 1: there are none. Who does not train gathers a unit once.
-int second_shards(const Config& config);
+// Of dp, for ZeRO++: "near", ranks side by side, where there is more than one, and "across", those with the same number
+// among them, where gradients travel as codes. Who does not train has none.
+std::vector<DpSplit> zeropp_splits(const Config& config);
 
 // The part of the model that a rank of the mesh computes.
 model::Shard shard_of(const Config& config, const MeshShape& mesh, const MeshCoord& coord);

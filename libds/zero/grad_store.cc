@@ -63,6 +63,9 @@ class BucketSlots {
 
 namespace {
 
+constexpr CodeFormat kGradientCodes{.bits = 4, .block = 256};
+constexpr std::string_view kGradientTag = "qgz.all_to_all";
+
 // Whether a rank has accumulators of all elements, or of the slices that it owns.
 bool accumulates_all(const Layout& layout, const GradOptions& options) {
   return !layout.states().shard_optimizer || options.accumulates_locally() || options.keeps_own;
@@ -127,7 +130,8 @@ i64 staging_elems(const Layout& layout, const GradOptions& options) {
 }
 
 GradStore::GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-                     Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier)
+                     Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier,
+                     Communicator* near, Communicator* across)
     : layout_(layout),
       comm_(comm),
       reduce_tag_(options.axis + ".reduce_scatter"),
@@ -188,6 +192,12 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
         as_fp32(tier(device, ledger, Tag::GradAccum, layout.shard_elems() * width, layout.largest_slice() * width));
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
+  if (options.coded) {
+    if (near == nullptr) alone_ = make_self_communicator({.progress_thread = false});
+    i64 most = 0;
+    for (const Segment& s : layout.segments()) most = std::max(most, s.persistent ? 0 : s.slice);
+    coded_.emplace(near == nullptr ? *alone_ : *near, *across, device, ledger, Tag::Buckets, most, kGradientCodes);
+  }
   const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
     const DType dtype = options.staged() ? DType::F32 : options.wire;
     char* const memory = static_cast<char*>(options.staged() ? staging_.data() : fresh_.data());
@@ -293,10 +303,12 @@ void GradStore::accumulate(i64 unit, bool continues, bool back) {
 
 void GradStore::reduce(size_t bucket, bool continues) {
   segments_.clear();
+  if (coded_) reduce_coded(bucket, continues);
   std::vector<TierLease>& landing = landing_[slot_[bucket]];
   const i64 bytes = dtype_bytes(options_.wire);
   for (const i64 unit : buckets_[bucket].units) {
     for (const Segment& s : layout_.segments_of(unit)) {
+      if (coded_ && !s.persistent) continue;
       landing.push_back(lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
                               continues ? LeaseTo::Write : LeaseTo::Fill));
       segments_.push_back({static_cast<char*>(fresh_.data()) + (unit_base_[unit] + s.offset) * bytes,
@@ -306,6 +318,19 @@ void GradStore::reduce(size_t bucket, bool continues) {
   summed_[bucket] = options_.reduce_each_micro;
   if (segments_.empty()) return;
   tickets_[slot_[bucket]] = comm_.reduce_scatter(segments_, options_.wire, continues, reduce_tag_);
+}
+
+void GradStore::reduce_coded(size_t bucket, bool continues) {
+  for (const i64 unit : buckets_[bucket].units) {
+    for (const Segment& s : layout_.segments_of(unit)) {
+      if (s.persistent) continue;
+      const TierLease sum = lease(&s - layout_.segments().data(), s.slice * comm_.rank(), s.slice,
+                                  continues ? LeaseTo::Write : LeaseTo::Fill);
+      coded_->run(TensorView::of(fresh_.as<char>().data() + (unit_base_[unit] + s.offset) * dtype_bytes(options_.wire),
+                                 options_.wire, {s.slice * layout_.num_ranks()}),
+                  TensorView::of(sum.data(), DType::F32, {s.slice}), continues, kGradientTag);
+    }
+  }
 }
 
 void GradStore::finish() {

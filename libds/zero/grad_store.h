@@ -17,11 +17,14 @@
 // A matrix that two layers share has a unit for each use here, so that its gradient is the sum of two folds wherever
 // the layers stand: on one pipeline stage or on two.
 
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/quantized.h"
 #include "device/device.h"
 #include "zero/layout.h"
 #include "zero/tier_array.h"
@@ -50,6 +53,7 @@ struct GradOptions {
   i64 micro_batches = 1;                      // per step
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
   bool keeps_own = false;                     // stage 0, 1: steps may leave the gradients of ranks apart
+  bool coded = false;                         // stage 3: what is in slices travels in 4 bits (ZeRO++'s qgZ)
 
   bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
@@ -69,9 +73,11 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 class GradStore {
  public:
   // `tier`: where accumulators of the slices that this rank owns stay; empty: device memory. At stage 0, where each
-  // rank has all, they stay there.
+  // rank has all, they stay there. near, across: of coded gradients, ranks side by side (null: one), which are summed
+  // first, and those with the same number among them. They travel when a bucket is full, and nothing runs beside it.
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
-            Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {});
+            Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {},
+            Communicator* near = nullptr, Communicator* across = nullptr);
 
   // Whether the gradients of the steps from now on are reduced, or each rank has its own sums, of all elements
   // (options.keeps_own). Between steps.
@@ -107,6 +113,7 @@ class GradStore {
  private:
   void accumulate(i64 unit, bool continues, bool back);
   void reduce(size_t bucket, bool continues);
+  void reduce_coded(size_t bucket, bool continues);
   void wait(size_t slot);
   // The array of all sums, where a rank has such.
   TierArray& sums() const noexcept { return sums_array_ ? *sums_array_ : *owned_; }
@@ -122,6 +129,8 @@ class GradStore {
   Stream& stream_;
   GradOptions options_;
   std::vector<Bucket> buckets_;
+  std::unique_ptr<Communicator> alone_;  // in place of `near`
+  std::optional<QuantizedReduceScatter> coded_;
   Buffer fresh_, staging_;
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them

@@ -7,7 +7,7 @@ namespace {
 constexpr std::string_view kNearTag = "hpz.all_gather";
 
 // Of blocks of 256 elements: rows whose sizes differ share no more than one.
-constexpr CodeFormat kCodes{.bits = 8, .block = 256};
+constexpr CodeFormat kWeightCodes{.bits = 8, .block = 256};
 
 }  // namespace
 
@@ -113,10 +113,10 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     }
     const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
     if (options_.coded) {
-      const CodedSlice coded{kCodes, s.slice};
-      device_.ops().quantize(coded.codes(wire(l.offset), comm_.rank(), 1),
-                             coded.scales(wire(l.offset), comm_.rank(), 1),
-                             TensorView::of(own.data(), options_.work, {1, s.slice}), {}, kCodes, {}, device_.stream());
+      const CodedSlice coded{kWeightCodes, s.slice};
+      device_.ops().quantize(
+          coded.codes(wire(l.offset), comm_.rank(), 1), coded.scales(wire(l.offset), comm_.rank(), 1),
+          TensorView::of(own.data(), options_.work, {1, s.slice}), {}, kWeightCodes, {}, device_.stream());
       const AllGatherSegment segment{wire(l.offset), coded.bytes()};
       arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
     } else {
@@ -137,9 +137,9 @@ void ParamStore::arrive(i64 unit) {
     const i64 P = comm_.size(), bytes = dtype_bytes(options_.work);
     char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
     if (options_.coded) {
-      const CodedSlice coded{kCodes, s.slice};
+      const CodedSlice coded{kWeightCodes, s.slice};
       device_.ops().dequantize(TensorView::of(base, options_.work, {P, s.slice}), coded.codes(wire(offset), 0, P),
-                               coded.scales(wire(offset), 0, P), kCodes, device_.stream());
+                               coded.scales(wire(offset), 0, P), kWeightCodes, device_.stream());
     }
     if (near_ != nullptr) {
       const i64 part = s.slice * P / near_->size() * bytes;

@@ -4,7 +4,7 @@
 namespace ds::zero {
 
 Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-               MemoryLedger& ledger, const Tiers& tiers, Communicator* near)
+               MemoryLedger& ledger, const Tiers& tiers, Communicator* near, Communicator* across)
     : plan_(plan),
       comm_(comm),
       params_(plan.layout, rows, comm, device, ledger,
@@ -15,7 +15,7 @@ Shards::Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, C
                .coded = plan.coded},
               tiers.params, near) {
   DS_ASSERT(comm.size() == plan.layout.num_ranks() && comm.rank() == plan.rank);
-  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads);
+  if (trains) grads_.emplace(plan.grad_layout, grad_rows, comm, device, ledger, plan.grads, tiers.grads, near, across);
   StateStore::Parts parts{.layout = plan.states,
                           .params = params_,
                           .gradients = gradients_,

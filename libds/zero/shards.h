@@ -33,8 +33,8 @@ struct ShardsPlan {
   std::vector<GatherPlan> eval_gathers;  // of each chunk's forward pass
   i64 gather_pool_elems = 0;             // the most that one of them needs
   i64 allgather_bucket = 0;
-  bool coded = false;  // what is gathered travels in 8 bits
-  DpSplit near = {};   // whose ranks share second shards, if there are more than one
+  bool coded = false;                // what is gathered travels in 8 bits
+  std::vector<DpSplit> zeropp = {};  // report::zeropp_splits
   // Elements of all ranks together, with their padding; of them, those that every rank has whole.
   i64 padded = 0, whole = 0;
 
@@ -62,7 +62,7 @@ class Shards {
   // By unit, of parameters and of gradients. Collective over the group. Who does not train has no gradients, and no
   // states. near: the ranks of plan.near.
   Shards(const ShardsPlan& plan, Rows rows, Rows grad_rows, bool trains, Communicator& comm, Device& device,
-         MemoryLedger& ledger, const Tiers& tiers, Communicator* near = nullptr);
+         MemoryLedger& ledger, const Tiers& tiers, Communicator* near = nullptr, Communicator* across = nullptr);
   Shards(const Shards&) = delete;
   Shards& operator=(const Shards&) = delete;
 

@@ -94,5 +94,66 @@ TEST(CodedWeights, TrainNearlyAsWell) {
   }
 }
 
+TEST(CodedGradients, TrainNearlyAsWell) {
+  for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
+    for (const int near : {1, 2, 4}) {
+      const Layout l{.dp = 4, .stage = 3};
+      Config c = stage3(model, l);
+      c.zero.param_persistence_threshold = 1000;  // vectors stay whole
+      c.zero.hpz_partition_size = near;
+      c.bf16.enabled = true;
+      c.communication_data_type = DType::BF16;
+      const Trace exact = train(c, l, 20);
+      c.zero.quantized_gradients = true;
+      const Trace t = train(c, l, 20);
+      const std::string what = fmt::format("near {}", near);
+      expect_planned(t, 20, what);
+      EXPECT_NE(t.losses, exact.losses);
+      for (size_t i = 0; i < t.losses.size(); ++i)
+        EXPECT_NEAR(t.losses[i], exact.losses[i], 0.03 * exact.losses[i]) << what << " step " << i;
+      // Half a byte for each element, and scales: once to all, or to those near, and of their sums to those across.
+      const double whole = static_cast<double>(sent(exact, "dp.reduce_scatter") - sent(t, "dp.reduce_scatter")),
+                   hops = near == 2 ? 2.0 / 3 + 1.0 / 3 : 1;
+      EXPECT_NEAR(static_cast<double>(sent(t, "qgz.all_to_all")) / whole, hops * 0.26, 0.01) << what;
+      Config other = c;
+      other.zero.reduce_bucket_size = 1;
+      other.zero.overlap_comm = false;
+      expect_same_training(train(other, l, 20), t, what + " in other buckets");
+      other.zero.quantized_weights = true;
+      const Trace all = train(other, l, 20);
+      expect_planned(all, 20, what + " with coded weights");
+      EXPECT_NEAR(all.losses.back(), exact.losses.back(), 0.03 * exact.losses.back());
+    }
+  }
+}
+
+TEST(CodedGradients, GoWithPipelinesAndTensors) {
+  const ModelConfig model = of_four_heads(tiny_llama());
+  for (const Layout& l : {Layout{.dp = 2, .pp = 2, .stage = 3}, {.dp = 2, .tp = 2, .stage = 3}}) {
+    Config c = stage3(model, l);
+    c.zero.param_persistence_threshold = 1000;
+    const Trace exact = train(c, l);
+    c.zero.quantized_gradients = true;
+    const Trace t = train(c, l);
+    expect_planned(t, 4, l.name());
+    EXPECT_NEAR(t.losses.back(), exact.losses.back(), 0.01 * exact.losses.back());
+  }
+}
+
+// What overflows in 16 bits shows in what codes say: the step is skipped, and the scale falls.
+TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
+  const Layout l{.dp = 4, .stage = 3};
+  Config c = stage3(of_four_heads(tiny_gpt2()), l);
+  c.zero.hpz_partition_size = 2;
+  c.zero.quantized_gradients = true;
+  c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 24};
+  c.communication_data_type = DType::F16;
+  const Trace t = train(c, l, 20);
+  EXPECT_TRUE(t.skipped.front());
+  EXPECT_FALSE(t.skipped.back());
+  EXPECT_LT(t.scales.back(), t.scales.front());
+  EXPECT_LT(t.losses.back(), t.losses.front());
+}
+
 }  // namespace zeropp_test
 }  // namespace ds::testing
