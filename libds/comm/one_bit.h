@@ -65,7 +65,7 @@ class OneBitAllReduce {
   std::vector<Place> places_;  // by slice
   size_t own_begin_ = 0, own_end_ = 0;
   std::vector<i64> elems_of_scale_;
-  i64 slice_elems_ = 0, num_scales_ = 0, worker_elems_ = 0, server_elems_ = 0;
+  i64 slice_elems_ = 0, num_scales_ = 1, worker_elems_ = 0, server_elems_ = 0;
   Buffer worker_error_, server_error_;
   Buffer numbers_;         // int64, by scale: the largest |y|; behind them the two of each sum of squares
   Buffer send_, receive_;  // P slices: signs, and behind them scales

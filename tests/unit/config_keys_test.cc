@@ -96,6 +96,12 @@ struct Moved {
       if (key.path == fmt::format("optimizer.params.{}", of_muon)) set.push_back("optimizer.type=Muon");
     }
     if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
+    if (key.path == "optimizer.params.freeze_step") set.push_back("optimizer.type=OneBitAdam");
+    for (const std::string_view of_zero_one :
+         {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"}) {
+      if (key.path == fmt::format("optimizer.params.{}", of_zero_one)) set.push_back("optimizer.type=ZeroOneAdam");
+    }
+    if (key.path.starts_with("zero_optimization.zero_")) set.push_back("zero_optimization.stage=3");
     const auto offload = [&](std::string_view what, std::string_view device, int stage) {
       set.push_back(fmt::format("zero_optimization.stage={}", stage));
       const auto need = [&](std::string_view name, std::string_view text) {
@@ -201,6 +207,10 @@ struct Moved {
     if (key.path == "pipeline.schedule" || key.path == "pipeline.partition") {
       world = 2;
       set.push_back("pipeline.stages=2");
+    }
+    if (key.path == "zero_optimization.zero_hpz_partition_size") {
+      world = 3;
+      set.push_back("train_batch_size=3");
     }
     if (key.path == "sequence_parallel_mode") {
       world = 2;
@@ -558,6 +568,8 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},
       {"prometheus.file", "default: none", "", ""},
       {"flops_profiler.output_file", "default: none", R"("flops_profiler": {"enabled": true})", ""},
+      {"optimizer.params.bias_correction", "default: true, of OneBitAdam and ZeroOneAdam false", "", "true"},
+      {"optimizer.params.bias_correction", "", R"("optimizer": {"type": "OneBitAdam"})", "false"},
       {"comms_logger.enabled", "default: true where the section is there", "", "false"},
       {"comms_logger.enabled", "", R"("comms_logger": {})", "true"},
       {"comms_logger.enabled", "", R"("comms_logger": {"enabled": false, "verbose": true})", "false"},
