@@ -72,7 +72,7 @@ struct StatePiece {
 
 // Numbers of one rank, which mean something to the same rank of the same layout alone (what 1-bit Adam's signs have
 // lost): saved beside its pieces, and left out wherever steps become others.
-struct OwnArray {
+struct RankLocal {
   std::string name;
   const float* values = nullptr;  // they stay until the save has ended
   i64 count = 0;

@@ -81,15 +81,15 @@ Json piece_to_json(const PieceRecord& p) {
 }
 
 // Their values are read at once.
-std::vector<OwnRecord> own_from_json(const Json& rows) {
-  std::vector<OwnRecord> own;
+std::vector<RankLocalRecord> rank_local_from_json(const Json& rows) {
+  std::vector<RankLocalRecord> records;
   for (const Json& row : rows)
-    own.push_back({row.at("name").get<std::string>(), counter_at(row, "offset"), counter_at(row, "count")});
-  return own;
+    records.push_back({row.at("name").get<std::string>(), counter_at(row, "offset"), counter_at(row, "count")});
+  return records;
 }
-Json own_to_json(const std::vector<OwnRecord>& own) {
+Json rank_local_to_json(const std::vector<RankLocalRecord>& records) {
   Json rows = Json::array();
-  for (const OwnRecord& o : own) rows.push_back({{"name", o.name}, {"offset", o.offset}, {"count", o.count}});
+  for (const RankLocalRecord& o : records) rows.push_back({{"name", o.name}, {"offset", o.offset}, {"count", o.count}});
   return rows;
 }
 
@@ -296,7 +296,7 @@ Manifest from_json(const Json& j) {
     DS_CHECK(f.at("name") == rank_file_name(narrow<i64>(m.files.size())), Errc::Corrupt, "unexpected file name {}",
              f.at("name").dump().substr(0, 200));
     m.files.push_back({whole_at(f, "bytes"), parse_hex(f.at("structure").get<std::string>()), {}, {}});
-    if (f.contains("own")) m.files.back().own = own_from_json(f.at("own"));
+    if (f.contains("rank_local")) m.files.back().rank_local = rank_local_from_json(f.at("rank_local"));
   }
   for (const Json& p : j.at("pieces")) {
     const i64 file = whole_at(p, "file");
@@ -462,7 +462,7 @@ std::string format_manifest(const Manifest& m) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     const std::string name = rank_file_name(narrow<i64>(f));
     files.push_back({{"name", name}, {"bytes", m.files[f].bytes}, {"structure", hex(m.files[f].structure)}});
-    if (!m.files[f].own.empty()) files.back()["own"] = own_to_json(m.files[f].own);
+    if (!m.files[f].rank_local.empty()) files.back()["rank_local"] = rank_local_to_json(m.files[f].rank_local);
     for (const PieceRecord& p : m.files[f].pieces) {
       Json row = {{"file", f}};
       row.update(piece_to_json(p));
@@ -530,7 +530,7 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   for (size_t f = 0; f < m.files.size(); ++f) {
     const FileRecord& file = m.files[f];
     DS_CHECK(file.bytes >= 0, code, "{}: {} has {} bytes", path, rank_file_name(narrow<i64>(f)), file.bytes);
-    for (const OwnRecord& o : file.own)
+    for (const RankLocalRecord& o : file.rank_local)
       DS_CHECK(is_hdf5_name(o.name) && o.offset <= file.bytes && o.count <= (file.bytes - o.offset) / 4, code,
                "{}: '{}' is not inside {}", path, o.name.substr(0, 64), rank_file_name(narrow<i64>(f)));
     for (const PieceRecord& p : file.pieces) {
@@ -582,7 +582,7 @@ std::string format_file_record(const FileRecord& f) {
   Json pieces = Json::array();
   for (const PieceRecord& p : f.pieces) pieces.push_back(piece_to_json(p));
   Json j = {{"bytes", f.bytes}, {"structure", hex(f.structure)}, {"pieces", std::move(pieces)}};
-  if (!f.own.empty()) j["own"] = own_to_json(f.own);
+  if (!f.rank_local.empty()) j["rank_local"] = rank_local_to_json(f.rank_local);
   return j.dump();
 }
 
@@ -590,7 +590,7 @@ FileRecord parse_file_record(std::string_view text) {
   const Json j = Json::parse(text);
   FileRecord f{whole_at(j, "bytes"), parse_hex(j.at("structure").get<std::string>()), {}, {}};
   for (const Json& p : j.at("pieces")) f.pieces.push_back(piece_from_json(p));
-  if (j.contains("own")) f.own = own_from_json(j.at("own"));
+  if (j.contains("rank_local")) f.rank_local = rank_local_from_json(j.at("rank_local"));
   return f;
 }
 

@@ -30,8 +30,8 @@ struct PieceRecord : PieceRange {
   PerState<std::optional<DatasetRecord>> states;
 };
 
-// An OwnArray of a rank file: fp32, part of the bytes outside the datasets.
-struct OwnRecord {
+// A RankLocal of a rank file: fp32, part of the bytes outside the datasets.
+struct RankLocalRecord {
   std::string name;
   i64 offset = 0, count = 0;
 };
@@ -40,7 +40,7 @@ struct FileRecord {
   i64 bytes = 0;
   u64 structure = 0;  // XXH3-64 of all bytes outside the datasets
   std::vector<PieceRecord> pieces;
-  std::vector<OwnRecord> own = {};
+  std::vector<RankLocalRecord> rank_local = {};
 };
 
 struct Manifest {

@@ -177,13 +177,15 @@ const File& CheckpointReader::open(i64 rank) {
 
 void CheckpointReader::check_structure(i64 rank) { check_structure_of(open(rank), manifest_, manifest_.files[rank]); }
 
-bool CheckpointReader::read_own(i64 rank, std::string_view name, std::span<float> out) {
-  const std::vector<OwnRecord>& own = manifest_.files[rank].own;
-  const auto record = std::ranges::find(own, name, &OwnRecord::name);
-  if (record == own.end() || record->count != std::ssize(out)) return false;
-  check_structure(rank);
-  open(rank).read_at(record->offset, out.data(), record->count * 4);
-  return true;
+bool CheckpointReader::has_rank_local(i64 rank, std::string_view name, i64 count) const noexcept {
+  return std::ranges::any_of(manifest_.files[rank].rank_local,
+                             [&](const RankLocalRecord& r) { return r.name == name && r.count == count; });
+}
+
+void CheckpointReader::read_rank_local(i64 rank, std::string_view name, std::span<float> out) {
+  DS_ASSERT(has_rank_local(rank, name, std::ssize(out)));
+  const RankLocalRecord& record = *std::ranges::find(manifest_.files[rank].rank_local, name, &RankLocalRecord::name);
+  open(rank).read_at(record.offset, out.data(), record.count * 4);
 }
 
 CheckpointReader::Block& CheckpointReader::cached_block(const StoredPiece& p, State s, i64 block) {

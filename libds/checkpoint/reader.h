@@ -43,9 +43,10 @@ class CheckpointReader : public StateSource {
   // Throws Errc::Corrupt unless file `rank` belongs to this checkpoint: its structure has the manifest's checksum.
   void check_structure(i64 rank);
 
-  // The OwnArray of that name of a rank; nothing: it has none of so many numbers. The file's structure is checked
-  // first.
-  bool read_own(i64 rank, std::string_view name, std::span<float> out);
+  // Whether a rank has a RankLocal of that name and of so many numbers; and these. They belong to the file's structure,
+  // which has been checked.
+  bool has_rank_local(i64 rank, std::string_view name, i64 count) const noexcept;
+  void read_rank_local(i64 rank, std::string_view name, std::span<float> out);
 
   std::unique_ptr<StateSource> reopen() const override {
     return std::unique_ptr<StateSource>(new CheckpointReader(dir_, manifest_));

@@ -11,8 +11,8 @@
 namespace ds {
 
 StepSave::StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
-                   std::span<const StatePiece> pieces, Communicator& comm, std::vector<OwnArray> own)
-    : dir_(std::move(dir)), pieces_(pieces.begin(), pieces.end()), own_(std::move(own)), comm_(comm) {
+                   std::span<const StatePiece> pieces, Communicator& comm, std::vector<RankLocal> rank_local)
+    : dir_(std::move(dir)), pieces_(pieces.begin(), pieces.end()), rank_local_(std::move(rank_local)), comm_(comm) {
   manifest_.meta = std::move(meta);
   manifest_.meta.world_size = comm.size();
   manifest_.params = params;
@@ -65,7 +65,7 @@ void StepSave::write() {
     for (State s : kStates) contents.states[s] |= p.has(s);
   }
   contents.pieces = ranges;
-  contents.own = own_;
+  contents.rank_local = rank_local_;
   std::vector<float> decoded;
   std::vector<char> brought;
   // What is open: other states of the same elements are asked for next.

@@ -21,7 +21,7 @@ class StepSave {
  public:
   // `pieces` and what they point to stay as they are until the save has ended. The communicator outlives it.
   StepSave(std::string dir, CheckpointMeta meta, const std::vector<ParamEntry>& params,
-           std::span<const StatePiece> pieces, Communicator& comm, std::vector<OwnArray> own = {});
+           std::span<const StatePiece> pieces, Communicator& comm, std::vector<RankLocal> rank_local = {});
   // One that has not ended is abandoned. No thread is in work().
   ~StepSave();
   StepSave(const StepSave&) = delete;
@@ -48,7 +48,7 @@ class StepSave {
   std::string dir_;
   Manifest manifest_;
   std::vector<StatePiece> pieces_;
-  std::vector<OwnArray> own_;
+  std::vector<RankLocal> rank_local_;
   Communicator& comm_;
   Phase phase_ = Phase::Prepare;
   std::atomic<bool> cancelled_ = false;

@@ -193,8 +193,8 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
       datasets.push_back({{dataset_name(m, s, p), m.stored_dtype(s, p.param), {p.count}}, attributes_of(m, p)});
     }
   }
-  for (const OwnArray& own : contents.own)
-    datasets.push_back({{fmt::format("own/{}", own.name), DType::F32, {own.count}}});
+  for (const RankLocal& local : contents.rank_local)
+    datasets.push_back({{fmt::format("rank_local/{}", local.name), DType::F32, {local.count}}});
   const std::string path = fmt::format("{}/{}", unfinished_step(dir, m), rank_file_name(rank));
   const std::vector<i64> offsets = create_hdf5(
       path, datasets,
@@ -220,11 +220,11 @@ FileRecord write_rank_file(const std::string& dir, const Manifest& m, i64 rank, 
     write_piece(*writer, p.count, of_piece,
                 [&](State s, i64 first, i64 n) { return contents.elements(s, i, first, n); });
   }
-  for (const OwnArray& own : contents.own) {
-    record.own.push_back({own.name, std::max<i64>(*offset++, 0), own.count});  // -1 of none
-    for (i64 first = 0; first < own.count; first += kChecksumBlock / 4)
-      writer->write(record.own.back().offset + first * 4, own.values + first,
-                    std::min(own.count - first, kChecksumBlock / 4) * 4);
+  for (const RankLocal& local : contents.rank_local) {
+    record.rank_local.push_back({local.name, std::max<i64>(*offset++, 0), local.count});  // -1 of none
+    for (i64 first = 0; first < local.count; first += kChecksumBlock / 4)
+      writer->write(record.rank_local.back().offset + first * 4, local.values + first,
+                    std::min(local.count - first, kChecksumBlock / 4) * 4);
   }
   writer->flush();
   writer.reset();  // its memory: reading back takes as much

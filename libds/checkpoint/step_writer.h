@@ -22,7 +22,7 @@ struct RankContents {
   // Stored elements [first, first + count) of a state of pieces[piece], counted from the piece's begin; they stay until
   // the next call.
   std::function<const void*(State, size_t piece, i64 first, i64 count)> elements;
-  std::span<const OwnArray> own = {};
+  std::span<const RankLocal> rank_local = {};
   Tick tick = {};  // while the file is laid out and read back
 };
 

@@ -24,8 +24,8 @@ class OneBitAllReduce {
   };
 
   // Parts come in the order of their slices; no two have a slice and a scale in common. `device` is where the
-  // communicator's memory is; both outlive it. Takes all memory: slice_elems() for each rank and once more in fp32 for
-  // the errors, and 2 P slice_bytes() for what is sent. Collective.
+  // communicator's memory is; both outlive it. Takes all memory: fp32 for each
+  // element of all parts and once more of our slice's, for the errors, and 2 P slice_bytes(). Collective.
   OneBitAllReduce(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, std::vector<Part> parts);
   // Of all n elements of x, any number, with one scale.
   OneBitAllReduce(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 n);

@@ -16,9 +16,29 @@ TensorView fp32_of(const Buffer& buffer) noexcept {
 
 }  // namespace
 
+Ticket start_coded_gather(Communicator& comm, Device& device, CodeFormat format, void* wire, TensorView shard,
+                          std::string_view tag) {
+  const i64 n = shard.numel(), rank = comm.rank();
+  DS_ASSERT(shard.contiguous());
+  const CodedSlice slice{format, n};
+  if (n > 0)
+    device.ops().quantize(slice.codes(wire, rank, 1), slice.scales(wire, rank, 1), shard.reshaped({1, n}), {}, format,
+                          {}, device.stream());
+  const AllGatherSegment segment{wire, slice.bytes()};
+  return comm.all_gather({&segment, 1}, tag);
+}
+
+void decode_gathered(Communicator& comm, Device& device, CodeFormat format, void* wire, TensorView full) {
+  const i64 P = comm.size(), n = div_exact(full.numel(), P);
+  DS_ASSERT(full.contiguous());
+  const CodedSlice slice{format, n};
+  device.ops().dequantize(full.reshaped({P, n}), slice.codes(wire, 0, P), slice.scales(wire, 0, P), format,
+                          device.stream());
+}
+
 QuantizedAllGather::QuantizedAllGather(Communicator& comm, Device& device, MemoryLedger& ledger, Tag tag, i64 max_elems,
                                        CodeFormat format)
-    : comm_(comm), device_(device), slice_{format}, max_elems_(max_elems) {
+    : comm_(comm), device_(device), format_(format), max_elems_(max_elems) {
   check_format(format);
   wire_ = comm.allocate(ledger, tag, comm.size() * CodedSlice{format, max_elems}.bytes());
 }
@@ -31,24 +51,13 @@ QuantizedAllGather::~QuantizedAllGather() {
 }
 
 void QuantizedAllGather::start(TensorView shard, std::string_view tag) {
-  const i64 n = shard.numel();
-  DS_ASSERT(n <= max_elems_ && shard.contiguous());
-  slice_.elems = n;
-  const i64 rank = comm_.rank();
-  if (n > 0) {
-    device_.ops().quantize(slice_.codes(wire_.data(), rank, 1), slice_.scales(wire_.data(), rank, 1),
-                           shard.reshaped({1, n}), {}, slice_.format, {}, device_.stream());
-  }
-  const AllGatherSegment segment{wire_.data(), slice_.bytes()};
-  ticket_ = comm_.all_gather({&segment, 1}, tag);
+  DS_ASSERT(shard.numel() <= max_elems_);
+  ticket_ = start_coded_gather(comm_, device_, format_, wire_.data(), shard, tag);
 }
 
 void QuantizedAllGather::finish(TensorView full) {
-  const i64 P = comm_.size(), n = slice_.elems;
-  DS_ASSERT(full.numel() == P * n && full.contiguous());
   ticket_.wait();
-  device_.ops().dequantize(full.reshaped({P, n}), slice_.codes(wire_.data(), 0, P), slice_.scales(wire_.data(), 0, P),
-                           slice_.format, device_.stream());
+  decode_gathered(comm_, device_, format_, wire_.data(), full);
 }
 
 QuantizedReduceScatter::QuantizedReduceScatter(Communicator& node, Communicator& across, Device& device,

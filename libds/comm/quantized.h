@@ -15,6 +15,13 @@
 
 namespace ds {
 
+// The two halves of an all-gather of shards, each as its codes say, in memory for P slices of
+// CodedSlice{format, n}.bytes(): codes of shard [n] work dtype are on their way when the first returns, and full [P*n]
+// has what they say behind the second, when the ticket has been waited for.
+Ticket start_coded_gather(Communicator& comm, Device& device, CodeFormat format, void* wire, TensorView shard,
+                          std::string_view tag);
+void decode_gathered(Communicator& comm, Device& device, CodeFormat format, void* wire, TensorView full);
+
 // All-gather of shards, each as its codes say: also our own, so that all ranks see the same weights. The shard itself
 // stays exact. One call at a time is under way.
 class QuantizedAllGather {
@@ -33,7 +40,7 @@ class QuantizedAllGather {
  private:
   Communicator& comm_;
   Device& device_;
-  CodedSlice slice_;
+  const CodeFormat format_;
   Buffer wire_;  // P slices
   Ticket ticket_;
   const i64 max_elems_;

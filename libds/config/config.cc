@@ -455,7 +455,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_zero(c, r);
   resolve_offload(c, r);
   check_precision(c, r);
-  check_one_bit(c, r);
+  check_signs(c, r);
   if (trains(use)) check_zeropp(c, replicas, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);

@@ -177,10 +177,6 @@ void resolve_optimizer(OptimizerConfig& o, const ConfigText& text, Reader& r, st
 
 namespace {
 
-bool averages_by_signs(const UpdateConfig& u) noexcept {
-  return u.type == OptimizerType::OneBitAdam || u.type == OptimizerType::ZeroOneAdam;
-}
-
 // Whether the ranks sum gradients in the same updates.
 bool same_schedule(const UpdateConfig& a, const UpdateConfig& b) noexcept {
   return a.type == b.type && a.freeze_step == b.freeze_step && a.var_freeze_step == b.var_freeze_step &&
@@ -190,13 +186,13 @@ bool same_schedule(const UpdateConfig& a, const UpdateConfig& b) noexcept {
 
 }  // namespace
 
-void check_one_bit(const Config& c, Reader& r) {
+void check_signs(const Config& c, Reader& r) {
   constexpr std::string_view kType = "optimizer.type", kGroups = "optimizer.param_groups";
   std::vector<const UpdateConfig*> trained = {&c.optimizer};
   for (const ParamGroupConfig& g : c.optimizer.groups) {
     if (!g.frozen) trained.push_back(&g);
   }
-  const auto found = std::ranges::find_if(trained, [](const UpdateConfig* u) { return averages_by_signs(*u); });
+  const auto found = std::ranges::find_if(trained, [](const UpdateConfig* u) { return averages_by_signs(u->type); });
   if (found == trained.end()) return;
   const UpdateConfig& u = **found;
   const std::string_view name = optimizer_name(u.type);

@@ -17,7 +17,7 @@ void resolve_optimizer(OptimizerConfig& optimizer, const ConfigText& text, Reade
                        std::vector<Diagnostic>& diagnostics);
 
 // What 1-bit and 0/1 Adam ask of the rest: ZeRO stage 0 (or 1), states on the device, the same updates everywhere.
-void check_one_bit(const Config& config, Reader& r);
+void check_signs(const Config& config, Reader& r);
 
 // optimizer.param_groups, resolved: each group with all that it has.
 Json param_groups_json(const OptimizerConfig& optimizer);

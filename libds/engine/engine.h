@@ -114,11 +114,11 @@ class Engine {
   bool states_in_place() const noexcept { return shards_.front()->states().in_place(); }
   // What this rank has beside states, of the device, that the same layout alone can go on from: by names, fp32; nothing
   // where the last update left none.
-  update::SignAverage::Own own_arrays() {
-    return update_ ? update_->own(progress_.optimizer_step) : update::SignAverage::Own();
+  update::SignAverage::RankLocal rank_local() {
+    return update_ ? update_->rank_local(progress_.optimizer_step) : update::SignAverage::RankLocal();
   }
   // After all of them were set from outside.
-  void own_arrays_were_set() { update_->own_was_set(progress_.optimizer_step); }
+  void rank_local_was_set() { update_->rank_local_was_set(progress_.optimizer_step); }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
   void publish_params() {
     zero::publish(shards_);

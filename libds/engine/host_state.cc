@@ -114,22 +114,22 @@ void HostState::move_all(zero::LeaseTo access, Move move) {
 }
 
 // Behind the pieces, where memory is the host's copy.
-void HostState::download_own() {
-  own_.clear();
+void HostState::download_rank_local() {
+  rank_local_.clear();
   i64 end = memory_ ? memory_.bytes() : 0;
-  for (const auto& [name, values] : engine_.own_arrays()) {
+  for (const auto& [name, values] : engine_.rank_local()) {
     const float* at = values.as<float>();
     if (memory_) {
       end -= values.bytes();
       at = reinterpret_cast<float*>(memory_.as<char>().data() + end);
       download(memory_.as<char>().data() + end, values.data, values.bytes());
     }
-    own_.push_back({name, at, values.numel()});
+    rank_local_.push_back({name, at, values.numel()});
   }
 }
 
 void HostState::download() {
-  download_own();
+  download_rank_local();
   if (in_parts_ || !memory_) return;
   move_all(zero::LeaseTo::Read, [&](void* host, void* device, i64 bytes) { download(host, device, bytes); });
 }

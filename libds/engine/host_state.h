@@ -18,15 +18,15 @@ class HostState {
   enum class Memory { InPlace, InParts, Copy };
   HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory memory = Memory::InPlace);
   std::span<const StatePiece> pieces() const noexcept { return pieces_; }
-  // Engine::own_arrays() in the host's memory, as of the last download.
-  std::vector<OwnArray> own() const { return own_; }
+  // Engine::rank_local() in the host's memory, as of the last download.
+  const std::vector<RankLocal>& rank_local() const noexcept { return rank_local_; }
   void download();  // from the tier
   void upload();    // to the tier; in parts, it is there already when this returns
 
  private:
   // Of the host's memory and the device's.
   using Move = FunctionRef<void(void* host, void* device, i64 bytes)>;
-  void download_own();
+  void download_rank_local();
   void open_in_parts(StatePiece& p, const zero::Piece& piece);
   void close_part();
   // Gives pieces their places in memory; returns how much they take.
@@ -41,7 +41,7 @@ class HostState {
   Engine& engine_;
   std::vector<zero::Piece> where_;
   std::vector<StatePiece> pieces_;
-  std::vector<OwnArray> own_;
+  std::vector<RankLocal> rank_local_;
   Buffer memory_;                         // of the copy, or of a part's
   std::optional<zero::StateLease> part_;  // that is open
   StatePiece copy_;                       // of that part, beside a GPU

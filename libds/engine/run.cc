@@ -3,7 +3,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <filesystem>
+#include <optional>
 
 #include "base/file.h"
 #include "checkpoint/deepspeed.h"
@@ -396,7 +398,7 @@ void TrainingRun::State::load_step(const std::string& dir) {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
-  load_own(dir, meta);
+  load_rank_local(dir, meta);
   if (is_root()) {
     const std::string isa(device->name());
     if (meta.isa != isa && !meta.isa.empty()) {
@@ -414,23 +416,30 @@ void TrainingRun::State::load_step(const std::string& dir) {
 }
 
 // What ranks of the same layout kept beside states; others begin without, which is said.
-void TrainingRun::State::load_own(const std::string& dir, const CheckpointMeta& meta) {
-  const auto arrays = engine->own_arrays();
+void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta) {
+  const auto arrays = engine->rank_local();
   if (arrays.empty()) return;
+  std::optional<CheckpointReader> reader;
   i64 found = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0;
-  std::vector<float> copy;
   together(mesh->world(), [&] {
-    CheckpointReader reader(dir);
-    for (const auto& [name, view] : arrays) {
-      if (found == 0) break;
-      copy.resize(static_cast<size_t>(view.numel()));
-      if (!reader.read_own(ranks.rank, name, copy)) found = 0;
-      if (found == 1) device->upload(view.data, copy.data(), view.bytes());
-    }
+    reader.emplace(dir);
+    const auto is_there = [&](const auto& array) {
+      return reader->has_rank_local(ranks.rank, array.first, array.second.numel());
+    };
+    if (found == 1 && !std::ranges::all_of(arrays, is_there)) found = 0;
   });
   mesh->world().all_reduce(&found, 1, DType::I64, ReduceOp::Min, "dp.stats").wait();
-  if (found == 1) return engine->own_arrays_were_set();
-  engine->publish_params();  // which forgets what some have read
+  if (found == 1) {
+    together(mesh->world(), [&] {
+      std::vector<float> copy;
+      for (const auto& [name, view] : arrays) {
+        copy.resize(static_cast<size_t>(view.numel()));
+        reader->read_rank_local(ranks.rank, name, copy);
+        device->upload(view.data, copy.data(), view.bytes());
+      }
+    });
+    return engine->rank_local_was_set();
+  }
   if (is_root()) {
     log_message(LogLevel::Warning,
                 fmt::format("{} was made by another layout of ranks, or with another optimizer: what signs "

@@ -41,7 +41,8 @@ void Saver::save(const CheckpointMeta& meta, When when) {
   if (!snapshot_) state.emplace(engine_, engine_.saved_pieces(), HostState::Memory::InParts);
   HostState& saved = snapshot_ ? *snapshot_ : *state;
   saved.download();
-  auto save = std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world(), saved.own());
+  auto save =
+      std::make_unique<StepSave>(dir_, meta, params_, saved.pieces(), engine_.mesh().world(), saved.rank_local());
   const auto stop_clock = [this] { stall_seconds_ = seconds_since(started_); };
   if (background_ && when == When::Now) {
     background_->start(std::move(save));

@@ -107,7 +107,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
   if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
-  if (apart && verdict.finite) report.signs = update_->sign_norms(results_.scalars());
+  if (apart && verdict.finite) report.signs = update_->sign_norms();
   progress_ = progress_after(verdict);
   stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right

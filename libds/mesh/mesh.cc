@@ -94,8 +94,7 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.world(), world);
   add(s.tp, calls.tp);
   add(s.sp, calls.sp);
-  if (calls.near_ranks > 1) add(calls.near_ranks, calls.near);
-  if (calls.across_ranks > 1) add(calls.across_ranks, calls.across);
+  for (const auto& [ranks, own] : calls.splits) add(ranks, own);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
   return sum;

@@ -53,8 +53,8 @@ i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::s
 
 // The largest calls of a rank over the world and over each axis; over the stages, of each of their communicators.
 struct MeshCalls {
-  LargestCalls world, dp, tp, sp, activations, gradients, near, across;
-  int near_ranks = 1, across_ranks = 1;  // of splits of dp (ZeRO++)
+  LargestCalls world, dp, tp, sp, activations, gradients;
+  std::vector<std::pair<int, LargestCalls>> splits = {};  // of dp, with their ranks
 };
 // What the communicators of a rank come to hold by these (Mesh::staging_bytes), over host memory. Nothing: not known
 // (staging_size).

@@ -35,9 +35,7 @@ struct Group {
   DType state_dtype(State s, i64 numel) const noexcept;
   bool needs_matrices() const noexcept { return !frozen && update.type == OptimizerType::Muon; }
   // Whether ranks average something of it by signs, and whether gradients are not summed in the update of that number.
-  bool averages_by_signs() const noexcept {
-    return !frozen && (update.type == OptimizerType::OneBitAdam || steps_apart());
-  }
+  bool averages_by_signs() const noexcept { return !frozen && ds::averages_by_signs(update.type); }
   bool keeps_gradients_apart(i64 step) const noexcept;
   // Behind that update: whether signs have lost something, and whether ranks have parameters of their own.
   bool has_lost_signs(i64 step) const noexcept;
@@ -109,7 +107,7 @@ class SignAverage {
   virtual void remember_parameters() = 0;
   virtual void recall_parameters() = 0;  // m = those
   virtual bool remembers() const noexcept = 0;
-  virtual double& rates() noexcept = 0;  // of the steps since then, for whoever counts them
+  virtual float& rates() noexcept = 0;  // the sum of those of the steps since then, for whoever counts them
   // What signs have lost so far is of something else.
   virtual void forget_errors() = 0;
 };

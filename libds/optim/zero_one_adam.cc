@@ -49,7 +49,7 @@ class ZeroOneAdam final : public Optimizer {
     if (!c.average->remembers()) c.average->remember_parameters();
     c.average->take_gradient(u.beta1, 1 - u.beta1);
     c.states.update({.params = c.pass(params)});
-    c.average->rates() += c.lr;
+    c.average->rates() += params.lr;
     if (step != ZeroOneStep::Sync || c.average->rates() == 0) return;
 
     c.average->recall_parameters();
@@ -57,7 +57,7 @@ class ZeroOneAdam final : public Optimizer {
     c.states.update({.params = c.pass(params), .decay = false});
     c.average->average_directions();
     params.rule = UpdateRule::ZeroOneSync;
-    params.lr = static_cast<float>(c.average->rates());
+    params.lr = c.average->rates();
     c.states.update({.params = c.pass(params), .decay = false});
     c.average->remember_parameters();
   }

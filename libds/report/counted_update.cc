@@ -106,13 +106,13 @@ void CountedUpdate::run(Enter enter, i64 number) {
   take_messages(1);
 }
 
-i64 CountedUpdate::own_bytes() {
+i64 CountedUpdate::rank_local_bytes() {
   i64 most = 0;
   if (!update_) return most;
   // Between means of parameters there is more than behind them.
   for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
     i64 bytes = 0;
-    for (const auto& [name, values] : update_->own(number)) bytes += values.bytes();
+    for (const auto& [name, values] : update_->rank_local(number)) bytes += values.bytes();
     most = std::max(most, bytes);
   }
   return most;
@@ -150,7 +150,7 @@ void CountedUpdate::gather() {
     }
     for (const auto& [n, alike] : units) {
       for (const i64 unit : alike) s->params().gather({unit, 0});
-      const bool second = split(s->plan(), "near") != nullptr;
+      const bool second = s->params().keeps_second_shards();
       take_messages(second ? 1 : n);
       if (!second) continue;
       for (const i64 unit : alike) s->params().arrive(unit);  // and from those near, from then on
@@ -193,10 +193,7 @@ void CountedUpdate::take_messages(i64 times) {
 
 std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
   for (const auto& group : groups_) calls.dp.add(group->largest());
-  for (const auto& [name, group] : zeropp_) {
-    (name == "near" ? calls.near : calls.across).add(group->largest());
-    (name == "near" ? calls.near_ranks : calls.across_ranks) = group->size();
-  }
+  for (const auto& [name, group] : zeropp_) calls.splits.emplace_back(group->size(), group->largest());
   calls.tp.add(tp_.largest());
   calls.gradients.add(pp_.largest());
   return traffic_;

@@ -44,7 +44,7 @@ class CountedUpdate {
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
   // Bytes of what a rank saves beside states for a layout like its own.
-  i64 own_bytes();
+  i64 rank_local_bytes();
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;

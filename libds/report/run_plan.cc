@@ -99,7 +99,8 @@ std::vector<DpSplit> zeropp_splits(const Config& config) {
   std::vector<DpSplit> splits;
   if (!ds::trains(config.use) || config.zero.stage != 3) return splits;
   const int inner = narrow<int>(config.zero.hpz_partition_size);
-  if (inner > 1) splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
+  if (inner > 1 || config.zero.quantized_gradients)
+    splits.push_back({.name = "near", .inner = inner, .along = DpSplit::Along::Inner});
   if (config.zero.quantized_gradients)
     splits.push_back({.name = "across", .inner = inner, .along = DpSplit::Along::Outer});
   return splits;
@@ -461,9 +462,9 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
   }
 }
 
-// own_bytes: of what a rank saves beside states. saves_beside: a copy of what this rank owns is kept for saves in the
-// background.
-void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 own_bytes, i64 hidden, bool saves_beside) {
+// rank_local_bytes: of what a rank saves beside states. saves_beside: a copy of what this rank owns is kept for saves
+// in the background.
+void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 rank_local_bytes, i64 hidden, bool saves_beside) {
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
@@ -491,8 +492,8 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 own_bytes, i64 
 
   // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
   // where that is waited for, through a part of the host's memory.
-  if (saves_beside && plan.trains()) plan.state_bytes = owned + own_bytes;
-  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + own_bytes;
+  if (saves_beside && plan.trains()) plan.state_bytes = owned + rank_local_bytes;
+  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + rank_local_bytes;
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
 
@@ -562,7 +563,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   plan.zeropp_shared = update.zeropp_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   count_traffic(plan, update, config, model);
-  count_memory(plan, update.ledger(), update.own_bytes(), model.hidden,
+  count_memory(plan, update.ledger(), update.rank_local_bytes(), model.hidden,
                config.save.async);  // and of the step that was counted
   return plan;
 }

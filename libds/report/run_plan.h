@@ -101,8 +101,8 @@ struct RunPlan : update::UpdatePlan {
   PassShape shape() const noexcept { return {B, T, B * T / stream_shares}; }
 };
 
-// Of dp, for ZeRO++: "near", ranks side by side, where there is more than one, and "across", those with the same number
-// among them, where gradients travel as codes. Who does not train has none.
+// Of dp, for ZeRO++: "near", ranks side by side (one, where there are no second shards), and, where gradients travel as
+// codes, "across", those with the same number among them. Who does not train has none.
 std::vector<DpSplit> zeropp_splits(const Config& config);
 
 // The part of the model that a rank of the mesh computes.

@@ -64,7 +64,7 @@ SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& 
   if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
   if (!plan.groups.groups[group].steps_apart()) return;
   common_ = device_buffer(device, ledger, Tag::Optimizer, elems_of(pieces_) * 4);
-  kept_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
+  saved_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
 }
 
 void SignAverage::for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit) {
@@ -135,15 +135,15 @@ void SignAverage::forget() {
   rates_ = 0;
 }
 
-SignAverage::Own SignAverage::own(bool steps_apart) {
-  Own own;
-  if (!one_bit_) return own;
-  own.emplace_back("worker_error", one_bit_->worker_error());
-  own.emplace_back("server_error", one_bit_->server_error());
+SignAverage::RankLocal SignAverage::rank_local(bool steps_apart) {
+  RankLocal own;
+  if (one_bit_) {
+    own.emplace_back("worker_error", one_bit_->worker_error());
+    own.emplace_back("server_error", one_bit_->server_error());
+  }
   if (!steps_apart) return own;
-  const float rates = static_cast<float>(rates_);
-  device_.upload(kept_rates_.data(), &rates, 4);
-  own.emplace_back("rates", TensorView::of(kept_rates_.data(), DType::F32, {1}));
+  device_.upload(saved_rates_.data(), &rates_, 4);
+  own.emplace_back("rates", TensorView::of(saved_rates_.data(), DType::F32, {1}));
   own.emplace_back("common_parameters", TensorView::of(common_.data(), DType::F32, {common_.bytes() / 4}));
   for (const zero::Piece& piece : pieces_) {
     const std::string& name = plan_.row_of(piece.param).name;
@@ -154,11 +154,9 @@ SignAverage::Own SignAverage::own(bool steps_apart) {
   return own;
 }
 
-void SignAverage::own_was_set(bool steps_apart) {
-  if (!one_bit_ || !steps_apart) return;
-  float rates = 0;
-  device_.download(&rates, kept_rates_.data(), 4);
-  rates_ = double{rates};
+void SignAverage::rank_local_was_set(bool steps_apart) {
+  if (!steps_apart) return;
+  device_.download(&rates_, saved_rates_.data(), 4);
   remembers_ = true;
   for (const zero::Piece& piece : pieces_) {
     const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);

@@ -29,7 +29,7 @@ class SignAverage final : public optim::SignAverage {
   void remember_parameters() override;
   void recall_parameters() override;
   bool remembers() const noexcept override { return remembers_; }
-  double& rates() noexcept override { return rates_; }
+  float& rates() noexcept override { return rates_; }
   void forget_errors() override;
 
   // Masters and states were set from outside.
@@ -44,9 +44,9 @@ class SignAverage final : public optim::SignAverage {
 
   // What this rank has of its own, fp32, of the device, by names for checkpoints: what signs have lost, and, between
   // two means of parameters, these and all that becomes of them. And after they were set.
-  using Own = std::vector<std::pair<std::string, TensorView>>;
-  Own own(bool steps_apart);
-  void own_was_set(bool steps_apart);
+  using RankLocal = std::vector<std::pair<std::string, TensorView>>;
+  RankLocal rank_local(bool steps_apart);
+  void rank_local_was_set(bool steps_apart);
 
  private:
   TensorView all() const noexcept { return shards_.front()->states().whole(State::ExpAvg); }
@@ -60,11 +60,11 @@ class SignAverage final : public optim::SignAverage {
   std::vector<zero::Piece> pieces_;
   std::vector<i64> in_gradients_;  // where the parts of one_bit_ lie in the sums of gradients, elements
   std::optional<OneBitAllReduce> one_bit_;
-  Buffer common_;  // parameters that ranks have in common, fp32, piece after piece
-  Buffer kept_rates_;
+  Buffer common_;       // parameters that ranks have in common, fp32, piece after piece
+  Buffer saved_rates_;  // rates_, where checkpoints are made of
   zero::VerdictHandle* verdict_ = nullptr;
   bool remembers_ = false;
-  double rates_ = 0;
+  float rates_ = 0;
 };
 
 }  // namespace ds::update

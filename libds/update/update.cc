@@ -6,6 +6,11 @@
 #include <limits>
 
 namespace ds::update {
+namespace {
+
+constexpr i64 kNorms = 3;  // of Update::SignNorms
+
+}  // namespace
 
 // What an optimizer asks of its parameters goes to where their states are.
 class Update::States final : public optim::GroupStates {
@@ -79,6 +84,8 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
       workspace_(device_buffer(device, ledger, Tag::Workspace, plan.optimizer_workspace)),
       matrix_memory_(
           device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
+  if (std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
+    sign_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
@@ -194,58 +201,53 @@ void Update::states_were_set() {
   }
 }
 
-SignAverage::Own Update::own(i64 number) {
-  SignAverage::Own all;
+SignAverage::RankLocal Update::rank_local(i64 number) {
+  SignAverage::RankLocal all;
   for (const Trained& t : trained_) {
     const optim::Group& group = plan_.groups.groups[t.group];
     if (!t.average || !group.has_lost_signs(number)) continue;
-    for (auto& [name, values] : t.average->own(group.is_apart_behind(number)))
+    for (auto& [name, values] : t.average->rank_local(group.is_apart_behind(number)))
       all.emplace_back(fmt::format("{}@{}", name, t.group), values);
   }
   return all;
 }
 
-void Update::own_was_set(i64 number) {
+void Update::rank_local_was_set(i64 number) {
   for (const Trained& t : trained_) {
-    if (t.average) t.average->own_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
+    if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
   }
 }
 
-// Of what ranks have, side by side: integers, whose sums no layout moves. `for_each` calls what it is given with it.
-double Update::norm_of(StepScalars& scratch, FunctionRef<void(FunctionRef<void(TensorView)>)> for_each) {
-  const OpTable& ops = device_.ops();
-  const TensorView max_abs = TensorView::of(&scratch.max_abs, DType::I64, {1}),
-                   sum = TensorView::of(&scratch.sum, DType::I64, {2});
-  device_.zero(&scratch, sizeof(StepScalars));
-  for_each([&](TensorView x) { ops.max_abs(max_abs, x, device_.stream()); });
-  over_model_ranks(max_abs, ReduceOp::Max, true);
-  for_each([&](TensorView x) { ops.sum_squares(sum, x, max_abs, device_.stream()); });
-  over_model_ranks(sum, ReduceOp::Sum, true);
-  StepScalars numbers;
-  device_.download(&numbers, &scratch, sizeof numbers);
-  const u32 bits = static_cast<u32>(numbers.max_abs);
-  if (bits >= 0x7F800000u) return std::numeric_limits<double>::quiet_NaN();
-  return std::sqrt(numbers.sum.value(ExactSum::exponent_of(bits)));
-}
-
-Update::SignNorms Update::sign_norms(StepScalars& scratch) {
-  const auto of_ranks = [&](auto&& visit_group) {
-    return norm_of(scratch, [&](FunctionRef<void(TensorView)> visit) {
-      for (const Trained& t : trained_) {
-        if (t.average) visit_group(*t.average, visit);
-      }
-    });
+// As judge() does it, of three norms at once: what small messages cost is their number.
+Update::SignNorms Update::sign_norms() {
+  i64* const numbers = sign_numbers_.as<i64>().data();
+  const auto largest = [&](i64 norm) { return TensorView::of(numbers + norm, DType::I64, {1}); };
+  const auto sum = [&](i64 norm) { return TensorView::of(numbers + kNorms + 2 * norm, DType::I64, {2}); };
+  const auto for_each = [&](auto&& visit) {
+    for (const Trained& t : trained_) {
+      if (!t.average) continue;
+      for (const zero::Piece& piece : t.average->pieces()) visit(0, t.average->momentum(piece));
+      if (const TensorView error = t.average->worker_error()) visit(1, error);
+      if (const TensorView error = t.average->server_error()) visit(2, error);
+    }
   };
-  const auto momentum = [](SignAverage& a, FunctionRef<void(TensorView)> visit) {
-    for (const zero::Piece& piece : a.pieces()) visit(a.momentum(piece));
+  const OpTable& ops = device_.ops();
+  device_.zero(numbers, sign_numbers_.bytes());
+  for_each([&](i64 norm, const TensorView& x) { ops.max_abs(largest(norm), x, device_.stream()); });
+  over_model_ranks(TensorView::of(numbers, DType::I64, {kNorms}), ReduceOp::Max, true);
+  for_each([&](i64 norm, const TensorView& x) { ops.sum_squares(sum(norm), x, largest(norm), device_.stream()); });
+  over_model_ranks(TensorView::of(numbers + kNorms, DType::I64, {2 * kNorms}), ReduceOp::Sum, true);
+
+  i64 host[3 * kNorms];
+  device_.download(host, numbers, sizeof host);
+  const auto norm = [&](i64 k) {
+    const u32 bits = static_cast<u32>(host[k]);
+    if (bits >= 0x7F800000u) return std::numeric_limits<double>::quiet_NaN();
+    const ExactSum squares{host[kNorms + 2 * k], host[kNorms + 2 * k + 1]};
+    return std::sqrt(squares.value(ExactSum::exponent_of(bits)));
   };
   const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
-  if (axes_.dp.size() == 1) return {.momentum = of_ranks(momentum)};
-  return {
-      .momentum = of_ranks(momentum) / ranks,
-      .worker_error =
-          of_ranks([](SignAverage& a, FunctionRef<void(TensorView)> visit) { visit(a.worker_error()); }) / ranks,
-      .server_error = of_ranks([](SignAverage& a, FunctionRef<void(TensorView)> visit) { visit(a.server_error()); })};
+  return {.momentum = norm(0) / ranks, .worker_error = norm(1) / ranks, .server_error = norm(2)};
 }
 
 }  // namespace ds::update

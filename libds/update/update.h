@@ -44,10 +44,10 @@ class Update {
   // the verdict first.
   void update_params(const Step& step, zero::VerdictHandle& verdict);
 
-  // What this rank has of its own behind the update of that number (SignAverage::own), of all groups; and after it was
-  // set.
-  SignAverage::Own own(i64 number);
-  void own_was_set(i64 number);
+  // What this rank has of its own behind the update of that number (SignAverage::rank_local), of all groups; and after
+  // it was set.
+  SignAverage::RankLocal rank_local(i64 number);
+  void rank_local_was_set(i64 number);
   // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
   void states_were_set();
   // Euclidean, over all parameters and ranks of all axes, after an update that averaged by signs. Collective.
@@ -56,7 +56,7 @@ class Update {
     double worker_error = 0;  // likewise, of what the signs of each have lost
     double server_error = 0;  // of what the signs of the means have lost
   };
-  SignNorms sign_norms(StepScalars& scratch);
+  SignNorms sign_norms();
 
  private:
   class States;
@@ -72,7 +72,6 @@ class Update {
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();
-  double norm_of(StepScalars& scratch, FunctionRef<void(FunctionRef<void(TensorView)>)> for_each);
 
   const UpdatePlan& plan_;
   zero::AllShards& shards_;
@@ -80,6 +79,7 @@ class Update {
   Device& device_;
   Combine combine_;
   Buffer workspace_, matrix_memory_;
+  Buffer sign_numbers_;  // of sign_norms(), where ranks average by signs
   std::vector<Trained> trained_;
   bool apart_ = false;              // of this step: ranks have gradients of their own
   bool momentum_is_whole_ = false;  // every rank has what its owners have

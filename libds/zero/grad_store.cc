@@ -193,10 +193,9 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   }
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   if (options.coded) {
-    if (near == nullptr) alone_ = make_self_communicator({.progress_thread = false});
     i64 most = 0;
     for (const Segment& s : layout.segments()) most = std::max(most, s.persistent ? 0 : s.slice);
-    coded_.emplace(near == nullptr ? *alone_ : *near, *across, device, ledger, Tag::Buckets, most, kGradientCodes);
+    coded_.emplace(*near, *across, device, ledger, Tag::Buckets, most, kGradientCodes);
   }
   const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
     const DType dtype = options.staged() ? DType::F32 : options.wire;

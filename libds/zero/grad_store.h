@@ -73,7 +73,7 @@ i64 staging_elems(const Layout& layout, const GradOptions& options);
 class GradStore {
  public:
   // `tier`: where accumulators of the slices that this rank owns stay; empty: device memory. At stage 0, where each
-  // rank has all, they stay there. near, across: of coded gradients, ranks side by side (null: one), which are summed
+  // rank has all, they stay there. near, across: of coded gradients, ranks side by side, perhaps one, which are summed
   // first, and those with the same number among them. They travel when a bucket is full, and nothing runs beside it.
   GradStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
             Device& device, MemoryLedger& ledger, const GradOptions& options, const MakeArray& tier = {},
@@ -129,7 +129,6 @@ class GradStore {
   Stream& stream_;
   GradOptions options_;
   std::vector<Bucket> buckets_;
-  std::unique_ptr<Communicator> alone_;  // in place of `near`
   std::optional<QuantizedReduceScatter> coded_;
   Buffer fresh_, staging_;
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "zero/param_store.h"
 
+#include "comm/quantized.h"
+
 namespace ds::zero {
 namespace {
 
@@ -20,12 +22,7 @@ std::span<const TensorView> ParamLease::rows(i64 unit) const noexcept { return s
 ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
                        Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier,
                        Communicator* near)
-    : layout_(layout),
-      comm_(comm),
-      gather_tag_(options.axis + ".all_gather"),
-      device_(device),
-      options_(options),
-      near_(near) {
+    : layout_(layout), comm_(comm), gather_tag_(options.axis + ".all_gather"), device_(device), options_(options) {
   const i64 P = layout.num_ranks(), bytes = dtype_bytes(options.work);
   i64 whole_elems = 0, shard_elems = 0, most = 0;
   for (const Segment& s : layout.segments()) {
@@ -40,16 +37,12 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
   if (options.coded)
     wire_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems + options.pool_elems / kScaleShare);
-  if (near != nullptr) {
-    i64 elems = 0;
-    for (const Segment& s : layout.segments()) {
-      second_offset_.push_back(elems);
-      if (!whole(s)) elems += div_exact(s.slice * P, near->size());
-    }
-    second_ = device_buffer(device, ledger, Tag::Params, elems * bytes);
+  for (const Segment& s : layout.segments()) {
+    if (near == nullptr || near->size() == 1) break;
+    second_.emplace_back();
+    if (!whole(s)) second_.back().emplace(*near, device, ledger, Tag::Params, s.slice * P, options.work);
   }
   arriving_at_.assign(layout.units().size(), -1);
-  kept_.assign(layout.units().size(), false);
 
   arriving_.resize(layout.units().size());
   published_.reserve(layout.segments().size());
@@ -101,30 +94,23 @@ void ParamStore::gather(const GatherStep::Launch& l) {
   const i64 bytes = dtype_bytes(options_.work);
   for (const Segment& s : layout_.segments_of(l.unit)) {
     if (whole(s)) continue;
-    char* base = static_cast<char*>(pool_.data()) + l.offset * bytes;
-    const i64 slice_bytes = s.slice * bytes;
+    char* const base = static_cast<char*>(pool_.data()) + l.offset * bytes;
     point_rows(s, base);
-    if (kept_[l.unit]) {
-      const i64 part = s.slice * comm_.size() / near_->size() * bytes;
-      device_.copy(base + near_->rank() * part, second(s), part);
-      const AllGatherSegment segment{base, part};
-      arriving_[l.unit] = near_->all_gather({&segment, 1}, kNearTag);
+    if (SecondaryShard* const second = second_shard(s); second != nullptr && second->kept()) {
+      arriving_[l.unit] = second->gather(full(s, base), kNearTag);
       continue;
     }
     const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
-    if (options_.coded) {
-      const CodedSlice coded{kWeightCodes, s.slice};
-      device_.ops().quantize(
-          coded.codes(wire(l.offset), comm_.rank(), 1), coded.scales(wire(l.offset), comm_.rank(), 1),
-          TensorView::of(own.data(), options_.work, {1, s.slice}), {}, kWeightCodes, {}, device_.stream());
-      const AllGatherSegment segment{wire(l.offset), coded.bytes()};
-      arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
-    } else {
-      device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
-      const AllGatherSegment segment{base, slice_bytes};
-      arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
-    }
     arriving_at_[l.unit] = l.offset;
+    if (options_.coded) {
+      arriving_[l.unit] = start_coded_gather(comm_, device_, kWeightCodes, wire(l.offset),
+                                             TensorView::of(own.data(), options_.work, {s.slice}), gather_tag_);
+      continue;
+    }
+    const i64 slice_bytes = s.slice * bytes;
+    device_.copy(base + comm_.rank() * slice_bytes, own.data(), slice_bytes);
+    const AllGatherSegment segment{base, slice_bytes};
+    arriving_[l.unit] = comm_.all_gather({&segment, 1}, gather_tag_);
   }
 }
 
@@ -134,19 +120,10 @@ void ParamStore::arrive(i64 unit) {
   if (offset < 0) return;
   for (const Segment& s : layout_.segments_of(unit)) {
     if (whole(s)) continue;
-    const i64 P = comm_.size(), bytes = dtype_bytes(options_.work);
-    char* const base = static_cast<char*>(pool_.data()) + offset * bytes;
-    if (options_.coded) {
-      const CodedSlice coded{kWeightCodes, s.slice};
-      device_.ops().dequantize(TensorView::of(base, options_.work, {P, s.slice}), coded.codes(wire(offset), 0, P),
-                               coded.scales(wire(offset), 0, P), kWeightCodes, device_.stream());
-    }
-    if (near_ != nullptr) {
-      const i64 part = s.slice * P / near_->size() * bytes;
-      device_.copy(second(s), base + near_->rank() * part, part);
-    }
+    const TensorView all = full(s, static_cast<char*>(pool_.data()) + offset * dtype_bytes(options_.work));
+    if (options_.coded) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
+    if (SecondaryShard* const second = second_shard(s); second != nullptr) second->keep(all);
   }
-  kept_[unit] = near_ != nullptr;
 }
 
 ParamLease ParamStore::acquire() {
@@ -191,7 +168,9 @@ void ParamStore::end_access() noexcept {
 }
 
 void ParamStore::publish() {
-  kept_.assign(kept_.size(), false);  // parameters have changed
+  for (auto& second : second_) {  // parameters have changed
+    if (second) second->invalidate();
+  }
   if (!layout_.states().shard_optimizer) return;
   tickets_.clear();
   i64 elems = 0;  // of what is published together

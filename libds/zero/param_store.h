@@ -6,12 +6,13 @@
 // use what these say; slices stay exact), and the first gather after an update leaves a second shard with the ranks of
 // a group, out of which they gather until the next update (hpZ: the same bits).
 
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "comm/coded_slice.h"
 #include "comm/communicator.h"
+#include "comm/secondary_shard.h"
 #include "device/device.h"
 #include "zero/gather_plan.h"
 #include "zero/piece_memory.h"
@@ -46,7 +47,7 @@ class ParamStore final : public PieceMemory {
   };
   // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. `tier`: where the slices of stage
   // 3 stay; empty: device memory.
-  // `near`: of whom a second shard is kept, a part of the ranks; null: of nobody.
+  // `near`: a part of the ranks, who keep second shards where there are several; null: nobody does.
   ParamStore(const Layout& layout, std::span<const std::span<const model::ParamRow>> rows, Communicator& comm,
              Device& device, MemoryLedger& ledger, const Options& options, const MakeArray& tier = {},
              Communicator* near = nullptr);
@@ -59,6 +60,7 @@ class ParamStore final : public PieceMemory {
   void gather(const GatherStep::Launch& launch);
   // Waits until a unit that was gathered is there; behind it on the device it is.
   void arrive(i64 unit);
+  bool keeps_second_shards() const noexcept { return !second_.empty(); }
 
   // Elements [first, first + count) of a segment in this rank's memory, of those that Layout::held() or a whole copy
   // covers.
@@ -81,8 +83,14 @@ class ParamStore final : public PieceMemory {
            segment_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
   }
   void end_access() noexcept;
-  char* second(const Segment& s) const noexcept {
-    return second_.as<char>().data() + second_offset_[&s - layout_.segments().data()] * dtype_bytes(options_.work);
+  // All ranks' slices of a segment.
+  TensorView full(const Segment& s, void* base) const noexcept {
+    return TensorView::of(base, options_.work, {s.slice * layout_.num_ranks()});
+  }
+  SecondaryShard* second_shard(const Segment& s) noexcept {
+    if (second_.empty()) return nullptr;
+    auto& second = second_[&s - layout_.segments().data()];
+    return second ? &*second : nullptr;
   }
   char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + offset + offset / kScaleShare; }
   // What codes of an element take, beside a byte: 1/32 of it, for no slice is shorter than 128 elements.
@@ -95,18 +103,15 @@ class ParamStore final : public PieceMemory {
   std::string gather_tag_;
   Device& device_;
   Options options_;
-  Communicator* const near_;
   Buffer whole_, pool_;
-  Buffer wire_;    // codes on their way, as the pool is cut
-  Buffer second_;  // our part of second shards, segment after segment
+  Buffer wire_;  // codes on their way, as the pool is cut
   std::unique_ptr<TierArray> shards_;
   std::vector<i64> segment_offset_;             // elements, in whole_ or in shards_
   std::vector<std::vector<TensorView>> views_;  // per unit, per row
   std::vector<Ticket> arriving_;                // per unit
-  std::vector<i64> arriving_at_;                // per unit, its place in the pool while codes are on their way; else -1
-  std::vector<bool> kept_;                      // per unit: there is a second shard
-  std::vector<i64> second_offset_;              // per segment, elements
-  std::vector<AllGatherSegment> published_;     // scratch of publish()
+  std::vector<i64> arriving_at_;  // per unit, its place in the pool while it comes from all ranks; else -1
+  std::vector<std::optional<SecondaryShard>> second_;  // per segment; none: empty
+  std::vector<AllGatherSegment> published_;            // scratch of publish()
   std::vector<Ticket> tickets_;
   const GatherPlan* plan_ = nullptr;
   size_t next_ = 0;

@@ -43,6 +43,18 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   done
 }
 
+@test "evaluation and generation take coded weights, and no second shards" {
+  sed -i 's/"stage": 3/"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": true, "zero_hpz_partition_size": 2/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --set data.split=0.1
+  for n in 1 2 4; do
+    run ds-launch -n $n ds-train cfg.json --out run --resume latest --eval --set data.split=0.1
+    assert_success
+    assert_output --partial val_loss
+  done
+  run ds-launch -n 2 ds-train cfg.json --out run --resume latest --generate 'The ' --max-tokens 4
+  assert_success
+}
+
 @test "what ZeRO++ cannot be with is refused" {
   refused 2 "does not divide the 1 data-parallel ranks" --set $near=2
   refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $codes=true

@@ -36,6 +36,10 @@ enum class OptimizerType : u8 {
   OneBitAdam,
   ZeroOneAdam,
 };  // Adam is AdamW too unless adam_w_mode is false
+// Whether ranks average by signs what they have not summed.
+constexpr bool averages_by_signs(OptimizerType type) noexcept {
+  return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam;
+}
 // What the states of optimizers are kept in that have a choice.
 enum class StateDtype : u8 { F32, BF16 };
 // What an orthogonalised update is multiplied by: sqrt(max(1, rows/columns)), or 0.2 sqrt(max(rows, columns)), which
