@@ -33,7 +33,10 @@ HostState::HostState(Engine& engine, std::vector<zero::Piece> pieces, Memory mem
   }
   const i64 bytes = place(pieces_, nullptr);
   DS_ASSERT(memory != Memory::Copy || !engine.states_in_place() || bytes <= engine.plan().state_bytes);
-  memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes, engine.plan().state_bytes));
+  pieces_bytes_ = bytes;
+  i64 rank_local = 0;
+  for (const auto& [name, values] : engine.rank_local()) rank_local += values.bytes();
+  memory_ = Buffer(engine.ledger(), Tag::Host, std::max(bytes + rank_local, engine.plan().state_bytes));
   place(pieces_, memory_.as<char>().data());
 }
 
@@ -121,6 +124,7 @@ void HostState::download_rank_local() {
     const float* at = values.as<float>();
     if (memory_) {
       end -= values.bytes();
+      DS_ASSERT(end >= pieces_bytes_);
       at = reinterpret_cast<float*>(memory_.as<char>().data() + end);
       download(memory_.as<char>().data() + end, values.data, values.bytes());
     }

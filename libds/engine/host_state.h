@@ -42,7 +42,8 @@ class HostState {
   std::vector<zero::Piece> where_;
   std::vector<StatePiece> pieces_;
   std::vector<RankLocal> rank_local_;
-  Buffer memory_;                         // of the copy, or of a part's
+  Buffer memory_;                         // of the copy, or of a part's; at its end what is rank-local
+  i64 pieces_bytes_ = 0;                  // of the former
   std::optional<zero::StateLease> part_;  // that is open
   StatePiece copy_;                       // of that part, beside a GPU
   bool fills_ = false;                    // the part, which then goes to the GPU when it is closed

@@ -44,7 +44,7 @@ Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps 
         Mesh::OverDevice over_device;
         if (!device->is_host()) over_device = over_one_gpu;
         Mesh mesh(std::move(worlds[at]), report::mesh_shape(config, ranks), {.timeout_s = 120, .device = device.get()},
-                  over_device);
+                  over_device, report::mesh_splits(config, {}));
         traces[at] = train_on(*device, mesh, config, steps, hooks);
       } catch (...) {
         const std::lock_guard lock(mutex);
@@ -93,6 +93,7 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
     Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, stage);
     c.optimizer.type = type;
     c.optimizer.bias_correction = false;
+    c.optimizer.lr = 1e-4, c.optimizer.beta2 = 0.9;
     c.optimizer.freeze_step = 3;
     c.optimizer.var_freeze_step = 4, c.optimizer.var_update_scaler = 1;
     c.optimizer.local_step_scaler = 2, c.optimizer.local_step_clipper = 2;
@@ -106,6 +107,24 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
   };
   expect_same_training(train_by(OptimizerType::OneBitAdam, 1), train_by(OptimizerType::OneBitAdam, 0), "1-bit Adam");
   train_by(OptimizerType::ZeroOneAdam, 0);
+}
+
+// ZeRO++ at stage 3: second shards move no bit; what travels as codes trains, in the memory that is predicted.
+TEST_P(DeviceTraining, ZeroPlusPlus) {
+  Config c = config_of(tiny_llama(), GetParam(), 4, 2, 3);
+  const Trace want = train(c, 4);
+  c.zero.hpz_partition_size = 2;
+  const Trace near = train(c, 4);
+  expect_same_training(near, want, "second shards");
+  EXPECT_GT(near.sent.at("hpz.all_gather").bytes, 0);
+  c.zero.quantized_weights = c.zero.quantized_gradients = true;
+  const Trace coded = train(c, 4);
+  EXPECT_GT(coded.sent.at("qgz.all_to_all").bytes, 0);
+  for (size_t i = 0; i < coded.losses.size(); ++i) EXPECT_NEAR(coded.losses[i], want.losses[i], 0.05 * want.losses[i]);
+  for (const Trace* t : {&near, &coded}) {
+    for (const Tag tag : {Tag::Params, Tag::Buckets, Tag::Gathered, Tag::GradAccum, Tag::Optimizer})
+      EXPECT_EQ(t->counted[static_cast<size_t>(tag)], t->predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  }
 }
 
 // Of the host's memory, for saving and loading.
