@@ -189,6 +189,34 @@ struct MuonDirection {
   }
 };
 
+// Douillard et al.: "DiLoCo: Distributed Low-Communication Training of Language Models". What a worker's steps have
+// done to the parameter since all had the same one, s[0]; and the step from there by the sum of that over workers, of
+// which each has the share rest1: the momentum is torch.optim.SGD's.
+struct OuterDelta {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>&) {
+    g = s[0] - w;
+  }
+};
+template <bool nesterov>
+struct OuterStep {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = false;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V, const Constants<V>& k) {
+    const V mean = k.rest1 * g;
+    s[1] = k.beta1 * s[1] + mean;
+    if constexpr (nesterov) {
+      w = s[0] - k.lr * (mean + k.beta1 * s[1]);
+    } else {
+      w = s[0] - k.lr * s[1];
+    }
+    s[0] = w;
+  }
+};
+
 // Along a direction, which is no gradient: nothing unscales or clips it, and UpdateTensor::factor multiplies it.
 struct Descend : Sgd {};
 
@@ -209,6 +237,9 @@ void with_rule(UpdateRule rule, F&& f) noexcept {
     case UpdateRule::FrozenAdam: return f(FrozenAdam{});
     case UpdateRule::ZeroOneDelta: return f(ZeroOneDelta{});
     case UpdateRule::ZeroOneSync: return f(ZeroOneSync{});
+    case UpdateRule::OuterDelta: return f(OuterDelta{});
+    case UpdateRule::OuterMomentum: return f(OuterStep<false>{});
+    case UpdateRule::OuterNesterov: return f(OuterStep<true>{});
     case UpdateRule::Descend: return f(Descend{});
   }
 }

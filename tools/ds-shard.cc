@@ -23,12 +23,15 @@ std::string ranks_text(ds::i64 ranks, const std::optional<ds::MeshShape>& mesh) 
     add("pp", mesh->pp);
     add("tp", mesh->tp);
     add("sp", mesh->sp);
+    add("workers", mesh->workers);
   }
   return axes.empty() ? fmt::format("{}", ranks) : fmt::format("{} ({})", ranks, axes);
 }
 
 Json mesh_json(const ds::MeshShape& mesh) {
-  return {{"dp", mesh.dp}, {"pp", mesh.pp}, {"tp", mesh.tp}, {"sp", mesh.sp}};
+  Json j = {{"dp", mesh.dp}, {"pp", mesh.pp}, {"tp", mesh.tp}, {"sp", mesh.sp}};
+  if (mesh.workers > 1) j["workers"] = mesh.workers;
+  return j;
 }
 
 void print(ds::tools::Output& out, const ds::ShardResult& r) {

@@ -66,6 +66,15 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
       if (e.s1 > 0) e.w = e.s0 - e.g / (std::sqrt(e.s1) + eps);
       e.s0 = e.s1 > 0 ? e.g / lr : 0;
       break;
+    case UpdateRule::OuterDelta: e.g = e.s0 - e.w; break;
+    case UpdateRule::OuterMomentum:
+    case UpdateRule::OuterNesterov: {
+      const double mean = rest1 * e.g;
+      e.s1 = p.beta1 * e.s1 + mean;
+      e.s0 -= lr * (p.rule == UpdateRule::OuterNesterov ? mean + p.beta1 * e.s1 : e.s1);
+      e.w = e.s0;
+      break;
+    }
     case UpdateRule::LambDirection: e.g = moments() + decay * e.w; break;
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection:

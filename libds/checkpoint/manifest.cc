@@ -15,6 +15,7 @@
 #include "base/json.h"
 #include "formats/hdf5.h"
 #include "formats/tensor_io.h"
+#include "mesh/mesh_json.h"
 
 namespace ds {
 namespace {
@@ -202,8 +203,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
       {"config", embed(meta.config_json, "configuration")},
       {"model_config", embed(meta.model_config_json, "model configuration")},
   };
-  if (const auto& mesh = meta.mesh)
-    j["mesh"] = {{"dp", mesh->dp}, {"pp", mesh->pp}, {"tp", mesh->tp}, {"sp", mesh->sp}};
+  if (const auto& mesh = meta.mesh) j["mesh"] = mesh_json(*mesh);
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (!meta.history.empty()) j["history"] = meta.history;
   if (!meta.attention_json.empty()) j["attention"] = embed(meta.attention_json, "attention");
@@ -221,6 +221,7 @@ CheckpointMeta meta_from_json(const Json& j) {
   if (j.contains("mesh")) {
     const auto degree = [&](const char* axis) { return narrow<int>(counter_at(j.at("mesh"), axis)); };
     meta.mesh = {.dp = degree("dp"), .pp = degree("pp"), .tp = degree("tp"), .sp = degree("sp")};
+    if (j.at("mesh").contains("workers")) meta.mesh->workers = degree("workers");
   }
   meta.consumed_samples = counter_at(j, "consumed_samples");
   if (!j.at("seed").is_null()) meta.seed = narrow<u32>(whole_at(j, "seed"));
@@ -518,10 +519,10 @@ void validate_manifest(const Manifest& m, const std::string& path, Errc code) {
   DS_CHECK(m.meta.step >= 0 && m.meta.world_size >= 1 && m.meta.world_size == narrow<i64>(m.files.size()), code,
            "{}: step {}, world size {}, {} files", path, m.meta.step, m.meta.world_size, m.files.size());
   if (const auto& mesh = m.meta.mesh) {
-    const std::vector<i64> degrees = {mesh->dp, mesh->pp, mesh->tp, mesh->sp};
+    const std::vector<i64> degrees = {mesh->dp, mesh->pp, mesh->tp, mesh->sp, mesh->workers};
     DS_CHECK(checked_product(degrees) == m.meta.world_size, code,
-             "{}: a mesh of dp {}, pp {}, tp {}, sp {}, but {} ranks", path, mesh->dp, mesh->pp, mesh->tp, mesh->sp,
-             m.meta.world_size);
+             "{}: a mesh of dp {}, pp {}, tp {}, sp {}{}, but {} ranks", path, mesh->dp, mesh->pp, mesh->tp, mesh->sp,
+             mesh->workers > 1 ? fmt::format(", {} workers", mesh->workers) : "", m.meta.world_size);
   }
   const std::vector<i64> numels = validate_params(m, path, code);
   std::vector<Held> held;

@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "config/curriculum.h"
 #include "config/data_format.h"
+#include "config/diloco.h"
 #include "config/keys.h"
 #include "config/model_config.h"
 #include "config/offload.h"
@@ -366,6 +367,7 @@ bool applies(const Config& c, std::string_view path) {
   if (!precision_takes(c, path)) return false;
   if (constexpr std::string_view kCurriculum = "curriculum_learning."; path.starts_with(kCurriculum))
     return curriculum_takes(c.curriculum, path.substr(kCurriculum.size()));
+  if (path.starts_with("diloco.")) return diloco_takes(c.optimizer.diloco, path);
   if (path.starts_with("data_efficiency.")) return random_ltd_takes(c.random_ltd, path);
   if (path.starts_with("data.mlm.")) return !c.model.causal();
   if (path == "data.document_token") return c.data.document_token >= 0;
@@ -443,6 +445,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   Reader r(config_keys(), &c, text, "", diagnostics);
   r.read(text.root());
   const i64 replicas = resolve_parallel(c, world_size, use, r);
+  resolve_diloco(c, replicas, world_size, use, r);
   if (use == ConfigUse::Generate) {
     const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
     c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};
@@ -456,7 +459,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   resolve_offload(c, r);
   check_precision(c, r);
   check_signs(c, r);
-  if (trains(use)) check_zeropp(c, replicas, r);
+  if (trains(use)) check_zeropp(c, replicas / c.optimizer.diloco.workers, r);
   const size_t before_model = diagnostics.size();
   resolve_model(c, text, r, diagnostics);
   const bool model_is_sound = !has_error(std::span(diagnostics).subspan(before_model));
@@ -465,6 +468,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   check_size(c, model_is_sound, r);
   check_parallel(c, model_is_sound, use, r);
   check_curriculum(c, use, r);
+  check_diloco(c, model_is_sound, r);
   resolve_random_ltd(c, model_is_sound, r);
   check_run(c, world_size, use, text, r);
   resolve_monitors(c, text, r);

@@ -118,11 +118,14 @@ class Permutation {
   int half_bits_;
 };
 
-// Who reads: micro-batch size, and the data-parallel ranks.
+// Who reads: micro-batch size, and the data-parallel ranks, of all workers side by side. A worker's samples of a step
+// follow each other, whatever it is made of.
 struct BatchShape {
   i64 micro = 1;
   i64 num_ranks = 1;
   i64 seq_length = 0;
+  i64 workers = 1;
+  i64 micro_batches = 1;  // of a rank in a step; where there are several workers
 };
 
 class Packing;

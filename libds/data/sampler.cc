@@ -83,7 +83,8 @@ void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, st
 }
 
 void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
-  const i64 first = consumed + (micro_batch * shape_.num_ranks + rank) * shape_.micro;
+  const i64 ranks = shape_.num_ranks / shape_.workers, before = rank / ranks * shape_.micro_batches * ranks;
+  const i64 first = consumed + (before + micro_batch * ranks + rank % ranks) * shape_.micro;
   for (i64 row = 0; row < shape_.micro; ++row) {
     const i64 position = first + row, epoch = position / num_samples_;
     const i64 number = Permutation(num_samples_, seed_, static_cast<u32>(epoch))(position % num_samples_);

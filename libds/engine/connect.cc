@@ -23,7 +23,8 @@ namespace {
 
 // What the ranks of a run share, were they all on one node.
 i64 shared_bytes(Plans& plans) {
-  std::vector<i64> most, most_tp;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
+  std::vector<i64> most, most_tp,
+      most_outer;  // of all ranks, allocation by allocation; stages differ, and parts of one vocabulary
   const auto raise = [](std::vector<i64>& to, const std::vector<i64>& allocations) {
     to.resize(std::max(to.size(), allocations.size()));
     for (size_t i = 0; i < allocations.size(); ++i) to[i] = std::max(to[i], allocations[i]);
@@ -32,9 +33,10 @@ i64 shared_bytes(Plans& plans) {
     const report::RunPlan& plan = plans.of_stage(stage).plan;
     raise(most, plan.dp_shared);
     raise(most_tp, plan.tp_shared);
+    raise(most_outer, plan.outer_shared);
   }
   return mesh_shm_bytes(plans.mesh(), most, most_tp, report::zeropp_splits(plans.config()),
-                        plans.of_stage(0).plan.zeropp_shared);
+                        plans.of_stage(0).plan.zeropp_shared, most_outer);
 }
 
 // Whether /dev/shm has room for what a run shares; if not, `why` says so. All ranks get the same answer.

@@ -117,7 +117,8 @@ void Engine::make_update() {
     for (const model::ParamRow* row : model.params()) slices.push_back(row->slice);
     return slices;
   };
-  update_.emplace(plan_, shards_, update::Axes{mesh_.dp(), mesh_.tp(), mesh_.pp()}, device_, ledger_, slices_of);
+  update_.emplace(plan_, shards_, update::Axes{mesh_.dp(), mesh_.tp(), mesh_.pp(), mesh_.outer()}, device_, ledger_,
+                  slices_of);
 }
 
 void Engine::make_pieces() {
@@ -126,10 +127,11 @@ void Engine::make_pieces() {
     const std::vector<zero::Piece> held = plan.layout.held_pieces(plan.rank);
     held_.insert(held_.end(), held.begin(), held.end());
     for (const zero::Piece& piece : plan.layout.owned_pieces(plan.rank)) {
-      if (plan_.counts(piece)) saved_.push_back(piece);
+      if (plan_.counts(piece)) counted_.push_back(piece);
     }
   }
-  for (auto* pieces : {&held_, &saved_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
+  for (auto* pieces : {&held_, &counted_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
+  if (plan_.coord.worker == 0) saved_ = counted_;
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the
@@ -188,6 +190,7 @@ void Engine::set_weights(const ValueSource& values) {
   }
   publish_params();
   progress_ = {};
+  begin_outer();
 }
 
 std::optional<double> Engine::evaluate(i64 batches,
@@ -243,7 +246,7 @@ bool Engine::is_finite() {
   TensorView largest[2];
   for (size_t i = 0; i < 2; ++i) largest[i] = TensorView::of(&results_.scalars().sum.hi + i, DType::I64, {1});
   device_.zero(largest[0].data, 16);
-  for (const zero::Piece& whole : saved_) {
+  for (const zero::Piece& whole : counted_) {
     zero::for_each_part(whole, zero::StateStore::kLeaseElems, [&](const zero::Piece& piece) {
       const zero::StateLease st = lease(piece, zero::LeaseTo::Read);
       const auto raise = [&](const TensorView& to, void* data, DType dtype = DType::F32) {

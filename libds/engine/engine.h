@@ -30,13 +30,14 @@ struct StepBatch {
 };
 
 struct StepReport {
-  i64 step = 0;                                      // from 1
-  double loss = 0;                                   // mean over micro-batches and ranks ("token": over valid tokens)
-  double grad_norm = 0;                              // global, unscaled, before clipping; infinite or NaN when skipped
-  double lr = 0;                                     // of this step's update
-  double loss_scale = 1;                             // used by this step
-  bool skipped = false;                              // non-finite gradients: nothing was changed
-  i64 tokens = 0;                                    // over all ranks
+  i64 step = 0;                        // from 1
+  double loss = 0;                     // mean over micro-batches and ranks of a worker ("token": over valid tokens)
+  double grad_norm = 0;                // global, unscaled, before clipping; infinite or NaN when skipped
+  double lr = 0;                       // of this step's update
+  double loss_scale = 1;               // used by this step
+  bool skipped = false;                // non-finite gradients: nothing was changed
+  i64 tokens = 0;                      // over all ranks
+  std::optional<double> outer_norm{};  // where DiLoCo's workers met: of their mean gradient
   std::optional<update::Update::SignNorms> signs{};  // where ranks average by signs
   std::optional<i64> layer_tokens{};                 // of a sample, that layers see which drop some (random-LTD)
   std::optional<PhaseTimes> phases{};                // if time_phases() asks for them
@@ -101,7 +102,8 @@ class Engine {
   // Whether all weights and moments of all ranks are numbers, and the work dtype can hold the weights. Collective.
   bool is_finite();
 
-  // What of the state this rank saves: what it owns and no rank before it has, too. And all that it holds.
+  // What of the state this rank saves: what it owns and no rank before it has, too; of DiLoCo's workers the first
+  // one's. And all that it holds.
   const std::vector<zero::Piece>& saved_pieces() const noexcept { return saved_; }
   const std::vector<zero::Piece>& held_pieces() const noexcept { return held_; }
   // The row of a parameter on this rank.
@@ -117,8 +119,17 @@ class Engine {
   update::SignAverage::RankLocal rank_local() {
     return update_ ? update_->rank_local(progress_.optimizer_step) : update::SignAverage::RankLocal();
   }
-  // After all of them were set from outside.
-  void rank_local_was_set() { update_->rank_local_was_set(progress_.optimizer_step); }
+  // After all of them were set from outside. Collective.
+  void rank_local_was_set() {
+    update_->rank_local_was_set(progress_.optimizer_step);
+    zero::publish(shards_);
+  }
+  // Alike on all ranks, of which some may have none.
+  bool has_rank_local() const noexcept { return update_ && update_->has_rank_local(progress_.optimizer_step); }
+  // Before the first update the workers of DiLoCo have in common what they begin with.
+  void begin_outer() {
+    if (update_ && update_->outer() != nullptr && progress_.optimizer_step == 0) update_->outer()->begin();
+  }
   // After the pieces of this rank were overwritten from outside: other ranks get what they hold whole. Collective.
   void publish_params() {
     zero::publish(shards_);
@@ -164,7 +175,7 @@ class Engine {
   void count_valid_tokens(const StepBatch& batch);
   void share_losses();
   double fold_losses() const;
-  double num_means() const noexcept;     // micro-batches of all ranks in a step
+  double num_means() const noexcept;     // micro-batches of all ranks of a worker in a step
   double grad_divisor() const noexcept;  // what the sums of gradients are still to be divided by
   double per_token(i64 micro) const noexcept;
   i64 global_micro(i64 micro) const noexcept;
@@ -196,7 +207,7 @@ class Engine {
   i64 step_length_;                       // tokens of the sequences of a training step
   std::optional<update::Update> update_;  // of who trains
   update::StepResults results_;
-  std::vector<zero::Piece> held_, saved_;
+  std::vector<zero::Piece> held_, counted_, saved_;
   LossScaler scaler_;
   LrSchedule lr_;
   Progress progress_;

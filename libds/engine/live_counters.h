@@ -22,7 +22,7 @@
 namespace ds::engine {
 
 inline constexpr u64 kLiveMagic = 0x3145564c2d736464u;  // "dds-LVE1"
-inline constexpr u32 kLiveVersion = 1;                  // of what follows the header
+inline constexpr u32 kLiveVersion = 2;                  // of what follows the header
 
 using LiveTags = std::array<i64, static_cast<size_t>(Tag::Count)>;  // bytes
 
@@ -35,10 +35,10 @@ struct LiveHeader {  // the same in every version
 
 struct LiveIdentity {
   struct Axes {
-    i32 pp, dp, sp, tp;
+    i32 pp, dp, sp, tp, worker;
   };
   i32 rank = 0, world_size = 1;
-  Axes mesh{1, 1, 1, 1}, coord{0, 0, 0, 0};
+  Axes mesh{1, 1, 1, 1, 1}, coord{0, 0, 0, 0, 0};
   i64 total_steps = 0;
   i64 base_bytes = 0;  // resident before the engine took its memory (probe/resident.h)
   LiveTags predicted{};

@@ -183,7 +183,11 @@ void TrainingRun::State::open_data(i64 num_ranks) {
   const auto tokenizer = config.model.causal() ? nullptr : open_tokenizer(config.data.tokenizer);
   const std::shared_ptr<const Objective> objective = make_objective(config.model, config.data, tokenizer.get());
   Dataset data = open_dataset(config.data, *objective, engine::thread_count(config, ranks));
-  const BatchShape shape{config.batch.micro, num_ranks, config.data.seq_length};
+  const BatchShape shape{.micro = config.batch.micro,
+                         .num_ranks = num_ranks,
+                         .seq_length = config.data.seq_length,
+                         .workers = config.optimizer.diloco.workers,
+                         .micro_batches = config.batch.accumulation};
   const u32 seed = static_cast<u32>(config.data.seed);
   train_data = std::make_unique<BatchLoader>(std::move(data.train), shape, seed, config.model.vocab_size, objective,
                                              config.data.weights);
@@ -398,6 +402,7 @@ void TrainingRun::State::load_step(const std::string& dir) {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
+  engine->begin_outer();
   load_rank_local(dir, meta);
   if (is_root()) {
     const std::string isa(device->name());
@@ -417,8 +422,8 @@ void TrainingRun::State::load_step(const std::string& dir) {
 
 // What ranks of the same layout kept beside states; others begin without, which is said.
 void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta) {
+  if (!engine->has_rank_local()) return;
   const auto arrays = engine->rank_local();
-  if (arrays.empty()) return;
   std::optional<CheckpointReader> reader;
   i64 found = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0;
   together(mesh->world(), [&] {
@@ -441,10 +446,10 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
     return engine->rank_local_was_set();
   }
   if (is_root()) {
-    log_message(LogLevel::Warning,
-                fmt::format("{} was made by another layout of ranks, or with another optimizer: what signs "
-                            "had lost there is lost",
-                            dir));
+    log_message(
+        LogLevel::Warning,
+        fmt::format("{} was made by another layout of ranks, or with another optimizer: what {} there is lost", dir,
+                    config.optimizer.diloco.enabled ? "workers of diloco had of their own" : "signs had lost"));
   }
 }
 
@@ -537,7 +542,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
   const report::Planned planned(config, mesh, ranks.rank, engine::resolve_device(config));
   const auto& [model, plan] = planned;
   offload::check_places(plan.offload, plan.files, ranks.local_world_size);
-  s.open_data(plan.mesh.dp);
+  s.open_data(plan.mesh.data_size());
   s.step_dir = s.find_resumed();
   if (s.writes()) {
     engine::RunDirectory::check_free(options.out_dir);

@@ -14,6 +14,7 @@
 #include "ds/version.h"
 #include "engine/plans.h"
 #include "launch/process.h"
+#include "mesh/mesh_json.h"
 #include "model/attention_pattern.h"
 #include "report/own_memory.h"
 #include "report/planned.h"
@@ -130,6 +131,7 @@ Json step_line(const StepRecord& r) {
     line[step_field::kCompression] = {{"momentum", r.compression->momentum},
                                       {"worker_error", r.compression->worker_error},
                                       {"server_error", r.compression->server_error}};
+  if (r.outer_grad_norm) line[step_field::kOuterGradNorm] = *r.outer_grad_norm;
   if (r.offload) {
     Json& moved = line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},
                                                 {"written_bytes", r.offload->written_bytes},
@@ -162,8 +164,8 @@ void RunRecord::show(const Engine& engine, const std::string& job, const std::st
   const MeshCoord& coord = mesh_.coord();
   LiveIdentity who{.rank = mesh_.rank(),
                    .world_size = mesh_.world_size(),
-                   .mesh = {.pp = mesh.pp, .dp = mesh.dp, .sp = mesh.sp, .tp = mesh.tp},
-                   .coord = {.pp = coord.pp, .dp = coord.dp, .sp = coord.sp, .tp = coord.tp},
+                   .mesh = {.pp = mesh.pp, .dp = mesh.dp, .sp = mesh.sp, .tp = mesh.tp, .worker = mesh.workers},
+                   .coord = {.pp = coord.pp, .dp = coord.dp, .sp = coord.sp, .tp = coord.tp, .worker = coord.worker},
                    .total_steps = engine.config().steps,
                    .base_bytes = base_bytes(),
                    .predicted = predicted(engine)};
@@ -200,12 +202,11 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
 
 Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,
                          const std::string& model_json, double peak_flops) const {
-  const MeshShape& mesh = mesh_.shape();
   return {{"type", "run"},
           {"step", step},
           {"version", version()},
           {"world_size", mesh_.world_size()},
-          {"mesh", {{"pp", mesh.pp}, {"dp", mesh.dp}, {"sp", mesh.sp}, {"tp", mesh.tp}}},
+          {"mesh", mesh_json(mesh_.shape())},
           {"device", device_.is_host() ? "cpu" : "cuda"},
           {"device_name", device_.name()},
           {"backend", backend},

@@ -85,7 +85,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   share_losses();
   report.lr = lr_.lr_at(progress_.optimizer_step - 1);
   ending_ = &report;
-  const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.data_size() : 1;
+  const double ranks = config_.gradient_reduce == GradientReduce::Sum ? mesh_.shape().dp : 1;
   JudgeParams judge{.divisor = scaler_.scale() * grad_divisor() / ranks, .clip = config_.gradient_clipping};
   const bool apart = update_->keeps_gradients_apart(update_number);
   if (apart) {  // each rank's gradient is to be that of the mean, and no norm is that of all
@@ -100,6 +100,8 @@ StepReport Engine::train_step(const StepBatch& batch) {
                           .betas = lr_.betas_at(progress_.optimizer_step - 1)},
                          results_);
   meter.end(&PhaseTimes::update_ms, "update");
+  const bool met = update_->outer_step(report.step);
+  if (met) meter.end(&PhaseTimes::update_ms, "meet");
   zero::publish(shards_);
   meter.end(&PhaseTimes::update_ms, "publish");
 
@@ -108,6 +110,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   fill_in(report, verdict);
   if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
   if (apart && verdict.finite) report.signs = update_->sign_norms();
+  if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
   stage_.end_step();
   scaler_.update(!verdict.finite);  // last: it may refuse to go on, and then all counters are right
@@ -161,23 +164,26 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   }
 }
 
-double Engine::num_means() const noexcept { return static_cast<double>(plan_.micro_batches * mesh_.data_size()); }
+double Engine::num_means() const noexcept { return static_cast<double>(plan_.micro_batches * mesh_.shape().dp); }
 
 // "boundary": backward has divided by the micro-batches, as DeepSpeed's does, so that their sum can be sent in 16 bit.
 // "micro": each is sent for itself and undivided, and N ranks with m of them do what one rank does with N m.
 double Engine::grad_divisor() const noexcept {
-  return plan_.reduce_each_micro ? num_means() : static_cast<double>(mesh_.data_size());
+  return plan_.reduce_each_micro ? num_means() : static_cast<double>(mesh_.shape().dp);
 }
 
 // "token": the mean over all micro-batches is then the mean over all valid tokens.
 double Engine::per_token(i64 micro) const noexcept {
   if (config_.loss_norm == LossNorm::Token)
-    return num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
+    return static_cast<double>(plan_.micro_batches * mesh_.data_size()) /
+           static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
   return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[micro], 1));
 }
 
 i64 Engine::global_micro(i64 micro) const noexcept {
-  return (progress_.step * plan_.micro_batches + micro) * mesh_.data_size() + mesh_.data_rank();
+  const MeshShape& mesh = mesh_.shape();
+  const i64 worker = progress_.step * mesh.workers + mesh_.coord().worker;
+  return (worker * plan_.micro_batches + micro) * mesh.dp + mesh_.coord().dp;
 }
 
 std::span<const i32> Engine::part_of(std::span<const i32> tokens, i64 micro) const noexcept {

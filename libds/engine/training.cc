@@ -112,6 +112,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .phases = r.phases};
   taken.layer_tokens = r.layer_tokens;
   if (r.signs) taken.compression = {r.signs->momentum, r.signs->worker_error, r.signs->server_error};
+  taken.outer_grad_norm = r.outer_norm;
   if (config.curriculum.enabled) taken.seq_length = length;
   const double flops =
       engine->stage().model().flops_per_token(length) * static_cast<double>(r.tokens) / mesh->world_size();

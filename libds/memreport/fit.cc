@@ -445,8 +445,8 @@ std::optional<Arrangement> Search::nearest_to_present() {
     for (const Found& f : *some) {
       const Arrangement& a = f.as;
       Change change{.keys = {}, .most_tokens_per_s = a.time.tokens_per_s};
-      const Cut kept = kept_cut(a.mesh.dp);
-      const bool keeps_batch = says_batch || kept.micro * kept.accumulation * a.mesh.dp == batch_;
+      const Cut kept = kept_cut(a.mesh.data_size());
+      const bool keeps_batch = says_batch || kept.micro * kept.accumulation * a.mesh.data_size() == batch_;
       const Cut cut{batch_, a.micro, a.accumulation};
       for (const Setting& s : settings_of(present, frame_of(a), cut, a.recompute, options_.disk)) {
         const bool is_kept = s.key.starts_with(kTrain)   ? keeps_batch
@@ -482,7 +482,7 @@ i64 Search::largest_micro(const Arrangement& best) {
   const auto fitting = [&](i64 micro) {
     Keys keys = best.keys;
     keys.push_back(fmt::format("train_micro_batch_size_per_gpu={}", micro));
-    keys.push_back(fmt::format("train_batch_size={}", micro * best.accumulation * best.mesh.dp));
+    keys.push_back(fmt::format("train_batch_size={}", micro * best.accumulation * best.mesh.data_size()));
     const std::optional<Config> config = read(keys);
     return config && device_bytes(*config, models_, options_.memory) <= options_.memory &&
            fits(whole(*config, keys, models_));

@@ -104,7 +104,7 @@ std::string text(const FitResult& r, const FitOptions& o) {
     out += fmt::format(
         "arranged so, micro-batches of up to {} fit, {} samples in a step, or up to {} layers of this width, {:.4g} "
         "parameters\n",
-        r.largest_micro, r.largest_micro * first.accumulation * first.mesh.dp, r.largest.layers,
+        r.largest_micro, r.largest_micro * first.accumulation * first.mesh.data_size(), r.largest.layers,
         static_cast<double>(r.largest.params));
   }
   if (r.largest_of_all.layers > 0)

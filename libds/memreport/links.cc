@@ -60,9 +60,15 @@ Links read_links(std::string_view json, std::string_view name) {
 }
 
 Group group_of(const MeshShape& mesh, std::string_view axis, int ranks_per_node) {
-  // rank = ((pp * dp_size + dp) * sp_size + sp) * tp_size + tp; "dp" stands for dp and sp.
-  const int stride = axis == "tp" ? 1 : axis == "pp" ? mesh.dp * mesh.sp * mesh.tp : mesh.tp;
-  const int ranks = axis == "tp" ? mesh.tp : axis == "sp" ? mesh.sp : axis == "pp" ? mesh.pp : mesh.dp * mesh.sp;
+  // rank = (((worker * pp_size + pp) * dp_size + dp) * sp_size + sp) * tp_size + tp; "dp" stands for dp and sp, "outer"
+  // for workers.
+  const int stage = mesh.dp * mesh.sp * mesh.tp;
+  const int stride = axis == "outer" ? mesh.pp * stage : axis == "pp" ? stage : axis == "tp" ? 1 : mesh.tp;
+  const int ranks = axis == "outer" ? mesh.workers
+                    : axis == "tp"  ? mesh.tp
+                    : axis == "sp"  ? mesh.sp
+                    : axis == "pp"  ? mesh.pp
+                                    : mesh.dp * mesh.sp;
   return {.ranks = ranks, .over_network = ranks > 1 && stride * ranks > ranks_per_node};
 }
 

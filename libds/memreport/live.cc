@@ -29,25 +29,26 @@ LiveRank read_live(i64 pid) {
   const std::optional<engine::LiveRecord> r = view->read();
   DS_CHECK(r, Errc::Timeout, "process {} was stopped while it wrote its counters", pid);
   const auto now = std::chrono::system_clock::now().time_since_epoch();
-  return {.pid = pid,
-          .job = text_of(who.job),
-          .rank = who.rank,
-          .world_size = who.world_size,
-          .mesh = {.dp = who.mesh.dp, .pp = who.mesh.pp, .tp = who.mesh.tp, .sp = who.mesh.sp},
-          .coord = {.dp = who.coord.dp, .pp = who.coord.pp, .tp = who.coord.tp, .sp = who.coord.sp},
-          .directory = text_of(who.directory),
-          .device = text_of(who.device),
-          .step = r->step,
-          .total_steps = who.total_steps,
-          .loss = r->loss,
-          .step_ms = r->step_ms,
-          .tokens_per_s = r->tokens_per_s,
-          .mfu = r->mfu,
-          .comm_bytes = r->comm_bytes,
-          .resident_bytes = r->resident_bytes,
-          .base_bytes = who.base_bytes,
-          .age_s = std::chrono::duration<double>(now - std::chrono::nanoseconds(r->updated_ns)).count(),
-          .memory = engine::memory_table(who.predicted, r->peak)};
+  return {
+      .pid = pid,
+      .job = text_of(who.job),
+      .rank = who.rank,
+      .world_size = who.world_size,
+      .mesh = {.dp = who.mesh.dp, .pp = who.mesh.pp, .tp = who.mesh.tp, .sp = who.mesh.sp, .workers = who.mesh.worker},
+      .coord = {.dp = who.coord.dp, .pp = who.coord.pp, .tp = who.coord.tp, .sp = who.coord.sp},
+      .directory = text_of(who.directory),
+      .device = text_of(who.device),
+      .step = r->step,
+      .total_steps = who.total_steps,
+      .loss = r->loss,
+      .step_ms = r->step_ms,
+      .tokens_per_s = r->tokens_per_s,
+      .mfu = r->mfu,
+      .comm_bytes = r->comm_bytes,
+      .resident_bytes = r->resident_bytes,
+      .base_bytes = who.base_bytes,
+      .age_s = std::chrono::duration<double>(now - std::chrono::nanoseconds(r->updated_ns)).count(),
+      .memory = engine::memory_table(who.predicted, r->peak)};
 }
 
 std::vector<LiveRank> find_live() {

@@ -10,6 +10,7 @@
 #include "ds/units.h"
 #include "memreport/live.h"
 #include "memreport/metrics_file.h"
+#include "mesh/mesh_json.h"
 
 namespace ds::memreport {
 namespace {
@@ -165,7 +166,7 @@ std::string json(const Measured& m) {
   }
   return Json({{"name", m.name},
                {"world_size", m.world_size},
-               {"mesh", {{"dp", m.mesh.dp}, {"pp", m.mesh.pp}, {"tp", m.mesh.tp}, {"sp", m.mesh.sp}}},
+               {"mesh", mesh_json(m.mesh)},
                {"device", m.device},
                {"step", m.step},
                {"total_steps", m.total_steps},

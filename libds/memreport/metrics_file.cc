@@ -203,6 +203,7 @@ class Reader {
       return narrow<int>(n);
     };
     file_.mesh = {.dp = axis("dp"), .pp = axis("pp"), .tp = axis("tp"), .sp = axis("sp")};
+    if (mesh.has("workers")) file_.mesh.workers = axis("workers");
     DS_CHECK(ranks > 0 && ranks == file_.world_size, Errc::Corrupt, "{}: a mesh of {} ranks in a world of {}", where(),
              ranks, file_.world_size);
     file_.peak_flops = line.number("peak_flops");

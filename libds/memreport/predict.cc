@@ -63,9 +63,11 @@ std::vector<RankGroup> groups_of(const Config& config, const World& world, const
       RankGroup group = most == any.coord ? group_at(any) : group_at(models.plan(config, mesh, most, device, cuts));
       if (groups.empty() || !same(groups.back(), group)) groups.push_back(std::move(group));
     }
-    for (int dp = 0; dp < mesh.dp; ++dp) {
-      for (int sp = 0; sp < mesh.sp; ++sp)
-        groups.back().ranks.push_back(rank_at(mesh, {.dp = dp, .pp = stage, .tp = tp, .sp = sp}));
+    MeshCoord at{.pp = stage, .tp = tp};
+    for (at.worker = 0; at.worker < mesh.workers; ++at.worker) {
+      for (at.dp = 0; at.dp < mesh.dp; ++at.dp) {
+        for (at.sp = 0; at.sp < mesh.sp; ++at.sp) groups.back().ranks.push_back(rank_at(mesh, at));
+      }
     }
   }
   for (RankGroup& g : groups) std::ranges::sort(g.ranks);

@@ -169,7 +169,14 @@ class StageModel {
     rest["pp.send"].bytes -= streams.bytes;
     for (const auto& [name, count] : rest) {
       if (name == "hpz.all_gather" || name == "qgz.all_to_all") continue;  // counted with other gathers and reductions
+      if (name.starts_with("outer.")) continue;                            // of the last step, if it meets
       if (!name.starts_with("dp.") || name == "dp.one_bit") time_.exposed += sent(name, count);
+    }
+    // Fragments of DiLoCo meet once in sync_every steps.
+    for (const auto& [name, count] : plan_.meetings) {
+      const double s = seconds(name, count) / static_cast<double>(plan_.diloco.sync_every);
+      if (s > 0) time_.messages[name] += s;
+      time_.exposed += s;
     }
     // The verdict: two small sums over each axis.
     for (const char* axis : {"dp", "tp", "pp"}) time_.exposed += sent(std::string(axis) + ".all_reduce", {2, 32});
@@ -249,7 +256,7 @@ StepTime finished(StepTime step, const model::Model& model, const report::RunPla
     step.cores_s = std::max(0.0, sharing * work + sent - step.step_s);
     step.step_s += step.cores_s;
   }
-  const double tokens = static_cast<double>(plan.B * plan.sequence_length * plan.micro_batches * plan.mesh.dp);
+  const double tokens = static_cast<double>(plan.B * plan.sequence_length * plan.micro_batches * plan.mesh.data_size());
   const double flops = model.flops_per_token(plan.sequence_length) * tokens / plan.mesh.world();
   step.tokens_per_s = tokens / step.step_s;
   step.mfu = flops / (step.step_s * machine.matmul_flops(plan.work));

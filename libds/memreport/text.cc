@@ -4,6 +4,7 @@
 #include "base/json.h"
 #include "ds/memreport.h"
 #include "ds/units.h"
+#include "mesh/mesh_json.h"
 
 namespace ds::memreport {
 namespace {
@@ -37,6 +38,7 @@ std::string axes_text(const MeshShape& mesh) {
   add("pp", mesh.pp);
   add("tp", mesh.tp);
   add("sp", mesh.sp);
+  add("workers", mesh.workers);
   return text.empty() ? "alone" : text;
 }
 
@@ -124,7 +126,7 @@ std::string json(const Prediction& p) {
   }
   return Json({{"world_size", p.world.ranks},
                {"nodes", p.world.nodes},
-               {"mesh", {{"dp", p.mesh.dp}, {"pp", p.mesh.pp}, {"tp", p.mesh.tp}, {"sp", p.mesh.sp}}},
+               {"mesh", mesh_json(p.mesh)},
                {"device", p.device},
                {"num_params", p.num_params},
                {"tokens_per_step", p.tokens_per_step},

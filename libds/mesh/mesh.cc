@@ -1,46 +1,63 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "mesh/mesh.h"
 
+#include <initializer_list>
+#include <utility>
+
 namespace ds {
 
 MeshCoord coord_of(const MeshShape& s, int rank) {
   DS_ASSERT(rank >= 0 && rank < s.world());
   return {.dp = rank / (s.tp * s.sp) % s.dp,
-          .pp = rank / (s.tp * s.sp * s.dp),
+          .pp = rank / (s.tp * s.sp * s.dp) % s.pp,
           .tp = rank % s.tp,
-          .sp = rank / s.tp % s.sp};
+          .sp = rank / s.tp % s.sp,
+          .worker = rank / (s.tp * s.sp * s.dp * s.pp)};
 }
 
 int rank_at(const MeshShape& s, const MeshCoord& c) {
   DS_ASSERT(c.dp >= 0 && c.dp < s.dp && c.pp >= 0 && c.pp < s.pp);
   DS_ASSERT(c.tp >= 0 && c.tp < s.tp && c.sp >= 0 && c.sp < s.sp);
-  return ((c.pp * s.dp + c.dp) * s.sp + c.sp) * s.tp + c.tp;
+  DS_ASSERT(c.worker >= 0 && c.worker < s.workers);
+  return (((c.worker * s.pp + c.pp) * s.dp + c.dp) * s.sp + c.sp) * s.tp + c.tp;
 }
+
+namespace {
+
+// The ranks that differ from `c` in these axes alone, the last one innermost.
+std::vector<int> ranks_along(const MeshShape& s, MeshCoord c,
+                             std::initializer_list<std::pair<int MeshCoord::*, int>> axes) {
+  std::vector<int> ranks;
+  const auto visit = [&](auto&& self, const auto* axis) -> void {
+    if (axis == axes.end()) {
+      ranks.push_back(rank_at(s, c));
+      return;
+    }
+    for (int i = 0; i < axis->second; ++i) {
+      c.*(axis->first) = i;
+      self(self, axis + 1);
+    }
+  };
+  visit(visit, axes.begin());
+  return ranks;
+}
+
+}  // namespace
 
 std::vector<int> dp_ranks(const MeshShape& s, const MeshCoord& c) {
-  std::vector<int> ranks;
-  for (int dp = 0; dp < s.dp; ++dp) {
-    for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
-  }
-  return ranks;
+  return ranks_along(s, c, {{&MeshCoord::dp, s.dp}, {&MeshCoord::sp, s.sp}});
 }
-
 std::vector<int> tp_ranks(const MeshShape& s, const MeshCoord& c) {
-  std::vector<int> ranks;
-  for (int tp = 0; tp < s.tp; ++tp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = c.pp, .tp = tp, .sp = c.sp}));
-  return ranks;
+  return ranks_along(s, c, {{&MeshCoord::tp, s.tp}});
 }
-
 std::vector<int> sp_ranks(const MeshShape& s, const MeshCoord& c) {
-  std::vector<int> ranks;
-  for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
-  return ranks;
+  return ranks_along(s, c, {{&MeshCoord::sp, s.sp}});
 }
-
 std::vector<int> pp_ranks(const MeshShape& s, const MeshCoord& c) {
-  std::vector<int> ranks;
-  for (int pp = 0; pp < s.pp; ++pp) ranks.push_back(rank_at(s, {.dp = c.dp, .pp = pp, .tp = c.tp, .sp = c.sp}));
-  return ranks;
+  return ranks_along(s, c, {{&MeshCoord::pp, s.pp}});
+}
+std::vector<int> outer_ranks(const MeshShape& s, const MeshCoord& c) {
+  return ranks_along(s, c, {{&MeshCoord::worker, s.workers}});
 }
 
 std::vector<int> split_ranks(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
@@ -50,7 +67,8 @@ std::vector<int> split_ranks(const MeshShape& s, const DpSplit& split, const Mes
   std::vector<int> ranks;
   for (int dp = 0; dp < s.dp; ++dp) {
     if (fixed(dp) != fixed(c.dp)) continue;
-    for (int sp = 0; sp < s.sp; ++sp) ranks.push_back(rank_at(s, {.dp = dp, .pp = c.pp, .tp = c.tp, .sp = sp}));
+    for (int sp = 0; sp < s.sp; ++sp)
+      ranks.push_back(rank_at(s, {.dp = dp, .pp = c.pp, .tp = c.tp, .sp = sp, .worker = c.worker}));
   }
   return ranks;
 }
@@ -64,7 +82,8 @@ int split_rank(const MeshShape& s, const DpSplit& split, const MeshCoord& c) {
 }
 
 i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
-                   std::span<const DpSplit> splits, std::span<const std::vector<i64>> split_allocations) {
+                   std::span<const DpSplit> splits, std::span<const std::vector<i64>> split_allocations,
+                   std::span<const i64> outer_allocations) {
   const int world = s.world(), dp = s.dp * s.sp;
   const auto groups = [&](int size, std::span<const i64> allocations) {
     return size == 1 ? 0 : world / size * shm_needed_bytes(size, allocations);
@@ -72,7 +91,8 @@ i64 mesh_shm_bytes(const MeshShape& s, std::span<const i64> dp_allocations, std:
   // Activations and gradients go around the stages, gradients of tied embeddings between the first and the last; keys
   // and values around the parts of a sequence.
   const i64 channels = ((s.pp > 1 ? world / s.pp * (2 * s.pp + 2) : 0) + (s.sp > 1 ? world : 0)) * shm_channel_bytes();
-  i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels;
+  i64 others = groups(s.tp, tp_allocations) + groups(s.sp, {}) + 2 * groups(s.pp, {}) + channels +
+               groups(s.workers, outer_allocations);
   for (size_t i = 0; i < splits.size(); ++i) others += groups(split_size(s, splits[i]), split_allocations[i]);
   if (dp == world) return shm_needed_bytes(world, dp_allocations) + others;
   return shm_needed_bytes(world, {}) + groups(dp, dp_allocations) + others;
@@ -95,6 +115,7 @@ std::optional<i64> mesh_staging_size(const MeshShape& s, std::string_view backen
   add(s.tp, calls.tp);
   add(s.sp, calls.sp);
   for (const auto& [ranks, own] : calls.splits) add(ranks, own);
+  add(s.workers, calls.outer);
   add(s.pp, calls.activations);
   add(s.pp, calls.gradients);
   return sum;
@@ -111,6 +132,7 @@ Mesh::Mesh(std::unique_ptr<Communicator>&& world, const MeshShape& shape, const 
     const std::vector<int> dp = dp_ranks(shape_, coord_), pp = pp_ranks(shape_, coord_);
     const bool one_axis = std::ssize(dp) == shape_.world() && !over_device;
     dp_ = one_axis ? world_.get() : make_axis(dp, "dp", options, over_device);
+    outer_ = make_axis(outer_ranks(shape_, coord_), "outer", options, over_device);
     tp_ = make_axis(tp_ranks(shape_, coord_), "tp", at_once, over_device);
     sp_ = make_axis(sp_ranks(shape_, coord_), "sp", at_once, over_device);
     activations_ = make_axis(pp, "activations", ahead, over_device);

@@ -6,11 +6,12 @@
 //   sp  sequence  ranks with the same parameters and other tokens of the same samples
 //   tp  tensor    ranks with other parts of the same layers
 //   pp  pipeline  ranks with other layers
+//   workers       of DiLoCo: ranks with other samples, whose parameters meet in some steps alone
 //
-//   rank = ((pp * dp_size + dp) * sp_size + sp) * tp_size + tp
+//   rank = (((worker * pp_size + pp) * dp_size + dp) * sp_size + sp) * tp_size + tp
 //
 // tp is innermost: it talks most, several times per layer, and so stays inside a node; pp, which sends one activation
-// per micro-batch, is outermost. It is the order of Megatron and of DeepSpeed ([pipe, data, model]).
+// per micro-batch, is outermost of a worker. It is the order of Megatron and of DeepSpeed ([pipe, data, model]).
 //
 // The world talks about host memory (counters, files, who does what); an axis about the memory of its device. On the
 // CPU, where these are one, dp is the world itself when it covers it. Axes of size one share a communicator.
@@ -29,7 +30,7 @@
 namespace ds {
 
 struct MeshCoord {
-  int dp = 0, pp = 0, tp = 0, sp = 0;
+  int dp = 0, pp = 0, tp = 0, sp = 0, worker = 0;
   bool operator==(const MeshCoord&) const = default;
 };
 
@@ -41,19 +42,21 @@ std::vector<int> dp_ranks(const MeshShape&, const MeshCoord&);  // all (dp, sp),
 std::vector<int> tp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> sp_ranks(const MeshShape&, const MeshCoord&);
 std::vector<int> pp_ranks(const MeshShape&, const MeshCoord&);
+std::vector<int> outer_ranks(const MeshShape&, const MeshCoord&);                  // the same place in each worker
 std::vector<int> split_ranks(const MeshShape&, const DpSplit&, const MeshCoord&);  // all (those of dp, sp)
 int split_size(const MeshShape&, const DpSplit&);
 int split_rank(const MeshShape&, const DpSplit&, const MeshCoord&);  // a rank's number among split_ranks()
 
 // What the communicators of a mesh take of /dev/shm (shm_needed_bytes) when all its ranks share one node and memory,
 // and each allocates these sizes from dp and from tp; with the channels of their messages; and, by split of dp, from
-// those.
+// those; and from the other workers' axis.
 i64 mesh_shm_bytes(const MeshShape&, std::span<const i64> dp_allocations, std::span<const i64> tp_allocations,
-                   std::span<const DpSplit> splits = {}, std::span<const std::vector<i64>> split_allocations = {});
+                   std::span<const DpSplit> splits = {}, std::span<const std::vector<i64>> split_allocations = {},
+                   std::span<const i64> outer_allocations = {});
 
 // The largest calls of a rank over the world and over each axis; over the stages, of each of their communicators.
 struct MeshCalls {
-  LargestCalls world, dp, tp, sp, activations, gradients;
+  LargestCalls world, dp, tp, sp, activations, gradients, outer;
   std::vector<std::pair<int, LargestCalls>> splits = {};  // of dp, with their ranks
 };
 // What the communicators of a rank come to hold by these (Mesh::staging_bytes), over host memory. Nothing: not known
@@ -77,12 +80,14 @@ class Mesh {
   int rank() const noexcept { return world_->rank(); }
   int world_size() const noexcept { return world_->size(); }
   // Decide which samples this rank trains on.
-  int data_rank() const noexcept { return coord_.dp; }
-  int data_size() const noexcept { return shape_.dp; }
+  int data_rank() const noexcept { return coord_.worker * shape_.dp + coord_.dp; }
+  int data_size() const noexcept { return shape_.data_size(); }
 
   Communicator& world() const noexcept { return *world_; }
   // The ranks that hold the same parameters, over which ZeRO shards them: all dp and sp.
   Communicator& dp() const noexcept { return *dp_; }
+  // The ranks with the same parameters in each worker: rank = worker. Its operations run beside the caller.
+  Communicator& outer() const noexcept { return *outer_; }
   // The groups over which gradients may be reduced: 0 is dp(), then the splits in order.
   Communicator& group(size_t i) const noexcept { return i == 0 ? *dp_ : *groups_[i - 1]; }
   const std::vector<DpSplit>& splits() const noexcept { return splits_; }
@@ -126,7 +131,8 @@ class Mesh {
   MeshCoord coord_;
   std::vector<Axis> axes_;
   Communicator* alone_ = nullptr;  // serves all axes of size one
-  Communicator *dp_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *activations_ = nullptr, *gradients_ = nullptr;
+  Communicator *dp_ = nullptr, *outer_ = nullptr, *tp_ = nullptr, *sp_ = nullptr, *activations_ = nullptr,
+               *gradients_ = nullptr;
   std::vector<Communicator*> groups_;  // of splits
 };
 

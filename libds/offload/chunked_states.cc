@@ -122,7 +122,7 @@ void ChunkedStates::update_in_place(std::span<const Item> items, char* memory, c
         void* const param = leases_.emplace_back(parts_.params.lease(piece, param_access)).data();
         zero::TierLease& gradient =
             leases_.emplace_back(parts_.gradients.lease(piece, directs ? zero::LeaseTo::Write : zero::LeaseTo::Read));
-        return tensor(piece, state(part, memory, param), gradient.values());
+        return tensor(spec.params.rule, piece, state(part, memory, param), gradient.values());
       },
       tensors_);
   leases_.clear();
@@ -195,7 +195,8 @@ void ChunkedStates::update_on_host(Desk& desk, std::span<const Item> items, char
       host_.device().ops(), host_.device().stream(), tile_of(items), here, &verdict.resolve(),
       [&](const zero::Piece& piece) {
         const Places& at = places[next];
-        return tensor(piece, state(items[next++].part, memory, at.param.data), static_cast<float*>(at.gradient.data));
+        return tensor(spec.params.rule, piece, state(items[next++].part, memory, at.param.data),
+                      static_cast<float*>(at.gradient.data));
       },
       tensors_);
   bool begun = false;

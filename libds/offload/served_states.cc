@@ -160,7 +160,7 @@ void ServedStates::count_update(zero::Tile tile, const UpdateSpec& spec) {
         zero::PieceState st = leased_state(piece.param);
         st[State::Param] = work_of(piece);
         st[State::Master] = places() + places_[State::Master];
-        return tensor(piece, st, gradient_of(piece));
+        return tensor(spec.params.rule, piece, st, gradient_of(piece));
       },
       tensors_);
 }

@@ -125,7 +125,12 @@ void split_muon(const model::Model& model, Groups& result, std::vector<std::stri
 
 }  // namespace
 
-StateSet Group::states() const noexcept { return frozen ? StateSet{} : kind_of(update.type).states(update); }
+StateSet Group::states() const noexcept {
+  if (frozen) return {};
+  StateSet states = kind_of(update.type).states(update);
+  states[State::OuterParam] = states[State::OuterMomentum] = outer;
+  return states;
+}
 
 bool Group::keeps_gradients_apart(i64 step) const noexcept {
   if (steps_apart()) return zero_one_step(update, step) != ZeroOneStep::Refresh;
@@ -142,6 +147,7 @@ bool Group::is_apart_behind(i64 step) const noexcept {
 }
 
 DType Group::state_dtype(State s, i64 numel) const noexcept {
+  if (is_outer_state(s)) return DType::F32;
   if (update.state_dtype == StateDtype::BF16) return DType::BF16;
   if (update.type != OptimizerType::AdamW8bit || numel < kLeastCoded) return DType::F32;
   return s == State::ExpAvg ? DType::I8 : DType::U8;
@@ -152,6 +158,7 @@ Groups make_groups(const OptimizerConfig& o, const model::Model& model) {
   for (const ParamGroupConfig& g : o.groups)
     result.groups.push_back({.update = g, .frozen = g.frozen, .lr_ratio = g.lr == o.lr ? 1 : g.lr / o.lr});
   result.groups.push_back({.update = o});
+  for (Group& group : result.groups) group.outer = o.diloco.enabled;
   result.of_params.assign(model.params().size(), o.groups.size());
   std::vector<std::string> problems;
   match_groups(o, model, result, problems);

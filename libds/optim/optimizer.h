@@ -28,6 +28,7 @@ struct Group {
   UpdateConfig update;
   bool frozen = false;
   double lr_ratio = 1;  // to the optimizer's own rate, which the schedule moves
+  bool outer = false;   // an optimizer around this one has states, too
 
   StateSet states() const noexcept;  // of each of its parameters, the master not among them
   // What a state of a parameter of so many elements, over all ranks, is kept in. AdamW8bit leaves small ones alone, as

@@ -34,6 +34,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
       host_(ops, host_native, addresses_),
       tp_(plan.coord.tp, plan.mesh.tp),
       pp_(plan.coord.pp, plan.mesh.pp),
+      outer_(plan.coord.worker, plan.mesh.workers, &addresses_),
       offload_(plan.offload, host_) {
   for (const DpSplit& split : plan.dp().zeropp)
     zeropp_[split.name] = std::make_unique<CountingCommunicator>(split_rank(plan.mesh, split, plan.coord),
@@ -48,7 +49,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
   if (!plan.trains()) return;
   // Slices decide what is copied on a rank, and no more.
   const auto no_slices = [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); };
-  update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_}, device_, ledger_, no_slices);
+  update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_, outer_}, device_, ledger_, no_slices);
 }
 
 void CountedUpdate::run(Enter enter, i64 number) {
@@ -102,13 +103,27 @@ void CountedUpdate::run(Enter enter, i64 number) {
   update_->finish_gradients();
   update_->judge(numbers, {});
   update_->update_params({.lr = 1, .number = number}, verdict);
+  update_->outer_step(number);
   zero::publish(shards_);
   take_messages(1);
+}
+
+std::map<std::string, CommCount> CountedUpdate::meetings() {
+  std::map<std::string, CommCount> all;
+  if (!update_ || update_->outer() == nullptr) return all;
+  for (i64 f = 0; f < plan_.diloco.fragments; ++f) update_->outer()->run(f);
+  all = outer_.counts();
+  outer_.reset_counts();
+  return all;
 }
 
 i64 CountedUpdate::rank_local_bytes() {
   i64 most = 0;
   if (!update_) return most;
+  if (plan_.mesh.workers > 1) {  // of every worker but the first
+    for (const auto& [name, values] : update_->outer()->rank_local()) most += values.bytes();
+    return most;
+  }
   // Between means of parameters there is more than behind them.
   for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
     i64 bytes = 0;
@@ -188,6 +203,7 @@ void CountedUpdate::take_messages(i64 times) {
   for (const auto& group : groups_) take(*group);
   take(tp_);
   take(pp_);
+  take(outer_);
   for (const auto& [name, group] : zeropp_) take(*group);
 }
 
@@ -196,6 +212,7 @@ std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const 
   for (const auto& [name, group] : zeropp_) calls.splits.emplace_back(group->size(), group->largest());
   calls.tp.add(tp_.largest());
   calls.gradients.add(pp_.largest());
+  calls.outer.add(outer_.largest());
   return traffic_;
 }
 

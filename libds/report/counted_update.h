@@ -26,6 +26,7 @@ class CountedUpdate {
   const MemoryLedger& files() const noexcept { return offload_.files(); }
   const std::vector<i64>& dp_allocations() const noexcept { return groups_.front()->allocations(); }
   std::vector<std::vector<i64>> zeropp_allocations() const;
+  const std::vector<i64>& outer_allocations() const noexcept { return outer_.allocations(); }
 
   // What follows is of the gradients of a chunk (its place in RunPlan::chunks; nothing: of the update), and happens so
   // many times in a step.
@@ -43,6 +44,9 @@ class CountedUpdate {
   // The same, between a GPU and its host.
   offload::HostCopies copies() const noexcept { return offload_.copies() - copies_before_ + repeated_copies_; }
 
+  // What is sent where all fragments of DiLoCo meet.
+  std::map<std::string, CommCount> meetings();
+
   // Bytes of what a rank saves beside states for a layout like its own.
   i64 rank_local_bytes();
 
@@ -59,7 +63,7 @@ class CountedUpdate {
   MemoryLedger ledger_;
   CountingDevice device_, host_;
   std::vector<std::unique_ptr<CountingCommunicator>> groups_;  // by RunPlan::shards
-  CountingCommunicator tp_, pp_;
+  CountingCommunicator tp_, pp_, outer_;
   std::map<std::string, std::unique_ptr<CountingCommunicator>> zeropp_;  // by zeropp_splits
   offload::Offload offload_;
   zero::AllShards shards_;

@@ -6,12 +6,13 @@
 namespace ds::report {
 
 MeshShape mesh_shape(const Config& config, int world_size) {
-  const i64 replica = config.ranks_per_replica();
+  const i64 workers = config.optimizer.diloco.workers, replica = config.ranks_per_replica() * workers;
   DS_ASSERT(world_size % replica == 0);
   return {.dp = narrow<int>(world_size / replica),
           .pp = narrow<int>(config.pipeline.stages),
           .tp = narrow<int>(config.tensor_parallel.tp_size),
-          .sp = narrow<int>(config.sequence_parallel_size)};
+          .sp = narrow<int>(config.sequence_parallel_size),
+          .workers = narrow<int>(workers)};
 }
 
 std::vector<DpSplit> mesh_splits(const Config& config, std::vector<DpSplit> splits) {

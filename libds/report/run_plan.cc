@@ -363,6 +363,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   for (size_t i = 0; i < plan.params.size(); ++i)
     plan.saved.push_back(zero::is_saved(model, *plan.params[i], narrow<i64>(i), plan.embeds));
   // Who only reads weights takes those of any optimizer.
+  if (plan.trains()) plan.diloco = config.optimizer.diloco;
   plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
   std::vector<StateSet> states;
@@ -492,7 +493,8 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 rank_local_byte
 
   // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
   // where that is waited for, through a part of the host's memory.
-  if (saves_beside && plan.trains()) plan.state_bytes = owned + rank_local_bytes;
+  if (saves_beside && plan.trains())
+    plan.state_bytes = plan.mesh.workers > 1 ? std::max(owned, rank_local_bytes) : owned + rank_local_bytes;
   if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + rank_local_bytes;
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
@@ -501,6 +503,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   MeshCalls& calls = plan.largest_calls;
   std::map<std::string, CommCount> of_layers = count_messages(model, plan, calls);
   if (plan.trains()) {
+    plan.meetings = update.meetings();
     const auto step = [&] {
       update.gather();
       update.use_inputs();
@@ -561,6 +564,7 @@ RunPlan make_run_plan(const Config& config, const model::Model& model, const Mes
   for (size_t t = 0; t < plan.files.size(); ++t) plan.files[t] = update.files().current(static_cast<Tag>(t));
   plan.dp_shared = update.dp_allocations();
   plan.zeropp_shared = update.zeropp_allocations();
+  plan.outer_shared = update.outer_allocations();
   if (plan.pass.partial.rank > 0) plan.tp_shared = {plan.pass.partial.bytes(), plan.pass.gathered.bytes()};
   count_traffic(plan, update, config, model);
   count_memory(plan, update.ledger(), update.rank_local_bytes(), model.hidden,

@@ -86,6 +86,9 @@ struct RunPlan : update::UpdatePlan {
   // The part of it that each rank takes from the communicators of dp and of tp, allocation by allocation.
   std::vector<i64> dp_shared, tp_shared;
   std::vector<std::vector<i64>> zeropp_shared;  // likewise, by zeropp_splits
+  std::vector<i64> outer_shared;                // likewise, of the workers' axis
+  // What one rank sends where each of DiLoCo's fragments meets, once in sync_every steps.
+  std::map<std::string, CommCount> meetings;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
   MeshCalls largest_calls;  // statistics too

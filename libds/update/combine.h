@@ -11,9 +11,10 @@
 
 namespace ds::update {
 
-// Whom a rank talks to at the end of a step. dp: those with the same parameters; groups of it have their own.
+// Whom a rank talks to at the end of a step. dp: those with the same parameters; groups of it have their own. outer: of
+// other workers.
 struct Axes {
-  Communicator &dp, &tp, &pp;
+  Communicator &dp, &tp, &pp, &outer;
 };
 
 class Combine {

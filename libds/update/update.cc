@@ -6,11 +6,6 @@
 #include <limits>
 
 namespace ds::update {
-namespace {
-
-constexpr i64 kNorms = 3;  // of Update::SignNorms
-
-}  // namespace
 
 // What an optimizer asks of its parameters goes to where their states are.
 class Update::States final : public optim::GroupStates {
@@ -84,8 +79,9 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
       workspace_(device_buffer(device, ledger, Tag::Workspace, plan.optimizer_workspace)),
       matrix_memory_(
           device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
-  if (std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
-    sign_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
+  if (plan.diloco.enabled) outer_.emplace(plan, shards, combine_, axes.outer, device, ledger);
+  if (outer_ || std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
+    norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
     const optim::Group& group = plan.groups.groups[g];
@@ -201,8 +197,25 @@ void Update::states_were_set() {
   }
 }
 
+bool Update::outer_step(i64 step) {
+  bool any = false;
+  for (i64 f = 0; outer_ && f < plan_.diloco.fragments; ++f) {
+    if (!plan_.diloco.meets(f, step)) continue;
+    outer_->run(f);
+    any = true;
+  }
+  return any;
+}
+
+bool Update::has_rank_local(i64 number) const noexcept {
+  return (outer_ && axes_.outer.size() > 1) || std::ranges::any_of(trained_, [&](const Trained& t) {
+           return t.average && plan_.groups.groups[t.group].has_lost_signs(number);
+         });
+}
+
 SignAverage::RankLocal Update::rank_local(i64 number) {
   SignAverage::RankLocal all;
+  if (outer_ && plan_.coord.worker > 0) all = outer_->rank_local();
   for (const Trained& t : trained_) {
     const optim::Group& group = plan_.groups.groups[t.group];
     if (!t.average || !group.has_lost_signs(number)) continue;
@@ -213,26 +226,20 @@ SignAverage::RankLocal Update::rank_local(i64 number) {
 }
 
 void Update::rank_local_was_set(i64 number) {
+  if (outer_ && plan_.coord.worker > 0) outer_->rank_local_was_set();
   for (const Trained& t : trained_) {
     if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
   }
 }
 
-// As judge() does it, of three norms at once: what small messages cost is their number.
-Update::SignNorms Update::sign_norms() {
-  i64* const numbers = sign_numbers_.as<i64>().data();
+// As judge() does it, of several norms at once: what small messages cost is their number.
+std::array<double, Update::kNorms> Update::norms_of(
+    FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each) {
+  i64* const numbers = norm_numbers_.as<i64>().data();
   const auto largest = [&](i64 norm) { return TensorView::of(numbers + norm, DType::I64, {1}); };
   const auto sum = [&](i64 norm) { return TensorView::of(numbers + kNorms + 2 * norm, DType::I64, {2}); };
-  const auto for_each = [&](auto&& visit) {
-    for (const Trained& t : trained_) {
-      if (!t.average) continue;
-      for (const zero::Piece& piece : t.average->pieces()) visit(0, t.average->momentum(piece));
-      if (const TensorView error = t.average->worker_error()) visit(1, error);
-      if (const TensorView error = t.average->server_error()) visit(2, error);
-    }
-  };
   const OpTable& ops = device_.ops();
-  device_.zero(numbers, sign_numbers_.bytes());
+  device_.zero(numbers, norm_numbers_.bytes());
   for_each([&](i64 norm, const TensorView& x) { ops.max_abs(largest(norm), x, device_.stream()); });
   over_model_ranks(TensorView::of(numbers, DType::I64, {kNorms}), ReduceOp::Max, true);
   for_each([&](i64 norm, const TensorView& x) { ops.sum_squares(sum(norm), x, largest(norm), device_.stream()); });
@@ -240,14 +247,41 @@ Update::SignNorms Update::sign_norms() {
 
   i64 host[3 * kNorms];
   device_.download(host, numbers, sizeof host);
-  const auto norm = [&](i64 k) {
+  std::array<double, kNorms> norms;
+  for (i64 k = 0; k < kNorms; ++k) {
     const u32 bits = static_cast<u32>(host[k]);
-    if (bits >= 0x7F800000u) return std::numeric_limits<double>::quiet_NaN();
     const ExactSum squares{host[kNorms + 2 * k], host[kNorms + 2 * k + 1]};
-    return std::sqrt(squares.value(ExactSum::exponent_of(bits)));
-  };
+    norms[k] = bits >= 0x7F800000u ? std::numeric_limits<double>::quiet_NaN()
+                                   : std::sqrt(squares.value(ExactSum::exponent_of(bits)));
+  }
+  return norms;
+}
+
+Update::SignNorms Update::sign_norms() {
+  const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
+    for (const Trained& t : trained_) {
+      if (!t.average) continue;
+      for (const zero::Piece& piece : t.average->pieces()) visit(0, t.average->momentum(piece));
+      if (const TensorView error = t.average->worker_error()) visit(1, error);
+      if (const TensorView error = t.average->server_error()) visit(2, error);
+    }
+  });
   const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
-  return {.momentum = norm(0) / ranks, .worker_error = norm(1) / ranks, .server_error = norm(2)};
+  return {.momentum = norms[0] / ranks, .worker_error = norms[1] / ranks, .server_error = norms[2]};
+}
+
+// The sums of workers are where gradients were; each element counts on its owner, as in the verdict.
+double Update::outer_gradient_norm(i64 step) {
+  const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
+    for (const zero::Piece& p : plan_.outer_judged) {
+      if (!plan_.diloco.meets(plan_.fragment_of(p), step)) continue;
+      zero::for_each_part(p, combine_.most_leased(p), [&](const zero::Piece& part) {
+        const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Read);
+        visit(0, TensorView::of(lease.data(), DType::F32, {part.count}));
+      });
+    }
+  });
+  return norms[0] / axes_.outer.size();
 }
 
 }  // namespace ds::update

@@ -5,13 +5,16 @@
 // and over a device and communicators that only count (report/counted_update) it says what a step takes, sends and
 // computes.
 
+#include <array>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "update/combine.h"
+#include "update/outer_step.h"
 #include "update/sign_average.h"
 #include "update/step_results.h"
 
@@ -44,9 +47,16 @@ class Update {
   // the verdict first.
   void update_params(const Step& step, zero::VerdictHandle& verdict);
 
-  // What this rank has of its own behind the update of that number (SignAverage::rank_local), of all groups; and after
-  // it was set.
+  // Behind the update of a step of that number, skipped ones counted: what of DiLoCo's fragments meets in it does.
+  // Whether any has.
+  bool outer_step(i64 step);
+  // Null without DiLoCo.
+  OuterStep* outer() noexcept { return outer_ ? &*outer_ : nullptr; }
+
+  // What this rank has of its own behind the update of that number (SignAverage::rank_local, of all groups;
+  // OuterStep::rank_local); whether any rank has something; and after it was set.
   SignAverage::RankLocal rank_local(i64 number);
+  bool has_rank_local(i64 number) const noexcept;
   void rank_local_was_set(i64 number);
   // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
   void states_were_set();
@@ -57,6 +67,9 @@ class Update {
     double server_error = 0;  // of what the signs of the means have lost
   };
   SignNorms sign_norms();
+  // Behind a meeting, the norm of the gradients of the outer optimizer, over all parameters of the fragments that met
+  // in that step: the mean of what workers' steps have done. Collective over a worker.
+  double outer_gradient_norm(i64 step);
 
  private:
   class States;
@@ -72,6 +85,9 @@ class Update {
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();
+  static constexpr i64 kNorms = 3;  // at once
+  // Euclidean, over all parameters and ranks of a worker, of what for_each(visit) shows twice, some perhaps nothing.
+  std::array<double, kNorms> norms_of(FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each);
 
   const UpdatePlan& plan_;
   zero::AllShards& shards_;
@@ -79,8 +95,9 @@ class Update {
   Device& device_;
   Combine combine_;
   Buffer workspace_, matrix_memory_;
-  Buffer sign_numbers_;  // of sign_norms(), where ranks average by signs
+  Buffer norm_numbers_;  // of norms_of(), where norms are asked for
   std::vector<Trained> trained_;
+  std::optional<OuterStep> outer_;
   bool apart_ = false;              // of this step: ranks have gradients of their own
   bool momentum_is_whole_ = false;  // every rank has what its owners have
 };

@@ -45,6 +45,12 @@ void add_to_exchanges(std::vector<CombinePlan::Exchange>& exchanges, const zero:
 
 }  // namespace
 
+i64 UpdatePlan::fragment_of(const zero::Piece& piece) const noexcept {
+  i64 unit = 0;
+  for (i64 end = std::ssize(rows.front()); piece.param >= end; end += std::ssize(rows[unit])) ++unit;
+  return unit % diloco.fragments;
+}
+
 std::vector<i64> UpdatePlan::params_of(size_t group) const {
   std::vector<i64> of_group;
   for (size_t p = 0; p < groups.of_params.size(); ++p) {
@@ -179,6 +185,11 @@ void plan_optimizers(UpdatePlan& plan) {
 void plan_update(UpdatePlan& plan) {
   plan.combine = combine_plan(plan, false);
   if (plan.dp().grads.keeps_own) plan.combine_own = combine_plan(plan, true);
+  for (const zero::ShardsPlan& s : plan.shards) {
+    for (const zero::Piece& piece : s.layout.owned_pieces(s.rank)) {
+      if (plan.diloco.enabled && plan.judges(piece)) plan.outer_judged.push_back(piece);
+    }
+  }
   plan_optimizers(plan);
   plan.exchange_elems = exchange_elems(plan);
 }

@@ -53,9 +53,11 @@ struct UpdatePlan {
   std::vector<bool> saved;                     // by number: zero::is_saved
   std::vector<zero::ShardsPlan> shards;        // by ParamRow::group: of dp, of the model's splits of it
   CombinePlan combine;
+  std::vector<zero::Piece> outer_judged;                 // what counts in the norm, by its fragment
   CombinePlan combine_own;                               // of gradients that ranks of dp have not summed, whole
   optim::Groups groups;                                  // of parameters that are updated alike
   bool stochastic_masters = false;                       // optim::UpdateContext
+  DilocoConfig diloco;                                   // an optimizer around theirs
   i64 optimizer_workspace = 0;                           // bytes
   std::vector<std::vector<zero::MatrixPlace>> matrices;  // by group, of those that need them
   zero::MatrixMemory matrix_memory;                      // of the largest
@@ -101,6 +103,8 @@ struct UpdatePlan {
   i64 param_of(i64 layer, size_t row) const noexcept {
     return dp().layout.units()[unit_of(layer)].first_param + static_cast<i64>(row);
   }
+  // Which of DilocoConfig's fragments a parameter belongs to: units take turns.
+  i64 fragment_of(const zero::Piece& piece) const noexcept;
   i64 head_use() const noexcept { return std::ssize(rows); }  // the unit of gradients of shared in the head
   bool tied() const noexcept { return !rows[0].empty(); }
   // Whether the ranks of dp leave their gradients apart in the update of that number: the optimizer averages what it

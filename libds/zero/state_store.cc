@@ -7,14 +7,15 @@ StateLease::~StateLease() {
   if (store_ != nullptr) store_->end_lease(piece_, access_, *this);
 }
 
-UpdateTensor StateStore::tensor(const Piece& piece, const PieceState& st, float* gradient) const noexcept {
+UpdateTensor StateStore::tensor(UpdateRule rule, const Piece& piece, const PieceState& st,
+                                float* gradient) const noexcept {
   UpdateTensor t{.param = TensorView::of(st[State::Param], parts_.work, {piece.count}),
                  .master = st.master(parts_.work, piece.count),
                  .states = {},
                  .grad = TensorView::of(gradient, DType::F32, {piece.count})};
   size_t i = 0;
   for (const State s : kOptimizerStates) {
-    if (st[s] != nullptr) t.states[i++] = st.view(s, piece.count);
+    if (st[s] != nullptr && is_outer_state(s) == is_outer(rule)) t.states[i++] = st.view(s, piece.count);
   }
   return t;
 }
@@ -65,7 +66,7 @@ void DeviceStates::update(Tile tile, const UpdateSpec& spec, VerdictHandle& verd
         parts_.device.ops(), parts_.device.stream(), pieces, spec, verdict.on_device(),
         [&](const Piece& piece) {
           void* const param = leases_.emplace_back(parts_.params.lease(piece, LeaseTo::Write)).data();
-          return tensor(piece, state(piece, param),
+          return tensor(spec.params.rule, piece, state(piece, param),
                         leases_.emplace_back(parts_.gradients.lease(piece, direction)).values());
         },
         tensors_);

@@ -130,8 +130,8 @@ class StateStore {
 
   // Whether an update can have all gradients and parameters of a tile at once, or one part after the other.
   bool all_at_once() const noexcept { return parts_.gradients.in_place() && parts_.params.in_place(); }
-  // What a pass sees of a piece whose state and gradient are there.
-  UpdateTensor tensor(const Piece& piece, const PieceState& state, float* gradient) const noexcept;
+  // What a pass by that rule sees of a piece whose state and gradient are there.
+  UpdateTensor tensor(UpdateRule rule, const Piece& piece, const PieceState& state, float* gradient) const noexcept;
 
   Parts parts_;
 };

@@ -127,6 +127,27 @@ TEST_P(DeviceTraining, ZeroPlusPlus) {
   }
 }
 
+// DiLoCo: workers of a device, whose outer gradients are fp32 and codes, in the memory that is predicted.
+TEST_P(DeviceTraining, Workers) {
+  for (const i64 bits : {32, 4}) {
+    Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, 2);
+    if (GetParam() == DType::F16) c.fp16.enabled = false, c.bf16.enabled = true;  // which several workers need
+    c.optimizer.diloco = {.enabled = true, .workers = 2, .sync_every = 3, .outer_gradient_bits = bits};
+    c.batch.train *= 2;
+    std::mutex mutex;
+    double loss[2] = {0, 0};
+    const Trace t = train(c, 4, {.same_logits = false, .after_step = [&](engine::Engine& engine, i64) {
+                                   const std::lock_guard lock(mutex);
+                                   EXPECT_EQ(engine.plan().meetings.size(), 1u);
+                                   loss[engine.mesh().coord().worker] += 1;
+                                 }});
+    EXPECT_EQ(loss[0], loss[1]);
+    EXPECT_LT(t.losses.back(), t.losses.front());
+    for (const Tag tag : {Tag::Params, Tag::GradAccum, Tag::Master, Tag::Optimizer, Tag::Workspace})
+      EXPECT_EQ(t.counted[static_cast<size_t>(tag)], t.predicted[static_cast<size_t>(tag)]) << tag_name(tag);
+  }
+}
+
 // Of the host's memory, for saving and loading.
 i64 saves(const report::RunPlan& plan) { return plan.state_bytes + plan.state_part_bytes; }
 

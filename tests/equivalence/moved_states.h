@@ -44,7 +44,7 @@ class MovedStates final : public zero::StateStore {
           parts_.device.ops(), parts_.device.stream(), {&p, 1}, spec,
           ahead ? guessed_.as<GradVerdict>().data() : verdict.on_device(),
           [&](const zero::Piece& piece) {
-            UpdateTensor t = tensor(piece, here.state, here.gradient.values());
+            UpdateTensor t = tensor(spec.params.rule, piece, here.state, here.gradient.values());
             if (ahead) t.param = {};
             return t;
           },

@@ -401,7 +401,7 @@ class UpdateAlone {
     const report::RunPlan& plan = planned_.plan;
     shards_.push_back(std::make_unique<zero::Shards>(plan.shards.front(), plan.rows, plan.grad_rows, true, dp, device,
                                                      ledger_, zero::Tiers{}));
-    update_.emplace(plan, shards_, update::Axes{dp, *self_, *self_}, device, ledger_,
+    update_.emplace(plan, shards_, update::Axes{dp, *self_, *self_, *self_}, device, ledger_,
                     [&](int) { return std::vector<model::ParamSlice>(plan.params.size()); });
   }
   const report::RunPlan& plan() const { return planned_.plan; }

@@ -138,7 +138,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     engine::publish_states(engine, engine.served_record(), meta, table.params);
   }
   mesh.reset_counts();
-  const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation, P = mesh.data_size();
+  const i64 B = config.batch.micro, T = config.data.seq_length, m = config.batch.accumulation;
+  const MeshShape& shape = mesh.shape();
   std::vector<i32> ids(static_cast<size_t>(m * B * T)), targets(ids.size());
   for (auto* values : {&trace.losses, &trace.norms, &trace.scales, &trace.lrs})
     values->reserve(static_cast<size_t>(steps));
@@ -148,7 +149,8 @@ inline Trace train_on(Device& device, Mesh& mesh, const Config& config, i64 step
     engine.train_at(length);
     for (i64 j = 0; j < m; ++j) {
       for (i64 b = 0; b < B; ++b) {
-        const i64 sample = ((step * m + j) * P + mesh.data_rank()) * B + b;
+        const i64 worker = step * shape.workers + mesh.coord().worker;
+        const i64 sample = ((worker * m + j) * shape.dp + mesh.coord().dp) * B + b;
         const size_t at = static_cast<size_t>((j * B + b) * length), n = static_cast<size_t>(length);
         fill_sample(sample, config.model.vocab_size, std::span(ids).subspan(at, n), std::span(targets).subspan(at, n));
       }

@@ -161,7 +161,9 @@ constexpr UpdateRule kRules[] = {UpdateRule::AdamW,         UpdateRule::AdamL2,
                                  UpdateRule::Adagrad,       UpdateRule::LambDirection,
                                  UpdateRule::MuonDirection, UpdateRule::NesterovMuonDirection,
                                  UpdateRule::FrozenAdam,    UpdateRule::ZeroOneDelta,
-                                 UpdateRule::ZeroOneSync,   UpdateRule::Descend};
+                                 UpdateRule::ZeroOneSync,   UpdateRule::OuterDelta,
+                                 UpdateRule::OuterMomentum, UpdateRule::OuterNesterov,
+                                 UpdateRule::Descend};
 
 int num_states(UpdateRule rule) {
   switch (rule) {
@@ -172,6 +174,9 @@ int num_states(UpdateRule rule) {
     case UpdateRule::FrozenAdam:
     case UpdateRule::ZeroOneDelta:
     case UpdateRule::ZeroOneSync:
+    case UpdateRule::OuterDelta:
+    case UpdateRule::OuterMomentum:
+    case UpdateRule::OuterNesterov:
     case UpdateRule::LambDirection: return 2;
     default: return 1;
   }
@@ -271,7 +276,7 @@ TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
   for (const bool coded : {true, false}) {
     for (const UpdateRule rule : kRules) {
       const int states = num_states(rule);
-      if (states == 0) continue;
+      if (states == 0 || is_outer(rule)) continue;  // whose states are fp32
       p.rule = rule;
       for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
         State start(DType::BF16, n);

@@ -48,6 +48,7 @@ struct Moved {
       value = !slot_json(slot).get<bool>();
     } else if (std::holds_alternative<i64*>(slot)) {
       value = key.path == "aio.block_size"                               ? 8192
+              : key.path == "diloco.outer_gradient_bits"                 ? 8
               : key.path == "sparse_attention.block"                     ? 32
               : key.path == "sparse_attention.num_sliding_window_blocks" ? 5
                                                                          : 3;
@@ -91,7 +92,7 @@ struct Moved {
     for (const std::string_view of_sgd : {"momentum", "dampening", "nesterov"}) {
       if (key.path == fmt::format("optimizer.params.{}", of_sgd)) set.push_back("optimizer.type=SGD");
     }
-    if (key.path.ends_with("nesterov")) set.push_back("optimizer.params.momentum=0.5");
+    if (key.path.ends_with("params.nesterov")) set.push_back("optimizer.params.momentum=0.5");
     for (const std::string_view of_muon : {"muon_lr", "adam_lr", "adjust_lr_fn"}) {
       if (key.path == fmt::format("optimizer.params.{}", of_muon)) set.push_back("optimizer.type=Muon");
     }
@@ -207,6 +208,11 @@ struct Moved {
     if (key.path == "pipeline.schedule" || key.path == "pipeline.partition") {
       world = 2;
       set.push_back("pipeline.stages=2");
+    }
+    if (key.path.starts_with("diloco.") && key.path != "diloco.enabled") set.push_back("diloco.enabled=true");
+    if (key.path == "diloco.workers") {
+      world = 3;
+      set.push_back("train_batch_size=3");
     }
     if (key.path == "zero_optimization.zero_hpz_partition_size") {
       world = 3;

@@ -220,6 +220,34 @@ TEST_F(Data, AnyCutOfTheGlobalBatchSeesTheSameSamples) {
   }
 }
 
+// A worker's samples of a step follow each other, however it shares them among its ranks and micro-batches.
+TEST_F(Data, WorkersSeeTheSameSamplesWhateverTheyAreMadeOf) {
+  const std::string file = write_counting_bin("a.bin", 301);
+  const auto inputs_of = [&](i64 micro, i64 ranks, i64 accumulation) {
+    const BatchLoader loader = loader_of(
+        open({file}),
+        {.micro = micro, .num_ranks = 2 * ranks, .seq_length = 3, .workers = 2, .micro_batches = accumulation}, 42,
+        65536);
+    std::vector<i32> all;
+    Batch b(micro * 3);
+    for (i64 consumed = 0; consumed < 120; consumed += 24) {
+      for (i64 worker = 0; worker < 2; ++worker) {
+        for (i64 j = 0; j < accumulation; ++j) {
+          for (i64 r = 0; r < ranks; ++r) {
+            loader.load(consumed, j, worker * ranks + r, b.inputs, b.targets);
+            all.insert(all.end(), b.inputs.begin(), b.inputs.end());
+          }
+        }
+      }
+    }
+    return all;
+  };
+  const std::vector<i32> want = inputs_of(12, 1, 1);
+  EXPECT_EQ(inputs_of(1, 4, 3), want);
+  EXPECT_EQ(inputs_of(2, 3, 2), want);
+  EXPECT_EQ(inputs_of(1, 1, 12), want);
+}
+
 TEST_F(Data, ResumesExactlyAtAnotherWorldSize) {
   const std::string file = write_counting_bin("a.bin", 301);
   const std::vector<i32> whole = global_batches(file, 2, 2, 3, 0, 20);

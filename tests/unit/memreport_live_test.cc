@@ -38,8 +38,8 @@ bool exists(i64 pid) { return access(path_of(pid).c_str(), F_OK) == 0; }
 LiveIdentity identity() {
   LiveIdentity who{.rank = 3,
                    .world_size = 24,
-                   .mesh = {.pp = 2, .dp = 3, .sp = 1, .tp = 4},
-                   .coord = {.pp = 0, .dp = 0, .sp = 0, .tp = 3},
+                   .mesh = {.pp = 2, .dp = 3, .sp = 1, .tp = 4, .worker = 1},
+                   .coord = {.pp = 0, .dp = 0, .sp = 0, .tp = 3, .worker = 0},
                    .total_steps = 1000,
                    .base_bytes = 77};
   who.predicted[0] = 5;
@@ -328,7 +328,7 @@ TEST(LiveCounters, WhatIsNotOfThisVersionIsRefusedAndStays) {
   refused(*s, sizeof *s, "is not what a ds-train");
   s = segment(pid);
   s->header.version += 1;
-  refused(*s, sizeof *s, "of another version of ds-train: 2, this one reads 1");
+  refused(*s, sizeof *s, "of another version of ds-train: 3, this one reads 2");
   refused(*s, sizeof *s - 64, "of another version of ds-train");  // whatever its size
   s = segment(pid);
   refused(*s, sizeof *s - 8, "bytes, not");

@@ -72,8 +72,26 @@ struct ParamGroupConfig : UpdateConfig {  // what the group does not say is as t
   std::vector<std::string> params;
   bool frozen = false;  // never updated, and not a part of the gradient's norm
 };
+// DiLoCo (Douillard et al., 2023): an optimizer around the optimizer. Each worker trains for itself, and in every so
+// many steps all take the mean of what these made of the parameters as a gradient of Nesterov's momentum, whose
+// parameters all go on from. With Muon inside it is MuLoCo; of one worker it looks ahead.
+struct DilocoConfig {
+  bool enabled = false;
+  i64 workers = 1;      // each of world size / workers ranks
+  i64 sync_every = 30;  // steps
+  double outer_lr = 0.7, outer_momentum = 0.9;
+  bool nesterov = true;
+  i64 fragments = 1;             // of layers in turn, which meet in steps of their own ("Streaming DiLoCo", 2025)
+  i64 outer_gradient_bits = 32;  // of what workers send: fp32, or codes of 8 or 4 bits
+  // Whether a fragment meets at the end of that step, from 1.
+  bool meets(i64 fragment, i64 step) const noexcept {
+    return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
+  }
+};
+
 struct OptimizerConfig : UpdateConfig {
   std::vector<ParamGroupConfig> groups;
+  DilocoConfig diloco = {};
 };
 
 // DeepSpeed's schedules under its names; and the field's: a linear warm-up from 0, and then what the name says.
@@ -420,7 +438,7 @@ struct Config {
   FlopsProfilerConfig flops_profiler;
   bool wall_clock_breakdown = false;
 
-  // Ranks of one copy of the model that see the same samples.
+  // Ranks of one copy of the model that see the same samples; workers are of whole ones.
   i64 ranks_per_replica() const noexcept { return pipeline.stages * tensor_parallel.tp_size * sequence_parallel_size; }
   // Whether parameters are their own masters: those of fp32, and those that have no more than their 16 bits.
   bool own_masters() const noexcept {

@@ -1,14 +1,17 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// How many ranks a run has along each axis; the axes and the order of ranks are those of mesh/mesh.h.
+// How many ranks a run has along each axis; the axes and the order of ranks are those of mesh/mesh.h. Workers of DiLoCo
+// are beside each other: each is a mesh of the other axes.
 
 #include <string>
 
 namespace ds {
 
 struct MeshShape {
-  int dp = 1, pp = 1, tp = 1, sp = 1;
-  int world() const noexcept { return dp * pp * tp * sp; }
+  int dp = 1, pp = 1, tp = 1, sp = 1, workers = 1;
+  int world() const noexcept { return workers * dp * pp * tp * sp; }
+  // Ranks that see other samples.
+  int data_size() const noexcept { return workers * dp; }
   bool operator==(const MeshShape&) const = default;
 };
 

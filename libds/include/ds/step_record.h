@@ -56,6 +56,7 @@ struct StepRecord {
   std::optional<i64> seq_length{};            // tokens of a sample, where it grows
   std::optional<i64> layer_tokens{};          // of them, those that layers see which drop some (random-LTD)
   std::optional<CompressionNorms> compression{};
+  std::optional<double> outer_grad_norm{};  // where workers of diloco met: of the mean of what their steps did
   std::optional<OffloadTraffic> offload{};  // of rank 0, where it has files
 };
 
@@ -66,7 +67,7 @@ inline constexpr const char *kStep = "step", *kLoss = "loss", *kGradNorm = "grad
                             *kSeqLength = "seq_length", *kLayerTokens = "layer_tokens", *kTokensPerS = "tokens_per_s",
                             *kStepMs = "step_ms", *kMfu = "mfu", *kMemoryBytes = "memory_bytes",
                             *kCommBytes = "comm_bytes", *kOffload = "offload", *kPhaseMs = "phase_ms",
-                            *kCompression = "compression",
+                            *kCompression = "compression", *kOuterGradNorm = "outer_grad_norm",
                             *kRecovered = "recovered";  // true: of a step whose line was lost; without times and memory
 }  // namespace step_field
 

@@ -155,6 +155,9 @@ enum class UpdateRule : u8 {
   FrozenAdam,
   ZeroOneDelta,
   ZeroOneSync,
+  OuterDelta,
+  OuterMomentum,
+  OuterNesterov,
   Descend,
 };
 
@@ -173,6 +176,9 @@ constexpr std::string_view rule_name(UpdateRule rule) noexcept {
     case UpdateRule::LambDirection: return "lamb";
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection: return "muon";
+    case UpdateRule::OuterDelta:
+    case UpdateRule::OuterMomentum:
+    case UpdateRule::OuterNesterov: return "diloco";
     case UpdateRule::Descend: return "descend";
   }
   return "";
@@ -189,15 +195,21 @@ struct UpdateParams {
   bool stochastic = false;     // masters in bf16 are, too
 };
 
+// Of an optimizer around another one, whose states are its own.
+constexpr bool is_outer(UpdateRule rule) noexcept {
+  return rule == UpdateRule::OuterDelta || rule == UpdateRule::OuterMomentum || rule == UpdateRule::OuterNesterov;
+}
+
 // Of a rule that leaves the master alone and a direction in the place of the gradient.
 constexpr bool makes_direction(UpdateRule rule) noexcept {
   return rule == UpdateRule::LambDirection || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::MuonDirection ||
-         rule == UpdateRule::NesterovMuonDirection;
+         rule == UpdateRule::NesterovMuonDirection || rule == UpdateRule::OuterDelta;
 }
 
 // Of a rule whose gradient is none: nothing unscales or clips it.
 constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
-  return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync;
+  return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync ||
+         is_outer(rule);
 }
 
 // One pass of an optimizer over many tensors, wherever these are: plain data.

@@ -1,0 +1,83 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "config/diloco.h"
+
+#include <fmt/format.h>
+
+#include "config/optimizer.h"
+
+namespace ds {
+namespace {
+
+namespace diloco_key {
+constexpr std::string_view kEnabled = "diloco.enabled", kWorkers = "diloco.workers", kEvery = "diloco.sync_every",
+                           kRate = "diloco.outer_lr", kFragments = "diloco.fragments",
+                           kBits = "diloco.outer_gradient_bits";
+}  // namespace diloco_key
+
+bool any_group(const OptimizerConfig& o, auto&& is) {
+  if (is(static_cast<const UpdateConfig&>(o))) return true;
+  return std::ranges::any_of(o.groups, [&](const ParamGroupConfig& g) { return !g.frozen && is(g); });
+}
+
+}  // namespace
+
+void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader& r) {
+  using namespace diloco_key;
+  DilocoConfig& d = config.optimizer.diloco;
+  if (!trains(use)) {
+    d = {};
+    return;
+  }
+  if (!d.enabled) {
+    if (d.workers > 1) r.error(kWorkers, fmt::format("{} workers need {}", d.workers, kEnabled));
+    d.workers = 1;
+    return;
+  }
+  if (r.broken(kWorkers)) d.workers = 1;
+  if (ranks % d.workers == 0) return;
+  if (ranks * config.ranks_per_replica() == world)
+    r.error(kWorkers, fmt::format("{} does not divide the {} ranks that see other samples", d.workers, ranks));
+  d.workers = 1;
+}
+
+void check_diloco(const Config& c, bool model_is_sound, Reader& r) {
+  using namespace diloco_key;
+  const DilocoConfig& d = c.optimizer.diloco;
+  if (!d.enabled) return;
+  if (d.outer_gradient_bits != 32 && d.outer_gradient_bits != 8 && d.outer_gradient_bits != 4 && !r.broken(kBits))
+    r.error(kBits, fmt::format("must be 32, 8 or 4, not {}", d.outer_gradient_bits));
+  if (d.fragments > d.sync_every && !r.any_broken({kFragments, kEvery}))
+    r.error(kFragments,
+            fmt::format("{} fragments do not meet in steps of their own: {} is {}", d.fragments, kEvery, d.sync_every));
+  if (const i64 units = c.model.layers + 2; model_is_sound && c.model.layers > 0 && d.fragments > units)
+    r.error(kFragments,
+            fmt::format("{} are more than the {} layers (embedding and head among them)", d.fragments, units));
+  if (d.outer_lr == 0 && !r.broken(kRate)) r.error(kRate, "0 gives back what the steps between meetings have learned");
+  if (c.steps > 0 && c.steps < d.sync_every && !r.any_broken({"steps", kEvery}))
+    r.warning(kEvery,
+              fmt::format("{} is more than the {} steps of the run: nothing ever meets", d.sync_every, c.steps));
+  if (any_group(c.optimizer, [](const UpdateConfig& u) { return averages_by_signs(u.type); }))
+    r.error(kEnabled, "is around an optimizer whose ranks sum gradients, and the 1-bit family averages by signs");
+  if (c.zero.offload_optimizer.device != OffloadDevice::None)
+    r.error(kEnabled, "is not supported with zero_optimization.offload_optimizer: outer states stay on the device",
+            Errc::Unavailable);
+  if (c.grad_accum_dtype != DType::F32)
+    r.error(kEnabled, "has its gradients where those of fp32 are: data_types.grad_accum_dtype cannot be in 16 bits",
+            Errc::Unavailable);
+  if (d.workers == 1) return;
+  if (c.fp16.enabled)
+    r.error(kWorkers, "is not supported with fp16: each worker would have a loss scale of its own; bf16 needs none",
+            Errc::Unavailable);
+  if ((c.own_masters() && c.work_dtype() != DType::F32) || any_group(c.optimizer, [](const UpdateConfig& u) {
+        return u.state_dtype != StateDtype::F32 || u.type == OptimizerType::AdamW8bit;
+      }))
+    r.error(kWorkers, "keeps what each worker has of its own in fp32: masters and states cannot be in fewer bits",
+            Errc::Unavailable);
+}
+
+bool diloco_takes(const DilocoConfig& c, std::string_view key) {
+  if (key == diloco_key::kEnabled) return true;
+  return c.enabled;
+}
+
+}  // namespace ds

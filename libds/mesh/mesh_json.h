@@ -1,0 +1,16 @@
+// SPDX-License-Identifier: Apache-2.0
+#pragma once
+// A mesh as steps, records and reports have it; workers where there are several.
+
+#include "base/json.h"
+#include "ds/mesh.h"
+
+namespace ds {
+
+inline Json mesh_json(const MeshShape& m) {
+  Json j = {{"dp", m.dp}, {"pp", m.pp}, {"tp", m.tp}, {"sp", m.sp}};
+  if (m.workers > 1) j["workers"] = m.workers;
+  return j;
+}
+
+}  // namespace ds

@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: Apache-2.0
+#include "update/outer_step.h"
+
+#include <algorithm>
+
+#include "comm/quantized.h"
+
+namespace ds::update {
+namespace {
+
+constexpr i64 kCodedElems = i64{1} << 20;  // that travel as codes at once
+constexpr i64 kCodedBlock = 256;
+
+}  // namespace
+
+OuterStep::Always::Always(Device& device, MemoryLedger& ledger)
+    : memory_(device_buffer(device, ledger, Tag::Workspace, sizeof(GradVerdict))) {
+  device.upload(memory_.data(), &verdict_, sizeof verdict_);
+}
+
+OuterStep::OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& combine, Communicator& outer,
+                     Device& device, MemoryLedger& ledger)
+    : plan_(plan), shards_(shards), combine_(combine), outer_(outer), device_(device), always_(device, ledger) {
+  for (i64 f = 0; f < plan.diloco.fragments; ++f) {
+    Fragment& fragment = fragments_.emplace_back();
+    for (const zero::ShardsPlan& s : plan.shards) {
+      std::vector<zero::TilePiece>& held = fragment.held.emplace_back();
+      std::vector<std::pair<i64, zero::Piece>> placed;
+      const std::vector<i64> bases = zero::grad_accum_bases(s.grad_layout, s.grads, s.rank);
+      for (const zero::Piece& piece : s.layout.held_pieces(s.rank)) {
+        if (plan.groups.frozen(piece.param) || plan.fragment_of(piece) != f) continue;
+        held.push_back({.piece = piece});
+        placed.emplace_back(bases[s.grad_segment(piece.segment)] + piece.segment_offset, piece);
+      }
+      std::ranges::sort(placed, {}, &std::pair<i64, zero::Piece>::first);
+      i64 end = -1;
+      for (const auto& [at, piece] : placed) {
+        if (at == end) {
+          fragment.sums.back().count += piece.count;
+        } else {
+          fragment.sums.push_back(piece);
+        }
+        end = at + piece.count;
+      }
+    }
+  }
+  const int bits = narrow<int>(plan.diloco.outer_gradient_bits);
+  if (bits == 32 || outer.size() == 1) return;
+  format_ = {.bits = bits, .block = kCodedBlock};
+  i64 most = 0;
+  for (const Fragment& f : fragments_) {
+    for (const zero::Piece& p : f.sums) most = std::max(most, std::min(p.count, kCodedElems));
+  }
+  if (most == 0) return;
+  wire_ = outer.allocate(ledger, Tag::Workspace, outer.size() * CodedSlice{format_, most}.bytes());
+  decoded_ = device_buffer(device, ledger, Tag::Workspace, outer.size() * most * 4);
+}
+
+void OuterStep::for_each_lease(zero::LeaseTo access,
+                               FunctionRef<void(const zero::Piece&, const zero::StateLease&)> visit) {
+  for (const Fragment& f : fragments_) {
+    for (size_t g = 0; g < f.held.size(); ++g) {
+      for (const zero::TilePiece& p : f.held[g]) visit(p.piece, shards_[g]->states().lease(p.piece, access));
+    }
+  }
+}
+
+void OuterStep::begin() {
+  for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
+    device_.ops().cast(state.view(State::OuterParam, piece.count), state.master(plan_.dp().grads.work, piece.count),
+                       device_.stream());
+    device_.zero(state[State::OuterMomentum], piece.count * 4);
+  });
+}
+
+void OuterStep::pass(const Fragment& f, const UpdateParams& params) {
+  for (size_t g = 0; g < f.held.size(); ++g) {
+    if (!f.held[g].empty()) shards_[g]->states().update(f.held[g], {.params = params, .decay = false}, always_);
+  }
+}
+
+void OuterStep::run(i64 fragment) {
+  const Fragment& f = fragments_[fragment];
+  const DilocoConfig& d = plan_.diloco;
+  UpdateParams params{.rule = UpdateRule::OuterDelta,
+                      .beta1 = d.outer_momentum,
+                      .rest1 = 1.0 / outer_.size(),
+                      .lr = static_cast<float>(d.outer_lr)};
+  pass(f, params);
+  if (outer_.size() > 1) {
+    for (const zero::Piece& whole : f.sums) {
+      const i64 most = combine_.most_leased(whole);
+      zero::for_each_part(whole, wire_ ? std::min(most, kCodedElems) : most, [&](const zero::Piece& part) {
+        const zero::TierLease lease = combine_.gradient(part, zero::LeaseTo::Write);
+        sum(TensorView::of(lease.data(), DType::F32, {part.count}));
+      });
+    }
+  }
+  params.rule = d.nesterov ? UpdateRule::OuterNesterov : UpdateRule::OuterMomentum;
+  pass(f, params);
+}
+
+void OuterStep::sum(TensorView x) {
+  const i64 n = x.numel(), P = outer_.size();
+  if (!wire_) return outer_.all_reduce(x.data, n, DType::F32, ReduceOp::Sum, "outer.all_reduce").wait();
+  start_coded_gather(outer_, device_, format_, wire_.data(), x, "outer.all_gather").wait();
+  decode_gathered(outer_, device_, format_, wire_.data(), TensorView::of(decoded_.data(), DType::F32, {P * n}));
+  sources_.clear();
+  for (i64 r = 0; r < P; ++r) sources_.push_back(TensorView::of(decoded_.as<float>().data() + r * n, DType::F32, {n}));
+  device_.ops().fold(x, sources_, false, device_.stream());
+}
+
+// What is the worker's own: all but the outer states, and parameters where they are no masters.
+OuterStep::RankLocal OuterStep::rank_local() {
+  RankLocal own;
+  for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
+    for (const State s : kStates) {
+      if (state[s] == nullptr || is_outer_state(s) || (s == State::Param && state[State::Master] != nullptr)) continue;
+      own.emplace_back(fmt::format("{}/{}[{}]", state_name(s), plan_.row_of(piece.param).name, piece.begin),
+                       state.view(s, piece.count));
+    }
+  });
+  return own;
+}
+
+void OuterStep::rank_local_was_set() {
+  for_each_lease(zero::LeaseTo::Write, [&](const zero::Piece& piece, const zero::StateLease& state) {
+    if (state[State::Master] == nullptr) return;
+    device_.ops().cast(TensorView::of(state[State::Param], plan_.dp().grads.work, {piece.count}),
+                       state.view(State::Master, piece.count), device_.stream());
+  });
+}
+
+}  // namespace ds::update

@@ -1,0 +1,111 @@
+#!/usr/bin/env bats
+# SPDX-License-Identifier: Apache-2.0
+# DiLoCo from the shell: workers that meet in some steps alone, whose own states go into checkpoints and come back.
+
+bats_require_minimum_version 1.5.0
+
+load tiny
+
+setup() {
+  tiny_setup
+  sed -i 's|"reduce_order"|"diloco": {"enabled": true, "workers": 2, "sync_every": 4}, "reduce_order"|' cfg.json
+}
+
+@test "a run resumes bit for bit between meetings, and another layout says what it begins without" {
+  local more
+  for more in zero_optimization.stage=0 save.async=true zero_optimization.stage=3 bf16.enabled=true diloco.fragments=2; do
+    rm -rf whole half
+    set -- --set "$more"
+    ds-launch -n 4 ds-train cfg.json --out whole --quiet "$@"
+    ds-launch -n 4 ds-train cfg.json --out half --quiet --steps 7 "$@"
+    run --separate-stderr ds-launch -n 4 ds-train cfg.json --out half --resume latest "$@"
+    assert_success
+    [[ $stderr != *"of their own"* ]]
+    assert_equal "$(losses half)" "$(losses whole)"
+    merged whole whole.safetensors
+    merged half half.safetensors
+    cmp whole.safetensors half.safetensors
+  done
+  ds-ckpt-merge half --verify --quiet -o again.safetensors
+  grep -q '"workers":2' half/step-00000012/manifest.json
+  h5dump -H half/step-00000012/rank-00003.h5 | grep -A3 'GROUP "exp_avg"' | grep -q 'DATASET "' 
+  run ds-shard show half
+  assert_success
+  assert_output --partial "workers 2"
+  # One worker, and other ranks inside of workers.
+  for more in '-n 2 ds-train cfg.json --set diloco.workers=1' '-n 2 ds-train cfg.json'; do
+    rm -rf other
+    cp -r half other
+    # shellcheck disable=SC2086
+    run --separate-stderr ds-launch $more --out other --resume latest --steps 16 --set diloco.fragments=2
+    assert_success
+    if [[ $more == *=1 ]]; then
+      assert_equal "$(losses other | wc -l)" 16
+    else
+      [[ $stderr == *"was made by another layout of ranks"*"what workers of diloco had of their own there is lost"* ]] || fail "$stderr"
+    fi
+  done
+}
+
+@test "what was trained without it gives its weights" {
+  ds-train cfg.json --out plain --quiet --set diloco.enabled=false --set diloco.workers=1
+  run -3 ds-launch -n 2 ds-train cfg.json --out plain --resume latest --steps 14
+  assert_output --partial "start from the weights: --weights"
+  ds-launch -n 2 ds-train cfg.json --out on --weights plain/step-00000012 --quiet
+  assert [ "$(losses on | wc -l)" = 12 ]
+  # And it reads as any other run's.
+  ds-ckpt-merge on -o on.safetensors --quiet
+  run ds-train cfg.json --weights on --generate 'the ' --max-tokens 4 --set diloco.enabled=true
+  assert_success
+}
+
+@test "metrics show where workers meet and what was sent, which --check predicts" {
+  ds-launch -n 4 ds-train cfg.json --out run --quiet
+  assert_equal "$(grep -c outer_grad_norm run/metrics.jsonl)" 3
+  grep '"type":"step","step":8,' run/metrics.jsonl | grep -q '"outer_grad_norm":[0-9.]*'
+  local sent
+  sent=$(grep '"type":"step","step":12,' run/metrics.jsonl | grep -o '"outer.all_reduce":[0-9]*' | cut -d: -f2)
+  run ds-launch -n 4 ds-train cfg.json --check --json
+  assert_success
+  assert_output --partial "\"outer.all_reduce\": $sent"
+  assert_output --partial '"workers": 2'
+  run grep '"type":"step","step":11,' run/metrics.jsonl
+  refute_output --partial '"outer.all_reduce"'
+  run ds-memreport cfg.json -n 4
+  assert_success
+  assert_output --partial "workers 2"
+}
+
+@test "a worker that is killed is named" {
+  sed -i 's/"steps": .*/"steps": 1000000/; s/"sync_every": 4/"sync_every": 1/; s/3e-3/1e-6/' cfg.json
+  ds-launch -n 4 ds-train cfg.json --out run --quiet 2>err.txt &
+  local launcher=$! status=0
+  until_true 60 steps_at_least run 20
+  kill -9 "$(ranks_here | tail -1)"
+  wait $launcher || status=$?
+  assert [ $status -ne 0 ]
+  grep -qE 'rank [0-3] .* was killed by signal 9' err.txt || fail "$(cat err.txt)"
+  until_true 60 no_rank_here
+}
+
+@test "what it cannot be with is refused with the reason" {
+  refused 2 "diloco.workers: 2 does not divide the 1 ranks that see other samples"
+  set -- --set diloco.workers=1
+  refused 2 "must be 32, 8 or 4, not 16" "$@" --set diloco.outer_gradient_bits=16
+  refused 2 "5 fragments do not meet in steps of their own: diloco.sync_every is 4" "$@" --set diloco.fragments=5
+  refused 2 "are more than the 4 layers" "$@" --set diloco.fragments=5 --set diloco.sync_every=9
+  refused 2 "gives back what the steps between meetings have learned" "$@" --set diloco.outer_lr=0
+  refused 2 "the 1-bit family averages by signs" "$@" --set optimizer.type=OneBitAdam --set zero_optimization.stage=1
+  refused 4 "outer states stay on the device" "$@" --set zero_optimization.offload_optimizer.device=cpu
+  refused 2 "did you mean diloco.sync_every" "$@" --set diloco.sync_evry=3
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out refused --set fp16.enabled=true
+  assert_equal $status 4
+  [[ $stderr == *"each worker would have a loss scale of its own"* ]]
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out refused --set optimizer.type=AdamW8bit
+  assert_equal $status 4
+  [[ $stderr == *"masters and states cannot be in fewer bits"* ]]
+  assert [ ! -e refused ]
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out never --set diloco.sync_every=40
+  assert_success
+  [[ $stderr == *"40 is more than the 12 steps of the run: nothing ever meets"* ]]
+}
