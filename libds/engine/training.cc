@@ -168,6 +168,7 @@ class Training {
   void save(engine::Saver::When when);
   void check_divergence(bool diverged, std::string_view what, i64 since);
   StepRecord next_step(std::vector<i32>& ids, std::vector<i32>& targets);
+  bool all_meet() const;
   void tell_of_skipping(const StepRecord& r);
 
   TrainingRun::State& s_;
@@ -176,10 +177,11 @@ class Training {
   const TrainHooks& hooks_;
   TrainResult result_;
   bool has_work_ = false;
-  i64 signal_ = 0;      // what all ranks agreed to stop for
-  i64 evaluated_ = -1;  // the step that was evaluated last
-  i64 lost_ = 0;        // steps in a row whose loss is not finite
-  i64 skipped_ = 0;     // steps in a row
+  i64 signal_ = 0;       // what all ranks agreed to stop for
+  i64 evaluated_ = -1;   // the step that was evaluated last
+  i64 lost_ = 0;         // steps in a row whose loss is not finite
+  i64 lost_by_any_ = 0;  // the same, of the worker that has most, when all met last
+  i64 skipped_ = 0;      // steps in a row
 };
 
 void Training::evaluate() {
@@ -213,10 +215,21 @@ void Training::check_divergence(bool diverged, std::string_view what, i64 since)
 void Training::save(engine::Saver::When when) {
   const TraceSpan span(s_.trace.get(), "steps", "save", step());
   if (!saver_.has(step())) {
-    check_divergence(lost_ > 0, "the loss is", step() - lost_ + 1);
+    check_divergence(lost_by_any_ > 0, "the loss is", step() - lost_by_any_ + 1);
     check_divergence(!s_.engine->is_finite(), "weights or moments are", step());
   }
   saver_.save(s_.meta(), when);
+}
+
+// Whether all ranks take part in something behind this step. Workers go on by themselves until then.
+bool Training::all_meet() const {
+  const DilocoConfig& d = config_.optimizer.diloco;
+  if (d.workers == 1 || step() == config_.steps || evaluation_is_due()) return true;
+  if (config_.save.every > 0 && step() % config_.save.every == 0) return true;
+  for (i64 f = 0; f < d.fragments; ++f) {
+    if (d.meets(f, step())) return true;
+  }
+  return false;
 }
 
 void Training::tell_of_skipping(const StepRecord& r) {
@@ -302,13 +315,15 @@ void Training::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   if (hooks_.on_step && s_.is_root()) hooks_.on_step(r, config_.steps);
   tell_of_skipping(r);
   lost_ = std::isfinite(r.loss) ? 0 : lost_ + 1;
-  if (lost_ == 0) saver_.prove(step());  // before the next one is saved
-  check_divergence(lost_ > kLostSteps, "the loss is", step() - lost_ + 1);
+  if (!all_meet()) return;
+  lost_by_any_ = config_.optimizer.diloco.workers > 1 ? s_.agree(lost_) : lost_;
   signal_ = s_.agree(stop_signal());
+  if (lost_by_any_ == 0) saver_.prove(step());  // before the next one is saved
+  check_divergence(lost_by_any_ > kLostSteps, "the loss is", step() - lost_by_any_ + 1);
   // Saved before it is evaluated: an error in the validation data loses no work.
   if (step() == config_.steps) {
     save(engine::Saver::When::AtTheEnd);
-  } else if (config_.save.every > 0 && step() % config_.save.every == 0 && lost_ == 0) {
+  } else if (config_.save.every > 0 && step() % config_.save.every == 0 && lost_by_any_ == 0) {
     save(engine::Saver::When::Now);
   }
   if (signal_ == 0 && evaluation_is_due()) {

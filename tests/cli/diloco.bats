@@ -88,6 +88,28 @@ setup() {
   until_true 60 no_rank_here
 }
 
+@test "between meetings ranks of other workers are not waited for, and a signal is heeded at the next" {
+  sed -i 's/"steps": .*/"steps": 1000000/; s/"sync_every": 4/"sync_every": 1000/; s/3e-3/1e-6/' cfg.json
+  ds-launch -n 2 ds-train cfg.json --out run --quiet &
+  local launcher=$! status=0
+  until_true 60 steps_at_least run 10
+  # The first worker goes on beside one that stands still.
+  local p still='' before
+  for p in $(ranks_here); do
+    if tr '\0' '\n' <"/proc/$p/environ" | grep -qx RANK=1; then still=$p; fi
+  done
+  [[ -n $still ]] || fail "no rank 1 among $(ranks_here)"
+  kill -STOP "$still"
+  before=$(losses run | wc -l)
+  until_true 30 steps_at_least run $((before + 20))
+  kill -CONT "$still"
+  kill -TERM $launcher
+  wait $launcher || status=$?
+  assert_equal "$status" 75
+  run tail -1 run/metrics.jsonl
+  assert_output --regexp '"event":"stopped","step":[0-9]*000[,}]'
+}
+
 @test "what it cannot be with is refused with the reason" {
   refused 2 "diloco.workers: 2 does not divide the 1 ranks that see other samples"
   set -- --set diloco.workers=1
