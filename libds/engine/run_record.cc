@@ -14,7 +14,6 @@
 #include "ds/version.h"
 #include "engine/plans.h"
 #include "launch/process.h"
-#include "mesh/mesh_json.h"
 #include "model/attention_pattern.h"
 #include "report/own_memory.h"
 #include "report/planned.h"
@@ -202,11 +201,14 @@ LiveRecord RunRecord::live_record(const Engine& engine, const StepRecord& step, 
 
 Json RunRecord::run_line(const Engine& engine, const Json& stages, i64 step, std::string_view backend,
                          const std::string& model_json, double peak_flops) const {
+  const MeshShape& m = mesh_.shape();
+  Json mesh = {{"pp", m.pp}, {"dp", m.dp}, {"sp", m.sp}, {"tp", m.tp}};
+  if (m.workers > 1) mesh["workers"] = m.workers;
   return {{"type", "run"},
           {"step", step},
           {"version", version()},
           {"world_size", mesh_.world_size()},
-          {"mesh", mesh_json(mesh_.shape())},
+          {"mesh", mesh},
           {"device", device_.is_host() ? "cpu" : "cuda"},
           {"device_name", device_.name()},
           {"backend", backend},

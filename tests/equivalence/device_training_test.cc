@@ -29,6 +29,9 @@ Config config_of(const ModelConfig& model, DType work, int ranks, i64 accumulati
 
 constexpr i64 kSteps = 4;
 
+// On the simulator, which is slow, the ordinary run has fewer models, optimizers and stages; DS_SLOW=1: all.
+const bool kAll = std::getenv("DS_SLOW") != nullptr || std::getenv("DS_CUDA_PLUGIN") == nullptr;
+
 // Every rank has a device of its own, which are one GPU; they talk through host memory.
 Trace train(const Config& config, int ranks, const Hooks& hooks = {}, i64 steps = kSteps) {
   auto worlds = make_thread_communicators(ranks, {.timeout_s = 120});
@@ -64,6 +67,7 @@ TEST_P(DeviceTraining, StagesAndRanksGiveTheSameBits) {
   for (const ModelConfig& model : {tiny_gpt2(), tiny_llama(), tiny_bert()}) {
     const Trace want = train(config_of(model, GetParam(), 1, 2, 0), 1);
     for (const i64 stage : {0, 1, 2, 3}) {
+      if (!kAll && stage == (model.family == Family::Gpt2 ? 2 : 1)) continue;
       const std::string what = fmt::format("{} stage {}", family_name(model.family), stage);
       expect_same_training(train(config_of(model, GetParam(), 1, 2, stage), 1), want, what + ", 1 rank");
       expect_same_training(train(config_of(model, GetParam(), 2, 1, stage), 2), want, what + ", 2 ranks");
@@ -82,8 +86,10 @@ TEST_P(DeviceTraining, OptimizersGiveTheSameBits) {
       return c;
     };
     const Trace want = train(config(1, 0), 1);
-    for (const i64 stage : {0, 2, 3})
+    for (const i64 stage : {0, 2, 3}) {
+      if (!kAll && stage == 2) continue;
       expect_same_training(train(config(2, stage), 2), want, fmt::format("{} stage {}", static_cast<int>(type), stage));
+    }
   }
 }
 
@@ -191,6 +197,7 @@ TEST_P(DeviceTraining, OffloadChangesNoBit) {
   };
   for (const OptimizerType type :
        {OptimizerType::AdamW, OptimizerType::Sgd, OptimizerType::Lamb, OptimizerType::Muon, OptimizerType::AdamW8bit}) {
+    if (!kAll && (type == OptimizerType::Sgd || type == OptimizerType::Lamb)) continue;
     const i64 stage = type == OptimizerType::AdamW || type == OptimizerType::Lamb ? 3 : 2;
     Config c = config_of(tiny_gpt2(), GetParam(), 2, 1, stage);
     c.optimizer.type = type;
