@@ -104,6 +104,7 @@ void CountedUpdate::run(Enter enter, i64 number) {
   update_->judge(numbers, {});
   update_->update_params({.lr = 1, .number = number}, verdict);
   update_->outer_step(number);
+  if (update_->keeps_gradients_apart(number)) (void)update_->sign_norms();
   zero::publish(shards_);
   take_messages(1);
 }
@@ -112,6 +113,7 @@ std::map<std::string, CommCount> CountedUpdate::meetings() {
   std::map<std::string, CommCount> all;
   if (!update_ || update_->outer() == nullptr) return all;
   for (i64 f = 0; f < plan_.diloco.fragments; ++f) update_->outer()->run(f);
+  (void)update_->outer_gradient_norm(plan_.diloco.sync_every);
   all = outer_.counts();
   outer_.reset_counts();
   return all;

@@ -245,7 +245,7 @@ std::array<double, Update::kNorms> Update::norms_of(
   for_each([&](i64 norm, const TensorView& x) { ops.sum_squares(sum(norm), x, largest(norm), device_.stream()); });
   over_model_ranks(TensorView::of(numbers + kNorms, DType::I64, {2 * kNorms}), ReduceOp::Sum, true);
 
-  i64 host[3 * kNorms];
+  i64 host[3 * kNorms] = {};
   device_.download(host, numbers, sizeof host);
   std::array<double, kNorms> norms;
   for (i64 k = 0; k < kNorms; ++k) {

@@ -71,6 +71,10 @@ setup() {
   assert_output --partial '"workers": 2'
   run grep '"type":"step","step":11,' run/metrics.jsonl
   refute_output --partial '"outer.all_reduce"'
+  # Where meetings and their norms are the largest calls, too, all is as predicted.
+  ds-launch -n 4 ds-train cfg.json --out stages --quiet --set pipeline.stages=2 --set diloco.outer_gradient_bits=8 --steps 7
+  run ds-memreport stages/metrics.jsonl
+  assert_line --regexp '^ *comm .* exact'
   run ds-memreport cfg.json -n 4
   assert_success
   assert_output --partial "workers 2"
