@@ -3,6 +3,7 @@
 
 #include <fmt/format.h>
 
+#include "config/keys.h"
 #include "config/optimizer.h"
 
 namespace ds {
@@ -29,8 +30,12 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader&
     return;
   }
   if (!d.enabled) {
-    if (d.workers > 1) r.error(kWorkers, fmt::format("{} workers need {}", d.workers, kEnabled));
-    d.workers = 1;
+    // Who says so means it; who says nothing of it may have forgotten it.
+    for (const Key& key : config_keys()) {
+      if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled))
+        r.error(key.path, fmt::format("says nothing without {} true", kEnabled));
+    }
+    d = {};
     return;
   }
   if (r.broken(kWorkers)) d.workers = 1;

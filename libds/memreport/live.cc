@@ -35,7 +35,8 @@ LiveRank read_live(i64 pid) {
       .rank = who.rank,
       .world_size = who.world_size,
       .mesh = {.dp = who.mesh.dp, .pp = who.mesh.pp, .tp = who.mesh.tp, .sp = who.mesh.sp, .workers = who.mesh.worker},
-      .coord = {.dp = who.coord.dp, .pp = who.coord.pp, .tp = who.coord.tp, .sp = who.coord.sp},
+      .coord =
+          {.dp = who.coord.dp, .pp = who.coord.pp, .tp = who.coord.tp, .sp = who.coord.sp, .worker = who.coord.worker},
       .directory = text_of(who.directory),
       .device = text_of(who.device),
       .step = r->step,

@@ -86,7 +86,7 @@ class Mesh {
   Communicator& world() const noexcept { return *world_; }
   // The ranks that hold the same parameters, over which ZeRO shards them: all dp and sp.
   Communicator& dp() const noexcept { return *dp_; }
-  // The ranks with the same parameters in each worker: rank = worker. Its operations run beside the caller.
+  // The ranks at the same place in each worker: rank = worker. Operations run inside the call.
   Communicator& outer() const noexcept { return *outer_; }
   // The groups over which gradients may be reduced: 0 is dp(), then the splits in order.
   Communicator& group(size_t i) const noexcept { return i == 0 ? *dp_ : *groups_[i - 1]; }

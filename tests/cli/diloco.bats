@@ -28,7 +28,7 @@ setup() {
   done
   ds-ckpt-merge half --verify --quiet -o again.safetensors
   grep -q '"workers":2' half/step-00000012/manifest.json
-  h5dump -H half/step-00000012/rank-00003.h5 | grep -A3 'GROUP "exp_avg"' | grep -q 'DATASET "' 
+  h5dump -H half/step-00000012/rank-00003.h5 | grep -A3 'GROUP "exp_avg"' | grep -q 'DATASET "'
   run ds-shard show half
   assert_success
   assert_output --partial "workers 2"
@@ -48,7 +48,7 @@ setup() {
 }
 
 @test "what was trained without it gives its weights" {
-  ds-train cfg.json --out plain --quiet --set diloco.enabled=false --set diloco.workers=1
+  ds-train cfg.json --out plain --quiet --set diloco.enabled=false
   run -3 ds-launch -n 2 ds-train cfg.json --out plain --resume latest --steps 14
   assert_output --partial "start from the weights: --weights"
   ds-launch -n 2 ds-train cfg.json --out on --weights plain/step-00000012 --quiet
@@ -82,14 +82,7 @@ setup() {
 
 @test "a worker that is killed is named" {
   sed -i 's/"steps": .*/"steps": 1000000/; s/"sync_every": 4/"sync_every": 1/; s/3e-3/1e-6/' cfg.json
-  ds-launch -n 4 ds-train cfg.json --out run --quiet 2>err.txt &
-  local launcher=$! status=0
-  until_true 60 steps_at_least run 20
-  kill -9 "$(ranks_here | tail -1)"
-  wait $launcher || status=$?
-  assert [ $status -ne 0 ]
-  grep -qE 'rank [0-3] .* was killed by signal 9' err.txt || fail "$(cat err.txt)"
-  until_true 60 no_rank_here
+  killed_rank_is_named '[0-3]' -n 4 ds-train cfg.json --out run --quiet
 }
 
 @test "between meetings ranks of other workers are not waited for, and a signal is heeded at the next" {
@@ -115,6 +108,10 @@ setup() {
 
 @test "what it cannot be with is refused with the reason" {
   refused 2 "diloco.workers: 2 does not divide the 1 ranks that see other samples"
+  sed 's/"enabled": true, //' cfg.json >forgotten.json
+  run -2 ds-launch -n 2 ds-train forgotten.json --out refused
+  assert_output --partial "diloco.workers: says nothing without diloco.enabled true"
+  assert_output --partial "diloco.sync_every: says nothing"
   set -- --set diloco.workers=1
   refused 2 "must be 32, 8 or 4, not 16" "$@" --set diloco.outer_gradient_bits=16
   refused 2 "5 fragments do not meet in steps of their own: diloco.sync_every is 4" "$@" --set diloco.fragments=5

@@ -54,4 +54,18 @@ refused() {
   assert [ ! -e refused ]
 }
 
+# A rank that is killed in step 20 or so is named, and none is left: text of the ranks' numbers, then ds-launch's arguments.
+killed_rank_is_named() {
+  local numbers=$1 launcher status=0
+  shift
+  ds-launch "$@" 2>err.txt &
+  launcher=$!
+  until_true 60 steps_at_least run 20
+  kill -9 "$(ranks_here | tail -1)"
+  wait $launcher || status=$?
+  assert [ $status -ne 0 ]
+  grep -qE "rank $numbers .* was killed by signal 9" err.txt || fail "$(cat err.txt)"
+  until_true 60 no_rank_here
+}
+
 steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
