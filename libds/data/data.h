@@ -74,6 +74,9 @@ class TokenStream {
   // The same, with kIgnoredTarget for tokens that are not to be predicted: prompts, and what others than the assistant
   // say.
   void read_targets(i64 position, std::span<i32> out, i64 vocab_size) const;
+  // Tokens [position, position + count) are read soon: the system is asked for their pages, all at once, and not waited
+  // for.
+  void will_need(i64 position, i64 count) const noexcept;
   // Whether there may be such tokens.
   bool has_marks() const noexcept;
 
@@ -86,9 +89,10 @@ class TokenStream {
   const std::string& tokenizer() const noexcept { return tokenizer_; }
 
  private:
-  // Calls part(file, position in it, part of out) for the files that tokens [position, position + out.size()) lie in.
+  // Calls part(file, position in it, first of them, how many) for the files that tokens [position, position + count)
+  // lie in.
   template <class Part>
-  void for_each_part(i64 position, std::span<i32> out, Part&& part) const;
+  void for_each_part(i64 position, i64 count, Part&& part) const;
 
   std::vector<std::shared_ptr<const TokenFile>> files_;
   std::string tokenizer_;
@@ -153,6 +157,9 @@ class BatchLoader {
   // Deterministic: yes.
   void load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const;
 
+  // load() with the same numbers comes soon: the pages of its tokens are asked for at once (TokenStream::will_need).
+  void will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept;
+
   // Micro-batches per rank that cover every sample once.
   i64 num_sequential_batches() const noexcept;
   // Micro-batch `batch` of `rank` in the order of the file, for evaluation: the same draws every time. Rows past the
@@ -169,6 +176,9 @@ class BatchLoader {
     std::shared_ptr<const Packing> packing;  // null: samples follow each other
   };
   const Part& part_of(i64 number) const noexcept;
+  // Calls take(part, sample of it, row, key) for the samples of a micro-batch.
+  template <class Take>
+  void for_each_sample(i64 consumed, i64 micro_batch, i64 rank, Take&& take) const;
   void load_row(const Part& part, i64 sample, i64 row, RngKey key, std::span<i32> inputs, std::span<i32> targets) const;
 
   TokenStream stream_;

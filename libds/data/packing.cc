@@ -93,4 +93,12 @@ void Packing::make_sample(const TokenStream& stream, i64 sample, i64 vocab_size,
   std::ranges::fill(targets.subspan(at), kIgnoredTarget);
 }
 
+void Packing::will_need(const TokenStream& stream, i64 sample) const noexcept {
+  const auto s = static_cast<size_t>(sample);
+  for (i64 p = first_[s]; p < first_[s + 1]; ++p) {
+    const Piece& piece = pieces_[static_cast<size_t>(p)];
+    stream.will_need(piece.begin, piece.count + (piece.goes_on ? 1 : 0));
+  }
+}
+
 }  // namespace ds

@@ -24,6 +24,8 @@ class Packing {
   // it in its document, as TokenStream::read_targets has it; of the last one, and of what fills up, there is none.
   void make_sample(const TokenStream& stream, i64 sample, i64 vocab_size, std::span<i32> inputs,
                    std::span<i32> targets) const;
+  // The tokens of a sample are read soon.
+  void will_need(const TokenStream& stream, i64 sample) const noexcept;
 
  private:
   // Tokens of the stream.

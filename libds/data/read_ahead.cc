@@ -3,12 +3,10 @@
 
 namespace ds {
 
-ReadAhead::ReadAhead(const BatchLoader& loader, const BatchShape& shape, i64 micro_batches, i64 rank)
+ReadAhead::ReadAhead(const BatchLoader& loader, i64 micro_batches, i64 rank)
     : loader_(loader),
       micro_batches_(micro_batches),
       rank_(rank),
-      inputs_(static_cast<size_t>(shape.micro * shape.seq_length)),
-      targets_(inputs_.size()),
       thread_(start_thread("a thread that reads data ahead", [this](const std::stop_token& stop) { run(stop); })) {}
 
 void ReadAhead::expect(i64 consumed) {
@@ -29,11 +27,7 @@ void ReadAhead::run(const std::stop_token& stop) {
     expected_.reset();
     busy_ = true;
     lock.unlock();
-    try {
-      for (i64 m = 0; m < micro_batches_ && !stop.stop_requested(); ++m)
-        loader_.load(consumed, m, rank_, inputs_, targets_);
-    } catch (const Error&) {  // which the step will find, too
-    }
+    for (i64 m = 0; m < micro_batches_ && !stop.stop_requested(); ++m) loader_.will_need(consumed, m, rank_);
     lock.lock();
     busy_ = false;
     changed_.notify_all();

@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// Tokens of a step that is to come, on their way from the disk while another step is taken: a thread reads them as the
-// step will, into memory that it forgets, so that their pages are there. What fails is left to the step.
+// Tokens of a step that is to come, on their way from the disk while another step is taken: a thread asks the system
+// for all their pages at once, since a disk that is asked for many together answers sooner than one that is asked for
+// each in turn. It is a thread because asking waits where the disk's queue is full. What fails is left to the step.
 
 #include <condition_variable>
 #include <mutex>
 #include <optional>
-#include <vector>
 
 #include "base/thread.h"
 #include "data/data.h"
@@ -16,10 +16,10 @@ namespace ds {
 class ReadAhead {
  public:
   // The micro-batches of a step of `rank`; `loader` outlives it.
-  ReadAhead(const BatchLoader& loader, const BatchShape& shape, i64 micro_batches, i64 rank);
+  ReadAhead(const BatchLoader& loader, i64 micro_batches, i64 rank);
   // The step that begins at `consumed` comes next; what was expected before and has not been begun no longer does.
   void expect(i64 consumed);
-  // Waits until nothing is expected; for tests.
+  // Waits until the system was asked for all that is expected; for tests.
   void wait();
 
  private:
@@ -27,7 +27,6 @@ class ReadAhead {
 
   const BatchLoader& loader_;
   const i64 micro_batches_, rank_;
-  std::vector<i32> inputs_, targets_;  // of a micro-batch
   std::mutex mutex_;
   std::condition_variable_any changed_;
   std::optional<i64> expected_;

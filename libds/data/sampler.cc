@@ -82,7 +82,8 @@ void BatchLoader::load_row(const Part& part, i64 sample, i64 row, RngKey key, st
   }
 }
 
-void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+template <class Take>
+void BatchLoader::for_each_sample(i64 consumed, i64 micro_batch, i64 rank, Take&& take) const {
   const i64 ranks = shape_.num_ranks / shape_.workers, before = rank / ranks * shape_.micro_batches * ranks;
   const i64 first = consumed + (before + micro_batch * ranks + rank % ranks) * shape_.micro;
   for (i64 row = 0; row < shape_.micro; ++row) {
@@ -90,7 +91,7 @@ void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> i
     const i64 number = Permutation(num_samples_, seed_, static_cast<u32>(epoch))(position % num_samples_);
     const Part& part = part_of(number);
     if (weights_.empty()) {
-      load_row(part, number, row, {seed_, kTrainingSite, static_cast<u32>(epoch)}, inputs, targets);
+      take(part, number, row, RngKey{seed_, kTrainingSite, static_cast<u32>(epoch)});
       continue;
     }
     // The samples of a file follow each other through all epochs, round by round.
@@ -98,8 +99,23 @@ void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> i
     const u32 round = static_cast<u32>(drawn / part.num_samples);
     const u32 seed = seed_ + 1 + static_cast<u32>(&part - parts_.data());
     const i64 sample = Permutation(part.num_samples, seed, round)(drawn % part.num_samples);
-    load_row(part, sample, row, {seed, kTrainingSite, round}, inputs, targets);
+    take(part, sample, row, RngKey{seed, kTrainingSite, round});
   }
+}
+
+void BatchLoader::load(i64 consumed, i64 micro_batch, i64 rank, std::span<i32> inputs, std::span<i32> targets) const {
+  for_each_sample(consumed, micro_batch, rank, [&](const Part& part, i64 sample, i64 row, RngKey key) {
+    load_row(part, sample, row, key, inputs, targets);
+  });
+}
+
+void BatchLoader::will_need(i64 consumed, i64 micro_batch, i64 rank) const noexcept {
+  for_each_sample(consumed, micro_batch, rank, [&](const Part& part, i64 sample, i64, RngKey) {
+    if (part.packing)
+      part.packing->will_need(part.stream, sample);
+    else
+      part.stream.will_need(sample * objective_->stride(shape_.seq_length), objective_->extent(shape_.seq_length));
+  });
 }
 
 i64 BatchLoader::num_sequential_batches() const noexcept {

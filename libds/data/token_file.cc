@@ -93,6 +93,14 @@ void MappedFile::check_size() const {
            bytes_, static_cast<i64>(status.st_size));
 }
 
+void MappedFile::will_need(const u8* data, i64 bytes) noexcept {
+  const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(data) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(data) + static_cast<std::uintptr_t>(bytes);
+  // It is advice: what fails here fails where the bytes are read, and is said there.
+  static_cast<void>(::madvise(reinterpret_cast<void*>(begin), end - begin, MADV_WILLNEED));
+}
+
 FileFingerprint MappedFile::fingerprint() const {
   constexpr i64 kEnd = i64{1} << 20;
   check_size();
@@ -133,6 +141,11 @@ void TokenFile::read_targets(i64 begin, std::span<i32> out, i64 vocab_size) cons
     std::memcpy(&marked, view.data + 4 * (begin + i), sizeof marked);
     if ((marked & TokenIds::kNoTarget) != 0) out[static_cast<size_t>(i)] = kIgnoredTarget;
   }
+}
+
+void TokenFile::will_need(i64 begin, i64 count) const noexcept {
+  const i64 bytes = dtype_bytes(view.type);
+  MappedFile::will_need(view.data + begin * bytes, count * bytes);
 }
 
 void TokenFile::check(i64 begin, i64 end, i64 vocab_size) const {

@@ -39,6 +39,8 @@ class MappedFile {
   // Touching a mapped page past the end of a file kills the process, so a file that was cut off is found first: throws
   // Errc::Corrupt.
   void check_size() const;
+  // Asks the system to read the pages of bytes [data, data + bytes) of any mapping, and does not wait for them.
+  static void will_need(const u8* data, i64 bytes) noexcept;
   FileFingerprint fingerprint() const;
 
  private:
@@ -75,6 +77,8 @@ struct TokenFile {
   void read(i64 begin, std::span<i32> out, i64 vocab_size) const;
   // The same, with kIgnoredTarget for tokens that are no target. Throws as TokenStream::read.
   void read_targets(i64 begin, std::span<i32> out, i64 vocab_size) const;
+  // They are read soon.
+  void will_need(i64 begin, i64 count) const noexcept;
   // Tokens [begin, end) are in the vocabulary: throws as read().
   void check(i64 begin, i64 end, i64 vocab_size) const;
   std::vector<FileFingerprint> fingerprints() const;

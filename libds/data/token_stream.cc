@@ -100,31 +100,35 @@ void TokenStream::narrow_to(i64 begin, i64 end) noexcept {
 }
 
 template <class Part>
-void TokenStream::for_each_part(i64 position, std::span<i32> out, Part&& part) const {
+void TokenStream::for_each_part(i64 position, i64 count, Part&& part) const {
   position += begin_;
-  DS_ASSERT(position >= begin_ && position + std::ssize(out) <= end_);
+  DS_ASSERT(position >= begin_ && position + count <= end_);
   auto file = std::upper_bound(files_.begin(), files_.end(), position,
                                [](i64 p, const auto& f) { return p < f->first_token; }) -
               files_.begin() - 1;
-  while (!out.empty()) {
+  for (i64 first = 0; first < count;) {
     const TokenFile& f = *files_[file++];
-    const i64 begin = position - f.first_token;
-    const i64 n = std::min<i64>(std::ssize(out), f.view.count - begin);
-    part(f, begin, out.first(n));
-    out = out.subspan(n);
-    position += n;
+    const i64 begin = position + first - f.first_token;
+    const i64 n = std::min(count - first, f.view.count - begin);
+    part(f, begin, first, n);
+    first += n;
   }
 }
 
 void TokenStream::read(i64 position, std::span<i32> out, i64 vocab_size) const {
-  for_each_part(position, out,
-                [&](const TokenFile& file, i64 begin, std::span<i32> part) { file.read(begin, part, vocab_size); });
+  for_each_part(position, std::ssize(out), [&](const TokenFile& file, i64 begin, i64 first, i64 n) {
+    file.read(begin, out.subspan(static_cast<size_t>(first), static_cast<size_t>(n)), vocab_size);
+  });
 }
 
 void TokenStream::read_targets(i64 position, std::span<i32> out, i64 vocab_size) const {
-  for_each_part(position, out, [&](const TokenFile& file, i64 begin, std::span<i32> part) {
-    file.read_targets(begin, part, vocab_size);
+  for_each_part(position, std::ssize(out), [&](const TokenFile& file, i64 begin, i64 first, i64 n) {
+    file.read_targets(begin, out.subspan(static_cast<size_t>(first), static_cast<size_t>(n)), vocab_size);
   });
+}
+
+void TokenStream::will_need(i64 position, i64 count) const noexcept {
+  for_each_part(position, count, [](const TokenFile& file, i64 begin, i64, i64 n) { file.will_need(begin, n); });
 }
 
 bool TokenStream::has_marks() const noexcept {

@@ -365,8 +365,7 @@ TrainResult Training::run() {
   const report::RunPlan& plan = s_.engine->plan();
   std::vector<i32> ids(static_cast<size_t>(plan.micro_batches * plan.B * plan.sequence_length)), targets(ids.size());
   begin();
-  s_.read_ahead =
-      std::make_unique<ReadAhead>(*s_.train_data, s_.train_data->shape(), plan.micro_batches, s_.mesh->data_rank());
+  s_.read_ahead = std::make_unique<ReadAhead>(*s_.train_data, plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();
   s_.engine->trace_to(s_.trace.get());
   while (signal_ == 0 && step() < config_.steps) {

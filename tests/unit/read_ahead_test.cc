@@ -6,7 +6,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <memory>
+#include <numeric>
+#include <thread>
+
 #include "data/objective.h"
+#include "data/packing.h"
 #include "temp_directory.h"
 
 namespace ds {
@@ -44,23 +50,61 @@ class Pages {
   void* data_ = nullptr;
 };
 
+// Pages of `files` that come when ask() has asked for `expected` of them at least. -1: the file system keeps all in
+// memory.
+template <class Ask>
+i64 pages_that_come(std::span<const std::string> files, i64 expected, Ask&& ask) {
+  std::vector<std::unique_ptr<Pages>> pages;
+  for (const std::string& file : files) pages.emplace_back(std::make_unique<Pages>(file))->drop();
+  const auto there = [&] {
+    return std::accumulate(pages.begin(), pages.end(), i64{0}, [](i64 sum, const auto& p) { return sum + p->there(); });
+  };
+  const i64 before = there();
+  if (before > expected) return -1;
+  ask();
+  for (int i = 0; i < 1000 && there() - before < expected; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  return there() - before;
+}
+
+std::string write_tokens(const TempDirectory& dir, const std::string& name, std::span<const u16> tokens) {
+  write_file(dir / name, std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2));
+  return dir / name;
+}
+
 TEST(ReadAhead, BringsThePagesOfTheStepThatComes) {
   const TempDirectory dir;
   constexpr i64 kSamples = 512;
   const std::vector<u16> tokens(static_cast<size_t>(kSamples * kSampleTokens + 1), 3);
-  const std::string file = dir / "a.bin";
-  write_file(file, std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2));
-  Pages pages(file);
-  pages.drop();
+  const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens), write_tokens(dir, "b.bin", tokens)};
   const BatchShape shape{.micro = 2, .num_ranks = 1, .seq_length = kSampleTokens};
-  const BatchLoader loader(TokenStream(std::span(&file, 1), DataFormat::Bin), shape, 5, 65536, next_token());
-  ReadAhead ahead(loader, shape, 4, 0);
-  ahead.wait();
-  const i64 before = pages.there();
-  if (before > kSamples) GTEST_SKIP() << "the file system keeps all in memory";
-  ahead.expect(16);
-  ahead.wait();
-  EXPECT_GE(pages.there() - before, 7 * 2);  // of eight samples, of which one may be there
+  for (const std::vector<float>& weights : {std::vector<float>{}, std::vector<float>{1, 0.5f}}) {
+    const BatchLoader loader(TokenStream(files, DataFormat::Bin), shape, 5, 65536, next_token(), weights);
+    // Of eight samples, of which one may be there.
+    const i64 come = pages_that_come(files, 7 * 2, [&] {
+      ReadAhead ahead(loader, 4, 0);
+      ahead.expect(16);
+      ahead.wait();
+    });
+    if (come < 0) GTEST_SKIP() << "the file system keeps all in memory";
+    EXPECT_GE(come, 7 * 2);
+    EXPECT_LT(come, 2 * kSamples) << "and not all the others";
+  }
+}
+
+TEST(ReadAhead, BringsThePagesOfPackedDocuments) {
+  const TempDirectory dir;
+  std::vector<u16> tokens(256 * kSampleTokens, 3);
+  for (size_t i = kSampleTokens / 2 - 1; i < tokens.size(); i += kSampleTokens / 2) tokens[i] = 0;  // two to a sample
+  const std::vector<std::string> files{write_tokens(dir, "a.bin", tokens)};
+  // What has read the tokens keeps them in memory as long as it maps them.
+  const Packing packing(TokenStream(files, DataFormat::Bin), kSampleTokens, 0, 65536);
+  const TokenStream stream(files, DataFormat::Bin);
+  const i64 come = pages_that_come(files, 7 * 2, [&] {
+    for (i64 sample = 10; sample < 18; ++sample) packing.will_need(stream, sample);
+  });
+  if (come < 0) GTEST_SKIP() << "the file system keeps all in memory";
+  EXPECT_GE(come, 7 * 2);
 }
 
 // A file that is cut off meanwhile is the step's to tell.
@@ -70,7 +114,7 @@ TEST(ReadAhead, LeavesMistakesToTheStep) {
   write_file(file, std::string(2 * (64 * 16 + 1), '\0'));
   const BatchShape shape{.micro = 2, .num_ranks = 1, .seq_length = 16};
   const BatchLoader loader(TokenStream(std::span(&file, 1), DataFormat::Bin), shape, 5, 65536, next_token());
-  ReadAhead ahead(loader, shape, 4, 0);
+  ReadAhead ahead(loader, 4, 0);
   ASSERT_EQ(truncate(file.c_str(), 10), 0);
   ahead.expect(0);
   ahead.expect(8);
