@@ -6,6 +6,7 @@
 #include <mutex>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -40,19 +41,20 @@ class Trace {
   std::vector<Span> spans_;
 };
 
-// A span from its making to its end; without a trace nothing.
+// A span from its making to end(), or its own end; without a trace nothing.
 class TraceSpan {
  public:
   TraceSpan(Trace* trace, std::string_view track, std::string_view name, i64 number = -1)
       : trace_(trace), track_(track), name_(name), number_(number) {}
-  ~TraceSpan() {
-    if (trace_ != nullptr) trace_->add(track_, name_, begin_, Clock::now(), number_);
+  ~TraceSpan() { end(); }
+  void end() {
+    if (Trace* trace = std::exchange(trace_, nullptr)) trace->add(track_, name_, begin_, Clock::now(), number_);
   }
   TraceSpan(const TraceSpan&) = delete;
   TraceSpan& operator=(const TraceSpan&) = delete;
 
  private:
-  Trace* const trace_;
+  Trace* trace_;
   const std::string_view track_, name_;
   const i64 number_;
   const Clock::time_point begin_ = Clock::now();

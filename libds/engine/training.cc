@@ -74,7 +74,7 @@ i64 TrainingRun::State::length_of_step(i64 step) const {
 
 StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>& targets) {
   const auto start = Clock::now();
-  const TraceSpan whole(trace.get(), "steps", "step", engine->progress().step + 1);
+  TraceSpan whole(trace.get(), "steps", "step", engine->progress().step + 1);
   const report::RunPlan& plan = engine->plan();
   const size_t R = static_cast<size_t>(plan.B * plan.sequence_length);
   mesh->reset_counts();
@@ -99,6 +99,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
   engine->time_phases(monitor::Monitors::wants_phases(config, engine->progress().step + 1));
   const engine::StepReport r = engine->train_step({all_ids, all_targets});
   const double s = seconds_since(start);
+  whole.end();
   StepRecord taken{.step = r.step,
                    .loss = r.loss,
                    .grad_norm = r.grad_norm,

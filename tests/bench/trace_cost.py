@@ -30,7 +30,7 @@ def run(bin_dir, directory, name, traced, *settings):
     events = json.loads((directory / f"{name}.json").read_text())["traceEvents"]
     track = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
     return steps, sum(e["dur"] / 1e3 for e in events
-                      if e["ph"] == "X" and e["name"] == "step" and e["pid"] == 0 and track[0, e["tid"]] == "steps")
+                      if e["ph"] == "X" and e["name"] == "step" and e["pid"] == 1 and track[1, e["tid"]] == "steps")
 
 
 def main():

@@ -353,14 +353,14 @@ TEST(TraceFile, HasAProcessForEachRankAndAThreadForEachTrack) {
   const std::string texts[] = {spans_text(spans), spans_text(std::span(spans).subspan(1))};
   const Json file = Json::parse(trace_text(texts));
   EXPECT_EQ(file["traceEvents"].dump(),
-            R"([{"ph":"M","name":"process_name","pid":0,"tid":0,"args":{"name":"rank 0"}},)"
-            R"({"ph":"M","name":"thread_name","pid":0,"tid":0,"args":{"name":"step"}},)"
-            R"({"ph":"X","name":"forward","pid":0,"tid":0,"ts":0.0,"dur":250.0,"args":{"number":1}},)"
-            R"({"ph":"M","name":"thread_name","pid":0,"tid":1,"args":{"name":"messages"}},)"
-            R"({"ph":"X","name":"dp.all_gather","pid":0,"tid":1,"ts":50.0,"dur":200.0},)"
-            R"({"ph":"M","name":"process_name","pid":1,"tid":0,"args":{"name":"rank 1"}},)"
-            R"({"ph":"M","name":"thread_name","pid":1,"tid":0,"args":{"name":"messages"}},)"
-            R"({"ph":"X","name":"dp.all_gather","pid":1,"tid":0,"ts":50.0,"dur":200.0}])");
+            R"([{"ph":"M","name":"process_name","pid":1,"tid":3,"args":{"name":"rank 0"}},)"
+            R"({"ph":"M","name":"thread_name","pid":1,"tid":3,"args":{"name":"step"}},)"
+            R"({"ph":"X","name":"forward","pid":1,"tid":3,"ts":0.00025,"dur":250.0,"args":{"number":1}},)"
+            R"({"ph":"M","name":"thread_name","pid":1,"tid":4,"args":{"name":"messages"}},)"
+            R"({"ph":"X","name":"dp.all_gather","pid":1,"tid":4,"ts":50.00025,"dur":200.0},)"
+            R"({"ph":"M","name":"process_name","pid":2,"tid":5,"args":{"name":"rank 1"}},)"
+            R"({"ph":"M","name":"thread_name","pid":2,"tid":5,"args":{"name":"messages"}},)"
+            R"({"ph":"X","name":"dp.all_gather","pid":2,"tid":5,"ts":50.00025,"dur":200.0}])");
 }
 
 TEST(Monitors, AreThoseThatTheConfigurationAsksFor) {
