@@ -268,7 +268,8 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
   const Group node(ranks, local, "node"), across(ranks, equal, "across");
   MemoryLedger ledger;
   QuantizedReduceScatter op(*node, *across, ranks.device, ledger, Tag::Comm, n + 5, format);
-  LocoErrors errors(op, ledger, Tag::GradAccum, n, {.decay = 0.75f, .reset_period = 2});
+  // Of three gradients the second one travels.
+  LocoErrors errors(op, ledger, Tag::GradAccum, {n + 2, n, 3}, {.decay = 0.75f, .reset_period = 2});
   const i64 taken = ledger.num_allocations();
   ReduceScatterOracle oracle(nodes, L, n, format, feedback);
   Array source(ranks.device, type, P * n), target(ranks.device, DType::F32, n);
@@ -284,7 +285,7 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
     source.set(sources[rank]);
     if (step == 1) errors.rescale(0.5f);
     const bool accumulate = step > 1;
-    op.run(source, target, accumulate, "t.qgz", feedback ? &errors : nullptr);
+    op.run(source, target, accumulate, "t.qgz", feedback ? &errors : nullptr, 1);
     for (size_t i = 0; i < want.size(); ++i) {
       const float sum = sums[static_cast<size_t>(rank * n) + i];
       want[i] = accumulate ? want[i] + sum : sum;

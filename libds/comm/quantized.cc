@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "comm/quantized.h"
 
+#include <utility>
+
 namespace ds {
 namespace {
 
@@ -77,13 +79,13 @@ QuantizedReduceScatter::QuantizedReduceScatter(Communicator& node, Communicator&
 }
 
 void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accumulate, std::string_view tag,
-                                 LocoErrors* errors) {
+                                 LocoErrors* errors, size_t of) {
   const OpTable& ops = device_.ops();
   Stream& stream = device_.stream();
   const i64 L = local_size(), M = num_nodes(), n = target.numel();
   DS_ASSERT(n <= max_elems_ && source.numel() == L * M * n && source.contiguous());
-  DS_ASSERT(errors == nullptr || errors->slice_elems_ == n);
-  const ErrorFeedback feedback = errors != nullptr ? errors->next() : ErrorFeedback{};
+  DS_ASSERT(errors == nullptr || errors->gradients_[of].slice_elems == n);
+  const ErrorFeedback feedback = errors != nullptr ? errors->next(of) : ErrorFeedback{};
   if (L == 1 && M == 1) return ops.fold(target, {&source, 1}, accumulate, stream);
   if (n == 0) return;
 
@@ -95,7 +97,7 @@ void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accu
   };
   TensorView rows = source.reshaped({L * M, n});
   if (L > 1) {
-    const TensorView lost = errors != nullptr ? errors->of_node_hop() : TensorView{};
+    const TensorView lost = errors != nullptr ? errors->of_hop(errors->node_, L * M, of) : TensorView{};
     for (i64 l = 0; l < L; ++l) {
       ops.quantize(slice.codes(node_send_.data(), l * M, M), slice.scales(node_send_.data(), l * M, M),
                    for_each_node(source, l), for_each_node(lost, l), format_, feedback, stream);
@@ -109,7 +111,7 @@ void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accu
     if (M == 1) return;
     rows = row_view(partial_.data(), DType::F32, M, n, n);
   }
-  const TensorView lost = errors != nullptr ? errors->of_across_hop().reshaped({M, n}) : TensorView{};
+  const TensorView lost = errors != nullptr ? errors->of_hop(errors->across_, M, of).reshaped({M, n}) : TensorView{};
   ops.quantize(slice.codes(across_send_.data(), 0, M), slice.scales(across_send_.data(), 0, M), rows, lost, format_,
                feedback, stream);
   across_.all_to_all(across_send_.data(), across_receive_.data(), slice.bytes(), tag).wait();
@@ -117,26 +119,47 @@ void QuantizedReduceScatter::run(TensorView source, TensorView target, bool accu
                       accumulate, 1, format_, stream);
 }
 
-LocoErrors::LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, i64 slice_elems,
+LocoErrors::LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, std::vector<i64> slice_elems,
                        LocoOptions options)
-    : options_(options), slice_elems_(slice_elems) {
+    : options_(options) {
   DS_CHECK(options.decay >= 0 && options.decay <= 1, Errc::Config, "err_beta must lie between 0 and 1, not {}",
            options.decay);
   DS_CHECK(options.reset_period > 0, Errc::Config, "reset_T must be positive, not {}", options.reset_period);
+  i64 all = 0;
+  for (const i64 n : slice_elems) {
+    gradients_.push_back({.slice_elems = n, .first = all});
+    all += n;
+  }
   const i64 L = op.local_size(), M = op.num_nodes();
-  if (L > 1) node_ = device_buffer(op.device_, ledger, tag, L * M * slice_elems * 4);
-  if (M > 1) across_ = device_buffer(op.device_, ledger, tag, M * slice_elems * 4);
+  if (L > 1) node_ = device_buffer(op.device_, ledger, tag, L * M * all * 4);
+  if (M > 1) across_ = device_buffer(op.device_, ledger, tag, M * all * 4);
 }
 
 TensorView LocoErrors::of_node_hop() const noexcept { return fp32_of(node_); }
 TensorView LocoErrors::of_across_hop() const noexcept { return fp32_of(across_); }
 
-ErrorFeedback LocoErrors::next() noexcept {
-  const bool reset = calls_ > 0 && calls_ % options_.reset_period == 0;
-  const ErrorFeedback feedback{.scale = reset ? 0.0f : scale_, .decay = options_.decay};
-  ++calls_;
-  scale_ = 1;
-  return feedback;
+TensorView LocoErrors::of_hop(const Buffer& hop, i64 slices, size_t of) const noexcept {
+  const Gradient& g = gradients_[of];
+  return fp32_of(hop).rows(slices * g.first, slices * g.slice_elems);
+}
+
+void LocoErrors::rescale(float factor) noexcept {
+  for (Gradient& g : gradients_) g.scale *= factor;
+}
+
+i64 LocoErrors::calls() const noexcept { return gradients_.empty() ? 0 : gradients_.front().calls; }
+
+void LocoErrors::set_calls(i64 calls) noexcept {
+  for (Gradient& g : gradients_) g.calls = calls;
+}
+
+ErrorFeedback LocoErrors::next(size_t of) noexcept {
+  Gradient& g = gradients_[of];
+  const bool reset = g.calls == options_.reset_period;
+  if (reset) g.calls = 0;
+  ++g.calls;
+  const float scale = std::exchange(g.scale, 1.0f);
+  return {.scale = reset ? 0.0f : scale, .decay = options_.decay};
 }
 
 }  // namespace ds

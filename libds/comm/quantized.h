@@ -10,6 +10,8 @@
 // takes all memory, on the wire from the communicator; a call takes none. Calls count under their tag what the inner
 // collectives send: P slices of CodedSlice::bytes() instead of P slices of elements.
 
+#include <vector>
+
 #include "comm/coded_slice.h"
 #include "comm/communicator.h"
 
@@ -65,8 +67,10 @@ class QuantizedReduceScatter {
                          i64 max_elems, CodeFormat format = {.bits = 4});
 
   // source [P*n] work dtype; target [n] fp32 = (accumulate ? target : 0) + the sum; it may not lie in source. errors,
-  // where kept, are of this very source from call to call. Done when it returns (over a device: enqueued).
-  void run(TensorView source, TensorView target, bool accumulate, std::string_view tag, LocoErrors* errors = nullptr);
+  // where kept, are number `of` among those of `errors`, and of this very source from call to call. Done when it
+  // returns (over a device: enqueued).
+  void run(TensorView source, TensorView target, bool accumulate, std::string_view tag, LocoErrors* errors = nullptr,
+           size_t of = 0);
 
  private:
   friend LocoErrors;
@@ -88,30 +92,39 @@ struct LocoOptions {
   i64 reset_period = 1024;  // calls
 };
 
-// What the two hops of one gradient have lost so far; it is added to what comes next. Xie et al.: "LoCo: Low-Bit
+// What the two hops of some gradients have lost so far; it is added to what comes next. Xie et al.: "LoCo: Low-Bit
 // Communication Adaptor for Large-scale Model Training". On each hop e = decay e + (1 - decay) (x + e - what was sent),
 // and 0 every reset_period calls. Where a block was not finite it is 0.
 class LocoErrors {
  public:
-  // For slices of `slice_elems` elements; takes P + nodes of them in fp32.
-  LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, i64 slice_elems, LocoOptions = {});
+  // For a gradient in slices of slice_elems[i] elements each; takes P + nodes of them in fp32. Throws Errc::Config.
+  LocoErrors(const QuantizedReduceScatter& op, MemoryLedger& ledger, Tag tag, std::vector<i64> slice_elems,
+             LocoOptions = {});
 
   // Gradients come multiplied by `factor` from now on: the loss scale has changed.
-  void rescale(float factor) noexcept { scale_ *= factor; }
-  // fp32, of the device; without elements where there is no such hop. Of source [P*n], and of the sums of the node, by
-  // node [num_nodes*n].
+  void rescale(float factor) noexcept;
+  // Calls so far since the last reset, which are the same for all gradients between steps.
+  i64 calls() const noexcept;
+  void set_calls(i64 calls) noexcept;
+  // fp32, of the device, gradient behind gradient; without elements where there is no such hop. Of source [P*n], and of
+  // the sums of the node, by node [num_nodes*n].
   TensorView of_node_hop() const noexcept;
   TensorView of_across_hop() const noexcept;
 
  private:
   friend QuantizedReduceScatter;
-  ErrorFeedback next() noexcept;
+  struct Gradient {
+    i64 slice_elems = 0;
+    i64 first = 0;  // slice elements of the gradients before it
+    i64 calls = 0;
+    float scale = 1;
+  };
+  ErrorFeedback next(size_t of) noexcept;
+  TensorView of_hop(const Buffer& hop, i64 slices, size_t of) const noexcept;
 
   const LocoOptions options_;
-  const i64 slice_elems_;
+  std::vector<Gradient> gradients_;
   Buffer node_, across_;
-  float scale_ = 1;
-  i64 calls_ = 0;
 };
 
 }  // namespace ds

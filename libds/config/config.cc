@@ -145,6 +145,11 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
   constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
                              kCodes = "zero_optimization.zero_quantized_weights",
                              kGradients = "zero_optimization.zero_quantized_gradients";
+  constexpr std::string_view kLoco = "zero_optimization.zeropp_loco_param";
+  if (c.zero.loco.enabled && !c.zero.quantized_gradients && !r.broken(kGradients))
+    r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true", kGradients));
+  if (c.zero.loco.enabled && c.optimizer.diloco.workers > 1)
+    r.error(kLoco, "is not supported with diloco.workers above 1 yet", Errc::Unavailable);
   if (c.zero.stage != 3 && !r.broken(kStage)) {
     const std::string why =
         fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage);
@@ -367,6 +372,7 @@ bool applies(const Config& c, std::string_view path) {
   if (!precision_takes(c, path)) return false;
   if (constexpr std::string_view kCurriculum = "curriculum_learning."; path.starts_with(kCurriculum))
     return curriculum_takes(c.curriculum, path.substr(kCurriculum.size()));
+  if (path.starts_with("zero_optimization.zeropp_loco_param.")) return c.zero.loco.enabled;
   if (path.starts_with("diloco.")) return diloco_takes(c.optimizer.diloco, path);
   if (path.starts_with("data_efficiency.")) return random_ltd_takes(c.random_ltd, path);
   if (path.starts_with("data.mlm.")) return !c.model.causal();
@@ -446,6 +452,7 @@ ConfigResult parse_config(std::string_view content, const std::string& name, std
   r.read(text.root());
   const i64 replicas = resolve_parallel(c, world_size, use, r);
   resolve_diloco(c, replicas, world_size, use, r);
+  c.zero.loco.enabled = trains(use) && r.given("zero_optimization.zeropp_loco_param");
   if (use == ConfigUse::Generate) {
     const i64 passes = c.pipeline.schedule == PipelineSchedule::Interleaved ? c.pipeline.stages : 1;
     c.batch = {.train = replicas * passes, .micro = 1, .accumulation = passes};

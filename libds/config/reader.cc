@@ -510,6 +510,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
     } else if (key) {
       read_key(*key, value, typed_key);
     } else if (value.is_object()) {
+      given_.emplace(key_path);
       if (name != "params" || !has_later_type(object, path)) read_object(value, typed_key, key_path);
     } else if (!value.is_null()) {
       report(Severity::Error, Errc::Config, key_path, typed_key, fmt::format("must be an object, not {}", show(value)));

@@ -55,7 +55,10 @@ class Reader {
     never_passed_over_ = std::move(errors);
   }
 
-  bool given(std::string_view path) const { return given_.contains(path); }  // and good, and neither auto nor null
+  bool given(std::string_view path) const {
+    return given_.contains(path);
+  }  // and good, and neither auto nor null
+     // (of a section: an object)
   bool automatic(std::string_view path) const { return automatic_.contains(path); }  // "auto"
   bool broken(std::string_view path) const { return broken_.contains(path); }        // reported
   bool any_broken(std::initializer_list<std::string_view> paths) const;

@@ -449,7 +449,7 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
     log_message(
         LogLevel::Warning,
         fmt::format("{} was made by another layout of ranks, or with another optimizer: what {} there is lost", dir,
-                    config.optimizer.diloco.enabled ? "workers of diloco had of their own" : "signs had lost"));
+                    config.optimizer.diloco.enabled ? "workers of diloco had of their own" : "compression had lost"));
   }
 }
 

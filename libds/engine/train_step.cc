@@ -65,7 +65,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
 
   count_valid_tokens(batch);
   const i64 update_number = progress_.optimizer_step + 1;
-  update_->begin(update_number);
+  update_->begin(update_number, scaler_.scale());
   results_.begin();
   stage_.begin_step();
   for (i64 micro = 0; micro < plan_.micro_batches; ++micro)

@@ -236,6 +236,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
       .reduce_each_micro = plan.reduce_each_micro,
       .keeps_own = averages,
       .coded = z.stage == 3 && z.quantized_gradients && group == 0};
+  if (shards.grads.coded && z.loco.enabled)
+    shards.grads.loco = {.decay = static_cast<float>(z.loco.err_beta), .reset_period = z.loco.reset_period};
   shards.grads.beside = {RunPlan::kSharedUnit, plan.head_use()};
   for (i64 c = std::ssize(plan.chunks); plan.trains() && c-- > 0;) {
     const ChunkPlan& chunk = plan.chunks[c];

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
 
 namespace ds::update {
@@ -111,9 +112,12 @@ std::unique_ptr<Update::Matrices> Update::make_matrices(size_t group, const Slic
   return std::make_unique<Matrices>(*this, places, slices, matrix_memory_.as<float>().data());
 }
 
-void Update::begin(i64 number) {
+void Update::begin(i64 number, double loss_scale) {
   apart_ = keeps_gradients_apart(number);
-  for (const auto& s : shards_) s->grads().reduce_over_ranks(!apart_);
+  for (const auto& s : shards_) {
+    s->grads().reduce_over_ranks(!apart_);
+    s->grads().set_loss_scale(static_cast<float>(loss_scale));
+  }
 }
 
 void Update::finish_gradients() {
@@ -192,6 +196,7 @@ void Update::make_momentum_whole() {
 
 void Update::states_were_set() {
   momentum_is_whole_ = false;
+  shards_.front()->grads().forget_errors();
   for (const Trained& t : trained_) {
     if (t.average) t.average->forget();
   }
@@ -208,7 +213,8 @@ bool Update::outer_step(i64 step) {
 }
 
 bool Update::has_rank_local(i64 number) const noexcept {
-  return (outer_ && axes_.outer.size() > 1) || std::ranges::any_of(trained_, [&](const Trained& t) {
+  return (outer_ && axes_.outer.size() > 1) || (plan_.dp().grads.loco && axes_.dp.size() > 1) ||
+         std::ranges::any_of(trained_, [&](const Trained& t) {
            return t.average && plan_.groups.groups[t.group].has_lost_signs(number);
          });
 }
@@ -216,6 +222,7 @@ bool Update::has_rank_local(i64 number) const noexcept {
 SignAverage::RankLocal Update::rank_local(i64 number) {
   SignAverage::RankLocal all;
   if (outer_ && plan_.coord.worker > 0) all = outer_->rank_local();
+  std::ranges::move(shards_.front()->grads().rank_local(), std::back_inserter(all));
   for (const Trained& t : trained_) {
     const optim::Group& group = plan_.groups.groups[t.group];
     if (!t.average || !group.has_lost_signs(number)) continue;
@@ -227,6 +234,7 @@ SignAverage::RankLocal Update::rank_local(i64 number) {
 
 void Update::rank_local_was_set(i64 number) {
   if (outer_ && plan_.coord.worker > 0) outer_->rank_local_was_set();
+  shards_.front()->grads().rank_local_was_set();
   for (const Trained& t : trained_) {
     if (t.average) t.average->rank_local_was_set(plan_.groups.groups[t.group].is_apart_behind(number));
   }

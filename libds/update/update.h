@@ -31,7 +31,8 @@ class Update {
 
   // Before gradients of the update of that number: whether ranks of dp will have their own ones, whole.
   bool keeps_gradients_apart(i64 number) const noexcept { return plan_.keeps_gradients_apart(number); }
-  void begin(i64 number);
+  // Gradients come multiplied by the loss scale.
+  void begin(i64 number, double loss_scale);
   // What this rank owns of the gradients, or has of its own, is final when it returns.
   void finish_gradients();
   // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does
@@ -54,7 +55,7 @@ class Update {
   OuterStep* outer() noexcept { return outer_ ? &*outer_ : nullptr; }
 
   // What this rank has of its own behind the update of that number (SignAverage::rank_local, of all groups;
-  // OuterStep::rank_local); whether any rank has something; and after it was set.
+  // OuterStep::rank_local; GradStore::rank_local of dp); whether any rank has something; and after it was set.
   SignAverage::RankLocal rank_local(i64 number);
   bool has_rank_local(i64 number) const noexcept;
   void rank_local_was_set(i64 number);

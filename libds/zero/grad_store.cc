@@ -194,8 +194,17 @@ GradStore::GradStore(const Layout& layout, std::span<const std::span<const model
   staging_ = device_buffer(device, ledger, Tag::Workspace, staging_elems(layout, options) * 4);
   if (options.coded) {
     i64 most = 0;
-    for (const Segment& s : layout.segments()) most = std::max(most, s.persistent ? 0 : s.slice);
+    std::vector<i64> slices;
+    for (const Segment& s : layout.segments()) {
+      errors_of_.push_back(slices.size());
+      if (!s.persistent) slices.push_back(s.slice);
+    }
+    for (const i64 n : slices) most = std::max(most, n);
     coded_.emplace(*near, *across, device, ledger, Tag::Buckets, most, kGradientCodes);
+    if (options.loco) {
+      errors_.emplace(*coded_, ledger, Tag::GradAccum, std::move(slices), *options.loco);
+      error_numbers_ = device_buffer(device, ledger, Tag::GradAccum, 2 * 4);
+    }
   }
   const auto view_at = [&](size_t u, i64 at, std::initializer_list<i64> shape) {
     const DType dtype = options.staged() ? DType::F32 : options.wire;
@@ -327,9 +336,45 @@ void GradStore::reduce_coded(size_t bucket, bool continues) {
                                   continues ? LeaseTo::Write : LeaseTo::Fill);
       coded_->run(TensorView::of(fresh_.as<char>().data() + (unit_base_[unit] + s.offset) * dtype_bytes(options_.wire),
                                  options_.wire, {s.slice * layout_.num_ranks()}),
-                  TensorView::of(sum.data(), DType::F32, {s.slice}), continues, kGradientTag);
+                  TensorView::of(sum.data(), DType::F32, {s.slice}), continues, kGradientTag,
+                  errors_ ? &*errors_ : nullptr, errors_of_[static_cast<size_t>(&s - layout_.segments().data())]);
     }
   }
+}
+
+void GradStore::set_loss_scale(float scale) noexcept {
+  const float before = std::exchange(error_scale_, scale);
+  if (errors_ && scale != before) errors_->rescale(scale / before);
+}
+
+std::vector<std::pair<std::string, TensorView>> GradStore::rank_local() {
+  std::vector<std::pair<std::string, TensorView>> own;
+  if (!errors_) return own;
+  const float numbers[] = {static_cast<float>(errors_->calls()), error_scale_};
+  device_.upload(error_numbers_.data(), numbers, sizeof numbers);
+  const auto add = [&](const char* name, TensorView values) {
+    if (values.numel() > 0) own.emplace_back(name, values);
+  };
+  add("gradient_error.near", errors_->of_node_hop());
+  add("gradient_error.across", errors_->of_across_hop());
+  if (!own.empty()) add("gradient_error.calls_and_scale", TensorView::of(error_numbers_.data(), DType::F32, {2}));
+  return own;
+}
+
+void GradStore::rank_local_was_set() {
+  if (!errors_) return;
+  float numbers[2] = {};
+  device_.download(numbers, error_numbers_.data(), sizeof numbers);
+  errors_->set_calls(static_cast<i64>(numbers[0]));
+  error_scale_ = numbers[1];
+}
+
+void GradStore::forget_errors() {
+  if (!errors_) return;
+  for (const TensorView& e : {errors_->of_node_hop(), errors_->of_across_hop()}) {
+    if (e.numel() > 0) device_.zero(e.data, e.bytes());
+  }
+  errors_->set_calls(0);
 }
 
 void GradStore::finish() {

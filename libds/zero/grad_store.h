@@ -21,6 +21,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -54,6 +55,7 @@ struct GradOptions {
   bool reduce_each_micro = false;             // "micro" order; else "boundary"
   bool keeps_own = false;                     // stage 0, 1: steps may leave the gradients of ranks apart
   bool coded = false;                         // stage 3: what is in slices travels in 4 bits (ZeRO++'s qgZ)
+  std::optional<LocoOptions> loco = {};       // coded: what codes lose is added to what comes next
 
   bool staged() const noexcept { return wire != work && wire != DType::F32; }
   bool accumulates_locally() const noexcept { return !reduce_each_micro && micro_batches > 1; }
@@ -82,6 +84,15 @@ class GradStore {
   // Whether the gradients of the steps from now on are reduced, or each rank has its own sums, of all elements
   // (options.keeps_own). Between steps.
   void reduce_over_ranks(bool wanted) noexcept { reduces_ = wanted; }
+
+  // Gradients of the step that comes are multiplied by that. Between steps.
+  void set_loss_scale(float scale) noexcept;
+
+  // What codes have lost, and what is known of it (options.loco): of this rank alone. After it was set from outside. To
+  // begin with nothing lost.
+  std::vector<std::pair<std::string, TensorView>> rank_local();
+  void rank_local_was_set();
+  void forget_errors();
 
   // Where backward writes the gradients of `unit`, by row (null: of another group, or in tiles): units come in the
   // order of their pass, in every micro-batch, and micro-batches in theirs. Waits until the memory is free. commit()
@@ -130,6 +141,10 @@ class GradStore {
   GradOptions options_;
   std::vector<Bucket> buckets_;
   std::optional<QuantizedReduceScatter> coded_;
+  std::optional<LocoErrors> errors_;  // of the segments that coded_ reduces, in their order
+  std::vector<size_t> errors_of_;     // by segment: which of them
+  Buffer error_numbers_;              // [2] fp32 for rank_local(): calls, and error_scale_
+  float error_scale_ = 1;             // loss scale of what errors_ has
   Buffer fresh_, staging_;
   Buffer sums_;                            // of all elements, where a rank sums its micro-batches, or has all
   std::unique_ptr<TierArray> owned_;       // of what this rank owns; may be a part of them

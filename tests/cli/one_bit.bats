@@ -26,14 +26,14 @@ one_bit() { # params zero
       cp -r half other
       run --separate-stderr ds-launch -n 2 ds-train cfg.json --out half --resume latest "$@"
       assert_success
-      [[ $stderr != *"signs had lost"* ]]
+      [[ $stderr != *"had lost"* ]]
       assert_equal "$(losses half)" "$(losses whole)"
       merged whole whole.safetensors
       merged half half.safetensors
       cmp whole.safetensors half.safetensors
       run --separate-stderr ds-launch -n 4 ds-train cfg.json --out other --resume latest "$@"
       assert_success
-      [[ $stderr == *"other/step-00000007 was made by another layout of ranks"*"what signs had lost there is lost"* ]]
+      [[ $stderr == *"other/step-00000007 was made by another layout of ranks"*"what compression had lost there is lost"* ]]
       assert_equal "$(losses other | head -8)" "$(losses whole | head -8)" # the loss before the first such update
       ds-ckpt-merge half --verify --quiet -o again.safetensors
     done
@@ -113,7 +113,7 @@ zero_one() { # stage is 0; intervals are short
       ds-launch -n 2 ds-train cfg.json --out half --quiet --steps $at "$@"
       run --separate-stderr ds-launch -n 2 ds-train cfg.json --out half --steps 20 --resume latest "$@"
       assert_success
-      [[ $stderr != *"signs had lost"* ]]
+      [[ $stderr != *"had lost"* ]]
       assert_equal "$(losses half)" "$(losses whole)"
       merged half half.safetensors
       cmp whole.safetensors half.safetensors

@@ -43,6 +43,26 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   done
 }
 
+@test "what codes of gradients lost is resumed bit for bit, and other ranks begin without" {
+  local loco="--set zero_optimization.zero_quantized_gradients=true --set zero_optimization.zeropp_loco_param={}"
+  for more in fp16.enabled=true "$near=2" save.async=true bf16.enabled=true; do
+    rm -rf whole half other
+    ds-launch -n 4 ds-train cfg.json --out whole --quiet $loco --set $more
+    ds-launch -n 4 ds-train cfg.json --out half --quiet $loco --set $more --steps 5
+    cp -r half other
+    run --separate-stderr ds-launch -n 4 ds-train cfg.json --out half $loco --set $more --resume latest
+    assert_success
+    [[ $stderr != *"had lost"* ]]
+    assert_equal "$(losses half)" "$(losses whole)"
+    merged whole whole.safetensors
+    merged half half.safetensors
+    cmp whole.safetensors half.safetensors
+  done
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out other $loco --resume latest
+  assert_success
+  [[ $stderr == *"other/step-00000005 was made by another layout of ranks"*"what compression had lost there is lost"* ]]
+}
+
 @test "evaluation and generation take coded weights, and no second shards" {
   sed -i 's/"stage": 3/"stage": 3, "zero_quantized_weights": true, "zero_quantized_gradients": true, "zero_hpz_partition_size": 2/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out run --quiet --set data.split=0.1

@@ -123,7 +123,7 @@ TEST_P(DeviceTraining, ZeroPlusPlus) {
   const Trace near = train(c, 4);
   expect_same_training(near, want, "second shards");
   EXPECT_GT(near.sent.at("hpz.all_gather").bytes, 0);
-  c.zero.quantized_weights = c.zero.quantized_gradients = true;
+  c.zero.quantized_weights = c.zero.quantized_gradients = c.zero.loco.enabled = true;
   const Trace coded = train(c, 4);
   EXPECT_GT(coded.sent.at("qgz.all_to_all").bytes, 0);
   for (size_t i = 0; i < coded.losses.size(); ++i) EXPECT_NEAR(coded.losses[i], want.losses[i], 0.05 * want.losses[i]);

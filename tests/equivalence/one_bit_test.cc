@@ -416,7 +416,7 @@ class UpdateAlone {
     update_->states_were_set();
   }
   void step(i64 number, const std::function<float(i64, i64)>& value) {
-    update_->begin(number);
+    update_->begin(number, 1);
     results_.begin();
     zero::GradStore& grads = shards_.front()->grads();
     for (const std::vector<i64>& pass : plan().dp().grads.passes) {

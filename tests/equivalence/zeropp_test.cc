@@ -140,6 +140,51 @@ TEST(CodedGradients, GoWithPipelinesAndTensors) {
   }
 }
 
+// Errors are fed back: nothing but losses and memory changes, and what is known before a run is what is counted in it.
+TEST(CodedGradients, TrainWithErrorFeedback) {
+  for (const int near : {1, 2, 4}) {
+    const Layout l{.dp = 4, .stage = 3};
+    Config c = stage3(of_four_heads(tiny_gpt2()), l);
+    c.zero.param_persistence_threshold = 1000;
+    c.zero.hpz_partition_size = near;
+    const Trace exact = train(c, l, 20);
+    c.zero.quantized_gradients = true;
+    const Trace plain = train(c, l, 20);
+    c.zero.loco.enabled = true;
+    const Trace t = train(c, l, 20);
+    const std::string what = fmt::format("near {}", near);
+    expect_planned(t, 20, what);
+    EXPECT_EQ(t.losses.front(), plain.losses.front()) << what;
+    EXPECT_NE(t.losses.back(), plain.losses.back()) << what;
+    EXPECT_EQ(sent(t, "qgz.all_to_all"), sent(plain, "qgz.all_to_all")) << what;
+    for (size_t i = 0; i < t.losses.size(); ++i)
+      EXPECT_NEAR(t.losses[i], exact.losses[i], 0.03 * exact.losses[i]) << what << " step " << i;
+    Config other = c;
+    other.zero.reduce_bucket_size = 1;
+    other.zero.overlap_comm = false;
+    expect_same_training(train(other, l, 20), t, what + " in other buckets");
+    // With errors that begin again in each step there is no feedback.
+    other.zero.loco.reset_period = 1;
+    EXPECT_EQ(train(other, l, 20).losses, plain.losses) << what;
+  }
+}
+
+// Errors follow the loss scale: with one that grows, losses are those of one that stays, but for what fp16 rounds.
+TEST(CodedGradients, ErrorsFollowTheLossScale) {
+  const Layout l{.dp = 2, .stage = 3};
+  Config c = stage3(of_four_heads(tiny_gpt2()), l);
+  c.zero.quantized_gradients = c.zero.loco.enabled = true;
+  c.fp16 = {.enabled = true, .loss_scale = 4096};
+  c.communication_data_type = DType::F16;
+  const Trace fixed = train(c, l, 10);
+  c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 12, .loss_scale_window = 2};
+  const Trace growing = train(c, l, 10);
+  EXPECT_GE(growing.scales.back(), 16 * growing.scales.front());
+  EXPECT_FALSE(growing.skipped.back());
+  for (size_t i = 0; i < fixed.losses.size(); ++i)
+    EXPECT_NEAR(growing.losses[i], fixed.losses[i], 5e-6 * fixed.losses[i]) << i;
+}
+
 // What overflows in 16 bits shows in what codes say: the step is skipped, and the scale falls.
 TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
   const Layout l{.dp = 4, .stage = 3};
@@ -148,11 +193,14 @@ TEST(CodedGradients, WhatIsNotFiniteReachesTheLossScaler) {
   c.zero.quantized_gradients = true;
   c.fp16 = {.enabled = true, .loss_scale = 0, .initial_scale_power = 24};
   c.communication_data_type = DType::F16;
-  const Trace t = train(c, l, 20);
-  EXPECT_TRUE(t.skipped.front());
-  EXPECT_FALSE(t.skipped.back());
-  EXPECT_LT(t.scales.back(), t.scales.front());
-  EXPECT_LT(t.losses.back(), t.losses.front());
+  for (const bool loco : {false, true}) {
+    c.zero.loco.enabled = loco;
+    const Trace t = train(c, l, 20);
+    EXPECT_TRUE(t.skipped.front());
+    EXPECT_FALSE(t.skipped.back());
+    EXPECT_LT(t.scales.back(), t.scales.front());
+    EXPECT_LT(t.losses.back(), t.losses.front());
+  }
 }
 
 }  // namespace zeropp_test

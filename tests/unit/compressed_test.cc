@@ -150,7 +150,7 @@ TEST(QuantizedReduceScatter, WhatIsNotFiniteShowsInItsBlock) {
         const Group node(r, local, "node"), across(r, equal, "across");
         MemoryLedger ledger;
         QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n, {4, 16});
-        LocoErrors errors(op, ledger, Tag::GradAccum, n);
+        LocoErrors errors(op, ledger, Tag::GradAccum, {n});
         Array source(r.device, DType::F16, 4 * n), target(r.device, DType::F32, n);
         Floats x = test::inputs(rank, 4 * n, DType::F16, 6);
         if (rank == 1) x[2 * n + 20] = bad;  // for rank 2, in its second block
@@ -177,7 +177,7 @@ TEST(QuantizedReduceScatter, LocoMakesTheMeanOverStepsExact) {
       const Group node(r, {r.rank()}, "node"), across(r, {0, 1}, "across");
       MemoryLedger ledger;
       QuantizedReduceScatter op(*node, *across, r.device, ledger, Tag::Comm, n, {4, 8});
-      LocoErrors errors(op, ledger, Tag::GradAccum, n);
+      LocoErrors errors(op, ledger, Tag::GradAccum, {n});
       Array source(r.device, DType::F32, 2 * n), target(r.device, DType::F32, n);
       Floats x(2 * n, 0.02f);
       for (size_t i = 0; i < x.size(); i += 8) x[i] = 1;
@@ -220,8 +220,8 @@ TEST(Quantized, FormatsThatDoNotExistAreRefused) {
     EXPECT_THROW(QuantizedReduceScatter(*self, *self, *device, ledger, Tag::Comm, 100, format), Error);
   }
   QuantizedReduceScatter op(*self, *self, *device, ledger, Tag::Comm, 100);
-  EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, 100, {.decay = 1.5f}), Error);
-  EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, 100, {.reset_period = 0}), Error);
+  EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, {100}, {.decay = 1.5f}), Error);
+  EXPECT_THROW(LocoErrors(op, ledger, Tag::Comm, {100}, {.reset_period = 0}), Error);
 }
 
 // ---- 1-bit ----
@@ -402,7 +402,7 @@ TEST(CompressedCalls, AllocateNothing) {
     MemoryLedger ledger;
     QuantizedAllGather gather(*all, r.device, ledger, Tag::Comm, n);
     QuantizedReduceScatter reduce(*all, *alone, r.device, ledger, Tag::Comm, n);
-    LocoErrors errors(reduce, ledger, Tag::Comm, n);
+    LocoErrors errors(reduce, ledger, Tag::Comm, {n});
     SecondaryShard secondary(*all, r.device, ledger, Tag::Params, 2 * n, DType::F32);
     OneBitAllReduce one_bit(*all, r.device, ledger, Tag::Optimizer, 2 * n);
     Array full(r.device, DType::F32, 2 * n), part(r.device, DType::F32, n);

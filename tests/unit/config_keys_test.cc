@@ -214,6 +214,10 @@ struct Moved {
       world = 3;
       set.push_back("train_batch_size=3");
     }
+    if (key.path.starts_with("zero_optimization.zeropp_loco_param.")) {
+      set.push_back("zero_optimization.stage=3");
+      set.push_back("zero_optimization.zero_quantized_gradients=true");
+    }
     if (key.path == "zero_optimization.zero_hpz_partition_size") {
       world = 3;
       set.push_back("train_batch_size=3");

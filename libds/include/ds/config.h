@@ -197,9 +197,15 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
-  i64 hpz_partition_size = 1;          // stage 3: data-parallel ranks that share a second shard; 1: there is none
-  bool quantized_weights = false;      // stage 3: parameters that are gathered travel in 8 bits
-  bool quantized_gradients = false;    // stage 3: gradients that are reduced travel in 4 bits
+  i64 hpz_partition_size = 1;        // stage 3: data-parallel ranks that share a second shard; 1: there is none
+  bool quantized_weights = false;    // stage 3: parameters that are gathered travel in 8 bits
+  bool quantized_gradients = false;  // stage 3: gradients that are reduced travel in 4 bits
+  struct Loco {
+    bool enabled = false;     // what codes of gradients lose is added to the next ones
+    double err_beta = 0.8;    // share of old errors in new ones
+    i64 reset_period = 1024;  // reductions
+  };
+  Loco loco = {};
   i64 tile_size = 0;                   // stage 3: matrices of larger layers are in tiles of so many; 0: whole
   i64 sub_group_size = 1'000'000'000;  // elements of a tile of offloaded states; no more than 2^20
   OffloadOptimizerConfig offload_optimizer = {};
