@@ -114,9 +114,11 @@ int of_record(const MemreportOptions& a, Files& files, Output& out) {
 int of_running(const MemreportOptions& a, Output& out) {
   const bool terminal = tools::stdout_columns() > 0 && !out.to_file() && !out.json();
   for (bool first = true;; first = false) {
-    const std::vector<memreport::Measured> runs = memreport::find_running();
+    const std::vector<memreport::Measured> runs = memreport::find_running(a.source);
     if (runs.empty() && !first) return 0;
-    if (runs.empty()) throw Error(Errc::Config, "no run of yours trains on this machine now");
+    if (runs.empty())
+      throw Error(Errc::Config,
+                  "no run of yours trains " + (a.source.empty() ? "on this machine now" : "in " + a.source));
     if (out.json()) {
       Json all = Json::array();
       for (const auto& m : runs) all.push_back(Json::parse(memreport::json(m)));
@@ -207,7 +209,7 @@ int of_source(const MemreportOptions& a, Files& files, Output& out) {
 int run(const MemreportOptions& a, const CLI::App& app, Output& out) {
   Files files(a, app, out);
   const bool running = a.running || a.watch > 0, record = a.source.ends_with(".jsonl");
-  const int given = (a.params > 0) + !a.source.empty() + running + files.machine.has_value();
+  const int given = (a.params > 0) + (!a.source.empty() && !running) + running + files.machine.has_value();
   constexpr std::string_view kOneOf =
       "one of a configuration, a model, a checkpoint, a metrics.jsonl, --params, --running and --measure";
   if (given != 1) throw Error(Errc::Config, fmt::format("{} {}", given == 0 ? "give" : "give no more than", kOneOf));
@@ -233,7 +235,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {.name = "ds-memreport",
        .purpose = "tell what a training run needs, what it took, and what would fit",
-       .usage = {"[options] CONFIG|MODEL|CHECKPOINT", "[options] METRICS.jsonl", "--running [--watch S]",
+       .usage = {"[options] CONFIG|MODEL|CHECKPOINT", "[options] METRICS.jsonl", "--running [--watch S] [RUN]",
                  "--params N [options]", "--measure FILE [-n N]"},
        .examples = {{"ds-memreport cfg.json -n 64 --nodes 8", "a configuration on 64 GPUs of 8 nodes"},
                     {"ds-memreport cfg.json -n 64 --nodes 8 --gpu h100 --fit 80GiB", "what fits, the fastest first"},

@@ -176,7 +176,8 @@ int run(Options& o, const CLI::App& app, Output& out) {
     return ds::exit_code(e.code());
   }
   const ds::EncodedPrompts* const writing = o.writing ? &encoded : nullptr;
-  ds::RunOptions options{.out_dir = o.out, .resume = o.resume, .weights = o.weights, .trace = o.trace};
+  ds::RunOptions options{.out_dir = o.out, .resume = o.resume, .weights = o.weights, .trace = o.trace, .config = {}};
+  if (o.config != "-") options.config = o.config;
   options.read_only = o.eval || o.writing;
   options.writing = writing;
   if (o.check) {

@@ -4,13 +4,13 @@
 namespace ds {
 
 void Trace::add(std::string_view track, std::string_view name, Clock::time_point begin, Clock::time_point end,
-                i64 number) {
+                i64 number, std::string_view of) {
   if (!is_on()) return;
   const auto calendar = [this](Clock::time_point t) {
     return offset_ns_ + std::chrono::duration_cast<std::chrono::nanoseconds>(t.time_since_epoch()).count();
   };
   const std::lock_guard lock(mutex_);
-  spans_.push_back({std::string(track), std::string(name), calendar(begin), calendar(end), number});
+  spans_.push_back({std::string(track), std::string(name), calendar(begin), calendar(end), number, std::string(of)});
 }
 
 std::vector<Trace::Span> Trace::spans() const {

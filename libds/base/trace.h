@@ -20,12 +20,13 @@ class Trace {
     std::string track;  // spans of one track lie beside each other, or in each other
     std::string name;
     i64 begin_ns, end_ns;  // since 1970, by this host's clock
-    i64 number;            // of the micro-batch or the step; -1: of none
+    i64 number;            // -1: none
+    std::string of;        // what the number is
   };
 
   // By any thread. Nothing happens before start() and behind stop().
   void add(std::string_view track, std::string_view name, Clock::time_point begin, Clock::time_point end,
-           i64 number = -1);
+           i64 number = -1, std::string_view of = "number");
   bool is_on() const noexcept { return on_.load(std::memory_order_relaxed); }
   void start() noexcept { on_.store(true, std::memory_order_relaxed); }
   void stop() noexcept { on_.store(false, std::memory_order_relaxed); }
@@ -45,7 +46,7 @@ class Trace {
 class TraceSpan {
  public:
   TraceSpan(Trace* trace, std::string_view track, std::string_view name, i64 number = -1)
-      : trace_(trace), track_(track), name_(name), number_(number) {}
+      : trace_(trace != nullptr && trace->is_on() ? trace : nullptr), track_(track), name_(name), number_(number) {}
   ~TraceSpan() { end(); }
   void end() {
     if (Trace* trace = std::exchange(trace_, nullptr)) trace->add(track_, name_, begin_, Clock::now(), number_);

@@ -175,7 +175,7 @@ bool AsyncCommunicator::run(QueuedOperation& op, bool at_once) noexcept {
     if (times_calls_) count_time(op.tag, seconds_since(start));
     if (trace_ != nullptr && trace_->is_on())
       trace_->add(fmt::format("{}{}", op.kind == OpKind::Send ? "sends" : "messages", of_group_), op.tag, start,
-                  Clock::now());
+                  Clock::now(), op.slice_bytes(), "slice_bytes");
   } catch (const Error& e) {
     failed({e.code(), e.what(), e.rank()});
   } catch (const std::exception& e) {

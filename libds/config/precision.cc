@@ -28,7 +28,8 @@ void resolve_auto(Config& c, Reader& r) {
   if (!r.automatic(key)) return;
   (bf16 ? c.bf16.enabled : c.fp16.enabled) = true;
   r.warning(key, fmt::format("\"auto\" is {}: the run has {} parameters, and masters in fp32; true or false chooses",
-                             bf16 ? "bf16" : "fp16, for bf16.enabled is false", bf16 ? "bf16" : "fp16"));
+                             bf16 ? "bf16, which needs no loss scale" : "fp16, for bf16.enabled is false",
+                             bf16 ? "bf16" : "fp16"));
 }
 
 // bf16 for the states of all optimizers that have a choice; the others cannot.

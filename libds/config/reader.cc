@@ -156,7 +156,8 @@ std::optional<std::string> assign(const Slot& slot, const Range& range, const Js
                  },
                  [&](double* at) { return number(at); }, [&](float* at) { return number(at); },
                  [&](std::string* at) -> std::optional<std::string> {
-                   if (!v.is_string() || v.get_ref<const std::string&>().empty()) return expected;
+                   if (v == "") return "a string that is not empty";
+                   if (!v.is_string()) return expected;
                    *at = v.get<std::string>();
                    return std::nullopt;
                  },
@@ -336,7 +337,9 @@ void ConfigText::set(const std::string& argument, std::vector<Diagnostic>& diagn
     value = parse_json(text, source, {.comments = false, .places = false}).root;
   } catch (const JsonError& e) {
     if (!text.empty() && std::string_view("[{\"").find(text.front()) != std::string_view::npos)
-      return refuse(path, fmt::format("the value is not JSON: column {}: {}", e.place().column, e.message()));
+      return refuse(path, fmt::format("the value is not JSON: column {}: {}; a text that begins so stands in quotes: "
+                                      "'{}=\"...\"'",
+                                      e.place().column, e.message(), path));
     if (Json::accept(text)) return refuse(path, e.message());  // a number that is too small for a double
     value = std::string(text);
   }
@@ -512,7 +515,7 @@ void Reader::read_object(const Json& object, const std::string& typed, const std
     } else if (value.is_object()) {
       given_.emplace(key_path);
       if (name != "params" || !has_later_type(object, path)) read_object(value, typed_key, key_path);
-    } else if (!value.is_null()) {
+    } else if (!value.is_null() && !(value == "auto" && !path.empty() && is_lax(key_path))) {
       report(Severity::Error, Errc::Config, key_path, typed_key, fmt::format("must be an object, not {}", show(value)));
     }
   }
@@ -536,6 +539,7 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
     case KeyKind::IgnoredSection: return read_section(key, value, typed);
     case KeyKind::Ignored: return no_effect(typed, key.note);
     case KeyKind::Refused:
+      if (value == "auto" && is_lax(key.path)) return;
       broken_.emplace(key.path);
       if (refusals_.insert(key.note).second)
         report(Severity::Error, Errc::Config, key.path, typed, std::string(key.note));
@@ -548,6 +552,7 @@ void Reader::read_key(const Key& key, const Json& value, const std::string& type
 }
 
 void Reader::read_section(const Key& key, const Json& value, const std::string& typed) {
+  if (value == "auto" && is_lax(key.path)) return;
   if (value.is_null() || (value == Json::object() && (key.takes_null || key.kind == KeyKind::IgnoredSection))) return;
   if (!value.is_object())
     return report(Severity::Error, Errc::Config, key.path, typed,

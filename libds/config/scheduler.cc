@@ -171,7 +171,7 @@ void resolve_scheduler(Config& c, Reader& r) {
   if (!r.given(path_of("decay_num_steps"))) s.decay_num_steps = s.total_num_steps / 10;
   if (!r.given(path_of("timescale"))) s.timescale = std::max<i64>(s.warmup_num_steps, 1);
 
-  const bool ends = scheduler_takes(s.type, "total_num_steps") && s.type != T::WarmupDecayLR;
+  const bool ends = scheduler_takes(s.type, "total_num_steps");
   if (ends && s.total_num_steps > 0 && s.total_num_steps < s.warmup_num_steps &&
       !r.any_broken({"steps", "scheduler.params.warmup_num_steps", "scheduler.params.total_num_steps"}))
     r.warning(path_of("warmup_num_steps"),

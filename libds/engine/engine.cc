@@ -26,7 +26,7 @@ Engine::Engine(const Config& config, Mesh& mesh, MemoryLedger& ledger, Device& d
                                                                  mesh.shape(), mesh.rank(), device.kind())),
       model_(planned_->model),
       plan_(planned_->plan),
-      offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank()),
+      offload_(plan_.offload, offload::Offload::For::Run, parts.host_threads, served_rank(), parts.trace),
       shards_(make_shards()),
       stage_(config_, model_, plan_, shards_, mesh, ledger, device, offload_.make_inputs(plan_.inputs, device, ledger)),
       laid_out_{plan_.sequence_length, 0},

@@ -55,7 +55,8 @@ struct EngineParts {
   std::shared_ptr<const report::Planned> planned = {};  // this rank's plan, where it is known already
   std::function<model::Model(const Config&, const MeshShape&, const MeshCoord&)> model = {};  // a rank's part of it
   zero::Tiers tiers = {};
-  int host_threads = 0;  // of updates on the host beside a GPU; 0: what the environment says
+  int host_threads = 0;    // of updates on the host beside a GPU; 0: what the environment says
+  Trace* trace = nullptr;  // gets tiles of offloaded states; outlives the engine
 };
 
 class Engine {

@@ -109,6 +109,18 @@ void check_memory(const Device& device, engine::Plans& plans, const RankInfo& ra
 
 }  // namespace
 
+// Where this run reads, and may not write.
+monitor::Places TrainingRun::State::places() const {
+  monitor::Places p;
+  p.run_directory = options.out_dir;
+  p.resumed = options.resume == "latest" ? options.out_dir : options.resume;
+  for (const std::string* input :
+       {&options.config, &options.weights, &config.model_path, &config.data.tokenizer, &config.cuda.autotune_file}) {
+    if (!input->empty()) p.inputs.push_back(*input);
+  }
+  return p;
+}
+
 void TrainingRun::State::open() {
   device = engine::open_device(config, ranks);
   plans.emplace(config, report::mesh_shape(config, ranks.world_size), device->kind(), ranks.local_world_size,
@@ -121,7 +133,7 @@ void TrainingRun::State::open() {
   offload::check_places(own.offload, own.files, ranks.local_world_size);
   if (!options.trace.empty()) {
     trace = std::make_unique<Trace>();
-    if (is_root()) monitor::check_file(options.trace, "--trace", plans->config(), options.out_dir);
+    if (is_root()) monitor::check_file(options.trace, "--trace", plans->config(), places());
   }
   mesh = engine::make_mesh(*plans, ranks, *device, trace.get());
   backend = mesh->dp().backend();
@@ -137,7 +149,7 @@ void TrainingRun::State::open() {
   step_dir = gather_text(mesh->world(), is_root() ? find_resumed() : "").front();
   if (step_dir.empty()) weights = find_weights();
   if (writes() && is_root()) engine::RunDirectory::check(options.out_dir, options.resume, step_dir);
-  if (trains(config.use) && is_root()) monitor::Monitors::check(config, options.out_dir);
+  if (trains(config.use) && is_root()) monitor::Monitors::check(config, places());
   // Before anything else is there: the product that measures the device has memory of its own for its time.
   if (!options.read_only) peak_flops = probe::matmul_rate(*device, config.work_dtype());
   record = std::make_unique<engine::RunRecord>(*mesh, *device);
@@ -145,7 +157,8 @@ void TrainingRun::State::open() {
     log_message(LogLevel::Warning, "optimizer.param_groups: every parameter is frozen: the run trains nothing");
   engine = std::make_unique<engine::Engine>(
       config, *mesh, ledger, *device,
-      engine::EngineParts{.planned = plans->of(ranks.rank), .host_threads = engine::thread_count(config, ranks)});
+      engine::EngineParts{
+          .planned = plans->of(ranks.rank), .host_threads = engine::thread_count(config, ranks), .trace = trace.get()});
   if (const std::string caveat = engine->offload().caveat(); is_root() && !caveat.empty())
     log_message(LogLevel::Warning, caveat);
   table = engine::make_param_table(config, engine->model(), engine->plan());
@@ -548,7 +561,7 @@ void TrainingRun::check(const Config& config, const RankInfo& ranks, const RunOp
     engine::RunDirectory::check_free(options.out_dir);
     engine::RunDirectory::check(options.out_dir, options.resume, s.step_dir);
   }
-  if (trains(config.use)) monitor::Monitors::check(config, options.out_dir);
+  if (trains(config.use)) monitor::Monitors::check(config, s.places());
   if (!s.step_dir.empty()) {
     const engine::ParamTable table = engine::make_param_table(config, model, plan);
     const CheckpointMeta meta =

@@ -79,6 +79,7 @@ struct TrainingRun::State {
   std::string find_resumed() const;
   std::string find_weights() const;
   void load();
+  monitor::Places places() const;
   void load_rank_local(const std::string& dir, const CheckpointMeta& meta);
   void load_step(const std::string& dir);
   bool load_from_server(offload::ServerLink& server);

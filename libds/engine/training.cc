@@ -39,16 +39,19 @@ std::optional<double> TrainingRun::State::evaluate(const std::function<int()>& s
 // The first line of a start, and the last one.
 void TrainingRun::State::begin_record(const TrainHooks& hooks) {
   const i64 step = engine->progress().step;
+  // First what may be refused: then nothing has been written.
+  together(mesh->world(), [&] {
+    if (!is_root()) return;
+    monitors = {config,
+                {.directory = options.out_dir,
+                 .world_size = ranks.world_size,
+                 .step = step,
+                 .num_params = engine->model().num_params(),
+                 .work = [this] { return report::tally_step(engine->stage().model(), engine->stage().plan()); },
+                 .tell = hooks.on_report}};
+  });
   record->show(*engine, ranks.job, options.out_dir, step);
   if (directory) append(record->run_line(*engine, stages, step, backend, model_json, peak_flops));
-  if (!is_root()) return;
-  monitors = {config,
-              {.directory = options.out_dir,
-               .world_size = ranks.world_size,
-               .step = step,
-               .num_params = engine->model().num_params(),
-               .work = [this] { return report::tally_step(engine->stage().model(), engine->stage().plan()); },
-               .tell = hooks.on_report}};
 }
 
 void TrainingRun::State::end_record() {
@@ -165,6 +168,7 @@ class Training {
   void save_what_was_due();
   void take_step(std::vector<i32>& ids, std::vector<i32>& targets);
   void end();
+  void end_records();
   void evaluate();
   void save(engine::Saver::When when);
   void check_divergence(bool diverged, std::string_view what, i64 since);
@@ -346,8 +350,7 @@ void Training::end() {
   const offload::FileCounts last = s_.engine->offload().of_step();  // by an update behind the last step
   result_.offload.read_bytes += last.read_bytes;
   result_.offload.written_bytes += last.written_bytes;
-  s_.write_trace();
-  if (has_work_) s_.end_record();
+  end_records();
   result_.step = step();
   result_.skipped_steps = s_.engine->progress().skipped_steps;
   result_.checkpoint = s_.writes() ? saver_.newest() : "";
@@ -357,6 +360,11 @@ void Training::end() {
   for (size_t t = 0; t < in_files.size(); ++t) in_files[t] = offload.files().current(static_cast<Tag>(t));
   result_.files = engine::memory_table(s_.engine->plan().files, in_files);
   result_.offload_method = offload.method();
+}
+
+void Training::end_records() {
+  s_.write_trace();
+  if (has_work_) s_.end_record();
 }
 
 TrainResult Training::run() {
@@ -369,9 +377,15 @@ TrainResult Training::run() {
   s_.read_ahead = std::make_unique<ReadAhead>(*s_.train_data, plan.micro_batches, s_.mesh->data_rank());
   if (s_.trace) s_.trace->start();
   s_.engine->trace_to(s_.trace.get());
-  while (signal_ == 0 && step() < config_.steps) {
-    take_step(ids, targets);
-    if (step() - result_.first_step + 1 == kTracedSteps) s_.write_trace();
+  try {
+    while (signal_ == 0 && step() < config_.steps) {
+      take_step(ids, targets);
+      if (step() - result_.first_step + 1 == kTracedSteps) s_.write_trace();
+    }
+  } catch (const Error& e) {
+    // Losses and scales are those of all ranks, and so is this end: what it leaves is whole.
+    if (e.code() == Errc::Numeric) end_records();
+    throw;
   }
   s_.read_ahead.reset();
   end();

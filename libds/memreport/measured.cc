@@ -4,6 +4,9 @@
 #include <algorithm>
 #include <cmath>
 
+#include <filesystem>
+
+#include "base/check.h"
 #include "base/json.h"
 #include "ds/memreport.h"
 #include "ds/printable.h"
@@ -108,9 +111,15 @@ Measured read_measured(const std::string& path) {
   return m;
 }
 
-std::vector<Measured> find_running() {
+std::vector<Measured> find_running(const std::string& directory) {
   std::vector<Measured> all;
-  const std::vector<LiveRank> ranks = find_live();
+  std::vector<LiveRank> ranks = find_live();
+  std::error_code error;
+  DS_CHECK(directory.empty() || std::filesystem::is_directory(directory, error), Errc::Config,
+           "{} is not the directory of a run", directory);
+  std::erase_if(ranks, [&](const LiveRank& r) {
+    return !directory.empty() && !std::filesystem::equivalent(directory, r.directory, error);
+  });
   for (size_t i = 0; i < ranks.size(); ++i) {
     const LiveRank& r = ranks[i];
     if (i == 0 || r.job.empty() || r.job != ranks[i - 1].job) {

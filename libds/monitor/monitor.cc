@@ -49,17 +49,40 @@ void check_directory(const std::string& directory, std::string_view key, bool ma
 
 std::string key_of(std::string_view monitor) { return fmt::format("{}.output_path", monitor); }
 
-std::string make_directory(const MonitorConfig& config, std::string_view name, const std::string& run_directory) {
-  std::string directory = directory_of(config, name, run_directory);
-  std::error_code error;
-  fs::create_directories(directory, error);
-  DS_CHECK(!error, Errc::Config, "{}: cannot create {}: {}", key_of(name), directory, error.message());
-  return directory;
-}
+// Directories of monitors: all of them, or none.
+class Directories {
+ public:
+  explicit Directories(const std::string& run_directory) : run_directory_(run_directory) {}
+  ~Directories() {
+    std::error_code error;
+    for (auto it = made_.rbegin(); !keep_ && it != made_.rend(); ++it) fs::remove(*it, error);
+  }
+  std::string make(const MonitorConfig& config, std::string_view name) {
+    const std::string directory = directory_of(config, name, run_directory_);
+    std::vector<fs::path> missing;
+    std::error_code error;
+    for (fs::path d = fs::absolute(directory).lexically_normal(); !fs::exists(d, error) && d.has_relative_path();
+         d = d.parent_path())
+      missing.push_back(d);
+    for (auto it = missing.rbegin(); it != missing.rend(); ++it) {
+      DS_CHECK(!it->has_filename() || fs::create_directory(*it, error) || !error, Errc::Config,
+               "{}: cannot create {}: {}", key_of(name), directory,
+               fs::is_symlink(*it, error) ? "a link leads to nothing" : error.message());
+      made_.push_back(*it);
+    }
+    return directory;
+  }
+  void keep() noexcept { keep_ = true; }
+
+ private:
+  const std::string run_directory_;
+  std::vector<fs::path> made_;
+  bool keep_ = false;
+};
 
 }  // namespace
 
-void check_file(const std::string& file, std::string_view key, const Config& config, const std::string& run_directory) {
+void check_file(const std::string& file, std::string_view key, const Config& config, const Places& places) {
   std::error_code error;
   DS_CHECK(!fs::is_directory(file, error), Errc::Config, "{}: {} is a directory", key, file);
   DS_CHECK(!fs::exists(file, error) || fs::is_regular_file(file, error), Errc::Config, "{}: {} is not a regular file",
@@ -68,12 +91,18 @@ void check_file(const std::string& file, std::string_view key, const Config& con
     return fs::weakly_canonical(fs::absolute(follow_links(path)), error);
   };
   const fs::path place = place_of(file);
-  if (!run_directory.empty()) {
-    const fs::path inside = place.lexically_relative(place_of(run_directory));
+  const fs::path resumed(places.resumed);
+  for (const fs::path& run : {fs::path(places.run_directory), resumed, resumed.parent_path()}) {
+    if (run.empty()) continue;
+    const fs::path inside = place.lexically_relative(place_of(run.string()));
     const std::string name = inside.empty() ? "" : inside.begin()->string();
     const bool is_own = name == kMetricsName || name == kLockName || name == kLatestName || parse_step_name(name);
-    DS_CHECK(!is_own, Errc::Config, "{}: {} is a file that the run writes itself", key, file);
+    DS_CHECK(!is_own, Errc::Config, "{}: {} is a file that {}", key, file,
+             run == places.run_directory ? "the run writes itself" : "another run has written");
   }
+  DS_CHECK(resumed.empty() || !parse_step_name(resumed.filename().string()) ||
+               place.lexically_relative(place_of(places.resumed)).string().starts_with(".."),
+           Errc::Config, "{}: {} is in the checkpoint that this run goes on from", key, file);
   for (const auto& [other, of_key] :
        {std::pair(config.prometheus.file, kPrometheus), {config.flops_profiler.output_file, kFlops}}) {
     DS_CHECK(other.empty() || of_key == key || place_of(other) != place, Errc::Config, "{}: {} is the file of {}, too",
@@ -86,18 +115,23 @@ void check_file(const std::string& file, std::string_view key, const Config& con
         DS_CHECK(!fs::equivalent(file, name, error), Errc::Config, "{}: {} is a data file of this run", key, file);
     }
   }
+  for (const std::string& input : places.inputs) {
+    const bool inside = fs::is_directory(input, error) && fs::exists(file, error) &&
+                        !place.lexically_relative(place_of(input)).string().starts_with("..");
+    DS_CHECK(!inside && !fs::equivalent(file, input, error), Errc::Config, "{}: {} is an input of this run", key, file);
+  }
   check_directory(parent_directory(follow_links(file)), key, false);
 }
 
-void Monitors::check(const Config& config, const std::string& run_directory) {
+void Monitors::check(const Config& config, const Places& places) {
   const auto check_monitor = [&](const MonitorConfig& monitor, std::string_view name) {
-    if (monitor.enabled) check_directory(directory_of(monitor, name, run_directory), key_of(name), true);
+    if (monitor.enabled) check_directory(directory_of(monitor, name, places.run_directory), key_of(name), true);
   };
   check_monitor(config.tensorboard, kTensorboard);
   check_monitor(config.csv_monitor, kCsv);
-  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config, run_directory);
+  if (!config.prometheus.file.empty()) check_file(config.prometheus.file, kPrometheus, config, places);
   const FlopsProfilerConfig& flops = config.flops_profiler;
-  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config, run_directory);
+  if (flops.enabled && !flops.output_file.empty()) check_file(flops.output_file, kFlops, config, places);
 }
 
 bool Monitors::wants_phases(const Config& config, i64 step) noexcept {
@@ -106,10 +140,13 @@ bool Monitors::wants_phases(const Config& config, i64 step) noexcept {
 
 Monitors::Monitors(const Config& config, const Run& run) {
   const bool has_scale = config.fp16.enabled;
-  if (config.tensorboard.enabled)
-    all_.push_back(make_event_file(make_directory(config.tensorboard, kTensorboard, run.directory), has_scale));
-  if (config.csv_monitor.enabled)
-    all_.push_back(make_csv_files(make_directory(config.csv_monitor, kCsv, run.directory), has_scale));
+  Directories directories(run.directory);
+  std::string events, csv;
+  if (config.tensorboard.enabled) events = directories.make(config.tensorboard, kTensorboard);
+  if (config.csv_monitor.enabled) csv = directories.make(config.csv_monitor, kCsv);
+  directories.keep();
+  if (config.tensorboard.enabled) all_.push_back(make_event_file(events, has_scale));
+  if (config.csv_monitor.enabled) all_.push_back(make_csv_files(csv, has_scale));
   if (!config.prometheus.file.empty()) all_.push_back(make_prometheus_file(config.prometheus, config.steps_per_print));
   if (config.wall_clock_breakdown) all_.push_back(make_phase_log(config.steps_per_print, run.tell));
   if (config.comms_logger.enabled)

@@ -34,15 +34,21 @@ struct Run {
   std::function<void(std::string_view)> tell{};
 };
 
+// What a run has beside what its configuration names.
+struct Places {
+  std::string run_directory;        // empty: it has none
+  std::vector<std::string> inputs;  // files, and directories, in which no file that is there is written over
+  std::string resumed;              // a step, or the directory of a run; empty: none
+};
+
 // Throws Errc::Config, naming the key or option, if there is no directory for the file, or none that can be written; if
-// something is there that is no regular file, or is data of the run; if the run writes it itself, or for another key.
-// `run_directory`: empty where the run has none.
-void check_file(const std::string& file, std::string_view key, const Config& config, const std::string& run_directory);
+// something is there that is no regular file, or is an input of the run; if a run writes it itself, or for another key.
+void check_file(const std::string& file, std::string_view key, const Config& config, const Places& places);
 
 class Monitors {
  public:
   // Throws Errc::Config, naming the key, if something cannot be written where the configuration says. Touches nothing.
-  static void check(const Config& config, const std::string& run_directory);
+  static void check(const Config& config, const Places& places);
   // Whether the phases of this step are to be timed.
   static bool wants_phases(const Config& config, i64 step) noexcept;
 

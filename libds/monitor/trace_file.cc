@@ -13,7 +13,7 @@ namespace ds::monitor {
 
 std::string spans_text(std::span<const Trace::Span> spans) {
   Json all = Json::array();
-  for (const Trace::Span& s : spans) all.push_back({s.track, s.name, s.begin_ns, s.end_ns, s.number});
+  for (const Trace::Span& s : spans) all.push_back({s.track, s.name, s.begin_ns, s.end_ns, s.number, s.of});
   return all.dump();
 }
 
@@ -47,7 +47,7 @@ std::string trace_text(std::span<const std::string> of_ranks) {
                     {"tid", thread->second},
                     {"ts", microseconds(begin - first) + kQuarter},
                     {"dur", microseconds(end - begin)}};
-      if (number >= 0) event["args"] = {{"number", number}};
+      if (number >= 0) event["args"] = {{span[5].get<std::string>(), number}};
       events.push_back(std::move(event));
     }
   }

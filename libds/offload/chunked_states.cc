@@ -233,6 +233,7 @@ void ChunkedStates::update(zero::Tile tile, const UpdateSpec& spec, zero::Verdic
   bool& backward = backward_[tile.data()];
   for (Desk& desk : desks_) desk.chunk.reset();
   const auto visit = [&](std::span<const Item> items, std::span<const Item> next, i64 chunk, char* memory) {
+    const TraceSpan span(host_.trace, "tiles", "update of a tile", chunk);
     if (host_.apart && !memory_->on_device(chunk)) return update_apart(items, next, chunk, memory, spec, verdict);
     if (all_at_once()) return update_in_place(items, memory, spec, verdict);
     for (size_t i = 0; i < items.size(); ++i) {

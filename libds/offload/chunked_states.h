@@ -10,6 +10,7 @@
 #include <map>
 #include <optional>
 
+#include "base/trace.h"
 #include "offload/chunk_memory.h"
 #include "offload/host_copies.h"
 #include "zero/state_store.h"
@@ -25,6 +26,7 @@ struct UpdateHost {
   HostPlace staging;             // of what is copied from and to a device
   bool apart = false;            // from the device that trains
   HostCopies* copies = nullptr;  // then counts those of updates
+  Trace* trace = nullptr;        // gets a span of each chunk that is updated
   Device& device() const noexcept { return place.device(); }
 };
 

@@ -81,8 +81,8 @@ void check_places(const Settings& s, std::span<const i64> files, int ranks) {
 }
 
 // On the CPU, what is to be in its memory is there.
-Offload::Offload(const Settings& settings, For what, int threads, const ServerLink::Rank& rank)
-    : settings_(settings), for_(what) {
+Offload::Offload(const Settings& settings, For what, int threads, const ServerLink::Rank& rank, Trace* trace)
+    : settings_(settings), for_(what), trace_(trace) {
   if (settings.states.device == OffloadDevice::Server) {
     if (what == For::Run) link_ = std::make_unique<ServerLink>(settings.states.name, rank);
     make_served_tiers();
@@ -132,7 +132,7 @@ HostPlace Offload::staging(Device& device) const noexcept {
 std::unique_ptr<zero::StateStore> Offload::make_chunked(zero::StateStore::Parts parts) {
   const HostPlace host = place(parts.device, Section::Optimizer);
   return std::make_unique<ChunkedStates>(std::move(parts), settings_.tile,
-                                         UpdateHost{host, staging(parts.device), is_apart(), counted_copies()},
+                                         UpdateHost{host, staging(parts.device), is_apart(), counted_copies(), trace_},
                                          [this, host](const ChunkLayout& layout, Device& device, MemoryLedger& ledger) {
                                            return make_chunks(layout, device, host, ledger);
                                          });

@@ -41,7 +41,8 @@ class Offload {
   enum class For : u8 { Run, Prediction };
   // Outlives the shards that its tiers are given to.
   // threads: of updates on a host that is not the device; 0: those of the environment. rank: of a run with a server.
-  Offload(const Settings& settings, For what, int threads = 0, const ServerLink::Rank& rank = {});
+  Offload(const Settings& settings, For what, int threads = 0, const ServerLink::Rank& rank = {},
+          Trace* trace = nullptr);
   // For a prediction; host: stands for a host that is not the device, and outlives this.
   Offload(const Settings& settings, Device& host) : Offload(settings, For::Prediction) { predicted_host_ = &host; }
   Offload(const Offload&) = delete;
@@ -107,6 +108,7 @@ class Offload {
 
   const Settings settings_;
   const For for_;
+  Trace* const trace_;
   std::unique_ptr<Device> host_;  // of a run whose device is another, or busy while updates run
   Device* predicted_host_ = nullptr;
   zero::Tiers tiers_;

@@ -145,6 +145,8 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"
   run -0 cat seen
   assert_line --regexp '^process [0-9]+: 2 ranks on cpu[^;]*; step [0-9]+ of 100000$'
   assert_line --regexp '^memory of rank 1 '
+  run -2 --separate-stderr ds-memreport --running .
+  [[ $stderr == *"no run of yours trains in ."* ]] || fail "$stderr"
   timeout 60 ds-memreport --watch 0.2 >watched &
   local watcher=$!
   sleep 1
@@ -309,7 +311,7 @@ assert len(speeds) > 1000 and speeds == sorted(speeds, reverse=True)'
 
 @test "what cannot be is refused, all mistakes at once" {
   refuses 2 "give one of a configuration"
-  refuses 2 "give no more than one of" cfg.json --running
+  refuses 2 "cfg.json is not the directory of a run" cfg.json --running
   refuses 2 "--gpu means nothing beside --params" --params 7.5e9 --gpu h100
   refuses 2 "--most requires --fit" cfg.json --most 3
   refuses 2 "--memory requires --plot" cfg.json --memory 1GiB

@@ -206,3 +206,66 @@ PY
   done
   assert [ ! -e trace.json ]
 }
+
+@test "no report is written over what the run reads" {
+  ds-train cfg.json --out first --quiet --steps 2
+  ds-ckpt-merge first -o hfm --format hf --quiet
+  ds-ckpt-merge first -o w.safetensors --quiet
+  cp cfg.json copy.json
+  sed 's/"model": {[^}]*}/"model": {"path": "hfm"}/' cfg.json >hf.json
+  find . -type f ! -name before -exec sha256sum {} + >before
+  reports() { # file, arguments
+    local file=$1 where
+    shift
+    for where in "--trace $file" "--set prometheus.file=$file" \
+      "--set flops_profiler.enabled=true --set flops_profiler.output_file=$file"; do
+      run -2 --separate-stderr ds-train "$@" --out refused $where
+      [[ $stderr == *"$file is "* ]] || fail "$where: $stderr"
+    done
+  }
+  reports copy.json copy.json
+  reports text.txt cfg.json
+  reports hfm/config.json hf.json
+  reports w.safetensors cfg.json --weights w.safetensors
+  reports first/step-00000002/model.h5 cfg.json --resume first
+  reports first/metrics.jsonl cfg.json --resume first/step-00000002
+  sha256sum --check --quiet before
+  # A new file beside them is nobody's.
+  ds-train hf.json --out run --quiet --steps 2 --trace hfm/trace.json
+}
+
+@test "a monitor that cannot be written leaves no run behind" {
+  ln -s /nowhere/there dangling
+  for path in "tensorboard.output_path=/proc/x" "csv_monitor.output_path=/proc/x/y" "csv_monitor.output_path=dangling" \
+    "csv_monitor.job_name=$(printf '%300s' '' | tr ' ' a)"; do
+    run -2 --separate-stderr ds-train cfg.json --out run --set tensorboard.enabled=true --set csv_monitor.enabled=true --set "$path"
+    [[ $stderr == *"${path%%.*}.output_path: "* ]] || fail "$stderr"
+    assert [ ! -e run/metrics.jsonl ]
+    assert [ ! -e run/tensorboard ]
+  done
+  ds-train cfg.json --out run --quiet
+}
+
+@test "a run that ends because it diverges leaves its trace and its last numbers" {
+  run -1 ds-launch -n 2 ds-train cfg.json --out run --quiet --trace trace.json --set prometheus.file=run.prom --set fp16.enabled=true \
+    --set fp16.initial_scale_power=6 --set fp16.hysteresis=1 --set fp16.min_loss_scale=32 --set optimizer.params.lr=1e4
+  /usr/bin/python3 -c 'import json; assert len(json.load(open("trace.json"))["traceEvents"]) > 10'
+  assert [ -s run.prom ]
+  assert_equal "$(tail -1 run/metrics.jsonl | grep -o '"type":"memory"')" '"type":"memory"'
+  run -1 ds-train cfg.json --out fast --quiet --set optimizer.params.lr=1e30 --set prometheus.file=fast.prom --set steps_per_print=5
+  local steps
+  steps=$(grep -c '"type":"step"' fast/metrics.jsonl)
+  grep -q "^ds_train_steps_total.* $steps$" fast.prom
+}
+
+@test "tiles of offloaded states and bytes of messages are in a trace" {
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 3 --trace trace.json --set zero_optimization.offload_optimizer.device=nvme \
+    --set zero_optimization.offload_optimizer.nvme_path=. --set zero_optimization.sub_group_size=4096
+  /usr/bin/python3 - <<'PY'
+import json
+events = json.load(open("trace.json"))["traceEvents"]
+tiles = [e for e in events if e["name"] == "update of a tile"]
+assert len(tiles) >= 3 * 2 * 2 and {e["args"]["number"] for e in tiles} >= {0, 1}, tiles
+assert all(e["args"]["slice_bytes"] > 0 for e in events if e["name"] == "dp.reduce_scatter")
+PY
+}

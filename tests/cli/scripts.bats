@@ -79,6 +79,18 @@ metrics() {
   assert_output 'plot: no grad_norm to draw'
 }
 
+@test "plot draws a run whose name has an equals sign, and says what is not finite" {
+  cd "$BATS_TEST_TMPDIR"
+  mkdir 'lr=1'
+  printf '{"type":"step","step":%s}\n' '1,"loss":2.5' '2,"loss":null' '3,"loss":2' >lr=1/metrics.jsonl
+  cp lr=1/metrics.jsonl x=1.jsonl
+  for name in 'lr=1' 'x=1.jsonl'; do
+    run -0 timeout 20 "$DS_SOURCE/scripts/plot" "$name" </dev/null
+    assert_output --partial 'training loss 2.500 -> 2.000'
+    assert_output --partial 'the loss of 1 of 3 steps is not finite'
+  done
+}
+
 @test "plot refuses what it cannot draw" {
   cd "$BATS_TEST_TMPDIR"
   metrics good 5

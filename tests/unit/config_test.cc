@@ -235,6 +235,8 @@ const Wrong kWrong[] = {
      Errc::Config, "save.async: copies the state"},
     {R"("aio": {"block_size": 5000})", Errc::Config, "no multiple of 4096"},
     {R"("train_micro_batch_size": 4)", Errc::Config, "did you mean train_micro_batch_size_per_gpu?"},
+    {R"("zero_optimization": {"offload_optimizer": 3})", kBad, "must be an object, not 3"},
+    {R"("offload_optimizer": "auto")", kBad, "offload_optimizer"},
     {R"("zero_optimization": {"legacy_stage1": true})", kLater,
      "true is not there yet (libds 0.1.0); false is accepted"},
     {R"("zero_optimization": {"stage": 3, "zeropp_loco_param": {}})", kBad,
@@ -518,7 +520,8 @@ TEST(Config, TakesADeepSpeedConfigurationAsItIs) {
   EXPECT_TRUE(r.ok()) << r.message();
   ASSERT_EQ(r.diagnostics.size(), 1u);
   EXPECT_EQ(to_string(r.diagnostics[0]),
-            "cfg:4:14: bf16.enabled: \"auto\" is bf16: the run has bf16 parameters, and masters in fp32; true or false "
+            "cfg:4:14: bf16.enabled: \"auto\" is bf16, which needs no loss scale: the run has bf16 parameters, and "
+            "masters in fp32; true or false "
             "chooses");
   EXPECT_TRUE(r.config.bf16.enabled);
 }

@@ -61,6 +61,12 @@ std::vector<std::string> lines_of(const std::string& text) {
 }
 
 // The values of RFC 3720, B.4, and of the catalogue of CRCs.
+void check_in(const Config& config, const std::string& run_directory) {
+  Places places;
+  places.run_directory = run_directory;
+  Monitors::check(config, places);
+}
+
 TEST(EventFile, Crc32c) {
   std::string ascending;
   for (char c = 0; c < 32; ++c) ascending += c;
@@ -374,12 +380,12 @@ TEST(Monitors, AreThoseThatTheConfigurationAsksFor) {
 
   const TempDirectory dir;
   config = {};
-  Monitors::check(config, "");
+  check_in(config, "");
   Monitors(config, {}).step(step_record(1));
   config.tensorboard.enabled = config.csv_monitor.enabled = true;
   config.csv_monitor.output_path = dir / "elsewhere/deep";
   config.csv_monitor.job_name = "mine";
-  Monitors::check(config, dir / "run");
+  check_in(config, dir / "run");
   EXPECT_TRUE(names_in(dir.path()).empty());
   Monitors monitors(config, {.directory = dir / "run"});
   monitors.step(step_record(1));
@@ -392,34 +398,34 @@ TEST(Monitors, WhatCannotBeWrittenIsKnownBefore) {
   write_file(dir / "file", "");
   Config config;
   config.tensorboard.enabled = true;
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "tensorboard.output_path: is missing");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "tensorboard.output_path: is missing");
   config.tensorboard.output_path = dir / "file";
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "tensorboard.output_path: cannot write in");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "tensorboard.output_path: cannot write in");
   EXPECT_ERROR(Monitors(config, {}), Errc::Config, "tensorboard.output_path: cannot create");
   config = {};
   config.prometheus.file = dir / "none/run.prom";
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "prometheus.file: cannot write in");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "prometheus.file: cannot write in");
   EXPECT_ERROR(Monitors(config, {}), Errc::Io, "none");
   config.prometheus.file = dir.path();
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a directory");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a directory");
   for (const char* device : {"/dev/full", "/dev/null"}) {
     config.prometheus.file = device;
-    EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is not a regular file");
+    EXPECT_ERROR(check_in(config, ""), Errc::Config, "is not a regular file");
   }
   write_file(dir / "book.txt", "text");
   std::filesystem::create_symlink("book.txt", std::string(dir / "link"));
   config.data.train = {dir / "book.txt"};
   config.prometheus.file = dir / "link";
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a data file of this run");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a data file of this run");
   for (const char* name : {"tokens.h5", "tokens.idx"}) {
     write_file(dir / name, "data");
     config.data.train = {dir / (std::string_view(name).ends_with("h5") ? "tokens.h5:/ids" : "tokens")};
     config.prometheus.file = dir / name;
-    EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "is a data file of this run");
+    EXPECT_ERROR(check_in(config, ""), Errc::Config, "is a data file of this run");
   }
   config = {};
   config.flops_profiler = {.enabled = true, .output_file = dir / "none/flops"};
-  EXPECT_ERROR(Monitors::check(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");
+  EXPECT_ERROR(check_in(config, ""), Errc::Config, "flops_profiler.output_file: cannot write in");
 }
 
 // One that fails takes nothing from the others.

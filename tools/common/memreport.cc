@@ -92,7 +92,8 @@ std::optional<memreport::Hardware> hardware_of(const MemreportOptions& a, int ra
 void add_memreport_options(CLI::App& app, MemreportOptions& a) {
   CLI::Option* source =
       app.add_option("SOURCE", a.source,
-                     "configuration, model directory or config.json, run directory or step of a checkpoint")
+                     "configuration, model directory or config.json, run directory or step of a checkpoint; "
+                     "with --running, a run directory")
           ->type_name("FILE");
   add_number(app, "--params", a.params, 1, 1e18, "parameters alone: the ZeRO paper's accounting")
       ->type_name("N")

@@ -269,7 +269,8 @@ struct Measured {
 // A metrics.jsonl, or a directory with one. Throws Errc::Io, Errc::Corrupt.
 DS_API Measured read_measured(const std::string& path);
 // The runs of this user that train on this machine now, by the counters that they show in shared memory.
-DS_API std::vector<Measured> find_running();
+// `directory`: of that run alone; empty: all. Throws Errc::Config where it is none.
+DS_API std::vector<Measured> find_running(const std::string& directory = {});
 // For people: the rank that took most, or all.
 DS_API std::string text(const Measured& measured, bool all);
 DS_API std::string json(const Measured& measured);

@@ -87,6 +87,7 @@ struct RunOptions {
   std::string resume;      // "": start; "latest": of out_dir; else a step or run directory
   std::string weights;     // initial weights: whatever open_weights() reads; empty: model.path's, or random ones
   std::string trace;       // of a run that trains: a file that gets what its first steps do; empty: none
+  std::string config;      // the configuration's own file, which no report is written over; empty: there is none
   bool read_only = false;  // for evaluation and generation: out_dir is only read, and random weights are an error
   const EncodedPrompts* writing = nullptr;  // what is to be written, which outlives the run: its memory is checked, too
 };
