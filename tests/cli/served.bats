@@ -84,7 +84,7 @@ ordinary() { # optimizer where
 
 # DS_SLOW=1: 200 kills.
 @test "whoever is killed, a run that is started again has the losses of one that was not" {
-  local kills=3 steps=3000
+  local kills=3 steps=1500
   if [[ -n ${DS_SLOW-} ]]; then kills=100 steps=40000; fi
   sed -i 's/"steps": 12/"steps": '$steps', "save": {"every": 500, "keep": 2}/' cfg.json
   ds-launch -n 2 ds-train cfg.json --out whole --quiet
