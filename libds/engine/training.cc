@@ -383,8 +383,12 @@ TrainResult Training::run() {
       if (step() - result_.first_step + 1 == kTracedSteps) s_.write_trace();
     }
   } catch (const Error& e) {
-    // Losses and scales are those of all ranks, and so is this end: what it leaves is whole.
-    if (e.code() == Errc::Numeric) end_records();
+    // Losses and scales are those of all ranks, and so is this end: what it leaves is whole. Who is ready waits, since
+    // a launcher ends the others when one has ended.
+    if (e.code() == Errc::Numeric) {
+      end_records();
+      (void)s_.agree(0);
+    }
     throw;
   }
   s_.read_ahead.reset();

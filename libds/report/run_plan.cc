@@ -383,6 +383,12 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
       if (is_coded(kept[s])) options.block = kStateBlock;
     }
   }
+  // Ranks of tp have copies of some rows beside parts of others: a block of codes with both would say another thing of
+  // the copies on each rank.
+  const DilocoConfig& diloco = config.optimizer.diloco;
+  const bool codes_zero = config.zero.stage == 3 && (config.zero.quantized_weights || config.zero.quantized_gradients),
+             codes_outer = diloco.workers > 1 && diloco.outer_gradient_bits < 32;
+  if ((codes_zero || codes_outer) && plan.mesh.tp > 1) options.block = std::max(options.block, zero::kCodeBlock);
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
   i64 tiles = 0;

@@ -9,7 +9,6 @@ namespace ds::update {
 namespace {
 
 constexpr i64 kCodedElems = i64{1} << 20;  // that travel as codes at once
-constexpr i64 kCodedBlock = 256;
 
 }  // namespace
 
@@ -46,7 +45,7 @@ OuterStep::OuterStep(const UpdatePlan& plan, zero::AllShards& shards, Combine& c
   }
   const int bits = narrow<int>(plan.diloco.outer_gradient_bits);
   if (bits == 32 || outer.size() == 1) return;
-  format_ = {.bits = bits, .block = kCodedBlock};
+  format_ = {.bits = bits, .block = zero::kCodeBlock};
   i64 most = 0;
   for (const Fragment& f : fragments_) {
     for (const zero::Piece& p : f.sums) most = std::max(most, std::min(p.count, kCodedElems));

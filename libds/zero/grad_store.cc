@@ -63,7 +63,7 @@ class BucketSlots {
 
 namespace {
 
-constexpr CodeFormat kGradientCodes{.bits = 4, .block = 256};
+constexpr CodeFormat kGradientCodes{.bits = 4, .block = kCodeBlock};
 constexpr std::string_view kGradientTag = "qgz.all_to_all";
 
 // Whether a rank has accumulators of all elements, or of the slices that it owns.

@@ -105,6 +105,9 @@ struct Piece {
   }
 };
 
+// Elements of a block of what travels in codes (ZeRO++).
+inline constexpr i64 kCodeBlock = 256;
+
 class Layout {
  public:
   // units[u] = the rows of unit u, in the order of the model; perhaps none. Units of tiles follow.

@@ -9,7 +9,7 @@ namespace {
 constexpr std::string_view kNearTag = "hpz.all_gather";
 
 // Of blocks of 256 elements: rows whose sizes differ share no more than one.
-constexpr CodeFormat kWeightCodes{.bits = 8, .block = 256};
+constexpr CodeFormat kWeightCodes{.bits = 8, .block = kCodeBlock};
 
 }  // namespace
 
