@@ -300,7 +300,8 @@ inline void exercise_quantized_reduce_scatter(const Ranks& ranks, i64 nodes, i64
   require(ledger.current(Tag::Comm) == 2 * (P * node_hop + nodes * across_hop) * coded_bytes(n + 5, format) +
                                            nodes * (n + 5) * 4 * (node_hop && across_hop),
           "memory of the quantised reduce-scatter");
-  require(ledger.current(Tag::GradAccum) == (P * node_hop + nodes * across_hop) * n * 4, "memory of its errors");
+  require(ledger.current(Tag::GradAccum) == (P * node_hop + nodes * across_hop) * (2 * n + 5) * 4,
+          "memory of its errors");
 }
 
 // Ranks in groups of `size`, which keep what a gather of all gave them, quantised or not.
