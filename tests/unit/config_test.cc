@@ -526,6 +526,25 @@ TEST(Config, TakesADeepSpeedConfigurationAsItIs) {
   EXPECT_TRUE(r.config.bf16.enabled);
 }
 
+// DeepSpeed drops whatever is "auto" in the sections that pydantic reads, also whole sections and keys of no use.
+TEST(Config, WhatIsAutoInLaxSectionsIsLeftOut) {
+  for (const char* text : {R"("zero_optimization": {"offload_optimizer": "auto", "offload_param": "auto"})",
+                           R"("zero_optimization": {"stage": 3, "zeropp_loco_param": "auto", "leaf_module": "auto"})",
+                           R"("bf16": {"loss_scale": "auto", "hysteresis": "auto", "min_loss_scale": "auto"})"}) {
+    const ConfigResult r = parse(fmt::format("{{\"train_batch_size\": 1, {}}}", text));
+    EXPECT_TRUE(r.ok()) << text << "\n" << r.message();
+    EXPECT_TRUE(r.diagnostics.empty()) << text;
+    EXPECT_FALSE(r.config.zero.loco.enabled);
+  }
+}
+
+TEST(Config, WarmUpThatDoesNotFitIsSaid) {
+  const ConfigResult r = parse(R"({"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5, "total_num_steps": 3}}})");
+  ASSERT_EQ(r.diagnostics.size(), 1u);
+  EXPECT_THAT(to_string(r.diagnostics[0]), HasSubstr("5 warm-up steps do not fit into 3 steps"));
+}
+
 // The same on every machine, and never without a word.
 TEST(Config, AutoPrecisionIsSaid) {
   const struct {
@@ -754,6 +773,8 @@ TEST(ConfigSet, MistakesNameTheArgument) {
   for (const Case& c : {
            Case{"zero_optimization.stage=7",
                 "--set zero_optimization.stage=7: zero_optimization.stage: must be an integer"},
+           Case{"data.chat_template.user=[INST] {content}", "a text that begins so stands in quotes: "},
+           Case{"csv_monitor.job_name=", "must be a string that is not empty, not \"\""},
            Case{"zero_optimization={\"stage\": 7}",
                 "--set zero_optimization={\"stage\": 7}: zero_optimization.stage: "},
            Case{"zero_optimisation.stage=1", "did you mean zero_optimization?"},
