@@ -133,7 +133,7 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"
 
 @test "--running shows a run while it trains, --watch until it ends" {
   until_true 120 none_runs # tests beside this one have runs, too
-  ds-launch -n 2 ds-train cfg.json --steps 100000 --quiet >log 2>&1 &
+  ds-launch -n 2 ds-train cfg.json --out live --steps 100000 --quiet >log 2>&1 &
   local launched=$!
   until_true 60 some_rank_here
   : >seen
@@ -143,17 +143,19 @@ none_runs() { [[ $(ds-memreport --running 2>&1 >/dev/null) == *"no run of yours"
     sleep 0.1
   done
   run -0 cat seen
-  assert_line --regexp '^process [0-9]+: 2 ranks on cpu[^;]*; step [0-9]+ of 100000$'
+  assert_line --regexp '/live \(process [0-9]+\): 2 ranks on cpu[^;]*; step [0-9]+ of 100000$'
   assert_line --regexp '^memory of rank 1 '
+  run -0 ds-memreport --running live --all-ranks
+  assert_line --regexp '/live \(process [0-9]+\): 2 ranks on cpu'
   run -2 --separate-stderr ds-memreport --running .
   [[ $stderr == *"no run of yours trains in ."* ]] || fail "$stderr"
-  timeout 60 ds-memreport --watch 0.2 >watched &
+  timeout 60 ds-memreport --watch 0.2 live >watched &
   local watcher=$!
   sleep 1
   kill "$launched"
   wait "$launched" || true
   wait "$watcher"
-  [[ $(grep -c "^process" watched) -ge 2 ]]
+  [[ $(grep -c "/live (process" watched) -ge 2 ]]
 }
 
 @test "times follow from measured rates or data sheets, and are needed to rank" {
