@@ -14,19 +14,10 @@ setup() {
 @test "a run resumes bit for bit between meetings, and another layout says what it begins without" {
   local more
   for more in zero_optimization.stage=0 save.async=true zero_optimization.stage=3 bf16.enabled=true diloco.fragments=2 tensor_parallel.tp_size=2; do
-    rm -rf whole half
     set -- --set "$more"
     # Ranks of tp have copies of some rows, which what workers send in codes leaves the same.
     [[ $more != tensor* ]] || set -- "$@" --set diloco.outer_gradient_bits=4
-    ds-launch -n 4 ds-train cfg.json --out whole --quiet "$@"
-    ds-launch -n 4 ds-train cfg.json --out half --quiet --steps 7 "$@"
-    run --separate-stderr ds-launch -n 4 ds-train cfg.json --out half --resume latest "$@"
-    assert_success
-    [[ $stderr != *"of their own"* ]]
-    assert_equal "$(losses half)" "$(losses whole)"
-    merged whole whole.safetensors
-    merged half half.safetensors
-    cmp whole.safetensors half.safetensors
+    resumes_bit_for_bit 4 7 "$@"
   done
   ds-ckpt-merge half --verify --quiet -o again.safetensors
   grep -q '"workers":2' half/step-00000012/manifest.json

@@ -69,3 +69,23 @@ killed_rank_is_named() {
 }
 
 steps_at_least() { (($(losses "$1" 2>/dev/null | wc -l) >= $2)); }
+
+# A run of so many ranks that ends behind a step and goes on has the losses and the state of one that does not, and says
+# of nothing that it is lost: ranks, step, arguments. Leaves both (whole, half), and half as it was before it went on
+# (other).
+resumes_bit_for_bit() {
+  local ranks=$1 step=$2
+  shift 2
+  rm -rf whole half other
+  ds-launch -n "$ranks" ds-train cfg.json --out whole --quiet "$@"
+  ds-launch -n "$ranks" ds-train cfg.json --out half --quiet --steps "$step" "$@"
+  cp -r half other
+  run --separate-stderr ds-launch -n "$ranks" ds-train cfg.json --out half --resume latest "$@"
+  assert_success
+  # shellcheck disable=SC2154
+  [[ $stderr != *"was made by another layout of ranks"* ]] || fail "$stderr"
+  assert_equal "$(losses half)" "$(losses whole)"
+  merged whole whole.safetensors
+  merged half half.safetensors
+  cmp whole.safetensors half.safetensors
+}

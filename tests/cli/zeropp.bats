@@ -46,17 +46,8 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
 @test "what codes of gradients lost is resumed bit for bit, and other ranks begin without" {
   local loco="--set zero_optimization.zero_quantized_gradients=true --set zero_optimization.zeropp_loco_param={}"
   for more in fp16.enabled=true "$near=2" save.async=true "tensor_parallel.tp_size=2 --set $codes=true"; do
-    rm -rf whole half other
-    ds-launch -n 4 ds-train cfg.json --out whole --quiet $loco --set $more
-    ds-launch -n 4 ds-train cfg.json --out half --quiet $loco --set $more --steps 5
-    cp -r half other
-    run --separate-stderr ds-launch -n 4 ds-train cfg.json --out half $loco --set $more --resume latest
-    assert_success
-    [[ $stderr != *"had lost"* ]]
-    assert_equal "$(losses half)" "$(losses whole)"
-    merged whole whole.safetensors
-    merged half half.safetensors
-    cmp whole.safetensors half.safetensors
+    # shellcheck disable=SC2086
+    resumes_bit_for_bit 4 5 $loco --set $more
   done
   run --separate-stderr ds-launch -n 2 ds-train cfg.json --out other $loco --resume latest
   assert_success
