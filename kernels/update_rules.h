@@ -173,6 +173,38 @@ struct LambDirection {
   }
 };
 
+// Li et al.: "1-bit LAMB: Communication Efficient Large-Scale Large-Batch Training with LAMB's Convergence Speed", when
+// the second moment no longer changes. The gradient that has made s[0] of what it was, which is in the place of g, for
+// ranks do not sum gradients; by how much a second moment that takes such gradients in, s[1], has left the frozen one,
+// s[0]; and the direction. What never had a gradient stays out of it, as in FrozenAdam.
+struct MomentumGradient {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
+    g = sign(s[1]) * (s[0] - k.beta1 * g) / k.rest1;
+  }
+};
+struct VarianceRatio {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V&, V& g, V* s, V, const Constants<V>& k) {
+    using std::sqrt;
+    s[1] = k.beta2 * s[1] + k.rest2 * g * g;
+    g = sign(s[0]) * (sqrt(s[0]) + k.eps) / (sqrt(s[1]) + k.eps);
+  }
+};
+struct FrozenLambDirection {
+  static constexpr int kStates = 2;
+  static constexpr bool kDirection = true;
+  template <class V>
+  DS_HOST_DEVICE static void apply(V& w, V& g, V* s, V decay, const Constants<V>& k) {
+    using std::sqrt;
+    g = sign(s[1]) * s[0] / (sqrt(s[1]) + k.eps) + decay * w;
+  }
+};
+
 // Jordan et al.: "Muon: An optimizer for hidden layers in neural networks", up to the orthogonalisation.
 template <bool nesterov>
 struct MuonDirection {
@@ -237,6 +269,9 @@ void with_rule(UpdateRule rule, F&& f) noexcept {
     case UpdateRule::FrozenAdam: return f(FrozenAdam{});
     case UpdateRule::ZeroOneDelta: return f(ZeroOneDelta{});
     case UpdateRule::ZeroOneSync: return f(ZeroOneSync{});
+    case UpdateRule::MomentumGradient: return f(MomentumGradient{});
+    case UpdateRule::VarianceRatio: return f(VarianceRatio{});
+    case UpdateRule::FrozenLambDirection: return f(FrozenLambDirection{});
     case UpdateRule::OuterDelta: return f(OuterDelta{});
     case UpdateRule::OuterMomentum: return f(OuterStep<false>{});
     case UpdateRule::OuterNesterov: return f(OuterStep<true>{});

@@ -66,6 +66,12 @@ void step(Element& e, double decay, const UpdateParams& p) noexcept {
       if (e.s1 > 0) e.w = e.s0 - e.g / (std::sqrt(e.s1) + eps);
       e.s0 = e.s1 > 0 ? e.g / lr : 0;
       break;
+    case UpdateRule::MomentumGradient: e.g = e.s1 > 0 ? (e.s0 - p.beta1 * e.g) / rest1 : 0; break;
+    case UpdateRule::VarianceRatio:
+      e.s1 = p.beta2 * e.s1 + (1 - p.beta2) * e.g * e.g;
+      e.g = e.s0 > 0 ? (std::sqrt(e.s0) + eps) / (std::sqrt(e.s1) + eps) : 0;
+      break;
+    case UpdateRule::FrozenLambDirection: e.g = (e.s1 > 0 ? e.s0 / (std::sqrt(e.s1) + eps) : 0) + decay * e.w; break;
     case UpdateRule::OuterDelta: e.g = e.s0 - e.w; break;
     case UpdateRule::OuterMomentum:
     case UpdateRule::OuterNesterov: {

@@ -14,6 +14,7 @@
 // before.
 
 #include <functional>
+#include <map>
 #include <optional>
 #include <span>
 #include <string>
@@ -113,8 +114,11 @@ struct CheckpointMeta {
   std::string isa;                  // instruction set that the bits were made with
   std::string data_json;            // identity of the training data; empty or a JSON document
   std::string attention_json = {};  // what attention hides beside the model's own masks; empty or a JSON document
-  std::string config_json;          // the resolved configuration; empty or a JSON document
-  std::string model_config_json;    // Hugging Face's config.json; empty or a JSON document
+  // What optimizers keep of whole parameters beside states, by their names: 1-bit LAMB's mean of ratios and last
+  // factor.
+  std::map<std::string, std::vector<double>> param_numbers = {};
+  std::string config_json;        // the resolved configuration; empty or a JSON document
+  std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
   // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
   std::optional<std::map<std::string, std::string>> metadata;
   bool operator==(const CheckpointMeta&) const = default;

@@ -7,6 +7,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <tuple>
@@ -207,6 +208,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (!meta.history.empty()) j["history"] = meta.history;
   if (!meta.attention_json.empty()) j["attention"] = embed(meta.attention_json, "attention");
+  if (!meta.param_numbers.empty()) j["optimizer_numbers"] = meta.param_numbers;
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -233,6 +235,13 @@ CheckpointMeta meta_from_json(const Json& j) {
   if (j.contains("optimizer")) meta.optimizer = optimizer_from(j.at("optimizer"));
   if (j.contains("history")) meta.history = j.at("history").get<std::string>();
   if (j.contains("attention")) meta.attention_json = extract(j.at("attention"));
+  if (j.contains("optimizer_numbers")) {
+    j.at("optimizer_numbers").get_to(meta.param_numbers);
+    for (const auto& [name, numbers] : meta.param_numbers) {
+      DS_CHECK(std::ranges::all_of(numbers, [](double x) { return std::isfinite(x) && x >= 0; }), Errc::Corrupt,
+               "optimizer_numbers of '{}' are not at least 0", name);
+    }
+  }
   meta.isa = j.at("isa").get<std::string>();
   meta.data_json = extract(j.at("data"));
   meta.config_json = extract(j.at("config"));

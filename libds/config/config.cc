@@ -145,16 +145,16 @@ void check_zeropp(const Config& c, i64 replicas, Reader& r) {
   constexpr std::string_view kStage = "zero_optimization.stage", kNear = "zero_optimization.zero_hpz_partition_size",
                              kCodes = "zero_optimization.zero_quantized_weights",
                              kGradients = "zero_optimization.zero_quantized_gradients";
-  constexpr std::string_view kLoco = "zero_optimization.zeropp_loco_param";
+  constexpr std::string_view kLoco = "zero_optimization.zeropp_loco_param",
+                             kFrozen = "zero_optimization.zero_quantized_nontrainable_weights";
   if (c.zero.loco.enabled && !c.zero.quantized_gradients && !r.broken(kGradients))
     r.error(kLoco, fmt::format("is of what codes lose, and says nothing without {} true", kGradients));
-  if (c.zero.loco.enabled && c.optimizer.diloco.workers > 1)
-    r.error(kLoco, "is not supported with diloco.workers above 1 yet", Errc::Unavailable);
   if (c.zero.stage != 3 && !r.broken(kStage)) {
     const std::string why =
         fmt::format("ZeRO stage {} keeps whole parameters, and gathers none; stage 3 does", c.zero.stage);
     if (c.zero.hpz_partition_size > 1) r.error(kNear, why);
     if (c.zero.quantized_weights) r.error(kCodes, why);
+    if (c.zero.quantized_nontrainable_weights) r.error(kFrozen, why);
     if (c.zero.quantized_gradients)
       r.error(kGradients, fmt::format("is of stage 3, and this is ZeRO stage {}", c.zero.stage));
     return;

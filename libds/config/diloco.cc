@@ -32,7 +32,7 @@ void resolve_diloco(Config& config, i64 ranks, i64 world, ConfigUse use, Reader&
   if (!d.enabled) {
     // Who says so means it; who says nothing of it may have forgotten it.
     for (const Key& key : config_keys()) {
-      if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled))
+      if (key.path.starts_with("diloco.") && r.given(key.path) && !r.given(kEnabled) && !r.broken(kEnabled))
         r.error(key.path, fmt::format("says nothing without {} true", kEnabled));
     }
     d = {};

@@ -38,6 +38,10 @@ const Kind kKinds[] = {
     {OptimizerType::ZeroOneAdam,
      "lr betas eps weight_decay bias_correction var_freeze_step var_update_scaler local_step_scaler local_step_clipper",
      {.type = OptimizerType::ZeroOneAdam, .bias_correction = false}},
+    {OptimizerType::OneBitLamb,
+     "lr betas eps weight_decay bias_correction min_coeff max_coeff freeze_step coeff_beta factor_min factor_max "
+     "factor_threshold",
+     {.type = OptimizerType::OneBitLamb, .bias_correction = false}},
     {OptimizerType::AdamW8bit, "lr betas eps weight_decay bias_correction", {.type = OptimizerType::AdamW8bit}},
 };
 
@@ -110,8 +114,10 @@ void check_values(const UpdateConfig& u, std::string_view prefix, Reader& r) {
     if (u.type == OptimizerType::Muon && u.lr == 0 && lr > 0)
       r.error(fmt::format("{}{}", prefix, key), "follows the schedule in proportion to lr, which is 0");
   }
-  if (u.type == OptimizerType::Lamb && u.min_coeff > u.max_coeff)
+  if (optimizer_takes(u.type, "min_coeff") && u.min_coeff > u.max_coeff)
     r.error(fmt::format("{}min_coeff", prefix), fmt::format("is above max_coeff, {}", u.max_coeff));
+  if (u.type == OptimizerType::OneBitLamb && u.factor_min > u.factor_max)
+    r.error(fmt::format("{}factor_min", prefix), fmt::format("is above factor_max, {}", u.factor_max));
 }
 
 }  // namespace
@@ -217,6 +223,12 @@ void check_signs(const Config& c, Reader& r) {
   if (c.zero.offload_optimizer.device != OffloadDevice::None)
     r.error("zero_optimization.offload_optimizer.device",
             fmt::format("{} has the momentum of all parameters on every rank, beside what it sends: states stay there",
+                        name),
+            Errc::Unavailable);
+  if (zero_one && c.sequence_parallel_size > 1)
+    r.error(kType,
+            fmt::format("ranks of {} step for themselves, and those of sequence_parallel_size have parts of one "
+                        "sequence alone",
                         name),
             Errc::Unavailable);
   if (zero_one && c.own_masters() && c.work_dtype() != DType::F32)

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <numeric>
@@ -131,7 +132,13 @@ void Engine::make_pieces() {
     }
   }
   for (auto* pieces : {&held_, &counted_}) std::ranges::stable_sort(*pieces, {}, &zero::Piece::param);
-  if (plan_.coord.worker == 0) saved_ = counted_;
+  if (plan_.coord.worker > 0) return;
+  saved_ = counted_;
+  if (!plan_.steps_apart()) return;
+  // Ranks that step for themselves have other parameters each: a step holds those of one.
+  saved_.clear();
+  if (plan_.dp_rank() > 0) return;
+  std::ranges::copy_if(held_, std::back_inserter(saved_), [&](const zero::Piece& p) { return plan_.counts(p); });
 }
 
 // Operations may be under way, and have memory of ours, when a step has failed: they end when all ranks know of the

@@ -38,9 +38,9 @@ struct StepReport {
   bool skipped = false;                // non-finite gradients: nothing was changed
   i64 tokens = 0;                      // over all ranks
   std::optional<double> outer_norm{};  // where DiLoCo's workers met: of their mean gradient
-  std::optional<update::Update::SignNorms> signs{};  // where ranks average by signs
-  std::optional<i64> layer_tokens{};                 // of a sample, that layers see which drop some (random-LTD)
-  std::optional<PhaseTimes> phases{};                // if time_phases() asks for them
+  std::map<std::string, double> compression{};  // StepRecord::compression
+  std::optional<i64> layer_tokens{};            // of a sample, that layers see which drop some (random-LTD)
+  std::optional<PhaseTimes> phases{};           // if time_phases() asks for them
 };
 
 struct Progress {
@@ -127,6 +127,10 @@ class Engine {
   }
   // Alike on all ranks, of which some may have none.
   bool has_rank_local() const noexcept { return update_ && update_->has_rank_local(progress_.optimizer_step); }
+  // Update::param_numbers().
+  std::vector<std::span<double>> param_numbers() {
+    return update_ ? update_->param_numbers() : std::vector<std::span<double>>(plan_.params.size());
+  }
   // Before the first update the workers of DiLoCo have in common what they begin with.
   void begin_outer() {
     if (update_ && update_->outer() != nullptr && progress_.optimizer_step == 0) update_->outer()->begin();

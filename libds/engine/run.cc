@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <filesystem>
 #include <optional>
 
@@ -14,6 +15,7 @@
 #include "checkpoint/run_names.h"
 #include "checkpoint/together.h"
 #include "config/model_config.h"
+#include "config/optimizer.h"
 #include "data/objective.h"
 #include "data/tokenizer.h"
 #include "ds/log.h"
@@ -44,6 +46,7 @@ RunPrediction predict_on(const Device& device, engine::Plans& plans, const RankI
   p.process_bytes = planned.process.own;
   p.momentary_bytes = planned.process.momentary_of(ranks.rank);
   for (const auto& [name, count] : plan.traffic) p.comm_bytes[name] = count.bytes;
+  p.mean_comm_bytes = plan.mean_traffic;
   p.host_bytes = device.is_host() ? 0 : plan.memory[static_cast<size_t>(Tag::Host)];
   const probe::AvailableMemory node = probe::available_memory();
   p.available_bytes = device.is_host() ? node.bytes : device.memory().free;
@@ -415,6 +418,7 @@ void TrainingRun::State::load_step(const std::string& dir) {
   const LossScalerState& s = meta.loss_scaler;
   if (meta.work_dtype == engine->plan().work)
     engine->scaler().restore({s.scale, s.iteration, s.last_overflow, s.hysteresis});
+  set_param_numbers(meta, dir);
   engine->begin_outer();
   load_rank_local(dir, meta);
   if (is_root()) {
@@ -433,37 +437,85 @@ void TrainingRun::State::load_step(const std::string& dir) {
   }
 }
 
-// What ranks of the same layout kept beside states; others begin without, which is said.
+// Of a stage of a pipeline these are the numbers of its own layers alone: the largest bits of all are what some have.
+std::map<std::string, std::vector<double>> TrainingRun::State::param_numbers() {
+  std::map<std::string, std::vector<double>> named;
+  const optim::Groups& groups = engine->plan().groups;
+  std::vector<i64> bits;
+  const std::vector<std::span<double>> own = engine->param_numbers();
+  for (size_t p = 0; p < own.size(); ++p) {
+    const i64 each = groups.groups[groups.of_params[p]].numbers_per_param();
+    for (i64 i = 0; i < each; ++i) bits.push_back(own[p].empty() ? 0 : std::bit_cast<i64>(own[p][i]));
+  }
+  if (bits.empty()) return named;
+  mesh->world().all_reduce(bits.data(), std::ssize(bits), DType::I64, ReduceOp::Max, "dp.stats").wait();
+  size_t at = 0;
+  for (size_t p = 0; p < own.size(); ++p) {
+    const i64 each = groups.groups[groups.of_params[p]].numbers_per_param();
+    for (i64 i = 0; i < each; ++i) named[table.params[p].name].push_back(std::bit_cast<double>(bits[at++]));
+  }
+  return named;
+}
+
+void TrainingRun::State::set_param_numbers(const CheckpointMeta& meta, const std::string& dir) {
+  if (meta.optimizer_step == 0) return;
+  const optim::Groups& groups = engine->plan().groups;
+  const std::vector<std::span<double>> own = engine->param_numbers();
+  for (size_t p = 0; p < own.size(); ++p) {
+    const i64 each = groups.groups[groups.of_params[p]].numbers_per_param();
+    if (each == 0) continue;
+    const auto there = meta.param_numbers.find(table.params[p].name);
+    DS_CHECK(there != meta.param_numbers.end() && std::ssize(there->second) == each, Errc::Mismatch,
+             "{}: holds no optimizer_numbers of '{}', which {} needs", dir, table.params[p].name,
+             optimizer_name(config.optimizer.type));
+    if (!own[p].empty()) std::ranges::copy(there->second, own[p].begin());
+  }
+}
+
+// What ranks of the same layout kept beside states. Others begin without, and so does who has no use for it: it is
+// said.
 void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta) {
-  if (!engine->has_rank_local()) return;
-  const auto arrays = engine->rank_local();
+  const auto wanted = engine->has_rank_local() ? engine->rank_local() : update::SignAverage::RankLocal();
+  const auto is_wanted = [&](const RankLocalRecord& r) {
+    return std::ranges::any_of(wanted, [&](const auto& w) { return w.first == r.name; });
+  };
   std::optional<CheckpointReader> reader;
-  i64 found = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0;
+  i64 fits = meta.layout_id == engine->plan().dp().layout.id() && meta.mesh == mesh->shape() ? 1 : 0, lost = 0;
   together(mesh->world(), [&] {
     reader.emplace(dir);
     const auto is_there = [&](const auto& array) {
       return reader->has_rank_local(ranks.rank, array.first, array.second.numel());
     };
-    if (found == 1 && !std::ranges::all_of(arrays, is_there)) found = 0;
+    if (fits == 1 && !std::ranges::all_of(wanted, is_there)) fits = 0;
   });
-  mesh->world().all_reduce(&found, 1, DType::I64, ReduceOp::Min, "dp.stats").wait();
-  if (found == 1) {
-    together(mesh->world(), [&] {
-      std::vector<float> copy;
-      for (const auto& [name, view] : arrays) {
-        copy.resize(static_cast<size_t>(view.numel()));
-        reader->read_rank_local(ranks.rank, name, copy);
-        device->upload(view.data, copy.data(), view.bytes());
-      }
-    });
-    return engine->rank_local_was_set();
+  mesh->world().all_reduce(&fits, 1, DType::I64, ReduceOp::Min, "dp.stats").wait();
+  const std::vector<FileRecord>& files = reader->manifest().files;
+  together(mesh->world(), [&] {
+    std::vector<float> copy;
+    for (const auto& [name, view] : wanted) {
+      if (fits == 0) break;
+      copy.resize(static_cast<size_t>(view.numel()));
+      reader->read_rank_local(ranks.rank, name, copy);
+      device->upload(view.data, copy.data(), view.bytes());
+    }
+    if (fits == 1)
+      lost = !std::ranges::all_of(files[static_cast<size_t>(ranks.rank)].rank_local, is_wanted);
+    else
+      lost = !wanted.empty() || std::ranges::any_of(files, [](const FileRecord& f) { return !f.rank_local.empty(); });
+  });
+  if (fits == 1 && engine->has_rank_local()) engine->rank_local_was_set();
+  mesh->world().all_reduce(&lost, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
+  if (lost == 0 || !is_root()) return;
+  const auto is_error = [](const RankLocalRecord& r) { return r.name.find("_error") != r.name.npos; };
+  bool any = false, errors = false;
+  for (const FileRecord& f : files) {
+    any |= !f.rank_local.empty();
+    errors |= std::ranges::any_of(f.rank_local, is_error);
   }
-  if (is_root()) {
-    log_message(
-        LogLevel::Warning,
-        fmt::format("{} was made by another layout of ranks, or with another optimizer: what {} there is lost", dir,
-                    config.optimizer.diloco.enabled ? "workers of diloco had of their own" : "compression had lost"));
-  }
+  const bool of_workers = any ? !errors : config.optimizer.diloco.enabled;
+  log_message(LogLevel::Warning,
+              fmt::format("{} was made by another layout of ranks, or with another optimizer: what {} there is lost",
+                          dir, of_workers ? "workers of diloco had of their own" : "compression had lost"));
 }
 
 // A run goes on with the samples and the dropout that it began with.

@@ -126,10 +126,7 @@ Json step_line(const StepRecord& r) {
                                   {"backward", r.phases->backward_ms},
                                   {"reduce", r.phases->reduce_ms},
                                   {"step", r.phases->update_ms}};
-  if (r.compression)
-    line[step_field::kCompression] = {{"momentum", r.compression->momentum},
-                                      {"worker_error", r.compression->worker_error},
-                                      {"server_error", r.compression->server_error}};
+  if (!r.compression.empty()) line[step_field::kCompression] = r.compression;
   if (r.outer_grad_norm) line[step_field::kOuterGradNorm] = *r.outer_grad_norm;
   if (r.offload) {
     Json& moved = line[step_field::kOffload] = {{"read_bytes", r.offload->read_bytes},

@@ -90,6 +90,9 @@ struct TrainingRun::State {
   void check_same_run(const CheckpointMeta& meta, const std::string& source) const;
   void take_directory();
   CheckpointMeta meta() const;
+  // CheckpointMeta::param_numbers of this run. Collective. And what a step has of them becomes the optimizers'.
+  std::map<std::string, std::vector<double>> param_numbers();
+  void set_param_numbers(const CheckpointMeta& meta, const std::string& dir);
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
   void begin_record(const TrainHooks& hooks);

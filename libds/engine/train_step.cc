@@ -109,7 +109,7 @@ StepReport Engine::train_step(const StepBatch& batch) {
   meter.end(&PhaseTimes::update_ms, "verdict");
   fill_in(report, verdict);
   if (apart) report.grad_norm /= std::sqrt(static_cast<double>(mesh_.dp().size()));
-  if (apart && verdict.finite) report.signs = update_->sign_norms();
+  if (verdict.finite) report.compression = update_->compression_norms(update_number);
   if (met) report.outer_norm = update_->outer_gradient_norm(report.step);
   progress_ = progress_after(verdict);
   stage_.end_step();
@@ -148,7 +148,8 @@ offload::ServedRecord Engine::served_outcome(const GradVerdict& verdict) const {
   return record;
 }
 
-// The micro-batch's loss normalisation must be known before its backward pass. "token" needs the whole world's count.
+// The micro-batch's loss normalisation must be known before its backward pass. "token" needs the count of all ranks of
+// the worker that see other samples: it goes by the memory of the step's numbers, which are nothing yet.
 void Engine::count_valid_tokens(const StepBatch& batch) {
   const i64 rows = plan_.B * step_length_;
   i64 total = 0;
@@ -159,8 +160,11 @@ void Engine::count_valid_tokens(const StepBatch& batch) {
   }
   global_valid_tokens_ = total;
   if (config_.loss_norm == LossNorm::Token) {
-    mesh_.world().all_reduce(&global_valid_tokens_, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
-    global_valid_tokens_ /= config_.ranks_per_replica();  // which have counted the same samples
+    i64* const on_device = &results_.scalars().max_abs;
+    device_.upload(on_device, &global_valid_tokens_, sizeof *on_device);
+    mesh_.dp().all_reduce(on_device, 1, DType::I64, ReduceOp::Sum, "dp.stats").wait();
+    device_.download(&global_valid_tokens_, on_device, sizeof *on_device);
+    global_valid_tokens_ /= mesh_.shape().sp;  // which have counted the same samples
   }
 }
 
@@ -175,8 +179,7 @@ double Engine::grad_divisor() const noexcept {
 // "token": the mean over all micro-batches is then the mean over all valid tokens.
 double Engine::per_token(i64 micro) const noexcept {
   if (config_.loss_norm == LossNorm::Token)
-    return static_cast<double>(plan_.micro_batches * mesh_.data_size()) /
-           static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
+    return num_means() / static_cast<double>(std::max<i64>(global_valid_tokens_, 1));
   return 1.0 / static_cast<double>(std::max<i64>(valid_tokens_[micro], 1));
 }
 

@@ -115,7 +115,7 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .tokens_per_s = static_cast<double>(r.tokens) / s,
                    .phases = r.phases};
   taken.layer_tokens = r.layer_tokens;
-  if (r.signs) taken.compression = {r.signs->momentum, r.signs->worker_error, r.signs->server_error};
+  taken.compression = r.compression;
   taken.outer_grad_norm = r.outer_norm;
   if (config.curriculum.enabled) taken.seq_length = length;
   const double flops =
@@ -223,7 +223,9 @@ void Training::save(engine::Saver::When when) {
     check_divergence(lost_by_any_ > 0, "the loss is", step() - lost_by_any_ + 1);
     check_divergence(!s_.engine->is_finite(), "weights or moments are", step());
   }
-  saver_.save(s_.meta(), when);
+  CheckpointMeta meta = s_.meta();
+  meta.param_numbers = s_.param_numbers();
+  saver_.save(meta, when);
 }
 
 // Whether all ranks take part in something behind this step. Workers go on by themselves until then.
@@ -231,10 +233,7 @@ bool Training::all_meet() const {
   const DilocoConfig& d = config_.optimizer.diloco;
   if (d.workers == 1 || step() == config_.steps || evaluation_is_due()) return true;
   if (config_.save.every > 0 && step() % config_.save.every == 0) return true;
-  for (i64 f = 0; f < d.fragments; ++f) {
-    if (d.meets(f, step())) return true;
-  }
-  return false;
+  return d.meets(step());
 }
 
 void Training::tell_of_skipping(const StepRecord& r) {

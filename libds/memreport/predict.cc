@@ -36,11 +36,13 @@ RankGroup group_of(const report::RunPlan& plan, const report::TagBytes& own, con
   for (const auto& [name, count] : plan.traffic) {
     if (count.bytes > 0) group.traffic.push_back({name, count.calls, count.bytes});
   }
+  group.mean_traffic = plan.mean_traffic;
   return group;
 }
 
 bool same(const RankGroup& a, const RankGroup& b) {
-  return a.num_params == b.num_params && a.memory == b.memory && a.files == b.files && a.traffic == b.traffic;
+  return a.num_params == b.num_params && a.memory == b.memory && a.files == b.files && a.traffic == b.traffic &&
+         a.mean_traffic == b.mean_traffic;
 }
 
 // Ranks of a stage differ in little but their rows of a vocabulary that does not divide evenly.

@@ -64,11 +64,14 @@ std::string group_text(const RankGroup& g, const Prediction& p) {
 }
 
 std::string traffic_text(const RankGroup& g) {
-  std::string text = fmt::format("sent by each of ranks {} in a step\n", short_ranges(g.ranks));
+  std::string text = fmt::format("sent by each of ranks {} in {} step\n", short_ranges(g.ranks),
+                                 g.mean_traffic.empty() ? "a" : "the last");
   for (const Traffic& t : g.traffic)
     text +=
         fmt::format("  {:<20} {:>14} in {} call{}\n", t.name, bytes_text(t.bytes), t.calls, t.calls == 1 ? "" : "s");
   if (g.traffic.empty()) text += "  nothing\n";
+  if (!g.mean_traffic.empty()) text += "and on average, for its steps differ\n";
+  for (const auto& [name, bytes] : g.mean_traffic) text += fmt::format("  {:<20} {:>14}\n", name, bytes_text(bytes));
   return text;
 }
 
@@ -117,6 +120,7 @@ std::string json(const Prediction& p) {
                       {"process_bytes", g.process_bytes},
                       {"momentary_bytes", g.momentary_bytes},
                       {"comm_per_step", traffic}});
+    if (!g.mean_traffic.empty()) groups.back()["mean_comm_bytes_per_step"] = g.mean_traffic;
     if (g.files.empty()) continue;
     Json files = Json::object();
     for (const TagBytes& t : g.files) files[t.tag] = t.bytes;

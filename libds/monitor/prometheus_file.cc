@@ -38,12 +38,15 @@ class Text {
     head(name, type, help);
     text_ += fmt::format("{}{{{}}} {}\n", name, job_, sample_text(value));
   }
+  static i64 sample(i64 value) { return value; }
+  static std::string sample(double value) { return sample_text(value); }
+  template <class Number>
   void add(const char* name, const char* type, const char* help, const char* label,
-           const std::map<std::string, i64>& values) {
+           const std::map<std::string, Number>& values) {
     if (values.empty()) return;
     head(name, type, help);
     for (const auto& [key, value] : values)
-      text_ += fmt::format("{}{{{},{}=\"{}\"}} {}\n", name, job_, label, escaped(key), value);
+      text_ += fmt::format("{}{{{},{}=\"{}\"}} {}\n", name, job_, label, escaped(key), sample(value));
   }
   std::string take() { return std::move(text_); }
 
@@ -101,6 +104,11 @@ std::string prometheus_text(const StepRecord& r, std::optional<double> validatio
   text.add("ds_train_loss", "gauge", "Training loss of the last step.", r.loss);
   if (validation_loss) text.add("ds_train_validation_loss", "gauge", "Loss of the last evaluation.", *validation_loss);
   text.add("ds_train_grad_norm", "gauge", "Norm of the gradient before clipping.", r.grad_norm);
+  if (r.outer_grad_norm)
+    text.add("ds_train_outer_grad_norm", "gauge", "Norm of what the steps of workers have made of parameters.",
+             *r.outer_grad_norm);
+  text.add("ds_train_compression_norm", "gauge", "Norms of what compression has lost, after the last step.", "of",
+           r.compression);
   text.add("ds_train_learning_rate", "gauge", "Learning rate of the last step.", r.lr);
   text.add("ds_train_loss_scale", "gauge", "Loss scale of the last step.", r.loss_scale);
   text.add("ds_train_step_seconds", "gauge", "Duration of the last step.", r.step_ms / 1e3);

@@ -19,6 +19,8 @@ std::vector<Scalar> scalars_of(const StepRecord& r, bool has_loss_scale) {
   }
   over_steps("train/loss", r.loss);
   over_steps("train/grad_norm", r.grad_norm);
+  if (r.outer_grad_norm) over_steps("train/outer_grad_norm", *r.outer_grad_norm);
+  for (const auto& [name, norm] : r.compression) over_steps("compression/" + name, norm);
   over_steps("train/tokens_per_s", r.tokens_per_s);
   over_steps("train/mfu", r.mfu);
   for (const auto& [tag, bytes] : r.memory_bytes) over_steps("memory/" + tag, static_cast<double>(bytes));

@@ -200,6 +200,7 @@ UpdateResult measure_updates(const UpdateOptions& o, const std::function<void(co
     const Buffer workspace(ledger, Tag::Workspace, std::max<i64>(optim::workspace_bytes(groups[i], size), 8));
     const auto optimizer = optim::make_optimizer(groups[i], size, workspace.data());
     i64 step = 0;
+    const auto copy_bytes = [](void* to, const void* from, i64 n) { std::memcpy(to, from, static_cast<size_t>(n)); };
     const auto update = [&] {
       optimizer->update({.ops = ops,
                          .stream = device->stream(),
@@ -208,6 +209,8 @@ UpdateResult measure_updates(const UpdateOptions& o, const std::function<void(co
                          .seed = 1,
                          .reduce = [](TensorView, ReduceOp) {},
                          .zero = [](TensorView x) { std::memset(x.data, 0, static_cast<size_t>(x.bytes())); },
+                         .download = copy_bytes,
+                         .upload = copy_bytes,
                          .states = parameter,
                          .matrices = nullptr});
     };

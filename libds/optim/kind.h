@@ -13,6 +13,6 @@ struct Kind {
   std::unique_ptr<Optimizer> (*make)(const UpdateConfig&, const GroupSize&, void* workspace) = nullptr;
   i64 (*workspace_bytes)(const GroupSize&) noexcept = nullptr;
 };
-extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad, kMuon, kOneBitAdam, kZeroOneAdam;
+extern const Kind kAdam, kSgd, kLion, kLamb, kAdagrad, kMuon, kOneBitAdam, kZeroOneAdam, kOneBitLamb;
 
 }  // namespace ds::optim

@@ -24,6 +24,7 @@ const Kind& kind_of(OptimizerType type) noexcept {
     case OptimizerType::Muon: return kMuon;
     case OptimizerType::OneBitAdam: return kOneBitAdam;
     case OptimizerType::ZeroOneAdam: return kZeroOneAdam;
+    case OptimizerType::OneBitLamb: return kOneBitLamb;
   }
   return kAdam;
 }
@@ -142,8 +143,17 @@ bool Group::has_lost_signs(i64 step) const noexcept {
                        : keeps_gradients_apart(step);
 }
 
+i64 Group::numbers_per_param() const noexcept {
+  return !frozen && update.type == OptimizerType::OneBitLamb ? kLambNumbers : 0;
+}
+
 bool Group::is_apart_behind(i64 step) const noexcept {
   return steps_apart() && zero_one_step(update, step) == ZeroOneStep::Local;
+}
+
+std::string_view Group::signs_are_of(i64 step) const noexcept {
+  if (!steps_apart()) return "momentum";
+  return step <= update.var_freeze_step ? "gradient" : "parameter";
 }
 
 DType Group::state_dtype(State s, i64 numel) const noexcept {

@@ -41,6 +41,10 @@ struct Group {
   // Behind that update: whether signs have lost something, and whether ranks have parameters of their own.
   bool has_lost_signs(i64 step) const noexcept;
   bool is_apart_behind(i64 step) const noexcept;
+  // What signs averaged in that update, or the last one that did: "momentum", "gradient" or "parameter".
+  std::string_view signs_are_of(i64 step) const noexcept;
+  // How many numbers are kept of each parameter as a whole (Optimizer::numbers).
+  i64 numbers_per_param() const noexcept;
   // Whether ranks may take steps of their own.
   bool steps_apart() const noexcept { return !frozen && update.type == OptimizerType::ZeroOneAdam; }
 };
@@ -62,6 +66,9 @@ Groups make_groups(const OptimizerConfig& optimizer, const model::Model& model);
 struct LargestMatrix {
   i64 elems = 0, side = 0;
 };
+
+// Of 1-bit LAMB: the mean of a parameter's ratios, and what multiplied it in the last update.
+inline constexpr i64 kLambNumbers = 2;
 
 // Parameters of fewer elements keep fp32 states under AdamW8bit.
 inline constexpr i64 kLeastCoded = 4096;
@@ -100,7 +107,9 @@ class WholeMatrices {
 class SignAverage {
  public:
   virtual ~SignAverage() = default;
-  virtual void take_gradient(double keep, double share) = 0;       // m = keep m + share g
+  virtual void take_gradient(double keep, double share) = 0;  // m = keep m + share g
+  // The same, and what a pass finds in the place of g is what m was.
+  virtual void exchange_gradient(double keep, double share) = 0;
   virtual void take_mean_gradient(double keep, double share) = 0;  // m = keep m + share mean(g)
   virtual void average_momentum() = 0;                             // m = mean(m)
   virtual void average_directions() = 0;                           // what a pass left in the place of g = its mean
@@ -109,6 +118,8 @@ class SignAverage {
   virtual void recall_parameters() = 0;  // m = those
   virtual bool remembers() const noexcept = 0;
   virtual float& rates() noexcept = 0;  // the sum of those of the steps since then, for whoever counts them
+  // A state of the group's parameters becomes what another one is.
+  virtual void copy_state(State from, State to) = 0;
   // What signs have lost so far is of something else.
   virtual void forget_errors() = 0;
 };
@@ -125,6 +136,8 @@ struct UpdateContext {
   // Reduces integers, where the ops run, over the ranks that have other pieces of the same parameters.
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
+  // Between the host and where the ops run; the host waits. Of an optimizer that keeps numbers of parameters.
+  FunctionRef<void(void*to, const void*from, i64 bytes)> download, upload;
   GroupStates& states;
   WholeMatrices* matrices;         // of the group, where Group::needs_matrices()
   SignAverage* average = nullptr;  // of the group, where Group::averages_by_signs()
@@ -144,8 +157,12 @@ struct UpdateContext {
 class Optimizer {
  public:
   virtual ~Optimizer() = default;
-  // Enqueues the update of the group; allocates nothing.
+  // Enqueues the update of the group; allocates nothing. Of an optimizer that keeps numbers it is called only where the
+  // verdict is known to be finite.
   virtual void update(const UpdateContext& context) = 0;
+  // What it keeps of each parameter as a whole between updates, beside states: on the host, Group::numbers_per_param()
+  // for each, none below zero, the same on all ranks that have pieces of the parameter.
+  virtual std::span<double> numbers() noexcept { return {}; }
 };
 
 // `workspace`: workspace_bytes() where the ops run, 8-byte aligned, for the optimizer's life.

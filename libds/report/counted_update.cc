@@ -104,7 +104,7 @@ void CountedUpdate::run(Enter enter, i64 number) {
   update_->judge(numbers, {});
   update_->update_params({.lr = 1, .number = number}, verdict);
   update_->outer_step(number);
-  if (update_->keeps_gradients_apart(number)) (void)update_->sign_norms();
+  (void)update_->compression_norms(number);
   zero::publish(shards_);
   take_messages(1);
 }
@@ -119,18 +119,17 @@ std::map<std::string, CommCount> CountedUpdate::meetings() {
   return all;
 }
 
-i64 CountedUpdate::rank_local_bytes() {
-  i64 most = 0;
+RankLocalBytes CountedUpdate::rank_local_bytes() {
+  RankLocalBytes most;
   if (!update_) return most;
-  if (plan_.mesh.workers > 1) {  // of every worker but the first
-    for (const auto& [name, values] : update_->outer()->rank_local()) most += values.bytes();
-    return most;
+  if (plan_.mesh.workers > 1) {
+    for (const auto& [name, values] : update_->outer()->rank_local()) most.instead += values.bytes();
   }
-  // Between means of parameters there is more than behind them.
+  // Between means of parameters there is more than behind them. The first worker has what there is beside its states.
   for (const i64 number : {plan_.update_number, plan_.update_number - 1}) {
-    i64 bytes = 0;
+    i64 bytes = plan_.coord.worker > 0 ? -most.instead : 0;
     for (const auto& [name, values] : update_->rank_local(number)) bytes += values.bytes();
-    most = std::max(most, bytes);
+    most.beside = std::max(most.beside, bytes);
   }
   return most;
 }
@@ -211,7 +210,11 @@ void CountedUpdate::take_messages(i64 times) {
 
 std::map<std::string, CommCount> CountedUpdate::traffic(MeshCalls& calls) const {
   for (const auto& group : groups_) calls.dp.add(group->largest());
-  for (const auto& [name, group] : zeropp_) calls.splits.emplace_back(group->size(), group->largest());
+  size_t split = 0;
+  for (const auto& [name, group] : zeropp_) {
+    if (split == calls.splits.size()) calls.splits.emplace_back(group->size(), LargestCalls{});
+    calls.splits[split++].second.add(group->largest());
+  }
   calls.tp.add(tp_.largest());
   calls.gradients.add(pp_.largest());
   calls.outer.add(outer_.largest());

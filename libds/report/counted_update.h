@@ -13,6 +13,13 @@
 
 namespace ds::report {
 
+// What a rank saves for a layout like its own: beside states; and, of a worker of DiLoCo behind the first, instead of
+// them.
+struct RankLocalBytes {
+  i64 beside = 0, instead = 0;
+  i64 sum() const noexcept { return beside + instead; }
+};
+
 class CountedUpdate {
  public:
   // native: Stream::native of what `ops` are called with, host_native of those of a host beside a GPU. reduced: gets
@@ -47,8 +54,7 @@ class CountedUpdate {
   // What is sent where all fragments of DiLoCo meet.
   std::map<std::string, CommCount> meetings();
 
-  // Bytes of what a rank saves beside states for a layout like its own.
-  i64 rank_local_bytes();
+  RankLocalBytes rank_local_bytes();
 
   // By "axis.collective", of a step that has been run; statistics are left out. The largest calls are noted in `calls`.
   std::map<std::string, CommCount> traffic(MeshCalls& calls) const;

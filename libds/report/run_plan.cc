@@ -2,6 +2,7 @@
 #include "report/run_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <tuple>
 
 #include "model/models.h"
@@ -195,6 +196,23 @@ std::vector<model::LayerActs> plan_acts(const model::Model& model, const ChunkPl
 
 namespace {
 
+// By unit: whether what is gathered of it travels as codes. All do, or those of which nothing that is gathered is
+// trained.
+std::vector<bool> coded_units(const zero::Layout& layout, const optim::Groups& groups, bool all) {
+  std::vector<bool> coded(layout.units().size(), true);
+  if (all) return coded;
+  for (const zero::RowPlace& row : layout.places()) {
+    if (row.segment < 0 || groups.frozen(row.param)) continue;
+    const zero::Segment& s = layout.segments()[row.segment];
+    if (!s.persistent) coded[s.unit] = false;
+  }
+  for (const zero::MatrixTile& tile : layout.tiles()) {
+    if (groups.frozen(tile.param)) continue;
+    coded[tile.unit] = false;
+  }
+  return coded;
+}
+
 // What the ranks of a group have of a model.
 zero::ShardsPlan make_shards(const Config& config, const model::Model& model, const RunPlan& plan, size_t group,
                              zero::LayoutOptions options, std::vector<StateSet> states,
@@ -220,7 +238,8 @@ zero::ShardsPlan make_shards(const Config& config, const model::Model& model, co
   shards.grad_layout = zero::Layout::make(plan.grad_rows, options);
   shards.shared_grads = plan.shared_grads();
   shards.allgather_bucket = z.allgather_bucket_size;
-  shards.coded = z.stage == 3 && z.quantized_weights;
+  if (z.stage == 3 && (z.quantized_weights || z.quantized_nontrainable_weights))
+    shards.coded = coded_units(shards.layout, plan.groups, z.quantized_weights);
   if (group == 0) shards.zeropp = zeropp_splits(config);
 
   shards.grads = {
@@ -350,6 +369,24 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
 }
 
+// A layer is gathered at once: codes need one of which no matrix is trained.
+void check_frozen_layers(const RunPlan& plan) {
+  i64 param = 0;
+  for (const std::span<const model::ParamRow>& unit : plan.rows) {
+    bool any = false, trained = false;
+    for (const model::ParamRow& row : unit) {
+      const bool frozen = plan.groups.frozen(param++);
+      if (row.shape.size() < 2) continue;
+      any = true;
+      trained |= !frozen;
+    }
+    if (any && !trained) return;
+  }
+  throw Error(Errc::Config,
+              "zero_optimization.zero_quantized_nontrainable_weights: no layer has frozen matrices alone; "
+              "optimizer.param_groups with \"frozen\": true says which are");
+}
+
 // Who owns what, and which states there are.
 void plan_ownership(RunPlan& plan, const Config& config, const model::Model& model) {
   const ZeroConfig& z = config.zero;
@@ -368,6 +405,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   if (plan.trains()) plan.diloco = config.optimizer.diloco;
   plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
+  if (plan.trains() && z.quantized_nontrainable_weights) check_frozen_layers(plan);
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
@@ -383,12 +421,14 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
       if (is_coded(kept[s])) options.block = kStateBlock;
     }
   }
-  // Ranks of tp have copies of some rows beside parts of others: a block of codes with both would say another thing of
-  // the copies on each rank.
+  // Ranks of tp have copies of some rows beside parts of others, and two stages have a tied matrix beside other rows: a
+  // block of codes with both would say another thing of the copies on each rank.
   const DilocoConfig& diloco = config.optimizer.diloco;
-  const bool codes_zero = config.zero.stage == 3 && (config.zero.quantized_weights || config.zero.quantized_gradients),
+  const bool codes_zero = config.zero.stage == 3 &&
+                          (z.quantized_weights || z.quantized_nontrainable_weights || z.quantized_gradients),
              codes_outer = diloco.workers > 1 && diloco.outer_gradient_bits < 32;
-  if ((codes_zero || codes_outer) && plan.mesh.tp > 1) options.block = std::max(options.block, zero::kCodeBlock);
+  if (((codes_zero || codes_outer) && plan.mesh.tp > 1) || (codes_outer && plan.mesh.pp > 1 && plan.tied()))
+    options.block = std::max(options.block, zero::kCodeBlock);
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
   i64 tiles = 0;
@@ -471,15 +511,16 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
   }
 }
 
-// rank_local_bytes: of what a rank saves beside states. saves_beside: a copy of what this rank owns is kept for saves
+// saves_beside: a copy of what this rank owns is kept for saves
 // in the background.
-void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 rank_local_bytes, i64 hidden, bool saves_beside) {
+void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalBytes& local, i64 hidden,
+                  bool saves_beside) {
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
   i64 owned = 0, part = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
-    owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
+    if (!plan.steps_apart()) owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
     const i64 elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
     i64 bytes = elems * work_bytes;
     for (const State state : kStates) {
@@ -487,6 +528,9 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 rank_local_byte
         bytes += align_up(elems * 4, 32) + state_blocks(elems) * 4;
     }
     part = std::max(part, bytes);
+    if (!plan.steps_apart() || plan.dp_rank() > 0) continue;  // else one rank saves all that it has
+    for (const State state : kStates) owned += s.states.bytes(state);
+    owned += s.padded * work_bytes;
   }
   // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
   // gradient of the output projection; sums over the tensor-parallel group.
@@ -501,15 +545,42 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, i64 rank_local_byte
 
   // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
   // where that is waited for, through a part of the host's memory.
-  if (saves_beside && plan.trains())
-    plan.state_bytes = plan.mesh.workers > 1 ? std::max(owned, rank_local_bytes) : owned + rank_local_bytes;
-  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + rank_local_bytes;
+  if (saves_beside && plan.trains()) plan.state_bytes = std::max(owned, local.instead) + local.beside;
+  if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + local.sum();
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
+}
+
+// Of steps that differ: by what kinds of them there are, and how often DiLoCo's fragments meet.
+void count_mean_traffic(RunPlan& plan, CountedUpdate& update, i64 steps,
+                        const std::map<std::string, CommCount>& of_layers) {
+  const std::vector<update::UpdatePlan::UpdateKind> kinds = plan.update_kinds(steps);
+  const i64 meetings = plan.diloco.meetings_until(steps);
+  const bool some_meet = plan.diloco.enabled && plan.mesh.workers > 1 && plan.diloco.sync_every > 1;
+  if (kinds.size() < 2 && !some_meet) return;
+  std::map<std::string, double> bytes;
+  for (const auto& [number, times] : kinds) {
+    update.begin_again();
+    update.gather();
+    update.use_inputs();
+    update.run([](std::optional<size_t>, i64) {}, number);
+    for (const auto& [name, count] : update.traffic(plan.largest_calls))
+      bytes[name] += static_cast<double>(times) * static_cast<double>(count.bytes);
+  }
+  for (const auto& [name, count] : of_layers)
+    bytes[name] += static_cast<double>(steps) * static_cast<double>(count.bytes);
+  for (const auto& [name, count] : plan.meetings) {
+    if (some_meet && !name.ends_with(".stats"))
+      bytes[name] +=
+          static_cast<double>(meetings) / static_cast<double>(plan.diloco.fragments) * static_cast<double>(count.bytes);
+  }
+  for (const auto& [name, sum] : bytes) {
+    if (const i64 mean = std::llround(sum / static_cast<double>(steps)); mean > 0) plan.mean_traffic[name] = mean;
+  }
 }
 
 void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, const model::Model& model) {
   MeshCalls& calls = plan.largest_calls;
-  std::map<std::string, CommCount> of_layers = count_messages(model, plan, calls);
+  const std::map<std::string, CommCount> of_layers = count_messages(model, plan, calls);
   if (plan.trains()) {
     plan.meetings = update.meetings();
     const auto step = [&] {
@@ -533,6 +604,7 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
       plan.traffic[name].calls += count.calls;
       plan.traffic[name].bytes += count.bytes;
     }
+    if (config.steps > 1) count_mean_traffic(plan, update, config.steps, of_layers);
   }
   // Numbers that all ranks sum or compare: whether all is finite; behind an evaluation loss, tokens and what is not
   // finite.

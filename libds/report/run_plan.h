@@ -91,6 +91,8 @@ struct RunPlan : update::UpdatePlan {
   std::map<std::string, CommCount> meetings;
   // What one rank sends in one training step, by "axis.collective"; statistics (a few hundred bytes) come on top.
   std::map<std::string, CommCount> traffic;
+  // The same on average over the run, in bytes, where steps differ; that above is of its last one.
+  std::map<std::string, i64> mean_traffic;
   MeshCalls largest_calls;  // statistics too
 
   // Else there are weights alone: neither gradients nor states, and memory of forward passes.

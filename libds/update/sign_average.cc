@@ -7,6 +7,7 @@ namespace ds::update {
 namespace {
 
 constexpr std::string_view kTag = "dp.one_bit";
+constexpr i64 kExchanged = i64{1} << 20;  // elements at once
 
 std::vector<OneBitAllReduce::Part> parts_of(const UpdatePlan& plan, size_t group) {
   const zero::ShardsPlan& dp = plan.dp();
@@ -56,12 +57,15 @@ i64 elems_of(std::span<const zero::Piece> pieces) noexcept {
 SignAverage::SignAverage(const UpdatePlan& plan, size_t group, zero::AllShards& shards, Combine& combine,
                          Communicator& dp, Device& device, MemoryLedger& ledger)
     : plan_(plan),
+      group_(group),
       shards_(shards),
       combine_(combine),
       device_(device),
       pieces_(pieces_of(plan, group)),
       in_gradients_(places_in_gradients(plan, group)) {
   if (dp.size() > 1) one_bit_.emplace(dp, device, ledger, Tag::Optimizer, parts_of(plan, group));
+  if (plan.groups.groups[group].numbers_per_param() > 0)
+    exchanged_ = device_buffer(device, ledger, Tag::Workspace, std::min(elems_of(pieces_), kExchanged) * 4);
   if (!plan.groups.groups[group].steps_apart()) return;
   common_ = device_buffer(device, ledger, Tag::Optimizer, elems_of(pieces_) * 4);
   saved_rates_ = device_buffer(device, ledger, Tag::Optimizer, 4);
@@ -81,6 +85,21 @@ void SignAverage::take_gradient(double keep, double share) {
   for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
     device_.ops().scaled_sum(momentum(part), gradient, static_cast<float>(keep), static_cast<float>(share),
                              verdict == nullptr ? nullptr : &verdict->grad_scale, device_.stream());
+  });
+}
+
+void SignAverage::exchange_gradient(double keep, double share) {
+  const GradVerdict* const verdict = verdict_->on_device();
+  const float* const scale = verdict == nullptr ? nullptr : &verdict->grad_scale;
+  for_each_gradient([&](const zero::Piece& part, TensorView gradient) {
+    const TensorView all_momentum = momentum(part);
+    for (i64 begin = 0; begin < part.count; begin += kExchanged) {
+      const i64 n = std::min(kExchanged, part.count - begin);
+      const TensorView m = all_momentum.rows(begin, n), g = gradient.rows(begin, n);
+      device_.copy(exchanged_.data(), m.data, n * 4);
+      device_.ops().scaled_sum(m, g, static_cast<float>(keep), static_cast<float>(share), scale, device_.stream());
+      device_.copy(g.data, exchanged_.data(), n * 4);
+    }
   });
 }
 
@@ -125,6 +144,15 @@ void SignAverage::recall_parameters() {
   }
 }
 
+void SignAverage::copy_state(State from, State to) {
+  const zero::ShardsPlan& dp = plan_.dp();
+  for (const zero::Piece& piece : dp.layout.held_pieces(dp.rank)) {
+    if (plan_.groups.of_params[piece.param] != group_) continue;
+    const zero::StateLease lease = shards_.front()->states().lease(piece, zero::LeaseTo::Write);
+    device_.copy(lease[to], lease[from], piece.count * 4);
+  }
+}
+
 void SignAverage::forget_errors() {
   if (one_bit_) one_bit_->reset();
 }
@@ -135,11 +163,11 @@ void SignAverage::forget() {
   rates_ = 0;
 }
 
-SignAverage::RankLocal SignAverage::rank_local(bool steps_apart) {
+SignAverage::RankLocal SignAverage::rank_local(std::string_view lost_of, bool steps_apart) {
   RankLocal own;
   if (one_bit_) {
-    own.emplace_back("worker_error", one_bit_->worker_error());
-    own.emplace_back("server_error", one_bit_->server_error());
+    own.emplace_back(fmt::format("{}_worker_error", lost_of), one_bit_->worker_error());
+    own.emplace_back(fmt::format("{}_server_error", lost_of), one_bit_->server_error());
   }
   if (!steps_apart) return own;
   device_.upload(saved_rates_.data(), &rates_, 4);

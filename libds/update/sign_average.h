@@ -23,6 +23,7 @@ class SignAverage final : public optim::SignAverage {
 
   void set_verdict(zero::VerdictHandle& verdict) noexcept { verdict_ = &verdict; }
   void take_gradient(double keep, double share) override;
+  void exchange_gradient(double keep, double share) override;
   void take_mean_gradient(double keep, double share) override;
   void average_momentum() override;
   void average_directions() override;
@@ -30,6 +31,7 @@ class SignAverage final : public optim::SignAverage {
   void recall_parameters() override;
   bool remembers() const noexcept override { return remembers_; }
   float& rates() noexcept override { return rates_; }
+  void copy_state(State from, State to) override;
   void forget_errors() override;
 
   // Masters and states were set from outside.
@@ -44,8 +46,9 @@ class SignAverage final : public optim::SignAverage {
 
   // What this rank has of its own, fp32, of the device, by names for checkpoints: what signs have lost, and, between
   // two means of parameters, these and all that becomes of them. And after they were set.
+  // `lost_of`: what signs have lost is of that.
   using RankLocal = std::vector<std::pair<std::string, TensorView>>;
-  RankLocal rank_local(bool steps_apart);
+  RankLocal rank_local(std::string_view lost_of, bool steps_apart);
   void rank_local_was_set(bool steps_apart);
 
  private:
@@ -54,6 +57,7 @@ class SignAverage final : public optim::SignAverage {
   void for_each_gradient(FunctionRef<void(const zero::Piece&, TensorView)> visit);
 
   const UpdatePlan& plan_;
+  size_t group_;
   zero::AllShards& shards_;
   Combine& combine_;
   Device& device_;
@@ -62,6 +66,7 @@ class SignAverage final : public optim::SignAverage {
   std::optional<OneBitAllReduce> one_bit_;
   Buffer common_;       // parameters that ranks have in common, fp32, piece after piece
   Buffer saved_rates_;  // rates_, where checkpoints are made of
+  Buffer exchanged_;    // what exchange_gradient() has of both at once
   zero::VerdictHandle* verdict_ = nullptr;
   bool remembers_ = false;
   float rates_ = 0;

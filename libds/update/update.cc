@@ -81,7 +81,7 @@ Update::Update(const UpdatePlan& plan, zero::AllShards& shards, const Axes& axes
       matrix_memory_(
           device_buffer(device, ledger, Tag::Workspace, (plan.matrix_memory.whole + plan.matrix_memory.slices) * 4)) {
   if (plan.diloco.enabled) outer_.emplace(plan, shards, combine_, axes.outer, device, ledger);
-  if (outer_ || std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
+  if (outer_ || plan.dp().grads.loco || std::ranges::any_of(plan.groups.groups, &optim::Group::averages_by_signs))
     norm_numbers_ = device_buffer(device, ledger, Tag::Workspace, 3 * kNorms * 8);
   char* workspace = static_cast<char*>(workspace_.data());
   for (size_t g = 0; g < plan.groups.groups.size(); ++g) {
@@ -157,7 +157,9 @@ void Update::over_model_ranks(TensorView x, ReduceOp op, bool stages) {
 
 void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
   DS_ASSERT(apart_ == keeps_gradients_apart(step.number));
-  const bool send = !apart_ || verdict.resolve().finite;
+  const bool host_knows =
+      apart_ || std::ranges::any_of(plan_.groups.groups, [](const auto& g) { return g.numbers_per_param() > 0; });
+  const bool send = !host_knows || verdict.resolve().finite;
   if (apart_ && send) make_momentum_whole();
   momentum_is_whole_ = apart_ && (send || momentum_is_whole_);
   for (const Trained& t : trained_) {
@@ -173,6 +175,8 @@ void Update::update_params(const Step& step, zero::VerdictHandle& verdict) {
                          .betas = step.betas,
                          .reduce = [&](TensorView x, ReduceOp op) { over_model_ranks(x, op, false); },
                          .zero = [&](TensorView x) { device_.zero(x.data, x.bytes()); },
+                         .download = [&](void* to, const void* from, i64 bytes) { device_.download(to, from, bytes); },
+                         .upload = [&](void* to, const void* from, i64 bytes) { device_.upload(to, from, bytes); },
                          .states = *t.states,
                          .matrices = t.matrices.get(),
                          .average = t.average.get()});
@@ -192,6 +196,20 @@ void Update::make_momentum_whole() {
     at += s.slice * dp.layout.num_ranks();
   }
   axes_.dp.all_gather(segments, "dp.all_gather").wait();
+}
+
+std::vector<std::span<double>> Update::param_numbers() {
+  std::vector<std::span<double>> all(plan_.params.size());
+  for (const Trained& t : trained_) {
+    const auto each = static_cast<size_t>(plan_.groups.groups[t.group].numbers_per_param());
+    std::span<double> numbers = t.optimizer->numbers();
+    for (const i64 param : plan_.params_of(t.group)) {
+      if (each == 0) break;
+      all[param] = numbers.first(each);
+      numbers = numbers.subspan(each);
+    }
+  }
+  return all;
 }
 
 void Update::states_were_set() {
@@ -226,7 +244,7 @@ SignAverage::RankLocal Update::rank_local(i64 number) {
   for (const Trained& t : trained_) {
     const optim::Group& group = plan_.groups.groups[t.group];
     if (!t.average || !group.has_lost_signs(number)) continue;
-    for (auto& [name, values] : t.average->rank_local(group.is_apart_behind(number)))
+    for (auto& [name, values] : t.average->rank_local(group.signs_are_of(number), group.is_apart_behind(number)))
       all.emplace_back(fmt::format("{}@{}", name, t.group), values);
   }
   return all;
@@ -265,7 +283,10 @@ std::array<double, Update::kNorms> Update::norms_of(
   return norms;
 }
 
-Update::SignNorms Update::sign_norms() {
+std::map<std::string, double> Update::compression_norms(i64 number) {
+  const bool signs = keeps_gradients_apart(number), codes = plan_.dp().grads.loco.has_value() && axes_.dp.size() > 1;
+  if (!signs && !codes) return {};
+  zero::GradStore& grads = shards_.front()->grads();
   const std::array<double, kNorms> norms = norms_of([&](FunctionRef<void(i64, const TensorView&)> visit) {
     for (const Trained& t : trained_) {
       if (!t.average) continue;
@@ -273,9 +294,14 @@ Update::SignNorms Update::sign_norms() {
       if (const TensorView error = t.average->worker_error()) visit(1, error);
       if (const TensorView error = t.average->server_error()) visit(2, error);
     }
+    if (!codes) return;
+    if (const TensorView error = grads.near_error(); error.numel() > 0) visit(1, error);
+    if (const TensorView error = grads.across_error(); error.numel() > 0) visit(2, error);
   });
   const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
-  return {.momentum = norms[0] / ranks, .worker_error = norms[1] / ranks, .server_error = norms[2]};
+  if (signs) return {{"momentum", norms[0] / ranks}, {"worker_error", norms[1] / ranks}, {"server_error", norms[2]}};
+  const double unit = ranks * grads.error_scale();
+  return {{"gradient_error", norms[1] / unit}, {"gradient_error_across", norms[2] / unit}};
 }
 
 // The sums of workers are where gradients were; each element counts on its owner, as in the verdict.

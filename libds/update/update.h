@@ -7,6 +7,7 @@
 
 #include <array>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -59,15 +60,13 @@ class Update {
   SignAverage::RankLocal rank_local(i64 number);
   bool has_rank_local(i64 number) const noexcept;
   void rank_local_was_set(i64 number);
+  // Optimizer::numbers() of each parameter, by its number; empty of one that this rank does not update, or whose
+  // optimizer keeps none.
+  std::vector<std::span<double>> param_numbers();
   // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
   void states_were_set();
-  // Euclidean, over all parameters and ranks of all axes, after an update that averaged by signs. Collective.
-  struct SignNorms {
-    double momentum = 0;      // root mean square over ranks of dp, which may differ in it
-    double worker_error = 0;  // likewise, of what the signs of each have lost
-    double server_error = 0;  // of what the signs of the means have lost
-  };
-  SignNorms sign_norms();
+  // After that update, StepRecord::compression; empty where it compresses nothing that it keeps errors of. Collective.
+  std::map<std::string, double> compression_norms(i64 number);
   // Behind a meeting, the norm of the gradients of the outer optimizer, over all parameters of the fragments that met
   // in that step: the mean of what workers' steps have done. Collective over a worker.
   double outer_gradient_norm(i64 step);

@@ -35,7 +35,7 @@ ParamStore::ParamStore(const Layout& layout, std::span<const std::span<const mod
   shards_ = tier ? tier(device, ledger, Tag::Params, shard_elems * bytes, most * bytes)
                  : std::make_unique<DeviceArray>(device_buffer(device, ledger, Tag::Params, shard_elems * bytes));
   pool_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems * bytes);
-  if (options.coded)
+  if (std::ranges::find(options.coded, true) != options.coded.end())
     wire_ = comm.allocate(ledger, Tag::Gathered, options.pool_elems + options.pool_elems / kScaleShare);
   for (const Segment& s : layout.segments()) {
     if (near == nullptr || near->size() == 1) break;
@@ -102,7 +102,7 @@ void ParamStore::gather(const GatherStep::Launch& l) {
     }
     const TierLease own = lease(s, s.slice * comm_.rank(), s.slice, LeaseTo::Read);
     arriving_at_[l.unit] = l.offset;
-    if (options_.coded) {
+    if (coded(l.unit)) {
       arriving_[l.unit] = start_coded_gather(comm_, device_, kWeightCodes, wire(l.offset),
                                              TensorView::of(own.data(), options_.work, {s.slice}), gather_tag_);
       continue;
@@ -121,7 +121,7 @@ void ParamStore::arrive(i64 unit) {
   for (const Segment& s : layout_.segments_of(unit)) {
     if (whole(s)) continue;
     const TensorView all = full(s, static_cast<char*>(pool_.data()) + offset * dtype_bytes(options_.work));
-    if (options_.coded) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
+    if (coded(unit)) decode_gathered(comm_, device_, kWeightCodes, wire(offset), all);
     if (SecondaryShard* const second = second_shard(s); second != nullptr) second->keep(all);
   }
 }

@@ -41,9 +41,9 @@ class ParamStore final : public PieceMemory {
   struct Options {
     std::string axis = "dp";  // of the ranks: names what they send
     DType work = DType::F32;
-    i64 allgather_bucket = 0;  // elements published in one all-gather
-    i64 pool_elems = 0;        // the largest pool_elems of all plans that will be begun
-    bool coded = false;        // slices travel in 8 bits (stage 3)
+    i64 allgather_bucket = 0;      // elements published in one all-gather
+    i64 pool_elems = 0;            // the largest pool_elems of all plans that will be begun
+    std::vector<bool> coded = {};  // by unit: its slices travel in 8 bits (stage 3); empty: none
   };
   // rows[u]: the rows of unit u. Collective: allocates in the communicator's memory. `tier`: where the slices of stage
   // 3 stay; empty: device memory.
@@ -92,6 +92,7 @@ class ParamStore final : public PieceMemory {
     auto& second = second_[&s - layout_.segments().data()];
     return second ? &*second : nullptr;
   }
+  bool coded(i64 unit) const noexcept { return !options_.coded.empty() && options_.coded[static_cast<size_t>(unit)]; }
   char* wire(i64 offset) const noexcept { return wire_.as<char>().data() + offset + offset / kScaleShare; }
   // What codes of an element take, beside a byte: 1/32 of it, for no slice is shorter than 128 elements.
   static constexpr i64 kScaleShare = kSliceAlignment / 4;

@@ -2,6 +2,15 @@
 #include "zero/state_store.h"
 
 namespace ds::zero {
+namespace {
+
+// Whether a rule works on a state of those that there are: two at most, in their order.
+bool takes(UpdateRule rule, State s) noexcept {
+  if (rule == UpdateRule::VarianceRatio) return s == State::ExpAvgSq || s == State::ExpAvgSqFresh;
+  return s != State::ExpAvgSqFresh && is_outer_state(s) == is_outer(rule);
+}
+
+}  // namespace
 
 StateLease::~StateLease() {
   if (store_ != nullptr) store_->end_lease(piece_, access_, *this);
@@ -15,7 +24,7 @@ UpdateTensor StateStore::tensor(UpdateRule rule, const Piece& piece, const Piece
                  .grad = TensorView::of(gradient, DType::F32, {piece.count})};
   size_t i = 0;
   for (const State s : kOptimizerStates) {
-    if (st[s] != nullptr && is_outer_state(s) == is_outer(rule)) t.states[i++] = st.view(s, piece.count);
+    if (st[s] != nullptr && takes(rule, s)) t.states[i++] = st.view(s, piece.count);
   }
   return t;
 }

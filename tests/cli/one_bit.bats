@@ -28,7 +28,7 @@ one_bit() { # params zero
       ds-ckpt-merge half --verify --quiet -o again.safetensors
     done
   done
-  h5dump -H whole/step-00000012/rank-00001.h5 | grep -A3 'DATASET "worker_error@0"' | grep -q H5T_IEEE_F32LE
+  h5dump -H whole/step-00000012/rank-00001.h5 | grep -A3 'DATASET "momentum_worker_error@0"' | grep -q H5T_IEEE_F32LE
   # Before the freeze nothing has been lost.
   ds-train cfg.json --out early --steps 4 --quiet
   run ! grep -q '\"rank_local\"' early/step-00000004/manifest.json
@@ -60,7 +60,7 @@ one_bit() { # params zero
   run grep '"step":4,' run/metrics.jsonl
   refute_output --partial compression
   run grep '"type":"step","step":5,' run/metrics.jsonl
-  assert_output --regexp '"compression":\{"momentum":0\.[0-9]+,"worker_error":0\.[0-9]+,"server_error":0\.[0-9]+\}'
+  assert_output --regexp '"compression":\{"momentum":0\.[0-9]+,"server_error":0\.[0-9]+,"worker_error":0\.[0-9]+\}'
   local sent
   sent=$(grep -o '"dp.one_bit":[0-9]*' run/metrics.jsonl | sort -u | cut -d: -f2)
   run ds-launch -n 2 ds-train cfg.json --check --json
@@ -77,7 +77,7 @@ one_bit() { # params zero
     --set 'optimizer.param_groups=[{"params": "*mlp*", "type": "AdamW"}]'
   refused 2 "it updates all parameters or none, with the same freeze_step" \
     --set 'optimizer.param_groups=[{"params": "*mlp*", "freeze_step": 9}]'
-  refused 2 "belongs to OneBitAdam; the optimizer is AdamW" --set optimizer.type=AdamW
+  refused 2 "belongs to OneBitAdam, OneBitLamb; the optimizer is AdamW" --set optimizer.type=AdamW
   run --separate-stderr ds-train cfg.json --out clipped --set gradient_clipping=1
   assert_success
   [[ $stderr == *"gradient_clipping"*"ends with freeze_step 4"* ]]
@@ -119,7 +119,83 @@ zero_one() { # stage is 0; intervals are short
   refused 2 "which is zero_optimization.stage 0" --set zero_optimization.stage=1
   refused 2 "ZeroOneAdam has none" --set optimizer.params.bias_correction=true
   refused 4 "it needs masters" --set bf16.enabled=true --set bf16.bf16_master_weights_and_grads=true
+  run -4 ds-launch -n 2 ds-train cfg.json --out refused --set sequence_parallel_size=2 --set train_batch_size=4
+  assert_output --partial "have parts of one sequence alone"
   refused 4 "averages sums of gradients in fp32" --set bf16.enabled=true --set data_types.grad_accum_dtype=bf16
+}
+
+@test "between two means of parameters a checkpoint is the model of one rank, and another phase or optimizer says what is lost" {
+  zero_one
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 13
+  # All pieces are the first rank's; what the second one has of its own is beside them.
+  run ds-ckpt-merge run --verify --quiet -o run.safetensors
+  assert_success
+  run h5dump -H run/step-00000013/rank-00001.h5
+  refute_output --partial 'GROUP "exp_avg"'
+  assert_output --partial 'DATASET "parameter_worker_error@0"'
+  local more
+  for more in 'optimizer.params.var_freeze_step=15' 'optimizer={"type":"AdamW"}' \
+    'optimizer={"type":"OneBitAdam","params":{"freeze_step":4}}'; do
+    rm -rf other
+    cp -r run other
+    run --separate-stderr ds-launch -n 2 ds-train cfg.json --out other --resume latest --steps 16 --set "$more"
+    [[ $status == 0 ]] || fail "$more: $stderr"
+    [[ $stderr == *"what compression had lost there is lost"* ]] || fail "$more: $stderr"
+  done
+  # Errors of momentums are none of gradients.
+  cp cfg.json zero_one.json
+  one_bit '"freeze_step": 4' '"stage": 0'
+  ds-launch -n 2 ds-train cfg.json --out run --quiet --steps 18 --resume latest
+  run --separate-stderr ds-launch -n 2 ds-train zero_one.json --out run --steps 20 --resume latest --set optimizer.params.var_freeze_step=30
+  assert_success
+  [[ $stderr == *"what compression had lost there is lost"* ]] || fail "$stderr"
+}
+
+@test "what steps of different kinds send is predicted on average, and memory over MPI for all of them" {
+  local kind
+  for kind in one_bit zero_one; do
+    "$kind" '"freeze_step": 4' '"stage": 0'
+    ds-launch -n 2 ds-train cfg.json --out "$kind" --quiet --set communication.backend=mpi
+    run ds-memreport "$kind/metrics.jsonl"
+    assert_line --regexp '^ *comm .* exact'
+    run ds-launch -n 2 ds-train cfg.json --check --json
+    local sum
+    sum=$(grep '"type":"step"' "$kind/metrics.jsonl" | grep -o '"dp.one_bit":[0-9]*' | cut -d: -f2 | awk '{ s += $1 } END { printf "%.0f", s / 12 }')
+    assert_output --partial "\"mean_comm_bytes_per_step\""
+    assert_output --regexp "\"mean_comm_bytes_per_step\": \{[^}]*\"dp.one_bit\": $sum"
+  done
+  run ds-memreport cfg.json -n 2
+  assert_output --partial "in the last step"
+  assert_output --partial "and on average, for its steps differ"
+}
+
+@test "1-bit LAMB resumes bit for bit, and its means of ratios go along to any layout" {
+  sed -i 's|"OneBitAdam"|"OneBitLamb"|; s|5e-4|5e-3|' cfg.json
+  local at
+  for at in 3 4 7; do
+    resumes_bit_for_bit 2 $at --set zero_optimization.stage=$((at % 2))
+  done
+  run grep -o '"optimizer_numbers": .*' half/step-00000007/manifest.json
+  assert_output --regexp '"transformer.wte.weight":\[0\.[0-9]+,[0-9.]+\]'
+  resumes_bit_for_bit 4 7 --set pipeline.stages=2
+  # Another layout, and a file of whole tensors, go on with the same means and factors.
+  ds-ckpt-merge half/step-00000007 --optimizer -o half.safetensors --quiet
+  ds-shard half.safetensors -o sharded --dp 2 --quiet
+  local numbers
+  numbers=$(grep -o '"optimizer_numbers": {[^}]*}' half/step-00000007/manifest.json)
+  assert_equal "$(grep -o '"optimizer_numbers": {[^}]*}' sharded/step-00000007/manifest.json)" "$numbers"
+  run --separate-stderr ds-launch -n 2 ds-train cfg.json --out sharded --resume latest
+  assert_success
+  [[ $stderr == *"what compression had lost there is lost"* ]]
+  # The next loss, before the first update by other signs; then nearly the same.
+  assert_equal "$(losses sharded | head -1)" "$(losses whole | sed -n 8p)"
+  awk -v a="$(losses sharded | tail -1 | cut -d' ' -f2)" -v b="$(losses whole | tail -1 | cut -d' ' -f2)" \
+    'BEGIN { d = a - b; exit !(d < 0.1 && d > -0.1) }'
+  # Lamb has no such numbers.
+  sed 's|"OneBitLamb"|"Lamb"|; s|"freeze_step": 4|"bias_correction": false|' cfg.json >lamb.json
+  ds-train lamb.json --out lamb --quiet --steps 2
+  run -3 ds-train cfg.json --out lamb --resume latest
+  assert_output --partial "has the state of Lamb (exp_avg, exp_avg_sq) there"
 }
 
 @test "a rank that is killed while signs travel is named" {

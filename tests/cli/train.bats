@@ -174,7 +174,7 @@ reduced() { grep -o '"dp.reduce_scatter": *[0-9]*' "$1" | tail -n 1 | grep -o '[
   check 2 "fp16" cfg.json --set fp16.enabled=true --set bf16.enabled=true
   check 2 "boundary" cfg.json --set reduce_order=boundary
   check 4 "super_offload" cfg.json --set zero_optimization.offload_optimizer.super_offload=true
-  check 4 "OneBitLamb" cfg.json --set optimizer.type=OneBitLamb
+  check 4 "MuAdam" cfg.json --set optimizer.type=MuAdam
   check 4 "nccl" cfg.json --set communication.backend=nccl
   check 4 "cuda" cfg.json --set device=cuda
   DS_CUDA_PLUGIN=nowhere.so check 4 "nowhere.so (DS_CUDA_PLUGIN)" cfg.json --set device=cuda

@@ -49,9 +49,16 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
     # shellcheck disable=SC2086
     resumes_bit_for_bit 4 5 $loco --set $more
   done
+  cp -r other alone
   run --separate-stderr ds-launch -n 2 ds-train cfg.json --out other $loco --resume latest
   assert_success
   [[ $stderr == *"other/step-00000005 was made by another layout of ranks"*"what compression had lost there is lost"* ]]
+  # One rank has no codes to lose anything by.
+  run --separate-stderr ds-train cfg.json --out alone --resume latest
+  assert_success
+  [[ $stderr == *"what compression had lost there is lost"* ]]
+  run grep '"type":"step","step":3,' whole/metrics.jsonl
+  assert_output --regexp '"compression":\{"gradient_error":[0-9.e-]+,"gradient_error_across":'
 }
 
 @test "evaluation and generation take coded weights, and no second shards" {
@@ -71,4 +78,9 @@ near='zero_optimization.zero_hpz_partition_size' codes='zero_optimization.zero_q
   refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $codes=true
   refused 2 "ZeRO stage 0 keeps whole parameters" --set zero_optimization.stage=0 --set $near=2
   refused 2 "must be an integer, 1 to" --set $near=0
+  local frozen=zero_optimization.zero_quantized_nontrainable_weights
+  refused 2 "ZeRO stage 2 keeps whole parameters" --set zero_optimization.stage=2 --set $frozen=true
+  refused 2 "no layer has frozen matrices alone" --set $frozen=true
+  ds-launch -n 2 ds-train cfg.json --out frozen --quiet --set $frozen=true \
+    --set 'optimizer.param_groups=[{"params": "*h.0.*", "frozen": true}]'
 }

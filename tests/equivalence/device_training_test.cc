@@ -112,6 +112,7 @@ TEST_P(DeviceTraining, RanksAverageBySigns) {
     return t;
   };
   expect_same_training(train_by(OptimizerType::OneBitAdam, 1), train_by(OptimizerType::OneBitAdam, 0), "1-bit Adam");
+  expect_same_training(train_by(OptimizerType::OneBitLamb, 1), train_by(OptimizerType::OneBitLamb, 0), "1-bit LAMB");
   train_by(OptimizerType::ZeroOneAdam, 0);
 }
 

@@ -22,23 +22,7 @@ Config config_of(const Layout& l, int workers, i64 sync_every, OptimizerType inn
 
 // The traces of all ranks; each has the memory that its plan says.
 std::vector<Trace> train(const Config& config, int ranks, i64 steps, const Hooks& hooks = {}) {
-  auto comms = make_thread_communicators(ranks, {.timeout_s = 60, .progress_thread = config.zero.overlap_comm});
-  std::vector<Trace> traces(static_cast<size_t>(ranks));
-  std::vector<std::thread> threads;
-  std::mutex mutex;
-  std::exception_ptr error;
-  for (size_t r = 0; r < traces.size(); ++r) {
-    threads.emplace_back([&, r] {
-      try {
-        traces[r] = train_rank(std::move(comms[r]), config, steps, 1, *cpu_ops(), hooks);
-      } catch (...) {
-        const std::lock_guard lock(mutex);
-        if (!error) error = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& t : threads) t.join();
-  if (error) std::rethrow_exception(error);
+  std::vector<Trace> traces = traces_of_threads(config, ranks, steps, 1, hooks);
   for (const Trace& t : traces) {
     for (size_t tag = 0; tag < t.counted.size(); ++tag)
       EXPECT_EQ(t.counted[tag], t.predicted[tag]) << tag_name(static_cast<Tag>(tag));

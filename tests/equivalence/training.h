@@ -271,10 +271,11 @@ bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
   return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0);
 }
 
-// Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says. On `comms`, or on new
-// ones over threads.
-inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
-                           std::vector<std::unique_ptr<Communicator>> comms = {}, const OpTable& ops = *cpu_ops()) {
+// The traces of all ranks. On `comms`, or on new ones over threads.
+inline std::vector<Trace> traces_of_threads(const Config& config, int ranks, i64 steps, int num_threads = 1,
+                                            const Hooks& hooks = {},
+                                            std::vector<std::unique_ptr<Communicator>> comms = {},
+                                            const OpTable& ops = *cpu_ops()) {
   if (comms.empty()) {
     comms = make_thread_communicators(ranks, {.timeout_s = 60, .progress_thread = config.zero.overlap_comm});
   }
@@ -295,6 +296,13 @@ inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_t
   }
   for (std::thread& t : threads) t.join();
   if (error) std::rethrow_exception(error);
+  return traces;
+}
+
+// Rank 0's trace; checks that all ranks agree, and that each has the memory that its plan says.
+inline Trace train_threads(const Config& config, int ranks, i64 steps, int num_threads = 1, const Hooks& hooks = {},
+                           std::vector<std::unique_ptr<Communicator>> comms = {}, const OpTable& ops = *cpu_ops()) {
+  std::vector<Trace> traces = traces_of_threads(config, ranks, steps, num_threads, hooks, std::move(comms), ops);
   for (int r = 0; r < ranks; ++r) {
     Trace& t = traces[r];
     EXPECT_TRUE(same_bits(t.losses, traces[0].losses)) << "rank " << r;

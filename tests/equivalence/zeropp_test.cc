@@ -94,6 +94,34 @@ TEST(CodedWeights, TrainNearlyAsWell) {
   }
 }
 
+// Frozen layers travel as codes, and nothing else does.
+TEST(CodedWeights, OfFrozenLayersAlone) {
+  for (const bool tiles : {false, true}) {
+    const Layout l{.dp = 2, .pp = tiles ? 1 : 2, .stage = 3};
+    Config c = stage3(of_four_heads(tiny_gpt2()), l);
+    ParamGroupConfig frozen;
+    static_cast<UpdateConfig&>(frozen) = c.optimizer;
+    frozen.frozen = true;
+    frozen.params = {"transformer.h.1.*"};
+    c.optimizer.groups = {frozen};
+    if (tiles) c.zero.tile_size = 1500;
+    const Trace want = train(c, l);
+    c.zero.quantized_nontrainable_weights = true;
+    const Trace t = train(c, l);
+    expect_planned(t, 4, "frozen layers");
+    EXPECT_LT(sent(t, "dp.all_gather"), sent(want, "dp.all_gather"));
+    EXPECT_FALSE(same_bits(t.losses, want.losses));
+    for (size_t s = 0; s < want.losses.size(); ++s) EXPECT_NEAR(t.losses[s], want.losses[s], 0.01 * want.losses[s]);
+    c.zero.quantized_weights = true;
+    EXPECT_LT(sent(train(c, l), "dp.all_gather"), sent(t, "dp.all_gather"));
+    c.zero.quantized_weights = false;
+    c.optimizer.groups[0].params = {"*mlp*"};
+    if (!tiles) {
+      EXPECT_THROW((void)train(c, l), Error);  // of no layer all is frozen
+    }
+  }
+}
+
 TEST(CodedGradients, TrainNearlyAsWell) {
   for (const ModelConfig& model : {of_four_heads(tiny_gpt2()), of_four_heads(tiny_llama())}) {
     for (const int near : {1, 2, 4}) {

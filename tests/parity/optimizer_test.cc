@@ -161,9 +161,10 @@ constexpr UpdateRule kRules[] = {UpdateRule::AdamW,         UpdateRule::AdamL2,
                                  UpdateRule::Adagrad,       UpdateRule::LambDirection,
                                  UpdateRule::MuonDirection, UpdateRule::NesterovMuonDirection,
                                  UpdateRule::FrozenAdam,    UpdateRule::ZeroOneDelta,
-                                 UpdateRule::ZeroOneSync,   UpdateRule::OuterDelta,
-                                 UpdateRule::OuterMomentum, UpdateRule::OuterNesterov,
-                                 UpdateRule::Descend};
+                                 UpdateRule::ZeroOneSync,   UpdateRule::MomentumGradient,
+                                 UpdateRule::VarianceRatio, UpdateRule::FrozenLambDirection,
+                                 UpdateRule::OuterDelta,    UpdateRule::OuterMomentum,
+                                 UpdateRule::OuterNesterov, UpdateRule::Descend};
 
 int num_states(UpdateRule rule) {
   switch (rule) {
@@ -174,6 +175,9 @@ int num_states(UpdateRule rule) {
     case UpdateRule::FrozenAdam:
     case UpdateRule::ZeroOneDelta:
     case UpdateRule::ZeroOneSync:
+    case UpdateRule::MomentumGradient:
+    case UpdateRule::VarianceRatio:
+    case UpdateRule::FrozenLambDirection:
     case UpdateRule::OuterDelta:
     case UpdateRule::OuterMomentum:
     case UpdateRule::OuterNesterov:
@@ -199,7 +203,7 @@ TEST(Update, EveryRuleFollowsItsDefinition) {
         p.rule = rule;
         const int states = num_states(rule);
         for (State* state : {&got, &want}) {
-          if (rule != UpdateRule::Adagrad) continue;
+          if (rule != UpdateRule::Adagrad && rule != UpdateRule::VarianceRatio) continue;
           for (i64 i = 0; i < n; ++i) state->m.set(i, std::abs(state->m.at(i)));  // a sum of squares
         }
         const auto tensor = [&](State& state) {
@@ -280,7 +284,7 @@ TEST(Update, OfStatesThatAreNotFp32IsTheRuleBetweenDecodingAndEncoding) {
       p.rule = rule;
       for (const i64 n : {1, 3, 255, 256, 257, 1003, 40000}) {
         State start(DType::BF16, n);
-        if (rule == UpdateRule::Adagrad) {
+        if (rule == UpdateRule::Adagrad || rule == UpdateRule::VarianceRatio) {
           for (i64 i = 0; i < n; ++i) start.m.set(i, std::abs(start.m.at(i)));
         }
         Kept kept(coded, n);

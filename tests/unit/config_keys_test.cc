@@ -98,6 +98,9 @@ struct Moved {
     }
     if (key.path.ends_with("_coeff")) set.push_back("optimizer.type=Lamb");
     if (key.path == "optimizer.params.freeze_step") set.push_back("optimizer.type=OneBitAdam");
+    if (key.path.starts_with("optimizer.params.factor_") || key.path == "optimizer.params.coeff_beta")
+      set.push_back("optimizer.type=OneBitLamb");
+    if (key.path.ends_with("factor_max")) set.push_back("optimizer.params.factor_min=0.25");
     for (const std::string_view of_zero_one :
          {"var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"}) {
       if (key.path == fmt::format("optimizer.params.{}", of_zero_one)) set.push_back("optimizer.type=ZeroOneAdam");
@@ -578,7 +581,8 @@ TEST(ConfigFiles, DerivedDefaultsAreThoseOfTheManualPage) {
       {"csv_monitor.output_path", "default: the directory csv_monitor in the run directory", "", ""},
       {"prometheus.file", "default: none", "", ""},
       {"flops_profiler.output_file", "default: none", R"("flops_profiler": {"enabled": true})", ""},
-      {"optimizer.params.bias_correction", "default: true, of OneBitAdam and ZeroOneAdam false", "", "true"},
+      {"optimizer.params.bias_correction", "default: true, of OneBitAdam, ZeroOneAdam and OneBitLamb false", "",
+       "true"},
       {"optimizer.params.bias_correction", "", R"("optimizer": {"type": "OneBitAdam"})", "false"},
       {"comms_logger.enabled", "default: true where the section is there", "", "false"},
       {"comms_logger.enabled", "", R"("comms_logger": {})", "true"},

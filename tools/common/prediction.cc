@@ -24,20 +24,22 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
                         {"num_params", s.num_params},
                         {"memory_bytes", s.memory_bytes}});
     }
-    out.document({{"config", Json::parse(resolved_json(config))},
-                  {"num_params", p.num_params},
-                  {"flops_per_token", p.flops_per_token},
-                  {"stages", stages},
-                  {"bubble_fraction", p.bubble_fraction},
-                  {"memory_bytes", tags},
-                  {"file_bytes", files},
-                  {"total_bytes", p.total_bytes},
-                  {"process_bytes", p.process_bytes},
-                  {"momentary_bytes", p.momentary_bytes},
-                  {"device", p.device},
-                  {"needed_bytes", p.needed_bytes},
-                  {"available_bytes", p.available_bytes},
-                  {"comm_bytes_per_step", p.comm_bytes}});
+    Json document = {{"config", Json::parse(resolved_json(config))},
+                     {"num_params", p.num_params},
+                     {"flops_per_token", p.flops_per_token},
+                     {"stages", stages},
+                     {"bubble_fraction", p.bubble_fraction},
+                     {"memory_bytes", tags},
+                     {"file_bytes", files},
+                     {"total_bytes", p.total_bytes},
+                     {"process_bytes", p.process_bytes},
+                     {"momentary_bytes", p.momentary_bytes},
+                     {"device", p.device},
+                     {"needed_bytes", p.needed_bytes},
+                     {"available_bytes", p.available_bytes},
+                     {"comm_bytes_per_step", p.comm_bytes}};
+    if (!p.mean_comm_bytes.empty()) document["mean_comm_bytes_per_step"] = p.mean_comm_bytes;
+    out.document(document);
     return;
   }
   const bool cut = config.ranks_per_replica() > 1;
@@ -57,10 +59,13 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   if (p.host_bytes > 0) out.print("  {:<12} {:>14} of the node's memory\n", "host", bytes_text(p.host_bytes));
   for (const auto& m : p.files)
     out.print("  {:<12} {:>14} {}\n", m.tag, bytes_text(m.predicted), place_of_offloaded(config, m.tag));
-  out.print("\nsent per rank and step\n");
+  const bool differ = !p.mean_comm_bytes.empty();
+  out.print("\nsent per rank {}\n", differ ? "in the last step" : "and step");
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   }
+  if (differ) out.print("\nand on average, for steps differ\n");
+  for (const auto& [name, bytes] : p.mean_comm_bytes) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
   if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
 }

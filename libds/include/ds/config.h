@@ -35,10 +35,11 @@ enum class OptimizerType : u8 {
   AdamW8bit,
   OneBitAdam,
   ZeroOneAdam,
+  OneBitLamb,
 };  // Adam is AdamW too unless adam_w_mode is false
 // Whether ranks average by signs what they have not summed.
 constexpr bool averages_by_signs(OptimizerType type) noexcept {
-  return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam;
+  return type == OptimizerType::OneBitAdam || type == OptimizerType::ZeroOneAdam || type == OptimizerType::OneBitLamb;
 }
 // What the states of optimizers are kept in that have a choice.
 enum class StateDtype : u8 { F32, BF16 };
@@ -61,7 +62,10 @@ struct UpdateConfig {
   double min_coeff = 0.01, max_coeff = 10;  // of LAMB's ratio of norms
   double muon_lr = 0, adam_lr = 0;          // of Muon's matrices and of what AdamW updates beside them
   MuonScale muon_scale = MuonScale::Original;
-  i64 freeze_step = 100'000;  // of 1-bit Adam: the last update with an exact mean of gradients
+  i64 freeze_step = 100'000;  // of 1-bit Adam and 1-bit LAMB: the last update with an exact mean of gradients
+  // Of 1-bit LAMB: of the mean of ratios that it goes on with behind its freeze, and the bounds of what multiplies
+  // that: absolute, and of its change from step to step.
+  double coeff_beta = 0.9, factor_min = 0.5, factor_max = 4, factor_threshold = 0.1;
   // Of 0/1 Adam: the last update with a second moment that changes; refreshes of it, and then steps, at whose number
   // the interval between two doubles; and the longest between means of parameters.
   i64 var_freeze_step = 100'000, var_update_scaler = 16, local_step_scaler = 32'678, local_step_clipper = 16;
@@ -86,6 +90,22 @@ struct DilocoConfig {
   // Whether a fragment meets at the end of that step, from 1.
   bool meets(i64 fragment, i64 step) const noexcept {
     return enabled && step > 0 && step % sync_every == fragment * sync_every / fragments;
+  }
+  // Whether any does.
+  bool meets(i64 step) const noexcept {
+    for (i64 f = 0; enabled && f < fragments; ++f) {
+      if (meets(f, step)) return true;
+    }
+    return false;
+  }
+  // How many fragments have met behind that step, each time counted.
+  i64 meetings_until(i64 step) const noexcept {
+    i64 all = 0;
+    for (i64 f = 0; enabled && f < fragments; ++f) {
+      const i64 first = f * sync_every / fragments;
+      all += first == 0 ? step / sync_every : step < first ? 0 : (step - first) / sync_every + 1;
+    }
+    return all;
   }
 };
 
@@ -197,9 +217,10 @@ struct ZeroConfig {
   i64 model_persistence_threshold = std::numeric_limits<i64>::max();
   i64 max_live_parameters = 1'000'000'000;
   i64 max_reuse_distance = 1'000'000'000;
-  i64 hpz_partition_size = 1;        // stage 3: data-parallel ranks that share a second shard; 1: there is none
-  bool quantized_weights = false;    // stage 3: parameters that are gathered travel in 8 bits
-  bool quantized_gradients = false;  // stage 3: gradients that are reduced travel in 4 bits
+  i64 hpz_partition_size = 1;      // stage 3: data-parallel ranks that share a second shard; 1: there is none
+  bool quantized_weights = false;  // stage 3: parameters that are gathered travel in 8 bits
+  bool quantized_nontrainable_weights = false;  // those of layers that are frozen, as far as they are gathered
+  bool quantized_gradients = false;             // stage 3: gradients that are reduced travel in 4 bits
   struct Loco {
     bool enabled = false;     // what codes of gradients lose is added to the next ones
     double err_beta = 0.8;    // share of old errors in new ones

@@ -64,6 +64,7 @@ struct RankGroup {
   // Beside device_bytes, of a process on a CPU: all the time, and at most for a moment. Measured, not exact.
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<Traffic> traffic;
+  std::map<std::string, i64> mean_traffic;  // bytes in a step on average, where steps differ; the last one is above
 };
 
 // What a node's ranks take together, of host memory; on the CPU that is all of theirs.

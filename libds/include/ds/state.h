@@ -11,17 +11,29 @@
 namespace ds {
 
 // The parameter itself, in the work dtype; its fp32 master, where that is another one; then what optimizers keep.
-enum class State : u8 { Param, Master, ExpAvg, ExpAvgSq, MomentumBuffer, Sum, OuterParam, OuterMomentum };
-inline constexpr std::array<std::string_view, 8> kStateNames = {
-    "param", "master", "exp_avg", "exp_avg_sq", "momentum_buffer", "sum", "outer_param", "outer_momentum"};
+enum class State : u8 {
+  Param,
+  Master,
+  ExpAvg,
+  ExpAvgSq,
+  MomentumBuffer,
+  Sum,
+  ExpAvgSqFresh,
+  OuterParam,
+  OuterMomentum
+};
+inline constexpr std::array<std::string_view, 9> kStateNames = {
+    "param", "master",           "exp_avg",     "exp_avg_sq",    "momentum_buffer",
+    "sum",   "exp_avg_sq_fresh", "outer_param", "outer_momentum"};
 inline constexpr size_t kNumStates = kStateNames.size();
-inline constexpr std::array<State, kNumStates> kStates = {State::Param,      State::Master,         State::ExpAvg,
-                                                          State::ExpAvgSq,   State::MomentumBuffer, State::Sum,
-                                                          State::OuterParam, State::OuterMomentum};
+inline constexpr std::array<State, kNumStates> kStates = {
+    State::Param, State::Master,        State::ExpAvg,     State::ExpAvgSq,     State::MomentumBuffer,
+    State::Sum,   State::ExpAvgSqFresh, State::OuterParam, State::OuterMomentum};
 // Those of optimizers, and those of an optimizer around one (DiLoCo): the parameters that workers have in common, and
 // their momentum.
-inline constexpr std::array<State, 6> kOptimizerStates = {State::ExpAvg, State::ExpAvgSq,   State::MomentumBuffer,
-                                                          State::Sum,    State::OuterParam, State::OuterMomentum};
+inline constexpr std::array<State, 7> kOptimizerStates = {
+    State::ExpAvg,        State::ExpAvgSq,   State::MomentumBuffer, State::Sum,
+    State::ExpAvgSqFresh, State::OuterParam, State::OuterMomentum};
 constexpr bool is_outer_state(State s) noexcept { return s >= State::OuterParam; }
 
 constexpr std::string_view state_name(State s) noexcept { return kStateNames[static_cast<size_t>(s)]; }

@@ -23,13 +23,6 @@ struct OffloadTraffic {
   }
 };
 
-// Euclidean norms over all parameters, where ranks average by signs (1-bit and 0/1 Adam).
-struct CompressionNorms {
-  double momentum = 0;
-  double worker_error = 0;  // root mean square over ranks of what the signs of each have lost, and add to the next step
-  double server_error = 0;  // what the signs of the means have lost
-};
-
 // Of rank 0 in one step, by the host's clock, which waits for the device at each border.
 struct PhaseTimes {
   double forward_ms = 0;   // with what is read and received for it
@@ -55,7 +48,11 @@ struct StepRecord {
   std::optional<PhaseTimes> phases{};         // where they are asked for
   std::optional<i64> seq_length{};            // tokens of a sample, where it grows
   std::optional<i64> layer_tokens{};          // of them, those that layers see which drop some (random-LTD)
-  std::optional<CompressionNorms> compression{};
+  // Euclidean norms over all parameters of what compression has lost and adds to the next step, in updates that
+  // compress. By signs: "worker_error", a root mean square over ranks, "server_error" of the means, and "momentum"
+  // beside them. By codes of gradients (LoCo): "gradient_error", and "gradient_error_across" of the second hop, root
+  // mean squares over ranks.
+  std::map<std::string, double> compression{};
   std::optional<double> outer_grad_norm{};  // where workers of diloco met: of the mean of what their steps did
   std::optional<OffloadTraffic> offload{};  // of rank 0, where it has files
 };

@@ -61,12 +61,14 @@ struct RunPrediction {
   i64 process_bytes = 0, momentary_bytes = 0;
   std::vector<TagMemory> files;           // of this rank, of what is offloaded to NVMe
   std::map<std::string, i64> comm_bytes;  // sent per rank and step, by "axis.collective"
-  i64 host_bytes = 0;                     // beside a GPU: of the node's memory, per rank; not in total_bytes
-  std::string device;                     // "cpu", "cuda"
-  int sharers = 1;                        // ranks of this node, or on this rank's GPU
-  i64 needed_bytes = 0;                   // of all of them; a run that needs more than available_bytes is refused
-  i64 available_bytes = 0;                // of this node: free memory within limits; or of this rank's GPU
-  std::string limited_by;                 // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
+  // The same on average over the run, where steps differ; comm_bytes is then of its last one.
+  std::map<std::string, i64> mean_comm_bytes;
+  i64 host_bytes = 0;       // beside a GPU: of the node's memory, per rank; not in total_bytes
+  std::string device;       // "cpu", "cuda"
+  int sharers = 1;          // ranks of this node, or on this rank's GPU
+  i64 needed_bytes = 0;     // of all of them; a run that needs more than available_bytes is refused
+  i64 available_bytes = 0;  // of this node: free memory within limits; or of this rank's GPU
+  std::string limited_by;   // "free memory", "cgroup limit", "address space limit", "free on <GPU>"
 };
 // Throws what a run would throw for a model or batch that cannot be built. Touches no file but the model's
 // configuration. `writing`: with the memory of what is written, at most.

@@ -155,6 +155,9 @@ enum class UpdateRule : u8 {
   FrozenAdam,
   ZeroOneDelta,
   ZeroOneSync,
+  MomentumGradient,
+  VarianceRatio,
+  FrozenLambDirection,
   OuterDelta,
   OuterMomentum,
   OuterNesterov,
@@ -173,7 +176,10 @@ constexpr std::string_view rule_name(UpdateRule rule) noexcept {
     case UpdateRule::Nesterov: return "sgd";
     case UpdateRule::Lion: return "lion";
     case UpdateRule::Adagrad: return "adagrad";
-    case UpdateRule::LambDirection: return "lamb";
+    case UpdateRule::LambDirection:
+    case UpdateRule::MomentumGradient:
+    case UpdateRule::VarianceRatio:
+    case UpdateRule::FrozenLambDirection: return "lamb";
     case UpdateRule::MuonDirection:
     case UpdateRule::NesterovMuonDirection: return "muon";
     case UpdateRule::OuterDelta:
@@ -200,16 +206,23 @@ constexpr bool is_outer(UpdateRule rule) noexcept {
   return rule == UpdateRule::OuterDelta || rule == UpdateRule::OuterMomentum || rule == UpdateRule::OuterNesterov;
 }
 
+// Of 1-bit LAMB behind its freeze.
+constexpr bool is_frozen_lamb(UpdateRule rule) noexcept {
+  return rule == UpdateRule::MomentumGradient || rule == UpdateRule::VarianceRatio ||
+         rule == UpdateRule::FrozenLambDirection;
+}
+
 // Of a rule that leaves the master alone and a direction in the place of the gradient.
 constexpr bool makes_direction(UpdateRule rule) noexcept {
-  return rule == UpdateRule::LambDirection || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::MuonDirection ||
-         rule == UpdateRule::NesterovMuonDirection || rule == UpdateRule::OuterDelta;
+  return rule == UpdateRule::LambDirection || is_frozen_lamb(rule) || rule == UpdateRule::ZeroOneDelta ||
+         rule == UpdateRule::MuonDirection || rule == UpdateRule::NesterovMuonDirection ||
+         rule == UpdateRule::OuterDelta;
 }
 
 // Of a rule whose gradient is none: nothing unscales or clips it.
 constexpr bool takes_no_gradient(UpdateRule rule) noexcept {
   return rule == UpdateRule::Descend || rule == UpdateRule::ZeroOneDelta || rule == UpdateRule::ZeroOneSync ||
-         is_outer(rule);
+         is_frozen_lamb(rule) || is_outer(rule);
 }
 
 // One pass of an optimizer over many tensors, wherever these are: plain data.
