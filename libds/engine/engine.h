@@ -38,9 +38,9 @@ struct StepReport {
   bool skipped = false;                // non-finite gradients: nothing was changed
   i64 tokens = 0;                      // over all ranks
   std::optional<double> outer_norm{};  // where DiLoCo's workers met: of their mean gradient
-  std::map<std::string, double> compression{};  // StepRecord::compression
-  std::optional<i64> layer_tokens{};            // of a sample, that layers see which drop some (random-LTD)
-  std::optional<PhaseTimes> phases{};           // if time_phases() asks for them
+  update::Update::NamedNorms compression{};  // StepRecord::compression
+  std::optional<i64> layer_tokens{};         // of a sample, that layers see which drop some (random-LTD)
+  std::optional<PhaseTimes> phases{};        // if time_phases() asks for them
 };
 
 struct Progress {

@@ -115,7 +115,9 @@ StepRecord TrainingRun::State::take_step(std::vector<i32>& ids, std::vector<i32>
                    .tokens_per_s = static_cast<double>(r.tokens) / s,
                    .phases = r.phases};
   taken.layer_tokens = r.layer_tokens;
-  taken.compression = r.compression;
+  for (const auto& [name, norm] : r.compression) {
+    if (!name.empty()) taken.compression.emplace(name, norm);
+  }
   taken.outer_grad_norm = r.outer_norm;
   if (config.curriculum.enabled) taken.seq_length = length;
   const double flops =

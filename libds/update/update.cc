@@ -283,7 +283,7 @@ std::array<double, Update::kNorms> Update::norms_of(
   return norms;
 }
 
-std::map<std::string, double> Update::compression_norms(i64 number) {
+Update::NamedNorms Update::compression_norms(i64 number) {
   const bool signs = keeps_gradients_apart(number), codes = plan_.dp().grads.loco.has_value() && axes_.dp.size() > 1;
   if (!signs && !codes) return {};
   zero::GradStore& grads = shards_.front()->grads();
@@ -299,9 +299,9 @@ std::map<std::string, double> Update::compression_norms(i64 number) {
     if (const TensorView error = grads.across_error(); error.numel() > 0) visit(2, error);
   });
   const double ranks = std::sqrt(static_cast<double>(axes_.dp.size()));
-  if (signs) return {{"momentum", norms[0] / ranks}, {"worker_error", norms[1] / ranks}, {"server_error", norms[2]}};
+  if (signs) return {{{"momentum", norms[0] / ranks}, {"worker_error", norms[1] / ranks}, {"server_error", norms[2]}}};
   const double unit = ranks * grads.error_scale();
-  return {{"gradient_error", norms[1] / unit}, {"gradient_error_across", norms[2] / unit}};
+  return {{{"gradient_error", norms[1] / unit}, {"gradient_error_across", norms[2] / unit}}};
 }
 
 // The sums of workers are where gradients were; each element counts on its owner, as in the verdict.

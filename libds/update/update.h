@@ -7,7 +7,6 @@
 
 #include <array>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -65,8 +64,15 @@ class Update {
   std::vector<std::span<double>> param_numbers();
   // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
   void states_were_set();
-  // After that update, StepRecord::compression; empty where it compresses nothing that it keeps errors of. Collective.
-  std::map<std::string, double> compression_norms(i64 number);
+  // After that update, those of StepRecord::compression; none where it compresses nothing that it keeps errors of.
+  // Collective.
+  static constexpr i64 kNorms = 3;  // at most
+  struct NamedNorm {
+    std::string_view name{};
+    double norm = 0;
+  };
+  using NamedNorms = std::array<NamedNorm, kNorms>;  // those without a name are none
+  NamedNorms compression_norms(i64 number);
   // Behind a meeting, the norm of the gradients of the outer optimizer, over all parameters of the fragments that met
   // in that step: the mean of what workers' steps have done. Collective over a worker.
   double outer_gradient_norm(i64 step);
@@ -85,7 +91,6 @@ class Update {
   std::unique_ptr<Matrices> make_matrices(size_t group, const SlicesOf& slices_of);
   void over_model_ranks(TensorView x, ReduceOp op, bool stages);
   void make_momentum_whole();
-  static constexpr i64 kNorms = 3;  // at once
   // Euclidean, over all parameters and ranks of a worker, of what for_each(visit) shows twice, some perhaps nothing.
   std::array<double, kNorms> norms_of(FunctionRef<void(FunctionRef<void(i64 norm, const TensorView&)>)> for_each);
 

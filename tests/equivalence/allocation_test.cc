@@ -138,6 +138,30 @@ TEST_P(Strategy, NorDoesOneOfAnyOptimizer) {
   }
 }
 
+// Those that are compressed, where ranks have errors that they keep.
+TEST_P(Strategy, NorDoesOneThatIsCompressed) {
+  const auto& [stage, bf16] = GetParam();
+  for (const OptimizerType type :
+       {OptimizerType::AdamW, OptimizerType::OneBitAdam, OptimizerType::ZeroOneAdam, OptimizerType::OneBitLamb}) {
+    if (stage > (type == OptimizerType::AdamW ? 3 : type == OptimizerType::ZeroOneAdam ? 0 : 1)) continue;
+    Config c = tiny_config(tiny_gpt2(), 2, 2, stage);
+    c.bf16.enabled = bf16;
+    c.communication_data_type = c.work_dtype();
+    c.optimizer.type = type;
+    c.optimizer.bias_correction = false;
+    c.optimizer.lr = 1e-4, c.optimizer.beta2 = 0.9;
+    c.optimizer.freeze_step = c.optimizer.var_freeze_step = c.optimizer.local_step_scaler = 1;
+    c.optimizer.local_step_clipper = 1;  // all have the same parameters behind each step
+    if (type == OptimizerType::AdamW) {
+      if (stage < 3) continue;
+      c.zero.quantized_weights = c.zero.quantized_gradients = c.zero.loco.enabled = true;
+    } else {
+      c.gradient_clipping = 0;
+    }
+    expect_no_allocation(c, 2, fmt::format("compressed optimizer {}", static_cast<int>(type)));
+  }
+}
+
 TEST_P(Strategy, NorDoesOneOfAPipelineOrOfCutMatricesAndSequences) {
   const auto& [stage, bf16] = GetParam();
   const auto config = [&, stage = stage, bf16 = bf16](int ranks, i64 pp, i64 tp, i64 sp) {
