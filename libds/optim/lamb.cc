@@ -83,10 +83,9 @@ class OneBitLamb final : public Optimizer {
   double& factor(size_t k) noexcept { return kept_[kLambNumbers * k + 1]; }  // the last one; 0 before the freeze
 
   void frozen_update(const UpdateContext& c, const UpdateConfig& u) {
-    for (size_t k = 0; k < factors_.size(); ++k) {
-      if (factor(k) != 0) continue;
-      if (k == 0) c.average->copy_state(State::ExpAvgSq, State::ExpAvgSqFresh);
-      factor(k) = 1;
+    if (!factors_.empty() && factor(0) == 0) {  // the first one
+      c.average->copy_state(State::ExpAvgSq, State::ExpAvgSqFresh);
+      for (size_t k = 0; k < factors_.size(); ++k) factor(k) = 1;
     }
     c.average->exchange_gradient(u.beta1, 1 - u.beta1);
     c.average->average_momentum();
