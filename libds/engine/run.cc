@@ -475,6 +475,7 @@ void TrainingRun::State::set_param_numbers(const CheckpointMeta& meta, const std
 // What ranks of the same layout kept beside states. Others begin without, and so does who has no use for it: it is
 // said.
 void TrainingRun::State::load_rank_local(const std::string& dir, const CheckpointMeta& meta) {
+  if (!engine->plan().trains()) return;
   const auto wanted = engine->has_rank_local() ? engine->rank_local() : update::SignAverage::RankLocal();
   const auto is_wanted = [&](const RankLocalRecord& r) {
     return std::ranges::any_of(wanted, [&](const auto& w) { return w.first == r.name; });
