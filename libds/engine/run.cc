@@ -2,6 +2,7 @@
 // A run before its first step: what it will take; its ranks, data, directory and engine; what it goes on from.
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <bit>
@@ -507,16 +508,26 @@ void TrainingRun::State::load_rank_local(const std::string& dir, const Checkpoin
   if (fits == 1 && engine->has_rank_local()) engine->rank_local_was_set();
   mesh->world().all_reduce(&lost, 1, DType::I64, ReduceOp::Max, "dp.stats").wait();
   if (lost == 0 || !is_root()) return;
-  const auto is_error = [](const RankLocalRecord& r) { return r.name.find("_error") != r.name.npos; };
-  bool any = false, errors = false;
+  bool any = false, errors = false, steps = false, workers = false;
   for (const FileRecord& f : files) {
-    any |= !f.rank_local.empty();
-    errors |= std::ranges::any_of(f.rank_local, is_error);
+    for (const RankLocalRecord& r : f.rank_local) {
+      any = true;
+      const bool of_errors = r.name.find("_error") != r.name.npos,
+                 of_steps = r.name.find('@') != r.name.npos;  // of a group: what is no error of 0/1 Adam's ranks
+      (of_errors ? errors : of_steps ? steps : workers) = true;
+    }
   }
-  const bool of_workers = any ? !errors : config.optimizer.diloco.enabled;
-  log_message(LogLevel::Warning,
-              fmt::format("{} was made by another layout of ranks, or with another optimizer: what {} there is lost",
-                          dir, of_workers ? "workers of diloco had of their own" : "compression had lost"));
+  constexpr std::string_view kErrors = "compression had lost", kWorkers = "workers of diloco had of their own";
+  if (!any)
+    return log_message(LogLevel::Warning, fmt::format("{} holds nothing that {}: the run begins without", dir,
+                                                      config.optimizer.diloco.enabled ? kWorkers : kErrors));
+  std::vector<std::string_view> what;
+  if (errors) what.push_back(kErrors);
+  if (steps) what.push_back("ranks' own steps had made");
+  if (workers) what.push_back(kWorkers);
+  log_message(LogLevel::Warning, fmt::format("{} was made by another layout of ranks, or with another optimizer, or "
+                                             "other intervals or groups of it: what {} there is lost",
+                                             dir, fmt::join(what, " and ")));
 }
 
 // A run goes on with the samples and the dropout that it began with.

@@ -54,6 +54,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
 
 void CountedUpdate::run(Enter enter, i64 number) {
   DS_ASSERT(plan_.trains());
+  update_->go_on_at(number);
   update_->begin(number, 1);
   const i64 m = plan_.micro_batches;
   // The first micro-batch begins sums, and the last one ends them; all between them do the same.

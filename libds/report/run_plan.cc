@@ -369,22 +369,22 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
 }
 
-// A layer is gathered at once: codes need one of which no matrix is trained.
-void check_frozen_layers(const RunPlan& plan) {
+// A layer is gathered at once: codes need one of which nothing that is gathered, above the threshold, is trained.
+void check_frozen_layers(const RunPlan& plan, i64 threshold) {
   i64 param = 0;
   for (const std::span<const model::ParamRow>& unit : plan.rows) {
-    bool any = false, trained = false;
+    bool any = false, trained = false;  // of what is gathered
     for (const model::ParamRow& row : unit) {
       const bool frozen = plan.groups.frozen(param++);
-      if (row.shape.size() < 2) continue;
+      if (std::max(row.numel(), row.room) <= threshold) continue;
       any = true;
       trained |= !frozen;
     }
     if (any && !trained) return;
   }
   throw Error(Errc::Config,
-              "zero_optimization.zero_quantized_nontrainable_weights: no layer has frozen matrices alone; "
-              "optimizer.param_groups with \"frozen\": true says which are");
+              "zero_optimization.zero_quantized_nontrainable_weights: of no layer all that is gathered is "
+              "frozen; optimizer.param_groups with \"frozen\": true says which are");
 }
 
 // Who owns what, and which states there are.
@@ -405,7 +405,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   if (plan.trains()) plan.diloco = config.optimizer.diloco;
   plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
-  if (plan.trains() && z.quantized_nontrainable_weights) check_frozen_layers(plan);
+  if (plan.trains() && z.quantized_nontrainable_weights) check_frozen_layers(plan, z.param_persistence_threshold);
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
@@ -610,6 +610,9 @@ void count_traffic(RunPlan& plan, CountedUpdate& update, const Config& config, c
   // finite.
   constexpr i64 kFinite = 2 * 8, kEvaluation = 3 * 8;
   if (plan.trains()) calls.world.add({.combined_bytes = kFinite});
+  i64 numbers = 0;  // what optimizers keep of parameters, where they are saved
+  for (const size_t g : plan.groups.of_params) numbers += plan.groups.groups[g].numbers_per_param();
+  if (numbers > 0) calls.world.add({.combined_bytes = numbers * 8});
   if (!config.data.validation.empty() || config.data.split > 0) calls.world.add({.combined_bytes = kEvaluation});
 }
 

@@ -33,6 +33,8 @@ class Update {
   bool keeps_gradients_apart(i64 number) const noexcept { return plan_.keeps_gradients_apart(number); }
   // Gradients come multiplied by the loss scale.
   void begin(i64 number, double loss_scale);
+  // Of who counts single updates: all before that one have been.
+  void go_on_at(i64 number) noexcept { momentum_is_whole_ = number > 1 && keeps_gradients_apart(number - 1); }
   // What this rank owns of the gradients, or has of its own, is final when it returns.
   void finish_gradients();
   // One verdict for the whole world, made where the gradients are. Both reductions are over integers, so the norm does

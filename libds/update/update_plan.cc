@@ -58,7 +58,7 @@ std::vector<UpdatePlan::UpdateKind> UpdatePlan::update_kinds(i64 updates) const 
   const bool averages = std::ranges::any_of(groups.groups, &optim::Group::averages_by_signs);
   const i64 looked = std::min(updates, averages ? kMostLooked : diloco.sync_every);
   for (i64 number = 1; number <= looked; ++number) {
-    kind = keeps_gradients_apart(number) ? 1 : 0;
+    kind = !keeps_gradients_apart(number) ? 0 : number > 1 && keeps_gradients_apart(number - 1) ? 1 : -1;  // the first
     for (const optim::Group& g : groups.groups) {
       if (g.steps_apart()) kind = 2 + static_cast<i64>(optim::zero_one_step(g.update, number));
     }
