@@ -87,6 +87,7 @@ struct ParamOptimizer {
   std::string name;
   StateSet states;
   bool trains = false;  // else no state is wanted, whatever there is
+  i64 numbers = 0;      // of it as a whole (CheckpointMeta::optimizer_numbers)
 };
 
 struct LossScalerState {
@@ -94,6 +95,8 @@ struct LossScalerState {
   i64 iteration = 0, last_overflow = -1, hysteresis = 1;
   bool operator==(const LossScalerState&) const = default;
 };
+
+struct Manifest;
 
 struct CheckpointMeta {
   i64 step = 0;
@@ -116,7 +119,7 @@ struct CheckpointMeta {
   std::string attention_json = {};  // what attention hides beside the model's own masks; empty or a JSON document
   // What optimizers keep of whole parameters beside states, by their names: 1-bit LAMB's mean of ratios and last
   // factor.
-  std::map<std::string, std::vector<double>> param_numbers = {};
+  std::map<std::string, std::vector<double>> optimizer_numbers = {};
   std::string config_json;        // the resolved configuration; empty or a JSON document
   std::string model_config_json;  // Hugging Face's config.json; empty or a JSON document
   // What a file of whole tensors said of itself, where the step was made of one: it goes into files made of the step.
@@ -159,6 +162,6 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
                                std::span<const ParamOptimizer> optimizers = {},
-                               const std::function<void(const CheckpointMeta&)>& accept = {});
+                               const std::function<void(const Manifest&)>& accept = {});
 
 }  // namespace ds

@@ -140,6 +140,14 @@ void check_optimizers(const Manifest& m, const std::string& dir, std::span<const
       ++others;
     }
   }
+  for (size_t i = 0; i < optimizers.size() && first.empty(); ++i) {
+    const std::string& name = m.params[index[i]].name;
+    const auto numbers = m.meta.optimizer_numbers.find(name);
+    const i64 there = numbers == m.meta.optimizer_numbers.end() ? 0 : std::ssize(numbers->second);
+    DS_CHECK(!optimizers[i].trains || optimizers[i].numbers == 0 || there == optimizers[i].numbers, Errc::Mismatch,
+             "{}: holds {} optimizer_numbers of '{}', and {} has {}", dir, there, name, optimizers[i].name,
+             optimizers[i].numbers);
+  }
   DS_CHECK(first.empty(), Errc::Mismatch,
            "{}: {}{}; set the optimizer to what it was, or start from the weights: --weights {}", dir, first,
            others == 0 ? "" : fmt::format(" (and {} more parameters)", others), dir);
@@ -222,7 +230,7 @@ CheckpointMeta check_checkpoint(const std::string& step_dir, const std::vector<P
 CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, const std::vector<ParamEntry>& params,
                                std::span<const StatePiece> pieces, Communicator& comm,
                                std::span<const ParamOptimizer> optimizers,
-                               const std::function<void(const CheckpointMeta&)>& accept) {
+                               const std::function<void(const Manifest&)>& accept) {
   std::optional<CheckpointReader> reader;
   std::vector<StatePiece> wanted(pieces.begin(), pieces.end());
   together(comm, [&] {
@@ -238,7 +246,7 @@ CheckpointMeta load_checkpoint(const std::string& step_dir, DType work_dtype, co
     // The ranks share the files among them.
     for (i64 f = comm.rank(); f < narrow<i64>(m.files.size()); f += comm.size()) reader->check_structure(f);
   });
-  if (accept) accept(reader->manifest().meta);
+  if (accept) accept(reader->manifest());
   together(comm, [&] {
     for (const StatePiece& p : wanted) {
       if (!p.open) {

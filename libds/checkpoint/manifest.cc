@@ -208,7 +208,7 @@ Json meta_to_json(const CheckpointMeta& meta) {
   if (meta.optimizer != kUsualOptimizer) j["optimizer"] = meta.optimizer;
   if (!meta.history.empty()) j["history"] = meta.history;
   if (!meta.attention_json.empty()) j["attention"] = embed(meta.attention_json, "attention");
-  if (!meta.param_numbers.empty()) j["optimizer_numbers"] = meta.param_numbers;
+  if (!meta.optimizer_numbers.empty()) j["optimizer_numbers"] = meta.optimizer_numbers;
   if (meta.metadata) j["metadata"] = std::vector(meta.metadata->begin(), meta.metadata->end());
   return j;
 }
@@ -236,8 +236,8 @@ CheckpointMeta meta_from_json(const Json& j) {
   if (j.contains("history")) meta.history = j.at("history").get<std::string>();
   if (j.contains("attention")) meta.attention_json = extract(j.at("attention"));
   if (j.contains("optimizer_numbers")) {
-    j.at("optimizer_numbers").get_to(meta.param_numbers);
-    for (const auto& [name, numbers] : meta.param_numbers) {
+    j.at("optimizer_numbers").get_to(meta.optimizer_numbers);
+    for (const auto& [name, numbers] : meta.optimizer_numbers) {
       DS_CHECK(std::ranges::all_of(numbers, [](double x) { return std::isfinite(x) && x >= 0; }), Errc::Corrupt,
                "optimizer_numbers of '{}' are not at least 0", name);
     }
@@ -399,6 +399,14 @@ std::vector<i64> validate_params(const Manifest& m, const std::string& path, Err
 }
 
 }  // namespace
+
+std::set<std::string> Manifest::rank_local_names() const {
+  std::set<std::string> names;
+  for (const FileRecord& f : files) {
+    for (const RankLocalRecord& r : f.rank_local) names.insert(r.name);
+  }
+  return names;
+}
 
 bool Manifest::has(State s) const noexcept {
   return std::any_of(files.begin(), files.end(), [&](const FileRecord& f) {

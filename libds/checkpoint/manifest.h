@@ -4,6 +4,7 @@
 // and the HDF5 structure around the data is only hashed, never parsed.
 
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,8 @@ struct Manifest {
   u64 view_checksum = 0;
 
   bool has(State) const noexcept;
+  // Names of what ranks have of their own, of any rank.
+  std::set<std::string> rank_local_names() const;
   DType stored_dtype(State s, i64 param) const noexcept {
     return s == State::Param ? params[param].dtype.value_or(meta.work_dtype) : DType::F32;
   }

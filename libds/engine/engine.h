@@ -127,9 +127,9 @@ class Engine {
   }
   // Alike on all ranks, of which some may have none.
   bool has_rank_local() const noexcept { return update_ && update_->has_rank_local(progress_.optimizer_step); }
-  // Update::param_numbers().
-  std::vector<std::span<double>> param_numbers() {
-    return update_ ? update_->param_numbers() : std::vector<std::span<double>>(plan_.params.size());
+  // Update::optimizer_numbers().
+  std::vector<std::span<double>> optimizer_numbers() {
+    return update_ ? update_->optimizer_numbers() : std::vector<std::span<double>>(plan_.params.size());
   }
   // Before the first update the workers of DiLoCo have in common what they begin with.
   void begin_outer() {

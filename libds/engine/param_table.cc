@@ -25,7 +25,8 @@ ParamTable make_param_table(const Config& config, const model::Model& model, con
     StateSet any;
     for (const size_t g : plan.groups.of_params) {
       const optim::Group& group = plan.groups.groups[g];
-      table.optimizers.push_back({keeper_name(group.update.type), group.states(), !group.frozen});
+      table.optimizers.push_back(
+          {keeper_name(group.update.type), group.states(), !group.frozen, group.numbers_per_param()});
       for (const State s : kOptimizerStates) any[s] |= group.states()[s];
       if (!group.frozen) table.optimizer = keeper_name(config.optimizer.type);
     }

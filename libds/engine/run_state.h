@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 #pragma once
-// What a run is made of: run.cc opens it, training.cc trains and evaluates, generate.cc writes text.
+// What a run is made of: run.cc opens it, resume.cc has what it goes on from, training.cc trains and evaluates,
+// generate.cc writes text.
 
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -80,19 +82,19 @@ struct TrainingRun::State {
   std::string find_weights() const;
   void load();
   monitor::Places places() const;
-  void load_rank_local(const std::string& dir, const CheckpointMeta& meta);
+  // there: the names of all that ranks have of their own in the step.
+  void load_rank_local(const std::string& dir, const CheckpointMeta& meta, const std::set<std::string>& there);
   void load_step(const std::string& dir);
   bool load_from_server(offload::ServerLink& server);
   void publish_to_server(offload::ServerLink& server);
   void write_lost_line(i64 last_step);
-  template <class F>
-  auto from_newest(F&& load);
+  void from_newest(FunctionRef<void()> load);
   void check_same_run(const CheckpointMeta& meta, const std::string& source) const;
   void take_directory();
   CheckpointMeta meta() const;
-  // CheckpointMeta::param_numbers of this run. Collective. And what a step has of them becomes the optimizers'.
-  std::map<std::string, std::vector<double>> param_numbers();
-  void set_param_numbers(const CheckpointMeta& meta, const std::string& dir);
+  // CheckpointMeta::optimizer_numbers of this run. Collective. And what a step has of them becomes the optimizers'.
+  std::map<std::string, std::vector<double>> optimizer_numbers();
+  void set_optimizer_numbers(const CheckpointMeta& meta);
   // Nothing if any rank asks to stop.
   std::optional<double> evaluate(const std::function<int()>& stop_signal);
   void begin_record(const TrainHooks& hooks);

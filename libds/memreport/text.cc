@@ -70,7 +70,7 @@ std::string traffic_text(const RankGroup& g) {
     text +=
         fmt::format("  {:<20} {:>14} in {} call{}\n", t.name, bytes_text(t.bytes), t.calls, t.calls == 1 ? "" : "s");
   if (g.traffic.empty()) text += "  nothing\n";
-  if (!g.mean_traffic.empty()) text += "and on average, for its steps differ\n";
+  if (!g.mean_traffic.empty()) text += "on average over all steps\n";
   for (const auto& [name, bytes] : g.mean_traffic) text += fmt::format("  {:<20} {:>14}\n", name, bytes_text(bytes));
   return text;
 }

@@ -5,9 +5,11 @@
 // 1-bit LAMB is LAMB up to freeze_step, and keeps a running mean of each parameter's ratio. Then gradients stay on
 // their ranks, which average the momentum by signs and scales, the second moment no longer changes, and in place of the
 // ratio there is that mean, times how far a second moment that goes on, by gradients that the momentum tells of, has
-// left the frozen one: the most of any element that has had a gradient (of those that have not, DeepSpeed says 1, so
-// that no embedding's factor falls below). (DeepSpeed brings all parameters to a common size before their signs are
-// taken, since these have one scale there; here each parameter has its own, which makes that equal to nothing.)
+// left the frozen one, where that is most.
+//
+// DeepSpeed counts elements that never had a gradient as 1 there, so that the factor of an embedding with a token that
+// never came cannot fall below 1; they are left out here. It brings all parameters to a common size before their signs
+// are taken, since these have one scale there; each parameter has its own here, and that would change nothing.
 
 #include <algorithm>
 #include <bit>
@@ -59,7 +61,7 @@ class OneBitLamb final : public Optimizer {
  public:
   OneBitLamb(const UpdateConfig& u, i64 num_params, void* workspace)
       : u_(u),
-        norms_(num_params, 3, workspace),
+        norms_(num_params, kRatios + 1, workspace),
         kept_(static_cast<size_t>(num_params * kLambNumbers)),
         factors_(static_cast<size_t>(num_params)),
         largest_(factors_.size()) {}
@@ -97,7 +99,7 @@ class OneBitLamb final : public Optimizer {
     pass(UpdateRule::MomentumGradient);
     pass(UpdateRule::VarianceRatio);
     norms_.begin(c);
-    norms_.take_largest(c, ParamNorms::kThird);
+    norms_.take_largest(c, kRatios);
     pass(UpdateRule::FrozenLambDirection);
     if (u.weight_decay > 0) {  // what the decay is of a direction, by two more passes and no more messages than LAMB's
       norms_.take_largest(c, ParamNorms::kDirections);
@@ -114,7 +116,7 @@ class OneBitLamb final : public Optimizer {
       norms_.reduce_largest(c);
       std::ranges::fill(factors_, 1.0f);
     }
-    const TensorView largest = norms_.largest(ParamNorms::kThird);
+    const TensorView largest = norms_.largest(kRatios);
     c.download(largest_.data(), largest.data, largest.bytes());
     for (size_t k = 0; k < factors_.size(); ++k) {
       const double share = double{factors_[k]}, left = double{std::bit_cast<float>(static_cast<u32>(largest_[k]))};
@@ -126,7 +128,8 @@ class OneBitLamb final : public Optimizer {
     descend(c, u, u.freeze_step, norms_.factors());
   }
 
-  static constexpr i64 kWithoutDecay = 0;  // in the place of the norms of masters
+  // Rows of norms_: directions without decay, in the place of masters, and ratios of variances.
+  static constexpr i64 kWithoutDecay = ParamNorms::kMasters, kRatios = 2;
 
   UpdateConfig u_;
   ParamNorms norms_;

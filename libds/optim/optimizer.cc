@@ -151,6 +151,15 @@ bool Group::is_apart_behind(i64 step) const noexcept {
   return steps_apart() && zero_one_step(update, step) == ZeroOneStep::Local;
 }
 
+std::vector<UpdateKind> Group::update_kinds(i64 updates) const {
+  if (steps_apart()) return zero_one_kinds(update, updates);
+  if (!averages_by_signs() || updates <= update.freeze_step) return {{1, updates}};
+  // The first update by signs finds momentums in slices, where ZeRO has them so.
+  std::vector<UpdateKind> kinds = {{1, update.freeze_step}, {update.freeze_step + 1, 1}};
+  if (const i64 rest = updates - update.freeze_step - 1; rest > 0) kinds.push_back({update.freeze_step + 2, rest});
+  return kinds;
+}
+
 std::string_view Group::signs_are_of(i64 step) const noexcept {
   if (!steps_apart()) return "momentum";
   return step <= update.var_freeze_step ? "gradient" : "parameter";

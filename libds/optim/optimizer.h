@@ -23,6 +23,11 @@
 
 namespace ds::optim {
 
+// Updates of a run that do alike: the number of the first, and how many there are.
+struct UpdateKind {
+  i64 number = 1, times = 0;
+};
+
 // Parameters that are updated alike: a group of the configuration, or all that are in none.
 struct Group {
   UpdateConfig update;
@@ -43,6 +48,8 @@ struct Group {
   bool is_apart_behind(i64 step) const noexcept;
   // What signs averaged in that update, or the last one that did: "momentum", "gradient" or "parameter".
   std::string_view signs_are_of(i64 step) const noexcept;
+  // Those of a run of so many that differ in what ranks send for them.
+  std::vector<UpdateKind> update_kinds(i64 updates) const;
   // How many numbers are kept of each parameter as a whole (Optimizer::numbers).
   i64 numbers_per_param() const noexcept;
   // Whether ranks may take steps of their own.
@@ -137,7 +144,7 @@ struct UpdateContext {
   FunctionRef<void(TensorView, ReduceOp)> reduce;
   FunctionRef<void(TensorView)> zero;
   // Between the host and where the ops run; the host waits. Of an optimizer that keeps numbers of parameters.
-  FunctionRef<void(void*to, const void*from, i64 bytes)> download, upload;
+  FunctionRef<void(void*, const void*, i64 bytes)> download, upload;
   GroupStates& states;
   WholeMatrices* matrices;         // of the group, where Group::needs_matrices()
   SignAverage* average = nullptr;  // of the group, where Group::averages_by_signs()
@@ -174,6 +181,7 @@ enum class ZeroOneStep : u8 {
   Sync,     // and then all have the mean of what that made of parameters
 };
 ZeroOneStep zero_one_step(const UpdateConfig& update, i64 step) noexcept;
+std::vector<UpdateKind> zero_one_kinds(const UpdateConfig& update, i64 updates);
 
 std::unique_ptr<Optimizer> make_optimizer(const Group& group, const GroupSize& size, void* workspace);
 i64 workspace_bytes(const Group& group, const GroupSize& size) noexcept;

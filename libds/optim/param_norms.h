@@ -5,16 +5,13 @@
 //
 // Workspace, of K parameters:  largest [rows,K] int64 | sums [2,K,2] int64 | factors [K] fp32
 
-#include <optional>
-
 #include "optim/optimizer.h"
 
 namespace ds::optim {
 
 class ParamNorms {
  public:
-  static constexpr i64 kMasters = 0, kDirections = 1;  // rows: of norms
-  static constexpr i64 kThird = 2;                     // of largest values alone, where there are three rows
+  static constexpr i64 kMasters = 0, kDirections = 1;  // the rows that have norms; others have largest values alone
 
   static constexpr i64 workspace_bytes(i64 num_params, i64 rows) noexcept {
     return num_params * (rows + 4) * 8 + align_up(num_params * 4, 8);

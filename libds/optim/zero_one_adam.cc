@@ -6,26 +6,70 @@
 // updates, up to local_step_clipper.
 
 #include <algorithm>
+#include <limits>
+#include <map>
 
 #include "optim/kind.h"
 
 namespace ds::optim {
 
-ZeroOneStep zero_one_step(const UpdateConfig& u, i64 step) noexcept {
+namespace {
+
+// Updates behind `begin` up to `end`, of which every interval-th, by its number, meets the others.
+struct Block {
+  i64 begin = 0, end = 0, interval = 1;
+  bool refreshes = false;
+  bool meets(i64 step) const noexcept { return step % interval == 0; }
+  ZeroOneStep step_of(bool met) const noexcept {
+    return refreshes ? (met ? ZeroOneStep::Refresh : ZeroOneStep::Signs)
+                     : (met ? ZeroOneStep::Sync : ZeroOneStep::Local);
+  }
+};
+
+Block block_of(const UpdateConfig& u, i64 step) noexcept {
   if (step <= u.var_freeze_step) {
     // Refreshes of interval k end with a multiple of k, and the next ones are the multiples of 2 k.
-    i64 interval = 1, begin = 0;
+    Block b{.refreshes = true};
     for (;;) {
-      const i64 end = (begin / interval + u.var_update_scaler) * interval;
-      if (step <= end || interval > u.var_freeze_step) break;
-      begin = end;
-      interval *= 2;
+      b.end = (b.begin / b.interval + u.var_update_scaler) * b.interval;
+      if (step <= b.end || b.interval > u.var_freeze_step) break;
+      b.begin = b.end;
+      b.interval *= 2;
     }
-    return step % interval == 0 ? ZeroOneStep::Refresh : ZeroOneStep::Signs;
+    b.end = step <= b.end ? std::min(b.end, u.var_freeze_step) : u.var_freeze_step;
+    return b;
   }
-  const i64 doublings = std::min<i64>((step - 1 - u.var_freeze_step) / u.local_step_scaler, 40);
-  const i64 interval = std::min(u.local_step_clipper, i64{1} << doublings);
-  return step % interval == 0 ? ZeroOneStep::Sync : ZeroOneStep::Local;
+  const i64 doublings = std::min<i64>((step - 1 - u.var_freeze_step) / u.local_step_scaler, 40),
+            begin = u.var_freeze_step + doublings * u.local_step_scaler,
+            interval = std::min(u.local_step_clipper, i64{1} << doublings);
+  const bool last = interval == u.local_step_clipper || doublings == 40;
+  return {.begin = begin,
+          .end = last ? std::numeric_limits<i64>::max() : begin + u.local_step_scaler,
+          .interval = interval};
+}
+
+}  // namespace
+
+ZeroOneStep zero_one_step(const UpdateConfig& u, i64 step) noexcept {
+  const Block b = block_of(u, step);
+  return b.step_of(b.meets(step));
+}
+
+std::vector<UpdateKind> zero_one_kinds(const UpdateConfig& u, i64 updates) {
+  std::map<ZeroOneStep, UpdateKind> kinds;
+  const auto add = [&](ZeroOneStep step, i64 number, i64 times) {
+    if (times > 0) kinds.try_emplace(step, UpdateKind{number, 0}).first->second.times += times;
+  };
+  for (i64 begin = 0; begin < updates;) {
+    const Block b = block_of(u, begin + 1);
+    const i64 end = std::min(b.end, updates), met = end / b.interval - begin / b.interval;
+    add(b.step_of(true), (begin / b.interval + 1) * b.interval, met);
+    add(b.step_of(false), begin + (b.meets(begin + 1) ? 2 : 1), end - begin - met);
+    begin = end;
+  }
+  std::vector<UpdateKind> all;
+  for (const auto& [step, kind] : kinds) all.push_back(kind);
+  return all;
 }
 
 namespace {

@@ -52,7 +52,7 @@ CountedUpdate::CountedUpdate(const RunPlan& plan, const OpTable& ops, void* nati
   update_.emplace(plan, shards_, update::Axes{*groups_.front(), tp_, pp_, outer_}, device_, ledger_, no_slices);
 }
 
-void CountedUpdate::run(Enter enter, i64 number) {
+void CountedUpdate::run(Enter enter, i64 number, bool meets) {
   DS_ASSERT(plan_.trains());
   update_->go_on_at(number);
   update_->begin(number, 1);
@@ -104,7 +104,7 @@ void CountedUpdate::run(Enter enter, i64 number) {
   update_->finish_gradients();
   update_->judge(numbers, {});
   update_->update_params({.lr = 1, .number = number}, verdict);
-  update_->outer_step(number);
+  if (meets) update_->outer_step(number);
   (void)update_->compression_norms(number);
   zero::publish(shards_);
   take_messages(1);

@@ -39,7 +39,8 @@ class CountedUpdate {
   // many times in a step.
   using Enter = FunctionRef<void(std::optional<size_t> chunk, i64 times)>;
   // All of a step of who trains, once for each micro-batch that does something else; `number`: of its update.
-  void run(Enter enter, i64 number);
+  // `meets`: with the meetings of DiLoCo behind it.
+  void run(Enter enter, i64 number, bool meets = true);
   // Its gathers of parameters by plan; its uses of inputs of layers that are kept away from the device.
   void gather();
   void use_inputs();

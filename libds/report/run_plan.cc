@@ -369,18 +369,15 @@ void plan_stage(RunPlan& plan, const Config& config, const model::Model& model, 
   plan.kept = pipeline::kept_slots(plan.schedule, p.virtual_stages, plan.micro_batches);
 }
 
-// A layer is gathered at once: codes need one of which nothing that is gathered, above the threshold, is trained.
-void check_frozen_layers(const RunPlan& plan, i64 threshold) {
-  i64 param = 0;
-  for (const std::span<const model::ParamRow>& unit : plan.rows) {
-    bool any = false, trained = false;  // of what is gathered
-    for (const model::ParamRow& row : unit) {
-      const bool frozen = plan.groups.frozen(param++);
-      if (std::max(row.numel(), row.room) <= threshold) continue;
-      any = true;
-      trained |= !frozen;
-    }
-    if (any && !trained) return;
+// Of the whole model, for a stage of a pipeline may have none that are frozen.
+void check_coded_layers(const RunPlan& plan, size_t num_groups, zero::LayoutOptions options) {
+  options.here = {};
+  options.num_ranks = zero::num_shards(plan.mesh);
+  for (options.group = 0; options.group < num_groups; ++options.group) {
+    const zero::Layout layout = zero::Layout::make(plan.rows, options);
+    const std::vector<bool> coded = coded_units(layout, plan.groups, false);
+    if (std::ranges::any_of(layout.segments(), [&](const zero::Segment& s) { return !s.persistent && coded[s.unit]; }))
+      return;
   }
   throw Error(Errc::Config,
               "zero_optimization.zero_quantized_nontrainable_weights: of no layer all that is gathered is "
@@ -405,7 +402,6 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
   if (plan.trains()) plan.diloco = config.optimizer.diloco;
   plan.stochastic_masters = config.bf16.stochastic_rounding;
   plan.groups = optim::make_groups(plan.trains() ? config.optimizer : OptimizerConfig{}, model);
-  if (plan.trains() && z.quantized_nontrainable_weights) check_frozen_layers(plan, z.param_persistence_threshold);
   std::vector<StateSet> states;
   std::vector<PerState<DType>> dtypes;
   for (const model::ParamRow* row : plan.params) {
@@ -429,6 +425,7 @@ void plan_ownership(RunPlan& plan, const Config& config, const model::Model& mod
              codes_outer = diloco.workers > 1 && diloco.outer_gradient_bits < 32;
   if (((codes_zero || codes_outer) && plan.mesh.tp > 1) || (codes_outer && plan.mesh.pp > 1 && plan.tied()))
     options.block = std::max(options.block, zero::kCodeBlock);
+  if (plan.trains() && z.quantized_nontrainable_weights) check_coded_layers(plan, model.splits.size() + 1, options);
   for (size_t g = 0; g <= model.splits.size(); ++g)
     plan.shards.push_back(make_shards(config, model, plan, g, options, states, dtypes));
   i64 tiles = 0;
@@ -511,16 +508,20 @@ void plan_passes(RunPlan& plan, const Config& config, const model::Model& model)
   }
 }
 
-// saves_beside: a copy of what this rank owns is kept for saves
-// in the background.
+// saves_beside: a copy of what this rank saves is kept for saves in the background.
 void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalBytes& local, i64 hidden,
                   bool saves_beside) {
   const auto tag = [&](Tag t) -> i64& { return plan.memory[static_cast<size_t>(t)]; };
   const i64 work_bytes = dtype_bytes(plan.work);
   for (size_t t = 0; t < plan.memory.size(); ++t) plan.memory[t] = ledger.current(static_cast<Tag>(t));
-  i64 owned = 0, part = 0;
+  i64 saved = 0, part = 0;
   for (const zero::ShardsPlan& s : plan.shards) {
-    if (!plan.steps_apart()) owned += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
+    if (!plan.steps_apart()) {
+      saved += s.states.owned_bytes() + s.padded / s.layout.num_ranks() * work_bytes;
+    } else if (plan.dp_rank() == 0) {  // all that it has, and the others nothing
+      for (const State state : kStates) saved += s.states.bytes(state);
+      saved += s.padded * work_bytes;
+    }
     const i64 elems = std::min(s.layout.shard_elems(), zero::StateStore::kLeaseElems);
     i64 bytes = elems * work_bytes;
     for (const State state : kStates) {
@@ -528,9 +529,6 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalByte
         bytes += align_up(elems * 4, 32) + state_blocks(elems) * 4;
     }
     part = std::max(part, bytes);
-    if (!plan.steps_apart() || plan.dp_rank() > 0) continue;  // else one rank saves all that it has
-    for (const State state : kStates) owned += s.states.bytes(state);
-    owned += s.padded * work_bytes;
   }
   // Of the stage. Temporaries, what is computed again and gradients between layers; messages of the pipeline; the fp32
   // gradient of the output projection; sums over the tensor-parallel group.
@@ -543,9 +541,9 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalByte
   tag(Tag::Data) = align_up(plan.pass.bytes(Tag::Data), 8) +
                    update::StepResults::bytes(plan.micro_batches, zero::num_shards(plan.mesh));
 
-  // Checkpoints. A save in the background has a copy of what this rank owns. Beside a GPU one is loaded, and saved
+  // Checkpoints. A save in the background has a copy of what this rank saves. Beside a GPU one is loaded, and saved
   // where that is waited for, through a part of the host's memory.
-  if (saves_beside && plan.trains()) plan.state_bytes = std::max(owned, local.instead) + local.beside;
+  if (saves_beside && plan.trains()) plan.state_bytes = std::max(saved, local.instead) + local.beside;
   if (plan.device == DeviceKind::Cuda) plan.state_part_bytes = part + local.sum();
   tag(Tag::Host) += plan.state_bytes + plan.state_part_bytes;
 }
@@ -553,25 +551,25 @@ void count_memory(RunPlan& plan, const MemoryLedger& ledger, const RankLocalByte
 // Of steps that differ: by what kinds of them there are, and how often DiLoCo's fragments meet.
 void count_mean_traffic(RunPlan& plan, CountedUpdate& update, i64 steps,
                         const std::map<std::string, CommCount>& of_layers) {
-  const std::vector<update::UpdatePlan::UpdateKind> kinds = plan.update_kinds(steps);
-  const i64 meetings = plan.diloco.meetings_until(steps);
-  const bool some_meet = plan.diloco.enabled && plan.mesh.workers > 1 && plan.diloco.sync_every > 1;
-  if (kinds.size() < 2 && !some_meet) return;
+  const std::vector<optim::UpdateKind> kinds = plan.update_kinds(steps);
+  const DilocoConfig& d = plan.diloco;
+  const bool unlike = d.enabled && plan.mesh.workers > 1 && (d.sync_every > 1 || d.fragments > 1);
+  if (kinds.size() < 2 && !unlike) return;
   std::map<std::string, double> bytes;
   for (const auto& [number, times] : kinds) {
     update.begin_again();
     update.gather();
     update.use_inputs();
-    update.run([](std::optional<size_t>, i64) {}, number);
+    update.run([](std::optional<size_t>, i64) {}, number, false);
     for (const auto& [name, count] : update.traffic(plan.largest_calls))
       bytes[name] += static_cast<double>(times) * static_cast<double>(count.bytes);
   }
   for (const auto& [name, count] : of_layers)
     bytes[name] += static_cast<double>(steps) * static_cast<double>(count.bytes);
+  // The meetings of the plan are one of each fragment.
+  const double rounds = static_cast<double>(d.meetings_until(steps)) / static_cast<double>(d.fragments);
   for (const auto& [name, count] : plan.meetings) {
-    if (some_meet && !name.ends_with(".stats"))
-      bytes[name] +=
-          static_cast<double>(meetings) / static_cast<double>(plan.diloco.fragments) * static_cast<double>(count.bytes);
+    if (!name.ends_with(".stats")) bytes[name] += rounds * static_cast<double>(count.bytes);
   }
   for (const auto& [name, sum] : bytes) {
     if (const i64 mean = std::llround(sum / static_cast<double>(steps)); mean > 0) plan.mean_traffic[name] = mean;

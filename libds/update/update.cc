@@ -198,7 +198,7 @@ void Update::make_momentum_whole() {
   axes_.dp.all_gather(segments, "dp.all_gather").wait();
 }
 
-std::vector<std::span<double>> Update::param_numbers() {
+std::vector<std::span<double>> Update::optimizer_numbers() {
   std::vector<std::span<double>> all(plan_.params.size());
   for (const Trained& t : trained_) {
     const auto each = static_cast<size_t>(plan_.groups.groups[t.group].numbers_per_param());

@@ -63,7 +63,7 @@ class Update {
   void rank_local_was_set(i64 number);
   // Optimizer::numbers() of each parameter, by its number; empty of one that this rank does not update, or whose
   // optimizer keeps none.
-  std::vector<std::span<double>> param_numbers();
+  std::vector<std::span<double>> optimizer_numbers();
   // Masters and states were set from outside: nothing is lost of them, and only their owners have them.
   void states_were_set();
   // After that update, those of StepRecord::compression; none where it compresses nothing that it keeps errors of.

@@ -51,24 +51,11 @@ i64 UpdatePlan::fragment_of(const zero::Piece& piece) const noexcept {
   return unit % diloco.fragments;
 }
 
-std::vector<UpdatePlan::UpdateKind> UpdatePlan::update_kinds(i64 updates) const {
-  constexpr i64 kMostLooked = 1'000'000;  // intervals no longer grow then: those behind are as the last of these
-  std::map<i64, UpdateKind> kinds;
-  i64 kind = 0;
-  const bool averages = std::ranges::any_of(groups.groups, &optim::Group::averages_by_signs);
-  const i64 looked = std::min(updates, averages ? kMostLooked : diloco.sync_every);
-  for (i64 number = 1; number <= looked; ++number) {
-    kind = !keeps_gradients_apart(number) ? 0 : number > 1 && keeps_gradients_apart(number - 1) ? 1 : -1;  // the first
-    for (const optim::Group& g : groups.groups) {
-      if (g.steps_apart()) kind = 2 + static_cast<i64>(optim::zero_one_step(g.update, number));
-    }
-    UpdateKind& of = kinds[kind];
-    if (of.times++ == 0 || diloco.meets(of.number)) of.number = number;
+std::vector<optim::UpdateKind> UpdatePlan::update_kinds(i64 updates) const {
+  for (const optim::Group& g : groups.groups) {
+    if (g.averages_by_signs()) return g.update_kinds(updates);  // all groups that are trained do it in the same updates
   }
-  kinds[kind].times += updates - looked;
-  std::vector<UpdateKind> all;
-  for (const auto& [k, of] : kinds) all.push_back(of);
-  return all;
+  return {{1, updates}};
 }
 
 std::vector<i64> UpdatePlan::params_of(size_t group) const {

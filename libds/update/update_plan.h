@@ -114,12 +114,8 @@ struct UpdatePlan {
   }
   // Whether ranks of dp may have parameters of their own for some updates.
   bool steps_apart() const noexcept { return std::ranges::any_of(groups.groups, &optim::Group::steps_apart); }
-  // Updates of a run that differ in what they send, but for DiLoCo's meetings: the number of one of each kind, which
-  // meets nobody if there is such, and how many there are.
-  struct UpdateKind {
-    i64 number = 1, times = 0;
-  };
-  std::vector<UpdateKind> update_kinds(i64 updates) const;
+  // Those of a run that differ in what they send, but for DiLoCo's meetings.
+  std::vector<optim::UpdateKind> update_kinds(i64 updates) const;
   // Where the gradient of shared is summed, on the stages that have it.
   i64 shared_grads() const noexcept { return embeds ? kSharedUnit : head_use(); }
 };

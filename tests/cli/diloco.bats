@@ -75,11 +75,11 @@ setup() {
 }
 
 @test "what is sent on average is predicted, whether or not the last step meets" {
-  local steps
-  for steps in 8 11; do
-    ds-launch -n 2 ds-train cfg.json --out "run$steps" --quiet --steps $steps
-    run ds-launch -n 2 ds-train cfg.json --check --json --steps $steps
-    local mean
+  local steps fragments mean
+  for steps in 8 11 12; do
+    fragments=$((steps == 12 ? 4 : 1)) # one of which meets in every step
+    ds-launch -n 2 ds-train cfg.json --out "run$steps" --quiet --steps $steps --set diloco.fragments=$fragments
+    run ds-launch -n 2 ds-train cfg.json --check --json --steps $steps --set diloco.fragments=$fragments
     mean=$(grep '"type":"step"' "run$steps/metrics.jsonl" | grep -o '"outer.all_reduce":[0-9]*' | cut -d: -f2 |
       awk -v n=$steps '{ s += $1 } END { printf "%.0f", s / n }')
     assert_output --regexp "\"mean_comm_bytes_per_step\": \\{[^}]*\"outer.all_reduce\": $mean"

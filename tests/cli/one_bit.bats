@@ -184,7 +184,7 @@ zero_one() { # stage is 0; intervals are short
   assert_line --regexp '^ *comm .* exact'
   run ds-memreport cfg.json -n 2
   assert_output --partial "in the last step"
-  assert_output --partial "and on average, for its steps differ"
+  assert_output --partial "on average over all steps"
 }
 
 @test "1-bit LAMB resumes bit for bit, and its means of ratios go along to any layout" {

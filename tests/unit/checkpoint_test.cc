@@ -119,9 +119,9 @@ TEST(Checkpoint, MetaRoundTripsExactly) {
   CheckpointMeta want = sample_meta(123456789, DType::BF16);
   want.world_size = 2;
   EXPECT_EQ(CheckpointReader(step).manifest().meta, want);
-  want.param_numbers = {{"wte.weight", {0.1, 1.0 / 3}}, {"ln_f.weight", {0, 5e-324}}};
+  want.optimizer_numbers = {{"wte.weight", {0.1, 1.0 / 3}}, {"ln_f.weight", {0, 5e-324}}};
   EXPECT_EQ(parse_meta(format_meta(want), "text"), want);
-  want.param_numbers.clear();
+  want.optimizer_numbers.clear();
   run_threads(
       2, {}, [&](Communicator& comm) { EXPECT_EQ(load_checkpoint(step, DType::BF16, small_model(), {}, comm), want); });
 }
@@ -184,8 +184,8 @@ TEST(Checkpoint, OneThatTheCallerDoesNotWantFillsNothing) {
     const StatePiece& piece = state.pieces()[0];
     const size_t bytes = static_cast<size_t>(piece.count) * 2;
     const std::string before(static_cast<const char*>(piece.data[State::Param]), bytes);
-    const auto refuse = [](const CheckpointMeta& meta) {
-      throw Error(Errc::Mismatch, fmt::format("step {} is of another run", meta.step));
+    const auto refuse = [](const Manifest& there) {
+      throw Error(Errc::Mismatch, fmt::format("step {} is of another run", there.meta.step));
     };
     EXPECT_ERROR(load_checkpoint(step, DType::BF16, small_model(), state.pieces(), comm, {}, refuse), Errc::Mismatch,
                  "step 7 is of another run");
@@ -201,6 +201,12 @@ TEST(Checkpoint, IsCheckedBeforeItIsLoaded) {
   std::vector<ParamEntry> other = small_model();
   other[2].shape = {6, 7};
   EXPECT_ERROR(check_checkpoint(step, other), Errc::Mismatch, "[3, 2, 7] there and [6, 7] here");
+  std::vector<ParamOptimizer> optimizers(other.size());
+  optimizers[0] = {"AdamW", state_set({State::ExpAvg, State::ExpAvgSq}), true, 0};
+  check_checkpoint(step, small_model(), optimizers);
+  optimizers[0].numbers = 2;
+  EXPECT_ERROR(check_checkpoint(step, small_model(), optimizers), Errc::Mismatch,
+               "holds 0 optimizer_numbers of 'wte.weight', and AdamW has 2");
   for (const char* name : {"/rank-00000.h5", "/rank-00001.h5"}) {
     const std::string whole = read_file(step + name);
     write_file(step + name, std::string(whole.size(), 'x'));
@@ -428,7 +434,7 @@ TEST_F(DamagedCheckpoint, ForgedManifestsAreStillChecked) {
     refused(part);
   };
   forged([](Manifest& m) { m.meta.world_size = 3; }, "world size 3, 2 files");
-  forged([](Manifest& m) { m.meta.param_numbers["wte.weight"] = {0.5, -1}; }, "optimizer_numbers of 'wte.weight'");
+  forged([](Manifest& m) { m.meta.optimizer_numbers["wte.weight"] = {0.5, -1}; }, "optimizer_numbers of 'wte.weight'");
   forged([](Manifest& m) { m.files.pop_back(), m.meta.world_size = 1; }, "held by no rank");
   forged([](Manifest& m) { m.params[0].shape = {i64{1} << 40, i64{1} << 40}; }, "impossible shape of 'wte.weight'");
   forged([](Manifest& m) { m.params[5].shape = {30}; }, "elements 29 to 30 of 'ln_f.weight' are held by no rank");

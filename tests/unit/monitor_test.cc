@@ -20,6 +20,7 @@
 #include "monitor/flops_report.h"
 #include "monitor/phase_log.h"
 #include "monitor/prometheus_file.h"
+#include "monitor/scalars.h"
 #include "monitor/trace_file.h"
 #include "temp_directory.h"
 
@@ -229,6 +230,19 @@ TEST(PrometheusFile, IsOfTheTextFormat) {
   r.comm_bytes.clear();
   samples = parse_prometheus(prometheus_text(r, std::nullopt, "j", 0));
   EXPECT_EQ(samples.size(), 12u);
+  r.compression = {{"worker_error", 0.5}, {"momentum", 2}};
+  r.outer_grad_norm = 0.25;
+  samples = parse_prometheus(prometheus_text(r, std::nullopt, "j", 0));
+  EXPECT_EQ(samples.size(), 15u);
+  EXPECT_EQ(samples.at("ds_train_compression_norm{job=\"j\",of=\"worker_error\"}"), "0.5");
+  EXPECT_EQ(samples.at("ds_train_outer_grad_norm{job=\"j\"}"), "0.25");
+  const std::vector<Scalar> scalars = scalars_of(r, false);
+  for (const auto& [tag, norm] : {std::pair{"compression/momentum", 2.0}, {"train/outer_grad_norm", 0.25}}) {
+    const auto found = std::ranges::find(scalars, tag, &Scalar::tag);
+    ASSERT_NE(found, scalars.end()) << tag;
+    EXPECT_EQ(found->value, norm);
+    EXPECT_EQ(found->at, 10);
+  }
 }
 
 TEST(PrometheusFile, IsReplacedAtPrintedStepsAndAtTheEnd) {

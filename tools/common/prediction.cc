@@ -64,7 +64,7 @@ void print_prediction(const Config& config, const RankInfo& ranks, Output& out, 
   for (const auto& [name, bytes] : p.comm_bytes) {
     if (bytes > 0) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   }
-  if (differ) out.print("\nand on average, for steps differ\n");
+  if (differ) out.print("\nsent per rank on average over all steps\n");
   for (const auto& [name, bytes] : p.mean_comm_bytes) out.print("  {:<20} {:>14}\n", name, bytes_text(bytes));
   if (cut) out.data("\n" + plan_text(config, ranks.world_size, out.columns(), out.colour()));
   if (config.sparse_attention.mode != SparseAttentionMode::None) out.data("\n" + pattern_text(config, out.columns()));
